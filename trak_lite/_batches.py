@@ -1,0 +1,86 @@
+"""Batches of any usual shape: tensors inside tuples, lists, mappings and dataclasses, samples on axis 0."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from trak_lite.errors import InvalidInputError
+from trak_lite.types import Batch
+
+__all__ = ["batch_size", "flatten_batch", "map_tensors", "move_batch", "take_rows"]
+
+
+def map_tensors(function: Callable[[Tensor], Any], batch: Batch) -> Batch:
+    """Return the batch with ``function`` applied to each tensor; containers keep their type where they can.
+
+    A mapping that is not a ``dict`` (a ``BatchEncoding``, a ``UserDict``) becomes a plain ``dict``.
+    Anything that is neither tensor nor container is passed through.
+    """
+    if isinstance(batch, Tensor):
+        return function(batch)
+    if isinstance(batch, Mapping):
+        return {key: map_tensors(function, value) for key, value in batch.items()}
+    if dataclasses.is_dataclass(batch) and not isinstance(batch, type):
+        changes = {
+            f.name: map_tensors(function, getattr(batch, f.name)) for f in dataclasses.fields(batch) if f.init
+        }
+        return dataclasses.replace(batch, **changes)
+    if isinstance(batch, tuple):
+        items = [map_tensors(function, item) for item in batch]
+        return (
+            type(batch)(*items) if hasattr(batch, "_fields") else tuple(items)
+        )  # a named tuple takes its fields
+    if isinstance(batch, list):
+        return [map_tensors(function, item) for item in batch]
+    return batch
+
+
+def flatten_batch(batch: Batch) -> tuple[list[Tensor], Callable[[Sequence[Tensor]], Batch]]:
+    """Return the per-sample tensors of a batch and the function that puts others in their place.
+
+    Zero-dimensional tensors belong to no sample and stay where they are.
+    """
+    leaves: list[Tensor] = []
+    map_tensors(lambda tensor: leaves.append(tensor) if tensor.dim() else None, batch)
+
+    def rebuild(tensors: Sequence[Tensor]) -> Batch:
+        replacement = iter(tensors)
+        return map_tensors(lambda tensor: next(replacement) if tensor.dim() else tensor, batch)
+
+    return leaves, rebuild
+
+
+def batch_size(batch: Batch) -> int:
+    """Return the number of samples B on which all tensors of the batch agree.
+
+    Raises:
+        InvalidInputError: If the batch holds no tensor with a sample axis, or its tensors disagree on B.
+    """
+    leaves, _ = flatten_batch(batch)
+    if not leaves:
+        raise InvalidInputError(
+            f"The batch ({type(batch).__name__}) holds no tensor with a sample axis. "
+            "Expected tensors with the samples on axis 0, alone or in a tuple, list, dict or dataclass."
+        )
+    sizes = {leaf.shape[0] for leaf in leaves}
+    if len(sizes) > 1:
+        raise InvalidInputError(
+            f"The tensors of the batch disagree on the number of samples: shapes {[tuple(leaf.shape) for leaf in leaves]}. "
+            "Axis 0 of every tensor must be the sample axis."
+        )
+    return sizes.pop()
+
+
+def move_batch(batch: Batch, device: torch.device) -> Batch:
+    """Return the batch with every tensor on ``device``."""
+    return map_tensors(lambda tensor: tensor.to(device, non_blocking=True), batch)
+
+
+def take_rows(batch: Batch, rows: slice | Sequence[int]) -> Batch:
+    """Return the samples ``rows`` of a batch."""
+    return map_tensors(lambda tensor: tensor[rows] if tensor.dim() else tensor, batch)

@@ -1,0 +1,95 @@
+"""Every exception that trak_lite raises on purpose.
+
+Each one is also the built-in error that a caller would expect, so ``except ValueError`` keeps working.
+A message says what was seen, what was expected and what to do next.
+"""
+
+from __future__ import annotations
+
+__all__ = [
+    "BusyError",
+    "CheckpointError",
+    "CorruptStoreError",
+    "IncompleteStoreError",
+    "InvalidInputError",
+    "ManifestMismatchError",
+    "MissingStoreError",
+    "NonFiniteError",
+    "PrecisionError",
+    "ReadOnlyStoreError",
+    "SingularKernelError",
+    "StateError",
+    "StoreError",
+    "StoreFullError",
+    "TrakLiteError",
+    "UnknownTaskError",
+    "UnsupportedModelError",
+]
+
+
+class TrakLiteError(Exception):
+    """Base of every error raised on purpose by trak_lite."""
+
+
+class InvalidInputError(TrakLiteError, ValueError):
+    """An argument, a batch or a dataset is not what the called function accepts."""
+
+
+class UnknownTaskError(InvalidInputError):
+    """The task is neither a known name nor a model output function."""
+
+
+class NonFiniteError(InvalidInputError):
+    """A model output, an out-to-loss gradient or a feature is NaN or infinite."""
+
+
+class PrecisionError(InvalidInputError):
+    """The storage dtype cannot hold the features without losing them."""
+
+
+class CheckpointError(InvalidInputError):
+    """A checkpoint cannot be read, or does not fit the model."""
+
+
+class UnsupportedModelError(TrakLiteError, RuntimeError):
+    """The gradient computer cannot differentiate this model sample by sample."""
+
+
+class StateError(TrakLiteError, RuntimeError):
+    """A step was called before the steps that it needs."""
+
+
+class SingularKernelError(TrakLiteError, ValueError):
+    """The kernel matrix cannot be inverted at the damping that was asked for."""
+
+
+class StoreError(TrakLiteError, OSError):
+    """Base of everything that can go wrong with rows on disk."""
+
+
+class MissingStoreError(StoreError, FileNotFoundError):
+    """There is no store, or no such table in it, at the path."""
+
+
+class ManifestMismatchError(StoreError, ValueError):
+    """The store, or a table in it, was made with other settings."""
+
+
+class CorruptStoreError(StoreError):
+    """Bytes on disk contradict the store's own records."""
+
+
+class IncompleteStoreError(StoreError):
+    """Rows were asked for that have not been written yet."""
+
+
+class BusyError(StoreError, BlockingIOError):
+    """Another writer holds this part of the store."""
+
+
+class ReadOnlyStoreError(StoreError, PermissionError):
+    """The store was opened for reading, or its folder cannot be written."""
+
+
+class StoreFullError(StoreError):
+    """The disk has no room for the rows."""

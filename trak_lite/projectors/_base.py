@@ -1,0 +1,156 @@
+"""The contract of a projector: gradient blocks in, feature rows out."""
+
+from __future__ import annotations
+
+import math
+from abc import ABC, abstractmethod
+from collections.abc import Mapping
+from enum import StrEnum
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from trak_lite.types import FeatureLayout, GradientBlock, ParameterShapes, num_entries
+
+__all__ = ["AbstractFeatureAccumulator", "AbstractProjector", "ProjectionType"]
+
+
+class ProjectionType(StrEnum):
+    """Distribution of the projection matrix's entries."""
+
+    normal = "normal"
+    rademacher = "rademacher"
+
+
+class AbstractFeatureAccumulator(ABC):
+    """Takes the gradient blocks of one batch, in any order, and gives its feature rows.
+
+    Laws: the result does not depend on the order of the blocks beyond rounding, nor on how rows or
+    parameters are spread over calls; a parameter that never comes counts as zero.
+    """
+
+    @abstractmethod
+    def add(self, block: GradientBlock) -> None:
+        """Take one block; it may be freed as soon as this returns."""
+
+    @abstractmethod
+    def features(self) -> Tensor:
+        """Return the feature rows ``(B, K)``, once, after the last block."""
+
+
+class AbstractProjector(ABC):
+    """Linear map from gradients (P numbers per sample) to features (K numbers per sample).
+
+    A native projector overrides :meth:`accumulator`. A projector written for the original TRAK, which only
+    defines ``project``, works unchanged: its blocks are collected and projected together.
+
+    Laws, held by ``trak_lite.testing.ProjectorTests``: the map is linear; it depends only on
+    (seed, model_id, parameter name, coordinates), never on batch size, block order, chunking or device.
+    """
+
+    @abstractmethod
+    def __init__(
+        self,
+        grad_dim: int,
+        proj_dim: int,
+        seed: int,
+        proj_type: str | ProjectionType,
+        device: str | torch.device,
+    ) -> None:
+        """Store the settings (the original TRAK's signature).
+
+        Args:
+            grad_dim: P, number of gradient entries per sample; 0 where the projector learns it from the blocks.
+            proj_dim: K, number of features per sample; 0 for the identity, whose K is P.
+            seed: Seed of every random entry.
+            proj_type: Distribution of the entries.
+            device: Where the projection runs.
+        """
+        self.grad_dim = grad_dim
+        self.proj_dim = proj_dim
+        self.seed = seed
+        self.proj_type = proj_type
+        self.device = device
+
+    @abstractmethod
+    def project(self, grads: Mapping[str, Tensor] | Tensor, model_id: int) -> Tensor:
+        """Project collected gradients.
+
+        Args:
+            grads: Per-sample gradients by parameter name, each ``(B, *parameter.shape)``, or one ``(B, P)`` tensor.
+            model_id: The checkpoint; every checkpoint has a matrix of its own.
+
+        Returns:
+            Features ``(B, K)``.
+        """
+
+    def accumulator(
+        self, num_samples: int, *, model_id: int, parameters: ParameterShapes
+    ) -> AbstractFeatureAccumulator:
+        """Return a fresh accumulator for one batch.
+
+        Args:
+            num_samples: B, rows of the batch.
+            model_id: The checkpoint; every checkpoint has a matrix of its own.
+            parameters: Shapes of the kept parameters by canonical name, in model order.
+        """
+        return _CollectingAccumulator(self, num_samples, model_id, parameters)
+
+    def layout(self, parameters: ParameterShapes) -> FeatureLayout:
+        """Return the segments of a feature row for gradients of these parameters."""
+        return FeatureLayout.joint(self.proj_dim or num_entries(parameters))
+
+    def fingerprint(self) -> dict[str, Any]:
+        """Return what determines the features, as JSON values, for the store's manifest.
+
+        Entries: ``kind`` (class name), ``proj_dim``, ``seed`` and ``version`` of the algorithm.
+        """
+        return {
+            "kind": f"{type(self).__module__}.{type(self).__qualname__}",
+            "proj_dim": int(self.proj_dim),
+            "seed": int(self.seed),
+            "version": 1,
+        }
+
+    def free_memory(self) -> None:
+        """Drop cached matrices; they are drawn again when needed."""
+        return
+
+
+class _CollectingAccumulator(AbstractFeatureAccumulator):
+    """Collects dense gradients in model order for a projector that only defines ``project``."""
+
+    def __init__(
+        self,
+        projector: AbstractProjector,
+        num_samples: int,
+        model_id: int,
+        parameters: ParameterShapes,
+    ) -> None:
+        self._projector = projector
+        self._num_samples = num_samples
+        self._model_id = model_id
+        self._parameters = parameters
+        self._grads: dict[str, Tensor] = {}
+
+    def add(self, block: GradientBlock) -> None:
+        rows = block.dense()
+        whole = self._grads.get(block.name)
+        if whole is None and rows.shape[0] == self._num_samples:
+            self._grads[block.name] = rows
+            return
+        if whole is None:
+            whole = rows.new_zeros(self._num_samples, rows.shape[1])
+            self._grads[block.name] = whole
+        whole[block.start : block.start + rows.shape[0]] = rows
+
+    def features(self) -> Tensor:
+        some = next(iter(self._grads.values()), torch.empty(0))
+        grads = {}
+        for name, shape in self._parameters.items():
+            rows = self._grads.get(name)
+            if rows is None:
+                rows = some.new_zeros(self._num_samples, math.prod(shape))
+            grads[name] = rows.reshape(self._num_samples, *shape)
+        return self._projector.project(grads, self._model_id)

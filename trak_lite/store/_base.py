@@ -1,0 +1,224 @@
+"""The contract of a feature store: tables of rows that are either done, and right, or pending."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from types import TracebackType
+from typing import Any, Self
+
+import numpy as np
+from numpy.typing import NDArray
+
+from trak_lite.store.manifest import Manifest
+
+__all__ = ["AbstractFeatureStore", "AbstractRowTable", "Column", "TableSpec"]
+
+
+@dataclass(frozen=True, slots=True)
+class Column:
+    """One array of a table: ``(num_rows, width)``, or ``(num_rows,)`` where ``width`` is ``None``."""
+
+    name: str
+    width: int | None
+    dtype: str
+    """NumPy name of the stored dtype: ``float16`` or ``float32``."""
+
+
+@dataclass(frozen=True, slots=True)
+class TableSpec:
+    """Shape of a table; all columns share one row grid and one record of what is done."""
+
+    num_rows: int
+    columns: tuple[Column, ...]
+    chunk_rows: int
+    """Rows of a chunk, the unit of committing, locking and mapping."""
+    fingerprint: Mapping[str, Any] = field(default_factory=dict)
+    """JSON values that determine the rows; compared key by key when the table is opened again."""
+
+
+class AbstractRowTable(ABC):
+    """Rows of one table. A row is done or pending; a done row never changes and is never lost.
+
+    Laws, held by ``trak_lite.testing.StoreTests``: what was put is what is read, bitwise; when ``put``
+    returns, killing the process cannot lose the rows; pending rows are never readable; a refused ``put``
+    changes nothing; every table opened from the same path sees the same done rows.
+    """
+
+    @property
+    @abstractmethod
+    def spec(self) -> TableSpec:
+        """Shape, columns and fingerprint of the table."""
+
+    @abstractmethod
+    def put(
+        self, rows: int | Sequence[int] | NDArray[np.integer], values: Mapping[str, NDArray[Any]]
+    ) -> None:
+        """Write rows durably enough that killing the process cannot lose them.
+
+        Args:
+            rows: First row of a contiguous run, or the row of each value (distinct, any order).
+            values: For each column an array ``(b, width)`` or ``(b,)`` of a real floating dtype; it is cast to the
+                column's dtype.
+
+        Raises:
+            InvalidInputError: For wrong columns, shapes or dtypes, rows out of range or repeated.
+            NonFiniteError: If a value is NaN or infinite, before or after the cast; names the rows.
+            StateError: If a row is done already.
+            ReadOnlyStoreError: If the store was opened for reading.
+            StoreFullError: If the disk is full; the rows stay pending.
+            BusyError: If another process writes the chunk.
+        """
+
+    @abstractmethod
+    def done(self) -> NDArray[np.bool_]:
+        """Return which rows are done, ``(num_rows,)``; includes rows staged by earlier, dead writers."""
+
+    def pending(self) -> NDArray[np.int64]:
+        """Return the rows that are not done, ascending."""
+        return np.flatnonzero(~self.done())
+
+    @property
+    def complete(self) -> bool:
+        """Whether every row is committed and therefore readable."""
+        return len(self.committed_chunks()) == self.num_chunks
+
+    @property
+    def num_chunks(self) -> int:
+        """Number of chunks of the row grid."""
+        return -(-self.spec.num_rows // self.spec.chunk_rows)
+
+    def chunk_range(self, chunk: int) -> tuple[int, int]:
+        """Return the first row of a chunk and the row after its last."""
+        start = chunk * self.spec.chunk_rows
+        return start, min(start + self.spec.chunk_rows, self.spec.num_rows)
+
+    @abstractmethod
+    def committed_chunks(self) -> list[int]:
+        """Return the chunks that are complete and readable, ascending."""
+
+    @abstractmethod
+    def read_chunk(self, chunk: int, column: str) -> NDArray[Any]:
+        """Return the rows of a committed chunk, ``(rows, width)`` or ``(rows,)``, mapped where possible.
+
+        The array must not be written to; copy it to keep it beyond the table's life.
+
+        Raises:
+            IncompleteStoreError: If the chunk is not committed; names its rows.
+            CorruptStoreError: If its size or checksum contradicts its commit record.
+        """
+
+    def read(self, column: str) -> NDArray[Any]:
+        """Return a whole column as one new array.
+
+        Raises:
+            IncompleteStoreError: If a row is pending; names the first.
+        """
+        chunks = [self.read_chunk(chunk, column) for chunk in range(self.num_chunks)]
+        return np.concatenate(chunks)
+
+    def read_rows(self, column: str, rows: Sequence[int] | NDArray[np.integer]) -> NDArray[Any]:
+        """Return some rows of a column as a new array, in the order asked for."""
+        wanted = np.asarray(rows, dtype=np.int64)
+        width = next(c.width for c in self.spec.columns if c.name == column)
+        dtype = next(c.dtype for c in self.spec.columns if c.name == column)
+        out = np.empty((len(wanted),) if width is None else (len(wanted), width), dtype)
+        chunk_of = wanted // self.spec.chunk_rows
+        for chunk in np.unique(chunk_of):
+            here = chunk_of == chunk
+            out[here] = self.read_chunk(int(chunk), column)[wanted[here] - chunk * self.spec.chunk_rows]
+        return out
+
+    def chunks(self, column: str) -> Iterator[tuple[int, NDArray[Any]]]:
+        """Yield ``(first row, rows)`` of every chunk in order."""
+        for chunk in range(self.num_chunks):
+            yield self.chunk_range(chunk)[0], self.read_chunk(chunk, column)
+
+    @abstractmethod
+    def content_key(self) -> str:
+        """Return a digest of the committed contents, for keys of derived results.
+
+        Raises:
+            IncompleteStoreError: If a row is pending.
+        """
+
+
+class AbstractFeatureStore(ABC):
+    """A named tree of tables under one manifest.
+
+    Table paths are ``/``-separated names of ``[A-Za-z0-9._-]{1,64}``: ``ckpt-0``, ``targets/test/ckpt-0``,
+    ``scores/test``.
+    """
+
+    @property
+    @abstractmethod
+    def manifest(self) -> Manifest:
+        """The settings that the store was made with."""
+
+    @property
+    @abstractmethod
+    def path(self) -> str | None:
+        """Where the store lives; ``None`` in memory."""
+
+    @property
+    @abstractmethod
+    def writable(self) -> bool:
+        """Whether tables can be created and rows put."""
+
+    @abstractmethod
+    def create_table(
+        self, path: str, spec: TableSpec, attributes: Mapping[str, Any] | None = None
+    ) -> AbstractRowTable:
+        """Open a table for writing, and create it first where it does not exist.
+
+        Args:
+            path: Name of the table in the tree.
+            spec: Shape and fingerprint.
+            attributes: JSON values recorded at creation and not compared (where a checkpoint came from).
+
+        Raises:
+            ManifestMismatchError: If the table exists with another shape or fingerprint; names every differing key.
+            ReadOnlyStoreError: If the store was opened for reading.
+        """
+
+    @abstractmethod
+    def open_table(self, path: str) -> AbstractRowTable:
+        """Open an existing table, for writing if the store is writable.
+
+        Raises:
+            MissingStoreError: If there is no such table; names the ones there are.
+        """
+
+    @abstractmethod
+    def attributes(self, path: str) -> dict[str, Any]:
+        """Return what was recorded beside a table when it was created."""
+
+    @abstractmethod
+    def table_names(self, prefix: str = "") -> list[str]:
+        """Return the paths of all tables below ``prefix``, in natural order (``ckpt-2`` before ``ckpt-10``)."""
+
+    @abstractmethod
+    def cached(self, name: str, key: str) -> NDArray[Any] | None:
+        """Return a derived array that was kept under this name and key, or ``None``."""
+
+    @abstractmethod
+    def cache(self, name: str, key: str, array: NDArray[Any]) -> None:
+        """Keep a derived array; a later one under the same name replaces it. Does nothing in a read-only store."""
+
+    @abstractmethod
+    def close(self) -> None:
+        """Release files and locks; rows put so far are safe."""
+
+    def __enter__(self) -> Self:
+        """Return the store."""
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        """Close the store."""
+        self.close()

@@ -1,0 +1,91 @@
+"""The manifest: which settings a store was made with, compared key by key."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from trak_lite.errors import ManifestMismatchError
+
+__all__ = ["FORMAT", "Manifest", "canonical_json", "compare_fingerprints"]
+
+FORMAT = 1
+"""Version of the layout on disk; newer ones are refused, older ones are read."""
+
+
+def canonical_json(value: Any) -> str:
+    """Return the one JSON text of a value: sorted keys, no spaces, no NaN.
+
+    Example:
+        >>> canonical_json({"b": 1, "a": [1.5, None]})
+        '{"a":[1.5,null],"b":1}'
+    """
+    return json.dumps(value, sort_keys=True, separators=(",", ":"), allow_nan=False, ensure_ascii=False)
+
+
+@dataclass(frozen=True, slots=True)
+class Manifest:
+    """Settings that determine the rows, and a note of what made them."""
+
+    fingerprint: Mapping[str, Any]
+    """JSON values that determine every number in the store."""
+    made_with: Mapping[str, Any] = field(default_factory=dict)
+    """Versions and device: recorded, never compared."""
+    format: int = FORMAT
+
+    def digest(self) -> str:
+        """Return the SHA-256 of the canonical fingerprint, in hex."""
+        return hashlib.sha256(canonical_json(dict(self.fingerprint)).encode()).hexdigest()
+
+    def check_same(self, given: Manifest, *, where: str) -> None:
+        """Raise if ``given`` would write other numbers than the ones stored.
+
+        Raises:
+            ManifestMismatchError: Names every differing key with its stored and given value.
+        """
+        compare_fingerprints(self.fingerprint, given.fingerprint, where=where)
+
+
+def compare_fingerprints(stored: Mapping[str, Any], given: Mapping[str, Any], *, where: str) -> None:
+    """Raise if two fingerprints differ.
+
+    Raises:
+        ManifestMismatchError: Names every differing key with its stored and given value.
+
+    Example:
+        >>> compare_fingerprints({"seed": 0}, {"seed": 1}, where="run.zarr")
+        Traceback (most recent call last):
+        ...
+        trak_lite.errors.ManifestMismatchError: run.zarr was made with other settings: seed is 0 there, 1 here. \
+Use the stored settings (Attributor.open), or another path.
+    """
+    left, right = _flatten(stored), _flatten(given)
+    absent = "absent"
+    differing = [
+        f"{key} is {_short(left.get(key, absent))} there, {_short(right.get(key, absent))} here"
+        for key in sorted(left.keys() | right.keys())
+        if left.get(key, absent) != right.get(key, absent)
+    ]
+    if differing:
+        raise ManifestMismatchError(
+            f"{where} was made with other settings: {'; '.join(differing)}. "
+            "Use the stored settings (Attributor.open), or another path."
+        )
+
+
+def _flatten(value: Any, prefix: str = "") -> dict[str, Any]:
+    """Return ``{"projector.seed": 0, ...}`` so that an error can name the one key that differs."""
+    if isinstance(value, Mapping) and value:
+        flat: dict[str, Any] = {}
+        for key, item in value.items():
+            flat.update(_flatten(item, f"{prefix}.{key}" if prefix else str(key)))
+        return flat
+    return {prefix: json.loads(canonical_json(value))}
+
+
+def _short(value: Any) -> str:
+    text = repr(value)
+    return text if len(text) <= 100 else f"{text[:97]}..."

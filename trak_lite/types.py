@@ -1,0 +1,151 @@
+"""The shared vocabulary: shapes, blocks, layouts.
+
+Shapes: N train rows, M targets, B samples of a batch, P parameters that gradients are kept for,
+K feature width (``proj_dim``), T positions of a sequence, C checkpoints.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+__all__ = [
+    "Batch",
+    "BlockSink",
+    "DenseBlock",
+    "FactoredBlock",
+    "FeatureLayout",
+    "GradientBlock",
+    "OutputTerms",
+    "ParameterShapes",
+    "Segment",
+    "num_entries",
+]
+
+Batch: TypeAlias = Any
+"""A tuple, list, mapping, dataclass or tensor whose tensors all have the samples on axis 0."""
+
+ParameterShapes: TypeAlias = Mapping[str, tuple[int, ...]]
+"""Shapes of the parameters that gradients are kept for, by canonical name, in model order."""
+
+
+def num_entries(parameters: ParameterShapes) -> int:
+    """Return P, the number of gradient entries per sample.
+
+    Example:
+        >>> num_entries({"weight": (3, 4), "bias": (3,)})
+        15
+    """
+    return sum(math.prod(shape) for shape in parameters.values())
+
+
+@dataclass(frozen=True, slots=True)
+class DenseBlock:
+    """Per-sample gradients of one parameter."""
+
+    name: str
+    """Canonical parameter name (the first in ``named_parameters()`` order where weights are tied)."""
+    grad: Tensor
+    """``(b, *parameter.shape)``, one row per sample."""
+    start: int = 0
+    """Row of the batch that ``grad[0]`` belongs to; blocks of a chunked computer cover ``start:start + b``."""
+
+    @property
+    def num_samples(self) -> int:
+        """Number of samples b in this block."""
+        return self.grad.shape[0]
+
+    def dense(self) -> Tensor:
+        """Return the gradient rows ``(b, parameter.numel())``."""
+        return self.grad.reshape(self.grad.shape[0], -1)
+
+
+@dataclass(frozen=True, slots=True)
+class FactoredBlock:
+    """Per-sample gradients of one matrix parameter, kept as ``sum_t output_grads[t] (x) inputs[t]``."""
+
+    name: str
+    """Canonical parameter name; the parameter has shape ``(d_out, d_in)``."""
+    inputs: Tensor
+    """``(b, T, d_in)`` what the layer read."""
+    output_grads: Tensor
+    """``(b, T, d_out)`` gradient with respect to what the layer wrote."""
+    start: int = 0
+    """Row of the batch that sample 0 of the block belongs to."""
+
+    @property
+    def num_samples(self) -> int:
+        """Number of samples b in this block."""
+        return self.inputs.shape[0]
+
+    def dense(self) -> Tensor:
+        """Contract the factors to gradient rows ``(b, d_out * d_in)``."""
+        return (self.output_grads.transpose(1, 2) @ self.inputs).flatten(1)
+
+
+GradientBlock: TypeAlias = DenseBlock | FactoredBlock
+BlockSink: TypeAlias = Callable[[GradientBlock], None]
+
+
+class OutputTerms(NamedTuple):
+    """What one forward pass of a model output function gives per sample, each of shape ``(B,)``."""
+
+    output: Tensor
+    """f(z): the scalar that is attributed; carries the autograd graph."""
+    out_to_loss_grad: Tensor
+    """q(z) = -dL/df, detached."""
+    loss_curvature: Tensor
+    """w(z) = d2L/df2, detached."""
+
+
+@dataclass(frozen=True, slots=True)
+class Segment:
+    """Columns ``start:stop`` of a feature row that share one kernel."""
+
+    name: str
+    start: int
+    stop: int
+
+    @property
+    def width(self) -> int:
+        """Number of columns."""
+        return self.stop - self.start
+
+
+@dataclass(frozen=True, slots=True)
+class FeatureLayout:
+    """How the K columns of a feature row divide into segments, in order and without gaps."""
+
+    segments: tuple[Segment, ...]
+
+    def __post_init__(self) -> None:
+        """Refuse gaps, overlaps and empty segments."""
+        column = 0
+        for segment in self.segments:
+            if segment.start != column or segment.stop <= segment.start:
+                raise ValueError(f"Segment {segment} does not start at column {column} or is empty.")
+            column = segment.stop
+
+    @classmethod
+    def joint(cls, width: int) -> FeatureLayout:
+        """One segment: all parameters summed into the same ``width`` numbers (TRAK's layout)."""
+        return cls((Segment("joint", 0, width),))
+
+    @property
+    def width(self) -> int:
+        """Feature width K."""
+        return self.segments[-1].stop if self.segments else 0
+
+    def to_json(self) -> list[list[str | int]]:
+        """Return ``[[name, start, stop], ...]`` for the manifest."""
+        return [[s.name, s.start, s.stop] for s in self.segments]
+
+    @classmethod
+    def from_json(cls, rows: list[list[Any]]) -> FeatureLayout:
+        """Read what :meth:`to_json` wrote."""
+        return cls(tuple(Segment(str(name), int(start), int(stop)) for name, start, stop in rows))
