@@ -1,3 +1,18 @@
-"""trak_lite: which training examples made the model say this?"""
+"""trak_lite: which training examples made the model say this?
 
-__version__ = "0.1.0"
+:class:`Attributor` featurizes a train set and scores targets; :class:`TRAKer` is the original TRAK's
+interface over the same rooms.
+"""
+
+import logging
+
+from trak_lite._version import __version__ as __version__
+from trak_lite.attributor import Attributor as Attributor
+from trak_lite.attributor import FeaturizeSummary as FeaturizeSummary
+from trak_lite.scores import Scores as Scores
+from trak_lite.traker import TRAKer as TRAKer
+from trak_lite.utils import test_install as test_install
+
+__all__ = ["Attributor", "FeaturizeSummary", "Scores", "TRAKer", "__version__", "test_install"]
+
+logging.getLogger(__name__).addHandler(logging.NullHandler())

@@ -1,0 +1,59 @@
+"""Model output functions: per task the scalar f(z) that is attributed, with its q and w.
+
+A task is a name in :data:`MODEL_OUTPUTS`, an instance or a class of :class:`AbstractModelOutput`, or a plain
+function ``f(model_call, batch) -> (B,)``; :func:`resolve_task` takes any of them. A user's own class defines
+``evaluate``, or the two methods of the original TRAK, and can be held to the laws of the built-ins by
+``trak_lite.testing.modelout.ModelOutputTests``. Source: TRAK (arXiv:2303.14186), sections 2, 3 and 5.1.
+"""
+
+from __future__ import annotations
+
+from trak_lite.modelout_functions._base import AbstractModelOutput as AbstractModelOutput
+from trak_lite.modelout_functions._base import ModelCall as ModelCall
+from trak_lite.modelout_functions._base import TaskFunction as TaskFunction
+from trak_lite.modelout_functions._describe import describe_task as describe_task
+from trak_lite.modelout_functions._inputs import logits_of as logits_of
+from trak_lite.modelout_functions._inputs import split_labels as split_labels
+from trak_lite.modelout_functions._registry import MODEL_OUTPUTS as MODEL_OUTPUTS
+from trak_lite.modelout_functions._registry import TASK_TO_MODELOUT as TASK_TO_MODELOUT
+from trak_lite.modelout_functions._registry import resolve_task as resolve_task
+from trak_lite.modelout_functions.binary import (
+    BinaryClassificationModelOutput as BinaryClassificationModelOutput,
+)
+from trak_lite.modelout_functions.binary import MultiLabelModelOutput as MultiLabelModelOutput
+from trak_lite.modelout_functions.callable import CallableModelOutput as CallableModelOutput
+from trak_lite.modelout_functions.classification import (
+    ImageClassificationModelOutput as ImageClassificationModelOutput,
+)
+from trak_lite.modelout_functions.classification import (
+    IterativeImageClassificationModelOutput as IterativeImageClassificationModelOutput,
+)
+from trak_lite.modelout_functions.classification import (
+    TextClassificationModelOutput as TextClassificationModelOutput,
+)
+from trak_lite.modelout_functions.clip import CLIPModelOutput as CLIPModelOutput
+from trak_lite.modelout_functions.language_modeling import (
+    CausalLanguageModelingModelOutput as CausalLanguageModelingModelOutput,
+)
+from trak_lite.modelout_functions.regression import RegressionModelOutput as RegressionModelOutput
+
+__all__ = [
+    "MODEL_OUTPUTS",
+    "TASK_TO_MODELOUT",
+    "AbstractModelOutput",
+    "BinaryClassificationModelOutput",
+    "CLIPModelOutput",
+    "CallableModelOutput",
+    "CausalLanguageModelingModelOutput",
+    "ImageClassificationModelOutput",
+    "IterativeImageClassificationModelOutput",
+    "ModelCall",
+    "MultiLabelModelOutput",
+    "RegressionModelOutput",
+    "TaskFunction",
+    "TextClassificationModelOutput",
+    "describe_task",
+    "logits_of",
+    "resolve_task",
+    "split_labels",
+]

@@ -4,16 +4,16 @@ from __future__ import annotations
 
 from abc import ABC
 from collections.abc import Callable, Mapping
-from typing import Any, ClassVar
+from typing import Any, ClassVar, TypeAlias
 
 import torch
 from torch import Tensor, nn
 from torch.func import functional_call
 
-from trak_lite._batches import flatten_batch
+from trak_lite._batches import batch_size, flatten_batch, map_tensors
 from trak_lite.types import Batch, OutputTerms
 
-__all__ = ["AbstractModelOutput", "ModelCall"]
+__all__ = ["AbstractModelOutput", "ModelCall", "TaskFunction"]
 
 
 class ModelCall:
@@ -33,7 +33,8 @@ class ModelCall:
 
         Args:
             model: The module to call.
-            parameters: Tensors by parameter name that replace the model's own; ``None`` calls the model as it is.
+            parameters: Tensors by parameter name that replace the model's own; ``None`` calls the model as it
+                is.
             buffers: Tensors by buffer name that replace the model's own.
         """
         self.model = model
@@ -50,7 +51,7 @@ class ModelCall:
         return functional_call(self.model, (dict(self.parameters), dict(self.buffers)), args, kwargs)
 
 
-class AbstractModelOutput(ABC):
+class AbstractModelOutput(ABC):  # noqa: B024 - a subclass defines either of two contracts
     r"""Model output function :math:`f(z; \theta)`, its out-to-loss gradient q and its loss curvature w.
 
     A subclass defines :meth:`evaluate`. A subclass written for the original TRAK, which defines
@@ -59,7 +60,8 @@ class AbstractModelOutput(ABC):
     Laws, held by ``trak_lite.testing.ModelOutputTests``: with L the loss that belongs to f,
     :math:`\nabla L = -q\,\nabla f` and :math:`w = \partial^2 L / \partial f^2`; the terms of a sample do not
     depend on the other samples of its batch; a sample that has no valid terms (a label out of range) raises
-    :class:`~trak_lite.errors.InvalidInputError` when run eagerly and gives NaN under ``torch.func`` transforms.
+    :class:`~trak_lite.errors.InvalidInputError` when run eagerly and gives a NaN f with a NaN gradient under
+    ``torch.func`` transforms.
 
     Source: TRAK (arXiv:2303.14186), sections 2 and 3.4.
     """
@@ -69,21 +71,27 @@ class AbstractModelOutput(ABC):
     version: ClassVar[int] = 1
     """Raised whenever the numbers of a built-in function change; part of the store's fingerprint."""
     has_curvature: bool = True
-    """False where the loss is linear in f (w is zero everywhere), so that no curvature weighting applies."""
+    """False where the loss is linear in f, or its curvature is not known: w is zero and weights nothing."""
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
-        """Refuse a subclass that defines neither contract."""
+        """Decide which of the two contracts a subclass follows: the one that it defines itself.
+
+        Raises:
+            TypeError: If it defines neither, or only one of the original TRAK's two methods.
+        """
         super().__init_subclass__(**kwargs)
-        native = cls.evaluate is not AbstractModelOutput.evaluate
-        original = (
-            cls.get_output is not AbstractModelOutput.get_output
-            and cls.get_out_to_loss_grad is not AbstractModelOutput.get_out_to_loss_grad
-        )
-        if not (native or original):
+        evaluate = _definer(cls, "evaluate")
+        overrides = [_definer(cls, name) < evaluate for name in ("get_output", "get_out_to_loss_grad")]
+        native = cls.__mro__[evaluate] is not AbstractModelOutput
+        if any(overrides) != all(overrides) or not (native or all(overrides)):
             raise TypeError(
-                f"{cls.__name__} must define evaluate(model_call, batch), "
-                "or both get_output and get_out_to_loss_grad as in the original TRAK."
+                f"{cls.__name__} must define evaluate(model_call, batch), or both get_output and "
+                "get_out_to_loss_grad as in the original TRAK."
             )
+        if all(overrides):
+            # Below a native class, its evaluate() would silently ignore the two methods defined here.
+            cls.evaluate = AbstractModelOutput.evaluate  # type: ignore[method-assign]
+            cls.has_curvature = bool(vars(cls).get("has_curvature", False))
 
     def evaluate(self, model_call: ModelCall, batch: Batch) -> OutputTerms:
         """Return f, q and w of every sample of the batch from one forward pass where possible.
@@ -105,10 +113,18 @@ class AbstractModelOutput(ABC):
         model: nn.Module,
         weights: Mapping[str, Tensor] | None,
         buffers: Mapping[str, Tensor] | None,
-        *sample: Tensor,
+        *sample: Any,
     ) -> Tensor:
-        """Return f of one sample without a batch axis, as a scalar (the original TRAK's method)."""
-        batch = tuple(part.unsqueeze(0) for part in sample)
+        """Return f of one sample without a batch axis, as a scalar (the original TRAK's method).
+
+        Args:
+            model: The module to call.
+            weights: Parameters by name to call it with; ``None`` for its own.
+            buffers: Buffers by name to call it with; ``None`` for its own.
+            sample: The parts of a positional sample, or one mapping or dataclass of parts.
+        """
+        single = len(sample) == 1 and not isinstance(sample[0], Tensor)
+        batch = map_tensors(lambda part: part.unsqueeze(0), sample[0] if single else sample)
         return self.evaluate(ModelCall(model, weights, buffers), batch).output.sum()
 
     def get_out_to_loss_grad(
@@ -123,19 +139,28 @@ class AbstractModelOutput(ABC):
         return terms.out_to_loss_grad.unsqueeze(-1)
 
     def settings(self) -> dict[str, Any]:
-        """Return the JSON values that change the numbers (a temperature, a choice of f), for the fingerprint."""
+        """Return the JSON values that change the numbers (a temperature, a choice of f)."""
         return {}
+
+    def state_digest(self) -> str | None:
+        """Return a digest of tensors held that may differ per checkpoint; ``None`` where there are none."""
+        return None
+
+
+def _definer(cls: type, name: str) -> int:
+    """Return the place in ``cls.__mro__`` of the class whose ``name`` is in force."""
+    return next(place for place, base in enumerate(cls.__mro__) if name in vars(base))
 
 
 def _terms_of_original(task: AbstractModelOutput, call: ModelCall, batch: Batch) -> OutputTerms:
     """Evaluate a task that defines the original TRAK's two methods, sample by sample; w is taken as zero."""
+    count = batch_size(batch)
     leaves, rebuild = flatten_batch(batch)
 
     def parts(index: int) -> tuple[Any, ...]:
         sample = rebuild([leaf[index] for leaf in leaves])
         return tuple(sample) if isinstance(sample, tuple | list) else (sample,)
 
-    count = leaves[0].shape[0]
     outputs = [task.get_output(call.model, call.parameters, call.buffers, *parts(i)) for i in range(count)]
     output = torch.stack([value.reshape(()) for value in outputs])
     with torch.no_grad():
@@ -144,4 +169,5 @@ def _terms_of_original(task: AbstractModelOutput, call: ModelCall, batch: Batch)
     return OutputTerms(output, grad, torch.zeros_like(grad))
 
 
-TaskFunction = Callable[[ModelCall, Batch], Tensor]
+TaskFunction: TypeAlias = Callable[[ModelCall, Batch], Tensor]
+"""A model output function as a plain callable: ``f(model_call, batch)`` gives one number per sample."""

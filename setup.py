@@ -1,0 +1,40 @@
+"""Packaging of trak-lite. Tool settings are in pyproject.toml, tested versions in constraints.txt."""
+
+import re
+from pathlib import Path
+
+from setuptools import find_packages, setup
+
+HERE = Path(__file__).parent
+VERSION = re.search(r'__version__ = "(.+)"', (HERE / "trak_lite" / "_version.py").read_text())[1]
+
+DEMO = ["scikit-learn", "matplotlib"]
+TABLES = ["pandas", "xarray"]
+TEST = ["pytest>=8", "hypothesis", "traker==0.3.2", "setuptools", "wheel"]
+DEV = ["ruff", "mypy"]
+
+setup(
+    name="trak-lite",
+    version=VERSION,
+    description="Which training examples made the model say this? Data attribution for PyTorch.",
+    long_description=(HERE / "README.md").read_text(encoding="utf-8"),
+    long_description_content_type="text/markdown",
+    python_requires=">=3.11",
+    packages=find_packages(include=["trak_lite", "trak_lite.*"]),
+    package_data={"trak_lite": ["py.typed"]},
+    install_requires=["torch>=2.10", "numpy", "zarr>=3.1.3", "tqdm", "safetensors"],
+    extras_require={
+        "fast": ["fast-jl"],
+        "demo": DEMO,
+        "tables": TABLES,
+        "test": [*TEST, *DEMO, *TABLES],
+        "dev": [*DEV, *TEST, *DEMO, *TABLES],
+    },
+    classifiers=[
+        "Programming Language :: Python :: 3",
+        "Programming Language :: Python :: 3.11",
+        "Programming Language :: Python :: 3.12",
+        "Programming Language :: Python :: 3.13",
+        "Typing :: Typed",
+    ],
+)

@@ -1,0 +1,25 @@
+"""Every registered model output function obeys the laws of the public kit."""
+
+import pytest
+from modelout_cases import BUILDERS, CASES
+
+from trak_lite.modelout_functions import MODEL_OUTPUTS
+from trak_lite.testing.modelout import ModelOutputCase, ModelOutputTests
+
+
+class TestBuiltInModelOutputs(ModelOutputTests):
+    @pytest.fixture(params=sorted(BUILDERS))
+    def case(self, request: pytest.FixtureRequest) -> ModelOutputCase:
+        return BUILDERS[request.param]()
+
+
+def test_every_registered_task_has_a_case():
+    assert set(CASES) == set(MODEL_OUTPUTS)
+    for name, builders in CASES.items():
+        for build in builders.values():
+            assert type(build().task) is MODEL_OUTPUTS[name]
+
+
+def test_the_kit_asks_for_a_case():
+    with pytest.raises(NotImplementedError, match="must define make_case"):
+        ModelOutputTests().make_case()

@@ -1,0 +1,187 @@
+"""Checkpoints: every source, natural order, prefixes, and refusals that leave the model as it was."""
+
+from __future__ import annotations
+
+import collections
+import pickle
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import save_file, save_model
+from torch import Tensor, nn
+
+from trak_lite.checkpoints import iterate_checkpoints, load_into, weights_digest
+from trak_lite.errors import CheckpointError
+
+
+def filled(value: float) -> dict[str, Tensor]:
+    return {"weight": torch.full((2, 3), value), "bias": torch.full((2,), value)}
+
+
+def values_of(source: object, **kwargs: object) -> list[float]:
+    """The weight's value after loading each checkpoint of a source in turn."""
+    model = nn.Linear(3, 2)
+    found = []
+    for checkpoint in iterate_checkpoints(source, **kwargs):
+        load_into(model, checkpoint)
+        found.append(model.weight[0, 0].item())
+    return found
+
+
+def test_a_folder_is_read_in_natural_order(tmp_path: Path) -> None:
+    for epoch in (10, 2, 1):
+        save_file(filled(float(epoch)), tmp_path / f"epoch-{epoch}.safetensors")
+    (tmp_path / "notes.txt").write_text("not a checkpoint")
+
+    assert values_of(tmp_path) == [1.0, 2.0, 10.0]
+    assert [c.name for c in iterate_checkpoints(str(tmp_path))] == ["epoch-1", "epoch-2", "epoch-10"]
+
+
+def test_folders_as_hugging_face_saves_them_are_checkpoints(tmp_path: Path) -> None:
+    for step in (500, 1000):
+        (tmp_path / f"checkpoint-{step}").mkdir()
+        save_file(filled(float(step)), tmp_path / f"checkpoint-{step}" / "model.safetensors")
+
+    assert values_of(tmp_path) == [500.0, 1000.0]
+    assert [c.name for c in iterate_checkpoints(tmp_path)] == ["checkpoint-500", "checkpoint-1000"]
+
+
+@pytest.mark.parametrize("wrapper", [None, "state_dict", "model_state_dict", "model"])
+def test_pt_files_hold_a_state_dict_alone_or_under_a_usual_name(tmp_path: Path, wrapper: str | None) -> None:
+    state = filled(3.0)
+    torch.save(state if wrapper is None else {wrapper: state, "epoch": 4}, tmp_path / "a.pt")
+
+    assert values_of(tmp_path / "a.pt") == [3.0]
+
+
+@pytest.mark.parametrize("prefix", ["module.", "_orig_mod.", "module._orig_mod.", "_orig_mod.module."])
+def test_prefixes_of_wrapped_models_are_ignored(prefix: str) -> None:
+    assert values_of({prefix + name: value for name, value in filled(2.0).items()}) == [2.0]
+
+
+def test_a_wrapped_model_takes_plain_names() -> None:
+    model = nn.Sequential(collections.OrderedDict(module=nn.Linear(3, 2)))
+
+    load_into(model, next(iter(iterate_checkpoints(filled(5.0)))))
+
+    assert model[0].weight[0, 0].item() == 5.0
+
+
+def test_sources_may_be_lists_generators_and_loaders(tmp_path: Path) -> None:
+    save_file(filled(7.0), tmp_path / "seven.safetensors")
+
+    assert values_of([filled(1.0), tmp_path / "seven.safetensors", filled(2.0)]) == [1.0, 7.0, 2.0]
+    assert values_of(filled(float(n)) for n in range(3)) == [0.0, 1.0, 2.0]
+    assert values_of([4, 5], checkpoint_loader=lambda n: filled(float(n))) == [4.0, 5.0]
+
+
+def test_only_one_checkpoint_of_an_iterable_is_made_at_a_time() -> None:
+    made: list[int] = []
+
+    def states() -> Iterator[dict[str, Tensor]]:
+        for n in range(3):
+            made.append(n)
+            yield filled(float(n))
+
+    source = iterate_checkpoints(states())
+    next(source)
+
+    assert made == [0]
+
+
+def test_no_source_means_the_model_as_it_is() -> None:
+    model = nn.Linear(3, 2)
+    before = model.weight.clone()
+
+    (checkpoint,) = iterate_checkpoints(None)
+    load_into(model, checkpoint)
+
+    assert torch.equal(model.weight, before)
+
+
+def test_safetensors_of_tied_weights_load_without_the_dropped_name(tmp_path: Path) -> None:
+    model = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3))
+    model[1].weight = model[0].weight
+    save_model(model, str(tmp_path / "tied.safetensors"))
+    other = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3))
+    other[1].weight = other[0].weight
+
+    load_into(other, next(iter(iterate_checkpoints(tmp_path / "tied.safetensors"))))
+
+    assert torch.equal(other[1].weight, model[0].weight)
+
+
+def test_a_checkpoint_that_does_not_fit_is_refused_and_nothing_is_copied() -> None:
+    model = nn.Linear(3, 2)
+    before = model.weight.clone()
+    wrong = {"weight": torch.zeros(2, 4), "extra": torch.zeros(1)}
+
+    with pytest.raises(
+        CheckpointError, match=r"missing: \['bias'\]; unexpected: \['extra'\].*\(2, 4\) instead of \(2, 3\)"
+    ):
+        load_into(model, next(iter(iterate_checkpoints(wrong))))
+
+    assert torch.equal(model.weight, before)
+
+
+class Evil:
+    def __reduce__(self) -> tuple[object, tuple[str]]:
+        return (print, ("code from a checkpoint ran",))
+
+
+def test_a_file_that_would_run_code_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "evil.pt"
+    path.write_bytes(pickle.dumps({"state_dict": Evil()}, protocol=2))
+    torch.save({"state_dict": Evil()}, tmp_path / "evil2.pt")
+
+    for name in ("evil.pt", "evil2.pt"):
+        with pytest.raises(CheckpointError, match=rf"Cannot read the checkpoint .*{name}"):
+            values_of(tmp_path / name)
+
+    assert capsys.readouterr().out == ""
+
+
+@pytest.mark.parametrize("name", ["torn.safetensors", "torn.pt"])
+def test_a_torn_file_is_named(tmp_path: Path, name: str) -> None:
+    whole = tmp_path / f"whole.{name.split('.')[1]}"
+    if whole.suffix == ".pt":
+        torch.save(filled(1.0), whole)
+    else:
+        save_file(filled(1.0), whole)
+    (tmp_path / name).write_bytes(whole.read_bytes()[:-40])
+
+    with pytest.raises(CheckpointError, match=f"Cannot read the checkpoint .*{name}"):
+        values_of(tmp_path / name)
+
+
+def test_missing_paths_empty_folders_and_other_things_are_named(tmp_path: Path) -> None:
+    torch.save([1, 2], tmp_path / "list.pt")
+
+    with pytest.raises(CheckpointError, match="no checkpoint at .*nowhere"):
+        values_of(tmp_path / "nowhere")
+    (tmp_path / "empty").mkdir()
+    with pytest.raises(CheckpointError, match="holds no checkpoint.*safetensors"):
+        values_of(tmp_path / "empty")
+    with pytest.raises(CheckpointError, match="holds no state dict: found list"):
+        values_of(tmp_path / "list.pt")
+    with pytest.raises(CheckpointError, match="Cannot take checkpoints from int"):
+        values_of(3)
+    with pytest.raises(CheckpointError, match="gave int, expected a mapping"):
+        values_of([3], checkpoint_loader=lambda item: item)
+
+
+def test_the_digest_tells_weights_dtypes_and_buffers_apart_and_nothing_else() -> None:
+    def model(seed: int = 0) -> nn.Module:
+        torch.manual_seed(seed)
+        return nn.Sequential(nn.Linear(3, 2), nn.BatchNorm1d(2))
+
+    moved = model()
+    moved[1].running_mean += 1
+
+    assert weights_digest(model()) == weights_digest(model().eval())
+    assert (
+        len({weights_digest(m) for m in (model(), model(1), model().double(), moved, model().bfloat16())})
+        == 5
+    )

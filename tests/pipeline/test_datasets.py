@@ -1,0 +1,154 @@
+"""Rows of a dataset: an index is an identity, and exactly the rows asked for are loaded."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+from torch.utils.data import DataLoader, Dataset, IterableDataset, RandomSampler, TensorDataset
+
+from trak_lite.datasets import Rows
+from trak_lite.errors import InvalidInputError
+
+
+class Counting(Dataset[tuple[Tensor, Tensor]]):
+    """Ten samples that remember which of them were loaded."""
+
+    def __init__(self) -> None:
+        self.loaded: list[int] = []
+
+    def __len__(self) -> int:
+        return 10
+
+    def __getitem__(self, index: int) -> tuple[Tensor, Tensor]:
+        self.loaded.append(index)
+        return torch.tensor([float(index)]), torch.tensor(index % 3)
+
+
+def plan(*rows: list[int]) -> list[np.ndarray]:
+    return [np.array(part) for part in rows]
+
+
+def test_only_planned_rows_are_loaded_and_in_order() -> None:
+    data = Counting()
+
+    batches = list(Rows(data).batches(plan([7, 8], [2])))
+
+    assert data.loaded == [7, 8, 2]
+    assert [batch[0].flatten().tolist() for batch in batches] == [[7.0, 8.0], [2.0]]
+
+
+def test_a_loader_lends_its_dataset_collation_and_batch_size_and_not_its_order() -> None:
+    loader = DataLoader(
+        Counting(), batch_size=4, collate_fn=lambda samples: {"x": torch.stack([s[0] for s in samples])}
+    )
+
+    rows = Rows(loader)
+
+    assert rows.batch_size == 4
+    (batch,) = rows.batches(plan([9, 1]))
+    assert batch["x"].flatten().tolist() == [9.0, 1.0]
+
+
+def test_workers_of_a_loader_are_used_and_give_the_same_rows() -> None:
+    rows = Rows(DataLoader(TensorDataset(torch.arange(10.0)), batch_size=4, num_workers=1))
+
+    assert [batch[0].tolist() for batch in rows.batches(plan([3, 4], [9]))] == [[3.0, 4.0], [9.0]]
+
+
+def test_indices_select_and_order_rows() -> None:
+    rows = Rows(DataLoader(Counting(), shuffle=True, drop_last=True), indices=[5, 0, 7])
+
+    assert len(rows) == 3
+    (batch,) = rows.batches(plan([0, 2]))
+    assert batch[0].flatten().tolist() == [5.0, 7.0]
+
+
+@pytest.mark.parametrize(
+    ("data", "message"),
+    [
+        (
+            DataLoader(Counting(), shuffle=True),
+            "does not read the dataset in order.*RandomSampler.*shuffle=False",
+        ),
+        (DataLoader(Counting(), sampler=RandomSampler(range(10))), "does not read the dataset in order"),
+        (DataLoader(Counting(), batch_size=4, drop_last=True), "drop_last=True and would leave rows out"),
+        (DataLoader(Counting(), batch_size=None), "batching switched off"),
+        (TensorDataset(torch.empty(0, 2)), "the dataset is empty"),
+        ((torch.ones(3), torch.ones(3)), "tuple of tensors.*TensorDataset"),
+        (torch.ones(3), "Tensor of tensors.*TensorDataset"),
+        (3, "int without __getitem__ and __len__"),
+    ],
+    ids=["shuffling", "sampler", "drop_last", "no batching", "empty", "tuple", "tensor", "number"],
+)
+def test_data_without_stable_rows_is_refused(data: Any, message: str) -> None:
+    with pytest.raises(InvalidInputError, match=message):
+        Rows(data)
+
+
+def test_an_iterable_dataset_is_refused() -> None:
+    class Stream(IterableDataset[int]):
+        def __iter__(self):
+            return iter(range(3))
+
+    with pytest.raises(InvalidInputError, match="IterableDataset, whose rows have no index"):
+        Rows(Stream())
+
+
+@pytest.mark.parametrize("indices", [[0, 10], [-1], [[0, 1]], [0.5]])
+def test_indices_outside_the_dataset_are_refused(indices: list[Any]) -> None:
+    with pytest.raises(InvalidInputError, match="indices"):
+        Rows(Counting(), indices=indices)
+
+
+def test_identity_tells_other_samples_other_order_and_other_length_apart() -> None:
+    values = torch.arange(10.0)
+
+    def identity(tensor: Tensor, indices: list[int] | None = None) -> dict[str, Any]:
+        return Rows(TensorDataset(tensor), indices=indices).identity(None, num_probes=3)
+
+    changed = values.clone()
+    changed[-1] += 1
+    found = [
+        identity(values),
+        identity(changed),
+        identity(values[:9]),
+        identity(values, [1, 0, *range(2, 10)]),
+        identity(values.double()),
+    ]
+    assert identity(values.clone()) == found[0]
+    assert all(found[i] != found[j] for i in range(5) for j in range(i))
+
+
+def test_a_name_for_the_data_spares_loading_any_row() -> None:
+    data = Counting()
+
+    identity = Rows(data).identity("digits, first ten", num_probes=3)
+
+    assert data.loaded == []
+    assert identity["id"] == "digits, first ten"
+
+
+@dataclass
+class Sample:
+    text: str
+    pixels: np.ndarray
+
+
+def test_samples_of_many_kinds_can_be_told_apart() -> None:
+    def one(text: str = "a", pixel: int = 1, mapping: dict[str, Any] | None = None) -> dict[str, Any]:
+        return Rows(
+            [(Sample(text, np.array([pixel], dtype=np.uint16)), mapping or {"k": [1, None]})]
+        ).identity(None, num_probes=1)
+
+    assert one() == one()
+    assert len({str(one()), str(one(text="b")), str(one(pixel=2)), str(one(mapping={"k": [2, None]}))}) == 4
+
+
+def test_samples_that_cannot_be_told_apart_ask_for_a_name() -> None:
+    with pytest.raises(InvalidInputError, match=r"Cannot tell one object from another.*dataset_id"):
+        Rows([object()]).identity(None, num_probes=1)

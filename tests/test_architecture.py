@@ -1,0 +1,83 @@
+"""The house keeps its floors: a module imports only from lower floors or from its own room."""
+
+from __future__ import annotations
+
+import ast
+from pathlib import Path
+
+import pytest
+
+import trak_lite
+
+PACKAGE = Path(trak_lite.__file__).parent
+
+FLOORS = [
+    {"errors", "types", "_version"},
+    {"_validate", "_batches"},
+    {
+        "modelout_functions",
+        "projectors",
+        "store",
+        "scoring",
+        "evaluation",
+        "checkpoints",
+        "datasets",
+        "_session",
+    },
+    {"gradient_computers"},
+    {"pipeline"},
+    {"workspace", "scores"},
+    {"attributor"},
+    {"traker"},
+    {"utils", "testing"},
+    {"__init__"},
+]
+FLOOR_OF = {room: number for number, rooms in enumerate(FLOORS) for room in rooms}
+ONLY_IN = {
+    "zarr": {"store/zarr_store.py"},
+    "fast_jl": {"projectors/fast_jl.py"},
+    "pytest": {"testing"},
+    "pandas": {"scores.py"},
+    "xarray": {"scores.py"},
+    "matplotlib": set(),
+}
+MODULES = sorted(PACKAGE.rglob("*.py"), key=str)
+
+
+def room_of(path: Path) -> str:
+    parts = path.relative_to(PACKAGE).parts
+    return parts[0].removesuffix(".py")
+
+
+def imported_modules(path: Path) -> list[str]:
+    names = []
+    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        if isinstance(node, ast.Import):
+            names += [alias.name for alias in node.names]
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, f"{path} imports relatively"
+            names.append(node.module or "")
+    return names
+
+
+@pytest.mark.parametrize("path", MODULES, ids=lambda p: str(p.relative_to(PACKAGE)))
+def test_a_module_imports_only_from_lower_floors_or_its_own_room(path: Path) -> None:
+    room = room_of(path)
+    for name in imported_modules(path):
+        if name.startswith("trak_lite.") or name == "trak_lite":
+            other = (name.split(".") + ["__init__"])[1]
+            assert other == room or FLOOR_OF[other] < FLOOR_OF[room], f"{path.name} imports {name}"
+
+
+@pytest.mark.parametrize("path", MODULES, ids=lambda p: str(p.relative_to(PACKAGE)))
+def test_optional_packages_are_imported_in_their_one_place(path: Path) -> None:
+    place = path.relative_to(PACKAGE).as_posix()
+    for name in imported_modules(path):
+        allowed = ONLY_IN.get(name.split(".")[0])
+        if allowed is not None:
+            assert any(place.startswith(prefix) for prefix in allowed), f"{place} imports {name}"
+
+
+def test_the_store_works_without_torch() -> None:
+    for path in (PACKAGE / "store").rglob("*.py"):
+        assert not any(name.split(".")[0] == "torch" for name in imported_modules(path)), path

@@ -1,0 +1,585 @@
+"""The native facade: featurize a train set, score targets, and the one place that picks defaults."""
+
+from __future__ import annotations
+
+import logging
+import platform
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from os import PathLike, fspath
+from pathlib import Path
+from typing import Any, Literal, Self
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor, nn
+
+
+from trak_lite._session import borrow_model, resolve_device
+from trak_lite._version import __version__
+from trak_lite._validate import one_of, positive_int
+from trak_lite.checkpoints import (
+    Checkpoint,
+    CheckpointSource,
+    iterate_checkpoints,
+    load_into,
+    weights_digest,
+)
+from trak_lite.datasets import Rows
+from trak_lite.errors import InvalidInputError, StateError
+from trak_lite.gradient_computers import GRADIENT_COMPUTERS, AbstractGradientComputer, select_parameters
+from trak_lite.modelout_functions import AbstractModelOutput, describe_task, resolve_task
+from trak_lite.pipeline import (
+    FEATURES,
+    OUT_TO_LOSS,
+    LateTable,
+    as_tensor,
+    feature_table_spec,
+    featurize_rows,
+    kernels_of,
+    score_rows,
+    score_table_spec,
+)
+from trak_lite.projectors import AbstractProjector, projector_name, select_projector
+from trak_lite.scores import Scores
+from trak_lite.scoring import DEFAULT_DAMPING, KernelSettings, precondition, self_scores
+from trak_lite.store import (
+    AbstractFeatureStore,
+    AbstractRowTable,
+    Manifest,
+    TableSpec,
+    ZarrFeatureStore,
+)
+from trak_lite.store.manifest import compare_fingerprints
+from trak_lite.types import Batch, FeatureLayout, ParameterShapes, num_entries
+from trak_lite.workspace import Workspace, checkpoint_tables
+
+__all__ = ["Attributor", "FeaturizeSummary"]
+
+logger = logging.getLogger(__name__)
+
+GradientComputerFactory = Callable[..., AbstractGradientComputer]
+
+_TRAIN_PROBES = 3
+_TARGET_PROBES = 64
+
+
+@dataclass(frozen=True, slots=True)
+class FeaturizeSummary:
+    """What a call of :meth:`Attributor.featurize` did."""
+
+    checkpoints: tuple[str, ...]
+    """Names of the checkpoints, in order."""
+    rows_written: int
+    """Rows featurized by this call, over all checkpoints."""
+    rows_found: int
+    """Rows that were in the store already, over all checkpoints."""
+
+
+class Attributor:
+    """Answers "which training examples made the model say this?" for a trained model.
+
+    Featurize the train set once for every checkpoint, then score any number of target sets. Both resume: a
+    run that was killed continues at the first row that is not on disk. The model is borrowed: weights, mode,
+    flags and device are given back after every call.
+
+    Source: TRAK (arXiv:2303.14186), with damping and curvature weights; every choice left to ``"auto"`` is
+    made when the object is built, logged, and written into the store.
+
+    Example:
+        >>> from torch.utils.data import TensorDataset
+        >>> _ = torch.manual_seed(0)
+        >>> data = TensorDataset(torch.randn(20, 4), torch.randint(2, (20,)))
+        >>> attributor = Attributor(nn.Linear(4, 2), "image_classification", None, proj_dim=8)
+        >>> attributor.featurize(data).rows_written
+        20
+        >>> attributor.score(data, name="itself").shape
+        (20, 20)
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        task: str | AbstractModelOutput | type[AbstractModelOutput] | Callable[..., Tensor],
+        path: str | PathLike[str] | None,
+        *,
+        proj_dim: int = 2048,
+        seed: int = 0,
+        device: str | torch.device = "auto",
+        dtype: Literal["float16", "float32"] = "float16",
+        grad_wrt: Iterable[str] | None = None,
+        gradient_computer: str | GradientComputerFactory = "auto",
+        projector: str | AbstractProjector = "auto",
+        kernel: Literal["auto", "curvature", "trak"] = "auto",
+        damping: float | Literal["auto"] = "auto",
+        collate: Callable[[list[Any]], Batch] | None = None,
+        progress: bool | None = None,
+    ) -> None:
+        """Check and decide every setting; nothing is written yet.
+
+        Args:
+            model: The trained module. It is used in eval mode and given back as it was.
+            task: Name of a model output function, one of one's own, or a callable ``f(model_call, batch) -> (B,)``.
+            path: Folder of the store (``runs/digits.zarr``); ``None`` keeps everything in memory.
+            proj_dim: K, numbers per stored row; more is more exact and costs disk and time.
+            seed: Seed of the projection.
+            device: ``"auto"`` runs where the model is.
+            dtype: Stored dtype of the features.
+            grad_wrt: Names of the parameters to attribute through; ``None`` takes all that require grad.
+            gradient_computer: ``"auto"``, ``"functional"``, ``"iterative"``, or a class or partial of one.
+            projector: ``"auto"``, ``"rademacher"``, ``"gaussian"``, ``"none"``, or an instance.
+            kernel: ``"curvature"`` weighs train rows by their loss curvature, ``"trak"`` does not; ``"auto"`` takes
+                the former where the task has curvature.
+            damping: Lambda in units of the kernel's mean eigenvalue.
+            collate: Turns a list of samples into a batch, where torch's default does not fit.
+            progress: Show progress bars; ``None`` shows them on a terminal only.
+
+        Raises:
+            InvalidInputError: If a setting is not among the allowed ones, or a name in ``grad_wrt`` is unknown.
+            UnknownTaskError: If the task is unknown.
+        """
+        self.model = model
+        self.task = resolve_task(task)
+        self.path = None if path is None else fspath(path)
+        self.dtype = one_of(("float16", "float32"), dtype=dtype)
+        self.device = resolve_device(device, model)
+        self.parameters: ParameterShapes = {
+            name: tuple(p.shape) for name, p in select_parameters(model, grad_wrt).items()
+        }
+        self.projector = select_projector(
+            projector, proj_dim=positive_int(proj_dim=proj_dim), seed=seed, device=self.device
+        )
+        computer_name, self._make_computer = _decide_computer(gradient_computer)
+        self.kernel = _decide_kernel(kernel, damping, self.task)
+        self._collate = collate
+        self._progress = progress
+        self._checkpoints: tuple[CheckpointSource, Any] | None = None
+        self._workspace = Workspace(self.path)
+        self._settings = {  # None stands for what only the user can give again
+            "task": self.task.name or None,
+            "proj_dim": self.projector.proj_dim or self.layout.width,
+            "seed": int(self.projector.seed),
+            "dtype": self.dtype,
+            "gradient_computer": computer_name,
+            "projector": projector_name(projector),
+            "kernel": "curvature" if self.kernel.weighting == "curvature" else "trak",
+            "damping": self.kernel.damping,
+        }
+        logger.info(
+            "Settings: %d parameters in %d tensors, %s, rows of %d numbers.",
+            num_entries(self.parameters),
+            len(self.parameters),
+            self._settings,
+            self.layout.width,
+        )
+
+    @classmethod
+    def open(
+        cls,
+        path: str | PathLike[str],
+        model: nn.Module,
+        task: str | AbstractModelOutput | type[AbstractModelOutput] | Callable[..., Tensor] | None = None,
+        **overrides: Any,
+    ) -> Self:
+        """Continue with a store: every setting comes from its manifest.
+
+        Args:
+            path: Folder of the store.
+            model: A module of the architecture that the store was made with.
+            task: Needed only where the store was made with a model output function of one's own.
+            **overrides: Arguments of the constructor that cannot be stored (a projector or gradient computer of
+                one's own, ``collate``, ``device``, ``progress``) or that may change (``kernel``, ``damping``).
+
+        Raises:
+            MissingStoreError: If there is no store at the path.
+            InvalidInputError: If a setting of one's own is needed and was not passed.
+        """
+        with ZarrFeatureStore.open(path, mode="r") as store:
+            manifest = store.manifest
+        settings = dict(manifest.made_with.get("settings", {}))
+        settings["grad_wrt"] = list(manifest.fingerprint["parameters"])
+        settings.update(overrides)
+        stored_task = settings.pop("task", None)
+        needed = [name for name, value in settings.items() if value is None]
+        if task is None and stored_task is None:
+            needed.append("task")
+        if needed:
+            raise InvalidInputError(
+                f"{fspath(path)} was made with {needed} of the user's own, which a store cannot keep. Pass "
+                f"{', '.join(f'{name}=...' for name in needed)} to Attributor.open."
+            )
+        return cls(model, stored_task if task is None else task, path, **settings)
+
+    @property
+    def layout(self) -> FeatureLayout:
+        """Segments of a feature row."""
+        return self.projector.layout(self.parameters)
+
+    def featurize(
+        self,
+        data: Any,
+        checkpoints: CheckpointSource = None,
+        *,
+        checkpoint_loader: Callable[[Any], Mapping[str, Tensor]] | None = None,
+        indices: Sequence[int] | None = None,
+        batch_size: int | None = None,
+        dataset_id: str | None = None,
+    ) -> FeaturizeSummary:
+        """Compute and keep the features of every train row for every checkpoint.
+
+        Rows that are in the store already are not computed, and not loaded from the dataset. Checkpoints are
+        recognised by their weights, so later calls may add some.
+
+        Args:
+            data: A map-style dataset, or a DataLoader that reads one in order.
+            checkpoints: ``None`` for the model as it is, a state dict, a path to a file or folder, or an iterable
+                of these. Checkpoints of one run, 4 to 10 of them, are the cheapest way to better scores.
+            checkpoint_loader: Turns an item of ``checkpoints`` into a state dict, where it is none of these.
+            indices: Dataset index of every row, to select and order rows.
+            batch_size: Samples per pass; ``None`` takes the loader's, or 32.
+            dataset_id: The user's own name for the data, instead of a digest of three of its samples.
+
+        Returns:
+            What was written and what was found.
+
+        Raises:
+            InvalidInputError: If the data, a batch or a checkpoint is not what is expected.
+            NonFiniteError: If a value of a row is NaN or infinite; names the rows.
+            ManifestMismatchError: If the store holds other settings or other data; names every difference.
+            StoreError: If the store cannot be read or written.
+        """
+        rows = self._rows(data, indices, batch_size, "the train data")
+        identity = rows.identity(dataset_id, num_probes=_TRAIN_PROBES)
+        names: list[str] = []
+        written = 0
+        with (
+            self._workspace.opened(self._manifest(identity)) as workspace,
+            borrow_model(self.model, self.device),
+        ):
+            for checkpoint in iterate_checkpoints(checkpoints, checkpoint_loader):
+                written += self._featurize_checkpoint(workspace, checkpoint, rows)
+                names.append(checkpoint.name)
+        if not names:
+            raise InvalidInputError(
+                "checkpoints is empty. Pass at least one, or leave it out for the model as it is."
+            )
+        self._checkpoints = (checkpoints, checkpoint_loader)
+        found = len(names) * len(rows) - written
+        logger.info("Featurized %d rows, found %d, for checkpoints %s.", written, found, names)
+        return FeaturizeSummary(tuple(names), written, found)
+
+    def score(
+        self,
+        data: Any,
+        name: str = "targets",
+        *,
+        checkpoints: CheckpointSource = None,
+        checkpoint_loader: Callable[[Any], Mapping[str, Tensor]] | None = None,
+        indices: Sequence[int] | None = None,
+        batch_size: int | None = None,
+        dataset_id: str | None = None,
+    ) -> Scores:
+        """Score every train row for every target.
+
+        The result is kept under ``name``: the same call again returns it, or resumes it after a kill.
+
+        Args:
+            data: The targets: a map-style dataset, or a DataLoader that reads one in order.
+            name: Name of the target set.
+            checkpoints: The checkpoints to use, all of them featurized; ``None`` uses every one in the store.
+            checkpoint_loader: As in :meth:`featurize`.
+            indices: Dataset index of every target, to select and order targets.
+            batch_size: Samples per pass; ``None`` takes the loader's, or 32.
+            dataset_id: The user's own name for the targets, instead of a digest of up to 64 of them.
+
+        Returns:
+            Scores ``(N, M)``, on disk.
+
+        Raises:
+            StateError: If train rows are pending, or the weights of a checkpoint are not to be found.
+            ManifestMismatchError: If other targets or settings were scored under this name.
+            SingularKernelError: If the kernel has no inverse at the damping in force.
+        """
+        targets = self._rows(data, indices, batch_size, "the targets")
+        identity = targets.identity(dataset_id, num_probes=_TARGET_PROBES)
+        with (
+            self._workspace.opened(self._manifest(None)) as workspace,
+            borrow_model(self.model, self.device),
+        ):
+            store = workspace.store()
+            source = (checkpoints, checkpoint_loader)
+            digests = self._digests(source) if checkpoints is not None else None
+            train = _complete_tables(store, digests)
+            spec = self._score_spec(train, identity, len(targets))
+            path = f"scores/{name}"
+            if not _is_finished(workspace.table(path), spec, path):
+                self._featurize_targets(workspace, source, train, targets, name, identity)
+                self._fill_scores(store, train, name, spec)
+        return self.scores(name)
+
+    def scores(self, name: str = "targets") -> Scores:
+        """Return the finished scores of a target set, without computing anything.
+
+        Raises:
+            StateError: If they were never computed, or not finished.
+        """
+        store = self._workspace.reader()
+        path = f"scores/{name}"
+        known = [table.removeprefix("scores/") for table in store.table_names("scores")]
+        if name not in known:
+            raise StateError(
+                f"There are no scores {name!r}; there are {known}. Call score(data, name={name!r})."
+            )
+        table = store.open_table(path)
+        if not table.complete:
+            raise StateError(f"The scores {name!r} are not finished. Call score(...) again; it resumes.")
+        fingerprint = table.spec.fingerprint
+        train = _complete_tables(store, list(fingerprint["checkpoints"]))
+        kernel = KernelSettings.from_json(fingerprint["kernel"])
+        return Scores(
+            table,
+            name=name,
+            settings={"checkpoints": len(train), "proj_dim": self.layout.width, **kernel.to_json()},
+            self_influence=partial(self._self_influence, store, train, kernel),
+            where=None if self.path is None else f"{self.path}:{path}",
+        )
+
+    # ---------------------------------------------------------------- featurizing
+
+    def _rows(self, data: Any, indices: Sequence[int] | None, batch_size: int | None, what: str) -> Rows:
+        size = None if batch_size is None else positive_int(batch_size=batch_size)
+        return Rows(data, indices=indices, batch_size=size, collate=self._collate, what=what)
+
+    def _featurize_checkpoint(self, workspace: Workspace, checkpoint: Checkpoint, rows: Rows) -> int:
+        """Featurize the train rows of one checkpoint; return how many were pending."""
+        load_into(self.model, checkpoint)
+        digest = weights_digest(self.model)
+        model_id = workspace.model_id(digest)
+        fingerprint = {"model_id": model_id, "weights": digest}
+        table = workspace.late_table(
+            f"ckpt-{model_id}",
+            feature_table_spec(len(rows), self.layout.width, self.dtype, fingerprint),
+            {"name": checkpoint.name, "source": checkpoint.source},
+        )
+        return self._featurize(table, rows, model_id, f"Featurizing {checkpoint.name}")
+
+    def _featurize(self, table: LateTable, rows: Rows, model_id: int, label: str) -> int:
+        computer = self._make_computer(
+            model=self.model,
+            task=self.task,
+            grad_dim=num_entries(self.parameters),
+            dtype=None,
+            device=self.device,
+            grad_wrt=list(self.parameters),
+        )
+        computer.load_model_params(self.model)
+        return featurize_rows(
+            table,
+            rows,
+            computer,
+            self.projector,
+            model_id=model_id,
+            device=self.device,
+            label=label,
+            progress=self._progress,
+        )
+
+    def _digests(self, source: tuple[CheckpointSource, Any]) -> list[str]:
+        """Return the digests of the weights of a source's checkpoints, in order."""
+        digests = []
+        for checkpoint in iterate_checkpoints(*source):
+            load_into(self.model, checkpoint)
+            digests.append(weights_digest(self.model))
+        return digests
+
+    # ---------------------------------------------------------------- scoring
+
+    def _score_spec(
+        self, train: Mapping[str, AbstractRowTable], identity: Mapping[str, Any], num_targets: int
+    ) -> TableSpec:
+        tables = list(train.values())
+        fingerprint = {
+            "checkpoints": list(train),
+            "kernel": self.kernel.to_json(),
+            "targets": dict(identity),
+            "train_rows": [table.content_key() for table in tables],
+        }
+        return score_table_spec(tables[0].spec.num_rows, num_targets, fingerprint)
+
+    def _featurize_targets(
+        self,
+        workspace: Workspace,
+        source: tuple[CheckpointSource, Any],
+        train: Mapping[str, AbstractRowTable],
+        targets: Rows,
+        name: str,
+        identity: Mapping[str, Any],
+    ) -> None:
+        """Compute the target features that are missing, loading only the checkpoints that they need."""
+        store = workspace.store()
+        waiting: dict[str, LateTable] = {}
+        for digest, table in train.items():
+            model_id = table.spec.fingerprint["model_id"]
+            fingerprint = {"model_id": model_id, "targets": dict(identity), "weights": digest}
+            path = f"targets/{name}/ckpt-{model_id}"
+            late = workspace.late_table(
+                path,
+                feature_table_spec(len(targets), self.layout.width, self.dtype, fingerprint),
+            )
+            if len(late.pending()):
+                waiting[digest] = late
+        for checkpoint in self._candidates(store, source, waiting):
+            if not waiting:
+                return
+            load_into(self.model, checkpoint)
+            digest = weights_digest(self.model)
+            if digest in waiting:
+                late = waiting.pop(digest)
+                model_id = int(late.spec.fingerprint["model_id"])
+                self._featurize(late, targets, model_id, f"Targets {name!r}, {checkpoint.name}")
+        if waiting:
+            lacking = [str(late.spec.fingerprint["model_id"]) for late in waiting.values()]
+            raise StateError(
+                f"The weights of checkpoints {lacking} are needed to score new targets, but none of the known "
+                "sources holds them. Pass score(..., checkpoints=...) with the weights that were featurized."
+            )
+
+    def _candidates(
+        self, store: AbstractFeatureStore, source: tuple[CheckpointSource, Any], needed: Iterable[str]
+    ) -> Iterator[Checkpoint]:
+        """Yield checkpoints that may hold the needed weights: those given, those of featurize, those on disk."""
+        if source[0] is not None:
+            yield from iterate_checkpoints(*source)
+            return
+        if self._checkpoints is not None and not isinstance(self._checkpoints[0], Iterator):
+            yield from iterate_checkpoints(*self._checkpoints)
+            return
+        tables = checkpoint_tables(store)
+        for digest in list(needed):
+            path = store.attributes(tables[digest]).get("source")
+            if path is not None and Path(path).is_file():
+                yield from iterate_checkpoints(path)
+        yield from iterate_checkpoints(None)
+
+    def _fill_scores(
+        self, store: AbstractFeatureStore, train: Mapping[str, AbstractRowTable], name: str, spec: TableSpec
+    ) -> None:
+        """Precondition the targets of every checkpoint, then multiply train rows with them."""
+        preconditioned = []
+        for table in train.values():
+            model_id = table.spec.fingerprint["model_id"]
+            kernels = kernels_of(store, f"ckpt-{model_id}", self.kernel, self.layout, device=self.device)
+            targets = store.open_table(f"targets/{name}/ckpt-{model_id}").read(FEATURES)
+            solved = precondition(torch.from_numpy(targets).to(self.device), kernels, layout=self.layout)
+            preconditioned.append(solved.float())
+        score_rows(
+            store.create_table(f"scores/{name}", spec),
+            list(train.values()),
+            preconditioned,
+            device=self.device,
+            label=f"Scoring {name!r}",
+            progress=self._progress,
+        )
+
+    def _self_influence(
+        self, store: AbstractFeatureStore, train: Mapping[str, AbstractRowTable], kernel: KernelSettings
+    ) -> NDArray[np.float32]:
+        total: NDArray[np.float64] | float = 0.0
+        out_to_loss: NDArray[np.float64] | float = 0.0
+        for table in train.values():
+            path = f"ckpt-{table.spec.fingerprint['model_id']}"
+            kernels = kernels_of(store, path, kernel, self.layout, device=self.device)
+            parts = [
+                self_scores(as_tensor(rows, self.device), kernels, layout=self.layout).cpu().double().numpy()
+                for _, rows in table.chunks(FEATURES)
+            ]
+            total = total + np.concatenate(parts)
+            out_to_loss = out_to_loss + table.read(OUT_TO_LOSS).astype(np.float64)
+        return np.asarray(total * out_to_loss / len(train) ** 2, dtype=np.float32)
+
+    # ---------------------------------------------------------------- settings
+
+    def _manifest(self, dataset: Mapping[str, Any] | None) -> Manifest:
+        """Return the manifest of these settings; without a dataset, only what the settings determine."""
+        fingerprint: dict[str, Any] = {
+            "dtype": self.dtype,
+            "feature_width": self.layout.width,
+            "layout": self.layout.to_json(),
+            "mode": "eval",
+            "parameters": {name: list(shape) for name, shape in self.parameters.items()},
+            "projector": self.projector.fingerprint(),
+            "task": describe_task(self.task),
+        }
+        if dataset is not None:
+            fingerprint["dataset"] = dict(dataset)
+        return Manifest(fingerprint, {**_versions(self.device), "settings": self._settings})
+
+
+def _decide_computer(choice: str | GradientComputerFactory) -> tuple[str | None, GradientComputerFactory]:
+    """Return the gradient computer's name (``None`` for one of the user's own) and how to make one."""
+    if callable(choice):
+        return None, choice
+    name = one_of(("auto", *GRADIENT_COMPUTERS), gradient_computer=choice)
+    name = "functional" if name == "auto" else name
+    return name, GRADIENT_COMPUTERS[name]
+
+
+def _decide_kernel(kernel: str, damping: float | str, task: AbstractModelOutput) -> KernelSettings:
+    """Return the kernel settings with every ``"auto"`` decided."""
+    name = one_of(("auto", "curvature", "trak"), kernel=kernel)
+    if name == "curvature" and not task.has_curvature:
+        raise InvalidInputError(
+            f"kernel='curvature' needs a loss that is curved in f, but the loss of {type(task).__name__} is linear in "
+            "it: every weight would be zero. Use kernel='trak'."
+        )
+    curved = name == "curvature" or (name == "auto" and task.has_curvature)
+    lam = DEFAULT_DAMPING if damping == "auto" else damping
+    return KernelSettings(weighting="curvature" if curved else "none", damping=lam)  # type: ignore[arg-type]
+
+
+def _versions(device: torch.device) -> dict[str, Any]:
+    return {
+        "trak_lite": __version__,
+        "torch": torch.__version__,
+        "numpy": np.__version__,
+        "python": platform.python_version(),
+        "device": str(device),
+    }
+
+
+def _complete_tables(
+    store: AbstractFeatureStore, digests: Sequence[str] | None
+) -> dict[str, AbstractRowTable]:
+    """Return the finished train tables by weights digest, all of them or those asked for.
+
+    Raises:
+        StateError: If there is none, one asked for is not there, or rows are pending.
+    """
+    paths = checkpoint_tables(store)
+    unknown = [] if digests is None else [digest[:12] for digest in digests if digest not in paths]
+    if unknown:
+        raise StateError(
+            f"The store has no features for {len(unknown)} of the {len(digests or ())} checkpoints (weights "
+            f"{unknown[:5]}). Featurize them first: featurize(train_data, checkpoints=...)."
+        )
+    tables = {digest: store.open_table(paths[digest]) for digest in (paths if digests is None else digests)}
+    if not tables:
+        raise StateError("No train row has been featurized yet. Call featurize(train_data, ...) first.")
+    for digest, table in tables.items():
+        if not table.complete:
+            done = int(table.done().sum())
+            raise StateError(
+                f"{paths[digest]} has {done} of {table.spec.num_rows} train rows. Call featurize(...) again with the "
+                "same data; it continues there."
+            )
+    return tables
+
+
+def _is_finished(table: AbstractRowTable | None, spec: TableSpec, path: str) -> bool:
+    """Whether the scores are there, made with these settings, and complete."""
+    if table is None:
+        return False
+    compare_fingerprints(table.spec.fingerprint, spec.fingerprint, where=path)
+    return table.complete

@@ -1,0 +1,221 @@
+"""Checkpoints: from files, folders, state dicts or a callable, one in memory at a time.
+
+A checkpoint is identified by the digest of its weights, never by its file name or its place in a list.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import pickle
+import re
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, TypeAlias
+
+import safetensors
+import safetensors.torch
+import torch
+from torch import Tensor, nn
+
+from trak_lite.errors import CheckpointError
+
+__all__ = ["Checkpoint", "CheckpointSource", "iterate_checkpoints", "load_into", "weights_digest"]
+
+CheckpointSource: TypeAlias = Any
+"""``None`` (the model as it is), a state dict, a path to a file or folder, or an iterable of these."""
+
+_SUFFIXES = (".safetensors", ".pt", ".pth", ".ckpt", ".bin")
+_INSIDE_FOLDER = ("model.safetensors", "pytorch_model.bin")
+_WRAPPERS = ("state_dict", "model_state_dict", "model")
+_UNREADABLE = (
+    OSError,
+    ValueError,
+    RuntimeError,
+    EOFError,
+    KeyError,
+    pickle.UnpicklingError,
+    safetensors.SafetensorError,
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Checkpoint:
+    """One set of weights that can be loaded when its turn comes."""
+
+    name: str
+    """For people: a file's stem, or a number."""
+    source: str | None
+    """Absolute path of the file, if it is one."""
+    load: Callable[[], Mapping[str, Tensor] | None]
+    """Returns the state dict; ``None`` stands for the weights that the model has."""
+
+
+def iterate_checkpoints(
+    checkpoints: CheckpointSource,
+    checkpoint_loader: Callable[[Any], Mapping[str, Tensor]] | None = None,
+) -> Iterator[Checkpoint]:
+    """Yield the checkpoints of a source in order, without loading any.
+
+    Args:
+        checkpoints: ``None`` (the model as it is), a state dict, a path to a ``.safetensors`` or ``.pt`` file, a
+            folder of such files (taken in natural order: ``epoch-2`` before ``epoch-10``), or an iterable of these.
+        checkpoint_loader: Turns an item of the source into a state dict, for any other kind of item.
+
+    Raises:
+        CheckpointError: If a path does not exist, or a folder holds no checkpoint.
+    """
+    if checkpoint_loader is not None:
+        single = isinstance(checkpoints, str | os.PathLike | Mapping) or not isinstance(checkpoints, Iterable)
+        for number, item in enumerate([checkpoints] if single else checkpoints):
+            is_path = isinstance(item, str | os.PathLike)
+            name = Path(item).stem if is_path else str(number)
+            source = str(Path(item).absolute()) if is_path and Path(item).exists() else None
+            yield Checkpoint(name, source, lambda item=item: checkpoint_loader(item))  # type: ignore[misc]
+        return
+    if checkpoints is None:
+        yield Checkpoint("current", None, lambda: None)
+    elif isinstance(checkpoints, Mapping):
+        yield Checkpoint("0", None, lambda: checkpoints)
+    elif isinstance(checkpoints, str | os.PathLike):
+        yield from _from_path(Path(checkpoints))
+    elif isinstance(checkpoints, Iterable):
+        for number, item in enumerate(checkpoints):
+            for checkpoint in iterate_checkpoints(item):
+                is_state = isinstance(item, Mapping)
+                yield Checkpoint(str(number), None, checkpoint.load) if is_state else checkpoint
+    else:
+        raise CheckpointError(
+            f"Cannot take checkpoints from {type(checkpoints).__name__}. Expected a state dict, a path, a folder, an "
+            "iterable of these, or checkpoint_loader=... to turn each item into a state dict."
+        )
+
+
+def _natural(path: Path) -> list[tuple[int, int | str]]:
+    parts = re.split(r"(\d+)", path.name)
+    return [(0, int(part)) if part.isdigit() else (1, part) for part in parts if part]
+
+
+def _from_path(path: Path) -> Iterator[Checkpoint]:
+    if path.is_dir():
+        inside = [path / name for name in _INSIDE_FOLDER if (path / name).is_file()]
+        if inside:
+            yield _from_file(inside[0], path.name)
+            return
+        entries = [
+            entry
+            for entry in sorted(path.iterdir(), key=_natural)
+            if (entry.is_file() and entry.suffix in _SUFFIXES)
+            or (entry.is_dir() and any((entry / name).is_file() for name in _INSIDE_FOLDER))
+        ]
+        if not entries:
+            raise CheckpointError(
+                f"{path} holds no checkpoint. Expected files ending in {', '.join(_SUFFIXES)}, or folders with "
+                f"{' or '.join(_INSIDE_FOLDER)} in them."
+            )
+        for entry in entries:
+            yield from _from_path(entry)
+    elif path.is_file():
+        yield _from_file(path, path.stem)
+    else:
+        raise CheckpointError(
+            f"There is no checkpoint at {path}. Check the path; it is relative to {Path.cwd()}."
+        )
+
+
+def _from_file(path: Path, name: str) -> Checkpoint:
+    return Checkpoint(name, str(path.absolute()), lambda: _read(path))
+
+
+def _read(path: Path) -> Mapping[str, Tensor]:
+    """Read a state dict without running any code from the file."""
+    try:
+        if path.suffix == ".safetensors":
+            return safetensors.torch.load_file(path)
+        content = torch.load(path, map_location="cpu", weights_only=True)
+    except _UNREADABLE as error:
+        raise CheckpointError(
+            f"Cannot read the checkpoint {path} ({type(error).__name__}: {str(error).splitlines()[0]}). Files are "
+            "read without running code from them; save a plain state dict, best with safetensors."
+        ) from error
+    return _unwrap(content, path)
+
+
+def _unwrap(content: Any, path: Path) -> Mapping[str, Tensor]:
+    """Return the state dict inside what ``torch.load`` gave."""
+    if isinstance(content, Mapping):
+        if content and all(isinstance(value, Tensor) for value in content.values()):
+            return content
+        for key in _WRAPPERS:
+            inner = content.get(key)
+            if isinstance(inner, Mapping):
+                return {name: value for name, value in inner.items() if isinstance(value, Tensor)}
+    found = sorted(map(str, content))[:10] if isinstance(content, Mapping) else type(content).__name__
+    raise CheckpointError(
+        f"{path} holds no state dict: found {found}. Expected a mapping from names to tensors, alone or under "
+        f"one of {list(_WRAPPERS)}."
+    )
+
+
+def _bare(name: str) -> str:
+    """Return a name without the prefixes of ``DataParallel`` and ``torch.compile``."""
+    return name.replace("_orig_mod.", "").removeprefix("module.")
+
+
+def load_into(model: nn.Module, checkpoint: Checkpoint) -> None:
+    """Copy a checkpoint's weights into a model.
+
+    Args:
+        model: The module; its tensors are overwritten in place.
+        checkpoint: What to load; ``module.`` and ``_orig_mod.`` prefixes are ignored on both sides.
+
+    Raises:
+        CheckpointError: If names or shapes do not fit; names the first of each kind. Nothing is copied then.
+    """
+    state = checkpoint.load()
+    if state is None:
+        return
+    if not isinstance(state, Mapping):
+        raise CheckpointError(
+            f"Checkpoint {checkpoint.name!r} gave {type(state).__name__}, expected a mapping from names to tensors."
+        )
+    own = model.state_dict(keep_vars=True)
+    by_bare = {_bare(name): name for name in own}
+    given = {by_bare.get(_bare(name), name): value for name, value in state.items()}
+    missing = [name for name in own if name not in given and not _tied_to_given(own, name, given)]
+    unexpected = [name for name in given if name not in own]
+    shapes = [
+        f"{name} {tuple(value.shape)} instead of {tuple(own[name].shape)}"
+        for name, value in given.items()
+        if name in own and isinstance(value, Tensor) and value.shape != own[name].shape
+    ]
+    if missing or unexpected or shapes:
+        problems = {"missing": missing, "unexpected": unexpected, "wrong shape": shapes}
+        text = "; ".join(f"{kind}: {names[:5]}" for kind, names in problems.items() if names)
+        raise CheckpointError(
+            f"Checkpoint {checkpoint.source or checkpoint.name!r} does not fit {type(model).__name__}: {text}. "
+            "Build the model that the checkpoint was saved from."
+        )
+    model.load_state_dict(given, strict=False)  # tied names may be left out, as safetensors does
+
+
+def _tied_to_given(own: Mapping[str, Any], name: str, given: Mapping[str, Any]) -> bool:
+    """Whether another name of the same tensor is in the checkpoint."""
+    tensor = own[name]
+    return isinstance(tensor, Tensor) and any(
+        other in given and own[other] is tensor for other in own if other != name
+    )
+
+
+def weights_digest(model: nn.Module) -> str:
+    """Return the SHA-256 over names, shapes, dtypes and bytes of a model's parameters and persistent buffers."""
+    digest = hashlib.sha256()
+    for name, tensor in sorted(model.state_dict().items()):
+        if not isinstance(tensor, Tensor):
+            continue
+        value = tensor.detach().cpu().contiguous()
+        digest.update(f"{_bare(name)}|{tuple(value.shape)}|{value.dtype}|".encode())
+        if value.numel():
+            digest.update(value.reshape(-1).view(torch.uint8).numpy().data)
+    return digest.hexdigest()

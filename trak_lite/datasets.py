@@ -1,0 +1,191 @@
+"""Datasets by row: any map-style dataset or DataLoader, of which exactly the rows asked for are loaded."""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.utils.data import DataLoader, IterableDataset, SequentialSampler, default_collate
+
+from trak_lite.errors import InvalidInputError
+from trak_lite.types import Batch
+
+__all__ = ["Rows"]
+
+DEFAULT_BATCH_SIZE = 32
+
+
+class Rows:
+    """The rows of a dataset in a fixed order: row i is ``dataset[indices[i]]``, whatever any loader yields."""
+
+    def __init__(
+        self,
+        data: Any,
+        *,
+        indices: Sequence[int] | None = None,
+        batch_size: int | None = None,
+        collate: Callable[[list[Any]], Batch] | None = None,
+        what: str = "the dataset",
+    ) -> None:
+        """Take the dataset, the collation and the batch size out of what the user gave.
+
+        Args:
+            data: A map-style dataset (``__getitem__`` and ``__len__``) or a ``DataLoader`` over one.
+            indices: Dataset index of every row; ``None`` takes the whole dataset in order.
+            batch_size: Samples per batch; ``None`` takes the loader's, or 32.
+            collate: Turns a list of samples into a batch; ``None`` takes the loader's, or torch's default.
+            what: How messages name the data.
+
+        Raises:
+            InvalidInputError: If rows would have no stable identity (an iterable dataset, a shuffling loader,
+                ``drop_last=True``), the dataset is empty, or an index is out of range.
+        """
+        self.what = what
+        self.num_workers = 0
+        self._worker_init: Callable[[int], None] | None = None
+        if isinstance(data, DataLoader):
+            _refuse_unordered(data, indices, what)
+            self.dataset: Any = data.dataset
+            batch_size = batch_size or data.batch_size
+            collate = collate or data.collate_fn
+            self.num_workers = data.num_workers
+            self._worker_init = data.worker_init_fn
+        else:
+            self.dataset = data
+        _refuse_unindexed(self.dataset, what)
+        self.collate = collate or default_collate
+        self.batch_size = batch_size or DEFAULT_BATCH_SIZE
+        self.indices = _checked_indices(indices, len(self.dataset), what)
+        if len(self.indices) == 0:
+            raise InvalidInputError(f"{what} is empty. There must be at least one row.")
+
+    def __len__(self) -> int:
+        """Return the number of rows."""
+        return len(self.indices)
+
+    def batches(self, plan: Sequence[np.ndarray[Any, np.dtype[np.int64]]]) -> Iterator[Batch]:
+        """Yield one collated batch for every list of rows in the plan; no other row is loaded."""
+        loader = DataLoader(
+            self.dataset,
+            batch_sampler=[self.indices[rows].tolist() for rows in plan],
+            collate_fn=self.collate,
+            num_workers=self.num_workers if len(plan) > 1 else 0,
+            worker_init_fn=self._worker_init,
+        )
+        yield from loader
+
+    def identity(self, dataset_id: str | None, *, num_probes: int) -> dict[str, Any]:
+        """Return what tells this data from other data, as JSON values.
+
+        Args:
+            dataset_id: The user's own name for the data; no row is loaded then.
+            num_probes: Rows whose contents are digested otherwise, evenly spread, first and last included.
+        """
+        order = hashlib.sha256(self.indices.astype("<i8").tobytes()).hexdigest()
+        whole = {"num_rows": len(self), "indices": order}
+        if dataset_id is not None:
+            return {**whole, "id": dataset_id}
+        digest = hashlib.sha256()
+        for row in np.unique(np.linspace(0, len(self) - 1, num_probes).round().astype(np.int64)):
+            _digest_value(self.dataset[int(self.indices[row])], digest)
+        return {**whole, "probe_digest": digest.hexdigest()}
+
+
+def _refuse_unordered(loader: DataLoader[Any], indices: Sequence[int] | None, what: str) -> None:
+    if loader.batch_sampler is None:
+        raise InvalidInputError(
+            f"The loader of {what} has batching switched off (batch_size=None), so rows cannot be told apart. "
+            "Pass its dataset instead."
+        )
+    if indices is not None:
+        return
+    if not isinstance(getattr(loader.batch_sampler, "sampler", None), SequentialSampler):
+        sampler = getattr(loader.batch_sampler, "sampler", loader.batch_sampler)
+        raise InvalidInputError(
+            f"The loader of {what} does not read the dataset in order (sampler: {type(sampler).__name__}). A row is "
+            "identified by its index in the dataset: pass the dataset, a loader with shuffle=False, or indices=... "
+            "to select and order rows."
+        )
+    if loader.drop_last:
+        raise InvalidInputError(
+            f"The loader of {what} has drop_last=True and would leave rows out. Use drop_last=False, pass the "
+            "dataset, or select rows with indices=...."
+        )
+
+
+def _refuse_unindexed(dataset: Any, what: str) -> None:
+    if isinstance(dataset, IterableDataset):
+        raise InvalidInputError(
+            f"{what} is an IterableDataset, whose rows have no index to be identified by. Pass a map-style dataset."
+        )
+    if isinstance(dataset, Tensor | Mapping) or (
+        isinstance(dataset, tuple) and any(isinstance(part, Tensor) for part in dataset)
+    ):
+        raise InvalidInputError(
+            f"{what} is a {type(dataset).__name__} of tensors, not a dataset of samples. "
+            "Wrap it: torch.utils.data.TensorDataset(inputs, labels)."
+        )
+    if not (hasattr(dataset, "__getitem__") and hasattr(dataset, "__len__")):
+        raise InvalidInputError(
+            f"{what} is a {type(dataset).__name__} without __getitem__ and __len__. Pass a map-style dataset or a "
+            "DataLoader over one."
+        )
+
+
+def _checked_indices(
+    indices: Sequence[int] | None, size: int, what: str
+) -> np.ndarray[Any, np.dtype[np.int64]]:
+    if indices is None:
+        return np.arange(size, dtype=np.int64)
+    given = np.asarray(indices)
+    if given.ndim != 1 or (given.size and not np.issubdtype(given.dtype, np.integer)):
+        raise InvalidInputError(
+            f"indices must be a list of integers, got shape {given.shape} of {given.dtype}."
+        )
+    outside = given[(given < 0) | (given >= size)]
+    if outside.size:
+        raise InvalidInputError(
+            f"indices of {what} hold {outside[:5].tolist()}, but it has rows 0 to {size - 1}. Use indices inside it."
+        )
+    return given.astype(np.int64)
+
+
+def _digest_value(value: Any, digest: hashlib._Hash) -> None:
+    """Add a sample's contents to a digest: tensors and arrays by bytes, containers in order, the rest by repr."""
+    if isinstance(value, np.ndarray):
+        value = (
+            torch.from_numpy(np.ascontiguousarray(value)) if value.dtype.kind in "biuf" else value.tolist()
+        )
+    if isinstance(value, Tensor):
+        flat = value.detach().cpu().contiguous()
+        digest.update(f"{tuple(flat.shape)}{flat.dtype}".encode())
+        if flat.numel():
+            digest.update(flat.reshape(-1).view(torch.uint8).numpy().data)
+    elif isinstance(value, Mapping):
+        for key in value:
+            digest.update(str(key).encode())
+            _digest_value(value[key], digest)
+    elif dataclasses.is_dataclass(value) and not isinstance(value, type):
+        for item in dataclasses.fields(value):
+            digest.update(item.name.encode())
+            _digest_value(getattr(value, item.name), digest)
+    elif isinstance(value, tuple | list):
+        digest.update(f"{len(value)}".encode())
+        for item in value:
+            _digest_value(item, digest)
+    elif isinstance(value, str | bytes | int | float | bool | None):
+        digest.update(repr(value).encode())
+    else:
+        # An image object or the like: its array says what it shows, its repr would name its address.
+        array = np.asarray(value)
+        if array.dtype == object:
+            raise InvalidInputError(
+                f"Cannot tell one {type(value).__name__} from another, so the dataset cannot be recognised on "
+                "resume. Pass dataset_id='a name of your own for this data'."
+            )
+        _digest_value(array, digest)

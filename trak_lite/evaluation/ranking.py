@@ -1,0 +1,141 @@
+"""Rank statistics with exact treatment of ties.
+
+Shapes: n examples. Numerics: float64.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+from numpy.typing import ArrayLike, NDArray
+
+from trak_lite._validate import positive_int
+from trak_lite.errors import InvalidInputError, NonFiniteError
+
+__all__ = ["auc", "precision_at", "spearman"]
+
+
+def auc(scores: ArrayLike, labels: ArrayLike) -> float:
+    """Return the area under the ROC curve.
+
+    It is the chance that a positive outranks a negative, where a tie counts half.
+
+    Args:
+        scores: ``(n,)`` finite; higher means more likely positive.
+        labels: ``(n,)`` booleans, or integers 0 and 1.
+
+    Raises:
+        InvalidInputError: If shapes differ, a label is neither 0 nor 1, or one of the two classes is missing.
+        NonFiniteError: If a score is NaN or infinite.
+
+    Example:
+        >>> auc([0.1, 0.4, 0.4, 0.8], [0, 0, 1, 1])
+        0.875
+    """
+    values, positive = _scores_and_labels(scores, labels)
+    num_positive = int(positive.sum())
+    num_negative = len(positive) - num_positive
+    if not num_positive or not num_negative:
+        raise InvalidInputError(
+            f"AUC needs both classes, got {num_positive} positive and {num_negative} negative labels."
+        )
+    wins = _average_ranks(values)[positive].sum() - num_positive * (num_positive + 1) / 2
+    return float(wins / (num_positive * num_negative))
+
+
+def precision_at(k: int, scores: ArrayLike, labels: ArrayLike) -> float:
+    """Return the share of positives among the k highest scores.
+
+    Where the k-th score is tied, the places left are shared evenly among the tied: the result is the
+    expectation over all orders of equal scores.
+
+    Args:
+        k: Between 1 and n.
+        scores: ``(n,)`` finite; higher means more likely positive.
+        labels: ``(n,)`` booleans, or integers 0 and 1.
+
+    Raises:
+        InvalidInputError: If shapes differ, a label is neither 0 nor 1, or k is out of range.
+        NonFiniteError: If a score is NaN or infinite.
+
+    Example:
+        >>> precision_at(2, [3.0, 1.0, 1.0], [1, 1, 0])
+        0.75
+    """
+    values, positive = _scores_and_labels(scores, labels)
+    if positive_int(k=k) > len(values):
+        raise InvalidInputError(f"k must be at most the number of scores, {len(values)}, got {k}.")
+    cut = np.partition(values, len(values) - k)[len(values) - k]
+    above, tied = values > cut, values == cut
+    places = k - int(above.sum())
+    return float((positive[above].sum() + places * positive[tied].mean()) / k)
+
+
+def spearman(a: ArrayLike, b: ArrayLike) -> float:
+    """Return Spearman's rank correlation: Pearson's, of ranks; tied values share their average rank.
+
+    Args:
+        a: ``(n,)`` finite, not all equal.
+        b: ``(n,)`` finite, not all equal.
+
+    Raises:
+        InvalidInputError: If shapes differ, or the values of one side are all equal and have no order.
+        NonFiniteError: If a value is NaN or infinite.
+
+    Example:
+        >>> round(spearman([1.0, 2.0, 3.0], [0.0, 5.0, 1.0]), 6)
+        0.5
+    """
+    first, second = _finite_vector(a, "a"), _finite_vector(b, "b")
+    _same_length(first, second, "a", "b")
+    for name, values in (("a", first), ("b", second)):
+        if not len(values) or values.min() == values.max():
+            raise InvalidInputError(
+                f"The {len(values)} values of {name} are all equal, so they have no order to correlate. "
+                "Leave such vectors out."
+            )
+    x, y = _average_ranks(first), _average_ranks(second)
+    x -= x.mean()
+    y -= y.mean()
+    return float(x @ y / np.sqrt((x @ x) * (y @ y)))
+
+
+def _average_ranks(values: NDArray[np.float64]) -> NDArray[np.float64]:
+    """Return ranks from 1, equal values sharing the mean of the places that they take."""
+    _, group, counts = np.unique(values, return_inverse=True, return_counts=True)
+    last = np.cumsum(counts)
+    ranks: NDArray[np.float64] = (last - (counts - 1) / 2.0)[group]
+    return ranks
+
+
+def _scores_and_labels(scores: ArrayLike, labels: ArrayLike) -> tuple[NDArray[np.float64], NDArray[np.bool_]]:
+    """Return checked scores and labels of one length."""
+    values, flags = _finite_vector(scores, "scores"), np.asarray(labels)
+    _same_length(values, flags, "scores", "labels")
+    if not np.isin(flags, (0, 1)).all():
+        raise InvalidInputError(
+            f"labels must be booleans, or 0 and 1, got values {np.unique(flags)[:5].tolist()}."
+        )
+    return values, flags.astype(bool)
+
+
+def _finite_vector(values: ArrayLike, name: str) -> NDArray[np.float64]:
+    """Return a finite 1-D float64 array."""
+    array = np.asarray(values, dtype=np.float64)
+    if array.ndim != 1:
+        raise InvalidInputError(f"{name} must be one-dimensional, got shape {array.shape}.")
+    bad = np.flatnonzero(~np.isfinite(array))
+    if len(bad):
+        raise NonFiniteError(
+            f"{len(bad)} of {len(array)} values of {name} are NaN or infinite, first at {bad[0]}."
+        )
+    return array
+
+
+def _same_length(first: NDArray[Any], second: NDArray[Any], first_name: str, second_name: str) -> None:
+    """Refuse two arrays that cannot be paired."""
+    if first.shape != second.shape:
+        raise InvalidInputError(
+            f"{first_name} and {second_name} must have one shape (n,), got {first.shape} and {second.shape}."
+        )

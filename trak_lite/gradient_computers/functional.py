@@ -1,0 +1,203 @@
+"""Per-sample gradients by ``torch.func``: ``vmap`` over samples of ``grad`` of f.
+
+Source: TRAK (arXiv:2303.14186), section 3.2; the transforms are those of ``torch.func``.
+"""
+
+from __future__ import annotations
+
+import re
+import traceback
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import nullcontext
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+from torch.func import grad, vmap
+
+from trak_lite._batches import batch_size, flatten_batch
+from trak_lite._validate import positive_int
+from trak_lite.errors import TrakLiteError, UnsupportedModelError
+from trak_lite.gradient_computers._base import (
+    AbstractGradientComputer,
+    check_terms,
+    collect_gradients,
+    refuse_batch_statistics,
+    select_parameters,
+)
+from trak_lite.modelout_functions import AbstractModelOutput, ModelCall
+from trak_lite.types import Batch, BlockSink, DenseBlock, OutputTerms
+
+__all__ = ["FunctionalGradientComputer"]
+
+_Terms = tuple[Tensor, Tensor, Tensor]
+
+
+class FunctionalGradientComputer(AbstractGradientComputer):
+    """Vectorised per-sample gradients: ``vmap(grad(f))`` over the kept parameters, one pass for f, q and g.
+
+    Only kept parameters are differentiated; the others and the buffers enter as constants. Results are
+    detached. Open to subclassing, because code written for the original TRAK does.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        task: AbstractModelOutput,
+        grad_dim: int | None = None,
+        dtype: torch.dtype | None = None,
+        device: str | torch.device | None = None,
+        grad_wrt: Iterable[str] | None = None,
+        *,
+        chunk_size: int | None = None,
+        randomness: Literal["error", "different", "same"] = "different",
+        autocast_dtype: torch.dtype | None = None,
+    ) -> None:
+        """Store the settings.
+
+        Args:
+            model: The module whose parameters are differentiated; it is not copied.
+            task: Model output function.
+            grad_dim: P, if the caller wants it checked.
+            dtype: Accepted for the original's signature; gradients keep their parameter's dtype.
+            device: Accepted for the original's signature; gradients live where the model lives.
+            grad_wrt: Names of the parameters to keep gradients for; ``None`` keeps those that require grad.
+            chunk_size: Samples that are transformed at once; bounds the memory of a large batch.
+            randomness: How samples share random numbers where the model draws any (dropout in train mode).
+            autocast_dtype: Run the forward pass under autocast in this dtype (float16 or bfloat16).
+        """
+        super().__init__(model, task, grad_dim, dtype, device, grad_wrt)
+        self.chunk_size = None if chunk_size is None else positive_int(chunk_size=chunk_size)
+        self.randomness = randomness
+        self.autocast_dtype = autocast_dtype
+
+    def load_model_params(self, model: nn.Module) -> None:
+        """Differentiate this model's parameters from now on; values are looked up at every call."""
+        self.model = model
+
+    @property
+    def func_weights(self) -> dict[str, Tensor]:
+        """The model's parameters by name, detached (the original's attribute)."""
+        return {name: p.detach() for name, p in self.model.named_parameters()}
+
+    @property
+    def func_buffers(self) -> dict[str, Tensor]:
+        """The model's buffers by name (the original's attribute)."""
+        return dict(self.model.named_buffers())
+
+    def compute_per_sample_grad(self, batch: Batch) -> dict[str, Tensor]:
+        """Return the per-sample gradients ``(B, *parameter.shape)`` by parameter name, in model order."""
+        return collect_gradients(self, batch)
+
+    def compute_loss_grad(self, batch: Batch) -> Tensor:
+        """Return q = -dL/df of every sample, ``(B, 1)``, detached."""
+        with torch.no_grad(), self._autocast():
+            terms = self.modelout_fn.evaluate(ModelCall(self.model), batch)
+        return terms.out_to_loss_grad.detach().unsqueeze(-1)
+
+    def stream_gradients(self, batch: Batch, sink: BlockSink) -> OutputTerms:
+        """Pass one dense block per kept parameter (and chunk of samples) to ``sink``.
+
+        Args:
+            batch: B samples, on the model's device.
+            sink: Called with every block; the block is freed when the call returns.
+
+        Returns:
+            f, q and w of the batch, each ``(B,)`` and detached.
+
+        Raises:
+            InvalidInputError: If the batch or the output function's result has the wrong form.
+            UnsupportedModelError: If ``vmap`` cannot transform the model; names the operation.
+        """
+        refuse_batch_statistics(self.model)
+        count = batch_size(batch)
+        leaves, rebuild = flatten_batch(batch)
+        transformed = vmap(self._sample_gradient(rebuild), in_dims=(None, 0), randomness=self.randomness)
+        kept = {name: p.detach() for name, p in select_parameters(self.model, self.grad_wrt).items()}
+        if count == 0:
+            return _stream_nothing(kept, sink)
+        found: list[_Terms] = []
+        step = self.chunk_size or count
+        for start in range(0, count, step):
+            rows = [leaf[start : start + step] for leaf in leaves]
+            grads, terms = self._run(transformed, kept, rows, rebuild)
+            found.append(terms)
+            for name in list(grads):
+                sink(DenseBlock(name, grads.pop(name), start))
+        output, out_to_loss_grad, curvature = (torch.cat(parts) for parts in zip(*found, strict=True))
+        return OutputTerms(output, out_to_loss_grad, curvature)
+
+    def _autocast(self) -> Any:
+        if self.autocast_dtype is None:
+            return nullcontext()
+        device = next(self.model.parameters()).device.type
+        return torch.autocast(device, dtype=self.autocast_dtype)
+
+    def _sample_gradient(
+        self, rebuild: Callable[[Sequence[Tensor]], Batch]
+    ) -> Callable[[Mapping[str, Tensor], Sequence[Tensor]], tuple[dict[str, Tensor], _Terms]]:
+        """Return (kept parameters, one sample's tensors) -> (gradient of f, (f, q, w))."""
+        constants = self.func_weights
+        buffers = self.func_buffers
+
+        def value(kept: Mapping[str, Tensor], sample: Sequence[Tensor]) -> tuple[Tensor, _Terms]:
+            one = rebuild([leaf.unsqueeze(0) for leaf in sample])
+            call = ModelCall(self.model, {**constants, **kept}, buffers)
+            with self._autocast():
+                terms = check_terms(self.modelout_fn.evaluate(call, one), 1, self.modelout_fn)
+            f, q, w = (term.squeeze(0) for term in terms)
+            return f, (f.detach(), q.detach(), w.detach())
+
+        gradient: Any = grad(value, has_aux=True)
+        return gradient  # type: ignore[no-any-return]
+
+    def _run(
+        self,
+        transformed: Callable[..., Any],
+        kept: Mapping[str, Tensor],
+        rows: list[Tensor],
+        rebuild: Callable[[Sequence[Tensor]], Batch],
+    ) -> tuple[dict[str, Tensor], _Terms]:
+        """Run the transformed function; tell a model that vmap cannot transform from one that is wrong."""
+        try:
+            grads, terms = transformed(kept, rows)
+        except (TrakLiteError, torch.OutOfMemoryError):
+            raise
+        except (RuntimeError, TypeError, ValueError, IndexError, AttributeError) as error:
+            # If the plain forward pass fails too, its own error is the one to show.
+            with torch.no_grad(), self._autocast():
+                self.modelout_fn.evaluate(ModelCall(self.model), rebuild(rows))
+            raise UnsupportedModelError(
+                f"torch.func.vmap cannot transform {type(self.model).__name__}: {_operation(error)}. "
+                "The model itself runs. Use IterativeGradientComputer (gradient_computer='iterative'), "
+                "which needs nothing but autograd."
+            ) from error
+        return dict(grads), terms
+
+
+def _stream_nothing(kept: Mapping[str, Tensor], sink: BlockSink) -> OutputTerms:
+    """Stream the blocks of a batch without samples."""
+    empty = torch.empty(0)
+    for name, parameter in kept.items():
+        empty = parameter.new_empty(0)
+        sink(DenseBlock(name, parameter.new_empty(0, *parameter.shape)))
+    return OutputTerms(empty, empty, empty)
+
+
+def _operation(error: BaseException) -> str:
+    """Return the operation that failed: the operator if the message names one, and the line outside torch."""
+    message = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+    operator = re.search(r"aten::\w+|\btorch\.[\w.]+", str(error))
+    inside = str(Path(torch.__file__).parent)
+    package = str(Path(__file__).parent.parent)
+    frames = [
+        frame
+        for frame in traceback.extract_tb(error.__traceback__)
+        if not frame.filename.startswith((inside, package)) and frame.line
+    ]
+    place = (
+        f" at `{frames[-1].line}` ({Path(frames[-1].filename).name}:{frames[-1].lineno})" if frames else ""
+    )
+    named = f"{operator.group(0)}: " if operator and operator.group(0) not in message else ""
+    return f"{named}{message.rstrip('.')}{place}"

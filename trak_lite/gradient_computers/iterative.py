@@ -1,0 +1,125 @@
+"""Per-sample gradients by plain autograd: one forward pass, then one backward pass per sample."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from contextlib import nullcontext
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from trak_lite._batches import batch_size
+from trak_lite._validate import positive_int
+from trak_lite.gradient_computers._base import (
+    AbstractGradientComputer,
+    check_terms,
+    collect_gradients,
+    differentiating_only,
+    refuse_batch_statistics,
+    select_parameters,
+)
+from trak_lite.modelout_functions import AbstractModelOutput, ModelCall
+from trak_lite.types import Batch, BlockSink, DenseBlock, OutputTerms
+
+__all__ = ["IterativeGradientComputer"]
+
+
+class IterativeGradientComputer(AbstractGradientComputer):
+    """A for-loop over ``torch.autograd.grad``: slower than the others, and needs nothing but autograd.
+
+    Kept parameters are differentiated whether or not they are frozen, all others are not; gradients have
+    their parameter's dtype.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        task: AbstractModelOutput,
+        grad_dim: int | None = None,
+        dtype: torch.dtype | None = None,
+        device: str | torch.device | None = None,
+        grad_wrt: Iterable[str] | None = None,
+        *,
+        chunk_size: int | None = None,
+        autocast_dtype: torch.dtype | None = None,
+    ) -> None:
+        """Store the settings.
+
+        Args:
+            model: The module whose parameters are differentiated; it is not copied.
+            task: Model output function.
+            grad_dim: P, if the caller wants it checked.
+            dtype: Accepted for the original's signature; gradients keep their parameter's dtype.
+            device: Accepted for the original's signature; gradients live where the model lives.
+            grad_wrt: Names of the parameters to keep gradients for; ``None`` keeps those that require grad.
+            chunk_size: Samples whose gradients are held at once, ``chunk_size * P`` numbers; ``None`` holds a batch.
+            autocast_dtype: Run the forward pass under autocast in this dtype (float16 or bfloat16).
+        """
+        super().__init__(model, task, grad_dim, dtype, device, grad_wrt)
+        self.chunk_size = None if chunk_size is None else positive_int(chunk_size=chunk_size)
+        self.autocast_dtype = autocast_dtype
+
+    def load_model_params(self, model: nn.Module) -> None:
+        """Differentiate this model's parameters from now on; values are looked up at every call."""
+        self.model = model
+
+    def compute_per_sample_grad(self, batch: Batch) -> dict[str, Tensor]:
+        """Return the per-sample gradients ``(B, *parameter.shape)`` by parameter name, in model order."""
+        return collect_gradients(self, batch)
+
+    def compute_loss_grad(self, batch: Batch) -> Tensor:
+        """Return q = -dL/df of every sample, ``(B, 1)``, detached."""
+        with torch.no_grad(), self._autocast():
+            terms = self.modelout_fn.evaluate(ModelCall(self.model), batch)
+        return terms.out_to_loss_grad.detach().unsqueeze(-1)
+
+    def stream_gradients(self, batch: Batch, sink: BlockSink) -> OutputTerms:
+        """Pass one dense block per kept parameter (and chunk of samples) to ``sink``.
+
+        Args:
+            batch: B samples, on the model's device.
+            sink: Called with every block; the block is freed when the call returns.
+
+        Returns:
+            f, q and w of the batch, each ``(B,)`` and detached.
+
+        Raises:
+            InvalidInputError: If the batch or the output function's result has the wrong form.
+            UnsupportedModelError: If a layer mixes the samples of a batch.
+        """
+        refuse_batch_statistics(self.model)
+        count = batch_size(batch)
+        kept = select_parameters(self.model, self.grad_wrt)
+        step = self.chunk_size or max(count, 1)
+        with differentiating_only(self.model, kept), torch.enable_grad():
+            with self._autocast():
+                terms = self.modelout_fn.evaluate(ModelCall(self.model), batch)
+            check_terms(terms, count, self.modelout_fn)
+            for start in range(0, max(count, 1), step):
+                rows = range(start, min(start + step, count))
+                grads = self._backward(terms.output, rows, kept)
+                for name in list(grads):
+                    sink(DenseBlock(name, grads.pop(name), start))
+        return OutputTerms(*(term.detach() for term in terms))
+
+    def _autocast(self) -> Any:
+        if self.autocast_dtype is None:
+            return nullcontext()
+        device = next(self.model.parameters()).device.type
+        return torch.autocast(device, dtype=self.autocast_dtype)
+
+    def _backward(self, output: Tensor, rows: range, kept: dict[str, nn.Parameter]) -> dict[str, Tensor]:
+        """Return the gradients of ``output[rows]``, ``(len(rows), *parameter.shape)`` by name."""
+        grads = {name: p.new_zeros(len(rows), *p.shape) for name, p in kept.items()}
+        if not output.requires_grad:  # f depends on no kept parameter
+            return grads
+        last = len(output) - 1
+        for position, row in enumerate(rows):
+            found = torch.autograd.grad(
+                output[row], list(kept.values()), retain_graph=row != last, allow_unused=True
+            )
+            for name, grad in zip(kept, found, strict=True):
+                if grad is not None:
+                    grads[name][position] = grad
+        return grads

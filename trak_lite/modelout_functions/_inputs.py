@@ -1,0 +1,234 @@
+"""What comes in: labels out of a batch, logits out of a model's answer, and the checks on both.
+
+Checks of shapes and dtypes hold everywhere. Checks of values read the tensor, which ``torch.func`` transforms
+forbid; there :func:`nan_unless` marks the invalid sample instead, in f and in its gradient.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Collection, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from trak_lite._validate import real_at_least
+from trak_lite.errors import InvalidInputError
+from trak_lite.types import Batch
+
+__all__ = [
+    "Labelled",
+    "class_labels",
+    "fields_of",
+    "is_transformed",
+    "logits_of",
+    "nan_unless",
+    "positive_real",
+    "precise",
+    "refuse_invalid",
+    "split_labels",
+]
+
+LABEL_KEYS = ("labels", "label")
+
+# The one use of a private name: torch has no public question for this. Guarded, as it may be gone one day.
+_ask_torch: Callable[[Tensor], bool] | None = getattr(
+    getattr(torch._C, "_functorch", None), "is_functorch_wrapped_tensor", None
+)
+
+
+class Labelled(NamedTuple):
+    """A batch taken apart: call the model with ``*args, **kwargs``."""
+
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    labels: Tensor
+
+
+def is_transformed(tensor: Tensor) -> bool:
+    """Return whether a ``torch.func`` transform holds the tensor, so that its values cannot steer Python."""
+    if _ask_torch is not None:
+        return bool(_ask_torch(tensor))
+    try:
+        tensor.reshape(-1)[:1].sum().item()
+    except RuntimeError:  # what vmap raises when a value is read
+        return True
+    return False
+
+
+def fields_of(batch: Batch) -> dict[str, Any] | None:
+    """Return the named parts of a mapping or dataclass batch as a new dict; ``None`` for any other batch."""
+    if isinstance(batch, Mapping):
+        return dict(batch)
+    if dataclasses.is_dataclass(batch) and not isinstance(batch, type):
+        return {field.name: getattr(batch, field.name) for field in dataclasses.fields(batch)}
+    return None
+
+
+def split_labels(batch: Batch) -> Labelled:
+    """Take the labels out of a batch; the batch itself stays as it is.
+
+    Args:
+        batch: A tuple or list ``(*inputs, labels)``, or a mapping or dataclass with ``labels`` or ``label``,
+            whose other entries become keyword arguments.
+
+    Raises:
+        InvalidInputError: If there are no labels, two of them, no inputs, or labels that are not a tensor.
+    """
+    fields = fields_of(batch)
+    if fields is not None:
+        found = [key for key in LABEL_KEYS if key in fields]
+        if len(found) != 1 or len(fields) < 2:
+            raise InvalidInputError(
+                f"The batch has the keys {list(fields)}. Expected inputs and exactly one of "
+                f"{list(LABEL_KEYS)}; rename or drop keys in the dataset or in to_batch."
+            )
+        labels = fields.pop(found[0])
+        args: tuple[Any, ...] = ()
+    elif isinstance(batch, tuple | list) and len(batch) >= 2:
+        *inputs, labels = batch
+        args, fields = tuple(inputs), {}
+    else:
+        size = f" of {len(batch)}" if isinstance(batch, tuple | list) else ""
+        raise InvalidInputError(
+            f"The batch is a {type(batch).__name__}{size}. Expected (inputs..., labels) as a tuple or list, "
+            f"or a dict or dataclass with one of {list(LABEL_KEYS)}."
+        )
+    if not isinstance(labels, Tensor):
+        raise InvalidInputError(
+            f"The labels are a {type(labels).__name__}. Expected a tensor, one row per sample."
+        )
+    return Labelled(args, fields, labels)
+
+
+def logits_of(answer: Any) -> Tensor:
+    """Return the logits in what a model gave, in float32 or better.
+
+    Args:
+        answer: A tensor, a mapping or object with ``logits`` (Hugging Face), or a tuple whose first element
+            they are.
+
+    Raises:
+        InvalidInputError: If there is no floating point tensor at that place.
+    """
+    found = answer
+    if isinstance(answer, Mapping):
+        found = answer.get("logits")
+    elif not isinstance(answer, Tensor):
+        found = getattr(answer, "logits", None)
+        if found is None and isinstance(answer, tuple | list) and answer:
+            found = answer[0]
+    if not isinstance(found, Tensor):
+        keys = f" with the keys {list(answer)}" if isinstance(answer, Mapping) else ""
+        raise InvalidInputError(
+            f"The model gave a {type(answer).__name__}{keys}. Expected a tensor, a tuple whose first element "
+            "is one, or an object or mapping with `logits`."
+        )
+    return precise(found, what="The model's output")
+
+
+def precise(tensor: Tensor, *, what: str) -> Tensor:
+    """Return a floating point tensor in float32 or better.
+
+    Raises:
+        InvalidInputError: If the dtype is not a real floating point one.
+    """
+    if not tensor.is_floating_point():
+        raise InvalidInputError(f"{what} has dtype {tensor.dtype}. Expected a real floating point dtype.")
+    # Margins are differences of close numbers: half precision would lose them before they are stored.
+    return tensor.float() if tensor.dtype in (torch.float16, torch.bfloat16) else tensor
+
+
+def class_labels(
+    labels: Tensor,
+    *,
+    shape: Sequence[int],
+    num_classes: int,
+    ignored: Collection[int] = (),
+    start: int = 0,
+) -> Tensor:
+    """Return class labels as int64 if shape, dtype and (run eagerly) every value are right.
+
+    Args:
+        labels: Integer class indices, one per margin.
+        shape: The shape they must have.
+        num_classes: Number of logits per margin, at least 2.
+        ignored: Values that stand for "no label here".
+        start: First position of the last axis whose values are used and therefore checked.
+
+    Raises:
+        InvalidInputError: Names the shape, the dtype, or the first label out of range with its sample.
+    """
+    _check_form(labels, shape=shape, num_classes=num_classes)
+    labels = labels.long()
+    valid = (labels >= 0) & (labels < num_classes)
+    for value in ignored:
+        valid = valid | (labels == value)
+    if start:
+        valid = valid | (torch.arange(labels.shape[-1], device=labels.device) < start)
+    besides = f", or {sorted(ignored)} for none" if ignored else ""
+    refuse_invalid(
+        valid,
+        labels,
+        expected=f"an integer from 0 to {num_classes - 1} (the model gives {num_classes} logits){besides}",
+    )
+    return labels
+
+
+def _check_form(labels: Tensor, *, shape: Sequence[int], num_classes: int) -> None:
+    """Refuse too few classes, and labels of another shape or dtype; reads no value."""
+    if num_classes < 2:
+        raise InvalidInputError(
+            f"The model gives {num_classes} logit(s) per label. A margin needs at least 2 classes; for one "
+            "logit use the task 'binary_classification'."
+        )
+    if labels.shape != tuple(shape):
+        raise InvalidInputError(
+            f"The labels have shape {tuple(labels.shape)}. Expected {tuple(shape)} to fit the model's logits."
+        )
+    if labels.is_floating_point() or labels.is_complex() or labels.dtype == torch.bool:
+        raise InvalidInputError(
+            f"The labels have dtype {labels.dtype}. Expected integer class indices (for example torch.int64)."
+        )
+
+
+def refuse_invalid(valid: Tensor, values: Tensor, *, expected: str, what: str = "labels") -> None:
+    """Raise for the first entry that is not valid; under a transform, where values are hidden, do nothing.
+
+    Args:
+        valid: Boolean tensor, samples on axis 0.
+        values: Tensor of the same shape, for the message.
+        expected: What is allowed.
+        what: Name of ``values``.
+
+    Raises:
+        InvalidInputError: Names the place, the sample, the value and what is allowed.
+    """
+    if is_transformed(valid) or bool(valid.all()):
+        return
+    place = (~valid).nonzero()[0].tolist()
+    value = values[tuple(place)].item()
+    raise InvalidInputError(f"{what}{place} (sample {place[0]}) is {value!r}. Expected {expected}.")
+
+
+def nan_unless(valid: Tensor, like: Tensor) -> Tensor:
+    """Return 1 where valid and NaN elsewhere, as a factor in the dtype of ``like``.
+
+    Multiplied (not selected with ``where``), it makes the gradient NaN too: a zero gradient would look like a
+    sample without influence.
+    """
+    return torch.ones_like(like).masked_fill(~valid, torch.nan)
+
+
+def positive_real(**named: object) -> float:
+    """Return the one keyword value as a finite float above 0.
+
+    Raises:
+        InvalidInputError: If it is anything else.
+    """
+    ((name, value),) = named.items()
+    number = real_at_least(0.0, **named)
+    if number == 0.0:
+        raise InvalidInputError(f"{name} must be a finite number above 0, got {value!r}.")
+    return number

@@ -1,0 +1,88 @@
+r"""The mathematics of margins and of the losses that belong to them.
+
+For a class probability p the margin is :math:`f = \log(p / (1 - p))` and cross-entropy is
+:math:`L = \log(1 + e^{-f})`, so :math:`q = -dL/df = 1 - p` and :math:`w = d^2L/df^2 = p (1 - p)`.
+
+A sum of n margins has no scalar q for the summed loss: each margin has a q of its own, and :math:`\nabla L`
+is no multiple of :math:`\nabla f`. The loss taken instead is the loss at the mean margin, n times:
+:math:`L = n \log(1 + e^{-f/n})`. By convexity it bounds the summed loss from below; the two are equal
+where the margins are equal, and always for n = 1. :math:`q = \sigma(-f/n)` is the error at the mean margin.
+
+Source: TRAK (arXiv:2303.14186), section 3.3.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from trak_lite.modelout_functions._inputs import nan_unless
+from trak_lite.types import OutputTerms
+
+__all__ = ["class_margins", "linear_terms", "margin_terms", "multiclass_terms", "two_class_margins"]
+
+
+def class_margins(logits: Tensor, labels: Tensor) -> Tensor:
+    r"""Return :math:`l_y - \log\sum_{j \neq y} e^{l_j}` over the last axis.
+
+    Args:
+        logits: ``(..., C)``.
+        labels: ``(...)`` int64; one out of range gives NaN, in the margin and in its gradient.
+
+    Example:
+        >>> class_margins(torch.tensor([[1e4, 9998.0]]), torch.tensor([0]))
+        tensor([2.])
+    """
+    count = logits.shape[-1]
+    # An index out of range kills a CUDA context, so it is clamped here and marked below.
+    index = labels.clamp(0, count - 1).unsqueeze(-1)
+    # The label's logit is taken off before the sum, not after: a large common offset costs no digits.
+    rivals = logits - logits.gather(-1, index)
+    is_label = torch.arange(count, device=logits.device) == index
+    margins = -rivals.masked_fill(is_label, -torch.inf).logsumexp(-1)
+    return margins * nan_unless((labels >= 0) & (labels < count), margins)
+
+
+def two_class_margins(logits: Tensor, labels: Tensor) -> Tensor:
+    r"""Return :math:`\log(p / (1 - p))` of the label where the logit is that of class 1.
+
+    Args:
+        logits: Any shape.
+        labels: Same shape, 0 or 1; any other value gives NaN.
+    """
+    signs = 2 * labels.to(logits.dtype) - 1
+    return logits * signs * nan_unless((labels == 0) | (labels == 1), logits)
+
+
+def margin_terms(margins: Tensor, count: Tensor | float = 1.0) -> OutputTerms:
+    r"""Return the terms of :math:`L = n \log(1 + e^{-f/n})`.
+
+    Args:
+        margins: f ``(B,)``, each the sum of n margins.
+        count: n.
+    """
+    mean = margins.detach() / count
+    # Two sigmoids, never 1 - p: both p and 1 - p keep all their digits however close to 0 they are.
+    wrong, right = torch.sigmoid(-mean), torch.sigmoid(mean)
+    return OutputTerms(margins, wrong, wrong * right / count)
+
+
+def multiclass_terms(logits: Tensor, labels: Tensor, *, temperature: float) -> OutputTerms:
+    r"""Return the terms of a margin whose q is :math:`1 - \mathrm{softmax}(l / T)_y` (f does not use T).
+
+    Args:
+        logits: ``(B, C)``.
+        labels: ``(B,)`` int64.
+        temperature: T; the terms belong to one loss, cross-entropy, for T = 1.
+    """
+    margins = class_margins(logits, labels)
+    if temperature == 1.0:
+        return margin_terms(margins)
+    cooled = margin_terms(class_margins(logits.detach() / temperature, labels))
+    return cooled._replace(output=margins)
+
+
+def linear_terms(output: Tensor) -> OutputTerms:
+    """Return the terms of L = -f: q is 1, w is 0."""
+    value = output.detach()
+    return OutputTerms(output, torch.ones_like(value), torch.zeros_like(value))

@@ -1,0 +1,114 @@
+"""From what a user calls a task to a model output function."""
+
+from __future__ import annotations
+
+import difflib
+import inspect
+from typing import Any
+
+from torch import nn
+
+from trak_lite.errors import UnknownTaskError
+from trak_lite.modelout_functions._base import AbstractModelOutput, TaskFunction
+from trak_lite.modelout_functions.binary import BinaryClassificationModelOutput, MultiLabelModelOutput
+from trak_lite.modelout_functions.callable import CallableModelOutput
+from trak_lite.modelout_functions.classification import (
+    ImageClassificationModelOutput,
+    IterativeImageClassificationModelOutput,
+    TextClassificationModelOutput,
+)
+from trak_lite.modelout_functions.clip import CLIPModelOutput
+from trak_lite.modelout_functions.language_modeling import CausalLanguageModelingModelOutput
+from trak_lite.modelout_functions.regression import RegressionModelOutput
+
+__all__ = ["MODEL_OUTPUTS", "TASK_TO_MODELOUT", "resolve_task"]
+
+MODEL_OUTPUTS: dict[str, type[AbstractModelOutput]] = {
+    cls.name: cls
+    for cls in (
+        ImageClassificationModelOutput,
+        IterativeImageClassificationModelOutput,
+        TextClassificationModelOutput,
+        BinaryClassificationModelOutput,
+        MultiLabelModelOutput,
+        RegressionModelOutput,
+        CausalLanguageModelingModelOutput,
+        CLIPModelOutput,
+    )
+}
+"""Built-in model output functions by task name."""
+
+TASK_TO_MODELOUT = MODEL_OUTPUTS
+"""The same table under the original TRAK's name."""
+
+_ACCEPTED = (
+    "a task name, an AbstractModelOutput (instance or class), or a function f(model_call, batch) -> (B,)"
+)
+
+
+def resolve_task(
+    task: str | AbstractModelOutput | type[AbstractModelOutput] | TaskFunction,
+) -> AbstractModelOutput:
+    """Return the model output function that a user means.
+
+    Args:
+        task: A name in :data:`MODEL_OUTPUTS`, an instance or class of :class:`AbstractModelOutput`, or a
+            function.
+
+    Raises:
+        UnknownTaskError: For an unknown name (with the nearest known one), a class that needs arguments, or
+            anything else, such as a model.
+
+    Example:
+        >>> resolve_task("regression").settings()
+        {'output': 'prediction'}
+    """
+    if isinstance(task, str):
+        return _named(task)
+    if isinstance(task, AbstractModelOutput) and type(task) is not AbstractModelOutput:
+        return task
+    if isinstance(task, type):
+        return _instance(task)
+    if callable(task) and not isinstance(task, nn.Module | AbstractModelOutput):
+        return CallableModelOutput(task)
+    raise UnknownTaskError(
+        f"The task is a {_type_name(type(task))}. Expected {_ACCEPTED}.{_hint(type(task))}"
+    )
+
+
+def _named(name: str) -> AbstractModelOutput:
+    if name in MODEL_OUTPUTS:
+        return MODEL_OUTPUTS[name]()
+    near = difflib.get_close_matches(name, MODEL_OUTPUTS, n=1)
+    hint = f" Did you mean {near[0]!r}?" if near else ""
+    raise UnknownTaskError(
+        f"Unknown task {name!r}.{hint} Known names: {sorted(MODEL_OUTPUTS)}. Expected {_ACCEPTED}."
+    )
+
+
+def _instance(cls: type[Any]) -> AbstractModelOutput:
+    if not issubclass(cls, AbstractModelOutput) or cls is AbstractModelOutput:
+        raise UnknownTaskError(f"The task is the class {_type_name(cls)}. Expected {_ACCEPTED}.{_hint(cls)}")
+    parameters = inspect.signature(cls).parameters.values()
+    needed = [
+        p.name for p in parameters if p.default is p.empty and p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)
+    ]
+    if needed:
+        raise UnknownTaskError(
+            f"The task class {_type_name(cls)} needs the arguments {needed}. Pass an instance instead of the "
+            "class."
+        )
+    return cls()
+
+
+def _type_name(cls: type) -> str:
+    return f"{cls.__module__}.{cls.__qualname__}"
+
+
+def _hint(cls: type) -> str:
+    """Return what to do next for the mistakes that can be recognised."""
+    if issubclass(cls, nn.Module):
+        return " The model goes into its own argument."
+    if callable(getattr(cls, "get_output", None)):
+        return " Derive it from trak_lite.modelout_functions.AbstractModelOutput; the methods may stay."
+    return ""

@@ -1,0 +1,108 @@
+"""Model output functions of classifiers with one independent logit per yes-or-no question.
+
+Shapes: B samples, C questions. A logit is that of the answer 1.
+"""
+
+from __future__ import annotations
+
+from typing import Any, ClassVar, Literal, final
+
+from torch import Tensor
+from torch.nn import functional as F
+
+from trak_lite._validate import one_of
+from trak_lite.errors import InvalidInputError
+from trak_lite.modelout_functions._base import AbstractModelOutput, ModelCall
+from trak_lite.modelout_functions._inputs import logits_of, refuse_invalid, split_labels
+from trak_lite.modelout_functions._margins import linear_terms, margin_terms, two_class_margins
+from trak_lite.types import Batch, OutputTerms
+
+__all__ = ["BinaryClassificationModelOutput", "MultiLabelModelOutput"]
+
+
+@final
+class BinaryClassificationModelOutput(AbstractModelOutput):
+    r"""Margin of a single logit: :math:`f = (2y - 1) l = \log(p_y / (1 - p_y))`, L is binary cross-entropy.
+
+    q is :math:`1 - p_y`, w is :math:`p_y (1 - p_y)`. The model gives ``(B,)`` or ``(B, 1)`` logits; labels
+    are ``(B,)`` or ``(B, 1)``, each 0 or 1, of any real dtype or bool.
+    """
+
+    name: ClassVar[str] = "binary_classification"
+
+    def evaluate(self, model_call: ModelCall, batch: Batch) -> OutputTerms:
+        """Return f, q and w; see :meth:`AbstractModelOutput.evaluate`."""
+        args, kwargs, labels = split_labels(batch)
+        logits = _one_column(logits_of(model_call(*args, **kwargs)), what="logits")
+        labels = _one_column(labels, what="labels")
+        _check_zero_one(logits, labels)
+        return margin_terms(two_class_margins(logits, labels))
+
+
+@final
+class MultiLabelModelOutput(AbstractModelOutput):
+    r"""Sum over C questions of the margin, or of log p; logits and labels are ``(B, C)``, labels 0 or 1.
+
+    ``output="log_prob"``: :math:`f = \sum_c \log p_c`, L = -f is the summed binary cross-entropy,
+    q = 1, w = 0.
+
+    ``output="margin"``: :math:`f = \sum_c (2 y_c - 1) l_c`. Every margin has a q of its own, so the gradient
+    of the summed cross-entropy is no multiple of the gradient of f and a scalar q does not exist for it. L is
+    therefore the loss at the mean margin, :math:`C \log(1 + e^{-f/C})`: :math:`q = \sigma(-f/C)`,
+    :math:`w = q (1 - q) / C`. For C = 1 that is binary cross-entropy itself.
+    """
+
+    name: ClassVar[str] = "multilabel_classification"
+
+    def __init__(self, *, output: Literal["margin", "log_prob"] = "margin") -> None:
+        """Store the settings.
+
+        Args:
+            output: Which f.
+
+        Raises:
+            InvalidInputError: For any other value.
+        """
+        self.output = one_of(("margin", "log_prob"), output=output)
+        self.has_curvature = self.output == "margin"
+
+    def evaluate(self, model_call: ModelCall, batch: Batch) -> OutputTerms:
+        """Return f, q and w; see :meth:`AbstractModelOutput.evaluate`."""
+        args, kwargs, labels = split_labels(batch)
+        logits = logits_of(model_call(*args, **kwargs))
+        if logits.dim() != 2 or logits.shape[1] == 0:
+            raise InvalidInputError(
+                f"The model gave logits of shape {tuple(logits.shape)}. Expected (B, C): one logit per label "
+                "and sample."
+            )
+        _check_zero_one(logits, labels)
+        margins = two_class_margins(logits, labels)
+        if self.output == "log_prob":
+            return linear_terms(F.logsigmoid(margins).sum(1))
+        return margin_terms(margins.sum(1), float(logits.shape[1]))
+
+    def settings(self) -> dict[str, Any]:
+        """Return the choice of f."""
+        return {"output": self.output}
+
+
+def _one_column(tensor: Tensor, *, what: str) -> Tensor:
+    """Return ``(B,)`` from ``(B,)`` or ``(B, 1)``."""
+    if tensor.dim() == 1:
+        return tensor
+    if tensor.dim() == 2 and tensor.shape[1] == 1:
+        return tensor.squeeze(1)
+    raise InvalidInputError(
+        f"The {what} have shape {tuple(tensor.shape)}. Expected (B,) or (B, 1); for several classes use "
+        "'image_classification' or 'text_classification', for several labels 'multilabel_classification'."
+    )
+
+
+def _check_zero_one(logits: Tensor, labels: Tensor) -> None:
+    """Refuse labels of another shape than the logits, or (run eagerly) other than 0 and 1."""
+    if labels.shape != logits.shape:
+        raise InvalidInputError(
+            f"The labels have shape {tuple(labels.shape)}, the logits {tuple(logits.shape)}. Expected one "
+            "label per logit."
+        )
+    refuse_invalid((labels == 0) | (labels == 1), labels, expected="0 or 1")

@@ -1,0 +1,169 @@
+"""Model output functions of classifiers with one logit per class: images, text, and TRAK's batched variant.
+
+Shapes: B samples, C classes. Source: TRAK (arXiv:2303.14186), section 3.3.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, ClassVar, final
+
+from torch import Tensor, nn
+
+from trak_lite.errors import InvalidInputError
+from trak_lite.modelout_functions._base import AbstractModelOutput, ModelCall
+from trak_lite.modelout_functions._inputs import class_labels, logits_of, positive_real, split_labels
+from trak_lite.modelout_functions._margins import multiclass_terms
+from trak_lite.types import Batch, OutputTerms
+
+__all__ = [
+    "ImageClassificationModelOutput",
+    "IterativeImageClassificationModelOutput",
+    "TextClassificationModelOutput",
+]
+
+
+@final
+class ImageClassificationModelOutput(AbstractModelOutput):
+    r"""Margin of the label: :math:`f = l_y - \log\sum_{j \neq y} e^{l_j}`, L is cross-entropy.
+
+    q is :math:`1 - \mathrm{softmax}(l/T)_y` and w is :math:`q (1 - q)`. As in the original TRAK, f does not
+    use the temperature T; :math:`\nabla L = -q \nabla f` is exact for T = 1.
+
+    Batches: ``(*inputs, labels)`` calls ``model(*inputs)``; a mapping or dataclass calls ``model(**others)``.
+    The model gives ``(B, C)`` logits, labels are ``(B,)`` integers.
+    """
+
+    name: ClassVar[str] = "image_classification"
+
+    def __init__(self, temperature: float = 1.0) -> None:
+        """Store the settings.
+
+        Args:
+            temperature: T of q's softmax.
+
+        Raises:
+            InvalidInputError: If the temperature is not a finite number above 0.
+        """
+        self.temperature = positive_real(temperature=temperature)
+
+    def evaluate(self, model_call: ModelCall, batch: Batch) -> OutputTerms:
+        """Return f, q and w; see :meth:`AbstractModelOutput.evaluate`."""
+        args, kwargs, labels = split_labels(batch)
+        return _classify(model_call(*args, **kwargs), labels, self.temperature)
+
+    def settings(self) -> dict[str, Any]:
+        """Return the temperature."""
+        return {"temperature": self.temperature}
+
+
+@final
+class IterativeImageClassificationModelOutput(AbstractModelOutput):
+    """:class:`ImageClassificationModelOutput` whose ``get_output`` takes a batch, as in the original TRAK.
+
+    It exists for code written for the original's iterative gradient computer. Natively every computer takes
+    either class.
+    """
+
+    name: ClassVar[str] = "iterative_image_classification"
+
+    def __init__(self, temperature: float = 1.0) -> None:
+        """Store the settings.
+
+        Args:
+            temperature: T of q's softmax.
+
+        Raises:
+            InvalidInputError: If the temperature is not a finite number above 0.
+        """
+        self.temperature = positive_real(temperature=temperature)
+
+    def evaluate(self, model_call: ModelCall, batch: Batch) -> OutputTerms:
+        """Return f, q and w; see :meth:`AbstractModelOutput.evaluate`."""
+        args, kwargs, labels = split_labels(batch)
+        return _classify(model_call(*args, **kwargs), labels, self.temperature)
+
+    def get_output(
+        self,
+        model: nn.Module,
+        weights: Mapping[str, Tensor] | None,
+        buffers: Mapping[str, Tensor] | None,
+        *batch: Any,
+    ) -> Tensor:
+        """Return f of a whole batch, ``(B,)``; without weights the model is called as it is.
+
+        Args:
+            model: The module to call.
+            weights: Parameters by name, or ``None``.
+            buffers: Buffers by name, or ``None``.
+            batch: Images and labels, with a batch axis.
+        """
+        return self.evaluate(ModelCall(model, weights, buffers), batch).output
+
+    def settings(self) -> dict[str, Any]:
+        """Return the temperature."""
+        return {"temperature": self.temperature}
+
+
+@final
+class TextClassificationModelOutput(AbstractModelOutput):
+    """Margin of the label for models that take their inputs by keyword; numbers as for images.
+
+    Batches: positional ones, ``(input_ids, token_type_ids, attention_mask, labels)`` as in the original
+    TRAK, are passed under ``input_names``; in a mapping or dataclass ``labels`` or ``label`` is taken out and
+    everything else is passed under its own name, as with Hugging Face.
+    """
+
+    name: ClassVar[str] = "text_classification"
+
+    def __init__(
+        self,
+        temperature: float = 1.0,
+        *,
+        input_names: Sequence[str] = ("input_ids", "token_type_ids", "attention_mask"),
+    ) -> None:
+        """Store the settings.
+
+        Args:
+            temperature: T of q's softmax; f does not use it.
+            input_names: Keywords of a positional batch's parts before the labels, in order.
+
+        Raises:
+            InvalidInputError: If the temperature is not a finite number above 0, or a name is given twice.
+        """
+        self.temperature = positive_real(temperature=temperature)
+        self.input_names = tuple(input_names)
+        if isinstance(input_names, str) or len(set(self.input_names)) != len(self.input_names):
+            raise InvalidInputError(
+                f"input_names is {input_names!r}. Expected a sequence of distinct keyword names, such as "
+                "('input_ids',)."
+            )
+
+    def evaluate(self, model_call: ModelCall, batch: Batch) -> OutputTerms:
+        """Return f, q and w; see :meth:`AbstractModelOutput.evaluate`."""
+        args, kwargs, labels = split_labels(batch)
+        if args:
+            if len(args) != len(self.input_names):
+                raise InvalidInputError(
+                    f"The batch has {len(args)} part(s) before the labels. Expected "
+                    f"{list(self.input_names)}; pass other input_names to TextClassificationModelOutput, or "
+                    "dict batches."
+                )
+            kwargs = dict(zip(self.input_names, args, strict=True))
+        return _classify(model_call(**kwargs), labels, self.temperature)
+
+    def settings(self) -> dict[str, Any]:
+        """Return the temperature and the input names."""
+        return {"temperature": self.temperature, "input_names": list(self.input_names)}
+
+
+def _classify(answer: Any, labels: Tensor, temperature: float) -> OutputTerms:
+    """Return the terms of a classifier's answer after checking it against the labels."""
+    logits = logits_of(answer)
+    if logits.dim() != 2:
+        raise InvalidInputError(
+            f"The model gave logits of shape {tuple(logits.shape)}. Expected (B, C): one logit per class and "
+            "sample."
+        )
+    labels = class_labels(labels, shape=logits.shape[:1], num_classes=logits.shape[1])
+    return multiclass_terms(logits, labels, temperature=temperature)

@@ -1,0 +1,293 @@
+"""Model output function of contrastive image-text models.
+
+Shapes: B samples, d embedding width, S negatives (a subset of embedded pairs), N embedded pairs.
+Source: TRAK (arXiv:2303.14186), section 5.1.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any, ClassVar, NamedTuple, final
+
+import torch
+from torch import Tensor, nn
+
+from trak_lite._batches import move_batch
+from trak_lite._validate import positive_int
+from trak_lite.errors import InvalidInputError, StateError
+from trak_lite.modelout_functions._base import AbstractModelOutput, ModelCall
+from trak_lite.modelout_functions._inputs import fields_of, nan_unless, positive_real, precise, refuse_invalid
+from trak_lite.types import Batch, OutputTerms
+
+__all__ = ["CLIPModelOutput"]
+
+_FEATURE_KEYS = (("image_features", "text_features"), ("image_embeds", "text_embeds"))
+
+
+class _Pairs(NamedTuple):
+    """What a contrastive model gives: two ``(B, d)`` tensors and its scale, if any."""
+
+    image: Tensor
+    text: Tensor
+    scale: Tensor | None
+
+
+@final
+class CLIPModelOutput(AbstractModelOutput):
+    r"""Sum of the image's and the text's margin against a fixed subset S of embedded pairs.
+
+    With image features :math:`\phi`, text features :math:`\psi` and negatives :math:`\Phi_S, \Psi_S`:
+    :math:`f = -\log\sum_S e^{-\phi \cdot (\psi - \Psi_S)} - \log\sum_S e^{-\psi \cdot (\phi - \Phi_S)}`.
+
+    The two margins have a q each, so the gradient of the summed contrastive loss is no multiple of the
+    gradient of f and a scalar q does not exist for it. L is therefore the loss at the mean margin at the
+    model's scale s, :math:`(2/s) \log(1 + e^{-s f/2})`: :math:`q = \sigma(-s f/2)`,
+    :math:`w = (s/2) q (1 - q)`. A q over the batch, as in the original TRAK, would depend on the other
+    samples and be 0 for a batch of one.
+
+    S is uniform without replacement, seeded, and held by this instance from :meth:`set_embeddings` or
+    :meth:`get_embeddings` on. The negatives are constants; embed again for every checkpoint.
+
+    Batches: ``(images, texts)``, or a mapping or dataclass that becomes keyword arguments. The model gives
+    ``(image_features, text_features, scale)``, or a mapping or object with ``image_features`` and
+    ``text_features`` (or ``image_embeds`` and ``text_embeds``) and ``logit_scale``, the factor itself and not
+    its logarithm.
+    """
+
+    name: ClassVar[str] = "clip"
+
+    def __init__(
+        self,
+        temperature: float | None = None,
+        simulated_batch_size: int = 300,
+        *,
+        seed: int = 0,
+        input_names: Sequence[str] | None = ("image", "text"),
+    ) -> None:
+        """Store the settings.
+
+        Args:
+            temperature: The factor s on the similarities (the original TRAK's name for it); the model's if
+                ``None``.
+            simulated_batch_size: Number of negatives S.
+            seed: Seed of the choice of negatives.
+            input_names: Keywords for the two parts of a positional batch; ``None`` passes them by position.
+
+        Raises:
+            InvalidInputError: If a setting is out of range.
+        """
+        self.temperature = None if temperature is None else positive_real(temperature=temperature)
+        self.simulated_batch_size = positive_int(simulated_batch_size=simulated_batch_size)
+        if isinstance(seed, bool) or not isinstance(seed, int):
+            raise InvalidInputError(f"seed must be an integer, got {seed!r}.")
+        self.seed = seed
+        self.input_names = None if input_names is None else tuple(input_names)
+        if self.input_names is not None and len(set(self.input_names)) != 2:
+            raise InvalidInputError(f"input_names is {input_names!r}. Expected two distinct names, or None.")
+        self._negatives: tuple[Tensor, Tensor] | None = None
+
+    def set_embeddings(self, image: Tensor, text: Tensor) -> None:
+        """Draw the negatives from embedded pairs.
+
+        Args:
+            image: Image embeddings ``(N, d)``, as the model gives them.
+            text: Text embeddings ``(N, d)`` of the same pairs.
+
+        Raises:
+            InvalidInputError: If the shapes differ or N is below ``simulated_batch_size``.
+        """
+        if image.dim() != 2 or image.shape != text.shape:
+            raise InvalidInputError(
+                f"The embeddings have shapes {tuple(image.shape)} (image) and {tuple(text.shape)} (text). "
+                "Expected the same (N, d) for both."
+            )
+        count = self.simulated_batch_size
+        if image.shape[0] < count:
+            raise InvalidInputError(
+                f"There are {image.shape[0]} embedded pairs. Expected at least simulated_batch_size = "
+                f"{count}; embed more pairs or lower simulated_batch_size."
+            )
+        # Drawn on the CPU, so that the subset does not depend on the device.
+        generator = torch.Generator().manual_seed(self.seed)
+        chosen = torch.randperm(image.shape[0], generator=generator)[:count].to(image.device)
+        image, text = precise(image, what="image"), precise(text, what="text")
+        self._negatives = (image.detach()[chosen].clone(), text.detach()[chosen.to(text.device)].clone())
+
+    def get_embeddings(
+        self,
+        model: nn.Module,
+        loader: Iterable[Batch],
+        *,
+        batch_size: int | None = None,
+        embedding_dim: int | None = None,
+        size: int = 50_000,
+        preprocess_fn_img: Callable[[Any], Any] | None = None,
+        preprocess_fn_txt: Callable[[Any], Any] | None = None,
+    ) -> None:
+        """Embed pairs in eval mode and draw the negatives from them; the model comes back as it was.
+
+        Args:
+            model: The contrastive model, with the checkpoint's weights loaded.
+            loader: Batches of pairs.
+            batch_size: Accepted for calls written for the original TRAK; batches may have any size.
+            embedding_dim: Width d that the embeddings must have, if given.
+            size: Largest number of pairs to embed.
+            preprocess_fn_img: Applied to the images of a positional batch.
+            preprocess_fn_txt: Applied to the texts of a positional batch.
+
+        Raises:
+            InvalidInputError: If the loader is empty, gives too few pairs, or the width is another.
+        """
+        del batch_size
+        size = positive_int(size=size)
+        prepare = (preprocess_fn_img or _same, preprocess_fn_txt or _same)
+        image, text = self._embed(model, loader, size=size, prepare=prepare)
+        if embedding_dim is not None and image.shape[1] != embedding_dim:
+            raise InvalidInputError(
+                f"The embeddings have width {image.shape[1]}, expected embedding_dim = {embedding_dim}."
+            )
+        self.set_embeddings(image[:size], text[:size])
+
+    def evaluate(self, model_call: ModelCall, batch: Batch) -> OutputTerms:
+        """Return f, q and w; see :meth:`AbstractModelOutput.evaluate`.
+
+        Raises:
+            StateError: If no embeddings have been set.
+        """
+        if self._negatives is None:
+            raise StateError(
+                "The task 'clip' has no negatives yet. Call task.get_embeddings(model, loader) or "
+                "task.set_embeddings(image, text) before featurizing."
+            )
+        pairs = _pairs_of(self._call(model_call, batch))
+        scale = self._scale_of(pairs)
+        images, texts = (part.to(pairs.image) for part in self._negatives)
+        if pairs.image.shape[1] != images.shape[1]:
+            raise InvalidInputError(
+                f"The model gave features of width {pairs.image.shape[1]}, the negatives have width "
+                f"{images.shape[1]}. Embed them with the same model: task.get_embeddings(model, loader)."
+            )
+        own = (pairs.image * pairs.text).sum(1, keepdim=True)
+        with torch.autocast(own.device.type, enabled=False):  # which would put these products into half
+            output = -(pairs.image @ texts.T - own).logsumexp(1) - (pairs.text @ images.T - own).logsumexp(1)
+        output = output * nan_unless(scale > 0, scale)
+        mean = output.detach() * scale / 2
+        wrong = torch.sigmoid(-mean)
+        return OutputTerms(output, wrong, wrong * torch.sigmoid(mean) * scale / 2)
+
+    def settings(self) -> dict[str, Any]:
+        """Return temperature, number of negatives, seed and input names."""
+        return {
+            "temperature": self.temperature,
+            "simulated_batch_size": self.simulated_batch_size,
+            "seed": self.seed,
+            "input_names": None if self.input_names is None else list(self.input_names),
+        }
+
+    def state_digest(self) -> str | None:
+        """Return the SHA-256 of the negatives in hex, ``None`` before there are any."""
+        if self._negatives is None:
+            return None
+        digest = hashlib.sha256()
+        for part in self._negatives:
+            digest.update(f"{part.dtype}{tuple(part.shape)}".encode())
+            digest.update(part.cpu().contiguous().numpy().tobytes())
+        return digest.hexdigest()
+
+    def _call(self, model_call: Callable[..., Any], batch: Batch) -> Any:
+        """Call the model on a batch of pairs."""
+        fields = fields_of(batch)
+        if fields is not None:
+            return model_call(**fields)
+        if not isinstance(batch, tuple | list) or len(batch) != 2:
+            size = f" of {len(batch)}" if isinstance(batch, tuple | list) else ""
+            raise InvalidInputError(
+                f"The batch is a {type(batch).__name__}{size}. Expected (images, texts), or a dict of "
+                "keyword arguments."
+            )
+        if self.input_names is None:
+            return model_call(*batch)
+        return model_call(**dict(zip(self.input_names, batch, strict=True)))
+
+    def _scale_of(self, pairs: _Pairs) -> Tensor:
+        """Return s ``(B,)`` or ``()`` in the features' dtype, detached."""
+        if self.temperature is not None:
+            return pairs.image.new_full((), self.temperature)
+        if pairs.scale is None or pairs.scale.numel() not in (1, pairs.image.shape[0]):
+            seen = "no scale" if pairs.scale is None else f"a scale of shape {tuple(pairs.scale.shape)}"
+            raise InvalidInputError(
+                f"The model gave {seen}. Expected (image_features, text_features, scale) with one positive "
+                "number as scale, or CLIPModelOutput(temperature=...)."
+            )
+        scale = pairs.scale.detach().to(pairs.image).reshape(-1)
+        refuse_invalid(
+            scale > 0, scale, expected="a positive factor (exp of the model's parameter)", what="scale"
+        )
+        return scale.squeeze() if scale.numel() == 1 else scale
+
+    def _embed(
+        self,
+        model: nn.Module,
+        loader: Iterable[Batch],
+        *,
+        size: int,
+        prepare: tuple[Callable[[Any], Any], Callable[[Any], Any]],
+    ) -> tuple[Tensor, Tensor]:
+        """Return image and text embeddings of at least ``size`` pairs, or of all that the loader has."""
+        modes = {module: module.training for module in model.modules()}
+        place = next(
+            (tensor.device for tensor in [*model.parameters(), *model.buffers()]), torch.device("cpu")
+        )
+        images: list[Tensor] = []
+        texts: list[Tensor] = []
+        model.eval()
+        try:
+            with torch.no_grad():
+                for batch in loader:
+                    if isinstance(batch, tuple | list) and len(batch) == 2:
+                        batch = [step(part) for step, part in zip(prepare, batch, strict=True)]
+                    pairs = _pairs_of(self._call(model, move_batch(batch, place)))
+                    images.append(pairs.image)
+                    texts.append(pairs.text)
+                    if sum(map(len, images)) >= size:
+                        break
+        finally:
+            for module, training in modes.items():
+                module.training = training
+        if not images:
+            raise InvalidInputError(
+                "The loader gave no batch. Expected at least one batch of pairs to embed."
+            )
+        return torch.cat(images), torch.cat(texts)
+
+
+def _same(part: Any) -> Any:
+    return part
+
+
+def _pairs_of(answer: Any) -> _Pairs:
+    """Return the features and the scale in what a model gave, the features in float32 or better."""
+    get: Callable[[str], Any]
+    get = answer.get if isinstance(answer, Mapping) else lambda key: getattr(answer, key, None)
+    found = next((keys for keys in _FEATURE_KEYS if isinstance(get(keys[0]), Tensor)), None)
+    if found is not None:
+        image, text, scale = get(found[0]), get(found[1]), get("logit_scale")
+    elif isinstance(answer, tuple | list) and len(answer) >= 2:
+        image, text, scale = (*answer, None)[:3]
+    else:
+        image = text = scale = None
+    if not isinstance(image, Tensor) or not isinstance(text, Tensor):
+        raise InvalidInputError(
+            f"The model gave a {type(answer).__name__}. Expected (image_features, text_features, scale), or "
+            "a mapping or object with image_features and text_features, or image_embeds and text_embeds."
+        )
+    if image.dim() != 2 or image.shape != text.shape:
+        raise InvalidInputError(
+            f"The model gave features of shapes {tuple(image.shape)} (image) and {tuple(text.shape)} (text). "
+            "Expected the same (B, d) for both."
+        )
+    image, text = precise(image, what="The image features"), precise(text, what="The text features")
+    return _Pairs(
+        image, text, scale if isinstance(scale, Tensor) or scale is None else torch.tensor(float(scale))
+    )

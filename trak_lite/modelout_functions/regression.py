@@ -1,0 +1,84 @@
+"""Model output function of regression. Shapes: B samples."""
+
+from __future__ import annotations
+
+from typing import Any, ClassVar, Literal, final
+
+import torch
+from torch import Tensor
+
+from trak_lite._validate import one_of
+from trak_lite.errors import InvalidInputError
+from trak_lite.modelout_functions._base import AbstractModelOutput, ModelCall
+from trak_lite.modelout_functions._inputs import logits_of, nan_unless, refuse_invalid, split_labels
+from trak_lite.modelout_functions._margins import linear_terms
+from trak_lite.types import Batch, OutputTerms
+
+__all__ = ["RegressionModelOutput"]
+
+
+@final
+class RegressionModelOutput(AbstractModelOutput):
+    r"""The prediction itself, or minus half its squared error.
+
+    ``output="prediction"``, for one number per sample: f is the prediction, :math:`L = (f - y)^2 / 2`, so the
+    signed q = y - f and w = 1. Predictions and targets are both ``(B,)`` or both ``(B, 1)``.
+
+    ``output="neg_squared_error"``, for targets of any shape: :math:`f = -\|f_\theta(x) - y\|^2 / 2`, L = -f,
+    q = 1, w = 0. A vector prediction is no scalar f, and its loss has no scalar q.
+    """
+
+    name: ClassVar[str] = "regression"
+
+    def __init__(self, *, output: Literal["prediction", "neg_squared_error"] = "prediction") -> None:
+        """Store the settings.
+
+        Args:
+            output: Which f.
+
+        Raises:
+            InvalidInputError: For any other value.
+        """
+        self.output = one_of(("prediction", "neg_squared_error"), output=output)
+        self.has_curvature = self.output == "prediction"
+
+    def evaluate(self, model_call: ModelCall, batch: Batch) -> OutputTerms:
+        """Return f, q and w; see :meth:`AbstractModelOutput.evaluate`."""
+        args, kwargs, targets = split_labels(batch)
+        predictions = logits_of(model_call(*args, **kwargs))
+        targets = _checked_targets(predictions, targets)
+        if self.output == "neg_squared_error":
+            squared = (predictions - targets).square() * nan_unless(targets.isfinite(), targets)
+            return linear_terms(-0.5 * squared.unsqueeze(-1).flatten(1).sum(1))
+        output = self._one_number(predictions) * nan_unless(targets.isfinite(), targets).reshape(-1)
+        values = output.detach()
+        return OutputTerms(output, targets.reshape(-1) - values, torch.ones_like(values))
+
+    def settings(self) -> dict[str, Any]:
+        """Return the choice of f."""
+        return {"output": self.output}
+
+    @staticmethod
+    def _one_number(predictions: Tensor) -> Tensor:
+        """Return ``(B,)`` from ``(B,)`` or ``(B, 1)``."""
+        if predictions.dim() == 1 or (predictions.dim() == 2 and predictions.shape[1] == 1):
+            return predictions.reshape(-1)
+        raise InvalidInputError(
+            f"The model gave predictions of shape {tuple(predictions.shape)}. Expected (B,) or (B, 1) for "
+            'output="prediction"; for vector targets use RegressionModelOutput(output="neg_squared_error").'
+        )
+
+
+def _checked_targets(predictions: Tensor, targets: Tensor) -> Tensor:
+    """Return the targets in the predictions' dtype; other shapes would broadcast to ``(B, B)``."""
+    if predictions.dim() == 0 or targets.shape != predictions.shape:
+        raise InvalidInputError(
+            f"The predictions have shape {tuple(predictions.shape)}, the targets {tuple(targets.shape)}. "
+            "Expected the same shape with the samples on axis 0; reshape the targets or squeeze the model's "
+            "output."
+        )
+    if targets.is_complex() or targets.dtype == torch.bool:
+        raise InvalidInputError(f"The targets have dtype {targets.dtype}. Expected real numbers.")
+    targets = targets.to(predictions.dtype)
+    refuse_invalid(targets.isfinite(), targets, expected="a finite number", what="targets")
+    return targets

@@ -1,0 +1,388 @@
+"""One batch to features, one table to scores: where the rooms meet. Knows only their contracts.
+
+Shapes: N train rows, M targets, B samples of a batch, K feature width, C checkpoints.
+Source: TRAK (arXiv:2303.14186), section 3; numbers as in the native method of trak_lite.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+from tqdm.auto import tqdm
+
+from trak_lite._batches import batch_size, move_batch, take_rows
+from trak_lite.datasets import Rows
+from trak_lite.errors import InvalidInputError, NonFiniteError, PrecisionError
+from trak_lite.gradient_computers import AbstractGradientComputer
+from trak_lite.modelout_functions import ModelCall
+from trak_lite.projectors import AbstractProjector
+from trak_lite.scoring import KernelSettings, SegmentKernel, factorise_segments, gram, score_block
+from trak_lite.store import AbstractFeatureStore, AbstractRowTable, Column, TableSpec, chunk_rows_for
+from trak_lite.types import Batch, FeatureLayout, OutputTerms
+
+__all__ = [
+    "FEATURES",
+    "LOSS_CURVATURE",
+    "OUT_TO_LOSS",
+    "SCORES",
+    "LateTable",
+    "as_tensor",
+    "compute_features",
+    "feature_table_spec",
+    "featurize_rows",
+    "kernels_of",
+    "has_kernel",
+    "plan_batches",
+    "put_features",
+    "row_ranges",
+    "score_rows",
+    "score_table_spec",
+]
+
+FEATURES, OUT_TO_LOSS, LOSS_CURVATURE, SCORES = "features", "out_to_loss", "loss_curvature", "scores"
+_TILE_ROWS = 1024
+_MAX_ROUNDING = 1e-2  # relative to a row's norm; float16 itself rounds to 5e-4
+
+
+def feature_table_spec(num_rows: int, width: int, dtype: str, fingerprint: Mapping[str, Any]) -> TableSpec:
+    """Return the table of one checkpoint's features ``(num_rows, width)`` with q and w beside them."""
+    columns = (
+        Column(FEATURES, width, dtype),
+        Column(OUT_TO_LOSS, None, "float32"),
+        Column(LOSS_CURVATURE, None, "float32"),
+    )
+    row_bytes = width * np.dtype(dtype).itemsize
+    return TableSpec(num_rows, columns, chunk_rows_for(num_rows, row_bytes), fingerprint)
+
+
+def score_table_spec(num_rows: int, num_targets: int, fingerprint: Mapping[str, Any]) -> TableSpec:
+    """Return the table of scores ``(num_rows, num_targets)`` in float32."""
+    return TableSpec(
+        num_rows,
+        (Column(SCORES, num_targets, "float32"),),
+        chunk_rows_for(num_rows, 4 * num_targets),
+        fingerprint,
+    )
+
+
+class LateTable:
+    """A table that is created when its first rows are put."""
+
+    def __init__(
+        self, spec: TableSpec, existing: AbstractRowTable | None, create: Callable[[], AbstractRowTable]
+    ) -> None:
+        """Hold the table if it exists, and else how to create it.
+
+        Args:
+            spec: Shape and fingerprint; an existing table was opened with the same.
+            existing: The table, if there is one.
+            create: Creates it.
+        """
+        self.spec = spec
+        self._table = existing
+        self._create = create
+
+    def pending(self) -> NDArray[np.int64]:
+        """Return the rows that are not done, ascending."""
+        return np.arange(self.spec.num_rows) if self._table is None else self._table.pending()
+
+    def put(self, rows: NDArray[np.int64], values: Mapping[str, NDArray[Any]]) -> None:
+        """Write rows; see :meth:`AbstractRowTable.put`."""
+        if self._table is None:
+            self._table = self._create()
+        self._table.put(rows, values)
+
+
+def compute_features(
+    computer: AbstractGradientComputer, projector: AbstractProjector, batch: Batch, *, model_id: int
+) -> tuple[Tensor, OutputTerms]:
+    """Return the feature rows of a batch and its f, q and w.
+
+    Args:
+        computer: Gives the gradient blocks.
+        projector: Turns them into features.
+        batch: B samples, on the model's device.
+        model_id: The checkpoint.
+
+    Returns:
+        Features ``(B, K)`` in float32 or better, and terms of shape ``(B,)``.
+    """
+    accumulator = projector.accumulator(batch_size(batch), model_id=model_id, parameters=computer.parameters)
+    terms = computer.stream_gradients(batch, accumulator.add)
+    return accumulator.features().detach(), terms
+
+
+def plan_batches(pending: NDArray[np.int64], chunk_rows: int, rows_per_batch: int) -> list[NDArray[np.int64]]:
+    """Group pending rows into batches on a grid that never changes.
+
+    The grid starts anew at every chunk, so a batch is written by one record and a run that is killed and
+    resumed computes the very batches that an undisturbed run computes: the features agree bitwise.
+    """
+    if not len(pending):
+        return []
+    cells = (pending // chunk_rows) * chunk_rows + (pending % chunk_rows) // rows_per_batch
+    return np.split(pending, np.flatnonzero(np.diff(cells)) + 1)
+
+
+def featurize_rows(
+    table: LateTable,
+    rows: Rows,
+    computer: AbstractGradientComputer,
+    projector: AbstractProjector,
+    *,
+    model_id: int,
+    device: torch.device,
+    label: str,
+    progress: bool | None = None,
+) -> int:
+    """Featurize the rows that a table still lacks, and put them batch by batch.
+
+    Args:
+        table: Made by :func:`feature_table_spec`; one row per row of ``rows``. It comes to be with the first
+            batch that is in order, so that bad input leaves nothing on disk.
+        rows: The data; only pending rows are loaded.
+        computer: Gives the gradient blocks.
+        projector: Turns them into features.
+        model_id: The checkpoint.
+        device: Where the model is.
+        label: What the progress bar is called.
+        progress: Show the bar; ``None`` shows it on a terminal only.
+
+    Returns:
+        Number of rows written.
+
+    Raises:
+        NonFiniteError: If f, q, w or a feature is NaN or infinite; names the rows.
+        PrecisionError: If the table's dtype cannot hold a row; names the rows.
+        InvalidInputError: If a batch is not what the task expects.
+    """
+    plan = plan_batches(table.pending(), table.spec.chunk_rows, rows.batch_size)
+    written = 0
+    total = table.spec.num_rows
+    waiting = sum(map(len, plan))
+    with tqdm(
+        total=total,
+        initial=total - waiting,
+        desc=label,
+        unit="row",
+        disable=None if progress is None else not progress,
+    ) as bar:
+        for wanted, batch in zip(plan, rows.batches(plan), strict=True):
+            batch = move_batch(batch, device)
+            if batch_size(batch) != len(wanted):
+                raise InvalidInputError(
+                    f"Collating {len(wanted)} samples of {rows.what} gave a batch of {batch_size(batch)}. "
+                    "The collate function must keep one entry per sample, in order."
+                )
+            features, terms = compute_features(computer, projector, batch, model_id=model_id)
+            put_features(table, wanted, features, terms, computer, batch, rows.what)
+            written += len(wanted)
+            bar.update(len(wanted))
+    return written
+
+
+def put_features(
+    table: LateTable,
+    rows: NDArray[np.int64],
+    features: Tensor,
+    terms: OutputTerms,
+    computer: AbstractGradientComputer,
+    batch: Batch,
+    what: str,
+) -> None:
+    """Write the features of a batch, and its q and w, if every number is in order.
+
+    Args:
+        table: Where they go.
+        rows: ``(B,)`` rows of the table.
+        features: ``(B, K)``.
+        terms: f, q and w, each ``(B,)``.
+        computer: What made them, to name the cause of a number that is not.
+        batch: What they were made from, likewise.
+        what: How messages name the data.
+
+    Raises:
+        NonFiniteError: If f, q, w or a feature is NaN or infinite; names the rows.
+        PrecisionError: If the table's dtype cannot hold a row; names the rows.
+    """
+    _refuse_non_finite(features, terms, rows, what, computer, batch)
+    values = {
+        FEATURES: _in_storage_dtype(features, table.spec, rows).cpu().numpy(),
+        OUT_TO_LOSS: terms.out_to_loss_grad.float().cpu().numpy(),
+        LOSS_CURVATURE: terms.loss_curvature.float().cpu().numpy(),
+    }
+    table.put(rows, values)
+
+
+def _in_storage_dtype(features: Tensor, spec: TableSpec, rows: NDArray[np.int64]) -> Tensor:
+    """Cast features to the dtype that the table stores, if that keeps them to 1 % of each row's norm."""
+    dtype = next(column.dtype for column in spec.columns if column.name == FEATURES)
+    stored = features.to(getattr(torch, dtype))
+    norm = features.double().norm(dim=1)
+    error = (stored.double() - features.double()).norm(dim=1)
+    lost = ~(error <= _MAX_ROUNDING * norm)
+    if lost.any():
+        first = int(lost.nonzero()[0])
+        raise PrecisionError(
+            f"{dtype} cannot hold the features of rows {rows[lost.cpu().numpy()][:5].tolist()}: row {rows[first]} has "
+            f"norm {norm[first]:.3g} and loses {error[first] / norm[first]:.1%} of it. Store float32 "
+            "(Attributor: dtype='float32'; TRAKer: use_half_precision=False)."
+        )
+    return stored
+
+
+def _refuse_non_finite(
+    features: Tensor,
+    terms: OutputTerms,
+    rows: NDArray[np.int64],
+    what: str,
+    computer: AbstractGradientComputer,
+    batch: Batch,
+) -> None:
+    """Raise the most telling error if any number of a batch is NaN or infinite."""
+    finite = {name: value.isfinite() for name, value in zip(terms._fields, terms, strict=True)}
+    finite["feature"] = features.isfinite().all(dim=1)
+    wrong = {name: (~mask).nonzero().flatten().tolist() for name, mask in finite.items()}
+    if not any(wrong.values()):
+        return
+    positions = sorted({position for found in wrong.values() for position in found})
+    # Run as it is, without transforms, the output function can name an invalid label itself.
+    with torch.no_grad():
+        computer.modelout_fn.evaluate(ModelCall(computer.model), take_rows(batch, positions))
+    culprit = next(name for name, found in wrong.items() if found)
+    raise NonFiniteError(
+        f"The {culprit.replace('_', ' ')} of rows {rows[positions][:5].tolist()} of {what} is NaN or infinite. Nothing "
+        "of this batch was stored. Look at these samples and at the checkpoint's weights; if the model runs in "
+        "half precision, run it in float32."
+    )
+
+
+def row_ranges(
+    table: AbstractRowTable, column: str, start: int, stop: int
+) -> Iterator[tuple[int, NDArray[Any]]]:
+    """Yield ``(first row, rows)`` pieces of committed rows ``start:stop``, cut where chunks end."""
+    size = table.spec.chunk_rows
+    while start < stop:
+        chunk = start // size
+        end = min(stop, (chunk + 1) * size)
+        yield start, table.read_chunk(chunk, column)[start - chunk * size : end - chunk * size]
+        start = end
+
+
+def kernels_of(
+    store: AbstractFeatureStore,
+    path: str,
+    settings: KernelSettings,
+    layout: FeatureLayout,
+    *,
+    device: torch.device,
+) -> list[SegmentKernel]:
+    """Return the factorised kernel of one checkpoint's train rows, segment by segment.
+
+    The gram matrices are kept in the store, keyed by the checksums of the rows that they were made from.
+    """
+    table = store.open_table(path)
+    name, key = _gram_key(table, path, settings, layout)
+    flat = store.cached(name, key)
+    if flat is None:
+        weighted = settings.weighting == "curvature"
+        grams = gram(
+            (as_tensor(rows, device) for _, rows in table.chunks(FEATURES)),
+            torch.from_numpy(table.read(LOSS_CURVATURE)).to(device) if weighted else None,
+            layout=layout,
+        )
+        flat = np.concatenate([matrix.cpu().numpy().reshape(-1) for matrix in grams])
+        store.cache(name, key, flat)
+    sizes = [segment.width**2 for segment in layout.segments]
+    parts = np.split(flat, np.cumsum(sizes)[:-1])
+    matrices = [
+        torch.from_numpy(part.reshape(segment.width, segment.width).copy()).to(device)
+        for part, segment in zip(parts, layout.segments, strict=True)
+    ]
+    return factorise_segments(matrices, settings, num_rows=table.spec.num_rows, layout=layout)
+
+
+def has_kernel(
+    store: AbstractFeatureStore, path: str, settings: KernelSettings, layout: FeatureLayout
+) -> bool:
+    """Whether :func:`kernels_of` was called for these rows before."""
+    name, key = _gram_key(store.open_table(path), path, settings, layout)
+    return store.cached(name, key) is not None
+
+
+def _gram_key(
+    table: AbstractRowTable, path: str, settings: KernelSettings, layout: FeatureLayout
+) -> tuple[str, str]:
+    """Return the name and key that a gram matrix is kept under."""
+    return f"gram-{path.replace('/', '-')}-{settings.weighting}", f"{table.content_key()}|{layout.to_json()}"
+
+
+def score_rows(
+    scores: AbstractRowTable,
+    train: Sequence[AbstractRowTable],
+    preconditioned: Sequence[Tensor],
+    *,
+    device: torch.device,
+    label: str,
+    progress: bool | None = None,
+) -> int:
+    r"""Fill the pending rows of a score table.
+
+    Row i is :math:`\frac1C\sum_c \phi_{c,i} t_c^\top \cdot \frac1C\sum_c q_{c,i}` with preconditioned targets t.
+
+    Args:
+        scores: Made by :func:`score_table_spec`.
+        train: The C feature tables of the train rows, complete.
+        preconditioned: For each checkpoint the targets behind its kernel, ``(M, K)`` on ``device``.
+        device: Where the products run.
+        label: What the progress bar is called.
+        progress: Show the bar; ``None`` shows it on a terminal only.
+
+    Returns:
+        Number of rows written.
+    """
+    plan = plan_batches(scores.pending(), scores.spec.chunk_rows, _TILE_ROWS)
+    waiting = sum(map(len, plan))
+    total = scores.spec.num_rows
+    with tqdm(
+        total=total,
+        initial=total - waiting,
+        desc=label,
+        unit="row",
+        disable=None if progress is None else not progress,
+    ) as bar:
+        for rows in plan:
+            first, last = int(rows[0]), int(rows[-1]) + 1
+            tile = _score_tile(train, preconditioned, first, last, device)
+            scores.put(rows, {SCORES: tile[rows - first]})
+            bar.update(len(rows))
+    return waiting
+
+
+def _score_tile(
+    train: Sequence[AbstractRowTable],
+    preconditioned: Sequence[Tensor],
+    first: int,
+    last: int,
+    device: torch.device,
+) -> NDArray[np.float32]:
+    """Return the scores of train rows ``first:last``, ``(rows, M)``."""
+    tile = torch.zeros(last - first, len(preconditioned[0]), device=device)
+    out_to_loss = np.zeros(last - first)
+    for table, targets in zip(train, preconditioned, strict=True):
+        for start, rows in row_ranges(table, FEATURES, first, last):
+            tile[start - first : start - first + len(rows)] += score_block(as_tensor(rows, device), targets)
+        for start, values in row_ranges(table, OUT_TO_LOSS, first, last):
+            out_to_loss[start - first : start - first + len(values)] += values
+    weights = torch.from_numpy(out_to_loss / len(train) ** 2).to(device=device, dtype=tile.dtype)
+    return (tile * weights[:, None]).cpu().numpy()  # type: ignore[no-any-return]
+
+
+def as_tensor(array: NDArray[Any], device: torch.device) -> Tensor:
+    """Return an array of the store as a tensor on a device; on the CPU it shares the mapped memory."""
+    return torch.from_numpy(array if array.flags.writeable else array.copy()).to(device)

@@ -1,0 +1,217 @@
+"""Conformance kit for model output functions: the laws that every f, q and w must obey.
+
+Subclass :class:`ModelOutputTests` in a test file, give it a case, and pytest runs the laws::
+
+    class TestMyTask(ModelOutputTests):
+        def make_case(self):
+            return ModelOutputCase(task=MyTask(), model=..., batch=..., loss=..., loss_of_output=...)
+
+Everything is checked in float64 against the case's own loss, which should be written another way than the
+task. Needs pytest (the ``test`` extra).
+"""
+
+from __future__ import annotations
+
+import copy
+import json
+import warnings
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.func import grad, vmap
+
+from trak_lite._batches import batch_size, flatten_batch, take_rows
+from trak_lite.errors import InvalidInputError
+from trak_lite.modelout_functions import AbstractModelOutput, ModelCall, describe_task
+from trak_lite.types import Batch, OutputTerms
+
+__all__ = ["ModelOutputCase", "ModelOutputTests"]
+
+_RTOL, _ATOL = 1e-9, 1e-11
+
+
+@dataclass(frozen=True)
+class ModelOutputCase:
+    """A task with all that is needed to hold it to the laws."""
+
+    task: AbstractModelOutput
+    model: nn.Module
+    """Small, deterministic, in eval mode, all parameters float64."""
+    batch: Batch
+    """At least two samples."""
+    loss: Callable[[nn.Module, Batch], Tensor]
+    """L of every sample ``(B,)`` from the model, written another way than the task."""
+    loss_of_output: Callable[[Tensor], Tensor]
+    """L of every sample of ``batch`` as a function of f, ``(B,) -> (B,)``, twice differentiable."""
+    invalid: Sequence[tuple[Batch, int]] = ()
+    """Batches of the right form in which exactly the one sample, given by its index, has no valid terms."""
+
+
+class ModelOutputTests:
+    """The laws; a subclass defines :meth:`make_case` or overrides the ``case`` fixture."""
+
+    def make_case(self) -> ModelOutputCase:
+        """Return a fresh case."""
+        raise NotImplementedError(f"{type(self).__name__} must define make_case() or the fixture `case`.")
+
+    @pytest.fixture
+    def case(self) -> ModelOutputCase:
+        """The case that the laws are checked on."""
+        return self.make_case()
+
+    def test_terms_are_one_finite_float64_number_per_sample(self, case: ModelOutputCase) -> None:
+        """f, q and w have shape (B,); only f carries a graph."""
+        terms = _evaluate(case)
+
+        for term in terms:
+            assert term.shape == (batch_size(case.batch),)
+            assert term.dtype == torch.float64
+            assert bool(term.isfinite().all())
+        assert terms.output.requires_grad
+        assert not terms.out_to_loss_grad.requires_grad
+        assert not terms.loss_curvature.requires_grad
+
+    def test_output_gradient_passes_gradcheck(self, case: ModelOutputCase) -> None:
+        """Autograd through f agrees with finite differences in every parameter."""
+        names, values = zip(*case.model.named_parameters(), strict=True)
+
+        def output(*tensors: Tensor) -> Tensor:
+            call = ModelCall(case.model, dict(zip(names, tensors, strict=True)))
+            return case.task.evaluate(call, case.batch).output
+
+        inputs = tuple(value.detach().clone().requires_grad_() for value in values)
+        assert torch.autograd.gradcheck(output, inputs)
+
+    def test_loss_gradient_is_minus_q_times_output_gradient(self, case: ModelOutputCase) -> None:
+        """Grad L == -q * grad f for every sample, L being the case's own loss."""
+        terms = _evaluate(case)
+        losses = case.loss(case.model, case.batch)
+
+        for index, q in enumerate(terms.out_to_loss_grad):
+            of_loss = _gradient(losses[index], case.model)
+            of_output = _gradient(terms.output[index], case.model)
+            torch.testing.assert_close(of_loss, -q * of_output, rtol=_RTOL, atol=_ATOL)
+
+    def test_q_and_w_are_the_derivatives_of_the_loss_by_the_output(self, case: ModelOutputCase) -> None:
+        """Q = -dL/df and w = d2L/df2, by differentiating the loss twice."""
+        terms = _evaluate(case)
+        value = terms.output.detach().requires_grad_()
+        (slope,) = torch.autograd.grad(case.loss_of_output(value).sum(), value, create_graph=True)
+
+        torch.testing.assert_close(terms.out_to_loss_grad, -slope.detach(), rtol=_RTOL, atol=_ATOL)
+        if case.task.has_curvature:
+            (curvature,) = torch.autograd.grad(slope.sum(), value)
+            torch.testing.assert_close(terms.loss_curvature, curvature, rtol=_RTOL, atol=_ATOL)
+            assert bool((curvature > 0).all()), "has_curvature is True, but the loss is not curved in f"
+        else:
+            assert not terms.loss_curvature.any(), "has_curvature is False, but w is not zero"
+
+    def test_a_sample_does_not_depend_on_its_batch(self, case: ModelOutputCase) -> None:
+        """Terms are the same for a sample alone, and after a permutation of the batch."""
+        whole = _evaluate(case)
+        count = batch_size(case.batch)
+        order = list(reversed(range(count)))
+        permuted = _evaluate(case, take_rows(case.batch, order))
+        alone = [_evaluate(case, take_rows(case.batch, [index])) for index in range(count)]
+
+        for place, term in enumerate(whole):
+            torch.testing.assert_close(permuted[place], term[order], rtol=_RTOL, atol=_ATOL)
+            together = torch.cat([terms[place] for terms in alone])
+            torch.testing.assert_close(together, term, rtol=_RTOL, atol=_ATOL)
+
+    def test_terms_and_gradients_under_vmap_equal_eager_ones(self, case: ModelOutputCase) -> None:
+        """``vmap(grad(f))`` over samples gives what one backward per sample gives, with no warning."""
+        eager = _evaluate(case)
+        gradients, terms = _transformed(case, case.batch)
+
+        for mapped, term in zip(terms, eager, strict=True):
+            torch.testing.assert_close(mapped, term.detach(), rtol=_RTOL, atol=_ATOL)
+        for index, row in enumerate(gradients):
+            expected = _gradient(eager.output[index], case.model)
+            torch.testing.assert_close(row, expected, rtol=_RTOL, atol=_ATOL)
+
+    def test_an_invalid_sample_is_named_when_run_eagerly(self, case: ModelOutputCase) -> None:
+        """The error tells which sample it is."""
+        _skip_without_invalid(case)
+        for batch, sample in case.invalid:
+            with pytest.raises(InvalidInputError, match=rf"[Ss]ample {sample}\b"):
+                _evaluate(case, batch)
+
+    def test_an_invalid_sample_is_nan_under_vmap_and_the_others_are_not(self, case: ModelOutputCase) -> None:
+        """Neither f nor its gradient can pass for a valid one."""
+        _skip_without_invalid(case)
+        for batch, sample in case.invalid:
+            gradients, terms = _transformed(case, batch)
+
+            assert bool(terms.output[sample].isnan())
+            assert bool(gradients[sample].isnan().any())
+            others = [index for index in range(batch_size(batch)) if index != sample]
+            assert bool(terms.output[others].isfinite().all())
+            assert bool(gradients[others].isfinite().all())
+
+    def test_original_out_to_loss_grad_is_q_as_a_column(self, case: ModelOutputCase) -> None:
+        """The original TRAK's method and ``evaluate`` tell the same q."""
+        weights, buffers = dict(case.model.named_parameters()), dict(case.model.named_buffers())
+        column = case.task.get_out_to_loss_grad(case.model, weights, buffers, case.batch)
+
+        assert column.shape[0] == batch_size(case.batch)
+        torch.testing.assert_close(column.reshape(-1), _evaluate(case).out_to_loss_grad)
+
+    def test_evaluate_leaves_the_batch_as_it_was(self, case: ModelOutputCase) -> None:
+        """No key is popped from the caller's batch and no tensor is written to."""
+        before = copy.deepcopy(case.batch)
+        _evaluate(case)
+
+        assert type(case.batch) is type(before)
+        kept, _ = flatten_batch(case.batch)
+        given, _ = flatten_batch(before)
+        assert len(kept) == len(given)
+        assert all(torch.equal(one, other) for one, other in zip(kept, given, strict=True))
+
+    def test_the_description_is_json_and_stable(self, case: ModelOutputCase) -> None:
+        """A copy of the task has the same fingerprint, and working does not change it."""
+        before = describe_task(case.task)
+        _evaluate(case)
+
+        assert json.loads(json.dumps(before, allow_nan=False)) == before
+        assert describe_task(case.task) == before
+        assert describe_task(copy.deepcopy(case.task)) == before
+
+
+def _skip_without_invalid(case: ModelOutputCase) -> None:
+    if not case.invalid:
+        pytest.skip("the case names no invalid sample")
+
+
+def _evaluate(case: ModelOutputCase, batch: Batch = None) -> OutputTerms:
+    """Run the task eagerly on the case's batch or another one."""
+    return case.task.evaluate(ModelCall(case.model), case.batch if batch is None else batch)
+
+
+def _gradient(value: Tensor, model: nn.Module) -> Tensor:
+    """Return the flat gradient of a scalar by all parameters; zeros for one it does not reach."""
+    parameters = list(model.parameters())
+    parts = torch.autograd.grad(value, parameters, retain_graph=True, allow_unused=True)
+    flat = [torch.zeros_like(p) if g is None else g for g, p in zip(parts, parameters, strict=True)]
+    return torch.cat([part.reshape(-1) for part in flat])
+
+
+def _transformed(case: ModelOutputCase, batch: Batch) -> tuple[Tensor, OutputTerms]:
+    """Return per-sample gradients ``(B, P)`` and the terms by ``vmap(grad)``; a warning is an error."""
+    leaves, rebuild = flatten_batch(batch)
+    buffers = dict(case.model.named_buffers())
+
+    def value(parameters: dict[str, Tensor], sample: list[Tensor]) -> tuple[Tensor, tuple[Tensor, ...]]:
+        one = rebuild([leaf.unsqueeze(0) for leaf in sample])
+        terms = case.task.evaluate(ModelCall(case.model, parameters, buffers), one)
+        return terms.output.squeeze(0), tuple(term.detach().squeeze(0) for term in terms)
+
+    parameters = {name: p.detach() for name, p in case.model.named_parameters()}
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        per_sample, terms = vmap(grad(value, has_aux=True), in_dims=(None, 0))(parameters, leaves)
+    rows = torch.cat([part.reshape(part.shape[0], -1) for part in per_sample.values()], dim=1)
+    return rows, OutputTerms(*terms)

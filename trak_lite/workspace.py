@@ -1,0 +1,168 @@
+"""Where one attributor keeps its store: opened and compared when needed, created by the first good rows."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any, Self
+
+from trak_lite.errors import ManifestMismatchError, MissingStoreError, ReadOnlyStoreError, StateError
+from trak_lite.pipeline import LateTable
+from trak_lite.store import (
+    AbstractFeatureStore,
+    AbstractRowTable,
+    Manifest,
+    MemoryFeatureStore,
+    TableSpec,
+    ZarrFeatureStore,
+)
+from trak_lite.store.manifest import compare_fingerprints
+
+__all__ = ["Workspace", "checkpoint_tables"]
+
+
+class Workspace:
+    """A store on disk, or in memory, that may not exist yet."""
+
+    def __init__(self, path: str | None) -> None:
+        """Remember where the store is.
+
+        Args:
+            path: Folder of the store; ``None`` keeps it in memory, for the life of this object.
+        """
+        self.path = path
+        self._memory: MemoryFeatureStore | None = None
+        self._store: AbstractFeatureStore | None = None
+        self._manifest = Manifest({})
+
+    @contextmanager
+    def opened(self, manifest: Manifest) -> Iterator[Self]:
+        """Hold the store open for writing inside the block; see :meth:`open`."""
+        self.open(manifest)
+        try:
+            yield self
+        finally:
+            self.close()
+
+    def open(self, manifest: Manifest) -> None:
+        """Open the store for writing, if there is one, and compare its manifest.
+
+        Raises:
+            ManifestMismatchError: If the store was made with other settings; names every difference.
+        """
+        self._manifest = manifest
+        self._store = self._open()
+        if self._store is None:
+            return
+        try:
+            self._compare(self._store.manifest)
+        except ManifestMismatchError:
+            self.close()
+            raise
+
+    def close(self) -> None:
+        """Release the store's files and locks; rows put so far are safe."""
+        store, self._store = self._store, None
+        if store is not None and store is not self._memory:
+            store.close()
+
+    def table(self, path: str) -> AbstractRowTable | None:
+        """Return a table of the open store, or ``None`` if it does not exist yet."""
+        if self._store is None or path not in self._store.table_names():
+            return None
+        return self._store.open_table(path)
+
+    def store(self) -> AbstractFeatureStore:
+        """Return the open store.
+
+        Raises:
+            StateError: If there is none yet.
+        """
+        if self._store is None:
+            raise StateError(
+                f"There is no store at {self.path}. Call featurize(train_data, ...) first."
+                if self.path is not None
+                else "No train row has been featurized yet. Call featurize(train_data, ...) first."
+            )
+        return self._store
+
+    def reader(self) -> AbstractFeatureStore:
+        """Return the store, opened for reading."""
+        if self.path is not None:
+            return ZarrFeatureStore.open(self.path, mode="r")
+        if self._memory is None:
+            raise StateError("No train row has been featurized yet. Call featurize(train_data, ...) first.")
+        return self._memory
+
+    def model_id(self, digest: str) -> int:
+        """Return the id of the checkpoint with these weights, a fresh one if they are new."""
+        known = {} if self._store is None else checkpoint_tables(self._store)
+        if digest in known:
+            return _model_id(known[digest])
+        return max((_model_id(path) for path in known.values()), default=-1) + 1
+
+    def late_table(
+        self,
+        path: str,
+        spec: TableSpec,
+        attributes: Mapping[str, Any] | None = None,
+    ) -> LateTable:
+        """Return a table that is created, with the store if need be, when its first rows are put.
+
+        Raises:
+            ManifestMismatchError: If it exists with another shape or fingerprint.
+        """
+        existing = self.table(path)
+        if existing is not None:
+            compare_fingerprints(existing.spec.fingerprint, spec.fingerprint, where=f"{self.path}:{path}")
+            return LateTable(existing.spec, existing, lambda: existing)
+
+        def create() -> AbstractRowTable:
+            if self._store is None:
+                self._store = self._create()
+            return self._store.create_table(path, spec, attributes)
+
+        return LateTable(spec, None, create)
+
+    def _open(self) -> AbstractFeatureStore | None:
+        if self.path is None:
+            return self._memory
+        try:
+            return ZarrFeatureStore.open(self.path, mode="r+")
+        except MissingStoreError:
+            return None
+        except ReadOnlyStoreError:
+            return ZarrFeatureStore.open(self.path, mode="r")
+
+    def _create(self) -> AbstractFeatureStore:
+        if self.path is None:
+            self._memory = MemoryFeatureStore(self._manifest)
+            return self._memory
+        return ZarrFeatureStore.create(self.path, self._manifest)
+
+    def _compare(self, stored: Manifest) -> None:
+        """Compare the given settings with the stored ones; without a dataset, only the settings."""
+        given = self._manifest.fingerprint
+        compared = {
+            key: value for key, value in stored.fingerprint.items() if "dataset" in given or key != "dataset"
+        }
+        try:
+            compare_fingerprints(compared, given, where=str(self.path or "the store in memory"))
+        except ManifestMismatchError as error:
+            if "dataset.probe_digest" in str(error) or "dataset.id" in str(error):
+                raise ManifestMismatchError(
+                    f"{error} If it is the same data and its samples are drawn anew each time (augmentation), switch "
+                    "that off, or pass dataset_id=... at every call."
+                ) from None
+            raise
+
+
+def checkpoint_tables(store: AbstractFeatureStore) -> dict[str, str]:
+    """Return the paths of the train tables by the digest of their checkpoint's weights, in id order."""
+    paths = [path for path in store.table_names() if re.fullmatch(r"ckpt-\d+", path)]
+    return {store.open_table(path).spec.fingerprint["weights"]: path for path in sorted(paths, key=_model_id)}
+
+
+def _model_id(path: str) -> int:
+    return int(path.removeprefix("ckpt-"))
