@@ -18,7 +18,7 @@ matplotlib.use("Agg")
 import matplotlib.pyplot as plt
 import numpy as np
 import torch
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 from sklearn.datasets import load_digits
 from torch import Tensor, nn
 from torch.utils.data import TensorDataset
@@ -79,23 +79,22 @@ def train(train_set: TensorDataset, folder: Path, *, epochs: int, num_checkpoint
             nn.functional.cross_entropy(model(images[rows]), labels[rows]).backward()
             optimizer.step()
         if epoch in save_after:
-            save_file(model.state_dict(), folder / f"epoch-{epoch}.safetensors")
+            # Written aside and renamed, so that a kill never leaves half a file under the name.
+            save_file(model.state_dict(), folder / "unfinished")
+            (folder / "unfinished").rename(folder / f"epoch-{epoch}.safetensors")
             print(f"epoch {epoch:3d}  saved {folder}/epoch-{epoch}.safetensors")
     done.touch()
 
 
 @torch.no_grad()
-def mean_loss(train_set: TensorDataset, folder: Path) -> np.ndarray:
-    """Return each train row's loss, averaged over the checkpoints: the plain baseline."""
-    from trak_lite.checkpoints import iterate_checkpoints, load_into
-
+def final_loss(train_set: TensorDataset, folder: Path) -> np.ndarray:
+    """Return each train row's loss under the last checkpoint: the plain baseline."""
     model = build_model().eval()
+    model.load_state_dict(
+        load_file(max(folder.glob("*.safetensors"), key=lambda p: int(p.stem.split("-")[1])))
+    )
     images, labels = train_set.tensors
-    losses = []
-    for checkpoint in iterate_checkpoints(folder):
-        load_into(model, checkpoint)
-        losses.append(nn.functional.cross_entropy(model(images), labels, reduction="none"))
-    return torch.stack(losses).mean(0).numpy()
+    return nn.functional.cross_entropy(model(images), labels, reduction="none").numpy()
 
 
 def explain(scores: Scores, train_set: TensorDataset, held_out: TensorDataset, path: Path, show: int) -> None:
@@ -159,7 +158,7 @@ def main() -> None:
     parser.add_argument(
         "--out", type=Path, default=Path("runs/digits"), help="folder for everything that is made"
     )
-    parser.add_argument("--epochs", type=int, default=15)
+    parser.add_argument("--epochs", type=int, default=30)
     parser.add_argument("--proj-dim", type=int, default=1024)
     parser.add_argument("--show", type=int, default=6, help="targets to print")
     parser.add_argument("--seed", type=int, default=0)
@@ -183,9 +182,10 @@ def main() -> None:
     explain(scores, train_set, held_out, args.out / "explanations.txt", args.show)
     draw_gallery(scores, train_set, held_out, flipped, args.out / "gallery.png")
     attribution_auc = auc(scores.self_influence(), flipped)
-    loss_auc = auc(mean_loss(train_set, checkpoints), flipped)
+    loss_auc = auc(final_loss(train_set, checkpoints), flipped)
     print(
-        f"\nfinding the {flipped.sum()} flipped labels, AUC: self-influence {attribution_auc:.3f}, loss {loss_auc:.3f}"
+        f"\nfinding the {flipped.sum()} flipped labels, AUC: "
+        f"self-influence {attribution_auc:.3f}, loss of the final model {loss_auc:.3f}"
     )
     np.save(args.out / "scores.npy", scores.numpy())
     print(f"scores in {args.out}/scores.npy, gallery in {args.out}/gallery.png")

@@ -65,7 +65,7 @@ def test_a_module_imports_only_from_lower_floors_or_its_own_room(path: Path) -> 
     room = room_of(path)
     for name in imported_modules(path):
         if name.startswith("trak_lite.") or name == "trak_lite":
-            other = (name.split(".") + ["__init__"])[1]
+            other = [*name.split("."), "__init__"][1]
             assert other == room or FLOOR_OF[other] < FLOOR_OF[room], f"{path.name} imports {name}"
 
 

@@ -70,8 +70,8 @@ def batch_size(batch: Batch) -> int:
     sizes = {leaf.shape[0] for leaf in leaves}
     if len(sizes) > 1:
         raise InvalidInputError(
-            f"The tensors of the batch disagree on the number of samples: shapes {[tuple(leaf.shape) for leaf in leaves]}. "
-            "Axis 0 of every tensor must be the sample axis."
+            "The tensors of the batch disagree on the number of samples: shapes "
+            f"{[tuple(leaf.shape) for leaf in leaves]}. Axis 0 of every tensor must be the sample axis."
         )
     return sizes.pop()
 

@@ -16,10 +16,9 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
-
 from trak_lite._session import borrow_model, resolve_device
-from trak_lite._version import __version__
 from trak_lite._validate import one_of, positive_int
+from trak_lite._version import __version__
 from trak_lite.checkpoints import (
     Checkpoint,
     CheckpointSource,
@@ -357,13 +356,19 @@ class Attributor:
         load_into(self.model, checkpoint)
         digest = weights_digest(self.model)
         model_id = workspace.model_id(digest)
-        fingerprint = {"model_id": model_id, "weights": digest}
+        fingerprint = self._row_fingerprint(model_id, digest)
         table = workspace.late_table(
             f"ckpt-{model_id}",
             feature_table_spec(len(rows), self.layout.width, self.dtype, fingerprint),
             {"name": checkpoint.name, "source": checkpoint.source},
         )
         return self._featurize(table, rows, model_id, f"Featurizing {checkpoint.name}")
+
+    def _row_fingerprint(self, model_id: int, digest: str) -> dict[str, Any]:
+        """Return what determines a checkpoint's rows: its weights, and the task's state if it has any."""
+        state = self.task.state_digest()
+        fingerprint = {"model_id": model_id, "weights": digest}
+        return fingerprint if state is None else {**fingerprint, "task_state": state}
 
     def _featurize(self, table: LateTable, rows: Rows, model_id: int, label: str) -> int:
         computer = self._make_computer(
@@ -422,7 +427,7 @@ class Attributor:
         waiting: dict[str, LateTable] = {}
         for digest, table in train.items():
             model_id = table.spec.fingerprint["model_id"]
-            fingerprint = {"model_id": model_id, "targets": dict(identity), "weights": digest}
+            fingerprint = {**self._row_fingerprint(model_id, digest), "targets": dict(identity)}
             path = f"targets/{name}/ckpt-{model_id}"
             late = workspace.late_table(
                 path,

@@ -7,6 +7,7 @@ Source: TRAK (arXiv:2303.14186), section 3; numbers as in the native method of t
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -23,7 +24,7 @@ from trak_lite.modelout_functions import ModelCall
 from trak_lite.projectors import AbstractProjector
 from trak_lite.scoring import KernelSettings, SegmentKernel, factorise_segments, gram, score_block
 from trak_lite.store import AbstractFeatureStore, AbstractRowTable, Column, TableSpec, chunk_rows_for
-from trak_lite.types import Batch, FeatureLayout, OutputTerms
+from trak_lite.types import Batch, BlockSink, FeatureLayout, OutputTerms
 
 __all__ = [
     "FEATURES",
@@ -35,8 +36,8 @@ __all__ = [
     "compute_features",
     "feature_table_spec",
     "featurize_rows",
-    "kernels_of",
     "has_kernel",
+    "kernels_of",
     "plan_batches",
     "put_features",
     "row_ranges",
@@ -91,6 +92,10 @@ class LateTable:
         """Return the rows that are not done, ascending."""
         return np.arange(self.spec.num_rows) if self._table is None else self._table.pending()
 
+    def read_if_complete(self, column: str) -> NDArray[Any] | None:
+        """Return a whole column, or ``None`` while rows are pending."""
+        return self._table.read(column) if self._table is not None and self._table.complete else None
+
     def put(self, rows: NDArray[np.int64], values: Mapping[str, NDArray[Any]]) -> None:
         """Write rows; see :meth:`AbstractRowTable.put`."""
         if self._table is None:
@@ -113,8 +118,26 @@ def compute_features(
         Features ``(B, K)`` in float32 or better, and terms of shape ``(B,)``.
     """
     accumulator = projector.accumulator(batch_size(batch), model_id=model_id, parameters=computer.parameters)
-    terms = computer.stream_gradients(batch, accumulator.add)
+    terms = _stream(computer)(batch, accumulator.add)
     return accumulator.features().detach(), terms
+
+
+def _stream(computer: AbstractGradientComputer) -> Callable[[Batch, BlockSink], OutputTerms]:
+    """Return what streams a computer's gradients.
+
+    A subclass of a native computer that overrides one of the original TRAK's methods would be bypassed by
+    the stream it inherits, so it is streamed from those methods.
+    """
+    cls = type(computer)
+    stream = _definer(cls, "stream_gradients")
+    if min(_definer(cls, name) for name in ("compute_per_sample_grad", "compute_loss_grad")) < stream:
+        return partial(AbstractGradientComputer.stream_gradients, computer)
+    return computer.stream_gradients
+
+
+def _definer(cls: type, name: str) -> int:
+    """Return the place in ``cls.__mro__`` of the class whose ``name`` is in force."""
+    return next(place for place, base in enumerate(cls.__mro__) if name in vars(base))
 
 
 def plan_batches(pending: NDArray[np.int64], chunk_rows: int, rows_per_batch: int) -> list[NDArray[np.int64]]:
@@ -194,6 +217,7 @@ def put_features(
     computer: AbstractGradientComputer,
     batch: Batch,
     what: str,
+    more: Mapping[str, NDArray[Any]] | None = None,
 ) -> None:
     """Write the features of a batch, and its q and w, if every number is in order.
 
@@ -205,6 +229,7 @@ def put_features(
         computer: What made them, to name the cause of a number that is not.
         batch: What they were made from, likewise.
         what: How messages name the data.
+        more: Values of further columns that the table has, ``(B,)`` each.
 
     Raises:
         NonFiniteError: If f, q, w or a feature is NaN or infinite; names the rows.
@@ -215,6 +240,7 @@ def put_features(
         FEATURES: _in_storage_dtype(features, table.spec, rows).cpu().numpy(),
         OUT_TO_LOSS: terms.out_to_loss_grad.float().cpu().numpy(),
         LOSS_CURVATURE: terms.loss_curvature.float().cpu().numpy(),
+        **(more or {}),
     }
     table.put(rows, values)
 
@@ -380,7 +406,7 @@ def _score_tile(
         for start, values in row_ranges(table, OUT_TO_LOSS, first, last):
             out_to_loss[start - first : start - first + len(values)] += values
     weights = torch.from_numpy(out_to_loss / len(train) ** 2).to(device=device, dtype=tile.dtype)
-    return (tile * weights[:, None]).cpu().numpy()  # type: ignore[no-any-return]
+    return (tile * weights[:, None]).cpu().numpy()
 
 
 def as_tensor(array: NDArray[Any], device: torch.device) -> Tensor:

@@ -62,7 +62,7 @@ class DenseBlock:
 
     def dense(self) -> Tensor:
         """Return the gradient rows ``(b, parameter.numel())``."""
-        return self.grad.reshape(self.grad.shape[0], -1)
+        return self.grad.reshape(self.grad.shape[0], math.prod(self.grad.shape[1:]))
 
 
 @dataclass(frozen=True, slots=True)

@@ -293,7 +293,9 @@ def test_the_model_comes_back_as_it_was_also_after_an_error(fail: bool) -> None:
 def test_positive_scores_mean_that_the_row_raises_the_output() -> None:
     """Retraining a convex model with a row counted a little more moves f(target) as the scores say."""
     torch.manual_seed(0)
-    train, targets = (TensorDataset(d.tensors[0], d.tensors[1] % 2) for d in (dataset(40), dataset(5, seed=3)))
+    train, targets = (
+        TensorDataset(d.tensors[0], d.tensors[1] % 2) for d in (dataset(40), dataset(5, seed=3))
+    )
 
     def fit(weights: Tensor) -> nn.Module:
         net = nn.Linear(4, 2).double()
@@ -587,7 +589,7 @@ def test_other_train_data_is_refused_and_augmentation_is_suspected(tmp_path: Pat
 
 def test_steps_out_of_order_are_refused(tmp_path: Path) -> None:
     made = attributor(tmp_path / "a.zarr")
-    with pytest.raises(StateError, match="no store at.*featurize"):
+    with pytest.raises(StateError, match=r"no store at.*featurize"):
         made.score(TARGETS)
     with pytest.raises(StateError, match="featurize"):
         attributor(None).score(TARGETS)

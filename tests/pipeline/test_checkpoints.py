@@ -159,10 +159,10 @@ def test_a_torn_file_is_named(tmp_path: Path, name: str) -> None:
 def test_missing_paths_empty_folders_and_other_things_are_named(tmp_path: Path) -> None:
     torch.save([1, 2], tmp_path / "list.pt")
 
-    with pytest.raises(CheckpointError, match="no checkpoint at .*nowhere"):
+    with pytest.raises(CheckpointError, match=r"no checkpoint at .*nowhere"):
         values_of(tmp_path / "nowhere")
     (tmp_path / "empty").mkdir()
-    with pytest.raises(CheckpointError, match="holds no checkpoint.*safetensors"):
+    with pytest.raises(CheckpointError, match=r"holds no checkpoint.*safetensors"):
         values_of(tmp_path / "empty")
     with pytest.raises(CheckpointError, match="holds no state dict: found list"):
         values_of(tmp_path / "list.pt")

@@ -131,7 +131,7 @@ class AbstractGradientComputer(ABC):
                 f"(B, {num_entries(shapes)}): one column per entry of the {len(shapes)} kept parameters."
             )
         sizes = [num_entries({name: shape}) for name, shape in shapes.items()]
-        parts = grads.split(sizes, dim=1)
+        parts = torch.split(grads, sizes, dim=1)
         return {
             name: part.reshape(len(grads), *shape)
             for (name, shape), part in zip(shapes.items(), parts, strict=True)

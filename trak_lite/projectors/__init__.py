@@ -1,0 +1,36 @@
+r"""Projectors: from per-sample gradients (P numbers) to features (K numbers).
+
+A projector is a linear map that keeps inner products in expectation (TRAK, arXiv:2303.14186, section 3.2).
+It takes gradients one parameter at a time and adds them up in one ``(B, K)`` accumulator. The native ones
+scale so that :math:`E\|\phi\|^2 = \|g\|^2`; those with the original TRAK's names do not, as in the original.
+"""
+
+from trak_lite.projectors._base import AbstractFeatureAccumulator as AbstractFeatureAccumulator
+from trak_lite.projectors._base import AbstractProjector as AbstractProjector
+from trak_lite.projectors._base import ProjectionType as ProjectionType
+from trak_lite.projectors.dense import GaussianProjector as GaussianProjector
+from trak_lite.projectors.dense import RademacherProjector as RademacherProjector
+from trak_lite.projectors.identity import NoOpProjector as NoOpProjector
+from trak_lite.projectors.original import BasicProjector as BasicProjector
+from trak_lite.projectors.original import BasicSingleBlockProjector as BasicSingleBlockProjector
+from trak_lite.projectors.original import ChunkedCudaProjector as ChunkedCudaProjector
+from trak_lite.projectors.original import CudaProjector as CudaProjector
+from trak_lite.projectors.select import PROJECTORS as PROJECTORS
+from trak_lite.projectors.select import projector_name as projector_name
+from trak_lite.projectors.select import select_projector as select_projector
+
+__all__ = [
+    "PROJECTORS",
+    "AbstractFeatureAccumulator",
+    "AbstractProjector",
+    "BasicProjector",
+    "BasicSingleBlockProjector",
+    "ChunkedCudaProjector",
+    "CudaProjector",
+    "GaussianProjector",
+    "NoOpProjector",
+    "ProjectionType",
+    "RademacherProjector",
+    "projector_name",
+    "select_projector",
+]

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from trak_lite.projectors._blocks import block_rows
 from trak_lite.types import FeatureLayout, GradientBlock, ParameterShapes, num_entries
 
 __all__ = ["AbstractFeatureAccumulator", "AbstractProjector", "ProjectionType"]
@@ -56,16 +57,16 @@ class AbstractProjector(ABC):
         proj_dim: int,
         seed: int,
         proj_type: str | ProjectionType,
-        device: str | torch.device,
+        device: str | torch.device | None,
     ) -> None:
         """Store the settings (the original TRAK's signature).
 
         Args:
-            grad_dim: P, number of gradient entries per sample; 0 where the projector learns it from the blocks.
+            grad_dim: P, number of gradient entries per sample; 0 where the blocks tell.
             proj_dim: K, number of features per sample; 0 for the identity, whose K is P.
             seed: Seed of every random entry.
             proj_type: Distribution of the entries.
-            device: Where the projection runs.
+            device: Where the projection runs; ``None`` for where the gradients are.
         """
         self.grad_dim = grad_dim
         self.proj_dim = proj_dim
@@ -78,7 +79,8 @@ class AbstractProjector(ABC):
         """Project collected gradients.
 
         Args:
-            grads: Per-sample gradients by parameter name, each ``(B, *parameter.shape)``, or one ``(B, P)`` tensor.
+            grads: Per-sample gradients by parameter name, each ``(B, *parameter.shape)``, or one
+                ``(B, P)`` tensor.
             model_id: The checkpoint; every checkpoint has a matrix of its own.
 
         Returns:
@@ -135,11 +137,11 @@ class _CollectingAccumulator(AbstractFeatureAccumulator):
         self._grads: dict[str, Tensor] = {}
 
     def add(self, block: GradientBlock) -> None:
-        rows = block.dense()
-        whole = self._grads.get(block.name)
-        if whole is None and rows.shape[0] == self._num_samples:
+        rows = block_rows(block, self._num_samples, self._parameters)
+        if rows.shape[0] == self._num_samples:
             self._grads[block.name] = rows
             return
+        whole = self._grads.get(block.name)
         if whole is None:
             whole = rows.new_zeros(self._num_samples, rows.shape[1])
             self._grads[block.name] = whole

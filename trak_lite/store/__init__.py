@@ -1,0 +1,28 @@
+"""Rows on disk: tables of feature rows that are either done, and right, or pending.
+
+:class:`ZarrFeatureStore` keeps them as zarr v3 arrays and survives being killed at any moment;
+:class:`MemoryFeatureStore` keeps the same contract in memory. A third one subclasses :class:`AbstractFeatureStore` and
+:class:`AbstractRowTable` and proves itself with ``trak_lite.testing.StoreTests``. Nothing here knows a model or torch.
+"""
+
+from trak_lite.store._base import AbstractFeatureStore as AbstractFeatureStore
+from trak_lite.store._base import AbstractRowTable as AbstractRowTable
+from trak_lite.store._base import Column as Column
+from trak_lite.store._base import TableSpec as TableSpec
+from trak_lite.store._grid import chunk_rows_for as chunk_rows_for
+from trak_lite.store.manifest import FORMAT as FORMAT
+from trak_lite.store.manifest import Manifest as Manifest
+from trak_lite.store.memory import MemoryFeatureStore as MemoryFeatureStore
+from trak_lite.store.zarr_store import ZarrFeatureStore as ZarrFeatureStore
+
+__all__ = [
+    "FORMAT",
+    "AbstractFeatureStore",
+    "AbstractRowTable",
+    "Column",
+    "Manifest",
+    "MemoryFeatureStore",
+    "TableSpec",
+    "ZarrFeatureStore",
+    "chunk_rows_for",
+]

@@ -11,6 +11,7 @@ from typing import Any, Self
 import numpy as np
 from numpy.typing import NDArray
 
+from trak_lite.errors import InvalidInputError
 from trak_lite.store.manifest import Manifest
 
 __all__ = ["AbstractFeatureStore", "AbstractRowTable", "Column", "TableSpec"]
@@ -90,9 +91,30 @@ class AbstractRowTable(ABC):
         return -(-self.spec.num_rows // self.spec.chunk_rows)
 
     def chunk_range(self, chunk: int) -> tuple[int, int]:
-        """Return the first row of a chunk and the row after its last."""
+        """Return the first row of a chunk and the row after its last.
+
+        Raises:
+            InvalidInputError: If there is no such chunk.
+        """
+        if not 0 <= chunk < self.num_chunks:
+            raise InvalidInputError(
+                f"There is no chunk {chunk}: the table has {self.num_chunks} chunks, counted from 0."
+            )
         start = chunk * self.spec.chunk_rows
         return start, min(start + self.spec.chunk_rows, self.spec.num_rows)
+
+    def column(self, name: str) -> Column:
+        """Return a column by name.
+
+        Raises:
+            InvalidInputError: If there is no such column; names the ones there are.
+        """
+        for column in self.spec.columns:
+            if column.name == name:
+                return column
+        raise InvalidInputError(
+            f"There is no column {name!r}. Expected one of {[column.name for column in self.spec.columns]}."
+        )
 
     @abstractmethod
     def committed_chunks(self) -> list[int]:
@@ -115,20 +137,40 @@ class AbstractRowTable(ABC):
         Raises:
             IncompleteStoreError: If a row is pending; names the first.
         """
-        chunks = [self.read_chunk(chunk, column) for chunk in range(self.num_chunks)]
-        return np.concatenate(chunks)
+        out = self._empty(column, self.spec.num_rows)
+        for start, rows in self.chunks(column):
+            out[start : start + len(rows)] = rows
+        return out
 
     def read_rows(self, column: str, rows: Sequence[int] | NDArray[np.integer]) -> NDArray[Any]:
-        """Return some rows of a column as a new array, in the order asked for."""
-        wanted = np.asarray(rows, dtype=np.int64)
-        width = next(c.width for c in self.spec.columns if c.name == column)
-        dtype = next(c.dtype for c in self.spec.columns if c.name == column)
-        out = np.empty((len(wanted),) if width is None else (len(wanted), width), dtype)
-        chunk_of = wanted // self.spec.chunk_rows
-        for chunk in np.unique(chunk_of):
+        """Return some rows of a column as a new array, in the order asked for.
+
+        Raises:
+            InvalidInputError: If a row is out of range, or ``rows`` are not integers.
+            IncompleteStoreError: If a row is in a chunk that is not committed.
+        """
+        wanted = np.asarray(rows)
+        if wanted.size == 0:
+            return self._empty(column, 0)
+        if wanted.ndim != 1 or wanted.dtype.kind not in "iu":
+            raise InvalidInputError(
+                f"rows must be a list of integers, got {wanted.dtype} of shape {wanted.shape}."
+            )
+        if wanted.min() < 0 or wanted.max() >= self.spec.num_rows:
+            raise InvalidInputError(
+                f"Rows {wanted.min()} to {wanted.max()} were asked for, "
+                f"the table has rows 0 to {self.spec.num_rows - 1}."
+            )
+        out = self._empty(column, len(wanted))
+        chunk_of, row_in = np.divmod(wanted.astype(np.int64), self.spec.chunk_rows)
+        for chunk in np.unique(chunk_of).tolist():
             here = chunk_of == chunk
-            out[here] = self.read_chunk(int(chunk), column)[wanted[here] - chunk * self.spec.chunk_rows]
+            out[here] = self.read_chunk(chunk, column)[row_in[here]]
         return out
+
+    def _empty(self, column: str, num_rows: int) -> NDArray[Any]:
+        found = self.column(column)
+        return np.empty((num_rows,) if found.width is None else (num_rows, found.width), found.dtype)
 
     def chunks(self, column: str) -> Iterator[tuple[int, NDArray[Any]]]:
         """Yield ``(first row, rows)`` of every chunk in order."""

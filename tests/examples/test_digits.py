@@ -1,0 +1,88 @@
+"""The main job on real input: finds planted labels, draws what it found, and survives being killed."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import random
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+ROOT = Path(__file__).parents[2]
+SMALL = ("--epochs", "5", "--proj-dim", "128", "--show", "2")
+
+
+def command(out: Path) -> list[str]:
+    return [sys.executable, str(ROOT / "examples" / "digits.py"), "--out", str(out), *SMALL]
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
+    """An undisturbed run: its folder and what it printed."""
+    out = tmp_path_factory.mktemp("whole")
+    done = subprocess.run(command(out), capture_output=True, text=True, check=True)
+    return out, done.stdout + done.stderr
+
+
+def test_flipped_labels_are_found_and_every_target_is_explained(whole: tuple[Path, str]) -> None:
+    out, printed = whole
+
+    line = next(line for line in printed.splitlines() if "flipped labels" in line)
+    assert float(line.split("self-influence ")[1].split(",")[0]) > 0.9
+    assert "loss of the final model" in line
+    explanations = (out / "explanations.txt").read_text()
+    assert explanations.count("most helpful") == explanations.count("most harmful") == 297
+    assert len(list((out / "checkpoints").glob("*.safetensors"))) == 5
+    assert "row/s" in printed
+    assert np.load(out / "scores.npy").shape == (1500, 297)
+
+
+def test_the_gallery_is_a_picture_of_targets_and_rows(whole: tuple[Path, str]) -> None:
+    import matplotlib.image
+
+    picture = matplotlib.image.imread(whole[0] / "gallery.png")
+
+    assert picture.shape[1] > 1000
+    assert picture[..., :3].std() > 0.1
+
+
+def bytes_in(folder: Path) -> int:
+    """Bytes of all files that are there at this moment; the measure of how far a run has come."""
+    total = 0
+    for place, _, names in os.walk(folder):
+        for name in names:
+            with contextlib.suppress(FileNotFoundError):  # renamed while we look
+                total += os.stat(os.path.join(place, name)).st_size
+    return total
+
+
+def run_until(out: Path, size: int) -> bool:
+    """Start a run and kill it when its folder holds so many bytes; return whether it was killed."""
+    process = subprocess.Popen(command(out), stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    while process.poll() is None and bytes_in(out) < size:
+        time.sleep(0.001)
+    process.send_signal(signal.SIGKILL)
+    return process.wait() == -signal.SIGKILL
+
+
+def test_killed_at_five_random_moments_it_ends_with_bitwise_the_same_scores(
+    whole: tuple[Path, str], tmp_path: Path
+) -> None:
+    reference, _ = whole
+    rng = random.Random()
+    moments = sorted(rng.uniform(0.01, 0.95) for _ in range(5))
+
+    killed = [run_until(tmp_path, int(moment * bytes_in(reference))) for moment in moments]
+    subprocess.run(command(tmp_path), capture_output=True, check=True)
+
+    assert killed == [True] * 5, moments
+    np.testing.assert_array_equal(
+        np.load(tmp_path / "scores.npy"), np.load(reference / "scores.npy"), err_msg=str(moments)
+    )
+    assert (tmp_path / "explanations.txt").read_text() == (reference / "explanations.txt").read_text()

@@ -1,0 +1,60 @@
+"""The conformance kits on every registered projector and on the original's names."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from trak_lite.projectors import (
+    PROJECTORS,
+    AbstractProjector,
+    BasicProjector,
+    BasicSingleBlockProjector,
+    ChunkedCudaProjector,
+    CudaProjector,
+)
+from trak_lite.testing.projectors import ProjectorTests, RandomProjectorTests
+
+
+class TestIdentityProjector(ProjectorTests):
+    def make_projector(self, proj_dim: int, *, seed: int) -> AbstractProjector:
+        return PROJECTORS["none"](proj_dim, seed=seed, device=None)
+
+
+class TestRandomProjectors(RandomProjectorTests):
+    @pytest.fixture(autouse=True, params=[name for name in PROJECTORS if name != "none"])
+    def _registered(self, request):
+        self.factory = PROJECTORS[request.param]
+
+    def make_projector(self, proj_dim: int, *, seed: int) -> AbstractProjector:
+        return self.factory(proj_dim, seed=seed, device=None)
+
+
+class TestOriginalNames(RandomProjectorTests):
+    """Unscaled: the norm grows by K."""
+
+    @pytest.fixture(
+        autouse=True,
+        params=[
+            lambda k, seed: BasicProjector(0, k, seed, "normal", "cpu", dtype=torch.float64),
+            lambda k, seed: BasicSingleBlockProjector(0, k, seed, "rademacher", "cpu"),
+            lambda k, seed: CudaProjector(0, k, seed, "rademacher", "cpu", 32),
+        ],
+        ids=["Basic", "BasicSingleBlock", "Cuda"],
+    )
+    def _named(self, request):
+        self.factory = request.param
+
+    def make_projector(self, proj_dim: int, *, seed: int) -> AbstractProjector:
+        return self.factory(proj_dim, seed)
+
+    def gain(self, proj_dim: int) -> float:
+        return float(proj_dim)
+
+
+class TestChunkedProjector(ProjectorTests):
+    """Chunks of the kit's own parameters: 15 + 1 and 24 + 7 entries."""
+
+    def make_projector(self, proj_dim: int, *, seed: int) -> AbstractProjector:
+        chunks = [CudaProjector(0, proj_dim, seed + i, "rademacher", "cpu", 32) for i in range(2)]
+        return ChunkedCudaProjector(chunks, 31, [16, 31], 8, "cpu", torch.float32)

@@ -1,0 +1,157 @@
+"""A store or a table is either there, complete, or it is not there."""
+
+import errno
+import fcntl
+import logging
+import os
+import time
+
+import pytest
+from store_cases import MANIFEST, NAME, SPEC, check_all, finish, snapshot, values, writing
+
+from trak_lite.errors import CorruptStoreError, InvalidInputError, ManifestMismatchError, StoreError
+from trak_lite.store import FORMAT, Manifest, ZarrFeatureStore
+
+
+def scratch_names(parent):
+    return [name for name in os.listdir(parent) if ".new-" in name]
+
+
+@pytest.mark.parametrize("count", [1, 2, 3, 4])
+def test_an_interrupted_creation_leaves_no_half_store(tmp_path, victims, count):
+    path, done = str(tmp_path / "run.zarr"), str(tmp_path / "done")
+    assert victims.killed(f"folder_built:{count}", "write", path, done, 11)
+
+    assert os.path.exists(path) == (count > 1)
+    parent = [tmp_path, path, f"{path}/targets", f"{path}/targets/test"][count - 1]
+    assert len(scratch_names(parent)) == 1
+    if count > 1:
+        assert ZarrFeatureStore.open(path).table_names() == []
+    finish(path)
+
+
+def test_what_a_killed_creation_left_is_removed_later(tmp_path, victims):
+    """Once it is old, and unless somebody is still at it."""
+    path = str(tmp_path / "run.zarr")
+    assert victims.killed("folder_built:1", "create", path, 0)
+    (abandoned,) = scratch_names(tmp_path)
+    (tmp_path / ".run.zarr.new-living").mkdir()
+    living = os.open(tmp_path / ".run.zarr.new-living", os.O_RDONLY)
+    fcntl.flock(living, fcntl.LOCK_EX)
+    (tmp_path / ".run.zarr.new-young").mkdir()
+    for name in (abandoned, ".run.zarr.new-living"):
+        os.utime(tmp_path / name, (time.time() - 3600,) * 2)
+
+    ZarrFeatureStore.create(path, MANIFEST)
+    os.close(living)
+    assert sorted(scratch_names(tmp_path)) == [".run.zarr.new-living", ".run.zarr.new-young"]
+
+
+@pytest.mark.parametrize("error", [KeyboardInterrupt(), OSError(errno.ENOSPC, "full")])
+def test_a_creation_that_fails_cleans_up(tmp_path, monkeypatch, error):
+    def fail(source, target):
+        raise error
+
+    monkeypatch.setattr(os, "rename", fail)
+    with pytest.raises((KeyboardInterrupt, StoreError)):
+        ZarrFeatureStore.create(tmp_path / "run.zarr", MANIFEST)
+    assert os.listdir(tmp_path) == []
+
+
+def test_one_of_many_creators_wins_and_the_others_compare(tmp_path, victims):
+    for attempt in range(3):
+        path = str(tmp_path / f"{attempt}.zarr")
+        started = [(seed, victims.start("create", path, seed)) for seed in (0, 1, 0, 1, 0, 1)]
+        answers = {(seed, victims.wait(pid)[1]) for seed, pid in started}
+
+        winner = ZarrFeatureStore.open(path).manifest.fingerprint["seed"]
+        assert answers == {(winner, "made"), (1 - winner, "ManifestMismatchError")}
+        assert ZarrFeatureStore.open(path).table_names() == [NAME]
+        assert scratch_names(tmp_path) == []
+
+
+def test_whoever_is_second_opens_what_the_first_made(tmp_path, monkeypatch):
+    """The rename finds the name taken."""
+    path = str(tmp_path / "run.zarr")
+    rename = os.rename
+
+    def too_late(source, target):
+        monkeypatch.setattr(os, "rename", rename)
+        ZarrFeatureStore.create(path, MANIFEST)
+        rename(source, target)
+
+    monkeypatch.setattr(os, "rename", too_late)
+    with pytest.raises(ManifestMismatchError, match="seed is 0 there, 7 here"):
+        ZarrFeatureStore.create(path, Manifest({**MANIFEST.fingerprint, "seed": 7}))
+    assert os.listdir(tmp_path) == ["run.zarr"]
+
+
+def test_a_folder_with_other_files_is_not_touched(tmp_path):
+    (tmp_path / "run.zarr").mkdir()
+    (tmp_path / "run.zarr" / "thesis.tex").write_text("x")
+    (tmp_path / "file").write_text("x")
+    before = snapshot(tmp_path)
+    for name in ("run.zarr", "file"):
+        with pytest.raises(CorruptStoreError, match="exists and is not a store"):
+            ZarrFeatureStore.create(tmp_path / name, MANIFEST)
+    assert snapshot(tmp_path) == before
+
+
+def test_a_table_does_not_replace_a_foreign_folder(path):
+    with ZarrFeatureStore.create(path, MANIFEST) as store:
+        os.makedirs(f"{path}/ckpt-0")
+        with open(f"{path}/ckpt-0/notes", "w") as file:
+            file.write("x")
+        with pytest.raises(StoreError, match="no table 'ckpt-0'"):
+            store.create_table("ckpt-0", SPEC)
+    assert os.listdir(f"{path}/ckpt-0") == ["notes"]
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "with space.zarr",
+        "Zürich & 東京.zarr",
+        'it\'s "quoted".zarr',
+        "a#b?c%20d.zarr",
+        "x::y",
+        "a/b/c.zarr",
+        "plain",
+    ],
+)
+def test_any_path_will_do(tmp_path, name):
+    path = str(tmp_path / name)
+    with writing(path) as table:
+        table.put(0, values(range(11)))
+    check_all(path)
+
+
+def test_a_relative_path_outlives_a_change_of_folder(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    store = ZarrFeatureStore.create("run.zarr", MANIFEST)
+    (tmp_path / "elsewhere").mkdir()
+    monkeypatch.chdir(tmp_path / "elsewhere")
+    store.create_table(NAME, SPEC).put(0, values(range(11)))
+    check_all(str(tmp_path / "run.zarr"))
+
+
+def test_an_empty_folder_and_a_dangling_link_become_stores(tmp_path):
+    (tmp_path / "empty").mkdir()
+    os.symlink(tmp_path / "target.zarr", tmp_path / "link.zarr")
+    for name in ("empty", "link.zarr"):
+        with writing(str(tmp_path / name)) as table:
+            table.put(0, values(range(11)))
+    check_all(str(tmp_path / "target.zarr"))
+
+
+def test_another_maker_is_worth_a_warning(path, caplog):
+    ZarrFeatureStore.create(path, Manifest({"seed": 0}, {"torch": "2.10"}))
+    with caplog.at_level(logging.WARNING):
+        ZarrFeatureStore.create(path, Manifest({"seed": 0}, {"torch": "2.13"}))
+    assert "2.10" in caplog.text
+
+
+def test_only_the_present_format_is_written(path):
+    with pytest.raises(InvalidInputError, match="writes format 1, got 2"):
+        ZarrFeatureStore.create(path, Manifest({}, {}, FORMAT + 1))
+    assert not os.path.exists(path)

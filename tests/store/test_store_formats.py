@@ -1,0 +1,137 @@
+"""A finished store is plain zarr: other tools read it bitwise and without complaint."""
+
+import os
+import re
+from pathlib import Path
+
+import numpy as np
+import pytest
+import zarr
+from store_cases import MANIFEST, NAME, SPEC, folder, values, writing
+
+from trak_lite import store
+from trak_lite.store import Column, MemoryFeatureStore, TableSpec, ZarrFeatureStore, chunk_rows_for
+
+
+@pytest.fixture
+def full(path):
+    with ZarrFeatureStore.create(path, MANIFEST) as made:
+        made.cache("gram", "key", np.eye(2))
+    with writing(path) as table:
+        table.put(0, values(range(11)))
+    return path
+
+
+def test_plain_zarr_reads_every_column_bitwise(full):
+    for name, expected in values(range(11)).items():
+        array = zarr.open(f"{full}/{NAME}/{name}", mode="r")
+        assert array.dtype == expected.dtype
+        assert array[:].tobytes() == expected.tobytes()
+
+
+def test_a_chunk_is_the_raw_block(full):
+    expected = values(range(4, 8))
+    raw = np.fromfile(folder(full, "features/c.1.0"), "<f2").reshape(4, 3)
+    np.testing.assert_array_equal(raw, expected["features"])
+    np.testing.assert_array_equal(np.fromfile(folder(full, "q/c.1"), "<f4"), expected["q"])
+
+
+def test_the_last_chunk_is_padded_with_nan(full):
+    assert np.isnan(np.fromfile(folder(full, "q/c.2"), "<f4")).tolist() == [False, False, False, True]
+
+
+def test_zarr_walks_the_whole_store_without_a_warning(full):
+    """pytest turns warnings into errors: files that zarr does not know are where it does not look."""
+    names = {name for name, _ in zarr.open_group(full, mode="r").members(max_depth=None)}
+    parents = {"targets", "targets/test", NAME}
+    assert names == parents | {f"{NAME}/{column}" for column in ("features", "q", "w")} | {".cache"}
+
+
+def test_xarray_opens_a_table(full):
+    xarray = pytest.importorskip("xarray")
+    with xarray.open_zarr(folder(full), consolidated=False) as table:
+        assert table["features"].dims == ("row", "features_dim")
+        assert table["q"].dims == table["w"].dims == ("row",)
+        for name, expected in values(range(11)).items():
+            assert table[name].values.tobytes() == expected.tobytes()
+
+
+def test_what_is_pending_reads_as_nan_elsewhere(path):
+    """Another tool sees NaN for a chunk that is not committed, never zeros and never staged rows."""
+    with writing(path) as table:
+        table.put(0, values(range(6)))
+    array = zarr.open(folder(path, "q"), mode="r")[:]
+    np.testing.assert_array_equal(array[:4], values(range(4))["q"])
+    assert np.isnan(array[4:]).all()
+
+
+def test_disk_and_memory_agree_on_the_content_key(full):
+    memory = MemoryFeatureStore(MANIFEST).create_table(NAME, SPEC)
+    memory.put(0, values(range(11)))
+    with ZarrFeatureStore.open(full) as made:
+        assert made.open_table(NAME).content_key() == memory.content_key()
+
+
+def test_a_mapped_chunk_can_be_shared_with_torch_and_not_be_harmed(full):
+    """The pages are private: even an array that was made writable leaves the file alone."""
+    with ZarrFeatureStore.open(full) as made:
+        table = made.open_table(NAME)
+        rows = table.read_chunk(0, "q")
+        rows.flags.writeable = True
+        rows[:] = 0
+        assert not table.read_chunk(0, "q").flags.writeable
+    np.testing.assert_array_equal(np.fromfile(folder(full, "q/c.0"), "<f4"), values(range(4))["q"])
+
+
+def test_a_store_is_used_without_torch(path, victims):
+    imported = victims.run("modules", path)
+    assert "trak_lite.store.zarr_store" in imported
+    assert "torch" not in imported
+
+
+def test_zarr_is_imported_in_one_file():
+    """So that the rest does not depend on its version."""
+    folder = Path(store.__file__).parent
+    importers = [
+        f.name for f in folder.glob("*.py") if re.search(r"^\s*(import|from) zarr\b", f.read_text(), re.M)
+    ]
+    assert importers == ["zarr_store.py"]
+
+
+def test_metadata_is_small_and_readable(full):
+    """Settings stand in the attributes under one key."""
+    group = zarr.open_group(full, mode="r")
+    assert group.attrs["trak_lite"]["fingerprint"] == MANIFEST.fingerprint
+    assert group[NAME].attrs["trak_lite"]["fingerprint"] == SPEC.fingerprint
+    assert os.path.getsize(f"{full}/{NAME}/zarr.json") < 2000
+
+
+@pytest.mark.parametrize(
+    ("num_rows", "row_bytes", "expected"),
+    [
+        (10**7, 8192, 8192),  # 64 MiB of rows
+        (10**7, 8193, 4096),  # the power of two below
+        (10**7, 1 << 30, 32),  # never fewer
+        (50_000, 8192, 1024),  # a 64th of the table, rounded up to a power of two
+        (2048, 1, 32),
+        (2049, 1, 64),
+        (1, 1, 32),
+    ],
+)
+def test_a_chunk_is_a_power_of_two_of_rows(num_rows, row_bytes, expected):
+    assert chunk_rows_for(num_rows, row_bytes) == expected
+
+
+@pytest.mark.parametrize("sizes", [(0, 1), (1, 0), (1.5, 1)])
+def test_a_chunk_size_needs_sizes(sizes):
+    with pytest.raises(ValueError, match="integer of at least 1"):
+        chunk_rows_for(*sizes)
+
+
+@pytest.mark.parametrize("num_rows", [1, 31, 32, 33, 100])
+def test_tables_of_any_length_are_read_back(path, num_rows):
+    spec = TableSpec(num_rows, (Column("scores", 5, "float32"),), chunk_rows_for(num_rows, 20))
+    with writing(path, spec) as table:
+        table.put(0, values(range(num_rows), spec))
+        np.testing.assert_array_equal(table.read("scores"), values(range(num_rows), spec)["scores"])
+        assert table.num_chunks == -(-num_rows // 32)

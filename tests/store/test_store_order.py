@@ -1,0 +1,79 @@
+"""What a power cut may take: every rename stands after the syncs that it depends on."""
+
+import os
+
+import pytest
+from store_cases import MANIFEST, NAME, SPEC, commit_log, folder, open_for_writing, staged, values
+
+from trak_lite.store import ZarrFeatureStore
+
+
+@pytest.fixture
+def steps(monkeypatch):
+    """Every sync and rename, in order."""
+    seen = []
+    rename = os.rename
+
+    def record_sync(fd):
+        seen.append(("sync", os.readlink(f"/proc/self/fd/{fd}")))
+
+    def record_rename(source, target):
+        seen.append(("rename", source, target))
+        rename(source, target)
+
+    monkeypatch.setattr(os, "fsync", record_sync)
+    monkeypatch.setattr(os, "rename", record_rename)
+    return seen
+
+
+def test_a_chunk_is_synced_then_recorded_then_visible(path, steps):
+    _, table = open_for_writing(path)
+    table.put(0, values(range(3)))
+    steps.clear()
+    table.put(3, values([3]))
+
+    names = ["features", "q", "w"]
+    keys = [folder(path, key) for key in ("features/c.0.0", "q/c.0", "w/c.0")]
+    log = commit_log(path)
+    assert steps == [
+        *(("sync", staged(path, 0, name)) for name in names),
+        ("sync", os.path.dirname(log)),
+        ("sync", log),
+        *(("rename", staged(path, 0, name), key) for name, key in zip(names, keys, strict=True)),
+        *(("sync", folder(path, name)) for name in names),
+        ("sync", folder(path, "features", ".stage")),
+    ]
+
+
+def test_a_batch_is_not_synced(path, steps):
+    _, table = open_for_writing(path)
+    steps.clear()
+    table.put(0, values(range(3)))
+    assert steps == []
+
+
+def test_a_store_and_a_table_are_synced_before_they_have_a_name(path, steps):
+    ZarrFeatureStore.create(path, MANIFEST).create_table(NAME, SPEC)
+
+    published = [step for step in steps if step[0] == "rename"]
+    assert [target for _, _, target in published] == [
+        path,
+        f"{path}/targets",
+        f"{path}/targets/test",
+        folder(path),
+    ]
+    for step in published:
+        _, scratch, target = step
+        place = steps.index(step)
+        synced = {name.replace(scratch, target) for _, name, *_ in steps[:place]}
+        made = {os.path.join(parent, name) for parent, _, files in os.walk(target) for name in files}
+        made |= {parent for parent, _, _ in os.walk(target)}
+        below = {other for _, _, other in published if other != target and other.startswith(target)}
+        expected = {name for name in made if not any(name.startswith(other) for other in below)}
+        assert expected <= synced
+        assert steps[place + 1] == ("sync", os.path.dirname(target))
+
+
+def test_new_parent_folders_are_synced(tmp_path, steps):
+    ZarrFeatureStore.create(tmp_path / "a" / "b" / "run.zarr", MANIFEST)
+    assert steps[:2] == [("sync", str(tmp_path)), ("sync", str(tmp_path / "a"))]

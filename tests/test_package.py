@@ -1,0 +1,68 @@
+"""The package: what a wheel holds, what it needs, and what importing it costs."""
+
+from __future__ import annotations
+
+import ast
+import subprocess
+import sys
+import zipfile
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+
+
+@pytest.fixture(scope="module")
+def wheel(tmp_path_factory: pytest.TempPathFactory) -> zipfile.ZipFile:
+    out = tmp_path_factory.mktemp("wheel")
+    script = (
+        "import setuptools, sys; sys.argv = ['setup.py', 'egg_info', '--egg-base', OUT, "
+        "'build', '--build-base', OUT + '/build', 'bdist_wheel', '--dist-dir', OUT]; "
+        "exec(compile(open('setup.py').read(), 'setup.py', 'exec'), {'__file__': 'setup.py', '__name__': '__main__'})"
+    ).replace("OUT", repr(str(out)))
+    subprocess.run([sys.executable, "-c", script], cwd=ROOT, check=True, capture_output=True)
+    return zipfile.ZipFile(next(out.glob("*.whl")))
+
+
+def test_a_wheel_builds_with_every_module_and_no_tests(wheel: zipfile.ZipFile) -> None:
+    names = [name for name in wheel.namelist() if ".dist-info/" not in name]
+
+    assert {name.split("/")[0] for name in names} == {"trak_lite"}
+    modules = {p.relative_to(ROOT).as_posix() for p in (ROOT / "trak_lite").rglob("*.py")}
+    assert modules | {"trak_lite/py.typed"} == set(names)
+    assert "py3-none-any" in wheel.filename
+
+
+def test_the_core_needs_five_packages_and_no_compiler(wheel: zipfile.ZipFile) -> None:
+    metadata = next(name for name in wheel.namelist() if name.endswith("METADATA"))
+    needed = [
+        line.removeprefix("Requires-Dist: ")
+        for line in wheel.read(metadata).decode().splitlines()
+        if line.startswith("Requires-Dist") and "extra" not in line
+    ]
+
+    assert sorted(needed) == ["numpy", "safetensors", "torch>=2.10", "tqdm", "zarr>=3.1.3"]
+
+
+def test_pyproject_holds_tool_settings_only() -> None:
+    import tomllib
+
+    assert set(tomllib.loads((ROOT / "pyproject.toml").read_text())) == {"tool"}
+
+
+def test_optional_packages_are_not_imported_with_the_package() -> None:
+    optional = {"matplotlib", "pandas", "xarray", "pytest", "triton", "fast_jl"}
+    code = f"import sys, trak_lite; print(sorted({optional} & set(sys.modules)))"
+
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+
+    assert done.stdout.strip() == "[]"
+
+
+def test_the_library_prints_nothing_and_configures_no_logging() -> None:
+    for path in (ROOT / "trak_lite").rglob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            if isinstance(node, ast.Call):
+                name = getattr(node.func, "id", getattr(node.func, "attr", ""))
+                assert name not in ("print", "basicConfig"), f"{path}:{node.lineno}"

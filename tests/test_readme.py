@@ -1,0 +1,77 @@
+"""The README says what is so: its code runs, its commands work, its table is what was measured."""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+README = (ROOT / "README.md").read_text(encoding="utf-8")
+BLOCKS = re.findall(r"```(\w+)\n(.*?)```", README, re.S)
+PYTHON = [text for language, text in BLOCKS if language == "python"]
+MAIN_JOB, TESTS = (text for language, text in BLOCKS if language == "bash")
+
+
+def test_the_readme_is_short_and_has_two_commands_and_one_picture() -> None:
+    assert len(README.splitlines()) <= 110
+    assert len(BLOCKS) == len(PYTHON) + 2
+    pictures = re.findall(r"!\[.*?\]\((.*?)\)", README)
+    assert len(pictures) == 1
+    assert (ROOT / pictures[0]).is_file()
+
+
+@pytest.mark.parametrize("code", PYTHON)
+def test_python_blocks_run_as_they_stand_and_again(code: str, tmp_path: Path) -> None:
+    printed = []
+    for _ in range(2):
+        done = subprocess.run(
+            [sys.executable, "-W", "error", "-c", code],
+            cwd=tmp_path,
+            capture_output=True,
+            text=True,
+            check=False,
+        )
+        assert done.returncode == 0, done.stderr
+        printed.append(done.stdout)
+
+    assert "TopRows" in printed[0]
+    assert printed[0] == printed[1]
+
+
+@pytest.mark.slow
+def test_the_main_job_command_works_in_a_fresh_folder(tmp_path: Path) -> None:
+    """The command word for word: a new environment, an installation from this tree, the example."""
+    for name in ("setup.py", "README.md", "constraints.txt"):
+        shutil.copy(ROOT / name, tmp_path)
+    for name in ("trak_lite", "examples"):
+        shutil.copytree(ROOT / name, tmp_path / name, ignore=shutil.ignore_patterns("__pycache__"))
+    environment = {
+        key: value for key, value in os.environ.items() if key not in ("PYTHONPATH", "VIRTUAL_ENV")
+    }
+
+    done = subprocess.run(
+        ["bash", "-euo", "pipefail", "-c", MAIN_JOB],
+        cwd=tmp_path,
+        env=environment,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+
+    assert done.returncode == 0, done.stderr
+    assert "flipped labels, AUC" in done.stdout
+    assert (tmp_path / "runs" / "digits" / "gallery.png").is_file()
+    assert not list((tmp_path / ".venv").rglob("fast_jl*"))
+
+
+def test_the_tests_command_is_the_one_that_ci_runs() -> None:
+    script = (ROOT / ".ci" / "run").read_text()
+
+    assert "pytest" in TESTS
+    assert 'block for block in blocks if "pytest" in block' in script

@@ -1,0 +1,119 @@
+"""Checks and small steps that every projector takes on gradient blocks."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import TYPE_CHECKING
+
+from torch import Tensor
+
+from trak_lite.errors import InvalidInputError
+from trak_lite.types import DenseBlock, FactoredBlock, GradientBlock, ParameterShapes, num_entries
+
+if TYPE_CHECKING:
+    from trak_lite.projectors._base import AbstractProjector
+
+__all__ = ["block_rows", "check_grad_dim", "named_gradients", "project_named"]
+
+
+def block_rows(block: GradientBlock, num_samples: int, parameters: ParameterShapes) -> Tensor:
+    """Return the gradient rows of a block, checked against what the accumulator was made for.
+
+    Args:
+        block: One block of the batch.
+        num_samples: B, rows of the batch.
+        parameters: Shapes of the kept parameters by canonical name.
+
+    Returns:
+        Detached ``(b, parameter.numel())`` tensor in the block's dtype; b may be 0.
+
+    Raises:
+        InvalidInputError: If the name is unknown, the shape is not the parameter's, the rows do not lie
+            in the batch, or the gradient is not real floating point.
+    """
+    _check_place(block, num_samples, parameters)
+    shape = tuple(parameters[block.name])
+    width = math.prod(shape)
+    if isinstance(block, DenseBlock):
+        seen, rows = tuple(block.grad.shape[1:]), block.grad
+    else:
+        seen, rows = (block.output_grads.shape[-1], block.inputs.shape[-1]), block.inputs
+    as_matrix = (shape[0], math.prod(shape[1:])) if shape else ()  # how the factors of a convolution lie
+    if seen not in (shape, (width,), as_matrix):
+        raise InvalidInputError(
+            f"The gradient of {block.name!r} has shape {seen} per sample, expected {shape}. "
+            "Axis 0 of a gradient is the sample, the rest is the parameter's shape."
+        )
+    if not rows.is_floating_point():
+        raise InvalidInputError(
+            f"The gradient of {block.name!r} has dtype {rows.dtype}, expected floating point."
+        )
+    if isinstance(block, FactoredBlock):
+        rows = block.dense()
+    # With no samples or no entries, reshape(b, -1) has no answer; the parameter's own size always has.
+    return rows.detach().reshape(block.num_samples, width)
+
+
+def _check_place(block: GradientBlock, num_samples: int, parameters: ParameterShapes) -> None:
+    """Refuse a block of an unknown parameter or of rows outside the batch."""
+    if block.name not in parameters:
+        raise InvalidInputError(
+            f"A gradient block came for parameter {block.name!r}, which is not among the {len(parameters)} "
+            "parameters of this accumulator. Pass its shape in `parameters`."
+        )
+    if not 0 <= block.start <= block.start + block.num_samples <= num_samples:
+        raise InvalidInputError(
+            f"A block of {block.name!r} covers rows {block.start} to {block.start + block.num_samples} "
+            f"of a batch of {num_samples}. Set `start` to the row of the batch that its first sample has."
+        )
+
+
+def named_gradients(grads: Mapping[str, Tensor] | Tensor) -> tuple[dict[str, Tensor], int]:
+    """Return gradients by name and the number of samples B that they agree on.
+
+    Args:
+        grads: Per-sample gradients by parameter name, each ``(B, *parameter.shape)``, or one ``(B, P)``
+            tensor, which becomes one parameter with an empty name.
+
+    Raises:
+        InvalidInputError: If there is no gradient, a sample axis is missing, or the gradients disagree on B.
+    """
+    named = {"": grads} if isinstance(grads, Tensor) else dict(grads)
+    if isinstance(grads, Tensor) and grads.dim() != 2:
+        raise InvalidInputError(f"A gradient tensor must be (B, P), got shape {tuple(grads.shape)}.")
+    sizes = {grad.shape[0] if grad.dim() else None for grad in named.values()}
+    (num_samples, *others) = sizes or {None}
+    if num_samples is None or others:
+        shapes = {name: tuple(grad.shape) for name, grad in list(named.items())[:5]}
+        raise InvalidInputError(
+            "Expected gradients that agree on the number of samples on axis 0, "
+            f"got {shapes or 'none at all'}."
+        )
+    return named, num_samples
+
+
+def project_named(
+    projector: AbstractProjector, grads: Mapping[str, Tensor] | Tensor, model_id: int
+) -> Tensor:
+    """Project collected gradients through the projector's own accumulator: features ``(B, K)``."""
+    named, num_samples = named_gradients(grads)
+    parameters = {name: tuple(grad.shape[1:]) for name, grad in named.items()}
+    accumulator = projector.accumulator(num_samples, model_id=model_id, parameters=parameters)
+    for name, grad in named.items():
+        accumulator.add(DenseBlock(name, grad))
+    return accumulator.features()
+
+
+def check_grad_dim(grad_dim: int, parameters: ParameterShapes) -> None:
+    """Refuse parameters whose entries are not the P that the projector was made for; 0 accepts any.
+
+    Raises:
+        InvalidInputError: If the numbers differ.
+    """
+    entries = num_entries(parameters)
+    if grad_dim and entries != grad_dim:
+        raise InvalidInputError(
+            f"The gradients have {entries} entries per sample, but the projector has grad_dim={grad_dim}. "
+            "Pass grad_dim = the number of entries of the parameters that gradients are kept for."
+        )

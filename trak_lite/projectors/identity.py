@@ -1,0 +1,117 @@
+"""No projection: features are the gradients themselves.
+
+Shapes: B samples, P gradient entries per sample; K = P.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import Any, final
+
+import torch
+from torch import Tensor
+
+from trak_lite.projectors._base import AbstractFeatureAccumulator, AbstractProjector, ProjectionType
+from trak_lite.projectors._blocks import block_rows, project_named
+from trak_lite.types import GradientBlock, ParameterShapes, num_entries
+
+__all__ = ["NoOpProjector"]
+
+
+@final
+class NoOpProjector(AbstractProjector):
+    """Keeps all P gradient entries, unscaled, in the model order of the parameters.
+
+    The name and the signature are the original TRAK's; all arguments but ``device`` have no effect.
+
+    Example:
+        >>> NoOpProjector().project({"weight": torch.ones(1, 2), "bias": torch.zeros(1)}, model_id=0)
+        tensor([[1., 1., 0.]])
+    """
+
+    def __init__(
+        self,
+        grad_dim: int = 0,
+        proj_dim: int = 0,
+        seed: int = 0,
+        proj_type: str | ProjectionType = "na",
+        device: str | torch.device | None = None,
+        **kwargs: object,
+    ) -> None:
+        """Store the device.
+
+        Args:
+            grad_dim: Has no effect.
+            proj_dim: Has no effect; the attribute is 0, because K is the P of the gradients.
+            seed: Has no effect.
+            proj_type: Has no effect.
+            device: Where the features go; ``None`` for where the gradients are.
+            **kwargs: Arguments of other projectors, without effect.
+        """
+        super().__init__(grad_dim, 0, seed, proj_type, device)
+
+    def project(self, grads: Mapping[str, Tensor] | Tensor, model_id: int) -> Tensor:
+        """Return the gradients as ``(B, P)``, parameters in the order of the mapping.
+
+        Raises:
+            InvalidInputError: If there is no gradient or the gradients disagree on B.
+        """
+        return project_named(self, grads, model_id)
+
+    def accumulator(
+        self, num_samples: int, *, model_id: int, parameters: ParameterShapes
+    ) -> AbstractFeatureAccumulator:
+        """Return a fresh accumulator for one batch of ``num_samples`` rows."""
+        return _ColumnAccumulator(num_samples, parameters, self.device)
+
+    def fingerprint(self) -> dict[str, Any]:
+        """Return the kind and version; there is nothing to choose."""
+        return {"kind": "identity", "proj_dim": 0, "seed": 0, "version": 1}
+
+
+@final
+class _ColumnAccumulator(AbstractFeatureAccumulator):
+    """Writes each block into its parameter's columns."""
+
+    def __init__(
+        self, num_samples: int, parameters: ParameterShapes, device: str | torch.device | None
+    ) -> None:
+        self._num_samples = num_samples
+        self._parameters = parameters
+        self._device = device
+        self._features: Tensor | None = None
+        self._columns: dict[str, int] = {}
+        column = 0
+        for name, shape in parameters.items():
+            self._columns[name] = column
+            column += math.prod(shape)
+
+    @torch.no_grad()
+    def add(self, block: GradientBlock) -> None:
+        """Write one block; raises InvalidInputError if it does not fit the parameters or the batch."""
+        rows = block_rows(block, self._num_samples, self._parameters)
+        features = self._features_for(rows)
+        column = self._columns[block.name]
+        target = features[block.start : block.start + block.num_samples, column : column + rows.shape[1]]
+        target.add_(rows.to(features.device))
+
+    def features(self) -> Tensor:
+        """Return ``(B, P)`` in the widest dtype of the gradients; float32 zeros if none came."""
+        if self._features is None:
+            return torch.zeros(
+                self._num_samples, num_entries(self._parameters), dtype=torch.float32, device=self._device
+            )
+        return self._features
+
+    def _features_for(self, rows: Tensor) -> Tensor:
+        """Return the feature rows in a dtype that holds these gradient rows too."""
+        if self._features is None:
+            self._features = torch.zeros(
+                self._num_samples,
+                num_entries(self._parameters),
+                dtype=rows.dtype,
+                device=self._device or rows.device,
+            )
+        self._features = self._features.to(torch.promote_types(self._features.dtype, rows.dtype))
+        return self._features

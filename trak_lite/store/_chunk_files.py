@@ -1,0 +1,196 @@
+"""Where the files of a table are, and which of its chunks are committed.
+
+A chunk is committed when each of its column files has its final name and a commit record stands in a log. The record
+reaches the disk before the first file gets its name, so whoever lists the folders first and reads the logs second
+finds a record for every file seen.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any, final
+
+import numpy as np
+
+from trak_lite.errors import CorruptStoreError
+from trak_lite.store._base import Column, TableSpec
+from trak_lite.store._files import file_size, named_errors
+from trak_lite.store._folders import make_folders, names_in
+from trak_lite.store._grid import row_bytes, stored_dtype
+from trak_lite.store._records import CommitLogs, CommitRecord
+from trak_lite.store._values import short_list
+
+__all__ = ["COMMITS", "STAGE", "ChunkIndex", "ColumnFiles", "TableFiles"]
+
+# Both live in the folder of the first column: zarr's tools list the folders of groups and complain about strangers
+# there; they never list the folder of an array.
+STAGE = ".stage"
+COMMITS = ".commits"
+
+_STAGED_NAME = re.compile(r"(0|[1-9][0-9]{0,17})[-.].+")
+_MATRIX_KEY = re.compile(r"c\.(0|[1-9][0-9]{0,17})\.0")
+_VECTOR_KEY = re.compile(r"c\.(0|[1-9][0-9]{0,17})")
+
+
+@dataclass(frozen=True, slots=True)
+class ColumnFiles:
+    """Files of one column: one per chunk, each of the same size, the last one padded."""
+
+    name: str
+    folder: str
+    stage: str
+    shape: tuple[int, ...]
+    """Of a chunk."""
+    dtype: np.dtype[Any]
+    row_bytes: int
+
+    @property
+    def chunk_bytes(self) -> int:
+        """Size of each file."""
+        return self.shape[0] * self.row_bytes
+
+    def visible(self, chunk: int) -> str:
+        """Return the final name of a chunk: its zarr key."""
+        return f"{self.folder}/c.{chunk}" + (".0" if len(self.shape) == 2 else "")
+
+    def staged(self, chunk: int) -> str:
+        """Return the name of a chunk while it is being filled."""
+        return f"{self.stage}/{chunk}-{self.name}"
+
+    def list_visible(self) -> set[int]:
+        """Return the chunks whose file has its final name."""
+        key = _MATRIX_KEY if len(self.shape) == 2 else _VECTOR_KEY
+        with named_errors("Listing", self.folder), os.scandir(self.folder) as entries:
+            return {int(found[1]) for entry in entries if (found := key.fullmatch(entry.name))}
+
+
+@final
+class TableFiles:
+    """Paths of a table."""
+
+    def __init__(self, folder: str, spec: TableSpec) -> None:
+        self.folder = folder
+        self.spec = spec
+        first = f"{folder}/{spec.columns[0].name}"
+        self.stage = f"{first}/{STAGE}"
+        self.commits = f"{first}/{COMMITS}"
+        self.columns = tuple(self._column_files(column) for column in spec.columns)
+        self.num_chunks = -(-spec.num_rows // spec.chunk_rows)
+
+    def _column_files(self, column: Column) -> ColumnFiles:
+        rows = self.spec.chunk_rows
+        shape = (rows,) if column.width is None else (rows, column.width)
+        folder = f"{self.folder}/{column.name}"
+        return ColumnFiles(column.name, folder, self.stage, shape, stored_dtype(column), row_bytes(column))
+
+    def rows_in(self, chunk: int) -> int:
+        """Return the number of rows of a chunk."""
+        return min(self.spec.chunk_rows, self.spec.num_rows - chunk * self.spec.chunk_rows)
+
+    def row_log(self, chunk: int) -> str:
+        """Return the path of the row log of a staged chunk; its lock is the lock of the chunk."""
+        return f"{self.stage}/{chunk}.log"
+
+    def describe(self, chunk: int) -> str:
+        """Return how an error names a chunk."""
+        first = chunk * self.spec.chunk_rows
+        return f"rows {first} to {first + self.rows_in(chunk) - 1} (chunk {chunk}) of {self.folder}"
+
+    def staged_chunks(self) -> set[int]:
+        """Return the chunks that have files in the stage."""
+        found = (_STAGED_NAME.fullmatch(name) for name in names_in(self.stage))
+        return {int(match[1]) for match in found if match and int(match[1]) < self.num_chunks}
+
+    def make_folders(self) -> None:
+        """Make the folders that copying a store may have dropped because they were empty."""
+        for folder in (self.stage, self.commits):
+            with named_errors("Making", folder):
+                make_folders(folder)
+
+
+@final
+class ChunkIndex:
+    """What is committed, as far as this process has looked."""
+
+    def __init__(self, files: TableFiles) -> None:
+        self._files = files
+        self._logs = CommitLogs(files.commits)
+        self.committed: dict[int, CommitRecord] = {}
+        self.half_visible: set[int] = set()
+        """Chunks of which some columns have their final name: killed in the middle, or partly deleted."""
+
+    def refresh(self) -> None:
+        """Look again at folders and logs.
+
+        Raises:
+            CorruptStoreError: If a chunk file has no commit record, or not the size that the record says.
+        """
+        visible = [column.list_visible() for column in self._files.columns]
+        self._logs.poll()
+        anywhere, everywhere = set.union(*visible), set.intersection(*visible)
+        self._refuse_strangers(anywhere)
+        known = self.committed
+        self.committed = {
+            chunk: self._logs.latest[chunk]
+            for chunk in everywhere
+            if chunk in known or self._has_its_size(chunk, self._logs.latest[chunk])
+        }
+        self.half_visible = anywhere - everywhere
+
+    def record(self, chunk: int) -> CommitRecord | None:
+        """Return the latest commit record of a chunk, whether or not its files are there."""
+        return self._logs.latest.get(chunk)
+
+    def look_at(self, chunk: int) -> tuple[CommitRecord | None, list[ColumnFiles]]:
+        """Return the latest record of one chunk, and its columns that have their final name."""
+        visible = [c for c in self._files.columns if file_size(c.visible(chunk)) is not None]
+        self._logs.poll()
+        if visible:
+            self._refuse_strangers({chunk})
+        return self.record(chunk), visible
+
+    def add(self, record: CommitRecord) -> None:
+        """Note a chunk that this process has committed."""
+        self.committed[record.chunk] = record
+        self.half_visible.discard(record.chunk)
+
+    def _refuse_strangers(self, chunks: set[int]) -> None:
+        outside = sorted(chunk for chunk in chunks if chunk >= self._files.num_chunks)
+        if outside:
+            raise CorruptStoreError(
+                f"{self._files.folder} holds files of the chunks {short_list(outside)}, but its "
+                f"{self._files.spec.num_rows} rows make {self._files.num_chunks} chunks. Remove those files."
+            )
+        unrecorded = sorted(chunk for chunk in chunks if chunk not in self._logs.latest)
+        if unrecorded:
+            raise CorruptStoreError(
+                f"{self._files.folder} holds files of the chunks {short_list(unrecorded)} without a commit record: "
+                f"they were not written by trak_lite, or a log in {self._files.commits} is damaged. "
+                f"{self.remedy(unrecorded[0])}"
+            )
+
+    def _has_its_size(self, chunk: int, record: CommitRecord) -> bool:
+        sizes = {column.name: file_size(column.visible(chunk)) for column in self._files.columns}
+        expected = {column.name: column.chunk_bytes for column in self._files.columns}
+        recorded = {name: size for name, (size, _) in record.columns.items()}
+        if None in sizes.values():
+            return False  # removed since it was listed
+        if sizes == expected == recorded and record.rows == self._files.rows_in(chunk):
+            return True
+        raise CorruptStoreError(
+            f"The files of {self._files.describe(chunk)} have {sizes} bytes; expected {expected}, "
+            f"recorded {recorded} for {record.rows} rows. {self.remedy(chunk)}"
+        )
+
+    def remedy(self, chunk: int) -> str:
+        """Return what to do about a damaged chunk."""
+        paths = ", ".join(column.visible(chunk) for column in self._files.columns)
+        return f"Remove {paths}: the rows become pending, and running again computes them anew."
+
+    def records(self) -> Iterator[CommitRecord]:
+        """Yield the records of the committed chunks, ascending."""
+        for chunk in sorted(self.committed):
+            yield self.committed[chunk]

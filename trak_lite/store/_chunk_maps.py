@@ -1,0 +1,83 @@
+"""Committed chunks as arrays that are mapped, checked once, and kept for a while."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from typing import Any, final
+
+from numpy.typing import NDArray
+
+from trak_lite.errors import CorruptStoreError, IncompleteStoreError
+from trak_lite.store._checksums import crc32c
+from trak_lite.store._chunk_files import ChunkIndex, ColumnFiles, TableFiles
+from trak_lite.store._files import file_size, map_file, named_errors
+from trak_lite.store._records import CommitRecord
+
+__all__ = ["ChunkMaps"]
+
+_KEPT = 16
+
+
+@final
+class ChunkMaps:
+    """The last few mapped chunks of a table.
+
+    Each chunk's checksum is compared the first time that this process touches it. The pages are private: whatever
+    happens to an array, the file keeps its bytes.
+    """
+
+    def __init__(self, files: TableFiles, index: ChunkIndex) -> None:
+        self._files = files
+        self._index = index
+        self._maps: OrderedDict[tuple[str, int], NDArray[Any]] = OrderedDict()
+        self._verified: set[tuple[str, int]] = set()
+
+    def get(self, column: ColumnFiles, record: CommitRecord) -> NDArray[Any]:
+        """Return the rows of a committed chunk, ``(rows, width)`` or ``(rows,)``, not writable.
+
+        Raises:
+            CorruptStoreError: If size or checksum contradict the commit record.
+            IncompleteStoreError: If the file was removed.
+        """
+        key = column.name, record.chunk
+        array = self._maps.get(key)
+        if array is None:
+            array = self._map(column, record)
+            self._maps[key] = array
+            if len(self._maps) > _KEPT:
+                self._maps.popitem(last=False)
+        self._maps.move_to_end(key)
+        return array.view()  # a flag that the caller sets is the caller's
+
+    def clear(self) -> None:
+        """Let go of the maps; arrays that were handed out stay valid."""
+        self._maps.clear()
+
+    def _map(self, column: ColumnFiles, record: CommitRecord) -> NDArray[Any]:
+        path = column.visible(record.chunk)
+        size, checksum = record.columns[column.name]
+        with named_errors("Mapping", path):
+            content = self._whole(path, size, record.chunk)
+        key = column.name, record.chunk
+        if key not in self._verified and crc32c(content) != checksum:
+            raise CorruptStoreError(
+                f"{path}, {self._files.describe(record.chunk)}: the checksum differs from the commit record. "
+                f"{self._index.remedy(record.chunk)}"
+            )
+        self._verified.add(key)
+        array = content.view(column.dtype).reshape(column.shape)[: record.rows]
+        array.flags.writeable = False
+        return array
+
+    def _whole(self, path: str, size: int, chunk: int) -> NDArray[Any]:
+        seen = file_size(path)
+        if seen is None:
+            raise IncompleteStoreError(
+                f"{path} was removed after it was committed: {self._files.describe(chunk)} are pending. "
+                "Run again to compute them."
+            )
+        if seen != size:
+            raise CorruptStoreError(
+                f"{path}, {self._files.describe(chunk)}: {seen} bytes, expected {size}. {self._index.remedy(chunk)}"
+            )
+        return map_file(path, size)

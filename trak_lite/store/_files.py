@@ -1,0 +1,175 @@
+"""Files: what reaches the disk when, and which error a failing call becomes. No symbolic link is followed."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import mmap
+import os
+import stat
+import weakref
+from collections.abc import Iterator
+from typing import Any, final
+
+import numpy as np
+from numpy.typing import NDArray
+
+from trak_lite.errors import CorruptStoreError, ReadOnlyStoreError, StoreError, StoreFullError
+
+__all__ = [
+    "Descriptors",
+    "file_size",
+    "map_file",
+    "named_errors",
+    "open_file",
+    "reserve",
+    "sync_file",
+    "sync_folder",
+    "write_all",
+]
+
+_FULL = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
+_READ_ONLY = {errno.EROFS, errno.EACCES, errno.EPERM}
+_NOT_SUPPORTED = {errno.EOPNOTSUPP, errno.EINVAL, errno.ENOSYS}
+_ZEROS = bytes(1 << 20)
+
+
+@contextlib.contextmanager
+def named_errors(doing: str, path: str) -> Iterator[None]:
+    """Turn an :class:`OSError` into the named error that says what failed, where and what to do."""
+    try:
+        yield
+    except StoreError:
+        raise
+    except OSError as error:
+        seen = f"{doing} {path} failed: {error.strerror or error}."
+        if error.errno in _FULL:
+            raise StoreFullError(
+                f"{seen} The rows stay pending and the store is intact. Free some space and put them again."
+            ) from error
+        if error.errno in _READ_ONLY:
+            raise ReadOnlyStoreError(
+                f"{seen} Make the folder writable, open the store with mode='r', or use another path."
+            ) from error
+        if error.errno == errno.ELOOP:
+            raise CorruptStoreError(
+                f"{seen} It is a symbolic link, and inside a store none is followed. Put the file itself there."
+            ) from error
+        raise StoreError(
+            f"{seen} Rows not reported as done stay pending; check the disk, then run again."
+        ) from error
+
+
+def open_file(path: str, flags: int) -> int:
+    """Open a file without following a link, and without passing it on to child programs."""
+    return os.open(path, flags | os.O_NOFOLLOW | os.O_CLOEXEC, 0o666)
+
+
+@final
+class Descriptors:
+    """File descriptors that are closed together, at the latest when their owner is collected."""
+
+    def __init__(self) -> None:
+        self._fds: list[int] = []
+        weakref.finalize(self, _close_all, self._fds)
+
+    def __bool__(self) -> bool:
+        """Whether any is open."""
+        return bool(self._fds)
+
+    def open(self, path: str, flags: int) -> int:
+        """Open one more file."""
+        fd = open_file(path, flags)
+        self._fds.append(fd)
+        return fd
+
+    def close(self) -> None:
+        """Close all; closing drops the locks that were taken on them."""
+        _close_all(self._fds)
+
+
+def _close_all(fds: list[int]) -> None:
+    while fds:
+        os.close(fds.pop())
+
+
+def write_all(fd: int, data: NDArray[Any] | bytes, offset: int) -> None:
+    """Write a C-contiguous array or a byte string at an offset."""
+    rest = memoryview(data) if isinstance(data, bytes) else data.reshape(-1).view(np.uint8).data
+    while len(rest):
+        written = os.pwrite(fd, rest, offset)
+        rest, offset = rest[written:], offset + written
+
+
+def reserve(fd: int, size: int) -> None:
+    """Give a file its size and its room on the disk, so that a full disk shows now and as an error."""
+    if os.fstat(fd).st_size > size:
+        os.ftruncate(fd, size)
+    if hasattr(os, "posix_fallocate"):
+        try:
+            os.posix_fallocate(fd, 0, size)
+        except OSError as error:
+            if error.errno not in _NOT_SUPPORTED:
+                raise
+        else:
+            return
+    for start in range(os.fstat(fd).st_size, size, len(_ZEROS)):
+        write_all(fd, _ZEROS[: size - start], start)
+
+
+def sync_file(fd: int, path: str) -> None:
+    """Bring a file's bytes to the disk.
+
+    After a failed sync Linux holds the bytes for clean: a later sync would succeed without writing them. They are
+    written once more here, so that it does not.
+    """
+    try:
+        os.fsync(fd)
+    except OSError:
+        content = map_file(path, os.fstat(fd).st_size)
+        for start in range(0, len(content), len(_ZEROS)):
+            write_all(fd, content[start : start + len(_ZEROS)], start)
+        raise
+
+
+def sync_folder(path: str) -> None:
+    """Bring a folder's names to the disk."""
+    fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        os.fsync(fd)
+    finally:
+        os.close(fd)
+
+
+def map_file(path: str, size: int) -> NDArray[np.uint8]:
+    """Map the first bytes of a file as an array; the file keeps its bytes whatever is written to the array.
+
+    Raises:
+        CorruptStoreError: If the file is shorter: touching the missing pages would kill the process.
+    """
+    if size == 0:
+        return np.empty(0, np.uint8)
+    fd = open_file(path, os.O_RDONLY)
+    try:
+        seen = os.fstat(fd).st_size
+        if seen < size:
+            raise CorruptStoreError(f"{path} has {seen} bytes, expected {size}. Something cut it short.")
+        pages = mmap.mmap(fd, size, access=mmap.ACCESS_COPY)
+    finally:
+        os.close(fd)
+    return np.frombuffer(pages, np.uint8, size)
+
+
+def file_size(path: str) -> int | None:
+    """Return the size of a file, ``None`` where there is none.
+
+    Raises:
+        CorruptStoreError: If it is anything but a plain file.
+    """
+    try:
+        found = os.lstat(path)
+    except FileNotFoundError:
+        return None
+    if not stat.S_ISREG(found.st_mode):
+        raise CorruptStoreError(f"{path} is not a plain file. Put the chunk's own file there, or remove it.")
+    return found.st_size

@@ -1,0 +1,167 @@
+"""The row grid of a table: which specs are possible, how many rows a chunk has, and where rows fall in it."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from trak_lite._validate import one_of, positive_int
+from trak_lite.errors import CorruptStoreError, InvalidInputError
+from trak_lite.store._base import Column, TableSpec
+from trak_lite.store._names import check_name
+from trak_lite.store.manifest import canonical_json, compare_fingerprints
+
+__all__ = [
+    "Run",
+    "check_spec",
+    "chunk_rows_for",
+    "compare_specs",
+    "contiguous_runs",
+    "plain_json",
+    "row_bytes",
+    "spec_from_json",
+    "spec_to_json",
+    "stored_dtype",
+]
+
+_CHUNK_BYTES = 64 << 20
+_FEWEST_CHUNK_ROWS = 32
+_CHUNKS_OF_A_SMALL_TABLE = 64
+_DTYPES = ("float16", "float32")
+
+
+def chunk_rows_for(num_rows: int, row_bytes: int) -> int:
+    """Return how many rows a chunk should have: about 64 MiB, fewer for small tables, a power of two, at least 32.
+
+    It depends on the table alone, never on the batch size or the number of processes, so that both may change when
+    a run resumes.
+
+    Args:
+        num_rows: Rows N of the table.
+        row_bytes: Bytes of one row of the widest column.
+
+    Example:
+        >>> chunk_rows_for(1_000_000, 8192), chunk_rows_for(50_000, 8192), chunk_rows_for(100, 8192)
+        (8192, 1024, 32)
+    """
+    positive_int(num_rows=num_rows)
+    positive_int(row_bytes=row_bytes)
+    by_size = 1 << max(_CHUNK_BYTES // row_bytes, 1).bit_length() - 1
+    by_count = 1 << (-(-num_rows // _CHUNKS_OF_A_SMALL_TABLE) - 1).bit_length()
+    return max(min(by_size, by_count), _FEWEST_CHUNK_ROWS)
+
+
+def stored_dtype(column: Column) -> np.dtype[Any]:
+    """Return the dtype of a column's bytes on disk: little-endian on every machine."""
+    return np.dtype(column.dtype).newbyteorder("<")
+
+
+def row_bytes(column: Column) -> int:
+    """Return the bytes of one row of a column."""
+    return (column.width or 1) * stored_dtype(column).itemsize
+
+
+def plain_json(value: Any, *, what: str) -> Any:
+    """Return the value as JSON gives it back (tuples become lists).
+
+    Raises:
+        InvalidInputError: If the value has no JSON form.
+    """
+    try:
+        return json.loads(canonical_json(value))
+    except (TypeError, ValueError) as error:
+        raise InvalidInputError(
+            f"{what} must consist of JSON values (strings, finite numbers, booleans, None, lists, mappings): "
+            f"{error}. Convert what is not."
+        ) from error
+
+
+def check_spec(spec: TableSpec) -> TableSpec:
+    """Return the spec with its fingerprint in plain JSON, if a table of that shape can exist.
+
+    Raises:
+        InvalidInputError: For sizes below 1, no columns, bad, repeated or unknown names and dtypes.
+    """
+    positive_int(num_rows=spec.num_rows)
+    positive_int(chunk_rows=spec.chunk_rows)
+    names = [check_name(column.name, what="column") for column in spec.columns]
+    if not names or len(set(names)) < len(names):
+        raise InvalidInputError(f"A table needs one or more columns of different names, got {names}.")
+    for column in spec.columns:
+        one_of(_DTYPES, dtype=column.dtype)
+        if column.width is not None:
+            positive_int(width=column.width)
+    fingerprint = plain_json(dict(spec.fingerprint), what="A table's fingerprint")
+    return TableSpec(spec.num_rows, tuple(spec.columns), spec.chunk_rows, fingerprint)
+
+
+def spec_to_json(spec: TableSpec) -> dict[str, Any]:
+    """Return the spec as the table's ``zarr.json`` records it."""
+    return {
+        "num_rows": spec.num_rows,
+        "chunk_rows": spec.chunk_rows,
+        "columns": [{"name": c.name, "width": c.width, "dtype": c.dtype} for c in spec.columns],
+        "fingerprint": dict(spec.fingerprint),
+    }
+
+
+def spec_from_json(record: Mapping[str, Any], *, where: str) -> TableSpec:
+    """Read what :func:`spec_to_json` wrote.
+
+    Raises:
+        CorruptStoreError: If something else stands there.
+    """
+    try:
+        columns = tuple(Column(c["name"], c["width"], c["dtype"]) for c in record["columns"])
+        return check_spec(
+            TableSpec(record["num_rows"], columns, record["chunk_rows"], dict(record["fingerprint"]))
+        )
+    except (KeyError, TypeError, ValueError) as error:
+        raise CorruptStoreError(
+            f"{where} does not describe a table ({type(error).__name__}: {error}). Expected num_rows, chunk_rows, "
+            "columns and fingerprint as trak_lite wrote them. Restore the file from a backup, or use another path."
+        ) from error
+
+
+def compare_specs(stored: TableSpec, given: TableSpec, *, where: str) -> None:
+    """Raise if rows of ``given`` cannot go into the stored table.
+
+    Raises:
+        ManifestMismatchError: Names every differing key with its stored and given value.
+    """
+    compare_fingerprints(_flat(stored), _flat(given), where=where)
+
+
+def _flat(spec: TableSpec) -> dict[str, Any]:
+    shape = {key: value for key, value in spec_to_json(spec).items() if key != "fingerprint"}
+    return {**{f"table {key}": value for key, value in shape.items()}, **spec.fingerprint}
+
+
+@dataclass(frozen=True, slots=True)
+class Run:
+    """Consecutive rows inside one chunk."""
+
+    chunk: int
+    start: int
+    """First row, counted inside the chunk."""
+    source: slice
+    """Where the rows stand among the values that were given."""
+
+
+def contiguous_runs(first: int, count: int, chunk_rows: int, *, offset: int = 0) -> Iterator[Run]:
+    """Cut the rows ``first:first + count`` at the borders of chunks.
+
+    Example:
+        >>> [(run.chunk, run.start, run.source) for run in contiguous_runs(3, 4, 5)]
+        [(0, 3, slice(0, 2, None)), (1, 0, slice(2, 4, None))]
+    """
+    taken = 0
+    while taken < count:
+        chunk, start = divmod(first + taken, chunk_rows)
+        here = min(chunk_rows - start, count - taken)
+        yield Run(chunk, start, slice(offset + taken, offset + taken + here))
+        taken += here

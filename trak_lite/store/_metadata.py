@@ -1,0 +1,111 @@
+"""What the ``zarr.json`` files say: read with care, because everything else is trusted after them."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Mapping
+from typing import Any
+
+from trak_lite.errors import CorruptStoreError, ManifestMismatchError
+from trak_lite.store._base import Column, TableSpec
+from trak_lite.store._files import named_errors, open_file
+from trak_lite.store.manifest import FORMAT, Manifest
+
+__all__ = ["array_shape", "check_array", "manifest_from_json", "read_attributes"]
+
+
+def read_attributes(folder: str) -> dict[str, Any] | None:
+    """Return what a zarr group records under ``trak_lite``, ``None`` where the folder holds no ``zarr.json``.
+
+    Raises:
+        CorruptStoreError: If the file is not the JSON of a zarr group.
+    """
+    document = _read_zarr_json(folder)
+    if document is None:
+        return None
+    attributes = document.get("attributes", {})
+    own = attributes.get("trak_lite", {}) if isinstance(attributes, dict) else None
+    if document.get("node_type") != "group" or not isinstance(own, dict):
+        raise CorruptStoreError(
+            f"{folder}/zarr.json does not describe a zarr group with trak_lite's attributes. "
+            "Restore the file from a backup, or use another path."
+        )
+    return own
+
+
+def manifest_from_json(record: Mapping[str, Any], root: str) -> Manifest:
+    version = record.get("format")
+    if isinstance(version, int) and version > FORMAT:
+        raise ManifestMismatchError(
+            f"{root} has the format {version}, this version of trak_lite reads up to {FORMAT}. "
+            "Install a newer trak_lite."
+        )
+    fingerprint, made_with = record.get("fingerprint"), record.get("made_with", {})
+    if version != FORMAT or not isinstance(fingerprint, dict) or not isinstance(made_with, dict):
+        raise CorruptStoreError(
+            f"{root}/zarr.json does not describe a trak_lite store: format is {version!r}, fingerprint is "
+            f"{type(fingerprint).__name__}. Restore the file from a backup, or use another path."
+        )
+    return Manifest(fingerprint, made_with, version)
+
+
+def array_shape(column: Column, rows: int) -> tuple[int, ...]:
+    """Return the shape of that many rows of a column."""
+    return (rows,) if column.width is None else (rows, column.width)
+
+
+def check_array(folder: str, column: Column, spec: TableSpec) -> None:
+    """Raise unless the array of a column is laid out as the table says: sizes are known before anything is mapped."""
+    path = f"{folder}/{column.name}/zarr.json"
+    found = _read_zarr_json(f"{folder}/{column.name}")
+    if found is None:
+        raise CorruptStoreError(f"{path} is missing. Restore it from a backup, or use another path.")
+    expected = {
+        "zarr_format": 3,
+        "node_type": "array",
+        "shape": list(array_shape(column, spec.num_rows)),
+        "data_type": column.dtype,
+        "chunk_grid": {
+            "name": "regular",
+            "configuration": {"chunk_shape": list(array_shape(column, spec.chunk_rows))},
+        },
+        "chunk_key_encoding": {"name": "default", "configuration": {"separator": "."}},
+        "codecs": [{"name": "bytes", "configuration": {"endian": "little"}}],
+        "fill_value": "NaN",
+    }
+    differing = [key for key, value in expected.items() if found.get(key) != value]
+    if differing:
+        raise CorruptStoreError(
+            f"{path} contradicts its table: "
+            + "; ".join(f"{key} is {found.get(key)!r}, expected {expected[key]!r}" for key in differing)
+            + ". Restore the file from a backup, or use another path."
+        )
+
+
+def _read_zarr_json(folder: str) -> dict[str, Any] | None:
+    """Return the ``zarr.json`` of a folder, ``None`` where there is none.
+
+    Raises:
+        CorruptStoreError: If it is not a JSON object.
+    """
+    path = os.path.join(folder, "zarr.json")
+    with named_errors("Reading", path):
+        try:
+            fd = open_file(path, os.O_RDONLY)
+        except (FileNotFoundError, NotADirectoryError):
+            return None
+        with os.fdopen(fd, "rb") as file:
+            text = file.read()
+    try:
+        document = json.loads(text)
+    except ValueError as error:
+        raise CorruptStoreError(
+            f"{path} is not JSON ({error}). It was damaged after it was written; it is not made anew over the rows. "
+            "Restore the file from a backup, or use another path."
+        ) from error
+    if not isinstance(document, dict):
+        raise CorruptStoreError(
+            f"{path} holds {type(document).__name__}, expected a JSON object. Restore it from a backup."
+        )
+    return document

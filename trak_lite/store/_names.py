@@ -1,0 +1,53 @@
+"""Which names may become folders, and how they sort."""
+
+from __future__ import annotations
+
+import re
+
+from trak_lite.errors import InvalidInputError
+
+__all__ = ["check_name", "natural_order", "path_parts"]
+
+_NAME = re.compile(r"[A-Za-z0-9_-][A-Za-z0-9._-]{0,63}")
+_RESERVED = "zarr.json"
+
+
+def check_name(name: object, *, what: str) -> str:
+    """Return a name that is safe as a folder name on every file system, under any root.
+
+    Example:
+        >>> check_name("ckpt-0", what="table")
+        'ckpt-0'
+        >>> check_name("../etc", what="table")
+        Traceback (most recent call last):
+        ...
+        trak_lite.errors.InvalidInputError: '../etc' cannot be a table name. Expected 1 to 64 of the characters \
+A-Z a-z 0-9 . _ -, no leading dot, no '..' and not 'zarr.json'. Rename it.
+    """
+    if isinstance(name, str) and _NAME.fullmatch(name) and ".." not in name and name.lower() != _RESERVED:
+        return name
+    raise InvalidInputError(
+        f"{name!r} cannot be a {what} name. Expected 1 to 64 of the characters A-Z a-z 0-9 . _ -, "
+        f"no leading dot, no '..' and not {_RESERVED!r}. Rename it."
+    )
+
+
+def path_parts(path: object, *, what: str) -> tuple[str, ...]:
+    """Return the checked names of a ``/``-separated path."""
+    if not isinstance(path, str):
+        raise InvalidInputError(f"A {what} path must be a string such as 'ckpt-0', got {path!r}.")
+    return tuple(check_name(part, what=what) for part in path.split("/"))
+
+
+def natural_order(path: str) -> tuple[object, ...]:
+    """Return a sort key that puts ``ckpt-2`` before ``ckpt-10``.
+
+    Example:
+        >>> sorted(["ckpt-10", "ckpt-2", "a/ckpt-1"], key=natural_order)
+        ['a/ckpt-1', 'ckpt-2', 'ckpt-10']
+    """
+    parts = tuple(
+        tuple(int(token) if token.isdigit() else token for token in re.split(r"([0-9]+)", part))
+        for part in path.split("/")
+    )
+    return parts, path

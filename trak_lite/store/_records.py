@@ -1,0 +1,177 @@
+"""Records of what is done: rows of a staged chunk, and committed chunks.
+
+Row record: 24 bytes, little-endian: chunk (8), first row in the chunk (4), rows (4), CRC-32C of the rows' bytes over
+all columns (4), CRC-32C of the record (4). They follow a 64-byte line that names the process holding the chunk.
+Commit record: one line of JSON, a tab, its CRC-32C in hex; one log per writer, only ever appended to.
+A record that does not match its own checksum does not exist: torn tails and flipped bits cost rows, never wrong ones.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import struct
+import uuid
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import final
+
+from trak_lite.store._checksums import crc32c
+from trak_lite.store._failpoints import failpoint
+from trak_lite.store._files import Descriptors, named_errors, open_file, sync_folder, write_all
+from trak_lite.store._folders import names_in
+
+__all__ = [
+    "HOLDER_BYTES",
+    "RECORD_BYTES",
+    "CommitLog",
+    "CommitLogs",
+    "CommitRecord",
+    "RowRecord",
+    "decode_rows",
+    "encode_row",
+    "holder_line",
+]
+
+_ROW = struct.Struct("<QIII")
+_CHECK = struct.Struct("<I")
+RECORD_BYTES = _ROW.size + _CHECK.size
+HOLDER_BYTES = 64
+
+
+@dataclass(frozen=True, slots=True)
+class RowRecord:
+    """Rows of a staged chunk whose bytes have been written."""
+
+    chunk: int
+    start: int
+    count: int
+    checksum: int
+
+
+def encode_row(chunk: int, start: int, count: int, checksum: int) -> bytes:
+    """Return a row record as bytes."""
+    body = _ROW.pack(chunk, start, count, checksum)
+    return body + _CHECK.pack(crc32c(body))
+
+
+def decode_rows(log: bytes) -> Iterator[RowRecord]:
+    """Yield the valid records of a row log.
+
+    Example:
+        >>> torn = bytes(64) + encode_row(0, 0, 2, 7) + encode_row(0, 2, 2, 9)[:-1]
+        >>> list(decode_rows(torn))
+        [RowRecord(chunk=0, start=0, count=2, checksum=7)]
+    """
+    for offset in range(HOLDER_BYTES, len(log) - RECORD_BYTES + 1, RECORD_BYTES):
+        body = log[offset : offset + _ROW.size]
+        if _CHECK.unpack_from(log, offset + _ROW.size)[0] == crc32c(body):
+            yield RowRecord(*_ROW.unpack(body))
+
+
+def holder_line() -> bytes:
+    """Return the line that names this process in a row log: for people, and for the message of a busy chunk."""
+    line = f"pid {os.getpid()} on {socket.gethostname()}".encode("ascii", "replace")
+    return line[: HOLDER_BYTES - 1].ljust(HOLDER_BYTES - 1) + b"\n"
+
+
+@dataclass(frozen=True, slots=True)
+class CommitRecord:
+    """One complete chunk: what every column file must be."""
+
+    chunk: int
+    generation: int
+    """Counts the commits of this chunk; the highest is the law (a chunk that was deleted is committed again)."""
+    rows: int
+    columns: Mapping[str, tuple[int, int]]
+    """Bytes and CRC-32C of each column file."""
+
+    def encode(self) -> bytes:
+        """Return the record as a line of a commit log."""
+        body = json.dumps(
+            {
+                "chunk": self.chunk,
+                "generation": self.generation,
+                "rows": self.rows,
+                "columns": {name: list(pair) for name, pair in self.columns.items()},
+            },
+            separators=(",", ":"),
+        ).encode()
+        return body + b"\t%08x\n" % crc32c(body)
+
+    @classmethod
+    def decode(cls, line: bytes) -> CommitRecord | None:
+        """Return the record of a line, ``None`` if the line does not match its checksum."""
+        body, _, checksum = line.rpartition(b"\t")
+        if not body or checksum != b"%08x" % crc32c(body):
+            return None
+        found = json.loads(body)
+        columns = {name: (int(size), int(crc)) for name, (size, crc) in found["columns"].items()}
+        return cls(found["chunk"], found["generation"], found["rows"], columns)
+
+
+@final
+class CommitLogs:
+    """The commit logs of all writers of a table, read as they grow."""
+
+    def __init__(self, folder: str) -> None:
+        self._folder = folder
+        self._read_to: dict[str, int] = {}
+        self.latest: dict[int, CommitRecord] = {}
+
+    def poll(self) -> None:
+        """Read what has been appended since the last time."""
+        with named_errors("Reading the commit logs in", self._folder):
+            for name in names_in(self._folder):
+                if name.endswith(".log"):
+                    self._read_on(name)
+
+    def _read_on(self, name: str) -> None:
+        path = os.path.join(self._folder, name)
+        offset = self._read_to.get(name, 0)
+        if os.lstat(path).st_size == offset:
+            return
+        with os.fdopen(open_file(path, os.O_RDONLY), "rb") as file:
+            file.seek(offset)
+            text = file.read()
+        whole = text.rfind(b"\n") + 1  # a line still being written, or torn, is looked at again next time
+        for line in text[:whole].splitlines():
+            self._add(CommitRecord.decode(line))
+        self._read_to[name] = offset + whole
+
+    def _add(self, record: CommitRecord | None) -> None:
+        if record is None:
+            return
+        known = self.latest.get(record.chunk)
+        if known is None or known.generation < record.generation:
+            self.latest[record.chunk] = record
+
+
+@final
+class CommitLog:
+    """The commit log of this writer, made when the first chunk is committed."""
+
+    def __init__(self, folder: str) -> None:
+        self._folder = folder
+        self._files = Descriptors()
+        self._fd: int | None = None
+        self._size = 0
+
+    def append(self, record: CommitRecord) -> None:
+        """Write a record and bring it to the disk."""
+        if self._fd is None:
+            path = os.path.join(self._folder, f"{uuid.uuid4().hex}.log")
+            self._fd = self._files.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL)
+            sync_folder(self._folder)
+        line = record.encode()
+        # at the remembered offset: what a failed append left behind has no line end, is no record, and is overwritten
+        write_all(self._fd, line, self._size)
+        self._size += len(line)
+        failpoint("commit_written")
+        os.fsync(self._fd)
+
+    def close(self) -> None:
+        """Close the log; the next record starts another one."""
+        self._files.close()
+        self._fd, self._size = None, 0

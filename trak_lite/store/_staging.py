@@ -1,0 +1,296 @@
+"""One chunk on its way from nothing to committed.
+
+The rows of a chunk collect in one staged file per column. A row log beside them says which rows are there; the lock on
+the log is the lock on the chunk. Once every row is done: sync the files, write and sync the commit record, give the
+files their final names, remove the log. A kill between any two of these steps is repaired by whoever opens the chunk
+next for writing: columns that already have their final name are taken back, the rows are proven against their
+records, and the chunk is committed again if all are there.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, final
+
+import numpy as np
+from numpy.typing import NDArray
+
+from trak_lite.errors import BusyError, CorruptStoreError
+from trak_lite.store._checksums import crc32c
+from trak_lite.store._chunk_files import ColumnFiles, TableFiles
+from trak_lite.store._failpoints import failpoint
+from trak_lite.store._files import (
+    Descriptors,
+    file_size,
+    map_file,
+    open_file,
+    reserve,
+    sync_file,
+    sync_folder,
+    write_all,
+)
+from trak_lite.store._grid import Run
+from trak_lite.store._records import (
+    HOLDER_BYTES,
+    RECORD_BYTES,
+    CommitLog,
+    CommitRecord,
+    decode_rows,
+    encode_row,
+    holder_line,
+)
+
+__all__ = ["Progress", "StagedChunk", "proven_rows", "read_row_log"]
+
+
+def read_row_log(path: str) -> bytes:
+    """Return the bytes of a row log, none where there is no log."""
+    try:
+        fd = open_file(path, os.O_RDONLY)
+    except FileNotFoundError:
+        return b""
+    with os.fdopen(fd, "rb") as file:
+        return file.read()
+
+
+def proven_rows(files: TableFiles, chunk: int, log: bytes, record: CommitRecord | None) -> NDArray[np.bool_]:
+    """Return which rows of an uncommitted chunk are done: their bytes match a row record.
+
+    With a commit record that all bytes match, every row is: a power cut may have taken the row log, which is never
+    synced. Needs no lock and writes nothing.
+    """
+    views = _map_columns(files, chunk)
+    if record is not None and record.columns == _checksums(files, views):
+        return np.ones(files.rows_in(chunk), np.bool_)
+    return _replay(log, chunk, views, files.rows_in(chunk))
+
+
+def _map_columns(files: TableFiles, chunk: int) -> list[NDArray[np.uint8]]:
+    """Return the bytes of an uncommitted chunk, for each column ``(chunk_rows, bytes of a row)``.
+
+    What is missing of a file counts as zeros: that is how the next writer fills it up.
+    """
+    views = []
+    for column in files.columns:
+        staged = column.staged(chunk)
+        path = staged if file_size(staged) is not None else column.visible(chunk)
+        size = min(file_size(path) or 0, column.chunk_bytes)
+        content = map_file(path, size) if size else np.empty(0, np.uint8)
+        if size < column.chunk_bytes:
+            content = np.concatenate([content, np.zeros(column.chunk_bytes - size, np.uint8)])
+        views.append(content.reshape(column.shape[0], -1))
+    return views
+
+
+def _checksums(files: TableFiles, views: Sequence[NDArray[np.uint8]]) -> dict[str, tuple[int, int]]:
+    return {
+        column.name: (column.chunk_bytes, crc32c(view))
+        for column, view in zip(files.columns, views, strict=True)
+    }
+
+
+def _replay(log: bytes, chunk: int, views: Sequence[NDArray[np.uint8]], num_rows: int) -> NDArray[np.bool_]:
+    done = np.zeros(num_rows, np.bool_)
+    for entry in decode_rows(log):
+        rows = slice(entry.start, entry.start + entry.count)
+        fits = entry.chunk == chunk and rows.stop <= num_rows
+        if fits and not done[rows].all() and crc32c(*(view[rows] for view in views)) == entry.checksum:
+            done[rows] = True
+    return done
+
+
+@dataclass(frozen=True, slots=True)
+class Progress:
+    """What was known of a staged chunk when its lock was given up; holds as long as the log is the same."""
+
+    log_inode: int
+    log_size: int
+    done: NDArray[np.bool_]
+
+
+@final
+class StagedChunk:
+    """A chunk that this process is filling, under its lock."""
+
+    def __init__(self, files: TableFiles, chunk: int, log: Descriptors, log_fd: int) -> None:
+        self.chunk = chunk
+        self.done: NDArray[np.bool_] = np.zeros(files.rows_in(chunk), np.bool_)
+        self.log_size = HOLDER_BYTES
+        self._files = files
+        self._open = log
+        self._log_fd = log_fd
+        self._column_fds: list[int] = []
+        self._generation = 1
+        self._proof: CommitRecord | None = None
+
+    @classmethod
+    def lock(cls, files: TableFiles, chunk: int) -> StagedChunk:
+        """Take the lock of a chunk.
+
+        Raises:
+            BusyError: If another writer holds it; names the writer.
+        """
+        path = files.row_log(chunk)
+        while True:
+            log = Descriptors()
+            fd = log.open(path, os.O_RDWR | os.O_CREAT)
+            try:
+                fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                holder = os.pread(fd, HOLDER_BYTES, 0)
+                log.close()
+                raise BusyError(_busy_message(files.describe(chunk), holder)) from None
+            if _is_named(path, fd):
+                return cls(files, chunk, log, fd)
+            log.close()  # its last holder committed the chunk and removed the log before the lock was taken
+
+    @property
+    def complete(self) -> bool:
+        """Whether every row is done."""
+        return bool(self.done.all())
+
+    @property
+    def progress(self) -> Progress:
+        """What is known of the chunk, to be remembered beyond the lock."""
+        return Progress(os.fstat(self._log_fd).st_ino, self.log_size, self.done)
+
+    def take_back(self, visible: Sequence[ColumnFiles]) -> None:
+        """Move columns of a chunk that is not committed from their final names back to the stage."""
+        for column in visible:
+            if file_size(column.staged(self.chunk)) is None:
+                os.rename(column.visible(self.chunk), column.staged(self.chunk))
+            else:
+                os.unlink(column.visible(self.chunk))  # a leftover: the staged file is the one being filled
+            failpoint("column_taken_back")
+
+    def prepare(
+        self, record: CommitRecord | None, known: Progress | None, *, roll_forward: bool = False
+    ) -> None:
+        """Open and reserve the staged files and find out which rows are done.
+
+        Args:
+            record: Latest commit record of the chunk, if there is one.
+            known: What this process knew when it last held the lock.
+            roll_forward: Whether bytes that match ``record`` are done as well. Not so where a failed commit has been
+                reported: its rows were promised to stay pending.
+        """
+        log = read_row_log(self._files.row_log(self.chunk))
+        try:
+            write_all(self._log_fd, holder_line(), 0)
+            for column in self._files.columns:
+                fd = self._open.open(column.staged(self.chunk), os.O_RDWR | os.O_CREAT)
+                reserve(fd, column.chunk_bytes)
+                self._column_fds.append(fd)
+        except OSError:
+            if len(log) <= HOLDER_BYTES and record is None:
+                self._remove()  # nothing is done in it: do not keep a full disk full
+            raise
+        failpoint("stage_reserved")
+        self._generation = 1 if record is None else record.generation + 1
+        self._proof = record if roll_forward else None
+        self.log_size += max(len(log) - HOLDER_BYTES, 0) // RECORD_BYTES * RECORD_BYTES
+        inode = os.fstat(self._log_fd).st_ino
+        if known is not None and (known.log_inode, known.log_size) == (inode, len(log)):
+            self.done = known.done
+        else:
+            self.done = proven_rows(self._files, self.chunk, log, self._proof)
+
+    def write(self, start: int, arrays: Sequence[NDArray[Any]]) -> None:
+        """Write consecutive rows, one array per column; when it returns, a kill cannot lose them."""
+        count = len(arrays[0])
+        for fd, column, array in zip(self._column_fds, self._files.columns, arrays, strict=True):
+            write_all(fd, array, start * column.row_bytes)
+            failpoint("column_written")
+        failpoint("rows_written")
+        write_all(self._log_fd, encode_row(self.chunk, start, count, crc32c(*arrays)), self.log_size)
+        failpoint("rows_recorded")
+        self.log_size += RECORD_BYTES
+        self.done[start : start + count] = True
+
+    def forget(self, log_size: int, runs: Sequence[Run]) -> None:
+        """Make rows pending again whose writing failed half way."""
+        if self._open:
+            os.ftruncate(self._log_fd, log_size)
+            self.log_size = log_size
+        for run in runs:
+            self.done[run.start : run.start + run.source.stop - run.source.start] = False
+
+    def commit(self, log: CommitLog) -> CommitRecord:
+        """Make the complete chunk visible, and give up the lock.
+
+        Raises:
+            CorruptStoreError: If staged bytes no longer match their records; those rows are pending again.
+        """
+        self._pad()
+        record = self._proven_record()
+        for fd, column in zip(self._column_fds, self._files.columns, strict=True):
+            sync_file(fd, column.staged(self.chunk))
+        failpoint("columns_synced")
+        log.append(record)
+        failpoint("commit_synced")
+        for column in self._files.columns:
+            os.rename(column.staged(self.chunk), column.visible(self.chunk))
+            failpoint("column_published")
+        for folder in (*(column.folder for column in self._files.columns), self._files.stage):
+            sync_folder(folder)
+        failpoint("chunk_published")
+        self.discard_log()
+        failpoint("chunk_settled")
+        return record
+
+    def discard_log(self) -> None:
+        """Remove the row log of a committed chunk, and give up the lock."""
+        os.unlink(self._files.row_log(self.chunk))
+        self.close()
+
+    def close(self) -> None:
+        """Give up the lock; rows that are done stay done."""
+        self._open.close()
+
+    def _pad(self) -> None:
+        rows = len(self.done)
+        for fd, column in zip(self._column_fds, self._files.columns, strict=True):
+            missing = column.shape[0] - rows
+            if missing:
+                padding = np.full((missing, *column.shape[1:]), np.nan, column.dtype)
+                write_all(fd, padding, rows * column.row_bytes)
+
+    def _proven_record(self) -> CommitRecord:
+        views = _map_columns(self._files, self.chunk)
+        sums = _checksums(self._files, views)
+        log = read_row_log(self._files.row_log(self.chunk))
+        proven = _replay(log, self.chunk, views, len(self.done))
+        if proven.all() or (self._proof is not None and self._proof.columns == sums):
+            return CommitRecord(self.chunk, self._generation, len(self.done), sums)
+        raise CorruptStoreError(
+            f"Staged bytes of {self._files.describe(self.chunk)} changed after they were written. "
+            "pending() lists the rows that have to be put again; check the disk."
+        )
+
+    def _remove(self) -> None:
+        for column in self._files.columns:
+            if file_size(column.staged(self.chunk)) is not None:
+                os.unlink(column.staged(self.chunk))
+        self.discard_log()
+
+
+def _is_named(path: str, fd: int) -> bool:
+    """Return whether the open file is still the one that has the name."""
+    try:
+        found = os.lstat(path)
+    except FileNotFoundError:
+        return False
+    return os.path.samestat(found, os.fstat(fd))
+
+
+def _busy_message(where: str, holder: bytes) -> str:
+    name = holder.decode("ascii", "replace").strip()
+    if holder == holder_line():
+        return f"{where}: this process already writes them through another open store. Close that one first."
+    return (
+        f"{where}: another writer ({name or 'unnamed'}) holds them. "
+        "Wait for it to finish, stop it, or give this process other rows."
+    )

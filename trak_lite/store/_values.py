@@ -1,0 +1,174 @@
+"""Checks on what is put into a table: everything is known to be right before the first byte is written."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from trak_lite.errors import InvalidInputError, NonFiniteError
+from trak_lite.store._base import Column, TableSpec
+from trak_lite.store._grid import Run, contiguous_runs, stored_dtype
+
+__all__ = ["RowBlock", "check_block", "short_list"]
+
+_Rows = range | NDArray[np.int64]
+
+
+@dataclass(frozen=True, slots=True)
+class RowBlock:
+    """Rows that may be written as they are."""
+
+    runs: Mapping[int, Sequence[Run]]
+    """Runs of consecutive rows, by chunk."""
+    arrays: tuple[NDArray[Any], ...]
+    """One array per column, in the column's stored dtype, finite, C-contiguous, in the order of the runs."""
+
+
+def check_block(
+    rows: int | Sequence[int] | NDArray[np.integer], values: Mapping[str, NDArray[Any]], spec: TableSpec
+) -> RowBlock:
+    """Return rows and values in the form in which they are written.
+
+    Args:
+        rows: First row of a contiguous run, or the row of each value (distinct, any order).
+        values: For each column an array ``(b, width)`` or ``(b,)``.
+        spec: The table they go into.
+
+    Raises:
+        InvalidInputError: For wrong columns, shapes or dtypes, rows out of range or repeated.
+        NonFiniteError: If a value is NaN or infinite, before or after the cast; names the rows.
+    """
+    given = _given_arrays(values, spec)
+    index = _row_index(rows, len(given[0]), spec.num_rows)
+    arrays = tuple(_stored(array, column, index) for array, column in zip(given, spec.columns, strict=True))
+    if isinstance(index, range):
+        return RowBlock(_by_chunk(contiguous_runs(index.start, len(index), spec.chunk_rows)), arrays)
+    order = np.argsort(index)
+    runs = _scattered_runs(index[order], spec.chunk_rows)
+    return RowBlock(_by_chunk(runs), tuple(np.ascontiguousarray(array[order]) for array in arrays))
+
+
+def short_list(items: Sequence[Any] | NDArray[Any], *, limit: int = 10) -> str:
+    """Return the first items as text, and how many there are in all.
+
+    Example:
+        >>> short_list(range(4), limit=2)
+        '0, 1, ... (4 in all)'
+    """
+    shown = ", ".join(str(item) for item in items[:limit])
+    return shown if len(items) <= limit else f"{shown}, ... ({len(items)} in all)"
+
+
+def _given_arrays(values: Mapping[str, NDArray[Any]], spec: TableSpec) -> list[NDArray[Any]]:
+    names = [column.name for column in spec.columns]
+    if not isinstance(values, Mapping) or set(values) != set(names):
+        seen = sorted(map(str, values)) if isinstance(values, Mapping) else type(values).__name__
+        raise InvalidInputError(f"Expected values for the columns {names}, got {seen}. Give each one array.")
+    arrays = [_given_array(values[column.name], column) for column in spec.columns]
+    counts = {column.name: len(array) for column, array in zip(spec.columns, arrays, strict=True)}
+    if len(set(counts.values())) > 1:
+        raise InvalidInputError(f"The columns disagree on the number of rows: {counts}. Give each the same.")
+    if not len(arrays[0]):
+        raise InvalidInputError("There is no row in the values. Put at least one row at a time.")
+    return arrays
+
+
+def _given_array(array: object, column: Column) -> NDArray[Any]:
+    if not isinstance(array, np.ndarray) or array.dtype.kind != "f":
+        seen = array.dtype if isinstance(array, np.ndarray) else type(array).__name__
+        raise InvalidInputError(
+            f"{column.name} must be a NumPy array of a real floating dtype, got {seen}. Convert it first."
+        )
+    expected = 1 if column.width is None else 2
+    if array.ndim != expected or (expected == 2 and array.shape[1] != column.width):
+        shape = "(b,)" if column.width is None else f"(b, {column.width})"
+        raise InvalidInputError(
+            f"{column.name} must have the shape {shape}, got {array.shape}. "
+            "Give one row per sample and the width that the table was created with."
+        )
+    return array
+
+
+def _row_index(rows: object, count: int, num_rows: int) -> _Rows:
+    """Return the row of each value: a range where the rows are consecutive, else an array."""
+    index: _Rows
+    if isinstance(rows, int | np.integer) and not isinstance(rows, bool):
+        index = range(int(rows), int(rows) + count)
+    else:
+        index = _listed_rows(rows, count)
+    low, high = (index.start, index.stop - 1) if isinstance(index, range) else (index.min(), index.max())
+    if low < 0 or high >= num_rows:
+        raise InvalidInputError(
+            f"Rows {low} to {high} do not fit into a table of {num_rows} rows. Expected rows of 0 to {num_rows - 1}."
+        )
+    return index
+
+
+def _listed_rows(rows: Any, count: int) -> _Rows:
+    listed = np.asarray(rows)
+    if listed.ndim != 1 or listed.dtype.kind not in "iu" or len(listed) != count:
+        raise InvalidInputError(
+            f"rows must be the first row of a run, or one integer per value ({count} of them), "
+            f"got {listed.dtype} of shape {listed.shape}."
+        )
+    index: NDArray[np.int64] = listed.astype(np.int64)
+    if len(index) == 1 or (np.diff(index) == 1).all():
+        return range(int(index[0]), int(index[-1]) + 1)
+    distinct, times = np.unique(index, return_counts=True)
+    if len(distinct) < count:
+        raise InvalidInputError(
+            f"Rows are repeated in one put: {short_list(distinct[times > 1])}. Give each row once."
+        )
+    return index
+
+
+def _stored(array: NDArray[Any], column: Column, index: _Rows) -> NDArray[Any]:
+    with np.errstate(over="ignore", invalid="ignore"):  # what becomes infinite is reported below, by row
+        stored: NDArray[Any] = np.ascontiguousarray(array, dtype=stored_dtype(column))
+    if not _all_finite(stored):
+        _raise_non_finite(array, stored, column, np.asarray(index))
+    return stored
+
+
+def _all_finite(array: NDArray[Any]) -> bool:
+    if (
+        array.dtype.itemsize == 2
+    ):  # NumPy emulates isfinite of float16: the exponent bits tell it 20 times faster
+        return int((array.view("<u2") & 0x7FFF).max()) < 0x7C00
+    return bool(np.isfinite(array).all())
+
+
+def _raise_non_finite(
+    array: NDArray[Any], stored: NDArray[Any], column: Column, index: NDArray[np.int64]
+) -> None:
+    finite_before = np.isfinite(array).reshape(len(array), -1).all(axis=1)
+    if not finite_before.all():
+        raise NonFiniteError(
+            f"{column.name} is NaN or infinite in rows {short_list(index[~finite_before])}. Nothing was written. "
+            "Look at the model's output for these samples."
+        )
+    overflown = ~np.isfinite(stored).reshape(len(stored), -1).all(axis=1)
+    advice = " Use dtype float32." if column.dtype == "float16" else ""
+    raise NonFiniteError(
+        f"{column.name} does not fit into {column.dtype} in rows {short_list(index[overflown])}: the largest magnitude "
+        f"is {np.abs(array[overflown]).max():.4g}, the limit {float(np.finfo(column.dtype).max):.4g}. "
+        f"Nothing was written.{advice}"
+    )
+
+
+def _by_chunk(runs: Iterable[Run]) -> dict[int, list[Run]]:
+    by_chunk: dict[int, list[Run]] = {}
+    for run in runs:
+        by_chunk.setdefault(run.chunk, []).append(run)
+    return by_chunk
+
+
+def _scattered_runs(ascending: NDArray[np.int64], chunk_rows: int) -> Iterable[Run]:
+    borders = [0, *(np.flatnonzero(np.diff(ascending) != 1) + 1).tolist(), len(ascending)]
+    for start, stop in itertools.pairwise(borders):
+        yield from contiguous_runs(int(ascending[start]), stop - start, chunk_rows, offset=start)

@@ -1,0 +1,249 @@
+"""A table on disk: rows go into staged chunks, complete chunks become the chunks of zarr arrays."""
+
+from __future__ import annotations
+
+import logging
+import os
+import weakref
+from collections import OrderedDict
+from collections.abc import Mapping, Sequence
+from typing import Any, final
+
+import numpy as np
+from numpy.typing import NDArray
+
+from trak_lite.errors import BusyError, ReadOnlyStoreError, StateError
+from trak_lite.store._base import AbstractRowTable, TableSpec
+from trak_lite.store._chunk_files import ChunkIndex, TableFiles
+from trak_lite.store._chunk_maps import ChunkMaps
+from trak_lite.store._content import content_digest, raise_incomplete
+from trak_lite.store._files import named_errors
+from trak_lite.store._grid import Run
+from trak_lite.store._records import CommitLog, CommitRecord
+from trak_lite.store._staging import Progress, StagedChunk, proven_rows, read_row_log
+from trak_lite.store._values import RowBlock, check_block, short_list
+
+__all__ = ["ZarrRowTable"]
+
+logger = logging.getLogger(__name__)
+
+_OPEN_CHUNKS = 32  # staged at a time: each holds a lock and a file per column
+
+
+@final
+class ZarrRowTable(AbstractRowTable):
+    """Rows of one table of a :class:`~trak_lite.store.ZarrFeatureStore`.
+
+    What other processes commit is seen by ``done``, ``pending`` and ``committed_chunks`` each time they are called,
+    and by ``read_chunk`` when it is asked for a chunk that it has not seen yet.
+    """
+
+    def __init__(self, folder: str, spec: TableSpec, *, writable: bool) -> None:
+        self._spec = spec
+        self._files = TableFiles(folder, spec)
+        self._index = ChunkIndex(self._files)
+        self._maps = ChunkMaps(self._files, self._index)
+        self._log = CommitLog(self._files.commits)
+        self._staged: OrderedDict[int, StagedChunk] = OrderedDict()
+        self._known: dict[int, Progress] = {}
+        self._writable = writable
+        self._closed = False
+        self._index.refresh()
+        if writable:
+            self._files.make_folders()
+            self._recover()
+            _TABLES.add(self)
+
+    @property
+    def spec(self) -> TableSpec:
+        """Shape, columns and fingerprint of the table."""
+        return self._spec
+
+    def put(
+        self, rows: int | Sequence[int] | NDArray[np.integer], values: Mapping[str, NDArray[Any]]
+    ) -> None:
+        """Write rows; see :meth:`AbstractRowTable.put`.
+
+        All staged files are reserved before the first byte is written, so a full disk refuses the whole call. A
+        failure later than that leaves the rows of the chunk in hand pending, and those of earlier chunks done.
+        """
+        self._require_writable()
+        block = check_block(rows, values, self._spec)
+        with named_errors("Writing rows to", self._files.folder):
+            for chunk in block.runs.keys() & self._index.committed.keys():
+                raise self._is_done(chunk)
+            for chunk, runs in block.runs.items():
+                self._refuse_done(self._stage(chunk), runs)
+            for chunk, runs in block.runs.items():
+                self._write(self._stage(chunk), runs, block)
+
+    def done(self) -> NDArray[np.bool_]:
+        """Return which rows are done, ``(num_rows,)``."""
+        mask = np.zeros(self._spec.num_rows, np.bool_)
+        # the stage first, the index second: a chunk that is committed in between is seen by the second look
+        for chunk in self._files.staged_chunks():
+            first, stop = self.chunk_range(chunk)
+            mask[first:stop] = self._staged_rows(chunk, None)
+        self._index.refresh()
+        for chunk in self._index.committed:
+            first, stop = self.chunk_range(chunk)
+            mask[first:stop] = True
+        return mask
+
+    def committed_chunks(self) -> list[int]:
+        """Return the chunks that are complete and readable, ascending."""
+        self._index.refresh()
+        return sorted(self._index.committed)
+
+    def read_chunk(self, chunk: int, column: str) -> NDArray[Any]:
+        """Return the rows of a committed chunk as a mapped array; see :meth:`AbstractRowTable.read_chunk`.
+
+        The array is marked as not writable; its pages are private, so marking it writable (as torch wants an array
+        that it shares) cannot change the file.
+        """
+        self.chunk_range(chunk)
+        position = self._spec.columns.index(self.column(column))
+        if chunk not in self._index.committed:
+            self._index.refresh()
+        record = self._index.committed.get(chunk)
+        if record is None:
+            raise_incomplete(self, chunk, where=self._files.folder)
+        return self._maps.get(self._files.columns[position], record)
+
+    def content_key(self) -> str:
+        """Return a digest of the committed contents."""
+        committed = self.committed_chunks()
+        for chunk in range(self.num_chunks):
+            if len(committed) <= chunk or committed[chunk] != chunk:
+                raise_incomplete(self, chunk, where=self._files.folder)
+        sums = (
+            {name: checksum for name, (_, checksum) in record.columns.items()}
+            for record in self._index.records()
+        )
+        return content_digest(self._spec, sums)
+
+    def close(self) -> None:
+        """Give up locks and files; rows put so far are safe, and reading stays possible."""
+        self._closed = True
+        self.give_up_locks()
+        self._maps.clear()
+
+    def give_up_locks(self) -> None:
+        """Close the staged chunks and the commit log; the next put takes them up again."""
+        while self._staged:
+            self._release(next(iter(self._staged)))
+        self._log.close()
+
+    def _require_writable(self) -> None:
+        if not self._writable:
+            raise ReadOnlyStoreError(
+                f"{self._files.folder} was opened for reading. Open the store with mode='r+' to put rows."
+            )
+        if self._closed:
+            raise StateError(f"{self._files.folder}: the store was closed. Open it again to put rows.")
+
+    def _stage(self, chunk: int) -> StagedChunk:
+        """Return a chunk ready for writing, and keep at most a few of them open."""
+        if chunk not in self._staged:
+            stage = self._take(chunk)
+            if stage is None:
+                raise self._is_done(chunk)
+            self._staged[chunk] = stage
+            if len(self._staged) > _OPEN_CHUNKS:
+                self._release(next(iter(self._staged)))
+        self._staged.move_to_end(chunk)
+        return self._staged[chunk]
+
+    def _take(self, chunk: int, *, roll_forward: bool = False) -> StagedChunk | None:
+        """Take the lock of a chunk and repair what a killed writer left; ``None`` if it is committed."""
+        stage = StagedChunk.lock(self._files, chunk)
+        try:
+            record, visible = self._index.look_at(chunk)
+            if len(visible) == len(self._files.columns):
+                stage.discard_log()
+                return None
+            stage.take_back(visible)
+            stage.prepare(record, self._known.pop(chunk, None), roll_forward=roll_forward)
+        except BaseException:
+            stage.close()
+            raise
+        return stage
+
+    def _release(self, chunk: int) -> None:
+        stage = self._staged.pop(chunk)
+        self._known[chunk] = stage.progress
+        stage.close()
+
+    def _is_done(self, chunk: int) -> StateError:
+        return StateError(
+            f"{self._files.describe(chunk)} are done already. Put pending rows only; pending() lists them."
+        )
+
+    def _refuse_done(self, stage: StagedChunk, runs: Sequence[Run]) -> None:
+        for run in runs:
+            rows = slice(run.start, run.start + run.source.stop - run.source.start)
+            if stage.done[rows].any():
+                first = stage.chunk * self._spec.chunk_rows + rows.start
+                done = (np.flatnonzero(stage.done[rows]) + first).tolist()
+                raise StateError(
+                    f"Rows {short_list(done)} of {self._files.folder} are done already. "
+                    "Put pending rows only; pending() lists them."
+                )
+
+    def _write(self, stage: StagedChunk, runs: Sequence[Run], block: RowBlock) -> None:
+        log_size = stage.log_size
+        try:
+            for run in runs:
+                stage.write(run.start, [array[run.source] for array in block.arrays])
+            if stage.complete:
+                self._commit(stage)
+        except BaseException:
+            stage.forget(log_size, runs)
+            stage.close()  # the next put takes the chunk anew and repairs what is half done
+            self._staged.pop(stage.chunk, None)
+            raise
+
+    def _commit(self, stage: StagedChunk) -> None:
+        self._index.add(stage.commit(self._log))
+        self._staged.pop(stage.chunk, None)
+
+    def _staged_rows(self, chunk: int, record: CommitRecord | None) -> NDArray[np.bool_]:
+        if chunk in self._staged:
+            return self._staged[chunk].done
+        with named_errors("Reading staged rows in", self._files.stage):
+            log = read_row_log(self._files.row_log(chunk))
+            return proven_rows(self._files, chunk, log, record)
+
+    def _recover(self) -> None:
+        """Finish what killed writers left complete: chunks without a final name, logs of committed chunks."""
+        for chunk in sorted(self._files.staged_chunks() | self._index.half_visible):
+            # looked at without a lock, so that no living writer finds the chunk busy
+            if chunk in self._index.committed or self._staged_rows(chunk, self._index.record(chunk)).all():
+                with named_errors("Recovering", self._files.describe(chunk)):
+                    self._finish(chunk)
+
+    def _finish(self, chunk: int) -> None:
+        try:
+            stage = self._take(chunk, roll_forward=True)
+        except BusyError as error:
+            logger.info("Left to its writer: %s", error)
+            return
+        if stage is None:
+            return
+        try:
+            if stage.complete:
+                self._commit(stage)
+        finally:
+            stage.close()
+
+
+_TABLES: weakref.WeakSet[ZarrRowTable] = weakref.WeakSet()
+
+
+def _give_up_inherited_locks() -> None:
+    """Let go, in a forked child such as a data loader's worker, of what its parent has locked."""
+    for table in _TABLES:
+        table.give_up_locks()
+
+
+os.register_at_fork(after_in_child=_give_up_inherited_locks)

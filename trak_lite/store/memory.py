@@ -1,0 +1,240 @@
+"""The store in memory: the same contract with nothing on disk, for tests and for runs that nobody will resume."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal, final
+
+import numpy as np
+from numpy.typing import NDArray
+
+from trak_lite._validate import one_of
+from trak_lite.errors import InvalidInputError, MissingStoreError, ReadOnlyStoreError, StateError
+from trak_lite.store._base import AbstractFeatureStore, AbstractRowTable, TableSpec
+from trak_lite.store._checksums import crc32c
+from trak_lite.store._content import content_digest, raise_incomplete
+from trak_lite.store._derived import check_derived
+from trak_lite.store._grid import check_spec, compare_specs, plain_json, stored_dtype
+from trak_lite.store._names import natural_order, path_parts
+from trak_lite.store._values import check_block, short_list
+from trak_lite.store.manifest import Manifest
+
+__all__ = ["MemoryFeatureStore"]
+
+
+@dataclass(frozen=True, slots=True)
+class _Rows:
+    """What all handles of a table share."""
+
+    spec: TableSpec
+    attributes: dict[str, Any]
+    arrays: dict[str, NDArray[Any]]
+    """Whole chunks, ``(num_chunks * chunk_rows, width)``, NaN where nothing was put."""
+    done: NDArray[np.bool_]
+
+    @classmethod
+    def empty(cls, spec: TableSpec, attributes: dict[str, Any]) -> _Rows:
+        rows = -(-spec.num_rows // spec.chunk_rows) * spec.chunk_rows
+        arrays = {
+            c.name: np.full((rows,) if c.width is None else (rows, c.width), np.nan, stored_dtype(c))
+            for c in spec.columns
+        }
+        return cls(spec, attributes, arrays, np.zeros(spec.num_rows, np.bool_))
+
+
+@dataclass(frozen=True, slots=True)
+class _Contents:
+    """What all handles of a store share."""
+
+    manifest: Manifest
+    tables: dict[str, _Rows] = field(default_factory=dict)
+    cache: dict[str, tuple[str, NDArray[Any]]] = field(default_factory=dict)
+
+
+@final
+class MemoryRowTable(AbstractRowTable):
+    """Rows of one table of a :class:`MemoryFeatureStore`."""
+
+    def __init__(self, path: str, rows: _Rows, store: MemoryFeatureStore) -> None:
+        self._path = path
+        self._rows = rows
+        self._store = store
+
+    @property
+    def spec(self) -> TableSpec:
+        """Shape, columns and fingerprint of the table."""
+        return self._rows.spec
+
+    def put(
+        self, rows: int | Sequence[int] | NDArray[np.integer], values: Mapping[str, NDArray[Any]]
+    ) -> None:
+        """Keep rows; see :meth:`AbstractRowTable.put`."""
+        self._store.require_writable()
+        block = check_block(rows, values, self.spec)
+        runs = [run for runs in block.runs.values() for run in runs]
+        places = [run.chunk * self.spec.chunk_rows + run.start for run in runs]
+        places_of = [slice(p, p + r.source.stop - r.source.start) for p, r in zip(places, runs, strict=True)]
+        done = [
+            place.start + i for place in places_of for i in np.flatnonzero(self._rows.done[place]).tolist()
+        ]
+        if done:
+            raise StateError(
+                f"Rows {short_list(done)} of {self._path} are done already. "
+                "Put pending rows only; pending() lists them."
+            )
+        for place, run in zip(places_of, runs, strict=True):
+            for column, array in zip(self.spec.columns, block.arrays, strict=True):
+                self._rows.arrays[column.name][place] = array[run.source]
+            self._rows.done[place] = True
+
+    def done(self) -> NDArray[np.bool_]:
+        """Return which rows are done, ``(num_rows,)``."""
+        return self._rows.done.copy()
+
+    def committed_chunks(self) -> list[int]:
+        """Return the chunks that are complete and readable, ascending."""
+        return [chunk for chunk in range(self.num_chunks) if self._is_complete(chunk)]
+
+    def read_chunk(self, chunk: int, column: str) -> NDArray[Any]:
+        """Return the rows of a complete chunk, not writable; see :meth:`AbstractRowTable.read_chunk`."""
+        first, stop = self.chunk_range(chunk)
+        name = self.column(column).name
+        if not self._is_complete(chunk):
+            raise_incomplete(self, chunk, where=self._path)
+        rows = self._rows.arrays[name][first:stop]
+        rows.flags.writeable = False
+        return rows
+
+    def content_key(self) -> str:
+        """Return a digest of the contents, equal to that of the same rows on disk."""
+        for chunk in range(self.num_chunks):
+            if not self._is_complete(chunk):
+                raise_incomplete(self, chunk, where=self._path)
+        size = self.spec.chunk_rows
+        sums = (
+            {name: crc32c(array[c * size : (c + 1) * size]) for name, array in self._rows.arrays.items()}
+            for c in range(self.num_chunks)
+        )
+        return content_digest(self.spec, sums)
+
+    def _is_complete(self, chunk: int) -> bool:
+        first, stop = self.chunk_range(chunk)
+        return bool(self._rows.done[first:stop].all())
+
+
+@final
+class MemoryFeatureStore(AbstractFeatureStore):
+    """Tables that live as long as the store, or a handle that was reopened from it.
+
+    Example:
+        >>> store = MemoryFeatureStore(Manifest({"seed": 0}))
+        >>> store.path is None, store.writable, store.reopen("r").writable
+        (True, True, False)
+    """
+
+    def __init__(self, manifest: Manifest) -> None:
+        fingerprint = plain_json(dict(manifest.fingerprint), what="The manifest's fingerprint")
+        made_with = plain_json(dict(manifest.made_with), what="The manifest's made_with")
+        self._contents = _Contents(Manifest(fingerprint, made_with, manifest.format))
+        self._writable = True
+        self._closed = False
+
+    def reopen(self, mode: Literal["r", "r+"] = "r") -> MemoryFeatureStore:
+        """Return another handle on the same tables, for reading or for writing."""
+        one_of(("r", "r+"), mode=mode)
+        handle = MemoryFeatureStore(self.manifest)
+        handle._contents = self._contents
+        handle._writable = mode == "r+"
+        return handle
+
+    @property
+    def manifest(self) -> Manifest:
+        """The settings that the store was made with."""
+        return self._contents.manifest
+
+    @property
+    def path(self) -> None:
+        """``None``: it lives in memory."""
+        return
+
+    @property
+    def writable(self) -> bool:
+        """Whether tables can be created and rows put."""
+        return self._writable
+
+    def require_writable(self) -> None:
+        """Raise unless rows can be put through this handle.
+
+        Raises:
+            ReadOnlyStoreError: If it was opened for reading.
+            StateError: If it was closed.
+        """
+        if not self._writable:
+            raise ReadOnlyStoreError("The store was opened for reading. Reopen it with mode='r+'.")
+        if self._closed:
+            raise StateError("The store was closed. Reopen it.")
+
+    def create_table(
+        self, path: str, spec: TableSpec, attributes: Mapping[str, Any] | None = None
+    ) -> AbstractRowTable:
+        """Open a table for writing, and create it first where it does not exist."""
+        self.require_writable()
+        spec = check_spec(spec)
+        noted = plain_json(dict(attributes or {}), what="A table's attributes")
+        self._refuse_nesting(path)
+        if path not in self._contents.tables:
+            self._contents.tables[path] = _Rows.empty(spec, noted)
+        rows = self._contents.tables[path]
+        compare_specs(rows.spec, spec, where=path)
+        return MemoryRowTable(path, rows, self)
+
+    def open_table(self, path: str) -> AbstractRowTable:
+        """Open an existing table, for writing if the store is writable."""
+        return MemoryRowTable(path, self._find(path), self)
+
+    def attributes(self, path: str) -> dict[str, Any]:
+        """Return what was recorded beside a table when it was created."""
+        return dict(self._find(path).attributes)
+
+    def table_names(self, prefix: str = "") -> list[str]:
+        """Return the paths of all tables inside the group ``prefix``, in natural order."""
+        start = "/".join((*path_parts(prefix, what="table"), "")) if prefix else ""
+        return sorted((path for path in self._contents.tables if path.startswith(start)), key=natural_order)
+
+    def cached(self, name: str, key: str) -> NDArray[Any] | None:
+        """Return a derived array that was kept under this name and key, or ``None``."""
+        path_parts(name, what="cache")
+        kept = self._contents.cache.get(name)
+        return kept[1].copy() if kept is not None and kept[0] == key else None
+
+    def cache(self, name: str, key: str, array: NDArray[Any]) -> None:
+        """Keep a derived array; a later one under the same name replaces it."""
+        check_derived(name, key, array)
+        if self._writable:
+            self._contents.cache[name] = key, array.copy()
+
+    def close(self) -> None:
+        """Refuse further writing through this handle; the rows stay for others."""
+        self._closed = True
+
+    def _find(self, path: str) -> _Rows:
+        self._refuse_nesting(path)
+        if path not in self._contents.tables:
+            raise MissingStoreError(
+                f"There is no table {path!r} in this store. Tables there: {self.table_names() or 'none'}."
+            )
+        return self._contents.tables[path]
+
+    def _refuse_nesting(self, path: str) -> None:
+        parts = path_parts(path, what="table")
+        above = ["/".join(parts[:depth]) for depth in range(1, len(parts))]
+        inside = [name for name in above if name in self._contents.tables]
+        if inside:
+            raise InvalidInputError(
+                f"{inside[0]!r} is a table, so there is no table {path!r} inside it. Rename it."
+            )
+        if self.table_names(path):
+            raise InvalidInputError(
+                f"{path!r} is a group of tables, not a table. Choose one of {self.table_names(path)}."
+            )

@@ -1,0 +1,326 @@
+"""The store on disk: a zarr v3 hierarchy of uncompressed arrays, written by a commit protocol of its own.
+
+Every chunk file is the raw little-endian C-order block of whole rows, so plain zarr, xarray and ``numpy.memmap`` read
+a finished store. zarr writes the metadata; rows never pass through it, because its own writes are not synced, lose
+concurrent rows of a chunk and read missing chunks as fill values without a word.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Mapping
+from typing import Any, Literal, Self, final
+
+import zarr
+import zarr.storage
+from numpy.typing import NDArray
+
+from trak_lite._validate import one_of
+from trak_lite.errors import (
+    CorruptStoreError,
+    InvalidInputError,
+    MissingStoreError,
+    ReadOnlyStoreError,
+    StateError,
+)
+from trak_lite.store._base import AbstractFeatureStore, AbstractRowTable, TableSpec
+from trak_lite.store._chunk_files import COMMITS, STAGE
+from trak_lite.store._derived import DerivedArrays, check_derived
+from trak_lite.store._files import named_errors
+from trak_lite.store._folders import make_folders, publish_folder, refuse_links, scratch_folder
+from trak_lite.store._grid import (
+    check_spec,
+    compare_specs,
+    plain_json,
+    spec_from_json,
+    spec_to_json,
+    stored_dtype,
+)
+from trak_lite.store._metadata import array_shape, check_array, manifest_from_json, read_attributes
+from trak_lite.store._names import natural_order, path_parts
+from trak_lite.store._zarr_table import ZarrRowTable
+from trak_lite.store.manifest import FORMAT, Manifest
+
+__all__ = ["ZarrFeatureStore"]
+
+logger = logging.getLogger(__name__)
+
+_CACHE = ".cache"
+
+
+@final
+class ZarrFeatureStore(AbstractFeatureStore):
+    """Tables of feature rows under one folder; use :meth:`create` and :meth:`open`.
+
+    Example:
+        >>> import tempfile, numpy as np
+        >>> from trak_lite.store import Column, Manifest, TableSpec, ZarrFeatureStore
+        >>> spec = TableSpec(num_rows=3, columns=(Column("features", 2, "float16"),), chunk_rows=32)
+        >>> with tempfile.TemporaryDirectory() as folder:
+        ...     with ZarrFeatureStore.create(f"{folder}/run.zarr", Manifest({"seed": 0})) as store:
+        ...         table = store.create_table("ckpt-0", spec)
+        ...         table.put(0, {"features": np.ones((2, 2))})
+        ...         pending = table.pending().tolist()
+        ...         table.put([2], {"features": np.zeros((1, 2))})
+        ...         pending, table.read("features")[:, 0].tolist()
+        ([2], [1.0, 1.0, 0.0])
+    """
+
+    def __init__(self, root: str, manifest: Manifest, *, writable: bool) -> None:
+        self._root = root
+        self._manifest = manifest
+        self._writable = writable
+        self._closed = False
+        self._tables: dict[str, ZarrRowTable] = {}
+        self._derived = DerivedArrays(f"{root}/{_CACHE}")
+
+    @classmethod
+    def create(cls, path: str | os.PathLike[str], manifest: Manifest) -> Self:
+        """Make a store, or open the one that is there for writing if it was made with the same settings.
+
+        Of several processes that create at once, one makes the store and the others open it.
+
+        Args:
+            path: Folder of the store; absent or empty, or a store. A symbolic link here is followed once.
+            manifest: Its fingerprint is compared key by key with the stored one.
+
+        Raises:
+            ManifestMismatchError: If the store was made with other settings; names every differing key.
+            CorruptStoreError: If something else is in the folder, or the stored metadata is damaged.
+            ReadOnlyStoreError: If the folder cannot be written.
+        """
+        if manifest.format != FORMAT:
+            raise InvalidInputError(f"This version writes format {FORMAT}, got {manifest.format}.")
+        root = os.path.realpath(os.fspath(path))
+        attributes = {
+            "format": FORMAT,
+            "fingerprint": plain_json(dict(manifest.fingerprint), what="The manifest's fingerprint"),
+            "made_with": plain_json(dict(manifest.made_with), what="The manifest's made_with"),
+        }
+        with named_errors("Creating", root):
+            if read_attributes(root) is None:
+                _refuse_occupied(root)
+                make_folders(os.path.dirname(root))
+                _publish_group(root, attributes)
+        store = cls.open(root, "r+")
+        store.manifest.check_same(manifest, where=root)
+        if store.manifest.made_with != attributes["made_with"]:
+            logger.warning(
+                "%s was made with %s, this is %s.", root, store.manifest.made_with, manifest.made_with
+            )
+        return store
+
+    @classmethod
+    def open(cls, path: str | os.PathLike[str], mode: Literal["r", "r+"] = "r") -> Self:
+        """Open an existing store.
+
+        Args:
+            path: Folder of the store.
+            mode: ``"r"`` writes nothing, takes no lock and works beside a writer; ``"r+"`` is for writing.
+
+        Raises:
+            MissingStoreError: If there is no store.
+            ManifestMismatchError: If a newer version of trak_lite made it.
+            CorruptStoreError: If its metadata is damaged.
+            ReadOnlyStoreError: If it is to be written and its folder cannot be.
+        """
+        one_of(("r", "r+"), mode=mode)
+        root = os.path.realpath(os.fspath(path))
+        record = read_attributes(root)
+        if record is None:
+            raise MissingStoreError(
+                f"There is no store at {root}: no zarr.json in it. Check the path, or featurize first."
+            )
+        manifest = manifest_from_json(record, root)
+        if mode == "r+" and not os.access(root, os.W_OK | os.X_OK):
+            raise ReadOnlyStoreError(
+                f"{root} cannot be written. "
+                "Make the folder writable, open the store with mode='r', or use another path."
+            )
+        return cls(root, manifest, writable=mode == "r+")
+
+    @property
+    def manifest(self) -> Manifest:
+        """The settings that the store was made with."""
+        return self._manifest
+
+    @property
+    def path(self) -> str:
+        """Folder of the store, with no link in it."""
+        return self._root
+
+    @property
+    def writable(self) -> bool:
+        """Whether tables can be created and rows put."""
+        return self._writable
+
+    def create_table(
+        self, path: str, spec: TableSpec, attributes: Mapping[str, Any] | None = None
+    ) -> AbstractRowTable:
+        """Open a table for writing, and create it first where it does not exist."""
+        self._require_writable()
+        parts = path_parts(path, what="table")
+        spec = check_spec(spec)
+        noted = plain_json(dict(attributes or {}), what="A table's attributes")
+        if self._table_record(parts) is None:
+            with named_errors("Creating", f"{self._root}/{path}"):
+                self._make_parents(parts)
+                _publish_table(f"{self._root}/{path}", spec, noted)
+        table = self._open(path)
+        compare_specs(table.spec, spec, where=f"{self._root}/{path}")
+        return table
+
+    def open_table(self, path: str) -> AbstractRowTable:
+        """Open an existing table, for writing if the store is writable."""
+        return self._open(path)
+
+    def attributes(self, path: str) -> dict[str, Any]:
+        """Return what was recorded beside a table when it was created."""
+        return dict(self._require_table(path).get("attributes") or {})
+
+    def table_names(self, prefix: str = "") -> list[str]:
+        """Return the paths of all tables inside the group ``prefix``, in natural order."""
+        parts = path_parts(prefix, what="table") if prefix else ()
+        return sorted(self._tables_below(parts), key=natural_order)
+
+    def cached(self, name: str, key: str) -> NDArray[Any] | None:
+        """Return a derived array that was kept under this name and key, or ``None``; it is mapped, not read."""
+        refuse_links(self._root, (_CACHE,))
+        return self._derived.get(name, key)
+
+    def cache(self, name: str, key: str, array: NDArray[Any]) -> None:
+        """Keep a derived array; a later one under the same name replaces it."""
+        check_derived(name, key, array)
+        if not self._writable:
+            return
+        refuse_links(self._root, (_CACHE,))
+        with named_errors("Keeping a derived array in", self._root):
+            if not os.path.isdir(f"{self._root}/{_CACHE}"):
+                _publish_cache(f"{self._root}/{_CACHE}")
+        self._derived.put(name, key, array)
+
+    def close(self) -> None:
+        """Release files and locks; rows put so far are safe."""
+        self._closed = True
+        for table in self._tables.values():
+            table.close()
+
+    def _require_writable(self) -> None:
+        if not self._writable:
+            raise ReadOnlyStoreError(f"{self._root} was opened for reading. Open it with mode='r+'.")
+        if self._closed:
+            raise StateError(f"{self._root} was closed. Open it again.")
+
+    def _open(self, path: str) -> ZarrRowTable:
+        """Open a table once: a second one in this process would find the chunks of the first one locked."""
+        if path not in self._tables:
+            record = self._require_table(path)
+            folder = f"{self._root}/{path}"
+            spec = spec_from_json(record, where=f"{folder}/zarr.json")
+            for column in spec.columns:
+                refuse_links(folder, (column.name,))
+                check_array(folder, column, spec)
+            refuse_links(f"{folder}/{spec.columns[0].name}", (STAGE,))
+            refuse_links(f"{folder}/{spec.columns[0].name}", (COMMITS,))
+            self._tables[path] = ZarrRowTable(folder, spec, writable=self._writable and not self._closed)
+        return self._tables[path]
+
+    def _require_table(self, path: str) -> dict[str, Any]:
+        record = self._table_record(path_parts(path, what="table"))
+        if record is None:
+            raise MissingStoreError(
+                f"There is no table {path!r} in {self._root}. Tables there: {self.table_names() or 'none'}."
+            )
+        return record
+
+    def _table_record(self, parts: tuple[str, ...]) -> dict[str, Any] | None:
+        """Return what a table's ``zarr.json`` says; ``None`` if there is no table of that name.
+
+        Raises:
+            InvalidInputError: If a part of the path is a table, or the path is a group of tables.
+        """
+        refuse_links(self._root, parts)
+        for depth in range(1, len(parts)):
+            record = read_attributes(os.path.join(self._root, *parts[:depth]))
+            if record is not None and "columns" in record:
+                raise InvalidInputError(
+                    f"{'/'.join(parts[:depth])!r} is a table, so there is no table {'/'.join(parts)!r} inside it. "
+                    "Rename it."
+                )
+        record = read_attributes(os.path.join(self._root, *parts))
+        if record is not None and "columns" not in record:
+            raise InvalidInputError(
+                f"{'/'.join(parts)!r} is a group of tables, not a table. "
+                f"Choose one of {self.table_names('/'.join(parts))}."
+            )
+        return record
+
+    def _make_parents(self, parts: tuple[str, ...]) -> None:
+        for depth in range(1, len(parts)):
+            folder = os.path.join(self._root, *parts[:depth])
+            if read_attributes(folder) is None:
+                _publish_group(folder, {})
+
+    def _tables_below(self, parts: tuple[str, ...]) -> list[str]:
+        refuse_links(self._root, parts)
+        folder = os.path.join(self._root, *parts)
+        if not os.path.isdir(folder):
+            return []
+        found: list[str] = []
+        with named_errors("Listing", folder), os.scandir(folder) as entries:
+            names = [
+                e.name for e in entries if e.is_dir(follow_symlinks=False) and not e.name.startswith(".")
+            ]
+        for name in names:
+            record = read_attributes(os.path.join(folder, name))
+            if record is not None and "columns" in record:
+                found.append("/".join((*parts, name)))
+            elif record is not None:
+                found.extend(self._tables_below((*parts, name)))
+        return found
+
+
+def _refuse_occupied(root: str) -> None:
+    if os.path.lexists(root) and (not os.path.isdir(root) or os.listdir(root)):
+        raise CorruptStoreError(
+            f"{root} exists and is not a store: it has no zarr.json. Nothing was written. "
+            "Use another path, or remove it."
+        )
+
+
+def _publish_group(folder: str, attributes: Mapping[str, Any]) -> None:
+    with scratch_folder(folder) as scratch:
+        zarr.create_group(zarr.storage.LocalStore(scratch), attributes={"trak_lite": dict(attributes)})
+        publish_folder(scratch, folder)
+
+
+def _publish_table(folder: str, spec: TableSpec, attributes: Mapping[str, Any]) -> None:
+    record = {**spec_to_json(spec), "attributes": dict(attributes)}
+    with scratch_folder(folder) as scratch:
+        group = zarr.create_group(zarr.storage.LocalStore(scratch), attributes={"trak_lite": record})
+        for column in spec.columns:
+            matrix = column.width is not None
+            group.create_array(
+                column.name,
+                shape=array_shape(column, spec.num_rows),
+                chunks=array_shape(column, spec.chunk_rows),
+                dtype=stored_dtype(column),
+                compressors=None,
+                filters=None,
+                fill_value=float("nan"),  # an unguarded reader sees NaN, never plausible zeros
+                chunk_key_encoding={"name": "default", "separator": "."},
+                dimension_names=("row", f"{column.name}_dim") if matrix else ("row",),
+            )
+        for name in (STAGE, COMMITS):
+            os.mkdir(os.path.join(scratch, spec.columns[0].name, name))
+        publish_folder(scratch, folder)
+
+
+def _publish_cache(folder: str) -> None:
+    """Make the folder of derived arrays; as an (empty) array, because zarr's tools do not look inside one."""
+    with scratch_folder(folder) as scratch:
+        zarr.create_array(
+            zarr.storage.LocalStore(scratch), shape=(0,), dtype="uint8", dimension_names=("cache",)
+        )
+        publish_folder(scratch, folder)

@@ -1,0 +1,300 @@
+"""Conformance kits for projectors: the laws that every linear map from gradients to features must obey.
+
+Subclass one of them in a test file, say how a projector is made, and pytest runs the laws::
+
+    class TestMyProjector(RandomProjectorTests):
+        def make_projector(self, proj_dim, *, seed):
+            return MyProjector(proj_dim, seed=seed)
+
+:class:`ProjectorTests` holds for every projector, :class:`RandomProjectorTests` adds what makes a random one
+a Johnson-Lindenstrauss map with one joint segment. Gradients are float64; a projector that gives float32
+features is held to 1e-4, one that gives float64 features to 1e-10. Every seed is fixed, so that a verdict
+does not change from run to run.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from abc import ABC, abstractmethod
+from collections.abc import Iterable, Mapping
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+
+from trak_lite.projectors import AbstractProjector
+from trak_lite.types import DenseBlock, FactoredBlock, GradientBlock
+
+__all__ = ["ProjectorTests", "RandomProjectorTests"]
+
+_SHAPES: dict[str, tuple[int, ...]] = {
+    "embed": (5, 3),
+    "norm.scale": (),
+    "body.weight": (4, 3, 2),
+    "head.bias": (7,),
+}
+_NUM_SAMPLES = 6
+
+
+class ProjectorTests(ABC):
+    """Laws of every projector: linear, row by row, and blind to how gradients arrive."""
+
+    proj_dim: ClassVar[int] = 24
+    """K of the projectors under test; projectors that choose their own K are passed it all the same."""
+
+    @abstractmethod
+    def make_projector(self, proj_dim: int, *, seed: int) -> AbstractProjector:
+        """Return a new projector."""
+
+    def test_features_fill_the_layout(self) -> None:
+        """K columns for the K of the layout, one row per sample, all finite."""
+        projector = self.make_projector(self.proj_dim, seed=0)
+        features = _project(projector, _gradients(0))
+
+        assert features.shape == (_NUM_SAMPLES, projector.layout(_SHAPES).width)
+        assert bool(features.isfinite().all())
+        assert bool(features.any())
+
+    def test_projection_is_linear(self) -> None:
+        """The features of a x + b y are a times those of x plus b times those of y."""
+        projector = self.make_projector(self.proj_dim, seed=0)
+        x, y = _gradients(0), _gradients(1)
+        combined = {name: 2.5 * x[name] - 0.5 * y[name] for name in x}
+
+        _assert_close(
+            _project(projector, combined), 2.5 * _project(projector, x) - 0.5 * _project(projector, y)
+        )
+
+    def test_a_row_does_not_depend_on_its_batch(self) -> None:
+        """Each sample alone gives the row that it has in the batch."""
+        projector = self.make_projector(self.proj_dim, seed=0)
+        grads = _gradients(0)
+        alone = [
+            _project(projector, {name: grad[row : row + 1] for name, grad in grads.items()})
+            for row in range(_NUM_SAMPLES)
+        ]
+
+        _assert_close(torch.cat(alone), _project(projector, grads))
+
+    def test_the_order_of_blocks_does_not_matter(self) -> None:
+        """Blocks may come in backward order."""
+        projector = self.make_projector(self.proj_dim, seed=0)
+        grads = _gradients(0)
+        backward = [DenseBlock(name, grads[name]) for name in reversed(grads)]
+
+        _assert_close(_accumulate(projector, backward), _project(projector, grads))
+
+    def test_rows_may_come_in_chunks(self) -> None:
+        """Blocks that cover parts of the batch give what whole blocks give."""
+        projector = self.make_projector(self.proj_dim, seed=0)
+        grads = _gradients(0)
+        chunks = [
+            DenseBlock(name, grad[start : start + 4], start)
+            for start in (4, 0)
+            for name, grad in grads.items()
+        ]
+
+        _assert_close(_accumulate(projector, chunks), _project(projector, grads))
+
+    def test_a_factored_block_counts_as_its_dense_gradient(self) -> None:
+        """Factors of a matrix parameter give what their product gives."""
+        projector = self.make_projector(self.proj_dim, seed=0)
+        inputs, output_grads = _random(0, _NUM_SAMPLES, 4, 3), _random(1, _NUM_SAMPLES, 4, 5)
+        product = torch.einsum("bto,bti->boi", output_grads, inputs)
+
+        factored = _accumulate(projector, [FactoredBlock("embed", inputs, output_grads)])
+        _assert_close(factored, _accumulate(projector, [DenseBlock("embed", product)]))
+
+    def test_a_missing_parameter_counts_as_zero(self) -> None:
+        """A parameter that never comes and one with zero gradient give the same features."""
+        projector = self.make_projector(self.proj_dim, seed=0)
+        grads = _gradients(0)
+        some = [DenseBlock(name, grad) for name, grad in grads.items() if name != "body.weight"]
+        zero = {**grads, "body.weight": torch.zeros_like(grads["body.weight"])}
+
+        _assert_close(_accumulate(projector, some), _project(projector, zero))
+
+    def test_project_gives_what_the_accumulator_gives(self) -> None:
+        """Collected gradients and streamed blocks are one map."""
+        projector = self.make_projector(self.proj_dim, seed=0)
+        grads = _gradients(0)
+
+        _assert_close(projector.project(grads, 3), _project(projector, grads, model_id=3))
+
+    def test_a_batch_without_samples_gives_no_rows(self) -> None:
+        """B = 0 keeps the width."""
+        projector = self.make_projector(self.proj_dim, seed=0)
+        empty = [DenseBlock(name, torch.zeros(0, *shape)) for name, shape in _SHAPES.items()]
+        accumulator = projector.accumulator(0, model_id=0, parameters=_SHAPES)
+        for block in empty:
+            accumulator.add(block)
+
+        assert accumulator.features().shape == (0, projector.layout(_SHAPES).width)
+
+    def test_memory_can_be_freed_at_any_time(self) -> None:
+        """After ``free_memory`` the same numbers come again."""
+        projector = self.make_projector(self.proj_dim, seed=0)
+        before = _project(projector, _gradients(0))
+        projector.free_memory()
+
+        assert torch.equal(_project(projector, _gradients(0)), before)
+
+    def test_two_projectors_with_equal_settings_are_one_map(self) -> None:
+        """Nothing but the settings enters, and the fingerprint tells that they agree."""
+        one, other = (self.make_projector(self.proj_dim, seed=5) for _ in range(2))
+        _project(one, _gradients(1), model_id=9)  # what was projected before leaves no trace
+
+        assert torch.equal(_project(one, _gradients(0)), _project(other, _gradients(0)))
+        assert one.fingerprint() == other.fingerprint()
+
+    def test_the_fingerprint_survives_json(self) -> None:
+        """A manifest can hold it and compare it."""
+        fingerprint = self.make_projector(self.proj_dim, seed=-1).fingerprint()
+
+        assert json.loads(json.dumps(fingerprint, allow_nan=False)) == fingerprint
+        assert {"kind", "proj_dim", "seed", "version"} <= set(fingerprint)
+
+
+class RandomProjectorTests(ProjectorTests):
+    """Laws of a random projector with one joint segment: unbiased, concentrated, independent per name."""
+
+    num_seeds: ClassVar[int] = 400
+    """Seeds of the tests of the mean and the variance."""
+
+    def gain(self, proj_dim: int) -> float:
+        """Return E||phi||^2 / ||g||^2: 1 unless the projector is not scaled."""
+        return 1.0
+
+    def test_inner_products_are_unbiased_with_variance_of_order_one_over_k(self) -> None:
+        """Over many seeds, for <phi x, phi y>, ||phi x||^2 and ||phi y||^2.
+
+        The mean is within 4 standard errors of the truth, the variance at most a dense Gaussian matrix's.
+        """
+        x, y = _gradients(0, 1), _gradients(1, 1)
+        y = {name: grad + 0.7 * x[name] for name, grad in y.items()}
+        both = {name: torch.cat([x[name], y[name]]) for name in x}
+        flat = torch.cat([grad.reshape(2, -1) for grad in both.values()], 1)
+        true = flat @ flat.T
+        proj_dim, gain = 16, self.gain(16)
+        products = []
+        for seed in range(self.num_seeds):
+            features = self.make_projector(proj_dim, seed=seed).project(both, 0).double()
+            products.append(features @ features.T / gain)
+
+        errors = torch.stack(products) - true
+        standard_error = errors.std(0) / math.sqrt(self.num_seeds)
+        assert bool((errors.mean(0).abs() < 4 * standard_error).all())
+        norms = true.diagonal()
+        gaussian = (norms[:, None] * norms[None, :] + true.square()) / proj_dim
+        slack = 1 + 5 * math.sqrt(2 / self.num_seeds)  # the variance of a variance, at 5 standard errors
+        assert bool((errors.var(0) < slack * gaussian).all())
+
+    def test_inner_products_obey_the_johnson_lindenstrauss_bound(self) -> None:
+        """For several seeds, all pairs of 24 vectors: error at most 0.35 |x||y| at K = 1024.
+
+        The bound fails with probability below 4 * pairs * exp(-K (eps^2 - eps^3) / 4) = 2e-6 per seed.
+        """
+        shapes = {"first": (40, 11), "second": (13,)}
+        generator = torch.Generator().manual_seed(0)
+        common = {name: torch.randn(1, *shape, generator=generator) for name, shape in shapes.items()}
+        grads = {
+            name: common[name] + torch.randn(24, *shape, generator=generator)
+            for name, shape in shapes.items()
+        }
+        flat = torch.cat([grad.flatten(1) for grad in grads.values()], 1).double()
+        norms = flat.norm(dim=1)
+        for seed in range(5):
+            features = self.make_projector(1024, seed=seed).project(grads, 0).double()
+            errors = features @ features.T / self.gain(1024) - flat @ flat.T
+
+            assert bool((errors.abs() <= 0.35 * norms[:, None] * norms[None, :]).all())
+
+    def test_seeds_models_and_names_have_independent_matrices(self) -> None:
+        """The same gradient under another seed, model_id or name gives uncorrelated features."""
+        proj_dim = 1024
+        grad = _random(0, 1, 60)
+        projector = self.make_projector(proj_dim, seed=0)
+        features = [
+            projector.project({"weight": grad}, 0),
+            projector.project({"weight": grad}, 1),
+            projector.project({"weight": grad}, 100_000),
+            projector.project({"bias": grad}, 0),
+            self.make_projector(proj_dim, seed=1).project({"weight": grad}, 0),
+            self.make_projector(proj_dim, seed=1000).project({"weight": grad}, 0),
+            self.make_projector(proj_dim, seed=-1).project({"weight": grad}, 0),
+            self.make_projector(proj_dim, seed=1 << 32).project({"weight": grad}, 0),
+            self.make_projector(proj_dim, seed=1 << 64).project({"weight": grad}, 0),
+        ]
+        rows = torch.cat(features).double()
+        rows = rows / rows.norm(dim=1, keepdim=True)
+        cosines = rows @ rows.T - torch.eye(len(rows), dtype=torch.float64)
+
+        assert float(cosines.abs().max()) < 5 / math.sqrt(proj_dim)
+
+    def test_columns_do_not_repeat_across_wide_blocks_and_models(self) -> None:
+        """For K > 10,000 the columns of two models have no block of 100 in common at any multiple of 100."""
+        projector = self.make_projector(10_400, seed=0)
+        grad = {"weight": _random(0, 16, 16)}
+        blocks = [projector.project(grad, model_id).T.reshape(104, -1).double() for model_id in (0, 1)]
+        rows = torch.cat(blocks)
+        rows = rows / rows.norm(dim=1, keepdim=True)
+        cosines = rows @ rows.T - torch.eye(len(rows), dtype=torch.float64)
+
+        assert float(cosines.abs().max()) < 0.5
+
+    def test_a_name_keeps_its_matrix_among_other_parameters(self) -> None:
+        """The contribution of a parameter does not depend on which others there are, or in which order."""
+        projector = self.make_projector(self.proj_dim, seed=0)
+        grads = _gradients(0)
+        order = dict(reversed(_SHAPES.items()))
+        parts = [projector.project({name: grad}, 0) for name, grad in grads.items()]
+
+        accumulator = projector.accumulator(_NUM_SAMPLES, model_id=0, parameters=order)
+        for name, grad in grads.items():
+            accumulator.add(DenseBlock(name, grad))
+        _assert_close(accumulator.features(), torch.stack(parts).sum(0))
+
+    def test_the_fingerprint_tells_seeds_and_sizes_apart(self) -> None:
+        """Other settings have another fingerprint."""
+        settings = [(self.proj_dim, 0), (self.proj_dim, 1), (2 * self.proj_dim, 0)]
+        fingerprints = [
+            json.dumps(self.make_projector(proj_dim, seed=seed).fingerprint(), sort_keys=True)
+            for proj_dim, seed in settings
+        ]
+
+        assert len(set(fingerprints)) == len(settings)
+
+
+def _random(seed: int, *shape: int) -> Tensor:
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randn(*shape, dtype=torch.float64, generator=generator)
+
+
+def _gradients(seed: int, num_samples: int = _NUM_SAMPLES) -> dict[str, Tensor]:
+    """Return float64 gradients of the test parameters."""
+    return {
+        name: _random(100 * seed + i, num_samples, *shape) for i, (name, shape) in enumerate(_SHAPES.items())
+    }
+
+
+def _project(projector: AbstractProjector, grads: Mapping[str, Tensor], model_id: int = 0) -> Tensor:
+    """Project one block per parameter, in model order."""
+    return _accumulate(projector, [DenseBlock(name, grad) for name, grad in grads.items()], model_id)
+
+
+def _accumulate(projector: AbstractProjector, blocks: Iterable[GradientBlock], model_id: int = 0) -> Tensor:
+    """Give the blocks to one accumulator, in this order."""
+    blocks = list(blocks)
+    num_samples = max(block.start + block.num_samples for block in blocks)
+    accumulator = projector.accumulator(num_samples, model_id=model_id, parameters=_SHAPES)
+    for block in blocks:
+        accumulator.add(block)
+    return accumulator.features()
+
+
+def _assert_close(actual: Tensor, expected: Tensor) -> None:
+    """Compare features, relative to the largest of them, as closely as their dtype allows."""
+    tolerance = 1e-10 if actual.dtype == torch.float64 else 1e-4
+    scale = float(expected.abs().max()) if expected.numel() else 1.0
+    torch.testing.assert_close(actual, expected, rtol=tolerance, atol=tolerance * max(scale, 1e-300))

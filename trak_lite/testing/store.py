@@ -1,0 +1,443 @@
+"""Conformance kit for feature stores: the laws that every store must obey, on disk or anywhere else.
+
+Subclass it in a test file, say how a store is made and opened again, and pytest runs the laws::
+
+    class TestMyStore(StoreTests):
+        def create(self, path, manifest):
+            return MyStore.create(path, manifest)
+
+        def open(self, path, mode):
+            return MyStore.open(path, mode)
+
+What only a store on disk can promise (kills, full disks, damaged files) is not in here.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from pathlib import Path
+from typing import Any, Literal
+
+import numpy as np
+import pytest
+from numpy.typing import NDArray
+
+from trak_lite.errors import (
+    IncompleteStoreError,
+    InvalidInputError,
+    ManifestMismatchError,
+    MissingStoreError,
+    NonFiniteError,
+    ReadOnlyStoreError,
+    StateError,
+)
+from trak_lite.store import AbstractFeatureStore, AbstractRowTable, Column, Manifest, TableSpec
+
+__all__ = ["StoreTests"]
+
+_MANIFEST = Manifest({"proj_dim": 3, "projector": {"kind": "rademacher", "seed": 0}}, {"trak_lite": "test"})
+_SPEC = TableSpec(
+    num_rows=11,
+    columns=(Column("features", 3, "float16"), Column("q", None, "float32")),
+    chunk_rows=4,
+    fingerprint={"checkpoint": "abc", "shape": [1, 2]},
+)
+_BAD_NAMES = ["", "..", ".hidden", "a/../b", "/a", "a//b", "a b", "é", "x" * 65, "zarr.json", "a/", 3]
+
+
+def _values(rows: Any, seed: int = 0) -> dict[str, NDArray[Any]]:
+    """Return values of the given rows: a function of row and seed, exact in the stored dtypes."""
+    matrix = np.random.default_rng(seed).standard_normal((_SPEC.num_rows, 3)).astype(np.float16)
+    vector = np.random.default_rng(seed + 1).standard_normal(_SPEC.num_rows).astype(np.float32)
+    return {"features": matrix[rows], "q": vector[rows]}
+
+
+def _fill(table: AbstractRowTable) -> None:
+    table.put(0, _values(slice(0, _SPEC.num_rows)))
+
+
+def _overflowing(values: dict[str, NDArray[Any]]) -> dict[str, NDArray[Any]]:
+    return {**values, "features": np.array([[1.0, 2.0, 3.0], [1.0, 1e6, 3.0]])}
+
+
+def _poisoned(values: dict[str, NDArray[Any]], number: float) -> dict[str, NDArray[Any]]:
+    values["q"][1] = number
+    return values
+
+
+class StoreTests(ABC):
+    """Laws of every store; each test gets a fresh folder."""
+
+    @abstractmethod
+    def create(self, path: str, manifest: Manifest) -> AbstractFeatureStore:
+        """Make a store at the path, or open the one that is there for writing."""
+
+    @abstractmethod
+    def open(self, path: str, mode: Literal["r", "r+"]) -> AbstractFeatureStore:
+        """Open the store that was made at the path."""
+
+    @pytest.fixture
+    def path(self, tmp_path: Path) -> str:
+        """Where the store goes."""
+        return str(tmp_path / "run.zarr")
+
+    @pytest.fixture
+    def store(self, path: str) -> AbstractFeatureStore:
+        """An empty store."""
+        return self.create(path, _MANIFEST)
+
+    @pytest.fixture
+    def table(self, store: AbstractFeatureStore) -> AbstractRowTable:
+        """A table of 11 rows, none of them done."""
+        return store.create_table("ckpt-0", _SPEC)
+
+    def test_settings_come_back_as_they_were_given(self, path: str, store: AbstractFeatureStore) -> None:
+        """The manifest that is read equals the one that was written."""
+        assert self.open(path, "r").manifest == store.manifest == _MANIFEST
+
+    def test_creating_again_opens_the_same_store(self, path: str, table: AbstractRowTable) -> None:
+        """Rows put before are there after a second ``create``; what made them is not compared."""
+        table.put(0, _values(slice(0, 4)))
+
+        again = self.create(path, Manifest(_MANIFEST.fingerprint, {"trak_lite": "other"}))
+        assert again.create_table("ckpt-0", _SPEC).committed_chunks() == [0]
+
+    def test_other_settings_are_refused_key_by_key(self, path: str, store: AbstractFeatureStore) -> None:
+        """The error names the key that differs, however deep, with both values, and no other key."""
+        with pytest.raises(ManifestMismatchError, match=r"projector\.seed is 0 there, 1 here\.") as caught:
+            self.create(path, Manifest({"proj_dim": 3, "projector": {"kind": "rademacher", "seed": 1}}))
+        assert "proj_dim" not in str(caught.value)
+
+    def test_settings_without_a_json_form_are_refused(self, path: str) -> None:
+        """A fingerprint must be comparable after it was read back."""
+        with pytest.raises(InvalidInputError, match="JSON"):
+            self.create(path, Manifest({"seed": float("nan")}))
+
+    @pytest.mark.parametrize("batch", [1, 2, 3, 4, 5, 11])
+    def test_what_is_put_is_what_is_read(self, path: str, table: AbstractRowTable, batch: int) -> None:
+        """Bitwise, for every batch size, also where a batch crosses chunks, by every way of reading."""
+        for start in range(0, 11, batch):
+            table.put(start, _values(slice(start, min(start + batch, 11))))
+
+        expected = _values(slice(0, 11))
+        read = self.open(path, "r").open_table("ckpt-0")
+        for name, values in expected.items():
+            assert read.read(name).dtype == values.dtype
+            np.testing.assert_array_equal(read.read(name), values)
+            np.testing.assert_array_equal(read.read_rows(name, [9, 0, 4, 9]), values[[9, 0, 4, 9]])
+            blocks = list(read.chunks(name))
+            assert [start for start, _ in blocks] == [0, 4, 8]
+            np.testing.assert_array_equal(np.concatenate([rows for _, rows in blocks]), values)
+
+    @pytest.mark.parametrize("seed", range(4))
+    def test_rows_come_in_any_order(self, table: AbstractRowTable, seed: int) -> None:
+        """Values follow their row numbers, whatever the order and the grouping."""
+        order = np.random.default_rng(seed).permutation(11)
+        for rows in np.array_split(order, 1 + seed):
+            table.put(rows if seed % 2 else rows.tolist(), _values(rows))
+
+        for name, values in _values(slice(0, 11)).items():
+            np.testing.assert_array_equal(table.read(name), values)
+
+    def test_values_are_cast_to_the_column(self, table: AbstractRowTable) -> None:
+        """float64 in, the column's dtype out, rounded once; the order in memory does not matter."""
+        wide = np.asfortranarray(np.random.default_rng(0).standard_normal((11, 3)))
+        table.put(0, {"features": wide, "q": wide[:, 0]})
+
+        np.testing.assert_array_equal(table.read("features"), wide.astype(np.float16))
+        np.testing.assert_array_equal(table.read("q"), wide[:, 0].astype(np.float32))
+
+    def test_values_are_copied(self, table: AbstractRowTable) -> None:
+        """Reusing a buffer after ``put`` changes nothing that was put."""
+        buffer = _values(slice(0, 11))
+        table.put(0, buffer)
+        buffer["features"][:] = 0
+
+        np.testing.assert_array_equal(table.read("features"), _values(slice(0, 11))["features"])
+
+    def test_rows_are_done_as_soon_as_they_are_put(self, path: str, table: AbstractRowTable) -> None:
+        """Every handle sees them, also one that is opened while the chunk is half full."""
+        table.put([2, 9], _values([2, 9]))
+
+        for seen in (table, self.open(path, "r").open_table("ckpt-0")):
+            assert np.flatnonzero(seen.done()).tolist() == [2, 9]
+            assert seen.pending().tolist() == [0, 1, 3, 4, 5, 6, 7, 8, 10]
+            assert seen.committed_chunks() == []
+            assert not seen.complete
+
+    def test_an_open_reader_sees_what_is_put_later(self, path: str, table: AbstractRowTable) -> None:
+        """Reading goes on beside a writer."""
+        reader = self.open(path, "r").open_table("ckpt-0")
+        _fill(table)
+
+        assert reader.complete
+        np.testing.assert_array_equal(reader.read("q"), table.read("q"))
+
+    def test_pending_rows_are_not_readable(self, table: AbstractRowTable) -> None:
+        """A chunk is readable once all its rows are done, never as fill values."""
+        table.put(0, _values(slice(0, 7)))
+
+        assert table.committed_chunks() == [0]
+        np.testing.assert_array_equal(table.read_chunk(0, "q"), _values(slice(0, 4))["q"])
+        with pytest.raises(IncompleteStoreError, match=r"Rows 4 to 7 .* 1 of 4 are pending"):
+            table.read_chunk(1, "features")
+        with pytest.raises(IncompleteStoreError):
+            table.read("q")
+        with pytest.raises(IncompleteStoreError):
+            table.read_rows("q", [5])
+        with pytest.raises(IncompleteStoreError):
+            table.content_key()
+
+    def test_work_goes_on_where_it_stopped(self, path: str, store: AbstractFeatureStore) -> None:
+        """Rows put through one handle are done for the next one, which adds the rest."""
+        store.create_table("ckpt-0", _SPEC).put(0, _values(slice(0, 6)))
+        store.close()
+
+        again = self.open(path, "r+").create_table("ckpt-0", _SPEC)
+        again.put(again.pending(), _values(again.pending()))
+        np.testing.assert_array_equal(again.read("features"), _values(slice(0, 11))["features"])
+
+    def test_a_done_row_never_changes(self, table: AbstractRowTable) -> None:
+        """Neither in a complete chunk nor in one that is half full."""
+        table.put(0, _values(slice(0, 6)))
+        for rows in (0, 5, [6, 5], [10, 3]):
+            index = range(rows, rows + 1) if isinstance(rows, int) else rows
+            with pytest.raises(StateError, match="done already"):
+                table.put(rows, _values(list(index), seed=7))
+
+        assert np.flatnonzero(table.done()).tolist() == [0, 1, 2, 3, 4, 5]
+        table.put(6, _values(slice(6, 11)))
+        np.testing.assert_array_equal(table.read("features"), _values(slice(0, 11))["features"])
+
+    @pytest.mark.parametrize(
+        ("rows", "change"),
+        [
+            pytest.param(0, lambda v: {"features": v["features"]}, id="a missing column"),
+            pytest.param(0, lambda v: {**v, "w": v["q"]}, id="an unknown column"),
+            pytest.param(0, lambda v: list(v.values()), id="no mapping"),
+            pytest.param(0, lambda v: {**v, "features": v["features"][:, :2]}, id="too narrow"),
+            pytest.param(0, lambda v: {**v, "features": v["q"]}, id="a vector for a matrix"),
+            pytest.param(0, lambda v: {**v, "q": v["features"]}, id="a matrix for a vector"),
+            pytest.param(0, lambda v: {**v, "q": v["q"][:1]}, id="fewer rows in one column"),
+            pytest.param(0, lambda v: {k: x[:0] for k, x in v.items()}, id="no rows"),
+            pytest.param(0, lambda v: {**v, "q": v["q"].astype(np.int64)}, id="integers"),
+            pytest.param(0, lambda v: {**v, "q": v["q"].astype(np.complex64)}, id="complex numbers"),
+            pytest.param(0, lambda v: {**v, "q": v["q"].tolist()}, id="a list"),
+            pytest.param(10, lambda v: v, id="a run past the end"),
+            pytest.param(-1, lambda v: v, id="a run before the start"),
+            pytest.param([0, 11], lambda v: v, id="a row past the end"),
+            pytest.param([0, -1], lambda v: v, id="a negative row"),
+            pytest.param([3, 3], lambda v: v, id="a repeated row"),
+            pytest.param([3], lambda v: v, id="fewer rows than values"),
+            pytest.param([[3, 4]], lambda v: v, id="rows in two dimensions"),
+            pytest.param([0.0, 1.0], lambda v: v, id="rows that are not integers"),
+            pytest.param([True, False], lambda v: v, id="a mask"),
+            pytest.param(True, lambda v: v, id="a boolean"),
+            pytest.param(0, lambda v: _poisoned(v, np.nan), id="NaN"),
+            pytest.param(0, lambda v: _poisoned(v, -np.inf), id="infinity"),
+            pytest.param(0, _overflowing, id="float16 overflow"),
+        ],
+    )
+    def test_a_refused_put_changes_nothing(
+        self, path: str, table: AbstractRowTable, rows: Any, change: Any
+    ) -> None:
+        """What does not fit is refused as a whole, and the same rows can be put right afterwards."""
+        with pytest.raises(InvalidInputError):
+            table.put(rows, change(_values([0, 1])))
+
+        assert not table.done().any()
+        _fill(table)
+        np.testing.assert_array_equal(table.read("features"), _values(slice(0, 11))["features"])
+
+    @pytest.mark.parametrize("number", [np.nan, np.inf])
+    def test_rows_that_are_not_finite_are_named(self, table: AbstractRowTable, number: float) -> None:
+        """By their numbers in the table, not in the batch."""
+        with pytest.raises(NonFiniteError, match=r"q is NaN or infinite in rows 4\."):
+            table.put([9, 4], _poisoned(_values([9, 4]), number))
+
+    def test_float16_overflow_names_the_row_and_the_way_out(self, table: AbstractRowTable) -> None:
+        """Finite before the cast and infinite after it is an error that says which dtype would do."""
+        with pytest.raises(
+            NonFiniteError, match=r"in rows 6: the largest magnitude is 1e\+06, .*Use dtype float32"
+        ):
+            table.put(5, _overflowing(_values([5, 6])))
+
+    def test_read_arrays_are_not_for_writing(self, table: AbstractRowTable) -> None:
+        """A reader cannot change rows by accident; ``read`` and ``read_rows`` give the caller its own."""
+        _fill(table)
+
+        with pytest.raises(ValueError, match="read-only"):
+            table.read_chunk(0, "q")[0] = 1
+        table.read("q")[:] = 0
+        table.read_rows("q", [0])[:] = 0
+        np.testing.assert_array_equal(table.read("q"), _values(slice(0, 11))["q"])
+
+    def test_reading_what_does_not_exist_is_refused(self, table: AbstractRowTable) -> None:
+        """Unknown columns, chunks and rows are errors, never other rows."""
+        _fill(table)
+
+        with pytest.raises(InvalidInputError, match=r"no column 'p'.*features"):
+            table.read_chunk(0, "p")
+        for chunk in (-1, 3):
+            with pytest.raises(InvalidInputError, match="3 chunks"):
+                table.read_chunk(chunk, "q")
+        for rows in ([11], [-1], [0.5], [[0]]):
+            with pytest.raises(InvalidInputError, match="ows"):
+                table.read_rows("q", rows)  # type: ignore[arg-type]
+        assert table.read_rows("features", []).shape == (0, 3)
+
+    def test_tables_are_listed_in_natural_order(self, store: AbstractFeatureStore) -> None:
+        """Number by number, at every depth; a prefix is a group of tables."""
+        names = ["ckpt-2", "ckpt-10", "targets/b/ckpt-1", "targets/a/ckpt-10", "targets/a/ckpt-9"]
+        for name in names[::-1]:
+            store.create_table(name, _SPEC)
+
+        listed = ["ckpt-2", "ckpt-10", "targets/a/ckpt-9", "targets/a/ckpt-10", "targets/b/ckpt-1"]
+        assert store.table_names() == listed
+        assert store.table_names("targets/a") == ["targets/a/ckpt-9", "targets/a/ckpt-10"]
+        assert store.table_names("scores") == []
+
+    def test_a_missing_table_is_an_error_that_names_the_others(self, store: AbstractFeatureStore) -> None:
+        """So that a typing error is seen at once."""
+        store.create_table("ckpt-7", _SPEC)
+        for ask in (store.open_table, store.attributes):
+            with pytest.raises(MissingStoreError, match=r"'ckpt-8'.*'ckpt-7'"):
+                ask("ckpt-8")
+
+    def test_a_table_is_opened_as_it_was_created(self, path: str, store: AbstractFeatureStore) -> None:
+        """Shape, fingerprint and attributes come back."""
+        store.create_table("ckpt-0", _SPEC, {"source": ("a.pt", 1)})
+
+        again = self.open(path, "r")
+        assert again.open_table("ckpt-0").spec == _SPEC
+        assert again.attributes("ckpt-0") == {"source": ["a.pt", 1]}
+
+    def test_attributes_are_kept_and_not_compared(self, store: AbstractFeatureStore) -> None:
+        """What was recorded first stays."""
+        store.create_table("ckpt-0", _SPEC, {"source": "a.pt"})
+        store.create_table("ckpt-0", _SPEC, {"source": "b.pt"})
+        assert store.attributes("ckpt-0") == {"source": "a.pt"}
+
+    @pytest.mark.parametrize(
+        ("spec", "message"),
+        [
+            (TableSpec(12, _SPEC.columns, 4, _SPEC.fingerprint), "num_rows is 11 there, 12 here"),
+            (TableSpec(11, _SPEC.columns, 8, _SPEC.fingerprint), "chunk_rows is 4 there, 8 here"),
+            (TableSpec(11, _SPEC.columns[:1], 4, _SPEC.fingerprint), "columns is"),
+            (TableSpec(11, _SPEC.columns, 4, {"checkpoint": "abd"}), "checkpoint is 'abc' there, 'abd' here"),
+        ],
+    )
+    def test_a_table_of_another_shape_is_refused(
+        self, store: AbstractFeatureStore, spec: TableSpec, message: str
+    ) -> None:
+        """The error names each key that differs with both values."""
+        store.create_table("ckpt-0", _SPEC)
+        with pytest.raises(ManifestMismatchError, match=message):
+            store.create_table("ckpt-0", spec)
+
+    @pytest.mark.parametrize(
+        "spec",
+        [
+            TableSpec(0, _SPEC.columns, 4),
+            TableSpec(11, _SPEC.columns, 0),
+            TableSpec(11, (), 4),
+            TableSpec(11, (_SPEC.columns[0], _SPEC.columns[0]), 4),
+            TableSpec(11, (Column("features", 0, "float16"),), 4),
+            TableSpec(11, (Column("features", 3, "int8"),), 4),
+            TableSpec(11, (Column("../x", 3, "float16"),), 4),
+            TableSpec(11, _SPEC.columns, 4, {"set": {1, 2}}),
+        ],
+    )
+    def test_a_table_that_cannot_exist_is_refused(self, store: AbstractFeatureStore, spec: TableSpec) -> None:
+        """Nothing is made for it."""
+        with pytest.raises(InvalidInputError):
+            store.create_table("ckpt-0", spec)
+        assert store.table_names() == []
+
+    @pytest.mark.parametrize("name", _BAD_NAMES)
+    def test_names_that_are_no_folder_names_are_refused(self, store: AbstractFeatureStore, name: Any) -> None:
+        """Wherever a name is given."""
+        with pytest.raises(InvalidInputError):
+            store.create_table(name, _SPEC)
+        with pytest.raises(InvalidInputError):
+            store.open_table(name)
+        with pytest.raises(InvalidInputError):
+            store.cache(name, "key", np.zeros(1))
+
+    def test_a_table_is_no_group_and_a_group_no_table(self, store: AbstractFeatureStore) -> None:
+        """Nothing is put inside a table, and no table around others."""
+        store.create_table("targets/test", _SPEC)
+        for name in ("targets/test/ckpt-0", "targets/test/features"):
+            with pytest.raises(InvalidInputError, match="is a table"):
+                store.create_table(name, _SPEC)
+        with pytest.raises(InvalidInputError, match="is a group"):
+            store.create_table("targets", _SPEC)
+        with pytest.raises(InvalidInputError, match="is a group"):
+            store.open_table("targets")
+
+    def test_a_store_for_reading_refuses_to_write(self, path: str, table: AbstractRowTable) -> None:
+        """Tables, rows; a derived array is simply not kept."""
+        table.put(0, _values(slice(0, 2)))
+        reader = self.open(path, "r")
+
+        assert not reader.writable
+        with pytest.raises(ReadOnlyStoreError):
+            reader.create_table("ckpt-0", _SPEC)
+        with pytest.raises(ReadOnlyStoreError):
+            reader.open_table("ckpt-0").put(2, _values([2, 3]))
+        reader.cache("gram", "key", np.zeros(1))
+        assert reader.cached("gram", "key") is None
+        assert table.done().sum() == 2
+
+    def test_a_closed_store_refuses_to_write(self, path: str, table: AbstractRowTable) -> None:
+        """``with`` closes; what was put is there."""
+        with self.open(path, "r+") as store:
+            other = store.create_table("ckpt-1", _SPEC)
+            _fill(other)
+        with pytest.raises(StateError, match="closed"):
+            other.put(0, _values([0]))
+        with pytest.raises(StateError, match="closed"):
+            store.create_table("ckpt-2", _SPEC)
+        assert self.open(path, "r").open_table("ckpt-1").complete
+
+    def test_the_content_key_depends_on_the_contents_alone(self, store: AbstractFeatureStore) -> None:
+        """Not on order or batch size; a changed value changes it."""
+        keys = []
+        for name, order, seed in (("a", range(11), 0), ("b", range(10, -1, -1), 0), ("c", range(11), 1)):
+            table = store.create_table(name, _SPEC)
+            for row in order:
+                table.put(row, _values([row], seed=seed))
+            keys.append(table.content_key())
+
+        assert keys[0] == keys[1] != keys[2]
+
+    @pytest.mark.parametrize(
+        "array",
+        [
+            np.arange(6.0).reshape(2, 3),
+            np.asfortranarray(np.arange(6, dtype=np.float16).reshape(2, 3)),
+            np.array(2.5),
+            np.zeros((0, 3), np.int64),
+            np.array([True, False]),
+        ],
+    )
+    def test_a_derived_array_is_kept_under_its_key(
+        self, path: str, store: AbstractFeatureStore, array: NDArray[Any]
+    ) -> None:
+        """Same shape, dtype and values; another key or name finds nothing; a later array replaces it."""
+        store.cache("ckpt-0/gram", "v1", np.zeros(7))
+        store.cache("ckpt-0/gram", "v2", array)
+
+        found = self.open(path, "r").cached("ckpt-0/gram", "v2")
+        assert found is not None
+        assert (found.dtype, found.shape) == (array.dtype, array.shape)
+        np.testing.assert_array_equal(found, array)
+        assert store.cached("ckpt-0/gram", "v1") is None
+        assert store.cached("gram", "v2") is None
+
+    def test_only_numbers_are_kept_as_derived_arrays(self, store: AbstractFeatureStore) -> None:
+        """Nothing that would need pickle, and no endless key."""
+        with pytest.raises(InvalidInputError, match="arrays of numbers"):
+            store.cache("gram", "key", np.array([object()]))
+        with pytest.raises(InvalidInputError, match="cache key"):
+            store.cache("gram", "k" * 1025, np.zeros(1))
