@@ -364,14 +364,8 @@ class Attributor:
         )
         return self._featurize(table, rows, model_id, f"Featurizing {checkpoint.name}")
 
-    def _row_fingerprint(self, model_id: int, digest: str) -> dict[str, Any]:
-        """Return what determines a checkpoint's rows: its weights, and the task's state if it has any."""
-        state = self.task.state_digest()
-        fingerprint = {"model_id": model_id, "weights": digest}
-        return fingerprint if state is None else {**fingerprint, "task_state": state}
-
-    def _featurize(self, table: LateTable, rows: Rows, model_id: int, label: str) -> int:
-        computer = self._make_computer(
+    def _computer(self) -> AbstractGradientComputer:
+        return self._make_computer(
             model=self.model,
             task=self.task,
             grad_dim=num_entries(self.parameters),
@@ -379,6 +373,15 @@ class Attributor:
             device=self.device,
             grad_wrt=list(self.parameters),
         )
+
+    def _row_fingerprint(self, model_id: int, digest: str) -> dict[str, Any]:
+        """Return what determines a checkpoint's rows: its weights, and the task's state if it has any."""
+        state = self.task.state_digest()
+        fingerprint = {"model_id": model_id, "weights": digest}
+        return fingerprint if state is None else {**fingerprint, "task_state": state}
+
+    def _featurize(self, table: LateTable, rows: Rows, model_id: int, label: str) -> int:
+        computer = self._computer()
         computer.load_model_params(self.model)
         return featurize_rows(
             table,
@@ -511,6 +514,7 @@ class Attributor:
         fingerprint: dict[str, Any] = {
             "dtype": self.dtype,
             "feature_width": self.layout.width,
+            "gradients": self._computer().fingerprint(),
             "layout": self.layout.to_json(),
             "mode": "eval",
             "parameters": {name: list(shape) for name, shape in self.parameters.items()},

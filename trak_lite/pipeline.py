@@ -6,6 +6,7 @@ Source: TRAK (arXiv:2303.14186), section 3; numbers as in the native method of t
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any
@@ -411,4 +412,11 @@ def _score_tile(
 
 def as_tensor(array: NDArray[Any], device: torch.device) -> Tensor:
     """Return an array of the store as a tensor on a device; on the CPU it shares the mapped memory."""
-    return torch.from_numpy(array if array.flags.writeable else array.copy()).to(device)
+    if not array.flags.writeable:
+        # torch warns about read-only arrays, as it might write to them; nothing that gets this tensor does.
+        array = array.view()
+        with contextlib.suppress(ValueError):  # memory that cannot be written at all: copied below
+            array.flags.writeable = True
+    if not array.flags.writeable:
+        array = array.copy()
+    return torch.from_numpy(array).to(device)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -554,6 +555,10 @@ def test_a_bad_row_in_a_later_batch_keeps_what_was_done_and_can_be_mended(tmp_pa
         ({"seed": 1}, r"projector\.seed is 0 there, 1 here"),
         ({"dtype": "float16"}, "dtype is 'float32' there, 'float16' here"),
         ({"projector": "gaussian"}, r"projector\.kind"),
+        (
+            {"gradient_computer": partial(FunctionalGradientComputer, autocast_dtype=torch.bfloat16)},
+            r"gradients\.autocast_dtype is 'absent' there, 'bfloat16' here",
+        ),
         ({"grad_wrt": ["0.weight"]}, r"parameters\.0\.bias is .* there, 'absent' here"),
         (
             {"task": ImageClassificationModelOutput(temperature=2.0)},
@@ -675,8 +680,6 @@ def test_a_full_disk_is_named_and_the_run_resumes(tmp_path: Path, monkeypatch: p
 
 
 def test_a_gradient_computer_may_be_a_class_or_a_partial() -> None:
-    from functools import partial
-
     _, expected = finished(None)
     _, chunked = finished(None, gradient_computer=partial(FunctionalGradientComputer, chunk_size=3))
 

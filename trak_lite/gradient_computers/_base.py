@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -97,6 +98,13 @@ class AbstractGradientComputer(ABC):
     def parameters(self) -> ParameterShapes:
         """Shapes of the kept parameters by canonical name, in model order."""
         return {name: tuple(p.shape) for name, p in select_parameters(self.model, self.grad_wrt).items()}
+
+    def fingerprint(self) -> dict[str, Any]:
+        """Return the settings that change the gradients beyond rounding, as JSON values, for the manifest.
+
+        The computers agree with each other, so which one it is does not belong here; an autocast dtype does.
+        """
+        return {}
 
     def stream_gradients(self, batch: Batch, sink: BlockSink) -> OutputTerms:
         """Pass the gradient blocks of a batch to ``sink`` as they come, in any order.
@@ -218,6 +226,18 @@ def collect_gradients(computer: AbstractGradientComputer, batch: Batch) -> dict[
 
     computer.stream_gradients(batch, keep)
     return {name: found[name].reshape(count, *shape) for name, shape in shapes.items()}
+
+
+def autocast(model: nn.Module, dtype: torch.dtype | None) -> Any:
+    """Return the context that runs a model's forward pass in ``dtype``, or as it is for ``None``."""
+    if dtype is None:
+        return nullcontext()
+    return torch.autocast(next(model.parameters()).device.type, dtype=dtype)
+
+
+def autocast_fingerprint(dtype: torch.dtype | None) -> dict[str, Any]:
+    """Return what a manifest says of an autocast dtype: nothing where there is none."""
+    return {} if dtype is None else {"autocast_dtype": str(dtype).removeprefix("torch.")}
 
 
 def check_terms(terms: OutputTerms, num_samples: int, task: AbstractModelOutput) -> OutputTerms:

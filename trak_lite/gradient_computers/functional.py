@@ -8,7 +8,6 @@ from __future__ import annotations
 import re
 import traceback
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import nullcontext
 from pathlib import Path
 from typing import Any, Literal
 
@@ -21,6 +20,8 @@ from trak_lite._validate import positive_int
 from trak_lite.errors import TrakLiteError, UnsupportedModelError
 from trak_lite.gradient_computers._base import (
     AbstractGradientComputer,
+    autocast,
+    autocast_fingerprint,
     check_terms,
     collect_gradients,
     refuse_batch_statistics,
@@ -92,7 +93,7 @@ class FunctionalGradientComputer(AbstractGradientComputer):
 
     def compute_loss_grad(self, batch: Batch) -> Tensor:
         """Return q = -dL/df of every sample, ``(B, 1)``, detached."""
-        with torch.no_grad(), self._autocast():
+        with torch.no_grad(), autocast(self.model, self.autocast_dtype):
             terms = self.modelout_fn.evaluate(ModelCall(self.model), batch)
         return terms.out_to_loss_grad.detach().unsqueeze(-1)
 
@@ -128,11 +129,9 @@ class FunctionalGradientComputer(AbstractGradientComputer):
         output, out_to_loss_grad, curvature = (torch.cat(parts) for parts in zip(*found, strict=True))
         return OutputTerms(output, out_to_loss_grad, curvature)
 
-    def _autocast(self) -> Any:
-        if self.autocast_dtype is None:
-            return nullcontext()
-        device = next(self.model.parameters()).device.type
-        return torch.autocast(device, dtype=self.autocast_dtype)
+    def fingerprint(self) -> dict[str, Any]:
+        """Return the autocast dtype, if there is one."""
+        return autocast_fingerprint(self.autocast_dtype)
 
     def _sample_gradient(
         self, rebuild: Callable[[Sequence[Tensor]], Batch]
@@ -144,7 +143,7 @@ class FunctionalGradientComputer(AbstractGradientComputer):
         def value(kept: Mapping[str, Tensor], sample: Sequence[Tensor]) -> tuple[Tensor, _Terms]:
             one = rebuild([leaf.unsqueeze(0) for leaf in sample])
             call = ModelCall(self.model, {**constants, **kept}, buffers)
-            with self._autocast():
+            with autocast(self.model, self.autocast_dtype):
                 terms = check_terms(self.modelout_fn.evaluate(call, one), 1, self.modelout_fn)
             f, q, w = (term.squeeze(0) for term in terms)
             return f, (f.detach(), q.detach(), w.detach())
@@ -166,7 +165,7 @@ class FunctionalGradientComputer(AbstractGradientComputer):
             raise
         except (RuntimeError, TypeError, ValueError, IndexError, AttributeError) as error:
             # If the plain forward pass fails too, its own error is the one to show.
-            with torch.no_grad(), self._autocast():
+            with torch.no_grad(), autocast(self.model, self.autocast_dtype):
                 self.modelout_fn.evaluate(ModelCall(self.model), rebuild(rows))
             raise UnsupportedModelError(
                 f"torch.func.vmap cannot transform {type(self.model).__name__}: {_operation(error)}. "

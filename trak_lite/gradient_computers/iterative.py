@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -13,6 +12,8 @@ from trak_lite._batches import batch_size
 from trak_lite._validate import positive_int
 from trak_lite.gradient_computers._base import (
     AbstractGradientComputer,
+    autocast,
+    autocast_fingerprint,
     check_terms,
     collect_gradients,
     differentiating_only,
@@ -70,7 +71,7 @@ class IterativeGradientComputer(AbstractGradientComputer):
 
     def compute_loss_grad(self, batch: Batch) -> Tensor:
         """Return q = -dL/df of every sample, ``(B, 1)``, detached."""
-        with torch.no_grad(), self._autocast():
+        with torch.no_grad(), autocast(self.model, self.autocast_dtype):
             terms = self.modelout_fn.evaluate(ModelCall(self.model), batch)
         return terms.out_to_loss_grad.detach().unsqueeze(-1)
 
@@ -93,7 +94,7 @@ class IterativeGradientComputer(AbstractGradientComputer):
         kept = select_parameters(self.model, self.grad_wrt)
         step = self.chunk_size or max(count, 1)
         with differentiating_only(self.model, kept), torch.enable_grad():
-            with self._autocast():
+            with autocast(self.model, self.autocast_dtype):
                 terms = self.modelout_fn.evaluate(ModelCall(self.model), batch)
             check_terms(terms, count, self.modelout_fn)
             for start in range(0, max(count, 1), step):
@@ -103,11 +104,9 @@ class IterativeGradientComputer(AbstractGradientComputer):
                     sink(DenseBlock(name, grads.pop(name), start))
         return OutputTerms(*(term.detach() for term in terms))
 
-    def _autocast(self) -> Any:
-        if self.autocast_dtype is None:
-            return nullcontext()
-        device = next(self.model.parameters()).device.type
-        return torch.autocast(device, dtype=self.autocast_dtype)
+    def fingerprint(self) -> dict[str, Any]:
+        """Return the autocast dtype, if there is one."""
+        return autocast_fingerprint(self.autocast_dtype)
 
     def _backward(self, output: Tensor, rows: range, kept: dict[str, nn.Parameter]) -> dict[str, Tensor]:
         """Return the gradients of ``output[rows]``, ``(len(rows), *parameter.shape)`` by name."""
