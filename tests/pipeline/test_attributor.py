@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -22,6 +23,7 @@ from trak_lite.errors import (
     MissingStoreError,
     NonFiniteError,
     PrecisionError,
+    ReadOnlyStoreError,
     StateError,
     StoreError,
     UnknownTaskError,
@@ -662,7 +664,6 @@ def test_a_corrupt_manifest_is_named_and_left_alone(tmp_path: Path, damage: byte
 
 def test_a_full_disk_is_named_and_the_run_resumes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     import errno
-    import os
 
     def full(*args: Any) -> None:
         raise OSError(errno.ENOSPC, "No space left on device")
@@ -684,3 +685,23 @@ def test_a_gradient_computer_may_be_a_class_or_a_partial() -> None:
     _, chunked = finished(None, gradient_computer=partial(FunctionalGradientComputer, chunk_size=3))
 
     np.testing.assert_allclose(chunked.numpy(), expected.numpy(), rtol=1e-4, atol=1e-6)
+
+
+def test_a_read_only_folder_gives_what_is_there_and_refuses_the_rest_by_name(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    _, scores = finished(tmp_path / "a.zarr")
+    before = contents(tmp_path)
+    monkeypatch.setattr(
+        os, "access", lambda path, mode, **kwargs: not mode & os.W_OK
+    )  # also when run as root
+
+    again = attributor(tmp_path / "a.zarr")
+
+    assert again.featurize(TRAIN, checkpoints=states()).rows_written == 0
+    np.testing.assert_array_equal(again.score(TARGETS, name="test").numpy(), scores.numpy())
+    with pytest.raises(ReadOnlyStoreError, match=r"a\.zarr"):
+        again.score(TARGETS, name="new")
+    with pytest.raises(ReadOnlyStoreError, match=r"a\.zarr"):
+        again.featurize(TRAIN, checkpoints=states(3))
+    assert contents(tmp_path) == before
