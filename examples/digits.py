@@ -10,6 +10,7 @@ Run:  python examples/digits.py            (about half a minute on two cores; re
 from __future__ import annotations
 
 import argparse
+import json
 from pathlib import Path
 
 import matplotlib
@@ -28,6 +29,7 @@ from trak_lite.evaluation import auc
 
 NUM_TRAIN = 1500
 FLIPPED = 0.10
+CONFIG = Path(__file__).parents[1] / "configs" / "digits.json"
 
 
 def load_data(seed: int) -> tuple[TensorDataset, TensorDataset, np.ndarray]:
@@ -156,39 +158,44 @@ def main() -> None:
     """Run the whole job."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument(
-        "--out", type=Path, default=Path("runs/digits"), help="folder for everything that is made"
+        "--config", type=Path, default=CONFIG, help="settings; the options below override them"
     )
-    parser.add_argument("--epochs", type=int, default=30)
-    parser.add_argument("--proj-dim", type=int, default=1024)
-    parser.add_argument("--show", type=int, default=6, help="targets to print")
-    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--out", help="folder for everything that is made")
+    parser.add_argument("--epochs", type=int)
+    parser.add_argument("--proj-dim", type=int)
+    parser.add_argument("--show", type=int, help="targets to print")
     args = parser.parse_args()
+    config = json.loads(args.config.read_text())
+    config |= {key: value for key in ("out", "epochs", "show") if (value := getattr(args, key)) is not None}
+    if args.proj_dim is not None:
+        config["attributor"]["proj_dim"] = args.proj_dim
 
-    train_set, held_out, flipped = load_data(args.seed)
-    checkpoints = args.out / "checkpoints"
-    train(train_set, checkpoints, epochs=args.epochs, num_checkpoints=5, seed=args.seed)
-
-    attributor = Attributor(
-        build_model(),
-        task="image_classification",
-        path=args.out / "digits.zarr",
-        proj_dim=args.proj_dim,
-        progress=True,
+    out, seed = Path(config["out"]), config["seed"]
+    train_set, held_out, flipped = load_data(seed)
+    checkpoints = out / "checkpoints"
+    train(
+        train_set,
+        checkpoints,
+        epochs=config["epochs"],
+        num_checkpoints=config["num_checkpoints"],
+        seed=seed,
     )
+
+    attributor = Attributor(build_model(), path=out / "digits.zarr", progress=True, **config["attributor"])
     attributor.featurize(train_set, checkpoints=checkpoints)
     scores = attributor.score(held_out, name="held-out")
     print(scores)
 
-    explain(scores, train_set, held_out, args.out / "explanations.txt", args.show)
-    draw_gallery(scores, train_set, held_out, flipped, args.out / "gallery.png")
+    explain(scores, train_set, held_out, out / "explanations.txt", config["show"])
+    draw_gallery(scores, train_set, held_out, flipped, out / "gallery.png")
     attribution_auc = auc(scores.self_influence(), flipped)
     loss_auc = auc(final_loss(train_set, checkpoints), flipped)
     print(
         f"\nfinding the {flipped.sum()} flipped labels, AUC: "
         f"self-influence {attribution_auc:.3f}, loss of the final model {loss_auc:.3f}"
     )
-    np.save(args.out / "scores.npy", scores.numpy())
-    print(f"scores in {args.out}/scores.npy, gallery in {args.out}/gallery.png")
+    np.save(out / "scores.npy", scores.numpy())
+    print(f"scores in {out}/scores.npy, gallery in {out}/gallery.png")
 
 
 if __name__ == "__main__":

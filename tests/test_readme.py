@@ -49,7 +49,7 @@ def test_the_main_job_command_works_in_a_fresh_folder(tmp_path: Path) -> None:
     """The command word for word: a new environment, an installation from this tree, the example."""
     for name in ("setup.py", "README.md", "constraints.txt"):
         shutil.copy(ROOT / name, tmp_path)
-    for name in ("trak_lite", "examples"):
+    for name in ("trak_lite", "examples", "configs"):
         shutil.copytree(ROOT / name, tmp_path / name, ignore=shutil.ignore_patterns("__pycache__"))
     environment = {
         key: value for key, value in os.environ.items() if key not in ("PYTHONPATH", "VIRTUAL_ENV")
