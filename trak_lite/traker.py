@@ -1,31 +1,38 @@
-"""``TRAKer``: the original TRAK's interface over the same rooms, so that porting is a change of import.
+r"""``TRAKer``: the original TRAK's interface over the same rooms, so that porting is a change of import.
 
-The numbers are those of release 0.3.2 (arXiv:2303.14186): features :math:`X = G R / \\sqrt P` with an
-unscaled R, kernel :math:`X^\\top X + \\lambda I`, its inverse divided by the mean of its absolute entries,
+The numbers are those of release 0.3.2 (arXiv:2303.14186): features :math:`X = G R / \sqrt P` with an
+unscaled R, kernel :math:`X^\top X + \lambda I`, its inverse divided by the mean of its absolute entries,
 scores (mean over checkpoints of products) times (mean over checkpoints of q). Sums are accumulated in
 float64 where the original uses the storage dtype; steps out of order raise, where the original goes on.
+
+Shapes: N train rows, M targets, B samples of a batch, P parameters that gradients are kept for, K ``proj_dim``.
 """
 
 from __future__ import annotations
 
 import logging
 import math
+import operator
 import weakref
-from collections.abc import Callable, Iterable, Mapping, Sequence
+import zlib
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
 from os import PathLike
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias, final
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
-from trak_lite._batches import batch_size, move_batch, take_rows
-from trak_lite._session import resolve_device
-from trak_lite._validate import positive_int
+from trak_lite._batches import batch_size, flatten_batch, move_batch, take_rows
+from trak_lite._session import model_device, resolve_device
+from trak_lite._validate import positive_int, real_at_least
+from trak_lite._version import __version__
 from trak_lite.checkpoints import Checkpoint, load_into, weights_digest
-from trak_lite.errors import InvalidInputError, StateError
+from trak_lite.errors import CheckpointError, InvalidInputError, ManifestMismatchError, StateError
 from trak_lite.gradient_computers import (
     AbstractGradientComputer,
     FunctionalGradientComputer,
@@ -46,7 +53,8 @@ from trak_lite.pipeline import (
 )
 from trak_lite.projectors import AbstractProjector, BasicProjector, ProjectionType
 from trak_lite.scoring import KernelSettings, precondition
-from trak_lite.store import AbstractRowTable, Manifest
+from trak_lite.store import AbstractRowTable, Column, Manifest, TableSpec
+from trak_lite.store.manifest import compare_fingerprints
 from trak_lite.types import Batch, FeatureLayout, ParameterShapes, num_entries
 from trak_lite.workspace import Workspace
 
@@ -54,19 +62,27 @@ __all__ = ["TRAKer"]
 
 logger = logging.getLogger(__name__)
 
+RowIndices: TypeAlias = Sequence[int] | NDArray[Any] | Tensor
+"""Rows that the samples of a batch go to: integers in any order, no row twice."""
+
+_SAMPLE_KEYS = "sample_keys"
+
 
 class TRAKer:
-    """The original TRAK's six verbs. Open to subclassing, because public code does.
+    """The original TRAK's constructor and six verbs. Open to subclassing, because public code does.
+
+    As in the original, loading a checkpoint puts the model in eval mode and leaves the weights in it.
 
     Deliberate differences: every step out of order, and every mismatch with what is on disk, raises; a
-    partly featurized batch resumes; the projection is Rademacher on every device and not bit-equal to the
-    original's; save folders of the original are not read.
+    partly featurized batch resumes; targets that were scored stay as they are; the projection is Rademacher
+    on every device and not bit-equal to the original's; the scores are float32; ``saver``, ``score_computer``
+    and save folders of the original are not supported.
     """
 
     def __init__(
         self,
         model: nn.Module,
-        task: str | AbstractModelOutput | type[AbstractModelOutput],
+        task: str | AbstractModelOutput | type[AbstractModelOutput] | Callable[..., Tensor],
         train_set_size: int,
         save_dir: str | PathLike[str] = "./trak_results",
         load_from_save_dir: bool = True,
@@ -83,78 +99,263 @@ class TRAKer:
         grad_wrt: Iterable[str] | None = None,
         lambda_reg: float = 0.0,
     ) -> None:
-        """Check the settings and open what is in ``save_dir``, if anything.
+        """Check the settings and open what is in ``save_dir``, if anything; nothing is written yet.
 
         Args:
-            model: The module; it is moved nowhere, and holds the loaded checkpoint's weights after a load.
-            task: Name, class or instance of a model output function.
+            model: The module; it is moved nowhere, and batches are moved to where it is.
+            task: Name, class or instance of a model output function, or a function ``f(model_call, batch)``.
             train_set_size: N.
             save_dir: Folder that holds the store.
             load_from_save_dir: Accepted for the original's signature; opening is safe from any process.
-            device: ``"auto"`` is where the model is.
+            device: Where projections and kernels are computed; ``"auto"`` is where the model is.
             gradient_computer: Class or partial of one.
             projector: A projector of one's own; ``None`` makes a Rademacher one.
             saver: Not supported; the rows are kept in the store.
             score_computer: Not supported; the kernel is solved in float64.
-            proj_dim: K; ignored if ``projector`` is given.
+            proj_dim: K; not used if ``projector`` is given.
             logging_level: Level of this module's logger.
             use_half_precision: Store features in float16, else float32.
-            proj_max_batch_size: Accepted for the original's signature.
-            projector_seed: Seed of the projection.
-            grad_wrt: Names of the parameters to keep; ``None`` keeps all, frozen ones included.
+            proj_max_batch_size: Accepted for the original's signature; batches of any size are projected.
+            projector_seed: Seed of the projection; not used if ``projector`` is given.
+            grad_wrt: Names of the parameters to keep, in any order; ``None`` keeps all. Frozen ones count.
             lambda_reg: Absolute ridge term, in units of a squared feature.
 
         Raises:
             InvalidInputError: If a setting is not allowed, or a name in ``grad_wrt`` is unknown.
             ManifestMismatchError: If ``save_dir`` holds features of other settings; names every difference.
         """
-        for name, value in (("saver", saver), ("score_computer", score_computer)):
-            if value is not None:
-                raise InvalidInputError(
-                    f"{name}={value!r} is not supported: rows are kept in the store and scored in float64. Leave it out."
-                )
-        del load_from_save_dir, proj_max_batch_size
+        _refuse_replacements(saver=saver, score_computer=score_computer)
         logger.setLevel(logging_level)
         self.model = model
         self.task = resolve_task(task)
-        self.train_set_size = positive_int(train_set_size=train_set_size)
+        self.train_set_size = _count(train_set_size=train_set_size)
         self.device = resolve_device(device, model)
         self.dtype = torch.float16 if use_half_precision else torch.float32
-        self.grad_wrt = grad_wrt
-        self.lambda_reg = lambda_reg
-        every = [name for name, _ in model.named_parameters()]
-        kept = select_parameters(model, every if grad_wrt is None else grad_wrt)
-        self.parameters: ParameterShapes = {name: tuple(p.shape) for name, p in kept.items()}
+        self.lambda_reg = real_at_least(0.0, lambda_reg=lambda_reg)
+        self.load_from_save_dir = load_from_save_dir
+        self.parameters = _kept_parameters(model, grad_wrt)
+        self.grad_wrt = None if grad_wrt is None else list(self.parameters)
         self.num_params_for_grad = num_entries(self.parameters)
         self.normalize_factor = math.sqrt(self.num_params_for_grad)
-        self.projector = projector or BasicProjector(
-            grad_dim=self.num_params_for_grad,
-            proj_dim=positive_int(proj_dim=proj_dim),
-            seed=projector_seed,
-            proj_type=ProjectionType.rademacher,
-            device=self.device,
-        )
+        self.proj_seed = projector_seed
+        self.init_projector(projector, proj_dim, proj_max_batch_size)
         self.proj_dim = self._layout.width
-        self.gradient_computer = gradient_computer(
-            model=model,
-            task=self.task,
-            grad_dim=self.num_params_for_grad,
-            dtype=self.dtype,
-            device=self.device,
-            grad_wrt=list(self.parameters),
-        )
+        self.gradient_computer = self._make_computer(gradient_computer)
         self.save_dir = Path(save_dir).absolute()
-        self._kernel = KernelSettings(weighting="none", lambda_reg=float(lambda_reg), rescale_inverse=True)
-        self._workspace = Workspace(str(self.save_dir / "trak.zarr"))
-        self._workspace.open(self._manifest())
-        # A notebook builds a second TRAKer over the first: the first must let go of its locks when it is gone.
-        self._finalizer = weakref.finalize(self, self._workspace.close)
+        self._kernel = KernelSettings(weighting="none", lambda_reg=self.lambda_reg, rescale_inverse=True)
+        self._loaded: _LoadedWeights | None = None
         self._train: _Cursor | None = None
         self._target: _Cursor | None = None
+        self._workspace = Workspace(str(self.save_dir / "trak.zarr"))
+        # A notebook builds a second TRAKer over the first: the first must let go of its locks when it is gone.
+        self._closer = weakref.finalize(self, self._workspace.close)
+        self._workspace.open(self._manifest())
+
+    def init_projector(
+        self, projector: AbstractProjector | None, proj_dim: int, proj_max_batch_size: int
+    ) -> None:
+        """Set ``self.projector``; a subclass may choose another default.
+
+        Args:
+            projector: The projector that was passed to the constructor.
+            proj_dim: K.
+            proj_max_batch_size: Accepted for the original's signature.
+
+        Raises:
+            InvalidInputError: If ``projector`` is not an ``AbstractProjector`` or ``proj_dim`` is below 1.
+        """
+        if projector is not None and not isinstance(projector, AbstractProjector):
+            raise InvalidInputError(
+                f"projector is a {_type_name(projector)}, expected an instance of a subclass of "
+                "trak_lite.projectors.AbstractProjector. Derive it from that class; its methods may stay."
+            )
+        self.projector = (
+            BasicProjector(
+                grad_dim=self.num_params_for_grad,
+                proj_dim=_count(proj_dim=proj_dim),
+                seed=self.proj_seed,
+                proj_type=ProjectionType.rademacher,
+                device=self.device,
+            )
+            if projector is None
+            else projector
+        )
 
     def close(self) -> None:
-        """Release the store's files and locks; rows put so far are safe."""
-        self._finalizer()
+        """Release the store's files and locks for good; rows put so far are safe."""
+        self._closer()
+
+    # ---------------------------------------------------------------- featurizing
+
+    def load_checkpoint(
+        self,
+        checkpoint: Mapping[str, Tensor],
+        model_id: int,
+        _allow_featurizing_already_registered: bool = False,
+    ) -> None:
+        """Load a state dict and make ready to featurize under ``model_id``; the cursor starts at row 0.
+
+        Args:
+            checkpoint: State dict of the model.
+            model_id: Id of the checkpoint, at least 0. An id that has rows continues where it was.
+            _allow_featurizing_already_registered: Accepted for the original's signature.
+
+        Raises:
+            CheckpointError: If the state dict does not fit the model; nothing is loaded then.
+            ManifestMismatchError: If the id was featurized with other weights.
+            InvalidInputError: If the id is not an integer of at least 0.
+            StateError: If this object was closed.
+        """
+        self._require_open()
+        self._train = None  # a refusal must not leave the cursor of another checkpoint
+        model_id = _id(model_id)
+        digest = self._load(checkpoint)
+        existing = self._workspace.table(f"ckpt-{model_id}")
+        if existing is not None:
+            _refuse_other_weights(model_id, existing, digest)
+        spec = self._feature_spec(self.train_set_size, model_id, digest)
+        self._train = _Cursor(f"ckpt-{model_id}", spec, f"the train data (model id {model_id})")
+
+    def featurize(self, batch: Batch, inds: RowIndices | None = None, num_samples: int | None = None) -> None:
+        """Compute and keep the features of a batch; rows that are done already are skipped.
+
+        Args:
+            batch: B train samples.
+            inds: Train index of every sample; or
+            num_samples: B, to write at the cursor and advance it.
+
+        Raises:
+            StateError: If no checkpoint is loaded, or the model was changed since.
+            InvalidInputError: If not exactly one of ``inds`` and ``num_samples`` is given, or it does not fit.
+            ManifestMismatchError: If rows of this id were made with another state of the task (negatives).
+            NonFiniteError: If f, q or a feature is NaN or infinite; names the rows.
+            PrecisionError: If float16 cannot hold a row; names the rows.
+        """
+        if self._train is None:
+            raise StateError("No checkpoint is loaded. Call load_checkpoint(state_dict, model_id=...) first.")
+        self._put(self._train, batch, inds, num_samples)
+
+    def finalize_features(self, model_ids: Iterable[int] | None = None, del_grads: bool = False) -> None:
+        """Check that the ids are complete and make their kernels; may be called again.
+
+        Args:
+            model_ids: Ids to finalize; ``None`` takes all that have rows.
+            del_grads: Accepted for the original's signature; the rows serve both purposes and are kept.
+
+        Raises:
+            StateError: If an id was never featurized or not fully, or this object was closed.
+            SingularKernelError: If a kernel has no inverse (fewer rows than features and ``lambda_reg=0``).
+        """
+        self._require_open()
+        if del_grads:
+            logger.warning("del_grads=True: the same rows are gradients and features here, so they are kept.")
+        ids = self._known_ids() if model_ids is None else _ids(model_ids)
+        for model_id in ids:
+            self._train_table(model_id)
+        store = self._workspace.store()
+        for model_id in ids:
+            kernels_of(store, f"ckpt-{model_id}", self._kernel, self._layout, device=self.device)
+        if self._train is not None:
+            self._train.position = 0
+
+    # ---------------------------------------------------------------- scoring
+
+    def start_scoring_checkpoint(
+        self, exp_name: str, checkpoint: Mapping[str, Tensor], model_id: int, num_targets: int
+    ) -> None:
+        """Load a featurized checkpoint and make ready for the targets of an experiment; the cursor starts at 0.
+
+        Args:
+            exp_name: Name of the experiment: one set of targets.
+            checkpoint: State dict that ``model_id`` was featurized with.
+            model_id: Id of the checkpoint.
+            num_targets: M.
+
+        Raises:
+            StateError: If the id is not fully featurized or not finalized, or this object was closed.
+            ManifestMismatchError: If the weights differ from the featurized ones.
+            InvalidInputError: If the name or a number is not allowed, or the experiment has another M.
+            CheckpointError: If the state dict does not fit the model; nothing is loaded then.
+        """
+        self._require_open()
+        self._target = None
+        model_id, num_targets = _id(model_id), _count(num_targets=num_targets)
+        train = self._train_table(model_id)
+        if not has_kernel(self._workspace.store(), f"ckpt-{model_id}", self._kernel, self._layout):
+            raise StateError(
+                f"Model id {model_id} is not finalized. Call finalize_features() before scoring."
+            )
+        self._refuse_other_size(_name(exp_name), num_targets)
+        digest = self._load(checkpoint)
+        _refuse_other_weights(model_id, train, digest)
+        spec = self._feature_spec(num_targets, model_id, digest)
+        spec = replace(spec, columns=(*spec.columns, Column(_SAMPLE_KEYS, None, "float32")))
+        label = f"the targets of {exp_name!r} (model id {model_id})"
+        self._target = _Cursor(_target_path(exp_name, model_id), spec, label)
+
+    def score(self, batch: Batch, inds: RowIndices | None = None, num_samples: int | None = None) -> None:
+        """Compute and keep the features of a batch of targets; targets that are done already are skipped.
+
+        Args:
+            batch: B targets.
+            inds: Index of every target; or
+            num_samples: B, to write at the cursor and advance it.
+
+        Raises:
+            StateError: If no scoring was started, or the model was changed since.
+            InvalidInputError: If not exactly one of ``inds`` and ``num_samples`` is given, or it does not fit, or
+                other samples were scored under these indices before.
+            ManifestMismatchError: If the train rows were made with another state of the task (negatives).
+            NonFiniteError: If f, q or a feature is NaN or infinite; names the rows.
+            PrecisionError: If float16 cannot hold a row; names the rows.
+        """
+        if self._target is None:
+            raise StateError("No scoring was started. Call start_scoring_checkpoint(...) first.")
+        self._put(self._target, batch, inds, num_samples)
+
+    def finalize_scores(
+        self, exp_name: str, model_ids: Iterable[int] | None = None, allow_skip: bool = False
+    ) -> NDArray[np.float32]:
+        """Return the scores of an experiment; calling it again returns them again.
+
+        Args:
+            exp_name: Name of the experiment.
+            model_ids: Ids to average over; ``None`` takes all that have rows.
+            allow_skip: Leave out ids whose targets are missing, with a warning, instead of raising.
+
+        Returns:
+            ``(N, M)`` float32, train rows by targets.
+
+        Raises:
+            StateError: If there is no such experiment, or targets of an id are missing.
+            SingularKernelError: If a kernel has no inverse at this ``lambda_reg``.
+        """
+        self._require_open()
+        ids = self._known_ids() if model_ids is None else _ids(model_ids)
+        ids = self._scorable_ids(_name(exp_name), ids, allow_skip)
+        store = self._workspace.store()
+        train = [self._train_table(model_id) for model_id in ids]
+        targets = [store.open_table(_target_path(exp_name, model_id)) for model_id in ids]
+        fingerprint = {
+            "kernel": self._kernel.to_json(),
+            "model_ids": ids,
+            "targets": [table.content_key() for table in targets],
+            "train_rows": [table.content_key() for table in train],
+        }
+        # Rows are written once; another choice of checkpoints or of lambda is another result of the experiment.
+        path = f"scores/{exp_name}/{Manifest(fingerprint).digest()[:16]}"
+        spec = score_table_spec(self.train_set_size, targets[0].spec.num_rows, fingerprint)
+        scores = self._workspace.table(path) or store.create_table(path, spec)
+        if not scores.complete:
+            solved = [self._precondition(*pair) for pair in zip(ids, targets, strict=True)]
+            with self._locks_for_success_only():
+                score_rows(scores, train, solved, device=self.device, label=f"Scoring {exp_name!r}")
+        self.scores = scores.read(SCORES)
+        if self._target is not None:
+            self._target.position = 0
+        return self.scores
+
+    # ---------------------------------------------------------------- settings
 
     @property
     def _layout(self) -> FeatureLayout:
@@ -164,238 +365,154 @@ class TRAKer:
     def _dtype_name(self) -> str:
         return "float16" if self.dtype == torch.float16 else "float32"
 
-    def _manifest(self) -> Manifest:
-        return Manifest(
-            {
-                "dataset": {"num_rows": self.train_set_size},
-                "dtype": self._dtype_name,
-                "feature_width": self.proj_dim,
-                "layout": self._layout.to_json(),
-                "mode": "eval",
-                "normalisation": "1/sqrt(P)",
-                "parameters": {name: list(shape) for name, shape in self.parameters.items()},
-                "projector": self.projector.fingerprint(),
-                "task": describe_task(self.task),
-            }
+    def _make_computer(self, factory: Callable[..., AbstractGradientComputer]) -> AbstractGradientComputer:
+        names = list(self.parameters)
+        computer = factory(
+            model=self.model,
+            task=self.task,
+            grad_dim=self.num_params_for_grad,
+            dtype=self.dtype,
+            device=self.device,
+            grad_wrt=names,
         )
-
-    # ---------------------------------------------------------------- featurizing
-
-    def load_checkpoint(self, checkpoint: Mapping[str, Tensor], model_id: int) -> None:
-        """Load a state dict and make ready to featurize under ``model_id``; the cursor starts at row 0.
-
-        Args:
-            checkpoint: State dict of the model.
-            model_id: Id of the checkpoint; an id that was featurized with other weights is refused.
-
-        Raises:
-            CheckpointError: If the state dict does not fit the model.
-            ManifestMismatchError: If the id was featurized with other weights.
-        """
-        digest = self._load(checkpoint)
-        spec = feature_table_spec(
-            self.train_set_size,
-            self.proj_dim,
-            self._dtype_name,
-            {"model_id": _checked_id(model_id), "weights": digest},
-        )
-        self._train = _Cursor(self._workspace.late_table(f"ckpt-{model_id}", spec), model_id)
-
-    def featurize(
-        self,
-        batch: Batch,
-        inds: Sequence[int] | NDArray[Any] | Tensor | None = None,
-        num_samples: int | None = None,
-    ) -> None:
-        """Compute and keep the features of a batch; rows that are done already are skipped.
-
-        Args:
-            batch: B train samples.
-            inds: Train index of every sample; or
-            num_samples: B, to write at the cursor and advance it.
-
-        Raises:
-            StateError: If no checkpoint is loaded.
-            InvalidInputError: If not exactly one of ``inds`` and ``num_samples`` is given, or it does not fit.
-        """
-        if self._train is None:
-            raise StateError("No checkpoint is loaded. Call load_checkpoint(state_dict, model_id=...) first.")
-        self._put(self._train, batch, inds, num_samples, "the train data")
-
-    def finalize_features(self, model_ids: Iterable[int] | None = None, del_grads: bool = False) -> None:
-        """Check that the ids are complete and make their kernels.
-
-        Args:
-            model_ids: Ids to finalize; ``None`` takes all.
-            del_grads: Accepted for the original's signature; the rows serve both purposes and are kept.
-
-        Raises:
-            StateError: If an id is unknown or not fully featurized.
-            SingularKernelError: If a kernel has no inverse (fewer rows than features and ``lambda_reg=0``).
-        """
-        if del_grads:
-            logger.warning("del_grads=True: the same rows are gradients and features here, so they are kept.")
-        for model_id in self._known_ids() if model_ids is None else list(model_ids):
-            self._complete_train_table(model_id)
-            kernels_of(
-                self._workspace.store(), f"ckpt-{model_id}", self._kernel, self._layout, device=self.device
-            )
-        if self._train is not None:
-            self._train.position = 0
-
-    # ---------------------------------------------------------------- scoring
-
-    def start_scoring_checkpoint(
-        self, exp_name: str, checkpoint: Mapping[str, Tensor], model_id: int, num_targets: int
-    ) -> None:
-        """Load a featurized checkpoint and make ready for the targets of an experiment.
-
-        Args:
-            exp_name: Name of the experiment: one set of targets.
-            checkpoint: State dict that ``model_id`` was featurized with.
-            model_id: Id of the checkpoint.
-            num_targets: M.
-
-        Raises:
-            StateError: If the id is not fully featurized or not finalized.
-            ManifestMismatchError: If the weights differ from the featurized ones, or the experiment has another M.
-        """
-        train = self._complete_train_table(model_id)
-        if not self._is_finalized(model_id):
-            raise StateError(
-                f"Model id {model_id} is not finalized. Call finalize_features() before scoring."
-            )
-        digest = self._load(checkpoint)
-        fingerprint = {"model_id": _checked_id(model_id), "weights": digest}
-        stored = train.spec.fingerprint["weights"]
-        if stored != digest:
+        if not isinstance(computer, AbstractGradientComputer):
             raise InvalidInputError(
-                f"Model id {model_id} was featurized with other weights (digest {stored[:12]}, given {digest[:12]}). "
-                "Pass the state dict that load_checkpoint was given for this id."
+                f"gradient_computer made a {_type_name(computer)}, expected an instance of a subclass of "
+                "trak_lite.gradient_computers.AbstractGradientComputer. Derive it from that class; its methods "
+                "may stay."
             )
-        spec = feature_table_spec(
-            positive_int(num_targets=num_targets), self.proj_dim, self._dtype_name, fingerprint
-        )
-        self._refuse_other_size(exp_name, num_targets)
-        late = self._workspace.late_table(f"targets/{exp_name}/ckpt-{model_id}", spec)
-        self._target = _Cursor(late, model_id)
+        if (
+            computer.grad_wrt is None
+        ):  # the original's base class does not take it, so a subclass cannot pass it on
+            computer.grad_wrt = names
+        return computer
 
-    def score(
-        self,
-        batch: Batch,
-        inds: Sequence[int] | NDArray[Any] | Tensor | None = None,
-        num_samples: int | None = None,
-    ) -> None:
-        """Compute and keep the features of a batch of targets; targets that are done already are skipped.
-
-        Args:
-            batch: B targets.
-            inds: Index of every target; or
-            num_samples: B, to write at the cursor and advance it.
-
-        Raises:
-            StateError: If no scoring was started.
-            InvalidInputError: If not exactly one of ``inds`` and ``num_samples`` is given, or it does not fit.
-        """
-        if self._target is None:
-            raise StateError("No scoring was started. Call start_scoring_checkpoint(...) first.")
-        self._put(self._target, batch, inds, num_samples, "the targets")
-
-    def finalize_scores(
-        self, exp_name: str, model_ids: Iterable[int] | None = None, allow_skip: bool = False
-    ) -> NDArray[np.float32]:
-        """Return the scores of an experiment.
-
-        Args:
-            exp_name: Name of the experiment.
-            model_ids: Ids to average over; ``None`` takes all.
-            allow_skip: Leave out ids whose targets are missing, with a warning, instead of raising.
-
-        Returns:
-            ``(N, M)`` float32, train rows by targets.
-
-        Raises:
-            StateError: If there is no such experiment, or targets of an id are missing.
-        """
-        ids = self._scorable_ids(
-            exp_name, self._known_ids() if model_ids is None else list(model_ids), allow_skip
-        )
-        store = self._workspace.store()
-        train = [self._complete_train_table(model_id) for model_id in ids]
-        preconditioned = []
-        for model_id in ids:
-            kernels = kernels_of(store, f"ckpt-{model_id}", self._kernel, self._layout, device=self.device)
-            targets = store.open_table(f"targets/{exp_name}/ckpt-{model_id}").read(FEATURES)
-            rows = torch.from_numpy(targets).to(self.device)
-            preconditioned.append(precondition(rows, kernels, layout=self._layout).float())
-        fingerprint = {
-            "kernel": self._kernel.to_json(),
-            "model_ids": ids,
-            "targets": [
-                store.open_table(f"targets/{exp_name}/ckpt-{model_id}").content_key() for model_id in ids
-            ],
-            "train_rows": [table.content_key() for table in train],
+    def _manifest(self) -> Manifest:
+        settings = {
+            "dataset": {"num_rows": self.train_set_size},
+            "dtype": self._dtype_name,
+            "feature_width": self.proj_dim,
+            "layout": self._layout.to_json(),
+            "mode": "eval",
+            "normalisation": "1/sqrt(P)",
+            "parameters": {name: list(shape) for name, shape in self.parameters.items()},
+            "projector": self.projector.fingerprint(),
+            "task": describe_task(self.task),
         }
-        spec = score_table_spec(self.train_set_size, len(preconditioned[0]), fingerprint)
-        # Scores are written once; another set of checkpoints is another result of the same experiment.
-        table = store.create_table(f"scores/{exp_name}/{Manifest(fingerprint).digest()[:16]}", spec)
-        score_rows(table, train, preconditioned, device=self.device, label=f"Scoring {exp_name!r}")
-        self.scores = table.read(SCORES)
-        if self._target is not None:
-            self._target.position = 0
-        return self.scores
+        return Manifest(settings, {"trak_lite": __version__, "torch": torch.__version__})
 
-    # ---------------------------------------------------------------- the cursor and what it writes
+    def _feature_spec(self, num_rows: int, model_id: int, digest: str) -> TableSpec:
+        fingerprint = {"model_id": model_id, "weights": digest}
+        return feature_table_spec(num_rows, self.proj_dim, self._dtype_name, fingerprint)
+
+    # ---------------------------------------------------------------- the model
 
     def _load(self, checkpoint: Mapping[str, Tensor]) -> str:
-        """Load a state dict, in eval mode, and return its digest."""
+        """Load a state dict, put the model in eval mode, and return the digest of its weights."""
+        if checkpoint is None:  # which load_into takes for the weights that the model has
+            raise CheckpointError("checkpoint is None, expected a state dict. Pass model.state_dict().")
         load_into(self.model, Checkpoint("given", None, lambda: checkpoint))
         self.model.eval()
         self.gradient_computer.load_model_params(self.model)
-        return weights_digest(self.model)
+        self._loaded = _LoadedWeights(self.model)
+        return self._loaded.digest
 
-    def _put(
-        self,
-        cursor: _Cursor,
-        batch: Batch,
-        inds: Sequence[int] | NDArray[Any] | Tensor | None,
-        num_samples: int | None,
-        what: str,
-    ) -> None:
-        rows = cursor.rows(inds, num_samples)
-        if batch_size(batch) != len(rows):
-            raise InvalidInputError(
-                f"The batch holds {batch_size(batch)} samples, but {len(rows)} rows were named. They must agree."
+    def _refuse_changed_model(self, cursor: _Cursor) -> None:
+        loaded = self._loaded
+        if loaded is None or loaded.digest != cursor.spec.fingerprint["weights"]:
+            raise StateError(
+                f"The model holds the weights of another checkpoint than {cursor.label} is for. Load that checkpoint "
+                "again (load_checkpoint or start_scoring_checkpoint)."
             )
-        waiting = np.flatnonzero(np.isin(rows, cursor.table.pending()))
-        if len(waiting):
-            if len(waiting) < len(rows):
-                batch = take_rows(batch, waiting.tolist())
-            batch = move_batch(batch, self.device)
-            features, terms = compute_features(
-                self.gradient_computer, self.projector, batch, model_id=cursor.model_id
+        if loaded.changed_since(self.model):
+            raise StateError(
+                "The model's weights were changed after the checkpoint was loaded. Load the checkpoint again."
             )
-            put_features(
-                cursor.table,
-                rows[waiting],
-                features / self.normalize_factor,
-                terms,
-                self.gradient_computer,
-                batch,
-                what,
+        if any(module.training for module in self.model.modules()):
+            raise StateError(
+                "The model is in train mode; rows are made in eval mode, as loading a checkpoint sets it. Call "
+                "model.eval(), or load the checkpoint again."
             )
-        if num_samples is not None:
-            cursor.position += num_samples
+
+    # ---------------------------------------------------------------- rows
+
+    def _put(self, cursor: _Cursor, batch: Batch, inds: RowIndices | None, num_samples: int | None) -> None:
+        """Write the pending rows of a batch, and advance the cursor if the rows were not named."""
+        self._require_open()
+        self._refuse_changed_model(cursor)
+        rows = cursor.rows(inds, num_samples, batch_size(batch))
+        with self._locks_for_success_only():
+            self._attach(cursor)
+            self._write(cursor, batch, rows)
+        if inds is None:
+            cursor.position += len(rows)
+
+    def _attach(self, cursor: _Cursor) -> None:
+        """Open the cursor's table, for the state that the task has now: negatives may be set after loading."""
+        state = self.task.state_digest()
+        if cursor.table is not None and cursor.state == state:
+            return
+        fingerprint = dict(cursor.spec.fingerprint)
+        if state is not None:
+            fingerprint["task_state"] = state
+        if cursor is self._target:
+            train = self._train_table(fingerprint["model_id"]).spec.fingerprint
+            compare_fingerprints(train, fingerprint, where=f"Model id {fingerprint['model_id']}")
+        table = self._workspace.late_table(cursor.path, replace(cursor.spec, fingerprint=fingerprint))
+        cursor.attach(table, state)
+
+    def _write(self, cursor: _Cursor, batch: Batch, rows: NDArray[np.int64]) -> None:
+        keys = _sample_keys(batch) if cursor is self._target else None
+        if keys is not None:
+            cursor.refuse_other_samples(rows, keys)
+        waiting = np.flatnonzero(cursor.waiting[rows])
+        if not len(waiting):
+            return
+        if len(waiting) < len(rows):
+            batch = take_rows(batch, waiting.tolist())
+        batch = move_batch(batch, model_device(self.model))
+        model_id = int(cursor.spec.fingerprint["model_id"])
+        features, terms = compute_features(self.gradient_computer, self.projector, batch, model_id=model_id)
+        put_features(
+            cursor.attached(),
+            rows[waiting],
+            features / self.normalize_factor,
+            terms,
+            self.gradient_computer,
+            batch,
+            cursor.label,
+            None if keys is None else {_SAMPLE_KEYS: keys[waiting]},
+        )
+        cursor.waiting[rows[waiting]] = False
+        if keys is not None:
+            cursor.refuse_other_samples(rows, keys)
+
+    @contextmanager
+    def _locks_for_success_only(self) -> Iterator[None]:
+        """Give up all locks on an error: its traceback keeps this object alive (Ctrl-C in a notebook)."""
+        try:
+            yield
+        except BaseException:
+            self._workspace.close()
+            for cursor in (self._train, self._target):
+                if cursor is not None:
+                    cursor.table = None
+            self._workspace.open(self._manifest())
+            raise
+
+    def _require_open(self) -> None:
+        if not self._closer.alive:
+            raise StateError("This TRAKer was closed. Build another one on the same save_dir to go on.")
 
     # ---------------------------------------------------------------- ids
 
     def _known_ids(self) -> list[int]:
         """Return the ids that have rows, ascending."""
         names = self._workspace.store().table_names()
-        ids = [int(name.removeprefix("ckpt-")) for name in names if name.startswith("ckpt-")]
-        return sorted(ids)
+        return sorted(int(name.removeprefix("ckpt-")) for name in names if name.startswith("ckpt-"))
 
-    def _complete_train_table(self, model_id: int) -> AbstractRowTable:
+    def _train_table(self, model_id: int) -> AbstractRowTable:
+        """Return the complete train rows of an id."""
         table = self._workspace.table(f"ckpt-{model_id}")
         if table is None:
             raise StateError(
@@ -408,12 +525,10 @@ class TRAKer:
             )
         return table
 
-    def _is_finalized(self, model_id: int) -> bool:
-        return has_kernel(self._workspace.store(), f"ckpt-{model_id}", self._kernel, self._layout)
-
     def _refuse_other_size(self, exp_name: str, num_targets: int) -> None:
-        for path in self._workspace.store().table_names(f"targets/{exp_name}"):
-            size = self._workspace.store().open_table(path).spec.num_rows
+        store = self._workspace.store()
+        for path in store.table_names(f"targets/{exp_name}"):
+            size = store.open_table(path).spec.num_rows
             if size != num_targets:
                 raise InvalidInputError(
                     f"Experiment {exp_name!r} has {size} targets, got num_targets={num_targets}. One experiment is one "
@@ -422,62 +537,194 @@ class TRAKer:
 
     def _scorable_ids(self, exp_name: str, ids: list[int], allow_skip: bool) -> list[int]:
         """Return the ids whose targets are complete; raise for the others unless they may be skipped."""
-        tables = {model_id: self._workspace.table(f"targets/{exp_name}/ckpt-{model_id}") for model_id in ids}
-        if all(table is None for table in tables.values()):
+        tables = {model_id: self._workspace.table(_target_path(exp_name, model_id)) for model_id in ids}
+        if not any(tables.values()):
             raise StateError(
-                f"There is no experiment {exp_name!r} for ids {ids}. Call start_scoring_checkpoint first."
+                f"There is no experiment {exp_name!r} for model ids {ids}. Call start_scoring_checkpoint and score."
             )
-        missing = [model_id for model_id, table in tables.items() if table is None or not table.complete]
-        if missing and not allow_skip:
+        usable = [model_id for model_id, table in tables.items() if table is not None and table.complete]
+        missing = [model_id for model_id in tables if model_id not in usable]
+        if missing and not (allow_skip and usable):
             raise StateError(
-                f"Targets of experiment {exp_name!r} are missing for model ids {missing}. Score them, name the ids to "
-                "use in model_ids, or pass allow_skip=True."
+                f"Targets of experiment {exp_name!r} are missing for model ids {missing}. Score them, or name the ids "
+                "to use in model_ids, or leave them out with allow_skip=True if others are complete."
             )
         if missing:
             logger.warning(
                 "Experiment %r: left out model ids %s, whose targets are missing.", exp_name, missing
             )
-        usable = [model_id for model_id in ids if model_id not in missing]
-        if not usable:
-            raise StateError(f"No model id of experiment {exp_name!r} has all its targets. Score them first.")
         return usable
 
+    def _precondition(self, model_id: int, targets: AbstractRowTable) -> Tensor:
+        """Return the targets of an id behind its kernel, ``(M, K)`` float32."""
+        store = self._workspace.store()
+        kernels = kernels_of(store, f"ckpt-{model_id}", self._kernel, self._layout, device=self.device)
+        rows = torch.from_numpy(targets.read(FEATURES)).to(self.device)
+        return precondition(rows, kernels, layout=self._layout).float()
 
+
+@final
+class _LoadedWeights:
+    """Which weights were loaded, and whether the model still holds them."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self.digest = weights_digest(model)
+        self._versions = self._read(model)
+
+    def changed_since(self, model: nn.Module) -> bool:
+        """Whether a parameter was written to; autograd counts writes, so no weight is read."""
+        return self._read(model) != self._versions
+
+    @staticmethod
+    def _read(model: nn.Module) -> list[int]:
+        return [0 if p.is_inference() else p._version for p in model.parameters()]
+
+
+@final
 class _Cursor:
-    """Where the next batch goes that names no rows."""
+    """The rows of one checkpoint: which are pending, and where a batch goes that names no rows."""
 
-    def __init__(self, table: LateTable, model_id: int) -> None:
-        self.table = table
-        self.model_id = model_id
+    def __init__(self, path: str, spec: TableSpec, label: str) -> None:
+        self.path = path
+        self.spec = spec
+        """Without the task's state, which may change until the first batch."""
+        self.label = label
         self.position = 0
+        self.table: LateTable | None = None
+        self.state: str | None = None
+        self.waiting: NDArray[np.bool_] = np.ones(spec.num_rows, np.bool_)
+        self._keys: NDArray[np.float32] = np.full(spec.num_rows, np.nan, np.float32)
 
-    def rows(
-        self, inds: Sequence[int] | NDArray[Any] | Tensor | None, num_samples: int | None
-    ) -> NDArray[np.int64]:
+    def attach(self, table: LateTable, state: str | None) -> None:
+        """Take a table, and which of its rows are pending."""
+        self.table, self.state = table, state
+        self.waiting[:] = False
+        self.waiting[table.pending()] = True
+
+    def attached(self) -> LateTable:
+        """Return the table."""
+        assert self.table is not None, "attach() comes first"
+        return self.table
+
+    def rows(self, inds: RowIndices | None, num_samples: int | None, batch_rows: int) -> NDArray[np.int64]:
         """Return the rows that a batch goes to."""
         if (inds is None) == (num_samples is None):
             raise InvalidInputError(
                 "Exactly one of inds and num_samples must be given, got "
                 + ("neither." if inds is None else "both.")
             )
-        if num_samples is not None:
-            rows = np.arange(self.position, self.position + positive_int(num_samples=num_samples))
-        else:
-            given = np.asarray(inds).reshape(-1)
-            if not np.issubdtype(given.dtype, np.integer):
-                raise InvalidInputError(f"inds must be integers, got {given.dtype}.")
-            rows = given.astype(np.int64)
-        count = self.table.spec.num_rows
-        outside = rows[(rows < 0) | (rows >= count)]
+        rows = self._next(num_samples) if inds is None else _integers(inds)
+        if len(rows) != batch_rows:
+            raise InvalidInputError(
+                f"The batch holds {batch_rows} samples, but {len(rows)} rows were named. They must agree."
+            )
+        outside = rows[(rows < 0) | (rows >= self.spec.num_rows)]
         if outside.size:
             raise InvalidInputError(
-                f"Rows {outside[:5].tolist()} do not exist: there are rows 0 to {count - 1}. Check the set's size, "
-                "and that the cursor was reset by loading the checkpoint."
+                f"Rows {outside[:5].tolist()} of {self.label} do not exist: there are rows 0 to "
+                f"{self.spec.num_rows - 1}. Check the number of rows, and that the cursor was set back by loading "
+                "the checkpoint."
+            )
+        values, counts = np.unique(rows, return_counts=True)
+        if len(values) < len(rows):
+            raise InvalidInputError(
+                f"Rows {values[counts > 1][:5].tolist()} are named more than once. Name each row once."
             )
         return rows
 
+    def _next(self, num_samples: int | None) -> NDArray[np.int64]:
+        return self.position + np.arange(_count(num_samples=num_samples))
 
-def _checked_id(model_id: int) -> int:
-    if isinstance(model_id, bool) or not isinstance(model_id, int) or model_id < 0:
+    def refuse_other_samples(self, rows: NDArray[np.int64], keys: NDArray[np.float32]) -> None:
+        """Raise if finished targets, all of those seen so far, were made from other samples."""
+        seen = self._keys.copy()
+        seen[rows] = keys
+        stored = self.attached().read_if_complete(_SAMPLE_KEYS)
+        differing = [] if stored is None else np.flatnonzero(~np.isnan(seen) & (seen != stored)).tolist()
+        if differing:
+            raise InvalidInputError(
+                f"Rows {differing[:5]} of {self.label} were scored before, as other samples. One experiment is one set "
+                "of targets: use another exp_name for another set. If it is the same set and its samples are drawn "
+                "anew each time (augmentation, noise), switch that off."
+            )
+        self._keys = seen
+
+
+def _sample_keys(batch: Batch) -> NDArray[np.float32]:
+    """Return 24 bits of the checksum of every sample ``(B,)``: what float32 holds exactly."""
+    leaves, _ = flatten_batch(batch)
+    arrays = [leaf.detach().cpu().contiguous().reshape(len(leaf), *leaf.shape[1:], 1) for leaf in leaves]
+    keys = [0] * len(leaves[0])
+    for array in arrays:
+        rows = array.view(torch.uint8).numpy()
+        keys = [zlib.crc32(row.tobytes(), key) for row, key in zip(rows, keys, strict=True)]
+    return np.array([key & 0xFFFFFF for key in keys], np.float32)
+
+
+def _kept_parameters(model: nn.Module, grad_wrt: Iterable[str] | None) -> ParameterShapes:
+    """Return the shapes of the parameters to keep, in model order; all of them, frozen or not, by default."""
+    names = [name for name, _ in model.named_parameters()] if grad_wrt is None else grad_wrt
+    return {name: tuple(p.shape) for name, p in select_parameters(model, names).items()}
+
+
+def _refuse_replacements(**given: object) -> None:
+    for name, value in given.items():
+        if value is not None:
+            raise InvalidInputError(
+                f"{name}={value!r} is not supported: rows are kept in the store and scored in float64. Leave it out."
+            )
+
+
+def _refuse_other_weights(model_id: int, table: AbstractRowTable, digest: str) -> None:
+    stored = str(table.spec.fingerprint["weights"])
+    if stored != digest:
+        raise ManifestMismatchError(
+            f"Model id {model_id} was featurized with other weights: their digest is {stored[:12]} there, "
+            f"{digest[:12]} here. Pass the checkpoint that the id was featurized with, or another model_id."
+        )
+
+
+def _target_path(exp_name: str, model_id: int) -> str:
+    return f"targets/{exp_name}/ckpt-{model_id}"
+
+
+def _name(exp_name: str) -> str:
+    """Return the name of an experiment; what else a name may hold, the store checks."""
+    if not isinstance(exp_name, str) or "/" in exp_name:
+        raise InvalidInputError(f"exp_name must be a string without '/', got {exp_name!r}.")
+    return exp_name
+
+
+def _type_name(value: object) -> str:
+    cls = value if isinstance(value, type) else type(value)
+    return f"{cls.__module__}.{cls.__qualname__}"
+
+
+def _plain(value: Any) -> Any:
+    """Return an integer of NumPy or torch as an ``int``, anything else as it is."""
+    if isinstance(value, bool | int) or not hasattr(value, "__index__"):
+        return value
+    return operator.index(value)
+
+
+def _count(**named: Any) -> int:
+    ((name, value),) = named.items()
+    return positive_int(**{name: _plain(value)})
+
+
+def _id(model_id: Any) -> int:
+    value = _plain(model_id)
+    if isinstance(value, bool) or not isinstance(value, int) or value < 0:
         raise InvalidInputError(f"model_id must be an integer of at least 0, got {model_id!r}.")
-    return model_id
+    return value
+
+
+def _ids(model_ids: Iterable[int]) -> list[int]:
+    return [_id(model_id) for model_id in model_ids]
+
+
+def _integers(inds: RowIndices) -> NDArray[np.int64]:
+    given = np.asarray(inds.cpu() if isinstance(inds, Tensor) else inds).reshape(-1)
+    if not np.issubdtype(given.dtype, np.integer):
+        raise InvalidInputError(f"inds must be integers, got {given.dtype}.")
+    return given.astype(np.int64)

@@ -458,3 +458,23 @@ def test_a_flat_gradient_of_the_wrong_width_is_refused() -> None:
 
     with pytest.raises(InvalidInputError, match=r"returned shape \(5, 34\), expected \(B, 35\)"):
         Short(model, resolve_task("image_classification")).stream_gradients(batch, lambda _: None)
+
+
+def test_a_functional_computer_that_assigns_its_weights_as_the_originals_does_uses_them() -> None:
+    class Doubled(FunctionalGradientComputer):
+        def load_model_params(self, model) -> None:
+            self.func_weights = {name: 2 * p for name, p in model.named_parameters()}
+            self.func_buffers = dict(model.named_buffers())
+
+    model, batch = make(CASES["scalar parameter, unused parameter, buffer"])
+    task = resolve_task("image_classification")
+    doubled = Doubled(model, task)
+    doubled.load_model_params(model)
+
+    grads = collect_gradients(doubled, batch)
+
+    with torch.no_grad():
+        for p in model.parameters():
+            p *= 2
+    for name, value in collect_gradients(IterativeGradientComputer(model, task), batch).items():
+        torch.testing.assert_close(grads[name], value, rtol=1e-12, atol=1e-14)

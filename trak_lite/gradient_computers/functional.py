@@ -71,6 +71,8 @@ class FunctionalGradientComputer(AbstractGradientComputer):
         super().__init__(model, task, grad_dim, dtype, device, grad_wrt)
         self.chunk_size = None if chunk_size is None else positive_int(chunk_size=chunk_size)
         self.randomness = randomness
+        self._weights: dict[str, Tensor] | None = None
+        self._buffers: dict[str, Tensor] | None = None
         self.autocast_dtype = autocast_dtype
 
     def load_model_params(self, model: nn.Module) -> None:
@@ -79,13 +81,22 @@ class FunctionalGradientComputer(AbstractGradientComputer):
 
     @property
     def func_weights(self) -> dict[str, Tensor]:
-        """The model's parameters by name, detached (the original's attribute)."""
-        return {name: p.detach() for name, p in self.model.named_parameters()}
+        """Parameters by name, detached: the model's, unless a subclass assigned others (the original's attribute)."""
+        own = self._weights or dict(self.model.named_parameters())
+        return {name: p.detach() for name, p in own.items()}
+
+    @func_weights.setter
+    def func_weights(self, weights: Mapping[str, Tensor]) -> None:
+        self._weights = dict(weights)
 
     @property
     def func_buffers(self) -> dict[str, Tensor]:
-        """The model's buffers by name (the original's attribute)."""
-        return dict(self.model.named_buffers())
+        """Buffers by name: the model's, unless a subclass assigned others (the original's attribute)."""
+        return self._buffers or dict(self.model.named_buffers())
+
+    @func_buffers.setter
+    def func_buffers(self, buffers: Mapping[str, Tensor]) -> None:
+        self._buffers = dict(buffers)
 
     def compute_per_sample_grad(self, batch: Batch) -> dict[str, Tensor]:
         """Return the per-sample gradients ``(B, *parameter.shape)`` by parameter name, in model order."""
@@ -115,7 +126,8 @@ class FunctionalGradientComputer(AbstractGradientComputer):
         count = batch_size(batch)
         leaves, rebuild = flatten_batch(batch)
         transformed = vmap(self._sample_gradient(rebuild), in_dims=(None, 0), randomness=self.randomness)
-        kept = {name: p.detach() for name, p in select_parameters(self.model, self.grad_wrt).items()}
+        weights = self.func_weights
+        kept = {name: weights[name] for name in select_parameters(self.model, self.grad_wrt)}
         if count == 0:
             return _stream_nothing(kept, sink)
         found: list[_Terms] = []

@@ -1,0 +1,220 @@
+"""What the tests of TRAKer share: small models, checkpoints, one injected matrix, and one run of the six verbs."""
+
+from __future__ import annotations
+
+import hashlib
+import warnings
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor, nn
+
+import trak_lite.projectors
+import trak_lite.traker
+
+N, M, K, B = 80, 7, 12, 32
+CLASSES = 5
+
+
+@contextmanager
+def quiet() -> Iterator[None]:
+    """Ignore the warnings of the original, which tests would take for errors."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        yield
+
+
+def original() -> ModuleType:
+    """Return the original release; the test is skipped where it is not installed."""
+    with quiet():
+        module = pytest.importorskip("trak", reason="needs the original TRAK (extra: test)")
+        pytest.importorskip("trak.projectors")
+    return module
+
+
+class Mlp(nn.Module):
+    """Two layers before a fixed readout, so that no direction of the parameters is without effect."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(4, 2)
+        self.second = nn.Linear(2, 2)
+        self.first.bias.requires_grad_(False)
+        self.register_buffer("readout", _readout(2))
+        with torch.no_grad():
+            for p in self.parameters():
+                p.mul_(3.0)  # far from linear: the kernel of all parameters can be inverted in float32
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.second(self.first(x).tanh()) @ self.readout
+
+
+class Cnn(nn.Module):
+    """One convolution and one layer before a fixed readout, with batch normalisation in eval mode."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv = nn.Conv2d(1, 2, 3)
+        self.norm = nn.BatchNorm2d(2, affine=False)
+        self.head = nn.Linear(8, 2)
+        self.conv.bias.requires_grad_(False)
+        self.register_buffer("readout", _readout(2))
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.norm(self.conv(x)).tanh()
+        return self.head(h.flatten(1)) @ self.readout
+
+
+def _readout(width: int) -> Tensor:
+    return torch.randn(width, CLASSES, generator=torch.Generator().manual_seed(5))
+
+
+MODELS: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...], list[str]]] = {
+    "mlp": (Mlp, (4,), ["second.weight", "first.bias", "first.weight"]),
+    "cnn": (Cnn, (1, 4, 4), ["head.bias", "conv.bias", "conv.weight"]),
+}
+"""Model class, shape of an input, and some parameters in another order than the model's, a frozen one among them."""
+
+
+def batch_of(name: str, count: int, seed: int) -> tuple[Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    inputs = torch.randn(count, *MODELS[name][1], generator=generator)
+    return inputs, torch.randint(CLASSES, (count,), generator=generator)
+
+
+def train_batch(name: str = "mlp") -> tuple[Tensor, Tensor]:
+    return batch_of(name, N, seed=1)
+
+
+def target_batch(name: str = "mlp") -> tuple[Tensor, Tensor]:
+    return batch_of(name, M, seed=2)
+
+
+def make_model(name: str = "mlp", seed: int = 0) -> nn.Module:
+    with torch.random.fork_rng():
+        torch.manual_seed(seed)
+        return MODELS[name][0]().eval()
+
+
+def checkpoints(name: str = "mlp", count: int = 3) -> list[dict[str, Tensor]]:
+    """State dicts of freshly drawn models."""
+    return [dict(make_model(name, seed=10 + number).state_dict()) for number in range(count)]
+
+
+def num_kept(model: nn.Module, grad_wrt: list[str] | None) -> int:
+    return sum(p.numel() for name, p in model.named_parameters() if grad_wrt is None or name in grad_wrt)
+
+
+def matrix(num_params: int, model_id: int, width: int = K) -> Tensor:
+    """The one projection matrix of a checkpoint, ``(P, K)``."""
+    return torch.randn(num_params, width, generator=torch.Generator().manual_seed(100 + model_id))
+
+
+def injected(base: type, num_params: int, *, width: int = K, seed: int = 0) -> Any:
+    """Return a projector, derived from the original's base class or from ours, that multiplies by the matrix."""
+
+    class Injected(base):
+        def __init__(self) -> None:
+            super().__init__(num_params, width, seed, "normal", "cpu")
+
+        def project(self, grads, model_id):
+            if isinstance(grads, Mapping):
+                count = len(next(iter(grads.values())))
+                grads = torch.cat([grad.reshape(count, -1) for grad in grads.values()], dim=1)
+            return grads @ matrix(num_params, model_id, width).to(grads)
+
+    return Injected()
+
+
+def make_traker(folder: Path, **changes: Any) -> trak_lite.traker.TRAKer:
+    """Return a TRAKer on the small MLP with changes to its settings."""
+    settings = {
+        "model": make_model(),
+        "task": "image_classification",
+        "train_set_size": N,
+        "save_dir": folder,
+        "proj_dim": K,
+        "use_half_precision": False,
+        **changes,
+    }
+    return trak_lite.traker.TRAKer(**settings)
+
+
+def make_original(folder: Path, **changes: Any) -> Any:
+    """Return the original's TRAKer on the small MLP with changes to its settings."""
+    settings = {
+        "model": make_model(),
+        "task": "image_classification",
+        "train_set_size": N,
+        "save_dir": str(folder),
+        "proj_dim": K,
+        "use_half_precision": False,
+        "device": "cpu",
+        "logging_level": 100,
+        **changes,
+    }
+    return original().TRAKer(**settings)
+
+
+def featurize(traker: Any, states: Any, batch: tuple[Tensor, Tensor], *, first_id: int = 0) -> None:
+    """Featurize every checkpoint, batch by batch at the cursor."""
+    for model_id, state in enumerate(states, start=first_id):
+        traker.load_checkpoint(state, model_id=model_id)
+        for start in range(0, len(batch[0]), B):
+            part = tuple(tensor[start : start + B] for tensor in batch)
+            traker.featurize(batch=part, num_samples=len(part[0]))
+
+
+def score(
+    traker: Any, states: Any, batch: tuple[Tensor, Tensor], *, exp_name: str = "test", first_id: int = 0
+) -> None:
+    """Score the targets for every checkpoint."""
+    for model_id, state in enumerate(states, start=first_id):
+        traker.start_scoring_checkpoint(
+            exp_name=exp_name, checkpoint=state, model_id=model_id, num_targets=len(batch[0])
+        )
+        traker.score(batch=batch, num_samples=len(batch[0]))
+
+
+def run(traker: Any, name: str = "mlp", count: int = 3, dtype: torch.dtype = torch.float32) -> np.ndarray:
+    """Call the six verbs, the same way for the original and for ours, and return the scores."""
+    states = checkpoints(name, count)
+    train, target = ((batch[0].to(dtype), batch[1]) for batch in (train_batch(name), target_batch(name)))
+    with quiet():
+        featurize(traker, states, train)
+        traker.finalize_features()
+        score(traker, states, target)
+        return np.array(traker.finalize_scores(exp_name="test"))
+
+
+def assert_scores_close(ours: np.ndarray, expected: np.ndarray, rtol: float) -> None:
+    """Compare relative to the largest score, and each score of at least a hundredth of it by itself."""
+    largest = np.abs(expected).max()
+    assert largest > 0
+    np.testing.assert_allclose(ours, expected, rtol=0, atol=rtol * largest)
+    sizable = np.abs(expected) > largest / 100
+    np.testing.assert_allclose(ours[sizable], expected[sizable], rtol=100 * rtol)
+
+
+def snapshot(folder: Path) -> dict[str, str]:
+    """Return a digest of every file below a folder."""
+    return {
+        str(path.relative_to(folder)): hashlib.sha256(path.read_bytes()).hexdigest()
+        for path in sorted(folder.rglob("*"))
+        if path.is_file()
+    }
+
+
+@contextmanager
+def refused(folder: Path, error: type[Exception], match: str) -> Iterator[None]:
+    """Expect an error whose message matches, and not a byte changed on disk."""
+    before = snapshot(folder)
+    with pytest.raises(error, match=match):
+        yield
+    assert snapshot(folder) == before
