@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from trak_lite.errors import InvalidInputError
 
@@ -42,27 +42,34 @@ def resolve_device(device: str | torch.device, model: nn.Module) -> torch.device
 
 
 @contextmanager
-def borrow_model(model: nn.Module, device: torch.device) -> Iterator[nn.Module]:
+def borrow_model(model: nn.Module, device: torch.device) -> Iterator[dict[str, Tensor]]:
     """Put a model in eval mode on ``device``; give weights, buffers, modes, flags and device back on exit.
 
     The values are kept on the CPU meanwhile: one more copy of the model.
+
+    Yields:
+        The model's own parameters and buffers by name, as they were.
     """
     home = model_device(model)
-    tensors = [*model.parameters(), *model.buffers()]
-    saved = [tensor.detach().cpu().clone() for tensor in tensors]
-    flags = [p.requires_grad for p in model.parameters()]
+    saved = {name: tensor.detach().cpu().clone() for name, tensor in _tensors(model).items()}
+    flags = [(p, p.requires_grad) for p in model.parameters()]
     modes = [(module, module.training) for module in model.modules()]
     try:
         model.to(device)
         model.eval()
-        yield model
+        yield saved
     finally:
         if home != device:
             model.to(home)
         with torch.no_grad():
-            for tensor, value in zip((*model.parameters(), *model.buffers()), saved, strict=True):
-                tensor.copy_(value)
-        for p, flag in zip(model.parameters(), flags, strict=True):
+            for name, tensor in _tensors(model).items():
+                if name in saved:  # a buffer that the forward pass made was not there before
+                    tensor.copy_(saved[name])
+        for p, flag in flags:
             p.requires_grad_(flag)
         for module, training in modes:
             module.training = training
+
+
+def _tensors(model: nn.Module) -> dict[str, Tensor]:
+    return {**dict(model.named_parameters()), **dict(model.named_buffers())}

@@ -50,6 +50,7 @@ from trak_lite.store import (
     Manifest,
     TableSpec,
     ZarrFeatureStore,
+    check_name,
 )
 from trak_lite.store.manifest import compare_fingerprints
 from trak_lite.types import Batch, FeatureLayout, ParameterShapes, num_entries
@@ -60,9 +61,6 @@ __all__ = ["Attributor", "FeaturizeSummary"]
 logger = logging.getLogger(__name__)
 
 GradientComputerFactory = Callable[..., AbstractGradientComputer]
-
-_TRAIN_PROBES = 3
-_TARGET_PROBES = 64
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,6 +73,18 @@ class FeaturizeSummary:
     """Rows featurized by this call, over all checkpoints."""
     rows_found: int
     """Rows that were in the store already, over all checkpoints."""
+
+
+@dataclass(frozen=True, slots=True)
+class _ScoringSession:
+    """What one call of :meth:`Attributor.score` works with."""
+
+    workspace: Workspace
+    targets: Rows
+    name: str
+    identity: Mapping[str, Any]
+    own: Mapping[str, Tensor]
+    """The weights that the caller's model came with."""
 
 
 class Attributor:
@@ -154,7 +164,7 @@ class Attributor:
         self.kernel = _decide_kernel(kernel, damping, self.task)
         self._collate = collate
         self._progress = progress
-        self._checkpoints: tuple[CheckpointSource, Any] | None = None
+        self._sources: list[tuple[CheckpointSource, Any]] = []
         self._workspace = Workspace(self.path)
         self._settings = {  # None stands for what only the user can give again
             "task": self.task.name or None,
@@ -238,7 +248,8 @@ class Attributor:
             checkpoint_loader: Turns an item of ``checkpoints`` into a state dict, where it is none of these.
             indices: Dataset index of every row, to select and order rows.
             batch_size: Samples per pass; ``None`` takes the loader's, or 32.
-            dataset_id: The user's own name for the data, instead of a digest of three of its samples.
+            dataset_id: The user's own name for the data, instead of a digest of up to 64 of its samples (of all, in
+                a ``TensorDataset``); then no sample is loaded to recognise it.
 
         Returns:
             What was written and what was found.
@@ -250,21 +261,23 @@ class Attributor:
             StoreError: If the store cannot be read or written.
         """
         rows = self._rows(data, indices, batch_size, "the train data")
-        identity = rows.identity(dataset_id, num_probes=_TRAIN_PROBES)
+        identity = rows.identity(dataset_id)
         names: list[str] = []
         written = 0
         with (
             self._workspace.opened(self._manifest(identity)) as workspace,
-            borrow_model(self.model, self.device),
+            borrow_model(self.model, self.device) as own,
         ):
             for checkpoint in iterate_checkpoints(checkpoints, checkpoint_loader):
-                written += self._featurize_checkpoint(workspace, checkpoint, rows)
+                digest = self._load(checkpoint, own)
+                written += self._featurize_checkpoint(workspace, checkpoint, digest, rows)
                 names.append(checkpoint.name)
         if not names:
             raise InvalidInputError(
                 "checkpoints is empty. Pass at least one, or leave it out for the model as it is."
             )
-        self._checkpoints = (checkpoints, checkpoint_loader)
+        if not isinstance(checkpoints, Iterator):
+            self._sources.append((checkpoints, checkpoint_loader))
         found = len(names) * len(rows) - written
         logger.info("Featurized %d rows, found %d, for checkpoints %s.", written, found, names)
         return FeaturizeSummary(tuple(names), written, found)
@@ -291,7 +304,7 @@ class Attributor:
             checkpoint_loader: As in :meth:`featurize`.
             indices: Dataset index of every target, to select and order targets.
             batch_size: Samples per pass; ``None`` takes the loader's, or 32.
-            dataset_id: The user's own name for the targets, instead of a digest of up to 64 of them.
+            dataset_id: The user's own name for the targets, as in :meth:`featurize`.
 
         Returns:
             Scores ``(N, M)``, on disk.
@@ -301,21 +314,25 @@ class Attributor:
             ManifestMismatchError: If other targets or settings were scored under this name.
             SingularKernelError: If the kernel has no inverse at the damping in force.
         """
+        check_name(name, what="target set")
         targets = self._rows(data, indices, batch_size, "the targets")
-        identity = targets.identity(dataset_id, num_probes=_TARGET_PROBES)
+        identity = targets.identity(dataset_id)
         with (
             self._workspace.opened(self._manifest(None)) as workspace,
-            borrow_model(self.model, self.device),
+            borrow_model(self.model, self.device) as own,
         ):
-            store = workspace.store()
-            source = (checkpoints, checkpoint_loader)
-            digests = self._digests(source) if checkpoints is not None else None
-            train = _complete_tables(store, digests)
+            session = _ScoringSession(workspace, targets, name, identity, own)
+            used: list[str] | None = None
+            if checkpoints is not None:
+                used = [
+                    self._score_targets(session, c)
+                    for c in iterate_checkpoints(checkpoints, checkpoint_loader)
+                ]
+            train = _complete_tables(workspace.store(), used)
             spec = self._score_spec(train, identity, len(targets))
-            path = f"scores/{name}"
-            if not _is_finished(workspace.table(path), spec, path):
-                self._featurize_targets(workspace, source, train, targets, name, identity)
-                self._fill_scores(store, train, name, spec)
+            if not _is_finished(workspace.table(f"scores/{name}"), spec, name):
+                self._find_targets(session, train)
+                self._fill_scores(workspace.store(), train, name, spec)
         return self.scores(name)
 
     def scores(self, name: str = "targets") -> Scores:
@@ -324,8 +341,8 @@ class Attributor:
         Raises:
             StateError: If they were never computed, or not finished.
         """
+        path = f"scores/{check_name(name, what='target set')}"
         store = self._workspace.reader()
-        path = f"scores/{name}"
         known = [table.removeprefix("scores/") for table in store.table_names("scores")]
         if name not in known:
             raise StateError(
@@ -351,10 +368,16 @@ class Attributor:
         size = None if batch_size is None else positive_int(batch_size=batch_size)
         return Rows(data, indices=indices, batch_size=size, collate=self._collate, what=what)
 
-    def _featurize_checkpoint(self, workspace: Workspace, checkpoint: Checkpoint, rows: Rows) -> int:
-        """Featurize the train rows of one checkpoint; return how many were pending."""
-        load_into(self.model, checkpoint)
-        digest = weights_digest(self.model)
+    def _load(self, checkpoint: Checkpoint, own: Mapping[str, Tensor]) -> str:
+        """Load a checkpoint, let the task prepare for it, and return the digest of its weights."""
+        load_into(self.model, checkpoint, own)
+        self.task.prepare(self.model)
+        return weights_digest(self.model)
+
+    def _featurize_checkpoint(
+        self, workspace: Workspace, checkpoint: Checkpoint, digest: str, rows: Rows
+    ) -> int:
+        """Featurize the train rows of the checkpoint that is loaded; return how many were pending."""
         model_id = workspace.model_id(digest)
         fingerprint = self._row_fingerprint(model_id, digest)
         table = workspace.late_table(
@@ -394,14 +417,6 @@ class Attributor:
             progress=self._progress,
         )
 
-    def _digests(self, source: tuple[CheckpointSource, Any]) -> list[str]:
-        """Return the digests of the weights of a source's checkpoints, in order."""
-        digests = []
-        for checkpoint in iterate_checkpoints(*source):
-            load_into(self.model, checkpoint)
-            digests.append(weights_digest(self.model))
-        return digests
-
     # ---------------------------------------------------------------- scoring
 
     def _score_spec(
@@ -416,54 +431,45 @@ class Attributor:
         }
         return score_table_spec(tables[0].spec.num_rows, num_targets, fingerprint)
 
-    def _featurize_targets(
-        self,
-        workspace: Workspace,
-        source: tuple[CheckpointSource, Any],
-        train: Mapping[str, AbstractRowTable],
-        targets: Rows,
-        name: str,
-        identity: Mapping[str, Any],
-    ) -> None:
-        """Compute the target features that are missing, loading only the checkpoints that they need."""
-        store = workspace.store()
-        waiting: dict[str, LateTable] = {}
-        for digest, table in train.items():
-            model_id = table.spec.fingerprint["model_id"]
-            fingerprint = {**self._row_fingerprint(model_id, digest), "targets": dict(identity)}
-            path = f"targets/{name}/ckpt-{model_id}"
-            late = workspace.late_table(
-                path,
-                feature_table_spec(len(targets), self.layout.width, self.dtype, fingerprint),
-            )
-            if len(late.pending()):
-                waiting[digest] = late
-        for checkpoint in self._candidates(store, source, waiting):
+    def _score_targets(self, session: _ScoringSession, checkpoint: Checkpoint) -> str:
+        """Load a checkpoint and compute the target features that it lacks; return the digest of its weights."""
+        digest = self._load(checkpoint, session.own)
+        _complete_tables(session.workspace.store(), [digest])
+        self._featurize_targets(session, digest, checkpoint.name)
+        return digest
+
+    def _featurize_targets(self, session: _ScoringSession, digest: str, label: str) -> None:
+        """Compute the target features that the checkpoint lacks that is loaded."""
+        model_id = session.workspace.model_id(digest)
+        path = f"targets/{session.name}/ckpt-{model_id}"
+        fingerprint = {**self._row_fingerprint(model_id, digest), "targets": dict(session.identity)}
+        spec = feature_table_spec(len(session.targets), self.layout.width, self.dtype, fingerprint)
+        late = session.workspace.late_table(path, spec)
+        self._featurize(late, session.targets, model_id, f"Targets {session.name!r}, {label}")
+
+    def _find_targets(self, session: _ScoringSession, train: Mapping[str, AbstractRowTable]) -> None:
+        """Compute the target features that are missing, from wherever their weights are to be found."""
+        store = session.workspace.store()
+        waiting = {digest for digest in train if not _has_targets(session, digest)}
+        for checkpoint in self._candidates(store, waiting):
             if not waiting:
                 return
-            load_into(self.model, checkpoint)
-            digest = weights_digest(self.model)
+            digest = self._load(checkpoint, session.own)
             if digest in waiting:
-                late = waiting.pop(digest)
-                model_id = int(late.spec.fingerprint["model_id"])
-                self._featurize(late, targets, model_id, f"Targets {name!r}, {checkpoint.name}")
+                self._featurize_targets(session, digest, checkpoint.name)
+                waiting.remove(digest)
         if waiting:
-            lacking = [str(late.spec.fingerprint["model_id"]) for late in waiting.values()]
+            paths = checkpoint_tables(store)
+            lacking = sorted(paths[digest].removeprefix("ckpt-") for digest in waiting)
             raise StateError(
                 f"The weights of checkpoints {lacking} are needed to score new targets, but none of the known "
                 "sources holds them. Pass score(..., checkpoints=...) with the weights that were featurized."
             )
 
-    def _candidates(
-        self, store: AbstractFeatureStore, source: tuple[CheckpointSource, Any], needed: Iterable[str]
-    ) -> Iterator[Checkpoint]:
-        """Yield checkpoints that may hold the needed weights: those given, those of featurize, those on disk."""
-        if source[0] is not None:
+    def _candidates(self, store: AbstractFeatureStore, needed: Iterable[str]) -> Iterator[Checkpoint]:
+        """Yield checkpoints that may hold the needed weights: from featurize, from disk, the model's own."""
+        for source in self._sources:
             yield from iterate_checkpoints(*source)
-            return
-        if self._checkpoints is not None and not isinstance(self._checkpoints[0], Iterator):
-            yield from iterate_checkpoints(*self._checkpoints)
-            return
         tables = checkpoint_tables(store)
         for digest in list(needed):
             path = store.attributes(tables[digest]).get("source")
@@ -581,14 +587,37 @@ def _complete_tables(
             done = int(table.done().sum())
             raise StateError(
                 f"{paths[digest]} has {done} of {table.spec.num_rows} train rows. Call featurize(...) again with the "
-                "same data; it continues there."
+                "same data, which continues there, or name finished checkpoints: score(..., checkpoints=...)."
             )
     return tables
 
 
-def _is_finished(table: AbstractRowTable | None, spec: TableSpec, path: str) -> bool:
+def _is_finished(table: AbstractRowTable | None, spec: TableSpec, name: str) -> bool:
     """Whether the scores are there, made with these settings, and complete."""
     if table is None:
         return False
-    compare_fingerprints(table.spec.fingerprint, spec.fingerprint, where=path)
+    stored, given = len(table.spec.fingerprint["checkpoints"]), len(spec.fingerprint["checkpoints"])
+    counts = "" if stored == given else f" ({stored} checkpoints were used there, {given} here)"
+    compare_fingerprints(
+        table.spec.fingerprint,
+        spec.fingerprint,
+        where=f"scores/{name}{counts}",
+        remedy="Score these under another name, or pass the targets, checkpoints and kernel of that time.",
+    )
+    return table.complete
+
+
+def _has_targets(session: _ScoringSession, digest: str) -> bool:
+    """Whether all target features of a checkpoint are there."""
+    path = f"targets/{session.name}/ckpt-{session.workspace.model_id(digest)}"
+    table = session.workspace.table(path)
+    if table is None:
+        return False
+    identity = {"targets": dict(table.spec.fingerprint["targets"])}
+    compare_fingerprints(
+        identity,
+        {"targets": dict(session.identity)},
+        where=path,
+        remedy="Score other targets under another name.",
+    )
     return table.complete

@@ -10,7 +10,7 @@ import os
 import pickle
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, TypeAlias
 
@@ -48,8 +48,8 @@ class Checkpoint:
     """For people: a file's stem, or a number."""
     source: str | None
     """Absolute path of the file, if it is one."""
-    load: Callable[[], Mapping[str, Tensor] | None]
-    """Returns the state dict; ``None`` stands for the weights that the model has."""
+    load: Callable[[], Mapping[str, Tensor]] | None
+    """Returns the state dict; ``None`` in place of a function stands for the model's own weights."""
 
 
 def iterate_checkpoints(
@@ -75,7 +75,7 @@ def iterate_checkpoints(
             yield Checkpoint(name, source, lambda item=item: checkpoint_loader(item))  # type: ignore[misc]
         return
     if checkpoints is None:
-        yield Checkpoint("current", None, lambda: None)
+        yield Checkpoint("current", None, None)
     elif isinstance(checkpoints, Mapping):
         yield Checkpoint("0", None, lambda: checkpoints)
     elif isinstance(checkpoints, str | os.PathLike):
@@ -83,8 +83,7 @@ def iterate_checkpoints(
     elif isinstance(checkpoints, Iterable):
         for number, item in enumerate(checkpoints):
             for checkpoint in iterate_checkpoints(item):
-                is_state = isinstance(item, Mapping)
-                yield Checkpoint(str(number), None, checkpoint.load) if is_state else checkpoint
+                yield replace(checkpoint, name=str(number)) if isinstance(item, Mapping) else checkpoint
     else:
         raise CheckpointError(
             f"Cannot take checkpoints from {type(checkpoints).__name__}. Expected a state dict, a path, a folder, an "
@@ -135,8 +134,9 @@ def _read(path: Path) -> Mapping[str, Tensor]:
             return safetensors.torch.load_file(path)
         content = torch.load(path, map_location="cpu", weights_only=True)
     except _UNREADABLE as error:
+        first = next(iter(str(error).splitlines()), "no message")
         raise CheckpointError(
-            f"Cannot read the checkpoint {path} ({type(error).__name__}: {str(error).splitlines()[0]}). Files are "
+            f"Cannot read the checkpoint {path} ({type(error).__name__}: {first}). Files are "
             "read without running code from them; save a plain state dict, best with safetensors."
         ) from error
     return _unwrap(content, path)
@@ -163,32 +163,37 @@ def _bare(name: str) -> str:
     return name.replace("_orig_mod.", "").removeprefix("module.")
 
 
-def load_into(model: nn.Module, checkpoint: Checkpoint) -> None:
+def load_into(model: nn.Module, checkpoint: Checkpoint, own: Mapping[str, Tensor] | None = None) -> None:
     """Copy a checkpoint's weights into a model.
 
     Args:
         model: The module; its tensors are overwritten in place.
-        checkpoint: What to load; ``module.`` and ``_orig_mod.`` prefixes are ignored on both sides.
+        checkpoint: What to load; ``module.`` and ``_orig_mod.`` prefixes are ignored where they must be.
+        own: The model's own weights, for the checkpoint that stands for them; ``None`` if it has them now.
 
     Raises:
         CheckpointError: If names or shapes do not fit; names the first of each kind. Nothing is copied then.
     """
-    state = checkpoint.load()
-    if state is None:
-        return
+    if checkpoint.load is None:
+        if own is None:
+            return
+        state: Mapping[str, Any] = {name: own[name] for name in model.state_dict() if name in own}
+    else:
+        state = checkpoint.load()
     if not isinstance(state, Mapping):
         raise CheckpointError(
             f"Checkpoint {checkpoint.name!r} gave {type(state).__name__}, expected a mapping from names to tensors."
         )
-    own = model.state_dict(keep_vars=True)
-    by_bare = {_bare(name): name for name in own}
-    given = {by_bare.get(_bare(name), name): value for name, value in state.items()}
-    missing = [name for name in own if name not in given and not _tied_to_given(own, name, given)]
-    unexpected = [name for name in given if name not in own]
+    held = model.state_dict(keep_vars=True)
+    given = _renamed(state, held)
+    missing = [name for name in held if name not in given and not _tied_to_given(held, name, given)]
+    unexpected = [name for name in given if name not in held]
     shapes = [
-        f"{name} {tuple(value.shape)} instead of {tuple(own[name].shape)}"
+        f"{name} {tuple(value.shape) if isinstance(value, Tensor) else type(value).__name__} "
+        f"instead of {tuple(held[name].shape)}"
         for name, value in given.items()
-        if name in own and isinstance(value, Tensor) and value.shape != own[name].shape
+        if isinstance(held.get(name), Tensor)
+        and not (isinstance(value, Tensor) and value.shape == held[name].shape)
     ]
     if missing or unexpected or shapes:
         problems = {"missing": missing, "unexpected": unexpected, "wrong shape": shapes}
@@ -198,6 +203,14 @@ def load_into(model: nn.Module, checkpoint: Checkpoint) -> None:
             "Build the model that the checkpoint was saved from."
         )
     model.load_state_dict(given, strict=False)  # tied names may be left out, as safetensors does
+
+
+def _renamed(state: Mapping[str, Any], held: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a state dict under the model's names; prefixes are ignored only where the names differ as they are."""
+    if all(name in held for name in state):
+        return dict(state)
+    by_bare = {_bare(name): name for name in held}
+    return {by_bare.get(_bare(name), name): value for name, value in state.items()}
 
 
 def _tied_to_given(own: Mapping[str, Any], name: str, given: Mapping[str, Any]) -> bool:

@@ -17,11 +17,11 @@ from numpy.typing import NDArray
 from torch import Tensor
 from tqdm.auto import tqdm
 
-from trak_lite._batches import batch_size, move_batch, take_rows
+from trak_lite._batches import batch_size, move_batch
 from trak_lite.datasets import Rows
-from trak_lite.errors import InvalidInputError, NonFiniteError, PrecisionError
+from trak_lite.diagnosis import naming_rows, refuse_non_finite
+from trak_lite.errors import BusyError, InvalidInputError, PrecisionError, StateError
 from trak_lite.gradient_computers import AbstractGradientComputer
-from trak_lite.modelout_functions import ModelCall
 from trak_lite.projectors import AbstractProjector
 from trak_lite.scoring import KernelSettings, SegmentKernel, factorise_segments, gram, score_block
 from trak_lite.store import AbstractFeatureStore, AbstractRowTable, Column, TableSpec, chunk_rows_for
@@ -48,6 +48,7 @@ __all__ = [
 
 FEATURES, OUT_TO_LOSS, LOSS_CURVATURE, SCORES = "features", "out_to_loss", "loss_curvature", "scores"
 _TILE_ROWS = 1024
+_NEXT_TO_NOTHING = 1e-3  # relative to the median norm of a batch
 _MAX_ROUNDING = 1e-2  # relative to a row's norm; float16 itself rounds to 5e-4
 
 
@@ -105,7 +106,13 @@ class LateTable:
 
 
 def compute_features(
-    computer: AbstractGradientComputer, projector: AbstractProjector, batch: Batch, *, model_id: int
+    computer: AbstractGradientComputer,
+    projector: AbstractProjector,
+    batch: Batch,
+    *,
+    model_id: int,
+    rows: NDArray[np.int64],
+    what: str,
 ) -> tuple[Tensor, OutputTerms]:
     """Return the feature rows of a batch and its f, q and w.
 
@@ -114,12 +121,18 @@ def compute_features(
         projector: Turns them into features.
         batch: B samples, on the model's device.
         model_id: The checkpoint.
+        rows: ``(B,)`` the samples' rows in the dataset, for messages.
+        what: How messages name the dataset.
 
     Returns:
         Features ``(B, K)`` in float32 or better, and terms of shape ``(B,)``.
+
+    Raises:
+        InvalidInputError: If a sample is not what the task or the model expects; names its row.
     """
     accumulator = projector.accumulator(batch_size(batch), model_id=model_id, parameters=computer.parameters)
-    terms = _stream(computer)(batch, accumulator.add)
+    with naming_rows(computer, batch, rows, what):
+        terms = _stream(computer)(batch, accumulator.add)
     return accumulator.features().detach(), terms
 
 
@@ -203,7 +216,9 @@ def featurize_rows(
                     f"Collating {len(wanted)} samples of {rows.what} gave a batch of {batch_size(batch)}. "
                     "The collate function must keep one entry per sample, in order."
                 )
-            features, terms = compute_features(computer, projector, batch, model_id=model_id)
+            features, terms = compute_features(
+                computer, projector, batch, model_id=model_id, rows=wanted, what=rows.what
+            )
             put_features(table, wanted, features, terms, computer, batch, rows.what)
             written += len(wanted)
             bar.update(len(wanted))
@@ -235,24 +250,34 @@ def put_features(
     Raises:
         NonFiniteError: If f, q, w or a feature is NaN or infinite; names the rows.
         PrecisionError: If the table's dtype cannot hold a row; names the rows.
+        BusyError: If another run writes the same rows.
     """
-    _refuse_non_finite(features, terms, rows, what, computer, batch)
+    refuse_non_finite(features, terms, rows, what, computer, batch)
     values = {
         FEATURES: _in_storage_dtype(features, table.spec, rows).cpu().numpy(),
         OUT_TO_LOSS: terms.out_to_loss_grad.float().cpu().numpy(),
         LOSS_CURVATURE: terms.loss_curvature.float().cpu().numpy(),
         **(more or {}),
     }
-    table.put(rows, values)
+    try:
+        table.put(rows, values)
+    except StateError as error:
+        raise BusyError(
+            f"Another run wrote rows of {what} at the same time ({error}). Nothing is lost: wait until it is done, "
+            "then run again, which finds its rows."
+        ) from error
 
 
 def _in_storage_dtype(features: Tensor, spec: TableSpec, rows: NDArray[np.int64]) -> Tensor:
-    """Cast features to the dtype that the table stores, if that keeps them to 1 % of each row's norm."""
+    """Cast features to the dtype that the table stores, if that keeps them to 1 % of each row's norm.
+
+    A row that is next to nothing beside the others of its batch (one that the model fits exactly) may lose more.
+    """
     dtype = next(column.dtype for column in spec.columns if column.name == FEATURES)
     stored = features.to(getattr(torch, dtype))
     norm = features.double().norm(dim=1)
     error = (stored.double() - features.double()).norm(dim=1)
-    lost = ~(error <= _MAX_ROUNDING * norm)
+    lost = ~(error <= _MAX_ROUNDING * norm.clamp(min=_NEXT_TO_NOTHING * norm.nanmedian()))
     if lost.any():
         first = int(lost.nonzero()[0])
         raise PrecisionError(
@@ -261,32 +286,6 @@ def _in_storage_dtype(features: Tensor, spec: TableSpec, rows: NDArray[np.int64]
             "(Attributor: dtype='float32'; TRAKer: use_half_precision=False)."
         )
     return stored
-
-
-def _refuse_non_finite(
-    features: Tensor,
-    terms: OutputTerms,
-    rows: NDArray[np.int64],
-    what: str,
-    computer: AbstractGradientComputer,
-    batch: Batch,
-) -> None:
-    """Raise the most telling error if any number of a batch is NaN or infinite."""
-    finite = {name: value.isfinite() for name, value in zip(terms._fields, terms, strict=True)}
-    finite["feature"] = features.isfinite().all(dim=1)
-    wrong = {name: (~mask).nonzero().flatten().tolist() for name, mask in finite.items()}
-    if not any(wrong.values()):
-        return
-    positions = sorted({position for found in wrong.values() for position in found})
-    # Run as it is, without transforms, the output function can name an invalid label itself.
-    with torch.no_grad():
-        computer.modelout_fn.evaluate(ModelCall(computer.model), take_rows(batch, positions))
-    culprit = next(name for name, found in wrong.items() if found)
-    raise NonFiniteError(
-        f"The {culprit.replace('_', ' ')} of rows {rows[positions][:5].tolist()} of {what} is NaN or infinite. Nothing "
-        "of this batch was stored. Look at these samples and at the checkpoint's weights; if the model runs in "
-        "half precision, run it in float32."
-    )
 
 
 def row_ranges(

@@ -109,7 +109,11 @@ class Scores:
 
     def _target(self, target: int) -> int:
         count = self.shape[1]
-        if not -count <= target < count:
+        if (
+            isinstance(target, bool)
+            or not isinstance(target, int | np.integer)
+            or not -count <= target < count
+        ):
             raise InvalidInputError(
                 f"There is no target {target}: {self.name!r} has targets 0 to {count - 1}."
             )

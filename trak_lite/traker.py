@@ -32,7 +32,7 @@ from trak_lite._session import model_device, resolve_device
 from trak_lite._validate import positive_int, real_at_least
 from trak_lite._version import __version__
 from trak_lite.checkpoints import Checkpoint, load_into, weights_digest
-from trak_lite.errors import CheckpointError, InvalidInputError, ManifestMismatchError, StateError
+from trak_lite.errors import InvalidInputError, ManifestMismatchError, StateError
 from trak_lite.gradient_computers import (
     AbstractGradientComputer,
     FunctionalGradientComputer,
@@ -409,10 +409,9 @@ class TRAKer:
 
     def _load(self, checkpoint: Mapping[str, Tensor]) -> str:
         """Load a state dict, put the model in eval mode, and return the digest of its weights."""
-        if checkpoint is None:  # which load_into takes for the weights that the model has
-            raise CheckpointError("checkpoint is None, expected a state dict. Pass model.state_dict().")
         load_into(self.model, Checkpoint("given", None, lambda: checkpoint))
         self.model.eval()
+        self.task.prepare(self.model)
         self.gradient_computer.load_model_params(self.model)
         self._loaded = _LoadedWeights(self.model)
         return self._loaded.digest
@@ -472,7 +471,14 @@ class TRAKer:
             batch = take_rows(batch, waiting.tolist())
         batch = move_batch(batch, model_device(self.model))
         model_id = int(cursor.spec.fingerprint["model_id"])
-        features, terms = compute_features(self.gradient_computer, self.projector, batch, model_id=model_id)
+        features, terms = compute_features(
+            self.gradient_computer,
+            self.projector,
+            batch,
+            model_id=model_id,
+            rows=rows[waiting],
+            what=cursor.label,
+        )
         put_features(
             cursor.attached(),
             rows[waiting],

@@ -185,3 +185,29 @@ def test_the_digest_tells_weights_dtypes_and_buffers_apart_and_nothing_else() ->
         len({weights_digest(m) for m in (model(), model(1), model().double(), moved, model().bfloat16())})
         == 5
     )
+
+
+def test_a_model_with_a_child_called_module_takes_its_own_state_dict() -> None:
+    class Wrapper(nn.Module):
+        def __init__(self, value: float) -> None:
+            super().__init__()
+            self.module = nn.Linear(3, 2)
+            self.weight = nn.Parameter(torch.full((2, 3), value))
+
+    model = Wrapper(1.0)
+
+    load_into(model, next(iter(iterate_checkpoints(Wrapper(4.0).state_dict()))))
+
+    assert model.weight[0, 0].item() == 4.0
+
+
+def test_an_empty_file_is_named(tmp_path: Path) -> None:
+    (tmp_path / "empty.pt").write_bytes(b"")
+
+    with pytest.raises(CheckpointError, match=r"Cannot read the checkpoint .*empty\.pt"):
+        values_of(tmp_path / "empty.pt")
+
+
+def test_values_that_are_no_tensors_are_refused() -> None:
+    with pytest.raises(CheckpointError, match=r"weight ndarray instead of \(2, 3\)"):
+        values_of({name: value.numpy() for name, value in filled(1.0).items()})

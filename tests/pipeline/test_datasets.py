@@ -9,7 +9,14 @@ import numpy as np
 import pytest
 import torch
 from torch import Tensor
-from torch.utils.data import DataLoader, Dataset, IterableDataset, RandomSampler, TensorDataset
+from torch.utils.data import (
+    DataLoader,
+    Dataset,
+    IterableDataset,
+    RandomSampler,
+    SequentialSampler,
+    TensorDataset,
+)
 
 from trak_lite.datasets import Rows
 from trak_lite.errors import InvalidInputError
@@ -76,14 +83,25 @@ def test_indices_select_and_order_rows() -> None:
             "does not read the dataset in order.*RandomSampler.*shuffle=False",
         ),
         (DataLoader(Counting(), sampler=RandomSampler(range(10))), "does not read the dataset in order"),
+        (DataLoader(Counting(), sampler=SequentialSampler(range(5))), "does not read the dataset in order"),
         (DataLoader(Counting(), batch_size=4, drop_last=True), "drop_last=True and would leave rows out"),
         (DataLoader(Counting(), batch_size=None), "batching switched off"),
-        (TensorDataset(torch.empty(0, 2)), "the dataset is empty"),
+        (TensorDataset(torch.empty(0, 2)), "No rows in the dataset"),
         ((torch.ones(3), torch.ones(3)), "tuple of tensors.*TensorDataset"),
         (torch.ones(3), "Tensor of tensors.*TensorDataset"),
         (3, "int without __getitem__ and __len__"),
     ],
-    ids=["shuffling", "sampler", "drop_last", "no batching", "empty", "tuple", "tensor", "number"],
+    ids=[
+        "shuffling",
+        "sampler",
+        "sampler of others",
+        "drop_last",
+        "no batching",
+        "empty",
+        "tuple",
+        "tensor",
+        "number",
+    ],
 )
 def test_data_without_stable_rows_is_refused(data: Any, message: str) -> None:
     with pytest.raises(InvalidInputError, match=message):
@@ -109,7 +127,7 @@ def test_identity_tells_other_samples_other_order_and_other_length_apart() -> No
     values = torch.arange(10.0)
 
     def identity(tensor: Tensor, indices: list[int] | None = None) -> dict[str, Any]:
-        return Rows(TensorDataset(tensor), indices=indices).identity(None, num_probes=3)
+        return Rows(TensorDataset(tensor), indices=indices).identity(None)
 
     changed = values.clone()
     changed[-1] += 1
@@ -127,7 +145,7 @@ def test_identity_tells_other_samples_other_order_and_other_length_apart() -> No
 def test_a_name_for_the_data_spares_loading_any_row() -> None:
     data = Counting()
 
-    identity = Rows(data).identity("digits, first ten", num_probes=3)
+    identity = Rows(data).identity("digits, first ten")
 
     assert data.loaded == []
     assert identity["id"] == "digits, first ten"
@@ -143,7 +161,7 @@ def test_samples_of_many_kinds_can_be_told_apart() -> None:
     def one(text: str = "a", pixel: int = 1, mapping: dict[str, Any] | None = None) -> dict[str, Any]:
         return Rows(
             [(Sample(text, np.array([pixel], dtype=np.uint16)), mapping or {"k": [1, None]})]
-        ).identity(None, num_probes=1)
+        ).identity(None)
 
     assert one() == one()
     assert len({str(one()), str(one(text="b")), str(one(pixel=2)), str(one(mapping={"k": [2, None]}))}) == 4
@@ -151,4 +169,4 @@ def test_samples_of_many_kinds_can_be_told_apart() -> None:
 
 def test_samples_that_cannot_be_told_apart_ask_for_a_name() -> None:
     with pytest.raises(InvalidInputError, match=r"Cannot tell one object from another.*dataset_id"):
-        Rows([object()]).identity(None, num_probes=1)
+        Rows([object()]).identity(None)

@@ -458,7 +458,7 @@ def test_a_model_id_is_an_integer_of_at_least_0(tmp_path, model_id):
 def test_a_checkpoint_that_does_not_fit_is_refused_and_nothing_loaded(tmp_path):
     traker = make_traker(tmp_path)
     before = copy.deepcopy(traker.model.state_dict())
-    for checkpoint, match in ((None, "checkpoint is None, expected a state dict"), ({}, "missing")):
+    for checkpoint, match in ((None, "gave NoneType, expected a mapping"), ({}, "missing")):
         with pytest.raises(CheckpointError, match=match):
             traker.load_checkpoint(checkpoint, 0)
 

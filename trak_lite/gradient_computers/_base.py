@@ -228,6 +228,15 @@ def collect_gradients(computer: AbstractGradientComputer, batch: Batch) -> dict[
     return {name: found[name].reshape(count, *shape) for name, shape in shapes.items()}
 
 
+def unrelated_message(kept: Mapping[str, Tensor]) -> str:
+    """Return what to say where f depends on none of the kept parameters."""
+    return (
+        f"f depends on none of the {len(kept)} kept parameters ({list(kept)[:3]}), so every gradient would be zero. "
+        "The output function must run the model through model_call, inside autograd: no detach(), no NumPy, no "
+        "torch.inference_mode()."
+    )
+
+
 def autocast(model: nn.Module, dtype: torch.dtype | None) -> Any:
     """Return the context that runs a model's forward pass in ``dtype``, or as it is for ``None``."""
     if dtype is None:

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from trak_lite._batches import batch_size
 from trak_lite._validate import positive_int
+from trak_lite.errors import UnsupportedModelError
 from trak_lite.gradient_computers._base import (
     AbstractGradientComputer,
     autocast,
@@ -19,6 +20,7 @@ from trak_lite.gradient_computers._base import (
     differentiating_only,
     refuse_batch_statistics,
     select_parameters,
+    unrelated_message,
 )
 from trak_lite.modelout_functions import AbstractModelOutput, ModelCall
 from trak_lite.types import Batch, BlockSink, DenseBlock, OutputTerms
@@ -87,7 +89,7 @@ class IterativeGradientComputer(AbstractGradientComputer):
 
         Raises:
             InvalidInputError: If the batch or the output function's result has the wrong form.
-            UnsupportedModelError: If a layer mixes the samples of a batch.
+            UnsupportedModelError: If a layer mixes the samples of a batch, or f depends on no kept parameter.
         """
         refuse_batch_statistics(self.model)
         count = batch_size(batch)
@@ -111,8 +113,8 @@ class IterativeGradientComputer(AbstractGradientComputer):
     def _backward(self, output: Tensor, rows: range, kept: dict[str, nn.Parameter]) -> dict[str, Tensor]:
         """Return the gradients of ``output[rows]``, ``(len(rows), *parameter.shape)`` by name."""
         grads = {name: p.new_zeros(len(rows), *p.shape) for name, p in kept.items()}
-        if not output.requires_grad:  # f depends on no kept parameter
-            return grads
+        if not output.requires_grad:
+            raise UnsupportedModelError(unrelated_message(kept))
         last = len(output) - 1
         for position, row in enumerate(rows):
             found = torch.autograd.grad(

@@ -138,6 +138,13 @@ class AbstractModelOutput(ABC):  # noqa: B024 - a subclass defines either of two
         terms = self.evaluate(ModelCall(model, weights, buffers), batch)
         return terms.out_to_loss_grad.unsqueeze(-1)
 
+    def prepare(self, model: nn.Module) -> None:
+        """Make ready for the weights that ``model`` has just been given; called once per checkpoint.
+
+        A task that keeps something computed by the model (CLIP its negatives) computes it anew here.
+        """
+        return
+
     def settings(self) -> dict[str, Any]:
         """Return the JSON values that change the numbers (a temperature, a choice of f)."""
         return {}

@@ -439,14 +439,14 @@ def _root_weights(weights: Tensor) -> Tensor:
     if len(bad):
         raise NonFiniteError(
             f"{len(bad)} of {len(weights)} weights are NaN or infinite, the first at row {int(bad[0])}. "
-            "Check the loss curvature of these samples, or use weighting='none'."
+            "Check the loss curvature of these samples, or use weighting='none' (Attributor: kernel='trak')."
         )
     bad = torch.nonzero(weights < 0).flatten()
     if len(bad):
         raise InvalidInputError(
             f"{len(bad)} of {len(weights)} weights are negative, the first at row {int(bad[0])} "
             f"({float(weights[bad[0]]):.3g}). A loss that is not convex in the output has no "
-            "Gauss-Newton kernel; use weighting='none'."
+            "Gauss-Newton kernel; use weighting='none' (Attributor: kernel='trak')."
         )
     return weights.to(accumulation_dtype(weights.device)).sqrt()
 
@@ -518,6 +518,7 @@ def _noise_floor(values: Tensor) -> float:
 def _zero_message(where: str) -> str:
     return (
         f"The gram matrix of {where} is zero. Either every train row has a weight of zero (a loss that is "
-        "linear in the output, a model that is certain of every train row): use weighting='none'. Or all "
+        "linear in the output, a model that is certain of every train row): use weighting='none' (Attributor: "
+        "kernel='trak'). Or all "
         "features are zero (the output does not depend on the kept parameters): keep other parameters."
     )

@@ -10,6 +10,7 @@ from trak_lite.store._base import AbstractRowTable as AbstractRowTable
 from trak_lite.store._base import Column as Column
 from trak_lite.store._base import TableSpec as TableSpec
 from trak_lite.store._grid import chunk_rows_for as chunk_rows_for
+from trak_lite.store._names import check_name as check_name
 from trak_lite.store.manifest import FORMAT as FORMAT
 from trak_lite.store.manifest import Manifest as Manifest
 from trak_lite.store.memory import MemoryFeatureStore as MemoryFeatureStore
@@ -24,5 +25,6 @@ __all__ = [
     "MemoryFeatureStore",
     "TableSpec",
     "ZarrFeatureStore",
+    "check_name",
     "chunk_rows_for",
 ]

@@ -49,8 +49,20 @@ class Manifest:
         compare_fingerprints(self.fingerprint, given.fingerprint, where=where)
 
 
-def compare_fingerprints(stored: Mapping[str, Any], given: Mapping[str, Any], *, where: str) -> None:
+def compare_fingerprints(
+    stored: Mapping[str, Any],
+    given: Mapping[str, Any],
+    *,
+    where: str,
+    remedy: str = "Use the stored settings (Attributor.open), or another path.",
+) -> None:
     """Raise if two fingerprints differ.
+
+    Args:
+        stored: What is on disk.
+        given: What was asked for.
+        where: How the message names the place.
+        remedy: The message's last sentence: what to do.
 
     Raises:
         ManifestMismatchError: Names every differing key with its stored and given value.
@@ -71,8 +83,7 @@ Use the stored settings (Attributor.open), or another path.
     ]
     if differing:
         raise ManifestMismatchError(
-            f"{where} was made with other settings: {'; '.join(differing)}. "
-            "Use the stored settings (Attributor.open), or another path."
+            f"{where} was made with other settings: {'; '.join(differing)}. {remedy}"
         )
 
 
