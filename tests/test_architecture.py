@@ -25,6 +25,7 @@ FLOORS = [
         "_session",
     },
     {"gradient_computers"},
+    {"diagnosis"},
     {"pipeline"},
     {"workspace", "scores"},
     {"attributor"},

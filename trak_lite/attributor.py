@@ -27,8 +27,15 @@ from trak_lite.checkpoints import (
     weights_digest,
 )
 from trak_lite.datasets import Rows
+from trak_lite.diagnosis import naming_rows
 from trak_lite.errors import InvalidInputError, StateError
-from trak_lite.gradient_computers import GRADIENT_COMPUTERS, AbstractGradientComputer, select_parameters
+from trak_lite.gradient_computers import (
+    GRADIENT_COMPUTERS,
+    AbstractGradientComputer,
+    FunctionalGradientComputer,
+    choose_gradient_computer,
+    select_parameters,
+)
 from trak_lite.modelout_functions import AbstractModelOutput, describe_task, resolve_task
 from trak_lite.pipeline import (
     FEATURES,
@@ -137,7 +144,8 @@ class Attributor:
             device: ``"auto"`` runs where the model is.
             dtype: Stored dtype of the features.
             grad_wrt: Names of the parameters to attribute through; ``None`` takes all that require grad.
-            gradient_computer: ``"auto"``, ``"functional"``, ``"iterative"``, or a class or partial of one.
+            gradient_computer: ``"hook"``, ``"functional"``, ``"iterative"``, or a class or partial of one; ``"auto"``
+                takes the first of these that is exact for the model, decided by its first samples.
             projector: ``"auto"``, ``"rademacher"``, ``"gaussian"``, ``"none"``, or an instance.
             kernel: ``"curvature"`` weighs train rows by their loss curvature, ``"trak"`` does not; ``"auto"`` takes
                 the former where the task has curvature.
@@ -387,16 +395,6 @@ class Attributor:
         )
         return self._featurize(table, rows, model_id, f"Featurizing {checkpoint.name}")
 
-    def _computer(self) -> AbstractGradientComputer:
-        return self._make_computer(
-            model=self.model,
-            task=self.task,
-            grad_dim=num_entries(self.parameters),
-            dtype=None,
-            device=self.device,
-            grad_wrt=list(self.parameters),
-        )
-
     def _row_fingerprint(self, model_id: int, digest: str) -> dict[str, Any]:
         """Return what determines a checkpoint's rows: its weights, and the task's state if it has any."""
         state = self.task.state_digest()
@@ -404,17 +402,42 @@ class Attributor:
         return fingerprint if state is None else {**fingerprint, "task_state": state}
 
     def _featurize(self, table: LateTable, rows: Rows, model_id: int, label: str) -> int:
-        computer = self._computer()
-        computer.load_model_params(self.model)
+        found: list[AbstractGradientComputer] = []
+
+        def computer_for(batch: Batch, wanted: NDArray[np.int64]) -> AbstractGradientComputer:
+            if not found:
+                if self._make_computer is None:
+                    with naming_rows(self.model, self.task, batch, wanted, rows.what):
+                        self._choose_computer(batch)
+                found.append(self._computer())
+                found[0].load_model_params(self.model)
+            return found[0]
+
         return featurize_rows(
             table,
             rows,
-            computer,
+            computer_for,
             self.projector,
             model_id=model_id,
             device=self.device,
             label=label,
             progress=self._progress,
+        )
+
+    def _choose_computer(self, batch: Batch) -> None:
+        """Decide ``gradient_computer="auto"`` by trying the first samples."""
+        name, _ = choose_gradient_computer(self.model, self.task, batch, list(self.parameters))
+        self._make_computer = GRADIENT_COMPUTERS[name]
+        self._settings["gradient_computer"] = name  # which the manifest of a store not yet made refers to
+
+    def _computer(self) -> AbstractGradientComputer:
+        return (self._make_computer or FunctionalGradientComputer)(
+            model=self.model,
+            task=self.task,
+            grad_dim=num_entries(self.parameters),
+            dtype=None,
+            device=self.device,
+            grad_wrt=list(self.parameters),
         )
 
     # ---------------------------------------------------------------- scoring
@@ -532,13 +555,17 @@ class Attributor:
         return Manifest(fingerprint, {**_versions(self.device), "settings": self._settings})
 
 
-def _decide_computer(choice: str | GradientComputerFactory) -> tuple[str | None, GradientComputerFactory]:
-    """Return the gradient computer's name (``None`` for one of the user's own) and how to make one."""
+def _decide_computer(
+    choice: str | GradientComputerFactory,
+) -> tuple[str | None, GradientComputerFactory | None]:
+    """Return the gradient computer's name and how to make one.
+
+    The name is ``None`` for one of the user's own; how to make it is ``None`` until the first samples decide.
+    """
     if callable(choice):
         return None, choice
     name = one_of(("auto", *GRADIENT_COMPUTERS), gradient_computer=choice)
-    name = "functional" if name == "auto" else name
-    return name, GRADIENT_COMPUTERS[name]
+    return name, None if name == "auto" else GRADIENT_COMPUTERS[name]
 
 
 def _decide_kernel(kernel: str, damping: float | str, task: AbstractModelOutput) -> KernelSettings:

@@ -8,12 +8,12 @@ from contextlib import contextmanager
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from torch import Tensor
+from torch import Tensor, nn
 
 from trak_lite._batches import flatten_batch, take_rows
 from trak_lite.errors import InvalidInputError, NonFiniteError, TrakLiteError
 from trak_lite.gradient_computers import AbstractGradientComputer
-from trak_lite.modelout_functions import ModelCall
+from trak_lite.modelout_functions import AbstractModelOutput, ModelCall
 from trak_lite.types import Batch, OutputTerms
 
 __all__ = ["naming_rows", "refuse_non_finite"]
@@ -23,12 +23,13 @@ _MODEL_FAILURES = (RuntimeError, TypeError, ValueError, IndexError, KeyError, At
 
 @contextmanager
 def naming_rows(
-    computer: AbstractGradientComputer, batch: Batch, rows: NDArray[np.int64], what: str
+    model: nn.Module, task: AbstractModelOutput, batch: Batch, rows: NDArray[np.int64], what: str
 ) -> Iterator[None]:
     """Name the dataset's row in an error about a sample, and the tensors in an error of the model itself.
 
     Args:
-        computer: What runs inside the block.
+        model: What runs inside the block.
+        task: Model output function, likewise.
         batch: B samples.
         rows: ``(B,)`` their rows in the dataset.
         what: How messages name the dataset.
@@ -39,7 +40,7 @@ def naming_rows(
     try:
         yield
     except InvalidInputError:
-        _refuse_the_row(computer, batch, rows, what)
+        _refuse_the_row(model, task, batch, rows, what)
         raise
     except (TrakLiteError, torch.OutOfMemoryError):
         raise
@@ -51,7 +52,7 @@ def naming_rows(
         )
         first = next(iter(str(error).splitlines()), "")
         raise InvalidInputError(
-            f"{type(computer.model).__name__} failed on a batch of {what} (rows {_some(rows)}) with tensors {seen}: "
+            f"{type(model).__name__} failed on a batch of {what} (rows {_some(rows)}) with tensors {seen}: "
             f"{type(error).__name__}: {first}. Check that the samples have the shapes and dtypes that the model takes, "
             "and that the task passes them as the model expects."
         ) from error
@@ -85,7 +86,7 @@ def refuse_non_finite(
     if not any(wrong.values()):
         return
     positions = sorted({position for found in wrong.values() for position in found})
-    _refuse_the_row(computer, take_rows(batch, positions), rows[positions], what)
+    _refuse_the_row(computer.model, computer.modelout_fn, take_rows(batch, positions), rows[positions], what)
     culprit = next(name for name, found in wrong.items() if found)
     raise NonFiniteError(
         f"The {culprit.replace('_', ' ')} of rows {_some(rows[positions])} of {what} is NaN or infinite. Nothing of "
@@ -95,13 +96,13 @@ def refuse_non_finite(
 
 
 def _refuse_the_row(
-    computer: AbstractGradientComputer, batch: Batch, rows: NDArray[np.int64], what: str
+    model: nn.Module, task: AbstractModelOutput, batch: Batch, rows: NDArray[np.int64], what: str
 ) -> None:
     """Run the output function eagerly on each sample alone; raise for the first that it refuses."""
     for position, row in enumerate(rows):
         try:
             with torch.no_grad():
-                computer.modelout_fn.evaluate(ModelCall(computer.model), take_rows(batch, [position]))
+                task.evaluate(ModelCall(model), take_rows(batch, [position]))
         except InvalidInputError as error:
             raise type(error)(f"Row {row} of {what}: {error}") from error
 

@@ -131,7 +131,7 @@ def compute_features(
         InvalidInputError: If a sample is not what the task or the model expects; names its row.
     """
     accumulator = projector.accumulator(batch_size(batch), model_id=model_id, parameters=computer.parameters)
-    with naming_rows(computer, batch, rows, what):
+    with naming_rows(computer.model, computer.modelout_fn, batch, rows, what):
         terms = _stream(computer)(batch, accumulator.add)
     return accumulator.features().detach(), terms
 
@@ -169,7 +169,7 @@ def plan_batches(pending: NDArray[np.int64], chunk_rows: int, rows_per_batch: in
 def featurize_rows(
     table: LateTable,
     rows: Rows,
-    computer: AbstractGradientComputer,
+    computer_for: Callable[[Batch, NDArray[np.int64]], AbstractGradientComputer],
     projector: AbstractProjector,
     *,
     model_id: int,
@@ -183,7 +183,7 @@ def featurize_rows(
         table: Made by :func:`feature_table_spec`; one row per row of ``rows``. It comes to be with the first
             batch that is in order, so that bad input leaves nothing on disk.
         rows: The data; only pending rows are loaded.
-        computer: Gives the gradient blocks.
+        computer_for: Returns what gives the gradient blocks of a batch, from the batch and its rows.
         projector: Turns them into features.
         model_id: The checkpoint.
         device: Where the model is.
@@ -216,6 +216,7 @@ def featurize_rows(
                     f"Collating {len(wanted)} samples of {rows.what} gave a batch of {batch_size(batch)}. "
                     "The collate function must keep one entry per sample, in order."
                 )
+            computer = computer_for(batch, wanted)
             features, terms = compute_features(
                 computer, projector, batch, model_id=model_id, rows=wanted, what=rows.what
             )

@@ -421,12 +421,13 @@ def test_every_automatic_choice_is_logged_and_written_down(
     with caplog.at_level(logging.INFO, logger="trak_lite"):
         finished(tmp_path / "a.zarr")
 
-    assert "'gradient_computer': 'functional'" in caplog.text
+    assert "gradient_computer='auto' is 'hook': every kept parameter is covered" in caplog.text
     assert "'projector': 'rademacher'" in caplog.text
     import json
 
     stored = json.loads((tmp_path / "a.zarr" / "zarr.json").read_text())["attributes"]["trak_lite"]
     assert stored["made_with"]["settings"]["kernel"] == "curvature"
+    assert stored["made_with"]["settings"]["gradient_computer"] == "hook"
     assert stored["fingerprint"]["projector"]["proj_dim"] == 16
 
 
@@ -525,7 +526,12 @@ class Branches(nn.Module):
             PrecisionError,
             "float16 cannot hold.*float32",
         ),
-        (TRAIN, {"model": Branches()}, UnsupportedModelError, "iterative"),
+        (
+            TRAIN,
+            {"model": Branches(), "gradient_computer": "functional"},
+            UnsupportedModelError,
+            "iterative",
+        ),
         (
             TRAIN,
             {"collate": lambda samples: (torch.randn(1, 4), torch.zeros(1).long())},

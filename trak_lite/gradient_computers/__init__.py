@@ -11,23 +11,36 @@ from trak_lite.gradient_computers._base import (
 )
 from trak_lite.gradient_computers._base import collect_gradients as collect_gradients
 from trak_lite.gradient_computers._base import select_parameters as select_parameters
+from trak_lite.gradient_computers.choice import choose_gradient_computer as choose_gradient_computer
 from trak_lite.gradient_computers.functional import (
     FunctionalGradientComputer as FunctionalGradientComputer,
 )
+from trak_lite.gradient_computers.hooks import Coverage as Coverage
+from trak_lite.gradient_computers.hooks import HookGradientComputer as HookGradientComputer
+from trak_lite.gradient_computers.hooks import register_gradient_rule as register_gradient_rule
 from trak_lite.gradient_computers.iterative import (
     IterativeGradientComputer as IterativeGradientComputer,
 )
+from trak_lite.gradient_computers.reductions import gradient_norms as gradient_norms
+from trak_lite.gradient_computers.reductions import weighted_gradient as weighted_gradient
 
 __all__ = [
     "GRADIENT_COMPUTERS",
     "AbstractGradientComputer",
+    "Coverage",
     "FunctionalGradientComputer",
+    "HookGradientComputer",
     "IterativeGradientComputer",
+    "choose_gradient_computer",
     "collect_gradients",
+    "gradient_norms",
+    "register_gradient_rule",
     "select_parameters",
+    "weighted_gradient",
 ]
 
 GRADIENT_COMPUTERS: dict[str, type[AbstractGradientComputer]] = {
+    "hook": HookGradientComputer,
     "functional": FunctionalGradientComputer,
     "iterative": IterativeGradientComputer,
 }

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fnmatch
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
@@ -151,8 +152,8 @@ def select_parameters(model: nn.Module, grad_wrt: Iterable[str] | None) -> dict[
 
     Args:
         model: The module.
-        grad_wrt: Names as in ``named_parameters``; the name of a tied weight stands for the weight that it is
-            tied to. ``None`` selects every parameter that requires grad.
+        grad_wrt: Names as in ``named_parameters``, or patterns of them (``"layers.*.weight"``); the name of a
+            tied weight stands for the weight that it is tied to. ``None`` selects every parameter that requires grad.
 
     Raises:
         InvalidInputError: If a name is unknown, or nothing is selected.
@@ -167,7 +168,13 @@ def select_parameters(model: nn.Module, grad_wrt: Iterable[str] | None) -> dict[
             )
         return selected
     every_name = dict(model.named_parameters(remove_duplicate=False))
-    names = known_names(grad_wrt, every_name.keys(), what="parameter names in grad_wrt")
+    given = [grad_wrt] if isinstance(grad_wrt, str) else list(grad_wrt)
+    matched = {name: fnmatch.filter(every_name, name) for name in given if any(c in name for c in "*?[")}
+    names = known_names(
+        [name for pattern in given for name in matched.get(pattern) or [pattern]],
+        every_name.keys(),
+        what="parameter names in grad_wrt",
+    )
     wanted = {id(every_name[name]) for name in names}
     if not wanted:
         raise InvalidInputError(
@@ -228,13 +235,29 @@ def collect_gradients(computer: AbstractGradientComputer, batch: Batch) -> dict[
     return {name: found[name].reshape(count, *shape) for name, shape in shapes.items()}
 
 
-def unrelated_message(kept: Mapping[str, Tensor]) -> str:
-    """Return what to say where f depends on none of the kept parameters."""
-    return (
-        f"f depends on none of the {len(kept)} kept parameters ({list(kept)[:3]}), so every gradient would be zero. "
-        "The output function must run the model through model_call, inside autograd: no detach(), no NumPy, no "
-        "torch.inference_mode()."
-    )
+def refuse_detached(
+    model: nn.Module, task: AbstractModelOutput, batch: Batch, kept: Mapping[str, Tensor]
+) -> None:
+    """Raise if a computer found no gradient where there is one, or f is cut off from the whole model.
+
+    Called only when every gradient of a batch came out as zero. That is right where f really does not depend on
+    the kept parameters (an expert that no sample is sent to), and wrong where f was cut off from autograd.
+
+    Raises:
+        UnsupportedModelError: If f is cut off, or autograd finds a gradient.
+    """
+    parameters = dict(model.named_parameters())
+    with differentiating_only(model, parameters), torch.enable_grad():
+        output = task.evaluate(ModelCall(model), batch).output
+        cut_off = not output.requires_grad
+        wanted = [parameters[name] for name in kept]
+        grads = () if cut_off else torch.autograd.grad(output.sum(), wanted, allow_unused=True)
+    if cut_off or any(grad is not None and bool(grad.any()) for grad in grads):
+        raise UnsupportedModelError(
+            f"f depends on none of the {len(kept)} kept parameters ({list(kept)[:3]}), so every gradient would be "
+            "zero. The output function must run the model through model_call, inside autograd: no detach(), no NumPy, "
+            "no torch.inference_mode()."
+        )
 
 
 def autocast(model: nn.Module, dtype: torch.dtype | None) -> Any:

@@ -24,10 +24,9 @@ from trak_lite.gradient_computers._base import (
     autocast_fingerprint,
     check_terms,
     collect_gradients,
-    differentiating_only,
     refuse_batch_statistics,
+    refuse_detached,
     select_parameters,
-    unrelated_message,
 )
 from trak_lite.modelout_functions import AbstractModelOutput, ModelCall
 from trak_lite.types import Batch, BlockSink, DenseBlock, OutputTerms
@@ -143,29 +142,13 @@ class FunctionalGradientComputer(AbstractGradientComputer):
             for name in list(grads):
                 sink(DenseBlock(name, grads.pop(name), start))
         if not any_nonzero:
-            self._refuse_unrelated(kept, batch)
+            refuse_detached(self.model, self.modelout_fn, batch, kept)
         output, out_to_loss_grad, curvature = (torch.cat(parts) for parts in zip(*found, strict=True))
         return OutputTerms(output, out_to_loss_grad, curvature)
 
     def fingerprint(self) -> dict[str, Any]:
         """Return the autocast dtype, if there is one."""
         return autocast_fingerprint(self.autocast_dtype)
-
-    def _refuse_unrelated(self, kept: Mapping[str, Tensor], batch: Batch) -> None:
-        """Raise if all gradients of a batch are zero because the traced function never reached the parameters."""
-        parameters = [p for name, p in self.model.named_parameters() if name in kept]
-        with (
-            differentiating_only(self.model, {str(i): p for i, p in enumerate(parameters)}),
-            torch.enable_grad(),
-        ):
-            output = self.modelout_fn.evaluate(ModelCall(self.model), batch).output.sum()
-            plain = (
-                torch.autograd.grad(output, parameters, allow_unused=True) if output.requires_grad else [None]
-            )
-        if all(grad is None for grad in plain) or any(
-            grad is not None and bool(grad.any()) for grad in plain
-        ):
-            raise UnsupportedModelError(unrelated_message(kept))
 
     def _sample_gradient(
         self, rebuild: Callable[[Sequence[Tensor]], Batch]

@@ -1,16 +1,19 @@
-"""Per-sample gradients by plain autograd: one forward pass, then one backward pass per sample."""
+"""Per-sample gradients by plain autograd: one forward and one backward pass per sample.
+
+A backward pass from one row of a batched forward pass still costs a whole batch, so B of them cost B times more than
+B passes over one sample.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from trak_lite._batches import batch_size
+from trak_lite._batches import batch_size, take_rows
 from trak_lite._validate import positive_int
-from trak_lite.errors import UnsupportedModelError
 from trak_lite.gradient_computers._base import (
     AbstractGradientComputer,
     autocast,
@@ -19,8 +22,8 @@ from trak_lite.gradient_computers._base import (
     collect_gradients,
     differentiating_only,
     refuse_batch_statistics,
+    refuse_detached,
     select_parameters,
-    unrelated_message,
 )
 from trak_lite.modelout_functions import AbstractModelOutput, ModelCall
 from trak_lite.types import Batch, BlockSink, DenseBlock, OutputTerms
@@ -89,38 +92,44 @@ class IterativeGradientComputer(AbstractGradientComputer):
 
         Raises:
             InvalidInputError: If the batch or the output function's result has the wrong form.
-            UnsupportedModelError: If a layer mixes the samples of a batch, or f depends on no kept parameter.
+            UnsupportedModelError: If a layer mixes the samples of a batch, or f is cut off from autograd.
         """
         refuse_batch_statistics(self.model)
         count = batch_size(batch)
         kept = select_parameters(self.model, self.grad_wrt)
         step = self.chunk_size or max(count, 1)
+        found = [self._empty(kept)]
         with differentiating_only(self.model, kept), torch.enable_grad():
-            with autocast(self.model, self.autocast_dtype):
-                terms = self.modelout_fn.evaluate(ModelCall(self.model), batch)
-            check_terms(terms, count, self.modelout_fn)
             for start in range(0, max(count, 1), step):
                 rows = range(start, min(start + step, count))
-                grads = self._backward(terms.output, rows, kept)
+                grads = {name: p.new_zeros(len(rows), *p.shape) for name, p in kept.items()}
+                for position, row in enumerate(rows):
+                    found.append(self._sample(take_rows(batch, slice(row, row + 1)), position, kept, grads))
                 for name in list(grads):
-                    sink(DenseBlock(name, grads.pop(name), start))
-        return OutputTerms(*(term.detach() for term in terms))
+                    sink(DenseBlock(name, grads.pop(name).detach(), start))
+        return OutputTerms(*(torch.cat(parts) for parts in zip(*(found[1:] or found), strict=True)))
 
     def fingerprint(self) -> dict[str, Any]:
         """Return the autocast dtype, if there is one."""
         return autocast_fingerprint(self.autocast_dtype)
 
-    def _backward(self, output: Tensor, rows: range, kept: dict[str, nn.Parameter]) -> dict[str, Tensor]:
-        """Return the gradients of ``output[rows]``, ``(len(rows), *parameter.shape)`` by name."""
-        grads = {name: p.new_zeros(len(rows), *p.shape) for name, p in kept.items()}
-        if not output.requires_grad:
-            raise UnsupportedModelError(unrelated_message(kept))
-        last = len(output) - 1
-        for position, row in enumerate(rows):
-            found = torch.autograd.grad(
-                output[row], list(kept.values()), retain_graph=row != last, allow_unused=True
-            )
-            for name, grad in zip(kept, found, strict=True):
-                if grad is not None:
-                    grads[name][position] = grad
-        return grads
+    @staticmethod
+    def _empty(kept: Mapping[str, nn.Parameter]) -> OutputTerms:
+        nothing = next(iter(kept.values())).detach().new_empty(0)
+        return OutputTerms(nothing, nothing, nothing)
+
+    def _sample(
+        self, one: Batch, position: int, kept: Mapping[str, nn.Parameter], grads: Mapping[str, Tensor]
+    ) -> OutputTerms:
+        """Write the gradient of one sample's f into ``grads[name][position]``; return its terms, detached."""
+        with autocast(self.model, self.autocast_dtype):
+            terms = self.modelout_fn.evaluate(ModelCall(self.model), one)
+        check_terms(terms, 1, self.modelout_fn)
+        if not terms.output.requires_grad:
+            refuse_detached(self.model, self.modelout_fn, one, kept)
+        else:
+            found = torch.autograd.grad(terms.output[0], list(kept.values()), allow_unused=True)
+            for total, part in zip(grads.values(), found, strict=True):
+                if part is not None:
+                    total[position] = part
+        return OutputTerms(*(term.detach() for term in terms))

@@ -1,0 +1,59 @@
+"""Norms and weighted sums of gradients, against the gradients themselves."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from models import CASES, by_loop, make
+
+from trak_lite.errors import InvalidInputError
+from trak_lite.gradient_computers import (
+    GRADIENT_COMPUTERS,
+    HookGradientComputer,
+    gradient_norms,
+    weighted_gradient,
+)
+from trak_lite.modelout_functions import resolve_task
+
+
+@pytest.mark.parametrize("chunk_size", [None, 3])
+@pytest.mark.parametrize("name", ["GPT-2", "U-Net", "DLRM"])
+def test_norms_are_those_of_the_full_gradients(name: str, chunk_size: int | None) -> None:
+    case = CASES[name]
+    model, batch = make(case)
+
+    norms = gradient_norms(
+        HookGradientComputer(model, resolve_task(case.output), chunk_size=chunk_size), batch
+    )
+
+    rows = torch.cat([value.flatten(1) for value in by_loop(model, case.output, batch).values()], 1)
+    torch.testing.assert_close(norms, rows.norm(dim=1), rtol=1e-10, atol=0)
+
+
+def test_an_empty_batch_has_no_norms() -> None:
+    case = CASES["small CNN"]
+    model, (images, labels) = make(case)
+
+    norms = gradient_norms(HookGradientComputer(model, resolve_task(case.output)), (images[:0], labels[:0]))
+
+    assert norms.shape == (0,)
+
+
+@pytest.mark.parametrize("computer", GRADIENT_COMPUTERS.values(), ids=GRADIENT_COMPUTERS.keys())
+def test_a_weighted_sum_is_the_sum_of_weighted_rows(computer) -> None:
+    case = CASES["small CNN"]
+    model, batch = make(case)
+    weights = torch.tensor([1.0, -2.0, 0.0, 0.5], dtype=torch.float64)
+
+    found = weighted_gradient(computer(model, resolve_task(case.output)), batch, weights)
+
+    for name, rows in by_loop(model, case.output, batch).items():
+        torch.testing.assert_close(found[name], torch.tensordot(weights, rows, 1), rtol=1e-9, atol=1e-12)
+
+
+def test_one_weight_per_sample_is_needed() -> None:
+    case = CASES["small CNN"]
+    model, batch = make(case)
+
+    with pytest.raises(InvalidInputError, match=r"shape \(3,\) for a batch of 4"):
+        weighted_gradient(HookGradientComputer(model, resolve_task(case.output)), batch, torch.ones(3))

@@ -1,0 +1,68 @@
+"""Which gradient computer a model gets when nobody names one."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterable
+
+import torch
+
+from trak_lite._batches import batch_size, take_rows
+from trak_lite.errors import UnsupportedModelError
+from trak_lite.gradient_computers._base import AbstractGradientComputer
+from trak_lite.gradient_computers.functional import FunctionalGradientComputer
+from trak_lite.gradient_computers.hooks import HookGradientComputer
+from trak_lite.modelout_functions import AbstractModelOutput
+from trak_lite.types import Batch
+
+__all__ = ["choose_gradient_computer"]
+
+logger = logging.getLogger(__name__)
+
+
+def choose_gradient_computer(
+    model: torch.nn.Module,
+    task: AbstractModelOutput,
+    batch: Batch,
+    grad_wrt: Iterable[str] | None = None,
+    *,
+    autocast_dtype: torch.dtype | None = None,
+) -> tuple[str, str]:
+    """Return the fastest gradient computer that is exact for this model, and why.
+
+    The hook and the functional computer are tried on three samples; the iterative one needs only autograd.
+
+    Args:
+        model: The module, in the mode and with the weights that it will be used with.
+        task: Model output function.
+        batch: At least one sample, on the model's device.
+        grad_wrt: Names of the parameters to keep; ``None`` keeps those that require grad.
+        autocast_dtype: Passed to the computer.
+
+    Returns:
+        A name in ``GRADIENT_COMPUTERS`` and one sentence for the log.
+
+    Raises:
+        InvalidInputError: If the batch, or what the output function returns, has the wrong form.
+    """
+    names = [grad_wrt] if isinstance(grad_wrt, str) else grad_wrt and list(grad_wrt)
+    few = take_rows(batch, slice(0, min(3, batch_size(batch))))
+    computers: dict[str, AbstractGradientComputer] = {
+        "hook": HookGradientComputer(model, task, grad_wrt=names, autocast_dtype=autocast_dtype),
+        "functional": FunctionalGradientComputer(model, task, grad_wrt=names, autocast_dtype=autocast_dtype),
+    }
+    refusals = []
+    for name, computer in computers.items():
+        try:
+            computer.stream_gradients(few, lambda _: None)
+        except UnsupportedModelError as error:
+            refusals.append(f"{name}: {error}")
+        else:
+            return _decided(name, refusals or ["every kept parameter is covered"])
+    return _decided("iterative", refusals)
+
+
+def _decided(name: str, reasons: list[str]) -> tuple[str, str]:
+    reason = " ".join(reasons)
+    logger.info("gradient_computer='auto' is %r: %s", name, reason)
+    return name, reason

@@ -1,0 +1,82 @@
+"""Where the samples of a batch lie in a tensor: found by comparing two batch sizes, never assumed."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+__all__ = ["BatchAxis", "batch_axis", "by_sample", "sum_to_parameter"]
+
+
+@dataclass(frozen=True, slots=True)
+class BatchAxis:
+    """One axis of a tensor holds the samples: B of them, each ``multiple`` times."""
+
+    axis: int
+    multiple: int = 1
+    """Entries per sample on the axis: 1 for a plain batch axis, T where tokens are flattened into it."""
+    sample_major: bool = True
+    """Whether a flattened axis is ``(B, T)``, samples together, or ``(T, B)``."""
+
+    def for_size(self, size: int, num_samples: int) -> BatchAxis | None:
+        """Return this axis for another batch, or ``None`` where its size does not belong to one."""
+        if self.multiple == 1:
+            return self if size == num_samples else None
+        multiple, rest = divmod(size, num_samples)
+        return None if rest else replace(self, multiple=multiple)
+
+
+def batch_axis(two: Sequence[int], three: Sequence[int]) -> BatchAxis | str | None:
+    """Compare the shapes that one tensor has in a batch of two and in a batch of three equal samples.
+
+    Returns:
+        The batch axis, ``None`` where the shape does not depend on the batch, or what is odd about it.
+
+    Example:
+        >>> batch_axis((2, 7), (3, 7))
+        BatchAxis(axis=0, multiple=1, sample_major=True)
+        >>> batch_axis((5, 14), (5, 21)).multiple
+        7
+        >>> batch_axis((2, 2), (3, 3))
+        'more than one axis of its shape (2, 2) grows with the batch'
+    """
+    if len(two) != len(three):
+        return f"its number of axes depends on the batch size ({tuple(two)} and {tuple(three)})"
+    grown = [axis for axis, (a, b) in enumerate(zip(two, three, strict=True)) if a != b]
+    if not grown:
+        return None
+    if len(grown) > 1:
+        return f"more than one axis of its shape {tuple(two)} grows with the batch"
+    (axis,) = grown
+    multiple = three[axis] - two[axis]
+    if multiple < 1 or two[axis] != 2 * multiple:
+        return f"its axis {axis} has {two[axis]} entries for 2 samples and {three[axis]} for 3"
+    return BatchAxis(axis, multiple)
+
+
+def by_sample(tensor: Tensor, axis: BatchAxis, num_samples: int) -> Tensor:
+    """Return a view ``(B, *sample)`` in which ``sample`` has ``multiple`` entries where the batch axis was.
+
+    Example:
+        >>> by_sample(torch.zeros(4, 6, 5), BatchAxis(1, multiple=2), 3).shape
+        torch.Size([3, 4, 2, 5])
+    """
+    sizes = (num_samples, axis.multiple) if axis.sample_major else (axis.multiple, num_samples)
+    return torch.unflatten(tensor, axis.axis, sizes).movedim(axis.axis + (not axis.sample_major), 0)
+
+
+def sum_to_parameter(grads: Tensor, shape: Sequence[int]) -> Tensor:
+    """Sum ``(B, *sample)`` over the sample axes that broadcasting added to a tensor of this shape.
+
+    Example:
+        >>> sum_to_parameter(torch.ones(2, 3, 4, 5), (4, 1)).shape
+        torch.Size([2, 4, 1])
+    """
+    extra = grads.dim() - 1 - len(shape)
+    if extra:
+        grads = grads.sum(tuple(range(1, 1 + extra)))
+    stretched = [i + 1 for i, size in enumerate(shape) if size == 1 and grads.shape[i + 1] != 1]
+    return grads.sum(stretched, keepdim=True) if stretched else grads

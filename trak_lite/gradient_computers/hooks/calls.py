@@ -1,0 +1,121 @@
+"""One use of kept parameters by one operation, and what it contributes to their per-sample gradients."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple, TypeAlias
+
+import torch
+from torch import Tensor
+from torch.utils._pytree import TreeSpec
+
+from trak_lite.gradient_computers.hooks.axes import BatchAxis, by_sample
+
+__all__ = ["Contribution", "Factors", "OperationCall", "OperationRule", "dense_of", "merged", "transposed"]
+
+
+class Factors(NamedTuple):
+    """Per-sample gradients of a matrix ``(d_out, d_in)`` as ``sum_t output_grads[t] (x) inputs[t]``."""
+
+    inputs: Tensor
+    """``(B, T, d_in)``."""
+    output_grads: Tensor
+    """``(B, T, d_out)``."""
+
+
+Contribution: TypeAlias = Tensor | Factors
+"""``(B, *parameter.shape)``, or its factors."""
+
+
+@dataclass(slots=True)
+class OperationCall:
+    """An operation that read kept parameters and wrote a tensor with a batch axis. Everything is detached."""
+
+    function: Callable[..., Any]
+    args: tuple[Any, ...]
+    kwargs: Mapping[str, Any]
+    num_samples: int
+    """B."""
+    targets: dict[int, Tensor]
+    """The parameters (or tensors made of them) to differentiate, by ``id`` of the argument that stands for them."""
+    axes: dict[int, BatchAxis | None]
+    """Batch axis of every tensor argument, by ``id``."""
+    output_axes: tuple[BatchAxis | None, ...]
+    """Batch axis of every differentiable result."""
+    spec: TreeSpec | None = None
+    sliceable: bool = True
+    """Whether the operation on one sample's slices is the same operation (no argument counts the samples)."""
+    outputs: tuple[Any, ...] = ()
+    """Results that a rule needs besides the arguments (the winners of a max)."""
+    in_place: bool = False
+    method: str = ""
+    """What gave the gradients, for the report."""
+    versions: list[tuple[Tensor, int]] = field(default_factory=list)
+    """Tensors that the rule reads, with the version that they had in the forward pass."""
+
+    @property
+    def output_axis(self) -> BatchAxis:
+        """Batch axis of the first differentiable result, the only one for all but a few operations."""
+        axis = self.output_axes[0]
+        assert axis is not None
+        return axis
+
+    def bind(self, *names: str) -> list[Any]:
+        """Return the arguments under these names, in order; a missing one is ``None``."""
+        given = dict(zip(names, self.args, strict=False))
+        given.update(self.kwargs)
+        return [given.get(name) for name in names]
+
+    def wants(self, value: Any) -> bool:
+        """Whether gradients are kept for this argument."""
+        return isinstance(value, Tensor) and id(value) in self.targets
+
+    def axis_of(self, tensor: Tensor) -> BatchAxis | None:
+        """Return the batch axis of an argument."""
+        return self.axes.get(id(tensor))
+
+    def samples(self, tensor: Tensor) -> Tensor:
+        """Return an argument as ``(B, *sample)``."""
+        axis = self.axis_of(tensor)
+        if axis is None:
+            return tensor.unsqueeze(0).expand(self.num_samples, *tensor.shape)
+        return by_sample(tensor, axis, self.num_samples)
+
+    def output_samples(self, tensor: Tensor) -> Tensor:
+        """Return a tensor shaped like the result as ``(B, *sample)``."""
+        return by_sample(tensor, self.output_axis, self.num_samples)
+
+
+OperationRule: TypeAlias = Callable[[OperationCall, Tensor], Iterator[tuple[Tensor, Contribution]] | None]
+"""``rule(call, output_grad)`` -> pairs of argument and contribution, or ``None`` where it does not apply."""
+
+
+def dense_of(part: Contribution) -> Tensor:
+    """Return a contribution as one tensor ``(B, ...)``; of factors, ``(B, d_out, d_in)``."""
+    if isinstance(part, Tensor):
+        return part
+    return part.output_grads.transpose(1, 2) @ part.inputs
+
+
+def transposed(part: Contribution) -> Contribution:
+    """Return what contributes to a matrix, given what contributes to its transpose."""
+    if isinstance(part, Tensor):
+        return part.transpose(1, 2)
+    return Factors(part.output_grads, part.inputs)
+
+
+def merged(parts: list[Contribution], shape: torch.Size) -> Contribution:
+    """Return the sum of the contributions to one parameter; factors are laid side by side, not contracted."""
+    if len(parts) == 1:
+        return parts[0]
+    if all(isinstance(part, Factors) for part in parts):
+        inputs, grads = zip(*parts, strict=True)
+        # Beyond this many positions the contracted matrix is the smaller of the two forms.
+        positions = sum(x.shape[1] for x in inputs)
+        if positions * (inputs[0].shape[2] + grads[0].shape[2]) <= 4 * shape.numel():
+            return Factors(torch.cat(inputs, 1), torch.cat(grads, 1))
+    total = dense_of(parts[0]).reshape(-1, *shape)
+    for part in parts[1:]:
+        total = total + dense_of(part).reshape(total.shape)
+    return total

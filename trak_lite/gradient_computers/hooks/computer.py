@@ -1,0 +1,289 @@
+"""Per-sample gradients at about the cost of one backward pass.
+
+Source: the idea of catching a layer's input and output gradient is Goodfellow, "Efficient Per-Example Gradient
+Computations" (arXiv:1510.01799); here it is applied to operations rather than to modules.
+"""
+
+from __future__ import annotations
+
+import logging
+import sys
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+
+from trak_lite._batches import batch_size, flatten_batch, map_tensors, take_rows
+from trak_lite._validate import positive_int
+from trak_lite.errors import UnsupportedModelError
+from trak_lite.gradient_computers._base import (
+    AbstractGradientComputer,
+    autocast,
+    autocast_fingerprint,
+    check_terms,
+    collect_gradients,
+    differentiating_only,
+    refuse_batch_statistics,
+    refuse_detached,
+    select_parameters,
+)
+from trak_lite.gradient_computers.hooks.engine import GradientPass
+from trak_lite.gradient_computers.hooks.probe import Plan, make_plan
+from trak_lite.gradient_computers.hooks.report import Coverage, ParameterCoverage
+from trak_lite.modelout_functions import AbstractModelOutput, ModelCall
+from trak_lite.types import Batch, BlockSink, DenseBlock, GradientBlock, OutputTerms
+
+__all__ = ["HookGradientComputer"]
+
+logger = logging.getLogger(__name__)
+
+_TOLERANCES = {torch.float64: 1e-8, torch.float32: 2e-2, torch.bfloat16: 0.3, torch.float16: 0.1}
+"""Relative error that the self-check allows; float32 includes a max or ReLU that ties the other way."""
+
+
+class HookGradientComputer(AbstractGradientComputer):
+    """Per-sample gradients by hooks on the operations that read parameters: one forward and one backward pass.
+
+    Works in whatever mode the model is in, wraps nothing and leaves nothing behind. Blocks reach the sink during the
+    backward pass; those of linear and convolution weights stay factored. The first batch of every
+    structure is examined: which axis of each tensor has the samples, and whether two samples' gradients equal those
+    of plain autograd.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        task: AbstractModelOutput,
+        grad_dim: int | None = None,
+        dtype: torch.dtype | None = None,
+        device: str | torch.device | None = None,
+        grad_wrt: Iterable[str] | None = None,
+        *,
+        chunk_size: int | None = None,
+        autocast_dtype: torch.dtype | None = None,
+        strict: bool = True,
+        self_check: bool = True,
+    ) -> None:
+        """Store the settings.
+
+        Args:
+            model: The module whose parameters are differentiated; it is not copied.
+            task: Model output function.
+            grad_dim: P, if the caller wants it checked.
+            dtype: Accepted for the original's signature; gradients keep their parameter's dtype.
+            device: Accepted for the original's signature; gradients live where the model lives.
+            grad_wrt: Names of the parameters to keep gradients for; ``None`` keeps those that require grad.
+            chunk_size: Samples that go through the model at once; bounds the memory of a large batch.
+            autocast_dtype: Run the forward pass under autocast in this dtype (float16 or bfloat16).
+            strict: Raise where f depends on a parameter in a way that cannot be split into samples; otherwise its
+                gradient misses that part, and :meth:`explain` lists it.
+            self_check: Compare the first batch's gradients of two samples with plain autograd.
+        """
+        super().__init__(model, task, grad_dim, dtype, device, grad_wrt)
+        self.chunk_size = None if chunk_size is None else positive_int(chunk_size=chunk_size)
+        self.autocast_dtype = autocast_dtype
+        self.strict = strict
+        self.self_check = self_check
+        self._plans: dict[Any, Plan] = {}
+
+    def load_model_params(self, model: nn.Module) -> None:
+        """Differentiate this model's parameters from now on; values are looked up at every call."""
+        if model is not self.model:
+            self._plans.clear()
+        self.model = model
+
+    def compute_per_sample_grad(self, batch: Batch) -> dict[str, Tensor]:
+        """Return the per-sample gradients ``(B, *parameter.shape)`` by parameter name, in model order."""
+        return collect_gradients(self, batch)
+
+    def compute_loss_grad(self, batch: Batch) -> Tensor:
+        """Return q = -dL/df of every sample, ``(B, 1)``, detached."""
+        with torch.no_grad(), autocast(self.model, self.autocast_dtype):
+            terms = self.modelout_fn.evaluate(ModelCall(self.model), batch)
+        return terms.out_to_loss_grad.detach().unsqueeze(-1)
+
+    def stream_gradients(self, batch: Batch, sink: BlockSink) -> OutputTerms:
+        """Pass one block per kept parameter (and chunk of samples) to ``sink`` during the backward pass.
+
+        Args:
+            batch: B samples, on the model's device.
+            sink: Called with every block; the block is freed when the call returns.
+
+        Returns:
+            f, q and w of the batch, each ``(B,)`` and detached.
+
+        Raises:
+            InvalidInputError: If the batch or the output function's result has the wrong form.
+            UnsupportedModelError: If the gradient of a kept parameter cannot be split into samples.
+        """
+        refuse_batch_statistics(self.model)
+        kept = select_parameters(self.model, self.grad_wrt)
+        count = batch_size(batch)
+        if count == 0:
+            return _stream_nothing(kept, sink)
+        batch = map_tensors(Tensor.detach, batch)
+        step = self.chunk_size or count
+        found = []
+        with self._prepared(kept):
+            plan = self._plan(batch, kept)
+            for start in range(0, count, step):
+                part = batch if step >= count else take_rows(batch, slice(start, start + step))
+                terms, _ = self._run(plan, kept, part, sink, start)
+                found.append(terms)
+        return OutputTerms(*(torch.cat(parts) for parts in zip(*found, strict=True)))
+
+    def explain(self, batch: Batch) -> Coverage:
+        """Return, for each kept parameter, how its gradient comes about; ``print`` it for a table.
+
+        Args:
+            batch: At least one sample; two are used.
+
+        Raises:
+            InvalidInputError: If the batch or the output function's result has the wrong form.
+        """
+        kept = select_parameters(self.model, self.grad_wrt)
+        rows = [0, min(1, batch_size(batch) - 1)]
+        part = map_tensors(Tensor.detach, take_rows(batch, rows))
+        try:
+            refuse_batch_statistics(self.model)
+            with self._prepared(kept):
+                plan = make_plan(self.model, kept, part, self._output)
+                grad_pass, escaped = self._pass(plan, kept, part, lambda _: None, 0)[1:]
+        except UnsupportedModelError as error:
+            return Coverage(tuple(ParameterCoverage(name, "refused", str(error)) for name in kept))
+        return Coverage(tuple(_line(name, grad_pass.methods[name], name in escaped) for name in kept))
+
+    def fingerprint(self) -> dict[str, Any]:
+        """Return the autocast dtype, if there is one."""
+        return autocast_fingerprint(self.autocast_dtype)
+
+    @contextmanager
+    def _prepared(self, kept: Mapping[str, nn.Parameter]) -> Iterator[None]:
+        """Let the kept parameters require grad, and run compiled parts of the model as they were written."""
+        with ExitStack() as stack:
+            if "torch._dynamo" in sys.modules:  # nothing is compiled before that is imported
+                stack.enter_context(torch.compiler.set_stance("force_eager"))
+            stack.enter_context(differentiating_only(self.model, kept))
+            stack.enter_context(torch.enable_grad())
+            yield
+
+    def _terms(self, batch: Batch) -> OutputTerms:
+        with autocast(self.model, self.autocast_dtype):
+            terms = self.modelout_fn.evaluate(ModelCall(self.model), batch)
+        return check_terms(terms, batch_size(batch), self.modelout_fn)
+
+    def _output(self, batch: Batch) -> Tensor:
+        return self._terms(batch).output
+
+    def _plan(self, batch: Batch, kept: Mapping[str, nn.Parameter]) -> Plan:
+        """Return the plan for this structure of batch; examine and check it when it is new."""
+        key = self._structure(batch, kept)
+        plan = self._plans.get(key)
+        if plan is None:
+            plan = make_plan(self.model, kept, batch, self._output)
+            if self.self_check and not _draws_masks(self.model):
+                self._check(plan, kept, take_rows(batch, [0, min(1, batch_size(batch) - 1)]))
+            self._plans[key] = plan
+        return plan
+
+    def _structure(self, batch: Batch, kept: Mapping[str, nn.Parameter]) -> Any:
+        leaves, _ = flatten_batch(batch)
+        shapes = tuple((leaf.shape[1:], leaf.dtype) for leaf in leaves)
+        mode = tuple(module.training for module in self.model.modules())
+        return shapes, mode, tuple(kept), torch.is_autocast_enabled(next(iter(kept.values())).device.type)
+
+    def _run(
+        self, plan: Plan, kept: Mapping[str, nn.Parameter], batch: Batch, sink: BlockSink, start: int
+    ) -> tuple[OutputTerms, GradientPass]:
+        terms, grad_pass, escaped = self._pass(plan, kept, batch, sink, start)
+        if escaped and self.strict:
+            raise UnsupportedModelError(
+                f"f depends on {list(escaped)[:5]} in a way that hooks cannot see: an autograd.Function, a scripted "
+                "module or another part outside torch's operations reads them. Register a gradient rule for the module "
+                "(register_gradient_rule), use another gradient computer, or pass strict=False to leave that part out."
+            )
+        return terms, grad_pass
+
+    def _pass(
+        self, plan: Plan, kept: Mapping[str, nn.Parameter], batch: Batch, sink: BlockSink, start: int
+    ) -> tuple[OutputTerms, GradientPass, dict[str, Tensor]]:
+        """Run forward and backward once; hooks are gone afterwards."""
+        grad_pass = GradientPass(plan, kept, batch_size(batch), sink=sink, start=start)
+        handles = grad_pass.install(self.model)
+        try:
+            with grad_pass:
+                terms = self._terms(batch)
+                escaped = grad_pass.backward(terms.output)
+        finally:
+            for handle in handles:
+                handle.remove()
+        if not terms.output.requires_grad:
+            refuse_detached(self.model, self.modelout_fn, batch, kept)
+        return OutputTerms(*(term.detach() for term in terms)), grad_pass, escaped
+
+    def _check(self, plan: Plan, kept: Mapping[str, nn.Parameter], pair: Batch) -> None:
+        """Compare two samples with one plain backward pass each."""
+        found: dict[str, Tensor] = {}
+
+        def keep(block: GradientBlock) -> None:
+            found[block.name] = block.dense()
+
+        self._run(plan, kept, pair, keep, 0)
+        for sample in range(2):
+            output = self._output(take_rows(pair, [sample]))[0]
+            if not output.requires_grad:
+                continue
+            grads = torch.autograd.grad(output, list(kept.values()), allow_unused=True)
+            expected = {
+                name: torch.zeros_like(p) if grad is None else grad
+                for (name, p), grad in zip(kept.items(), grads, strict=True)
+            }
+            _compare({name: found[name][sample] for name in kept}, expected, self.autocast_dtype)
+
+
+def _compare(
+    found: Mapping[str, Tensor], expected: Mapping[str, Tensor], autocast: torch.dtype | None
+) -> None:
+    """Raise if a gradient differs from plain autograd's by more than rounding."""
+    norms = {name: float(grad.double().norm()) for name, grad in expected.items()}
+    largest = max(norms.values())
+    for name, grad in expected.items():
+        tolerance = max(_TOLERANCES.get(dtype, 1e-2) for dtype in (grad.dtype, autocast or grad.dtype))
+        error = float((found[name].double() - grad.double().flatten()).norm())
+        if error > tolerance * max(norms[name], 1e-2 * largest):
+            raise UnsupportedModelError(
+                f"The self-check failed: the gradient of {name!r} differs from plain autograd's by {error:.3g}, "
+                f"where its norm is {norms[name]:.3g}. Expected equality up to rounding; the model may mix samples, "
+                "or be random. "
+                "Use gradient_computer='functional' or 'iterative'."
+            )
+
+
+def _draws_masks(model: nn.Module) -> bool:
+    """Whether dropout is active, so that no two passes agree."""
+    dropouts = (nn.modules.dropout._DropoutNd, nn.RNNBase, nn.MultiheadAttention)
+    return any(
+        module.training and (getattr(module, "p", 0.0) or getattr(module, "dropout", 0.0))
+        for module in model.modules()
+        if isinstance(module, dropouts)
+    )
+
+
+def _line(name: str, methods: Mapping[str, None], escaped: bool) -> ParameterCoverage:
+    how: Literal["rule", "fallback", "zero", "refused"]
+    if escaped:
+        return ParameterCoverage(name, "refused", "read by something that is not an operation of torch")
+    if not methods:
+        return ParameterCoverage(name, "zero", "f does not depend on it")
+    how = "fallback" if any("operation" in method for method in methods) else "rule"
+    return ParameterCoverage(name, how, "; ".join(methods))
+
+
+def _stream_nothing(kept: Mapping[str, Tensor], sink: BlockSink) -> OutputTerms:
+    """Stream the blocks of a batch without samples."""
+    for name, parameter in kept.items():
+        sink(DenseBlock(name, parameter.detach().new_empty(0, *parameter.shape)))
+    empty = next(iter(kept.values())).detach().new_empty(0)
+    return OutputTerms(empty, empty, empty)

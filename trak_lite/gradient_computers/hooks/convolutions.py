@@ -1,0 +1,200 @@
+"""Per-sample gradients of convolution weights.
+
+A convolution is a matrix product with unfolded patches, so its weight gradient is a sum over positions of the output
+gradient times the patch. For a transposed convolution the input and the output gradient change places.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from trak_lite.gradient_computers.hooks.calls import Contribution, Factors, OperationCall
+
+__all__ = ["conv_rule", "conv_transpose_rule"]
+
+_Parts = Iterator[tuple[Tensor, Contribution]]
+
+
+def conv_rule(call: OperationCall, grad: Tensor) -> _Parts | None:
+    """``conv(x, weight) + bias`` in one to three dimensions."""
+    x, weight, bias, stride, padding, dilation, groups = call.bind(
+        "input", "weight", "bias", "stride", "padding", "dilation", "groups"
+    )
+    dims = weight.dim() - 2
+    if not _batch_first(call, x, dims):
+        return None
+    x, grad = x.to(weight.dtype), grad.to(weight.dtype)  # under autocast they differ
+    step, spread = _each(stride, dims, 1), _each(dilation, dims, 1)
+    x, pad = _padded(x, weight.shape[2:], padding, spread)
+
+    def parts() -> _Parts:
+        if call.wants(weight):
+            kernel = tuple(weight.shape[2:])
+            if _factors_are_smaller(call, grad, weight):
+                patches = _patches(x, kernel, step, pad, spread, tuple(grad.shape[2:]))
+                yield weight, _contract(call, patches, grad.flatten(2), groups or 1, weight)
+            else:
+                yield weight, _grouped(x, grad, weight, step, pad, spread, groups or 1)
+        if call.wants(bias):
+            yield bias, _bias(call, grad)
+
+    return parts()
+
+
+def conv_transpose_rule(call: OperationCall, grad: Tensor) -> _Parts | None:
+    """``conv_transpose(x, weight) + bias``: the patches are those of the output gradient."""
+    x, weight, bias, stride, padding, _, groups, dilation = call.bind(
+        "input", "weight", "bias", "stride", "padding", "output_padding", "groups", "dilation"
+    )
+    dims = weight.dim() - 2
+    if not _batch_first(call, x, dims):
+        return None
+    x, grad = x.to(weight.dtype), grad.to(weight.dtype)
+
+    def parts() -> _Parts:
+        if call.wants(weight):
+            step, spread = _each(stride, dims, 1), _each(dilation, dims, 1)
+            pad = _each(padding, dims, 0)
+            patches = _patches(grad, tuple(weight.shape[2:]), step, pad, spread, tuple(x.shape[2:]))
+            yield weight, _contract(call, patches, x.flatten(2), groups or 1, weight)
+        if call.wants(bias):
+            yield bias, _bias(call, grad)
+
+    return parts()
+
+
+def _batch_first(call: OperationCall, x: Tensor, dims: int) -> bool:
+    axis = call.axis_of(x)
+    return axis is not None and axis.axis == 0 and x.dim() == dims + 2 and not call.wants(x)
+
+
+def _each(value: Any, dims: int, default: int) -> tuple[int, ...]:
+    """Return one number per spatial dimension."""
+    if value is None:
+        return (default,) * dims
+    if isinstance(value, int):
+        return (value,) * dims
+    return tuple(value) * dims if len(value) == 1 else tuple(value)
+
+
+def _padded(
+    x: Tensor, kernel: Sequence[int], padding: Any, dilation: Sequence[int]
+) -> tuple[Tensor, tuple[int, ...]]:
+    """Return x and the symmetric zero padding still to apply; uneven ``"same"`` padding is applied here."""
+    dims = len(kernel)
+    if padding == "valid":
+        return x, (0,) * dims
+    if padding != "same":
+        return x, _each(padding, dims, 0)
+    total = [d * (k - 1) for d, k in zip(dilation, kernel, strict=True)]
+    if all(t % 2 == 0 for t in total):
+        return x, tuple(t // 2 for t in total)
+    sides = [side for t in reversed(total) for side in (t // 2, t - t // 2)]
+    return functional.pad(x, sides), (0,) * dims
+
+
+def _bias(call: OperationCall, grad: Tensor) -> Tensor:
+    samples = call.output_samples(grad)  # (B, m, C, *positions)
+    return samples.sum([axis for axis in range(1, samples.dim()) if axis != 2])
+
+
+def _patches(
+    x: Tensor,
+    kernel: tuple[int, ...],
+    stride: tuple[int, ...],
+    padding: tuple[int, ...],
+    dilation: tuple[int, ...],
+    positions: tuple[int, ...],
+) -> Tensor:
+    """Return the patches ``(N, C * prod(kernel), L)`` under every kernel position, L = prod(positions)."""
+    count, channels = x.shape[:2]
+    if math.prod(kernel) == 1 and not any(padding) and set(stride) == {1} and tuple(x.shape[2:]) == positions:
+        return x.flatten(2)
+    if len(kernel) == 2 and _unfolded_size(x, kernel, stride, padding, dilation) == positions:
+        return functional.unfold(x, kernel, dilation, padding, stride)
+    if any(padding):
+        x = functional.pad(x, [side for p in reversed(padding) for side in (p, p)])
+    x = x.contiguous()
+    steps = x.stride()[2:]
+    patches = x.as_strided(
+        (count, channels, *kernel, *positions),
+        (
+            *x.stride()[:2],
+            *(s * d for s, d in zip(steps, dilation, strict=True)),
+            *(s * d for s, d in zip(steps, stride, strict=True)),
+        ),
+    )
+    return patches.reshape(count, channels * math.prod(kernel), math.prod(positions))
+
+
+def _unfolded_size(
+    x: Tensor, kernel: Sequence[int], stride: Sequence[int], padding: Sequence[int], dilation: Sequence[int]
+) -> tuple[int, ...]:
+    return tuple(
+        (size + 2 * p - d * (k - 1) - 1) // s + 1
+        for size, k, s, p, d in zip(x.shape[2:], kernel, stride, padding, dilation, strict=True)
+    )
+
+
+def _contract(
+    call: OperationCall, patches: Tensor, rows: Tensor, groups: int, weight: Tensor
+) -> Contribution:
+    """Return the weight gradients from patches ``(N, G * c, L)`` and rows ``(N, G * o, L)``."""
+    samples = [_joined(call, value) for value in (rows, patches)]  # (B, C, m * L)
+    if groups == 1:
+        return Factors(samples[1].transpose(1, 2), samples[0].transpose(1, 2))
+    out, patch = (torch.unflatten(value, 1, (groups, -1)) for value in samples)
+    return torch.matmul(out, patch.transpose(-1, -2)).reshape(call.num_samples, *weight.shape)
+
+
+def _joined(call: OperationCall, value: Tensor) -> Tensor:
+    """Return ``(N, C, L)`` with N = B m as ``(B, C, m L)``."""
+    if call.output_axis.multiple == 1:
+        return value
+    return call.output_samples(value).movedim(1, 2).flatten(2)
+
+
+def _factors_are_smaller(call: OperationCall, grad: Tensor, weight: Tensor) -> bool:
+    """Whether patches and output gradients, at every position, are fewer numbers than the weight has.
+
+    Otherwise one convolution with a group per sample is faster than writing out the patches (measured: 1.1 to 1.4
+    times the plain weight gradient, where patches and product take 2 to 4 times).
+    """
+    if call.output_axis.multiple > 1:  # the samples' positions are joined, which only patches can do
+        return True
+    columns = weight[0].numel()
+    return grad[0, 0].numel() * (columns + weight.shape[0]) <= columns * weight.shape[0]
+
+
+def _grouped(
+    x: Tensor,
+    grad: Tensor,
+    weight: Tensor,
+    stride: tuple[int, ...],
+    padding: tuple[int, ...],
+    dilation: tuple[int, ...],
+    groups: int,
+) -> Tensor:
+    """Return the weight gradients ``(N, *weight.shape)``: those of a convolution with N times the groups."""
+    count = len(x)
+    shape = (count * weight.shape[0], *weight.shape[1:])
+    joined: Tensor = torch.ops.aten.convolution_backward(
+        grad.reshape(1, -1, *grad.shape[2:]),
+        x.reshape(1, -1, *x.shape[2:]),
+        weight.new_empty(()).expand(shape),
+        None,
+        stride,
+        padding,
+        dilation,
+        False,
+        (0,) * len(stride),
+        count * groups,
+        (False, True, False),
+    )[1]
+    return joined.view(count, *weight.shape)

@@ -1,0 +1,109 @@
+"""Per-sample gradients of table look-ups: a sample's gradient has rows only where its ids point."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor
+
+from trak_lite.errors import UnsupportedModelError
+from trak_lite.gradient_computers.hooks.calls import Contribution, OperationCall
+
+__all__ = ["embedding_bag_rule", "embedding_rule"]
+
+_Parts = Iterator[tuple[Tensor, Contribution]]
+
+
+def embedding_rule(call: OperationCall, grad: Tensor) -> _Parts | None:
+    """``weight[ids]``; the padding row gets no gradient."""
+    weight, ids, padding, by_frequency = call.bind("weight", "indices", "padding_idx", "scale_grad_by_freq")
+    _refuse_frequency(by_frequency)
+    if call.axis_of(ids) is None:
+        return None
+    return _table(call, grad, weight, ids, -1 if padding is None else padding)
+
+
+def _table(call: OperationCall, grad: Tensor, weight: Tensor, ids: Tensor, padding: int) -> _Parts:
+    count = call.num_samples
+    rows = call.samples(ids).reshape(count, -1)
+    values = call.output_samples(grad).reshape(*rows.shape, weight.shape[1])
+    if padding >= 0:
+        values = values.masked_fill((rows == padding).unsqueeze(-1), 0.0)
+    owner = torch.arange(count, device=ids.device).unsqueeze(1).expand_as(rows)
+    yield weight, _scattered(weight, count, owner.reshape(-1), rows.reshape(-1), values.flatten(0, 1))
+
+
+def _scattered(weight: Tensor, count: int, owner: Tensor, rows: Tensor, values: Tensor) -> Tensor:
+    """Add ``values (n, d)`` to row ``rows`` of sample ``owner``: ``(B, V, d)``."""
+    size, width = weight.shape
+    table = values.new_zeros(count * size, width)
+    return table.index_add_(0, owner * size + rows, values).view(count, size, width)
+
+
+def embedding_bag_rule(call: OperationCall, grad: Tensor) -> _Parts | None:
+    """Sums, means or maxima of bags of rows."""
+    weight, ids, offsets, by_frequency, mode, _, scales, last_offset, padding = call.bind(
+        "weight",
+        "indices",
+        "offsets",
+        "scale_grad_by_freq",
+        "mode",
+        "sparse",
+        "per_sample_weights",
+        "include_last_offset",
+        "padding_idx",
+    )
+    _refuse_frequency(by_frequency)
+    if ids.dim() != 1 or call.output_axis.axis != 0 or call.wants(scales):
+        return None
+    if mode == 2:
+        return _largest(call, grad, weight)
+    starts = offsets[:-1] if last_offset else offsets
+    bags = torch.searchsorted(starts, torch.arange(len(ids), device=ids.device), right=True) - 1
+    return _bags(call, grad, weight, ids, bags, _shares(ids, bags, len(starts), mode, scales, padding))
+
+
+def _shares(
+    ids: Tensor, bags: Tensor, num_bags: int, mode: int, scales: Tensor | None, padding: int | None
+) -> Tensor:
+    """Return the weight ``(n,)`` of each id in its bag."""
+    kept = torch.ones_like(ids) if padding is None or padding < 0 else (ids != padding).to(ids.dtype)
+    if mode == 0:
+        return kept if scales is None else kept * scales
+    sizes = torch.zeros(num_bags, dtype=ids.dtype, device=ids.device).index_add_(0, bags, kept)
+    return kept.double() / sizes.clamp(min=1)[bags]  # whole numbers would divide to float32
+
+
+def _owner_of_bags(call: OperationCall, num_bags: int, device: torch.device) -> Tensor:
+    """Return the sample of every bag: ``(num_bags,)``."""
+    axis, count = call.output_axis, call.num_samples
+    bag = torch.arange(num_bags, device=device)
+    return bag // axis.multiple if axis.sample_major else bag % count
+
+
+def _bags(
+    call: OperationCall, grad: Tensor, weight: Tensor, ids: Tensor, bags: Tensor, shares: Tensor
+) -> _Parts:
+    values = grad[bags] * shares.to(grad.dtype).unsqueeze(1)
+    owner = _owner_of_bags(call, len(grad), ids.device)[bags]
+    yield weight, _scattered(weight, call.num_samples, owner, ids, values)
+
+
+def _largest(call: OperationCall, grad: Tensor, weight: Tensor) -> _Parts:
+    """The gradient of each coordinate of a bag goes to the row that holds its maximum."""
+    winners = call.outputs[3]
+    size, width = weight.shape
+    owner = _owner_of_bags(call, len(grad), grad.device).unsqueeze(1)
+    rows = owner * size + winners.clamp(min=0)  # an empty bag has no winner
+    table = grad.new_zeros(call.num_samples * size, width)
+    table.scatter_add_(0, rows, grad.masked_fill(winners < 0, 0.0))
+    yield weight, table.view(call.num_samples, size, width)
+
+
+def _refuse_frequency(by_frequency: bool | None) -> None:
+    if by_frequency:
+        raise UnsupportedModelError(
+            "An embedding has scale_grad_by_freq=True, which divides its gradient by counts over the whole batch. "
+            "Expected gradients that belong to one sample; build it without scale_grad_by_freq."
+        )

@@ -1,0 +1,324 @@
+"""The plan of a model: which operations use kept parameters, and where each one has its samples.
+
+The model runs on two and on three copies of one sample. Operations are compared one by one: an axis that grows
+with the batch is the batch axis, a result without one is a value that all samples share (a transposed weight,
+the positions' embedding), and the gradient of each f(z_i) shows whose entries are whose.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_flatten
+
+from trak_lite._batches import take_rows
+from trak_lite.errors import UnsupportedModelError
+from trak_lite.gradient_computers.hooks.axes import BatchAxis, batch_axis, by_sample
+from trak_lite.gradient_computers.hooks.interception import (
+    AbstractInterceptor,
+    Function,
+    chooses_by_value,
+    is_in_place,
+)
+from trak_lite.gradient_computers.hooks.recurrent import PACKED
+from trak_lite.gradient_computers.hooks.registry import GradientRule
+from trak_lite.types import Batch
+
+__all__ = [
+    "Plan",
+    "Site",
+    "describe",
+    "differentiable",
+    "make_plan",
+    "refusing_reentrant_checkpoints",
+    "written",
+]
+
+
+def differentiable(result: Any) -> list[Tensor]:
+    """Return the floating-point tensors of a result, in order."""
+    leaves = tree_flatten(result)[0]
+    return [t for t in leaves if isinstance(t, Tensor) and (t.is_floating_point() or t.is_complex())]
+
+
+def written(function: Function, args: Sequence[Any], result: Any) -> Any:
+    """Return what an operation wrote: its result, or its first argument where it works in place."""
+    return args[0] if is_in_place(function) and isinstance(args[0], Tensor) else result
+
+
+@dataclass(slots=True)
+class Site:
+    """One place of the forward pass at which kept parameters are read."""
+
+    function: Any
+    """The operation; for a module with a rule of its own, the module."""
+    names: tuple[str, ...]
+    """The kept parameters that reach it."""
+    batched: bool
+    """Whether its result has a batch axis; without one it makes a value that all samples share."""
+    leaf_axes: tuple[BatchAxis | None, ...] = ()
+    """Batch axis of every tensor argument, in order."""
+    output_axes: tuple[BatchAxis | None, ...] = ()
+    """Batch axis of every differentiable result."""
+    sliceable: bool = True
+    """Whether no argument counts the samples."""
+
+
+@dataclass(slots=True)
+class Plan:
+    """What a run of the model on one structure of batch will do with the kept parameters."""
+
+    sites: list[Site] = field(default_factory=list)
+
+    def names(self) -> set[str]:
+        """Return the parameters that are used at all."""
+        return {name for site in self.sites for name in site.names}
+
+
+@dataclass(slots=True)
+class _Record:
+    function: Any
+    sources: list[Any]
+    """Per tensor argument: the record that made it, a parameter name, or None."""
+    shapes: list[tuple[int, ...]]
+    others: list[Any]
+    outputs: list[Tensor]
+    output_shapes: list[tuple[int, ...]]
+    by_value: bool
+
+
+class _Recorder(AbstractInterceptor):
+    """Writes down every operation that has a kept parameter behind it, and runs it as it is."""
+
+    def __init__(self, kept: Mapping[str, nn.Parameter]) -> None:
+        super().__init__()
+        self.records: list[_Record] = []
+        self.sources: dict[int, Any] = {}
+        self.chosen: dict[int, Any] = {}
+        """Tensors whose shape depends on values, and what is computed from them."""
+        for name, parameter in kept.items():
+            self.watched[id(parameter)] = parameter
+            self.sources[id(parameter)] = name
+
+    def __torch_function__(
+        self, func: Function, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        result = super().__torch_function__(func, types, args, kwargs)
+        if chooses_by_value(func, args) or (self.chosen and self._reads_chosen((args, dict(kwargs or {})))):
+            for tensor in tree_flatten(written(func, args, result))[0]:
+                if isinstance(tensor, Tensor):
+                    self.chosen[id(tensor)] = tensor
+        return result
+
+    def _reads_chosen(self, arguments: Any) -> bool:
+        return any(id(leaf) in self.chosen for leaf in tree_flatten(arguments)[0])
+
+    def operation(self, function: Function, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+        if self.inside:
+            return function(*args, **kwargs)
+        leaves = tree_flatten((args, dict(kwargs)))[0]
+        shapes = [tuple(leaf.shape) for leaf in leaves if isinstance(leaf, Tensor)]
+        sources = [self.sources.get(id(leaf)) for leaf in leaves if isinstance(leaf, Tensor)]
+        by_value = bool(self.chosen) and self._reads_chosen(leaves)
+        result = function(*args, **kwargs)
+        outputs = differentiable(written(function, args, result))
+        if not any(tensor.requires_grad for tensor in outputs):  # a shape, a device, a detached value
+            return result
+        others = [leaf for leaf in leaves if not isinstance(leaf, Tensor)]
+        self._record(_Record(function, sources, shapes, others, outputs, _shapes(outputs), by_value))
+        return result
+
+    def ruled_module(
+        self, module: nn.Module, rule: GradientRule, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any
+    ) -> Any:
+        names = [self.sources[id(p)] for p in module.parameters() if id(p) in self.sources]
+        if names:
+            shapes = [tuple(p.shape) for p in module.parameters() if id(p) in self.sources]
+            outputs = differentiable(out)
+            by_value = bool(self.chosen) and self._reads_chosen((args, kwargs))
+            self._record(_Record(module, names, shapes, [], outputs, _shapes(outputs), by_value))
+        return out
+
+    def _record(self, record: _Record) -> None:
+        place = len(self.records)
+        self.records.append(record)
+        for tensor in record.outputs:
+            if tensor.requires_grad:
+                self.watched[id(tensor)] = tensor
+                self.sources[id(tensor)] = place
+
+
+def _shapes(tensors: Sequence[Tensor]) -> list[tuple[int, ...]]:
+    return [tuple(t.shape) for t in tensors]
+
+
+Evaluate = Callable[[Batch], Tensor]
+
+
+def make_plan(model: nn.Module, kept: Mapping[str, nn.Parameter], batch: Batch, evaluate: Evaluate) -> Plan:
+    """Return the plan of a model for batches like this one.
+
+    Args:
+        model: The module; its kept parameters require grad.
+        kept: The parameters to keep gradients for, by name.
+        batch: At least one sample.
+        evaluate: Gives f, ``(B,)``, of a batch.
+
+    Raises:
+        UnsupportedModelError: If samples are mixed, or their place cannot be found.
+    """
+    with torch.enable_grad():
+        two, _ = _recorded(model, kept, take_rows(batch, [0, 0]), evaluate)
+        three, outputs = _recorded(model, kept, take_rows(batch, [0, 0, 0]), evaluate)
+        _same_operations(two, three)
+        plan = Plan()
+        pairs = _relevant(two.records, three.records, plan)
+        _assign_owners(plan, pairs, outputs)
+    return plan
+
+
+def _recorded(
+    model: nn.Module, kept: Mapping[str, nn.Parameter], batch: Batch, evaluate: Evaluate
+) -> tuple[_Recorder, Tensor]:
+    recorder = _Recorder(kept)
+    handles = recorder.install(model)
+    try:
+        with recorder:
+            return recorder, evaluate(batch)
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+def _same_operations(two: _Recorder, three: _Recorder) -> None:
+    same = len(two.records) == len(three.records) and all(
+        a.function == b.function for a, b in zip(two.records, three.records, strict=True)
+    )
+    if not same:
+        raise UnsupportedModelError(
+            f"The model runs {len(two.records)} operations on its parameters for 2 samples and "
+            f"{len(three.records)} for 3, so an operation cannot be told from its samples. Expected a forward pass "
+            "over the whole batch, without a loop over samples. Use another gradient computer."
+        )
+
+
+def _relevant(two: list[_Record], three: list[_Record], plan: Plan) -> list[_Record]:
+    """Add the operations that read a parameter, or a value made of parameters alone; return their records."""
+    shared: dict[int, tuple[str, ...]] = {}
+    found = []
+    for place, (a, b) in enumerate(zip(two, three, strict=True)):
+        roots = [_roots(source, shared) for source in b.sources]
+        names = tuple(dict.fromkeys(name for part in roots for name in part))
+        if not names:
+            continue
+        site = _site(a, b, names)
+        if not site.batched:
+            if any(source is not None and not part for source, part in zip(b.sources, roots, strict=True)):
+                raise _mixed(site, "its result has no batch axis although it reads the samples' activations")
+            shared[place] = names
+        plan.sites.append(site)
+        found.append(b)
+    return found
+
+
+def _roots(source: Any, shared: Mapping[int, tuple[str, ...]]) -> tuple[str, ...]:
+    if isinstance(source, str):
+        return (source,)
+    return shared.get(source, ()) if source is not None else ()
+
+
+def _site(two: _Record, three: _Record, names: tuple[str, ...]) -> Site:
+    outputs = [batch_axis(a, b) for a, b in zip(two.output_shapes, three.output_shapes, strict=True)]
+    leaves = [batch_axis(a, b) for a, b in zip(two.shapes, three.shapes, strict=True)]
+    site = Site(three.function, names, any(axis is not None for axis in outputs))
+    for axis in outputs:
+        if isinstance(axis, str):
+            raise _mixed(site, axis)
+    site.output_axes = tuple(axis for axis in outputs if not isinstance(axis, str))
+    site.leaf_axes = tuple(None if isinstance(axis, str) else axis for axis in leaves)
+    known = not any(isinstance(axis, str) for axis in leaves)
+    if three.by_value:
+        raise _mixed(
+            site, "its rows were chosen by their values, so which sample a row belongs to is not known"
+        )
+    site.sliceable = known and two.others == three.others
+    if isinstance(site.function, nn.Module) and site.batched and site.output_axes[0] != BatchAxis(0):
+        raise _mixed(site, "its gradient rule needs one result with the samples on axis 0")
+    return site
+
+
+def _mixed(site: Site, reason: str) -> UnsupportedModelError:
+    return UnsupportedModelError(
+        f"The operation {describe(site.function)}, which uses {list(site.names)[:3]}, cannot be split into "
+        f"samples: {reason}. Use another gradient computer, or keep no gradients for these parameters."
+    )
+
+
+def describe(function: Any) -> str:
+    """Return the name of an operation or of a module with a rule of its own."""
+    return getattr(function, "__name__", None) or type(function).__name__
+
+
+def _assign_owners(plan: Plan, records: Sequence[_Record], outputs: Tensor) -> None:
+    """Check with the gradient of each f that entries belong to the sample they are taken for; order flattened axes."""
+    batched = [
+        (site, record)
+        for site, record in zip(plan.sites, records, strict=True)
+        if site.batched and site.function not in PACKED and record.outputs[0].requires_grad
+    ]
+    if not batched or not outputs.requires_grad:
+        return
+    tensors = [record.outputs[_first(site)] for site, record in batched]
+    orders = [_orders(site) for site, _ in batched]
+    for sample in range(len(outputs)):
+        with refusing_reentrant_checkpoints():
+            grads = torch.autograd.grad(outputs[sample], tensors, retain_graph=True, allow_unused=True)
+        for place, grad in enumerate(grads):
+            if grad is not None:
+                orders[place] = [axis for axis in orders[place] if _owned(grad, axis, sample, len(outputs))]
+    for (site, _), possible in zip(batched, orders, strict=True):
+        if not possible:
+            raise _mixed(site, "f of one sample depends on what it computes for another")
+        if possible[0].multiple > 1 or not possible[0].sample_major:
+            site.output_axes = tuple(_ordered(axis, possible[0]) for axis in site.output_axes)
+        site.leaf_axes = tuple(_ordered(axis, possible[0]) for axis in site.leaf_axes)
+
+
+@contextmanager
+def refusing_reentrant_checkpoints() -> Iterator[None]:
+    """Turn torch's error for a reentrant checkpoint into one that says what to do."""
+    try:
+        yield
+    except RuntimeError as error:
+        if "use_reentrant" not in str(error) or isinstance(error, UnsupportedModelError):
+            raise
+        raise UnsupportedModelError(
+            "The model uses checkpoint(..., use_reentrant=True), which hides its operations until the backward "
+            "pass. Use checkpoint(..., use_reentrant=False)."
+        ) from error
+
+
+def _first(site: Site) -> int:
+    """Return the place of the first result with a batch axis."""
+    return next(place for place, axis in enumerate(site.output_axes) if axis is not None)
+
+
+def _orders(site: Site) -> list[BatchAxis]:
+    axis = site.output_axes[_first(site)]
+    assert axis is not None
+    return [axis] if axis.multiple == 1 else [axis, replace(axis, sample_major=False)]
+
+
+def _owned(grad: Tensor, axis: BatchAxis, sample: int, count: int) -> bool:
+    """Whether a gradient of one sample's f is zero for all others, NaN and infinity aside."""
+    others = [i for i in range(count) if i != sample]
+    return not bool(by_sample(grad.detach(), axis, count)[others].nan_to_num(0.0, 0.0, 0.0).any())
+
+
+def _ordered(axis: BatchAxis | None, like: BatchAxis) -> BatchAxis | None:
+    return axis if axis is None or axis.multiple == 1 else replace(axis, sample_major=like.sample_major)

@@ -1,0 +1,80 @@
+"""Gradient rules for module classes: how to get per-sample gradients from a layer's input and output gradient.
+
+The operations of torch have rules of their own (:mod:`trak_lite.gradient_computers.hooks.operations`), so a
+module made of them needs none. A rule for a module is for what torch cannot see into (a custom kernel, an
+``autograd.Function``) or for a shortcut.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any, TypeAlias, TypeVar
+
+from torch import Tensor, nn
+
+from trak_lite.errors import InvalidInputError
+
+__all__ = ["GradientRule", "register_gradient_rule", "rule_for", "unregister_gradient_rule"]
+
+GradientRule: TypeAlias = Callable[
+    [Any, tuple[Any, ...], dict[str, Any], Tensor], Mapping[str, Tensor | tuple[Tensor, Tensor]]
+]
+"""``rule(module, args, kwargs, output_grad)`` with the samples on axis 0 of ``output_grad`` ``(B, ...)``, and detached
+arguments. Returns, by name within the module, per-sample gradients ``(B, *parameter.shape)`` or, for a matrix
+``(d_out, d_in)``, the pair of factors ``(B, T, d_in), (B, T, d_out)``."""
+
+_Rule = TypeVar("_Rule", bound=GradientRule)
+_RULES: dict[type[nn.Module], GradientRule] = {}
+
+
+def register_gradient_rule(module_class: type[nn.Module]) -> Callable[[_Rule], _Rule]:
+    """Return a decorator that makes a function the gradient rule of a module class.
+
+    The rule holds for subclasses as well, unless they override ``forward``. It must give every parameter of the
+    module that gradients are kept for, and the module must return one tensor with the samples on axis 0.
+
+    Args:
+        module_class: Class of the layer.
+
+    Raises:
+        InvalidInputError: If it is not a class of modules.
+
+    Example:
+        >>> import torch
+        >>> class Scale(nn.Module):
+        ...     def __init__(self):
+        ...         super().__init__()
+        ...         self.weight = nn.Parameter(torch.ones(3))
+        ...     def forward(self, x):
+        ...         return x * self.weight
+        >>> @register_gradient_rule(Scale)
+        ... def scale_rule(module, args, kwargs, output_grad):
+        ...     return {"weight": output_grad * args[0]}
+        >>> unregister_gradient_rule(Scale)
+    """
+    if not (isinstance(module_class, type) and issubclass(module_class, nn.Module)):
+        raise InvalidInputError(
+            f"A gradient rule is registered for a class of modules, got {module_class!r}. "
+            "Pass the layer's class, not an instance."
+        )
+
+    def register(rule: _Rule) -> _Rule:
+        _RULES[module_class] = rule
+        return rule
+
+    return register
+
+
+def unregister_gradient_rule(module_class: type[nn.Module]) -> None:
+    """Forget the rule of a module class, if it has one."""
+    _RULES.pop(module_class, None)
+
+
+def rule_for(module: nn.Module) -> GradientRule | None:
+    """Return the rule of the nearest class in the module's MRO, unless ``forward`` is overridden below it."""
+    for cls in type(module).__mro__:
+        rule = _RULES.get(cls)
+        if rule is not None:
+            own: type[nn.Module] = type(module)
+            return rule if own.forward is getattr(cls, "forward", None) else None
+    return None

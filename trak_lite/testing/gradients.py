@@ -1,0 +1,220 @@
+"""Conformance kits for gradient computers and for gradient rules: per-sample gradients are those of plain autograd.
+
+Subclass one of them in a test file, say how the thing is made, and pytest runs the laws::
+
+    class TestMyComputer(GradientComputerTests):
+        def make_computer(self, model, task):
+            return MyComputer(model, task)
+
+    class TestMyLayer(GradientRuleTests):
+        def make_layer(self):
+            return MyLayer(8)
+
+        def make_input(self, count):
+            return (torch.randn(count, 5, 8),)
+
+The reference is one forward and one backward pass per sample, in float64. Every seed is fixed.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from trak_lite._batches import batch_size, map_tensors, take_rows
+from trak_lite.gradient_computers import (
+    AbstractGradientComputer,
+    HookGradientComputer,
+    collect_gradients,
+)
+from trak_lite.modelout_functions import AbstractModelOutput, ModelCall, resolve_task
+from trak_lite.types import Batch
+
+__all__ = ["GradientComputerTests", "GradientRuleTests"]
+
+
+class GradientComputerTests(ABC):
+    """Laws of every gradient computer: row i belongs to sample i, and the model comes back as it was."""
+
+    @abstractmethod
+    def make_computer(self, model: nn.Module, task: AbstractModelOutput) -> AbstractGradientComputer:
+        """Return a new computer for the model."""
+
+    def test_a_row_is_the_gradient_of_its_sample(self) -> None:
+        """Every row equals one backward pass over that sample alone."""
+        model, batch = _network(), _images(4)
+
+        _assert_same(self._gradients(model, batch), _by_loop(model, batch))
+
+    def test_a_row_does_not_depend_on_its_batch(self) -> None:
+        """Other company and another order give the same rows."""
+        model, batch = _network(), _images(5)
+        order = [3, 0, 4]
+
+        whole = self._gradients(model, batch)
+        _assert_same(self._gradients(model, take_rows(batch, order)), {n: g[order] for n, g in whole.items()})
+
+    def test_parameters_come_in_model_order_and_tied_weights_once(self) -> None:
+        """Names are the canonical ones."""
+        model, batch = _network(), _images(2)
+
+        assert list(self._gradients(model, batch)) == [name for name, _ in model.named_parameters()]
+
+    def test_a_parameter_that_f_ignores_has_gradient_zero(self) -> None:
+        """It is neither missing nor refused."""
+        assert not self._gradients(_network(), _images(3))["ignored"].any()
+
+    def test_one_pass_gives_f_as_well(self) -> None:
+        """The terms have one number per sample, without a graph."""
+        model, batch = _network(), _images(3)
+
+        terms = self.make_computer(model, _TASK).stream_gradients(batch, lambda _: None)
+
+        torch.testing.assert_close(terms.output, _output(ModelCall(model), batch).detach())
+        assert all(term.shape == (3,) and not term.requires_grad for term in terms)
+
+    def test_the_model_comes_back_as_it_was(self) -> None:
+        """Weights, flags, mode, hooks and ``.grad`` are untouched."""
+        model, batch = _network(), _images(3)
+        before = {name: value.clone() for name, value in model.state_dict().items()}
+
+        self._gradients(model, batch)
+
+        assert all(bool(value.equal(before[name])) for name, value in model.state_dict().items())
+        assert all(p.requires_grad and p.grad is None for p in model.parameters())
+        assert not any(m.training or m._forward_hooks or m._forward_pre_hooks for m in model.modules())
+
+    def _gradients(self, model: nn.Module, batch: Batch) -> dict[str, Tensor]:
+        return collect_gradients(self.make_computer(model, _TASK), batch)
+
+
+class GradientRuleTests(ABC):
+    """Laws of a layer and its gradient rule: the hook computer covers it by rule, and exactly."""
+
+    @abstractmethod
+    def make_layer(self) -> nn.Module:
+        """Return a new layer; its parameters are drawn anew."""
+
+    @abstractmethod
+    def make_input(self, count: int) -> tuple[Any, ...]:
+        """Return the arguments of a call with ``count`` samples, on axis 0 of every tensor."""
+
+    def test_gradients_of_a_batch_are_those_of_its_samples(self) -> None:
+        """Every row equals one backward pass over that sample alone."""
+        layer, batch = self._layer(), self._input(4)
+
+        _assert_same(self._gradients(layer, batch), _by_loop(layer, batch))
+
+    def test_a_single_sample_is_a_batch(self) -> None:
+        """B = 1 is no special case."""
+        layer, batch = self._layer(), self._input(1)
+
+        _assert_same(self._gradients(layer, batch), _by_loop(layer, batch))
+
+    def test_the_layer_below_gets_its_gradient_too(self) -> None:
+        """The rule catches gradients without cutting them off."""
+        layer, batch = self._layer(), self._input(3)
+        if not batch[0].is_floating_point():
+            return
+        model = _Scaled(layer).double()
+
+        _assert_same(self._gradients(model, batch), _by_loop(model, batch))
+
+    def test_every_parameter_is_covered_by_a_rule(self) -> None:
+        """Nothing falls back to running an operation again."""
+        layer, batch = self._layer(), self._input(2)
+
+        coverage = HookGradientComputer(layer, _TASK).explain(batch)
+
+        assert {line.how for line in coverage} <= {"rule", "zero"}, str(coverage)
+
+    def _layer(self) -> nn.Module:
+        torch.manual_seed(0)
+        layer = self.make_layer().double().eval()
+        for parameter in layer.parameters():
+            nn.init.normal_(parameter)
+        return layer
+
+    def _input(self, count: int) -> Any:
+        torch.manual_seed(1)
+        return map_tensors(lambda t: t.double() if t.is_floating_point() else t, self.make_input(count))
+
+    def _gradients(self, model: nn.Module, batch: Batch) -> dict[str, Tensor]:
+        return collect_gradients(HookGradientComputer(model, _TASK), batch)
+
+
+class _Scaled(nn.Module):
+    """A parameter below a layer."""
+
+    def __init__(self, layer: nn.Module) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.tensor(1.5))
+        self.layer = layer
+
+    def forward(self, x: Tensor, *others: Any) -> Any:
+        return self.layer(self.scale * x, *others)
+
+
+class _Network(nn.Module):
+    """A convolution, a normalisation, a tied weight, a bare parameter and one that f ignores."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv, self.norm = nn.Conv2d(1, 2, 3), nn.GroupNorm(1, 2)
+        self.encode, self.decode = nn.Linear(18, 18), nn.Linear(18, 18)
+        self.decode.weight = self.encode.weight
+        self.shift = nn.Parameter(torch.randn(18))
+        self.ignored = nn.Parameter(torch.randn(3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden = self.norm(self.conv(x)).flatten(1)
+        out: Tensor = self.decode(torch.tanh(self.encode(hidden) + self.shift))
+        return out
+
+
+def _network() -> nn.Module:
+    torch.manual_seed(0)
+    return _Network().double().eval()
+
+
+def _images(count: int) -> tuple[Tensor]:
+    torch.manual_seed(1)
+    return (torch.randn(count, 1, 5, 5, dtype=torch.float64),)
+
+
+def _output(call: ModelCall, batch: Any) -> Tensor:
+    """A number per sample in which every entry of the first result counts differently."""
+    out = call(*batch)
+    out = out[0] if isinstance(out, tuple) else out
+    total: Tensor = (out * torch.cos(3 * out)).flatten(1).sum(1)
+    return total
+
+
+_TASK = resolve_task(_output)
+
+
+def _by_loop(model: nn.Module, batch: Batch) -> dict[str, Tensor]:
+    """Per-sample gradients by one forward and one backward pass per sample."""
+    kept = dict(model.named_parameters())
+    rows = [
+        torch.autograd.grad(
+            _output(ModelCall(model), take_rows(batch, [i])).sum(), list(kept.values()), allow_unused=True
+        )
+        for i in range(batch_size(batch))
+    ]
+    columns = zip(kept.items(), zip(*rows, strict=True), strict=True)
+    return {
+        name: torch.stack([torch.zeros_like(p) if g is None else g for g in column])
+        for (name, p), column in columns
+    }
+
+
+def _assert_same(found: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
+    assert list(found) == list(expected)
+    for name, value in expected.items():
+        assert torch.allclose(found[name], value, rtol=1e-10, atol=1e-11), (
+            f"The gradients of {name} differ by up to {float((found[name] - value).abs().max()):.3g}."
+        )
