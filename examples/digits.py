@@ -66,10 +66,15 @@ def build_model() -> nn.Module:
 
 def train(train_set: TensorDataset, folder: Path, *, epochs: int, num_checkpoints: int, seed: int) -> None:
     """Train one model and save checkpoints along the run; a finished run is not repeated."""
-    done = folder / "done"
+    settings = json.dumps({"epochs": epochs, "num_checkpoints": num_checkpoints, "seed": seed})
+    begun, done = folder / "begun", folder / "done"
+    if begun.exists() and begun.read_text() != settings:
+        raise SystemExit(f"{folder} was trained with {begun.read_text()}, not {settings}. Use another --out.")
     if done.exists():
         return
     folder.mkdir(parents=True, exist_ok=True)
+    (folder / "unfinished").write_text(settings)
+    (folder / "unfinished").rename(begun)
     torch.manual_seed(seed)
     model = build_model()
     images, labels = train_set.tensors

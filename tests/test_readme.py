@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import shutil
@@ -75,3 +76,20 @@ def test_the_tests_command_is_the_one_that_ci_runs() -> None:
 
     assert "pytest" in TESTS
     assert 'block for block in blocks if "pytest" in block' in script
+
+
+def test_the_speed_table_is_what_was_measured() -> None:
+    measured = json.loads((ROOT / "benchmarks" / "results" / "attributor.json").read_text())
+
+    for case in measured["cases"]:
+        assert speed_row(case) in README.splitlines()
+        assert case["ratio"] >= 4
+
+
+def speed_row(case: dict) -> str:
+    model = {"digits_cnn": "digits CNN", "resnet9": "ResNet-9"}[case["model"]]
+    ours, theirs = case["trak_lite"], case["original"]
+    return (
+        f"| {model}, {case['proj_dim']} | {ours['samples_per_cpu_s']:.1f} | {theirs['samples_per_cpu_s']:.1f} "
+        f"| {case['ratio']:.0f} | {ours['peak_mib']:.0f} | {theirs['peak_mib']:.0f} |"
+    )
