@@ -25,7 +25,7 @@ from typing import Any
 CASES = {
     "digits-512": {"model": "digits_cnn", "proj_dim": 512, "rows": 512},
     "digits-2048": {"model": "digits_cnn", "proj_dim": 2048, "rows": 256},
-    "resnet9-512": {"model": "resnet9", "proj_dim": 512, "rows": 96},
+    "resnet9-512": {"model": "resnet9", "proj_dim": 512, "rows": 64},
 }
 TOOLS = ("trak_lite", "original")
 BATCH = 32

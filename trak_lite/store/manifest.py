@@ -82,9 +82,7 @@ Use the stored settings (Attributor.open), or another path.
         if left.get(key, absent) != right.get(key, absent)
     ]
     if differing:
-        raise ManifestMismatchError(
-            f"{where} was made with other settings: {'; '.join(differing)}. {remedy}"
-        )
+        raise ManifestMismatchError(f"{where} was made with other settings: {'; '.join(differing)}. {remedy}")
 
 
 def _flatten(value: Any, prefix: str = "") -> dict[str, Any]:
