@@ -12,6 +12,7 @@ DEMO = ["scikit-learn", "matplotlib"]
 TABLES = ["pandas", "xarray"]
 TEST = ["pytest>=8", "hypothesis", "traker==0.3.2", "setuptools", "wheel"]
 DEV = ["ruff", "mypy"]
+BENCHMARK = ["traker==0.3.2", "opacus==1.6.0", "backpack-for-pytorch==1.7.1", *DEMO]
 
 setup(
     name="trak-lite",
@@ -28,6 +29,7 @@ setup(
         "demo": DEMO,
         "tables": TABLES,
         "test": [*TEST, *DEMO, *TABLES],
+        "benchmark": BENCHMARK,
         "dev": [*DEV, *TEST, *DEMO, *TABLES],
     },
     classifiers=[
