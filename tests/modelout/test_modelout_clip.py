@@ -6,6 +6,7 @@ import pytest
 import torch
 from modelout_cases import D, PairModel, prepared, randn
 from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
 
 from trak_lite.errors import InvalidInputError, StateError
 from trak_lite.modelout_functions import CLIPModelOutput, ModelCall
@@ -112,7 +113,7 @@ def test_a_model_without_scale_needs_a_temperature():
         (lambda phi, psi, s: {"image_features": phi}, "gave a dict"),
         (lambda phi, psi, s: (phi, psi[:, :2], s), r"\(6, 3\) \(image\) and \(6, 2\) \(text\)"),
         (lambda phi, psi, s: (phi, psi, s.expand(4)), r"a scale of shape \(4,\)"),
-        (lambda phi, psi, s: (phi, psi, -s), "scale.0. .sample 0. is -.*Expected a positive factor"),
+        (lambda phi, psi, s: (phi, psi, -s), r"sample 0: scale\[0\] is -.*Expected a positive factor"),
         (lambda phi, psi, s: (phi[:, :2], psi[:, :2], s), "width 2, the negatives have width 3"),
         (lambda phi, psi, s: (phi.long(), psi.long(), s), "image features has dtype torch.int64"),
     ],
@@ -186,6 +187,98 @@ def test_get_embeddings_is_set_embeddings_of_the_models_features():
     for left, right in zip(task._negatives, expected._negatives, strict=True):
         torch.testing.assert_close(left, right, rtol=1e-12, atol=1e-14)
     assert (model.training, model.text_tower.training) == (True, False)
+
+
+def pairs_in_batches():
+    return [(IMAGES[:4], TEXTS[:4]), {"image": IMAGES[4:], "text": TEXTS[4:]}]
+
+
+@pytest.mark.parametrize("seed", [0, 7])
+def test_prepare_embeds_the_pairs_with_the_weights_of_each_checkpoint(seed):
+    """The negatives are those that get_embeddings draws for the same weights, whatever came before."""
+    task = CLIPModelOutput(simulated_batch_size=3, pairs=pairs_in_batches())
+    task.prepare(prepared(PairModel(), seed=3))
+    before = task.state_digest()
+    model = prepared(PairModel(), seed=seed)
+    expected = CLIPModelOutput(simulated_batch_size=3)
+    expected.get_embeddings(model, pairs_in_batches())
+
+    task.prepare(model)
+
+    assert task.state_digest() == expected.state_digest() != before
+    assert torch.equal(evaluate(task, model).output, evaluate(expected, model).output)
+
+
+def test_every_checkpoint_has_the_same_pairs_as_negatives():
+    """Features of weights 1 and 2 are told apart by their size only."""
+
+    class Numbers(nn.Module):
+        def __init__(self, factor) -> None:
+            super().__init__()
+            self.factor = nn.Parameter(torch.tensor(factor))
+
+        def forward(self, image, text):
+            return image * self.factor, text * self.factor, 1.0
+
+    numbers = torch.arange(10.0)[:, None]
+    task = CLIPModelOutput(simulated_batch_size=4, pairs=DataLoader(TensorDataset(numbers, numbers), 3))
+    task.prepare(Numbers(1.0))
+    first, _ = task._negatives
+
+    task.prepare(Numbers(2.0))
+
+    assert torch.equal(task._negatives[0], 2 * first)
+    assert not any(part.requires_grad for part in task._negatives)
+
+
+def test_prepare_leaves_the_model_as_it_was():
+    model = prepared(PairModel())
+    model.train()
+    model.text_tower.eval()
+
+    CLIPModelOutput(simulated_batch_size=3, pairs=pairs_in_batches()).prepare(model)
+
+    assert (model.training, model.text_tower.training) == (True, False)
+    assert all(parameter.grad is None for parameter in model.parameters())
+
+
+def test_without_pairs_prepare_keeps_the_negatives_that_were_set():
+    task = ready()
+    before = task.state_digest()
+
+    task.prepare(prepared(PairModel()))
+
+    assert task.state_digest() == before
+    fresh = CLIPModelOutput(simulated_batch_size=3)
+    fresh.prepare(prepared(PairModel()))
+    assert fresh.state_digest() is None
+
+
+def test_pairs_are_told_by_the_state_digest_and_not_by_the_settings():
+    task, other = (CLIPModelOutput(simulated_batch_size=3, pairs=some) for some in ([], pairs_in_batches()))
+
+    assert task.settings() == other.settings() == CLIPModelOutput(simulated_batch_size=3).settings()
+
+
+@pytest.mark.parametrize(
+    ("pairs", "seen"),
+    [
+        (iter([]), "pairs is a list_iterator. Expected a list of batches or a loader"),
+        (3, "pairs is a int"),
+        (DataLoader(TensorDataset(IMAGES, TEXTS), shuffle=True), "DataLoader that shuffles.*shuffle=False"),
+    ],
+)
+def test_pairs_that_differ_between_checkpoints_are_refused(pairs, seen):
+    with pytest.raises(InvalidInputError, match=seen):
+        CLIPModelOutput(pairs=pairs)
+
+
+@pytest.mark.parametrize(
+    ("pairs", "seen"), [([], "gave no batch"), ([(IMAGES[:2], TEXTS[:2])], "2 embedded pairs")]
+)
+def test_too_few_pairs_are_refused(pairs, seen):
+    with pytest.raises(InvalidInputError, match=seen):
+        CLIPModelOutput(simulated_batch_size=3, pairs=pairs).prepare(prepared(PairModel()))
 
 
 def test_the_models_modes_come_back_after_an_error():

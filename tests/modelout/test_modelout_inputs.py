@@ -110,7 +110,7 @@ def test_a_batch_without_inputs_and_labels_is_described(batch, seen):
 def test_a_refused_label_names_sample_value_and_range(task):
     logits = LOGITS if task.name.startswith("image") else LOGITS[:, 0]
 
-    with pytest.raises(InvalidInputError, match=r"labels\[1\] \(sample 1\) is 5\. Expected .*0 .*[12]"):
+    with pytest.raises(InvalidInputError, match=r"sample 1: labels\[1\] is 5\. Expected .*0 .*[12]"):
         evaluate(task, logits, torch.tensor([1, 5]))
 
 
@@ -119,7 +119,10 @@ def test_a_refused_label_names_sample_value_and_range(task):
     [
         (torch.tensor([1.0, 0.0]), "dtype torch.float32. Expected integer class indices"),
         (torch.tensor([True, False]), "dtype torch.bool"),
-        (torch.tensor([[2], [0]]), r"shape \(2, 1\). Expected \(2,\)"),
+        (
+            torch.tensor([[2], [0]]),
+            r"shape \(2, 1\). Expected \(2,\) .*Drop the last axis: labels.squeeze\(-1\)",
+        ),
         (torch.tensor([1]), r"shape \(1,\). Expected \(2,\)"),
         (LOGITS, r"shape \(2, 3\)"),
     ],
@@ -172,7 +175,7 @@ def test_a_label_out_of_range_leaves_the_gpu_usable():
     """An index out of range in a kernel would make every later call fail."""
     logits = LOGITS.cuda()
 
-    with pytest.raises(InvalidInputError, match=r"labels\[0\] \(sample 0\) is 77"):
+    with pytest.raises(InvalidInputError, match=r"sample 0: labels\[0\] is 77"):
         evaluate(ImageClassificationModelOutput(), logits, torch.tensor([77, 0], device="cuda"))
 
     assert evaluate(ImageClassificationModelOutput(), logits, LABELS.cuda()).output.isfinite().all()
@@ -182,7 +185,7 @@ def test_a_label_error_names_the_place_in_a_sequence():
     ids = torch.zeros(2, 4, dtype=torch.int64)
     labels = torch.tensor([[0, 1, 2, 3], [0, 1, 99, 3]])
 
-    with pytest.raises(InvalidInputError, match=r"labels\[1, 2\] \(sample 1\) is 99\..* 0 to 6 .*-100"):
+    with pytest.raises(InvalidInputError, match=r"sample 1: labels\[1, 2\] is 99\..* 0 to 6 .*-100"):
         CausalLanguageModelingModelOutput().evaluate(ModelCall(prepared(LanguageModel())), (ids, labels))
 
 
@@ -190,7 +193,7 @@ def test_a_sample_without_any_token_to_predict_is_refused():
     ids = torch.zeros(2, 4, dtype=torch.int64)
     labels = torch.tensor([[0, 1, 2, 3], [5, -100, -100, -100]])
 
-    with pytest.raises(InvalidInputError, match="Sample 1 has no token to predict"):
+    with pytest.raises(InvalidInputError, match="sample 1 has no token to predict"):
         CausalLanguageModelingModelOutput().evaluate(ModelCall(prepared(LanguageModel())), (ids, labels))
 
 
@@ -233,7 +236,7 @@ def test_binary_shapes_that_do_not_fit_are_refused(logits, labels, seen):
         (LOGITS[:, 0], LABELS, r"logits of shape \(2,\)"),
         (LOGITS[:, :0], LABELS, r"logits of shape \(2, 0\)"),
         (LOGITS, LABELS, r"labels have shape \(2,\), the logits \(2, 3\)"),
-        (LOGITS, torch.full((2, 3), 2), r"labels\[0, 0\] \(sample 0\) is 2. Expected 0 or 1"),
+        (LOGITS, torch.full((2, 3), 2), r"sample 0: labels\[0, 0\] is 2. Expected 0 or 1"),
     ],
 )
 def test_multilabel_input_that_does_not_fit_is_refused(logits, labels, seen):
@@ -241,11 +244,98 @@ def test_multilabel_input_that_does_not_fit_is_refused(logits, labels, seen):
         evaluate(MultiLabelModelOutput(), logits, labels)
 
 
-@pytest.mark.parametrize(("predictions", "targets"), [((3, 1), (3,)), ((3,), (3, 1)), ((3,), (2,)), ((), ())])
+@pytest.mark.parametrize(
+    ("predictions", "targets"),
+    [
+        ((3, 1), (1,)),
+        ((3,), (1, 3)),
+        ((3,), (2,)),
+        ((3,), (2, 1)),
+        ((3, 1), (3, 1, 1, 1)),
+        ((1,), ()),
+        ((), (1,)),
+        ((), ()),
+    ],
+)
 @pytest.mark.parametrize("output", ["prediction", "neg_squared_error"])
 def test_regression_shapes_that_would_broadcast_are_refused(output, predictions, targets):
     with pytest.raises(InvalidInputError, match="Expected the same shape"):
         evaluate(RegressionModelOutput(output=output), torch.zeros(predictions), torch.zeros(targets))
+
+
+@pytest.mark.parametrize("output", ["prediction", "neg_squared_error"])
+@pytest.mark.parametrize(("predictions", "targets"), [((3, 1), (3,)), ((3,), (3, 1)), ((1, 1), (1,))])
+def test_a_last_axis_of_one_is_taken_off_the_predictions_or_the_targets(output, predictions, targets):
+    values, wanted = randn(predictions[0], seed=1), randn(predictions[0], seed=2)
+    task = RegressionModelOutput(output=output)
+
+    terms = evaluate(task, values.reshape(predictions), wanted.reshape(targets))
+
+    for term, expected in zip(terms, evaluate(task, values, wanted), strict=True):
+        assert torch.equal(term, expected)
+
+
+def test_a_last_axis_of_one_is_taken_off_under_transforms_too():
+    values, wanted = randn(3, 1, seed=1), randn(3, seed=2)
+
+    def squared_error(value, target):
+        return evaluate(RegressionModelOutput(output="neg_squared_error"), value[None], target[None]).output[
+            0
+        ]
+
+    gradients = torch.func.vmap(torch.func.grad(squared_error))(values, wanted)
+
+    torch.testing.assert_close(gradients, wanted[:, None] - values)
+
+
+@pytest.mark.parametrize(
+    ("task", "logits", "labels", "seen"),
+    [
+        (ImageClassificationModelOutput(), (3,), (1,), r"shape \(B, 1\). Expected \(B,\) .*squeeze"),
+        (ImageClassificationModelOutput(), (3, 4), (), r"logits of shape \(B, 3, 4\). Expected \(B, C\)"),
+        (
+            BinaryClassificationModelOutput(),
+            (3,),
+            (),
+            r"logits have shape \(B, 3\). Expected \(B,\) or \(B, 1\)",
+        ),
+        (MultiLabelModelOutput(), (3,), (2,), r"labels have shape \(B, 2\), the logits \(B, 3\)"),
+        (MultiLabelModelOutput(), (), (2,), r"logits of shape \(B,\). Expected \(B, C\)"),
+        (RegressionModelOutput(), (3,), (2,), r"predictions have shape \(B, 3\), the targets \(B, 2\)"),
+        (RegressionModelOutput(), (3,), (3,), r"predictions of shape \(B, 3\). Expected \(B,\) or \(B, 1\)"),
+        (CausalLanguageModelingModelOutput(), (3,), (3,), r"logits of shape \(B, 3\). Expected \(B, T, V\)"),
+        (CausalLanguageModelingModelOutput(), (3, 4), (2,), r"shape \(B, 2\). Expected \(B, 3\)"),
+        (
+            CallableModelOutput(lambda call, batch: call(batch[0])),
+            (3,),
+            (),
+            r"returned shape \(B, 3\). Expected a tensor of shape \(B,\)",
+        ),
+        (
+            CallableModelOutput(lambda call, batch: call(batch[0]).sum()),
+            (3,),
+            (),
+            r"returned shape \(\). Expected a tensor of shape \(B,\)",
+        ),
+    ],
+)
+def test_shapes_under_transforms_do_not_speak_of_a_batch_of_one(task, logits, labels, seen):
+    """A sample-by-sample computer gives each sample an axis of one, which the user has never seen."""
+
+    def run(values, label):
+        return evaluate(task, values[None], label[None]).output[0]
+
+    arguments = torch.zeros(5, *logits), torch.zeros(5, *labels, dtype=torch.int64)
+    with pytest.raises(InvalidInputError, match=seen):
+        torch.func.vmap(torch.func.grad(run))(*arguments)
+
+
+def test_an_error_of_one_row_alone_still_names_sample_place_value_and_range():
+    """As when a refused batch is gone through row by row to find the row."""
+    with pytest.raises(
+        InvalidInputError, match=r"^sample 0: labels\[0\] is 5\. Expected an integer from 0 to 2"
+    ):
+        evaluate(ImageClassificationModelOutput(), LOGITS[1:], torch.tensor([5]))
 
 
 def test_a_vector_prediction_is_no_scalar_output():
@@ -260,7 +350,7 @@ def test_targets_that_are_no_real_numbers_are_refused(dtype):
 
 
 def test_an_infinite_target_is_refused():
-    with pytest.raises(InvalidInputError, match=r"targets\[1\] \(sample 1\) is inf"):
+    with pytest.raises(InvalidInputError, match=r"sample 1: targets\[1\] is inf. Expected a finite number"):
         evaluate(RegressionModelOutput(), LOGITS[:, 0], torch.tensor([0.0, torch.inf]))
 
 

@@ -139,9 +139,14 @@ class AbstractModelOutput(ABC):  # noqa: B024 - a subclass defines either of two
         return terms.out_to_loss_grad.unsqueeze(-1)
 
     def prepare(self, model: nn.Module) -> None:
-        """Make ready for the weights that ``model`` has just been given; called once per checkpoint.
+        """Make ready for the weights that ``model`` has just been given; by default there is nothing to do.
 
-        A task that keeps something computed by the model (CLIP its negatives) computes it anew here.
+        ``Attributor`` and ``TRAKer`` call it each time they have loaded a checkpoint, before they ask for
+        :meth:`state_digest` and before any sample is evaluated. A task that keeps something computed by the
+        model (CLIP its negatives) computes it anew here, and leaves the model as it was given.
+
+        Args:
+            model: The model with the checkpoint's weights, on its device.
         """
         return
 

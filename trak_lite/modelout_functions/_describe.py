@@ -1,44 +1,74 @@
-"""What a task is, as JSON values: for the fingerprint of a store."""
+"""What a task is, as JSON values: for the fingerprint of a store.
+
+Everything that a user's function carries is described by its content: closure, defaults, attributes, the object
+of a bound method, what ``functools`` wraps. What cannot be described is refused: rows of one task must never
+be taken for those of another. Nothing depends on addresses or on hashes of Python objects, which differ between
+processes.
+"""
 
 from __future__ import annotations
 
+import copyreg
 import functools
-import hashlib
-import inspect
 import json
-from collections.abc import Callable, Mapping
-from types import CodeType, FunctionType, MethodType
-from typing import Any
+import pickle
+import sys
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from types import BuiltinFunctionType, CellType, FunctionType, MethodType, ModuleType
+from typing import Any, final
 
-import torch
-from torch import Tensor
+import numpy as np
+from torch import Tensor, nn
 
 from trak_lite.errors import InvalidInputError
 from trak_lite.modelout_functions._base import AbstractModelOutput
+from trak_lite.modelout_functions._digests import (
+    array_json,
+    code_bytes,
+    number_json,
+    sha256,
+    source_bytes,
+    tensor_json,
+)
 from trak_lite.modelout_functions.callable import CallableModelOutput
 
 __all__ = ["describe_task"]
 
-_MAX_DEPTH = 3
-"""How far functions held by functions are followed: past factories, yet with an end if one holds itself."""
+_MAX_DEPTH = 32
+"""How far objects inside objects are followed before they are refused."""
 
-_FOREIGN = frozenset({"abc", "builtins", "typing", "torch", "trak_lite"})
-"""Packages whose classes are not part of a user's task."""
+_MAX_TEXT = 1000
+"""Characters of JSON above which a value is replaced by its digest, so that a manifest stays readable."""
+
+_FOREIGN = frozenset({"numpy", "torch", "trak_lite"}) | sys.stdlib_module_names
+"""Packages whose classes and functions are told by their names: what they do is not part of a user's task."""
+
+_SIMPLE = (type(None), bool, int, float, str)
+_PLAIN = (*_SIMPLE, Tensor, np.ndarray, np.generic)
+"""What is read of a class's attributes besides its functions."""
 
 
 def describe_task(task: AbstractModelOutput) -> dict[str, Any]:
     """Return JSON values that differ whenever two tasks may give different numbers.
 
     A built-in is its name, version and settings. A user's class is its qualified name, the SHA-256 of its
-    source (and of its own base classes) and its settings. A callable is its qualified name, the SHA-256 of
-    its source, and the values it carries: defaults, closure, ``functools.partial`` arguments. Attributes of a
-    user's object are not read, as they may change while it works: return them from ``settings()``.
+    source and code (and of its own base classes, and of what its methods carry as far as that can be
+    described) and its settings; attributes of the object are not read, as they may change while it works:
+    return them from ``settings()``.
+
+    A callable is its qualified name, the SHA-256 of its source and code, and the values it carries: defaults,
+    closure, attributes, the object of a bound method, ``functools`` arguments. Tensors and arrays count by
+    dtype, shape and bytes, containers and objects by what they hold, modules (``nn.Module``) by their state
+    dict, simple settings and training mode, classes and functions by name and source, those of Python, NumPy
+    and torch by name. Global variables that it reads are not followed: pass them as defaults or arguments.
 
     Args:
         task: The model output function.
 
     Raises:
-        InvalidInputError: If ``settings()`` does not return JSON values.
+        InvalidInputError: If ``settings()`` does not return JSON values, or a callable carries a value that
+            cannot be described (an open file, a lock); names the variable.
     """
     settings = task.settings()
     try:
@@ -49,103 +79,281 @@ def describe_task(task: AbstractModelOutput) -> dict[str, Any]:
             f"strings, lists, dicts): {error}."
         ) from error
     if isinstance(task, CallableModelOutput):
-        return {"name": "callable", "version": task.version, "function": _callable(task.function)}
-    if _package(type(task)) == "trak_lite":
+        function = _Description().value(task.function, "function")
+        return {"name": "callable", "version": task.version, "function": function}
+    cls = type(task)
+    if cls.__module__.partition(".")[0] == "trak_lite":
         return {"name": task.name, "version": task.version, "settings": settings}
-    return {"class": _name(type(task)), "source": _class_digest(type(task)), "settings": settings}
+    return {**_Description(lenient=True).value(cls, cls.__name__), "settings": settings}
 
 
-def _package(cls: type) -> str:
-    return cls.__module__.partition(".")[0]
+def _is_foreign(thing: Any) -> bool:
+    """Return whether the name of a class or function leads to it in Python, NumPy, torch or this package.
+
+    The name alone does not tell: a class made by ``type(...)`` may say that its module is ``abc``.
+    """
+    module = str(getattr(thing, "__module__", None))
+    found: Any = sys.modules.get(module)
+    for part in thing.__qualname__.split("."):
+        found = getattr(found, part, None)
+    return found is thing and module.partition(".")[0] in _FOREIGN
 
 
 def _name(thing: Any) -> str:
-    return f"{thing.__module__}.{thing.__qualname__}"
+    """Return the qualified name; things written in C may have no module."""
+    return f"{getattr(thing, '__module__', None) or 'builtins'}.{thing.__qualname__}"
 
 
-def _class_digest(cls: type) -> str:
-    """Return the SHA-256 of the source of a class and of its bases that are the user's own."""
-    digest = hashlib.sha256()
-    for base in cls.__mro__:
-        if _package(base) not in _FOREIGN:
-            digest.update(_source(base))
-    return digest.hexdigest()
+def _is_setting(value: Any) -> bool:
+    """Return whether a network's attribute is one of its simple settings: a number, a name, an activation."""
+    if isinstance(value, tuple | list):
+        return all(map(_is_setting, value))
+    return isinstance(value, (*_SIMPLE, FunctionType, BuiltinFunctionType))
 
 
-def _source(thing: Any) -> bytes:
-    """Return the source text of a class or function; where there is none, its bytecode and constants."""
-    try:
-        return inspect.getsource(thing).encode()
-    except (OSError, TypeError):  # typed at a prompt, or made by exec
-        return _bytecode(thing)
+def _functions_of(member: Any) -> list[Any]:
+    """Return the functions behind a class's attribute."""
+    if isinstance(member, property):
+        member_functions = [member.fget, member.fset]
+    elif isinstance(member, functools.cached_property):
+        member_functions = [member.func]
+    else:
+        member_functions = [getattr(member, "__func__", member)]
+    kinds = (FunctionType, functools.partial, functools._lru_cache_wrapper)
+    return [function for function in member_functions if isinstance(function, kinds)]
 
 
-def _bytecode(thing: Any) -> bytes:
-    """Return what a class or function compiles to."""
-    if isinstance(thing, type):
-        parts = [
-            name.encode() + _bytecode(member)
-            for name, member in sorted(vars(thing).items())
-            if isinstance(member, FunctionType | staticmethod | classmethod | property)
+@final
+class _Description:
+    """One walk through what a task carries; a ``path`` is how the user would name the value."""
+
+    def __init__(self, *, lenient: bool = False) -> None:
+        """Start a walk.
+
+        Args:
+            lenient: Whether a value that cannot be described is told by its type instead of refused: for a
+                class, whose ``settings()`` already say what matters.
+        """
+        self._lenient = lenient
+        self._open: list[int] = []
+        self._classes: dict[type, dict[str, Any]] = {}
+
+    def value(self, value: Any, path: str) -> Any:
+        """Return any value as JSON that differs wherever the values differ in content or type."""
+        if value is None or type(value) in (int, str):
+            return value
+        if type(value) in (bool, float, complex):  # tagged: True == 1 == 1.0, and -0.0 == 0.0
+            return {type(value).__name__: repr(value)}
+        if isinstance(value, Tensor):
+            return tensor_json(value) or self._refused(value, path, "it has no plain values")
+        if isinstance(value, np.generic) and not value.dtype.hasobject:
+            return number_json(value)
+        if type(value) is np.ndarray and not value.dtype.hasobject:
+            return array_json(value)
+        if type(value) in (bytes, bytearray):
+            return {type(value).__name__: sha256(bytes(value))}
+        if isinstance(value, ModuleType):
+            return {"module": value.__name__}
+        if id(value) in self._open:  # it holds itself: how far up, not where in memory
+            return {"cycle": len(self._open) - self._open.index(id(value))}
+        if len(self._open) >= _MAX_DEPTH:
+            return self._refused(value, path, f"it lies more than {_MAX_DEPTH} objects deep")
+        with self._inside(value):
+            described = self._holder(value, path)
+        text = json.dumps(described)
+        if len(text) <= _MAX_TEXT or not self._open:
+            return described
+        return {"type": _name(type(value)), "sha256": sha256(text.encode())}
+
+    @contextmanager
+    def _inside(self, thing: Any) -> Iterator[None]:
+        self._open.append(id(thing))
+        try:
+            yield
+        finally:
+            self._open.pop()
+
+    def _refused(self, value: Any, path: str, why: str) -> dict[str, Any]:
+        if self._lenient:
+            return {"undescribed": _name(type(value))}
+        raise InvalidInputError(
+            f"The task carries {path}, a {_name(type(value))}, which cannot be described ({why}), so that its "
+            "rows could not be told from those of another task. Expected numbers, strings, tensors, arrays, "
+            "functions, and containers and objects of these. Write a class with AbstractModelOutput and return "
+            "what matters from settings()."
+        )
+
+    def _holder(self, value: Any, path: str) -> Any:
+        """Return a value that holds others."""
+        if type(value) is list:
+            return self._items(value, path)
+        if type(value) is tuple:
+            return {"tuple": self._items(value, path)}
+        if type(value) is dict:
+            return {"dict": self._entries(value, path)}
+        if isinstance(value, set | frozenset):
+            return self._set(value, path)
+        if isinstance(value, nn.Module):
+            return self._network(value, path)
+        if isinstance(value, AbstractModelOutput):
+            return self._task(value, path)
+        if isinstance(value, type):
+            return self._class(value)
+        if isinstance(value, FunctionType):
+            return self._function(value, path)
+        return self._wrapper(value, path) or self._object(value, path)
+
+    def _items(self, items: Iterable[Any], path: str) -> list[Any]:
+        return [self.value(item, f"{path}[{index}]") for index, item in enumerate(items)]
+
+    def _entries(self, entries: Mapping[Any, Any], path: str) -> list[Any]:
+        """Return the entries in their order, which what is computed from them may depend on."""
+        return [
+            [self.value(key, f"a key of {path}"), self.value(item, f"{path}[{key!r}]")]
+            for key, item in entries.items()
         ]
-        return b"\0".join(parts)
-    if isinstance(thing, property):
-        return b"\0".join(_bytecode(part) for part in (thing.fget, thing.fset) if part is not None)
-    code = getattr(inspect.unwrap(getattr(thing, "__func__", thing)), "__code__", None)
-    return _code(code) if isinstance(code, CodeType) else b""
 
+    def _attributes(self, attributes: Mapping[Any, Any], path: str) -> dict[str, Any]:
+        return {str(key): self.value(item, f"{path}.{key}") for key, item in sorted(attributes.items())}
 
-def _code(code: CodeType) -> bytes:
-    """Return the bytes of a code object; sets are sorted, their order changes between processes."""
-    constants = [
-        _code(value)
-        if isinstance(value, CodeType)
-        else repr(sorted(map(repr, value)) if isinstance(value, frozenset) else value).encode()
-        for value in code.co_consts
-    ]
-    return b"\0".join([code.co_code, repr((code.co_names, code.co_varnames)).encode(), *constants])
+    def _set(self, members: set[Any] | frozenset[Any], path: str) -> dict[str, Any]:
+        """Return the members sorted: their order changes between processes."""
+        described = [self.value(member, f"a member of {path}") for member in members]
+        attributes = self._attributes(getattr(members, "__dict__", {}), path)
+        return {
+            "set": _name(type(members)),
+            "members": sorted(described, key=json.dumps),
+            "attributes": attributes,
+        }
 
+    def _network(self, network: nn.Module, path: str) -> dict[str, Any]:
+        """Return the classes, the tensors and the simple settings of a module and those inside it."""
+        tensors = {**dict(network.named_buffers(remove_duplicate=False)), **network.state_dict()}
+        kinds = dict.fromkeys(type(part) for part in network.modules())
+        settings = {
+            name: {key: item for key, item in vars(part).items() if key[0] != "_" and _is_setting(item)}
+            for name, part in network.named_modules()
+        }
+        return {
+            "network": self._items(kinds, path),
+            "state": sha256(json.dumps(self._attributes(tensors, path)).encode()),
+            "settings": [[name, self._attributes(some, path)] for name, some in settings.items()],
+        }
 
-def _callable(function: Callable[..., Any], depth: int = 0) -> dict[str, Any]:
-    """Return name, source digest and carried values of a callable."""
-    if isinstance(function, functools.partial):
-        carried: dict[str, Any] = {str(i): _value(value, depth) for i, value in enumerate(function.args)}
-        carried |= {key: _value(value, depth) for key, value in function.keywords.items()}
-        return {"partial": _callable(function.func, depth), "values": carried}
-    if isinstance(function, MethodType):
-        return _callable(function.__func__, depth)
-    if not isinstance(function, FunctionType):  # an object with __call__, or a function written in C
-        cls = type(function) if not hasattr(function, "__qualname__") else None
-        named = function if cls is None else cls
-        source = hashlib.sha256(_source(named)).hexdigest() if cls is None else _class_digest(cls)
-        return {"callable": _name(named), "source": source}
-    closure = inspect.getclosurevars(function).nonlocals
-    defaults = {
-        name: parameter.default
-        for name, parameter in inspect.signature(function).parameters.items()
-        if parameter.default is not inspect.Parameter.empty
-    }
-    return {
-        "callable": _name(function),
-        "source": hashlib.sha256(_source(function)).hexdigest(),
-        "values": {key: _value(value, depth) for key, value in sorted({**closure, **defaults}.items())},
-    }
+    def _task(self, task: AbstractModelOutput, path: str) -> dict[str, Any]:
+        """Return a task that another one holds: its function, or its class and settings."""
+        if isinstance(task, CallableModelOutput):
+            return {"task": self.value(task.function, path)}
+        cls, settings = self.value(type(task), path), self.value(task.settings(), f"{path}.settings()")
+        return {"task": cls, "version": task.version, "settings": settings}
 
+    def _class(self, cls: type) -> dict[str, Any]:
+        """Return name and, for a user's class, the digest of its own and its bases' definitions."""
+        if _is_foreign(cls):
+            return {"class": _name(cls)}
+        if cls not in self._classes:  # reading source takes long, and thousands of objects may share a class
+            self._classes[cls] = {"class": _name(cls), "source": sha256(self._definition(cls))}
+        return self._classes[cls]
 
-def _value(value: Any, depth: int) -> Any:
-    """Return a carried value as JSON: itself, a digest, a description, or the name of its type."""
-    if value is None or isinstance(value, bool | int | str):
-        return value
-    if isinstance(value, float):
-        return value if value == value and abs(value) != float("inf") else repr(value)
-    if isinstance(value, Tensor):
-        raw = value.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
-        return {"tensor": list(value.shape), "sha256": hashlib.sha256(raw).hexdigest()}
-    if depth < _MAX_DEPTH:
-        if isinstance(value, Mapping):
-            return {str(key): _value(item, depth + 1) for key, item in value.items()}
-        if isinstance(value, tuple | list):
-            return [_value(item, depth + 1) for item in value]
-        if isinstance(value, FunctionType | MethodType | functools.partial):
-            return _callable(value, depth + 1)
-    return _name(type(value))
+    def _definition(self, cls: type) -> bytes:
+        """Return source, functions and plain attributes of a class and of its bases."""
+        parts: list[Any] = []
+        for base in cls.__mro__:
+            if _is_foreign(base):
+                parts.append(_name(base))
+                continue
+            parts.append(sha256(source_bytes(base)))
+            for name, member in sorted(vars(base).items()):
+                path = f"{base.__name__}.{name}"
+                parts.extend([path, self.value(function, path)] for function in _functions_of(member))
+                if isinstance(member, _PLAIN) and not name.startswith("__"):
+                    parts.append([path, self.value(member, path)])
+        return json.dumps(parts).encode()
+
+    def _function(self, function: FunctionType, path: str) -> dict[str, Any]:
+        """Return name, digest of source and code, and carried values of a function."""
+        if _is_foreign(function):
+            return {"callable": _name(function)}
+        code = function.__code__
+        positional = code.co_varnames[: code.co_argcount]
+        given = function.__defaults__ or ()
+        carried: dict[str, Any] = dict(zip(positional[len(positional) - len(given) :], given, strict=True))
+        carried |= function.__kwdefaults__ or {}
+        values = {name: self.value(item, name) for name, item in carried.items()}
+        for name, cell in zip(code.co_freevars, function.__closure__ or (), strict=True):
+            values[name] = self._cell(cell, name)
+        described = {
+            "callable": _name(function),
+            # The code too: two lambdas of one line have the same source text.
+            "source": sha256(source_bytes(code) + b"\0" + code_bytes(code)),
+            "values": dict(sorted(values.items())),
+        }
+        return {**described, **self._extra(function, path)}
+
+    def _cell(self, cell: CellType, name: str) -> Any:
+        """Return what a closure's variable holds."""
+        try:
+            held = cell.cell_contents
+        except ValueError:  # a variable that has no value yet
+            return {"cell": "empty"}
+        if name == "__class__":  # of super(): the class that the method is in, which is described around it
+            return {"class": _name(held)}
+        return self.value(held, name)
+
+    def _extra(self, function: Any, path: str) -> dict[str, Any]:
+        """Return the attributes that were set on a function, if any."""
+        attributes = vars(function)
+        return {"attributes": self._attributes(attributes, path)} if attributes else {}
+
+    def _wrapper(self, value: Any, path: str) -> dict[str, Any] | None:
+        """Return a callable of Python's own that stands for another one; ``None`` for anything else."""
+        if isinstance(value, functools.partial):
+            described = {
+                "partial": self.value(value.func, path),
+                "args": self._items(value.args, f"{path}.args"),
+                "keywords": {key: self.value(item, key) for key, item in sorted(value.keywords.items())},
+            }
+            return {**described, **self._extra(value, path)}
+        if isinstance(value, functools._lru_cache_wrapper):
+            return {"cached": self.value(value.__wrapped__, path)}
+        if isinstance(value, MethodType):
+            owner = self.value(value.__self__, f"{path}.__self__")
+            return {"method": self.value(value.__func__, path), "self": owner}
+        if isinstance(value, BuiltinFunctionType):
+            held = value.__self__
+            if held is None or isinstance(held, ModuleType | type):
+                return {"callable": _name(value), "self": self.value(held, path)}
+            return {"method": value.__name__, "self": self.value(held, f"{path}.__self__")}
+        return None
+
+    def _object(self, value: Any, path: str) -> dict[str, Any]:
+        """Return an object as what would make it anew: its class, arguments, attributes and items.
+
+        The pickle protocol knows of which objects that is not all (a lock, an open file) and refuses them;
+        nothing is pickled here.
+        """
+        reduce = copyreg.dispatch_table.get(type(value))
+        try:
+            made = value.__reduce_ex__(4) if reduce is None else reduce(value)
+        except (TypeError, ValueError, RuntimeError, pickle.PicklingError) as error:
+            return self._refused(value, path, str(error))
+        cls = self.value(type(value), path)
+        if isinstance(made, str):  # a name in its module
+            return {"object": cls, "global": made}
+        parts: list[Any] = [*made, None, None, None]
+        make, arguments, state, items, entries = parts[:5]
+        return {
+            "object": cls,
+            "made": self._items((make, *arguments), path),
+            "state": self._state(state, path),
+            "items": self._items(items or (), path),
+            "entries": self._entries(dict(entries or ()), path),
+        }
+
+    def _state(self, state: Any, path: str) -> Any:
+        """Return the attributes of an object; with slots they are a pair of dicts, either may be None."""
+        if isinstance(state, dict):
+            return self._attributes(state, path)
+        if isinstance(state, tuple) and all(isinstance(part, dict | None) for part in state):
+            return [self._attributes(part or {}, path) for part in state]
+        return self.value(state, path)

@@ -27,6 +27,7 @@ __all__ = [
     "positive_real",
     "precise",
     "refuse_invalid",
+    "shape_texts",
     "split_labels",
 ]
 
@@ -184,8 +185,11 @@ def _check_form(labels: Tensor, *, shape: Sequence[int], num_classes: int) -> No
             "logit use the task 'binary_classification'."
         )
     if labels.shape != tuple(shape):
+        seen, expected = shape_texts(labels.shape, shape)
+        column = labels.shape == (*shape, 1)
+        hint = " Drop the last axis: labels.squeeze(-1), in the dataset or in to_batch." if column else ""
         raise InvalidInputError(
-            f"The labels have shape {tuple(labels.shape)}. Expected {tuple(shape)} to fit the model's logits."
+            f"The labels have shape {seen}. Expected {expected} to fit the model's logits.{hint}"
         )
     if labels.is_floating_point() or labels.is_complex() or labels.dtype == torch.bool:
         raise InvalidInputError(
@@ -203,13 +207,29 @@ def refuse_invalid(valid: Tensor, values: Tensor, *, expected: str, what: str = 
         what: Name of ``values``.
 
     Raises:
-        InvalidInputError: Names the place, the sample, the value and what is allowed.
+        InvalidInputError: Names the sample, the place, the value and what is allowed.
     """
     if is_transformed(valid) or bool(valid.all()):
         return
     place = (~valid).nonzero()[0].tolist()
     value = values[tuple(place)].item()
-    raise InvalidInputError(f"{what}{place} (sample {place[0]}) is {value!r}. Expected {expected}.")
+    raise InvalidInputError(f"sample {place[0]}: {what}{place} is {value!r}. Expected {expected}.")
+
+
+def shape_texts(*shapes: Sequence[int]) -> list[str]:
+    """Return the shapes of one message as text, with B for the samples where each shape has one sample.
+
+    Computers that go sample by sample (``torch.func``) give every sample a batch axis of one: "(1, 1), expected
+    (1,)" would seem to speak of a batch that the user never made.
+
+    Example:
+        >>> shape_texts((1, 1), (1,)), shape_texts((4, 1), (4,))
+        (['(B, 1)', '(B,)'], ['(4, 1)', '(4,)'])
+    """
+    sizes = [[str(size) for size in shape] for shape in shapes]
+    if all(shape[0] == 1 for shape in shapes if len(shape)):
+        sizes = [["B", *some[1:]] if some else some for some in sizes]
+    return [f"({some[0]},)" if len(some) == 1 else f"({', '.join(some)})" for some in sizes]
 
 
 def nan_unless(valid: Tensor, like: Tensor) -> Tensor:

@@ -13,7 +13,7 @@ from torch.nn import functional as F
 from trak_lite._validate import one_of
 from trak_lite.errors import InvalidInputError
 from trak_lite.modelout_functions._base import AbstractModelOutput, ModelCall
-from trak_lite.modelout_functions._inputs import logits_of, refuse_invalid, split_labels
+from trak_lite.modelout_functions._inputs import logits_of, refuse_invalid, shape_texts, split_labels
 from trak_lite.modelout_functions._margins import linear_terms, margin_terms, two_class_margins
 from trak_lite.types import Batch, OutputTerms
 
@@ -72,8 +72,8 @@ class MultiLabelModelOutput(AbstractModelOutput):
         logits = logits_of(model_call(*args, **kwargs))
         if logits.dim() != 2 or logits.shape[1] == 0:
             raise InvalidInputError(
-                f"The model gave logits of shape {tuple(logits.shape)}. Expected (B, C): one logit per label "
-                "and sample."
+                f"The model gave logits of shape {shape_texts(logits.shape)[0]}. Expected (B, C): one logit per "
+                "label and sample."
             )
         _check_zero_one(logits, labels)
         margins = two_class_margins(logits, labels)
@@ -93,7 +93,7 @@ def _one_column(tensor: Tensor, *, what: str) -> Tensor:
     if tensor.dim() == 2 and tensor.shape[1] == 1:
         return tensor.squeeze(1)
     raise InvalidInputError(
-        f"The {what} have shape {tuple(tensor.shape)}. Expected (B,) or (B, 1); for several classes use "
+        f"The {what} have shape {shape_texts(tensor.shape)[0]}. Expected (B,) or (B, 1); for several classes use "
         "'image_classification' or 'text_classification', for several labels 'multilabel_classification'."
     )
 
@@ -101,8 +101,8 @@ def _one_column(tensor: Tensor, *, what: str) -> Tensor:
 def _check_zero_one(logits: Tensor, labels: Tensor) -> None:
     """Refuse labels of another shape than the logits, or (run eagerly) other than 0 and 1."""
     if labels.shape != logits.shape:
+        seen, expected = shape_texts(labels.shape, logits.shape)
         raise InvalidInputError(
-            f"The labels have shape {tuple(labels.shape)}, the logits {tuple(logits.shape)}. Expected one "
-            "label per logit."
+            f"The labels have shape {seen}, the logits {expected}. Expected one label per logit."
         )
     refuse_invalid((labels == 0) | (labels == 1), labels, expected="0 or 1")

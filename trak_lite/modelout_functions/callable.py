@@ -9,7 +9,7 @@ from torch import Tensor
 from trak_lite._batches import batch_size
 from trak_lite.errors import InvalidInputError
 from trak_lite.modelout_functions._base import AbstractModelOutput, ModelCall, TaskFunction
-from trak_lite.modelout_functions._inputs import precise
+from trak_lite.modelout_functions._inputs import precise, shape_texts
 from trak_lite.modelout_functions._margins import linear_terms
 from trak_lite.types import Batch, OutputTerms
 
@@ -47,9 +47,11 @@ class CallableModelOutput(AbstractModelOutput):
         output = self.function(model_call, batch)
         expected = (batch_size(batch),)
         if not isinstance(output, Tensor) or output.shape != expected:
-            seen = f"shape {tuple(output.shape)}" if isinstance(output, Tensor) else type(output).__name__
+            shape = output.shape if isinstance(output, Tensor) else ()
+            returned, wanted = shape_texts(shape, expected)
+            seen = f"shape {returned}" if isinstance(output, Tensor) else type(output).__name__
             raise InvalidInputError(
-                f"The model output function returned {seen}. Expected a tensor of shape {expected}, one "
+                f"The model output function returned {seen}. Expected a tensor of shape {wanted}, one "
                 "number per sample and no mean or sum over the batch."
             )
         return linear_terms(precise(output, what="The model output function's result"))

@@ -12,7 +12,13 @@ from torch import Tensor, nn
 
 from trak_lite.errors import InvalidInputError
 from trak_lite.modelout_functions._base import AbstractModelOutput, ModelCall
-from trak_lite.modelout_functions._inputs import class_labels, logits_of, positive_real, split_labels
+from trak_lite.modelout_functions._inputs import (
+    class_labels,
+    logits_of,
+    positive_real,
+    shape_texts,
+    split_labels,
+)
 from trak_lite.modelout_functions._margins import multiclass_terms
 from trak_lite.types import Batch, OutputTerms
 
@@ -162,8 +168,8 @@ def _classify(answer: Any, labels: Tensor, temperature: float) -> OutputTerms:
     logits = logits_of(answer)
     if logits.dim() != 2:
         raise InvalidInputError(
-            f"The model gave logits of shape {tuple(logits.shape)}. Expected (B, C): one logit per class and "
-            "sample."
+            f"The model gave logits of shape {shape_texts(logits.shape)[0]}. Expected (B, C): one logit per class "
+            "and sample."
         )
     labels = class_labels(labels, shape=logits.shape[:1], num_classes=logits.shape[1])
     return multiclass_terms(logits, labels, temperature=temperature)

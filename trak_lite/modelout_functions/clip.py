@@ -7,17 +7,25 @@ Source: TRAK (arXiv:2303.14186), section 5.1.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, ClassVar, NamedTuple, final
 
 import torch
 from torch import Tensor, nn
+from torch.utils.data import DataLoader, RandomSampler
 
 from trak_lite._batches import move_batch
 from trak_lite._validate import positive_int
 from trak_lite.errors import InvalidInputError, StateError
 from trak_lite.modelout_functions._base import AbstractModelOutput, ModelCall
-from trak_lite.modelout_functions._inputs import fields_of, nan_unless, positive_real, precise, refuse_invalid
+from trak_lite.modelout_functions._inputs import (
+    fields_of,
+    nan_unless,
+    positive_real,
+    precise,
+    refuse_invalid,
+    shape_texts,
+)
 from trak_lite.types import Batch, OutputTerms
 
 __all__ = ["CLIPModelOutput"]
@@ -46,8 +54,10 @@ class CLIPModelOutput(AbstractModelOutput):
     :math:`w = (s/2) q (1 - q)`. A q over the batch, as in the original TRAK, would depend on the other
     samples and be 0 for a batch of one.
 
-    S is uniform without replacement, seeded, and held by this instance from :meth:`set_embeddings` or
-    :meth:`get_embeddings` on. The negatives are constants; embed again for every checkpoint.
+    S is uniform without replacement, seeded, and held by this instance. The negatives are constants of one
+    checkpoint: given ``pairs``, :meth:`prepare` embeds them with the weights of each checkpoint that is loaded.
+    Without, they stay as :meth:`set_embeddings` or :meth:`get_embeddings` left them, and who calls these is
+    responsible for calling them for every checkpoint.
 
     Batches: ``(images, texts)``, or a mapping or dataclass that becomes keyword arguments. The model gives
     ``(image_features, text_features, scale)``, or a mapping or object with ``image_features`` and
@@ -64,6 +74,7 @@ class CLIPModelOutput(AbstractModelOutput):
         *,
         seed: int = 0,
         input_names: Sequence[str] | None = ("image", "text"),
+        pairs: Iterable[Batch] | None = None,
     ) -> None:
         """Store the settings.
 
@@ -73,9 +84,11 @@ class CLIPModelOutput(AbstractModelOutput):
             simulated_batch_size: Number of negatives S.
             seed: Seed of the choice of negatives.
             input_names: Keywords for the two parts of a positional batch; ``None`` passes them by position.
+            pairs: Batches from which every checkpoint gets its negatives, as :meth:`get_embeddings` takes them: a
+                list or a loader that gives the same batches in the same order each time.
 
         Raises:
-            InvalidInputError: If a setting is out of range.
+            InvalidInputError: If a setting is out of range, or ``pairs`` can be read only once or shuffles.
         """
         self.temperature = None if temperature is None else positive_real(temperature=temperature)
         self.simulated_batch_size = positive_int(simulated_batch_size=simulated_batch_size)
@@ -85,7 +98,22 @@ class CLIPModelOutput(AbstractModelOutput):
         self.input_names = None if input_names is None else tuple(input_names)
         if self.input_names is not None and len(set(self.input_names)) != 2:
             raise InvalidInputError(f"input_names is {input_names!r}. Expected two distinct names, or None.")
+        self.pairs = None if pairs is None else _rereadable(pairs)
         self._negatives: tuple[Tensor, Tensor] | None = None
+
+    def prepare(self, model: nn.Module) -> None:
+        """Embed ``pairs`` with this model and draw the negatives, the same pairs for every checkpoint.
+
+        Equal to ``get_embeddings(model, pairs)``; without ``pairs`` nothing happens.
+
+        Args:
+            model: The contrastive model, with the checkpoint's weights loaded; it comes back as it was.
+
+        Raises:
+            InvalidInputError: If ``pairs`` is empty or gives too few pairs.
+        """
+        if self.pairs is not None:
+            self.get_embeddings(model, self.pairs)
 
     def set_embeddings(self, image: Tensor, text: Tensor) -> None:
         """Draw the negatives from embedded pairs.
@@ -158,7 +186,8 @@ class CLIPModelOutput(AbstractModelOutput):
         if self._negatives is None:
             raise StateError(
                 "The task 'clip' has no negatives yet. Call task.get_embeddings(model, loader) or "
-                "task.set_embeddings(image, text) before featurizing."
+                "task.set_embeddings(image, text) before featurizing, or give CLIPModelOutput(pairs=loader), "
+                "which embeds for every checkpoint."
             )
         pairs = _pairs_of(self._call(model_call, batch))
         scale = self._scale_of(pairs)
@@ -266,6 +295,21 @@ def _same(part: Any) -> Any:
     return part
 
 
+def _rereadable(pairs: Iterable[Batch]) -> Iterable[Batch]:
+    """Refuse what would give other negatives to the next checkpoint: an iterator, a loader that shuffles."""
+    if isinstance(pairs, Iterator) or not isinstance(pairs, Iterable):
+        raise InvalidInputError(
+            f"pairs is a {type(pairs).__name__}. Expected a list of batches or a loader, which can be read again "
+            "for every checkpoint."
+        )
+    if isinstance(pairs, DataLoader) and isinstance(pairs.sampler, RandomSampler):
+        raise InvalidInputError(
+            "pairs is a DataLoader that shuffles. Expected the same order each time, so that every checkpoint "
+            "has the same negatives and a stopped run can go on: DataLoader(..., shuffle=False)."
+        )
+    return pairs
+
+
 def _pairs_of(answer: Any) -> _Pairs:
     """Return the features and the scale in what a model gave, the features in float32 or better."""
     get: Callable[[str], Any]
@@ -283,9 +327,10 @@ def _pairs_of(answer: Any) -> _Pairs:
             "a mapping or object with image_features and text_features, or image_embeds and text_embeds."
         )
     if image.dim() != 2 or image.shape != text.shape:
+        shapes = shape_texts(image.shape, text.shape)
         raise InvalidInputError(
-            f"The model gave features of shapes {tuple(image.shape)} (image) and {tuple(text.shape)} (text). "
-            "Expected the same (B, d) for both."
+            f"The model gave features of shapes {shapes[0]} (image) and {shapes[1]} (text). Expected the same "
+            "(B, d) for both."
         )
     image, text = precise(image, what="The image features"), precise(text, what="The text features")
     return _Pairs(

@@ -15,6 +15,7 @@ from trak_lite.modelout_functions._inputs import (
     is_transformed,
     logits_of,
     nan_unless,
+    shape_texts,
     split_labels,
 )
 from trak_lite.modelout_functions._margins import class_margins, linear_terms, margin_terms
@@ -94,7 +95,7 @@ class CausalLanguageModelingModelOutput(AbstractModelOutput):
         """Return logits ``(B, T', V)`` and the int64 labels ``(B, T')`` that they predict, both checked."""
         if logits.dim() != 3 or (self.shift and logits.shape[1] < 2):
             raise InvalidInputError(
-                f"The model gave logits of shape {tuple(logits.shape)}. Expected (B, T, V)"
+                f"The model gave logits of shape {shape_texts(logits.shape)[0]}. Expected (B, T, V)"
                 + (" with at least 2 positions, as position t predicts label t + 1." if self.shift else ".")
             )
         labels = class_labels(
@@ -113,7 +114,7 @@ def _counted(predicted: Tensor) -> Tensor:
     if not is_transformed(count) and not bool((count > 0).all()):
         sample = int((count == 0).nonzero()[0])
         raise InvalidInputError(
-            f"Sample {sample} has no token to predict: all its labels that the logits align with are "
+            f"sample {sample} has no token to predict: all its labels that the logits align with are "
             f"{IGNORED}. Expected at least one label that is not; drop the sample or check the masking."
         )
     return count

@@ -10,7 +10,13 @@ from torch import Tensor
 from trak_lite._validate import one_of
 from trak_lite.errors import InvalidInputError
 from trak_lite.modelout_functions._base import AbstractModelOutput, ModelCall
-from trak_lite.modelout_functions._inputs import logits_of, nan_unless, refuse_invalid, split_labels
+from trak_lite.modelout_functions._inputs import (
+    logits_of,
+    nan_unless,
+    refuse_invalid,
+    shape_texts,
+    split_labels,
+)
 from trak_lite.modelout_functions._margins import linear_terms
 from trak_lite.types import Batch, OutputTerms
 
@@ -22,10 +28,12 @@ class RegressionModelOutput(AbstractModelOutput):
     r"""The prediction itself, or minus half its squared error.
 
     ``output="prediction"``, for one number per sample: f is the prediction, :math:`L = (f - y)^2 / 2`, so the
-    signed q = y - f and w = 1. Predictions and targets are both ``(B,)`` or both ``(B, 1)``.
+    signed q = y - f and w = 1. Predictions and targets are ``(B,)`` or ``(B, 1)`` each.
 
     ``output="neg_squared_error"``, for targets of any shape: :math:`f = -\|f_\theta(x) - y\|^2 / 2`, L = -f,
     q = 1, w = 0. A vector prediction is no scalar f, and its loss has no scalar q.
+
+    Predictions and targets have the same shape, but for a last axis of 1 that only one of them has.
     """
 
     name: ClassVar[str] = "regression"
@@ -45,7 +53,7 @@ class RegressionModelOutput(AbstractModelOutput):
     def evaluate(self, model_call: ModelCall, batch: Batch) -> OutputTerms:
         """Return f, q and w; see :meth:`AbstractModelOutput.evaluate`."""
         args, kwargs, targets = split_labels(batch)
-        predictions = logits_of(model_call(*args, **kwargs))
+        predictions, targets = _aligned(logits_of(model_call(*args, **kwargs)), targets)
         targets = _checked_targets(predictions, targets)
         if self.output == "neg_squared_error":
             squared = (predictions - targets).square() * nan_unless(targets.isfinite(), targets)
@@ -64,19 +72,28 @@ class RegressionModelOutput(AbstractModelOutput):
         if predictions.dim() == 1 or (predictions.dim() == 2 and predictions.shape[1] == 1):
             return predictions.reshape(-1)
         raise InvalidInputError(
-            f"The model gave predictions of shape {tuple(predictions.shape)}. Expected (B,) or (B, 1) for "
-            'output="prediction"; for vector targets use RegressionModelOutput(output="neg_squared_error").'
+            f"The model gave predictions of shape {shape_texts(predictions.shape)[0]}. Expected (B,) or (B, 1) "
+            'for output="prediction"; for vector targets use RegressionModelOutput(output="neg_squared_error").'
         )
+
+
+def _aligned(predictions: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
+    """Return both without the last axis of 1 that only one of them has; other shapes would broadcast."""
+    if targets.dim() and predictions.shape == (*targets.shape, 1):
+        predictions = predictions.squeeze(-1)
+    elif predictions.dim() and targets.shape == (*predictions.shape, 1):
+        targets = targets.squeeze(-1)
+    if predictions.dim() == 0 or targets.shape != predictions.shape:
+        seen, given = shape_texts(predictions.shape, targets.shape)
+        raise InvalidInputError(
+            f"The predictions have shape {seen}, the targets {given}. Expected the same shape with the "
+            "samples on axis 0; reshape the targets or squeeze the model's output."
+        )
+    return predictions, targets
 
 
 def _checked_targets(predictions: Tensor, targets: Tensor) -> Tensor:
-    """Return the targets in the predictions' dtype; other shapes would broadcast to ``(B, B)``."""
-    if predictions.dim() == 0 or targets.shape != predictions.shape:
-        raise InvalidInputError(
-            f"The predictions have shape {tuple(predictions.shape)}, the targets {tuple(targets.shape)}. "
-            "Expected the same shape with the samples on axis 0; reshape the targets or squeeze the model's "
-            "output."
-        )
+    """Return finite targets in the predictions' dtype."""
     if targets.is_complex() or targets.dtype == torch.bool:
         raise InvalidInputError(f"The targets have dtype {targets.dtype}. Expected real numbers.")
     targets = targets.to(predictions.dtype)
