@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import torch
 from torch import Tensor, nn
+from torch.nn import functional
 
 
 def digits_cnn() -> nn.Module:
@@ -48,4 +50,118 @@ def resnet9() -> nn.Module:
         nn.AdaptiveMaxPool2d((1, 1)),
         nn.Flatten(),
         nn.Linear(128, 10, bias=False),
+    )
+
+
+class SimpleCNN(nn.Module):
+    """The network of the functorch notebook on per-sample gradients: 28x28 images, 1.20 million parameters."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv1 = nn.Conv2d(1, 32, 3, 1)
+        self.conv2 = nn.Conv2d(32, 64, 3, 1)
+        self.fc1 = nn.Linear(9216, 128)
+        self.fc2 = nn.Linear(128, 10)
+
+    def forward(self, images: Tensor) -> Tensor:
+        """Return log-probabilities ``(B, 10)`` of images ``(B, 1, 28, 28)``."""
+        x = functional.relu(self.conv2(functional.relu(self.conv1(images))))
+        x = functional.max_pool2d(x, 2).flatten(1)
+        return functional.log_softmax(self.fc2(functional.relu(self.fc1(x))), dim=1)
+
+
+class _Attention(nn.Module):
+    """Attention by plain matrix products: ``torch.func`` runs the fused kernel sample by sample."""
+
+    def __init__(self, width: int, heads: int, causal: bool) -> None:
+        super().__init__()
+        self.heads, self.causal = heads, causal
+        self.qkv = nn.Linear(width, 3 * width)
+        self.out = nn.Linear(width, width)
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = self.qkv(x).unflatten(-1, (3, self.heads, -1)).movedim(2, 0).transpose(2, 3)
+        weights = q @ k.transpose(-1, -2) * q.shape[-1] ** -0.5
+        if self.causal:
+            later = torch.ones(weights.shape[-2:], dtype=torch.bool, device=x.device).triu(1)
+            weights = weights.masked_fill(later, -torch.inf)
+        return self.out((weights.softmax(-1) @ v).transpose(1, 2).flatten(2))
+
+
+class _Block(nn.Module):
+    def __init__(self, width: int, heads: int, causal: bool) -> None:
+        super().__init__()
+        self.norm1 = nn.LayerNorm(width)
+        self.attention = _Attention(width, heads, causal)
+        self.norm2 = nn.LayerNorm(width)
+        self.mlp = nn.Sequential(nn.Linear(width, 4 * width), nn.GELU(), nn.Linear(4 * width, width))
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x + self.attention(self.norm1(x))
+        return x + self.mlp(self.norm2(x))
+
+
+class _Positions(nn.Module):
+    """Learned positions, looked up per sample: the form that all gradient engines get right."""
+
+    def __init__(self, tokens: int, width: int) -> None:
+        super().__init__()
+        self.table = nn.Embedding(tokens, width)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.table(torch.arange(x.shape[1], device=x.device).expand(x.shape[:2]))
+
+
+class ViT(nn.Module):
+    """A vision transformer: 32x32 images in 64 patches, width 192, 6 layers, 2.69 million parameters."""
+
+    def __init__(self, width: int = 192, layers: int = 6, heads: int = 3) -> None:
+        super().__init__()
+        self.patches = nn.Conv2d(3, width, 4, 4)
+        self.positions = _Positions(64, width)
+        self.blocks = nn.Sequential(*(_Block(width, heads, False) for _ in range(layers)))
+        self.norm = nn.LayerNorm(width)
+        self.head = nn.Linear(width, 10)
+
+    def forward(self, images: Tensor) -> Tensor:
+        """Return logits ``(B, 10)`` of images ``(B, 3, 32, 32)``."""
+        x = self.positions(self.patches(images).flatten(2).transpose(1, 2))
+        return self.head(self.norm(self.blocks(x)).mean(1))
+
+
+class GPT(nn.Module):
+    """A causal language model whose head is tied to its token embedding."""
+
+    def __init__(self, vocabulary: int, tokens: int, width: int, layers: int, heads: int) -> None:
+        super().__init__()
+        self.tokens = nn.Embedding(vocabulary, width)
+        self.positions = _Positions(tokens, width)
+        self.blocks = nn.Sequential(*(_Block(width, heads, True) for _ in range(layers)))
+        self.norm = nn.LayerNorm(width)
+        self.head = nn.Linear(width, vocabulary, bias=False)
+        self.head.weight = self.tokens.weight
+        nn.init.normal_(self.tokens.weight, std=0.02)
+
+    def forward(self, ids: Tensor) -> Tensor:
+        """Return logits ``(B, T, vocabulary)`` of token ids ``(B, T)``."""
+        return self.head(self.norm(self.blocks(self.positions(self.tokens(ids)))))
+
+
+class LSTMClassifier(nn.Module):
+    """``nn.LSTM`` 64 -> 128 and a linear layer on its last step, 0.10 million parameters."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.lstm = nn.LSTM(64, 128, batch_first=True)
+        self.head = nn.Linear(128, 10)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Return logits ``(B, 10)`` of sequences ``(B, T, 64)``."""
+        return self.head(self.lstm(x)[0][:, -1])
+
+
+def mlp() -> nn.Module:
+    """Return the 784-1024-1024-10 perceptron, 1.86 million parameters."""
+    return nn.Sequential(
+        nn.Linear(784, 1024), nn.ReLU(), nn.Linear(1024, 1024), nn.ReLU(), nn.Linear(1024, 10)
     )

@@ -85,7 +85,10 @@ class FactoredBlock:
 
     def dense(self) -> Tensor:
         """Contract the factors to gradient rows ``(b, d_out * d_in)``."""
-        return (self.output_grads.transpose(1, 2) @ self.inputs).flatten(1)
+        columns = self.output_grads.transpose(1, 2)
+        # One position is an outer product, which a batched matrix product makes at half the speed.
+        rows = columns * self.inputs if self.inputs.shape[1] == 1 else columns @ self.inputs
+        return rows.flatten(1)
 
 
 GradientBlock: TypeAlias = DenseBlock | FactoredBlock
