@@ -21,6 +21,7 @@ from trak_lite.gradient_computers import (
     FunctionalGradientComputer,
     IterativeGradientComputer,
     collect_gradients,
+    weighted_gradient,
 )
 from trak_lite.modelout_functions import ModelCall, resolve_task
 from trak_lite.types import DenseBlock
@@ -478,3 +479,84 @@ def test_a_functional_computer_that_assigns_its_weights_as_the_originals_does_us
             p *= 2
     for name, value in collect_gradients(IterativeGradientComputer(model, task), batch).items():
         torch.testing.assert_close(grads[name], value, rtol=1e-12, atol=1e-14)
+
+
+class SparseEmbeddings(nn.Module):
+    """Embeddings whose gradients torch gives as sparse tensors; the positions' has no batch."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.tokens, self.positions = nn.Embedding(5, 3, sparse=True), nn.Embedding(4, 3, sparse=True)
+
+    def forward(self, ids: Tensor) -> Tensor:
+        return (self.tokens(ids) * self.positions(torch.arange(4))).tanh()
+
+
+@pytest.mark.parametrize("name", ["hook", "iterative"])
+def test_sparse_gradients_come_dense(name: str) -> None:
+    torch.manual_seed(0)
+    model, ids = SparseEmbeddings().double(), torch.randint(5, (3, 4))
+    task = resolve_task(lambda call, batch: call(batch[0]).flatten(1).sum(1))
+
+    computer = GRADIENT_COMPUTERS[name](model, task)
+    found = collect_gradients(computer, (ids,))
+    summed = weighted_gradient(computer, (ids,), torch.ones(3))
+
+    for i in range(3):
+        grads = torch.autograd.grad(model(ids[i]).sum(), list(model.parameters()))
+        for grad, rows in zip(grads, found.values(), strict=True):
+            torch.testing.assert_close(rows[i], grad.to_dense(), rtol=1e-10, atol=1e-12)
+    for key, rows in found.items():
+        torch.testing.assert_close(summed[key], rows.sum(0), rtol=1e-10, atol=1e-12)
+
+
+@pytest.mark.parametrize("name", ["hook", "iterative"])
+def test_running_statistics_do_not_move(name: str) -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Conv2d(1, 2, 3), nn.InstanceNorm2d(2, affine=True, track_running_stats=True))
+    before = {key: value.clone() for key, value in model.train().state_dict().items()}
+    task = resolve_task(lambda call, batch: call(batch[0]).square().flatten(1).sum(1))
+
+    computer = GRADIENT_COMPUTERS[name](model, task)
+    computer.stream_gradients((torch.randn(3, 1, 5, 5),), lambda _: None)
+    computer.compute_loss_grad((torch.randn(3, 1, 5, 5),))
+
+    assert all(torch.equal(value, before[key]) for key, value in model.state_dict().items())
+
+
+@pytest.mark.parametrize("computer", GRADIENT_COMPUTERS.values(), ids=GRADIENT_COMPUTERS.keys())
+def test_overriding_a_method_of_the_originals_is_honoured_by_the_stream(computer: Any) -> None:
+    class Tripled(computer):
+        def compute_per_sample_grad(self, batch: Any) -> Any:
+            return {name: 3 * grad for name, grad in super().compute_per_sample_grad(batch).items()}
+
+        def compute_loss_grad(self, batch: Any) -> Tensor:
+            return 5 * super().compute_loss_grad(batch)
+
+    model, batch = nn.Linear(3, 1), (torch.randn(2, 3), torch.randn(2))
+    task = resolve_task("regression")
+    blocks: dict[str, Tensor] = {}
+
+    def keep(block: Any) -> None:
+        blocks[block.name] = block.dense()
+
+    plain = computer(model, task).stream_gradients(batch, keep)
+    once = dict(blocks)
+    terms = Tripled(model, task).stream_gradients(batch, keep)
+
+    torch.testing.assert_close(blocks["weight"], 3 * once["weight"])
+    torch.testing.assert_close(terms.out_to_loss_grad, 5 * plain.out_to_loss_grad)
+
+
+@pytest.mark.parametrize("computer", GRADIENT_COMPUTERS.values(), ids=GRADIENT_COMPUTERS.keys())
+def test_a_weighted_sum_runs_under_the_computers_autocast(computer: type[AbstractGradientComputer]) -> None:
+    torch.manual_seed(0)
+    model, batch = nn.Linear(8, 1), (torch.randn(2, 8),)
+    seen = []
+    task = resolve_task(
+        lambda call, batch: (seen.append((out := call(batch[0])).dtype), out.float()[:, 0])[1]
+    )
+
+    weighted_gradient(computer(model, task, autocast_dtype=torch.bfloat16), batch, torch.ones(2))
+
+    assert seen == [torch.bfloat16]

@@ -10,6 +10,7 @@ import torch
 import torch.nn.functional as F
 from models import CASES, GPT, Case, RoutedMixture, Tagger, by_loop, classify, make, squares, tokens
 from torch import Tensor, nn
+from torch.nn.utils.rnn import pack_padded_sequence, pad_packed_sequence
 from torch.utils.checkpoint import checkpoint
 
 from trak_lite.errors import InvalidInputError, UnsupportedModelError
@@ -719,3 +720,64 @@ def test_a_checkpointed_model_is_one_that_vmap_refuses() -> None:
 
     with pytest.raises(UnsupportedModelError):
         collect_gradients(FunctionalGradientComputer(model, resolve_task(classify)), batch)
+
+
+class Sorted(nn.Module):
+    """Sorts its samples by length, runs a layer, and puts them back."""
+
+    def __init__(self, layer: nn.Module) -> None:
+        super().__init__()
+        self.layer = layer
+
+    def forward(self, x: Tensor, lengths: Tensor) -> Tensor:
+        lengths, order = lengths.sort(descending=True)
+        x = x[order]
+        if isinstance(self.layer, nn.LSTM):
+            packed = pack_padded_sequence(x, lengths, batch_first=True)
+            y, _ = pad_packed_sequence(self.layer(packed)[0], batch_first=True, total_length=5)
+        else:
+            y = self.layer(x).tanh()
+        return y[order.argsort()]
+
+
+@pytest.mark.parametrize("layer", [nn.Linear(3, 3), nn.LSTM(3, 3, batch_first=True)], ids=["linear", "lstm"])
+def test_samples_in_an_order_of_their_values_are_refused_however_the_first_ones_lie(layer: nn.Module) -> None:
+    """The first samples are in order already, so that neither the probe nor the self-check can see it."""
+    model, (x,) = double(Sorted(layer), 4, 5, 3)
+    batch = (x, torch.tensor([5, 4, 2, 3]))
+
+    def output(call: ModelCall, batch: Any) -> Tensor:
+        return call(*batch).flatten(1).square().sum(1)
+
+    with pytest.raises(UnsupportedModelError, match="an order that depends on their values"):
+        exact(model, batch, output)
+    assert choose_gradient_computer(model, resolve_task(output), batch)[0] != "hook"
+
+
+def test_the_rows_of_a_packed_sequence_are_refused_outside_recurrent_layers() -> None:
+    class OnPacked(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = nn.Linear(3, 3)
+
+        def forward(self, x: Tensor, lengths: Tensor) -> Tensor:
+            packed = pack_padded_sequence(x, lengths, batch_first=True, enforce_sorted=False)
+            mapped = packed._replace(data=self.layer(packed.data).tanh())
+            return pad_packed_sequence(mapped, batch_first=True, total_length=5)[0]
+
+    model, (x,) = double(OnPacked(), 2, 5, 3)
+
+    with pytest.raises(UnsupportedModelError, match="rows are those of a packed sequence"):
+        exact(model, (x, torch.tensor([4, 2])), lambda call, batch: call(*batch).flatten(1).square().sum(1))
+
+
+def test_an_order_within_each_sample_is_no_order_of_samples() -> None:
+    class Largest(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = nn.Linear(3, 2)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.layer(x.topk(3, dim=1).values.sort(1)[0])
+
+    exact(*double(Largest(), 4, 6))

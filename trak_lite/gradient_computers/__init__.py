@@ -21,6 +21,11 @@ from trak_lite.gradient_computers.hooks import register_gradient_rule as registe
 from trak_lite.gradient_computers.iterative import (
     IterativeGradientComputer as IterativeGradientComputer,
 )
+from trak_lite.gradient_computers.normalization import Normalization as Normalization
+from trak_lite.gradient_computers.normalization import (
+    NormalizedGradientComputer as NormalizedGradientComputer,
+)
+from trak_lite.gradient_computers.normalization import clipping_threshold as clipping_threshold
 from trak_lite.gradient_computers.reductions import gradient_norms as gradient_norms
 from trak_lite.gradient_computers.reductions import weighted_gradient as weighted_gradient
 
@@ -31,7 +36,10 @@ __all__ = [
     "FunctionalGradientComputer",
     "HookGradientComputer",
     "IterativeGradientComputer",
+    "Normalization",
+    "NormalizedGradientComputer",
     "choose_gradient_computer",
+    "clipping_threshold",
     "collect_gradients",
     "gradient_norms",
     "register_gradient_rule",

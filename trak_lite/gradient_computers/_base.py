@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import fnmatch
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor, nn
+from torch.nn.utils import parametrize
 
 from trak_lite._batches import batch_size
-from trak_lite._validate import known_names
+from trak_lite._validate import known_names, positive_int
 from trak_lite.errors import InvalidInputError, UnsupportedModelError
 from trak_lite.modelout_functions import AbstractModelOutput, ModelCall
 from trak_lite.types import (
@@ -27,11 +28,20 @@ from trak_lite.types import (
 
 __all__ = [
     "AbstractGradientComputer",
+    "AbstractStreamingComputer",
+    "ParameterChoice",
+    "check_terms",
     "collect_gradients",
     "differentiating_only",
+    "gradients_of",
+    "joined_terms",
     "refuse_batch_statistics",
+    "refuse_detached",
     "select_parameters",
 ]
+
+ParameterChoice: TypeAlias = str | type[nn.Module] | Iterable[str | type[nn.Module]]
+"""Parameters by name or pattern (``"layers.*.weight"``), or by the class of the module that owns them."""
 
 
 class AbstractGradientComputer(ABC):
@@ -54,7 +64,7 @@ class AbstractGradientComputer(ABC):
         grad_dim: int | None = None,
         dtype: torch.dtype | None = None,
         device: str | torch.device | None = None,
-        grad_wrt: Iterable[str] | None = None,
+        grad_wrt: ParameterChoice | None = None,
     ) -> None:
         """Store the settings (the original TRAK's signature).
 
@@ -64,15 +74,15 @@ class AbstractGradientComputer(ABC):
             grad_dim: P, if the caller wants it checked.
             dtype: Accepted for the original's signature; gradients keep their parameter's dtype.
             device: Accepted for the original's signature; gradients live where the model lives.
-            grad_wrt: Names of the parameters to keep gradients for; ``None`` keeps those that require grad.
+            grad_wrt: What to keep gradients for (:func:`select_parameters`); ``None``: what requires grad.
         """
         self.model = model
         self.modelout_fn = task
         self.grad_dim = grad_dim
         self.dtype = dtype
         self.device = device
-        self.grad_wrt = (
-            None if grad_wrt is None else [grad_wrt] if isinstance(grad_wrt, str) else list(grad_wrt)
+        self.grad_wrt: Sequence[str | type[nn.Module]] | None = (
+            None if grad_wrt is None else _choices(grad_wrt)
         )
 
     @abstractmethod
@@ -147,16 +157,158 @@ class AbstractGradientComputer(ABC):
         }
 
 
-def select_parameters(model: nn.Module, grad_wrt: Iterable[str] | None) -> dict[str, nn.Parameter]:
+class AbstractStreamingComputer(AbstractGradientComputer):
+    """What the package's own computers share; each one says how the blocks of a batch come about.
+
+    A subclass that overrides ``compute_per_sample_grad`` or ``compute_loss_grad``, as code for the original TRAK
+    does, would be bypassed by the stream that it inherits: it is streamed from those methods instead.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        task: AbstractModelOutput,
+        grad_dim: int | None = None,
+        dtype: torch.dtype | None = None,
+        device: str | torch.device | None = None,
+        grad_wrt: ParameterChoice | None = None,
+        *,
+        chunk_size: int | None = None,
+        autocast_dtype: torch.dtype | None = None,
+    ) -> None:
+        """Store the settings.
+
+        Args:
+            model: The module whose parameters are differentiated; it is not copied.
+            task: Model output function.
+            grad_dim: P, if the caller wants it checked.
+            dtype: Accepted for the original's signature; gradients keep their parameter's dtype.
+            device: Accepted for the original's signature; gradients live where the model lives.
+            grad_wrt: What to keep gradients for (:func:`select_parameters`); ``None``: what requires grad.
+            chunk_size: Samples whose gradients are formed at once; bounds the memory of a large batch.
+            autocast_dtype: Run the forward pass under autocast in this dtype (float16 or bfloat16).
+        """
+        super().__init__(model, task, grad_dim, dtype, device, grad_wrt)
+        self.chunk_size = None if chunk_size is None else positive_int(chunk_size=chunk_size)
+        self.autocast_dtype = autocast_dtype
+
+    def load_model_params(self, model: nn.Module) -> None:
+        """Differentiate this model's parameters from now on; values are looked up at every call."""
+        self.model = model
+
+    def compute_per_sample_grad(self, batch: Batch) -> dict[str, Tensor]:
+        """Return the per-sample gradients ``(B, *parameter.shape)`` by parameter name, in model order."""
+        return _collected(self._stream, self.parameters, batch)
+
+    def compute_loss_grad(self, batch: Batch) -> Tensor:
+        """Return q = -dL/df of every sample, ``(B, 1)``, detached."""
+        with torch.no_grad():
+            return self.terms(batch).out_to_loss_grad.detach().unsqueeze(-1)
+
+    def stream_gradients(self, batch: Batch, sink: BlockSink) -> OutputTerms:
+        """Pass one block per kept parameter (and chunk of samples) to ``sink``.
+
+        Args:
+            batch: B samples, on the model's device.
+            sink: Called with every block; the block is freed when the call returns.
+
+        Returns:
+            f, q and w of the batch, each ``(B,)`` and detached.
+
+        Raises:
+            InvalidInputError: If the batch or the output function's result has the wrong form.
+            UnsupportedModelError: If this computer cannot differentiate the model sample by sample.
+        """
+        if self._is_native():
+            return self._stream(batch, sink)
+        return AbstractGradientComputer.stream_gradients(self, batch, sink)
+
+    def fingerprint(self) -> dict[str, Any]:
+        """Return the autocast dtype, if there is one."""
+        dtype = self.autocast_dtype
+        return {} if dtype is None else {"autocast_dtype": str(dtype).removeprefix("torch.")}
+
+    def terms(self, batch: Batch, call: ModelCall | None = None) -> OutputTerms:
+        """Return f, q and w of a batch as this computer runs the model, with f's graph.
+
+        Args:
+            batch: B samples.
+            call: Runs the model; by default with its own weights.
+
+        Raises:
+            InvalidInputError: If the output function gives anything but one number per sample.
+        """
+        # Passes in train mode would move running statistics, and probing a model takes several.
+        with self._autocast(), _private_buffers(self.model):
+            terms = self.modelout_fn.evaluate(call or ModelCall(self.model), batch)
+        return check_terms(terms, batch_size(batch), self.modelout_fn)
+
+    @property
+    def differentiates_the_model(self) -> bool:
+        """Whether the gradients are those of :meth:`terms`: nothing was overridden, no other weights assigned."""
+        return self._is_native() and type(self).stream_gradients is AbstractStreamingComputer.stream_gradients
+
+    @abstractmethod
+    def _stream_samples(
+        self, batch: Batch, count: int, kept: Mapping[str, nn.Parameter], sink: BlockSink
+    ) -> OutputTerms:
+        """Stream the blocks of a batch of at least one sample; see :meth:`stream_gradients`."""
+
+    def _is_native(self) -> bool:
+        own, given = AbstractStreamingComputer, type(self)
+        return (
+            given.compute_per_sample_grad is own.compute_per_sample_grad
+            and given.compute_loss_grad is own.compute_loss_grad
+        )
+
+    def _stream(self, batch: Batch, sink: BlockSink) -> OutputTerms:
+        refuse_batch_statistics(self.model)
+        kept = select_parameters(self.model, self.grad_wrt)
+        count = batch_size(batch)
+        if count:
+            return self._stream_samples(batch, count, kept, sink)
+        for name, parameter in kept.items():
+            sink(DenseBlock(name, parameter.detach().new_empty(0, *parameter.shape)))
+        empty = next(iter(kept.values())).detach().new_empty(0)
+        return OutputTerms(empty, empty, empty)
+
+    def _chunks(self, count: int) -> Iterator[slice]:
+        """Yield the rows that go through the model at once."""
+        step = self.chunk_size or count
+        return (slice(start, min(start + step, count)) for start in range(0, count, step))
+
+    def _autocast(self) -> Any:
+        """Return the context that the forward pass runs in."""
+        if self.autocast_dtype is None:
+            return nullcontext()
+        return torch.autocast(next(self.model.parameters()).device.type, dtype=self.autocast_dtype)
+
+
+def gradients_of(total: Tensor, kept: Mapping[str, nn.Parameter]) -> dict[str, Tensor]:
+    """Return the gradient of a scalar by parameter name, zero where it depends on none, and never sparse."""
+    grads = torch.autograd.grad(total, list(kept.values()), allow_unused=True)
+    return {
+        name: torch.zeros_like(p) if grad is None else grad.to_dense()
+        for (name, p), grad in zip(kept.items(), grads, strict=True)
+    }
+
+
+def joined_terms(parts: Sequence[OutputTerms]) -> OutputTerms:
+    """Return the terms of a batch, given those of its chunks."""
+    return OutputTerms(*(torch.cat(columns) for columns in zip(*parts, strict=True)))
+
+
+def select_parameters(model: nn.Module, grad_wrt: ParameterChoice | None) -> dict[str, nn.Parameter]:
     """Return the parameters to keep gradients for, by canonical name, in model order.
 
     Args:
         model: The module.
-        grad_wrt: Names as in ``named_parameters``, or patterns of them (``"layers.*.weight"``); the name of a
+        grad_wrt: Names as in ``named_parameters``, patterns of them (``"layers.*.weight"``) and classes of modules,
+            which stand for every parameter that a module of that class or of a subclass owns itself; the name of a
             tied weight stands for the weight that it is tied to. ``None`` selects every parameter that requires grad.
 
     Raises:
-        InvalidInputError: If a name is unknown, or nothing is selected.
+        InvalidInputError: If a name is unknown, a class has no parameter in the model, or nothing is selected.
     """
     canonical = dict(model.named_parameters())
     if grad_wrt is None:
@@ -167,20 +319,54 @@ def select_parameters(model: nn.Module, grad_wrt: Iterable[str] | None) -> dict[
                 "Name the parameters to keep in grad_wrt; frozen ones are allowed there."
             )
         return selected
-    every_name = dict(model.named_parameters(remove_duplicate=False))
-    given = [grad_wrt] if isinstance(grad_wrt, str) else list(grad_wrt)
-    matched = {name: fnmatch.filter(every_name, name) for name in given if any(c in name for c in "*?[")}
-    names = known_names(
-        [name for pattern in given for name in matched.get(pattern) or [pattern]],
-        every_name.keys(),
-        what="parameter names in grad_wrt",
-    )
-    wanted = {id(every_name[name]) for name in names}
+    choices = _choices(grad_wrt)
+    by_class = [choice for choice in choices if isinstance(choice, type) and issubclass(choice, nn.Module)]
+    wanted = {id(p) for module_class in by_class for p in _owned_by(model, module_class)}
+    wanted |= _named(model, [choice for choice in choices if choice not in by_class])
     if not wanted:
         raise InvalidInputError(
             "grad_wrt is empty. Name at least one parameter, or leave it out to keep all."
         )
     return {name: p for name, p in canonical.items() if id(p) in wanted}
+
+
+def _choices(grad_wrt: ParameterChoice) -> list[str | type[nn.Module]]:
+    return [grad_wrt] if isinstance(grad_wrt, str | type) else list(grad_wrt)
+
+
+def _named(model: nn.Module, given: Sequence[Any]) -> set[int]:
+    """Return the ``id`` of every parameter that a name or a pattern stands for."""
+    every_name = dict(model.named_parameters(remove_duplicate=False))
+    matched = {
+        name: fnmatch.filter(every_name, name)
+        for name in given
+        if isinstance(name, str) and any(c in name for c in "*?[")
+    }
+    names = known_names(
+        [name for pattern in given for name in matched.get(pattern) or [pattern]],
+        every_name.keys(),
+        what="parameter names in grad_wrt",
+    )
+    return {id(every_name[name]) for name in names}
+
+
+def _owned_by(model: nn.Module, module_class: type[nn.Module]) -> list[nn.Parameter]:
+    """Return the parameters that modules of a class own themselves, those behind a parametrization included."""
+    found: list[nn.Parameter] = []
+    for module in model.modules():
+        if isinstance(module, module_class):
+            found += module.parameters(recurse=False)
+            if parametrize.is_parametrized(module):
+                found += module.parametrizations.parameters()  # type: ignore[union-attr]
+    if not found:
+        owners = {
+            type(module).__name__ for module in model.modules() if list(module.parameters(recurse=False))
+        }
+        raise InvalidInputError(
+            f"grad_wrt names the class {module_class.__name__}, and no module of that class in "
+            f"{type(model).__name__} owns a parameter. Classes that do: {sorted(owners)}."
+        )
+    return found
 
 
 @contextmanager
@@ -195,6 +381,19 @@ def differentiating_only(model: nn.Module, kept: Mapping[str, nn.Parameter]) -> 
     finally:
         for p, flag in flags:
             p.requires_grad_(flag)
+
+
+@contextmanager
+def _private_buffers(model: nn.Module) -> Iterator[None]:
+    """Let modules in train mode write into copies of their buffers inside the block."""
+    owners = [(m, dict(m._buffers)) for m in model.modules() if m.training and m._buffers]
+    try:
+        for module, own in owners:
+            module._buffers.update({k: None if v is None else v.detach().clone() for k, v in own.items()})
+        yield
+    finally:
+        for module, own in owners:
+            module._buffers.update(own)
 
 
 def refuse_batch_statistics(model: nn.Module) -> None:
@@ -219,7 +418,12 @@ def refuse_batch_statistics(model: nn.Module) -> None:
 
 def collect_gradients(computer: AbstractGradientComputer, batch: Batch) -> dict[str, Tensor]:
     """Return what a computer streams as dense gradients ``(B, *parameter.shape)`` by name, in model order."""
-    shapes = computer.parameters
+    return _collected(computer.stream_gradients, computer.parameters, batch)
+
+
+def _collected(
+    stream: Callable[[Batch, BlockSink], OutputTerms], shapes: ParameterShapes, batch: Batch
+) -> dict[str, Tensor]:
     count = batch_size(batch)
     found: dict[str, Tensor] = {}
 
@@ -231,7 +435,7 @@ def collect_gradients(computer: AbstractGradientComputer, batch: Batch) -> dict[
         whole = found.setdefault(block.name, rows.new_zeros(count, rows.shape[1]))
         whole[block.start : block.start + rows.shape[0]] = rows
 
-    computer.stream_gradients(batch, keep)
+    stream(batch, keep)
     return {name: found[name].reshape(count, *shape) for name, shape in shapes.items()}
 
 
@@ -258,18 +462,6 @@ def refuse_detached(
             "zero. The output function must run the model through model_call, inside autograd: no detach(), no NumPy, "
             "no torch.inference_mode()."
         )
-
-
-def autocast(model: nn.Module, dtype: torch.dtype | None) -> Any:
-    """Return the context that runs a model's forward pass in ``dtype``, or as it is for ``None``."""
-    if dtype is None:
-        return nullcontext()
-    return torch.autocast(next(model.parameters()).device.type, dtype=dtype)
-
-
-def autocast_fingerprint(dtype: torch.dtype | None) -> dict[str, Any]:
-    """Return what a manifest says of an autocast dtype: nothing where there is none."""
-    return {} if dtype is None else {"autocast_dtype": str(dtype).removeprefix("torch.")}
 
 
 def check_terms(terms: OutputTerms, num_samples: int, task: AbstractModelOutput) -> OutputTerms:

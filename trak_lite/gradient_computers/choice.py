@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable
 
 import torch
 
 from trak_lite._batches import batch_size, take_rows
 from trak_lite.errors import UnsupportedModelError
-from trak_lite.gradient_computers._base import AbstractGradientComputer
+from trak_lite.gradient_computers._base import AbstractGradientComputer, ParameterChoice, select_parameters
 from trak_lite.gradient_computers.functional import FunctionalGradientComputer
 from trak_lite.gradient_computers.hooks import HookGradientComputer
 from trak_lite.modelout_functions import AbstractModelOutput
@@ -24,7 +23,7 @@ def choose_gradient_computer(
     model: torch.nn.Module,
     task: AbstractModelOutput,
     batch: Batch,
-    grad_wrt: Iterable[str] | None = None,
+    grad_wrt: ParameterChoice | None = None,
     *,
     autocast_dtype: torch.dtype | None = None,
 ) -> tuple[str, str]:
@@ -36,7 +35,7 @@ def choose_gradient_computer(
         model: The module, in the mode and with the weights that it will be used with.
         task: Model output function.
         batch: At least one sample, on the model's device.
-        grad_wrt: Names of the parameters to keep; ``None`` keeps those that require grad.
+        grad_wrt: What to keep gradients for (:func:`select_parameters`); ``None``: what requires grad.
         autocast_dtype: Passed to the computer.
 
     Returns:
@@ -45,7 +44,7 @@ def choose_gradient_computer(
     Raises:
         InvalidInputError: If the batch, or what the output function returns, has the wrong form.
     """
-    names = [grad_wrt] if isinstance(grad_wrt, str) else grad_wrt and list(grad_wrt)
+    names = list(select_parameters(model, grad_wrt))
     few = take_rows(batch, slice(0, min(3, batch_size(batch))))
     computers: dict[str, AbstractGradientComputer] = {
         "hook": HookGradientComputer(model, task, grad_wrt=names, autocast_dtype=autocast_dtype),

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import re
 import traceback
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
@@ -15,28 +15,21 @@ import torch
 from torch import Tensor, nn
 from torch.func import grad, vmap
 
-from trak_lite._batches import batch_size, flatten_batch
-from trak_lite._validate import positive_int
+from trak_lite._batches import flatten_batch
 from trak_lite.errors import TrakLiteError, UnsupportedModelError
 from trak_lite.gradient_computers._base import (
-    AbstractGradientComputer,
-    autocast,
-    autocast_fingerprint,
-    check_terms,
-    collect_gradients,
-    refuse_batch_statistics,
+    AbstractStreamingComputer,
+    ParameterChoice,
+    joined_terms,
     refuse_detached,
-    select_parameters,
 )
 from trak_lite.modelout_functions import AbstractModelOutput, ModelCall
 from trak_lite.types import Batch, BlockSink, DenseBlock, OutputTerms
 
 __all__ = ["FunctionalGradientComputer"]
 
-_Terms = tuple[Tensor, Tensor, Tensor]
 
-
-class FunctionalGradientComputer(AbstractGradientComputer):
+class FunctionalGradientComputer(AbstractStreamingComputer):
     """Vectorised per-sample gradients: ``vmap(grad(f))`` over the kept parameters, one pass for f, q and g.
 
     Only kept parameters are differentiated; the others and the buffers enter as constants. Results are
@@ -50,7 +43,7 @@ class FunctionalGradientComputer(AbstractGradientComputer):
         grad_dim: int | None = None,
         dtype: torch.dtype | None = None,
         device: str | torch.device | None = None,
-        grad_wrt: Iterable[str] | None = None,
+        grad_wrt: ParameterChoice | None = None,
         *,
         chunk_size: int | None = None,
         randomness: Literal["error", "different", "same"] = "different",
@@ -64,21 +57,24 @@ class FunctionalGradientComputer(AbstractGradientComputer):
             grad_dim: P, if the caller wants it checked.
             dtype: Accepted for the original's signature; gradients keep their parameter's dtype.
             device: Accepted for the original's signature; gradients live where the model lives.
-            grad_wrt: Names of the parameters to keep gradients for; ``None`` keeps those that require grad.
+            grad_wrt: What to keep gradients for (:func:`select_parameters`); ``None``: what requires grad.
             chunk_size: Samples that are transformed at once; bounds the memory of a large batch.
             randomness: How samples share random numbers where the model draws any (dropout in train mode).
             autocast_dtype: Run the forward pass under autocast in this dtype (float16 or bfloat16).
         """
-        super().__init__(model, task, grad_dim, dtype, device, grad_wrt)
-        self.chunk_size = None if chunk_size is None else positive_int(chunk_size=chunk_size)
+        super().__init__(
+            model,
+            task,
+            grad_dim,
+            dtype,
+            device,
+            grad_wrt,
+            chunk_size=chunk_size,
+            autocast_dtype=autocast_dtype,
+        )
         self.randomness = randomness
         self._weights: dict[str, Tensor] | None = None
         self._buffers: dict[str, Tensor] | None = None
-        self.autocast_dtype = autocast_dtype
-
-    def load_model_params(self, model: nn.Module) -> None:
-        """Differentiate this model's parameters from now on; values are looked up at every call."""
-        self.model = model
 
     @property
     def func_weights(self) -> dict[str, Tensor]:
@@ -99,71 +95,42 @@ class FunctionalGradientComputer(AbstractGradientComputer):
     def func_buffers(self, buffers: Mapping[str, Tensor]) -> None:
         self._buffers = dict(buffers)
 
-    def compute_per_sample_grad(self, batch: Batch) -> dict[str, Tensor]:
-        """Return the per-sample gradients ``(B, *parameter.shape)`` by parameter name, in model order."""
-        return collect_gradients(self, batch)
+    @property
+    def differentiates_the_model(self) -> bool:
+        """Whether the gradients are those of the model's own weights, and nothing was overridden."""
+        return super().differentiates_the_model and self._weights is None and self._buffers is None
 
-    def compute_loss_grad(self, batch: Batch) -> Tensor:
-        """Return q = -dL/df of every sample, ``(B, 1)``, detached."""
-        with torch.no_grad(), autocast(self.model, self.autocast_dtype):
-            terms = self.modelout_fn.evaluate(ModelCall(self.model), batch)
-        return terms.out_to_loss_grad.detach().unsqueeze(-1)
-
-    def stream_gradients(self, batch: Batch, sink: BlockSink) -> OutputTerms:
-        """Pass one dense block per kept parameter (and chunk of samples) to ``sink``.
-
-        Args:
-            batch: B samples, on the model's device.
-            sink: Called with every block; the block is freed when the call returns.
-
-        Returns:
-            f, q and w of the batch, each ``(B,)`` and detached.
-
-        Raises:
-            InvalidInputError: If the batch or the output function's result has the wrong form.
-            UnsupportedModelError: If ``vmap`` cannot transform the model; names the operation.
-        """
-        refuse_batch_statistics(self.model)
-        count = batch_size(batch)
+    def _stream_samples(
+        self, batch: Batch, count: int, kept: Mapping[str, nn.Parameter], sink: BlockSink
+    ) -> OutputTerms:
         leaves, rebuild = flatten_batch(batch)
         transformed = vmap(self._sample_gradient(rebuild), in_dims=(None, 0), randomness=self.randomness)
         weights = self.func_weights
-        kept = {name: weights[name] for name in select_parameters(self.model, self.grad_wrt)}
-        if count == 0:
-            return _stream_nothing(kept, sink)
-        found: list[_Terms] = []
+        values = {name: weights[name] for name in kept}
+        found: list[OutputTerms] = []
         any_nonzero = False
-        step = self.chunk_size or count
-        for start in range(0, count, step):
-            rows = [leaf[start : start + step] for leaf in leaves]
-            grads, terms = self._run(transformed, kept, rows, rebuild)
+        for rows in self._chunks(count):
+            grads, terms = self._run(transformed, values, [leaf[rows] for leaf in leaves], rebuild)
             found.append(terms)
             any_nonzero = any_nonzero or any(bool(grad.any()) for grad in grads.values())
             for name in list(grads):
-                sink(DenseBlock(name, grads.pop(name), start))
+                sink(DenseBlock(name, grads.pop(name), rows.start))
         if not any_nonzero:
             refuse_detached(self.model, self.modelout_fn, batch, kept)
-        output, out_to_loss_grad, curvature = (torch.cat(parts) for parts in zip(*found, strict=True))
-        return OutputTerms(output, out_to_loss_grad, curvature)
-
-    def fingerprint(self) -> dict[str, Any]:
-        """Return the autocast dtype, if there is one."""
-        return autocast_fingerprint(self.autocast_dtype)
+        return joined_terms(found)
 
     def _sample_gradient(
         self, rebuild: Callable[[Sequence[Tensor]], Batch]
-    ) -> Callable[[Mapping[str, Tensor], Sequence[Tensor]], tuple[dict[str, Tensor], _Terms]]:
+    ) -> Callable[[Mapping[str, Tensor], Sequence[Tensor]], tuple[dict[str, Tensor], OutputTerms]]:
         """Return (kept parameters, one sample's tensors) -> (gradient of f, (f, q, w))."""
         constants = self.func_weights
         buffers = self.func_buffers
 
-        def value(kept: Mapping[str, Tensor], sample: Sequence[Tensor]) -> tuple[Tensor, _Terms]:
+        def value(kept: Mapping[str, Tensor], sample: Sequence[Tensor]) -> tuple[Tensor, OutputTerms]:
             one = rebuild([leaf.unsqueeze(0) for leaf in sample])
-            call = ModelCall(self.model, {**constants, **kept}, buffers)
-            with autocast(self.model, self.autocast_dtype):
-                terms = check_terms(self.modelout_fn.evaluate(call, one), 1, self.modelout_fn)
-            f, q, w = (term.squeeze(0) for term in terms)
-            return f, (f.detach(), q.detach(), w.detach())
+            terms = self.terms(one, ModelCall(self.model, {**constants, **kept}, buffers))
+            numbers = OutputTerms(*(term.squeeze(0) for term in terms))
+            return numbers.output, OutputTerms(*(number.detach() for number in numbers))
 
         gradient: Any = grad(value, has_aux=True)
         return gradient  # type: ignore[no-any-return]
@@ -174,7 +141,7 @@ class FunctionalGradientComputer(AbstractGradientComputer):
         kept: Mapping[str, Tensor],
         rows: list[Tensor],
         rebuild: Callable[[Sequence[Tensor]], Batch],
-    ) -> tuple[dict[str, Tensor], _Terms]:
+    ) -> tuple[dict[str, Tensor], OutputTerms]:
         """Run the transformed function; tell a model that vmap cannot transform from one that is wrong."""
         try:
             grads, terms = transformed(kept, rows)
@@ -182,23 +149,14 @@ class FunctionalGradientComputer(AbstractGradientComputer):
             raise
         except (RuntimeError, TypeError, ValueError, IndexError, AttributeError) as error:
             # If the plain forward pass fails too, its own error is the one to show.
-            with torch.no_grad(), autocast(self.model, self.autocast_dtype):
-                self.modelout_fn.evaluate(ModelCall(self.model), rebuild(rows))
+            with torch.no_grad():
+                self.terms(rebuild(rows))
             raise UnsupportedModelError(
                 f"torch.func.vmap cannot transform {type(self.model).__name__}: {_operation(error)}. "
                 "The model itself runs. Use IterativeGradientComputer (gradient_computer='iterative'), "
                 "which needs nothing but autograd."
             ) from error
         return dict(grads), terms
-
-
-def _stream_nothing(kept: Mapping[str, Tensor], sink: BlockSink) -> OutputTerms:
-    """Stream the blocks of a batch without samples."""
-    empty = torch.empty(0)
-    for name, parameter in kept.items():
-        empty = parameter.new_empty(0)
-        sink(DenseBlock(name, parameter.new_empty(0, *parameter.shape)))
-    return OutputTerms(empty, empty, empty)
 
 
 def _operation(error: BaseException) -> str:

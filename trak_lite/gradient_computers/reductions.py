@@ -9,15 +9,18 @@ from trak_lite._batches import batch_size
 from trak_lite.errors import InvalidInputError
 from trak_lite.gradient_computers._base import (
     AbstractGradientComputer,
-    check_terms,
+    AbstractStreamingComputer,
     differentiating_only,
+    gradients_of,
     refuse_batch_statistics,
     select_parameters,
 )
-from trak_lite.modelout_functions import ModelCall
-from trak_lite.types import Batch, DenseBlock, GradientBlock
+from trak_lite.types import Batch, DenseBlock, FactoredBlock, GradientBlock
 
-__all__ = ["gradient_norms", "weighted_gradient"]
+__all__ = ["gradient_norms", "squared_norms", "weighted_gradient"]
+
+_CANCELLED = 1e-3
+"""Share of its positions' sum that a squared norm falls below where they cancel, and lose the digits of float32."""
 
 
 def gradient_norms(computer: AbstractGradientComputer, batch: Batch) -> Tensor:
@@ -32,24 +35,27 @@ def gradient_norms(computer: AbstractGradientComputer, batch: Batch) -> Tensor:
         batch: B samples.
     """
     squares: list[tuple[int, Tensor]] = []
-    computer.stream_gradients(batch, lambda block: squares.append((block.start, _squared_norms(block))))
+    computer.stream_gradients(batch, lambda block: squares.append((block.start, squared_norms(block))))
     total = squares[0][1].new_zeros(batch_size(batch))
     for start, part in squares:
         total[start : start + len(part)] += part
     return total.sqrt()
 
 
-def _squared_norms(block: GradientBlock) -> Tensor:
-    """Return the squared norms ``(b,)`` of one block, in at least float32."""
-    if block.num_samples == 0:
-        return torch.zeros(0)
+def squared_norms(block: GradientBlock) -> Tensor:
+    """Return the squared norms ``(b,)`` of one block's gradients, in at least float32."""
     if isinstance(block, DenseBlock):
         return block.dense().to(_wide(block.grad.dtype)).square().sum(1)
     x, g = (t.to(_wide(t.dtype)) for t in (block.inputs, block.output_grads))
     positions, d_in, d_out = x.shape[1], x.shape[2], g.shape[2]
-    if positions * (d_in + d_out) < 2 * d_in * d_out:
-        return ((g @ g.transpose(1, 2)) * (x @ x.transpose(1, 2))).sum((1, 2)).clamp(min=0)
-    return (g.transpose(1, 2) @ x).square().sum((1, 2))
+    if positions * (d_in + d_out) >= 2 * d_in * d_out:
+        return (g.transpose(1, 2) @ x).square().sum((1, 2))
+    found = ((g @ g.transpose(1, 2)) * (x @ x.transpose(1, 2))).sum((1, 2))
+    largest = (g.norm(dim=2) * x.norm(dim=2)).sum(1).square()
+    cancelled = found < _CANCELLED * largest
+    if bool(cancelled.any()):
+        found[cancelled] = (g[cancelled].transpose(1, 2) @ x[cancelled]).square().sum((1, 2))
+    return found
 
 
 def _wide(dtype: torch.dtype) -> torch.dtype:
@@ -57,10 +63,13 @@ def _wide(dtype: torch.dtype) -> torch.dtype:
 
 
 def weighted_gradient(computer: AbstractGradientComputer, batch: Batch, weights: Tensor) -> dict[str, Tensor]:
-    r"""Return :math:`\sum_i w_i \nabla f(z_i)` by parameter name, from one ordinary backward pass.
+    r"""Return :math:`\sum_i w_i \nabla f(z_i)` by parameter name, without per-sample gradients.
+
+    The package's hook, functional and iterative computers differentiate the model as it is, so one ordinary backward
+    pass is enough; any other computer is streamed, and its blocks are summed as they come.
 
     Args:
-        computer: Any gradient computer; its model, task and kept parameters count.
+        computer: Any gradient computer.
         batch: B samples.
         weights: ``(B,)``.
 
@@ -75,15 +84,30 @@ def weighted_gradient(computer: AbstractGradientComputer, batch: Batch, weights:
         raise InvalidInputError(
             f"weights have shape {tuple(weights.shape)} for a batch of {count} samples, expected ({count},)."
         )
-    model, task = computer.model, computer.modelout_fn
-    refuse_batch_statistics(model)
-    kept = select_parameters(model, computer.grad_wrt)
-    with differentiating_only(model, kept), torch.enable_grad():
-        output = check_terms(task.evaluate(ModelCall(model), batch), count, task).output
+    if not isinstance(computer, AbstractStreamingComputer) or not computer.differentiates_the_model:
+        return _streamed_sum(computer, batch, weights)
+    refuse_batch_statistics(computer.model)
+    kept = select_parameters(computer.model, computer.grad_wrt)
+    with differentiating_only(computer.model, kept), torch.enable_grad():
+        output = computer.terms(batch).output
         zero = torch.zeros((), device=output.device, requires_grad=True)
         total = (output * weights.to(output)).sum() + zero
-        grads = torch.autograd.grad(total, list(kept.values()), allow_unused=True)
-    return {
-        name: torch.zeros_like(p) if grad is None else grad
-        for (name, p), grad in zip(kept.items(), grads, strict=True)
-    }
+        return gradients_of(total, kept)
+
+
+def _streamed_sum(computer: AbstractGradientComputer, batch: Batch, weights: Tensor) -> dict[str, Tensor]:
+    shapes = computer.parameters
+    found: dict[str, Tensor] = {}
+
+    def add(block: GradientBlock) -> None:
+        own = weights[block.start : block.start + block.num_samples]
+        if isinstance(block, FactoredBlock):
+            g = block.output_grads * own.to(block.output_grads).view(-1, 1, 1)
+            part = g.flatten(0, 1).t() @ block.inputs.flatten(0, 1)
+        else:
+            part = own.to(block.grad) @ block.dense()
+        part = part.reshape(shapes[block.name])
+        found[block.name] = found[block.name] + part if block.name in found else part
+
+    computer.stream_gradients(batch, add)
+    return {name: found[name] for name in shapes}

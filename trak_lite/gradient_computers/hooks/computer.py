@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 import sys
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from typing import Any, Literal
 
@@ -16,15 +16,13 @@ import torch
 from torch import Tensor, nn
 
 from trak_lite._batches import batch_size, flatten_batch, map_tensors, take_rows
-from trak_lite._validate import positive_int
 from trak_lite.errors import UnsupportedModelError
 from trak_lite.gradient_computers._base import (
-    AbstractGradientComputer,
-    autocast,
-    autocast_fingerprint,
-    check_terms,
-    collect_gradients,
+    AbstractStreamingComputer,
+    ParameterChoice,
     differentiating_only,
+    gradients_of,
+    joined_terms,
     refuse_batch_statistics,
     refuse_detached,
     select_parameters,
@@ -32,8 +30,8 @@ from trak_lite.gradient_computers._base import (
 from trak_lite.gradient_computers.hooks.engine import GradientPass
 from trak_lite.gradient_computers.hooks.probe import Plan, make_plan
 from trak_lite.gradient_computers.hooks.report import Coverage, ParameterCoverage
-from trak_lite.modelout_functions import AbstractModelOutput, ModelCall
-from trak_lite.types import Batch, BlockSink, DenseBlock, GradientBlock, OutputTerms
+from trak_lite.modelout_functions import AbstractModelOutput
+from trak_lite.types import Batch, BlockSink, GradientBlock, OutputTerms
 
 __all__ = ["HookGradientComputer"]
 
@@ -43,7 +41,7 @@ _TOLERANCES = {torch.float64: 1e-8, torch.float32: 2e-2, torch.bfloat16: 0.3, to
 """Relative error that the self-check allows; float32 includes a max or ReLU that ties the other way."""
 
 
-class HookGradientComputer(AbstractGradientComputer):
+class HookGradientComputer(AbstractStreamingComputer):
     """Per-sample gradients by hooks on the operations that read parameters: one forward and one backward pass.
 
     Works in whatever mode the model is in, wraps nothing and leaves nothing behind. Blocks reach the sink during the
@@ -59,7 +57,7 @@ class HookGradientComputer(AbstractGradientComputer):
         grad_dim: int | None = None,
         dtype: torch.dtype | None = None,
         device: str | torch.device | None = None,
-        grad_wrt: Iterable[str] | None = None,
+        grad_wrt: ParameterChoice | None = None,
         *,
         chunk_size: int | None = None,
         autocast_dtype: torch.dtype | None = None,
@@ -72,18 +70,19 @@ class HookGradientComputer(AbstractGradientComputer):
             model: The module whose parameters are differentiated; it is not copied.
             task: Model output function.
             grad_dim: P, if the caller wants it checked.
-            dtype: Accepted for the original's signature; gradients keep their parameter's dtype.
-            device: Accepted for the original's signature; gradients live where the model lives.
-            grad_wrt: Names of the parameters to keep gradients for; ``None`` keeps those that require grad.
+            dtype: Accepted as in the original, and not used: gradients keep their parameter's dtype.
+            device: Likewise: gradients live where the model lives.
+            grad_wrt: What to keep gradients for (:func:`select_parameters`); ``None``: what requires grad.
             chunk_size: Samples that go through the model at once; bounds the memory of a large batch.
             autocast_dtype: Run the forward pass under autocast in this dtype (float16 or bfloat16).
-            strict: Raise where f depends on a parameter in a way that cannot be split into samples; otherwise its
-                gradient misses that part, and :meth:`explain` lists it.
+            strict: Raise where f depends on a parameter in a way that cannot be split; else :meth:`explain` says so.
             self_check: Compare the first batch's gradients of two samples with plain autograd.
         """
-        super().__init__(model, task, grad_dim, dtype, device, grad_wrt)
-        self.chunk_size = None if chunk_size is None else positive_int(chunk_size=chunk_size)
-        self.autocast_dtype = autocast_dtype
+        super().__init__(
+            *(model, task, grad_dim, dtype, device, grad_wrt),
+            chunk_size=chunk_size,
+            autocast_dtype=autocast_dtype,
+        )
         self.strict = strict
         self.self_check = self_check
         self._plans: dict[Any, Plan] = {}
@@ -94,45 +93,17 @@ class HookGradientComputer(AbstractGradientComputer):
             self._plans.clear()
         self.model = model
 
-    def compute_per_sample_grad(self, batch: Batch) -> dict[str, Tensor]:
-        """Return the per-sample gradients ``(B, *parameter.shape)`` by parameter name, in model order."""
-        return collect_gradients(self, batch)
-
-    def compute_loss_grad(self, batch: Batch) -> Tensor:
-        """Return q = -dL/df of every sample, ``(B, 1)``, detached."""
-        with torch.no_grad(), autocast(self.model, self.autocast_dtype):
-            terms = self.modelout_fn.evaluate(ModelCall(self.model), batch)
-        return terms.out_to_loss_grad.detach().unsqueeze(-1)
-
-    def stream_gradients(self, batch: Batch, sink: BlockSink) -> OutputTerms:
-        """Pass one block per kept parameter (and chunk of samples) to ``sink`` during the backward pass.
-
-        Args:
-            batch: B samples, on the model's device.
-            sink: Called with every block; the block is freed when the call returns.
-
-        Returns:
-            f, q and w of the batch, each ``(B,)`` and detached.
-
-        Raises:
-            InvalidInputError: If the batch or the output function's result has the wrong form.
-            UnsupportedModelError: If the gradient of a kept parameter cannot be split into samples.
-        """
-        refuse_batch_statistics(self.model)
-        kept = select_parameters(self.model, self.grad_wrt)
-        count = batch_size(batch)
-        if count == 0:
-            return _stream_nothing(kept, sink)
+    def _stream_samples(
+        self, batch: Batch, count: int, kept: Mapping[str, nn.Parameter], sink: BlockSink
+    ) -> OutputTerms:
         batch = map_tensors(Tensor.detach, batch)
-        step = self.chunk_size or count
         found = []
         with self._prepared(kept):
             plan = self._plan(batch, kept)
-            for start in range(0, count, step):
-                part = batch if step >= count else take_rows(batch, slice(start, start + step))
-                terms, _ = self._run(plan, kept, part, sink, start)
+            for rows in self._chunks(count):
+                terms, _ = self._run(plan, kept, take_rows(batch, rows), sink, rows.start)
                 found.append(terms)
-        return OutputTerms(*(torch.cat(parts) for parts in zip(*found, strict=True)))
+        return joined_terms(found)
 
     def explain(self, batch: Batch) -> Coverage:
         """Return, for each kept parameter, how its gradient comes about; ``print`` it for a table.
@@ -155,10 +126,6 @@ class HookGradientComputer(AbstractGradientComputer):
             return Coverage(tuple(ParameterCoverage(name, "refused", str(error)) for name in kept))
         return Coverage(tuple(_line(name, grad_pass.methods[name], name in escaped) for name in kept))
 
-    def fingerprint(self) -> dict[str, Any]:
-        """Return the autocast dtype, if there is one."""
-        return autocast_fingerprint(self.autocast_dtype)
-
     @contextmanager
     def _prepared(self, kept: Mapping[str, nn.Parameter]) -> Iterator[None]:
         """Let the kept parameters require grad, and run compiled parts of the model as they were written."""
@@ -169,13 +136,8 @@ class HookGradientComputer(AbstractGradientComputer):
             stack.enter_context(torch.enable_grad())
             yield
 
-    def _terms(self, batch: Batch) -> OutputTerms:
-        with autocast(self.model, self.autocast_dtype):
-            terms = self.modelout_fn.evaluate(ModelCall(self.model), batch)
-        return check_terms(terms, batch_size(batch), self.modelout_fn)
-
     def _output(self, batch: Batch) -> Tensor:
-        return self._terms(batch).output
+        return self.terms(batch).output
 
     def _plan(self, batch: Batch, kept: Mapping[str, nn.Parameter]) -> Plan:
         """Return the plan for this structure of batch; examine and check it when it is new."""
@@ -214,7 +176,7 @@ class HookGradientComputer(AbstractGradientComputer):
         handles = grad_pass.install(self.model)
         try:
             with grad_pass:
-                terms = self._terms(batch)
+                terms = self.terms(batch)
                 escaped = grad_pass.backward(terms.output)
         finally:
             for handle in handles:
@@ -235,11 +197,7 @@ class HookGradientComputer(AbstractGradientComputer):
             output = self._output(take_rows(pair, [sample]))[0]
             if not output.requires_grad:
                 continue
-            grads = torch.autograd.grad(output, list(kept.values()), allow_unused=True)
-            expected = {
-                name: torch.zeros_like(p) if grad is None else grad
-                for (name, p), grad in zip(kept.items(), grads, strict=True)
-            }
+            expected = gradients_of(output, kept)
             _compare({name: found[name][sample] for name in kept}, expected, self.autocast_dtype)
 
 
@@ -279,11 +237,3 @@ def _line(name: str, methods: Mapping[str, None], escaped: bool) -> ParameterCov
         return ParameterCoverage(name, "zero", "f does not depend on it")
     how = "fallback" if any("operation" in method for method in methods) else "rule"
     return ParameterCoverage(name, how, "; ".join(methods))
-
-
-def _stream_nothing(kept: Mapping[str, Tensor], sink: BlockSink) -> OutputTerms:
-    """Stream the blocks of a batch without samples."""
-    for name, parameter in kept.items():
-        sink(DenseBlock(name, parameter.detach().new_empty(0, *parameter.shape)))
-    empty = next(iter(kept.values())).detach().new_empty(0)
-    return OutputTerms(empty, empty, empty)

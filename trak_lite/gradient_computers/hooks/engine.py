@@ -240,11 +240,11 @@ class GradientPass(AbstractInterceptor):
         """Return the batch axis of a tensor of this shape, or raise where the plan does not fit."""
         if axis is None:
             return None
-        fitted = axis.for_size(shape[axis.axis], self._num_samples)
+        fitted = axis.for_size(shape[axis.axis], self._num_samples) if axis.axis < len(shape) else None
         if fitted is None:
             raise UnsupportedModelError(
-                f"{describe(site.function)}, which uses {list(site.names)[:3]}, has {shape[axis.axis]} rows for "
-                f"{self._num_samples} samples"
+                f"{describe(site.function)}, which uses {list(site.names)[:3]}, has shape {tuple(shape)} for "
+                f"{self._num_samples} samples, expected them on axis {axis.axis}"
                 + ": which row belongs to which sample is not known. Use another gradient computer."
             )
         return fitted
@@ -540,9 +540,13 @@ def _pulled_back(value: Tensor, roots: Sequence[Tensor], grads: Tensor) -> tuple
             value, list(roots), grads, retain_graph=True, allow_unused=True, is_grads_batched=True
         )
     except RuntimeError:
-        # An operation without a batching rule: torch raises no narrower type. The loop gives the same numbers.
+        # An operation without a batching rule (a sparse gradient): torch raises no narrower type. The loop gives the
+        # same numbers, or the operation's own error.
         rows = [
             torch.autograd.grad(value, list(roots), grad, retain_graph=True, allow_unused=True)
             for grad in grads
         ]
-        return tuple(None if column[0] is None else torch.stack(column) for column in zip(*rows, strict=True))
+        return tuple(
+            None if column[0] is None else torch.stack([part.to_dense() for part in column])
+            for column in zip(*rows, strict=True)
+        )

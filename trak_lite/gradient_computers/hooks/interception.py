@@ -6,6 +6,7 @@ module or by the output function. A ``TorchFunctionMode`` sees all of them the s
 
 from __future__ import annotations
 
+import sys
 import types
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
@@ -18,7 +19,7 @@ from torch.overrides import TorchFunctionMode
 
 from trak_lite.gradient_computers.hooks.registry import GradientRule, rule_for
 
-__all__ = ["AbstractInterceptor", "Function", "chooses_by_value", "is_in_place"]
+__all__ = ["AbstractInterceptor", "Function", "chooses_by_value", "is_in_place", "ordered_size"]
 
 Function = Callable[..., Any]
 
@@ -159,6 +160,37 @@ def chooses_by_value(function: Function, args: tuple[Any, ...]) -> bool:
     if function is torch.where and len(args) == 1:
         return True
     return function in _BY_VALUE
+
+
+_ORDERING = frozenset(
+    {torch.sort, Tensor.sort, torch.argsort, Tensor.argsort, torch.msort, torch.topk, Tensor.topk}
+)
+
+
+def ordered_size(function: Function, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> int | None:
+    """Return how many entries the operation orders by their values, or ``None`` where it orders none.
+
+    The order in which ``pack_padded_sequence`` puts its samples does not count: the packed sequence tells it.
+    """
+    if function not in _ORDERING or _called_by("torch.nn.utils.rnn"):
+        return None
+    values = args[0] if args else kwargs["input"]
+    place = 2 if function in (torch.topk, Tensor.topk) else 1
+    dim = kwargs.get("dim", args[place] if len(args) > place and not isinstance(args[place], bool) else -1)
+    dim = 0 if function is torch.msort else dim
+    return int(values.shape[dim]) if values.dim() else 1
+
+
+def _called_by(module: str) -> bool:
+    """Whether a function of this module is among the nearest callers."""
+    frame: types.FrameType | None = sys._getframe(1)
+    for _ in range(8):
+        if frame is None:
+            return False
+        if frame.f_globals.get("__name__") == module:
+            return True
+        frame = frame.f_back
+    return False
 
 
 def is_in_place(function: Function) -> bool:

@@ -24,6 +24,7 @@ from trak_lite.gradient_computers.hooks.interception import (
     Function,
     chooses_by_value,
     is_in_place,
+    ordered_size,
 )
 from trak_lite.gradient_computers.hooks.recurrent import PACKED
 from trak_lite.gradient_computers.hooks.registry import GradientRule
@@ -89,7 +90,7 @@ class _Record:
     others: list[Any]
     outputs: list[Tensor]
     output_shapes: list[tuple[int, ...]]
-    by_value: bool
+    taints: frozenset[Any]
 
 
 class _Recorder(AbstractInterceptor):
@@ -99,8 +100,10 @@ class _Recorder(AbstractInterceptor):
         super().__init__()
         self.records: list[_Record] = []
         self.sources: dict[int, Any] = {}
-        self.chosen: dict[int, Any] = {}
-        """Tensors whose shape depends on values, and what is computed from them."""
+        self.taints: dict[int, tuple[Any, frozenset[Any]]] = {}
+        """Tensors whose rows may be anyone's, and what is computed from them, each with the reasons."""
+        self.ordered: list[int] = []
+        """Sizes of what was ordered by value; the place in this list is the reason."""
         for name, parameter in kept.items():
             self.watched[id(parameter)] = parameter
             self.sources[id(parameter)] = name
@@ -109,14 +112,33 @@ class _Recorder(AbstractInterceptor):
         self, func: Function, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
         result = super().__torch_function__(func, types, args, kwargs)
-        if chooses_by_value(func, args) or (self.chosen and self._reads_chosen((args, dict(kwargs or {})))):
-            for tensor in tree_flatten(written(func, args, result))[0]:
-                if isinstance(tensor, Tensor):
-                    self.chosen[id(tensor)] = tensor
+        reasons = set(self._taints_of((args, dict(kwargs or {}))))
+        if chooses_by_value(func, args):
+            reasons.add(_CHOSEN)
+        size = ordered_size(func, args, kwargs or {})
+        if size is not None:
+            reasons.add(len(self.ordered))
+            self.ordered.append(size)
+        if func is torch._pack_padded_sequence:
+            reasons.add(_PACKED_ROWS)
+        if func is torch._pad_packed_sequence:
+            reasons.discard(_PACKED_ROWS)
+        if reasons:
+            self._taint(func, written(func, args, result), frozenset(reasons))
         return result
 
-    def _reads_chosen(self, arguments: Any) -> bool:
-        return any(id(leaf) in self.chosen for leaf in tree_flatten(arguments)[0])
+    def _taint(self, function: Function, result: Any, reasons: frozenset[Any]) -> None:
+        for place, tensor in enumerate(tree_flatten(result)[0]):
+            # The last states of a recurrent layer have a batch axis again.
+            own = reasons - {_PACKED_ROWS} if function in PACKED and place else reasons
+            if isinstance(tensor, Tensor) and own:
+                self.taints[id(tensor)] = (tensor, own)
+
+    def _taints_of(self, arguments: Any) -> frozenset[Any]:
+        if not self.taints:
+            return frozenset()
+        found = [self.taints[id(leaf)][1] for leaf in tree_flatten(arguments)[0] if id(leaf) in self.taints]
+        return frozenset().union(*found)
 
     def operation(self, function: Function, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
         if self.inside:
@@ -124,13 +146,13 @@ class _Recorder(AbstractInterceptor):
         leaves = tree_flatten((args, dict(kwargs)))[0]
         shapes = [tuple(leaf.shape) for leaf in leaves if isinstance(leaf, Tensor)]
         sources = [self.sources.get(id(leaf)) for leaf in leaves if isinstance(leaf, Tensor)]
-        by_value = bool(self.chosen) and self._reads_chosen(leaves)
+        taints = self._taints_of(leaves)
         result = function(*args, **kwargs)
         outputs = differentiable(written(function, args, result))
         if not any(tensor.requires_grad for tensor in outputs):  # a shape, a device, a detached value
             return result
         others = [leaf for leaf in leaves if not isinstance(leaf, Tensor)]
-        self._record(_Record(function, sources, shapes, others, outputs, _shapes(outputs), by_value))
+        self._record(_Record(function, sources, shapes, others, outputs, _shapes(outputs), taints))
         return result
 
     def ruled_module(
@@ -140,8 +162,8 @@ class _Recorder(AbstractInterceptor):
         if names:
             shapes = [tuple(p.shape) for p in module.parameters() if id(p) in self.sources]
             outputs = differentiable(out)
-            by_value = bool(self.chosen) and self._reads_chosen((args, kwargs))
-            self._record(_Record(module, names, shapes, [], outputs, _shapes(outputs), by_value))
+            taints = self._taints_of((args, kwargs))
+            self._record(_Record(module, names, shapes, [], outputs, _shapes(outputs), taints))
         return out
 
     def _record(self, record: _Record) -> None:
@@ -157,6 +179,7 @@ def _shapes(tensors: Sequence[Tensor]) -> list[tuple[int, ...]]:
     return [tuple(t.shape) for t in tensors]
 
 
+_CHOSEN, _PACKED_ROWS = "chosen by value", "packed"
 Evaluate = Callable[[Batch], Tensor]
 
 
@@ -177,7 +200,7 @@ def make_plan(model: nn.Module, kept: Mapping[str, nn.Parameter], batch: Batch, 
         three, outputs = _recorded(model, kept, take_rows(batch, [0, 0, 0]), evaluate)
         _same_operations(two, three)
         plan = Plan()
-        pairs = _relevant(two.records, three.records, plan)
+        pairs = _relevant(two, three, plan)
         _assign_owners(plan, pairs, outputs)
     return plan
 
@@ -207,16 +230,22 @@ def _same_operations(two: _Recorder, three: _Recorder) -> None:
         )
 
 
-def _relevant(two: list[_Record], three: list[_Record], plan: Plan) -> list[_Record]:
+def _relevant(two: _Recorder, three: _Recorder, plan: Plan) -> list[_Record]:
     """Add the operations that read a parameter, or a value made of parameters alone; return their records."""
     shared: dict[int, tuple[str, ...]] = {}
     found = []
-    for place, (a, b) in enumerate(zip(two, three, strict=True)):
+    samples_ordered = {
+        place
+        for place, sizes in enumerate(zip(two.ordered, three.ordered, strict=False))
+        if len({*sizes}) > 1
+    }
+    for place, (a, b) in enumerate(zip(two.records, three.records, strict=True)):
         roots = [_roots(source, shared) for source in b.sources]
         names = tuple(dict.fromkeys(name for part in roots for name in part))
         if not names:
             continue
         site = _site(a, b, names)
+        _refuse_unknown_rows(site, b.taints, samples_ordered)
         if not site.batched:
             if any(source is not None and not part for source, part in zip(b.sources, roots, strict=True)):
                 raise _mixed(site, "its result has no batch axis although it reads the samples' activations")
@@ -242,14 +271,23 @@ def _site(two: _Record, three: _Record, names: tuple[str, ...]) -> Site:
     site.output_axes = tuple(axis for axis in outputs if not isinstance(axis, str))
     site.leaf_axes = tuple(None if isinstance(axis, str) else axis for axis in leaves)
     known = not any(isinstance(axis, str) for axis in leaves)
-    if three.by_value:
-        raise _mixed(
-            site, "its rows were chosen by their values, so which sample a row belongs to is not known"
-        )
     site.sliceable = known and two.others == three.others
     if isinstance(site.function, nn.Module) and site.batched and site.output_axes[0] != BatchAxis(0):
         raise _mixed(site, "its gradient rule needs one result with the samples on axis 0")
     return site
+
+
+def _refuse_unknown_rows(site: Site, taints: frozenset[Any], samples_ordered: set[int]) -> None:
+    """Raise if the probed samples, all equal, cannot tell whose rows the operation will read in another batch."""
+    reason = ""
+    if _CHOSEN in taints:
+        reason = "its rows were chosen by their values (experts that tokens are routed to, a boolean mask)"
+    elif _PACKED_ROWS in taints and site.function not in PACKED:
+        reason = "its rows are those of a packed sequence"
+    elif taints & samples_ordered:
+        reason = "its rows were put in an order that depends on their values (sorted by length)"
+    if reason:
+        raise _mixed(site, f"{reason}, so which sample a row belongs to is not known")
 
 
 def _mixed(site: Site, reason: str) -> UnsupportedModelError:
