@@ -188,8 +188,9 @@ def _one_by_one(
 ) -> Tensor:
     """Return the weight gradients ``(N, *weight.shape)``, one convolution each."""
     rows = grad.new_empty(len(x), *weight.shape)
-    for row, sample, sample_grad in zip(rows, x.split(1), grad.split(1), strict=True):
-        row.copy_(_grouped(sample, sample_grad, weight, stride, padding, dilation, groups)[0])
+    for i, row in enumerate(rows):
+        one = slice(i, i + 1)
+        row.copy_(_grouped(x[one], grad[one], weight, stride, padding, dilation, groups)[0])
     return rows
 
 
