@@ -33,6 +33,7 @@ from trak_lite.gradient_computers import (
     GRADIENT_COMPUTERS,
     AbstractGradientComputer,
     FunctionalGradientComputer,
+    ParameterChoice,
     choose_gradient_computer,
     select_parameters,
 )
@@ -125,7 +126,7 @@ class Attributor:
         seed: int = 0,
         device: str | torch.device = "auto",
         dtype: Literal["float16", "float32"] = "float16",
-        grad_wrt: Iterable[str] | None = None,
+        grad_wrt: ParameterChoice | None = None,
         gradient_computer: str | GradientComputerFactory = "auto",
         projector: str | AbstractProjector = "auto",
         kernel: Literal["auto", "curvature", "trak"] = "auto",
@@ -143,7 +144,8 @@ class Attributor:
             seed: Seed of the projection.
             device: ``"auto"`` runs where the model is.
             dtype: Stored dtype of the features.
-            grad_wrt: Names of the parameters to attribute through; ``None`` takes all that require grad.
+            grad_wrt: Names, patterns (``"layers.*"``) or module classes of the parameters to attribute through; ``None``
+                takes all that require grad.
             gradient_computer: ``"hook"``, ``"functional"``, ``"iterative"``, or a class or partial of one; ``"auto"``
                 takes the first of these that is exact for the model, decided by its first samples.
             projector: ``"auto"``, ``"rademacher"``, ``"gaussian"``, ``"none"``, or an instance.

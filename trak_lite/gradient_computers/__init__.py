@@ -9,6 +9,7 @@ from __future__ import annotations
 from trak_lite.gradient_computers._base import (
     AbstractGradientComputer as AbstractGradientComputer,
 )
+from trak_lite.gradient_computers._base import ParameterChoice as ParameterChoice
 from trak_lite.gradient_computers._base import collect_gradients as collect_gradients
 from trak_lite.gradient_computers._base import select_parameters as select_parameters
 from trak_lite.gradient_computers.choice import choose_gradient_computer as choose_gradient_computer
@@ -38,6 +39,7 @@ __all__ = [
     "IterativeGradientComputer",
     "Normalization",
     "NormalizedGradientComputer",
+    "ParameterChoice",
     "choose_gradient_computer",
     "clipping_threshold",
     "collect_gradients",
