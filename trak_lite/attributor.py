@@ -144,8 +144,8 @@ class Attributor:
             seed: Seed of the projection.
             device: ``"auto"`` runs where the model is.
             dtype: Stored dtype of the features.
-            grad_wrt: Names, patterns (``"layers.*"``) or module classes of the parameters to attribute through; ``None``
-                takes all that require grad.
+            grad_wrt: Names, patterns (``"layers.*"``) or module classes of the parameters to attribute through;
+                ``None`` takes all that require grad.
             gradient_computer: ``"hook"``, ``"functional"``, ``"iterative"``, or a class or partial of one; ``"auto"``
                 takes the first of these that is exact for the model, decided by its first samples.
             projector: ``"auto"``, ``"rademacher"``, ``"gaussian"``, ``"none"``, or an instance.
