@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from trak_lite._batches import batch_size, flatten_batch, map_tensors, take_rows
-from trak_lite.errors import UnsupportedModelError
+from trak_lite.errors import TrakLiteError, UnsupportedModelError
 from trak_lite.gradient_computers._base import (
     AbstractStreamingComputer,
     ParameterChoice,
@@ -31,7 +31,7 @@ from trak_lite.gradient_computers.hooks.engine import GradientPass
 from trak_lite.gradient_computers.hooks.probe import Plan, make_plan
 from trak_lite.gradient_computers.hooks.report import Coverage, ParameterCoverage
 from trak_lite.modelout_functions import AbstractModelOutput
-from trak_lite.types import Batch, BlockSink, GradientBlock, OutputTerms
+from trak_lite.types import Batch, BlockSink, DenseBlock, FactoredBlock, GradientBlock, OutputTerms
 
 __all__ = ["HookGradientComputer"]
 
@@ -45,9 +45,10 @@ class HookGradientComputer(AbstractStreamingComputer):
     """Per-sample gradients by hooks on the operations that read parameters: one forward and one backward pass.
 
     Works in whatever mode the model is in, wraps nothing and leaves nothing behind. Blocks reach the sink during the
-    backward pass; those of linear and convolution weights stay factored. The first batch of every
-    structure is examined: which axis of each tensor has the samples, and whether two samples' gradients equal those
-    of plain autograd.
+    backward pass; those of linear and convolution weights stay factored. The first batch of every structure is
+    examined for the axis of each tensor that has the samples. The first batch of every size is checked: the gradients
+    of its first and last sample must equal plain autograd's. Where rows of samples are flattened into one axis, one
+    sample of every batch is. A kept parameter that f does not depend on is zero, and :meth:`explain` lists it.
     """
 
     def __init__(
@@ -76,7 +77,7 @@ class HookGradientComputer(AbstractStreamingComputer):
             chunk_size: Samples that go through the model at once; bounds the memory of a large batch.
             autocast_dtype: Run the forward pass under autocast in this dtype (float16 or bfloat16).
             strict: Raise where f depends on a parameter in a way that cannot be split; else :meth:`explain` says so.
-            self_check: Compare the first batch's gradients of two samples with plain autograd.
+            self_check: Compare some samples' gradients with plain autograd, as said above.
         """
         super().__init__(
             *(model, task, grad_dim, dtype, device, grad_wrt),
@@ -86,23 +87,35 @@ class HookGradientComputer(AbstractStreamingComputer):
         self.strict = strict
         self.self_check = self_check
         self._plans: dict[Any, Plan] = {}
+        self._turn = 0
 
     def load_model_params(self, model: nn.Module) -> None:
         """Differentiate this model's parameters from now on; values are looked up at every call."""
-        if model is not self.model:
-            self._plans.clear()
+        self._plans.clear()  # weights of zero can hide which sample a row belongs to
         self.model = model
 
     def _stream_samples(
         self, batch: Batch, count: int, kept: Mapping[str, nn.Parameter], sink: BlockSink
     ) -> OutputTerms:
         batch = map_tensors(Tensor.detach, batch)
-        found = []
-        with self._prepared(kept):
-            plan = self._plan(batch, kept)
-            for rows in self._chunks(count):
-                terms, _ = self._run(plan, kept, take_rows(batch, rows), sink, rows.start)
-                found.append(terms)
+        try:
+            with self._prepared(kept):
+                plan = self._plan(batch, kept)
+                found = [
+                    self._checked_run(plan, kept, take_rows(batch, rows), sink, rows.start)
+                    for rows in self._chunks(count)
+                ]
+        except (TrakLiteError, torch.OutOfMemoryError):
+            raise
+        except (RuntimeError, TypeError, ValueError, IndexError, AttributeError) as error:
+            # If the plain forward pass fails too, its own error is the one to show.
+            with torch.no_grad():
+                self.terms(batch)
+            first = next(iter(str(error).splitlines()), "no message")
+            raise UnsupportedModelError(
+                f"Hooks cannot follow {type(self.model).__name__} ({type(error).__name__}: {first}). The model itself "
+                "runs. Use gradient_computer='functional' or 'iterative'."
+            ) from error
         return joined_terms(found)
 
     def explain(self, batch: Batch) -> Coverage:
@@ -144,10 +157,7 @@ class HookGradientComputer(AbstractStreamingComputer):
         key = self._structure(batch, kept)
         plan = self._plans.get(key)
         if plan is None:
-            plan = make_plan(self.model, kept, batch, self._output)
-            if self.self_check and not _draws_masks(self.model):
-                self._check(plan, kept, take_rows(batch, [0, min(1, batch_size(batch) - 1)]))
-            self._plans[key] = plan
+            plan = self._plans[key] = make_plan(self.model, kept, batch, self._output)
         return plan
 
     def _structure(self, batch: Batch, kept: Mapping[str, nn.Parameter]) -> Any:
@@ -185,20 +195,48 @@ class HookGradientComputer(AbstractStreamingComputer):
             refuse_detached(self.model, self.modelout_fn, batch, kept)
         return OutputTerms(*(term.detach() for term in terms)), grad_pass, escaped
 
-    def _check(self, plan: Plan, kept: Mapping[str, nn.Parameter], pair: Batch) -> None:
-        """Compare two samples with one plain backward pass each."""
+    def _checked_run(
+        self, plan: Plan, kept: Mapping[str, nn.Parameter], batch: Batch, sink: BlockSink, start: int
+    ) -> OutputTerms:
+        """Run, and compare some samples with one plain backward pass each where that is due."""
+        positions = self._positions_to_check(plan, batch_size(batch))
         found: dict[str, Tensor] = {}
 
-        def keep(block: GradientBlock) -> None:
-            found[block.name] = block.dense()
+        def watched(block: GradientBlock) -> None:
+            found[block.name] = _rows_of(block, positions)
+            sink(block)
 
-        self._run(plan, kept, pair, keep, 0)
-        for sample in range(2):
-            output = self._output(take_rows(pair, [sample]))[0]
-            if not output.requires_grad:
-                continue
-            expected = gradients_of(output, kept)
-            _compare({name: found[name][sample] for name in kept}, expected, self.autocast_dtype)
+        terms, _ = self._run(plan, kept, batch, watched if positions else sink, start)
+        for row, position in enumerate(positions):
+            output = self._output(take_rows(batch, [position]))[0]
+            expected = (
+                gradients_of(output, kept)
+                if output.requires_grad
+                else {name: torch.zeros_like(p) for name, p in kept.items()}
+            )
+            _compare({name: found[name][row] for name in kept}, expected, self.autocast_dtype)
+        plan.checked_sizes.add(batch_size(batch))
+        return terms
+
+    def _positions_to_check(self, plan: Plan, size: int) -> list[int]:
+        """Return the samples to check: first and last of every new batch size, one in turn where rows are flattened.
+
+        A model that mixes samples may do so at one batch size only, so the size in use is the one to check. Rows of
+        ragged samples change from batch to batch.
+        """
+        if not self.self_check or _draws_masks(self.model):
+            return []
+        if size not in plan.checked_sizes:
+            return sorted({0, size - 1})
+        self._turn += 1
+        return [self._turn % size] if plan.flattened else []
+
+
+def _rows_of(block: GradientBlock, positions: list[int]) -> Tensor:
+    """Return some samples of a block as gradient rows, in memory of their own."""
+    if isinstance(block, FactoredBlock):
+        return FactoredBlock(block.name, block.inputs[positions], block.output_grads[positions]).dense()
+    return DenseBlock(block.name, block.grad[positions]).dense()
 
 
 def _compare(

@@ -40,7 +40,7 @@ def linear_rule(call: OperationCall, grad: Tensor) -> _Parts | None:
 def addmm_rule(call: OperationCall, grad: Tensor) -> _Parts | None:
     """``b + x W``, the form of Hugging Face's Conv1D."""
     bias, x, weight, beta, alpha = call.bind("input", "mat1", "mat2", "beta", "alpha")
-    if (beta or 1) != 1 or (alpha or 1) != 1 or call.wants(x):
+    if beta not in (None, 1) or alpha not in (None, 1) or call.wants(x):
         return None
     return _matrix_product(call, grad, x=x, weight=weight, bias=bias, weight_is_in_out=True)
 
@@ -96,7 +96,7 @@ def _elementwise(derivative: Callable[[OperationCall, int, Tensor], Tensor | Non
     """Return the rule of ``a op b`` from the derivative with respect to argument 0 or 1, times the gradient."""
 
     def rule(call: OperationCall, grad: Tensor) -> _Parts | None:
-        operands = (*call.args, *call.kwargs.values())[:2]
+        operands = _operands(call)
         wanted = [place for place, value in enumerate(operands) if call.wants(value)]
         full = {place: derivative(call, place, grad) for place in wanted}
 
@@ -125,8 +125,13 @@ def _of_reflected_difference(call: OperationCall, place: int, grad: Tensor) -> T
     return grad if place == 1 else -grad
 
 
+def _operands(call: OperationCall) -> tuple[Any, ...]:
+    """Return both operands in their order, also where they were passed by name."""
+    return (*call.args, *(call.kwargs[name] for name in ("input", "other") if name in call.kwargs))[:2]
+
+
 def _operand(call: OperationCall, place: int) -> Any:
-    return (*call.args, *call.kwargs.values())[place]
+    return _operands(call)[place]
 
 
 def _of_product(call: OperationCall, place: int, grad: Tensor) -> Tensor:

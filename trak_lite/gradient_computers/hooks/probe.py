@@ -75,6 +75,14 @@ class Plan:
     """What a run of the model on one structure of batch will do with the kept parameters."""
 
     sites: list[Site] = field(default_factory=list)
+    checked_sizes: set[int] = field(default_factory=set)
+    """Batch sizes at which two samples' gradients were found equal to plain autograd's."""
+
+    @property
+    def flattened(self) -> bool:
+        """Whether positions of samples are rows of some tensor, so that rows of unequal samples could be mixed up."""
+        axes = [axis for site in self.sites for axis in (*site.leaf_axes, *site.output_axes)]
+        return any(axis is not None and axis.multiple > 1 for axis in axes)
 
     def names(self) -> set[str]:
         """Return the parameters that are used at all."""
