@@ -118,4 +118,4 @@ def test_scores_equal_the_reference(
 
     expected = expected_scores(case, states, attributor)
     assert scores.shape == (len(TRAIN_ROWS), len(TARGETS))
-    np.testing.assert_allclose(scores, expected, rtol=2e-4, atol=2e-5 * np.abs(expected).max())
+    np.testing.assert_allclose(scores, expected, rtol=1e-4, atol=1e-5 * np.abs(expected).max())
