@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from functools import partial
 from typing import Any
 
 import numpy as np
@@ -25,7 +24,7 @@ from trak_lite.gradient_computers import AbstractGradientComputer
 from trak_lite.projectors import AbstractProjector
 from trak_lite.scoring import KernelSettings, SegmentKernel, factorise_segments, gram, score_block
 from trak_lite.store import AbstractFeatureStore, AbstractRowTable, Column, TableSpec, chunk_rows_for
-from trak_lite.types import Batch, BlockSink, FeatureLayout, OutputTerms
+from trak_lite.types import Batch, FeatureLayout, OutputTerms
 
 __all__ = [
     "FEATURES",
@@ -132,26 +131,8 @@ def compute_features(
     """
     accumulator = projector.accumulator(batch_size(batch), model_id=model_id, parameters=computer.parameters)
     with naming_rows(computer.model, computer.modelout_fn, batch, rows, what):
-        terms = _stream(computer)(batch, accumulator.add)
+        terms = computer.stream_gradients(batch, accumulator.add)
     return accumulator.features().detach(), terms
-
-
-def _stream(computer: AbstractGradientComputer) -> Callable[[Batch, BlockSink], OutputTerms]:
-    """Return what streams a computer's gradients.
-
-    A subclass of a native computer that overrides one of the original TRAK's methods would be bypassed by
-    the stream it inherits, so it is streamed from those methods.
-    """
-    cls = type(computer)
-    stream = _definer(cls, "stream_gradients")
-    if min(_definer(cls, name) for name in ("compute_per_sample_grad", "compute_loss_grad")) < stream:
-        return partial(AbstractGradientComputer.stream_gradients, computer)
-    return computer.stream_gradients
-
-
-def _definer(cls: type, name: str) -> int:
-    """Return the place in ``cls.__mro__`` of the class whose ``name`` is in force."""
-    return next(place for place, base in enumerate(cls.__mro__) if name in vars(base))
 
 
 def plan_batches(pending: NDArray[np.int64], chunk_rows: int, rows_per_batch: int) -> list[NDArray[np.int64]]:

@@ -16,7 +16,7 @@ import math
 import operator
 from abc import abstractmethod
 from collections.abc import Mapping
-from typing import Any, final
+from typing import Any, ClassVar, final
 
 import torch
 from torch import Tensor
@@ -32,6 +32,7 @@ from trak_lite.types import GradientBlock, ParameterShapes
 __all__ = [
     "DEFAULT_MEMORY_BUDGET",
     "AbstractDenseProjector",
+    "AbstractScaledProjector",
     "DenseMap",
     "GaussianProjector",
     "RademacherProjector",
@@ -215,8 +216,48 @@ class AbstractDenseProjector(AbstractProjector):
         self._map.matrices.clear()
 
 
+class AbstractScaledProjector(AbstractDenseProjector):
+    """Entries scaled by 1/sqrt(K); a subclass names their distribution."""
+
+    _proj_type: ClassVar[ProjectionType]
+
+    def __init__(
+        self,
+        proj_dim: int,
+        *,
+        seed: int = 0,
+        device: str | torch.device | None = None,
+        dtype: torch.dtype | None = None,
+        memory_budget: int = DEFAULT_MEMORY_BUDGET,
+    ) -> None:
+        """Store the settings; nothing is drawn.
+
+        Args:
+            proj_dim: K, number of features per sample.
+            seed: Any integer.
+            device: Where the projection runs; ``None`` for where the gradients are.
+            dtype: Dtype of the features, and of the products where it is float64; ``None`` gives float64
+                features for float64 gradients and float32 for all others.
+            memory_budget: Bytes that matrices and workspaces may take together, for one model at a time.
+                Matrices that fit are drawn once, others again for every batch; the numbers are the same.
+
+        Raises:
+            InvalidInputError: If an argument is out of range.
+        """
+        dense_map = DenseMap(
+            positive_int(proj_dim=proj_dim),
+            self._proj_type,
+            seed=integer_seed(seed),
+            device=device,
+            dtype=dtype,
+            memory_budget=memory_budget,
+            scaled=True,
+        )
+        super().__init__(0, dense_map, self._proj_type)
+
+
 @final
-class RademacherProjector(AbstractDenseProjector):
+class RademacherProjector(AbstractScaledProjector):
     r"""Dense projection with entries :math:`\pm 1/\sqrt{K}`.
 
     Laws: :math:`E\|\phi\|^2 = \|g\|^2`, inner products are unbiased with variance
@@ -230,43 +271,11 @@ class RademacherProjector(AbstractDenseProjector):
         tensor([[-0.5000,  0.5000, -0.5000,  0.5000]])
     """
 
-    def __init__(
-        self,
-        proj_dim: int,
-        *,
-        seed: int = 0,
-        device: str | torch.device | None = None,
-        dtype: torch.dtype | None = None,
-        memory_budget: int = DEFAULT_MEMORY_BUDGET,
-    ) -> None:
-        """Store the settings; nothing is drawn.
-
-        Args:
-            proj_dim: K, number of features per sample.
-            seed: Any integer.
-            device: Where the projection runs; ``None`` for where the gradients are.
-            dtype: Dtype of the features, and of the products where it is float64; ``None`` gives float64
-                features for float64 gradients and float32 for all others.
-            memory_budget: Bytes that matrices and workspaces may take together, for one model at a time.
-                Matrices that fit are drawn once, others again for every batch; the numbers are the same.
-
-        Raises:
-            InvalidInputError: If an argument is out of range.
-        """
-        dense_map = DenseMap(
-            positive_int(proj_dim=proj_dim),
-            ProjectionType.rademacher,
-            seed=integer_seed(seed),
-            device=device,
-            dtype=dtype,
-            memory_budget=memory_budget,
-            scaled=True,
-        )
-        super().__init__(0, dense_map, ProjectionType.rademacher)
+    _proj_type = ProjectionType.rademacher
 
 
 @final
-class GaussianProjector(AbstractDenseProjector):
+class GaussianProjector(AbstractScaledProjector):
     r"""Dense projection with normal entries of variance 1/K.
 
     Laws: :math:`E\|\phi\|^2 = \|g\|^2`, inner products are unbiased with variance
@@ -280,36 +289,4 @@ class GaussianProjector(AbstractDenseProjector):
                 [0., 0., 0.]])
     """
 
-    def __init__(
-        self,
-        proj_dim: int,
-        *,
-        seed: int = 0,
-        device: str | torch.device | None = None,
-        dtype: torch.dtype | None = None,
-        memory_budget: int = DEFAULT_MEMORY_BUDGET,
-    ) -> None:
-        """Store the settings; nothing is drawn.
-
-        Args:
-            proj_dim: K, number of features per sample.
-            seed: Any integer.
-            device: Where the projection runs; ``None`` for where the gradients are.
-            dtype: Dtype of the features, and of the products where it is float64; ``None`` gives float64
-                features for float64 gradients and float32 for all others.
-            memory_budget: Bytes that matrices and workspaces may take together, for one model at a time.
-                Matrices that fit are drawn once, others again for every batch; the numbers are the same.
-
-        Raises:
-            InvalidInputError: If an argument is out of range.
-        """
-        dense_map = DenseMap(
-            positive_int(proj_dim=proj_dim),
-            ProjectionType.normal,
-            seed=integer_seed(seed),
-            device=device,
-            dtype=dtype,
-            memory_budget=memory_budget,
-            scaled=True,
-        )
-        super().__init__(0, dense_map, ProjectionType.normal)
+    _proj_type = ProjectionType.normal
