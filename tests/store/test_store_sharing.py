@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from store_cases import LONG, check_all, finish, open_for_writing, reading, values, writing
 
 from trak_lite.errors import BusyError, StateError
-from trak_lite.store import _zarr_table
+from trak_lite.store import _staging, _zarr_table
 
 
 def test_a_chunk_has_one_writer_who_is_named(path, victims):
@@ -40,6 +40,29 @@ def test_a_second_store_in_this_process_is_told_so(path):
     store.close()
     rows.put(1, values([1]))
     other.close()
+
+
+@pytest.mark.parametrize("looks", range(1, 6))
+def test_a_reader_that_sees_a_commit_between_two_looks_loses_no_row(path, monkeypatch, looks):
+    """The writer renames the files after the reader has looked at some of them."""
+    store, table = open_for_writing(path)
+    table.put(0, values([0, 1, 2]))
+    look, seen = _staging.file_size, []
+
+    def late(name):
+        found = look(name)
+        seen.append(name)
+        if len(seen) == looks:
+            monkeypatch.setattr(_staging, "file_size", look)
+            table.put(3, values([3]))
+        return found
+
+    with reading(path) as reader:
+        monkeypatch.setattr(_staging, "file_size", late)
+        assert reader.done()[:3].all()
+        assert reader.done()[:4].all()
+        assert reader.committed_chunks() == [0]
+    store.close()
 
 
 def test_a_lock_on_a_log_that_is_gone_is_no_lock(path, monkeypatch):

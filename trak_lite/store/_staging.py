@@ -9,6 +9,7 @@ records, and the chunk is committed again if all are there.
 
 from __future__ import annotations
 
+import contextlib
 import fcntl
 import os
 from collections.abc import Sequence
@@ -75,14 +76,22 @@ def _map_columns(files: TableFiles, chunk: int) -> list[NDArray[np.uint8]]:
     """
     views = []
     for column in files.columns:
-        staged = column.staged(chunk)
-        path = staged if file_size(staged) is not None else column.visible(chunk)
-        size = min(file_size(path) or 0, column.chunk_bytes)
-        content = map_file(path, size) if size else np.empty(0, np.uint8)
-        if size < column.chunk_bytes:
-            content = np.concatenate([content, np.zeros(column.chunk_bytes - size, np.uint8)])
+        content = _present_bytes(column, chunk)
+        missing = column.chunk_bytes - len(content)
+        if missing:
+            content = np.concatenate([content, np.zeros(missing, np.uint8)])
         views.append(content.reshape(column.shape[0], -1))
     return views
+
+
+def _present_bytes(column: ColumnFiles, chunk: int) -> NDArray[np.uint8]:
+    # Read without the lock: the writer may rename the file, either way, between any two looks at it.
+    for path in (column.staged(chunk), column.visible(chunk), column.staged(chunk)):
+        size = file_size(path)
+        if size is not None:
+            with contextlib.suppress(FileNotFoundError):
+                return map_file(path, min(size, column.chunk_bytes))
+    return np.empty(0, np.uint8)
 
 
 def _checksums(files: TableFiles, views: Sequence[NDArray[np.uint8]]) -> dict[str, tuple[int, int]]:
