@@ -11,14 +11,12 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from trak_lite._batches import flatten_batch, take_rows
-from trak_lite.errors import InvalidInputError, NonFiniteError, TrakLiteError
+from trak_lite.errors import MODEL_FAILURES, InvalidInputError, NonFiniteError, TrakLiteError
 from trak_lite.gradient_computers import AbstractGradientComputer
 from trak_lite.modelout_functions import AbstractModelOutput, ModelCall
 from trak_lite.types import Batch, OutputTerms
 
 __all__ = ["naming_rows", "refuse_non_finite"]
-
-_MODEL_FAILURES = (RuntimeError, TypeError, ValueError, IndexError, KeyError, AttributeError)
 
 
 @contextmanager
@@ -44,7 +42,7 @@ def naming_rows(
         raise
     except (TrakLiteError, torch.OutOfMemoryError):
         raise
-    except _MODEL_FAILURES as error:
+    except MODEL_FAILURES as error:
         leaves, _ = flatten_batch(batch)
         seen = ", ".join(
             f"{tuple(leaf.shape)} {str(leaf.dtype).removeprefix('torch.')} on {leaf.device}"

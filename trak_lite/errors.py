@@ -7,6 +7,7 @@ A message says what was seen, what was expected and what to do next.
 from __future__ import annotations
 
 __all__ = [
+    "MODEL_FAILURES",
     "BusyError",
     "CheckpointError",
     "CorruptStoreError",
@@ -93,3 +94,7 @@ class ReadOnlyStoreError(StoreError, PermissionError):
 
 class StoreFullError(StoreError):
     """The disk has no room for the rows."""
+
+
+MODEL_FAILURES = (RuntimeError, TypeError, ValueError, IndexError, KeyError, AttributeError)
+"""What a user's own module or output function raises when it does not fit its batch."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from models import CASES, Case, by_loop, make
+from models import CASES, Case, RoutedMixture, by_loop, classify, make, tokens
 from torch import Tensor
 
 from trak_lite.gradient_computers import HookGradientComputer, collect_gradients
@@ -20,8 +20,11 @@ def assert_same(found: dict[str, Tensor], expected: dict[str, Tensor], rtol: flo
         )
 
 
+EVERY = {**CASES, "mixture of experts, routed": Case(RoutedMixture, tokens(4), classify)}
+
+
 @pytest.mark.parametrize("count", [1, 4])
-@pytest.mark.parametrize("case", CASES.values(), ids=CASES.keys())
+@pytest.mark.parametrize("case", EVERY.values(), ids=EVERY.keys())
 def test_gradients_of_a_whole_model_equal_one_backward_pass_per_sample(case: Case, count: int) -> None:
     model, batch = make(case, count)
 

@@ -441,14 +441,6 @@ def test_a_shorter_path_than_the_examined_one_is_refused() -> None:
         collect_gradients(computer, (-torch.ones(4, 3).double(),))
 
 
-def test_tokens_routed_by_their_values_are_refused() -> None:
-    """The rows of an expert are some of the batch's; which sample each has is not known."""
-    model, batch = make(Case(RoutedMixture, tokens(4), classify))
-
-    with pytest.raises(UnsupportedModelError, match=r"rows were chosen by their values|no batch axis"):
-        exact(model, batch, classify)
-
-
 def test_dropout_inside_a_recurrent_layer_is_refused() -> None:
     model = nn.LSTM(3, 4, num_layers=2, dropout=0.5, batch_first=True).double().train()
 
@@ -474,16 +466,17 @@ def test_packed_projections_are_refused() -> None:
 # What holds besides the numbers
 
 
+class Unused(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.used, self.unused = nn.Linear(3, 2), nn.Linear(3, 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.unused(x)
+        return self.used(x)
+
+
 def test_unused_layers_are_zero_and_said_to_be() -> None:
-    class Unused(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.used, self.unused = nn.Linear(3, 2), nn.Linear(3, 2)
-
-        def forward(self, x: Tensor) -> Tensor:
-            self.unused(x)
-            return self.used(x)
-
     model, batch = double(Unused(), 4, 3)
     exact(model, batch)
     coverage = HookGradientComputer(model, resolve_task(squares)).explain(batch)
@@ -493,6 +486,77 @@ def test_unused_layers_are_zero_and_said_to_be() -> None:
         "unused.weight": "zero",
         "unused.bias": "zero",
     }
+
+
+def test_an_unused_layer_is_refused_by_name_where_every_gradient_is_asked_for() -> None:
+    class Idle(Unused):
+        """One layer runs for nothing, the others do not run at all."""
+
+        def __init__(self) -> None:
+            super().__init__()
+            self.never, self.recurrent = nn.Parameter(torch.ones(2)), nn.GRU(3, 2, batch_first=True)
+
+        def forward(self, x: Tensor) -> Tensor:
+            self.recurrent(x.unsqueeze(1))
+            return super().forward(x)
+
+    model, batch = double(Idle(), 4, 3)
+    for names, idle in [
+        (["used.*", "never"], ["never"]),
+        (["used.*", "unused.bias"], ["unused.bias"]),
+        (["used.*", "recurrent.weight_*"], ["recurrent.weight_ih_l0", "recurrent.weight_hh_l0"]),
+    ]:
+        for strict in (None, False):
+            computer = HookGradientComputer(model, resolve_task(squares), grad_wrt=names, strict=strict)
+            assert not any(bool(collect_gradients(computer, batch)[name].any()) for name in idle)
+        with pytest.raises(UnsupportedModelError) as caught:
+            exact(model, batch, grad_wrt=names, strict=True)
+        assert f"no operation that reads {idle}" in str(caught.value)
+
+    used = HookGradientComputer(model, resolve_task(squares), grad_wrt="used.*", strict=True)
+    assert all(bool(grad.any()) for grad in collect_gradients(used, batch).values())
+
+
+@pytest.mark.parametrize("strict", [None, True])
+def test_a_hidden_use_is_refused_unless_zeros_are_asked_for(strict: bool | None) -> None:
+    model, batch = double(nn.Sequential(nn.Linear(3, 3), Opaque()), 4, 3)
+
+    with pytest.raises(UnsupportedModelError, match=r"\['1.weight'\].*hooks cannot see"):
+        exact(model, batch, strict=strict)
+
+
+def test_a_value_of_parameters_alone_is_exact_inside_a_checkpoint() -> None:
+    """The checkpointed part runs again in the backward pass, and keeps nothing to carry a gradient back with."""
+
+    class Block(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.normed = nn.utils.parametrizations.weight_norm(nn.Linear(3, 3))
+            self.gain, self.places = nn.Parameter(torch.randn(3)), nn.Embedding(4, 3)
+            self.a, self.b = nn.Parameter(torch.randn(3, 2)), nn.Parameter(torch.randn(2, 3))
+
+        def forward(self, x: Tensor) -> Tensor:
+            x = x * self.gain.exp() + self.places(torch.arange(4)).cos()
+            return self.normed(x @ (self.a.tanh() @ self.b)).tanh()
+
+    class Recomputed(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.blocks = nn.ModuleList(Block() for _ in range(2))
+            self.head = nn.Linear(3, 2)
+
+        def forward(self, x: Tensor) -> Tensor:
+            for block in self.blocks:
+                x = checkpoint(block, x, use_reentrant=False)
+            return self.head(
+                checkpoint(
+                    lambda v: checkpoint(self.blocks[0], v, use_reentrant=False), x, use_reentrant=False
+                )
+            )
+
+    model, batch = double(Recomputed(), 5, 4, 3)
+    exact(model, batch)
+    assert choose_gradient_computer(model, resolve_task(squares), batch)[0] == "hook"
 
 
 def test_the_coverage_prints_as_a_table() -> None:
@@ -741,7 +805,7 @@ class Sorted(nn.Module):
 
 
 @pytest.mark.parametrize("layer", [nn.Linear(3, 3), nn.LSTM(3, 3, batch_first=True)], ids=["linear", "lstm"])
-def test_samples_in_an_order_of_their_values_are_refused_however_the_first_ones_lie(layer: nn.Module) -> None:
+def test_samples_in_an_order_of_their_values_are_exact_however_the_first_ones_lie(layer: nn.Module) -> None:
     """The first samples are in order already, so that neither the probe nor the self-check can see it."""
     model, (x,) = double(Sorted(layer), 4, 5, 3)
     batch = (x, torch.tensor([5, 4, 2, 3]))
@@ -749,26 +813,8 @@ def test_samples_in_an_order_of_their_values_are_refused_however_the_first_ones_
     def output(call: ModelCall, batch: Any) -> Tensor:
         return call(*batch).flatten(1).square().sum(1)
 
-    with pytest.raises(UnsupportedModelError, match="an order that depends on their values"):
-        exact(model, batch, output)
-    assert choose_gradient_computer(model, resolve_task(output), batch)[0] != "hook"
-
-
-def test_the_rows_of_a_packed_sequence_are_refused_outside_recurrent_layers() -> None:
-    class OnPacked(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.layer = nn.Linear(3, 3)
-
-        def forward(self, x: Tensor, lengths: Tensor) -> Tensor:
-            packed = pack_padded_sequence(x, lengths, batch_first=True, enforce_sorted=False)
-            mapped = packed._replace(data=self.layer(packed.data).tanh())
-            return pad_packed_sequence(mapped, batch_first=True, total_length=5)[0]
-
-    model, (x,) = double(OnPacked(), 2, 5, 3)
-
-    with pytest.raises(UnsupportedModelError, match="rows are those of a packed sequence"):
-        exact(model, (x, torch.tensor([4, 2])), lambda call, batch: call(*batch).flatten(1).square().sum(1))
+    exact(model, batch, output)
+    assert choose_gradient_computer(model, resolve_task(output), batch)[0] == "hook"
 
 
 def test_an_order_within_each_sample_is_no_order_of_samples() -> None:

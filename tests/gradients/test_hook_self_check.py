@@ -116,11 +116,17 @@ def ragged(s: Net, x: Tensor, lengths: Tensor) -> Tensor:
     return torch.zeros(len(x), 3, dtype=hidden.dtype).index_add(0, owner, hidden)
 
 
-def test_rows_of_ragged_samples_are_refused_also_where_their_number_divides() -> None:
-    _, computer = made(ragged)
+def test_rows_of_ragged_samples_are_not_mixed_up_where_their_number_divides() -> None:
+    """The checked samples, first and last, have their rows where equal samples would."""
+    model, computer = made(ragged)
+    batch = (rows(4, 5, 4), torch.tensor([2, 1, 3, 2]))
 
-    with pytest.raises(UnsupportedModelError):
-        collect_gradients(computer, (rows(4, 5, 4), torch.tensor([2, 2, 1, 3])))
+    grads = collect_gradients(computer, batch)
+
+    for name, value in collect_gradients(
+        IterativeGradientComputer(model, resolve_task(output)), batch
+    ).items():
+        torch.testing.assert_close(grads[name], value, rtol=1e-10, atol=1e-12)
 
 
 def test_what_hooks_cannot_follow_is_a_named_refusal_and_auto_moves_on() -> None:
@@ -168,3 +174,62 @@ def test_scalars_and_named_operands_keep_their_meaning() -> None:
         IterativeGradientComputer(model, resolve_task(output)), batch
     ).items():
         torch.testing.assert_close(grads[name], value, rtol=1e-10, atol=1e-12)
+
+
+class _Branching(nn.Module):
+    """Takes the branch that the whole batch votes for."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.linear(x)
+        return y.sin() if x.sum() > 0 else y.exp()
+
+
+def test_a_branch_that_goes_by_the_batch_is_found_in_any_of_its_samples():
+    inputs = torch.ones(8, 4)
+    inputs[4] = -1.0  # the only one that alone would take the other branch
+    computer = HookGradientComputer(_Branching(), resolve_task(lambda model, batch: model(batch[0]).sum(1)))
+
+    with pytest.raises(UnsupportedModelError, match="The self-check failed"):
+        computer.stream_gradients((inputs,), lambda _: None)
+
+
+def test_a_later_batch_of_a_model_that_branches_is_checked_at_one_sample_in_turn():
+    computer = HookGradientComputer(_Branching(), resolve_task(lambda model, batch: model(batch[0]).sum(1)))
+    alike, unlike = torch.ones(3, 4), torch.ones(3, 4)
+    unlike[1] = -1.0
+    computer.stream_gradients((alike,), lambda _: None)
+
+    found = []
+    for _ in range(3):
+        try:
+            computer.stream_gradients((unlike,), lambda _: None)
+        except UnsupportedModelError as error:
+            found.append(str(error))
+
+    assert len(found) == 1
+
+
+class _OneAtATime(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.linear(x.reshape(1, 4).clone())
+
+
+def test_auto_takes_what_runs_where_the_model_takes_one_sample_at_a_time():
+    model, batch = _OneAtATime(), (torch.ones(5, 4),)
+    name, reason = choose_gradient_computer(model, resolve_task(output), batch)
+
+    assert name in ("functional", "iterative")
+    assert "hook: RuntimeError: shape '[1, 4]' is invalid" in reason
+
+
+def test_auto_shows_the_error_of_a_model_that_never_runs():
+    with pytest.raises(RuntimeError, match="shapes cannot be multiplied"):
+        choose_gradient_computer(nn.Linear(3, 2), resolve_task(output), (torch.ones(5, 4),))

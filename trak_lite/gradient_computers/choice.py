@@ -7,10 +7,11 @@ import logging
 import torch
 
 from trak_lite._batches import batch_size, take_rows
-from trak_lite.errors import UnsupportedModelError
+from trak_lite.errors import MODEL_FAILURES, InvalidInputError, UnsupportedModelError
 from trak_lite.gradient_computers._base import AbstractGradientComputer, ParameterChoice, select_parameters
 from trak_lite.gradient_computers.functional import FunctionalGradientComputer
 from trak_lite.gradient_computers.hooks import HookGradientComputer
+from trak_lite.gradient_computers.iterative import IterativeGradientComputer
 from trak_lite.modelout_functions import AbstractModelOutput
 from trak_lite.types import Batch
 
@@ -50,15 +51,31 @@ def choose_gradient_computer(
         "hook": HookGradientComputer(model, task, grad_wrt=names, autocast_dtype=autocast_dtype),
         "functional": FunctionalGradientComputer(model, task, grad_wrt=names, autocast_dtype=autocast_dtype),
     }
-    refusals = []
+    refusals: list[str] = []
+    failure: Exception | None = None
     for name, computer in computers.items():
         try:
             computer.stream_gradients(few, lambda _: None)
         except UnsupportedModelError as error:
             refusals.append(f"{name}: {error}")
+        except InvalidInputError:
+            raise
+        except MODEL_FAILURES as error:  # such as a model that takes one sample at a time
+            refusals.append(f"{name}: {type(error).__name__}: {error}")
+            failure = failure or error
         else:
             return _decided(name, refusals or ["every kept parameter is covered"])
+    if failure is not None:
+        _raise_unless_alone(IterativeGradientComputer(model, task, grad_wrt=names), few, failure)
     return _decided("iterative", refusals)
+
+
+def _raise_unless_alone(last: AbstractGradientComputer, few: Batch, failure: Exception) -> None:
+    """Raise the model's own error unless it runs on one sample at a time."""
+    try:
+        last.stream_gradients(few, lambda _: None)
+    except MODEL_FAILURES as error:
+        raise failure from error
 
 
 def _decided(name: str, reasons: list[str]) -> tuple[str, str]:

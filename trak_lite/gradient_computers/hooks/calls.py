@@ -115,7 +115,8 @@ def merged(parts: list[Contribution], shape: torch.Size) -> Contribution:
         positions = sum(x.shape[1] for x in inputs)
         if positions * (inputs[0].shape[2] + grads[0].shape[2]) <= 4 * shape.numel():
             return Factors(torch.cat(inputs, 1), torch.cat(grads, 1))
-    total = dense_of(parts[0]).reshape(-1, *shape)
+    first = dense_of(parts[0])
+    total = first.reshape(first.shape[0], *shape)
     for part in parts[1:]:
         total = total + dense_of(part).reshape(total.shape)
     return total

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from trak_lite._batches import batch_size, flatten_batch, map_tensors, take_rows
-from trak_lite.errors import TrakLiteError, UnsupportedModelError
+from trak_lite.errors import MODEL_FAILURES, TrakLiteError, UnsupportedModelError
 from trak_lite.gradient_computers._base import (
     AbstractStreamingComputer,
     ParameterChoice,
@@ -27,7 +27,7 @@ from trak_lite.gradient_computers._base import (
     refuse_detached,
     select_parameters,
 )
-from trak_lite.gradient_computers.hooks.engine import GradientPass
+from trak_lite.gradient_computers.hooks.engine import GradientPass, UnexpectedRowsError
 from trak_lite.gradient_computers.hooks.probe import Plan, make_plan
 from trak_lite.gradient_computers.hooks.report import Coverage, ParameterCoverage
 from trak_lite.modelout_functions import AbstractModelOutput
@@ -49,6 +49,9 @@ class HookGradientComputer(AbstractStreamingComputer):
     examined for the axis of each tensor that has the samples. The first batch of every size is checked: the gradients
     of its first and last sample must equal plain autograd's. Where rows of samples are flattened into one axis, one
     sample of every batch is. A kept parameter that f does not depend on is zero, and :meth:`explain` lists it.
+
+    Where rows are chosen or ordered by their values (routed experts, masks, sorted or ragged samples), one more
+    backward pass per factor of 64 in the batch size finds the sample of every row; rows that mix samples are refused.
     """
 
     def __init__(
@@ -62,7 +65,7 @@ class HookGradientComputer(AbstractStreamingComputer):
         *,
         chunk_size: int | None = None,
         autocast_dtype: torch.dtype | None = None,
-        strict: bool = True,
+        strict: bool | None = None,
         self_check: bool = True,
     ) -> None:
         """Store the settings.
@@ -76,7 +79,10 @@ class HookGradientComputer(AbstractStreamingComputer):
             grad_wrt: What to keep gradients for (:func:`select_parameters`); ``None``: what requires grad.
             chunk_size: Samples that go through the model at once; bounds the memory of a large batch.
             autocast_dtype: Run the forward pass under autocast in this dtype (float16 or bfloat16).
-            strict: Raise where f depends on a parameter in a way that cannot be split; else :meth:`explain` says so.
+            strict: ``True``: raise for every kept parameter without a gradient of its own; ``False``: its gradient is
+                zero, and :meth:`explain` says so. ``None`` raises where f depends on the parameter in a way that cannot
+                be split, and takes one that f does not depend on (an unused layer) as zero. What a routed batch leaves
+                out (an expert without rows) is zero in all three cases: other batches may reach it.
             self_check: Compare some samples' gradients with plain autograd, as said above.
         """
         super().__init__(
@@ -107,7 +113,7 @@ class HookGradientComputer(AbstractStreamingComputer):
                 ]
         except (TrakLiteError, torch.OutOfMemoryError):
             raise
-        except (RuntimeError, TypeError, ValueError, IndexError, AttributeError) as error:
+        except MODEL_FAILURES as error:
             # If the plain forward pass fails too, its own error is the one to show.
             with torch.no_grad():
                 self.terms(batch)
@@ -137,7 +143,8 @@ class HookGradientComputer(AbstractStreamingComputer):
                 grad_pass, escaped = self._pass(plan, kept, part, lambda _: None, 0)[1:]
         except UnsupportedModelError as error:
             return Coverage(tuple(ParameterCoverage(name, "refused", str(error)) for name in kept))
-        return Coverage(tuple(_line(name, grad_pass.methods[name], name in escaped) for name in kept))
+        unread = "no row of these samples reaches it, or f" if plan.routed else "f"
+        return Coverage(tuple(_line(name, grad_pass.methods[name], name in escaped, unread) for name in kept))
 
     @contextmanager
     def _prepared(self, kept: Mapping[str, nn.Parameter]) -> Iterator[None]:
@@ -170,15 +177,32 @@ class HookGradientComputer(AbstractStreamingComputer):
         self, plan: Plan, kept: Mapping[str, nn.Parameter], batch: Batch, sink: BlockSink, start: int
     ) -> tuple[OutputTerms, GradientPass]:
         terms, grad_pass, escaped = self._pass(plan, kept, batch, sink, start)
-        if escaped and self.strict:
+        if escaped and self.strict is not False:
             raise UnsupportedModelError(
                 f"f depends on {list(escaped)[:5]} in a way that hooks cannot see: an autograd.Function, a scripted "
                 "module or another part outside torch's operations reads them. Register a gradient rule for the module "
                 "(register_gradient_rule), use another gradient computer, or pass strict=False to leave that part out."
             )
+        unread = [name for name in kept if not grad_pass.methods[name] and name not in escaped]
+        if self.strict and unread and not plan.routed:
+            raise UnsupportedModelError(
+                f"f depends on no operation that reads {unread[:5]}, so they have no gradient. strict=True expects "
+                "one for every kept parameter. Leave them out of grad_wrt, or drop strict=True to take zeros for them."
+            )
         return terms, grad_pass
 
     def _pass(
+        self, plan: Plan, kept: Mapping[str, nn.Parameter], batch: Batch, sink: BlockSink, start: int
+    ) -> tuple[OutputTerms, GradientPass, dict[str, Tensor]]:
+        """Run forward and backward; where the rows are not as many as expected, find their samples instead."""
+        try:
+            return self._single_pass(plan, kept, batch, sink, start)
+        except UnexpectedRowsError as error:
+            logger.info("%s", error)
+            plan.doubt()  # nothing that the second pass does depends on a number of rows
+            return self._single_pass(plan, kept, batch, sink, start)
+
+    def _single_pass(
         self, plan: Plan, kept: Mapping[str, nn.Parameter], batch: Batch, sink: BlockSink, start: int
     ) -> tuple[OutputTerms, GradientPass, dict[str, Tensor]]:
         """Run forward and backward once; hooks are gone afterwards."""
@@ -219,17 +243,19 @@ class HookGradientComputer(AbstractStreamingComputer):
         return terms
 
     def _positions_to_check(self, plan: Plan, size: int) -> list[int]:
-        """Return the samples to check: first and last of every new batch size, one in turn where rows are flattened.
+        """Return the samples to check: first and last of every new batch size, and in some models more.
 
-        A model that mixes samples may do so at one batch size only, so the size in use is the one to check. Rows of
-        ragged samples change from batch to batch.
+        A model that mixes samples may do so at one batch size only, so the size in use is the one to check. Where the
+        forward pass reads values, a branch may go by the whole batch: all samples of the first batch are checked.
+        There, and where rows are flattened, one sample in turn is checked in every batch, as values and ragged rows
+        change from batch to batch.
         """
         if not self.self_check or _draws_masks(self.model):
             return []
         if size not in plan.checked_sizes:
-            return sorted({0, size - 1})
+            return list(range(size)) if plan.chooses_in_python else sorted({0, size - 1})
         self._turn += 1
-        return [self._turn % size] if plan.flattened else []
+        return [self._turn % size] if plan.flattened or plan.chooses_in_python else []
 
 
 def _rows_of(block: GradientBlock, positions: list[int]) -> Tensor:
@@ -267,11 +293,11 @@ def _draws_masks(model: nn.Module) -> bool:
     )
 
 
-def _line(name: str, methods: Mapping[str, None], escaped: bool) -> ParameterCoverage:
+def _line(name: str, methods: Mapping[str, None], escaped: bool, unread: str) -> ParameterCoverage:
     how: Literal["rule", "fallback", "zero", "refused"]
     if escaped:
         return ParameterCoverage(name, "refused", "read by something that is not an operation of torch")
     if not methods:
-        return ParameterCoverage(name, "zero", "f does not depend on it")
+        return ParameterCoverage(name, "zero", f"{unread} does not depend on it")
     how = "fallback" if any("operation" in method for method in methods) else "rule"
     return ParameterCoverage(name, how, "; ".join(methods))

@@ -92,12 +92,12 @@ def _bags(
 
 def _largest(call: OperationCall, grad: Tensor, weight: Tensor) -> _Parts:
     """The gradient of each coordinate of a bag goes to the row that holds its maximum."""
-    winners = call.outputs[3]
+    sizes, winners = call.outputs[2:]
     size, width = weight.shape
     owner = _owner_of_bags(call, len(grad), grad.device).unsqueeze(1)
-    rows = owner * size + winners.clamp(min=0)  # an empty bag has no winner
+    empty = (sizes == 0).unsqueeze(1) | (winners < 0)  # torch may name row 0 as the winner of an empty bag
     table = grad.new_zeros(call.num_samples * size, width)
-    table.scatter_add_(0, rows, grad.masked_fill(winners < 0, 0.0))
+    table.scatter_add_(0, owner * size + winners.clamp(min=0), grad.masked_fill(empty, 0.0))
     yield weight, table.view(call.num_samples, size, width)
 
 

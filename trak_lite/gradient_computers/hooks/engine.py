@@ -29,6 +29,7 @@ from trak_lite.gradient_computers.hooks.calls import (
 from trak_lite.gradient_computers.hooks.generic import generic_rule
 from trak_lite.gradient_computers.hooks.interception import AbstractInterceptor, Function, is_in_place
 from trak_lite.gradient_computers.hooks.operations import READS_NOTHING, RULES
+from trak_lite.gradient_computers.hooks.owners import SampleCode
 from trak_lite.gradient_computers.hooks.probe import (
     Plan,
     Site,
@@ -39,9 +40,15 @@ from trak_lite.gradient_computers.hooks.probe import (
 )
 from trak_lite.gradient_computers.hooks.recurrent import RECURRENT, run_recurrent
 from trak_lite.gradient_computers.hooks.registry import GradientRule
+from trak_lite.gradient_computers.hooks.routing import (
+    RowTags,
+    routed_contributions,
+    row_layout,
+    summed_by_owner,
+)
 from trak_lite.types import BlockSink, DenseBlock, FactoredBlock
 
-__all__ = ["GradientPass"]
+__all__ = ["GradientPass", "UnexpectedRowsError"]
 
 _TRANSPOSITIONS = frozenset(
     {Tensor.t, torch.t, Tensor.T.__get__, Tensor.mT.__get__, Tensor.transpose, torch.transpose}  # type: ignore[attr-defined]
@@ -61,6 +68,10 @@ class _Uses:
     pending: int = 0
     """Uses whose gradient has not come yet."""
     parts: list[Contribution] = field(default_factory=list)
+
+
+class UnexpectedRowsError(UnsupportedModelError):
+    """The forward pass met another number of rows than the plan says; nothing has been streamed yet."""
 
 
 class GradientPass(AbstractInterceptor):
@@ -97,6 +108,9 @@ class GradientPass(AbstractInterceptor):
         self._start = start
         self._cursor = 0
         self._in_backward = False
+        self._code = SampleCode(num_samples)
+        self._tags: list[RowTags] = []
+        self._tagging = False
         self._taps: dict[torch.device, Tensor] = {}
         self._uses = {id(p): _Uses(p, name) for name, p in kept.items()}
         self._emitted: set[str] = set()
@@ -115,7 +129,9 @@ class GradientPass(AbstractInterceptor):
             return self._unplanned(function, args, kwargs)
         if site.batched:
             return self._use(site, function, args, kwargs)
-        result = function(*args, **kwargs)
+        # A checkpoint around it keeps no value, and would run its whole part again to carry a gradient back.
+        with torch.autograd.graph.saved_tensors_hooks(_itself, _itself):
+            result = function(*args, **kwargs)
         for tensor in differentiable(written(function, args, result)):
             if tensor.requires_grad:
                 self._share(function, args, kwargs, tensor)
@@ -152,6 +168,8 @@ class GradientPass(AbstractInterceptor):
 
     def _next_site(self, function: Any, args: Any, kwargs: Mapping[str, Any]) -> Site | None:
         """Return the plan's entry for the operation that comes now, if it is the one that the plan expects."""
+        if self._plan.routed:
+            return self._site_of_use(function, args, kwargs)
         key = (function, tuple(_signature(args)), tuple(_signature(tuple(kwargs.values()))))
         if self._in_backward:  # a checkpointed part runs again
             return self._shared.get(key)
@@ -162,6 +180,26 @@ class GradientPass(AbstractInterceptor):
         self._cursor += 1
         self._shared[key] = site
         return site
+
+    def _site_of_use(self, function: Any, args: Any, kwargs: Mapping[str, Any]) -> Site:
+        """Return what the plan knows of such a use; an expert that it never saw has rows that may be anyone's."""
+        leaves = [leaf for leaf in tree_flatten((args, dict(kwargs)))[0] if isinstance(leaf, Tensor)]
+        if isinstance(function, nn.Module):
+            read = [id(p) for p in function.parameters() if id(p) in self.watched]
+            site = Site(function, self._names_of(read), True, routed=True)
+        else:
+            read = [id(leaf) for leaf in leaves if id(leaf) in self.watched]
+            batched = len(read) < len(leaves)
+            dims = tuple(leaf.dim() for leaf in leaves)
+            site = Site(function, self._names_of(read), batched, routed=batched, dims=dims)
+        known = self._plan.uses.get(site.use, site)
+        reads_samples = any(leaf.requires_grad and id(leaf) not in self.watched for leaf in leaves)
+        return site if reads_samples and not known.batched else known
+
+    def _names_of(self, read: Sequence[int]) -> tuple[str, ...]:
+        """Return the names of the parameters behind these watched tensors."""
+        roots = [root for tensor in read for root in self._uses[tensor].roots or [tensor]]
+        return tuple(dict.fromkeys(name for root in roots if (name := self._uses[root].name) is not None))
 
     def _share(self, function: Function, args: Any, kwargs: Mapping[str, Any], tensor: Tensor) -> None:
         """Watch a value made of parameters alone."""
@@ -188,13 +226,13 @@ class GradientPass(AbstractInterceptor):
         targets = {id(new): old for new, old in zip(run, leaves, strict=True) if new is not old}
         run_args, run_kwargs = tree_unflatten(run, spec)
         if function in RECURRENT and _can_unroll(function, run_args):
-            return self._run_recurrent(function, run_args, targets)
+            return self._run_recurrent(site, function, run_args, targets)
         in_place = is_in_place(function)
-        saved = self._saved(function, run, targets, in_place)
+        saved = self._saved(site, run, targets, in_place)
         result = function(*run_args, **run_kwargs)
         results = written(function, run_args, result)
         results = self._tapped(results, in_place)
-        if not self._in_backward:
+        if not self._in_backward and differentiable(results):
             call = self._call(site, function, saved, spec, targets)
             call.outputs = (
                 tuple(results)
@@ -202,14 +240,12 @@ class GradientPass(AbstractInterceptor):
                 else ()
             )
             call.in_place = in_place
-            self._catch(call, differentiable(results))
+            self._catch(site, call, differentiable(results))
         return results if not in_place or result is not None else None
 
-    def _saved(
-        self, function: Any, run: list[Any], targets: Mapping[int, Tensor], in_place: bool
-    ) -> list[Any]:
+    def _saved(self, site: Site, run: list[Any], targets: Mapping[int, Tensor], in_place: bool) -> list[Any]:
         """Return the arguments as the rule will want them: detached, old values where the operation overwrites them."""
-        if function in READS_NOTHING:
+        if site.function in READS_NOTHING and not site.routed:
             return [leaf if not isinstance(leaf, Tensor) or id(leaf) in targets else None for leaf in run]
         saved = [
             leaf.detach() if isinstance(leaf, Tensor) and id(leaf) not in targets else leaf for leaf in run
@@ -224,7 +260,7 @@ class GradientPass(AbstractInterceptor):
         args, kwargs = tree_unflatten(saved, spec)
         tensors = iter(site.leaf_axes)
         axes: dict[int, BatchAxis | None] = {}
-        if function not in READS_NOTHING:
+        if function not in READS_NOTHING and not site.routed:
             for leaf in saved:
                 if isinstance(leaf, Tensor):
                     axes[id(leaf)] = self._fitted(site, next(tensors), leaf.shape)
@@ -242,10 +278,10 @@ class GradientPass(AbstractInterceptor):
             return None
         fitted = axis.for_size(shape[axis.axis], self._num_samples) if axis.axis < len(shape) else None
         if fitted is None:
-            raise UnsupportedModelError(
+            raise UnexpectedRowsError(
                 f"{describe(site.function)}, which uses {list(site.names)[:3]}, has shape {tuple(shape)} for "
                 f"{self._num_samples} samples, expected them on axis {axis.axis}"
-                + ": which row belongs to which sample is not known. Use another gradient computer."
+                + ". Which row belongs to which sample is found by weighted backward passes from now on."
             )
         return fitted
 
@@ -270,22 +306,25 @@ class GradientPass(AbstractInterceptor):
             self._taps[like.device] = torch.zeros((), device=like.device, requires_grad=True)
         return self._taps[like.device]
 
-    def _catch(self, call: OperationCall, outputs: list[Tensor]) -> None:
+    def _catch(self, site: Site, call: OperationCall, outputs: list[Tensor]) -> None:
         """Hook the results; the gradient sets the rule off."""
-        axes = [
-            None if axis is None else self._fitted_output(call, axis, tensor)
-            for axis, tensor in zip(call.output_axes, outputs, strict=True)
-        ]
-        call.output_axes = tuple(axes)
+        layout = row_layout(call, outputs[0]) if site.routed and len(outputs) == 1 else None
+        tags = self._new_tags(site, outputs, 0 if layout is None else layout.trailing)
+        del layout  # it holds the arguments, which are freed during the backward pass
+        if not site.routed:
+            axes = zip(call.output_axes, outputs, strict=True)
+            call.output_axes = tuple(self._fitted(site, axis, tensor.shape) for axis, tensor in axes)
         targets = list({id(t): t for t in call.targets.values()}.values())
         for target in targets:
             self._expect(target)
 
         def arrived(*grads: Tensor | None) -> None:
-            if not call.targets:
+            if self._tagging:
+                tags.add(grads)
+            if self._tagging or not call.targets:
                 return
             with torch.no_grad(), torch._C.DisableTorchFunction():
-                parts = self._contributions(call, grads)
+                parts = self._contributions(call, grads, tags)
                 call.targets, call.args, call.kwargs, call.versions = {}, (), {}, []
                 self._deposit(targets, parts)
 
@@ -296,11 +335,20 @@ class GradientPass(AbstractInterceptor):
                 [t for t in outputs if t.requires_grad], lambda grads: arrived(*grads), mode="all"
             )
 
-    def _fitted_output(self, call: OperationCall, axis: BatchAxis, tensor: Tensor) -> BatchAxis | None:
-        site = self._plan.sites[self._cursor - 1]
-        return self._fitted(site, axis, tensor.shape)
+    def _new_tags(self, site: Site, outputs: Sequence[Tensor], trailing: int) -> RowTags:
+        """Return what will keep the tags of an operation's rows, if these may be anyone's."""
+        tags = RowTags(site, tuple(tensor.dtype for tensor in outputs), trailing)
+        if site.routed:
+            self._tags.append(tags)
+        return tags
 
-    def _run_recurrent(self, function: Any, args: Sequence[Any], targets: Mapping[int, Tensor]) -> Any:
+    def _run_recurrent(
+        self, site: Site, function: Any, args: Sequence[Any], targets: Mapping[int, Tensor]
+    ) -> Any:
+        rows = _num_sequences(args)
+        if not site.routed:
+            self._fitted(site, BatchAxis(0), (rows,))
+
         def tap(value: Tensor, weights: Sequence[Any], parts: Callable[[Tensor], list[Any]]) -> Tensor:
             if not value.requires_grad:
                 value = value + self._tap(value)
@@ -310,19 +358,28 @@ class GradientPass(AbstractInterceptor):
             for target in wanted:
                 if target is not None:
                     self._expect(target)
-                    self._note(target, "unrolled recurrence")
+
+            tags = self._new_tags(site, [value], 2)
 
             def arrived(grad: Tensor) -> None:
+                if self._tagging and not site.routed:
+                    return
                 with torch.no_grad(), torch._C.DisableTorchFunction():
-                    found = [(t, p) for t, p in zip(wanted, parts(grad), strict=True) if t is not None]
+                    every = parts(grad)
+                    by_row = every[0].output_grads  # of the input's part, whatever axis has the sequences
+                    if self._tagging:
+                        tags.add([by_row])
+                        return
+                    every = self._summed(every, tags, by_row)
+                    found = [(t, p) for t, p in zip(wanted, every, strict=True) if t is not None]
+                    for target, _ in found:
+                        self._note(target, "unrolled recurrence")
                     self._deposit([t for t in wanted if t is not None], found)
 
             value.register_hook(arrived)  # type: ignore[no-untyped-call]
             return value
 
-        return run_recurrent(
-            RECURRENT[function], args, num_samples=self._num_samples, order=self.packed_order, tap=tap
-        )
+        return run_recurrent(RECURRENT[function], args, num_samples=rows, order=self.packed_order, tap=tap)
 
     def ruled_module(
         self, module: nn.Module, rule: GradientRule, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any
@@ -334,7 +391,8 @@ class GradientPass(AbstractInterceptor):
         site = self._next_site(module, args, kwargs)
         if site is None:
             raise self._another_path(module)
-        self._fitted(site, site.output_axes[0], out.shape)
+        if not site.routed:
+            self._fitted(site, site.output_axes[0], out.shape)
         out = self._tapped(out, False)
         if self._in_backward:
             return out
@@ -342,27 +400,30 @@ class GradientPass(AbstractInterceptor):
         versions = [(v, v._version) for v in tree_flatten((args, kwargs))[0] if isinstance(v, Tensor)]
         for parameter in own.values():
             self._expect(parameter)
-            self._note(parameter, f"rule of {type(module).__name__}")
+        tags = self._new_tags(site, [out], out.dim() - 1)
 
         def arrived(grad: Tensor) -> None:
+            if self._tagging:
+                tags.add([grad])
+                return
             with torch.no_grad(), torch._C.DisableTorchFunction():
                 _refuse_changes(module, versions)
-                found = rule(module, args, kwargs, grad)
-                missing = sorted(set(own) - set(found))
-                if missing:
-                    raise UnsupportedModelError(
-                        f"The gradient rule of {type(module).__name__} gave no gradient for {missing}. "
-                        "Expected one for every parameter that gradients are kept for."
-                    )
-                parts = [
-                    (own[name], Factors(*part) if isinstance(part, tuple) else part)
-                    for name, part in found.items()
-                    if name in own
-                ]
-                self._deposit(list(own.values()), parts)
+                found = _parts_of(module, own, rule(module, args, kwargs, grad))
+                parts = self._summed(list(found.values()), tags, grad)
+                for parameter in own.values():
+                    self._note(parameter, f"rule of {type(module).__name__}")
+                self._deposit(list(own.values()), [(own[n], p) for n, p in zip(found, parts, strict=True)])
 
         out.register_hook(arrived)
         return out
+
+    def _summed(self, parts: list[Contribution], tags: RowTags, grad: Tensor) -> list[Contribution]:
+        """Sum per-row contributions over the rows of each sample, where rows are not the samples one by one."""
+        if not tags.site.routed:
+            return parts
+        (owner,) = tags.owners([grad], self._code)
+        assert owner is not None
+        return [summed_by_owner(part, owner, self._num_samples) for part in parts]
 
     # Backward
 
@@ -372,7 +433,7 @@ class GradientPass(AbstractInterceptor):
         Raises:
             UnsupportedModelError: If the plan was not run to its end, or an operation cannot be split.
         """
-        if self._cursor != len(self._plan.sites):
+        if self._cursor != len(self._plan.sites) and not self._plan.routed:
             raise UnsupportedModelError(
                 f"The model ran {self._cursor} operations on its parameters, and {len(self._plan.sites)} when it was "
                 "examined. Expected the same for every batch. Use another gradient computer."
@@ -381,6 +442,7 @@ class GradientPass(AbstractInterceptor):
         if output.requires_grad:
             self._in_backward = True
             inputs = [*self._kept.values(), *self._taps.values()]
+            self._tag_rows(output, inputs)
             with torch._C.DisableTorchFunction():
                 total = output.sum()
             found = self._run_backward(total, inputs)
@@ -388,15 +450,35 @@ class GradientPass(AbstractInterceptor):
         self._finish()
         return escaped
 
-    def _run_backward(self, total: Tensor, inputs: list[Tensor]) -> tuple[Tensor | None, ...]:
+    def _tag_rows(self, output: Tensor, inputs: list[Tensor]) -> None:
+        """Run the weighted backward passes that tell whose rows are whose, where that is not known."""
+        if not self._tags:
+            return
+        dtypes = [dtype for tags in self._tags for dtype in tags.dtypes]
+        self._code = SampleCode.for_gradients(self._num_samples, dtypes)
+        self._tagging = True
+        for weights in self._code.weights(output):
+            self._run_backward(output, inputs, weights)
+        self._tagging = False
+
+    def _run_backward(
+        self, total: Tensor, inputs: list[Tensor], weights: Tensor | None = None
+    ) -> tuple[Tensor | None, ...]:
         with refusing_reentrant_checkpoints():
-            return torch.autograd.grad(total, inputs, allow_unused=True)
+            return torch.autograd.grad(
+                total, inputs, weights, retain_graph=weights is not None, allow_unused=True
+            )
 
     def _contributions(
-        self, call: OperationCall, grads: Sequence[Tensor | None]
+        self, call: OperationCall, grads: Sequence[Tensor | None], tags: RowTags
     ) -> list[tuple[Tensor, Contribution]]:
         """Return what the operation gives to each parameter that it read."""
         _refuse_changes(call.function, call.versions)
+        if tags.site.routed:
+            method, routed = routed_contributions(call, grads, tags.owners(grads, self._code))
+            for target in call.targets.values():
+                self._note(target, method)
+            return routed
         name, rule = RULES.get(call.function, ("", None))
         parts = rule(call, grads[0]) if rule is not None and grads[0] is not None else None
         found = list(generic_rule(call, grads)) if parts is None else list(parts)
@@ -453,7 +535,8 @@ class GradientPass(AbstractInterceptor):
             return
         roots = [self._uses[root] for root in uses.roots]
         if parts:
-            grads = dense_of(merged(parts, uses.tensor.shape)).reshape(-1, *uses.tensor.shape)
+            grads = dense_of(merged(parts, uses.tensor.shape))
+            grads = grads.reshape(self._num_samples, *uses.tensor.shape)
             for root, part in zip(
                 roots, _pulled_back(uses.tensor, [r.tensor for r in roots], grads), strict=True
             ):
@@ -484,6 +567,34 @@ class GradientPass(AbstractInterceptor):
             for name, parameter in self._kept.items():
                 if name not in self._emitted:
                     self._emit(name, parameter.new_zeros(()).expand(self._num_samples, *parameter.shape))
+
+
+def _itself(tensor: Tensor) -> Tensor:
+    return tensor
+
+
+def _parts_of(
+    module: nn.Module, own: Mapping[str, Tensor], found: Mapping[str, Tensor | tuple[Tensor, Tensor]]
+) -> dict[str, Contribution]:
+    """Return what a module's rule gave to each of its kept parameters, if that is all of them."""
+    missing = sorted(set(own) - set(found))
+    if missing:
+        raise UnsupportedModelError(
+            f"The gradient rule of {type(module).__name__} gave no gradient for {missing}. "
+            "Expected one for every parameter that gradients are kept for."
+        )
+    return {
+        name: Factors(*part) if isinstance(part, tuple) else part
+        for name, part in found.items()
+        if name in own
+    }
+
+
+def _num_sequences(args: Sequence[Any]) -> int:
+    """Return how many sequences a recurrent operation reads."""
+    if isinstance(args[3], list | tuple):  # packed: the first step has all of them
+        return int(args[1][0])
+    return int(args[0].shape[int(not args[-1])])
 
 
 def _is_transpose(function: Function, args: Any, result: Tensor) -> bool:

@@ -7,7 +7,7 @@ samples or ``vmap`` has no rule, the operation runs once more on the whole batch
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -15,10 +15,10 @@ from torch import Tensor
 from torch.func import vjp, vmap
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
-from trak_lite.gradient_computers.hooks.axes import by_sample
+from trak_lite.gradient_computers.hooks.axes import BatchAxis, by_sample
 from trak_lite.gradient_computers.hooks.calls import Contribution, OperationCall
 
-__all__ = ["generic_rule"]
+__all__ = ["generic_rule", "looped"]
 
 
 def generic_rule(
@@ -37,7 +37,11 @@ def generic_rule(
             yield from found
             return
     call.method = "one backward of the operation per sample"
-    yield from _looped(call, grads)
+
+    def alone(sample: int) -> list[Tensor | None]:
+        return [_of_one(call, g, axis, sample) for g, axis in zip(grads, call.output_axes, strict=True)]
+
+    yield from looped(call, range(call.num_samples), alone)
 
 
 def _leaves(call: OperationCall) -> tuple[list[Any], list[int]]:
@@ -99,26 +103,34 @@ def _vectorised(call: OperationCall, grads: Sequence[Tensor | None]) -> list[tup
     return [(leaves[place], value) for place, value in zip(places, found, strict=True)]
 
 
-def _looped(call: OperationCall, grads: Sequence[Tensor | None]) -> Iterator[tuple[Tensor, Contribution]]:
+def _of_one(call: OperationCall, grad: Tensor | None, axis: BatchAxis | None, sample: int) -> Tensor | None:
+    """Return the gradient of a result with the entries of all other samples set to zero."""
+    if grad is None or axis is None:
+        return None
+    alone = torch.zeros_like(grad, memory_format=torch.contiguous_format)
+    by_sample(alone, axis, call.num_samples)[sample] = by_sample(grad, axis, call.num_samples)[sample]
+    return alone
+
+
+def looped(
+    call: OperationCall, samples: Iterable[int], alone: Callable[[int], Sequence[Tensor | None]]
+) -> Iterator[tuple[Tensor, Contribution]]:
+    """Run the operation once and differentiate it for each of these samples; the others' gradients are zero.
+
+    Args:
+        call: The operation.
+        samples: Numbers below B.
+        alone: Gives the gradients of the differentiable results for one sample.
+    """
     leaves, places = _leaves(call)
-    count = call.num_samples
     with torch.enable_grad():
         wanted = [leaves[place].detach().requires_grad_() for place in places]
         results = _runner(call, places)(leaves, *wanted)
-    pairs = [
-        (r, g.to(r.dtype), axis)
-        for r, g, axis in zip(results, grads, call.output_axes, strict=True)
-        if g is not None and axis is not None
-    ]
-    found = [w.new_zeros(count, *w.shape) for w in wanted]
-    for sample in range(count):
-        masked = []
-        for _, g, axis in pairs:
-            alone = torch.zeros_like(g, memory_format=torch.contiguous_format)
-            by_sample(alone, axis, count)[sample] = by_sample(g, axis, count)[sample]
-            masked.append(alone)
+    found = [w.new_zeros(call.num_samples, *w.shape) for w in wanted]
+    for sample in samples:
+        pairs = [(r, g.to(r.dtype)) for r, g in zip(results, alone(sample), strict=True) if g is not None]
         parts = torch.autograd.grad(
-            [r for r, _, _ in pairs], wanted, masked, retain_graph=True, allow_unused=True
+            [r for r, _ in pairs], wanted, [g for _, g in pairs], retain_graph=True, allow_unused=True
         )
         for total, part in zip(found, parts, strict=True):
             if part is not None:

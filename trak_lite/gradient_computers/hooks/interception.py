@@ -19,7 +19,14 @@ from torch.overrides import TorchFunctionMode
 
 from trak_lite.gradient_computers.hooks.registry import GradientRule, rule_for
 
-__all__ = ["AbstractInterceptor", "Function", "chooses_by_value", "is_in_place", "ordered_size"]
+__all__ = [
+    "AbstractInterceptor",
+    "Function",
+    "chooses_by_value",
+    "is_in_place",
+    "num_read_out",
+    "ordered_size",
+]
 
 Function = Callable[..., Any]
 
@@ -159,6 +166,10 @@ def chooses_by_value(function: Function, args: tuple[Any, ...]) -> bool:
         return any(isinstance(part, Tensor) and part.dtype == torch.bool for part in parts)
     if function is torch.where and len(args) == 1:
         return True
+    if function in (torch.repeat_interleave, Tensor.repeat_interleave):
+        return any(isinstance(part, Tensor) for part in args[1:]) or (
+            function is torch.repeat_interleave and len(args) == 1
+        )
     return function in _BY_VALUE
 
 
@@ -179,6 +190,25 @@ def ordered_size(function: Function, args: tuple[Any, ...], kwargs: Mapping[str,
     dim = kwargs.get("dim", args[place] if len(args) > place and not isinstance(args[place], bool) else -1)
     dim = 0 if function is torch.msort else dim
     return int(values.shape[dim]) if values.dim() else 1
+
+
+_READING_OUT = frozenset(
+    {
+        Tensor.item,
+        Tensor.tolist,
+        Tensor.numpy,
+        Tensor.__array__,
+        Tensor.__int__,
+        Tensor.__float__,
+        Tensor.__bool__,
+        Tensor.__index__,
+    }
+)
+
+
+def num_read_out(function: Function, args: tuple[Any, ...]) -> int:
+    """Return how many numbers the operation hands from tensors to Python, which may slice samples by them."""
+    return int(args[0].numel()) if function in _READING_OUT else 0
 
 
 def _called_by(module: str) -> bool:

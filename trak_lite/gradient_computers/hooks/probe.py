@@ -24,6 +24,7 @@ from trak_lite.gradient_computers.hooks.interception import (
     Function,
     chooses_by_value,
     is_in_place,
+    num_read_out,
     ordered_size,
 )
 from trak_lite.gradient_computers.hooks.recurrent import PACKED
@@ -36,6 +37,7 @@ __all__ = [
     "describe",
     "differentiable",
     "make_plan",
+    "mixed",
     "refusing_reentrant_checkpoints",
     "written",
 ]
@@ -68,25 +70,60 @@ class Site:
     """Batch axis of every differentiable result."""
     sliceable: bool = True
     """Whether no argument counts the samples."""
+    routed: bool = False
+    """Whether its rows may be anyone's, so that the gradient has to tell their samples."""
+    dims: tuple[int, ...] = ()
+    """Number of axes of every tensor argument of an operation."""
+
+    @property
+    def use(self) -> Any:
+        """What tells this use of parameters from others where operations do not come in a fixed order."""
+        return self.function, frozenset(self.names), self.dims
 
 
 @dataclass(slots=True)
 class Plan:
-    """What a run of the model on one structure of batch will do with the kept parameters."""
+    """What a run of the model on one structure of batch will do with the kept parameters.
+
+    The operations come in the order of ``sites``, unless rows are routed: then experts without rows may be left out,
+    others may appear, and an operation is known by its function and its parameters.
+    """
 
     sites: list[Site] = field(default_factory=list)
+    routed: bool = False
+    """Whether some operation's rows may be anyone's."""
+    uses: dict[Any, Site] = field(default_factory=dict)
+    """Where rows are routed, what is known of each use."""
+    chooses_in_python: bool = False
+    """Whether the model's forward pass reads values, so that a branch may depend on the other samples."""
     checked_sizes: set[int] = field(default_factory=set)
-    """Batch sizes at which two samples' gradients were found equal to plain autograd's."""
+    """Batch sizes at which samples' gradients were found equal to plain autograd's."""
 
     @property
     def flattened(self) -> bool:
         """Whether positions of samples are rows of some tensor, so that rows of unequal samples could be mixed up."""
         axes = [axis for site in self.sites for axis in (*site.leaf_axes, *site.output_axes)]
-        return any(axis is not None and axis.multiple > 1 for axis in axes)
+        return self.routed or any(axis is not None and axis.multiple > 1 for axis in axes)
 
-    def names(self) -> set[str]:
-        """Return the parameters that are used at all."""
-        return {name for site in self.sites for name in site.names}
+    def route(self) -> None:
+        """Know operations by what they read from now on.
+
+        Raises:
+            UnsupportedModelError: If the same use has samples once, and none another time.
+        """
+        self.routed = True
+        for site in self.sites:
+            known = self.uses.setdefault(site.use, site)
+            if known.batched != site.batched:
+                raise mixed(site, "the same operation runs on samples and on what all samples share")
+            if known != site:
+                known.routed = True
+
+    def doubt(self) -> None:
+        """Let the gradient tell the samples of all rows, as shapes do not."""
+        for site in self.sites:
+            site.routed = site.batched
+        self.route()
 
 
 @dataclass(slots=True)
@@ -112,14 +149,34 @@ class _Recorder(AbstractInterceptor):
         """Tensors whose rows may be anyone's, and what is computed from them, each with the reasons."""
         self.ordered: list[int] = []
         """Sizes of what was ordered by value; the place in this list is the reason."""
+        self.read_out = 0
+        """Numbers that Python got to see."""
+        self.read_by_model = 0
+        """Those that it got to see while the model ran, not the output function."""
+        self._running = False
         for name, parameter in kept.items():
             self.watched[id(parameter)] = parameter
             self.sources[id(parameter)] = name
+
+    def install(self, model: nn.Module) -> list[Any]:
+        """Hook the modules, and the model to know when it runs; the handles undo it."""
+
+        def starts(module: nn.Module, args: Any) -> None:
+            self._running = True
+
+        def ends(module: nn.Module, args: Any, result: Any) -> None:
+            self._running = False
+
+        own = [model.register_forward_pre_hook(starts), model.register_forward_hook(ends, always_call=True)]
+        return [*super().install(model), *own]
 
     def __torch_function__(
         self, func: Function, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
         result = super().__torch_function__(func, types, args, kwargs)
+        num_read = num_read_out(func, args)
+        self.read_out += num_read
+        self.read_by_model += num_read if self._running else 0
         reasons = set(self._taints_of((args, dict(kwargs or {}))))
         if chooses_by_value(func, args):
             reasons.add(_CHOSEN)
@@ -207,9 +264,13 @@ def make_plan(model: nn.Module, kept: Mapping[str, nn.Parameter], batch: Batch, 
         two, _ = _recorded(model, kept, take_rows(batch, [0, 0]), evaluate)
         three, outputs = _recorded(model, kept, take_rows(batch, [0, 0, 0]), evaluate)
         _same_operations(two, three)
-        plan = Plan()
+        plan = Plan(chooses_in_python=two.read_by_model > 0)
         pairs = _relevant(two, three, plan)
         _assign_owners(plan, pairs, outputs)
+        if any(site.routed for site in plan.sites):
+            plan.route()
+        if plan.flattened and two.read_out != three.read_out:
+            plan.doubt()  # Python saw a number of every sample, by which it may have cut the sample's rows
     return plan
 
 
@@ -252,11 +313,14 @@ def _relevant(two: _Recorder, three: _Recorder, plan: Plan) -> list[_Record]:
         names = tuple(dict.fromkeys(name for part in roots for name in part))
         if not names:
             continue
-        site = _site(a, b, names)
-        _refuse_unknown_rows(site, b.taints, samples_ordered)
+        reads_samples = any(
+            source is not None and not part for source, part in zip(b.sources, roots, strict=True)
+        )
+        unknown = _unknown_rows(b, samples_ordered)
+        site = _routed_site(a, b, names, reads_samples) if unknown else _site(a, b, names)
         if not site.batched:
-            if any(source is not None and not part for source, part in zip(b.sources, roots, strict=True)):
-                raise _mixed(site, "its result has no batch axis although it reads the samples' activations")
+            if reads_samples:
+                raise mixed(site, "its result has no batch axis although it reads the samples' activations")
             shared[place] = names
         plan.sites.append(site)
         found.append(b)
@@ -272,33 +336,45 @@ def _roots(source: Any, shared: Mapping[int, tuple[str, ...]]) -> tuple[str, ...
 def _site(two: _Record, three: _Record, names: tuple[str, ...]) -> Site:
     outputs = [batch_axis(a, b) for a, b in zip(two.output_shapes, three.output_shapes, strict=True)]
     leaves = [batch_axis(a, b) for a, b in zip(two.shapes, three.shapes, strict=True)]
-    site = Site(three.function, names, any(axis is not None for axis in outputs))
+    site = Site(three.function, names, any(axis is not None for axis in outputs), dims=_dims(three))
     for axis in outputs:
         if isinstance(axis, str):
-            raise _mixed(site, axis)
+            raise mixed(site, axis)
     site.output_axes = tuple(axis for axis in outputs if not isinstance(axis, str))
     site.leaf_axes = tuple(None if isinstance(axis, str) else axis for axis in leaves)
+    site.routed = site.batched and site.function in PACKED and not _sequences_are_samples(three, leaves[0])
     known = not any(isinstance(axis, str) for axis in leaves)
     site.sliceable = known and two.others == three.others
     if isinstance(site.function, nn.Module) and site.batched and site.output_axes[0] != BatchAxis(0):
-        raise _mixed(site, "its gradient rule needs one result with the samples on axis 0")
+        raise mixed(site, "its gradient rule needs one result with the samples on axis 0")
     return site
 
 
-def _refuse_unknown_rows(site: Site, taints: frozenset[Any], samples_ordered: set[int]) -> None:
-    """Raise if the probed samples, all equal, cannot tell whose rows the operation will read in another batch."""
-    reason = ""
-    if _CHOSEN in taints:
-        reason = "its rows were chosen by their values (experts that tokens are routed to, a boolean mask)"
-    elif _PACKED_ROWS in taints and site.function not in PACKED:
-        reason = "its rows are those of a packed sequence"
-    elif taints & samples_ordered:
-        reason = "its rows were put in an order that depends on their values (sorted by length)"
-    if reason:
-        raise _mixed(site, f"{reason}, so which sample a row belongs to is not known")
+def _dims(record: _Record) -> tuple[int, ...]:
+    return () if isinstance(record.function, nn.Module) else tuple(len(shape) for shape in record.shapes)
 
 
-def _mixed(site: Site, reason: str) -> UnsupportedModelError:
+def _routed_site(two: _Record, three: _Record, names: tuple[str, ...], reads_samples: bool) -> Site:
+    """Return the site of an operation whose rows may be anyone's, or of one that only looks as if."""
+    grows = two.output_shapes != three.output_shapes
+    empty = any(0 in shape for shape in three.output_shapes)
+    routed = grows or empty or reads_samples
+    return Site(three.function, names, routed, routed=routed, dims=_dims(three))
+
+
+def _unknown_rows(record: _Record, samples_ordered: set[int]) -> bool:
+    """Whether the probed samples, all equal, cannot tell whose rows the operation will read in another batch."""
+    packed = _PACKED_ROWS in record.taints and record.function not in PACKED
+    return _CHOSEN in record.taints or packed or bool(record.taints & samples_ordered)
+
+
+def _sequences_are_samples(record: _Record, axis: BatchAxis | str | None) -> bool:
+    """Whether a recurrent layer's sequences are the samples, one by one; a packed sequence keeps their order."""
+    return len(record.shapes[0]) == 2 or axis == BatchAxis(int(not record.others[-1]))
+
+
+def mixed(site: Site, reason: str) -> UnsupportedModelError:
+    """Return the error for an operation that cannot be split into samples."""
     return UnsupportedModelError(
         f"The operation {describe(site.function)}, which uses {list(site.names)[:3]}, cannot be split into "
         f"samples: {reason}. Use another gradient computer, or keep no gradients for these parameters."
@@ -315,7 +391,10 @@ def _assign_owners(plan: Plan, records: Sequence[_Record], outputs: Tensor) -> N
     batched = [
         (site, record)
         for site, record in zip(plan.sites, records, strict=True)
-        if site.batched and site.function not in PACKED and record.outputs[0].requires_grad
+        if site.batched
+        and not site.routed
+        and site.function not in PACKED
+        and record.outputs[0].requires_grad
     ]
     if not batched or not outputs.requires_grad:
         return
@@ -329,7 +408,7 @@ def _assign_owners(plan: Plan, records: Sequence[_Record], outputs: Tensor) -> N
                 orders[place] = [axis for axis in orders[place] if _owned(grad, axis, sample, len(outputs))]
     for (site, _), possible in zip(batched, orders, strict=True):
         if not possible:
-            raise _mixed(site, "f of one sample depends on what it computes for another")
+            raise mixed(site, "f of one sample depends on what it computes for another")
         if possible[0].multiple > 1 or not possible[0].sample_major:
             site.output_axes = tuple(_ordered(axis, possible[0]) for axis in site.output_axes)
         site.leaf_axes = tuple(_ordered(axis, possible[0]) for axis in site.leaf_axes)

@@ -1,0 +1,152 @@
+"""Which sample each row of a gradient belongs to, where shapes cannot tell.
+
+A backward pass of ``sum_i c_i f(z_i)`` gives the rows of sample i their plain gradient times ``c_i``. Powers of two as
+``c`` scale exactly in floating point, so the ratio of the two gradients names the sample without rounding.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+__all__ = ["Arrangement", "SampleCode", "sketch"]
+
+_TOLERANCES = {torch.float64: 1e-9, torch.float32: 1e-4}
+"""Relative deviation from a power of two that counts as rounding: kernels that sum in any order cause it."""
+
+_BASE, _BASES = 64, {torch.float16: 4}
+"""Powers of two for one digit of a code; few where the range of a dtype is small."""
+
+_NEGLIGIBLE = 64
+"""Multiples of the machine precision, relative to the largest row, below which a row is rounding noise."""
+
+
+def sketch(rows: Tensor) -> Tensor:
+    """Return a few numbers per row, linear in the row and zero only where it is: ``(N, d)`` to ``(N, min(d, 4))``.
+
+    Example:
+        >>> sketch(torch.eye(3, 50)).shape
+        torch.Size([3, 4])
+    """
+    wide = rows.to(torch.promote_types(rows.dtype, torch.float32))
+    width = rows.shape[1]
+    if width <= 4:
+        return wide
+    steps = torch.tensor([1.0, 2.0, 3.0, 5.0], dtype=torch.float64).sqrt()
+    directions = torch.outer(torch.arange(1, width + 1, dtype=torch.float64), steps).cos()
+    return wide @ directions.to(wide)
+
+
+@dataclass(frozen=True, slots=True)
+class SampleCode:
+    """Every sample's number in digits; one weighted backward pass tells one digit."""
+
+    count: int
+    """B."""
+    base: int = _BASE
+    """Powers of two in use."""
+
+    @classmethod
+    def for_gradients(cls, count: int, dtypes: Sequence[torch.dtype]) -> SampleCode:
+        """Return the code for gradients of these dtypes."""
+        return cls(count, min((_BASES.get(dtype, _BASE) for dtype in dtypes), default=_BASE))
+
+    def weights(self, like: Tensor) -> list[Tensor]:
+        """Return what to weight f with in each pass, ``(B,)`` each; none where there is one sample.
+
+        Example:
+            >>> SampleCode(3, base=4).weights(torch.zeros(1))
+            [tensor([0.2500, 0.5000, 1.0000])]
+        """
+        numbers = torch.arange(self.count, device=like.device)
+        found = []
+        for place in range(math.ceil(math.log(self.count, self.base) - 1e-9)):
+            digits = numbers // self.base**place % self.base
+            found.append(torch.exp2(digits - self.base // 2).to(like.dtype))
+        return found
+
+    def owners(self, plain: Tensor, tagged: Sequence[Tensor], dtype: torch.dtype) -> Tensor | None:
+        """Return the sample of every row ``(N,)``, -1 for a row of zeros, or ``None`` where a row has several.
+
+        Args:
+            plain: ``(N, s)``, the rows' gradients or a sketch of them.
+            tagged: The same in each weighted pass.
+            dtype: Dtype of the gradients.
+        """
+        sizes = plain.abs().amax(1) if plain.shape[1] else plain.new_zeros(len(plain))
+        found = torch.full((len(plain),), -1, dtype=torch.long, device=plain.device)
+        rows = sizes.nonzero().squeeze(1)
+        if not len(rows):
+            return found
+        sizes = sizes[rows].double().unsqueeze(1)
+        unit = plain[rows].double() / sizes
+        owner, fits = torch.zeros_like(rows), torch.ones_like(rows, dtype=torch.bool)
+        tolerance = _TOLERANCES.get(dtype, 0.05)
+        for place, values in enumerate(tagged):
+            scaled = values[rows].double() / sizes
+            ratio = (unit * scaled).sum(1) / unit.square().sum(1)
+            exponent = ratio.clamp(min=2.0**-64).log2().round()
+            power = exponent.exp2().unsqueeze(1)
+            fits &= ((scaled - power * unit).abs() <= tolerance * power).all(1)
+            digit = exponent.long() + self.base // 2
+            fits &= (digit >= 0) & (digit < self.base)
+            owner += digit * self.base**place
+        fits &= owner < self.count
+        noise = sizes.squeeze(1) <= _NEGLIGIBLE * torch.finfo(dtype).eps * sizes.max()
+        if not bool((fits | noise).all()):
+            return None
+        found[rows] = torch.where(fits, owner, -1)
+        return found
+
+
+@dataclass(frozen=True, slots=True)
+class Arrangement:
+    """Rows put together by sample, as many for each: ``(K * length, ...)`` for the K samples that have any."""
+
+    samples: Tensor
+    """``(K,)``, rising."""
+    rows: Tensor
+    """``(K * length,)``: the row at each place; a sample with fewer rows has its first one again."""
+    real: Tensor
+    """``(K * length,)``: False where a row is there again."""
+    length: int
+
+    @classmethod
+    def of(cls, owners: Tensor) -> Arrangement:
+        """Arrange rows by their owners ``(N,)``; those of nobody (-1) are left out.
+
+        Example:
+            >>> Arrangement.of(torch.tensor([2, 0, -1, 2])).rows
+            tensor([1, 1, 0, 3])
+        """
+        kept = (owners >= 0).nonzero().squeeze(1)
+        order = kept[owners[kept].argsort(stable=True)]
+        samples, counts = torch.unique_consecutive(owners[order], return_counts=True)
+        length = int(counts.max()) if len(counts) else 0
+        steps = torch.arange(length, device=owners.device)
+        first = (counts.cumsum(0) - counts).unsqueeze(1)
+        real = steps < counts.unsqueeze(1)
+        return cls(samples, order[torch.where(real, first + steps, first).flatten()], real.flatten(), length)
+
+    def take(self, rows: Tensor) -> Tensor:
+        """Return ``(N, ...)`` as ``(K * length, ...)``."""
+        if len(rows) == len(self.rows) and bool((self.rows.diff() == 1).all()):
+            return rows  # in order already
+        return rows.index_select(0, self.rows)
+
+    def take_gradients(self, rows: Tensor) -> Tensor:
+        """Return gradients ``(N, ...)`` as ``(K * length, ...)``, zero where a row is there again."""
+        taken = self.take(rows)
+        if bool(self.real.all()):
+            return taken
+        return taken.masked_fill(~self.real.view(-1, *(1,) * (taken.dim() - 1)), 0.0)
+
+    def placed(self, parts: Tensor, count: int) -> Tensor:
+        """Return what the K samples have, ``(K, ...)``, as ``(B, ...)``."""
+        if len(self.samples) == count:
+            return parts
+        return parts.new_zeros(count, *parts.shape[1:]).index_copy_(0, self.samples, parts)

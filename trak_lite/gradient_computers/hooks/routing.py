@@ -1,0 +1,272 @@
+"""Operations whose rows may be anyone's: experts that tokens are routed to, masked, sorted or ragged samples.
+
+The gradient itself tells the sample of every row (:mod:`trak_lite.gradient_computers.hooks.owners`). Rows are then put
+together by sample, and the operation's rule applies as if they had always been; an operation whose rows no rule knows
+is differentiated once for each sample.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._pytree import tree_flatten, tree_unflatten
+
+from trak_lite.errors import UnsupportedModelError
+from trak_lite.gradient_computers.hooks.axes import BatchAxis
+from trak_lite.gradient_computers.hooks.calls import Contribution, Factors, OperationCall
+from trak_lite.gradient_computers.hooks.generic import looped
+from trak_lite.gradient_computers.hooks.operations import RULES
+from trak_lite.gradient_computers.hooks.owners import Arrangement, SampleCode, sketch
+from trak_lite.gradient_computers.hooks.probe import Site, describe, mixed
+
+__all__ = ["RowLayout", "RowTags", "routed_contributions", "row_layout", "summed_by_owner"]
+
+
+@dataclass(frozen=True, slots=True)
+class RowLayout:
+    """How the result of an operation divides into rows, and which arguments have the same rows."""
+
+    trailing: int
+    """Axes of the result, counted from the last, that lie within one row."""
+    read: tuple[tuple[Tensor, int], ...] = ()
+    """Arguments with these rows, each with its own number of axes within a row."""
+    broadcast: bool = False
+    """Whether arguments are broadcast against the result first."""
+
+
+@dataclass(slots=True)
+class RowTags:
+    """What the weighted backward passes gave for the results of one operation."""
+
+    site: Site
+    dtypes: tuple[torch.dtype, ...]
+    """Of the differentiable results."""
+    trailing: int = 0
+    """Axes of a result within one row; 0 where every entry is a row."""
+    passes: list[list[Tensor | None]] = field(default_factory=list)
+
+    def add(self, grads: Sequence[Tensor | None]) -> None:
+        """Keep what is needed of the gradients of one weighted pass; nothing where rows are in known places."""
+        if not self.site.routed:
+            return
+        self.passes.append([None if grad is None else sketch(self.rows(grad)) for grad in grads])
+
+    def rows(self, grad: Tensor) -> Tensor:
+        """Return a gradient as ``(N, d)``."""
+        lead = grad.shape[: grad.dim() - self.trailing]
+        return grad.reshape(math.prod(lead), math.prod(grad.shape[len(lead) :]))
+
+    def owners(self, grads: Sequence[Tensor | None], code: SampleCode) -> list[Tensor | None]:
+        """Return the sample of every row of each result, ``(N,)``; -1 where its gradient is zero.
+
+        Raises:
+            UnsupportedModelError: If a row belongs to several samples, or a gradient is not finite.
+        """
+        found = [
+            None if grad is None else self._owners(place, grad, code) for place, grad in enumerate(grads)
+        ]
+        self.passes.clear()
+        return found
+
+    def _owners(self, place: int, grad: Tensor, code: SampleCode) -> Tensor:
+        plain = sketch(self.rows(grad))
+        if not bool(plain.isfinite().all()):
+            raise UnsupportedModelError(
+                f"The gradient of the result of {describe(self.site.function)}, which uses "
+                f"{list(self.site.names)[:3]}, is not finite, so it cannot tell which sample its rows belong to. "
+                "Expected finite gradients; look for the sample, or use another gradient computer."
+            )
+        tagged = [grads[place] for grads in self.passes]
+        found = code.owners(plain, [values for values in tagged if values is not None], grad.dtype)
+        if found is None:
+            raise mixed(self.site, "f of several samples depends on one row of its result")
+        return found
+
+
+def row_layout(call: OperationCall, result: Tensor) -> RowLayout | None:
+    """Return the rows of an operation that has a rule, or ``None`` where none are known."""
+    kind, _ = RULES.get(call.function, ("", None))
+    find = _LAYOUTS.get(kind)
+    return None if find is None else find(call, result)
+
+
+def routed_contributions(
+    call: OperationCall, grads: Sequence[Tensor | None], owners: Sequence[Tensor | None]
+) -> tuple[str, list[tuple[Tensor, Contribution]]]:
+    """Return how the gradients come about, and what the operation gives to each parameter that it read.
+
+    Args:
+        call: The operation.
+        grads: Gradients of its differentiable results.
+        owners: The sample of every row of each.
+    """
+    grad, owner = grads[0], owners[0]
+    layout = row_layout(call, grad) if grad is not None and len(grads) == 1 else None
+    if layout is not None and grad is not None and owner is not None:
+        parts = _by_rule(call, layout, grad, Arrangement.of(owner))
+        if parts is not None:
+            return f"{RULES[call.function][0]}, rows found by their gradients", parts
+    return f"one backward of the operation per sample ({describe(call.function)})", _one_by_one(
+        call, 0 if layout is None else layout.trailing, grads, owners
+    )
+
+
+def summed_by_owner(part: Contribution, owners: Tensor, count: int) -> Contribution:
+    """Return per-row gradients ``(N, ...)``, or their factors, summed over the rows of each sample."""
+    if isinstance(part, Tensor):
+        kept = owners >= 0
+        return part.new_zeros(count, *part.shape[1:]).index_add_(0, owners[kept], part[kept])
+    arranged = Arrangement.of(owners)
+    if not arranged.length:
+        return Factors(*(value.new_zeros(count, 0, value.shape[2]) for value in part))
+    by_sample = (-1, arranged.length * part.inputs.shape[1])
+    inputs = arranged.take(part.inputs).reshape(*by_sample, part.inputs.shape[2])
+    grads = arranged.take_gradients(part.output_grads).reshape(*by_sample, part.output_grads.shape[2])
+    return Factors(arranged.placed(inputs, count), arranged.placed(grads, count))
+
+
+def _one_by_one(
+    call: OperationCall, trailing: int, grads: Sequence[Tensor | None], owners: Sequence[Tensor | None]
+) -> list[tuple[Tensor, Contribution]]:
+    """Differentiate the operation once for each sample that has a row, with the other samples' gradients zero."""
+    every = torch.cat([owner for owner in owners if owner is not None])
+    found = torch.unique(every).tolist()
+
+    def alone(sample: int) -> list[Tensor | None]:
+        masked: list[Tensor | None] = []
+        for grad, owner in zip(grads, owners, strict=True):
+            if grad is None or owner is None:
+                masked.append(None)
+                continue
+            lead = grad.shape[: grad.dim() - trailing]
+            masked.append(grad * (owner == sample).view(*lead, *(1,) * trailing))
+        return masked
+
+    parts = looped(call, [sample for sample in found if sample >= 0], alone)
+    return [(call.targets[id(argument)], part) for argument, part in parts]
+
+
+def _by_rule(
+    call: OperationCall, layout: RowLayout, grad: Tensor, arranged: Arrangement
+) -> list[tuple[Tensor, Contribution]] | None:
+    """Apply the operation's rule to its rows, put together by sample."""
+    if not arranged.length:
+        return []
+    count = call.num_samples
+    rows = grad.reshape(-1, *grad.shape[grad.dim() - layout.trailing :])
+    own = _arranged_call(call, layout, grad.shape, arranged)
+    parts = RULES[call.function][1](own, arranged.take_gradients(rows))
+    if parts is None:
+        return None
+    found: list[tuple[Tensor, Contribution]] = []
+    for argument, part in parts:
+        target = own.targets[id(argument)]
+        if isinstance(part, Factors):
+            found.append((target, Factors(*(arranged.placed(value, count) for value in part))))
+        else:
+            found.append((target, arranged.placed(part.reshape(len(part), *target.shape), count)))
+    return found
+
+
+def _arranged_call(
+    call: OperationCall, layout: RowLayout, shape: torch.Size, arranged: Arrangement
+) -> OperationCall:
+    """Return the call on the rows of the K samples that have any, ``length`` of each on axis 0."""
+    axis = BatchAxis(0, arranged.length)
+    trailing = {id(argument): number for argument, number in layout.read}
+    axes: dict[int, BatchAxis | None] = {}
+    targets: dict[int, Tensor] = {}
+
+    def changed(leaf: Any) -> Any:
+        new = leaf
+        if id(leaf) in trailing:
+            full = leaf.expand(shape) if layout.broadcast else leaf
+            new = arranged.take(full.reshape(-1, *full.shape[full.dim() - trailing[id(leaf)] :]))
+            axes[id(new)] = axis
+        elif id(leaf) in call.targets:
+            if layout.broadcast:  # the axes before a row's own have size 1
+                new = leaf.reshape(leaf.shape[max(leaf.dim() - layout.trailing, 0) :])
+            targets[id(new)] = call.targets[id(leaf)]
+        return new
+
+    leaves, spec = tree_flatten((call.args, dict(call.kwargs)))
+    args, kwargs = tree_unflatten([changed(leaf) for leaf in leaves], spec)
+    return OperationCall(call.function, args, kwargs, len(arranged.samples), targets, axes, (axis,))
+
+
+# Rows by kind of operation
+
+_Find = Callable[[OperationCall, Tensor], RowLayout | None]
+
+
+def _of_linear(call: OperationCall, result: Tensor) -> RowLayout | None:
+    first, second = call.bind("input", "mat1")
+    x = second if call.function in (torch.addmm, Tensor.addmm) else first
+    return None if call.wants(x) else RowLayout(1, ((x, 1),))
+
+
+def _of_matmul(call: OperationCall, result: Tensor) -> RowLayout | None:
+    left, right = (*call.args, *call.kwargs.values())[:2]
+    if call.wants(left) or right.dim() != 2 or left.dim() < 2:
+        return None
+    return RowLayout(1, ((left, 1),))
+
+
+def _of_images(call: OperationCall, result: Tensor) -> RowLayout | None:
+    (x,) = call.bind("input")
+    if call.wants(x) or x.dim() != result.dim() or len(x) != len(result):
+        return None
+    return RowLayout(result.dim() - 1, ((x, x.dim() - 1),))
+
+
+def _of_convolution(call: OperationCall, result: Tensor) -> RowLayout | None:
+    _, weight = call.bind("input", "weight")
+    return _of_images(call, result) if weight.dim() == result.dim() else None
+
+
+def _of_norm(call: OperationCall, result: Tensor) -> RowLayout | None:
+    x, shape = call.bind("input", "normalized_shape")
+    return None if call.wants(x) else RowLayout(len(shape), ((x, len(shape)),))
+
+
+def _of_embedding(call: OperationCall, result: Tensor) -> RowLayout | None:
+    _, ids = call.bind("weight", "indices")
+    return RowLayout(1, ((ids, 0),))
+
+
+def _of_elementwise(call: OperationCall, result: Tensor) -> RowLayout | None:
+    """The leading axes that no parameter extends along number the rows."""
+    tensors = [leaf for leaf in tree_flatten((call.args, dict(call.kwargs)))[0] if isinstance(leaf, Tensor)]
+    trailing = max(
+        (leaf.dim() - _leading_ones(leaf.shape) for leaf in tensors if call.wants(leaf)), default=0
+    )
+    others = [leaf for leaf in tensors if not call.wants(leaf)]
+    if trailing == result.dim() or len(others) == len(tensors):
+        return None
+    return RowLayout(trailing, tuple((leaf, trailing) for leaf in others), broadcast=True)
+
+
+def _leading_ones(shape: Sequence[int]) -> int:
+    return next((place for place, size in enumerate(shape) if size != 1), len(shape))
+
+
+_LAYOUTS: dict[str, _Find] = {
+    "linear": _of_linear,
+    "matmul": _of_matmul,
+    "convolution": _of_convolution,
+    "transposed convolution": _of_convolution,
+    "embedding": _of_embedding,
+    "layer norm": _of_norm,
+    "RMS norm": _of_norm,
+    "group norm": _of_images,
+    "batch norm": _of_images,
+    "instance norm": _of_images,
+    "elementwise": _of_elementwise,
+    "expansion": _of_elementwise,
+}
+"""By the name of the operation's rule."""
