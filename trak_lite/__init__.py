@@ -9,10 +9,23 @@ import logging
 from trak_lite._version import __version__ as __version__
 from trak_lite.attributor import Attributor as Attributor
 from trak_lite.attributor import FeaturizeSummary as FeaturizeSummary
+from trak_lite.gradient_computers import Normalization as Normalization
+from trak_lite.gradient_computers import clip as clip
+from trak_lite.gradient_computers import clipping_threshold as clipping_threshold
 from trak_lite.scores import Scores as Scores
 from trak_lite.traker import TRAKer as TRAKer
 from trak_lite.utils import test_install as test_install
 
-__all__ = ["Attributor", "FeaturizeSummary", "Scores", "TRAKer", "__version__", "test_install"]
+__all__ = [
+    "Attributor",
+    "FeaturizeSummary",
+    "Normalization",
+    "Scores",
+    "TRAKer",
+    "__version__",
+    "clip",
+    "clipping_threshold",
+    "test_install",
+]
 
 logging.getLogger(__name__).addHandler(logging.NullHandler())

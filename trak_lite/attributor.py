@@ -33,13 +33,16 @@ from trak_lite.gradient_computers import (
     GRADIENT_COMPUTERS,
     AbstractGradientComputer,
     FunctionalGradientComputer,
+    Normalization,
     ParameterChoice,
+    as_normalization,
     choose_gradient_computer,
     select_parameters,
 )
 from trak_lite.modelout_functions import AbstractModelOutput, describe_task, resolve_task
 from trak_lite.pipeline import (
     FEATURES,
+    GRADIENT_NORM,
     OUT_TO_LOSS,
     LateTable,
     as_tensor,
@@ -62,7 +65,7 @@ from trak_lite.store import (
 )
 from trak_lite.store.manifest import compare_fingerprints
 from trak_lite.types import Batch, FeatureLayout, ParameterShapes, num_entries
-from trak_lite.workspace import Workspace, checkpoint_tables
+from trak_lite.workspace import Workspace, checkpoint_tables, complete_tables
 
 __all__ = ["Attributor", "FeaturizeSummary"]
 
@@ -128,7 +131,10 @@ class Attributor:
         dtype: Literal["float16", "float32"] = "float16",
         grad_wrt: ParameterChoice | None = None,
         gradient_computer: str | GradientComputerFactory = "auto",
+        normalize: Literal["none", "unit"] | Normalization = "none",
+        store_norms: bool = False,
         projector: str | AbstractProjector = "auto",
+        layout: Literal["auto", "joint", "module"] = "auto",
         kernel: Literal["auto", "curvature", "trak"] = "auto",
         damping: float | Literal["auto"] = "auto",
         collate: Callable[[list[Any]], Batch] | None = None,
@@ -148,7 +154,15 @@ class Attributor:
                 ``None`` takes all that require grad.
             gradient_computer: ``"hook"``, ``"functional"``, ``"iterative"``, or a class or partial of one; ``"auto"``
                 takes the first of these that is exact for the model, decided by its first samples.
-            projector: ``"auto"``, ``"rademacher"``, ``"gaussian"``, ``"none"``, or an instance.
+            normalize: What the gradients of train rows and targets are divided by: ``"unit"`` by their norms,
+                ``clip(C)`` where that is above C by what brings it down to C, ``clip(C, scope="module")`` module by
+                module; q and w stay as they are.
+            store_norms: Keep the norms of the train rows' gradients, not normalised, for :meth:`gradient_norms`; costs
+                up to a tenth of the time.
+            projector: ``"auto"`` (``"countsketch"``), another name in ``trak_lite.projectors.PROJECTORS``, or an
+                instance.
+            layout: ``"joint"`` adds up the features of all parameters, ``"module"`` gives every module K features and
+                a kernel of its own; ``"auto"`` is joint but for ``"two_sided"``.
             kernel: ``"curvature"`` weighs train rows by their loss curvature, ``"trak"`` does not; ``"auto"`` takes
                 the former where the task has curvature.
             damping: Lambda in units of the kernel's mean eigenvalue.
@@ -168,10 +182,16 @@ class Attributor:
             name: tuple(p.shape) for name, p in select_parameters(model, grad_wrt).items()
         }
         self.projector = select_projector(
-            projector, proj_dim=positive_int(proj_dim=proj_dim), seed=seed, device=self.device
+            projector,
+            proj_dim=positive_int(proj_dim=proj_dim),
+            seed=seed,
+            device=self.device,
+            layout=layout,
         )
         computer_name, self._make_computer = _decide_computer(gradient_computer)
+        self.normalization = as_normalization(normalize)
         self.kernel = _decide_kernel(kernel, damping, self.task)
+        self._store_norms = store_norms
         self._collate = collate
         self._progress = progress
         self._sources: list[tuple[CheckpointSource, Any]] = []
@@ -182,7 +202,10 @@ class Attributor:
             "seed": int(self.projector.seed),
             "dtype": self.dtype,
             "gradient_computer": computer_name,
+            "normalize": self.normalization.to_json(),
+            "store_norms": store_norms,
             "projector": projector_name(projector),
+            "layout": layout,
             "kernel": "curvature" if self.kernel.weighting == "curvature" else "trak",
             "damping": self.kernel.damping,
         }
@@ -219,6 +242,8 @@ class Attributor:
             manifest = store.manifest
         settings = dict(manifest.made_with.get("settings", {}))
         settings["grad_wrt"] = list(manifest.fingerprint["parameters"])
+        # Stores of older versions say nothing of it, and hold gradients as they are.
+        settings["normalize"] = Normalization(**settings.get("normalize", {}))
         settings.update(overrides)
         stored_task = settings.pop("task", None)
         needed = [name for name, value in settings.items() if value is None]
@@ -338,7 +363,7 @@ class Attributor:
                     self._score_targets(session, c)
                     for c in iterate_checkpoints(checkpoints, checkpoint_loader)
                 ]
-            train = _complete_tables(workspace.store(), used)
+            train = complete_tables(workspace.store(), used)
             spec = self._score_spec(train, identity, len(targets))
             if not _is_finished(workspace.table(f"scores/{name}"), spec, name):
                 self._find_targets(session, train)
@@ -362,7 +387,7 @@ class Attributor:
         if not table.complete:
             raise StateError(f"The scores {name!r} are not finished. Call score(...) again; it resumes.")
         fingerprint = table.spec.fingerprint
-        train = _complete_tables(store, list(fingerprint["checkpoints"]))
+        train = complete_tables(store, list(fingerprint["checkpoints"]))
         kernel = KernelSettings.from_json(fingerprint["kernel"])
         return Scores(
             table,
@@ -371,6 +396,34 @@ class Attributor:
             self_influence=partial(self._self_influence, store, train, kernel),
             where=None if self.path is None else f"{self.path}:{path}",
         )
+
+    def gradient_norms(self) -> NDArray[np.float32]:
+        """Return the norms of the train rows' gradients as they were before any normalisation, from the store.
+
+        Returns:
+            Euclidean norms over all kept parameters, ``(C, N)``, checkpoints in the order they were first featurized.
+
+        Raises:
+            StateError: If rows are pending, or the store was made without norms.
+
+        Example:
+            Clip the tenth of the gradients that is longest:
+
+            >>> from torch.utils.data import TensorDataset
+            >>> from trak_lite import clip, clipping_threshold
+            >>> _ = torch.manual_seed(0)
+            >>> data = TensorDataset(torch.randn(20, 4), torch.randint(2, (20,)))
+            >>> model = nn.Linear(4, 2)
+            >>> plain = Attributor(model, "image_classification", None, proj_dim=8, store_norms=True)
+            >>> _ = plain.featurize(data)
+            >>> threshold = clipping_threshold(plain.gradient_norms(), quantile=0.9)
+            >>> clipped = Attributor(model, "image_classification", None, proj_dim=8, normalize=clip(threshold))
+            >>> clipped.featurize(data).rows_written
+            20
+        """
+        with self._workspace.reading() as store:
+            tables = complete_tables(store, None).values()
+            return np.stack([_stored_norms(table) for table in tables])
 
     # ---------------------------------------------------------------- featurizing
 
@@ -392,7 +445,9 @@ class Attributor:
         fingerprint = self._row_fingerprint(model_id, digest)
         table = workspace.late_table(
             f"ckpt-{model_id}",
-            feature_table_spec(len(rows), self.layout.width, self.dtype, fingerprint),
+            feature_table_spec(
+                len(rows), self.layout.width, self.dtype, fingerprint, norms=self._store_norms
+            ),
             {"name": checkpoint.name, "source": checkpoint.source},
         )
         return self._featurize(table, rows, model_id, f"Featurizing {checkpoint.name}")
@@ -423,6 +478,7 @@ class Attributor:
             model_id=model_id,
             device=self.device,
             label=label,
+            normalization=self.normalization,
             progress=self._progress,
         )
 
@@ -459,7 +515,7 @@ class Attributor:
     def _score_targets(self, session: _ScoringSession, checkpoint: Checkpoint) -> str:
         """Load a checkpoint and compute the target features that it lacks; return the digest of its weights."""
         digest = self._load(checkpoint, session.own)
-        _complete_tables(session.workspace.store(), [digest])
+        complete_tables(session.workspace.store(), [digest])
         self._featurize_targets(session, digest, checkpoint.name)
         return digest
 
@@ -540,12 +596,22 @@ class Attributor:
 
     # ---------------------------------------------------------------- settings
 
+    def _gradient_fingerprint(self) -> dict[str, Any]:
+        """Return what determines the gradients: the computer's settings, and how they are normalised."""
+        computed, normalized = self._computer().fingerprint(), self.normalization.fingerprint()
+        if computed.keys() & normalized.keys():
+            raise InvalidInputError(
+                f"The gradient computer normalises already ({computed['normalization']}), and normalize="
+                f"{normalized['normalization']} would do it again. Leave out one of the two."
+            )
+        return {**computed, **normalized}
+
     def _manifest(self, dataset: Mapping[str, Any] | None) -> Manifest:
         """Return the manifest of these settings; without a dataset, only what the settings determine."""
         fingerprint: dict[str, Any] = {
             "dtype": self.dtype,
             "feature_width": self.layout.width,
-            "gradients": self._computer().fingerprint(),
+            "gradients": self._gradient_fingerprint(),
             "layout": self.layout.to_json(),
             "mode": "eval",
             "parameters": {name: list(shape) for name, shape in self.parameters.items()},
@@ -593,32 +659,14 @@ def _versions(device: torch.device) -> dict[str, Any]:
     }
 
 
-def _complete_tables(
-    store: AbstractFeatureStore, digests: Sequence[str] | None
-) -> dict[str, AbstractRowTable]:
-    """Return the finished train tables by weights digest, all of them or those asked for.
-
-    Raises:
-        StateError: If there is none, one asked for is not there, or rows are pending.
-    """
-    paths = checkpoint_tables(store)
-    unknown = [] if digests is None else [digest[:12] for digest in digests if digest not in paths]
-    if unknown:
+def _stored_norms(table: AbstractRowTable) -> NDArray[np.float32]:
+    """Return the norms ``(N,)`` that stand beside a checkpoint's features."""
+    if GRADIENT_NORM not in [column.name for column in table.spec.columns]:
         raise StateError(
-            f"The store has no features for {len(unknown)} of the {len(digests or ())} checkpoints (weights "
-            f"{unknown[:5]}). Featurize them first: featurize(train_data, checkpoints=...)."
+            f"ckpt-{table.spec.fingerprint['model_id']} has no gradient norms: it was featurized with "
+            "store_norms=False. Featurize into another path with store_norms=True."
         )
-    tables = {digest: store.open_table(paths[digest]) for digest in (paths if digests is None else digests)}
-    if not tables:
-        raise StateError("No train row has been featurized yet. Call featurize(train_data, ...) first.")
-    for digest, table in tables.items():
-        if not table.complete:
-            done = int(table.done().sum())
-            raise StateError(
-                f"{paths[digest]} has {done} of {table.spec.num_rows} train rows. Call featurize(...) again with the "
-                "same data, which continues there, or name finished checkpoints: score(..., checkpoints=...)."
-            )
-    return tables
+    return table.read(GRADIENT_NORM)
 
 
 def _is_finished(table: AbstractRowTable | None, spec: TableSpec, name: str) -> bool:

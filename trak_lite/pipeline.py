@@ -19,8 +19,8 @@ from tqdm.auto import tqdm
 from trak_lite._batches import batch_size, move_batch
 from trak_lite.datasets import Rows
 from trak_lite.diagnosis import naming_rows, refuse_non_finite
-from trak_lite.errors import BusyError, InvalidInputError, PrecisionError, StateError
-from trak_lite.gradient_computers import AbstractGradientComputer
+from trak_lite.errors import BusyError, InvalidInputError, NonFiniteError, PrecisionError, StateError
+from trak_lite.gradient_computers import AbstractGradientComputer, Normalization, RowNormalizer
 from trak_lite.projectors import AbstractProjector
 from trak_lite.scoring import KernelSettings, SegmentKernel, factorise_segments, gram, score_block
 from trak_lite.store import AbstractFeatureStore, AbstractRowTable, Column, TableSpec, chunk_rows_for
@@ -28,6 +28,7 @@ from trak_lite.types import Batch, FeatureLayout, OutputTerms
 
 __all__ = [
     "FEATURES",
+    "GRADIENT_NORM",
     "LOSS_CURVATURE",
     "OUT_TO_LOSS",
     "SCORES",
@@ -46,17 +47,30 @@ __all__ = [
 ]
 
 FEATURES, OUT_TO_LOSS, LOSS_CURVATURE, SCORES = "features", "out_to_loss", "loss_curvature", "scores"
+GRADIENT_NORM = "gradient_norm"
 _TILE_ROWS = 1024
 _NEXT_TO_NOTHING = 1e-3  # relative to the median norm of a batch
+_SQUARES_UNDERFLOW = 1e-15
 _MAX_ROUNDING = 1e-2  # relative to a row's norm; float16 itself rounds to 5e-4
 
 
-def feature_table_spec(num_rows: int, width: int, dtype: str, fingerprint: Mapping[str, Any]) -> TableSpec:
-    """Return the table of one checkpoint's features ``(num_rows, width)`` with q and w beside them."""
+def feature_table_spec(
+    num_rows: int, width: int, dtype: str, fingerprint: Mapping[str, Any], *, norms: bool = False
+) -> TableSpec:
+    """Return the table of one checkpoint's features ``(num_rows, width)`` with q and w beside them.
+
+    Args:
+        num_rows: N.
+        width: K.
+        dtype: Of the features: ``float16`` or ``float32``.
+        fingerprint: What determines the rows.
+        norms: Keep the norm of every sample's gradient too.
+    """
     columns = (
         Column(FEATURES, width, dtype),
         Column(OUT_TO_LOSS, None, "float32"),
         Column(LOSS_CURVATURE, None, "float32"),
+        *((Column(GRADIENT_NORM, None, "float32"),) if norms else ()),
     )
     row_bytes = width * np.dtype(dtype).itemsize
     return TableSpec(num_rows, columns, chunk_rows_for(num_rows, row_bytes), fingerprint)
@@ -93,6 +107,10 @@ class LateTable:
         """Return the rows that are not done, ascending."""
         return np.arange(self.spec.num_rows) if self._table is None else self._table.pending()
 
+    def has_column(self, name: str) -> bool:
+        """Whether the table has a column of this name."""
+        return any(column.name == name for column in self.spec.columns)
+
     def read_if_complete(self, column: str) -> NDArray[Any] | None:
         """Return a whole column, or ``None`` while rows are pending."""
         return self._table.read(column) if self._table is not None and self._table.complete else None
@@ -112,6 +130,7 @@ def compute_features(
     model_id: int,
     rows: NDArray[np.int64],
     what: str,
+    normalizer: RowNormalizer | None = None,
 ) -> tuple[Tensor, OutputTerms]:
     """Return the feature rows of a batch and its f, q and w.
 
@@ -122,17 +141,23 @@ def compute_features(
         model_id: The checkpoint.
         rows: ``(B,)`` the samples' rows in the dataset, for messages.
         what: How messages name the dataset.
+        normalizer: Normalises the rows and measures the gradients of this batch in the same pass; ``None`` takes the
+            gradients as they are.
 
     Returns:
-        Features ``(B, K)`` in float32 or better, and terms of shape ``(B,)``.
+        Features ``(B, K)`` in float32 or better, and terms of shape ``(B,)``, which are never normalised.
 
     Raises:
         InvalidInputError: If a sample is not what the task or the model expects; names its row.
     """
     accumulator = projector.accumulator(batch_size(batch), model_id=model_id, parameters=computer.parameters)
     with naming_rows(computer.model, computer.modelout_fn, batch, rows, what):
-        terms = computer.stream_gradients(batch, accumulator.add)
-    return accumulator.features().detach(), terms
+        if normalizer is None:
+            terms = computer.stream_gradients(batch, accumulator.add)
+        else:
+            terms = normalizer.stream(computer, batch, accumulator.add)
+    features = accumulator.features().detach()
+    return features if normalizer is None else normalizer.scale(features), terms
 
 
 def plan_batches(pending: NDArray[np.int64], chunk_rows: int, rows_per_batch: int) -> list[NDArray[np.int64]]:
@@ -156,9 +181,12 @@ def featurize_rows(
     model_id: int,
     device: torch.device,
     label: str,
+    normalization: Normalization,
     progress: bool | None = None,
 ) -> int:
     """Featurize the rows that a table still lacks, and put them batch by batch.
+
+    The norms of the gradients, as they were before any normalisation, are put beside them if the table has the column.
 
     Args:
         table: Made by :func:`feature_table_spec`; one row per row of ``rows``. It comes to be with the first
@@ -169,6 +197,7 @@ def featurize_rows(
         model_id: The checkpoint.
         device: Where the model is.
         label: What the progress bar is called.
+        normalization: What the gradients are divided by.
         progress: Show the bar; ``None`` shows it on a terminal only.
 
     Returns:
@@ -181,15 +210,7 @@ def featurize_rows(
     """
     plan = plan_batches(table.pending(), table.spec.chunk_rows, rows.batch_size)
     written = 0
-    total = table.spec.num_rows
-    waiting = sum(map(len, plan))
-    with tqdm(
-        total=total,
-        initial=total - waiting,
-        desc=label,
-        unit="row",
-        disable=None if progress is None else not progress,
-    ) as bar:
+    with _progress_bar(plan, table.spec.num_rows, label, progress) as bar:
         for wanted, batch in zip(plan, rows.batches(plan), strict=True):
             batch = move_batch(batch, device)
             if batch_size(batch) != len(wanted):
@@ -198,13 +219,48 @@ def featurize_rows(
                     "The collate function must keep one entry per sample, in order."
                 )
             computer = computer_for(batch, wanted)
+            normalizer = _normalizer(table, normalization, len(wanted))
             features, terms = compute_features(
-                computer, projector, batch, model_id=model_id, rows=wanted, what=rows.what
+                computer,
+                projector,
+                batch,
+                model_id=model_id,
+                rows=wanted,
+                what=rows.what,
+                normalizer=normalizer,
             )
-            put_features(table, wanted, features, terms, computer, batch, rows.what)
+            norms = _norm_column(table, normalizer)
+            put_features(table, wanted, features, terms, computer, batch, rows.what, norms)
             written += len(wanted)
             bar.update(len(wanted))
     return written
+
+
+def _normalizer(table: LateTable, normalization: Normalization, num_samples: int) -> RowNormalizer | None:
+    """Return what normalises and measures a batch, or ``None`` where neither is wanted."""
+    if normalization.kind == "none" and not table.has_column(GRADIENT_NORM):
+        return None
+    return RowNormalizer(normalization, num_samples)
+
+
+def _norm_column(table: LateTable, normalizer: RowNormalizer | None) -> dict[str, NDArray[Any]]:
+    """Return the norms of a batch that was streamed as the values of the table's column, if it has one."""
+    if normalizer is None or not table.has_column(GRADIENT_NORM):
+        return {}
+    return {GRADIENT_NORM: normalizer.norms().float().cpu().numpy()}
+
+
+def _progress_bar(
+    plan: Sequence[NDArray[np.int64]], total: int, label: str, progress: bool | None
+) -> tqdm[Any]:
+    """Return a bar over all rows of a table, those that are not in the plan done already."""
+    return tqdm(
+        total=total,
+        initial=total - sum(map(len, plan)),
+        desc=label,
+        unit="row",
+        disable=None if progress is None else not progress,
+    )
 
 
 def put_features(
@@ -230,11 +286,13 @@ def put_features(
         more: Values of further columns that the table has, ``(B,)`` each.
 
     Raises:
-        NonFiniteError: If f, q, w or a feature is NaN or infinite; names the rows.
+        NonFiniteError: If f, q, w, a feature or a further value is NaN or infinite; names the rows.
         PrecisionError: If the table's dtype cannot hold a row; names the rows.
         BusyError: If another run writes the same rows.
     """
     refuse_non_finite(features, terms, rows, what, computer, batch)
+    for name, column in (more or {}).items():
+        _refuse_non_finite_column(name, column, rows, what)
     values = {
         FEATURES: _in_storage_dtype(features, table.spec, rows).cpu().numpy(),
         OUT_TO_LOSS: terms.out_to_loss_grad.float().cpu().numpy(),
@@ -250,6 +308,16 @@ def put_features(
         ) from error
 
 
+def _refuse_non_finite_column(name: str, values: NDArray[Any], rows: NDArray[np.int64], what: str) -> None:
+    """Raise if a value is NaN or infinite, before a table comes to be that would refuse it."""
+    wrong = rows[~np.isfinite(values)]
+    if wrong.size:
+        raise NonFiniteError(
+            f"The {name.replace('_', ' ')} of rows {wrong[:5].tolist()} of {what} is NaN or beyond float32. Nothing of "
+            "this batch was stored. Look at these samples and at the checkpoint's weights."
+        )
+
+
 def _in_storage_dtype(features: Tensor, spec: TableSpec, rows: NDArray[np.int64]) -> Tensor:
     """Cast features to the dtype that the table stores, if that keeps them to 1 % of each row's norm.
 
@@ -257,8 +325,9 @@ def _in_storage_dtype(features: Tensor, spec: TableSpec, rows: NDArray[np.int64]
     """
     dtype = next(column.dtype for column in spec.columns if column.name == FEATURES)
     stored = features.to(getattr(torch, dtype))
-    norm = features.double().norm(dim=1)
-    error = (stored.double() - features.double()).norm(dim=1)
+    if stored.dtype == features.dtype:
+        return stored
+    norm, error = _norms(features), _norms(stored.to(features.dtype) - features)
     lost = ~(error <= _MAX_ROUNDING * norm.clamp(min=_NEXT_TO_NOTHING * norm.nanmedian()))
     if lost.any():
         first = int(lost.nonzero()[0])
@@ -268,6 +337,14 @@ def _in_storage_dtype(features: Tensor, spec: TableSpec, rows: NDArray[np.int64]
             "(Attributor: dtype='float32'; TRAKer: use_half_precision=False)."
         )
     return stored
+
+
+def _norms(rows: Tensor) -> Tensor:
+    """Return the Euclidean norms of rows, in float64; the squares are formed in it only where float32 ends."""
+    norms = rows.norm(dim=1)
+    if bool(((norms < _SQUARES_UNDERFLOW) | ~norms.isfinite()).any()):
+        norms = rows.double().norm(dim=1)
+    return norms.double()
 
 
 def row_ranges(
@@ -355,21 +432,13 @@ def score_rows(
         Number of rows written.
     """
     plan = plan_batches(scores.pending(), scores.spec.chunk_rows, _TILE_ROWS)
-    waiting = sum(map(len, plan))
-    total = scores.spec.num_rows
-    with tqdm(
-        total=total,
-        initial=total - waiting,
-        desc=label,
-        unit="row",
-        disable=None if progress is None else not progress,
-    ) as bar:
+    with _progress_bar(plan, scores.spec.num_rows, label, progress) as bar:
         for rows in plan:
             first, last = int(rows[0]), int(rows[-1]) + 1
             tile = _score_tile(train, preconditioned, first, last, device)
             scores.put(rows, {SCORES: tile[rows - first]})
             bar.update(len(rows))
-    return waiting
+    return sum(map(len, plan))
 
 
 def _score_tile(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, Self
 
@@ -19,7 +19,7 @@ from trak_lite.store import (
 )
 from trak_lite.store.manifest import compare_fingerprints
 
-__all__ = ["Workspace", "checkpoint_tables"]
+__all__ = ["Workspace", "checkpoint_tables", "complete_tables"]
 
 
 class Workspace:
@@ -64,8 +64,8 @@ class Workspace:
     def close(self) -> None:
         """Release the store's files and locks; rows put so far are safe."""
         store, self._store = self._store, None
-        if store is not None and store is not self._memory:
-            store.close()
+        if store is not None:
+            self._release(store)
 
     def table(self, path: str) -> AbstractRowTable | None:
         """Return a table of the open store, or ``None`` if it does not exist yet."""
@@ -88,12 +88,26 @@ class Workspace:
         return self._store
 
     def reader(self) -> AbstractFeatureStore:
-        """Return the store, opened for reading."""
+        """Return the store, opened for reading.
+
+        Raises:
+            StateError: If nothing was featurized into memory yet.
+            MissingStoreError: If there is no store at the path.
+        """
         if self.path is not None:
             return ZarrFeatureStore.open(self.path, mode="r")
         if self._memory is None:
             raise StateError("No train row has been featurized yet. Call featurize(train_data, ...) first.")
         return self._memory
+
+    @contextmanager
+    def reading(self) -> Iterator[AbstractFeatureStore]:
+        """Hold the store open for reading inside the block; see :meth:`reader`."""
+        store = self.reader()
+        try:
+            yield store
+        finally:
+            self._release(store)
 
     def model_id(self, digest: str) -> int:
         """Return the id of the checkpoint with these weights, a fresh one if they are new."""
@@ -135,6 +149,10 @@ class Workspace:
         except ReadOnlyStoreError:
             return ZarrFeatureStore.open(self.path, mode="r")
 
+    def _release(self, store: AbstractFeatureStore) -> None:
+        if store is not self._memory:  # which nothing could open again
+            store.close()
+
     def _create(self) -> AbstractFeatureStore:
         if self.path is None:
             self._memory = MemoryFeatureStore(self._manifest)
@@ -162,6 +180,34 @@ def checkpoint_tables(store: AbstractFeatureStore) -> dict[str, str]:
     """Return the paths of the train tables by the digest of their checkpoint's weights, in id order."""
     paths = [path for path in store.table_names() if re.fullmatch(r"ckpt-\d+", path)]
     return {store.open_table(path).spec.fingerprint["weights"]: path for path in sorted(paths, key=_model_id)}
+
+
+def complete_tables(
+    store: AbstractFeatureStore, digests: Sequence[str] | None
+) -> dict[str, AbstractRowTable]:
+    """Return the finished train tables by weights digest, all of them or those asked for.
+
+    Raises:
+        StateError: If there is none, one asked for is not there, or rows are pending.
+    """
+    paths = checkpoint_tables(store)
+    unknown = [] if digests is None else [digest[:12] for digest in digests if digest not in paths]
+    if unknown:
+        raise StateError(
+            f"The store has no features for {len(unknown)} of the {len(digests or ())} checkpoints (weights "
+            f"{unknown[:5]}). Featurize them first: featurize(train_data, checkpoints=...)."
+        )
+    tables = {digest: store.open_table(paths[digest]) for digest in (paths if digests is None else digests)}
+    if not tables:
+        raise StateError("No train row has been featurized yet. Call featurize(train_data, ...) first.")
+    for digest, table in tables.items():
+        if not table.complete:
+            done = int(table.done().sum())
+            raise StateError(
+                f"{paths[digest]} has {done} of {table.spec.num_rows} train rows. Call featurize(...) again with the "
+                "same data, which continues there, or name finished checkpoints: score(..., checkpoints=...)."
+            )
+    return tables
 
 
 def _model_id(path: str) -> int:

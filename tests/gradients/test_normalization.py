@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import json
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from models import CASES, by_loop, make
@@ -17,6 +19,9 @@ from trak_lite.gradient_computers import (
     IterativeGradientComputer,
     Normalization,
     NormalizedGradientComputer,
+    RowNormalizer,
+    as_normalization,
+    clip,
     clipping_threshold,
     collect_gradients,
     gradient_norms,
@@ -122,10 +127,10 @@ def test_factored_blocks_stay_factored() -> None:
 
 
 def test_a_norm_out_of_reach_gives_nan_and_not_a_short_row() -> None:
-    scales = UNIT.scales({"weight": torch.tensor([float("inf"), float("nan"), 4.0])})["weight"]
+    factors = UNIT.factors(torch.tensor([float("inf"), float("nan"), 4.0]))
 
-    assert scales.isnan().tolist() == [True, True, False]
-    assert scales[2] == 0.5
+    assert factors.isnan().tolist() == [True, True, False]
+    assert factors[2] == 0.5
 
 
 def test_f_q_and_w_are_not_scaled() -> None:
@@ -248,6 +253,67 @@ def test_a_threshold_is_a_quantile_of_the_norms() -> None:
 
     assert clipping_threshold(norms) == pytest.approx(10.0)
     assert clipping_threshold(norms, quantile=1) == 11.0
+
+
+def test_a_threshold_of_an_array_that_cannot_be_written_is_that_of_a_tensor() -> None:
+    norms = np.arange(12, dtype=np.float32).reshape(3, 4)
+    norms.flags.writeable = False
+
+    assert clipping_threshold(norms) == clipping_threshold(torch.arange(12.0)) == pytest.approx(9.9)
+
+
+def test_settings_come_back_from_json() -> None:
+    for normalization in (Normalization("none"), BY_MODULE, clip(2, scope="module"), clip(0.5)):
+        assert Normalization(**json.loads(json.dumps(normalization.to_json()))) == normalization
+
+
+def test_a_name_or_a_setting_stands_for_itself() -> None:
+    assert as_normalization("none") == Normalization("none")
+    assert as_normalization("unit") == UNIT
+    assert as_normalization(clip(2.0)) == Normalization("clip", 2.0)
+
+
+@pytest.mark.parametrize("choice", ["clip", "unti", 1.0, None, clip, np.ones(2)])
+def test_what_stands_for_no_setting_is_refused(choice: Any) -> None:
+    with pytest.raises(InvalidInputError, match=r"'none', 'unit', clip\(C\).*; got"):
+        as_normalization(choice)
+
+
+def test_module_by_module_the_rest_of_a_module_goes_on_where_a_parameter_never_comes() -> None:
+    class WithoutBias(FunctionalGradientComputer):
+        def compute_per_sample_grad(self, batch):
+            return {"6.weight": super().compute_per_sample_grad(batch)["6.weight"]}
+
+    inner, batch, plain = wrapped("small CNN", Normalization("none"), WithoutBias)
+    found: list[GradientBlock] = []
+
+    NormalizedGradientComputer(inner.computer, BY_MODULE).stream_gradients(batch, found.append)
+
+    part = plain["6.weight"].flatten(1)
+    assert [block.name for block in found] == ["6.weight"]
+    torch.testing.assert_close(found[0].dense(), part / part.norm(dim=1, keepdim=True), rtol=1e-9, atol=1e-12)
+
+
+@pytest.mark.parametrize(
+    "normalization", [Normalization("none"), UNIT, BY_MODULE], ids=["none", "unit", "by module"]
+)
+def test_rows_are_normalised_and_gradients_measured_in_one_pass(normalization: Normalization) -> None:
+    normalized, batch, plain = wrapped("GPT-2", normalization, chunk_size=3)
+    expected = rows(collect_gradients(normalized, batch))
+    normalized.computer.self_check = False
+    passes: list[int] = []
+    normalized.model.register_forward_hook(lambda *_: passes.append(1))
+    normalizer, blocks = RowNormalizer(normalization, 4), dict[tuple[str, int], Tensor]()
+
+    def take(block: GradientBlock) -> None:
+        blocks[block.name, block.start] = block.dense()
+
+    normalizer.stream(normalized.computer, batch, take)
+
+    whole = torch.cat([torch.cat([blocks[name, start] for name in plain], 1) for start in (0, 3)])
+    torch.testing.assert_close(normalizer.scale(whole), expected, rtol=1e-9, atol=1e-12)
+    torch.testing.assert_close(normalizer.norms(), rows(plain).norm(dim=1), rtol=1e-10, atol=0)
+    assert len(passes) == 2  # one for each chunk
 
 
 @pytest.mark.parametrize(

@@ -13,7 +13,9 @@ from trak_lite.gradient_computers import (
     gradient_norms,
     weighted_gradient,
 )
+from trak_lite.gradient_computers.reductions import GradientNorms
 from trak_lite.modelout_functions import resolve_task
+from trak_lite.types import DenseBlock
 
 
 @pytest.mark.parametrize("chunk_size", [None, 3])
@@ -37,6 +39,20 @@ def test_an_empty_batch_has_no_norms() -> None:
     norms = gradient_norms(HookGradientComputer(model, resolve_task(case.output)), (images[:0], labels[:0]))
 
     assert norms.shape == (0,)
+
+
+def test_norms_of_blocks_in_any_order_and_precision_add_up() -> None:
+    torch.manual_seed(0)
+    weight, bias = torch.randn(5, 3, 2), torch.randn(5, 3, dtype=torch.float64)
+    norms = GradientNorms(5)
+
+    norms.add(DenseBlock("weight", weight[2:].requires_grad_(), start=2))
+    norms.add(DenseBlock("bias", bias))
+    norms.add(DenseBlock("weight", weight[:2]))
+
+    expected = torch.cat([weight.double().flatten(1), bias], 1).square().sum(1)
+    torch.testing.assert_close(norms.squared().double(), expected.detach(), rtol=1e-6, atol=0)
+    assert torch.equal(GradientNorms(3).squared(), torch.zeros(3))
 
 
 @pytest.mark.parametrize("computer", GRADIENT_COMPUTERS.values(), ids=GRADIENT_COMPUTERS.keys())

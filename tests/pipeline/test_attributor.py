@@ -422,7 +422,7 @@ def test_every_automatic_choice_is_logged_and_written_down(
         finished(tmp_path / "a.zarr")
 
     assert "gradient_computer='auto' is 'hook': every kept parameter is covered" in caplog.text
-    assert "'projector': 'rademacher'" in caplog.text
+    assert "'projector': 'countsketch'" in caplog.text
     import json
 
     stored = json.loads((tmp_path / "a.zarr" / "zarr.json").read_text())["attributes"]["trak_lite"]

@@ -23,10 +23,13 @@ from trak_lite.gradient_computers.iterative import (
     IterativeGradientComputer as IterativeGradientComputer,
 )
 from trak_lite.gradient_computers.normalization import Normalization as Normalization
-from trak_lite.gradient_computers.normalization import (
+from trak_lite.gradient_computers.normalization import as_normalization as as_normalization
+from trak_lite.gradient_computers.normalization import clip as clip
+from trak_lite.gradient_computers.normalization import clipping_threshold as clipping_threshold
+from trak_lite.gradient_computers.normalized import (
     NormalizedGradientComputer as NormalizedGradientComputer,
 )
-from trak_lite.gradient_computers.normalization import clipping_threshold as clipping_threshold
+from trak_lite.gradient_computers.normalized import RowNormalizer as RowNormalizer
 from trak_lite.gradient_computers.reductions import gradient_norms as gradient_norms
 from trak_lite.gradient_computers.reductions import weighted_gradient as weighted_gradient
 
@@ -40,7 +43,10 @@ __all__ = [
     "Normalization",
     "NormalizedGradientComputer",
     "ParameterChoice",
+    "RowNormalizer",
+    "as_normalization",
     "choose_gradient_computer",
+    "clip",
     "clipping_threshold",
     "collect_gradients",
     "gradient_norms",

@@ -1,29 +1,23 @@
-r"""Normalising and clipping per-sample gradients, as a wrapper around any gradient computer.
+"""What per-sample gradients are divided by: their norms, or what brings these down to a threshold.
 
-A feature row is linear in the gradient, so scaling the gradient's blocks by one number per sample scales the row.
-Source of clipping: Abadi et al., "Deep Learning with Differential Privacy" (arXiv:1607.00133), section 3; of norms that
-need no gradient: Goodfellow (arXiv:1510.01799).
+Source of clipping: Abadi et al., "Deep Learning with Differential Privacy" (arXiv:1607.00133), section 3.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, Literal
 
 import numpy as np
 import torch
-from torch import Tensor, nn
+from numpy.typing import NDArray
+from torch import Tensor
 
-from trak_lite._batches import batch_size
 from trak_lite._validate import one_of
-from trak_lite.errors import InvalidInputError, UnsupportedModelError
-from trak_lite.gradient_computers._base import AbstractGradientComputer, collect_gradients
-from trak_lite.gradient_computers.reductions import squared_norms
-from trak_lite.types import Batch, BlockSink, DenseBlock, GradientBlock, OutputTerms
+from trak_lite.errors import InvalidInputError
 
-__all__ = ["Normalization", "NormalizedGradientComputer", "clipping_threshold"]
+__all__ = ["Normalization", "as_normalization", "clip", "clipping_threshold"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,191 +64,73 @@ class Normalization:
         """
         return "" if self.scope == "global" else name.rpartition(".")[0]
 
-    def scales(self, squared_norms: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Return the factor of every sample's gradient, ``(B,)``, by parameter name.
+    def factors(self, squared_norms: Tensor) -> Tensor:
+        """Return what every sample's gradient, or its part in a module, is multiplied by, ``(B,)``.
 
         Where a squared norm is zero, ``unit`` gives the factor 0: the gradient stays zero. Where one is not finite
         the factor is NaN, so that such a row cannot be taken for a short one.
 
         Args:
-            squared_norms: Squared norms ``(B,)`` of every parameter's part of the gradient, by parameter name.
+            squared_norms: ``(B,)``, of all that shares a norm.
 
         Example:
-            >>> Normalization("clip", 2.0).scales({"w": torch.tensor([16.0, 1.0, 0.0])})["w"]
+            >>> Normalization("clip", 2.0).factors(torch.tensor([16.0, 1.0, 0.0]))
             tensor([0.5000, 1.0000, 1.0000])
         """
-        totals: dict[str, Tensor] = {}
-        for name, squares in squared_norms.items():
-            group = self.group(name)
-            totals[group] = totals[group] + squares if group in totals else squares
-        factors = {group: self._factor(total) for group, total in totals.items()}
-        return {name: factors[self.group(name)] for name in squared_norms}
+        if self.kind == "none":
+            return torch.ones_like(squared_norms)
+        norms = squared_norms.sqrt()
+        ratio = (1.0 if self.threshold is None else self.threshold) / norms
+        # C / 0 is infinite, and cut to 1 like that of every short gradient, whose bits so stay as they are.
+        factors = ratio.clamp(max=1) if self.kind == "clip" else torch.where(norms > 0, ratio, 0)
+        return torch.where(squared_norms.isfinite(), factors, torch.nan)
 
     def to_json(self) -> dict[str, Any]:
-        """Return what a manifest says of it: nothing where gradients stay as they are."""
-        if self.kind == "none":
-            return {}
+        """Return the settings as JSON values, which the constructor takes as keywords."""
         threshold = {} if self.threshold is None else {"threshold": float(self.threshold)}
-        return {"normalization": {"kind": self.kind, "scope": self.scope, **threshold}}
-
-    def _factor(self, squared_norm: Tensor) -> Tensor:
-        if self.kind == "none":
-            return torch.ones_like(squared_norm)
-        norm = squared_norm.sqrt()
-        ratio = (1.0 if self.threshold is None else self.threshold) / norm
-        # C / 0 is infinite, and cut to 1 like that of every short gradient, whose bits so stay as they are.
-        factor = ratio.clamp(max=1) if self.kind == "clip" else torch.where(norm > 0, ratio, 0)
-        return torch.where(squared_norm.isfinite(), factor, torch.nan)
-
-
-class NormalizedGradientComputer(AbstractGradientComputer):
-    """Streams the blocks of another gradient computer, scaled sample by sample.
-
-    With the scope ``global`` no block can be scaled before all norms are known, so every batch is streamed twice: two
-    forward and two backward passes; no block is held, and no gradient is formed for its norm where the factors are
-    cheaper. With the scope ``module`` one pass is enough, and the blocks of a module wait for each other.
-    """
-
-    def __init__(self, computer: AbstractGradientComputer, normalization: Normalization) -> None:
-        """Wrap a computer.
-
-        Args:
-            computer: Gives the gradients; its model, task and kept parameters are this one's.
-            normalization: What they are divided by.
-        """
-        super().__init__(
-            computer.model,
-            computer.modelout_fn,
-            computer.grad_dim,
-            computer.dtype,
-            computer.device,
-            computer.grad_wrt,
-        )
-        self.computer = computer
-        self.normalization = normalization
-
-    def load_model_params(self, model: nn.Module) -> None:
-        """Differentiate this model's parameters from now on."""
-        self.computer.load_model_params(model)
-        self.model = model
-
-    def compute_per_sample_grad(self, batch: Batch) -> dict[str, Tensor]:
-        """Return the scaled gradients ``(B, *parameter.shape)`` by parameter name, in model order."""
-        return collect_gradients(self, batch)
-
-    def compute_loss_grad(self, batch: Batch) -> Tensor:
-        """Return q = -dL/df of every sample, ``(B, 1)``; it is not scaled."""
-        return self.computer.compute_loss_grad(batch)
+        return {"kind": self.kind, "scope": self.scope, **threshold}
 
     def fingerprint(self) -> dict[str, Any]:
-        """Return the settings of the wrapped computer, and the normalisation if there is one."""
-        return {**self.computer.fingerprint(), **self.normalization.to_json()}
+        """Return what a manifest says of it: nothing where gradients stay as they are."""
+        return {} if self.kind == "none" else {"normalization": self.to_json()}
 
-    def stream_gradients(self, batch: Batch, sink: BlockSink) -> OutputTerms:
-        """Pass the scaled blocks of a batch to ``sink``.
 
-        Args:
-            batch: B samples, on the model's device.
-            sink: Called with every block; the block is freed when the call returns.
+def clip(threshold: float, *, scope: Literal["global", "module"] = "global") -> Normalization:
+    """Return the setting that shortens gradients to a norm of at most ``threshold``.
 
-        Returns:
-            f, q and w of the batch, each ``(B,)``, detached and not scaled.
+    Args:
+        threshold: C, above 0; :func:`clipping_threshold` finds one from stored norms.
+        scope: Whether C bounds the whole gradient or each module's part.
 
-        Raises:
-            InvalidInputError: If the batch or the output function's result has the wrong form.
-            UnsupportedModelError: If the wrapped computer cannot differentiate the model, or two passes over one
-                batch give different f.
-        """
-        self.computer.grad_wrt = self.grad_wrt  # which a caller may have set on this object
-        if self.normalization.kind == "none":
-            return self.computer.stream_gradients(batch, sink)
-        if self.normalization.scope == "module":
-            return self._stream_by_module(batch, sink)
-        return self._stream_twice(batch, sink)
+    Raises:
+        InvalidInputError: If the threshold is not a finite number above 0, or the scope is unknown.
+    """
+    return Normalization("clip", threshold, scope)
 
-    def _stream_twice(self, batch: Batch, sink: BlockSink) -> OutputTerms:
-        count = batch_size(batch)
-        squares: dict[str, Tensor] = {}
 
-        def measure(block: GradientBlock) -> None:
-            part = squared_norms(block)
-            whole = squares.setdefault(block.name, part.new_zeros(count))
-            whole[block.start : block.start + len(part)] = part
+def as_normalization(choice: str | Normalization) -> Normalization:
+    """Return what a user's ``normalize=...`` stands for.
 
-        first = self.computer.stream_gradients(batch, measure)
-        scales = self.normalization.scales(squares)
-        second = self.computer.stream_gradients(
-            batch, lambda block: sink(_scaled(block, scales[block.name][block.start :]))
+    Raises:
+        InvalidInputError: If it is neither a known name nor a :class:`Normalization`.
+    """
+    if isinstance(choice, Normalization):
+        return choice
+    if not isinstance(choice, str) or choice not in ("none", "unit"):
+        raise InvalidInputError(
+            f"normalize must be 'none', 'unit', clip(C) with the largest norm C to keep, or a Normalization; got "
+            f"{choice!r}."
         )
-        _refuse_two_outputs(first.output, second.output)
-        return second
-
-    def _stream_by_module(self, batch: Batch, sink: BlockSink) -> OutputTerms:
-        groups: dict[str, int] = {}
-        for name in self.parameters:
-            group = self.normalization.group(name)
-            groups[group] = groups.get(group, 0) + 1
-        waiting: dict[tuple[str, int], _Waiting] = {}
-
-        def take(block: GradientBlock) -> None:
-            key = (self.normalization.group(block.name), block.start)
-            held = waiting.setdefault(key, _Waiting())
-            held.blocks.append(block)
-            held.squares[block.name] = squared_norms(block)
-            if len(held.blocks) < groups[key[0]]:
-                return
-            del waiting[key]
-            scales = self.normalization.scales(held.squares)
-            while held.blocks:
-                ready = held.blocks.pop(0)
-                sink(_scaled(ready, scales[ready.name]))
-
-        return self.computer.stream_gradients(batch, take)
+    return Normalization("unit" if choice == "unit" else "none")
 
 
-@dataclass(slots=True)
-class _Waiting:
-    """The blocks of a module, for one chunk of samples, that have come so far."""
-
-    blocks: list[GradientBlock] = field(default_factory=list)
-    squares: dict[str, Tensor] = field(default_factory=dict)
-
-
-def _scaled(block: GradientBlock, factors: Tensor) -> GradientBlock:
-    """Return a block with the gradient of sample i times ``factors[i]``."""
-    if isinstance(block, DenseBlock):
-        return DenseBlock(block.name, _times(block.grad, factors), block.start)
-    return type(block)(block.name, block.inputs, _times(block.output_grads, factors), block.start)
-
-
-def _times(rows: Tensor, factors: Tensor) -> Tensor:
-    # The product is formed in the factors' dtype: 1 / norm may be out of reach for a half-precision gradient.
-    shaped = factors[: len(rows)].to(rows.device).view(-1, *[1] * (rows.dim() - 1))
-    return (rows * shaped).to(rows.dtype)
-
-
-def _refuse_two_outputs(first: Tensor, second: Tensor) -> None:
-    """Raise if the pass that found the norms is not the pass whose gradients they scale."""
-    gaps = (first.double() - second.double()).abs()
-    # As far apart as half precision and atomic sums on a GPU bring two runs of one pass; NaN is for others to refuse.
-    allowed = 1e-2 * second.double().abs() + 1e-3 * second.double().abs().mean()
-    if not bool((gaps > allowed).any()):
-        return
-    gap = float(gaps.max())
-    raise UnsupportedModelError(
-        f"Two passes over one batch gave f that differ by up to {gap:.3g}, so the norms found by the first do not "
-        "belong to the gradients of the second. The model draws random numbers: call model.eval(), or normalise by "
-        "module (scope='module'), which takes one pass."
-    )
-
-
-def clipping_threshold(norms: Tensor, *, quantile: float = 0.9) -> float:
+def clipping_threshold(norms: Tensor | NDArray[np.floating], *, quantile: float = 0.9) -> float:
     """Return the C that leaves this share of the gradients as they are.
 
     Source: Andrew et al., "Differentially Private Learning with Adaptive Clipping" (arXiv:1905.03871).
 
     Args:
-        norms: ``(N,)`` norms of gradients, by :func:`gradient_norms`.
+        norms: Norms of gradients in any shape, by :func:`gradient_norms` or from a store.
         quantile: The share, above 0 and at most 1.
 
     Raises:
@@ -266,7 +142,8 @@ def clipping_threshold(norms: Tensor, *, quantile: float = 0.9) -> float:
     """
     if not 0 < quantile <= 1:
         raise InvalidInputError(f"quantile must be above 0 and at most 1, got {quantile!r}.")
-    values = norms.detach().double().cpu().numpy()
+    given = norms.detach().double().cpu().numpy() if isinstance(norms, Tensor) else norms
+    values = np.asarray(given, np.float64)
     if not values.size or not np.isfinite(values).all():
         raise InvalidInputError(
             f"norms has {values.size} entries, of which {int(np.isfinite(values).sum())} are finite. "

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import final
+
 import torch
 from torch import Tensor
 
@@ -17,10 +19,34 @@ from trak_lite.gradient_computers._base import (
 )
 from trak_lite.types import Batch, DenseBlock, FactoredBlock, GradientBlock
 
-__all__ = ["gradient_norms", "squared_norms", "weighted_gradient"]
+__all__ = ["GradientNorms", "gradient_norms", "squared_norms", "weighted_gradient"]
 
 _CANCELLED = 1e-3
 """Share of its positions' sum that a squared norm falls below where they cancel, and lose the digits of float32."""
+
+
+@final
+class GradientNorms:
+    """Adds up the squared norms of one batch's gradients, block by block, beside whatever else takes the blocks."""
+
+    def __init__(self, num_samples: int) -> None:
+        """Start at zero for a batch of ``num_samples``."""
+        self._num_samples = num_samples
+        self._squares: Tensor | None = None
+
+    def add(self, block: GradientBlock) -> None:
+        """Take one block; every parameter of a sample comes once."""
+        self.add_squares(squared_norms(block), block.start)
+
+    def add_squares(self, squares: Tensor, start: int) -> None:
+        """Take the squared norms ``(b,)`` of one block, the first of which is that of sample ``start``."""
+        if self._squares is None:
+            self._squares = squares.new_zeros(self._num_samples)
+        self._squares[start : start + len(squares)] += squares.to(self._squares.device)
+
+    def squared(self) -> Tensor:
+        """Return the squared norms of all blocks so far, ``(B,)``, in at least float32."""
+        return torch.zeros(self._num_samples) if self._squares is None else self._squares
 
 
 def gradient_norms(computer: AbstractGradientComputer, batch: Batch) -> Tensor:
@@ -34,14 +60,12 @@ def gradient_norms(computer: AbstractGradientComputer, batch: Batch) -> Tensor:
         computer: Any gradient computer.
         batch: B samples.
     """
-    squares: list[tuple[int, Tensor]] = []
-    computer.stream_gradients(batch, lambda block: squares.append((block.start, squared_norms(block))))
-    total = squares[0][1].new_zeros(batch_size(batch))
-    for start, part in squares:
-        total[start : start + len(part)] += part
-    return total.sqrt()
+    norms = GradientNorms(batch_size(batch))
+    computer.stream_gradients(batch, norms.add)
+    return norms.squared().sqrt()
 
 
+@torch.no_grad()
 def squared_norms(block: GradientBlock) -> Tensor:
     """Return the squared norms ``(b,)`` of one block's gradients, in at least float32."""
     if isinstance(block, DenseBlock):
