@@ -10,7 +10,8 @@ VERSION = re.search(r'__version__ = "(.+)"', (HERE / "trak_lite" / "_version.py"
 
 DEMO = ["scikit-learn", "matplotlib"]
 TABLES = ["pandas", "xarray"]
-TEST = ["pytest>=8", "hypothesis", "traker==0.3.2", "setuptools", "wheel"]
+TRITON = "triton; platform_system == 'Linux'"  # its interpreter runs the CUDA kernels in tests
+TEST = ["pytest>=8", "hypothesis", "traker==0.3.2", TRITON, "setuptools", "wheel"]
 DEV = ["ruff", "mypy"]
 BENCHMARK = ["traker==0.3.2", "opacus==1.6.0", "backpack-for-pytorch==1.7.1", *DEMO]
 

@@ -38,6 +38,7 @@ ONLY_IN = {
     "zarr": {"store/zarr_store.py"},
     "fast_jl": {"projectors/fast_jl.py"},
     "pytest": {"testing"},
+    "triton": {"projectors/_triton_"},
     "pandas": {"scores.py"},
     "xarray": {"scores.py"},
     "matplotlib": set(),

@@ -68,7 +68,7 @@ def test_the_main_job_command_works_in_a_fresh_folder(tmp_path: Path) -> None:
     assert done.returncode == 0, done.stderr
     assert "flipped labels, AUC" in done.stdout
     assert (tmp_path / "runs" / "digits" / "gallery.png").is_file()
-    assert not list((tmp_path / ".venv").rglob("fast_jl*"))
+    assert not list((tmp_path / ".venv").rglob("site-packages/fast_jl*"))
 
 
 def test_the_tests_command_is_the_one_that_ci_runs() -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from trak_lite.errors import InvalidInputError
-from trak_lite.projectors import PROJECTORS, RademacherProjector, select_projector
+from trak_lite.projectors import PROJECTORS, CountSketchProjector, RademacherProjector, select_projector
 
 
 @pytest.mark.parametrize("name", PROJECTORS)
@@ -15,10 +15,10 @@ def test_every_registered_name_makes_its_projector(name):
     assert projector.fingerprint() == PROJECTORS[name](8, seed=3, device="cpu").fingerprint()
 
 
-def test_auto_is_rademacher_of_the_given_size_and_seed():
+def test_auto_is_a_countsketch_of_the_given_size_and_seed():
     chosen = select_projector("auto", proj_dim=8, seed=3)
 
-    assert chosen.fingerprint() == RademacherProjector(8, seed=3).fingerprint()
+    assert chosen.fingerprint() == CountSketchProjector(8, seed=3).fingerprint()
 
 
 def test_none_keeps_the_gradients():

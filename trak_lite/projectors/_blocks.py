@@ -14,7 +14,7 @@ from trak_lite.types import DenseBlock, FactoredBlock, GradientBlock, ParameterS
 if TYPE_CHECKING:
     from trak_lite.projectors._base import AbstractProjector
 
-__all__ = ["block_rows", "check_grad_dim", "named_gradients", "project_named"]
+__all__ = ["block_rows", "check_block", "check_grad_dim", "named_gradients", "project_named"]
 
 
 def block_rows(block: GradientBlock, num_samples: int, parameters: ParameterShapes) -> Tensor:
@@ -29,18 +29,29 @@ def block_rows(block: GradientBlock, num_samples: int, parameters: ParameterShap
         Detached ``(b, parameter.numel())`` tensor in the block's dtype; b may be 0.
 
     Raises:
+        InvalidInputError: As :func:`check_block`.
+    """
+    check_block(block, num_samples, parameters)
+    rows = block.dense() if isinstance(block, FactoredBlock) else block.grad
+    # With no samples or no entries, reshape(b, -1) has no answer; the parameter's own size always has.
+    return rows.detach().reshape(block.num_samples, math.prod(parameters[block.name]))
+
+
+def check_block(block: GradientBlock, num_samples: int, parameters: ParameterShapes) -> None:
+    """Refuse a block that does not fit what the accumulator was made for.
+
+    Raises:
         InvalidInputError: If the name is unknown, the shape is not the parameter's, the rows do not lie
             in the batch, or the gradient is not real floating point.
     """
     _check_place(block, num_samples, parameters)
     shape = tuple(parameters[block.name])
-    width = math.prod(shape)
     if isinstance(block, DenseBlock):
         seen, rows = tuple(block.grad.shape[1:]), block.grad
     else:
         seen, rows = (block.output_grads.shape[-1], block.inputs.shape[-1]), block.inputs
     as_matrix = (shape[0], math.prod(shape[1:])) if shape else ()  # how the factors of a convolution lie
-    if seen not in (shape, (width,), as_matrix):
+    if seen not in (shape, (math.prod(shape),), as_matrix):
         raise InvalidInputError(
             f"The gradient of {block.name!r} has shape {seen} per sample, expected {shape}. "
             "Axis 0 of a gradient is the sample, the rest is the parameter's shape."
@@ -49,10 +60,6 @@ def block_rows(block: GradientBlock, num_samples: int, parameters: ParameterShap
         raise InvalidInputError(
             f"The gradient of {block.name!r} has dtype {rows.dtype}, expected floating point."
         )
-    if isinstance(block, FactoredBlock):
-        rows = block.dense()
-    # With no samples or no entries, reshape(b, -1) has no answer; the parameter's own size always has.
-    return rows.detach().reshape(block.num_samples, width)
 
 
 def _check_place(block: GradientBlock, num_samples: int, parameters: ParameterShapes) -> None:

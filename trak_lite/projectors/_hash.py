@@ -17,7 +17,18 @@ from enum import IntEnum
 import torch
 from torch import Tensor
 
-__all__ = ["Stream", "hash_words_", "key32", "mix32", "mix32_", "parameter_key", "wrap32"]
+__all__ = [
+    "Stream",
+    "hash_offsets",
+    "hash_permutation",
+    "hash_signs",
+    "hash_words_",
+    "key32",
+    "mix32",
+    "mix32_",
+    "parameter_key",
+    "wrap32",
+]
 
 _MULTIPLIERS = (0x21F0AAAD, 0x735A2D97)
 _WORD = 0xFFFFFFFF
@@ -28,6 +39,16 @@ class Stream(IntEnum):
 
     RADEMACHER = 1
     GAUSSIAN = 2
+    TILE_OFFSET = 3
+    TILE_SIGN = 4
+    FOLD_OFFSET = 5
+    FOLD_SIGN = 6
+    ROW_SHIFT = 7
+    ROW_SIGN = 8
+    COLUMN_SIGN = 9
+    TWO_SIDED_IN = 16
+    TWO_SIDED_OUT = 17
+    MASK = 18
 
 
 def wrap32(value: int) -> int:
@@ -98,7 +119,7 @@ def _words(number: int) -> Iterator[int]:
     yield 0xC0000000 + count
 
 
-def parameter_key(seed: int, model_id: int, name: str, stream: Stream) -> int:
+def parameter_key(seed: int, model_id: int, name: str, stream: Stream, *parts: int) -> int:
     """Return the key of one parameter's random words.
 
     Args:
@@ -106,9 +127,10 @@ def parameter_key(seed: int, model_id: int, name: str, stream: Stream) -> int:
         model_id: The checkpoint.
         name: The parameter's canonical name; its 64-bit BLAKE2b digest enters the key.
         stream: What the words are used for.
+        *parts: Numbers of what the stream is used for more than once.
     """
     digest = hashlib.blake2b(name.encode(), digest_size=8).digest()
-    return key32(seed, model_id, int.from_bytes(digest, "little"), int(stream))
+    return key32(seed, model_id, int.from_bytes(digest, "little"), int(stream), *parts)
 
 
 def hash_words_(out: Tensor, key: int, start: int = 0, *, scratch: Tensor | None = None) -> Tensor:
@@ -143,3 +165,37 @@ def hash_words_(out: Tensor, key: int, start: int = 0, *, scratch: Tensor | None
         mix32_(words, spare)
         done += count
     return out
+
+
+def hash_signs(key: int, start: int, count: int, *, device: torch.device) -> Tensor:
+    """Return signs ``start .. start + count - 1`` of a key, ``(count,)`` float32.
+
+    Sign i is -1 where bit ``i % 32`` of word ``i // 32`` is set.
+
+    Example:
+        >>> hash_signs(key32(0, 5, 0, 0), 0, 4, device=torch.device("cpu")).tolist()
+        [-1.0, -1.0, -1.0, -1.0]
+    """
+    first, last = start >> 5, start + count + 31 >> 5
+    words = hash_words_(torch.empty(last - first, dtype=torch.int32, device=device), key, first)
+    shifts = torch.arange(31, -1, -1, dtype=torch.int32, device=device)
+    bits = words[:, None] << shifts  # moves the chosen bit to the sign bit of a float32 1.0
+    bits.bitwise_and_(wrap32(0x80000000)).bitwise_or_(0x3F800000)
+    return bits.view(torch.float32).reshape(-1)[start - (first << 5) :][:count]
+
+
+def hash_offsets(key: int, start: int, count: int, *, size: int) -> list[int]:
+    """Return ``floor(h(key, i) * size / 2**32)`` for ``i = start .. start + count - 1``: numbers in ``[0, size)``."""
+    words = hash_words_(torch.empty(count, dtype=torch.int32), key, start).tolist()
+    return [((word & _WORD) * size) >> 32 for word in words]
+
+
+def hash_permutation(key: int, size: int) -> Tensor:
+    """Return a permutation of ``0 .. size - 1`` on the CPU: the order of ``h(key, 0) .. h(key, size - 1)``, unsigned.
+
+    Example:
+        >>> hash_permutation(key32(0, 5, 0, 0), 3).tolist()
+        [0, 1, 2]
+    """
+    words = hash_words_(torch.empty(size, dtype=torch.int32), key)
+    return torch.argsort(words.to(torch.int64) & _WORD, stable=True)

@@ -4,26 +4,31 @@ All of them compute ``g @ R`` with entries of variance 1 and no ``1/sqrt(K)``, a
 entries come from the hash, so they are not the original's numbers; they are the same on CPU and CUDA, the
 same for each of these classes, and different for each seed, model_id and parameter. The original repeats
 columns (block 100 of model 0 is block 0 of model 1); these do not.
+``CudaProjector`` uses the original's compiled extension where it is asked to.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import functools
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, final
 
 import torch
 from torch import Tensor
 
-from trak_lite._validate import one_of, positive_int
+from trak_lite._validate import positive_int
 from trak_lite.errors import InvalidInputError
 from trak_lite.projectors._base import AbstractFeatureAccumulator, AbstractProjector, ProjectionType
 from trak_lite.projectors._blocks import named_gradients, project_named
 from trak_lite.projectors.dense import (
     DEFAULT_MEMORY_BUDGET,
     AbstractDenseProjector,
+    AbstractMatrixMap,
     DenseMap,
     integer_seed,
+    projection_type,
 )
+from trak_lite.projectors.fast_jl import fast_jl_map
 from trak_lite.types import GradientBlock, ParameterShapes, num_entries
 
 __all__ = ["BasicProjector", "BasicSingleBlockProjector", "ChunkedCudaProjector", "CudaProjector"]
@@ -37,11 +42,12 @@ def _unscaled_map(
     device: str | torch.device | None,
     dtype: torch.dtype | None,
     memory_budget: int,
-) -> DenseMap:
+    make: Callable[..., AbstractMatrixMap] = DenseMap,
+) -> AbstractMatrixMap:
     """Return the map that the original's dense classes share."""
-    return DenseMap(
+    return make(
         positive_int(proj_dim=proj_dim),
-        ProjectionType(one_of([kind.value for kind in ProjectionType], proj_type=proj_type)),
+        projection_type(proj_type),
         seed=integer_seed(seed),
         device=device,
         dtype=dtype,
@@ -132,7 +138,8 @@ class BasicSingleBlockProjector(AbstractDenseProjector):
 class CudaProjector(AbstractDenseProjector):
     """The same map as :class:`BasicProjector` on the device it is given: the same entries on CUDA and on CPU.
 
-    It takes any K, any number of rows and any floating-point dtype, and needs no compiled extension.
+    It takes any K, any number of rows and any floating-point dtype, and needs no compiled extension. With
+    ``use_fast_jl=True`` it is the original's extension instead, where that can be used.
     """
 
     def __init__(
@@ -146,6 +153,7 @@ class CudaProjector(AbstractDenseProjector):
         dtype: torch.dtype | None = torch.float32,
         *,
         memory_budget: int = DEFAULT_MEMORY_BUDGET,
+        use_fast_jl: bool = False,
         **kwargs: object,
     ) -> None:
         """Store the settings; nothing is drawn. Arguments as for :class:`BasicProjector`.
@@ -156,19 +164,21 @@ class CudaProjector(AbstractDenseProjector):
             seed: Any integer.
             proj_type: ``"normal"`` or ``"rademacher"``.
             device: Where the projection runs.
-            max_batch_size: Checked and kept; batches of any size are projected whole.
+            max_batch_size: Rows that ``fast_jl`` takes at a time: 8, 16 or 32. Without it, checked and kept.
             dtype: Dtype of the features, and of the products where it is float64.
             memory_budget: Bytes that matrices and workspaces may take together.
+            use_fast_jl: Use an installed ``fast_jl``; where it cannot be used, log a warning and change nothing.
             **kwargs: Arguments of other projectors, without effect.
 
         Raises:
             InvalidInputError: If an argument is out of range.
         """
-        dense_map = _unscaled_map(
-            proj_dim, seed, proj_type, device=device, dtype=dtype, memory_budget=memory_budget
-        )
-        super().__init__(grad_dim, dense_map, proj_type)
-        self.max_batch_size = positive_int(max_batch_size=max_batch_size)
+        rows = positive_int(max_batch_size=max_batch_size)
+        make = functools.partial(fast_jl_map, most_rows=rows) if use_fast_jl else DenseMap
+        options: dict[str, Any] = {"device": device, "dtype": dtype, "memory_budget": memory_budget}
+        matrix_map = _unscaled_map(proj_dim, seed, proj_type, **options, make=make)
+        super().__init__(grad_dim, matrix_map, proj_type)
+        self.max_batch_size = rows
 
 
 @final

@@ -9,8 +9,13 @@ import torch
 from trak_lite._validate import one_of
 from trak_lite.errors import InvalidInputError
 from trak_lite.projectors._base import AbstractProjector
+from trak_lite.projectors.countsketch import CountSketchProjector
 from trak_lite.projectors.dense import GaussianProjector, RademacherProjector
+from trak_lite.projectors.fast_jl import FastJLProjector
 from trak_lite.projectors.identity import NoOpProjector
+from trak_lite.projectors.mask import GraSSProjector, MaskProjector
+from trak_lite.projectors.per_module import PerModuleProjector
+from trak_lite.projectors.two_sided import TwoSidedProjector
 
 __all__ = ["PROJECTORS", "projector_name", "select_projector"]
 
@@ -21,9 +26,14 @@ def _identity(proj_dim: int, *, seed: int, device: str | torch.device | None) ->
 
 
 PROJECTORS: dict[str, Callable[..., AbstractProjector]] = {
+    "countsketch": CountSketchProjector,
+    "fast_jl": FastJLProjector,
     "gaussian": GaussianProjector,
+    "grass": GraSSProjector,
+    "mask": MaskProjector,
     "none": _identity,
     "rademacher": RademacherProjector,
+    "two_sided": TwoSidedProjector.of_width,
 }
 """Native projectors by name; each is called with ``(proj_dim, seed=..., device=...)``."""
 
@@ -34,6 +44,7 @@ def select_projector(
     proj_dim: int,
     seed: int = 0,
     device: str | torch.device | None = None,
+    layout: str = "auto",
 ) -> AbstractProjector:
     """Return the projector that is meant.
 
@@ -42,27 +53,41 @@ def select_projector(
         proj_dim: K, number of features per sample; not used by ``"none"``.
         seed: Seed of every random entry.
         device: Where the projection runs; ``None`` for where the gradients are.
+        layout: ``"joint"`` for one segment of K features, ``"module"`` for one per module (``"two_sided"``: per matrix);
+            ``"auto"`` is joint but for ``"two_sided"``. A projector has its own.
 
     Raises:
-        InvalidInputError: If the name is unknown or ``projector`` is neither a name nor a projector.
+        InvalidInputError: If a name is unknown, ``projector`` is neither a name nor a projector, or a projector is
+            given with a layout.
 
     Example:
         >>> select_projector("auto", proj_dim=512).fingerprint()["kind"]
-        'dense_rademacher'
+        'countsketch'
     """
+    one_of(("auto", "joint", "module"), layout=layout)
     if isinstance(projector, AbstractProjector):
+        if layout != "auto":
+            raise InvalidInputError(
+                f"layout={layout!r} was given with a projector, which has its own layout. Leave it out, or pass "
+                "PerModuleProjector(projector)."
+            )
         return projector
     if not isinstance(projector, str):
         raise InvalidInputError(
             f"projector must be one of {['auto', *PROJECTORS]} or an AbstractProjector, got {projector!r}."
         )
     one_of(["auto", *PROJECTORS], projector=projector)
-    return PROJECTORS[projector_name(projector) or ""](proj_dim, seed=seed, device=device)
+    name = projector_name(projector) or ""
+    if name == "two_sided":
+        kind = "module" if layout == "auto" else layout
+        return TwoSidedProjector.of_width(proj_dim, seed=seed, device=device, layout=kind)
+    made = PROJECTORS[name](proj_dim, seed=seed, device=device)
+    return PerModuleProjector(made) if layout == "module" else made
 
 
 def projector_name(projector: str | AbstractProjector) -> str | None:
     """Return the name in :data:`PROJECTORS` that a choice comes to; ``None`` for a projector of the user's own."""
     if not isinstance(projector, str):
         return None
-    # Signs are several times cheaper to draw than normal numbers, and their inner products vary slightly less.
-    return "rademacher" if projector == "auto" else projector
+    # The inner products of a dense matrix of signs vary as much, and it costs 2K operations per entry instead of one.
+    return "countsketch" if projector == "auto" else projector

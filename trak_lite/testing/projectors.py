@@ -238,8 +238,8 @@ class RandomProjectorTests(ProjectorTests):
         grad = {"weight": _random(0, 16, 16)}
         blocks = [projector.project(grad, model_id).T.reshape(104, -1).double() for model_id in (0, 1)]
         rows = torch.cat(blocks)
-        rows = rows / rows.norm(dim=1, keepdim=True)
-        cosines = rows @ rows.T - torch.eye(len(rows), dtype=torch.float64)
+        rows = rows / rows.norm(dim=1, keepdim=True).clamp(min=1e-12)  # a sparse map leaves columns empty
+        cosines = (rows @ rows.T).fill_diagonal_(0)
 
         assert float(cosines.abs().max()) < 0.5
 

@@ -1,0 +1,39 @@
+"""Runs the package's Triton kernels without a GPU: in Triton's interpreter, on CPU tensors."""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+from collections.abc import Iterator
+
+import pytest
+
+import trak_lite.projectors as package
+from trak_lite.projectors import dense
+
+PREFIX = "_triton_"
+
+
+@contextlib.contextmanager
+def fresh_kernels(*, interpret: bool) -> Iterator[None]:
+    """Let kernel modules be imported anew, interpreted or to be compiled; those from before come back."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("TRITON_INTERPRET", "1" if interpret else "0")
+        before = _take_kernel_modules()
+        dense._sign_kernel.cache_clear()
+        try:
+            yield
+        finally:
+            _take_kernel_modules()
+            for name, module in before.items():
+                sys.modules[name] = module
+                setattr(package, name.rpartition(".")[2], module)
+            dense._sign_kernel.cache_clear()
+
+
+def _take_kernel_modules() -> dict:
+    """Remove and return the imported kernel modules."""
+    names = [name for name in sys.modules if name.startswith(f"{package.__name__}.{PREFIX}")]
+    for attribute in [name for name in vars(package) if name.startswith(PREFIX)]:
+        delattr(package, attribute)
+    return {name: sys.modules.pop(name) for name in names}

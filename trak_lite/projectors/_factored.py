@@ -1,0 +1,35 @@
+"""Small steps on factored blocks that leave the gradient unformed."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from trak_lite.errors import InvalidInputError
+from trak_lite.projectors._blocks import check_block
+from trak_lite.types import FactoredBlock, ParameterShapes
+
+__all__ = ["check_factors", "sample_pieces"]
+
+_PIECE_BYTES = 64 << 20  # temporaries of a block are made for about this many bytes of samples at a time
+
+
+def check_factors(block: FactoredBlock, num_samples: int, parameters: ParameterShapes) -> None:
+    """Refuse a factored block that does not fit what the accumulator was made for.
+
+    Raises:
+        InvalidInputError: As :func:`check_block`, or if the factors disagree.
+    """
+    check_block(block, num_samples, parameters)
+    inputs, output_grads = block.inputs, block.output_grads
+    if inputs.shape[:2] != output_grads.shape[:2] or not output_grads.is_floating_point():
+        raise InvalidInputError(
+            f"The factors of {block.name!r} have shapes {tuple(inputs.shape)} and {tuple(output_grads.shape)} and "
+            f"dtypes {inputs.dtype} and {output_grads.dtype}. Expected floating-point factors (b, T, d_in) and "
+            "(b, T, d_out) with the same b and T."
+        )
+
+
+def sample_pieces(num_samples: int, bytes_per_sample: int) -> Iterator[slice]:
+    """Yield consecutive runs of samples, each of about 64 MiB at most, or of a single sample."""
+    step = max(1, _PIECE_BYTES // max(1, bytes_per_sample))
+    return (slice(start, min(start + step, num_samples)) for start in range(0, num_samples, step))
