@@ -341,7 +341,7 @@ def _in_storage_dtype(features: Tensor, spec: TableSpec, rows: NDArray[np.int64]
 
 def _norms(rows: Tensor) -> Tensor:
     """Return the Euclidean norms of rows, in float64; the squares are formed in it only where float32 ends."""
-    norms = rows.norm(dim=1)
+    norms: Tensor = rows.norm(dim=1)
     if bool(((norms < _SQUARES_UNDERFLOW) | ~norms.isfinite()).any()):
         norms = rows.double().norm(dim=1)
     return norms.double()

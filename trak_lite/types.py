@@ -21,6 +21,7 @@ __all__ = [
     "FactoredBlock",
     "FeatureLayout",
     "GradientBlock",
+    "LookupBlock",
     "OutputTerms",
     "ParameterShapes",
     "Segment",
@@ -91,7 +92,41 @@ class FactoredBlock:
         return rows.flatten(1)
 
 
-GradientBlock: TypeAlias = DenseBlock | FactoredBlock
+@dataclass(frozen=True, slots=True)
+class LookupBlock:
+    """Per-sample gradients of a table, of which each sample read a few rows."""
+
+    name: str
+    """Canonical parameter name; the parameter has shape ``(V, d)``."""
+    rows: Tensor
+    """``(b, T)`` int64: the rows that were read, in ``[0, V)``; one may come again."""
+    values: Tensor
+    """``(b, T, d)`` gradient with respect to what was read; those of one row add up."""
+    num_rows: int
+    """V."""
+    start: int = 0
+    """Row of the batch that sample 0 of the block belongs to."""
+
+    @property
+    def num_samples(self) -> int:
+        """Number of samples b in this block."""
+        return self.rows.shape[0]
+
+    @property
+    def grad(self) -> Tensor:
+        """The gradients ``(b, V, d)``, formed anew at every call."""
+        count, width = self.num_samples, self.values.shape[2]
+        table = self.values.new_zeros(count * self.num_rows, width)
+        first = self.rows.new_full((count, 1), self.num_rows).cumsum(0) - self.num_rows
+        table.index_add_(0, (first + self.rows).flatten(), self.values.flatten(0, 1))
+        return table.view(count, self.num_rows, width)
+
+    def dense(self) -> Tensor:
+        """Return the gradient rows ``(b, V * d)``."""
+        return self.grad.flatten(1)
+
+
+GradientBlock: TypeAlias = DenseBlock | FactoredBlock | LookupBlock
 BlockSink: TypeAlias = Callable[[GradientBlock], None]
 
 

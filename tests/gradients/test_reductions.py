@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import numpy as np
 import pytest
 import torch
 from models import CASES, by_loop, make
@@ -13,9 +14,9 @@ from trak_lite.gradient_computers import (
     gradient_norms,
     weighted_gradient,
 )
-from trak_lite.gradient_computers.reductions import GradientNorms
+from trak_lite.gradient_computers.reductions import GradientNorms, squared_norms
 from trak_lite.modelout_functions import resolve_task
-from trak_lite.types import DenseBlock
+from trak_lite.types import DenseBlock, LookupBlock
 
 
 @pytest.mark.parametrize("chunk_size", [None, 3])
@@ -73,3 +74,22 @@ def test_one_weight_per_sample_is_needed() -> None:
 
     with pytest.raises(InvalidInputError, match=r"shape \(3,\) for a batch of 4"):
         weighted_gradient(HookGradientComputer(model, resolve_task(case.output)), batch, torch.ones(3))
+
+
+def test_the_norm_of_a_table_adds_up_what_came_to_one_row_first():
+    generator = torch.Generator().manual_seed(0)
+    rows = torch.tensor([[2, 0, 2, 2], [1, 1, 3, 0]])
+    values = torch.randn(2, 4, 5, generator=generator)
+    values[0, 3] = -values[0, 0] - values[0, 2]  # row 2 of the first sample cancels to nothing
+    block = LookupBlock("table", rows, values, 4)
+
+    expected = [np.linalg.norm(table) ** 2 for table in block.grad.double().numpy()]
+
+    np.testing.assert_allclose(squared_norms(block).numpy(), expected, rtol=1e-5)
+    np.testing.assert_allclose(block.grad[0, 0], values[0, 1])
+
+
+def test_a_row_of_a_table_holds_the_sum_of_its_lookups():
+    rows, values = torch.tensor([[2, 0, 2]]), torch.tensor([[[1.0, 2.0], [3.0, 4.0], [5.0, 6.0]]])
+
+    assert LookupBlock("table", rows, values, 3).grad.tolist() == [[[3.0, 4.0], [0.0, 0.0], [6.0, 8.0]]]

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import functools
 from collections import Counter
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, final
 
 import torch
@@ -19,7 +19,7 @@ from trak_lite.errors import UnsupportedModelError
 from trak_lite.gradient_computers._base import AbstractGradientComputer, collect_gradients
 from trak_lite.gradient_computers.normalization import Normalization
 from trak_lite.gradient_computers.reductions import GradientNorms, squared_norms
-from trak_lite.types import Batch, BlockSink, DenseBlock, GradientBlock, OutputTerms
+from trak_lite.types import Batch, BlockSink, DenseBlock, GradientBlock, LookupBlock, OutputTerms
 
 __all__ = ["NormalizedGradientComputer", "RowNormalizer"]
 
@@ -175,7 +175,9 @@ def _scaled(block: GradientBlock, factors: Tensor) -> GradientBlock:
     """Return a block with the gradient of sample i times ``factors[i]``."""
     if isinstance(block, DenseBlock):
         return DenseBlock(block.name, _times(block.grad, factors), block.start)
-    return type(block)(block.name, block.inputs, _times(block.output_grads, factors), block.start)
+    if isinstance(block, LookupBlock):
+        return replace(block, values=_times(block.values, factors))
+    return replace(block, output_grads=_times(block.output_grads, factors))
 
 
 def _times(rows: Tensor, factors: Tensor) -> Tensor:

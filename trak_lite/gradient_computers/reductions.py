@@ -17,7 +17,7 @@ from trak_lite.gradient_computers._base import (
     refuse_batch_statistics,
     select_parameters,
 )
-from trak_lite.types import Batch, DenseBlock, FactoredBlock, GradientBlock
+from trak_lite.types import Batch, DenseBlock, FactoredBlock, GradientBlock, LookupBlock
 
 __all__ = ["GradientNorms", "gradient_norms", "squared_norms", "weighted_gradient"]
 
@@ -70,6 +70,8 @@ def squared_norms(block: GradientBlock) -> Tensor:
     """Return the squared norms ``(b,)`` of one block's gradients, in at least float32."""
     if isinstance(block, DenseBlock):
         return block.dense().to(_wide(block.grad.dtype)).square().sum(1)
+    if isinstance(block, LookupBlock):
+        return _squared_norms_of_rows(block)
     x, g = (t.to(_wide(t.dtype)) for t in (block.inputs, block.output_grads))
     positions, d_in, d_out = x.shape[1], x.shape[2], g.shape[2]
     if positions * (d_in + d_out) >= 2 * d_in * d_out:
@@ -80,6 +82,18 @@ def squared_norms(block: GradientBlock) -> Tensor:
     if bool(cancelled.any()):
         found[cancelled] = (g[cancelled].transpose(1, 2) @ x[cancelled]).square().sum((1, 2))
     return found
+
+
+def _squared_norms_of_rows(block: LookupBlock) -> Tensor:
+    """Return the squared norms ``(b,)`` of a table's gradients: what adds up in one row is added up first."""
+    order = block.rows.argsort(dim=1, stable=True)
+    rows = block.rows.gather(1, order)
+    values = block.values.to(_wide(block.values.dtype)).gather(1, order.unsqueeze(2).expand_as(block.values))
+    new = torch.ones_like(rows, dtype=torch.bool)
+    new[:, 1:] = rows[:, 1:] != rows[:, :-1]
+    place = new.cumsum(1) - 1  # of each row among the different ones of its sample
+    sums = torch.zeros_like(values).scatter_add_(1, place.unsqueeze(2).expand_as(values), values)
+    return sums.square().sum((1, 2))
 
 
 def _wide(dtype: torch.dtype) -> torch.dtype:

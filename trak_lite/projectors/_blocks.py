@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 from torch import Tensor
 
 from trak_lite.errors import InvalidInputError
-from trak_lite.types import DenseBlock, FactoredBlock, GradientBlock, ParameterShapes, num_entries
+from trak_lite.types import DenseBlock, GradientBlock, LookupBlock, ParameterShapes, num_entries
 
 if TYPE_CHECKING:
     from trak_lite.projectors._base import AbstractProjector
@@ -32,7 +32,7 @@ def block_rows(block: GradientBlock, num_samples: int, parameters: ParameterShap
         InvalidInputError: As :func:`check_block`.
     """
     check_block(block, num_samples, parameters)
-    rows = block.dense() if isinstance(block, FactoredBlock) else block.grad
+    rows = block.grad if isinstance(block, DenseBlock) else block.dense()
     # With no samples or no entries, reshape(b, -1) has no answer; the parameter's own size always has.
     return rows.detach().reshape(block.num_samples, math.prod(parameters[block.name]))
 
@@ -48,6 +48,8 @@ def check_block(block: GradientBlock, num_samples: int, parameters: ParameterSha
     shape = tuple(parameters[block.name])
     if isinstance(block, DenseBlock):
         seen, rows = tuple(block.grad.shape[1:]), block.grad
+    elif isinstance(block, LookupBlock):
+        seen, rows = (block.num_rows, block.values.shape[-1]), block.values
     else:
         seen, rows = (block.output_grads.shape[-1], block.inputs.shape[-1]), block.inputs
     as_matrix = (shape[0], math.prod(shape[1:])) if shape else ()  # how the factors of a convolution lie

@@ -53,8 +53,8 @@ def select_projector(
         proj_dim: K, number of features per sample; not used by ``"none"``.
         seed: Seed of every random entry.
         device: Where the projection runs; ``None`` for where the gradients are.
-        layout: ``"joint"`` for one segment of K features, ``"module"`` for one per module (``"two_sided"``: per matrix);
-            ``"auto"`` is joint but for ``"two_sided"``. A projector has its own.
+        layout: ``"joint"`` for one segment of K features, ``"module"`` for one per module
+            (``"two_sided"``: per matrix); ``"auto"`` is joint but for ``"two_sided"``. A projector has its own.
 
     Raises:
         InvalidInputError: If a name is unknown, ``projector`` is neither a name nor a projector, or a projector is

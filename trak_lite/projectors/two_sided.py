@@ -36,7 +36,15 @@ from trak_lite.projectors._sketch import sum_dtype
 from trak_lite.projectors.countsketch import CountSketchProjector
 from trak_lite.projectors.dense import integer_seed
 from trak_lite.projectors.principal_axes import FittedSides, PrincipalAxes
-from trak_lite.types import DenseBlock, FactoredBlock, FeatureLayout, GradientBlock, ParameterShapes, Segment
+from trak_lite.types import (
+    DenseBlock,
+    FactoredBlock,
+    FeatureLayout,
+    GradientBlock,
+    LookupBlock,
+    ParameterShapes,
+    Segment,
+)
 
 __all__ = ["TwoSidedProjector"]
 
@@ -309,7 +317,7 @@ class _TwoSidedAccumulator(AbstractFeatureAccumulator):
             (g, out_scale) = self._side_product(matrix, Stream.TWO_SIDED_OUT, output_grads[piece].to(total))
             self._add(matrix, block.start + piece.start, g.transpose(1, 2) @ x, in_scale * out_scale)
 
-    def _add_rows(self, matrix: _Matrix, block: DenseBlock) -> None:
+    def _add_rows(self, matrix: _Matrix, block: DenseBlock | LookupBlock) -> None:
         """Add ``P_out^T G P_in`` of formed gradients."""
         rows = block_rows(block, self._num_samples, self._parameters)
         total = self._total_for(rows.dtype, rows.device)

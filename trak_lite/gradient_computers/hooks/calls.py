@@ -11,8 +11,18 @@ from torch import Tensor
 from torch.utils._pytree import TreeSpec
 
 from trak_lite.gradient_computers.hooks.axes import BatchAxis, by_sample
+from trak_lite.types import LookupBlock
 
-__all__ = ["Contribution", "Factors", "OperationCall", "OperationRule", "dense_of", "merged", "transposed"]
+__all__ = [
+    "Contribution",
+    "Factors",
+    "Lookups",
+    "OperationCall",
+    "OperationRule",
+    "dense_of",
+    "merged",
+    "transposed",
+]
 
 
 class Factors(NamedTuple):
@@ -24,8 +34,19 @@ class Factors(NamedTuple):
     """``(B, T, d_out)``."""
 
 
-Contribution: TypeAlias = Tensor | Factors
-"""``(B, *parameter.shape)``, or its factors."""
+class Lookups(NamedTuple):
+    """Per-sample gradients of a table ``(V, d)`` of which each sample read a few rows."""
+
+    rows: Tensor
+    """``(B, T)`` int64."""
+    values: Tensor
+    """``(B, T, d)``."""
+    num_rows: int
+    """V."""
+
+
+Contribution: TypeAlias = Tensor | Factors | Lookups
+"""``(B, *parameter.shape)``, its factors, or its rows that are not zero."""
 
 
 @dataclass(slots=True)
@@ -95,22 +116,29 @@ def dense_of(part: Contribution) -> Tensor:
     """Return a contribution as one tensor ``(B, ...)``; of factors, ``(B, d_out, d_in)``."""
     if isinstance(part, Tensor):
         return part
+    if isinstance(part, Lookups):
+        return LookupBlock("", *part).grad
     return part.output_grads.transpose(1, 2) @ part.inputs
 
 
 def transposed(part: Contribution) -> Contribution:
     """Return what contributes to a matrix, given what contributes to its transpose."""
-    if isinstance(part, Tensor):
-        return part.transpose(1, 2)
+    if not isinstance(part, Factors):
+        return dense_of(part).transpose(1, 2)
     return Factors(part.output_grads, part.inputs)
 
 
 def merged(parts: list[Contribution], shape: torch.Size) -> Contribution:
-    """Return the sum of the contributions to one parameter; factors are laid side by side, not contracted."""
+    """Return the sum of the contributions to one parameter; factors and rows are laid side by side, not added up."""
     if len(parts) == 1:
         return parts[0]
-    if all(isinstance(part, Factors) for part in parts):
-        inputs, grads = zip(*parts, strict=True)
+    lookups = [part for part in parts if isinstance(part, Lookups)]
+    factors = [part for part in parts if isinstance(part, Factors)]
+    if len(lookups) == len(parts):
+        rows, values, _ = zip(*lookups, strict=True)
+        return Lookups(torch.cat(rows, 1), torch.cat(values, 1), shape[0])
+    if len(factors) == len(parts):
+        inputs, grads = zip(*factors, strict=True)
         # Beyond this many positions the contracted matrix is the smaller of the two forms.
         positions = sum(x.shape[1] for x in inputs)
         if positions * (inputs[0].shape[2] + grads[0].shape[2]) <= 4 * shape.numel():

@@ -31,7 +31,15 @@ from trak_lite.gradient_computers.hooks.engine import GradientPass, UnexpectedRo
 from trak_lite.gradient_computers.hooks.probe import Plan, make_plan
 from trak_lite.gradient_computers.hooks.report import Coverage, ParameterCoverage
 from trak_lite.modelout_functions import AbstractModelOutput
-from trak_lite.types import Batch, BlockSink, DenseBlock, FactoredBlock, GradientBlock, OutputTerms
+from trak_lite.types import (
+    Batch,
+    BlockSink,
+    DenseBlock,
+    FactoredBlock,
+    GradientBlock,
+    LookupBlock,
+    OutputTerms,
+)
 
 __all__ = ["HookGradientComputer"]
 
@@ -262,6 +270,8 @@ def _rows_of(block: GradientBlock, positions: list[int]) -> Tensor:
     """Return some samples of a block as gradient rows, in memory of their own."""
     if isinstance(block, FactoredBlock):
         return FactoredBlock(block.name, block.inputs[positions], block.output_grads[positions]).dense()
+    if isinstance(block, LookupBlock):
+        return LookupBlock(block.name, block.rows[positions], block.values[positions], block.num_rows).dense()
     return DenseBlock(block.name, block.grad[positions]).dense()
 
 

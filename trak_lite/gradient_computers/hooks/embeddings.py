@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from trak_lite.errors import UnsupportedModelError
-from trak_lite.gradient_computers.hooks.calls import Contribution, OperationCall
+from trak_lite.gradient_computers.hooks.calls import Contribution, Lookups, OperationCall
 
 __all__ = ["embedding_bag_rule", "embedding_rule"]
 
@@ -30,8 +30,7 @@ def _table(call: OperationCall, grad: Tensor, weight: Tensor, ids: Tensor, paddi
     values = call.output_samples(grad).reshape(*rows.shape, weight.shape[1])
     if padding >= 0:
         values = values.masked_fill((rows == padding).unsqueeze(-1), 0.0)
-    owner = torch.arange(count, device=ids.device).unsqueeze(1).expand_as(rows)
-    yield weight, _scattered(weight, count, owner.reshape(-1), rows.reshape(-1), values.flatten(0, 1))
+    yield weight, Lookups(rows, values, weight.shape[0])
 
 
 def _scattered(weight: Tensor, count: int, owner: Tensor, rows: Tensor, values: Tensor) -> Tensor:

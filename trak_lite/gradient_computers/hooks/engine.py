@@ -21,6 +21,7 @@ from trak_lite.gradient_computers.hooks.axes import BatchAxis
 from trak_lite.gradient_computers.hooks.calls import (
     Contribution,
     Factors,
+    Lookups,
     OperationCall,
     dense_of,
     merged,
@@ -46,7 +47,7 @@ from trak_lite.gradient_computers.hooks.routing import (
     row_layout,
     summed_by_owner,
 )
-from trak_lite.types import BlockSink, DenseBlock, FactoredBlock
+from trak_lite.types import BlockSink, DenseBlock, FactoredBlock, LookupBlock
 
 __all__ = ["GradientPass", "UnexpectedRowsError"]
 
@@ -548,6 +549,8 @@ class GradientPass(AbstractInterceptor):
     def _emit(self, name: str, part: Contribution) -> None:
         if isinstance(part, Factors):
             self._sink(FactoredBlock(name, part.inputs, part.output_grads, self._start))
+        elif isinstance(part, Lookups):
+            self._sink(LookupBlock(name, part.rows, part.values, part.num_rows, self._start))
         else:
             shape = self._kept[name].shape
             self._sink(DenseBlock(name, part.reshape(self._num_samples, *shape), self._start))
@@ -641,6 +644,8 @@ def _refuse_changes(function: Any, versions: Sequence[tuple[Tensor, int]]) -> No
 def _cast(part: Contribution, dtype: torch.dtype) -> Contribution:
     if isinstance(part, Factors):
         return Factors(part.inputs.to(dtype), part.output_grads.to(dtype))
+    if isinstance(part, Lookups):
+        return part._replace(values=part.values.to(dtype))
     return part.to(dtype)
 
 

@@ -18,7 +18,7 @@ from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from trak_lite.errors import UnsupportedModelError
 from trak_lite.gradient_computers.hooks.axes import BatchAxis
-from trak_lite.gradient_computers.hooks.calls import Contribution, Factors, OperationCall
+from trak_lite.gradient_computers.hooks.calls import Contribution, Factors, Lookups, OperationCall, dense_of
 from trak_lite.gradient_computers.hooks.generic import looped
 from trak_lite.gradient_computers.hooks.operations import RULES
 from trak_lite.gradient_computers.hooks.owners import Arrangement, SampleCode, sketch
@@ -118,8 +118,8 @@ def routed_contributions(
 
 def summed_by_owner(part: Contribution, owners: Tensor, count: int) -> Contribution:
     """Return per-row gradients ``(N, ...)``, or their factors, summed over the rows of each sample."""
-    if isinstance(part, Tensor):
-        kept = owners >= 0
+    if not isinstance(part, Factors):
+        part, kept = dense_of(part), owners >= 0
         return part.new_zeros(count, *part.shape[1:]).index_add_(0, owners[kept], part[kept])
     arranged = Arrangement.of(owners)
     if not arranged.length:
@@ -168,6 +168,9 @@ def _by_rule(
         target = own.targets[id(argument)]
         if isinstance(part, Factors):
             found.append((target, Factors(*(arranged.placed(value, count) for value in part))))
+        elif isinstance(part, Lookups):
+            rows, values = (arranged.placed(value, count) for value in part[:2])
+            found.append((target, Lookups(rows, values, part.num_rows)))
         else:
             found.append((target, arranged.placed(part.reshape(len(part), *target.shape), count)))
     return found
