@@ -226,7 +226,7 @@ class GradientPass(AbstractInterceptor):
         run = [self._detached(leaf) for leaf in leaves]
         targets = {id(new): old for new, old in zip(run, leaves, strict=True) if new is not old}
         run_args, run_kwargs = tree_unflatten(run, spec)
-        if function in RECURRENT and _can_unroll(function, run_args):
+        if function in RECURRENT and _is_recurrence(function, run_args):
             return self._run_recurrent(site, function, run_args, targets)
         in_place = is_in_place(function)
         saved = self._saved(site, run, targets, in_place)
@@ -374,7 +374,7 @@ class GradientPass(AbstractInterceptor):
                     every = self._summed(every, tags, by_row)
                     found = [(t, p) for t, p in zip(wanted, every, strict=True) if t is not None]
                     for target, _ in found:
-                        self._note(target, "unrolled recurrence")
+                        self._note(target, "recurrence")
                     self._deposit([t for t in wanted if t is not None], found)
 
             value.register_hook(arrived)  # type: ignore[no-untyped-call]
@@ -619,7 +619,7 @@ def _signature(values: Any) -> list[Any]:
     return found
 
 
-def _can_unroll(function: Any, args: Sequence[Any]) -> bool:
+def _is_recurrence(function: Any, args: Sequence[Any]) -> bool:
     """Whether a recurrent operation has no projection of its state."""
     packed = isinstance(args[3], list | tuple)
     state = args[2] if packed else args[1]
