@@ -25,6 +25,7 @@ __all__ = [
     "OutputTerms",
     "ParameterShapes",
     "Segment",
+    "SummedBlock",
     "num_entries",
 ]
 
@@ -126,7 +127,39 @@ class LookupBlock:
         return self.grad.flatten(1)
 
 
-GradientBlock: TypeAlias = DenseBlock | FactoredBlock | LookupBlock
+@dataclass(frozen=True, slots=True)
+class SummedBlock:
+    """Per-sample gradients of a matrix that is used in two ways: the sum of what each of them gives."""
+
+    name: str
+    """Canonical parameter name."""
+    parts: tuple[FactoredBlock | LookupBlock, ...]
+    """At least one, all of these samples, each under this name."""
+
+    @property
+    def start(self) -> int:
+        """Row of the batch that sample 0 of the block belongs to."""
+        return self.parts[0].start
+
+    @property
+    def num_samples(self) -> int:
+        """Number of samples b in this block."""
+        return self.parts[0].num_samples
+
+    @property
+    def grad(self) -> Tensor:
+        """The gradients ``(b, d_out * d_in)``, formed anew at every call."""
+        return self.dense()
+
+    def dense(self) -> Tensor:
+        """Return the gradient rows ``(b, d_out * d_in)``."""
+        total = self.parts[0].dense()
+        for part in self.parts[1:]:
+            total += part.dense()
+        return total
+
+
+GradientBlock: TypeAlias = DenseBlock | FactoredBlock | LookupBlock | SummedBlock
 BlockSink: TypeAlias = Callable[[GradientBlock], None]
 
 

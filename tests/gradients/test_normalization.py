@@ -28,7 +28,7 @@ from trak_lite.gradient_computers import (
     weighted_gradient,
 )
 from trak_lite.modelout_functions import resolve_task
-from trak_lite.types import DenseBlock, FactoredBlock, GradientBlock
+from trak_lite.types import DenseBlock, FactoredBlock, GradientBlock, LookupBlock, SummedBlock
 
 UNIT, BY_MODULE = Normalization("unit"), Normalization("unit", scope="module")
 
@@ -114,7 +114,7 @@ def test_a_gradient_of_zero_stays_zero(normalization: Normalization) -> None:
     assert torch.equal(found[1], torch.zeros(8, dtype=torch.float64))
 
 
-def test_factored_blocks_stay_factored() -> None:
+def test_blocks_keep_their_form() -> None:
     plain, scaled = list[GradientBlock](), list[GradientBlock]()
     normalized, batch, _ = wrapped("GPT-2", UNIT)
 
@@ -122,7 +122,7 @@ def test_factored_blocks_stay_factored() -> None:
     normalized.stream_gradients(batch, scaled.append)
 
     kinds = [type(block) for block in plain]
-    assert {DenseBlock, FactoredBlock} == set(kinds)
+    assert {DenseBlock, FactoredBlock, LookupBlock, SummedBlock} == set(kinds)
     assert [type(block) for block in scaled] == kinds
 
 

@@ -19,7 +19,16 @@ from trak_lite.errors import UnsupportedModelError
 from trak_lite.gradient_computers._base import AbstractGradientComputer, collect_gradients
 from trak_lite.gradient_computers.normalization import Normalization
 from trak_lite.gradient_computers.reductions import GradientNorms, squared_norms
-from trak_lite.types import Batch, BlockSink, DenseBlock, GradientBlock, LookupBlock, OutputTerms
+from trak_lite.types import (
+    Batch,
+    BlockSink,
+    DenseBlock,
+    FactoredBlock,
+    GradientBlock,
+    LookupBlock,
+    OutputTerms,
+    SummedBlock,
+)
 
 __all__ = ["NormalizedGradientComputer", "RowNormalizer"]
 
@@ -175,6 +184,12 @@ def _scaled(block: GradientBlock, factors: Tensor) -> GradientBlock:
     """Return a block with the gradient of sample i times ``factors[i]``."""
     if isinstance(block, DenseBlock):
         return DenseBlock(block.name, _times(block.grad, factors), block.start)
+    if isinstance(block, SummedBlock):
+        return replace(block, parts=tuple(_scaled_part(part, factors) for part in block.parts))
+    return _scaled_part(block, factors)
+
+
+def _scaled_part(block: FactoredBlock | LookupBlock, factors: Tensor) -> FactoredBlock | LookupBlock:
     if isinstance(block, LookupBlock):
         return replace(block, values=_times(block.values, factors))
     return replace(block, output_grads=_times(block.output_grads, factors))

@@ -17,7 +17,7 @@ from trak_lite.gradient_computers._base import (
     refuse_batch_statistics,
     select_parameters,
 )
-from trak_lite.types import Batch, DenseBlock, FactoredBlock, GradientBlock, LookupBlock
+from trak_lite.types import Batch, DenseBlock, FactoredBlock, GradientBlock, LookupBlock, SummedBlock
 
 __all__ = ["GradientNorms", "gradient_norms", "squared_norms", "weighted_gradient"]
 
@@ -68,8 +68,9 @@ def gradient_norms(computer: AbstractGradientComputer, batch: Batch) -> Tensor:
 @torch.no_grad()
 def squared_norms(block: GradientBlock) -> Tensor:
     """Return the squared norms ``(b,)`` of one block's gradients, in at least float32."""
-    if isinstance(block, DenseBlock):
-        return block.dense().to(_wide(block.grad.dtype)).square().sum(1)
+    if isinstance(block, DenseBlock | SummedBlock):
+        rows = block.dense()
+        return rows.to(_wide(rows.dtype)).square().sum(1)
     if isinstance(block, LookupBlock):
         return _squared_norms_of_rows(block)
     x, g = (t.to(_wide(t.dtype)) for t in (block.inputs, block.output_grads))

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 from torch import Tensor
 
 from trak_lite.errors import InvalidInputError
-from trak_lite.types import DenseBlock, GradientBlock, LookupBlock, ParameterShapes, num_entries
+from trak_lite.types import DenseBlock, GradientBlock, LookupBlock, ParameterShapes, SummedBlock, num_entries
 
 if TYPE_CHECKING:
     from trak_lite.projectors._base import AbstractProjector
@@ -46,6 +46,10 @@ def check_block(block: GradientBlock, num_samples: int, parameters: ParameterSha
     """
     _check_place(block, num_samples, parameters)
     shape = tuple(parameters[block.name])
+    if isinstance(block, SummedBlock):
+        for part in block.parts:
+            check_block(part, num_samples, parameters)
+        return
     if isinstance(block, DenseBlock):
         seen, rows = tuple(block.grad.shape[1:]), block.grad
     elif isinstance(block, LookupBlock):

@@ -44,6 +44,7 @@ from trak_lite.types import (
     LookupBlock,
     ParameterShapes,
     Segment,
+    SummedBlock,
 )
 
 __all__ = ["TwoSidedProjector"]
@@ -317,7 +318,7 @@ class _TwoSidedAccumulator(AbstractFeatureAccumulator):
             (g, out_scale) = self._side_product(matrix, Stream.TWO_SIDED_OUT, output_grads[piece].to(total))
             self._add(matrix, block.start + piece.start, g.transpose(1, 2) @ x, in_scale * out_scale)
 
-    def _add_rows(self, matrix: _Matrix, block: DenseBlock | LookupBlock) -> None:
+    def _add_rows(self, matrix: _Matrix, block: DenseBlock | LookupBlock | SummedBlock) -> None:
         """Add ``P_out^T G P_in`` of formed gradients."""
         rows = block_rows(block, self._num_samples, self._parameters)
         total = self._total_for(rows.dtype, rows.device)

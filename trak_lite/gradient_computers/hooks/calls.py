@@ -45,8 +45,15 @@ class Lookups(NamedTuple):
     """V."""
 
 
-Contribution: TypeAlias = Tensor | Factors | Lookups
-"""``(B, *parameter.shape)``, its factors, or its rows that are not zero."""
+class Summed(NamedTuple):
+    """Per-sample gradients of a matrix that is looked up and multiplied with: a tied embedding and head."""
+
+    lookups: Lookups
+    factors: Factors
+
+
+Contribution: TypeAlias = Tensor | Factors | Lookups | Summed
+"""``(B, *parameter.shape)``, its factors, its rows that are not zero, or the sum of these two."""
 
 
 @dataclass(slots=True)
@@ -118,6 +125,8 @@ def dense_of(part: Contribution) -> Tensor:
         return part
     if isinstance(part, Lookups):
         return LookupBlock("", *part).grad
+    if isinstance(part, Summed):
+        return dense_of(part.lookups) + dense_of(part.factors)
     return part.output_grads.transpose(1, 2) @ part.inputs
 
 
@@ -132,19 +141,37 @@ def merged(parts: list[Contribution], shape: torch.Size) -> Contribution:
     """Return the sum of the contributions to one parameter; factors and rows are laid side by side, not added up."""
     if len(parts) == 1:
         return parts[0]
-    lookups = [part for part in parts if isinstance(part, Lookups)]
-    factors = [part for part in parts if isinstance(part, Factors)]
-    if len(lookups) == len(parts):
-        rows, values, _ = zip(*lookups, strict=True)
-        return Lookups(torch.cat(rows, 1), torch.cat(values, 1), shape[0])
-    if len(factors) == len(parts):
-        inputs, grads = zip(*factors, strict=True)
-        # Beyond this many positions the contracted matrix is the smaller of the two forms.
-        positions = sum(x.shape[1] for x in inputs)
-        if positions * (inputs[0].shape[2] + grads[0].shape[2]) <= 4 * shape.numel():
-            return Factors(torch.cat(inputs, 1), torch.cat(grads, 1))
-    first = dense_of(parts[0])
-    total = first.reshape(first.shape[0], *shape)
-    for part in parts[1:]:
+    lookups = _one_lookup([part for part in parts if isinstance(part, Lookups)])
+    factors = _one_product([part for part in parts if isinstance(part, Factors)], shape)
+    others = [part for part in parts if not isinstance(part, Lookups | Factors)]
+    if not others and isinstance(factors, Factors):
+        return factors if lookups is None else Summed(lookups, factors)
+    if not others and factors is None and lookups is not None:
+        return lookups
+    found = [part for part in (lookups, factors, *others) if part is not None]
+    total = dense_of(found[0]).reshape(-1, *shape)
+    for part in found[1:]:
         total = total + dense_of(part).reshape(total.shape)
+    return total
+
+
+def _one_lookup(parts: list[Lookups]) -> Lookups | None:
+    """Return the rows of all look-ups, side by side."""
+    if not parts:
+        return None
+    rows, values, num_rows = zip(*parts, strict=True)
+    return Lookups(torch.cat(rows, 1), torch.cat(values, 1), num_rows[0])
+
+
+def _one_product(parts: list[Factors], shape: torch.Size) -> Factors | Tensor | None:
+    """Return all factors side by side, or contracted where that is the smaller of the two forms."""
+    if len(parts) <= 1:
+        return parts[0] if parts else None
+    inputs, grads = zip(*parts, strict=True)
+    positions = sum(x.shape[1] for x in inputs)
+    if positions * (inputs[0].shape[2] + grads[0].shape[2]) <= 4 * shape.numel():
+        return Factors(torch.cat(inputs, 1), torch.cat(grads, 1))
+    total = dense_of(parts[0])
+    for part in parts[1:]:
+        total = total + dense_of(part)
     return total

@@ -39,6 +39,7 @@ from trak_lite.types import (
     GradientBlock,
     LookupBlock,
     OutputTerms,
+    SummedBlock,
 )
 
 __all__ = ["HookGradientComputer"]
@@ -268,6 +269,8 @@ class HookGradientComputer(AbstractStreamingComputer):
 
 def _rows_of(block: GradientBlock, positions: list[int]) -> Tensor:
     """Return some samples of a block as gradient rows, in memory of their own."""
+    if isinstance(block, SummedBlock):
+        return torch.stack([_rows_of(part, positions) for part in block.parts]).sum(0)
     if isinstance(block, FactoredBlock):
         return FactoredBlock(block.name, block.inputs[positions], block.output_grads[positions]).dense()
     if isinstance(block, LookupBlock):

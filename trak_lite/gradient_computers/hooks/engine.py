@@ -23,6 +23,7 @@ from trak_lite.gradient_computers.hooks.calls import (
     Factors,
     Lookups,
     OperationCall,
+    Summed,
     dense_of,
     merged,
     transposed,
@@ -47,7 +48,7 @@ from trak_lite.gradient_computers.hooks.routing import (
     row_layout,
     summed_by_owner,
 )
-from trak_lite.types import BlockSink, DenseBlock, FactoredBlock, LookupBlock
+from trak_lite.types import BlockSink, DenseBlock, FactoredBlock, LookupBlock, SummedBlock
 
 __all__ = ["GradientPass", "UnexpectedRowsError"]
 
@@ -548,9 +549,12 @@ class GradientPass(AbstractInterceptor):
 
     def _emit(self, name: str, part: Contribution) -> None:
         if isinstance(part, Factors):
-            self._sink(FactoredBlock(name, part.inputs, part.output_grads, self._start))
+            self._sink(FactoredBlock(name, *part, self._start))
         elif isinstance(part, Lookups):
-            self._sink(LookupBlock(name, part.rows, part.values, part.num_rows, self._start))
+            self._sink(LookupBlock(name, *part, self._start))
+        elif isinstance(part, Summed):
+            lookups = LookupBlock(name, *part.lookups, self._start)
+            self._sink(SummedBlock(name, (lookups, FactoredBlock(name, *part.factors, self._start))))
         else:
             shape = self._kept[name].shape
             self._sink(DenseBlock(name, part.reshape(self._num_samples, *shape), self._start))
@@ -641,11 +645,19 @@ def _refuse_changes(function: Any, versions: Sequence[tuple[Tensor, int]]) -> No
         )
 
 
+def _cast_factors(part: Factors, dtype: torch.dtype) -> Factors:
+    return Factors(part.inputs.to(dtype), part.output_grads.to(dtype))
+
+
 def _cast(part: Contribution, dtype: torch.dtype) -> Contribution:
     if isinstance(part, Factors):
-        return Factors(part.inputs.to(dtype), part.output_grads.to(dtype))
+        return _cast_factors(part, dtype)
     if isinstance(part, Lookups):
         return part._replace(values=part.values.to(dtype))
+    if isinstance(part, Summed):
+        return Summed(
+            part.lookups._replace(values=part.lookups.values.to(dtype)), _cast_factors(part.factors, dtype)
+        )
     return part.to(dtype)
 
 

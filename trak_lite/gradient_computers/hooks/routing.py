@@ -172,7 +172,8 @@ def _by_rule(
             rows, values = (arranged.placed(value, count) for value in part[:2])
             found.append((target, Lookups(rows, values, part.num_rows)))
         else:
-            found.append((target, arranged.placed(part.reshape(len(part), *target.shape), count)))
+            rows = dense_of(part)
+            found.append((target, arranged.placed(rows.reshape(len(rows), *target.shape), count)))
     return found
 
 
