@@ -28,7 +28,7 @@ from trak_lite.gradient_computers import (
     weighted_gradient,
 )
 from trak_lite.modelout_functions import resolve_task
-from trak_lite.types import DenseBlock, FactoredBlock, GradientBlock, LookupBlock, SummedBlock
+from trak_lite.types import DenseBlock, FactoredBlock, GradientBlock, SummedBlock
 
 UNIT, BY_MODULE = Normalization("unit"), Normalization("unit", scope="module")
 
@@ -122,7 +122,7 @@ def test_blocks_keep_their_form() -> None:
     normalized.stream_gradients(batch, scaled.append)
 
     kinds = [type(block) for block in plain]
-    assert {DenseBlock, FactoredBlock, LookupBlock, SummedBlock} == set(kinds)
+    assert {DenseBlock, FactoredBlock, SummedBlock} == set(kinds)
     assert [type(block) for block in scaled] == kinds
 
 
