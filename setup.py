@@ -13,7 +13,7 @@ TABLES = ["pandas", "xarray"]
 TRITON = "triton; platform_system == 'Linux'"  # its interpreter runs the CUDA kernels in tests
 TEST = ["pytest>=8", "hypothesis", "traker==0.3.2", TRITON, "setuptools", "wheel"]
 DEV = ["ruff", "mypy"]
-BENCHMARK = ["traker==0.3.2", "opacus==1.6.0", "backpack-for-pytorch==1.7.1", *DEMO]
+BENCHMARK = ["traker==0.3.2", "dattri==0.3.0", "opacus==1.6.0", "backpack-for-pytorch==1.7.1", *DEMO]
 
 setup(
     name="trak-lite",
@@ -33,6 +33,7 @@ setup(
         "benchmark": BENCHMARK,
         "dev": [*DEV, *TEST, *DEMO, *TABLES],
     },
+    entry_points={"console_scripts": ["trak-lite = trak_lite.cli:main"]},
     classifiers=[
         "Programming Language :: Python :: 3",
         "Programming Language :: Python :: 3.11",

@@ -1,7 +1,8 @@
 """Whole featurize runs of trak_lite's Attributor and of the original TRAK 0.3.2, in turn, on one thread.
 
 Each run is a process of its own: model, data, gradients, projection and store, one checkpoint. CPU seconds are those of
-the featurize call; peak memory is the process's. Both use the same model, data, K and batch size and store float16.
+construction and the featurize call; peak memory is the process's. Both use the same model, data, K and batch size and
+store float16. ``bench_featurize`` compares more models and tools, per sample and without libraries.
 
 Run:  python -m benchmarks.bench_attributor [--rounds 3] [--cases digits-512 ...]
 """
@@ -10,17 +11,24 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import platform
 import resource
 import statistics
-import subprocess
-import sys
 import tempfile
-import time
 import warnings
 from pathlib import Path
 from typing import Any
+
+import torch
+from torch import nn
+from torch.utils.data import TensorDataset
+
+from benchmarks import models
+from benchmarks.bench_featurize import TOOLS as RUNS
+from benchmarks.bench_featurize import Job, dataset, digit_batches
+from benchmarks.bench_gradients import margin
+from benchmarks.measuring import RESULTS as FOLDER
+from benchmarks.measuring import cpu_seconds, run_worker
 
 CASES = {
     "digits-512": {"model": "digits_cnn", "proj_dim": 512, "rows": 512},
@@ -29,86 +37,37 @@ CASES = {
 }
 TOOLS = ("trak_lite", "original")
 BATCH = 32
-RESULTS = Path(__file__).parent / "results" / "attributor.json"
+RESULTS = FOLDER / "attributor.json"
 
 
-def load(case: dict[str, Any]) -> tuple[Any, Any]:
+def load(case: dict[str, Any]) -> tuple[nn.Module, TensorDataset]:
     """Return a seeded model and a dataset of the case's rows."""
-    import torch
-    from torch.utils.data import TensorDataset
-
-    from benchmarks import models
-
     torch.manual_seed(0)
     model = getattr(models, case["model"])().eval()
     if case["model"] == "digits_cnn":
-        from sklearn.datasets import load_digits
-
-        digits = load_digits()
-        images = torch.from_numpy(digits.images[: case["rows"]] / 16).float().unsqueeze(1)
-        labels = torch.from_numpy(digits.target[: case["rows"]])
-    else:
-        images = torch.randn(case["rows"], 3, 32, 32)
-        labels = torch.randint(10, (case["rows"],))
-    return model, TensorDataset(images, labels)
-
-
-def run_trak_lite(case: dict[str, Any], model: Any, data: Any, folder: str) -> None:
-    """Featurize with the native facade and its defaults."""
-    from trak_lite import Attributor
-
-    attributor = Attributor(model, "image_classification", f"{folder}/run.zarr", proj_dim=case["proj_dim"])
-    attributor.featurize(data, batch_size=BATCH)
-
-
-def run_original(case: dict[str, Any], model: Any, data: Any, folder: str) -> None:
-    """Featurize with the original and its defaults on a CPU."""
-    from torch.utils.data import DataLoader
-    from trak import TRAKer
-
-    traker = TRAKer(
-        model,
-        "image_classification",
-        train_set_size=len(data),
-        save_dir=folder,
-        device="cpu",
-        proj_dim=case["proj_dim"],
-        logging_level=100,
-    )
-    traker.load_checkpoint(model.state_dict(), model_id=0)
-    for batch in DataLoader(data, batch_size=BATCH):
-        traker.featurize(batch, num_samples=len(batch[0]))
+        return model, dataset(digit_batches(case["rows"] // BATCH))
+    return model, TensorDataset(torch.randn(case["rows"], 3, 32, 32), torch.randint(10, (case["rows"],)))
 
 
 def worker(tool: str, name: str) -> None:
     """Run one tool on one case and print its figures as JSON."""
-    import torch
-
     torch.set_num_threads(1)
     warnings.simplefilter("ignore")
     model, data = load(CASES[name])
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    run = {"trak_lite": run_trak_lite, "original": run_original}[tool]
     with tempfile.TemporaryDirectory() as folder:
-        start = time.process_time()
-        run(CASES[name], model, data, folder)
-        seconds = time.process_time() - start
+        job = Job(model, margin, data, BATCH, CASES[name]["proj_dim"], folder)
+        seconds = cpu_seconds(lambda: RUNS[tool](job)())
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     print(json.dumps({"cpu_s": seconds, "peak_mib": peak / 1024, "before_mib": before / 1024}))
 
 
 def measure(tool: str, name: str) -> dict[str, float]:
     """Run a worker in a process of its own."""
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
-    done = subprocess.run(
-        [sys.executable, "-m", "benchmarks.bench_attributor", "--worker", tool, name],
-        env=environment,
-        capture_output=True,
-        text=True,
-        check=True,
-        cwd=Path(__file__).parents[1],
-    )
-    return json.loads(done.stdout.splitlines()[-1])
+    figures = run_worker("benchmarks.bench_attributor", "--worker", tool, name)
+    if "fails" in figures:
+        raise RuntimeError(f"{tool} failed on {name}: {figures['fails']}")
+    return figures
 
 
 def compare(name: str, rounds: int) -> dict[str, Any]:
@@ -146,8 +105,6 @@ def main() -> None:
     if args.worker:
         worker(*args.worker)
         return
-    import torch
-
     summaries = []
     print("| case | samples per CPU second, ours | original 0.3.2 | ratio | peak MiB, ours | original |")
     print("|---|--:|--:|--:|--:|--:|")

@@ -24,6 +24,7 @@ from __future__ import annotations
 import argparse
 import importlib.metadata
 import json
+import math
 import os
 import platform
 import re
@@ -47,7 +48,7 @@ from trak_lite.gradient_computers import (
     collect_gradients,
 )
 from trak_lite.modelout_functions import CallableModelOutput
-from trak_lite.types import FactoredBlock, GradientBlock
+from trak_lite.types import DenseBlock, FactoredBlock, GradientBlock, LookupBlock, SummedBlock
 
 RESULTS = Path(__file__).parent / "results" / "gradients.json"
 TOLERANCE = 2e-2  # a ReLU or max-pool that ties the other way in float32; a wrong gradient is off by more
@@ -115,19 +116,34 @@ def dense(model: nn.Module, output: Callable[..., Tensor]) -> Engine:
         found: Gradients = {}
 
         def sink(block: GradientBlock) -> None:
-            if not isinstance(block, FactoredBlock):
-                found[block.name] = block.grad
-                return
-            size = (block.num_samples, block.output_grads.shape[2], block.inputs.shape[2])
-            if block.name not in kept or kept[block.name].shape != size:
-                kept[block.name] = block.inputs.new_empty(size)
-            torch.bmm(block.output_grads.transpose(1, 2), block.inputs, out=kept[block.name])
-            found[block.name] = kept[block.name].view(-1, *shapes[block.name])
+            found[block.name] = contracted(block, kept, shapes[block.name])
 
         computer.stream_gradients(batch, sink)
         return found
 
     return run
+
+
+def contracted(block: GradientBlock, kept: Gradients, shape: tuple[int, ...]) -> Tensor:
+    """Return a block's gradients ``(b, *shape)``, in memory of ``kept`` unless they are dense already."""
+    if isinstance(block, DenseBlock):
+        return block.grad
+    size = (block.num_samples, shape[0], math.prod(shape[1:]))
+    if block.name not in kept or kept[block.name].shape != size:
+        kept[block.name] = torch.empty(size)
+    table = kept[block.name]
+    parts = block.parts if isinstance(block, SummedBlock) else (block,)
+    factored = [part for part in parts if isinstance(part, FactoredBlock)]
+    if not factored:
+        table.zero_()
+    for place, part in enumerate(factored):
+        operands = part.output_grads.transpose(1, 2), part.inputs
+        torch.bmm(*operands, out=table) if place == 0 else table.baddbmm_(*operands)
+    for part in parts:
+        if isinstance(part, LookupBlock):
+            first = torch.arange(size[0]).unsqueeze(1) * size[1]
+            table.view(-1, size[2]).index_add_(0, (first + part.rows).flatten(), part.values.flatten(0, 1))
+    return table.view(-1, *shape)
 
 
 def collecting(kind: Any) -> Callable[..., Engine]:

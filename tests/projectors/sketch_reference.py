@@ -54,6 +54,7 @@ def vector_entries(num_entries: int, proj_dim: int, key) -> tuple[np.ndarray, np
 
 def matrix_entries(d_out: int, d_in: int, proj_dim: int, key) -> tuple[np.ndarray, np.ndarray]:
     """Bucket and sign of every entry: blocks of at most K x K, each with a permutation and two rows of signs."""
+
     @functools.cache
     def block(*place: int) -> tuple[list[int], np.ndarray, np.ndarray]:
         shifts = permutation(key(ROW_SHIFT, *place), proj_dim)
@@ -110,24 +111,33 @@ def _variance(x: np.ndarray, y: np.ndarray, chance: np.ndarray) -> float:
     return float(a**2 @ chance @ b**2 + (a * b) @ chance @ (a * b))
 
 
-def vector_law(x: np.ndarray, y: np.ndarray, proj_dim: int) -> float:
+def vector_law(x: np.ndarray, y: np.ndarray, proj_dim: int, *, copies: int = 1) -> float:
     """Variance of <phi x, phi y> for vectors of one tile: entries in one block of the ring never meet."""
-    size = x.size
-    blocks = min(max(1, 32768 // proj_dim), math.ceil(size / proj_dim))
+    within = _variance(x, y, _vector_chance(x.size, proj_dim))
+    between = (
+        np.sum(x**2) * np.sum(y**2) + np.sum(x * y) ** 2
+    ) / proj_dim  # of two copies, whatever the entries
+    return float((within + (copies - 1) * between) / copies)
+
+
+@functools.cache
+def _vector_chance(size: int, proj_dim: int) -> np.ndarray:
+    width = min(max(1, 32768 // proj_dim), math.ceil(size / proj_dim)) * proj_dim
     apart = np.abs(np.arange(size)[:, None] - np.arange(size))
-    apart = np.minimum(apart, blocks * proj_dim - apart)
-    return _variance(x, y, np.minimum(1, apart / proj_dim) / proj_dim)
+    return np.minimum(1, np.minimum(apart, width - apart) / proj_dim) / proj_dim
 
 
 def matrix_law(x: np.ndarray, y: np.ndarray, proj_dim: int) -> float:
     """Variance of <phi x, phi y> for matrices: entries of one block's row or column never meet."""
-    row, column = (axis.ravel() for axis in np.indices(x.shape))
+    return _variance(x, y, _matrix_chance(*x.shape, proj_dim)) + _meeting_in_twos(x, y, proj_dim)
+
+
+@functools.cache
+def _matrix_chance(d_out: int, d_in: int, proj_dim: int) -> np.ndarray:
+    row, column = (axis.ravel() for axis in np.indices((d_out, d_in)))
     apart = (row[:, None] != row) & (column[:, None] != column)
-    one_block = (row[:, None] // proj_dim == row // proj_dim) & (
-        column[:, None] // proj_dim == column // proj_dim
-    )
-    chance = np.where(one_block, apart / max(1, proj_dim - 1), 1 / proj_dim)
-    return _variance(x, y, chance) + _meeting_in_twos(x, y, proj_dim)
+    block = row // proj_dim * d_in + column // proj_dim
+    return np.where(block[:, None] == block, apart / max(1, proj_dim - 1), 1 / proj_dim)
 
 
 def _meeting_in_twos(x: np.ndarray, y: np.ndarray, proj_dim: int) -> float:

@@ -1,7 +1,7 @@
-"""CountSketch over many seeds: unbiased, with the variance that its meeting entries explain and never more than the law.
+"""CountSketch over many seeds: unbiased, with the variance that meeting entries explain and never more than the law.
 
-400 seeds and 12 pairs of gradients of every kind. ``ratio`` is the mean of squared error over expected variance; its
-standard error over seeds is 1.5 to 2.6 %, so that the bound of 12 % lies beyond four of them.
+400 seeds and 24 pairs of gradients of every kind. ``ratio`` is the mean of squared error over expected variance, with
+its standard error over seeds: 1 % for Gaussian gradients, up to 3.8 % for heavy ones. Bounds are four standard errors.
 """
 
 from __future__ import annotations
@@ -16,8 +16,8 @@ import torch
 
 from trak_lite.projectors import CountSketchProjector
 
-NUM_SEEDS, NUM_PAIRS = 400, 12
-SHAPES = {"one block": ((24, 96), 128), "blocks": ((40, 96), 32), "vector": ((2304,), 64)}
+NUM_SEEDS, NUM_PAIRS = 400, 24
+SHAPES = {"one block": ((24, 96), 128), "blocks": ((24, 66), 22), "vector": ((2304,), 64)}
 KINDS = ("gaussian", "outer", "heavy", "correlated")
 
 
@@ -27,9 +27,10 @@ def pairs(kind: str, d_out: int, d_in: int) -> np.ndarray:
     if kind == "gaussian":
         return rng.standard_normal((NUM_PAIRS, 2, d_out, d_in))
     g, x = rng.standard_normal((NUM_PAIRS, 2, d_out)), rng.standard_normal((NUM_PAIRS, 2, d_in))
-    if kind == "heavy":  # a few features are 20 to 30 times as large, in all gradients
-        g[..., rng.choice(d_out, 2)] *= rng.uniform(20, 30, 2)
-        x[..., rng.choice(d_in, 3)] *= rng.uniform(20, 30, 3)
+    if kind == "heavy":  # a few features are 20 to 30 times as large, the same in both of a pair
+        for pair in range(NUM_PAIRS):
+            g[pair][:, rng.choice(d_out, 2, replace=False)] *= rng.uniform(20, 30, 2)
+            x[pair][:, rng.choice(d_in, 3, replace=False)] *= rng.uniform(20, 30, 3)
     if kind == "correlated":
         x[:, 1] = 0.8 * x[:, 0] + 0.6 * x[:, 1]
     return g[..., :, None] * x[..., None, :]
@@ -55,13 +56,18 @@ def errors(where: str) -> dict[str, np.ndarray]:
     return dict(zip(KINDS, np.stack(found, 1) - truth[:, None], strict=True))
 
 
-def variances(where: str, kind: str, law) -> np.ndarray:
-    """Expected variances ``(pairs, 2)``."""
+@functools.cache
+def variances(where: str, kind: str, exact: bool) -> np.ndarray:
+    """Expected variances ``(pairs, 2)``: of the entries that can meet, or of the law."""
     shape, proj_dim = SHAPES[where]
     size = (24, 96) if len(shape) == 1 else shape
-    return np.array(
-        [[law(x, y, proj_dim), law(x, x, proj_dim)] for x, y in pairs(kind, *size).reshape(-1, 2, *shape)]
-    )
+    law = reference.law if not exact else reference.vector_law if len(shape) == 1 else reference.matrix_law
+    return expectations(pairs(kind, *size).reshape(-1, 2, *shape), proj_dim, law)
+
+
+def expectations(grads: np.ndarray, proj_dim: int, law=reference.law, **settings) -> np.ndarray:
+    """Variances ``(pairs, 2)`` of inner product and squared norm."""
+    return np.array([[law(x, y, proj_dim, **settings), law(x, x, proj_dim, **settings)] for x, y in grads])
 
 
 def ratio(found: np.ndarray, expected: np.ndarray) -> tuple[float, float]:
@@ -82,11 +88,9 @@ def test_inner_products_are_unbiased(where, kind):
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("where", SHAPES)
 def test_the_variance_is_that_of_the_entries_that_can_meet(where, kind):
-    law = reference.vector_law if where == "vector" else reference.matrix_law
-    mean, standard_error = ratio(errors(where)[kind], variances(where, kind, law))
+    mean, standard_error = ratio(errors(where)[kind], variances(where, kind, exact=True))
 
-    assert standard_error < 0.03
-    assert abs(mean - 1) < 0.12
+    assert abs(mean - 1) < 4 * standard_error < 0.16
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -94,12 +98,11 @@ def test_the_variance_is_that_of_the_entries_that_can_meet(where, kind):
 def test_the_variance_is_never_above_the_law(where, kind):
     """The law: (|x|^2 |y|^2 + <x, y>^2 - 2 sum x_i^2 y_i^2) / K; a matrix may meet it up to K / (K - 1)."""
     proj_dim = SHAPES[where][1]
-    expected = variances(where, kind, reference.law)
-    mean, _ = ratio(errors(where)[kind], expected)
-    exact = reference.vector_law if where == "vector" else reference.matrix_law
+    expected = variances(where, kind, exact=False)
+    mean, standard_error = ratio(errors(where)[kind], expected)
 
-    assert mean < 1.12
-    assert (variances(where, kind, exact) <= expected * proj_dim / (proj_dim - 1)).all()
+    assert mean < 1 + 4 * standard_error < 1.14
+    assert (variances(where, kind, exact=True) <= expected * proj_dim / (proj_dim - 1)).all()
 
 
 @pytest.mark.parametrize(("shape", "proj_dim"), [((90_000,), 512), ((100, 256), 512)])
@@ -108,55 +111,48 @@ def test_gradients_without_structure_have_the_variance_of_the_law(shape, proj_di
     rng = np.random.default_rng(5)
     rows = torch.from_numpy(rng.standard_normal((2 * NUM_PAIRS, *shape)))
     pairs_of_rows = rows.view(NUM_PAIRS, 2, -1)
-    expected = np.array([[reference.law(x, y, proj_dim), reference.law(x, x, proj_dim)]
-                         for x, y in pairs_of_rows.numpy()])  # fmt: skip
+    expected = expectations(pairs_of_rows.numpy(), proj_dim)
     found = []
-    for seed in range(60):
+    for seed in range(80):
         features = CountSketchProjector(proj_dim, seed=seed).project({"w": rows}, 0)
         found.append(products(features.view(NUM_PAIRS, 2, -1)) - products(pairs_of_rows))
     mean, standard_error = ratio(np.stack(found), expected)
 
-    assert standard_error < 0.05
-    assert abs(mean - 1) < 0.15
+    assert abs(mean - 1) < 4 * standard_error < 0.16
 
 
-def test_three_copies_have_the_variance_of_three_hashed_buckets():
+def test_three_copies_have_the_variance_of_three_independent_sketches():
     proj_dim = 32
     rows = torch.from_numpy(np.random.default_rng(6).standard_normal((NUM_PAIRS, 2, 40)) ** 3)
-    expected = np.array([[reference.law(x, y, proj_dim, copies=3), reference.law(x, x, proj_dim, copies=3)]
-                         for x, y in rows.numpy()])  # fmt: skip
+    expected = expectations(rows.numpy(), proj_dim, reference.vector_law, copies=3)
     found = []
-    for seed in range(2 * NUM_SEEDS):
+    for seed in range(NUM_SEEDS):
         features = CountSketchProjector(proj_dim, seed=seed, copies=3).project({"w": rows.flatten(0, 1)}, 0)
         found.append(products(features.view(NUM_PAIRS, 2, -1)) - products(rows))
     mean, standard_error = ratio(np.stack(found), expected)
 
-    assert standard_error < 0.03
-    assert abs(mean - 1) < 0.12
+    assert abs(mean - 1) < 4 * standard_error < 0.16
 
 
 def test_columns_half_of_k_apart_meet_in_twos():
     """The one place where the signs of meeting entries are not independent; it costs no more than the law."""
-    proj_dim, rows = 64, np.ones((6, 64))
-    rows[:, [3, 3 + 32]] = 20
-    both = torch.from_numpy(np.stack([rows, rows]))[:, None].expand(2, 2, 6, 64)
-    expected = reference.matrix_law(rows, rows, proj_dim)
-    found = []
-    for seed in range(4 * NUM_SEEDS):
-        features = CountSketchProjector(proj_dim, seed=seed).project({"w": both[:, 0]}, 0)
-        found.append(float(features[0] @ features[0]) - float(np.sum(rows**2)))
-    squares = np.square(found) / expected
+    proj_dim, rows = 8, np.zeros((6, 64))
+    rows[:, [1, 1 + 4]] = 1
+    grads, expected, found = torch.from_numpy(rows[None]), reference.matrix_law(rows, rows, proj_dim), []
+    for seed in range(2 * NUM_SEEDS):
+        features = CountSketchProjector(proj_dim, seed=seed).project({"w": grads}, 0)
+        found.append([[float(features.square().sum() - 12)]])
+    mean, standard_error = ratio(np.array(found), np.array([[expected]]))
 
-    assert abs(squares.mean() - 1) < 4 * squares.std() / math.sqrt(len(found))
-    alone = reference._variance(rows, rows, np.zeros((384, 384)))
-    assert alone == 0
+    assert reference._meeting_in_twos(rows, rows, proj_dim) == pytest.approx(expected / 2)
+    assert abs(mean - 1) < 4 * standard_error < 0.3
     assert expected <= reference.law(rows, rows, proj_dim) * proj_dim / (proj_dim - 1)
 
 
 def test_a_bucket_of_i_modulo_k_would_be_found_out():
     """The power of these tests: without hashed offsets, a heavy feature has the same few buckets in every row."""
     proj_dim, grads = 64, pairs("heavy", 24, 128).reshape(NUM_PAIRS, 2, -1)
-    expected = np.array([[reference.law(x, y, proj_dim), reference.law(x, x, proj_dim)] for x, y in grads])
+    expected = expectations(grads, proj_dim)
     rng, found = np.random.default_rng(0), []
     for _ in range(NUM_SEEDS):
         signed = grads * rng.choice([-1.0, 1.0], grads.shape[-1])

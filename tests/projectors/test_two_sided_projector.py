@@ -18,7 +18,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from trak_lite.errors import InvalidInputError, NonFiniteError
 from trak_lite.gradient_computers import FunctionalGradientComputer, HookGradientComputer
 from trak_lite.modelout_functions import ImageClassificationModelOutput
-from trak_lite.projectors import GaussianProjector, NoOpProjector, RademacherProjector
+from trak_lite.projectors import CountSketchProjector, GaussianProjector, NoOpProjector
 from trak_lite.projectors._hash import Stream
 from trak_lite.projectors.principal_axes import PrincipalAxes
 from trak_lite.projectors.two_sided import TwoSidedProjector
@@ -144,7 +144,7 @@ def test_what_is_no_matrix_goes_to_the_other_projector():
     features = TwoSidedProjector(3, rest_dim=8, seed=5).project(grads, 2)
 
     rest = {name: grads[name] for name in ("fc.bias", "scale")}
-    assert torch.equal(features[:, -8:], RademacherProjector(8, seed=5).project(rest, 2))
+    assert torch.equal(features[:, -8:], CountSketchProjector(8, seed=5).project(rest, 2))
 
 
 def test_small_matrices_come_out_exactly():
@@ -370,7 +370,7 @@ def test_with_nothing_but_a_rest_all_columns_are_its_own():
     projector = TwoSidedProjector(2, rest_dim=6)
 
     assert projector.layout({"b": (5,)}).to_json() == [["rest", 0, 6]]
-    assert torch.equal(projector.project(grads, 0), RademacherProjector(6).project(grads, 0))
+    assert torch.equal(projector.project(grads, 0), CountSketchProjector(6).project(grads, 0))
 
 
 def test_no_parameters_have_no_columns():

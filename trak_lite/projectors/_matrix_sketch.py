@@ -21,14 +21,27 @@ from __future__ import annotations
 import itertools
 import math
 from dataclasses import dataclass
-from typing import Literal, TypeAlias, final
+from types import ModuleType
+from typing import TYPE_CHECKING, Literal, TypeAlias, final
 
 import torch
 from torch import Tensor
 
 from trak_lite.projectors._hash import Stream, hash_permutation, hash_signs
-from trak_lite.projectors._sketch import AbstractSketch, Keys, Workspace, form, scratch_bytes, sum_dtype
-from trak_lite.types import FactoredBlock
+from trak_lite.projectors._sketch import (
+    AbstractSketch,
+    Keys,
+    Workspace,
+    form,
+    form_tables,
+    scratch_bytes,
+    sum_dtype,
+    triton_kernels,
+)
+from trak_lite.types import FactoredBlock, LookupBlock
+
+if TYPE_CHECKING:
+    from trak_lite.projectors._triton_sketch import MatrixKernel
 
 __all__ = ["FactorMethod", "MatrixSketch", "fourier_is_cheaper"]
 
@@ -97,9 +110,13 @@ class MatrixSketch(AbstractSketch):
             for column in range(-(-self.shape[1] // proj_dim))
         ]
         self._most_columns = min(self.shape[1], proj_dim)
+        self._kernel: MatrixKernel | None = None
 
     def dense(self, rows: Tensor, workspace: Workspace) -> Tensor:
         """Return features ``(b, K)`` of gradient rows ``(b, d_out * d_in)``."""
+        kernels = triton_kernels(rows)
+        if kernels is not None:
+            return self._made_by(kernels).dense(rows)
         dtype = sum_dtype(rows.dtype)
         total = self._zeros(workspace, len(rows), dtype, rows.device)
         by_row = rows.view(len(rows), *self.shape).unbind(1)
@@ -118,8 +135,39 @@ class MatrixSketch(AbstractSketch):
         )
         return self._convolved(block) if fourier else self._formed(block, workspace)
 
+    def looked_up(self, block: LookupBlock, workspace: Workspace) -> Tensor:
+        """Return features ``(b, K)`` of table rows, added to their places one position after the other."""
+        count, positions = block.rows.shape
+        if positions >= self.shape[0]:
+            return form_tables(self, block, workspace)
+        dtype = sum_dtype(block.values.dtype)
+        total = self._zeros(workspace, count, dtype, block.values.device)
+        step = max(1, scratch_bytes(total.device) // (dtype.itemsize * max(1, count) * self._most_columns))
+        for parts in self._by_columns():
+            shifts = torch.cat([part.shifts for part in parts])
+            row_signs = torch.cat([part.row_signs for part in parts]).to(dtype)
+            column_signs = torch.stack([part.column_signs for part in parts]).to(dtype)
+            steps = torch.arange(parts[0].width, device=total.device)
+            for first in range(0, positions, step):
+                rows = block.rows[:, first : first + step]
+                values = block.values[:, first : first + step, parts[0].columns].to(dtype)
+                values = values * row_signs[rows].unsqueeze(2) * column_signs[rows // self._proj_dim]
+                places = shifts[rows].unsqueeze(2) + steps
+                # One position at a time: within it no two numbers have one place, so their order is given.
+                for place, value in zip(places.unbind(1), values.unbind(1), strict=True):
+                    total.scatter_add_(1, place, value)
+        return self._wrapped(total)
+
+    def _by_columns(self) -> list[list[_Block]]:
+        """Return the blocks that have the same columns, from the first rows to the last."""
+        across = -(-self.shape[1] // self._proj_dim)
+        return [self._blocks[first::across] for first in range(across)]
+
     def _formed(self, block: FactoredBlock, workspace: Workspace) -> Tensor:
         """Form some rows of the matrix, of some samples, in memory that stays in the cache; add each to its place."""
+        kernels = triton_kernels(block.inputs)
+        if kernels is not None:
+            return self._made_by(kernels).formed(block.inputs, block.output_grads, workspace)
         budget = scratch_bytes(block.inputs.device) // block.inputs.element_size()
         columns = max(1, self._most_columns)
         count = max(1, len(block.inputs))
@@ -132,6 +180,16 @@ class MatrixSketch(AbstractSketch):
             )
         ]
         return parts[0] if len(parts) == 1 else torch.cat(parts)
+
+    def _made_by(self, kernels: ModuleType) -> MatrixKernel:
+        """Return the kernel of this sketch, made at the first call."""
+        if self._kernel is None:
+            parts = [
+                kernels.MatrixPart(part.rows, part.columns, part.shifts, part.row_signs, part.column_signs)
+                for part in self._blocks
+            ]
+            self._kernel = kernels.MatrixKernel(self.shape[1], self._proj_dim, parts)
+        return self._kernel
 
     def _formed_rows(self, inputs: Tensor, output_grads: Tensor, step: int, workspace: Workspace) -> Tensor:
         dtype = sum_dtype(inputs.dtype, output_grads.dtype)
@@ -150,8 +208,10 @@ class MatrixSketch(AbstractSketch):
         size = self._proj_dim
         count, positions, _ = block.inputs.shape
         dtype = sum_dtype(block.inputs.dtype, block.output_grads.dtype)
-        features = torch.empty(count, size, dtype=dtype, device=block.inputs.device)
-        step = max(1, 8 * scratch_bytes(features.device) // (dtype.itemsize * size * max(1, positions)))
+        features = torch.zeros(count, size, dtype=dtype, device=block.inputs.device)
+        if positions == 0:  # not all transforms take nothing
+            return features
+        step = max(1, 8 * scratch_bytes(features.device) // (dtype.itemsize * size * positions))
         for start in range(0, count, step):
             some = slice(start, start + step)
             spectrum: Tensor | None = None

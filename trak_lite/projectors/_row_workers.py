@@ -92,5 +92,6 @@ def _single_core_threads(count: int) -> ThreadPoolExecutor:
 
 
 def _use_one_core(started: threading.Barrier) -> None:
+    torch.get_num_threads()  # a thread that never asked takes the caller's number at its first operation
     torch.set_num_threads(1)
     started.wait()  # so that every thread of the pool comes by here

@@ -5,10 +5,13 @@ Shapes: b rows (samples), n gradient entries of a parameter, K columns (``proj_d
 
 from __future__ import annotations
 
+import functools
+import logging
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
+from types import ModuleType
 from typing import final
 
 import torch
@@ -16,13 +19,25 @@ from torch import Tensor
 
 from trak_lite.projectors._entries import empty_buffer
 from trak_lite.projectors._hash import Stream, parameter_key
-from trak_lite.types import FactoredBlock
+from trak_lite.types import FactoredBlock, LookupBlock
 
-__all__ = ["AbstractSketch", "Keys", "Workspace", "form", "scratch_bytes", "sum_dtype"]
+__all__ = [
+    "AbstractSketch",
+    "Keys",
+    "Workspace",
+    "form",
+    "form_tables",
+    "scratch_bytes",
+    "sum_dtype",
+    "triton_kernels",
+]
+
+logger = logging.getLogger(__name__)
 
 _CPU_SCRATCH_BYTES = 8 << 20  # stays in a cache
 _ACCELERATOR_SCRATCH_BYTES = 256 << 20  # large enough to hide the launches
 _MOST_VIEWS = 1 << 16
+_KERNEL_DEVICES = frozenset({"cuda"})  # where the Triton kernels are tried
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,7 +98,7 @@ class AbstractSketch(ABC):
     """A sparse random linear map from one parameter's gradient (n entries) to K features, entries +1 and -1.
 
     Law: the features of a row given as dense gradient are the same bits on every device, whatever other rows there
-    are; given as factors they agree up to the rounding of the products.
+    are; given as factors or as rows of a table they agree up to rounding.
     """
 
     @abstractmethod
@@ -93,6 +108,36 @@ class AbstractSketch(ABC):
     @abstractmethod
     def factored(self, block: FactoredBlock, workspace: Workspace) -> Tensor:
         """Return features ``(b, K)`` of gradients in factors, in float32, or float64 for float64."""
+
+    @abstractmethod
+    def looked_up(self, block: LookupBlock, workspace: Workspace) -> Tensor:
+        """Return features ``(b, K)`` of gradients of table rows, in float32, or float64 for float64."""
+
+
+def triton_kernels(rows: Tensor) -> ModuleType | None:
+    """Return the module of the sketches' Triton kernels, or ``None`` where they cannot read these gradients."""
+    kernels = _usable_kernels(rows.device) if rows.device.type in _KERNEL_DEVICES else None
+    return kernels if kernels is not None and rows.dtype in kernels.DTYPES else None
+
+
+@functools.cache
+def _usable_kernels(device: torch.device) -> ModuleType | None:
+    """Return the kernels' module, or ``None``, with one logged line, where it cannot be used."""
+    try:
+        from trak_lite.projectors import _triton_sketch
+    except ImportError as error:
+        reason: str | None = f"triton cannot be imported ({error})"
+    else:
+        reason = _triton_sketch.why_unusable(device)
+        if reason is None:
+            return _triton_sketch
+    logger.warning(
+        "Sketches on %s use torch operations instead of the Triton kernels: %s. "
+        "The features are the same; it takes longer.",
+        device,
+        reason,
+    )
+    return None
 
 
 def sum_dtype(*dtypes: torch.dtype) -> torch.dtype:
@@ -117,3 +162,15 @@ def form(output_grads: Tensor, inputs: Tensor, workspace: Workspace) -> Tensor:
     product = torch.mul if inputs.shape[1] == 1 else torch.bmm
     product(output_grads, inputs, out=formed)  # a product into given memory stays in its dtype under autocast
     return formed
+
+
+def form_tables(sketch: AbstractSketch, block: LookupBlock, workspace: Workspace) -> Tensor:
+    """Return features ``(b, K)`` of gradients of table rows that are formed a few samples at a time."""
+    dtype = sum_dtype(block.values.dtype)
+    entries = max(1, block.num_rows * block.values.shape[2])
+    step = max(1, scratch_bytes(block.values.device) // (dtype.itemsize * entries))
+    parts = [
+        sketch.dense(LookupBlock(block.name, rows, values.to(dtype), block.num_rows).dense(), workspace)
+        for rows, values in zip(torch.split(block.rows, step), torch.split(block.values, step), strict=True)
+    ]
+    return torch.cat(parts)

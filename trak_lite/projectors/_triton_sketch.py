@@ -13,9 +13,6 @@ Numerics: float64 gradients are added up in float64, all others in float32.
 from __future__ import annotations
 
 import contextlib
-import functools
-import itertools
-import operator
 import subprocess
 from collections.abc import Sequence
 from typing import Any, NamedTuple, final
@@ -27,7 +24,7 @@ from torch import Tensor
 from triton.errors import TritonError
 
 from trak_lite.projectors._hash import hash_signs, key32, wrap32
-from trak_lite.projectors._sketch import Workspace, scratch_bytes, sum_dtype
+from trak_lite.projectors._sketch import Workspace, form, scratch_bytes, sum_dtype
 from trak_lite.projectors._triton_hash import hash_word, jit, sign_floats
 
 __all__ = ["DTYPES", "MatrixKernel", "MatrixPart", "VectorKernel", "why_unusable"]
@@ -42,6 +39,9 @@ _MATRIX_ROWS = 8
 _MATRIX_COLUMNS = 64
 _MATRIX_WARPS = 2  # few sums per program, for many programs: an order of additions cannot be split
 _MATRIX_UNROLL = 8  # rows of the matrix that are read before they are added
+_MATRIX_REGISTERS = (
+    224  # allowed per thread; without a number the assembler saves registers and delays the reads
+)
 _GROUP = 128
 """Rows of a matrix that are formed together at least: lists of rows can be cut at its multiples."""
 _WORD_ENTRIES = 37  # log2 of the entries after which the index of a sign's word needs another high half
@@ -54,7 +54,7 @@ _WORD_ENTRIES = 37  # log2 of the entries after which the index of a sign's word
 def _entry_signs(
     entries: tl.tensor, key: tl.tensor, high_key: tl.tensor, next_high_key: tl.tensor, crossing: tl.tensor
 ) -> tl.tensor:
-    """Return the signs of entries (int64): bit ``i % 32`` of word ``i // 32``; from ``crossing`` on with the next key."""
+    """Return the signs of entries (int64), as ``hash_signs``; entries from ``crossing`` on have the next high key."""
     high_keys = tl.where(entries < crossing, high_key, next_high_key)
     words = hash_word((entries >> 5).to(tl.uint32), key, high_keys)
     return sign_floats(words, (31 - (entries & 31)).to(tl.uint32))
@@ -103,7 +103,7 @@ def _ring_sums(
     columns = tl.program_id(0) * block_columns + tl.arange(0, block_columns)
     rows = tl.program_id(2) * block_rows + tl.arange(0, block_rows)
     row_ptrs = rows_ptr + rows.to(tl.int64)[:, None] * row_stride
-    total = tl.zeros((block_rows, block_columns), sums_ptr.dtype.element_ty)
+    total = tl.full((block_rows, block_columns), 0.0, sums_ptr.dtype.element_ty)
     tile = segment * segment_tiles
     stop = tl.minimum(tile + segment_tiles, num_tiles)
     while tile < stop:
@@ -111,7 +111,7 @@ def _ring_sums(
         places = tl.where(places < 0, places + width, places)
         # Without the hint, which is wrong in one place, Triton makes rows the fastest axis: reads are scattered and
         # every sign is hashed for every row. No wide read can follow from it: the alignment stays unknown.
-        entries = tl.max_contiguous((first_tile + tile).to(tl.int64) * width + places, block_columns)
+        entries = tl.max_contiguous((first_tile.to(tl.int64) + tile) * width + places, block_columns)
         signs = _entry_signs(entries, key, high_key, next_high_key, crossing)
         read = (rows < num_rows)[:, None] & ((columns < width) & (entries < num_entries))[None, :]
         grads = tl.load(row_ptrs + entries[None, :] * entry_stride, mask=read, other=0.0)
@@ -170,23 +170,22 @@ class VectorKernel:
         return folded[0]
 
     def _ring(self, rows: Tensor) -> Tensor:
-        """Return the ring ``(b, W)``: the sums of all segments, one after the other."""
+        """Return the ring ``(b, W)``: the sum of all segments, one after the other."""
         shape, dtype = (len(rows), self._width), sum_dtype(rows.dtype)
-        ring: Tensor | None = None
         row_bytes = max(1, len(rows)) * self._width * dtype.itemsize
         step = self._segment * max(1, scratch_bytes(rows.device) // row_bytes)
-        for first, offsets in zip(itertools.count(0, step), self._offsets.split(step), strict=False):
+        ring: Tensor | None = None
+        for first in range(0, len(self._offsets), step):
+            offsets = self._offsets[first : first + step]
             segments = -(-len(offsets) // self._segment)
             sums = torch.empty(segments, *shape, dtype=dtype, device=rows.device)
             ring_sums(sums, rows, offsets, self._sign_key, first=first, segment=self._segment)
-            parts = sums.unbind() if ring is None else (ring, *sums.unbind())
-            ring = functools.reduce(operator.iadd, parts)
+            for segment in sums:
+                ring = segment if ring is None else ring + segment
         return torch.zeros(shape, dtype=dtype, device=rows.device) if ring is None else ring
 
 
-def ring_sums(
-    sums: Tensor, rows: Tensor, offsets: Tensor, key: int, *, segment: int, first: int = 0
-) -> None:
+def ring_sums(sums: Tensor, rows: Tensor, offsets: Tensor, key: int, *, segment: int, first: int = 0) -> None:
     """Write sums of rotated and signed tiles, one launch; entries must span less than ``2**37``.
 
     Args:
@@ -235,7 +234,7 @@ def _row_terms(
     width: tl.tensor,
     row_stride: tl.tensor,
     entry_stride: tl.tensor,
-) -> tuple[tl.tensor, tl.tensor]:
+) -> tl.tuple:
     """Return what of one row of a block falls into the columns: entries of the gradients, and their signs.
 
     Args:
@@ -257,6 +256,39 @@ def _row_terms(
     return grads, signs * (1.0 - 2.0 * (code & 1).to(tl.float32))
 
 
+@jit()
+def _add_rows(
+    total: tl.tensor,
+    grads_ptr: tl.tensor,
+    lists_ptr: tl.tensor,
+    count: tl.tensor,
+    columns: tl.tensor,
+    inside: tl.tensor,
+    signs_ptr: tl.tensor,
+    width: tl.tensor,
+    row_stride: tl.tensor,
+    entry_stride: tl.tensor,
+    unroll: tl.constexpr,
+) -> tl.tensor:
+    """Return ``total`` with the next ``unroll`` rows of a list added, in order, or with ``count`` if that is less.
+
+    All rows are read before the first is added, to have many reads under way: the compiler keeps their order.
+    """
+    listed: tl.tuple = ()
+    for ahead in tl.static_range(unroll):
+        listed = listed + (tl.load(lists_ptr + ahead, mask=ahead < count, other=0),)  # noqa: RUF005 - no * in Triton
+    terms: tl.tuple = ()
+    for ahead in tl.static_range(unroll):
+        read = inside & (ahead < count)
+        row = listed[ahead]
+        term = _row_terms(grads_ptr, row, columns, read, signs_ptr, width, row_stride, entry_stride)
+        terms = terms + (term,)  # noqa: RUF005
+    for ahead in tl.static_range(unroll):
+        grads, signs = terms[ahead]
+        total += grads.to(total.dtype) * signs.to(total.dtype)[None, :]
+    return total
+
+
 @jit(
     do_not_specialize=[
         "num_rows",
@@ -275,7 +307,7 @@ def _matrix_sums(
     sums_ptr: tl.tensor,
     lists_ptr: tl.tensor,
     bounds_ptr: tl.tensor,
-    parts_ptr: tl.tensor,
+    facts_ptr: tl.tensor,
     signs_ptr: tl.tensor,
     num_rows: tl.tensor,
     size: tl.tensor,
@@ -293,47 +325,45 @@ def _matrix_sums(
 ) -> None:
     """Add rows of blocks of the matrix to the extended sums, in the order of their lists.
 
-    The grid is (blocks of columns, blocks of samples). ``sums`` is ``(2, b, K)``: the extended columns below K and
-    those from K on. A program has a block of columns of both halves: together, these have the same number of rows
-    for every program. ``origin`` is where in memory the matrix would start, counted back from ``grads``.
+    The grid is (blocks of columns, blocks of samples). ``sums`` is ``(2, b, K)``: the extended columns below K, and
+    those from K on. A program has the same columns of both halves, which makes all programs equally long.
     """
-    tile = tl.program_id(0)
-    columns = tile * block_columns + tl.arange(0, block_columns)
+    columns = tl.program_id(0) * block_columns + tl.arange(0, block_columns)
     samples = tl.program_id(1) * block_rows + tl.arange(0, block_rows)
     inside = (samples < num_rows)[:, None] & (columns < size)[None, :]
     sample_ptrs = grads_ptr + (samples.to(tl.int64) * sample_stride - origin)[:, None]
-    half = tile * 0
-    while half < 2:
+    for half in tl.range(0, 2):
         sum_ptrs = sums_ptr + (half * num_rows + samples).to(tl.int64)[:, None] * size + columns[None, :]
         total = tl.load(sum_ptrs, mask=inside, other=0.0)
         part = first_part
         while part < stop_part:
-            facts = parts_ptr + part * 5
-            num_groups = tl.load(facts + 1)
-            bounds = bounds_ptr + tl.load(facts) + (half * tl.num_programs(0) + tile) * num_groups
-            place = tl.load(bounds + tl.minimum(first_group, num_groups))
-            stop = tl.load(bounds + tl.minimum(stop_group, num_groups))
+            facts = facts_ptr + part * 5
+            groups = tl.load(facts + 1)
+            bounds = bounds_ptr + tl.load(facts) + (half * tl.num_programs(0) + tl.program_id(0)) * groups
+            place = tl.load(bounds + tl.minimum(first_group, groups))
+            stop = tl.load(bounds + tl.minimum(stop_group, groups))
             part_ptrs = sample_ptrs + tl.load(facts + 2) * entry_stride
             width = tl.load(facts + 3).to(tl.int32)
             part_signs = signs_ptr + tl.load(facts + 4)
+            extended = columns + half * size
             while place < stop:
-                # All rows are read before the first is added: the compiler keeps the order of reads and additions.
-                listed = ()
-                for ahead in tl.static_range(unroll):
-                    code = tl.load(lists_ptr + place + ahead, mask=place + ahead < stop, other=0)
-                    listed = listed + (code,)
-                terms = ()
-                for ahead in tl.static_range(unroll):
-                    reads = inside & (place + ahead < stop)
-                    term = _row_terms(part_ptrs, listed[ahead], columns + half * size, reads, part_signs, width, row_stride, entry_stride)
-                    terms = terms + (term,)
-                for ahead in tl.static_range(unroll):
-                    grads, signs = terms[ahead]
-                    total += grads.to(total.dtype) * signs.to(total.dtype)[None, :]
+                rows = lists_ptr + place
+                total = _add_rows(
+                    total,
+                    part_ptrs,
+                    rows,
+                    stop - place,
+                    extended,
+                    inside,
+                    part_signs,
+                    width,
+                    row_stride,
+                    entry_stride,
+                    unroll,
+                )
                 place += unroll
             part += 1
         tl.store(sum_ptrs, total, mask=inside)
-        half += 1
 
 
 class MatrixPart(NamedTuple):
@@ -373,7 +403,11 @@ class MatrixKernel:
             facts.append((num_bounds, groups, part.columns.start, width, num_signs))
             lists.append(listed)
             bounds.append(ends + num_listed)
-            num_listed, num_bounds, num_signs = num_listed + len(listed), num_bounds + len(ends), num_signs + width
+            num_listed, num_bounds, num_signs = (
+                num_listed + len(listed),
+                num_bounds + len(ends),
+                num_signs + width,
+            )
         self._lists = torch.cat(lists).to(device)
         self._bounds = torch.cat(bounds).to(device)
         self._facts = torch.tensor(facts, device=device)
@@ -386,7 +420,7 @@ class MatrixKernel:
         sample_stride, entry_stride = rows.stride()
         strides = (sample_stride, self._num_columns * entry_stride, entry_stride)
         self._add_(sums, rows, strides, parts=(0, len(self._parts)))
-        return sums[0].add_(sums[1])
+        return sums[0] + sums[1]
 
     @torch.no_grad()
     def formed(self, inputs: Tensor, output_grads: Tensor, workspace: Workspace) -> Tensor:
@@ -397,32 +431,35 @@ class MatrixKernel:
             output_grads: ``(b, T, d_out)``.
             workspace: Scratch memory for the pieces.
         """
-        dtype = sum_dtype(inputs.dtype)
+        dtype = sum_dtype(inputs.dtype, output_grads.dtype)
         height = max(part.rows.stop - part.rows.start for part in self._parts)
         width = max(part.columns.stop - part.columns.start for part in self._parts)
         budget = scratch_bytes(inputs.device) // (dtype.itemsize * width)
         step = max(1, budget // min(height, _GROUP))
         features = []
-        for x, g in zip(inputs.split(step), output_grads.split(step), strict=True):
+        for x, g in zip(torch.split(inputs, step), torch.split(output_grads, step), strict=True):
             sums = self._zeros(len(x), dtype, x.device)
             groups = max(1, budget // (max(1, len(x)) * _GROUP))
             for number in range(len(self._parts)):
                 self._form_(sums, number, x, g, groups, workspace)
-            features.append(sums[0].add_(sums[1]))
+            features.append(sums[0] + sums[1])
         return torch.cat(features)
 
     def _form_(
-        self, sums: Tensor, number: int, inputs: Tensor, output_grads: Tensor, groups: int, workspace: Workspace
+        self,
+        sums: Tensor,
+        number: int,
+        inputs: Tensor,
+        output_grads: Tensor,
+        groups: int,
+        workspace: Workspace,
     ) -> None:
         """Form one block, ``groups`` groups of rows at a time, and add it."""
         part = self._parts[number]
         x = inputs[:, :, part.columns].to(sums.dtype)
         columns = output_grads[:, :, part.rows].to(sums.dtype).transpose(1, 2)
-        product = torch.mul if x.shape[1] == 1 else torch.bmm
         for first in range(0, columns.shape[1], groups * _GROUP):
-            some = columns[:, first : first + groups * _GROUP]
-            piece = workspace.get("formed", (len(x), some.shape[1], x.shape[2]), sums.dtype, x.device)
-            product(some, x, out=piece)
+            piece = form(columns[:, first : first + groups * _GROUP], x, workspace)
             row_stride, entry_stride = piece.stride()[1:]
             origin = (part.rows.start + first) * row_stride + part.columns.start * entry_stride
             self._add_(
@@ -477,6 +514,7 @@ class MatrixKernel:
                 block_rows=_MATRIX_ROWS,
                 block_columns=_MATRIX_COLUMNS,
                 num_warps=_MATRIX_WARPS,
+                maxnreg=_MATRIX_REGISTERS,
             )
 
 

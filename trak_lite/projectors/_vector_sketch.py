@@ -12,14 +12,27 @@ Shapes: b rows, n entries, K columns.
 
 from __future__ import annotations
 
-from typing import final
+from types import ModuleType
+from typing import TYPE_CHECKING, final
 
 import torch
 from torch import Tensor
 
 from trak_lite.projectors._hash import Stream, hash_offsets, hash_signs
-from trak_lite.projectors._sketch import AbstractSketch, Keys, Workspace, form, scratch_bytes, sum_dtype
-from trak_lite.types import FactoredBlock
+from trak_lite.projectors._sketch import (
+    AbstractSketch,
+    Keys,
+    Workspace,
+    form,
+    form_tables,
+    scratch_bytes,
+    sum_dtype,
+    triton_kernels,
+)
+from trak_lite.types import FactoredBlock, LookupBlock
+
+if TYPE_CHECKING:
+    from trak_lite.projectors._triton_sketch import VectorKernel
 
 __all__ = ["VectorSketch"]
 
@@ -50,11 +63,16 @@ class VectorSketch(AbstractSketch):
         self._sign_key = keys(Stream.TILE_SIGN)
         self._device = device
         self._fold_offsets = hash_offsets(keys(Stream.FOLD_OFFSET), 0, blocks, size=proj_dim)
-        self._fold_signs = hash_signs(keys(Stream.FOLD_SIGN), 0, self._width, device=device)
+        self._fold_key = keys(Stream.FOLD_SIGN)
+        self._fold_signs = hash_signs(self._fold_key, 0, self._width, device=device)
         self._signs = self._draw_signs(0) if num_tiles <= _SEGMENT else None
+        self._kernel: VectorKernel | None = None
 
     def dense(self, rows: Tensor, workspace: Workspace) -> Tensor:
         """Return features ``(b, K)`` of gradient rows ``(b, n)``."""
+        kernels = triton_kernels(rows)
+        if kernels is not None:
+            return self._made_by(kernels)(rows)
         dtype = sum_dtype(rows.dtype)
         ring = torch.zeros(len(rows), self._width, dtype=dtype, device=rows.device)
         for first in range(0, len(self._offsets), _SEGMENT):
@@ -78,6 +96,24 @@ class VectorSketch(AbstractSketch):
             )
         ]
         return parts[0] if len(parts) == 1 else torch.cat(parts)
+
+    def looked_up(self, block: LookupBlock, workspace: Workspace) -> Tensor:
+        """Return features ``(b, K)`` of tables that are formed a few samples at a time."""
+        return form_tables(self, block, workspace)
+
+    def _made_by(self, kernels: ModuleType) -> VectorKernel:
+        """Return the kernel of this sketch, made at the first call."""
+        if self._kernel is None:
+            self._kernel = kernels.VectorKernel(
+                width=self._width,
+                segment=_SEGMENT,
+                offsets=self._offsets,
+                sign_key=self._sign_key,
+                fold_offsets=self._fold_offsets,
+                fold_key=self._fold_key,
+                device=self._device,
+            )
+        return self._kernel
 
     def _add_tiles(self, ring: Tensor, rows: Tensor, signs: Tensor, first: int) -> None:
         """Add a segment, whose first tile is ``first``, to a ring ``(b, W)``."""

@@ -1,9 +1,10 @@
 r"""The default projection: a CountSketch that costs one read of the gradient, or less.
 
 phi = sum over parameters of a sketch of the parameter's gradient: every entry is added to one of the K features with a
-random sign (s of them, scaled by :math:`1/\sqrt s`, if asked for). Inner products are unbiased, with variance
-:math:`(\|x\|^2\|y\|^2 + \langle x, y\rangle^2 - 2\sum_i x_i^2 y_i^2)/K` as for a dense matrix of signs, which costs 2K
-operations for every entry. A matrix parameter that comes in factors is never formed as a whole.
+random sign (s of them, scaled by :math:`1/\sqrt s`, if asked for). Inner products are unbiased, with variance at most
+:math:`(\|x\|^2\|y\|^2 + \langle x, y\rangle^2 - \frac2s\sum_i x_i^2 y_i^2)/K`: for s = 1 that of a dense matrix of
+signs, which costs 2K operations for every entry. (Matrices have a variance of their own, smaller but for a part 1/K of
+it: ``_matrix_sketch``.) A matrix that comes in factors, or as rows of a table, is never formed as a whole.
 
 Shapes: B samples, K features (``proj_dim``), P gradient entries per sample.
 Numerics: float64 gradients are added up in float64, all others in float32, in an order that is part of the definition.
@@ -16,7 +17,7 @@ import math
 import operator
 from collections import deque
 from collections.abc import Callable, Mapping
-from typing import Any, final
+from typing import Any, TypeAlias, final
 
 import torch
 from torch import Tensor
@@ -31,10 +32,18 @@ from trak_lite.projectors._row_workers import RowWorkers
 from trak_lite.projectors._sketch import AbstractSketch, Keys, Workspace
 from trak_lite.projectors._vector_sketch import VectorSketch
 from trak_lite.projectors.dense import integer_seed
-from trak_lite.types import DenseBlock, FactoredBlock, GradientBlock, ParameterShapes
+from trak_lite.types import (
+    DenseBlock,
+    FactoredBlock,
+    GradientBlock,
+    LookupBlock,
+    ParameterShapes,
+    SummedBlock,
+)
 
 __all__ = ["CountSketchProjector"]
 
+_SingleBlock: TypeAlias = DenseBlock | FactoredBlock | LookupBlock
 _NARROW = 64
 """Columns from which a parameter is sketched as a matrix; part of the definition."""
 
@@ -132,15 +141,17 @@ class CountSketchProjector(AbstractProjector):
             shape: Of the parameter.
             model_id: The checkpoint.
         """
+        if isinstance(block, SummedBlock):
+            return functools.reduce(torch.add, (self.sketch(part, shape, model_id) for part in block.parts))
         block = _moved(block, self.device)
-        whole = block.inputs if isinstance(block, FactoredBlock) else block.grad
-        sketches = self._sketches_of(block.name, shape, model_id, whole.device)
+        device = _a_tensor_of(block).device
+        sketches = self._sketches_of(block.name, shape, model_id, device)
 
         def some_rows(rows: slice, workspace: Workspace) -> Tensor:
             apply = _applied_to(block, rows, workspace)
             return functools.reduce(operator.iadd, map(apply, sketches))
 
-        if whole.device.type == "cpu":
+        if device.type == "cpu":
             return torch.cat(self._workers.run(block.num_samples, some_rows))
         return some_rows(slice(0, block.num_samples), Workspace())
 
@@ -162,24 +173,35 @@ class CountSketchProjector(AbstractProjector):
         return VectorSketch(math.prod(shape), self.proj_dim, keys, device=device)
 
 
-def _applied_to(
-    block: GradientBlock, rows: slice, workspace: Workspace
-) -> Callable[[AbstractSketch], Tensor]:
+def _applied_to(block: _SingleBlock, rows: slice, workspace: Workspace) -> Callable[[AbstractSketch], Tensor]:
     """Return what applies a sketch to these samples of a block."""
     if isinstance(block, FactoredBlock):
         some = FactoredBlock(block.name, block.inputs[rows], block.output_grads[rows])
         return lambda sketch: sketch.factored(some, workspace)
+    if isinstance(block, LookupBlock):
+        lookups = LookupBlock(block.name, block.rows[rows], block.values[rows], block.num_rows)
+        return lambda sketch: sketch.looked_up(lookups, workspace)
     entries = DenseBlock(block.name, block.grad[rows]).dense()  # strided rows are copied: these alone, once
     return lambda sketch: sketch.dense(entries, workspace)
 
 
-def _moved(block: GradientBlock, device: str | torch.device | None) -> GradientBlock:
+def _moved(block: _SingleBlock, device: str | torch.device | None) -> _SingleBlock:
     """Return the block without its graph, on the device that is wanted."""
+    device = device or _a_tensor_of(block).device
     if isinstance(block, FactoredBlock):
-        x, g = (t.detach().to(device or t.device) for t in (block.inputs, block.output_grads))
+        x, g = (factor.detach().to(device) for factor in (block.inputs, block.output_grads))
         return FactoredBlock(block.name, x, g, block.start)
-    grad = block.grad.detach()
-    return DenseBlock(block.name, grad.to(device or grad.device), block.start)
+    if isinstance(block, LookupBlock):
+        rows, values = block.rows.to(device), block.values.detach().to(device)
+        return LookupBlock(block.name, rows, values, block.num_rows, block.start)
+    return DenseBlock(block.name, block.grad.detach().to(device), block.start)
+
+
+def _a_tensor_of(block: _SingleBlock) -> Tensor:
+    """Return a tensor that says where the block is."""
+    if isinstance(block, FactoredBlock):
+        return block.inputs
+    return block.values if isinstance(block, LookupBlock) else block.grad
 
 
 @final
@@ -205,10 +227,10 @@ class _SketchAccumulator(AbstractFeatureAccumulator):
     @torch.no_grad()
     def add(self, block: GradientBlock) -> None:
         """Add one block; raises InvalidInputError if it does not fit the parameters or the batch."""
-        if isinstance(block, FactoredBlock):
-            check_factors(block, self._num_samples, self._parameters)
-        else:
-            check_block(block, self._num_samples, self._parameters)
+        check_block(block, self._num_samples, self._parameters)
+        for piece in block.parts if isinstance(block, SummedBlock) else (block,):
+            if isinstance(piece, FactoredBlock):
+                check_factors(piece, self._num_samples, self._parameters)
         shape = tuple(self._parameters[block.name])
         part = self._projector.sketch(block, shape, self._model_id)
         self._waiting.setdefault(block.name, []).append((block.start, part))
