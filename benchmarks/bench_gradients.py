@@ -25,13 +25,9 @@ import argparse
 import importlib.metadata
 import json
 import math
-import os
 import platform
-import re
 import statistics
-import subprocess
 import sys
-import time
 import warnings
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -41,6 +37,7 @@ import torch
 from torch import Tensor, nn
 
 from benchmarks import models
+from benchmarks.measuring import cpu_seconds, memory_growth, run_worker
 from trak_lite.gradient_computers import (
     FunctionalGradientComputer,
     HookGradientComputer,
@@ -291,26 +288,10 @@ def largest_error(engine: Engine, case: tuple[nn.Module, Any, Callable[..., Tens
 
 def peak_mib(engine: Engine, batch: Any) -> float | None:
     """Return the growth of the resident set while the engine runs on the batch, in MiB."""
-    if not Path("/proc/self/clear_refs").exists():
-        return None
-
-    def kib(field: str) -> int:
-        found = re.search(rf"{field}:\s+(\d+)", Path("/proc/self/status").read_text())
-        return int(found.group(1)) if found else 0
-
     engine(tuple(part[:2] for part in batch))
-    before = kib("VmRSS")
-    Path("/proc/self/clear_refs").write_text("5")  # the high-water mark starts again from here
-    engine(batch)
-    return max(0, kib("VmHWM") - before) / 1024
-
-
-def cpu_seconds(function: Callable[[], Any], repeats: int) -> float:
-    """Return the mean CPU time of a call."""
-    start = time.process_time()
-    for _ in range(repeats):
-        function()
-    return (time.process_time() - start) / repeats
+    with memory_growth() as growth:
+        engine(batch)
+    return growth.mib
 
 
 def worker(name: str, engine_name: str, rounds: int) -> None:
@@ -348,28 +329,7 @@ def worker(name: str, engine_name: str, rounds: int) -> None:
 
 def measure(name: str, engine: str, rounds: int) -> dict[str, Any]:
     """Run a worker in a process of its own; an engine that fails is a figure too."""
-    done = subprocess.run(
-        [
-            sys.executable,
-            "-m",
-            "benchmarks.bench_gradients",
-            "--rounds",
-            str(rounds),
-            "--worker",
-            name,
-            engine,
-        ],
-        env={**os.environ, "OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"},
-        capture_output=True,
-        text=True,
-        check=False,
-        cwd=Path(__file__).parents[1],
-    )
-    if done.returncode == 0:
-        return json.loads(done.stdout.splitlines()[-1])
-    lines = [line.strip() for line in done.stderr.splitlines() if line.strip()]
-    errors = [line for line in lines if re.match(r"[\w.]*(Error|Exception|Warning): |wrong gradients", line)]
-    return {"fails": (errors or lines or [f"exit status {done.returncode}"])[-1][:200]}
+    return run_worker("benchmarks.bench_gradients", "--rounds", str(rounds), "--worker", name, engine)
 
 
 def cell(figures: dict[str, Any]) -> str:

@@ -113,8 +113,9 @@ def test_metadata_is_small_and_readable(full):
         (10**7, 8193, 4096),  # the power of two below
         (10**7, 1 << 30, 32),  # never fewer
         (50_000, 8192, 1024),  # a 64th of the table, rounded up to a power of two
-        (2048, 1, 32),
-        (2049, 1, 64),
+        (16_385, 1, 512),
+        (2048, 1, 256),  # a commit for every 256 rows
+        (70, 1, 128),  # one chunk
         (1, 1, 32),
     ],
 )
@@ -128,10 +129,10 @@ def test_a_chunk_size_needs_sizes(sizes):
         chunk_rows_for(*sizes)
 
 
-@pytest.mark.parametrize("num_rows", [1, 31, 32, 33, 100])
+@pytest.mark.parametrize("num_rows", [1, 31, 32, 33, 100, 300])
 def test_tables_of_any_length_are_read_back(path, num_rows):
     spec = TableSpec(num_rows, (Column("scores", 5, "float32"),), chunk_rows_for(num_rows, 20))
     with writing(path, spec) as table:
         table.put(0, values(range(num_rows), spec))
         np.testing.assert_array_equal(table.read("scores"), values(range(num_rows), spec)["scores"])
-        assert table.num_chunks == -(-num_rows // 32)
+        assert table.num_chunks == -(-num_rows // spec.chunk_rows)

@@ -21,6 +21,7 @@ __all__ = [
     "chunk_rows_for",
     "compare_specs",
     "contiguous_runs",
+    "flat_spec",
     "plain_json",
     "row_bytes",
     "spec_from_json",
@@ -30,12 +31,15 @@ __all__ = [
 
 _CHUNK_BYTES = 64 << 20
 _FEWEST_CHUNK_ROWS = 32
+_FEWEST_ROWS_PER_COMMIT = 256  # a commit waits for the disk eight times
 _CHUNKS_OF_A_SMALL_TABLE = 64
 _DTYPES = ("float16", "float32")
 
 
 def chunk_rows_for(num_rows: int, row_bytes: int) -> int:
     """Return how many rows a chunk should have: about 64 MiB, fewer for small tables, a power of two, at least 32.
+
+    Below 64 MiB it has at least 256 rows, if the table has as many: a batch never reaches over the end of a chunk.
 
     It depends on the table alone, never on the batch size or the number of processes, so that both may change when
     a run resumes.
@@ -46,13 +50,14 @@ def chunk_rows_for(num_rows: int, row_bytes: int) -> int:
 
     Example:
         >>> chunk_rows_for(1_000_000, 8192), chunk_rows_for(50_000, 8192), chunk_rows_for(100, 8192)
-        (8192, 1024, 32)
+        (8192, 1024, 128)
     """
     positive_int(num_rows=num_rows)
     positive_int(row_bytes=row_bytes)
     by_size = 1 << max(_CHUNK_BYTES // row_bytes, 1).bit_length() - 1
     by_count = 1 << (-(-num_rows // _CHUNKS_OF_A_SMALL_TABLE) - 1).bit_length()
-    return max(min(by_size, by_count), _FEWEST_CHUNK_ROWS)
+    fewest = min(_FEWEST_ROWS_PER_COMMIT, 1 << (num_rows - 1).bit_length())
+    return max(min(by_size, max(by_count, fewest)), _FEWEST_CHUNK_ROWS)
 
 
 def stored_dtype(column: Column) -> np.dtype[Any]:
@@ -133,10 +138,11 @@ def compare_specs(stored: TableSpec, given: TableSpec, *, where: str) -> None:
     Raises:
         ManifestMismatchError: Names every differing key with its stored and given value.
     """
-    compare_fingerprints(_flat(stored), _flat(given), where=where)
+    compare_fingerprints(flat_spec(stored), flat_spec(given), where=where)
 
 
-def _flat(spec: TableSpec) -> dict[str, Any]:
+def flat_spec(spec: TableSpec) -> dict[str, Any]:
+    """Return shape and fingerprint of a table as one mapping, for comparing key by key."""
     shape = {key: value for key, value in spec_to_json(spec).items() if key != "fingerprint"}
     return {**{f"table {key}": value for key, value in shape.items()}, **spec.fingerprint}
 
