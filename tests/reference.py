@@ -130,6 +130,8 @@ def kernel_scores(
     for train, weights, target in zip(train_features, w, target_features, strict=True):
         product = np.zeros((len(train), len(target)))
         for start, stop in segments:
+            if not train[:, start:stop].any():
+                continue  # rows of zeros score nothing, and their kernel has no inverse
             matrix = kernel(train[:, start:stop], weights, **kernel_settings)
             product += train[:, start:stop] @ np.linalg.solve(matrix, target[:, start:stop].T)
         products.append(product)

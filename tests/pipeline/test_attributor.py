@@ -868,3 +868,16 @@ def test_rows_written_by_another_run_meanwhile_are_said_to_be(tmp_path: Path) ->
         attributor(tmp_path / "a.zarr").featurize(Meanwhile(), dataset_id="d")
 
     assert attributor(tmp_path / "a.zarr").featurize(TRAIN, dataset_id="d").rows_found == N
+
+
+def test_a_store_with_a_kernel_for_every_module_opens_with_it(tmp_path: Path) -> None:
+    made = attributor(tmp_path / "a.zarr", layout="module")
+    made.featurize(TRAIN)
+
+    opened = Attributor.open(tmp_path / "a.zarr", model())
+
+    assert len(opened.layout.segments) > 1
+    assert opened.layout == made.layout
+    assert opened.featurize(TRAIN).rows_written == 0
+    with pytest.raises(ManifestMismatchError, match="layout"):
+        attributor(tmp_path / "a.zarr").featurize(TRAIN)

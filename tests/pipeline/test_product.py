@@ -98,6 +98,18 @@ def test_scores_equal_the_reference(
     case = build()
     if kernel == "curvature" and not case.task.has_curvature:
         kernel = "auto"  # which is then "trak": the named error of the other choice has a test of its own
+    assert_scores_equal_the_reference(case, gradient_computer=computer, projector=projector, kernel=kernel)
+
+
+@pytest.mark.parametrize("projector", PROJECTORS)
+@pytest.mark.parametrize("build", BUILDERS.values(), ids=BUILDERS.keys())
+def test_scores_with_a_kernel_for_every_module_equal_the_reference(
+    build: Callable[[], ModelOutputCase], projector: str
+) -> None:
+    assert_scores_equal_the_reference(build(), projector=projector, layout="module")
+
+
+def assert_scores_equal_the_reference(case: ModelOutputCase, **settings: Any) -> None:
     first = {name: value.clone() for name, value in case.model.state_dict().items()}
     states = [first, {name: value * 0.7 for name, value in first.items()}]
     train, targets = BatchRows(case.batch, TRAIN_ROWS), BatchRows(case.batch, TARGETS)
@@ -107,10 +119,8 @@ def test_scores_equal_the_reference(
         None,
         proj_dim=K,
         dtype="float32",
-        gradient_computer=computer,
-        projector=projector,
-        kernel=kernel,
         collate=train.collate,
+        **settings,
     )
 
     attributor.featurize(train, checkpoints=states, batch_size=3)
