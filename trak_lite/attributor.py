@@ -209,6 +209,7 @@ class Attributor:
             "kernel": "curvature" if self.kernel.weighting == "curvature" else "trak",
             "damping": self.kernel.damping,
         }
+        self._made_with: dict[str, Any] = {**_versions(self.device), "settings": self._settings}
         logger.info(
             "Settings: %d parameters in %d tensors, %s, rows of %d numbers.",
             num_entries(self.parameters),
@@ -484,9 +485,11 @@ class Attributor:
 
     def _choose_computer(self, batch: Batch) -> None:
         """Decide ``gradient_computer="auto"`` by trying the first samples."""
-        name, _ = choose_gradient_computer(self.model, self.task, batch, list(self.parameters))
+        name, reason = choose_gradient_computer(self.model, self.task, batch, list(self.parameters))
         self._make_computer = GRADIENT_COMPUTERS[name]
-        self._settings["gradient_computer"] = name  # which the manifest of a store not yet made refers to
+        # The manifest of a store not yet made refers to both.
+        self._settings["gradient_computer"] = name
+        self._made_with["gradient_computer_reason"] = reason
 
     def _computer(self) -> AbstractGradientComputer:
         return (self._make_computer or FunctionalGradientComputer)(
@@ -620,7 +623,7 @@ class Attributor:
         }
         if dataset is not None:
             fingerprint["dataset"] = dict(dataset)
-        return Manifest(fingerprint, {**_versions(self.device), "settings": self._settings})
+        return Manifest(fingerprint, self._made_with)
 
 
 def _decide_computer(

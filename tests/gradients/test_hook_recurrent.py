@@ -329,3 +329,35 @@ def test_a_model_that_differentiates_its_recurrence_twice_is_refused(kind: str) 
 
     with pytest.raises(UnsupportedModelError, match="create_graph=True"):
         collect_gradients(computer, (sequences(3),))
+
+
+class Cells(nn.Module):
+    """A cell that Python steps through: its output is computed from the state that it returns beside it."""
+
+    def __init__(self, cell: type[nn.RNNCellBase]) -> None:
+        super().__init__()
+        self.cell = cell(4, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        state = h = None
+        total = 0
+        for step in x.unbind(1):
+            state = self.cell(step, state)
+            h = state[0] if isinstance(state, tuple) else state
+            total = total + h.sin()
+        return total + h + (state[1] if isinstance(state, tuple) else 0)
+
+
+@pytest.mark.parametrize("cell", [nn.LSTMCell, nn.GRUCell, nn.RNNCell])
+@pytest.mark.parametrize("steps", [1, 2, 4])
+def test_a_cell_that_steps_through_a_sequence_is_exact(cell: type[nn.RNNCellBase], steps: int) -> None:
+    torch.manual_seed(0)
+    model, batch = Cells(cell).double(), (torch.randn(3, steps, 4, dtype=torch.float64),)
+
+    def output(call: Any, batch: Any) -> Tensor:
+        return call(batch[0]).square().sum(1)
+
+    found = collect_gradients(HookGradientComputer(model, resolve_task(output), self_check=False), batch)
+
+    for name, value in by_loop(model, output, batch).items():
+        torch.testing.assert_close(found[name], value, rtol=1e-10, atol=1e-12)

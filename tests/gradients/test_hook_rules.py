@@ -14,8 +14,11 @@ from torch import Tensor, nn
 
 from trak_lite.gradient_computers import HookGradientComputer, collect_gradients
 from trak_lite.gradient_computers.hooks import Coverage
+from trak_lite.gradient_computers.hooks.axes import BatchAxis
+from trak_lite.gradient_computers.hooks.calls import Lookups, OperationCall, dense_of
+from trak_lite.gradient_computers.hooks.embeddings import embedding_bag_rule
 from trak_lite.modelout_functions import ModelCall, resolve_task
-from trak_lite.types import FactoredBlock
+from trak_lite.types import FactoredBlock, LookupBlock
 
 quick = settings(max_examples=25, deadline=None, derandomize=True, database=None)
 
@@ -380,3 +383,81 @@ def test_a_transposed_weight_stays_factored() -> None:
     (block,) = blocks
     assert isinstance(block, FactoredBlock)
     assert (block.inputs.shape, block.output_grads.shape) == ((2, 4, 5), (2, 4, 3))
+
+
+class Scalars(nn.Module):
+    def __init__(self, use: Callable[..., Tensor]) -> None:
+        super().__init__()
+        self.p, self.w, self.use = nn.Parameter(torch.randn(4)), nn.Parameter(torch.randn(4, 4)), use
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.use(self, x)
+
+
+@pytest.mark.filterwarnings("ignore:This overload of:UserWarning")
+@pytest.mark.parametrize(
+    "use",
+    [
+        lambda s, x: torch.add(x @ s.w, 2, s.p),
+        lambda s, x: (x @ s.w).clone().add_(2, s.p),
+        lambda s, x: (x @ s.w).clone().sub_(3, s.p),
+    ],
+    ids=["add", "add in place", "subtract in place"],
+)
+def test_a_factor_between_the_operands_belongs_to_the_second(use: Callable[..., Tensor]) -> None:
+    check(Scalars(use), torch.randn(3, 4), how=None)
+
+
+@pytest.mark.parametrize(
+    "use",
+    [
+        lambda s, x: torch.matmul(other=s.w, input=x),
+        lambda s, x: torch.mm(mat2=s.w, input=x),
+        lambda s, x: x.matmul(other=s.w),
+        lambda s, x: torch.matmul(other=x.t(), input=s.w).t(),
+    ],
+    ids=["matmul", "mm", "a method", "the parameter on the left"],
+)
+def test_factors_of_a_matrix_product_may_be_named_in_any_order(use: Callable[..., Tensor]) -> None:
+    check(Scalars(use), torch.randn(3, 4))
+
+
+@pytest.mark.parametrize("mode", ["sum", "mean"])
+def test_bags_give_the_rows_that_were_looked_up_and_no_table(mode: str) -> None:
+    torch.manual_seed(0)
+    model, ids = nn.EmbeddingBag(50, 3, mode=mode, padding_idx=7).double(), torch.randint(50, (3, 4))
+    ids[1, 2] = 7
+    blocks: list[Any] = []
+
+    HookGradientComputer(model, resolve_task(total)).stream_gradients((ids,), blocks.append)
+
+    (block,) = blocks
+    assert isinstance(block, LookupBlock)
+    assert block.rows.shape == (3, 4)
+    expected = by_loop(model, total, (ids,))["weight"]
+    torch.testing.assert_close(block.grad, expected, rtol=1e-10, atol=1e-12)
+
+
+def test_bags_of_unequal_sizes_are_filled_up_with_rows_of_zero() -> None:
+    weight = torch.zeros(5, 2)
+    ids, offsets = torch.tensor([4, 1, 1, 3]), torch.tensor([0, 3, 3])
+    call = OperationCall(
+        torch.embedding_bag,
+        (weight, ids, offsets, False, 0, False, None, False, -1),
+        {},
+        3,
+        {id(weight): weight},
+        {},
+        (BatchAxis(0),),
+    )
+
+    parts = embedding_bag_rule(call, torch.tensor([[1.0, 2.0], [3.0, 4.0], [5.0, 6.0]]))
+
+    ((_, part),) = list(parts or ())
+    assert isinstance(part, Lookups)
+    assert part.values.shape == (3, 3, 2)
+    table = dense_of(part)
+    expected = torch.zeros(3, 5, 2)
+    expected[0, 4], expected[0, 1] = torch.tensor([1.0, 2.0]), torch.tensor([2.0, 4.0])
+    expected[2, 3] = torch.tensor([5.0, 6.0])
+    assert table.tolist() == expected.tolist()

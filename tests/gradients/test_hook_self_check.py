@@ -197,7 +197,7 @@ def test_a_branch_that_goes_by_the_batch_is_found_in_any_of_its_samples():
         computer.stream_gradients((inputs,), lambda _: None)
 
 
-def test_a_later_batch_of_a_model_that_branches_is_checked_at_one_sample_in_turn():
+def test_a_later_batch_of_a_model_that_branches_is_checked_at_one_sample_in_turn_and_then_refused():
     computer = HookGradientComputer(_Branching(), resolve_task(lambda model, batch: model(batch[0]).sum(1)))
     alike, unlike = torch.ones(3, 4), torch.ones(3, 4)
     unlike[1] = -1.0
@@ -210,7 +210,10 @@ def test_a_later_batch_of_a_model_that_branches_is_checked_at_one_sample_in_turn
         except UnsupportedModelError as error:
             found.append(str(error))
 
-    assert len(found) == 1
+    assert "The self-check failed" in found[0]
+    assert all("batch before this one was refused" in message for message in found[1:])
+    with pytest.raises(UnsupportedModelError, match="batch before this one was refused"):
+        computer.stream_gradients((alike,), lambda _: None)
 
 
 class _OneAtATime(nn.Module):

@@ -19,6 +19,9 @@ __all__ = ["choose_gradient_computer"]
 
 logger = logging.getLogger(__name__)
 
+_FASTEST_FIRST = {"hook": HookGradientComputer, "functional": FunctionalGradientComputer}
+"""What is tried; the iterative computer needs no trial."""
+
 
 def choose_gradient_computer(
     model: torch.nn.Module,
@@ -40,34 +43,38 @@ def choose_gradient_computer(
         autocast_dtype: Passed to the computer.
 
     Returns:
-        A name in ``GRADIENT_COMPUTERS`` and one sentence for the log.
+        A name in ``GRADIENT_COMPUTERS`` and the reason.
 
     Raises:
         InvalidInputError: If the batch, or what the output function returns, has the wrong form.
     """
     names = list(select_parameters(model, grad_wrt))
     few = take_rows(batch, slice(0, min(3, batch_size(batch))))
-    computers: dict[str, AbstractGradientComputer] = {
-        "hook": HookGradientComputer(model, task, grad_wrt=names, autocast_dtype=autocast_dtype),
-        "functional": FunctionalGradientComputer(model, task, grad_wrt=names, autocast_dtype=autocast_dtype),
-    }
     refusals: list[str] = []
     failure: Exception | None = None
-    for name, computer in computers.items():
-        try:
-            computer.stream_gradients(few, lambda _: None)
-        except UnsupportedModelError as error:
-            refusals.append(f"{name}: {error}")
-        except InvalidInputError:
-            raise
-        except MODEL_FAILURES as error:  # such as a model that takes one sample at a time
-            refusals.append(f"{name}: {type(error).__name__}: {error}")
-            failure = failure or error
-        else:
+    for name, kind in _FASTEST_FIRST.items():
+        error = _failure(kind(model, task, grad_wrt=names, autocast_dtype=autocast_dtype), few)
+        if error is None:
             return _decided(name, refusals or ["every kept parameter is covered"])
+        named = isinstance(error, UnsupportedModelError)
+        refusals.append(f"{name}: {error}" if named else f"{name}: {type(error).__name__}: {error}")
+        if not named:  # such as the error of a model that takes one sample at a time
+            failure = failure or error
     if failure is not None:
-        _raise_unless_alone(IterativeGradientComputer(model, task, grad_wrt=names), few, failure)
+        last = IterativeGradientComputer(model, task, grad_wrt=names, autocast_dtype=autocast_dtype)
+        _raise_unless_alone(last, few, failure)
     return _decided("iterative", refusals)
+
+
+def _failure(computer: AbstractGradientComputer, few: Batch) -> Exception | None:
+    """Return why a computer cannot stream these samples, or ``None`` where it can."""
+    try:
+        computer.stream_gradients(few, lambda _: None)
+    except InvalidInputError:
+        raise
+    except (UnsupportedModelError, *MODEL_FAILURES) as error:
+        return error
+    return None
 
 
 def _raise_unless_alone(last: AbstractGradientComputer, few: Batch, failure: Exception) -> None:

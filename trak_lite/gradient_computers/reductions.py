@@ -9,14 +9,9 @@ from torch import Tensor
 
 from trak_lite._batches import batch_size
 from trak_lite.errors import InvalidInputError
-from trak_lite.gradient_computers._base import (
-    AbstractGradientComputer,
-    AbstractStreamingComputer,
-    differentiating_only,
-    gradients_of,
-    refuse_batch_statistics,
-    select_parameters,
-)
+from trak_lite.gradient_computers._base import AbstractGradientComputer
+from trak_lite.gradient_computers.hooks import HookGradientComputer
+from trak_lite.gradient_computers.iterative import IterativeGradientComputer
 from trak_lite.types import Batch, DenseBlock, FactoredBlock, GradientBlock, LookupBlock, SummedBlock
 
 __all__ = ["GradientNorms", "gradient_norms", "squared_norms", "weighted_gradient"]
@@ -102,10 +97,10 @@ def _wide(dtype: torch.dtype) -> torch.dtype:
 
 
 def weighted_gradient(computer: AbstractGradientComputer, batch: Batch, weights: Tensor) -> dict[str, Tensor]:
-    r"""Return :math:`\sum_i w_i \nabla f(z_i)` by parameter name, without per-sample gradients.
+    r"""Return :math:`\sum_i w_i \nabla f(z_i)` by parameter name.
 
-    The package's hook, functional and iterative computers differentiate the model as it is, so one ordinary backward
-    pass is enough; any other computer is streamed, and its blocks are summed as they come.
+    The hook computer takes one ordinary backward pass once it has seen that the model does not mix samples; the
+    iterative one adds its samples' gradients up one by one. Any other computer is streamed, and its blocks are summed.
 
     Args:
         computer: Any gradient computer.
@@ -117,21 +112,20 @@ def weighted_gradient(computer: AbstractGradientComputer, batch: Batch, weights:
 
     Raises:
         InvalidInputError: If there is not one weight per sample.
+        UnsupportedModelError: If the computer cannot differentiate the model sample by sample.
     """
     count = batch_size(batch)
     if tuple(weights.shape) != (count,):
         raise InvalidInputError(
             f"weights have shape {tuple(weights.shape)} for a batch of {count} samples, expected ({count},)."
         )
-    if not isinstance(computer, AbstractStreamingComputer) or not computer.differentiates_the_model:
-        return _streamed_sum(computer, batch, weights)
-    refuse_batch_statistics(computer.model)
-    kept = select_parameters(computer.model, computer.grad_wrt)
-    with differentiating_only(computer.model, kept), torch.enable_grad():
-        output = computer.terms(batch).output
-        zero = torch.zeros((), device=output.device, requires_grad=True)
-        total = (output * weights.to(output)).sum() + zero
-        return gradients_of(total, kept)
+    if (
+        isinstance(computer, HookGradientComputer | IterativeGradientComputer)
+        and computer.differentiates_the_model
+        and count
+    ):
+        return computer.weighted_sum(batch, weights)
+    return _streamed_sum(computer, batch, weights)
 
 
 def _streamed_sum(computer: AbstractGradientComputer, batch: Batch, weights: Tensor) -> dict[str, Tensor]:
@@ -144,7 +138,8 @@ def _streamed_sum(computer: AbstractGradientComputer, batch: Batch, weights: Ten
             g = block.output_grads * own.to(block.output_grads).view(-1, 1, 1)
             part = g.flatten(0, 1).t() @ block.inputs.flatten(0, 1)
         else:
-            part = own.to(block.grad) @ block.dense()
+            rows = block.dense()
+            part = own.to(rows) @ rows
         part = part.reshape(shapes[block.name])
         found[block.name] = found[block.name] + part if block.name in found else part
 

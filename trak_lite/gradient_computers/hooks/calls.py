@@ -11,6 +11,7 @@ from torch import Tensor
 from torch.utils._pytree import TreeSpec
 
 from trak_lite.gradient_computers.hooks.axes import BatchAxis, by_sample
+from trak_lite.gradient_computers.hooks.randomness import RandomState
 from trak_lite.types import LookupBlock
 
 __all__ = [
@@ -77,6 +78,8 @@ class OperationCall:
     outputs: tuple[Any, ...] = ()
     """Results that a rule needs besides the arguments (the winners of a max)."""
     in_place: bool = False
+    random: RandomState | None = None
+    """What it drew random numbers from, if it drew any."""
     method: str = ""
     """What gave the gradients, for the report."""
     versions: list[tuple[Tensor, int]] = field(default_factory=list)

@@ -6,9 +6,10 @@ Computations" (arXiv:1510.01799); here it is applied to operations rather than t
 
 from __future__ import annotations
 
+import dataclasses
 import logging
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import Any, Literal
 
@@ -16,7 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from trak_lite._batches import batch_size, flatten_batch, map_tensors, take_rows
-from trak_lite.errors import MODEL_FAILURES, TrakLiteError, UnsupportedModelError
+from trak_lite.errors import MODEL_FAILURES, InvalidInputError, TrakLiteError, UnsupportedModelError
 from trak_lite.gradient_computers._base import (
     AbstractStreamingComputer,
     ParameterChoice,
@@ -46,21 +47,36 @@ __all__ = ["HookGradientComputer"]
 
 logger = logging.getLogger(__name__)
 
+_MAX_PLANS = 64
+"""Plans that are kept: structures of batches, such as lengths of sequences, of which there may be many."""
+
 _TOLERANCES = {torch.float64: 1e-8, torch.float32: 2e-2, torch.bfloat16: 0.3, torch.float16: 0.1}
 """Relative error that the self-check allows; float32 includes a max or ReLU that ties the other way."""
+
+
+class SelfCheckError(UnsupportedModelError):
+    """The gradient of a sample is not plain autograd's."""
 
 
 class HookGradientComputer(AbstractStreamingComputer):
     """Per-sample gradients by hooks on the operations that read parameters: one forward and one backward pass.
 
     Works in whatever mode the model is in, wraps nothing and leaves nothing behind. Blocks reach the sink during the
-    backward pass; those of linear and convolution weights stay factored. The first batch of every structure is
-    examined for the axis of each tensor that has the samples. The first batch of every size is checked: the gradients
-    of its first and last sample must equal plain autograd's. Where rows of samples are flattened into one axis, one
-    sample of every batch is. A kept parameter that f does not depend on is zero, and :meth:`explain` lists it.
+    backward pass; those of linear and convolution weights stay factored. The first batch of every structure (shapes
+    without the samples' axis, dtypes, and flags beside the tensors) is examined for the axis of each tensor that has
+    the samples. A kept parameter that f does not depend on is zero, and :meth:`explain` lists it.
 
-    Where rows are chosen or ordered by their values (routed experts, masks, sorted or ragged samples), one more
+    Samples are compared with plain autograd: first and last of the first batch of every size, and one in turn of
+    batches number 1, 2, 4, 8 and so on of a structure; of every batch, where rows of samples are flattened into one
+    axis or the forward pass reads values. Where one differs, this batch and all later ones are refused.
+
+    Where rows are chosen, ordered or moved by values (routed experts, masks, sorted or ragged samples), one more
     backward pass per factor of 64 in the batch size finds the sample of every row; rows that mix samples are refused.
+    An index into an axis that does not grow with the batch (a label's logit, the last token) costs nothing.
+
+    The model runs more often than once per batch: twice when a structure is new, and for every sample that is compared.
+    What its forward pass writes in eval mode (a counter, the table of an embedding with ``max_norm``) is written each
+    time; in train mode buffers are restored.
     """
 
     def __init__(
@@ -83,8 +99,8 @@ class HookGradientComputer(AbstractStreamingComputer):
             model: The module whose parameters are differentiated; it is not copied.
             task: Model output function.
             grad_dim: P, if the caller wants it checked.
-            dtype: Accepted as in the original, and not used: gradients keep their parameter's dtype.
-            device: Likewise: gradients live where the model lives.
+            dtype: Accepted as in the original: gradients keep their parameter's dtype.
+            device: Accepted as in the original: gradients live where the model lives.
             grad_wrt: What to keep gradients for (:func:`select_parameters`); ``None``: what requires grad.
             chunk_size: Samples that go through the model at once; bounds the memory of a large batch.
             autocast_dtype: Run the forward pass under autocast in this dtype (float16 or bfloat16).
@@ -94,32 +110,110 @@ class HookGradientComputer(AbstractStreamingComputer):
                 out (an expert without rows) is zero in all three cases: other batches may reach it.
             self_check: Compare some samples' gradients with plain autograd, as said above.
         """
-        super().__init__(
-            *(model, task, grad_dim, dtype, device, grad_wrt),
-            chunk_size=chunk_size,
-            autocast_dtype=autocast_dtype,
-        )
-        self.strict = strict
-        self.self_check = self_check
+        given = (model, task, grad_dim, dtype, device, grad_wrt)
+        super().__init__(*given, chunk_size=chunk_size, autocast_dtype=autocast_dtype)
+        self.strict, self.self_check = strict, self_check
         self._plans: dict[Any, Plan] = {}
+        self._failed: dict[Any, str] = {}
+        """What a self-check found, by the conditions under which it did."""
         self._turn = 0
 
     def load_model_params(self, model: nn.Module) -> None:
         """Differentiate this model's parameters from now on; values are looked up at every call."""
         self._plans.clear()  # weights of zero can hide which sample a row belongs to
+        self._failed.clear()
         self.model = model
 
     def _stream_samples(
         self, batch: Batch, count: int, kept: Mapping[str, nn.Parameter], sink: BlockSink
     ) -> OutputTerms:
         batch = map_tensors(Tensor.detach, batch)
+        _refuse_complex(kept)
+        with self._naming_failures(batch), self._prepared(kept):
+            self._refuse_failed(kept)
+            key = self._structure(batch, kept)
+            plan = self._plans.pop(key, None) or make_plan(self.model, kept, batch, self._output)
+            found = [
+                self._checked_run(plan, kept, take_rows(batch, rows), sink, rows.start)
+                for rows in self._chunks(count)
+            ]
+            self._keep(key, plan)
+        return joined_terms(found)
+
+    def weighted_sum(self, batch: Batch, weights: Tensor) -> dict[str, Tensor]:
+        """Return ``sum_i w_i grad f(z_i)`` by parameter name, by one plain backward pass per chunk.
+
+        Batches are planned and checked as in :meth:`stream_gradients`; one that is checked is streamed as well.
+
+        Args:
+            batch: At least one sample.
+            weights: ``(B,)``.
+
+        Raises:
+            InvalidInputError: If the batch or the output function's result has the wrong form.
+            UnsupportedModelError: If the model mixes samples, or its gradients cannot be told apart.
+        """
+        kept = select_parameters(self.model, self.grad_wrt)
+        chunks = list(self._chunks(batch_size(batch)))
+        with self._prepared(kept):
+            self._refuse_failed(kept)
+            plan = self._plans.get(self._structure(batch, kept))
+        if plan is None or any(self._is_due(plan, rows.stop - rows.start) for rows in chunks):
+            self.stream_gradients(batch, lambda _: None)
+        else:
+            plan.num_batches += len(chunks)
+        found: dict[str, Tensor] = {}
+        for rows in chunks:
+            part = self._weighted_backward(take_rows(batch, rows), weights[rows], kept)
+            found = {name: found[name] + grad if found else grad for name, grad in part.items()}
+        return found
+
+    def _weighted_backward(
+        self, batch: Batch, weights: Tensor, kept: Mapping[str, nn.Parameter]
+    ) -> dict[str, Tensor]:
+        with self._prepared(kept):
+            output = self._output(batch)
+            zero = torch.zeros((), device=output.device, requires_grad=True)
+            return gradients_of((output * weights.to(output)).sum() + zero, kept)
+
+    def explain(self, batch: Batch) -> Coverage:
+        """Return, for each kept parameter, how its gradient comes about; ``print`` it for a table.
+
+        Args:
+            batch: At least one sample; two are used, and compared with plain autograd as in a run.
+
+        Raises:
+            InvalidInputError: If the batch is empty, or it or the output function's result has the wrong form.
+        """
+        kept = select_parameters(self.model, self.grad_wrt)
+        if not batch_size(batch):
+            raise InvalidInputError(
+                "The batch is empty. Expected at least one sample to explain gradients with."
+            )
+        rows = [0, min(1, batch_size(batch) - 1)]
+        part = map_tensors(Tensor.detach, take_rows(batch, rows))
         try:
-            with self._prepared(kept):
-                plan = self._plan(batch, kept)
-                found = [
-                    self._checked_run(plan, kept, take_rows(batch, rows), sink, rows.start)
-                    for rows in self._chunks(count)
-                ]
+            refuse_batch_statistics(self.model)
+            _refuse_complex(kept)
+            with self._naming_failures(part), self._prepared(kept):
+                plan = make_plan(self.model, kept, part, self._output)
+                positions = self._positions_to_check(plan, 2)
+                grad_pass, escaped = self._compared_pass(plan, kept, part, lambda _: None, 0, positions)[1:]
+        except UnsupportedModelError as error:
+            return Coverage(tuple(ParameterCoverage(name, "refused", str(error)) for name in kept))
+        unread = "no row of these samples reaches it, or f" if plan.routed else "f"
+        hidden = "read by something that is not an operation of torch"
+        if self.strict is False:
+            hidden += ": its rows are zero, as strict=False asks for"
+        lines = {name: _line(name, grad_pass.methods[name], unread) for name in kept}
+        lines.update((name, ParameterCoverage(name, "refused", hidden)) for name in escaped)
+        return Coverage(tuple(lines.values()))
+
+    @contextmanager
+    def _naming_failures(self, batch: Batch) -> Iterator[None]:
+        """Turn a failure of the hooks, not of the model, into one that says what to do."""
+        try:
+            yield
         except (TrakLiteError, torch.OutOfMemoryError):
             raise
         except MODEL_FAILURES as error:
@@ -131,29 +225,6 @@ class HookGradientComputer(AbstractStreamingComputer):
                 f"Hooks cannot follow {type(self.model).__name__} ({type(error).__name__}: {first}). The model itself "
                 "runs. Use gradient_computer='functional' or 'iterative'."
             ) from error
-        return joined_terms(found)
-
-    def explain(self, batch: Batch) -> Coverage:
-        """Return, for each kept parameter, how its gradient comes about; ``print`` it for a table.
-
-        Args:
-            batch: At least one sample; two are used.
-
-        Raises:
-            InvalidInputError: If the batch or the output function's result has the wrong form.
-        """
-        kept = select_parameters(self.model, self.grad_wrt)
-        rows = [0, min(1, batch_size(batch) - 1)]
-        part = map_tensors(Tensor.detach, take_rows(batch, rows))
-        try:
-            refuse_batch_statistics(self.model)
-            with self._prepared(kept):
-                plan = make_plan(self.model, kept, part, self._output)
-                grad_pass, escaped = self._pass(plan, kept, part, lambda _: None, 0)[1:]
-        except UnsupportedModelError as error:
-            return Coverage(tuple(ParameterCoverage(name, "refused", str(error)) for name in kept))
-        unread = "no row of these samples reaches it, or f" if plan.routed else "f"
-        return Coverage(tuple(_line(name, grad_pass.methods[name], name in escaped, unread) for name in kept))
 
     @contextmanager
     def _prepared(self, kept: Mapping[str, nn.Parameter]) -> Iterator[None]:
@@ -168,24 +239,30 @@ class HookGradientComputer(AbstractStreamingComputer):
     def _output(self, batch: Batch) -> Tensor:
         return self.terms(batch).output
 
-    def _plan(self, batch: Batch, kept: Mapping[str, nn.Parameter]) -> Plan:
-        """Return the plan for this structure of batch; examine and check it when it is new."""
-        key = self._structure(batch, kept)
-        plan = self._plans.get(key)
-        if plan is None:
-            plan = self._plans[key] = make_plan(self.model, kept, batch, self._output)
-        return plan
+    def _keep(self, key: Any, plan: Plan) -> None:
+        """Keep a plan that was run to its end, as the newest; forget the oldest of too many."""
+        self._plans[key] = plan
+        if len(self._plans) > _MAX_PLANS:
+            del self._plans[next(iter(self._plans))]
 
     def _structure(self, batch: Batch, kept: Mapping[str, nn.Parameter]) -> Any:
         leaves, _ = flatten_batch(batch)
         shapes = tuple((leaf.shape[1:], leaf.dtype) for leaf in leaves)
-        mode = tuple(module.training for module in self.model.modules())
-        return shapes, mode, tuple(kept), torch.is_autocast_enabled(next(iter(kept.values())).device.type)
+        return shapes, _flags(batch), self._conditions(kept)
 
-    def _run(
-        self, plan: Plan, kept: Mapping[str, nn.Parameter], batch: Batch, sink: BlockSink, start: int
-    ) -> tuple[OutputTerms, GradientPass]:
-        terms, grad_pass, escaped = self._pass(plan, kept, batch, sink, start)
+    def _conditions(self, kept: Mapping[str, nn.Parameter]) -> Any:
+        """Return what a batch does not determine: the model's mode, the kept parameters, autocast around this call."""
+        mode = tuple(module.training for module in self.model.modules())
+        return mode, tuple(kept), torch.is_autocast_enabled(next(iter(kept.values())).device.type)
+
+    def _refuse_hidden(
+        self,
+        plan: Plan,
+        kept: Mapping[str, nn.Parameter],
+        grad_pass: GradientPass,
+        escaped: Mapping[str, Tensor],
+    ) -> None:
+        """Raise for parameters without a gradient of their own, as ``strict`` says."""
         if escaped and self.strict is not False:
             raise UnsupportedModelError(
                 f"f depends on {list(escaped)[:5]} in a way that hooks cannot see: an autograd.Function, a scripted "
@@ -198,7 +275,6 @@ class HookGradientComputer(AbstractStreamingComputer):
                 f"f depends on no operation that reads {unread[:5]}, so they have no gradient. strict=True expects "
                 "one for every kept parameter. Leave them out of grad_wrt, or drop strict=True to take zeros for them."
             )
-        return terms, grad_pass
 
     def _pass(
         self, plan: Plan, kept: Mapping[str, nn.Parameter], batch: Batch, sink: BlockSink, start: int
@@ -232,42 +308,83 @@ class HookGradientComputer(AbstractStreamingComputer):
         self, plan: Plan, kept: Mapping[str, nn.Parameter], batch: Batch, sink: BlockSink, start: int
     ) -> OutputTerms:
         """Run, and compare some samples with one plain backward pass each where that is due."""
-        positions = self._positions_to_check(plan, batch_size(batch))
+        size = batch_size(batch)
+        positions = self._positions_to_check(plan, size)
+        try:
+            terms, grad_pass, escaped = self._compared_pass(plan, kept, batch, sink, start, positions)
+        except SelfCheckError as error:
+            self._failed[self._conditions(kept)] = str(error)
+            raise
+        self._refuse_hidden(plan, kept, grad_pass, escaped)
+        plan.num_batches += 1
+        plan.checked_sizes.add(size)
+        return terms
+
+    def _refuse_failed(self, kept: Mapping[str, nn.Parameter]) -> None:
+        """Raise if a self-check failed before: what the checked samples show may be wrong in others, unseen."""
+        known = self._failed.get(self._conditions(kept))
+        if known is not None:
+            raise UnsupportedModelError(
+                f"A batch before this one was refused, and with it the model: {known} Expected no further batch; "
+                "load_model_params and another mode of the model start anew."
+            )
+
+    def _compared_pass(
+        self,
+        plan: Plan,
+        kept: Mapping[str, nn.Parameter],
+        batch: Batch,
+        sink: BlockSink,
+        start: int,
+        positions: Sequence[int],
+    ) -> tuple[OutputTerms, GradientPass, dict[str, Tensor]]:
+        """Run forward and backward, and compare the samples at these positions with plain autograd."""
         found: dict[str, Tensor] = {}
 
         def watched(block: GradientBlock) -> None:
             found[block.name] = _rows_of(block, positions)
             sink(block)
 
-        terms, _ = self._run(plan, kept, batch, watched if positions else sink, start)
-        for row, position in enumerate(positions):
+        terms, grad_pass, escaped = self._pass(plan, kept, batch, watched if positions else sink, start)
+        seen = {name: p for name, p in kept.items() if name not in escaped}
+        dtypes = [*plan.dtypes, *([] if self.autocast_dtype is None else [self.autocast_dtype])]
+        for row, position in enumerate(positions if seen else ()):
             output = self._output(take_rows(batch, [position]))[0]
             expected = (
-                gradients_of(output, kept)
+                gradients_of(output, seen)
                 if output.requires_grad
-                else {name: torch.zeros_like(p) for name, p in kept.items()}
+                else {name: torch.zeros_like(p) for name, p in seen.items()}
             )
-            _compare({name: found[name][row] for name in kept}, expected, self.autocast_dtype)
-        plan.checked_sizes.add(batch_size(batch))
-        return terms
+            _compare({name: found[name][row] for name in seen}, expected, dtypes)
+        return terms, grad_pass, escaped
 
     def _positions_to_check(self, plan: Plan, size: int) -> list[int]:
-        """Return the samples to check: first and last of every new batch size, and in some models more.
+        """Return the samples to check: first and last of every new batch size, then one in turn.
 
         A model that mixes samples may do so at one batch size only, so the size in use is the one to check. Where the
         forward pass reads values, a branch may go by the whole batch: all samples of the first batch are checked.
-        There, and where rows are flattened, one sample in turn is checked in every batch, as values and ragged rows
-        change from batch to batch.
         """
-        if not self.self_check or _draws_masks(self.model):
+        if not self._is_due(plan, size):
             return []
         if size not in plan.checked_sizes:
             return list(range(size)) if plan.chooses_in_python else sorted({0, size - 1})
         self._turn += 1
-        return [self._turn % size] if plan.flattened or plan.chooses_in_python else []
+        return [self._turn % size]
+
+    def _is_due(self, plan: Plan, size: int) -> bool:
+        """Whether samples of a batch of this size are to be checked.
+
+        Those of every batch are where the forward pass reads values or rows are flattened, as values and ragged rows
+        change from batch to batch; otherwise those of batches number 1, 2, 4, 8 and so on of a plan.
+        """
+        if not self.self_check or _draws_masks(self.model):
+            return False
+        number = plan.num_batches + 1
+        often = plan.flattened or plan.chooses_in_python
+        return size not in plan.checked_sizes or often or number & (number - 1) == 0
 
 
-def _rows_of(block: GradientBlock, positions: list[int]) -> Tensor:
+def _rows_of(block: GradientBlock, positions: Sequence[int]) -> Tensor:
     """Return some samples of a block as gradient rows, in memory of their own."""
     if isinstance(block, SummedBlock):
         return torch.stack([_rows_of(part, positions) for part in block.parts]).sum(0)
@@ -279,21 +396,42 @@ def _rows_of(block: GradientBlock, positions: list[int]) -> Tensor:
 
 
 def _compare(
-    found: Mapping[str, Tensor], expected: Mapping[str, Tensor], autocast: torch.dtype | None
+    found: Mapping[str, Tensor], expected: Mapping[str, Tensor], inner: Sequence[torch.dtype]
 ) -> None:
-    """Raise if a gradient differs from plain autograd's by more than rounding."""
+    """Raise if a gradient differs from plain autograd's by more than rounding, that of ``inner`` dtypes included."""
     norms = {name: float(grad.double().norm()) for name, grad in expected.items()}
     largest = max(norms.values())
     for name, grad in expected.items():
-        tolerance = max(_TOLERANCES.get(dtype, 1e-2) for dtype in (grad.dtype, autocast or grad.dtype))
+        tolerance = max(_TOLERANCES.get(dtype, 1e-2) for dtype in (grad.dtype, *inner))
         error = float((found[name].double() - grad.double().flatten()).norm())
         if error > tolerance * max(norms[name], 1e-2 * largest):
-            raise UnsupportedModelError(
+            raise SelfCheckError(
                 f"The self-check failed: the gradient of {name!r} differs from plain autograd's by {error:.3g}, "
                 f"where its norm is {norms[name]:.3g}. Expected equality up to rounding; the model may mix samples, "
                 "or be random. "
                 "Use gradient_computer='functional' or 'iterative'."
             )
+
+
+def _refuse_complex(kept: Mapping[str, nn.Parameter]) -> None:
+    """Raise if a kept parameter is complex."""
+    found = [name for name, p in kept.items() if p.is_complex()]
+    if found:
+        raise UnsupportedModelError(
+            f"{found[:5]} are complex. Expected real parameters, whose gradients the rules are for. Keep two real "
+            "parameters and torch.view_as_complex, or use gradient_computer='functional' or 'iterative'."
+        )
+
+
+def _flags(batch: Batch) -> Any:
+    """Return what is no tensor in a batch and may steer the model; what a list holds belongs to its samples."""
+    if isinstance(batch, Mapping):
+        return tuple((key, _flags(value)) for key, value in batch.items())
+    if dataclasses.is_dataclass(batch) and not isinstance(batch, type):
+        return tuple(_flags(getattr(batch, f.name)) for f in dataclasses.fields(batch))
+    if isinstance(batch, tuple):
+        return tuple(map(_flags, batch))
+    return batch if isinstance(batch, bool | int | float | str) else None
 
 
 def _draws_masks(model: nn.Module) -> bool:
@@ -306,10 +444,8 @@ def _draws_masks(model: nn.Module) -> bool:
     )
 
 
-def _line(name: str, methods: Mapping[str, None], escaped: bool, unread: str) -> ParameterCoverage:
-    how: Literal["rule", "fallback", "zero", "refused"]
-    if escaped:
-        return ParameterCoverage(name, "refused", "read by something that is not an operation of torch")
+def _line(name: str, methods: Mapping[str, None], unread: str) -> ParameterCoverage:
+    how: Literal["rule", "fallback"]
     if not methods:
         return ParameterCoverage(name, "zero", f"{unread} does not depend on it")
     how = "fallback" if any("operation" in method for method in methods) else "rule"

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from trak_lite.errors import UnsupportedModelError
 from trak_lite.gradient_computers.hooks.calls import Contribution, Lookups, OperationCall
+from trak_lite.gradient_computers.hooks.owners import Arrangement
 
 __all__ = ["embedding_bag_rule", "embedding_rule"]
 
@@ -31,13 +32,6 @@ def _table(call: OperationCall, grad: Tensor, weight: Tensor, ids: Tensor, paddi
     if padding >= 0:
         values = values.masked_fill((rows == padding).unsqueeze(-1), 0.0)
     yield weight, Lookups(rows, values, weight.shape[0])
-
-
-def _scattered(weight: Tensor, count: int, owner: Tensor, rows: Tensor, values: Tensor) -> Tensor:
-    """Add ``values (n, d)`` to row ``rows`` of sample ``owner``: ``(B, V, d)``."""
-    size, width = weight.shape
-    table = values.new_zeros(count * size, width)
-    return table.index_add_(0, owner * size + rows, values).view(count, size, width)
 
 
 def embedding_bag_rule(call: OperationCall, grad: Tensor) -> _Parts | None:
@@ -84,9 +78,14 @@ def _owner_of_bags(call: OperationCall, num_bags: int, device: torch.device) -> 
 def _bags(
     call: OperationCall, grad: Tensor, weight: Tensor, ids: Tensor, bags: Tensor, shares: Tensor
 ) -> _Parts:
+    """Bags of unequal sizes are filled up with row 0 and values of zero."""
     values = grad[bags] * shares.to(grad.dtype).unsqueeze(1)
-    owner = _owner_of_bags(call, len(grad), ids.device)[bags]
-    yield weight, _scattered(weight, call.num_samples, owner, ids, values)
+    by_sample = Arrangement.of(_owner_of_bags(call, len(grad), ids.device)[bags])
+    shape = (len(by_sample.samples), by_sample.length)
+    rows = by_sample.take(ids).view(shape)
+    values = by_sample.take_gradients(values).view(*shape, weight.shape[1])
+    count = call.num_samples
+    yield weight, Lookups(by_sample.placed(rows, count), by_sample.placed(values, count), weight.shape[0])
 
 
 def _largest(call: OperationCall, grad: Tensor, weight: Tensor) -> _Parts:

@@ -9,7 +9,6 @@ silence.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -18,28 +17,20 @@ from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
 
 from trak_lite.errors import UnsupportedModelError
 from trak_lite.gradient_computers.hooks.axes import BatchAxis
-from trak_lite.gradient_computers.hooks.calls import (
-    Contribution,
-    Factors,
-    Lookups,
-    OperationCall,
-    Summed,
-    dense_of,
-    merged,
-    transposed,
-)
+from trak_lite.gradient_computers.hooks.calls import Contribution, Factors, OperationCall
 from trak_lite.gradient_computers.hooks.generic import generic_rule
 from trak_lite.gradient_computers.hooks.interception import AbstractInterceptor, Function, is_in_place
-from trak_lite.gradient_computers.hooks.operations import READS_NOTHING, RULES
+from trak_lite.gradient_computers.hooks.ledger import GradientLedger
+from trak_lite.gradient_computers.hooks.operations import RULES, reads_nothing
 from trak_lite.gradient_computers.hooks.owners import SampleCode
 from trak_lite.gradient_computers.hooks.probe import (
     Plan,
     Site,
     describe,
-    differentiable,
     refusing_reentrant_checkpoints,
-    written,
 )
+from trak_lite.gradient_computers.hooks.randomness import RandomState
+from trak_lite.gradient_computers.hooks.recorder import differentiable, written
 from trak_lite.gradient_computers.hooks.recurrent import RECURRENT, run_recurrent
 from trak_lite.gradient_computers.hooks.registry import GradientRule
 from trak_lite.gradient_computers.hooks.routing import (
@@ -48,28 +39,13 @@ from trak_lite.gradient_computers.hooks.routing import (
     row_layout,
     summed_by_owner,
 )
-from trak_lite.types import BlockSink, DenseBlock, FactoredBlock, LookupBlock, SummedBlock
+from trak_lite.types import BlockSink
 
 __all__ = ["GradientPass", "UnexpectedRowsError"]
 
 _TRANSPOSITIONS = frozenset(
     {Tensor.t, torch.t, Tensor.T.__get__, Tensor.mT.__get__, Tensor.transpose, torch.transpose}  # type: ignore[attr-defined]
 )
-
-
-@dataclass(slots=True)
-class _Uses:
-    """What is known of one parameter, or of a value made of parameters, during a pass."""
-
-    tensor: Tensor
-    name: str | None
-    """The parameter's name; ``None`` for a value made of parameters."""
-    roots: list[int] = field(default_factory=list)
-    """``id`` of the parameters that a value is made of."""
-    transpose_of: int | None = None
-    pending: int = 0
-    """Uses whose gradient has not come yet."""
-    parts: list[Contribution] = field(default_factory=list)
 
 
 class UnexpectedRowsError(UnsupportedModelError):
@@ -101,23 +77,23 @@ class GradientPass(AbstractInterceptor):
             start: Row of the batch that sample 0 of this pass has.
         """
         super().__init__()
-        self.methods: dict[str, dict[str, None]] = {name: {} for name in kept}
-        """The rules that gave each parameter's gradient."""
         self._plan = plan
         self._kept = dict(kept)
         self._num_samples = num_samples
-        self._sink = sink
-        self._start = start
+        self._ledger = GradientLedger(kept, num_samples, sink=sink, start=start)
         self._cursor = 0
         self._in_backward = False
         self._code = SampleCode(num_samples)
         self._tags: list[RowTags] = []
         self._tagging = False
         self._taps: dict[torch.device, Tensor] = {}
-        self._uses = {id(p): _Uses(p, name) for name, p in kept.items()}
-        self._emitted: set[str] = set()
         self._shared: dict[Any, Site] = {}
         self.watched = {id(p): p for p in kept.values()}
+
+    @property
+    def methods(self) -> Mapping[str, Mapping[str, None]]:
+        """The rules that gave each parameter's gradient."""
+        return self._ledger.methods
 
     # Forward
 
@@ -188,20 +164,15 @@ class GradientPass(AbstractInterceptor):
         leaves = [leaf for leaf in tree_flatten((args, dict(kwargs)))[0] if isinstance(leaf, Tensor)]
         if isinstance(function, nn.Module):
             read = [id(p) for p in function.parameters() if id(p) in self.watched]
-            site = Site(function, self._names_of(read), True, routed=True)
+            site = Site(function, self._ledger.names_of(read), True, routed=True)
         else:
             read = [id(leaf) for leaf in leaves if id(leaf) in self.watched]
             batched = len(read) < len(leaves)
             dims = tuple(leaf.dim() for leaf in leaves)
-            site = Site(function, self._names_of(read), batched, routed=batched, dims=dims)
+            site = Site(function, self._ledger.names_of(read), batched, routed=batched, dims=dims)
         known = self._plan.uses.get(site.use, site)
         reads_samples = any(leaf.requires_grad and id(leaf) not in self.watched for leaf in leaves)
         return site if reads_samples and not known.batched else known
-
-    def _names_of(self, read: Sequence[int]) -> tuple[str, ...]:
-        """Return the names of the parameters behind these watched tensors."""
-        roots = [root for tensor in read for root in self._uses[tensor].roots or [tensor]]
-        return tuple(dict.fromkeys(name for root in roots if (name := self._uses[root].name) is not None))
 
     def _share(self, function: Function, args: Any, kwargs: Mapping[str, Any], tensor: Tensor) -> None:
         """Watch a value made of parameters alone."""
@@ -212,14 +183,8 @@ class GradientPass(AbstractInterceptor):
             for leaf in tree_flatten((args, dict(kwargs)))[0]
             if isinstance(leaf, Tensor) and id(leaf) in self.watched
         ]
-        uses = _Uses(tensor, None)
-        for parent in parents:
-            known = self._uses[parent]
-            uses.roots += [root for root in known.roots or [parent] if root not in uses.roots]
-        if _is_transpose(function, args, tensor):
-            uses.transpose_of = parents[0]
+        self._ledger.share(tensor, parents, is_transpose=_is_transpose(function, args, tensor))
         self.watched[id(tensor)] = tensor
-        self._uses[id(tensor)] = uses
 
     def _use(self, site: Site, function: Function, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
         """Run an operation with its parameters detached, and catch what their gradients will need."""
@@ -230,12 +195,16 @@ class GradientPass(AbstractInterceptor):
         if function in RECURRENT and _is_recurrence(function, run_args):
             return self._run_recurrent(site, function, run_args, targets)
         in_place = is_in_place(function)
-        saved = self._saved(site, run, targets, in_place)
+        lean = not site.routed and reads_nothing(function, run_args)
+        saved = _saved(run, targets, lean, in_place)
+        # An operation without a rule runs again in the backward pass, and has to draw the same numbers.
+        before = RandomState.of(run) if function not in RULES and not self._in_backward else None
         result = function(*run_args, **run_kwargs)
         results = written(function, run_args, result)
         results = self._tapped(results, in_place)
         if not self._in_backward and differentiable(results):
-            call = self._call(site, function, saved, spec, targets)
+            call = self._call(site, function, saved, spec, targets, lean)
+            call.random = before if before is not None and before.has_moved() else None
             call.outputs = (
                 tuple(results)
                 if isinstance(results, tuple | list) and function is torch.embedding_bag
@@ -245,24 +214,13 @@ class GradientPass(AbstractInterceptor):
             self._catch(site, call, differentiable(results))
         return results if not in_place or result is not None else None
 
-    def _saved(self, site: Site, run: list[Any], targets: Mapping[int, Tensor], in_place: bool) -> list[Any]:
-        """Return the arguments as the rule will want them: detached, old values where the operation overwrites them."""
-        if site.function in READS_NOTHING and not site.routed:
-            return [leaf if not isinstance(leaf, Tensor) or id(leaf) in targets else None for leaf in run]
-        saved = [
-            leaf.detach() if isinstance(leaf, Tensor) and id(leaf) not in targets else leaf for leaf in run
-        ]
-        if in_place:
-            saved[0] = saved[0].clone()
-        return saved
-
     def _call(
-        self, site: Site, function: Any, saved: list[Any], spec: Any, targets: dict[int, Tensor]
+        self, site: Site, function: Any, saved: list[Any], spec: Any, targets: dict[int, Tensor], lean: bool
     ) -> OperationCall:
         args, kwargs = tree_unflatten(saved, spec)
         tensors = iter(site.leaf_axes)
         axes: dict[int, BatchAxis | None] = {}
-        if function not in READS_NOTHING and not site.routed:
+        if not lean and not site.routed:
             for leaf in saved:
                 if isinstance(leaf, Tensor):
                     axes[id(leaf)] = self._fitted(site, next(tensors), leaf.shape)
@@ -298,8 +256,10 @@ class GradientPass(AbstractInterceptor):
                 else results + self._tap(results)
             )
         leaves, spec = tree_flatten(results)
+        # One result may be computed from another (the state of an LSTM cell): a view has only its own gradient.
+        tapped = [self._tapped(leaf, False) if isinstance(leaf, Tensor) else leaf for leaf in leaves]
         return tree_unflatten(
-            [self._tapped(leaf, False) if isinstance(leaf, Tensor) else leaf for leaf in leaves], spec
+            [t.view_as(t) if isinstance(t, Tensor) and t.is_floating_point() else t for t in tapped], spec
         )
 
     def _tap(self, like: Tensor) -> Tensor:
@@ -318,17 +278,46 @@ class GradientPass(AbstractInterceptor):
             call.output_axes = tuple(self._fitted(site, axis, tensor.shape) for axis, tensor in axes)
         targets = list({id(t): t for t in call.targets.values()}.values())
         for target in targets:
-            self._expect(target)
+            self._ledger.expect(target)
 
-        def arrived(*grads: Tensor | None) -> None:
-            if self._tagging:
-                tags.add(grads)
-            if self._tagging or not call.targets:
-                return
-            with torch.no_grad(), torch._C.DisableTorchFunction():
+        def take(grads: Sequence[Tensor | None]) -> None:
+            if call.targets:
                 parts = self._contributions(call, grads, tags)
                 call.targets, call.args, call.kwargs, call.versions = {}, (), {}, []
-                self._deposit(targets, parts)
+                self._ledger.deposit(targets, parts)
+
+        self._when_known(outputs, tags, take)
+
+    def _when_known(
+        self,
+        outputs: Sequence[Tensor],
+        tags: RowTags,
+        take: Callable[[Sequence[Tensor | None]], None],
+        rows: Callable[[Sequence[Tensor | None]], Sequence[Tensor | None]] | None = None,
+    ) -> None:
+        """Call ``take`` with the gradients of results; in a weighted pass, keep what tells the samples of their rows.
+
+        Args:
+            outputs: The differentiable results of one operation.
+            tags: Takes the gradients of a weighted pass.
+            take: Called once, with the gradients of the plain pass.
+            rows: Gives what a weighted pass keeps; without it, the gradients.
+        """
+
+        def arrived(*grads: Tensor | None) -> None:
+            if not self._in_backward:
+                raise UnsupportedModelError(
+                    f"The model takes a gradient of its own through {describe(tags.site.function)}, which uses "
+                    f"{list(tags.site.names)[:3]}, before f is known (torch.autograd.grad in the forward pass), so "
+                    "this is no gradient of f. Use gradient_computer='functional' or 'iterative'."
+                )
+            if self._tagging and not tags.site.routed:
+                return
+            with torch.no_grad(), torch._C.DisableTorchFunction():
+                if self._tagging:
+                    tags.add(grads if rows is None else rows(grads))
+                else:
+                    take(grads)
 
         if len(outputs) == 1:
             outputs[0].register_hook(arrived)  # type: ignore[no-untyped-call]
@@ -359,26 +348,24 @@ class GradientPass(AbstractInterceptor):
             wanted = [targets.get(id(weight)) for weight in weights]
             for target in wanted:
                 if target is not None:
-                    self._expect(target)
+                    self._ledger.expect(target)
 
             tags = self._new_tags(site, [value], 2)
 
-            def arrived(grad: Tensor) -> None:
-                if self._tagging and not site.routed:
-                    return
-                with torch.no_grad(), torch._C.DisableTorchFunction():
-                    every = parts(grad)
-                    by_row = every[0].output_grads  # of the input's part, whatever axis has the sequences
-                    if self._tagging:
-                        tags.add([by_row])
-                        return
-                    every = self._summed(every, tags, by_row)
-                    found = [(t, p) for t, p in zip(wanted, every, strict=True) if t is not None]
-                    for target, _ in found:
-                        self._note(target, "recurrence")
-                    self._deposit([t for t in wanted if t is not None], found)
+            def rows_of(grads: Sequence[Tensor | None]) -> list[Tensor | None]:
+                return [
+                    parts(_only(grads))[0].output_grads
+                ]  # of the input's part, whatever axis has the sequences
 
-            value.register_hook(arrived)  # type: ignore[no-untyped-call]
+            def take(grads: Sequence[Tensor | None]) -> None:
+                every = parts(_only(grads))
+                every = self._summed(every, tags, every[0].output_grads)
+                found = [(t, p) for t, p in zip(wanted, every, strict=True) if t is not None]
+                for target, _ in found:
+                    self._ledger.note(target, "recurrence")
+                self._ledger.deposit([t for t in wanted if t is not None], found)
+
+            self._when_known([value], tags, take, rows_of)
             return value
 
         return run_recurrent(RECURRENT[function], args, num_samples=rows, order=self.packed_order, tap=tap)
@@ -401,22 +388,19 @@ class GradientPass(AbstractInterceptor):
         args, kwargs = tree_map(lambda v: v.detach() if isinstance(v, Tensor) else v, (args, kwargs))
         versions = [(v, v._version) for v in tree_flatten((args, kwargs))[0] if isinstance(v, Tensor)]
         for parameter in own.values():
-            self._expect(parameter)
+            self._ledger.expect(parameter)
         tags = self._new_tags(site, [out], out.dim() - 1)
 
-        def arrived(grad: Tensor) -> None:
-            if self._tagging:
-                tags.add([grad])
-                return
-            with torch.no_grad(), torch._C.DisableTorchFunction():
-                _refuse_changes(module, versions)
-                found = _parts_of(module, own, rule(module, args, kwargs, grad))
-                parts = self._summed(list(found.values()), tags, grad)
-                for parameter in own.values():
-                    self._note(parameter, f"rule of {type(module).__name__}")
-                self._deposit(list(own.values()), [(own[n], p) for n, p in zip(found, parts, strict=True)])
+        def take(grads: Sequence[Tensor | None]) -> None:
+            grad = _only(grads)
+            _refuse_changes(module, versions)
+            found = _parts_of(module, own, rule(module, args, kwargs, grad))
+            parts = self._summed(list(found.values()), tags, grad)
+            for parameter in own.values():
+                self._ledger.note(parameter, f"rule of {type(module).__name__}")
+            self._ledger.deposit(list(own.values()), [(own[n], p) for n, p in zip(found, parts, strict=True)])
 
-        out.register_hook(arrived)
+        self._when_known([out], tags, take)
         return out
 
     def _summed(self, parts: list[Contribution], tags: RowTags, grad: Tensor) -> list[Contribution]:
@@ -449,7 +433,7 @@ class GradientPass(AbstractInterceptor):
                 total = output.sum()
             found = self._run_backward(total, inputs)
             escaped = {name: grad for name, grad in zip(self._kept, found, strict=False) if grad is not None}
-        self._finish()
+        self._ledger.finish()
         return escaped
 
     def _tag_rows(self, output: Tensor, inputs: list[Tensor]) -> None:
@@ -479,105 +463,38 @@ class GradientPass(AbstractInterceptor):
         if tags.site.routed:
             method, routed = routed_contributions(call, grads, tags.owners(grads, self._code))
             for target in call.targets.values():
-                self._note(target, method)
+                self._ledger.note(target, method)
             return routed
         name, rule = RULES.get(call.function, ("", None))
         parts = rule(call, grads[0]) if rule is not None and grads[0] is not None else None
         found = list(generic_rule(call, grads)) if parts is None else list(parts)
         for argument, _ in found:
-            self._note(
+            self._ledger.note(
                 call.targets[id(argument)],
                 name if parts is not None else f"{call.method} ({describe(call.function)})",
             )
         return [(call.targets[id(argument)], part) for argument, part in found]
 
-    def _note(self, target: Tensor, method: str) -> None:
-        uses = self._uses[id(target)]
-        for root in uses.roots or [id(target)]:
-            name = self._uses[root].name
-            if name is not None:
-                self.methods[name][method if not uses.roots else f"{method}, through a value made of it"] = (
-                    None
-                )
 
-    def _expect(self, target: Tensor) -> None:
-        """Count one more use; the first use of a shared value is one use of what it is made of."""
-        uses = self._uses[id(target)]
-        uses.pending += 1
-        if uses.transpose_of is not None:
-            self._expect(self._uses[uses.transpose_of].tensor)
-        elif uses.name is None and uses.pending == 1:
-            for root in uses.roots:
-                self._expect(self._uses[root].tensor)
-
-    def _deposit(self, targets: Sequence[Tensor], parts: Sequence[tuple[Tensor, Contribution]]) -> None:
-        """Book one use of every target, with what it gave."""
-        for target, part in parts:
-            place, value = self._uses[id(target)], part
-            while place.transpose_of is not None:
-                place, value = self._uses[place.transpose_of], transposed(value)
-            place.parts.append(_cast(value, target.dtype))
-        for target in targets:
-            self._arrived(self._uses[id(target)])
-
-    def _arrived(self, uses: _Uses) -> None:
-        uses.pending -= 1
-        if uses.transpose_of is not None:
-            self._arrived(self._uses[uses.transpose_of])
-        elif uses.pending == 0:
-            self._settle(uses)
-
-    def _settle(self, uses: _Uses) -> None:
-        """Emit a parameter's block, or hand the gradients of a shared value on to what it is made of."""
-        parts, uses.parts = uses.parts, []
-        if uses.name is not None:
-            if parts and uses.name not in self._emitted:
-                self._emitted.add(uses.name)
-                self._emit(uses.name, merged(parts, uses.tensor.shape))
-            return
-        roots = [self._uses[root] for root in uses.roots]
-        if parts:
-            grads = dense_of(merged(parts, uses.tensor.shape))
-            grads = grads.reshape(self._num_samples, *uses.tensor.shape)
-            for root, part in zip(
-                roots, _pulled_back(uses.tensor, [r.tensor for r in roots], grads), strict=True
-            ):
-                if part is not None:
-                    root.parts.append(part)
-        for root in roots:
-            self._arrived(root)
-
-    def _emit(self, name: str, part: Contribution) -> None:
-        if isinstance(part, Factors):
-            self._sink(FactoredBlock(name, *part, self._start))
-        elif isinstance(part, Lookups):
-            self._sink(LookupBlock(name, *part, self._start))
-        elif isinstance(part, Summed):
-            lookups = LookupBlock(name, *part.lookups, self._start)
-            self._sink(SummedBlock(name, (lookups, FactoredBlock(name, *part.factors, self._start))))
-        else:
-            shape = self._kept[name].shape
-            self._sink(DenseBlock(name, part.reshape(self._num_samples, *shape), self._start))
-
-    def _finish(self) -> None:
-        """Settle what waits for gradients that never came: those uses do not reach f."""
-        with torch.no_grad(), torch._C.DisableTorchFunction():
-            waiting = [uses for uses in self._uses.values() if uses.name is None and uses.pending > 0]
-            for uses in reversed(waiting):
-                if uses.transpose_of is None:
-                    uses.pending = 0
-                    self._settle(uses)
-            for uses in self._uses.values():
-                if uses.name is not None and uses.name not in self._emitted:
-                    uses.pending = 0
-                    self._settle(uses)
-            for name, parameter in self._kept.items():
-                if name not in self._emitted:
-                    self._emit(name, parameter.new_zeros(()).expand(self._num_samples, *parameter.shape))
+def _saved(run: list[Any], targets: Mapping[int, Tensor], lean: bool, in_place: bool) -> list[Any]:
+    """Return the arguments as the rule will want them: detached, old values where the operation overwrites them."""
+    if lean:
+        return [leaf if not isinstance(leaf, Tensor) or id(leaf) in targets else None for leaf in run]
+    saved = [leaf.detach() if isinstance(leaf, Tensor) and id(leaf) not in targets else leaf for leaf in run]
+    if in_place:
+        saved[0] = saved[0].clone()
+    return saved
 
 
 def _itself(tensor: Tensor) -> Tensor:
     return tensor
+
+
+def _only(grads: Sequence[Tensor | None]) -> Tensor:
+    """Return the gradient of an operation's only result."""
+    (grad,) = grads
+    assert grad is not None
+    return grad
 
 
 def _parts_of(
@@ -642,39 +559,4 @@ def _refuse_changes(function: Any, versions: Sequence[tuple[Tensor, int]]) -> No
         raise UnsupportedModelError(
             f"An input of {describe(function)} was changed in place after the operation read it, so its "
             "gradient cannot be formed. Make the later operation out of place (x = x + y, inplace=False)."
-        )
-
-
-def _cast_factors(part: Factors, dtype: torch.dtype) -> Factors:
-    return Factors(part.inputs.to(dtype), part.output_grads.to(dtype))
-
-
-def _cast(part: Contribution, dtype: torch.dtype) -> Contribution:
-    if isinstance(part, Factors):
-        return _cast_factors(part, dtype)
-    if isinstance(part, Lookups):
-        return part._replace(values=part.values.to(dtype))
-    if isinstance(part, Summed):
-        return Summed(
-            part.lookups._replace(values=part.lookups.values.to(dtype)), _cast_factors(part.factors, dtype)
-        )
-    return part.to(dtype)
-
-
-def _pulled_back(value: Tensor, roots: Sequence[Tensor], grads: Tensor) -> tuple[Tensor | None, ...]:
-    """Carry per-sample gradients ``(B, *value.shape)`` of a shared value back to the parameters it is made of."""
-    try:
-        return torch.autograd.grad(
-            value, list(roots), grads, retain_graph=True, allow_unused=True, is_grads_batched=True
-        )
-    except RuntimeError:
-        # An operation without a batching rule (a sparse gradient): torch raises no narrower type. The loop gives the
-        # same numbers, or the operation's own error.
-        rows = [
-            torch.autograd.grad(value, list(roots), grad, retain_graph=True, allow_unused=True)
-            for grad in grads
-        ]
-        return tuple(
-            None if column[0] is None else torch.stack([part.to_dense() for part in column])
-            for column in zip(*rows, strict=True)
         )

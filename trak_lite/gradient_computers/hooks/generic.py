@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -25,7 +26,7 @@ def generic_rule(
     call: OperationCall, grads: Sequence[Tensor | None]
 ) -> Iterator[tuple[Tensor, Contribution]]:
     """Yield the contributions to all wanted arguments, given the gradients of the differentiable results."""
-    if call.sliceable:
+    if call.sliceable and call.random is None:
         try:
             found = _vectorised(call, grads)
         except RuntimeError:
@@ -123,7 +124,7 @@ def looped(
         alone: Gives the gradients of the differentiable results for one sample.
     """
     leaves, places = _leaves(call)
-    with torch.enable_grad():
+    with torch.enable_grad(), nullcontext() if call.random is None else call.random.replayed():
         wanted = [leaves[place].detach().requires_grad_() for place in places]
         results = _runner(call, places)(leaves, *wanted)
     found = [w.new_zeros(call.num_samples, *w.shape) for w in wanted]

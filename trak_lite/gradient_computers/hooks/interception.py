@@ -6,7 +6,6 @@ module or by the output function. A ``TorchFunctionMode`` sees all of them the s
 
 from __future__ import annotations
 
-import sys
 import types
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
@@ -19,14 +18,7 @@ from torch.overrides import TorchFunctionMode
 
 from trak_lite.gradient_computers.hooks.registry import GradientRule, rule_for
 
-__all__ = [
-    "AbstractInterceptor",
-    "Function",
-    "chooses_by_value",
-    "is_in_place",
-    "num_read_out",
-    "ordered_size",
-]
+__all__ = ["AbstractInterceptor", "Function", "is_in_place"]
 
 Function = Callable[..., Any]
 
@@ -141,86 +133,6 @@ def _body(function: Function) -> Function | None:
     )
     body.__kwdefaults__ = function.__kwdefaults__
     return body
-
-
-_BY_VALUE = frozenset(
-    {
-        torch.nonzero,
-        Tensor.nonzero,
-        torch.argwhere,
-        Tensor.argwhere,
-        torch.masked_select,
-        Tensor.masked_select,
-        torch.unique,
-        Tensor.unique,
-        torch.unique_consecutive,
-        torch.bincount,
-    }
-)
-
-
-def chooses_by_value(function: Function, args: tuple[Any, ...]) -> bool:
-    """Whether the operation gives a shape that depends on values: the rows of a later tensor may be anyone's."""
-    if function is Tensor.__getitem__ and len(args) == 2:
-        parts = args[1] if isinstance(args[1], tuple) else (args[1],)
-        return any(isinstance(part, Tensor) and part.dtype == torch.bool for part in parts)
-    if function is torch.where and len(args) == 1:
-        return True
-    if function in (torch.repeat_interleave, Tensor.repeat_interleave):
-        return any(isinstance(part, Tensor) for part in args[1:]) or (
-            function is torch.repeat_interleave and len(args) == 1
-        )
-    return function in _BY_VALUE
-
-
-_ORDERING = frozenset(
-    {torch.sort, Tensor.sort, torch.argsort, Tensor.argsort, torch.msort, torch.topk, Tensor.topk}
-)
-
-
-def ordered_size(function: Function, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> int | None:
-    """Return how many entries the operation orders by their values, or ``None`` where it orders none.
-
-    The order in which ``pack_padded_sequence`` puts its samples does not count: the packed sequence tells it.
-    """
-    if function not in _ORDERING or _called_by("torch.nn.utils.rnn"):
-        return None
-    values = args[0] if args else kwargs["input"]
-    place = 2 if function in (torch.topk, Tensor.topk) else 1
-    dim = kwargs.get("dim", args[place] if len(args) > place and not isinstance(args[place], bool) else -1)
-    dim = 0 if function is torch.msort else dim
-    return int(values.shape[dim]) if values.dim() else 1
-
-
-_READING_OUT = frozenset(
-    {
-        Tensor.item,
-        Tensor.tolist,
-        Tensor.numpy,
-        Tensor.__array__,
-        Tensor.__int__,
-        Tensor.__float__,
-        Tensor.__bool__,
-        Tensor.__index__,
-    }
-)
-
-
-def num_read_out(function: Function, args: tuple[Any, ...]) -> int:
-    """Return how many numbers the operation hands from tensors to Python, which may slice samples by them."""
-    return int(args[0].numel()) if function in _READING_OUT else 0
-
-
-def _called_by(module: str) -> bool:
-    """Whether a function of this module is among the nearest callers."""
-    frame: types.FrameType | None = sys._getframe(1)
-    for _ in range(8):
-        if frame is None:
-            return False
-        if frame.f_globals.get("__name__") == module:
-            return True
-        frame = frame.f_back
-    return False
 
 
 def is_in_place(function: Function) -> bool:

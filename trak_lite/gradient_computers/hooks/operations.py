@@ -19,7 +19,7 @@ from trak_lite.gradient_computers.hooks.calls import Contribution, Factors, Oper
 from trak_lite.gradient_computers.hooks.convolutions import conv_rule, conv_transpose_rule
 from trak_lite.gradient_computers.hooks.embeddings import embedding_bag_rule, embedding_rule
 
-__all__ = ["READS_NOTHING", "RULES"]
+__all__ = ["RULES", "matrices_of", "reads_nothing"]
 
 _Parts = Iterator[tuple[Tensor, Contribution]]
 
@@ -47,7 +47,7 @@ def addmm_rule(call: OperationCall, grad: Tensor) -> _Parts | None:
 
 def matmul_rule(call: OperationCall, grad: Tensor) -> _Parts | None:
     """``x W`` or ``W x`` with a matrix W."""
-    left, right = (*call.args, *call.kwargs.values())[:2]
+    left, right = matrices_of(call)
     if call.wants(left) and call.wants(right):
         return None
     if call.wants(right) and right.dim() == 2 and left.dim() >= 2:
@@ -55,6 +55,13 @@ def matmul_rule(call: OperationCall, grad: Tensor) -> _Parts | None:
     if call.wants(left) and left.dim() == 2 and right.dim() >= 2:
         return _left_product(call, grad, left, right)
     return None
+
+
+def matrices_of(call: OperationCall) -> tuple[Any, Any]:
+    """Return the two factors of a matrix product in their order, also where they were passed by name."""
+    named = [call.kwargs[name] for name in ("input", "other", "mat2", "tensor2") if name in call.kwargs]
+    left, right = (*call.args, *named)
+    return left, right
 
 
 def _matrix_product(
@@ -96,6 +103,8 @@ def _elementwise(derivative: Callable[[OperationCall, int, Tensor], Tensor | Non
     """Return the rule of ``a op b`` from the derivative with respect to argument 0 or 1, times the gradient."""
 
     def rule(call: OperationCall, grad: Tensor) -> _Parts | None:
+        if len(call.args) > 2:
+            return None  # torch.add(x, 2, y), where 2 is a factor of y
         operands = _operands(call)
         wanted = [place for place, value in enumerate(operands) if call.wants(value)]
         full = {place: derivative(call, place, grad) for place in wanted}
@@ -278,7 +287,12 @@ RULES: dict[Any, tuple[str, OperationRule]] = {
 }
 """Name and rule by operation; the same operation is known by several functions."""
 
-READS_NOTHING = frozenset(
+_READING_NOTHING = frozenset(
     {torch.add, T.add, T.add_, torch.sub, T.sub, T.sub_, T.__rsub__, T.expand, T.expand_as}
 )
-"""Operations whose rule needs no value: their inputs may be freed, or written into, after the call."""
+
+
+def reads_nothing(function: Callable[..., Any], args: tuple[Any, ...]) -> bool:
+    """Whether an operation's rule needs no value: its inputs may be freed, or written into, after the call."""
+    expands = function in (T.expand, T.expand_as)  # to any number of sizes
+    return function in _READING_NOTHING and (expands or len(args) <= 2)

@@ -41,6 +41,11 @@ def sketch(rows: Tensor) -> Tensor:
     return wide @ directions.to(wide)
 
 
+def _largest_entries(rows: Tensor) -> Tensor:
+    """Return the largest absolute value of every row, ``(N,)``."""
+    return rows.abs().amax(1) if rows.shape[1] else rows.new_zeros(len(rows))
+
+
 @dataclass(frozen=True, slots=True)
 class SampleCode:
     """Every sample's number in digits; one weighted backward pass tells one digit."""
@@ -77,7 +82,9 @@ class SampleCode:
             tagged: The same in each weighted pass.
             dtype: Dtype of the gradients.
         """
-        sizes = plain.abs().amax(1) if plain.shape[1] else plain.new_zeros(len(plain))
+        if self._cancelled(plain, tagged, dtype):
+            return None
+        sizes = _largest_entries(plain)
         found = torch.full((len(plain),), -1, dtype=torch.long, device=plain.device)
         rows = sizes.nonzero().squeeze(1)
         if not len(rows):
@@ -101,6 +108,15 @@ class SampleCode:
             return None
         found[rows] = torch.where(fits, owner, -1)
         return found
+
+    def _cancelled(self, plain: Tensor, tagged: Sequence[Tensor], dtype: torch.dtype) -> bool:
+        """Whether samples share a row in which their gradients cancel: a power of two would only have scaled it."""
+        sizes = _largest_entries(plain)
+        if not len(sizes):
+            return False
+        noise = _NEGLIGIBLE * torch.finfo(dtype).eps * 2.0 ** -(self.base // 2) * float(sizes.max())
+        empty = sizes == 0
+        return any(bool((empty & (_largest_entries(values) > noise)).any()) for values in tagged)
 
 
 @dataclass(frozen=True, slots=True)

@@ -14,44 +14,22 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_flatten
 
 from trak_lite._batches import take_rows
 from trak_lite.errors import UnsupportedModelError
 from trak_lite.gradient_computers.hooks.axes import BatchAxis, batch_axis, by_sample
-from trak_lite.gradient_computers.hooks.interception import (
-    AbstractInterceptor,
-    Function,
-    chooses_by_value,
-    is_in_place,
-    num_read_out,
-    ordered_size,
-)
+from trak_lite.gradient_computers.hooks.recorder import Record, Recorder
 from trak_lite.gradient_computers.hooks.recurrent import PACKED
-from trak_lite.gradient_computers.hooks.registry import GradientRule
 from trak_lite.types import Batch
 
 __all__ = [
     "Plan",
     "Site",
     "describe",
-    "differentiable",
     "make_plan",
     "mixed",
     "refusing_reentrant_checkpoints",
-    "written",
 ]
-
-
-def differentiable(result: Any) -> list[Tensor]:
-    """Return the floating-point tensors of a result, in order."""
-    leaves = tree_flatten(result)[0]
-    return [t for t in leaves if isinstance(t, Tensor) and (t.is_floating_point() or t.is_complex())]
-
-
-def written(function: Function, args: Sequence[Any], result: Any) -> Any:
-    """Return what an operation wrote: its result, or its first argument where it works in place."""
-    return args[0] if is_in_place(function) and isinstance(args[0], Tensor) else result
 
 
 @dataclass(slots=True)
@@ -96,6 +74,10 @@ class Plan:
     """Where rows are routed, what is known of each use."""
     chooses_in_python: bool = False
     """Whether the model's forward pass reads values, so that a branch may depend on the other samples."""
+    dtypes: frozenset[torch.dtype] = frozenset()
+    """Dtypes of what operations on parameters wrote."""
+    num_batches: int = 0
+    """Batches that were run by this plan."""
     checked_sizes: set[int] = field(default_factory=set)
     """Batch sizes at which samples' gradients were found equal to plain autograd's."""
 
@@ -126,125 +108,6 @@ class Plan:
         self.route()
 
 
-@dataclass(slots=True)
-class _Record:
-    function: Any
-    sources: list[Any]
-    """Per tensor argument: the record that made it, a parameter name, or None."""
-    shapes: list[tuple[int, ...]]
-    others: list[Any]
-    outputs: list[Tensor]
-    output_shapes: list[tuple[int, ...]]
-    taints: frozenset[Any]
-
-
-class _Recorder(AbstractInterceptor):
-    """Writes down every operation that has a kept parameter behind it, and runs it as it is."""
-
-    def __init__(self, kept: Mapping[str, nn.Parameter]) -> None:
-        super().__init__()
-        self.records: list[_Record] = []
-        self.sources: dict[int, Any] = {}
-        self.taints: dict[int, tuple[Any, frozenset[Any]]] = {}
-        """Tensors whose rows may be anyone's, and what is computed from them, each with the reasons."""
-        self.ordered: list[int] = []
-        """Sizes of what was ordered by value; the place in this list is the reason."""
-        self.read_out = 0
-        """Numbers that Python got to see."""
-        self.read_by_model = 0
-        """Those that it got to see while the model ran, not the output function."""
-        self._running = False
-        for name, parameter in kept.items():
-            self.watched[id(parameter)] = parameter
-            self.sources[id(parameter)] = name
-
-    def install(self, model: nn.Module) -> list[Any]:
-        """Hook the modules, and the model to know when it runs; the handles undo it."""
-
-        def starts(module: nn.Module, args: Any) -> None:
-            self._running = True
-
-        def ends(module: nn.Module, args: Any, result: Any) -> None:
-            self._running = False
-
-        own = [model.register_forward_pre_hook(starts), model.register_forward_hook(ends, always_call=True)]
-        return [*super().install(model), *own]
-
-    def __torch_function__(
-        self, func: Function, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
-    ) -> Any:
-        result = super().__torch_function__(func, types, args, kwargs)
-        num_read = num_read_out(func, args)
-        self.read_out += num_read
-        self.read_by_model += num_read if self._running else 0
-        reasons = set(self._taints_of((args, dict(kwargs or {}))))
-        if chooses_by_value(func, args):
-            reasons.add(_CHOSEN)
-        size = ordered_size(func, args, kwargs or {})
-        if size is not None:
-            reasons.add(len(self.ordered))
-            self.ordered.append(size)
-        if func is torch._pack_padded_sequence:
-            reasons.add(_PACKED_ROWS)
-        if func is torch._pad_packed_sequence:
-            reasons.discard(_PACKED_ROWS)
-        if reasons:
-            self._taint(func, written(func, args, result), frozenset(reasons))
-        return result
-
-    def _taint(self, function: Function, result: Any, reasons: frozenset[Any]) -> None:
-        for place, tensor in enumerate(tree_flatten(result)[0]):
-            # The last states of a recurrent layer have a batch axis again.
-            own = reasons - {_PACKED_ROWS} if function in PACKED and place else reasons
-            if isinstance(tensor, Tensor) and own:
-                self.taints[id(tensor)] = (tensor, own)
-
-    def _taints_of(self, arguments: Any) -> frozenset[Any]:
-        if not self.taints:
-            return frozenset()
-        found = [self.taints[id(leaf)][1] for leaf in tree_flatten(arguments)[0] if id(leaf) in self.taints]
-        return frozenset().union(*found)
-
-    def operation(self, function: Function, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
-        if self.inside:
-            return function(*args, **kwargs)
-        leaves = tree_flatten((args, dict(kwargs)))[0]
-        shapes = [tuple(leaf.shape) for leaf in leaves if isinstance(leaf, Tensor)]
-        sources = [self.sources.get(id(leaf)) for leaf in leaves if isinstance(leaf, Tensor)]
-        taints = self._taints_of(leaves)
-        result = function(*args, **kwargs)
-        outputs = differentiable(written(function, args, result))
-        if not any(tensor.requires_grad for tensor in outputs):  # a shape, a device, a detached value
-            return result
-        others = [leaf for leaf in leaves if not isinstance(leaf, Tensor)]
-        self._record(_Record(function, sources, shapes, others, outputs, _shapes(outputs), taints))
-        return result
-
-    def ruled_module(
-        self, module: nn.Module, rule: GradientRule, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any
-    ) -> Any:
-        names = [self.sources[id(p)] for p in module.parameters() if id(p) in self.sources]
-        if names:
-            shapes = [tuple(p.shape) for p in module.parameters() if id(p) in self.sources]
-            outputs = differentiable(out)
-            taints = self._taints_of((args, kwargs))
-            self._record(_Record(module, names, shapes, [], outputs, _shapes(outputs), taints))
-        return out
-
-    def _record(self, record: _Record) -> None:
-        place = len(self.records)
-        self.records.append(record)
-        for tensor in record.outputs:
-            if tensor.requires_grad:
-                self.watched[id(tensor)] = tensor
-                self.sources[id(tensor)] = place
-
-
-def _shapes(tensors: Sequence[Tensor]) -> list[tuple[int, ...]]:
-    return [tuple(t.shape) for t in tensors]
-
-
-_CHOSEN, _PACKED_ROWS = "chosen by value", "packed"
 Evaluate = Callable[[Batch], Tensor]
 
 
@@ -262,22 +125,36 @@ def make_plan(model: nn.Module, kept: Mapping[str, nn.Parameter], batch: Batch, 
     """
     with torch.enable_grad():
         two, _ = _recorded(model, kept, take_rows(batch, [0, 0]), evaluate)
-        three, outputs = _recorded(model, kept, take_rows(batch, [0, 0, 0]), evaluate)
+        three, outputs = _recorded(model, kept, take_rows(batch, [0, 0, 0]), evaluate, two)
         _same_operations(two, three)
-        plan = Plan(chooses_in_python=two.read_by_model > 0)
-        pairs = _relevant(two, three, plan)
-        _assign_owners(plan, pairs, outputs)
+        plan = Plan(chooses_in_python=two.read_by_model > 0, dtypes=_dtypes(three))
+        places = _relevant(two, three, plan)
+        _assign_owners(plan, [three.records[place] for place in places], outputs)
         if any(site.routed for site in plan.sites):
             plan.route()
-        if plan.flattened and two.read_out != three.read_out:
-            plan.doubt()  # Python saw a number of every sample, by which it may have cut the sample's rows
+        if _numbers_before(two, places) != _numbers_before(three, places):
+            plan.doubt()  # Python saw a number of every sample, by which it may have cut or ordered their rows
     return plan
 
 
+def _dtypes(recorder: Recorder) -> frozenset[torch.dtype]:
+    return frozenset(tensor.dtype for record in recorder.records for tensor in record.outputs)
+
+
+def _numbers_before(recorder: Recorder, places: Sequence[int]) -> int:
+    """Return how many numbers Python saw before parameters were read for the last time."""
+    last = max(places, default=-1)
+    return sum(count for place, count in recorder.reads if place <= last)
+
+
 def _recorded(
-    model: nn.Module, kept: Mapping[str, nn.Parameter], batch: Batch, evaluate: Evaluate
-) -> tuple[_Recorder, Tensor]:
-    recorder = _Recorder(kept)
+    model: nn.Module,
+    kept: Mapping[str, nn.Parameter],
+    batch: Batch,
+    evaluate: Evaluate,
+    smaller: Recorder | None = None,
+) -> tuple[Recorder, Tensor]:
+    recorder = Recorder(kept, smaller)
     handles = recorder.install(model)
     try:
         with recorder:
@@ -287,7 +164,7 @@ def _recorded(
             handle.remove()
 
 
-def _same_operations(two: _Recorder, three: _Recorder) -> None:
+def _same_operations(two: Recorder, three: Recorder) -> None:
     same = len(two.records) == len(three.records) and all(
         a.function == b.function for a, b in zip(two.records, three.records, strict=True)
     )
@@ -299,15 +176,10 @@ def _same_operations(two: _Recorder, three: _Recorder) -> None:
         )
 
 
-def _relevant(two: _Recorder, three: _Recorder, plan: Plan) -> list[_Record]:
-    """Add the operations that read a parameter, or a value made of parameters alone; return their records."""
+def _relevant(two: Recorder, three: Recorder, plan: Plan) -> list[int]:
+    """Add the operations that read a parameter, or a value made of parameters alone; return their records' places."""
     shared: dict[int, tuple[str, ...]] = {}
     found = []
-    samples_ordered = {
-        place
-        for place, sizes in enumerate(zip(two.ordered, three.ordered, strict=False))
-        if len({*sizes}) > 1
-    }
     for place, (a, b) in enumerate(zip(two.records, three.records, strict=True)):
         roots = [_roots(source, shared) for source in b.sources]
         names = tuple(dict.fromkeys(name for part in roots for name in part))
@@ -316,14 +188,13 @@ def _relevant(two: _Recorder, three: _Recorder, plan: Plan) -> list[_Record]:
         reads_samples = any(
             source is not None and not part for source, part in zip(b.sources, roots, strict=True)
         )
-        unknown = _unknown_rows(b, samples_ordered)
-        site = _routed_site(a, b, names, reads_samples) if unknown else _site(a, b, names)
+        site = _routed_site(a, b, names, reads_samples) if b.has_unknown_rows else _site(a, b, names)
         if not site.batched:
             if reads_samples:
                 raise mixed(site, "its result has no batch axis although it reads the samples' activations")
             shared[place] = names
         plan.sites.append(site)
-        found.append(b)
+        found.append(place)
     return found
 
 
@@ -333,7 +204,7 @@ def _roots(source: Any, shared: Mapping[int, tuple[str, ...]]) -> tuple[str, ...
     return shared.get(source, ()) if source is not None else ()
 
 
-def _site(two: _Record, three: _Record, names: tuple[str, ...]) -> Site:
+def _site(two: Record, three: Record, names: tuple[str, ...]) -> Site:
     outputs = [batch_axis(a, b) for a, b in zip(two.output_shapes, three.output_shapes, strict=True)]
     leaves = [batch_axis(a, b) for a, b in zip(two.shapes, three.shapes, strict=True)]
     site = Site(three.function, names, any(axis is not None for axis in outputs), dims=_dims(three))
@@ -350,25 +221,23 @@ def _site(two: _Record, three: _Record, names: tuple[str, ...]) -> Site:
     return site
 
 
-def _dims(record: _Record) -> tuple[int, ...]:
+def _dims(record: Record) -> tuple[int, ...]:
     return () if isinstance(record.function, nn.Module) else tuple(len(shape) for shape in record.shapes)
 
 
-def _routed_site(two: _Record, three: _Record, names: tuple[str, ...], reads_samples: bool) -> Site:
+def _routed_site(two: Record, three: Record, names: tuple[str, ...], reads_samples: bool) -> Site:
     """Return the site of an operation whose rows may be anyone's, or of one that only looks as if."""
     grows = two.output_shapes != three.output_shapes
     empty = any(0 in shape for shape in three.output_shapes)
     routed = grows or empty or reads_samples
-    return Site(three.function, names, routed, routed=routed, dims=_dims(three))
+    site = Site(three.function, names, routed, routed=routed, dims=_dims(three))
+    for a, b in zip(two.output_shapes, three.output_shapes, strict=True):
+        if len(a) == len(b) and sum(m != n for m, n in zip(a, b, strict=True)) > 1:
+            raise mixed(site, f"more than one axis of its shape {a} grows with the batch")
+    return site
 
 
-def _unknown_rows(record: _Record, samples_ordered: set[int]) -> bool:
-    """Whether the probed samples, all equal, cannot tell whose rows the operation will read in another batch."""
-    packed = _PACKED_ROWS in record.taints and record.function not in PACKED
-    return _CHOSEN in record.taints or packed or bool(record.taints & samples_ordered)
-
-
-def _sequences_are_samples(record: _Record, axis: BatchAxis | str | None) -> bool:
+def _sequences_are_samples(record: Record, axis: BatchAxis | str | None) -> bool:
     """Whether a recurrent layer's sequences are the samples, one by one; a packed sequence keeps their order."""
     return len(record.shapes[0]) == 2 or axis == BatchAxis(int(not record.others[-1]))
 
@@ -386,7 +255,7 @@ def describe(function: Any) -> str:
     return getattr(function, "__name__", None) or type(function).__name__
 
 
-def _assign_owners(plan: Plan, records: Sequence[_Record], outputs: Tensor) -> None:
+def _assign_owners(plan: Plan, records: Sequence[Record], outputs: Tensor) -> None:
     """Check with the gradient of each f that entries belong to the sample they are taken for; order flattened axes."""
     batched = [
         (site, record)

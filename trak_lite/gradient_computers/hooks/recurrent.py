@@ -119,11 +119,7 @@ def _run_cell(
     inputs, version = x.detach(), x._version
 
     def parts(grad: Tensor) -> list[Any]:
-        if inputs._version != version:
-            raise UnsupportedModelError(
-                "The input of a recurrent layer was changed in place after the layer read it, so its gradient cannot "
-                "be formed. Make the later operation out of place (x = x + y, inplace=False)."
-            )
+        _refuse_change(inputs, version)
         grads = state_grads = steps.by_sample(grad)
         if resets is not None:
             r, z, n = grads.chunk(3, -1)
@@ -144,3 +140,11 @@ def _run_cell(
     )
     seen, resets = trace.seen, trace.resets
     return found
+
+
+def _refuse_change(inputs: Tensor, version: int) -> None:
+    if inputs._version != version:
+        raise UnsupportedModelError(
+            "The input of a recurrent layer was changed in place after the layer read it, so its gradient cannot "
+            "be formed. Make the later operation out of place (x = x + y, inplace=False)."
+        )

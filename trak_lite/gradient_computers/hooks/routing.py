@@ -20,7 +20,7 @@ from trak_lite.errors import UnsupportedModelError
 from trak_lite.gradient_computers.hooks.axes import BatchAxis
 from trak_lite.gradient_computers.hooks.calls import Contribution, Factors, Lookups, OperationCall, dense_of
 from trak_lite.gradient_computers.hooks.generic import looped
-from trak_lite.gradient_computers.hooks.operations import RULES
+from trak_lite.gradient_computers.hooks.operations import RULES, matrices_of
 from trak_lite.gradient_computers.hooks.owners import Arrangement, SampleCode, sketch
 from trak_lite.gradient_computers.hooks.probe import Site, describe, mixed
 
@@ -215,7 +215,7 @@ def _of_linear(call: OperationCall, result: Tensor) -> RowLayout | None:
 
 
 def _of_matmul(call: OperationCall, result: Tensor) -> RowLayout | None:
-    left, right = (*call.args, *call.kwargs.values())[:2]
+    left, right = matrices_of(call)
     if call.wants(left) or right.dim() != 2 or left.dim() < 2:
         return None
     return RowLayout(1, ((left, 1),))

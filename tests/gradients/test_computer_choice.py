@@ -1,0 +1,59 @@
+"""The choice of a gradient computer: under the caller's autocast, and with its reason in the manifest."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils.data import TensorDataset
+
+from trak_lite import Attributor
+from trak_lite.gradient_computers import choose_gradient_computer
+from trak_lite.modelout_functions import resolve_task
+
+
+class _OneAtATime(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        row = x.reshape(1, 4)
+        return self.linear(row) * row.sum().item()  # which vmap cannot read
+
+
+def test_the_last_resort_is_tried_under_autocast_too() -> None:
+    seen: list[Any] = []
+
+    def output(call: Any, batch: Any) -> Tensor:
+        out = call(batch[0])
+        seen.append(out.dtype)
+        return out.float().sum(1)
+
+    name, _ = choose_gradient_computer(
+        _OneAtATime(), resolve_task(output), (torch.ones(3, 4),), autocast_dtype=torch.bfloat16
+    )
+
+    assert name == "iterative"
+    assert {*seen} == {torch.bfloat16}
+
+
+def test_the_manifest_holds_the_reason_of_an_automatic_choice(tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    model = nn.Linear(4, 3)
+    data = TensorDataset(torch.randn(6, 4), torch.randint(3, (6,)))
+    for choice in ("auto", "hook"):
+        path = tmp_path / f"{choice}.zarr"
+        made = Attributor(
+            model, task="image_classification", path=path, proj_dim=4, gradient_computer=choice, device="cpu"
+        )
+        made.featurize(data)
+        stored = json.loads((path / "zarr.json").read_text())["attributes"]["trak_lite"]["made_with"]
+
+        expected = "every kept parameter is covered" if choice == "auto" else None
+        assert stored.get("gradient_computer_reason") == expected
+        assert stored["settings"]["gradient_computer"] == "hook"
+        Attributor.open(path, model, device="cpu").featurize(data)

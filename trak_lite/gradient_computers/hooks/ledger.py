@@ -1,0 +1,200 @@
+"""What parameters wait for, and what came: a block leaves as soon as the last use of its parameter has given its part.
+
+A value that is made of parameters alone (a transposed or merged weight) collects the gradients of its own uses first,
+and hands them on to what it is made of.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor, nn
+
+from trak_lite.gradient_computers.hooks.calls import (
+    Contribution,
+    Factors,
+    Lookups,
+    Summed,
+    dense_of,
+    merged,
+    transposed,
+)
+from trak_lite.types import BlockSink, DenseBlock, FactoredBlock, LookupBlock, SummedBlock
+
+__all__ = ["GradientLedger"]
+
+
+@dataclass(slots=True)
+class _Uses:
+    """What is known of one parameter, or of a value made of parameters, during a pass."""
+
+    tensor: Tensor
+    name: str | None
+    """The parameter's name; ``None`` for a value made of parameters."""
+    roots: list[int] = field(default_factory=list)
+    """``id`` of the parameters that a value is made of."""
+    transpose_of: int | None = None
+    pending: int = 0
+    """Uses whose gradient has not come yet."""
+    parts: list[Contribution] = field(default_factory=list)
+
+
+class GradientLedger:
+    """Counts the uses of parameters in one forward pass, and books their gradients in the backward pass."""
+
+    def __init__(
+        self, kept: Mapping[str, nn.Parameter], num_samples: int, *, sink: BlockSink, start: int
+    ) -> None:
+        """Open the books.
+
+        Args:
+            kept: Parameters to keep gradients for, by name.
+            num_samples: B.
+            sink: Takes the blocks.
+            start: Row of the batch that sample 0 of this pass has.
+        """
+        self.methods: dict[str, dict[str, None]] = {name: {} for name in kept}
+        """The rules that gave each parameter's gradient."""
+        self._kept = kept
+        self._num_samples = num_samples
+        self._sink = sink
+        self._start = start
+        self._uses = {id(p): _Uses(p, name) for name, p in kept.items()}
+        self._emitted: set[str] = set()
+
+    def names_of(self, read: Sequence[int]) -> tuple[str, ...]:
+        """Return the names of the parameters behind these watched tensors."""
+        roots = [root for tensor in read for root in self._uses[tensor].roots or [tensor]]
+        return tuple(dict.fromkeys(name for root in roots if (name := self._uses[root].name) is not None))
+
+    def share(self, tensor: Tensor, parents: Sequence[int], *, is_transpose: bool) -> None:
+        """Know a value made of parameters, or of other such values, alone."""
+        uses = _Uses(tensor, None)
+        for parent in parents:
+            known = self._uses[parent]
+            uses.roots += [root for root in known.roots or [parent] if root not in uses.roots]
+        if is_transpose:
+            uses.transpose_of = parents[0]
+        self._uses[id(tensor)] = uses
+
+    def note(self, target: Tensor, method: str) -> None:
+        """Remember what gave a gradient, for the report."""
+        uses = self._uses[id(target)]
+        for root in uses.roots or [id(target)]:
+            name = self._uses[root].name
+            if name is not None:
+                self.methods[name][method if not uses.roots else f"{method}, through a value made of it"] = (
+                    None
+                )
+
+    def expect(self, target: Tensor) -> None:
+        """Count one more use; the first use of a shared value is one use of what it is made of."""
+        uses = self._uses[id(target)]
+        uses.pending += 1
+        if uses.transpose_of is not None:
+            self.expect(self._uses[uses.transpose_of].tensor)
+        elif uses.name is None and uses.pending == 1:
+            for root in uses.roots:
+                self.expect(self._uses[root].tensor)
+
+    def deposit(self, targets: Sequence[Tensor], parts: Sequence[tuple[Tensor, Contribution]]) -> None:
+        """Book one use of every target, with what it gave."""
+        for target, part in parts:
+            place, value = self._uses[id(target)], part
+            while place.transpose_of is not None:
+                place, value = self._uses[place.transpose_of], transposed(value)
+            place.parts.append(_cast(value, target.dtype))
+        for target in targets:
+            self._arrived(self._uses[id(target)])
+
+    def _arrived(self, uses: _Uses) -> None:
+        uses.pending -= 1
+        if uses.transpose_of is not None:
+            self._arrived(self._uses[uses.transpose_of])
+        elif uses.pending == 0:
+            self._settle(uses)
+
+    def _settle(self, uses: _Uses) -> None:
+        """Emit a parameter's block, or hand the gradients of a shared value on to what it is made of."""
+        parts, uses.parts = uses.parts, []
+        if uses.name is not None:
+            if parts and uses.name not in self._emitted:
+                self._emitted.add(uses.name)
+                self._emit(uses.name, merged(parts, uses.tensor.shape))
+            return
+        roots = [self._uses[root] for root in uses.roots]
+        if parts:
+            grads = dense_of(merged(parts, uses.tensor.shape))
+            grads = grads.reshape(self._num_samples, *uses.tensor.shape)
+            for root, part in zip(
+                roots, _pulled_back(uses.tensor, [r.tensor for r in roots], grads), strict=True
+            ):
+                if part is not None:
+                    root.parts.append(part)
+        for root in roots:
+            self._arrived(root)
+
+    def _emit(self, name: str, part: Contribution) -> None:
+        if isinstance(part, Factors):
+            self._sink(FactoredBlock(name, *part, self._start))
+        elif isinstance(part, Lookups):
+            self._sink(LookupBlock(name, *part, self._start))
+        elif isinstance(part, Summed):
+            lookups = LookupBlock(name, *part.lookups, self._start)
+            self._sink(SummedBlock(name, (lookups, FactoredBlock(name, *part.factors, self._start))))
+        else:
+            shape = self._kept[name].shape
+            self._sink(DenseBlock(name, part.reshape(self._num_samples, *shape), self._start))
+
+    def finish(self) -> None:
+        """Settle what waits for gradients that never came: those uses do not reach f."""
+        with torch.no_grad(), torch._C.DisableTorchFunction():
+            waiting = [uses for uses in self._uses.values() if uses.name is None and uses.pending > 0]
+            for uses in reversed(waiting):
+                if uses.transpose_of is None:
+                    uses.pending = 0
+                    self._settle(uses)
+            for uses in self._uses.values():
+                if uses.name is not None and uses.name not in self._emitted:
+                    uses.pending = 0
+                    self._settle(uses)
+            for name, parameter in self._kept.items():
+                if name not in self._emitted:
+                    self._emit(name, parameter.new_zeros(()).expand(self._num_samples, *parameter.shape))
+
+
+def _cast_factors(part: Factors, dtype: torch.dtype) -> Factors:
+    return Factors(part.inputs.to(dtype), part.output_grads.to(dtype))
+
+
+def _cast(part: Contribution, dtype: torch.dtype) -> Contribution:
+    if isinstance(part, Factors):
+        return _cast_factors(part, dtype)
+    if isinstance(part, Lookups):
+        return part._replace(values=part.values.to(dtype))
+    if isinstance(part, Summed):
+        return Summed(
+            part.lookups._replace(values=part.lookups.values.to(dtype)), _cast_factors(part.factors, dtype)
+        )
+    return part.to(dtype)
+
+
+def _pulled_back(value: Tensor, roots: Sequence[Tensor], grads: Tensor) -> tuple[Tensor | None, ...]:
+    """Carry per-sample gradients ``(B, *value.shape)`` of a shared value back to the parameters it is made of."""
+    try:
+        return torch.autograd.grad(
+            value, list(roots), grads, retain_graph=True, allow_unused=True, is_grads_batched=True
+        )
+    except RuntimeError:
+        # An operation without a batching rule (a sparse gradient): torch raises no narrower type. The loop gives the
+        # same numbers, or the operation's own error.
+        rows = [
+            torch.autograd.grad(value, list(roots), grad, retain_graph=True, allow_unused=True)
+            for grad in grads
+        ]
+        return tuple(
+            None if column[0] is None else torch.stack([part.to_dense() for part in column])
+            for column in zip(*rows, strict=True)
+        )
