@@ -65,6 +65,28 @@ def test_a_reader_that_sees_a_commit_between_two_looks_loses_no_row(path, monkey
     store.close()
 
 
+def test_a_commit_record_cut_off_by_ctrl_c_hides_no_later_one(path, monkeypatch):
+    """The line is whole, its offset not yet counted: a next line of the same length in its place would go unread."""
+    store, table = open_for_writing(path, LONG)
+    pwrite = os.pwrite
+
+    def interrupted(fd, data, offset):
+        written = pwrite(fd, data, offset)
+        if b'"chunk"' in bytes(data):
+            monkeypatch.setattr(os, "pwrite", pwrite)
+            raise KeyboardInterrupt
+        return written
+
+    monkeypatch.setattr(os, "pwrite", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        table.put(0, values(range(8), LONG))
+    assert not table.done().any()
+
+    table.put(8, values(range(8, 16), LONG))
+    assert np.flatnonzero(table.done()).tolist() == list(range(8, 16))
+    store.close()
+
+
 def test_a_lock_on_a_log_that_is_gone_is_no_lock(path, monkeypatch):
     """Another writer commits the chunk between the opening of its log and the locking."""
     store, table = open_for_writing(path)

@@ -165,11 +165,14 @@ class CommitLog:
             self._fd = self._files.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL)
             sync_folder(self._folder)
         line = record.encode()
-        # at the remembered offset: what a failed append left behind has no line end, is no record, and is overwritten
-        write_all(self._fd, line, self._size)
-        self._size += len(line)
-        failpoint("commit_written")
-        os.fsync(self._fd)
+        try:
+            write_all(self._fd, line, self._size)
+            self._size += len(line)
+            failpoint("commit_written")
+            os.fsync(self._fd)
+        except BaseException:
+            self.close()  # readers may have seen the line, whole or torn: the next record starts another log
+            raise
 
     def close(self) -> None:
         """Close the log; the next record starts another one."""
