@@ -30,8 +30,8 @@ FLOORS = [
     {"workspace", "scores"},
     {"attributor"},
     {"traker"},
-    {"utils", "testing"},
-    {"__init__"},
+    {"utils", "testing", "cli"},
+    {"__init__", "__main__"},
 ]
 FLOOR_OF = {room: number for number, rooms in enumerate(FLOORS) for room in rooms}
 ONLY_IN = {

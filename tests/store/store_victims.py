@@ -18,7 +18,7 @@ if __name__ == "__main__":  # the package without its front door, which imports 
 from store_cases import LONG, NAME, SPEC, open_for_writing, values
 
 from trak_lite.errors import BusyError, StoreError, StoreFullError
-from trak_lite.store import Manifest, ZarrFeatureStore
+from trak_lite.store import Manifest, ZarrFeatureStore, verify_store
 
 ANSWERS = -1
 
@@ -87,6 +87,23 @@ def fill_disk(path):
         table.put(pending, values(pending))
         return [str(error), pending.tolist()]
     return None
+
+
+def repair(path):
+    """Set damaged chunks aside."""
+    return str(verify_store(path, repair=True))
+
+
+def drop(path, name):
+    """Drop a table."""
+    ZarrFeatureStore.open(path, "r+").drop_table(name)
+
+
+def grow(path, num_rows):
+    """Give the table more rows and put those that are pending."""
+    table = ZarrFeatureStore.open(path, "r+").grow_table(NAME, num_rows)
+    for row in table.pending().tolist():
+        table.put(row, values([row]))
 
 
 def modules(path):

@@ -8,12 +8,17 @@
 from trak_lite.store._base import AbstractFeatureStore as AbstractFeatureStore
 from trak_lite.store._base import AbstractRowTable as AbstractRowTable
 from trak_lite.store._base import Column as Column
+from trak_lite.store._base import Difference as Difference
 from trak_lite.store._base import TableSpec as TableSpec
 from trak_lite.store._grid import chunk_rows_for as chunk_rows_for
 from trak_lite.store._names import check_name as check_name
 from trak_lite.store.manifest import FORMAT as FORMAT
 from trak_lite.store.manifest import Manifest as Manifest
 from trak_lite.store.memory import MemoryFeatureStore as MemoryFeatureStore
+from trak_lite.store.verification import Finding as Finding
+from trak_lite.store.verification import Report as Report
+from trak_lite.store.verification import SetAside as SetAside
+from trak_lite.store.verification import verify_store as verify_store
 from trak_lite.store.zarr_store import ZarrFeatureStore as ZarrFeatureStore
 
 __all__ = [
@@ -21,10 +26,15 @@ __all__ = [
     "AbstractFeatureStore",
     "AbstractRowTable",
     "Column",
+    "Difference",
+    "Finding",
     "Manifest",
     "MemoryFeatureStore",
+    "Report",
+    "SetAside",
     "TableSpec",
     "ZarrFeatureStore",
     "check_name",
     "chunk_rows_for",
+    "verify_store",
 ]

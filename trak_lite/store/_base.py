@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from types import TracebackType
 from typing import Any, Self
@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 from trak_lite.errors import InvalidInputError
 from trak_lite.store.manifest import Manifest
 
-__all__ = ["AbstractFeatureStore", "AbstractRowTable", "Column", "TableSpec"]
+__all__ = ["AbstractFeatureStore", "AbstractRowTable", "Column", "Difference", "TableSpec"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,6 +37,26 @@ class TableSpec:
     """Rows of a chunk, the unit of committing, locking and mapping."""
     fingerprint: Mapping[str, Any] = field(default_factory=dict)
     """JSON values that determine the rows; compared key by key when the table is opened again."""
+
+
+@dataclass(frozen=True, slots=True)
+class Difference:
+    """One thing in which two stores differ.
+
+    Example:
+        >>> print(Difference("ckpt-0", "rows 4 to 7", "done", "pending"))
+        ckpt-0: rows 4 to 7: done here, pending there
+    """
+
+    table: str | None
+    """Path of the table; ``None`` for the manifest."""
+    what: str
+    here: Any
+    there: Any
+
+    def __str__(self) -> str:
+        """Return the difference as a line of text."""
+        return f"{self.table or 'manifest'}: {self.what}: {self.here} here, {self.there} there"
 
 
 class AbstractRowTable(ABC):
@@ -178,6 +198,24 @@ class AbstractRowTable(ABC):
             yield self.chunk_range(chunk)[0], self.read_chunk(chunk, column)
 
     @abstractmethod
+    def checksums(self, chunk: int) -> dict[str, int]:
+        """Return the CRC-32C of each column of a committed chunk, whole and padded with NaN; reads no row.
+
+        Raises:
+            IncompleteStoreError: If the chunk is not committed.
+        """
+
+    @abstractmethod
+    def read_done(self, chunk: int) -> tuple[NDArray[np.int64], dict[str, NDArray[Any]]]:
+        """Return the rows of a chunk that are done, and their values, as new arrays: for copying unfinished tables.
+
+        Unlike :meth:`read_chunk` it gives rows of a chunk that is not committed, each of them proven by its record.
+
+        Returns:
+            The rows, ascending, ``(b,)``, and for each column ``(b, width)`` or ``(b,)``; ``b`` may be 0.
+        """
+
+    @abstractmethod
     def content_key(self) -> str:
         """Return a digest of the committed contents, for keys of derived results.
 
@@ -230,6 +268,67 @@ class AbstractFeatureStore(ABC):
 
         Raises:
             MissingStoreError: If there is no such table; names the ones there are.
+        """
+
+    @abstractmethod
+    def drop_table(self, path: str) -> None:
+        """Remove a table and all its rows, for good; handles on it put no more rows.
+
+        It is gone as a whole or there as a whole, whenever the process is killed.
+
+        Raises:
+            MissingStoreError: If there is no such table; names the ones there are.
+            BusyError: If another writer holds rows of it.
+            ReadOnlyStoreError: If the store was opened for reading.
+        """
+
+    @abstractmethod
+    def grow_table(self, path: str, num_rows: int) -> AbstractRowTable:
+        """Give a table more rows; the new ones are pending, and those that are done stay done.
+
+        The last chunk, where it was not full, can be read again once its new rows are done. Handles from before put
+        no more rows. Grown as a whole or not at all, whenever the process is killed; repeating it finishes it.
+
+        Args:
+            path: Name of the table in the tree.
+            num_rows: How many rows it has then, new ones at the end.
+
+        Returns:
+            The table.
+
+        Raises:
+            InvalidInputError: If it has more rows already.
+            MissingStoreError: If there is no such table.
+            BusyError: If another writer fills its last chunk.
+            ReadOnlyStoreError: If the store was opened for reading.
+        """
+
+    @abstractmethod
+    def diff(self, other: AbstractFeatureStore) -> tuple[Difference, ...]:
+        """Return what differs between this store and another one, nothing where they hold the same.
+
+        Manifests and tables are compared key by key, rows by whether they are done, contents by their checksums (by
+        their bytes where a chunk is not committed). Attributes are not compared.
+        """
+
+    @abstractmethod
+    def merge(self, parts: Iterable[AbstractFeatureStore]) -> dict[str, int]:
+        """Put the rows that this store misses and others have: of workers that had no shared disk.
+
+        Tables that are missing here are created. Each part is compared before a row of it is put; a merge that was
+        interrupted is repeated as a whole, and takes what is still missing.
+
+        Args:
+            parts: Stores with the same manifest, whose tables have the same shape and fingerprint; finished or not.
+
+        Returns:
+            The number of rows taken, for each table of the parts.
+
+        Raises:
+            ManifestMismatchError: If manifest, shape or fingerprint differ; names every differing key.
+            InvalidInputError: If a row that both have differs in one byte; names the rows. Nothing is taken from
+                that part.
+            ReadOnlyStoreError: If the store was opened for reading.
         """
 
     @abstractmethod

@@ -14,16 +14,20 @@ __all__ = ["crc32c"]
 _PIECE = 1 << 20
 
 
-def crc32c(*pieces: NDArray[Any] | bytes) -> int:
+def crc32c(*pieces: NDArray[Any] | bytes, start: int = 0) -> int:
     """Return the CRC-32C of some C-contiguous arrays or byte strings, as if they were one.
+
+    Args:
+        pieces: What to add.
+        start: Checksum of what stands before the pieces.
 
     Example:
         >>> hex(crc32c(b"123456789")), crc32c(b"12345", b"6789") == crc32c(b"123456789")
         ('0xe3069283', True)
     """
-    checksum = 0
+    checksum = start
     for piece in pieces:
         flat = piece if isinstance(piece, bytes) else piece.reshape(-1).view(np.uint8)
-        for start in range(0, len(flat), _PIECE):
-            checksum = google_crc32c.extend(checksum, flat[start : start + _PIECE])
+        for offset in range(0, len(flat), _PIECE):
+            checksum = google_crc32c.extend(checksum, flat[offset : offset + _PIECE])
     return checksum

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import os
 import re
+import shlex
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, final
@@ -20,15 +21,17 @@ from trak_lite.store._base import Column, TableSpec
 from trak_lite.store._files import file_size, named_errors
 from trak_lite.store._folders import make_folders, names_in
 from trak_lite.store._grid import row_bytes, stored_dtype
+from trak_lite.store._metadata import read_attributes
 from trak_lite.store._records import CommitLogs, CommitRecord
 from trak_lite.store._values import short_list
 
-__all__ = ["COMMITS", "STAGE", "ChunkIndex", "ColumnFiles", "TableFiles"]
+__all__ = ["COMMITS", "SET_ASIDE", "STAGE", "ChunkIndex", "ColumnFiles", "TableFiles"]
 
-# Both live in the folder of the first column: zarr's tools list the folders of groups and complain about strangers
+# All live in the folder of the first column: zarr's tools list the folders of groups and complain about strangers
 # there; they never list the folder of an array.
 STAGE = ".stage"
 COMMITS = ".commits"
+SET_ASIDE = ".set-aside"
 
 _STAGED_NAME = re.compile(r"(0|[1-9][0-9]{0,17})[-.].+")
 _MATRIX_KEY = re.compile(r"c\.(0|[1-9][0-9]{0,17})\.0")
@@ -62,21 +65,35 @@ class ColumnFiles:
 
     def list_visible(self) -> set[int]:
         """Return the chunks whose file has its final name."""
-        key = _MATRIX_KEY if len(self.shape) == 2 else _VECTOR_KEY
         with named_errors("Listing", self.folder), os.scandir(self.folder) as entries:
-            return {int(found[1]) for entry in entries if (found := key.fullmatch(entry.name))}
+            numbers = (self.chunk_of(entry.name) for entry in entries)
+            return {chunk for chunk in numbers if chunk is not None}
+
+    def chunk_of(self, name: str) -> int | None:
+        """Return the chunk whose final name this is, ``None`` if it is none."""
+        found = (_MATRIX_KEY if len(self.shape) == 2 else _VECTOR_KEY).fullmatch(name)
+        return None if found is None else int(found[1])
 
 
 @final
 class TableFiles:
     """Paths of a table."""
 
-    def __init__(self, folder: str, spec: TableSpec) -> None:
+    def __init__(self, folder: str, spec: TableSpec, *, root: str) -> None:
+        """Work out the paths; nothing is looked at.
+
+        Args:
+            folder: Of the table.
+            spec: Its shape.
+            root: Folder of the store, for the messages that say how to repair it.
+        """
         self.folder = folder
         self.spec = spec
+        self.root = root
         first = f"{folder}/{spec.columns[0].name}"
         self.stage = f"{first}/{STAGE}"
         self.commits = f"{first}/{COMMITS}"
+        self.set_aside = f"{first}/{SET_ASIDE}"
         self.columns = tuple(self._column_files(column) for column in spec.columns)
         self.num_chunks = -(-spec.num_rows // spec.chunk_rows)
 
@@ -90,14 +107,30 @@ class TableFiles:
         """Return the number of rows of a chunk."""
         return min(self.spec.chunk_rows, self.spec.num_rows - chunk * self.spec.chunk_rows)
 
+    def rows_on_disk(self, chunk: int) -> int:
+        """Return the number of rows that a chunk has by now, 0 if there is none: the table may have grown."""
+        record = read_attributes(self.folder) or {}
+        num_rows = record.get("num_rows")
+        rows = num_rows if isinstance(num_rows, int) else self.spec.num_rows
+        return max(min(self.spec.chunk_rows, rows - chunk * self.spec.chunk_rows), 0)
+
+    def rows_of(self, chunk: int) -> range:
+        """Return the rows of a chunk."""
+        first = chunk * self.spec.chunk_rows
+        return range(first, first + self.rows_in(chunk))
+
     def row_log(self, chunk: int) -> str:
         """Return the path of the row log of a staged chunk; its lock is the lock of the chunk."""
         return f"{self.stage}/{chunk}.log"
 
+    def staged_paths(self, chunk: int) -> list[str]:
+        """Return where the row log and the staged files of a chunk are, or would be."""
+        return [self.row_log(chunk), *(column.staged(chunk) for column in self.columns)]
+
     def describe(self, chunk: int) -> str:
         """Return how an error names a chunk."""
-        first = chunk * self.spec.chunk_rows
-        return f"rows {first} to {first + self.rows_in(chunk) - 1} (chunk {chunk}) of {self.folder}"
+        rows = self.rows_of(chunk)
+        return f"rows {rows.start} to {rows.stop - 1} (chunk {chunk}) of {self.folder}"
 
     def staged_chunks(self) -> set[int]:
         """Return the chunks that have files in the stage."""
@@ -121,6 +154,8 @@ class ChunkIndex:
         self.committed: dict[int, CommitRecord] = {}
         self.half_visible: set[int] = set()
         """Chunks of which some columns have their final name: killed in the middle, or partly deleted."""
+        self.outgrown: set[int] = set()
+        """Chunks that were committed with fewer rows than they have now: the last one, before the table grew."""
 
     def refresh(self) -> None:
         """Look again at folders and logs.
@@ -130,6 +165,7 @@ class ChunkIndex:
         """
         visible = [column.list_visible() for column in self._files.columns]
         self._logs.poll()
+        visible = [self._in_grid(chunks) for chunks in visible]
         anywhere, everywhere = set.union(*visible), set.intersection(*visible)
         self._refuse_strangers(anywhere)
         known = self.committed
@@ -139,10 +175,17 @@ class ChunkIndex:
             if chunk in known or self._has_its_size(chunk, self._logs.latest[chunk])
         }
         self.half_visible = anywhere - everywhere
+        uncommitted = everywhere - self.committed.keys()
+        self.outgrown = {chunk for chunk in uncommitted if self.outgrown_record(chunk) is not None}
 
     def record(self, chunk: int) -> CommitRecord | None:
         """Return the latest commit record of a chunk, whether or not its files are there."""
         return self._logs.latest.get(chunk)
+
+    def outgrown_record(self, chunk: int) -> CommitRecord | None:
+        """Return the latest commit record of a chunk if it counts fewer rows than the chunk has now."""
+        record = self.record(chunk)
+        return record if record is not None and record.rows < self._files.rows_in(chunk) else None
 
     def look_at(self, chunk: int) -> tuple[CommitRecord | None, list[ColumnFiles]]:
         """Return the latest record of one chunk, and its columns that have their final name."""
@@ -156,6 +199,12 @@ class ChunkIndex:
         """Note a chunk that this process has committed."""
         self.committed[record.chunk] = record
         self.half_visible.discard(record.chunk)
+
+    def _in_grid(self, chunks: set[int]) -> set[int]:
+        """Leave out the chunks that the table has only since it was opened here."""
+        if not chunks or max(chunks) < self._files.num_chunks or not self._files.rows_on_disk(max(chunks)):
+            return chunks
+        return {chunk for chunk in chunks if chunk < self._files.num_chunks}
 
     def _refuse_strangers(self, chunks: set[int]) -> None:
         outside = sorted(chunk for chunk in chunks if chunk >= self._files.num_chunks)
@@ -178,17 +227,24 @@ class ChunkIndex:
         recorded = {name: size for name, (size, _) in record.columns.items()}
         if None in sizes.values():
             return False  # removed since it was listed
-        if sizes == expected == recorded and record.rows == self._files.rows_in(chunk):
-            return True
+        if sizes == expected == recorded and self._counts_its_rows(record):
+            return record.rows >= self._files.rows_in(chunk)
         raise CorruptStoreError(
             f"The files of {self._files.describe(chunk)} have {sizes} bytes; expected {expected}, "
             f"recorded {recorded} for {record.rows} rows. {self.remedy(chunk)}"
         )
 
+    def _counts_its_rows(self, record: CommitRecord) -> bool:
+        rows = self._files.rows_in(record.chunk)
+        return 0 < record.rows <= rows or rows < record.rows <= self._files.rows_on_disk(record.chunk)
+
     def remedy(self, chunk: int) -> str:
         """Return what to do about a damaged chunk."""
         paths = ", ".join(column.visible(chunk) for column in self._files.columns)
-        return f"Remove {paths}: the rows become pending, and running again computes them anew."
+        return (
+            f"Remove {paths}: the rows become pending, and running again computes them anew. "
+            f"The command 'trak-lite verify {shlex.quote(self._files.root)} --repair' does it without deleting."
+        )
 
     def records(self) -> Iterator[CommitRecord]:
         """Yield the records of the committed chunks, ascending."""

@@ -11,18 +11,23 @@ import io
 import json
 import os
 import uuid
+from dataclasses import dataclass
 from typing import Any, final
 
 import numpy as np
 from numpy.typing import NDArray
 
-from trak_lite.errors import CorruptStoreError, InvalidInputError
+from trak_lite.errors import CorruptStoreError, InvalidInputError, StoreError
 from trak_lite.store._checksums import crc32c
 from trak_lite.store._files import file_size, map_file, named_errors, open_file, sync_folder, write_all
+from trak_lite.store._folders import names_in
 from trak_lite.store._names import path_parts
 
-__all__ = ["DerivedArrays", "check_derived"]
+__all__ = ["CACHE", "DerivedArrays", "check_derived", "damaged_arrays"]
 
+CACHE = ".cache"
+
+_SUFFIX = ".npy"
 _LONGEST_KEY = 1024
 _FOOTER = 16 << 10  # bytes at the end of a file among which its last line begins
 
@@ -62,8 +67,10 @@ class DerivedArrays:
                 content = map_file(path, size)
             except (FileNotFoundError, CorruptStoreError):
                 return None  # replaced by another process since
-        end = _end_of_array(content, key)
-        return None if end is None else _parse(content[:end])
+        footer = _read_footer(content)
+        if footer is None or footer.key != key or not footer.matches(content):
+            return None
+        return _parse(content[: footer.end])
 
     def put(self, name: str, key: str, array: NDArray[Any]) -> None:
         """Keep an array; one under the same name is replaced at once or not at all."""
@@ -90,21 +97,53 @@ class DerivedArrays:
 
     def _path(self, name: str) -> str:
         # '%' is in no name, so two names never share a file
-        return os.path.join(self._folder, "%".join(path_parts(name, what="cache")) + ".npy")
+        return os.path.join(self._folder, "%".join(path_parts(name, what="cache")) + _SUFFIX)
 
 
-def _end_of_array(content: NDArray[np.uint8], key: str) -> int | None:
-    """Return where the ``.npy`` ends, ``None`` unless it is whole and kept under this key."""
+def damaged_arrays(folder: str) -> list[str]:
+    """Return the names of the files in a folder of derived arrays that are not whole."""
+    names = sorted(name for name in names_in(folder) if name.endswith(_SUFFIX))
+    return [name for name in names if not _is_whole(f"{folder}/{name}")]
+
+
+def _is_whole(path: str) -> bool:
+    try:
+        with named_errors("Reading", path):
+            content = map_file(path, file_size(path) or 0)
+    except StoreError:
+        return False
+    footer = _read_footer(content)
+    return footer is not None and footer.matches(content)
+
+
+@dataclass(frozen=True, slots=True)
+class _Footer:
+    """The last line of a file."""
+
+    key: str
+    end: int
+    """Where the ``.npy`` ends."""
+    checksum: int
+
+    def matches(self, content: NDArray[np.uint8]) -> bool:
+        """Return whether the ``.npy`` is the one that was written."""
+        return crc32c(content[: self.end]) == self.checksum
+
+
+def _read_footer(content: NDArray[np.uint8]) -> _Footer | None:
+    """Return the footer of a file, ``None`` if there is none."""
     tail = content[-_FOOTER:].tobytes()
     start = tail.rfind(b"\n", 0, len(tail) - 1)
     try:
         footer = json.loads(tail[start + 1 :])
-    except ValueError:
+    except (ValueError, RecursionError):
         return None
-    if start < 0 or not isinstance(footer, dict) or footer.get("key") != key:
+    if start < 0 or not isinstance(footer, dict):
         return None
-    end = len(content) - len(tail) + start
-    return end if crc32c(content[:end]) == footer.get("crc32c") else None
+    key, checksum = footer.get("key"), footer.get("crc32c")
+    if not isinstance(key, str) or not isinstance(checksum, int):
+        return None
+    return _Footer(key, len(content) - len(tail) + start, checksum)
 
 
 def _parse(content: NDArray[np.uint8]) -> NDArray[Any]:

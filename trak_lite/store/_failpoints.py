@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 import signal
 
-__all__ = ["FAILPOINTS", "failpoint"]
+__all__ = ["DROP_FAILPOINTS", "FAILPOINTS", "GROWTH_FAILPOINTS", "REPAIR_FAILPOINTS", "failpoint"]
 
 _VARIABLE = "TRAK_LITE_FAILPOINT"
 
@@ -28,7 +28,25 @@ FAILPOINTS = (
     "chunk_published",  # every column is visible and synced, the row log is still there
     "chunk_settled",  # the row log is gone
 )
-"""Every place, in the order in which a store comes to them."""
+"""Every place on the way of a row, in the order in which a store comes to them."""
+
+REPAIR_FAILPOINTS = (
+    "file_set_aside",  # one more file of a damaged chunk is in its folder aside
+    "log_copied",  # the row log of a chunk with sound rows is copied, and the new one written
+    "log_replaced",  # the new one has the name
+)
+"""Every place on the way of a repair."""
+
+DROP_FAILPOINTS = ("table_renamed",)  # a dropped table has lost its name, and is still there
+"""Every place on the way of dropping a table."""
+
+GROWTH_FAILPOINTS = (
+    "growth_announced",  # the table says to what size it grows, and has the old one
+    "array_grown",  # one more of its arrays has the new size
+    "table_grown",  # the table has the new size
+    "outgrown_rows_noted",  # the rows of its last commit are in the row log, the files have their final names
+)
+"""Every place on the way of a growing table."""
 
 
 def failpoint(name: str) -> None:

@@ -61,8 +61,8 @@ def named_errors(doing: str, path: str) -> Iterator[None]:
 
 
 def open_file(path: str, flags: int) -> int:
-    """Open a file without following a link, and without passing it on to child programs."""
-    return os.open(path, flags | os.O_NOFOLLOW | os.O_CLOEXEC, 0o666)
+    """Open a file without following a link, waiting for a pipe, or passing it on to child programs."""
+    return os.open(path, flags | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK, 0o666)
 
 
 @final

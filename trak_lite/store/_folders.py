@@ -15,10 +15,10 @@ from trak_lite.errors import CorruptStoreError
 from trak_lite.store._failpoints import failpoint
 from trak_lite.store._files import named_errors, open_file, sync_folder
 
-__all__ = ["make_folders", "names_in", "publish_folder", "refuse_links", "scratch_folder"]
+__all__ = ["ABANDONED_AFTER", "make_folders", "names_in", "publish_folder", "refuse_links", "scratch_folder"]
 
 _TAKEN = {errno.ENOTEMPTY, errno.EEXIST}
-_ABANDONED_AFTER = 60.0  # seconds; a creator locks its scratch folder within microseconds of making it
+ABANDONED_AFTER = 60.0  # seconds; a creator locks its scratch folder within microseconds of making it
 
 
 def names_in(folder: str) -> list[str]:
@@ -106,7 +106,7 @@ def _remove_abandoned(parent: str, prefix: str) -> None:
         except FileNotFoundError:
             continue  # published or removed meanwhile
         try:
-            old = time.time() - os.fstat(fd).st_mtime > _ABANDONED_AFTER
+            old = time.time() - os.fstat(fd).st_mtime > ABANDONED_AFTER
             if old and _lock_if_possible(fd):
                 shutil.rmtree(scratch, ignore_errors=True)  # somebody else may be removing it too
         finally:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -22,6 +22,7 @@ __all__ = [
     "compare_specs",
     "contiguous_runs",
     "flat_spec",
+    "grown_spec",
     "plain_json",
     "row_bytes",
     "spec_from_json",
@@ -130,6 +131,20 @@ def spec_from_json(record: Mapping[str, Any], *, where: str) -> TableSpec:
             f"{where} does not describe a table ({type(error).__name__}: {error}). Expected num_rows, chunk_rows, "
             "columns and fingerprint as trak_lite wrote them. Restore the file from a backup, or use another path."
         ) from error
+
+
+def grown_spec(spec: TableSpec, num_rows: int) -> TableSpec:
+    """Return the spec of a table with more rows.
+
+    Raises:
+        InvalidInputError: If it has more rows already.
+    """
+    positive_int(num_rows=num_rows)
+    if num_rows < spec.num_rows:
+        raise InvalidInputError(
+            f"The table has {spec.num_rows} rows and never loses one, got num_rows={num_rows}. Make another table."
+        )
+    return replace(spec, num_rows=num_rows)
 
 
 def compare_specs(stored: TableSpec, given: TableSpec, *, where: str) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from trak_lite.errors import CorruptStoreError, ManifestMismatchError
@@ -12,7 +12,17 @@ from trak_lite.store._base import Column, TableSpec
 from trak_lite.store._files import named_errors, open_file
 from trak_lite.store.manifest import FORMAT, Manifest
 
-__all__ = ["array_shape", "check_array", "manifest_from_json", "read_attributes"]
+__all__ = [
+    "GROWS_TO",
+    "array_shape",
+    "check_array",
+    "manifest_from_json",
+    "read_attributes",
+    "read_zarr_json",
+    "sizes_under_way",
+]
+
+GROWS_TO = "grows_to"
 
 
 def read_attributes(folder: str) -> dict[str, Any] | None:
@@ -21,7 +31,7 @@ def read_attributes(folder: str) -> dict[str, Any] | None:
     Raises:
         CorruptStoreError: If the file is not the JSON of a zarr group.
     """
-    document = _read_zarr_json(folder)
+    document = read_zarr_json(folder)
     if document is None:
         return None
     attributes = document.get("attributes", {})
@@ -35,6 +45,12 @@ def read_attributes(folder: str) -> dict[str, Any] | None:
 
 
 def manifest_from_json(record: Mapping[str, Any], root: str) -> Manifest:
+    """Return the manifest that a store's ``zarr.json`` records.
+
+    Raises:
+        ManifestMismatchError: If a newer version of trak_lite made the store.
+        CorruptStoreError: If something else stands there.
+    """
     version = record.get("format")
     if isinstance(version, int) and version > FORMAT:
         raise ManifestMismatchError(
@@ -55,16 +71,33 @@ def array_shape(column: Column, rows: int) -> tuple[int, ...]:
     return (rows,) if column.width is None else (rows, column.width)
 
 
-def check_array(folder: str, column: Column, spec: TableSpec) -> None:
-    """Raise unless the array of a column is laid out as the table says: sizes are known before anything is mapped."""
+def sizes_under_way(record: Mapping[str, Any]) -> list[int]:
+    """Return the numbers of rows to which the growing of a table was begun and not finished."""
+    sizes = record.get(GROWS_TO, [])
+    return [size for size in sizes if isinstance(size, int)] if isinstance(sizes, list) else []
+
+
+def check_array(folder: str, column: Column, spec: TableSpec, *, under_way: Sequence[int] = ()) -> None:
+    """Raise unless the array of a column is laid out as the table says: sizes are known before anything is mapped.
+
+    Args:
+        folder: Of the table.
+        column: The array.
+        spec: Shape of the table.
+        under_way: Numbers of rows that the array may have instead; see :func:`sizes_under_way`.
+
+    Raises:
+        CorruptStoreError: Names every differing key.
+    """
     path = f"{folder}/{column.name}/zarr.json"
-    found = _read_zarr_json(f"{folder}/{column.name}")
+    found = read_zarr_json(f"{folder}/{column.name}")
     if found is None:
         raise CorruptStoreError(f"{path} is missing. Restore it from a backup, or use another path.")
+    shapes = [list(array_shape(column, rows)) for rows in (spec.num_rows, *under_way)]
     expected = {
         "zarr_format": 3,
         "node_type": "array",
-        "shape": list(array_shape(column, spec.num_rows)),
+        "shape": next((shape for shape in shapes if shape == found.get("shape")), shapes[0]),
         "data_type": column.dtype,
         "chunk_grid": {
             "name": "regular",
@@ -83,7 +116,7 @@ def check_array(folder: str, column: Column, spec: TableSpec) -> None:
         )
 
 
-def _read_zarr_json(folder: str) -> dict[str, Any] | None:
+def read_zarr_json(folder: str) -> dict[str, Any] | None:
     """Return the ``zarr.json`` of a folder, ``None`` where there is none.
 
     Raises:
@@ -99,7 +132,7 @@ def _read_zarr_json(folder: str) -> dict[str, Any] | None:
             text = file.read()
     try:
         document = json.loads(text)
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise CorruptStoreError(
             f"{path} is not JSON ({error}). It was damaged after it was written; it is not made anew over the rows. "
             "Restore the file from a backup, or use another path."

@@ -6,7 +6,7 @@ import re
 
 from trak_lite.errors import InvalidInputError
 
-__all__ = ["check_name", "natural_order", "path_parts"]
+__all__ = ["check_name", "is_name", "natural_order", "path_parts"]
 
 _NAME = re.compile(r"[A-Za-z0-9_-][A-Za-z0-9._-]{0,63}")
 _RESERVED = "zarr.json"
@@ -24,12 +24,17 @@ def check_name(name: object, *, what: str) -> str:
         trak_lite.errors.InvalidInputError: '../etc' cannot be a table name. Expected 1 to 64 of the characters \
 A-Z a-z 0-9 . _ -, no leading dot, no '..' and not 'zarr.json'. Rename it.
     """
-    if isinstance(name, str) and _NAME.fullmatch(name) and ".." not in name and name.lower() != _RESERVED:
+    if isinstance(name, str) and is_name(name):
         return name
     raise InvalidInputError(
         f"{name!r} cannot be a {what} name. Expected 1 to 64 of the characters A-Z a-z 0-9 . _ -, "
         f"no leading dot, no '..' and not {_RESERVED!r}. Rename it."
     )
+
+
+def is_name(name: str) -> bool:
+    """Return whether a name is safe as a folder name."""
+    return bool(_NAME.fullmatch(name)) and ".." not in name and name.lower() != _RESERVED
 
 
 def path_parts(path: object, *, what: str) -> tuple[str, ...]:

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import socket
 import struct
 import uuid
@@ -17,6 +18,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import final
 
+from trak_lite.errors import StoreError
 from trak_lite.store._checksums import crc32c
 from trak_lite.store._failpoints import failpoint
 from trak_lite.store._files import Descriptors, named_errors, open_file, sync_folder, write_all
@@ -29,9 +31,11 @@ __all__ = [
     "CommitLogs",
     "CommitRecord",
     "RowRecord",
+    "damaged_records",
     "decode_rows",
     "encode_row",
     "holder_line",
+    "holder_lives",
 ]
 
 _ROW = struct.Struct("<QIII")
@@ -70,9 +74,42 @@ def decode_rows(log: bytes) -> Iterator[RowRecord]:
             yield RowRecord(*_ROW.unpack(body))
 
 
-def holder_line() -> bytes:
-    """Return the line that names this process in a row log: for people, and for the message of a busy chunk."""
-    line = f"pid {os.getpid()} on {socket.gethostname()}".encode("ascii", "replace")
+def damaged_records(log: bytes) -> int:
+    """Return how many records of a row log do not match their own checksum; a torn tail is no record.
+
+    Zeros are none either: a power cut may leave them where a record was not written yet.
+
+    Example:
+        >>> damaged_records(bytes(64) + encode_row(0, 0, 2, 7) + bytes(24) + b"x" * 24 + b"torn")
+        1
+    """
+    whole = max(len(log) - HOLDER_BYTES, 0) // RECORD_BYTES
+    slots = (log[HOLDER_BYTES + i * RECORD_BYTES :][:RECORD_BYTES] for i in range(whole))
+    written = sum(any(slot) for slot in slots)
+    return written - sum(1 for _ in decode_rows(log))
+
+
+def holder_lives(log: bytes) -> bool:
+    """Return whether the process that a row log names runs on this machine; it may be writing at this moment."""
+    found = re.fullmatch(rb"pid ([0-9]{1,10}) on .*", log[:HOLDER_BYTES].strip())
+    if found is None or log[:HOLDER_BYTES] != holder_line(pid := int(found[1])):
+        return False
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    except OSError:
+        return True  # it runs, and belongs to somebody else
+    return True
+
+
+def holder_line(pid: int | None = None) -> bytes:
+    """Return the line that names a process in a row log: for people, and for the message of a busy chunk.
+
+    Args:
+        pid: Of the process, on this machine; ``None`` is this one.
+    """
+    line = f"pid {os.getpid() if pid is None else pid} on {socket.gethostname()}".encode("ascii", "replace")
     return line[: HOLDER_BYTES - 1].ljust(HOLDER_BYTES - 1) + b"\n"
 
 
@@ -106,9 +143,12 @@ class CommitRecord:
         body, _, checksum = line.rpartition(b"\t")
         if not body or checksum != b"%08x" % crc32c(body):
             return None
-        found = json.loads(body)
-        columns = {name: (int(size), int(crc)) for name, (size, crc) in found["columns"].items()}
-        return cls(found["chunk"], found["generation"], found["rows"], columns)
+        try:
+            found = json.loads(body)
+            columns = {name: (int(size), int(crc)) for name, (size, crc) in found["columns"].items()}
+            return cls(int(found["chunk"]), int(found["generation"]), int(found["rows"]), columns)
+        except (KeyError, TypeError, ValueError, OverflowError, AttributeError, RecursionError):
+            return None  # somebody else's line under a right checksum: no record of ours
 
 
 @final
@@ -119,13 +159,28 @@ class CommitLogs:
         self._folder = folder
         self._read_to: dict[str, int] = {}
         self.latest: dict[int, CommitRecord] = {}
+        self.damaged: dict[str, int] = {}
+        """How many lines of each log, by name, do not match their checksum."""
 
     def poll(self) -> None:
         """Read what has been appended since the last time."""
         with named_errors("Reading the commit logs in", self._folder):
-            for name in names_in(self._folder):
-                if name.endswith(".log"):
+            for name in self._names():
+                self._read_on(name)
+
+    def poll_each(self) -> dict[str, StoreError]:
+        """Read what has been appended; return what is wrong with the logs that cannot be read, by name."""
+        failures: dict[str, StoreError] = {}
+        for name in self._names():
+            try:
+                with named_errors("Reading", os.path.join(self._folder, name)):
                     self._read_on(name)
+            except StoreError as error:
+                failures[name] = error
+        return failures
+
+    def _names(self) -> list[str]:
+        return [name for name in names_in(self._folder) if name.endswith(".log")]
 
     def _read_on(self, name: str) -> None:
         path = os.path.join(self._folder, name)
@@ -137,12 +192,14 @@ class CommitLogs:
             text = file.read()
         whole = text.rfind(b"\n") + 1  # a line still being written, or torn, is looked at again next time
         for line in text[:whole].splitlines():
-            self._add(CommitRecord.decode(line))
+            record = CommitRecord.decode(line)
+            if record is None:
+                self.damaged[name] = self.damaged.get(name, 0) + 1
+            else:
+                self._add(record)
         self._read_to[name] = offset + whole
 
-    def _add(self, record: CommitRecord | None) -> None:
-        if record is None:
-            return
+    def _add(self, record: CommitRecord) -> None:
         known = self.latest.get(record.chunk)
         if known is None or known.generation < record.generation:
             self.latest[record.chunk] = record

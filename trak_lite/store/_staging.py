@@ -12,7 +12,7 @@ from __future__ import annotations
 import contextlib
 import fcntl
 import os
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, final
 
@@ -39,12 +39,13 @@ from trak_lite.store._records import (
     RECORD_BYTES,
     CommitLog,
     CommitRecord,
+    RowRecord,
     decode_rows,
     encode_row,
     holder_line,
 )
 
-__all__ = ["Progress", "StagedChunk", "proven_rows", "read_row_log"]
+__all__ = ["Progress", "StagedChunk", "done_values", "proven_rows", "read_row_log", "sound_log"]
 
 
 def read_row_log(path: str) -> bytes:
@@ -60,13 +61,36 @@ def read_row_log(path: str) -> bytes:
 def proven_rows(files: TableFiles, chunk: int, log: bytes, record: CommitRecord | None) -> NDArray[np.bool_]:
     """Return which rows of an uncommitted chunk are done: their bytes match a row record.
 
-    With a commit record that all bytes match, every row is: a power cut may have taken the row log, which is never
-    synced. Needs no lock and writes nothing.
+    With a commit record that all bytes match, every row that it counts is done as well: a power cut may have taken
+    the row log, which is never synced. Needs no lock and writes nothing.
     """
+    return _proven(files, chunk, log, record, _map_columns(files, chunk))
+
+
+def done_values(
+    files: TableFiles, chunk: int, log: bytes, record: CommitRecord | None
+) -> tuple[NDArray[np.bool_], dict[str, NDArray[Any]]]:
+    """Return which rows of an uncommitted chunk are done, and a copy of those rows for each column."""
     views = _map_columns(files, chunk)
-    if record is not None and record.columns == _checksums(files, views):
-        return np.ones(files.rows_in(chunk), np.bool_)
-    return _replay(log, chunk, views, files.rows_in(chunk))
+    done = _proven(files, chunk, log, record, views)
+    values = {
+        column.name: view.reshape(-1).view(column.dtype).reshape(column.shape)[: len(done)][done]
+        for column, view in zip(files.columns, views, strict=True)
+    }
+    return done, values
+
+
+def _proven(
+    files: TableFiles,
+    chunk: int,
+    log: bytes,
+    record: CommitRecord | None,
+    views: Sequence[NDArray[np.uint8]],
+) -> NDArray[np.bool_]:
+    done = _replay(log, chunk, views, files.rows_in(chunk))
+    if record is not None and not done[: record.rows].all() and record.columns == _checksums(files, views):
+        done[: record.rows] = True
+    return done
 
 
 def _map_columns(files: TableFiles, chunk: int) -> list[NDArray[np.uint8]]:
@@ -103,12 +127,29 @@ def _checksums(files: TableFiles, views: Sequence[NDArray[np.uint8]]) -> dict[st
 
 def _replay(log: bytes, chunk: int, views: Sequence[NDArray[np.uint8]], num_rows: int) -> NDArray[np.bool_]:
     done = np.zeros(num_rows, np.bool_)
+    for entry in _sound_records(log, chunk, views, num_rows):
+        done[entry.start : entry.start + entry.count] = True
+    return done
+
+
+def _sound_records(
+    log: bytes, chunk: int, views: Sequence[NDArray[np.uint8]], num_rows: int
+) -> Iterator[RowRecord]:
+    """Yield the records that the bytes match, but for those that add no row to the ones before."""
+    done = np.zeros(num_rows, np.bool_)
     for entry in decode_rows(log):
         rows = slice(entry.start, entry.start + entry.count)
         fits = entry.chunk == chunk and rows.stop <= num_rows
         if fits and not done[rows].all() and crc32c(*(view[rows] for view in views)) == entry.checksum:
             done[rows] = True
-    return done
+            yield entry
+
+
+def sound_log(files: TableFiles, chunk: int, log: bytes) -> bytes:
+    """Return a row log that names the rows of an uncommitted chunk whose bytes match, and nothing else."""
+    records = _sound_records(log, chunk, _map_columns(files, chunk), files.rows_in(chunk))
+    lines = (encode_row(entry.chunk, entry.start, entry.count, entry.checksum) for entry in records)
+    return log[:HOLDER_BYTES].ljust(HOLDER_BYTES) + b"".join(lines)
 
 
 @dataclass(frozen=True, slots=True)
@@ -174,6 +215,33 @@ class StagedChunk:
             else:
                 os.unlink(column.visible(self.chunk))  # a leftover: the staged file is the one being filled
             failpoint("column_taken_back")
+
+    def note_committed(self, record: CommitRecord, visible: Sequence[ColumnFiles]) -> None:
+        """Note the rows of a commit that the chunk has outgrown in its row log, before its files lose their names.
+
+        Synced, unlike other row records: what was committed must outlive a power cut also from here on.
+
+        Raises:
+            CorruptStoreError: If the bytes contradict the commit record.
+        """
+        log = read_row_log(self._files.row_log(self.chunk))
+        views = _map_columns(self._files, self.chunk)
+        if _replay(log, self.chunk, views, len(self.done))[: record.rows].all():
+            return
+        if record.columns != _checksums(self._files, views):
+            if len(visible) < len(self._files.columns):
+                return  # taken back before, and filled since: what the row log proves is what there is
+            raise CorruptStoreError(
+                f"The files of {self._files.describe(self.chunk)} contradict their commit record. "
+                "Verify the store with repair=True: the rows become pending, and running again computes them anew."
+            )
+        end = HOLDER_BYTES + max(len(log) - HOLDER_BYTES, 0) // RECORD_BYTES * RECORD_BYTES
+        write_all(self._log_fd, holder_line(), 0)
+        checksum = crc32c(*(view[: record.rows] for view in views))
+        write_all(self._log_fd, encode_row(self.chunk, 0, record.rows, checksum), end)
+        os.fsync(self._log_fd)
+        sync_folder(self._files.stage)
+        failpoint("outgrown_rows_noted")
 
     def prepare(
         self, record: CommitRecord | None, known: Progress | None, *, roll_forward: bool = False
@@ -272,7 +340,8 @@ class StagedChunk:
         sums = _checksums(self._files, views)
         log = read_row_log(self._files.row_log(self.chunk))
         proven = _replay(log, self.chunk, views, len(self.done))
-        if proven.all() or (self._proof is not None and self._proof.columns == sums):
+        proof = self._proof
+        if proven.all() or (proof is not None and (proof.rows, proof.columns) == (len(self.done), sums)):
             return CommitRecord(self.chunk, self._generation, len(self.done), sums)
         raise CorruptStoreError(
             f"Staged bytes of {self._files.describe(self.chunk)} changed after they were written. "

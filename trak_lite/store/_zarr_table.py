@@ -6,13 +6,13 @@ import logging
 import os
 import weakref
 from collections import OrderedDict
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, final
 
 import numpy as np
 from numpy.typing import NDArray
 
-from trak_lite.errors import BusyError, ReadOnlyStoreError, StateError
+from trak_lite.errors import BusyError, CorruptStoreError, ReadOnlyStoreError, StateError
 from trak_lite.store._base import AbstractRowTable, TableSpec
 from trak_lite.store._chunk_files import ChunkIndex, TableFiles
 from trak_lite.store._chunk_maps import ChunkMaps
@@ -20,7 +20,7 @@ from trak_lite.store._content import content_digest, raise_incomplete
 from trak_lite.store._files import named_errors
 from trak_lite.store._grid import Run
 from trak_lite.store._records import CommitLog, CommitRecord
-from trak_lite.store._staging import Progress, StagedChunk, proven_rows, read_row_log
+from trak_lite.store._staging import Progress, StagedChunk, done_values, proven_rows, read_row_log
 from trak_lite.store._values import RowBlock, check_block, short_list
 
 __all__ = ["ZarrRowTable"]
@@ -38,11 +38,11 @@ class ZarrRowTable(AbstractRowTable):
     and by ``read_chunk`` when it is asked for a chunk that it has not seen yet.
     """
 
-    def __init__(self, folder: str, spec: TableSpec, *, writable: bool) -> None:
-        self._spec = spec
-        self._files = TableFiles(folder, spec)
+    def __init__(self, files: TableFiles, *, writable: bool, check: bool = True) -> None:
+        self._spec = files.spec
+        self._files = files
         self._index = ChunkIndex(self._files)
-        self._maps = ChunkMaps(self._files, self._index)
+        self._maps = ChunkMaps(self._files, self._index, check=check)
         self._log = CommitLog(self._files.commits)
         self._staged: OrderedDict[int, StagedChunk] = OrderedDict()
         self._known: dict[int, Progress] = {}
@@ -81,13 +81,15 @@ class ZarrRowTable(AbstractRowTable):
         """Return which rows are done, ``(num_rows,)``."""
         mask = np.zeros(self._spec.num_rows, np.bool_)
         # the stage first, the index second: a chunk that is committed in between is seen by the second look
-        for chunk in self._files.staged_chunks():
-            first, stop = self.chunk_range(chunk)
-            mask[first:stop] = self._staged_rows(chunk, None)
+        staged = self._files.staged_chunks()
+        self._mark_staged(mask, staged)
         self._index.refresh()
         for chunk in self._index.committed:
             first, stop = self.chunk_range(chunk)
             mask[first:stop] = True
+        # and the stage once more: a chunk that the table has outgrown may just have been taken back
+        late = self._index.outgrown | self._files.staged_chunks()
+        self._mark_staged(mask, late - staged - self._index.committed.keys())
         return mask
 
     def committed_chunks(self) -> list[int]:
@@ -101,14 +103,35 @@ class ZarrRowTable(AbstractRowTable):
         The array is marked as not writable; its pages are private, so marking it writable (as torch wants an array
         that it shares) cannot change the file.
         """
-        self.chunk_range(chunk)
         position = self._spec.columns.index(self.column(column))
+        record = self._record_of(chunk)
+        try:
+            return self._maps.get(self._files.columns[position], record)
+        except CorruptStoreError:
+            newer, visible = self._index.look_at(chunk)
+            if newer is None or newer == record or len(visible) < len(self._files.columns):
+                raise
+            self._index.add(newer)  # set aside and committed again since this table looked
+            return self._maps.get(self._files.columns[position], newer)
+
+    def checksums(self, chunk: int) -> dict[str, int]:
+        """Return the CRC-32C of each column of a committed chunk, as its commit record says."""
+        record = self._record_of(chunk)
+        return {name: checksum for name, (_, checksum) in record.columns.items()}
+
+    def read_done(self, chunk: int) -> tuple[NDArray[np.int64], dict[str, NDArray[Any]]]:
+        """Return the rows of a chunk that are done, and their values; see :meth:`AbstractRowTable.read_done`."""
+        first, stop = self.chunk_range(chunk)
         if chunk not in self._index.committed:
+            # the stage first, the index second, as in done()
+            with named_errors("Reading staged rows in", self._files.stage):
+                log = read_row_log(self._files.row_log(chunk))
+                done, values = done_values(self._files, chunk, log, self._index.record(chunk))
             self._index.refresh()
-        record = self._index.committed.get(chunk)
-        if record is None:
-            raise_incomplete(self, chunk, where=self._files.folder)
-        return self._maps.get(self._files.columns[position], record)
+            if chunk not in self._index.committed:
+                return np.flatnonzero(done) + first, values
+        names = [column.name for column in self._spec.columns]
+        return np.arange(first, stop), {name: self.read_chunk(chunk, name).copy() for name in names}
 
     def content_key(self) -> str:
         """Return a digest of the committed contents."""
@@ -128,11 +151,26 @@ class ZarrRowTable(AbstractRowTable):
         self.give_up_locks()
         self._maps.clear()
 
+    def forget(self) -> None:
+        """Give up locks, maps and what is remembered of staged chunks: somebody is about to change them."""
+        self.give_up_locks()
+        self._known.clear()
+        self._maps.clear()
+
     def give_up_locks(self) -> None:
         """Close the staged chunks and the commit log; the next put takes them up again."""
         while self._staged:
             self._release(next(iter(self._staged)))
         self._log.close()
+
+    def _record_of(self, chunk: int) -> CommitRecord:
+        self.chunk_range(chunk)
+        if chunk not in self._index.committed:
+            self._index.refresh()
+        record = self._index.committed.get(chunk)
+        if record is None:
+            raise_incomplete(self, chunk, where=self._files.folder)
+        return record
 
     def _require_writable(self) -> None:
         if not self._writable:
@@ -140,7 +178,9 @@ class ZarrRowTable(AbstractRowTable):
                 f"{self._files.folder} was opened for reading. Open the store with mode='r+' to put rows."
             )
         if self._closed:
-            raise StateError(f"{self._files.folder}: the store was closed. Open it again to put rows.")
+            raise StateError(
+                f"{self._files.folder}: the store was closed, or the table dropped. Open it again to put rows."
+            )
 
     def _stage(self, chunk: int) -> StagedChunk:
         """Return a chunk ready for writing, and keep at most a few of them open."""
@@ -158,8 +198,13 @@ class ZarrRowTable(AbstractRowTable):
         """Take the lock of a chunk and repair what a killed writer left; ``None`` if it is committed."""
         stage = StagedChunk.lock(self._files, chunk)
         try:
+            self._refuse_grown(chunk)
             record, visible = self._index.look_at(chunk)
-            if len(visible) == len(self._files.columns):
+            outgrown = self._index.outgrown_record(chunk)
+            if outgrown is not None:
+                stage.note_committed(outgrown, visible)
+                roll_forward = True
+            elif len(visible) == len(self._files.columns):
                 stage.discard_log()
                 return None
             stage.take_back(visible)
@@ -168,6 +213,14 @@ class ZarrRowTable(AbstractRowTable):
             stage.close()
             raise
         return stage
+
+    def _refuse_grown(self, chunk: int) -> None:
+        """Raise if the chunk, under its lock, has more rows than this table knows of: its padding would be theirs."""
+        rows = self._files.rows_in(chunk)
+        if rows < self._spec.chunk_rows and self._files.rows_on_disk(chunk) > rows:
+            raise StateError(
+                f"{self._files.folder} has grown since it was opened. Open it again to put rows."
+            )
 
     def _release(self, chunk: int) -> None:
         stage = self._staged.pop(chunk)
@@ -206,6 +259,11 @@ class ZarrRowTable(AbstractRowTable):
     def _commit(self, stage: StagedChunk) -> None:
         self._index.add(stage.commit(self._log))
         self._staged.pop(stage.chunk, None)
+
+    def _mark_staged(self, mask: NDArray[np.bool_], chunks: Iterable[int]) -> None:
+        for chunk in chunks:
+            first, stop = self.chunk_range(chunk)
+            mask[first:stop] = self._staged_rows(chunk, self._index.outgrown_record(chunk))
 
     def _staged_rows(self, chunk: int, record: CommitRecord | None) -> NDArray[np.bool_]:
         if chunk in self._staged:

@@ -10,7 +10,7 @@ from typing import Any
 
 from trak_lite.errors import ManifestMismatchError
 
-__all__ = ["FORMAT", "Manifest", "canonical_json", "compare_fingerprints"]
+__all__ = ["FORMAT", "Manifest", "canonical_json", "compare_fingerprints", "differing_keys"]
 
 FORMAT = 1
 """Version of the layout on disk; newer ones are refused, older ones are read."""
@@ -74,15 +74,28 @@ def compare_fingerprints(
         trak_lite.errors.ManifestMismatchError: run.zarr was made with other settings: seed is 0 there, 1 here. \
 Use the stored settings (Attributor.open), or another path.
     """
-    left, right = _flatten(stored), _flatten(given)
-    absent = "absent"
     differing = [
-        f"{key} is {_short(left.get(key, absent))} there, {_short(right.get(key, absent))} here"
-        for key in sorted(left.keys() | right.keys())
-        if left.get(key, absent) != right.get(key, absent)
+        f"{key} is {_short(there)} there, {_short(here)} here"
+        for key, there, here in differing_keys(stored, given)
     ]
     if differing:
         raise ManifestMismatchError(f"{where} was made with other settings: {'; '.join(differing)}. {remedy}")
+
+
+def differing_keys(stored: Mapping[str, Any], given: Mapping[str, Any]) -> list[tuple[str, Any, Any]]:
+    """Return the keys in which two fingerprints differ, with both values; what is not there is ``"absent"``.
+
+    Example:
+        >>> differing_keys({"projector": {"seed": 0, "kind": "mask"}}, {"projector": {"seed": 1, "kind": "mask"}})
+        [('projector.seed', 0, 1)]
+    """
+    left, right = _flatten(stored), _flatten(given)
+    absent = "absent"
+    return [
+        (key, left.get(key, absent), right.get(key, absent))
+        for key in sorted(left.keys() | right.keys())
+        if left.get(key, absent) != right.get(key, absent)
+    ]
 
 
 def _flatten(value: Any, prefix: str = "") -> dict[str, Any]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, final
 
@@ -11,11 +11,12 @@ from numpy.typing import NDArray
 
 from trak_lite._validate import one_of
 from trak_lite.errors import InvalidInputError, MissingStoreError, ReadOnlyStoreError, StateError
-from trak_lite.store._base import AbstractFeatureStore, AbstractRowTable, TableSpec
+from trak_lite.store._base import AbstractFeatureStore, AbstractRowTable, Difference, TableSpec
 from trak_lite.store._checksums import crc32c
 from trak_lite.store._content import content_digest, raise_incomplete
 from trak_lite.store._derived import check_derived
-from trak_lite.store._grid import check_spec, compare_specs, plain_json, stored_dtype
+from trak_lite.store._exchange import diff_stores, merge_stores
+from trak_lite.store._grid import check_spec, compare_specs, grown_spec, plain_json, stored_dtype
 from trak_lite.store._names import natural_order, path_parts
 from trak_lite.store._values import check_block, short_list
 from trak_lite.store.manifest import Manifest
@@ -24,7 +25,7 @@ __all__ = ["MemoryFeatureStore"]
 
 
 @dataclass(frozen=True, slots=True)
-class _Rows:
+class MemoryRows:
     """What all handles of a table share."""
 
     spec: TableSpec
@@ -34,7 +35,7 @@ class _Rows:
     done: NDArray[np.bool_]
 
     @classmethod
-    def empty(cls, spec: TableSpec, attributes: dict[str, Any]) -> _Rows:
+    def empty(cls, spec: TableSpec, attributes: dict[str, Any]) -> MemoryRows:
         rows = -(-spec.num_rows // spec.chunk_rows) * spec.chunk_rows
         arrays = {
             c.name: np.full((rows,) if c.width is None else (rows, c.width), np.nan, stored_dtype(c))
@@ -48,7 +49,7 @@ class _Contents:
     """What all handles of a store share."""
 
     manifest: Manifest
-    tables: dict[str, _Rows] = field(default_factory=dict)
+    tables: dict[str, MemoryRows] = field(default_factory=dict)
     cache: dict[str, tuple[str, NDArray[Any]]] = field(default_factory=dict)
 
 
@@ -56,7 +57,7 @@ class _Contents:
 class MemoryRowTable(AbstractRowTable):
     """Rows of one table of a :class:`MemoryFeatureStore`."""
 
-    def __init__(self, path: str, rows: _Rows, store: MemoryFeatureStore) -> None:
+    def __init__(self, path: str, rows: MemoryRows, store: MemoryFeatureStore) -> None:
         self._path = path
         self._rows = rows
         self._store = store
@@ -71,6 +72,7 @@ class MemoryRowTable(AbstractRowTable):
     ) -> None:
         """Keep rows; see :meth:`AbstractRowTable.put`."""
         self._store.require_writable()
+        self._store.require_table(self._path, self._rows)
         block = check_block(rows, values, self.spec)
         runs = [run for runs in block.runs.values() for run in runs]
         places = [run.chunk * self.spec.chunk_rows + run.start for run in runs]
@@ -106,17 +108,26 @@ class MemoryRowTable(AbstractRowTable):
         rows.flags.writeable = False
         return rows
 
+    def checksums(self, chunk: int) -> dict[str, int]:
+        """Return the CRC-32C of each column of a complete chunk."""
+        self.chunk_range(chunk)
+        if not self._is_complete(chunk):
+            raise_incomplete(self, chunk, where=self._path)
+        rows = slice(chunk * self.spec.chunk_rows, (chunk + 1) * self.spec.chunk_rows)
+        return {name: crc32c(array[rows]) for name, array in self._rows.arrays.items()}
+
+    def read_done(self, chunk: int) -> tuple[NDArray[np.int64], dict[str, NDArray[Any]]]:
+        """Return the rows of a chunk that are done, and their values; see :meth:`AbstractRowTable.read_done`."""
+        first, stop = self.chunk_range(chunk)
+        rows = np.flatnonzero(self._rows.done[first:stop]) + first
+        return rows, {name: array[rows] for name, array in self._rows.arrays.items()}
+
     def content_key(self) -> str:
         """Return a digest of the contents, equal to that of the same rows on disk."""
         for chunk in range(self.num_chunks):
             if not self._is_complete(chunk):
                 raise_incomplete(self, chunk, where=self._path)
-        size = self.spec.chunk_rows
-        sums = (
-            {name: crc32c(array[c * size : (c + 1) * size]) for name, array in self._rows.arrays.items()}
-            for c in range(self.num_chunks)
-        )
-        return content_digest(self.spec, sums)
+        return content_digest(self.spec, map(self.checksums, range(self.num_chunks)))
 
     def _is_complete(self, chunk: int) -> bool:
         first, stop = self.chunk_range(chunk)
@@ -184,7 +195,7 @@ class MemoryFeatureStore(AbstractFeatureStore):
         noted = plain_json(dict(attributes or {}), what="A table's attributes")
         self._refuse_nesting(path)
         if path not in self._contents.tables:
-            self._contents.tables[path] = _Rows.empty(spec, noted)
+            self._contents.tables[path] = MemoryRows.empty(spec, noted)
         rows = self._contents.tables[path]
         compare_specs(rows.spec, spec, where=path)
         return MemoryRowTable(path, rows, self)
@@ -192,6 +203,43 @@ class MemoryFeatureStore(AbstractFeatureStore):
     def open_table(self, path: str) -> AbstractRowTable:
         """Open an existing table, for writing if the store is writable."""
         return MemoryRowTable(path, self._find(path), self)
+
+    def require_table(self, path: str, rows: MemoryRows) -> None:
+        """Raise unless these are still the rows of the table.
+
+        Raises:
+            StateError: If the table was dropped since, or has grown.
+        """
+        if self._contents.tables.get(path) is not rows:
+            raise StateError(f"{path} was dropped or has grown. Open the table again.")
+
+    def drop_table(self, path: str) -> None:
+        """Remove a table and all its rows, for good."""
+        self.require_writable()
+        self._find(path)
+        del self._contents.tables[path]
+
+    def grow_table(self, path: str, num_rows: int) -> AbstractRowTable:
+        """Give a table more rows; the new ones are pending."""
+        self.require_writable()
+        rows = self._find(path)
+        spec = grown_spec(rows.spec, num_rows)
+        if spec != rows.spec:
+            grown = MemoryRows.empty(spec, rows.attributes)
+            for name, array in rows.arrays.items():
+                grown.arrays[name][: len(array)] = array
+            grown.done[: len(rows.done)] = rows.done
+            self._contents.tables[path] = grown
+        return self.open_table(path)
+
+    def diff(self, other: AbstractFeatureStore) -> tuple[Difference, ...]:
+        """Return what differs between this store and another one."""
+        return diff_stores(self, other)
+
+    def merge(self, parts: Iterable[AbstractFeatureStore]) -> dict[str, int]:
+        """Put the rows that this store misses and others have."""
+        self.require_writable()
+        return merge_stores(self, parts)
 
     def attributes(self, path: str) -> dict[str, Any]:
         """Return what was recorded beside a table when it was created."""
@@ -218,7 +266,7 @@ class MemoryFeatureStore(AbstractFeatureStore):
         """Refuse further writing through this handle; the rows stay for others."""
         self._closed = True
 
-    def _find(self, path: str) -> _Rows:
+    def _find(self, path: str) -> MemoryRows:
         self._refuse_nesting(path)
         if path not in self._contents.tables:
             raise MissingStoreError(

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any, Literal, Self, final
 
 import zarr
@@ -24,29 +24,42 @@ from trak_lite.errors import (
     ReadOnlyStoreError,
     StateError,
 )
-from trak_lite.store._base import AbstractFeatureStore, AbstractRowTable, TableSpec
-from trak_lite.store._chunk_files import COMMITS, STAGE
-from trak_lite.store._derived import DerivedArrays, check_derived
+from trak_lite.store._base import AbstractFeatureStore, AbstractRowTable, Difference, TableSpec
+from trak_lite.store._chunk_files import COMMITS, STAGE, TableFiles
+from trak_lite.store._derived import CACHE, DerivedArrays, check_derived
+from trak_lite.store._dropping import drop_folder, is_dropped, remove_dropped, stage_locked
+from trak_lite.store._exchange import diff_stores, merge_stores
 from trak_lite.store._files import named_errors
 from trak_lite.store._folders import make_folders, publish_folder, refuse_links, scratch_folder
 from trak_lite.store._grid import (
     check_spec,
     compare_specs,
+    grown_spec,
     plain_json,
     spec_from_json,
     spec_to_json,
     stored_dtype,
 )
-from trak_lite.store._metadata import array_shape, check_array, manifest_from_json, read_attributes
+from trak_lite.store._growing import grow
+from trak_lite.store._metadata import (
+    array_shape,
+    check_array,
+    manifest_from_json,
+    read_attributes,
+    sizes_under_way,
+)
 from trak_lite.store._names import natural_order, path_parts
+from trak_lite.store._verify import missing_store
 from trak_lite.store._zarr_table import ZarrRowTable
 from trak_lite.store.manifest import FORMAT, Manifest
+from trak_lite.store.verification import Report, verify_store
 
 __all__ = ["ZarrFeatureStore"]
 
 logger = logging.getLogger(__name__)
 
-_CACHE = ".cache"
+Verify = Literal["first_touch", "never"]
+"""When the checksum of a chunk is compared with its commit record."""
 
 
 @final
@@ -67,13 +80,16 @@ class ZarrFeatureStore(AbstractFeatureStore):
         ([2], [1.0, 1.0, 0.0])
     """
 
-    def __init__(self, root: str, manifest: Manifest, *, writable: bool) -> None:
+    def __init__(
+        self, root: str, manifest: Manifest, *, writable: bool, verify: Verify = "first_touch"
+    ) -> None:
         self._root = root
+        self._verify = verify
         self._manifest = manifest
         self._writable = writable
         self._closed = False
         self._tables: dict[str, ZarrRowTable] = {}
-        self._derived = DerivedArrays(f"{root}/{_CACHE}")
+        self._derived = DerivedArrays(f"{root}/{CACHE}")
 
     @classmethod
     def create(cls, path: str | os.PathLike[str], manifest: Manifest) -> Self:
@@ -112,12 +128,21 @@ class ZarrFeatureStore(AbstractFeatureStore):
         return store
 
     @classmethod
-    def open(cls, path: str | os.PathLike[str], mode: Literal["r", "r+"] = "r") -> Self:
+    def open(
+        cls,
+        path: str | os.PathLike[str],
+        mode: Literal["r", "r+"] = "r",
+        *,
+        verify: Verify = "first_touch",
+    ) -> Self:
         """Open an existing store.
 
         Args:
             path: Folder of the store.
             mode: ``"r"`` writes nothing, takes no lock and works beside a writer; ``"r+"`` is for writing.
+            verify: ``"first_touch"`` compares the checksum of each chunk when this store first reads it, one pass
+                over its bytes; ``"never"`` trusts the bytes (right after :meth:`verify`, say). Sizes are always
+                compared.
 
         Raises:
             MissingStoreError: If there is no store.
@@ -126,19 +151,18 @@ class ZarrFeatureStore(AbstractFeatureStore):
             ReadOnlyStoreError: If it is to be written and its folder cannot be.
         """
         one_of(("r", "r+"), mode=mode)
+        one_of(("first_touch", "never"), verify=verify)
         root = os.path.realpath(os.fspath(path))
         record = read_attributes(root)
         if record is None:
-            raise MissingStoreError(
-                f"There is no store at {root}: no zarr.json in it. Check the path, or featurize first."
-            )
+            raise missing_store(root)
         manifest = manifest_from_json(record, root)
         if mode == "r+" and not os.access(root, os.W_OK | os.X_OK):
             raise ReadOnlyStoreError(
                 f"{root} cannot be written. "
                 "Make the folder writable, open the store with mode='r', or use another path."
             )
-        return cls(root, manifest, writable=mode == "r+")
+        return cls(root, manifest, writable=mode == "r+", verify=verify)
 
     @property
     def manifest(self) -> Manifest:
@@ -175,6 +199,50 @@ class ZarrFeatureStore(AbstractFeatureStore):
         """Open an existing table, for writing if the store is writable."""
         return self._open(path)
 
+    def drop_table(self, path: str) -> None:
+        """Remove a table and all its rows, for good; see :meth:`AbstractFeatureStore.drop_table`.
+
+        The folder is renamed first and removed then. Where that was interrupted, dropping the table again removes
+        the rest.
+        """
+        self._require_writable()
+        parts = path_parts(path, what="table")
+        folder = f"{self._root}/{path}"
+        with named_errors("Dropping", folder):
+            if self._table_record(parts) is not None:
+                if path in self._tables:
+                    self._tables[path].give_up_locks()
+                with stage_locked(folder):
+                    drop_folder(folder)
+                if path in self._tables:
+                    self._tables.pop(path).close()
+            elif not is_dropped(folder):
+                self._require_table(path)
+            remove_dropped(folder)
+
+    def grow_table(self, path: str, num_rows: int) -> AbstractRowTable:
+        """Give a table more rows; see :meth:`AbstractFeatureStore.grow_table`."""
+        self._require_writable()
+        self._open(path)  # which looks at its folders and arrays
+        folder, record = f"{self._root}/{path}", self._require_table(path)
+        spec = spec_from_json(record, where=f"{folder}/zarr.json")
+        if grown_spec(spec, num_rows) == self._tables[path].spec and not sizes_under_way(record):
+            return self._tables[path]
+        self._tables.pop(path).close()
+        if grown_spec(spec, num_rows) != spec or sizes_under_way(record):
+            with named_errors("Growing", folder):
+                grow(TableFiles(folder, spec, root=self._root), num_rows)
+        return self._open(path)
+
+    def diff(self, other: AbstractFeatureStore) -> tuple[Difference, ...]:
+        """Return what differs between this store and another one."""
+        return diff_stores(self, other)
+
+    def merge(self, parts: Iterable[AbstractFeatureStore]) -> dict[str, int]:
+        """Put the rows that this store misses and others have."""
+        self._require_writable()
+        return merge_stores(self, parts)
+
     def attributes(self, path: str) -> dict[str, Any]:
         """Return what was recorded beside a table when it was created."""
         return dict(self._require_table(path).get("attributes") or {})
@@ -186,7 +254,7 @@ class ZarrFeatureStore(AbstractFeatureStore):
 
     def cached(self, name: str, key: str) -> NDArray[Any] | None:
         """Return a derived array that was kept under this name and key, or ``None``; it is mapped, not read."""
-        refuse_links(self._root, (_CACHE,))
+        refuse_links(self._root, (CACHE,))
         return self._derived.get(name, key)
 
     def cache(self, name: str, key: str, array: NDArray[Any]) -> None:
@@ -194,11 +262,27 @@ class ZarrFeatureStore(AbstractFeatureStore):
         check_derived(name, key, array)
         if not self._writable:
             return
-        refuse_links(self._root, (_CACHE,))
+        refuse_links(self._root, (CACHE,))
         with named_errors("Keeping a derived array in", self._root):
-            if not os.path.isdir(f"{self._root}/{_CACHE}"):
-                _publish_cache(f"{self._root}/{_CACHE}")
+            if not os.path.isdir(f"{self._root}/{CACHE}"):
+                _publish_cache(f"{self._root}/{CACHE}")
         self._derived.put(name, key, array)
+
+    def verify(self, *, repair: bool = False) -> Report:
+        """Compare every byte of the store with its records; see :func:`~trak_lite.store.verify_store`.
+
+        Args:
+            repair: Whether to set damaged chunks aside, so that their rows are pending.
+
+        Raises:
+            ReadOnlyStoreError: If it is to be repaired and was opened for reading.
+        """
+        if not repair:
+            return verify_store(self._root)
+        self._require_writable()
+        for table in self._tables.values():
+            table.forget()
+        return verify_store(self._root, repair=True)
 
     def close(self) -> None:
         """Release files and locks; rows put so far are safe."""
@@ -220,10 +304,14 @@ class ZarrFeatureStore(AbstractFeatureStore):
             spec = spec_from_json(record, where=f"{folder}/zarr.json")
             for column in spec.columns:
                 refuse_links(folder, (column.name,))
-                check_array(folder, column, spec)
+                check_array(folder, column, spec, under_way=sizes_under_way(record))
             refuse_links(f"{folder}/{spec.columns[0].name}", (STAGE,))
             refuse_links(f"{folder}/{spec.columns[0].name}", (COMMITS,))
-            self._tables[path] = ZarrRowTable(folder, spec, writable=self._writable and not self._closed)
+            self._tables[path] = ZarrRowTable(
+                TableFiles(folder, spec, root=self._root),
+                writable=self._writable and not self._closed,
+                check=self._verify == "first_touch",
+            )
         return self._tables[path]
 
     def _require_table(self, path: str) -> dict[str, Any]:

@@ -411,6 +411,189 @@ class StoreTests(ABC):
 
         assert keys[0] == keys[1] != keys[2]
 
+    def test_a_dropped_table_is_gone(self, path: str, store: AbstractFeatureStore) -> None:
+        """It and no other; a table of that name can be made anew, and handles on the old one put nothing into it."""
+        old = store.create_table("ckpt-0", _SPEC)
+        old.put(0, _values(slice(0, 6)))
+        _fill(store.create_table("ckpt-1", _SPEC))
+        store.drop_table("ckpt-0")
+
+        assert store.table_names() == ["ckpt-1"]
+        for ask in (store.open_table, store.drop_table):
+            with pytest.raises(MissingStoreError, match=r"'ckpt-0'.*'ckpt-1'"):
+                ask("ckpt-0")
+        assert not store.create_table("ckpt-0", _SPEC).done().any()
+        with pytest.raises(StateError, match="dropped"):
+            old.put(0, _values(slice(0, 6)))
+        assert self.open(path, "r").open_table("ckpt-1").complete
+
+    @pytest.mark.parametrize("done", [0, 4, 9, 11])
+    @pytest.mark.parametrize("more", [1, 3, 4, 5, 9])
+    def test_a_grown_table_keeps_its_rows(
+        self, path: str, store: AbstractFeatureStore, done: int, more: int
+    ) -> None:
+        """Whether its last chunk was full, half full or empty; the new rows are pending."""
+        table = store.create_table("ckpt-0", _SPEC)
+        if done:
+            table.put(0, _values(slice(0, done)))
+        grown = store.grow_table("ckpt-0", 11 + more)
+
+        assert grown.spec.num_rows == 11 + more
+        assert self.open(path, "r").open_table("ckpt-0").pending().tolist() == list(range(done, 11 + more))
+        for start in range(done, 11 + more, 2):
+            rows = [row for row in (start, start + 1) if row < 11 + more]
+            grown.put(rows, _values([row % 11 for row in rows]))
+        expected = _values([row % 11 for row in range(11 + more)])
+        read = self.open(path, "r").open_table("ckpt-0")
+        for name, values in expected.items():
+            np.testing.assert_array_equal(read.read(name), values)
+        assert store.grow_table("ckpt-0", 11 + more).complete
+
+    def test_a_grown_table_equals_one_made_with_all_its_rows(self, store: AbstractFeatureStore) -> None:
+        """Its contents have the same key: nothing tells how they came about."""
+        whole = store.create_table("ckpt-1", _SPEC)
+        _fill(whole)
+        small = TableSpec(6, _SPEC.columns, 4, _SPEC.fingerprint)
+        store.create_table("ckpt-0", small).put(0, _values(slice(0, 6)))
+        grown = store.grow_table("ckpt-0", 11)
+        grown.put(6, _values(slice(6, 11)))
+
+        assert grown.spec == whole.spec
+        assert grown.content_key() == whole.content_key()
+
+    def test_a_table_never_loses_rows(self, path: str, table: AbstractRowTable) -> None:
+        """Nor does a handle from before the growing put rows."""
+        store = self.open(path, "r+")
+        with pytest.raises(InvalidInputError, match="has 11 rows and never loses one"):
+            store.grow_table("ckpt-0", 10)
+        old = store.open_table("ckpt-0")
+        store.grow_table("ckpt-0", 12)
+        with pytest.raises(StateError):
+            old.put(0, _values([0]))
+        with pytest.raises(MissingStoreError):
+            store.grow_table("ckpt-1", 12)
+
+    def test_a_store_for_reading_refuses_to_change_tables(self, path: str, table: AbstractRowTable) -> None:
+        """No dropping, growing or merging."""
+        reader = self.open(path, "r")
+        for change in (
+            lambda: reader.drop_table("ckpt-0"),
+            lambda: reader.grow_table("ckpt-0", 12),
+            lambda: reader.merge([reader]),
+        ):
+            with pytest.raises(ReadOnlyStoreError):
+                change()
+        assert table.spec == _SPEC
+
+    def test_done_rows_of_an_unfinished_chunk_can_be_copied(self, path: str, table: AbstractRowTable) -> None:
+        """They alone, and as new arrays."""
+        table.put([9, 0, 2], _values([9, 0, 2]))
+        table.put(4, _values(slice(4, 8)))
+        reader = self.open(path, "r").open_table("ckpt-0")
+
+        for chunk, expected in ((0, [0, 2]), (1, [4, 5, 6, 7]), (2, [9])):
+            rows, values = reader.read_done(chunk)
+            assert rows.tolist() == expected
+            for name, array in _values(expected).items():
+                assert values[name].dtype == array.dtype
+                np.testing.assert_array_equal(values[name], array)
+            values["q"][:] = 0
+        np.testing.assert_array_equal(table.read_chunk(1, "q"), _values(slice(4, 8))["q"])
+        with pytest.raises(InvalidInputError, match="3 chunks"):
+            reader.read_done(3)
+
+    def test_checksums_are_those_of_committed_chunks(self, table: AbstractRowTable) -> None:
+        """They tell contents apart, and there are none of a chunk that is not committed."""
+        table.put(0, _values(slice(0, 4)))
+        table.put(4, _values(slice(0, 4)))
+        assert table.checksums(0) == table.checksums(1)
+        assert sorted(table.checksums(0)) == ["features", "q"]
+        with pytest.raises(IncompleteStoreError, match="Rows 8 to 10"):
+            table.checksums(2)
+
+    def test_equal_stores_do_not_differ(self, path: str, store: AbstractFeatureStore) -> None:
+        """Whatever the order in which their rows were put, committed or not."""
+        other = self.create(f"{path}-other", _MANIFEST)
+        for each, order in ((store, [0, 9, 4, 6]), (other, [6, 4, 9, 0])):
+            table = each.create_table("ckpt-0", _SPEC)
+            for row in order:
+                table.put([row, row + 1], _values([row, row + 1]))
+        assert store.diff(other) == other.diff(store) == ()
+
+    def test_differences_are_named(self, path: str, store: AbstractFeatureStore) -> None:
+        """Settings, tables, fingerprints, rows done here and not there, bytes of chunks and of rows."""
+        other = self.create(f"{path}-other", Manifest({**_MANIFEST.fingerprint, "proj_dim": 4}))
+        for each, seed, rows in ((store, 0, 10), (other, 1, 9)):
+            each.create_table("ckpt-0", _SPEC).put(0, _values(slice(0, rows), seed=seed))
+        store.create_table("ckpt-1", _SPEC)
+        store.create_table("ckpt-2", TableSpec(11, _SPEC.columns, 4, {"checkpoint": "x"}))
+        other.create_table("ckpt-2", TableSpec(12, _SPEC.columns, 4, {"checkpoint": "y"}))
+
+        found = [str(difference) for difference in store.diff(other)]
+        assert found[0] == "manifest: proj_dim: 3 here, 4 there"
+        assert found[1] == "ckpt-0: row 9: done here, pending there"
+        assert [text.split(": checksum")[0] for text in found[2:6]] == [
+            f"ckpt-0: {name} in rows {rows}"
+            for rows in ("0 to 3 (chunk 0)", "4 to 7 (chunk 1)")
+            for name in ("features", "q")
+        ]
+        assert found[6:] == [
+            "ckpt-0: row 8: other bytes here, other bytes there",
+            "ckpt-1: table: present here, absent there",
+            "ckpt-2: checkpoint: x here, y there",
+            "ckpt-2: table num_rows: 11 here, 12 there",
+        ]
+        assert [(d.table, d.what, d.there, d.here) for d in other.diff(store)][:2] == [
+            (None, "proj_dim", 3, 4),
+            ("ckpt-0", "row 9", "done", "pending"),
+        ]
+
+    def test_a_merge_takes_what_is_missing(self, path: str, store: AbstractFeatureStore) -> None:
+        """Of tables that are here and of those that are not, finished or not, overlapping or not; once."""
+        store.create_table("ckpt-0", _SPEC, {"source": "here"}).put(0, _values(slice(0, 3)))
+        parts = [self.create(f"{path}-{number}", _MANIFEST) for number in range(2)]
+        parts[0].create_table("ckpt-0", _SPEC).put(2, _values(slice(2, 7)))
+        parts[1].create_table("ckpt-0", _SPEC).put([8, 10, 0], _values([8, 10, 0]))
+        parts[1].create_table("targets/a", _SPEC, {"source": "part"}).put(0, _values(slice(0, 11)))
+
+        assert store.merge(parts) == {"ckpt-0": 6, "targets/a": 11}
+        merged = store.open_table("ckpt-0")
+        assert merged.pending().tolist() == [7, 9]
+        merged.put([7, 9], _values([7, 9]))
+        for name in ("ckpt-0", "targets/a"):
+            for column, values in _values(slice(0, 11)).items():
+                np.testing.assert_array_equal(store.open_table(name).read(column), values)
+        assert store.attributes("targets/a") == {"source": "part"}
+        assert store.merge(parts) == {"ckpt-0": 0, "targets/a": 0}
+
+    @pytest.mark.parametrize("rows", [3, 11])
+    def test_a_merge_refuses_rows_that_contradict(
+        self, path: str, store: AbstractFeatureStore, rows: int
+    ) -> None:
+        """It names them, and takes nothing from that part."""
+        store.create_table("ckpt-0", _SPEC).put(0, _values(slice(0, rows)))
+        part = self.create(f"{path}-part", _MANIFEST)
+        part.create_table("ckpt-1", _SPEC)
+        changed = _values(slice(0, 11))
+        changed["q"][1] += 1
+        part.create_table("ckpt-0", _SPEC).put(0, changed)
+
+        with pytest.raises(InvalidInputError, match=r"ckpt-0: rows 1 of .* differ in their bytes"):
+            store.merge([part])
+        assert store.table_names() == ["ckpt-0"]
+        assert store.open_table("ckpt-0").done().sum() == rows
+
+    def test_a_merge_refuses_other_settings(self, path: str, store: AbstractFeatureStore) -> None:
+        """Of the store or of a table; it names the key."""
+        store.create_table("ckpt-0", _SPEC)
+        other = self.create(f"{path}-other", Manifest({**_MANIFEST.fingerprint, "proj_dim": 4}))
+        with pytest.raises(ManifestMismatchError, match="proj_dim is 3 there, 4 here"):
+            store.merge([other])
+        part = self.create(f"{path}-part", _MANIFEST)
+        part.create_table("ckpt-0", TableSpec(11, _SPEC.columns, 4, {"checkpoint": "abd"}))
+        with pytest.raises(ManifestMismatchError, match="checkpoint is 'abc' there, 'abd' here"):
+            store.merge([part])
+
     @pytest.mark.parametrize(
         "array",
         [

@@ -1,0 +1,137 @@
+"""The fault campaign: as many random faults as fit into some minutes, done to real stores by real processes.
+
+Rounds of every kind take turns: kill -9 at random moments and at every named step; Ctrl-C and SIGTERM inside a write;
+power cuts (replayed from a record of every change of a file, and, where mounting is allowed, copies of a live ext4
+image); disks that are full or fail; racing writers with a polling reader; forks; racing creators by clocks that are
+off; refused and read-only writes; flipped, torn, cut, foreign and hostile bytes in every kind of file. After each fault
+the run is resumed to its end: no acknowledged row is lost, none is wrong, and the final scores equal those of an
+undisturbed run bitwise. The quick part of the same rounds is tests/faults.
+
+The exit status is 1 if a promise was broken; the round is printed with the command that runs it alone.
+
+Run:  python -m benchmarks.fault_campaign --minutes 30 [--seed 0] [--out benchmarks/results/fault_campaign.json]
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib.metadata
+import itertools
+import json
+import os
+import platform
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).parents[1]
+sys.path.insert(0, str(ROOT / "tests" / "faults"))
+
+from campaign import KINDS, NEED_MOUNTS, Broken, Campaign  # noqa: E402  (found through the line above)
+from fault_mounts import may_mount  # noqa: E402
+
+RESULTS = Path(__file__).parent / "results" / "fault_campaign.json"
+ONCE = ("every_power_cut",)  # exhaustive: the same every time
+MOST_BROKEN = 50
+MUST_BE_ZERO = ("rows lost", "rows wrong", "final scores not equal")
+
+
+def arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--minutes", type=float, default=30.0, help="how long to go on")
+    parser.add_argument("--seed", type=int, default=0, help="of everything that is drawn")
+    parser.add_argument(
+        "--size", type=int, default=60, help="power cuts in one round, and half of the damages"
+    )
+    parser.add_argument("--kinds", nargs="+", choices=sorted(KINDS), default=list(KINDS), help="of faults")
+    parser.add_argument("--round", type=int, help="run the round of this number alone, and write nothing")
+    parser.add_argument("--no-mounts", action="store_true", help="mount nothing, even where it is allowed")
+    parser.add_argument("--out", type=Path, default=RESULTS, help="where the summary goes")
+    return parser.parse_args()
+
+
+def rounds(kinds: list[str], mounts: bool) -> Iterator[tuple[str, int]]:
+    """Yield (kind, number) for ever, all kinds in turn."""
+    for number in itertools.count():
+        for kind in kinds:
+            if (mounts or kind not in NEED_MOUNTS) and (number == 0 or kind not in ONCE):
+                yield kind, number
+
+
+def report(broken: Broken, options: argparse.Namespace) -> str:
+    """Print what was broken; return the command that does it again."""
+    command = (
+        f"python -m benchmarks.fault_campaign --seed {options.seed} --size {options.size} "
+        f"--kinds {broken.kind} --round {broken.number}"
+    )
+    print(
+        f"\nBROKEN by {broken.kind}, round {broken.number}; again with: {command}\n{broken.trace}", flush=True
+    )
+    return command
+
+
+def surroundings(folder: str) -> dict[str, Any]:
+    """Return the machine and the versions that the figures belong to."""
+    packages = ("numpy", "zarr", "google-crc32c")
+    with open("/proc/mounts") as file:
+        mounts = [line.split()[1:3] for line in file]
+    kind = max((m for m in mounts if folder.startswith(m[0])), key=lambda mount: len(mount[0]))[1]
+    return {
+        "machine": f"{platform.machine()}, {os.cpu_count()} cores, {platform.system()} {platform.release()}",
+        "file system": kind,
+        "versions": {
+            "python": platform.python_version(),
+            **{name: importlib.metadata.version(name) for name in packages},
+        },
+    }
+
+
+def summary(
+    campaign: Campaign, options: argparse.Namespace, minutes: float, commands: list[str]
+) -> dict[str, Any]:
+    """Return what goes into the file."""
+    totals = {name: campaign.totals[name] for name in sorted({*campaign.totals, *MUST_BE_ZERO})}
+    return {
+        **surroundings(campaign.folder),
+        "seed": options.seed,
+        "size": options.size,
+        "minutes": round(minutes, 1),
+        "rounds": {"all": campaign.rounds.total(), **campaign.rounds},
+        "totals": totals,
+        "broken": [
+            {
+                "round": f"{broken.kind} {broken.number}",
+                "error": broken.error.splitlines()[0],
+                "again": command,
+            }
+            for broken, command in zip(campaign.broken, commands, strict=True)
+        ],
+    }
+
+
+def main() -> int:
+    options = arguments()
+    mounts = may_mount() and not options.no_mounts
+    started, commands = time.monotonic(), []
+    with Campaign(options.seed, size=options.size, mounts=mounts) as campaign:
+        drawn = rounds(options.kinds, mounts)
+        for kind, number in drawn if options.round is None else [(options.kinds[0], options.round)]:
+            if time.monotonic() - started > 60 * options.minutes or len(campaign.broken) >= MOST_BROKEN:
+                break
+            broken = campaign.run(kind, number)
+            if broken is not None:
+                commands.append(report(broken, options))
+        found = summary(campaign, options, (time.monotonic() - started) / 60, commands)
+    print(json.dumps(found, indent=1, ensure_ascii=False))
+    if options.round is None:
+        options.out.parent.mkdir(parents=True, exist_ok=True)
+        options.out.write_text(json.dumps(found, indent=1, ensure_ascii=False) + "\n")
+    return 1 if campaign.broken else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,346 @@
+"""Damaged bytes: any file of a store, changed in any way; then a reader, a resumed run, and the advice of the errors.
+
+A damage is either harmless, or costs rows that become pending and are computed again, or is refused with a
+``StoreError`` that names the place and whose advice, followed, repairs the store.
+"""
+
+import json
+import os
+import random
+import re
+import resource
+import shutil
+import signal
+import struct
+import traceback
+from collections import Counter
+
+from fault_cases import (
+    NAME,
+    Case,
+    Violated,
+    check_rows,
+    fill,
+    final_scores,
+    finish,
+    open_for_writing,
+)
+from fault_power import plant, tree
+
+from trak_lite.errors import IncompleteStoreError, StoreError
+from trak_lite.store import ZarrFeatureStore
+from trak_lite.store._checksums import crc32c
+from trak_lite.store._failpoints import FAILPOINTS
+
+SECONDS = 5  # that one example may take
+ROOM = 512 << 20  # bytes that one example may allocate
+HALF_DONE = FAILPOINTS[FAILPOINTS.index("column_written") :]
+
+
+def kind_of(path):
+    """Return what a file of a store is."""
+    name, folder = os.path.basename(path), os.path.basename(os.path.dirname(path))
+    if name == "zarr.json":
+        return "metadata"
+    if folder == ".stage":
+        return "row log" if name.endswith(".log") else "staged rows"
+    return {".commits": "commit log", ".cache": "derived array"}.get(folder, "chunk")
+
+
+def build(case, state, pick, path):
+    """Make a store in a state: ``complete``, ``half`` (chunks staged in part), ``killed`` (at any step) or ``new``."""
+    if state == "killed":
+        pid = os.fork()
+        if pid == 0:
+            os.environ["TRAK_LITE_FAILPOINT"] = f"{pick.choice(HALF_DONE)}:{pick.randint(1, case.num_chunks)}"
+            fill(open_for_writing(path, case)[1], case, pick, lambda rows: None)
+            os._exit(0)
+        os.waitpid(pid, 0)
+        return
+    store, table = open_for_writing(path, case)
+    with store:
+        if state == "complete":
+            fill(table, case, pick, lambda rows: None)
+            final_scores(store, table)
+        elif state == "half":
+            for chunk in range(case.num_chunks):
+                rows = list(case.rows_of(chunk))
+                for row in pick.sample(rows, pick.randint(0, len(rows))):
+                    table.put(row, case.values([row]))
+
+
+HOWS = ["flip"] * 5 + ["cut"] * 3 + ["set", "empty", "extend", "remove", "insert", "zero", "foreign", "gone"]
+
+
+def drawn_bytes(content, pick, others):
+    """Return a name of what was done to the bytes, and the bytes; ``None`` where the file is gone."""
+    size = len(content)
+    at = pick.randrange(size + 1)
+    piece = content[at : at + pick.choice([1, 4, 24, 512])]
+    how = pick.choice(HOWS)
+    if how == "flip" and size:
+        changed = bytearray(content)
+        for _ in range(pick.choice([1, 1, 1, 2, 8])):
+            changed[pick.randrange(size)] ^= 1 << pick.randrange(8)
+        return how, bytes(changed)
+    changed = {
+        "cut": content[:at],
+        "set": content[:at] + pick.randbytes(len(piece)) + content[at + len(piece) :],
+        "empty": b"",
+        "extend": content + pick.choice([b"\n", bytes(512), pick.randbytes(24), content]),
+        "remove": content[:at] + content[at + len(piece) :],
+        "insert": content[:at] + pick.randbytes(pick.randint(1, 24)) + content[at:],
+        "zero": content[:at] + bytes(len(piece)) + content[at + len(piece) :],
+        "foreign": pick.choice(others),
+        "gone": None,
+    }
+    return how, changed.get(how, b"")
+
+
+def edited_json(content, pick, strange):
+    """Return JSON with one value, somewhere inside, replaced or removed."""
+    document = json.loads(content)
+    places = []
+
+    def visit(value):
+        keys = value if isinstance(value, dict) else range(len(value)) if isinstance(value, list) else ()
+        for key in list(keys):
+            places.append((value, key))
+            visit(value[key])
+
+    visit(document)
+    parent, key = pick.choice(places)
+    if pick.random() < 0.2:
+        del parent[key]
+    else:
+        parent[key] = pick.choice(strange)
+    return json.dumps(document).encode()
+
+
+STRANGE = (None, True, -1, 0, 1, 2, 3, 10**18, 10**30, 1.5, "", "x", "../x", "\ud800", "c" * 300)
+STRANGE += ([], [[]], [1], {}, {"a": 1})
+NOT_FINITE = (float("nan"), float("inf"))
+
+
+def damage(root, pick):
+    """Do one thing to one file, as decay or a foreign hand might; return (kind of file, what, path)."""
+    files = {path: content for path, content in tree(root).items() if content is not None}
+    kind = pick.choice(sorted({kind_of(path) for path in files}))
+    path = pick.choice(sorted(path for path in files if kind_of(path) == kind))
+    if kind == "metadata" and pick.random() < 0.5:
+        how, changed = "edit", edited_json(files[path], pick, STRANGE)
+    elif kind == "chunk" and pick.random() < 0.1:
+        path = re.sub(r"c\.\d+", f"c.{pick.choice([0, 1, 7, 10**6, 10**17])}", path)
+        how, changed = "foreign", pick.choice(list(files.values()))
+    else:
+        how, changed = drawn_bytes(files[path], pick, list(files.values()))
+    replace(os.path.join(root, path), changed)
+    return kind, how, path
+
+
+def replace(path, content):
+    """Give a file other bytes, or remove whatever is there."""
+    if os.path.isdir(path) and not os.path.islink(path):
+        shutil.rmtree(path)
+    elif os.path.lexists(path):
+        os.unlink(path)
+    if content is not None:
+        with open(path, "wb") as file:
+            file.write(content)
+
+
+def craft(root, pick):
+    """Do what no decay does and a hostile hand might: valid checksums over nonsense, giant files, no files."""
+    files = {path: content for path, content in tree(root).items() if content is not None}
+    kind = pick.choice(sorted({kind_of(path) for path in files}))
+    path = pick.choice(sorted(path for path in files if kind_of(path) == kind))
+    full = os.path.join(root, path)
+    hows = ["giant", "folder", "link", "pipe"]
+    if kind in CRAFTED:
+        hows += ["nonsense"] * 8
+    how = pick.choice(hows)
+    if how == "nonsense":
+        replace(full, CRAFTED[kind](files[path], pick))
+    elif how == "giant":
+        os.truncate(full, 1 << 40)
+    else:
+        replace(full, None)
+        {"folder": os.mkdir, "link": lambda name: os.symlink("/dev/zero", name), "pipe": os.mkfifo}[how](full)
+    return kind, how, path
+
+
+def _nonsense_metadata(content, pick):
+    if pick.random() < 0.3:
+        return (
+            b"[" * 100_000 if pick.random() < 0.5 else content.replace(b"null", b"[" * 9999 + b"]" * 9999, 1)
+        )
+    return edited_json(content, pick, NOT_FINITE)
+
+
+def _nonsense_commits(content, pick):
+    lines = []
+    for line in content.splitlines():
+        body = line.rpartition(b"\t")[0]
+        try:
+            body = pick.choice(
+                [edited_json(body, pick, STRANGE + NOT_FINITE), b"[" * 100_000, b"7", b"{}", body]
+            )
+        except ValueError:
+            body = b"null"
+        lines.append(body + b"\t%08x\n" % crc32c(body))
+    return b"".join(lines)
+
+
+def _nonsense_rows(content, pick):
+    log = bytearray(content.ljust(64, b"\0")[:64])
+    for _ in range(5):
+        body = struct.pack("<QIII", *(pick.choice([0, 1, 2**31, 2**32 - 1]) for _ in range(4)))
+        log += body + struct.pack("<I", crc32c(body))
+    return bytes(log)
+
+
+def _nonsense_array(content, pick):
+    array, _, footer = content[:-1].rpartition(b"\n")
+    header = pick.choice([b"'|O'", b"'<f9'", b"'<c16'", b"__import__('os')", b"(" * 90])
+    array = pick.choice(
+        [re.sub(rb"'<f8'", header, array), re.sub(rb"\(\d+, \d+\)", b"(-1, 2**70)", array), array[:20]]
+    )
+    key = json.loads(footer)["key"]
+    return array + b"\n" + json.dumps({"key": key, "crc32c": crc32c(array)}).encode() + b"\n"
+
+
+CRAFTED = {
+    "metadata": _nonsense_metadata,
+    "commit log": _nonsense_commits,
+    "row log": _nonsense_rows,
+    "derived array": _nonsense_array,
+}
+
+
+def look(root, case, before):
+    """Read all there is, as a reader; return the errors that refused something."""
+    refusals = []
+
+    def probe(read):
+        try:
+            return read()
+        except IncompleteStoreError:
+            return None  # pending rows are no damage
+        except StoreError as error:
+            check_names_place(error, root)
+            refusals.append(error)
+            return None
+
+    store = probe(lambda: ZarrFeatureStore.open(root))
+    if store is None:
+        return refusals
+    with store:
+        probe(store.table_names)
+        probe(lambda: store.attributes(NAME))
+        table = probe(lambda: store.open_table(NAME))
+        if table is None:
+            return refusals
+        found, spec = table.spec, case.spec
+        same = (found.num_rows, found.chunk_rows) == (spec.num_rows, spec.chunk_rows)
+        if not same or not set(found.columns) <= set(
+            spec.columns
+        ):  # a column that is lost is missed on resuming
+            raise Violated(f"the table opens with another shape: {found}", wrong=case.num_rows)
+        done = probe(table.done)
+        if done is not None and (done & ~before).any():
+            raise Violated("rows are done that were never put", wrong=int((done & ~before).sum()))
+        for chunk in probe(table.committed_chunks) or ():
+            probe(lambda chunk=chunk: check_rows(table, case, [chunk]))
+        for column in found.columns:
+            probe(lambda column=column: check_some_rows(table, case, column.name))
+        if done is not None and done.all() and not refusals:
+            probe(lambda: final_scores(store, table))
+    return refusals
+
+
+def check_some_rows(table, case, column):
+    """Raise if rows read one by one are not those that were put."""
+    rows = [0, case.num_rows - 1]
+    if table.read_rows(column, rows).tobytes() != case.values(rows)[column].tobytes():
+        raise Violated(f"rows read alone are wrong in {column}", wrong=2)
+
+
+def check_names_place(error, root):
+    """Raise unless an error names a path in the store."""
+    if os.path.basename(root) not in str(error):
+        raise Violated(f"an error does not name its place: {error}")
+
+
+def repair(root, case, pick, path, original):
+    """Resume the run, doing what errors say, until it ends; return how often something had to be done."""
+    for steps in range(2 * case.num_chunks + 3):
+        try:
+            finish(root, case, pick)
+        except StoreError as error:
+            check_names_place(error, root)
+            remove = re.search(r"Remove (.+?): the rows become pending", str(error))
+            if remove and not isinstance(error, IncompleteStoreError):
+                for name in remove[1].split(", "):
+                    replace(name, None)
+            else:
+                replace(os.path.join(root, path), original)
+        else:
+            return steps
+    raise Violated("following the advice does not lead to a whole store")
+
+
+def examine(folder, case, states, pick, *, crafted):
+    """Damage one store and see what becomes of it; return (kind of file, what was done, outcome)."""
+    before, done = pick.choice(states)
+    root = os.path.join(folder, "damaged.zarr")
+    plant(before, root)
+    kind, how, path = (craft if crafted else damage)(root, pick)
+    try:
+        refusals = look(root, case, done)
+        steps = repair(root, case, pick, path, before.get(path))
+    except Exception as error:
+        error.add_note(f"{kind}; {how}; {path}")
+        raise
+    finally:
+        replace(root, None)
+    return kind, how, "refused" if refusals or steps else "harmless, or pending"
+
+
+def built_states(folder, case, pick):
+    """Return stores to damage, as (tree, mask of done rows)."""
+    states = []
+    for number, state in enumerate(["complete", "half", "killed", "killed", "new"]):
+        root = os.path.join(folder, f"{number}.zarr")
+        build(case, state, pick, root)
+        with ZarrFeatureStore.open(root) as store:
+            states.append((tree(root), store.open_table(NAME).done()))
+        replace(root, None)
+    return states
+
+
+def damage_many(folder, case, seed, first, count, crafted):
+    """Damage a store in ``count`` ways; each example's number is noted first, so that one that kills has a name.
+
+    Returns:
+        How often each outcome was seen, and the examples that broke a promise.
+    """
+    case = Case(**case)
+    states = built_states(folder, case, random.Random(f"{seed}/states"))
+    with open("/proc/self/statm") as file:
+        in_use = int(file.read().split()[0]) * resource.getpagesize()
+    resource.setrlimit(resource.RLIMIT_AS, (in_use + ROOM, resource.RLIM_INFINITY))
+    tally, broken = Counter(), []
+    for number in range(first, first + count):
+        replace(os.path.join(folder, "example"), str(number).encode())
+        signal.alarm(SECONDS)
+        try:
+            found = examine(
+                folder, case, states, random.Random(f"{seed}/{crafted}/{number}"), crafted=crafted
+            )
+        except Exception as error:  # any other than a StoreError is what is looked for
+            counts = error.counts if isinstance(error, Violated) else {}
+            broken.append({"number": number, "trace": traceback.format_exc(), **counts})
+        else:
+            tally["; ".join(found)] += 1
+    signal.alarm(0)
+    return {"tally": tally, "broken": broken}

@@ -1,0 +1,364 @@
+"""Power cuts: a record of every change below a folder, from which any state that a cut may leave can be built.
+
+The model. What a file held at its last sync is kept. Of what was written to it since, any set of 512-byte sectors may
+be kept, and its length may or may not have grown (zeros where nothing arrived). A name that was made, moved or removed
+is kept once its folder (for a move: the one that it went to) was synced; of the others any set may be kept in which no
+change of a name comes without the earlier changes of the same name. A move is kept whole or not at all. A journal
+(ext4's, say) narrows that: any sync keeps all earlier changes of names, and what is kept of the later ones is the first
+of them.
+"""
+
+import contextlib
+import os
+import random
+from dataclasses import dataclass
+from unittest import mock
+
+SECTOR = 512
+
+
+@dataclass(frozen=True)
+class Written:
+    """Bytes at an offset of a file."""
+
+    node: int
+    offset: int
+    data: bytes
+
+
+@dataclass(frozen=True)
+class Resized:
+    """A file cut, or extended without touching what is there."""
+
+    node: int
+    size: int
+    may_cut: bool
+
+
+@dataclass(frozen=True)
+class Renamed:
+    """Names that now mean another node, or none: all of them or none of them."""
+
+    changes: tuple
+    """``((folder, name), node or None)``."""
+    folder: int
+    """The one whose sync makes it last."""
+
+
+@dataclass(frozen=True)
+class Synced:
+    """A file's bytes, or a folder's names, are on the disk."""
+
+    node: int
+
+
+@dataclass(frozen=True)
+class Noted:
+    """What the program has been told: from here on it must be true."""
+
+    what: object
+
+
+def tree(root):
+    """Every file below a folder with its bytes, every folder with ``None``, by path from there."""
+    found = {}
+    for parent, folders, files in os.walk(root):
+        below = os.path.relpath(parent, root)
+        for name in folders:
+            found[os.path.normpath(os.path.join(below, name))] = None
+        for name in files:
+            with open(os.path.join(parent, name), "rb") as file:
+                found[os.path.normpath(os.path.join(below, name))] = file.read()
+    return found
+
+
+def plant(found, root):
+    """Make what :func:`tree` returned."""
+    os.mkdir(root)
+    for path in sorted(found):
+        if found[path] is None:
+            os.mkdir(os.path.join(root, path))
+        else:
+            with open(os.path.join(root, path), "wb") as file:
+                file.write(found[path])
+
+
+class Recorder:
+    """Records what happens below a folder while it is entered; syncs are recorded instead of waited for.
+
+    What is in the folder at the start counts as synced. Files that are written otherwise than through ``os`` (zarr's
+    metadata) are found when they are next opened, moved or synced, and count as written just before.
+    """
+
+    def __init__(self, root):
+        self.root = os.path.realpath(root)
+        self.steps = []
+        self._names = {0: {}}
+        self._count = 1
+        self._fds = {}
+        self._patches = contextlib.ExitStack()
+        self._find_below(0)
+        self.steps.extend(Synced(node) for node in range(self._count))
+        self._first = len(self.steps)
+
+    def __enter__(self):
+        calls = {
+            "open": self._on_open,
+            "pwrite": self._on_pwrite,
+            "ftruncate": self._on_ftruncate,
+            "posix_fallocate": self._on_fallocate,
+            "fsync": self._on_fsync,
+            "mkdir": self._on_mkdir,
+            "rename": self._on_rename,
+            "replace": self._on_rename,
+            "unlink": self._on_unlink,
+            "remove": self._on_unlink,
+            "rmdir": self._on_unlink,
+        }
+        for name, record in calls.items():
+            self._patches.enter_context(
+                mock.patch.object(os, name, self._recorded(getattr(os, name), record))
+            )
+        return self
+
+    def __exit__(self, kind, *_):
+        self._patches.close()
+        if kind is None and self.disk().everything() != tree(self.root):
+            raise AssertionError("A change of the folder was not recorded: teach Recorder that call of os.")
+
+    def note(self, what):
+        """Remember what the program has been told by now."""
+        self.steps.append(Noted(what))
+
+    def disk(self):
+        """Return what was recorded so far, as a disk sees it."""
+        return Disk(tuple(self.steps), self._first, frozenset(self._names))
+
+    @staticmethod
+    def _recorded(real, record):
+        def call(*arguments, **keywords):
+            return record(real, *arguments, **keywords)
+
+        return call
+
+    def _on_open(self, real, path, flags, *mode, **keywords):
+        new = flags & os.O_CREAT and not os.path.lexists(path)
+        fd = real(path, flags, *mode, **keywords)
+        place = self._place(path) if new else None
+        self._fds[fd] = self._make(*place) if place else self._node(path, keywords.get("dir_fd"))
+        return fd
+
+    def _on_pwrite(self, real, fd, data, offset):
+        written = real(fd, data, offset)
+        if self._fds.get(fd) is not None:
+            self.steps.append(Written(self._fds[fd], offset, bytes(data)[:written]))
+        return written
+
+    def _on_ftruncate(self, real, fd, size):
+        real(fd, size)
+        self._resized(fd, size, may_cut=True)
+
+    def _on_fallocate(self, real, fd, offset, size):
+        real(fd, offset, size)
+        self._resized(fd, offset + size, may_cut=False)
+
+    def _resized(self, fd, size, *, may_cut):
+        if self._fds.get(fd) is not None:
+            self.steps.append(Resized(self._fds[fd], size, may_cut))
+
+    def _on_fsync(self, real, fd):
+        node = self._fds.get(fd)
+        if node is not None:
+            if node in self._names:
+                self._find_below(node)
+            self.steps.append(Synced(node))
+
+    def _on_mkdir(self, real, path, *mode, **keywords):
+        real(path, *mode, **keywords)
+        if place := self._place(path):
+            self._names[self._make(*place)] = {}
+
+    def _on_rename(self, real, source, target):
+        node = self._node(source)
+        if node in self._names:
+            self._find_below(node)
+        self._node(target)
+        real(source, target)
+        if node is not None:
+            old, new = self._place(source), self._place(target)
+            self._change(((old, None), (new, node)), new[0])
+
+    def _on_unlink(self, real, path, *, dir_fd=None):
+        place = self._place(path, dir_fd)
+        if place:
+            self._node(path, dir_fd)
+        real(path, dir_fd=dir_fd)
+        if place:
+            self._change(((place, None),), place[0])
+
+    def _place(self, path, dir_fd=None):
+        """Return (folder node, name) of a path below the root, ``None`` of any other."""
+        path = self._full(path, dir_fd)
+        if not path.startswith(self.root + os.sep):
+            return None
+        node = 0
+        *above, name = path[len(self.root) + 1 :].split(os.sep)
+        for depth, part in enumerate(above):
+            node = self._child(node, part, os.path.join(self.root, *above[: depth + 1]))
+        return node, name
+
+    def _node(self, path, dir_fd=None):
+        """Return the node of a path, ``None`` if it is elsewhere or nothing is there."""
+        full = self._full(path, dir_fd)
+        if full == self.root:
+            return 0
+        place = self._place(full)
+        return self._child(*place, full) if place else None
+
+    @staticmethod
+    def _full(path, dir_fd):
+        base = "" if dir_fd is None else os.readlink(f"/proc/self/fd/{dir_fd}")
+        return os.path.abspath(os.path.join(base, os.fsdecode(path)))
+
+    def _child(self, folder, name, path):
+        """Return the node of a name; what has been made there unseen is found now."""
+        if name not in self._names[folder] and os.path.lexists(path):
+            node = self._make(folder, name)
+            if os.path.isdir(path):
+                self._names[node] = {}
+            else:
+                with open(path, "rb") as file:
+                    self.steps.append(Written(node, 0, file.read()))
+        return self._names[folder].get(name)
+
+    def _find_below(self, folder):
+        path = self._path(folder)
+        for name in sorted(os.listdir(path)):
+            node = self._child(folder, name, os.path.join(path, name))
+            if node in self._names:
+                self._find_below(node)
+
+    def _path(self, wanted):
+        if wanted == 0:
+            return self.root
+        for folder, names in self._names.items():
+            for name, node in names.items():
+                if node == wanted:
+                    return os.path.join(self._path(folder), name)
+        raise KeyError(wanted)
+
+    def _make(self, folder, name):
+        node = self._count
+        self._count += 1
+        self._change((((folder, name), node),), folder)
+        return node
+
+    def _change(self, changes, folder):
+        self.steps.append(Renamed(tuple(changes), folder))
+        for (parent, name), node in changes:
+            self._names[parent].pop(name, None)
+            if node is not None:
+                self._names[parent][name] = node
+
+
+@dataclass(frozen=True)
+class Cut:
+    """How much of what is not synced survives a power cut: the chance of each change of a name and of each sector."""
+
+    names: float
+    sectors: float
+    journal: bool
+
+    @classmethod
+    def drawn(cls, pick):
+        """All, nothing, one without the other, or anything."""
+        chances = [0.0, 1.0, pick.random()]
+        return cls(pick.choice(chances), pick.choice(chances), pick.random() < 0.5)
+
+
+EXTREMES = tuple(Cut(names, sectors, journal=False) for names in (0.0, 1.0) for sectors in (0.0, 1.0))
+
+
+class Disk:
+    """What was recorded, as a disk sees it."""
+
+    def __init__(self, steps, first, folders):
+        self.moments = range(first, len(steps) + 1)
+        """Before which steps there may be a cut; the ones before the first make what was there at the start."""
+        self.steps = steps
+        self._folders = folders
+
+    def everything(self):
+        """Return the tree if nothing is lost."""
+        return self.after(self.moments[-1], Cut(1.0, 1.0, journal=False), random.Random(0))
+
+    def noted(self, stop):
+        """Return what the program had been told before a step."""
+        return [step.what for step in self.steps[:stop] if isinstance(step, Noted)]
+
+    def after(self, stop, cut, pick):
+        """Return a tree that a power cut just before a step may leave."""
+        steps = self.steps[:stop]
+        last = {step.node: place for place, step in enumerate(steps) if isinstance(step, Synced)}
+        names, contents = {}, {}
+        for step in _kept_names(steps, last, cut, pick):
+            for (folder, name), node in step.changes:
+                names.setdefault(folder, {}).pop(name, None)
+                if node is not None:
+                    names[folder][name] = node
+        for place, step in enumerate(steps):
+            if isinstance(step, Written | Resized):
+                kept = 1.0 if place < last.get(step.node, -1) else cut.sectors
+                _apply(
+                    contents.setdefault(step.node, bytearray()), step, lambda kept=kept: pick.random() < kept
+                )
+        return dict(self._walk(0, "", names, contents))
+
+    def _walk(self, folder, path, names, contents):
+        for name, node in names.get(folder, {}).items():
+            here = os.path.join(path, name)
+            if node in self._folders:
+                yield here, None
+                yield from self._walk(node, here, names, contents)
+            else:
+                yield here, bytes(contents.get(node, b""))
+
+
+def _kept_names(steps, last, cut, pick):
+    """Return the changes of names that survive."""
+    places = [place for place, step in enumerate(steps) if isinstance(step, Renamed)]
+    if cut.journal:
+        synced = max(last.values(), default=-1)
+        later = [place for place in places if place > synced]
+        first = next((n for n in range(len(later)) if pick.random() >= cut.names), len(later))
+        return [steps[place] for place in places if place <= synced or place in later[:first]]
+    kept, needed = [], set()
+    for place in reversed(places):  # a change needs the earlier ones of the same names
+        keys = {key for key, _ in steps[place].changes}
+        if place < last.get(steps[place].folder, -1) or keys & needed or pick.random() < cut.names:
+            kept.append(steps[place])
+            needed |= keys
+    return kept[::-1]
+
+
+def _apply(content, step, survives):
+    """Do to a file's bytes what survives of a step."""
+    if isinstance(step, Resized):
+        if survives() and (step.may_cut or step.size > len(content)):
+            _resize(content, step.size)
+        return
+    end = step.offset + len(step.data)
+    if end > len(content) and survives():
+        _resize(content, end)
+    start = step.offset
+    while start < end:
+        stop = min((start // SECTOR + 1) * SECTOR, end)
+        if survives():
+            _resize(content, max(len(content), stop))
+            content[start:stop] = step.data[start - step.offset : stop - step.offset]
+        start = stop
+
+
+def _resize(content, size):
+    del content[size:]
+    content.extend(bytes(size - len(content)))

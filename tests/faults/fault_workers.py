@@ -1,0 +1,418 @@
+"""Processes that write, read, create or are damaged, and may be killed at it.
+
+One process imports the store once and forks a worker per order, read as JSON lines. A worker that hangs is ended by
+SIGALRM; its exit status tells.
+"""
+
+import importlib.util
+import json
+import os
+import random
+import resource
+import signal
+import subprocess
+import sys
+import time
+import traceback
+import types
+from pathlib import Path
+
+if __name__ == "__main__":  # the package without its front door, which imports torch: the store needs none
+    package = types.ModuleType("trak_lite")
+    package.__path__ = importlib.util.find_spec("trak_lite").submodule_search_locations
+    sys.modules["trak_lite"] = package
+
+import numpy as np
+from fault_cases import (
+    MANIFEST,
+    NAME,
+    Case,
+    Violated,
+    check_acknowledged,
+    check_as_reader,
+    check_rows,
+    fill,
+    finish,
+    open_for_writing,
+)
+from fault_damage import damage_many, look
+from fault_disk import Failing
+
+from trak_lite.errors import (
+    ManifestMismatchError,
+    MissingStoreError,
+    ReadOnlyStoreError,
+    StoreError,
+    StoreFullError,
+)
+from trak_lite.store import Manifest, ZarrFeatureStore
+
+PATIENCE = 90  # seconds until a worker counts as hanging
+NOBODY = 65534
+
+
+class Acknowledgements:
+    """Rows whose ``put`` has returned, in a file that several processes append to and that outlives them."""
+
+    def __init__(self, path):
+        self.path = path
+        self.rows = set()
+
+    def __call__(self, rows):
+        self.rows |= set(rows)
+        with open(
+            self.path, "ab", buffering=0
+        ) as file:  # one write; not through os.open, which may be failing
+            file.write("".join(f"{row}\n" for row in rows).encode())
+
+    @staticmethod
+    def read(path):
+        """Return all rows in the file; a line cut off by a kill was no acknowledgement."""
+        if not os.path.exists(path):
+            return set()
+        with open(path) as file:
+            return {int(line) for line in file.read().rpartition("\n")[0].split()}
+
+
+def write(path, case, acks, seed):
+    """Put pending rows until none is left that is not held by others."""
+    case, pick = Case(**case), random.Random(seed)
+    store, table = open_for_writing(path, case)
+    with store:
+        return fill(table, case, pick, Acknowledgements(acks))
+
+
+def write_slowly(path, case, acks, seed):
+    """Likewise, waiting between puts: the disk gets time to write back what nobody has synced."""
+    case, pick, noted = Case(**case), random.Random(seed), Acknowledgements(acks)
+    store, table = open_for_writing(path, case)
+    with store:
+        fill(table, case, pick, lambda rows: (noted(rows), time.sleep(pick.uniform(0, 0.01))))
+
+
+class Interrupts:
+    """Signals that raise where a write is going on, at most two at a time (the second one inside the clean-up)."""
+
+    def __init__(self):
+        self.count = 0
+        self.left = 0
+        for number in (signal.SIGINT, signal.SIGTERM):
+            signal.signal(number, self._raise)
+
+    def _raise(self, number, frame):
+        if self.left:
+            self.left -= 1
+            self.count += 1
+            raise KeyboardInterrupt if number == signal.SIGINT else SystemExit(143)
+
+
+def write_stubbornly(path, case, acks, seed):
+    """Likewise; a Ctrl-C or a SIGTERM interrupts a put, and the same process goes on with the same handle."""
+    case, pick, noted = Case(**case), random.Random(seed), Acknowledgements(acks)
+    interrupts, handle, ended = Interrupts(), None, False
+    while not ended:
+        try:
+            try:
+                handle = handle or open_for_writing(
+                    path, case
+                )  # by threads of zarr's, which Python may not interrupt
+                interrupts.left = 2
+                check_acknowledged(handle[1], noted.rows)
+                fill(handle[1], case, pick, noted)
+                ended = True
+                interrupts.left = 0
+            except (KeyboardInterrupt, SystemExit):
+                interrupts.left = 0
+        except (KeyboardInterrupt, SystemExit):
+            pass  # the second one came while the first one was on its way; there is no third
+    handle[0].close()
+    return interrupts.count
+
+
+def write_on_failing_disk(path, case, acks, seed, plans):
+    """Likewise, on a disk that fails as planned; each failure has its name, and the same process goes on."""
+    case, pick, noted = Case(**case), random.Random(seed), Acknowledgements(acks)
+    seen, handle = 0, None
+    for plan in plans:
+        failing = Failing(**plan)
+        for _ in range(500):
+            try:
+                with failing:
+                    handle = handle or open_for_writing(path, case)
+                    fill(handle[1], case, pick, noted)
+            except StoreError as error:
+                failing.check_name_of(error)
+                seen += 1
+                check_as_reader(path, case, noted.rows)
+            else:
+                break
+        else:
+            raise Violated(f"the disk is well again and the run does not go on: {plan}")
+    handle[0].close()
+    return seen
+
+
+def write_within_limit(path, case, acks, seed, limit):
+    """Likewise, under a limit on the size of files that is lifted after some failures."""
+    case, pick, noted = Case(**case), random.Random(seed), Acknowledgements(acks)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (limit, resource.RLIM_INFINITY))
+    full = 0
+    while True:
+        try:
+            store, table = open_for_writing(path, case)
+            with store:
+                fill(table, case, pick, noted)
+        except StoreFullError:
+            full += 1
+            resource.setrlimit(resource.RLIMIT_FSIZE, (2 * limit * full, resource.RLIM_INFINITY))
+        else:
+            return full
+
+
+def write_on_full_disk(path, case, acks, seed, ballast):
+    """Likewise, on a disk that is full until the ballast goes, a piece at a time."""
+    case, pick, noted = Case(**case), random.Random(seed), Acknowledgements(acks)
+    full, handle = 0, None
+    while True:
+        try:
+            handle = handle or open_for_writing(path, case)
+            fill(handle[1], case, pick, noted)
+        except StoreFullError:
+            full += 1
+            if handle:
+                check_acknowledged(handle[1], noted.rows)
+            os.truncate(ballast, max(os.path.getsize(ballast) - pick.choice([4096, 16384]), 0))
+        else:
+            handle[0].close()
+            return full
+
+
+def write_and_fork(path, case, acks, seed, dies):
+    """Put some rows, fork a child that lives on, and die, or go on beside a child that writes too."""
+    case, pick, noted = Case(**case), random.Random(seed), Acknowledgements(acks)
+    store, table = open_for_writing(path, case)
+    rows = table.pending()[: pick.randint(1, case.num_rows)].tolist()
+    table.put(rows, case.values(rows))
+    noted(rows)
+    child = os.fork()
+    if child == 0:
+        os.close(ANSWERS)
+        live_on(table, case, random.Random(seed + 1), None if dies else noted)
+    if dies:
+        os.kill(os.getpid(), signal.SIGKILL)
+    fill(table, case, pick, noted)
+    store.close()
+    return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+
+
+def live_on(table, case, pick, noted):
+    """Do what a forked child does: sleep (without ``noted``) or write; never returns."""
+    try:
+        if noted is None:
+            time.sleep(1)
+        else:
+            fill(table, case, pick, noted)
+    except BaseException:  # nothing may get past the end of a forked child
+        traceback.print_exc()
+        os._exit(1)
+    os._exit(0)
+
+
+def poll(path, case, acks):
+    """Read beside the writers until all is committed: rows that were done stay done, and none is ever wrong."""
+    case, polls, before, seen = Case(**case), 0, None, set()
+    while True:
+        polls += 1
+        acknowledged = Acknowledgements.read(acks)
+        try:
+            with ZarrFeatureStore.open(path) as store:
+                table = store.open_table(NAME)
+                for _ in range(5):
+                    committed, done = set(table.committed_chunks()), check_acknowledged(table, acknowledged)
+                    if not seen <= committed or (before is not None and (before & ~done).any()):
+                        raise Violated("a row that was done for a reader no longer is", lost=1)
+                    check_rows(table, case, committed - seen)
+                    seen, before = committed, done
+                check_rows(table, case)
+                if table.complete:
+                    return polls
+        except MissingStoreError:
+            if acknowledged:
+                raise
+        time.sleep(0.002)
+
+
+def create(path, case, seed, jump):
+    """Create beside others, by a clock that is off; say which settings won."""
+    real = time.time
+    time.time = lambda: real() + jump
+    for _ in range(20):
+        try:
+            store = ZarrFeatureStore.create(path, Manifest({"seed": seed}))
+            store.create_table(NAME, Case(**case).spec)
+        except ManifestMismatchError as error:
+            if "seed is" not in str(error):
+                raise Violated(f"the mismatch is not named: {error}") from error
+            return None
+        except StoreError:
+            if not jump:
+                raise
+        else:
+            return seed
+    raise Violated("creation failed 20 times")
+
+
+def refuse_nobody(path, case):
+    """As a user who may only read, or not even that: named errors, right values, not a byte written."""
+    os.setgroups([])
+    os.setgid(NOBODY)
+    os.setuid(NOBODY)
+    return check_read_only(path, case)
+
+
+def look_as_nobody(path, case):
+    """Read what there is as a user who may not read all of it; return the messages."""
+    os.setgroups([])
+    os.setgid(NOBODY)
+    os.setuid(NOBODY)
+    case = Case(**case)
+    return [str(error) for error in look(os.path.realpath(path), case, np.ones(case.num_rows, bool))]
+
+
+def check_read_only(path, case):
+    """Reading works, writing is refused by name."""
+    check_as_reader(path, Case(**case), ())
+    for attempt in (
+        lambda: ZarrFeatureStore.open(path, "r+"),
+        lambda: ZarrFeatureStore.create(path, MANIFEST),
+    ):
+        try:
+            attempt()
+        except ReadOnlyStoreError:
+            continue
+        raise Violated("a store that cannot be written opens for writing")
+    return "refused"
+
+
+def resume(path, case, seed):
+    """Finish and check a run in this process."""
+    return finish(path, Case(**case), random.Random(seed))
+
+
+ACTIONS = {
+    action.__name__: action
+    for action in (
+        write,
+        write_slowly,
+        write_stubbornly,
+        write_on_failing_disk,
+        write_within_limit,
+        write_on_full_disk,
+        write_and_fork,
+        poll,
+        create,
+        refuse_nobody,
+        look_as_nobody,
+        check_read_only,
+        resume,
+        damage_many,
+    )
+}
+ANSWERS = -1
+
+
+def run(order, pipe):
+    """Carry out one order in a forked child; never returns."""
+    global ANSWERS
+    ANSWERS = pipe
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    signal.alarm(PATIENCE)
+    answer, status = None, 0
+    try:
+        os.environ.update(order["environment"])
+        if order["synced"]:
+            os.fsync = SYNC
+        answer = ACTIONS[order["action"]](*order["arguments"])
+    except Violated as error:
+        answer, status = {"violated": str(error), **error.counts}, 3
+    except BaseException:  # whatever it is, it is what the campaign wants to know
+        answer, status = {"failed": traceback.format_exc()}, 1
+    os.write(pipe, json.dumps(answer).encode())
+    os._exit(status)
+
+
+SYNC = os.fsync
+
+
+def main():
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    os.fsync = lambda fd: None  # a kill leaves the page cache alone: no need to wait for the disk
+    pipes = {}
+    for line in sys.stdin:
+        order = json.loads(line)
+        if "wait" in order:
+            pid = order["wait"]
+            with os.fdopen(pipes.pop(pid), "rb") as answers:
+                answer = answers.read()
+            status = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+            print(json.dumps([status, json.loads(answer or b"null")]), flush=True)
+            continue
+        ours, theirs = os.pipe()
+        pid = os.fork()
+        if pid == 0:
+            run(order, theirs)
+        os.close(theirs)
+        pipes[pid] = ours
+        print(pid, flush=True)
+
+
+class Workers:
+    """Starts actions in processes of their own."""
+
+    def __init__(self):
+        here = Path(__file__).parent
+        paths = [str(here), str(here.parents[1]), os.environ.get("PYTHONPATH", "")]
+        single = {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}
+        self._process = subprocess.Popen(
+            [sys.executable, __file__],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+            env={**os.environ, **single, "PYTHONPATH": os.pathsep.join(filter(None, paths))},
+        )
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *_):
+        self._process.communicate()
+
+    def start(self, action, *arguments, failpoint=None, synced=False):
+        """Start an action and return its process id."""
+        environment = {} if failpoint is None else {"TRAK_LITE_FAILPOINT": failpoint}
+        return self._ask(
+            {"action": action, "arguments": arguments, "environment": environment, "synced": synced}
+        )
+
+    def wait(self, pid, *, may_die_by=()):
+        """Return exit status and answer; raise if the process failed in a way that it must not."""
+        status, answer = self._ask({"wait": pid})
+        if status == 0 or -status in may_die_by:
+            return status, answer
+        if status == 3:
+            raise Violated(answer.pop("violated"), **answer)
+        how = f"died by signal {signal.Signals(-status).name}" if status < 0 else answer["failed"]
+        raise Violated(f"a worker {how}")
+
+    def run(self, action, *arguments, **options):
+        """Run to the end and return the answer."""
+        return self.wait(self.start(action, *arguments, **options))[1]
+
+    def _ask(self, order):
+        self._process.stdin.write(json.dumps(order) + "\n")
+        self._process.stdin.flush()
+        return json.loads(self._process.stdout.readline())
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,85 @@
+"""Removing a table: renamed first, so that it is gone as a whole, and removed file by file then."""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import os
+import shutil
+import uuid
+from collections.abc import Iterator
+
+from trak_lite.errors import BusyError
+from trak_lite.store._chunk_files import STAGE
+from trak_lite.store._failpoints import failpoint
+from trak_lite.store._files import Descriptors, sync_folder
+from trak_lite.store._folders import names_in
+from trak_lite.store._records import HOLDER_BYTES
+
+__all__ = ["drop_folder", "is_dropped", "remove_dropped", "stage_locked"]
+
+
+@contextlib.contextmanager
+def stage_locked(folder: str) -> Iterator[None]:
+    """Hold the locks of all chunks of a table that are being filled; needs no more of it than its folders.
+
+    Raises:
+        BusyError: If another writer holds one of them; names the writer.
+    """
+    held = Descriptors()
+    try:
+        for path in _row_logs(folder):
+            with contextlib.suppress(FileNotFoundError):  # its chunk was committed just now
+                _lock(held, path, folder)
+        yield
+    finally:
+        held.close()
+
+
+def drop_folder(folder: str) -> None:
+    """Take the name from a folder; :func:`remove_dropped` removes what is left of it."""
+    parent, name = os.path.split(folder)
+    os.rename(folder, f"{parent}/{_prefix(name)}{uuid.uuid4().hex}")
+    failpoint("table_renamed")
+    sync_folder(parent)
+
+
+def is_dropped(folder: str) -> bool:
+    """Return whether something is left of what was dropped under this name."""
+    return bool(_dropped(folder))
+
+
+def remove_dropped(folder: str) -> None:
+    """Remove what was dropped under this name."""
+    for path in _dropped(folder):
+        while os.path.lexists(path):
+            with contextlib.suppress(FileNotFoundError):  # another process removes it as well
+                shutil.rmtree(path)
+
+
+def _dropped(folder: str) -> list[str]:
+    parent, name = os.path.split(folder)
+    return [f"{parent}/{entry}" for entry in names_in(parent) if entry.startswith(_prefix(name))]
+
+
+def _prefix(name: str) -> str:
+    return f".{name}.dropped-"
+
+
+def _row_logs(folder: str) -> Iterator[str]:
+    for column in names_in(folder):
+        stage = f"{folder}/{column}/{STAGE}"
+        if os.path.isdir(stage) and not os.path.islink(stage):
+            yield from (f"{stage}/{name}" for name in names_in(stage) if name.endswith(".log"))
+
+
+def _lock(held: Descriptors, path: str, folder: str) -> None:
+    fd = held.open(path, os.O_RDONLY)
+    try:
+        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        holder = os.pread(fd, HOLDER_BYTES, 0).decode("ascii", "replace").strip()
+        raise BusyError(
+            f"{folder}: another writer ({holder or 'unnamed'}) holds rows of it, so it was not dropped. "
+            "Wait for it to finish, or stop it."
+        ) from None

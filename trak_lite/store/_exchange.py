@@ -1,0 +1,132 @@
+"""Two stores side by side: how they differ, and what one can take from the other."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from trak_lite.errors import InvalidInputError
+from trak_lite.store._base import AbstractFeatureStore, AbstractRowTable, Difference
+from trak_lite.store._grid import compare_specs, flat_spec, spec_to_json
+from trak_lite.store._report import row_ranges
+from trak_lite.store._values import short_list
+from trak_lite.store.manifest import differing_keys
+
+__all__ = ["diff_stores", "merge_stores"]
+
+
+def diff_stores(here: AbstractFeatureStore, there: AbstractFeatureStore) -> tuple[Difference, ...]:
+    """Return what differs between two stores; see :meth:`AbstractFeatureStore.diff`."""
+    found = [
+        Difference(None, *keys)
+        for keys in differing_keys(here.manifest.fingerprint, there.manifest.fingerprint)
+    ]
+    ours, theirs = here.table_names(), there.table_names()
+    for path in [*ours, *(path for path in theirs if path not in ours)]:
+        if path not in ours or path not in theirs:
+            known = ("present", "absent")
+            found.append(Difference(path, "table", *(known if path in ours else known[::-1])))
+        else:
+            found += _diff_tables(path, here.open_table(path), there.open_table(path))
+    return tuple(found)
+
+
+def _diff_tables(path: str, here: AbstractRowTable, there: AbstractRowTable) -> Iterator[Difference]:
+    for key, ours, theirs in differing_keys(flat_spec(here.spec), flat_spec(there.spec)):
+        yield Difference(path, key, ours, theirs)
+    if _shape(here) != _shape(there):
+        return  # row by row they cannot be compared
+    done = here.done(), there.done()
+    for first, second, known in ((*done, ("done", "pending")), (*done[::-1], ("pending", "done"))):
+        for rows in row_ranges(first & ~second, first=0):
+            yield Difference(path, _text(rows), *known)
+    committed = set(here.committed_chunks()) & set(there.committed_chunks())
+    for chunk in range(here.num_chunks):
+        start, stop = here.chunk_range(chunk)
+        if chunk in committed:
+            ours, theirs = here.checksums(chunk), there.checksums(chunk)
+            for name in (name for name in ours if ours[name] != theirs[name]):
+                what = f"{name} in {_text(range(start, stop))} (chunk {chunk})"
+                yield Difference(path, what, f"checksum {ours[name]:08x}", f"{theirs[name]:08x}")
+        elif (done[0] & done[1])[start:stop].any():
+            for rows in _differing_rows(here, there, chunk):
+                yield Difference(path, _text(rows), "other bytes", "other bytes")
+
+
+def merge_stores(into: AbstractFeatureStore, parts: Iterable[AbstractFeatureStore]) -> dict[str, int]:
+    """Put the rows that a store misses and others have; see :meth:`AbstractFeatureStore.merge`."""
+    taken: dict[str, int] = {}
+    for part in parts:
+        where = into.path or "the store in memory"
+        into.manifest.check_same(part.manifest, where=where)
+        known = set(into.table_names())
+        for path in known.intersection(part.table_names()):
+            ours, theirs = into.open_table(path), part.open_table(path)
+            compare_specs(ours.spec, theirs.spec, where=f"{where}:{path}")
+            _refuse_conflicts(path, ours, theirs, part)
+        for path in part.table_names():
+            theirs = part.open_table(path)
+            ours = into.create_table(path, theirs.spec, part.attributes(path))
+            taken[path] = taken.get(path, 0) + _take_missing(ours, theirs)
+    return taken
+
+
+def _refuse_conflicts(
+    path: str, ours: AbstractRowTable, theirs: AbstractRowTable, part: AbstractFeatureStore
+) -> None:
+    both = ours.done() & theirs.done()
+    committed = set(ours.committed_chunks()) & set(theirs.committed_chunks())
+    conflicts: list[int] = []
+    for chunk in range(ours.num_chunks):
+        start, stop = ours.chunk_range(chunk)
+        same = chunk in committed and ours.checksums(chunk) == theirs.checksums(chunk)
+        if both[start:stop].any() and not same:
+            conflicts += [row for rows in _differing_rows(ours, theirs, chunk) for row in rows]
+    if conflicts:
+        raise InvalidInputError(
+            f"{path}: rows {short_list(conflicts)} of {part.path or 'a store in memory'} differ in their bytes from "
+            "those that are here already. Nothing was taken from that part. Compare how the two were made (versions, "
+            "device, data), and leave one of them out."
+        )
+
+
+def _take_missing(ours: AbstractRowTable, theirs: AbstractRowTable) -> int:
+    """Put what is missing, chunk by chunk; return the number of rows."""
+    missing = theirs.done() & ~ours.done()
+    taken = 0
+    for chunk in range(ours.num_chunks):
+        start, stop = ours.chunk_range(chunk)
+        if missing[start:stop].any():
+            rows, values = theirs.read_done(chunk)
+            wanted = missing[rows]
+            ours.put(rows[wanted], {name: array[wanted] for name, array in values.items()})
+            taken += int(wanted.sum())
+    return taken
+
+
+def _differing_rows(here: AbstractRowTable, there: AbstractRowTable, chunk: int) -> Iterable[range]:
+    """Return the rows of a chunk that are done in both tables and not the same in every byte."""
+    (ours, our_values), (theirs, their_values) = here.read_done(chunk), there.read_done(chunk)
+    common, at_ours, at_theirs = np.intersect1d(ours, theirs, assume_unique=True, return_indices=True)
+    start, stop = here.chunk_range(chunk)
+    differs = np.zeros(stop - start, np.bool_)
+    for name, array in our_values.items():
+        unequal = _bytes(array[at_ours]) != _bytes(their_values[name][at_theirs])
+        differs[common - start] |= unequal.any(axis=1)
+    return row_ranges(differs, first=start)
+
+
+def _bytes(rows: NDArray[Any]) -> NDArray[np.uint8]:
+    width = rows.itemsize * int(np.prod(rows.shape[1:]))
+    return np.ascontiguousarray(rows).view(np.uint8).reshape(len(rows), width)
+
+
+def _shape(table: AbstractRowTable) -> dict[str, Any]:
+    return {key: value for key, value in spec_to_json(table.spec).items() if key != "fingerprint"}
+
+
+def _text(rows: range) -> str:
+    return f"row {rows.start}" if len(rows) == 1 else f"rows {rows.start} to {rows.stop - 1}"

@@ -1,0 +1,88 @@
+"""Giving a table more rows: its metadata is replaced file by file, and the table's own ``zarr.json`` is the law.
+
+It announces the new size, the arrays take it, it takes it as well. A kill in between leaves the old number of rows; an
+array may have either. What was the last chunk, and not full, stays as it is until somebody puts rows into it: its
+commit record counts fewer rows than the chunk has now, so it is not committed any more and its rows are done.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import uuid
+from collections.abc import Callable
+from typing import Any
+
+from trak_lite.errors import BusyError, CorruptStoreError
+from trak_lite.store._chunk_files import TableFiles
+from trak_lite.store._failpoints import failpoint
+from trak_lite.store._files import open_file, sync_folder, write_all
+from trak_lite.store._metadata import GROWS_TO, read_attributes, read_zarr_json, sizes_under_way
+from trak_lite.store._staging import StagedChunk
+
+__all__ = ["grow"]
+
+
+def grow(files: TableFiles, num_rows: int) -> None:
+    """Give a table more rows, under the lock of its last chunk.
+
+    Raises:
+        BusyError: If another writer holds that chunk, or has changed the size of the table just now.
+    """
+    last = files.num_chunks - 1
+    lock = StagedChunk.lock(files, last)
+    try:
+        if (read_attributes(files.folder) or {}).get("num_rows") != files.spec.num_rows:
+            raise BusyError(
+                f"{files.folder} was given another number of rows just now. Look at it, then grow it again."
+            )
+        _announce(files, num_rows)
+        failpoint("growth_announced")
+        for column in files.columns:
+            _change(files, f"{files.folder}/{column.name}", lambda array: _resize(array, num_rows))
+            failpoint("array_grown")
+        _change(files, files.folder, lambda group: _settle(group, num_rows))
+        failpoint("table_grown")
+        if os.path.getsize(files.row_log(last)) == 0:
+            lock.discard_log()  # made by the locking
+    finally:
+        lock.close()
+
+
+def _announce(files: TableFiles, num_rows: int) -> None:
+    def announce(group: dict[str, Any]) -> None:
+        record = group["attributes"]["trak_lite"]
+        record[GROWS_TO] = sorted({*sizes_under_way(record), num_rows})
+
+    _change(files, files.folder, announce)
+
+
+def _resize(array: dict[str, Any], num_rows: int) -> None:
+    array["shape"] = [num_rows, *array["shape"][1:]]
+
+
+def _settle(group: dict[str, Any], num_rows: int) -> None:
+    record = group["attributes"]["trak_lite"]
+    record["num_rows"] = num_rows
+    del record[GROWS_TO]
+
+
+def _change(files: TableFiles, folder: str, change: Callable[[dict[str, Any]], None]) -> None:
+    """Replace the ``zarr.json`` of a folder at once or not at all."""
+    path = f"{folder}/zarr.json"
+    document = read_zarr_json(folder)
+    if document is None:
+        raise CorruptStoreError(f"{path} is missing. Restore it from a backup, or use another path.")
+    change(document)
+    scratch = f"{files.commits}/zarr.json.new-{uuid.uuid4().hex}"
+    fd = open_file(scratch, os.O_WRONLY | os.O_CREAT | os.O_EXCL)
+    try:
+        write_all(fd, json.dumps(document, indent=2).encode(), 0)
+        os.fsync(fd)
+        os.rename(scratch, path)
+    finally:
+        os.close(fd)
+        with contextlib.suppress(FileNotFoundError):  # it has its final name
+            os.unlink(scratch)
+    sync_folder(folder)

@@ -1,0 +1,147 @@
+"""What a look at a store found: rows of a table that name where, what and what to do next."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field, fields
+from typing import Literal
+
+import numpy as np
+from numpy.typing import NDArray
+
+__all__ = ["Finding", "Report", "SetAside", "Tally", "row_ranges"]
+
+_TITLES = ("level", "table", "chunk", "rows", "column", "finding", "next step")
+
+
+@dataclass(frozen=True, slots=True)
+class Finding:
+    """One thing that is not as a store writes it."""
+
+    level: Literal["damage", "note"]
+    """``damage``: rows or metadata cannot be used as they are. ``note``: a leftover that harms nothing."""
+    table: str | None
+    """Path of the table in the tree; ``None`` where it belongs to none."""
+    finding: str
+    next_step: str
+    chunk: int | None = None
+    rows: range | None = None
+    """Rows of the table that are concerned."""
+    column: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class SetAside:
+    """Files that a repair has renamed out of the way, or a row log that it has replaced."""
+
+    table: str
+    chunk: int | None
+    rows: tuple[range, ...]
+    """Rows of the chunk that are pending after it."""
+    folder: str
+    """Where the files are now; nothing reads them there."""
+
+
+@dataclass(slots=True)
+class Tally:
+    """How much was looked at."""
+
+    tables: int = 0
+    chunks: int = 0
+    """Committed ones, of which every byte of every column was compared with the commit record."""
+    bytes: int = 0
+    done_rows: int = 0
+    pending_rows: int = 0
+
+    def add(self, other: Tally) -> None:
+        """Count what was looked at elsewhere as well."""
+        for item in fields(self):
+            setattr(self, item.name, getattr(self, item.name) + getattr(other, item.name))
+
+
+@dataclass(frozen=True, slots=True)
+class Report:
+    """Everything that was found in a store; ``str`` prints it as a table.
+
+    Example:
+        >>> finding = Finding("damage", "ckpt-0", "5 bytes, expected 16", "repair", 1, range(4, 8), "q")
+        >>> print(Report("run.zarr", (finding,), Tally(1, 2, 32, 8, 0)))
+        level   table   chunk  rows    column  finding               next step
+        damage  ckpt-0  1      4 to 7  q       5 bytes, expected 16  repair
+        run.zarr: 1 damage, 0 notes; 1 table, 8 rows done, 0 pending, 2 chunks of 32 bytes compared.
+        >>> print(Report("run.zarr", (), Tally(1, 2, 32, 8, 0)))
+        run.zarr: sound; 1 table, 8 rows done, 0 pending, 2 chunks of 32 bytes compared.
+    """
+
+    path: str
+    findings: tuple[Finding, ...]
+    tally: Tally
+    set_aside: tuple[SetAside, ...] = field(default=())
+    """What a repair has moved, and where to."""
+
+    @property
+    def ok(self) -> bool:
+        """Whether nothing is damaged; notes and pending rows do not count."""
+        return not any(finding.level == "damage" for finding in self.findings)
+
+    def __str__(self) -> str:
+        """Return the findings as an aligned table, what was set aside, and a line that sums up."""
+        lines = _aligned([_TITLES, *map(_cells, self.findings)]) if self.findings else []
+        lines += [f"set aside: {_place(moved)} is in {moved.folder}" for moved in self.set_aside]
+        return "\n".join([*lines, f"{self.path}: {self._verdict()}; {self._extent()}."])
+
+    def _verdict(self) -> str:
+        damaged = sum(finding.level == "damage" for finding in self.findings)
+        notes = len(self.findings) - damaged
+        if not damaged:
+            return "sound" if not notes else f"sound, {_count(notes, 'note')}"
+        return f"{damaged} damage, {_count(notes, 'note')}"
+
+    def _extent(self) -> str:
+        seen = self.tally
+        return (
+            f"{_count(seen.tables, 'table')}, {seen.done_rows} rows done, {seen.pending_rows} pending, "
+            f"{_count(seen.chunks, 'chunk')} of {seen.bytes} bytes compared"
+        )
+
+
+def row_ranges(rows: NDArray[np.bool_], *, first: int) -> Iterable[range]:
+    """Return the runs of true values as ranges of rows.
+
+    Example:
+        >>> list(row_ranges(np.array([True, True, False, True]), first=4))
+        [range(4, 6), range(7, 8)]
+    """
+    edges = np.flatnonzero(np.diff(rows.astype(np.int8), prepend=0, append=0)) + first
+    return itertools.starmap(range, edges.reshape(-1, 2).tolist())
+
+
+def _cells(finding: Finding) -> tuple[str, ...]:
+    chunk = "-" if finding.chunk is None else str(finding.chunk)
+    table, column = finding.table or "-", finding.column or "-"
+    return finding.level, table, chunk, _rows(finding.rows), column, finding.finding, finding.next_step
+
+
+def _rows(rows: range | None) -> str:
+    if rows is None:
+        return "-"
+    return str(rows.start) if len(rows) == 1 else f"{rows.start} to {rows.stop - 1}"
+
+
+def _place(moved: SetAside) -> str:
+    chunk = "a file of no chunk" if moved.chunk is None else f"chunk {moved.chunk}"
+    rows = f" (rows {', '.join(map(_rows, moved.rows))} are pending)" if moved.rows else ""
+    return f"{chunk}{rows} of {moved.table}"
+
+
+def _count(number: int, noun: str) -> str:
+    return f"{number} {noun}" + ("" if number == 1 else "s")
+
+
+def _aligned(table: Sequence[Sequence[str]]) -> list[str]:
+    widths = [max(map(len, column)) for column in zip(*table, strict=True)]
+    return [
+        "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip()
+        for row in table
+    ]

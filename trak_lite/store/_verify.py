@@ -1,0 +1,282 @@
+"""A look at a whole store, with no lock and nothing written, that reports whatever it finds and stops at nothing.
+
+It works beside living writers (what is in flight is no finding) and on a store in which nothing can be opened. The
+checks of a chunk are in ``_chunk_look``; here are the tree, the metadata, and the files that belong to nothing.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal, final
+
+from trak_lite.errors import ManifestMismatchError, MissingStoreError, StoreError
+from trak_lite.store._base import Column, TableSpec
+from trak_lite.store._chunk_files import COMMITS, SET_ASIDE, STAGE, ColumnFiles, TableFiles
+from trak_lite.store._chunk_look import REPAIR, ChunkLook
+from trak_lite.store._derived import CACHE, damaged_arrays
+from trak_lite.store._folders import ABANDONED_AFTER, names_in, refuse_links
+from trak_lite.store._grid import spec_from_json
+from trak_lite.store._metadata import check_array, manifest_from_json, read_attributes, sizes_under_way
+from trak_lite.store._names import is_name
+from trak_lite.store._records import CommitLogs
+from trak_lite.store._report import Finding, Tally
+
+__all__ = ["StoreLook", "TableLook", "missing_store"]
+
+_METADATA = "zarr.json"
+_SCRATCH = re.compile(r"\..+\.(new|dropped)-[0-9a-f]{32}")
+_NOT_OURS = "remove it if nobody needs it"
+_PUT_BACK = "put the folder itself there"
+_RESTORE = "restore zarr.json from a backup, or use another path"
+
+
+def missing_store(root: str) -> MissingStoreError:
+    """Return the error of a path at which there is no store."""
+    return MissingStoreError(
+        f"There is no store at {root}: no zarr.json in it. Check the path, or featurize first."
+    )
+
+
+@final
+@dataclass(slots=True)
+class StoreLook:
+    """What a look at the tree found."""
+
+    root: str
+    findings: list[Finding] = field(default_factory=list)
+    tally: Tally = field(default_factory=Tally)
+    tables: dict[str, TableLook] = field(default_factory=dict)
+    """Looks at every table whose description can be read."""
+
+    @classmethod
+    def at(cls, root: str) -> StoreLook:
+        """Look at a store.
+
+        Raises:
+            MissingStoreError: If there is no store: neither metadata nor a table.
+            ManifestMismatchError: If a newer version of trak_lite made it.
+        """
+        look = cls(root)
+        look._root()
+        if os.path.isdir(root):
+            look._group(root, ())
+        if not os.path.lexists(f"{root}/{_METADATA}") and not look.tables:
+            raise missing_store(root)
+        for table in look.tables.values():
+            look.findings += table.findings()
+            look.tally.add(table.tally)
+        return look
+
+    def _root(self) -> None:
+        try:
+            record = read_attributes(self.root)
+        except StoreError as error:
+            self._damage(None, str(error), _RESTORE)
+            return
+        if record is None:
+            self._damage(None, f"{self.root}/{_METADATA} is missing", _RESTORE)
+            return
+        if "columns" in record:
+            raise MissingStoreError(
+                f"{self.root} is a table inside a store. Give the path of the store itself."
+            )
+        try:
+            manifest_from_json(record, self.root)
+        except ManifestMismatchError:
+            raise  # a layout that this version does not know is not judged by it
+        except StoreError as error:
+            self._damage(None, str(error), _RESTORE)
+
+    def _group(self, folder: str, parts: tuple[str, ...]) -> None:
+        for name in sorted(names_in(folder)):
+            inside = (*parts, name)
+            try:
+                self._entry(f"{folder}/{name}", inside)
+            except StoreError as error:
+                self._damage("/".join(inside), str(error), _RESTORE)
+
+    def _entry(self, path: str, inside: tuple[str, ...]) -> None:
+        name = inside[-1]
+        if name == _METADATA:
+            return  # read by the one who came here
+        if os.path.islink(path):
+            self._damage("/".join(inside), "a symbolic link, and none is followed", _PUT_BACK)
+        elif inside == (CACHE,):
+            self._cache(path)
+        elif _SCRATCH.fullmatch(name):
+            self._scratch(path)
+        elif os.path.isdir(path) and is_name(name):
+            self._folder(path, inside)
+        else:
+            self._stray(path)
+
+    def _cache(self, path: str) -> None:
+        for name in damaged_arrays(path):
+            self._note(f"the derived array {name!r} is damaged", "nothing: it is as good as none")
+        for name in sorted(names_in(path)):
+            if _SCRATCH.fullmatch(f".{name}"):
+                self._scratch(f"{path}/{name}")
+
+    def _scratch(self, path: str) -> None:
+        if _age(path) > ABANDONED_AFTER:
+            self._note(f"{path!r}: left by a creation or removal that was interrupted", _NOT_OURS)
+
+    def _folder(self, path: str, inside: tuple[str, ...]) -> None:
+        record = read_attributes(path)
+        if record is None:
+            self._without_metadata(path, inside)
+        elif "columns" in record:
+            self._table(path, inside, record)
+        else:
+            self._group(path, inside)
+
+    def _without_metadata(self, path: str, inside: tuple[str, ...]) -> None:
+        names = names_in(path)
+        if any(os.path.lexists(f"{path}/{name}/{_METADATA}") for name in names):
+            self._damage("/".join(inside), f"{path}/{_METADATA} is missing", _RESTORE)
+            if not any(os.path.isdir(f"{path}/{name}/{COMMITS}") for name in names):
+                self._group(path, inside)  # it held tables, and was none
+        elif os.path.isdir(path):  # not so where it was dropped just now
+            self._stray(path)
+
+    def _table(self, path: str, inside: tuple[str, ...], record: dict[str, Any]) -> None:
+        table = "/".join(inside)
+        try:
+            spec = spec_from_json(record, where=f"{path}/{_METADATA}")
+        except StoreError as error:
+            self._damage(table, str(error), _RESTORE)
+            return
+        for name in sorted(set(names_in(path)) - {_METADATA, *(c.name for c in spec.columns)}):
+            self._stray(f"{path}/{name}")
+        before = len(self.findings)
+        for column in spec.columns:
+            self._column(table, path, spec, column, sizes_under_way(record))
+        if len(self.findings) == before:
+            self.tables[table] = TableLook(table, TableFiles(path, spec, root=self.root))
+            for size in sizes_under_way(record):
+                text = f"growing it to {size} rows was interrupted, or is under way"
+                self.findings.append(Finding("note", table, text, "grow it again, or leave it as it is"))
+        else:  # against a shape that may be wrong, sound chunks would look damaged, and be set aside
+            text = "its chunks were not looked at: first its metadata must be right"
+            self.findings.append(Finding("note", table, text, "verify again then"))
+
+    def _column(
+        self, table: str, path: str, spec: TableSpec, column: Column, under_way: Sequence[int]
+    ) -> None:
+        try:
+            refuse_links(path, (column.name,))
+            check_array(path, column, spec, under_way=under_way)
+        except StoreError as error:
+            self._damage(table, str(error), _RESTORE, column=column.name)
+        for name in (STAGE, COMMITS) if column is spec.columns[0] else ():
+            if os.path.islink(f"{path}/{column.name}/{name}"):
+                text = f"{column.name}/{name} is a symbolic link, and none is followed"
+                self._damage(table, text, _PUT_BACK)
+
+    def _damage(self, table: str | None, text: str, next_step: str, *, column: str | None = None) -> None:
+        self.findings.append(Finding("damage", table, text, next_step, column=column))
+
+    def _note(self, text: str, next_step: str) -> None:
+        self.findings.append(Finding("note", None, text, next_step))
+
+    def _stray(self, path: str) -> None:
+        self._note(f"{os.path.relpath(path, self.root)!r} belongs to no table", _NOT_OURS)
+
+
+@final
+class TableLook:
+    """What a look at one table finds."""
+
+    def __init__(self, path: str, files: TableFiles) -> None:
+        self.files = files
+        self.tally = Tally(tables=1, pending_rows=files.spec.num_rows)
+        self.damaged: dict[int, tuple[Finding, ...]] = {}
+        """Findings of the chunks that a repair has to look at."""
+        self.strangers: list[str] = []
+        """Files with the name of a chunk that the table does not have, and commit logs that cannot be read."""
+        self._path = path
+        self._logs = CommitLogs(files.commits)
+        self._look = ChunkLook(path, files, self._logs)
+
+    def findings(self) -> list[Finding]:
+        """Look at everything, once; the folders first and the logs second, as every reader does."""
+        found: list[Finding] = []
+        chunks: set[int] = set()
+        try:
+            for column in self.files.columns:
+                found += self._column(column, chunks)
+            found += self._stage(chunks)
+            found += self._commit_logs()
+        except StoreError as error:
+            return [*found, self._finding("damage", str(error), "make the folder readable")]
+        chunks |= {chunk for chunk in self._logs.latest if 0 <= chunk < self.files.num_chunks}
+        for chunk in sorted(chunks):
+            found += self._chunk(chunk)
+        return found
+
+    def _chunk(self, chunk: int) -> tuple[Finding, ...]:
+        state = self._look.settled(chunk)
+        self.tally.done_rows += int(state.done.sum())
+        self.tally.pending_rows -= int(state.done.sum())
+        if state.visible and not state.damaged:
+            self.tally.chunks += 1
+            self.tally.bytes += state.bytes
+        if state.damaged:
+            self.damaged[chunk] = state.findings
+        return state.findings
+
+    def _column(self, column: ColumnFiles, chunks: set[int]) -> Iterator[Finding]:
+        own = {_METADATA, STAGE, COMMITS, SET_ASIDE} if column is self.files.columns[0] else {_METADATA}
+        for name in sorted(set(names_in(column.folder)) - own):
+            chunk = column.chunk_of(name)
+            if chunk is None:
+                yield self._finding("note", f"{name!r} is no chunk", _NOT_OURS, column=column.name)
+            elif chunk < self.files.num_chunks:
+                chunks.add(chunk)
+            elif not self.files.rows_on_disk(chunk):  # else the table has grown since it was looked at
+                self.strangers.append(column.visible(chunk))
+                text = f"{name}: the table has {self.files.num_chunks} chunks"
+                yield self._finding("damage", text, REPAIR, column=column.name, chunk=chunk)
+
+    def _stage(self, chunks: set[int]) -> Iterator[Finding]:
+        for name in sorted(names_in(self.files.stage)):
+            number = re.match(r"[0-9]{1,18}", name)
+            chunk = -1 if number is None else int(number[0])
+            known = [os.path.basename(path) for path in self.files.staged_paths(chunk)]
+            if name in known and chunk < self.files.num_chunks:
+                chunks.add(chunk)
+            else:
+                yield self._finding("note", f"{STAGE}/{name!r} belongs to no chunk", _NOT_OURS)
+
+    def _commit_logs(self) -> Iterator[Finding]:
+        for name in sorted(names_in(self.files.commits)):
+            if not name.endswith(".log"):
+                yield self._finding("note", f"{COMMITS}/{name!r} is no commit log", _NOT_OURS)
+        for name, error in self._logs.poll_each().items():
+            self.strangers.append(f"{self.files.commits}/{name}")
+            yield self._finding("damage", str(error), REPAIR)
+        for name, lines in self._logs.damaged.items():
+            text = f"commit log {name}: {lines} of its lines do not match their checksum"
+            yield self._finding("note", text, "nothing: a chunk that lost its record is named by itself")
+
+    def _finding(
+        self,
+        level: Literal["damage", "note"],
+        text: str,
+        next_step: str,
+        *,
+        column: str | None = None,
+        chunk: int | None = None,
+    ) -> Finding:
+        return Finding(level, self._path, text, next_step, chunk, column=column)
+
+
+def _age(path: str) -> float:
+    try:
+        return time.time() - os.lstat(path).st_mtime
+    except FileNotFoundError:
+        return 0.0

@@ -1,0 +1,52 @@
+"""Is a store as it was written? What is not, and which rows can be had back by computing them again."""
+
+from __future__ import annotations
+
+import os
+
+from trak_lite.errors import ReadOnlyStoreError
+from trak_lite.store._repair import TableRepair
+from trak_lite.store._report import Finding, Report, SetAside
+from trak_lite.store._verify import StoreLook
+
+__all__ = ["Finding", "Report", "SetAside", "verify_store"]
+
+
+def verify_store(path: str | os.PathLike[str], *, repair: bool = False) -> Report:
+    """Compare every byte of a store with the store's own records.
+
+    Takes no lock and writes nothing, unless it repairs; works beside writers, whose rows in flight are no finding,
+    and on a store so damaged that it cannot be opened. Costs one pass over the committed and staged bytes. The
+    numbers of a fingerprint have no checksum: a change there shows when a run compares them with its own.
+
+    Args:
+        path: Folder of the store.
+        repair: Whether to rename damaged chunks into ``.set-aside/`` of their table's first column. Their rows are
+            pending then, and the next featurize computes exactly those. Nothing is deleted; chunks that a writer
+            holds are left alone. May be killed at any moment, and repeated.
+
+    Returns:
+        What is found; after a repair, what is still found and what was set aside.
+
+    Raises:
+        MissingStoreError: If there is no store.
+        ManifestMismatchError: If a newer version of trak_lite made it.
+        ReadOnlyStoreError: If it is to be repaired and cannot be written.
+        StoreError: If it is to be repaired, and a file cannot be renamed.
+    """
+    root = os.path.realpath(os.fspath(path))
+    look = StoreLook.at(root)
+    if not repair:
+        return Report(root, tuple(look.findings), look.tally)
+    if not os.access(root, os.W_OK | os.X_OK):
+        raise ReadOnlyStoreError(
+            f"{root} cannot be written, so nothing was repaired. Make the folder writable."
+        )
+    repairs = [TableRepair(table, found) for table, found in look.tables.items()]
+    for each in repairs:
+        each.run()
+    busy = [finding for each in repairs for finding in each.busy]
+    moved = tuple(part for each in repairs for part in each.set_aside)
+    if moved:
+        look = StoreLook.at(root)
+    return Report(root, (*look.findings, *busy), look.tally, moved)
