@@ -1,6 +1,7 @@
 """Defects that the campaign has found and that are not mended yet, as small as they get.
 
-Run them with ``pytest tests/faults/open_defects.py``. Not part of the suite. When one is mended, its test goes to the tests of the store without its mark.
+Run them with ``pytest tests/faults/open_defects.py``. Not part of the suite.
+When one is mended, its test goes to the tests of the store without its mark.
 """
 
 import json
