@@ -10,7 +10,7 @@ import pytest
 from store_cases import MANIFEST, NAME, SPEC, check_all, finish, snapshot, values, writing
 
 from trak_lite.errors import CorruptStoreError, InvalidInputError, ManifestMismatchError, StoreError
-from trak_lite.store import FORMAT, Manifest, ZarrFeatureStore
+from trak_lite.store import FORMAT, Manifest, ZarrFeatureStore, zarr_store
 
 
 def scratch_names(parent):
@@ -155,3 +155,17 @@ def test_only_the_present_format_is_written(path):
     with pytest.raises(InvalidInputError, match="writes format 1, got 2"):
         ZarrFeatureStore.create(path, Manifest({}, {}, FORMAT + 1))
     assert not os.path.exists(path)
+
+
+def test_a_store_that_another_creates_between_two_looks_is_opened(path, monkeypatch):
+    look = zarr_store.read_attributes
+
+    def late(folder):
+        found = look(folder)
+        monkeypatch.setattr(zarr_store, "read_attributes", look)
+        ZarrFeatureStore.create(path, MANIFEST).close()
+        return found
+
+    monkeypatch.setattr(zarr_store, "read_attributes", late)
+
+    assert ZarrFeatureStore.create(path, MANIFEST).manifest == MANIFEST

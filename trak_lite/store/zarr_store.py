@@ -370,7 +370,10 @@ class ZarrFeatureStore(AbstractFeatureStore):
 
 
 def _refuse_occupied(root: str) -> None:
-    if os.path.lexists(root) and (not os.path.isdir(root) or os.listdir(root)):
+    occupied = os.path.lexists(root) and (not os.path.isdir(root) or os.listdir(root))
+    if (
+        occupied and read_attributes(root) is None
+    ):  # looked at again: another process may just have created the store
         raise CorruptStoreError(
             f"{root} exists and is not a store: it has no zarr.json. Nothing was written. "
             "Use another path, or remove it."
