@@ -55,7 +55,7 @@ def rows(count: int, *shape: int) -> Tensor:
     )
 
 
-def same(model: nn.Module, computer: HookGradientComputer, batch: Any) -> None:
+def assert_equals_the_loop(model: nn.Module, computer: HookGradientComputer, batch: Any) -> None:
     found = collect_gradients(computer, batch)
     expected = collect_gradients(IterativeGradientComputer(model, resolve_task(output)), batch)
     for name, value in expected.items():
@@ -165,11 +165,11 @@ def test_rows_that_integers_move_are_exact_in_batches_after_one_that_hides_it(
     forward: Callable[..., Tensor],
 ) -> None:
     model, computer = made(forward)
-    same(model, computer, (rows(8), torch.zeros(8, dtype=torch.long)))
+    assert_equals_the_loop(model, computer, (rows(8), torch.zeros(8, dtype=torch.long)))
 
     for seed in (1, 2):
         keys = torch.randint(3, (8,), generator=torch.Generator().manual_seed(seed))
-        same(model, computer, (rows(8), keys))
+        assert_equals_the_loop(model, computer, (rows(8), keys))
 
 
 def compacted(s: Net, x: Tensor, mask: Tensor) -> Tensor:
@@ -182,10 +182,10 @@ def compacted(s: Net, x: Tensor, mask: Tensor) -> Tensor:
 
 def test_rows_compacted_to_a_fixed_number_are_exact() -> None:
     model, computer = made(compacted)
-    same(model, computer, (rows(4, 3, 4), torch.ones(4, 3, dtype=torch.bool)))
+    assert_equals_the_loop(model, computer, (rows(4, 3, 4), torch.ones(4, 3, dtype=torch.bool)))
 
     mask = torch.rand(4, 3, generator=torch.Generator().manual_seed(0)) > 0.5
-    same(model, computer, (rows(4, 3, 4), mask))
+    assert_equals_the_loop(model, computer, (rows(4, 3, 4), mask))
 
 
 # Rows cut by what Python reads
@@ -212,10 +212,10 @@ def _summed(s: Net, pieces: Tensor, lengths: Tensor) -> Tensor:
 @pytest.mark.parametrize("forward", [cut_by_numbers, cut_by_tensors, cut_by_sizes])
 def test_ragged_rows_are_exact_where_the_first_samples_had_one_each(forward: Callable[..., Tensor]) -> None:
     model, computer = made(forward)
-    same(model, computer, (rows(6, 3, 4), torch.ones(6, dtype=torch.long)))
+    assert_equals_the_loop(model, computer, (rows(6, 3, 4), torch.ones(6, dtype=torch.long)))
 
     for lengths in ([1, 1, 2, 0, 1, 1], [1, 2, 0, 1, 2, 0], [1, 0, 2, 1, 1, 1]):
-        same(model, computer, (rows(6, 3, 4), torch.tensor(lengths)))
+        assert_equals_the_loop(model, computer, (rows(6, 3, 4), torch.tensor(lengths)))
 
 
 # What ordinary models pay
@@ -271,7 +271,7 @@ def test_an_index_that_moves_no_samples_costs_nothing(forward: Callable[..., Ten
     model(*batch)
 
     assert not plan_of(model, batch).routed
-    same(model, computer, batch)
+    assert_equals_the_loop(model, computer, batch)
 
 
 def test_what_the_output_function_moves_after_the_last_parameter_costs_nothing() -> None:
@@ -304,7 +304,7 @@ def limited(s: Net, x: Tensor, expert: Tensor) -> Tensor:
 def test_after_a_failed_check_no_later_batch_is_taken() -> None:
     model, computer = made(limited)
     fits = (rows(6), torch.tensor([0, 1, 2, 0, 1, 2]))
-    same(model, computer, fits)
+    assert_equals_the_loop(model, computer, fits)
     overfull = (rows(6), torch.tensor([0, 0, 0, 0, 1, 2]))
     messages = []
     for _ in range(6):
@@ -319,7 +319,7 @@ def test_after_a_failed_check_no_later_batch_is_taken() -> None:
             collect_gradients(computer, batch)
 
     computer.load_model_params(model)
-    same(model, computer, fits)
+    assert_equals_the_loop(model, computer, fits)
 
 
 def test_one_sample_is_checked_in_batches_number_one_two_four_and_eight() -> None:

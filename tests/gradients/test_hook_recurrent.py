@@ -72,7 +72,7 @@ def total(model: Callable[..., Tensor], batch: tuple[Tensor, ...]) -> Tensor:
     return (out * torch.cos(3 * out + torch.arange(out.shape[1]))).sum(1)
 
 
-def check(model: nn.Module, *batch: Tensor, how: str = "rule", output: Any = total) -> None:
+def assert_equals_the_loop(model: nn.Module, *batch: Tensor, how: str = "rule", output: Any = total) -> None:
     """Compare with the loop, and the way that the gradients came with the one that is expected."""
     model = model.double().eval()
     for p in model.parameters():
@@ -113,7 +113,7 @@ def test_every_form_of_a_recurrent_layer(
     layers = options.pop("layers")
     model = Reader(KINDS[kind](3, hidden, layers, **options), reads, ordered=lengths == [5, 4, 4, 1])
 
-    check(model, sequences(4), *([torch.tensor(lengths)] if lengths else []))
+    assert_equals_the_loop(model, sequences(4), *([torch.tensor(lengths)] if lengths else []))
 
 
 @pytest.mark.parametrize("count", [0, 1, 3])
@@ -138,7 +138,7 @@ def test_a_gradient_that_comes_by_the_cell_state_alone(
     torch.manual_seed(0)
     model = Reader(nn.LSTM(3, 2, 2, bidirectional=bidirectional, batch_first=True), "cell")
 
-    check(model, sequences(4), *([torch.tensor(lengths)] if lengths else []))
+    assert_equals_the_loop(model, sequences(4), *([torch.tensor(lengths)] if lengths else []))
 
 
 @pytest.mark.parametrize("bidirectional", [False, True])
@@ -146,7 +146,7 @@ def test_an_lstm_with_projections_falls_back(bidirectional: bool) -> None:
     torch.manual_seed(0)
     lstm = nn.LSTM(3, 4, 2, proj_size=2, bidirectional=bidirectional, batch_first=True)
 
-    check(Reader(lstm), sequences(3), how="fallback")
+    assert_equals_the_loop(Reader(lstm), sequences(3), how="fallback")
 
 
 class FromALearnedState(Reader):
@@ -177,7 +177,7 @@ def test_a_first_state_that_depends_on_parameters(kind: str, shared: bool, lengt
     torch.manual_seed(0)
     model = FromALearnedState(KINDS[kind](3, 2, bidirectional=True, batch_first=True), shared=shared)
 
-    check(model, sequences(4), *([torch.tensor(lengths)] if lengths else []))
+    assert_equals_the_loop(model, sequences(4), *([torch.tensor(lengths)] if lengths else []))
 
 
 @pytest.mark.parametrize("kept", ["rnn.weight_ih_l0", "rnn.weight_hh_l1", "rnn.bias_hh_l0"])
@@ -200,7 +200,7 @@ def test_two_layers_that_share_their_weights() -> None:
     for name in ("weight_ih", "weight_hh", "bias_ih", "bias_hh"):
         setattr(rnn, f"{name}_l1", getattr(rnn, f"{name}_l0"))
 
-    check(Reader(rnn), sequences(3))
+    assert_equals_the_loop(Reader(rnn), sequences(3))
 
 
 class InPlace(Reader):
@@ -221,7 +221,7 @@ class InPlace(Reader):
 @pytest.mark.parametrize("kind", KINDS)
 def test_the_output_may_be_changed_in_place(kind: str) -> None:
     torch.manual_seed(0)
-    check(InPlace(KINDS[kind](3, 2, batch_first=True), "output"), sequences(3))
+    assert_equals_the_loop(InPlace(KINDS[kind](3, 2, batch_first=True), "output"), sequences(3))
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -34,7 +34,7 @@ def same(found: dict[str, Tensor], model: nn.Module, batch: Any, output: Any) ->
         )
 
 
-def exact(model: nn.Module, batch: Any, output: Any = classify, **settings: Any) -> None:
+def assert_equals_the_loop(model: nn.Module, batch: Any, output: Any = classify, **settings: Any) -> None:
     computer = HookGradientComputer(model, resolve_task(output), **settings)
     same(collect_gradients(computer, batch), model, batch, output)
 
@@ -129,13 +129,13 @@ def test_gradients_of_routed_experts_equal_one_backward_pass_per_sample(
 ) -> None:
     model, batch = make(Case(build, tokens(5), classify), count)
 
-    exact(model, batch)
+    assert_equals_the_loop(model, batch)
 
 
 def test_more_samples_than_one_pass_can_tell_take_another() -> None:
     model, batch = make(Case(RoutedMixture, tokens(2), classify), 67)
 
-    exact(model, batch)
+    assert_equals_the_loop(model, batch)
 
 
 def send_everything_to(model: nn.Module, expert: int) -> None:
@@ -149,7 +149,7 @@ def test_an_expert_without_rows_has_gradient_zero(build: Callable[[], nn.Module]
     model, batch = make(Case(build, tokens(5), classify))
     send_everything_to(model, 2)
 
-    exact(model, batch, strict=True)
+    assert_equals_the_loop(model, batch, strict=True)
 
     found = collect_gradients(HookGradientComputer(model, resolve_task(classify)), batch)
     idle = [name for name in found if name.startswith("experts.") and not name.startswith("experts.2")]
@@ -231,9 +231,9 @@ def test_a_rule_of_an_experts_module_gives_rows_that_are_summed_by_sample(
 ) -> None:
     for build in (lambda: Mixture(expert), lambda: ByMask(expert)):
         model, batch = make(Case(build, tokens(5), classify), 5)
-        exact(model, batch)
+        assert_equals_the_loop(model, batch)
         send_everything_to(model, 1)
-        exact(model, batch)
+        assert_equals_the_loop(model, batch)
 
 
 class Odd(nn.Module):
@@ -258,7 +258,7 @@ class Odd(nn.Module):
 def test_operations_without_known_rows_are_exact_too(count: int) -> None:
     for build in (lambda: Mixture(Odd), lambda: ByMask(Odd)):
         model, batch = make(Case(build, tokens(3), classify), count)
-        exact(model, batch)
+        assert_equals_the_loop(model, batch)
 
 
 class InPlace(nn.Module):
@@ -275,7 +275,7 @@ class InPlace(nn.Module):
 def test_in_place_operations_and_expanded_parameters_of_an_expert_are_exact() -> None:
     model, batch = make(Case(lambda: ByMask(InPlace), tokens(5), classify), 5)
 
-    exact(model, batch)
+    assert_equals_the_loop(model, batch)
 
 
 def test_a_checkpointed_expert_runs_again_in_every_backward_pass() -> None:
@@ -285,7 +285,7 @@ def test_a_checkpointed_expert_runs_again_in_every_backward_pass() -> None:
 
     model, batch = make(Case(lambda: Mixture(Recomputed), tokens(5), classify), 5)
 
-    exact(model, batch)
+    assert_equals_the_loop(model, batch)
 
 
 @pytest.mark.parametrize("recurrent", [nn.LSTM, nn.GRU])
@@ -303,7 +303,7 @@ def test_a_recurrent_layer_below_the_experts_is_differentiated_more_than_once(
 
     model, batch = make(Case(AfterRecurrence, tokens(4), classify), 5)
 
-    exact(model, batch)
+    assert_equals_the_loop(model, batch)
 
 
 class Recurrent(nn.Module):
@@ -328,7 +328,7 @@ class Recurrent(nn.Module):
 def test_recurrent_experts_are_exact(expert: Callable[[], nn.Module]) -> None:
     model, batch = make(Case(lambda: Mixture(expert), tokens(3), classify), 6)
 
-    exact(model, batch)
+    assert_equals_the_loop(model, batch)
 
 
 def test_sequences_that_are_parts_of_samples_are_summed_by_sample() -> None:
@@ -344,13 +344,13 @@ def test_sequences_that_are_parts_of_samples_are_summed_by_sample() -> None:
             return self.second(steps)[0][-1].unflatten(0, x.shape[:2])
 
     torch.manual_seed(0)
-    exact(Text().double(), (torch.randn(4, 5, 3, 3, dtype=torch.float64),), squares)
+    assert_equals_the_loop(Text().double(), (torch.randn(4, 5, 3, 3, dtype=torch.float64),), squares)
 
 
 def test_chunks_of_a_routed_batch_give_the_same_rows() -> None:
     model, batch = make(Case(Mixture, tokens(5), classify), 7)
 
-    exact(model, batch, chunk_size=3)
+    assert_equals_the_loop(model, batch, chunk_size=3)
 
 
 @pytest.mark.parametrize(("dtype", "autocast"), [(torch.float32, None), (torch.float32, torch.bfloat16)])
@@ -466,7 +466,7 @@ def test_sorted_and_ragged_samples_are_exact_whatever_their_lengths(
     torch.manual_seed(0)
     model, x = build().double(), torch.randn(4, 5, 3, dtype=torch.float64)
 
-    exact(model, (x, torch.tensor(lengths)), squared)
+    assert_equals_the_loop(model, (x, torch.tensor(lengths)), squared)
 
 
 def test_rows_of_another_number_than_examined_are_found_by_their_gradients() -> None:
@@ -500,7 +500,7 @@ def test_routed_rows_that_mix_samples_are_refused_by_name() -> None:
     with pytest.raises(
         UnsupportedModelError, match=r"linear, which uses \['experts.*several samples depends"
     ):
-        exact(model, batch, grad_wrt="experts.*")
+        assert_equals_the_loop(model, batch, grad_wrt="experts.*")
 
 
 def test_a_scalar_mixed_over_routed_rows_is_refused() -> None:
@@ -516,7 +516,7 @@ def test_a_scalar_mixed_over_routed_rows_is_refused() -> None:
     model, batch = make(Case(lambda: ByMask(Centred), tokens(5), classify))
 
     with pytest.raises(UnsupportedModelError, match=r"mul, which uses .*several samples depends"):
-        exact(model, batch, grad_wrt="experts.*")
+        assert_equals_the_loop(model, batch, grad_wrt="experts.*")
 
 
 def test_a_limit_on_the_rows_of_an_expert_is_found_by_the_self_check() -> None:
@@ -533,7 +533,7 @@ def test_a_limit_on_the_rows_of_an_expert_is_found_by_the_self_check() -> None:
     send_everything_to(model, 0)
 
     with pytest.raises(UnsupportedModelError, match="self-check"):
-        exact(model, batch)
+        assert_equals_the_loop(model, batch)
 
 
 def test_a_gradient_that_is_not_finite_cannot_tell_its_sample() -> None:
@@ -545,7 +545,7 @@ def test_a_gradient_that_is_not_finite_cannot_tell_its_sample() -> None:
     model, batch = make(Case(lambda: ByMask(Root), tokens(5), classify))
 
     with pytest.raises(UnsupportedModelError, match="is not finite"):
-        exact(model, batch)
+        assert_equals_the_loop(model, batch)
 
 
 def test_one_use_with_and_without_samples_is_refused_in_a_routed_model() -> None:
@@ -557,7 +557,7 @@ def test_one_use_with_and_without_samples_is_refused_in_a_routed_model() -> None
     model, batch = make(Case(Both, tokens(4), classify))
 
     with pytest.raises(UnsupportedModelError, match="runs on samples and on what all samples share"):
-        exact(model, batch)
+        assert_equals_the_loop(model, batch)
 
 
 # The parts
