@@ -18,6 +18,7 @@ Shapes: b rows (samples), T positions, K columns.
 
 from __future__ import annotations
 
+import functools
 import itertools
 import math
 from dataclasses import dataclass
@@ -143,25 +144,32 @@ class MatrixSketch(AbstractSketch):
         dtype = sum_dtype(block.values.dtype)
         total = self._zeros(workspace, count, dtype, block.values.device)
         step = max(1, scratch_bytes(total.device) // (dtype.itemsize * max(1, count) * self._most_columns))
-        for parts in self._by_columns():
-            shifts = torch.cat([part.shifts for part in parts])
-            row_signs = torch.cat([part.row_signs for part in parts]).to(dtype)
-            column_signs = torch.stack([part.column_signs for part in parts]).to(dtype)
+        for parts, shifts, row_signs, column_signs in self._tables:
             steps = torch.arange(parts[0].width, device=total.device)
             for first in range(0, positions, step):
                 rows = block.rows[:, first : first + step]
                 values = block.values[:, first : first + step, parts[0].columns].to(dtype)
-                values = values * row_signs[rows].unsqueeze(2) * column_signs[rows // self._proj_dim]
+                values = values * row_signs[rows].to(dtype).unsqueeze(2)
+                values = values * column_signs[rows // self._proj_dim].to(dtype)
                 places = shifts[rows].unsqueeze(2) + steps
                 # One position at a time: within it no two numbers have one place, so their order is given.
                 for place, value in zip(places.unbind(1), values.unbind(1), strict=True):
                     total.scatter_add_(1, place, value)
         return self._wrapped(total)
 
-    def _by_columns(self) -> list[list[_Block]]:
-        """Return the blocks that have the same columns, from the first rows to the last."""
+    @functools.cached_property
+    def _tables(self) -> list[tuple[list[_Block], Tensor, Tensor, Tensor]]:
+        """The blocks that have the same columns, with their shifts, row signs and column signs, first rows first."""
         across = -(-self.shape[1] // self._proj_dim)
-        return [self._blocks[first::across] for first in range(across)]
+        return [
+            (
+                parts := self._blocks[first::across],
+                torch.cat([part.shifts for part in parts]),
+                torch.cat([part.row_signs for part in parts]),
+                torch.stack([part.column_signs for part in parts]),
+            )
+            for first in range(across)
+        ]
 
     def _formed(self, block: FactoredBlock, workspace: Workspace) -> Tensor:
         """Form some rows of the matrix, of some samples, in memory that stays in the cache; add each to its place."""
