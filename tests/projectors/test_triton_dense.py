@@ -11,7 +11,7 @@ import numpy as np
 import projection_reference as reference
 import pytest
 import torch
-from triton_interpreter import fresh_kernels
+from triton_interpreter import fresh_kernels, interpreted
 
 from trak_lite.errors import InvalidInputError
 from trak_lite.projectors import BasicProjector, GaussianProjector, RademacherProjector, dense
@@ -22,13 +22,6 @@ from trak_lite.testing.projectors import ProjectorTests
 CPU = torch.device("cpu")
 KEY = parameter_key(3, 1, "weight", Stream.RADEMACHER)
 hash_word = tl = None  # set by the test that needs them: a kernel sees only names of its module
-
-if torch.cuda.is_available():
-    interpreted = pytest.mark.skip(
-        reason="Triton imported for its interpreter could not run on the GPU later"
-    )
-else:
-    interpreted = pytest.mark.usefixtures("interpreter")
 
 
 @pytest.fixture(scope="module")

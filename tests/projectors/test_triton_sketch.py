@@ -10,7 +10,7 @@ import sys
 import numpy as np
 import pytest
 import torch
-from triton_interpreter import fresh_kernels
+from triton_interpreter import fresh_kernels, interpreted
 
 from trak_lite.projectors import CountSketchProjector, _sketch, _vector_sketch
 from trak_lite.projectors._hash import hash_signs
@@ -24,22 +24,13 @@ CPU = torch.device("cpu")
 KEYS = Keys(3, 1, "weight")
 DTYPES = [torch.float16, torch.bfloat16, torch.float32, torch.float64]
 
-if torch.cuda.is_available():
-    interpreted = pytest.mark.skip(
-        reason="Triton imported for its interpreter could not run on the GPU later"
-    )
-else:
-    interpreted = pytest.mark.usefixtures("interpreter")
-
 
 @pytest.fixture(scope="module")
 def interpreter():
     pytest.importorskip("triton", reason="needs triton, which the test extra installs on Linux")
     with fresh_kernels(interpret=True), pytest.MonkeyPatch.context() as patch:
-        _sketch._usable_kernels.cache_clear()
         patch.setattr(_sketch, "_KERNEL_DEVICES", frozenset({"cpu"}))
         yield
-    _sketch._usable_kernels.cache_clear()
 
 
 @pytest.fixture

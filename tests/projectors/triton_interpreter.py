@@ -7,11 +7,19 @@ import sys
 from collections.abc import Iterator
 
 import pytest
+import torch
 
 import trak_lite.projectors as package
-from trak_lite.projectors import dense
+from trak_lite.projectors import _sketch, dense
 
 PREFIX = "_triton_"
+
+if torch.cuda.is_available():
+    interpreted = pytest.mark.skip(
+        reason="Triton imported for its interpreter could not run on the GPU later"
+    )
+else:
+    interpreted = pytest.mark.usefixtures("interpreter")  # of the test's module
 
 
 @contextlib.contextmanager
@@ -20,7 +28,7 @@ def fresh_kernels(*, interpret: bool) -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("TRITON_INTERPRET", "1" if interpret else "0")
         before = _take_kernel_modules()
-        dense._sign_kernel.cache_clear()
+        _forget_choices()
         try:
             yield
         finally:
@@ -28,7 +36,12 @@ def fresh_kernels(*, interpret: bool) -> Iterator[None]:
             for name, module in before.items():
                 sys.modules[name] = module
                 setattr(package, name.rpartition(".")[2], module)
-            dense._sign_kernel.cache_clear()
+            _forget_choices()
+
+
+def _forget_choices() -> None:
+    dense._sign_kernel.cache_clear()
+    _sketch._usable_kernels.cache_clear()
 
 
 def _take_kernel_modules() -> dict:
