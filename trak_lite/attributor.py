@@ -463,10 +463,10 @@ class Attributor:
         found: list[AbstractGradientComputer] = []
 
         def computer_for(batch: Batch, wanted: NDArray[np.int64]) -> AbstractGradientComputer:
-            if not found:
-                if self._make_computer is None:
-                    with naming_rows(self.model, self.task, batch, wanted, rows.what):
-                        self._choose_computer(batch)
+            if not found and self._make_computer is None:
+                with naming_rows(self.model, self.task, batch, wanted, rows.what):
+                    found.append(self._choose_computer(batch))
+            elif not found:
                 found.append(self._computer())
                 found[0].load_model_params(self.model)
             return found[0]
@@ -483,13 +483,16 @@ class Attributor:
             progress=self._progress,
         )
 
-    def _choose_computer(self, batch: Batch) -> None:
-        """Decide ``gradient_computer="auto"`` by trying the first samples."""
-        name, reason = choose_gradient_computer(self.model, self.task, batch, list(self.parameters))
+    def _choose_computer(self, batch: Batch) -> AbstractGradientComputer:
+        """Decide ``gradient_computer="auto"`` by trying the first samples; return the one that was tried."""
+        name, reason, computer = choose_gradient_computer(
+            self.model, self.task, batch, list(self.parameters)
+        )
         self._make_computer = GRADIENT_COMPUTERS[name]
         # The manifest of a store not yet made refers to both.
         self._settings["gradient_computer"] = name
         self._made_with["gradient_computer_reason"] = reason
+        return computer
 
     def _computer(self) -> AbstractGradientComputer:
         return (self._make_computer or FunctionalGradientComputer)(

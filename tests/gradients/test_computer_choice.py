@@ -33,7 +33,7 @@ def test_the_last_resort_is_tried_under_autocast_too() -> None:
         seen.append(out.dtype)
         return out.float().sum(1)
 
-    name, _ = choose_gradient_computer(
+    name, *_ = choose_gradient_computer(
         _OneAtATime(), resolve_task(output), (torch.ones(3, 4),), autocast_dtype=torch.bfloat16
     )
 

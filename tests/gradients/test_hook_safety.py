@@ -732,7 +732,7 @@ def test_hooks_are_chosen_where_they_cover_the_model(caplog: pytest.LogCaptureFi
     model, batch = make(CASES["ViT"])
 
     with caplog.at_level(logging.INFO, "trak_lite"):
-        name, reason = choose_gradient_computer(model, resolve_task(classify), batch)
+        name, reason, _ = choose_gradient_computer(model, resolve_task(classify), batch)
 
     assert (name, reason) == ("hook", "every kept parameter is covered")
     assert "'hook'" in caplog.text
@@ -747,10 +747,10 @@ def test_the_functional_computer_is_next_and_the_iterative_one_last() -> None:
     def branch(call: ModelCall, batch: Any) -> Tensor:
         return torch.stack([call(x).sum() * (2 if x.sum() > 0 else 1) for x in batch[0]])
 
-    name, reason = choose_gradient_computer(model, resolve_task(loop), batch, "weight")
+    name, reason, _ = choose_gradient_computer(model, resolve_task(loop), batch, "weight")
     assert name == "functional"
     assert reason.startswith("hook: The model runs")
-    name, reason = choose_gradient_computer(model, resolve_task(branch), batch)
+    name, reason, _ = choose_gradient_computer(model, resolve_task(branch), batch)
     assert name == "iterative"
     assert "functional: torch.func.vmap cannot transform" in reason
 
@@ -770,7 +770,7 @@ def test_the_choice_is_exact_where_vmap_fails_or_is_slow(case: Case) -> None:
     model, batch = make(case)
     task = resolve_task(case.output)
 
-    name, _ = choose_gradient_computer(model, task, batch)
+    name, *_ = choose_gradient_computer(model, task, batch)
 
     assert name != "functional"
     found = collect_gradients(GRADIENT_COMPUTERS[name](model, task), batch)

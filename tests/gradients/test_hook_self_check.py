@@ -139,7 +139,7 @@ def test_what_hooks_cannot_follow_is_a_named_refusal_and_auto_moves_on() -> None
     with pytest.raises(UnsupportedModelError, match="functional"):
         collect_gradients(computer, batch)
 
-    name, reason = choose_gradient_computer(model, resolve_task(output), batch)
+    name, reason, _ = choose_gradient_computer(model, resolve_task(output), batch)
     assert name != "hook"
     assert reason.startswith("hook: ")
 
@@ -153,7 +153,7 @@ def test_parameters_inside_a_checkpoint_are_right_or_refused_by_name() -> None:
     try:
         grads = collect_gradients(computer, batch)
     except UnsupportedModelError:
-        name, _ = choose_gradient_computer(model, resolve_task(output), batch)
+        name, *_ = choose_gradient_computer(model, resolve_task(output), batch)
         assert name != "hook"
     else:
         plain = collect_gradients(IterativeGradientComputer(model, resolve_task(output)), batch)
@@ -227,7 +227,7 @@ class _OneAtATime(nn.Module):
 
 def test_auto_takes_what_runs_where_the_model_takes_one_sample_at_a_time():
     model, batch = _OneAtATime(), (torch.ones(5, 4),)
-    name, reason = choose_gradient_computer(model, resolve_task(output), batch)
+    name, reason, _ = choose_gradient_computer(model, resolve_task(output), batch)
 
     assert name in ("functional", "iterative")
     assert "hook: RuntimeError: shape '[1, 4]' is invalid" in reason

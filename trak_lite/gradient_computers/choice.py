@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from typing import NamedTuple
 
 import torch
 
@@ -15,12 +16,23 @@ from trak_lite.gradient_computers.iterative import IterativeGradientComputer
 from trak_lite.modelout_functions import AbstractModelOutput
 from trak_lite.types import Batch
 
-__all__ = ["choose_gradient_computer"]
+__all__ = ["ChosenComputer", "choose_gradient_computer"]
 
 logger = logging.getLogger(__name__)
 
 _FASTEST_FIRST = {"hook": HookGradientComputer, "functional": FunctionalGradientComputer}
 """What is tried; the iterative computer needs no trial."""
+
+
+class ChosenComputer(NamedTuple):
+    """What was chosen for a model."""
+
+    name: str
+    """A name in ``GRADIENT_COMPUTERS``."""
+    reason: str
+    """Why, and what was found against faster ones."""
+    computer: AbstractGradientComputer
+    """One that keeps what it learned about the model from the samples that it was tried on."""
 
 
 def choose_gradient_computer(
@@ -30,7 +42,7 @@ def choose_gradient_computer(
     grad_wrt: ParameterChoice | None = None,
     *,
     autocast_dtype: torch.dtype | None = None,
-) -> tuple[str, str]:
+) -> ChosenComputer:
     """Return the fastest gradient computer that is exact for this model, and why.
 
     The hook and the functional computer are tried on three samples; the iterative one needs only autograd.
@@ -43,7 +55,7 @@ def choose_gradient_computer(
         autocast_dtype: Passed to the computer.
 
     Returns:
-        A name in ``GRADIENT_COMPUTERS`` and the reason.
+        Its name, the reason, and the computer itself.
 
     Raises:
         InvalidInputError: If the batch, or what the output function returns, has the wrong form.
@@ -53,17 +65,18 @@ def choose_gradient_computer(
     refusals: list[str] = []
     failure: Exception | None = None
     for name, kind in _FASTEST_FIRST.items():
-        error = _failure(kind(model, task, grad_wrt=names, autocast_dtype=autocast_dtype), few)
+        computer = kind(model, task, grad_wrt=names, autocast_dtype=autocast_dtype)
+        error = _failure(computer, few)
         if error is None:
-            return _decided(name, refusals or ["every kept parameter is covered"])
+            return _decided(name, refusals or ["every kept parameter is covered"], computer)
         named = isinstance(error, UnsupportedModelError)
         refusals.append(f"{name}: {error}" if named else f"{name}: {type(error).__name__}: {error}")
         if not named:  # such as the error of a model that takes one sample at a time
             failure = failure or error
+    last = IterativeGradientComputer(model, task, grad_wrt=names, autocast_dtype=autocast_dtype)
     if failure is not None:
-        last = IterativeGradientComputer(model, task, grad_wrt=names, autocast_dtype=autocast_dtype)
         _raise_unless_alone(last, few, failure)
-    return _decided("iterative", refusals)
+    return _decided("iterative", refusals, last)
 
 
 def _failure(computer: AbstractGradientComputer, few: Batch) -> Exception | None:
@@ -85,7 +98,7 @@ def _raise_unless_alone(last: AbstractGradientComputer, few: Batch, failure: Exc
         raise failure from error
 
 
-def _decided(name: str, reasons: list[str]) -> tuple[str, str]:
+def _decided(name: str, reasons: list[str], computer: AbstractGradientComputer) -> ChosenComputer:
     reason = " ".join(reasons)
     logger.info("gradient_computer='auto' is %r: %s", name, reason)
-    return name, reason
+    return ChosenComputer(name, reason, computer)

@@ -39,10 +39,17 @@ class ModelCall:
         """
         self.model = model
         self._replaced = parameters is not None or buffers is not None
-        self.parameters: Mapping[str, Tensor] = (
-            dict(model.named_parameters()) if parameters is None else parameters
-        )
-        self.buffers: Mapping[str, Tensor] = dict(model.named_buffers()) if buffers is None else buffers
+        self._parameters, self._buffers = parameters, buffers
+
+    @property
+    def parameters(self) -> Mapping[str, Tensor]:
+        """The tensors that the model runs with, by parameter name."""
+        return dict(self.model.named_parameters()) if self._parameters is None else self._parameters
+
+    @property
+    def buffers(self) -> Mapping[str, Tensor]:
+        """The tensors that the model runs with, by buffer name."""
+        return dict(self.model.named_buffers()) if self._buffers is None else self._buffers
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Run the model's forward pass."""
@@ -173,10 +180,11 @@ def _terms_of_original(task: AbstractModelOutput, call: ModelCall, batch: Batch)
         sample = rebuild([leaf[index] for leaf in leaves])
         return tuple(sample) if isinstance(sample, tuple | list) else (sample,)
 
-    outputs = [task.get_output(call.model, call.parameters, call.buffers, *parts(i)) for i in range(count)]
+    tensors = call.parameters, call.buffers
+    outputs = [task.get_output(call.model, *tensors, *parts(i)) for i in range(count)]
     output = torch.stack([value.reshape(()) for value in outputs])
     with torch.no_grad():
-        grad = task.get_out_to_loss_grad(call.model, call.parameters, call.buffers, batch)
+        grad = task.get_out_to_loss_grad(call.model, *tensors, batch)
     grad = grad.detach().reshape(count)
     return OutputTerms(output, grad, torch.zeros_like(grad))
 

@@ -54,6 +54,10 @@ _TOLERANCES = {torch.float64: 1e-8, torch.float32: 2e-2, torch.bfloat16: 0.3, to
 """Relative error that the self-check allows; float32 includes a max or ReLU that ties the other way."""
 
 
+_SQUARES_UNDERFLOW, _SQUARES_OVERFLOW = 1e-12, 1e18
+"""Norms between which float32 loses nothing when it sums their squares."""
+
+
 class SelfCheckError(UnsupportedModelError):
     """The gradient of a sample is not plain autograd's."""
 
@@ -399,11 +403,11 @@ def _compare(
     found: Mapping[str, Tensor], expected: Mapping[str, Tensor], inner: Sequence[torch.dtype]
 ) -> None:
     """Raise if a gradient differs from plain autograd's by more than rounding, that of ``inner`` dtypes included."""
-    norms = {name: float(grad.double().norm()) for name, grad in expected.items()}
+    norms = {name: _norm(grad) for name, grad in expected.items()}
     largest = max(norms.values())
     for name, grad in expected.items():
         tolerance = max(_TOLERANCES.get(dtype, 1e-2) for dtype in (grad.dtype, *inner))
-        error = float((found[name].double() - grad.double().flatten()).norm())
+        error = _norm(found[name] - grad.flatten())
         if error > tolerance * max(norms[name], 1e-2 * largest):
             raise SelfCheckError(
                 f"The self-check failed: the gradient of {name!r} differs from plain autograd's by {error:.3g}, "
@@ -411,6 +415,15 @@ def _compare(
                 "or be random. "
                 "Use gradient_computer='functional' or 'iterative'."
             )
+
+
+def _norm(values: Tensor) -> float:
+    """Return the Euclidean norm, by a copy in float64 only where float32 cannot hold its square."""
+    if values.dtype == torch.float32:
+        norm = float(torch.linalg.vector_norm(values))
+        if _SQUARES_UNDERFLOW < norm < _SQUARES_OVERFLOW:
+            return norm
+    return float(values.double().norm())
 
 
 def _refuse_complex(kept: Mapping[str, nn.Parameter]) -> None:
