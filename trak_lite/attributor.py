@@ -51,6 +51,7 @@ from trak_lite.pipeline import (
     kernels_of,
     score_rows,
     score_table_spec,
+    target_table_spec,
 )
 from trak_lite.projectors import AbstractProjector, projector_name, select_projector
 from trak_lite.scores import Scores
@@ -151,8 +152,9 @@ class Attributor:
             proj_dim: K, numbers per stored row; more is more exact and costs disk and time.
             seed: Seed of the projection.
             device: ``"auto"`` runs where the model is.
-            dtype: Stored dtype of the features. ``"int8"`` and ``"int4"`` take a half and a quarter of the disk of
-                ``"float16"``: integers, with a float32 scale for every row; see :attr:`row_bytes`.
+            dtype: Stored dtype of the train rows' features. ``"int8"`` and ``"int4"`` take a half and a quarter of the
+                disk of ``"float16"``: integers, with a float32 scale for every row (see :attr:`row_bytes`); targets
+                are then kept in float32.
             grad_wrt: Names, patterns (``"layers.*"``) or module classes of the parameters to attribute through;
                 ``None`` takes all that require grad.
             gradient_computer: ``"hook"``, ``"functional"``, ``"iterative"``, or a class or partial of one; ``"auto"``
@@ -538,7 +540,7 @@ class Attributor:
         model_id = session.workspace.model_id(digest)
         path = f"targets/{session.name}/ckpt-{model_id}"
         fingerprint = {**self._row_fingerprint(model_id, digest), "targets": dict(session.identity)}
-        spec = feature_table_spec(len(session.targets), self.layout.width, self.dtype, fingerprint)
+        spec = target_table_spec(len(session.targets), self.layout.width, self.dtype, fingerprint)
         late = session.workspace.late_table(path, spec)
         self._featurize(late, session.targets, model_id, f"Targets {session.name!r}, {label}")
 

@@ -43,6 +43,7 @@ __all__ = [
     "put_features",
     "score_rows",
     "score_table_spec",
+    "target_table_spec",
 ]
 
 FEATURES, OUT_TO_LOSS, LOSS_CURVATURE, SCORES = "features", "out_to_loss", "loss_curvature", "scores"
@@ -73,6 +74,14 @@ def feature_table_spec(
         *((Column(GRADIENT_NORM, None, "float32"),) if norms else ()),
     )
     return TableSpec(num_rows, columns, chunk_rows_for(num_rows, features.arrays[0].row_bytes), fingerprint)
+
+
+def target_table_spec(num_rows: int, width: int, dtype: str, fingerprint: Mapping[str, Any]) -> TableSpec:
+    """Return the table of a target set, for train rows of a dtype: the same, but never quantised.
+
+    Targets are few, and the inverse kernel magnifies what rounding does to them.
+    """
+    return feature_table_spec(num_rows, width, Column(FEATURES, width, dtype).value_dtype, fingerprint)
 
 
 def score_table_spec(num_rows: int, num_targets: int, fingerprint: Mapping[str, Any]) -> TableSpec:
