@@ -495,9 +495,7 @@ class Attributor:
 
     def _choose_computer(self, batch: Batch) -> AbstractGradientComputer:
         """Decide ``gradient_computer="auto"`` by trying the first samples; return the one that was tried."""
-        name, reason, computer = choose_gradient_computer(
-            self.model, self.task, batch, list(self.parameters)
-        )
+        name, reason, computer = choose_gradient_computer(self.model, self.task, batch, list(self.parameters))
         self._make_computer = GRADIENT_COMPUTERS[name]
         # The manifest of a store not yet made refers to both.
         self._settings["gradient_computer"] = name

@@ -455,7 +455,7 @@ def test_the_progress_bar_shows_rate_and_remaining_time(capsys: pytest.CaptureFi
         (
             {"dtype": "int2"},
             InvalidInputError,
-            r"dtype must be one of \['float32', 'float16', 'int8', 'int4'\]",
+            r"dtype must be one of \['float16', 'float32', 'int4', 'int8'\]",
         ),
         ({"grad_wrt": ["0.wieght"]}, InvalidInputError, r"\['0.wieght'\].*0.weight"),
         ({"gradient_computer": "functorch"}, InvalidInputError, "gradient_computer must be one of"),
