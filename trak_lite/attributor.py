@@ -51,17 +51,20 @@ from trak_lite.pipeline import (
     kernels_of,
     score_rows,
     score_table_spec,
+    target_table_spec,
 )
 from trak_lite.projectors import AbstractProjector, projector_name, select_projector
 from trak_lite.scores import Scores
 from trak_lite.scoring import DEFAULT_DAMPING, KernelSettings, precondition, self_scores
 from trak_lite.store import (
+    DTYPES,
     AbstractFeatureStore,
     AbstractRowTable,
     Manifest,
     TableSpec,
     ZarrFeatureStore,
     check_name,
+    dtype_fingerprint,
 )
 from trak_lite.store.manifest import compare_fingerprints
 from trak_lite.types import Batch, FeatureLayout, ParameterShapes, num_entries
@@ -128,7 +131,7 @@ class Attributor:
         proj_dim: int = 2048,
         seed: int = 0,
         device: str | torch.device = "auto",
-        dtype: Literal["float16", "float32"] = "float16",
+        dtype: Literal["float32", "float16", "int8", "int4"] = "float16",
         grad_wrt: ParameterChoice | None = None,
         gradient_computer: str | GradientComputerFactory = "auto",
         normalize: Literal["none", "unit"] | Normalization = "none",
@@ -149,7 +152,9 @@ class Attributor:
             proj_dim: K, numbers per stored row; more is more exact and costs disk and time.
             seed: Seed of the projection.
             device: ``"auto"`` runs where the model is.
-            dtype: Stored dtype of the features.
+            dtype: Stored dtype of the train rows' features. ``"int8"`` and ``"int4"`` take a half and a quarter of the
+                disk of ``"float16"``: integers, with a float32 scale for every row (see :attr:`row_bytes`); targets
+                are then kept in float32.
             grad_wrt: Names, patterns (``"layers.*"``) or module classes of the parameters to attribute through;
                 ``None`` takes all that require grad.
             gradient_computer: ``"hook"``, ``"functional"``, ``"iterative"``, or a class or partial of one; ``"auto"``
@@ -176,7 +181,7 @@ class Attributor:
         self.model = model
         self.task = resolve_task(task)
         self.path = None if path is None else fspath(path)
-        self.dtype = one_of(("float16", "float32"), dtype=dtype)
+        self.dtype = one_of(DTYPES, dtype=dtype)
         self.device = resolve_device(device, model)
         self.parameters: ParameterShapes = {
             name: tuple(p.shape) for name, p in select_parameters(model, grad_wrt).items()
@@ -261,6 +266,11 @@ class Attributor:
     def layout(self) -> FeatureLayout:
         """Segments of a feature row."""
         return self.projector.layout(self.parameters)
+
+    @property
+    def row_bytes(self) -> int:
+        """Bytes on disk of one train row of one checkpoint: its features, q and w, and its norm if that is kept."""
+        return feature_table_spec(1, self.layout.width, self.dtype, {}, norms=self._store_norms).row_bytes
 
     def featurize(
         self,
@@ -485,9 +495,7 @@ class Attributor:
 
     def _choose_computer(self, batch: Batch) -> AbstractGradientComputer:
         """Decide ``gradient_computer="auto"`` by trying the first samples; return the one that was tried."""
-        name, reason, computer = choose_gradient_computer(
-            self.model, self.task, batch, list(self.parameters)
-        )
+        name, reason, computer = choose_gradient_computer(self.model, self.task, batch, list(self.parameters))
         self._make_computer = GRADIENT_COMPUTERS[name]
         # The manifest of a store not yet made refers to both.
         self._settings["gradient_computer"] = name
@@ -530,7 +538,7 @@ class Attributor:
         model_id = session.workspace.model_id(digest)
         path = f"targets/{session.name}/ckpt-{model_id}"
         fingerprint = {**self._row_fingerprint(model_id, digest), "targets": dict(session.identity)}
-        spec = feature_table_spec(len(session.targets), self.layout.width, self.dtype, fingerprint)
+        spec = target_table_spec(len(session.targets), self.layout.width, self.dtype, fingerprint)
         late = session.workspace.late_table(path, spec)
         self._featurize(late, session.targets, model_id, f"Targets {session.name!r}, {label}")
 
@@ -594,7 +602,7 @@ class Attributor:
             kernels = kernels_of(store, path, kernel, self.layout, device=self.device)
             parts = [
                 self_scores(as_tensor(rows, self.device), kernels, layout=self.layout).cpu().double().numpy()
-                for _, rows in table.chunks(FEATURES)
+                for _, rows in table.blocks(FEATURES)
             ]
             total = total + np.concatenate(parts)
             out_to_loss = out_to_loss + table.read(OUT_TO_LOSS).astype(np.float64)
@@ -615,7 +623,7 @@ class Attributor:
     def _manifest(self, dataset: Mapping[str, Any] | None) -> Manifest:
         """Return the manifest of these settings; without a dataset, only what the settings determine."""
         fingerprint: dict[str, Any] = {
-            "dtype": self.dtype,
+            **dtype_fingerprint(self.dtype),
             "feature_width": self.layout.width,
             "gradients": self._gradient_fingerprint(),
             "layout": self.layout.to_json(),

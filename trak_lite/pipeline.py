@@ -7,7 +7,7 @@ Source: TRAK (arXiv:2303.14186), section 3; numbers as in the native method of t
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -41,9 +41,9 @@ __all__ = [
     "kernels_of",
     "plan_batches",
     "put_features",
-    "row_ranges",
     "score_rows",
     "score_table_spec",
+    "target_table_spec",
 ]
 
 FEATURES, OUT_TO_LOSS, LOSS_CURVATURE, SCORES = "features", "out_to_loss", "loss_curvature", "scores"
@@ -62,18 +62,26 @@ def feature_table_spec(
     Args:
         num_rows: N.
         width: K.
-        dtype: Of the features: ``float16`` or ``float32``.
+        dtype: Of the features, one of ``trak_lite.store.DTYPES``.
         fingerprint: What determines the rows.
         norms: Keep the norm of every sample's gradient too.
     """
+    features = Column(FEATURES, width, dtype)
     columns = (
-        Column(FEATURES, width, dtype),
+        features,
         Column(OUT_TO_LOSS, None, "float32"),
         Column(LOSS_CURVATURE, None, "float32"),
         *((Column(GRADIENT_NORM, None, "float32"),) if norms else ()),
     )
-    row_bytes = width * np.dtype(dtype).itemsize
-    return TableSpec(num_rows, columns, chunk_rows_for(num_rows, row_bytes), fingerprint)
+    return TableSpec(num_rows, columns, chunk_rows_for(num_rows, features.arrays[0].row_bytes), fingerprint)
+
+
+def target_table_spec(num_rows: int, width: int, dtype: str, fingerprint: Mapping[str, Any]) -> TableSpec:
+    """Return the table of a target set, for train rows of a dtype: the same, but never quantised.
+
+    Targets are few, and the inverse kernel magnifies what rounding does to them.
+    """
+    return feature_table_spec(num_rows, width, Column(FEATURES, width, dtype).value_dtype, fingerprint)
 
 
 def score_table_spec(num_rows: int, num_targets: int, fingerprint: Mapping[str, Any]) -> TableSpec:
@@ -319,11 +327,13 @@ def _refuse_non_finite_column(name: str, values: NDArray[Any], rows: NDArray[np.
 
 
 def _in_storage_dtype(features: Tensor, spec: TableSpec, rows: NDArray[np.int64]) -> Tensor:
-    """Cast features to the dtype that the table stores, if that keeps them to 1 % of each row's norm.
+    """Cast features to the dtype that the table takes, if that keeps them to 1 % of each row's norm.
 
     A row that is next to nothing beside the others of its batch (one that the model fits exactly) may lose more.
+    Quantised tables take float32. What quantising loses is not judged here: up to half the row's scale in every entry
+    is what whoever chose int8 or int4 has chosen, and no row can be out of range, as its scale is its own.
     """
-    dtype = next(column.dtype for column in spec.columns if column.name == FEATURES)
+    dtype = next(column.value_dtype for column in spec.columns if column.name == FEATURES)
     stored = features.to(getattr(torch, dtype))
     if stored.dtype == features.dtype:
         return stored
@@ -347,18 +357,6 @@ def _norms(rows: Tensor) -> Tensor:
     return norms.double()
 
 
-def row_ranges(
-    table: AbstractRowTable, column: str, start: int, stop: int
-) -> Iterator[tuple[int, NDArray[Any]]]:
-    """Yield ``(first row, rows)`` pieces of committed rows ``start:stop``, cut where chunks end."""
-    size = table.spec.chunk_rows
-    while start < stop:
-        chunk = start // size
-        end = min(stop, (chunk + 1) * size)
-        yield start, table.read_chunk(chunk, column)[start - chunk * size : end - chunk * size]
-        start = end
-
-
 def kernels_of(
     store: AbstractFeatureStore,
     path: str,
@@ -377,7 +375,7 @@ def kernels_of(
     if flat is None:
         weighted = settings.weighting == "curvature"
         grams = gram(
-            (as_tensor(rows, device) for _, rows in table.chunks(FEATURES)),
+            (as_tensor(rows, device) for _, rows in table.blocks(FEATURES)),
             torch.from_numpy(table.read(LOSS_CURVATURE)).to(device) if weighted else None,
             layout=layout,
         )
@@ -452,9 +450,9 @@ def _score_tile(
     tile = torch.zeros(last - first, len(preconditioned[0]), device=device)
     out_to_loss = np.zeros(last - first)
     for table, targets in zip(train, preconditioned, strict=True):
-        for start, rows in row_ranges(table, FEATURES, first, last):
+        for start, rows in table.blocks(FEATURES, first, last):
             tile[start - first : start - first + len(rows)] += score_block(as_tensor(rows, device), targets)
-        for start, values in row_ranges(table, OUT_TO_LOSS, first, last):
+        for start, values in table.blocks(OUT_TO_LOSS, first, last):
             out_to_loss[start - first : start - first + len(values)] += values
     weights = torch.from_numpy(out_to_loss / len(train) ** 2).to(device=device, dtype=tile.dtype)
     return (tile * weights[:, None]).cpu().numpy()

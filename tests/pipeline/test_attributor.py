@@ -452,7 +452,11 @@ def test_the_progress_bar_shows_rate_and_remaining_time(capsys: pytest.CaptureFi
     [
         ({"task": "image_clasification"}, UnknownTaskError, "image_classification"),
         ({"proj_dim": 0}, InvalidInputError, "proj_dim must be an integer of at least 1"),
-        ({"dtype": "int8"}, InvalidInputError, r"dtype must be one of \['float16', 'float32'\]"),
+        (
+            {"dtype": "int2"},
+            InvalidInputError,
+            r"dtype must be one of \['float16', 'float32', 'int4', 'int8'\]",
+        ),
         ({"grad_wrt": ["0.wieght"]}, InvalidInputError, r"\['0.wieght'\].*0.weight"),
         ({"gradient_computer": "functorch"}, InvalidInputError, "gradient_computer must be one of"),
         ({"projector": "rademacer"}, InvalidInputError, "rademacher"),

@@ -15,6 +15,7 @@ SPEC = TableSpec(
     chunk_rows=4,
     fingerprint={"checkpoint": "abc"},
 )
+PACKED = TableSpec(11, (Column("features", 5, "int4"), Column("q", None, "float32")), 4)
 LONG = TableSpec(256, (Column("features", 8, "float16"), Column("q", None, "float32")), 8)
 
 
@@ -26,7 +27,7 @@ def values(rows, spec=SPEC):
         shape = (len(rows),) if column.width is None else (len(rows), column.width)
         ramp = np.arange(np.prod(shape[1:], dtype=int)).reshape(shape[1:])
         made[column.name] = ((1 + rows.reshape(-1, *[1] * (len(shape) - 1))) * 8 + ramp + place / 4).astype(
-            column.dtype
+            column.value_dtype
         )
     return made
 

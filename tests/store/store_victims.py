@@ -15,7 +15,7 @@ if __name__ == "__main__":  # the package without its front door, which imports 
     package.__path__ = importlib.util.find_spec("trak_lite").submodule_search_locations
     sys.modules["trak_lite"] = package
 
-from store_cases import LONG, NAME, SPEC, open_for_writing, values
+from store_cases import LONG, NAME, PACKED, SPEC, open_for_writing, values
 
 from trak_lite.errors import BusyError, StoreError, StoreFullError
 from trak_lite.store import Manifest, ZarrFeatureStore, verify_store
@@ -32,6 +32,13 @@ def write(path, done, batch):
         table.put(rows, values(rows))
         with open(done, "a") as file:
             file.write("".join(f"{row}\n" for row in rows))
+
+
+def write_packed(path):
+    """Put the rows of a quantised table, five at a time."""
+    _, table = open_for_writing(path, PACKED)
+    for rows in (range(5), range(5, 10), range(10, 11)):
+        table.put(rows.start, values(rows, PACKED))
 
 
 def write_long(path, part, parts):

@@ -7,9 +7,12 @@
 
 from trak_lite.store._base import AbstractFeatureStore as AbstractFeatureStore
 from trak_lite.store._base import AbstractRowTable as AbstractRowTable
-from trak_lite.store._base import Column as Column
 from trak_lite.store._base import Difference as Difference
 from trak_lite.store._base import TableSpec as TableSpec
+from trak_lite.store._columns import DTYPES as DTYPES
+from trak_lite.store._columns import Column as Column
+from trak_lite.store._columns import StoredRows as StoredRows
+from trak_lite.store._columns import dtype_fingerprint as dtype_fingerprint
 from trak_lite.store._grid import chunk_rows_for as chunk_rows_for
 from trak_lite.store._names import check_name as check_name
 from trak_lite.store.manifest import FORMAT as FORMAT
@@ -22,6 +25,7 @@ from trak_lite.store.verification import verify_store as verify_store
 from trak_lite.store.zarr_store import ZarrFeatureStore as ZarrFeatureStore
 
 __all__ = [
+    "DTYPES",
     "FORMAT",
     "AbstractFeatureStore",
     "AbstractRowTable",
@@ -32,9 +36,11 @@ __all__ = [
     "MemoryFeatureStore",
     "Report",
     "SetAside",
+    "StoredRows",
     "TableSpec",
     "ZarrFeatureStore",
     "check_name",
     "chunk_rows_for",
+    "dtype_fingerprint",
     "verify_store",
 ]

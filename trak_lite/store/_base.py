@@ -12,19 +12,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from trak_lite.errors import InvalidInputError
+from trak_lite.store._columns import Column, StoredArray, StoredRows
 from trak_lite.store.manifest import Manifest
 
-__all__ = ["AbstractFeatureStore", "AbstractRowTable", "Column", "Difference", "TableSpec"]
-
-
-@dataclass(frozen=True, slots=True)
-class Column:
-    """One array of a table: ``(num_rows, width)``, or ``(num_rows,)`` where ``width`` is ``None``."""
-
-    name: str
-    width: int | None
-    dtype: str
-    """NumPy name of the stored dtype: ``float16`` or ``float32``."""
+__all__ = ["AbstractFeatureStore", "AbstractRowTable", "Difference", "TableSpec"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,6 +28,16 @@ class TableSpec:
     """Rows of a chunk, the unit of committing, locking and mapping."""
     fingerprint: Mapping[str, Any] = field(default_factory=dict)
     """JSON values that determine the rows; compared key by key when the table is opened again."""
+
+    @property
+    def arrays(self) -> tuple[StoredArray, ...]:
+        """The arrays on disk, column by column."""
+        return tuple(array for column in self.columns for array in column.arrays)
+
+    @property
+    def row_bytes(self) -> int:
+        """Bytes of one row on disk, over all columns."""
+        return sum(column.row_bytes for column in self.columns)
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,9 +63,10 @@ class Difference:
 class AbstractRowTable(ABC):
     """Rows of one table. A row is done or pending; a done row never changes and is never lost.
 
-    Laws, held by ``trak_lite.testing.StoreTests``: what was put is what is read, bitwise; when ``put``
-    returns, killing the process cannot lose the rows; pending rows are never readable; a refused ``put``
-    changes nothing; every table opened from the same path sees the same done rows.
+    Laws, held by ``trak_lite.testing.StoreTests``: what was put is what is read, bitwise (quantised columns: within
+    half the row's scale, the same bits in every store); when ``put`` returns, killing the process cannot lose the rows;
+    pending rows are never readable; a refused ``put`` changes nothing; every table opened from the same path sees the
+    same done rows.
     """
 
     @property
@@ -81,7 +83,7 @@ class AbstractRowTable(ABC):
         Args:
             rows: First row of a contiguous run, or the row of each value (distinct, any order).
             values: For each column an array ``(b, width)`` or ``(b,)`` of a real floating dtype; it is cast to the
-                column's dtype.
+                column's dtype, and then quantised if the column is.
 
         Raises:
             InvalidInputError: For wrong columns, shapes or dtypes, rows out of range or repeated.
@@ -141,15 +143,51 @@ class AbstractRowTable(ABC):
         """Return the chunks that are complete and readable, ascending."""
 
     @abstractmethod
-    def read_chunk(self, chunk: int, column: str) -> NDArray[Any]:
-        """Return the rows of a committed chunk, ``(rows, width)`` or ``(rows,)``, mapped where possible.
+    def stored_chunk(self, chunk: int, column: str) -> StoredRows:
+        """Return the rows of a committed chunk in the form in which they are stored, mapped where possible.
 
-        The array must not be written to; copy it to keep it beyond the table's life.
+        The arrays must not be written to, and belong to one and the same commit.
 
         Raises:
             IncompleteStoreError: If the chunk is not committed; names its rows.
             CorruptStoreError: If its size or checksum contradicts its commit record.
         """
+
+    def read_chunk(self, chunk: int, column: str) -> NDArray[Any]:
+        """Return the rows of a committed chunk, ``(rows, width)`` or ``(rows,)``, mapped where possible.
+
+        The array must not be written to; copy it to keep it beyond the table's life. Of a quantised column it is a
+        new float32 array, four or eight times as large as the chunk: :meth:`blocks` needs a few MiB.
+
+        Raises:
+            IncompleteStoreError: If the chunk is not committed; names its rows.
+            CorruptStoreError: If its size or checksum contradicts its commit record.
+        """
+        rows = self.stored_chunk(chunk, column).decode()
+        rows.flags.writeable = False
+        return rows
+
+    def blocks(
+        self, column: str, start: int = 0, stop: int | None = None
+    ) -> Iterator[tuple[int, NDArray[Any]]]:
+        """Yield ``(first row, rows)`` pieces of the committed rows ``start:stop``, in order: the way to read a table.
+
+        Pieces end where chunks end. Of a quantised column they have at most 256 rows, in a buffer that the next piece
+        overwrites. They must not be written to.
+
+        Raises:
+            InvalidInputError: If ``start:stop`` reaches over an end of the table.
+            IncompleteStoreError: If a row is in a chunk that is not committed.
+        """
+        size, stop = self.spec.chunk_rows, self.spec.num_rows if stop is None else stop
+        if not 0 <= start <= stop <= self.spec.num_rows:
+            raise InvalidInputError(
+                f"Rows {start} to {stop - 1} were asked for, the table has rows 0 to {self.spec.num_rows - 1}."
+            )
+        for chunk in range(start // size, -(-stop // size)):
+            first, last = max(start - chunk * size, 0), min(stop - chunk * size, size)
+            for offset, rows in self.stored_chunk(chunk, column)[first:last].blocks():
+                yield chunk * size + first + offset, rows
 
     def read(self, column: str) -> NDArray[Any]:
         """Return a whole column as one new array.
@@ -158,7 +196,7 @@ class AbstractRowTable(ABC):
             IncompleteStoreError: If a row is pending; names the first.
         """
         out = self._empty(column, self.spec.num_rows)
-        for start, rows in self.chunks(column):
+        for start, rows in self.blocks(column):
             out[start : start + len(rows)] = rows
         return out
 
@@ -185,12 +223,12 @@ class AbstractRowTable(ABC):
         chunk_of, row_in = np.divmod(wanted.astype(np.int64), self.spec.chunk_rows)
         for chunk in np.unique(chunk_of).tolist():
             here = chunk_of == chunk
-            out[here] = self.read_chunk(chunk, column)[row_in[here]]
+            out[here] = self.stored_chunk(chunk, column)[row_in[here]].decode()
         return out
 
     def _empty(self, column: str, num_rows: int) -> NDArray[Any]:
         found = self.column(column)
-        return np.empty((num_rows,) if found.width is None else (num_rows, found.width), found.dtype)
+        return np.empty((num_rows,) if found.width is None else (num_rows, found.width), found.value_dtype)
 
     def chunks(self, column: str) -> Iterator[tuple[int, NDArray[Any]]]:
         """Yield ``(first row, rows)`` of every chunk in order."""
@@ -199,7 +237,7 @@ class AbstractRowTable(ABC):
 
     @abstractmethod
     def checksums(self, chunk: int) -> dict[str, int]:
-        """Return the CRC-32C of each column of a committed chunk, whole and padded with NaN; reads no row.
+        """Return the CRC-32C of each array of a committed chunk, whole and padded with its fill; reads no row.
 
         Raises:
             IncompleteStoreError: If the chunk is not committed.

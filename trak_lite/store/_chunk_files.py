@@ -7,6 +7,7 @@ finds a record for every file seen.
 
 from __future__ import annotations
 
+import itertools
 import os
 import re
 import shlex
@@ -17,10 +18,10 @@ from typing import Any, final
 import numpy as np
 
 from trak_lite.errors import CorruptStoreError
-from trak_lite.store._base import Column, TableSpec
+from trak_lite.store._base import TableSpec
+from trak_lite.store._columns import StoredArray
 from trak_lite.store._files import file_size, named_errors
 from trak_lite.store._folders import make_folders, names_in
-from trak_lite.store._grid import row_bytes, stored_dtype
 from trak_lite.store._metadata import read_attributes
 from trak_lite.store._records import CommitLogs, CommitRecord
 from trak_lite.store._values import short_list
@@ -40,7 +41,7 @@ _VECTOR_KEY = re.compile(r"c\.(0|[1-9][0-9]{0,17})")
 
 @dataclass(frozen=True, slots=True)
 class ColumnFiles:
-    """Files of one column: one per chunk, each of the same size, the last one padded."""
+    """Files of one array of a table: one per chunk, each of the same size, the last one padded."""
 
     name: str
     folder: str
@@ -49,6 +50,8 @@ class ColumnFiles:
     """Of a chunk."""
     dtype: np.dtype[Any]
     row_bytes: int
+    fill: float
+    """What the last chunk is padded with."""
 
     @property
     def chunk_bytes(self) -> int:
@@ -94,14 +97,14 @@ class TableFiles:
         self.stage = f"{first}/{STAGE}"
         self.commits = f"{first}/{COMMITS}"
         self.set_aside = f"{first}/{SET_ASIDE}"
-        self.columns = tuple(self._column_files(column) for column in spec.columns)
+        self.by_column = {c.name: tuple(map(self._column_files, c.arrays)) for c in spec.columns}
+        self.columns = tuple(itertools.chain(*self.by_column.values()))
         self.num_chunks = -(-spec.num_rows // spec.chunk_rows)
 
-    def _column_files(self, column: Column) -> ColumnFiles:
-        rows = self.spec.chunk_rows
-        shape = (rows,) if column.width is None else (rows, column.width)
-        folder = f"{self.folder}/{column.name}"
-        return ColumnFiles(column.name, folder, self.stage, shape, stored_dtype(column), row_bytes(column))
+    def _column_files(self, array: StoredArray) -> ColumnFiles:
+        shape, folder = array.shape(self.spec.chunk_rows), f"{self.folder}/{array.name}"
+        dtype = array.stored_dtype
+        return ColumnFiles(array.name, folder, self.stage, shape, dtype, array.row_bytes, array.fill)
 
     def rows_in(self, chunk: int) -> int:
         """Return the number of rows of a chunk."""

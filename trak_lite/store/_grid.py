@@ -7,11 +7,10 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
-import numpy as np
-
 from trak_lite._validate import one_of, positive_int
 from trak_lite.errors import CorruptStoreError, InvalidInputError
-from trak_lite.store._base import Column, TableSpec
+from trak_lite.store._base import TableSpec
+from trak_lite.store._columns import DTYPES, Column, dtype_fingerprint
 from trak_lite.store._names import check_name
 from trak_lite.store.manifest import canonical_json, compare_fingerprints
 
@@ -24,17 +23,14 @@ __all__ = [
     "flat_spec",
     "grown_spec",
     "plain_json",
-    "row_bytes",
     "spec_from_json",
     "spec_to_json",
-    "stored_dtype",
 ]
 
 _CHUNK_BYTES = 64 << 20
 _FEWEST_CHUNK_ROWS = 32
 _FEWEST_ROWS_PER_COMMIT = 256  # a commit waits for the disk eight times
 _CHUNKS_OF_A_SMALL_TABLE = 64
-_DTYPES = ("float16", "float32")
 
 
 def chunk_rows_for(num_rows: int, row_bytes: int) -> int:
@@ -47,7 +43,7 @@ def chunk_rows_for(num_rows: int, row_bytes: int) -> int:
 
     Args:
         num_rows: Rows N of the table.
-        row_bytes: Bytes of one row of the widest column.
+        row_bytes: Bytes of one row of the widest array.
 
     Example:
         >>> chunk_rows_for(1_000_000, 8192), chunk_rows_for(50_000, 8192), chunk_rows_for(100, 8192)
@@ -59,16 +55,6 @@ def chunk_rows_for(num_rows: int, row_bytes: int) -> int:
     by_count = 1 << (-(-num_rows // _CHUNKS_OF_A_SMALL_TABLE) - 1).bit_length()
     fewest = min(_FEWEST_ROWS_PER_COMMIT, 1 << (num_rows - 1).bit_length())
     return max(min(by_size, max(by_count, fewest)), _FEWEST_CHUNK_ROWS)
-
-
-def stored_dtype(column: Column) -> np.dtype[Any]:
-    """Return the dtype of a column's bytes on disk: little-endian on every machine."""
-    return np.dtype(column.dtype).newbyteorder("<")
-
-
-def row_bytes(column: Column) -> int:
-    """Return the bytes of one row of a column."""
-    return (column.width or 1) * stored_dtype(column).itemsize
 
 
 def plain_json(value: Any, *, what: str) -> Any:
@@ -94,15 +80,28 @@ def check_spec(spec: TableSpec) -> TableSpec:
     """
     positive_int(num_rows=spec.num_rows)
     positive_int(chunk_rows=spec.chunk_rows)
-    names = [check_name(column.name, what="column") for column in spec.columns]
-    if not names or len(set(names)) < len(names):
-        raise InvalidInputError(f"A table needs one or more columns of different names, got {names}.")
     for column in spec.columns:
-        one_of(_DTYPES, dtype=column.dtype)
-        if column.width is not None:
-            positive_int(width=column.width)
+        _check_column(column)
+    names = [array.name for array in spec.arrays]
+    if not names or len(set(names)) < len(names):
+        raise InvalidInputError(
+            f"A table needs one or more columns, and arrays of different names for them, got {names}. Rename a column."
+        )
     fingerprint = plain_json(dict(spec.fingerprint), what="A table's fingerprint")
     return TableSpec(spec.num_rows, tuple(spec.columns), spec.chunk_rows, fingerprint)
+
+
+def _check_column(column: Column) -> None:
+    one_of(DTYPES, dtype=column.dtype)
+    if column.width is not None:
+        positive_int(width=column.width)
+    elif column.quantised:
+        raise InvalidInputError(
+            f"{column.name} has one number per row, and {column.dtype} would keep a scale beside each. Use float32."
+        )
+    check_name(column.name, what="column")
+    for array in column.arrays:
+        check_name(array.name, what="array")
 
 
 def spec_to_json(spec: TableSpec) -> dict[str, Any]:
@@ -110,7 +109,7 @@ def spec_to_json(spec: TableSpec) -> dict[str, Any]:
     return {
         "num_rows": spec.num_rows,
         "chunk_rows": spec.chunk_rows,
-        "columns": [{"name": c.name, "width": c.width, "dtype": c.dtype} for c in spec.columns],
+        "columns": [{"name": c.name, "width": c.width, **dtype_fingerprint(c.dtype)} for c in spec.columns],
         "fingerprint": dict(spec.fingerprint),
     }
 
@@ -119,10 +118,10 @@ def spec_from_json(record: Mapping[str, Any], *, where: str) -> TableSpec:
     """Read what :func:`spec_to_json` wrote.
 
     Raises:
-        CorruptStoreError: If something else stands there.
+        CorruptStoreError: If something else stands there, or rows that a newer version has quantised.
     """
     try:
-        columns = tuple(Column(c["name"], c["width"], c["dtype"]) for c in record["columns"])
+        columns = tuple(map(_column_from_json, record["columns"]))
         return check_spec(
             TableSpec(record["num_rows"], columns, record["chunk_rows"], dict(record["fingerprint"]))
         )
@@ -131,6 +130,16 @@ def spec_from_json(record: Mapping[str, Any], *, where: str) -> TableSpec:
             f"{where} does not describe a table ({type(error).__name__}: {error}). Expected num_rows, chunk_rows, "
             "columns and fingerprint as trak_lite wrote them. Restore the file from a backup, or use another path."
         ) from error
+
+
+def _column_from_json(record: Mapping[str, Any]) -> Column:
+    column = Column(record["name"], record["width"], record["dtype"])
+    expected, found = dtype_fingerprint(column.dtype).get("quantisation"), record.get("quantisation")
+    if found != expected:
+        raise InvalidInputError(
+            f"the quantisation of {column.name} is {found!r}, this version of trak_lite knows {expected!r}"
+        )
+    return column
 
 
 def grown_spec(spec: TableSpec, num_rows: int) -> TableSpec:

@@ -3,18 +3,19 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 from trak_lite.errors import CorruptStoreError, ManifestMismatchError
-from trak_lite.store._base import Column, TableSpec
+from trak_lite.store._base import TableSpec
+from trak_lite.store._columns import StoredArray
 from trak_lite.store._files import named_errors, open_file
 from trak_lite.store.manifest import FORMAT, Manifest
 
 __all__ = [
     "GROWS_TO",
-    "array_shape",
     "check_array",
     "manifest_from_json",
     "read_attributes",
@@ -66,46 +67,42 @@ def manifest_from_json(record: Mapping[str, Any], root: str) -> Manifest:
     return Manifest(fingerprint, made_with, version)
 
 
-def array_shape(column: Column, rows: int) -> tuple[int, ...]:
-    """Return the shape of that many rows of a column."""
-    return (rows,) if column.width is None else (rows, column.width)
-
-
 def sizes_under_way(record: Mapping[str, Any]) -> list[int]:
     """Return the numbers of rows to which the growing of a table was begun and not finished."""
     sizes = record.get(GROWS_TO, [])
     return [size for size in sizes if isinstance(size, int)] if isinstance(sizes, list) else []
 
 
-def check_array(folder: str, column: Column, spec: TableSpec, *, under_way: Sequence[int] = ()) -> None:
-    """Raise unless the array of a column is laid out as the table says: sizes are known before anything is mapped.
+def check_array(folder: str, array: StoredArray, spec: TableSpec, *, under_way: Sequence[int] = ()) -> None:
+    """Raise unless an array is laid out as the table says: sizes are known before anything is mapped.
 
     Args:
         folder: Of the table.
-        column: The array.
+        array: One of the table's.
         spec: Shape of the table.
         under_way: Numbers of rows that the array may have instead; see :func:`sizes_under_way`.
 
     Raises:
         CorruptStoreError: Names every differing key.
     """
-    path = f"{folder}/{column.name}/zarr.json"
-    found = read_zarr_json(f"{folder}/{column.name}")
+    path = f"{folder}/{array.name}/zarr.json"
+    found = read_zarr_json(f"{folder}/{array.name}")
     if found is None:
         raise CorruptStoreError(f"{path} is missing. Restore it from a backup, or use another path.")
-    shapes = [list(array_shape(column, rows)) for rows in (spec.num_rows, *under_way)]
+    shapes = [list(array.shape(rows)) for rows in (spec.num_rows, *under_way)]
+    one_byte = array.stored_dtype.itemsize == 1  # has no byte order
     expected = {
         "zarr_format": 3,
         "node_type": "array",
         "shape": next((shape for shape in shapes if shape == found.get("shape")), shapes[0]),
-        "data_type": column.dtype,
+        "data_type": array.dtype,
         "chunk_grid": {
             "name": "regular",
-            "configuration": {"chunk_shape": list(array_shape(column, spec.chunk_rows))},
+            "configuration": {"chunk_shape": list(array.shape(spec.chunk_rows))},
         },
         "chunk_key_encoding": {"name": "default", "configuration": {"separator": "."}},
-        "codecs": [{"name": "bytes", "configuration": {"endian": "little"}}],
-        "fill_value": "NaN",
+        "codecs": [{"name": "bytes", **({} if one_byte else {"configuration": {"endian": "little"}})}],
+        "fill_value": "NaN" if math.isnan(array.fill) else array.fill,
     }
     differing = [key for key, value in expected.items() if found.get(key) != value]
     if differing:

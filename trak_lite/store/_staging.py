@@ -332,7 +332,7 @@ class StagedChunk:
         for fd, column in zip(self._column_fds, self._files.columns, strict=True):
             missing = column.shape[0] - rows
             if missing:
-                padding = np.full((missing, *column.shape[1:]), np.nan, column.dtype)
+                padding = np.full((missing, *column.shape[1:]), column.fill, column.dtype)
                 write_all(fd, padding, rows * column.row_bytes)
 
     def _proven_record(self) -> CommitRecord:

@@ -11,8 +11,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from trak_lite.errors import InvalidInputError, NonFiniteError
-from trak_lite.store._base import Column, TableSpec
-from trak_lite.store._grid import Run, contiguous_runs, stored_dtype
+from trak_lite.store._base import TableSpec
+from trak_lite.store._columns import Column, StoredRows
+from trak_lite.store._grid import Run, contiguous_runs
 
 __all__ = ["RowBlock", "check_block", "short_list"]
 
@@ -26,7 +27,7 @@ class RowBlock:
     runs: Mapping[int, Sequence[Run]]
     """Runs of consecutive rows, by chunk."""
     arrays: tuple[NDArray[Any], ...]
-    """One array per column, in the column's stored dtype, finite, C-contiguous, in the order of the runs."""
+    """The arrays of the table, as they are stored, C-contiguous, in the order of the runs."""
 
 
 def check_block(
@@ -45,7 +46,11 @@ def check_block(
     """
     given = _given_arrays(values, spec)
     index = _row_index(rows, len(given[0]), spec.num_rows)
-    arrays = tuple(_stored(array, column, index) for array, column in zip(given, spec.columns, strict=True))
+    arrays = tuple(
+        stored
+        for array, column in zip(given, spec.columns, strict=True)
+        for stored in StoredRows.encode(column, _cast(array, column, index)).arrays
+    )
     if isinstance(index, range):
         return RowBlock(_by_chunk(contiguous_runs(index.start, len(index), spec.chunk_rows)), arrays)
     order = np.argsort(index)
@@ -127,12 +132,14 @@ def _listed_rows(rows: Any, count: int) -> _Rows:
     return index
 
 
-def _stored(array: NDArray[Any], column: Column, index: _Rows) -> NDArray[Any]:
+def _cast(array: NDArray[Any], column: Column, index: _Rows) -> NDArray[Any]:
+    """Return the values in the dtype that is read, little-endian on every machine."""
+    dtype = np.dtype(column.value_dtype).newbyteorder("<")
     with np.errstate(over="ignore", invalid="ignore"):  # what becomes infinite is reported below, by row
-        stored: NDArray[Any] = np.ascontiguousarray(array, dtype=stored_dtype(column))
-    if not _all_finite(stored):
-        _raise_non_finite(array, stored, column, np.asarray(index))
-    return stored
+        cast: NDArray[Any] = np.ascontiguousarray(array, dtype=dtype)
+    if not _all_finite(cast):
+        _raise_non_finite(array, cast, column, np.asarray(index))
+    return cast
 
 
 def _all_finite(array: NDArray[Any]) -> bool:
@@ -144,7 +151,7 @@ def _all_finite(array: NDArray[Any]) -> bool:
 
 
 def _raise_non_finite(
-    array: NDArray[Any], stored: NDArray[Any], column: Column, index: NDArray[np.int64]
+    array: NDArray[Any], cast: NDArray[Any], column: Column, index: NDArray[np.int64]
 ) -> None:
     finite_before = np.isfinite(array).reshape(len(array), -1).all(axis=1)
     if not finite_before.all():
@@ -152,11 +159,11 @@ def _raise_non_finite(
             f"{column.name} is NaN or infinite in rows {short_list(index[~finite_before])}. Nothing was written. "
             "Look at the model's output for these samples."
         )
-    overflown = ~np.isfinite(stored).reshape(len(stored), -1).all(axis=1)
+    overflown = ~np.isfinite(cast).reshape(len(cast), -1).all(axis=1)
     advice = " Use dtype float32." if column.dtype == "float16" else ""
     raise NonFiniteError(
-        f"{column.name} does not fit into {column.dtype} in rows {short_list(index[overflown])}: the largest magnitude "
-        f"is {np.abs(array[overflown]).max():.4g}, the limit {float(np.finfo(column.dtype).max):.4g}. "
+        f"{column.name} does not fit into {cast.dtype.name} in rows {short_list(index[overflown])}: the largest "
+        f"magnitude is {np.abs(array[overflown]).max():.4g}, the limit {float(np.finfo(cast.dtype).max):.4g}. "
         f"Nothing was written.{advice}"
     )
 

@@ -14,9 +14,10 @@ from dataclasses import dataclass, field
 from typing import Any, Literal, final
 
 from trak_lite.errors import ManifestMismatchError, MissingStoreError, StoreError
-from trak_lite.store._base import Column, TableSpec
+from trak_lite.store._base import TableSpec
 from trak_lite.store._chunk_files import COMMITS, SET_ASIDE, STAGE, ColumnFiles, TableFiles
 from trak_lite.store._chunk_look import REPAIR, ChunkLook
+from trak_lite.store._columns import StoredArray
 from trak_lite.store._derived import CACHE, damaged_arrays
 from trak_lite.store._folders import ABANDONED_AFTER, names_in, refuse_links
 from trak_lite.store._grid import spec_from_json
@@ -150,11 +151,11 @@ class StoreLook:
         except StoreError as error:
             self._damage(table, str(error), _RESTORE)
             return
-        for name in sorted(set(names_in(path)) - {_METADATA, *(c.name for c in spec.columns)}):
+        for name in sorted(set(names_in(path)) - {_METADATA, *(array.name for array in spec.arrays)}):
             self._stray(f"{path}/{name}")
         before = len(self.findings)
-        for column in spec.columns:
-            self._column(table, path, spec, column, sizes_under_way(record))
+        for array in spec.arrays:
+            self._array(table, path, spec, array, sizes_under_way(record))
         if len(self.findings) == before:
             self.tables[table] = TableLook(table, TableFiles(path, spec, root=self.root))
             for size in sizes_under_way(record):
@@ -164,17 +165,17 @@ class StoreLook:
             text = "its chunks were not looked at: first its metadata must be right"
             self.findings.append(Finding("note", table, text, "verify again then"))
 
-    def _column(
-        self, table: str, path: str, spec: TableSpec, column: Column, under_way: Sequence[int]
+    def _array(
+        self, table: str, path: str, spec: TableSpec, array: StoredArray, under_way: Sequence[int]
     ) -> None:
         try:
-            refuse_links(path, (column.name,))
-            check_array(path, column, spec, under_way=under_way)
+            refuse_links(path, (array.name,))
+            check_array(path, array, spec, under_way=under_way)
         except StoreError as error:
-            self._damage(table, str(error), _RESTORE, column=column.name)
-        for name in (STAGE, COMMITS) if column is spec.columns[0] else ():
-            if os.path.islink(f"{path}/{column.name}/{name}"):
-                text = f"{column.name}/{name} is a symbolic link, and none is followed"
+            self._damage(table, str(error), _RESTORE, column=array.name)
+        for name in (STAGE, COMMITS) if array.name == spec.columns[0].name else ():
+            if os.path.islink(f"{path}/{array.name}/{name}"):
+                text = f"{array.name}/{name} is a symbolic link, and none is followed"
                 self._damage(table, text, _PUT_BACK)
 
     def _damage(self, table: str | None, text: str, next_step: str, *, column: str | None = None) -> None:

@@ -16,6 +16,7 @@ from trak_lite.errors import BusyError, CorruptStoreError, ReadOnlyStoreError, S
 from trak_lite.store._base import AbstractRowTable, TableSpec
 from trak_lite.store._chunk_files import ChunkIndex, TableFiles
 from trak_lite.store._chunk_maps import ChunkMaps
+from trak_lite.store._columns import Column, StoredRows
 from trak_lite.store._content import content_digest, raise_incomplete
 from trak_lite.store._files import named_errors
 from trak_lite.store._grid import Run
@@ -35,7 +36,7 @@ class ZarrRowTable(AbstractRowTable):
     """Rows of one table of a :class:`~trak_lite.store.ZarrFeatureStore`.
 
     What other processes commit is seen by ``done``, ``pending`` and ``committed_chunks`` each time they are called,
-    and by ``read_chunk`` when it is asked for a chunk that it has not seen yet.
+    and by reading when it is asked for a chunk that it has not seen yet.
     """
 
     def __init__(self, files: TableFiles, *, writable: bool, check: bool = True) -> None:
@@ -97,22 +98,22 @@ class ZarrRowTable(AbstractRowTable):
         self._index.refresh()
         return sorted(self._index.committed)
 
-    def read_chunk(self, chunk: int, column: str) -> NDArray[Any]:
-        """Return the rows of a committed chunk as a mapped array; see :meth:`AbstractRowTable.read_chunk`.
+    def stored_chunk(self, chunk: int, column: str) -> StoredRows:
+        """Return the rows of a committed chunk as mapped arrays; see :meth:`AbstractRowTable.stored_chunk`.
 
-        The array is marked as not writable; its pages are private, so marking it writable (as torch wants an array
-        that it shares) cannot change the file.
+        The arrays are marked as not writable; their pages are private, so marking them writable (as torch wants an
+        array that it shares) cannot change the file.
         """
-        position = self._spec.columns.index(self.column(column))
+        found = self.column(column)
         record = self._record_of(chunk)
         try:
-            return self._maps.get(self._files.columns[position], record)
+            return self._mapped(found, record)
         except CorruptStoreError:
             newer, visible = self._index.look_at(chunk)
             if newer is None or newer == record or len(visible) < len(self._files.columns):
                 raise
             self._index.add(newer)  # set aside and committed again since this table looked
-            return self._maps.get(self._files.columns[position], newer)
+            return self._mapped(found, newer)
 
     def checksums(self, chunk: int) -> dict[str, int]:
         """Return the CRC-32C of each column of a committed chunk, as its commit record says."""
@@ -129,7 +130,7 @@ class ZarrRowTable(AbstractRowTable):
                 done, values = done_values(self._files, chunk, log, self._index.record(chunk))
             self._index.refresh()
             if chunk not in self._index.committed:
-                return np.flatnonzero(done) + first, values
+                return np.flatnonzero(done) + first, self._decoded(values)
         names = [column.name for column in self._spec.columns]
         return np.arange(first, stop), {name: self.read_chunk(chunk, name).copy() for name in names}
 
@@ -162,6 +163,17 @@ class ZarrRowTable(AbstractRowTable):
         while self._staged:
             self._release(next(iter(self._staged)))
         self._log.close()
+
+    def _mapped(self, column: Column, record: CommitRecord) -> StoredRows:
+        files = self._files.by_column[column.name]
+        return StoredRows(column, tuple(self._maps.get(each, record) for each in files))
+
+    def _decoded(self, stored: Mapping[str, NDArray[Any]]) -> dict[str, NDArray[Any]]:
+        """Return the values of each column from those of each array."""
+        return {
+            column.name: StoredRows(column, tuple(stored[array.name] for array in column.arrays)).decode()
+            for column in self._spec.columns
+        }
 
     def _record_of(self, chunk: int) -> CommitRecord:
         self.chunk_range(chunk)

@@ -13,10 +13,11 @@ from trak_lite._validate import one_of
 from trak_lite.errors import InvalidInputError, MissingStoreError, ReadOnlyStoreError, StateError
 from trak_lite.store._base import AbstractFeatureStore, AbstractRowTable, Difference, TableSpec
 from trak_lite.store._checksums import crc32c
+from trak_lite.store._columns import Column, StoredRows
 from trak_lite.store._content import content_digest, raise_incomplete
 from trak_lite.store._derived import check_derived
 from trak_lite.store._exchange import diff_stores, merge_stores
-from trak_lite.store._grid import check_spec, compare_specs, grown_spec, plain_json, stored_dtype
+from trak_lite.store._grid import check_spec, compare_specs, grown_spec, plain_json
 from trak_lite.store._names import natural_order, path_parts
 from trak_lite.store._values import check_block, short_list
 from trak_lite.store.manifest import Manifest
@@ -31,16 +32,13 @@ class MemoryRows:
     spec: TableSpec
     attributes: dict[str, Any]
     arrays: dict[str, NDArray[Any]]
-    """Whole chunks, ``(num_chunks * chunk_rows, width)``, NaN where nothing was put."""
+    """Whole chunks of every array on disk, ``(num_chunks * chunk_rows, width)``, its fill where nothing was put."""
     done: NDArray[np.bool_]
 
     @classmethod
     def empty(cls, spec: TableSpec, attributes: dict[str, Any]) -> MemoryRows:
         rows = -(-spec.num_rows // spec.chunk_rows) * spec.chunk_rows
-        arrays = {
-            c.name: np.full((rows,) if c.width is None else (rows, c.width), np.nan, stored_dtype(c))
-            for c in spec.columns
-        }
+        arrays = {a.name: np.full(a.shape(rows), a.fill, a.stored_dtype) for a in spec.arrays}
         return cls(spec, attributes, arrays, np.zeros(spec.num_rows, np.bool_))
 
 
@@ -86,8 +84,8 @@ class MemoryRowTable(AbstractRowTable):
                 "Put pending rows only; pending() lists them."
             )
         for place, run in zip(places_of, runs, strict=True):
-            for column, array in zip(self.spec.columns, block.arrays, strict=True):
-                self._rows.arrays[column.name][place] = array[run.source]
+            for kept, array in zip(self._rows.arrays.values(), block.arrays, strict=True):
+                kept[place] = array[run.source]
             self._rows.done[place] = True
 
     def done(self) -> NDArray[np.bool_]:
@@ -98,18 +96,19 @@ class MemoryRowTable(AbstractRowTable):
         """Return the chunks that are complete and readable, ascending."""
         return [chunk for chunk in range(self.num_chunks) if self._is_complete(chunk)]
 
-    def read_chunk(self, chunk: int, column: str) -> NDArray[Any]:
-        """Return the rows of a complete chunk, not writable; see :meth:`AbstractRowTable.read_chunk`."""
+    def stored_chunk(self, chunk: int, column: str) -> StoredRows:
+        """Return the rows of a complete chunk; see :meth:`AbstractRowTable.stored_chunk`."""
         first, stop = self.chunk_range(chunk)
-        name = self.column(column).name
+        found = self.column(column)
         if not self._is_complete(chunk):
             raise_incomplete(self, chunk, where=self._path)
-        rows = self._rows.arrays[name][first:stop]
-        rows.flags.writeable = False
+        rows = self._stored(found)[first:stop]
+        for array in rows.arrays:
+            array.flags.writeable = False
         return rows
 
     def checksums(self, chunk: int) -> dict[str, int]:
-        """Return the CRC-32C of each column of a complete chunk."""
+        """Return the CRC-32C of each array of a complete chunk."""
         self.chunk_range(chunk)
         if not self._is_complete(chunk):
             raise_incomplete(self, chunk, where=self._path)
@@ -120,7 +119,7 @@ class MemoryRowTable(AbstractRowTable):
         """Return the rows of a chunk that are done, and their values; see :meth:`AbstractRowTable.read_done`."""
         first, stop = self.chunk_range(chunk)
         rows = np.flatnonzero(self._rows.done[first:stop]) + first
-        return rows, {name: array[rows] for name, array in self._rows.arrays.items()}
+        return rows, {column.name: self._stored(column)[rows].decode() for column in self.spec.columns}
 
     def content_key(self) -> str:
         """Return a digest of the contents, equal to that of the same rows on disk."""
@@ -128,6 +127,9 @@ class MemoryRowTable(AbstractRowTable):
             if not self._is_complete(chunk):
                 raise_incomplete(self, chunk, where=self._path)
         return content_digest(self.spec, map(self.checksums, range(self.num_chunks)))
+
+    def _stored(self, column: Column) -> StoredRows:
+        return StoredRows(column, tuple(self._rows.arrays[array.name] for array in column.arrays))
 
     def _is_complete(self, chunk: int) -> bool:
         first, stop = self.chunk_range(chunk)

@@ -26,6 +26,7 @@ from trak_lite.errors import (
 )
 from trak_lite.store._base import AbstractFeatureStore, AbstractRowTable, Difference, TableSpec
 from trak_lite.store._chunk_files import COMMITS, STAGE, TableFiles
+from trak_lite.store._columns import Column, StoredArray, dtype_fingerprint
 from trak_lite.store._derived import CACHE, DerivedArrays, check_derived
 from trak_lite.store._dropping import drop_folder, is_dropped, remove_dropped, stage_locked
 from trak_lite.store._exchange import diff_stores, merge_stores
@@ -38,11 +39,9 @@ from trak_lite.store._grid import (
     plain_json,
     spec_from_json,
     spec_to_json,
-    stored_dtype,
 )
 from trak_lite.store._growing import grow
 from trak_lite.store._metadata import (
-    array_shape,
     check_array,
     manifest_from_json,
     read_attributes,
@@ -302,9 +301,9 @@ class ZarrFeatureStore(AbstractFeatureStore):
             record = self._require_table(path)
             folder = f"{self._root}/{path}"
             spec = spec_from_json(record, where=f"{folder}/zarr.json")
-            for column in spec.columns:
-                refuse_links(folder, (column.name,))
-                check_array(folder, column, spec, under_way=sizes_under_way(record))
+            for array in spec.arrays:
+                refuse_links(folder, (array.name,))
+                check_array(folder, array, spec, under_way=sizes_under_way(record))
             refuse_links(f"{folder}/{spec.columns[0].name}", (STAGE,))
             refuse_links(f"{folder}/{spec.columns[0].name}", (COMMITS,))
             self._tables[path] = ZarrRowTable(
@@ -391,21 +390,36 @@ def _publish_table(folder: str, spec: TableSpec, attributes: Mapping[str, Any]) 
     with scratch_folder(folder) as scratch:
         group = zarr.create_group(zarr.storage.LocalStore(scratch), attributes={"trak_lite": record})
         for column in spec.columns:
-            matrix = column.width is not None
-            group.create_array(
-                column.name,
-                shape=array_shape(column, spec.num_rows),
-                chunks=array_shape(column, spec.chunk_rows),
-                dtype=stored_dtype(column),
-                compressors=None,
-                filters=None,
-                fill_value=float("nan"),  # an unguarded reader sees NaN, never plausible zeros
-                chunk_key_encoding={"name": "default", "separator": "."},
-                dimension_names=("row", f"{column.name}_dim") if matrix else ("row",),
-            )
+            for array in column.arrays:
+                _create_array(group, array, spec, _how_to_read(column) if array.name == column.name else {})
         for name in (STAGE, COMMITS):
             os.mkdir(os.path.join(scratch, spec.columns[0].name, name))
         publish_folder(scratch, folder)
+
+
+def _create_array(
+    group: zarr.Group, array: StoredArray, spec: TableSpec, attributes: Mapping[str, Any]
+) -> None:
+    group.create_array(
+        array.name,
+        shape=array.shape(spec.num_rows),
+        chunks=array.shape(spec.chunk_rows),
+        dtype=array.stored_dtype,
+        compressors=None,
+        filters=None,
+        fill_value=array.fill,  # an unguarded reader sees NaN (quantised: by the scale), never plausible zeros
+        chunk_key_encoding={"name": "default", "separator": "."},
+        dimension_names=("row",) if array.width is None else ("row", f"{array.name}_dim"),
+        attributes=dict(attributes),
+    )
+
+
+def _how_to_read(column: Column) -> dict[str, Any]:
+    """Return the attributes that tell a reader of a quantised array what its integers stand for."""
+    if not column.quantised:
+        return {}
+    note = "NumPy lines that make float32 rows; group is the zarr group that this array is in"
+    return {"trak_lite": {**dtype_fingerprint(column.dtype), "to_float32": list(column.recipe), "note": note}}
 
 
 def _publish_cache(folder: str) -> None:

@@ -14,9 +14,7 @@ What only a store on disk can promise (kills, full disks, damaged files) is not 
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
-from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 import pytest
@@ -32,10 +30,11 @@ from trak_lite.errors import (
     StateError,
 )
 from trak_lite.store import AbstractFeatureStore, AbstractRowTable, Column, Manifest, TableSpec
+from trak_lite.testing._quantised_rows import QuantisedRowTests
+from trak_lite.testing._store_cases import MANIFEST
 
 __all__ = ["StoreTests"]
 
-_MANIFEST = Manifest({"proj_dim": 3, "projector": {"kind": "rademacher", "seed": 0}}, {"trak_lite": "test"})
 _SPEC = TableSpec(
     num_rows=11,
     columns=(Column("features", 3, "float16"), Column("q", None, "float32")),
@@ -65,26 +64,8 @@ def _poisoned(values: dict[str, NDArray[Any]], number: float) -> dict[str, NDArr
     return values
 
 
-class StoreTests(ABC):
+class StoreTests(QuantisedRowTests):
     """Laws of every store; each test gets a fresh folder."""
-
-    @abstractmethod
-    def create(self, path: str, manifest: Manifest) -> AbstractFeatureStore:
-        """Make a store at the path, or open the one that is there for writing."""
-
-    @abstractmethod
-    def open(self, path: str, mode: Literal["r", "r+"]) -> AbstractFeatureStore:
-        """Open the store that was made at the path."""
-
-    @pytest.fixture
-    def path(self, tmp_path: Path) -> str:
-        """Where the store goes."""
-        return str(tmp_path / "run.zarr")
-
-    @pytest.fixture
-    def store(self, path: str) -> AbstractFeatureStore:
-        """An empty store."""
-        return self.create(path, _MANIFEST)
 
     @pytest.fixture
     def table(self, store: AbstractFeatureStore) -> AbstractRowTable:
@@ -93,13 +74,13 @@ class StoreTests(ABC):
 
     def test_settings_come_back_as_they_were_given(self, path: str, store: AbstractFeatureStore) -> None:
         """The manifest that is read equals the one that was written."""
-        assert self.open(path, "r").manifest == store.manifest == _MANIFEST
+        assert self.open(path, "r").manifest == store.manifest == MANIFEST
 
     def test_creating_again_opens_the_same_store(self, path: str, table: AbstractRowTable) -> None:
         """Rows put before are there after a second ``create``; what made them is not compared."""
         table.put(0, _values(slice(0, 4)))
 
-        again = self.create(path, Manifest(_MANIFEST.fingerprint, {"trak_lite": "other"}))
+        again = self.create(path, Manifest(MANIFEST.fingerprint, {"trak_lite": "other"}))
         assert again.create_table("ckpt-0", _SPEC).committed_chunks() == [0]
 
     def test_other_settings_are_refused_key_by_key(self, path: str, store: AbstractFeatureStore) -> None:
@@ -343,7 +324,10 @@ class StoreTests(ABC):
             TableSpec(11, (), 4),
             TableSpec(11, (_SPEC.columns[0], _SPEC.columns[0]), 4),
             TableSpec(11, (Column("features", 0, "float16"),), 4),
-            TableSpec(11, (Column("features", 3, "int8"),), 4),
+            TableSpec(11, (Column("features", 3, "int16"),), 4),
+            TableSpec(11, (Column("features", None, "int8"),), 4),
+            TableSpec(11, (Column("a", 3, "int4"), Column("a_scale", None, "float32")), 4),
+            TableSpec(11, (Column("a" * 60, 3, "int8"),), 4),
             TableSpec(11, (Column("../x", 3, "float16"),), 4),
             TableSpec(11, _SPEC.columns, 4, {"set": {1, 2}}),
         ],
@@ -513,7 +497,7 @@ class StoreTests(ABC):
 
     def test_equal_stores_do_not_differ(self, path: str, store: AbstractFeatureStore) -> None:
         """Whatever the order in which their rows were put, committed or not."""
-        other = self.create(f"{path}-other", _MANIFEST)
+        other = self.create(f"{path}-other", MANIFEST)
         for each, order in ((store, [0, 9, 4, 6]), (other, [6, 4, 9, 0])):
             table = each.create_table("ckpt-0", _SPEC)
             for row in order:
@@ -522,7 +506,7 @@ class StoreTests(ABC):
 
     def test_differences_are_named(self, path: str, store: AbstractFeatureStore) -> None:
         """Settings, tables, fingerprints, rows done here and not there, bytes of chunks and of rows."""
-        other = self.create(f"{path}-other", Manifest({**_MANIFEST.fingerprint, "proj_dim": 4}))
+        other = self.create(f"{path}-other", Manifest({**MANIFEST.fingerprint, "proj_dim": 4}))
         for each, seed, rows in ((store, 0, 10), (other, 1, 9)):
             each.create_table("ckpt-0", _SPEC).put(0, _values(slice(0, rows), seed=seed))
         store.create_table("ckpt-1", _SPEC)
@@ -551,7 +535,7 @@ class StoreTests(ABC):
     def test_a_merge_takes_what_is_missing(self, path: str, store: AbstractFeatureStore) -> None:
         """Of tables that are here and of those that are not, finished or not, overlapping or not; once."""
         store.create_table("ckpt-0", _SPEC, {"source": "here"}).put(0, _values(slice(0, 3)))
-        parts = [self.create(f"{path}-{number}", _MANIFEST) for number in range(2)]
+        parts = [self.create(f"{path}-{number}", MANIFEST) for number in range(2)]
         parts[0].create_table("ckpt-0", _SPEC).put(2, _values(slice(2, 7)))
         parts[1].create_table("ckpt-0", _SPEC).put([8, 10, 0], _values([8, 10, 0]))
         parts[1].create_table("targets/a", _SPEC, {"source": "part"}).put(0, _values(slice(0, 11)))
@@ -572,7 +556,7 @@ class StoreTests(ABC):
     ) -> None:
         """It names them, and takes nothing from that part."""
         store.create_table("ckpt-0", _SPEC).put(0, _values(slice(0, rows)))
-        part = self.create(f"{path}-part", _MANIFEST)
+        part = self.create(f"{path}-part", MANIFEST)
         part.create_table("ckpt-1", _SPEC)
         changed = _values(slice(0, 11))
         changed["q"][1] += 1
@@ -586,10 +570,10 @@ class StoreTests(ABC):
     def test_a_merge_refuses_other_settings(self, path: str, store: AbstractFeatureStore) -> None:
         """Of the store or of a table; it names the key."""
         store.create_table("ckpt-0", _SPEC)
-        other = self.create(f"{path}-other", Manifest({**_MANIFEST.fingerprint, "proj_dim": 4}))
+        other = self.create(f"{path}-other", Manifest({**MANIFEST.fingerprint, "proj_dim": 4}))
         with pytest.raises(ManifestMismatchError, match="proj_dim is 3 there, 4 here"):
             store.merge([other])
-        part = self.create(f"{path}-part", _MANIFEST)
+        part = self.create(f"{path}-part", MANIFEST)
         part.create_table("ckpt-0", TableSpec(11, _SPEC.columns, 4, {"checkpoint": "abd"}))
         with pytest.raises(ManifestMismatchError, match="checkpoint is 'abc' there, 'abd' here"):
             store.merge([part])
