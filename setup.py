@@ -10,6 +10,7 @@ VERSION = re.search(r'__version__ = "(.+)"', (HERE / "trak_lite" / "_version.py"
 
 DEMO = ["scikit-learn", "matplotlib"]
 TABLES = ["pandas", "xarray"]
+REMOTE = ["obstore", "fsspec"]
 TRITON = "triton; platform_system == 'Linux'"  # its interpreter runs the CUDA kernels in tests
 TEST = ["pytest>=8", "hypothesis", "traker==0.3.2", TRITON, "setuptools", "wheel"]
 DEV = ["ruff", "mypy"]
@@ -29,9 +30,10 @@ setup(
         "fast": ["fast-jl"],
         "demo": DEMO,
         "tables": TABLES,
-        "test": [*TEST, *DEMO, *TABLES],
+        "remote": REMOTE,
+        "test": [*TEST, *DEMO, *TABLES, *REMOTE],
         "benchmark": BENCHMARK,
-        "dev": [*DEV, *TEST, *DEMO, *TABLES],
+        "dev": [*DEV, *TEST, *DEMO, *TABLES, *REMOTE],
     },
     entry_points={"console_scripts": ["trak-lite = trak_lite.cli:main"]},
     classifiers=[

@@ -7,7 +7,7 @@ import platform
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from os import PathLike, fspath
+from os import PathLike
 from pathlib import Path
 from typing import Any, Literal, Self
 
@@ -61,10 +61,12 @@ from trak_lite.store import (
     AbstractFeatureStore,
     AbstractRowTable,
     Manifest,
+    RemotePlace,
     TableSpec,
-    ZarrFeatureStore,
     check_name,
     dtype_fingerprint,
+    open_store,
+    resolve_place,
 )
 from trak_lite.store.manifest import compare_fingerprints
 from trak_lite.types import Batch, FeatureLayout, ParameterShapes, num_entries
@@ -126,7 +128,7 @@ class Attributor:
         self,
         model: nn.Module,
         task: str | AbstractModelOutput | type[AbstractModelOutput] | Callable[..., Tensor],
-        path: str | PathLike[str] | None,
+        path: str | PathLike[str] | RemotePlace | None,
         *,
         proj_dim: int = 2048,
         seed: int = 0,
@@ -148,7 +150,9 @@ class Attributor:
         Args:
             model: The trained module. It is used in eval mode and given back as it was.
             task: Name of a model output function, one of one's own, or a callable ``f(model_call, batch) -> (B,)``.
-            path: Folder of the store (``runs/digits.zarr``); ``None`` keeps everything in memory.
+            path: Folder of the store (``runs/digits.zarr``), its address in an object store
+                (``s3://bucket/digits.zarr``, a store of obstore's, a :class:`~trak_lite.store.RemotePlace`); ``None``
+                keeps everything in memory.
             proj_dim: K, numbers per stored row; more is more exact and costs disk and time.
             seed: Seed of the projection.
             device: ``"auto"`` runs where the model is.
@@ -180,7 +184,7 @@ class Attributor:
         """
         self.model = model
         self.task = resolve_task(task)
-        self.path = None if path is None else fspath(path)
+        self.path = None if path is None else resolve_place(path)
         self.dtype = one_of(DTYPES, dtype=dtype)
         self.device = resolve_device(device, model)
         self.parameters: ParameterShapes = {
@@ -226,7 +230,7 @@ class Attributor:
     @classmethod
     def open(
         cls,
-        path: str | PathLike[str],
+        path: str | PathLike[str] | RemotePlace,
         model: nn.Module,
         task: str | AbstractModelOutput | type[AbstractModelOutput] | Callable[..., Tensor] | None = None,
         **overrides: Any,
@@ -234,7 +238,7 @@ class Attributor:
         """Continue with a store: every setting comes from its manifest.
 
         Args:
-            path: Folder of the store.
+            path: Folder of the store, or its address in an object store.
             model: A module of the architecture that the store was made with.
             task: Needed only where the store was made with a model output function of one's own.
             **overrides: Arguments of the constructor that cannot be stored (a projector or gradient computer of
@@ -244,7 +248,8 @@ class Attributor:
             MissingStoreError: If there is no store at the path.
             InvalidInputError: If a setting of one's own is needed and was not passed.
         """
-        with ZarrFeatureStore.open(path, mode="r") as store:
+        place = resolve_place(path)
+        with open_store(place) as store:
             manifest = store.manifest
         settings = dict(manifest.made_with.get("settings", {}))
         settings["grad_wrt"] = list(manifest.fingerprint["parameters"])
@@ -257,10 +262,10 @@ class Attributor:
             needed.append("task")
         if needed:
             raise InvalidInputError(
-                f"{fspath(path)} was made with {needed} of the user's own, which a store cannot keep. Pass "
+                f"{place} was made with {needed} of the user's own, which a store cannot keep. Pass "
                 f"{', '.join(f'{name}=...' for name in needed)} to Attributor.open."
             )
-        return cls(model, stored_task if task is None else task, path, **settings)
+        return cls(model, stored_task if task is None else task, place, **settings)
 
     @property
     def layout(self) -> FeatureLayout:

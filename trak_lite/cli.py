@@ -55,7 +55,7 @@ def _parser() -> argparse.ArgumentParser:
         description="Compare every byte of a store with its own records. Takes no lock and writes nothing, unless it "
         "repairs; exits with 0 where nothing is damaged, else with 1.",
     )
-    verify.add_argument("path", metavar="PATH", help="folder of the store")
+    verify.add_argument("path", metavar="PATH", help="folder of the store, or its address (s3://...)")
     verify.add_argument(
         "--repair",
         action="store_true",

@@ -25,6 +25,7 @@ __all__ = [
     "TrakLiteError",
     "UnknownTaskError",
     "UnsupportedModelError",
+    "UnsupportedStoreError",
 ]
 
 
@@ -90,6 +91,10 @@ class BusyError(StoreError, BlockingIOError):
 
 class ReadOnlyStoreError(StoreError, PermissionError):
     """The store was opened for reading, or its folder cannot be written."""
+
+
+class UnsupportedStoreError(StoreError, NotImplementedError):
+    """What was asked for cannot be done safely in the place where the store lives."""
 
 
 class StoreFullError(StoreError):

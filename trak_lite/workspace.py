@@ -14,8 +14,10 @@ from trak_lite.store import (
     AbstractRowTable,
     Manifest,
     MemoryFeatureStore,
+    RemotePlace,
     TableSpec,
-    ZarrFeatureStore,
+    create_store,
+    open_store,
 )
 from trak_lite.store.manifest import compare_fingerprints
 
@@ -23,13 +25,14 @@ __all__ = ["Workspace", "checkpoint_tables", "complete_tables"]
 
 
 class Workspace:
-    """A store on disk, or in memory, that may not exist yet."""
+    """A store on disk, in an object store or in memory, that may not exist yet."""
 
-    def __init__(self, path: str | None) -> None:
+    def __init__(self, path: str | RemotePlace | None) -> None:
         """Remember where the store is.
 
         Args:
-            path: Folder of the store; ``None`` keeps it in memory, for the life of this object.
+            path: Folder of the store, or its place in an object store; ``None`` keeps it in memory, for the
+                life of this object.
         """
         self.path = path
         self._memory: MemoryFeatureStore | None = None
@@ -95,7 +98,7 @@ class Workspace:
             MissingStoreError: If there is no store at the path.
         """
         if self.path is not None:
-            return ZarrFeatureStore.open(self.path, mode="r")
+            return open_store(self.path, "r")
         if self._memory is None:
             raise StateError("No train row has been featurized yet. Call featurize(train_data, ...) first.")
         return self._memory
@@ -143,11 +146,11 @@ class Workspace:
         if self.path is None:
             return self._memory
         try:
-            return ZarrFeatureStore.open(self.path, mode="r+")
+            return open_store(self.path, "r+")
         except MissingStoreError:
             return None
         except ReadOnlyStoreError:
-            return ZarrFeatureStore.open(self.path, mode="r")
+            return open_store(self.path, "r")
 
     def _release(self, store: AbstractFeatureStore) -> None:
         if store is not self._memory:  # which nothing could open again
@@ -157,7 +160,7 @@ class Workspace:
         if self.path is None:
             self._memory = MemoryFeatureStore(self._manifest)
             return self._memory
-        return ZarrFeatureStore.create(self.path, self._manifest)
+        return create_store(self.path, self._manifest)
 
     def _compare(self, stored: Manifest) -> None:
         """Compare the given settings with the stored ones; without a dataset, only the settings."""

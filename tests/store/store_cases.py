@@ -5,7 +5,7 @@ import os
 
 import numpy as np
 
-from trak_lite.store import Column, Manifest, TableSpec, ZarrFeatureStore
+from trak_lite.store import Column, Manifest, RemoteFeatureStore, RemotePlace, TableSpec, ZarrFeatureStore
 
 MANIFEST = Manifest({"seed": 0, "projector": {"kind": "rademacher"}})
 NAME = "targets/test/ckpt-0"
@@ -49,6 +49,20 @@ def writing(path, spec=SPEC):
 def reading(path):
     with ZarrFeatureStore.open(path, "r") as store:
         yield store.open_table(NAME)
+
+
+@contextlib.contextmanager
+def open_remote(folder, mode="r+", staging="staging"):
+    """A store and its table below a folder that obstore takes for a bucket; another staging is another machine."""
+    from obstore.store import LocalStore
+
+    place = RemotePlace(LocalStore(f"{folder}/objects", mkdir=True), staging=f"{folder}/{staging}")
+    with (
+        RemoteFeatureStore.create(place, MANIFEST)
+        if mode == "r+"
+        else RemoteFeatureStore.open(place) as store
+    ):
+        yield store, store.create_table(NAME, SPEC) if mode == "r+" else store.open_table(NAME)
 
 
 def check_all(path, spec=SPEC):

@@ -15,7 +15,7 @@ if __name__ == "__main__":  # the package without its front door, which imports 
     package.__path__ = importlib.util.find_spec("trak_lite").submodule_search_locations
     sys.modules["trak_lite"] = package
 
-from store_cases import LONG, NAME, PACKED, SPEC, open_for_writing, values
+from store_cases import LONG, NAME, PACKED, SPEC, open_for_writing, open_remote, values
 
 from trak_lite.errors import BusyError, StoreError, StoreFullError
 from trak_lite.store import Manifest, ZarrFeatureStore, verify_store
@@ -49,6 +49,17 @@ def write_long(path, part, parts):
         pending = [row for row in table.pending().tolist() if start <= row < stop]
         for at in range(0, len(pending), 3):
             table.put(pending[at : at + 3], values(pending[at : at + 3], LONG))
+
+
+def write_remote(folder, done, batch):
+    """The same into a store below a folder of objects, staged beside it."""
+    with open_remote(folder) as (_, table):
+        pending = table.pending()
+        for start in range(0, len(pending), batch):
+            rows = pending[start : start + batch]
+            table.put(rows, values(rows))
+            with open(done, "a") as file:
+                file.write("".join(f"{row}\n" for row in rows))
 
 
 def die_before_a_child(path, row):

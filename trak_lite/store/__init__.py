@@ -1,7 +1,8 @@
 """Rows on disk: tables of feature rows that are either done, and right, or pending.
 
 :class:`ZarrFeatureStore` keeps them as zarr v3 arrays and survives being killed at any moment;
-:class:`MemoryFeatureStore` keeps the same contract in memory. A third one subclasses :class:`AbstractFeatureStore` and
+:class:`MemoryFeatureStore` keeps the same contract in memory, and
+:class:`RemoteFeatureStore` in an object store. A further one subclasses :class:`AbstractFeatureStore` and
 :class:`AbstractRowTable` and proves itself with ``trak_lite.testing.StoreTests``. Nothing here knows a model or torch.
 """
 
@@ -15,9 +16,15 @@ from trak_lite.store._columns import StoredRows as StoredRows
 from trak_lite.store._columns import dtype_fingerprint as dtype_fingerprint
 from trak_lite.store._grid import chunk_rows_for as chunk_rows_for
 from trak_lite.store._names import check_name as check_name
+from trak_lite.store._objects import AbstractObjects as AbstractObjects
 from trak_lite.store.manifest import FORMAT as FORMAT
 from trak_lite.store.manifest import Manifest as Manifest
 from trak_lite.store.memory import MemoryFeatureStore as MemoryFeatureStore
+from trak_lite.store.places import create_store as create_store
+from trak_lite.store.places import open_store as open_store
+from trak_lite.store.remote import RemoteFeatureStore as RemoteFeatureStore
+from trak_lite.store.remote_place import RemotePlace as RemotePlace
+from trak_lite.store.remote_place import resolve_place as resolve_place
 from trak_lite.store.verification import Finding as Finding
 from trak_lite.store.verification import Report as Report
 from trak_lite.store.verification import SetAside as SetAside
@@ -28,12 +35,15 @@ __all__ = [
     "DTYPES",
     "FORMAT",
     "AbstractFeatureStore",
+    "AbstractObjects",
     "AbstractRowTable",
     "Column",
     "Difference",
     "Finding",
     "Manifest",
     "MemoryFeatureStore",
+    "RemoteFeatureStore",
+    "RemotePlace",
     "Report",
     "SetAside",
     "StoredRows",
@@ -41,6 +51,9 @@ __all__ = [
     "ZarrFeatureStore",
     "check_name",
     "chunk_rows_for",
+    "create_store",
     "dtype_fingerprint",
+    "open_store",
+    "resolve_place",
     "verify_store",
 ]

@@ -1,7 +1,8 @@
-"""Committed chunks as arrays that are mapped, checked once, and kept for a while."""
+"""Committed chunks as arrays that are mapped (on a network file system: read), checked once, kept for a while."""
 
 from __future__ import annotations
 
+import os
 from collections import OrderedDict
 from typing import Any, final
 
@@ -11,11 +12,13 @@ from trak_lite.errors import CorruptStoreError, IncompleteStoreError
 from trak_lite.store._checksums import crc32c
 from trak_lite.store._chunk_files import ChunkIndex, ColumnFiles, TableFiles
 from trak_lite.store._files import file_size, map_file, named_errors
+from trak_lite.store._mounts import is_network
 from trak_lite.store._records import CommitRecord
 
 __all__ = ["ChunkMaps"]
 
 _KEPT = 16
+_KEPT_WHERE_READ = 4  # each takes memory of its own; buffers are not reused, as arrays may outlive their turn
 
 
 @final
@@ -26,10 +29,22 @@ class ChunkMaps:
     pages are private: whatever happens to an array, the file keeps its bytes.
     """
 
-    def __init__(self, files: TableFiles, index: ChunkIndex, *, check: bool = True) -> None:
+    def __init__(
+        self, files: TableFiles, index: ChunkIndex, *, check: bool = True, mapped: bool | None = None
+    ) -> None:
+        """Hold no chunk yet.
+
+        Args:
+            files: Of the table.
+            index: What is committed.
+            check: Whether checksums are compared.
+            mapped: Whether files are mapped; ``None`` reads them where they are on a network file system.
+        """
         self._files = files
         self._index = index
         self._check = check
+        self._mapped = not is_network(os.stat(files.folder).st_dev) if mapped is None else mapped
+        self._kept = _KEPT if self._mapped else _KEPT_WHERE_READ
         self._maps: OrderedDict[tuple[str, int, int], NDArray[Any]] = OrderedDict()
         self._verified: set[tuple[str, int, int]] = set()
 
@@ -45,7 +60,7 @@ class ChunkMaps:
         if array is None:
             array = self._map(column, record)
             self._maps[key] = array
-            if len(self._maps) > _KEPT:
+            if len(self._maps) > self._kept:
                 self._maps.popitem(last=False)
         self._maps.move_to_end(key)
         return array.view()  # a flag that the caller sets is the caller's
@@ -83,4 +98,4 @@ class ChunkMaps:
             raise CorruptStoreError(
                 f"{path}, {self._files.describe(chunk)}: {seen} bytes, expected {size}. {self._index.remedy(chunk)}"
             )
-        return map_file(path, size)
+        return map_file(path, size, mapped=self._mapped)

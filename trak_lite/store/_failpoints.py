@@ -9,7 +9,14 @@ from __future__ import annotations
 import os
 import signal
 
-__all__ = ["DROP_FAILPOINTS", "FAILPOINTS", "GROWTH_FAILPOINTS", "REPAIR_FAILPOINTS", "failpoint"]
+__all__ = [
+    "DROP_FAILPOINTS",
+    "FAILPOINTS",
+    "GROWTH_FAILPOINTS",
+    "REMOTE_FAILPOINTS",
+    "REPAIR_FAILPOINTS",
+    "failpoint",
+]
 
 _VARIABLE = "TRAK_LITE_FAILPOINT"
 
@@ -47,6 +54,14 @@ GROWTH_FAILPOINTS = (
     "outgrown_rows_noted",  # the rows of its last commit are in the row log, the files have their final names
 )
 """Every place on the way of a growing table."""
+
+REMOTE_FAILPOINTS = (
+    "object_put",  # one more column of a complete chunk is in the object store, or something else was there
+    "commit_put",  # its commit record is
+    "leftover_replaced",  # one more object that a dead writer had left has the bytes of the record
+    "staged_file_removed",  # one more staged file of a chunk that is committed there is gone
+)
+"""Every place on the way of a complete chunk to an object store."""
 
 
 def failpoint(name: str) -> None:

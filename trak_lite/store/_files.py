@@ -15,6 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from trak_lite.errors import CorruptStoreError, ReadOnlyStoreError, StoreError, StoreFullError
+from trak_lite.store._mounts import is_network
 
 __all__ = [
     "Descriptors",
@@ -141,8 +142,14 @@ def sync_folder(path: str) -> None:
         os.close(fd)
 
 
-def map_file(path: str, size: int) -> NDArray[np.uint8]:
+def map_file(path: str, size: int, *, mapped: bool | None = None) -> NDArray[np.uint8]:
     """Map the first bytes of a file as an array; the file keeps its bytes whatever is written to the array.
+
+    Args:
+        path: The file.
+        size: How many bytes.
+        mapped: ``False`` reads them instead; ``None`` reads them where the file is on a network file system, because
+            an I/O error on a map would kill the process.
 
     Raises:
         CorruptStoreError: If the file is shorter: touching the missing pages would kill the process.
@@ -151,13 +158,31 @@ def map_file(path: str, size: int) -> NDArray[np.uint8]:
         return np.empty(0, np.uint8)
     fd = open_file(path, os.O_RDONLY)
     try:
-        seen = os.fstat(fd).st_size
-        if seen < size:
-            raise CorruptStoreError(f"{path} has {seen} bytes, expected {size}. Something cut it short.")
+        found = os.fstat(fd)
+        if found.st_size < size:
+            raise CorruptStoreError(
+                f"{path} has {found.st_size} bytes, expected {size}. Something cut it short."
+            )
+        if mapped is False or (mapped is None and is_network(found.st_dev)):
+            return _read(fd, path, size)
         pages = mmap.mmap(fd, size, access=mmap.ACCESS_COPY)
     finally:
         os.close(fd)
     return np.frombuffer(pages, np.uint8, size)
+
+
+def _read(fd: int, path: str, size: int) -> NDArray[np.uint8]:
+    content = np.empty(size, np.uint8)
+    rest = content.data
+    with os.fdopen(os.dup(fd), "rb", buffering=0) as file:
+        while len(rest):
+            count = file.readinto(rest)
+            if not count:
+                raise CorruptStoreError(
+                    f"{path} was cut short while it was read, {len(rest)} bytes before its end."
+                )
+            rest = rest[count:]
+    return content
 
 
 def file_size(path: str) -> int | None:

@@ -17,7 +17,10 @@ from trak_lite.store.manifest import FORMAT, Manifest
 __all__ = [
     "GROWS_TO",
     "check_array",
+    "check_array_document",
     "manifest_from_json",
+    "own_attributes",
+    "parse_zarr_json",
     "read_attributes",
     "read_zarr_json",
     "sizes_under_way",
@@ -33,8 +36,15 @@ def read_attributes(folder: str) -> dict[str, Any] | None:
         CorruptStoreError: If the file is not the JSON of a zarr group.
     """
     document = read_zarr_json(folder)
-    if document is None:
-        return None
+    return None if document is None else own_attributes(document, folder)
+
+
+def own_attributes(document: Mapping[str, Any], folder: str) -> dict[str, Any]:
+    """Return what the ``zarr.json`` of a group records under ``trak_lite``.
+
+    Raises:
+        CorruptStoreError: If it is not the JSON of a zarr group.
+    """
     attributes = document.get("attributes", {})
     own = attributes.get("trak_lite", {}) if isinstance(attributes, dict) else None
     if document.get("node_type") != "group" or not isinstance(own, dict):
@@ -85,8 +95,24 @@ def check_array(folder: str, array: StoredArray, spec: TableSpec, *, under_way: 
     Raises:
         CorruptStoreError: Names every differing key.
     """
-    path = f"{folder}/{array.name}/zarr.json"
     found = read_zarr_json(f"{folder}/{array.name}")
+    check_array_document(found, folder, array, spec, under_way=under_way)
+
+
+def check_array_document(
+    found: Mapping[str, Any] | None,
+    folder: str,
+    array: StoredArray,
+    spec: TableSpec,
+    *,
+    under_way: Sequence[int] = (),
+) -> None:
+    """Raise unless the ``zarr.json`` of an array says what the table says; see :func:`check_array`.
+
+    Raises:
+        CorruptStoreError: Names every differing key.
+    """
+    path = f"{folder}/{array.name}/zarr.json"
     if found is None:
         raise CorruptStoreError(f"{path} is missing. Restore it from a backup, or use another path.")
     shapes = [list(array.shape(rows)) for rows in (spec.num_rows, *under_way)]
@@ -127,6 +153,15 @@ def read_zarr_json(folder: str) -> dict[str, Any] | None:
             return None
         with os.fdopen(fd, "rb") as file:
             text = file.read()
+    return parse_zarr_json(text, path)
+
+
+def parse_zarr_json(text: bytes, path: str) -> dict[str, Any]:
+    """Return the JSON object that a ``zarr.json`` holds.
+
+    Raises:
+        CorruptStoreError: If it is not a JSON object.
+    """
     try:
         document = json.loads(text)
     except (ValueError, RecursionError) as error:

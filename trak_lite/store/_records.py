@@ -123,6 +123,8 @@ class CommitRecord:
     rows: int
     columns: Mapping[str, tuple[int, int]]
     """Bytes and CRC-32C of each column file."""
+    writer: str | None = None
+    """Who committed it, where no lock says so: for people, never compared with anything."""
 
     def encode(self) -> bytes:
         """Return the record as a line of a commit log."""
@@ -132,6 +134,7 @@ class CommitRecord:
                 "generation": self.generation,
                 "rows": self.rows,
                 "columns": {name: list(pair) for name, pair in self.columns.items()},
+                **({} if self.writer is None else {"writer": self.writer}),
             },
             separators=(",", ":"),
         ).encode()
@@ -146,7 +149,8 @@ class CommitRecord:
         try:
             found = json.loads(body)
             columns = {name: (int(size), int(crc)) for name, (size, crc) in found["columns"].items()}
-            return cls(int(found["chunk"]), int(found["generation"]), int(found["rows"]), columns)
+            writer = None if found.get("writer") is None else str(found["writer"])
+            return cls(int(found["chunk"]), int(found["generation"]), int(found["rows"]), columns, writer)
         except (KeyError, TypeError, ValueError, OverflowError, AttributeError, RecursionError):
             return None  # somebody else's line under a right checksum: no record of ours
 

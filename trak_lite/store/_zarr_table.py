@@ -39,11 +39,13 @@ class ZarrRowTable(AbstractRowTable):
     and by reading when it is asked for a chunk that it has not seen yet.
     """
 
-    def __init__(self, files: TableFiles, *, writable: bool, check: bool = True) -> None:
+    def __init__(
+        self, files: TableFiles, *, writable: bool, check: bool = True, mapped: bool | None = None
+    ) -> None:
         self._spec = files.spec
         self._files = files
         self._index = ChunkIndex(self._files)
-        self._maps = ChunkMaps(self._files, self._index, check=check)
+        self._maps = ChunkMaps(self._files, self._index, check=check, mapped=mapped)
         self._log = CommitLog(self._files.commits)
         self._staged: OrderedDict[int, StagedChunk] = OrderedDict()
         self._known: dict[int, Progress] = {}

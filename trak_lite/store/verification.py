@@ -5,14 +5,16 @@ from __future__ import annotations
 import os
 
 from trak_lite.errors import ReadOnlyStoreError
+from trak_lite.store._remote_verify import verify_remote
 from trak_lite.store._repair import TableRepair
 from trak_lite.store._report import Finding, Report, SetAside
 from trak_lite.store._verify import StoreLook
+from trak_lite.store.remote_place import RemotePlace, resolve_place
 
 __all__ = ["Finding", "Report", "SetAside", "verify_store"]
 
 
-def verify_store(path: str | os.PathLike[str], *, repair: bool = False) -> Report:
+def verify_store(path: str | os.PathLike[str] | RemotePlace, *, repair: bool = False) -> Report:
     """Compare every byte of a store with the store's own records.
 
     Takes no lock and writes nothing, unless it repairs; works beside writers, whose rows in flight are no finding,
@@ -20,7 +22,7 @@ def verify_store(path: str | os.PathLike[str], *, repair: bool = False) -> Repor
     numbers of a fingerprint have no checksum: a change there shows when a run compares them with its own.
 
     Args:
-        path: Folder of the store.
+        path: Folder of the store, or its address in an object store, where nothing can be repaired.
         repair: Whether to rename damaged chunks into ``.set-aside/`` of their table's first column. Their rows are
             pending then, and the next featurize computes exactly those. Nothing is deleted; chunks that a writer
             holds are left alone. May be killed at any moment, and repeated.
@@ -31,10 +33,12 @@ def verify_store(path: str | os.PathLike[str], *, repair: bool = False) -> Repor
     Raises:
         MissingStoreError: If there is no store.
         ManifestMismatchError: If a newer version of trak_lite made it.
-        ReadOnlyStoreError: If it is to be repaired and cannot be written.
-        StoreError: If it is to be repaired, and a file cannot be renamed.
+        ReadOnlyStoreError, UnsupportedStoreError, StoreError: If it is to be repaired and cannot be written, is in an
+            object store, or a file cannot be renamed.
     """
-    root = os.path.realpath(os.fspath(path))
+    if isinstance(place := resolve_place(path), RemotePlace):
+        return verify_remote(place.objects, repair=repair)
+    root = os.path.realpath(place)
     look = StoreLook.at(root)
     if not repair:
         return Report(root, tuple(look.findings), look.tally)

@@ -60,6 +60,9 @@ logger = logging.getLogger(__name__)
 Verify = Literal["first_touch", "never"]
 """When the checksum of a chunk is compared with its commit record."""
 
+MapFiles = Literal["auto", "always", "never"]
+"""Whether the files of chunks are mapped or read."""
+
 
 @final
 class ZarrFeatureStore(AbstractFeatureStore):
@@ -80,10 +83,17 @@ class ZarrFeatureStore(AbstractFeatureStore):
     """
 
     def __init__(
-        self, root: str, manifest: Manifest, *, writable: bool, verify: Verify = "first_touch"
+        self,
+        root: str,
+        manifest: Manifest,
+        *,
+        writable: bool,
+        verify: Verify = "first_touch",
+        mapping: MapFiles = "auto",
     ) -> None:
         self._root = root
         self._verify = verify
+        self._mapped = {"auto": None, "always": True, "never": False}[mapping]
         self._manifest = manifest
         self._writable = writable
         self._closed = False
@@ -133,6 +143,7 @@ class ZarrFeatureStore(AbstractFeatureStore):
         mode: Literal["r", "r+"] = "r",
         *,
         verify: Verify = "first_touch",
+        mapping: MapFiles = "auto",
     ) -> Self:
         """Open an existing store.
 
@@ -142,6 +153,9 @@ class ZarrFeatureStore(AbstractFeatureStore):
             verify: ``"first_touch"`` compares the checksum of each chunk when this store first reads it, one pass
                 over its bytes; ``"never"`` trusts the bytes (right after :meth:`verify`, say). Sizes are always
                 compared.
+            mapping: ``"auto"`` maps the files of chunks, and reads them where they are on a network file system,
+                where an I/O error on a map would kill the process; ``"always"`` maps and ``"never"`` reads them
+                everywhere.
 
         Raises:
             MissingStoreError: If there is no store.
@@ -151,6 +165,7 @@ class ZarrFeatureStore(AbstractFeatureStore):
         """
         one_of(("r", "r+"), mode=mode)
         one_of(("first_touch", "never"), verify=verify)
+        one_of(("auto", "always", "never"), mapping=mapping)
         root = os.path.realpath(os.fspath(path))
         record = read_attributes(root)
         if record is None:
@@ -161,7 +176,7 @@ class ZarrFeatureStore(AbstractFeatureStore):
                 f"{root} cannot be written. "
                 "Make the folder writable, open the store with mode='r', or use another path."
             )
-        return cls(root, manifest, writable=mode == "r+", verify=verify)
+        return cls(root, manifest, writable=mode == "r+", verify=verify, mapping=mapping)
 
     @property
     def manifest(self) -> Manifest:
@@ -310,6 +325,7 @@ class ZarrFeatureStore(AbstractFeatureStore):
                 TableFiles(folder, spec, root=self._root),
                 writable=self._writable and not self._closed,
                 check=self._verify == "first_touch",
+                mapped=self._mapped,
             )
         return self._tables[path]
 
