@@ -48,12 +48,10 @@ from trak_lite.pipeline import (
     as_tensor,
     feature_table_spec,
     featurize_rows,
-    kernels_of,
-    score_rows,
-    score_table_spec,
     target_table_spec,
 )
 from trak_lite.projectors import AbstractProjector, projector_name, select_projector
+from trak_lite.score_tiles import kernels_of, score_rows, score_table_spec
 from trak_lite.scores import Scores
 from trak_lite.scoring import DEFAULT_DAMPING, KernelSettings, precondition, self_scores
 from trak_lite.store import (
@@ -69,6 +67,7 @@ from trak_lite.store import (
     resolve_place,
 )
 from trak_lite.store.manifest import compare_fingerprints
+from trak_lite.target_session import TargetSession
 from trak_lite.types import Batch, FeatureLayout, ParameterShapes, num_entries
 from trak_lite.workspace import Workspace, checkpoint_tables, complete_tables
 
@@ -89,18 +88,6 @@ class FeaturizeSummary:
     """Rows featurized by this call, over all checkpoints."""
     rows_found: int
     """Rows that were in the store already, over all checkpoints."""
-
-
-@dataclass(frozen=True, slots=True)
-class _ScoringSession:
-    """What one call of :meth:`Attributor.score` works with."""
-
-    workspace: Workspace
-    targets: Rows
-    name: str
-    identity: Mapping[str, Any]
-    own: Mapping[str, Tensor]
-    """The weights that the caller's model came with."""
 
 
 class Attributor:
@@ -372,17 +359,14 @@ class Attributor:
             self._workspace.opened(self._manifest(None)) as workspace,
             borrow_model(self.model, self.device) as own,
         ):
-            session = _ScoringSession(workspace, targets, name, identity, own)
+            session = self._target_session(workspace, targets, name, identity, own)
             used: list[str] | None = None
             if checkpoints is not None:
-                used = [
-                    self._score_targets(session, c)
-                    for c in iterate_checkpoints(checkpoints, checkpoint_loader)
-                ]
+                used = [session.add(c) for c in iterate_checkpoints(checkpoints, checkpoint_loader)]
             train = complete_tables(workspace.store(), used)
             spec = self._score_spec(train, identity, len(targets))
             if not _is_finished(workspace.table(f"scores/{name}"), spec, name):
-                self._find_targets(session, train)
+                session.find(train, self._candidates)
                 self._fill_scores(workspace.store(), train, name, spec)
         return self.scores(name)
 
@@ -531,40 +515,29 @@ class Attributor:
         }
         return score_table_spec(tables[0].spec.num_rows, num_targets, fingerprint)
 
-    def _score_targets(self, session: _ScoringSession, checkpoint: Checkpoint) -> str:
-        """Load a checkpoint and compute the target features that it lacks; return the digest of its weights."""
-        digest = self._load(checkpoint, session.own)
-        complete_tables(session.workspace.store(), [digest])
-        self._featurize_targets(session, digest, checkpoint.name)
-        return digest
-
-    def _featurize_targets(self, session: _ScoringSession, digest: str, label: str) -> None:
-        """Compute the target features that the checkpoint lacks that is loaded."""
-        model_id = session.workspace.model_id(digest)
-        path = f"targets/{session.name}/ckpt-{model_id}"
-        fingerprint = {**self._row_fingerprint(model_id, digest), "targets": dict(session.identity)}
-        spec = target_table_spec(len(session.targets), self.layout.width, self.dtype, fingerprint)
-        late = session.workspace.late_table(path, spec)
-        self._featurize(late, session.targets, model_id, f"Targets {session.name!r}, {label}")
-
-    def _find_targets(self, session: _ScoringSession, train: Mapping[str, AbstractRowTable]) -> None:
-        """Compute the target features that are missing, from wherever their weights are to be found."""
-        store = session.workspace.store()
-        waiting = {digest for digest in train if not _has_targets(session, digest)}
-        for checkpoint in self._candidates(store, waiting):
-            if not waiting:
-                return
-            digest = self._load(checkpoint, session.own)
-            if digest in waiting:
-                self._featurize_targets(session, digest, checkpoint.name)
-                waiting.remove(digest)
-        if waiting:
-            paths = checkpoint_tables(store)
-            lacking = sorted(paths[digest].removeprefix("ckpt-") for digest in waiting)
-            raise StateError(
-                f"The weights of checkpoints {lacking} are needed to score new targets, but none of the known "
-                "sources holds them. Pass score(..., checkpoints=...) with the weights that were featurized."
-            )
+    def _target_session(
+        self,
+        workspace: Workspace,
+        targets: Rows,
+        name: str,
+        identity: Mapping[str, Any],
+        own: Mapping[str, Tensor],
+    ) -> TargetSession:
+        """Return what computes the features of a target set, with the model of this attributor."""
+        return TargetSession(
+            workspace,
+            targets,
+            name=name,
+            identity=identity,
+            load=lambda checkpoint: self._load(checkpoint, own),
+            spec=lambda model_id, digest: target_table_spec(
+                len(targets),
+                self.layout.width,
+                self.dtype,
+                {**self._row_fingerprint(model_id, digest), "targets": dict(identity)},
+            ),
+            featurize=self._featurize,
+        )
 
     def _candidates(self, store: AbstractFeatureStore, needed: Iterable[str]) -> Iterator[Checkpoint]:
         """Yield checkpoints that may hold the needed weights: from featurize, from disk, the model's own."""
@@ -699,21 +672,5 @@ def _is_finished(table: AbstractRowTable | None, spec: TableSpec, name: str) -> 
         spec.fingerprint,
         where=f"scores/{name}{counts}",
         remedy="Score these under another name, or pass the targets, checkpoints and kernel of that time.",
-    )
-    return table.complete
-
-
-def _has_targets(session: _ScoringSession, digest: str) -> bool:
-    """Whether all target features of a checkpoint are there."""
-    path = f"targets/{session.name}/ckpt-{session.workspace.model_id(digest)}"
-    table = session.workspace.table(path)
-    if table is None:
-        return False
-    identity = {"targets": dict(table.spec.fingerprint["targets"])}
-    compare_fingerprints(
-        identity,
-        {"targets": dict(session.identity)},
-        where=path,
-        remedy="Score other targets under another name.",
     )
     return table.complete

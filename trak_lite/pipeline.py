@@ -1,6 +1,6 @@
-"""One batch to features, one table to scores: where the rooms meet. Knows only their contracts.
+"""One batch to features, one dataset to a table: where the rooms meet. Knows only their contracts.
 
-Shapes: N train rows, M targets, B samples of a batch, K feature width, C checkpoints.
+Shapes: N train rows, B samples of a batch, K feature width.
 Source: TRAK (arXiv:2303.14186), section 3; numbers as in the native method of trak_lite.
 """
 
@@ -22,33 +22,27 @@ from trak_lite.diagnosis import naming_rows, refuse_non_finite
 from trak_lite.errors import BusyError, InvalidInputError, NonFiniteError, PrecisionError, StateError
 from trak_lite.gradient_computers import AbstractGradientComputer, Normalization, RowNormalizer
 from trak_lite.projectors import AbstractProjector
-from trak_lite.scoring import KernelSettings, SegmentKernel, factorise_segments, gram, score_block
-from trak_lite.store import AbstractFeatureStore, AbstractRowTable, Column, TableSpec, chunk_rows_for
-from trak_lite.types import Batch, FeatureLayout, OutputTerms
+from trak_lite.store import AbstractRowTable, Column, TableSpec, chunk_rows_for
+from trak_lite.types import Batch, OutputTerms
 
 __all__ = [
     "FEATURES",
     "GRADIENT_NORM",
     "LOSS_CURVATURE",
     "OUT_TO_LOSS",
-    "SCORES",
     "LateTable",
     "as_tensor",
     "compute_features",
     "feature_table_spec",
     "featurize_rows",
-    "has_kernel",
-    "kernels_of",
     "plan_batches",
+    "progress_bar",
     "put_features",
-    "score_rows",
-    "score_table_spec",
     "target_table_spec",
 ]
 
-FEATURES, OUT_TO_LOSS, LOSS_CURVATURE, SCORES = "features", "out_to_loss", "loss_curvature", "scores"
+FEATURES, OUT_TO_LOSS, LOSS_CURVATURE = "features", "out_to_loss", "loss_curvature"
 GRADIENT_NORM = "gradient_norm"
-_TILE_ROWS = 1024
 _NEXT_TO_NOTHING = 1e-3  # relative to the median norm of a batch
 _SQUARES_UNDERFLOW = 1e-15
 _MAX_ROUNDING = 1e-2  # relative to a row's norm; float16 itself rounds to 5e-4
@@ -82,16 +76,6 @@ def target_table_spec(num_rows: int, width: int, dtype: str, fingerprint: Mappin
     Targets are few, and the inverse kernel magnifies what rounding does to them.
     """
     return feature_table_spec(num_rows, width, Column(FEATURES, width, dtype).value_dtype, fingerprint)
-
-
-def score_table_spec(num_rows: int, num_targets: int, fingerprint: Mapping[str, Any]) -> TableSpec:
-    """Return the table of scores ``(num_rows, num_targets)`` in float32."""
-    return TableSpec(
-        num_rows,
-        (Column(SCORES, num_targets, "float32"),),
-        chunk_rows_for(num_rows, 4 * num_targets),
-        fingerprint,
-    )
 
 
 class LateTable:
@@ -218,7 +202,7 @@ def featurize_rows(
     """
     plan = plan_batches(table.pending(), table.spec.chunk_rows, rows.batch_size)
     written = 0
-    with _progress_bar(plan, table.spec.num_rows, label, progress) as bar:
+    with progress_bar(plan, table.spec.num_rows, label, progress) as bar:
         for wanted, batch in zip(plan, rows.batches(plan), strict=True):
             batch = move_batch(batch, device)
             if batch_size(batch) != len(wanted):
@@ -258,7 +242,7 @@ def _norm_column(table: LateTable, normalizer: RowNormalizer | None) -> dict[str
     return {GRADIENT_NORM: normalizer.norms().float().cpu().numpy()}
 
 
-def _progress_bar(
+def progress_bar(
     plan: Sequence[NDArray[np.int64]], total: int, label: str, progress: bool | None
 ) -> tqdm[Any]:
     """Return a bar over all rows of a table, those that are not in the plan done already."""
@@ -355,107 +339,6 @@ def _norms(rows: Tensor) -> Tensor:
     if bool(((norms < _SQUARES_UNDERFLOW) | ~norms.isfinite()).any()):
         norms = rows.double().norm(dim=1)
     return norms.double()
-
-
-def kernels_of(
-    store: AbstractFeatureStore,
-    path: str,
-    settings: KernelSettings,
-    layout: FeatureLayout,
-    *,
-    device: torch.device,
-) -> list[SegmentKernel]:
-    """Return the factorised kernel of one checkpoint's train rows, segment by segment.
-
-    The gram matrices are kept in the store, keyed by the checksums of the rows that they were made from.
-    """
-    table = store.open_table(path)
-    name, key = _gram_key(table, path, settings, layout)
-    flat = store.cached(name, key)
-    if flat is None:
-        weighted = settings.weighting == "curvature"
-        grams = gram(
-            (as_tensor(rows, device) for _, rows in table.blocks(FEATURES)),
-            torch.from_numpy(table.read(LOSS_CURVATURE)).to(device) if weighted else None,
-            layout=layout,
-        )
-        flat = np.concatenate([matrix.cpu().numpy().reshape(-1) for matrix in grams])
-        store.cache(name, key, flat)
-    sizes = [segment.width**2 for segment in layout.segments]
-    parts = np.split(flat, np.cumsum(sizes)[:-1])
-    matrices = [
-        torch.from_numpy(part.reshape(segment.width, segment.width).copy()).to(device)
-        for part, segment in zip(parts, layout.segments, strict=True)
-    ]
-    return factorise_segments(matrices, settings, num_rows=table.spec.num_rows, layout=layout)
-
-
-def has_kernel(
-    store: AbstractFeatureStore, path: str, settings: KernelSettings, layout: FeatureLayout
-) -> bool:
-    """Whether :func:`kernels_of` was called for these rows before."""
-    name, key = _gram_key(store.open_table(path), path, settings, layout)
-    return store.cached(name, key) is not None
-
-
-def _gram_key(
-    table: AbstractRowTable, path: str, settings: KernelSettings, layout: FeatureLayout
-) -> tuple[str, str]:
-    """Return the name and key that a gram matrix is kept under."""
-    return f"gram-{path.replace('/', '-')}-{settings.weighting}", f"{table.content_key()}|{layout.to_json()}"
-
-
-def score_rows(
-    scores: AbstractRowTable,
-    train: Sequence[AbstractRowTable],
-    preconditioned: Sequence[Tensor],
-    *,
-    device: torch.device,
-    label: str,
-    progress: bool | None = None,
-) -> int:
-    r"""Fill the pending rows of a score table.
-
-    Row i is :math:`\frac1C\sum_c \phi_{c,i} t_c^\top \cdot \frac1C\sum_c q_{c,i}` with preconditioned targets t.
-
-    Args:
-        scores: Made by :func:`score_table_spec`.
-        train: The C feature tables of the train rows, complete.
-        preconditioned: For each checkpoint the targets behind its kernel, ``(M, K)`` on ``device``.
-        device: Where the products run.
-        label: What the progress bar is called.
-        progress: Show the bar; ``None`` shows it on a terminal only.
-
-    Returns:
-        Number of rows written.
-    """
-    plan = plan_batches(scores.pending(), scores.spec.chunk_rows, _TILE_ROWS)
-    with _progress_bar(plan, scores.spec.num_rows, label, progress) as bar:
-        for rows in plan:
-            first, last = int(rows[0]), int(rows[-1]) + 1
-            tile = _score_tile(train, preconditioned, first, last, device)
-            scores.put(rows, {SCORES: tile[rows - first]})
-            bar.update(len(rows))
-    return sum(map(len, plan))
-
-
-def _score_tile(
-    train: Sequence[AbstractRowTable],
-    preconditioned: Sequence[Tensor],
-    first: int,
-    last: int,
-    device: torch.device,
-) -> NDArray[np.float32]:
-    """Return the scores of train rows ``first:last``, ``(rows, M)``."""
-    tile = torch.zeros(last - first, len(preconditioned[0]), device=device)
-    out_to_loss = np.zeros(last - first)
-    for table, targets in zip(train, preconditioned, strict=True):
-        for start, rows in table.blocks(FEATURES, first, last):
-            tile[start - first : start - first + len(rows)] += score_block(as_tensor(rows, device), targets)
-        for start, values in table.blocks(OUT_TO_LOSS, first, last):
-            out_to_loss[start - first : start - first + len(values)] += values
-    weights = torch.from_numpy(out_to_loss / len(train) ** 2).to(device=device, dtype=tile.dtype)
-    return (tile * weights[:, None]).cpu().numpy()
 
 
 def as_tensor(array: NDArray[Any], device: torch.device) -> Tensor:

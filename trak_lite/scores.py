@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 
 from trak_lite._validate import one_of, positive_int
 from trak_lite.errors import InvalidInputError
-from trak_lite.pipeline import SCORES
+from trak_lite.score_tiles import SCORES
 from trak_lite.scoring import TopK
 from trak_lite.store import AbstractRowTable
 

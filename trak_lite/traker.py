@@ -41,17 +41,13 @@ from trak_lite.gradient_computers import (
 from trak_lite.modelout_functions import AbstractModelOutput, describe_task, resolve_task
 from trak_lite.pipeline import (
     FEATURES,
-    SCORES,
     LateTable,
     compute_features,
     feature_table_spec,
-    has_kernel,
-    kernels_of,
     put_features,
-    score_rows,
-    score_table_spec,
 )
 from trak_lite.projectors import AbstractProjector, BasicProjector, ProjectionType
+from trak_lite.score_tiles import SCORES, has_kernel, kernels_of, score_rows, score_table_spec
 from trak_lite.scoring import KernelSettings, precondition
 from trak_lite.store import AbstractRowTable, Column, Manifest, TableSpec
 from trak_lite.store.manifest import compare_fingerprints

@@ -632,7 +632,7 @@ def test_steps_out_of_order_are_refused(tmp_path: Path) -> None:
 def test_unfinished_scores_cannot_be_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     made = attributor(tmp_path / "a.zarr")
     made.featurize(TRAIN, checkpoints=states())
-    monkeypatch.setattr("trak_lite.pipeline._TILE_ROWS", 16)
+    monkeypatch.setattr("trak_lite.score_tiles._TILE_ROWS", 16)
     calls = []
 
     def stop(*args: Any) -> Any:

@@ -1,0 +1,114 @@
+"""The features of one target set, made for every checkpoint that lacks them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from typing import Any, final
+
+from trak_lite.checkpoints import Checkpoint
+from trak_lite.datasets import Rows
+from trak_lite.errors import StateError
+from trak_lite.pipeline import LateTable
+from trak_lite.store import AbstractFeatureStore, TableSpec
+from trak_lite.store.manifest import compare_fingerprints
+from trak_lite.workspace import Workspace, checkpoint_tables, complete_tables
+
+__all__ = ["TargetSession"]
+
+
+@final
+class TargetSession:
+    """Computes what is missing of the features of a target set, while the model is borrowed."""
+
+    def __init__(
+        self,
+        workspace: Workspace,
+        targets: Rows,
+        *,
+        name: str,
+        identity: Mapping[str, Any],
+        load: Callable[[Checkpoint], str],
+        spec: Callable[[int, str], TableSpec],
+        featurize: Callable[[LateTable, Rows, int, str], int],
+    ) -> None:
+        """Hold what the target set is, and how features come about.
+
+        Args:
+            workspace: The store, open.
+            targets: The target rows.
+            name: Name of the target set.
+            identity: What the targets are recognised by.
+            load: Loads a checkpoint and returns the digest of its weights.
+            spec: Returns the table of the targets' features, from the checkpoint's id and digest.
+            featurize: Fills such a table from the checkpoint that is loaded: table, rows, id, label.
+        """
+        self._workspace = workspace
+        self._targets = targets
+        self._name = name
+        self._identity = identity
+        self._load = load
+        self._spec = spec
+        self._featurize = featurize
+
+    def add(self, checkpoint: Checkpoint) -> str:
+        """Load a checkpoint and compute the target features that it lacks; return the digest of its weights.
+
+        Raises:
+            StateError: If its train rows are not featurized.
+        """
+        digest = self._load(checkpoint)
+        complete_tables(self._workspace.store(), [digest])
+        self._fill(digest, checkpoint.name)
+        return digest
+
+    def find(
+        self,
+        digests: Iterable[str],
+        candidates: Callable[[AbstractFeatureStore, Iterable[str]], Iterator[Checkpoint]],
+    ) -> None:
+        """Compute the target features that are missing, from wherever their weights are to be found.
+
+        Args:
+            digests: Weights of the checkpoints that are to have target features.
+            candidates: Yields checkpoints that may hold the weights that are needed.
+
+        Raises:
+            StateError: If the weights of a checkpoint are not to be found.
+        """
+        store = self._workspace.store()
+        waiting = {digest for digest in digests if not self._has(digest)}
+        for checkpoint in candidates(store, waiting):
+            if not waiting:
+                return
+            digest = self._load(checkpoint)
+            if digest in waiting:
+                self._fill(digest, checkpoint.name)
+                waiting.remove(digest)
+        if waiting:
+            paths = checkpoint_tables(store)
+            lacking = sorted(paths[digest].removeprefix("ckpt-") for digest in waiting)
+            raise StateError(
+                f"The weights of checkpoints {lacking} are needed to score new targets, but none of the known "
+                "sources holds them. Pass score(..., checkpoints=...) with the weights that were featurized."
+            )
+
+    def _fill(self, digest: str, label: str) -> None:
+        """Compute the target features that the checkpoint lacks that is loaded."""
+        model_id = self._workspace.model_id(digest)
+        path = f"targets/{self._name}/ckpt-{model_id}"
+        late = self._workspace.late_table(path, self._spec(model_id, digest))
+        self._featurize(late, self._targets, model_id, f"Targets {self._name!r}, {label}")
+
+    def _has(self, digest: str) -> bool:
+        """Whether all target features of a checkpoint are there."""
+        path = f"targets/{self._name}/ckpt-{self._workspace.model_id(digest)}"
+        table = self._workspace.table(path)
+        if table is None:
+            return False
+        compare_fingerprints(
+            {"targets": dict(table.spec.fingerprint["targets"])},
+            {"targets": dict(self._identity)},
+            where=path,
+            remedy="Score other targets under another name.",
+        )
+        return table.complete
