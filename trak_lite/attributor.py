@@ -6,10 +6,9 @@ import logging
 import platform
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
 from os import PathLike
 from pathlib import Path
-from typing import Any, Literal, Self
+from typing import Any, Literal, Self, Unpack
 
 import numpy as np
 import torch
@@ -41,32 +40,29 @@ from trak_lite.gradient_computers import (
 )
 from trak_lite.modelout_functions import AbstractModelOutput, describe_task, resolve_task
 from trak_lite.pipeline import (
-    FEATURES,
     GRADIENT_NORM,
-    OUT_TO_LOSS,
     LateTable,
-    as_tensor,
     feature_table_spec,
     featurize_rows,
     target_table_spec,
 )
 from trak_lite.projectors import AbstractProjector, projector_name, select_projector
-from trak_lite.score_tiles import kernels_of, score_rows, score_table_spec
+from trak_lite.score_matrix import AbstractScoreMatrix, DampingPath, StoredMatrix, StreamedMatrix
+from trak_lite.score_result import ScoreResult, finished_scores, scorable_tables, score_path
+from trak_lite.score_source import ScoreSource
 from trak_lite.scores import Scores
-from trak_lite.scoring import DEFAULT_DAMPING, KernelSettings, precondition, self_scores
+from trak_lite.scoring import DEFAULT_DAMPING, KernelSettings, ScoreSettings, ScoreView
 from trak_lite.store import (
     DTYPES,
     AbstractFeatureStore,
     AbstractRowTable,
     Manifest,
     RemotePlace,
-    TableSpec,
     check_name,
     dtype_fingerprint,
     open_store,
     resolve_place,
 )
-from trak_lite.store.manifest import compare_fingerprints
 from trak_lite.target_session import TargetSession
 from trak_lite.types import Batch, FeatureLayout, ParameterShapes, num_entries
 from trak_lite.workspace import Workspace, checkpoint_tables, complete_tables
@@ -325,6 +321,13 @@ class Attributor:
         data: Any,
         name: str = "targets",
         *,
+        kernel: Literal["curvature", "trak", "dot", "cosine"] | None = None,
+        damping: float | None = None,
+        layout: Literal["stored", "joint"] = "stored",
+        q: Literal["outside", "inside", "off"] = "outside",
+        checkpoint_weights: Sequence[float] | None = None,
+        dense: bool = True,
+        k: int | None = None,
         checkpoints: CheckpointSource = None,
         checkpoint_loader: Callable[[Any], Mapping[str, Tensor]] | None = None,
         indices: Sequence[int] | None = None,
@@ -333,11 +336,24 @@ class Attributor:
     ) -> Scores:
         """Score every train row for every target.
 
-        The result is kept under ``name``: the same call again returns it, or resumes it after a kill.
+        The result is kept under ``name``: the same call again returns it, or resumes it after a kill. Another kernel,
+        damping, layout, q or weighting reads the same stored rows of train set and targets, whose gradients are not
+        computed again, and is kept beside the first one.
 
         Args:
             data: The targets: a map-style dataset, or a DataLoader that reads one in order.
             name: Name of the target set.
+            kernel: ``"curvature"``, ``"trak"`` (not weighted), ``"dot"`` (the product of gradients: no kernel) or
+                ``"cosine"``; ``None`` is the attributor's.
+            damping: Lambda in units of the kernel's mean eigenvalue; ``None`` is the attributor's.
+            layout: ``"joint"`` takes rows with a segment per module under one kernel, of the square of their width.
+            q: Multiply the scores of a train row by its mean q over checkpoints (``"outside"``), the part of each
+                checkpoint by its own (``"inside"``), or by nothing (``"off"``).
+            checkpoint_weights: Factor of each checkpoint, in order, in place of 1/C: the learning rates for TracIn
+                (with ``kernel="dot", q="inside"``), ``(1, -1)`` to subtract a base model (which wants ``q="off"`` or
+                ``"inside"``, as the mean q is not subtracted).
+            dense: Keep the ``(N, M)`` matrix on disk; without it scores are computed from the stored rows when asked.
+            k: Without the matrix, find and keep this many most helpful and most harmful rows of every target now.
             checkpoints: The checkpoints to use, all of them featurized; ``None`` uses every one in the store.
             checkpoint_loader: As in :meth:`featurize`.
             indices: Dataset index of every target, to select and order targets.
@@ -345,14 +361,20 @@ class Attributor:
             dataset_id: The user's own name for the targets, as in :meth:`featurize`.
 
         Returns:
-            Scores ``(N, M)``, on disk.
+            Scores ``(N, M)``.
 
         Raises:
+            InvalidInputError: If a setting is unknown or does not fit the checkpoints.
             StateError: If train rows are pending, or the weights of a checkpoint are not to be found.
-            ManifestMismatchError: If other targets or settings were scored under this name.
+            ManifestMismatchError: If other targets or checkpoints were scored under this name.
             SingularKernelError: If the kernel has no inverse at the damping in force.
         """
         check_name(name, what="target set")
+        settings = self._score_settings(
+            kernel=kernel, damping=damping, layout=layout, q=q, checkpoint_weights=checkpoint_weights
+        )
+        if k is not None and positive_int(k=k) and dense:
+            raise InvalidInputError(f"k={k} is for dense=False; dense scores answer top(k) for any k.")
         targets = self._rows(data, indices, batch_size, "the targets")
         identity = targets.identity(dataset_id)
         with (
@@ -364,38 +386,77 @@ class Attributor:
             if checkpoints is not None:
                 used = [session.add(c) for c in iterate_checkpoints(checkpoints, checkpoint_loader)]
             train = complete_tables(workspace.store(), used)
-            spec = self._score_spec(train, identity, len(targets))
-            if not _is_finished(workspace.table(f"scores/{name}"), spec, name):
+            result = ScoreResult(
+                workspace.store(), train, name, settings, self._base_settings, identity, len(targets)
+            )
+            settings.weights(len(train))
+            if not (dense and result.is_finished()):
                 session.find(train, self._candidates)
-                self._fill_scores(workspace.store(), train, name, spec)
-        return self.scores(name)
+            source = self._source(workspace.store(), list(train.values()), name, settings)
+            if dense:
+                result.fill(source, device=self.device, progress=self._progress)
+            kept = None if k is None else result.both_ends(source, k)
+        if dense:
+            return self.scores(name, **settings.view())
+        return self._streamed(name, settings, list(train), kept)
 
-    def scores(self, name: str = "targets") -> Scores:
-        """Return the finished scores of a target set, without computing anything.
+    def scores(self, name: str = "targets", *, dense: bool = True, **view: Unpack[ScoreView]) -> Scores:
+        """Return the scores of a target set from the store, without the data and without a gradient.
+
+        Args:
+            name: Name of the target set.
+            dense: Return the matrix that was kept; ``False`` computes scores from the stored rows when they are asked
+                for, which must be there for every checkpoint that the targets were featurized with.
+            **view: ``kernel``, ``damping``, ``layout``, ``q``, ``checkpoint_weights``, as in :meth:`score`.
 
         Raises:
+            InvalidInputError: If a setting is unknown or does not fit the checkpoints.
             StateError: If they were never computed, or not finished.
         """
-        path = f"scores/{check_name(name, what='target set')}"
+        check_name(name, what="target set")
+        settings = self._score_settings(**view)
+        if not dense:
+            return self._streamed(name, settings, None, None)
         store = self._workspace.reader()
-        known = [table.removeprefix("scores/") for table in store.table_names("scores")]
-        if name not in known:
-            raise StateError(
-                f"There are no scores {name!r}; there are {known}. Call score(data, name={name!r})."
-            )
-        table = store.open_table(path)
-        if not table.complete:
-            raise StateError(f"The scores {name!r} are not finished. Call score(...) again; it resumes.")
-        fingerprint = table.spec.fingerprint
-        train = complete_tables(store, list(fingerprint["checkpoints"]))
-        kernel = KernelSettings.from_json(fingerprint["kernel"])
-        return Scores(
-            table,
-            name=name,
-            settings={"checkpoints": len(train), "proj_dim": self.layout.width, **kernel.to_json()},
-            self_influence=partial(self._self_influence, store, train, kernel),
-            where=None if self.path is None else f"{self.path}:{path}",
-        )
+        table = finished_scores(store, name, settings, self._base_settings)
+        stored = ScoreSettings.from_fingerprint(table.spec.fingerprint)
+        train = list(complete_tables(store, list(table.spec.fingerprint["checkpoints"])).values())
+        path = score_path(name, settings, self._base_settings)
+        return self._scores(store, name, stored, train, StoredMatrix(table), path)
+
+    def damping_path(
+        self,
+        data: Any,
+        dampings: Sequence[float],
+        *,
+        name: str = "targets",
+        **view: Unpack[ScoreView],
+    ) -> DampingPath:
+        """Return the scores of a target set at several dampings, from one eigendecomposition per checkpoint.
+
+        Args:
+            data: Name of a target set that was scored, or the targets.
+            dampings: Lambdas in units of the kernel's mean eigenvalue.
+            name: Name of the target set, where ``data`` are the targets.
+            **view: ``kernel``, ``layout``, ``q``, ``checkpoint_weights``, as in :meth:`score`.
+
+        Raises:
+            InvalidInputError: If a damping is negative, or the view has no kernel.
+            StateError: As :meth:`score`, or if there is no such target set.
+            SingularKernelError: If a kernel has no inverse at a damping.
+
+        Example:
+            >>> from torch.utils.data import TensorDataset
+            >>> _ = torch.manual_seed(0)
+            >>> data = TensorDataset(torch.randn(20, 4), torch.randint(2, (20,)))
+            >>> attributor = Attributor(nn.Linear(4, 2), "image_classification", None, proj_dim=8)
+            >>> _ = attributor.featurize(data)
+            >>> attributor.damping_path(data, [0.1, 1, 10]).shape
+            (3, 20, 20)
+        """
+        if isinstance(data, str):
+            return self.scores(data, dense=False, **view).path(dampings)
+        return self.score(data, name, dense=False, **view).path(dampings)
 
     def gradient_norms(self) -> NDArray[np.float32]:
         """Return the norms of the train rows' gradients as they were before any normalisation, from the store.
@@ -503,17 +564,67 @@ class Attributor:
 
     # ---------------------------------------------------------------- scoring
 
-    def _score_spec(
-        self, train: Mapping[str, AbstractRowTable], identity: Mapping[str, Any], num_targets: int
-    ) -> TableSpec:
-        tables = list(train.values())
-        fingerprint = {
-            "checkpoints": list(train),
-            "kernel": self.kernel.to_json(),
-            "targets": dict(identity),
-            "train_rows": [table.content_key() for table in tables],
-        }
-        return score_table_spec(tables[0].spec.num_rows, num_targets, fingerprint)
+    @property
+    def _base_settings(self) -> ScoreSettings:
+        """Return how scores are made where a call does not say otherwise."""
+        name: Literal["curvature", "trak"] = "curvature" if self.kernel.weighting == "curvature" else "trak"
+        return ScoreSettings(kernel=name, damping=self.kernel.damping)
+
+    def _score_settings(self, **view: Unpack[ScoreView]) -> ScoreSettings:
+        """Return the settings of one call, with the attributor's where it leaves them open."""
+        base = self._base_settings
+        kernel = view.get("kernel") or base.kernel
+        damping = view.get("damping")
+        if kernel in ("curvature", "trak"):
+            damping = base.damping if damping is None else damping
+            _decide_kernel(kernel, DEFAULT_DAMPING if damping is None else damping, self.task)
+        layout = "stored" if len(self.layout.segments) == 1 else view.get("layout", "stored")
+        return ScoreSettings(
+            kernel=kernel,
+            damping=damping,
+            layout=layout,
+            q=view.get("q", "outside"),
+            checkpoint_weights=view.get("checkpoint_weights"),
+        )
+
+    def _source(
+        self,
+        store: AbstractFeatureStore,
+        train: Sequence[AbstractRowTable],
+        name: str,
+        settings: ScoreSettings,
+    ) -> ScoreSource:
+        return ScoreSource(store, train, name, settings, layout=self.layout, device=self.device)
+
+    def _streamed(
+        self,
+        name: str,
+        settings: ScoreSettings,
+        digests: list[str] | None,
+        kept: NDArray[np.float64] | None,
+    ) -> Scores:
+        """Return scores that are computed when asked, of the checkpoints that the targets were featurized with."""
+        store = self._workspace.reader()
+        train = scorable_tables(store, name, digests)
+        matrix = StreamedMatrix(self._source(store, train, name, settings), kept)
+        return self._scores(store, name, settings, train, matrix, f"targets/{name}")
+
+    def _scores(
+        self,
+        store: AbstractFeatureStore,
+        name: str,
+        settings: ScoreSettings,
+        train: Sequence[AbstractRowTable],
+        matrix: AbstractScoreMatrix,
+        path: str,
+    ) -> Scores:
+        return Scores(
+            matrix,
+            self._source(store, train, name, settings),
+            name=name,
+            settings={"checkpoints": len(train), "proj_dim": self.layout.width, **settings.to_json()},
+            where=None if self.path is None else f"{self.path}:{path}",
+        )
 
     def _target_session(
         self,
@@ -549,42 +660,6 @@ class Attributor:
             if path is not None and Path(path).is_file():
                 yield from iterate_checkpoints(path)
         yield from iterate_checkpoints(None)
-
-    def _fill_scores(
-        self, store: AbstractFeatureStore, train: Mapping[str, AbstractRowTable], name: str, spec: TableSpec
-    ) -> None:
-        """Precondition the targets of every checkpoint, then multiply train rows with them."""
-        preconditioned = []
-        for table in train.values():
-            model_id = table.spec.fingerprint["model_id"]
-            kernels = kernels_of(store, f"ckpt-{model_id}", self.kernel, self.layout, device=self.device)
-            targets = store.open_table(f"targets/{name}/ckpt-{model_id}").read(FEATURES)
-            solved = precondition(torch.from_numpy(targets).to(self.device), kernels, layout=self.layout)
-            preconditioned.append(solved.float())
-        score_rows(
-            store.create_table(f"scores/{name}", spec),
-            list(train.values()),
-            preconditioned,
-            device=self.device,
-            label=f"Scoring {name!r}",
-            progress=self._progress,
-        )
-
-    def _self_influence(
-        self, store: AbstractFeatureStore, train: Mapping[str, AbstractRowTable], kernel: KernelSettings
-    ) -> NDArray[np.float32]:
-        total: NDArray[np.float64] | float = 0.0
-        out_to_loss: NDArray[np.float64] | float = 0.0
-        for table in train.values():
-            path = f"ckpt-{table.spec.fingerprint['model_id']}"
-            kernels = kernels_of(store, path, kernel, self.layout, device=self.device)
-            parts = [
-                self_scores(as_tensor(rows, self.device), kernels, layout=self.layout).cpu().double().numpy()
-                for _, rows in table.blocks(FEATURES)
-            ]
-            total = total + np.concatenate(parts)
-            out_to_loss = out_to_loss + table.read(OUT_TO_LOSS).astype(np.float64)
-        return np.asarray(total * out_to_loss / len(train) ** 2, dtype=np.float32)
 
     # ---------------------------------------------------------------- settings
 
@@ -659,18 +734,3 @@ def _stored_norms(table: AbstractRowTable) -> NDArray[np.float32]:
             "store_norms=False. Featurize into another path with store_norms=True."
         )
     return table.read(GRADIENT_NORM)
-
-
-def _is_finished(table: AbstractRowTable | None, spec: TableSpec, name: str) -> bool:
-    """Whether the scores are there, made with these settings, and complete."""
-    if table is None:
-        return False
-    stored, given = len(table.spec.fingerprint["checkpoints"]), len(spec.fingerprint["checkpoints"])
-    counts = "" if stored == given else f" ({stored} checkpoints were used there, {given} here)"
-    compare_fingerprints(
-        table.spec.fingerprint,
-        spec.fingerprint,
-        where=f"scores/{name}{counts}",
-        remedy="Score these under another name, or pass the targets, checkpoints and kernel of that time.",
-    )
-    return table.complete

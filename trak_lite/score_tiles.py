@@ -6,8 +6,9 @@ Source: TRAK (arXiv:2303.14186), section 3; numbers as in the native method of t
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal, final
 
 import numpy as np
 import torch
@@ -22,11 +23,35 @@ from trak_lite.pipeline import (
     plan_batches,
     progress_bar,
 )
-from trak_lite.scoring import KernelSettings, SegmentKernel, factorise_segments, gram, score_block
+from trak_lite.scoring import (
+    KernelSettings,
+    SegmentKernel,
+    Spread,
+    accumulation_dtype,
+    factorise_segments,
+    gram,
+    score_block,
+    unit_segments,
+)
 from trak_lite.store import AbstractFeatureStore, AbstractRowTable, Column, TableSpec, chunk_rows_for
 from trak_lite.types import FeatureLayout
 
-__all__ = ["SCORES", "has_kernel", "kernels_of", "score_rows", "score_table_spec"]
+__all__ = [
+    "SCORES",
+    "ScoreTerm",
+    "WhereQ",
+    "error_tile",
+    "grams_of",
+    "group_tile",
+    "has_kernel",
+    "kernels_of",
+    "score_rows",
+    "score_table_spec",
+    "score_tile",
+    "tile_ranges",
+]
+
+WhereQ = Literal["outside", "inside", "off"]
 
 SCORES = "scores"
 _TILE_ROWS = 1024
@@ -42,17 +67,17 @@ def score_table_spec(num_rows: int, num_targets: int, fingerprint: Mapping[str, 
     )
 
 
-def kernels_of(
+def grams_of(
     store: AbstractFeatureStore,
     path: str,
     settings: KernelSettings,
     layout: FeatureLayout,
     *,
     device: torch.device,
-) -> list[SegmentKernel]:
-    """Return the factorised kernel of one checkpoint's train rows, segment by segment.
+) -> list[Tensor]:
+    """Return the gram matrix of one checkpoint's train rows, segment by segment.
 
-    The gram matrices are kept in the store, keyed by the checksums of the rows that they were made from.
+    They are kept in the store, keyed by the checksums of the rows that they were made from.
     """
     table = store.open_table(path)
     name, key = _gram_key(table, path, settings, layout)
@@ -68,11 +93,24 @@ def kernels_of(
         store.cache(name, key, flat)
     sizes = [segment.width**2 for segment in layout.segments]
     parts = np.split(flat, np.cumsum(sizes)[:-1])
-    matrices = [
+    return [
         torch.from_numpy(part.reshape(segment.width, segment.width).copy()).to(device)
         for part, segment in zip(parts, layout.segments, strict=True)
     ]
-    return factorise_segments(matrices, settings, num_rows=table.spec.num_rows, layout=layout)
+
+
+def kernels_of(
+    store: AbstractFeatureStore,
+    path: str,
+    settings: KernelSettings,
+    layout: FeatureLayout,
+    *,
+    device: torch.device,
+) -> list[SegmentKernel]:
+    """Return the factorised kernel of one checkpoint's train rows, segment by segment; see :func:`grams_of`."""
+    matrices = grams_of(store, path, settings, layout, device=device)
+    num_rows = store.open_table(path).spec.num_rows
+    return factorise_segments(matrices, settings, num_rows=num_rows, layout=layout)
 
 
 def has_kernel(
@@ -87,27 +125,47 @@ def _gram_key(
     table: AbstractRowTable, path: str, settings: KernelSettings, layout: FeatureLayout
 ) -> tuple[str, str]:
     """Return the name and key that a gram matrix is kept under."""
-    return f"gram-{path.replace('/', '-')}-{settings.weighting}", f"{table.content_key()}|{layout.to_json()}"
+    # Both readings of rows with several segments, each by itself and all as one, are kept.
+    segments = f"-{len(layout.segments)}" if len(layout.segments) > 1 else ""
+    name = f"gram-{path.replace('/', '-')}-{settings.weighting}{segments}"
+    return name, f"{table.content_key()}|{layout.to_json()}"
+
+
+@final
+@dataclass(frozen=True, slots=True, eq=False)
+class ScoreTerm:
+    """One checkpoint's part in a score: the products of its train rows with its targets."""
+
+    train: AbstractRowTable
+    """Features of the train rows, complete."""
+    targets: Tensor
+    """``(M, K)`` behind the kernel and times the checkpoint's weight, float32."""
+    unit: FeatureLayout | None = None
+    """Segments in which train rows are divided by their norms (cosine); ``None`` takes them as they are."""
+
+
+def tile_ranges(num_rows: int, chunk_rows: int) -> list[range]:
+    """Return the rows of every tile, on the grid that a score table with these chunks is filled on."""
+    plan = plan_batches(np.arange(num_rows), chunk_rows, _TILE_ROWS)
+    return [range(int(rows[0]), int(rows[-1]) + 1) for rows in plan]
 
 
 def score_rows(
     scores: AbstractRowTable,
-    train: Sequence[AbstractRowTable],
-    preconditioned: Sequence[Tensor],
+    terms: Sequence[ScoreTerm],
     *,
+    q: WhereQ = "outside",
     device: torch.device,
     label: str,
     progress: bool | None = None,
 ) -> int:
-    r"""Fill the pending rows of a score table.
-
-    Row i is :math:`\frac1C\sum_c \phi_{c,i} t_c^\top \cdot \frac1C\sum_c q_{c,i}` with preconditioned targets t.
+    r"""Fill the pending rows of a score table; see :func:`score_tile`.
 
     Args:
         scores: Made by :func:`score_table_spec`.
-        train: The C feature tables of the train rows, complete.
-        preconditioned: For each checkpoint the targets behind its kernel, ``(M, K)`` on ``device``.
-        device: Where the products run.
+        terms: One for each of the C checkpoints.
+        q: Where the train rows' q comes in.
+        device: Where the products run, and the terms' targets are.
         label: What the progress bar is called.
         progress: Show the bar; ``None`` shows it on a terminal only.
 
@@ -118,26 +176,125 @@ def score_rows(
     with progress_bar(plan, scores.spec.num_rows, label, progress) as bar:
         for rows in plan:
             first, last = int(rows[0]), int(rows[-1]) + 1
-            tile = _score_tile(train, preconditioned, first, last, device)
+            tile = score_tile(terms, range(first, last), q=q, device=device).cpu().numpy()
             scores.put(rows, {SCORES: tile[rows - first]})
             bar.update(len(rows))
     return sum(map(len, plan))
 
 
-def _score_tile(
-    train: Sequence[AbstractRowTable],
-    preconditioned: Sequence[Tensor],
-    first: int,
-    last: int,
+def score_tile(
+    terms: Sequence[ScoreTerm], rows: range | NDArray[np.int64], *, q: WhereQ, device: torch.device
+) -> Tensor:
+    r"""Return the scores of some train rows.
+
+    Row i is :math:`\sum_c \phi_{c,i} t_c^\top` with the terms' targets t, times the mean of :math:`q_{c,i}` over
+    checkpoints for ``q="outside"``, each summand times its own for ``"inside"``.
+
+    Args:
+        terms: One for each of the C checkpoints.
+        rows: Train rows: a range, which is read as it is mapped, or any row numbers.
+        q: Where the train rows' q comes in.
+        device: Where the products run.
+
+    Returns:
+        ``(rows, M)`` float32.
+    """
+    tile = torch.zeros(len(rows), len(terms[0].targets), device=device)
+    for term in terms:
+        _add_products(tile, term, rows, q, device)
+    return tile if q != "outside" else tile.mul_(_mean_q(terms, rows, device).to(tile)[:, None])
+
+
+def group_tile(
+    terms: Sequence[ScoreTerm],
+    group: Sequence[int],
+    num_groups: int,
+    rows: range | NDArray[np.int64],
+    *,
+    q: WhereQ,
     device: torch.device,
-) -> NDArray[np.float32]:
-    """Return the scores of train rows ``first:last``, ``(rows, M)``."""
-    tile = torch.zeros(last - first, len(preconditioned[0]), device=device)
-    out_to_loss = np.zeros(last - first)
-    for table, targets in zip(train, preconditioned, strict=True):
-        for start, rows in table.blocks(FEATURES, first, last):
-            tile[start - first : start - first + len(rows)] += score_block(as_tensor(rows, device), targets)
-        for start, values in table.blocks(OUT_TO_LOSS, first, last):
-            out_to_loss[start - first : start - first + len(values)] += values
-    weights = torch.from_numpy(out_to_loss / len(train) ** 2).to(device=device, dtype=tile.dtype)
-    return (tile * weights[:, None]).cpu().numpy()
+) -> tuple[Tensor, Tensor | None]:
+    """Return what a group of checkpoints alone says, on the scale of the whole.
+
+    The mean over groups of the first, times that of the second, is the score.
+
+    Args:
+        terms: One for each of the C checkpoints.
+        group: Places of the group's terms.
+        num_groups: G.
+        rows: Train rows.
+        q: Where the train rows' q comes in.
+        device: Where the products run.
+
+    Returns:
+        The products ``(rows, M)`` float32 times G, and the group's share of the mean q ``(rows,)`` float64 times G;
+        ``None`` where q is not outside.
+    """
+    tile = torch.zeros(len(rows), len(terms[0].targets), device=device)
+    members = [terms[place] for place in group]
+    for term in members:
+        _add_products(tile, term, rows, q, device)
+    tile *= num_groups
+    if q != "outside":
+        return tile, None
+    return tile, _mean_q(members, rows, device) * (len(members) * num_groups / len(terms))
+
+
+def error_tile(
+    terms: Sequence[ScoreTerm],
+    groups: Sequence[Sequence[int]],
+    rows: range | NDArray[np.int64],
+    *,
+    q: WhereQ,
+    device: torch.device,
+) -> Tensor:
+    """Return the standard errors of the scores of some train rows over groups of checkpoints, ``(rows, M)`` float64."""
+    spread = Spread()
+    for group in groups:
+        spread.add(*group_tile(terms, group, len(groups), rows, q=q, device=device))
+    return spread.standard_error()
+
+
+def _add_products(
+    tile: Tensor, term: ScoreTerm, rows: range | NDArray[np.int64], q: WhereQ, device: torch.device
+) -> None:
+    """Add a checkpoint's part to the scores of some rows, without the q that is outside."""
+    weights = _column(term.train, OUT_TO_LOSS, rows, device) if q == "inside" else None
+    for start, block in _pieces(term.train, FEATURES, rows):
+        part = slice(start, start + len(block))
+        features = as_tensor(block, device)
+        if term.unit is not None:
+            features = unit_segments(features, layout=term.unit)
+        score_block(
+            features,
+            term.targets,
+            out=tile[part],
+            accumulate=True,
+            row_weights=None if weights is None else weights[part],
+        )
+
+
+def _mean_q(terms: Sequence[ScoreTerm], rows: range | NDArray[np.int64], device: torch.device) -> Tensor:
+    """Return the mean of q over the terms' checkpoints, ``(rows,)``, summed in float64."""
+    total = torch.zeros(len(rows), dtype=accumulation_dtype(device), device=device)
+    for term in terms:
+        total += _column(term.train, OUT_TO_LOSS, rows, device)
+    return total / len(terms)
+
+
+def _column(
+    table: AbstractRowTable, name: str, rows: range | NDArray[np.int64], device: torch.device
+) -> Tensor:
+    """Return one number per row, ``(rows,)``."""
+    return torch.cat([as_tensor(np.array(part), device) for _, part in _pieces(table, name, rows)])
+
+
+def _pieces(
+    table: AbstractRowTable, column: str, rows: range | NDArray[np.int64]
+) -> Iterator[tuple[int, NDArray[Any]]]:
+    """Yield ``(place, values)`` of some rows: mapped pieces of a range, else one copy."""
+    if isinstance(rows, range):
+        for start, values in table.blocks(column, rows.start, rows.stop):
+            yield start - rows.start, values
+    else:
+        yield 0, table.read_rows(column, rows)

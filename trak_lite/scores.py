@@ -1,19 +1,25 @@
-"""Scores: the (N, M) result, left on disk until somebody looks at a part of it."""
+"""Scores: the (N, M) result, left on disk, or not made at all, until somebody looks at a part of it."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple
+from collections.abc import Hashable, Sequence
+from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
-import torch
-from numpy.typing import NDArray
+from numpy.typing import ArrayLike, NDArray
 
 from trak_lite._validate import one_of, positive_int
 from trak_lite.errors import InvalidInputError
-from trak_lite.score_tiles import SCORES
-from trak_lite.scoring import TopK
-from trak_lite.store import AbstractRowTable
+from trak_lite.score_matrix import (
+    AbstractScoreMatrix,
+    DampingPath,
+    GroupSums,
+    TopRows,
+    group_sums,
+    target_number,
+    top_rows,
+)
+from trak_lite.score_source import Reliability, ScoreSource
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -22,17 +28,8 @@ if TYPE_CHECKING:
 __all__ = ["Scores", "TopRows"]
 
 
-class TopRows(NamedTuple):
-    """The strongest train rows, strongest first."""
-
-    indices: NDArray[np.int64]
-    """Train row numbers, ``(k,)`` for one target or ``(M, k)`` for all."""
-    scores: NDArray[np.float32]
-    """Their scores, of the same shape."""
-
-
 class Scores:
-    """Attribution scores of N train rows for M targets, read from disk as they are asked for.
+    """Attribution scores of N train rows for M targets, read from disk, or computed, as they are asked for.
 
     Entry (i, j) says how much train row i raises the model output of target j: positive is helpful, negative
     is harmful. Rows are train rows, columns are targets.
@@ -40,24 +37,24 @@ class Scores:
 
     def __init__(
         self,
-        table: AbstractRowTable,
+        matrix: AbstractScoreMatrix,
+        source: ScoreSource,
         *,
         name: str,
         settings: dict[str, Any],
-        self_influence: Callable[[], NDArray[np.float32]],
         where: str | None,
     ) -> None:
-        """Hold a complete score table.
+        """Hold the scores and what they are made from.
 
         Args:
-            table: Column ``scores`` of shape ``(N, M)``.
+            matrix: The scores, kept or computed when asked.
+            source: Answers what is beside them: standard errors, self-influence, other dampings.
             name: Name of the target set.
             settings: How the scores were made.
-            self_influence: Computes the score of every train row for itself.
-            where: Path of the store, ``None`` in memory.
+            where: Path in the store, ``None`` in memory.
         """
-        self._table = table
-        self._self_influence = self_influence
+        self._matrix = matrix
+        self._source = source
         self._where = where
         self.name = name
         self.settings = settings
@@ -65,8 +62,7 @@ class Scores:
     @property
     def shape(self) -> tuple[int, int]:
         """``(N, M)``: train rows, targets."""
-        width = self._table.spec.columns[0].width
-        return self._table.spec.num_rows, 0 if width is None else width
+        return self._matrix.shape
 
     def __len__(self) -> int:
         """Return the number of train rows."""
@@ -75,11 +71,12 @@ class Scores:
     def __repr__(self) -> str:
         """Return sizes, settings and place on a few lines."""
         num_rows, num_targets = self.shape
+        place = self._where or "memory"
         settings = ", ".join(f"{key}={value}" for key, value in self.settings.items())
         return (
             f"Scores({self.name!r}: {num_rows} train rows x {num_targets} targets)\n"
             f"  made with {settings}\n"
-            f"  kept in {self._where or 'memory'}"
+            f"  {f'kept in {place}' if self._matrix.stored else f'not kept, computed from the rows in {place}'}"
         )
 
     def top(
@@ -100,28 +97,18 @@ class Scores:
         """
         positive_int(k=k)
         one_of(("helpful", "harmful"), sign=sign)
-        columns = slice(None) if target is None else slice(self._target(target), self._target(target) + 1)
-        best = TopK(self.shape[1] if target is None else 1, k, sign=sign)
-        for start, rows in self._table.chunks(SCORES):
-            best.update(start, torch.from_numpy(np.array(rows[:, columns])))
-        indices, values = (tensor.numpy() for tensor in best.result())
-        return TopRows(indices, values) if target is None else TopRows(indices[0], values[0])
-
-    def _target(self, target: int) -> int:
-        count = self.shape[1]
-        if (
-            isinstance(target, bool)
-            or not isinstance(target, int | np.integer)
-            or not -count <= target < count
-        ):
-            raise InvalidInputError(
-                f"There is no target {target}: {self.name!r} has targets 0 to {count - 1}."
-            )
-        return int(target) % count
+        place = None if target is None else target_number(target, self.shape[1], self.name)
+        found = self._matrix.kept_top(k, sign)
+        if found is None and place is not None:
+            tiles = ((start, tile[:, place : place + 1]) for start, tile in self._matrix.tiles())
+            indices, scores = top_rows(tiles, 1, k, sign=sign)
+            return TopRows(indices[0], scores[0])
+        found = found or top_rows(self._matrix.tiles(), self.shape[1], k, sign=sign)
+        return found if place is None else TopRows(found.indices[place], found.scores[place])
 
     def numpy(self) -> NDArray[np.float32]:
         """Return all scores as one new float32 array ``(N, M)``."""
-        return self._table.read(SCORES)
+        return self._matrix.numpy()
 
     def __array__(self, dtype: Any = None, copy: bool | None = None) -> NDArray[Any]:
         """Let ``np.asarray(scores)`` read all scores."""
@@ -130,15 +117,121 @@ class Scores:
 
     def rows(self, indices: list[int] | NDArray[np.integer]) -> NDArray[np.float32]:
         """Return the scores of some train rows, ``(len(indices), M)``."""
-        return self._table.read_rows(SCORES, indices)
+        return self._matrix.rows(indices)
 
     def self_influence(self) -> NDArray[np.float32]:
         r"""Return the score of every train row for itself, ``(N,)`` float32.
 
-        :math:`\frac1C\sum_c \phi_i^\top (H_c + \lambda I)^{-1} \phi_i \cdot \frac1C\sum_c q_{c,i}`: large where the
-        model needed the row itself to fit it, as for a wrong label.
+        By default :math:`\frac1C\sum_c \phi_i^\top (H_c + \lambda I)^{-1} \phi_i \cdot \frac1C\sum_c q_{c,i}`: large
+        where the model needed the row itself to fit it, as for a wrong label. Without a kernel the squared norm of the
+        gradient stands for the product, for cosines the number of segments that are not zero.
         """
-        return self._self_influence()
+        return self._source.self_influence()
+
+    def group(self, rows: ArrayLike | None = None, targets: ArrayLike | None = None) -> GroupSums:
+        """Return the scores summed over groups of train rows, of targets, or both, in one pass.
+
+        Args:
+            rows: ``(N,)`` label of each train row (its author, class, source); ``None`` leaves rows as they are.
+            targets: ``(M,)`` label of each target; ``None`` leaves targets as they are.
+
+        Raises:
+            InvalidInputError: If neither is given, or labels are not one per row or target.
+
+        Example:
+            What each class of the train set does for the targets as a whole:
+
+            >>> import torch
+            >>> from torch.utils.data import TensorDataset
+            >>> from trak_lite import Attributor
+            >>> _ = torch.manual_seed(0)
+            >>> labels = torch.arange(12) % 3
+            >>> data = TensorDataset(torch.randn(12, 4), labels)
+            >>> attributor = Attributor(torch.nn.Linear(4, 3), "image_classification", None, proj_dim=8)
+            >>> _ = attributor.featurize(data)
+            >>> attributor.score(data).group(labels, [0] * 12).sums.shape
+            (3, 1)
+        """
+        return group_sums(self._matrix, rows, targets)
+
+    def path(self, dampings: Sequence[float]) -> DampingPath:
+        """Return the scores at other dampings, from one eigendecomposition per checkpoint and segment.
+
+        Args:
+            dampings: Lambdas in mean eigenvalues.
+
+        Raises:
+            InvalidInputError: If a damping is negative, or these scores have no kernel.
+            SingularKernelError: If a kernel has no inverse at a damping.
+        """
+        return DampingPath(self._source, self.name, dampings)
+
+    def standard_error(
+        self,
+        rows: ArrayLike | None = None,
+        *,
+        target: int | None = None,
+        runs: Sequence[Hashable] | None = None,
+    ) -> NDArray[np.float32]:
+        """Return the standard errors of scores over checkpoints, or over independent runs.
+
+        Each checkpoint (or run) alone gives an estimate of the same score; the score is their mean, and this is the
+        standard error of that mean (by the infinitesimal jackknife, as the mean q multiplies it). It says what other
+        checkpoints (runs) of the same kind would change. It says nothing about an error that all of them share: the
+        projection, the damping, the linearisation. Checkpoints of one run are not independent, so theirs is too small
+        for the change that another run would bring; with ``runs`` it is over runs.
+
+        Args:
+            rows: Train rows ``(n,)``, or some of each target, ``(M, k)``, as ``top(k).indices``; ``None`` for all.
+            target: One target; ``None`` for all of them.
+            runs: A label per checkpoint, in order: which run it is from. ``None`` takes each checkpoint by itself.
+
+        Returns:
+            In the units of the scores: ``(n, M)``, ``(n,)`` for one target, ``(M, k)`` for rows ``(M, k)``.
+
+        Raises:
+            InvalidInputError: If rows, target or runs do not fit, there are fewer than two checkpoints or runs, or
+                checkpoints are subtracted and ``runs`` does not say which belong together.
+        """
+        wanted = None if rows is None else self._checked_rows(rows, target)
+        if wanted is not None and wanted.ndim == 2:
+            return self._source.pair_errors(wanted, runs)
+        if target is None:
+            return self._source.standard_error(wanted, slice(None), runs)
+        place = target_number(target, self.shape[1], self.name)
+        return self._source.standard_error(wanted, slice(place, place + 1), runs)[:, 0]
+
+    def reliability(
+        self, *, runs: Sequence[Hashable] | None = None, threshold: float = 0.5, max_rows: int = 10_000
+    ) -> Reliability:
+        """Return how far checkpoints (or runs) agree on the ranking of train rows, target by target.
+
+        A target whose checkpoints rank the train rows alike has a ranking that more of them would hardly change; one
+        whose checkpoints do not agree has a ranking that is mostly noise, and its top rows are not to be relied on.
+        Agreement is necessary for a right ranking, not sufficient: checkpoints may agree on the same error.
+
+        Args:
+            runs: A label per checkpoint, in order: which run it is from. ``None`` takes each checkpoint by itself.
+            threshold: ``expected`` correlation from which a target is flagged as reliable.
+            max_rows: Train rows, evenly spaced, that are ranked.
+
+        Raises:
+            InvalidInputError: As :meth:`standard_error`, or if ``max_rows`` is not a positive integer.
+        """
+        return self._source.reliability(runs, threshold=threshold, max_rows=positive_int(max_rows=max_rows))
+
+    def _checked_rows(self, rows: ArrayLike, target: int | None) -> NDArray[np.int64]:
+        """Return row numbers ``(n,)`` or ``(M, k)`` that exist."""
+        wanted = np.asarray(rows)
+        num_rows, num_targets = self.shape
+        fits = wanted.ndim == 1 or (wanted.ndim == 2 and target is None and len(wanted) == num_targets)
+        whole = wanted.dtype.kind in "iu" and wanted.size > 0
+        if not fits or not whole or wanted.min() < 0 or wanted.max() >= num_rows:
+            raise InvalidInputError(
+                f"rows must be whole numbers from 0 to {num_rows - 1}, (n,) or for all targets ({num_targets}, k), got "
+                f"{wanted.dtype} of shape {wanted.shape}."
+            )
+        return wanted.astype(np.int64)
 
     def to_pandas(self) -> pd.DataFrame:
         """Return a DataFrame with train rows as index and targets as columns (needs pandas)."""

@@ -47,7 +47,14 @@ from trak_lite.pipeline import (
     put_features,
 )
 from trak_lite.projectors import AbstractProjector, BasicProjector, ProjectionType
-from trak_lite.score_tiles import SCORES, has_kernel, kernels_of, score_rows, score_table_spec
+from trak_lite.score_tiles import (
+    SCORES,
+    ScoreTerm,
+    has_kernel,
+    kernels_of,
+    score_rows,
+    score_table_spec,
+)
 from trak_lite.scoring import KernelSettings, precondition
 from trak_lite.store import AbstractRowTable, Column, Manifest, TableSpec
 from trak_lite.store.manifest import compare_fingerprints
@@ -343,9 +350,12 @@ class TRAKer:
         spec = score_table_spec(self.train_set_size, targets[0].spec.num_rows, fingerprint)
         scores = self._workspace.table(path) or store.create_table(path, spec)
         if not scores.complete:
-            solved = [self._precondition(*pair) for pair in zip(ids, targets, strict=True)]
+            terms = [
+                ScoreTerm(rows, self._precondition(model_id, table) / len(ids))
+                for model_id, rows, table in zip(ids, train, targets, strict=True)
+            ]
             with self._locks_for_success_only():
-                score_rows(scores, train, solved, device=self.device, label=f"Scoring {exp_name!r}")
+                score_rows(scores, terms, device=self.device, label=f"Scoring {exp_name!r}")
         self.scores = scores.read(SCORES)
         if self._target is not None:
             self._target.position = 0

@@ -386,7 +386,7 @@ def test_the_repr_says_sizes_settings_and_place(tmp_path: Path) -> None:
 
     assert "70 train rows x 6 targets" in text
     assert "checkpoints=2" in text
-    assert "weighting=curvature" in text
+    assert "kernel=curvature" in text
     assert "a.zarr:scores/test" in text
 
 
@@ -635,22 +635,22 @@ def test_unfinished_scores_cannot_be_read(tmp_path: Path, monkeypatch: pytest.Mo
     monkeypatch.setattr("trak_lite.score_tiles._TILE_ROWS", 16)
     calls = []
 
-    def stop(*args: Any) -> Any:
+    def stop(*args: Any, **settings: Any) -> Any:
         calls.append(args)
         if len(calls) == 2:
             raise KeyboardInterrupt
-        return real(*args)
+        return real(*args, **settings)
 
-    import trak_lite.pipeline as pipeline
+    import trak_lite.score_tiles as score_tiles
 
-    real = pipeline._score_tile
-    monkeypatch.setattr(pipeline, "_score_tile", stop)
+    real = score_tiles.score_tile
+    monkeypatch.setattr(score_tiles, "score_tile", stop)
     with pytest.raises(KeyboardInterrupt):
         made.score(TARGETS, name="test")
 
     with pytest.raises(StateError, match="not finished"):
         made.scores("test")
-    monkeypatch.setattr(pipeline, "_score_tile", real)
+    monkeypatch.setattr(score_tiles, "score_tile", real)
     scores = made.score(TARGETS, name="test")
 
     np.testing.assert_array_equal(scores.numpy(), finished(tmp_path / "b.zarr")[1].numpy())

@@ -12,30 +12,46 @@ from trak_lite.scoring.kernel import KernelSettings as KernelSettings
 from trak_lite.scoring.kernel import SegmentKernel as SegmentKernel
 from trak_lite.scoring.kernel import accumulation_dtype as accumulation_dtype
 from trak_lite.scoring.kernel import eigenpath as eigenpath
+from trak_lite.scoring.kernel import eigenpath_segments as eigenpath_segments
 from trak_lite.scoring.kernel import factorise as factorise
 from trak_lite.scoring.kernel import factorise_segments as factorise_segments
 from trak_lite.scoring.kernel import gram as gram
 from trak_lite.scoring.kernel import precondition as precondition
+from trak_lite.scoring.kernel import precondition_path as precondition_path
 from trak_lite.scoring.scores import cosine as cosine
 from trak_lite.scoring.scores import dot_product as dot_product
 from trak_lite.scoring.scores import score_block as score_block
 from trak_lite.scoring.scores import self_scores as self_scores
+from trak_lite.scoring.scores import unit_segments as unit_segments
+from trak_lite.scoring.settings import ScoreSettings as ScoreSettings
+from trak_lite.scoring.settings import ScoreView as ScoreView
+from trak_lite.scoring.spread import Spread as Spread
+from trak_lite.scoring.spread import agreement as agreement
+from trak_lite.scoring.spread import expected_agreement as expected_agreement
 from trak_lite.scoring.topk import TopK as TopK
 
 __all__ = [
     "DEFAULT_DAMPING",
     "EigenKernel",
     "KernelSettings",
+    "ScoreSettings",
+    "ScoreView",
     "SegmentKernel",
+    "Spread",
     "TopK",
     "accumulation_dtype",
+    "agreement",
     "cosine",
     "dot_product",
     "eigenpath",
+    "eigenpath_segments",
+    "expected_agreement",
     "factorise",
     "factorise_segments",
     "gram",
     "precondition",
+    "precondition_path",
     "score_block",
     "self_scores",
+    "unit_segments",
 ]

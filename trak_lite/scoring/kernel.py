@@ -29,10 +29,12 @@ __all__ = [
     "SegmentKernel",
     "accumulation_dtype",
     "eigenpath",
+    "eigenpath_segments",
     "factorise",
     "factorise_segments",
     "gram",
     "precondition",
+    "precondition_path",
 ]
 
 DEFAULT_DAMPING: Final = 1.0
@@ -162,7 +164,7 @@ class EigenKernel:
     @property
     def width(self) -> int:
         """Number of columns k."""
-        return self.eigenvalues.shape[0]
+        return self.eigenvectors.shape[0]
 
     @property
     def mean_eigenvalue(self) -> float:
@@ -334,6 +336,62 @@ def eigenpath(gram: Tensor, *, segment: str = "joint") -> EigenKernel:
         raise SingularKernelError(_zero_message(f"segment {segment!r}"))
     eigenvalues, eigenvectors = torch.linalg.eigh(gram)
     return EigenKernel(eigenvalues, eigenvectors)
+
+
+def eigenpath_segments(grams: Sequence[Tensor], *, layout: FeatureLayout) -> list[EigenKernel]:
+    """Decompose the gram matrices of all segments of a row.
+
+    A segment whose gram matrix is zero beside others that are not adds nothing to any score, as in
+    :func:`factorise_segments`: its decomposition has no eigenvalue.
+
+    Raises:
+        SingularKernelError: If all gram matrices are zero.
+        NonFiniteError: If a gram matrix holds NaN or an infinite value; names the segment.
+        InvalidInputError: If the matrices do not fit the layout.
+    """
+    _check_widths([matrix.shape[0] for matrix in grams], layout, what="gram matrices")
+    means = [_mean_eigenvalue(matrix, s.name) for matrix, s in zip(grams, layout.segments, strict=True)]
+    if max(means) <= 0.0:
+        raise SingularKernelError(_zero_message("every segment"))
+    return [
+        eigenpath(matrix, segment=segment.name)
+        if mean > 0.0
+        else EigenKernel(matrix.new_zeros(0), matrix.new_zeros(segment.width, 0))
+        for matrix, mean, segment in zip(grams, means, layout.segments, strict=True)
+    ]
+
+
+@torch.no_grad()
+def precondition_path(
+    targets: Tensor, kernels: Sequence[EigenKernel], dampings: Sequence[float], *, layout: FeatureLayout
+) -> Tensor:
+    """Return the targets behind the kernels at every damping.
+
+    Args:
+        targets: ``(M, K)`` target features of any floating dtype.
+        kernels: One decomposition per segment.
+        dampings: L lambdas in units of each segment's mean eigenvalue.
+        layout: The segments.
+
+    Returns:
+        ``(L, M, K)`` in the kernels' dtype; ``[l]`` is what :func:`precondition` gives at ``dampings[l]``.
+
+    Raises:
+        InvalidInputError: If targets or kernels do not fit the layout, or a damping is negative.
+        SingularKernelError: If a kernel is numerically singular at a damping.
+    """
+    _check_block(targets, layout)
+    _check_widths([kernel.width for kernel in kernels], layout, what="kernels")
+    first = kernels[0].eigenvectors
+    result = torch.zeros(len(dampings), *targets.shape, dtype=first.dtype, device=first.device)
+    for segment, kernel in zip(layout.segments, kernels, strict=True):
+        if not len(kernel.eigenvalues):
+            continue
+        columns = targets[:, segment.start : segment.stop]
+        for solved, damping in zip(result, dampings, strict=True):
+            lambda_reg = real_at_least(0.0, damping=damping) * kernel.mean_eigenvalue
+            solved[:, segment.start : segment.stop] = kernel.solve(columns, lambda_reg)
+    return result
 
 
 @torch.no_grad()

@@ -21,7 +21,7 @@ from trak_lite.errors import InvalidInputError
 from trak_lite.scoring.kernel import SegmentKernel
 from trak_lite.types import FeatureLayout
 
-__all__ = ["cosine", "dot_product", "score_block", "self_scores"]
+__all__ = ["cosine", "dot_product", "score_block", "self_scores", "unit_segments"]
 
 _TILE_ROWS: Final = 256
 """Rows that are upcast at a time."""
@@ -29,7 +29,12 @@ _TILE_ROWS: Final = 256
 
 @torch.no_grad()
 def score_block(
-    train: Tensor, preconditioned: Tensor, *, out: Tensor | None = None, accumulate: bool = False
+    train: Tensor,
+    preconditioned: Tensor,
+    *,
+    out: Tensor | None = None,
+    accumulate: bool = False,
+    row_weights: Tensor | None = None,
 ) -> Tensor:
     """Return ``train @ preconditioned.T``: the score of every train row for every target.
 
@@ -39,6 +44,7 @@ def score_block(
             Cast them to float32 once to score in float32.
         out: ``(b, M)`` float32 or float64 tensor that takes the scores.
         accumulate: Add to ``out`` instead of overwriting it, for the sum over checkpoints.
+        row_weights: ``(b,)`` what each train row is multiplied by (q of one checkpoint, say).
 
     Returns:
         ``(b, M)``: ``out`` if given, else a new tensor of the dtype that the product was accumulated in.
@@ -48,6 +54,11 @@ def score_block(
             ``out``.
     """
     _check_pair(train, preconditioned)
+    if row_weights is not None and row_weights.shape != train.shape[:1]:
+        raise InvalidInputError(
+            f"row_weights must have one number for each of the {train.shape[0]} train rows, got shape "
+            f"{tuple(row_weights.shape)}."
+        )
     dtype = _product_dtype(train, preconditioned)
     shape = (train.shape[0], preconditioned.shape[0])
     if out is None:
@@ -58,6 +69,8 @@ def score_block(
     columns = preconditioned.to(dtype).T
     for start, rows in _upcast_rows(train, dtype):
         tile = out[start : start + rows.shape[0]]
+        if row_weights is not None:
+            rows = rows * row_weights[start : start + rows.shape[0], None].to(rows)
         if out.dtype == dtype:
             tile.addmm_(rows, columns, beta=1.0 if accumulate else 0.0)
         elif accumulate:
@@ -138,6 +151,28 @@ def self_scores(train: Tensor, kernels: Sequence[SegmentKernel], *, layout: Feat
         for segment, kernel in zip(layout.segments, kernels, strict=True):
             scores[start : start + _TILE_ROWS] += kernel.quadratic_form(rows[:, segment.start : segment.stop])
     return scores
+
+
+@torch.no_grad()
+def unit_segments(rows: Tensor, *, layout: FeatureLayout) -> Tensor:
+    """Return rows whose segments each have norm 1; a segment that is zero stays zero.
+
+    Args:
+        rows: ``(b, K)`` of any floating dtype.
+        layout: The segments.
+
+    Returns:
+        A new ``(b, K)`` tensor, float32 or wider. Products of two such rows are the sums of their segments' cosines.
+
+    Raises:
+        InvalidInputError: If the rows are not of the layout's width.
+    """
+    if rows.dim() != 2 or rows.shape[1] != layout.width or not rows.is_floating_point():
+        raise InvalidInputError(
+            f"Rows must be a floating tensor (rows, {layout.width}), got shape {tuple(rows.shape)} of {rows.dtype}."
+        )
+    wide = rows.to(torch.promote_types(rows.dtype, torch.float32))
+    return torch.cat([_unit_rows(wide[:, s.start : s.stop]) for s in layout.segments], dim=1)
 
 
 def _upcast_rows(block: Tensor, dtype: torch.dtype) -> Iterator[tuple[int, Tensor]]:

@@ -1,0 +1,167 @@
+"""Where the scores of a target set are kept: one table for the attributor's settings, one for each other view."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, final
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from trak_lite.errors import StateError
+from trak_lite.score_matrix import both_ends
+from trak_lite.score_source import ScoreSource
+from trak_lite.score_tiles import score_rows, score_table_spec
+from trak_lite.scoring import ScoreSettings
+from trak_lite.store import AbstractFeatureStore, AbstractRowTable, Manifest
+from trak_lite.store.manifest import compare_fingerprints
+from trak_lite.workspace import checkpoint_tables, complete_tables
+
+__all__ = ["ScoreResult", "finished_scores", "scorable_tables", "score_path"]
+
+
+def score_path(name: str, settings: ScoreSettings, base: ScoreSettings) -> str:
+    """Return where the scores of a target set are kept.
+
+    Args:
+        name: Name of the target set.
+        settings: How the scores are made.
+        base: How the attributor makes them where a call says nothing.
+    """
+    if settings == base:
+        return f"scores/{name}"
+    return f"views/{name}/{Manifest(settings.fingerprint()).digest()[:16]}"
+
+
+def finished_scores(
+    store: AbstractFeatureStore, name: str, settings: ScoreSettings, base: ScoreSettings
+) -> AbstractRowTable:
+    """Return the complete table of the scores of a target set.
+
+    Raises:
+        StateError: If they were never computed, or not finished.
+    """
+    path = score_path(name, settings, base)
+    if path not in store.table_names():
+        known = [table.removeprefix("scores/") for table in store.table_names("scores")]
+        how = "" if settings == base else f" made with {settings.to_json()}"
+        raise StateError(
+            f"There are no scores {name!r}{how}; there are {known}. Call score(data, name={name!r})."
+        )
+    table = store.open_table(path)
+    if not table.complete:
+        raise StateError(f"The scores {name!r} are not finished. Call score(...) again; it resumes.")
+    return table
+
+
+def scorable_tables(
+    store: AbstractFeatureStore, name: str, digests: Sequence[str] | None
+) -> list[AbstractRowTable]:
+    """Return the train tables of the checkpoints that a target set has features for.
+
+    Args:
+        store: The store.
+        name: Name of the target set.
+        digests: Weights of the checkpoints; ``None`` takes all that have such features.
+
+    Raises:
+        StateError: If there is none, or train rows are pending.
+    """
+    known = store.table_names("targets")
+    if digests is None:
+        digests = [
+            digest
+            for digest, path in checkpoint_tables(store).items()
+            if f"targets/{name}/{path}" in known and store.open_table(f"targets/{name}/{path}").complete
+        ]
+    if not digests:
+        names = sorted({path.split("/")[1] for path in known})
+        raise StateError(
+            f"There are no features of targets {name!r}; there are those of {names}. Call score(data, name={name!r})."
+        )
+    return list(complete_tables(store, digests).values())
+
+
+@final
+class ScoreResult:
+    """The scores of one target set, made in one way, in an open store."""
+
+    def __init__(
+        self,
+        store: AbstractFeatureStore,
+        train: Mapping[str, AbstractRowTable],
+        name: str,
+        settings: ScoreSettings,
+        base: ScoreSettings,
+        identity: Mapping[str, Any],
+        num_targets: int,
+    ) -> None:
+        """Determine where they are kept and what they are compared by.
+
+        Args:
+            store: The store, open for writing if there is something to fill.
+            train: Train tables by weights digest.
+            name: Name of the target set.
+            settings: How the scores are made.
+            base: How the attributor makes them where a call says nothing.
+            identity: What the targets are recognised by.
+            num_targets: M.
+        """
+        tables = list(train.values())
+        fingerprint = {
+            "checkpoints": list(train),
+            "targets": dict(identity),
+            "train_rows": [table.content_key() for table in tables],
+            **settings.fingerprint(),
+        }
+        self._store = store
+        self._name = name
+        self._path = score_path(name, settings, base)
+        self._spec = score_table_spec(tables[0].spec.num_rows, num_targets, fingerprint)
+
+    def is_finished(self) -> bool:
+        """Whether the scores are there, made with these settings, and complete.
+
+        Raises:
+            ManifestMismatchError: If they were made with other targets, checkpoints or settings.
+        """
+        if self._path not in self._store.table_names():
+            return False
+        table = self._store.open_table(self._path)
+        there, here = table.spec.fingerprint, self._spec.fingerprint
+        stored, given = len(there["checkpoints"]), len(here["checkpoints"])
+        counts = "" if stored == given else f" ({stored} checkpoints were used there, {given} here)"
+        compare_fingerprints(
+            there,
+            here,
+            where=f"{self._path}{counts}",
+            remedy="Score these under another name, or pass the targets, checkpoints and kernel of that time.",
+        )
+        return table.complete
+
+    def fill(self, source: ScoreSource, *, device: torch.device, progress: bool | None) -> None:
+        """Compute the rows that are pending."""
+        if self.is_finished():
+            return
+        terms = source.terms()
+        score_rows(
+            self._store.create_table(self._path, self._spec),
+            terms,
+            q=source.settings.q,
+            device=device,
+            label=f"Scoring {self._name!r}",
+            progress=progress,
+        )
+
+    def both_ends(self, source: ScoreSource, k: int) -> NDArray[np.float64]:
+        """Return the k most helpful and most harmful rows of every target, as kept in the store or from one pass.
+
+        Redoing it costs one pass over the stored rows; a store that is open for reading keeps nothing.
+        """
+        name, key = f"top/{self._name}", Manifest(self._spec.fingerprint).digest()
+        kept = self._store.cached(name, key)
+        if kept is None or kept.shape[-1] < min(k, source.num_rows):
+            kept = both_ends(source, k)
+            self._store.cache(name, key, kept)
+        return np.array(kept)

@@ -1,0 +1,155 @@
+"""What a score is made of: kernel, q, checkpoints' weights, segments, as plain values for a result's record."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, fields
+from typing import Any, Literal, Self, TypedDict, final
+
+from trak_lite._validate import one_of
+from trak_lite.errors import InvalidInputError
+from trak_lite.scoring.kernel import DEFAULT_DAMPING, KernelSettings
+
+__all__ = ["ScoreSettings", "ScoreView"]
+
+
+class ScoreView(TypedDict, total=False):
+    """The settings that may differ from call to call, as keywords; see :class:`ScoreSettings`."""
+
+    kernel: Literal["curvature", "trak", "dot", "cosine"] | None
+    damping: float | None
+    layout: Literal["stored", "joint"]
+    q: Literal["outside", "inside", "off"]
+    checkpoint_weights: Any
+
+
+@final
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ScoreSettings:
+    r"""Everything that turns stored rows into scores.
+
+    The score of train row i for target j over checkpoints c and segments s, with t the targets behind the kernel:
+    :math:`\sum_c a_c \sum_s \phi_{c,i,s}^\top t_{c,j,s}`, times q.
+
+    Raises:
+        InvalidInputError: If a value is unknown, of the wrong type or out of range.
+
+    Example:
+        TracIn (arXiv:2002.08484), with the learning rates of two checkpoints:
+
+        >>> ScoreSettings(kernel="dot", q="inside", checkpoint_weights=(0.1, 0.01)).to_json()["damping"] is None
+        True
+    """
+
+    kernel: Literal["curvature", "trak", "dot", "cosine"] = "curvature"
+    """``"curvature"`` weighs train rows by their loss curvature, ``"trak"`` does not, ``"dot"`` has no kernel,
+    ``"cosine"`` none either, and divides rows and targets by their norms, segment by segment."""
+    damping: float | None = None
+    """Lambda in mean eigenvalues; ``None`` is the default, and stays ``None`` where there is no kernel to damp."""
+    layout: Literal["stored", "joint"] = "stored"
+    """``"stored"`` gives each segment of the stored rows a kernel of its own, ``"joint"`` one to the whole row."""
+    q: Literal["outside", "inside", "off"] = "outside"
+    """``"outside"`` multiplies a row's scores by its mean q over checkpoints, ``"inside"`` each checkpoint's part by
+    the q of that checkpoint, ``"off"`` by nothing."""
+    checkpoint_weights: tuple[float, ...] | None = None
+    """a, one per checkpoint in order; any sign (``(1, -1)`` subtracts a base model); ``None`` is 1/C each."""
+
+    def __post_init__(self) -> None:
+        """Refuse values that no score can be made with."""
+        one_of(("curvature", "trak", "dot", "cosine"), kernel=self.kernel)
+        one_of(("stored", "joint"), layout=self.layout)
+        one_of(("outside", "inside", "off"), q=self.q)
+        object.__setattr__(self, "damping", self._checked_damping())
+        if self.checkpoint_weights is not None:
+            object.__setattr__(self, "checkpoint_weights", _checked_weights(self.checkpoint_weights))
+
+    @property
+    def kernel_settings(self) -> KernelSettings | None:
+        """Settings of the kernel; ``None`` where rows and targets meet without one."""
+        if self.kernel not in ("curvature", "trak"):
+            return None
+        weighting: Literal["curvature", "none"] = "curvature" if self.kernel == "curvature" else "none"
+        return KernelSettings(
+            weighting=weighting, damping=DEFAULT_DAMPING if self.damping is None else self.damping
+        )
+
+    def weights(self, num_checkpoints: int) -> tuple[float, ...]:
+        """Return a, one per checkpoint.
+
+        Raises:
+            InvalidInputError: If the weights are not as many as the checkpoints.
+        """
+        if self.checkpoint_weights is None:
+            return (1.0 / num_checkpoints,) * num_checkpoints
+        if len(self.checkpoint_weights) != num_checkpoints:
+            raise InvalidInputError(
+                f"checkpoint_weights has {len(self.checkpoint_weights)} numbers, but {num_checkpoints} checkpoints are "
+                "scored. Give one per checkpoint, in their order, or name the checkpoints: checkpoints=[...]."
+            )
+        return self.checkpoint_weights
+
+    def to_json(self) -> dict[str, Any]:
+        """Return the settings as JSON values."""
+        weights = self.checkpoint_weights
+        return {**asdict(self), "checkpoint_weights": None if weights is None else list(weights)}
+
+    def view(self) -> ScoreView:
+        """Return the settings as the keywords of a call."""
+        return ScoreView(
+            kernel=self.kernel,
+            damping=self.damping,
+            layout=self.layout,
+            q=self.q,
+            checkpoint_weights=self.checkpoint_weights,
+        )
+
+    def fingerprint(self) -> dict[str, Any]:
+        """Return what a table of scores is compared by.
+
+        Settings that do not differ from the default are left out, as in tables that are older than they.
+        """
+        kernel = self.kernel_settings
+        view = {name: self.to_json()[name] for name in _VIEW if getattr(self, name) != getattr(_PLAIN, name)}
+        return {
+            "kernel": {"name": self.kernel} if kernel is None else kernel.to_json(),
+            **({"view": view} if view else {}),
+        }
+
+    @classmethod
+    def from_fingerprint(cls, fingerprint: Mapping[str, Any]) -> Self:
+        """Read what :meth:`fingerprint` wrote."""
+        kernel, view = fingerprint["kernel"], fingerprint.get("view", {})
+        if "name" in kernel:
+            return cls(kernel=kernel["name"], **view)
+        settings = KernelSettings.from_json(kernel)
+        name: Literal["curvature", "trak"] = "curvature" if settings.weighting == "curvature" else "trak"
+        return cls(kernel=name, damping=settings.damping, **view)
+
+    def _checked_damping(self) -> float | None:
+        kernel = self.kernel_settings
+        if kernel is not None:
+            return kernel.damping
+        if self.damping is not None:
+            raise InvalidInputError(
+                f"damping={self.damping!r} was given, but kernel={self.kernel!r} has nothing to damp. Leave it out, or "
+                "use kernel='curvature' or 'trak'."
+            )
+        return None
+
+
+_PLAIN = ScoreSettings()
+_VIEW = tuple(field.name for field in fields(ScoreSettings) if field.name not in ("kernel", "damping"))
+
+
+def _checked_weights(weights: Any) -> tuple[float, ...]:
+    """Return finite floats that are not all zero."""
+    try:
+        values = tuple(float(weight) for weight in weights)
+    except (TypeError, ValueError):
+        values = ()
+    if not values or not all(map(math.isfinite, values)) or not any(values):
+        raise InvalidInputError(
+            f"checkpoint_weights must be finite numbers that are not all zero, one per checkpoint, got {weights!r}."
+        )
+    return values
