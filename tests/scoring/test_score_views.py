@@ -1,0 +1,321 @@
+"""Views of the same stored rows against plain NumPy, and the laws that all of them obey."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from view_cases import WIDTHS, Drawn, checkpoint_products, dense_scores, drawn
+
+from trak_lite.errors import InvalidInputError, SingularKernelError
+from trak_lite.score_matrix import DampingPath, StreamedMatrix, group_sums, top_rows
+from trak_lite.scoring import (
+    ScoreSettings,
+    eigenpath_segments,
+    precondition_path,
+    score_block,
+    unit_segments,
+)
+from trak_lite.types import FeatureLayout
+
+KERNELS = ("curvature", "trak", "dot", "cosine")
+QS = ("outside", "inside", "off")
+QUICK = settings(max_examples=10, deadline=None)
+
+views = st.fixed_dictionaries(
+    {
+        "kernel": st.sampled_from(KERNELS),
+        "q": st.sampled_from(QS),
+        "layout": st.sampled_from(("stored", "joint")),
+        "checkpoint_weights": st.sampled_from((None, (0.5, 0.2, 0.1), (1.0, -1.0, 0.0))),
+    }
+)
+seeds = st.integers(0, 2**16)
+
+
+def with_q(products: np.ndarray, rows: Drawn, q: str, weights: Any = None) -> np.ndarray:
+    """Combine what checkpoints say, by the definition."""
+    a = np.full(len(products), 1 / len(products)) if weights is None else np.array(weights)
+    factors = {"outside": rows.q.mean(0)[None], "inside": rows.q, "off": np.ones((1, 1))}[q]
+    return np.einsum("c,cnm->nm", a, products * factors[:, :, None])
+
+
+# ------------------------------------------------------------------------ against the definition
+
+
+@pytest.mark.parametrize("weights", [None, (0.1, 0.02, 3.0), (1.0, -1.0, 0.0)], ids=["mean", "rates", "base"])
+@pytest.mark.parametrize("q", QS)
+@pytest.mark.parametrize("kernel", KERNELS)
+def test_every_view_equals_its_definition(kernel: str, q: str, weights: Any) -> None:
+    rows = drawn()
+
+    scores = dense_scores(rows.source(kernel=kernel, q=q, checkpoint_weights=weights))
+
+    expected = with_q(checkpoint_products(rows, kernel), rows, q, weights)
+    np.testing.assert_allclose(scores, expected, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("kernel", KERNELS)
+def test_a_joint_reading_puts_all_segments_under_one_kernel(kernel: str) -> None:
+    rows = drawn()
+
+    scores = dense_scores(rows.source(kernel=kernel, layout="joint"))
+
+    expected = with_q(checkpoint_products(rows, kernel, segments=((0, 5),)), rows, "outside")
+    np.testing.assert_allclose(scores, expected, rtol=1e-4, atol=1e-5)
+    assert not np.allclose(scores, dense_scores(rows.source(kernel=kernel))) or kernel == "dot"
+
+
+def test_both_readings_of_the_segments_keep_their_kernels_side_by_side() -> None:
+    rows = drawn()
+    stored = rows.source()
+    first = dense_scores(stored)
+    joint = rows.source(layout="joint")
+    joint._store = stored._store
+    dense_scores(joint)
+    cached = stored._store._contents.cache
+
+    assert {name for name in cached if name.startswith("gram-ckpt-0")} == {
+        "gram-ckpt-0-curvature",
+        "gram-ckpt-0-curvature-2",
+    }
+    np.testing.assert_array_equal(dense_scores(stored), first)
+
+
+@pytest.mark.parametrize("layout", ["stored", "joint"])
+@pytest.mark.parametrize("q", QS)
+@pytest.mark.parametrize("kernel", KERNELS)
+def test_self_influence_is_the_diagonal_of_every_view(kernel: str, q: str, layout: str) -> None:
+    rows = drawn()
+    itself = Drawn(rows.train, rows.train, rows.q, rows.w)
+    source = itself.source(kernel=kernel, q=q, layout=layout, checkpoint_weights=(0.5, 1.0, -0.2))
+
+    own = source.self_influence()
+
+    np.testing.assert_allclose(own, np.diagonal(dense_scores(source)), rtol=1e-4, atol=1e-6)
+
+
+def test_a_row_without_gradient_has_cosine_zero() -> None:
+    rows = drawn()
+    rows.train[:, 3] = 0
+
+    source = rows.source(kernel="cosine")
+
+    assert not dense_scores(source)[3].any()
+    assert source.self_influence()[3] == 0
+
+
+def test_weights_of_rows_multiply_them_in_any_dtype() -> None:
+    rows, targets, weights = torch.randn(300, 4), torch.randn(3, 4), torch.rand(300)
+
+    for train in (rows, rows.half()):
+        expected = (train.float() * weights[:, None]) @ targets.T
+        torch.testing.assert_close(score_block(train, targets, row_weights=weights), expected)
+
+
+# ------------------------------------------------------------------------ laws
+
+
+@QUICK
+@given(seed=seeds, view=views, data=st.data())
+def test_scores_follow_any_reordering_of_rows_and_targets(seed: int, view: Any, data: Any) -> None:
+    rows = drawn(seed=seed)
+    order = data.draw(st.permutations(range(20)))
+    columns = data.draw(st.permutations(range(4)))
+
+    moved = dense_scores(rows.reordered(order, columns).source(**view))
+
+    np.testing.assert_allclose(moved, dense_scores(rows.source(**view))[order][:, columns], 1e-4, 1e-5)
+
+
+@QUICK
+@given(seed=seeds, view=views, data=st.data())
+def test_scores_add_up_over_groups_of_rows_and_targets(seed: int, view: Any, data: Any) -> None:
+    source = drawn(seed=seed).source(**view)
+    labels = data.draw(st.lists(st.sampled_from("abc"), min_size=20, max_size=20))
+    columns = data.draw(st.lists(st.integers(0, 2), min_size=4, max_size=4))
+    dense = dense_scores(source).astype(np.float64)
+
+    sums, names, numbers = group_sums(StreamedMatrix(source), labels, columns)
+
+    assert (list(names), list(numbers)) == (sorted(set(labels)), sorted(set(columns)))
+    for i, name in enumerate(names):
+        for j, number in enumerate(numbers):
+            part = dense[np.array(labels) == name][:, np.array(columns) == number]
+            assert sums[i, j] == pytest.approx(part.sum(), rel=1e-9, abs=1e-9)
+
+
+@QUICK
+@given(
+    seed=seeds,
+    kernel=st.sampled_from(("curvature", "trak", "cosine")),
+    q=st.sampled_from(QS),
+    powers=st.tuples(*[st.integers(-8, 8) for _ in WIDTHS]),
+)
+def test_the_scale_of_the_features_of_a_segment_changes_nothing(
+    seed: int, kernel: str, q: str, powers: tuple[int, ...]
+) -> None:
+    rows = drawn(seed=seed)
+
+    scaled = rows.scaled(tuple(2.0**power for power in powers))
+
+    expected = dense_scores(rows.source(kernel=kernel, q=q))
+    np.testing.assert_allclose(dense_scores(scaled.source(kernel=kernel, q=q)), expected, 1e-4, 1e-5)
+
+
+@QUICK
+@given(
+    seed=seeds,
+    kernel=st.sampled_from(("curvature", "trak")),
+    layout=st.sampled_from(("stored", "joint")),
+    q=st.sampled_from(QS),
+    dampings=st.lists(st.floats(1e-3, 1e3), min_size=1, max_size=4),
+)
+def test_a_path_of_dampings_equals_separate_solves(
+    seed: int, kernel: str, layout: str, q: str, dampings: list[float]
+) -> None:
+    rows = drawn(seed=seed)
+    view = {"kernel": kernel, "layout": layout, "q": q}
+
+    path = DampingPath(rows.source(**view), "test", dampings).numpy()
+
+    for scores, damping in zip(path, dampings, strict=True):
+        expected = dense_scores(rows.source(damping=damping, **view))
+        np.testing.assert_allclose(scores, expected, rtol=1e-4, atol=1e-5 * np.abs(expected).max())
+
+
+@QUICK
+@given(seed=seeds, view=views, k=st.integers(1, 25), sign=st.sampled_from(("helpful", "harmful")))
+def test_the_best_rows_without_the_matrix_are_those_of_the_matrix(
+    seed: int, view: Any, k: int, sign: Any
+) -> None:
+    rows = drawn(seed=seed)
+    rows.train = np.round(rows.train)  # rows repeat below, so that scores tie
+    rows = rows.reordered(np.arange(20) % 8)
+    source = rows.source(**view)
+    dense = dense_scores(source)
+
+    best = top_rows(source.tiles(), 4, k, sign=sign)
+
+    order = np.argsort(-dense if sign == "helpful" else dense, axis=0, kind="stable")[:k].T
+    np.testing.assert_array_equal(best.indices, order)
+    np.testing.assert_array_equal(best.scores, np.take_along_axis(dense.T, order, 1))
+
+
+# ------------------------------------------------------------------------ the path
+
+
+def test_a_path_answers_for_one_target_and_for_the_best_rows() -> None:
+    path = DampingPath(drawn().source(), "test", [0.1, 10])
+    dense = path.numpy()
+
+    assert dense.shape == path.shape == (2, 20, 4)
+    np.testing.assert_array_equal(path.numpy(target=-1), dense[:, :, 3])
+    best = path.top(5)
+    np.testing.assert_array_equal(
+        best.indices, np.argsort(-dense, axis=1, kind="stable")[:, :5].swapaxes(1, 2)
+    )
+    np.testing.assert_array_equal(
+        path.top(5, target=2, sign="harmful").scores, np.sort(dense[:, :, 2])[:, :5]
+    )
+    assert "(0.1, 10.0)" in repr(path)
+
+
+def test_a_segment_without_signal_adds_nothing_at_any_damping() -> None:
+    rows = drawn()
+    rows.train[:, :, 3:] = 0
+
+    path = DampingPath(rows.source(), "test", [0.5]).numpy()[0]
+
+    np.testing.assert_allclose(path, dense_scores(rows.source(damping=0.5)), rtol=1e-4, atol=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("view", "dampings", "message"),
+    [
+        ({}, [], "dampings is empty"),
+        ({}, [1, -1], "damping must be a finite number of at least 0"),
+        ({"kernel": "dot"}, [1], "kernel='dot' has nothing to damp"),
+    ],
+)
+def test_a_path_of_nothing_is_refused(view: Any, dampings: list[float], message: str) -> None:
+    with pytest.raises(InvalidInputError, match=message):
+        DampingPath(drawn().source(**view), "test", dampings)
+
+
+def test_a_path_through_a_singular_kernel_says_so() -> None:
+    rows = drawn(num_rows=2)
+
+    with pytest.raises(SingularKernelError, match=r"singular at lambda = 0"):
+        DampingPath(rows.source(), "test", [1, 0])
+    with pytest.raises(SingularKernelError, match="every segment is zero"):
+        eigenpath_segments([torch.zeros(5, 5)], layout=FeatureLayout.joint(5))
+
+
+def test_a_path_of_another_layout_is_refused() -> None:
+    kernels = eigenpath_segments([torch.eye(5)], layout=FeatureLayout.joint(5))
+
+    with pytest.raises(InvalidInputError, match="segments of the layout have"):
+        eigenpath_segments([torch.eye(4)], layout=FeatureLayout.joint(5))
+    with pytest.raises(InvalidInputError, match=r"rows, 6"):
+        precondition_path(torch.ones(2, 5), kernels, [1], layout=FeatureLayout.joint(6))
+
+
+# ------------------------------------------------------------------------ settings
+
+
+@pytest.mark.parametrize(
+    ("wrong", "message"),
+    [
+        ({"kernel": "trakk"}, r"kernel must be one of .*Did you mean 'trak'"),
+        ({"layout": "module"}, "layout must be one of"),
+        ({"q": "both"}, "q must be one of"),
+        ({"damping": -1.0}, "damping must be a finite number of at least 0"),
+        ({"kernel": "dot", "damping": 1.0}, "kernel='dot' has nothing to damp"),
+        ({"checkpoint_weights": ()}, "finite numbers that are not all zero"),
+        ({"checkpoint_weights": (0.0, 0.0)}, "not all zero"),
+        ({"checkpoint_weights": (1.0, float("nan"))}, "finite"),
+        ({"checkpoint_weights": ("a",)}, "finite"),
+        ({"checkpoint_weights": 3}, "finite"),
+    ],
+)
+def test_settings_that_no_score_can_be_made_with_are_refused(wrong: Any, message: str) -> None:
+    with pytest.raises(InvalidInputError, match=message):
+        ScoreSettings(**wrong)
+
+
+def test_weights_that_are_not_as_many_as_checkpoints_are_refused() -> None:
+    with pytest.raises(InvalidInputError, match=r"has 2 numbers, but 3 checkpoints"):
+        drawn().source(checkpoint_weights=(1, 2))
+
+
+@given(view=views, damping=st.none() | st.floats(0, 10))
+def test_a_fingerprint_tells_all_settings(view: Any, damping: float | None) -> None:
+    made = ScoreSettings(**view, damping=damping if view["kernel"] in ("curvature", "trak") else None)
+
+    assert ScoreSettings.from_fingerprint(made.fingerprint()) == made
+    assert ScoreSettings(**made.view()) == made
+    assert ("view" in made.fingerprint()) == (
+        (made.q, made.layout, made.checkpoint_weights) != ("outside", "stored", None)
+    )
+
+
+@pytest.mark.parametrize("labels", [[0] * 19, [[0] * 20]])
+def test_labels_that_are_not_one_per_row_are_refused(labels: Any) -> None:
+    matrix = StreamedMatrix(drawn().source())
+
+    with pytest.raises(InvalidInputError, match=r"one per row, there are 20 train rows"):
+        group_sums(matrix, labels, None)
+    with pytest.raises(InvalidInputError, match="nothing to group by"):
+        group_sums(matrix, None, None)
+
+
+def test_rows_of_another_width_have_no_unit_segments() -> None:
+    with pytest.raises(InvalidInputError, match=r"\(rows, 5\), got shape \(2, 4\)"):
+        unit_segments(torch.ones(2, 4), layout=FeatureLayout.joint(5))
+    with pytest.raises(InvalidInputError, match="one number for each of the 2 train rows"):
+        score_block(torch.ones(2, 4), torch.ones(3, 4), row_weights=torch.ones(3))
