@@ -102,11 +102,6 @@ class ScoreSource:
         return self._train[0].spec.num_rows
 
     @property
-    def num_checkpoints(self) -> int:
-        """C."""
-        return len(self._train)
-
-    @property
     def num_targets(self) -> int:
         """M."""
         return self._targets(self._train[0]).spec.num_rows

@@ -1,0 +1,129 @@
+"""How well standard errors and reliability tell what other training runs would score.
+
+Digits with noise and 10 % flipped labels, an MLP, 6 runs that differ in their seed, 5 checkpoints each. The truth here
+is what other runs score, not what retraining without some rows would do.
+
+``expected``: the correlation that ``Scores.reliability`` predicts, mean over targets; ``actual``: Spearman's between
+the rankings of disjoint runs; ``told``: Spearman's between the two across targets. ``error ratio``: root mean square of the
+difference of two disjoint halves over what the standard errors say of it; ``within two``: share of differences that are
+at most two of them.
+
+Run:  python -m benchmarks.score_reliability
+"""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from torch.utils.data import TensorDataset
+
+from benchmarks import measuring
+from trak_lite import Attributor, Scores
+from trak_lite.evaluation import spearman
+
+RESULTS = measuring.RESULTS / "score_reliability.json"
+NUM_TRAIN, NUM_TARGETS, NUM_RUNS = 600, 120, 6
+EPOCHS, SAVE_EVERY, PROJ_DIM = 30, 6, 512
+
+
+def datasets() -> tuple[TensorDataset, TensorDataset]:
+    """Return train set and targets."""
+    from sklearn.datasets import load_digits
+
+    images, labels = load_digits(return_X_y=True)
+    rng = np.random.default_rng(0)
+    order = rng.permutation(len(labels))
+    noisy = (images[order] / 16).astype(np.float32)
+    noisy += 0.3 * rng.normal(size=noisy.shape).astype(np.float32)
+    labels = labels[order]
+    flipped = rng.permutation(NUM_TRAIN)[: NUM_TRAIN // 10]
+    targets = slice(NUM_TRAIN, NUM_TRAIN + NUM_TARGETS)
+    held_out = TensorDataset(torch.from_numpy(noisy[targets]), torch.from_numpy(labels[targets]))
+    labels[flipped] = (labels[flipped] + rng.integers(1, 10, len(flipped))) % 10
+    return TensorDataset(torch.from_numpy(noisy[:NUM_TRAIN]), torch.from_numpy(labels[:NUM_TRAIN])), held_out
+
+
+def build_model() -> nn.Module:
+    return nn.Sequential(nn.Linear(64, 48), nn.ReLU(), nn.Linear(48, 10))
+
+
+def checkpoints_of(seed: int, train: TensorDataset) -> list[dict[str, Tensor]]:
+    """Train one model and return its weights along the run."""
+    torch.manual_seed(seed)
+    model = build_model()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
+    images, labels = train.tensors
+    saved = []
+    for epoch in range(1, EPOCHS + 1):
+        for rows in torch.randperm(NUM_TRAIN).split(50):
+            optimizer.zero_grad()
+            nn.functional.cross_entropy(model(images[rows]), labels[rows]).backward()
+            optimizer.step()
+        if epoch % SAVE_EVERY == 0:
+            saved.append({name: value.clone() for name, value in model.state_dict().items()})
+    return saved
+
+
+def correlations(here: np.ndarray, there: np.ndarray) -> np.ndarray:
+    return np.array([spearman(a, b) for a, b in zip(here.T, there.T, strict=True)])
+
+
+def compared(here: Scores, there: Scores, runs: list[int] | None) -> dict[str, float]:
+    """Return what two disjoint halves tell of each other, beside what each says of itself."""
+    difference = here.numpy() - there.numpy()
+    errors = np.hypot(here.standard_error(runs=runs), there.standard_error(runs=runs))
+    actual = correlations(here.numpy(), there.numpy())
+    found = [scores.reliability(runs=runs) for scores in (here, there)]
+    return {
+        "agreement": float(np.mean([f.agreement.mean() for f in found])),
+        "expected": float(np.mean([f.expected.mean() for f in found])),
+        "actual": float(actual.mean()),
+        "told": float(np.mean([spearman(f.expected, actual) for f in found])),
+        "error ratio": float(np.sqrt((difference**2).mean() / (errors**2).mean())),
+        "within two": float((np.abs(difference) <= 2 * errors).mean()),
+    }
+
+
+def measured() -> dict[str, dict[str, float]]:
+    train, targets = datasets()
+    runs = [checkpoints_of(seed, train) for seed in range(NUM_RUNS)]
+    attributor = Attributor(build_model(), "image_classification", None, proj_dim=PROJ_DIM, progress=False)
+    attributor.featurize(train, checkpoints=[state for run in runs for state in run])
+
+    def scored(seeds: list[int]) -> Scores:
+        states = [state for seed in seeds for state in runs[seed]]
+        return attributor.score(targets, "-".join(map(str, seeds)), checkpoints=states)
+
+    single = [scored([seed]) for seed in range(NUM_RUNS)]
+    pairs = [compared(single[i], single[j], None) for i in range(NUM_RUNS) for j in range(i)]
+    half, other = scored([0, 1, 2]), scored([3, 4, 5])
+    labels = [run for run in range(3) for _ in runs[run]]
+    return {
+        "1 run, over its checkpoints": {key: float(np.mean([p[key] for p in pairs])) for key in pairs[0]},
+        "3 runs, over all checkpoints": compared(half, other, None),
+        "3 runs, over runs": compared(half, other, labels),
+    }
+
+
+def main() -> None:
+    """Measure, print a table, write JSON."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--out", type=Path, default=RESULTS)
+    args = parser.parse_args()
+    torch.set_num_threads(1)
+    found: dict[str, Any] = measured()
+    columns = list(next(iter(found.values())))
+    print("| over | " + " | ".join(columns) + " |\n|---|" + "--:|" * len(columns))
+    for name, row in found.items():
+        print(f"| {name} | " + " | ".join(f"{row[column]:.3f}" for column in columns) + " |")
+    facts = {"machine": measuring.surroundings()["machine"], "torch": torch.__version__}
+    measuring.save_parts(args.out, facts, found)
+
+
+if __name__ == "__main__":
+    main()
