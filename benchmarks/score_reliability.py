@@ -4,9 +4,9 @@ Digits with noise and 10 % flipped labels, an MLP, 6 runs that differ in their s
 is what other runs score, not what retraining without some rows would do.
 
 ``expected``: the correlation that ``Scores.reliability`` predicts, mean over targets; ``actual``: Spearman's between
-the rankings of disjoint runs; ``told``: Spearman's between the two across targets. ``error ratio``: root mean square of the
-difference of two disjoint halves over what the standard errors say of it; ``within two``: share of differences that are
-at most two of them.
+the rankings of disjoint runs; ``told``: Spearman's between the two across targets. ``error ratio``: root mean
+square of the difference of two disjoint halves over what the standard errors say of it; ``within two``: share of
+differences that are at most two of them.
 
 Run:  python -m benchmarks.score_reliability
 """

@@ -180,9 +180,9 @@ class Scores:
         checkpoints (runs) of the same kind would change. It says nothing about an error that all of them share: the
         projection, the damping, the linearisation. Checkpoints of one run are not independent, so theirs is too small
         for the change that another run would bring; with ``runs`` it is over runs. Seen with digits
-        (``benchmarks/score_reliability.py``): the difference of two times 3 runs was 1.00 times what these errors say (root
-        mean square; within two of them in 88 % of cases), 1.15 times with each checkpoint by itself, and that of two
-        single runs of 5 checkpoints 1.19 times.
+        (``benchmarks/score_reliability.py``): the difference of two times 3 runs was 1.00 times what these errors say
+        (root mean square; within two of them in 88 % of cases), 1.15 times with each checkpoint by itself, and that of
+        two single runs of 5 checkpoints 1.19 times.
 
         Args:
             rows: Train rows ``(n,)``, or some of each target, ``(M, k)``, as ``top(k).indices``; ``None`` for all.
@@ -213,8 +213,8 @@ class Scores:
         whose checkpoints do not agree has a ranking that is mostly noise, and its top rows are not to be relied on.
         Agreement is necessary for a right ranking, not sufficient: checkpoints may agree on the same error.
 
-        Seen with digits (``benchmarks/score_reliability.py``: 600 train rows, 120 targets, 10 % flipped labels, an MLP, 6
-        runs of 5 checkpoints): over the checkpoints of one run ``expected`` was .66 in the mean over targets, and the
+        Seen with digits (``benchmarks/score_reliability.py``: 600 train rows, 120 targets, 10 % flipped labels, an MLP,
+        6 runs of 5 checkpoints): over the checkpoints of one run ``expected`` was .66 in the mean over targets, and the
         ranking of another run agreed by .46: an upper bound, then. Over 3 runs it was .72, and 3 other runs agreed by
         .65. Across targets its rank correlation with how other runs agreed was .46 and .62. Whether retraining agrees
         is another question, which it does not answer.
