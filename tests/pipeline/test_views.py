@@ -211,8 +211,9 @@ def test_no_tile_is_larger_than_its_limit(monkeypatch: pytest.MonkeyPatch) -> No
     np.testing.assert_array_equal(best.indices, dense.top(4).indices)
 
 
-def test_scores_that_are_not_kept_answer_all_questions() -> None:
-    made = featurized()
+@pytest.mark.parametrize("dtype", ["float32", "float16", "int8", "int4"])
+def test_scores_that_are_not_kept_answer_all_questions(dtype: Any) -> None:
+    made = featurized(dtype=dtype)
     dense, sparse = made.score(TARGETS, name="test"), made.score(TARGETS, name="test", dense=False)
 
     np.testing.assert_array_equal(sparse.numpy(), dense.numpy())
