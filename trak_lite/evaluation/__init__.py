@@ -1,11 +1,44 @@
-"""Evaluation: how well scores rank, in pure NumPy.
+"""Evaluation: how well scores rank and what they predict, in pure NumPy.
 
-Area under the ROC curve and precision for detection tasks such as finding mislabeled train rows, and
-Spearman's rank correlation, which the linear datamodeling score averages. All of them treat ties exactly.
+The linear datamodeling score of retrained models with an interval, removal of the strongest rows, leave-one-out
+correlation; area under the ROC curve and precision for detection tasks such as finding mislabeled train rows. All of
+them treat ties exactly.
 """
 
+from trak_lite.evaluation.datamodeling import LinearDatamodelingScore as LinearDatamodelingScore
+from trak_lite.evaluation.datamodeling import ScoreDifference as ScoreDifference
+from trak_lite.evaluation.datamodeling import compare_datamodeling_scores as compare_datamodeling_scores
+from trak_lite.evaluation.datamodeling import leave_one_out_correlation as leave_one_out_correlation
+from trak_lite.evaluation.datamodeling import linear_datamodeling_score as linear_datamodeling_score
+from trak_lite.evaluation.datamodeling import summed_scores as summed_scores
+from trak_lite.evaluation.detection import MislabelDetection as MislabelDetection
+from trak_lite.evaluation.detection import mislabel_detection as mislabel_detection
 from trak_lite.evaluation.ranking import auc as auc
 from trak_lite.evaluation.ranking import precision_at as precision_at
 from trak_lite.evaluation.ranking import spearman as spearman
+from trak_lite.evaluation.removal import LossRise as LossRise
+from trak_lite.evaluation.removal import flip_rate as flip_rate
+from trak_lite.evaluation.removal import target_loss_rise as target_loss_rise
+from trak_lite.evaluation.subsets import leave_one_out_masks as leave_one_out_masks
+from trak_lite.evaluation.subsets import removal_masks as removal_masks
+from trak_lite.evaluation.subsets import subset_masks as subset_masks
 
-__all__ = ["auc", "precision_at", "spearman"]
+__all__ = [
+    "LinearDatamodelingScore",
+    "LossRise",
+    "MislabelDetection",
+    "ScoreDifference",
+    "auc",
+    "compare_datamodeling_scores",
+    "flip_rate",
+    "leave_one_out_correlation",
+    "leave_one_out_masks",
+    "linear_datamodeling_score",
+    "mislabel_detection",
+    "precision_at",
+    "removal_masks",
+    "spearman",
+    "subset_masks",
+    "summed_scores",
+    "target_loss_rise",
+]

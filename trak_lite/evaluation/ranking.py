@@ -11,7 +11,8 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from trak_lite._validate import positive_int
-from trak_lite.errors import InvalidInputError, NonFiniteError
+from trak_lite.errors import InvalidInputError
+from trak_lite.evaluation._arrays import finite_array
 
 __all__ = ["auc", "precision_at", "spearman"]
 
@@ -122,15 +123,10 @@ def _scores_and_labels(scores: ArrayLike, labels: ArrayLike) -> tuple[NDArray[np
 
 def _finite_vector(values: ArrayLike, name: str) -> NDArray[np.float64]:
     """Return a finite 1-D float64 array."""
-    array = np.asarray(values, dtype=np.float64)
-    if array.ndim != 1:
-        raise InvalidInputError(f"{name} must be one-dimensional, got shape {array.shape}.")
-    bad = np.flatnonzero(~np.isfinite(array))
-    if len(bad):
-        raise NonFiniteError(
-            f"{len(bad)} of {len(array)} values of {name} are NaN or infinite, first at {bad[0]}."
-        )
-    return array
+    shape = np.shape(values)
+    if len(shape) != 1:
+        raise InvalidInputError(f"{name} must be one-dimensional, got shape {shape}.")
+    return finite_array(values, name)
 
 
 def _same_length(first: NDArray[Any], second: NDArray[Any], first_name: str, second_name: str) -> None:

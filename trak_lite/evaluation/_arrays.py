@@ -1,0 +1,49 @@
+"""Checked arrays: what every statistic of this room takes."""
+
+from __future__ import annotations
+
+import numpy as np
+from numpy.typing import ArrayLike, NDArray
+
+from trak_lite.errors import InvalidInputError, NonFiniteError
+
+__all__ = ["boolean_masks", "coverage", "finite_array", "finite_matrix"]
+
+
+def finite_array(values: ArrayLike, name: str) -> NDArray[np.float64]:
+    """Return a finite float64 array of any shape."""
+    array = np.asarray(values, dtype=np.float64)
+    bad = np.argwhere(~np.isfinite(array))
+    if len(bad):
+        where = bad[0].tolist()
+        raise NonFiniteError(
+            f"{len(bad)} of {array.size} values of {name} are NaN or infinite, first at "
+            f"{where[0] if len(where) == 1 else where}."
+        )
+    return array
+
+
+def finite_matrix(values: ArrayLike, name: str) -> NDArray[np.float64]:
+    """Return a finite float64 matrix with at least one row and one column."""
+    array = finite_array(values, name)
+    if array.ndim != 2 or not array.size:
+        raise InvalidInputError(f"{name} must be a matrix that is not empty, got shape {array.shape}.")
+    return array
+
+
+def boolean_masks(masks: ArrayLike) -> NDArray[np.bool_]:
+    """Return subset masks ``(S, N)``."""
+    array = np.asarray(masks)
+    if array.dtype != np.bool_ or array.ndim != 2 or not array.size:
+        raise InvalidInputError(
+            f"masks must be a boolean matrix (subsets, train rows), got {array.dtype} of shape {array.shape}. "
+            "Make them with trak_lite.evaluation.subset_masks."
+        )
+    return array
+
+
+def coverage(confidence: float) -> float:
+    """Return a confidence between 0 and 1."""
+    if not 0.0 < confidence < 1.0:
+        raise InvalidInputError(f"confidence must lie between 0 and 1, got {confidence!r}.")
+    return confidence

@@ -1,0 +1,339 @@
+r"""The linear datamodeling score: do summed scores rank the outputs of models that were retrained on subsets?
+
+Source: section 2 of Park et al., "TRAK: Attributing Model Behavior at Scale" (arXiv:2303.14186): for each target,
+Spearman's correlation over subsets between :math:`\sum_{i \in S} \text{score}_i` and the output of a model trained
+on S; then the mean over targets.
+
+Shapes: N train rows, M targets, S subsets. Numerics: float64; ranks are exact multiples of one half.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import final
+
+import numpy as np
+from numpy.typing import ArrayLike, NDArray
+
+from trak_lite._validate import positive_int
+from trak_lite.errors import InvalidInputError
+from trak_lite.evaluation._arrays import boolean_masks, coverage, finite_matrix
+from trak_lite.evaluation.subsets import row_numbers
+
+__all__ = [
+    "LinearDatamodelingScore",
+    "ScoreDifference",
+    "compare_datamodeling_scores",
+    "leave_one_out_correlation",
+    "linear_datamodeling_score",
+    "summed_scores",
+]
+
+
+@final
+@dataclass(frozen=True, slots=True, eq=False)
+class LinearDatamodelingScore:
+    """How well scores rank retrained models, with how sure that is."""
+
+    mean: float
+    """Mean of ``per_target`` over the targets that have a value."""
+    per_target: NDArray[np.float64]
+    """``(M,)`` Spearman correlations; NaN where the outputs are the same for all subsets."""
+    interval: tuple[float, float]
+    """Bootstrap interval of the mean over subsets and targets; see :func:`linear_datamodeling_score`."""
+    confidence: float
+    """Nominal coverage of the interval."""
+    num_subsets: int
+    """S."""
+    num_constant: int
+    """Targets left out of the mean because their outputs are the same for all subsets."""
+
+    def __str__(self) -> str:
+        """Return mean, interval and what they rest on."""
+        low, high = self.interval
+        left_out = f", {self.num_constant} constant targets left out" if self.num_constant else ""
+        return (
+            f"{self.mean:.3f} [{low:.3f}, {high:.3f}] over {self.num_subsets} subsets, "
+            f"{len(self.per_target) - self.num_constant} targets{left_out}"
+        )
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class ScoreDifference:
+    """By how much one method's linear datamodeling score exceeds another's on the same subsets and targets."""
+
+    mean: float
+    """First minus second."""
+    interval: tuple[float, float]
+    """Paired bootstrap interval: both methods are resampled together, so what they share cancels."""
+    confidence: float
+    """Nominal coverage of the interval."""
+
+
+def summed_scores(scores: ArrayLike, masks: ArrayLike) -> NDArray[np.float64]:
+    """Return what scores predict for each subset: the sum over the rows that it keeps.
+
+    Args:
+        scores: ``(N, M)`` finite.
+        masks: ``(S, N)`` boolean.
+
+    Returns:
+        ``(S, M)``.
+
+    Raises:
+        InvalidInputError: If shapes do not fit.
+        NonFiniteError: If a score is NaN or infinite.
+
+    Example:
+        >>> import numpy as np
+        >>> summed_scores([[1.0], [2.0], [4.0]], np.array([[True, False, True]])).tolist()
+        [[5.0]]
+    """
+    values, kept = finite_matrix(scores, "scores"), boolean_masks(masks)
+    if len(values) != kept.shape[1]:
+        hint = " For scores that are summed already pass masks=None." if len(values) == len(kept) else ""
+        raise InvalidInputError(
+            f"scores have {len(values)} train rows, masks {kept.shape[1]}; they must agree.{hint}"
+        )
+    return kept.astype(np.float64) @ values
+
+
+def linear_datamodeling_score(
+    scores: ArrayLike,
+    masks: ArrayLike | None,
+    outputs: ArrayLike,
+    *,
+    num_resamples: int = 1000,
+    seed: int = 0,
+    confidence: float = 0.95,
+) -> LinearDatamodelingScore:
+    """Correlate what scores predict for subsets with the outputs of models trained on them.
+
+    Tied values share their mean rank. Scores that predict the same for all subsets of a target say nothing about
+    their order and count as 0, so that a method cannot raise its mean by giving no answer.
+
+    The interval is a percentile bootstrap that draws subsets and targets anew, both with replacement and
+    independently (Owen, "The pigeonhole bootstrap", arXiv:0712.1111): another set of retrainings and another set of
+    targets would each have given another mean, and all targets share the same few retrainings, so resampling targets
+    alone would be far too sure of itself. For crossed factors this errs on the wide side: in simulations with 60
+    targets that share half of their variance, 4 to 8 subsets and a true mean of .1 / .5, the nominal 95 % interval held it
+    in 98-100 % / 90-93 % of 60 runs, with 10 to 60 subsets in 95-100 %. The mean itself leans towards 0 with few
+    subsets (.42 for .50 with 5).
+
+    Args:
+        scores: ``(N, M)``, or with ``masks=None`` the summed predictions ``(S, M)``.
+        masks: ``(S, N)`` boolean, the rows that each model was trained on; ``None`` if scores are summed already.
+        outputs: ``(S, M)`` finite outputs of the retrained models, best the mean over several seeds.
+        num_resamples: Bootstrap resamples.
+        seed: Seed of the bootstrap.
+        confidence: Nominal coverage, above 0 and below 1.
+
+    Returns:
+        Mean, per-target values, interval.
+
+    Raises:
+        InvalidInputError: If shapes do not fit, there are fewer than 2 subsets, or every target is constant.
+        NonFiniteError: If a score or an output is NaN or infinite.
+
+    Example:
+        >>> import numpy as np
+        >>> masks = np.array([[True, False], [False, True], [True, True]])
+        >>> linear_datamodeling_score([[1.0], [2.0]], masks, [[0.1], [0.4], [0.9]]).mean
+        1.0
+    """
+    predicted = finite_matrix(scores, "scores") if masks is None else summed_scores(scores, masks)
+    actual = _ranked_outputs([predicted], outputs)
+    bootstrap = _Bootstrap(positive_int(num_resamples=num_resamples), seed, coverage(confidence))
+    ranked = _Ranked(predicted)
+    per_target = _correlations(ranked, actual, np.ones(len(predicted)))
+    means = [
+        _mean(_correlations(ranked, actual, subsets), targets)
+        for subsets, targets in bootstrap.draws(predicted.shape)
+    ]
+    return LinearDatamodelingScore(
+        mean=_mean(per_target, np.ones(len(per_target))),
+        per_target=per_target,
+        interval=bootstrap.interval(means),
+        confidence=confidence,
+        num_subsets=len(predicted),
+        num_constant=int(np.isnan(per_target).sum()),
+    )
+
+
+def compare_datamodeling_scores(
+    first: ArrayLike,
+    second: ArrayLike,
+    masks: ArrayLike | None,
+    outputs: ArrayLike,
+    *,
+    num_resamples: int = 1000,
+    seed: int = 0,
+    confidence: float = 0.95,
+) -> ScoreDifference:
+    """Return by how much the first scores rank retrained models better than the second.
+
+    Each bootstrap resample draws subsets and targets once and evaluates both methods on them.
+
+    Args:
+        first: ``(N, M)``, or with ``masks=None`` the summed predictions ``(S, M)``.
+        second: Of the same shape.
+        masks: ``(S, N)`` boolean, or ``None``.
+        outputs: ``(S, M)``.
+        num_resamples: Bootstrap resamples.
+        seed: Seed of the bootstrap.
+        confidence: Nominal coverage, above 0 and below 1.
+
+    Raises:
+        InvalidInputError: If shapes do not fit, there are fewer than 2 subsets, or every target is constant.
+        NonFiniteError: If a score or an output is NaN or infinite.
+    """
+    summed = [
+        finite_matrix(scores, "scores") if masks is None else summed_scores(scores, masks)
+        for scores in (first, second)
+    ]
+    actual = _ranked_outputs(summed, outputs)
+    bootstrap = _Bootstrap(positive_int(num_resamples=num_resamples), seed, coverage(confidence))
+    one, other = (_Ranked(predicted) for predicted in summed)
+
+    def difference(subsets: NDArray[np.float64], targets: NDArray[np.float64]) -> float:
+        return _mean(
+            _correlations(one, actual, subsets) - _correlations(other, actual, subsets),
+            targets,
+        )
+
+    num_subsets, num_targets = summed[0].shape
+    draws = [difference(*drawn) for drawn in bootstrap.draws((num_subsets, num_targets))]
+    return ScoreDifference(
+        difference(np.ones(num_subsets), np.ones(num_targets)), bootstrap.interval(draws), confidence
+    )
+
+
+def leave_one_out_correlation(
+    scores: ArrayLike,
+    rows: Sequence[int] | NDArray[np.integer],
+    outputs: ArrayLike,
+    *,
+    num_resamples: int = 1000,
+    seed: int = 0,
+    confidence: float = 0.95,
+) -> LinearDatamodelingScore:
+    """Correlate scores of rows with the outputs of models that were trained without them.
+
+    It is the linear datamodeling score of :func:`~trak_lite.evaluation.leave_one_out_masks`; per target it compares
+    a row's score with how much the output falls without the row. One row changes little, so average many seeds.
+
+    Args:
+        scores: ``(N, M)``.
+        rows: ``(R,)`` the rows that were left out.
+        outputs: ``(R, M)`` outputs of the models trained without each of them.
+        num_resamples: Bootstrap resamples, over rows and targets.
+        seed: Seed of the bootstrap.
+        confidence: Nominal coverage, above 0 and below 1.
+
+    Raises:
+        InvalidInputError: If shapes do not fit, a row is out of range, or every target is constant.
+        NonFiniteError: If a score or an output is NaN or infinite.
+    """
+    values = finite_matrix(scores, "scores")
+    # The scores themselves, not total minus score: a difference of two sums would break ties by rounding.
+    return linear_datamodeling_score(
+        -values[row_numbers(rows, len(values))],
+        None,
+        outputs,
+        num_resamples=num_resamples,
+        seed=seed,
+        confidence=confidence,
+    )
+
+
+@final
+class _Ranked:
+    """The order of S values for each of M targets, from which the ranks of any resample follow without sorting."""
+
+    def __init__(self, values: NDArray[np.float64]) -> None:
+        columns = np.ascontiguousarray(values.T)
+        self._order = np.argsort(columns, axis=1, kind="stable")
+        ordered = np.take_along_axis(columns, self._order, axis=1)
+        starts = np.concatenate([np.ones((len(columns), 1), np.bool_), np.diff(ordered, axis=1) != 0], axis=1)
+        place = np.arange(columns.shape[1])
+        first = np.maximum.accumulate(np.where(starts, place, 0), axis=1)
+        ends = np.concatenate([starts[:, 1:], np.ones((len(columns), 1), np.bool_)], axis=1)
+        last = np.minimum.accumulate(np.where(ends, place, len(place))[:, ::-1], axis=1)[:, ::-1]
+        # Of every subset, in the subsets' own order: where its group of equal values begins and ends.
+        self._first, self._stop = np.empty_like(first), np.empty_like(last)
+        np.put_along_axis(self._first, self._order, first, axis=1)
+        np.put_along_axis(self._stop, self._order, last + 1, axis=1)
+
+    def deviations(self, counts: NDArray[np.float64]) -> NDArray[np.float64]:
+        """Return ``(M, S)`` ranks minus their mean, where subset s is there ``counts[s]`` times."""
+        below = np.zeros((len(self._order), len(counts) + 1))
+        np.cumsum(counts[self._order], axis=1, out=below[:, 1:])
+        sums = np.take_along_axis(below, self._first, axis=1) + np.take_along_axis(below, self._stop, axis=1)
+        ranks: NDArray[np.float64] = (sums - counts.sum()) / 2.0
+        return ranks
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class _Bootstrap:
+    """Resamples of subsets and targets, and the interval of a statistic over them."""
+
+    num_resamples: int
+    seed: int
+    confidence: float
+
+    def draws(self, shape: tuple[int, ...]) -> Iterator[tuple[NDArray[np.float64], NDArray[np.float64]]]:
+        """Yield how often each subset ``(S,)`` and each target ``(M,)`` was drawn."""
+        rng = np.random.default_rng(self.seed)
+        for _ in range(self.num_resamples):
+            subsets, targets = (
+                np.bincount(rng.integers(0, count, count), minlength=count).astype(np.float64)
+                for count in shape
+            )
+            yield subsets, targets
+
+    def interval(self, values: Sequence[float]) -> tuple[float, float]:
+        """Return the central percentiles; resamples without a value (one subset drawn S times) are left out."""
+        tail = (1.0 - self.confidence) / 2.0
+        there = [value for value in values if not math.isnan(value)]
+        if not there:
+            return float("nan"), float("nan")
+        low, high = np.quantile(there, [tail, 1.0 - tail])
+        return float(low), float(high)
+
+
+def _correlations(predicted: _Ranked, actual: _Ranked, counts: NDArray[np.float64]) -> NDArray[np.float64]:
+    """Return Spearman's correlation of each target, ``(M,)``: NaN for constant outputs, 0 for constant predictions."""
+    x, y = predicted.deviations(counts), actual.deviations(counts)
+    x_square, y_square = x**2 @ counts, y**2 @ counts
+    covariance = (x * y) @ counts
+    scale = np.sqrt(np.where(x_square > 0, x_square, 1.0) * np.where(y_square > 0, y_square, 1.0))
+    return np.where(y_square > 0, covariance / scale, np.nan)
+
+
+def _mean(correlations: NDArray[np.float64], counts: NDArray[np.float64]) -> float:
+    """Return the mean over targets that have a value, each taken ``counts`` times; NaN if there is none."""
+    there = ~np.isnan(correlations)
+    total = counts[there].sum()
+    return float(correlations[there] @ counts[there] / total) if total else float("nan")
+
+
+def _ranked_outputs(predictions: Sequence[NDArray[np.float64]], outputs: ArrayLike) -> _Ranked:
+    """Return the order of the outputs, if they fit all predictions and at least one target has an order."""
+    actual = finite_matrix(outputs, "outputs")
+    for predicted in predictions:
+        if predicted.shape != actual.shape:
+            raise InvalidInputError(
+                f"Predictions have shape {predicted.shape}, outputs {actual.shape}; both must be (subsets, targets)."
+            )
+    if len(actual) < 2:
+        raise InvalidInputError("A correlation over subsets needs at least 2 of them, got 1.")
+    if (actual == actual[0]).all():
+        raise InvalidInputError(
+            f"The outputs of all {actual.shape[1]} targets are the same for all {len(actual)} subsets, so there is "
+            "nothing to predict. Check the output function, and that train_fn uses the indices it is given."
+        )
+    return _Ranked(actual)

@@ -1,0 +1,170 @@
+"""Which train rows a retraining keeps: random subsets, all but the strongest rows, all but one.
+
+Shapes: N train rows, M targets, S subsets. A mask is ``(S, N)`` boolean, ``True`` where the row is kept.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Literal
+
+import numpy as np
+from numpy.typing import ArrayLike, NDArray
+
+from trak_lite._validate import one_of, positive_int
+from trak_lite.errors import InvalidInputError
+from trak_lite.evaluation._arrays import finite_matrix
+
+__all__ = ["leave_one_out_masks", "removal_masks", "subset_masks"]
+
+
+def subset_masks(
+    num_rows: int,
+    num_subsets: int,
+    *,
+    alpha: float = 0.5,
+    seed: int = 0,
+    strata: ArrayLike | None = None,
+) -> NDArray[np.bool_]:
+    """Draw random subsets of the train rows, each of ``round(alpha * N)`` rows.
+
+    No subset is drawn twice while there is one that was not drawn yet. The first subsets do not depend on how many
+    are drawn, so a larger number later keeps the retrainings made so far.
+
+    Args:
+        num_rows: N.
+        num_subsets: S.
+        alpha: Share of rows that a subset keeps, above 0 and below 1; published scores mostly use 0.5.
+        seed: Seed of the draw.
+        strata: ``(N,)`` group of every row (its label, say): each subset keeps the same number of rows of a group,
+            alpha of it rounded down or up such that the sizes add up.
+
+    Returns:
+        ``(S, N)``, ``True`` where a row is kept.
+
+    Raises:
+        InvalidInputError: If a number is out of range, a subset would be empty or whole, or strata are not one per
+            row.
+
+    Example:
+        >>> subset_masks(6, 2, alpha=0.5, strata=[0, 0, 1, 1, 1, 1]).sum(axis=1).tolist()
+        [3, 3]
+    """
+    positive_int(num_rows=num_rows)
+    positive_int(num_subsets=num_subsets)
+    size = _subset_size(num_rows, alpha)
+    groups = _groups(num_rows, strata)
+    sizes = _apportion([len(group) for group in groups], alpha, size)
+    possible = math.prod(math.comb(len(group), kept) for group, kept in zip(groups, sizes, strict=True))
+    rng = np.random.default_rng(seed)
+    masks = np.zeros((num_subsets, num_rows), np.bool_)
+    seen: set[bytes] = set()
+    for mask in masks:
+        if len(seen) == possible:
+            seen.clear()  # every subset was drawn: begin anew, so that none comes up much more often
+        while not mask.any() or np.packbits(mask).tobytes() in seen:
+            mask[:] = False
+            for group, kept in zip(groups, sizes, strict=True):
+                mask[rng.permutation(group)[:kept]] = True
+        seen.add(np.packbits(mask).tobytes())
+    return masks
+
+
+def removal_masks(
+    scores: ArrayLike, k: int, *, sign: Literal["helpful", "harmful"] = "helpful"
+) -> NDArray[np.bool_]:
+    """Return for every target the train set without the k rows that matter most to it.
+
+    Args:
+        scores: ``(N, M)`` finite; positive is helpful.
+        k: Rows to remove, below N.
+        sign: ``"helpful"`` removes the largest scores, ``"harmful"`` the smallest; of equal ones the lower row
+            first.
+
+    Returns:
+        ``(M, N)``: mask j keeps all but the k rows of target j.
+
+    Raises:
+        InvalidInputError: If scores are not a matrix, ``sign`` is unknown, or ``k`` is out of range.
+        NonFiniteError: If a score is NaN or infinite.
+
+    Example:
+        >>> removal_masks([[3.0], [1.0], [3.0]], 1).tolist()
+        [[False, True, True]]
+    """
+    values = finite_matrix(scores, "scores")
+    one_of(("helpful", "harmful"), sign=sign)
+    if positive_int(k=k) >= len(values):
+        raise InvalidInputError(f"k must leave a train row: there are {len(values)} rows, got k = {k}.")
+    order = np.argsort(-values if sign == "helpful" else values, axis=0, kind="stable")[:k]
+    masks = np.ones(values.T.shape, np.bool_)
+    np.put_along_axis(masks, order.T, False, axis=1)
+    return masks
+
+
+def leave_one_out_masks(num_rows: int, rows: Sequence[int] | NDArray[np.integer]) -> NDArray[np.bool_]:
+    """Return the train set without each of some rows.
+
+    Args:
+        num_rows: N.
+        rows: The rows to leave out, one per mask.
+
+    Returns:
+        ``(len(rows), N)``.
+
+    Raises:
+        InvalidInputError: If a row is out of range.
+
+    Example:
+        >>> leave_one_out_masks(3, [2, 0]).tolist()
+        [[True, True, False], [False, True, True]]
+    """
+    left_out = row_numbers(rows, positive_int(num_rows=num_rows))
+    masks = np.ones((len(left_out), num_rows), np.bool_)
+    masks[np.arange(len(left_out)), left_out] = False
+    return masks
+
+
+def row_numbers(rows: Sequence[int] | NDArray[np.integer], num_rows: int) -> NDArray[np.int64]:
+    """Return row numbers as an array, each between 0 and ``num_rows - 1``."""
+    numbers = np.asarray(rows)
+    if numbers.ndim != 1 or numbers.dtype.kind not in "iu":
+        raise InvalidInputError(
+            f"rows must be a list of integers, got {numbers.dtype} of shape {numbers.shape}."
+        )
+    if not len(numbers) or numbers.min() < 0 or numbers.max() >= num_rows:
+        raise InvalidInputError(
+            f"rows must name at least one of the rows 0 to {num_rows - 1}, got {numbers[:5].tolist()}."
+        )
+    return numbers.astype(np.int64)
+
+
+def _subset_size(num_rows: int, alpha: float) -> int:
+    """Return ``round(alpha * N)``, at least 1 and below N."""
+    size = round(alpha * num_rows) if 0.0 < alpha < 1.0 else 0
+    if not 0 < size < num_rows:
+        raise InvalidInputError(
+            f"alpha must lie between 0 and 1 and keep at least one of the {num_rows} rows but not all, got {alpha!r}."
+        )
+    return size
+
+
+def _groups(num_rows: int, strata: ArrayLike | None) -> list[NDArray[np.int64]]:
+    """Return the rows of every stratum."""
+    if strata is None:
+        return [np.arange(num_rows)]
+    labels = np.asarray(strata)
+    if labels.shape != (num_rows,):
+        raise InvalidInputError(f"strata must have one value per row, ({num_rows},), got {labels.shape}.")
+    _, group = np.unique(labels, return_inverse=True)
+    return np.split(np.argsort(group, kind="stable"), np.cumsum(np.bincount(group))[:-1])
+
+
+def _apportion(counts: Sequence[int], alpha: float, size: int) -> list[int]:
+    """Divide a subset's size over strata: alpha of each, rounded down, the largest remainders rounded up."""
+    quotas = alpha * np.asarray(counts)
+    sizes = np.floor(quotas).astype(np.int64)
+    first = np.argsort(sizes - quotas, kind="stable")[: size - int(sizes.sum())]
+    sizes[first] += 1
+    return [int(kept) for kept in sizes]
