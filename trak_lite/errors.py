@@ -18,6 +18,7 @@ __all__ = [
     "NonFiniteError",
     "PrecisionError",
     "ReadOnlyStoreError",
+    "RetrainingError",
     "SingularKernelError",
     "StateError",
     "StoreError",
@@ -59,6 +60,10 @@ class UnsupportedModelError(TrakLiteError, RuntimeError):
 
 class StateError(TrakLiteError, RuntimeError):
     """A step was called before the steps that it needs."""
+
+
+class RetrainingError(TrakLiteError, RuntimeError):
+    """A user's training or output function failed while models were trained on subsets."""
 
 
 class SingularKernelError(TrakLiteError, ValueError):

@@ -6,10 +6,12 @@ them treat ties exactly.
 """
 
 from trak_lite.evaluation.datamodeling import LinearDatamodelingScore as LinearDatamodelingScore
+from trak_lite.evaluation.datamodeling import NoiseCeiling as NoiseCeiling
 from trak_lite.evaluation.datamodeling import ScoreDifference as ScoreDifference
 from trak_lite.evaluation.datamodeling import compare_datamodeling_scores as compare_datamodeling_scores
 from trak_lite.evaluation.datamodeling import leave_one_out_correlation as leave_one_out_correlation
 from trak_lite.evaluation.datamodeling import linear_datamodeling_score as linear_datamodeling_score
+from trak_lite.evaluation.datamodeling import seed_noise_ceiling as seed_noise_ceiling
 from trak_lite.evaluation.datamodeling import summed_scores as summed_scores
 from trak_lite.evaluation.detection import MislabelDetection as MislabelDetection
 from trak_lite.evaluation.detection import mislabel_detection as mislabel_detection
@@ -27,6 +29,7 @@ __all__ = [
     "LinearDatamodelingScore",
     "LossRise",
     "MislabelDetection",
+    "NoiseCeiling",
     "ScoreDifference",
     "auc",
     "compare_datamodeling_scores",
@@ -37,6 +40,7 @@ __all__ = [
     "mislabel_detection",
     "precision_at",
     "removal_masks",
+    "seed_noise_ceiling",
     "spearman",
     "subset_masks",
     "summed_scores",

@@ -19,15 +19,17 @@ from numpy.typing import ArrayLike, NDArray
 
 from trak_lite._validate import positive_int
 from trak_lite.errors import InvalidInputError
-from trak_lite.evaluation._arrays import boolean_masks, coverage, finite_matrix
+from trak_lite.evaluation._arrays import boolean_masks, coverage, finite_array, finite_matrix
 from trak_lite.evaluation.subsets import row_numbers
 
 __all__ = [
     "LinearDatamodelingScore",
+    "NoiseCeiling",
     "ScoreDifference",
     "compare_datamodeling_scores",
     "leave_one_out_correlation",
     "linear_datamodeling_score",
+    "seed_noise_ceiling",
     "summed_scores",
 ]
 
@@ -71,6 +73,58 @@ class ScoreDifference:
     """Paired bootstrap interval: both methods are resampled together, so what they share cancels."""
     confidence: float
     """Nominal coverage of the interval."""
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class NoiseCeiling:
+    """How far the noise of training seeds lets any method's linear datamodeling score rise."""
+
+    between_seeds: float
+    """Spearman correlation over subsets of the outputs of two seeds: mean over pairs of seeds and targets."""
+    reliability: float
+    """The same for the mean over all R seeds and another mean of R seeds (Spearman-Brown)."""
+    ceiling: float
+    """Expected score of a perfect method, on the mean over all R seeds: the root of the reliability."""
+
+
+def seed_noise_ceiling(outputs: ArrayLike) -> NoiseCeiling:
+    """Return what a perfect method would score, estimated from how well seeds agree.
+
+    With r the correlation between two seeds, that between two means of R seeds is ``R r / (1 + (R - 1) r)`` and that
+    between such a mean and what it estimates its root. Exact for Pearson's correlation with equal noise; for ranks
+    and a mean over targets it is an approximation. Negative agreement counts as none.
+
+    Args:
+        outputs: ``(S, R, M)`` finite, of at least 2 subsets and 2 seeds.
+
+    Raises:
+        InvalidInputError: If there is one seed or subset only, or every target is constant.
+        NonFiniteError: If an output is NaN or infinite.
+
+    Example:
+        >>> seed_noise_ceiling([[[1.0], [2.0]], [[2.0], [3.0]], [[3.0], [9.0]]]).ceiling
+        1.0
+    """
+    values = finite_array(outputs, "outputs")
+    if values.ndim != 3 or values.shape[1] < 2:
+        raise InvalidInputError(
+            f"outputs must be (subsets, seeds, targets) with at least 2 seeds, got shape {values.shape}. Retrain with "
+            "seeds=(0, 1), say."
+        )
+    num_seeds = values.shape[1]
+    ranked = [_ranked_outputs([], values[:, place]) for place in range(num_seeds)]
+    ones = np.ones(len(values))
+    pairs = [
+        _mean(_correlations(ranked[a], ranked[b], ones), np.ones(values.shape[2]))
+        for a in range(num_seeds)
+        for b in range(num_seeds)
+        if a
+        != b  # both ways: a target that is constant for one of the two counts only as the other's prediction
+    ]
+    between = float(np.mean(pairs))
+    reliability = num_seeds * between / (1 + (num_seeds - 1) * between) if between > 0 else 0.0
+    return NoiseCeiling(between, reliability, math.sqrt(reliability))
 
 
 def summed_scores(scores: ArrayLike, masks: ArrayLike) -> NDArray[np.float64]:

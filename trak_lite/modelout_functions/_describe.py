@@ -87,7 +87,7 @@ def describe_task(task: AbstractModelOutput) -> dict[str, Any]:
     return {**_Description(lenient=True).value(cls, cls.__name__), "settings": settings}
 
 
-def _is_foreign(thing: Any) -> bool:
+def is_foreign(thing: Any) -> bool:
     """Return whether the name of a class or function leads to it in Python, NumPy, torch or this package.
 
     The name alone does not tell: a class made by ``type(...)`` may say that its module is ``abc``.
@@ -249,7 +249,7 @@ class _Description:
 
     def _class(self, cls: type) -> dict[str, Any]:
         """Return name and, for a user's class, the digest of its own and its bases' definitions."""
-        if _is_foreign(cls):
+        if is_foreign(cls):
             return {"class": _name(cls)}
         if cls not in self._classes:  # reading source takes long, and thousands of objects may share a class
             self._classes[cls] = {"class": _name(cls), "source": sha256(self._definition(cls))}
@@ -259,7 +259,7 @@ class _Description:
         """Return source, functions and plain attributes of a class and of its bases."""
         parts: list[Any] = []
         for base in cls.__mro__:
-            if _is_foreign(base):
+            if is_foreign(base):
                 parts.append(_name(base))
                 continue
             parts.append(sha256(source_bytes(base)))
@@ -272,7 +272,7 @@ class _Description:
 
     def _function(self, function: FunctionType, path: str) -> dict[str, Any]:
         """Return name, digest of source and code, and carried values of a function."""
-        if _is_foreign(function):
+        if is_foreign(function):
             return {"callable": _name(function)}
         code = function.__code__
         positional = code.co_varnames[: code.co_argcount]

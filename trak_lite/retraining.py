@@ -1,0 +1,376 @@
+"""Retraining on subsets of the train rows: the ground truth that attribution is measured against.
+
+Shapes: N train rows, S subsets, R seeds, M targets.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from os import PathLike, fspath
+from typing import Any, TypeAlias, final
+
+import numpy as np
+from numpy.typing import ArrayLike, NDArray
+from torch import Tensor
+from tqdm.auto import tqdm
+
+from trak_lite._sources import describe_source
+from trak_lite._validate import positive_int
+from trak_lite.errors import (
+    MODEL_FAILURES,
+    InvalidInputError,
+    NonFiniteError,
+    RetrainingError,
+    UnsupportedModelError,
+)
+from trak_lite.evaluation import NoiseCeiling, seed_noise_ceiling
+from trak_lite.store import Column, Manifest, TableSpec, chunk_rows_for
+from trak_lite.store.manifest import compare_fingerprints
+from trak_lite.vectorised import VectorisedTraining
+from trak_lite.workspace import Workspace
+
+__all__ = ["OutputFunction", "Retrained", "TrainFunction", "retrain", "retrain_into", "retrain_many"]
+
+TrainFunction: TypeAlias = Callable[[NDArray[np.int64], int], Any]
+"""``train_fn(indices, seed)``: trains on these rows and returns a state dict, a module or what ``output_fn`` takes."""
+OutputFunction: TypeAlias = Callable[[Any], Tensor | ArrayLike]
+"""``output_fn(trained)``: M numbers, the model output of every target."""
+
+OUTPUTS = "outputs"
+_FAILURES = (*MODEL_FAILURES, OSError, ArithmeticError, AssertionError)
+"""What a user's training raises when it fails."""
+
+
+@final
+@dataclass(frozen=True, slots=True, eq=False)
+class Retrained:
+    """Outputs of models that were trained on subsets."""
+
+    outputs: NDArray[np.float32]
+    """``(S, R, M)``."""
+    masks: NDArray[np.bool_]
+    """``(S, N)`` rows that each subset keeps."""
+    seeds: tuple[int, ...]
+    """The R seeds."""
+
+    @property
+    def mean(self) -> NDArray[np.float64]:
+        """``(S, M)`` mean over seeds: what scores are compared with."""
+        mean: NDArray[np.float64] = self.outputs.mean(axis=1, dtype=np.float64)
+        return mean
+
+    def noise_ceiling(self) -> NoiseCeiling:
+        """Return what a perfect method would score on these outputs, as the noise of seeds allows.
+
+        Raises:
+            InvalidInputError: If there is one seed only.
+        """
+        return seed_noise_ceiling(self.outputs)
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class _Job:
+    """One model to train."""
+
+    row: int
+    subset: int
+    seed: int
+    indices: NDArray[np.int64]
+
+
+@final
+@dataclass(frozen=True, slots=True, eq=False)
+class _Plan:
+    """All models of a retraining, and what its results are recognised by."""
+
+    masks: NDArray[np.bool_]
+    seeds: tuple[int, ...]
+    fingerprint: dict[str, Any]
+
+    @property
+    def num_rows(self) -> int:
+        """Models to train: S times R."""
+        return len(self.masks) * len(self.seeds)
+
+    def jobs(self, rows: Iterable[int]) -> list[_Job]:
+        """Return the models of some rows of the table."""
+        places = [(row, *divmod(row, len(self.seeds))) for row in rows]
+        return [
+            _Job(row, subset, self.seeds[place], np.flatnonzero(self.masks[subset]))
+            for row, subset, place in places
+        ]
+
+    def spec(self, num_targets: int) -> TableSpec:
+        """Return the table of outputs: row = subset * R + place of the seed."""
+        columns = (Column(OUTPUTS, num_targets, "float32"),)
+        return TableSpec(
+            self.num_rows, columns, chunk_rows_for(self.num_rows, 4 * num_targets), self.fingerprint
+        )
+
+
+def retrain(
+    train_fn: TrainFunction,
+    masks: ArrayLike,
+    output_fn: OutputFunction,
+    *,
+    path: str | PathLike[str] | None = None,
+    seeds: Sequence[int] = (0, 1),
+    train_id: str | None = None,
+    progress: bool | None = None,
+) -> Retrained:
+    """Train a model on every subset with every seed, and keep what it says about the targets.
+
+    Every model's outputs are on disk before the next one is trained: the same call again returns them, or continues
+    after a kill.
+
+    Args:
+        train_fn: ``train_fn(indices, seed)`` trains from scratch on these rows and returns a state dict or a module.
+        masks: ``(S, N)`` from :func:`~trak_lite.evaluation.subset_masks` and its like.
+        output_fn: Turns what ``train_fn`` returned into M numbers: the model output of every target, by the same
+            function that is attributed.
+        path: Folder for the results; ``None`` keeps them in memory.
+        seeds: Passed on to ``train_fn``; with two or more the noise of training is averaged and known.
+        train_id: The user's own name for training and outputs, instead of the source of both functions (which a new
+            comment changes too).
+        progress: Show a bar; ``None`` shows it on a terminal only.
+
+    Returns:
+        Outputs ``(S, R, M)``.
+
+    Raises:
+        InvalidInputError: If masks or seeds cannot be used, or outputs change in number.
+        RetrainingError: If a training fails; names subset and seed. What was trained before stays.
+        NonFiniteError: If an output is NaN or infinite; names subset and seed.
+        ManifestMismatchError: If other masks, seeds or functions were used at this path.
+
+    Example:
+        >>> import numpy as np
+        >>> values = np.array([1.0, 2.0, 4.0])
+        >>> masks = np.array([[True, True, False], [False, True, True]])
+        >>> retrain(lambda rows, seed: values[rows].sum() + seed, masks, lambda model: [model]).mean.tolist()
+        [[3.5], [6.5]]
+    """
+    workspace = Workspace(None if path is None else fspath(path))
+    with workspace.opened(Manifest({"kind": "retraining"})):
+        return retrain_into(
+            workspace,
+            OUTPUTS,
+            train_fn,
+            masks,
+            output_fn,
+            seeds=seeds,
+            train_id=train_id,
+            progress=progress,
+        )
+
+
+def retrain_many(
+    training: VectorisedTraining,
+    masks: ArrayLike,
+    output_fn: OutputFunction,
+    *,
+    models_at_once: int = 16,
+    path: str | PathLike[str] | None = None,
+    seeds: Sequence[int] = (0, 1),
+    train_id: str | None = None,
+    progress: bool | None = None,
+) -> Retrained:
+    """Do as :func:`retrain` does, with many small models trained at once.
+
+    Outputs agree with ``retrain(training, ...)`` up to rounding, and either continues what the other began. Models
+    that cannot be stacked (dropout, batch normalisation with running statistics) are refused.
+
+    Args:
+        training: The recipe.
+        masks: ``(S, N)``; subsets of one size are trained together.
+        output_fn: Turns a trained module, in eval mode, into M numbers.
+        models_at_once: Models that are trained side by side, and lost together by a kill.
+        path: Folder for the results; ``None`` keeps them in memory.
+        seeds: Seeds of weights and order.
+        train_id: As in :func:`retrain`.
+        progress: Show a bar; ``None`` shows it on a terminal only.
+
+    Raises:
+        UnsupportedModelError: If the model cannot be stacked.
+        RetrainingError: If a training fails; names subsets and seeds.
+        NonFiniteError: If an output is NaN or infinite; names subset and seed.
+        ManifestMismatchError: If other masks, seeds or functions were used at this path.
+    """
+    positive_int(models_at_once=models_at_once)
+    workspace = Workspace(None if path is None else fspath(path))
+    plan = _plan(training, masks, output_fn, seeds, train_id)
+    with workspace.opened(Manifest({"kind": "retraining"})):
+        return _fill(
+            workspace,
+            OUTPUTS,
+            plan,
+            lambda jobs: _side_by_side(jobs, training, output_fn, models_at_once),
+            progress,
+        )
+
+
+def retrain_into(
+    workspace: Workspace,
+    table_path: str,
+    train_fn: TrainFunction,
+    masks: ArrayLike,
+    output_fn: OutputFunction,
+    *,
+    seeds: Sequence[int],
+    train_id: str | None,
+    progress: bool | None,
+    settings: dict[str, Any] | None = None,
+) -> Retrained:
+    """Do as :func:`retrain` does, into a table of an open store.
+
+    Args:
+        workspace: Open for writing.
+        table_path: Name of the table in the store.
+        train_fn: As in :func:`retrain`.
+        masks: ``(S, N)``.
+        output_fn: As in :func:`retrain`.
+        seeds: As in :func:`retrain`.
+        train_id: As in :func:`retrain`.
+        progress: As in :func:`retrain`.
+        settings: More JSON values that the results are recognised by.
+    """
+    plan = _plan(train_fn, masks, output_fn, seeds, train_id, settings)
+    return _fill(workspace, table_path, plan, lambda jobs: _one_by_one(jobs, train_fn, output_fn), progress)
+
+
+def _plan(
+    train_fn: Any,
+    masks: ArrayLike,
+    output_fn: OutputFunction,
+    seeds: Sequence[int],
+    train_id: str | None,
+    settings: dict[str, Any] | None = None,
+) -> _Plan:
+    """Check masks and seeds, and describe the training."""
+    kept = np.asarray(masks)
+    if kept.dtype != np.bool_ or kept.ndim != 2 or not kept.size or not kept.any(axis=1).all():
+        raise InvalidInputError(
+            f"masks must be a boolean matrix (subsets, train rows) without an empty subset, got {kept.dtype} of "
+            f"shape {kept.shape}. Make them with trak_lite.evaluation.subset_masks."
+        )
+    numbers = tuple(int(seed) for seed in seeds)
+    if not numbers or len(set(numbers)) < len(numbers):
+        raise InvalidInputError(f"seeds must be one or more different integers, got {tuple(seeds)}.")
+    functions = {"train_fn": describe_source(train_fn), "output_fn": describe_source(output_fn)}
+    fingerprint = {
+        "masks": hashlib.sha256(np.packbits(kept, axis=1).tobytes()).hexdigest(),
+        "num_subsets": len(kept),
+        "num_train_rows": kept.shape[1],
+        "seeds": list(numbers),
+        "training": functions if train_id is None else {"id": train_id},
+        **(settings or {}),
+    }
+    return _Plan(kept, numbers, fingerprint)
+
+
+def _fill(
+    workspace: Workspace,
+    path: str,
+    plan: _Plan,
+    run: Callable[[list[_Job]], Iterator[tuple[_Job, NDArray[np.float64]]]],
+    progress: bool | None,
+) -> Retrained:
+    """Train the models that the table lacks; each one's outputs are put before the next is asked for."""
+    table = workspace.table(path)
+    if table is not None:
+        compare_fingerprints(
+            table.spec.fingerprint,
+            plan.fingerprint,
+            where=f"{workspace.path or 'memory'}:{path}",
+            remedy="Retrain with the same masks, seeds and functions, or under another path.",
+        )
+    pending = np.arange(plan.num_rows) if table is None else table.pending()
+    with tqdm(
+        total=plan.num_rows,
+        initial=plan.num_rows - len(pending),
+        desc="Retraining",
+        unit="model",
+        disable=None if progress is None else not progress,
+    ) as bar:
+        for job, outputs in run(plan.jobs(pending.tolist())):
+            if table is not None and len(outputs) != table.spec.columns[0].width:
+                raise InvalidInputError(
+                    f"output_fn gave {len(outputs)} numbers for {_place(job)}, and {table.spec.columns[0].width} "
+                    "before. It must give one per target."
+                )
+            workspace.late_table(path, plan.spec(len(outputs))).put(
+                np.array([job.row]), {OUTPUTS: outputs[None]}
+            )
+            table = workspace.table(path)
+            bar.update(1)
+    assert table is not None  # a plan has at least one model
+    shape = (len(plan.masks), len(plan.seeds), -1)
+    return Retrained(table.read(OUTPUTS).reshape(shape), plan.masks, plan.seeds)
+
+
+def _one_by_one(
+    jobs: Sequence[_Job], train_fn: TrainFunction, output_fn: OutputFunction
+) -> Iterator[tuple[_Job, NDArray[np.float64]]]:
+    for job in jobs:
+        try:
+            outputs = output_fn(train_fn(job.indices, job.seed))
+        except _FAILURES as error:
+            raise _failed(_place(job), error) from error
+        yield job, _checked(outputs, job)
+
+
+def _side_by_side(
+    jobs: Sequence[_Job], training: VectorisedTraining, output_fn: OutputFunction, models_at_once: int
+) -> Iterator[tuple[_Job, NDArray[np.float64]]]:
+    by_size: dict[int, list[_Job]] = {}
+    for job in jobs:
+        by_size.setdefault(len(job.indices), []).append(job)
+    groups = [
+        same[start : start + models_at_once]
+        for same in by_size.values()
+        for start in range(0, len(same), models_at_once)
+    ]
+    for group in groups:
+        try:
+            models = training.train_many([job.indices for job in group], [job.seed for job in group])
+        except UnsupportedModelError:
+            raise
+        except _FAILURES as error:
+            raise _failed("; ".join(map(_place, group)), error) from error
+        for job, model in zip(group, models, strict=True):
+            try:
+                outputs = output_fn(model)
+            except _FAILURES as error:
+                raise _failed(_place(job), error) from error
+            yield job, _checked(outputs, job)
+
+
+def _checked(outputs: Tensor | ArrayLike, job: _Job) -> NDArray[np.float64]:
+    """Return finite outputs ``(M,)``."""
+    plain = outputs.detach().cpu().double().numpy() if isinstance(outputs, Tensor) else outputs
+    values = np.asarray(plain, dtype=np.float64)
+    if values.ndim != 1 or not values.size:
+        raise InvalidInputError(
+            f"output_fn gave shape {values.shape} for {_place(job)}. Expected one number per target, (M,)."
+        )
+    bad = np.flatnonzero(~np.isfinite(values))
+    if len(bad):
+        raise NonFiniteError(
+            f"{len(bad)} of {len(values)} outputs are NaN or infinite for {_place(job)}, first of target {bad[0]}. "
+            "The training may have diverged; lower its learning rate."
+        )
+    return values
+
+
+def _failed(where: str, error: BaseException) -> RetrainingError:
+    return RetrainingError(
+        f"Training for {where} failed ({type(error).__name__}: {error}). What was trained before is kept; the same "
+        "call continues there."
+    )
+
+
+def _place(job: _Job) -> str:
+    return f"subset {job.subset}, seed {job.seed} ({len(job.indices)} rows)"
