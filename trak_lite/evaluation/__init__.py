@@ -5,6 +5,8 @@ correlation; area under the ROC curve and precision for detection tasks such as 
 them treat ties exactly.
 """
 
+from trak_lite.evaluation.bm25 import bm25 as bm25
+from trak_lite.evaluation.calibration import fit_weights as fit_weights
 from trak_lite.evaluation.datamodeling import LinearDatamodelingScore as LinearDatamodelingScore
 from trak_lite.evaluation.datamodeling import NoiseCeiling as NoiseCeiling
 from trak_lite.evaluation.datamodeling import ScoreDifference as ScoreDifference
@@ -24,15 +26,25 @@ from trak_lite.evaluation.removal import target_loss_rise as target_loss_rise
 from trak_lite.evaluation.subsets import leave_one_out_masks as leave_one_out_masks
 from trak_lite.evaluation.subsets import removal_masks as removal_masks
 from trak_lite.evaluation.subsets import subset_masks as subset_masks
+from trak_lite.evaluation.verdict import Baseline as Baseline
+from trak_lite.evaluation.verdict import Calibration as Calibration
+from trak_lite.evaluation.verdict import Estimate as Estimate
+from trak_lite.evaluation.verdict import Verdict as Verdict
 
 __all__ = [
+    "Baseline",
+    "Calibration",
+    "Estimate",
     "LinearDatamodelingScore",
     "LossRise",
     "MislabelDetection",
     "NoiseCeiling",
     "ScoreDifference",
+    "Verdict",
     "auc",
+    "bm25",
     "compare_datamodeling_scores",
+    "fit_weights",
     "flip_rate",
     "leave_one_out_correlation",
     "leave_one_out_masks",

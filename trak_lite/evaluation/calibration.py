@@ -1,0 +1,84 @@
+"""Weights for the parts of a score, fitted to a few retrained models without forgetting the default ones.
+
+Shapes: F parts (checkpoint x module x damping x view), S subsets, M targets.
+"""
+
+from __future__ import annotations
+
+from typing import Final
+
+import numpy as np
+from numpy.typing import NDArray
+
+from trak_lite.errors import InvalidInputError
+
+__all__ = ["fit_weights"]
+
+_PENALTIES: Final = (1e-2, 1e-1, 1.0, 10.0, 100.0, np.inf)
+"""Ridge penalties in units of the parts' mean square; infinite keeps the default weights."""
+_LEAST_SCALE: Final = 0.05
+"""Of the default prediction, where it predicts nothing or the opposite."""
+
+Array = NDArray[np.float64]
+
+
+def fit_weights(predictions: Array, outputs: Array, prior: Array) -> Array:
+    """Return weights of the parts whose sum predicts the outputs, by ridge regression towards the default weights.
+
+    Every target counts alike: outputs are scaled by their own deviation over subsets, predictions by that of the
+    default prediction. The penalty is chosen by leaving out one subset at a time.
+
+    Args:
+        predictions: ``(F, S, M)`` what each part predicts.
+        outputs: ``(S, M)`` outputs of the retrained models.
+        prior: ``(F,)`` default weights, not all zero.
+
+    Returns:
+        ``(F,)`` weights in units of the default ones: they are the default ones where nothing better was found.
+
+    Raises:
+        InvalidInputError: If there are fewer than 3 subsets, or no target changes with the subset.
+    """
+    if len(outputs) < 3:
+        raise InvalidInputError(f"Calibration needs at least 3 subsets, got {len(outputs)}.")
+    default = np.tensordot(prior, predictions, 1)
+    spread, default_spread = outputs.std(axis=0), default.std(axis=0)
+    usable = (spread > 0) & (default_spread > 0)
+    if not usable.any():
+        raise InvalidInputError("No target changes with the subset, so there is nothing to calibrate on.")
+    y = outputs[:, usable] / spread[usable]
+    parts = predictions[:, :, usable] / default_spread[usable]
+    errors = np.zeros(len(_PENALTIES))
+    everything = np.arange(len(y))
+    for left_out in everything:
+        kept = everything != left_out
+        path = _ridge_path(parts[:, kept], y[kept], prior)
+        truth = y[left_out] - y[kept].mean(axis=0)
+        seen = parts[:, left_out] - parts[:, kept].mean(axis=1)
+        errors += ((truth - path @ seen) ** 2).sum(axis=1)
+    best = int(np.flatnonzero(errors == errors.min())[-1])
+    scale = _scale(parts, y, prior)
+    weights: Array = _ridge_path(parts, y, prior)[best] / scale
+    return weights
+
+
+def _scale(parts: Array, y: Array, prior: Array) -> float:
+    """Return the factor of the default prediction that fits best."""
+    default = np.tensordot(prior, parts, 1)
+    default = default - default.mean(axis=0)
+    return max(float((default * y).sum() / (default**2).sum()), _LEAST_SCALE)
+
+
+def _ridge_path(parts: Array, y: Array, prior: Array) -> Array:
+    """Return the weights at every penalty, ``(penalties, F)``."""
+    centred = (parts - parts.mean(axis=1, keepdims=True)).reshape(len(parts), -1).T
+    truth = (y - y.mean(axis=0)).reshape(-1)
+    start = _scale(parts, y, prior) * prior
+    size = np.sqrt((centred**2).mean(axis=0))
+    size[size == 0] = 1.0  # a part that never changes: its correction comes out as zero
+    standard = centred / size
+    values, vectors = np.linalg.eigh(standard.T @ standard / len(standard))
+    target = vectors.T @ (standard.T @ (truth - centred @ start) / len(standard))
+    corrections = [vectors @ (target / (np.maximum(values, 0.0) + penalty)) / size for penalty in _PENALTIES]
+    path: Array = start + np.array(corrections)
+    return path

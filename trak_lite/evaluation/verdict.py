@@ -1,0 +1,139 @@
+"""The verdict on scores: how well they predicted models that were really retrained, beside simple baselines."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from typing import Any, Self, final
+
+__all__ = ["Baseline", "Calibration", "Estimate", "Verdict"]
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class Estimate:
+    """A mean with its bootstrap interval."""
+
+    mean: float
+    """The value."""
+    low: float
+    """Lower end of the interval."""
+    high: float
+    """Upper end of the interval."""
+
+    def __str__(self) -> str:
+        """Return mean and interval."""
+        return f"{self.mean:.3f} [{self.low:.3f}, {self.high:.3f}]"
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class Baseline:
+    """What a simple method reaches on the same retrained models."""
+
+    name: str
+    """What it is."""
+    lds: Estimate
+    """Its linear datamodeling score."""
+    lead: Estimate
+    """By how much the scores are ahead of it, paired over subsets and targets."""
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class Calibration:
+    """Weights of checkpoint x module x damping x view, fitted on half of the subsets and tested on the other."""
+
+    kept: bool
+    """Whether the interval of ``gain`` lies above 0."""
+    default: Estimate
+    """Linear datamodeling score of the scores as they are, on the held-out half."""
+    calibrated: Estimate
+    """That of the calibrated ones, on the same half."""
+    gain: Estimate
+    """Calibrated minus default, paired."""
+    num_held_out: int
+    """Subsets of the held-out half."""
+    views: tuple[str, ...]
+    """``"outside"`` multiplies scores by the train row's q, ``"off"`` does not."""
+    checkpoints: tuple[str, ...]
+    """Digests of the checkpoints' weights."""
+    segments: tuple[tuple[int, int], ...]
+    """Columns of a feature row that share a weight."""
+    dampings: tuple[float, ...]
+    """Lambdas in mean eigenvalues."""
+    weights: tuple[float, ...]
+    """In the order view, checkpoint, segment, damping."""
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class Verdict:
+    """What retraining said about the scores of one target set."""
+
+    lds: Estimate
+    """Linear datamodeling score over all subsets: nothing was fitted to them."""
+    baselines: tuple[Baseline, ...]
+    """Simple methods on the same models."""
+    num_subsets: int
+    """Subsets that models were trained on."""
+    num_seeds: int
+    """Models per subset."""
+    alpha: float
+    """Share of the train rows in a subset."""
+    num_targets: int
+    """Targets."""
+    num_constant: int
+    """Targets whose output was the same for all subsets; left out."""
+    confidence: float
+    """Nominal coverage of every interval."""
+    ceiling: float | None
+    """What a perfect method would reach, by the noise of seeds; ``None`` with one seed."""
+    calibration: Calibration | None
+    """The calibrated kernel, if one was asked for."""
+
+    def __str__(self) -> str:
+        """Return the verdict on a few lines."""
+        ceiling = "" if self.ceiling is None else f", a perfect method about {self.ceiling:.3f}"
+        lines = [
+            f"LDS {self.lds} on {self.num_subsets} subsets x {self.num_seeds} seeds of {self.alpha:.0%} of the rows, "
+            f"{self.num_targets - self.num_constant} targets ({self.confidence:.0%} intervals{ceiling})"
+        ]
+        lines += [f"{one.name}: LDS {one.lds}, the scores lead by {one.lead}" for one in self.baselines]
+        if self.calibration is not None:
+            found = self.calibration
+            lines.append(
+                f"calibrated kernel {'kept' if found.kept else 'not kept'}: gain {found.gain} on "
+                f"{found.num_held_out} held-out subsets (LDS {found.calibrated} instead of {found.default})"
+            )
+        return "\n".join(lines)
+
+    def to_json(self) -> dict[str, Any]:
+        """Return the verdict as JSON values."""
+        return asdict(self)
+
+    @classmethod
+    def from_json(cls, values: Mapping[str, Any]) -> Self:
+        """Read what :meth:`to_json` wrote."""
+        given = dict(values)
+        baselines = tuple(
+            Baseline(one["name"], Estimate(**one["lds"]), Estimate(**one["lead"]))
+            for one in given.pop("baselines")
+        )
+        calibration = given.pop("calibration")
+        return cls(
+            lds=Estimate(**given.pop("lds")),
+            baselines=baselines,
+            calibration=None if calibration is None else _calibration(calibration),
+            **given,
+        )
+
+
+def _calibration(values: Mapping[str, Any]) -> Calibration:
+    given: dict[str, Any] = dict(values)
+    for name in ("default", "calibrated", "gain"):
+        given[name] = Estimate(**given[name])
+    for name in ("views", "checkpoints", "dampings", "weights"):
+        given[name] = tuple(given[name])
+    given["segments"] = tuple((int(start), int(stop)) for start, stop in given["segments"])
+    return Calibration(**given)
