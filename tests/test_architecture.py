@@ -31,7 +31,6 @@ FLOORS = [
     {"workspace", "score_source"},
     {"target_session", "score_matrix"},
     {"scores", "score_result"},
-    {"workspace", "scores"},
     {"retraining"},
     {"verification"},
     {"attributor"},

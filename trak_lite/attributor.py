@@ -6,13 +6,14 @@ import logging
 import platform
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from os import PathLike
 from pathlib import Path
 from typing import Any, Literal, Self, Unpack
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
+from numpy.typing import ArrayLike, NDArray
 from torch import Tensor, nn
 
 from trak_lite._session import borrow_model, resolve_device
@@ -28,6 +29,7 @@ from trak_lite.checkpoints import (
 from trak_lite.datasets import Rows
 from trak_lite.diagnosis import naming_rows
 from trak_lite.errors import InvalidInputError, StateError
+from trak_lite.evaluation import Verdict, subset_masks
 from trak_lite.gradient_computers import (
     GRADIENT_COMPUTERS,
     AbstractGradientComputer,
@@ -47,6 +49,7 @@ from trak_lite.pipeline import (
     target_table_spec,
 )
 from trak_lite.projectors import AbstractProjector, projector_name, select_projector
+from trak_lite.retraining import TrainFunction, retrain_into
 from trak_lite.score_matrix import AbstractScoreMatrix, DampingPath, StoredMatrix, StreamedMatrix
 from trak_lite.score_result import ScoreResult, finished_scores, scorable_tables, score_path
 from trak_lite.score_source import ScoreSource
@@ -63,8 +66,18 @@ from trak_lite.store import (
     open_store,
     resolve_place,
 )
+from trak_lite.store.manifest import compare_fingerprints
 from trak_lite.target_session import TargetSession
 from trak_lite.types import Batch, FeatureLayout, ParameterShapes, num_entries
+from trak_lite.verification import (
+    ScoredRows,
+    calibrated_scores,
+    check_budget,
+    judge,
+    keep_verdict,
+    kept_verdict,
+    target_outputs,
+)
 from trak_lite.workspace import Workspace, checkpoint_tables, complete_tables
 
 __all__ = ["Attributor", "FeaturizeSummary"]
@@ -422,7 +435,9 @@ class Attributor:
         stored = ScoreSettings.from_fingerprint(table.spec.fingerprint)
         train = list(complete_tables(store, list(table.spec.fingerprint["checkpoints"])).values())
         path = score_path(name, settings, self._base_settings)
-        return self._scores(store, name, stored, train, StoredMatrix(table), path)
+        return self._scores(
+            store, name, stored, train, StoredMatrix(table), path, partial(kept_verdict, store, path)
+        )
 
     def damping_path(
         self,
@@ -457,6 +472,113 @@ class Attributor:
         if isinstance(data, str):
             return self.scores(data, dense=False, **view).path(dampings)
         return self.score(data, name, dense=False, **view).path(dampings)
+
+    def verify(
+        self,
+        train_fn: TrainFunction,
+        data: Any,
+        name: str = "targets",
+        *,
+        budget: int = 10,
+        seeds: Sequence[int] = (0,),
+        alpha: float = 0.5,
+        strata: ArrayLike | None = None,
+        subset_seed: int = 0,
+        calibrate: bool = False,
+        texts: tuple[Sequence[Any], Sequence[Any]] | None = None,
+        confidence: float = 0.95,
+        train_id: str | None = None,
+        indices: Sequence[int] | None = None,
+        batch_size: int | None = None,
+        dataset_id: str | None = None,
+        **view: Unpack[ScoreView],
+    ) -> Verdict:
+        """Test finished scores against models that are retrained on random subsets of the train rows.
+
+        Reported is the linear datamodeling score (LDS): how well summed scores rank the retrained models' outputs of a
+        target, beside methods that cost next to nothing. The verdict is kept with the scores and printed with them.
+        Every retraining is kept in the store, so the same call continues after a kill, and verifying other scores of
+        the same targets (another ``view``, ``calibrate=True``) trains nothing again.
+
+        Args:
+            train_fn: ``train_fn(rows, seed)`` trains from scratch on these train rows, numbered as in ``scores``, and
+                returns a module of the attributed architecture or its state dict.
+            data: The targets that were scored under ``name``.
+            name: Name of the target set.
+            budget: Random subsets; each is trained on once per seed.
+            seeds: Passed on to ``train_fn``. One more subset says more than a second seed, but two tell the ceiling.
+            alpha: Share of the train rows in a subset.
+            strata: ``(N,)`` group of each train row, of which every subset keeps the same share.
+            subset_seed: Seed of the subsets.
+            calibrate: Fit the weights of checkpoint x module x damping x view on every other subset. They are kept for
+                :meth:`calibrated_scores` only if they are better on the others beyond doubt.
+            texts: Train texts and target texts (or their tokens) for the BM25 baseline.
+            confidence: Nominal coverage of the intervals.
+            train_id: The user's own name for the training, instead of the source of ``train_fn``.
+            indices: Dataset index of every target, as in :meth:`score`.
+            batch_size: Targets per pass; ``None`` takes the loader's, or 32.
+            dataset_id: The user's own name for the targets, as in :meth:`score`.
+            **view: ``kernel``, ``damping``, ``layout``, ``q``, ``checkpoint_weights`` of the scores.
+
+        Raises:
+            InvalidInputError: If the budget is too small, texts or strata do not fit, or scores without a kernel are to
+                be calibrated.
+            StateError: If the scores were never computed.
+            ManifestMismatchError: If ``data`` are not the targets that were scored.
+            RetrainingError: If a training fails; names subset and seed.
+        """
+        check_budget(budget, calibrate=calibrate)
+        targets = self._rows(data, indices, batch_size, "the targets")
+        identity = targets.identity(dataset_id)
+        scores = self.scores(name, **view)
+        settings = self._score_settings(**view)
+        path = score_path(name, settings, self._base_settings)
+        with self._workspace.opened(self._manifest(None)) as workspace:
+            table = workspace.store().open_table(path)
+            compare_fingerprints(
+                {"targets": table.spec.fingerprint["targets"]},
+                {"targets": identity},
+                where=path,
+                remedy="Pass the targets that were scored under this name.",
+            )
+            rows = self._scored_rows(workspace.store(), table, name)
+            if calibrate:
+                rows.require_kernel()
+            retrained = retrain_into(
+                workspace,
+                f"retrains/{name}",
+                train_fn,
+                subset_masks(len(scores), budget, alpha=alpha, seed=subset_seed, strata=strata),
+                partial(target_outputs, self.model, self.task, targets, self.device),
+                seeds=seeds,
+                train_id=train_id,
+                progress=self._progress,
+                settings={"targets": identity},
+            )
+            verdict = judge(scores, rows, retrained, calibrate=calibrate, texts=texts, confidence=confidence)
+            keep_verdict(workspace.store(), path, verdict)
+        return verdict
+
+    def calibrated_scores(self, name: str = "targets", **view: Unpack[ScoreView]) -> NDArray[np.float32]:
+        """Return the scores of the calibrated kernel that :meth:`verify` found and kept, ``(N, M)``.
+
+        Args:
+            name: Name of the target set.
+            **view: As it was given to :meth:`verify`.
+
+        Raises:
+            StateError: If the scores were not verified with ``calibrate=True``, or the calibrated kernel was no better.
+        """
+        verdict = self.scores(name, **view).verdict
+        if verdict is None or verdict.calibration is None:
+            raise StateError(
+                f"The scores {name!r} were not calibrated. Call verify(train_fn, data, {name!r}, calibrate=True)."
+            )
+        path = score_path(name, self._score_settings(**view), self._base_settings)
+        with self._workspace.reading() as store:
+            return calibrated_scores(
+                self._scored_rows(store, store.open_table(path), name), verdict.calibration
+            )
 
     def gradient_norms(self) -> NDArray[np.float32]:
         """Return the norms of the train rows' gradients as they were before any normalisation, from the store.
@@ -596,6 +718,18 @@ class Attributor:
     ) -> ScoreSource:
         return ScoreSource(store, train, name, settings, layout=self.layout, device=self.device)
 
+    def _scored_rows(self, store: AbstractFeatureStore, table: AbstractRowTable, name: str) -> ScoredRows:
+        """Return the stored rows behind a table of scores."""
+        settings = ScoreSettings.from_fingerprint(table.spec.fingerprint)
+        return ScoredRows(
+            store=store,
+            train=complete_tables(store, list(table.spec.fingerprint["checkpoints"])),
+            name=name,
+            settings=settings,
+            layout=self.layout if settings.layout == "stored" else FeatureLayout.joint(self.layout.width),
+            device=self.device,
+        )
+
     def _streamed(
         self,
         name: str,
@@ -617,6 +751,7 @@ class Attributor:
         train: Sequence[AbstractRowTable],
         matrix: AbstractScoreMatrix,
         path: str,
+        verdict: Callable[[], Verdict | None] = lambda: None,
     ) -> Scores:
         return Scores(
             matrix,
@@ -624,6 +759,7 @@ class Attributor:
             name=name,
             settings={"checkpoints": len(train), "proj_dim": self.layout.width, **settings.to_json()},
             where=None if self.path is None else f"{self.path}:{path}",
+            verdict=verdict,
         )
 
     def _target_session(

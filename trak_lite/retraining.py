@@ -6,7 +6,7 @@ Shapes: N train rows, S subsets, R seeds, M targets.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from os import PathLike, fspath
 from typing import Any, TypeAlias, final
@@ -153,18 +153,10 @@ def retrain(
         >>> retrain(lambda rows, seed: values[rows].sum() + seed, masks, lambda model: [model]).mean.tolist()
         [[3.5], [6.5]]
     """
+    plan = _plan(train_fn, masks, output_fn, seeds, train_id)
     workspace = Workspace(None if path is None else fspath(path))
     with workspace.opened(Manifest({"kind": "retraining"})):
-        return retrain_into(
-            workspace,
-            OUTPUTS,
-            train_fn,
-            masks,
-            output_fn,
-            seeds=seeds,
-            train_id=train_id,
-            progress=progress,
-        )
+        return _fill(workspace, OUTPUTS, plan, lambda jobs: _one_by_one(jobs, train_fn, output_fn), progress)
 
 
 def retrain_many(
@@ -214,7 +206,7 @@ def retrain_many(
 
 def retrain_into(
     workspace: Workspace,
-    table_path: str,
+    group: str,
     train_fn: TrainFunction,
     masks: ArrayLike,
     output_fn: OutputFunction,
@@ -222,13 +214,13 @@ def retrain_into(
     seeds: Sequence[int],
     train_id: str | None,
     progress: bool | None,
-    settings: dict[str, Any] | None = None,
+    settings: Mapping[str, Any],
 ) -> Retrained:
-    """Do as :func:`retrain` does, into a table of an open store.
+    """Do as :func:`retrain` does, into a table of an open store that other trainings may share.
 
     Args:
         workspace: Open for writing.
-        table_path: Name of the table in the store.
+        group: Group of tables; each set of masks, seeds and functions has a table of its own in it.
         train_fn: As in :func:`retrain`.
         masks: ``(S, N)``.
         output_fn: As in :func:`retrain`.
@@ -238,7 +230,8 @@ def retrain_into(
         settings: More JSON values that the results are recognised by.
     """
     plan = _plan(train_fn, masks, output_fn, seeds, train_id, settings)
-    return _fill(workspace, table_path, plan, lambda jobs: _one_by_one(jobs, train_fn, output_fn), progress)
+    path = f"{group}/{Manifest(plan.fingerprint).digest()[:16]}"
+    return _fill(workspace, path, plan, lambda jobs: _one_by_one(jobs, train_fn, output_fn), progress)
 
 
 def _plan(
@@ -247,7 +240,7 @@ def _plan(
     output_fn: OutputFunction,
     seeds: Sequence[int],
     train_id: str | None,
-    settings: dict[str, Any] | None = None,
+    settings: Mapping[str, Any] | None = None,
 ) -> _Plan:
     """Check masks and seeds, and describe the training."""
     kept = np.asarray(masks)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
@@ -10,6 +10,7 @@ from numpy.typing import ArrayLike, NDArray
 
 from trak_lite._validate import one_of, positive_int
 from trak_lite.errors import InvalidInputError
+from trak_lite.evaluation import Verdict
 from trak_lite.score_matrix import (
     AbstractScoreMatrix,
     DampingPath,
@@ -43,6 +44,7 @@ class Scores:
         name: str,
         settings: dict[str, Any],
         where: str | None,
+        verdict: Callable[[], Verdict | None] = lambda: None,
     ) -> None:
         """Hold the scores and what they are made from.
 
@@ -52,12 +54,19 @@ class Scores:
             name: Name of the target set.
             settings: How the scores were made.
             where: Path in the store, ``None`` in memory.
+            verdict: Returns what retraining said about these very scores.
         """
         self._matrix = matrix
         self._source = source
         self._where = where
         self.name = name
         self.settings = settings
+        self._verdict = verdict
+
+    @property
+    def verdict(self) -> Verdict | None:
+        """What :meth:`~trak_lite.Attributor.verify` found about these very scores; ``None`` if they were not tested."""
+        return self._verdict()
 
     @property
     def shape(self) -> tuple[int, int]:
@@ -69,14 +78,17 @@ class Scores:
         return self.shape[0]
 
     def __repr__(self) -> str:
-        """Return sizes, settings and place on a few lines."""
+        """Return sizes, settings, place, and the verdict if there is one, on a few lines."""
         num_rows, num_targets = self.shape
         place = self._where or "memory"
         settings = ", ".join(f"{key}={value}" for key, value in self.settings.items())
+        verdict = self.verdict
+        tested = "" if verdict is None else "\n  tested: " + str(verdict).replace("\n", "\n    ")
         return (
             f"Scores({self.name!r}: {num_rows} train rows x {num_targets} targets)\n"
             f"  made with {settings}\n"
             f"  {f'kept in {place}' if self._matrix.stored else f'not kept, computed from the rows in {place}'}"
+            f"{tested}"
         )
 
     def top(

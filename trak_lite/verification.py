@@ -9,7 +9,6 @@ Shapes: N train rows, M targets, S subsets, K feature width, C checkpoints, V vi
 from __future__ import annotations
 
 import json
-import logging
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Final, final
@@ -17,8 +16,12 @@ from typing import Any, Final, final
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from torch import Tensor
+from torch import Tensor, nn
 
+from trak_lite._batches import move_batch
+from trak_lite._session import borrow_model
+from trak_lite.checkpoints import Checkpoint, load_into
+from trak_lite.datasets import Rows
 from trak_lite.errors import InvalidInputError, StateError
 from trak_lite.evaluation import (
     Baseline,
@@ -33,19 +36,28 @@ from trak_lite.evaluation import (
     linear_datamodeling_score,
     summed_scores,
 )
-from trak_lite.pipeline import FEATURES, OUT_TO_LOSS, as_tensor, kernels_of
+from trak_lite.modelout_functions import AbstractModelOutput, ModelCall
+from trak_lite.pipeline import FEATURES, OUT_TO_LOSS, as_tensor
 from trak_lite.retraining import Retrained
+from trak_lite.score_tiles import kernels_of
 from trak_lite.scores import Scores
-from trak_lite.scoring import KernelSettings, precondition
+from trak_lite.scoring import KernelSettings, ScoreSettings, precondition
 from trak_lite.store import AbstractFeatureStore, AbstractRowTable
 from trak_lite.types import FeatureLayout
 
-__all__ = ["ScoredRows", "SubsetSums", "calibrated_scores", "judge", "keep_verdict", "kept_verdict"]
+__all__ = [
+    "ScoredRows",
+    "SubsetSums",
+    "calibrated_scores",
+    "check_budget",
+    "judge",
+    "keep_verdict",
+    "kept_verdict",
+    "target_outputs",
+]
 
-logger = logging.getLogger(__name__)
-
-VIEWS: Final = ("outside", "off")
-"""Train rows weighed by their mean q, as scores are, or not at all."""
+VIEWS: Final = ("outside", "inside", "off")
+"""Train rows weighed by their mean q over checkpoints, by the q of each checkpoint, or not at all."""
 _DAMPINGS: Final = (0.1, 1.0, 10.0)
 """Tried by calibration, besides the one in force."""
 _TILE_ROWS: Final = 1024
@@ -53,6 +65,8 @@ _MOST_PARTS: Final = 512
 """Weights that are fitted at most; beyond, modules share theirs."""
 _CALIBRATION_TARGETS: Final = 256
 """Targets that weights are fitted on at most; they bound the memory."""
+_NUM_RESAMPLES: Final = 1000
+"""Of every bootstrap."""
 _FEWEST_FOR_CALIBRATION: Final = 6
 
 Array = NDArray[np.float64]
@@ -69,12 +83,26 @@ class ScoredRows:
     """Feature tables of the train rows by the digest of the checkpoint's weights."""
     name: str
     """Name of the target set."""
-    kernel: KernelSettings
-    """The kernel in force."""
+    settings: ScoreSettings
+    """How the scores were made."""
     layout: FeatureLayout
-    """Segments of a feature row."""
+    """Segments of a feature row, as the scores see it."""
     device: torch.device
     """Where the products run."""
+
+    def require_kernel(self) -> KernelSettings:
+        """Return the kernel in force.
+
+        Raises:
+            InvalidInputError: If the scores have none.
+        """
+        kernel = self.settings.kernel_settings
+        if kernel is None:
+            raise InvalidInputError(
+                f"Scores with kernel={self.settings.kernel!r} have no kernel to calibrate. Verify them with "
+                "calibrate=False, or calibrate those of kernel='curvature' or 'trak'."
+            )
+        return kernel
 
     def mean_out_to_loss(self) -> Array:
         """Return the mean q of every train row over checkpoints, ``(N,)``."""
@@ -90,7 +118,7 @@ class ScoredRows:
 
     def preconditioned(self, table: AbstractRowTable, damping: float) -> Tensor:
         """Return the targets of a checkpoint behind its kernel at a damping, ``(M, K)`` float64."""
-        kernel = replace(self.kernel, damping=damping, lambda_reg=None)
+        kernel = replace(self.require_kernel(), damping=damping, lambda_reg=None)
         path = f"ckpt-{table.spec.fingerprint['model_id']}"
         kernels = kernels_of(self.store, path, kernel, self.layout, device=self.device)
         return precondition(self.targets(table), kernels, layout=self.layout).double()
@@ -107,37 +135,42 @@ class SubsetSums:
             rows: Where they are.
             masks: ``(S, N)``.
         """
-        plain = torch.from_numpy(masks.astype(np.float64)).to(rows.device)
-        out_to_loss = torch.from_numpy(rows.mean_out_to_loss()).to(rows.device)
-        self._weights = {"outside": plain * out_to_loss, "off": plain}
-        self._unit_weights = plain
-        self._width = rows.layout.width
-        self.by_checkpoint = [self._sums(table, rows.device) for table in rows.train.values()]
-
-    def _sums(self, table: AbstractRowTable, device: torch.device) -> dict[str, Tensor]:
-        """Return the sums of one checkpoint by view, each ``(S, K)``; ``"unit"`` of rows scaled to norm 1."""
-        shape = (len(self._unit_weights), self._width)
-        sums = {name: torch.zeros(shape, dtype=torch.float64, device=device) for name in (*VIEWS, "unit")}
-        for start, chunk in table.chunks(FEATURES):
-            for first in range(0, len(chunk), _TILE_ROWS):
-                tile = as_tensor(chunk[first : first + _TILE_ROWS], device).double()
-                here = slice(start + first, start + first + len(tile))
-                for view, weights in self._weights.items():
-                    sums[view] += weights[:, here] @ tile
-                sums["unit"] += self._unit_weights[:, here] @ _unit(tile)
-        return sums
+        kept = torch.from_numpy(masks.astype(np.float64)).to(rows.device)
+        mean = torch.from_numpy(rows.mean_out_to_loss()).to(rows.device)
+        self.by_checkpoint: list[dict[str, Tensor]] = []
+        """For each checkpoint the sums by view, ``(S, K)``; ``"unit"`` of rows that are scaled to norm 1."""
+        for table in rows.train.values():
+            own = torch.from_numpy(table.read(OUT_TO_LOSS)).to(mean)
+            weights = {"outside": kept * mean, "inside": kept * own, "off": kept}
+            self.by_checkpoint.append(_sums(table, weights, rows.layout.width, rows.device))
 
     def predict(self, targets: Sequence[Tensor], view: str) -> Array:
         """Return ``(S, M)``: sums over subsets of ``train row @ target``, added up over checkpoints.
 
         Args:
             targets: ``(M, K)`` for every checkpoint.
-            view: ``"outside"``, ``"off"`` or ``"unit"``.
+            view: One of ``VIEWS``, or ``"unit"``.
         """
         pairs = zip(self.by_checkpoint, targets, strict=True)
         products = [(sums[view] @ rows.T).cpu().numpy() for sums, rows in pairs]
         total: Array = np.sum(products, axis=0)
         return total
+
+
+def _sums(
+    table: AbstractRowTable, weights: Mapping[str, Tensor], width: int, device: torch.device
+) -> dict[str, Tensor]:
+    """Return the weighted sums of one checkpoint's rows by view, each ``(S, K)`` float64."""
+    shape = (len(weights["off"]), width)
+    sums = {name: torch.zeros(shape, dtype=torch.float64, device=device) for name in (*weights, "unit")}
+    for start, chunk in table.chunks(FEATURES):
+        for first in range(0, len(chunk), _TILE_ROWS):
+            tile = as_tensor(chunk[first : first + _TILE_ROWS], device).double()
+            here = slice(start + first, start + first + len(tile))
+            for view, weight in weights.items():
+                sums[view] += weight[:, here] @ tile
+            sums["unit"] += weights["off"][:, here] @ _unit(tile)
+    return sums
 
 
 def judge(
@@ -165,12 +198,12 @@ def judge(
     outputs = retrained.mean
     predicted = _summed(scores, retrained.masks)
     sums = SubsetSums(rows, retrained.masks)
-    found = linear_datamodeling_score(predicted, None, outputs, confidence=confidence)
+    found = _lds(predicted, outputs, confidence)
     baselines = tuple(
         Baseline(
             name,
-            _estimate(linear_datamodeling_score(baseline, None, outputs, confidence=confidence)),
-            _estimate(compare_datamodeling_scores(predicted, baseline, None, outputs, confidence=confidence)),
+            _estimate(_lds(baseline, outputs, confidence)),
+            _estimate(_lead(predicted, baseline, outputs, confidence)),
         )
         for name, baseline in _baselines(rows, sums, retrained.masks, scores.shape, texts)
     )
@@ -189,6 +222,39 @@ def judge(
     )
 
 
+def target_outputs(
+    model: nn.Module,
+    task: AbstractModelOutput,
+    targets: Rows,
+    device: torch.device,
+    trained: nn.Module | Mapping[str, Tensor],
+) -> Tensor:
+    """Return the model output f of every target under other weights, ``(M,)``.
+
+    Args:
+        model: Takes the weights, and is given back as it was.
+        task: Gives f.
+        targets: M rows.
+        device: Where to run.
+        trained: A module of the same architecture, which may be ``model`` itself, or its state dict.
+    """
+    state = trained.state_dict() if isinstance(trained, nn.Module) else trained
+    if isinstance(state, Mapping):
+        state = {
+            name: _copied(value) for name, value in state.items()
+        }  # it may be the model that is overwritten
+    grid = range(0, len(targets), targets.batch_size)
+    plan = [np.arange(start, min(start + targets.batch_size, len(targets))) for start in grid]
+    with borrow_model(model, device), torch.no_grad():
+        load_into(model, Checkpoint("retrained", None, lambda: state))
+        task.prepare(model)
+        outputs = [
+            task.evaluate(ModelCall(model), move_batch(batch, device)).output.double().cpu()
+            for batch in targets.batches(plan)
+        ]
+    return torch.cat(outputs)
+
+
 def check_budget(budget: int, *, calibrate: bool) -> None:
     """Refuse too few subsets before anything is trained."""
     fewest = _FEWEST_FOR_CALIBRATION if calibrate else 2
@@ -199,15 +265,21 @@ def check_budget(budget: int, *, calibrate: bool) -> None:
         )
 
 
-def keep_verdict(store: AbstractFeatureStore, name: str, verdict: Verdict) -> None:
-    """Keep a verdict beside the scores that it is about; it is forgotten when they are made anew."""
+def keep_verdict(store: AbstractFeatureStore, path: str, verdict: Verdict) -> None:
+    """Keep a verdict beside the scores that it is about.
+
+    Args:
+        store: Holds the scores.
+        path: Their table. The verdict holds for these very numbers; others in their place have none.
+        verdict: What retraining said.
+    """
     text = json.dumps(verdict.to_json()).encode()
-    store.cache(_verdict_name(name), _verdict_key(store, name), np.frombuffer(text, np.uint8).copy())
+    store.cache(f"verdicts/{path}", _verdict_key(store, path), np.frombuffer(text, np.uint8).copy())
 
 
-def kept_verdict(store: AbstractFeatureStore, name: str) -> Verdict | None:
-    """Return the verdict on the scores of a target set, ``None`` if there is none on these very scores."""
-    kept = store.cached(_verdict_name(name), _verdict_key(store, name))
+def kept_verdict(store: AbstractFeatureStore, path: str) -> Verdict | None:
+    """Return the verdict on the scores in a table, ``None`` if there is none on these very numbers."""
+    kept = store.cached(f"verdicts/{path}", _verdict_key(store, path))
     return None if kept is None else Verdict.from_json(json.loads(kept.tobytes()))
 
 
@@ -223,16 +295,16 @@ def calibrated_scores(rows: ScoredRows, calibration: Calibration) -> NDArray[np.
             "scores as they are, or verify with a larger budget."
         )
     targets = _calibrated_targets(rows, calibration, np.array(calibration.weights))
-    out_to_loss = rows.mean_out_to_loss()
-    num_targets = len(targets["off"][0])
-    scores = np.zeros((len(out_to_loss), num_targets), np.float32)
+    mean = rows.mean_out_to_loss()
+    scores = np.zeros((len(mean), len(targets["off"][0])), np.float32)
     for place, table in enumerate(rows.train.values()):
+        own = table.read(OUT_TO_LOSS)
         for start, chunk in table.chunks(FEATURES):
             tile = as_tensor(chunk, rows.device).float()
             here = slice(start, start + len(tile))
-            for view in VIEWS:
-                product = (tile @ targets[view][place].float().T).cpu().numpy()
-                scores[here] += product * (out_to_loss[here, None] if view == "outside" else 1.0)
+            factors = {"outside": mean[here, None], "inside": own[here, None], "off": 1.0}
+            for view, factor in factors.items():
+                scores[here] += (tile @ targets[view][place].float().T).cpu().numpy() * factor
     return scores
 
 
@@ -275,7 +347,7 @@ def _calibrate(
     rows: ScoredRows, sums: SubsetSums, predicted: Array, outputs: Array, confidence: float
 ) -> Calibration:
     """Fit weights on every other subset, and test them on the rest."""
-    dampings = tuple(sorted({*_DAMPINGS, rows.kernel.damping}))
+    dampings = tuple(sorted({*_DAMPINGS, rows.require_kernel().damping}))
     segments = tuple((segment.start, segment.stop) for segment in rows.layout.segments)
     if len(VIEWS) * len(rows.train) * len(segments) * len(dampings) > _MOST_PARTS:
         segments = ((0, rows.layout.width),)
@@ -286,7 +358,10 @@ def _calibrate(
     )
     parts = _parts(rows, sums, segments, dampings, chosen)
     prior = np.zeros((len(VIEWS), len(rows.train), len(segments), len(dampings)))
-    prior[VIEWS.index("outside"), :, :, dampings.index(rows.kernel.damping)] = 1.0 / len(rows.train)
+    default = np.asarray(rows.settings.weights(len(rows.train)))
+    prior[VIEWS.index(rows.settings.q), :, :, dampings.index(rows.require_kernel().damping)] = default[
+        :, None
+    ]
     weights = fit_weights(parts[:, fitted], outputs[np.ix_(fitted, chosen)], prior.reshape(-1))
     none = Estimate(0.0, 0.0, 0.0)
     untested = Calibration(
@@ -310,12 +385,12 @@ def _tested(
     calibration: Calibration, better: Array, default: Array, outputs: Array, confidence: float
 ) -> Calibration:
     """Return the calibration with what the held-out subsets say about it."""
-    gain = _estimate(compare_datamodeling_scores(better, default, None, outputs, confidence=confidence))
+    gain = _estimate(_lead(better, default, outputs, confidence))
     return replace(
         calibration,
         kept=gain.low > 0.0,
-        default=_estimate(linear_datamodeling_score(default, None, outputs, confidence=confidence)),
-        calibrated=_estimate(linear_datamodeling_score(better, None, outputs, confidence=confidence)),
+        default=_estimate(_lds(default, outputs, confidence)),
+        calibrated=_estimate(_lds(better, outputs, confidence)),
         gain=gain,
     )
 
@@ -360,8 +435,24 @@ def _calibrated_targets(
     return mixed
 
 
+def _lds(predicted: Array, outputs: Array, confidence: float) -> LinearDatamodelingScore:
+    return linear_datamodeling_score(
+        predicted, None, outputs, num_resamples=_NUM_RESAMPLES, confidence=confidence
+    )
+
+
+def _lead(first: Array, second: Array, outputs: Array, confidence: float) -> ScoreDifference:
+    return compare_datamodeling_scores(
+        first, second, None, outputs, num_resamples=_NUM_RESAMPLES, confidence=confidence
+    )
+
+
 def _estimate(found: LinearDatamodelingScore | ScoreDifference) -> Estimate:
     return Estimate(found.mean, *found.interval)
+
+
+def _copied(value: Any) -> Any:
+    return value.detach().clone() if isinstance(value, Tensor) else value
 
 
 def _unit(rows: Tensor) -> Tensor:
@@ -371,10 +462,6 @@ def _unit(rows: Tensor) -> Tensor:
     return unit
 
 
-def _verdict_name(name: str) -> str:
-    return f"verdicts/{name}"
-
-
-def _verdict_key(store: AbstractFeatureStore, name: str) -> str:
+def _verdict_key(store: AbstractFeatureStore, path: str) -> str:
     """Return a key that changes when the scores do."""
-    return store.open_table(f"scores/{name}").content_key()
+    return store.open_table(path).content_key()

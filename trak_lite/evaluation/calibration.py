@@ -18,6 +18,8 @@ _PENALTIES: Final = (1e-2, 1e-1, 1.0, 10.0, 100.0, np.inf)
 """Ridge penalties in units of the parts' mean square; infinite keeps the default weights."""
 _LEAST_SCALE: Final = 0.05
 """Of the default prediction, where it predicts nothing or the opposite."""
+_ROUNDING: Final = 1e-10
+"""A part whose deviation is below this share of its size never changes."""
 
 Array = NDArray[np.float64]
 
@@ -75,7 +77,8 @@ def _ridge_path(parts: Array, y: Array, prior: Array) -> Array:
     truth = (y - y.mean(axis=0)).reshape(-1)
     start = _scale(parts, y, prior) * prior
     size = np.sqrt((centred**2).mean(axis=0))
-    size[size == 0] = 1.0  # a part that never changes: its correction comes out as zero
+    still = size <= _ROUNDING * np.sqrt((parts**2).mean(axis=(1, 2)))
+    centred[:, still], size[still] = 0.0, 1.0  # so that the correction comes out as zero
     standard = centred / size
     values, vectors = np.linalg.eigh(standard.T @ standard / len(standard))
     target = vectors.T @ (standard.T @ (truth - centred @ start) / len(standard))

@@ -55,7 +55,7 @@ class Calibration:
     num_held_out: int
     """Subsets of the held-out half."""
     views: tuple[str, ...]
-    """``"outside"`` multiplies scores by the train row's q, ``"off"`` does not."""
+    """Where q multiplies: ``"outside"`` the mean over checkpoints, ``"inside"`` each checkpoint, ``"off"``."""
     checkpoints: tuple[str, ...]
     """Digests of the checkpoints' weights."""
     segments: tuple[tuple[int, int], ...]
