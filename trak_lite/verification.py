@@ -163,7 +163,7 @@ def _sums(
     """Return the weighted sums of one checkpoint's rows by view, each ``(S, K)`` float64."""
     shape = (len(weights["off"]), width)
     sums = {name: torch.zeros(shape, dtype=torch.float64, device=device) for name in (*weights, "unit")}
-    for start, chunk in table.chunks(FEATURES):
+    for start, chunk in table.blocks(FEATURES):
         for first in range(0, len(chunk), _TILE_ROWS):
             tile = as_tensor(chunk[first : first + _TILE_ROWS], device).double()
             here = slice(start + first, start + first + len(tile))
@@ -299,7 +299,7 @@ def calibrated_scores(rows: ScoredRows, calibration: Calibration) -> NDArray[np.
     scores = np.zeros((len(mean), len(targets["off"][0])), np.float32)
     for place, table in enumerate(rows.train.values()):
         own = table.read(OUT_TO_LOSS)
-        for start, chunk in table.chunks(FEATURES):
+        for start, chunk in table.blocks(FEATURES):
             tile = as_tensor(chunk, rows.device).float()
             here = slice(start, start + len(tile))
             factors = {"outside": mean[here, None], "inside": own[here, None], "off": 1.0}

@@ -247,6 +247,26 @@ def test_scores_without_a_kernel_are_verified_but_not_calibrated(attributor):
     assert training.calls == []
 
 
+def test_quantised_rows_are_verified_as_the_scores_read_them(tmp_path, trained):
+    verdicts = []
+    for dtype in ("float32", "int8"):
+        made = Attributor(
+            build(),
+            "image_classification",
+            tmp_path / dtype,
+            proj_dim=K,
+            dtype=dtype,
+            progress=False,
+        )
+        made.featurize(TRAIN, checkpoints=trained)
+        made.score(TARGETS, "test")
+        verdicts.append(made.verify(Training(), TARGETS, "test", budget=6, calibrate=True))
+
+    for one, other in zip(verdicts[0].baselines, verdicts[1].baselines, strict=True):
+        assert one.lds.mean == pytest.approx(other.lds.mean, abs=0.1)
+    assert verdicts[0].lds.mean == pytest.approx(verdicts[1].lds.mean, abs=0.1)
+
+
 # ------------------------------------------------------------------------ baselines
 
 
