@@ -8,7 +8,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from os import PathLike, fspath
+from os import PathLike
 from typing import Any, TypeAlias, final
 
 import numpy as np
@@ -26,7 +26,7 @@ from trak_lite.errors import (
     UnsupportedModelError,
 )
 from trak_lite.evaluation import NoiseCeiling, seed_noise_ceiling
-from trak_lite.store import Column, Manifest, TableSpec, chunk_rows_for
+from trak_lite.store import Column, Manifest, RemotePlace, TableSpec, chunk_rows_for, resolve_place
 from trak_lite.store.manifest import compare_fingerprints
 from trak_lite.vectorised import VectorisedTraining
 from trak_lite.workspace import Workspace
@@ -116,7 +116,7 @@ def retrain(
     masks: ArrayLike,
     output_fn: OutputFunction,
     *,
-    path: str | PathLike[str] | None = None,
+    path: str | PathLike[str] | RemotePlace | None = None,
     seeds: Sequence[int] = (0, 1),
     train_id: str | None = None,
     progress: bool | None = None,
@@ -131,7 +131,7 @@ def retrain(
         masks: ``(S, N)`` from :func:`~trak_lite.evaluation.subset_masks` and its like.
         output_fn: Turns what ``train_fn`` returned into M numbers: the model output of every target, by the same
             function that is attributed.
-        path: Folder for the results; ``None`` keeps them in memory.
+        path: Folder for the results, or their address in an object store; ``None`` keeps them in memory.
         seeds: Passed on to ``train_fn``; with two or more the noise of training is averaged and known.
         train_id: The user's own name for training and outputs, instead of the source of both functions (which a new
             comment changes too).
@@ -154,7 +154,7 @@ def retrain(
         [[3.5], [6.5]]
     """
     plan = _plan(train_fn, masks, output_fn, seeds, train_id)
-    workspace = Workspace(None if path is None else fspath(path))
+    workspace = Workspace(None if path is None else resolve_place(path))
     with workspace.opened(Manifest({"kind": "retraining"})):
         return _fill(workspace, OUTPUTS, plan, lambda jobs: _one_by_one(jobs, train_fn, output_fn), progress)
 
@@ -165,7 +165,7 @@ def retrain_many(
     output_fn: OutputFunction,
     *,
     models_at_once: int = 16,
-    path: str | PathLike[str] | None = None,
+    path: str | PathLike[str] | RemotePlace | None = None,
     seeds: Sequence[int] = (0, 1),
     train_id: str | None = None,
     progress: bool | None = None,
@@ -180,7 +180,7 @@ def retrain_many(
         masks: ``(S, N)``; subsets of one size are trained together.
         output_fn: Turns a trained module, in eval mode, into M numbers.
         models_at_once: Models that are trained side by side, and lost together by a kill.
-        path: Folder for the results; ``None`` keeps them in memory.
+        path: Folder for the results, or their address in an object store; ``None`` keeps them in memory.
         seeds: Seeds of weights and order.
         train_id: As in :func:`retrain`.
         progress: Show a bar; ``None`` shows it on a terminal only.
@@ -192,7 +192,7 @@ def retrain_many(
         ManifestMismatchError: If other masks, seeds or functions were used at this path.
     """
     positive_int(models_at_once=models_at_once)
-    workspace = Workspace(None if path is None else fspath(path))
+    workspace = Workspace(None if path is None else resolve_place(path))
     plan = _plan(training, masks, output_fn, seeds, train_id)
     with workspace.opened(Manifest({"kind": "retraining"})):
         return _fill(
