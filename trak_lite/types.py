@@ -7,7 +7,7 @@ K feature width (``proj_dim``), T positions of a sequence, C checkpoints.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 
@@ -27,6 +27,7 @@ __all__ = [
     "Segment",
     "SummedBlock",
     "num_entries",
+    "samples_of",
 ]
 
 Batch: TypeAlias = Any
@@ -161,6 +162,31 @@ class SummedBlock:
 
 GradientBlock: TypeAlias = DenseBlock | FactoredBlock | LookupBlock | SummedBlock
 BlockSink: TypeAlias = Callable[[GradientBlock], None]
+
+
+def samples_of(block: GradientBlock, samples: slice | Sequence[int]) -> GradientBlock:
+    """Return some samples of a block in the block's own form; a list of them is copied.
+
+    Args:
+        block: Any block.
+        samples: Which of its samples, counted from its first.
+
+    Returns:
+        A block that starts at row 0.
+    """
+    if isinstance(block, SummedBlock):
+        return SummedBlock(block.name, tuple(_part_of(part, samples) for part in block.parts))
+    if isinstance(block, DenseBlock):
+        return DenseBlock(block.name, block.grad[samples])
+    return _part_of(block, samples)
+
+
+def _part_of(
+    block: FactoredBlock | LookupBlock, samples: slice | Sequence[int]
+) -> FactoredBlock | LookupBlock:
+    if isinstance(block, FactoredBlock):
+        return FactoredBlock(block.name, block.inputs[samples], block.output_grads[samples])
+    return LookupBlock(block.name, block.rows[samples], block.values[samples], block.num_rows)
 
 
 class OutputTerms(NamedTuple):

@@ -31,6 +31,7 @@ from trak_lite.gradient_computers.normalized import (
 )
 from trak_lite.gradient_computers.normalized import RowNormalizer as RowNormalizer
 from trak_lite.gradient_computers.reductions import gradient_norms as gradient_norms
+from trak_lite.gradient_computers.reductions import sums_by_row as sums_by_row
 from trak_lite.gradient_computers.reductions import weighted_gradient as weighted_gradient
 
 __all__ = [
@@ -52,6 +53,7 @@ __all__ = [
     "gradient_norms",
     "register_gradient_rule",
     "select_parameters",
+    "sums_by_row",
     "weighted_gradient",
 ]
 

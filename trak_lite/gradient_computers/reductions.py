@@ -14,7 +14,7 @@ from trak_lite.gradient_computers.hooks import HookGradientComputer
 from trak_lite.gradient_computers.iterative import IterativeGradientComputer
 from trak_lite.types import Batch, DenseBlock, FactoredBlock, GradientBlock, LookupBlock, SummedBlock
 
-__all__ = ["GradientNorms", "gradient_norms", "squared_norms", "weighted_gradient"]
+__all__ = ["GradientNorms", "gradient_norms", "squared_norms", "sums_by_row", "weighted_gradient"]
 
 _CANCELLED = 1e-3
 """Share of its positions' sum that a squared norm falls below where they cancel, and lose the digits of float32."""
@@ -81,7 +81,17 @@ def squared_norms(block: GradientBlock) -> Tensor:
 
 
 def _squared_norms_of_rows(block: LookupBlock) -> Tensor:
-    """Return the squared norms ``(b,)`` of a table's gradients: what adds up in one row is added up first."""
+    """Return the squared norms ``(b,)`` of a table's gradients."""
+    return sums_by_row(block)[1].square().sum((1, 2))
+
+
+def sums_by_row(block: LookupBlock) -> tuple[Tensor, Tensor]:
+    """Return a table's gradients with the values of one row added up, in at least float32.
+
+    Returns:
+        Rows ``(b, T)``, those of a sample different from each other, and values ``(b, T, d)``; what is left over of T
+        is row 0 with values of zero.
+    """
     order = block.rows.argsort(dim=1, stable=True)
     rows = block.rows.gather(1, order)
     values = block.values.to(_wide(block.values.dtype)).gather(1, order.unsqueeze(2).expand_as(block.values))
@@ -89,7 +99,7 @@ def _squared_norms_of_rows(block: LookupBlock) -> Tensor:
     new[:, 1:] = rows[:, 1:] != rows[:, :-1]
     place = new.cumsum(1) - 1  # of each row among the different ones of its sample
     sums = torch.zeros_like(values).scatter_add_(1, place.unsqueeze(2).expand_as(values), values)
-    return sums.square().sum((1, 2))
+    return torch.zeros_like(rows).scatter_(1, place, rows), sums
 
 
 def _wide(dtype: torch.dtype) -> torch.dtype:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, ClassVar, TypeAlias
 
 import torch
@@ -11,9 +11,13 @@ from torch import Tensor, nn
 from torch.func import functional_call
 
 from trak_lite._batches import batch_size, flatten_batch, map_tensors
+from trak_lite.errors import InvalidInputError
 from trak_lite.types import Batch, OutputTerms
 
-__all__ = ["AbstractModelOutput", "ModelCall", "TaskFunction"]
+__all__ = ["AbstractModelOutput", "ModelCall", "TaskFunction", "UniformNoise"]
+
+UniformNoise: TypeAlias = Callable[[Sequence[int]], Tensor]
+"""``noise(shape)`` gives numbers in (0, 1), float64 ``(B, *shape)``, that depend on each sample's row alone."""
 
 
 class ModelCall:
@@ -156,6 +160,34 @@ class AbstractModelOutput(ABC):  # noqa: B024 - a subclass defines either of two
             model: The model with the checkpoint's weights, on its device.
         """
         return
+
+    @property
+    def can_sample(self) -> bool:
+        """Whether :meth:`sample_labels` is defined."""
+        return type(self).sample_labels is not AbstractModelOutput.sample_labels
+
+    def sample_labels(self, model_call: ModelCall, batch: Batch, noise: UniformNoise) -> Batch:
+        """Return the batch with labels drawn from the model's own predictive distribution.
+
+        Args:
+            model_call: Calls the model.
+            batch: B samples; their own labels say at most where a label is wanted.
+            noise: Uniform numbers.
+
+        Raises:
+            InvalidInputError: If the task has no distribution of labels, or the batch is not what it expects.
+        """
+        raise InvalidInputError(
+            f"{type(self).__name__} does not say how its labels are distributed, so none can be drawn. Use "
+            "fisher='empirical', which takes the labels of the data, or define sample_labels."
+        )
+
+    def log_likelihood(self) -> AbstractModelOutput | None:
+        """Return the task whose f is minus the training loss, where q times the gradient of f is not that gradient.
+
+        ``None``, where it is. The margins of several tokens or labels have no scalar q for their summed loss.
+        """
+        return None
 
     def settings(self) -> dict[str, Any]:
         """Return the JSON values that change the numbers (a temperature, a choice of f)."""

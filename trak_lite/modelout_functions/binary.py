@@ -12,9 +12,10 @@ from torch.nn import functional as F
 
 from trak_lite._validate import one_of
 from trak_lite.errors import InvalidInputError
-from trak_lite.modelout_functions._base import AbstractModelOutput, ModelCall
+from trak_lite.modelout_functions._base import AbstractModelOutput, ModelCall, UniformNoise
 from trak_lite.modelout_functions._inputs import logits_of, refuse_invalid, shape_texts, split_labels
 from trak_lite.modelout_functions._margins import linear_terms, margin_terms, two_class_margins
+from trak_lite.modelout_functions._sampling import sampled_answers, with_labels
 from trak_lite.types import Batch, OutputTerms
 
 __all__ = ["BinaryClassificationModelOutput", "MultiLabelModelOutput"]
@@ -37,6 +38,12 @@ class BinaryClassificationModelOutput(AbstractModelOutput):
         labels = _one_column(labels, what="labels")
         _check_zero_one(logits, labels)
         return margin_terms(two_class_margins(logits, labels))
+
+    def sample_labels(self, model_call: ModelCall, batch: Batch, noise: UniformNoise) -> Batch:
+        """Draw labels from the sigmoid; see :meth:`AbstractModelOutput.sample_labels`."""
+        args, kwargs, _ = split_labels(batch)
+        logits = _one_column(logits_of(model_call(*args, **kwargs)), what="logits")
+        return with_labels(batch, sampled_answers(logits, noise))
 
 
 @final
@@ -80,6 +87,15 @@ class MultiLabelModelOutput(AbstractModelOutput):
         if self.output == "log_prob":
             return linear_terms(F.logsigmoid(margins).sum(1))
         return margin_terms(margins.sum(1), float(logits.shape[1]))
+
+    def sample_labels(self, model_call: ModelCall, batch: Batch, noise: UniformNoise) -> Batch:
+        """Draw every label from its sigmoid; see :meth:`AbstractModelOutput.sample_labels`."""
+        args, kwargs, _ = split_labels(batch)
+        return with_labels(batch, sampled_answers(logits_of(model_call(*args, **kwargs)), noise))
+
+    def log_likelihood(self) -> AbstractModelOutput:
+        """Return the sum of log p, whose gradient is that of minus the summed cross-entropy."""
+        return MultiLabelModelOutput(output="log_prob")
 
     def settings(self) -> dict[str, Any]:
         """Return the choice of f."""

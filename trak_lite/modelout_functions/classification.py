@@ -11,7 +11,7 @@ from typing import Any, ClassVar, final
 from torch import Tensor, nn
 
 from trak_lite.errors import InvalidInputError
-from trak_lite.modelout_functions._base import AbstractModelOutput, ModelCall
+from trak_lite.modelout_functions._base import AbstractModelOutput, ModelCall, UniformNoise
 from trak_lite.modelout_functions._inputs import (
     class_labels,
     logits_of,
@@ -20,6 +20,7 @@ from trak_lite.modelout_functions._inputs import (
     split_labels,
 )
 from trak_lite.modelout_functions._margins import multiclass_terms
+from trak_lite.modelout_functions._sampling import sampled_classes, with_labels
 from trak_lite.types import Batch, OutputTerms
 
 __all__ = [
@@ -58,6 +59,11 @@ class ImageClassificationModelOutput(AbstractModelOutput):
         args, kwargs, labels = split_labels(batch)
         return _classify(model_call(*args, **kwargs), labels, self.temperature)
 
+    def sample_labels(self, model_call: ModelCall, batch: Batch, noise: UniformNoise) -> Batch:
+        """Draw labels from the softmax; see :meth:`AbstractModelOutput.sample_labels`."""
+        args, kwargs, _ = split_labels(batch)
+        return _with_drawn_labels(batch, model_call(*args, **kwargs), self.temperature, noise)
+
     def settings(self) -> dict[str, Any]:
         """Return the temperature."""
         return {"temperature": self.temperature}
@@ -88,6 +94,11 @@ class IterativeImageClassificationModelOutput(AbstractModelOutput):
         """Return f, q and w; see :meth:`AbstractModelOutput.evaluate`."""
         args, kwargs, labels = split_labels(batch)
         return _classify(model_call(*args, **kwargs), labels, self.temperature)
+
+    def sample_labels(self, model_call: ModelCall, batch: Batch, noise: UniformNoise) -> Batch:
+        """Draw labels from the softmax; see :meth:`AbstractModelOutput.sample_labels`."""
+        args, kwargs, _ = split_labels(batch)
+        return _with_drawn_labels(batch, model_call(*args, **kwargs), self.temperature, noise)
 
     def get_output(
         self,
@@ -147,6 +158,20 @@ class TextClassificationModelOutput(AbstractModelOutput):
 
     def evaluate(self, model_call: ModelCall, batch: Batch) -> OutputTerms:
         """Return f, q and w; see :meth:`AbstractModelOutput.evaluate`."""
+        kwargs, labels = self._named_inputs(batch)
+        return _classify(model_call(**kwargs), labels, self.temperature)
+
+    def sample_labels(self, model_call: ModelCall, batch: Batch, noise: UniformNoise) -> Batch:
+        """Draw labels from the softmax; see :meth:`AbstractModelOutput.sample_labels`."""
+        kwargs, _ = self._named_inputs(batch)
+        return _with_drawn_labels(batch, model_call(**kwargs), self.temperature, noise)
+
+    def settings(self) -> dict[str, Any]:
+        """Return the temperature and the input names."""
+        return {"temperature": self.temperature, "input_names": list(self.input_names)}
+
+    def _named_inputs(self, batch: Batch) -> tuple[dict[str, Any], Tensor]:
+        """Return the model's keywords and the labels."""
         args, kwargs, labels = split_labels(batch)
         if args:
             if len(args) != len(self.input_names):
@@ -156,11 +181,7 @@ class TextClassificationModelOutput(AbstractModelOutput):
                     "dict batches."
                 )
             kwargs = dict(zip(self.input_names, args, strict=True))
-        return _classify(model_call(**kwargs), labels, self.temperature)
-
-    def settings(self) -> dict[str, Any]:
-        """Return the temperature and the input names."""
-        return {"temperature": self.temperature, "input_names": list(self.input_names)}
+        return kwargs, labels
 
 
 def _classify(answer: Any, labels: Tensor, temperature: float) -> OutputTerms:
@@ -173,3 +194,8 @@ def _classify(answer: Any, labels: Tensor, temperature: float) -> OutputTerms:
         )
     labels = class_labels(labels, shape=logits.shape[:1], num_classes=logits.shape[1])
     return multiclass_terms(logits, labels, temperature=temperature)
+
+
+def _with_drawn_labels(batch: Batch, answer: Any, temperature: float, noise: UniformNoise) -> Batch:
+    """Return the batch with labels drawn from the softmax of a classifier's answer."""
+    return with_labels(batch, sampled_classes(logits_of(answer) / temperature, noise))

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from typing import Any, ClassVar, Literal, final
 
+import torch
 from torch import Tensor
 from torch.nn import functional as F
 
 from trak_lite._validate import one_of
 from trak_lite.errors import InvalidInputError
-from trak_lite.modelout_functions._base import AbstractModelOutput, ModelCall
+from trak_lite.modelout_functions._base import AbstractModelOutput, ModelCall, UniformNoise
 from trak_lite.modelout_functions._inputs import (
     class_labels,
     is_transformed,
@@ -19,6 +20,7 @@ from trak_lite.modelout_functions._inputs import (
     split_labels,
 )
 from trak_lite.modelout_functions._margins import class_margins, linear_terms, margin_terms
+from trak_lite.modelout_functions._sampling import sampled_classes, with_labels
 from trak_lite.types import Batch, OutputTerms
 
 __all__ = ["IGNORED", "CausalLanguageModelingModelOutput"]
@@ -65,15 +67,7 @@ class CausalLanguageModelingModelOutput(AbstractModelOutput):
 
     def evaluate(self, model_call: ModelCall, batch: Batch) -> OutputTerms:
         """Return f, q and w; see :meth:`AbstractModelOutput.evaluate`."""
-        args, kwargs, labels = split_labels(batch)
-        if len(args) > 2:
-            raise InvalidInputError(
-                f"The batch has {len(args)} parts before the labels. Expected input_ids and at most "
-                "attention_mask; use dict batches for more."
-            )
-        if len(args) == 2:
-            kwargs = {"attention_mask": args[1]}
-        logits, labels = self._aligned(logits_of(model_call(*args[:1], **kwargs)), labels)
+        logits, labels = self._logits_and_labels(model_call, batch)
         predicted = labels != IGNORED
         count = _counted(predicted)
         # An ignored position counts as the valid label 0 here, so that only labels out of range become NaN.
@@ -87,9 +81,36 @@ class CausalLanguageModelingModelOutput(AbstractModelOutput):
             return linear_terms(total)
         return margin_terms(total, count.to(total.dtype))
 
+    def sample_labels(self, model_call: ModelCall, batch: Batch, noise: UniformNoise) -> Batch:
+        """Draw the label of every predicted token; see :meth:`AbstractModelOutput.sample_labels`.
+
+        The tokens that the model reads stay those of the data.
+        """
+        logits, labels = self._logits_and_labels(model_call, batch)
+        drawn = split_labels(batch).labels.clone()
+        aligned = drawn[:, 1:] if self.shift else drawn
+        aligned.copy_(torch.where(labels == IGNORED, labels, sampled_classes(logits, noise)))
+        return with_labels(batch, drawn)
+
+    def log_likelihood(self) -> AbstractModelOutput:
+        """Return the sum of log p, whose gradient is that of minus the summed cross-entropy."""
+        return CausalLanguageModelingModelOutput(output="log_prob", shift=self.shift)
+
     def settings(self) -> dict[str, Any]:
         """Return the choice of f and of alignment."""
         return {"output": self.output, "shift": self.shift}
+
+    def _logits_and_labels(self, model_call: ModelCall, batch: Batch) -> tuple[Tensor, Tensor]:
+        """Run the model; return logits ``(B, T', V)`` and the labels ``(B, T')`` that they predict."""
+        args, kwargs, labels = split_labels(batch)
+        if len(args) > 2:
+            raise InvalidInputError(
+                f"The batch has {len(args)} parts before the labels. Expected input_ids and at most "
+                "attention_mask; use dict batches for more."
+            )
+        if len(args) == 2:
+            kwargs = {"attention_mask": args[1]}
+        return self._aligned(logits_of(model_call(*args[:1], **kwargs)), labels)
 
     def _aligned(self, logits: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
         """Return logits ``(B, T', V)`` and the int64 labels ``(B, T')`` that they predict, both checked."""

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from trak_lite._validate import one_of
 from trak_lite.errors import InvalidInputError
-from trak_lite.modelout_functions._base import AbstractModelOutput, ModelCall
+from trak_lite.modelout_functions._base import AbstractModelOutput, ModelCall, UniformNoise
 from trak_lite.modelout_functions._inputs import (
     logits_of,
     nan_unless,
@@ -18,6 +18,7 @@ from trak_lite.modelout_functions._inputs import (
     split_labels,
 )
 from trak_lite.modelout_functions._margins import linear_terms
+from trak_lite.modelout_functions._sampling import sampled_values, with_labels
 from trak_lite.types import Batch, OutputTerms
 
 __all__ = ["RegressionModelOutput"]
@@ -61,6 +62,12 @@ class RegressionModelOutput(AbstractModelOutput):
         output = self._one_number(predictions) * nan_unless(targets.isfinite(), targets).reshape(-1)
         values = output.detach()
         return OutputTerms(output, targets.reshape(-1) - values, torch.ones_like(values))
+
+    def sample_labels(self, model_call: ModelCall, batch: Batch, noise: UniformNoise) -> Batch:
+        """Draw targets from unit Gaussians; see :meth:`AbstractModelOutput.sample_labels`."""
+        args, kwargs, targets = split_labels(batch)
+        predictions, _ = _aligned(logits_of(model_call(*args, **kwargs)), targets)
+        return with_labels(batch, sampled_values(predictions, noise))
 
     def settings(self) -> dict[str, Any]:
         """Return the choice of f."""

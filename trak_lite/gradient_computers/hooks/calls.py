@@ -73,6 +73,8 @@ class OperationCall:
     output_axes: tuple[BatchAxis | None, ...]
     """Batch axis of every differentiable result."""
     spec: TreeSpec | None = None
+    keep_factors: bool = False
+    """Whether factors are wanted where the gradients they stand for are fewer numbers."""
     sliceable: bool = True
     """Whether the operation on one sample's slices is the same operation (no argument counts the samples)."""
     outputs: tuple[Any, ...] = ()
@@ -140,12 +142,12 @@ def transposed(part: Contribution) -> Contribution:
     return Factors(part.output_grads, part.inputs)
 
 
-def merged(parts: list[Contribution], shape: torch.Size) -> Contribution:
+def merged(parts: list[Contribution], shape: torch.Size, *, keep_factors: bool = False) -> Contribution:
     """Return the sum of the contributions to one parameter; factors and rows are laid side by side, not added up."""
     if len(parts) == 1:
         return parts[0]
     lookups = _one_lookup([part for part in parts if isinstance(part, Lookups)])
-    factors = _one_product([part for part in parts if isinstance(part, Factors)], shape)
+    factors = _one_product([part for part in parts if isinstance(part, Factors)], shape, keep_factors)
     others = [part for part in parts if not isinstance(part, Lookups | Factors)]
     if not others and isinstance(factors, Factors):
         return factors if lookups is None else Summed(lookups, factors)
@@ -166,13 +168,13 @@ def _one_lookup(parts: list[Lookups]) -> Lookups | None:
     return Lookups(torch.cat(rows, 1), torch.cat(values, 1), num_rows[0])
 
 
-def _one_product(parts: list[Factors], shape: torch.Size) -> Factors | Tensor | None:
-    """Return all factors side by side, or contracted where that is the smaller of the two forms."""
+def _one_product(parts: list[Factors], shape: torch.Size, keep_factors: bool) -> Factors | Tensor | None:
+    """Return all factors side by side, or contracted where that is the smaller form and factors are not to be kept."""
     if len(parts) <= 1:
         return parts[0] if parts else None
     inputs, grads = zip(*parts, strict=True)
     positions = sum(x.shape[1] for x in inputs)
-    if positions * (inputs[0].shape[2] + grads[0].shape[2]) <= 4 * shape.numel():
+    if keep_factors or positions * (inputs[0].shape[2] + grads[0].shape[2]) <= 4 * shape.numel():
         return Factors(torch.cat(inputs, 1), torch.cat(grads, 1))
     total = dense_of(parts[0])
     for part in parts[1:]:

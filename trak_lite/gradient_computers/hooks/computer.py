@@ -35,12 +35,9 @@ from trak_lite.modelout_functions import AbstractModelOutput
 from trak_lite.types import (
     Batch,
     BlockSink,
-    DenseBlock,
-    FactoredBlock,
     GradientBlock,
-    LookupBlock,
     OutputTerms,
-    SummedBlock,
+    samples_of,
 )
 
 __all__ = ["HookGradientComputer"]
@@ -96,6 +93,7 @@ class HookGradientComputer(AbstractStreamingComputer):
         autocast_dtype: torch.dtype | None = None,
         strict: bool | None = None,
         self_check: bool = True,
+        keep_factors: bool = False,
     ) -> None:
         """Store the settings.
 
@@ -113,10 +111,12 @@ class HookGradientComputer(AbstractStreamingComputer):
                 be split, and takes one that f does not depend on (an unused layer) as zero. What a routed batch leaves
                 out (an expert without rows) is zero in all three cases: other batches may reach it.
             self_check: Compare some samples' gradients with plain autograd, as said above.
+            keep_factors: Stream the factors of a convolution even where its gradients are fewer numbers, for those
+                who want the layer's inputs and output gradients themselves. Slower.
         """
         given = (model, task, grad_dim, dtype, device, grad_wrt)
         super().__init__(*given, chunk_size=chunk_size, autocast_dtype=autocast_dtype)
-        self.strict, self.self_check = strict, self_check
+        self.strict, self.self_check, self.keep_factors = strict, self_check, keep_factors
         self._plans: dict[Any, Plan] = {}
         self._failed: dict[Any, str] = {}
         """What a self-check found, by the conditions under which it did."""
@@ -295,7 +295,14 @@ class HookGradientComputer(AbstractStreamingComputer):
         self, plan: Plan, kept: Mapping[str, nn.Parameter], batch: Batch, sink: BlockSink, start: int
     ) -> tuple[OutputTerms, GradientPass, dict[str, Tensor]]:
         """Run forward and backward once; hooks are gone afterwards."""
-        grad_pass = GradientPass(plan, kept, batch_size(batch), sink=sink, start=start)
+        grad_pass = GradientPass(
+            plan,
+            kept,
+            batch_size(batch),
+            sink=sink,
+            start=start,
+            keep_factors=self.keep_factors,
+        )
         handles = grad_pass.install(self.model)
         try:
             with grad_pass:
@@ -346,7 +353,7 @@ class HookGradientComputer(AbstractStreamingComputer):
         found: dict[str, Tensor] = {}
 
         def watched(block: GradientBlock) -> None:
-            found[block.name] = _rows_of(block, positions)
+            found[block.name] = samples_of(block, positions).dense()
             sink(block)
 
         terms, grad_pass, escaped = self._pass(plan, kept, batch, watched if positions else sink, start)
@@ -386,17 +393,6 @@ class HookGradientComputer(AbstractStreamingComputer):
         number = plan.num_batches + 1
         often = plan.flattened or plan.chooses_in_python
         return size not in plan.checked_sizes or often or number & (number - 1) == 0
-
-
-def _rows_of(block: GradientBlock, positions: Sequence[int]) -> Tensor:
-    """Return some samples of a block as gradient rows, in memory of their own."""
-    if isinstance(block, SummedBlock):
-        return torch.stack([_rows_of(part, positions) for part in block.parts]).sum(0)
-    if isinstance(block, FactoredBlock):
-        return FactoredBlock(block.name, block.inputs[positions], block.output_grads[positions]).dense()
-    if isinstance(block, LookupBlock):
-        return LookupBlock(block.name, block.rows[positions], block.values[positions], block.num_rows).dense()
-    return DenseBlock(block.name, block.grad[positions]).dense()
 
 
 def _compare(

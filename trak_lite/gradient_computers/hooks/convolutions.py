@@ -39,7 +39,7 @@ def conv_rule(call: OperationCall, grad: Tensor) -> _Parts | None:
     def parts() -> _Parts:
         if call.wants(weight):
             kernel = tuple(weight.shape[2:])
-            if _factors_are_smaller(call, grad, weight):
+            if call.keep_factors or _factors_are_smaller(call, grad, weight):
                 patches = _patches(x, kernel, step, pad, spread, tuple(grad.shape[2:]))
                 yield weight, _contract(call, patches, grad.flatten(2), groups or 1, weight)
             else:

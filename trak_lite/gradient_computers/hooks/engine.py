@@ -66,6 +66,7 @@ class GradientPass(AbstractInterceptor):
         *,
         sink: BlockSink,
         start: int = 0,
+        keep_factors: bool = False,
     ) -> None:
         """Prepare a pass.
 
@@ -75,12 +76,14 @@ class GradientPass(AbstractInterceptor):
             num_samples: B.
             sink: Takes the blocks.
             start: Row of the batch that sample 0 of this pass has.
+            keep_factors: Stream the factors of matrices and convolutions even where the gradients are smaller.
         """
         super().__init__()
+        self._keep_factors = keep_factors
         self._plan = plan
         self._kept = dict(kept)
         self._num_samples = num_samples
-        self._ledger = GradientLedger(kept, num_samples, sink=sink, start=start)
+        self._ledger = GradientLedger(kept, num_samples, sink=sink, start=start, keep_factors=keep_factors)
         self._cursor = 0
         self._in_backward = False
         self._code = SampleCode(num_samples)
@@ -225,7 +228,16 @@ class GradientPass(AbstractInterceptor):
                 if isinstance(leaf, Tensor):
                     axes[id(leaf)] = self._fitted(site, next(tensors), leaf.shape)
         call = OperationCall(
-            function, args, kwargs, self._num_samples, targets, axes, site.output_axes, spec, site.sliceable
+            function,
+            args,
+            kwargs,
+            self._num_samples,
+            targets,
+            axes,
+            site.output_axes,
+            spec,
+            self._keep_factors,
+            site.sliceable,
         )
         call.versions = [
             (leaf, leaf._version) for leaf in saved if isinstance(leaf, Tensor) and id(leaf) not in targets

@@ -45,7 +45,13 @@ class GradientLedger:
     """Counts the uses of parameters in one forward pass, and books their gradients in the backward pass."""
 
     def __init__(
-        self, kept: Mapping[str, nn.Parameter], num_samples: int, *, sink: BlockSink, start: int
+        self,
+        kept: Mapping[str, nn.Parameter],
+        num_samples: int,
+        *,
+        sink: BlockSink,
+        start: int,
+        keep_factors: bool = False,
     ) -> None:
         """Open the books.
 
@@ -54,7 +60,9 @@ class GradientLedger:
             num_samples: B.
             sink: Takes the blocks.
             start: Row of the batch that sample 0 of this pass has.
+            keep_factors: Contract no factors.
         """
+        self._keep_factors = keep_factors
         self.methods: dict[str, dict[str, None]] = {name: {} for name in kept}
         """The rules that gave each parameter's gradient."""
         self._kept = kept
@@ -122,7 +130,7 @@ class GradientLedger:
         if uses.name is not None:
             if parts and uses.name not in self._emitted:
                 self._emitted.add(uses.name)
-                self._emit(uses.name, merged(parts, uses.tensor.shape))
+                self._emit(uses.name, merged(parts, uses.tensor.shape, keep_factors=self._keep_factors))
             return
         roots = [self._uses[root] for root in uses.roots]
         if parts:

@@ -1,0 +1,104 @@
+r"""Labels drawn from a model's own predictive distribution, and outputs whose gradient is that of the loss.
+
+The Fisher information of a model is :math:`E[\nabla \log p(y')\,\nabla \log p(y')^\top]` with :math:`y'` drawn from the
+model, which for these losses is the Gauss-Newton matrix (Martens, arXiv:1412.1193, section 9).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Literal, TypeAlias, final
+
+import torch
+from torch import Tensor
+
+from trak_lite.modelout_functions._base import AbstractModelOutput, ModelCall, UniformNoise
+from trak_lite.modelout_functions._inputs import LABEL_KEYS, fields_of
+from trak_lite.modelout_functions._margins import linear_terms
+from trak_lite.types import Batch, OutputTerms
+
+__all__ = [
+    "LossModelOutput",
+    "sampled_answers",
+    "sampled_classes",
+    "sampled_values",
+    "with_labels",
+]
+
+LossWeight: TypeAlias = Literal["out_to_loss_grad", "loss_curvature"]
+
+
+@final
+class LossModelOutput(AbstractModelOutput):
+    r"""The output of another task times a weight of its own, so that its gradient squared is a curvature.
+
+    ``"out_to_loss_grad"``: :math:`q f` with q held fixed, whose gradient is :math:`-\nabla L`; where the task has a
+    log-likelihood of its own (:meth:`AbstractModelOutput.log_likelihood`), that one.
+    ``"loss_curvature"``: :math:`\sqrt{w} f`, whose gradient squared is the term of a sample in the Gauss-Newton matrix
+    of L as a function of f.
+    """
+
+    def __init__(self, task: AbstractModelOutput, *, weight: LossWeight = "out_to_loss_grad") -> None:
+        """Wrap a task.
+
+        Args:
+            task: Its terms are evaluated; it is prepared by whoever owns it.
+            weight: Which term f is weighted by.
+        """
+        likelihood = task.log_likelihood() if weight == "out_to_loss_grad" else None
+        self.task = task if likelihood is None else likelihood
+        self.weight = weight
+
+    def evaluate(self, model_call: ModelCall, batch: Batch) -> OutputTerms:
+        """Return the weighted f, with q = 1 and w = 0; see :meth:`AbstractModelOutput.evaluate`."""
+        terms = self.task.evaluate(model_call, batch)
+        weight = terms.out_to_loss_grad if self.weight == "out_to_loss_grad" else terms.loss_curvature.sqrt()
+        return linear_terms(terms.output * weight.detach())
+
+
+def with_labels(batch: Batch, labels: Tensor) -> Batch:
+    """Return the batch with other labels in the place that :func:`split_labels` takes them from."""
+    fields = fields_of(batch)
+    if fields is None:
+        *inputs, _ = batch
+        return (*inputs, labels)
+    key = next(key for key in LABEL_KEYS if key in fields)
+    if dataclasses.is_dataclass(batch) and not isinstance(batch, type):
+        return dataclasses.replace(batch, **{key: labels})
+    return {**fields, key: labels}
+
+
+@torch.no_grad()
+def sampled_classes(logits: Tensor, noise: UniformNoise) -> Tensor:
+    """Return one class per position, drawn from the softmax over the last axis.
+
+    Args:
+        logits: ``(B, ..., C)``.
+        noise: Uniform numbers.
+
+    Returns:
+        int64 ``(B, ...)``.
+    """
+    drawn = noise(logits.shape[1:-1]).to(logits.device)
+    # One sample at a time: over a vocabulary the sums in float64 are the largest tensor of all.
+    return torch.stack([_class_of(row, u) for row, u in zip(logits, drawn, strict=True)])
+
+
+def _class_of(logits: Tensor, uniform: Tensor) -> Tensor:
+    sums = logits.softmax(-1).to(uniform.dtype).cumsum(-1)
+    below = sums < uniform.unsqueeze(-1) * sums[..., -1:]
+    return below.sum(-1)
+
+
+@torch.no_grad()
+def sampled_answers(logits: Tensor, noise: UniformNoise) -> Tensor:
+    """Return an answer of 0 or 1 per logit of the answer 1, both ``(B, ...)``, in the dtype of the logits."""
+    drawn = noise(logits.shape[1:]).to(logits.device)
+    return (drawn < logits.sigmoid().to(drawn.dtype)).to(logits.dtype)
+
+
+@torch.no_grad()
+def sampled_values(means: Tensor, noise: UniformNoise) -> Tensor:
+    """Return values drawn from unit Gaussians around ``means``, both ``(B, ...)``."""
+    drawn = noise(means.shape[1:]).to(means.device)
+    return means + torch.special.ndtri(drawn).to(means.dtype)
