@@ -87,7 +87,8 @@ def sampled_classes(logits: Tensor, noise: UniformNoise) -> Tensor:
 def _class_of(logits: Tensor, uniform: Tensor) -> Tensor:
     sums = logits.softmax(-1).to(uniform.dtype).cumsum(-1)
     below = sums < uniform.unsqueeze(-1) * sums[..., -1:]
-    return below.sum(-1)
+    classes: Tensor = below.sum(-1)
+    return classes
 
 
 @torch.no_grad()
