@@ -96,14 +96,15 @@ class UnitSums:
         self.dtype = torch.promote_types(self.dtype, torch.promote_types(x.dtype, g.dtype))
         used = self._num_used(block, x, g)
         self.num_positions += used
-        inputs = _second_moments(x, self._max_side)
+        if self.inputs is None or self.outputs is None:
+            self.inputs = self._zeros(self.unit.width, x.device)
+            self.outputs = self._zeros(self.unit.rows, g.device)
+        _add_second_moments(self.outputs, g)
+        _add_second_moments(self.inputs, x)
         if self.unit.bias is not None:
-            inputs = _with_ones(inputs, x.sum(0), used)
-        outputs = _second_moments(g, self._max_side)
-        self.inputs = inputs if self.inputs is None else self.inputs.add_(inputs)
-        self.outputs = outputs if self.outputs is None else self.outputs.add_(outputs)
-        if self.unit.bias is not None:
-            self._compare(g.sum(0, dtype=outputs.dtype), g.abs().sum(0, dtype=outputs.dtype))
+            _add_ones(self.inputs, x.sum(0), used)
+            wide = self.outputs.dtype
+            self._compare(g.sum(0, dtype=wide), g.abs().sum(0, dtype=wide))
 
     def add_bias(self, block: GradientBlock) -> None:
         """Add some samples' bias gradients."""
@@ -130,6 +131,10 @@ class UnitSums:
         for samples in sample_slices(block.num_samples, self.squares.numel()):
             grads = precise(samples_of(block, samples).dense())
             self.squares += grads.square().sum(0, dtype=self.squares.dtype).reshape(shape)
+
+    def _zeros(self, side: int, device: torch.device) -> Tensor:
+        shape = (side,) if side > self._max_side else (side, side)
+        return torch.zeros(shape, dtype=accumulation_dtype(device), device=device)
 
     def _num_used(self, block: FactoredBlock, x: Tensor, g: Tensor) -> float:
         """Return the number of positions, without the padding of samples that have fewer than others."""
@@ -170,17 +175,20 @@ class CurvatureSums:
         return fits and min(unit.rows, unit.width) <= self._max_side
 
 
-def _second_moments(rows: Tensor, max_side: int) -> Tensor:
-    wide = accumulation_dtype(rows.device)
-    if rows.shape[1] > max_side:
-        return rows.square().sum(0, dtype=wide)
-    return (rows.T @ rows).to(wide)
+def _add_second_moments(total: Tensor, rows: Tensor) -> None:
+    """Add those of rows ``(p, d)`` to the first d entries of each axis of a total, which may be a diagonal."""
+    width = rows.shape[1]
+    if total.dim() == 1:
+        total[:width] += rows.square().sum(0, dtype=total.dtype)
+    else:
+        total[:width, :width] += rows.T @ rows
 
 
-def _with_ones(moments: Tensor, total: Tensor, count: float) -> Tensor:
-    """Return the second moments of rows with a 1 at the end, given those without, the rows' sum and their number."""
-    last = total.to(moments.dtype)
-    corner = moments.new_tensor([count])
-    if moments.dim() == 1:
-        return torch.cat([moments, corner])
-    return torch.cat([torch.cat([moments, last[:, None]], 1), torch.cat([last, corner]).unsqueeze(0)], 0)
+def _add_ones(total: Tensor, rows_sum: Tensor, count: float) -> None:
+    """Add what a 1 at the end of every row adds to a total, given the rows' sum and their number."""
+    if total.dim() == 1:
+        total[-1] += count
+        return
+    total[-1, :-1] += rows_sum
+    total[:-1, -1] += rows_sum
+    total[-1, -1] += count

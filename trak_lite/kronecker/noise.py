@@ -14,13 +14,15 @@ from trak_lite.modelout_functions import UniformNoise
 
 __all__ = ["row_noise"]
 
-_HALF_STEP = 2.0**-54  # numpy's numbers are multiples of 2^-53, zero included
+_STEP = np.uint64(0x9E3779B97F4A7C15)
+_HALF_STEP = 2.0**-54  # the numbers are multiples of 2^-53, zero included
 
 
 def row_noise(rows: NDArray[np.int64], *, seed: int, draw: int) -> UniformNoise:
     """Return a source of uniform numbers in (0, 1) for these rows.
 
-    Those of a row are the first ones of its own stream (Philox), so a longer shape continues a shorter one.
+    Those of a row are the first ones of its own stream (SplitMix64: Steele, Lea and Flood, "Fast Splittable
+    Pseudorandom Number Generators", 2014), so a longer shape continues a shorter one.
 
     Args:
         rows: ``(B,)`` numbers of the rows.
@@ -32,13 +34,20 @@ def row_noise(rows: NDArray[np.int64], *, seed: int, draw: int) -> UniformNoise:
         >>> bool((one[0] == both[1]).all())
         True
     """
+    start = _mixed(np.array([seed & (2**64 - 1)], dtype=np.uint64) + _STEP)
+    start = _mixed(start + np.array([draw + 1], dtype=np.uint64) * _STEP)
+    streams = _mixed(start + (rows.astype(np.uint64) + np.uint64(1)) * _STEP)
 
     def noise(shape: Sequence[int]) -> Tensor:
-        count = math.prod(shape)
-        numbers = np.empty((len(rows), count))
-        for place, row in enumerate(rows):
-            stream = np.random.Philox(key=[seed & (2**64 - 1), int(row)], counter=[0, draw, 0, 0])
-            np.random.Generator(stream).random(out=numbers[place])
-        return torch.from_numpy(numbers + _HALF_STEP).reshape(len(rows), *shape)
+        places = np.arange(1, math.prod(shape) + 1, dtype=np.uint64) * _STEP
+        bits = _mixed(streams[:, None] + places) >> np.uint64(11)
+        return torch.from_numpy(bits * 2.0**-53 + _HALF_STEP).reshape(len(rows), *shape)
 
     return noise
+
+
+def _mixed(numbers: NDArray[np.uint64]) -> NDArray[np.uint64]:
+    """Return SplitMix64's mix of 64-bit numbers; products wrap around."""
+    numbers = (numbers ^ (numbers >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+    numbers = (numbers ^ (numbers >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    return numbers ^ (numbers >> np.uint64(31))

@@ -80,11 +80,13 @@ def sampled_classes(logits: Tensor, noise: UniformNoise) -> Tensor:
         int64 ``(B, ...)``.
     """
     drawn = noise(logits.shape[1:-1]).to(logits.device)
+    if logits.dim() == 2:
+        return _classes_of(logits, drawn)
     # One sample at a time: over a vocabulary the sums in float64 are the largest tensor of all.
-    return torch.stack([_class_of(row, u) for row, u in zip(logits, drawn, strict=True)])
+    return torch.stack([_classes_of(row, u) for row, u in zip(logits, drawn, strict=True)])
 
 
-def _class_of(logits: Tensor, uniform: Tensor) -> Tensor:
+def _classes_of(logits: Tensor, uniform: Tensor) -> Tensor:
     sums = logits.softmax(-1).to(uniform.dtype).cumsum(-1)
     below = sums < uniform.unsqueeze(-1) * sums[..., -1:]
     classes: Tensor = below.sum(-1)
@@ -95,11 +97,13 @@ def _class_of(logits: Tensor, uniform: Tensor) -> Tensor:
 def sampled_answers(logits: Tensor, noise: UniformNoise) -> Tensor:
     """Return an answer of 0 or 1 per logit of the answer 1, both ``(B, ...)``, in the dtype of the logits."""
     drawn = noise(logits.shape[1:]).to(logits.device)
-    return (drawn < logits.sigmoid().to(drawn.dtype)).to(logits.dtype)
+    answers: Tensor = (drawn < logits.sigmoid().to(drawn.dtype)).to(logits.dtype)
+    return answers
 
 
 @torch.no_grad()
 def sampled_values(means: Tensor, noise: UniformNoise) -> Tensor:
     """Return values drawn from unit Gaussians around ``means``, both ``(B, ...)``."""
     drawn = noise(means.shape[1:]).to(means.device)
-    return means + torch.special.ndtri(drawn).to(means.dtype)
+    values: Tensor = means + torch.special.ndtri(drawn).to(means.dtype)
+    return values
