@@ -28,7 +28,7 @@ FLOORS = [
     {"diagnosis", "kronecker"},
     {"pipeline"},
     {"score_tiles"},
-    {"workspace", "score_source"},
+    {"workspace", "score_source", "curvature_fits"},
     {"target_session", "score_matrix"},
     {"scores", "score_result"},
     {"retraining"},

@@ -26,6 +26,7 @@ from trak_lite.checkpoints import (
     load_into,
     weights_digest,
 )
+from trak_lite.curvature_fits import CurvatureFits
 from trak_lite.datasets import Rows
 from trak_lite.diagnosis import naming_rows
 from trak_lite.errors import InvalidInputError, StateError
@@ -40,6 +41,7 @@ from trak_lite.gradient_computers import (
     choose_gradient_computer,
     select_parameters,
 )
+from trak_lite.kronecker import KroneckerSettings, PreconditionedProjector, Preconditioner
 from trak_lite.modelout_functions import AbstractModelOutput, describe_task, resolve_task
 from trak_lite.pipeline import (
     GRADIENT_NORM,
@@ -52,7 +54,7 @@ from trak_lite.projectors import AbstractProjector, projector_name, select_proje
 from trak_lite.retraining import TrainFunction, retrain_into
 from trak_lite.score_matrix import AbstractScoreMatrix, DampingPath, StoredMatrix, StreamedMatrix
 from trak_lite.score_result import ScoreResult, finished_scores, scorable_tables, score_path
-from trak_lite.score_source import ScoreSource
+from trak_lite.score_source import ScoreSource, target_folder
 from trak_lite.scores import Scores
 from trak_lite.scoring import DEFAULT_DAMPING, KernelSettings, ScoreSettings, ScoreView
 from trak_lite.store import (
@@ -67,7 +69,7 @@ from trak_lite.store import (
     resolve_place,
 )
 from trak_lite.store.manifest import compare_fingerprints
-from trak_lite.target_session import TargetSession
+from trak_lite.target_session import TargetSession, visit_checkpoints
 from trak_lite.types import Batch, FeatureLayout, ParameterShapes, num_entries
 from trak_lite.verification import (
     ScoredRows,
@@ -334,7 +336,7 @@ class Attributor:
         data: Any,
         name: str = "targets",
         *,
-        kernel: Literal["curvature", "trak", "dot", "cosine"] | None = None,
+        kernel: Literal["curvature", "trak", "dot", "cosine", "ekfac"] | None = None,
         damping: float | None = None,
         layout: Literal["stored", "joint"] = "stored",
         q: Literal["outside", "inside", "off"] = "outside",
@@ -356,9 +358,11 @@ class Attributor:
         Args:
             data: The targets: a map-style dataset, or a DataLoader that reads one in order.
             name: Name of the target set.
-            kernel: ``"curvature"``, ``"trak"`` (not weighted), ``"dot"`` (the product of gradients: no kernel) or
-                ``"cosine"``; ``None`` is the attributor's.
-            damping: Lambda in units of the kernel's mean eigenvalue; ``None`` is the attributor's.
+            kernel: ``"curvature"``, ``"trak"`` (not weighted), ``"dot"`` (the product of gradients: no kernel),
+                ``"cosine"``, or ``"ekfac"``, which needs :meth:`fit_curvature` and takes the targets' gradients anew;
+                ``None`` is the attributor's.
+            damping: Lambda in units of the kernel's mean eigenvalue (``"ekfac"``: that of every layer's curvature);
+                ``None`` is the attributor's.
             layout: ``"joint"`` takes rows with a segment per module under one kernel, of the square of their width.
             q: Multiply the scores of a train row by its mean q over checkpoints (``"outside"``), the part of each
                 checkpoint by its own (``"inside"``), or by nothing (``"off"``).
@@ -394,7 +398,9 @@ class Attributor:
             self._workspace.opened(self._manifest(None)) as workspace,
             borrow_model(self.model, self.device) as own,
         ):
-            session = self._target_session(workspace, targets, name, identity, own)
+            if settings.kernel == "ekfac":
+                identity = {**identity, "curvature": self._fits(workspace.store()).record()}
+            session = self._target_session(workspace, targets, name, settings, identity, own)
             used: list[str] | None = None
             if checkpoints is not None:
                 used = [session.add(c) for c in iterate_checkpoints(checkpoints, checkpoint_loader)]
@@ -412,6 +418,83 @@ class Attributor:
         if dense:
             return self.scores(name, **settings.view())
         return self._streamed(name, settings, list(train), kept)
+
+    def fit_curvature(
+        self,
+        data: Any,
+        checkpoints: CheckpointSource = None,
+        *,
+        settings: KroneckerSettings | None = None,
+        checkpoint_loader: Callable[[Any], Mapping[str, Tensor]] | None = None,
+        indices: Sequence[int] | None = None,
+        batch_size: int | None = None,
+        dataset_id: str | None = None,
+    ) -> None:
+        """Fit the Kronecker-factored curvature (EK-FAC) of checkpoints, for ``score(..., kernel="ekfac")``.
+
+        Takes two passes over the train rows, and the eigenvectors of every layer's sides once. A checkpoint that was
+        fitted with these settings is not fitted again; a fit with others takes its place.
+
+        Args:
+            data: The train data, as given to :meth:`featurize`.
+            checkpoints: The checkpoints to fit, all of them featurized; ``None`` fits every one in the store.
+            settings: Which curvature; by default the true Fisher information where the task can draw labels.
+            checkpoint_loader: As in :meth:`featurize`.
+            indices: Dataset index of every row, as in :meth:`featurize`.
+            batch_size: Samples per pass; ``None`` takes the loader's, or 32.
+            dataset_id: As in :meth:`featurize`.
+
+        Raises:
+            InvalidInputError: If the task does not have what the settings ask for, or a batch is not what it expects.
+            UnsupportedModelError: If hooks cannot differentiate the model.
+            StateError: If a checkpoint is not in the store, or its weights are not to be found.
+            ManifestMismatchError: If the store holds other settings or other data.
+            ReadOnlyStoreError: If the store cannot be written.
+
+        Example:
+            >>> from torch.utils.data import TensorDataset
+            >>> _ = torch.manual_seed(0)
+            >>> data = TensorDataset(torch.randn(20, 4), torch.randint(2, (20,)))
+            >>> attributor = Attributor(nn.Linear(4, 2), "image_classification", None, proj_dim=8)
+            >>> _ = attributor.featurize(data)
+            >>> attributor.fit_curvature(data)
+            >>> attributor.score(data, name="itself", kernel="ekfac").shape
+            (20, 20)
+        """
+        rows = self._rows(data, indices, batch_size, "the train data")
+        identity = rows.identity(dataset_id)
+        with (
+            self._workspace.opened(self._manifest(identity)) as workspace,
+            borrow_model(self.model, self.device) as own,
+        ):
+            store = workspace.store()
+            fits = self._fits(store)
+            fits.begin(settings or KroneckerSettings(), self.task, identity)
+
+            def fit(digest: str, label: str) -> None:
+                fits.fit(
+                    digest,
+                    self.task,
+                    rows,
+                    device=self.device,
+                    label=f"Fitting the curvature of {label}",
+                    progress=self._progress,
+                )
+
+            if checkpoints is not None:
+                for checkpoint in iterate_checkpoints(checkpoints, checkpoint_loader):
+                    digest = self._load(checkpoint, own)
+                    complete_tables(store, [digest])
+                    fit(digest, checkpoint.name)
+                return
+            visit_checkpoints(
+                store,
+                [digest for digest in checkpoint_tables(store) if not fits.has(digest)],
+                self._candidates,
+                lambda checkpoint: self._load(checkpoint, own),
+                fit,
+                purpose="to fit a curvature",
+            )
 
     def scores(self, name: str = "targets", *, dense: bool = True, **view: Unpack[ScoreView]) -> Scores:
         """Return the scores of a target set from the store, without the data and without a gradient.
@@ -641,7 +724,14 @@ class Attributor:
         fingerprint = {"model_id": model_id, "weights": digest}
         return fingerprint if state is None else {**fingerprint, "task_state": state}
 
-    def _featurize(self, table: LateTable, rows: Rows, model_id: int, label: str) -> int:
+    def _featurize(
+        self,
+        table: LateTable,
+        rows: Rows,
+        model_id: int,
+        label: str,
+        projector: AbstractProjector | None = None,
+    ) -> int:
         found: list[AbstractGradientComputer] = []
 
         def computer_for(batch: Batch, wanted: NDArray[np.int64]) -> AbstractGradientComputer:
@@ -657,7 +747,7 @@ class Attributor:
             table,
             rows,
             computer_for,
-            self.projector,
+            self.projector if projector is None else projector,
             model_id=model_id,
             device=self.device,
             label=label,
@@ -739,9 +829,9 @@ class Attributor:
     ) -> Scores:
         """Return scores that are computed when asked, of the checkpoints that the targets were featurized with."""
         store = self._workspace.reader()
-        train = scorable_tables(store, name, digests)
+        train = scorable_tables(store, name, settings, digests)
         matrix = StreamedMatrix(self._source(store, train, name, settings), kept)
-        return self._scores(store, name, settings, train, matrix, f"targets/{name}")
+        return self._scores(store, name, settings, train, matrix, target_folder(name, settings))
 
     def _scores(
         self,
@@ -767,24 +857,40 @@ class Attributor:
         workspace: Workspace,
         targets: Rows,
         name: str,
+        settings: ScoreSettings,
         identity: Mapping[str, Any],
         own: Mapping[str, Tensor],
     ) -> TargetSession:
         """Return what computes the features of a target set, with the model of this attributor."""
+        preconditioned = settings.kernel == "ekfac"
+
+        def featurize(table: LateTable, rows: Rows, model_id: int, label: str) -> int:
+            if not preconditioned:
+                return self._featurize(table, rows, model_id, label)
+            fits, digest = self._fits(workspace.store()), table.spec.fingerprint["weights"]
+            inverse = Preconditioner(fits.curvature(digest, self.device), damping=settings.damping or 0.0)
+            return self._featurize(
+                table, rows, model_id, label, PreconditionedProjector(self.projector, inverse)
+            )
+
         return TargetSession(
             workspace,
             targets,
             name=name,
+            folder=target_folder(name, settings),
             identity=identity,
             load=lambda checkpoint: self._load(checkpoint, own),
             spec=lambda model_id, digest: target_table_spec(
                 len(targets),
                 self.layout.width,
-                self.dtype,
+                "float32" if preconditioned else self.dtype,  # an inverse curvature is beyond float16's range
                 {**self._row_fingerprint(model_id, digest), "targets": dict(identity)},
             ),
-            featurize=self._featurize,
+            featurize=featurize,
         )
+
+    def _fits(self, store: AbstractFeatureStore) -> CurvatureFits:
+        return CurvatureFits(store, self.model, self.parameters)
 
     def _candidates(self, store: AbstractFeatureStore, needed: Iterable[str]) -> Iterator[Checkpoint]:
         """Yield checkpoints that may hold the needed weights: from featurize, from disk, the model's own."""

@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 
 from trak_lite.errors import StateError
 from trak_lite.score_matrix import both_ends
-from trak_lite.score_source import ScoreSource
+from trak_lite.score_source import ScoreSource, target_folder
 from trak_lite.score_tiles import score_rows, score_table_spec
 from trak_lite.scoring import ScoreSettings
 from trak_lite.store import AbstractFeatureStore, AbstractRowTable, Manifest
@@ -56,24 +56,26 @@ def finished_scores(
 
 
 def scorable_tables(
-    store: AbstractFeatureStore, name: str, digests: Sequence[str] | None
+    store: AbstractFeatureStore, name: str, settings: ScoreSettings, digests: Sequence[str] | None
 ) -> list[AbstractRowTable]:
     """Return the train tables of the checkpoints that a target set has features for.
 
     Args:
         store: The store.
         name: Name of the target set.
+        settings: How the scores are made, which says which features of the targets.
         digests: Weights of the checkpoints; ``None`` takes all that have such features.
 
     Raises:
         StateError: If there is none, or train rows are pending.
     """
-    known = store.table_names("targets")
+    folder = target_folder(name, settings)
+    known = store.table_names(folder.split("/")[0])
     if digests is None:
         digests = [
             digest
             for digest, path in checkpoint_tables(store).items()
-            if f"targets/{name}/{path}" in known and store.open_table(f"targets/{name}/{path}").complete
+            if f"{folder}/{path}" in known and store.open_table(f"{folder}/{path}").complete
         ]
     if not digests:
         names = sorted({path.split("/")[1] for path in known})

@@ -42,7 +42,7 @@ from trak_lite.scoring import (
 from trak_lite.store import AbstractFeatureStore, AbstractRowTable
 from trak_lite.types import FeatureLayout
 
-__all__ = ["Reliability", "ScoreSource"]
+__all__ = ["Reliability", "ScoreSource", "target_folder"]
 
 _PAIR_ROWS = 1024
 _RANKED_VALUES = 1 << 24  # scores that are ranked at a time
@@ -59,6 +59,13 @@ class Reliability:
     """``(M,)`` the correlation to be expected with the mean over as many other ones (Spearman and Brown)."""
     reliable: NDArray[np.bool_]
     """``(M,)`` whether ``expected`` reaches the threshold."""
+
+
+def target_folder(name: str, settings: ScoreSettings) -> str:
+    """Return where the features of a target set are kept that a view reads, one table per checkpoint."""
+    if settings.kernel == "ekfac":
+        return f"preconditioned/{name}/{settings.damping:g}"
+    return f"targets/{name}"
 
 
 @final
@@ -162,7 +169,16 @@ class ScoreSource:
         return score_tile(terms, rows, q=self.settings.q, device=self._device)
 
     def self_influence(self) -> NDArray[np.float32]:
-        """Return the score of every train row for itself, ``(N,)``."""
+        """Return the score of every train row for itself, ``(N,)``.
+
+        Raises:
+            InvalidInputError: If targets are not made from stored rows alone (``"ekfac"``).
+        """
+        if self.settings.kernel == "ekfac":
+            raise InvalidInputError(
+                "Self-influence with kernel='ekfac' needs every train row behind the curvature too, and only targets "
+                "are. Use another kernel for it, or score the train data as targets and take the diagonal."
+            )
         total = np.zeros(self.num_rows)
         out_to_loss = np.zeros(self.num_rows)
         for table, weight in zip(self._train, self._weights, strict=True):
@@ -290,7 +306,7 @@ class ScoreSource:
         return torch.from_numpy(self._targets(table).read(FEATURES)[targets]).to(self._device)
 
     def _targets(self, table: AbstractRowTable) -> AbstractRowTable:
-        return self._store.open_table(f"targets/{self._name}/{_path(table)}")
+        return self._store.open_table(f"{target_folder(self._name, self.settings)}/{_path(table)}")
 
 
 def _path(table: AbstractRowTable) -> str:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from typing import Any, final
+from typing import Any, TypeAlias, final
 
 from trak_lite.checkpoints import Checkpoint
 from trak_lite.datasets import Rows
@@ -13,7 +13,10 @@ from trak_lite.store import AbstractFeatureStore, TableSpec
 from trak_lite.store.manifest import compare_fingerprints
 from trak_lite.workspace import Workspace, checkpoint_tables, complete_tables
 
-__all__ = ["TargetSession"]
+__all__ = ["Candidates", "TargetSession", "visit_checkpoints"]
+
+Candidates: TypeAlias = Callable[[AbstractFeatureStore, Iterable[str]], Iterator[Checkpoint]]
+"""Yields checkpoints that may hold the weights that are needed."""
 
 
 @final
@@ -26,6 +29,7 @@ class TargetSession:
         targets: Rows,
         *,
         name: str,
+        folder: str,
         identity: Mapping[str, Any],
         load: Callable[[Checkpoint], str],
         spec: Callable[[int, str], TableSpec],
@@ -37,6 +41,7 @@ class TargetSession:
             workspace: The store, open.
             targets: The target rows.
             name: Name of the target set.
+            folder: Where the features are kept, one table per checkpoint.
             identity: What the targets are recognised by.
             load: Loads a checkpoint and returns the digest of its weights.
             spec: Returns the table of the targets' features, from the checkpoint's id and digest.
@@ -45,6 +50,7 @@ class TargetSession:
         self._workspace = workspace
         self._targets = targets
         self._name = name
+        self._folder = folder
         self._identity = identity
         self._load = load
         self._spec = spec
@@ -64,7 +70,7 @@ class TargetSession:
     def find(
         self,
         digests: Iterable[str],
-        candidates: Callable[[AbstractFeatureStore, Iterable[str]], Iterator[Checkpoint]],
+        candidates: Candidates,
     ) -> None:
         """Compute the target features that are missing, from wherever their weights are to be found.
 
@@ -77,31 +83,18 @@ class TargetSession:
         """
         store = self._workspace.store()
         waiting = {digest for digest in digests if not self._has(digest)}
-        for checkpoint in candidates(store, waiting):
-            if not waiting:
-                return
-            digest = self._load(checkpoint)
-            if digest in waiting:
-                self._fill(digest, checkpoint.name)
-                waiting.remove(digest)
-        if waiting:
-            paths = checkpoint_tables(store)
-            lacking = sorted(paths[digest].removeprefix("ckpt-") for digest in waiting)
-            raise StateError(
-                f"The weights of checkpoints {lacking} are needed to score new targets, but none of the known "
-                "sources holds them. Pass score(..., checkpoints=...) with the weights that were featurized."
-            )
+        visit_checkpoints(store, waiting, candidates, self._load, self._fill, purpose="to score new targets")
 
     def _fill(self, digest: str, label: str) -> None:
         """Compute the target features that the checkpoint lacks that is loaded."""
         model_id = self._workspace.model_id(digest)
-        path = f"targets/{self._name}/ckpt-{model_id}"
+        path = f"{self._folder}/ckpt-{model_id}"
         late = self._workspace.late_table(path, self._spec(model_id, digest))
         self._featurize(late, self._targets, model_id, f"Targets {self._name!r}, {label}")
 
     def _has(self, digest: str) -> bool:
         """Whether all target features of a checkpoint are there."""
-        path = f"targets/{self._name}/ckpt-{self._workspace.model_id(digest)}"
+        path = f"{self._folder}/ckpt-{self._workspace.model_id(digest)}"
         table = self._workspace.table(path)
         if table is None:
             return False
@@ -112,3 +105,42 @@ class TargetSession:
             remedy="Score other targets under another name.",
         )
         return table.complete
+
+
+def visit_checkpoints(
+    store: AbstractFeatureStore,
+    digests: Iterable[str],
+    candidates: Candidates,
+    load: Callable[[Checkpoint], str],
+    visit: Callable[[str, str], None],
+    *,
+    purpose: str,
+) -> None:
+    """Load checkpoints of the store one by one, from wherever their weights are to be found.
+
+    Args:
+        store: Has train rows of them.
+        digests: Their weights.
+        candidates: Yields checkpoints that may hold the weights that are needed.
+        load: Loads a checkpoint and returns the digest of its weights.
+        visit: Called with the digest and the name of each checkpoint, once it is loaded.
+        purpose: What the weights are needed for, for the message.
+
+    Raises:
+        StateError: If the weights of a checkpoint are not to be found.
+    """
+    waiting = set(digests)
+    for checkpoint in candidates(store, set(waiting)):
+        if not waiting:
+            return
+        digest = load(checkpoint)
+        if digest in waiting:
+            visit(digest, checkpoint.name)
+            waiting.remove(digest)
+    if waiting:
+        paths = checkpoint_tables(store)
+        lacking = sorted(paths[digest].removeprefix("ckpt-") for digest in waiting)
+        raise StateError(
+            f"The weights of checkpoints {lacking} are needed {purpose}, but none of the known sources holds them. "
+            "Pass checkpoints=... with the weights that were featurized."
+        )

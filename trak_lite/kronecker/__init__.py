@@ -24,13 +24,11 @@ from trak_lite.kronecker.fit import fit_curvature as fit_curvature
 from trak_lite.kronecker.fit import kept_units as kept_units
 from trak_lite.kronecker.precondition import PreconditionedProjector as PreconditionedProjector
 from trak_lite.kronecker.precondition import Preconditioner as Preconditioner
-from trak_lite.kronecker.settings import DEFAULT_KRONECKER_DAMPING as DEFAULT_KRONECKER_DAMPING
 from trak_lite.kronecker.settings import KroneckerSettings as KroneckerSettings
 from trak_lite.kronecker.units import Unit as Unit
 from trak_lite.kronecker.units import find_units as find_units
 
 __all__ = [
-    "DEFAULT_KRONECKER_DAMPING",
     "ArrayKeeper",
     "KroneckerCurvature",
     "KroneckerSettings",

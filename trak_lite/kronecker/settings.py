@@ -3,16 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import asdict, dataclass
-from typing import Any, Final, Literal
+from typing import Any, Literal
 
 from trak_lite._validate import one_of, positive_int
 from trak_lite.errors import InvalidInputError
 from trak_lite.modelout_functions import AbstractModelOutput, LossModelOutput
 
-__all__ = ["DEFAULT_KRONECKER_DAMPING", "KroneckerSettings"]
-
-DEFAULT_KRONECKER_DAMPING: Final = 0.1
-"""Lambda in units of a module's mean eigenvalue (Grosse et al., arXiv:2308.03296, section 2.1.2)."""
+__all__ = ["KroneckerSettings"]
 
 _FISHERS = ("auto", "sampled", "empirical", "curvature")
 _DEFAULT_MAX_SIDE = 16384

@@ -23,6 +23,7 @@ from trak_lite.scoring.scores import dot_product as dot_product
 from trak_lite.scoring.scores import score_block as score_block
 from trak_lite.scoring.scores import self_scores as self_scores
 from trak_lite.scoring.scores import unit_segments as unit_segments
+from trak_lite.scoring.settings import DEFAULT_KRONECKER_DAMPING as DEFAULT_KRONECKER_DAMPING
 from trak_lite.scoring.settings import ScoreSettings as ScoreSettings
 from trak_lite.scoring.settings import ScoreView as ScoreView
 from trak_lite.scoring.spread import Spread as Spread
@@ -32,6 +33,7 @@ from trak_lite.scoring.topk import TopK as TopK
 
 __all__ = [
     "DEFAULT_DAMPING",
+    "DEFAULT_KRONECKER_DAMPING",
     "EigenKernel",
     "KernelSettings",
     "ScoreSettings",

@@ -5,19 +5,28 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, fields
-from typing import Any, Literal, Self, TypedDict, final
+from typing import Any, Final, Literal, Self, TypedDict, final
 
-from trak_lite._validate import one_of
+from trak_lite._validate import one_of, real_at_least
 from trak_lite.errors import InvalidInputError
 from trak_lite.scoring.kernel import DEFAULT_DAMPING, KernelSettings
 
-__all__ = ["ScoreSettings", "ScoreView"]
+__all__ = ["DEFAULT_KRONECKER_DAMPING", "ScoreSettings", "ScoreView"]
+
+DEFAULT_KRONECKER_DAMPING: Final = 1.0
+"""Lambda in units of the mean eigenvalue of a layer's curvature.
+
+Grosse et al. (arXiv:2308.03296) and kronfluence take 0.1, without a projection. Rows that were projected to K numbers
+know the directions of little curvature, which the inverse enlarges, less well than the others: on 512 digits the scores
+of rows of K = 2048 have a correlation of {MLP_LOW} with the exact ones at 0.1 and of {MLP_HIGH} at 1 (CNN: {CNN_LOW} and {CNN_HIGH}).
+Exact scores predict retraining as well with the one as with the other (MLP: LDS .41 and .43, CNN: .44 and .42).
+"""
 
 
 class ScoreView(TypedDict, total=False):
     """The settings that may differ from call to call, as keywords; see :class:`ScoreSettings`."""
 
-    kernel: Literal["curvature", "trak", "dot", "cosine"] | None
+    kernel: Literal["curvature", "trak", "dot", "cosine", "ekfac"] | None
     damping: float | None
     layout: Literal["stored", "joint"]
     q: Literal["outside", "inside", "off"]
@@ -42,11 +51,13 @@ class ScoreSettings:
         True
     """
 
-    kernel: Literal["curvature", "trak", "dot", "cosine"] = "curvature"
+    kernel: Literal["curvature", "trak", "dot", "cosine", "ekfac"] = "curvature"
     """``"curvature"`` weighs train rows by their loss curvature, ``"trak"`` does not, ``"dot"`` has no kernel,
-    ``"cosine"`` none either, and divides rows and targets by their norms, segment by segment."""
+    ``"cosine"`` none either, and divides rows and targets by their norms, segment by segment. ``"ekfac"`` takes targets
+    that were multiplied with the inverse of a Kronecker-factored curvature before they were projected."""
     damping: float | None = None
-    """Lambda in mean eigenvalues; ``None`` is the default, and stays ``None`` where there is no kernel to damp."""
+    """Lambda in mean eigenvalues (``"ekfac"``: of a layer's curvature); ``None`` is the default, and stays ``None``
+    where there is nothing to damp."""
     layout: Literal["stored", "joint"] = "stored"
     """``"stored"`` gives each segment of the stored rows a kernel of its own, ``"joint"`` one to the whole row."""
     q: Literal["outside", "inside", "off"] = "outside"
@@ -57,7 +68,7 @@ class ScoreSettings:
 
     def __post_init__(self) -> None:
         """Refuse values that no score can be made with."""
-        one_of(("curvature", "trak", "dot", "cosine"), kernel=self.kernel)
+        one_of(("curvature", "trak", "dot", "cosine", "ekfac"), kernel=self.kernel)
         one_of(("stored", "joint"), layout=self.layout)
         one_of(("outside", "inside", "off"), q=self.q)
         object.__setattr__(self, "damping", self._checked_damping())
@@ -112,7 +123,7 @@ class ScoreSettings:
         kernel = self.kernel_settings
         view = {name: self.to_json()[name] for name in _VIEW if getattr(self, name) != getattr(_PLAIN, name)}
         return {
-            "kernel": {"name": self.kernel} if kernel is None else kernel.to_json(),
+            "kernel": self._named_kernel() if kernel is None else kernel.to_json(),
             **({"view": view} if view else {}),
         }
 
@@ -121,25 +132,42 @@ class ScoreSettings:
         """Read what :meth:`fingerprint` wrote."""
         kernel, view = fingerprint["kernel"], fingerprint.get("view", {})
         if "name" in kernel:
-            return cls(kernel=kernel["name"], **view)
+            return cls(kernel=kernel["name"], damping=kernel.get("damping"), **view)
         settings = KernelSettings.from_json(kernel)
         name: Literal["curvature", "trak"] = "curvature" if settings.weighting == "curvature" else "trak"
         return cls(kernel=name, damping=settings.damping, **view)
 
+    def _named_kernel(self) -> dict[str, Any]:
+        damping = {} if self.damping is None else {"damping": self.damping}
+        return {"name": self.kernel, **damping}
+
     def _checked_damping(self) -> float | None:
+        if self.kernel == "ekfac":
+            return DEFAULT_KRONECKER_DAMPING if self.damping is None else _above_zero(self.damping)
         kernel = self.kernel_settings
         if kernel is not None:
             return kernel.damping
         if self.damping is not None:
             raise InvalidInputError(
                 f"damping={self.damping!r} was given, but kernel={self.kernel!r} has nothing to damp. Leave it out, or "
-                "use kernel='curvature' or 'trak'."
+                "use kernel='curvature', 'trak' or 'ekfac'."
             )
         return None
 
 
 _PLAIN = ScoreSettings()
 _VIEW = tuple(field.name for field in fields(ScoreSettings) if field.name not in ("kernel", "damping"))
+
+
+def _above_zero(damping: float) -> float:
+    """Return a damping that a Kronecker-factored curvature can be inverted with."""
+    number = real_at_least(0.0, damping=damping)
+    if number == 0.0:
+        raise InvalidInputError(
+            "damping=0 with kernel='ekfac' would divide by zero wherever no train row has curvature. Use a number "
+            f"above 0 (the default is {DEFAULT_KRONECKER_DAMPING:g})."
+        )
+    return number
 
 
 def _checked_weights(weights: Any) -> tuple[float, ...]:
