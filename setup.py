@@ -14,7 +14,14 @@ REMOTE = ["obstore", "fsspec"]
 TRITON = "triton; platform_system == 'Linux'"  # its interpreter runs the CUDA kernels in tests
 TEST = ["pytest>=8", "hypothesis", "traker==0.3.2", TRITON, "setuptools", "wheel"]
 DEV = ["ruff", "mypy"]
-BENCHMARK = ["traker==0.3.2", "dattri==0.3.0", "opacus==1.6.0", "backpack-for-pytorch==1.7.1", *DEMO]
+BENCHMARK = [
+    "traker==0.3.2",
+    "dattri==0.3.0",
+    "opacus==1.6.0",
+    "backpack-for-pytorch==1.7.1",
+    "kronfluence==1.0.1",
+    *DEMO,
+]
 
 setup(
     name="trak-lite",

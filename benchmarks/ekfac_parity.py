@@ -1,15 +1,18 @@
-"""EK-FAC and K-FAC influence: agreement with kronfluence 1.0.1, and what fitting costs.
+"""EK-FAC and K-FAC influence: agreement with kronfluence 1.0.1, what a projection keeps, and what fitting costs.
 
-Digits, an MLP and a CNN (linear and convolution layers with biases, nothing else), trained briefly. Both sides take the
-same gradients: TRAK's margin of the targets, cross-entropy of the train rows, no projection. With the empirical Fisher
-both are deterministic; with labels drawn from the model each side draws its own. ``error`` is the largest difference
-over the largest score, ``pearson`` the correlation over all pairs. kronfluence's scores are means over rows, and of the
-loss: they are multiplied by -1/N.
+Digits, an MLP and a CNN (linear and convolution layers with biases, nothing else), trained briefly. ``parity``: both
+sides take the same gradients (TRAK's margin of the targets, cross-entropy of the train rows), the same damping of 0.1
+mean eigenvalues per layer, and no projection. ``error`` is the largest difference over the largest score, ``pearson``
+the correlation over all pairs. With the empirical Fisher both sides are deterministic; otherwise each draws its own
+labels, and ``redrawn`` is kronfluence's own correlation with itself under another seed. kronfluence's scores are means
+over rows, of the loss: they are multiplied by -1/N. Its K-FAC averages both factors of a convolution over positions,
+where Grosse & Martens (arXiv:1602.01407) sum one of them: a factor per layer, which ``pearson`` sees in the CNN.
 
-``fit`` is the time of both passes in plain passes (forward and summed backward) over the same rows. ``projected`` is the
-correlation of the scores with those of rows projected to K numbers, as the Attributor stores them.
+``projected``: correlation over all pairs of scores from rows of K numbers, as the Attributor stores them, with those
+from whole gradients. ``fit``: CPU time of an EK-FAC fit with the empirical Fisher, all rows 16 times over, in plain
+passes (forward and summed backward); kronfluence's includes writing its factors.
 
-Run:  python -m benchmarks.ekfac_parity [--dtype float64]
+Run:  python -m benchmarks.ekfac_parity
 """
 
 from __future__ import annotations
@@ -18,6 +21,7 @@ import argparse
 import copy
 import logging
 import tempfile
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -44,7 +48,9 @@ from trak_lite.projectors import AbstractProjector, CountSketchProjector, NoOpPr
 RESULTS = measuring.RESULTS / "ekfac_parity.json"
 NUM_TRAIN, NUM_TARGETS, BATCH = 512, 64, 64
 PROJ_DIMS = (512, 2048)
-DAMPING = 0.1
+DAMPINGS = (0.1, 1.0, 10.0)
+REPEATS = 16
+Pair = tuple[Tensor, Tensor]
 TASK = ImageClassificationModelOutput()
 
 
@@ -103,18 +109,17 @@ def our_scores(
     targets: tuple[Tensor, Tensor],
     curvature: KroneckerCurvature,
     projector: AbstractProjector,
+    damping: float,
 ) -> Tensor:
     """Return the scores ``(N, M)``: train rows as they are stored, targets behind the curvature."""
     rows, q = features(model, *data, projector)
-    preconditioned = PreconditionedProjector(projector, Preconditioner(curvature, damping=DAMPING))
+    preconditioned = PreconditionedProjector(projector, Preconditioner(curvature, damping=damping))
     return q[:, None] * (rows @ features(model, *targets, preconditioned)[0].T)
 
 
-def their_scores(
-    model: nn.Module, data: tuple[Tensor, Tensor], targets: tuple[Tensor, Tensor], fisher: str, strategy: str
-) -> Tensor:
-    """Return kronfluence's scores, in our units and order."""
-    from kronfluence import Analyzer, FactorArguments, ScoreArguments, Task, prepare_model
+def margin_task() -> Any:
+    """Return kronfluence's view of the task."""
+    from kronfluence import Task
 
     class Margin(Task):
         def compute_train_loss(self, batch: Any, model: nn.Module, sample: bool = False) -> Tensor:
@@ -125,26 +130,35 @@ def their_scores(
         def compute_measurement(self, batch: Any, model: nn.Module) -> Tensor:
             return class_margins(model(batch[0]), batch[1]).sum()
 
-    dtype = data[0].dtype
-    torch.manual_seed(1)
+    return Margin()
+
+
+def their_fit(model: nn.Module, data: Pair, fisher: str, strategy: str, folder: str) -> Any:
+    """Return kronfluence's analyzer with its factors fitted."""
+    from kronfluence import Analyzer, FactorArguments, prepare_model
+
+    task = margin_task()
+    prepared = prepare_model(copy.deepcopy(model), task)
+    analyzer = Analyzer("parity", prepared, task, cpu=True, disable_tqdm=True, output_dir=folder)
+    analyzer.fit_all_factors(
+        "factors",
+        TensorDataset(*data),
+        factor_args=FactorArguments(strategy=strategy, use_empirical_fisher=fisher == "empirical"),
+        per_device_batch_size=BATCH,
+        overwrite_output_dir=True,
+    )
+    return analyzer
+
+
+def their_scores(
+    model: nn.Module, data: Pair, targets: Pair, fisher: str, strategy: str, seed: int = 1
+) -> Tensor:
+    """Return kronfluence's scores, in our units and order."""
+    from kronfluence import ScoreArguments
+
+    torch.manual_seed(seed)
     with tempfile.TemporaryDirectory() as folder:
-        prepared = prepare_model(copy.deepcopy(model), Margin())
-        analyzer = Analyzer("parity", prepared, Margin(), cpu=True, disable_tqdm=True, output_dir=folder)
-        factors = FactorArguments(
-            strategy=strategy,
-            use_empirical_fisher=fisher == "empirical",
-            activation_covariance_dtype=dtype,
-            gradient_covariance_dtype=dtype,
-            per_sample_gradient_dtype=dtype,
-            lambda_dtype=dtype,
-        )
-        analyzer.fit_all_factors(
-            "factors",
-            TensorDataset(*data),
-            factor_args=factors,
-            per_device_batch_size=BATCH,
-            overwrite_output_dir=True,
-        )
+        analyzer = their_fit(model, data, fisher, strategy, folder)
         analyzer.compute_pairwise_scores(
             "scores",
             "factors",
@@ -152,12 +166,7 @@ def their_scores(
             TensorDataset(*data),
             per_device_query_batch_size=len(targets[0]),
             per_device_train_batch_size=BATCH,
-            score_args=ScoreArguments(
-                damping_factor=None,
-                per_sample_gradient_dtype=dtype,
-                precondition_dtype=dtype,
-                score_dtype=dtype,
-            ),
+            score_args=ScoreArguments(damping_factor=None),  # 0.1 mean eigenvalues
             overwrite_output_dir=True,
         )
         scores = analyzer.load_pairwise_scores("scores")
@@ -174,46 +183,69 @@ def plain_pass(model: nn.Module, data: tuple[Tensor, Tensor]) -> None:
         functional.cross_entropy(model(images), labels, reduction="sum").backward()
 
 
-def compared(name: str, model: nn.Module, dtype: torch.dtype) -> list[dict[str, Any]]:
+def parity(model: nn.Module, data: Pair, targets: Pair, fisher: str, strategy: str) -> dict[str, Any]:
+    ours = our_scores(model, data, targets, fitted(model, *data, fisher, strategy), NoOpProjector(), 0.1)
+    theirs = their_scores(model, data, targets, fisher, strategy)
+    row = {
+        "fisher": fisher,
+        "strategy": strategy,
+        "pearson": pearson(ours, theirs),
+        "error": float((ours - theirs).abs().max() / theirs.abs().max()),
+    }
+    if fisher == "sampled":
+        row["redrawn"] = pearson(their_scores(model, data, targets, fisher, strategy, seed=2), theirs)
+    return row
+
+
+def projected(model: nn.Module, data: Pair, targets: Pair) -> list[dict[str, Any]]:
+    curvature = fitted(model, *data, "sampled", "ekfac")
+    found = []
+    for damping in DAMPINGS:
+        exact = our_scores(model, data, targets, curvature, NoOpProjector(), damping)
+        row: dict[str, Any] = {"damping": damping}
+        for size in PROJ_DIMS:
+            sketched = our_scores(model, data, targets, curvature, CountSketchProjector(size), damping)
+            row[f"K={size}"] = pearson(sketched, exact)
+        found.append(row)
+    return found
+
+
+def fit_cost(model: nn.Module, data: Pair) -> dict[str, float]:
+    many = tuple(part.repeat(REPEATS, *[1] * (part.dim() - 1)) for part in data)
+    plain = min(measuring.cpu_seconds(lambda: plain_pass(model, many)) for _ in range(3))
+    with tempfile.TemporaryDirectory() as folder:
+        theirs = measuring.cpu_seconds(lambda: their_fit(model, many, "empirical", "ekfac", folder))
+    ours = measuring.cpu_seconds(lambda: fitted(model, *many, "empirical", "ekfac"))
+    drawn = measuring.cpu_seconds(lambda: fitted(model, *many, "sampled", "ekfac"))
+    return {"ours": ours / plain, "ours, labels drawn": drawn / plain, "kronfluence": theirs / plain}
+
+
+def measured(model: nn.Module) -> dict[str, Any]:
     images, labels = digits()
     train(model, images[:NUM_TRAIN], labels[:NUM_TRAIN])
-    model, images = model.to(dtype).eval(), images.to(dtype)
+    model = model.eval()
     data = images[:NUM_TRAIN], labels[:NUM_TRAIN]
-    targets = tuple(part[NUM_TRAIN : NUM_TRAIN + NUM_TARGETS] for part in (images, labels))
-    plain = min(measuring.cpu_seconds(lambda: plain_pass(model, data)) for _ in range(5))
-    found = []
-    for fisher in ("empirical", "sampled"):
-        for strategy in ("ekfac", "kfac"):
-            seconds = min(
-                measuring.cpu_seconds(lambda f=fisher, s=strategy: fitted(model, *data, f, s))
-                for _ in range(3)
-            )
-            curvature = fitted(model, *data, fisher, strategy)
-            ours = our_scores(model, data, targets, curvature, NoOpProjector())
-            row = {"model": name, "fisher": fisher, "strategy": strategy, "fit": round(seconds / plain, 2)}
-            for size in PROJ_DIMS:
-                sketch = CountSketchProjector(size)
-                row[f"projected_{size}"] = pearson(our_scores(model, data, targets, curvature, sketch), ours)
-            theirs = their_scores(model, data, targets, fisher, strategy).to(ours.dtype)
-            row["pearson"] = pearson(ours, theirs)
-            row["scale"] = float((ours * theirs).sum() / theirs.square().sum())
-            row["error"] = float((ours - theirs).abs().max() / theirs.abs().max())
-            found.append(row)
-            print(row)
-    return found
+    targets = images[NUM_TRAIN:][:NUM_TARGETS], labels[NUM_TRAIN:][:NUM_TARGETS]
+    kinds = [(fisher, strategy) for fisher in ("empirical", "sampled") for strategy in ("ekfac", "kfac")]
+    return {
+        "parity": [parity(model, data, targets, *kind) for kind in kinds],
+        "projected": projected(model, data, targets),
+        "fit": fit_cost(model, data),
+    }
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--dtype", choices=("float32", "float64"), default="float32")
     parser.add_argument("--out", type=Path, default=RESULTS)
     arguments = parser.parse_args()
     logging.disable(logging.INFO)
-    dtype = getattr(torch, arguments.dtype)
-    rows = [row for name, model in models().items() for row in compared(name, model, dtype)]
-    print(rows)
+    warnings.simplefilter("ignore", FutureWarning)  # kronfluence's, of torch.cuda.amp
+    torch.set_num_threads(1)
+    parts = {name: measured(model) for name, model in models().items()}
+    measuring.save_parts(arguments.out, measuring.surroundings(), parts)
+    print(arguments.out.read_text())
 
 
 if __name__ == "__main__":

@@ -18,7 +18,7 @@ from typing import Any
 
 ROOT = Path(__file__).parents[1]
 RESULTS = Path(__file__).parent / "results"
-PEERS = ("traker", "dattri", "opacus", "backpack-for-pytorch")
+PEERS = ("traker", "dattri", "opacus", "backpack-for-pytorch", "kronfluence")
 
 
 @dataclass(slots=True)

@@ -121,7 +121,9 @@ class _LossGradients:
             raise InvalidInputError("There is no row to fit a curvature on. Pass at least one batch.")
         return (self._num_rows or self._seen) / (self._seen * self.settings.draws)
 
-    def stream(self, sink: BlockSink, *, after_batch: Callable[[], None], keep_factors: bool) -> None:
+    def stream(
+        self, sink: BlockSink, *, after_batch: Callable[[], None], keep_factors: bool, first_draw: int
+    ) -> None:
         """Pass the blocks of all rows to the sink, with labels drawn anew for each draw."""
         computer = HookGradientComputer(
             self._model,
@@ -132,7 +134,7 @@ class _LossGradients:
         self._seen = 0
         for rows, batch in self._batches():
             self._seen += len(rows)
-            for draw in range(self.settings.draws):
+            for draw in range(first_draw, first_draw + self.settings.draws):
                 computer.stream_gradients(self._labelled(rows, batch, draw), sink)
                 after_batch()
 
@@ -147,7 +149,7 @@ class _LossGradients:
 def _fit_bases(arrays: Sequence[UnitArrays], rows: _LossGradients) -> None:
     """Sum the factors of all units, then decompose them unit by unit."""
     sums = CurvatureSums([found.unit for found in arrays], max_side=rows.settings.max_side)
-    rows.stream(sums.add, after_batch=lambda: None, keep_factors=True)
+    rows.stream(sums.add, after_batch=lambda: None, keep_factors=True, first_draw=0)
     for found in arrays:
         _keep_basis(found, sums.units.pop(found.unit), rows)
 
@@ -186,8 +188,8 @@ def _fit_values(arrays: Sequence[UnitArrays], rows: _LossGradients) -> None:
         basis = found.basis(rows.device)
         sums[basis.unit] = _SquaredSums(basis, rows.device)
     joiner = GradientJoiner(list(sums), lambda gradient: sums[gradient.unit].add(gradient))
-    with torch.no_grad():
-        rows.stream(joiner.add, after_batch=joiner.finish, keep_factors=False)
+    # Labels of their own: in a basis fitted to the same ones, large values would come out too large.
+    rows.stream(joiner.add, after_batch=joiner.finish, keep_factors=False, first_draw=rows.settings.draws)
     for found, total in zip(waiting, sums.values(), strict=True):
         found.put_values((rows.scale * total.values).to(total.dtype))
 
