@@ -25,7 +25,7 @@ FLOORS = [
         "_session",
     },
     {"gradient_computers", "_sources", "vectorised"},
-    {"diagnosis", "kronecker"},
+    {"diagnosis", "kronecker", "sharing"},
     {"pipeline"},
     {"score_tiles"},
     {"workspace", "score_source", "curvature_fits"},

@@ -29,7 +29,7 @@ from trak_lite.checkpoints import (
 from trak_lite.curvature_fits import CurvatureFits
 from trak_lite.datasets import Rows
 from trak_lite.diagnosis import naming_rows
-from trak_lite.errors import InvalidInputError, StateError
+from trak_lite.errors import InvalidInputError, ManifestMismatchError, StateError
 from trak_lite.evaluation import Verdict, subset_masks
 from trak_lite.gradient_computers import (
     GRADIENT_COMPUTERS,
@@ -45,7 +45,6 @@ from trak_lite.kronecker import KroneckerSettings, PreconditionedProjector, Prec
 from trak_lite.modelout_functions import AbstractModelOutput, describe_task, resolve_task
 from trak_lite.pipeline import (
     GRADIENT_NORM,
-    LateTable,
     feature_table_spec,
     featurize_rows,
     target_table_spec,
@@ -53,10 +52,11 @@ from trak_lite.pipeline import (
 from trak_lite.projectors import AbstractProjector, projector_name, select_projector
 from trak_lite.retraining import TrainFunction, retrain_into
 from trak_lite.score_matrix import AbstractScoreMatrix, DampingPath, StoredMatrix, StreamedMatrix
-from trak_lite.score_result import ScoreResult, finished_scores, scorable_tables, score_path
+from trak_lite.score_result import ScoreResult, drop_scores, finished_scores, scorable_tables, score_path
 from trak_lite.score_source import ScoreSource, target_folder
 from trak_lite.scores import Scores
 from trak_lite.scoring import DEFAULT_DAMPING, KernelSettings, ScoreSettings, ScoreView
+from trak_lite.sharing import LateTable
 from trak_lite.store import (
     DTYPES,
     AbstractFeatureStore,
@@ -80,7 +80,7 @@ from trak_lite.verification import (
     kept_verdict,
     target_outputs,
 )
-from trak_lite.workspace import Workspace, checkpoint_tables, complete_tables
+from trak_lite.workspace import Workspace, checkpoint_tables, complete_tables, drop_checkpoint
 
 __all__ = ["Attributor", "FeaturizeSummary"]
 
@@ -98,7 +98,7 @@ class FeaturizeSummary:
     rows_written: int
     """Rows featurized by this call, over all checkpoints."""
     rows_found: int
-    """Rows that were in the store already, over all checkpoints."""
+    """Rows that were in the store already or came there by other processes, over all checkpoints."""
 
 
 class Attributor:
@@ -284,11 +284,15 @@ class Attributor:
         indices: Sequence[int] | None = None,
         batch_size: int | None = None,
         dataset_id: str | None = None,
+        append: bool = False,
     ) -> FeaturizeSummary:
         """Compute and keep the features of every train row for every checkpoint.
 
         Rows that are in the store already are not computed, and not loaded from the dataset. Checkpoints are
         recognised by their weights, so later calls may add some.
+
+        Any number of processes may do this at the same time on the same path: they share the rows chunk by chunk,
+        take over what a killed one left, and all return when every row is there.
 
         Args:
             data: A map-style dataset, or a DataLoader that reads one in order.
@@ -299,9 +303,12 @@ class Attributor:
             batch_size: Samples per pass; ``None`` takes the loader's, or 32.
             dataset_id: The user's own name for the data, instead of a digest of up to 64 of its samples (of all, in
                 a ``TensorDataset``); then no sample is loaded to recognise it.
+            append: The data may have more rows than the store: if it begins with the stored ones, as far as the
+                digest or ``dataset_id`` tells, the rest is appended. From then on the store is that of the longer data:
+                each of its checkpoints has to be featurized again, for the new rows, before the next scoring.
 
         Returns:
-            What was written and what was found.
+            What was written by this call, and what was found or written by other processes.
 
         Raises:
             InvalidInputError: If the data, a batch or a checkpoint is not what is expected.
@@ -313,8 +320,9 @@ class Attributor:
         identity = rows.identity(dataset_id)
         names: list[str] = []
         written = 0
+        appended_to = partial(_first_rows, rows, dataset_id) if append else None
         with (
-            self._workspace.opened(self._manifest(identity)) as workspace,
+            self._workspace.opened(self._manifest(identity), appended_to=appended_to) as workspace,
             borrow_model(self.model, self.device) as own,
         ):
             for checkpoint in iterate_checkpoints(checkpoints, checkpoint_loader):
@@ -691,6 +699,32 @@ class Attributor:
             tables = complete_tables(store, None).values()
             return np.stack([_stored_norms(table) for table in tables])
 
+    def drop_checkpoint(self, name: str) -> None:
+        """Remove the rows of a checkpoint from the store, for good: those of the train data and of all targets.
+
+        Scores that were computed with it can no longer be opened; :meth:`drop_scores` removes them.
+
+        Args:
+            name: As in :attr:`FeaturizeSummary.checkpoints`, or the name of its table in the store: ``"ckpt-0"``.
+
+        Raises:
+            StateError: If nothing was featurized yet.
+            InvalidInputError: If no checkpoint, or more than one, is called that.
+            BusyError: If another process writes rows of it.
+        """
+        with self._workspace.opened(self._manifest(None)) as workspace:
+            drop_checkpoint(workspace.store(), name)
+
+    def drop_scores(self, name: str = "targets") -> None:
+        """Remove the scores of a target set, made in whatever way, for good; the features of the targets stay.
+
+        Raises:
+            StateError: If nothing was featurized yet, or there are no such scores.
+            BusyError: If another process computes them at this moment.
+        """
+        with self._workspace.opened(self._manifest(None)) as workspace:
+            drop_scores(workspace.store(), check_name(name, what="target set"))
+
     # ---------------------------------------------------------------- featurizing
 
     def _rows(self, data: Any, indices: Sequence[int] | None, batch_size: int | None, what: str) -> Rows:
@@ -706,7 +740,7 @@ class Attributor:
     def _featurize_checkpoint(
         self, workspace: Workspace, checkpoint: Checkpoint, digest: str, rows: Rows
     ) -> int:
-        """Featurize the train rows of the checkpoint that is loaded; return how many were pending."""
+        """Featurize the train rows of the checkpoint that is loaded; return how many this process wrote."""
         model_id = workspace.model_id(digest)
         fingerprint = self._row_fingerprint(model_id, digest)
         table = workspace.late_table(
@@ -716,7 +750,13 @@ class Attributor:
             ),
             {"name": checkpoint.name, "source": checkpoint.source},
         )
-        return self._featurize(table, rows, model_id, f"Featurizing {checkpoint.name}")
+        try:
+            return self._featurize(table, rows, model_id, f"Featurizing {checkpoint.name}")
+        except ManifestMismatchError:
+            if workspace.model_id(digest) == model_id:
+                raise
+        # Another process gave the number to another checkpoint just now, and the projection depends on it.
+        return self._featurize_checkpoint(workspace, checkpoint, digest, rows)
 
     def _row_fingerprint(self, model_id: int, digest: str) -> dict[str, Any]:
         """Return what determines a checkpoint's rows: its weights, and the task's state if it has any."""
@@ -976,3 +1016,8 @@ def _stored_norms(table: AbstractRowTable) -> NDArray[np.float32]:
             "store_norms=False. Featurize into another path with store_norms=True."
         )
     return table.read(GRADIENT_NORM)
+
+
+def _first_rows(rows: Rows, dataset_id: str | None, num_rows: int) -> dict[str, Any]:
+    """Return the identity of the first rows of the data."""
+    return rows.identity(dataset_id, num_rows=num_rows)

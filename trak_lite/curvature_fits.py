@@ -27,7 +27,7 @@ from trak_lite.kronecker import (
     loaded,
 )
 from trak_lite.modelout_functions import AbstractModelOutput
-from trak_lite.pipeline import plan_batches, progress_bar
+from trak_lite.sharing import plan_batches, progress_bar
 from trak_lite.store import AbstractFeatureStore, Manifest
 from trak_lite.types import Batch, ParameterShapes
 
@@ -132,7 +132,7 @@ class CurvatureFits:
         def batches() -> Iterator[tuple[NDArray[np.int64], Batch]]:
             plan = plan_batches(wanted, len(rows), rows.batch_size)
             with progress_bar(plan, len(rows), label, progress) as bar:
-                for numbers, batch in zip(plan, rows.batches(plan), strict=True):
+                for numbers, batch in rows.batches(plan):
                     yield numbers, move_batch(batch, device)
                     bar.update(len(numbers))
 

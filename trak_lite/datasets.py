@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 import hashlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -23,6 +24,8 @@ from trak_lite.errors import InvalidInputError
 from trak_lite.types import Batch
 
 __all__ = ["Rows"]
+
+_RowNumbers = np.ndarray[Any, np.dtype[np.int64]]
 
 DEFAULT_BATCH_SIZE = 32
 _NUM_PROBES = 64
@@ -69,6 +72,7 @@ class Rows:
         _refuse_unindexed(self.dataset, what)
         self.collate = collate or default_collate
         self.batch_size = batch_size or DEFAULT_BATCH_SIZE
+        self._in_order = indices is None
         self.indices = _checked_indices(indices, len(self.dataset), what)
         if len(self.indices) == 0:
             raise InvalidInputError(f"No rows in {what}. There must be at least one.")
@@ -77,42 +81,56 @@ class Rows:
         """Return the number of rows."""
         return len(self.indices)
 
-    def batches(self, plan: Sequence[np.ndarray[Any, np.dtype[np.int64]]]) -> Iterator[Batch]:
-        """Yield one collated batch for every list of rows in the plan; no other row is loaded."""
+    def batches(self, plan: Iterable[_RowNumbers]) -> Iterator[tuple[_RowNumbers, Batch]]:
+        """Yield every list of rows in the plan with its collated batch; no other row is loaded.
+
+        The plan is drawn as batches are loaded, in this process: with workers a few of them ahead.
+        """
         if type(self.dataset) is TensorDataset and self.collate is default_collate:
             # What collating its samples gives, without taking them apart and stacking them again.
             for rows in plan:
                 chosen = torch.from_numpy(self.indices[rows])
-                yield [tensor[chosen.to(tensor.device)] for tensor in self.dataset.tensors]
+                yield rows, [tensor[chosen.to(tensor.device)] for tensor in self.dataset.tensors]
             return
+        drawn: deque[_RowNumbers] = deque()
+
+        def dataset_indices() -> Iterator[list[int]]:
+            for rows in plan:
+                drawn.append(rows)
+                yield self.indices[rows].tolist()
+
         loader = DataLoader(
             self.dataset,
-            batch_sampler=[self.indices[rows].tolist() for rows in plan],
+            batch_sampler=dataset_indices(),
             collate_fn=self.collate,
-            num_workers=self.num_workers if len(plan) > 1 else 0,
+            num_workers=0 if isinstance(plan, list) and len(plan) == 1 else self.num_workers,
             worker_init_fn=self._worker_init,
             generator=torch.Generator(),  # or the loader would draw from the caller's random numbers
         )
-        yield from loader
+        for batch in loader:
+            yield drawn.popleft(), batch
 
-    def identity(self, dataset_id: str | None) -> dict[str, Any]:
+    def identity(self, dataset_id: str | None, *, num_rows: int | None = None) -> dict[str, Any]:
         """Return what tells this data from other data, as JSON values.
 
         Args:
             dataset_id: The user's own name for the data; no row is loaded then.
                 Otherwise the tensors of a ``TensorDataset`` are digested whole, and of any other dataset up to 64
                 samples, evenly spread, first and last included.
+            num_rows: Look at that many rows only, the first ones: what this gave before the others were appended.
         """
-        order = hashlib.sha256(self.indices.astype("<i8").tobytes()).hexdigest()
-        whole = {"num_rows": len(self), "indices": order}
+        indices = self.indices[:num_rows]
+        order = hashlib.sha256(indices.astype("<i8").tobytes()).hexdigest()
+        whole = {"num_rows": len(indices), "indices": order}
         if dataset_id is not None:
             return {**whole, "id": dataset_id}
         digest = hashlib.sha256()
         if isinstance(self.dataset, TensorDataset):  # cheap enough to be exact
-            _digest_value(self.dataset.tensors, digest)
+            tensors = self.dataset.tensors
+            _digest_value(tuple(t[:num_rows] for t in tensors) if self._in_order else tensors, digest)
             return {**whole, "digest": digest.hexdigest()}
-        for row in np.unique(np.linspace(0, len(self) - 1, _NUM_PROBES).round().astype(np.int64)):
-            _digest_value(self.dataset[int(self.indices[row])], digest)
+        for row in np.unique(np.linspace(0, len(indices) - 1, _NUM_PROBES).round().astype(np.int64)):
+            _digest_value(self.dataset[int(indices[row])], digest)
         return {**whole, "probe_digest": digest.hexdigest()}
 
 

@@ -11,6 +11,7 @@ __all__ = [
     "BusyError",
     "CheckpointError",
     "CorruptStoreError",
+    "HeldHereError",
     "IncompleteStoreError",
     "InvalidInputError",
     "ManifestMismatchError",
@@ -92,6 +93,10 @@ class IncompleteStoreError(StoreError):
 
 class BusyError(StoreError, BlockingIOError):
     """Another writer holds this part of the store."""
+
+
+class HeldHereError(BusyError):
+    """This process itself holds this part of the store, through another open store: waiting would not end."""
 
 
 class ReadOnlyStoreError(StoreError, PermissionError):

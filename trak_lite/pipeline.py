@@ -7,14 +7,13 @@ Source: TRAK (arXiv:2303.14186), section 3; numbers as in the native method of t
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
-from tqdm.auto import tqdm
 
 from trak_lite._batches import batch_size, move_batch
 from trak_lite.datasets import Rows
@@ -22,7 +21,8 @@ from trak_lite.diagnosis import naming_rows, refuse_non_finite
 from trak_lite.errors import BusyError, InvalidInputError, NonFiniteError, PrecisionError, StateError
 from trak_lite.gradient_computers import AbstractGradientComputer, Normalization, RowNormalizer
 from trak_lite.projectors import AbstractProjector
-from trak_lite.store import AbstractRowTable, Column, TableSpec, chunk_rows_for
+from trak_lite.sharing import LateTable, SharedRows
+from trak_lite.store import Column, TableSpec, chunk_rows_for
 from trak_lite.types import Batch, OutputTerms
 
 __all__ = [
@@ -30,13 +30,10 @@ __all__ = [
     "GRADIENT_NORM",
     "LOSS_CURVATURE",
     "OUT_TO_LOSS",
-    "LateTable",
     "as_tensor",
     "compute_features",
     "feature_table_spec",
     "featurize_rows",
-    "plan_batches",
-    "progress_bar",
     "put_features",
     "target_table_spec",
 ]
@@ -78,42 +75,6 @@ def target_table_spec(num_rows: int, width: int, dtype: str, fingerprint: Mappin
     return feature_table_spec(num_rows, width, Column(FEATURES, width, dtype).value_dtype, fingerprint)
 
 
-class LateTable:
-    """A table that is created when its first rows are put."""
-
-    def __init__(
-        self, spec: TableSpec, existing: AbstractRowTable | None, create: Callable[[], AbstractRowTable]
-    ) -> None:
-        """Hold the table if it exists, and else how to create it.
-
-        Args:
-            spec: Shape and fingerprint; an existing table was opened with the same.
-            existing: The table, if there is one.
-            create: Creates it.
-        """
-        self.spec = spec
-        self._table = existing
-        self._create = create
-
-    def pending(self) -> NDArray[np.int64]:
-        """Return the rows that are not done, ascending."""
-        return np.arange(self.spec.num_rows) if self._table is None else self._table.pending()
-
-    def has_column(self, name: str) -> bool:
-        """Whether the table has a column of this name."""
-        return any(column.name == name for column in self.spec.columns)
-
-    def read_if_complete(self, column: str) -> NDArray[Any] | None:
-        """Return a whole column, or ``None`` while rows are pending."""
-        return self._table.read(column) if self._table is not None and self._table.complete else None
-
-    def put(self, rows: NDArray[np.int64], values: Mapping[str, NDArray[Any]]) -> None:
-        """Write rows; see :meth:`AbstractRowTable.put`."""
-        if self._table is None:
-            self._table = self._create()
-        self._table.put(rows, values)
-
-
 def compute_features(
     computer: AbstractGradientComputer,
     projector: AbstractProjector,
@@ -152,18 +113,6 @@ def compute_features(
     return features if normalizer is None else normalizer.scale(features), terms
 
 
-def plan_batches(pending: NDArray[np.int64], chunk_rows: int, rows_per_batch: int) -> list[NDArray[np.int64]]:
-    """Group pending rows into batches on a grid that never changes.
-
-    The grid starts anew at every chunk, so a batch is written by one record and a run that is killed and
-    resumed computes the very batches that an undisturbed run computes: the features agree bitwise.
-    """
-    if not len(pending):
-        return []
-    cells = (pending // chunk_rows) * chunk_rows + (pending % chunk_rows) // rows_per_batch
-    return np.split(pending, np.flatnonzero(np.diff(cells)) + 1)
-
-
 def featurize_rows(
     table: LateTable,
     rows: Rows,
@@ -176,7 +125,10 @@ def featurize_rows(
     normalization: Normalization,
     progress: bool | None = None,
 ) -> int:
-    """Featurize the rows that a table still lacks, and put them batch by batch.
+    """Featurize the rows that a table still lacks, and put them batch by batch, until all of them are there.
+
+    Other processes may do the same at the same time: each takes chunks that no other one holds, and waits in the end
+    for those that others hold.
 
     The norms of the gradients, as they were before any normalisation, are put beside them if the table has the column.
 
@@ -193,17 +145,15 @@ def featurize_rows(
         progress: Show the bar; ``None`` shows it on a terminal only.
 
     Returns:
-        Number of rows written.
+        Number of rows that this process wrote.
 
     Raises:
         NonFiniteError: If f, q, w or a feature is NaN or infinite; names the rows.
         PrecisionError: If the table's dtype cannot hold a row; names the rows.
         InvalidInputError: If a batch is not what the task expects.
     """
-    plan = plan_batches(table.pending(), table.spec.chunk_rows, rows.batch_size)
-    written = 0
-    with progress_bar(plan, table.spec.num_rows, label, progress) as bar:
-        for wanted, batch in zip(plan, rows.batches(plan), strict=True):
+    with SharedRows(table, rows.batch_size, label=label, progress=progress) as work:
+        for wanted, batch in (pair for plan in work.rounds() for pair in rows.batches(plan)):
             batch = move_batch(batch, device)
             if batch_size(batch) != len(wanted):
                 raise InvalidInputError(
@@ -222,10 +172,8 @@ def featurize_rows(
                 normalizer=normalizer,
             )
             norms = _norm_column(table, normalizer)
-            put_features(table, wanted, features, terms, computer, batch, rows.what, norms)
-            written += len(wanted)
-            bar.update(len(wanted))
-    return written
+            put_features(work, wanted, features, terms, computer, batch, rows.what, norms)
+    return work.written
 
 
 def _normalizer(table: LateTable, normalization: Normalization, num_samples: int) -> RowNormalizer | None:
@@ -242,21 +190,8 @@ def _norm_column(table: LateTable, normalizer: RowNormalizer | None) -> dict[str
     return {GRADIENT_NORM: normalizer.norms().float().cpu().numpy()}
 
 
-def progress_bar(
-    plan: Sequence[NDArray[np.int64]], total: int, label: str, progress: bool | None
-) -> tqdm[Any]:
-    """Return a bar over all rows of a table, those that are not in the plan done already."""
-    return tqdm(
-        total=total,
-        initial=total - sum(map(len, plan)),
-        desc=label,
-        unit="row",
-        disable=None if progress is None else not progress,
-    )
-
-
 def put_features(
-    table: LateTable,
+    table: LateTable | SharedRows,
     rows: NDArray[np.int64],
     features: Tensor,
     terms: OutputTerms,

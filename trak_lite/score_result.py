@@ -14,11 +14,11 @@ from trak_lite.score_matrix import both_ends
 from trak_lite.score_source import ScoreSource, target_folder
 from trak_lite.score_tiles import score_rows, score_table_spec
 from trak_lite.scoring import ScoreSettings
-from trak_lite.store import AbstractFeatureStore, AbstractRowTable, Manifest
+from trak_lite.store import AbstractFeatureStore, AbstractRowTable, Manifest, TableSpec
 from trak_lite.store.manifest import compare_fingerprints
 from trak_lite.workspace import checkpoint_tables, complete_tables
 
-__all__ = ["ScoreResult", "finished_scores", "scorable_tables", "score_path"]
+__all__ = ["ScoreResult", "drop_scores", "finished_scores", "scorable_tables", "score_path"]
 
 
 def score_path(name: str, settings: ScoreSettings, base: ScoreSettings) -> str:
@@ -40,7 +40,7 @@ def finished_scores(
     """Return the complete table of the scores of a target set.
 
     Raises:
-        StateError: If they were never computed, or not finished.
+        StateError: If they were never computed, or not finished, or train rows were appended since.
     """
     path = score_path(name, settings, base)
     if path not in store.table_names():
@@ -52,7 +52,38 @@ def finished_scores(
     table = store.open_table(path)
     if not table.complete:
         raise StateError(f"The scores {name!r} are not finished. Call score(...) again; it resumes.")
+    train = complete_tables(store, list(table.spec.fingerprint["checkpoints"]))
+    _refuse_outgrown(name, table.spec, next(iter(train.values())).spec)
     return table
+
+
+def drop_scores(store: AbstractFeatureStore, name: str) -> None:
+    """Remove the scores of a target set, made in whatever way, for good; the targets' own features stay.
+
+    Raises:
+        StateError: If there are none.
+        BusyError: If another process computes some of them.
+        ReadOnlyStoreError: If the store cannot be written.
+    """
+    views = store.table_names(f"views/{name}")
+    found = [path for path in (*views, f"scores/{name}") if path in (*views, *store.table_names("scores"))]
+    if not found:
+        known = [table.removeprefix("scores/") for table in store.table_names("scores")]
+        raise StateError(f"There are no scores {name!r}; there are {known}.")
+    for path in (
+        *found,
+        *store.table_names(f"preconditioned/{name}"),
+    ):  # these depend on the train data as well
+        store.drop_table(path)
+
+
+def _refuse_outgrown(name: str, scores: TableSpec, train: TableSpec) -> None:
+    """Raise if train rows were appended since the scores were computed: the kernel is another one by now."""
+    if scores.num_rows < train.num_rows:
+        raise StateError(
+            f"The scores {name!r} are those of {scores.num_rows} train rows, and there are {train.num_rows} by now. "
+            f"Score under another name, or drop_scores({name!r}) and score again."
+        )
 
 
 def scorable_tables(
@@ -127,10 +158,12 @@ class ScoreResult:
 
         Raises:
             ManifestMismatchError: If they were made with other targets, checkpoints or settings.
+            StateError: If train rows were appended since.
         """
         if self._path not in self._store.table_names():
             return False
         table = self._store.open_table(self._path)
+        _refuse_outgrown(self._name, table.spec, self._spec)
         there, here = table.spec.fingerprint, self._spec.fingerprint
         stored, given = len(there["checkpoints"]), len(here["checkpoints"])
         counts = "" if stored == given else f" ({stored} checkpoints were used there, {given} here)"

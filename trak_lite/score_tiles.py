@@ -20,8 +20,6 @@ from trak_lite.pipeline import (
     LOSS_CURVATURE,
     OUT_TO_LOSS,
     as_tensor,
-    plan_batches,
-    progress_bar,
 )
 from trak_lite.scoring import (
     KernelSettings,
@@ -33,6 +31,7 @@ from trak_lite.scoring import (
     score_block,
     unit_segments,
 )
+from trak_lite.sharing import SharedRows, plan_batches
 from trak_lite.store import AbstractFeatureStore, AbstractRowTable, Column, TableSpec, chunk_rows_for
 from trak_lite.types import FeatureLayout
 
@@ -159,7 +158,9 @@ def score_rows(
     label: str,
     progress: bool | None = None,
 ) -> int:
-    r"""Fill the pending rows of a score table; see :func:`score_tile`.
+    r"""Fill the pending rows of a score table; processes that do it at the same time share them.
+
+    See :func:`score_tile`.
 
     Args:
         scores: Made by :func:`score_table_spec`.
@@ -170,16 +171,14 @@ def score_rows(
         progress: Show the bar; ``None`` shows it on a terminal only.
 
     Returns:
-        Number of rows written.
+        Number of rows that this process wrote.
     """
-    plan = plan_batches(scores.pending(), scores.spec.chunk_rows, _TILE_ROWS)
-    with progress_bar(plan, scores.spec.num_rows, label, progress) as bar:
-        for rows in plan:
+    with SharedRows(scores, _TILE_ROWS, label=label, progress=progress) as work:
+        for rows in (rows for batches in work.rounds() for rows in batches):
             first, last = int(rows[0]), int(rows[-1]) + 1
             tile = score_tile(terms, range(first, last), q=q, device=device).cpu().numpy()
-            scores.put(rows, {SCORES: tile[rows - first]})
-            bar.update(len(rows))
-    return sum(map(len, plan))
+            work.put(rows, {SCORES: tile[rows - first]})
+    return work.written
 
 
 def score_tile(

@@ -8,7 +8,7 @@ from typing import Any, TypeAlias, final
 from trak_lite.checkpoints import Checkpoint
 from trak_lite.datasets import Rows
 from trak_lite.errors import StateError
-from trak_lite.pipeline import LateTable
+from trak_lite.sharing import LateTable
 from trak_lite.store import AbstractFeatureStore, TableSpec
 from trak_lite.store.manifest import compare_fingerprints
 from trak_lite.workspace import Workspace, checkpoint_tables, complete_tables

@@ -41,7 +41,6 @@ from trak_lite.gradient_computers import (
 from trak_lite.modelout_functions import AbstractModelOutput, describe_task, resolve_task
 from trak_lite.pipeline import (
     FEATURES,
-    LateTable,
     compute_features,
     feature_table_spec,
     put_features,
@@ -56,6 +55,7 @@ from trak_lite.score_tiles import (
     score_table_spec,
 )
 from trak_lite.scoring import KernelSettings, precondition
+from trak_lite.sharing import LateTable
 from trak_lite.store import AbstractRowTable, Column, Manifest, TableSpec
 from trak_lite.store.manifest import compare_fingerprints
 from trak_lite.types import Batch, FeatureLayout, ParameterShapes, num_entries

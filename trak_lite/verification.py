@@ -250,7 +250,7 @@ def target_outputs(
         task.prepare(model)
         outputs = [
             task.evaluate(ModelCall(model), move_batch(batch, device)).output.double().cpu()
-            for batch in targets.batches(plan)
+            for _, batch in targets.batches(plan)
         ]
     return torch.cat(outputs)
 

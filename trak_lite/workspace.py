@@ -2,13 +2,24 @@
 
 from __future__ import annotations
 
+import logging
 import re
-from collections.abc import Iterator, Mapping, Sequence
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, Self
 
-from trak_lite.errors import ManifestMismatchError, MissingStoreError, ReadOnlyStoreError, StateError
-from trak_lite.pipeline import LateTable
+from trak_lite.errors import (
+    BusyError,
+    HeldHereError,
+    InvalidInputError,
+    ManifestMismatchError,
+    MissingStoreError,
+    ReadOnlyStoreError,
+    StateError,
+    StoreError,
+)
+from trak_lite.sharing import LateTable, pauses
 from trak_lite.store import (
     AbstractFeatureStore,
     AbstractRowTable,
@@ -21,7 +32,12 @@ from trak_lite.store import (
 )
 from trak_lite.store.manifest import compare_fingerprints
 
-__all__ = ["Workspace", "checkpoint_tables", "complete_tables"]
+__all__ = ["FirstRows", "Workspace", "checkpoint_tables", "complete_tables", "drop_checkpoint"]
+
+logger = logging.getLogger(__name__)
+
+FirstRows = Callable[[int], Mapping[str, Any]]
+"""Gives the identity of the first rows of a data set, from their number."""
 
 
 class Workspace:
@@ -40,16 +56,21 @@ class Workspace:
         self._manifest = Manifest({})
 
     @contextmanager
-    def opened(self, manifest: Manifest) -> Iterator[Self]:
+    def opened(self, manifest: Manifest, *, appended_to: FirstRows | None = None) -> Iterator[Self]:
         """Hold the store open for writing inside the block; see :meth:`open`."""
-        self.open(manifest)
+        self.open(manifest, appended_to=appended_to)
         try:
             yield self
         finally:
             self.close()
 
-    def open(self, manifest: Manifest) -> None:
+    def open(self, manifest: Manifest, *, appended_to: FirstRows | None = None) -> None:
         """Open the store for writing, if there is one, and compare its manifest.
+
+        Args:
+            manifest: The settings in force.
+            appended_to: Identity of the first rows of the data. Where the store has fewer rows, and they are these, the
+                data in the manifest is replaced, and each table grows when it is opened for writing.
 
         Raises:
             ManifestMismatchError: If the store was made with other settings; names every difference.
@@ -59,8 +80,10 @@ class Workspace:
         if self._store is None:
             return
         try:
+            if appended_to is not None:
+                self._take_up_appended_rows(self._store, appended_to)
             self._compare(self._store.manifest)
-        except ManifestMismatchError:
+        except StoreError:
             self.close()
             raise
 
@@ -133,6 +156,8 @@ class Workspace:
         existing = self.table(path)
         if existing is not None:
             compare_fingerprints(existing.spec.fingerprint, spec.fingerprint, where=f"{self.path}:{path}")
+            if existing.spec.num_rows < spec.num_rows:
+                existing = _grown(self.store(), path, spec.num_rows)
             return LateTable(existing.spec, existing, lambda: existing)
 
         def create() -> AbstractRowTable:
@@ -162,6 +187,23 @@ class Workspace:
             return self._memory
         return create_store(self.path, self._manifest)
 
+    def _take_up_appended_rows(self, store: AbstractFeatureStore, first_rows: FirstRows) -> None:
+        """Note the data in the manifest if the stored rows are its first ones and every setting is the same."""
+        stored, given = store.manifest.fingerprint, self._manifest.fingerprint
+        num_rows = _rows_of(store.manifest)
+        if not 0 < num_rows < given["dataset"]["num_rows"]:
+            return
+        compare_fingerprints(
+            stored,
+            {**given, "dataset": dict(first_rows(num_rows))},
+            where=str(self.path or "the store in memory"),
+            remedy="Rows are appended to the very data, in the very order, that was featurized with these settings.",
+        )
+        store.replace_fingerprint(stored, given)
+        logger.info(
+            "%d rows were appended to the %d train rows.", given["dataset"]["num_rows"] - num_rows, num_rows
+        )
+
     def _compare(self, stored: Manifest) -> None:
         """Compare the given settings with the stored ones; without a dataset, only the settings."""
         given = self._manifest.fingerprint
@@ -175,6 +217,11 @@ class Workspace:
                 raise ManifestMismatchError(
                     f"{error} If it is the same data and its samples are drawn anew each time (augmentation), switch "
                     "that off, or pass dataset_id=... at every call."
+                ) from None
+            longer = 0 < _rows_of(stored) < _rows_of(self._manifest)
+            if longer and "indices" in given["dataset"]:  # the Attributor's
+                raise ManifestMismatchError(
+                    f"{error} If rows were appended to the same data, pass append=True."
                 ) from None
             raise
 
@@ -203,14 +250,59 @@ def complete_tables(
     tables = {digest: store.open_table(paths[digest]) for digest in (paths if digests is None else digests)}
     if not tables:
         raise StateError("No train row has been featurized yet. Call featurize(train_data, ...) first.")
+    num_rows = _rows_of(store.manifest)
     for digest, table in tables.items():
-        if not table.complete:
-            done = int(table.done().sum())
+        if not table.complete or table.spec.num_rows < num_rows:
+            done, expected = int(table.done().sum()), max(table.spec.num_rows, num_rows)
             raise StateError(
-                f"{paths[digest]} has {done} of {table.spec.num_rows} train rows. Call featurize(...) again with the "
-                "same data, which continues there, or name finished checkpoints: score(..., checkpoints=...)."
+                f"{paths[digest]} has {done} of {expected} train rows. Call featurize(...) again with the same data, "
+                "which continues there, or name finished checkpoints: score(..., checkpoints=...)."
             )
     return tables
+
+
+def drop_checkpoint(store: AbstractFeatureStore, name: str) -> None:
+    """Remove the rows of a checkpoint, of train data and of targets, for good.
+
+    Args:
+        store: Open for writing.
+        name: As the checkpoint was called when it was featurized, or its table: ``ckpt-0``.
+
+    Raises:
+        InvalidInputError: If no checkpoint, or more than one, is called that.
+        BusyError: If another process writes rows of it.
+        ReadOnlyStoreError: If the store cannot be written.
+    """
+    names = {path: store.attributes(path).get("name") for path in checkpoint_tables(store).values()}
+    found = [path for path, known in names.items() if name in (path, known)]
+    if len(found) != 1:
+        raise InvalidInputError(
+            f"{len(found)} checkpoints are called {name!r}. Expected one table of "
+            + ", ".join(f"{path} ({known})" for path, known in names.items())
+            + "."
+        )
+    # Its targets first: without the train rows nothing would say whose they are.
+    targets = [path for path in store.table_names() if path.endswith(f"/{found[0]}")]
+    for path in (*targets, found[0]):
+        store.drop_table(path)
+
+
+def _grown(store: AbstractFeatureStore, path: str, num_rows: int) -> AbstractRowTable:
+    """Give a table more rows, and wait for whoever still fills its last chunk or grows it at this moment."""
+    waits = pauses()
+    while True:
+        try:
+            return store.grow_table(path, num_rows)
+        except HeldHereError:
+            raise
+        except BusyError as error:
+            logger.info("Waiting, to append rows: %s", error)
+            time.sleep(next(waits))
+
+
+def _rows_of(manifest: Manifest) -> int:
+    """Return the number of rows of the train data; 0 where the manifest does not say."""
+    return int(manifest.fingerprint.get("dataset", {}).get("num_rows", 0))
 
 
 def _model_id(path: str) -> int:

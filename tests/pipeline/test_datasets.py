@@ -46,7 +46,8 @@ def test_only_planned_rows_are_loaded_and_in_order() -> None:
     batches = list(Rows(data).batches(plan([7, 8], [2])))
 
     assert data.loaded == [7, 8, 2]
-    assert [batch[0].flatten().tolist() for batch in batches] == [[7.0, 8.0], [2.0]]
+    assert [rows.tolist() for rows, _ in batches] == [[7, 8], [2]]
+    assert [batch[0].flatten().tolist() for _, batch in batches] == [[7.0, 8.0], [2.0]]
 
 
 def test_a_loader_lends_its_dataset_collation_and_batch_size_and_not_its_order() -> None:
@@ -57,21 +58,21 @@ def test_a_loader_lends_its_dataset_collation_and_batch_size_and_not_its_order()
     rows = Rows(loader)
 
     assert rows.batch_size == 4
-    (batch,) = rows.batches(plan([9, 1]))
+    ((_, batch),) = rows.batches(plan([9, 1]))
     assert batch["x"].flatten().tolist() == [9.0, 1.0]
 
 
 def test_workers_of_a_loader_are_used_and_give_the_same_rows() -> None:
     rows = Rows(DataLoader(TensorDataset(torch.arange(10.0)), batch_size=4, num_workers=1))
 
-    assert [batch[0].tolist() for batch in rows.batches(plan([3, 4], [9]))] == [[3.0, 4.0], [9.0]]
+    assert [batch[0].tolist() for _, batch in rows.batches(plan([3, 4], [9]))] == [[3.0, 4.0], [9.0]]
 
 
 def test_indices_select_and_order_rows() -> None:
     rows = Rows(DataLoader(Counting(), shuffle=True, drop_last=True), indices=[5, 0, 7])
 
     assert len(rows) == 3
-    (batch,) = rows.batches(plan([0, 2]))
+    ((_, batch),) = rows.batches(plan([0, 2]))
     assert batch[0].flatten().tolist() == [5.0, 7.0]
 
 

@@ -93,6 +93,29 @@ def put_row(path, row):
     return "put"
 
 
+def share(path, batch):
+    """Take part in filling the table; return the rows that were put here."""
+    from trak_lite.sharing import SharedRows
+
+    _, table = open_for_writing(path, LONG)
+    put = []
+    with SharedRows(table, batch, label="rows", progress=False) as work:
+        for batches in work.rounds():
+            for rows in batches:
+                before = work.written
+                work.put(rows, values(rows, LONG))
+                put += rows.tolist()[: work.written - before]
+    return put
+
+
+def hold(path, chunk, rows):
+    """Claim a chunk, put some of its rows, and sit there until killed."""
+    _, table = open_for_writing(path, LONG)
+    with table.claim(chunk) as pending:
+        table.put(pending[:rows], values(pending[:rows], LONG))
+        time.sleep(600)
+
+
 def fill_disk(path):
     """Put rows under a limit on the file size that is lifted after the first failure."""
     _, table = open_for_writing(path)

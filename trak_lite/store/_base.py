@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from types import TracebackType
 from typing import Any, Self
@@ -92,6 +93,26 @@ class AbstractRowTable(ABC):
             ReadOnlyStoreError: If the store was opened for reading.
             StoreFullError: If the disk is full; the rows stay pending.
             BusyError: If another process writes the chunk.
+        """
+
+    @abstractmethod
+    def claim(self, chunk: int) -> AbstractContextManager[NDArray[np.int64]]:
+        """Hold a chunk: as long as the block runs, nobody else puts rows into it.
+
+        So writers share a table without knowing of each other: whoever finds a chunk held takes another one. What a
+        dead writer left of a chunk is taken over. Rows are put as ever, into other chunks too.
+
+        Args:
+            chunk: Of the row grid.
+
+        Returns:
+            A context that gives the rows of the chunk that are pending, ascending ``(b,)``; none where it is committed.
+
+        Raises:
+            InvalidInputError: If there is no such chunk.
+            BusyError: If another writer holds it; names its host and process.
+            ReadOnlyStoreError: If the store was opened for reading.
+            StoreFullError: If the disk has no room for the chunk.
         """
 
     @abstractmethod
@@ -338,6 +359,23 @@ class AbstractFeatureStore(ABC):
             InvalidInputError: If it has more rows already.
             MissingStoreError: If there is no such table.
             BusyError: If another writer fills its last chunk.
+            ReadOnlyStoreError: If the store was opened for reading.
+        """
+
+    @abstractmethod
+    def replace_fingerprint(self, known: Mapping[str, Any], given: Mapping[str, Any]) -> None:
+        """Give the manifest another fingerprint, for what may change and leaves every row as it is: appended data.
+
+        Replaced as a whole or not at all, whenever the process is killed. Of several processes that do it at once one
+        succeeds; the others may find what they wanted to give.
+
+        Args:
+            known: The fingerprint that the caller knows and has judged; nothing happens where it is another one by now.
+            given: What to put in its place.
+
+        Raises:
+            ManifestMismatchError: If the store has neither of the two; names every differing key.
+            InvalidInputError: If it has no JSON form.
             ReadOnlyStoreError: If the store was opened for reading.
         """
 

@@ -17,7 +17,8 @@ from trak_lite.store._records import CommitRecord
 
 __all__ = ["ChunkMaps"]
 
-_KEPT = 16
+_KEPT_BYTES = 256 << 20  # a pass over a table that is mapped already costs no page fault
+_KEPT = 4096  # maps; Linux allows a process 65530
 _KEPT_WHERE_READ = 4  # each takes memory of its own; buffers are not reused, as arrays may outlive their turn
 
 
@@ -46,6 +47,7 @@ class ChunkMaps:
         self._mapped = not is_network(os.stat(files.folder).st_dev) if mapped is None else mapped
         self._kept = _KEPT if self._mapped else _KEPT_WHERE_READ
         self._maps: OrderedDict[tuple[str, int, int], NDArray[Any]] = OrderedDict()
+        self._kept_bytes = 0
         self._verified: set[tuple[str, int, int]] = set()
 
     def get(self, column: ColumnFiles, record: CommitRecord) -> NDArray[Any]:
@@ -60,14 +62,16 @@ class ChunkMaps:
         if array is None:
             array = self._map(column, record)
             self._maps[key] = array
-            if len(self._maps) > self._kept:
-                self._maps.popitem(last=False)
+            self._kept_bytes += array.nbytes
+            while len(self._maps) > 1 and (self._kept_bytes > _KEPT_BYTES or len(self._maps) > self._kept):
+                self._kept_bytes -= self._maps.popitem(last=False)[1].nbytes
         self._maps.move_to_end(key)
         return array.view()  # a flag that the caller sets is the caller's
 
     def clear(self) -> None:
         """Let go of the maps; arrays that were handed out stay valid."""
         self._maps.clear()
+        self._kept_bytes = 0
 
     def _map(self, column: ColumnFiles, record: CommitRecord) -> NDArray[Any]:
         path = column.visible(record.chunk)

@@ -8,20 +8,21 @@ commit record counts fewer rows than the chunk has now, so it is not committed a
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import json
 import os
 import uuid
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 from trak_lite.errors import BusyError, CorruptStoreError
 from trak_lite.store._chunk_files import TableFiles
 from trak_lite.store._failpoints import failpoint
-from trak_lite.store._files import open_file, sync_folder, write_all
+from trak_lite.store._files import Descriptors, open_file, sync_folder, write_all
 from trak_lite.store._metadata import GROWS_TO, read_attributes, read_zarr_json, sizes_under_way
 from trak_lite.store._staging import StagedChunk
 
-__all__ = ["grow"]
+__all__ = ["changed_metadata", "grow"]
 
 
 def grow(files: TableFiles, num_rows: int) -> None:
@@ -40,9 +41,9 @@ def grow(files: TableFiles, num_rows: int) -> None:
         _announce(files, num_rows)
         failpoint("growth_announced")
         for column in files.columns:
-            _change(files, f"{files.folder}/{column.name}", lambda array: _resize(array, num_rows))
+            _change(f"{files.folder}/{column.name}", files.commits, lambda array: _resize(array, num_rows))
             failpoint("array_grown")
-        _change(files, files.folder, lambda group: _settle(group, num_rows))
+        _change(files.folder, files.commits, lambda group: _settle(group, num_rows))
         failpoint("table_grown")
         if os.path.getsize(files.row_log(last)) == 0:
             lock.discard_log()  # made by the locking
@@ -55,7 +56,7 @@ def _announce(files: TableFiles, num_rows: int) -> None:
         record = group["attributes"]["trak_lite"]
         record[GROWS_TO] = sorted({*sizes_under_way(record), num_rows})
 
-    _change(files, files.folder, announce)
+    _change(files.folder, files.commits, announce)
 
 
 def _resize(array: dict[str, Any], num_rows: int) -> None:
@@ -68,14 +69,36 @@ def _settle(group: dict[str, Any], num_rows: int) -> None:
     del record[GROWS_TO]
 
 
-def _change(files: TableFiles, folder: str, change: Callable[[dict[str, Any]], None]) -> None:
+@contextlib.contextmanager
+def changed_metadata(folder: str) -> Iterator[dict[str, Any]]:
+    """Give the ``zarr.json`` of a group for changing, and replace it when the block ends; one process at a time."""
+    held = Descriptors()
+    fcntl.flock(held.open(folder, os.O_RDONLY | os.O_DIRECTORY), fcntl.LOCK_EX)
+    try:
+        document = _read(folder)
+        yield document
+        _replace(folder, folder, document)
+    finally:
+        held.close()
+
+
+def _change(folder: str, scratch: str, change: Callable[[dict[str, Any]], None]) -> None:
     """Replace the ``zarr.json`` of a folder at once or not at all."""
+    document = _read(folder)
+    change(document)
+    _replace(folder, scratch, document)
+
+
+def _read(folder: str) -> dict[str, Any]:
     path = f"{folder}/zarr.json"
     document = read_zarr_json(folder)
     if document is None:
         raise CorruptStoreError(f"{path} is missing. Restore it from a backup, or use another path.")
-    change(document)
-    scratch = f"{files.commits}/zarr.json.new-{uuid.uuid4().hex}"
+    return document
+
+
+def _replace(folder: str, scratch_folder: str, document: dict[str, Any]) -> None:
+    path, scratch = f"{folder}/zarr.json", f"{scratch_folder}/.zarr.json.new-{uuid.uuid4().hex}"
     fd = open_file(scratch, os.O_WRONLY | os.O_CREAT | os.O_EXCL)
     try:
         write_all(fd, json.dumps(document, indent=2).encode(), 0)

@@ -8,6 +8,8 @@ A record that does not match its own checksum does not exist: torn tails and fli
 
 from __future__ import annotations
 
+import contextlib
+import gc
 import json
 import os
 import re
@@ -147,12 +149,24 @@ class CommitRecord:
         if not body or checksum != b"%08x" % crc32c(body):
             return None
         try:
-            found = json.loads(body)
+            found = json.loads(body.decode())  # of bytes it would look for their encoding, line by line
             columns = {name: (int(size), int(crc)) for name, (size, crc) in found["columns"].items()}
             writer = None if found.get("writer") is None else str(found["writer"])
             return cls(int(found["chunk"]), int(found["generation"]), int(found["rows"]), columns, writer)
         except (KeyError, TypeError, ValueError, OverflowError, AttributeError, RecursionError):
             return None  # somebody else's line under a right checksum: no record of ours
+
+
+@contextlib.contextmanager
+def _no_collection() -> Iterator[None]:
+    """Let the garbage collector rest: it would look at all records again and again, and take half of the time."""
+    active = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if active:
+            gc.enable()
 
 
 @final
@@ -168,7 +182,7 @@ class CommitLogs:
 
     def poll(self) -> None:
         """Read what has been appended since the last time."""
-        with named_errors("Reading the commit logs in", self._folder):
+        with named_errors("Reading the commit logs in", self._folder), _no_collection():
             for name in self._names():
                 self._read_on(name)
 

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 from collections import OrderedDict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, final
 
 import numpy as np
@@ -16,6 +17,7 @@ from trak_lite.errors import (
     IncompleteStoreError,
     ReadOnlyStoreError,
     StateError,
+    StoreError,
 )
 from trak_lite.store._base import AbstractRowTable, TableSpec
 from trak_lite.store._checksums import crc32c
@@ -99,6 +101,24 @@ class RemoteRowTable(AbstractRowTable):
         for chunk in chunks:
             if is_complete(self._staging, chunk):
                 self._publish(chunk)
+
+    @contextlib.contextmanager
+    def claim(self, chunk: int) -> Iterator[NDArray[np.int64]]:
+        """Hold a chunk among the processes of this machine; see :meth:`AbstractRowTable.claim`.
+
+        Other machines do not see it: of two that fill the same chunk, the first to commit it has it.
+        """
+        self._require_writable()
+        self.chunk_range(chunk)
+        with self._local().claim(chunk) as pending:
+            # asked under the lock: another process of this machine has committed it before, or never will
+            committed = self._index.is_committed(chunk)
+            self._asked.add(chunk)
+            if not committed and is_complete(self._staging, chunk):
+                self._publish(chunk)
+            yield pending[:0] if committed else pending
+        if committed:
+            remove_chunk(self._staging, chunk)
 
     def done(self) -> NDArray[np.bool_]:
         """Return which rows are done, ``(num_rows,)``: committed at the address, or staged on this machine."""
@@ -202,7 +222,12 @@ class RemoteRowTable(AbstractRowTable):
 
     def _publish(self, chunk: int) -> None:
         """Put a chunk that is complete in the staging folder, and remove it there."""
-        contents = staged_contents(self._staging, self._local(), chunk)
+        try:
+            contents = staged_contents(self._staging, self._local(), chunk)
+        except StoreError:
+            if self._index.is_committed(chunk):
+                return  # another process of this machine has put it, and removed it from the stage
+            raise
         try:
             self._index.publish(chunk, contents)
         except BusyError:

@@ -19,7 +19,7 @@ from typing import Any, final
 import numpy as np
 from numpy.typing import NDArray
 
-from trak_lite.errors import BusyError, CorruptStoreError
+from trak_lite.errors import BusyError, CorruptStoreError, HeldHereError
 from trak_lite.store._checksums import crc32c
 from trak_lite.store._chunk_files import ColumnFiles, TableFiles
 from trak_lite.store._failpoints import failpoint
@@ -182,6 +182,7 @@ class StagedChunk:
 
         Raises:
             BusyError: If another writer holds it; names the writer.
+            HeldHereError: If it is this process.
         """
         path = files.row_log(chunk)
         while True:
@@ -192,7 +193,7 @@ class StagedChunk:
             except BlockingIOError:
                 holder = os.pread(fd, HOLDER_BYTES, 0)
                 log.close()
-                raise BusyError(_busy_message(files.describe(chunk), holder)) from None
+                raise _busy_error(files.describe(chunk), holder) from None
             if _is_named(path, fd):
                 return cls(files, chunk, log, fd)
             log.close()  # its last holder committed the chunk and removed the log before the lock was taken
@@ -364,11 +365,13 @@ def _is_named(path: str, fd: int) -> bool:
     return os.path.samestat(found, os.fstat(fd))
 
 
-def _busy_message(where: str, holder: bytes) -> str:
+def _busy_error(where: str, holder: bytes) -> BusyError:
     name = holder.decode("ascii", "replace").strip()
     if holder == holder_line():
-        return f"{where}: this process already writes them through another open store. Close that one first."
-    return (
+        return HeldHereError(
+            f"{where}: this process already writes them through another open store. Close that one first."
+        )
+    return BusyError(
         f"{where}: another writer ({name or 'unnamed'}) holds them. "
         "Wait for it to finish, stop it, or give this process other rows."
     )

@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 import weakref
 from collections import OrderedDict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, final
 
 import numpy as np
 from numpy.typing import NDArray
 
-from trak_lite.errors import BusyError, CorruptStoreError, ReadOnlyStoreError, StateError
+from trak_lite.errors import BusyError, CorruptStoreError, HeldHereError, ReadOnlyStoreError, StateError
 from trak_lite.store._base import AbstractRowTable, TableSpec
 from trak_lite.store._chunk_files import ChunkIndex, TableFiles
 from trak_lite.store._chunk_maps import ChunkMaps
@@ -48,6 +49,7 @@ class ZarrRowTable(AbstractRowTable):
         self._maps = ChunkMaps(self._files, self._index, check=check, mapped=mapped)
         self._log = CommitLog(self._files.commits)
         self._staged: OrderedDict[int, StagedChunk] = OrderedDict()
+        self._claimed: set[int] = set()
         self._known: dict[int, Progress] = {}
         self._writable = writable
         self._closed = False
@@ -79,6 +81,24 @@ class ZarrRowTable(AbstractRowTable):
                 self._refuse_done(self._stage(chunk), runs)
             for chunk, runs in block.runs.items():
                 self._write(self._stage(chunk), runs, block)
+
+    @contextlib.contextmanager
+    def claim(self, chunk: int) -> Iterator[NDArray[np.int64]]:
+        """Hold a chunk while the block runs; see :meth:`AbstractRowTable.claim`."""
+        self._require_writable()
+        first, _ = self.chunk_range(chunk)
+        if chunk in self._claimed:
+            raise HeldHereError(
+                f"{self._files.describe(chunk)}: claimed already through this table. Claim it once."
+            )
+        with named_errors("Claiming", self._files.describe(chunk)):
+            pending = self._claim(chunk)
+        try:
+            yield np.flatnonzero(pending) + first
+        finally:
+            self._claimed.discard(chunk)
+            if chunk in self._staged:
+                self._release(chunk)
 
     def done(self) -> NDArray[np.bool_]:
         """Return which rows are done, ``(num_rows,)``."""
@@ -164,6 +184,7 @@ class ZarrRowTable(AbstractRowTable):
         """Close the staged chunks and the commit log; the next put takes them up again."""
         while self._staged:
             self._release(next(iter(self._staged)))
+        self._claimed.clear()
         self._log.close()
 
     def _mapped(self, column: Column, record: CommitRecord) -> StoredRows:
@@ -203,10 +224,27 @@ class ZarrRowTable(AbstractRowTable):
             if stage is None:
                 raise self._is_done(chunk)
             self._staged[chunk] = stage
-            if len(self._staged) > _OPEN_CHUNKS:
-                self._release(next(iter(self._staged)))
+            unclaimed = [other for other in self._staged if other != chunk and other not in self._claimed]
+            if len(self._staged) > _OPEN_CHUNKS and unclaimed:
+                self._release(unclaimed[0])
         self._staged.move_to_end(chunk)
         return self._staged[chunk]
+
+    def _claim(self, chunk: int) -> NDArray[np.bool_]:
+        """Take a chunk and keep it; return which of its rows are pending."""
+        stage = self._staged.get(chunk) or self._take(chunk)
+        if stage is None:
+            return np.zeros(0, np.bool_)
+        self._staged[chunk] = stage
+        if stage.complete:  # its writer died between the last row and the commit
+            try:
+                self._commit(stage)
+            except BaseException:
+                self._abandon(stage)
+                raise
+        else:
+            self._claimed.add(chunk)
+        return ~stage.done
 
     def _take(self, chunk: int, *, roll_forward: bool = False) -> StagedChunk | None:
         """Take the lock of a chunk and repair what a killed writer left; ``None`` if it is committed."""
@@ -266,9 +304,13 @@ class ZarrRowTable(AbstractRowTable):
                 self._commit(stage)
         except BaseException:
             stage.forget(log_size, runs)
-            stage.close()  # the next put takes the chunk anew and repairs what is half done
-            self._staged.pop(stage.chunk, None)
+            self._abandon(stage)
             raise
+
+    def _abandon(self, stage: StagedChunk) -> None:
+        """Give up a chunk in doubt: the next put takes it anew and repairs what is half done."""
+        stage.close()
+        self._staged.pop(stage.chunk, None)
 
     def _commit(self, stage: StagedChunk) -> None:
         self._index.add(stage.commit(self._log))

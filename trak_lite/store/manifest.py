@@ -5,12 +5,19 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from trak_lite.errors import ManifestMismatchError
 
-__all__ = ["FORMAT", "Manifest", "canonical_json", "compare_fingerprints", "differing_keys"]
+__all__ = [
+    "FORMAT",
+    "Manifest",
+    "canonical_json",
+    "compare_fingerprints",
+    "differing_keys",
+    "replaced_fingerprint",
+]
 
 FORMAT = 1
 """Version of the layout on disk; newer ones are refused, older ones are read."""
@@ -80,6 +87,19 @@ Use the stored settings (Attributor.open), or another path.
     ]
     if differing:
         raise ManifestMismatchError(f"{where} was made with other settings: {'; '.join(differing)}. {remedy}")
+
+
+def replaced_fingerprint(
+    manifest: Manifest, known: Mapping[str, Any], given: Mapping[str, Any], *, where: str
+) -> Manifest:
+    """Return the manifest with another fingerprint, if it has the one that is known, or the other one already.
+
+    Raises:
+        ManifestMismatchError: If it has a third one; names every key in which that differs from the known one.
+    """
+    if differing_keys(manifest.fingerprint, given):
+        compare_fingerprints(manifest.fingerprint, known, where=where)
+    return replace(manifest, fingerprint=dict(given))
 
 
 def differing_keys(stored: Mapping[str, Any], given: Mapping[str, Any]) -> list[tuple[str, Any, Any]]:

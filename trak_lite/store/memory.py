@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+import contextlib
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, final
 
@@ -10,7 +11,13 @@ import numpy as np
 from numpy.typing import NDArray
 
 from trak_lite._validate import one_of
-from trak_lite.errors import InvalidInputError, MissingStoreError, ReadOnlyStoreError, StateError
+from trak_lite.errors import (
+    HeldHereError,
+    InvalidInputError,
+    MissingStoreError,
+    ReadOnlyStoreError,
+    StateError,
+)
 from trak_lite.store._base import AbstractFeatureStore, AbstractRowTable, Difference, TableSpec
 from trak_lite.store._checksums import crc32c
 from trak_lite.store._columns import Column, StoredRows
@@ -20,7 +27,7 @@ from trak_lite.store._exchange import diff_stores, merge_stores
 from trak_lite.store._grid import check_spec, compare_specs, grown_spec, plain_json
 from trak_lite.store._names import natural_order, path_parts
 from trak_lite.store._values import check_block, short_list
-from trak_lite.store.manifest import Manifest
+from trak_lite.store.manifest import Manifest, replaced_fingerprint
 
 __all__ = ["MemoryFeatureStore"]
 
@@ -34,6 +41,8 @@ class MemoryRows:
     arrays: dict[str, NDArray[Any]]
     """Whole chunks of every array on disk, ``(num_chunks * chunk_rows, width)``, its fill where nothing was put."""
     done: NDArray[np.bool_]
+    claims: dict[int, MemoryFeatureStore] = field(default_factory=dict)
+    """Chunks that are held, and by which handle."""
 
     @classmethod
     def empty(cls, spec: TableSpec, attributes: dict[str, Any]) -> MemoryRows:
@@ -42,7 +51,7 @@ class MemoryRows:
         return cls(spec, attributes, arrays, np.zeros(spec.num_rows, np.bool_))
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class _Contents:
     """What all handles of a store share."""
 
@@ -72,6 +81,8 @@ class MemoryRowTable(AbstractRowTable):
         self._store.require_writable()
         self._store.require_table(self._path, self._rows)
         block = check_block(rows, values, self.spec)
+        for chunk in block.runs:
+            self._refuse_claimed(chunk)
         runs = [run for runs in block.runs.values() for run in runs]
         places = [run.chunk * self.spec.chunk_rows + run.start for run in runs]
         places_of = [slice(p, p + r.source.stop - r.source.start) for p, r in zip(places, runs, strict=True)]
@@ -87,6 +98,23 @@ class MemoryRowTable(AbstractRowTable):
             for kept, array in zip(self._rows.arrays.values(), block.arrays, strict=True):
                 kept[place] = array[run.source]
             self._rows.done[place] = True
+
+    @contextlib.contextmanager
+    def claim(self, chunk: int) -> Iterator[NDArray[np.int64]]:
+        """Hold a chunk while the block runs; see :meth:`AbstractRowTable.claim`."""
+        self._store.require_writable()
+        self._store.require_table(self._path, self._rows)
+        first, stop = self.chunk_range(chunk)
+        self._refuse_claimed(chunk)
+        if chunk in self._rows.claims:
+            raise HeldHereError(
+                f"Chunk {chunk} of {self._path} is claimed already through this store. Claim it once."
+            )
+        self._rows.claims[chunk] = self._store
+        try:
+            yield np.flatnonzero(~self._rows.done[first:stop]) + first
+        finally:
+            self._rows.claims.pop(chunk, None)
 
     def done(self) -> NDArray[np.bool_]:
         """Return which rows are done, ``(num_rows,)``."""
@@ -130,6 +158,14 @@ class MemoryRowTable(AbstractRowTable):
 
     def _stored(self, column: Column) -> StoredRows:
         return StoredRows(column, tuple(self._rows.arrays[array.name] for array in column.arrays))
+
+    def _refuse_claimed(self, chunk: int) -> None:
+        if self._rows.claims.get(chunk, self._store) is not self._store:
+            first, stop = self.chunk_range(chunk)
+            raise HeldHereError(
+                f"rows {first} to {stop - 1} (chunk {chunk}) of {self._path}: another handle of this process holds "
+                "them. Wait for it to finish, or put other rows."
+            )
 
     def _is_complete(self, chunk: int) -> bool:
         first, stop = self.chunk_range(chunk)
@@ -233,6 +269,14 @@ class MemoryFeatureStore(AbstractFeatureStore):
             grown.done[: len(rows.done)] = rows.done
             self._contents.tables[path] = grown
         return self.open_table(path)
+
+    def replace_fingerprint(self, known: Mapping[str, Any], given: Mapping[str, Any]) -> None:
+        """Give the manifest another fingerprint; see :meth:`AbstractFeatureStore.replace_fingerprint`."""
+        self.require_writable()
+        given = plain_json(dict(given), what="The manifest's fingerprint")
+        self._contents.manifest = replaced_fingerprint(
+            self.manifest, known, given, where="The store in memory"
+        )
 
     def diff(self, other: AbstractFeatureStore) -> tuple[Difference, ...]:
         """Return what differs between this store and another one."""

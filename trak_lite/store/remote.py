@@ -229,6 +229,18 @@ class RemoteFeatureStore(AbstractFeatureStore):
             f"{num_rows}. Copy the store to a local disk, grow it there and copy it back, or make another table."
         )
 
+    def replace_fingerprint(self, known: Mapping[str, Any], given: Mapping[str, Any]) -> None:
+        """Refuse: the manifest in an object store stays as it is.
+
+        Raises:
+            UnsupportedStoreError: Always.
+        """
+        self._require_writable()
+        raise UnsupportedStoreError(
+            f"{self.path}: in an object store the settings stay as they are, and rows cannot be appended to the data. "
+            "Copy the store to a local disk, append the rows there and copy it back, or featurize into another path."
+        )
+
     def diff(self, other: AbstractFeatureStore) -> tuple[Difference, ...]:
         """Return what differs between this store and another one."""
         return diff_stores(self, other)

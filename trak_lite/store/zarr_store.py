@@ -40,7 +40,7 @@ from trak_lite.store._grid import (
     spec_from_json,
     spec_to_json,
 )
-from trak_lite.store._growing import grow
+from trak_lite.store._growing import changed_metadata, grow
 from trak_lite.store._metadata import (
     check_array,
     manifest_from_json,
@@ -50,7 +50,7 @@ from trak_lite.store._metadata import (
 from trak_lite.store._names import natural_order, path_parts
 from trak_lite.store._verify import missing_store
 from trak_lite.store._zarr_table import ZarrRowTable
-from trak_lite.store.manifest import FORMAT, Manifest
+from trak_lite.store.manifest import FORMAT, Manifest, replaced_fingerprint
 from trak_lite.store.verification import Report, verify_store
 
 __all__ = ["ZarrFeatureStore"]
@@ -247,6 +247,16 @@ class ZarrFeatureStore(AbstractFeatureStore):
             with named_errors("Growing", folder):
                 grow(TableFiles(folder, spec, root=self._root), num_rows)
         return self._open(path)
+
+    def replace_fingerprint(self, known: Mapping[str, Any], given: Mapping[str, Any]) -> None:
+        """Give the manifest another fingerprint; see :meth:`AbstractFeatureStore.replace_fingerprint`."""
+        self._require_writable()
+        given = plain_json(dict(given), what="The manifest's fingerprint")
+        with named_errors("Changing", f"{self._root}/zarr.json"), changed_metadata(self._root) as document:
+            stored = manifest_from_json(read_attributes(self._root) or {}, self._root)
+            manifest = replaced_fingerprint(stored, known, given, where=self._root)
+            document["attributes"]["trak_lite"]["fingerprint"] = given
+        self._manifest = manifest
 
     def diff(self, other: AbstractFeatureStore) -> tuple[Difference, ...]:
         """Return what differs between this store and another one."""

@@ -21,6 +21,7 @@ import pytest
 from numpy.typing import NDArray
 
 from trak_lite.errors import (
+    BusyError,
     IncompleteStoreError,
     InvalidInputError,
     ManifestMismatchError,
@@ -549,6 +550,61 @@ class StoreTests(QuantisedRowTests):
                 np.testing.assert_array_equal(store.open_table(name).read(column), values)
         assert store.attributes("targets/a") == {"source": "part"}
         assert store.merge(parts) == {"ckpt-0": 0, "targets/a": 0}
+
+    def test_a_claimed_chunk_takes_rows_of_its_holder_alone(self, path: str, table: AbstractRowTable) -> None:
+        """Others are told, can put rows elsewhere, and have it when it is given up."""
+        with table.claim(1) as pending:
+            assert pending.tolist() == [4, 5, 6, 7]
+            table.put(4, _values(slice(4, 5)))
+            other = self.open(path, "r+").open_table("ckpt-0")
+            with pytest.raises(BusyError, match=r"rows 4 to 7 \(chunk 1\)"):
+                other.put(5, _values(slice(5, 6)))
+            with pytest.raises(BusyError, match=r"rows 4 to 7 \(chunk 1\)"), other.claim(1):
+                pass
+            with pytest.raises(BusyError, match="claimed already"), table.claim(1):
+                pass
+            other.put(0, _values(slice(0, 1)))
+            table.put(8, _values(slice(8, 9)))
+        with other.claim(1) as pending:
+            assert pending.tolist() == [5, 6, 7]
+            other.put(5, _values(slice(5, 8)))
+        with table.claim(1) as pending:
+            assert pending.tolist() == []
+        np.testing.assert_array_equal(table.read_chunk(1, "q"), _values(slice(4, 8))["q"])
+
+    def test_a_chunk_is_given_up_when_the_block_fails(self, path: str, table: AbstractRowTable) -> None:
+        """What was put stays."""
+        table.put(9, _values(slice(9, 10)))
+        with pytest.raises(StateError, match="done already"), table.claim(2):
+            table.put(9, _values(slice(9, 10)))
+        with self.open(path, "r+").open_table("ckpt-0").claim(2) as pending:
+            assert pending.tolist() == [8, 10]
+
+    def test_only_a_writer_claims_a_chunk_that_there_is(self, path: str, table: AbstractRowTable) -> None:
+        """A reader takes no lock."""
+        with pytest.raises(InvalidInputError, match="no chunk 3"), table.claim(3):
+            pass
+        reader = self.open(path, "r").open_table("ckpt-0")
+        with pytest.raises(ReadOnlyStoreError), reader.claim(0):
+            pass
+
+    def test_the_fingerprint_is_replaced_where_it_is_the_one_that_is_known(
+        self, path: str, store: AbstractFeatureStore
+    ) -> None:
+        """Twice is as good as once; whoever knows another one is told the key."""
+        known = dict(MANIFEST.fingerprint)
+        given = {**known, "dataset": {"num_rows": 12}}
+        store.replace_fingerprint(known, given)
+        store.replace_fingerprint(known, given)
+        for seen in (store.manifest, self.open(path, "r").manifest):
+            assert seen == Manifest(given, MANIFEST.made_with)
+        with pytest.raises(ManifestMismatchError, match=r"dataset\.num_rows is 12 there, 'absent' here"):
+            self.open(path, "r+").replace_fingerprint(known, {**known, "dataset": {"num_rows": 13}})
+        with pytest.raises(ReadOnlyStoreError):
+            self.open(path, "r").replace_fingerprint(given, known)
+        with pytest.raises(InvalidInputError, match="JSON"):
+            store.replace_fingerprint(given, {"seed": float("nan")})
+        assert store.manifest.fingerprint == given
 
     @pytest.mark.parametrize("rows", [3, 11])
     def test_a_merge_refuses_rows_that_contradict(

@@ -1,0 +1,298 @@
+"""Several processes fill one table: each claims whole chunks, and leaves to the others what the others hold.
+
+Nobody knows of anybody. The lock of a chunk says who writes it, its commit says that it is done, and a lock whose
+holder died is free: shells, SLURM arrays and machines with a common disk need nothing else, and their number may
+change.
+
+Shapes: N rows of a table.
+"""
+
+from __future__ import annotations
+
+import logging
+import random
+import time
+from bisect import bisect_left
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack
+from types import TracebackType
+from typing import Any, Self, final
+
+import numpy as np
+from numpy.typing import NDArray
+from tqdm.auto import tqdm
+
+from trak_lite.errors import BusyError, HeldHereError
+from trak_lite.store import AbstractRowTable, TableSpec
+
+__all__ = ["LateTable", "SharedRows", "pauses", "plan_batches", "progress_bar"]
+
+logger = logging.getLogger(__name__)
+
+_FIRST_PAUSE, _LONGEST_PAUSE = 0.02, 1.0  # seconds
+
+
+def plan_batches(pending: NDArray[np.int64], chunk_rows: int, rows_per_batch: int) -> list[NDArray[np.int64]]:
+    """Group pending rows into batches on a grid that never changes.
+
+    The grid starts anew at every chunk, so a batch is written by one record and a run that is killed and
+    resumed computes the very batches that an undisturbed run computes: the features agree bitwise. So do those of
+    several processes.
+    """
+    if not len(pending):
+        return []
+    cells = (pending // chunk_rows) * chunk_rows + (pending % chunk_rows) // rows_per_batch
+    return np.split(pending, np.flatnonzero(np.diff(cells)) + 1)
+
+
+def progress_bar(
+    plan: Sequence[NDArray[np.int64]], total: int, label: str, progress: bool | None
+) -> tqdm[Any]:
+    """Return a bar over all rows of a table, those that are not in the plan done already."""
+    return tqdm(
+        total=total,
+        initial=total - sum(map(len, plan)),
+        desc=label,
+        unit="row",
+        disable=None if progress is None else not progress,
+    )
+
+
+def pauses() -> Iterator[float]:
+    """Yield how long to wait before each next look at what others do, in seconds: longer and longer, up to one."""
+    pause = _FIRST_PAUSE
+    while True:
+        yield pause
+        pause = min(1.5 * pause, _LONGEST_PAUSE)
+
+
+class LateTable:
+    """A table that is created when its first rows are put."""
+
+    def __init__(
+        self, spec: TableSpec, existing: AbstractRowTable | None, create: Callable[[], AbstractRowTable]
+    ) -> None:
+        """Hold the table if it exists, and else how to create it.
+
+        Args:
+            spec: Shape and fingerprint; an existing table was opened with the same.
+            existing: The table, if there is one.
+            create: Creates it.
+        """
+        self.spec = spec
+        self._table = existing
+        self._create = create
+
+    @property
+    def exists(self) -> bool:
+        """Whether the table was created."""
+        return self._table is not None
+
+    def pending(self) -> NDArray[np.int64]:
+        """Return the rows that are not done, ascending."""
+        return np.arange(self.spec.num_rows) if self._table is None else self._table.pending()
+
+    def committed_chunks(self) -> list[int]:
+        """Return the chunks that are complete and readable, ascending."""
+        return [] if self._table is None else self._table.committed_chunks()
+
+    def has_column(self, name: str) -> bool:
+        """Whether the table has a column of this name."""
+        return any(column.name == name for column in self.spec.columns)
+
+    def read_if_complete(self, column: str) -> NDArray[Any] | None:
+        """Return a whole column, or ``None`` while rows are pending."""
+        return self._table.read(column) if self._table is not None and self._table.complete else None
+
+    def claim(self, chunk: int) -> AbstractContextManager[NDArray[np.int64]]:
+        """Hold a chunk, of the table that is created now at the latest; see :meth:`AbstractRowTable.claim`."""
+        return self._created().claim(chunk)
+
+    def put(self, rows: NDArray[np.int64], values: Mapping[str, NDArray[Any]]) -> None:
+        """Write rows; see :meth:`AbstractRowTable.put`."""
+        self._created().put(rows, values)
+
+    def _created(self) -> AbstractRowTable:
+        if self._table is None:
+            self._table = self._create()
+        return self._table
+
+
+@final
+class SharedRows:
+    """The pending rows of a table, of which this process takes what no other one holds.
+
+    A process begins with the first chunk. Whenever it finds a chunk held, it goes on at another one drawn at random, so
+    that processes spread out and seldom meet again.
+
+    Example:
+        >>> from trak_lite.store import Column, Manifest, MemoryFeatureStore
+        >>> spec = TableSpec(5, (Column("q", None, "float32"),), chunk_rows=4)
+        >>> table = MemoryFeatureStore(Manifest({})).create_table("ckpt-0", spec)
+        >>> with SharedRows(table, 3, label="rows", progress=False) as work:
+        ...     for batches in work.rounds():
+        ...         for rows in batches:
+        ...             print(rows.tolist())
+        ...             work.put(rows, {"q": np.ones(len(rows))})
+        [0, 1, 2]
+        [3]
+        [4]
+        >>> work.written, table.complete
+        (5, True)
+    """
+
+    def __init__(
+        self, table: AbstractRowTable | LateTable, rows_per_batch: int, *, label: str, progress: bool | None
+    ) -> None:
+        """Look at what is done.
+
+        Args:
+            table: To be filled. One that does not exist yet comes to be with the first batch that is put.
+            rows_per_batch: Of the grid of batches.
+            label: What the progress bar is called. It counts the rows that are done, whoever did them.
+            progress: Show the bar; ``None`` shows it on a terminal only.
+        """
+        self.spec = table.spec
+        self.written = 0
+        """Rows that this process put."""
+        self._table = table
+        self._rows_per_batch = rows_per_batch
+        pending = table.pending()
+        committed = set(table.committed_chunks())
+        left = np.bincount(
+            pending // self.spec.chunk_rows, minlength=-(-self.spec.num_rows // self.spec.chunk_rows)
+        )
+        self._left = {chunk: int(rows) for chunk, rows in enumerate(left) if chunk not in committed}
+        """Chunks that are not committed, and how many of their rows are pending as far as is known."""
+        self._claims = ExitStack()
+        self._claimed: set[int] = set()
+        self._put: dict[int, int] = {}
+        """Rows put in this round, by chunk."""
+        self._next = 0
+        self._bar = progress_bar([pending], self.spec.num_rows, label, progress)
+
+    def rounds(self) -> Iterator[Iterable[NDArray[np.int64]]]:
+        """Yield the batches of rows to compute and put, in rounds, until every row of the table is committed.
+
+        Chunks are claimed as the batches are drawn, ahead of their computing where a data loader draws ahead. A round
+        ends when others hold all that is left; they are waited for between two rounds only, when this process holds
+        nothing: so no two processes ever wait for each other.
+
+        Yields:
+            Batches ``(b,)`` of one chunk each; all of them must be put before the next round.
+        """
+        if isinstance(self._table, LateTable) and not self._table.exists:
+            yield plan_batches(self._table.pending(), self.spec.chunk_rows, self._rows_per_batch)[:1]
+            self._give_up()
+        waits = pauses()
+        while self._look():
+            pending = self._claim_next()
+            if pending is None:
+                self._wait(next(waits))
+                continue
+            self._bar.set_postfix_str("")
+            yield self._batches(pending)
+            self._give_up()
+            waits = pauses()
+
+    def put(self, rows: NDArray[np.int64], values: Mapping[str, NDArray[Any]]) -> None:
+        """Put a batch of the current round.
+
+        The very first batch of a table is computed before there is a table to claim a chunk of. Where another process
+        was faster with it, this one's is left out. So is a chunk of an object store that another machine has committed.
+        """
+        chunk = int(rows[0]) // self.spec.chunk_rows
+        if chunk not in self._claimed:
+            pending = self._claim(chunk)
+            if pending is None or not np.isin(rows, pending).all():
+                return
+        try:
+            self._table.put(rows, values)
+        except HeldHereError:
+            raise
+        except BusyError as error:
+            logger.info("Computed in vain: %s", error)
+            self.written -= self._put.pop(chunk, 0)
+            self._next = self._anywhere(self.spec.num_rows // self.spec.chunk_rows + 1)
+            return
+        self._note(chunk, self._left[chunk] - len(rows))
+        self._put[chunk] = self._put.get(chunk, 0) + len(rows)
+        self.written += len(rows)
+
+    def __enter__(self) -> Self:
+        """Return the rows."""
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        """Give up what is held, and close the bar."""
+        self._give_up()
+        self._bar.close()
+
+    def _batches(self, pending: NDArray[np.int64] | None) -> Iterator[NDArray[np.int64]]:
+        while pending is not None:
+            yield from plan_batches(pending, self.spec.chunk_rows, self._rows_per_batch)
+            pending = self._claim_next() if self._look() else None
+
+    def _claim_next(self) -> NDArray[np.int64] | None:
+        """Claim a chunk and return its pending rows, ``None`` if others hold all that is left."""
+        free = [chunk for chunk in self._left if chunk not in self._claimed]
+        at = bisect_left(free, self._next)
+        while free:
+            at %= len(free)
+            chunk = free.pop(at)
+            pending = self._claim(chunk)
+            if pending is None:
+                at = self._anywhere(len(free))
+            elif len(pending):
+                self._next = chunk + 1
+                return pending
+        return None
+
+    def _anywhere(self, count: int) -> int:
+        """Return a random number below ``count``, not from the caller's random numbers."""
+        return random.SystemRandom().randrange(max(count, 1))
+
+    def _claim(self, chunk: int) -> NDArray[np.int64] | None:
+        """Claim a chunk and return its pending rows, ``None`` if another process holds it."""
+        try:
+            pending = self._claims.enter_context(self._table.claim(chunk))
+        except HeldHereError:
+            raise  # it would be waited for without end
+        except BusyError as error:
+            logger.debug("Left to its writer: %s", error)
+            return None
+        self._claimed.add(chunk)
+        self._note(chunk, len(pending))
+        return pending
+
+    def _look(self) -> bool:
+        """Count what was committed since the last look; return whether anything is left."""
+        for chunk in self._left.keys() & set(self._table.committed_chunks()):
+            self._note(chunk, 0)
+            del self._left[chunk]
+        return bool(self._left)
+
+    def _note(self, chunk: int, left: int) -> None:
+        """Show on the bar how many rows of a chunk are pending now."""
+        self._bar.update(self._left[chunk] - left)
+        self._left[chunk] = left
+
+    def _give_up(self) -> None:
+        """Give up the claims: of chunks that are full by now, unless something failed."""
+        self._claims.close()
+        self._claimed.clear()
+        self._put.clear()
+
+    def _wait(self, seconds: float) -> None:
+        if seconds == _FIRST_PAUSE:
+            logger.info(
+                "Waiting for other writers, who hold all of the %d rows that are left.",
+                sum(self._left.values()),
+            )
+        self._bar.set_postfix_str("waiting for other writers")
+        time.sleep(seconds)
