@@ -216,6 +216,10 @@ class AbstractRowTable(ABC):
         Raises:
             IncompleteStoreError: If a row is pending; names the first.
         """
+        committed = set(self.committed_chunks())
+        missing = next((chunk for chunk in range(self.num_chunks) if chunk not in committed), None)
+        if missing is not None:
+            self.read_chunk(missing, column)  # which raises; nothing is allocated for rows that are not there
         out = self._empty(column, self.spec.num_rows)
         for start, rows in self.blocks(column):
             out[start : start + len(rows)] = rows

@@ -16,11 +16,12 @@ from dataclasses import dataclass
 from typing import Any, final
 
 import numpy as np
+from numpy.typing import NDArray
 
 from trak_lite.errors import CorruptStoreError
 from trak_lite.store._base import TableSpec
 from trak_lite.store._columns import StoredArray
-from trak_lite.store._files import file_size, named_errors
+from trak_lite.store._files import file_size, named_errors, zeros
 from trak_lite.store._folders import make_folders, names_in
 from trak_lite.store._metadata import read_attributes
 from trak_lite.store._records import CommitLogs, CommitRecord
@@ -139,6 +140,16 @@ class TableFiles:
         """Return the chunks that have files in the stage."""
         found = (_STAGED_NAME.fullmatch(name) for name in names_in(self.stage))
         return {int(match[1]) for match in found if match and int(match[1]) < self.num_chunks}
+
+    def marks(self) -> NDArray[np.bool_]:
+        """Return a mark for each row of the table, none of them set, ``(num_rows,)``.
+
+        Raises:
+            CorruptStoreError: If there is no room for them and for a list of the rows.
+        """
+        rows = self.spec.num_rows
+        what = f"A list of the {rows} rows of {self.folder}"
+        return zeros(rows, what=what, besides=8 * rows).view(np.bool_)
 
     def make_folders(self) -> None:
         """Make the folders that copying a store may have dropped because they were empty."""

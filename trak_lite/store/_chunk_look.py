@@ -18,7 +18,14 @@ from trak_lite.errors import StoreError
 from trak_lite.store._checksums import crc32c
 from trak_lite.store._chunk_files import ColumnFiles, TableFiles
 from trak_lite.store._files import file_size, named_errors, open_file
-from trak_lite.store._records import CommitLogs, CommitRecord, damaged_records, decode_rows, holder_lives
+from trak_lite.store._records import (
+    CommitLogs,
+    CommitRecord,
+    damaged_records,
+    decode_rows,
+    holder_lives,
+    read_holder,
+)
 from trak_lite.store._report import Finding, row_ranges
 from trak_lite.store._staging import proven_rows, read_row_log
 
@@ -142,7 +149,7 @@ class ChunkLook:
     def _staged_state(
         self, chunk: int, record: CommitRecord | None, visible: list[ColumnFiles]
     ) -> ChunkState:
-        log = read_row_log(self._files.row_log(chunk))
+        log = read_row_log(self._files, chunk)
         done = proven_rows(self._files, chunk, log, record)
         lost = self._claimed(chunk, log, record, visible) & ~done
         findings = [
@@ -191,7 +198,7 @@ class ChunkLook:
             yield self._note(chunk, "committed once; its files were set aside or removed", AGAIN)
 
     def _is_held(self, chunk: int) -> bool:
-        return holder_lives(read_row_log(self._files.row_log(chunk)))
+        return holder_lives(read_holder(self._files.row_log(chunk)))
 
     def _unreadable(self, chunk: int, text: str) -> ChunkState:
         none = np.zeros(self._files.rows_in(chunk), np.bool_)

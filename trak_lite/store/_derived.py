@@ -9,7 +9,9 @@ from __future__ import annotations
 import contextlib
 import io
 import json
+import math
 import os
+import re
 import uuid
 from dataclasses import dataclass
 from typing import Any, final
@@ -17,7 +19,7 @@ from typing import Any, final
 import numpy as np
 from numpy.typing import NDArray
 
-from trak_lite.errors import CorruptStoreError, InvalidInputError, StoreError
+from trak_lite.errors import InvalidInputError, StoreError
 from trak_lite.store._checksums import crc32c
 from trak_lite.store._files import file_size, map_file, named_errors, open_file, sync_folder, write_all
 from trak_lite.store._folders import names_in
@@ -30,6 +32,14 @@ CACHE = ".cache"
 _SUFFIX = ".npy"
 _LONGEST_KEY = 1024
 _FOOTER = 16 << 10  # bytes at the end of a file among which its last line begins
+_LONGEST_HEAD = 4 << 10
+_KINDS = "biufc"
+_HEAD = re.compile(
+    rb"\x93NUMPY\x01\x00(..)"
+    rb"(\{'descr': '([<>|]?[biufc][0-9]{1,2})', 'fortran_order': False, "
+    rb"'shape': \(((?:[0-9]{1,18},? ?){0,32})\), \} *\n)",
+    re.DOTALL,
+)
 
 
 def check_derived(name: str, key: str, array: NDArray[Any]) -> None:
@@ -43,7 +53,7 @@ def check_derived(name: str, key: str, array: NDArray[Any]) -> None:
         raise InvalidInputError(
             f"A cache key must be a string of at most {_LONGEST_KEY} characters, got {str(key)[:40]!r}. Use a digest."
         )
-    if not isinstance(array, np.ndarray) or array.dtype.hasobject:
+    if not isinstance(array, np.ndarray) or array.dtype.kind not in _KINDS:
         raise InvalidInputError(
             f"Only arrays of numbers can be kept, got {getattr(array, 'dtype', type(array))}."
         )
@@ -60,31 +70,20 @@ class DerivedArrays:
         """Return the array kept under the name and key, ``None`` if there is none that is whole."""
         path = self._path(name)
         with named_errors("Reading", path):
-            size = file_size(path)
-            if not size:
-                return None
-            try:
-                content = map_file(path, size)
-            except (FileNotFoundError, CorruptStoreError):
-                return None  # replaced by another process since
-        footer = _read_footer(content)
-        if footer is None or footer.key != key or not footer.matches(content):
-            return None
-        return _parse(content[: footer.end])
+            return _load(path, key)
 
     def put(self, name: str, key: str, array: NDArray[Any]) -> None:
         """Keep an array; one under the same name is replaced at once or not at all."""
         path = self._path(name)
-        head = io.BytesIO()
         values = np.asarray(array, order="C")
-        np.lib.format.write_array_header_1_0(head, np.lib.format.header_data_from_array_1_0(values))
-        footer = json.dumps({"key": key, "crc32c": crc32c(head.getvalue(), values)})
+        head = _head(values)
+        footer = json.dumps({"key": key, "crc32c": crc32c(head, values)})
         scratch = f"{path}.new-{uuid.uuid4().hex}"
         with named_errors("Keeping", path):
             fd = open_file(scratch, os.O_WRONLY | os.O_CREAT | os.O_EXCL)
             try:
                 offset = 0
-                for part in (head.getvalue(), values, f"\n{footer}\n".encode()):
+                for part in (head, values, f"\n{footer}\n".encode()):
                     write_all(fd, part, offset)
                     offset += part.nbytes if isinstance(part, np.ndarray) else len(part)
                 os.fsync(fd)
@@ -109,11 +108,43 @@ def damaged_arrays(folder: str) -> list[str]:
 def _is_whole(path: str) -> bool:
     try:
         with named_errors("Reading", path):
-            content = map_file(path, file_size(path) or 0)
+            return _load(path) is not None
     except StoreError:
         return False
-    footer = _read_footer(content)
-    return footer is not None and footer.matches(content)
+
+
+def _head(array: NDArray[Any]) -> bytes:
+    """Return what stands before the numbers in a ``.npy``."""
+    head = io.BytesIO()
+    np.lib.format.write_array_header_1_0(head, np.lib.format.header_data_from_array_1_0(array))
+    return head.getvalue()
+
+
+@dataclass(frozen=True, slots=True)
+class _Layout:
+    """What the head of a ``.npy`` says."""
+
+    start: int
+    """Where the numbers begin."""
+    dtype: np.dtype[Any]
+    shape: tuple[int, ...]
+
+    @property
+    def end(self) -> int:
+        """Where the numbers must end."""
+        return self.start + math.prod(self.shape) * self.dtype.itemsize
+
+    @classmethod
+    def parse(cls, head: bytes) -> _Layout | None:
+        """Return the layout if the head is one that :func:`_head` writes; nothing of it is evaluated."""
+        found = _HEAD.match(head)
+        if found is None or len(found[2]) != int.from_bytes(found[1], "little"):
+            return None
+        shape = tuple(map(int, re.findall(rb"[0-9]+", found[4])))
+        try:
+            return cls(found.end(), np.dtype(found[3].decode()), shape)
+        except TypeError:
+            return None  # a number of a size that there is not
 
 
 @dataclass(frozen=True, slots=True)
@@ -125,30 +156,44 @@ class _Footer:
     """Where the ``.npy`` ends."""
     checksum: int
 
-    def matches(self, content: NDArray[np.uint8]) -> bool:
-        """Return whether the ``.npy`` is the one that was written."""
-        return crc32c(content[: self.end]) == self.checksum
+    @classmethod
+    def parse(cls, tail: bytes, size: int) -> _Footer | None:
+        """Return the footer that the last bytes of a file of that size hold, ``None`` if there is none."""
+        start = tail.rfind(b"\n", 0, len(tail) - 1)
+        try:
+            footer = json.loads(tail[start + 1 :])
+        except (ValueError, RecursionError):
+            return None
+        if start < 0 or not isinstance(footer, dict):
+            return None
+        key, checksum = footer.get("key"), footer.get("crc32c")
+        if not isinstance(key, str) or not isinstance(checksum, int):
+            return None
+        return cls(key, size - len(tail) + start, checksum)
 
 
-def _read_footer(content: NDArray[np.uint8]) -> _Footer | None:
-    """Return the footer of a file, ``None`` if there is none."""
-    tail = content[-_FOOTER:].tobytes()
-    start = tail.rfind(b"\n", 0, len(tail) - 1)
+def _load(path: str, key: str | None = None) -> NDArray[Any] | None:
+    """Return the array in a file if it is whole, and kept under the key that is given.
+
+    Its two ends are read first: a file is mapped only where shape and dtype make the size that it has.
+    """
+    size = file_size(path)
     try:
-        footer = json.loads(tail[start + 1 :])
-    except (ValueError, RecursionError):
+        head, tail = _ends(path, size or 0)
+        footer, layout = _Footer.parse(tail, size or 0), _Layout.parse(head)
+        if footer is None or layout is None or layout.end != footer.end or key not in (None, footer.key):
+            return None
+        content = map_file(path, footer.end)
+    except FileNotFoundError:
+        return None  # none yet, or replaced by another process since
+    if crc32c(content) != footer.checksum:
         return None
-    if start < 0 or not isinstance(footer, dict):
-        return None
-    key, checksum = footer.get("key"), footer.get("crc32c")
-    if not isinstance(key, str) or not isinstance(checksum, int):
-        return None
-    return _Footer(key, len(content) - len(tail) + start, checksum)
-
-
-def _parse(content: NDArray[np.uint8]) -> NDArray[Any]:
-    head = io.BytesIO(content[: 64 << 10].tobytes())
-    np.lib.format.read_magic(head)
-    shape, _, dtype = np.lib.format.read_array_header_1_0(head)
-    array: NDArray[Any] = content[head.tell() :].view(dtype).reshape(shape)
+    array: NDArray[Any] = content[layout.start :].view(layout.dtype).reshape(layout.shape)
     return array
+
+
+def _ends(path: str, size: int) -> tuple[bytes, bytes]:
+    with os.fdopen(open_file(path, os.O_RDONLY), "rb") as file:
+        head = file.read(_LONGEST_HEAD)
+        file.seek(max(size - _FOOTER, 0))
+        return head, file.read(_FOOTER)

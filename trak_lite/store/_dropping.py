@@ -69,7 +69,8 @@ def _prefix(name: str) -> str:
 def _row_logs(folder: str) -> Iterator[str]:
     for column in names_in(folder):
         stage = f"{folder}/{column}/{STAGE}"
-        if os.path.isdir(stage) and not os.path.islink(stage):
+        linked = os.path.islink(f"{folder}/{column}") or os.path.islink(stage)
+        if os.path.isdir(stage) and not linked:
             yield from (f"{stage}/{name}" for name in names_in(stage) if name.endswith(".log"))
 
 

@@ -23,14 +23,17 @@ __all__ = [
     "map_file",
     "named_errors",
     "open_file",
+    "read_file",
     "reserve",
     "sync_file",
     "sync_folder",
     "write_all",
+    "zeros",
 ]
 
 _FULL = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
 _READ_ONLY = {errno.EROFS, errno.EACCES, errno.EPERM}
+_NO_PLAIN_FILE = {errno.EISDIR, errno.ENOTDIR, errno.ENXIO}
 _NOT_SUPPORTED = {errno.EOPNOTSUPP, errno.EINVAL, errno.ENOSYS}
 _ZEROS = bytes(1 << 20)
 
@@ -48,6 +51,10 @@ def named_errors(doing: str, path: str) -> Iterator[None]:
             raise StoreFullError(
                 f"{seen} The rows stay pending and the store is intact. Free some space and put them again."
             ) from error
+        if error.errno in _READ_ONLY and _may_not_be_read(error.filename):
+            raise StoreError(
+                f"{seen} Give this user the right to read {error.filename}, and open it again."
+            ) from error
         if error.errno in _READ_ONLY:
             raise ReadOnlyStoreError(
                 f"{seen} Make the folder writable, open the store with mode='r', or use another path."
@@ -56,14 +63,74 @@ def named_errors(doing: str, path: str) -> Iterator[None]:
             raise CorruptStoreError(
                 f"{seen} It is a symbolic link, and inside a store none is followed. Put the file itself there."
             ) from error
+        if error.errno in _NO_PLAIN_FILE:
+            raise CorruptStoreError(
+                f"{seen} Something else stands where the store keeps a file or a folder. Put that there, or remove it."
+            ) from error
         raise StoreError(
             f"{seen} Rows not reported as done stay pending; check the disk, then run again."
         ) from error
 
 
+def _may_not_be_read(path: str | None) -> bool:
+    """Return whether a call failed because this user may not read what is there, or not look into its folder."""
+    if path is None:
+        return False
+    return not os.access(os.path.dirname(path) or ".", os.X_OK) or (
+        os.path.lexists(path) and not os.access(path, os.R_OK)
+    )
+
+
 def open_file(path: str, flags: int) -> int:
-    """Open a file without following a link, waiting for a pipe, or passing it on to child programs."""
-    return os.open(path, flags | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK, 0o666)
+    """Open a plain file without following a link, waiting for a pipe, or passing it on to child programs.
+
+    Raises:
+        CorruptStoreError: If a pipe, a device or a folder is there instead.
+    """
+    fd = os.open(path, flags | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK, 0o666)
+    if not stat.S_ISREG(os.fstat(fd).st_mode):
+        os.close(fd)
+        raise _no_plain_file(path)
+    return fd
+
+
+def read_file(path: str, *, most: int, remedy: str) -> bytes:
+    """Return the bytes of a file that is small by its nature.
+
+    Args:
+        path: Of the file.
+        most: Bytes that it may have; of a larger one nothing is read.
+        remedy: What to do where it is larger.
+
+    Raises:
+        CorruptStoreError: If it is larger, or no plain file.
+    """
+    with os.fdopen(open_file(path, os.O_RDONLY), "rb") as file:
+        seen = os.fstat(file.fileno()).st_size
+        if seen > most:
+            raise CorruptStoreError(f"{path} has {seen} bytes, expected at most {most}. {remedy}")
+        return file.read(seen)
+
+
+def zeros(size: int, *, what: str, besides: int = 0) -> NDArray[np.uint8]:
+    """Return that many bytes, of which nothing is in use before it is written.
+
+    Args:
+        size: In bytes.
+        what: For the message.
+        besides: Bytes that there must be room for as well.
+
+    Raises:
+        CorruptStoreError: If there is no room for them: a size that was read from a file may be anything.
+    """
+    try:
+        np.empty(besides, np.uint8)
+        return np.zeros(size, np.uint8)
+    except MemoryError as error:
+        raise CorruptStoreError(
+            f"{what} takes {size + besides} bytes, and there is no room for them. If its metadata was damaged, "
+            "restore it from a backup; else use a machine with more memory."
+        ) from error
 
 
 @final
@@ -196,5 +263,9 @@ def file_size(path: str) -> int | None:
     except FileNotFoundError:
         return None
     if not stat.S_ISREG(found.st_mode):
-        raise CorruptStoreError(f"{path} is not a plain file. Put the chunk's own file there, or remove it.")
+        raise _no_plain_file(path)
     return found.st_size
+
+
+def _no_plain_file(path: str) -> CorruptStoreError:
+    return CorruptStoreError(f"{path} is not a plain file. Put the store's own file there, or remove it.")

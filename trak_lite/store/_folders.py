@@ -99,7 +99,7 @@ def publish_folder(scratch: str, final: str) -> bool:
 def _remove_abandoned(parent: str, prefix: str) -> None:
     """Remove scratch folders whose creator died: old, and locked by nobody."""
     with os.scandir(parent) as entries:
-        found = [entry.path for entry in entries if entry.name.startswith(prefix)]
+        found = [e.path for e in entries if e.name.startswith(prefix) and e.is_dir(follow_symlinks=False)]
     for scratch in found:
         try:
             fd = os.open(scratch, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)

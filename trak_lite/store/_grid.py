@@ -12,7 +12,7 @@ from trak_lite.errors import CorruptStoreError, InvalidInputError
 from trak_lite.store._base import TableSpec
 from trak_lite.store._columns import DTYPES, Column, dtype_fingerprint
 from trak_lite.store._names import check_name
-from trak_lite.store.manifest import canonical_json, compare_fingerprints
+from trak_lite.store.manifest import canonical_json, check_depth, compare_fingerprints
 
 __all__ = [
     "Run",
@@ -31,6 +31,10 @@ _CHUNK_BYTES = 64 << 20
 _FEWEST_CHUNK_ROWS = 32
 _FEWEST_ROWS_PER_COMMIT = 256  # a commit waits for the disk eight times
 _CHUNKS_OF_A_SMALL_TABLE = 64
+_MOST_ROWS = 1 << 32
+_MOST_CHUNK_ROWS = 1 << 26  # of these two, lists are held in memory
+_MOST_CHUNK_BYTES = 1 << 46  # what can be mapped
+_DEEPEST = 96  # under the few levels that zarr adds
 
 
 def chunk_rows_for(num_rows: int, row_bytes: int) -> int:
@@ -64,12 +68,14 @@ def plain_json(value: Any, *, what: str) -> Any:
         InvalidInputError: If the value has no JSON form.
     """
     try:
-        return json.loads(canonical_json(value))
-    except (TypeError, ValueError) as error:
+        plain = json.loads(canonical_json(value))
+        check_depth(plain, deepest=_DEEPEST)
+    except (TypeError, ValueError, RecursionError) as error:
         raise InvalidInputError(
             f"{what} must consist of JSON values (strings, finite numbers, booleans, None, lists, mappings): "
             f"{error}. Convert what is not."
         ) from error
+    return plain
 
 
 def check_spec(spec: TableSpec) -> TableSpec:
@@ -80,6 +86,8 @@ def check_spec(spec: TableSpec) -> TableSpec:
     """
     positive_int(num_rows=spec.num_rows)
     positive_int(chunk_rows=spec.chunk_rows)
+    _refuse_endless("num_rows", spec.num_rows, _MOST_ROWS)
+    _refuse_endless("chunk_rows", spec.chunk_rows, _MOST_CHUNK_ROWS)
     for column in spec.columns:
         _check_column(column)
     names = [array.name for array in spec.arrays]
@@ -87,6 +95,8 @@ def check_spec(spec: TableSpec) -> TableSpec:
         raise InvalidInputError(
             f"A table needs one or more columns, and arrays of different names for them, got {names}. Rename a column."
         )
+    for column in spec.columns:
+        _refuse_endless("bytes of a chunk", spec.chunk_rows * column.row_bytes, _MOST_CHUNK_BYTES)
     fingerprint = plain_json(dict(spec.fingerprint), what="A table's fingerprint")
     return TableSpec(spec.num_rows, tuple(spec.columns), spec.chunk_rows, fingerprint)
 
@@ -102,6 +112,13 @@ def _check_column(column: Column) -> None:
     check_name(column.name, what="column")
     for array in column.arrays:
         check_name(array.name, what="array")
+
+
+def _refuse_endless(what: str, number: int, most: int) -> None:
+    if number > most:
+        raise InvalidInputError(
+            f"A table can have {what} up to {most}, got {number}. Make several tables of it."
+        )
 
 
 def spec_to_json(spec: TableSpec) -> dict[str, Any]:
@@ -121,11 +138,10 @@ def spec_from_json(record: Mapping[str, Any], *, where: str) -> TableSpec:
         CorruptStoreError: If something else stands there, or rows that a newer version has quantised.
     """
     try:
+        fingerprint = dict(record["fingerprint"].items())
         columns = tuple(map(_column_from_json, record["columns"]))
-        return check_spec(
-            TableSpec(record["num_rows"], columns, record["chunk_rows"], dict(record["fingerprint"]))
-        )
-    except (KeyError, TypeError, ValueError) as error:
+        return check_spec(TableSpec(record["num_rows"], columns, record["chunk_rows"], fingerprint))
+    except (KeyError, TypeError, ValueError, AttributeError) as error:
         raise CorruptStoreError(
             f"{where} does not describe a table ({type(error).__name__}: {error}). Expected num_rows, chunk_rows, "
             "columns and fingerprint as trak_lite wrote them. Restore the file from a backup, or use another path."

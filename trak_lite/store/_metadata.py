@@ -11,11 +11,13 @@ from typing import Any
 from trak_lite.errors import CorruptStoreError, ManifestMismatchError
 from trak_lite.store._base import TableSpec
 from trak_lite.store._columns import StoredArray
-from trak_lite.store._files import named_errors, open_file
-from trak_lite.store.manifest import FORMAT, Manifest
+from trak_lite.store._files import named_errors, read_file
+from trak_lite.store._folders import names_in
+from trak_lite.store.manifest import FORMAT, Manifest, check_depth
 
 __all__ = [
     "GROWS_TO",
+    "attributes_from_json",
     "check_array",
     "check_array_document",
     "manifest_from_json",
@@ -23,10 +25,14 @@ __all__ = [
     "parse_zarr_json",
     "read_attributes",
     "read_zarr_json",
+    "refuse_lost",
+    "refuse_swapped",
     "sizes_under_way",
 ]
 
 GROWS_TO = "grows_to"
+_MOST_BYTES = 64 << 20
+_RESTORE = "Restore the file from a backup, or use another path."
 
 
 def read_attributes(folder: str) -> dict[str, Any] | None:
@@ -75,6 +81,51 @@ def manifest_from_json(record: Mapping[str, Any], root: str) -> Manifest:
             f"{type(fingerprint).__name__}. Restore the file from a backup, or use another path."
         )
     return Manifest(fingerprint, made_with, version)
+
+
+def attributes_from_json(record: Mapping[str, Any], *, where: str) -> dict[str, Any]:
+    """Return what a table's ``zarr.json`` records beside its shape.
+
+    Raises:
+        CorruptStoreError: If something else stands there.
+    """
+    found = record.get("attributes", {})
+    if not isinstance(found, dict):
+        raise CorruptStoreError(
+            f"{where} records {type(found).__name__} as attributes, expected a mapping. {_RESTORE}"
+        )
+    return dict(found)
+
+
+def refuse_swapped(folder: str, record: Mapping[str, Any]) -> None:
+    """Raise if a folder is not what its ``zarr.json`` says: a table holds arrays, a group of tables holds groups.
+
+    Raises:
+        CorruptStoreError: If it holds the other.
+    """
+    is_table = "columns" in record
+    inside = (
+        read_zarr_json(f"{folder}/{name}") or {} for name in names_in(folder) if not name.startswith(".")
+    )
+    kinds = {str(document.get("node_type")) for document in inside}
+    if ("group" if is_table else "array") in kinds or (record and not is_table):
+        said = "a table" if is_table else "a group of tables"
+        raise CorruptStoreError(
+            f"{folder}/zarr.json describes {said}, and the folder holds another thing: {sorted(kinds) or 'nothing'}. "
+            f"{_RESTORE}"
+        )
+
+
+def refuse_lost(folder: str) -> None:
+    """Raise if a folder without a ``zarr.json`` holds what had one above it: tables would be missed without a word.
+
+    Raises:
+        CorruptStoreError: If something in it has a ``zarr.json``.
+    """
+    if any(os.path.lexists(f"{folder}/{name}/zarr.json") for name in names_in(folder)):
+        raise CorruptStoreError(
+            f"{folder}/zarr.json is missing, and there are tables or arrays in the folder. {_RESTORE}"
+        )
 
 
 def sizes_under_way(record: Mapping[str, Any]) -> list[int]:
@@ -148,11 +199,9 @@ def read_zarr_json(folder: str) -> dict[str, Any] | None:
     path = os.path.join(folder, "zarr.json")
     with named_errors("Reading", path):
         try:
-            fd = open_file(path, os.O_RDONLY)
+            text = read_file(path, most=_MOST_BYTES, remedy="Restore it from a backup, or use another path.")
         except (FileNotFoundError, NotADirectoryError):
             return None
-        with os.fdopen(fd, "rb") as file:
-            text = file.read()
     return parse_zarr_json(text, path)
 
 
@@ -163,7 +212,8 @@ def parse_zarr_json(text: bytes, path: str) -> dict[str, Any]:
         CorruptStoreError: If it is not a JSON object.
     """
     try:
-        document = json.loads(text)
+        document = json.loads(text, parse_constant=_finite, parse_float=_finite)
+        check_depth(document)
     except (ValueError, RecursionError) as error:
         raise CorruptStoreError(
             f"{path} is not JSON ({error}). It was damaged after it was written; it is not made anew over the rows. "
@@ -174,3 +224,11 @@ def parse_zarr_json(text: bytes, path: str) -> dict[str, Any]:
             f"{path} holds {type(document).__name__}, expected a JSON object. Restore it from a backup."
         )
     return document
+
+
+def _finite(text: str) -> float:
+    """Return a number of a JSON text; Python's parser takes some that JSON has not."""
+    number = float(text)
+    if not math.isfinite(number):
+        raise ValueError(f"{text} is no finite number")
+    return number

@@ -18,12 +18,12 @@ import struct
 import uuid
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from typing import final
+from typing import BinaryIO, final
 
 from trak_lite.errors import StoreError
 from trak_lite.store._checksums import crc32c
 from trak_lite.store._failpoints import failpoint
-from trak_lite.store._files import Descriptors, named_errors, open_file, sync_folder, write_all
+from trak_lite.store._files import Descriptors, file_size, named_errors, open_file, sync_folder, write_all
 from trak_lite.store._folders import names_in
 
 __all__ = [
@@ -38,12 +38,15 @@ __all__ = [
     "encode_row",
     "holder_line",
     "holder_lives",
+    "read_holder",
 ]
 
 _ROW = struct.Struct("<QIII")
 _CHECK = struct.Struct("<I")
 RECORD_BYTES = _ROW.size + _CHECK.size
 HOLDER_BYTES = 64
+_HIGHEST_PID = (1 << 31) - 1
+_LONGEST_LINE = 1 << 20  # a commit record has a hundred bytes and a hundred more for each column
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,10 +94,22 @@ def damaged_records(log: bytes) -> int:
     return written - sum(1 for _ in decode_rows(log))
 
 
+def read_holder(path: str) -> bytes:
+    """Return the line of a row log that names the process holding the chunk, nothing where there is no log."""
+    try:
+        fd = open_file(path, os.O_RDONLY)
+    except FileNotFoundError:
+        return b""
+    with os.fdopen(fd, "rb") as file:
+        return file.read(HOLDER_BYTES)
+
+
 def holder_lives(log: bytes) -> bool:
     """Return whether the process that a row log names runs on this machine; it may be writing at this moment."""
     found = re.fullmatch(rb"pid ([0-9]{1,10}) on .*", log[:HOLDER_BYTES].strip())
-    if found is None or log[:HOLDER_BYTES] != holder_line(pid := int(found[1])):
+    if found is None or not 0 < (pid := int(found[1])) <= _HIGHEST_PID:
+        return False
+    if log[:HOLDER_BYTES] != holder_line(pid):
         return False
     try:
         os.kill(pid, 0)
@@ -150,11 +165,18 @@ class CommitRecord:
             return None
         try:
             found = json.loads(body.decode())  # of bytes it would look for their encoding, line by line
-            columns = {name: (int(size), int(crc)) for name, (size, crc) in found["columns"].items()}
+            columns = {name: (_count(size), _count(crc)) for name, (size, crc) in found["columns"].items()}
             writer = None if found.get("writer") is None else str(found["writer"])
-            return cls(int(found["chunk"]), int(found["generation"]), int(found["rows"]), columns, writer)
-        except (KeyError, TypeError, ValueError, OverflowError, AttributeError, RecursionError):
+            counts = (_count(found[key]) for key in ("chunk", "generation", "rows"))
+            return cls(*counts, columns, writer)
+        except (KeyError, TypeError, ValueError, AttributeError, RecursionError):
             return None  # somebody else's line under a right checksum: no record of ours
+
+
+def _count(value: object) -> int:
+    if isinstance(value, int) and not isinstance(value, bool) and value >= 0:
+        return value
+    raise ValueError(f"Expected a count, got {value!r}.")
 
 
 @contextlib.contextmanager
@@ -202,12 +224,18 @@ class CommitLogs:
 
     def _read_on(self, name: str) -> None:
         path = os.path.join(self._folder, name)
-        offset = self._read_to.get(name, 0)
-        if os.lstat(path).st_size == offset:
+        if file_size(path) in (None, self._read_to.get(name, 0)):
             return
         with os.fdopen(open_file(path, os.O_RDONLY), "rb") as file:
-            file.seek(offset)
-            text = file.read()
+            while self._read_lines(name, file):
+                pass
+
+    def _read_lines(self, name: str, file: BinaryIO) -> bool:
+        """Read the next whole lines of a log; return whether there may be more of them."""
+        offset = self._read_to.get(name, 0)
+        size = os.fstat(file.fileno()).st_size
+        file.seek(offset)
+        text = file.read(max(min(size - offset, _LONGEST_LINE), 0))
         whole = text.rfind(b"\n") + 1  # a line still being written, or torn, is looked at again next time
         for line in text[:whole].splitlines():
             record = CommitRecord.decode(line)
@@ -216,6 +244,10 @@ class CommitLogs:
             else:
                 self._add(record)
         self._read_to[name] = offset + whole
+        if len(text) == _LONGEST_LINE and not whole:  # this is no line of ours, and nothing behind it is read
+            self.damaged[name] = self.damaged.get(name, 0) + 1
+            self._read_to[name] = size
+        return whole > 0
 
     def _add(self, record: CommitRecord) -> None:
         known = self.latest.get(record.chunk)

@@ -103,7 +103,7 @@ class TableRepair:
         fresh = f"{folder}/sound-{os.path.basename(log)}"
         fd = open_file(fresh, os.O_WRONLY | os.O_CREAT | os.O_EXCL)
         try:
-            write_all(fd, sound_log(self._files, chunk, read_row_log(log)), 0)
+            write_all(fd, sound_log(self._files, chunk, read_row_log(self._files, chunk)), 0)
             os.fsync(fd)
         finally:
             os.close(fd)

@@ -12,6 +12,7 @@ from __future__ import annotations
 import contextlib
 import fcntl
 import os
+import shlex
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, final
@@ -27,11 +28,12 @@ from trak_lite.store._files import (
     Descriptors,
     file_size,
     map_file,
-    open_file,
+    read_file,
     reserve,
     sync_file,
     sync_folder,
     write_all,
+    zeros,
 )
 from trak_lite.store._grid import Run
 from trak_lite.store._records import (
@@ -47,15 +49,32 @@ from trak_lite.store._records import (
 
 __all__ = ["Progress", "StagedChunk", "done_values", "proven_rows", "read_row_log", "sound_log"]
 
+_LARGEST_LOG = 1 << 30
 
-def read_row_log(path: str) -> bytes:
-    """Return the bytes of a row log, none where there is no log."""
+
+def read_row_log(files: TableFiles, chunk: int) -> bytes:
+    """Return the bytes of the row log of a chunk, none where there is no log.
+
+    Raises:
+        CorruptStoreError: If it is longer than any log of so many rows.
+    """
+    most = min(HOLDER_BYTES + RECORD_BYTES * _most_recorded(files), _LARGEST_LOG)
     try:
-        fd = open_file(path, os.O_RDONLY)
+        return read_file(files.row_log(chunk), most=most, remedy=_set_aside(files, chunk))
     except FileNotFoundError:
         return b""
-    with os.fdopen(fd, "rb") as file:
-        return file.read()
+
+
+def _most_recorded(files: TableFiles) -> int:
+    """Return how many rows the records of a chunk can name: each once, and again after each loss of staged bytes."""
+    return 8 * files.spec.chunk_rows + 1024
+
+
+def _set_aside(files: TableFiles, chunk: int) -> str:
+    return (
+        f"It is the row log of {files.describe(chunk)}. The command 'trak-lite verify {shlex.quote(files.root)} "
+        "--repair' sets it aside: the rows become pending, and running again computes them anew."
+    )
 
 
 def proven_rows(files: TableFiles, chunk: int, log: bytes, record: CommitRecord | None) -> NDArray[np.bool_]:
@@ -87,7 +106,7 @@ def _proven(
     record: CommitRecord | None,
     views: Sequence[NDArray[np.uint8]],
 ) -> NDArray[np.bool_]:
-    done = _replay(log, chunk, views, files.rows_in(chunk))
+    done = _replay(files, chunk, log, views)
     if record is not None and not done[: record.rows].all() and record.columns == _checksums(files, views):
         done[: record.rows] = True
     return done
@@ -101,9 +120,10 @@ def _map_columns(files: TableFiles, chunk: int) -> list[NDArray[np.uint8]]:
     views = []
     for column in files.columns:
         content = _present_bytes(column, chunk)
-        missing = column.chunk_bytes - len(content)
-        if missing:
-            content = np.concatenate([content, np.zeros(missing, np.uint8)])
+        if len(content) < column.chunk_bytes:
+            padded = zeros(column.chunk_bytes, what=f"A file of {files.describe(chunk)} in {column.name}")
+            padded[: len(content)] = content
+            content = padded
         views.append(content.reshape(column.shape[0], -1))
     return views
 
@@ -125,29 +145,42 @@ def _checksums(files: TableFiles, views: Sequence[NDArray[np.uint8]]) -> dict[st
     }
 
 
-def _replay(log: bytes, chunk: int, views: Sequence[NDArray[np.uint8]], num_rows: int) -> NDArray[np.bool_]:
-    done = np.zeros(num_rows, np.bool_)
-    for entry in _sound_records(log, chunk, views, num_rows):
+def _replay(
+    files: TableFiles, chunk: int, log: bytes, views: Sequence[NDArray[np.uint8]]
+) -> NDArray[np.bool_]:
+    done = np.zeros(files.rows_in(chunk), np.bool_)
+    for entry in _sound_records(files, chunk, log, views):
         done[entry.start : entry.start + entry.count] = True
     return done
 
 
 def _sound_records(
-    log: bytes, chunk: int, views: Sequence[NDArray[np.uint8]], num_rows: int
+    files: TableFiles, chunk: int, log: bytes, views: Sequence[NDArray[np.uint8]]
 ) -> Iterator[RowRecord]:
-    """Yield the records that the bytes match, but for those that add no row to the ones before."""
-    done = np.zeros(num_rows, np.bool_)
+    """Yield the records that the bytes match, but for those that add no row to the ones before.
+
+    Raises:
+        CorruptStoreError: If they name rows without end: each is compared with its bytes, which takes time.
+    """
+    done = np.zeros(files.rows_in(chunk), np.bool_)
+    left = _most_recorded(files)
     for entry in decode_rows(log):
         rows = slice(entry.start, entry.start + entry.count)
-        fits = entry.chunk == chunk and rows.stop <= num_rows
-        if fits and not done[rows].all() and crc32c(*(view[rows] for view in views)) == entry.checksum:
+        if entry.chunk != chunk or rows.stop > len(done) or done[rows].all():
+            continue
+        left -= entry.count
+        if left < 0:
+            raise CorruptStoreError(
+                f"{files.row_log(chunk)} names {len(done)} rows over and over. {_set_aside(files, chunk)}"
+            )
+        if crc32c(*(view[rows] for view in views)) == entry.checksum:
             done[rows] = True
             yield entry
 
 
 def sound_log(files: TableFiles, chunk: int, log: bytes) -> bytes:
     """Return a row log that names the rows of an uncommitted chunk whose bytes match, and nothing else."""
-    records = _sound_records(log, chunk, _map_columns(files, chunk), files.rows_in(chunk))
+    records = _sound_records(files, chunk, log, _map_columns(files, chunk))
     lines = (encode_row(entry.chunk, entry.start, entry.count, entry.checksum) for entry in records)
     return log[:HOLDER_BYTES].ljust(HOLDER_BYTES) + b"".join(lines)
 
@@ -225,9 +258,9 @@ class StagedChunk:
         Raises:
             CorruptStoreError: If the bytes contradict the commit record.
         """
-        log = read_row_log(self._files.row_log(self.chunk))
+        log = read_row_log(self._files, self.chunk)
         views = _map_columns(self._files, self.chunk)
-        if _replay(log, self.chunk, views, len(self.done))[: record.rows].all():
+        if _replay(self._files, self.chunk, log, views)[: record.rows].all():
             return
         if record.columns != _checksums(self._files, views):
             if len(visible) < len(self._files.columns):
@@ -255,7 +288,7 @@ class StagedChunk:
             roll_forward: Whether bytes that match ``record`` are done as well. Not so where a failed commit has been
                 reported: its rows were promised to stay pending.
         """
-        log = read_row_log(self._files.row_log(self.chunk))
+        log = read_row_log(self._files, self.chunk)
         try:
             write_all(self._log_fd, holder_line(), 0)
             for column in self._files.columns:
@@ -339,8 +372,8 @@ class StagedChunk:
     def _proven_record(self) -> CommitRecord:
         views = _map_columns(self._files, self.chunk)
         sums = _checksums(self._files, views)
-        log = read_row_log(self._files.row_log(self.chunk))
-        proven = _replay(log, self.chunk, views, len(self.done))
+        log = read_row_log(self._files, self.chunk)
+        proven = _replay(self._files, self.chunk, log, views)
         proof = self._proof
         if proven.all() or (proof is not None and (proof.rows, proof.columns) == (len(self.done), sums)):
             return CommitRecord(self.chunk, self._generation, len(self.done), sums)

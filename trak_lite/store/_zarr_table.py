@@ -102,7 +102,7 @@ class ZarrRowTable(AbstractRowTable):
 
     def done(self) -> NDArray[np.bool_]:
         """Return which rows are done, ``(num_rows,)``."""
-        mask = np.zeros(self._spec.num_rows, np.bool_)
+        mask = self._files.marks()
         # the stage first, the index second: a chunk that is committed in between is seen by the second look
         staged = self._files.staged_chunks()
         self._mark_staged(mask, staged)
@@ -148,7 +148,7 @@ class ZarrRowTable(AbstractRowTable):
         if chunk not in self._index.committed:
             # the stage first, the index second, as in done()
             with named_errors("Reading staged rows in", self._files.stage):
-                log = read_row_log(self._files.row_log(chunk))
+                log = read_row_log(self._files, chunk)
                 done, values = done_values(self._files, chunk, log, self._index.record(chunk))
             self._index.refresh()
             if chunk not in self._index.committed:
@@ -325,7 +325,7 @@ class ZarrRowTable(AbstractRowTable):
         if chunk in self._staged:
             return self._staged[chunk].done
         with named_errors("Reading staged rows in", self._files.stage):
-            log = read_row_log(self._files.row_log(chunk))
+            log = read_row_log(self._files, chunk)
             return proven_rows(self._files, chunk, log, record)
 
     def _recover(self) -> None:

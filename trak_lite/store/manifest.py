@@ -14,6 +14,7 @@ __all__ = [
     "FORMAT",
     "Manifest",
     "canonical_json",
+    "check_depth",
     "compare_fingerprints",
     "differing_keys",
     "replaced_fingerprint",
@@ -21,6 +22,9 @@ __all__ = [
 
 FORMAT = 1
 """Version of the layout on disk; newer ones are refused, older ones are read."""
+
+
+_DEEPEST = 128
 
 
 def canonical_json(value: Any) -> str:
@@ -31,6 +35,27 @@ def canonical_json(value: Any) -> str:
         '{"a":[1.5,null],"b":1}'
     """
     return json.dumps(value, sort_keys=True, separators=(",", ":"), allow_nan=False, ensure_ascii=False)
+
+
+def check_depth(value: Any, *, deepest: int = _DEEPEST) -> None:
+    """Raise if a JSON value has more levels than any walk through it is sure to come back from.
+
+    Raises:
+        ValueError: If it has.
+
+    Example:
+        >>> check_depth({"a": [1, {"b": 2}]}, deepest=2)
+        Traceback (most recent call last):
+        ...
+        ValueError: nested more than 2 levels deep
+    """
+    level = [value]
+    for _ in range(deepest + 1):
+        nested = (item for item in level if isinstance(item, dict | list))
+        level = [inner for item in nested for inner in (item.values() if isinstance(item, dict) else item)]
+        if not level:
+            return
+    raise ValueError(f"nested more than {deepest} levels deep")
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,7 +70,9 @@ class Manifest:
 
     def digest(self) -> str:
         """Return the SHA-256 of the canonical fingerprint, in hex."""
-        return hashlib.sha256(canonical_json(dict(self.fingerprint)).encode()).hexdigest()
+        return hashlib.sha256(
+            canonical_json(dict(self.fingerprint)).encode("utf-8", "surrogatepass")
+        ).hexdigest()
 
     def check_same(self, given: Manifest, *, where: str) -> None:
         """Raise if ``given`` would write other numbers than the ones stored.

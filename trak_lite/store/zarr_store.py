@@ -42,9 +42,12 @@ from trak_lite.store._grid import (
 )
 from trak_lite.store._growing import changed_metadata, grow
 from trak_lite.store._metadata import (
+    attributes_from_json,
     check_array,
     manifest_from_json,
     read_attributes,
+    refuse_lost,
+    refuse_swapped,
     sizes_under_way,
 )
 from trak_lite.store._names import natural_order, path_parts
@@ -269,7 +272,7 @@ class ZarrFeatureStore(AbstractFeatureStore):
 
     def attributes(self, path: str) -> dict[str, Any]:
         """Return what was recorded beside a table when it was created."""
-        return dict(self._require_table(path).get("attributes") or {})
+        return attributes_from_json(self._require_table(path), where=f"{self._root}/{path}/zarr.json")
 
     def table_names(self, prefix: str = "") -> list[str]:
         """Return the paths of all tables inside the group ``prefix``, in natural order."""
@@ -352,17 +355,21 @@ class ZarrFeatureStore(AbstractFeatureStore):
 
         Raises:
             InvalidInputError: If a part of the path is a table, or the path is a group of tables.
+            CorruptStoreError: If one of them is so by its metadata alone.
         """
         refuse_links(self._root, parts)
         for depth in range(1, len(parts)):
-            record = read_attributes(os.path.join(self._root, *parts[:depth]))
+            folder = os.path.join(self._root, *parts[:depth])
+            record = read_attributes(folder)
             if record is not None and "columns" in record:
+                refuse_swapped(folder, record)
                 raise InvalidInputError(
                     f"{'/'.join(parts[:depth])!r} is a table, so there is no table {'/'.join(parts)!r} inside it. "
                     "Rename it."
                 )
         record = read_attributes(os.path.join(self._root, *parts))
         if record is not None and "columns" not in record:
+            refuse_swapped(os.path.join(self._root, *parts), record)
             raise InvalidInputError(
                 f"{'/'.join(parts)!r} is a group of tables, not a table. "
                 f"Choose one of {self.table_names('/'.join(parts))}."
@@ -382,15 +389,18 @@ class ZarrFeatureStore(AbstractFeatureStore):
             return []
         found: list[str] = []
         with named_errors("Listing", folder), os.scandir(folder) as entries:
-            names = [
-                e.name for e in entries if e.is_dir(follow_symlinks=False) and not e.name.startswith(".")
-            ]
+            names = [e.name for e in entries if e.is_dir() and not e.name.startswith(".")]
         for name in names:
+            refuse_links(folder, (name,))
             record = read_attributes(os.path.join(folder, name))
             if record is not None and "columns" in record:
                 found.append("/".join((*parts, name)))
             elif record is not None:
+                if record:
+                    refuse_swapped(os.path.join(folder, name), record)
                 found.extend(self._tables_below((*parts, name)))
+            else:
+                refuse_lost(os.path.join(folder, name))
         return found
 
 
