@@ -3,13 +3,15 @@
 Rounds of every kind take turns: kill -9 at random moments and at every named step; Ctrl-C and SIGTERM inside a write;
 power cuts (replayed from a record of every change of a file, and, where mounting is allowed, copies of a live ext4
 image); disks that are full or fail; racing writers with a polling reader; forks; racing creators by clocks that are
-off; refused and read-only writes; flipped, torn, cut, foreign and hostile bytes in every kind of file. After each fault
-the run is resumed to its end: no acknowledged row is lost, none is wrong, and the final scores equal those of an
-undisturbed run bitwise. The quick part of the same rounds is tests/faults.
+off; refused and read-only writes; flipped, torn, cut, foreign and hostile bytes in every kind of file; stores mutated
+in any way that hypothesis can draw. After each fault the run is resumed to its end: no acknowledged row is lost, none
+is wrong, and the final scores equal those of an undisturbed run bitwise; a mutated store gives a named error or exactly
+the right numbers. The quick part of the same rounds is tests/faults, and its README tells which test shows which fault.
 
 The exit status is 1 if a promise was broken; the round is printed with the command that runs it alone.
 
 Run:  python -m benchmarks.fault_campaign --minutes 30 [--seed 0] [--out benchmarks/results/fault_campaign.json]
+      python -m benchmarks.fault_campaign --minutes 0 --mutations 10000      (the mutations alone)
 """
 
 from __future__ import annotations
@@ -36,6 +38,16 @@ RESULTS = Path(__file__).parent / "results" / "fault_campaign.json"
 ONCE = ("every_power_cut",)  # exhaustive: the same every time
 MOST_BROKEN = 50
 MUST_BE_ZERO = ("rows lost", "rows wrong", "final scores not equal")
+COUNTED = (
+    "kills",
+    "power cuts",
+    "power cuts of an ext4 image",
+    "full disks",
+    "bit flips",
+    "torn logs",
+    "races",
+)
+COUNTED += ("mutations", "rows acknowledged", "final scores bitwise equal")
 
 
 def arguments() -> argparse.Namespace:
@@ -46,6 +58,9 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--seed", type=int, default=0, help="of everything that is drawn")
     parser.add_argument(
         "--size", type=int, default=60, help="power cuts in one round, and half of the damages"
+    )
+    parser.add_argument(
+        "--mutations", type=int, default=10_000, help="mutated stores, at least, also beyond the minutes"
     )
     parser.add_argument("--kinds", nargs="+", choices=sorted(KINDS), default=list(KINDS), help="of faults")
     parser.add_argument("--round", type=int, help="run the round of this number alone, and write nothing")
@@ -60,6 +75,23 @@ def rounds(kinds: list[str], mounts: bool) -> Iterator[tuple[str, int]]:
         for kind in kinds:
             if (mounts or kind not in NEED_MOUNTS) and (number == 0 or kind not in ONCE):
                 yield kind, number
+
+
+def due(campaign: Campaign, options: argparse.Namespace, mounts: bool) -> Iterator[tuple[str, int]]:
+    """Yield the rounds to run: one that was asked for, or all that fit into the time, and then more mutations."""
+    if options.round is not None:
+        yield options.kinds[0], options.round
+        return
+    end = time.monotonic() + 60 * options.minutes
+    for kind, number in rounds(options.kinds, mounts):
+        if time.monotonic() > end or len(campaign.broken) >= MOST_BROKEN:
+            break
+        yield kind, number
+    for number in itertools.count(campaign.rounds["mutation"]):
+        enough = campaign.totals["mutations"] >= options.mutations or "mutation" not in options.kinds
+        if enough or len(campaign.broken) >= MOST_BROKEN:
+            return
+        yield "mutation", number
 
 
 def report(broken: Broken, options: argparse.Namespace) -> str:
@@ -94,7 +126,7 @@ def summary(
     campaign: Campaign, options: argparse.Namespace, minutes: float, commands: list[str]
 ) -> dict[str, Any]:
     """Return what goes into the file."""
-    totals = {name: campaign.totals[name] for name in sorted({*campaign.totals, *MUST_BE_ZERO})}
+    totals = {name: campaign.totals[name] for name in sorted({*campaign.totals, *MUST_BE_ZERO, *COUNTED})}
     return {
         **surroundings(campaign.folder),
         "seed": options.seed,
@@ -118,10 +150,7 @@ def main() -> int:
     mounts = may_mount() and not options.no_mounts
     started, commands = time.monotonic(), []
     with Campaign(options.seed, size=options.size, mounts=mounts) as campaign:
-        drawn = rounds(options.kinds, mounts)
-        for kind, number in drawn if options.round is None else [(options.kinds[0], options.round)]:
-            if time.monotonic() - started > 60 * options.minutes or len(campaign.broken) >= MOST_BROKEN:
-                break
+        for kind, number in due(campaign, options, mounts):
             broken = campaign.run(kind, number)
             if broken is not None:
                 commands.append(report(broken, options))

@@ -212,6 +212,14 @@ def finish(path, case, pick, acknowledged=()):
 
 def check_finished(path, case):
     """Every row is there and right for a new reader, nothing is left over, and the scores are those undisturbed."""
+    check_numbers(path, case)
+    left = os.listdir(os.path.join(path, NAME, "features", ".stage"))
+    if left:
+        raise Violated(f"{left} are left over in the stage")
+
+
+def check_numbers(path, case):
+    """Every row is there and right for a new reader, and the scores are those undisturbed."""
     scores, key = undisturbed(case)
     with ZarrFeatureStore.open(path, "r+") as store:
         table = store.open_table(NAME)
@@ -220,9 +228,6 @@ def check_finished(path, case):
             raise Violated(
                 f"rows {table.pending().tolist()} are pending after the end", lost=table.pending().size
             )
-        left = os.listdir(os.path.join(path, NAME, "features", ".stage"))
-        if left:
-            raise Violated(f"{left} are left over in the stage")
         for _ in range(2):  # the second time with the gram matrix that the first has kept
             if final_scores(store, table).tobytes() != scores.tobytes() or table.content_key() != key:
                 raise Violated("the final scores differ from those of an undisturbed run", unequal=1)

@@ -11,6 +11,7 @@ import re
 import resource
 import shutil
 import signal
+import stat
 import struct
 import traceback
 from collections import Counter
@@ -24,6 +25,7 @@ from fault_cases import (
     final_scores,
     finish,
     open_for_writing,
+    undisturbed,
 )
 from fault_power import plant, tree
 
@@ -109,6 +111,8 @@ def edited_json(content, pick, strange):
             visit(value[key])
 
     visit(document)
+    if not places:
+        return json.dumps(pick.choice(strange)).encode()
     parent, key = pick.choice(places)
     if pick.random() < 0.2:
         del parent[key]
@@ -122,11 +126,32 @@ STRANGE += ([], [[]], [1], {}, {"a": 1})
 NOT_FINITE = (float("nan"), float("inf"))
 
 
+def files_in(root):
+    """Return the paths of the plain files of a store, sorted."""
+    found = []
+    for parent, _, names in os.walk(root):
+        full = (os.path.join(parent, name) for name in names)
+        found += [os.path.relpath(path, root) for path in full if stat.S_ISREG(os.lstat(path).st_mode)]
+    return sorted(found)
+
+
+def _drawn_file(root, pick):
+    """Return the kind and the path of a file, each kind being as likely as any other."""
+    files = files_in(root)
+    kind = pick.choice(sorted({kind_of(path) for path in files}))
+    return kind, pick.choice([path for path in files if kind_of(path) == kind])
+
+
+def content_of(root, path):
+    """Return what is in a file of a store; of one that was made giant before, only the beginning."""
+    with open(os.path.join(root, path), "rb") as file:
+        return file.read(1 << 20)
+
+
 def damage(root, pick):
     """Do one thing to one file, as decay or a foreign hand might; return (kind of file, what, path)."""
-    files = {path: content for path, content in tree(root).items() if content is not None}
-    kind = pick.choice(sorted({kind_of(path) for path in files}))
-    path = pick.choice(sorted(path for path in files if kind_of(path) == kind))
+    kind, path = _drawn_file(root, pick)
+    files = {name: content_of(root, name) for name in files_in(root)}
     if kind == "metadata" and pick.random() < 0.5:
         how, changed = "edit", edited_json(files[path], pick, STRANGE)
     elif kind == "chunk" and pick.random() < 0.1:
@@ -151,16 +176,14 @@ def replace(path, content):
 
 def craft(root, pick):
     """Do what no decay does and a hostile hand might: valid checksums over nonsense, giant files, no files."""
-    files = {path: content for path, content in tree(root).items() if content is not None}
-    kind = pick.choice(sorted({kind_of(path) for path in files}))
-    path = pick.choice(sorted(path for path in files if kind_of(path) == kind))
+    kind, path = _drawn_file(root, pick)
     full = os.path.join(root, path)
     hows = ["giant", "folder", "link", "pipe"]
     if kind in CRAFTED:
         hows += ["nonsense"] * 8
     how = pick.choice(hows)
     if how == "nonsense":
-        replace(full, CRAFTED[kind](files[path], pick))
+        replace(full, CRAFTED[kind](content_of(root, path), pick))
     elif how == "giant":
         os.truncate(full, 1 << 40)
     else:
@@ -254,7 +277,9 @@ def look(root, case, before):
         for column in found.columns:
             probe(lambda column=column: check_some_rows(table, case, column.name))
         if done is not None and done.all() and not refusals:
-            probe(lambda: final_scores(store, table))
+            scores = probe(lambda: final_scores(store, table))
+            if scores is not None and scores.tobytes() != undisturbed(case)[0].tobytes():
+                raise Violated("a reader's scores differ from those of an undisturbed run", unequal=1)
     return refusals
 
 
@@ -318,6 +343,13 @@ def built_states(folder, case, pick):
     return states
 
 
+def limit_memory():
+    """Let this process have no more memory than it has, and ``ROOM``."""
+    with open("/proc/self/statm") as file:
+        in_use = int(file.read().split()[0]) * resource.getpagesize()
+    resource.setrlimit(resource.RLIMIT_AS, (in_use + ROOM, resource.RLIM_INFINITY))
+
+
 def damage_many(folder, case, seed, first, count, crafted):
     """Damage a store in ``count`` ways; each example's number is noted first, so that one that kills has a name.
 
@@ -326,9 +358,7 @@ def damage_many(folder, case, seed, first, count, crafted):
     """
     case = Case(**case)
     states = built_states(folder, case, random.Random(f"{seed}/states"))
-    with open("/proc/self/statm") as file:
-        in_use = int(file.read().split()[0]) * resource.getpagesize()
-    resource.setrlimit(resource.RLIMIT_AS, (in_use + ROOM, resource.RLIM_INFINITY))
+    limit_memory()
     tally, broken = Counter(), []
     for number in range(first, first + count):
         replace(os.path.join(folder, "example"), str(number).encode())

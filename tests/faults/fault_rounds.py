@@ -468,6 +468,26 @@ def _damage(this, *, crafted):
         raise Violated(f"{len(broken)} of {stop} damages: {'; '.join(kinds)}\n{listed}", **sums)
 
 
+def mutation(this):
+    """One to three mutations of any files, drawn and shrunk by hypothesis: a named error, or the right numbers."""
+    this.case = Case.drawn(this.pick, most_rows=24)
+    case, seed = dataclasses.asdict(this.case), this.pick.randrange(2**32)
+    try:
+        found = this.workers.run("mutate_many", this.folder, case, seed, 10 * this.size)
+    except Violated as error:  # the process is dead
+        with open(os.path.join(this.folder, "example")) as file:
+            error.add_note(f"{this.case}, seed {seed}, {file.read()}")
+        raise
+    this.totals["mutations"] += sum(found["tally"].values())
+    for outcome, times in found["tally"].items():
+        this.totals[f"mutations: {outcome}"] += times
+    if found["broken"]:
+        trace = found["broken"].pop("trace")
+        raise Violated(
+            f"a mutation: {_error_line(trace)}\n{this.case}, seed {seed}: {trace}", **found["broken"]
+        )
+
+
 def _error_line(trace):
     """Return the line of a traceback that says what was raised, without what tells one example from another."""
     lines = [line for line in trace.splitlines() if line and not line.startswith((" ", "Traceback"))]
@@ -502,5 +522,6 @@ KINDS = {
         read_only,
         damage,
         hostile_bytes,
+        mutation,
     )
 }

@@ -37,6 +37,7 @@ from fault_cases import (
 )
 from fault_damage import damage_many, look
 from fault_disk import Failing
+from fault_mutations import mutate_many
 
 from trak_lite.errors import (
     ManifestMismatchError,
@@ -316,6 +317,7 @@ ACTIONS = {
         check_read_only,
         resume,
         damage_many,
+        mutate_many,
     )
 }
 ANSWERS = -1

@@ -11,10 +11,12 @@ QUICK = {
     "refused_put": 2,
     "read_only": 2,
     "damage": 5,
+    "hostile_bytes": 2,
+    "mutation": 1,
 }
 BY_THE_CLOCK = ("kill", "interrupt", "race", "fork", "creation")
 """What happens in these rounds depends on the load of the machine; tests/store draws such moments by step instead."""
-ONLY_LONG = ("every_power_cut", "hostile_bytes", *BY_THE_CLOCK, *NEED_MOUNTS)
+ONLY_LONG = ("every_power_cut", *BY_THE_CLOCK, *NEED_MOUNTS)
 
 
 @pytest.fixture(scope="module")

@@ -19,7 +19,7 @@ from typing import Any, final
 import numpy as np
 from numpy.typing import NDArray
 
-from trak_lite.errors import InvalidInputError, StoreError
+from trak_lite.errors import CorruptStoreError, InvalidInputError, StoreError
 from trak_lite.store._checksums import crc32c
 from trak_lite.store._files import file_size, map_file, named_errors, open_file, sync_folder, write_all
 from trak_lite.store._folders import names_in
@@ -177,15 +177,15 @@ def _load(path: str, key: str | None = None) -> NDArray[Any] | None:
 
     Its two ends are read first: a file is mapped only where shape and dtype make the size that it has.
     """
-    size = file_size(path)
     try:
-        head, tail = _ends(path, size or 0)
-        footer, layout = _Footer.parse(tail, size or 0), _Layout.parse(head)
+        size = file_size(path) or 0
+        head, tail = _ends(path, size)
+        footer, layout = _Footer.parse(tail, size), _Layout.parse(head)
         if footer is None or layout is None or layout.end != footer.end or key not in (None, footer.key):
             return None
         content = map_file(path, footer.end)
-    except FileNotFoundError:
-        return None  # none yet, or replaced by another process since
+    except (FileNotFoundError, CorruptStoreError):
+        return None  # there is none, or no plain file, or another process has replaced it since
     if crc32c(content) != footer.checksum:
         return None
     array: NDArray[Any] = content[layout.start :].view(layout.dtype).reshape(layout.shape)
