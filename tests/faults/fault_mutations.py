@@ -6,6 +6,7 @@ right numbers: never another error, a wrong number, a crash, more than a few sec
 
 import contextlib
 import json
+import logging
 import os
 import random
 import signal
@@ -205,6 +206,7 @@ def mutate_many(folder, case, seed, count):
     states = built_states(folder, case, random.Random(f"{seed}/states"))
     limit_memory()
     signal.signal(signal.SIGALRM, _hang)
+    logging.disable()  # of what made a store that says so itself
     tally, root = Counter(), os.path.join(folder, "mutated.zarr")
 
     @hypothesis.seed(seed)

@@ -47,13 +47,20 @@ def test_zarr_walks_the_whole_store_without_a_warning(full):
     assert names == parents | {f"{NAME}/{column}" for column in ("features", "q", "w")} | {".cache"}
 
 
-def test_xarray_opens_a_table(full):
-    xarray = pytest.importorskip("xarray")
-    with xarray.open_zarr(folder(full), consolidated=False) as table:
-        assert table["features"].dims == ("row", "features_dim")
-        assert table["q"].dims == table["w"].dims == ("row",)
-        for name, expected in values(range(11)).items():
-            assert table[name].values.tobytes() == expected.tobytes()
+def test_zarr_and_xarray_read_a_finished_store_as_we_do(full):
+    """By its root and by its table, float16 and float32, bitwise."""
+    xarray = pytest.importorskip("xarray", reason="xarray is not installed; it is in the extra 'tables'")
+    with ZarrFeatureStore.open(full) as made:
+        ours = {name: made.open_table(NAME).read(name) for name in ("features", "q", "w")}
+    assert [array.dtype.name for array in ours.values()] == ["float16", "float32", "float32"]
+    by_zarr = zarr.open(full, mode="r")[NAME]
+    by_group = xarray.open_zarr(full, group=NAME, consolidated=False)
+    with by_group, xarray.open_zarr(folder(full), consolidated=False) as by_folder:
+        assert by_folder["features"].dims == ("row", "features_dim")
+        assert by_folder["q"].dims == by_folder["w"].dims == ("row",)
+        for name, rows in ours.items():
+            for found in (by_zarr[name][:], by_folder[name].values, by_group[name].values):
+                assert (found.dtype, found.tobytes()) == (rows.dtype, rows.tobytes())
 
 
 def test_what_is_pending_reads_as_nan_elsewhere(path):

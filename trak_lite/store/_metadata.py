@@ -13,6 +13,7 @@ from trak_lite.store._base import TableSpec
 from trak_lite.store._columns import StoredArray
 from trak_lite.store._files import named_errors, read_file
 from trak_lite.store._folders import names_in
+from trak_lite.store._grid import spec_from_json
 from trak_lite.store.manifest import FORMAT, Manifest, check_depth
 
 __all__ = [
@@ -98,21 +99,26 @@ def attributes_from_json(record: Mapping[str, Any], *, where: str) -> dict[str, 
 
 
 def refuse_swapped(folder: str, record: Mapping[str, Any]) -> None:
-    """Raise if a folder is not what its ``zarr.json`` says: a table holds arrays, a group of tables holds groups.
+    """Raise if a folder is not what its ``zarr.json`` says: a table with its arrays, or a group of tables.
 
     Raises:
-        CorruptStoreError: If it holds the other.
+        CorruptStoreError: If it holds something else.
     """
-    is_table = "columns" in record
-    inside = (
-        read_zarr_json(f"{folder}/{name}") or {} for name in names_in(folder) if not name.startswith(".")
-    )
-    kinds = {str(document.get("node_type")) for document in inside}
-    if ("group" if is_table else "array") in kinds or (record and not is_table):
-        said = "a table" if is_table else "a group of tables"
+    path = f"{folder}/zarr.json"
+    inside = {
+        name: read_zarr_json(f"{folder}/{name}") for name in names_in(folder) if not name.startswith(".")
+    }
+    kinds = {
+        name: str(document.get("node_type")) for name, document in inside.items() if document is not None
+    }
+    if "columns" in record:
+        arrays = {array.name for array in spec_from_json(record, where=path).arrays}
+        said, fits = "a table", arrays <= kinds.keys() and "group" not in kinds.values()
+    else:
+        said, fits = "a group of tables", not record and "array" not in kinds.values()
+    if not fits:
         raise CorruptStoreError(
-            f"{folder}/zarr.json describes {said}, and the folder holds another thing: {sorted(kinds) or 'nothing'}. "
-            f"{_RESTORE}"
+            f"{path} describes {said}, and the folder holds {kinds or 'nothing'}. {_RESTORE}"
         )
 
 

@@ -104,7 +104,7 @@ class ZarrRowTable(AbstractRowTable):
         """Return which rows are done, ``(num_rows,)``."""
         mask = self._files.marks()
         # the stage first, the index second: a chunk that is committed in between is seen by the second look
-        staged = self._files.staged_chunks()
+        staged = self._files.staged_chunks() - self._index.committed.keys()
         self._mark_staged(mask, staged)
         self._index.refresh()
         for chunk in self._index.committed:
