@@ -1,7 +1,12 @@
 """A few rounds of every kind of fault; ``benchmarks/fault_campaign.py`` runs the same ones for as long as one likes."""
 
+import re
+from pathlib import Path
+
 import pytest
 from campaign import KINDS, NEED_MOUNTS, Campaign
+
+from trak_lite.testing import store as store_kit
 
 QUICK = {
     "failpoint": 3,
@@ -36,3 +41,21 @@ def test_no_fault_breaks_a_promise(campaign, kind, number):
 
 def test_every_kind_of_fault_has_its_rounds():
     assert set(KINDS) == {*QUICK, *ONLY_LONG}
+
+
+def test_every_fault_has_a_test():
+    """Every test and every round that the README names is there, every round is named, and no fault has neither."""
+    here = Path(__file__).parent
+    lines = re.findall(
+        r"^\| (?!fault |-)(.+?) \| ?(.*?) ?\| ?(.*?) ?\|$", (here / "README.md").read_text(), re.M
+    )
+    folders = (here, here.parent / "store", Path(store_kit.__file__).parent)
+    sources = "".join(path.read_text() for folder in folders for path in folder.glob("*.py"))
+    written = set(re.findall(r"(?:def|class) (\w+)", sources))
+    assert len(lines) > 30
+    for fault, tests, _ in lines:
+        assert set(re.findall(r"`(\w+)`", tests)) <= written, fault
+    rounds = [re.findall(r"`(\w+)`(\*?)", rounds) for _, _, rounds in lines]
+    assert {name for names in rounds for name, _ in names} == set(KINDS)
+    assert {name for names in rounds for name, star in names if star} == set(ONLY_LONG)
+    assert all(tests or names for (_, tests, _), names in zip(lines, rounds, strict=True))

@@ -2,6 +2,7 @@
 
 import os
 import re
+from collections import Counter
 from pathlib import Path
 
 import numpy as np
@@ -103,6 +104,31 @@ def test_zarr_is_imported_in_one_file():
         f.name for f in folder.glob("*.py") if re.search(r"^\s*(import|from) zarr\b", f.read_text(), re.M)
     ]
     assert importers == ["zarr_store.py"]
+
+
+def test_opening_looks_at_each_file_at_most_once(tmp_path, monkeypatch):
+    """So that 100,000 chunks open in seconds: the size of each file is asked for once, and nothing else per chunk."""
+    counts = []
+    for chunks in (10, 30):
+        spec = TableSpec(chunks, SPEC.columns, 1)
+        with writing(str(tmp_path / f"{chunks}"), spec) as table:
+            table.put(0, values(range(chunks), spec))
+        calls = Counter()
+        with monkeypatch.context() as patched:
+            for name in ("lstat", "stat", "open", "listdir", "scandir", "access", "readlink"):
+                patched.setattr(os, name, counted(getattr(os, name), name, calls))
+            with ZarrFeatureStore.open(tmp_path / f"{chunks}") as made:
+                assert made.open_table(NAME).complete
+        counts.append(calls)
+    assert counts[1] - counts[0] == {"lstat": 20 * len(SPEC.columns)}
+
+
+def counted(call, name, calls):
+    def counting(*arguments, **keywords):
+        calls[name] += 1
+        return call(*arguments, **keywords)
+
+    return counting
 
 
 def test_metadata_is_small_and_readable(full):
