@@ -16,7 +16,7 @@ QUICK = {
     "refused_put": 2,
     "read_only": 2,
     "damage": 5,
-    "hostile_bytes": 2,
+    "hostile_bytes": 1,
     "mutation": 1,
 }
 BY_THE_CLOCK = ("kill", "interrupt", "race", "fork", "creation")

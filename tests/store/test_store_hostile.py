@@ -55,14 +55,21 @@ PACKAGE = Path(trak_lite.__file__).parent
 MEBIBYTE = 1 << 20
 
 
-@pytest.fixture
-def mixed(path):
-    """Chunks 0 and 1 committed; of chunk 2 the rows 8 and 9 are staged; and a derived array."""
+@pytest.fixture(scope="module")
+def made(tmp_path_factory):
+    path = str(tmp_path_factory.mktemp("made") / "run.zarr")
     store, table = open_for_writing(path)
     with store:
         table.put(0, values(range(8)))
         table.put(8, values([8, 9]))
         store.cache("gram", "key", np.eye(2))
+    return path
+
+
+@pytest.fixture
+def mixed(made, path):
+    """Chunks 0 and 1 committed; of chunk 2 the rows 8 and 9 are staged; and a derived array."""
+    shutil.copytree(made, path)
     return path
 
 
