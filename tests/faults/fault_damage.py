@@ -135,11 +135,18 @@ def files_in(root):
     return sorted(found)
 
 
+def choose(pick, items):
+    """Choose one of some things; of none there is no choice, and nothing is drawn."""
+    if not items:
+        raise LookupError("nothing is left to choose from")
+    return pick.choice(items)
+
+
 def _drawn_file(root, pick):
     """Return the kind and the path of a file, each kind being as likely as any other."""
     files = files_in(root)
-    kind = pick.choice(sorted({kind_of(path) for path in files}))
-    return kind, pick.choice([path for path in files if kind_of(path) == kind])
+    kind = choose(pick, sorted({kind_of(path) for path in files}))
+    return kind, choose(pick, [path for path in files if kind_of(path) == kind])
 
 
 def content_of(root, path):

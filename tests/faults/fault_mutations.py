@@ -20,6 +20,7 @@ from fault_cases import NAME, Case, Violated, check_numbers, fill, open_for_writ
 from fault_damage import (
     SECONDS,
     built_states,
+    choose,
     content_of,
     craft,
     damage,
@@ -45,7 +46,7 @@ class Hung(Exception):
 def swap(root, pick):
     """Exchange two files."""
     files = files_in(root)
-    first, second = pick.choice(files), pick.choice(files)
+    first, second = choose(pick, files), choose(pick, files)
     if first != second:
         os.rename(f"{root}/{first}", f"{root}/kept")
         os.rename(f"{root}/{second}", f"{root}/{first}")
@@ -56,7 +57,7 @@ def swap(root, pick):
 def move_out(root, pick):
     """Put a link to the same bytes in the place of a file or a folder."""
     folders = sorted({os.path.dirname(path) for path in files_in(root)} - {""})
-    path = pick.choice(files_in(root) + folders)
+    path = choose(pick, files_in(root) + folders)
     outside = os.path.join(os.path.dirname(root), "outside")
     replace(outside, None)
     os.rename(f"{root}/{path}", outside)
@@ -66,7 +67,7 @@ def move_out(root, pick):
 
 def replace_folder(root, pick):
     """Put nothing, a file, a pipe or a link to nowhere in the place of a folder."""
-    path = pick.choice(sorted({os.path.dirname(path) for path in files_in(root)} - {""}))
+    path = choose(pick, sorted({os.path.dirname(path) for path in files_in(root)} - {""}))
     replace(f"{root}/{path}", None)
     how = pick.choice(["nothing", "file", "pipe", "link"])
     if how == "file":
