@@ -167,8 +167,8 @@ class CommitRecord:
             found = json.loads(body.decode())  # of bytes it would look for their encoding, line by line
             columns = {name: (_count(size), _count(crc)) for name, (size, crc) in found["columns"].items()}
             writer = None if found.get("writer") is None else str(found["writer"])
-            counts = (_count(found[key]) for key in ("chunk", "generation", "rows"))
-            return cls(*counts, columns, writer)
+            chunk, generation, rows = (_count(found[key]) for key in ("chunk", "generation", "rows"))
+            return cls(chunk, generation, rows, columns, writer)
         except (KeyError, TypeError, ValueError, AttributeError, RecursionError):
             return None  # somebody else's line under a right checksum: no record of ours
 
