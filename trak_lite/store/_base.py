@@ -218,8 +218,9 @@ class AbstractRowTable(ABC):
         """
         committed = set(self.committed_chunks())
         missing = next((chunk for chunk in range(self.num_chunks) if chunk not in committed), None)
-        if missing is not None:
-            self.read_chunk(missing, column)  # which raises; nothing is allocated for rows that are not there
+        # reading raises at the first chunk that cannot be read; nothing is allocated for rows that are not there
+        for chunk in range(0 if missing is None else missing + 1):
+            self.read_chunk(chunk, column)
         out = self._empty(column, self.spec.num_rows)
         for start, rows in self.blocks(column):
             out[start : start + len(rows)] = rows
