@@ -474,6 +474,34 @@ def test_a_number_that_is_no_process_does_not_live(pid):
     assert holder_lives(holder_line(os.getpid()))
 
 
+def lose_the_records(path):
+    """As if the last commit had been interrupted between two columns, and the log lost since."""
+    rows = crc32c(*(values(range(4, 8))[name] for name in ("features", "q", "w")))
+    os.rename(folder(path, "w/c.1"), staged(path, 1, "w"))
+    overwrite(row_log(path, 1), bytes(HOLDER_BYTES) + encode_row(1, 0, 4, rows))
+    overwrite(commit_log(path), content(commit_log(path)).splitlines(keepends=True)[0])
+
+
+def put_a_stranger_beside_the_stage(path):
+    overwrite(folder(path, "features/c.2.0"), b"stranger")
+
+
+@pytest.mark.parametrize("harm", [lose_the_records, put_a_stranger_beside_the_stage])
+def test_what_a_reader_refuses_is_damage_and_the_repair_keeps_the_rows(mixed, harm):
+    """A column that is visible without a commit record; the others are still in the stage."""
+    harm(mixed)
+    with pytest.raises(CorruptStoreError, match="without a commit record"):
+        ZarrFeatureStore.open(mixed).open_table(NAME)
+    assert not verify_store(mixed).ok
+    report = verify_store(mixed, repair=True)
+    assert report.ok
+    with reading(mixed) as table:
+        assert np.flatnonzero(table.done()).tolist() == list(range(10))
+    if harm is put_a_stranger_beside_the_stage:
+        assert content(os.path.join(report.set_aside[0].folder, "features-c.2.0")) == b"stranger"
+    finish(mixed)
+
+
 # What is no file.
 
 

@@ -35,6 +35,7 @@ _PIECE = 1 << 20
 
 REPAIR = "verify with --repair, then featurize again"
 AGAIN = "featurize again: these rows are pending"
+_UNRECORDED = "no commit record: not written by trak_lite, or a commit log is damaged"
 _FINISH = "nothing: the next writer finishes it"
 
 
@@ -107,8 +108,7 @@ class ChunkLook:
     def _visible_state(self, chunk: int, record: CommitRecord | None) -> ChunkState:
         none = np.zeros(self._files.rows_in(chunk), np.bool_)
         if record is None:
-            text = "no commit record: not written by trak_lite, or a commit log is damaged"
-            return ChunkState((self._damage(chunk, text),), none, visible=True)
+            return ChunkState((self._damage(chunk, _UNRECORDED),), none, visible=True)
         known = len(none) if record.rows <= len(none) else self._files.rows_on_disk(chunk)
         if not 0 < record.rows <= known:
             text = f"committed with {record.rows} rows, the chunk has {len(none)}"
@@ -161,6 +161,8 @@ class ChunkLook:
             findings.append(
                 self._damage(chunk, f"{broken} damaged records in the row log: their rows are pending")
             )
+        if visible and record is None and not findings:
+            findings.append(self._damage(chunk, _UNRECORDED))
         if not findings:
             findings = list(self._notes(chunk, record, visible))
         return ChunkState(tuple(findings), done, visible=False)

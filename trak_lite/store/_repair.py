@@ -95,7 +95,9 @@ class TableRepair:
 
     def _keep_sound_rows(self, chunk: int, state: ChunkState, stage: StagedChunk) -> None:
         """Replace the row log by one that names the sound rows alone; the old one is kept aside."""
-        stage.take_back([c for c in self._files.columns if os.path.lexists(c.visible(chunk))])
+        visible = [c for c in self._files.columns if os.path.lexists(c.visible(chunk))]
+        self._move([c.visible(chunk) for c in visible if os.path.lexists(c.staged(chunk))], chunk, ())
+        stage.take_back([c for c in visible if os.path.lexists(c.visible(chunk))])
         log = self._files.row_log(chunk)
         pending = row_ranges(~state.done, first=self._files.rows_of(chunk).start)
         folder = self._new_folder(chunk)
