@@ -209,6 +209,17 @@ def test_a_table_with_the_metadata_of_a_group_is_refused(mixed, how):
             use()
 
 
+@pytest.mark.parametrize("place", [0, 1, 2])
+def test_a_table_that_has_lost_a_column_is_refused_and_its_chunks_are_not_judged(mixed, place):
+    edit(folder(mixed, "zarr.json"), lambda record: record["columns"].pop(place))
+    lost = SPEC.columns[place].name
+    with pytest.raises(CorruptStoreError, match=rf"does not name the arrays \['{lost}'\].* Restore"):
+        ZarrFeatureStore.open(mixed).open_table(NAME)
+    report = verify_store(mixed, repair=True)
+    assert not report.ok
+    assert report.set_aside == ()
+
+
 @pytest.mark.parametrize("which", ["targets", "targets/test", NAME])
 def test_tables_are_not_missed_without_a_word(mixed, which):
     """A score over all checkpoints must not become one over those whose metadata is left."""

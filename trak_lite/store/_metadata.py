@@ -28,6 +28,7 @@ __all__ = [
     "read_zarr_json",
     "refuse_lost",
     "refuse_swapped",
+    "refuse_undescribed",
     "sizes_under_way",
 ]
 
@@ -119,6 +120,20 @@ def refuse_swapped(folder: str, record: Mapping[str, Any]) -> None:
     if not fits:
         raise CorruptStoreError(
             f"{path} describes {said}, and the folder holds {kinds or 'nothing'}. {_RESTORE}"
+        )
+
+
+def refuse_undescribed(folder: str, spec: TableSpec) -> None:
+    """Raise if a table's folder holds an array that its ``zarr.json`` does not name: it has lost a column.
+
+    Raises:
+        CorruptStoreError: Names the arrays. Its chunks are sound, and must not be judged by what is left.
+    """
+    others = set(names_in(folder)) - {array.name for array in spec.arrays}
+    arrays = sorted(name for name in others if os.path.lexists(f"{folder}/{name}/zarr.json"))
+    if arrays:
+        raise CorruptStoreError(
+            f"{folder}/zarr.json does not name the arrays {arrays} that are in the folder. {_RESTORE}"
         )
 
 

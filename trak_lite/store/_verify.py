@@ -21,7 +21,13 @@ from trak_lite.store._columns import StoredArray
 from trak_lite.store._derived import CACHE, damaged_arrays
 from trak_lite.store._folders import ABANDONED_AFTER, names_in, refuse_links
 from trak_lite.store._grid import spec_from_json
-from trak_lite.store._metadata import check_array, manifest_from_json, read_attributes, sizes_under_way
+from trak_lite.store._metadata import (
+    check_array,
+    manifest_from_json,
+    read_attributes,
+    refuse_undescribed,
+    sizes_under_way,
+)
 from trak_lite.store._names import is_name
 from trak_lite.store._records import CommitLogs
 from trak_lite.store._report import Finding, Tally
@@ -148,6 +154,7 @@ class StoreLook:
         table = "/".join(inside)
         try:
             spec = spec_from_json(record, where=f"{path}/{_METADATA}")
+            refuse_undescribed(path, spec)
         except StoreError as error:
             self._damage(table, str(error), _RESTORE)
             return

@@ -48,6 +48,7 @@ from trak_lite.store._metadata import (
     read_attributes,
     refuse_lost,
     refuse_swapped,
+    refuse_undescribed,
     sizes_under_way,
 )
 from trak_lite.store._names import natural_order, path_parts
@@ -329,6 +330,7 @@ class ZarrFeatureStore(AbstractFeatureStore):
             record = self._require_table(path)
             folder = f"{self._root}/{path}"
             spec = spec_from_json(record, where=f"{folder}/zarr.json")
+            refuse_undescribed(folder, spec)
             for array in spec.arrays:
                 refuse_links(folder, (array.name,))
                 check_array(folder, array, spec, under_way=sizes_under_way(record))
