@@ -130,6 +130,7 @@ def test_attributes_that_are_no_mapping_are_refused(mixed, noted):
         pytest.raises(CorruptStoreError, match=r"ckpt-0/zarr\.json records \w+ as attributes.* Restore"),
     ):
         store.attributes(NAME)
+    assert not verify_store(mixed).ok
 
 
 @pytest.mark.parametrize("number", [b"NaN", b"-Infinity", b"1e999"])
@@ -192,6 +193,16 @@ def test_metadata_that_went_round_in_a_circle_are_refused(mixed):
         overwrite(place, other)
     with pytest.raises(CorruptStoreError, match=r"test/zarr\.json describes a table"):
         ZarrFeatureStore.open(mixed).open_table(NAME)
+
+
+@pytest.mark.parametrize("which", ["targets", "targets/test"])
+def test_a_group_that_describes_something_else_is_refused_and_reported(mixed, which):
+    edit(f"{mixed}/{which}/zarr.json", lambda record: record.update(num_rows=11))
+    with pytest.raises(CorruptStoreError, match=rf"{which}/zarr\.json describes a group of tables, and"):
+        ZarrFeatureStore.open(mixed).table_names()
+    report = verify_store(mixed)
+    assert not report.ok
+    assert report.tally.done_rows == 10  # what is inside is looked at
 
 
 @pytest.mark.parametrize("how", ["a group's", "no columns"])

@@ -22,6 +22,7 @@ from trak_lite.store._derived import CACHE, damaged_arrays
 from trak_lite.store._folders import ABANDONED_AFTER, names_in, refuse_links
 from trak_lite.store._grid import spec_from_json
 from trak_lite.store._metadata import (
+    attributes_from_json,
     check_array,
     manifest_from_json,
     read_attributes,
@@ -139,6 +140,9 @@ class StoreLook:
         elif "columns" in record:
             self._table(path, inside, record)
         else:
+            if record:
+                text = f"{path}/{_METADATA} describes neither a table nor a group of tables"
+                self._damage("/".join(inside), text, _RESTORE)
             self._group(path, inside)
 
     def _without_metadata(self, path: str, inside: tuple[str, ...]) -> None:
@@ -154,6 +158,7 @@ class StoreLook:
         table = "/".join(inside)
         try:
             spec = spec_from_json(record, where=f"{path}/{_METADATA}")
+            attributes_from_json(record, where=f"{path}/{_METADATA}")
             refuse_undescribed(path, spec)
         except StoreError as error:
             self._damage(table, str(error), _RESTORE)
