@@ -1,14 +1,13 @@
-"""The native facade: featurize a train set, score targets, and the one place that picks defaults."""
+"""The native facade: featurize a train set, score targets, and the one place that names the defaults."""
 
 from __future__ import annotations
 
 import logging
-import platform
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from functools import partial
 from os import PathLike
-from pathlib import Path
 from typing import Any, Literal, Self, Unpack
 
 import numpy as np
@@ -16,77 +15,36 @@ import torch
 from numpy.typing import ArrayLike, NDArray
 from torch import Tensor, nn
 
-from trak_lite._session import borrow_model, resolve_device
-from trak_lite._validate import one_of, positive_int
-from trak_lite._version import __version__
-from trak_lite.checkpoints import (
-    Checkpoint,
-    CheckpointSource,
-    iterate_checkpoints,
-    load_into,
-    weights_digest,
+from trak_lite._validate import positive_int
+from trak_lite.attributor_settings import (
+    AttributorSettings,
+    GradientComputerFactory,
+    Task,
+    stored_arguments,
 )
-from trak_lite.curvature_fits import CurvatureFits
+from trak_lite.checkpoints import CheckpointSource, iterate_checkpoints
 from trak_lite.datasets import Rows
-from trak_lite.diagnosis import naming_rows
-from trak_lite.errors import InvalidInputError, ManifestMismatchError, StateError
+from trak_lite.errors import InvalidInputError, StateError
 from trak_lite.evaluation import Verdict, subset_masks
-from trak_lite.gradient_computers import (
-    GRADIENT_COMPUTERS,
-    AbstractGradientComputer,
-    FunctionalGradientComputer,
-    Normalization,
-    ParameterChoice,
-    as_normalization,
-    choose_gradient_computer,
-    select_parameters,
-)
-from trak_lite.kronecker import KroneckerSettings, PreconditionedProjector, Preconditioner
-from trak_lite.modelout_functions import AbstractModelOutput, describe_task, resolve_task
-from trak_lite.pipeline import (
-    GRADIENT_NORM,
-    feature_table_spec,
-    featurize_rows,
-    target_table_spec,
-)
-from trak_lite.projectors import AbstractProjector, projector_name, select_projector
+from trak_lite.featurizing import FeaturizingSession, KnownSource, featurizing, stored_norms
+from trak_lite.gradient_computers import Normalization, ParameterChoice
+from trak_lite.kept_scores import KeptScores
+from trak_lite.kronecker import KroneckerSettings
+from trak_lite.projectors import AbstractProjector
 from trak_lite.retraining import TrainFunction, retrain_into
-from trak_lite.score_matrix import AbstractScoreMatrix, DampingPath, StoredMatrix, StreamedMatrix
-from trak_lite.score_result import ScoreResult, drop_scores, finished_scores, scorable_tables, score_path
-from trak_lite.score_source import ScoreSource, target_folder
+from trak_lite.score_matrix import DampingPath
+from trak_lite.score_result import ScoreResult, drop_scores
 from trak_lite.scores import Scores
-from trak_lite.scoring import DEFAULT_DAMPING, KernelSettings, ScoreSettings, ScoreView
-from trak_lite.sharing import LateTable
-from trak_lite.store import (
-    DTYPES,
-    AbstractFeatureStore,
-    AbstractRowTable,
-    Manifest,
-    RemotePlace,
-    check_name,
-    dtype_fingerprint,
-    open_store,
-    resolve_place,
-)
+from trak_lite.scoring import ScoreView
+from trak_lite.store import RemotePlace, check_name, open_store, resolve_place
 from trak_lite.store.manifest import compare_fingerprints
-from trak_lite.target_session import TargetSession, visit_checkpoints
-from trak_lite.types import Batch, FeatureLayout, ParameterShapes, num_entries
-from trak_lite.verification import (
-    ScoredRows,
-    calibrated_scores,
-    check_budget,
-    judge,
-    keep_verdict,
-    kept_verdict,
-    target_outputs,
-)
-from trak_lite.workspace import Workspace, checkpoint_tables, complete_tables, drop_checkpoint
+from trak_lite.types import Batch, FeatureLayout
+from trak_lite.verification import calibrated_scores, check_budget, judge, keep_verdict, target_outputs
+from trak_lite.workspace import FirstRows, Workspace, complete_tables, drop_checkpoint
 
 __all__ = ["Attributor", "FeaturizeSummary"]
 
 logger = logging.getLogger(__name__)
-
-GradientComputerFactory = Callable[..., AbstractGradientComputer]
 
 
 @dataclass(frozen=True, slots=True)
@@ -125,7 +83,7 @@ class Attributor:
     def __init__(
         self,
         model: nn.Module,
-        task: str | AbstractModelOutput | type[AbstractModelOutput] | Callable[..., Tensor],
+        task: Task,
         path: str | PathLike[str] | RemotePlace | None,
         *,
         proj_dim: int = 2048,
@@ -181,56 +139,38 @@ class Attributor:
             UnknownTaskError: If the task is unknown.
         """
         self.model = model
-        self.task = resolve_task(task)
         self.path = None if path is None else resolve_place(path)
-        self.dtype = one_of(DTYPES, dtype=dtype)
-        self.device = resolve_device(device, model)
-        self.parameters: ParameterShapes = {
-            name: tuple(p.shape) for name, p in select_parameters(model, grad_wrt).items()
-        }
-        self.projector = select_projector(
-            projector,
-            proj_dim=positive_int(proj_dim=proj_dim),
+        self._settings = AttributorSettings(
+            model,
+            task,
+            proj_dim=proj_dim,
             seed=seed,
-            device=self.device,
+            device=device,
+            dtype=dtype,
+            grad_wrt=grad_wrt,
+            gradient_computer=gradient_computer,
+            normalize=normalize,
+            store_norms=store_norms,
+            projector=projector,
             layout=layout,
+            kernel=kernel,
+            damping=damping,
         )
-        computer_name, self._make_computer = _decide_computer(gradient_computer)
-        self.normalization = as_normalization(normalize)
-        self.kernel = _decide_kernel(kernel, damping, self.task)
-        self._store_norms = store_norms
+        self.task, self.device, self.dtype = self._settings.task, self._settings.device, self._settings.dtype
+        self.parameters, self.projector = self._settings.parameters, self._settings.projector
+        self.normalization, self.kernel = self._settings.normalization, self._settings.kernel
         self._collate = collate
         self._progress = progress
-        self._sources: list[tuple[CheckpointSource, Any]] = []
+        self._sources: list[KnownSource] = []
         self._workspace = Workspace(self.path)
-        self._settings = {  # None stands for what only the user can give again
-            "task": self.task.name or None,
-            "proj_dim": self.projector.proj_dim or self.layout.width,
-            "seed": int(self.projector.seed),
-            "dtype": self.dtype,
-            "gradient_computer": computer_name,
-            "normalize": self.normalization.to_json(),
-            "store_norms": store_norms,
-            "projector": projector_name(projector),
-            "layout": layout,
-            "kernel": "curvature" if self.kernel.weighting == "curvature" else "trak",
-            "damping": self.kernel.damping,
-        }
-        self._made_with: dict[str, Any] = {**_versions(self.device), "settings": self._settings}
-        logger.info(
-            "Settings: %d parameters in %d tensors, %s, rows of %d numbers.",
-            num_entries(self.parameters),
-            len(self.parameters),
-            self._settings,
-            self.layout.width,
-        )
+        self._kept = KeptScores(self._workspace, self._settings)
 
     @classmethod
     def open(
         cls,
         path: str | PathLike[str] | RemotePlace,
         model: nn.Module,
-        task: str | AbstractModelOutput | type[AbstractModelOutput] | Callable[..., Tensor] | None = None,
+        task: Task | None = None,
         **overrides: Any,
     ) -> Self:
         """Continue with a store: every setting comes from its manifest.
@@ -249,31 +189,18 @@ class Attributor:
         place = resolve_place(path)
         with open_store(place) as store:
             manifest = store.manifest
-        settings = dict(manifest.made_with.get("settings", {}))
-        settings["grad_wrt"] = list(manifest.fingerprint["parameters"])
-        # Stores of older versions say nothing of it, and hold gradients as they are.
-        settings["normalize"] = Normalization(**settings.get("normalize", {}))
-        settings.update(overrides)
-        stored_task = settings.pop("task", None)
-        needed = [name for name, value in settings.items() if value is None]
-        if task is None and stored_task is None:
-            needed.append("task")
-        if needed:
-            raise InvalidInputError(
-                f"{place} was made with {needed} of the user's own, which a store cannot keep. Pass "
-                f"{', '.join(f'{name}=...' for name in needed)} to Attributor.open."
-            )
-        return cls(model, stored_task if task is None else task, place, **settings)
+        found, arguments = stored_arguments(manifest, task, overrides, where=str(place))
+        return cls(model, found, place, **arguments)
 
     @property
     def layout(self) -> FeatureLayout:
         """Segments of a feature row."""
-        return self.projector.layout(self.parameters)
+        return self._settings.layout
 
     @property
     def row_bytes(self) -> int:
         """Bytes on disk of one train row of one checkpoint: its features, q and w, and its norm if that is kept."""
-        return feature_table_spec(1, self.layout.width, self.dtype, {}, norms=self._store_norms).row_bytes
+        return self._settings.train_table(1, {}).row_bytes
 
     def featurize(
         self,
@@ -320,14 +247,10 @@ class Attributor:
         identity = rows.identity(dataset_id)
         names: list[str] = []
         written = 0
-        appended_to = partial(_first_rows, rows, dataset_id) if append else None
-        with (
-            self._workspace.opened(self._manifest(identity), appended_to=appended_to) as workspace,
-            borrow_model(self.model, self.device) as own,
-        ):
+        appended_to = (lambda num_rows: rows.identity(dataset_id, num_rows=num_rows)) if append else None
+        with self._session(identity, appended_to) as session:
             for checkpoint in iterate_checkpoints(checkpoints, checkpoint_loader):
-                digest = self._load(checkpoint, own)
-                written += self._featurize_checkpoint(workspace, checkpoint, digest, rows)
+                written += session.featurize(checkpoint, rows)
                 names.append(checkpoint.name)
         if not names:
             raise InvalidInputError(
@@ -395,37 +318,32 @@ class Attributor:
             SingularKernelError: If the kernel has no inverse at the damping in force.
         """
         check_name(name, what="target set")
-        settings = self._score_settings(
+        settings = self._settings.score_settings(
             kernel=kernel, damping=damping, layout=layout, q=q, checkpoint_weights=checkpoint_weights
         )
         if k is not None and positive_int(k=k) and dense:
             raise InvalidInputError(f"k={k} is for dense=False; dense scores answer top(k) for any k.")
         targets = self._rows(data, indices, batch_size, "the targets")
         identity = targets.identity(dataset_id)
-        with (
-            self._workspace.opened(self._manifest(None)) as workspace,
-            borrow_model(self.model, self.device) as own,
-        ):
-            if settings.kernel == "ekfac":
-                identity = {**identity, "curvature": self._fits(workspace.store()).record()}
-            session = self._target_session(workspace, targets, name, settings, identity, own)
+        with self._session() as session:
+            identity = session.target_identity(identity, settings)
+            features = session.targets(targets, name, settings, identity)
             used: list[str] | None = None
             if checkpoints is not None:
-                used = [session.add(c) for c in iterate_checkpoints(checkpoints, checkpoint_loader)]
-            train = complete_tables(workspace.store(), used)
-            result = ScoreResult(
-                workspace.store(), train, name, settings, self._base_settings, identity, len(targets)
-            )
+                used = [features.add(c) for c in iterate_checkpoints(checkpoints, checkpoint_loader)]
+            train = complete_tables(session.store, used)
+            base = self._settings.default_scores
+            result = ScoreResult(session.store, train, name, settings, base, identity, len(targets))
             settings.weights(len(train))
             if not (dense and result.is_finished()):
-                session.find(train, self._candidates)
-            source = self._source(workspace.store(), list(train.values()), name, settings)
+                features.find(train, session.candidates)
+            source = self._kept.source(session.store, list(train.values()), name, settings)
             if dense:
                 result.fill(source, device=self.device, progress=self._progress)
             kept = None if k is None else result.both_ends(source, k)
         if dense:
             return self.scores(name, **settings.view())
-        return self._streamed(name, settings, list(train), kept)
+        return self._kept.streamed(name, settings, list(train), kept)
 
     def fit_curvature(
         self,
@@ -471,38 +389,9 @@ class Attributor:
         """
         rows = self._rows(data, indices, batch_size, "the train data")
         identity = rows.identity(dataset_id)
-        with (
-            self._workspace.opened(self._manifest(identity)) as workspace,
-            borrow_model(self.model, self.device) as own,
-        ):
-            store = workspace.store()
-            fits = self._fits(store)
-            fits.begin(settings or KroneckerSettings(), self.task, identity)
-
-            def fit(digest: str, label: str) -> None:
-                fits.fit(
-                    digest,
-                    self.task,
-                    rows,
-                    device=self.device,
-                    label=f"Fitting the curvature of {label}",
-                    progress=self._progress,
-                )
-
-            if checkpoints is not None:
-                for checkpoint in iterate_checkpoints(checkpoints, checkpoint_loader):
-                    digest = self._load(checkpoint, own)
-                    complete_tables(store, [digest])
-                    fit(digest, checkpoint.name)
-                return
-            visit_checkpoints(
-                store,
-                [digest for digest in checkpoint_tables(store) if not fits.has(digest)],
-                self._candidates,
-                lambda checkpoint: self._load(checkpoint, own),
-                fit,
-                purpose="to fit a curvature",
-            )
+        named = None if checkpoints is None else iterate_checkpoints(checkpoints, checkpoint_loader)
+        with self._session(identity) as session:
+            session.fit_curvature(rows, identity, settings or KroneckerSettings(), named)
 
     def scores(self, name: str = "targets", *, dense: bool = True, **view: Unpack[ScoreView]) -> Scores:
         """Return the scores of a target set from the store, without the data and without a gradient.
@@ -518,17 +407,8 @@ class Attributor:
             StateError: If they were never computed, or not finished.
         """
         check_name(name, what="target set")
-        settings = self._score_settings(**view)
-        if not dense:
-            return self._streamed(name, settings, None, None)
-        store = self._workspace.reader()
-        table = finished_scores(store, name, settings, self._base_settings)
-        stored = ScoreSettings.from_fingerprint(table.spec.fingerprint)
-        train = list(complete_tables(store, list(table.spec.fingerprint["checkpoints"])).values())
-        path = score_path(name, settings, self._base_settings)
-        return self._scores(
-            store, name, stored, train, StoredMatrix(table), path, partial(kept_verdict, store, path)
-        )
+        settings = self._settings.score_settings(**view)
+        return self._kept.stored(name, settings) if dense else self._kept.streamed(name, settings)
 
     def damping_path(
         self,
@@ -622,17 +502,15 @@ class Attributor:
         targets = self._rows(data, indices, batch_size, "the targets")
         identity = targets.identity(dataset_id)
         scores = self.scores(name, **view)
-        settings = self._score_settings(**view)
-        path = score_path(name, settings, self._base_settings)
-        with self._workspace.opened(self._manifest(None)) as workspace:
-            table = workspace.store().open_table(path)
+        path = self._kept.path(name, self._settings.score_settings(**view))
+        with self._workspace.opened(self._settings.manifest(None)) as workspace:
             compare_fingerprints(
-                {"targets": table.spec.fingerprint["targets"]},
+                {"targets": workspace.store().open_table(path).spec.fingerprint["targets"]},
                 {"targets": identity},
                 where=path,
                 remedy="Pass the targets that were scored under this name.",
             )
-            rows = self._scored_rows(workspace.store(), table, name)
+            rows = self._kept.rows(workspace.store(), path, name)
             if calibrate:
                 rows.require_kernel()
             retrained = retrain_into(
@@ -665,11 +543,9 @@ class Attributor:
             raise StateError(
                 f"The scores {name!r} were not calibrated. Call verify(train_fn, data, {name!r}, calibrate=True)."
             )
-        path = score_path(name, self._score_settings(**view), self._base_settings)
+        path = self._kept.path(name, self._settings.score_settings(**view))
         with self._workspace.reading() as store:
-            return calibrated_scores(
-                self._scored_rows(store, store.open_table(path), name), verdict.calibration
-            )
+            return calibrated_scores(self._kept.rows(store, path, name), verdict.calibration)
 
     def gradient_norms(self) -> NDArray[np.float32]:
         """Return the norms of the train rows' gradients as they were before any normalisation, from the store.
@@ -696,8 +572,7 @@ class Attributor:
             20
         """
         with self._workspace.reading() as store:
-            tables = complete_tables(store, None).values()
-            return np.stack([_stored_norms(table) for table in tables])
+            return stored_norms(store)
 
     def drop_checkpoint(self, name: str) -> None:
         """Remove the rows of a checkpoint from the store, for good: those of the train data and of all targets.
@@ -712,7 +587,7 @@ class Attributor:
             InvalidInputError: If no checkpoint, or more than one, is called that.
             BusyError: If another process writes rows of it.
         """
-        with self._workspace.opened(self._manifest(None)) as workspace:
+        with self._workspace.opened(self._settings.manifest(None)) as workspace:
             drop_checkpoint(workspace.store(), name)
 
     def drop_scores(self, name: str = "targets") -> None:
@@ -722,302 +597,23 @@ class Attributor:
             StateError: If nothing was featurized yet, or there are no such scores.
             BusyError: If another process computes them at this moment.
         """
-        with self._workspace.opened(self._manifest(None)) as workspace:
+        with self._workspace.opened(self._settings.manifest(None)) as workspace:
             drop_scores(workspace.store(), check_name(name, what="target set"))
-
-    # ---------------------------------------------------------------- featurizing
 
     def _rows(self, data: Any, indices: Sequence[int] | None, batch_size: int | None, what: str) -> Rows:
         size = None if batch_size is None else positive_int(batch_size=batch_size)
         return Rows(data, indices=indices, batch_size=size, collate=self._collate, what=what)
 
-    def _load(self, checkpoint: Checkpoint, own: Mapping[str, Tensor]) -> str:
-        """Load a checkpoint, let the task prepare for it, and return the digest of its weights."""
-        load_into(self.model, checkpoint, own)
-        self.task.prepare(self.model)
-        return weights_digest(self.model)
-
-    def _featurize_checkpoint(
-        self, workspace: Workspace, checkpoint: Checkpoint, digest: str, rows: Rows
-    ) -> int:
-        """Featurize the train rows of the checkpoint that is loaded; return how many this process wrote."""
-        model_id = workspace.model_id(digest)
-        fingerprint = self._row_fingerprint(model_id, digest)
-        table = workspace.late_table(
-            f"ckpt-{model_id}",
-            feature_table_spec(
-                len(rows), self.layout.width, self.dtype, fingerprint, norms=self._store_norms
-            ),
-            {"name": checkpoint.name, "source": checkpoint.source},
-        )
-        try:
-            return self._featurize(table, rows, model_id, f"Featurizing {checkpoint.name}")
-        except ManifestMismatchError:
-            if workspace.model_id(digest) == model_id:
-                raise
-        # Another process gave the number to another checkpoint just now, and the projection depends on it.
-        return self._featurize_checkpoint(workspace, checkpoint, digest, rows)
-
-    def _row_fingerprint(self, model_id: int, digest: str) -> dict[str, Any]:
-        """Return what determines a checkpoint's rows: its weights, and the task's state if it has any."""
-        state = self.task.state_digest()
-        fingerprint = {"model_id": model_id, "weights": digest}
-        return fingerprint if state is None else {**fingerprint, "task_state": state}
-
-    def _featurize(
-        self,
-        table: LateTable,
-        rows: Rows,
-        model_id: int,
-        label: str,
-        projector: AbstractProjector | None = None,
-    ) -> int:
-        found: list[AbstractGradientComputer] = []
-
-        def computer_for(batch: Batch, wanted: NDArray[np.int64]) -> AbstractGradientComputer:
-            if not found and self._make_computer is None:
-                with naming_rows(self.model, self.task, batch, wanted, rows.what):
-                    found.append(self._choose_computer(batch))
-            elif not found:
-                found.append(self._computer())
-                found[0].load_model_params(self.model)
-            return found[0]
-
-        return featurize_rows(
-            table,
-            rows,
-            computer_for,
-            self.projector if projector is None else projector,
-            model_id=model_id,
-            device=self.device,
-            label=label,
-            normalization=self.normalization,
+    def _session(
+        self, dataset: Mapping[str, Any] | None = None, appended_to: FirstRows | None = None
+    ) -> AbstractContextManager[FeaturizingSession]:
+        """Hold the store, compared with these settings and this data, and the model."""
+        return featurizing(
+            self.model,
+            self._settings,
+            self._workspace,
+            dataset=dataset,
+            sources=self._sources,
             progress=self._progress,
+            appended_to=appended_to,
         )
-
-    def _choose_computer(self, batch: Batch) -> AbstractGradientComputer:
-        """Decide ``gradient_computer="auto"`` by trying the first samples; return the one that was tried."""
-        name, reason, computer = choose_gradient_computer(self.model, self.task, batch, list(self.parameters))
-        self._make_computer = GRADIENT_COMPUTERS[name]
-        # The manifest of a store not yet made refers to both.
-        self._settings["gradient_computer"] = name
-        self._made_with["gradient_computer_reason"] = reason
-        return computer
-
-    def _computer(self) -> AbstractGradientComputer:
-        return (self._make_computer or FunctionalGradientComputer)(
-            model=self.model,
-            task=self.task,
-            grad_dim=num_entries(self.parameters),
-            dtype=None,
-            device=self.device,
-            grad_wrt=list(self.parameters),
-        )
-
-    # ---------------------------------------------------------------- scoring
-
-    @property
-    def _base_settings(self) -> ScoreSettings:
-        """Return how scores are made where a call does not say otherwise."""
-        name: Literal["curvature", "trak"] = "curvature" if self.kernel.weighting == "curvature" else "trak"
-        return ScoreSettings(kernel=name, damping=self.kernel.damping)
-
-    def _score_settings(self, **view: Unpack[ScoreView]) -> ScoreSettings:
-        """Return the settings of one call, with the attributor's where it leaves them open."""
-        base = self._base_settings
-        kernel = view.get("kernel") or base.kernel
-        damping = view.get("damping")
-        if kernel in ("curvature", "trak"):
-            damping = base.damping if damping is None else damping
-            _decide_kernel(kernel, DEFAULT_DAMPING if damping is None else damping, self.task)
-        layout = "stored" if len(self.layout.segments) == 1 else view.get("layout", "stored")
-        return ScoreSettings(
-            kernel=kernel,
-            damping=damping,
-            layout=layout,
-            q=view.get("q", "outside"),
-            checkpoint_weights=view.get("checkpoint_weights"),
-        )
-
-    def _source(
-        self,
-        store: AbstractFeatureStore,
-        train: Sequence[AbstractRowTable],
-        name: str,
-        settings: ScoreSettings,
-    ) -> ScoreSource:
-        return ScoreSource(store, train, name, settings, layout=self.layout, device=self.device)
-
-    def _scored_rows(self, store: AbstractFeatureStore, table: AbstractRowTable, name: str) -> ScoredRows:
-        """Return the stored rows behind a table of scores."""
-        settings = ScoreSettings.from_fingerprint(table.spec.fingerprint)
-        return ScoredRows(
-            store=store,
-            train=complete_tables(store, list(table.spec.fingerprint["checkpoints"])),
-            name=name,
-            settings=settings,
-            layout=self.layout if settings.layout == "stored" else FeatureLayout.joint(self.layout.width),
-            device=self.device,
-        )
-
-    def _streamed(
-        self,
-        name: str,
-        settings: ScoreSettings,
-        digests: list[str] | None,
-        kept: NDArray[np.float64] | None,
-    ) -> Scores:
-        """Return scores that are computed when asked, of the checkpoints that the targets were featurized with."""
-        store = self._workspace.reader()
-        train = scorable_tables(store, name, settings, digests)
-        matrix = StreamedMatrix(self._source(store, train, name, settings), kept)
-        return self._scores(store, name, settings, train, matrix, target_folder(name, settings))
-
-    def _scores(
-        self,
-        store: AbstractFeatureStore,
-        name: str,
-        settings: ScoreSettings,
-        train: Sequence[AbstractRowTable],
-        matrix: AbstractScoreMatrix,
-        path: str,
-        verdict: Callable[[], Verdict | None] = lambda: None,
-    ) -> Scores:
-        return Scores(
-            matrix,
-            self._source(store, train, name, settings),
-            name=name,
-            settings={"checkpoints": len(train), "proj_dim": self.layout.width, **settings.to_json()},
-            where=None if self.path is None else f"{self.path}:{path}",
-            verdict=verdict,
-        )
-
-    def _target_session(
-        self,
-        workspace: Workspace,
-        targets: Rows,
-        name: str,
-        settings: ScoreSettings,
-        identity: Mapping[str, Any],
-        own: Mapping[str, Tensor],
-    ) -> TargetSession:
-        """Return what computes the features of a target set, with the model of this attributor."""
-        preconditioned = settings.kernel == "ekfac"
-
-        def featurize(table: LateTable, rows: Rows, model_id: int, label: str) -> int:
-            if not preconditioned:
-                return self._featurize(table, rows, model_id, label)
-            fits, digest = self._fits(workspace.store()), table.spec.fingerprint["weights"]
-            inverse = Preconditioner(fits.curvature(digest, self.device), damping=settings.damping or 0.0)
-            return self._featurize(
-                table, rows, model_id, label, PreconditionedProjector(self.projector, inverse)
-            )
-
-        return TargetSession(
-            workspace,
-            targets,
-            name=name,
-            folder=target_folder(name, settings),
-            identity=identity,
-            load=lambda checkpoint: self._load(checkpoint, own),
-            spec=lambda model_id, digest: target_table_spec(
-                len(targets),
-                self.layout.width,
-                "float32" if preconditioned else self.dtype,  # an inverse curvature is beyond float16's range
-                {**self._row_fingerprint(model_id, digest), "targets": dict(identity)},
-            ),
-            featurize=featurize,
-        )
-
-    def _fits(self, store: AbstractFeatureStore) -> CurvatureFits:
-        return CurvatureFits(store, self.model, self.parameters)
-
-    def _candidates(self, store: AbstractFeatureStore, needed: Iterable[str]) -> Iterator[Checkpoint]:
-        """Yield checkpoints that may hold the needed weights: from featurize, from disk, the model's own."""
-        for source in self._sources:
-            yield from iterate_checkpoints(*source)
-        tables = checkpoint_tables(store)
-        for digest in list(needed):
-            path = store.attributes(tables[digest]).get("source")
-            if path is not None and Path(path).is_file():
-                yield from iterate_checkpoints(path)
-        yield from iterate_checkpoints(None)
-
-    # ---------------------------------------------------------------- settings
-
-    def _gradient_fingerprint(self) -> dict[str, Any]:
-        """Return what determines the gradients: the computer's settings, and how they are normalised."""
-        computed, normalized = self._computer().fingerprint(), self.normalization.fingerprint()
-        if computed.keys() & normalized.keys():
-            raise InvalidInputError(
-                f"The gradient computer normalises already ({computed['normalization']}), and normalize="
-                f"{normalized['normalization']} would do it again. Leave out one of the two."
-            )
-        return {**computed, **normalized}
-
-    def _manifest(self, dataset: Mapping[str, Any] | None) -> Manifest:
-        """Return the manifest of these settings; without a dataset, only what the settings determine."""
-        fingerprint: dict[str, Any] = {
-            **dtype_fingerprint(self.dtype),
-            "feature_width": self.layout.width,
-            "gradients": self._gradient_fingerprint(),
-            "layout": self.layout.to_json(),
-            "mode": "eval",
-            "parameters": {name: list(shape) for name, shape in self.parameters.items()},
-            "projector": self.projector.fingerprint(),
-            "task": describe_task(self.task),
-        }
-        if dataset is not None:
-            fingerprint["dataset"] = dict(dataset)
-        return Manifest(fingerprint, self._made_with)
-
-
-def _decide_computer(
-    choice: str | GradientComputerFactory,
-) -> tuple[str | None, GradientComputerFactory | None]:
-    """Return the gradient computer's name and how to make one.
-
-    The name is ``None`` for one of the user's own; how to make it is ``None`` until the first samples decide.
-    """
-    if callable(choice):
-        return None, choice
-    name = one_of(("auto", *GRADIENT_COMPUTERS), gradient_computer=choice)
-    return name, None if name == "auto" else GRADIENT_COMPUTERS[name]
-
-
-def _decide_kernel(kernel: str, damping: float | str, task: AbstractModelOutput) -> KernelSettings:
-    """Return the kernel settings with every ``"auto"`` decided."""
-    name = one_of(("auto", "curvature", "trak"), kernel=kernel)
-    if name == "curvature" and not task.has_curvature:
-        raise InvalidInputError(
-            f"kernel='curvature' needs a loss that is curved in f, but the loss of {type(task).__name__} is linear in "
-            "it: every weight would be zero. Use kernel='trak'."
-        )
-    curved = name == "curvature" or (name == "auto" and task.has_curvature)
-    lam = DEFAULT_DAMPING if damping == "auto" else damping
-    return KernelSettings(weighting="curvature" if curved else "none", damping=lam)  # type: ignore[arg-type]
-
-
-def _versions(device: torch.device) -> dict[str, Any]:
-    return {
-        "trak_lite": __version__,
-        "torch": torch.__version__,
-        "numpy": np.__version__,
-        "python": platform.python_version(),
-        "device": str(device),
-    }
-
-
-def _stored_norms(table: AbstractRowTable) -> NDArray[np.float32]:
-    """Return the norms ``(N,)`` that stand beside a checkpoint's features."""
-    if GRADIENT_NORM not in [column.name for column in table.spec.columns]:
-        raise StateError(
-            f"ckpt-{table.spec.fingerprint['model_id']} has no gradient norms: it was featurized with "
-            "store_norms=False. Featurize into another path with store_norms=True."
-        )
-    return table.read(GRADIENT_NORM)
-
-
-def _first_rows(rows: Rows, dataset_id: str | None, num_rows: int) -> dict[str, Any]:
-    """Return the identity of the first rows of the data."""
-    return rows.identity(dataset_id, num_rows=num_rows)

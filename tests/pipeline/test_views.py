@@ -52,7 +52,7 @@ def no_more_gradients(monkeypatch: pytest.MonkeyPatch) -> None:
     def refuse(*_: Any, **__: Any) -> None:
         raise AssertionError("A gradient was computed that is stored already.")
 
-    monkeypatch.setattr("trak_lite.attributor.featurize_rows", refuse)
+    monkeypatch.setattr("trak_lite.featurizing.featurize_rows", refuse)
 
 
 # ------------------------------------------------------------------------ reading the same rows again

@@ -200,7 +200,7 @@ def linear_datamodeling_score(
         >>> linear_datamodeling_score([[1.0], [2.0]], masks, [[0.1], [0.4], [0.9]]).mean
         1.0
     """
-    predicted = finite_matrix(scores, "scores") if masks is None else summed_scores(scores, masks)
+    predicted = _predictions(scores, masks)
     actual = _ranked_outputs([predicted], outputs)
     bootstrap = _Bootstrap(positive_int(num_resamples=num_resamples), seed, coverage(confidence))
     ranked = _Ranked(predicted)
@@ -248,10 +248,7 @@ def compare_datamodeling_scores(
         InvalidInputError: If shapes do not fit, there are fewer than 2 subsets, or every target is constant.
         NonFiniteError: If a score or an output is NaN or infinite.
     """
-    summed = [
-        finite_matrix(scores, "scores") if masks is None else summed_scores(scores, masks)
-        for scores in (first, second)
-    ]
+    summed = [_predictions(scores, masks) for scores in (first, second)]
     actual = _ranked_outputs(summed, outputs)
     bootstrap = _Bootstrap(positive_int(num_resamples=num_resamples), seed, coverage(confidence))
     one, other = (_Ranked(predicted) for predicted in summed)
@@ -375,6 +372,11 @@ def _mean(correlations: NDArray[np.float64], counts: NDArray[np.float64]) -> flo
     there = ~np.isnan(correlations)
     total = counts[there].sum()
     return float(correlations[there] @ counts[there] / total) if total else float("nan")
+
+
+def _predictions(scores: ArrayLike, masks: ArrayLike | None) -> NDArray[np.float64]:
+    """Return what scores predict for each subset, ``(S, M)``; without masks they are summed already."""
+    return finite_matrix(scores, "scores") if masks is None else summed_scores(scores, masks)
 
 
 def _ranked_outputs(predictions: Sequence[NDArray[np.float64]], outputs: ArrayLike) -> _Ranked:

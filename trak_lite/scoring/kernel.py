@@ -307,10 +307,7 @@ def factorise_segments(
         NonFiniteError: If a gram matrix holds NaN or an infinite value; names the segment.
         InvalidInputError: If the matrices do not fit the layout.
     """
-    _check_widths([matrix.shape[0] for matrix in grams], layout, what="gram matrices")
-    means = [_mean_eigenvalue(matrix, s.name) for matrix, s in zip(grams, layout.segments, strict=True)]
-    if max(means) <= 0.0:
-        raise SingularKernelError(_zero_message("every segment"))
+    means = _mean_eigenvalues(grams, layout)
     return [
         factorise(matrix, settings, num_rows=num_rows, segment=segment.name)
         if mean > 0.0
@@ -349,10 +346,7 @@ def eigenpath_segments(grams: Sequence[Tensor], *, layout: FeatureLayout) -> lis
         NonFiniteError: If a gram matrix holds NaN or an infinite value; names the segment.
         InvalidInputError: If the matrices do not fit the layout.
     """
-    _check_widths([matrix.shape[0] for matrix in grams], layout, what="gram matrices")
-    means = [_mean_eigenvalue(matrix, s.name) for matrix, s in zip(grams, layout.segments, strict=True)]
-    if max(means) <= 0.0:
-        raise SingularKernelError(_zero_message("every segment"))
+    means = _mean_eigenvalues(grams, layout)
     return [
         eigenpath(matrix, segment=segment.name)
         if mean > 0.0
@@ -547,6 +541,15 @@ def _matching_rows(rows: Tensor, width: int, like: Tensor) -> Tensor:
     """Return rows ``(n, width)`` in the dtype and on the device of ``like``."""
     _check_block(rows, FeatureLayout((Segment("kernel", 0, width),)))
     return rows.to(like)
+
+
+def _mean_eigenvalues(grams: Sequence[Tensor], layout: FeatureLayout) -> list[float]:
+    """Return the mean eigenvalue of every segment's gram matrix; raise where not one is above zero."""
+    _check_widths([matrix.shape[0] for matrix in grams], layout, what="gram matrices")
+    means = [_mean_eigenvalue(matrix, s.name) for matrix, s in zip(grams, layout.segments, strict=True)]
+    if max(means) <= 0.0:
+        raise SingularKernelError(_zero_message("every segment"))
+    return means
 
 
 def _mean_eigenvalue(gram: Tensor, segment: str) -> float:

@@ -30,6 +30,10 @@ class AbstractObjects(ABC):
     def url(self) -> str:
         """The address, for messages and for the name of the staging folder."""
 
+    def name(self, key: str) -> str:
+        """Return how messages name an object."""
+        return f"{self.url}/{key}"
+
     @abstractmethod
     def get(self, key: str) -> bytes | None:
         """Return an object, ``None`` if there is none.

@@ -52,7 +52,7 @@ class FsspecObjects(AbstractObjects):
 
     def get(self, key: str) -> bytes | None:
         """Return an object, ``None`` if there is none."""
-        with _named_errors("Getting", self._name(key)):
+        with _named_errors("Getting", self.name(key)):
             try:
                 return bytes(self._filesystem.cat_file(self._path(key)))
             except FileNotFoundError:
@@ -60,7 +60,7 @@ class FsspecObjects(AbstractObjects):
 
     def put(self, key: str, content: Content) -> None:
         """Put an object; one that is there already is replaced."""
-        with _named_errors("Putting", self._name(key)):
+        with _named_errors("Putting", self.name(key)):
             self._filesystem.pipe_file(self._path(key), bytes(content))
 
     def create(self, key: str, content: Content) -> bool:
@@ -71,7 +71,7 @@ class FsspecObjects(AbstractObjects):
                 f"writers of {self._url} could overwrite each other's rows. Install obstore (pip install "
                 "trak-lite[remote]) for S3, Google Cloud and Azure, or featurize into a local folder and copy it."
             )
-        with _named_errors("Creating", self._name(key)):
+        with _named_errors("Creating", self.name(key)):
             try:
                 self._filesystem.pipe_file(self._path(key), bytes(content), mode="create")
             except FileExistsError:
@@ -80,7 +80,7 @@ class FsspecObjects(AbstractObjects):
 
     def sizes(self, folder: str) -> dict[str, int]:
         """Return key and bytes of every object below a folder."""
-        with _named_errors("Listing", self._name(folder)):
+        with _named_errors("Listing", self.name(folder)):
             self._filesystem.invalidate_cache()  # a remembered listing lacks what others have put since
             found = self._filesystem.find(self._path(folder), detail=True)
         start = len(self._filesystem._strip_protocol(self._root)) + 1
@@ -88,7 +88,7 @@ class FsspecObjects(AbstractObjects):
 
     def folders(self, folder: str) -> list[str]:
         """Return the names directly below a folder that have objects below them."""
-        with _named_errors("Listing", self._name(folder)):
+        with _named_errors("Listing", self.name(folder)):
             self._filesystem.invalidate_cache()
             try:
                 found = self._filesystem.ls(self._path(folder), detail=True)
@@ -98,14 +98,11 @@ class FsspecObjects(AbstractObjects):
 
     def delete(self, key: str) -> None:
         """Remove an object if there is one."""
-        with _named_errors("Deleting", self._name(key)), contextlib.suppress(FileNotFoundError):
+        with _named_errors("Deleting", self.name(key)), contextlib.suppress(FileNotFoundError):
             self._filesystem.rm_file(self._path(key))
 
     def _path(self, key: str) -> str:
         return f"{self._root}/{key}" if key else self._root
-
-    def _name(self, key: str) -> str:
-        return f"{self._url}/{key}"
 
 
 def _creates_exclusively(filesystem: AbstractFileSystem) -> bool:

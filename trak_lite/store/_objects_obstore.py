@@ -59,7 +59,7 @@ class ObstoreObjects(AbstractObjects):
         """Return an object, ``None`` if there is none."""
         import obstore
 
-        with _named_errors("Getting", self._name(key)):
+        with _named_errors("Getting", self.name(key)):
             try:
                 return bytes(obstore.get(self._store, key).bytes())
             except FileNotFoundError:
@@ -69,7 +69,7 @@ class ObstoreObjects(AbstractObjects):
         """Put an object; one that is there already is replaced."""
         import obstore
 
-        with _named_errors("Putting", self._name(key)):
+        with _named_errors("Putting", self.name(key)):
             obstore.put(self._store, key, content)
 
     def create(self, key: str, content: Content) -> bool:
@@ -77,7 +77,7 @@ class ObstoreObjects(AbstractObjects):
         import obstore
         from obstore.exceptions import AlreadyExistsError
 
-        with _named_errors("Creating", self._name(key)):
+        with _named_errors("Creating", self.name(key)):
             try:
                 # in one request, which is what can be made conditional
                 obstore.put(self._store, key, content, mode="create", use_multipart=False)
@@ -89,7 +89,7 @@ class ObstoreObjects(AbstractObjects):
         """Return key and bytes of every object below a folder."""
         import obstore
 
-        with _named_errors("Listing", self._name(folder)):
+        with _named_errors("Listing", self.name(folder)):
             pages = list(obstore.list(self._store, folder or None))
         return {entry["path"]: entry["size"] for page in pages for entry in page}
 
@@ -97,7 +97,7 @@ class ObstoreObjects(AbstractObjects):
         """Return the names directly below a folder that have objects below them."""
         import obstore
 
-        with _named_errors("Listing", self._name(folder)):
+        with _named_errors("Listing", self.name(folder)):
             found = obstore.list_with_delimiter(self._store, folder or None)["common_prefixes"]
         return [path.rstrip("/").rpartition("/")[2] for path in found]
 
@@ -105,11 +105,8 @@ class ObstoreObjects(AbstractObjects):
         """Remove an object if there is one."""
         import obstore
 
-        with _named_errors("Deleting", self._name(key)), contextlib.suppress(FileNotFoundError):
+        with _named_errors("Deleting", self.name(key)), contextlib.suppress(FileNotFoundError):
             obstore.delete(self._store, key)
-
-    def _name(self, key: str) -> str:
-        return f"{self._url}/{key}"
 
 
 @contextlib.contextmanager

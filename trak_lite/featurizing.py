@@ -1,0 +1,289 @@
+"""One call's hold on a store and on the model: train rows, targets and curvatures, checkpoint by checkpoint."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from functools import partial
+from pathlib import Path
+from typing import Any, TypeAlias, final
+
+import numpy as np
+from numpy.typing import NDArray
+from torch import Tensor, nn
+
+from trak_lite._session import borrow_model
+from trak_lite.attributor_settings import AttributorSettings
+from trak_lite.checkpoints import (
+    Checkpoint,
+    CheckpointSource,
+    iterate_checkpoints,
+    load_into,
+    weights_digest,
+)
+from trak_lite.curvature_fits import CurvatureFits
+from trak_lite.datasets import Rows
+from trak_lite.diagnosis import naming_rows
+from trak_lite.errors import ManifestMismatchError, StateError
+from trak_lite.gradient_computers import AbstractGradientComputer
+from trak_lite.kronecker import KroneckerSettings, PreconditionedProjector, Preconditioner
+from trak_lite.pipeline import GRADIENT_NORM, featurize_rows
+from trak_lite.projectors import AbstractProjector
+from trak_lite.score_source import target_folder
+from trak_lite.scoring import ScoreSettings
+from trak_lite.sharing import LateTable
+from trak_lite.store import AbstractFeatureStore, AbstractRowTable, TableSpec
+from trak_lite.target_session import TargetSession, visit_checkpoints
+from trak_lite.types import Batch
+from trak_lite.workspace import FirstRows, Workspace, checkpoint_tables, complete_tables
+
+__all__ = ["FeaturizingSession", "KnownSource", "featurizing", "stored_norms"]
+
+KnownSource: TypeAlias = tuple[CheckpointSource, Callable[[Any], Mapping[str, Tensor]] | None]
+"""Checkpoints that were featurized, and what turns one of them into a state dict."""
+
+
+@contextmanager
+def featurizing(
+    model: nn.Module,
+    settings: AttributorSettings,
+    workspace: Workspace,
+    *,
+    dataset: Mapping[str, Any] | None,
+    sources: Iterable[KnownSource],
+    progress: bool | None,
+    appended_to: FirstRows | None = None,
+) -> Iterator[FeaturizingSession]:
+    """Hold a store open for writing and a model borrowed, inside the block.
+
+    Args:
+        model: Comes back as it was.
+        settings: What rows are made with.
+        workspace: Where the store is.
+        dataset: What the train data are recognised by; ``None`` takes those of the store.
+        sources: Where to look for weights, besides what the store knows.
+        progress: Show progress bars; ``None`` shows them on a terminal only.
+        appended_to: See :meth:`~trak_lite.workspace.Workspace.open`.
+
+    Raises:
+        ManifestMismatchError: If the store was made with other settings; names every difference.
+    """
+    with (
+        workspace.opened(settings.manifest(dataset), appended_to=appended_to) as opened,
+        borrow_model(model, settings.device) as own,
+    ):
+        yield FeaturizingSession(model, settings, opened, own=own, sources=sources, progress=progress)
+
+
+@final
+class FeaturizingSession:
+    """Computes what an open store lacks, with a borrowed model."""
+
+    def __init__(
+        self,
+        model: nn.Module,
+        settings: AttributorSettings,
+        workspace: Workspace,
+        *,
+        own: Mapping[str, Tensor],
+        sources: Iterable[KnownSource],
+        progress: bool | None,
+    ) -> None:
+        """Hold what :func:`featurizing` opened and borrowed; ``own`` are the model's weights as they were."""
+        self._model = model
+        self._settings = settings
+        self._workspace = workspace
+        self._own = own
+        self._sources = sources
+        self._progress = progress
+
+    @property
+    def store(self) -> AbstractFeatureStore:
+        """The open store.
+
+        Raises:
+            StateError: If there is none yet.
+        """
+        return self._workspace.store()
+
+    def featurize(self, checkpoint: Checkpoint, rows: Rows) -> int:
+        """Load a checkpoint and featurize the train rows that it lacks; return how many this process wrote."""
+        return self._featurize_loaded(checkpoint, self._load(checkpoint), rows)
+
+    def target_identity(self, identity: Mapping[str, Any], settings: ScoreSettings) -> dict[str, Any]:
+        """Return what a target set is recognised by, from what its data are: its curvature belongs to it.
+
+        Raises:
+            StateError: If the scores need a curvature and none was fitted.
+        """
+        if settings.kernel != "ekfac":
+            return dict(identity)
+        return {**identity, "curvature": self._fits().record()}
+
+    def targets(
+        self, rows: Rows, name: str, settings: ScoreSettings, identity: Mapping[str, Any]
+    ) -> TargetSession:
+        """Return what computes the features of a target set.
+
+        Args:
+            rows: The targets.
+            name: Name of the target set.
+            settings: How scores are to be made, which says which features are needed.
+            identity: What the target set is recognised by.
+        """
+        preconditioned = settings.kernel == "ekfac"
+
+        def spec(model_id: int, digest: str) -> TableSpec:
+            fingerprint = {
+                **self._settings.row_fingerprint(model_id, digest),
+                "targets": dict(identity),
+            }
+            return self._settings.target_table(len(rows), fingerprint, preconditioned=preconditioned)
+
+        return TargetSession(
+            self._workspace,
+            rows,
+            name=name,
+            folder=target_folder(name, settings),
+            identity=identity,
+            load=self._load,
+            spec=spec,
+            featurize=partial(self._precondition, settings.damping or 0.0)
+            if preconditioned
+            else self._featurize,
+        )
+
+    def fit_curvature(
+        self,
+        rows: Rows,
+        identity: Mapping[str, Any],
+        settings: KroneckerSettings,
+        checkpoints: Iterator[Checkpoint] | None,
+    ) -> None:
+        """Fit the curvature of checkpoints, or what is missing of it.
+
+        Args:
+            rows: The train rows.
+            identity: What they are recognised by.
+            settings: Which curvature.
+            checkpoints: Those to fit; ``None`` fits every one in the store, from wherever its weights are to be found.
+
+        Raises:
+            StateError: If a checkpoint is not in the store, or its weights are not to be found.
+            ReadOnlyStoreError: If the store cannot be written.
+        """
+        fits = self._fits()
+        fits.begin(settings, self._settings.task, identity)
+
+        def fit(digest: str, label: str) -> None:
+            fits.fit(
+                digest,
+                self._settings.task,
+                rows,
+                device=self._settings.device,
+                label=f"Fitting the curvature of {label}",
+                progress=self._progress,
+            )
+
+        if checkpoints is not None:
+            for checkpoint in checkpoints:
+                digest = self._load(checkpoint)
+                complete_tables(self.store, [digest])
+                fit(digest, checkpoint.name)
+            return
+        waiting = [digest for digest in checkpoint_tables(self.store) if not fits.has(digest)]
+        visit_checkpoints(self.store, waiting, self.candidates, self._load, fit, purpose="to fit a curvature")
+
+    def candidates(self, store: AbstractFeatureStore, needed: Iterable[str]) -> Iterator[Checkpoint]:
+        """Yield checkpoints that may hold the needed weights: from featurize, from disk, the model's own."""
+        for source in self._sources:
+            yield from iterate_checkpoints(*source)
+        tables = checkpoint_tables(store)
+        for digest in list(needed):
+            path = store.attributes(tables[digest]).get("source")
+            if path is not None and Path(path).is_file():
+                yield from iterate_checkpoints(path)
+        yield from iterate_checkpoints(None)
+
+    def _load(self, checkpoint: Checkpoint) -> str:
+        """Load a checkpoint, let the task prepare for it, and return the digest of its weights."""
+        load_into(self._model, checkpoint, self._own)
+        self._settings.task.prepare(self._model)
+        return weights_digest(self._model)
+
+    def _featurize_loaded(self, checkpoint: Checkpoint, digest: str, rows: Rows) -> int:
+        """Featurize the train rows of the checkpoint that is loaded; return how many this process wrote."""
+        model_id = self._workspace.model_id(digest)
+        table = self._workspace.late_table(
+            f"ckpt-{model_id}",
+            self._settings.train_table(len(rows), self._settings.row_fingerprint(model_id, digest)),
+            {"name": checkpoint.name, "source": checkpoint.source},
+        )
+        try:
+            return self._featurize(table, rows, model_id, f"Featurizing {checkpoint.name}")
+        except ManifestMismatchError:
+            if self._workspace.model_id(digest) == model_id:
+                raise
+        # Another process gave the number to another checkpoint just now, and the projection depends on it.
+        return self._featurize_loaded(checkpoint, digest, rows)
+
+    def _precondition(self, damping: float, table: LateTable, rows: Rows, model_id: int, label: str) -> int:
+        """Fill a table with targets behind the curvature of the checkpoint that is loaded."""
+        curvature = self._fits().curvature(table.spec.fingerprint["weights"], self._settings.device)
+        inverse = Preconditioner(curvature, damping=damping)
+        projector = PreconditionedProjector(self._settings.projector, inverse)
+        return self._featurize(table, rows, model_id, label, projector)
+
+    def _featurize(
+        self,
+        table: LateTable,
+        rows: Rows,
+        model_id: int,
+        label: str,
+        projector: AbstractProjector | None = None,
+    ) -> int:
+        """Fill a table from the checkpoint that is loaded; return how many rows this process wrote."""
+        settings = self._settings
+        found: list[AbstractGradientComputer] = []
+
+        def computer_for(batch: Batch, wanted: NDArray[np.int64]) -> AbstractGradientComputer:
+            if not found and not settings.computer_is_chosen:
+                with naming_rows(self._model, settings.task, batch, wanted, rows.what):
+                    found.append(settings.choose_computer(batch))
+            elif not found:
+                found.append(settings.computer())
+                found[0].load_model_params(self._model)
+            return found[0]
+
+        return featurize_rows(
+            table,
+            rows,
+            computer_for,
+            settings.projector if projector is None else projector,
+            model_id=model_id,
+            device=settings.device,
+            label=label,
+            normalization=settings.normalization,
+            progress=self._progress,
+        )
+
+    def _fits(self) -> CurvatureFits:
+        return CurvatureFits(self.store, self._model, self._settings.parameters)
+
+
+def stored_norms(store: AbstractFeatureStore) -> NDArray[np.float32]:
+    """Return the norms ``(C, N)`` that stand beside the features of every checkpoint.
+
+    Raises:
+        StateError: If rows are pending, or the store was made without norms.
+    """
+    return np.stack([_norms_of(table) for table in complete_tables(store, None).values()])
+
+
+def _norms_of(table: AbstractRowTable) -> NDArray[np.float32]:
+    if GRADIENT_NORM not in [column.name for column in table.spec.columns]:
+        raise StateError(
+            f"ckpt-{table.spec.fingerprint['model_id']} has no gradient norms: it was featurized with "
+            "store_norms=False. Featurize into another path with store_norms=True."
+        )
+    return table.read(GRADIENT_NORM)
