@@ -12,7 +12,7 @@ DEMO = ["scikit-learn", "matplotlib"]
 TABLES = ["pandas", "xarray"]
 REMOTE = ["obstore", "fsspec"]
 TRITON = "triton; platform_system == 'Linux'"  # its interpreter runs the CUDA kernels in tests
-TEST = ["pytest>=8", "hypothesis", "traker==0.3.2", TRITON, "setuptools", "wheel"]
+TEST = ["pytest>=8", "pytest-xdist", "hypothesis", "traker==0.3.2", TRITON, "setuptools", "wheel"]
 DEV = ["ruff", "mypy"]
 BENCHMARK = [
     "traker==0.3.2",

@@ -46,7 +46,7 @@ Task = str | AbstractModelOutput | type[AbstractModelOutput] | Callable[..., Ten
 
 @final
 class AttributorSettings:
-    """Every setting behind rows and scores, decided; that of the gradient computer waits for the first samples, if need be."""
+    """Every setting behind rows and scores, decided; the gradient computer may wait for the first samples."""
 
     def __init__(
         self,
