@@ -75,7 +75,7 @@ def _row_logs(folder: str) -> Iterator[str]:
 
 
 def _lock(held: Descriptors, path: str, folder: str) -> None:
-    fd = held.open(path, os.O_RDONLY)
+    fd = held.open(path, os.O_RDWR)  # NFS locks what is open for writing only
     try:
         fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:

@@ -20,6 +20,7 @@ from trak_lite.store._mounts import is_network
 __all__ = [
     "Descriptors",
     "file_size",
+    "is_named",
     "map_file",
     "named_errors",
     "open_file",
@@ -161,6 +162,15 @@ class Descriptors:
 def _close_all(fds: list[int]) -> None:
     while fds:
         os.close(fds.pop())
+
+
+def is_named(path: str, fd: int) -> bool:
+    """Return whether the open file is still the one that has the name."""
+    try:
+        found = os.lstat(path)
+    except FileNotFoundError:
+        return False
+    return os.path.samestat(found, os.fstat(fd))
 
 
 def write_all(fd: int, data: NDArray[Any] | bytes, offset: int) -> None:

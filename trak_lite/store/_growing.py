@@ -18,7 +18,7 @@ from typing import Any
 from trak_lite.errors import BusyError, CorruptStoreError
 from trak_lite.store._chunk_files import TableFiles
 from trak_lite.store._failpoints import failpoint
-from trak_lite.store._files import Descriptors, open_file, sync_folder, write_all
+from trak_lite.store._files import Descriptors, is_named, open_file, sync_folder, write_all
 from trak_lite.store._metadata import GROWS_TO, read_attributes, read_zarr_json, sizes_under_way
 from trak_lite.store._staging import StagedChunk
 
@@ -72,14 +72,24 @@ def _settle(group: dict[str, Any], num_rows: int) -> None:
 @contextlib.contextmanager
 def changed_metadata(folder: str) -> Iterator[dict[str, Any]]:
     """Give the ``zarr.json`` of a group for changing, and replace it when the block ends; one process at a time."""
-    held = Descriptors()
-    fcntl.flock(held.open(folder, os.O_RDONLY | os.O_DIRECTORY), fcntl.LOCK_EX)
+    held = _locked(f"{folder}/zarr.json")
     try:
         document = _read(folder)
         yield document
         _replace(folder, folder, document)
     finally:
         held.close()
+
+
+def _locked(path: str) -> Descriptors:
+    """Wait for the lock of a file that every holder replaces; the file, as NFS locks what is open for writing only."""
+    while True:
+        held = Descriptors()
+        fd = held.open(path, os.O_RDWR)
+        fcntl.flock(fd, fcntl.LOCK_EX)
+        if is_named(path, fd):
+            return held
+        held.close()  # its last holder replaced it before the lock was taken
 
 
 def _change(folder: str, scratch: str, change: Callable[[dict[str, Any]], None]) -> None:

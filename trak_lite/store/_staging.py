@@ -27,6 +27,7 @@ from trak_lite.store._failpoints import failpoint
 from trak_lite.store._files import (
     Descriptors,
     file_size,
+    is_named,
     map_file,
     read_file,
     reserve,
@@ -227,7 +228,7 @@ class StagedChunk:
                 holder = os.pread(fd, HOLDER_BYTES, 0)
                 log.close()
                 raise _busy_error(files.describe(chunk), holder) from None
-            if _is_named(path, fd):
+            if is_named(path, fd):
                 return cls(files, chunk, log, fd)
             log.close()  # its last holder committed the chunk and removed the log before the lock was taken
 
@@ -387,15 +388,6 @@ class StagedChunk:
             if file_size(column.staged(self.chunk)) is not None:
                 os.unlink(column.staged(self.chunk))
         self.discard_log()
-
-
-def _is_named(path: str, fd: int) -> bool:
-    """Return whether the open file is still the one that has the name."""
-    try:
-        found = os.lstat(path)
-    except FileNotFoundError:
-        return False
-    return os.path.samestat(found, os.fstat(fd))
 
 
 def _busy_error(where: str, holder: bytes) -> BusyError:
