@@ -78,7 +78,7 @@ class CurvatureFits:
         """Return what the fits were made with, as JSON values.
 
         Raises:
-            StateError: If there is no fit.
+            StateError: If there is no fit, or rows were appended to the train data since.
         """
         found = self._store.cached(_RECORD, "record")
         if found is None:
@@ -86,6 +86,11 @@ class CurvatureFits:
                 "No curvature was fitted, which kernel='ekfac' needs. Call fit_curvature(train_data) first."
             )
         record: dict[str, Any] = json.loads(np.asarray(found).tobytes())
+        if record["dataset"] != Manifest(self._store.manifest.fingerprint.get("dataset", {})).digest():
+            raise StateError(
+                "The curvature was fitted on other train rows than there are by now: rows were appended since. Call "
+                "fit_curvature(train_data) again."
+            )
         return record
 
     def has(self, digest: str) -> bool:

@@ -22,7 +22,7 @@ import numpy as np
 from numpy.typing import NDArray
 from tqdm.auto import tqdm
 
-from trak_lite.errors import BusyError, HeldHereError
+from trak_lite.errors import BusyError, HeldHereError, StateError
 from trak_lite.store import AbstractRowTable, TableSpec
 
 __all__ = ["LateTable", "SharedRows", "pauses", "plan_batches", "progress_bar"]
@@ -210,7 +210,9 @@ class SharedRows:
             self._table.put(rows, values)
         except HeldHereError:
             raise
-        except BusyError as error:
+        except (BusyError, StateError) as error:
+            if isinstance(error, StateError) and chunk not in self._table.committed_chunks():
+                raise
             logger.info("Computed in vain: %s", error)
             self.written -= self._put.pop(chunk, 0)
             self._next = self._anywhere(self.spec.num_rows // self.spec.chunk_rows + 1)

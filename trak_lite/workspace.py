@@ -156,6 +156,11 @@ class Workspace:
         existing = self.table(path)
         if existing is not None:
             compare_fingerprints(existing.spec.fingerprint, spec.fingerprint, where=f"{self.path}:{path}")
+            if existing.spec.num_rows > spec.num_rows:
+                raise StateError(
+                    f"{self.path}:{path} has {existing.spec.num_rows} rows by now, and the data {spec.num_rows}: "
+                    "another process has appended rows meanwhile. Call again with the longer data."
+                )
             if existing.spec.num_rows < spec.num_rows:
                 existing = _grown(self.store(), path, spec.num_rows)
             return LateTable(existing.spec, existing, lambda: existing)
@@ -250,13 +255,12 @@ def complete_tables(
     tables = {digest: store.open_table(paths[digest]) for digest in (paths if digests is None else digests)}
     if not tables:
         raise StateError("No train row has been featurized yet. Call featurize(train_data, ...) first.")
-    num_rows = _rows_of(store.manifest)
+    num_rows = max(_rows_of(store.manifest), *(table.spec.num_rows for table in tables.values()))
     for digest, table in tables.items():
         if not table.complete or table.spec.num_rows < num_rows:
-            done, expected = int(table.done().sum()), max(table.spec.num_rows, num_rows)
             raise StateError(
-                f"{paths[digest]} has {done} of {expected} train rows. Call featurize(...) again with the same data, "
-                "which continues there, or name finished checkpoints: score(..., checkpoints=...)."
+                f"{paths[digest]} has {int(table.done().sum())} of {num_rows} train rows. Call featurize(...) again "
+                "with the same data, which continues there, or name finished checkpoints: score(..., checkpoints=...)."
             )
     return tables
 
@@ -282,7 +286,8 @@ def drop_checkpoint(store: AbstractFeatureStore, name: str) -> None:
             + "."
         )
     # Its targets first: without the train rows nothing would say whose they are.
-    targets = [path for path in store.table_names() if path.endswith(f"/{found[0]}")]
+    features = [path for group in ("targets", "preconditioned") for path in store.table_names(group)]
+    targets = [path for path in features if path.endswith(f"/{found[0]}")]
     for path in (*targets, found[0]):
         store.drop_table(path)
 

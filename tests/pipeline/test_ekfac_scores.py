@@ -220,3 +220,15 @@ def test_no_damping_no_path_and_no_self_influence_are_refused() -> None:
         made.damping_path(TARGETS, [0.1, 1], kernel="ekfac")
     with pytest.raises(InvalidInputError, match="take the diagonal"):
         made.score(TARGETS, kernel="ekfac").self_influence()
+
+
+def test_a_curvature_of_fewer_train_rows_is_not_taken_for_that_of_all(tmp_path: Path) -> None:
+    made = attributor(tmp_path / "a.zarr")
+    made.featurize(TRAIN)
+    made.fit_curvature(TRAIN)
+    longer = TensorDataset(*(torch.cat([part, part[:3]]) for part in TRAIN.tensors))
+    made.featurize(longer, append=True)
+    with pytest.raises(StateError, match="rows were appended since"):
+        made.score(TARGETS, kernel="ekfac")
+    made.fit_curvature(longer)
+    assert made.score(TARGETS, kernel="ekfac").shape == (N + 3, M)

@@ -364,3 +364,44 @@ def test_a_table_made_otherwise_meanwhile_is_refused(tmp_path: Path) -> None:
 
     with pytest.raises(ManifestMismatchError, match="table columns"):
         attributor(tmp_path / "a.zarr").featurize(Meanwhile(N), dataset_id="d")
+
+
+def test_rows_that_another_process_appends_meanwhile_are_told(tmp_path: Path) -> None:
+    first, second = states()
+    path = tmp_path / "a.zarr"
+    attributor(path).featurize(rows(N), [first])
+
+    def meanwhile(new: dict[str, Tensor]) -> Any:
+        yield first
+        attributor(path).featurize(rows(N + R), [first, new], append=True)
+        yield new
+
+    with pytest.raises(StateError, match=rf"ckpt-1 has {N + R} rows by now, and the data {N}"):
+        attributor(path).featurize(rows(N), meanwhile(second))
+    assert attributor(path).score(TARGETS, checkpoints=[first, second]).shape == (N + R, 5)
+
+
+def test_checkpoints_of_different_length_are_not_scored_together(tmp_path: Path) -> None:
+    first, second = states()
+    path = tmp_path / "a.zarr"
+    attributor(path).featurize(rows(N), [first])
+
+    def meanwhile() -> Any:
+        yield first
+        attributor(path).featurize(rows(N + R), [first, second], append=True)
+        yield second
+
+    with pytest.raises(StateError, match=f"ckpt-0 has {N} of {N + R} train rows"):
+        attributor(path).score(TARGETS, checkpoints=meanwhile())
+
+
+@pytest.mark.parametrize("in_memory", [False, True])
+def test_scores_whose_name_is_that_of_a_checkpoint_are_not_dropped_with_it(
+    tmp_path: Path, in_memory: bool
+) -> None:
+    made = attributor(None if in_memory else tmp_path / "a.zarr")
+    first, second = states()
+    made.featurize(rows(N), [first, second])
+    kept = made.score(TARGETS, "ckpt-1", checkpoints=[first]).numpy()
+    made.drop_checkpoint("ckpt-1")
+    np.testing.assert_array_equal(made.scores("ckpt-1").numpy(), kept)

@@ -1,5 +1,6 @@
 """Several writers claim the chunks of one table: each row once, what the dead leave, and who is waited for."""
 
+import fcntl
 import itertools
 import os
 import signal
@@ -8,7 +9,7 @@ import time
 
 import numpy as np
 import pytest
-from store_cases import LONG, check_all, open_for_writing, reading, values, writing
+from store_cases import LONG, SPEC, check_all, folder, open_for_writing, open_remote, reading, values, writing
 
 from trak_lite import sharing
 from trak_lite.errors import BusyError, CorruptStoreError, HeldHereError, StateError
@@ -281,3 +282,43 @@ def test_batches_never_reach_over_a_chunk_and_keep_their_place_when_rows_are_mis
         [9],
     ]
     assert plan_batches(np.array([], np.int64), 8, 3) == []
+
+
+def test_the_name_of_its_last_holder_in_a_log_does_not_say_who_holds_a_chunk_now(path, table):
+    """A new holder has the lock a moment before its name is there; the last one must wait for it, not give up."""
+    table.put([0], values([0], LONG))
+    table.close()
+    with writing(path, LONG) as again:
+        fd = os.open(folder(path, "features", ".stage", "0.log"), os.O_RDWR)
+        fcntl.flock(fd, fcntl.LOCK_EX)
+        with pytest.raises(BusyError) as busy, again.claim(0):
+            pass
+        assert not isinstance(busy.value, HeldHereError)
+        os.close(fd)
+        with again.claim(0) as pending:
+            assert len(pending) == LONG.chunk_rows - 1
+
+
+def test_a_chunk_that_another_machine_commits_while_its_batches_are_computed_is_left_to_it(path):
+    pytest.importorskip("obstore", reason="obstore is not installed")
+    with (
+        open_remote(path, staging="one") as (_, mine),
+        open_remote(path, staging="two") as (_, theirs),
+        SharedRows(mine, 2, label="rows", progress=False) as work,
+    ):
+        for batches in work.rounds():
+            drawn = iter(batches)
+            ahead = [next(drawn), next(drawn)]
+            if not theirs.committed_chunks():
+                theirs.put(range(4), values(range(4)))
+            for rows in itertools.chain([ahead[0], next(drawn), ahead[1]], drawn):
+                work.put(rows, values(rows))
+        assert (mine.complete, work.written) == (True, SPEC.num_rows - 4)
+
+
+def test_rows_that_are_done_by_a_mistake_of_the_caller_are_still_refused(table):
+    with SharedRows(table, 4, label="rows", progress=False) as work:
+        rows = next(iter(next(work.rounds())))
+        work.put(rows, values(rows, LONG))
+        with pytest.raises(StateError, match="done already"):
+            work.put(rows, values(rows, LONG))

@@ -7,6 +7,7 @@ import json
 import os
 import shutil
 from dataclasses import replace
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -15,6 +16,7 @@ from store_cases import (
     MANIFEST,
     NAME,
     SPEC,
+    check_all,
     commit_log,
     content,
     flipped,
@@ -546,3 +548,44 @@ def test_stores_are_compared_without_reading_their_rows(tmp_path, full, monkeypa
         pytest.raises(CorruptStoreError),
     ):
         here.diff(there)
+
+
+def _made_anew(path, fingerprint):
+    """Drop the table and make it again, as another process would."""
+    with ZarrFeatureStore.open(path, "r+") as other:
+        other.drop_table(NAME)
+        table = other.create_table(NAME, replace(SPEC, fingerprint=fingerprint))
+        table.put(range(4, 8), values(range(8, 12)))
+
+
+def test_no_row_goes_into_and_none_comes_from_another_table_under_the_old_name(path):
+    with writing(path) as writer, reading(path) as reader:
+        _made_anew(path, {"checkpoint": "another"})
+        with pytest.raises(StateError, match="made anew for other rows"):
+            writer.put(0, values(range(4)))
+        for look in (reader.done, lambda: reader.read_chunk(1, "q")):
+            with pytest.raises(StateError, match="made anew for other rows"):
+                look()
+
+
+def test_a_writer_goes_on_in_a_table_made_anew_for_the_same_rows(path):
+    with writing(path) as writer:
+        writer.put(range(4), values(range(4)))
+        _made_anew(path, SPEC.fingerprint)
+        pending = writer.pending()
+        assert pending.tolist() == [*range(4), *range(8, 11)]
+        writer.put(pending, values(pending))
+    with reading(path) as table:
+        assert table.complete
+        np.testing.assert_array_equal(table.read("q")[pending], values(pending)["q"])
+
+
+def test_a_commit_is_never_recorded_in_a_log_that_was_moved_away(path):
+    with writing(path) as writer:
+        writer.put(range(4), values(range(4)))
+        (log,) = Path(folder(path, "features", ".commits")).iterdir()
+        kept = log.read_bytes()
+        log.rename(Path(path) / "moved.log")
+        (log.parent / "copy.log").write_bytes(kept)
+        writer.put(range(4, 11), values(range(4, 11)))
+    check_all(path)

@@ -18,7 +18,7 @@ from typing import Any, final
 import numpy as np
 from numpy.typing import NDArray
 
-from trak_lite.errors import CorruptStoreError
+from trak_lite.errors import CorruptStoreError, StateError
 from trak_lite.store._base import TableSpec
 from trak_lite.store._columns import StoredArray
 from trak_lite.store._files import file_size, named_errors, zeros
@@ -176,9 +176,11 @@ class ChunkIndex:
 
         Raises:
             CorruptStoreError: If a chunk file has no commit record, or not the size that the record says.
+            StateError: If the table is another one by now.
         """
         visible = [column.list_visible() for column in self._files.columns]
         self._logs.poll()
+        self._refuse_remade()
         visible = [self._in_grid(chunks) for chunks in visible]
         anywhere, everywhere = set.union(*visible), set.intersection(*visible)
         self._refuse_strangers(anywhere)
@@ -205,6 +207,7 @@ class ChunkIndex:
         """Return the latest record of one chunk, and its columns that have their final name."""
         visible = [c for c in self._files.columns if file_size(c.visible(chunk)) is not None]
         self._logs.poll()
+        self._refuse_remade()
         if visible:
             self._refuse_strangers({chunk})
         return self.record(chunk), visible
@@ -213,6 +216,15 @@ class ChunkIndex:
         """Note a chunk that this process has committed."""
         self.committed[record.chunk] = record
         self.half_visible.discard(record.chunk)
+
+    def _refuse_remade(self) -> None:
+        """Raise if the table was dropped and made anew, for other rows: they have the same names."""
+        stored = (read_attributes(self._files.folder) or {}).get("fingerprint")
+        if stored is not None and stored != self._files.spec.fingerprint:
+            raise StateError(
+                f"{self._files.folder} was dropped since it was opened, and made anew for other rows. Open it again, "
+                "or, where these rows are still wanted, put them into another table."
+            )
 
     def _in_grid(self, chunks: set[int]) -> set[int]:
         """Leave out the chunks that the table has only since it was opened here."""

@@ -23,7 +23,15 @@ from typing import BinaryIO, final
 from trak_lite.errors import StoreError
 from trak_lite.store._checksums import crc32c
 from trak_lite.store._failpoints import failpoint
-from trak_lite.store._files import Descriptors, file_size, named_errors, open_file, sync_folder, write_all
+from trak_lite.store._files import (
+    Descriptors,
+    file_size,
+    is_named,
+    named_errors,
+    open_file,
+    sync_folder,
+    write_all,
+)
 from trak_lite.store._folders import names_in
 
 __all__ = [
@@ -263,13 +271,16 @@ class CommitLog:
         self._folder = folder
         self._files = Descriptors()
         self._fd: int | None = None
+        self._path = ""
         self._size = 0
 
     def append(self, record: CommitRecord) -> None:
         """Write a record and bring it to the disk."""
+        if self._fd is not None and not is_named(self._path, self._fd):
+            self.close()  # a repair has set it aside, or the table was dropped: nobody would read what is added
         if self._fd is None:
-            path = os.path.join(self._folder, f"{uuid.uuid4().hex}.log")
-            self._fd = self._files.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL)
+            self._path = os.path.join(self._folder, f"{uuid.uuid4().hex}.log")
+            self._fd = self._files.open(self._path, os.O_WRONLY | os.O_CREAT | os.O_EXCL)
             sync_folder(self._folder)
         line = record.encode()
         try:

@@ -13,6 +13,7 @@ import contextlib
 import fcntl
 import os
 import shlex
+import weakref
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, final
@@ -225,12 +226,18 @@ class StagedChunk:
             try:
                 fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except BlockingIOError:
-                holder = os.pread(fd, HOLDER_BYTES, 0)
+                error = _busy_error(files.describe(chunk), fd)
                 log.close()
-                raise _busy_error(files.describe(chunk), holder) from None
+                raise error from None
             if is_named(path, fd):
-                return cls(files, chunk, log, fd)
+                stage = cls(files, chunk, log, fd)
+                _HELD.add(stage)
+                return stage
             log.close()  # its last holder committed the chunk and removed the log before the lock was taken
+
+    def holds(self, fd: int) -> bool:
+        """Return whether this is the lock of the row log that is open."""
+        return bool(self._open) and os.path.samestat(os.fstat(self._log_fd), os.fstat(fd))
 
     @property
     def complete(self) -> bool:
@@ -390,12 +397,16 @@ class StagedChunk:
         self.discard_log()
 
 
-def _busy_error(where: str, holder: bytes) -> BusyError:
-    name = holder.decode("ascii", "replace").strip()
-    if holder == holder_line():
+_HELD: weakref.WeakSet[StagedChunk] = weakref.WeakSet()
+
+
+def _busy_error(where: str, log_fd: int) -> BusyError:
+    # Not by the name in the log: a new holder has not written its own at once, and containers share host and pid.
+    if any(stage.holds(log_fd) for stage in list(_HELD)):
         return HeldHereError(
             f"{where}: this process already writes them through another open store. Close that one first."
         )
+    name = os.pread(log_fd, HOLDER_BYTES, 0).decode("ascii", "replace").strip()
     return BusyError(
         f"{where}: another writer ({name or 'unnamed'}) holds them. "
         "Wait for it to finish, stop it, or give this process other rows."
