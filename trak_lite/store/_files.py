@@ -85,13 +85,11 @@ def _may_not_be_read(path: str | None) -> bool:
 def open_file(path: str, flags: int) -> int:
     """Open a plain file without following a link, waiting for a pipe, or passing it on to child programs.
 
-    With ``os.O_DIRECTORY`` it is a folder that is opened.
-
     Raises:
-        CorruptStoreError: If a pipe, a device or, unless asked for, a folder is there instead.
+        CorruptStoreError: If a pipe, a device or a folder is there instead.
     """
     fd = os.open(path, flags | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK, 0o666)
-    if not flags & os.O_DIRECTORY and not stat.S_ISREG(os.fstat(fd).st_mode):
+    if not stat.S_ISREG(os.fstat(fd).st_mode):
         os.close(fd)
         raise _no_plain_file(path)
     return fd
