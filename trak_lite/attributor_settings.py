@@ -46,7 +46,7 @@ Task = str | AbstractModelOutput | type[AbstractModelOutput] | Callable[..., Ten
 
 @final
 class AttributorSettings:
-    """Every setting behind rows and scores, decided; the gradient computer may wait for the first samples."""
+    """Every setting behind rows and scores, decided; only the gradient computer may have to wait for first samples."""
 
     def __init__(
         self,

@@ -15,7 +15,6 @@ from trak_lite.errors import (
     BusyError,
     CorruptStoreError,
     IncompleteStoreError,
-    ReadOnlyStoreError,
     StateError,
     StoreError,
 )
@@ -26,6 +25,7 @@ from trak_lite.store._columns import Column, StoredRows
 from trak_lite.store._content import content_digest, raise_incomplete
 from trak_lite.store._objects import AbstractObjects
 from trak_lite.store._records import CommitRecord
+from trak_lite.store._refusals import require_writable_table
 from trak_lite.store._remote_index import RemoteIndex
 from trak_lite.store._remote_staging import complete_chunks, is_complete, remove_chunk, staged_contents
 from trak_lite.store._values import check_block
@@ -184,14 +184,7 @@ class RemoteRowTable(AbstractRowTable):
         return f"{self._files.root}/{self._files.folder}"
 
     def _require_writable(self) -> None:
-        if not self._writable:
-            raise ReadOnlyStoreError(
-                f"{self._where} was opened for reading. Open the store with mode='r+' to put rows."
-            )
-        if self._closed:
-            raise StateError(
-                f"{self._where}: the store was closed, or the table dropped. Open it again to put rows."
-            )
+        require_writable_table(self._where, writable=self._writable, closed=self._closed)
 
     def _staged(self) -> AbstractRowTable | None:
         """Return the local table, ``None`` if there is none; a reader looks again each time."""

@@ -13,7 +13,7 @@ from typing import Any, final
 import numpy as np
 from numpy.typing import NDArray
 
-from trak_lite.errors import BusyError, CorruptStoreError, HeldHereError, ReadOnlyStoreError, StateError
+from trak_lite.errors import BusyError, CorruptStoreError, HeldHereError, StateError
 from trak_lite.store._base import AbstractRowTable, TableSpec
 from trak_lite.store._chunk_files import ChunkIndex, TableFiles
 from trak_lite.store._chunk_maps import ChunkMaps
@@ -22,6 +22,7 @@ from trak_lite.store._content import content_digest, raise_incomplete
 from trak_lite.store._files import named_errors
 from trak_lite.store._grid import Run
 from trak_lite.store._records import CommitLog, CommitRecord
+from trak_lite.store._refusals import require_writable_table
 from trak_lite.store._staging import Progress, StagedChunk, done_values, proven_rows, read_row_log
 from trak_lite.store._values import RowBlock, check_block, short_list
 
@@ -208,14 +209,7 @@ class ZarrRowTable(AbstractRowTable):
         return record
 
     def _require_writable(self) -> None:
-        if not self._writable:
-            raise ReadOnlyStoreError(
-                f"{self._files.folder} was opened for reading. Open the store with mode='r+' to put rows."
-            )
-        if self._closed:
-            raise StateError(
-                f"{self._files.folder}: the store was closed, or the table dropped. Open it again to put rows."
-            )
+        require_writable_table(self._files.folder, writable=self._writable, closed=self._closed)
 
     def _stage(self, chunk: int) -> StagedChunk:
         """Return a chunk ready for writing, and keep at most a few of them open."""

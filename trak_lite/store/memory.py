@@ -13,8 +13,6 @@ from numpy.typing import NDArray
 from trak_lite._validate import one_of
 from trak_lite.errors import (
     HeldHereError,
-    InvalidInputError,
-    MissingStoreError,
     ReadOnlyStoreError,
     StateError,
 )
@@ -26,6 +24,7 @@ from trak_lite.store._derived import check_derived
 from trak_lite.store._exchange import diff_stores, merge_stores
 from trak_lite.store._grid import check_spec, compare_specs, grown_spec, plain_json
 from trak_lite.store._names import natural_order, path_parts
+from trak_lite.store._refusals import group_of_tables, inside_a_table, missing_table
 from trak_lite.store._values import check_block, short_list
 from trak_lite.store.manifest import Manifest, replaced_fingerprint
 
@@ -315,9 +314,7 @@ class MemoryFeatureStore(AbstractFeatureStore):
     def _find(self, path: str) -> MemoryRows:
         self._refuse_nesting(path)
         if path not in self._contents.tables:
-            raise MissingStoreError(
-                f"There is no table {path!r} in this store. Tables there: {self.table_names() or 'none'}."
-            )
+            raise missing_table(path, where="this store", tables=self.table_names())
         return self._contents.tables[path]
 
     def _refuse_nesting(self, path: str) -> None:
@@ -325,10 +322,6 @@ class MemoryFeatureStore(AbstractFeatureStore):
         above = ["/".join(parts[:depth]) for depth in range(1, len(parts))]
         inside = [name for name in above if name in self._contents.tables]
         if inside:
-            raise InvalidInputError(
-                f"{inside[0]!r} is a table, so there is no table {path!r} inside it. Rename it."
-            )
+            raise inside_a_table(path, above=inside[0])
         if self.table_names(path):
-            raise InvalidInputError(
-                f"{path!r} is a group of tables, not a table. Choose one of {self.table_names(path)}."
-            )
+            raise group_of_tables(path, tables=self.table_names(path))

@@ -17,8 +17,6 @@ from numpy.typing import NDArray
 from trak_lite._validate import one_of
 from trak_lite.errors import (
     CorruptStoreError,
-    InvalidInputError,
-    MissingStoreError,
     ReadOnlyStoreError,
     StateError,
     UnsupportedStoreError,
@@ -36,6 +34,7 @@ from trak_lite.store._metadata import (
 )
 from trak_lite.store._names import is_name, natural_order, path_parts
 from trak_lite.store._objects import AbstractObjects, require_exclusive
+from trak_lite.store._refusals import group_of_tables, inside_a_table, missing_table
 from trak_lite.store._remote_table import RemoteRowTable
 from trak_lite.store._remote_verify import verify_remote
 from trak_lite.store._report import Report
@@ -340,9 +339,7 @@ class RemoteFeatureStore(AbstractFeatureStore):
     def _require_table(self, path: str) -> dict[str, Any]:
         record = self._table_record(path_parts(path, what="table"))
         if record is None:
-            raise MissingStoreError(
-                f"There is no table {path!r} in {self.path}. Tables there: {self.table_names() or 'none'}."
-            )
+            raise missing_table(path, where=self.path, tables=self.table_names())
         return record
 
     def _table_record(self, parts: tuple[str, ...]) -> dict[str, Any] | None:
@@ -355,16 +352,12 @@ class RemoteFeatureStore(AbstractFeatureStore):
         for depth in range(1, len(parts)):
             above = "/".join(parts[:depth])
             if "columns" in (_read_group(self._objects, above) or {}):
-                raise InvalidInputError(
-                    f"{above!r} is a table, so there is no table {path!r} inside it. Rename it."
-                )
+                raise inside_a_table(path, above=above)
         record = _read_group(self._objects, path)
         if record is None or _DROPPED in record:
             return None
         if "columns" not in record:
-            raise InvalidInputError(
-                f"{path!r} is a group of tables, not a table. Choose one of {self.table_names(path)}."
-            )
+            raise group_of_tables(path, tables=self.table_names(path))
         return record
 
     def _documents_of(self, parts: tuple[str, ...], spec: TableSpec) -> list[str]:

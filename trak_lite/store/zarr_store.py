@@ -20,7 +20,6 @@ from trak_lite._validate import one_of
 from trak_lite.errors import (
     CorruptStoreError,
     InvalidInputError,
-    MissingStoreError,
     ReadOnlyStoreError,
     StateError,
 )
@@ -52,6 +51,7 @@ from trak_lite.store._metadata import (
     sizes_under_way,
 )
 from trak_lite.store._names import natural_order, path_parts
+from trak_lite.store._refusals import group_of_tables, inside_a_table, missing_table
 from trak_lite.store._verify import missing_store
 from trak_lite.store._zarr_table import ZarrRowTable
 from trak_lite.store.manifest import FORMAT, Manifest, replaced_fingerprint
@@ -347,9 +347,7 @@ class ZarrFeatureStore(AbstractFeatureStore):
     def _require_table(self, path: str) -> dict[str, Any]:
         record = self._table_record(path_parts(path, what="table"))
         if record is None:
-            raise MissingStoreError(
-                f"There is no table {path!r} in {self._root}. Tables there: {self.table_names() or 'none'}."
-            )
+            raise missing_table(path, where=self._root, tables=self.table_names())
         return record
 
     def _table_record(self, parts: tuple[str, ...]) -> dict[str, Any] | None:
@@ -365,17 +363,12 @@ class ZarrFeatureStore(AbstractFeatureStore):
             record = read_attributes(folder)
             if record is not None and "columns" in record:
                 refuse_swapped(folder, record)
-                raise InvalidInputError(
-                    f"{'/'.join(parts[:depth])!r} is a table, so there is no table {'/'.join(parts)!r} inside it. "
-                    "Rename it."
-                )
+                raise inside_a_table("/".join(parts), above="/".join(parts[:depth]))
         record = read_attributes(os.path.join(self._root, *parts))
         if record is not None and "columns" not in record:
             refuse_swapped(os.path.join(self._root, *parts), record)
-            raise InvalidInputError(
-                f"{'/'.join(parts)!r} is a group of tables, not a table. "
-                f"Choose one of {self.table_names('/'.join(parts))}."
-            )
+            path = "/".join(parts)
+            raise group_of_tables(path, tables=self.table_names(path))
         return record
 
     def _make_parents(self, parts: tuple[str, ...]) -> None:

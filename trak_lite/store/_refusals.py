@@ -1,0 +1,39 @@
+"""What stores of every kind say of a table that is not there, and of one that takes no rows."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from trak_lite.errors import InvalidInputError, MissingStoreError, ReadOnlyStoreError, StateError
+
+__all__ = ["group_of_tables", "inside_a_table", "missing_table", "require_writable_table"]
+
+
+def missing_table(path: str, *, where: str, tables: Sequence[str]) -> MissingStoreError:
+    """Return the error of a table that is not in the store."""
+    return MissingStoreError(f"There is no table {path!r} in {where}. Tables there: {tables or 'none'}.")
+
+
+def inside_a_table(path: str, *, above: str) -> InvalidInputError:
+    """Return the error of a path that goes through a table."""
+    return InvalidInputError(f"{above!r} is a table, so there is no table {path!r} inside it. Rename it.")
+
+
+def group_of_tables(path: str, *, tables: Sequence[str]) -> InvalidInputError:
+    """Return the error of a path that names the group of some tables."""
+    return InvalidInputError(f"{path!r} is a group of tables, not a table. Choose one of {tables}.")
+
+
+def require_writable_table(where: str, *, writable: bool, closed: bool) -> None:
+    """Raise unless rows can be put into a table.
+
+    Raises:
+        ReadOnlyStoreError: If it was opened for reading.
+        StateError: If it was closed or dropped.
+    """
+    if not writable:
+        raise ReadOnlyStoreError(
+            f"{where} was opened for reading. Open the store with mode='r+' to put rows."
+        )
+    if closed:
+        raise StateError(f"{where}: the store was closed, or the table dropped. Open it again to put rows.")
