@@ -205,6 +205,17 @@ def test_a_group_that_describes_something_else_is_refused_and_reported(mixed, wh
     assert report.tally.done_rows == 10  # what is inside is looked at
 
 
+def test_a_link_in_a_group_without_metadata_is_refused_and_reported(mixed):
+    os.remove(f"{mixed}/targets/zarr.json")
+    shutil.move(f"{mixed}/targets/test", f"{mixed}/elsewhere")
+    os.symlink("nowhere", f"{mixed}/targets/test")
+    with pytest.raises(CorruptStoreError, match="is a symbolic link"):
+        ZarrFeatureStore.open(mixed).open_table("targets/test")
+    report = verify_store(mixed)
+    assert not report.ok
+    assert next(finding.table for finding in report.findings if finding.level == "damage") == "targets/test"
+
+
 @pytest.mark.parametrize("how", ["a group's", "no columns"])
 def test_a_table_with_the_metadata_of_a_group_is_refused(mixed, how):
     if how == "a group's":

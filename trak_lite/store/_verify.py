@@ -147,10 +147,14 @@ class StoreLook:
 
     def _without_metadata(self, path: str, inside: tuple[str, ...]) -> None:
         names = names_in(path)
+        links = [name for name in names if os.path.islink(f"{path}/{name}")]
         if any(os.path.lexists(f"{path}/{name}/{_METADATA}") for name in names):
             self._damage("/".join(inside), f"{path}/{_METADATA} is missing", _RESTORE)
             if not any(os.path.isdir(f"{path}/{name}/{COMMITS}") for name in names):
                 self._group(path, inside)  # it held tables, and was none
+        elif links:  # where tables stood, perhaps
+            for name in links:
+                self._damage("/".join((*inside, name)), "a symbolic link, and none is followed", _PUT_BACK)
         elif os.path.isdir(path):  # not so where it was dropped just now
             self._stray(path)
 
