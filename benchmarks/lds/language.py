@@ -1,0 +1,102 @@
+"""The language-model setting: a byte-level GPT, trained on Python's own library, then fine-tuned on other parts of it.
+
+The weights before fine-tuning stand in ``benchmarks/data`` as float16, so that every machine fine-tunes the same model.
+
+Run:  python -m benchmarks.lds.language   (makes these weights anew: minutes)
+"""
+
+from __future__ import annotations
+
+import sysconfig
+from functools import cache
+from pathlib import Path
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from benchmarks import models
+
+CHUNK = 128
+NUM_TRAIN, NUM_TARGETS = 600, 150
+FINE_TUNED_ON = (
+    "bisect heapq colorsys textwrap cmd sched shlex fnmatch getopt calendar csv difflib statistics fractions graphlib "
+    "pprint queue stat tabnanny timeit"
+)
+TRAINED_ON = (
+    "argparse ast configparser contextlib copy dataclasses datetime doctest enum functools gettext inspect locale "
+    "optparse os pathlib pdb pickle platform random shutil smtplib socket subprocess tarfile tempfile threading "
+    "traceback typing zipfile"
+)
+STEPS, BATCH, LEARNING_RATE = 3000, 16, 4e-3
+BASE = Path(__file__).parents[1] / "data" / "lds_python_lm_base.npz"
+
+
+def source(module: str) -> bytes:
+    """Return the text of a module of the standard library; a package by now gives its ``__init__``."""
+    folder = Path(sysconfig.get_path("stdlib"))
+    file = folder / f"{module}.py"
+    return (file if file.exists() else folder / module / "__init__.py").read_bytes()
+
+
+@cache
+def chunks() -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Return train chunks of bytes ``(N, 128)``, their labels (the same), and targets ``(M, 128)`` likewise."""
+    texts = [source(module) for module in FINE_TUNED_ON.split()]
+    cut = [text[i : i + CHUNK] for text in texts for i in range(0, len(text) - CHUNK + 1, CHUNK)]
+    order = np.random.default_rng(0).permutation(len(cut))[: NUM_TRAIN + NUM_TARGETS]
+    ids = torch.tensor([list(cut[i]) for i in order])
+    return ids[:NUM_TRAIN], ids[:NUM_TRAIN], ids[NUM_TRAIN:], ids[NUM_TRAIN:]
+
+
+def gpt() -> nn.Module:
+    """Return a GPT over bytes of width 64 with 2 layers and 4 heads, as it is before any training."""
+    model = models.GPT(256, CHUNK, 64, 2, 4)
+    model.head = nn.Linear(64, 256, bias=False)  # not tied: every tool takes a plain linear layer
+    nn.init.normal_(model.tokens.weight, std=0.2)
+    nn.init.normal_(model.positions.table.weight, std=0.05)
+    return model
+
+
+def pretrained_gpt() -> nn.Module:
+    """Return the model that fine-tuning starts from."""
+    model = gpt()
+    with np.load(BASE) as stored:
+        model.load_state_dict({name: torch.from_numpy(stored[name]).float() for name in stored.files})
+    return model
+
+
+def next_byte_loss(logits: Tensor, ids: Tensor) -> Tensor:
+    """Return the mean cross-entropy of the next byte."""
+    return functional.cross_entropy(logits[:, :-1].flatten(0, 1), ids[:, 1:].flatten())
+
+
+def main() -> None:
+    """Train the model that fine-tuning starts from."""
+    torch.set_num_threads(1)
+    torch.manual_seed(0)
+    text = torch.frombuffer(bytearray(b"".join(map(source, TRAINED_ON.split()))), dtype=torch.uint8).long()
+    model = gpt()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE)
+    schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, LEARNING_RATE, STEPS)
+    for step in range(STEPS):
+        starts = torch.randint(len(text) - CHUNK, (BATCH, 1))
+        ids = text[starts + torch.arange(CHUNK)]
+        optimizer.zero_grad()
+        loss = next_byte_loss(model(ids), ids)
+        loss.backward()
+        optimizer.step()
+        schedule.step()
+        if step % 100 == 99:
+            print(f"step {step + 1}: {loss.item():.3f}", flush=True)
+    BASE.parent.mkdir(exist_ok=True)
+    np.savez_compressed(BASE, **{name: p.detach().half().numpy() for name, p in model.named_parameters()})
+    inputs, _, targets, _ = chunks()
+    with torch.no_grad():
+        values = [next_byte_loss(model(ids), ids).item() for ids in (inputs, targets)]
+    print("before fine-tuning: train {:.3f}, targets {:.3f} nats per byte".format(*values))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,87 @@
+"""Training of many small models at once: weights stacked, one vmapped gradient per step.
+
+Model k sees only the rows of its own mask, in an order and from first weights of its own seed: elementwise optimizers
+treat a stack of weights as they treat each of them.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.func import functional_call, grad, stack_module_state, vmap
+
+from benchmarks.lds.settings import Setting
+from trak_lite.modelout_functions import MODEL_OUTPUTS, ModelCall
+
+Weights = dict[str, Tensor]
+
+
+def train(setting: Setting, masks: np.ndarray, seeds: Sequence[int]) -> list[list[Weights]]:
+    """Train one model per mask, all of them together.
+
+    Args:
+        setting: What is trained, and how.
+        masks: ``(m, N)`` booleans with one count of rows.
+        seeds: One for each model.
+
+    Returns:
+        For each model its weights at the setting's checkpoints.
+    """
+    inputs, labels = setting.data()[:2]
+    modules = []
+    for seed in seeds:
+        torch.manual_seed(seed)
+        modules.append(setting.make_model())
+    # The tied weights of a GPT appear once among its parameters, and stay tied.
+    names = [name for name, _ in modules[0].named_parameters()]
+    stacked = {name: stack_module_state(modules)[0][name].detach().requires_grad_() for name in names}
+    steps_per_epoch = math.ceil(int(masks[0].sum()) / setting.batch_size)
+    step, advance = _stepper(setting, stacked, setting.epochs * steps_per_epoch)
+    gradient = vmap(grad(_loss(setting, modules[0])))
+    orders = [np.random.default_rng((seed, 1)) for seed in seeds]
+    saved: list[list[Weights]] = [[] for _ in seeds]
+    for epoch in range(1, setting.epochs + 1):
+        rows = np.stack(
+            [rng.permutation(np.flatnonzero(mask)) for rng, mask in zip(orders, masks, strict=True)]
+        )
+        for batch in torch.from_numpy(rows).split(setting.batch_size, dim=1):
+            for name, value in gradient(dict(stacked), inputs[batch], labels[batch]).items():
+                stacked[name].grad = value
+            step()
+            advance()
+        if epoch in setting.checkpoint_epochs:
+            for k, checkpoints in enumerate(saved):
+                checkpoints.append({name: value[k].detach().clone() for name, value in stacked.items()})
+    return saved
+
+
+def _loss(setting: Setting, module):
+    def loss(weights: Weights, inputs: Tensor, labels: Tensor) -> Tensor:
+        return setting.loss(functional_call(module, weights, (inputs,), tie_weights=True), labels)
+
+    return loss
+
+
+def _stepper(setting: Setting, stacked: Weights, steps: int):
+    """Return the optimizer's step, and the step of a rate that falls to zero by a cosine."""
+    settings = {"lr": setting.learning_rate, "weight_decay": setting.weight_decay}
+    if setting.optimizer == "SGD":
+        optimizer: torch.optim.Optimizer = torch.optim.SGD(stacked.values(), momentum=0.9, **settings)
+    else:
+        optimizer = torch.optim.AdamW(stacked.values(), **settings)
+    schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, steps)
+    return optimizer.step, schedule.step
+
+
+@torch.no_grad()
+def outputs(setting: Setting, weights: Weights) -> np.ndarray:
+    """Return f of every target under the weights, ``(M,)`` float32."""
+    module = setting.make_model().eval()
+    module.load_state_dict(weights, strict=False)  # names of tied weights are missing
+    task = MODEL_OUTPUTS[setting.task]()
+    inputs, labels = setting.data()[2:]
+    return task.evaluate(ModelCall(module), (inputs, labels)).output.float().numpy()

@@ -1,0 +1,129 @@
+"""Ground truth: outputs of models retrained on half-subsets, and the weights of runs on all data.
+
+Outputs are cached as ``benchmarks/data/lds_<setting>.npz`` with what they were made with; weights of the runs on all
+data are made anew, in seconds to minutes, and kept in ``runs/lds``, which git ignores.
+
+Run:  python -m benchmarks.lds.truth [--settings digits_mlp ...] [--seeds 3]
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import time
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+import torch
+
+from benchmarks.lds.settings import SETTINGS, Setting, digest
+from benchmarks.lds.training import Weights, outputs, train
+from benchmarks.measuring import ROOT, surroundings
+
+DATA = Path(__file__).parents[1] / "data"
+RUNS = ROOT / "runs" / "lds"
+FULL_RUN_SEED = 10_000_000
+"""First seed of the runs on all data: no retrained model shares one."""
+
+
+class Truth(NamedTuple):
+    """What scores are held against. S subsets, R seeds, N train rows, M targets."""
+
+    masks: np.ndarray
+    """``(S, N)`` booleans."""
+    outputs: np.ndarray
+    """``(S, R, M)`` float32: f of every target."""
+
+
+def subset_masks(num_rows: int, num_subsets: int) -> np.ndarray:
+    """Return random halves, ``(S, N)`` booleans; the first rows stay the same when more are asked for."""
+    masks = np.zeros((num_subsets, num_rows), dtype=bool)
+    for k, mask in enumerate(masks):
+        mask[np.random.default_rng((k, 2)).permutation(num_rows)[: num_rows // 2]] = True
+    return masks
+
+
+def identity(setting: Setting) -> str:
+    """Return what the ground truth depends on, as JSON: data, model and training."""
+    weights = setting.make_model().named_parameters()
+    fields = {name: getattr(setting, name) for name in ("task", "optimizer", "learning_rate", "weight_decay")}
+    fields |= {"batch_size": setting.batch_size, "epochs": setting.epochs, "data": digest(*setting.data())}
+    return json.dumps({**fields, "parameters": {name: list(p.shape) for name, p in weights}}, sort_keys=True)
+
+
+def load(setting: Setting) -> Truth:
+    """Return the cached ground truth.
+
+    Raises:
+        FileNotFoundError: If there is none, or it was made with other data or training.
+    """
+    path = DATA / f"lds_{setting.name}.npz"
+    if not path.exists():
+        raise FileNotFoundError(f"There is no {path}. {_remedy(setting)}")
+    with np.load(path) as stored:
+        if str(stored["identity"]) != identity(setting):
+            raise FileNotFoundError(
+                f"{path} was made with other data, model or training (Python's standard library differs between "
+                f"versions). {_remedy(setting)}"
+            )
+        masks = np.unpackbits(stored["masks"], axis=1, count=len(setting.data()[0])).astype(bool)
+        return Truth(masks, stored["outputs"])
+
+
+def _remedy(setting: Setting) -> str:
+    return f"Run: python -m benchmarks.lds.truth --settings {setting.name}"
+
+
+def generate(setting: Setting, num_seeds: int) -> Path:
+    """Retrain on every subset with every seed, and cache the outputs."""
+    masks = subset_masks(len(setting.data()[0]), setting.subsets)
+    found = np.empty((setting.subsets, num_seeds, len(setting.data()[2])), dtype=np.float32)
+    start = time.perf_counter()
+    for seed in range(num_seeds):
+        for first in range(0, setting.subsets, setting.stack):
+            some = range(first, min(first + setting.stack, setting.subsets))
+            runs = train(setting, masks[some.start : some.stop], [seed * setting.subsets + k for k in some])
+            for k, run in zip(some, runs, strict=True):
+                found[k, seed] = outputs(setting, run[-1])
+            print(f"{setting.name} seed {seed}: {some.stop} of {setting.subsets}", flush=True)
+    path = DATA / f"lds_{setting.name}.npz"
+    path.parent.mkdir(exist_ok=True)
+    np.savez_compressed(
+        path,
+        masks=np.packbits(masks, axis=1),
+        outputs=found,
+        identity=identity(setting),
+        seconds=time.perf_counter() - start,
+        surroundings=json.dumps(surroundings()),
+    )
+    return path
+
+
+def full_runs(setting: Setting, num_runs: int) -> list[list[Weights]]:
+    """Return the checkpoints of runs on all data, made where they are not kept yet; a run's last is its final model."""
+    path = RUNS / f"{setting.name}.pt"
+    key = identity(setting) + str(setting.checkpoint_epochs)
+    kept = torch.load(path) if path.exists() else {"key": key, "runs": []}
+    runs = kept["runs"] if kept["key"] == key else []
+    while len(runs) < num_runs:
+        everything = np.ones((1, len(setting.data()[0])), dtype=bool)
+        runs += train(setting, everything, [FULL_RUN_SEED + len(runs)])
+        path.parent.mkdir(parents=True, exist_ok=True)
+        torch.save({"key": key, "runs": runs}, path)
+    return runs[:num_runs]
+
+
+def main() -> None:
+    """Make the ground truth of the settings."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--settings", nargs="*", default=list(SETTINGS), choices=list(SETTINGS))
+    parser.add_argument("--seeds", type=int, default=3)
+    args = parser.parse_args()
+    torch.set_num_threads(1)
+    for name in args.settings:
+        print(generate(SETTINGS[name], args.seeds))
+
+
+if __name__ == "__main__":
+    main()
