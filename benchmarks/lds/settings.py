@@ -146,7 +146,7 @@ SETTINGS = {
             batch_size=10,
             epochs=4,
             checkpoint_epochs=(1, 2, 3, 4),
-            subsets=60,
+            subsets=80,
             stack=1,
         ),
     )
