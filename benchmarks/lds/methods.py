@@ -1,0 +1,172 @@
+"""Methods of trak_lite, by its public API alone, and what everything has to beat. Shapes: N train rows, M targets.
+
+A method takes a :class:`Problem` and returns scores ``(N, M)``. All see the same models, data and targets.
+"""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import numpy as np
+import torch
+from torch import nn
+from torch.utils.data import TensorDataset
+
+from benchmarks.lds.settings import Setting
+from benchmarks.lds.training import Weights, outputs, train
+from trak_lite import Attributor
+
+BATCH = 50
+CALIBRATION_SUBSETS = 10
+CALIBRATION_SEED = 20_000_000
+
+
+@dataclass(frozen=True, slots=True)
+class Problem:
+    """What every method is given."""
+
+    setting: Setting
+    runs: list[list[Weights]]
+    """Checkpoints of each run on all data; a run's last is its final model."""
+
+    @property
+    def train(self) -> TensorDataset:
+        """The N train rows."""
+        return TensorDataset(*self.setting.data()[:2])
+
+    @property
+    def targets(self) -> TensorDataset:
+        """The M targets."""
+        return TensorDataset(*self.setting.data()[2:])
+
+    def model(self, weights: Weights | None = None) -> nn.Module:
+        """Return the network with the weights, by default those of the first run's end."""
+        model = self.setting.make_model().eval()
+        model.load_state_dict(self.runs[0][-1] if weights is None else weights)
+        return model
+
+    def checkpoints(self, which: str) -> list[Weights]:
+        """Return ``final`` (of one run), ``run`` (all of one run), ``finals`` or ``runs`` (of all runs)."""
+        chosen = self.runs if which in ("finals", "runs") else self.runs[:1]
+        return [weights for run in chosen for weights in (run[-1:] if which.startswith("final") else run)]
+
+
+@dataclass(frozen=True, slots=True)
+class Attribution:
+    """What a method gives."""
+
+    scores: np.ndarray
+    """``(N, M)``; positive is helpful."""
+    num_models: int
+    """Checkpoints used."""
+    proj_dim: int | None = None
+    """K; ``None`` where nothing is projected."""
+    row_bytes: int | None = None
+    """On disk per train row, over all checkpoints; ``None`` where rows are not kept."""
+
+
+Method = Callable[[Problem], Attribution]
+
+
+def ours(
+    problem: Problem,
+    *,
+    checkpoints: str = "run",
+    view: dict[str, Any] | None = None,
+    curvature: bool = False,
+    **settings: Any,
+) -> Attribution:
+    """Featurize and score.
+
+    Args:
+        problem: What is attributed.
+        checkpoints: As in :meth:`Problem.checkpoints`.
+        view: Arguments of ``score``.
+        curvature: Fit EK-FAC first.
+        **settings: Arguments of ``Attributor``.
+    """
+    states = problem.checkpoints(checkpoints)
+    with tempfile.TemporaryDirectory() as folder:
+        attributor = Attributor(
+            problem.model(), problem.setting.task, f"{folder}/store", progress=False, **settings
+        )
+        attributor.featurize(problem.train, states, batch_size=BATCH)
+        if curvature:
+            attributor.fit_curvature(problem.train, states, batch_size=BATCH)
+        scores = attributor.score(problem.targets, batch_size=BATCH, **(view or {})).numpy()
+        row_bytes = attributor.row_bytes * len(states)
+        return Attribution(scores, len(states), attributor.projector.proj_dim, row_bytes)
+
+
+def averaged(problem: Problem, parts: tuple[Method, ...]) -> Attribution:
+    """Return the mean of several methods' scores, each divided by its standard deviation."""
+    found = [part(problem) for part in parts]
+    scores = np.mean([one.scores / one.scores.std() for one in found], axis=0)
+    return Attribution(scores, found[0].num_models, found[0].proj_dim, found[0].row_bytes)
+
+
+def calibrated(problem: Problem, **settings: Any) -> Attribution:
+    """Retrain a few subsets (none of the ground truth), fit the kernel's weights on them, and score.
+
+    The calibrated kernel is used whether the held-out retrainings speak for it or not.
+    """
+    setting, states = problem.setting, problem.checkpoints("run")
+
+    def train_on(rows: np.ndarray, seed: int) -> Weights:
+        mask = np.zeros((1, len(problem.train)), dtype=bool)
+        mask[0, rows] = True
+        return train(setting, mask, [CALIBRATION_SEED + int(rows[:20].sum()) * 7 + seed])[0][-1]
+
+    with tempfile.TemporaryDirectory() as folder:
+        attributor = Attributor(problem.model(), setting.task, f"{folder}/store", progress=False, **settings)
+        attributor.featurize(problem.train, states, batch_size=BATCH)
+        scores = attributor.score(problem.targets, batch_size=BATCH).numpy()
+        verdict = attributor.verify(
+            train_on,
+            problem.targets,
+            budget=CALIBRATION_SUBSETS,
+            calibrate=True,
+            batch_size=BATCH,
+            train_id="lds",
+        )
+        print(verdict)
+        if verdict.calibration is not None and verdict.calibration.kept:
+            scores = attributor.calibrated_scores().numpy()
+        row_bytes = attributor.row_bytes * len(states)
+        return Attribution(scores, len(states), attributor.projector.proj_dim, row_bytes)
+
+
+def word_overlap(problem: Problem) -> Attribution:
+    """Return BM25 of the texts, which asks no model; only where there are texts."""
+    from trak_lite.evaluation import bm25
+
+    texts = [[bytes(row).decode("latin-1") for row in ids.tolist()] for ids in problem.setting.data()[::2]]
+    return Attribution(np.asarray(bm25(*texts)), 0)
+
+
+def fitted_datamodel(masks: np.ndarray, values: np.ndarray) -> Attribution:
+    """Return a ridge regression of outputs on membership, from the very retrainings that others are chosen by."""
+    x, y = masks - masks.mean(0), values - values.mean(0)
+    gram = x @ x.T
+    gram[np.diag_indices_from(gram)] += np.trace(gram) / len(gram)
+    return Attribution(x.T @ np.linalg.solve(gram, y), len(masks))
+
+
+DEFAULT = partial(ours)
+TRAK_DEFAULT = {"kernel": "trak", "damping": 0.0, "proj_dim": 512, "layout": "joint"}
+METHODS: dict[str, Method] = {
+    "undamped TRAK, final model": partial(ours, checkpoints="final", **TRAK_DEFAULT),
+    "undamped TRAK, 10 checkpoints": partial(ours, **TRAK_DEFAULT),
+    "gradient dot, final model": partial(ours, checkpoints="final", view={"kernel": "dot"}),
+    "gradient cosine, final model": partial(ours, checkpoints="final", view={"kernel": "cosine"}),
+    "TracIn": partial(ours, view={"kernel": "dot", "q": "inside"}),
+    "default, final model": partial(DEFAULT, checkpoints="final"),
+    "default": DEFAULT,
+    "default, 5 final models": partial(DEFAULT, checkpoints="finals"),
+    "default, 5 runs": partial(DEFAULT, checkpoints="runs"),
+    "BM25": word_overlap,
+}
