@@ -1,11 +1,12 @@
 """Which scores predict retraining: the linear datamodeling score (LDS) of our methods, of peers' and of baselines.
 
 Ground truth: outputs of models retrained on random halves of the train rows (``benchmarks.lds.truth``), the mean over
-seeds, under ``benchmarks/data``. Every method gets the same models trained on all data, the same train rows and targets.
-``chosen on`` is the LDS on even subsets and even targets, by which our defaults were chosen; ``LDS`` is the one on odd
-subsets and odd targets, with its 95 % bootstrap interval over subsets and targets. Seconds are CPU seconds on one thread
-for features and scores, without training. ``ceiling`` is what a perfect method would reach, as the noise of seeds allows.
-The datamodel is a regression on the very retrainings that defaults were chosen by: 80 trainings where others need one.
+seeds, under ``benchmarks/data``. Every method gets the same models trained on all data, the same train rows and
+targets. ``chosen on`` is the LDS on even subsets and even targets, by which our defaults were chosen; ``LDS`` is the
+one on odd subsets and odd targets, with its 95 % bootstrap interval over subsets and targets. ``final model`` is the
+end of one run, ``run`` all its checkpoints. Seconds are CPU seconds on one thread for features and scores, without the
+training of these models. ``ceiling`` is what a perfect method would reach, as the noise of seeds allows. The datamodel
+is a regression on the very retrainings that defaults were chosen by: as many trainings, where others need one.
 
 Run:  python -m benchmarks.lds_digits [--settings digits_mlp ...] [--methods default ...]
 """
@@ -15,7 +16,6 @@ from __future__ import annotations
 import argparse
 import json
 import tempfile
-from functools import partial
 from pathlib import Path
 from typing import Any
 

@@ -1,7 +1,7 @@
 """Other packages as released: traker 0.3.2, dattri 0.3.0 and kronfluence 1.0.1, on the same models, data and targets.
 
-All attribute the output f of the setting's task (for the language model the sum of the tokens' margins). Where a package
-wants a loss, it is the summed cross-entropy of a sample.
+All attribute the output f of the setting's task (for the language model the sum of the tokens' margins). Where a
+package wants a loss, it is the summed cross-entropy of a sample.
 """
 
 from __future__ import annotations
@@ -25,21 +25,27 @@ PROJ_DIM = 512
 """Of traker and dattri by default: 2048 and 512. Undamped, 512 is the better of the two with N = 1200."""
 
 
-def output_of_one(problem: Problem, model: nn.Module, weights: Any, sample: tuple[Tensor, ...]) -> Tensor:
-    """Return f of one sample as a scalar, a function of the weights."""
+def _as_batch(problem: Problem, sample: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+    """Return a batch: packages call a function with one sample here and with a batch there."""
+    is_one = sample[1].dim() < problem.setting.data()[1].dim()
+    return tuple(part.unsqueeze(0) for part in sample) if is_one else tuple(sample)
+
+
+def output_of(problem: Problem, model: nn.Module, weights: Any, sample: tuple[Tensor, ...]) -> Tensor:
+    """Return f of one sample, or its mean over a batch, as a function of the weights."""
     task = MODEL_OUTPUTS[problem.setting.task]()
-    batch = tuple(part.unsqueeze(0) for part in sample)
     parameters = weights[0] if isinstance(weights, tuple) else weights
-    return task.evaluate(ModelCall(model, parameters, {}), batch).output.squeeze(0)
+    return task.evaluate(ModelCall(model, parameters, {}), _as_batch(problem, sample)).output.mean()
 
 
-def loss_of_one(problem: Problem, model: nn.Module, weights: Any, sample: tuple[Tensor, ...]) -> Tensor:
-    """Return the cross-entropy of one sample, summed over its tokens."""
-    inputs, labels = (part.unsqueeze(0) for part in sample)
-    logits = functional_call(model, weights, inputs)
+def loss_of(problem: Problem, model: nn.Module, weights: Any, sample: tuple[Tensor, ...]) -> Tensor:
+    """Return the cross-entropy of one sample, summed over its tokens, or its mean over a batch."""
+    inputs, labels = _as_batch(problem, sample)
+    parameters = weights[0] if isinstance(weights, tuple) else weights
+    logits, rows = functional_call(model, parameters, (inputs,)), len(inputs)
     if logits.dim() == 3:
         logits, labels = logits[:, :-1].flatten(0, 1), labels[:, 1:].flatten()
-    return functional.cross_entropy(logits, labels, reduction="sum")
+    return functional.cross_entropy(logits, labels, reduction="sum") / rows
 
 
 def traker(problem: Problem, *, checkpoints: str = "final", lambda_reg: float = 0.0) -> Attribution:
@@ -84,7 +90,7 @@ def _traker_output(problem: Problem) -> Any:
             pass
 
         def get_output(self, model, weights, buffers, *sample):
-            return output_of_one(problem, model, weights, sample)
+            return output_of(problem, model, weights, sample)
 
         def get_out_to_loss_grad(self, model, weights, buffers, batch):
             return task.evaluate(ModelCall(model, weights, buffers), batch).out_to_loss_grad[:, None]
@@ -97,9 +103,9 @@ def _attribution_task(problem: Problem, checkpoints: str, *, of_loss: bool) -> A
     from dattri.task import AttributionTask
 
     model = problem.model()
-    output = partial(output_of_one, problem, model)
+    output = partial(output_of, problem, model)
     return AttributionTask(
-        partial(loss_of_one, problem, model) if of_loss else output,
+        partial(loss_of, problem, model) if of_loss else output,
         model,
         problem.checkpoints(checkpoints),
         target_func=output,
@@ -200,20 +206,18 @@ def _kronfluence_task(problem: Problem) -> Any:
 
 PEERS: dict[str, Method] = {
     "traker 0.3.2, final model": traker,
-    "traker 0.3.2, 10 checkpoints": partial(traker, checkpoints="run"),
+    "traker 0.3.2, run": partial(traker, checkpoints="run"),
     "traker 0.3.2, 5 final models": partial(traker, checkpoints="finals"),
     "dattri 0.3.0 TRAK, final model": dattri_trak,
-    "dattri 0.3.0 TRAK, 10 checkpoints": partial(dattri_trak, checkpoints="run"),
+    "dattri 0.3.0 TRAK, run": partial(dattri_trak, checkpoints="run"),
     "dattri 0.3.0 TRAK, 5 final models": partial(dattri_trak, checkpoints="finals"),
     "dattri 0.3.0 TRAK, regularization 0.1, final model": partial(dattri_trak, regularization=0.1),
-    "dattri 0.3.0 TRAK, regularization 0.1, 10 checkpoints": partial(
-        dattri_trak, checkpoints="run", regularization=0.1
-    ),
+    "dattri 0.3.0 TRAK, regularization 0.1, run": partial(dattri_trak, checkpoints="run", regularization=0.1),
     "dattri 0.3.0 IF-CG, final model": partial(dattri_influence, name="IFAttributorCG", regularization=1e-2),
     "dattri 0.3.0 DataInf, final model": partial(
         dattri_influence, name="IFAttributorDataInf", regularization=1e-2
     ),
     "kronfluence 1.0.1 EK-FAC, final model": kronfluence,
-    "kronfluence 1.0.1 EK-FAC, 10 checkpoints": partial(kronfluence, checkpoints="run"),
+    "kronfluence 1.0.1 EK-FAC, run": partial(kronfluence, checkpoints="run"),
     "kronfluence 1.0.1 EK-FAC, 5 final models": partial(kronfluence, checkpoints="finals"),
 }
