@@ -1,6 +1,7 @@
-"""Puts, commits, kills, reopenings, reads and a second writer in any order, against the store in memory."""
+"""Puts, commits, kills, reopenings, growth, reads and a second writer in any order, against the store in memory."""
 
 import contextlib
+import dataclasses
 import os
 import shutil
 import tempfile
@@ -17,8 +18,9 @@ from trak_lite.store import MemoryFeatureStore, ZarrFeatureStore
 from trak_lite.store._failpoints import FAILPOINTS
 
 CASE = Case(11, 3, 4, "float16")
+MOST_ROWS = 22
 WRITERS = (0, 1)
-ROWS = st.lists(st.integers(0, CASE.num_rows - 1), min_size=1, max_size=8, unique=True)
+ROWS = st.lists(st.integers(0, MOST_ROWS - 1), min_size=1, max_size=8, unique=True)
 
 
 class Killed(BaseException):
@@ -37,13 +39,15 @@ class StoreMachine(RuleBasedStateMachine):
         super().__init__()
         self.folder = tempfile.mkdtemp()
         self.path = os.path.join(self.folder, "0.zarr")
-        self.oracle = MemoryFeatureStore(MANIFEST).create_table(NAME, CASE.spec)
-        self.unsure = {row: set() for row in range(CASE.num_rows)}
+        self.case = CASE
+        self.memory = MemoryFeatureStore(MANIFEST)
+        self.oracle = self.memory.create_table(NAME, self.case.spec)
+        self.unsure = {row: set() for row in range(MOST_ROWS)}
         self.attempts = 0
         self.lives = 0
         self.writers = {}
         self.claims = {writer: set() for writer in WRITERS}
-        self.seen = np.zeros(CASE.num_rows, bool)
+        self.seen = np.zeros(self.case.num_rows, bool)
         self.no_syncs = mock.patch.object(os, "fsync", return_value=None)
         self.no_syncs.start()
 
@@ -59,7 +63,7 @@ class StoreMachine(RuleBasedStateMachine):
     @rule(writer=st.sampled_from(WRITERS))
     def open_writer(self, writer):
         if writer not in self.writers:
-            self.writers[writer] = open_for_writing(self.path, CASE)
+            self.writers[writer] = open_for_writing(self.path, self.case)
 
     @rule(writer=st.sampled_from(WRITERS))
     def close(self, writer):
@@ -75,6 +79,7 @@ class StoreMachine(RuleBasedStateMachine):
 
     @rule(writer=st.sampled_from(WRITERS), rows=ROWS)
     def put(self, writer, rows):
+        rows = self.within(rows)
         if writer not in self.writers:
             return
         table, values, chunks = self.begin(writer, rows)
@@ -97,6 +102,7 @@ class StoreMachine(RuleBasedStateMachine):
     )
     def be_killed_in_a_put(self, writer, rows, step, count):
         """Everybody dies, and the next writers find what the disk held at that step."""
+        rows = self.within(rows)
         if writer not in self.writers:
             return
         table, values, _ = self.begin(writer, rows)
@@ -119,21 +125,33 @@ class StoreMachine(RuleBasedStateMachine):
             return
         try:
             with self.killing(f"{step}:{count}"):
-                self.writers[writer] = open_for_writing(self.path, CASE)
+                self.writers[writer] = open_for_writing(self.path, self.case)
         except Killed:
             self.move_on()
+
+    @precondition(lambda self: len(self.writers) == 1 and self.case.num_rows < MOST_ROWS)
+    @rule(more=st.integers(1, 5))
+    def grow(self, more):
+        """A writer alone makes the table longer; the rows of its edge stay as they are."""
+        size = min(self.case.num_rows + more, MOST_ROWS)
+        ((writer, (store, _)),) = self.writers.items()
+        self.claims[writer].clear()
+        self.writers[writer] = store, store.grow_table(NAME, size)
+        self.oracle = self.memory.grow_table(NAME, size)
+        self.case = dataclasses.replace(self.case, num_rows=size)
+        self.seen = np.append(self.seen, np.zeros(size - len(self.seen), bool))
 
     @precondition(lambda self: self.writers)
     @rule(rows=ROWS, refused=st.sampled_from(["repeated", "NaN", "beyond"]))
     def put_nonsense(self, rows, refused):
-        table = next(iter(self.writers.values()))[1]
-        values = CASE.values(rows)
+        table, rows = next(iter(self.writers.values()))[1], self.within(rows)
+        values = self.case.values(rows)
         if refused == "repeated":
-            rows, values = [*rows, rows[0]], CASE.values([*rows, rows[0]])
+            rows, values = [*rows, rows[0]], self.case.values([*rows, rows[0]])
         elif refused == "NaN":
             values["w"][-1] = np.nan
         else:
-            rows = [*rows[:-1], CASE.num_rows]
+            rows = [*rows[:-1], self.case.num_rows]
         before = table.done()
         try:
             table.put(rows, values)
@@ -151,7 +169,7 @@ class StoreMachine(RuleBasedStateMachine):
             assert all(self.unsure[row] for row in np.flatnonzero(done & ~self.oracle.done()).tolist())
             self.seen |= done
             committed = table.committed_chunks()
-            assert all(done[list(CASE.rows_of(chunk))].all() for chunk in committed)
+            assert all(done[list(self.case.rows_of(chunk))].all() for chunk in committed)
             for chunk in committed:
                 self.compare(table, chunk)
 
@@ -165,11 +183,15 @@ class StoreMachine(RuleBasedStateMachine):
         if table.complete:
             assert table.content_key() == self.oracle.content_key()
 
+    def within(self, rows):
+        """Return these rows, those beyond the table as it is now brought inside."""
+        return list(dict.fromkeys(row % self.case.num_rows for row in rows))
+
     def begin(self, writer, rows):
         self.attempts += 1
-        chunks = {CASE.chunk_of(row) for row in rows}
+        chunks = {self.case.chunk_of(row) for row in rows}
         self.claims[writer] |= chunks
-        return self.writers[writer][1], CASE.values(rows, self.attempts), chunks
+        return self.writers[writer][1], self.case.values(rows, self.attempts), chunks
 
     def learn(self, rows, values):
         self.oracle.put(rows, values)
@@ -211,12 +233,12 @@ class StoreMachine(RuleBasedStateMachine):
 
     def compare(self, table, chunk):
         """What can be read is what was acknowledged; what nobody knew until now is what one attempt has put."""
-        rows = list(CASE.rows_of(chunk))
+        rows = list(self.case.rows_of(chunk))
         found = {name: table.read_chunk(chunk, name) for name in ("features", "q", "w")}
         for place, row in enumerate(rows):
             here = {name: values[place : place + 1] for name, values in found.items()}
             if not self.oracle.done()[row]:
-                assert any(same(here, CASE.values([row], attempt)) for attempt in self.unsure[row])
+                assert any(same(here, self.case.values([row], attempt)) for attempt in self.unsure[row])
                 self.learn([row], here)
         for name, values in found.items():
             np.testing.assert_array_equal(values, self.oracle.read_chunk(chunk, name))
