@@ -22,7 +22,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from benchmarks.lds.methods import METHODS, Problem, fitted_datamodel
+from benchmarks.lds.methods import METHODS, TEXT_METHODS, Problem, fitted_datamodel
 from benchmarks.lds.peers import PEERS
 from benchmarks.lds.settings import SETTINGS
 from benchmarks.lds.truth import Truth, full_runs, load
@@ -33,7 +33,7 @@ from trak_lite.evaluation import linear_datamodeling_score, seed_noise_ceiling
 RESULTS = FOLDER / "lds.json"
 NUM_RUNS = 5
 DATAMODEL = "datamodel of the chosen-on subsets"
-TEXT_ONLY = ("BM25",)
+ALL = {**METHODS, **PEERS, **TEXT_METHODS}
 
 
 def worker(setting_name: str, method: str, out: str) -> None:
@@ -42,9 +42,10 @@ def worker(setting_name: str, method: str, out: str) -> None:
     setting = SETTINGS[setting_name]
     problem = Problem(setting, full_runs(setting, NUM_RUNS))
     found: list[Any] = []
-    seconds = cpu_seconds(lambda: found.append({**METHODS, **PEERS}[method](problem)))
+    seconds = cpu_seconds(lambda: found.append(ALL[method](problem)))
     np.save(out, found[0].scores)
     figures = {"checkpoints": found[0].num_models, "K": found[0].proj_dim, "row_bytes": found[0].row_bytes}
+    figures |= {"note": found[0].note} if found[0].note else {}
     print(json.dumps({**figures, "seconds": seconds}))
 
 
@@ -94,7 +95,7 @@ def line(method: str, figures: dict[str, Any]) -> str:
 
 def main() -> None:
     """Run every method on every setting, print a table, write JSON."""
-    methods = [*METHODS, *PEERS, DATAMODEL]
+    methods = [*ALL, DATAMODEL]
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--settings", nargs="*", default=list(SETTINGS), choices=list(SETTINGS))
     parser.add_argument("--methods", nargs="*", default=methods, choices=methods)
@@ -115,7 +116,7 @@ def main() -> None:
         print("| method | models | K | bytes per row | CPU s | chosen on | LDS |")
         print("|---|--:|--:|--:|--:|--:|--:|")
         for method in args.methods:
-            if method in TEXT_ONLY and name != "python_lm":
+            if method in TEXT_METHODS and name != "python_lm":
                 continue
             figures = row(name, method, truth)
             print(line(method, figures), flush=True)

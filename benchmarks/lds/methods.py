@@ -18,6 +18,7 @@ from torch.utils.data import TensorDataset
 from benchmarks.lds.settings import Setting
 from benchmarks.lds.training import Weights, train
 from trak_lite import Attributor
+from trak_lite.modelout_functions import CausalLanguageModelingModelOutput
 
 BATCH = 50
 CALIBRATION_SUBSETS = 10
@@ -66,6 +67,8 @@ class Attribution:
     """K; ``None`` where nothing is projected."""
     row_bytes: int | None = None
     """On disk per train row, over all checkpoints; ``None`` where rows are not kept."""
+    note: str | None = None
+    """What else there is to say."""
 
 
 Method = Callable[[Problem], Attribution]
@@ -77,6 +80,7 @@ def ours(
     checkpoints: str = "run",
     view: dict[str, Any] | None = None,
     curvature: bool = False,
+    task: Any = None,
     **settings: Any,
 ) -> Attribution:
     """Featurize and score.
@@ -86,12 +90,13 @@ def ours(
         checkpoints: As in :meth:`Problem.checkpoints`.
         view: Arguments of ``score``.
         curvature: Fit EK-FAC first.
+        task: In place of the setting's.
         **settings: Arguments of ``Attributor``.
     """
     states = problem.checkpoints(checkpoints)
     with tempfile.TemporaryDirectory() as folder:
         attributor = Attributor(
-            problem.model(), problem.setting.task, f"{folder}/store", progress=False, **settings
+            problem.model(), task or problem.setting.task, f"{folder}/store", progress=False, **settings
         )
         attributor.featurize(problem.train, states, batch_size=BATCH)
         if curvature:
@@ -108,22 +113,22 @@ def averaged(problem: Problem, parts: tuple[Method, ...]) -> Attribution:
     return Attribution(scores, found[0].num_models, found[0].proj_dim, found[0].row_bytes)
 
 
-def calibrated(problem: Problem, **settings: Any) -> Attribution:
-    """Retrain a few subsets (none of the ground truth), fit the kernel's weights on them, and score.
+def calibrated(problem: Problem, *, view: dict[str, Any], **settings: Any) -> Attribution:
+    """Retrain a few subsets (none of the ground truth), fit the kernel's weights on half of them, and score.
 
-    The calibrated kernel is used whether the held-out retrainings speak for it or not.
+    The calibrated kernel is used if the other half speaks for it, as a user would.
     """
     setting, states = problem.setting, problem.checkpoints("run")
 
     def train_on(rows: np.ndarray, seed: int) -> Weights:
         mask = np.zeros((1, len(problem.train)), dtype=bool)
         mask[0, rows] = True
-        return train(setting, mask, [CALIBRATION_SEED + int(rows[:20].sum()) * 7 + seed])[0][-1]
+        return train(setting, mask, [CALIBRATION_SEED + int(rows[:20].sum())])[0][-1]
 
     with tempfile.TemporaryDirectory() as folder:
         attributor = Attributor(problem.model(), setting.task, f"{folder}/store", progress=False, **settings)
         attributor.featurize(problem.train, states, batch_size=BATCH)
-        scores = attributor.score(problem.targets, batch_size=BATCH).numpy()
+        scores = attributor.score(problem.targets, batch_size=BATCH, **view).numpy()
         verdict = attributor.verify(
             train_on,
             problem.targets,
@@ -131,12 +136,14 @@ def calibrated(problem: Problem, **settings: Any) -> Attribution:
             calibrate=True,
             batch_size=BATCH,
             train_id="lds",
+            **view,
         )
-        print(verdict)
-        if verdict.calibration is not None and verdict.calibration.kept:
-            scores = attributor.calibrated_scores().numpy()
+        kept = verdict.calibration is not None and verdict.calibration.kept
+        if kept:
+            scores = attributor.calibrated_scores(**view)
         row_bytes = attributor.row_bytes * len(states)
-        return Attribution(scores, len(states), attributor.projector.proj_dim, row_bytes)
+        note = f"calibrated kernel {'kept' if kept else 'not kept'}"
+        return Attribution(scores, len(states), attributor.projector.proj_dim, row_bytes, note)
 
 
 def word_overlap(problem: Problem) -> Attribution:
@@ -163,6 +170,12 @@ RECIPE_EKFAC = partial(
     ours, curvature=True, view={"kernel": "ekfac", **INSIDE}, layout="module", proj_dim=512
 )
 
+EXACT_EKFAC = partial(
+    ours, curvature=True, view={"kernel": "ekfac", "damping": 0.1, **INSIDE}, projector="none"
+)
+LOG_P = CausalLanguageModelingModelOutput(output="log_prob")
+"""The targets' f is still the margin in the ground truth."""
+
 METHODS: dict[str, Method] = {
     "undamped TRAK, final model": partial(ours, checkpoints="final", **TRAK_DEFAULT),
     "undamped TRAK, run": partial(ours, **TRAK_DEFAULT),
@@ -183,9 +196,17 @@ METHODS: dict[str, Method] = {
     "recipe in int4, run": partial(ours, view=INSIDE, dtype="int4", **RECIPE),
     "EK-FAC projected, final model": partial(RECIPE_EKFAC, checkpoints="final"),
     "EK-FAC projected, run": RECIPE_EKFAC,
+    "EK-FAC not projected, final model": partial(EXACT_EKFAC, checkpoints="final"),
+    "EK-FAC not projected, run": EXACT_EKFAC,
     "recipe and EK-FAC averaged, run": partial(
         averaged, parts=(partial(ours, view=INSIDE, **RECIPE), RECIPE_EKFAC)
     ),
-    "recipe calibrated on 10 retrainings, run": partial(calibrated, **RECIPE),
-    "BM25": word_overlap,
+    "recipe calibrated on 10 retrainings, run": partial(calibrated, view=INSIDE, **RECIPE),
 }
+TEXT_METHODS: dict[str, Method] = {
+    "BM25": word_overlap,
+    "recipe of log p, run": partial(ours, task=LOG_P, view=INSIDE, **RECIPE),
+    "EK-FAC of log p, not projected, final model": partial(EXACT_EKFAC, checkpoints="final", task=LOG_P),
+    "EK-FAC of log p, not projected, run": partial(EXACT_EKFAC, task=LOG_P),
+}
+"""For the language model alone."""
