@@ -13,7 +13,7 @@ PACKAGE = Path(trak_lite.__file__).parent
 
 FLOORS = [
     {"errors", "types", "_version"},
-    {"_validate", "_batches"},
+    {"_validate", "_batches", "_progress"},
     {
         "modelout_functions",
         "projectors",
@@ -46,6 +46,7 @@ ONLY_IN = {
     "fsspec": {"store/_objects_fsspec.py"},
     "fast_jl": {"projectors/fast_jl.py"},
     "pytest": {"testing"},
+    "tqdm": {"_progress.py"},
     "triton": {"projectors/_triton_"},
     "pandas": {"scores.py"},
     "xarray": {"scores.py"},

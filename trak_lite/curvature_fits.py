@@ -16,6 +16,7 @@ from numpy.typing import NDArray
 from torch import nn
 
 from trak_lite._batches import move_batch
+from trak_lite._progress import progress_bar
 from trak_lite.datasets import Rows
 from trak_lite.errors import ReadOnlyStoreError, StateError
 from trak_lite.kronecker import (
@@ -27,7 +28,7 @@ from trak_lite.kronecker import (
     loaded,
 )
 from trak_lite.modelout_functions import AbstractModelOutput
-from trak_lite.sharing import plan_batches, progress_bar
+from trak_lite.sharing import plan_batches
 from trak_lite.store import AbstractFeatureStore, Manifest
 from trak_lite.types import Batch, ParameterShapes
 
@@ -136,7 +137,7 @@ class CurvatureFits:
 
         def batches() -> Iterator[tuple[NDArray[np.int64], Batch]]:
             plan = plan_batches(wanted, len(rows), rows.batch_size)
-            with progress_bar(plan, len(rows), label, progress) as bar:
+            with progress_bar(len(wanted), label=label, progress=progress) as bar:
                 for numbers, batch in rows.batches(plan):
                     yield numbers, move_batch(batch, device)
                     bar.update(len(numbers))

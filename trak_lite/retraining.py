@@ -14,8 +14,8 @@ from typing import Any, TypeAlias, final
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 from torch import Tensor
-from tqdm.auto import tqdm
 
+from trak_lite._progress import KeptProgress
 from trak_lite._sources import describe_source
 from trak_lite._validate import positive_int
 from trak_lite.errors import (
@@ -281,13 +281,8 @@ def _fill(
             remedy="Retrain with the same masks, seeds and functions, or under another path.",
         )
     pending = np.arange(plan.num_rows) if table is None else table.pending()
-    with tqdm(
-        total=plan.num_rows,
-        initial=plan.num_rows - len(pending),
-        desc="Retraining",
-        unit="model",
-        disable=None if progress is None else not progress,
-    ) as bar:
+    found = plan.num_rows - len(pending)
+    with KeptProgress(plan.num_rows, found, label="Retraining", unit="model", progress=progress) as done:
         for job, outputs in run(plan.jobs(pending.tolist())):
             if table is not None and len(outputs) != table.spec.columns[0].width:
                 raise InvalidInputError(
@@ -298,7 +293,7 @@ def _fill(
                 np.array([job.row]), {OUTPUTS: outputs[None]}
             )
             table = workspace.table(path)
-            bar.update(1)
+            done.advance(1)
     assert table is not None  # a plan has at least one model
     shape = (len(plan.masks), len(plan.seeds), -1)
     return Retrained(table.read(OUTPUTS).reshape(shape), plan.masks, plan.seeds)

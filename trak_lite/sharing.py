@@ -13,19 +13,19 @@ import logging
 import random
 import time
 from bisect import bisect_left
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack
 from types import TracebackType
 from typing import Any, Self, final
 
 import numpy as np
 from numpy.typing import NDArray
-from tqdm.auto import tqdm
 
+from trak_lite._progress import KeptProgress
 from trak_lite.errors import BusyError, HeldHereError, StateError
 from trak_lite.store import AbstractRowTable, TableSpec
 
-__all__ = ["LateTable", "SharedRows", "pauses", "plan_batches", "progress_bar"]
+__all__ = ["LateTable", "SharedRows", "pauses", "plan_batches"]
 
 logger = logging.getLogger(__name__)
 
@@ -43,19 +43,6 @@ def plan_batches(pending: NDArray[np.int64], chunk_rows: int, rows_per_batch: in
         return []
     cells = (pending // chunk_rows) * chunk_rows + (pending % chunk_rows) // rows_per_batch
     return np.split(pending, np.flatnonzero(np.diff(cells)) + 1)
-
-
-def progress_bar(
-    plan: Sequence[NDArray[np.int64]], total: int, label: str, progress: bool | None
-) -> tqdm[Any]:
-    """Return a bar over all rows of a table, those that are not in the plan done already."""
-    return tqdm(
-        total=total,
-        initial=total - sum(map(len, plan)),
-        desc=label,
-        unit="row",
-        disable=None if progress is None else not progress,
-    )
 
 
 def pauses() -> Iterator[float]:
@@ -169,7 +156,9 @@ class SharedRows:
         self._put: dict[int, int] = {}
         """Rows put in this round, by chunk."""
         self._next = 0
-        self._bar = progress_bar([pending], self.spec.num_rows, label, progress)
+        self._done = KeptProgress(
+            self.spec.num_rows, self.spec.num_rows - len(pending), label=label, progress=progress
+        )
 
     def rounds(self) -> Iterator[Iterable[NDArray[np.int64]]]:
         """Yield the batches of rows to compute and put, in rounds, until every row of the table is committed.
@@ -190,7 +179,7 @@ class SharedRows:
             if pending is None:
                 self._wait(next(waits))
                 continue
-            self._bar.set_postfix_str("")
+            self._done.say("")
             yield self._batches(pending)
             self._give_up()
             waits = pauses()
@@ -231,9 +220,9 @@ class SharedRows:
         error: BaseException | None,
         traceback: TracebackType | None,
     ) -> None:
-        """Give up what is held, and close the bar."""
+        """Give up what is held, and close the bar; a Ctrl-C is told how many rows are done."""
         self._give_up()
-        self._bar.close()
+        self._done.__exit__(kind, error, traceback)
 
     def _batches(self, pending: NDArray[np.int64] | None) -> Iterator[NDArray[np.int64]]:
         while pending is not None:
@@ -281,7 +270,7 @@ class SharedRows:
 
     def _note(self, chunk: int, left: int) -> None:
         """Show on the bar how many rows of a chunk are pending now."""
-        self._bar.update(self._left[chunk] - left)
+        self._done.advance(self._left[chunk] - left)
         self._left[chunk] = left
 
     def _give_up(self) -> None:
@@ -296,5 +285,5 @@ class SharedRows:
                 "Waiting for other writers, who hold all of the %d rows that are left.",
                 sum(self._left.values()),
             )
-        self._bar.set_postfix_str("waiting for other writers")
+        self._done.say("waiting for other writers")
         time.sleep(seconds)

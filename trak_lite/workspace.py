@@ -57,10 +57,13 @@ class Workspace:
 
     @contextmanager
     def opened(self, manifest: Manifest, *, appended_to: FirstRows | None = None) -> Iterator[Self]:
-        """Hold the store open for writing inside the block; see :meth:`open`."""
+        """Hold the store open for writing inside the block, and tell a Ctrl-C how to continue; see :meth:`open`."""
         self.open(manifest, appended_to=appended_to)
         try:
             yield self
+        except KeyboardInterrupt as interrupt:
+            interrupt.add_note(self._how_to_continue())
+            raise
         finally:
             self.close()
 
@@ -171,6 +174,12 @@ class Workspace:
             return self._store.create_table(path, spec, attributes)
 
         return LateTable(spec, None, create)
+
+    def _how_to_continue(self) -> str:
+        """Return what a Ctrl-C is told about what was done before it."""
+        if self.path is None:
+            return "Nothing is on disk, because there is no path. With path=..., the same call again would continue."
+        return f"What was done is safe in {self.path}. Make the same call again: it continues where this one stopped."
 
     def _open(self) -> AbstractFeatureStore | None:
         if self.path is None:

@@ -2,7 +2,8 @@
 
 Every chunk file is the raw little-endian C-order block of whole rows, so plain zarr, xarray and ``numpy.memmap`` read
 a finished store. zarr writes the metadata; rows never pass through it, because its own writes are not synced, lose
-concurrent rows of a chunk and read missing chunks as fill values without a word.
+concurrent rows of a chunk and read missing chunks as fill values without a word. zarr is imported when something is
+created, because that takes longer than all of this package.
 """
 
 from __future__ import annotations
@@ -10,10 +11,8 @@ from __future__ import annotations
 import logging
 import os
 from collections.abc import Iterable, Mapping
-from typing import Any, Literal, Self, final
+from typing import TYPE_CHECKING, Any, Literal, Self, final
 
-import zarr
-import zarr.storage
 from numpy.typing import NDArray
 
 from trak_lite._validate import one_of
@@ -56,6 +55,9 @@ from trak_lite.store._verify import missing_store
 from trak_lite.store._zarr_table import ZarrRowTable
 from trak_lite.store.manifest import FORMAT, Manifest, replaced_fingerprint
 from trak_lite.store.verification import Report, verify_store
+
+if TYPE_CHECKING:
+    import zarr
 
 __all__ = ["ZarrFeatureStore"]
 
@@ -411,12 +413,16 @@ def _refuse_occupied(root: str) -> None:
 
 
 def _publish_group(folder: str, attributes: Mapping[str, Any]) -> None:
+    import zarr.storage
+
     with scratch_folder(folder) as scratch:
         zarr.create_group(zarr.storage.LocalStore(scratch), attributes={"trak_lite": dict(attributes)})
         publish_folder(scratch, folder)
 
 
 def _publish_table(folder: str, spec: TableSpec, attributes: Mapping[str, Any]) -> None:
+    import zarr.storage
+
     record = {**spec_to_json(spec), "attributes": dict(attributes)}
     with scratch_folder(folder) as scratch:
         group = zarr.create_group(zarr.storage.LocalStore(scratch), attributes={"trak_lite": record})
@@ -455,6 +461,8 @@ def _how_to_read(column: Column) -> dict[str, Any]:
 
 def _publish_cache(folder: str) -> None:
     """Make the folder of derived arrays; as an (empty) array, because zarr's tools do not look inside one."""
+    import zarr.storage
+
     with scratch_folder(folder) as scratch:
         zarr.create_array(
             zarr.storage.LocalStore(scratch), shape=(0,), dtype="uint8", dimension_names=("cache",)

@@ -1,0 +1,107 @@
+"""A projector of your own: very few lines, held to the laws of random projections, and compared with no projection.
+
+Achlioptas' matrix has entries 0 with probability 2/3 and else plus or minus the square root of 3: two thirds of the work
+of a random projection can be left out. ``trak_lite.testing`` holds it to the laws (``pytest examples/own_projector.py``
+runs these: linear, unbiased, of no more variance than a Gaussian matrix, the same on every call). Then scores made with
+it are compared with those of the gradients themselves.
+
+Source: D. Achlioptas, "Database-friendly random projections" (2003).
+
+Run:  python examples/own_projector.py      (needs pytest for the laws: pip install 'trak-lite[test]')
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Mapping
+
+import numpy as np
+import torch
+from sklearn.datasets import load_digits
+from torch import Tensor, nn
+from torch.utils.data import TensorDataset
+
+from trak_lite import Attributor
+from trak_lite.evaluation import spearman
+from trak_lite.projectors import AbstractProjector, NoOpProjector
+from trak_lite.testing import RandomProjectorTests
+
+
+class AchlioptasProjector(AbstractProjector):
+    """Multiplies the gradient of each parameter by a matrix of its own and adds up the products."""
+
+    def __init__(self, proj_dim: int, *, seed: int = 0) -> None:
+        super().__init__(grad_dim=0, proj_dim=proj_dim, seed=seed, proj_type="sparse", device=None)
+
+    def project(self, grads: Mapping[str, Tensor], model_id: int) -> Tensor:
+        """Return features ``(B, K)`` of gradients ``(B, *parameter.shape)`` by parameter name."""
+        return sum(
+            grad.flatten(1) @ self.matrix(name, grad[0].numel() if len(grad) else 0, model_id).to(grad)
+            for name, grad in grads.items()
+        )
+
+    def matrix(self, name: str, size: int, model_id: int) -> Tensor:
+        """Return ``(size, K)``, drawn anew each time from nothing but seed, checkpoint and name."""
+        key = hashlib.sha256(f"{self.seed}/{model_id}/{name}".encode()).digest()
+        generator = torch.Generator().manual_seed(int.from_bytes(key[:8], "little", signed=True))
+        die = torch.randint(6, (size, self.proj_dim), generator=generator)
+        return ((die == 0).float() - (die == 1).float()) * (3 / self.proj_dim) ** 0.5
+
+
+class TestAchlioptasProjector(RandomProjectorTests):
+    """The laws: this is all that pytest needs."""
+
+    def make_projector(self, proj_dim: int, *, seed: int) -> AchlioptasProjector:
+        return AchlioptasProjector(proj_dim, seed=seed)
+
+
+def main(epochs: int = 5, proj_dims: tuple[int, ...] = (64, 256, 1024)) -> list[float]:
+    """Return, for each K, how well the scores rank train rows as the unprojected gradients do."""
+    pixels, digits = (torch.from_numpy(array) for array in load_digits(return_X_y=True))
+    train_set = TensorDataset(pixels[:500].float() / 16, digits[:500])
+    targets = TensorDataset(pixels[500:600].float() / 16, digits[500:600])
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(64, 32), nn.ReLU(), nn.Linear(32, 10))
+    optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
+    for _ in range(epochs):
+        for rows in torch.randperm(500).split(50):
+            optimizer.zero_grad()
+            x, y = train_set[rows]
+            nn.functional.cross_entropy(model(x), y).backward()
+            optimizer.step()
+
+    def dot_products(projector: AbstractProjector) -> np.ndarray:
+        attributor = Attributor(
+            model, "image_classification", path=None, projector=projector, dtype="float32"
+        )
+        attributor.featurize(train_set)
+        return attributor.score(targets, kernel="dot", q="off").numpy()
+
+    exact = dot_products(NoOpProjector())
+    agreement = [
+        float(
+            np.mean(
+                [
+                    spearman(*pair)
+                    for pair in zip(dot_products(AchlioptasProjector(k)).T, exact.T, strict=True)
+                ]
+            )
+        )
+        for k in proj_dims
+    ]
+    for k, value in zip(proj_dims, agreement, strict=True):
+        print(
+            f"K = {k:4d}: rank correlation with the scores of all {exact_size(model)} gradient entries {value:.3f}"
+        )
+    assert agreement == sorted(agreement)
+    assert agreement[-1] > 0.9
+    return agreement
+
+
+def exact_size(model: nn.Module) -> int:
+    """Return P, the number of parameters."""
+    return sum(parameter.numel() for parameter in model.parameters())
+
+
+if __name__ == "__main__":
+    main()
