@@ -199,6 +199,7 @@ def main() -> None:
         f"\nfinding the {flipped.sum()} flipped labels, AUC: "
         f"self-influence {attribution_auc:.3f}, loss of the final model {loss_auc:.3f}"
     )
+    assert attribution_auc > 0.9
     np.save(out / "scores.npy", scores.numpy())
     print(f"scores in {out}/scores.npy, gallery in {out}/gallery.png")
 

@@ -41,6 +41,7 @@ class TestPoissonModelOutput(ModelOutputTests):
     """The laws, in float64, on a small model: this is all that pytest needs."""
 
     def make_case(self) -> ModelOutputCase:
+        """Return a model, a batch, and the loss by PyTorch."""
         torch.manual_seed(0)
         inputs, counts = torch.randn(4, 3).double(), torch.tensor([0.0, 1.0, 2.0, 5.0]).double()
         loss = nn.PoissonNLLLoss(reduction="none")

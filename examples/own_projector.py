@@ -1,9 +1,9 @@
-"""A projector of your own: very few lines, held to the laws of random projections, and compared with no projection.
+"""A projector of your own: few lines, held to the laws of random projections, and compared with no projection.
 
-Achlioptas' matrix has entries 0 with probability 2/3 and else plus or minus the square root of 3: two thirds of the work
-of a random projection can be left out. ``trak_lite.testing`` holds it to the laws (``pytest examples/own_projector.py``
-runs these: linear, unbiased, of no more variance than a Gaussian matrix, the same on every call). Then scores made with
-it are compared with those of the gradients themselves.
+Achlioptas' matrix has entries 0 with probability 2/3 and else plus or minus the square root of 3: two thirds of the
+work of a random projection can be left out. ``trak_lite.testing`` holds it to the laws: linear, unbiased, of no more
+variance than a Gaussian matrix, the same on every call (``pytest examples/own_projector.py`` runs them). Then scores
+made with it are compared with those of the gradients themselves.
 
 Source: D. Achlioptas, "Database-friendly random projections" (2003).
 
@@ -13,6 +13,7 @@ Run:  python examples/own_projector.py      (needs pytest for the laws: pip inst
 from __future__ import annotations
 
 import hashlib
+import math
 from collections.abc import Mapping
 
 import numpy as np
@@ -35,10 +36,11 @@ class AchlioptasProjector(AbstractProjector):
 
     def project(self, grads: Mapping[str, Tensor], model_id: int) -> Tensor:
         """Return features ``(B, K)`` of gradients ``(B, *parameter.shape)`` by parameter name."""
-        return sum(
-            grad.flatten(1) @ self.matrix(name, grad[0].numel() if len(grad) else 0, model_id).to(grad)
-            for name, grad in grads.items()
-        )
+        features = []
+        for name, grad in grads.items():
+            size = math.prod(grad.shape[1:])
+            features.append(grad.reshape(len(grad), size) @ self.matrix(name, size, model_id).to(grad))
+        return torch.stack(features).sum(0)
 
     def matrix(self, name: str, size: int, model_id: int) -> Tensor:
         """Return ``(size, K)``, drawn anew each time from nothing but seed, checkpoint and name."""
@@ -52,6 +54,7 @@ class TestAchlioptasProjector(RandomProjectorTests):
     """The laws: this is all that pytest needs."""
 
     def make_projector(self, proj_dim: int, *, seed: int) -> AchlioptasProjector:
+        """Return a new projector."""
         return AchlioptasProjector(proj_dim, seed=seed)
 
 

@@ -1,0 +1,69 @@
+"""The example scripts keep their claims, on less data or for fewer epochs: each asserts its own."""
+
+from __future__ import annotations
+
+import importlib.util
+import sys
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+
+EXAMPLES = Path(__file__).parents[2] / "examples"
+
+
+def example(name: str) -> ModuleType:
+    """Import an example under a name that nothing else has."""
+    spec = importlib.util.spec_from_file_location(f"example_{name}", EXAMPLES / f"{name}.py")
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = module
+    spec.loader.exec_module(module)
+    return module
+
+
+own_model_output, own_projector = example("own_model_output"), example("own_projector")
+TestPoissonModelOutput = own_model_output.TestPoissonModelOutput
+TestAchlioptasProjector = own_projector.TestAchlioptasProjector
+
+
+def test_every_script_is_tested_here_or_by_itself() -> None:
+    tests = "".join(path.read_text(encoding="utf-8") for path in Path(__file__).parent.glob("test_*.py"))
+
+    assert [
+        path.stem for path in EXAMPLES.glob("*.py") if f'{path.stem}"' not in tests and path.name not in tests
+    ] == []
+
+
+def test_self_influence_finds_wrong_labels(capsys: pytest.CaptureFixture[str]) -> None:
+    found = example("mislabelled").main(epochs=10, proj_dim=128)
+
+    assert found["self-influence"].auc > 0.9
+    assert found["harm to held-out digits"].auc > 0.9
+    assert "100 of 1000 labels are wrong" in capsys.readouterr().out
+
+
+def test_the_helpful_half_trains_a_better_model_than_random_halves() -> None:
+    loss = example("data_selection").main(epochs=10, seeds=(0, 1))
+
+    assert loss["the most helpful half"] < loss["a random half"] - 0.05
+
+
+def test_the_rows_that_taught_a_line_come_from_its_module_more_often_than_by_chance() -> None:
+    """Chance is one in twelve modules."""
+    assert example("stdlib_lm").main(epochs=9, rows_per_module=25, proj_dim=512) > 2 / 12
+
+
+def test_a_ported_script_and_the_native_interface_give_the_same_scores() -> None:
+    assert example("porting_trak").main(num_train=300, epochs=2, proj_dim=64) < 1e-4
+
+
+def test_scores_of_an_own_model_output_predict_retraining() -> None:
+    assert own_model_output.main(budget=6).lds.low > 0.1
+
+
+def test_an_own_projector_ranks_train_rows_as_the_gradients_do() -> None:
+    few, many = own_projector.main(proj_dims=(64, 1024))
+
+    assert few < many
