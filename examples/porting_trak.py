@@ -4,7 +4,9 @@ The first half is a script for the original TRAK, word for word but for its impo
 for the same scores, checkpoint by checkpoint: they agree up to rounding and to one factor for each checkpoint, because
 the original divides each kernel's inverse by its mean absolute entry.
 
-Run:  python examples/porting_trak.py
+Measured: they differ by at most 3.1e-6 of the largest score, in float32.
+
+Run:  python examples/porting_trak.py      (6 seconds of CPU time)
 """
 
 from __future__ import annotations

@@ -51,7 +51,7 @@ class KeptProgress:
         ...         raise KeyboardInterrupt
         ... except KeyboardInterrupt as interrupt:
         ...     print(interrupt.__notes__)
-        ['Featurizing: 3 of 5 rows are done.']
+        ['Featurizing: at least 3 of 5 rows are done.']
     """
 
     def __init__(
@@ -84,4 +84,5 @@ class KeptProgress:
         """Close the bar; a Ctrl-C is told how far the work is."""
         self._bar.close()
         if isinstance(error, KeyboardInterrupt):
-            error.add_note(f"{self._label}: {self._done} of {self._total} {self._unit}s are done.")
+            # Between keeping a result and counting it, one more may be done.
+            error.add_note(f"{self._label}: at least {self._done} of {self._total} {self._unit}s are done.")

@@ -132,7 +132,7 @@ class Attributor:
                 the former where the task has curvature.
             damping: Lambda in units of the kernel's mean eigenvalue.
             collate: Turns a list of samples into a batch, where torch's default does not fit.
-            progress: Show progress bars; ``None`` shows them on a terminal only.
+            progress: Show progress bars; ``None`` shows them on a terminal only. Ranks above 0 show none.
 
         Raises:
             InvalidInputError: If a setting is not among the allowed ones, or a name in ``grad_wrt`` is unknown.

@@ -128,15 +128,11 @@ logger.warning('heard')"""
     assert done.stdout + done.stderr == "WARNING:trak_lite.workspace:heard\n"
 
 
-@pytest.mark.parametrize("path", sorted(PACKAGE.rglob("*.py"), key=str), ids=lambda p: p.name)
-def test_every_logger_is_named_after_its_module(path: Path) -> None:
-    tree = ast.parse(path.read_text(encoding="utf-8"))
-    calls = [ast.unparse(node) for node in ast.walk(tree) if isinstance(node, ast.Call)]
-
-    assert {call for call in calls if "getLogger(" in call.split(".addHandler")[0]} <= {
-        "logging.getLogger(__name__)",
-        "logging.getLogger(__name__).addHandler(logging.NullHandler())",
-    }
+def test_every_logger_is_named_after_its_module() -> None:
+    for path in PACKAGE.rglob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            if isinstance(node, ast.Call) and ast.unparse(node.func).endswith("getLogger"):
+                assert ast.unparse(node) == "logging.getLogger(__name__)", f"{path}:{node.lineno}"
 
 
 def test_importing_the_package_leaves_slow_modules_alone() -> None:
@@ -161,7 +157,7 @@ def test_a_ctrl_c_tells_how_many_rows_are_done_and_how_to_continue(tmp_path: Pat
         featurize(attributor(path), Stopping())
 
     assert caught.value.__notes__ == [
-        f"Featurizing current: 96 of {N} rows are done.",
+        f"Featurizing current: at least 96 of {N} rows are done.",
         f"What was done is safe in {path}. Make the same call again: it continues where this one stopped.",
     ]
     assert rows_done(path) == 96
@@ -175,7 +171,7 @@ def test_a_ctrl_c_while_targets_are_featurized_counts_them(tmp_path: Path) -> No
     with pytest.raises(KeyboardInterrupt) as caught:
         made.score(Stopping(), "itself", batch_size=BATCH, dataset_id="mine")
 
-    assert re.search(r"'itself'.*: 96 of 300 rows are done", caught.value.__notes__[0])
+    assert re.search(r"'itself'.*: at least 96 of 300 rows are done", caught.value.__notes__[0])
 
 
 def test_without_a_path_a_ctrl_c_says_that_nothing_is_on_disk() -> None:
@@ -200,7 +196,7 @@ def test_a_ctrl_c_while_retraining_counts_models(tmp_path: Path) -> None:
     with pytest.raises(KeyboardInterrupt) as caught:
         retrain(train, masks, lambda model: [model], path=tmp_path / "r.zarr", seeds=(0, 1))
 
-    assert caught.value.__notes__[0] == "Retraining: 3 of 8 models are done."
+    assert caught.value.__notes__[0] == "Retraining: at least 3 of 8 models are done."
     assert f"safe in {tmp_path}" in caught.value.__notes__[1]
 
 
@@ -244,7 +240,7 @@ def test_a_real_sigint_stops_within_the_batch_and_what_it_says_is_on_disk(tmp_pa
     assert out == ""
     assert err.splitlines()[-3:] == [
         "KeyboardInterrupt",
-        f"Featurizing current: 96 of {N} rows are done.",
+        f"Featurizing current: at least 96 of {N} rows are done.",
         f"What was done is safe in {path}. Make the same call again: it continues where this one stopped.",
     ]
     assert rows_done(path) == 96
