@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import io
 import re
 import signal
 import subprocess
@@ -102,6 +103,25 @@ def test_every_long_call_shows_one_bar_at_a_time_with_rate_and_time_left(
         assert len(re.findall(r"\d+/\d+ \[", line)) <= 1
     rate_and_time_left = r"\[\d\d:\d\d<\d\d:\d\d, .*(row|model)"
     assert len(re.findall(rate_and_time_left, shown)) >= len(labels)
+
+
+class Terminal(io.StringIO):
+    """Takes text as a terminal does."""
+
+    def isatty(self) -> bool:
+        return True
+
+
+@pytest.mark.parametrize(("rank", "shown"), [("0", True), ("1", False)])
+def test_a_terminal_shows_the_bar_without_being_asked(
+    rank: str, shown: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    terminal = Terminal()
+    monkeypatch.setattr(sys, "stderr", terminal)
+    monkeypatch.setenv("RANK", rank)
+    attributor(None).featurize(TRAIN)
+
+    assert ("300/300" in terminal.getvalue()) is shown
 
 
 def test_nothing_is_shown_where_nobody_looks(capsys: pytest.CaptureFixture[str]) -> None:
