@@ -39,7 +39,14 @@ from trak_lite.scoring import ScoreView
 from trak_lite.store import RemotePlace, check_name, open_store, resolve_place
 from trak_lite.store.manifest import compare_fingerprints
 from trak_lite.types import Batch, FeatureLayout
-from trak_lite.verification import calibrated_scores, check_budget, judge, keep_verdict, target_outputs
+from trak_lite.verification import (
+    calibrated_scores,
+    check_budget,
+    judge,
+    keep_predictions,
+    keep_verdict,
+    target_outputs,
+)
 from trak_lite.workspace import FirstRows, Workspace, complete_tables, drop_checkpoint
 
 __all__ = ["Attributor", "FeaturizeSummary"]
@@ -526,6 +533,7 @@ class Attributor:
             )
             verdict = judge(scores, rows, retrained, calibrate=calibrate, texts=texts, confidence=confidence)
             keep_verdict(workspace.store(), path, verdict)
+            keep_predictions(workspace.store(), path, scores, retrained)
         return verdict
 
     def calibrated_scores(self, name: str = "targets", **view: Unpack[ScoreView]) -> NDArray[np.float32]:

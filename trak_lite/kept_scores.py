@@ -10,7 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from trak_lite.attributor_settings import AttributorSettings
-from trak_lite.evaluation import Verdict
+from trak_lite.evaluation import Predictions, Verdict
 from trak_lite.score_matrix import AbstractScoreMatrix, StoredMatrix, StreamedMatrix
 from trak_lite.score_result import finished_scores, scorable_tables, score_path
 from trak_lite.score_source import ScoreSource, target_folder
@@ -18,7 +18,7 @@ from trak_lite.scores import Scores
 from trak_lite.scoring import ScoreSettings
 from trak_lite.store import AbstractFeatureStore, AbstractRowTable
 from trak_lite.types import FeatureLayout
-from trak_lite.verification import ScoredRows, kept_verdict
+from trak_lite.verification import ScoredRows, kept_predictions, kept_verdict
 from trak_lite.workspace import Workspace, complete_tables
 
 __all__ = ["KeptScores"]
@@ -48,9 +48,17 @@ class KeptScores:
         made = ScoreSettings.from_fingerprint(table.spec.fingerprint)
         train = list(complete_tables(store, list(table.spec.fingerprint["checkpoints"])).values())
         path = self.path(name, settings)
-        verdict = partial(kept_verdict, store, path)
         source = self.source(store, train, name, made)
-        return self._scores(source, StoredMatrix(table), name, made, len(train), path, verdict)
+        return self._scores(
+            source,
+            StoredMatrix(table),
+            name,
+            made,
+            len(train),
+            path,
+            partial(kept_verdict, store, path),
+            partial(kept_predictions, store, path),
+        )
 
     def streamed(
         self,
@@ -111,6 +119,7 @@ class KeptScores:
         num_checkpoints: int,
         path: str,
         verdict: Callable[[], Verdict | None] = lambda: None,
+        predictions: Callable[[], Predictions | None] = lambda: None,
     ) -> Scores:
         shown = {
             "checkpoints": num_checkpoints,
@@ -118,4 +127,12 @@ class KeptScores:
             **settings.to_json(),
         }
         where = None if self._workspace.path is None else f"{self._workspace.path}:{path}"
-        return Scores(matrix, source, name=name, settings=shown, where=where, verdict=verdict)
+        return Scores(
+            matrix,
+            source,
+            name=name,
+            settings=shown,
+            where=where,
+            verdict=verdict,
+            predictions=predictions,
+        )

@@ -226,13 +226,16 @@ class DampingPath:
     every damping, ``C * L * M * K`` numbers, and one tile.
     """
 
-    def __init__(self, source: ScoreSource, name: str, dampings: Sequence[float]) -> None:
+    def __init__(
+        self, source: ScoreSource, name: str, dampings: Sequence[float], targets: slice = slice(None)
+    ) -> None:
         """Hold what makes the scores.
 
         Args:
             source: Rows and settings; their damping does not matter.
             name: Name of the target set, for messages.
             dampings: Lambdas in mean eigenvalues.
+            targets: Targets to take; they are numbered anew.
 
         Raises:
             InvalidInputError: If there is no damping, one is negative, or the scores have no kernel to damp.
@@ -242,12 +245,13 @@ class DampingPath:
             raise InvalidInputError("dampings is empty. Give at least one, such as [0.1, 1, 10].")
         self._source = source
         self._name = name
-        self._terms = source.path_terms(self.dampings)
+        self._terms = source.path_terms(self.dampings, targets)
+        self._num_targets = len(range(source.num_targets)[targets])
 
     @property
     def shape(self) -> tuple[int, int, int]:
         """``(L, N, M)``: dampings, train rows, targets."""
-        return len(self.dampings), self._source.num_rows, self._source.num_targets
+        return len(self.dampings), self._source.num_rows, self._num_targets
 
     def __repr__(self) -> str:
         """Return sizes and dampings."""
@@ -266,6 +270,13 @@ class DampingPath:
             scores = tile.cpu().numpy().reshape(len(tile), num_dampings, num_targets)
             out[:, start : start + len(tile)] = scores[:, :, column].swapaxes(0, 1)
         return out
+
+    def rows(self, indices: Sequence[int] | NDArray[np.integer]) -> NDArray[np.float32]:
+        """Return the scores of some train rows at every damping, ``(L, len(indices), M)``."""
+        num_dampings, _, num_targets = self.shape
+        tile = self._source.scores_of(np.asarray(indices, dtype=np.int64), self._terms).cpu().numpy()
+        found: NDArray[np.float32] = tile.reshape(len(tile), num_dampings, num_targets).swapaxes(0, 1)
+        return found
 
     def top(self, k: int, *, target: int | None = None, sign: Sign = "helpful") -> TopRows:
         """Return the k most helpful (or harmful) rows at every damping, ``(L, M, k)``, or ``(L, k)`` for one target."""

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from dataclasses import dataclass
+from itertools import combinations
 from typing import final
 
 import numpy as np
@@ -39,10 +40,10 @@ from trak_lite.scoring import (
     self_scores,
     unit_segments,
 )
-from trak_lite.store import AbstractFeatureStore, AbstractRowTable
+from trak_lite.store import AbstractFeatureStore, AbstractRowTable, Manifest
 from trak_lite.types import FeatureLayout
 
-__all__ = ["Reliability", "ScoreSource", "target_folder"]
+__all__ = ["Reliability", "ScoreSource", "evenly_spaced", "target_folder"]
 
 _PAIR_ROWS = 1024
 _RANKED_VALUES = 1 << 24  # scores that are ranked at a time
@@ -104,6 +105,11 @@ class ScoreSource:
         self._device = device
 
     @property
+    def manifest(self) -> Manifest:
+        """What the rows were made with."""
+        return self._store.manifest
+
+    @property
     def num_rows(self) -> int:
         """N."""
         return self._train[0].spec.num_rows
@@ -128,8 +134,12 @@ class ScoreSource:
             for table, weight in zip(self._train, self._weights, strict=True)
         ]
 
-    def path_terms(self, dampings: Sequence[float]) -> list[ScoreTerm]:
-        """Return every checkpoint's part with all targets at every damping, ``(L * M, K)``, dampings first.
+    def path_terms(self, dampings: Sequence[float], targets: slice = slice(None)) -> list[ScoreTerm]:
+        """Return every checkpoint's part with targets at every damping, ``(L * M, K)``, dampings first.
+
+        Args:
+            dampings: Lambdas in mean eigenvalues.
+            targets: Targets to take.
 
         Raises:
             InvalidInputError: If the settings have no kernel to damp.
@@ -144,7 +154,7 @@ class ScoreSource:
         for table, weight in zip(self._train, self._weights, strict=True):
             grams = grams_of(self._store, _path(table), kernel, self._layout, device=self._device)
             eigen = eigenpath_segments(grams, layout=self._layout)
-            solved = precondition_path(self._rows(table, slice(None)), eigen, dampings, layout=self._layout)
+            solved = precondition_path(self._rows(table, targets), eigen, dampings, layout=self._layout)
             terms.append(ScoreTerm(table, (solved * weight).flatten(0, 1).float()))
         return terms
 
@@ -227,9 +237,8 @@ class ScoreSource:
     def reliability(self, runs: Sequence[Hashable] | None, *, threshold: float, max_rows: int) -> Reliability:
         """Return how far checkpoints or runs agree on ``max_rows`` evenly spaced train rows."""
         groups = self.groups(runs)
-        count = min(max_rows, self.num_rows)
-        rows = np.arange(count, dtype=np.int64) * self.num_rows // count
-        width = max(1, _RANKED_VALUES // (count * len(groups)))
+        rows = _evenly(self.num_rows, max_rows)
+        width = max(1, _RANKED_VALUES // (len(rows) * len(groups)))
         single = []
         for start in range(0, self.num_targets, width):
             terms = self.terms(slice(start, start + width))
@@ -237,6 +246,22 @@ class ScoreSource:
         found = torch.cat(single)
         expected = expected_agreement(found, len(groups)).cpu().numpy()
         return Reliability(found.cpu().numpy(), expected, expected >= threshold)
+
+    def pairwise_agreement(self, *, max_rows: int, max_targets: int) -> NDArray[np.float64]:
+        """Return how alike every two checkpoints rank train rows, ``(C, C)``, in the mean over targets.
+
+        Args:
+            max_rows: Train rows, evenly spaced, that are ranked.
+            max_targets: Targets, evenly spaced, that the mean is over.
+        """
+        groups = self.groups(None)
+        rows = _evenly(self.num_rows, max_rows)
+        terms = self.terms(evenly_spaced(self.num_targets, max_targets))
+        own = [self._group_scores(terms, group, groups, rows) for group in groups]
+        found = np.eye(len(own))
+        for a, b in combinations(range(len(own)), 2):
+            found[a, b] = found[b, a] = float(agreement([own[a], own[b]]).mean())
+        return found
 
     def groups(self, runs: Sequence[Hashable] | None) -> list[list[int]]:
         """Return the checkpoints of each run, or each by itself, in order of first appearance.
@@ -307,6 +332,17 @@ class ScoreSource:
 
     def _targets(self, table: AbstractRowTable) -> AbstractRowTable:
         return self._store.open_table(f"{target_folder(self._name, self.settings)}/{_path(table)}")
+
+
+def evenly_spaced(count: int, most: int) -> slice:
+    """Return a slice of at most ``most`` of ``count`` things, evenly spaced from the first one."""
+    return slice(None, None, -(-count // most))
+
+
+def _evenly(count: int, most: int) -> NDArray[np.int64]:
+    """Return at most ``most`` of ``count`` rows, evenly spaced."""
+    taken = min(most, count)
+    return np.arange(taken, dtype=np.int64) * count // taken
 
 
 def _path(table: AbstractRowTable) -> str:

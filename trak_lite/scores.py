@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
@@ -10,7 +10,7 @@ from numpy.typing import ArrayLike, NDArray
 
 from trak_lite._validate import one_of, positive_int
 from trak_lite.errors import InvalidInputError
-from trak_lite.evaluation import Verdict
+from trak_lite.evaluation import Predictions, Verdict
 from trak_lite.score_matrix import (
     AbstractScoreMatrix,
     DampingPath,
@@ -21,10 +21,13 @@ from trak_lite.score_matrix import (
     top_rows,
 )
 from trak_lite.score_source import Reliability, ScoreSource
+from trak_lite.store import Manifest
 
 if TYPE_CHECKING:
     import pandas as pd
     import xarray as xr
+
+    from trak_lite.report import Gallery, PairRender, Render
 
 __all__ = ["Scores", "TopRows"]
 
@@ -45,6 +48,7 @@ class Scores:
         settings: dict[str, Any],
         where: str | None,
         verdict: Callable[[], Verdict | None] = lambda: None,
+        predictions: Callable[[], Predictions | None] = lambda: None,
     ) -> None:
         """Hold the scores and what they are made from.
 
@@ -55,6 +59,7 @@ class Scores:
             settings: How the scores were made.
             where: Path in the store, ``None`` in memory.
             verdict: Returns what retraining said about these very scores.
+            predictions: Returns what they predicted then, beside what retrained models said.
         """
         self._matrix = matrix
         self._source = source
@@ -62,11 +67,32 @@ class Scores:
         self.name = name
         self.settings = settings
         self._verdict = verdict
+        self._predictions = predictions
 
     @property
     def verdict(self) -> Verdict | None:
         """What :meth:`~trak_lite.Attributor.verify` found about these very scores; ``None`` if they were not tested."""
         return self._verdict()
+
+    @property
+    def predictions(self) -> Predictions | None:
+        """What these scores predicted for the subsets of ``verify``, and what the retrained models said."""
+        return self._predictions()
+
+    @property
+    def manifest(self) -> Manifest:
+        """Settings and versions that the rows behind these scores were made with."""
+        return self._source.manifest
+
+    @property
+    def where(self) -> str | None:
+        """Path in the store; ``None`` in memory."""
+        return self._where
+
+    @property
+    def stored(self) -> bool:
+        """Whether the matrix is kept, so that reading scores computes nothing."""
+        return self._matrix.stored
 
     @property
     def shape(self) -> tuple[int, int]:
@@ -118,6 +144,10 @@ class Scores:
         found = found or top_rows(self._matrix.tiles(), self.shape[1], k, sign=sign)
         return found if place is None else TopRows(found.indices[place], found.scores[place])
 
+    def tiles(self) -> Iterator[tuple[int, NDArray[np.float32]]]:
+        """Yield ``(first row, (b, M) scores)`` of all train rows in order: one pass in little memory."""
+        return self._matrix.tiles()
+
     def numpy(self) -> NDArray[np.float32]:
         """Return all scores as one new float32 array ``(N, M)``."""
         return self._matrix.numpy()
@@ -166,17 +196,18 @@ class Scores:
         """
         return group_sums(self._matrix, rows, targets)
 
-    def path(self, dampings: Sequence[float]) -> DampingPath:
+    def path(self, dampings: Sequence[float], *, targets: slice = slice(None)) -> DampingPath:
         """Return the scores at other dampings, from one eigendecomposition per checkpoint and segment.
 
         Args:
             dampings: Lambdas in mean eigenvalues.
+            targets: Targets to take; they are numbered anew.
 
         Raises:
             InvalidInputError: If a damping is negative, or these scores have no kernel.
             SingularKernelError: If a kernel has no inverse at a damping.
         """
-        return DampingPath(self._source, self.name, dampings)
+        return DampingPath(self._source, self.name, dampings, targets)
 
     def standard_error(
         self,
@@ -240,6 +271,56 @@ class Scores:
             InvalidInputError: As :meth:`standard_error`, or if ``max_rows`` is not a positive integer.
         """
         return self._source.reliability(runs, threshold=threshold, max_rows=positive_int(max_rows=max_rows))
+
+    def checkpoint_agreement(self, *, max_rows: int = 10_000, max_targets: int = 64) -> NDArray[np.float64]:
+        """Return how alike every two checkpoints rank the train rows: Spearman correlations, ``(C, C)``.
+
+        :meth:`reliability` says the same target by target, in the mean over pairs.
+
+        Args:
+            max_rows: Train rows, evenly spaced, that are ranked.
+            max_targets: Targets, evenly spaced, that the mean is over.
+
+        Raises:
+            InvalidInputError: If there are fewer than two checkpoints, checkpoints are subtracted from each other, or
+                a number is not a positive integer.
+        """
+        return self._source.pairwise_agreement(
+            max_rows=positive_int(max_rows=max_rows), max_targets=positive_int(max_targets=max_targets)
+        )
+
+    def gallery(
+        self,
+        targets: Sequence[int] | None = None,
+        render: Render | None = None,
+        *,
+        target_render: Render | None = None,
+        pair_render: PairRender | None = None,
+        k: int = 5,
+    ) -> Gallery:
+        """Return targets with their most helpful and most harmful train rows, as a notebook or a page shows them.
+
+        Args:
+            targets: Targets to show; ``None`` takes the first 100.
+            render: ``render(row)`` returns what train row ``row`` looks like: an image (array, tensor, PIL), text, a
+                mapping of names to values, or ``(token, weight)`` pairs; ``None`` shows row numbers.
+            target_render: The same for targets.
+            pair_render: ``pair_render(row, target)`` in place of ``render``, where a row looks different for every
+                target, such as tokens with their own scores (:meth:`~trak_lite.Attributor.token_scores`).
+            k: Rows at either end.
+
+        Raises:
+            InvalidInputError: If there is no such target, or what a render returned cannot be shown.
+        """
+        from trak_lite.report import Gallery, Renders
+
+        return Gallery.of(self, targets, Renders(render, target_render, pair_render), k=k)
+
+    def _repr_html_(self) -> str:
+        """Return what notebooks show: sizes, settings, verdict and top rows."""
+        from trak_lite.report import notebook_summary
+
+        return notebook_summary(self)
 
     def _checked_rows(self, rows: ArrayLike, target: int | None) -> NDArray[np.int64]:
         """Return row numbers ``(n,)`` or ``(M, k)`` that exist."""

@@ -28,6 +28,7 @@ from trak_lite.evaluation import (
     Calibration,
     Estimate,
     LinearDatamodelingScore,
+    Predictions,
     ScoreDifference,
     Verdict,
     bm25,
@@ -39,6 +40,7 @@ from trak_lite.evaluation import (
 from trak_lite.modelout_functions import AbstractModelOutput, ModelCall
 from trak_lite.pipeline import FEATURES, OUT_TO_LOSS, as_tensor
 from trak_lite.retraining import Retrained
+from trak_lite.score_source import evenly_spaced
 from trak_lite.score_tiles import kernels_of
 from trak_lite.scores import Scores
 from trak_lite.scoring import KernelSettings, ScoreSettings, precondition
@@ -51,7 +53,9 @@ __all__ = [
     "calibrated_scores",
     "check_budget",
     "judge",
+    "keep_predictions",
     "keep_verdict",
+    "kept_predictions",
     "kept_verdict",
     "target_outputs",
 ]
@@ -65,6 +69,8 @@ _MOST_PARTS: Final = 512
 """Weights that are fitted at most; beyond, modules share theirs."""
 _CALIBRATION_TARGETS: Final = 256
 """Targets that weights are fitted on at most; they bound the memory."""
+_KEPT_TARGETS: Final = 64
+"""Targets whose predictions are kept for a picture."""
 _NUM_RESAMPLES: Final = 1000
 """Of every bootstrap."""
 _FEWEST_FOR_CALIBRATION: Final = 6
@@ -281,6 +287,26 @@ def kept_verdict(store: AbstractFeatureStore, path: str) -> Verdict | None:
     """Return the verdict on the scores in a table, ``None`` if there is none on these very numbers."""
     kept = store.cached(f"verdicts/{path}", _verdict_key(store, path))
     return None if kept is None else Verdict.from_json(json.loads(kept.tobytes()))
+
+
+def keep_predictions(store: AbstractFeatureStore, path: str, scores: Scores, retrained: Retrained) -> None:
+    """Keep what scores predicted for the subsets beside what the retrained models said, for some targets.
+
+    Args:
+        store: Holds the scores.
+        path: Their table, as in :func:`keep_verdict`.
+        scores: ``(N, M)``.
+        retrained: Models trained on subsets, and their outputs for the M targets.
+    """
+    some = evenly_spaced(scores.shape[1], _KEPT_TARGETS)
+    kept = np.stack([_summed(scores, retrained.masks)[:, some], retrained.mean[:, some]])
+    store.cache(f"predictions/{path}", _verdict_key(store, path), kept)
+
+
+def kept_predictions(store: AbstractFeatureStore, path: str) -> Predictions | None:
+    """Return what :func:`keep_predictions` kept of the scores in a table, ``None`` if they were not tested."""
+    kept = store.cached(f"predictions/{path}", _verdict_key(store, path))
+    return None if kept is None else Predictions(*kept)
 
 
 def calibrated_scores(rows: ScoredRows, calibration: Calibration) -> NDArray[np.float32]:

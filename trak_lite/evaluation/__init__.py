@@ -29,6 +29,7 @@ from trak_lite.evaluation.subsets import subset_masks as subset_masks
 from trak_lite.evaluation.verdict import Baseline as Baseline
 from trak_lite.evaluation.verdict import Calibration as Calibration
 from trak_lite.evaluation.verdict import Estimate as Estimate
+from trak_lite.evaluation.verdict import Predictions as Predictions
 from trak_lite.evaluation.verdict import Verdict as Verdict
 
 __all__ = [
@@ -39,6 +40,7 @@ __all__ = [
     "LossRise",
     "MislabelDetection",
     "NoiseCeiling",
+    "Predictions",
     "ScoreDifference",
     "Verdict",
     "auc",

@@ -4,9 +4,21 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
-from typing import Any, Self, final
+from typing import Any, NamedTuple, Self, final
 
-__all__ = ["Baseline", "Calibration", "Estimate", "Verdict"]
+import numpy as np
+from numpy.typing import NDArray
+
+__all__ = ["Baseline", "Calibration", "Estimate", "Predictions", "Verdict"]
+
+
+class Predictions(NamedTuple):
+    """What scores said about subsets of the train rows, and what models said that were trained on them."""
+
+    summed: NDArray[np.float64]
+    """``(S, m)`` scores summed over each subset, for some of the targets."""
+    retrained: NDArray[np.float64]
+    """``(S, m)`` outputs of the retrained models, mean over seeds."""
 
 
 @final

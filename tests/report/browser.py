@@ -1,0 +1,151 @@
+"""A headless Chromium spoken to over a pipe (DevTools protocol): no driver and no package is needed."""
+
+from __future__ import annotations
+
+import base64
+import fcntl
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
+NO_CHROMIUM = (
+    "needs Chromium, and neither chromium nor google-chrome is on the PATH (Debian: apt install chromium)"
+)
+
+_FLAGS = (
+    "--headless=new",
+    "--no-sandbox",  # CI runs as root, where the sandbox does not start
+    "--disable-gpu",
+    "--disable-dev-shm-usage",
+    "--disable-background-networking",
+    "--no-first-run",
+    "--hide-scrollbars",
+    "--remote-debugging-pipe",
+)
+# Chromium reads commands from file descriptor 3 and answers on 4.
+_START = "import os, sys; os.dup2(int(sys.argv[1]), 3); os.dup2(int(sys.argv[2]), 4); os.execv(sys.argv[3], sys.argv[3:])"
+
+
+class Page:
+    """One tab, and everything that it asked for or complained about."""
+
+    def __init__(self, commands: Any, answers: Any) -> None:
+        self._commands, self._answers = commands, answers
+        self._count = 0
+        self._session: str | None = None
+        self.requests: list[str] = []
+        self.complaints: list[str] = []
+
+    def call(self, method: str, **params: Any) -> dict[str, Any]:
+        self._count += 1
+        message = {"id": self._count, "method": method, "params": params}
+        if self._session is not None:
+            message["sessionId"] = self._session
+        self._commands.write(json.dumps(message).encode() + b"\0")
+        self._commands.flush()
+        while True:
+            answer = self._read()
+            if answer.get("id") == self._count:
+                assert "error" not in answer, answer
+                return dict(answer["result"])
+
+    def begin(self) -> None:
+        target = self.call("Target.createTarget", url="about:blank")["targetId"]
+        self._session = self.call("Target.attachToTarget", targetId=target, flatten=True)["sessionId"]
+        for domain in ("Page", "Network", "Log", "Runtime"):
+            self.call(f"{domain}.enable")
+
+    def open(self, path: Path, *, width: int = 1280, dark: bool = False, scripts: bool = True) -> None:
+        scheme = {"name": "prefers-color-scheme", "value": "dark" if dark else "light"}
+        self.call("Emulation.setEmulatedMedia", features=[scheme])
+        self.call("Emulation.setScriptExecutionDisabled", value=not scripts)
+        self.call(
+            "Emulation.setDeviceMetricsOverride",
+            width=width,
+            height=900,
+            deviceScaleFactor=1,
+            mobile=False,
+        )
+        self.requests.clear()
+        self._loaded = False
+        self.call("Page.navigate", url=path.resolve().as_uri())
+        while not self._loaded:
+            self._read()
+
+    def run(self, expression: str) -> Any:
+        """Return the value of a JavaScript expression in the page."""
+        answer = self.call("Runtime.evaluate", expression=expression, returnByValue=True)
+        assert "exceptionDetails" not in answer, answer
+        return answer["result"].get("value")
+
+    def click(self, selector: str) -> None:
+        box = self.run(
+            f"(e => {{ e.scrollIntoView(); const r = e.getBoundingClientRect(); "
+            f"return [r.x + r.width / 2, r.y + r.height / 2] }})(document.querySelector({selector!r}))"
+        )
+        for kind in ("mousePressed", "mouseReleased"):
+            self.call("Input.dispatchMouseEvent", type=kind, x=box[0], y=box[1], button="left", clickCount=1)
+
+    def type(self, text: str) -> None:
+        self.call("Input.insertText", text=text)
+
+    def screenshot(self, path: Path, *, height: int = 900) -> None:
+        width = self.run("innerWidth")
+        clip = {"x": 0, "y": self.run("scrollY"), "width": width, "height": height, "scale": 1}
+        shot = self.call("Page.captureScreenshot", format="png", clip=clip, captureBeyondViewport=True)
+        path.write_bytes(base64.b64decode(shot["data"]))
+
+    def _read(self) -> dict[str, Any]:
+        raw = bytearray()
+        while not raw.endswith(b"\0"):
+            byte = self._answers.read(1)
+            assert byte, "Chromium is gone"
+            raw += byte
+        message: dict[str, Any] = json.loads(raw[:-1])
+        method, params = message.get("method"), message.get("params", {})
+        if method == "Page.loadEventFired":
+            self._loaded = True
+        elif method == "Network.requestWillBeSent":
+            self.requests.append(params["request"]["url"])
+        elif method == "Log.entryAdded":
+            self.complaints.append(params["entry"]["text"])
+        elif method == "Runtime.exceptionThrown":
+            self.complaints.append(params["exceptionDetails"]["text"])
+        return message
+
+
+@contextmanager
+def browser(folder: Path) -> Iterator[Page]:
+    """Run Chromium with a profile of its own, inside the block."""
+    assert CHROMIUM is not None, NO_CHROMIUM
+    theirs_in, ours_out = os.pipe()
+    ours_in, theirs_out = os.pipe()
+    # Numbers above 4, so that one dup2 in the child does not close the other end.
+    ends = [fcntl.fcntl(end, fcntl.F_DUPFD, 10) for end in (theirs_in, theirs_out)]
+    command = [sys.executable, "-c", _START, *map(str, ends), CHROMIUM, *_FLAGS, f"--user-data-dir={folder}"]
+    process = subprocess.Popen(
+        command,
+        pass_fds=ends,
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
+        start_new_session=True,
+    )
+    for end in (theirs_in, theirs_out, *ends):
+        os.close(end)
+    try:
+        with open(ours_out, "wb") as commands, open(ours_in, "rb") as answers:
+            page = Page(commands, answers)
+            page.begin()
+            yield page
+    finally:
+        os.killpg(process.pid, signal.SIGKILL)
+        process.wait()

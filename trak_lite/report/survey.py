@@ -1,0 +1,130 @@
+"""One pass over the scores: the top rows of the targets that are shown, and how all scores are distributed."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Final, Self, final
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from trak_lite._validate import positive_int
+from trak_lite.errors import InvalidInputError, NonFiniteError
+from trak_lite.score_matrix import TopRows, target_number
+from trak_lite.scores import Scores
+from trak_lite.scoring import TopK
+
+__all__ = ["Histogram", "Survey", "chosen_targets"]
+
+MOST_TARGETS: Final = 100
+"""Targets that are shown where the user names none."""
+_HALF: Final = 512
+"""Bins on either side of 0."""
+_SMALLEST: Final = 2.0**-149
+"""The smallest float32 above 0."""
+
+
+def chosen_targets(scores: Scores, targets: Sequence[int] | None) -> list[int]:
+    """Return the targets to show: those named, or the first ones.
+
+    Raises:
+        InvalidInputError: If none is named, there is no such target, or one is named twice.
+    """
+    count = scores.shape[1]
+    if targets is None:
+        return list(range(min(count, MOST_TARGETS)))
+    numbers = [target_number(target, count, scores.name) for target in targets]
+    if not numbers or len(set(numbers)) < len(numbers):
+        raise InvalidInputError(
+            f"targets must be one or more different numbers from 0 to {count - 1}, got {list(targets)!r:.80}."
+        )
+    return numbers
+
+
+@final
+class Histogram:
+    """Counts of numbers in bins of one width, which doubles as larger numbers come: no range is needed before.
+
+    Example:
+        >>> histogram = Histogram()
+        >>> histogram.add(np.array([-1.0, 0.25, 0.3]))
+        >>> counts, edges = histogram.bars(4)
+        >>> counts.tolist(), edges.tolist()
+        ([1, 0, 0, 2], [-1.0, -0.5, 0.0, 0.5])
+    """
+
+    def __init__(self) -> None:
+        """Begin with the narrowest bins."""
+        self._half_range = _SMALLEST
+        self._counts = np.zeros(2 * _HALF, np.int64)
+
+    def add(self, values: NDArray[Any]) -> None:
+        """Count numbers of any shape.
+
+        Raises:
+            NonFiniteError: If one is NaN or infinite.
+        """
+        if not values.size:
+            return
+        largest = max(float(values.max()), -float(values.min()))
+        if not np.isfinite(largest):
+            raise NonFiniteError("A score is NaN or infinite. Check the features and the kernel.")
+        while largest >= self._half_range:
+            self._double()
+        edge = self._half_range
+        self._counts += np.histogram(values, 2 * _HALF, (-edge, edge))[0]
+
+    def bars(self, most: int) -> tuple[NDArray[np.int64], NDArray[np.float64]]:
+        """Return the counts of at most ``most`` bins, and the edges left of them; empty ends are left out."""
+        filled = np.flatnonzero(self._counts)
+        if not filled.size:
+            return np.zeros(0, np.int64), np.zeros(0)
+        step = 1
+        while filled[-1] // step - filled[0] // step + 1 > most:
+            step *= 2
+        first, last = filled[0] // step, filled[-1] // step + 1
+        counts = self._counts.reshape(-1, step).sum(1)[first:last]
+        width = self._half_range / _HALF * step
+        return counts, -self._half_range + width * np.arange(first, last)
+
+    def _double(self) -> None:
+        """Make every bin twice as wide; 0 stays an edge."""
+        pairs = self._counts.reshape(-1, 2).sum(1)
+        self._counts = np.pad(pairs, (_HALF // 2, _HALF // 2))
+        self._half_range *= 2
+
+
+@final
+@dataclass(frozen=True, slots=True, eq=False)
+class Survey:
+    """What a report shows of the scores."""
+
+    targets: list[int]
+    """The m targets that are shown."""
+    helpful: TopRows
+    """Their most helpful rows, ``(m, k)``."""
+    harmful: TopRows
+    """Their most harmful rows, ``(m, k)``."""
+    histogram: Histogram
+    """Of the scores of all targets."""
+
+    @classmethod
+    def of(cls, scores: Scores, targets: Sequence[int] | None, *, k: int) -> Self:
+        """Read the scores once. Memory: one tile, and ``4 k`` numbers per target.
+
+        Raises:
+            InvalidInputError: If ``k`` is not a positive integer, or a target is not there.
+            NonFiniteError: If a score is NaN or infinite.
+        """
+        shown = chosen_targets(scores, targets)
+        ends = [TopK(len(shown), positive_int(k=k), sign=sign) for sign in ("helpful", "harmful")]
+        histogram = Histogram()
+        for start, tile in scores.tiles():
+            histogram.add(tile)
+            part = torch.from_numpy(np.ascontiguousarray(tile[:, shown]))
+            for best in ends:
+                best.update(start, part)
+        helpful, harmful = (TopRows(*(part.numpy() for part in best.result())) for best in ends)
+        return cls(shown, helpful, harmful, histogram)
