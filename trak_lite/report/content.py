@@ -149,7 +149,7 @@ def _split_pairs(pairs: Sequence[Any], what: str) -> tuple[list[str], NDArray[np
     """Return tokens and their weights."""
     tokens, weights = [], []
     for pair in pairs:
-        if not (isinstance(pair, Sequence) and len(pair) == 2 and isinstance(pair[0], str)):
+        if not (isinstance(pair, tuple | list) and len(pair) == 2 and isinstance(pair[0], str)):
             raise InvalidInputError(
                 f"The render of {what} gave a sequence with {pair!r:.80}. Expected (token, weight) pairs: text and a "
                 "number."

@@ -1,0 +1,117 @@
+"""Scores to report on: drawn features without a model, and what is on a page by a plain HTML parser."""
+
+from __future__ import annotations
+
+from html.parser import HTMLParser
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from trak_lite import Scores
+from trak_lite.evaluation import Baseline, Estimate, Predictions, Verdict
+from trak_lite.pipeline import FEATURES, LOSS_CURVATURE, OUT_TO_LOSS
+from trak_lite.score_matrix import StreamedMatrix
+from trak_lite.score_source import ScoreSource
+from trak_lite.scoring import ScoreSettings
+from trak_lite.store import Column, Manifest, MemoryFeatureStore, TableSpec
+from trak_lite.types import FeatureLayout
+
+VERDICT = Verdict(
+    lds=Estimate(0.5, 0.4, 0.6),
+    baselines=(
+        Baseline("gradient dot product, no kernel", Estimate(0.3, 0.2, 0.4), Estimate(0.2, 0.1, 0.3)),
+    ),
+    num_subsets=6,
+    num_seeds=1,
+    alpha=0.5,
+    num_targets=4,
+    num_constant=0,
+    confidence=0.95,
+    ceiling=None,
+    calibration=None,
+)
+
+
+def drawn_scores(
+    *,
+    num_checkpoints: int = 3,
+    num_rows: int = 40,
+    num_targets: int = 4,
+    name: str = "test",
+    verdict: Verdict | None = None,
+    predictions: Predictions | None = None,
+    features: np.ndarray | None = None,
+    **settings: Any,
+) -> Scores:
+    """Return scores of drawn rows of 6 features, computed when they are read."""
+    generator = np.random.default_rng(0)
+    store = MemoryFeatureStore(Manifest({"task": {"name": "drawn"}}, {"trak_lite": "0"}))
+    train = [
+        _table(store, f"ckpt-{c}", c, generator.normal(size=(num_rows, 6)) if features is None else features)
+        for c in range(num_checkpoints)
+    ]
+    for c in range(num_checkpoints):
+        _table(store, f"targets/{name}/ckpt-{c}", c, generator.normal(size=(num_targets, 6)))
+    made = ScoreSettings(**settings)
+    source = ScoreSource(store, train, name, made, layout=FeatureLayout.joint(6), device=torch.device("cpu"))
+    shown = {"checkpoints": num_checkpoints, **made.to_json()}
+    return Scores(
+        StreamedMatrix(source),
+        source,
+        name=name,
+        settings=shown,
+        where=None,
+        verdict=lambda: verdict,
+        predictions=lambda: predictions,
+    )
+
+
+def _table(store: MemoryFeatureStore, path: str, model_id: int, features: np.ndarray) -> Any:
+    names = (OUT_TO_LOSS, LOSS_CURVATURE)
+    columns = (Column(FEATURES, 6, "float32"), *(Column(name, None, "float32") for name in names))
+    table = store.create_table(path, TableSpec(len(features), columns, 7, {"model_id": model_id}))
+    generator = np.random.default_rng(model_id)
+    values = {name: generator.uniform(0.1, 1, len(features)).astype(np.float32) for name in names}
+    table.put(np.arange(len(features)), {FEATURES: features.astype(np.float32), **values})
+    return table
+
+
+class Parsed(HTMLParser):
+    """Elements, attributes and text of a page; text of ``script`` and ``style`` is kept apart."""
+
+    def __init__(self, page: str | Path) -> None:
+        super().__init__(convert_charrefs=True)
+        self.elements: list[tuple[str, dict[str, str | None]]] = []
+        self.inside: dict[str, str] = {"script": "", "style": "", "title": ""}
+        self.text = ""
+        self._open: list[str] = []
+        self.feed(page.read_text(encoding="utf-8") if isinstance(page, Path) else page)
+        self.close()
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.elements.append((tag, dict(attrs)))
+        if tag not in ("img", "input", "meta"):
+            self._open.append(tag)
+
+    def handle_endtag(self, tag: str) -> None:
+        assert self._open.pop() == tag, f"</{tag}> closes nothing"
+
+    def handle_data(self, data: str) -> None:
+        if self._open and self._open[-1] in self.inside:
+            self.inside[self._open[-1]] += data
+        else:
+            self.text += data
+
+    def all(self, tag: str, **attributes: str) -> list[dict[str, str | None]]:
+        wanted = {key.rstrip("_").replace("_", "-"): value for key, value in attributes.items()}
+        return [found for name, found in self.elements if name == tag and wanted.items() <= found.items()]
+
+    @property
+    def names(self) -> set[str]:
+        return {name for name, _ in self.elements}
+
+    @property
+    def is_closed(self) -> bool:
+        return not self._open

@@ -1,0 +1,86 @@
+"""What a row looks like: pixels against PIL's own reading of the PNG, means over blocks, shades of tokens."""
+
+from __future__ import annotations
+
+import base64
+import io
+
+import numpy as np
+import pytest
+import torch
+from report_cases import Parsed
+
+from trak_lite.report.content import rendered
+
+PIL_Image = pytest.importorskip(
+    "PIL.Image", reason="needs Pillow, which comes with matplotlib, to read PNG files"
+)
+GENERATOR = np.random.default_rng(0)
+BYTES = GENERATOR.integers(0, 256, (5, 7, 3), dtype=np.uint8)
+
+
+def pixels(content) -> np.ndarray:
+    (found,) = Parsed(rendered(content, "row 0")).all("img")
+    png = base64.b64decode(str(found["src"]).removeprefix("data:image/png;base64,"))
+    return np.asarray(PIL_Image.open(io.BytesIO(png)))
+
+
+@pytest.mark.parametrize(
+    ("content", "expected"),
+    [
+        (BYTES, BYTES),
+        (BYTES[:, :, 0], BYTES[:, :, 0]),
+        (BYTES[:, :, :1], BYTES[:, :, 0]),
+        (np.moveaxis(BYTES, 2, 0), BYTES),
+        (torch.from_numpy(BYTES).permute(2, 0, 1), BYTES),
+        (torch.from_numpy(BYTES).float() / 255, BYTES),
+        (BYTES.astype(np.int64), BYTES),
+        (np.dstack([BYTES, BYTES[:, :, :1]]), np.dstack([BYTES, BYTES[:, :, :1]])),
+        (PIL_Image.fromarray(BYTES), BYTES),
+        (PIL_Image.fromarray(BYTES[:, :, 0]).convert("P"), np.repeat(BYTES[:, :, :1], 3, axis=2)),
+        (np.array([[True, False]]), np.array([[255, 0]])),
+        (np.array([[-1.0, 0.0, 3.0]]), np.array([[0, 64, 255]])),
+        (torch.tensor([[0.0, 0.5]], dtype=torch.bfloat16), np.array([[0, 128]])),
+        (np.array([[7.0, 7.0]]), np.array([[0, 0]])),
+    ],
+)
+def test_pixels_are_those_of_the_image(content, expected) -> None:
+    np.testing.assert_array_equal(pixels(content), expected)
+
+
+def test_large_images_are_shrunk_to_means_of_blocks() -> None:
+    large = GENERATOR.integers(0, 256, (330, 500), dtype=np.uint8)
+
+    found = pixels(large)
+
+    assert found.shape == (83, 125)  # blocks of 4 x 4, of 2 x 4 at the lower edge
+    expected = [[large[i : i + 4, j : j + 4].mean() for j in range(0, 500, 4)] for i in range(0, 330, 4)]
+    assert np.abs(found - np.array(expected)).max() <= 0.5
+
+
+def test_an_image_keeps_its_proportions_on_the_page() -> None:
+    (image,) = Parsed(rendered(np.zeros((20, 40)), "train row 3")).all("img")
+
+    assert (image["width"], image["height"]) == ("96", "48")
+    assert (image["alt"], image["class"]) == ("train row 3", "coarse")
+
+
+def test_images_among_fields_stand_above_the_others() -> None:
+    page = Parsed(rendered({"scan": BYTES, "label": 3, "ratio": 0.123456789}, "row 0"))
+
+    assert [name for name, _ in page.elements][:2] == ["img", "table"]
+    assert page.text == "label3ratio0.123457"
+
+
+def test_tokens_are_shaded_by_sign_and_share_of_the_largest_weight() -> None:
+    page = Parsed(
+        rendered([("a", 2.0), ("b", -2.0), ("c", 1.0), ("d", 0.0), ["e", np.float32(-0.6)]], "row 0")
+    )
+
+    assert [found.get("class") for found in page.all("span")] == ["p7", "n7", "p4", None, "n2"]
+    assert [found["title"] for found in page.all("span")][1:3] == ["-2", "+1"]
+
+
+def test_tokens_without_weight_have_no_shade() -> None:
+    assert [found.get("class") for found in Parsed(rendered([("a", 0.0)], "row 0")).all("span")] == [None]
+    assert Parsed(rendered([], "row 0")).all("span") == []
