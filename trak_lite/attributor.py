@@ -38,6 +38,7 @@ from trak_lite.scores import Scores
 from trak_lite.scoring import ScoreView
 from trak_lite.store import RemotePlace, check_name, open_store, resolve_place
 from trak_lite.store.manifest import compare_fingerprints
+from trak_lite.token_scores import token_scores
 from trak_lite.types import Batch, FeatureLayout
 from trak_lite.verification import (
     calibrated_scores,
@@ -554,6 +555,45 @@ class Attributor:
         path = self._kept.path(name, self._settings.score_settings(**view))
         with self._workspace.reading() as store:
             return calibrated_scores(self._kept.rows(store, path, name), verdict.calibration)
+
+    def token_scores(
+        self,
+        scores: Scores,
+        data: Any,
+        rows: Sequence[int],
+        *,
+        targets: Sequence[int] | None = None,
+        indices: Sequence[int] | None = None,
+        batch_size: int | None = None,
+        dataset_id: str | None = None,
+    ) -> dict[int, NDArray[np.float32]]:
+        """Return what every token of some train rows adds to their scores, where the task is a causal language model.
+
+        f of a train row is a sum over its predicted tokens, so its gradient, its features and its scores are too: the
+        numbers of a row add up to its score, but for the rounding of stored features. A row of T predicted tokens
+        costs as much as featurizing T rows. Nothing is kept.
+
+        Args:
+            scores: Scores of this attributor.
+            data: The train data, as given to :meth:`featurize`.
+            rows: Train rows.
+            targets: Targets; ``None`` takes all of them.
+            indices: As in :meth:`featurize`.
+            batch_size: Tokens per pass; ``None`` takes the loader's, or 32.
+            dataset_id: As in :meth:`featurize`.
+
+        Returns:
+            For each row ``(T, targets)``: position t is that of ``labels[t]``; 0 where nothing is predicted.
+
+        Raises:
+            InvalidInputError: If the task is no causal language model, rows are divided by norms, or a row or target
+                is not there.
+            StateError: If the weights of a checkpoint are not to be found.
+            ManifestMismatchError: If ``data`` are not the train data.
+        """
+        train = self._rows(data, indices, batch_size, "the train data")
+        with self._session(train.identity(dataset_id)) as session:
+            return token_scores(session, self._settings, scores, train, rows=rows, targets=targets)
 
     def gradient_norms(self) -> NDArray[np.float32]:
         """Return the norms of the train rows' gradients as they were before any normalisation, from the store.

@@ -12,6 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
+from trak_lite._batches import move_batch
 from trak_lite._session import borrow_model
 from trak_lite.attributor_settings import AttributorSettings
 from trak_lite.checkpoints import (
@@ -27,7 +28,7 @@ from trak_lite.diagnosis import naming_rows
 from trak_lite.errors import ManifestMismatchError, StateError
 from trak_lite.gradient_computers import AbstractGradientComputer
 from trak_lite.kronecker import KroneckerSettings, PreconditionedProjector, Preconditioner
-from trak_lite.pipeline import GRADIENT_NORM, featurize_rows
+from trak_lite.pipeline import GRADIENT_NORM, compute_features, featurize_rows
 from trak_lite.projectors import AbstractProjector
 from trak_lite.score_source import target_folder
 from trak_lite.scoring import ScoreSettings
@@ -205,6 +206,30 @@ class FeaturizingSession:
                 yield from iterate_checkpoints(path)
         yield from iterate_checkpoints(None)
 
+    def visit(self, digests: Iterable[str], visit: Callable[[str], None], *, purpose: str) -> None:
+        """Load checkpoints of the store one by one and call ``visit`` with the digest of each.
+
+        Raises:
+            StateError: If the weights of a checkpoint are not to be found; says that they are needed for ``purpose``.
+        """
+        visit_checkpoints(
+            self.store, digests, self.candidates, self._load, lambda digest, _: visit(digest), purpose=purpose
+        )
+
+    def features(self, batch: Batch, rows: NDArray[np.int64], *, model_id: int, what: str) -> Tensor:
+        """Return the features ``(B, K)`` of a batch from the checkpoint that is loaded; nothing is kept.
+
+        Args:
+            batch: B samples.
+            rows: ``(B,)`` their rows in the dataset, for messages.
+            model_id: The checkpoint.
+            what: How messages name the dataset.
+        """
+        moved = move_batch(batch, self._settings.device)
+        computer = self._computers(what)(moved, rows)
+        projector = self._settings.projector
+        return compute_features(computer, projector, moved, model_id=model_id, rows=rows, what=what)[0]
+
     def _load(self, checkpoint: Checkpoint) -> str:
         """Load a checkpoint, let the task prepare for it, and return the digest of its weights."""
         load_into(self._model, checkpoint, self._own)
@@ -244,21 +269,10 @@ class FeaturizingSession:
     ) -> int:
         """Fill a table from the checkpoint that is loaded; return how many rows this process wrote."""
         settings = self._settings
-        found: list[AbstractGradientComputer] = []
-
-        def computer_for(batch: Batch, wanted: NDArray[np.int64]) -> AbstractGradientComputer:
-            if not found and not settings.computer_is_chosen:
-                with naming_rows(self._model, settings.task, batch, wanted, rows.what):
-                    found.append(settings.choose_computer(batch))
-            elif not found:
-                found.append(settings.computer())
-                found[0].load_model_params(self._model)
-            return found[0]
-
         return featurize_rows(
             table,
             rows,
-            computer_for,
+            self._computers(rows.what),
             settings.projector if projector is None else projector,
             model_id=model_id,
             device=settings.device,
@@ -266,6 +280,22 @@ class FeaturizingSession:
             normalization=settings.normalization,
             progress=self._progress,
         )
+
+    def _computers(self, what: str) -> Callable[[Batch, NDArray[np.int64]], AbstractGradientComputer]:
+        """Return what gives the gradient computer of a batch, the first of which may decide on it."""
+        settings = self._settings
+        found: list[AbstractGradientComputer] = []
+
+        def computer_for(batch: Batch, wanted: NDArray[np.int64]) -> AbstractGradientComputer:
+            if not found and not settings.computer_is_chosen:
+                with naming_rows(self._model, settings.task, batch, wanted, what):
+                    found.append(settings.choose_computer(batch))
+            elif not found:
+                found.append(settings.computer())
+                found[0].load_model_params(self._model)
+            return found[0]
+
+        return computer_for
 
     def _fits(self) -> CurvatureFits:
         return CurvatureFits(self.store, self._model, self._settings.parameters)

@@ -119,7 +119,7 @@ class ScoreSource:
         """M."""
         return self._targets(self._train[0]).spec.num_rows
 
-    def terms(self, targets: slice = slice(None)) -> list[ScoreTerm]:
+    def terms(self, targets: slice | NDArray[np.int64] = slice(None)) -> list[ScoreTerm]:
         """Return every checkpoint's part, its targets behind its kernel.
 
         Args:
@@ -172,6 +172,13 @@ class ScoreSource:
             chunk_rows = score_table_spec(self.num_rows, len(terms[0].targets), {}).chunk_rows
         for rows in tile_ranges(self.num_rows, chunk_rows):
             yield rows.start, self.scores_of(rows, terms)
+
+    def row_factors(self, rows: NDArray[np.int64]) -> NDArray[np.float64]:
+        """Return what the products of some train rows with targets are multiplied by, ``(C, rows)``: the q in force."""
+        own = np.stack([table.read_rows(OUT_TO_LOSS, rows) for table in self._train]).astype(np.float64)
+        if self.settings.q == "off":
+            return np.ones_like(own)
+        return own if self.settings.q == "inside" else np.broadcast_to(own.mean(0), own.shape)
 
     def scores_of(self, rows: range | NDArray[np.int64], terms: Sequence[ScoreTerm] | None = None) -> Tensor:
         """Return the scores of some train rows, ``(rows, M)`` float32."""
@@ -303,7 +310,7 @@ class ScoreSource:
         products, factors = group_tile(terms, group, len(groups), rows, q=q, device=self._device)
         return products if factors is None else products * factors.to(products)[:, None]
 
-    def _behind_kernel(self, table: AbstractRowTable, targets: slice) -> Tensor:
+    def _behind_kernel(self, table: AbstractRowTable, targets: slice | NDArray[np.int64]) -> Tensor:
         """Return a checkpoint's targets as they meet its train rows, ``(M, K)``."""
         rows = self._rows(table, targets)
         kernel = self.settings.kernel_settings
@@ -326,7 +333,7 @@ class ScoreSource:
     def _kernels(self, table: AbstractRowTable, kernel: KernelSettings) -> list[SegmentKernel]:
         return kernels_of(self._store, _path(table), kernel, self._layout, device=self._device)
 
-    def _rows(self, table: AbstractRowTable, targets: slice) -> Tensor:
+    def _rows(self, table: AbstractRowTable, targets: slice | NDArray[np.int64]) -> Tensor:
         """Return the target features of a checkpoint, ``(M, K)``."""
         return torch.from_numpy(self._targets(table).read(FEATURES)[targets]).to(self._device)
 

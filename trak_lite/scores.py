@@ -80,6 +80,11 @@ class Scores:
         return self._predictions()
 
     @property
+    def source(self) -> ScoreSource:
+        """What the scores are made from."""
+        return self._source
+
+    @property
     def manifest(self) -> Manifest:
         """Settings and versions that the rows behind these scores were made with."""
         return self._source.manifest

@@ -171,6 +171,7 @@ def test_scores_are_read_once_and_only_shown_rows_are_rendered(tmp_path: Path, m
     passes, rendered = [], []
     tiles = type(scores).tiles
     monkeypatch.setattr(type(scores), "tiles", lambda self: passes.append(1) or tiles(self))
+    monkeypatch.setattr(type(scores), "numpy", lambda self: pytest.fail("all scores were held at once"))
 
     write_report(
         scores, tmp_path / "r.html", k=2, targets=[1], train_render=lambda r: rendered.append(r) or "x"

@@ -19,6 +19,7 @@ from trak_lite.modelout_functions._registry import MODEL_OUTPUTS as MODEL_OUTPUT
 from trak_lite.modelout_functions._registry import TASK_TO_MODELOUT as TASK_TO_MODELOUT
 from trak_lite.modelout_functions._registry import resolve_task as resolve_task
 from trak_lite.modelout_functions._sampling import LossModelOutput as LossModelOutput
+from trak_lite.modelout_functions._sampling import with_labels as with_labels
 from trak_lite.modelout_functions.binary import (
     BinaryClassificationModelOutput as BinaryClassificationModelOutput,
 )
@@ -60,4 +61,5 @@ __all__ = [
     "logits_of",
     "resolve_task",
     "split_labels",
+    "with_labels",
 ]

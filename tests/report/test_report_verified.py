@@ -1,0 +1,95 @@
+"""A report on scores of a real store: what verify kept comes onto the page, also after opening the store again."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from report_cases import Parsed
+from torch import nn
+from torch.utils.data import TensorDataset
+
+from trak_lite import Attributor, verification
+from trak_lite.evaluation import subset_masks
+from trak_lite.report import write_report
+
+N, M = 30, 5
+
+
+def dataset(count: int, seed: int) -> TensorDataset:
+    generator = torch.Generator().manual_seed(seed)
+    inputs = torch.randn(count, 4, generator=generator)
+    return TensorDataset(inputs, inputs[:, :3].argmax(1))
+
+
+TRAIN, TARGETS = dataset(N, 0), dataset(M, 1)
+
+
+def train(rows: np.ndarray, seed: int) -> nn.Module:
+    torch.manual_seed(seed)
+    model = nn.Linear(4, 3)
+    inputs, labels = TRAIN[rows]
+    for _ in range(5):
+        model.zero_grad()
+        nn.functional.cross_entropy(model(inputs), labels).backward()
+        with torch.no_grad():
+            for parameter in model.parameters():
+                parameter -= 0.5 * parameter.grad
+    return model
+
+
+def outputs_of(model: nn.Module) -> np.ndarray:
+    with torch.no_grad():
+        p = model(TARGETS.tensors[0]).double().softmax(1).gather(1, TARGETS.tensors[1][:, None])[:, 0]
+    return torch.log(p / (1 - p)).numpy()
+
+
+@pytest.fixture
+def verified(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Attributor:
+    monkeypatch.setattr(verification, "_NUM_RESAMPLES", 50)
+    monkeypatch.setattr(verification, "_KEPT_TARGETS", 3)
+    made = Attributor(train(np.arange(N), 0), "image_classification", tmp_path / "run.zarr", proj_dim=8)
+    made.featurize(TRAIN)
+    made.score(TARGETS, "test")
+    made.verify(train, TARGETS, "test", budget=4, seeds=(0, 1))
+    return made
+
+
+def test_predictions_are_summed_scores_beside_the_mean_outputs_of_retrained_models(
+    verified: Attributor,
+) -> None:
+    opened = Attributor.open(verified.path, nn.Linear(4, 3)).scores("test")
+
+    kept = opened.predictions
+
+    masks = subset_masks(N, 4, alpha=0.5, seed=0)
+    retrained = [np.mean([outputs_of(train(np.flatnonzero(m), s)) for s in (0, 1)], axis=0) for m in masks]
+    np.testing.assert_allclose(kept.summed, (masks @ opened.numpy().astype(float))[:, ::2], rtol=1e-5)
+    np.testing.assert_allclose(kept.retrained, np.array(retrained)[:, ::2], rtol=1e-4, atol=1e-5)
+    assert verified.scores("test", dense=False).predictions is None
+
+
+def test_a_report_of_an_opened_store_shows_its_verdict_points_and_manifest(
+    verified: Attributor, tmp_path: Path
+) -> None:
+    opened = Attributor.open(verified.path, nn.Linear(4, 3)).scores("test")
+
+    page = Parsed(write_report(opened, tmp_path / "r.html"))
+
+    assert f"LDS {opened.verdict.lds}" in page.text
+    assert len(page.all("circle")) == 4 * 3
+    assert f"kept in{opened.where}" in page.text
+    assert "rows: projector" in page.text
+    assert "Not drawn. Uncertainty needs at least 2 checkpoints" in page.text
+
+
+def test_scores_that_are_not_kept_have_the_page_of_those_that_are(
+    verified: Attributor, tmp_path: Path
+) -> None:
+    def rows(dense: bool) -> list[str | None]:
+        page = Parsed(write_report(verified.scores("test", dense=dense), tmp_path / f"{dense}.html"))
+        return [found["data-row"] for found in page.all("li")]
+
+    assert rows(dense=True) == rows(dense=False)

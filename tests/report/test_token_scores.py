@@ -1,0 +1,173 @@
+"""Scores split over tokens, against one backward pass per token."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils.data import TensorDataset
+
+from trak_lite import Attributor
+from trak_lite.errors import InvalidInputError, ManifestMismatchError
+from trak_lite.modelout_functions import CausalLanguageModelingModelOutput
+
+VOCABULARY, LENGTH, N, M = 7, 6, 5, 3
+
+
+class LanguageModel(nn.Module):
+    """Says the next token from the mean of those before."""
+
+    def __init__(self, seed: int = 0) -> None:
+        super().__init__()
+        torch.manual_seed(seed)
+        self.embedding = nn.Embedding(VOCABULARY, 4)
+        self.head = nn.Linear(4, VOCABULARY)
+
+    def forward(self, input_ids: Tensor) -> Tensor:
+        counts = torch.arange(1, input_ids.shape[1] + 1).view(1, -1, 1)
+        return self.head(torch.tanh(self.embedding(input_ids).cumsum(1) / counts))
+
+
+def tokens(count: int, seed: int) -> TensorDataset:
+    generator = torch.Generator().manual_seed(seed)
+    ids = torch.randint(VOCABULARY, (count, LENGTH), generator=generator)
+    labels = ids.clone()
+    labels[:, 2] = -100
+    labels[0, 4:] = -100
+    return TensorDataset(ids, labels)
+
+
+TRAIN, TARGETS = tokens(N, 0), tokens(M, 1)
+WEIGHTS = [LanguageModel(seed).state_dict() for seed in (0, 1)]
+
+
+def attributor(**settings: Any) -> Attributor:
+    given = {"proj_dim": 64, "dtype": "float32", "task": "causal_language_modeling", **settings}
+    made = Attributor(LanguageModel(), path=None, **given)
+    made.featurize(TRAIN, checkpoints=WEIGHTS, batch_size=4)
+    return made
+
+
+def token_gradient(model: nn.Module, ids: Tensor, label: int, position: int) -> np.ndarray:
+    """Return the gradient of the margin log p / (1 - p) of one label."""
+    p = model(ids[None])[0, position - 1].double().softmax(0)[label]
+    grads = torch.autograd.grad(torch.log(p / (1 - p)), list(model.parameters()))
+    return torch.cat([grad.reshape(-1) for grad in grads]).double().numpy()
+
+
+def gradients(model: nn.Module, data: TensorDataset, row: int) -> np.ndarray:
+    """Return the gradient of every token of a row, ``(T, P)``; zero where nothing is predicted."""
+    ids, labels = data[row]
+    size = sum(p.numel() for p in model.parameters())
+    out = np.zeros((LENGTH, size))
+    for position in range(1, LENGTH):
+        if labels[position] != -100:
+            out[position] = token_gradient(model, ids, int(labels[position]), position)
+    return out
+
+
+def test_tokens_add_the_product_of_their_own_gradient_with_the_target() -> None:
+    made = attributor(projector="none", proj_dim=63)
+    scores = made.score(TARGETS, kernel="dot", q="off")
+
+    found = made.token_scores(scores, TRAIN, [3, 0], batch_size=2)
+
+    expected = {row: np.zeros((LENGTH, M)) for row in (0, 3)}
+    for weights in WEIGHTS:
+        model = LanguageModel()
+        model.load_state_dict(weights)
+        targets = np.stack([gradients(model, TARGETS, target).sum(0) for target in range(M)])
+        for row in expected:
+            expected[row] += gradients(model, TRAIN, row) @ targets.T / len(WEIGHTS)
+    assert list(found) == [0, 3]
+    for row, values in found.items():
+        np.testing.assert_allclose(values, expected[row], rtol=1e-4, atol=1e-6)
+        assert not values[[0, 2]].any()
+
+
+@pytest.mark.parametrize(
+    "view",
+    [
+        {},
+        {"q": "inside"},
+        {"kernel": "trak", "damping": 0.1},
+        {"checkpoint_weights": (1.0, -0.5), "q": "off"},
+    ],
+)
+def test_tokens_add_up_to_the_score_of_their_row(view: dict[str, Any]) -> None:
+    made = attributor()
+    scores = made.score(TARGETS, **view)
+
+    found = made.token_scores(scores, TRAIN, range(N))
+
+    summed = np.stack([found[row].sum(0) for row in range(N)])
+    np.testing.assert_allclose(summed, scores.numpy(), rtol=1e-3, atol=1e-5 * np.abs(scores.numpy()).max())
+
+
+def test_curvature_of_layers_splits_over_tokens_too() -> None:
+    made = attributor()
+    made.fit_curvature(TRAIN)
+    scores = made.score(TARGETS, kernel="ekfac")
+
+    found = made.token_scores(scores, TRAIN, [1], targets=[2, -3])
+
+    np.testing.assert_allclose(found[1].sum(0), scores.numpy()[1, [2, 0]], rtol=1e-3)
+
+
+def test_labels_that_are_not_shifted_keep_their_place() -> None:
+    task = CausalLanguageModelingModelOutput(shift=False)
+    made = attributor(task=task)
+    scores = made.score(TARGETS)
+
+    found = made.token_scores(scores, TRAIN, [1])[1]
+
+    assert np.flatnonzero(found.any(1)).tolist() == [0, 1, 3, 4, 5]
+    np.testing.assert_allclose(found.sum(0), scores.numpy()[1], rtol=1e-3)
+
+
+def test_the_store_and_the_model_stay_as_they_were() -> None:
+    made = attributor()
+    scores = made.score(TARGETS)
+    before, weights = scores.numpy(), {n: v.clone() for n, v in made.model.state_dict().items()}
+
+    made.token_scores(scores, TRAIN, [1])
+
+    np.testing.assert_array_equal(made.score(TARGETS).numpy(), before)
+    assert all(torch.equal(value, weights[name]) for name, value in made.model.state_dict().items())
+
+
+def test_scores_divided_by_norms_are_refused() -> None:
+    plain = attributor()
+    for made, view in ((plain, {"kernel": "cosine"}), (attributor(normalize="unit"), {})):
+        with pytest.raises(InvalidInputError, match="divide train rows by their norms"):
+            made.token_scores(made.score(TARGETS, **view), TRAIN, [0])
+
+
+def test_a_task_without_tokens_is_refused() -> None:
+    data = TensorDataset(torch.randn(4, 3), torch.arange(4) % 2)
+    made = Attributor(nn.Linear(3, 2), "image_classification", None, proj_dim=4)
+    made.featurize(data)
+
+    with pytest.raises(InvalidInputError, match="'image_classification', whose output is no sum over tokens"):
+        made.token_scores(made.score(data), data, [0])
+
+
+@pytest.mark.parametrize("rows", [[], [N], [-1], [0.5]])
+def test_rows_that_are_not_there_are_refused(rows: list[Any]) -> None:
+    made = attributor()
+
+    with pytest.raises(InvalidInputError, match=r"rows must be whole numbers from 0 to 4"):
+        made.token_scores(made.score(TARGETS), TRAIN, rows)
+
+
+def test_targets_and_data_that_are_not_those_of_the_scores_are_refused() -> None:
+    made = attributor()
+    scores = made.score(TARGETS)
+
+    with pytest.raises(InvalidInputError, match="no target 3"):
+        made.token_scores(scores, TRAIN, [0], targets=[3])
+    with pytest.raises(ManifestMismatchError, match="dataset"):
+        made.token_scores(scores, TARGETS, [0])
