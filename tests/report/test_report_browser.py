@@ -97,6 +97,29 @@ def test_the_policy_stops_what_would_ask_for_something(page: Page, report: Path)
     assert len(page.complaints) == 2
 
 
+def test_tokens_are_coloured_by_their_weight_and_the_colours_are_explained(
+    page: Page, report: Path, tmp_path: Path
+) -> None:
+    scores = drawn_scores(num_targets=1)
+    tokens = [("up", 1.0), ("little", 0.3), ("none", 0.0), ("down", -1.0)]
+    legend = "document.querySelector('.legend').checkVisibility()"
+
+    page.open(write_report(scores, tmp_path / "r.html", pair_render=lambda row, target: tokens, figures=()))
+
+    grounds = page.run(
+        "[...document.querySelectorAll('li:first-child .tokens span')].slice(0, 4)"
+        ".map(e => getComputedStyle(e).backgroundColor.match(/[\\d.]+/g).map(Number))"
+    )
+    up, little, none, down = grounds
+    assert up[:3] == little[:3]
+    assert up[3] > little[3] > none[3] == 0
+    assert up[2] > up[0]
+    assert down[0] > down[2]
+    assert page.run(legend)
+    page.open(report)
+    assert not page.run(legend)
+
+
 @pytest.mark.parametrize("dark", [False, True])
 def test_without_scripts_everything_is_there_but_the_search(page: Page, report: Path, dark: bool) -> None:
     page.open(report, scripts=False, dark=dark)

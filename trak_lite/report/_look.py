@@ -73,6 +73,8 @@ body.trak-lite { margin: 0; }
 .trak-lite .fields { margin: 0 0 4px; }
 .trak-lite .content img + .fields { font-size: 12px; }
 .trak-lite .content img + .fields th { min-width: 0; }
+.trak-lite .legend { display: none; }
+.trak-lite:has(.tokens) .legend { display: block; }
 .trak-lite .tokens span { unicode-bidi: isolate; border-radius: 2px; }
 """
 

@@ -77,6 +77,9 @@ def _parts(scores: Scores, survey: Survey, renders: Renders, figures: Sequence[s
     yield tag("div", drawn_figures(scores, survey.histogram, figures), class_="figures")
     yield tag("h2", "Targets", id="targets")
     yield tag("p", _which(survey, num_targets), class_="note")
+    yield tag(
+        "p", "Tokens on blue raise the score of their row, tokens on orange lower it.", class_="note legend"
+    )
     yield search_field()
     yield from cards(survey, renders)
     yield tag("h2", "Settings", id="settings")
