@@ -146,7 +146,7 @@ def test_bars_hold_all_scores_and_end_where_the_scores_do() -> None:
         ("damping", {"kernel": "dot"}, "has nothing to damp"),
         ("damping", {"damping": 0.0}, "a damping above 0"),
         ("damping", {"num_rows": 1}, "at least two train rows"),
-        ("retrained", {}, "No model was retrained to test these scores"),
+        ("retrained", {}, "no outputs of retrained models"),
         ("checkpoints", {"num_checkpoints": 1}, "at least 2 checkpoints"),
         ("checkpoints", {"num_checkpoints": 33, "num_rows": 4}, "33 checkpoints are too many"),
         (

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import os
-import tempfile
+import secrets
 from collections.abc import Iterable, Iterator
 from os import PathLike
 from pathlib import Path
@@ -32,14 +31,13 @@ def written(path: str | PathLike[str], title: str, body: Iterable[Html], *, scri
     if out.is_dir():
         raise InvalidInputError(f"{out} is a folder. Name a file in it, such as {out / 'report.html'}.")
     out.parent.mkdir(parents=True, exist_ok=True)
-    handle, unfinished = tempfile.mkstemp(dir=out.parent, prefix=f".{out.name}-")
+    unfinished = out.with_name(f".{out.name}-{secrets.token_hex(4)}")
     try:
-        with os.fdopen(handle, "w", encoding="utf-8", newline="\n") as file:
+        with unfinished.open("x", encoding="utf-8", newline="\n") as file:
             file.writelines(_document(title, body, script))
-        _give_usual_mode(unfinished)
-        Path(unfinished).replace(out)
+        unfinished.replace(out)
     finally:
-        Path(unfinished).unlink(missing_ok=True)
+        unfinished.unlink(missing_ok=True)
     return out
 
 
@@ -79,10 +77,3 @@ def _document(title: str, body: Iterable[Html], script: bool) -> Iterator[str]:
     if script:
         yield tag("script", SCRIPT)
     yield "\n</body>\n</html>\n"
-
-
-def _give_usual_mode(path: str) -> None:
-    """Let others read the file as far as the umask lets them; temporary files are for their owner alone."""
-    mask = os.umask(0)
-    os.umask(mask)
-    Path(path).chmod(0o666 & ~mask)

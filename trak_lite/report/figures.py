@@ -101,8 +101,8 @@ def _retrained(scores: Scores) -> Figure:
     kept = scores.predictions
     if kept is None:
         raise InvalidInputError(
-            "No model was retrained to test these scores. Call attributor.verify(train_fn, data, "
-            f"{scores.name!r}); a few trainings on subsets are enough."
+            "There are no outputs of retrained models beside these scores. Call attributor.verify(train_fn, data, "
+            f"{scores.name!r}); a few trainings on subsets are enough, and those that were kept are not repeated."
         )
     most = max(1, _MOST_POINTS // len(kept.summed))
     some = evenly_spaced(kept.summed.shape[1], most)
