@@ -72,6 +72,16 @@ def test_images_among_fields_stand_above_the_others() -> None:
     assert page.text == "label3ratio0.123457"
 
 
+@pytest.mark.parametrize("name", ['" onerror="alert(1)', "'><script>", "a & b\n<"])
+def test_names_of_images_stay_text_in_the_attribute(name: str) -> None:
+    page = Parsed(rendered({name: BYTES}, "row 0"))
+
+    ((tag, found),) = page.elements
+    assert tag == "img"
+    assert found["alt"] == f"row 0: {name}"
+    assert set(found) <= {"src", "alt", "width", "height", "class"}
+
+
 def test_tokens_are_shaded_by_sign_and_share_of_the_largest_weight() -> None:
     page = Parsed(
         rendered([("a", 2.0), ("b", -2.0), ("c", 1.0), ("d", 0.0), ["e", np.float32(-0.6)]], "row 0")

@@ -104,7 +104,7 @@ const show = () => {
   const number = query.replace(/^target +/, "");
   let count = 0;
   cards.forEach((card, place) => {
-    const fits = query === "" || card.dataset.target === number || texts[place].includes(query);
+    const fits = card.dataset.target === number || texts[place].includes(query);
     card.hidden = !fits;
     count += fits ? 1 : 0;
   });
