@@ -11,6 +11,7 @@ VERSION = re.search(r'__version__ = "(.+)"', (HERE / "trak_lite" / "_version.py"
 DEMO = ["scikit-learn", "matplotlib"]
 TABLES = ["pandas", "xarray"]
 REMOTE = ["obstore", "fsspec"]
+CLI = ["jsonargparse[signatures]>=4.40", "PyYAML"]
 TRITON = "triton; platform_system == 'Linux'"  # its interpreter runs the CUDA kernels in tests
 TEST = ["pytest>=8", "pytest-xdist", "hypothesis", "traker==0.3.2", TRITON, "setuptools", "wheel"]
 DEV = ["ruff", "mypy"]
@@ -38,9 +39,10 @@ setup(
         "demo": DEMO,
         "tables": TABLES,
         "remote": REMOTE,
-        "test": [*TEST, *DEMO, *TABLES, *REMOTE],
+        "cli": CLI,
+        "test": [*TEST, *DEMO, *TABLES, *REMOTE, *CLI],
         "benchmark": BENCHMARK,
-        "dev": [*DEV, *TEST, *DEMO, *TABLES, *REMOTE],
+        "dev": [*DEV, *TEST, *DEMO, *TABLES, *REMOTE, *CLI],
     },
     entry_points={"console_scripts": ["trak-lite = trak_lite.cli:main"]},
     classifiers=[

@@ -5,6 +5,8 @@ about held-out digits to train rows, and checks the answer where the truth is kn
 the rows that stand out? Kill it at any moment and start it again: it continues.
 Measured: AUC 0.997 for self-influence, 0.918 for the loss of the final model.
 
+Data, model and training are in ``recipes/digits.py``, which ``trak-lite run configs/digits.yaml`` uses as well.
+
 Run:  python examples/digits.py            (about half a minute on two cores; results in runs/digits/)
 """
 
@@ -20,52 +22,18 @@ matplotlib.use("Agg")
 import matplotlib.pyplot as plt
 import numpy as np
 import torch
+from recipes.digits import build_model, load_data, train
 from safetensors.torch import load_file, save_file
-from sklearn.datasets import load_digits
 from torch import Tensor, nn
 from torch.utils.data import TensorDataset
 
 from trak_lite import Attributor, Scores
 from trak_lite.evaluation import auc
 
-NUM_TRAIN = 1500
-FLIPPED = 0.10
-CONFIG = Path(__file__).parents[1] / "configs" / "digits.json"
 
-
-def load_data(seed: int) -> tuple[TensorDataset, TensorDataset, np.ndarray]:
-    """Return train set with flipped labels, held-out set, and which train labels were flipped."""
-    digits = load_digits()
-    rng = np.random.default_rng(seed)
-    order = rng.permutation(len(digits.target))
-    images = torch.from_numpy(digits.images[order] / 16.0).float().unsqueeze(1)
-    labels = torch.from_numpy(digits.target[order]).long()
-    flipped = np.zeros(NUM_TRAIN, dtype=bool)
-    flipped[rng.choice(NUM_TRAIN, int(FLIPPED * NUM_TRAIN), replace=False)] = True
-    shift = torch.from_numpy(rng.integers(1, 10, NUM_TRAIN))
-    train_labels = torch.where(
-        torch.from_numpy(flipped), (labels[:NUM_TRAIN] + shift) % 10, labels[:NUM_TRAIN]
-    )
-    train = TensorDataset(images[:NUM_TRAIN], train_labels)
-    return train, TensorDataset(images[NUM_TRAIN:], labels[NUM_TRAIN:]), flipped
-
-
-def build_model() -> nn.Module:
-    """Return a small CNN for 8x8 images, about 20,000 parameters."""
-    return nn.Sequential(
-        nn.Conv2d(1, 16, 3, padding=1),
-        nn.ReLU(),
-        nn.Conv2d(16, 32, 3, padding=1),
-        nn.ReLU(),
-        nn.MaxPool2d(2),
-        nn.Flatten(),
-        nn.Linear(512, 28),
-        nn.ReLU(),
-        nn.Linear(28, 10),
-    )
-
-
-def train(train_set: TensorDataset, folder: Path, *, epochs: int, num_checkpoints: int, seed: int) -> None:
+def save_checkpoints(
+    train_set: TensorDataset, folder: Path, *, epochs: int, num_checkpoints: int, seed: int
+) -> None:
     """Train one model and save checkpoints along the run; a finished run is not repeated."""
     settings = json.dumps({"epochs": epochs, "num_checkpoints": num_checkpoints, "seed": seed})
     begun, done = folder / "begun", folder / "done"
@@ -76,21 +44,13 @@ def train(train_set: TensorDataset, folder: Path, *, epochs: int, num_checkpoint
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "unfinished").write_text(settings)
     (folder / "unfinished").rename(begun)
-    torch.manual_seed(seed)
-    model = build_model()
-    images, labels = train_set.tensors
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
-    save_after = set(np.linspace(0, epochs, num_checkpoints + 1).round().astype(int)[1:].tolist())
-    for epoch in range(1, epochs + 1):
-        for rows in torch.randperm(len(labels)).split(50):
-            optimizer.zero_grad()
-            nn.functional.cross_entropy(model(images[rows]), labels[rows]).backward()
-            optimizer.step()
-        if epoch in save_after:
-            # Written aside and renamed, so that a kill never leaves half a file under the name.
-            save_file(model.state_dict(), folder / "unfinished")
-            (folder / "unfinished").rename(folder / f"epoch-{epoch}.safetensors")
-            print(f"epoch {epoch:3d}  saved {folder}/epoch-{epoch}.safetensors")
+    rows = np.arange(len(train_set))
+    states = train(rows, seed, data_seed=seed, epochs=epochs, num_checkpoints=num_checkpoints)
+    for number, state in enumerate(states, start=1):
+        # Written aside and renamed, so that a kill never leaves half a file under the name.
+        save_file(state, folder / "unfinished")
+        (folder / "unfinished").rename(folder / f"checkpoint-{number}.safetensors")
+        print(f"saved {folder}/checkpoint-{number}.safetensors")
     done.touch()
 
 
@@ -164,35 +124,26 @@ def main() -> None:
     """Run the whole job."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument(
-        "--config", type=Path, default=CONFIG, help="settings; the options below override them"
+        "--out", type=Path, default=Path("runs/digits"), help="folder for everything that is made"
     )
-    parser.add_argument("--out", help="folder for everything that is made")
-    parser.add_argument("--epochs", type=int)
-    parser.add_argument("--proj-dim", type=int)
-    parser.add_argument("--show", type=int, help="targets to print")
+    parser.add_argument("--epochs", type=int, default=30)
+    parser.add_argument("--proj-dim", type=int, default=1024)
+    parser.add_argument("--show", type=int, default=6, help="targets to print")
     args = parser.parse_args()
-    config = json.loads(args.config.read_text())
-    config |= {key: value for key in ("out", "epochs", "show") if (value := getattr(args, key)) is not None}
-    if args.proj_dim is not None:
-        config["attributor"]["proj_dim"] = args.proj_dim
 
-    out, seed = Path(config["out"]), config["seed"]
+    out, seed = args.out, 0
     train_set, held_out, flipped = load_data(seed)
     checkpoints = out / "checkpoints"
-    train(
-        train_set,
-        checkpoints,
-        epochs=config["epochs"],
-        num_checkpoints=config["num_checkpoints"],
-        seed=seed,
-    )
+    save_checkpoints(train_set, checkpoints, epochs=args.epochs, num_checkpoints=5, seed=seed)
 
-    attributor = Attributor(build_model(), path=out / "digits.zarr", progress=True, **config["attributor"])
+    attributor = Attributor(
+        build_model(), "image_classification", out / "digits.zarr", proj_dim=args.proj_dim, progress=True
+    )
     attributor.featurize(train_set, checkpoints=checkpoints)
     scores = attributor.score(held_out, name="held-out")
     print(scores)
 
-    explain(scores, train_set, held_out, out / "explanations.txt", config["show"])
+    explain(scores, train_set, held_out, out / "explanations.txt", args.show)
     draw_gallery(scores, train_set, held_out, flipped, out / "gallery.png")
     attribution_auc = auc(scores.self_influence(), flipped)
     loss_auc = auc(final_loss(train_set, checkpoints), flipped)

@@ -36,7 +36,8 @@ FLOORS = [
     {"kept_scores"},
     {"attributor"},
     {"traker"},
-    {"utils", "testing", "cli", "report"},
+    {"utils", "testing", "report", "integrations"},
+    {"cli"},
     {"__init__", "__main__"},
 ]
 FLOOR_OF = {room: number for number, rooms in enumerate(FLOORS) for room in rooms}
@@ -51,6 +52,9 @@ ONLY_IN = {
     "pandas": {"scores.py"},
     "xarray": {"scores.py"},
     "matplotlib": set(),
+    "jsonargparse": {"cli/parsing.py"},
+    "docstring_parser": {"cli/keys.py"},
+    "yaml": {"cli/configs.py"},
 }
 ON_USE = {("scores", "report")}  # a method whose pictures are made two floors up, and imported only then
 MODULES = sorted(PACKAGE.rglob("*.py"), key=str)

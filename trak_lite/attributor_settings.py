@@ -35,7 +35,7 @@ from trak_lite.scoring import DEFAULT_DAMPING, KernelSettings, ScoreSettings, Sc
 from trak_lite.store import DTYPES, Manifest, TableSpec, dtype_fingerprint
 from trak_lite.types import Batch, FeatureLayout, ParameterShapes, num_entries
 
-__all__ = ["AttributorSettings", "GradientComputerFactory", "Task", "stored_arguments"]
+__all__ = ["AttributorSettings", "GradientComputerFactory", "Task", "stored_arguments", "versions"]
 
 logger = logging.getLogger(__name__)
 
@@ -103,7 +103,7 @@ class AttributorSettings:
             "kernel": self._default_kernel,
             "damping": self.kernel.damping,
         }
-        self._made_with: dict[str, Any] = {**_versions(self.device), "settings": self._arguments}
+        self._made_with: dict[str, Any] = {**versions(self.device), "settings": self._arguments}
         self._log()
 
     def _log(self) -> None:
@@ -293,7 +293,8 @@ def _decide_kernel(kernel: str, damping: float | str, task: AbstractModelOutput)
     return KernelSettings(weighting="curvature" if curved else "none", damping=lam)  # type: ignore[arg-type]
 
 
-def _versions(device: torch.device) -> dict[str, Any]:
+def versions(device: torch.device) -> dict[str, Any]:
+    """Return the versions of what computes, and the device, as JSON values."""
     return {
         "trak_lite": __version__,
         "torch": torch.__version__,

@@ -1,0 +1,162 @@
+"""A byte-level language model on the source of Python's standard library: which module taught the model this line?"""
+
+from __future__ import annotations
+
+import sysconfig
+from collections.abc import Iterator
+from functools import cache
+from pathlib import Path
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor, nn
+from torch.nn import functional
+from torch.utils.data import TensorDataset
+
+CHUNK = 128
+MODULES = (
+    "bisect heapq colorsys textwrap cmd sched shlex fnmatch getopt calendar csv difflib statistics fractions graphlib "
+    "pprint queue stat tabnanny timeit"
+)
+
+
+@cache
+def chunks(folder: str | None, num_train: int, num_targets: int) -> tuple[Tensor, Tensor, tuple[str, ...]]:
+    """Return train chunks ``(N, 128)`` and target chunks ``(M, 128)`` of bytes, and where each of them stands."""
+    sources = Path(folder or sysconfig.get_path("stdlib"))
+    texts = {module: (sources / f"{module}.py").read_bytes() for module in MODULES.split()}
+    places = [
+        (module, start) for module, text in texts.items() for start in range(0, len(text) - CHUNK + 1, CHUNK)
+    ]
+    order = np.random.default_rng(0).permutation(len(places))[: num_train + num_targets]
+    chosen = [places[i] for i in order]
+    ids = torch.tensor([list(texts[module][start : start + CHUNK]) for module, start in chosen])
+    titles = tuple(f"{module}.py, byte {start}" for module, start in chosen)
+    return ids[:num_train], ids[num_train:], titles
+
+
+class Block(nn.Module):
+    """Attention, by plain matrix products that every gradient engine knows, and a perceptron."""
+
+    def __init__(self, width: int, heads: int) -> None:
+        """Make the layers."""
+        super().__init__()
+        self.heads = heads
+        self.norm1, self.norm2 = nn.LayerNorm(width), nn.LayerNorm(width)
+        self.qkv, self.out = nn.Linear(width, 3 * width), nn.Linear(width, width)
+        self.mlp = nn.Sequential(nn.Linear(width, 4 * width), nn.GELU(), nn.Linear(4 * width, width))
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Return ``(B, T, width)``."""
+        q, k, v = self.qkv(self.norm1(x)).unflatten(-1, (3, self.heads, -1)).movedim(2, 0).transpose(2, 3)
+        weights = q @ k.transpose(-1, -2) * q.shape[-1] ** -0.5
+        later = torch.ones(weights.shape[-2:], dtype=torch.bool, device=x.device).triu(1)
+        mixed = weights.masked_fill(later, -torch.inf).softmax(-1) @ v
+        x = x + self.out(mixed.transpose(1, 2).flatten(2))
+        return x + self.mlp(self.norm2(x))
+
+
+class GPT(nn.Module):
+    """A causal language model over bytes."""
+
+    def __init__(self, width: int, layers: int, heads: int = 4) -> None:
+        """Make the layers."""
+        super().__init__()
+        self.tokens, self.positions = nn.Embedding(256, width), nn.Embedding(CHUNK, width)
+        self.blocks = nn.Sequential(*(Block(width, heads) for _ in range(layers)))
+        self.norm, self.head = nn.LayerNorm(width), nn.Linear(width, 256, bias=False)
+        nn.init.normal_(self.tokens.weight, std=0.2)
+        nn.init.normal_(self.positions.weight, std=0.05)
+
+    def forward(self, ids: Tensor) -> Tensor:
+        """Return logits ``(B, T, 256)`` of bytes ``(B, T)``."""
+        places = torch.arange(ids.shape[1], device=ids.device).expand(ids.shape)
+        return self.head(self.norm(self.blocks(self.tokens(ids) + self.positions(places))))
+
+
+def build_model(width: int = 64, layers: int = 2) -> nn.Module:
+    """Return the model, before any training.
+
+    Args:
+        width: Numbers per byte.
+        layers: Blocks.
+    """
+    return GPT(width, layers)
+
+
+def train_data(folder: str | None = None, num_train: int = 600, num_targets: int = 50) -> TensorDataset:
+    """Return chunks of source, each with itself as labels.
+
+    Args:
+        folder: Of the library's source; null takes the running Python's.
+        num_train: Chunks to train on.
+        num_targets: Chunks to explain.
+    """
+    ids = chunks(folder, num_train, num_targets)[0]
+    return TensorDataset(ids, ids)
+
+
+def target_data(folder: str | None = None, num_train: int = 600, num_targets: int = 50) -> TensorDataset:
+    """Return chunks that were not trained on."""
+    ids = chunks(folder, num_train, num_targets)[1]
+    return TensorDataset(ids, ids)
+
+
+def train(
+    indices: NDArray[np.int64],
+    seed: int,
+    *,
+    folder: str | None = None,
+    num_train: int = 600,
+    num_targets: int = 50,
+    width: int = 64,
+    layers: int = 2,
+    steps: int = 800,
+    num_checkpoints: int = 4,
+) -> Iterator[dict[str, Tensor]]:
+    """Train on some chunks and yield the weights along the run.
+
+    Args:
+        indices: Rows of the train data.
+        seed: Seed of weights and order.
+        folder: Of the library's source.
+        num_train: Chunks to train on.
+        num_targets: Chunks to explain.
+        width: Numbers per byte.
+        layers: Blocks.
+        steps: Batches of 16 chunks.
+        num_checkpoints: How many weights to yield, evenly spaced; the last ones are final.
+    """
+    ids = train_data(folder, num_train, num_targets).tensors[0][torch.as_tensor(indices)]
+    torch.manual_seed(seed)
+    model = build_model(width, layers)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=4e-3)
+    schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, 4e-3, steps)
+    save_after = set(np.linspace(0, steps, num_checkpoints + 1).round().astype(int)[1:].tolist())
+    for step in range(1, steps + 1):
+        batch = ids[torch.randint(len(ids), (16,))]
+        optimizer.zero_grad()
+        functional.cross_entropy(model(batch)[:, :-1].flatten(0, 1), batch[:, 1:].flatten()).backward()
+        optimizer.step()
+        schedule.step()
+        if step in save_after:
+            yield model.state_dict()
+
+
+def render(index: int, *, folder: str | None = None, num_train: int = 600, num_targets: int = 50) -> str:
+    """Return where a train chunk stands, and its text."""
+    ids, _, titles = chunks(folder, num_train, num_targets)
+    return _text(ids[index], titles[index])
+
+
+def render_target(
+    index: int, *, folder: str | None = None, num_train: int = 600, num_targets: int = 50
+) -> str:
+    """Return where a target chunk stands, and its text."""
+    _, ids, titles = chunks(folder, num_train, num_targets)
+    return _text(ids[index], titles[num_train + index])
+
+
+def _text(ids: Tensor, title: str) -> str:
+    return f"{title}\n{bytes(ids.tolist()).decode('utf-8', 'replace')}"

@@ -1,0 +1,394 @@
+"""The commands on a small recipe: the numbers of the native facade, resumed, recorded and repeated."""
+
+from __future__ import annotations
+
+import shutil
+import subprocess
+import sys
+import types
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from cli_cases import RECIPE, refused, write_case
+
+from trak_lite import Attributor, cli
+from trak_lite.cli.configs import read_config
+from trak_lite.cli.recipes import load_recipe
+from trak_lite.cli.records import RunRecord, keep_record, kept_records, last_record
+from trak_lite.errors import CorruptStoreError, InvalidInputError
+from trak_lite.store import Manifest, ZarrFeatureStore, open_store
+
+
+def done(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> str:
+    """Run a command that succeeds; return what it printed."""
+    capsys.readouterr()
+    assert cli.main(arguments) == 0
+    return capsys.readouterr().out
+
+
+def scores(folder: Path, name: str = "held-out", path: str = "run.zarr") -> np.ndarray:
+    model = load_recipe(folder / "recipe.py").call("build_model", {})
+    return Attributor.open(folder / path, model).scores(name).numpy()
+
+
+@pytest.fixture(scope="module")
+def ran(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder of a run; tests leave it as it is, or copy it."""
+    folder = tmp_path_factory.mktemp("ran")
+    assert cli.main(["run", write_case(folder)]) == 0
+    return folder
+
+
+@pytest.fixture
+def copied(ran: Path, tmp_path: Path) -> Path:
+    """A copy of the run in a folder of its own."""
+    shutil.copytree(ran, tmp_path / "copy")
+    write_case(tmp_path / "copy")
+    return tmp_path / "copy"
+
+
+def test_a_run_gives_the_scores_of_the_native_facade(ran: Path) -> None:
+    recipe = load_recipe(ran / "recipe.py")
+    states = [
+        {name: value.clone() for name, value in state.items()}
+        for state in recipe.functions["train"](np.arange(40), 0)
+    ]
+    attributor = Attributor(recipe.call("build_model", {}), "image_classification", None, proj_dim=16)
+    attributor.featurize(recipe.call("train_data", {}), states)
+
+    np.testing.assert_array_equal(scores(ran), attributor.score(recipe.call("target_data", {})).numpy())
+
+
+def test_a_run_says_what_it_did_and_does_nothing_twice(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    first = done(["run", write_case(tmp_path)], capsys)
+    again = done(["run", str(tmp_path / "run.yaml")], capsys)
+
+    assert f"trained: 3 checkpoints in {tmp_path}/trained" in first
+    assert "featurized: 120 rows written, 0 found" in first
+    assert "Scores('held-out': 40 train rows x 6 targets)" in first
+    assert "target 2, most harmful rows: " in first
+    assert "trained" not in again.splitlines()[0]
+    assert "featurized: 0 rows written, 120 found" in again
+
+
+def test_featurize_and_score_do_what_a_run_does(
+    ran: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    shutil.copytree(ran / "trained", tmp_path / "trained")
+    config = write_case(tmp_path)
+    assert "120 rows written" in done(["featurize", config], capsys)
+    assert "40 train rows x 6 targets" in done(["score", config], capsys)
+
+    np.testing.assert_array_equal(scores(tmp_path), scores(ran))
+
+
+def test_a_recipe_without_checkpoints_is_taken_as_it_builds_the_model(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    shown = done(["run", write_case(tmp_path), "--checkpoints", "null"], capsys)
+
+    assert "40 rows written, 0 found, checkpoints current" in shown
+    assert not (tmp_path / "trained").exists()
+
+
+def test_ekfac_scores_have_their_curvature_fitted(
+    ran: Path, copied: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    done(["score", str(copied / "run.yaml"), "--score.kernel", "ekfac"], capsys)
+    model = load_recipe(copied / "recipe.py").call("build_model", {})
+
+    assert Attributor.open(copied / "run.zarr", model).scores("held-out", kernel="ekfac").shape == (40, 6)
+
+
+def test_a_training_that_fails_leaves_no_checkpoint(tmp_path: Path) -> None:
+    recipe = RECIPE.replace(
+        "        yield model.state_dict()", "        yield model.state_dict()\n        1 / 0"
+    )
+
+    with pytest.raises(ZeroDivisionError):
+        cli.main(["run", write_case(tmp_path, recipe=recipe)])
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["recipe.py", "run.yaml"]
+
+
+def test_a_training_without_weights_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    config = write_case(tmp_path, recipe=RECIPE.replace("range(steps)", "range(0 * steps)"))
+
+    assert "gave no weights" in refused(["run", config], capsys)
+
+
+def test_the_checkpoints_of_another_process_that_was_faster_are_taken(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    recipe = RECIPE.replace(
+        "        yield model.state_dict()",
+        "        yield model.state_dict()\n"
+        "    import os, safetensors.torch\n"
+        f"    os.makedirs('{tmp_path}/trained', exist_ok=True)\n"
+        f"    safetensors.torch.save_file(build_model().state_dict(), '{tmp_path}/trained/theirs.safetensors')\n",
+    )
+    done(["run", write_case(tmp_path, recipe=recipe)], capsys)
+
+    assert [path.name for path in (tmp_path / "trained").iterdir()] == ["theirs.safetensors"]
+    assert not list(tmp_path.glob("trained.training-*"))
+
+
+def test_an_evaluation_retrains_and_its_verdict_is_shown_with_the_store(
+    copied: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    shown = done(["evaluate", str(copied / "run.yaml"), "--evaluate.budget", "4"], capsys)
+    inspected = done(["inspect", str(copied / "run.zarr")], capsys)
+
+    assert shown.startswith("LDS ")
+    assert "on 4 subsets x 1 seeds of 50% of the rows, 6 targets" in shown
+    assert f"verdict on scores/held-out: {shown.splitlines()[0]}" in inspected
+
+
+def test_an_evaluation_of_selected_rows_trains_on_these_rows(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    recipe = RECIPE.replace(
+        "    torch.manual_seed(seed)\n    model = build",
+        f"    open('{tmp_path}/seen', 'a').write(' '.join(map(str, sorted(indices))) + '\\n')\n"
+        "    torch.manual_seed(seed)\n    model = build",
+    )
+    config = write_case(tmp_path, recipe=recipe, more="featurize: {indices: [30, 31, 35, 39]}\n")
+    done(["run", config], capsys)
+    (tmp_path / "seen").unlink()
+    done(["evaluate", config, "--evaluate.budget", "2"], capsys)
+
+    seen = [set(map(int, line.split())) for line in (tmp_path / "seen").read_text().splitlines()]
+    assert len(seen) == 2
+    assert all(rows < {30, 31, 35, 39} and len(rows) == 2 for rows in seen)
+
+
+def test_an_evaluation_needs_a_recipe_that_trains(
+    ran: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    config = write_case(tmp_path, recipe=RECIPE.replace("def train(", "def fit("))
+
+    assert "defines no train(indices, seed)" in refused(["evaluate", config], capsys)
+
+
+def test_a_store_is_shown_with_settings_tables_and_runs(
+    ran: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    lines = done(["inspect", str(ran / "run.zarr")], capsys).splitlines()
+
+    assert lines[0] == f"{ran}/run.zarr: a store of format 1"
+    assert "  proj_dim: 16" in lines
+    assert f'  torch: "{torch.__version__}"' in lines
+    assert '  ckpt-2                   40 of 40 rows done, checkpoint "checkpoint-3"' in lines
+    assert "verdict on scores/held-out: not tested" in lines
+    assert any(line.startswith('run: "run" at "') and "recipe.py" in line for line in lines)
+
+
+def test_a_store_without_runs_and_with_pending_rows_is_shown_and_stays_as_it_is(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with ZarrFeatureStore.create(tmp_path / "a.zarr", Manifest({"name\x1b[31m": "\x1b[2J"})):
+        pass
+    shown = done(["inspect", str(tmp_path / "a.zarr")], capsys)
+
+    assert shown.endswith("tables:\n  none yet\n")
+    assert "\x1b" not in shown
+    assert "There is no store at" in refused(["inspect", str(tmp_path / "b.zarr")], capsys)
+
+
+def test_a_moved_store_repeats_its_run(copied: Path, ran: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    shown = done(["run", "--from", str(copied / "run.zarr")], capsys)
+
+    assert "featurized: 0 rows written, 120 found" in shown
+    assert f"kept in {copied}/run.zarr" in shown
+    with open_store(str(copied / "run.zarr")) as store:
+        first, second = kept_records(store)
+    assert second.config == {**first.config, "path": str(copied / "run.zarr")}
+    assert first.versions["torch"] == torch.__version__
+
+
+def test_the_same_run_is_recorded_once_and_another_one_beside_it(
+    copied: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for arguments in ([], [], ["--score.kernel", "dot"]):
+        done(["score", "--from", str(copied / "run.zarr"), *arguments], capsys)
+
+    with open_store(str(copied / "run.zarr")) as store:
+        assert [record.command for record in kept_records(store)] == ["run", "score", "score"]
+    repeated = last_record(str(copied / "run.zarr")).config
+    assert repeated["score"]["kernel"] == "dot"
+
+
+def test_a_recorded_run_with_overrides_is_another_run(
+    copied: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    shown = done(
+        ["run", "--from", str(copied / "run.zarr"), "--path", str(copied / "new.zarr"), "--seed=1"], capsys
+    )
+
+    assert "featurized: 120 rows written" in shown
+    assert not np.array_equal(scores(copied, path="new.zarr"), scores(copied))
+
+
+def test_other_versions_than_the_recorded_ones_are_named(
+    copied: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    store = str(copied / "run.zarr")
+    record = last_record(store)
+    old = RunRecord(
+        "run", record.time, record.config, record.recipe_digest, {**record.versions, "torch": "2.0"}
+    )
+    keep_record(store, old)
+
+    assert cli.main(["run", "--from", store]) == 0
+    assert f"torch is '2.0' there, '{torch.__version__}' here" in capsys.readouterr().err
+
+
+def test_a_changed_recipe_is_not_run_from_a_store_unless_it_is_named(
+    copied: Path, ran: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    store, recipe = str(copied / "run.zarr"), ran / "recipe.py"
+    before = recipe.read_text()
+    recipe.write_text(before + "\nraise SystemExit('it was run')\n")
+    try:
+        line = refused(["run", "--from", store], capsys)
+    finally:
+        recipe.write_text(before)
+
+    assert "is not the one of the run kept in" in line
+    assert "Pass --recipe PATH" in line
+    (copied / "recipe.py").write_text(before + "\n# a comment\n")
+    assert "120 found" in done(["run", "--from", store, "--recipe", str(copied / "recipe.py")], capsys)
+
+
+def test_a_store_without_a_record_says_how_to_go_on(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with ZarrFeatureStore.create(tmp_path / "a.zarr", Manifest({})):
+        pass
+
+    assert "keeps no run of the command line" in refused(["run", "--from", str(tmp_path / "a.zarr")], capsys)
+    assert "There is no store at" in refused(["report", str(tmp_path / "b.zarr")], capsys)
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        b"nonsense",
+        b"[1]",
+        b'[{"command": "run"}]',
+        b"[" * 9999,
+        b'[{"command": 1, "time": "", "config": {}, "recipe_digest": "", "versions": {}}]',
+    ],
+)
+def test_records_that_cannot_be_read_are_refused(
+    text: bytes, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with ZarrFeatureStore.create(tmp_path / "a.zarr", Manifest({})) as store:
+        store.cache("runs", "run records, format 1", np.frombuffer(text, np.uint8).copy())
+        with pytest.raises(CorruptStoreError, match=r"records of runs in .* cannot be read"):
+            kept_records(store)
+
+    assert "runs: The records of runs in" in done(["inspect", str(tmp_path / "a.zarr")], capsys)
+
+
+def test_the_oldest_of_very_many_records_go(tmp_path: Path) -> None:
+    with ZarrFeatureStore.create(tmp_path / "a.zarr", Manifest({})):
+        pass
+    for number in range(102):
+        keep_record(str(tmp_path / "a.zarr"), RunRecord("run", "", {"seed": number}, "", {}))
+
+    with open_store(str(tmp_path / "a.zarr")) as store:
+        assert [record.config["seed"] for record in kept_records(store)] == list(range(2, 102))
+
+
+def test_the_report_gets_scores_renders_and_a_place(
+    ran: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    calls: list[tuple[Any, ...]] = []
+
+    def write_report(scores: Any, out: Any, *, train_render: Any, target_render: Any) -> Path:
+        calls.append((scores.shape, Path(out), train_render(3), target_render))
+        return Path(out)
+
+    module = types.ModuleType("trak_lite.report")
+    module.write_report = write_report  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, "trak_lite.report", module)
+
+    assert done(["report", str(ran / "run.zarr")], capsys) == f"report: {ran}/run.html\n"
+    done(["report", "--from", str(ran / "run.zarr"), "--out", "other.html"], capsys)
+    assert calls == [
+        ((40, 6), ran / "run.html", "row 3", None),
+        ((40, 6), Path("other.html"), "row 3", None),
+    ]
+    with open_store(str(ran / "run.zarr")) as store:
+        assert [record.command for record in kept_records(store)] == ["run"]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (
+            ["run"],
+            "run takes one of a config and a store, the config first. Usage: trak-lite run (CONFIG | --from",
+        ),
+        (["run", "a.yaml", "--from", "b"], "run takes one of"),
+        (["run", "--from"], "--from has no value. Expected --from PATH."),
+        (["report", "a.zarr", "--out"], "--out has no value. Expected --out PATH."),
+        (["report"], "report takes one of"),
+        (["run", "no/such.yaml"], "There is no config at no/such.yaml"),
+    ],
+)
+def test_a_command_without_its_source_is_refused(
+    arguments: list[str], said: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert said in refused(arguments, capsys)
+
+
+def test_no_checkpoint_other_settings_and_a_recipe_without_a_function_are_refused(
+    copied: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    config = str(copied / "run.yaml")
+    nowhere = refused(["featurize", config, "--checkpoints", str(copied / "nowhere")], capsys)
+    assert f"There is no checkpoint at {copied}/nowhere." in nowhere
+    settings = refused(["run", config, "--path", str(copied / "run.zarr"), "--seed", "7"], capsys)
+    assert "projector.seed is 0 there, 7 here" in settings
+    (copied / "recipe.py").write_text("def build_model(): ...\n")
+    assert "defines no function train_data(), target_data()" in refused(["run", config], capsys)
+
+
+def test_without_the_extra_the_store_can_be_looked_at_and_the_rest_says_what_to_install(ran: Path) -> None:
+    code = (
+        "import sys\n"
+        "for name in ('jsonargparse', 'docstring_parser'): sys.modules[name] = None\n"
+        "from trak_lite import cli\n"
+        "print(cli.main(['verify', sys.argv[1]]), cli.main(['run', 'x.yaml']))"
+    )
+    command = [sys.executable, "-c", code, str(ran / "run.zarr")]
+    ended = subprocess.run(command, capture_output=True, text=True, check=True)
+
+    assert ended.stdout.splitlines()[-1] == "0 2"
+    assert ended.stderr == (
+        "trak-lite: run needs docstring_parser, which is not installed. Install it with pip install 'trak-lite[cli]'.\n"
+    )
+
+
+def test_the_package_and_a_look_at_a_store_import_nothing_of_the_extra() -> None:
+    code = "import sys, trak_lite.cli; print(sorted({'jsonargparse', 'docstring_parser'} & set(sys.modules)))"
+    ended = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+
+    assert ended.stdout == "[]\n"
+
+
+def test_every_run_of_a_record_is_checked_like_a_config(copied: Path) -> None:
+    store = str(copied / "run.zarr")
+    record = last_record(store)
+    keep_record(
+        store, RunRecord("run", "", {**record.config, "sead": 1}, record.recipe_digest, record.versions)
+    )
+
+    with pytest.raises(InvalidInputError, match=r"The run kept in .*run\.zarr: unknown key 'sead'"):
+        read_config("run", last_record(store), [])

@@ -1,0 +1,213 @@
+"""Configs: what is refused in one line, and what comes of values that are given in several places."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from cli_cases import CONFIG, RECIPE, refused, write_case
+
+from trak_lite import cli
+from trak_lite.cli.configs import RunConfig, config_parser, read_config
+from trak_lite.errors import InvalidInputError
+from trak_lite.gradient_computers import Normalization
+
+KEYS = config_parser("run", "", "").keys
+
+
+def read(folder: Path, more: str = "", *arguments: str) -> RunConfig:
+    return read_config("run", write_case(folder, more=more), arguments)
+
+
+@pytest.mark.parametrize(
+    ("more", "said"),
+    [
+        ("seed: many", "seed must be a whole number, got 'many'."),
+        ("seed: 1.5", "seed must be a whole number, got 1.5."),
+        ("seed: true", "seed must be a whole number, got True."),
+        ("seed: null", "seed must be a whole number, got None."),
+        ("seed: {a: 1}", "seed must be a whole number, got {'a': 1}."),
+        ("store_norms: 1", "store_norms must be true or false, got 1."),
+        ("damping: .nan", "damping must be a finite number or 'auto', got nan."),
+        ("damping: high", "damping must be a finite number or 'auto', got 'high'."),
+        ("dtype: float61", "got 'float61'. Did you mean 'float16'?"),
+        ("grad_wrt: [1]", "grad_wrt must be text or a list of (text) or null, got [1]."),
+        ("normalize: {kind: clip, most: 2}", "normalize: unknown keys ['most']; expected some of ['kind', "),
+        ("normalize: {kind: clip}", "normalize: kind='clip' needs a threshold"),
+        ("evaluate: {budget: ten}", "evaluate.budget must be a whole number, got 'ten'."),
+        ("evaluate: 5", "evaluate must be a mapping of keys, got 5."),
+        ("recipe_arguments: 5", "recipe_arguments must be a mapping, got 5."),
+        ("recipe_arguments: {steps: few}", "recipe_arguments.steps must be a whole number, got 'few'."),
+        (
+            "recipe_arguments: {step: 2}",
+            "unknown key 'recipe_arguments.step'. Did you mean 'recipe_arguments.steps'?",
+        ),
+        ("proj_dims: 4", "unknown key 'proj_dims'. Did you mean 'proj_dim'?"),
+        ("evaluate: {bugdet: 4}", "unknown key 'evaluate.bugdet'. Did you mean 'evaluate.budget'?"),
+        ("budget: 4", "unknown key 'budget'. Did you mean 'evaluate.budget'?"),
+        ("zzzz: 4", "unknown key 'zzzz'. 'trak-lite run --help' lists the keys."),
+        ("seed: 1\nseed: 2", "the key 'seed' is there twice"),
+        ("grad_wrt: &a [x]\nindices: *a", "aliases are not allowed"),
+        ("seed: !!python/object/apply:os.getcwd []", "could not determine a constructor"),
+        ("seed: [", "is no YAML that can be read"),
+    ],
+)
+def test_a_wrong_key_or_value_is_named_with_its_path(
+    more: str, said: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    line = refused(["run", write_case(tmp_path, more=more)], capsys)
+
+    assert said in line
+    assert str(tmp_path / "run.yaml") in line
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["--seed", "many"], "seed must be a whole number, got 'many'."),
+        (["--seed"], "--seed has no value. Expected --seed value."),
+        (["--sed", "1"], "unknown key 'sed'. Did you mean 'seed'?"),
+        (["--see", "1"], "unknown key 'see'. Did you mean 'seed'?"),
+        (["1", "--seed"], "unexpected '1'. Expected --key value, after the config."),
+        (["--recipe_arguments.steps=x"], "recipe_arguments.steps must be a whole number, got 'x'."),
+        (["--score.kernel", "carvature"], "Did you mean 'curvature'?"),
+    ],
+)
+def test_a_wrong_override_is_named(
+    arguments: list[str], said: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    line = refused(["run", write_case(tmp_path), *arguments], capsys)
+
+    assert said in line
+    assert "Command line: " in line
+
+
+@pytest.mark.parametrize(
+    ("content", "said"),
+    [
+        (b"- a", "holds list, expected keys with values"),
+        (b"", "holds NoneType, expected keys with values"),
+        (b"\xff", "it is not text in UTF-8"),
+        (b"a: " + b"[" * 5000, "is no YAML that can be read"),
+        (b"path: x", "recipe, task must be given. Add it, or pass --recipe VALUE."),
+    ],
+)
+def test_a_file_that_is_no_config_is_refused(
+    content: bytes, said: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "run.yaml").write_bytes(content)
+
+    assert said in refused(["run", str(tmp_path / "run.yaml")], capsys)
+
+
+def test_a_missing_recipe_argument_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    config = write_case(tmp_path, recipe=RECIPE.replace("width: int = 4", "width: int"))
+
+    assert "recipe_arguments.width must be given" in refused(["run", config], capsys)
+
+
+def test_the_command_line_comes_before_the_file_and_the_file_before_the_default(tmp_path: Path) -> None:
+    values = read(
+        tmp_path,
+        "seed: 3\nevaluate: {budget: 4}\nrecipe_arguments: {steps: 2}\n",
+        *("--seed=5", "--score.kernel", "trak", "--score.checkpoint_weights", "[1, -1]", "--grad_wrt", "0.*"),
+        *("--recipe_arguments.width", "8", "--store_norms", "true", "--damping", "1e-2"),
+    ).values
+
+    assert (values["seed"], values["evaluate.budget"], values["proj_dim"]) == (5, 4, 16)
+    assert (values["score.kernel"], values["score.checkpoint_weights"]) == ("trak", [1.0, -1.0])
+    assert (values["grad_wrt"], values["store_norms"], values["damping"]) == ("0.*", True, 0.01)
+    assert values["evaluate.alpha"] == 0.5
+    assert [values[f"recipe_arguments.{name}"] for name in ("steps", "width", "num_train")] == [2, 8, 40]
+
+
+def test_a_config_written_out_is_the_same_config(tmp_path: Path) -> None:
+    config = read(tmp_path, "normalize: {kind: clip, threshold: 2}\nevaluate: {seeds: [0, 1]}\n")
+    (tmp_path / "again.yaml").write_text(yaml.safe_dump(config.to_json()))
+
+    assert read_config("run", str(tmp_path / "again.yaml"), []).values == config.values
+
+
+def test_the_recipe_stands_beside_the_config_and_paths_are_made_absolute(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "below").mkdir()
+    write_case(tmp_path / "below", config=CONFIG.replace("{folder}/", ""), more="")
+
+    values = read_config("run", "below/run.yaml", ["--checkpoints", "[a, b]"]).values
+
+    assert values["recipe"] == str(tmp_path / "below" / "recipe.py")
+    assert values["path"] == str(tmp_path / "run.zarr")
+    assert values["checkpoints"] == [str(tmp_path / "a"), str(tmp_path / "b")]
+
+
+def test_an_address_in_an_object_store_stays_as_it_is(tmp_path: Path) -> None:
+    assert read(tmp_path, "", "--path", "memory://run.zarr").values["path"] == "memory://run.zarr"
+
+
+def test_a_mapping_becomes_a_normalization(tmp_path: Path) -> None:
+    config = read(tmp_path, "normalize: {kind: clip, threshold: 2, scope: module}")
+
+    assert config.attributor_arguments()["normalize"] == Normalization("clip", 2.0, "module")
+
+
+def test_nothing_of_the_recipe_runs_before_all_other_keys_are_right(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    config = write_case(tmp_path, recipe="raise SystemExit('the recipe was run')", more="seed: x")
+
+    assert "seed must be" in refused(["run", config], capsys)
+
+
+@pytest.fixture
+def planted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
+    """A module that can be imported and must not be; its class's path."""
+    (tmp_path / "planted_code.py").write_text("class Planted:\n    pass\n")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    return "planted_code.Planted"
+
+
+@pytest.mark.parametrize("name", sorted({*KEYS, "recipe_arguments.steps", "recipe_arguments"}))
+def test_a_class_path_in_any_key_is_refused_and_imports_nothing(
+    name: str, planted: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    config = yaml.safe_load(CONFIG.format(folder=tmp_path))
+    write_case(tmp_path)
+    section, _, key = name.rpartition(".")
+    place = config.setdefault(section, {}) if section else config
+    place[key] = {"class_path": planted, "init_args": {}}
+    (tmp_path / "run.yaml").write_text(yaml.safe_dump(config))
+
+    refused(["run", str(tmp_path / "run.yaml")], capsys)
+
+    assert "planted_code" not in sys.modules
+
+
+@pytest.mark.parametrize("name", ["task", "projector", "gradient_computer", "device", "normalize", "kernel"])
+@pytest.mark.parametrize("form", ["{}", "class_path: {}", "!!python/name:{}"])
+def test_the_path_of_a_class_as_text_imports_nothing(
+    name: str, form: str, planted: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    refused(["run", write_case(tmp_path), f"--{name}", form.format(planted)], capsys)
+
+    assert "planted_code" not in sys.modules
+
+
+@pytest.mark.parametrize("name", ["run", "report"])
+def test_the_help_lists_the_keys(name: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main([name, "--help"]) == 0
+
+    shown = capsys.readouterr().out
+    assert "--proj_dim" in shown
+    assert "--evaluate.budget" in shown
+
+
+def test_a_parser_refuses_values_of_keys_that_it_does_not_have() -> None:
+    parser: Any = config_parser("run", "", "")
+
+    with pytest.raises(InvalidInputError, match="here: unknown key 'sead'"):
+        parser.value("sead", 1, where="here")

@@ -1,0 +1,237 @@
+"""The commands that need a config: train, featurize, score, evaluate, report."""
+
+from __future__ import annotations
+
+import logging
+import os
+import shutil
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import cached_property, partial
+from pathlib import Path
+from typing import Any, final
+
+import numpy as np
+from safetensors.torch import save_file
+
+from trak_lite.attributor import Attributor, FeaturizeSummary
+from trak_lite.attributor_settings import versions
+from trak_lite.cli.configs import RunConfig
+from trak_lite.cli.recipes import last_trained, trained_states
+from trak_lite.cli.records import RunRecord, keep_record
+from trak_lite.errors import CheckpointError, InvalidInputError, MissingStoreError
+from trak_lite.evaluation import Verdict
+from trak_lite.scores import Scores
+from trak_lite.store import RemotePlace
+
+__all__ = ["COMMANDS", "Job"]
+
+logger = logging.getLogger(__name__)
+
+_SHOWN_TARGETS, _SHOWN_ROWS = 3, 5
+
+
+@final
+class Job:
+    """What a config and its recipe describe, done step by step; every step resumes."""
+
+    def __init__(self, config: RunConfig) -> None:
+        """Build the model and decide every setting; nothing is written yet."""
+        self.config = config
+        model = config.recipe.call("build_model", config.recipe_arguments)
+        self.attributor = Attributor(model, **config.attributor_arguments())
+
+    @cached_property
+    def train_data(self) -> Any:
+        """The recipe's train data."""
+        return self.config.recipe.call("train_data", self.config.recipe_arguments)
+
+    @cached_property
+    def target_data(self) -> Any:
+        """The recipe's targets."""
+        return self.config.recipe.call("target_data", self.config.recipe_arguments)
+
+    def train(self) -> int:
+        """Train if the recipe can and there is no checkpoint; return how many were written.
+
+        Checkpoints come under their names when the training has ended, so that a part of a run is never taken for it.
+        """
+        folder = self.config.values["checkpoints"]
+        train = self.config.recipe.bound("train", self.config.recipe_arguments)
+        if train is None or not isinstance(folder, str) or _has_entries(folder):
+            return 0
+        os.makedirs(os.path.dirname(folder), exist_ok=True)
+        scratch = tempfile.mkdtemp(
+            prefix=f"{os.path.basename(folder)}.training-", dir=os.path.dirname(folder)
+        )
+        try:
+            number = 0
+            trained = train(np.arange(_num_samples(self.train_data)), self.config.values["train_seed"])
+            for number, state in enumerate(trained_states(trained), start=1):
+                save_file(state, f"{scratch}/checkpoint-{number}.safetensors")
+            if not number:
+                raise InvalidInputError("The recipe's train() gave no weights. Return or yield a state dict.")
+            if not _has_entries(folder):  # another process may have been faster
+                os.chmod(scratch, 0o777 & ~_umask())  # mkdtemp makes it for its owner only
+                os.replace(scratch, folder)
+        finally:
+            shutil.rmtree(scratch, ignore_errors=True)
+        return number
+
+    def featurize(self) -> FeaturizeSummary:
+        """Featurize the train rows for every checkpoint.
+
+        Raises:
+            CheckpointError: If there is no checkpoint at the path.
+        """
+        checkpoints = self.config.values["checkpoints"]
+        if isinstance(checkpoints, str) and not _has_entries(checkpoints):
+            raise CheckpointError(
+                f"There is no checkpoint at {checkpoints}. Put the model's .safetensors or .pt files there, name "
+                "another place with --checkpoints PATH, or let a recipe with train(indices, seed) make them: "
+                "trak-lite run CONFIG."
+            )
+        return self.attributor.featurize(self.train_data, checkpoints, **self.config.section("featurize"))
+
+    def score(self) -> Scores:
+        """Score the targets."""
+        arguments = self.config.section("score")
+        if arguments["kernel"] == "ekfac":
+            rows = self.config.section("featurize")
+            same = {name: rows[name] for name in ("indices", "batch_size", "dataset_id")}
+            self.attributor.fit_curvature(self.train_data, self.config.values["checkpoints"], **same)
+        return self.attributor.score(self.target_data, **arguments)
+
+    def evaluate(self) -> Verdict:
+        """Test the scores against models that the recipe retrains on random subsets.
+
+        Raises:
+            InvalidInputError: If the recipe cannot train.
+        """
+        train = self.config.recipe.bound("train", self.config.recipe_arguments)
+        if train is None:
+            raise InvalidInputError(
+                f"The recipe {self.config.recipe.path} defines no train(indices, seed), which evaluate calls for every "
+                "random subset. Add it; it returns the trained module or its state dict."
+            )
+        rows = self.config.section("featurize")["indices"]
+        train_fn = partial(last_trained, train if rows is None else partial(_chosen, tuple(rows), train))
+        return self.attributor.verify(train_fn, self.target_data, **self.config.verification())
+
+    def report(self, out: str | None) -> Path:
+        """Write the report of the scores as one page of HTML; return where it is."""
+        from trak_lite.report import write_report  # brings matplotlib
+
+        score, recipe, arguments = (
+            self.config.section("score"),
+            self.config.recipe,
+            self.config.recipe_arguments,
+        )
+        scores = self.attributor.scores(score["name"], dense=score["dense"], **self.config.view())
+        page: Path = write_report(
+            scores,
+            _report_path(self.config) if out is None else out,
+            train_render=recipe.bound("render", arguments),
+            target_render=recipe.bound("render_target", arguments),
+        )
+        return page
+
+    @contextmanager
+    def recorded(self, command: str) -> Iterator[None]:
+        """Keep the record of a command in the store: before it runs, or when it ends if it made the store.
+
+        A store comes to be with its first good rows, so there is none to write to before.
+        """
+        config = self.config
+        record = RunRecord.now(
+            command, config.to_json(), config.recipe.digest, versions(self.attributor.device)
+        )
+        try:
+            keep_record(config.path, record)
+        except MissingStoreError:
+            try:
+                yield
+            finally:
+                self._keep_late(record)
+        else:
+            yield
+
+    def _keep_late(self, record: RunRecord) -> None:
+        try:
+            keep_record(self.config.path, record)
+        except MissingStoreError:
+            logger.debug("There is no store at %s, and so no record of the run.", self.config.path)
+
+
+def run(job: Job, out: str | None = None) -> Iterator[str]:
+    """Train if need be, featurize, score, and say what came of it."""
+    num_trained = job.train()
+    if num_trained:
+        yield f"trained: {num_trained} checkpoints in {job.config.values['checkpoints']}"
+    yield from featurize(job)
+    yield from score(job)
+
+
+def featurize(job: Job, out: str | None = None) -> Iterator[str]:
+    """Featurize the train rows."""
+    done = job.featurize()
+    yield (
+        f"featurized: {done.rows_written} rows written, {done.rows_found} found, checkpoints "
+        f"{', '.join(done.checkpoints)}"
+    )
+
+
+def score(job: Job, out: str | None = None) -> Iterator[str]:
+    """Score the targets."""
+    scores = job.score()
+    yield str(scores)
+    for target in range(min(_SHOWN_TARGETS, scores.shape[1])):
+        for sign in ("helpful", "harmful"):
+            top = scores.top(_SHOWN_ROWS, target=target, sign=sign)
+            rows = "  ".join(
+                f"{row} ({value:+.2e})" for row, value in zip(top.indices, top.scores, strict=True)
+            )
+            yield f"target {target}, most {sign} rows: {rows}"
+
+
+def evaluate(job: Job, out: str | None = None) -> Iterator[str]:
+    """Say how well the scores predict retraining."""
+    yield str(job.evaluate())
+
+
+def report(job: Job, out: str | None = None) -> Iterator[str]:
+    """Write the page."""
+    yield f"report: {job.report(out)}"
+
+
+COMMANDS = {"run": run, "featurize": featurize, "score": score, "evaluate": evaluate, "report": report}
+
+
+def _chosen(
+    rows: tuple[int, ...], train: Any, indices: np.ndarray[Any, np.dtype[np.int64]], seed: int
+) -> Any:
+    """Train on rows that are numbered as in the scores, not as in the dataset."""
+    return train(np.asarray(rows, np.int64)[indices], seed)
+
+
+def _report_path(config: RunConfig) -> Path:
+    """Return where the report goes: beside the store, or here if that is in an object store."""
+    place = config.path
+    return Path("report.html") if isinstance(place, RemotePlace) else Path(place).with_suffix(".html")
+
+
+def _has_entries(path: str) -> bool:
+    """Whether there is a file, or a folder with something in it."""
+    return os.path.isfile(path) or (os.path.isdir(path) and bool(os.listdir(path)))
+
+
+def _num_samples(data: Any) -> int:
+    """Return N of a dataset or of a DataLoader, whose own length is that of its batches."""
+    return len(getattr(data, "dataset", data))
+
+
+def _umask() -> int:
+    mask = os.umask(0)
+    os.umask(mask)
+    return mask

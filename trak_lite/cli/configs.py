@@ -1,0 +1,266 @@
+"""Configs: YAML from a file or from a store, with what the command line says in its place, checked and made whole.
+
+The keys are the arguments of :class:`~trak_lite.Attributor` as they stand, those of its methods in a section of the
+method's name (``score.kernel``), and those of the recipe's functions under ``recipe_arguments``.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+from typing import Any, final
+
+import yaml
+
+from trak_lite.attributor import Attributor
+from trak_lite.cli.keys import REQUIRED, Key, keys_of
+from trak_lite.cli.parsing import ConfigParser, overrides, refuse_unknown
+from trak_lite.cli.recipes import SECTION, Recipe, load_recipe
+from trak_lite.cli.records import RunRecord
+from trak_lite.errors import InvalidInputError
+from trak_lite.store import RemotePlace, resolve_place
+
+__all__ = ["RunConfig", "config_parser", "read_config"]
+
+_OWN_KEYS = (
+    Key(
+        "recipe",
+        str,
+        REQUIRED,
+        "Python file that gives model and data; beside a config, relative to its folder.",
+    ),
+    Key("path", str, REQUIRED, "Folder of the store (runs/digits.zarr), or its address in an object store."),
+    Key(
+        "checkpoints",
+        str | list[str] | None,
+        None,
+        "File or folder of checkpoints, or several; null takes the model as build_model() gives it.",
+    ),
+    Key(
+        "train_seed",
+        int,
+        0,
+        "Passed to the recipe's train(indices, seed), which run calls if there is no checkpoint.",
+    ),
+)
+_VIEW = ("kernel", "damping", "layout", "q", "checkpoint_weights")
+_OF_TARGETS = ("name", "indices", "batch_size", "dataset_id")
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class RunConfig:
+    """A config with every value decided, and its recipe."""
+
+    values: Mapping[str, Any]
+    """By dotted name; JSON values."""
+    recipe: Recipe
+
+    @property
+    def path(self) -> str | RemotePlace:
+        """Where the store is."""
+        return resolve_place(self.values["path"])
+
+    @property
+    def recipe_arguments(self) -> dict[str, Any]:
+        """What the recipe's functions take."""
+        return self.section(SECTION)
+
+    def attributor_arguments(self) -> dict[str, Any]:
+        """Return the keywords of an attributor, all but the model."""
+        chosen = {key.name: _built(key, self.values[key.name]) for key in _attributor_keys()}
+        return {**chosen, "path": self.values["path"]}
+
+    def section(self, name: str) -> dict[str, Any]:
+        """Return the values of a section, by the name of the argument."""
+        prefix = f"{name}."
+        return {
+            key.removeprefix(prefix): value for key, value in self.values.items() if key.startswith(prefix)
+        }
+
+    def view(self) -> dict[str, Any]:
+        """Return how the scores are made, of which there may be several of one target set."""
+        return {name: value for name, value in self.section("score").items() if name in _VIEW}
+
+    def verification(self) -> dict[str, Any]:
+        """Return the keywords of a verification: its own, and what tells the scores that it is about."""
+        score = self.section("score")
+        of_targets = {name: score[name] for name in _OF_TARGETS}
+        return {**self.section("evaluate"), **of_targets, **self.view()}
+
+    def to_json(self) -> dict[str, Any]:
+        """Return the config as a YAML file would say it, every value written out and every path absolute."""
+        nested: dict[str, Any] = {}
+        for name, value in self.values.items():
+            section, _, key = name.rpartition(".")
+            (nested.setdefault(section, {}) if section else nested)[key] = value
+        return nested
+
+
+def config_parser(command: str, text: str, usage: str) -> ConfigParser:
+    """Return what reads a config's keys, all but those of the recipe's functions."""
+    return ConfigParser(command, _keys(), usage=usage, text=text)
+
+
+def read_config(command: str, source: str | RunRecord, arguments: Sequence[str]) -> RunConfig:
+    """Return a config, from a file or a run that a store has kept, with some values overridden.
+
+    Everything but the recipe's own arguments is checked before a line of the recipe is run.
+
+    Args:
+        command: Name of the command, for messages.
+        source: Path of the YAML file, or the record of a run.
+        arguments: Overrides, as the command line gives them.
+
+    Raises:
+        InvalidInputError: If the file cannot be read, a key is unknown, a value is of the wrong type or missing, or
+            the recipe cannot be run.
+    """
+    given, where, folder = _given(source)
+    parser = ConfigParser(command, _keys())
+    of_recipe = given.pop(SECTION, None) or {}
+    if not isinstance(of_recipe, Mapping):
+        raise InvalidInputError(f"{where}: {SECTION} must be a mapping, got {of_recipe!r}.")
+    texts = list(overrides(arguments))
+    values = {key.name: key.default for key in parser.keys.values()}
+    for name, value in _flat(given, parser.keys, where=where, command=command):
+        values[name] = parser.value(name, value, where=where)
+    values["recipe"] = values["recipe"] if values["recipe"] is REQUIRED else str(folder / values["recipe"])
+    for name, text in texts:
+        if not name.startswith(f"{SECTION}."):
+            values[name] = parser.text(name, text)
+    _refuse_missing(values, where)
+    recipe = load_recipe(Path(values["recipe"]))
+    if isinstance(source, RunRecord) and "recipe" not in dict(texts):
+        source.check_recipe(recipe.digest)
+    values |= _recipe_values(ConfigParser(command, recipe.keys()), of_recipe, texts, where)
+    return RunConfig(_absolute(values, recipe), recipe)
+
+
+def _recipe_values(
+    parser: ConfigParser, given: Mapping[str, Any], texts: Sequence[tuple[str, str]], where: str
+) -> dict[str, Any]:
+    """Return the values of the recipe's arguments: what is given, else the defaults of its functions."""
+    values = {key.name: key.default for key in parser.keys.values()}
+    values |= {
+        name: parser.value(name, value, where=where)
+        for name, value in ((f"{SECTION}.{key}", value) for key, value in given.items())
+    }
+    values |= {name: parser.text(name, text) for name, text in texts if name.startswith(f"{SECTION}.")}
+    _refuse_missing(values, where)
+    # A default may be a tuple, which JSON has not.
+    return {name: list(value) if isinstance(value, tuple) else value for name, value in values.items()}
+
+
+@cache
+def _keys() -> tuple[Key, ...]:
+    """Return the keys of every config, from the signatures of the attributor."""
+    score = keys_of(Attributor.score, section="score", without=("data",))
+    shared = ("train_fn", "data", "strata", "texts", *(key.argument for key in score))
+    return (
+        *_OWN_KEYS,
+        *_attributor_keys(),
+        *keys_of(Attributor.featurize, section="featurize"),
+        *score,
+        *keys_of(Attributor.verify, section="evaluate", without=shared),
+    )
+
+
+@cache
+def _attributor_keys() -> tuple[Key, ...]:
+    return tuple(keys_of(Attributor.__init__, without=("path",)))
+
+
+def _given(source: str | RunRecord) -> tuple[dict[str, Any], str, Path]:
+    """Return what a source says, its name in messages, and the folder that its recipe is relative to."""
+    if isinstance(source, RunRecord):
+        return dict(source.config), f"The run kept in {source.where}", Path()
+    return _read_yaml(source), source, Path(source).parent
+
+
+def _read_yaml(path: str) -> dict[str, Any]:
+    try:
+        text = Path(path).read_text(encoding="utf-8")
+    except OSError as error:
+        raise InvalidInputError(
+            f"There is no config at {path} ({error.strerror}). Name a YAML file, such as configs/digits.yaml."
+        ) from error
+    except UnicodeDecodeError as error:
+        raise InvalidInputError(f"{path} is no YAML: it is not text in UTF-8. Name a YAML file.") from error
+    try:
+        content = yaml.load(text, Loader=_Loader)  # a SafeLoader
+    except (yaml.YAMLError, RecursionError, ValueError) as error:
+        what = " ".join(str(error).split()) or "nested too deeply"
+        raise InvalidInputError(f"{path} is no YAML that can be read: {what}. Correct it.") from error
+    if not isinstance(content, dict):
+        raise InvalidInputError(
+            f"{path} holds {type(content).__name__}, expected keys with values (key: value)."
+        )
+    return content
+
+
+@final
+class _Loader(yaml.SafeLoader):  # type: ignore[misc]
+    """Plain YAML: a key twice is an error and not silently the last one, and nothing refers to another part."""
+
+    def compose_node(self, parent: yaml.Node | None, index: int) -> yaml.Node | None:
+        """Refuse aliases, which may be endless."""
+        if self.check_event(yaml.AliasEvent):
+            mark = self.peek_event().start_mark
+            raise yaml.composer.ComposerError(None, None, "aliases are not allowed", mark)
+        return super().compose_node(parent, index)
+
+    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
+        """Refuse a key that was there before."""
+        seen = set()
+        for key, _ in node.value:
+            if key.value in seen:
+                raise yaml.constructor.ConstructorError(
+                    None, None, f"the key {key.value!r} is there twice", key.start_mark
+                )
+            seen.add(key.value if isinstance(key, yaml.ScalarNode) else id(key))
+        mapping: dict[Any, Any] = super().construct_mapping(node, deep)
+        return mapping
+
+
+def _flat(
+    given: Mapping[Any, Any], known: Collection[str], *, where: str, command: str, prefix: str = ""
+) -> Iterator[tuple[str, Any]]:
+    """Yield dotted names and values; what is below a section is taken apart, everything else left as it is."""
+    sections = {name.rpartition(".")[0] for name in known} - {""}
+    for key, value in given.items():
+        name = f"{prefix}{key}"
+        if name not in sections:
+            refuse_unknown(name, known, where=where, command=command)
+            yield name, value
+        elif isinstance(value, Mapping):
+            yield from _flat(value, known, where=where, command=command, prefix=f"{name}.")
+        elif value is not None:
+            raise InvalidInputError(f"{where}: {name} must be a mapping of keys, got {value!r}.")
+
+
+def _refuse_missing(values: Mapping[str, Any], where: str) -> None:
+    missing = [name for name, value in values.items() if value is REQUIRED]
+    if missing:
+        raise InvalidInputError(
+            f"{where}: {', '.join(missing)} must be given. Add it, or pass --{missing[0]} VALUE."
+        )
+
+
+def _absolute(values: Mapping[str, Any], recipe: Recipe) -> dict[str, Any]:
+    """Return the values with the paths of files as they are from everywhere."""
+    checkpoints, place = values["checkpoints"], resolve_place(values["path"])
+    if isinstance(checkpoints, str):
+        checkpoints = os.path.abspath(checkpoints)
+    elif checkpoints is not None:
+        checkpoints = [os.path.abspath(path) for path in checkpoints]
+    path = values["path"] if isinstance(place, RemotePlace) else os.path.abspath(place)
+    return {**values, "recipe": str(recipe.path), "checkpoints": checkpoints, "path": path}
+
+
+def _built(key: Key, value: Any) -> Any:
+    """Return the argument that a value stands for."""
+    return key.build(value) if key.build is not None and isinstance(value, Mapping) else value

@@ -1,0 +1,96 @@
+"""What a store holds, in text: settings, tables and rows done, verdicts, runs. Reads only, and takes no lock."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from trak_lite.cli.records import kept_records
+from trak_lite.errors import StoreError
+from trak_lite.store import AbstractFeatureStore, RemotePlace, open_store
+from trak_lite.verification import kept_verdict
+
+__all__ = ["done_lines", "inspection"]
+
+
+def inspection(place: str | RemotePlace) -> str:
+    """Return what the store at a place holds.
+
+    Raises:
+        MissingStoreError: If there is no store.
+        StoreError: If it cannot be read.
+    """
+    with open_store(place) as store:
+        lines = [
+            f"{place}: a store of format {store.manifest.format}",
+            *_manifest_lines(store),
+            "tables:",
+            *(f"  {line}" for line in done_lines(store)),
+            *_verdict_lines(store),
+            *_run_lines(store),
+        ]
+    return _printable("\n".join(lines))
+
+
+def done_lines(store: AbstractFeatureStore) -> Iterator[str]:
+    """Yield a line for every table: its path, how many rows are done, and the checkpoint if it is of one."""
+    paths = store.table_names()
+    width = max(map(len, paths), default=0)
+    for path in paths:
+        table = store.open_table(path)
+        done, total = int(table.done().sum()), table.spec.num_rows
+        name = store.attributes(path).get("name")
+        of = "" if name is None else f", checkpoint {_json(name)}"
+        yield f"{path:<{width}}  {done} of {total} rows done{of}"
+    if not paths:
+        yield "none yet"
+
+
+def _manifest_lines(store: AbstractFeatureStore) -> Iterator[str]:
+    made_with = dict(store.manifest.made_with)
+    settings = made_with.pop("settings", {})
+    yield from _block("made with", made_with)
+    yield from _block("settings", settings)
+    fingerprint = dict(store.manifest.fingerprint)
+    parameters = fingerprint.pop("parameters", None)
+    yield from _block("rows are determined by", fingerprint)
+    if isinstance(parameters, Mapping):
+        yield f"  parameters: {len(parameters)} tensors"
+
+
+def _verdict_lines(store: AbstractFeatureStore) -> Iterator[str]:
+    for path in (*store.table_names("scores"), *store.table_names("views")):
+        if store.open_table(path).complete:
+            verdict = kept_verdict(store, path)
+            tested = "not tested" if verdict is None else str(verdict).replace("\n", "\n    ")
+            yield f"verdict on {path}: {tested}"
+
+
+def _run_lines(store: AbstractFeatureStore) -> Iterator[str]:
+    try:
+        records = kept_records(store)
+    except StoreError as error:
+        yield f"runs: {error}"
+        return
+    for record in records:
+        yield (
+            f"run: {_json(record.command)} at {_json(record.time)}, recipe {_json(record.config.get('recipe'))} "
+            f"(SHA-256 {_json(record.recipe_digest[:12])})"
+        )
+
+
+def _block(title: str, values: Any) -> Iterator[str]:
+    yield f"{title}:"
+    if isinstance(values, Mapping):
+        yield from (f"  {key}: {_json(value)}" for key, value in sorted(values.items()))
+
+
+def _json(value: Any) -> str:
+    text = json.dumps(value, sort_keys=True)
+    return text if len(text) <= 200 else f"{text[:197]}..."
+
+
+def _printable(text: str) -> str:
+    """Return a text without what a store from elsewhere might tell a terminal to do."""
+    return "".join(letter if letter.isprintable() or letter == "\n" else "?" for letter in text)

@@ -1,0 +1,182 @@
+"""Recipes: Python files of the user's that give model, data and training. The only code that a config can name."""
+
+from __future__ import annotations
+
+import hashlib
+import importlib.util
+import os
+import sys
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from types import ModuleType
+from typing import Any, final
+
+import numpy as np
+from numpy.typing import NDArray
+from torch import Tensor, nn
+
+from trak_lite.cli.keys import Key, keys_of
+from trak_lite.errors import InvalidInputError
+
+__all__ = ["SECTION", "Recipe", "last_trained", "load_recipe", "trained_states"]
+
+SECTION = "recipe_arguments"
+"""Section of a config with the arguments of the recipe's functions."""
+_NEEDED = ("build_model", "train_data", "target_data")
+_GIVEN = {"train": ("indices", "seed"), "render": ("index",), "render_target": ("index",)}
+"""Functions that a recipe may leave out, and the arguments that they are called with."""
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class Recipe:
+    """The functions of a recipe."""
+
+    path: Path
+    """The file, absolute."""
+    digest: str
+    """SHA-256 of its bytes."""
+    functions: Mapping[str, Callable[..., Any]]
+    """Those of the known names that it defines."""
+
+    def keys(self) -> list[Key]:
+        """Return a key for every argument of the functions that the user may set.
+
+        Raises:
+            InvalidInputError: If two functions have an argument of one name with another type or default.
+        """
+        found: dict[str, Key] = {}
+        for name, function in self.functions.items():
+            for key in keys_of(function, section=SECTION, without=_GIVEN.get(name, ())):
+                known = found.setdefault(key.name, key)
+                if (known.type, known.default) != (key.type, key.default):
+                    raise InvalidInputError(
+                        f"{self.path}: {key.argument!r} of {name}() has another type or default than that of another "
+                        "function. Arguments of one name are one key; give them the same, or rename one."
+                    )
+        return list(found.values())
+
+    def bound(self, name: str, arguments: Mapping[str, Any]) -> Callable[..., Any] | None:
+        """Return a function with those of the arguments that it takes; ``None`` if the recipe leaves it out."""
+        function = self.functions.get(name)
+        if function is None:
+            return None
+        taken = [key.argument for key in keys_of(function, without=_GIVEN.get(name, ()))]
+        # Tuples, so that retrained models are recognised by the values: lists count by their class only.
+        values = {key: _tuple(arguments[key]) for key in taken if key in arguments}
+        return partial(function, **values)
+
+    def call(self, name: str, arguments: Mapping[str, Any]) -> Any:
+        """Call one of the functions that every recipe has.
+
+        Raises:
+            InvalidInputError: If a package that it imports is not installed.
+        """
+        function = self.bound(name, arguments)
+        assert function is not None  # load_recipe has looked
+        try:
+            return function()
+        except ImportError as error:
+            raise InvalidInputError(
+                f"{name}() of the recipe {self.path} cannot be run: {error}. Install what it imports."
+            ) from error
+
+
+def load_recipe(path: Path) -> Recipe:
+    """Run a recipe and return its functions. Modules beside it can be imported by it.
+
+    Args:
+        path: Of the Python file.
+
+    Raises:
+        InvalidInputError: If there is no such file, it does not compile, a module that it imports is not installed,
+            or a function is missing.
+    """
+    path = Path(os.path.abspath(path))
+    try:
+        content = path.read_bytes()
+    except OSError as error:
+        raise InvalidInputError(
+            f"There is no recipe at {path} ({error.strerror}). Name a Python file that defines {_listed(_NEEDED)}."
+        ) from error
+    digest = hashlib.sha256(content).hexdigest()
+    module = _run(path, content, f"trak_lite_recipe_{digest[:16]}")
+    functions = {name: getattr(module, name) for name in (*_NEEDED, *_GIVEN) if hasattr(module, name)}
+    missing = [name for name in _NEEDED if name not in functions]
+    wrong = [name for name, function in functions.items() if not callable(function)]
+    if missing or wrong:
+        raise InvalidInputError(
+            f"The recipe {path} defines no function {_listed(missing or wrong)}. Expected {_listed(_NEEDED)}, and if "
+            "wanted train(indices, seed), render(index) and render_target(index)."
+        )
+    return Recipe(path, digest, functions)
+
+
+def trained_states(trained: Any) -> Iterator[dict[str, Tensor]]:
+    """Yield copies of the weights that ``train`` returned, or yields while it trains: the checkpoints of a run.
+
+    Args:
+        trained: A module, its state dict, or an iterable of these.
+
+    Raises:
+        InvalidInputError: If it is something else.
+    """
+    state = trained.state_dict() if isinstance(trained, nn.Module) else trained
+    if isinstance(state, Mapping):
+        yield {
+            name: value.detach().cpu().contiguous().clone()
+            for name, value in state.items()
+            if isinstance(value, Tensor)
+        }
+    elif isinstance(state, Iterable) and not isinstance(state, str | bytes | Tensor):
+        for one in state:
+            yield from trained_states(one)
+    else:
+        raise InvalidInputError(
+            f"The recipe's train() gave {type(trained).__name__}. Expected a module or its state dict, or yield one "
+            "for every checkpoint."
+        )
+
+
+def last_trained(train: Callable[..., Any], indices: NDArray[np.int64], seed: int) -> dict[str, Tensor]:
+    """Train on some rows and return the final weights: what a retrained model is judged by.
+
+    Raises:
+        InvalidInputError: If ``train`` gave no weights.
+    """
+    last: dict[str, Tensor] = {}
+    for last in trained_states(train(indices, seed)):  # noqa: B007  # the last one is wanted
+        pass
+    if not last:
+        raise InvalidInputError("The recipe's train() gave no weights. Return or yield a state dict.")
+    return last
+
+
+def _run(path: Path, content: bytes, name: str) -> ModuleType:
+    spec = importlib.util.spec_from_loader(name, loader=None, origin=str(path))
+    assert spec is not None  # it is made from a name alone
+    module = importlib.util.module_from_spec(spec)
+    module.__file__ = str(path)
+    if str(path.parent) not in sys.path:
+        sys.path.append(str(path.parent))  # behind all else: a recipe hides no installed package
+    sys.modules[name] = module
+    try:
+        exec(compile(content, str(path), "exec"), module.__dict__)
+    except (SyntaxError, ImportError) as error:
+        del sys.modules[name]
+        line = f" line {error.lineno}:" if isinstance(error, SyntaxError) else ""
+        what = error.msg or str(error)
+        raise InvalidInputError(
+            f"The recipe {path} cannot be run:{line} {what}. Correct it, or install what it imports."
+        ) from error
+    return module
+
+
+def _listed(names: Iterable[str]) -> str:
+    return ", ".join(f"{name}()" for name in names)
+
+
+def _tuple(value: Any) -> Any:
+    return tuple(map(_tuple, value)) if isinstance(value, list) else value
