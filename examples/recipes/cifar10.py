@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from functools import cache
+from typing import Literal
 
 import numpy as np
 import torch
@@ -17,25 +18,24 @@ from torch.utils.data import TensorDataset
 
 MEAN, STD = (0.4914, 0.4822, 0.4465), (0.2470, 0.2435, 0.2616)
 NUM_STAND_IN = 48
+Source = Literal["torchvision", "stand-in"]
 
 
 @cache
-def images_and_labels(source: str, root: str, part: str) -> tuple[NDArray[np.uint8], list[int]]:
+def images_and_labels(source: Source, root: str, part: str) -> tuple[NDArray[np.uint8], list[int]]:
     """Return images ``(N, 32, 32, 3)`` and labels of the ``train`` or ``test`` part."""
     if source == "stand-in":
         rng = np.random.default_rng(["train", "test"].index(part))
         labels = rng.integers(0, 10, NUM_STAND_IN)
         noise = rng.integers(0, 156, (NUM_STAND_IN, 32, 32, 3))
         return (noise + 10 * labels[:, None, None, None]).astype(np.uint8), labels.tolist()
-    if source != "torchvision":
-        raise SystemExit(f"recipe_arguments.source is {source!r}. Expected 'torchvision' or 'stand-in'.")
     from torchvision.datasets import CIFAR10
 
     found = CIFAR10(root, train=part == "train", download=True)
     return found.data, found.targets
 
 
-def tensors(source: str, root: str, part: str, count: int | None) -> TensorDataset:
+def tensors(source: Source, root: str, part: str, count: int | None) -> TensorDataset:
     """Return the first images of a part, normalised, ``(N, 3, 32, 32)``, with their labels."""
     images, labels = images_and_labels(source, root, part)
     pixels = torch.from_numpy(images[:count]).permute(0, 3, 1, 2).float() / 255
@@ -80,7 +80,7 @@ def build_model(width: int = 64) -> nn.Module:
 
 
 def train_data(
-    source: str = "torchvision", root: str = "data/cifar10", num_train: int | None = None
+    source: Source = "torchvision", root: str = "data/cifar10", num_train: int | None = None
 ) -> TensorDataset:
     """Return the train set.
 
@@ -93,7 +93,7 @@ def train_data(
 
 
 def target_data(
-    source: str = "torchvision", root: str = "data/cifar10", num_targets: int | None = 1000
+    source: Source = "torchvision", root: str = "data/cifar10", num_targets: int | None = 1000
 ) -> TensorDataset:
     """Return test images.
 
@@ -109,7 +109,7 @@ def train(
     indices: NDArray[np.int64],
     seed: int,
     *,
-    source: str = "torchvision",
+    source: Source = "torchvision",
     root: str = "data/cifar10",
     num_train: int | None = None,
     width: int = 64,
@@ -147,13 +147,13 @@ def train(
             yield model.state_dict()
 
 
-def render(index: int, *, source: str = "torchvision", root: str = "data/cifar10") -> NDArray[np.uint8]:
+def render(index: int, *, source: Source = "torchvision", root: str = "data/cifar10") -> NDArray[np.uint8]:
     """Return the image of a train row, ``(32, 32, 3)``."""
     return images_and_labels(source, root, "train")[0][index]
 
 
 def render_target(
-    index: int, *, source: str = "torchvision", root: str = "data/cifar10"
+    index: int, *, source: Source = "torchvision", root: str = "data/cifar10"
 ) -> NDArray[np.uint8]:
     """Return the image of a target, ``(32, 32, 3)``."""
     return images_and_labels(source, root, "test")[0][index]

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from functools import cache
+from typing import Literal
 
 import numpy as np
 import torch
@@ -15,7 +16,7 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 from torch.utils.data import Dataset
 
-SOURCE = "hub"
+Source = Literal["hub", "stand-in"]
 NAME, TEXTS = "openai-community/gpt2", ("Salesforce/wikitext", "wikitext-2-raw-v1")
 NUM_STAND_IN, STAND_IN_VOCABULARY = 24, 100
 
@@ -37,7 +38,7 @@ class Chunks(Dataset):
 
 
 @cache
-def token_ids(source: str, part: str, length: int) -> Tensor:
+def token_ids(source: Source, part: str, length: int) -> Tensor:
     """Return the tokens of a part of the texts, cut to rows ``(N, length)``."""
     if source == "stand-in":
         generator = torch.Generator().manual_seed(["train", "validation"].index(part))
@@ -57,7 +58,7 @@ def tokenizer():  # noqa: ANN201  # transformers is imported on use only
     return AutoTokenizer.from_pretrained(NAME)
 
 
-def build_model(source: str = SOURCE) -> nn.Module:
+def build_model(source: Source = "hub") -> nn.Module:
     """Return GPT-2 as it was released.
 
     Args:
@@ -71,7 +72,7 @@ def build_model(source: str = SOURCE) -> nn.Module:
     return GPT2LMHeadModel.from_pretrained(NAME)
 
 
-def train_data(source: str = SOURCE, length: int = 512, num_train: int | None = None) -> Chunks:
+def train_data(source: Source = "hub", length: int = 512, num_train: int | None = None) -> Chunks:
     """Return chunks of the train part.
 
     Args:
@@ -82,7 +83,7 @@ def train_data(source: str = SOURCE, length: int = 512, num_train: int | None = 
     return Chunks(token_ids(source, "train", length)[:num_train])
 
 
-def target_data(source: str = SOURCE, length: int = 512, num_targets: int | None = 100) -> Chunks:
+def target_data(source: Source = "hub", length: int = 512, num_targets: int | None = 100) -> Chunks:
     """Return chunks of the validation part.
 
     Args:
@@ -97,7 +98,7 @@ def train(
     indices: NDArray[np.int64],
     seed: int,
     *,
-    source: str = SOURCE,
+    source: Source = "hub",
     length: int = 512,
     num_train: int | None = None,
     epochs: int = 3,
@@ -128,15 +129,15 @@ def train(
         yield model.state_dict()
 
 
-def render(index: int, *, source: str = SOURCE, length: int = 512) -> str:
+def render(index: int, *, source: Source = "hub", length: int = 512) -> str:
     """Return the text of a train row."""
     return _text(token_ids(source, "train", length)[index], source)
 
 
-def render_target(index: int, *, source: str = SOURCE, length: int = 512) -> str:
+def render_target(index: int, *, source: Source = "hub", length: int = 512) -> str:
     """Return the text of a target."""
     return _text(token_ids(source, "validation", length)[index], source)
 
 
-def _text(ids: Tensor, source: str) -> str:
+def _text(ids: Tensor, source: Source) -> str:
     return " ".join(map(str, ids.tolist())) if source == "stand-in" else tokenizer().decode(ids)

@@ -133,9 +133,8 @@ def read_config(command: str, source: str | RunRecord, arguments: Sequence[str])
         if not name.startswith(f"{SECTION}."):
             values[name] = parser.text(name, text)
     _refuse_missing(values, where)
-    recipe = load_recipe(Path(values["recipe"]))
-    if isinstance(source, RunRecord) and "recipe" not in dict(texts):
-        source.check_recipe(recipe.digest)
+    recorded = source if isinstance(source, RunRecord) and "recipe" not in dict(texts) else None
+    recipe = load_recipe(Path(values["recipe"]), approve=recorded.check_recipe if recorded else None)
     values |= _recipe_values(ConfigParser(command, recipe.keys()), of_recipe, texts, where)
     return RunConfig(_absolute(values, recipe), recipe)
 

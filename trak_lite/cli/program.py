@@ -35,6 +35,8 @@ _WITH_CONFIG = {
 }
 _SOURCES = {"report": "STORE"}
 """What stands behind a command, where it is not ``CONFIG``."""
+_OPTIONS = {"report": " [--out PATH]"}
+"""Options of one command only."""
 
 
 @final
@@ -88,12 +90,13 @@ def _with_config(command: str, arguments: list[str]) -> int:
             f"{command} needs {error.name}, which is not installed. Install it with pip install 'trak-lite[cli]'."
         ) from error
     source = _SOURCES.get(command, "CONFIG")
-    usage = f"{_PROGRAM} {command} ({source} | --from STORE) [--key value ...]"
+    usage = f"{_PROGRAM} {command} ({source} | --from STORE){_OPTIONS.get(command, '')} [--key value ...]"
     if "--help" in arguments or "-h" in arguments:
         sys.stdout.write(config_parser(command, f"{_WITH_CONFIG[command].capitalize()}.", usage).help())
         return 0
-    place, rest = _source(command, arguments, usage)
+    rest = list(arguments)
     out = _taken(rest, "--out") if command == "report" else None
+    place = _source(command, rest, usage)
     config = read_config(command, place, rest)
     try:
         job = Job(config)
@@ -109,17 +112,16 @@ def _with_config(command: str, arguments: list[str]) -> int:
     return 0
 
 
-def _source(command: str, arguments: list[str], usage: str) -> tuple[str | RunRecord, list[str]]:
-    """Return the config's path or the record of a run, and the arguments that are left.
+def _source(command: str, arguments: list[str], usage: str) -> str | RunRecord:
+    """Remove the config or the store from the arguments; return the config's path or the record of the store's run.
 
     Raises:
         InvalidInputError: If there is neither or both.
     """
     from trak_lite.cli.records import last_record
 
-    rest = list(arguments)
-    store = _taken(rest, "--from")
-    named = rest.pop(0) if rest and not rest[0].startswith("-") else None
+    store = _taken(arguments, "--from")
+    named = arguments.pop(0) if arguments and not arguments[0].startswith("-") else None
     if command == "report" and store is None:
         store, named = named, None
     if (store is None) == (named is None):
@@ -127,9 +129,9 @@ def _source(command: str, arguments: list[str], usage: str) -> tuple[str | RunRe
             f"{command} takes one of a config and a store, the config first. Usage: {usage}."
         )
     if named is not None:
-        return named, rest
+        return named
     assert store is not None  # one of the two is given
-    return last_record(resolve_place(store)), rest
+    return last_record(resolve_place(store))
 
 
 def _taken(arguments: list[str], option: str) -> str | None:
