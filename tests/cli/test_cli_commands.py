@@ -282,6 +282,7 @@ def test_a_store_without_a_record_says_how_to_go_on(
         b"[1]",
         b'[{"command": "run"}]',
         b"[" * 9999,
+        b"[" * 200 + b"]" * 200,
         b'[{"command": 1, "time": "", "config": {}, "recipe_digest": "", "versions": {}}]',
     ],
 )

@@ -53,6 +53,15 @@ def read(folder: Path, more: str = "", *arguments: str) -> RunConfig:
         ("grad_wrt: &a [x]\nindices: *a", "aliases are not allowed"),
         ("seed: !!python/object/apply:os.getcwd []", "could not determine a constructor"),
         ("seed: [", "is no YAML that can be read"),
+        ("? [seed]\n: 1", "found unhashable key"),
+        ("1: 2", "unknown key '1'."),
+        ("indices: [1]", "unknown key 'indices'. Did you mean 'featurize.indices' or 'score.indices'?"),
+        (
+            "featurize: {indices: !!set {1, 2}}",
+            "featurize.indices must be a list of (a whole number) or null",
+        ),
+        ("device: !!binary aGk=", "device must be text"),
+        ("device: 2020-01-01", "device must be text"),
     ],
 )
 def test_a_wrong_key_or_value_is_named_with_its_path(
@@ -92,6 +101,7 @@ def test_a_wrong_override_is_named(
         (b"", "holds NoneType, expected keys with values"),
         (b"\xff", "it is not text in UTF-8"),
         (b"a: " + b"[" * 5000, "is no YAML that can be read"),
+        (b"a: " + b"[" * 200 + b"]" * 200, "nested more than 128 levels deep"),
         (b"path: x", "recipe, task must be given. Add it, or pass --recipe VALUE."),
     ],
 )
@@ -203,6 +213,8 @@ def test_the_help_lists_the_keys(name: str, capsys: pytest.CaptureFixture[str]) 
 
     shown = capsys.readouterr().out
     assert "--proj_dim" in shown
+    assert ":meth:" not in shown
+    assert "+ " not in shown
     assert "--evaluate.budget" in shown
 
 

@@ -22,6 +22,7 @@ from trak_lite.cli.recipes import SECTION, Recipe, load_recipe
 from trak_lite.cli.records import RunRecord
 from trak_lite.errors import InvalidInputError
 from trak_lite.store import RemotePlace, resolve_place
+from trak_lite.store.manifest import check_depth
 
 __all__ = ["RunConfig", "config_parser", "read_config"]
 
@@ -191,6 +192,7 @@ def _read_yaml(path: str) -> dict[str, Any]:
         raise InvalidInputError(f"{path} is no YAML: it is not text in UTF-8. Name a YAML file.") from error
     try:
         content = yaml.load(text, Loader=_Loader)  # a SafeLoader
+        check_depth(content)
     except (yaml.YAMLError, RecursionError, ValueError) as error:
         what = " ".join(str(error).split()) or "nested too deeply"
         raise InvalidInputError(f"{path} is no YAML that can be read: {what}. Correct it.") from error
@@ -215,12 +217,12 @@ class _Loader(yaml.SafeLoader):  # type: ignore[misc]
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
         """Refuse a key that was there before."""
         seen = set()
-        for key, _ in node.value:
+        for key in (key for key, _ in node.value if isinstance(key, yaml.ScalarNode)):
             if key.value in seen:
                 raise yaml.constructor.ConstructorError(
                     None, None, f"the key {key.value!r} is there twice", key.start_mark
                 )
-            seen.add(key.value if isinstance(key, yaml.ScalarNode) else id(key))
+            seen.add(key.value)
         mapping: dict[Any, Any] = super().construct_mapping(node, deep)
         return mapping
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import collections.abc
 import dataclasses
 import inspect
+import re
 import types
 import typing
 from collections.abc import Callable, Collection, Mapping
@@ -31,7 +32,8 @@ _SCALARS = {
     _NONE: "null",
 }
 _LISTS = (list, tuple, collections.abc.Sequence, collections.abc.Iterable)
-_BY_POSITION = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
+_ROLE = re.compile(r":\w+:`~?([^`]*)`")  # :meth:`score`
+_BY_NAME = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
 
 
 @final
@@ -83,11 +85,11 @@ def keys_of(function: Callable[..., Any], *, section: str = "", without: Collect
     keys = []
     for name, parameter in signature.parameters.items():
         annotation = type(parameter.default) if parameter.annotation is REQUIRED else parameter.annotation
-        plain = None if parameter.kind not in _BY_POSITION else plain_type(annotation)
+        plain = None if parameter.kind not in _BY_NAME else plain_type(annotation)
         if name in without or name == "self" or plain in (None, _NONE):
             continue
         path = f"{section}.{name}" if section else name
-        text = texts.get(name, "").replace("``", "")
+        text = _ROLE.sub(r"\1", texts.get(name, "")).replace("``", "")
         keys.append(Key(path, plain, parameter.default, text, _dataclass_in(annotation)))
     return keys
 

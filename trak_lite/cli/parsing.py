@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import difflib
 import math
+import re
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Any, final, get_args
 
-from jsonargparse import ArgumentError, ArgumentParser
+from jsonargparse import SUPPRESS, ArgumentError, ArgumentParser
 
 from trak_lite.cli.keys import REQUIRED, Key, type_text
 from trak_lite.errors import InvalidInputError
@@ -44,12 +45,12 @@ class ConfigParser:
             add_help=False,
         )
         for key in keys:
-            default = None if key.default is REQUIRED else key.default
+            default = SUPPRESS if key.default is REQUIRED else key.default
             self._parser.add_argument(f"--{key.name}", type=key.type, default=default, help=_escaped(key))
 
     def help(self) -> str:
         """Return the help page."""
-        return self._parser.format_help()
+        return _APPENDING.sub("", self._parser.format_help())
 
     def value(self, name: str, value: Any, *, where: str) -> Any:
         """Return a value that a file gives to a key.
@@ -78,10 +79,10 @@ class ConfigParser:
     def _checked(self, name: str, given: Any, parse: Any, where: str) -> Any:
         key = self.keys[name]
         try:
-            value = _plain(parse()[name])
+            value = _plain(parse()[name]) if _is_json(given) else _WRONG
         except ArgumentError:
             value = _WRONG
-        if value is _WRONG or (value is None and not key.nullable) or not _finite(value):
+        if not _is_json(value) or (value is None and not key.nullable):
             names = [part for member in (key.type, *get_args(key.type)) for part in get_args(member)]
             raise InvalidInputError(
                 f"{where}: {name} must be {type_text(key.type)}, got {_short(given)}.{_nearest(given, names)}"
@@ -96,6 +97,8 @@ class ConfigParser:
 
 
 _WRONG = object()
+_APPENDING = re.compile(r", --\S+\+ \S+")
+"""Options of jsonargparse that add to a list of a config; here a value is given as a whole."""
 
 
 def overrides(arguments: Sequence[str]) -> Iterator[tuple[str, str]]:
@@ -129,23 +132,26 @@ def refuse_unknown(name: str, known: Collection[str], *, where: str, command: st
 
 
 def _nearest(given: Any, known: Sequence[Any]) -> str:
+    """Return a sentence with the nearest name: those of another section first, then by their letters."""
     names = [name for name in known if isinstance(name, str)]
-    near = difflib.get_close_matches(str(given), names, n=1)
-    if not near and isinstance(given, str):  # a key in the wrong section
-        near = [name for name in names if name.rpartition(".")[2] == given.rpartition(".")[2]][:1]
-    return f" Did you mean {near[0]!r}?" if near else ""
+    elsewhere = [name for name in names if name.rpartition(".")[2] == str(given).rpartition(".")[2]]
+    near = elsewhere or difflib.get_close_matches(str(given), names, n=1)
+    return f" Did you mean {' or '.join(map(repr, near))}?" if near else ""
 
 
 def _plain(value: Any) -> Any:
     return value.as_dict() if hasattr(value, "as_dict") else value
 
 
-def _finite(value: Any) -> bool:
+def _is_json(value: Any) -> bool:
+    """Whether a value is what JSON can say: no date, set or bytes of YAML's, and no number that is not finite."""
     if isinstance(value, Mapping):
-        return all(map(_finite, value.values()))
+        return all(map(_is_json, value.values()))
     if isinstance(value, list):
-        return all(map(_finite, value))
-    return not isinstance(value, float) or math.isfinite(value)
+        return all(map(_is_json, value))
+    return (
+        value is None or isinstance(value, str | int) or (isinstance(value, float) and math.isfinite(value))
+    )
 
 
 def _short(value: Any) -> str:

@@ -16,7 +16,7 @@ import numpy as np
 
 from trak_lite.errors import CorruptStoreError, InvalidInputError, StateError
 from trak_lite.store import AbstractFeatureStore, RemotePlace, open_store
-from trak_lite.store.manifest import differing_keys
+from trak_lite.store.manifest import check_depth, differing_keys
 
 __all__ = ["RunRecord", "keep_record", "kept_records", "last_record"]
 
@@ -109,7 +109,9 @@ def kept_records(store: AbstractFeatureStore) -> list[RunRecord]:
     if kept is None:
         return []
     try:
-        records = [RunRecord(**{**one, "where": str(store.path)}) for one in json.loads(kept.tobytes())]
+        content = json.loads(kept.tobytes())
+        check_depth(content)
+        records = [RunRecord(**{**one, "where": str(store.path)}) for one in content]
     except _UNREADABLE as error:
         raise _unreadable(store.path) from error
     if not all(_is_sound(record) for record in records):
