@@ -234,6 +234,41 @@ def test_a_recorded_run_with_overrides_is_another_run(
     assert not np.array_equal(scores(copied, path="new.zarr"), scores(copied))
 
 
+def test_a_run_that_a_store_refuses_is_not_recorded_in_it(
+    copied: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    store = str(copied / "run.zarr")
+    refused(["run", "--from", store, "--seed=1"], capsys)
+
+    assert last_record(store).config["seed"] == 0
+
+
+def test_a_run_that_ends_early_is_recorded_in_the_store_that_it_made(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    config = write_case(tmp_path, recipe=RECIPE.replace("data(6, 2)", "data(0, 2)"))
+    assert cli.main(["run", config, "--checkpoints=null"]) == 2
+    assert "No rows in the targets" in capsys.readouterr().err
+
+    assert last_record(str(tmp_path / "run.zarr")).config["checkpoints"] is None
+
+
+def test_a_data_loader_and_a_list_of_checkpoints_do_as_well(
+    ran: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    recipe = RECIPE.replace(
+        "    return data(num_train, 1)",
+        "    return torch.utils.data.DataLoader(data(num_train, 1), batch_size=32)",
+    ).replace("train_data(num_train).tensors", "train_data(num_train).dataset.tensors")
+    shown = done(["run", write_case(tmp_path, recipe=recipe)], capsys)
+    files = [f"{tmp_path}/trained/checkpoint-{number}.safetensors" for number in (1, 2, 3)]
+    again = done(["run", f"{tmp_path}/run.yaml", f"--checkpoints=[{', '.join(files)}]"], capsys)
+
+    assert "120 rows written" in shown
+    assert "0 rows written, 120 found" in again
+    np.testing.assert_array_equal(scores(tmp_path), scores(ran))
+
+
 def test_other_versions_than_the_recorded_ones_are_named(
     copied: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import os
 import shutil
 import tempfile
@@ -23,11 +22,9 @@ from trak_lite.cli.records import RunRecord, keep_record
 from trak_lite.errors import CheckpointError, InvalidInputError, MissingStoreError
 from trak_lite.evaluation import Verdict
 from trak_lite.scores import Scores
-from trak_lite.store import RemotePlace
+from trak_lite.store import RemotePlace, open_store
 
 __all__ = ["COMMANDS", "Job"]
-
-logger = logging.getLogger(__name__)
 
 _SHOWN_TARGETS, _SHOWN_ROWS = 3, 5
 
@@ -121,7 +118,7 @@ class Job:
 
     def report(self, out: str | None) -> Path:
         """Write the report of the scores as one page of HTML; return where it is."""
-        from trak_lite.report import write_report  # brings matplotlib
+        from trak_lite.report import write_report  # needed here only
 
         score, recipe, arguments = (
             self.config.section("score"),
@@ -139,29 +136,20 @@ class Job:
 
     @contextmanager
     def recorded(self, command: str) -> Iterator[None]:
-        """Keep the record of a command in the store: before it runs, or when it ends if it made the store.
+        """Keep the record of a command in the store when it ends.
 
-        A store comes to be with its first good rows, so there is none to write to before.
+        A command that ends early is recorded only if it made the store: one that was there may be of other settings.
         """
         config = self.config
-        record = RunRecord.now(
-            command, config.to_json(), config.recipe.digest, versions(self.attributor.device)
-        )
+        made_with = versions(self.attributor.device)
+        record = RunRecord.now(command, config.to_json(), config.recipe.digest, made_with)
+        accepted = not _is_store(config.path)
         try:
-            keep_record(config.path, record)
-        except MissingStoreError:
-            try:
-                yield
-            finally:
-                self._keep_late(record)
-        else:
             yield
-
-    def _keep_late(self, record: RunRecord) -> None:
-        try:
-            keep_record(self.config.path, record)
-        except MissingStoreError:
-            logger.debug("There is no store at %s, and so no record of the run.", self.config.path)
+            accepted = True
+        finally:
+            if accepted and _is_store(config.path):
+                keep_record(config.path, record)
 
 
 def run(job: Job, out: str | None = None) -> Iterator[str]:
@@ -219,6 +207,14 @@ def _report_path(config: RunConfig) -> Path:
     """Return where the report goes: beside the store, or here if that is in an object store."""
     place = config.path
     return Path("report.html") if isinstance(place, RemotePlace) else Path(place).with_suffix(".html")
+
+
+def _is_store(place: str | RemotePlace) -> bool:
+    try:
+        open_store(place).close()
+    except MissingStoreError:
+        return False
+    return True
 
 
 def _has_entries(path: str) -> bool:
