@@ -11,7 +11,7 @@ VERSION = re.search(r'__version__ = "(.+)"', (HERE / "trak_lite" / "_version.py"
 DEMO = ["scikit-learn", "matplotlib"]
 TABLES = ["pandas", "xarray"]
 REMOTE = ["obstore", "fsspec"]
-CLI = ["jsonargparse[signatures]>=4.40", "PyYAML"]
+CLI = ["jsonargparse[signatures]>=4.53", "PyYAML"]
 TRITON = "triton; platform_system == 'Linux'"  # its interpreter runs the CUDA kernels in tests
 TEST = ["pytest>=8", "pytest-xdist", "hypothesis", "traker==0.3.2", TRITON, "setuptools", "wheel"]
 DEV = ["ruff", "mypy"]
