@@ -66,6 +66,19 @@ def test_what_is_passed_by_the_program_is_no_key(tmp_path: Path) -> None:
     assert keys["recipe_arguments.width"].help == "Of its hidden layer."
 
 
+def test_arguments_that_only_python_can_say_keep_their_defaults(tmp_path: Path) -> None:
+    text = RECIPE.replace(
+        "width: int = 4):",
+        "width: int = 4, where: str = __import__('pathlib').Path(), make: type = nn.Linear,\n"
+        "                clip: __import__('trak_lite').Normalization = None):",
+    )
+    found = recipe(tmp_path, text)
+
+    names = {key.argument for key in found.keys()}  # noqa: SIM118  # a recipe is no dict
+    assert names == {"width", "num_train", "steps"}
+    assert found.call("build_model", {"width": 2})[0].out_features == 2
+
+
 def test_every_function_gets_those_arguments_that_it_takes(tmp_path: Path) -> None:
     found = recipe(tmp_path)
     arguments = {"width": 3, "num_train": 7, "steps": 1}

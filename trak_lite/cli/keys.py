@@ -9,6 +9,7 @@ from __future__ import annotations
 import collections.abc
 import dataclasses
 import inspect
+import math
 import re
 import types
 import typing
@@ -19,7 +20,7 @@ from docstring_parser import parse as parse_docstring
 
 from trak_lite.errors import InvalidInputError
 
-__all__ = ["REQUIRED", "Key", "keys_of", "plain_type", "type_text"]
+__all__ = ["REQUIRED", "Key", "is_plain", "keys_of", "plain_type", "type_text"]
 
 REQUIRED: Final = inspect.Parameter.empty
 """Default of a key that has none."""
@@ -117,6 +118,17 @@ def plain_type(annotation: Any) -> Any:
         kept = [plain for part in parts if (plain := plain_type(part)) is not None]
         return _union(kept) if set(kept) - {_NONE} else None
     return None
+
+
+def is_plain(value: Any) -> bool:
+    """Whether a value is what JSON can say: no date, set or bytes of YAML's, and no number that is not finite."""
+    if isinstance(value, Mapping):
+        return all(map(is_plain, value.values()))
+    if isinstance(value, list | tuple):
+        return all(map(is_plain, value))
+    return (
+        value is None or isinstance(value, str | int) or (isinstance(value, float) and math.isfinite(value))
+    )
 
 
 def type_text(plain: Any) -> str:

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import difflib
-import math
 import re
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Any, final, get_args
 
 from jsonargparse import SUPPRESS, ArgumentError, ArgumentParser
 
-from trak_lite.cli.keys import REQUIRED, Key, type_text
+from trak_lite.cli.keys import REQUIRED, Key, is_plain, type_text
 from trak_lite.errors import InvalidInputError
 
 __all__ = ["ConfigParser", "overrides", "refuse_unknown"]
@@ -79,10 +78,10 @@ class ConfigParser:
     def _checked(self, name: str, given: Any, parse: Any, where: str) -> Any:
         key = self.keys[name]
         try:
-            value = _plain(parse()[name]) if _is_json(given) else _WRONG
+            value = _plain(parse()[name]) if is_plain(given) else _WRONG
         except ArgumentError:
             value = _WRONG
-        if not _is_json(value) or (value is None and not key.nullable):
+        if not is_plain(value) or (value is None and not key.nullable):
             names = [part for member in (key.type, *get_args(key.type)) for part in get_args(member)]
             raise InvalidInputError(
                 f"{where}: {name} must be {type_text(key.type)}, got {_short(given)}.{_nearest(given, names)}"
@@ -141,17 +140,6 @@ def _nearest(given: Any, known: Sequence[Any]) -> str:
 
 def _plain(value: Any) -> Any:
     return value.as_dict() if hasattr(value, "as_dict") else value
-
-
-def _is_json(value: Any) -> bool:
-    """Whether a value is what JSON can say: no date, set or bytes of YAML's, and no number that is not finite."""
-    if isinstance(value, Mapping):
-        return all(map(_is_json, value.values()))
-    if isinstance(value, list):
-        return all(map(_is_json, value))
-    return (
-        value is None or isinstance(value, str | int) or (isinstance(value, float) and math.isfinite(value))
-    )
 
 
 def _short(value: Any) -> str:

@@ -17,7 +17,7 @@ import numpy as np
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
-from trak_lite.cli.keys import Key, keys_of
+from trak_lite.cli.keys import REQUIRED, Key, is_plain, keys_of
 from trak_lite.errors import InvalidInputError
 
 __all__ = ["SECTION", "Recipe", "last_trained", "load_recipe", "trained_states"]
@@ -49,7 +49,7 @@ class Recipe:
         """
         found: dict[str, Key] = {}
         for name, function in self.functions.items():
-            for key in keys_of(function, section=SECTION, without=_GIVEN.get(name, ())):
+            for key in _keys(name, function):
                 known = found.setdefault(key.name, key)
                 if (known.type, known.default) != (key.type, key.default):
                     raise InvalidInputError(
@@ -63,7 +63,7 @@ class Recipe:
         function = self.functions.get(name)
         if function is None:
             return None
-        taken = [key.argument for key in keys_of(function, without=_GIVEN.get(name, ()))]
+        taken = [key.argument for key in _keys(name, function)]
         # Tuples, so that retrained models are recognised by the values: lists count by their class only.
         values = {key: _tuple(arguments[key]) for key in taken if key in arguments}
         return partial(function, **values)
@@ -155,6 +155,12 @@ def last_trained(train: Callable[..., Any], indices: NDArray[np.int64], seed: in
     if not last:
         raise InvalidInputError("The recipe's train() gave no weights. Return or yield a state dict.")
     return last
+
+
+def _keys(name: str, function: Callable[..., Any]) -> list[Key]:
+    """Return the keys of a function's arguments; those that only Python can say keep their defaults."""
+    keys = keys_of(function, section=SECTION, without=_GIVEN.get(name, ()))
+    return [key for key in keys if key.build is None and (key.default is REQUIRED or is_plain(key.default))]
 
 
 def _run(path: Path, content: bytes, name: str) -> ModuleType:
