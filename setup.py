@@ -12,6 +12,8 @@ DEMO = ["scikit-learn", "matplotlib"]
 TABLES = ["pandas", "xarray"]
 REMOTE = ["obstore", "fsspec"]
 CLI = ["jsonargparse[signatures]>=4.53", "PyYAML"]
+HF = ["transformers>=5", "accelerate", "datasets", "peft"]
+LIGHTNING = ["lightning>=2.5"]
 TRITON = "triton; platform_system == 'Linux'"  # its interpreter runs the CUDA kernels in tests
 TEST = ["pytest>=8", "pytest-xdist", "hypothesis", "traker==0.3.2", TRITON, "setuptools", "wheel"]
 DEV = ["ruff", "mypy"]
@@ -40,6 +42,8 @@ setup(
         "tables": TABLES,
         "remote": REMOTE,
         "cli": CLI,
+        "hf": HF,
+        "lightning": LIGHTNING,
         "test": [*TEST, *DEMO, *TABLES, *REMOTE, *CLI],
         "benchmark": BENCHMARK,
         "dev": [*DEV, *TEST, *DEMO, *TABLES, *REMOTE, *CLI],

@@ -13,7 +13,7 @@ PACKAGE = Path(trak_lite.__file__).parent
 
 FLOORS = [
     {"errors", "types", "_version"},
-    {"_validate", "_batches", "_progress"},
+    {"_validate", "_batches", "_progress", "_adapters"},
     {
         "modelout_functions",
         "projectors",
@@ -55,6 +55,10 @@ ONLY_IN = {
     "jsonargparse": {"cli/parsing.py"},
     "docstring_parser": {"cli/keys.py"},
     "yaml": {"cli/configs.py"},
+    "transformers": {"integrations/huggingface.py"},
+    "peft": {"integrations/huggingface.py"},
+    "datasets": {"integrations/huggingface.py"},
+    "lightning": {"integrations/lightning.py"},
 }
 ON_USE = {("scores", "report")}  # a method whose pictures are made two floors up, and imported only then
 MODULES = sorted(PACKAGE.rglob("*.py"), key=str)

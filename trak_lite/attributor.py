@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from functools import partial
+from importlib import import_module
 from os import PathLike
 from typing import Any, Literal, Self, Unpack
 
@@ -14,6 +15,7 @@ import numpy as np
 import torch
 from numpy.typing import ArrayLike, NDArray
 from torch import Tensor, nn
+from torch.utils.data import DataLoader
 
 from trak_lite._validate import positive_int
 from trak_lite.attributor_settings import (
@@ -107,6 +109,7 @@ class Attributor:
         kernel: Literal["auto", "curvature", "trak"] = "auto",
         damping: float | Literal["auto"] = "auto",
         collate: Callable[[list[Any]], Batch] | None = None,
+        batch_size: int | None = None,
         progress: bool | None = None,
     ) -> None:
         """Check and decide every setting; nothing is written yet.
@@ -140,6 +143,7 @@ class Attributor:
                 the former where the task has curvature.
             damping: Lambda in units of the kernel's mean eigenvalue.
             collate: Turns a list of samples into a batch, where torch's default does not fit.
+            batch_size: Samples per pass where neither a call nor a DataLoader says; ``None`` is 32.
             progress: Show progress bars; ``None`` shows them on a terminal only. Ranks above 0 show none.
 
         Raises:
@@ -168,6 +172,7 @@ class Attributor:
         self.parameters, self.projector = self._settings.parameters, self._settings.projector
         self.normalization, self.kernel = self._settings.normalization, self._settings.kernel
         self._collate = collate
+        self._batch_size = None if batch_size is None else positive_int(batch_size=batch_size)
         self._progress = progress
         self._sources: list[KnownSource] = []
         self._workspace = Workspace(self.path)
@@ -199,6 +204,36 @@ class Attributor:
             manifest = store.manifest
         found, arguments = stored_arguments(manifest, task, overrides, where=str(place))
         return cls(model, found, place, **arguments)
+
+    @classmethod
+    def from_trainer(
+        cls,
+        trainer: Any,
+        path: str | PathLike[str] | RemotePlace | None,
+        task: Task | None = None,
+        **settings: Any,
+    ) -> Self:
+        """Return an attributor for what a ``transformers.Trainer`` trains, before, during or after training.
+
+        Model, collator and batch size are the trainer's; rows are those of its train dataset in their own order,
+        whatever order they are trained in: ``attributor.featurize(trainer.train_dataset, checkpoints=...)``. With a
+        PEFT adapter the parameters are the adapter's, as for every model those that are trained.
+
+        Args:
+            trainer: A ``transformers.Trainer`` with a train dataset.
+            path: As for the constructor.
+            task: ``None`` takes the one of the model's class: classification of sequences, with one label or several,
+                regression, or causal language modelling.
+            **settings: Further arguments of the constructor.
+
+        Raises:
+            InvalidInputError: If the model is sharded, its class stands for no task, or a row of the train dataset
+                would depend on chance or on the rows beside it in a batch.
+        """
+        # What is built on this floor may be asked for here, but not imported before it is needed.
+        adapter = import_module("trak_lite.integrations.huggingface")
+        found: Self = adapter.attributor_from_trainer(cls, trainer, path, task, settings)
+        return found
 
     @property
     def layout(self) -> FeatureLayout:
@@ -235,7 +270,7 @@ class Attributor:
                 of these. Checkpoints of one run, 4 to 10 of them, are the cheapest way to better scores.
             checkpoint_loader: Turns an item of ``checkpoints`` into a state dict, where it is none of these.
             indices: Dataset index of every row, to select and order rows.
-            batch_size: Samples per pass; ``None`` takes the loader's, or 32.
+            batch_size: Samples per pass; ``None`` takes the loader's, or the attributor's.
             dataset_id: The user's own name for the data, instead of a digest of up to 64 of its samples (of all, in
                 a ``TensorDataset``); then no sample is loaded to recognise it.
             append: The data may have more rows than the store: if it begins with the stored ones, as far as the
@@ -313,7 +348,7 @@ class Attributor:
             checkpoints: The checkpoints to use, all of them featurized; ``None`` uses every one in the store.
             checkpoint_loader: As in :meth:`featurize`.
             indices: Dataset index of every target, to select and order targets.
-            batch_size: Samples per pass; ``None`` takes the loader's, or 32.
+            batch_size: As in :meth:`featurize`.
             dataset_id: The user's own name for the targets, as in :meth:`featurize`.
 
         Returns:
@@ -375,7 +410,7 @@ class Attributor:
             settings: Which curvature; by default the true Fisher information where the task can draw labels.
             checkpoint_loader: As in :meth:`featurize`.
             indices: Dataset index of every row, as in :meth:`featurize`.
-            batch_size: Samples per pass; ``None`` takes the loader's, or 32.
+            batch_size: As in :meth:`featurize`.
             dataset_id: As in :meth:`featurize`.
 
         Raises:
@@ -649,6 +684,8 @@ class Attributor:
             drop_scores(workspace.store(), check_name(name, what="target set"))
 
     def _rows(self, data: Any, indices: Sequence[int] | None, batch_size: int | None, what: str) -> Rows:
+        if batch_size is None and not isinstance(data, DataLoader):
+            batch_size = self._batch_size
         size = None if batch_size is None else positive_int(batch_size=batch_size)
         return Rows(data, indices=indices, batch_size=size, collate=self._collate, what=what)
 

@@ -6,6 +6,7 @@ A checkpoint is identified by the digest of its weights, never by its file name 
 from __future__ import annotations
 
 import hashlib
+import json
 import os
 import pickle
 import re
@@ -19,15 +20,34 @@ import safetensors.torch
 import torch
 from torch import Tensor, nn
 
+from trak_lite._adapters import completed_adapter
 from trak_lite.errors import CheckpointError
 
-__all__ = ["Checkpoint", "CheckpointSource", "iterate_checkpoints", "load_into", "weights_digest"]
+__all__ = [
+    "Checkpoint",
+    "CheckpointSource",
+    "iterate_checkpoints",
+    "load_into",
+    "read_weights",
+    "weights_digest",
+    "weights_inside",
+]
 
 CheckpointSource: TypeAlias = Any
-"""``None`` (the model as it is), a state dict, a path to a file or folder, or an iterable of these."""
+"""``None`` (the model as it is), a state dict, a path, a :class:`Checkpoint`, or an iterable of these."""
 
 _SUFFIXES = (".safetensors", ".pt", ".pth", ".ckpt", ".bin")
-_INSIDE_FOLDER = ("model.safetensors", "pytorch_model.bin")
+_INDEX = ".index.json"
+_ADAPTER = "adapter_model."
+_INSIDE_FOLDER = (
+    "model.safetensors",
+    f"model.safetensors{_INDEX}",
+    "pytorch_model.bin",
+    f"pytorch_model.bin{_INDEX}",
+    f"{_ADAPTER}safetensors",
+    f"{_ADAPTER}bin",
+)
+_STEP_FOLDER = re.compile(r"checkpoint-\d+")
 _WRAPPERS = ("state_dict", "model_state_dict", "model")
 _UNREADABLE = (
     OSError,
@@ -50,6 +70,8 @@ class Checkpoint:
     """Absolute path of the file, if it is one."""
     load: Callable[[], Mapping[str, Tensor]] | None
     """Returns the state dict; ``None`` in place of a function stands for the model's own weights."""
+    is_adapter: bool = False
+    """The state dict is that of a PEFT adapter: the model's other weights are its own."""
 
 
 def iterate_checkpoints(
@@ -61,10 +83,11 @@ def iterate_checkpoints(
     Args:
         checkpoints: ``None`` (the model as it is), a state dict, a path to a ``.safetensors`` or ``.pt`` file, a
             folder of such files (taken in natural order: ``epoch-2`` before ``epoch-10``), or an iterable of these.
+            Folders as Hugging Face saves them are one checkpoint each, in shards or not, a PEFT adapter too.
         checkpoint_loader: Turns an item of the source into a state dict, for any other kind of item.
 
     Raises:
-        CheckpointError: If a path does not exist, or a folder holds no checkpoint.
+        CheckpointError: If a path does not exist, or a folder holds no checkpoint, or both one and folders of more.
     """
     if checkpoint_loader is not None:
         single = isinstance(checkpoints, str | os.PathLike | Mapping) or not isinstance(checkpoints, Iterable)
@@ -76,6 +99,8 @@ def iterate_checkpoints(
         return
     if checkpoints is None:
         yield Checkpoint("current", None, None)
+    elif isinstance(checkpoints, Checkpoint):
+        yield checkpoints
     elif isinstance(checkpoints, Mapping):
         yield Checkpoint("0", None, lambda: checkpoints)
     elif isinstance(checkpoints, str | os.PathLike):
@@ -96,22 +121,28 @@ def _natural(path: Path) -> list[tuple[int, int | str]]:
     return [(0, int(part)) if part.isdigit() else (1, part) for part in parts if part]
 
 
+def weights_inside(folder: Path) -> Path | None:
+    """Return the file that holds the weights of a folder as Hugging Face saves it, or lists its shards."""
+    return next((folder / name for name in _INSIDE_FOLDER if (folder / name).is_file()), None)
+
+
 def _from_path(path: Path) -> Iterator[Checkpoint]:
     if path.is_dir():
-        inside = [path / name for name in _INSIDE_FOLDER if (path / name).is_file()]
-        if inside:
-            yield _from_file(inside[0], path.name)
+        inside = weights_inside(path)
+        if inside is not None:
+            _refuse_steps_beside(inside)
+            yield _from_file(inside, path.name)
             return
         entries = [
             entry
             for entry in sorted(path.iterdir(), key=_natural)
             if (entry.is_file() and entry.suffix in _SUFFIXES)
-            or (entry.is_dir() and any((entry / name).is_file() for name in _INSIDE_FOLDER))
+            or (entry.is_dir() and weights_inside(entry) is not None)
         ]
         if not entries:
             raise CheckpointError(
-                f"{path} holds no checkpoint. Expected files ending in {', '.join(_SUFFIXES)}, or folders with "
-                f"{' or '.join(_INSIDE_FOLDER)} in them."
+                f"{path} holds no checkpoint. Expected files ending in {', '.join(_SUFFIXES)}, or folders with one "
+                f"of {', '.join(_INSIDE_FOLDER)} in them."
             )
         for entry in entries:
             yield from _from_path(entry)
@@ -123,16 +154,60 @@ def _from_path(path: Path) -> Iterator[Checkpoint]:
         )
 
 
+def _refuse_steps_beside(weights: Path) -> None:
+    """Raise if a trainer's folder holds the final weights and its checkpoints: either may be meant."""
+    steps = [entry for entry in weights.parent.iterdir() if _STEP_FOLDER.fullmatch(entry.name)]
+    steps = sorted((entry for entry in steps if weights_inside(entry)), key=_natural)
+    if steps:
+        raise CheckpointError(
+            f"{weights.parent} holds {weights.name} and {len(steps)} checkpoint folders ({steps[0].name} ...). "
+            "Expected one or the other. Pass a list of the folders, or the path of the file."
+        )
+
+
 def _from_file(path: Path, name: str) -> Checkpoint:
-    return Checkpoint(name, str(path.absolute()), lambda: _read(path))
+    return Checkpoint(name, str(path.absolute()), lambda: read_weights(path), path.name.startswith(_ADAPTER))
 
 
-def _read(path: Path) -> Mapping[str, Tensor]:
-    """Read a state dict without running any code from the file."""
+def read_weights(path: Path, *, weights_only: bool = True) -> Mapping[str, Tensor]:
+    """Read the state dict of a file, or of the shards that an index lists.
+
+    Args:
+        path: A ``.safetensors`` file, one of ``torch.save``, or an index of Hugging Face.
+        weights_only: Run no code from the file; ``False`` unpickles whatever it holds and is for files that one trusts
+            as one's own code.
+
+    Raises:
+        CheckpointError: If it cannot be read, or holds no state dict.
+    """
+    if not path.name.endswith(_INDEX):
+        return _read_file(path, weights_only)
+    return {name: value for shard in _shards(path) for name, value in _read_file(shard, weights_only).items()}
+
+
+def _shards(index: Path) -> list[Path]:
+    """Return the files that an index of Hugging Face lists."""
+    try:
+        listed = json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()
+        names = sorted(set(listed))
+        outside = [name for name in names if Path(name).name != name]
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        raise CheckpointError(
+            f"Cannot read the list of shards {index} ({type(error).__name__}: {error}). Expected JSON with a "
+            "'weight_map' from weights to files, as save_pretrained writes it."
+        ) from error
+    if outside or not names:
+        raise CheckpointError(
+            f"{index} lists {outside[:3] or 'no files'}. Expected names of files beside it; save the model again."
+        )
+    return [index.parent / name for name in names]
+
+
+def _read_file(path: Path, weights_only: bool) -> Mapping[str, Tensor]:
     try:
         if path.suffix == ".safetensors":
             return safetensors.torch.load_file(path)
-        content = torch.load(path, map_location="cpu", weights_only=True)
+        content = torch.load(path, map_location="cpu", weights_only=weights_only)
     except _UNREADABLE as error:
         first = next(iter(str(error).splitlines()), "no message")
         raise CheckpointError(
@@ -172,7 +247,7 @@ def load_into(model: nn.Module, checkpoint: Checkpoint, own: Mapping[str, Tensor
         own: The model's own weights, for the checkpoint that stands for them; ``None`` if it has them now.
 
     Raises:
-        CheckpointError: If names or shapes do not fit; names the first of each kind. Nothing is copied then.
+        CheckpointError: If names, shapes or the adapter do not fit; names the first. Nothing is copied then.
     """
     if checkpoint.load is None:
         if own is None:
@@ -185,7 +260,7 @@ def load_into(model: nn.Module, checkpoint: Checkpoint, own: Mapping[str, Tensor
             f"Checkpoint {checkpoint.name!r} gave {type(state).__name__}, expected a mapping from names to tensors."
         )
     held = model.state_dict(keep_vars=True)
-    given = _renamed(state, held)
+    given = _under_own_names(model, checkpoint, state, held if own is None else own)
     missing = [name for name in held if name not in given and not _tied_to_given(held, name, given)]
     unexpected = [name for name in given if name not in held]
     shapes = [
@@ -203,6 +278,14 @@ def load_into(model: nn.Module, checkpoint: Checkpoint, own: Mapping[str, Tensor
             "Build the model that the checkpoint was saved from."
         )
     model.load_state_dict(given, strict=False)  # tied names may be left out, as safetensors does
+
+
+def _under_own_names(
+    model: nn.Module, checkpoint: Checkpoint, state: Mapping[str, Any], base: Mapping[str, Any]
+) -> dict[str, Any]:
+    """Return the state dict of a checkpoint under the model's names, with the base weights below an adapter."""
+    held = model.state_dict(keep_vars=True)
+    return completed_adapter(model, state, held, base) if checkpoint.is_adapter else _renamed(state, held)
 
 
 def _renamed(state: Mapping[str, Any], held: Mapping[str, Any]) -> dict[str, Any]:

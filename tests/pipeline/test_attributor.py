@@ -443,6 +443,33 @@ def test_the_progress_bar_shows_rate_and_remaining_time(capsys: pytest.CaptureFi
     assert capsys.readouterr().err == ""
 
 
+@pytest.mark.parametrize(
+    ("own", "loader", "call", "expected"),
+    [
+        (30, None, None, [30, 30, 10]),
+        (30, 40, None, [40, 30]),
+        (30, 40, 50, [50, 20]),
+        (None, None, None, [32, 32, 6]),
+    ],
+)
+def test_the_batch_size_is_the_calls_or_the_loaders_or_the_attributors(
+    own: int | None, loader: int | None, call: int | None, expected: list[int]
+) -> None:
+    sizes: list[int] = []
+
+    def collate(samples: list[Any]) -> Any:
+        sizes.append(len(samples))
+        return torch.utils.data.default_collate(samples)
+
+    attributor = Attributor(
+        model(), "image_classification", None, proj_dim=8, collate=collate, batch_size=own
+    )
+    data = TRAIN if loader is None else DataLoader(TRAIN, batch_size=loader)
+    attributor.featurize(data, batch_size=call, dataset_id="train")
+
+    assert sizes == expected
+
+
 # ------------------------------------------------------------------------ wrong settings and wrong data
 
 
@@ -461,6 +488,7 @@ def test_the_progress_bar_shows_rate_and_remaining_time(capsys: pytest.CaptureFi
         ({"projector": "rademacer"}, InvalidInputError, "rademacher"),
         ({"kernel": "curve"}, InvalidInputError, "kernel must be one of"),
         ({"damping": -1.0}, InvalidInputError, "damping must be a finite number of at least 0"),
+        ({"batch_size": 0}, InvalidInputError, "batch_size must be an integer of at least 1"),
         ({"device": "tpu"}, InvalidInputError, "Unknown device 'tpu'"),
         ({"kernel": "curvature", "task": lambda c, b: c(b[0])[:, 0]}, InvalidInputError, "linear in it"),
     ],

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import collections
+import json
 import pickle
 from collections.abc import Iterator
 from pathlib import Path
@@ -12,7 +13,7 @@ import torch
 from safetensors.torch import save_file, save_model
 from torch import Tensor, nn
 
-from trak_lite.checkpoints import iterate_checkpoints, load_into, weights_digest
+from trak_lite.checkpoints import Checkpoint, iterate_checkpoints, load_into, weights_digest
 from trak_lite.errors import CheckpointError
 
 
@@ -211,3 +212,136 @@ def test_an_empty_file_is_named(tmp_path: Path) -> None:
 def test_values_that_are_no_tensors_are_refused() -> None:
     with pytest.raises(CheckpointError, match=r"weight ndarray instead of \(2, 3\)"):
         values_of({name: value.numpy() for name, value in filled(1.0).items()})
+
+
+def sharded(folder: Path, weight_map: object) -> Path:
+    """A folder as Hugging Face saves a large model: an index, and a file for every few weights."""
+    folder.mkdir()
+    for name, value in filled(6.0).items():
+        save_file({name: value}, folder / f"{name}.safetensors")
+    (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": weight_map}))
+    return folder
+
+
+def test_shards_that_an_index_lists_are_one_checkpoint(tmp_path: Path) -> None:
+    folder = sharded(tmp_path / "checkpoint-7", {"weight": "weight.safetensors", "bias": "bias.safetensors"})
+
+    (checkpoint,) = iterate_checkpoints(tmp_path)
+
+    assert (checkpoint.name, checkpoint.source) == (
+        "checkpoint-7",
+        str(folder / "model.safetensors.index.json"),
+    )
+    assert values_of(folder) == values_of(checkpoint.source) == [6.0]
+
+
+@pytest.mark.parametrize(
+    ("weight_map", "match"),
+    [
+        (None, "Cannot read the list of shards"),
+        ({"weight": 3}, "Cannot read the list of shards"),
+        ({}, "lists no files"),
+        ({"weight": "../weight.safetensors"}, "Expected names of files beside it"),
+        ({"weight": "gone.safetensors"}, r"Cannot read the checkpoint .*gone\.safetensors"),
+        ({"weight": "weight.safetensors"}, r"missing: \['bias'\]"),
+    ],
+)
+def test_an_index_that_does_not_list_all_shards_is_refused(
+    tmp_path: Path, weight_map: object, match: str
+) -> None:
+    with pytest.raises(CheckpointError, match=match):
+        values_of(sharded(tmp_path / "a", weight_map))
+
+
+def test_a_trainers_folder_with_final_weights_and_checkpoints_is_ambiguous(tmp_path: Path) -> None:
+    for folder in (tmp_path, tmp_path / "checkpoint-10", tmp_path / "checkpoint-9"):
+        folder.mkdir(exist_ok=True)
+        save_file(filled(1.0), folder / "model.safetensors")
+
+    with pytest.raises(
+        CheckpointError, match=r"model.safetensors and 2 checkpoint folders \(checkpoint-9 \.\.\.\)"
+    ):
+        values_of(tmp_path)
+    assert values_of([tmp_path / "model.safetensors", tmp_path / "checkpoint-10"]) == [1.0, 1.0]
+
+
+def test_a_checkpoint_may_be_given_as_such() -> None:
+    given = [Checkpoint("a", None, lambda: filled(8.0)), Checkpoint("b", None, None)]
+
+    assert list(iterate_checkpoints(given)) == list(iterate_checkpoints(iter(given))) == given
+    assert values_of(given) == [8.0, 8.0]
+
+
+class Adapted(nn.Module):
+    """A linear layer with an adapter, and a head that is trained as a whole, by the names of PEFT."""
+
+    def __init__(self, active: object = "default", value: float = 0.0) -> None:
+        super().__init__()
+        self.active_adapter = active
+        self.base_layer = nn.Linear(3, 3)
+        self.lora_A = nn.ModuleDict({"default": nn.Linear(3, 3, bias=False)})
+        self.lora_magnitude_vector = nn.ModuleDict({"default": nn.Linear(1, 3, bias=False)})
+        self.original_module = nn.Linear(3, 2)
+        self.modules_to_save = nn.ModuleDict({"default": nn.Linear(3, 2)})
+        for parameter in self.parameters():
+            nn.init.constant_(parameter, value)
+
+
+def adapter_file(folder: Path, *, without: str = "") -> Path:
+    saved = {
+        "head.lora_A.weight": torch.full((3, 3), 2.0),
+        "head.lora_magnitude_vector": torch.full((3, 1), 3.0),
+        "head.weight": torch.full((2, 3), 4.0),
+        "head.bias": torch.full((2,), 5.0),
+    }
+    save_file(
+        {name: value for name, value in saved.items() if name != without},
+        folder / "adapter_model.safetensors",
+    )
+    return folder
+
+
+def wrapped(adapted: nn.Module) -> nn.Module:
+    outer = nn.Module()
+    outer.head = adapted
+    outer.active_adapter = adapted.active_adapter
+    return outer
+
+
+def test_an_adapter_is_loaded_over_the_models_own_weights(tmp_path: Path) -> None:
+    """The weights of a checkpoint that was loaded before do not stay below it."""
+    model = wrapped(Adapted(value=1.0))
+    own = {name: p.detach().clone() for name, p in model.named_parameters()}
+    full, adapter = iterate_checkpoints([wrapped(Adapted(value=9.0)).state_dict(), adapter_file(tmp_path)])
+
+    load_into(model, full, own)
+    load_into(model, adapter, own)
+
+    assert {name: p.unique().tolist() for name, p in model.head.named_parameters()} == {
+        "base_layer.weight": [1.0],
+        "base_layer.bias": [1.0],
+        "lora_A.default.weight": [2.0],
+        "lora_magnitude_vector.default.weight": [3.0],
+        "original_module.weight": [1.0],
+        "original_module.bias": [1.0],
+        "modules_to_save.default.weight": [4.0],
+        "modules_to_save.default.bias": [5.0],
+    }
+
+
+@pytest.mark.parametrize(
+    ("active", "without", "match"),
+    [
+        ("default", "head.weight", r"missing: \['head.modules_to_save.default.weight'\]"),
+        (["default", "other"], "", r"the active adapters \['default', 'other'\]"),
+        ("other", "", r"unexpected: .*'head.lora_A.weight'"),
+        (None, "", "has no adapter"),
+    ],
+)
+def test_an_adapter_that_does_not_fit_is_refused(
+    tmp_path: Path, active: object, without: str, match: str
+) -> None:
+    (checkpoint,) = iterate_checkpoints(adapter_file(tmp_path, without=without))
+
+    with pytest.raises(CheckpointError, match=match):
+        load_into(wrapped(Adapted(active)), checkpoint)

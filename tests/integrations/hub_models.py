@@ -1,0 +1,164 @@
+"""Tiny randomly initialised Hugging Face models, their rows, and what plain loops make of them. No network."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import zarr
+from torch import Tensor, nn
+
+os.environ["HF_HUB_OFFLINE"] = "1"  # read when the packages are imported
+WHY = "the Hugging Face integration is tested where its packages are installed: pip install trak-lite[hf]"
+transformers = pytest.importorskip("transformers", reason=WHY)
+tokenizers = pytest.importorskip("tokenizers", reason=WHY)
+datasets = pytest.importorskip("datasets", reason=WHY)
+peft = pytest.importorskip("peft", reason=WHY)
+pytest.importorskip("accelerate", reason=WHY)
+
+VOCABULARY, PAD = 40, 0
+LENGTHS = (9, 4, 7, 4, 11, 6, 3, 8)
+
+
+def bert(num_labels: int = 3, **settings: Any) -> nn.Module:
+    config = transformers.BertConfig(
+        vocab_size=VOCABULARY,
+        hidden_size=16,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        intermediate_size=24,
+        max_position_embeddings=16,
+        num_labels=num_labels,
+        **settings,
+    )
+    return transformers.BertForSequenceClassification(config)
+
+
+def gpt2() -> nn.Module:
+    sizes = {"n_embd": 16, "n_layer": 2, "n_head": 2, "n_positions": 16}
+    config = transformers.GPT2Config(vocab_size=VOCABULARY, bos_token_id=1, eos_token_id=2, **sizes)
+    return transformers.GPT2LMHeadModel(config)
+
+
+def llama() -> nn.Module:
+    config = transformers.LlamaConfig(
+        vocab_size=VOCABULARY,
+        hidden_size=16,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+        intermediate_size=24,
+        max_position_embeddings=16,
+    )
+    return transformers.LlamaForCausalLM(config)
+
+
+def lora(base: Callable[[], nn.Module] = llama, **settings: Any) -> nn.Module:
+    names = {"target_modules": ["q_proj", "v_proj"]} if base is llama else {}
+    kind = "SEQ_CLS" if base is bert else "CAUSAL_LM"
+    return peft.get_peft_model(
+        base(), peft.LoraConfig(task_type=kind, r=2, init_lora_weights=False, **names, **settings)
+    )
+
+
+def lora_bert() -> nn.Module:
+    return lora(bert, use_dora=True)
+
+
+def made(build: Callable[[], nn.Module], seed: int = 0) -> nn.Module:
+    torch.manual_seed(seed)
+    return build()
+
+
+def is_classifier(model: nn.Module) -> bool:
+    return any(isinstance(module, transformers.BertForSequenceClassification) for module in model.modules())
+
+
+def tokenizer(side: str = "right") -> transformers.PreTrainedTokenizerFast:
+    words = {"[PAD]": PAD, **{f"w{i}": i for i in range(1, VOCABULARY)}}
+    model = tokenizers.Tokenizer(tokenizers.models.WordLevel(words, "w1"))
+    found = transformers.PreTrainedTokenizerFast(tokenizer_object=model, pad_token="[PAD]")
+    found.padding_side = side
+    return found
+
+
+def texts(model: nn.Module, num_labels: int = 3) -> datasets.Dataset:
+    """Rows of several lengths; a language model's begin with a prompt of two tokens that is not predicted."""
+    generator = np.random.default_rng(0)
+    rows = []
+    for number, length in enumerate(LENGTHS):
+        ids = generator.integers(3, VOCABULARY, length).tolist()
+        labels = number % num_labels if is_classifier(model) else [-100, -100, *ids[2:]]
+        name = "label" if is_classifier(model) else "labels"
+        rows.append({"text": f"row {number}", "input_ids": ids, "attention_mask": [1] * length, name: labels})
+    return datasets.Dataset.from_list(rows)
+
+
+def trainer_of(
+    model: nn.Module, folder: Path, *, rows: Any = None, collator: Any = None, **settings: Any
+) -> transformers.Trainer:
+    arguments = transformers.TrainingArguments(
+        output_dir=str(folder / "out"),
+        per_device_train_batch_size=3,
+        use_cpu=True,
+        report_to=[],
+        disable_tqdm=True,
+        logging_strategy="no",
+        learning_rate=0.01,
+        **settings,
+    )
+    if collator is None:
+        kind = (
+            transformers.DataCollatorWithPadding
+            if is_classifier(model)
+            else transformers.DataCollatorForSeq2Seq
+        )
+        collator = kind(tokenizer())
+    rows = texts(model) if rows is None else rows
+    return transformers.Trainer(model=model, args=arguments, train_dataset=rows, data_collator=collator)
+
+
+def margins(model: nn.Module, row: Mapping[str, Any]) -> Tensor:
+    """f of one row alone, without padding: the margin of its label, or the sum over its predicted tokens."""
+    logits = model(input_ids=torch.tensor([row["input_ids"]])).logits[0]
+    if "label" in row:
+        logits, labels = logits[None], [row["label"]]
+    else:
+        logits, labels = logits[:-1], row["labels"][1:]
+    total = logits.new_zeros(())
+    for scores, label in zip(logits, labels, strict=True):
+        if label != -100:
+            others = torch.cat([scores[:label], scores[label + 1 :]])
+            total = total + scores[label] - others.logsumexp(0)
+    return total
+
+
+def expected_rows(model: nn.Module, rows: Any) -> np.ndarray:
+    """Gradients of f with respect to what is trained, row by row: ``(N, P)``."""
+    kept = [p for p in model.parameters() if p.requires_grad]
+    model.eval()
+    found = []
+    for row in rows:
+        grads = torch.autograd.grad(margins(model, row), kept, allow_unused=True)
+        flat = [
+            (torch.zeros_like(p) if grad is None else grad).flatten()
+            for p, grad in zip(kept, grads, strict=True)
+        ]
+        found.append(torch.cat(flat).double().numpy())
+    return np.stack(found)
+
+
+def stored_rows(path: Path, checkpoint: int = 0) -> np.ndarray:
+    return np.asarray(zarr.open(path, mode="r")[f"ckpt-{checkpoint}/features"][:], dtype=np.float64)
+
+
+def relative_error(found: np.ndarray, expected: np.ndarray) -> float:
+    """Largest error of a row, relative to that row's norm."""
+    norms = np.linalg.norm(expected, axis=1)
+    assert norms.min() > 0
+    return float((np.linalg.norm(found - expected, axis=1) / norms).max())

@@ -1,0 +1,235 @@
+"""Lightning: rows of every saved checkpoint against a plain loop, and training that does not notice it is watched."""
+
+from __future__ import annotations
+
+import random
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import zarr
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, TensorDataset
+from watching import Restless, random_states
+
+from trak_lite import Attributor
+from trak_lite.errors import CheckpointError, InvalidInputError
+
+pl = pytest.importorskip(
+    "lightning.pytorch", reason="tested where Lightning is installed: pip install trak-lite[lightning]"
+)
+from trak_lite.integrations.lightning import FeaturizeCallback, ckpt_weights  # noqa: E402 - imports Lightning
+
+ModelCheckpoint = pl.callbacks.ModelCheckpoint
+EXACT: dict[str, Any] = {"projector": "none", "dtype": "float32", "progress": False}
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:The '.*_dataloader' does not have many workers"),
+    pytest.mark.filterwarnings(r"ignore:`isinstance\(treespec, LeafSpec\)` is deprecated:FutureWarning"),
+]
+
+
+class Digits(pl.LightningModule):
+    def __init__(self, width: int = 5) -> None:
+        super().__init__()
+        self.save_hyperparameters()
+        self.model = nn.Sequential(nn.Linear(4, width), nn.Dropout(0.3), nn.ReLU(), nn.Linear(width, 3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.model(x)
+
+    def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:
+        return nn.functional.cross_entropy(self(batch[0]), batch[1])
+
+    def validation_step(self, batch: list[Tensor], batch_idx: int) -> None:
+        self.log("loss", nn.functional.cross_entropy(self(batch[0]), batch[1]))
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.Adam(self.parameters(), lr=0.05)
+
+
+def rows() -> TensorDataset:
+    generator = torch.Generator().manual_seed(0)
+    return TensorDataset(
+        torch.randn(12, 4, generator=generator), torch.randint(3, (12,), generator=generator)
+    )
+
+
+def built() -> Digits:
+    torch.manual_seed(0)
+    random.seed(0)
+    np.random.seed(0)  # noqa: NPY002
+    return Digits()
+
+
+def fit(module: Digits, folder: Path, *callbacks: Any, epochs: int = 2) -> Any:
+    trainer = pl.Trainer(
+        default_root_dir=folder,
+        max_epochs=epochs,
+        accelerator="cpu",
+        callbacks=list(callbacks),
+        logger=False,
+        enable_checkpointing=bool(callbacks),
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        log_every_n_steps=1,
+    )
+    trainer.fit(module, DataLoader(rows(), batch_size=4, shuffle=True), DataLoader(rows(), batch_size=6))
+    return trainer
+
+
+def keeping_all(folder: Path, **settings: Any) -> ModelCheckpoint:
+    return ModelCheckpoint(folder / "ckpt", filename="{epoch}-{step}", save_top_k=-1, **settings)
+
+
+def expected_rows(state: dict[str, Tensor]) -> np.ndarray:
+    """Gradients of each row's margin alone, with the weights of a ``.ckpt`` file: ``(N, P)``."""
+    module = Digits().eval()
+    module.load_state_dict(state)
+    found = []
+    for x, label in rows():
+        logits = module(x[None])[0]
+        others = torch.cat([logits[:label], logits[label + 1 :]])
+        grads = torch.autograd.grad(logits[label] - others.logsumexp(0), list(module.parameters()))
+        found.append(torch.cat([grad.flatten() for grad in grads]).numpy())
+    return np.stack(found)
+
+
+def stored_rows(path: Path, checkpoint: int) -> np.ndarray:
+    return zarr.open(path, mode="r")[f"ckpt-{checkpoint}/features"][:]
+
+
+@pytest.mark.parametrize("inside", [False, True])
+@pytest.mark.parametrize("settings", [{}, {"save_on_train_epoch_end": True}, {"every_n_train_steps": 3}])
+def test_every_saved_checkpoint_is_featurized_with_the_weights_in_its_file(
+    tmp_path: Path, inside: bool, settings: dict[str, Any]
+) -> None:
+    """Saved at the end of a validation, of an epoch or of a step; a whole module, or one inside it."""
+    module = built()
+    attributed = module.model if inside else module
+    attributor = Attributor(attributed, "image_classification", tmp_path / "a.zarr", **EXACT)
+
+    saver = keeping_all(tmp_path, **settings)
+    fit(module, tmp_path, saver, FeaturizeCallback(attributor, rows()), epochs=3)
+    scores = attributor.score(rows(), name="itself", kernel="dot")
+
+    files = sorted((tmp_path / "ckpt").glob("*.ckpt"), key=lambda file: file.stat().st_mtime_ns)
+    assert len(files) == 3
+    assert scores.shape == (12, 12)
+    for number, file in enumerate(files):
+        state = torch.load(file, weights_only=True)["state_dict"]
+        np.testing.assert_allclose(
+            stored_rows(tmp_path / "a.zarr", number), expected_rows(state), rtol=1e-5, atol=1e-6
+        )
+    assert "ckpt-3" not in zarr.open(tmp_path / "a.zarr", mode="r")
+
+
+def test_checkpoints_without_optimizer_states_are_featurized_too(tmp_path: Path) -> None:
+    """Lightning tells callbacks nothing when it saves weights only."""
+    module = built()
+    attributor = Attributor(module, "image_classification", tmp_path / "a.zarr", **EXACT)
+
+    saver = keeping_all(tmp_path, save_weights_only=True, save_last=True)
+    fit(module, tmp_path, saver, FeaturizeCallback(attributor, rows()))
+
+    assert attributor.featurize(rows(), tmp_path / "ckpt").rows_written == 0
+
+
+def test_training_is_bitwise_the_same_with_and_without_the_callback(tmp_path: Path) -> None:
+    found = []
+    for name, watched in (("alone", False), ("watched", True)):
+        module, folder = built(), tmp_path / name
+        more = []
+        if watched:
+            attributor = Attributor(module, "image_classification", folder / "a.zarr", **EXACT)
+            more = [FeaturizeCallback(attributor, Restless(rows()))]
+        fit(module, folder, keeping_all(folder, every_n_train_steps=2), *more, epochs=3)
+        modes = [part.training for part in module.modules()]
+        found.append((random_states(), modes, [p.tolist() for p in module.parameters()]))
+
+    assert found[0] == found[1]
+
+
+def test_files_of_lightning_are_checkpoints_of_the_module_and_of_those_inside(tmp_path: Path) -> None:
+    module = built()
+    fit(module, tmp_path, keeping_all(tmp_path))
+    folder = tmp_path / "ckpt"
+    whole = Attributor(module, "image_classification", None, **EXACT)
+    inner = Attributor(module.model, "image_classification", None, **EXACT)
+    whole.featurize(rows())
+    inner.featurize(rows())
+
+    assert whole.featurize(rows(), folder).rows_found == 12  # the last one's weights are those of the module
+    files = sorted(folder.glob("*.ckpt"))
+    loader = partial(ckpt_weights, prefix="model.")
+    assert inner.featurize(rows(), files, checkpoint_loader=loader).rows_found == 12
+
+
+def test_a_wrong_prefix_is_named_with_what_is_there(tmp_path: Path) -> None:
+    torch.save({"state_dict": {"model.weight": torch.zeros(2)}}, tmp_path / "a.ckpt")
+
+    with pytest.raises(CheckpointError, match=r"begins with 'net\.': found \['model.weight'\]"):
+        ckpt_weights(tmp_path / "a.ckpt", prefix="net.")
+
+
+class Setting:
+    """A hyperparameter of one's own."""
+
+
+def test_code_in_a_file_is_run_only_where_it_is_trusted(tmp_path: Path) -> None:
+    state = {"model.weight": torch.ones(2)}
+    torch.save({"state_dict": state, "hyper_parameters": {"setting": Setting()}}, tmp_path / "a.ckpt")
+
+    with pytest.raises(CheckpointError, match="without running code from them"):
+        ckpt_weights(tmp_path / "a.ckpt", prefix="model.")
+    found = ckpt_weights(tmp_path / "a.ckpt", prefix="model.", weights_only=False)
+    assert {name: value.tolist() for name, value in found.items()} == {"weight": [1.0, 1.0]}
+
+
+def test_the_callback_refuses_what_it_could_never_featurize(tmp_path: Path) -> None:
+    module = built()
+    of_another = Attributor(built(), "image_classification", None)
+    own = Attributor(module, "image_classification", None)
+
+    with pytest.raises(InvalidInputError, match="the train data is a Tensor of tensors"):
+        FeaturizeCallback(own, torch.zeros(3))
+    with pytest.raises(InvalidInputError, match="parameters of the attributor's Digits"):
+        fit(module, tmp_path, keeping_all(tmp_path), FeaturizeCallback(of_another, rows()))
+    callbacks = [FeaturizeCallback(own, rows())]
+    trainer = pl.Trainer(max_epochs=1, callbacks=callbacks, enable_checkpointing=False, logger=False)
+    with pytest.raises(InvalidInputError, match="The trainer has no ModelCheckpoint in it"):
+        trainer.fit(module, DataLoader(rows()), DataLoader(rows()))
+
+
+def test_an_attributor_on_another_device_is_refused(tmp_path: Path) -> None:
+    module = built()
+    attributor = Attributor(module, "image_classification", None)
+    attributor.device = torch.device("cuda")
+
+    with pytest.raises(InvalidInputError, match="runs on cuda, and the model is trained on cpu"):
+        fit(module, tmp_path, keeping_all(tmp_path), FeaturizeCallback(attributor, rows()))
+
+
+def test_a_module_around_the_trained_one_is_not_the_attributors(tmp_path: Path) -> None:
+    module = built()
+    around = nn.Sequential(module.model)
+
+    with pytest.raises(InvalidInputError, match="has no Sequential of the attributor's in it"):
+        fit(
+            module,
+            tmp_path,
+            keeping_all(tmp_path),
+            FeaturizeCallback(Attributor(around, "image_classification", None), rows()),
+        )
+
+
+def test_checkpoints_that_are_saved_elsewhere_are_refused(tmp_path: Path) -> None:
+    module = built()
+    saver = keeping_all(tmp_path)
+    attributor = Attributor(module, "image_classification", None)
+    saver.last_model_path = "s3://bucket/last.ckpt"
+
+    with pytest.raises(CheckpointError, match=r"saved to s3://bucket/last\.ckpt, which is no path on a disk"):
+        fit(module, tmp_path, saver, FeaturizeCallback(attributor, rows()))

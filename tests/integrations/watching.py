@@ -1,0 +1,30 @@
+"""Whether a training notices that somebody looks on: rows that use up random numbers, and what is left of these."""
+
+from __future__ import annotations
+
+import random
+from typing import Any
+
+import numpy as np
+import torch
+
+
+class Restless(torch.utils.data.Dataset[Any]):
+    """The same rows at every visit, which use up random numbers of every kind on their way."""
+
+    def __init__(self, rows: Any) -> None:
+        self.rows = rows
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    def __getitem__(self, index: int) -> Any:
+        torch.rand(1)
+        np.random.rand()  # noqa: NPY002 - the state that others draw from
+        random.random()
+        return self.rows[index]
+
+
+def random_states() -> list[Any]:
+    numpy = np.random.get_state()[1].tolist()  # noqa: NPY002
+    return [torch.get_rng_state().tolist(), numpy, random.getstate()]

@@ -1,0 +1,78 @@
+"""Adapter files of PEFT: which weight of a model each saved one is.
+
+PEFT leaves the adapter's name out of the names that it saves (``q_proj.lora_A.weight`` is the model's
+``q_proj.lora_A.default.weight``), and saves nothing of the frozen base model.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from torch import nn
+
+from trak_lite.errors import CheckpointError
+
+__all__ = ["completed_adapter"]
+
+_WRAPPER = "modules_to_save"
+_VECTOR = "lora_magnitude_vector"
+
+
+def completed_adapter(
+    model: nn.Module, saved: Mapping[str, Any], held: Mapping[str, Any], base: Mapping[str, Any]
+) -> dict[str, Any]:
+    """Return a whole state dict under the model's names: the saved adapter, and the model's own base weights.
+
+    Args:
+        model: A model with an adapter (a ``peft.PeftModel``); the active one is meant.
+        saved: What an adapter file holds.
+        held: The model's state dict.
+        base: The weights that the file says nothing of. Those of the adapter itself are never taken from here, so
+            that a file that lacks some is found out.
+
+    Raises:
+        CheckpointError: If the model has no adapter, or several active ones.
+    """
+    adapter = _active_adapter(model)
+    saved_names = {name: _saved_name(name, adapter) for name in held}
+    held_names = {saved_name: name for name, saved_name in saved_names.items()}
+    given = {held_names.get(name, name): value for name, value in saved.items()}
+    frozen = {
+        name: base[name]
+        for name, saved_name in saved_names.items()
+        if name == saved_name and name in base and name not in given
+    }
+    return {**frozen, **given}
+
+
+def _active_adapter(model: nn.Module) -> str:
+    adapter: Any = getattr(model, "active_adapter", None)
+    if isinstance(adapter, list) and len(adapter) == 1:
+        (adapter,) = adapter
+    if not isinstance(adapter, str):
+        seen = f"the active adapters {adapter}" if isinstance(adapter, list) else "no adapter"
+        raise CheckpointError(
+            f"The checkpoint is a PEFT adapter, but {type(model).__name__} has {seen}. Expected a model with one "
+            "active adapter: peft.get_peft_model(base, config), or PeftModel.from_pretrained(base, folder)."
+        )
+    return adapter
+
+
+def _saved_name(name: str, adapter: str) -> str:
+    """Return the name under which PEFT saves a weight.
+
+    Example:
+        >>> _saved_name("head.modules_to_save.default.weight", "default")
+        'head.weight'
+    """
+    parts = name.split(".")
+    if adapter not in parts[1:]:
+        return name
+    place = len(parts) - 1 - parts[::-1].index(adapter)
+    before, after = parts[:place], parts[place + 1 :]
+    if before[-1] == _WRAPPER:
+        before.pop()
+    if before[-1] == _VECTOR:  # of DoRA: saved as the vector that it is, without the module around it
+        after = []
+    return ".".join([*before, *after])

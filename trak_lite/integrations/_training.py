@@ -1,0 +1,55 @@
+"""In the middle of somebody else's training: what must be as it was before, and what must be true."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import numpy as np
+import torch
+from torch import nn
+
+from trak_lite._session import model_device
+from trak_lite.attributor import Attributor
+from trak_lite.errors import InvalidInputError
+
+__all__ = ["refuse_other_model", "undisturbed"]
+
+
+@contextmanager
+def undisturbed() -> Iterator[None]:
+    """Give every random state back as it was before the block, also after an error.
+
+    The random states are those of Python, NumPy and torch, the latter on the CPU and every CUDA device.
+    """
+    python, numpy = random.getstate(), np.random.get_state()  # noqa: NPY002 - the state that others draw from
+    with torch.random.fork_rng(devices=range(torch.cuda.device_count())):
+        try:
+            yield
+        finally:
+            random.setstate(python)
+            np.random.set_state(numpy)  # noqa: NPY002
+
+
+def refuse_other_model(attributor: Attributor, trained: nn.Module) -> None:
+    """Raise unless the weights that are attributed are those being trained, on the device where they are trained.
+
+    Raises:
+        InvalidInputError: If they are another model's, or were replaced (sharded) or moved when training began.
+    """
+    own = {id(p) for p in trained.parameters()}
+    strange = [name for name, p in attributor.model.named_parameters() if id(p) not in own]
+    if strange:
+        raise InvalidInputError(
+            f"{len(strange)} parameters of the attributor's {type(attributor.model).__name__} ({strange[:3]}) are not "
+            f"among those of the {type(trained).__name__} that is being trained. Expected an attributor on that very "
+            "model, not sharded (FSDP, DeepSpeed). Build it from this trainer, or featurize the saved checkpoints "
+            "afterwards."
+        )
+    here, there = attributor.device, model_device(attributor.model)
+    if here.type != there.type or (here.index is not None and here != there):
+        raise InvalidInputError(
+            f"The attributor runs on {here}, and the model is trained on {there}. Expected one device, or the model "
+            f"would be moved at every checkpoint. Pass device={str(there)!r} to the attributor."
+        )

@@ -1,0 +1,258 @@
+"""Hugging Face: attributors from a ``transformers.Trainer``, and features at each checkpoint that it saves.
+
+Example::
+
+    attributor = Attributor.from_trainer(trainer, "runs/reviews.zarr")
+    trainer.add_callback(FeaturizeCallback(attributor, trainer.train_dataset))
+    trainer.train()
+    scores = attributor.score(trainer.eval_dataset, name="eval")
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, TypeVar, final
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from transformers import Trainer, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
+from transformers.models.auto.modeling_auto import (
+    MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
+    MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES,
+)
+from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
+from transformers.utils import is_peft_available
+
+from trak_lite._batches import batch_size, flatten_batch, move_batch
+from trak_lite._session import borrow_model
+from trak_lite.attributor import Attributor
+from trak_lite.checkpoints import Checkpoint, weights_inside
+from trak_lite.datasets import Rows
+from trak_lite.errors import InvalidInputError
+from trak_lite.integrations._training import refuse_other_model, undisturbed
+from trak_lite.modelout_functions import ModelCall
+from trak_lite.types import Batch
+
+__all__ = ["FeaturizeCallback", "attributor_from_trainer", "task_of"]
+
+_NUM_PROBES = 32
+"""First rows of a dataset, the shortest and the longest of which are tried together and alone."""
+
+_Attributor = TypeVar("_Attributor", bound=Attributor)
+
+
+@final
+class FeaturizeCallback(TrainerCallback):
+    """Featurizes the train rows at each checkpoint that a ``transformers.Trainer`` saves.
+
+    It runs on the trainer's model in place, right after the checkpoint is on disk. Training goes on bitwise as
+    without it: weights, mode and every random state are given back. A run that is resumed finds the rows that are
+    there. To score new targets later the saved weights are needed: keep the checkpoints (``save_total_limit``).
+    """
+
+    def __init__(self, attributor: Attributor, data: Any, *, dataset_id: str | None = None) -> None:
+        """Hold what is to be featurized.
+
+        Args:
+            attributor: Of the model that is trained: ``Attributor.from_trainer(trainer, ...)``.
+            data: The train rows, as for :meth:`~trak_lite.Attributor.featurize`.
+            dataset_id: As there.
+
+        Raises:
+            InvalidInputError: If the data are not rows with an order of their own.
+        """
+        Rows(data, what="the train data")  # now, and not when the first checkpoint has been trained
+        self._attributor = attributor
+        self._data = data
+        self._dataset_id = dataset_id
+
+    def on_train_begin(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
+        """Refuse to train anything but the attributor's model.
+
+        Raises:
+            InvalidInputError: If it is another one, sharded, or on another device.
+        """
+        refuse_other_model(self._attributor, kwargs["model"])
+
+    def on_save(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
+        """Featurize the weights that were saved just now."""
+        folder = Path(str(args.output_dir)) / f"{PREFIX_CHECKPOINT_DIR}-{state.global_step}"
+        weights = weights_inside(folder)
+        checkpoint = Checkpoint(folder.name, None if weights is None else str(weights.absolute()), None)
+        with undisturbed():
+            # An iterator: the model's weights of now are no place to look for these later.
+            self._attributor.featurize(self._data, iter([checkpoint]), dataset_id=self._dataset_id)
+
+
+def attributor_from_trainer(
+    cls: type[_Attributor], trainer: Trainer, path: Any, task: Any, settings: Mapping[str, Any]
+) -> _Attributor:
+    """Return an attributor for what a trainer trains; see :meth:`trak_lite.Attributor.from_trainer`.
+
+    Args:
+        cls: The class of the attributor.
+        trainer: Gives model, collator and batch size.
+        path: Where the store is.
+        task: ``None`` takes that of the model's class.
+        settings: Further arguments of the attributor, which come before the trainer's.
+
+    Raises:
+        InvalidInputError: If the model is sharded, its class stands for no task, there is no train dataset, or a row
+            of it would depend on chance or on the rows beside it in a batch.
+    """
+    if not isinstance(trainer, Trainer):
+        raise InvalidInputError(
+            f"The trainer is a {type(trainer).__name__}. Expected a transformers.Trainer; for any other one build the "
+            "Attributor from the model, the task and collate=...."
+        )
+    _refuse_sharded(trainer)
+    # Of the trainer's own, as subclasses decide there which columns the model does not take.
+    collate = trainer._get_collator_with_removed_columns(trainer.data_collator)
+    given = {"collate": collate, "batch_size": trainer.args.per_device_train_batch_size, **settings}
+    attributor = cls(
+        _without_autocast(trainer.model), task_of(trainer.model) if task is None else task, path, **given
+    )
+    rows = Rows(trainer.train_dataset, collate=given["collate"], what="the trainer's train dataset")
+    with undisturbed(), borrow_model(attributor.model, attributor.device):
+        _refuse_unstable(attributor, rows, alone=given["batch_size"] == 1)
+    return attributor
+
+
+def task_of(model: nn.Module) -> str:
+    """Return the task that the class of a Hugging Face model stands for, with its ``problem_type``.
+
+    Args:
+        model: A ``transformers.PreTrainedModel``, alone or in a ``peft.PeftModel``.
+
+    Raises:
+        InvalidInputError: If it stands for none.
+    """
+    base: Any = _base_model(model)
+    names = {cls.__name__ for cls in type(base).__mro__}
+    if names & set(MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES.values()):
+        kind = base.config.problem_type
+        if kind == "multi_label_classification":
+            return "multilabel_classification"
+        # Where nothing is said, transformers takes a single number for a regression, too.
+        single = kind is None and base.config.num_labels == 1
+        return "regression" if kind == "regression" or single else "text_classification"
+    if names & set(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values()):
+        return "causal_language_modeling"
+    raise InvalidInputError(
+        f"The class {type(base).__name__} does not say which task it is for. Expected a model for sequence "
+        "classification or for causal language modelling. Pass task=..., a name or a function "
+        "f(model_call, batch) -> (B,)."
+    )
+
+
+def _base_model(model: nn.Module) -> nn.Module:
+    """Return the model inside a PEFT model, or the model itself."""
+    if is_peft_available():
+        from peft import PeftModel
+
+        if isinstance(model, PeftModel):
+            base: nn.Module = model.get_base_model()
+            return base
+    return model
+
+
+def _refuse_sharded(trainer: Trainer) -> None:
+    if trainer.is_fsdp_enabled or trainer.is_deepspeed_enabled:
+        raise InvalidInputError(
+            "The trainer shards its model (FSDP or DeepSpeed), so that no process has whole weights. Featurize the "
+            "saved checkpoints afterwards: Attributor(model, task, path).featurize(data, checkpoints=...)."
+        )
+
+
+def _without_autocast(model: nn.Module) -> nn.Module:
+    """Return a module of the same class with the same submodules, parameters and buffers, and its own forward.
+
+    For mixed precision the trainer puts another forward into the model, when training begins, and leaves it there.
+    Gradients of single samples are to be those of the weights, not of what a 16 bit forward makes of them.
+    """
+    twin = type(model).__new__(type(model))
+    vars(twin).update(vars(model))
+    own = vars(twin).pop("_original_forward", None)
+    if own is not None:
+        del vars(twin)["forward"]
+        if getattr(own, "__func__", None) is not type(model).forward:  # somebody else's, as of fused kernels
+            vars(twin)["forward"] = own
+    return twin
+
+
+def _refuse_unstable(attributor: Attributor, rows: Rows, *, alone: bool) -> None:
+    """Raise if a row depends on chance, or on the rows beside it.
+
+    Args:
+        attributor: With the model in eval mode.
+        rows: The train rows, of which two are tried.
+        alone: No row will ever have others beside it.
+    """
+    pair = _two_rows(rows)
+    plan = [pair, pair, *([row] for row in pair)]
+    batches = [batch for _, batch in rows.batches(np.asarray(part, dtype=np.int64) for part in plan)]
+    _refuse_chance(batches[0], batches[1], pair, rows.what)
+    if batch_size(batches[0]) != len(pair):
+        raise InvalidInputError(
+            f"Collating {len(pair)} samples of {rows.what} gave a batch of {batch_size(batches[0])}. Expected one "
+            "entry per sample, in order: use a collator that pads, not one that packs or flattens."
+        )
+    attributor.task.prepare(attributor.model)
+    together, *single = (_outputs(attributor, batch) for batch in (batches[0], *batches[2:]))
+    if not alone:
+        _refuse_neighbours(attributor.model, together, torch.cat(single), pair, rows.what)
+
+
+def _two_rows(rows: Rows) -> list[int]:
+    """Return the shortest and the longest of the first rows; one row, where there is no other."""
+    first = range(min(_NUM_PROBES, len(rows)))
+    by_length = sorted(first, key=lambda row: _length(rows.dataset[row]))
+    return list(dict.fromkeys([by_length[0], by_length[-1]]))
+
+
+def _length(sample: Any) -> int:
+    """Return the number of tokens of a sample; 0 for one that is not of tokens."""
+    ids = sample.get("input_ids") if isinstance(sample, Mapping) else None
+    return 0 if ids is None else len(ids)
+
+
+def _outputs(attributor: Attributor, batch: Batch) -> Tensor:
+    """Return f of a batch, ``(B,)``."""
+    with torch.no_grad():
+        moved = move_batch(batch, attributor.device)
+        return attributor.task.evaluate(ModelCall(attributor.model), moved).output
+
+
+def _refuse_chance(batch: Batch, again: Batch, pair: list[int], what: str) -> None:
+    first, second = (flatten_batch(part)[0] for part in (batch, again))
+    if len(first) != len(second) or not all(map(torch.equal, first, second)):
+        raise InvalidInputError(
+            f"Loading and collating rows {pair} of {what} twice gave different batches. Expected rows that do not "
+            "depend on chance. Pass collate=... without random masking or augmentation, or mask once beforehand."
+        )
+
+
+def _refuse_neighbours(
+    model: nn.Module, together: Tensor, single: Tensor, pair: list[int], what: str
+) -> None:
+    wrong = (together - single).abs() > _tolerance(model) * (1 + single.abs())
+    for row, beside, own in zip(pair, together.tolist(), single.tolist(), strict=True):
+        if bool(wrong[pair.index(row)]):
+            raise InvalidInputError(
+                f"Row {row} of {what} gives f = {own:.6g} alone and {beside:.6g} in a batch with rows {pair}, so its "
+                "gradient would depend on its neighbours. Expected padding that the model does not see: pad on the "
+                "right (tokenizer.padding_side = 'right'), give an attention_mask, or pass batch_size=1."
+            )
+
+
+def _tolerance(model: nn.Module) -> float:
+    """Return half the digits of the least exact floating point dtype among the weights."""
+    dtypes = {p.dtype for p in model.parameters() if p.is_floating_point()} or {torch.float32}
+    return math.sqrt(max(torch.finfo(dtype).eps for dtype in dtypes))

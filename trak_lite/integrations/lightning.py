@@ -1,0 +1,143 @@
+"""Lightning: features at each checkpoint that a ``lightning`` trainer saves, and weights out of ``.ckpt`` files.
+
+Example::
+
+    attributor = Attributor(lit_module, "image_classification", "runs/digits.zarr")
+    trainer = L.Trainer(callbacks=[ModelCheckpoint(save_top_k=-1), FeaturizeCallback(attributor, train_data)])
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from functools import partial
+from pathlib import Path
+from typing import Any, final
+
+from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch.callbacks import ModelCheckpoint
+from torch import Tensor
+
+from trak_lite.attributor import Attributor
+from trak_lite.checkpoints import read_weights
+from trak_lite.datasets import Rows
+from trak_lite.errors import CheckpointError, InvalidInputError
+from trak_lite.integrations._training import refuse_other_model, undisturbed
+
+__all__ = ["FeaturizeCallback", "ckpt_weights"]
+
+
+@final
+class FeaturizeCallback(Callback):
+    """Featurizes the train rows at each checkpoint that a ``ModelCheckpoint`` of the same trainer saves.
+
+    A file that was saved is featurized before the next batch is trained on, or when training is done; of two that are
+    saved to the same path in between, the later one. Training goes on bitwise as without it: weights, modes and every
+    random state are given back. To score new targets later the files are needed: keep them (``save_top_k=-1``).
+    """
+
+    def __init__(self, attributor: Attributor, data: Any, *, dataset_id: str | None = None) -> None:
+        """Hold what is to be featurized.
+
+        Args:
+            attributor: Of the ``LightningModule`` that is trained, or of a module inside it.
+            data: The train rows, as for :meth:`~trak_lite.Attributor.featurize`.
+            dataset_id: As there.
+
+        Raises:
+            InvalidInputError: If the data are not rows with an order of their own.
+        """
+        Rows(data, what="the train data")  # now, and not when the first checkpoint has been trained
+        self._attributor = attributor
+        self._data = data
+        self._dataset_id = dataset_id
+        self._prefix = ""
+        self._seen: set[tuple[Path, int]] = set()
+
+    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Refuse to train anything but the attributor's model, or without saving it.
+
+        Raises:
+            InvalidInputError: If it is another one, sharded, on another device, or never saved by a
+                ``ModelCheckpoint``.
+        """
+        refuse_other_model(self._attributor, pl_module)
+        names = [name for name, module in pl_module.named_modules() if module is self._attributor.model]
+        if not names or not _savers(trainer):
+            module = type(self._attributor.model).__name__
+            missing = "no ModelCheckpoint" if names else f"no {module} of the attributor's"
+            raise InvalidInputError(
+                f"The trainer has {missing} in it, so that no checkpoint can be featurized when it is saved. Expected "
+                "an attributor on the LightningModule or a module inside it, and callbacks=[ModelCheckpoint(...), ...]."
+            )
+        self._prefix = f"{names[0]}." if names[0] else ""
+
+    def on_train_batch_start(
+        self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int
+    ) -> None:
+        """Featurize what was saved since the last batch."""
+        self._featurize_new(trainer)
+
+    def on_fit_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Featurize what was saved when training ended."""
+        self._featurize_new(trainer)
+
+    def _featurize_new(self, trainer: Trainer) -> None:
+        new = sorted(_saved_files(trainer) - self._seen, key=lambda file: (file[1], file[0]))
+        for path, changed in new:
+            loader = partial(ckpt_weights, prefix=self._prefix)
+            with undisturbed():
+                self._attributor.featurize(
+                    self._data, [path], checkpoint_loader=loader, dataset_id=self._dataset_id
+                )
+            self._seen.add((path, changed))
+
+
+def ckpt_weights(path: str | Path, *, prefix: str = "", weights_only: bool = True) -> dict[str, Tensor]:
+    """Return the weights of a module out of a Lightning checkpoint.
+
+    For ``checkpoint_loader=partial(ckpt_weights, prefix="model.")``, where the attributor's model is ``self.model`` of
+    the ``LightningModule``. Where it is the ``LightningModule`` itself, ``checkpoints="a.ckpt"`` needs no loader.
+
+    Args:
+        path: A ``.ckpt`` file.
+        prefix: Of the names to take, which is cut off (``"model."``); all other weights are left out.
+        weights_only: Run no code from the file. Checkpoints with hyperparameters of one's own classes need ``False``,
+            which unpickles whatever the file holds: only for files that one trusts as one's own code.
+
+    Raises:
+        CheckpointError: If the file cannot be read, or has no weight with the prefix.
+    """
+    state: Mapping[str, Tensor] = read_weights(Path(path), weights_only=weights_only)
+    found = {name.removeprefix(prefix): value for name, value in state.items() if name.startswith(prefix)}
+    if not found:
+        raise CheckpointError(
+            f"{path} has no weight whose name begins with {prefix!r}: found {list(state)[:5]}. Pass the name of the "
+            "attributor's model inside the LightningModule, with a dot at the end."
+        )
+    return found
+
+
+def _savers(trainer: Trainer) -> list[ModelCheckpoint]:
+    return [saver for saver in trainer.checkpoint_callbacks if isinstance(saver, ModelCheckpoint)]
+
+
+def _saved_files(trainer: Trainer) -> set[tuple[Path, int]]:
+    """Return the files that the trainer has saved and not removed again, with their times of change.
+
+    Raises:
+        CheckpointError: If they are not saved to a disk.
+    """
+    paths = {
+        path
+        for saver in _savers(trainer)
+        for path in (saver.best_model_path, saver.last_model_path, *saver.best_k_models)
+        if path
+    }
+    remote = [path for path in paths if "://" in path]
+    if remote:
+        raise CheckpointError(
+            f"Checkpoints are saved to {remote[0]}, which is no path on a disk. Save them to a folder, or featurize "
+            "them afterwards with checkpoint_loader=...."
+        )
+    files = {Path(path).resolve() for path in paths}
+    return {(file, file.stat().st_mtime_ns) for file in files if file.exists()}
