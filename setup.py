@@ -16,6 +16,7 @@ HF = ["transformers>=5", "accelerate", "datasets", "peft"]
 LIGHTNING = ["lightning>=2.5"]
 TRITON = "triton; platform_system == 'Linux'"  # its interpreter runs the CUDA kernels in tests
 TEST = ["pytest>=8", "pytest-xdist", "hypothesis", "traker==0.3.2", TRITON, "setuptools", "wheel"]
+DOCS = ["mkdocs-material", "mkdocstrings[python]", "latex2mathml"]
 DEV = ["ruff", "mypy"]
 BENCHMARK = [
     "traker==0.3.2",
@@ -44,9 +45,10 @@ setup(
         "cli": CLI,
         "hf": HF,
         "lightning": LIGHTNING,
-        "test": [*TEST, *DEMO, *TABLES, *REMOTE, *CLI],
         "benchmark": BENCHMARK,
-        "dev": [*DEV, *TEST, *DEMO, *TABLES, *REMOTE, *CLI],
+        "docs": DOCS,
+        "test": [*TEST, *DOCS, *DEMO, *TABLES, *REMOTE, *CLI],
+        "dev": [*DEV, *TEST, *DOCS, *DEMO, *TABLES, *REMOTE, *CLI],
     },
     entry_points={"console_scripts": ["trak-lite = trak_lite.cli:main"]},
     classifiers=[

@@ -161,7 +161,10 @@ class SummedBlock:
 
 
 GradientBlock: TypeAlias = DenseBlock | FactoredBlock | LookupBlock | SummedBlock
+"""Per-sample gradients of one parameter, in whichever form the layer gives them."""
+
 BlockSink: TypeAlias = Callable[[GradientBlock], None]
+"""Takes blocks as they come; a block may be freed as soon as the call returns."""
 
 
 def samples_of(block: GradientBlock, samples: slice | Sequence[int]) -> GradientBlock:

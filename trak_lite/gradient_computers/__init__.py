@@ -62,3 +62,4 @@ GRADIENT_COMPUTERS: dict[str, type[AbstractGradientComputer]] = {
     "functional": FunctionalGradientComputer,
     "iterative": IterativeGradientComputer,
 }
+"""Classes by the name that ``gradient_computer="..."`` takes."""

@@ -1,0 +1,58 @@
+"""What the site needs beyond Markdown: files of the repository that pages link to, and formulas without a script."""
+
+from __future__ import annotations
+
+import html
+import posixpath
+import re
+from pathlib import Path
+from typing import Any
+
+from latex2mathml.converter import convert
+from mkdocs.structure.files import File
+
+ROOT = Path(__file__).parents[1]
+FOLDER = "docs/pages"
+_LINK = re.compile(r"(?<=\]\()(\.\./[^)#\s]+)")
+_FORMULA = re.compile(r'<(span|div) class="arithmatex">\\([(\[])(.*?)\\[)\]]</\1>', re.DOTALL)
+
+
+def _target(source: str, link: str) -> str:
+    """Return the path in the repository that a page's relative link leads to."""
+    return posixpath.normpath(posixpath.join(FOLDER, posixpath.dirname(source), link))
+
+
+def _place(target: str) -> str:
+    """Return where the site has a copy: as plain text, but for pictures, so that a browser shows it."""
+    return f"source/{target}" if target.endswith((".png", ".svg")) else f"source/{target}.txt"
+
+
+def on_files(files: Any, config: Any) -> Any:
+    """Take every linked file outside the pages into the site, under ``source/``."""
+    for page in list(files.documentation_pages()):
+        for link in _LINK.findall(page.content_string):
+            target = _target(page.src_uri, link)
+            if not target.startswith(f"{FOLDER}/") and files.get_file_from_path(_place(target)) is None:
+                files.append(File.generated(config, _place(target), content=(ROOT / target).read_bytes()))
+    return files
+
+
+def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
+    """Point links that lead out of the pages at those copies."""
+
+    def moved(match: re.Match[str]) -> str:
+        target = _target(page.file.src_uri, match[1])
+        if target.startswith(f"{FOLDER}/"):
+            return match[1]
+        return posixpath.relpath(_place(target), posixpath.dirname(page.file.src_uri) or ".")
+
+    return _LINK.sub(moved, markdown)
+
+
+def on_page_content(content: str, **_: Any) -> str:
+    """Turn formulas into MathML, which every browser draws by itself."""
+
+    def drawn(match: re.Match[str]) -> str:
+        return convert(html.unescape(match[3]), display="block" if match[2] == "[" else "inline")
+
+    return _FORMULA.sub(drawn, content)

@@ -1,0 +1,143 @@
+"""The tables of measured figures in docs/pages, made from benchmarks/results; a test holds the pages to them.
+
+Run:  python docs/tables.py        (rewrites what stands between the markers; takes no time)
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parents[1]
+PAGES = ROOT / "docs" / "pages"
+RESULTS = ROOT / "benchmarks" / "results"
+MARKED = re.compile(r"(?<=<!-- table: )(\w+)( -->\n)(.*?)(?=<!-- end -->)", re.DOTALL)
+SETTINGS = {"digits_mlp": "digits, MLP", "digits_cnn": "digits, CNN", "python_lm": "Python source, GPT"}
+
+
+def parts(name: str) -> dict[str, Any]:
+    """Return the measured parts of one file of results."""
+    found: dict[str, Any] = json.loads((RESULTS / f"{name}.json").read_text())["parts"]
+    return found
+
+
+def markdown(head: Iterable[str], rows: Iterable[Iterable[str]]) -> str:
+    """Return a table whose first column is text and whose others are figures."""
+    titles = list(head)
+    ruler = ["---", *["--:"] * (len(titles) - 1)]
+    lines = (f"| {' | '.join(cells)} |" for cells in [titles, *rows])
+    first = next(lines)
+    return "\n".join([first, f"|{'|'.join(ruler)}|", *lines]) + "\n"
+
+
+def measured_methods() -> dict[str, dict[str, Any]]:
+    """Return for each method what every setting gave, leaving out ceilings and methods that failed."""
+    found: dict[str, dict[str, Any]] = {}
+    for key, figures in parts("lds").items():
+        setting, method = key.split(" / ", 1)
+        if isinstance(figures, dict) and "lds" in figures:
+            found.setdefault(method, {})[setting] = figures
+    return found
+
+
+def lds() -> str:
+    """Return the LDS of every method with its interval: first those measured on every setting, best mean on top."""
+    methods = measured_methods()
+
+    def order(method: str) -> tuple[int, float]:
+        values = [figures["lds"]["mean"] for figures in methods[method].values()]
+        return len(SETTINGS) - len(values), -sum(values) / len(values)
+
+    def cell(figures: dict[str, Any] | None) -> str:
+        if figures is None:
+            return ""
+        low, high = figures["lds"]["interval"]
+        return f"{figures['lds']['mean']:.3f} [{low:.3f}, {high:.3f}]"
+
+    rows = [[name, *(cell(methods[name].get(s)) for s in SETTINGS)] for name in sorted(methods, key=order)]
+    ceilings = parts("lds")
+    limit = ["*ceiling by the noise of seeds*", *(f"{ceilings[f'{s} / ceiling']:.3f}" for s in SETTINGS)]
+    return markdown(["method", *SETTINGS.values()], [limit, *rows])
+
+
+def cost() -> str:
+    """Return what methods cost on one setting: disk per train row, and CPU seconds."""
+    setting = "digits_mlp"
+    found = {name: given[setting] for name, given in measured_methods().items() if setting in given}
+    rows = [
+        [
+            name,
+            *(
+                str(figures[key] if figures.get(key) is not None else "")
+                for key in ("checkpoints", "K", "row_bytes")
+            ),
+            f"{figures['seconds']:.1f}",
+        ]
+        for name, figures in sorted(found.items(), key=lambda item: item[1].get("seconds", 0.0))
+        if "seconds" in figures
+    ]
+    return markdown(["method", "checkpoints", "K", "bytes per train row", "CPU s"], rows)
+
+
+def projection() -> str:
+    """Return how far scores from features agree with scores from whole gradients."""
+
+    def cell(figures: dict[str, float]) -> str:
+        return f"{figures['mean']:.3f} ± {figures['std']:.3f}"
+
+    rows = [
+        [
+            f"`{part['projector']}`, {part['proj_dim']}",
+            str(part["width"]),
+            cell(part["ridge"]),
+            cell(part["grad_dot"]),
+        ]
+        for part in parts("projection_quality").values()
+    ]
+    return markdown(["projector, K", "numbers per row", "damped kernel", "dot product"], rows)
+
+
+def damping() -> str:
+    """Return how the agreement of projected EK-FAC with that of whole gradients grows with damping and K."""
+    models = parts("ekfac_parity")
+    sizes = [key for key in models["mlp"]["projected"][0] if key != "damping"]
+    rows = [
+        [f"{model.upper()}, {line['damping']:g}", *(f"{line[size]:.2f}" for size in sizes)]
+        for model, found in models.items()
+        for line in found["projected"]
+    ]
+    return markdown(["model, damping", *sizes], rows)
+
+
+def reliability() -> str:
+    """Return what standard errors and reliability foretold, and what other runs then scored."""
+    found = parts("score_reliability")
+    columns = {"expected": "expected", "actual": "other runs agreed by", "error ratio": "error ratio"}
+    rows = [[name, *(f"{figures[key]:.2f}" for key in columns)] for name, figures in found.items()]
+    return markdown(["over", *columns.values()], rows)
+
+
+TABLES: dict[str, Callable[[], str]] = {
+    function.__name__: function for function in (lds, cost, projection, damping, reliability)
+}
+
+
+def refreshed(text: str) -> str:
+    """Return a page with every marked table as it was measured last."""
+    return MARKED.sub(lambda match: f"{match[1]}{match[2]}{TABLES[match[1]]()}", text)
+
+
+def main() -> None:
+    """Rewrite the pages."""
+    for page in sorted(PAGES.rglob("*.md")):
+        text = page.read_text(encoding="utf-8")
+        if (new := refreshed(text)) != text:
+            page.write_text(new, encoding="utf-8")
+            print(page.relative_to(ROOT))
+
+
+if __name__ == "__main__":
+    main()

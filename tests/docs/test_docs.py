@@ -1,0 +1,206 @@
+"""The pages say what is so: their code runs, their figures were measured, what they link to is there."""
+
+from __future__ import annotations
+
+import ast
+import importlib
+import importlib.util
+import json
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+DOCS = ROOT / "docs"
+PAGES = {page.relative_to(DOCS / "pages").as_posix(): page for page in sorted((DOCS / "pages").rglob("*.md"))}
+TEXTS = {name: page.read_text(encoding="utf-8") for name, page in PAGES.items()}
+WITH_CODE = [name for name, text in TEXTS.items() if "```python\n" in text]
+ROOMS = re.findall(r"^::: ([\w.]+)$", "\n".join(TEXTS.values()), re.M)
+
+
+def loaded(name: str) -> ModuleType:
+    """A script of the folder docs, which is no package."""
+    spec = importlib.util.spec_from_file_location(f"docs_{name}", DOCS / f"{name}.py")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def python_of(text: str) -> str:
+    """The Python blocks of a page, each line where it stands on the page."""
+    inside, lines = False, []
+    for line in text.splitlines():
+        if line.startswith("```"):
+            inside, line = line == "```python", ""
+        lines.append(line if inside else "")
+    return "\n".join(lines) + "\n"
+
+
+@pytest.mark.parametrize("page", WITH_CODE)
+def test_the_code_of_a_page_runs_from_top_to_bottom(page: str, tmp_path: Path) -> None:
+    """In one process, a warning being an error; classes of tests on the page are run too."""
+    script = tmp_path / f"page_{page.replace('/', '_').removesuffix('.md')}.py"
+    script.write_text(python_of(TEXTS[page]), encoding="utf-8")
+    runner = ["-m", "pytest", "-q", "-c", os.devnull, "-p", "no:cacheprovider"]
+    command = [*runner, str(script)] if "\nclass Test" in TEXTS[page] else [str(script)]
+
+    done = subprocess.run(
+        [sys.executable, "-W", "error", *command],
+        cwd=tmp_path,
+        env={
+            **os.environ,
+            "OMP_NUM_THREADS": "1",
+            "PYTHONPATH": os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")]),
+        },
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+
+    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-2000:]
+
+
+LOADED = re.compile(
+    r"<(?:script|img|iframe)\b[^>]*\ssrc=\"?(?:https?:|//)|<link\b[^>]*\brel=\"?stylesheet[^>]*https?:"
+)
+SOURCES = {
+    path.relative_to(ROOT).as_posix().removesuffix(".py").removesuffix("/__init__").replace("/", "."): path
+    for path in (ROOT / "trak_lite").rglob("*.py")
+}
+
+
+def test_the_site_builds_strictly_is_complete_and_asks_nobody_else_for_anything(tmp_path: Path) -> None:
+    """Built once: every public name has its place, formulas are drawn, no page loads a thing from elsewhere."""
+    if importlib.util.find_spec("mkdocs") is None:
+        pytest.skip("mkdocs is not installed: pip install '.[docs]'")
+    done = subprocess.run(
+        [
+            sys.executable,
+            "-m",
+            "mkdocs",
+            "build",
+            "--strict",
+            "-q",
+            "-f",
+            DOCS / "mkdocs.yml",
+            "-d",
+            tmp_path,
+        ],
+        env={**os.environ, "NO_MKDOCS_2_WARNING": "1"},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+
+    pages = {page: page.read_text(encoding="utf-8") for page in tmp_path.rglob("*.html")}
+    html = "".join(pages.values())
+    check_public_names(html)
+    assert html.count("<math") >= sum(len(re.findall(r"^\$\$$", text, re.M)) // 2 for text in TEXTS.values())
+    assert not re.search(r"class=\"arithmatex\"|:(?:class|meth|func|data|math):`", html)
+    assert [str(page) for page, text in pages.items() if LOADED.search(text)] == []
+
+
+def check_public_names(html: str) -> None:
+    rooms = {name: source for name in ROOMS if (source := SOURCES.get(name)) is not None}
+    assert {"trak_lite", "trak_lite.errors", "trak_lite.projectors", "trak_lite.store"} <= set(rooms)
+    for room, source in rooms.items():
+        for name in exported(source):
+            places = (f'id="{room}.{name}"', f'id="{room}.{name}.{name}"')  # a function named as its module
+            assert name == "__version__" or any(place in html for place in places), f"{room}.{name}"
+
+
+def exported(source: Path) -> list[str]:
+    """``__all__`` of a module, which is not imported: it may need an optional package."""
+    for node in ast.parse(source.read_text(encoding="utf-8")).body:
+        if isinstance(node, ast.Assign) and getattr(node.targets[0], "id", "") == "__all__":
+            return ast.literal_eval(node.value)
+    raise AssertionError(f"{source} has no __all__")
+
+
+def test_tables_of_figures_are_what_was_measured() -> None:
+    tables = loaded("tables")
+    found = [match[1] for text in TEXTS.values() for match in tables.MARKED.finditer(text)]
+
+    assert sorted(found) == sorted(tables.TABLES)
+    for name, text in TEXTS.items():
+        assert tables.refreshed(text) == text, f"{name} is out of date. Run: python docs/tables.py"
+
+
+def test_the_table_of_scores_has_a_row_for_every_method_with_the_figures_of_the_file() -> None:
+    """Read without the script that made it."""
+    parts = json.loads((ROOT / "benchmarks/results/lds.json").read_text())["parts"]
+    settings = ["digits_mlp", "digits_cnn", "python_lm"]
+    table = re.search(r"<!-- table: lds -->\n(.*?)<!-- end -->", TEXTS["choosing.md"], re.S)[1]
+    rows = [[cell.strip() for cell in line.strip("|").split("|")] for line in table.splitlines()[3:]]
+
+    assert {row[0] for row in rows} == {
+        key.split(" / ", 1)[1] for key, part in parts.items() if isinstance(part, dict) and "lds" in part
+    }
+    for method, *cells in rows:
+        for setting, cell in zip(settings, cells, strict=True):
+            part = parts.get(f"{setting} / {method}")
+            if part is None or "lds" not in part:
+                assert cell == ""
+                continue
+            mean, low, high = (float(number) for number in re.findall(r"-?\d+\.\d+", cell))
+            assert mean == pytest.approx(part["lds"]["mean"], abs=6e-4)
+            assert [low, high] == pytest.approx(part["lds"]["interval"], abs=6e-4)
+
+
+def test_what_the_page_says_of_checkpoints_and_damping_holds_in_the_measured_table() -> None:
+    """A run beats its final model in every row that has both, and an undamped kernel is behind."""
+    parts = json.loads((ROOT / "benchmarks/results/lds.json").read_text())["parts"]
+    lds = {
+        key: part["lds"]["mean"] for key, part in parts.items() if isinstance(part, dict) and "lds" in part
+    }
+    pairs = [key for key in lds if key.endswith(", run") and f"{key[:-5]}, final model" in lds]
+
+    assert len(pairs) > 10
+    for key in pairs:
+        assert lds[key] > lds[f"{key[:-5]}, final model"], key
+    for setting in ("digits_mlp", "digits_cnn", "python_lm"):
+        assert lds[f"{setting} / default, run"] > lds[f"{setting} / undamped TRAK, run"]
+
+
+LINK = re.compile(r"\]\((?!https?:|#)([^)#\s]+)(?:#[\w-]+)?(?: \"([^\"]*)\")?\)")
+
+
+@pytest.mark.parametrize("page", list(TEXTS))
+def test_what_a_page_links_to_is_there(page: str) -> None:
+    """Files, and the test that a link is titled with."""
+    for link, title in LINK.findall(TEXTS[page]):
+        target = (PAGES[page].parent / link).resolve()
+        assert target.is_file(), link
+        if title:
+            assert re.search(rf"^(?:    )?(?:def|class) {re.escape(title)}\b", target.read_text(), re.M), (
+                title
+            )
+
+
+def test_claims_about_ourselves_in_the_comparison_lead_to_a_test() -> None:
+    rows = [line.split("|")[1:-1] for line in TEXTS["comparison.md"].splitlines() if line.startswith("| ")]
+
+    assert len(rows) > 20
+    for what, ours, *others in rows:
+        if not what.strip():
+            continue
+        assert len(others) == 6
+        claims = ours.strip() not in ("no", "not yet", "digits, Python's library")
+        assert not claims or "](../../tests/" in ours, what
+
+
+def test_old_and_new_names_of_the_porting_page_can_be_imported() -> None:
+    pytest.importorskip("trak", reason="traker is not installed")
+    table = re.findall(r"^\| `(trak\.[\w.]+)` \| `(trak_lite[\w.]+)` \|", TEXTS["porting.md"], re.M)
+
+    assert len(table) > 20
+    for pair in table:
+        for dotted in pair:
+            module, _, name = dotted.rpartition(".")
+            assert hasattr(importlib.import_module(module), name), dotted
