@@ -132,7 +132,7 @@ def trak_lite(job: Job) -> Callable[[], Any]:
     from trak_lite import Attributor
 
     task = "image_classification" if job.is_classifier else job.output
-    attributor = Attributor(job.model, task, f"{job.folder}/run.zarr", proj_dim=job.proj_dim)
+    attributor = Attributor(job.model, task, f"{job.folder}/run.zarr", proj_dim=job.proj_dim, layout="joint")
     return lambda: attributor.featurize(job.data, batch_size=job.batch)
 
 

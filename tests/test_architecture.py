@@ -27,6 +27,7 @@ FLOORS = [
     {"gradient_computers", "_sources", "vectorised"},
     {"diagnosis", "kronecker", "sharing"},
     {"pipeline"},
+    {"fisher"},
     {"score_tiles"},
     {"workspace", "score_source", "curvature_fits", "attributor_settings"},
     {"target_session", "score_matrix"},

@@ -29,6 +29,7 @@ from trak_lite.datasets import Rows
 from trak_lite.errors import InvalidInputError, StateError
 from trak_lite.evaluation import Verdict, subset_masks
 from trak_lite.featurizing import FeaturizingSession, KnownSource, featurizing, stored_norms
+from trak_lite.fisher import FisherSettings
 from trak_lite.gradient_computers import Normalization, ParameterChoice
 from trak_lite.kept_scores import KeptScores
 from trak_lite.kronecker import KroneckerSettings
@@ -37,7 +38,7 @@ from trak_lite.retraining import TrainFunction, retrain_into
 from trak_lite.score_matrix import DampingPath
 from trak_lite.score_result import ScoreResult, drop_scores
 from trak_lite.scores import Scores
-from trak_lite.scoring import ScoreView
+from trak_lite.scoring import ScoredKernel, ScoreView
 from trak_lite.store import RemotePlace, check_name, open_store, resolve_place
 from trak_lite.store.manifest import compare_fingerprints
 from trak_lite.token_scores import token_scores
@@ -96,7 +97,7 @@ class Attributor:
         task: Task,
         path: str | PathLike[str] | RemotePlace | None,
         *,
-        proj_dim: int = 2048,
+        proj_dim: int | Literal["auto"] = "auto",
         seed: int = 0,
         device: str | torch.device = "auto",
         dtype: Literal["float32", "float16", "int8", "int4"] = "float16",
@@ -106,7 +107,7 @@ class Attributor:
         store_norms: bool = False,
         projector: str | AbstractProjector = "auto",
         layout: Literal["auto", "joint", "module"] = "auto",
-        kernel: Literal["auto", "curvature", "trak"] = "auto",
+        kernel: Literal["auto", "curvature", "fisher", "trak"] = "auto",
         damping: float | Literal["auto"] = "auto",
         collate: Callable[[list[Any]], Batch] | None = None,
         batch_size: int | None = None,
@@ -120,7 +121,8 @@ class Attributor:
             path: Folder of the store (``runs/digits.zarr``), its address in an object store
                 (``s3://bucket/digits.zarr``, a store of obstore's, a :class:`~trak_lite.store.RemotePlace`); ``None``
                 keeps everything in memory.
-            proj_dim: K, numbers per stored row; more is more exact and costs disk and time.
+            proj_dim: K, numbers per stored row, or per module of it (see ``layout``); more is more exact and costs disk
+                and time. ``"auto"`` takes 2048, or less where the modules are more than 8 (16,384 numbers per row).
             seed: Seed of the projection.
             device: ``"auto"`` runs where the model is.
             dtype: Stored dtype of the train rows' features. ``"int8"`` and ``"int4"`` take a half and a quarter of the
@@ -137,11 +139,13 @@ class Attributor:
                 up to a tenth of the time.
             projector: ``"auto"`` (``"countsketch"``), another name in ``trak_lite.projectors.PROJECTORS``, or an
                 instance.
-            layout: ``"joint"`` adds up the features of all parameters, ``"module"`` gives every module K features and
-                a kernel of its own; ``"auto"`` is joint but for ``"two_sided"``.
-            kernel: ``"curvature"`` weighs train rows by their loss curvature, ``"trak"`` does not; ``"auto"`` takes
-                the former where the task has curvature.
-            damping: Lambda in units of the kernel's mean eigenvalue.
+            layout: ``"module"`` gives every module K features and a kernel of its own, ``"joint"`` adds up the features
+                of all parameters, as TRAK does; ``"auto"`` takes the former, but for a projector of one's own.
+            kernel: ``"curvature"`` weighs train rows by their loss curvature, ``"fisher"`` takes the curvature from
+                labels that the model draws (some further passes in :meth:`featurize`), ``"trak"`` neither; ``"auto"``
+                takes the first of these that the task has, ``"fisher"`` where f is a sum over tokens or labels.
+            damping: Lambda in units of the kernel's mean eigenvalue; ``"auto"`` takes 1/2048 of the trace
+                (``"fisher"``: 1/16,384).
             collate: Turns a list of samples into a batch, where torch's default does not fit.
             batch_size: Samples per pass where neither a call nor a DataLoader says; ``None`` is 32.
             progress: Show progress bars; ``None`` shows them on a terminal only. Ranks above 0 show none.
@@ -310,10 +314,10 @@ class Attributor:
         data: Any,
         name: str = "targets",
         *,
-        kernel: Literal["curvature", "trak", "dot", "cosine", "ekfac"] | None = None,
+        kernel: ScoredKernel | None = None,
         damping: float | None = None,
         layout: Literal["stored", "joint"] = "stored",
-        q: Literal["outside", "inside", "off"] = "outside",
+        q: Literal["outside", "inside", "off"] | None = None,
         checkpoint_weights: Sequence[float] | None = None,
         dense: bool = True,
         k: int | None = None,
@@ -332,14 +336,16 @@ class Attributor:
         Args:
             data: The targets: a map-style dataset, or a DataLoader that reads one in order.
             name: Name of the target set.
-            kernel: ``"curvature"``, ``"trak"`` (not weighted), ``"dot"`` (the product of gradients: no kernel),
-                ``"cosine"``, or ``"ekfac"``, which needs :meth:`fit_curvature` and takes the targets' gradients anew;
-                ``None`` is the attributor's.
+            kernel: ``"curvature"``, ``"fisher"`` (needs :meth:`fit_curvature` if it is not the attributor's),
+                ``"trak"`` (not weighted), ``"dot"`` (the product of gradients: no kernel), ``"cosine"``, or
+                ``"ekfac"``, which needs :meth:`fit_curvature` and takes the targets' gradients anew; ``None`` is the
+                attributor's.
             damping: Lambda in units of the kernel's mean eigenvalue (``"ekfac"``: that of every layer's curvature);
-                ``None`` is the attributor's.
+                ``None`` is the default.
             layout: ``"joint"`` takes rows with a segment per module under one kernel, of the square of their width.
             q: Multiply the scores of a train row by its mean q over checkpoints (``"outside"``), the part of each
-                checkpoint by its own (``"inside"``), or by nothing (``"off"``).
+                checkpoint by its own (``"inside"``), or by nothing (``"off"``); ``None`` is ``"outside"`` for
+                ``kernel="trak"``, as published, else ``"inside"``.
             checkpoint_weights: Factor of each checkpoint, in order, in place of 1/C: the learning rates for TracIn
                 (with ``kernel="dot", q="inside"``), ``(1, -1)`` to subtract a base model (which wants ``q="off"`` or
                 ``"inside"``, as the mean q is not subtracted).
@@ -393,21 +399,24 @@ class Attributor:
         data: Any,
         checkpoints: CheckpointSource = None,
         *,
-        settings: KroneckerSettings | None = None,
+        settings: KroneckerSettings | FisherSettings | None = None,
         checkpoint_loader: Callable[[Any], Mapping[str, Tensor]] | None = None,
         indices: Sequence[int] | None = None,
         batch_size: int | None = None,
         dataset_id: str | None = None,
     ) -> None:
-        """Fit the Kronecker-factored curvature (EK-FAC) of checkpoints, for ``score(..., kernel="ekfac")``.
+        """Fit the curvature of checkpoints: Kronecker-factored (EK-FAC), or the Fisher information of the features.
 
-        Takes two passes over the train rows, and the eigenvectors of every layer's sides once. A checkpoint that was
-        fitted with these settings is not fitted again; a fit with others takes its place.
+        The first is for ``score(..., kernel="ekfac")`` and takes two passes over the train rows, and the eigenvectors
+        of every layer's sides once. The second is for ``kernel="fisher"``; :meth:`featurize` fits it where that is the
+        attributor's kernel. A checkpoint that was fitted with these settings is not fitted again; a fit with others
+        takes its place.
 
         Args:
             data: The train data, as given to :meth:`featurize`.
             checkpoints: The checkpoints to fit, all of them featurized; ``None`` fits every one in the store.
-            settings: Which curvature; by default the true Fisher information where the task can draw labels.
+            settings: Which curvature: a :class:`~trak_lite.kronecker.KroneckerSettings`, by default of the true Fisher
+                information where the task can draw labels, or a :class:`~trak_lite.fisher.FisherSettings`.
             checkpoint_loader: As in :meth:`featurize`.
             indices: Dataset index of every row, as in :meth:`featurize`.
             batch_size: As in :meth:`featurize`.

@@ -8,7 +8,7 @@ from __future__ import annotations
 import logging
 import platform
 from collections.abc import Callable, Mapping
-from typing import Any, Literal, Unpack, final
+from typing import Any, Final, Literal, Unpack, final
 
 import numpy as np
 import torch
@@ -18,6 +18,7 @@ from trak_lite._session import resolve_device
 from trak_lite._validate import one_of, positive_int
 from trak_lite._version import __version__
 from trak_lite.errors import InvalidInputError
+from trak_lite.fisher import fisher_task
 from trak_lite.gradient_computers import (
     GRADIENT_COMPUTERS,
     AbstractGradientComputer,
@@ -31,13 +32,22 @@ from trak_lite.gradient_computers import (
 from trak_lite.modelout_functions import AbstractModelOutput, describe_task, resolve_task
 from trak_lite.pipeline import feature_table_spec, target_table_spec
 from trak_lite.projectors import AbstractProjector, projector_name, select_projector
-from trak_lite.scoring import DEFAULT_DAMPING, KernelSettings, ScoreSettings, ScoreView
+from trak_lite.scoring import KernelSettings, ScoreSettings, ScoreView
 from trak_lite.store import DTYPES, Manifest, TableSpec, dtype_fingerprint
 from trak_lite.types import Batch, FeatureLayout, ParameterShapes, num_entries
 
 __all__ = ["AttributorSettings", "GradientComputerFactory", "Task", "stored_arguments", "versions"]
 
 logger = logging.getLogger(__name__)
+
+DEFAULT_ROW_WIDTH: Final = 16384
+"""Numbers of a row that all modules share, where ``proj_dim`` is not given."""
+MOST_FEATURES: Final = 2048
+FEWEST_FEATURES: Final = 64
+"""Of one module, then."""
+_SHARE_OF_TRACE: Final = {"curvature": 1 / 2048, "trak": 1 / 2048, "fisher": 1 / 16384}
+"""The default lambda as a share of a segment's trace, which means the same at every K."""
+_WITH_DEFAULT_DAMPING: Final = tuple(_SHARE_OF_TRACE)
 
 GradientComputerFactory = Callable[..., AbstractGradientComputer]
 Task = str | AbstractModelOutput | type[AbstractModelOutput] | Callable[..., Tensor]
@@ -53,7 +63,7 @@ class AttributorSettings:
         model: nn.Module,
         task: Task,
         *,
-        proj_dim: int,
+        proj_dim: int | Literal["auto"],
         seed: int,
         device: str | torch.device,
         dtype: Literal["float32", "float16", "int8", "int4"],
@@ -63,7 +73,7 @@ class AttributorSettings:
         store_norms: bool,
         projector: str | AbstractProjector,
         layout: Literal["auto", "joint", "module"],
-        kernel: Literal["auto", "curvature", "trak"],
+        kernel: Literal["auto", "curvature", "fisher", "trak"],
         damping: float | Literal["auto"],
     ) -> None:
         """Check and decide every setting; the arguments are those of :class:`~trak_lite.Attributor`.
@@ -79,16 +89,17 @@ class AttributorSettings:
         self.parameters: ParameterShapes = {
             name: tuple(p.shape) for name, p in select_parameters(model, grad_wrt).items()
         }
+        layout = _decide_layout(layout, projector)
         self.projector = select_projector(
             projector,
-            proj_dim=positive_int(proj_dim=proj_dim),
+            proj_dim=_decide_proj_dim(proj_dim, layout, self.parameters),
             seed=seed,
             device=self.device,
             layout=layout,
         )
         computer_name, self._make_computer = _decide_computer(gradient_computer)
         self.normalization = as_normalization(normalize)
-        self.kernel = _decide_kernel(kernel, damping, self.task)
+        self.kernel = self._decide_kernel(kernel, damping)
         self._store_norms = store_norms
         self._arguments = {  # None stands for what only the user can give again
             "task": self.task.name or None,
@@ -130,14 +141,30 @@ class AttributorSettings:
 
     def computer(self) -> AbstractGradientComputer:
         """Return a gradient computer with the weights that the model has now."""
+        return self._computer_of(self.task)
+
+    def _computer_of(self, task: AbstractModelOutput) -> AbstractGradientComputer:
         return (self._make_computer or FunctionalGradientComputer)(
             model=self._model,
-            task=self.task,
+            task=task,
             grad_dim=num_entries(self.parameters),
             dtype=None,
             device=self.device,
             grad_wrt=list(self.parameters),
         )
+
+    def fisher_computer(self) -> AbstractGradientComputer:
+        """Return a gradient computer of the log-likelihood's gradients, for labels that the model draws.
+
+        Raises:
+            InvalidInputError: If the task cannot draw labels, or the rows are normalised.
+        """
+        if self.normalization.kind != "none":
+            raise InvalidInputError(
+                "kernel='fisher' is made of gradients as they are, and the rows are normalised. Use kernel='trak' or "
+                "normalize='none'."
+            )
+        return self._computer_of(fisher_task(self.task))
 
     def choose_computer(self, batch: Batch) -> AbstractGradientComputer:
         """Decide ``gradient_computer="auto"`` by trying the first samples; return the one that was tried."""
@@ -207,7 +234,8 @@ class AttributorSettings:
     @property
     def default_scores(self) -> ScoreSettings:
         """How scores are made where a call does not say otherwise."""
-        return ScoreSettings(kernel=self._default_kernel, damping=self.kernel.damping)
+        kernel = self._default_kernel
+        return ScoreSettings(kernel=kernel, damping=self.kernel.damping, q=_default_q(kernel))
 
     def score_settings(self, **view: Unpack[ScoreView]) -> ScoreSettings:
         """Return how one call makes scores: as it says, and as by default where it leaves that open.
@@ -218,21 +246,62 @@ class AttributorSettings:
         default = self.default_scores
         kernel = view.get("kernel") or default.kernel
         damping = view.get("damping")
-        if kernel in ("curvature", "trak"):
-            damping = default.damping if damping is None else damping
-            _decide_kernel(kernel, DEFAULT_DAMPING if damping is None else damping, self.task)
         layout = "stored" if len(self.layout.segments) == 1 else view.get("layout", "stored")
+        if kernel in _WITH_DEFAULT_DAMPING and damping is None:
+            same = kernel == default.kernel and layout == "stored"
+            damping = default.damping if same else self._default_damping(kernel, layout)
+        if kernel in ("curvature", "fisher"):
+            self._check_kernel(kernel)
+        if kernel == "fisher" and layout == "joint":
+            raise InvalidInputError(
+                "layout='joint' was given with kernel='fisher', which keeps a matrix for every segment and none for "
+                "the whole row. Leave it out, or use kernel='curvature' or 'trak'."
+            )
         return ScoreSettings(
             kernel=kernel,
             damping=damping,
             layout=layout,
-            q=view.get("q", "outside"),
+            q=view.get("q") or _default_q(kernel),
             checkpoint_weights=view.get("checkpoint_weights"),
         )
 
     @property
-    def _default_kernel(self) -> Literal["curvature", "trak"]:
-        return "curvature" if self.kernel.weighting == "curvature" else "trak"
+    def _default_kernel(self) -> Literal["curvature", "fisher", "trak"]:
+        weighting = self.kernel.weighting
+        return "trak" if weighting == "none" else weighting
+
+    def _decide_kernel(self, kernel: str, damping: float | str) -> KernelSettings:
+        """Return the kernel settings with every ``"auto"`` decided."""
+        name = one_of(("auto", "curvature", "fisher", "trak"), kernel=kernel)
+        if name == "auto":
+            name = self._best_kernel()
+        self._check_kernel(name)
+        lam = self._default_damping(name, "stored") if damping == "auto" else damping
+        weighting = "none" if name == "trak" else name
+        return KernelSettings(weighting=weighting, damping=lam)  # type: ignore[arg-type]
+
+    def _best_kernel(self) -> Literal["curvature", "fisher", "trak"]:
+        """Return the kernel that has the curvature of the training loss in it, where the task tells it."""
+        if self.task.has_curvature and self.task.log_likelihood() is None:
+            return "curvature"
+        if self.task.can_sample and self.normalization.kind == "none":
+            return "fisher"
+        return "curvature" if self.task.has_curvature else "trak"
+
+    def _check_kernel(self, name: str) -> None:
+        """Refuse a kernel that the task has nothing for."""
+        if name == "fisher":
+            self.fisher_computer()
+        if name == "curvature" and not self.task.has_curvature:
+            raise InvalidInputError(
+                f"kernel='curvature' needs a loss that is curved in f, but the loss of {type(self.task).__name__} is "
+                "linear in it: every weight would be zero. Use kernel='trak'."
+            )
+
+    def _default_damping(self, kernel: str, layout: str) -> float:
+        """Return the default lambda in units of the mean eigenvalue, from what it is as a share of the trace."""
+        segments = 1 if layout == "joint" else len(self.layout.segments)
+        return self.layout.width / segments * _SHARE_OF_TRACE[kernel]
 
 
 def stored_arguments(
@@ -253,6 +322,8 @@ def stored_arguments(
     arguments["grad_wrt"] = list(manifest.fingerprint["parameters"])
     # Stores of older versions say nothing of it, and hold gradients as they are.
     arguments["normalize"] = Normalization(**arguments.get("normalize", {}))
+    if arguments.get("layout") == "auto" and arguments.get("projector") not in (None, "two_sided"):
+        arguments["layout"] = "joint"  # what older versions took
     arguments.update(overrides)
     stored_task: Task | None = arguments.pop("task", None)
     found = stored_task if task is None else task
@@ -280,17 +351,29 @@ def _decide_computer(
     return name, None if name == "auto" else GRADIENT_COMPUTERS[name]
 
 
-def _decide_kernel(kernel: str, damping: float | str, task: AbstractModelOutput) -> KernelSettings:
-    """Return the kernel settings with every ``"auto"`` decided."""
-    name = one_of(("auto", "curvature", "trak"), kernel=kernel)
-    if name == "curvature" and not task.has_curvature:
-        raise InvalidInputError(
-            f"kernel='curvature' needs a loss that is curved in f, but the loss of {type(task).__name__} is linear in "
-            "it: every weight would be zero. Use kernel='trak'."
-        )
-    curved = name == "curvature" or (name == "auto" and task.has_curvature)
-    lam = DEFAULT_DAMPING if damping == "auto" else damping
-    return KernelSettings(weighting="curvature" if curved else "none", damping=lam)  # type: ignore[arg-type]
+def _decide_layout(
+    layout: Literal["auto", "joint", "module"], projector: str | AbstractProjector
+) -> Literal["auto", "joint", "module"]:
+    """Return the layout: a kernel for every module, where the projector is not one that has its own."""
+    if one_of(("auto", "joint", "module"), layout=layout) != "auto":
+        return layout
+    return "module" if isinstance(projector, str) else "auto"
+
+
+def _decide_proj_dim(proj_dim: int | str, layout: str, parameters: ParameterShapes) -> int:
+    """Return K, by default such that all modules together have a row of a certain width at most."""
+    if proj_dim != "auto":
+        return positive_int(proj_dim=proj_dim)
+    modules = len({name.rpartition(".")[0] for name in parameters}) if layout == "module" else 1
+    fitting = (
+        1 << (DEFAULT_ROW_WIDTH // max(modules, 1)).bit_length() - 1 if modules <= DEFAULT_ROW_WIDTH else 1
+    )
+    return max(FEWEST_FEATURES, min(MOST_FEATURES, fitting))
+
+
+def _default_q(kernel: str) -> Literal["outside", "inside"]:
+    """Return where q goes: TRAK (section 3.3) takes its mean over checkpoints, and is kept as published."""
+    return "outside" if kernel == "trak" else "inside"
 
 
 def versions(device: torch.device) -> dict[str, Any]:

@@ -26,6 +26,7 @@ from trak_lite.curvature_fits import CurvatureFits
 from trak_lite.datasets import Rows
 from trak_lite.diagnosis import naming_rows
 from trak_lite.errors import ManifestMismatchError, StateError
+from trak_lite.fisher import FisherFits, FisherSettings
 from trak_lite.gradient_computers import AbstractGradientComputer
 from trak_lite.kronecker import KroneckerSettings, PreconditionedProjector, Preconditioner
 from trak_lite.pipeline import GRADIENT_NORM, compute_features, featurize_rows
@@ -109,7 +110,14 @@ class FeaturizingSession:
 
     def featurize(self, checkpoint: Checkpoint, rows: Rows) -> int:
         """Load a checkpoint and featurize the train rows that it lacks; return how many this process wrote."""
-        return self._featurize_loaded(checkpoint, self._load(checkpoint), rows)
+        digest = self._load(checkpoint)
+        written = self._featurize_loaded(checkpoint, digest, rows)
+        if self._settings.kernel.weighting == "fisher":
+            fits = FisherFits(self.store)
+            if not fits.is_begun():
+                fits.begin(FisherSettings())
+            self._fit_fisher(digest, checkpoint.name, rows)
+        return written
 
     def target_identity(self, identity: Mapping[str, Any], settings: ScoreSettings) -> dict[str, Any]:
         """Return what a target set is recognised by, from what its data are: its curvature belongs to it.
@@ -158,7 +166,7 @@ class FeaturizingSession:
         self,
         rows: Rows,
         identity: Mapping[str, Any],
-        settings: KroneckerSettings,
+        settings: KroneckerSettings | FisherSettings,
         checkpoints: Iterator[Checkpoint] | None,
     ) -> None:
         """Fit the curvature of checkpoints, or what is missing of it.
@@ -173,6 +181,24 @@ class FeaturizingSession:
             StateError: If a checkpoint is not in the store, or its weights are not to be found.
             ReadOnlyStoreError: If the store cannot be written.
         """
+        fit, has = self._fitting(rows, identity, settings)
+        if checkpoints is not None:
+            for checkpoint in checkpoints:
+                digest = self._load(checkpoint)
+                complete_tables(self.store, [digest])
+                fit(digest, checkpoint.name)
+            return
+        waiting = [digest for digest in checkpoint_tables(self.store) if not has(digest)]
+        visit_checkpoints(self.store, waiting, self.candidates, self._load, fit, purpose="to fit a curvature")
+
+    def _fitting(
+        self, rows: Rows, identity: Mapping[str, Any], settings: KroneckerSettings | FisherSettings
+    ) -> tuple[Callable[[str, str], None], Callable[[str], bool]]:
+        """Return what fits the checkpoint that is loaded, from its digest and name, and whether one is fitted."""
+        if isinstance(settings, FisherSettings):
+            self._settings.fisher_computer()  # refuses a task that cannot draw labels
+            FisherFits(self.store).begin(settings)
+            return lambda digest, label: self._fit_fisher(digest, label, rows), self._has_fisher
         fits = self._fits()
         fits.begin(settings, self._settings.task, identity)
 
@@ -186,14 +212,36 @@ class FeaturizingSession:
                 progress=self._progress,
             )
 
-        if checkpoints is not None:
-            for checkpoint in checkpoints:
-                digest = self._load(checkpoint)
-                complete_tables(self.store, [digest])
-                fit(digest, checkpoint.name)
+        return fit, fits.has
+
+    def _has_fisher(self, digest: str) -> bool:
+        path = checkpoint_tables(self.store)[digest]
+        return FisherFits(self.store).has(path, self._settings.layout)
+
+    def _fit_fisher(self, digest: str, label: str, rows: Rows) -> None:
+        """Fit the Fisher information of the checkpoint that is loaded, if it is not there yet."""
+        if self._has_fisher(digest):
             return
-        waiting = [digest for digest in checkpoint_tables(self.store) if not fits.has(digest)]
-        visit_checkpoints(self.store, waiting, self.candidates, self._load, fit, purpose="to fit a curvature")
+        settings = self._settings
+        if not settings.computer_is_chosen:
+            numbers, batch = next(rows.batches([np.arange(min(rows.batch_size, len(rows)))]))
+            batch = move_batch(batch, settings.device)
+            with naming_rows(self._model, settings.task, batch, numbers, rows.what):
+                settings.choose_computer(batch)
+        computer = settings.fisher_computer()
+        computer.load_model_params(self._model)
+        FisherFits(self.store).fit(
+            checkpoint_tables(self.store)[digest],
+            settings.task,
+            computer,
+            settings.projector,
+            rows,
+            layout=settings.layout,
+            model_id=self._workspace.model_id(digest),
+            device=settings.device,
+            label=f"Fitting the Fisher information of {label}",
+            progress=self._progress,
+        )
 
     def candidates(self, store: AbstractFeatureStore, needed: Iterable[str]) -> Iterator[Checkpoint]:
         """Yield checkpoints that may hold the needed weights: from featurize, from disk, the model's own."""

@@ -10,6 +10,7 @@ import torch
 from numpy.typing import NDArray
 
 from trak_lite.errors import StateError
+from trak_lite.fisher import FisherFits
 from trak_lite.score_matrix import both_ends
 from trak_lite.score_source import ScoreSource, target_folder
 from trak_lite.score_tiles import score_rows, score_table_spec
@@ -148,6 +149,8 @@ class ScoreResult:
             "train_rows": [table.content_key() for table in tables],
             **settings.fingerprint(),
         }
+        if settings.kernel == "fisher":
+            fingerprint["fisher"] = FisherFits(store).record()
         self._store = store
         self._name = name
         self._path = score_path(name, settings, base)

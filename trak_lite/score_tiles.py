@@ -15,6 +15,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from trak_lite.fisher import FisherFits, split_squares
 from trak_lite.pipeline import (
     FEATURES,
     LOSS_CURVATURE,
@@ -76,8 +77,14 @@ def grams_of(
 ) -> list[Tensor]:
     """Return the gram matrix of one checkpoint's train rows, segment by segment.
 
-    They are kept in the store, keyed by the checksums of the rows that they were made from.
+    They are kept in the store, keyed by the checksums of the rows that they were made from. Those of ``"fisher"`` were
+    fitted before.
+
+    Raises:
+        StateError: If they were not.
     """
+    if settings.weighting == "fisher":
+        return FisherFits(store).grams(path, layout, device=device)
     table = store.open_table(path)
     name, key = _gram_key(table, path, settings, layout)
     flat = store.cached(name, key)
@@ -90,12 +97,7 @@ def grams_of(
         )
         flat = np.concatenate([matrix.cpu().numpy().reshape(-1) for matrix in grams])
         store.cache(name, key, flat)
-    sizes = [segment.width**2 for segment in layout.segments]
-    parts = np.split(flat, np.cumsum(sizes)[:-1])
-    return [
-        torch.from_numpy(part.reshape(segment.width, segment.width).copy()).to(device)
-        for part, segment in zip(parts, layout.segments, strict=True)
-    ]
+    return split_squares(flat, layout, device=device)
 
 
 def kernels_of(
@@ -115,7 +117,9 @@ def kernels_of(
 def has_kernel(
     store: AbstractFeatureStore, path: str, settings: KernelSettings, layout: FeatureLayout
 ) -> bool:
-    """Whether :func:`kernels_of` was called for these rows before."""
+    """Whether :func:`kernels_of` was called for these rows before, or would read what was fitted."""
+    if settings.weighting == "fisher":
+        return FisherFits(store).has(path, layout)
     name, key = _gram_key(store.open_table(path), path, settings, layout)
     return store.cached(name, key) is not None
 

@@ -22,6 +22,7 @@ from trak_lite.kronecker.curvature import loaded as loaded
 from trak_lite.kronecker.fit import NumberedBatches as NumberedBatches
 from trak_lite.kronecker.fit import fit_curvature as fit_curvature
 from trak_lite.kronecker.fit import kept_units as kept_units
+from trak_lite.kronecker.noise import row_noise as row_noise
 from trak_lite.kronecker.precondition import PreconditionedProjector as PreconditionedProjector
 from trak_lite.kronecker.precondition import Preconditioner as Preconditioner
 from trak_lite.kronecker.settings import KroneckerSettings as KroneckerSettings
@@ -43,4 +44,5 @@ __all__ = [
     "is_fitted",
     "kept_units",
     "loaded",
+    "row_noise",
 ]

@@ -48,7 +48,7 @@ class CausalLanguageModelingModelOutput(AbstractModelOutput):
 
     name: ClassVar[str] = "causal_language_modeling"
 
-    def __init__(self, *, output: Literal["margin", "log_prob"] = "margin", shift: bool = True) -> None:
+    def __init__(self, *, output: Literal["margin", "log_prob"] = "log_prob", shift: bool = True) -> None:
         """Store the settings.
 
         Args:

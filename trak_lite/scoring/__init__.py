@@ -24,6 +24,7 @@ from trak_lite.scoring.scores import score_block as score_block
 from trak_lite.scoring.scores import self_scores as self_scores
 from trak_lite.scoring.scores import unit_segments as unit_segments
 from trak_lite.scoring.settings import DEFAULT_KRONECKER_DAMPING as DEFAULT_KRONECKER_DAMPING
+from trak_lite.scoring.settings import ScoredKernel as ScoredKernel
 from trak_lite.scoring.settings import ScoreSettings as ScoreSettings
 from trak_lite.scoring.settings import ScoreView as ScoreView
 from trak_lite.scoring.spread import Spread as Spread
@@ -38,6 +39,7 @@ __all__ = [
     "KernelSettings",
     "ScoreSettings",
     "ScoreView",
+    "ScoredKernel",
     "SegmentKernel",
     "Spread",
     "TopK",

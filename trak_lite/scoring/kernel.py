@@ -66,8 +66,9 @@ class KernelSettings:
         {'weighting': 'curvature', 'damping': 0.5, 'lambda_reg': None, 'rescale_inverse': False}
     """
 
-    weighting: Literal["curvature", "none"] = "curvature"
-    """``"curvature"`` weighs each train row by its loss curvature w; ``"none"`` is TRAK's plain gram."""
+    weighting: Literal["curvature", "none", "fisher"] = "curvature"
+    """``"curvature"`` weighs each train row by its loss curvature w; ``"none"`` is TRAK's plain gram; ``"fisher"`` is
+    the gram of gradients whose labels the model itself drew, which is fitted and kept, not made from the rows."""
     damping: float = DEFAULT_DAMPING
     """Lambda in units of the mean eigenvalue ``trace(H) / k``, per segment."""
     lambda_reg: float | None = None
@@ -77,7 +78,7 @@ class KernelSettings:
 
     def __post_init__(self) -> None:
         """Refuse values that no kernel can be made with."""
-        one_of(("curvature", "none"), weighting=self.weighting)
+        one_of(("curvature", "none", "fisher"), weighting=self.weighting)
         object.__setattr__(self, "damping", real_at_least(0.0, damping=self.damping))
         if self.lambda_reg is not None:
             object.__setattr__(self, "lambda_reg", real_at_least(0.0, lambda_reg=self.lambda_reg))

@@ -5,13 +5,16 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, fields
-from typing import Any, Final, Literal, Self, TypedDict, final
+from typing import Any, Final, Literal, Self, TypeAlias, TypedDict, final, get_args
 
 from trak_lite._validate import one_of, real_at_least
 from trak_lite.errors import InvalidInputError
 from trak_lite.scoring.kernel import DEFAULT_DAMPING, KernelSettings
 
-__all__ = ["DEFAULT_KRONECKER_DAMPING", "ScoreSettings", "ScoreView"]
+__all__ = ["DEFAULT_KRONECKER_DAMPING", "ScoreSettings", "ScoreView", "ScoredKernel"]
+
+ScoredKernel: TypeAlias = Literal["curvature", "fisher", "trak", "dot", "cosine", "ekfac"]
+"""Names of kernels."""
 
 DEFAULT_KRONECKER_DAMPING: Final = 1.0
 """Lambda in units of the mean eigenvalue of a layer's curvature.
@@ -27,10 +30,10 @@ K = 2048 have a correlation of .25 with those of whole gradients at 0.1, .61 at 
 class ScoreView(TypedDict, total=False):
     """The settings that may differ from call to call, as keywords; see :class:`ScoreSettings`."""
 
-    kernel: Literal["curvature", "trak", "dot", "cosine", "ekfac"] | None
+    kernel: ScoredKernel | None
     damping: float | None
     layout: Literal["stored", "joint"]
-    q: Literal["outside", "inside", "off"]
+    q: Literal["outside", "inside", "off"] | None
     checkpoint_weights: Any
 
 
@@ -52,8 +55,9 @@ class ScoreSettings:
         True
     """
 
-    kernel: Literal["curvature", "trak", "dot", "cosine", "ekfac"] = "curvature"
-    """``"curvature"`` weighs train rows by their loss curvature, ``"trak"`` does not, ``"dot"`` has no kernel,
+    kernel: ScoredKernel = "curvature"
+    """``"curvature"`` weighs train rows by their loss curvature, ``"fisher"`` has the Fisher information of the model's
+    own predictions for a kernel, ``"trak"`` the plain gram of the train rows, ``"dot"`` has no kernel,
     ``"cosine"`` none either, and divides rows and targets by their norms, segment by segment. ``"ekfac"`` takes targets
     that were multiplied with the inverse of a Kronecker-factored curvature before they were projected."""
     damping: float | None = None
@@ -61,7 +65,7 @@ class ScoreSettings:
     where there is nothing to damp."""
     layout: Literal["stored", "joint"] = "stored"
     """``"stored"`` gives each segment of the stored rows a kernel of its own, ``"joint"`` one to the whole row."""
-    q: Literal["outside", "inside", "off"] = "outside"
+    q: Literal["outside", "inside", "off"] = "inside"
     """``"outside"`` multiplies a row's scores by its mean q over checkpoints, ``"inside"`` each checkpoint's part by
     the q of that checkpoint, ``"off"`` by nothing."""
     checkpoint_weights: tuple[float, ...] | None = None
@@ -69,7 +73,7 @@ class ScoreSettings:
 
     def __post_init__(self) -> None:
         """Refuse values that no score can be made with."""
-        one_of(("curvature", "trak", "dot", "cosine", "ekfac"), kernel=self.kernel)
+        one_of(get_args(ScoredKernel), kernel=self.kernel)
         one_of(("stored", "joint"), layout=self.layout)
         one_of(("outside", "inside", "off"), q=self.q)
         object.__setattr__(self, "damping", self._checked_damping())
@@ -79,12 +83,10 @@ class ScoreSettings:
     @property
     def kernel_settings(self) -> KernelSettings | None:
         """Settings of the kernel; ``None`` where rows and targets meet without one."""
-        if self.kernel not in ("curvature", "trak"):
+        if self.kernel not in _WEIGHTINGS:
             return None
-        weighting: Literal["curvature", "none"] = "curvature" if self.kernel == "curvature" else "none"
-        return KernelSettings(
-            weighting=weighting, damping=DEFAULT_DAMPING if self.damping is None else self.damping
-        )
+        damping = DEFAULT_DAMPING if self.damping is None else self.damping
+        return KernelSettings(weighting=_WEIGHTINGS[self.kernel], damping=damping)
 
     def weights(self, num_checkpoints: int) -> tuple[float, ...]:
         """Return a, one per checkpoint.
@@ -119,7 +121,7 @@ class ScoreSettings:
     def fingerprint(self) -> dict[str, Any]:
         """Return what a table of scores is compared by.
 
-        Settings that do not differ from the default are left out, as in tables that are older than they.
+        Settings that do not differ from those of tables that are older than they are left out.
         """
         kernel = self.kernel_settings
         view = {name: self.to_json()[name] for name in _VIEW if getattr(self, name) != getattr(_PLAIN, name)}
@@ -131,11 +133,11 @@ class ScoreSettings:
     @classmethod
     def from_fingerprint(cls, fingerprint: Mapping[str, Any]) -> Self:
         """Read what :meth:`fingerprint` wrote."""
-        kernel, view = fingerprint["kernel"], fingerprint.get("view", {})
+        kernel, view = fingerprint["kernel"], {"q": _PLAIN.q, **fingerprint.get("view", {})}
         if "name" in kernel:
             return cls(kernel=kernel["name"], damping=kernel.get("damping"), **view)
         settings = KernelSettings.from_json(kernel)
-        name: Literal["curvature", "trak"] = "curvature" if settings.weighting == "curvature" else "trak"
+        name = next(name for name, weighting in _WEIGHTINGS.items() if weighting == settings.weighting)
         return cls(kernel=name, damping=settings.damping, **view)
 
     def _named_kernel(self) -> dict[str, Any]:
@@ -151,12 +153,17 @@ class ScoreSettings:
         if self.damping is not None:
             raise InvalidInputError(
                 f"damping={self.damping!r} was given, but kernel={self.kernel!r} has nothing to damp. Leave it out, or "
-                "use kernel='curvature', 'trak' or 'ekfac'."
+                "use kernel='curvature', 'fisher', 'trak' or 'ekfac'."
             )
         return None
 
 
-_PLAIN = ScoreSettings()
+_WEIGHTINGS: Final[Mapping[ScoredKernel, Literal["curvature", "none", "fisher"]]] = {
+    "curvature": "curvature",
+    "fisher": "fisher",
+    "trak": "none",
+}
+_PLAIN = ScoreSettings(q="outside")  # as tables were made that say nothing of a view
 _VIEW = tuple(field.name for field in fields(ScoreSettings) if field.name not in ("kernel", "damping"))
 
 
