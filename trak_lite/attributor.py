@@ -122,7 +122,7 @@ class Attributor:
                 (``s3://bucket/digits.zarr``, a store of obstore's, a :class:`~trak_lite.store.RemotePlace`); ``None``
                 keeps everything in memory.
             proj_dim: K, numbers per stored row, or per module of it (see ``layout``); more is more exact and costs disk
-                and time. ``"auto"`` takes 2048, or less where the modules are more than 8 (16,384 numbers per row).
+                and time. ``"auto"`` takes 2048, or less where the modules are more than 16 (32,768 numbers per row).
             seed: Seed of the projection.
             device: ``"auto"`` runs where the model is.
             dtype: Stored dtype of the train rows' features. ``"int8"`` and ``"int4"`` take a half and a quarter of the

@@ -40,7 +40,7 @@ __all__ = ["AttributorSettings", "GradientComputerFactory", "Task", "stored_argu
 
 logger = logging.getLogger(__name__)
 
-DEFAULT_ROW_WIDTH: Final = 16384
+DEFAULT_ROW_WIDTH: Final = 32768
 """Numbers of a row that all modules share, where ``proj_dim`` is not given."""
 MOST_FEATURES: Final = 2048
 FEWEST_FEATURES: Final = 64

@@ -36,7 +36,7 @@ from trak_lite.kronecker import row_noise
 from trak_lite.modelout_functions import AbstractModelOutput, LossModelOutput, ModelCall
 from trak_lite.pipeline import compute_features
 from trak_lite.projectors import AbstractProjector
-from trak_lite.scoring import gram
+from trak_lite.scoring import accumulation_dtype, gram
 from trak_lite.sharing import plan_batches
 from trak_lite.store import AbstractFeatureStore, Manifest
 from trak_lite.types import Batch, FeatureLayout
@@ -155,7 +155,8 @@ class FisherFits:
                 f"The Fisher information of {path} was not fitted with {record} on the train rows that there are by "
                 "now. Call fit_curvature(train_data, settings=FisherSettings(...)) again."
             )
-        return split_squares(flat, layout, device=device)
+        matrices = split_squares(flat, layout, device=device)
+        return [matrix.to(accumulation_dtype(device)) for matrix in matrices]
 
     def fit(
         self,
@@ -210,7 +211,8 @@ class FisherFits:
         with progress_bar(draws * len(wanted), label=label, progress=progress) as bar:
             grams = gram(features(), layout=layout)
         scale = len(rows) / (draws * len(wanted))  # a sum over the train rows
-        flat = np.concatenate([(scale * matrix).cpu().numpy().reshape(-1) for matrix in grams])
+        # float32 holds an estimate from samples well below its own error, in half the room
+        flat = np.concatenate([(scale * matrix).float().cpu().numpy().reshape(-1) for matrix in grams])
         self._store.cache(_name(path), self._key(path, layout), flat)
 
     def _flat(self, path: str, layout: FeatureLayout) -> NDArray[Any] | None:
