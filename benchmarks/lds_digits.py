@@ -23,7 +23,7 @@ import numpy as np
 import torch
 
 from benchmarks.lds.methods import METHODS, TEXT_METHODS, Problem, fitted_datamodel
-from benchmarks.lds.peers import PEERS
+from benchmarks.lds.peers import PEERS, TEXT_PEERS
 from benchmarks.lds.settings import SETTINGS
 from benchmarks.lds.truth import Truth, full_runs, load
 from benchmarks.measuring import RESULTS as FOLDER
@@ -33,7 +33,7 @@ from trak_lite.evaluation import linear_datamodeling_score, seed_noise_ceiling
 RESULTS = FOLDER / "lds.json"
 NUM_RUNS = 5
 DATAMODEL = "datamodel of the chosen-on subsets"
-ALL = {**METHODS, **PEERS, **TEXT_METHODS}
+ALL = {**METHODS, **PEERS, **TEXT_METHODS, **TEXT_PEERS}
 
 
 def worker(setting_name: str, method: str, out: str) -> None:
@@ -116,7 +116,7 @@ def main() -> None:
         print("| method | models | K | bytes per row | CPU s | chosen on | LDS |")
         print("|---|--:|--:|--:|--:|--:|--:|")
         for method in args.methods:
-            if method in TEXT_METHODS and name != "python_lm":
+            if method in {**TEXT_METHODS, **TEXT_PEERS} and name != "python_lm":
                 continue
             figures = row(name, method, truth)
             print(line(method, figures), flush=True)

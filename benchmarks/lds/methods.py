@@ -18,7 +18,7 @@ from torch.utils.data import TensorDataset
 from benchmarks.lds.settings import Setting
 from benchmarks.lds.training import Weights, train
 from trak_lite import Attributor
-from trak_lite.modelout_functions import CausalLanguageModelingModelOutput
+from trak_lite.modelout_functions import AbstractModelOutput, CausalLanguageModelingModelOutput
 
 BATCH = 50
 CALIBRATION_SUBSETS = 10
@@ -32,6 +32,12 @@ class Problem:
     setting: Setting
     runs: list[list[Weights]]
     """Checkpoints of each run on all data; a run's last is its final model."""
+    output: AbstractModelOutput | None = None
+    """What to attribute; ``None`` is what is measured."""
+
+    def measured(self) -> AbstractModelOutput:
+        """Return the model output function that other packages are given."""
+        return self.setting.measured() if self.output is None else self.output
 
     @property
     def train(self) -> TensorDataset:
@@ -163,50 +169,37 @@ def fitted_datamodel(masks: np.ndarray, values: np.ndarray) -> Attribution:
 
 
 TRAK_DEFAULT = {"kernel": "trak", "damping": 0.0, "proj_dim": 512, "layout": "joint"}
-RECIPE = {"layout": "module", "proj_dim": 512, "damping": 0.25}
-"""Found on the chosen-on half: a kernel per module and a lambda of 1/2048 of its trace."""
-INSIDE = {"q": "inside"}
-RECIPE_EKFAC = partial(
-    ours, curvature=True, view={"kernel": "ekfac", **INSIDE}, layout="module", proj_dim=512
-)
-
-EXACT_EKFAC = partial(
-    ours, curvature=True, view={"kernel": "ekfac", "damping": 0.1, **INSIDE}, projector="none"
-)
+MARGINS = CausalLanguageModelingModelOutput(output="margin")
 LOG_P = CausalLanguageModelingModelOutput(output="log_prob")
-"""The targets' f is still the margin in the ground truth."""
+"""The default; the targets' f is the margin in the ground truth."""
+EKFAC = partial(ours, curvature=True, view={"kernel": "ekfac", "damping": 0.1}, projector="none")
+"""Without a projection, at the usual damping."""
 
 METHODS: dict[str, Method] = {
     "undamped TRAK, final model": partial(ours, checkpoints="final", **TRAK_DEFAULT),
     "undamped TRAK, run": partial(ours, **TRAK_DEFAULT),
     "gradient dot, final model": partial(ours, checkpoints="final", view={"kernel": "dot"}),
     "gradient cosine, final model": partial(ours, checkpoints="final", view={"kernel": "cosine"}),
-    "TracIn, run": partial(ours, view={"kernel": "dot", **INSIDE}),
+    "TracIn, run": partial(ours, view={"kernel": "dot"}),
     "default, final model": partial(ours, checkpoints="final"),
     "default, run": ours,
     "default, 5 final models": partial(ours, checkpoints="finals"),
     "default, 5 runs": partial(ours, checkpoints="runs"),
-    "recipe, final model": partial(ours, checkpoints="final", view=INSIDE, **RECIPE),
-    "recipe, run": partial(ours, view=INSIDE, **RECIPE),
-    "recipe, 5 final models": partial(ours, checkpoints="finals", view=INSIDE, **RECIPE),
-    "recipe, 5 runs": partial(ours, checkpoints="runs", view=INSIDE, **RECIPE),
-    "recipe not weighted, run": partial(ours, view=INSIDE, kernel="trak", **RECIPE),
-    "recipe with q outside, run": partial(ours, **RECIPE),
-    "recipe in int8, run": partial(ours, view=INSIDE, dtype="int8", **RECIPE),
-    "recipe in int4, run": partial(ours, view=INSIDE, dtype="int4", **RECIPE),
-    "EK-FAC projected, final model": partial(RECIPE_EKFAC, checkpoints="final"),
-    "EK-FAC projected, run": RECIPE_EKFAC,
-    "EK-FAC not projected, final model": partial(EXACT_EKFAC, checkpoints="final"),
-    "EK-FAC not projected, run": EXACT_EKFAC,
-    "recipe and EK-FAC averaged, run": partial(
-        averaged, parts=(partial(ours, view=INSIDE, **RECIPE), RECIPE_EKFAC)
-    ),
-    "recipe calibrated on 10 retrainings, run": partial(calibrated, view=INSIDE, **RECIPE),
+    "default with K = 512, run": partial(ours, proj_dim=512),
+    "default with one kernel, run": partial(ours, layout="joint"),
+    "default not weighted, run": partial(ours, kernel="trak", view={"q": "inside"}),
+    "default with q outside, run": partial(ours, view={"q": "outside"}),
+    "default in int8, run": partial(ours, dtype="int8"),
+    "default in int4, run": partial(ours, dtype="int4"),
+    "default calibrated on 10 retrainings, run": partial(calibrated, view={}),
+    "EK-FAC not projected, final model": partial(EKFAC, checkpoints="final"),
+    "EK-FAC not projected, run": EKFAC,
+    "EK-FAC projected, run": partial(ours, curvature=True, view={"kernel": "ekfac"}),
+    "default and EK-FAC averaged, run": partial(averaged, parts=(ours, EKFAC)),
 }
 TEXT_METHODS: dict[str, Method] = {
     "BM25": word_overlap,
-    "recipe of log p, run": partial(ours, task=LOG_P, view=INSIDE, **RECIPE),
-    "EK-FAC of log p, not projected, final model": partial(EXACT_EKFAC, checkpoints="final", task=LOG_P),
-    "EK-FAC of log p, not projected, run": partial(EXACT_EKFAC, task=LOG_P),
+    "default of margins, run": partial(ours, task=MARGINS),
+    "EK-FAC of margins, not projected, run": partial(EKFAC, task=MARGINS),
 }
 """For the language model alone."""

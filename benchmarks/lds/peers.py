@@ -1,13 +1,14 @@
 """Other packages as released: traker 0.3.2, dattri 0.3.0 and kronfluence 1.0.1, on the same models, data and targets.
 
-All attribute the output f of the setting's task (for the language model the sum of the tokens' margins). Where a
-package wants a loss, it is the summed cross-entropy of a sample.
+All attribute the output f that is measured (for the language model the sum of the tokens' margins; "of log p", the sum
+of log p, which ours takes by default). Where a package wants a loss, it is the summed cross-entropy of a sample.
 """
 
 from __future__ import annotations
 
 import copy
 import tempfile
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -18,8 +19,8 @@ from torch.func import functional_call
 from torch.nn import functional
 from torch.utils.data import DataLoader
 
-from benchmarks.lds.methods import BATCH, Attribution, Method, Problem
-from trak_lite.modelout_functions import MODEL_OUTPUTS, ModelCall
+from benchmarks.lds.methods import BATCH, LOG_P, Attribution, Method, Problem
+from trak_lite.modelout_functions import ModelCall
 
 PROJ_DIM = 512
 """Of traker and dattri by default: 2048 and 512. Undamped, 512 is the better of the two with N = 1200."""
@@ -33,7 +34,7 @@ def _as_batch(problem: Problem, sample: tuple[Tensor, ...]) -> tuple[Tensor, ...
 
 def output_of(problem: Problem, model: nn.Module, weights: Any, sample: tuple[Tensor, ...]) -> Tensor:
     """Return f of one sample, or its mean over a batch, as a function of the weights."""
-    task = MODEL_OUTPUTS[problem.setting.task]()
+    task = problem.measured()
     parameters = weights[0] if isinstance(weights, tuple) else weights
     return task.evaluate(ModelCall(model, parameters, {}), _as_batch(problem, sample)).output.mean()
 
@@ -83,7 +84,7 @@ def _traker_output(problem: Problem) -> Any:
     """Return the setting's f and q as a model output function of the original's kind."""
     from trak.modelout_functions import AbstractModelOutput
 
-    task = MODEL_OUTPUTS[problem.setting.task]()
+    task = problem.measured()
 
     class Output(AbstractModelOutput):
         def __init__(self) -> None:
@@ -116,7 +117,7 @@ def dattri_trak(problem: Problem, *, checkpoints: str = "final", regularization:
     """Return the scores of dattri's TRAK."""
     from dattri.algorithm import TRAKAttributor
 
-    model, task = problem.model(), MODEL_OUTPUTS[problem.setting.task]()
+    model, task = problem.model(), problem.measured()
 
     def probability(weights: Any, sample: Any) -> Tensor:
         batch = tuple(part.unsqueeze(0) for part in sample)
@@ -187,7 +188,7 @@ def _kronfluence_of_one(problem: Problem, model: nn.Module, strategy: str) -> np
 def _kronfluence_task(problem: Problem) -> Any:
     from kronfluence import Task
 
-    task = MODEL_OUTPUTS[problem.setting.task]()
+    task = problem.measured()
 
     class Output(Task):
         def compute_train_loss(self, batch: Any, model: nn.Module, sample: bool = False) -> Tensor:
@@ -221,3 +222,13 @@ PEERS: dict[str, Method] = {
     "kronfluence 1.0.1 EK-FAC, run": partial(kronfluence, checkpoints="run"),
     "kronfluence 1.0.1 EK-FAC, 5 final models": partial(kronfluence, checkpoints="finals"),
 }
+TEXT_PEERS: dict[str, Method] = {
+    "traker 0.3.2 of log p, run": lambda problem: traker(replace(problem, output=LOG_P), checkpoints="run"),
+    "kronfluence 1.0.1 EK-FAC of log p, final model": lambda problem: kronfluence(
+        replace(problem, output=LOG_P)
+    ),
+    "kronfluence 1.0.1 EK-FAC of log p, run": lambda problem: kronfluence(
+        replace(problem, output=LOG_P), checkpoints="run"
+    ),
+}
+"""For the language model alone."""

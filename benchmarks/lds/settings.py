@@ -10,7 +10,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, partial
 
 import numpy as np
 import torch
@@ -18,6 +18,11 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from benchmarks.lds import language
+from trak_lite.modelout_functions import (
+    AbstractModelOutput,
+    CausalLanguageModelingModelOutput,
+    ImageClassificationModelOutput,
+)
 
 NUM_TRAIN, NUM_TARGETS = 1200, 300
 NOISE, FLIPPED = 0.3, 0.1
@@ -29,7 +34,9 @@ class Setting:
 
     name: str
     task: str
-    """Name of trak_lite's model output function, whose f is the output that scores predict."""
+    """Name of trak_lite's model output function, for whoever takes its defaults."""
+    measured: Callable[[], AbstractModelOutput]
+    """Makes the model output function whose f is the output that scores are to predict."""
     make_model: Callable[[], nn.Module]
     data: Callable[[], tuple[Tensor, Tensor, Tensor, Tensor]]
     """Gives train inputs and labels, target inputs and labels."""
@@ -105,6 +112,7 @@ def cnn() -> nn.Module:
 
 _IMAGES = {
     "task": "image_classification",
+    "measured": ImageClassificationModelOutput,
     "data": digits,
     "loss": functional.cross_entropy,
     "optimizer": "SGD",
@@ -137,6 +145,7 @@ SETTINGS = {
         Setting(
             name="python_lm",
             task="causal_language_modeling",
+            measured=partial(CausalLanguageModelingModelOutput, output="margin"),
             make_model=language.pretrained_gpt,
             data=language.chunks,
             loss=language.next_byte_loss,

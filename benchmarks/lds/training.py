@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.func import functional_call, grad, stack_module_state, vmap
 
 from benchmarks.lds.settings import Setting
-from trak_lite.modelout_functions import MODEL_OUTPUTS, ModelCall
+from trak_lite.modelout_functions import ModelCall
 
 Weights = dict[str, Tensor]
 
@@ -82,6 +82,6 @@ def outputs(setting: Setting, weights: Weights) -> np.ndarray:
     """Return f of every target under the weights, ``(M,)`` float32."""
     module = setting.make_model().eval()
     module.load_state_dict(weights, strict=False)  # names of tied weights are missing
-    task = MODEL_OUTPUTS[setting.task]()
+    task = setting.measured()
     inputs, labels = setting.data()[2:]
     return task.evaluate(ModelCall(module), (inputs, labels)).output.float().numpy()
