@@ -119,12 +119,14 @@ def kernel_scores(
     target_features: Sequence[Array],
     *,
     segments: Sequence[tuple[int, int]],
+    where_q: str = "inside",
     **kernel_settings: Any,
 ) -> Array:
-    """Score by the native method: mean over checkpoints of the kernel products, times the mean of q.
+    """Score by the native method: mean over checkpoints of the kernel products, each times its q.
 
     Every sequence has one array per checkpoint: ``(N, K)``, ``(N,)``, ``(N,)``, ``(M, K)``.
-    ``segments`` are the ``(start, stop)`` columns that share a kernel. Returns ``(N, M)``.
+    ``segments`` are the ``(start, stop)`` columns that share a kernel. ``where_q="outside"`` takes the mean of q
+    over checkpoints instead. Returns ``(N, M)``.
     """
     products = []
     for train, weights, target in zip(train_features, w, target_features, strict=True):
@@ -135,7 +137,9 @@ def kernel_scores(
             matrix = kernel(train[:, start:stop], weights, **kernel_settings)
             product += train[:, start:stop] @ np.linalg.solve(matrix, target[:, start:stop].T)
         products.append(product)
-    return np.mean(products, axis=0) * np.mean(q, axis=0)[:, None]
+    if where_q == "outside":
+        return np.mean(products, axis=0) * np.mean(q, axis=0)[:, None]
+    return np.mean([product * own[:, None] for product, own in zip(products, q, strict=True)], axis=0)
 
 
 def trak_scores(

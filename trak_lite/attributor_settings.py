@@ -29,7 +29,7 @@ from trak_lite.gradient_computers import (
     choose_gradient_computer,
     select_parameters,
 )
-from trak_lite.modelout_functions import AbstractModelOutput, describe_task, resolve_task
+from trak_lite.modelout_functions import MODEL_OUTPUTS, AbstractModelOutput, describe_task, resolve_task
 from trak_lite.pipeline import feature_table_spec, target_table_spec
 from trak_lite.projectors import AbstractProjector, projector_name, select_projector
 from trak_lite.scoring import KernelSettings, ScoreSettings, ScoreView
@@ -159,12 +159,15 @@ class AttributorSettings:
         Raises:
             InvalidInputError: If the task cannot draw labels, or the rows are normalised.
         """
+        return self._computer_of(self._fisher_task())
+
+    def _fisher_task(self) -> AbstractModelOutput:
         if self.normalization.kind != "none":
             raise InvalidInputError(
                 "kernel='fisher' is made of gradients as they are, and the rows are normalised. Use kernel='trak' or "
                 "normalize='none'."
             )
-        return self._computer_of(fisher_task(self.task))
+        return fisher_task(self.task)
 
     def choose_computer(self, batch: Batch) -> AbstractGradientComputer:
         """Decide ``gradient_computer="auto"`` by trying the first samples; return the one that was tried."""
@@ -251,7 +254,7 @@ class AttributorSettings:
             same = kernel == default.kernel and layout == "stored"
             damping = default.damping if same else self._default_damping(kernel, layout)
         if kernel in ("curvature", "fisher"):
-            self._check_kernel(kernel)
+            self.check_kernel(kernel)
         if kernel == "fisher" and layout == "joint":
             raise InvalidInputError(
                 "layout='joint' was given with kernel='fisher', which keeps a matrix for every segment and none for "
@@ -275,7 +278,7 @@ class AttributorSettings:
         name = one_of(("auto", "curvature", "fisher", "trak"), kernel=kernel)
         if name == "auto":
             name = self._best_kernel()
-        self._check_kernel(name)
+        self.check_kernel(name)
         lam = self._default_damping(name, "stored") if damping == "auto" else damping
         weighting = "none" if name == "trak" else name
         return KernelSettings(weighting=weighting, damping=lam)  # type: ignore[arg-type]
@@ -288,10 +291,14 @@ class AttributorSettings:
             return "fisher"
         return "curvature" if self.task.has_curvature else "trak"
 
-    def _check_kernel(self, name: str) -> None:
-        """Refuse a kernel that the task has nothing for."""
+    def check_kernel(self, name: str) -> None:
+        """Refuse a kernel that the task has nothing for.
+
+        Raises:
+            InvalidInputError: If the task has no curvature, or cannot draw labels, or the rows are normalised.
+        """
         if name == "fisher":
-            self.fisher_computer()
+            self._fisher_task()
         if name == "curvature" and not self.task.has_curvature:
             raise InvalidInputError(
                 f"kernel='curvature' needs a loss that is curved in f, but the loss of {type(self.task).__name__} is "
@@ -299,7 +306,10 @@ class AttributorSettings:
             )
 
     def _default_damping(self, kernel: str, layout: str) -> float:
-        """Return the default lambda in units of the mean eigenvalue, from what it is as a share of the trace."""
+        """Return the default lambda in units of the mean eigenvalue, from what it is as a share of the trace.
+
+        There is one number for all segments: where they are not equally wide, it is that of their mean width.
+        """
         segments = 1 if layout == "joint" else len(self.layout.segments)
         return self.layout.width / segments * _SHARE_OF_TRACE[kernel]
 
@@ -324,8 +334,10 @@ def stored_arguments(
     arguments["normalize"] = Normalization(**arguments.get("normalize", {}))
     if arguments.get("layout") == "auto" and arguments.get("projector") not in (None, "two_sided"):
         arguments["layout"] = "joint"  # what older versions took
+    if overrides.get("kernel", arguments.get("kernel")) != arguments.get("kernel"):
+        arguments["damping"] = "auto"  # what was decided is in units of the other kernel
     arguments.update(overrides)
-    stored_task: Task | None = arguments.pop("task", None)
+    stored_task = _stored_task(arguments.pop("task", None), manifest)
     found = stored_task if task is None else task
     needed = [name for name, value in arguments.items() if value is None]
     if found is None:
@@ -336,6 +348,14 @@ def stored_arguments(
             f"{', '.join(f'{name}=...' for name in needed)} to Attributor.open."
         )
     return found, arguments
+
+
+def _stored_task(name: str | None, manifest: Manifest) -> Task | None:
+    """Return the built-in task of a store, with its settings, which may be others than today's defaults."""
+    described = manifest.fingerprint.get("task", {})
+    if name not in MODEL_OUTPUTS or described.get("name") != name:
+        return name
+    return MODEL_OUTPUTS[name](**described["settings"])
 
 
 def _decide_computer(
@@ -365,10 +385,9 @@ def _decide_proj_dim(proj_dim: int | str, layout: str, parameters: ParameterShap
     if proj_dim != "auto":
         return positive_int(proj_dim=proj_dim)
     modules = len({name.rpartition(".")[0] for name in parameters}) if layout == "module" else 1
-    fitting = (
-        1 << (DEFAULT_ROW_WIDTH // max(modules, 1)).bit_length() - 1 if modules <= DEFAULT_ROW_WIDTH else 1
-    )
-    return max(FEWEST_FEATURES, min(MOST_FEATURES, fitting))
+    share = max(DEFAULT_ROW_WIDTH // max(modules, 1), 1)
+    power_of_two = 1 << (share.bit_length() - 1)
+    return max(FEWEST_FEATURES, min(MOST_FEATURES, power_of_two))
 
 
 def _default_q(kernel: str) -> Literal["outside", "inside"]:

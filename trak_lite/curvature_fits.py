@@ -17,7 +17,7 @@ from torch import nn
 
 from trak_lite._batches import move_batch
 from trak_lite._progress import progress_bar
-from trak_lite.datasets import Rows
+from trak_lite.datasets import Rows, evenly_spread
 from trak_lite.errors import ReadOnlyStoreError, StateError
 from trak_lite.kronecker import (
     KroneckerCurvature,
@@ -28,7 +28,6 @@ from trak_lite.kronecker import (
     loaded,
 )
 from trak_lite.modelout_functions import AbstractModelOutput
-from trak_lite.sharing import plan_batches
 from trak_lite.store import AbstractFeatureStore, Manifest
 from trak_lite.types import Batch, ParameterShapes
 
@@ -133,10 +132,10 @@ class CurvatureFits:
             progress: Show the bar; ``None`` shows it on a terminal only.
         """
         settings = KroneckerSettings(**self.record()["settings"])
-        wanted = _spread(len(rows), settings.max_rows)
+        wanted = evenly_spread(len(rows), settings.max_rows)
 
         def batches() -> Iterator[tuple[NDArray[np.int64], Batch]]:
-            plan = plan_batches(wanted, len(rows), rows.batch_size)
+            plan = np.split(wanted, range(rows.batch_size, len(wanted), rows.batch_size))
             with progress_bar(len(wanted), label=label, progress=progress) as bar:
                 for numbers, batch in rows.batches(plan):
                     yield numbers, move_batch(batch, device)
@@ -171,9 +170,3 @@ class _StoredArrays:
 
     def __setitem__(self, name: str, array: NDArray[Any], /) -> None:
         self._store.cache(f"{self._folder}/{name}", self._key, array)
-
-
-def _spread(num_rows: int, max_rows: int | None) -> NDArray[np.int64]:
-    """Return at most ``max_rows`` rows, evenly spread."""
-    count = num_rows if max_rows is None else min(max_rows, num_rows)
-    return np.arange(count, dtype=np.int64) * num_rows // count

@@ -23,7 +23,7 @@ from torch.utils.data import (
 from trak_lite.errors import InvalidInputError
 from trak_lite.types import Batch
 
-__all__ = ["Rows"]
+__all__ = ["Rows", "evenly_spread"]
 
 _RowNumbers = np.ndarray[Any, np.dtype[np.int64]]
 
@@ -132,6 +132,12 @@ class Rows:
         for row in np.unique(np.linspace(0, len(indices) - 1, _NUM_PROBES).round().astype(np.int64)):
             _digest_value(self.dataset[int(indices[row])], digest)
         return {**whole, "probe_digest": digest.hexdigest()}
+
+
+def evenly_spread(num_rows: int, most: int | None) -> _RowNumbers:
+    """Return at most ``most`` of ``num_rows`` rows (``None``: all), evenly spread, the first one among them."""
+    count = num_rows if most is None else min(most, num_rows)
+    return np.arange(count, dtype=np.int64) * num_rows // count
 
 
 def _refuse_unordered(loader: DataLoader[Any], indices: Sequence[int] | None, what: str) -> None:

@@ -125,6 +125,8 @@ class FeaturizingSession:
         Raises:
             StateError: If the scores need a curvature and none was fitted.
         """
+        if settings.kernel == "fisher":
+            FisherFits(self.store).record()  # or the targets would be featurized in vain
         if settings.kernel != "ekfac":
             return dict(identity)
         return {**identity, "curvature": self._fits().record()}
@@ -196,7 +198,7 @@ class FeaturizingSession:
     ) -> tuple[Callable[[str, str], None], Callable[[str], bool]]:
         """Return what fits the checkpoint that is loaded, from its digest and name, and whether one is fitted."""
         if isinstance(settings, FisherSettings):
-            self._settings.fisher_computer()  # refuses a task that cannot draw labels
+            self._settings.check_kernel("fisher")
             FisherFits(self.store).begin(settings)
             return lambda digest, label: self._fit_fisher(digest, label, rows), self._has_fisher
         fits = self._fits()
@@ -225,9 +227,7 @@ class FeaturizingSession:
         settings = self._settings
         if not settings.computer_is_chosen:
             numbers, batch = next(rows.batches([np.arange(min(rows.batch_size, len(rows)))]))
-            batch = move_batch(batch, settings.device)
-            with naming_rows(self._model, settings.task, batch, numbers, rows.what):
-                settings.choose_computer(batch)
+            self._computers(rows.what)(move_batch(batch, settings.device), numbers)
         computer = settings.fisher_computer()
         computer.load_model_params(self._model)
         FisherFits(self.store).fit(

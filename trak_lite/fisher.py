@@ -6,7 +6,8 @@ sum gives back the curvature :math:`\sum_t \nabla f_t (\cdot) \nabla f_t^\top` t
 the model draws itself do: :math:`E[g g^\top]` of the gradient g of their log-likelihood is the Fisher information,
 which for these losses is the Gauss-Newton matrix (Martens, arXiv:1412.1193, section 9), as the tokens' labels are
 independent given the text. So a few thousand of these gradients are projected as the train rows are, and their gram
-matrix is kept; the gradients themselves are not.
+matrix is kept as a derived array of the store (where that is in an object store: on the machine that fitted it); the
+gradients themselves are not.
 
 Shapes: N train rows, K feature width, k columns of one segment.
 """
@@ -14,7 +15,6 @@ Shapes: N train rows, K feature width, k columns of one segment.
 from __future__ import annotations
 
 import json
-import logging
 import math
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass
@@ -28,7 +28,7 @@ from torch import Tensor
 from trak_lite._batches import move_batch
 from trak_lite._progress import progress_bar
 from trak_lite._validate import positive_int
-from trak_lite.datasets import Rows
+from trak_lite.datasets import Rows, evenly_spread
 from trak_lite.diagnosis import refuse_non_finite
 from trak_lite.errors import InvalidInputError, ReadOnlyStoreError, StateError
 from trak_lite.gradient_computers import AbstractGradientComputer
@@ -37,13 +37,10 @@ from trak_lite.modelout_functions import AbstractModelOutput, LossModelOutput, M
 from trak_lite.pipeline import compute_features
 from trak_lite.projectors import AbstractProjector
 from trak_lite.scoring import accumulation_dtype, gram
-from trak_lite.sharing import plan_batches
 from trak_lite.store import AbstractFeatureStore, Manifest
 from trak_lite.types import Batch, FeatureLayout
 
 __all__ = ["FisherFits", "FisherSettings", "fisher_task", "split_squares"]
-
-logger = logging.getLogger(__name__)
 
 _RECORD = "fisher/record"
 _VERSION = 1
@@ -108,9 +105,7 @@ class FisherFits:
             ReadOnlyStoreError: If the store was opened for reading.
         """
         if not self._store.writable:
-            raise ReadOnlyStoreError(
-                f"The store at {self._store.path} was opened for reading, so a fit could not be kept. Make it writable."
-            )
+            raise self._not_writable()
         text = json.dumps({"version": _VERSION, **settings.to_json()}, sort_keys=True).encode()
         self._store.cache(_RECORD, "record", np.frombuffer(text, dtype=np.uint8))
 
@@ -127,7 +122,7 @@ class FisherFits:
         found = self._store.cached(_RECORD, "record")
         if found is None:
             raise StateError(
-                "No Fisher information was fitted, which kernel='fisher' needs. Call "
+                "No Fisher information was fitted on this machine, which kernel='fisher' needs. Call "
                 "fit_curvature(train_data, settings=FisherSettings()) first."
             )
         record: dict[str, Any] = json.loads(np.asarray(found).tobytes())
@@ -146,8 +141,7 @@ class FisherFits:
             device: Where to put them.
 
         Raises:
-            StateError: If it was not fitted, or train rows were appended since.
-            InvalidInputError: If the segments are not those that were fitted.
+            StateError: If it was not fitted with these settings and segments, or train rows were appended since.
         """
         record, flat = self.record(), self._flat(path, layout)
         if flat is None:
@@ -188,11 +182,14 @@ class FisherFits:
 
         Raises:
             NonFiniteError: If a gradient is NaN or infinite; names the rows.
+            ReadOnlyStoreError: If the store was opened for reading.
         """
+        if not self._store.writable:
+            raise self._not_writable()
         record = self.record()
         settings = FisherSettings(samples_per_feature=record["samples_per_feature"], seed=record["seed"])
         wanted, draws = _sampled_rows(len(rows), settings.num_samples(layout))
-        plan = plan_batches(wanted, len(rows), rows.batch_size) * draws
+        plan = np.split(wanted, range(rows.batch_size, len(wanted), rows.batch_size)) * draws
 
         def features() -> Iterator[Tensor]:
             seen = 0
@@ -215,6 +212,11 @@ class FisherFits:
         flat = np.concatenate([(scale * matrix).float().cpu().numpy().reshape(-1) for matrix in grams])
         self._store.cache(_name(path), self._key(path, layout), flat)
 
+    def _not_writable(self) -> ReadOnlyStoreError:
+        return ReadOnlyStoreError(
+            f"The store at {self._store.path} was opened for reading, so a fit could not be kept. Make it writable."
+        )
+
     def _flat(self, path: str, layout: FeatureLayout) -> NDArray[Any] | None:
         return self._store.cached(_name(path), self._key(path, layout))
 
@@ -234,8 +236,8 @@ def _name(path: str) -> str:
 
 def _sampled_rows(num_rows: int, num_samples: int) -> tuple[NDArray[np.int64], int]:
     """Return rows evenly spread, and how often labels are drawn for them."""
-    count = min(num_rows, num_samples)
-    return np.arange(count, dtype=np.int64) * num_rows // count, math.ceil(num_samples / count)
+    wanted = evenly_spread(num_rows, num_samples)
+    return wanted, math.ceil(num_samples / len(wanted))
 
 
 @torch.no_grad()

@@ -15,6 +15,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from trak_lite.datasets import evenly_spread
 from trak_lite.errors import InvalidInputError
 from trak_lite.pipeline import FEATURES, OUT_TO_LOSS, as_tensor
 from trak_lite.score_tiles import (
@@ -148,7 +149,8 @@ class ScoreSource:
         kernel = self.settings.kernel_settings
         if kernel is None:
             raise InvalidInputError(
-                f"kernel={self.settings.kernel!r} has nothing to damp. Take the path of kernel='curvature' or 'trak'."
+                f"kernel={self.settings.kernel!r} has nothing to damp. Take the path of kernel='curvature', 'fisher' "
+                "or 'trak'."
             )
         terms = []
         for table, weight in zip(self._train, self._weights, strict=True):
@@ -244,7 +246,7 @@ class ScoreSource:
     def reliability(self, runs: Sequence[Hashable] | None, *, threshold: float, max_rows: int) -> Reliability:
         """Return how far checkpoints or runs agree on ``max_rows`` evenly spaced train rows."""
         groups = self.groups(runs)
-        rows = _evenly(self.num_rows, max_rows)
+        rows = evenly_spread(self.num_rows, max_rows)
         width = max(1, _RANKED_VALUES // (len(rows) * len(groups)))
         single = []
         for start in range(0, self.num_targets, width):
@@ -262,7 +264,7 @@ class ScoreSource:
             max_targets: Targets, evenly spaced, that the mean is over.
         """
         groups = self.groups(None)
-        rows = _evenly(self.num_rows, max_rows)
+        rows = evenly_spread(self.num_rows, max_rows)
         terms = self.terms(evenly_spaced(self.num_targets, max_targets))
         own = [self._group_scores(terms, group, groups, rows) for group in groups]
         found = np.eye(len(own))
@@ -344,12 +346,6 @@ class ScoreSource:
 def evenly_spaced(count: int, most: int) -> slice:
     """Return a slice of at most ``most`` of ``count`` things, evenly spaced from the first one."""
     return slice(None, None, -(-count // most))
-
-
-def _evenly(count: int, most: int) -> NDArray[np.int64]:
-    """Return at most ``most`` of ``count`` rows, evenly spaced."""
-    taken = min(most, count)
-    return np.arange(taken, dtype=np.int64) * count // taken
 
 
 def _path(table: AbstractRowTable) -> str:

@@ -106,7 +106,7 @@ class ScoredRows:
         if kernel is None:
             raise InvalidInputError(
                 f"Scores with kernel={self.settings.kernel!r} have no kernel to calibrate. Verify them with "
-                "calibrate=False, or calibrate those of kernel='curvature' or 'trak'."
+                "calibrate=False, or calibrate those of kernel='curvature', 'fisher' or 'trak'."
             )
         return kernel
 

@@ -144,7 +144,7 @@ def test_one_label_or_one_token_is_plain_cross_entropy():
     ids, labels = torch.tensor([[0, 0]]), torch.tensor([[-100, 3]])
     model = Answer(logits)
 
-    token = CausalLanguageModelingModelOutput().evaluate(ModelCall(model), (ids, labels))
+    token = CausalLanguageModelingModelOutput(output="margin").evaluate(ModelCall(model), (ids, labels))
 
     expected = terms_of_logits(ImageClassificationModelOutput(), logits[:, 0], torch.tensor([3]))
     for left, right in zip(token, expected, strict=True):

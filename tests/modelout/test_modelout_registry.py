@@ -100,7 +100,7 @@ def test_anything_else_is_an_unknown_task(task, seen):
         (ImageClassificationModelOutput(), ImageClassificationModelOutput(2.0)),
         (TextClassificationModelOutput(), TextClassificationModelOutput(input_names=("input_ids",))),
         (CausalLanguageModelingModelOutput(), CausalLanguageModelingModelOutput(shift=False)),
-        (CausalLanguageModelingModelOutput(), CausalLanguageModelingModelOutput(output="log_prob")),
+        (CausalLanguageModelingModelOutput(), CausalLanguageModelingModelOutput(output="margin")),
         (CLIPModelOutput(), CLIPModelOutput(seed=1)),
         (CLIPModelOutput(), CLIPModelOutput(simulated_batch_size=3)),
         (CLIPModelOutput(), CLIPModelOutput(1.0)),

@@ -179,7 +179,7 @@ def test_scoring_again_returns_the_result_and_another_target_set_is_refused(tmp_
 def test_other_damping_under_the_same_name_is_refused_and_under_another_name_is_computed(
     tmp_path: Path,
 ) -> None:
-    _, scores = finished(tmp_path / "a.zarr")
+    _, scores = finished(tmp_path / "a.zarr", damping=1.0)
     other = attributor(tmp_path / "a.zarr", damping=10.0)
 
     with pytest.raises(ManifestMismatchError, match=r"kernel\.damping is 1\.0 there, 10\.0 here"):
@@ -374,7 +374,7 @@ def test_scores_become_numpy_pandas_and_xarray_with_rows_and_targets_named() -> 
     np.testing.assert_array_equal(frame.to_numpy(), dense)
     array = scores.to_xarray()
     assert array.dims == ("train_row", "target")
-    assert array.attrs["damping"] == "1.0"
+    assert array.attrs["damping"] == str(16 / 2048)
     np.testing.assert_array_equal(array.to_numpy(), dense)
 
 
@@ -596,7 +596,7 @@ def test_a_bad_row_in_a_later_batch_keeps_what_was_done_and_can_be_mended(tmp_pa
 @pytest.mark.parametrize(
     ("changes", "key"),
     [
-        ({"proj_dim": 8}, "feature_width is 16 there, 8 here"),
+        ({"proj_dim": 8}, "feature_width is 32 there, 16 here"),
         ({"seed": 1}, r"projector\.seed is 0 there, 1 here"),
         ({"dtype": "float16"}, "dtype is 'float32' there, 'float16' here"),
         ({"projector": "gaussian"}, r"projector\.kind"),
@@ -910,4 +910,4 @@ def test_a_store_with_a_kernel_for_every_module_opens_with_it(tmp_path: Path) ->
     assert opened.layout == made.layout
     assert opened.featurize(TRAIN).rows_written == 0
     with pytest.raises(ManifestMismatchError, match="layout"):
-        attributor(tmp_path / "a.zarr").featurize(TRAIN)
+        attributor(tmp_path / "a.zarr", layout="joint").featurize(TRAIN)

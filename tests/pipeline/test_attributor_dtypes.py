@@ -38,7 +38,7 @@ STATES = [{name: (1 + epoch) * value for name, value in model().state_dict().ite
 
 
 def attributor(path: Path | None, dtype: Any, **changes: Any) -> Attributor:
-    settings = {"task": "image_classification", "proj_dim": K, "damping": 0.1, **changes}
+    settings = {"task": "image_classification", "proj_dim": K, "damping": 0.1, "layout": "joint", **changes}
     return Attributor(settings.pop("model", None) or model(), path=path, dtype=dtype, **settings)
 
 

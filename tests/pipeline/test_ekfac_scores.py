@@ -59,8 +59,8 @@ def features(
 
 
 def expected(projector: AbstractProjector, settings: KroneckerSettings, damping: float) -> np.ndarray:
-    """Mean over checkpoints of the products, times the mean q."""
-    products, weights = [], []
+    """Mean over checkpoints of the products, each times its q."""
+    products = []
     for model_id, state in enumerate(states()):
         net = model().eval()
         net.load_state_dict(state)
@@ -69,9 +69,8 @@ def expected(projector: AbstractProjector, settings: KroneckerSettings, damping:
         )
         rows, q = features(net, TRAIN, projector, model_id)
         behind = PreconditionedProjector(projector, Preconditioner(curvature, damping=damping))
-        products.append(rows @ features(net, TARGETS, behind, model_id)[0].T)
-        weights.append(q)
-    return (torch.stack(products).mean(0) * torch.stack(weights).mean(0)[:, None]).numpy()
+        products.append(rows @ features(net, TARGETS, behind, model_id)[0].T * q[:, None])
+    return torch.stack(products).mean(0).numpy()
 
 
 @pytest.mark.parametrize(

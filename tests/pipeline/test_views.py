@@ -85,10 +85,10 @@ def test_another_view_computes_no_gradient(monkeypatch: pytest.MonkeyPatch, view
 
 
 def test_settings_that_say_what_holds_anyway_give_the_same_table(tmp_path: Path) -> None:
-    made = featurized(tmp_path / "a.zarr")
+    made = featurized(tmp_path / "a.zarr", layout="joint")
     made.score(TARGETS, name="test")
 
-    same = made.score(TARGETS, name="test", kernel="curvature", damping=1.0, layout="joint", q="outside")
+    same = made.score(TARGETS, name="test", kernel="curvature", damping=16 / 2048, layout="joint", q="inside")
 
     assert "a.zarr:scores/test" in repr(same)
 

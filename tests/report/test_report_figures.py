@@ -98,7 +98,7 @@ def test_a_path_of_some_targets_is_that_of_the_whole() -> None:
     some = scores.path([0.1, 3.0], targets=slice(None, None, 2))
 
     assert some.shape == (2, 40, 3)
-    np.testing.assert_allclose(some.numpy(), whole.numpy()[:, :, ::2], rtol=1e-6)
+    np.testing.assert_allclose(some.numpy(), whole.numpy()[:, :, ::2], rtol=1e-6, atol=1e-8)
     np.testing.assert_allclose(some.rows([5, 1]), whole.numpy()[:, [5, 1], ::2], rtol=1e-6)
     np.testing.assert_array_equal(some.top(2).indices, whole.top(2).indices[:, ::2])
 

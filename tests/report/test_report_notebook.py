@@ -18,7 +18,7 @@ from trak_lite.report import notebook
 def stored_scores():
     torch.manual_seed(0)
     data = TensorDataset(torch.randn(12, 4), torch.arange(12) % 3)
-    attributor = Attributor(torch.nn.Linear(4, 3), "image_classification", None, proj_dim=8)
+    attributor = Attributor(torch.nn.Linear(4, 3), "image_classification", None, proj_dim=8, damping=1.0)
     attributor.featurize(data)
     return attributor.score(data, name="itself")
 

@@ -52,9 +52,9 @@ def attributor(**settings: Any) -> Attributor:
 
 
 def token_gradient(model: nn.Module, ids: Tensor, label: int, position: int) -> np.ndarray:
-    """Return the gradient of the margin log p / (1 - p) of one label."""
+    """Return the gradient of log p of one label."""
     p = model(ids[None])[0, position - 1].double().softmax(0)[label]
-    grads = torch.autograd.grad(torch.log(p / (1 - p)), list(model.parameters()))
+    grads = torch.autograd.grad(torch.log(p), list(model.parameters()))
     return torch.cat([grad.reshape(-1) for grad in grads]).double().numpy()
 
 

@@ -90,7 +90,14 @@ def trained():
 @pytest.fixture
 def attributor(tmp_path, trained):
     made = Attributor(
-        build(), "image_classification", tmp_path / "a.zarr", proj_dim=K, dtype="float32", progress=False
+        build(),
+        "image_classification",
+        tmp_path / "a.zarr",
+        proj_dim=K,
+        dtype="float32",
+        layout="joint",
+        damping=1.0,
+        progress=False,
     )
     made.featurize(TRAIN, checkpoints=trained)
     made.score(TARGETS, "test")
@@ -364,7 +371,7 @@ def test_weights_of_the_default_kernel_give_the_scores_themselves(attributor):
         calibration = judged(attributor, retrained)[0].calibration
         shape = (len(calibration.views), 2, len(calibration.segments), len(calibration.dampings))
         weights = np.zeros(shape)
-        weights[0, :, :, calibration.dampings.index(1.0)] = 0.5
+        weights[calibration.views.index("inside"), :, :, calibration.dampings.index(1.0)] = 0.5
         given = verification.replace(calibration, kept=True, weights=tuple(weights.reshape(-1).tolist()))
 
         found = calibrated_scores(rows, given)

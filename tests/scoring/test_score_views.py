@@ -65,7 +65,7 @@ def test_a_joint_reading_puts_all_segments_under_one_kernel(kernel: str) -> None
 
     scores = dense_scores(rows.source(kernel=kernel, layout="joint"))
 
-    expected = with_q(checkpoint_products(rows, kernel, segments=((0, 5),)), rows, "outside")
+    expected = with_q(checkpoint_products(rows, kernel, segments=((0, 5),)), rows, "inside")
     np.testing.assert_allclose(scores, expected, rtol=1e-4, atol=1e-5)
     assert not np.allclose(scores, dense_scores(rows.source(kernel=kernel))) or kernel == "dot"
 

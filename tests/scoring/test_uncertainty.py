@@ -43,7 +43,7 @@ def test_with_q_outside_it_is_that_of_the_product_of_two_means() -> None:
     k, q = checkpoint_products(rows), rows.q.astype(np.float64)[:, :, None]
     change = q.mean(0) * (k - k.mean(0)) + k.mean(0) * (q - q.mean(0))
 
-    errors = rows.source().standard_error(None, slice(None), None)
+    errors = rows.source(q="outside").standard_error(None, slice(None), None)
 
     np.testing.assert_allclose(errors, np.sqrt((change**2).sum(0) / (4 * 3)), rtol=1e-3, atol=1e-6)
 
