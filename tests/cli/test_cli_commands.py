@@ -96,13 +96,14 @@ def test_a_recipe_without_checkpoints_is_taken_as_it_builds_the_model(
     assert not (tmp_path / "trained").exists()
 
 
-def test_ekfac_scores_have_their_curvature_fitted(
-    ran: Path, copied: Path, capsys: pytest.CaptureFixture[str]
+@pytest.mark.parametrize("kernel", ["ekfac", "fisher"])
+def test_scores_have_their_curvature_fitted(
+    kernel: Any, ran: Path, copied: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    done(["score", str(copied / "run.yaml"), "--score.kernel", "ekfac"], capsys)
+    done(["score", str(copied / "run.yaml"), "--score.kernel", kernel], capsys)
     model = load_recipe(copied / "recipe.py").call("build_model", {})
 
-    assert Attributor.open(copied / "run.zarr", model).scores("held-out", kernel="ekfac").shape == (40, 6)
+    assert Attributor.open(copied / "run.zarr", model).scores("held-out", kernel=kernel).shape == (40, 6)
 
 
 def test_a_training_that_fails_leaves_no_checkpoint(tmp_path: Path) -> None:

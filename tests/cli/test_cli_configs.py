@@ -134,6 +134,10 @@ def test_the_command_line_comes_before_the_file_and_the_file_before_the_default(
     assert [values[f"recipe_arguments.{name}"] for name in ("steps", "width", "num_train")] == [2, 8, 40]
 
 
+def test_the_default_number_of_features_can_be_asked_for(tmp_path: Path) -> None:
+    assert read(tmp_path, "", "--proj_dim", "auto").values["proj_dim"] == "auto"
+
+
 def test_a_config_written_out_is_the_same_config(tmp_path: Path) -> None:
     config = read(tmp_path, "normalize: {kind: clip, threshold: 2}\nevaluate: {seeds: [0, 1]}\n")
     (tmp_path / "again.yaml").write_text(yaml.safe_dump(config.to_json()))

@@ -18,6 +18,7 @@ from trak_lite.evaluation import (
     seed_noise_ceiling,
     subset_masks,
 )
+from trak_lite.fisher import FisherSettings
 from trak_lite.retraining import Retrained
 from trak_lite.scoring import ScoreSettings
 from trak_lite.store import ZarrFeatureStore
@@ -105,7 +106,7 @@ def attributor(tmp_path, trained):
 
 
 def rows_of(attributor, store, **view):
-    settings = ScoreSettings(damping=1.0, **view)
+    settings = ScoreSettings(**{"damping": 1.0, **view})
     digests = store.open_table("scores/test").spec.fingerprint["checkpoints"]
     return ScoredRows(
         store=store,
@@ -315,6 +316,24 @@ def test_sums_over_subsets_predict_what_summed_scores_predict(attributor, q):
         predicted = SubsetSums(rows, masks).predict(targets, q)
 
     np.testing.assert_allclose(predicted, masks @ scores.astype(float), rtol=1e-3, atol=1e-4)
+
+
+def test_a_fitted_kernel_predicts_and_is_calibrated_like_one_of_the_rows(attributor, trained):
+    attributor.fit_curvature(TRAIN, trained, settings=FisherSettings())
+    scores = attributor.score(TARGETS, "test", kernel="fisher", damping=1.0).numpy()
+    with ZarrFeatureStore.open(attributor.path) as store:
+        rows = rows_of(attributor, store, kernel="fisher")
+        targets = [rows.preconditioned(table, 1.0) / 2 for table in rows.train.values()]
+
+        predicted = SubsetSums(rows, masks := subset_masks(N, 5)).predict(targets, "inside")
+
+    np.testing.assert_allclose(predicted, masks @ scores.astype(float), rtol=1e-3, atol=1e-4)
+    retrained = synthetic(scores, 8, 0.5)
+    assert judged(attributor, retrained, kernel="fisher", damping=1.0)[0].calibration.dampings == (
+        0.1,
+        1.0,
+        10.0,
+    )
 
 
 # ------------------------------------------------------------------------ calibration

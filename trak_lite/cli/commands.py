@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import cached_property, partial
 from pathlib import Path
-from typing import Any, final
+from typing import Any, Final, final
 
 import numpy as np
 from safetensors.torch import save_file
@@ -21,12 +21,16 @@ from trak_lite.cli.recipes import last_trained, trained_states
 from trak_lite.cli.records import RunRecord, keep_record
 from trak_lite.errors import CheckpointError, InvalidInputError, MissingStoreError
 from trak_lite.evaluation import Verdict
+from trak_lite.fisher import FisherSettings
+from trak_lite.kronecker import KroneckerSettings
 from trak_lite.scores import Scores
 from trak_lite.store import RemotePlace, open_store
 
 __all__ = ["COMMANDS", "Job"]
 
 _SHOWN_TARGETS, _SHOWN_ROWS = 3, 5
+_FITTED: Final = {"ekfac": KroneckerSettings, "fisher": FisherSettings}
+"""Kernels that are fitted before targets are scored, by their settings."""
 
 
 @final
@@ -94,10 +98,13 @@ class Job:
     def score(self) -> Scores:
         """Score the targets."""
         arguments = self.config.section("score")
-        if arguments["kernel"] == "ekfac":
+        if arguments["kernel"] in _FITTED:
             rows = self.config.section("featurize")
             same = {name: rows[name] for name in ("indices", "batch_size", "dataset_id")}
-            self.attributor.fit_curvature(self.train_data, self.config.values["checkpoints"], **same)
+            fit = _FITTED[arguments["kernel"]]()
+            self.attributor.fit_curvature(
+                self.train_data, self.config.values["checkpoints"], settings=fit, **same
+            )
         return self.attributor.score(self.target_data, **arguments)
 
     def evaluate(self) -> Verdict:
