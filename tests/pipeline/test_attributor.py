@@ -599,7 +599,7 @@ def test_a_bad_row_in_a_later_batch_keeps_what_was_done_and_can_be_mended(tmp_pa
         ({"proj_dim": 8}, "feature_width is 32 there, 16 here"),
         ({"seed": 1}, r"projector\.seed is 0 there, 1 here"),
         ({"dtype": "float16"}, "dtype is 'float32' there, 'float16' here"),
-        ({"projector": "gaussian"}, r"projector\.kind"),
+        ({"projector": "gaussian"}, r"projector\.of\.kind"),
         (
             {"gradient_computer": partial(FunctionalGradientComputer, autocast_dtype=torch.bfloat16)},
             r"gradients\.autocast_dtype is 'absent' there, 'bfloat16' here",

@@ -62,6 +62,7 @@ def test_scores_match_the_dense_reference(layout, values):
     expected = reference.kernel_scores(
         *([x.numpy() for x in arrays] for arrays in (TRAIN, Q, W, TARGETS)),
         segments=[(s.start, s.stop) for s in layout.segments],
+        where_q="outside",
         **values,
     )
     np.testing.assert_allclose(scores.numpy(), expected, rtol=1e-10, atol=1e-14)
