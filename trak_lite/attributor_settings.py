@@ -98,6 +98,7 @@ class AttributorSettings:
             layout=layout,
         )
         computer_name, self._make_computer = _decide_computer(gradient_computer)
+        self._is_own_computer = computer_name is None
         self.normalization = as_normalization(normalize)
         self.kernel = self._decide_kernel(kernel, damping)
         self._store_norms = store_norms
@@ -161,8 +162,14 @@ class AttributorSettings:
         """
         return self._computer_of(self._fisher_task())
 
+    @property
+    def _is_normalised(self) -> bool:
+        """Whether rows are, by these settings or by a gradient computer of the user's own."""
+        own = self._is_own_computer and "normalization" in self.computer().fingerprint()
+        return own or self.normalization.kind != "none"
+
     def _fisher_task(self) -> AbstractModelOutput:
-        if self.normalization.kind != "none":
+        if self._is_normalised:
             raise InvalidInputError(
                 "kernel='fisher' is made of gradients as they are, and the rows are normalised. Use kernel='trak' or "
                 "normalize='none'."
@@ -287,7 +294,7 @@ class AttributorSettings:
         """Return the kernel that has the curvature of the training loss in it, where the task tells it."""
         if self.task.has_curvature and self.task.log_likelihood() is None:
             return "curvature"
-        if self.task.can_sample and self.normalization.kind == "none":
+        if self.task.can_sample and not self._is_normalised:
             return "fisher"
         return "curvature" if self.task.has_curvature else "trak"
 

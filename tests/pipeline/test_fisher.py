@@ -13,9 +13,16 @@ from test_product import matrices_of
 from torch import Tensor, nn
 from torch.utils.data import TensorDataset
 
-from trak_lite import Attributor, fisher
-from trak_lite.errors import InvalidInputError, ManifestMismatchError, ReadOnlyStoreError, StateError
+from trak_lite import Attributor, Normalization, fisher
+from trak_lite.errors import (
+    InvalidInputError,
+    ManifestMismatchError,
+    NonFiniteError,
+    ReadOnlyStoreError,
+    StateError,
+)
 from trak_lite.fisher import FisherFits, FisherSettings
+from trak_lite.gradient_computers import FunctionalGradientComputer, NormalizedGradientComputer
 from trak_lite.kronecker import row_noise
 from trak_lite.modelout_functions import ModelCall, MultiLabelModelOutput
 from trak_lite.store import RemotePlace, ZarrFeatureStore
@@ -335,13 +342,18 @@ def test_with_an_object_store_it_stays_on_the_machine_that_fitted_it(tmp_path: P
 # ------------------------------------------------------------------------ what is refused
 
 
+def normalising_computer(**settings: Any) -> NormalizedGradientComputer:
+    return NormalizedGradientComputer(FunctionalGradientComputer(**settings), Normalization("unit"))
+
+
 @pytest.mark.parametrize(
     ("changes", "said"),
     [
         ({"task": lambda model_call, batch: model_call(batch[0]).sum((1, 2))}, "does not say how they are"),
         ({"normalize": "unit"}, "the rows are normalised"),
+        ({"gradient_computer": normalising_computer}, "the rows are normalised"),
     ],
-    ids=["no-labels", "normalised"],
+    ids=["no-labels", "normalised", "normalised-by-the-computer"],
 )
 def test_what_labels_cannot_be_drawn_for_is_refused(changes: dict[str, Any], said: str) -> None:
     with pytest.raises(InvalidInputError, match=said):
@@ -366,6 +378,20 @@ def test_one_kernel_for_rows_of_several_segments_is_refused() -> None:
 
     with pytest.raises(InvalidInputError, match="keeps a matrix for every segment"):
         made.score(TARGETS, layout="joint")
+
+
+def test_a_gradient_that_is_not_finite_is_refused_and_its_row_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    compute = fisher.compute_features
+
+    def overflowing(*given: Any, rows: np.ndarray, **named: Any) -> Any:
+        features, terms = compute(*given, rows=rows, **named)
+        features[rows == 4] = torch.inf
+        return features, terms
+
+    monkeypatch.setattr(fisher, "compute_features", overflowing)
+
+    with pytest.raises(NonFiniteError, match=r"rows \[4\]"):
+        attributor().featurize(TRAIN)
 
 
 def test_no_samples_are_refused() -> None:
