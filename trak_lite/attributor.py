@@ -197,7 +197,8 @@ class Attributor:
             model: A module of the architecture that the store was made with.
             task: Needed only where the store was made with a model output function of one's own.
             **overrides: Arguments of the constructor that cannot be stored (a projector or gradient computer of
-                one's own, ``collate``, ``device``, ``progress``) or that may change (``kernel``, ``damping``).
+                one's own, ``collate``, ``device``, ``progress``) or that may change (``kernel``, ``damping``;
+                another kernel than the store's takes its own default damping where none is given).
 
         Raises:
             MissingStoreError: If there is no store at the path.
