@@ -86,6 +86,45 @@ def test_the_speed_table_is_what_was_measured() -> None:
         assert case["ratio"] >= 4
 
 
+def test_the_accuracy_table_is_what_was_measured() -> None:
+    measured = json.loads((ROOT / "benchmarks" / "results" / "lds.json").read_text())["parts"]
+    rows = [
+        line for line in README.splitlines() if line in {accuracy_row(measured, name) for name in ACCURACY}
+    ]
+
+    assert len(rows) == len(ACCURACY)
+
+
+def test_the_default_predicts_retraining_better_than_any_other_package() -> None:
+    measured = json.loads((ROOT / "benchmarks" / "results" / "lds.json").read_text())["parts"]
+    peers = ("traker", "dattri", "kronfluence")
+
+    for setting in ("digits_mlp", "digits_cnn", "python_lm"):
+        others = {
+            key: part["lds"]["mean"]
+            for key, part in measured.items()
+            if key.startswith(tuple(f"{setting} / {peer}" for peer in peers)) and "lds" in part
+        }
+        ours = measured[f"{setting} / default, run"]["lds"]["mean"]
+        assert ours > max(others.values()), (setting, others)
+        assert ours > 2 * measured[f"{setting} / undamped TRAK, final model"]["lds"]["mean"]
+
+
+ACCURACY = {
+    "default, run": "trak_lite, default",
+    "kronfluence 1.0.1 EK-FAC, run": "kronfluence 1.0.1, EK-FAC",
+    "dattri 0.3.0 TRAK, run": "dattri 0.3.0, TRAK",
+    "traker 0.3.2, run": "traker 0.3.2, TRAK",
+    "undamped TRAK, final model": "TRAK, undamped, last checkpoint alone",
+}
+
+
+def accuracy_row(measured: dict, method: str) -> str:
+    parts = (measured.get(f"{setting} / {method}") for setting in ("digits_mlp", "digits_cnn", "python_lm"))
+    cells = ("-" if part is None or "lds" not in part else f"{part['lds']['mean']:.2f}" for part in parts)
+    return f"| {ACCURACY[method]} | {' | '.join(cells)} |"
+
+
 def speed_row(case: dict) -> str:
     model = {"digits_cnn": "digits CNN", "resnet9": "ResNet-9"}[case["model"]]
     ours, theirs = case["trak_lite"], case["original"]

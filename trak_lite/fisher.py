@@ -53,10 +53,10 @@ class FisherSettings:
 
     Example:
         >>> FisherSettings().num_samples(FeatureLayout.joint(512))
-        2048
+        4096
     """
 
-    samples_per_feature: int = 4
+    samples_per_feature: int = 8
     """Samples with labels drawn by the model, for every feature of the widest segment. A gram matrix of k features
     needs several times k of them, however many train rows there are: they are drawn for rows evenly spread, and
     several times for each where rows are few."""
@@ -206,7 +206,7 @@ class FisherFits:
                 yield block
 
         with progress_bar(draws * len(wanted), label=label, progress=progress) as bar:
-            grams = gram(features(), layout=layout)
+            grams = gram(features(), layout=layout, exact=False)
         scale = len(rows) / (draws * len(wanted))  # a sum over the train rows
         # float32 holds an estimate from samples well below its own error, in half the room
         flat = np.concatenate([(scale * matrix).float().cpu().numpy().reshape(-1) for matrix in grams])

@@ -128,6 +128,16 @@ def test_what_older_stores_call_auto_is_what_it_was(projector: str, segments: in
     assert made._settings.manifest(None).fingerprint == older.fingerprint
 
 
+def test_a_kernel_too_wide_to_be_fitted_unasked_is_the_plain_one() -> None:
+    head = nn.Linear(2, 2100)  # 6300 gradient entries, which "none" keeps
+    made = [
+        Attributor(head, "causal_language_modeling", None, projector=projector).kernel.weighting
+        for projector in ("none", "auto")
+    ]
+
+    assert made == ["none", "fisher"]
+
+
 def test_a_store_opens_with_the_settings_of_its_task(tmp_path: Path) -> None:
     """Also where they were the default of a time, and no longer are."""
     ids = torch.randint(5, (6, 4), generator=torch.Generator().manual_seed(0))

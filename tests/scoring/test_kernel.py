@@ -87,6 +87,18 @@ def test_narrow_features_are_accumulated_in_float64(dtype):
     np.testing.assert_allclose(matrix.numpy(), exact.T @ exact, rtol=1e-12, atol=1e-5)
 
 
+def test_a_coarse_gram_is_that_of_float32_products_added_up_in_float64():
+    rows = random_rows(2500, dtype=torch.float32)
+
+    matrices = gram(rows.split(700), layout=SPLIT, exact=False)
+
+    for matrix, columns in zip(matrices, (rows[:, :3], rows[:, 3:7]), strict=True):
+        parts = [part.T @ part for part in columns.split(1024)]
+        assert matrix.dtype == torch.float64
+        assert torch.equal(matrix, sum(part.double() for part in parts))
+        assert torch.allclose(matrix, columns.double().T @ columns.double(), rtol=1e-5, atol=1e-3)
+
+
 def test_gram_does_not_change_its_inputs():
     rows, weights = random_rows(), random_weights()
 

@@ -49,6 +49,9 @@ differed by less than .05. One mean eigenvalue lies on the plateau in all of the
 _GRAM_ROWS: Final = 256
 """Rows that are upcast at a time: enough for a matrix product at full speed, little beside one chunk."""
 
+_COARSE_GRAM_ROWS: Final = 1024
+"""Likewise where products are float32: each is added up in float64 once."""
+
 _PIVOT_MARGIN: Final = 16.0
 """A pivot below this many times ``k * eps`` of its diagonal entry is rounding noise, not information."""
 
@@ -201,7 +204,13 @@ class EigenKernel:
 
 
 @torch.no_grad()
-def gram(blocks: Iterable[Tensor], weights: Tensor | None = None, *, layout: FeatureLayout) -> list[Tensor]:
+def gram(
+    blocks: Iterable[Tensor],
+    weights: Tensor | None = None,
+    *,
+    layout: FeatureLayout,
+    exact: bool = True,
+) -> list[Tensor]:
     r"""Accumulate :math:`H = \sum_i w_i \phi_i \phi_i^\top` for each segment.
 
     The caller fixes the order of the rows. How they are spread over blocks changes nothing, not even the
@@ -211,6 +220,8 @@ def gram(blocks: Iterable[Tensor], weights: Tensor | None = None, *, layout: Fea
         blocks: Feature blocks ``(b, K)`` of any floating dtype on one device; ``b`` may differ per block.
         weights: ``(N,)`` weight of each row in block order, at least 0; ``None`` for 1 each.
         layout: The segments of a row.
+        exact: Multiply in float64; otherwise in float32, a thousand rows at a time, and only add up in float64: half
+            the time, for a matrix that is an estimate anyway.
 
     Returns:
         For each segment a ``(k, k)`` tensor, float64 (float32 where the device has no float64).
@@ -230,7 +241,7 @@ def gram(blocks: Iterable[Tensor], weights: Tensor | None = None, *, layout: Fea
     row = 0
     for block in blocks:
         _check_block(block, layout)
-        accumulator = accumulator or _GramAccumulator(layout, block.device)
+        accumulator = accumulator or _GramAccumulator(layout, block.device, exact=exact)
         block_roots = None if roots is None else roots[row : row + block.shape[0]]
         row += block.shape[0]
         if roots is not None and row > roots.shape[0]:
@@ -427,11 +438,13 @@ def accumulation_dtype(device: torch.device) -> torch.dtype:
 class _GramAccumulator:
     """Sums weighted outer products of rows, a few rows at a time, upcast into one buffer."""
 
-    def __init__(self, layout: FeatureLayout, device: torch.device) -> None:
+    def __init__(self, layout: FeatureLayout, device: torch.device, *, exact: bool) -> None:
         dtype = accumulation_dtype(device)
         self._segments = layout.segments
         self._grams = [torch.zeros(s.width, s.width, dtype=dtype, device=device) for s in layout.segments]
-        self._buffer = torch.empty(_GRAM_ROWS, layout.width, dtype=dtype, device=device)
+        self._rows = _GRAM_ROWS if exact else _COARSE_GRAM_ROWS
+        product = dtype if exact else torch.float32
+        self._buffer = torch.empty(self._rows, layout.width, dtype=product, device=device)
         self._filled = 0
 
     def add(self, rows: Tensor, root_weights: Tensor | None) -> None:
@@ -443,14 +456,14 @@ class _GramAccumulator:
             )
         start = 0
         while start < rows.shape[0]:
-            stop = min(start + _GRAM_ROWS - self._filled, rows.shape[0])
+            stop = min(start + self._rows - self._filled, rows.shape[0])
             part = self._buffer[self._filled : self._filled + stop - start]
             part.copy_(rows[start:stop])
             if root_weights is not None:
                 part.mul_(root_weights[start:stop, None].to(part))
             self._filled += stop - start
             start = stop
-            if self._filled == _GRAM_ROWS:
+            if self._filled == self._rows:
                 self._multiply()
 
     def result(self) -> list[Tensor]:
@@ -463,7 +476,10 @@ class _GramAccumulator:
         """Add the products of the buffered rows and empty the buffer."""
         for segment, matrix in zip(self._segments, self._grams, strict=True):
             columns = self._buffer[: self._filled, segment.start : segment.stop]
-            matrix.addmm_(columns.T, columns)
+            if columns.dtype == matrix.dtype:
+                matrix.addmm_(columns.T, columns)
+            else:
+                matrix.add_(columns.T @ columns)
         self._filled = 0
 
 
