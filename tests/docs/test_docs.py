@@ -14,6 +14,7 @@ from pathlib import Path
 from types import ModuleType
 
 import pytest
+from forked import start_script
 
 ROOT = Path(__file__).parents[2]
 DOCS = ROOT / "docs"
@@ -43,26 +44,18 @@ def python_of(text: str) -> str:
 
 @pytest.mark.parametrize("page", WITH_CODE)
 def test_the_code_of_a_page_runs_from_top_to_bottom(page: str, tmp_path: Path) -> None:
-    """In one process, a warning being an error; classes of tests on the page are run too."""
+    """In a process of its own, a warning being an error; classes of tests on the page are run too."""
     script = tmp_path / f"page_{page.replace('/', '_').removesuffix('.md')}.py"
     script.write_text(python_of(TEXTS[page]), encoding="utf-8")
-    runner = ["-m", "pytest", "-q", "-c", os.devnull, "-p", "no:cacheprovider"]
-    command = [*runner, str(script)] if "\nclass Test" in TEXTS[page] else [str(script)]
+    if "\nclass Test" in TEXTS[page]:
+        arguments = ["-q", "-W", "error", "-c", os.devnull, "-p", "no:cacheprovider", str(script)]
+        script = tmp_path / "tests_of_a_page.py"
+        script.write_text(f"import pytest\n\nraise SystemExit(pytest.main({arguments}))\n", encoding="utf-8")
 
-    done = subprocess.run(
-        [sys.executable, "-W", "error", *command],
-        cwd=tmp_path,
-        env={
-            **os.environ,
-            "OMP_NUM_THREADS": "1",
-            "PYTHONPATH": os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")]),
-        },
-        capture_output=True,
-        text=True,
-        check=False,
-    )
+    process = start_script(script, output=tmp_path / "printed.txt", folder=tmp_path, warnings_are_errors=True)
+    process.join()
 
-    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-2000:]
+    assert process.exitcode == 0, (tmp_path / "printed.txt").read_text(encoding="utf-8")[-4000:]
 
 
 LOADED = re.compile(

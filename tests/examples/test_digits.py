@@ -6,28 +6,38 @@ import contextlib
 import os
 import random
 import signal
-import subprocess
-import sys
 import time
+from multiprocessing.context import ForkServerProcess
 from pathlib import Path
 
 import numpy as np
 import pytest
+from forked import start_script
 
-ROOT = Path(__file__).parents[2]
+DIGITS = Path(__file__).parents[2] / "examples" / "digits.py"
 SMALL = ("--epochs", "5", "--proj-dim", "128", "--show", "2")
 
 
-def command(out: Path) -> list[str]:
-    return [sys.executable, str(ROOT / "examples" / "digits.py"), "--out", str(out), *SMALL]
+def start(out: Path) -> tuple[ForkServerProcess, Path]:
+    """Start a run; return its process and the file of what it prints, which is outside its folder."""
+    printed = out.with_suffix(".txt")
+    return start_script(DIGITS, "--out", str(out), *SMALL, output=printed), printed
+
+
+def finish(out: Path) -> str:
+    """Run it to its end; return what it printed."""
+    process, printed = start(out)
+    process.join()
+    text = printed.read_text(encoding="utf-8")
+    assert process.exitcode == 0, text
+    return text
 
 
 @pytest.fixture(scope="module")
 def whole(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
     """An undisturbed run: its folder and what it printed."""
-    out = tmp_path_factory.mktemp("whole")
-    done = subprocess.run(command(out), capture_output=True, text=True, check=True)
-    return out, done.stdout + done.stderr
+    out = tmp_path_factory.mktemp("whole") / "run"
+    return out, finish(out)
 
 
 def test_flipped_labels_are_found_and_every_target_is_explained(whole: tuple[Path, str]) -> None:
@@ -64,25 +74,26 @@ def bytes_in(folder: Path) -> int:
 
 def run_until(out: Path, size: int) -> bool:
     """Start a run and kill it when its folder holds so many bytes; return whether it was killed."""
-    process = subprocess.Popen(command(out), stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
-    while process.poll() is None and bytes_in(out) < size:
+    process, _ = start(out)
+    while process.is_alive() and bytes_in(out) < size:
         time.sleep(0.001)
-    process.send_signal(signal.SIGKILL)
-    return process.wait() == -signal.SIGKILL
+    process.kill()
+    process.join()
+    return process.exitcode == -signal.SIGKILL
 
 
 def test_killed_at_five_random_moments_it_ends_with_bitwise_the_same_scores(
     whole: tuple[Path, str], tmp_path: Path
 ) -> None:
-    reference, _ = whole
+    (reference, _), out = whole, tmp_path / "run"
     rng = random.Random(20)
     moments = sorted(rng.uniform(0.01, 0.95) for _ in range(5))
 
-    killed = [run_until(tmp_path, int(moment * bytes_in(reference))) for moment in moments]
-    subprocess.run(command(tmp_path), capture_output=True, check=True)
+    killed = [run_until(out, int(moment * bytes_in(reference))) for moment in moments]
+    finish(out)
 
     assert killed == [True] * 5, moments
     np.testing.assert_array_equal(
-        np.load(tmp_path / "scores.npy"), np.load(reference / "scores.npy"), err_msg=str(moments)
+        np.load(out / "scores.npy"), np.load(reference / "scores.npy"), err_msg=str(moments)
     )
-    assert (tmp_path / "explanations.txt").read_text() == (reference / "explanations.txt").read_text()
+    assert (out / "explanations.txt").read_text() == (reference / "explanations.txt").read_text()

@@ -46,9 +46,8 @@ def test_every_kind_of_fault_has_its_rounds():
 def test_every_fault_has_a_test():
     """Every test and every round that the README names is there, every round is named, and no fault has neither."""
     here = Path(__file__).parent
-    lines = re.findall(
-        r"^\| (?!fault |-)(.+?) \| ?(.*?) ?\| ?(.*?) ?\|$", (here / "README.md").read_text(), re.M
-    )
+    table = [line for line in (here / "README.md").read_text().splitlines() if line.startswith("| ")]
+    lines = [[cell.strip() for cell in line.strip("|").split("|")] for line in table[1:]]  # below the head
     folders = (here, here.parent / "store", Path(store_kit.__file__).parent)
     sources = "".join(path.read_text() for folder in folders for path in folder.glob("*.py"))
     written = set(re.findall(r"(?:def|class) (\w+)", sources))

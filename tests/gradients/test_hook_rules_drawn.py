@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import os
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
@@ -21,7 +22,9 @@ from torch import Tensor, nn
 from trak_lite.gradient_computers import HookGradientComputer, collect_gradients
 from trak_lite.modelout_functions import resolve_task
 
-quick = settings(max_examples=150, deadline=None, derandomize=True, database=None)
+# The first of a sequence that is the same in every run; TRAK_LITE_DRAWN_EXAMPLES=1000 draws on.
+EXAMPLES = int(os.environ.get("TRAK_LITE_DRAWN_EXAMPLES", "50"))
+quick = settings(max_examples=EXAMPLES, deadline=None, derandomize=True, database=None)
 
 BY_RULE = frozenset({"rule", "zero"})
 BY_ANY = BY_RULE | {"fallback"}

@@ -1,8 +1,6 @@
 """From what a user passes as task to a model output function, and to a fingerprint."""
 
 import collections
-import dataclasses
-import enum
 import functools
 import json
 import operator
@@ -15,6 +13,7 @@ import threading
 import numpy as np
 import pytest
 import torch
+from carried_values import Color, Frozen, Heavier, Options, Point, Slotted, Tags, Weighted
 from modelout_cases import mean_of_squares
 from torch import nn
 
@@ -263,55 +262,6 @@ def test_values_that_a_function_carries_are_part_of_its_description(one, other):
     assert describe(one) != describe(other)
 
 
-class Weighted:
-    def __init__(self, weight) -> None:
-        self.weight = weight
-
-    def __call__(self, model_call, batch):
-        return self.weight * model_call(batch[0])[:, 0]
-
-    def output(self, model_call, batch):
-        return self.weight * model_call(batch[0])[:, 0]
-
-    @classmethod
-    def of_class(cls, model_call, batch):
-        return model_call(batch[0])[:, 0]
-
-
-class Heavier(Weighted):
-    pass
-
-
-class Slotted:
-    __slots__ = ("left", "right")
-
-    def __init__(self, left) -> None:
-        self.left = left
-
-
-@dataclasses.dataclass
-class Options:
-    power: float
-    weights: object = None
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class Frozen:
-    power: float
-
-
-class Color(enum.Enum):
-    RED = 1
-    BLUE = 2
-
-
-class Tags(set):
-    pass
-
-
-Point = collections.namedtuple("Point", ["x", "y"])
-
-
 def decorated(factor):
     @functools.wraps(powered)
     def wrapper(model_call, batch):
@@ -416,8 +366,9 @@ def test_a_carried_value_counts_by_its_content(carrier, values):
     one, other = values()
     again, _ = values()
 
-    assert describe(carrier(one)) == describe(carrier(again))
-    assert describe(carrier(one)) != describe(carrier(other))
+    described = describe(carrier(one))
+    assert described == describe(carrier(again))
+    assert described != describe(carrier(other))
 
 
 @pytest.mark.parametrize(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -50,20 +51,27 @@ class BatchRows(Dataset[Any]):
         return take_rows(self.batch, torch.stack(rows).tolist())
 
 
+MATRICES: dict[str, dict[str, np.ndarray]] = {}
+"""By settings, checkpoint and parameters: a projection depends on nothing else."""
+
+
 def matrices_of(
     projector: AbstractProjector, shapes: dict[str, tuple[int, ...]], model_id: int
 ) -> dict[str, np.ndarray]:
     """The projection as explicit matrices: what it makes of every unit vector."""
-    matrices = {}
-    for name, shape in shapes.items():
-        size = int(np.prod(shape))
-        grads = {
-            other: torch.zeros(size, *other_shape, dtype=torch.float64)
-            for other, other_shape in shapes.items()
-        }
-        grads[name] = torch.eye(size, dtype=torch.float64).reshape(size, *shape)
-        matrices[name] = projector.project(grads, model_id).numpy()
-    return matrices
+    key = json.dumps([projector.fingerprint(), shapes, model_id])
+    if key not in MATRICES:
+        MATRICES[key] = {name: matrix_of(projector, name, shapes, model_id) for name in shapes}
+    return MATRICES[key]
+
+
+def matrix_of(
+    projector: AbstractProjector, name: str, shapes: dict[str, tuple[int, ...]], model_id: int
+) -> np.ndarray:
+    size = int(np.prod(shapes[name]))
+    grads = {other: torch.zeros(size, *shape, dtype=torch.float64) for other, shape in shapes.items()}
+    grads[name] = torch.eye(size, dtype=torch.float64).reshape(size, *shapes[name])
+    return projector.project(grads, model_id).numpy()
 
 
 def output_of(case: ModelOutputCase) -> Callable[[nn.Module, Any], Tensor]:

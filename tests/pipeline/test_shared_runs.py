@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import multiprocessing
 import os
 import signal
 import time
@@ -13,6 +12,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from forked import forkserver
 from shared_run_cases import N, R, answer, contents, run
 
 from trak_lite.errors import MissingStoreError
@@ -24,9 +24,7 @@ ROWS = 2 * N  # of two checkpoints
 @pytest.fixture(scope="module")
 def processes() -> ForkServerContext:
     """Processes are forked off one that has imported torch, and never run it."""
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["trak_lite"])
-    return context
+    return forkserver()
 
 
 @pytest.fixture(scope="module")

@@ -1,0 +1,52 @@
+"""Scripts in processes of their own that are forked off one that has imported torch, so that no start costs an import.
+
+What is forked off never ran anything before: random states, hooks and registries are those of a new process. For what
+importing does, or what ``-W error`` says of it, start an interpreter instead.
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import runpy
+import sys
+import warnings
+from multiprocessing.context import ForkServerContext, ForkServerProcess
+from pathlib import Path
+
+PRELOADED = ["trak_lite", "sklearn.datasets", "matplotlib.pyplot"]
+
+
+def forkserver() -> ForkServerContext:
+    """Return the context of processes forked off one that has imported the package, and never run it."""
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(PRELOADED)
+    return context
+
+
+def start_script(
+    script: Path, *arguments: str, output: Path, folder: Path | None = None, warnings_are_errors: bool = False
+) -> ForkServerProcess:
+    """Run a script as ``python script arguments``; what it prints goes to the file ``output``."""
+    process = forkserver().Process(
+        target=_run,
+        args=(str(script), arguments, str(output), str(folder or Path.cwd()), warnings_are_errors),
+    )
+    process.start()
+    return process
+
+
+def _run(
+    script: str, arguments: tuple[str, ...], output: str, folder: str, warnings_are_errors: bool
+) -> None:
+    import torch
+
+    with open(output, "wb") as file:
+        for stream in (1, 2):
+            os.dup2(file.fileno(), stream)
+    os.chdir(folder)
+    torch.set_num_threads(1)
+    sys.argv, sys.path[0] = [script, *arguments], os.path.dirname(script)
+    if warnings_are_errors:
+        warnings.simplefilter("error")
+    runpy.run_path(script, run_name="__main__")
