@@ -333,11 +333,12 @@ def test_without_triton_torch_makes_the_product_with_one_logged_line(monkeypatch
     assert projectors[0]._map.matrices.rows_drawn == 30
 
 
-def test_the_package_does_not_import_triton():
+def test_products_and_sketches_on_a_cpu_do_not_import_the_kernels():
     code = (
         "import sys, torch\n"
-        "from trak_lite.projectors import RademacherProjector\n"
+        "from trak_lite.projectors import CountSketchProjector, RademacherProjector\n"
         "RademacherProjector(8).project(torch.ones(2, 3), 0)\n"
+        "CountSketchProjector(8).project(torch.ones(2, 3), 0)\n"
         "assert not any('_triton_' in name for name in sys.modules if name.startswith('trak_lite'))\n"
     )
     subprocess.run([sys.executable, "-c", code], check=True)
