@@ -51,6 +51,12 @@ def attributor(**settings: Any) -> Attributor:
     return made
 
 
+@pytest.fixture(scope="module")
+def plain() -> Attributor:
+    """Featurized once: scores of every view are kept beside each other, and no test changes its rows."""
+    return attributor()
+
+
 def token_gradient(model: nn.Module, ids: Tensor, label: int, position: int) -> np.ndarray:
     """Return the gradient of log p of one label."""
     p = model(ids[None])[0, position - 1].double().softmax(0)[label]
@@ -97,22 +103,20 @@ def test_tokens_add_the_product_of_their_own_gradient_with_the_target() -> None:
         {"checkpoint_weights": (1.0, -0.5), "q": "off"},
     ],
 )
-def test_tokens_add_up_to_the_score_of_their_row(view: dict[str, Any]) -> None:
-    made = attributor()
-    scores = made.score(TARGETS, **view)
+def test_tokens_add_up_to_the_score_of_their_row(plain: Attributor, view: dict[str, Any]) -> None:
+    scores = plain.score(TARGETS, **view)
 
-    found = made.token_scores(scores, TRAIN, range(N))
+    found = plain.token_scores(scores, TRAIN, range(N))
 
     summed = np.stack([found[row].sum(0) for row in range(N)])
     np.testing.assert_allclose(summed, scores.numpy(), rtol=1e-3, atol=1e-5 * np.abs(scores.numpy()).max())
 
 
-def test_curvature_of_layers_splits_over_tokens_too() -> None:
-    made = attributor()
-    made.fit_curvature(TRAIN)
-    scores = made.score(TARGETS, kernel="ekfac")
+def test_curvature_of_layers_splits_over_tokens_too(plain: Attributor) -> None:
+    plain.fit_curvature(TRAIN)
+    scores = plain.score(TARGETS, kernel="ekfac")
 
-    found = made.token_scores(scores, TRAIN, [1], targets=[2, -3])
+    found = plain.token_scores(scores, TRAIN, [1], targets=[2, -3])
 
     np.testing.assert_allclose(found[1].sum(0), scores.numpy()[1, [2, 0]], rtol=1e-3)
 
@@ -128,19 +132,17 @@ def test_labels_that_are_not_shifted_keep_their_place() -> None:
     np.testing.assert_allclose(found.sum(0), scores.numpy()[1], rtol=1e-3)
 
 
-def test_the_store_and_the_model_stay_as_they_were() -> None:
-    made = attributor()
-    scores = made.score(TARGETS)
-    before, weights = scores.numpy(), {n: v.clone() for n, v in made.model.state_dict().items()}
+def test_the_store_and_the_model_stay_as_they_were(plain: Attributor) -> None:
+    scores = plain.score(TARGETS)
+    before, weights = scores.numpy(), {n: v.clone() for n, v in plain.model.state_dict().items()}
 
-    made.token_scores(scores, TRAIN, [1])
+    plain.token_scores(scores, TRAIN, [1])
 
-    np.testing.assert_array_equal(made.score(TARGETS).numpy(), before)
-    assert all(torch.equal(value, weights[name]) for name, value in made.model.state_dict().items())
+    np.testing.assert_array_equal(plain.score(TARGETS).numpy(), before)
+    assert all(torch.equal(value, weights[name]) for name, value in plain.model.state_dict().items())
 
 
-def test_scores_divided_by_norms_are_refused() -> None:
-    plain = attributor()
+def test_scores_divided_by_norms_are_refused(plain: Attributor) -> None:
     for made, view in ((plain, {"kernel": "cosine"}), (attributor(normalize="unit"), {})):
         with pytest.raises(InvalidInputError, match="divide train rows by their norms"):
             made.token_scores(made.score(TARGETS, **view), TRAIN, [0])
@@ -156,18 +158,15 @@ def test_a_task_without_tokens_is_refused() -> None:
 
 
 @pytest.mark.parametrize("rows", [[], [N], [-1], [0.5]])
-def test_rows_that_are_not_there_are_refused(rows: list[Any]) -> None:
-    made = attributor()
-
+def test_rows_that_are_not_there_are_refused(plain: Attributor, rows: list[Any]) -> None:
     with pytest.raises(InvalidInputError, match=r"rows must be whole numbers from 0 to 4"):
-        made.token_scores(made.score(TARGETS), TRAIN, rows)
+        plain.token_scores(plain.score(TARGETS), TRAIN, rows)
 
 
-def test_targets_and_data_that_are_not_those_of_the_scores_are_refused() -> None:
-    made = attributor()
-    scores = made.score(TARGETS)
+def test_targets_and_data_that_are_not_those_of_the_scores_are_refused(plain: Attributor) -> None:
+    scores = plain.score(TARGETS)
 
     with pytest.raises(InvalidInputError, match="no target 3"):
-        made.token_scores(scores, TRAIN, [0], targets=[3])
+        plain.token_scores(scores, TRAIN, [0], targets=[3])
     with pytest.raises(ManifestMismatchError, match="dataset"):
-        made.token_scores(scores, TARGETS, [0])
+        plain.token_scores(scores, TARGETS, [0])
