@@ -60,15 +60,18 @@ class FisherSettings:
     """Samples with labels drawn by the model, for every feature of the widest segment. A gram matrix of k features
     needs several times k of them, however many train rows there are: they are drawn for rows evenly spread, and
     several times for each where rows are few."""
+    max_draws: int = 32
+    """Labels drawn for one row at most: of few rows, more labels tell little more."""
     seed: int = 0
     """Seed of the draws, which depend on it and on a row's number alone."""
 
     def __post_init__(self) -> None:
         """Refuse values that nothing can be fitted with."""
         positive_int(samples_per_feature=self.samples_per_feature)
+        positive_int(max_draws=self.max_draws)
 
     def num_samples(self, layout: FeatureLayout) -> int:
-        """Return how many samples are drawn at least."""
+        """Return how many samples are to be drawn, where rows are enough."""
         return self.samples_per_feature * max(segment.width for segment in layout.segments)
 
     def to_json(self) -> dict[str, Any]:
@@ -187,8 +190,9 @@ class FisherFits:
         if not self._store.writable:
             raise self._not_writable()
         record = self.record()
-        settings = FisherSettings(samples_per_feature=record["samples_per_feature"], seed=record["seed"])
-        wanted, draws = _sampled_rows(len(rows), settings.num_samples(layout))
+        settings = FisherSettings(**{name: record[name] for name in FisherSettings().to_json()})
+        wanted = evenly_spread(len(rows), settings.num_samples(layout))
+        draws = min(math.ceil(settings.num_samples(layout) / len(wanted)), settings.max_draws)
         plan = np.split(wanted, range(rows.batch_size, len(wanted), rows.batch_size)) * draws
 
         def features() -> Iterator[Tensor]:
@@ -232,12 +236,6 @@ class FisherFits:
 
 def _name(path: str) -> str:
     return f"fisher-{path.replace('/', '-')}"
-
-
-def _sampled_rows(num_rows: int, num_samples: int) -> tuple[NDArray[np.int64], int]:
-    """Return rows evenly spread, and how often labels are drawn for them."""
-    wanted = evenly_spread(num_rows, num_samples)
-    return wanted, math.ceil(num_samples / len(wanted))
 
 
 @torch.no_grad()

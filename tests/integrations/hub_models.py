@@ -123,8 +123,8 @@ def trainer_of(
     return transformers.Trainer(model=model, args=arguments, train_dataset=rows, data_collator=collator)
 
 
-def margins(model: nn.Module, row: Mapping[str, Any]) -> Tensor:
-    """f of one row alone, without padding: the margin of its label, or the sum over its predicted tokens."""
+def output_of(model: nn.Module, row: Mapping[str, Any]) -> Tensor:
+    """f of one row alone, without padding: the margin of its label, or the log p of its predicted tokens."""
     logits = model(input_ids=torch.tensor([row["input_ids"]])).logits[0]
     if "label" in row:
         logits, labels = logits[None], [row["label"]]
@@ -133,7 +133,7 @@ def margins(model: nn.Module, row: Mapping[str, Any]) -> Tensor:
     total = logits.new_zeros(())
     for scores, label in zip(logits, labels, strict=True):
         if label != -100:
-            others = torch.cat([scores[:label], scores[label + 1 :]])
+            others = torch.cat([scores[:label], scores[label + 1 :]]) if "label" in row else scores
             total = total + scores[label] - others.logsumexp(0)
     return total
 
@@ -144,7 +144,7 @@ def expected_rows(model: nn.Module, rows: Any) -> np.ndarray:
     model.eval()
     found = []
     for row in rows:
-        grads = torch.autograd.grad(margins(model, row), kept, allow_unused=True)
+        grads = torch.autograd.grad(output_of(model, row), kept, allow_unused=True)
         flat = [
             (torch.zeros_like(p) if grad is None else grad).flatten()
             for p, grad in zip(kept, grads, strict=True)

@@ -31,7 +31,7 @@ MODELS = {
 pytestmark = pytest.mark.filterwarnings(
     "ignore:`is_gradient_checkpointing` is deprecated:FutureWarning"  # peft asks transformers for it
 )
-EXACT: dict[str, Any] = {"projector": "none", "dtype": "float32", "progress": False}
+EXACT: dict[str, Any] = {"projector": "none", "kernel": "trak", "dtype": "float32", "progress": False}
 
 
 @pytest.fixture(params=MODELS, name="build")

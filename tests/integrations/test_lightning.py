@@ -24,7 +24,7 @@ pl = pytest.importorskip(
 from trak_lite.integrations.lightning import FeaturizeCallback, ckpt_weights  # noqa: E402 - imports Lightning
 
 ModelCheckpoint = pl.callbacks.ModelCheckpoint
-EXACT: dict[str, Any] = {"projector": "none", "dtype": "float32", "progress": False}
+EXACT: dict[str, Any] = {"projector": "none", "kernel": "trak", "dtype": "float32", "progress": False}
 pytestmark = [
     pytest.mark.filterwarnings("ignore:The '.*_dataloader' does not have many workers"),
     pytest.mark.filterwarnings(r"ignore:`isinstance\(treespec, LeafSpec\)` is deprecated:FutureWarning"),
