@@ -179,7 +179,7 @@ def test_batches_are_of_the_trainers_size_unless_told_otherwise(tmp_path: Path) 
 
     trainer.data_collator = counted
     for settings, expected in (({}, [3, 3, 2]), ({"batch_size": 5}, [5, 3])):
-        attributor = Attributor.from_trainer(trainer, None, proj_dim=8, **settings)
+        attributor = Attributor.from_trainer(trainer, None, proj_dim=8, kernel="trak", **settings)
         sizes.clear()
         attributor.featurize(trainer.train_dataset, dataset_id="texts")
         assert sizes == expected
