@@ -142,9 +142,9 @@ class Attributor:
             layout: ``"module"`` gives every module K features and a kernel of its own, ``"joint"`` adds up the features
                 of all parameters, as TRAK does; ``"auto"`` takes the former, but for a projector of one's own.
             kernel: ``"curvature"`` weighs train rows by their loss curvature, ``"fisher"`` takes the curvature from
-                labels that the model draws (some further passes in :meth:`featurize`), ``"trak"`` neither; ``"auto"``
-                takes the first of these that the task has, ``"fisher"`` where f is a sum over tokens or labels (and K
-                at most 4096).
+                labels that the model draws (8 K further gradients per checkpoint in :meth:`featurize`, 32 per train row
+                at most), ``"trak"`` neither; ``"auto"`` takes the first of these that the task has, ``"fisher"``
+                where f is a log-likelihood, or a sum over tokens or labels (and K at most 4096).
             damping: Lambda in units of the kernel's mean eigenvalue; ``"auto"`` takes 1/2048 of the trace
                 (``"fisher"``: 1/16,384).
             collate: Turns a list of samples into a batch, where torch's default does not fit.

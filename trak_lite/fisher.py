@@ -5,7 +5,7 @@ per sample. A language model predicts one per token: the gradients of the tokens
 sum gives back the curvature :math:`\sum_t \nabla f_t (\cdot) \nabla f_t^\top` that each of them has. Labels that
 the model draws itself do: :math:`E[g g^\top]` of the gradient g of their log-likelihood is the Fisher information,
 which for these losses is the Gauss-Newton matrix (Martens, arXiv:1412.1193, section 9), as the tokens' labels are
-independent given the text. So a few thousand of these gradients are projected as the train rows are, and their gram
+independent given the text. So some thousands of these gradients are projected as the train rows are, and their gram
 matrix is kept as a derived array of the store (where that is in an object store: on the machine that fitted it); the
 gradients themselves are not.
 

@@ -169,9 +169,10 @@ class Scores:
     def self_influence(self) -> NDArray[np.float32]:
         r"""Return the score of every train row for itself, ``(N,)`` float32.
 
-        By default :math:`\frac1C\sum_c \phi_i^\top (H_c + \lambda I)^{-1} \phi_i \cdot \frac1C\sum_c q_{c,i}`: large
-        where the model needed the row itself to fit it, as for a wrong label. Without a kernel the squared norm of the
-        gradient stands for the product, for cosines the number of segments that are not zero.
+        By default the sum over modules of
+        :math:`\frac1C\sum_c q_{c,i} \, \phi_{c,i}^\top (H_c + \lambda_c I)^{-1} \phi_{c,i}`: large where the model
+        needed the row itself to fit it, as for a wrong label. Without a kernel the squared norm of the gradient stands
+        for the product, for cosines the number of segments that are not zero.
         """
         return self._source.self_influence()
 

@@ -2,7 +2,8 @@
 
 With one joint segment the features of all parameters are added up and one kernel weighs them together. With a segment
 per module the kernel is block-diagonal, as in the layer-wise methods of influence functions. At equal storage the joint
-one keeps inner products better (each module has only its share of the columns), so it is the default.
+one keeps inner products better (each module has only its share of the columns). :class:`~trak_lite.Attributor` takes
+one per module by default: what counts is how scores predict retraining (``benchmarks/lds_digits.py`` has both).
 
 Shapes: B samples, K features of each module (the projector's ``proj_dim``), L modules; rows have L K features.
 """

@@ -5,8 +5,8 @@ the Gauss-Newton weights of its derivation kept: :math:`H = \sum_i w_i \phi_i \p
 :math:`\lambda I`, factorised once, and applied to the targets, of which there are fewer than train rows.
 
 Shapes: N train rows, M targets, b rows of a block, K feature width, k columns of one segment.
-Numerics: everything here is float64, or float32 on a device that has no float64. Only the lower triangle of a
-gram matrix is read.
+Numerics: everything here is float64, or float32 on a device that has no float64; only a gram matrix that is an
+estimate may be made of float32 products (``gram(exact=False)``). Only the lower triangle of a gram matrix is read.
 """
 
 from __future__ import annotations
@@ -43,7 +43,8 @@ DEFAULT_DAMPING: Final = 1.0
 Undamped, the kernel collapses as K approaches N: on an over-fitted digits MLP with N = 1200 the linear
 datamodeling score was .149 at K = 512 and .073 at K = 1024. With lambda of .1 / 1 / 3 / 10 mean eigenvalues
 it was .20 / .28 / .30 / .29 (a small CNN: .28 / .35 / .37 / .36); over the checkpoints of one run .1 and 1
-differed by less than .05. One mean eigenvalue lies on the plateau in all of these.
+differed by less than .05. One mean eigenvalue lies on the plateau in all of these: a joint kernel, not weighted. It
+is what holds where these classes are used by themselves; :class:`~trak_lite.Attributor` decides by its own table.
 """
 
 _GRAM_ROWS: Final = 256

@@ -61,8 +61,8 @@ class ScoreSettings:
     ``"cosine"`` none either, and divides rows and targets by their norms, segment by segment. ``"ekfac"`` takes targets
     that were multiplied with the inverse of a Kronecker-factored curvature before they were projected."""
     damping: float | None = None
-    """Lambda in mean eigenvalues (``"ekfac"``: of a layer's curvature); ``None`` is the default, and stays ``None``
-    where there is nothing to damp."""
+    """Lambda in mean eigenvalues (``"ekfac"``: of a layer's curvature); ``None`` is 1, and stays ``None`` where there
+    is nothing to damp. An attributor that is given none passes on a share of the trace, except for ``"ekfac"``."""
     layout: Literal["stored", "joint"] = "stored"
     """``"stored"`` gives each segment of the stored rows a kernel of its own, ``"joint"`` one to the whole row."""
     q: Literal["outside", "inside", "off"] = "inside"
