@@ -230,8 +230,8 @@ class Scores:
         projection, the damping, the linearisation. Checkpoints of one run are not independent, so theirs is too small
         for the change that another run would bring; with ``runs`` it is over runs. Seen with digits
         (``benchmarks/score_reliability.py``): the difference of two times 3 runs was 1.00 times what these errors say
-        (root mean square; within two of them in 88 % of cases), 1.15 times with each checkpoint by itself, and that of
-        two single runs of 5 checkpoints 1.19 times.
+        (root mean square; within two of them in 89 % of cases), 1.19 times with each checkpoint by itself, and that of
+        two single runs of 5 checkpoints 1.24 times.
 
         Args:
             rows: Train rows ``(n,)``, or some of each target, ``(M, k)``, as ``top(k).indices``; ``None`` for all.
@@ -263,9 +263,9 @@ class Scores:
         Agreement is necessary for a right ranking, not sufficient: checkpoints may agree on the same error.
 
         Seen with digits (``benchmarks/score_reliability.py``: 600 train rows, 120 targets, 10 % flipped labels, an MLP,
-        6 runs of 5 checkpoints): over the checkpoints of one run ``expected`` was .66 in the mean over targets, and the
-        ranking of another run agreed by .46: an upper bound, then. Over 3 runs it was .72, and 3 other runs agreed by
-        .65. Across targets its rank correlation with how other runs agreed was .46 and .62. Whether retraining agrees
+        6 runs of 5 checkpoints): over the checkpoints of one run ``expected`` was .73 in the mean over targets, and the
+        ranking of another run agreed by .53: an upper bound, then. Over 3 runs it was .77, and 3 other runs agreed by
+        .72. Across targets its rank correlation with how other runs agreed was .59 and .71. Whether retraining agrees
         is another question, which it does not answer.
 
         Args:
