@@ -4,8 +4,8 @@ A tenth of the train labels of scikit-learn's digits is replaced by wrong ones, 
 them. Four rankings of the train rows are then asked for the wrong labels: self-influence, the harm that a row does to
 clean held-out digits, and two that need no attribution, the loss of the row under the last and under all checkpoints.
 
-Measured: self-influence has AUC 0.997, and 93 of the 100 rows that it puts first have one of the 100 wrong labels; the
-harm has 0.994 and 94. So small a network barely memorises, and the loss of a row tells as much here (0.997 and 93).
+Measured: self-influence has AUC 0.997, and 92 of the 100 rows that it puts first have one of the 100 wrong labels; the
+harm has 0.986 and 91. So small a network barely memorises, and the loss of a row tells as much here (0.997 and 93).
 
 Run:  python examples/mislabelled.py      (7 seconds of CPU time)
 """
