@@ -127,7 +127,7 @@ class FisherFits:
         if found is None:
             raise StateError(
                 "No Fisher information was fitted on this machine, which kernel='fisher' needs. Call "
-                "fit_curvature(train_data, settings=FisherSettings()) first."
+                "fit_curvature(train_data, settings=trak_lite.fisher.FisherSettings()) first."
             )
         record: dict[str, Any] = json.loads(np.asarray(found).tobytes())
         return record
@@ -191,7 +191,8 @@ class FisherFits:
         if not self._store.writable:
             raise self._not_writable()
         record = self.record()
-        settings = FisherSettings(**{name: record[name] for name in FisherSettings().to_json()})
+        known = FisherSettings().to_json()
+        settings = FisherSettings(**{name: value for name, value in record.items() if name in known})
         wanted = evenly_spread(len(rows), settings.num_samples(layout))
         draws = min(math.ceil(settings.num_samples(layout) / len(wanted)), settings.max_draws)
         plan = np.split(wanted, range(rows.batch_size, len(wanted), rows.batch_size)) * draws

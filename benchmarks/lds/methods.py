@@ -172,15 +172,19 @@ TRAK_DEFAULT = {"kernel": "trak", "damping": 0.0, "proj_dim": 512, "layout": "jo
 MARGINS = CausalLanguageModelingModelOutput(output="margin")
 LOG_P = CausalLanguageModelingModelOutput(output="log_prob")
 """The default; the targets' f is the margin in the ground truth."""
-EKFAC = partial(ours, curvature=True, view={"kernel": "ekfac", "damping": 0.1}, projector="none")
+EKFAC = partial(
+    ours, curvature=True, view={"kernel": "ekfac", "damping": 0.1}, projector="none", kernel="trak"
+)
 """Without a projection, at the usual damping."""
 
 METHODS: dict[str, Method] = {
     "undamped TRAK, final model": partial(ours, checkpoints="final", **TRAK_DEFAULT),
     "undamped TRAK, run": partial(ours, **TRAK_DEFAULT),
-    "gradient dot, final model": partial(ours, checkpoints="final", view={"kernel": "dot"}),
-    "gradient cosine, final model": partial(ours, checkpoints="final", view={"kernel": "cosine"}),
-    "TracIn, run": partial(ours, view={"kernel": "dot"}),
+    "gradient dot, final model": partial(ours, checkpoints="final", kernel="trak", view={"kernel": "dot"}),
+    "gradient cosine, final model": partial(
+        ours, checkpoints="final", kernel="trak", view={"kernel": "cosine"}
+    ),
+    "TracIn, run": partial(ours, kernel="trak", view={"kernel": "dot"}),
     "default, final model": partial(ours, checkpoints="final"),
     "default, run": ours,
     "default, 5 final models": partial(ours, checkpoints="finals"),
