@@ -81,6 +81,10 @@ class Rows:
         """Return the number of rows."""
         return len(self.indices)
 
+    def numbers(self, rows: _RowNumbers) -> _RowNumbers:
+        """Return the rows by which messages name some of them: themselves."""
+        return rows
+
     def batches(self, plan: Iterable[_RowNumbers]) -> Iterator[tuple[_RowNumbers, Batch]]:
         """Yield every list of rows in the plan with its collated batch; no other row is loaded.
 

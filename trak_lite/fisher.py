@@ -5,18 +5,20 @@ per sample. A language model predicts one per token: the gradients of the tokens
 sum gives back the curvature :math:`\sum_t \nabla f_t (\cdot) \nabla f_t^\top` that each of them has. Labels that
 the model draws itself do: :math:`E[g g^\top]` of the gradient g of their log-likelihood is the Fisher information,
 which for these losses is the Gauss-Newton matrix (Martens, arXiv:1412.1193, section 9), as the tokens' labels are
-independent given the text. So some thousands of these gradients are projected as the train rows are, and their gram
-matrix is kept as a derived array of the store (where that is in an object store: on the machine that fitted it); the
-gradients themselves are not.
+independent given the text. So some thousands of these gradients are projected as the train rows are, into a table of
+the store, and then their gram matrices into another one, after which the first is dropped. Both are filled as every
+table is: chunk by chunk, by as many processes as there are, continuing after a kill.
 
-Shapes: N train rows, K feature width, k columns of one segment.
+Shapes: N train rows, n drawn samples, K feature width, k columns of one segment.
 """
 
 from __future__ import annotations
 
+import contextlib
 import json
 import math
-from collections.abc import Iterator, Mapping
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass
 from typing import Any, final
 
@@ -26,24 +28,35 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from trak_lite._batches import move_batch
-from trak_lite._progress import progress_bar
 from trak_lite._validate import positive_int
 from trak_lite.datasets import Rows, evenly_spread
-from trak_lite.diagnosis import refuse_non_finite
-from trak_lite.errors import InvalidInputError, ReadOnlyStoreError, StateError
-from trak_lite.gradient_computers import AbstractGradientComputer
+from trak_lite.errors import (
+    BusyError,
+    InvalidInputError,
+    MissingStoreError,
+    ReadOnlyStoreError,
+    StateError,
+    StoreError,
+)
+from trak_lite.gradient_computers import AbstractGradientComputer, Normalization
 from trak_lite.kronecker import row_noise
 from trak_lite.modelout_functions import AbstractModelOutput, LossModelOutput, ModelCall
-from trak_lite.pipeline import compute_features
+from trak_lite.pipeline import FEATURES, as_tensor, feature_table_spec, featurize_rows
 from trak_lite.projectors import AbstractProjector
-from trak_lite.scoring import accumulation_dtype, gram
-from trak_lite.store import AbstractFeatureStore, Manifest
+from trak_lite.scoring import accumulation_dtype
+from trak_lite.sharing import LateTable, SharedRows, unwatched
+from trak_lite.store import AbstractFeatureStore, AbstractRowTable, Column, Manifest, TableSpec
 from trak_lite.types import Batch, FeatureLayout
 
 __all__ = ["FisherFits", "FisherSettings", "fisher_task", "split_squares"]
 
 _RECORD = "fisher/record"
-_VERSION = 1
+_VERSION = 2
+_FOLDER, _GRAM = "fisher", "gram"
+_GRAM_ROWS = 512
+"""Rows of the gram matrices that are made at once: the share that a process takes."""
+_PRODUCT_ROWS = 1024
+"""Samples whose float32 products are added up in float64 at once."""
 
 
 @final
@@ -108,14 +121,13 @@ class FisherFits:
         Raises:
             ReadOnlyStoreError: If the store was opened for reading.
         """
-        if not self._store.writable:
-            raise self._not_writable()
+        self._require_writable()
         text = json.dumps({"version": _VERSION, **settings.to_json()}, sort_keys=True).encode()
         self._store.cache(_RECORD, "record", np.frombuffer(text, dtype=np.uint8))
 
     def is_begun(self) -> bool:
         """Whether there are settings to fit with."""
-        return self._store.cached(_RECORD, "record") is not None
+        return self._found_record() is not None
 
     def record(self) -> dict[str, Any]:
         """Return what the fits were made with, as JSON values.
@@ -123,18 +135,17 @@ class FisherFits:
         Raises:
             StateError: If there is no fit.
         """
-        found = self._store.cached(_RECORD, "record")
-        if found is None:
+        record = self._found_record()
+        if record is None:
             raise StateError(
-                "No Fisher information was fitted on this machine, which kernel='fisher' needs. Call "
+                "No Fisher information was fitted, which kernel='fisher' needs. Call "
                 "fit_curvature(train_data, settings=trak_lite.fisher.FisherSettings()) first."
             )
-        record: dict[str, Any] = json.loads(np.asarray(found).tobytes())
         return record
 
     def has(self, path: str, layout: FeatureLayout) -> bool:
         """Whether the checkpoint with this table is fitted."""
-        return self.is_begun() and self._flat(path, layout) is not None
+        return self.is_begun() and self._fitted(path, layout) is not None
 
     def grams(self, path: str, layout: FeatureLayout, *, device: torch.device) -> list[Tensor]:
         """Return the gram matrix of one checkpoint, segment by segment.
@@ -147,14 +158,22 @@ class FisherFits:
         Raises:
             StateError: If it was not fitted with these settings and segments, or train rows were appended since.
         """
-        record, flat = self.record(), self._flat(path, layout)
-        if flat is None:
+        record, table = self.record(), self._fitted(path, layout)
+        if table is None:
             raise StateError(
                 f"The Fisher information of {path} was not fitted with {record} on the train rows that there are by "
                 "now. Call fit_curvature(train_data, settings=FisherSettings(...)) again."
             )
-        matrices = split_squares(flat, layout, device=device)
-        return [matrix.to(accumulation_dtype(device)) for matrix in matrices]
+        dtype = accumulation_dtype(device)
+        return [
+            torch.cat(
+                [
+                    as_tensor(rows[:, : segment.width], device).to(dtype)
+                    for _, rows in table.blocks(_GRAM, segment.start, segment.stop)
+                ]
+            )
+            for segment in layout.segments
+        ]
 
     def fit(
         self,
@@ -169,8 +188,9 @@ class FisherFits:
         device: torch.device,
         label: str,
         progress: bool | None,
+        watch: Callable[[], None] = unwatched,
     ) -> None:
-        """Fit the checkpoint that the model holds.
+        """Fit the checkpoint that the model holds, or what is missing of it, together with whoever else does.
 
         Args:
             path: Table of its train rows.
@@ -183,74 +203,191 @@ class FisherFits:
             device: Where the model is.
             label: What the progress bar is called.
             progress: Show the bar; ``None`` shows it on a terminal only.
+            watch: See :class:`~trak_lite.sharing.SharedRows`.
 
         Raises:
             NonFiniteError: If a gradient is NaN or infinite; names the rows.
             ReadOnlyStoreError: If the store was opened for reading.
         """
-        if not self._store.writable:
-            raise self._not_writable()
-        record = self.record()
-        known = FisherSettings().to_json()
-        settings = FisherSettings(**{name: value for name, value in record.items() if name in known})
-        wanted = evenly_spread(len(rows), settings.num_samples(layout))
-        draws = min(math.ceil(settings.num_samples(layout) / len(wanted)), settings.max_draws)
-        plan = np.split(wanted, range(rows.batch_size, len(wanted), rows.batch_size)) * draws
+        self._require_writable()
+        fingerprint = self._fingerprint(path, layout)
+        folder = _folder(path, fingerprint)
+        samples = _DrawnRows(rows, task, computer, self._settings(), layout, device)
+        spec = feature_table_spec(len(samples), layout.width, "float32", fingerprint)
 
-        def features() -> Iterator[Tensor]:
-            seen = 0
-            for numbers, batch in rows.batches(plan):
-                drawn = _redrawn(
-                    task, computer, move_batch(batch, device), numbers, settings.seed, seen // len(wanted)
-                )
-                seen += len(numbers)
-                block, terms = compute_features(
-                    computer, projector, drawn, model_id=model_id, rows=numbers, what=rows.what
-                )
-                refuse_non_finite(block, terms, numbers, rows.what, computer, drawn)
-                bar.update(len(numbers))
-                yield block
+        def watching() -> None:
+            watch()
+            if self._fitted(path, layout) is not None:
+                raise _FittedByOthersError
 
-        with progress_bar(draws * len(wanted), label=label, progress=progress) as bar:
-            grams = gram(features(), layout=layout, exact=False)
-        scale = len(rows) / (draws * len(wanted))  # a sum over the train rows
-        # float32 holds an estimate from samples well below its own error, in half the room
-        flat = np.concatenate([(scale * matrix).float().cpu().numpy().reshape(-1) for matrix in grams])
-        self._store.cache(_name(path), self._key(path, layout), flat)
+        try:
+            featurize_rows(
+                self._late(f"{folder}/drawn", spec),
+                samples,
+                lambda *_: computer,
+                projector,
+                model_id=model_id,
+                device=device,
+                label=label,
+                normalization=Normalization(),
+                progress=progress,
+                watch=watching,
+            )
+            drawn = self._store.open_table(f"{folder}/drawn")
+            self._sum_up(f"{folder}/gram", drawn, layout, len(rows), device, watch)
+        except (_FittedByOthersError, StoreError, StateError):
+            # Whoever makes the last rows of the matrices drops what they were made of, also from under others.
+            if self._fitted(path, layout) is None:
+                raise
+        self._drop_all_but(f"{folder}/gram", path)
 
-    def _not_writable(self) -> ReadOnlyStoreError:
-        return ReadOnlyStoreError(
-            f"The store at {self._store.path} was opened for reading, so a fit could not be kept. Make it writable."
+    def _sum_up(
+        self,
+        path: str,
+        drawn: AbstractRowTable,
+        layout: FeatureLayout,
+        num_rows: int,
+        device: torch.device,
+        watch: Callable[[], None],
+    ) -> None:
+        """Fill the table of the gram matrices: row i is what feature i has in common with those of its segment."""
+        widest = max(segment.width for segment in layout.segments)
+        spec = TableSpec(
+            layout.width,
+            (Column(_GRAM, widest, "float32"),),  # holds an estimate well below its own error
+            _GRAM_ROWS,
+            drawn.spec.fingerprint,
         )
+        scale = num_rows / drawn.spec.num_rows  # a sum over the train rows
+        table = self._store.create_table(path, spec)
+        with SharedRows(table, _GRAM_ROWS, label="Gram matrices", progress=False, watch=watch) as work:
+            for wanted in (wanted for batches in work.rounds() for wanted in batches):
+                found = scale * _gram_rows(drawn, wanted, layout, device)
+                work.put(wanted, {_GRAM: found.float().cpu().numpy()})
 
-    def _flat(self, path: str, layout: FeatureLayout) -> NDArray[Any] | None:
-        return self._store.cached(_name(path), self._key(path, layout))
+    def _late(self, path: str, spec: TableSpec) -> LateTable:
+        """Return a table that is created when its first rows are put."""
+        existing = self._store.open_table(path) if path in self._store.table_names(_FOLDER) else None
+        return LateTable(spec, existing, lambda: self._store.create_table(path, spec))
 
-    def _key(self, path: str, layout: FeatureLayout) -> str:
-        found: Mapping[str, Any] = {
-            **self.record(),
+    def _drop_all_but(self, kept: str, path: str) -> None:
+        """Drop what the fit was made of, and fits of other settings or rows."""
+        for table in self._store.table_names(f"{_FOLDER}/{path}"):
+            if table != kept:
+                with contextlib.suppress(BusyError, MissingStoreError):  # others write it, or have dropped it
+                    self._store.drop_table(table)
+
+    def _settings(self) -> FisherSettings:
+        known = FisherSettings().to_json()
+        return FisherSettings(**{name: value for name, value in self.record().items() if name in known})
+
+    def _found_record(self) -> dict[str, Any] | None:
+        found = self._store.cached(_RECORD, "record")
+        if found is not None:
+            record: dict[str, Any] = json.loads(np.asarray(found).tobytes())
+            return record
+        # Derived arrays of an object store stay where they were made: there, the fits say it.
+        fits = self._store.table_names(_FOLDER)
+        return dict(self._store.open_table(fits[0]).spec.fingerprint["fisher"]) if fits else None
+
+    def _require_writable(self) -> None:
+        if not self._store.writable:
+            raise ReadOnlyStoreError(
+                f"The store at {self._store.path} was opened for reading, so a fit could not be kept. Make it writable."
+            )
+
+    def _fitted(self, path: str, layout: FeatureLayout) -> AbstractRowTable | None:
+        """Return the table of the checkpoint's gram matrices if it is complete."""
+        name = f"{_folder(path, self._fingerprint(path, layout))}/gram"
+        if name not in self._store.table_names(_FOLDER):
+            return None
+        table = self._store.open_table(name)
+        return table if table.complete else None
+
+    def _fingerprint(self, path: str, layout: FeatureLayout) -> dict[str, Any]:
+        return {
+            "fisher": self.record(),
             "dataset": self._store.manifest.fingerprint.get("dataset", {}),
             "layout": layout.to_json(),
             "weights": self._store.open_table(path).spec.fingerprint["weights"],
         }
-        return Manifest(found).digest()
 
 
-def _name(path: str) -> str:
-    return f"fisher-{path.replace('/', '-')}"
+def _folder(path: str, fingerprint: Mapping[str, Any]) -> str:
+    """Return the group of tables of a fit; that of another one is another one."""
+    return f"{_FOLDER}/{path}/{Manifest(fingerprint).digest()[:16]}"
+
+
+@final
+class _FittedByOthersError(Exception):
+    """The matrices are complete, and what this process was about to compute is not needed any more."""
+
+
+@final
+class _DrawnRows:
+    """The train rows that labels are drawn for, each as often as is needed: n rows, made when they are asked for."""
+
+    def __init__(
+        self,
+        rows: Rows,
+        task: AbstractModelOutput,
+        computer: AbstractGradientComputer,
+        settings: FisherSettings,
+        layout: FeatureLayout,
+        device: torch.device,
+    ) -> None:
+        self.what, self.batch_size = rows.what, rows.batch_size
+        self._rows, self._task, self._computer, self._device = rows, task, computer, device
+        self._chosen = evenly_spread(len(rows), settings.num_samples(layout))
+        self._seed = settings.seed
+        self._draws = min(math.ceil(settings.num_samples(layout) / len(self._chosen)), settings.max_draws)
+
+    def __len__(self) -> int:
+        return self._draws * len(self._chosen)
+
+    def numbers(self, rows: NDArray[np.int64]) -> NDArray[np.int64]:
+        """Return the train rows that drawn ones are of."""
+        return self._chosen[rows % len(self._chosen)]
+
+    def batches(self, plan: Iterable[NDArray[np.int64]]) -> Iterator[tuple[NDArray[np.int64], Batch]]:
+        """Yield every list of rows in the plan with its batch, labels drawn."""
+        planned: deque[NDArray[np.int64]] = deque()
+
+        def train_rows() -> Iterator[NDArray[np.int64]]:
+            for wanted in plan:
+                planned.append(wanted)
+                yield self.numbers(wanted)
+
+        # A plan of one batch stays one: no worker is started for it.
+        loaded = self._rows.batches([*train_rows()] if isinstance(plan, list) else train_rows())
+        for numbers, batch in loaded:
+            wanted = planned.popleft()
+            yield wanted, self._redrawn(move_batch(batch, self._device), numbers, wanted)
+
+    @torch.no_grad()
+    def _redrawn(self, batch: Batch, numbers: NDArray[np.int64], wanted: NDArray[np.int64]) -> Batch:
+        noise = row_noise(numbers, seed=self._seed, draw=wanted // len(self._chosen))
+        return self._task.sample_labels(ModelCall(self._computer.model), batch, noise)
 
 
 @torch.no_grad()
-def _redrawn(
-    task: AbstractModelOutput,
-    computer: AbstractGradientComputer,
-    batch: Batch,
-    rows: NDArray[np.int64],
-    seed: int,
-    draw: int,
-) -> Batch:
-    noise = row_noise(rows, seed=seed, draw=draw)
-    return task.sample_labels(ModelCall(computer.model), batch, noise)
+def _gram_rows(
+    drawn: AbstractRowTable, wanted: NDArray[np.int64], layout: FeatureLayout, device: torch.device
+) -> Tensor:
+    """Return rows of the gram matrices of drawn features, ``(b, k)`` with the k of the widest, zeros beyond its own."""
+    widest = max(segment.width for segment in layout.segments)
+    rows = torch.zeros(len(wanted), widest, dtype=accumulation_dtype(device), device=device)
+    for segment in layout.segments:
+        places = np.flatnonzero((wanted >= segment.start) & (wanted < segment.stop))
+        if not len(places):
+            continue
+        columns = torch.from_numpy(wanted[places] - segment.start).to(device)
+        total = rows[places[0] : places[-1] + 1, : segment.width]
+        for _, block in drawn.blocks(FEATURES):
+            for start in range(0, len(block), _PRODUCT_ROWS):
+                part = as_tensor(block[start : start + _PRODUCT_ROWS, segment.start : segment.stop], device)
+                total += part[:, columns].T @ part
+    return rows
 
 
 def split_squares(flat: NDArray[Any], layout: FeatureLayout, *, device: torch.device) -> list[Tensor]:

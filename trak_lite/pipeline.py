@@ -7,8 +7,8 @@ Source: TRAK (arXiv:2303.14186), section 3; numbers as in the native method of t
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Mapping
-from typing import Any
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from typing import Any, Protocol
 
 import numpy as np
 import torch
@@ -16,12 +16,11 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from trak_lite._batches import batch_size, move_batch
-from trak_lite.datasets import Rows
 from trak_lite.diagnosis import naming_rows, refuse_non_finite
 from trak_lite.errors import BusyError, InvalidInputError, NonFiniteError, PrecisionError, StateError
 from trak_lite.gradient_computers import AbstractGradientComputer, Normalization, RowNormalizer
 from trak_lite.projectors import AbstractProjector
-from trak_lite.sharing import LateTable, SharedRows
+from trak_lite.sharing import LateTable, SharedRows, unwatched
 from trak_lite.store import Column, TableSpec, chunk_rows_for
 from trak_lite.types import Batch, OutputTerms
 
@@ -30,6 +29,7 @@ __all__ = [
     "GRADIENT_NORM",
     "LOSS_CURVATURE",
     "OUT_TO_LOSS",
+    "SampleRows",
     "as_tensor",
     "compute_features",
     "feature_table_spec",
@@ -43,6 +43,21 @@ GRADIENT_NORM = "gradient_norm"
 _NEXT_TO_NOTHING = 1e-3  # relative to the median norm of a batch
 _SQUARES_UNDERFLOW = 1e-15
 _MAX_ROUNDING = 1e-2  # relative to a row's norm; float16 itself rounds to 5e-4
+
+
+class SampleRows(Protocol):
+    """Samples that are known by their row: a :class:`~trak_lite.datasets.Rows`, or what is made of one."""
+
+    what: str
+    """How messages name them."""
+    batch_size: int
+    """Samples per batch."""
+
+    def batches(self, plan: Iterable[NDArray[np.int64]], /) -> Iterator[tuple[NDArray[np.int64], Batch]]:
+        """Yield every list of rows in the plan with its batch."""
+
+    def numbers(self, rows: NDArray[np.int64], /) -> NDArray[np.int64]:
+        """Return the rows by which messages name some of them."""
 
 
 def feature_table_spec(
@@ -115,7 +130,7 @@ def compute_features(
 
 def featurize_rows(
     table: LateTable,
-    rows: Rows,
+    rows: SampleRows,
     computer_for: Callable[[Batch, NDArray[np.int64]], AbstractGradientComputer],
     projector: AbstractProjector,
     *,
@@ -124,6 +139,7 @@ def featurize_rows(
     label: str,
     normalization: Normalization,
     progress: bool | None = None,
+    watch: Callable[[], None] = unwatched,
 ) -> int:
     """Featurize the rows that a table still lacks, and put them batch by batch, until all of them are there.
 
@@ -143,6 +159,7 @@ def featurize_rows(
         label: What the progress bar is called.
         normalization: What the gradients are divided by.
         progress: Show the bar; ``None`` shows it on a terminal only.
+        watch: See :class:`~trak_lite.sharing.SharedRows`.
 
     Returns:
         Number of rows that this process wrote.
@@ -152,7 +169,7 @@ def featurize_rows(
         PrecisionError: If the table's dtype cannot hold a row; names the rows.
         InvalidInputError: If a batch is not what the task expects.
     """
-    with SharedRows(table, rows.batch_size, label=label, progress=progress) as work:
+    with SharedRows(table, rows.batch_size, label=label, progress=progress, watch=watch) as work:
         for wanted, batch in (pair for plan in work.rounds() for pair in rows.batches(plan)):
             batch = move_batch(batch, device)
             if batch_size(batch) != len(wanted):
@@ -160,19 +177,20 @@ def featurize_rows(
                     f"Collating {len(wanted)} samples of {rows.what} gave a batch of {batch_size(batch)}. "
                     "The collate function must keep one entry per sample, in order."
                 )
-            computer = computer_for(batch, wanted)
+            numbers = rows.numbers(wanted)
+            computer = computer_for(batch, numbers)
             normalizer = _normalizer(table, normalization, len(wanted))
             features, terms = compute_features(
                 computer,
                 projector,
                 batch,
                 model_id=model_id,
-                rows=wanted,
+                rows=numbers,
                 what=rows.what,
                 normalizer=normalizer,
             )
             norms = _norm_column(table, normalizer)
-            put_features(work, wanted, features, terms, computer, batch, rows.what, norms)
+            put_features(work, wanted, features, terms, computer, batch, rows.what, norms, numbers=numbers)
     return work.written
 
 
@@ -199,6 +217,8 @@ def put_features(
     batch: Batch,
     what: str,
     more: Mapping[str, NDArray[Any]] | None = None,
+    *,
+    numbers: NDArray[np.int64] | None = None,
 ) -> None:
     """Write the features of a batch, and its q and w, if every number is in order.
 
@@ -211,17 +231,19 @@ def put_features(
         batch: What they were made from, likewise.
         what: How messages name the data.
         more: Values of further columns that the table has, ``(B,)`` each.
+        numbers: ``(B,)`` rows by which messages name them, where these are others than the table's.
 
     Raises:
         NonFiniteError: If f, q, w, a feature or a further value is NaN or infinite; names the rows.
         PrecisionError: If the table's dtype cannot hold a row; names the rows.
         BusyError: If another run writes the same rows.
     """
-    refuse_non_finite(features, terms, rows, what, computer, batch)
+    named = rows if numbers is None else numbers
+    refuse_non_finite(features, terms, named, what, computer, batch)
     for name, column in (more or {}).items():
-        _refuse_non_finite_column(name, column, rows, what)
+        _refuse_non_finite_column(name, column, named, what)
     values = {
-        FEATURES: _in_storage_dtype(features, table.spec, rows).cpu().numpy(),
+        FEATURES: _in_storage_dtype(features, table.spec, named).cpu().numpy(),
         OUT_TO_LOSS: terms.out_to_loss_grad.float().cpu().numpy(),
         LOSS_CURVATURE: terms.loss_curvature.float().cpu().numpy(),
         **(more or {}),

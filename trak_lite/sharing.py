@@ -25,11 +25,16 @@ from trak_lite._progress import KeptProgress
 from trak_lite.errors import BusyError, HeldHereError, StateError
 from trak_lite.store import AbstractRowTable, TableSpec
 
-__all__ = ["LateTable", "SharedRows", "pauses", "plan_batches"]
+__all__ = ["LateTable", "SharedRows", "pauses", "plan_batches", "unwatched"]
 
 logger = logging.getLogger(__name__)
 
 _FIRST_PAUSE, _LONGEST_PAUSE = 0.02, 1.0  # seconds
+_LOOK_EVERY = 0.5  # seconds
+
+
+def unwatched() -> None:
+    """Look at nothing: the ``watch`` of a process that need not know of others."""
 
 
 def plan_batches(pending: NDArray[np.int64], chunk_rows: int, rows_per_batch: int) -> list[NDArray[np.int64]]:
@@ -129,7 +134,13 @@ class SharedRows:
     """
 
     def __init__(
-        self, table: AbstractRowTable | LateTable, rows_per_batch: int, *, label: str, progress: bool | None
+        self,
+        table: AbstractRowTable | LateTable,
+        rows_per_batch: int,
+        *,
+        label: str,
+        progress: bool | None,
+        watch: Callable[[], None] = unwatched,
     ) -> None:
         """Look at what is done.
 
@@ -138,6 +149,8 @@ class SharedRows:
             rows_per_batch: Of the grid of batches.
             label: What the progress bar is called. It counts the rows that are done, whoever did them.
             progress: Show the bar; ``None`` shows it on a terminal only.
+            watch: Called now and then, while rows are put and while others are waited for; what it raises ends the
+                work, for which there is a reason elsewhere.
         """
         self.spec = table.spec
         self.written = 0
@@ -156,6 +169,8 @@ class SharedRows:
         self._put: dict[int, int] = {}
         """Rows put in this round, by chunk."""
         self._next = 0
+        self._watch = watch
+        self._looked = time.monotonic()
         self._done = KeptProgress(
             self.spec.num_rows, self.spec.num_rows - len(pending), label=label, progress=progress
         )
@@ -209,6 +224,9 @@ class SharedRows:
         self._note(chunk, self._left[chunk] - len(rows))
         self._put[chunk] = self._put.get(chunk, 0) + len(rows)
         self.written += len(rows)
+        if time.monotonic() - self._looked > _LOOK_EVERY:
+            self._watch()
+            self._look()
 
     def __enter__(self) -> Self:
         """Return the rows."""
@@ -263,6 +281,7 @@ class SharedRows:
 
     def _look(self) -> bool:
         """Count what was committed since the last look; return whether anything is left."""
+        self._looked = time.monotonic()
         for chunk in self._left.keys() & set(self._table.committed_chunks()):
             self._note(chunk, 0)
             del self._left[chunk]
@@ -287,3 +306,4 @@ class SharedRows:
             )
         self._done.say("waiting for other writers")
         time.sleep(seconds)
+        self._watch()

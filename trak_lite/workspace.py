@@ -297,7 +297,7 @@ def drop_checkpoint(store: AbstractFeatureStore, name: str) -> None:
     # Its targets first: without the train rows nothing would say whose they are.
     features = [path for group in ("targets", "preconditioned") for path in store.table_names(group)]
     targets = [path for path in features if path.endswith(f"/{found[0]}")]
-    for path in (*targets, found[0]):
+    for path in (*targets, *store.table_names(f"fisher/{found[0]}"), found[0]):
         store.drop_table(path)
 
 

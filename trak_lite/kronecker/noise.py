@@ -18,7 +18,7 @@ _STEP = np.uint64(0x9E3779B97F4A7C15)
 _HALF_STEP = 2.0**-54  # the numbers are multiples of 2^-53, zero included
 
 
-def row_noise(rows: NDArray[np.int64], *, seed: int, draw: int) -> UniformNoise:
+def row_noise(rows: NDArray[np.int64], *, seed: int, draw: int | NDArray[np.int64]) -> UniformNoise:
     """Return a source of uniform numbers in (0, 1) for these rows.
 
     Those of a row are the first ones of its own stream (SplitMix64: Steele, Lea and Flood, "Fast Splittable
@@ -27,7 +27,7 @@ def row_noise(rows: NDArray[np.int64], *, seed: int, draw: int) -> UniformNoise:
     Args:
         rows: ``(B,)`` numbers of the rows.
         seed: Seed of all rows.
-        draw: Which of several draws for the same rows.
+        draw: Which of several draws for the same rows; one for all, or one each ``(B,)``.
 
     Example:
         >>> one, both = (row_noise(np.array(rows), seed=0, draw=0)((2,)) for rows in ([7], [3, 7]))
@@ -35,7 +35,7 @@ def row_noise(rows: NDArray[np.int64], *, seed: int, draw: int) -> UniformNoise:
         True
     """
     start = _mixed(np.array([seed & (2**64 - 1)], dtype=np.uint64) + _STEP)
-    start = _mixed(start + np.array([draw + 1], dtype=np.uint64) * _STEP)
+    start = _mixed(start + (np.atleast_1d(draw) + 1).astype(np.uint64) * _STEP)
     streams = _mixed(start + (rows.astype(np.uint64) + np.uint64(1)) * _STEP)
 
     def noise(shape: Sequence[int]) -> Tensor:
