@@ -26,6 +26,7 @@ from trak_lite.attributor_settings import (
 )
 from trak_lite.checkpoints import CheckpointSource, iterate_checkpoints
 from trak_lite.datasets import Rows
+from trak_lite.distributed import AbstractRanks, OneRank, joined_ranks
 from trak_lite.errors import InvalidInputError, StateError
 from trak_lite.evaluation import Verdict, subset_masks
 from trak_lite.featurizing import FeaturizingSession, KnownSource, featurizing, stored_norms
@@ -112,6 +113,7 @@ class Attributor:
         collate: Callable[[list[Any]], Batch] | None = None,
         batch_size: int | None = None,
         progress: bool | None = None,
+        distributed: bool | None = None,
     ) -> None:
         """Check and decide every setting; nothing is written yet.
 
@@ -150,6 +152,9 @@ class Attributor:
             collate: Turns a list of samples into a batch, where torch's default does not fit.
             batch_size: Samples per pass where neither a call nor a DataLoader says; ``None`` is 32.
             progress: Show progress bars; ``None`` shows them on a terminal only. Ranks above 0 show none.
+            distributed: Make every call together with the other ranks of a script that was started by torchrun, or that
+                has a ``torch.distributed`` process group: ``None`` does so where there are any. ``False`` is for calls
+                that only some ranks make.
 
         Raises:
             InvalidInputError: If a setting is not among the allowed ones, or a name in ``grad_wrt`` is unknown.
@@ -179,6 +184,7 @@ class Attributor:
         self._collate = collate
         self._batch_size = None if batch_size is None else positive_int(batch_size=batch_size)
         self._progress = progress
+        self._distributed = distributed
         self._sources: list[KnownSource] = []
         self._workspace = Workspace(self.path)
         self._kept = KeptScores(self._workspace, self._settings)
@@ -268,7 +274,8 @@ class Attributor:
         recognised by their weights, so later calls may add some.
 
         Any number of processes may do this at the same time on the same path: they share the rows chunk by chunk,
-        take over what a killed one left, and all return when every row is there.
+        take over what a killed one left, and all return when every row is there. Under torchrun an error of one of them
+        ends the others.
 
         Args:
             data: A map-style dataset, or a DataLoader that reads one in order.
@@ -291,13 +298,17 @@ class Attributor:
             NonFiniteError: If a value of a row is NaN or infinite; names the rows.
             ManifestMismatchError: If the store holds other settings or other data; names every difference.
             StoreError: If the store cannot be read or written.
+            RankError: If another rank of a distributed run failed, or does something else.
         """
         rows = self._rows(data, indices, batch_size, "the train data")
         identity = rows.identity(dataset_id)
         names: list[str] = []
         written = 0
         appended_to = (lambda num_rows: rows.identity(dataset_id, num_rows=num_rows)) if append else None
-        with self._session(identity, appended_to) as session:
+        with (
+            self._joined("featurize") as ranks,
+            self._session(identity, appended_to, ranks=ranks) as session,
+        ):
             for checkpoint in iterate_checkpoints(checkpoints, checkpoint_loader):
                 written += session.featurize(checkpoint, rows)
                 names.append(checkpoint.name)
@@ -367,6 +378,7 @@ class Attributor:
             StateError: If train rows are pending, or the weights of a checkpoint are not to be found.
             ManifestMismatchError: If other targets or checkpoints were scored under this name.
             SingularKernelError: If the kernel has no inverse at the damping in force.
+            RankError: If another rank of a distributed run failed, or does something else.
         """
         check_name(name, what="target set")
         settings = self._settings.score_settings(
@@ -376,7 +388,7 @@ class Attributor:
             raise InvalidInputError(f"k={k} is for dense=False; dense scores answer top(k) for any k.")
         targets = self._rows(data, indices, batch_size, "the targets")
         identity = targets.identity(dataset_id)
-        with self._session() as session:
+        with self._joined(f"score {name!r}") as ranks, self._session(ranks=ranks) as session:
             identity = session.target_identity(identity, settings)
             features = session.targets(targets, name, settings, identity)
             used: list[str] | None = None
@@ -386,12 +398,16 @@ class Attributor:
             base = self._settings.default_scores
             result = ScoreResult(session.store, train, name, settings, base, identity, len(targets))
             settings.weights(len(train))
-            if not (dense and result.is_finished()):
+            ranks.agree("scores to make (digest of rows, targets and settings)", result.digest())
+            finished = (
+                ranks.told("whether they are there", lambda: str(dense and result.is_finished())) == "True"
+            )
+            if not finished:
                 features.find(train, session.candidates)
-            source = self._kept.source(session.store, list(train.values()), name, settings)
-            if dense:
-                result.fill(source, device=self.device, progress=self._progress)
-            kept = None if k is None else result.both_ends(source, k)
+            source = self._kept.source(session.store, list(train.values()), name, settings, ranks=ranks)
+            if dense and not finished:
+                result.fill(source, device=self.device, progress=self._progress, watch=ranks.watch)
+            kept = None if k is None else result.both_ends(source, k, ranks=ranks)
         if dense:
             return self.scores(name, **settings.view())
         return self._kept.streamed(name, settings, list(train), kept)
@@ -444,7 +460,7 @@ class Attributor:
         rows = self._rows(data, indices, batch_size, "the train data")
         identity = rows.identity(dataset_id)
         named = None if checkpoints is None else iterate_checkpoints(checkpoints, checkpoint_loader)
-        with self._session(identity) as session:
+        with self._joined("fit_curvature") as ranks, self._session(identity, ranks=ranks) as session:
             session.fit_curvature(rows, identity, settings or KroneckerSettings(), named)
 
     def scores(self, name: str = "targets", *, dense: bool = True, **view: Unpack[ScoreView]) -> Scores:
@@ -700,8 +716,18 @@ class Attributor:
         size = None if batch_size is None else positive_int(batch_size=batch_size)
         return Rows(data, indices=indices, batch_size=size, collate=self._collate, what=what)
 
+    def _joined(self, call: str) -> AbstractContextManager[AbstractRanks]:
+        """Make a call together with the other ranks, which make the same one; a store in memory is each one's own."""
+        return joined_ranks(
+            f"{call} ({self.path})", distributed=False if self.path is None else self._distributed
+        )
+
     def _session(
-        self, dataset: Mapping[str, Any] | None = None, appended_to: FirstRows | None = None
+        self,
+        dataset: Mapping[str, Any] | None = None,
+        appended_to: FirstRows | None = None,
+        *,
+        ranks: AbstractRanks | None = None,
     ) -> AbstractContextManager[FeaturizingSession]:
         """Hold the store, compared with these settings and this data, and the model."""
         return featurizing(
@@ -711,5 +737,6 @@ class Attributor:
             dataset=dataset,
             sources=self._sources,
             progress=self._progress,
+            ranks=ranks or OneRank(),
             appended_to=appended_to,
         )

@@ -18,6 +18,7 @@ __all__ = [
     "MissingStoreError",
     "NonFiniteError",
     "PrecisionError",
+    "RankError",
     "ReadOnlyStoreError",
     "RetrainingError",
     "SingularKernelError",
@@ -61,6 +62,10 @@ class UnsupportedModelError(TrakLiteError, RuntimeError):
 
 class StateError(TrakLiteError, RuntimeError):
     """A step was called before the steps that it needs."""
+
+
+class RankError(TrakLiteError, RuntimeError):
+    """Another process of the same distributed run failed, was lost, or does something else."""
 
 
 class RetrainingError(TrakLiteError, RuntimeError):

@@ -25,6 +25,7 @@ from trak_lite.checkpoints import (
 from trak_lite.curvature_fits import CurvatureFits
 from trak_lite.datasets import Rows
 from trak_lite.diagnosis import naming_rows
+from trak_lite.distributed import AbstractRanks
 from trak_lite.errors import ManifestMismatchError, StateError
 from trak_lite.fisher import FisherFits, FisherSettings
 from trak_lite.gradient_computers import AbstractGradientComputer
@@ -54,6 +55,7 @@ def featurizing(
     dataset: Mapping[str, Any] | None,
     sources: Iterable[KnownSource],
     progress: bool | None,
+    ranks: AbstractRanks,
     appended_to: FirstRows | None = None,
 ) -> Iterator[FeaturizingSession]:
     """Hold a store open for writing and a model borrowed, inside the block.
@@ -65,6 +67,7 @@ def featurizing(
         dataset: What the train data are recognised by; ``None`` takes those of the store.
         sources: Where to look for weights, besides what the store knows.
         progress: Show progress bars; ``None`` shows them on a terminal only.
+        ranks: Those that do the same at this moment.
         appended_to: See :meth:`~trak_lite.workspace.Workspace.open`.
 
     Raises:
@@ -74,7 +77,9 @@ def featurizing(
         workspace.opened(settings.manifest(dataset), appended_to=appended_to) as opened,
         borrow_model(model, settings.device) as own,
     ):
-        yield FeaturizingSession(model, settings, opened, own=own, sources=sources, progress=progress)
+        yield FeaturizingSession(
+            model, settings, opened, own=own, sources=sources, progress=progress, ranks=ranks
+        )
 
 
 @final
@@ -90,6 +95,7 @@ class FeaturizingSession:
         own: Mapping[str, Tensor],
         sources: Iterable[KnownSource],
         progress: bool | None,
+        ranks: AbstractRanks,
     ) -> None:
         """Hold what :func:`featurizing` opened and borrowed; ``own`` are the model's weights as they were."""
         self._model = model
@@ -98,6 +104,7 @@ class FeaturizingSession:
         self._own = own
         self._sources = sources
         self._progress = progress
+        self._ranks = ranks
 
     @property
     def store(self) -> AbstractFeatureStore:
@@ -111,6 +118,7 @@ class FeaturizingSession:
     def featurize(self, checkpoint: Checkpoint, rows: Rows) -> int:
         """Load a checkpoint and featurize the train rows that it lacks; return how many this process wrote."""
         digest = self._load(checkpoint)
+        self._ranks.agree(f"checkpoint {checkpoint.name!r} (digest of its weights)", digest)
         written = self._featurize_loaded(checkpoint, digest, rows)
         if self._settings.kernel.weighting == "fisher":
             fits = FisherFits(self.store)
@@ -241,6 +249,7 @@ class FeaturizingSession:
             device=settings.device,
             label=f"Fitting the Fisher information of {label}",
             progress=self._progress,
+            watch=self._ranks.watch,
         )
 
     def candidates(self, store: AbstractFeatureStore, needed: Iterable[str]) -> Iterator[Checkpoint]:
@@ -327,6 +336,7 @@ class FeaturizingSession:
             label=label,
             normalization=settings.normalization,
             progress=self._progress,
+            watch=self._ranks.watch,
         )
 
     def _computers(self, what: str) -> Callable[[Batch, NDArray[np.int64]], AbstractGradientComputer]:

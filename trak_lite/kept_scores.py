@@ -10,6 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from trak_lite.attributor_settings import AttributorSettings
+from trak_lite.distributed import AbstractRanks
 from trak_lite.evaluation import Predictions, Verdict
 from trak_lite.score_matrix import AbstractScoreMatrix, StoredMatrix, StreamedMatrix
 from trak_lite.score_result import finished_scores, scorable_tables, score_path
@@ -91,11 +92,12 @@ class KeptScores:
         train: Sequence[AbstractRowTable],
         name: str,
         settings: ScoreSettings,
+        *,
+        ranks: AbstractRanks | None = None,
     ) -> ScoreSource:
-        """Return what computes scores from the rows of an open store."""
-        return ScoreSource(
-            store, train, name, settings, layout=self._settings.layout, device=self._settings.device
-        )
+        """Return what computes scores from the rows of an open store, on some ranks together or here alone."""
+        layout, device = self._settings.layout, self._settings.device
+        return ScoreSource(store, train, name, settings, layout=layout, device=device, ranks=ranks)
 
     def rows(self, store: AbstractFeatureStore, path: str, name: str) -> ScoredRows:
         """Return the stored rows behind the scores that are kept at a path."""

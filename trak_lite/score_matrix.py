@@ -15,10 +15,11 @@ from numpy.typing import ArrayLike, NDArray
 from torch import Tensor
 
 from trak_lite._validate import one_of, positive_int, real_at_least
+from trak_lite.distributed import AbstractRanks, OneRank
 from trak_lite.errors import InvalidInputError
 from trak_lite.score_source import ScoreSource
 from trak_lite.score_tiles import SCORES
-from trak_lite.scoring import TopK
+from trak_lite.scoring import TopK, merged_top
 from trak_lite.store import AbstractRowTable
 
 __all__ = [
@@ -35,6 +36,7 @@ __all__ = [
 ]
 
 Sign = Literal["helpful", "harmful"]
+_ENDS: tuple[Sign, Sign] = ("helpful", "harmful")
 
 
 class TopRows(NamedTuple):
@@ -153,23 +155,53 @@ class StreamedMatrix(AbstractScoreMatrix):
         """Return the k strongest rows of every target if that many are known."""
         if self._kept is None or self._kept.shape[-1] < min(k, self.shape[0]):
             return None
-        indices, scores = self._kept[("helpful", "harmful").index(sign)][:, :, :k]
+        indices, scores = self._kept[_ENDS.index(sign)][:, :, :k]
         return TopRows(indices.astype(np.int64), scores.astype(np.float32))
 
 
-def both_ends(source: ScoreSource, k: int) -> NDArray[np.float64]:
+def both_ends(source: ScoreSource, k: int, *, ranks: AbstractRanks | None = None) -> NDArray[np.float64]:
     """Return the k most helpful and most harmful rows of every target, from one pass over the train rows.
 
     Memory: one tile of scores and ``4 k`` numbers per target, for any N.
 
+    Args:
+        source: What computes scores.
+        k: How many.
+        ranks: Share the pass: each reads tiles that follow each other, and their ends are merged.
+
     Returns:
         ``(2, 2, M, k)``: helpful and harmful; row numbers and scores. N in place of k where that is less.
     """
-    ends = [TopK(source.num_targets, k, sign=sign) for sign in ("helpful", "harmful")]
-    for start, tile in source.tiles():
+    ranks = ranks or OneRank()
+    ends = [TopK(source.num_targets, k, sign=sign) for sign in _ENDS]
+    own = None
+    for start, tile in source.tiles(share=(ranks.rank, ranks.size)):
         for best in ends:
             best.update(start, tile)
-    return np.stack([np.stack([part.cpu().double().numpy() for part in best.result()]) for best in ends])
+        own = ends
+    found = None if own is None else _stacked([best.result() for best in own])
+    merged = ranks.merged(found, lambda one, other: _merged_ends(one, other, k))
+    assert merged is not None  # a source has at least one row
+    return merged
+
+
+def _merged_ends(
+    one: NDArray[np.float64] | None, other: NDArray[np.float64] | None, k: int
+) -> NDArray[np.float64] | None:
+    """Return the ends of two parts of the train rows; ``None`` is a part without rows."""
+    if one is None or other is None:
+        return other if one is None else one
+    merged = []
+    for end, sign in enumerate(_ENDS):
+        parts = [
+            (torch.from_numpy(part[end, 0]).long(), torch.from_numpy(part[end, 1])) for part in (one, other)
+        ]
+        merged.append(merged_top(parts, k, sign=sign))
+    return _stacked(merged)
+
+
+def _stacked(ends: Sequence[tuple[Tensor, Tensor]]) -> NDArray[np.float64]:
+    return np.stack([np.stack([part.cpu().double().numpy() for part in end]) for end in ends])
 
 
 def top_rows(

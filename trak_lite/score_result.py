@@ -2,19 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import operator
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, final
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from trak_lite.distributed import AbstractRanks
 from trak_lite.errors import StateError
 from trak_lite.fisher import FisherFits
 from trak_lite.score_matrix import both_ends
 from trak_lite.score_source import ScoreSource, target_folder
 from trak_lite.score_tiles import score_rows, score_table_spec
 from trak_lite.scoring import ScoreSettings
+from trak_lite.sharing import unwatched
 from trak_lite.store import AbstractFeatureStore, AbstractRowTable, Manifest, TableSpec
 from trak_lite.store.manifest import compare_fingerprints
 from trak_lite.workspace import checkpoint_tables, complete_tables
@@ -178,10 +181,15 @@ class ScoreResult:
         )
         return table.complete
 
-    def fill(self, source: ScoreSource, *, device: torch.device, progress: bool | None) -> None:
+    def fill(
+        self,
+        source: ScoreSource,
+        *,
+        device: torch.device,
+        progress: bool | None,
+        watch: Callable[[], None] = unwatched,
+    ) -> None:
         """Compute the rows that are pending."""
-        if self.is_finished():
-            return
         terms = source.terms()
         score_rows(
             self._store.create_table(self._path, self._spec),
@@ -190,16 +198,24 @@ class ScoreResult:
             device=device,
             label=f"Scoring {self._name!r}",
             progress=progress,
+            watch=watch,
         )
 
-    def both_ends(self, source: ScoreSource, k: int) -> NDArray[np.float64]:
+    def both_ends(self, source: ScoreSource, k: int, *, ranks: AbstractRanks) -> NDArray[np.float64]:
         """Return the k most helpful and most harmful rows of every target, as kept in the store or from one pass.
 
-        Redoing it costs one pass over the stored rows; a store that is open for reading keeps nothing.
+        Redoing it costs one pass over the stored rows; a store that is open for reading keeps nothing. All ranks find
+        them together.
         """
-        name, key = f"top/{self._name}", Manifest(self._spec.fingerprint).digest()
+        name, key = f"top/{self._name}", self.digest()
         kept = self._store.cached(name, key)
-        if kept is None or kept.shape[-1] < min(k, source.num_rows):
-            kept = both_ends(source, k)
-            self._store.cache(name, key, kept)
+        enough = kept is not None and kept.shape[-1] >= min(k, source.num_rows)
+        if not ranks.merged(enough, operator.and_):  # in an object store, what is kept may be elsewhere
+            kept = both_ends(source, k, ranks=ranks)
+            if ranks.rank == 0:
+                self._store.cache(name, key, kept)
         return np.array(kept)
+
+    def digest(self) -> str:
+        """Return a digest of all that the scores are made from."""
+        return Manifest(self._spec.fingerprint).digest()

@@ -16,14 +16,14 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from trak_lite.datasets import evenly_spread
+from trak_lite.distributed import AbstractRanks, OneRank
 from trak_lite.errors import InvalidInputError
+from trak_lite.kept_grams import grams_of, kernels_of, make_grams
 from trak_lite.pipeline import FEATURES, OUT_TO_LOSS, as_tensor
 from trak_lite.score_tiles import (
     ScoreTerm,
     error_tile,
-    grams_of,
     group_tile,
-    kernels_of,
     score_table_spec,
     score_tile,
     tile_ranges,
@@ -83,6 +83,7 @@ class ScoreSource:
         *,
         layout: FeatureLayout,
         device: torch.device,
+        ranks: AbstractRanks | None = None,
     ) -> None:
         """Hold where the rows are.
 
@@ -93,6 +94,7 @@ class ScoreSource:
             settings: How rows become scores.
             layout: Segments of the stored rows.
             device: Where the products run.
+            ranks: Those that :meth:`terms` is called on, at the same time; they make the kernels together.
 
         Raises:
             InvalidInputError: If the checkpoints' weights are not as many as the tables.
@@ -104,6 +106,7 @@ class ScoreSource:
         self._weights = settings.weights(len(self._train))
         self._layout = layout if settings.layout == "stored" else FeatureLayout.joint(layout.width)
         self._device = device
+        self._ranks = ranks or OneRank()
 
     @property
     def manifest(self) -> Manifest:
@@ -129,6 +132,10 @@ class ScoreSource:
         Raises:
             SingularKernelError: If a kernel has no inverse at the damping in force.
         """
+        kernel = self.settings.kernel_settings
+        if kernel is not None:
+            paths = [_path(table) for table in self._train]
+            make_grams(self._store, paths, kernel, self._layout, device=self._device, ranks=self._ranks)
         unit = self._layout if self.settings.kernel == "cosine" else None
         return [
             ScoreTerm(table, (self._behind_kernel(table, targets) * weight).float(), unit)
@@ -161,18 +168,24 @@ class ScoreSource:
         return terms
 
     def tiles(
-        self, terms: Sequence[ScoreTerm] | None = None, *, chunk_rows: int | None = None
+        self,
+        terms: Sequence[ScoreTerm] | None = None,
+        *,
+        chunk_rows: int | None = None,
+        share: tuple[int, int] = (0, 1),
     ) -> Iterator[tuple[int, Tensor]]:
         """Yield ``(first row, scores)`` of all train rows in order, bitwise as a score table is filled.
 
         Args:
             terms: The checkpoints' parts; ``None`` takes :meth:`terms`.
             chunk_rows: Chunks of the score table; ``None`` is that of a table of all targets.
+            share: ``(r, n)`` yields the r-th of n parts of them.
         """
         terms = self.terms() if terms is None else terms
         if chunk_rows is None:
             chunk_rows = score_table_spec(self.num_rows, len(terms[0].targets), {}).chunk_rows
-        for rows in tile_ranges(self.num_rows, chunk_rows):
+        plan, (part, num_parts) = tile_ranges(self.num_rows, chunk_rows), share
+        for rows in plan[part * len(plan) // num_parts : (part + 1) * len(plan) // num_parts]:
             yield rows.start, self.scores_of(rows, terms)
 
     def row_factors(self, rows: NDArray[np.int64]) -> NDArray[np.float64]:
@@ -317,7 +330,11 @@ class ScoreSource:
         rows = self._rows(table, targets)
         kernel = self.settings.kernel_settings
         if kernel is not None:
-            return precondition(rows, self._kernels(table, kernel), layout=self._layout)
+            if self._ranks.rank == 0:
+                rows = precondition(rows, self._kernels(table, kernel), layout=self._layout)
+            rows = rows.to(accumulation_dtype(self._device))
+            self._ranks.send_to_all(rows)
+            return rows
         if self.settings.kernel == "cosine":
             return unit_segments(rows, layout=self._layout)
         return rows.float()

@@ -6,7 +6,7 @@ Source: TRAK (arXiv:2303.14186), section 3; numbers as in the native method of t
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, final
 
@@ -15,25 +15,10 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from trak_lite.fisher import FisherFits, split_squares
-from trak_lite.pipeline import (
-    FEATURES,
-    LOSS_CURVATURE,
-    OUT_TO_LOSS,
-    as_tensor,
-)
-from trak_lite.scoring import (
-    KernelSettings,
-    SegmentKernel,
-    Spread,
-    accumulation_dtype,
-    factorise_segments,
-    gram,
-    score_block,
-    unit_segments,
-)
-from trak_lite.sharing import SharedRows, plan_batches
-from trak_lite.store import AbstractFeatureStore, AbstractRowTable, Column, TableSpec, chunk_rows_for
+from trak_lite.pipeline import FEATURES, OUT_TO_LOSS, as_tensor
+from trak_lite.scoring import Spread, accumulation_dtype, score_block, unit_segments
+from trak_lite.sharing import SharedRows, plan_batches, unwatched
+from trak_lite.store import AbstractRowTable, Column, TableSpec, chunk_rows_for
 from trak_lite.types import FeatureLayout
 
 __all__ = [
@@ -41,10 +26,7 @@ __all__ = [
     "ScoreTerm",
     "WhereQ",
     "error_tile",
-    "grams_of",
     "group_tile",
-    "has_kernel",
-    "kernels_of",
     "score_rows",
     "score_table_spec",
     "score_tile",
@@ -65,73 +47,6 @@ def score_table_spec(num_rows: int, num_targets: int, fingerprint: Mapping[str, 
         chunk_rows_for(num_rows, 4 * num_targets),
         fingerprint,
     )
-
-
-def grams_of(
-    store: AbstractFeatureStore,
-    path: str,
-    settings: KernelSettings,
-    layout: FeatureLayout,
-    *,
-    device: torch.device,
-) -> list[Tensor]:
-    """Return the gram matrix of one checkpoint's train rows, segment by segment.
-
-    They are kept in the store, keyed by the checksums of the rows that they were made from. Those of ``"fisher"`` were
-    fitted before.
-
-    Raises:
-        StateError: If they were not.
-    """
-    if settings.weighting == "fisher":
-        return FisherFits(store).grams(path, layout, device=device)
-    table = store.open_table(path)
-    name, key = _gram_key(table, path, settings, layout)
-    flat = store.cached(name, key)
-    if flat is None:
-        weighted = settings.weighting == "curvature"
-        grams = gram(
-            (as_tensor(rows, device) for _, rows in table.blocks(FEATURES)),
-            torch.from_numpy(table.read(LOSS_CURVATURE)).to(device) if weighted else None,
-            layout=layout,
-        )
-        flat = np.concatenate([matrix.cpu().numpy().reshape(-1) for matrix in grams])
-        store.cache(name, key, flat)
-    return split_squares(flat, layout, device=device)
-
-
-def kernels_of(
-    store: AbstractFeatureStore,
-    path: str,
-    settings: KernelSettings,
-    layout: FeatureLayout,
-    *,
-    device: torch.device,
-) -> list[SegmentKernel]:
-    """Return the factorised kernel of one checkpoint's train rows, segment by segment; see :func:`grams_of`."""
-    matrices = grams_of(store, path, settings, layout, device=device)
-    num_rows = store.open_table(path).spec.num_rows
-    return factorise_segments(matrices, settings, num_rows=num_rows, layout=layout)
-
-
-def has_kernel(
-    store: AbstractFeatureStore, path: str, settings: KernelSettings, layout: FeatureLayout
-) -> bool:
-    """Whether :func:`kernels_of` was called for these rows before, or would read what was fitted."""
-    if settings.weighting == "fisher":
-        return FisherFits(store).has(path, layout)
-    name, key = _gram_key(store.open_table(path), path, settings, layout)
-    return store.cached(name, key) is not None
-
-
-def _gram_key(
-    table: AbstractRowTable, path: str, settings: KernelSettings, layout: FeatureLayout
-) -> tuple[str, str]:
-    """Return the name and key that a gram matrix is kept under."""
-    # Both readings of rows with several segments, each by itself and all as one, are kept.
-    segments = f"-{len(layout.segments)}" if len(layout.segments) > 1 else ""
-    name = f"gram-{path.replace('/', '-')}-{settings.weighting}{segments}"
-    return name, f"{table.content_key()}|{layout.to_json()}"
 
 
 @final
@@ -161,6 +76,7 @@ def score_rows(
     device: torch.device,
     label: str,
     progress: bool | None = None,
+    watch: Callable[[], None] = unwatched,
 ) -> int:
     r"""Fill the pending rows of a score table; processes that do it at the same time share them.
 
@@ -173,11 +89,12 @@ def score_rows(
         device: Where the products run, and the terms' targets are.
         label: What the progress bar is called.
         progress: Show the bar; ``None`` shows it on a terminal only.
+        watch: See :class:`~trak_lite.sharing.SharedRows`.
 
     Returns:
         Number of rows that this process wrote.
     """
-    with SharedRows(scores, _TILE_ROWS, label=label, progress=progress) as work:
+    with SharedRows(scores, _TILE_ROWS, label=label, progress=progress, watch=watch) as work:
         for rows in (rows for batches in work.rounds() for rows in batches):
             first, last = int(rows[0]), int(rows[-1]) + 1
             tile = score_tile(terms, range(first, last), q=q, device=device).cpu().numpy()

@@ -198,6 +198,7 @@ class SharedRows:
             yield self._batches(pending)
             self._give_up()
             waits = pauses()
+        self._done.say("")
 
     def put(self, rows: NDArray[np.int64], values: Mapping[str, NDArray[Any]]) -> None:
         """Put a batch of the current round.

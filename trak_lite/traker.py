@@ -38,6 +38,7 @@ from trak_lite.gradient_computers import (
     FunctionalGradientComputer,
     select_parameters,
 )
+from trak_lite.kept_grams import has_kernel, kernels_of
 from trak_lite.modelout_functions import AbstractModelOutput, describe_task, resolve_task
 from trak_lite.pipeline import (
     FEATURES,
@@ -49,8 +50,6 @@ from trak_lite.projectors import AbstractProjector, BasicProjector, ProjectionTy
 from trak_lite.score_tiles import (
     SCORES,
     ScoreTerm,
-    has_kernel,
-    kernels_of,
     score_rows,
     score_table_spec,
 )

@@ -8,6 +8,7 @@ the best rows (:class:`TopK`). Memory: the square of a segment's width, one bloc
 
 from trak_lite.scoring.kernel import DEFAULT_DAMPING as DEFAULT_DAMPING
 from trak_lite.scoring.kernel import EigenKernel as EigenKernel
+from trak_lite.scoring.kernel import GramAccumulator as GramAccumulator
 from trak_lite.scoring.kernel import KernelSettings as KernelSettings
 from trak_lite.scoring.kernel import SegmentKernel as SegmentKernel
 from trak_lite.scoring.kernel import accumulation_dtype as accumulation_dtype
@@ -31,6 +32,7 @@ from trak_lite.scoring.spread import Spread as Spread
 from trak_lite.scoring.spread import agreement as agreement
 from trak_lite.scoring.spread import expected_agreement as expected_agreement
 from trak_lite.scoring.topk import TopK as TopK
+from trak_lite.scoring.topk import merged_top as merged_top
 
 __all__ = [
     "DEFAULT_DAMPING",

@@ -25,6 +25,7 @@ from trak_lite.types import FeatureLayout, Segment
 __all__ = [
     "DEFAULT_DAMPING",
     "EigenKernel",
+    "GramAccumulator",
     "KernelSettings",
     "SegmentKernel",
     "accumulation_dtype",
@@ -238,16 +239,16 @@ def gram(
                 [1., 2.]], dtype=torch.float64)]
     """
     roots = None if weights is None else _root_weights(weights)
-    accumulator: _GramAccumulator | None = None
+    accumulator: GramAccumulator | None = None
     row = 0
     for block in blocks:
         _check_block(block, layout)
-        accumulator = accumulator or _GramAccumulator(layout, block.device, exact=exact)
+        accumulator = accumulator or GramAccumulator(layout, block.device, exact=exact)
         block_roots = None if roots is None else roots[row : row + block.shape[0]]
         row += block.shape[0]
         if roots is not None and row > roots.shape[0]:
             break
-        accumulator.add(block, block_roots)
+        accumulator.add_roots(block, block_roots)
     if accumulator is None or row == 0:
         raise InvalidInputError("There are no rows to sum over. Give at least one block with a row.")
     if roots is not None:
@@ -436,11 +437,24 @@ def accumulation_dtype(device: torch.device) -> torch.dtype:
 
 
 @final
-class _GramAccumulator:
-    """Sums weighted outer products of rows, a few rows at a time, upcast into one buffer."""
+class GramAccumulator:
+    """Sums weighted outer products of rows, a few rows at a time, upcast into one buffer: what :func:`gram` does.
 
-    def __init__(self, layout: FeatureLayout, device: torch.device, *, exact: bool) -> None:
+    Example:
+        >>> sums = GramAccumulator(FeatureLayout.joint(2), torch.device("cpu"))
+        >>> sums.add(torch.eye(2), torch.tensor([4.0, 1.0]))
+        >>> sums.result()
+        [tensor([[4., 0.],
+                [0., 1.]], dtype=torch.float64)]
+    """
+
+    def __init__(
+        self, layout: FeatureLayout, device: torch.device, *, exact: bool = True, first_row: int = 0
+    ) -> None:
+        """Begin at zero; the arguments are those of :func:`gram`, and the number of the first row for messages."""
         dtype = accumulation_dtype(device)
+        self._next_row = first_row
+        self._layout = layout
         self._segments = layout.segments
         self._grams = [torch.zeros(s.width, s.width, dtype=dtype, device=device) for s in layout.segments]
         self._rows = _GRAM_ROWS if exact else _COARSE_GRAM_ROWS
@@ -448,8 +462,22 @@ class _GramAccumulator:
         self._buffer = torch.empty(self._rows, layout.width, dtype=product, device=device)
         self._filled = 0
 
-    def add(self, rows: Tensor, root_weights: Tensor | None) -> None:
-        """Take rows ``(b, K)`` and the square roots of their weights ``(b,)``."""
+    @torch.no_grad()
+    def add(self, rows: Tensor, weights: Tensor | None = None) -> None:
+        """Take rows ``(b, K)`` and their weights ``(b,)``; ``None`` for 1 each.
+
+        Raises:
+            InvalidInputError: As :func:`gram`.
+            NonFiniteError: If a weight is NaN or infinite.
+        """
+        _check_block(rows, self._layout)
+        if weights is not None:
+            _check_count(len(weights), len(rows))
+        self.add_roots(rows, None if weights is None else _root_weights(weights, self._next_row))
+        self._next_row += len(rows)
+
+    def add_roots(self, rows: Tensor, root_weights: Tensor | None) -> None:
+        """Take rows ``(b, K)`` and the square roots of their weights ``(b,)``, both checked before."""
         if rows.device != self._buffer.device:
             raise InvalidInputError(
                 f"A block is on {rows.device}, the ones before it on {self._buffer.device}. "
@@ -499,7 +527,7 @@ def _cholesky(gram: Tensor, lambda_reg: float) -> Tensor | None:
     return None if singular else factor
 
 
-def _root_weights(weights: Tensor) -> Tensor:
+def _root_weights(weights: Tensor, first_row: int = 0) -> Tensor:
     """Return the square roots of valid weights, so that weighted rows give H as one product."""
     if weights.dim() != 1 or not weights.is_floating_point():
         raise InvalidInputError(
@@ -508,13 +536,13 @@ def _root_weights(weights: Tensor) -> Tensor:
     bad = torch.nonzero(~torch.isfinite(weights)).flatten()
     if len(bad):
         raise NonFiniteError(
-            f"{len(bad)} of {len(weights)} weights are NaN or infinite, the first at row {int(bad[0])}. "
+            f"{len(bad)} of {len(weights)} weights are NaN or infinite, the first at row {first_row + int(bad[0])}. "
             "Check the loss curvature of these samples, or use weighting='none' (Attributor: kernel='trak')."
         )
     bad = torch.nonzero(weights < 0).flatten()
     if len(bad):
         raise InvalidInputError(
-            f"{len(bad)} of {len(weights)} weights are negative, the first at row {int(bad[0])} "
+            f"{len(bad)} of {len(weights)} weights are negative, the first at row {first_row + int(bad[0])} "
             f"({float(weights[bad[0]]):.3g}). A loss that is not convex in the output has no "
             "Gauss-Newton kernel; use weighting='none' (Attributor: kernel='trak')."
         )

@@ -5,6 +5,7 @@ Shapes: N train rows, M targets, b rows of a tile, k rows kept per target.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Literal, final
 
 import torch
@@ -13,7 +14,7 @@ from torch import Tensor
 from trak_lite._validate import one_of, positive_int
 from trak_lite.errors import InvalidInputError, NonFiniteError, StateError
 
-__all__ = ["TopK"]
+__all__ = ["TopK", "merged_top"]
 
 
 @final
@@ -111,6 +112,32 @@ class TopK:
         touching = [run for run in self._seen if run[1] == start or run[0] == stop]
         self._seen = [run for run in self._seen if run not in touching]
         self._seen.append((min([start, *(a for a, _ in touching)]), max([stop, *(b for _, b in touching)])))
+
+
+@torch.no_grad()
+def merged_top(
+    parts: Sequence[tuple[Tensor, Tensor]], k: int, *, sign: Literal["helpful", "harmful"]
+) -> tuple[Tensor, Tensor]:
+    """Return the best k train rows of every target from those of parts of the rows.
+
+    Args:
+        parts: What :meth:`TopK.result` gave for each part, with the same k.
+        k: How many to keep.
+        sign: As for :class:`TopK`.
+
+    Returns:
+        Row indices ``(M, k)`` and scores ``(M, k)``, as one :class:`TopK` of all rows gives them.
+
+    Example:
+        >>> parts = [(torch.tensor([[4]]), torch.tensor([[2.0]])), (torch.tensor([[1]]), torch.tensor([[2.0]]))]
+        >>> merged_top(parts, 1, sign="helpful")
+        (tensor([[1]]), tensor([[2.]]))
+    """
+    factor = 1.0 if one_of(("helpful", "harmful"), sign=sign) == "helpful" else -1.0
+    rows = torch.cat([part for part, _ in parts], 1)
+    keys = torch.cat([scores for _, scores in parts], 1).mul_(factor).add_(0.0)
+    rows, keys = _best_first(rows, keys, positive_int(k=k))
+    return rows, keys.mul_(factor).add_(0.0)
 
 
 def _lowest_rows_of_highest(keys: Tensor, k: int) -> tuple[Tensor, Tensor]:

@@ -1,0 +1,177 @@
+"""What the ranks of ``test_ranks`` do; imported by each of them."""
+
+from __future__ import annotations
+
+import os
+import traceback
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from torch import distributed as dist
+from torch.utils.data import Dataset, TensorDataset
+
+from trak_lite import Attributor
+from trak_lite.distributed import joined_ranks
+from trak_lite.store import ZarrFeatureStore, _grid
+
+N, R, M = 300, 32, 5
+LM = "causal_language_modeling"
+
+
+def as_rank(
+    answers: Any, rank: int, size: int, port: int, job: Callable[..., Any], arguments: Sequence[Any]
+) -> None:
+    """Do a job as torchrun would have it done, and answer with what it returns or raises."""
+    torch.set_num_threads(1)
+    _grid._FEWEST_ROWS_PER_COMMIT = R
+    os.fsync = lambda fd: None  # type: ignore[assignment]  # a kill leaves the page cache alone
+    if size > 1:
+        os.environ |= {"RANK": str(rank), "WORLD_SIZE": str(size), "LOCAL_RANK": str(rank)}
+        os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "TORCHELASTIC_RUN_ID": "test"}
+    try:
+        answers.put((rank, "done", job(*arguments)))
+    except Exception as error:
+        traceback.print_exc()
+        answers.put((rank, type(error).__name__, str(error)))
+
+
+def network() -> nn.Module:
+    return nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 3))
+
+
+class LanguageModel(nn.Module):
+    """Says the next token from the sum of those before."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(5, 3)
+        self.head = nn.Linear(3, 5)
+
+    def forward(self, input_ids: Tensor) -> Tensor:
+        return self.head(torch.tanh(self.embedding(input_ids).cumsum(1)))
+
+
+def data(count: int, seed: int = 0, task: str = "image_classification") -> TensorDataset:
+    generator = torch.Generator().manual_seed(seed)
+    if task == LM:
+        ids = torch.randint(5, (count, 4), generator=generator)
+        return TensorDataset(ids, ids)
+    return TensorDataset(torch.randn(count, 4, generator=generator), torch.arange(count) % 3)
+
+
+def states(net: nn.Module, count: int) -> list[dict[str, Tensor]]:
+    torch.manual_seed(1)
+    return [{name: torch.randn_like(v) for name, v in net.state_dict().items()} for _ in range(count)]
+
+
+def attributor(path: Any, net: nn.Module | None = None, **changes: Any) -> Attributor:
+    settings = {"proj_dim": 16, "dtype": "float32", "progress": False, **changes}
+    task = settings.pop("task", "image_classification")
+    return Attributor(network() if net is None else net, task, path, batch_size=7, **settings)
+
+
+# ------------------------------------------------------------------------ jobs
+
+
+def featurize_and_score(path: str, task: str, count: int, checkpoints: int) -> tuple[int, bool]:
+    """Return the rows that this rank wrote, and whether it left a process group behind."""
+    net = LanguageModel() if task == LM else network()
+    made = attributor(path, net, task=task)
+    written = made.featurize(data(count, task=task), states(net, checkpoints)).rows_written
+    made.score(data(M, 2, task), "dense")
+    made.score(data(M, 2, task), "top", dense=False, k=4)
+    return written, dist.is_initialized()
+
+
+def score_again(path: str) -> list[list[int]]:
+    top = attributor(path).score(data(M, 2), "top", dense=False, k=4).top(4)
+    return top.indices.tolist()
+
+
+def with_own_group(path: str, init_method: str, rank: int, size: int) -> tuple[int, bool]:
+    dist.init_process_group("gloo", init_method=init_method, rank=rank, world_size=size)
+    found = featurize_and_score(path, "image_classification", N, 1)
+    dist.destroy_process_group()
+    return found
+
+
+class Broken(Dataset[Any]):
+    """One row of one rank's data is broken, and the others take their time."""
+
+    def __len__(self) -> int:
+        return 600
+
+    def __getitem__(self, index: int) -> tuple[Tensor, int]:
+        import time
+
+        if os.environ["RANK"] == "1":
+            return torch.full((4,), torch.nan), 0
+        time.sleep(0.02)
+        return torch.ones(4), index % 3
+
+
+def one_fails(path: str) -> None:
+    attributor(path).featurize(Broken(), dataset_id="broken")
+
+
+def with_other_weights(path: str) -> None:
+    torch.manual_seed(int(os.environ["RANK"]))
+    attributor(path, network()).featurize(data(N))
+
+
+def other_calls(path: str) -> None:
+    made = attributor(path)
+    made.featurize(data(N)) if os.environ["RANK"] == "0" else made.score(data(M))
+
+
+def only_on_rank_0(path: str) -> int | None:
+    made = attributor(path, distributed=False)
+    return made.featurize(data(N), states(network(), 1)).rows_written if os.environ["RANK"] == "0" else None
+
+
+def shown_bar(path: str, output: str) -> int:
+    """Return the rows that this rank wrote; its bar goes to a file."""
+    import sys
+
+    with open(f"{output}-{os.environ['RANK']}", "w") as sys.stderr:
+        return attributor(path, progress=True).featurize(data(N), states(network(), 1)).rows_written
+
+
+def listed() -> list[int]:
+    """Return the ranks in the order in which they were merged."""
+    with joined_ranks("list") as ranks:
+        return ranks.merged([ranks.rank], lambda low, high: low + high)
+
+
+def summed_twice() -> list[bytes]:
+    """Return sums over ranks of numbers that round, made twice, on rank 0."""
+    found = []
+    for _ in range(2):
+        with joined_ranks("sum") as ranks:
+            tensor = torch.rand(
+                1000, generator=torch.Generator().manual_seed(ranks.rank), dtype=torch.float64
+            )
+            ranks.add_up([tensor])
+            found.append(tensor.numpy().tobytes() if ranks.rank == 0 else b"")
+    return found
+
+
+def lost_in_a_sum() -> None:
+    with joined_ranks("sum") as ranks:
+        tensor = torch.ones(3)
+        ranks.add_up([tensor])
+        if ranks.rank == 1:
+            dist.reduce = lambda *_, **__: os._exit(0)
+        ranks.add_up([tensor])
+        ranks.add_up([tensor])
+
+
+def contents(path: Path | str) -> dict[str, np.ndarray]:
+    """Return every column of a finished store."""
+    with ZarrFeatureStore.open(path) as store:
+        tables = [(name, store.open_table(name)) for name in store.table_names()]
+        return {f"{name}:{c.name}": table.read(c.name) for name, table in tables for c in table.spec.columns}

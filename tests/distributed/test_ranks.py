@@ -1,0 +1,242 @@
+"""Ranks of one run: what they share, tell each other, and end with, against one process and plain arithmetic."""
+
+from __future__ import annotations
+
+import re
+import socket
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import rank_cases as cases
+import torch
+from forked import forkserver
+from hypothesis import given
+from hypothesis import strategies as st
+from rank_cases import LM, N, contents
+
+from trak_lite import Attributor
+from trak_lite.distributed import OneRank
+from trak_lite.kept_grams import _share
+from trak_lite.scoring import GramAccumulator, TopK, gram, merged_top
+from trak_lite.store import verify_store
+from trak_lite.types import FeatureLayout
+
+Answers = list[tuple[str, Any]]
+
+
+def free_port() -> int:
+    with socket.socket() as found:
+        found.bind(("127.0.0.1", 0))
+        return int(found.getsockname()[1])
+
+
+def on_ranks(size: int, job: Callable[..., Any], *arguments: Any, each: tuple[Any, ...] = ()) -> Answers:
+    """Return what every rank answers, in order; ``each`` names what else a job is told: its rank and their number."""
+    processes = forkserver()
+    answers, port = processes.SimpleQueue(), free_port()
+    started = []
+    for rank in range(size):
+        own = [{"rank": rank, "size": size}[name] for name in each]
+        target = (answers, rank, size, port, job, (*arguments, *own))
+        started.append(processes.Process(target=cases.as_rank, args=target))
+        started[-1].start()
+    for process in started:
+        process.join(120)
+    for process in started:
+        process.kill()  # one that waits for ever must not keep the others waiting
+    assert [process.exitcode for process in started] == [0] * size
+    found = {}
+    while not answers.empty():
+        rank, *found[rank] = answers.get()
+    return [tuple(found[rank]) for rank in sorted(found)]
+
+
+@pytest.fixture(scope="module")
+def alone(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., dict[str, np.ndarray]]:
+    """What one process writes."""
+    found: dict[Any, dict[str, np.ndarray]] = {}
+
+    def of(*job: Any) -> dict[str, np.ndarray]:
+        if job not in found:
+            path = str(tmp_path_factory.mktemp("alone") / "a.zarr")
+            assert [kind for kind, _ in on_ranks(1, cases.featurize_and_score, path, *job)] == ["done"]
+            found[job] = contents(path)
+        return found[job]
+
+    return of
+
+
+@pytest.mark.parametrize(
+    ("size", "job"),
+    [
+        (2, ("image_classification", N, 2)),
+        (4, ("image_classification", N, 2)),
+        (4, ("image_classification", 40, 3)),  # more checkpoints than chunks: two at once
+        (2, (LM, N, 1)),  # whose kernel is fitted
+    ],
+    ids=["two", "four", "few-rows", "fisher"],
+)
+def test_ranks_write_every_row_once_with_the_bits_of_one_process(
+    tmp_path: Path, alone: Any, size: int, job: tuple[str, int, int]
+) -> None:
+    expected = alone(*job)
+    found = on_ranks(size, cases.featurize_and_score, str(tmp_path / "a.zarr"), *job)
+
+    assert [kind for kind, _ in found] == ["done"] * size
+    assert sum(written for _, (written, _) in found) == job[1] * job[2]
+    assert not any(left_behind for _, (_, left_behind) in found)
+    here = contents(tmp_path / "a.zarr")
+    assert here.keys() == expected.keys()
+    for name, values in here.items():
+        if name.startswith("scores"):
+            np.testing.assert_allclose(values, expected[name], rtol=1e-5, atol=1e-5 * np.abs(values).max())
+        else:
+            np.testing.assert_array_equal(values, expected[name], err_msg=name)
+    assert verify_store(tmp_path / "a.zarr").findings == ()
+
+
+def test_the_best_rows_are_those_of_all_scores_whoever_found_them(tmp_path: Path) -> None:
+    path = str(tmp_path / "a.zarr")
+    on_ranks(3, cases.featurize_and_score, path, "image_classification", N, 1)
+    scores = Attributor.open(path, cases.network(), "image_classification").scores("dense").numpy()
+
+    expected = np.argsort(-scores, axis=0, kind="stable")[:4].T.tolist()
+    assert [found for _, found in on_ranks(2, cases.score_again, path)] == [expected] * 2
+
+
+def test_a_process_group_of_the_script_is_used_and_left_to_it(tmp_path: Path, alone: Any) -> None:
+    path, meeting = str(tmp_path / "a.zarr"), f"file://{tmp_path}/meeting"
+    found = on_ranks(2, cases.with_own_group, path, meeting, each=("rank", "size"))
+
+    assert [kind for kind, _ in found] == ["done"] * 2
+    assert all(still_there for _, (_, still_there) in found)
+    expected = alone("image_classification", N, 2)
+    np.testing.assert_array_equal(contents(path)["ckpt-0:features"], expected["ckpt-0:features"])
+
+
+# ------------------------------------------------------------------------ what ends a run
+
+
+def test_an_error_of_one_rank_ends_the_others_with_the_rows_named(tmp_path: Path) -> None:
+    (own, reason), (kind, message) = on_ranks(2, cases.one_fails, str(tmp_path / "a.zarr"))
+
+    assert (own, kind) == ("RankError", "NonFiniteError")
+    assert re.search(r"rows \[\d+, .*\] of the train data", message)
+    assert reason.startswith("Rank 1 failed (NonFiniteError: ")
+    assert message in reason
+
+
+@pytest.mark.parametrize(
+    ("job", "said"),
+    [
+        (cases.with_other_weights, "another checkpoint 'current' (digest of its weights) than rank 0"),
+        (cases.other_calls, "another call than rank 0: \"score 'targets' ("),
+    ],
+    ids=["weights", "calls"],
+)
+def test_ranks_that_do_not_do_the_same_are_told(tmp_path: Path, job: Any, said: str) -> None:
+    (first, _), (second, message) = on_ranks(2, job, str(tmp_path / "a.zarr"))
+
+    assert second == "RankError"
+    assert said in message
+    assert first in ("RankError", "done"), "which may be done before it looks"
+
+
+def test_a_rank_that_is_lost_in_the_middle_of_a_sum_is_missed() -> None:
+    ((kind, message),) = on_ranks(2, cases.lost_in_a_sum)
+
+    assert kind == "RankError"
+    assert "lost the others during a sum over train rows" in message
+
+
+def test_one_rank_may_work_alone_if_it_says_so(tmp_path: Path) -> None:
+    assert on_ranks(2, cases.only_on_rank_0, str(tmp_path / "a.zarr")) == [("done", N), ("done", None)]
+
+
+# ------------------------------------------------------------------------ what they say
+
+
+def test_the_bar_of_rank_0_counts_the_rows_of_all(tmp_path: Path) -> None:
+    found = on_ranks(2, cases.shown_bar, str(tmp_path / "a.zarr"), str(tmp_path / "bar"))
+    shown = (tmp_path / "bar-0").read_text()
+
+    assert f"{N}/{N}" in shown
+    assert found[0][1] < N
+    assert "waiting" not in shown.splitlines()[-1].split("\r")[-1]
+    assert (tmp_path / "bar-1").read_text() == ""
+
+
+@pytest.mark.parametrize("size", [2, 3, 5])
+def test_values_are_merged_in_the_order_of_ranks(size: int) -> None:
+    assert on_ranks(size, cases.listed) == [("done", list(range(size)))] * size
+
+
+def test_a_sum_is_the_same_whenever_it_is_made() -> None:
+    (_, (one, other)), *_ = on_ranks(3, cases.summed_twice)
+
+    assert one == other
+    parts = [
+        torch.rand(1000, generator=torch.Generator().manual_seed(rank), dtype=torch.float64)
+        for rank in range(3)
+    ]
+    np.testing.assert_allclose(np.frombuffer(one), torch.stack(parts).sum(0).numpy(), rtol=1e-15)
+
+
+def test_one_rank_by_itself_says_everything() -> None:
+    ranks = OneRank()
+    ranks.agree("call", "anything")
+    tensor = torch.ones(2)
+    ranks.add_up([tensor])
+    ranks.send_to_all(tensor)
+
+    assert tensor.tolist() == [1, 1]
+    assert ranks.told("whether", lambda: "yes") == "yes"
+
+
+# ------------------------------------------------------------------------ arithmetic
+
+
+@given(st.integers(1, 40), st.integers(1, 6), st.integers(1, 9))
+def test_shares_cover_every_chunk_of_every_part_once(num_ranks: int, num_parts: int, num_chunks: int) -> None:
+    num_parts = min(num_parts, num_ranks)
+    shares = [_share(rank, num_ranks, num_parts, num_chunks) for rank in range(num_ranks)]
+
+    covered = sorted((part, chunk) for part, chunks in shares for chunk in chunks)
+    assert covered == [(part, chunk) for part in range(num_parts) for chunk in range(num_chunks)]
+
+
+@given(st.integers(0, 2**31), st.integers(1, 12), st.integers(1, 5), st.sampled_from(["helpful", "harmful"]))
+def test_the_best_of_parts_are_the_best_of_all(seed: int, cut: int, k: int, sign: Any) -> None:
+    scores = torch.randint(-2, 3, (13, 2), generator=torch.Generator().manual_seed(seed)).float()
+    parts = []
+    for start, part in ((0, scores[:cut]), (cut, scores[cut:])):
+        best = TopK(2, k, sign=sign)
+        best.update(start, part)
+        parts.append(best.result())
+    whole = TopK(2, k, sign=sign)
+    whole.update(0, scores)
+
+    for found, expected in zip(merged_top(parts[::-1], k, sign=sign), whole.result(), strict=True):
+        assert torch.equal(found, expected)
+
+
+def test_rows_with_weights_block_by_block_give_the_gram_of_all() -> None:
+    rows, layout = torch.randn(700, 5, generator=torch.Generator().manual_seed(0)), FeatureLayout.joint(5)
+    weights = torch.rand(700, generator=torch.Generator().manual_seed(1))
+    sums = GramAccumulator(layout, torch.device("cpu"))
+    for start, stop in ((0, 1), (1, 300), (300, 700)):
+        sums.add(rows[start:stop], weights[start:stop])
+
+    assert torch.equal(sums.result()[0], gram([rows], weights, layout=layout)[0])
+
+
+def test_a_bad_weight_is_named_by_its_row() -> None:
+    sums = GramAccumulator(FeatureLayout.joint(1), torch.device("cpu"), first_row=64)
+    sums.add(torch.ones(3, 1), torch.ones(3))
+    with pytest.raises(ValueError, match="the first at row 68"):
+        sums.add(torch.ones(2, 1), torch.tensor([1.0, -1.0]))
+    with pytest.raises(ValueError, match="There are 1 weights"):
+        sums.add(torch.ones(2, 1), torch.ones(1))

@@ -1,0 +1,336 @@
+"""The ranks of one run, launched by torchrun or joined by ``torch.distributed``: what they tell each other.
+
+Rows are shared through the store, with nobody knowing of anybody (:mod:`trak_lite.sharing`). Where processes do know of
+each other, they do more: an error of one of them ends the others, sums over train rows are added up, what one has
+factorised is sent to all. Everything that is said here goes through the key-value store of the launcher or of the
+process group; a process group is used, and made if there is none, for tensors alone.
+
+Every rank makes the same calls in the same order.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import time
+from abc import ABC, abstractmethod
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from functools import cache
+from typing import Any, TypeVar, final
+
+import torch
+from torch import Tensor
+from torch import distributed as dist
+
+from trak_lite.errors import RankError
+from trak_lite.sharing import pauses
+
+__all__ = ["AbstractRanks", "OneRank", "joined_ranks"]
+
+logger = logging.getLogger(__name__)
+
+Value = TypeVar("Value")
+
+_FAILED = "failed"
+_PATIENCE = 30.0  # seconds, until a rank that waits for others says so
+_calls = 0
+"""Calls that this process has made together with others: the same number on every rank."""
+
+
+class AbstractRanks(ABC):
+    """The processes that make a call together, as one of them sees them."""
+
+    rank: int
+    """Number of this one."""
+    size: int
+    """How many there are."""
+
+    @abstractmethod
+    def watch(self) -> None:
+        """Look whether another rank failed.
+
+        Raises:
+            RankError: If so; says which one and why.
+        """
+
+    @abstractmethod
+    def told(self, what: str, value: Callable[[], str]) -> str:
+        """Return what rank 0 says.
+
+        Args:
+            what: What it is, for messages.
+            value: Called on rank 0.
+        """
+
+    def agree(self, what: str, value: str) -> None:
+        """Compare a value with that of rank 0.
+
+        Raises:
+            RankError: If it is another one.
+        """
+        said = self.told(what, lambda: value)
+        if said != value:
+            raise RankError(
+                f"Rank {self.rank} has another {what} than rank 0: {value[:200]!r}, there {said[:200]!r}. All ranks "
+                "make the same calls with the same model, data and settings (a seed that is set before the model is "
+                "built, say). Calls that are meant for one rank alone need Attributor(distributed=False)."
+            )
+
+    @abstractmethod
+    def add_up(self, tensors: Sequence[Tensor]) -> None:
+        """Replace tensors on rank 0 by their sums over ranks; on other ranks they are undefined then."""
+
+    @abstractmethod
+    def send_to_all(self, tensor: Tensor) -> None:
+        """Replace a tensor by that of rank 0."""
+
+    @abstractmethod
+    def merged(self, value: Value, merge: Callable[[Value, Value], Value]) -> Value:
+        """Return what merging the values of all ranks gives, two neighbours at a time, in the order of ranks.
+
+        Args:
+            value: That of this rank; it can be pickled.
+            merge: Associative; gets the value of the lower ranks first.
+        """
+
+
+@final
+class OneRank(AbstractRanks):
+    """A process by itself.
+
+    Example:
+        >>> OneRank().merged(3, max)
+        3
+    """
+
+    rank, size = 0, 1
+
+    def watch(self) -> None:
+        """Do nothing."""
+
+    def told(self, what: str, value: Callable[[], str]) -> str:
+        """Return the value."""
+        return value()
+
+    def add_up(self, tensors: Sequence[Tensor]) -> None:
+        """Do nothing: the sums are what they are."""
+
+    def send_to_all(self, tensor: Tensor) -> None:
+        """Do nothing."""
+
+    def merged(self, value: Value, merge: Callable[[Value, Value], Value]) -> Value:
+        """Return the value."""
+        return value
+
+
+@contextmanager
+def joined_ranks(call: str, *, distributed: bool | None = None) -> Iterator[AbstractRanks]:
+    """Make a call together with the other ranks, inside the block.
+
+    An error that leaves the block ends the others: they raise :class:`~trak_lite.errors.RankError` when they look.
+
+    Args:
+        call: What is called, which must be the same on all ranks.
+        distributed: ``None`` joins others if the script was launched by torchrun, or has a process group, with more
+            than one rank; ``False`` never does.
+
+    Raises:
+        RankError: If rank 0 makes another call.
+    """
+    found = None if distributed is False else _meeting_place()
+    if found is None:
+        yield OneRank()
+        return
+    global _calls
+    _calls += 1
+    ranks = _TorchRanks(_part_of(f"trak_lite/{_calls}", found[0]), *found[1:])
+    try:
+        ranks.agree("call", call)
+        yield ranks
+    except BaseException as error:
+        ranks.report(error)
+        raise
+    finally:
+        ranks.close()
+
+
+def _meeting_place() -> tuple[Any, int, int] | None:
+    """Return a key-value store of all ranks, the number of this one and of all; ``None`` if there is but one."""
+    if not dist.is_available():
+        return None
+    if dist.is_initialized():
+        if dist.get_world_size() == 1:
+            return None
+        return (
+            torch.distributed.group.WORLD.get_group_store(),  # type: ignore[union-attr]  # it is initialised
+            dist.get_rank(),
+            dist.get_world_size(),
+        )
+    if dist.is_torchelastic_launched() and int(os.environ.get("WORLD_SIZE", "1")) > 1:
+        return _launcher_store(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"))
+    return None
+
+
+def _part_of(name: str, store: Any) -> Any:
+    """Return the keys of a store that begin with a name."""
+    return dist.PrefixStore(name, store)  # type: ignore[attr-defined]  # public, but not listed
+
+
+@cache
+def _launcher_store(attempt: str) -> tuple[Any, int, int]:
+    """Return the launcher's key-value store. It is kept: rank 0 may be the one that serves it."""
+    store, rank, size = next(dist.rendezvous("env://"))  # type: ignore[attr-defined]  # public, but not listed
+    return _part_of(f"trak_lite/attempt-{attempt}", store), rank, size
+
+
+@final
+class _TorchRanks(AbstractRanks):
+    """Processes that share a key-value store of ``torch.distributed``."""
+
+    def __init__(self, store: Any, rank: int, size: int) -> None:
+        self.rank, self.size = rank, size
+        self._store = store
+        self._steps: Counter[str] = Counter()
+        self._group: Any = None
+        self._own_group = False
+
+    def watch(self) -> None:
+        if self._has(_FAILED):
+            said = self._store.get(_FAILED).decode()
+            raise RankError(
+                f"{said} Rank {self.rank} stops for that reason. What was done is safe: the same call again continues."
+            )
+
+    def report(self, error: BaseException) -> None:
+        """Tell the others why this rank fails, unless they are the reason."""
+        with contextlib.suppress(dist.DistError):  # whoever serves the store is gone, and the run with it
+            if not isinstance(error, RankError) or not self._store.check([_FAILED]):
+                self._store.set(_FAILED, f"Rank {self.rank} failed ({type(error).__name__}: {error}).")
+
+    def told(self, what: str, value: Callable[[], str]) -> str:
+        key = self._next_step(what)
+        if self.rank == 0:
+            said = value()
+            self._store.set(key, said)
+            return said
+        self._wait_for(key, what)
+        found: str = self._store.get(key).decode()
+        return found
+
+    def add_up(self, tensors: Sequence[Tensor]) -> None:
+        with self._together("a sum over train rows"):
+            for tensor in tensors:
+                moved = self._movable(tensor)
+                dist.reduce(moved, 0, group=self._group_of(moved))
+                if moved is not tensor and self.rank == 0:
+                    tensor.copy_(moved)
+
+    def send_to_all(self, tensor: Tensor) -> None:
+        with self._together("what rank 0 has made"):
+            moved = self._movable(tensor)
+            dist.broadcast(moved, 0, group=self._group_of(moved))
+            if moved is not tensor:
+                tensor.copy_(moved)
+
+    def merged(self, value: Value, merge: Callable[[Value, Value], Value]) -> Value:
+        with self._together("merging"):
+            group = self._group
+            step = 1
+            while step < self.size and self.rank % (2 * step) == 0:
+                if self.rank + step < self.size:
+                    received: list[Any] = [None]
+                    dist.recv_object_list(received, self.rank + step, group=group)
+                    value = merge(value, received[0])
+                step *= 2
+            if self.rank:
+                dist.send_object_list([value], self.rank - step, group=group)
+            result = [value]
+            dist.broadcast_object_list(result, 0, group=group)
+        return result[0]
+
+    def close(self) -> None:
+        """Give back the process group that was made, if one was."""
+        if self._own_group:
+            dist.destroy_process_group(self._group)
+        self._group = None
+
+    @contextmanager
+    def _together(self, what: str) -> Iterator[None]:
+        """Wait for all ranks, then let them talk directly."""
+        key = self._next_step(what)
+        if self._store.add(f"{key}/arrived", 1) == self.size:
+            self._store.set(key, "all")
+        self._wait_for(key, what)
+        try:
+            if self._group is None:
+                self._open_group()
+            yield
+        except RuntimeError as error:
+            self.watch()
+            raise RankError(
+                f"Rank {self.rank} lost the others during {what} ({error}). One of them may have been killed: what was "
+                "done is safe, and the same call again continues, with as many ranks as there are then."
+            ) from error
+
+    def _open_group(self) -> None:
+        """Take a process group that carries tensors of the CPU: the script's, or one of our own."""
+        if not dist.is_initialized():
+            backend = (
+                "cpu:gloo,cuda:nccl" if torch.cuda.is_available() and dist.is_nccl_available() else "gloo"
+            )
+            dist.init_process_group(
+                backend, store=_part_of("group", self._store), rank=self.rank, world_size=self.size
+            )
+            self._group, self._own_group = dist.group.WORLD, True
+        elif "gloo" in dist.get_backend_config():
+            self._group = dist.group.WORLD
+        else:
+            self._group, self._own_group = dist.new_group(backend="gloo"), True
+
+    def _movable(self, tensor: Tensor) -> Tensor:
+        """Return a tensor that a process group carries: itself, or a copy on the CPU."""
+        carried = tensor.device.type == "cpu" or (tensor.is_cuda and "nccl" in dist.get_backend_config())
+        return tensor if carried and tensor.is_contiguous() else tensor.cpu().contiguous()
+
+    def _group_of(self, tensor: Tensor) -> Any:
+        return self._group if tensor.device.type == "cpu" else dist.group.WORLD
+
+    def _has(self, key: str) -> bool:
+        try:
+            return bool(self._store.check([key]))
+        except dist.DistError as error:
+            raise RankError(
+                f"Rank {self.rank} cannot reach the process any more that serves the ranks' common keys ({error}). "
+                "What was done is safe: the same call again continues."
+            ) from error
+
+    def _next_step(self, what: str) -> str:
+        """Return the key of the next thing that is said under a name: ranks that differ miss each other, no more."""
+        self._steps[what] += 1
+        return f"{what} {self._steps[what]}"
+
+    def _wait_for(self, key: str, what: str) -> None:
+        """Wait for a key to be set, and say so if that takes long.
+
+        Raises:
+            RankError: If another rank fails meanwhile.
+        """
+        began, said = time.monotonic(), False
+        for pause in pauses():
+            if self._has(key):
+                return
+            self.watch()
+            if not said and time.monotonic() - began > _PATIENCE:
+                said = True
+                logger.warning(
+                    "Rank %d of %d has waited %d s for others to come to the same place (%s). Every rank must make the "
+                    "same calls; those for one rank alone need Attributor(distributed=False).",
+                    self.rank,
+                    self.size,
+                    _PATIENCE,
+                    what,
+                )
+            time.sleep(pause)
