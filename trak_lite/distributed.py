@@ -38,6 +38,8 @@ _FAILED = "failed"
 _PATIENCE = 30.0  # seconds, until a rank that waits for others says so
 _calls = 0
 """Calls that this process has made together with others: the same number on every rank."""
+_known_failures: set[str] = set()
+"""What has ended a call of this process before."""
 
 
 class AbstractRanks(ABC):
@@ -146,7 +148,7 @@ def joined_ranks(call: str, *, distributed: bool | None = None) -> Iterator[Abst
         return
     global _calls
     _calls += 1
-    ranks = _TorchRanks(_part_of(f"trak_lite/{_calls}", found[0]), *found[1:])
+    ranks = _TorchRanks(_part_of("trak_lite", found[0]), *found[1:], number=_calls)
     try:
         ranks.agree("call", call)
         yield ranks
@@ -190,16 +192,19 @@ def _launcher_store(attempt: str) -> tuple[Any, int, int]:
 class _TorchRanks(AbstractRanks):
     """Processes that share a key-value store of ``torch.distributed``."""
 
-    def __init__(self, store: Any, rank: int, size: int) -> None:
+    def __init__(self, store: Any, rank: int, size: int, *, number: int) -> None:
         self.rank, self.size = rank, size
-        self._store = store
+        self._failures = store  # of all calls: another rank may still be in the one before
+        self._store = _part_of(str(number), store)
+        self._number = number
         self._steps: Counter[str] = Counter()
         self._group: Any = None
         self._own_group = False
 
     def watch(self) -> None:
-        if self._has(_FAILED):
-            said = self._store.get(_FAILED).decode()
+        said = self._failure()
+        if said is not None and said not in _known_failures:
+            _known_failures.add(said)
             raise RankError(
                 f"{said} Rank {self.rank} stops for that reason. What was done is safe: the same call again continues."
             )
@@ -207,8 +212,11 @@ class _TorchRanks(AbstractRanks):
     def report(self, error: BaseException) -> None:
         """Tell the others why this rank fails, unless they are the reason."""
         with contextlib.suppress(dist.DistError):  # whoever serves the store is gone, and the run with it
-            if not isinstance(error, RankError) or not self._store.check([_FAILED]):
-                self._store.set(_FAILED, f"Rank {self.rank} failed ({type(error).__name__}: {error}).")
+            if isinstance(error, RankError) and self._failure() is not None:
+                return
+            said = f"Rank {self.rank} failed in call {self._number} ({type(error).__name__}: {error})."
+            _known_failures.add(said)
+            self._failures.set(_FAILED, said)
 
     def told(self, what: str, value: Callable[[], str]) -> str:
         key = self._next_step(what)
@@ -298,9 +306,13 @@ class _TorchRanks(AbstractRanks):
     def _group_of(self, tensor: Tensor) -> Any:
         return self._group if tensor.device.type == "cpu" else dist.group.WORLD
 
-    def _has(self, key: str) -> bool:
+    def _failure(self) -> str | None:
+        """Return what the rank says that failed last, in this call or another one."""
+        return self._failures.get(_FAILED).decode() if self._has(self._failures, _FAILED) else None
+
+    def _has(self, store: Any, key: str) -> bool:
         try:
-            return bool(self._store.check([key]))
+            return bool(store.check([key]))
         except dist.DistError as error:
             raise RankError(
                 f"Rank {self.rank} cannot reach the process any more that serves the ranks' common keys ({error}). "
@@ -320,7 +332,7 @@ class _TorchRanks(AbstractRanks):
         """
         began, said = time.monotonic(), False
         for pause in pauses():
-            if self._has(key):
+            if self._has(self._store, key):
                 return
             self.watch()
             if not said and time.monotonic() - began > _PATIENCE:

@@ -307,4 +307,5 @@ class SharedRows:
             )
         self._done.say("waiting for other writers")
         time.sleep(seconds)
-        self._watch()
+        if self._look():  # where nothing is left, nobody else is needed
+            self._watch()

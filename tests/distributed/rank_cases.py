@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import sys
+import time
 import traceback
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -99,23 +101,24 @@ def with_own_group(path: str, init_method: str, rank: int, size: int) -> tuple[i
     return found
 
 
-class Broken(Dataset[Any]):
-    """One row of one rank's data is broken, and the others take their time."""
+class SlowOnRank0(Dataset[Any]):
+    """Data that take their time on rank 0, and may be broken on rank 1."""
+
+    def __init__(self, rank_1: float) -> None:
+        self.rank_1 = rank_1
 
     def __len__(self) -> int:
-        return 600
+        return N
 
     def __getitem__(self, index: int) -> tuple[Tensor, int]:
-        import time
-
         if os.environ["RANK"] == "1":
-            return torch.full((4,), torch.nan), 0
+            return torch.full((4,), self.rank_1), index % 3
         time.sleep(0.02)
         return torch.ones(4), index % 3
 
 
 def one_fails(path: str) -> None:
-    attributor(path).featurize(Broken(), dataset_id="broken")
+    attributor(path).featurize(SlowOnRank0(torch.nan), dataset_id="slow")
 
 
 def with_other_weights(path: str) -> None:
@@ -135,10 +138,9 @@ def only_on_rank_0(path: str) -> int | None:
 
 def shown_bar(path: str, output: str) -> int:
     """Return the rows that this rank wrote; its bar goes to a file."""
-    import sys
-
     with open(f"{output}-{os.environ['RANK']}", "w") as sys.stderr:
-        return attributor(path, progress=True).featurize(data(N), states(network(), 1)).rows_written
+        made = attributor(path, progress=True)
+        return made.featurize(SlowOnRank0(1.0), dataset_id="slow").rows_written
 
 
 def listed() -> list[int]:

@@ -454,6 +454,21 @@ def test_two_may_drop_the_same_table(full, monkeypatch):
     assert os.listdir(f"{full}/targets/test") == ["zarr.json"]
 
 
+def test_two_may_drop_the_same_table_at_the_same_moment(full, monkeypatch):
+    real = os.rename
+
+    def renamed_before(source, target):
+        real(source, target)
+        real(source, f"{target}-twice")
+
+    with ZarrFeatureStore.open(full, "r+") as store:
+        monkeypatch.setattr(_dropping.os, "rename", renamed_before)
+        store.drop_table(NAME)
+        monkeypatch.undo()
+        assert store.table_names() == []
+    assert os.listdir(f"{full}/targets/test") == ["zarr.json"]
+
+
 def test_a_reader_of_a_dropped_table_keeps_the_rows_it_holds(full):
     with reading(full) as table:
         rows = table.read_chunk(0, "q")

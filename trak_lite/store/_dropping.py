@@ -39,7 +39,8 @@ def stage_locked(folder: str) -> Iterator[None]:
 def drop_folder(folder: str) -> None:
     """Take the name from a folder; :func:`remove_dropped` removes what is left of it."""
     parent, name = os.path.split(folder)
-    os.rename(folder, f"{parent}/{_prefix(name)}{uuid.uuid4().hex}")
+    with contextlib.suppress(FileNotFoundError):  # another process has dropped it at the same moment
+        os.rename(folder, f"{parent}/{_prefix(name)}{uuid.uuid4().hex}")
     failpoint("table_renamed")
     sync_folder(parent)
 
