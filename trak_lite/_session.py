@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 
@@ -21,13 +22,16 @@ def model_device(model: nn.Module) -> torch.device:
 
 
 def resolve_device(device: str | torch.device, model: nn.Module) -> torch.device:
-    """Return the device to run on; ``"auto"`` is where the model is.
+    """Return the device to run on; ``"auto"`` is where the model is, or the GPU of this rank.
+
+    Of the ranks that torchrun starts on one machine, each takes its own GPU, where the script has put every rank's
+    model on the first one.
 
     Raises:
         InvalidInputError: If the device is unknown or not available.
     """
     if device == "auto":
-        return model_device(model)
+        return _of_this_rank(model_device(model))
     try:
         resolved = torch.device(device)
     except (RuntimeError, TypeError) as error:
@@ -39,6 +43,14 @@ def resolve_device(device: str | torch.device, model: nn.Module) -> torch.device
             f"device={str(device)!r} was asked for, but torch sees no CUDA GPU. Use 'cpu' or 'auto'."
         )
     return resolved
+
+
+def _of_this_rank(device: torch.device) -> torch.device:
+    """Return the GPU with the number that the launcher gave this process, if the device is the first one by default."""
+    local = os.environ.get("LOCAL_RANK", "")
+    if device != torch.device("cuda", 0) or not local.isdecimal() or torch.cuda.current_device() != 0:
+        return device
+    return torch.device("cuda", int(local)) if int(local) < torch.cuda.device_count() else device
 
 
 @contextmanager

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
@@ -310,8 +311,10 @@ class Attributor:
             self._session(identity, appended_to, ranks=ranks) as session,
         ):
             for checkpoint in iterate_checkpoints(checkpoints, checkpoint_loader):
-                written += session.featurize(checkpoint, rows)
+                # What comes from an iterator is not held any longer than it has to be.
+                written += session.featurize(checkpoint, rows, wait=isinstance(checkpoints, Iterator))
                 names.append(checkpoint.name)
+            written += session.finish(rows)
         if not names:
             raise InvalidInputError(
                 "checkpoints is empty. Pass at least one, or leave it out for the model as it is."
@@ -539,7 +542,8 @@ class Attributor:
         Reported is the linear datamodeling score (LDS): how well summed scores rank the retrained models' outputs of a
         target, beside methods that cost next to nothing. The verdict is kept with the scores and printed with them.
         Every retraining is kept in the store, so the same call continues after a kill, and verifying other scores of
-        the same targets (another ``view``, ``calibrate=True``) trains nothing again.
+        the same targets (another ``view``, ``calibrate=True``) trains nothing again. Of several ranks the first one
+        trains.
 
         Args:
             train_fn: ``train_fn(rows, seed)`` trains from scratch on these train rows, numbered as in ``scores``, and
@@ -573,31 +577,39 @@ class Attributor:
         identity = targets.identity(dataset_id)
         scores = self.scores(name, **view)
         path = self._kept.path(name, self._settings.score_settings(**view))
-        with self._workspace.opened(self._settings.manifest(None)) as workspace:
-            compare_fingerprints(
-                {"targets": workspace.store().open_table(path).spec.fingerprint["targets"]},
-                {"targets": identity},
-                where=path,
-                remedy="Pass the targets that were scored under this name.",
-            )
-            rows = self._kept.rows(workspace.store(), path, name)
-            if calibrate:
-                rows.require_kernel()
-            retrained = retrain_into(
-                workspace,
-                f"retrains/{name}",
-                train_fn,
-                subset_masks(len(scores), budget, alpha=alpha, seed=subset_seed, strata=strata),
-                partial(target_outputs, self.model, self.task, targets, self.device),
-                seeds=seeds,
-                train_id=train_id,
-                progress=self._progress,
-                settings={"targets": identity},
-            )
-            verdict = judge(scores, rows, retrained, calibrate=calibrate, texts=texts, confidence=confidence)
-            keep_verdict(workspace.store(), path, verdict)
-            keep_predictions(workspace.store(), path, scores, retrained)
-        return verdict
+
+        def decide() -> str:
+            with self._workspace.opened(self._settings.manifest(None)) as workspace:
+                compare_fingerprints(
+                    {"targets": workspace.store().open_table(path).spec.fingerprint["targets"]},
+                    {"targets": identity},
+                    where=path,
+                    remedy="Pass the targets that were scored under this name.",
+                )
+                rows = self._kept.rows(workspace.store(), path, name)
+                if calibrate:
+                    rows.require_kernel()
+                retrained = retrain_into(
+                    workspace,
+                    f"retrains/{name}",
+                    train_fn,
+                    subset_masks(len(scores), budget, alpha=alpha, seed=subset_seed, strata=strata),
+                    partial(target_outputs, self.model, self.task, targets, self.device),
+                    seeds=seeds,
+                    train_id=train_id,
+                    progress=self._progress,
+                    settings={"targets": identity},
+                )
+                verdict = judge(
+                    scores, rows, retrained, calibrate=calibrate, texts=texts, confidence=confidence
+                )
+                keep_verdict(workspace.store(), path, verdict)
+                keep_predictions(workspace.store(), path, scores, retrained)
+            return json.dumps(verdict.to_json())
+
+        # Ranks other than the first one wait for it, and are told.
+        with self._joined(f"verify {name!r}") as ranks:
+            return Verdict.from_json(json.loads(ranks.told("verdict", decide)))
 
     def calibrated_scores(self, name: str = "targets", **view: Unpack[ScoreView]) -> NDArray[np.float32]:
         """Return the scores of the calibrated kernel that :meth:`verify` found and kept, ``(N, M)``.

@@ -67,18 +67,22 @@ class AbstractRanks(ABC):
             value: Called on rank 0.
         """
 
+    @abstractmethod
+    def first_said(self, what: str, value: str) -> str:
+        """Return what the first rank says that comes here; nobody is waited for."""
+
     def agree(self, what: str, value: str) -> None:
-        """Compare a value with that of rank 0.
+        """Compare a value with that of the first rank that comes here.
 
         Raises:
             RankError: If it is another one.
         """
-        said = self.told(what, lambda: value)
+        said = self.first_said(what, value)
         if said != value:
             raise RankError(
-                f"Rank {self.rank} has another {what} than rank 0: {value[:200]!r}, there {said[:200]!r}. All ranks "
-                "make the same calls with the same model, data and settings (a seed that is set before the model is "
-                "built, say). Calls that are meant for one rank alone need Attributor(distributed=False)."
+                f"Rank {self.rank} has another {what} than another rank: {value[:200]!r}, there {said[:200]!r}. All "
+                "ranks make the same calls with the same model, data and settings (set a seed before the model is "
+                "built). Calls that are meant for one rank alone need Attributor(distributed=False)."
             )
 
     @abstractmethod
@@ -117,6 +121,10 @@ class OneRank(AbstractRanks):
         """Return the value."""
         return value()
 
+    def first_said(self, what: str, value: str) -> str:
+        """Return the value."""
+        return value
+
     def add_up(self, tensors: Sequence[Tensor]) -> None:
         """Do nothing: the sums are what they are."""
 
@@ -152,6 +160,7 @@ def joined_ranks(call: str, *, distributed: bool | None = None) -> Iterator[Abst
     try:
         ranks.agree("call", call)
         yield ranks
+        ranks.part()
     except BaseException as error:
         ranks.report(error)
         raise
@@ -200,6 +209,7 @@ class _TorchRanks(AbstractRanks):
         self._steps: Counter[str] = Counter()
         self._group: Any = None
         self._own_group = False
+        self._heard = False
 
     def watch(self) -> None:
         said = self._failure()
@@ -211,7 +221,9 @@ class _TorchRanks(AbstractRanks):
 
     def report(self, error: BaseException) -> None:
         """Tell the others why this rank fails, unless they are the reason."""
-        with contextlib.suppress(dist.DistError):  # whoever serves the store is gone, and the run with it
+        with contextlib.suppress(
+            dist.DistError, RankError
+        ):  # whoever serves the store is gone, and the run with it
             if isinstance(error, RankError) and self._failure() is not None:
                 return
             said = f"Rank {self.rank} failed in call {self._number} ({type(error).__name__}: {error})."
@@ -220,6 +232,7 @@ class _TorchRanks(AbstractRanks):
 
     def told(self, what: str, value: Callable[[], str]) -> str:
         key = self._next_step(what)
+        self._heard = True
         if self.rank == 0:
             said = value()
             self._store.set(key, said)
@@ -227,6 +240,10 @@ class _TorchRanks(AbstractRanks):
         self._wait_for(key, what)
         found: str = self._store.get(key).decode()
         return found
+
+    def first_said(self, what: str, value: str) -> str:
+        found: bytes = self._store.compare_set(self._next_step(what), "", value)
+        return found.decode()
 
     def add_up(self, tensors: Sequence[Tensor]) -> None:
         with self._together("a sum over train rows"):
@@ -259,6 +276,18 @@ class _TorchRanks(AbstractRanks):
             dist.broadcast_object_list(result, 0, group=group)
         return result[0]
 
+    def part(self) -> None:
+        """Let rank 0 go last where ranks have waited for each other: its process may be the one that serves the keys."""
+        if not self._heard:
+            return
+        if self.rank:
+            self._store.add("gone", 1)
+            return
+        waits = pauses()
+        while self._store.add("gone", 0) < self.size - 1:
+            self.watch()
+            time.sleep(next(waits))
+
     def close(self) -> None:
         """Give back the process group that was made, if one was."""
         if self._own_group:
@@ -269,6 +298,7 @@ class _TorchRanks(AbstractRanks):
     def _together(self, what: str) -> Iterator[None]:
         """Wait for all ranks, then let them talk directly."""
         key = self._next_step(what)
+        self._heard = True
         if self._store.add(f"{key}/arrived", 1) == self.size:
             self._store.set(key, "all")
         self._wait_for(key, what)

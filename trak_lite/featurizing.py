@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
@@ -34,7 +35,7 @@ from trak_lite.pipeline import GRADIENT_NORM, compute_features, featurize_rows
 from trak_lite.projectors import AbstractProjector
 from trak_lite.score_source import target_folder
 from trak_lite.scoring import ScoreSettings
-from trak_lite.sharing import LateTable
+from trak_lite.sharing import LateTable, has_free_rows, pauses
 from trak_lite.store import AbstractFeatureStore, AbstractRowTable, TableSpec
 from trak_lite.target_session import TargetSession, visit_checkpoints
 from trak_lite.types import Batch
@@ -105,6 +106,7 @@ class FeaturizingSession:
         self._sources = sources
         self._progress = progress
         self._ranks = ranks
+        self._unfinished: list[tuple[Checkpoint, str]] = []
 
     @property
     def store(self) -> AbstractFeatureStore:
@@ -115,17 +117,60 @@ class FeaturizingSession:
         """
         return self._workspace.store()
 
-    def featurize(self, checkpoint: Checkpoint, rows: Rows) -> int:
-        """Load a checkpoint and featurize the train rows that it lacks; return how many this process wrote."""
+    def featurize(self, checkpoint: Checkpoint, rows: Rows, *, wait: bool) -> int:
+        """Load a checkpoint and featurize the train rows that it lacks; return how many this process wrote.
+
+        Args:
+            checkpoint: The checkpoint.
+            rows: The train rows.
+            wait: Return when every row is there; otherwise leave to others what they hold, for :meth:`finish`.
+        """
         digest = self._load(checkpoint)
         self._ranks.agree(f"checkpoint {checkpoint.name!r} (digest of its weights)", digest)
-        written = self._featurize_loaded(checkpoint, digest, rows)
+        written = self._featurize_loaded(checkpoint, digest, rows, wait=wait)
         if self._settings.kernel.weighting == "fisher":
             fits = FisherFits(self.store)
             if not fits.is_begun():
                 fits.begin(FisherSettings())
-            self._fit_fisher(digest, checkpoint.name, rows)
+            self._fit_fisher(digest, checkpoint.name, rows, wait=wait)
+        if not self._is_featurized(digest):
+            self._unfinished.append((checkpoint, digest))
         return written
+
+    def finish(self, rows: Rows) -> int:
+        """Wait for what others held when :meth:`featurize` passed by, and take over what they leave.
+
+        Weights are loaded again only for rows that nobody works on any more.
+
+        Returns:
+            Number of rows that this process wrote.
+        """
+        written, waits = 0, pauses()
+        while self._unfinished:
+            unfinished, self._unfinished = self._unfinished, []
+            for checkpoint, digest in unfinished:
+                if self._is_left_alone(digest):
+                    written += self.featurize(checkpoint, rows, wait=False)
+                    waits = pauses()
+                elif not self._is_featurized(digest):
+                    self._unfinished.append((checkpoint, digest))
+            if self._unfinished:
+                self._ranks.watch()
+                time.sleep(next(waits))
+        return written
+
+    def _is_featurized(self, digest: str) -> bool:
+        """Whether all is there that featurizing a checkpoint makes."""
+        table = self.store.open_table(checkpoint_tables(self.store)[digest])
+        return table.complete and (self._settings.kernel.weighting != "fisher" or self._has_fisher(digest))
+
+    def _is_left_alone(self, digest: str) -> bool:
+        """Whether there is something to do for a checkpoint that nobody does."""
+        path = checkpoint_tables(self.store)[digest]
+        if has_free_rows(self.store.open_table(path)):
+            return True
+        fisher = self._settings.kernel.weighting == "fisher"
+        return fisher and FisherFits(self.store).is_left_alone(path, self._settings.layout)
 
     def target_identity(self, identity: Mapping[str, Any], settings: ScoreSettings) -> dict[str, Any]:
         """Return what a target set is recognised by, from what its data are: its curvature belongs to it.
@@ -228,7 +273,7 @@ class FeaturizingSession:
         path = checkpoint_tables(self.store)[digest]
         return FisherFits(self.store).has(path, self._settings.layout)
 
-    def _fit_fisher(self, digest: str, label: str, rows: Rows) -> None:
+    def _fit_fisher(self, digest: str, label: str, rows: Rows, *, wait: bool = True) -> None:
         """Fit the Fisher information of the checkpoint that is loaded, if it is not there yet."""
         if self._has_fisher(digest):
             return
@@ -250,6 +295,7 @@ class FeaturizingSession:
             label=f"Fitting the Fisher information of {label}",
             progress=self._progress,
             watch=self._ranks.watch,
+            wait=wait,
         )
 
     def candidates(self, store: AbstractFeatureStore, needed: Iterable[str]) -> Iterator[Checkpoint]:
@@ -293,7 +339,7 @@ class FeaturizingSession:
         self._settings.task.prepare(self._model)
         return weights_digest(self._model)
 
-    def _featurize_loaded(self, checkpoint: Checkpoint, digest: str, rows: Rows) -> int:
+    def _featurize_loaded(self, checkpoint: Checkpoint, digest: str, rows: Rows, *, wait: bool) -> int:
         """Featurize the train rows of the checkpoint that is loaded; return how many this process wrote."""
         model_id = self._workspace.model_id(digest)
         table = self._workspace.late_table(
@@ -302,12 +348,12 @@ class FeaturizingSession:
             {"name": checkpoint.name, "source": checkpoint.source},
         )
         try:
-            return self._featurize(table, rows, model_id, f"Featurizing {checkpoint.name}")
+            return self._featurize(table, rows, model_id, f"Featurizing {checkpoint.name}", wait=wait)
         except ManifestMismatchError:
             if self._workspace.model_id(digest) == model_id:
                 raise
         # Another process gave the number to another checkpoint just now, and the projection depends on it.
-        return self._featurize_loaded(checkpoint, digest, rows)
+        return self._featurize_loaded(checkpoint, digest, rows, wait=wait)
 
     def _precondition(self, damping: float, table: LateTable, rows: Rows, model_id: int, label: str) -> int:
         """Fill a table with targets behind the curvature of the checkpoint that is loaded."""
@@ -323,6 +369,8 @@ class FeaturizingSession:
         model_id: int,
         label: str,
         projector: AbstractProjector | None = None,
+        *,
+        wait: bool = True,
     ) -> int:
         """Fill a table from the checkpoint that is loaded; return how many rows this process wrote."""
         settings = self._settings
@@ -337,6 +385,7 @@ class FeaturizingSession:
             normalization=settings.normalization,
             progress=self._progress,
             watch=self._ranks.watch,
+            wait=wait,
         )
 
     def _computers(self, what: str) -> Callable[[Batch, NDArray[np.int64]], AbstractGradientComputer]:

@@ -44,7 +44,7 @@ from trak_lite.modelout_functions import AbstractModelOutput, LossModelOutput, M
 from trak_lite.pipeline import FEATURES, as_tensor, feature_table_spec, featurize_rows
 from trak_lite.projectors import AbstractProjector
 from trak_lite.scoring import accumulation_dtype
-from trak_lite.sharing import LateTable, SharedRows, unwatched
+from trak_lite.sharing import LateTable, SharedRows, has_free_rows, unwatched
 from trak_lite.store import AbstractFeatureStore, AbstractRowTable, Column, Manifest, TableSpec
 from trak_lite.types import Batch, FeatureLayout
 
@@ -147,6 +147,15 @@ class FisherFits:
         """Whether the checkpoint with this table is fitted."""
         return self.is_begun() and self._fitted(path, layout) is not None
 
+    def is_left_alone(self, path: str, layout: FeatureLayout) -> bool:
+        """Whether the checkpoint with this table is not fitted, and something of it that nobody does."""
+        if self.has(path, layout):
+            return False
+        folder = _folder(path, self._fingerprint(path, layout))
+        found = {name: self._store.open_table(name) for name in self._store.table_names(folder)}
+        table = found.get(f"{folder}/gram", found.get(f"{folder}/drawn"))
+        return table is None or table.complete or has_free_rows(table)
+
     def grams(self, path: str, layout: FeatureLayout, *, device: torch.device) -> list[Tensor]:
         """Return the gram matrix of one checkpoint, segment by segment.
 
@@ -189,6 +198,7 @@ class FisherFits:
         label: str,
         progress: bool | None,
         watch: Callable[[], None] = unwatched,
+        wait: bool = True,
     ) -> None:
         """Fit the checkpoint that the model holds, or what is missing of it, together with whoever else does.
 
@@ -204,6 +214,7 @@ class FisherFits:
             label: What the progress bar is called.
             progress: Show the bar; ``None`` shows it on a terminal only.
             watch: See :class:`~trak_lite.sharing.SharedRows`.
+            wait: Otherwise leave to others what they hold, and return.
 
         Raises:
             NonFiniteError: If a gradient is NaN or infinite; names the rows.
@@ -232,14 +243,19 @@ class FisherFits:
                 normalization=Normalization(),
                 progress=progress,
                 watch=watching,
+                wait=wait,
             )
             drawn = self._store.open_table(f"{folder}/drawn")
-            self._sum_up(f"{folder}/gram", drawn, layout, len(rows), device, watch)
+            if drawn.complete:
+                self._sum_up(
+                    f"{folder}/gram", drawn, layout, len(rows), device=device, watch=watch, wait=wait
+                )
         except (_FittedByOthersError, StoreError, StateError):
             # Whoever makes the last rows of the matrices drops what they were made of, also from under others.
             if self._fitted(path, layout) is None:
                 raise
-        self._drop_all_but(f"{folder}/gram", path)
+        if self._fitted(path, layout) is not None:
+            self._drop_all_but(f"{folder}/gram", path)
 
     def _sum_up(
         self,
@@ -247,8 +263,10 @@ class FisherFits:
         drawn: AbstractRowTable,
         layout: FeatureLayout,
         num_rows: int,
+        *,
         device: torch.device,
         watch: Callable[[], None],
+        wait: bool,
     ) -> None:
         """Fill the table of the gram matrices: row i is what feature i has in common with those of its segment."""
         widest = max(segment.width for segment in layout.segments)
@@ -261,7 +279,7 @@ class FisherFits:
         scale = num_rows / drawn.spec.num_rows  # a sum over the train rows
         table = self._store.create_table(path, spec)
         with SharedRows(table, _GRAM_ROWS, label="Gram matrices", progress=False, watch=watch) as work:
-            for wanted in (wanted for batches in work.rounds() for wanted in batches):
+            for wanted in (wanted for batches in work.rounds(wait=wait) for wanted in batches):
                 found = scale * _gram_rows(drawn, wanted, layout, device)
                 work.put(wanted, {_GRAM: found.float().cpu().numpy()})
 

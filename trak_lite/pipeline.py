@@ -140,6 +140,7 @@ def featurize_rows(
     normalization: Normalization,
     progress: bool | None = None,
     watch: Callable[[], None] = unwatched,
+    wait: bool = True,
 ) -> int:
     """Featurize the rows that a table still lacks, and put them batch by batch, until all of them are there.
 
@@ -160,6 +161,7 @@ def featurize_rows(
         normalization: What the gradients are divided by.
         progress: Show the bar; ``None`` shows it on a terminal only.
         watch: See :class:`~trak_lite.sharing.SharedRows`.
+        wait: Otherwise leave to others what they hold, and return.
 
     Returns:
         Number of rows that this process wrote.
@@ -170,7 +172,7 @@ def featurize_rows(
         InvalidInputError: If a batch is not what the task expects.
     """
     with SharedRows(table, rows.batch_size, label=label, progress=progress, watch=watch) as work:
-        for wanted, batch in (pair for plan in work.rounds() for pair in rows.batches(plan)):
+        for wanted, batch in (pair for plan in work.rounds(wait=wait) for pair in rows.batches(plan)):
             batch = move_batch(batch, device)
             if batch_size(batch) != len(wanted):
                 raise InvalidInputError(

@@ -9,6 +9,7 @@ Shapes: N rows of a table.
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import random
 import time
@@ -25,7 +26,7 @@ from trak_lite._progress import KeptProgress
 from trak_lite.errors import BusyError, HeldHereError, StateError
 from trak_lite.store import AbstractRowTable, TableSpec
 
-__all__ = ["LateTable", "SharedRows", "pauses", "plan_batches", "unwatched"]
+__all__ = ["LateTable", "SharedRows", "has_free_rows", "pauses", "plan_batches", "unwatched"]
 
 logger = logging.getLogger(__name__)
 
@@ -56,6 +57,16 @@ def pauses() -> Iterator[float]:
     while True:
         yield pause
         pause = min(1.5 * pause, _LONGEST_PAUSE)
+
+
+def has_free_rows(table: AbstractRowTable) -> bool:
+    """Whether a table has rows that are not committed, in a chunk that nobody holds at this moment."""
+    committed = set(table.committed_chunks())
+    for chunk in range(table.num_chunks):
+        if chunk not in committed:
+            with contextlib.suppress(BusyError), table.claim(chunk):
+                return True
+    return False
 
 
 class LateTable:
@@ -175,12 +186,15 @@ class SharedRows:
             self.spec.num_rows, self.spec.num_rows - len(pending), label=label, progress=progress
         )
 
-    def rounds(self) -> Iterator[Iterable[NDArray[np.int64]]]:
+    def rounds(self, *, wait: bool = True) -> Iterator[Iterable[NDArray[np.int64]]]:
         """Yield the batches of rows to compute and put, in rounds, until every row of the table is committed.
 
         Chunks are claimed as the batches are drawn, ahead of their computing where a data loader draws ahead. A round
         ends when others hold all that is left; they are waited for between two rounds only, when this process holds
         nothing: so no two processes ever wait for each other.
+
+        Args:
+            wait: Otherwise end where others hold all that is left.
 
         Yields:
             Batches ``(b,)`` of one chunk each; all of them must be put before the next round.
@@ -191,6 +205,8 @@ class SharedRows:
         waits = pauses()
         while self._look():
             pending = self._claim_next()
+            if pending is None and not wait:
+                break
             if pending is None:
                 self._wait(next(waits))
                 continue

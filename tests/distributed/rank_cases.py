@@ -143,6 +143,22 @@ def shown_bar(path: str, output: str) -> int:
         return made.featurize(SlowOnRank0(1.0), dataset_id="slow").rows_written
 
 
+def verified(path: str) -> dict[str, Any]:
+    """Return the verdict, and how many models this rank trained for it."""
+    trained = []
+
+    def train(rows: Any, seed: int) -> nn.Module:
+        trained.append(seed)
+        torch.manual_seed(len(rows) + int(rows[0]))
+        return network()
+
+    made = attributor(path)
+    made.featurize(data(40), states(network(), 1))
+    made.score(data(M, 2), "test")
+    verdict = made.verify(train, data(M, 2), "test", budget=4, train_id="none")
+    return verdict.to_json() | {"trained": len(trained)}
+
+
 def listed() -> list[int]:
     """Return the ranks in the order in which they were merged."""
     with joined_ranks("list") as ranks:

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import os
+import time
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor, nn
-from torch.utils.data import DataLoader, Subset, TensorDataset
+from torch.utils.data import DataLoader, Dataset, Subset, TensorDataset
 
 from trak_lite import Attributor
 from trak_lite.store import ZarrFeatureStore, _grid
@@ -41,6 +42,34 @@ def run(path: str, count: int = N, workers: int = 0) -> int:
     summary = made.featurize(loader, states(), append=True)
     made.score(data(5, seed=2), f"of-{count}")
     return summary.rows_written
+
+
+class HeldUp(Dataset[Any]):
+    """Data of which one row never comes."""
+
+    def __init__(self, row: int) -> None:
+        self._row, self._data = row, data(N)
+
+    def __len__(self) -> int:
+        return len(self._data)
+
+    def __getitem__(self, row: int) -> tuple[Tensor, ...]:
+        if row == self._row:
+            time.sleep(3600)
+        return self._data[row]
+
+
+def held_up(path: str, row: int) -> int:
+    """Featurize two checkpoints, and stop for ever at a row; return how many rows this process wrote."""
+    torch.set_num_threads(1)
+    _grid._FEWEST_ROWS_PER_COMMIT = R
+    model = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 3))
+    made = Attributor(model, "image_classification", path, proj_dim=16, dtype="float32", progress=False)
+    return made.featurize(HeldUp(row), states(), batch_size=BATCH, dataset_id="data").rows_written
+
+
+def answer_held_up(answers: Any, *arguments: Any) -> None:
+    answers.put(held_up(*arguments))
 
 
 def answer(answers: Any, *arguments: Any) -> None:

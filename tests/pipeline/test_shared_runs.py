@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 from forked import forkserver
-from shared_run_cases import N, R, answer, contents, run
+from shared_run_cases import BATCH, N, R, answer, answer_held_up, contents, run
 
 from trak_lite.errors import MissingStoreError
 from trak_lite.store import ZarrFeatureStore, _grid, verify_store
@@ -94,6 +94,37 @@ def test_after_a_kill_another_number_of_processes_goes_on(
     started[1].kill()
     assert started[1].exitcode == 0
     check_same(path, alone(N))
+
+
+def test_nobody_waits_at_the_end_of_a_checkpoint_while_there_are_others(
+    tmp_path: Path, processes: ForkServerContext, alone: Any
+) -> None:
+    path, answers = tmp_path / "a.zarr", processes.SimpleQueue()
+    slow, fast = (
+        processes.Process(target=answer_held_up, args=(answers, str(path), row)) for row in (BATCH + 1, N)
+    )
+    slow.start()
+    while not _done(path):
+        time.sleep(0.01)
+    fast.start()
+    while _committed(path, "ckpt-1") < N // R + 1:
+        time.sleep(0.01)
+    assert _committed(path, "ckpt-0") < N // R + 1, "its first chunk is held"
+    os.kill(slow.pid, signal.SIGKILL)
+    fast.join(120)
+    fast.kill()
+
+    assert fast.exitcode == 0
+    assert answers.get() == ROWS - BATCH, "all but the batch that was put before"
+    with ZarrFeatureStore.open(path) as store:
+        for model_id in (0, 1):
+            found = store.open_table(f"ckpt-{model_id}").read("features")
+            assert any(np.array_equal(found, values) for values in alone(N))
+
+
+def _committed(path: Path, name: str) -> int:
+    with ZarrFeatureStore.open(path) as store:
+        return len(store.open_table(name).committed_chunks()) if name in store.table_names() else 0
 
 
 def test_processes_append_rows_together(tmp_path: Path, processes: ForkServerContext, alone: Any) -> None:
