@@ -28,6 +28,8 @@ __all__ = ["Rows", "evenly_spread"]
 _RowNumbers = np.ndarray[Any, np.dtype[np.int64]]
 
 DEFAULT_BATCH_SIZE = 32
+_DIGESTED_ROWS = 1 << 20
+"""Row numbers that are digested at a time."""
 _NUM_PROBES = 64
 """Samples that stand for a dataset. Of 64, one in ten changed labels escapes once in a thousand times; of 3, mostly."""
 
@@ -72,14 +74,13 @@ class Rows:
         _refuse_unindexed(self.dataset, what)
         self.collate = collate or default_collate
         self.batch_size = batch_size or DEFAULT_BATCH_SIZE
-        self._in_order = indices is None
-        self.indices = _checked_indices(indices, len(self.dataset), what)
-        if len(self.indices) == 0:
+        self._indices = None if indices is None else _checked_indices(indices, len(self.dataset), what)
+        if len(self) == 0:
             raise InvalidInputError(f"No rows in {what}. There must be at least one.")
 
     def __len__(self) -> int:
         """Return the number of rows."""
-        return len(self.indices)
+        return len(self.dataset) if self._indices is None else len(self._indices)
 
     def numbers(self, rows: _RowNumbers) -> _RowNumbers:
         """Return the rows by which messages name some of them: themselves."""
@@ -93,7 +94,7 @@ class Rows:
         if type(self.dataset) is TensorDataset and self.collate is default_collate:
             # What collating its samples gives, without taking them apart and stacking them again.
             for rows in plan:
-                chosen = torch.from_numpy(self.indices[rows])
+                chosen = torch.from_numpy(self._in_dataset(rows))
                 yield rows, [tensor[chosen.to(tensor.device)] for tensor in self.dataset.tensors]
             return
         drawn: deque[_RowNumbers] = deque()
@@ -101,7 +102,7 @@ class Rows:
         def dataset_indices() -> Iterator[list[int]]:
             for rows in plan:
                 drawn.append(rows)
-                yield self.indices[rows].tolist()
+                yield self._in_dataset(rows).tolist()
 
         loader = DataLoader(
             self.dataset,
@@ -123,19 +124,28 @@ class Rows:
                 samples, evenly spread, first and last included.
             num_rows: Look at that many rows only, the first ones: what this gave before the others were appended.
         """
-        indices = self.indices[:num_rows]
-        order = hashlib.sha256(indices.astype("<i8").tobytes()).hexdigest()
-        whole = {"num_rows": len(indices), "indices": order}
+        count = len(self) if num_rows is None else min(num_rows, len(self))
+        order = hashlib.sha256()
+        for start in range(0, count, _DIGESTED_ROWS):
+            rows = np.arange(start, min(start + _DIGESTED_ROWS, count))
+            order.update(self._in_dataset(rows).astype("<i8").tobytes())
+        whole = {"num_rows": count, "indices": order.hexdigest()}
         if dataset_id is not None:
             return {**whole, "id": dataset_id}
         digest = hashlib.sha256()
         if isinstance(self.dataset, TensorDataset):  # cheap enough to be exact
             tensors = self.dataset.tensors
-            _digest_value(tuple(t[:num_rows] for t in tensors) if self._in_order else tensors, digest)
+            in_order = self._indices is None
+            _digest_value(tuple(t[:num_rows] for t in tensors) if in_order else tensors, digest)
             return {**whole, "digest": digest.hexdigest()}
-        for row in np.unique(np.linspace(0, len(indices) - 1, _NUM_PROBES).round().astype(np.int64)):
-            _digest_value(self.dataset[int(indices[row])], digest)
+        probed = np.unique(np.linspace(0, count - 1, _NUM_PROBES).round().astype(np.int64))
+        for index in self._in_dataset(probed).tolist():
+            _digest_value(self.dataset[index], digest)
         return {**whole, "probe_digest": digest.hexdigest()}
+
+    def _in_dataset(self, rows: _RowNumbers) -> _RowNumbers:
+        """Return the dataset indices of some rows."""
+        return rows if self._indices is None else self._indices[rows]
 
 
 def evenly_spread(num_rows: int, most: int | None) -> _RowNumbers:
@@ -186,11 +196,7 @@ def _refuse_unindexed(dataset: Any, what: str) -> None:
         )
 
 
-def _checked_indices(
-    indices: Sequence[int] | None, size: int, what: str
-) -> np.ndarray[Any, np.dtype[np.int64]]:
-    if indices is None:
-        return np.arange(size, dtype=np.int64)
+def _checked_indices(indices: Sequence[int], size: int, what: str) -> _RowNumbers:
     given = np.asarray(indices)
     if given.ndim != 1 or (given.size and not np.issubdtype(given.dtype, np.integer)):
         raise InvalidInputError(

@@ -277,7 +277,7 @@ class _TorchRanks(AbstractRanks):
         return result[0]
 
     def part(self) -> None:
-        """Let rank 0 go last where ranks have waited for each other: its process may be the one that serves the keys."""
+        """Let rank 0 go last where ranks have waited for each other: its process may be what serves the keys."""
         if not self._heard:
             return
         if self.rank:

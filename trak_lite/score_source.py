@@ -5,7 +5,7 @@ Shapes: N train rows, M targets, K feature width, C checkpoints, G groups of che
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import combinations
 from typing import final
@@ -179,13 +179,12 @@ class ScoreSource:
         Args:
             terms: The checkpoints' parts; ``None`` takes :meth:`terms`.
             chunk_rows: Chunks of the score table; ``None`` is that of a table of all targets.
-            share: ``(r, n)`` yields the r-th of n parts of them.
+            share: ``(r, n)`` yields the r-th of n parts of the chunks.
         """
         terms = self.terms() if terms is None else terms
         if chunk_rows is None:
             chunk_rows = score_table_spec(self.num_rows, len(terms[0].targets), {}).chunk_rows
-        plan, (part, num_parts) = tile_ranges(self.num_rows, chunk_rows), share
-        for rows in plan[part * len(plan) // num_parts : (part + 1) * len(plan) // num_parts]:
+        for rows in tile_ranges(self.num_rows, chunk_rows, share=share):
             yield rows.start, self.scores_of(rows, terms)
 
     def row_factors(self, rows: NDArray[np.int64]) -> NDArray[np.float64]:
@@ -229,7 +228,7 @@ class ScoreSource:
         """Return the standard errors of the scores of some train rows (``None``: all), ``(rows, targets)``."""
         groups = self.groups(runs)
         terms = self.terms(targets)
-        plan: list[range] | list[NDArray[np.int64]]
+        plan: Iterable[range] | Iterable[NDArray[np.int64]]
         if rows is None:
             chunk_rows = score_table_spec(self.num_rows, len(terms[0].targets), {}).chunk_rows
             plan = tile_ranges(self.num_rows, chunk_rows)

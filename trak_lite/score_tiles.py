@@ -17,7 +17,7 @@ from torch import Tensor
 
 from trak_lite.pipeline import FEATURES, OUT_TO_LOSS, as_tensor
 from trak_lite.scoring import Spread, accumulation_dtype, score_block, unit_segments
-from trak_lite.sharing import SharedRows, plan_batches, unwatched
+from trak_lite.sharing import SharedRows, unwatched
 from trak_lite.store import AbstractRowTable, Column, TableSpec, chunk_rows_for
 from trak_lite.types import FeatureLayout
 
@@ -62,10 +62,24 @@ class ScoreTerm:
     """Segments in which train rows are divided by their norms (cosine); ``None`` takes them as they are."""
 
 
-def tile_ranges(num_rows: int, chunk_rows: int) -> list[range]:
-    """Return the rows of every tile, on the grid that a score table with these chunks is filled on."""
-    plan = plan_batches(np.arange(num_rows), chunk_rows, _TILE_ROWS)
-    return [range(int(rows[0]), int(rows[-1]) + 1) for rows in plan]
+def tile_ranges(num_rows: int, chunk_rows: int, *, share: tuple[int, int] = (0, 1)) -> Iterator[range]:
+    """Yield the rows of every tile, on the grid that a score table with these chunks is filled on.
+
+    Args:
+        num_rows: N.
+        chunk_rows: Rows of a chunk.
+        share: ``(r, n)`` yields the r-th of n parts of the chunks.
+
+    Example:
+        >>> list(tile_ranges(3000, 2048))
+        [range(0, 1024), range(1024, 2048), range(2048, 3000)]
+    """
+    part, num_parts = share
+    num_chunks = -(-num_rows // chunk_rows)
+    for chunk in range(part * num_chunks // num_parts, (part + 1) * num_chunks // num_parts):
+        stop = min((chunk + 1) * chunk_rows, num_rows)
+        for start in range(chunk * chunk_rows, stop, _TILE_ROWS):
+            yield range(start, min(start + _TILE_ROWS, stop))
 
 
 def score_rows(

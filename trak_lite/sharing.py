@@ -95,6 +95,13 @@ class LateTable:
         """Return the rows that are not done, ascending."""
         return np.arange(self.spec.num_rows) if self._table is None else self._table.pending()
 
+    def pending_by_chunk(self) -> NDArray[np.int64]:
+        """Return how many rows of every chunk are not done."""
+        if self._table is not None:
+            return self._table.pending_by_chunk()
+        starts = np.arange(0, self.spec.num_rows, self.spec.chunk_rows)
+        return np.diff(starts, append=self.spec.num_rows)
+
     def committed_chunks(self) -> list[int]:
         """Return the chunks that are complete and readable, ascending."""
         return [] if self._table is None else self._table.committed_chunks()
@@ -168,11 +175,8 @@ class SharedRows:
         """Rows that this process put."""
         self._table = table
         self._rows_per_batch = rows_per_batch
-        pending = table.pending()
+        left = table.pending_by_chunk()
         committed = set(table.committed_chunks())
-        left = np.bincount(
-            pending // self.spec.chunk_rows, minlength=-(-self.spec.num_rows // self.spec.chunk_rows)
-        )
         self._left = {chunk: int(rows) for chunk, rows in enumerate(left) if chunk not in committed}
         """Chunks that are not committed, and how many of their rows are pending as far as is known."""
         self._claims = ExitStack()
@@ -183,7 +187,7 @@ class SharedRows:
         self._watch = watch
         self._looked = time.monotonic()
         self._done = KeptProgress(
-            self.spec.num_rows, self.spec.num_rows - len(pending), label=label, progress=progress
+            self.spec.num_rows, self.spec.num_rows - int(left.sum()), label=label, progress=progress
         )
 
     def rounds(self, *, wait: bool = True) -> Iterator[Iterable[NDArray[np.int64]]]:
@@ -200,7 +204,7 @@ class SharedRows:
             Batches ``(b,)`` of one chunk each; all of them must be put before the next round.
         """
         if isinstance(self._table, LateTable) and not self._table.exists:
-            yield plan_batches(self._table.pending(), self.spec.chunk_rows, self._rows_per_batch)[:1]
+            yield [np.arange(min(self._rows_per_batch, self.spec.chunk_rows, self.spec.num_rows))]
             self._give_up()
         waits = pauses()
         while self._look():

@@ -123,6 +123,12 @@ class AbstractRowTable(ABC):
         """Return the rows that are not done, ascending."""
         return np.flatnonzero(~self.done())
 
+    def pending_by_chunk(self) -> NDArray[np.int64]:
+        """Return how many rows of every chunk are not done, ``(num_chunks,)``."""
+        starts = np.arange(0, self.spec.num_rows, self.spec.chunk_rows)
+        done = np.add.reduceat(self.done(), starts, dtype=np.int64)
+        return np.diff(starts, append=self.spec.num_rows) - done
+
     @property
     def complete(self) -> bool:
         """Whether every row is committed and therefore readable."""
