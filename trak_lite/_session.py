@@ -10,6 +10,14 @@ import torch
 from torch import Tensor, nn
 
 from trak_lite.errors import InvalidInputError
+from trak_lite.sharded import (
+    copied,
+    is_sharded,
+    refuse_other_device,
+    refuse_unsupported_sharding,
+    reset_passes,
+    reshard,
+)
 
 __all__ = ["borrow_model", "model_device", "resolve_device"]
 
@@ -57,21 +65,33 @@ def _of_this_rank(device: torch.device) -> torch.device:
 def borrow_model(model: nn.Module, device: torch.device) -> Iterator[dict[str, Tensor]]:
     """Put a model in eval mode on ``device``; give weights, buffers, modes, flags and device back on exit.
 
-    The values are kept on the CPU meanwhile: one more copy of the model.
+    The values are kept on the CPU meanwhile: one more copy of the model, or of this rank's part of a sharded one.
 
     Yields:
         The model's own parameters and buffers by name, as they were.
+
+    Raises:
+        UnsupportedModelError: If it is sharded otherwise than by FSDP2.
+        InvalidInputError: If it is sharded, and on another device.
     """
+    refuse_unsupported_sharding(model)
     home = model_device(model)
-    saved = {name: tensor.detach().cpu().clone() for name, tensor in _tensors(model).items()}
+    refuse_other_device(model, device, home)
+    reshard(model)
+    saved = {name: copied(tensor) for name, tensor in _tensors(model).items()}
     flags = [(p, p.requires_grad) for p in model.parameters()]
     modes = [(module, module.training) for module in model.modules()]
     try:
-        model.to(device)
+        if not is_sharded(model):
+            model.to(device)
         model.eval()
         yield saved
+    except BaseException:
+        reset_passes(model)
+        raise
     finally:
-        if home != device:
+        reshard(model)
+        if home != device and not is_sharded(model):
             model.to(home)
         with torch.no_grad():
             for name, tensor in _tensors(model).items():

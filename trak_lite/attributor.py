@@ -41,6 +41,7 @@ from trak_lite.score_matrix import DampingPath
 from trak_lite.score_result import ScoreResult, drop_scores
 from trak_lite.scores import Scores
 from trak_lite.scoring import ScoredKernel, ScoreView
+from trak_lite.sharded import refuse_sharded
 from trak_lite.store import RemotePlace, check_name, open_store, resolve_place
 from trak_lite.store.manifest import compare_fingerprints
 from trak_lite.token_scores import token_scores
@@ -402,9 +403,8 @@ class Attributor:
             result = ScoreResult(session.store, train, name, settings, base, identity, len(targets))
             settings.weights(len(train))
             ranks.agree("scores to make (digest of rows, targets and settings)", result.digest())
-            finished = (
-                ranks.told("whether they are there", lambda: str(dense and result.is_finished())) == "True"
-            )
+            said = ranks.told("whether they are there", lambda: str(dense and result.is_finished()))
+            finished = session.agreed(said == "True")
             if not finished:
                 features.find(train, session.candidates)
             source = self._kept.source(session.store, list(train.values()), name, settings, ranks=ranks)
@@ -571,7 +571,9 @@ class Attributor:
             StateError: If the scores were never computed.
             ManifestMismatchError: If ``data`` are not the targets that were scored.
             RetrainingError: If a training fails; names subset and seed.
+            UnsupportedModelError: If the model is sharded.
         """
+        refuse_sharded(self.model, "verify", "Verify with a whole model of the same store")
         check_budget(budget, calibrate=calibrate)
         targets = self._rows(data, indices, batch_size, "the targets")
         identity = targets.identity(dataset_id)

@@ -33,6 +33,7 @@ from trak_lite.modelout_functions import MODEL_OUTPUTS, AbstractModelOutput, des
 from trak_lite.pipeline import feature_table_spec, target_table_spec
 from trak_lite.projectors import AbstractProjector, projector_name, select_projector
 from trak_lite.scoring import KernelSettings, ScoreSettings, ScoreView
+from trak_lite.sharded import is_sharded, refuse_sharded, refuse_unsupported_sharding
 from trak_lite.store import DTYPES, Manifest, TableSpec, dtype_fingerprint
 from trak_lite.types import Batch, FeatureLayout, ParameterShapes, num_entries
 
@@ -88,7 +89,9 @@ class AttributorSettings:
         Raises:
             InvalidInputError: If a setting is not among the allowed ones, or a name in ``grad_wrt`` is unknown.
             UnknownTaskError: If the task is unknown.
+            UnsupportedModelError: If the model is sharded otherwise than by FSDP2, or the gradient computer takes none.
         """
+        refuse_unsupported_sharding(model)
         self._model = model
         self.task = resolve_task(task)
         self.dtype = one_of(DTYPES, dtype=dtype)
@@ -104,7 +107,7 @@ class AttributorSettings:
             device=self.device,
             layout=layout,
         )
-        computer_name, self._make_computer = _decide_computer(gradient_computer)
+        computer_name, self._make_computer = _decide_computer(gradient_computer, model)
         self._is_own_computer = computer_name is None
         self.normalization = as_normalization(normalize)
         self.kernel = self._decide_kernel(kernel, damping)
@@ -374,15 +377,22 @@ def _stored_task(name: str | None, manifest: Manifest) -> Task | None:
 
 
 def _decide_computer(
-    choice: str | GradientComputerFactory,
+    choice: str | GradientComputerFactory, model: nn.Module
 ) -> tuple[str | None, GradientComputerFactory | None]:
     """Return the gradient computer's name and how to make one.
 
-    The name is ``None`` for one of the user's own; how to make it is ``None`` until the first samples decide.
+    The name is ``None`` for one of the user's own; how to make it is ``None`` until the first samples decide. They
+    decide nothing for a model that is sharded: one gradient computer takes it.
     """
     if callable(choice):
+        if not getattr(getattr(choice, "func", choice), "runs_sharded", False):
+            refuse_sharded(model, f"gradient_computer={choice!r}", "Use gradient_computer='hook'")
         return None, choice
     name = one_of(("auto", *GRADIENT_COMPUTERS), gradient_computer=choice)
+    if name == "auto" and is_sharded(model):
+        name = "hook"
+    if name != "auto" and not GRADIENT_COMPUTERS[name].runs_sharded:
+        refuse_sharded(model, f"gradient_computer={name!r}", "Use gradient_computer='hook'")
     return name, None if name == "auto" else GRADIENT_COMPUTERS[name]
 
 

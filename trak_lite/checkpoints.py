@@ -22,6 +22,7 @@ from torch import Tensor, nn
 
 from trak_lite._adapters import completed_adapter
 from trak_lite.errors import CheckpointError
+from trak_lite.sharded import of_all_ranks, reshard, shard_like
 
 __all__ = [
     "Checkpoint",
@@ -249,6 +250,7 @@ def load_into(model: nn.Module, checkpoint: Checkpoint, own: Mapping[str, Tensor
     Raises:
         CheckpointError: If names, shapes or the adapter do not fit; names the first. Nothing is copied then.
     """
+    reshard(model)
     if checkpoint.load is None:
         if own is None:
             return
@@ -277,6 +279,7 @@ def load_into(model: nn.Module, checkpoint: Checkpoint, own: Mapping[str, Tensor
             f"Checkpoint {checkpoint.source or checkpoint.name!r} does not fit {type(model).__name__}: {text}. "
             "Build the model that the checkpoint was saved from."
         )
+    given = {name: shard_like(value, held[name]) for name, value in given.items()}
     model.load_state_dict(given, strict=False)  # tied names may be left out, as safetensors does
 
 
@@ -305,12 +308,16 @@ def _tied_to_given(own: Mapping[str, Any], name: str, given: Mapping[str, Any]) 
 
 
 def weights_digest(model: nn.Module) -> str:
-    """Return the SHA-256 over names, shapes, dtypes and bytes of a model's parameters and persistent buffers."""
+    """Return the SHA-256 over names, shapes, dtypes and bytes of a model's parameters and persistent buffers.
+
+    A sharded parameter is gathered for it, one at a time: all ranks have to ask, and get what a whole model gives.
+    """
+    reshard(model)
     digest = hashlib.sha256()
     for name, tensor in sorted(model.state_dict().items()):
         if not isinstance(tensor, Tensor):
             continue
-        value = tensor.detach().cpu().contiguous()
+        value = of_all_ranks(tensor.detach()).cpu().contiguous()
         digest.update(f"{_bare(name)}|{tuple(value.shape)}|{value.dtype}|".encode())
         if value.numel():
             digest.update(value.reshape(-1).view(torch.uint8).numpy().data)

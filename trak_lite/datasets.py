@@ -86,6 +86,10 @@ class Rows:
         """Return the rows by which messages name some of them: themselves."""
         return rows
 
+    def prepared(self, batch: Batch, rows: _RowNumbers) -> Batch:
+        """Return a batch as the model takes it: as it is."""
+        return batch
+
     def batches(self, plan: Iterable[_RowNumbers]) -> Iterator[tuple[_RowNumbers, Batch]]:
         """Yield every list of rows in the plan with its collated batch; no other row is loaded.
 

@@ -14,6 +14,7 @@ from trak_lite._batches import flatten_batch, take_rows
 from trak_lite.errors import MODEL_FAILURES, InvalidInputError, NonFiniteError, TrakLiteError
 from trak_lite.gradient_computers import AbstractGradientComputer
 from trak_lite.modelout_functions import AbstractModelOutput, ModelCall
+from trak_lite.sharded import is_sharded
 from trak_lite.types import Batch, OutputTerms
 
 __all__ = ["naming_rows", "refuse_non_finite"]
@@ -97,6 +98,8 @@ def _refuse_the_row(
     model: nn.Module, task: AbstractModelOutput, batch: Batch, rows: NDArray[np.int64], what: str
 ) -> None:
     """Run the output function eagerly on each sample alone; raise for the first that it refuses."""
+    if is_sharded(model):
+        return  # the other ranks would have to run it too
     for position, row in enumerate(rows):
         try:
             with torch.no_grad():

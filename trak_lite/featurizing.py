@@ -35,6 +35,7 @@ from trak_lite.pipeline import GRADIENT_NORM, compute_features, featurize_rows
 from trak_lite.projectors import AbstractProjector
 from trak_lite.score_source import target_folder
 from trak_lite.scoring import ScoreSettings
+from trak_lite.sharded import Lockstep, refuse_sharded
 from trak_lite.sharing import LateTable, has_free_rows, pauses
 from trak_lite.store import AbstractFeatureStore, AbstractRowTable, TableSpec
 from trak_lite.target_session import TargetSession, visit_checkpoints
@@ -107,6 +108,7 @@ class FeaturizingSession:
         self._progress = progress
         self._ranks = ranks
         self._unfinished: list[tuple[Checkpoint, str]] = []
+        self._lockstep = Lockstep.of(model)
 
     @property
     def store(self) -> AbstractFeatureStore:
@@ -117,6 +119,10 @@ class FeaturizingSession:
         """
         return self._workspace.store()
 
+    def agreed(self, flag: bool) -> bool:
+        """Return whether all ranks of a sharded model say so, as what they do next has to be the same."""
+        return self._lockstep.all(flag)
+
     def featurize(self, checkpoint: Checkpoint, rows: Rows, *, wait: bool) -> int:
         """Load a checkpoint and featurize the train rows that it lacks; return how many this process wrote.
 
@@ -125,6 +131,7 @@ class FeaturizingSession:
             rows: The train rows.
             wait: Return when every row is there; otherwise leave to others what they hold, for :meth:`finish`.
         """
+        wait = wait or not self._lockstep.is_alone  # what one rank leaves to others, it leaves to itself
         digest = self._load(checkpoint)
         self._ranks.agree(f"checkpoint {checkpoint.name!r} (digest of its weights)", digest)
         written = self._featurize_loaded(checkpoint, digest, rows, wait=wait)
@@ -212,6 +219,7 @@ class FeaturizingSession:
             identity=identity,
             load=self._load,
             spec=spec,
+            agreed=self.agreed,
             featurize=partial(self._precondition, settings.damping or 0.0)
             if preconditioned
             else self._featurize,
@@ -235,6 +243,7 @@ class FeaturizingSession:
         Raises:
             StateError: If a checkpoint is not in the store, or its weights are not to be found.
             ReadOnlyStoreError: If the store cannot be written.
+            UnsupportedModelError: If the curvature is Kronecker-factored, and the model sharded.
         """
         fit, has = self._fitting(rows, identity, settings)
         if checkpoints is not None:
@@ -254,6 +263,7 @@ class FeaturizingSession:
             self._settings.check_kernel("fisher")
             FisherFits(self.store).begin(settings)
             return lambda digest, label: self._fit_fisher(digest, label, rows), self._has_fisher
+        refuse_sharded(self._model, "fit_curvature", "Use settings=FisherSettings(), or fit a whole model")
         fits = self._fits()
         fits.begin(settings, self._settings.task, identity)
 
@@ -275,7 +285,7 @@ class FeaturizingSession:
 
     def _fit_fisher(self, digest: str, label: str, rows: Rows, *, wait: bool = True) -> None:
         """Fit the Fisher information of the checkpoint that is loaded, if it is not there yet."""
-        if self._has_fisher(digest):
+        if self.agreed(self._has_fisher(digest)):
             return
         settings = self._settings
         if not settings.computer_is_chosen:
@@ -303,7 +313,7 @@ class FeaturizingSession:
         for source in self._sources:
             yield from iterate_checkpoints(*source)
         tables = checkpoint_tables(store)
-        for digest in list(needed):
+        for digest in sorted(needed):
             path = store.attributes(tables[digest]).get("source")
             if path is not None and Path(path).is_file():
                 yield from iterate_checkpoints(path)
@@ -386,6 +396,7 @@ class FeaturizingSession:
             progress=self._progress,
             watch=self._ranks.watch,
             wait=wait,
+            lockstep=self._lockstep,
         )
 
     def _computers(self, what: str) -> Callable[[Batch, NDArray[np.int64]], AbstractGradientComputer]:

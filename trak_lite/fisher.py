@@ -27,7 +27,6 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from trak_lite._batches import move_batch
 from trak_lite._validate import positive_int
 from trak_lite.datasets import Rows, evenly_spread
 from trak_lite.errors import (
@@ -44,6 +43,7 @@ from trak_lite.modelout_functions import AbstractModelOutput, LossModelOutput, M
 from trak_lite.pipeline import FEATURES, as_tensor, feature_table_spec, featurize_rows
 from trak_lite.projectors import AbstractProjector
 from trak_lite.scoring import accumulation_dtype
+from trak_lite.sharded import Lockstep
 from trak_lite.sharing import LateTable, SharedRows, has_free_rows, unwatched
 from trak_lite.store import AbstractFeatureStore, AbstractRowTable, Column, Manifest, TableSpec
 from trak_lite.types import Batch, FeatureLayout
@@ -223,7 +223,7 @@ class FisherFits:
         self._require_writable()
         fingerprint = self._fingerprint(path, layout)
         folder = _folder(path, fingerprint)
-        samples = _DrawnRows(rows, task, computer, self._settings(), layout, device)
+        samples = _DrawnRows(rows, task, computer, self._settings(), layout)
         spec = feature_table_spec(len(samples), layout.width, "float32", fingerprint)
 
         def watching() -> None:
@@ -244,6 +244,7 @@ class FisherFits:
                 progress=progress,
                 watch=watching,
                 wait=wait,
+                lockstep=Lockstep.of(computer.model),
             )
             drawn = self._store.open_table(f"{folder}/drawn")
             if drawn.complete:
@@ -352,10 +353,9 @@ class _DrawnRows:
         computer: AbstractGradientComputer,
         settings: FisherSettings,
         layout: FeatureLayout,
-        device: torch.device,
     ) -> None:
         self.what, self.batch_size = rows.what, rows.batch_size
-        self._rows, self._task, self._computer, self._device = rows, task, computer, device
+        self._rows, self._task, self._computer = rows, task, computer
         self._chosen = evenly_spread(len(rows), settings.num_samples(layout))
         self._seed = settings.seed
         self._draws = min(math.ceil(settings.num_samples(layout) / len(self._chosen)), settings.max_draws)
@@ -368,7 +368,7 @@ class _DrawnRows:
         return self._chosen[rows % len(self._chosen)]
 
     def batches(self, plan: Iterable[NDArray[np.int64]]) -> Iterator[tuple[NDArray[np.int64], Batch]]:
-        """Yield every list of rows in the plan with its batch, labels drawn."""
+        """Yield every list of rows in the plan with its batch, which has the labels that it was given."""
         planned: deque[NDArray[np.int64]] = deque()
 
         def train_rows() -> Iterator[NDArray[np.int64]]:
@@ -378,13 +378,13 @@ class _DrawnRows:
 
         # A plan of one batch stays one: no worker is started for it.
         loaded = self._rows.batches([*train_rows()] if isinstance(plan, list) else train_rows())
-        for numbers, batch in loaded:
-            wanted = planned.popleft()
-            yield wanted, self._redrawn(move_batch(batch, self._device), numbers, wanted)
+        for _, batch in loaded:
+            yield planned.popleft(), batch
 
     @torch.no_grad()
-    def _redrawn(self, batch: Batch, numbers: NDArray[np.int64], wanted: NDArray[np.int64]) -> Batch:
-        noise = row_noise(numbers, seed=self._seed, draw=wanted // len(self._chosen))
+    def prepared(self, batch: Batch, rows: NDArray[np.int64]) -> Batch:
+        """Return the batch with labels that the model draws."""
+        noise = row_noise(self.numbers(rows), seed=self._seed, draw=rows // len(self._chosen))
         return self._task.sample_labels(ModelCall(self._computer.model), batch, noise)
 
 

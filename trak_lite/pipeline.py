@@ -7,8 +7,10 @@ Source: TRAK (arXiv:2303.14186), section 3; numbers as in the native method of t
 from __future__ import annotations
 
 import contextlib
+import functools
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from typing import Any, Protocol
+from dataclasses import dataclass
+from typing import Any, Protocol, final
 
 import numpy as np
 import torch
@@ -20,6 +22,7 @@ from trak_lite.diagnosis import naming_rows, refuse_non_finite
 from trak_lite.errors import BusyError, InvalidInputError, NonFiniteError, PrecisionError, StateError
 from trak_lite.gradient_computers import AbstractGradientComputer, Normalization, RowNormalizer
 from trak_lite.projectors import AbstractProjector
+from trak_lite.sharded import ALONE, Lockstep, Turns
 from trak_lite.sharing import LateTable, SharedRows, unwatched
 from trak_lite.store import Column, TableSpec, chunk_rows_for
 from trak_lite.types import Batch, OutputTerms
@@ -55,6 +58,9 @@ class SampleRows(Protocol):
 
     def batches(self, plan: Iterable[NDArray[np.int64]], /) -> Iterator[tuple[NDArray[np.int64], Batch]]:
         """Yield every list of rows in the plan with its batch."""
+
+    def prepared(self, batch: Batch, rows: NDArray[np.int64], /) -> Batch:
+        """Return a batch, on the model's device, with what the model itself has to make of it."""
 
     def numbers(self, rows: NDArray[np.int64], /) -> NDArray[np.int64]:
         """Return the rows by which messages name some of them."""
@@ -141,6 +147,7 @@ def featurize_rows(
     progress: bool | None = None,
     watch: Callable[[], None] = unwatched,
     wait: bool = True,
+    lockstep: Lockstep = ALONE,
 ) -> int:
     """Featurize the rows that a table still lacks, and put them batch by batch, until all of them are there.
 
@@ -162,6 +169,7 @@ def featurize_rows(
         progress: Show the bar; ``None`` shows it on a terminal only.
         watch: See :class:`~trak_lite.sharing.SharedRows`.
         wait: Otherwise leave to others what they hold, and return.
+        lockstep: The ranks that hold parts of the model and fill the same table.
 
     Returns:
         Number of rows that this process wrote.
@@ -170,30 +178,85 @@ def featurize_rows(
         NonFiniteError: If f, q, w or a feature is NaN or infinite; names the rows.
         PrecisionError: If the table's dtype cannot hold a row; names the rows.
         InvalidInputError: If a batch is not what the task expects.
+        StateError: If another rank of a sharded model has failed.
     """
-    with SharedRows(table, rows.batch_size, label=label, progress=progress, watch=watch) as work:
+    made = _BatchWork(table, rows, computer_for, projector, model_id, device, normalization)
+    turns = Turns(lockstep, made.repeat)
+    shared = SharedRows(
+        table, rows.batch_size, label=label, progress=progress, watch=watch, pause=turns.pause
+    )
+    with shared as work, turns:
         for wanted, batch in (pair for plan in work.rounds(wait=wait) for pair in rows.batches(plan)):
-            batch = move_batch(batch, device)
             if batch_size(batch) != len(wanted):
                 raise InvalidInputError(
                     f"Collating {len(wanted)} samples of {rows.what} gave a batch of {batch_size(batch)}. "
                     "The collate function must keep one entry per sample, in order."
                 )
+            with turns.batch():
+                found = made.compute(wanted, batch)
             numbers = rows.numbers(wanted)
-            computer = computer_for(batch, numbers)
-            normalizer = _normalizer(table, normalization, len(wanted))
-            features, terms = compute_features(
-                computer,
-                projector,
-                batch,
-                model_id=model_id,
-                rows=numbers,
-                what=rows.what,
-                normalizer=normalizer,
+            put_features(
+                work,
+                wanted,
+                found.features,
+                found.terms,
+                found.computer,
+                found.batch,
+                rows.what,
+                found.norms,
+                numbers=numbers,
             )
-            norms = _norm_column(table, normalizer)
-            put_features(work, wanted, features, terms, computer, batch, rows.what, norms, numbers=numbers)
     return work.written
+
+
+@dataclass(frozen=True, slots=True)
+class _Computed:
+    """What came of one batch."""
+
+    batch: Batch
+    computer: AbstractGradientComputer
+    features: Tensor
+    terms: OutputTerms
+    norms: dict[str, NDArray[Any]]
+
+
+@final
+@dataclass(frozen=True)
+class _BatchWork:
+    """What is done with every batch of a table; the arguments are those of :func:`featurize_rows`."""
+
+    table: LateTable
+    rows: SampleRows
+    computer_for: Callable[[Batch, NDArray[np.int64]], AbstractGradientComputer]
+    projector: AbstractProjector
+    model_id: int
+    device: torch.device
+    normalization: Normalization
+
+    def compute(self, wanted: NDArray[np.int64], batch: Batch) -> _Computed:
+        """Return the features of a batch, the table's rows ``wanted``; every pass of the model is in here."""
+        batch = self.rows.prepared(move_batch(batch, self.device), wanted)
+        numbers = self.rows.numbers(wanted)
+        computer = self.computer_for(batch, numbers)
+        normalizer = _normalizer(self.table, self.normalization, len(wanted))
+        features, terms = compute_features(
+            computer,
+            self.projector,
+            batch,
+            model_id=self.model_id,
+            rows=numbers,
+            what=self.rows.what,
+            normalizer=normalizer,
+        )
+        return _Computed(batch, computer, features, terms, _norm_column(self.table, normalizer))
+
+    def repeat(self) -> None:
+        """Make the passes of a batch of one row, of which nothing is kept."""
+        self.compute(*self._first)
+
+    @functools.cached_property
+    def _first(self) -> tuple[NDArray[np.int64], Batch]:
+        return next(self.rows.batches([np.arange(1)]))
 
 
 def _normalizer(table: LateTable, normalization: Normalization, num_samples: int) -> RowNormalizer | None:

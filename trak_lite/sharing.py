@@ -159,6 +159,7 @@ class SharedRows:
         label: str,
         progress: bool | None,
         watch: Callable[[], None] = unwatched,
+        pause: Callable[[float], None] = time.sleep,
     ) -> None:
         """Look at what is done.
 
@@ -169,7 +170,9 @@ class SharedRows:
             progress: Show the bar; ``None`` shows it on a terminal only.
             watch: Called now and then, while rows are put and while others are waited for; what it raises ends the
                 work, for which there is a reason elsewhere.
+            pause: Lets some seconds pass while others hold all that is left.
         """
+        self._pause = pause
         self.spec = table.spec
         self.written = 0
         """Rows that this process put."""
@@ -326,6 +329,6 @@ class SharedRows:
                 sum(self._left.values()),
             )
         self._done.say("waiting for other writers")
-        time.sleep(seconds)
+        self._pause(seconds)
         if self._look():  # where nothing is left, nobody else is needed
             self._watch()

@@ -33,6 +33,7 @@ class TargetSession:
         identity: Mapping[str, Any],
         load: Callable[[Checkpoint], str],
         spec: Callable[[int, str], TableSpec],
+        agreed: Callable[[bool], bool],
         featurize: Callable[[LateTable, Rows, int, str], int],
     ) -> None:
         """Hold what the target set is, and how features come about.
@@ -45,6 +46,7 @@ class TargetSession:
             identity: What the targets are recognised by.
             load: Loads a checkpoint and returns the digest of its weights.
             spec: Returns the table of the targets' features, from the checkpoint's id and digest.
+            agreed: Returns whether all ranks that hold parts of the model say the same.
             featurize: Fills such a table from the checkpoint that is loaded: table, rows, id, label.
         """
         self._workspace = workspace
@@ -54,6 +56,7 @@ class TargetSession:
         self._identity = identity
         self._load = load
         self._spec = spec
+        self._agreed = agreed
         self._featurize = featurize
 
     def add(self, checkpoint: Checkpoint) -> str:
@@ -82,7 +85,7 @@ class TargetSession:
             StateError: If the weights of a checkpoint are not to be found.
         """
         store = self._workspace.store()
-        waiting = {digest for digest in digests if not self._has(digest)}
+        waiting = {digest for digest in digests if not self._agreed(self._has(digest))}
         visit_checkpoints(store, waiting, candidates, self._load, self._fill, purpose="to score new targets")
 
     def _fill(self, digest: str, label: str) -> None:

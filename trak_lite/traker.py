@@ -54,6 +54,7 @@ from trak_lite.score_tiles import (
     score_table_spec,
 )
 from trak_lite.scoring import KernelSettings, precondition
+from trak_lite.sharded import refuse_sharded
 from trak_lite.sharing import LateTable
 from trak_lite.store import AbstractRowTable, Column, Manifest, TableSpec
 from trak_lite.store.manifest import compare_fingerprints
@@ -125,8 +126,10 @@ class TRAKer:
         Raises:
             InvalidInputError: If a setting is not allowed, or a name in ``grad_wrt`` is unknown.
             ManifestMismatchError: If ``save_dir`` holds features of other settings; names every difference.
+            UnsupportedModelError: If the model is sharded.
         """
         _refuse_replacements(saver=saver, score_computer=score_computer)
+        refuse_sharded(model, "TRAKer", "Use Attributor(gradient_computer='hook')")
         logger.setLevel(logging_level)
         self.model = model
         self.task = resolve_task(task)

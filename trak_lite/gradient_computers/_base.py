@@ -6,7 +6,7 @@ import fnmatch
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
-from typing import Any, TypeAlias
+from typing import Any, ClassVar, TypeAlias
 
 import torch
 from torch import Tensor, nn
@@ -16,6 +16,7 @@ from trak_lite._batches import batch_size
 from trak_lite._validate import known_names, positive_int
 from trak_lite.errors import InvalidInputError, UnsupportedModelError
 from trak_lite.modelout_functions import AbstractModelOutput, ModelCall
+from trak_lite.sharded import refuse_sharded, reshard
 from trak_lite.types import (
     Batch,
     BlockSink,
@@ -55,6 +56,9 @@ class AbstractGradientComputer(ABC):
     canonical name (the first in ``named_parameters()`` order); a kept parameter that f does not depend on
     has gradient zero; the model comes back with the weights, mode and flags it had.
     """
+
+    runs_sharded: ClassVar[bool] = False
+    """Whether it differentiates models that are sharded by FSDP2."""
 
     @abstractmethod
     def __init__(
@@ -262,6 +266,9 @@ class AbstractStreamingComputer(AbstractGradientComputer):
         )
 
     def _stream(self, batch: Batch, sink: BlockSink) -> OutputTerms:
+        if not self.runs_sharded:
+            refuse_sharded(self.model, type(self).__name__, "Use gradient_computer='hook'")
+        reshard(self.model)
         refuse_batch_statistics(self.model)
         kept = select_parameters(self.model, self.grad_wrt)
         count = batch_size(batch)

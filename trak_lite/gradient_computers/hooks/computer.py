@@ -11,7 +11,7 @@ import logging
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
 import torch
 from torch import Tensor, nn
@@ -32,6 +32,7 @@ from trak_lite.gradient_computers.hooks.engine import GradientPass, UnexpectedRo
 from trak_lite.gradient_computers.hooks.probe import Plan, make_plan
 from trak_lite.gradient_computers.hooks.report import Coverage, ParameterCoverage
 from trak_lite.modelout_functions import AbstractModelOutput
+from trak_lite.sharded import ShardedModel, is_sharded, refuse_sharded, reshard
 from trak_lite.types import (
     Batch,
     BlockSink,
@@ -78,7 +79,14 @@ class HookGradientComputer(AbstractStreamingComputer):
     The model runs more often than once per batch: twice when a structure is new, and for every sample that is compared.
     What its forward pass writes in eval mode (a counter, the table of an embedding with ``max_norm``) is written each
     time; in train mode buffers are restored.
+
+    A model that is sharded by FSDP2 (``fully_shard``) takes the same passes on every rank that holds a part of it: all
+    of them have to call each method equally often, each with samples of its own. Its gradients are not compared with
+    plain autograd's, which would take a gradient as large as the model: look at a small model of the same kind that is
+    not sharded. Routed rows are refused there.
     """
+
+    runs_sharded: ClassVar[bool] = True
 
     def __init__(
         self,
@@ -121,11 +129,14 @@ class HookGradientComputer(AbstractStreamingComputer):
         self._failed: dict[Any, str] = {}
         """What a self-check found, by the conditions under which it did."""
         self._turn = 0
+        self._sharded: ShardedModel | None = None
+        """What is known of the model's shards, once it has run."""
 
     def load_model_params(self, model: nn.Module) -> None:
         """Differentiate this model's parameters from now on; values are looked up at every call."""
         self._plans.clear()  # weights of zero can hide which sample a row belongs to
         self._failed.clear()
+        self._sharded = None
         self.model = model
 
     def _stream_samples(
@@ -133,16 +144,46 @@ class HookGradientComputer(AbstractStreamingComputer):
     ) -> OutputTerms:
         batch = map_tensors(Tensor.detach, batch)
         _refuse_complex(kept)
-        with self._naming_failures(batch), self._prepared(kept):
+        with self._naming_failures(batch), self._prepared(kept) as read:
             self._refuse_failed(kept)
             key = self._structure(batch, kept)
-            plan = self._plans.pop(key, None) or make_plan(self.model, kept, batch, self._output)
+            plan = self._planned(key, read, batch)
             found = [
-                self._checked_run(plan, kept, take_rows(batch, rows), sink, rows.start)
+                self._checked_run(plan, read, take_rows(batch, rows), sink, rows.start)
                 for rows in self._chunks(count)
             ]
             self._keep(key, plan)
         return joined_terms(found)
+
+    def _planned(self, key: Any, read: Mapping[str, nn.Parameter], batch: Batch) -> Plan:
+        """Return the plan of batches of this structure, made now if there is none."""
+        known = self._plans.pop(key, None)
+        if self._sharded is not None and self._sharded.lockstep.any(known is None):
+            made = self._plan_in_step(
+                self._sharded, read, batch
+            )  # also where it is known: others need the passes
+            return known or made
+        return known or make_plan(self.model, read, batch, self._output)
+
+    def _plan_in_step(self, sharded: ShardedModel, read: Mapping[str, nn.Parameter], batch: Batch) -> Plan:
+        """Make a plan on all ranks at once, as some of them need one; raise on all of them if one is refused."""
+        plan, refusal = Plan(), None
+        with torch.no_grad():
+            self._output(take_rows(batch, [0]))  # FSDP2 completes itself in the first pass; here nobody looks
+        try:
+            plan = make_plan(self.model, read, batch, self._output)
+            if plan.routed:
+                refusal = UnsupportedModelError(
+                    "The model is sharded, and chooses, orders or moves rows by values. Expected rows that stay in "
+                    "place, as weighted backward passes would have to tell their samples. Use a model that is whole."
+                )
+        except UnsupportedModelError as error:
+            refusal = error
+        if sharded.lockstep.any(refusal is not None):
+            raise refusal or UnsupportedModelError(
+                "Another rank refused its samples, which are told there. Expected samples that all ranks can take."
+            )
+        return plan
 
     def weighted_sum(self, batch: Batch, weights: Tensor) -> dict[str, Tensor]:
         """Return ``sum_i w_i grad f(z_i)`` by parameter name, by one plain backward pass per chunk.
@@ -157,6 +198,7 @@ class HookGradientComputer(AbstractStreamingComputer):
             InvalidInputError: If the batch or the output function's result has the wrong form.
             UnsupportedModelError: If the model mixes samples, or its gradients cannot be told apart.
         """
+        refuse_sharded(self.model, "weighted_sum", "Sum the blocks of stream_gradients")
         kept = select_parameters(self.model, self.grad_wrt)
         chunks = list(self._chunks(batch_size(batch)))
         with self._prepared(kept):
@@ -189,6 +231,7 @@ class HookGradientComputer(AbstractStreamingComputer):
         Raises:
             InvalidInputError: If the batch is empty, or it or the output function's result has the wrong form.
         """
+        reshard(self.model)
         kept = select_parameters(self.model, self.grad_wrt)
         if not batch_size(batch):
             raise InvalidInputError(
@@ -199,10 +242,10 @@ class HookGradientComputer(AbstractStreamingComputer):
         try:
             refuse_batch_statistics(self.model)
             _refuse_complex(kept)
-            with self._naming_failures(part), self._prepared(kept):
-                plan = make_plan(self.model, kept, part, self._output)
+            with self._naming_failures(part), self._prepared(kept) as read:
+                plan = make_plan(self.model, read, part, self._output)
                 positions = self._positions_to_check(plan, 2)
-                grad_pass, escaped = self._compared_pass(plan, kept, part, lambda _: None, 0, positions)[1:]
+                grad_pass, escaped = self._compared_pass(plan, read, part, lambda _: None, 0, positions)[1:]
         except UnsupportedModelError as error:
             return Coverage(tuple(ParameterCoverage(name, "refused", str(error)) for name in kept))
         unread = "no row of these samples reaches it, or f" if plan.routed else "f"
@@ -221,6 +264,8 @@ class HookGradientComputer(AbstractStreamingComputer):
         except (TrakLiteError, torch.OutOfMemoryError):
             raise
         except MODEL_FAILURES as error:
+            if self._sharded is not None:
+                raise  # another forward pass would need the other ranks
             # If the plain forward pass fails too, its own error is the one to show.
             with torch.no_grad():
                 self.terms(batch)
@@ -231,16 +276,31 @@ class HookGradientComputer(AbstractStreamingComputer):
             ) from error
 
     @contextmanager
-    def _prepared(self, kept: Mapping[str, nn.Parameter]) -> Iterator[None]:
-        """Let the kept parameters require grad, and run compiled parts of the model as they were written."""
+    def _prepared(self, kept: Mapping[str, nn.Parameter]) -> Iterator[Mapping[str, nn.Parameter]]:
+        """Let the kept parameters require grad, and run compiled parts of the model as they were written.
+
+        Yields:
+            What operations read in place of the kept parameters: these themselves, unless the model is sharded.
+        """
         with ExitStack() as stack:
             if "torch._dynamo" in sys.modules:  # nothing is compiled before that is imported
                 stack.enter_context(torch.compiler.set_stance("force_eager"))
             stack.enter_context(differentiating_only(self.model, kept))
             stack.enter_context(torch.enable_grad())
-            yield
+            if self._sharded is None and is_sharded(self.model):
+                self._sharded = self._look_at_shards()
+            yield kept if self._sharded is None else self._sharded.gathered(kept)
+
+    def _look_at_shards(self) -> ShardedModel:
+        if self.chunk_size is not None:
+            raise UnsupportedModelError(
+                f"chunk_size={self.chunk_size} was given with a sharded model, all ranks of which make one pass per "
+                "batch. Expected no chunks. Leave chunk_size out, and lower batch_size instead."
+            )
+        return ShardedModel(self.model)
 
     def _output(self, batch: Batch) -> Tensor:
+        reshard(self.model)  # or a pass would depend on the one before it
         return self.terms(batch).output
 
     def _keep(self, key: Any, plan: Plan) -> None:
@@ -287,6 +347,8 @@ class HookGradientComputer(AbstractStreamingComputer):
         try:
             return self._single_pass(plan, kept, batch, sink, start)
         except UnexpectedRowsError as error:
+            if self._sharded is not None:
+                raise
             logger.info("%s", error)
             plan.doubt()  # nothing that the second pass does depends on a number of rows
             return self._single_pass(plan, kept, batch, sink, start)
@@ -388,7 +450,7 @@ class HookGradientComputer(AbstractStreamingComputer):
         Those of every batch are where the forward pass reads values or rows are flattened, as values and ragged rows
         change from batch to batch; otherwise those of batches number 1, 2, 4, 8 and so on of a plan.
         """
-        if not self.self_check or _draws_masks(self.model):
+        if not self.self_check or self._sharded is not None or _draws_masks(self.model):
             return False
         number = plan.num_batches + 1
         often = plan.flattened or plan.chooses_in_python

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from trak_lite.gradient_computers.hooks.registry import GradientRule, rule_for
+from trak_lite.sharded import is_sharded, refuse_sharded_parts, watch_inputs
 
 __all__ = ["AbstractInterceptor", "Function", "is_in_place"]
 
@@ -55,6 +56,9 @@ class AbstractInterceptor(TorchFunctionMode, ABC):
     def show(self, module: nn.Module) -> None:
         """Undo :meth:`hide`."""
 
+    def renamed(self, old: Tensor, new: Tensor) -> None:
+        """Know an input of a sharded module under the tensor that takes its place."""
+
     def __torch_function__(
         self, func: Function, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
@@ -81,12 +85,16 @@ class AbstractInterceptor(TorchFunctionMode, ABC):
 
     def install(self, model: nn.Module) -> list[Any]:
         """Hook the modules that need to be seen as such; the handles undo it."""
-        handles: list[Any] = []
+        handles = watch_inputs(model, self.renamed)
         for module in model.modules():
             rule = rule_for(module)
             if rule is not None:
+                refuse_sharded_parts(module)
                 handles.append(module.register_forward_pre_hook(self._enter))
-                handles.append(module.register_forward_hook(self._leave(rule), with_kwargs=True))
+                leave = self._leave(rule)  # before the parameters of a module that is sharded are given up
+                handles.append(
+                    module.register_forward_hook(leave, with_kwargs=True, prepend=is_sharded(module))
+                )
             elif isinstance(module, nn.RNNBase):
                 handles.append(module.register_forward_pre_hook(self._note_order, with_kwargs=True))
         return handles

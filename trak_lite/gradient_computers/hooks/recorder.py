@@ -144,6 +144,14 @@ class Recorder(AbstractInterceptor):
         self._taint(func, tensors, frozenset(reasons))
         return result
 
+    def renamed(self, old: Tensor, new: Tensor) -> None:
+        """Know an input of a sharded module under the tensor that takes its place."""
+        if id(old) in self.taints:
+            self.taints[id(new)] = (new, self.taints[id(old)][1])
+        if id(old) in self.watched:
+            self.watched[id(new)] = new
+            self.sources[id(new)] = self.sources[id(old)]
+
     def _note_numbers(self, count: int) -> None:
         """Remember that Python got to see some numbers."""
         if count:

@@ -1,0 +1,427 @@
+"""Models that are spread over several devices by FSDP2 (``torch.distributed.fsdp.fully_shard``).
+
+Every parameter is a ``DTensor`` of which each rank holds a part. A module's parameters are gathered for its part of the
+forward pass, and again for its part of the backward pass: so every pass is a collective of all ranks, and they must
+make the same passes in the same order, although each of them has rows of its own.
+
+Source: Zhao et al., "PyTorch FSDP: Experiences on Scaling Fully Sharded Data Parallel" (arXiv:2304.11277).
+"""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from types import TracebackType
+from typing import Any, Self, final
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves, tree_map_only
+
+from trak_lite.errors import InvalidInputError, StateError, UnsupportedModelError
+
+__all__ = [
+    "ALONE",
+    "Lockstep",
+    "ShardedModel",
+    "Turns",
+    "copied",
+    "is_sharded",
+    "of_all_ranks",
+    "refuse_other_device",
+    "refuse_sharded",
+    "refuse_sharded_parts",
+    "refuse_unsupported_sharding",
+    "reset_passes",
+    "reshard",
+    "shard_like",
+    "sharded_modules",
+    "watch_inputs",
+]
+
+_PAUSE = 0.02  # seconds, between looks of ranks that are done
+
+
+def sharded_modules(model: nn.Module) -> list[Any]:
+    """Return the modules that ``fully_shard`` was called on, outermost first."""
+    if "torch.distributed.fsdp" not in sys.modules:  # nothing is sharded before that is imported
+        return []
+    from torch.distributed.fsdp import FSDPModule
+
+    return [module for module in model.modules() if isinstance(module, FSDPModule)]
+
+
+def is_sharded(model: nn.Module) -> bool:
+    """Whether parameters of a model are spread over devices, in whatever way."""
+    if "torch.distributed.fsdp" not in sys.modules and "torch.distributed.tensor" not in sys.modules:
+        return False
+    return (
+        bool(sharded_modules(model))
+        or any(_is_dtensor(p) for p in model.parameters())
+        or _has_flat_shards(model)
+    )
+
+
+def reshard(model: nn.Module) -> None:
+    """Free what a forward pass has left gathered, so that the model has its sharded parameters everywhere."""
+    modules = sharded_modules(model)
+    if modules:
+        with torch._C.DisableTorchFunction():  # no part of the model's own operations
+            for module in modules:
+                module.reshard()
+
+
+def reset_passes(model: nn.Module) -> None:
+    """Let a pass that an error has ended halfway be as if it had never begun; needs torch 2.13 or newer."""
+    inside: set[int] = set()
+    for module in sharded_modules(model):
+        if id(module) not in inside and hasattr(module, "reset_iter_state"):
+            module.reset_iter_state()
+        inside |= {id(child) for child in module.modules()}
+
+
+# Refusals
+
+
+def refuse_sharded(model: nn.Module, what: str, instead: str) -> None:
+    """Raise if a model is sharded, for what does not work then.
+
+    Args:
+        model: The module.
+        what: What was called.
+        instead: What to do, as a sentence without its full stop.
+
+    Raises:
+        UnsupportedModelError: If it is.
+    """
+    if is_sharded(model):
+        raise UnsupportedModelError(
+            f"{what} was called with {type(model).__name__}, whose parameters are sharded. Expected a model that is "
+            f"whole on one device. {instead}."
+        )
+
+
+def refuse_sharded_parts(module: nn.Module) -> None:
+    """Raise if parts of a module with a gradient rule are sharded apart from it, and gone when the rule needs them.
+
+    Raises:
+        UnsupportedModelError: If they are.
+    """
+    if any(part is not module for part in sharded_modules(module)):
+        raise UnsupportedModelError(
+            f"{type(module).__name__} has a gradient rule, and fully_shard was called on modules inside it. Expected "
+            "the parameters of such a module to be gathered together. Call fully_shard on the module itself only."
+        )
+
+
+def refuse_unsupported_sharding(model: nn.Module) -> None:
+    """Raise if a model is sharded in another way than by FSDP2 over one axis of devices, with copies or without.
+
+    Raises:
+        UnsupportedModelError: Names what was found.
+    """
+    if not is_sharded(model):
+        return
+    reshard(model)
+    if _has_flat_shards(model):
+        raise _unsupported("FullyShardedDataParallel (FSDP1) is in it")
+    held = {name: p for name, p in model.named_parameters() if _is_dtensor(p)}
+    managed = {id(p) for module in sharded_modules(model) for p in module.parameters()}
+    for name, p in held.items():
+        if id(p) not in managed or not _is_split_once(p):
+            raise _unsupported(
+                f"{name!r} has placements {p.placements} (tensor or expert parallelism)"  # type: ignore[attr-defined]
+            )
+        if p.device_mesh != next(iter(held.values())).device_mesh:  # type: ignore[attr-defined]
+            raise _unsupported(f"{name!r} is on another device mesh than the first parameter")
+        if p.device.type != p.device_mesh.device_type:  # type: ignore[attr-defined]
+            raise _unsupported(f"{name!r} is offloaded to the {p.device.type}")
+
+
+def refuse_other_device(model: nn.Module, device: torch.device, home: torch.device) -> None:
+    """Raise if a sharded model is to be moved.
+
+    Raises:
+        InvalidInputError: If the device is of another kind than the one that it is on.
+    """
+    if is_sharded(model) and device.type != home.type:
+        raise InvalidInputError(
+            f"device={str(device)!r} was asked for, and the parameters of {type(model).__name__} are sharded on "
+            f"{home.type}. Expected the device that it is on. Use device='auto'."
+        )
+
+
+def _unsupported(seen: str) -> UnsupportedModelError:
+    return UnsupportedModelError(
+        f"The model is sharded in a way that is not supported: {seen}. Expected torch.distributed.fsdp.fully_shard on "
+        "blocks and model over one device mesh, in the parameters' own dtype and without offloading. Shard it so, or "
+        "use a model that is whole on one device."
+    )
+
+
+def _is_dtensor(value: Any) -> bool:
+    if "torch.distributed.tensor" not in sys.modules:
+        return False
+    from torch.distributed.tensor import DTensor
+
+    return isinstance(value, DTensor)
+
+
+def _is_split_once(parameter: Any) -> bool:
+    """Whether a parameter is split along the last axis of its mesh and copied along the others."""
+    from torch.distributed.tensor import Shard
+
+    *others, last = parameter.placements
+    return type(last) is Shard and all(placement.is_replicate() for placement in others)
+
+
+def _has_flat_shards(model: nn.Module) -> bool:
+    if "torch.distributed.fsdp" not in sys.modules:
+        return False
+    from torch.distributed.fsdp import FullyShardedDataParallel
+
+    return any(isinstance(module, FullyShardedDataParallel) for module in model.modules())
+
+
+# Weights
+
+
+def of_all_ranks(tensor: Tensor) -> Tensor:
+    """Return a whole tensor, gathered from all ranks if it is sharded: all of them have to ask for it."""
+    return tensor.full_tensor() if _is_dtensor(tensor) else tensor  # type: ignore[attr-defined]
+
+
+def copied(tensor: Tensor) -> Tensor:
+    """Return a copy of a tensor on the CPU: of this rank's part, where it is sharded."""
+    return tensor.detach().cpu().clone()
+
+
+def shard_like(value: Any, held: Any) -> Any:
+    """Return a weight as a model holds it: this rank's part of a whole one, or the whole of a sharded one.
+
+    Args:
+        value: From a checkpoint, of the same shape; the same on all ranks if it is whole.
+        held: The model's own.
+    """
+    if not _is_dtensor(held):
+        return of_all_ranks(value)
+    if _is_dtensor(value) and value.device_mesh == held.device_mesh and value.placements == held.placements:
+        return value
+    from torch.distributed.tensor import distribute_tensor
+
+    whole = of_all_ranks(value).to(held.device)
+    return distribute_tensor(whole, held.device_mesh, held.placements, src_data_rank=None)
+
+
+# Passes
+
+
+@final
+class ShardedModel:
+    """What hooks need of a sharded model: the parameters that its operations read, and the other ranks."""
+
+    def __init__(self, model: nn.Module) -> None:
+        """Gather one module after the other, to know its parameters; all ranks have to.
+
+        Raises:
+            UnsupportedModelError: If it is sharded in a way that would change numbers, or is not known.
+        """
+        refuse_unsupported_sharding(model)
+        self.lockstep = Lockstep.of(model)
+        self._model = model
+        self._gathered = self._gather()
+        again = self._gather()
+        if any(again[name] is not p for name, p in self._gathered.items()):
+            raise _unsupported("gathering a parameter twice gave two parameters")
+
+    def gathered(self, kept: Mapping[str, nn.Parameter]) -> dict[str, nn.Parameter]:
+        """Return the parameters that operations read in place of these; their values are there in a pass only."""
+        found = {name: self._gathered.get(name, p) for name, p in kept.items()}
+        for p in found.values():
+            p.requires_grad_(True)  # as FSDP2 sets it from the sharded one whenever it gathers
+        return found
+
+    def _gather(self) -> dict[str, nn.Parameter]:
+        reshard(self._model)
+        own = dict(self._model.named_parameters())
+        found: dict[str, nn.Parameter] = {}
+        for module in sharded_modules(self._model):
+            module.unshard()
+            for name, p in self._model.named_parameters():
+                if p is not own[name]:
+                    found[name] = p
+            module.reshard()
+        for name, p in found.items():
+            if p.dtype != own[name].dtype:
+                raise _unsupported(
+                    f"its MixedPrecisionPolicy runs {name!r} in {p.dtype}, not {own[name].dtype}"
+                )
+        return found
+
+
+def watch_inputs(model: nn.Module, renamed: Callable[[Tensor, Tensor], None]) -> list[Any]:
+    """Hook sharded modules such that what FSDP2 does around them hides nothing; the handles undo it.
+
+    Args:
+        model: The module; nothing is hooked in one that is not sharded.
+        renamed: Called with every input of a module, and with the tensor that FSDP2 gives on in its place.
+    """
+    handles: list[Any] = []
+    for module in sharded_modules(model):
+        waiting: list[list[Tensor]] = []
+
+        def note(_: nn.Module, args: Any, kwargs: Any, waiting: list[list[Tensor]] = waiting) -> None:
+            waiting.append(_tensors((args, kwargs)))
+
+        def compare(_: nn.Module, args: Any, kwargs: Any, waiting: list[list[Tensor]] = waiting) -> None:
+            for old, new in zip(waiting.pop(), _tensors((args, kwargs)), strict=False):
+                if new is not old:
+                    renamed(old, new)
+
+        handles.append(module.register_forward_pre_hook(note, prepend=True, with_kwargs=True))
+        handles.append(module.register_forward_pre_hook(compare, with_kwargs=True))
+        # FSDP2 gathers the parameters when the gradient of the module's result comes. It has to come before that of the
+        # operation that made the result, whose rule may want the parameters. (A view would be as good but for `+=`.)
+        handles.append(module.register_forward_hook(_cloned, prepend=True))
+    return handles
+
+
+def _cloned(module: nn.Module, args: Any, result: Any) -> Any:
+    return tree_map_only(Tensor, lambda t: t.clone() if t.requires_grad else t, result)
+
+
+def _tensors(values: Any) -> list[Tensor]:
+    return [leaf for leaf in tree_leaves(values) if isinstance(leaf, Tensor)]
+
+
+# Ranks in step
+
+
+@final
+class Lockstep:
+    """The ranks that hold the parts of one model; a model that is whole has no others."""
+
+    def __init__(self, group: Any = None, device: torch.device | None = None) -> None:
+        """Hold their process group, and the device that it works on; without a group there is one rank."""
+        self._group = group
+        self._device = device
+
+    @classmethod
+    def of(cls, model: nn.Module) -> Self:
+        """Return the ranks over which the parts of a model are spread."""
+        if not is_sharded(model):
+            return cls()
+        reshard(model)
+        for p in model.parameters():
+            if _is_dtensor(p):
+                mesh = p.device_mesh  # type: ignore[attr-defined]
+                return cls(mesh.get_group(mesh.ndim - 1), p.device)
+        return cls()
+
+    @property
+    def is_alone(self) -> bool:
+        """Whether there is one rank only, without a process group."""
+        return self._group is None
+
+    def sums(self, *mine: bool) -> list[int]:
+        """Return for each flag how many ranks have it set; all of them have to ask."""
+        if self._group is None:
+            return [int(flag) for flag in mine]
+        counts = torch.tensor(mine, dtype=torch.int64, device=self._device)
+        torch.distributed.all_reduce(counts, group=self._group)
+        found: list[int] = counts.tolist()
+        return found
+
+    def any(self, flag: bool) -> bool:
+        """Whether a flag is set on any rank; all of them have to ask."""
+        return self.sums(flag)[0] > 0
+
+    def all(self, flag: bool) -> bool:
+        """Whether a flag is set on every rank; all of them have to ask."""
+        return not self.any(not flag)
+
+
+ALONE = Lockstep()
+
+
+@final
+class Turns:
+    """Lets all ranks make the same number of passes, however many batches each of them has.
+
+    Before every pass all ranks tell whether they have a batch. One that has none, as others hold all that is left,
+    makes a pass that is thrown away; it is never asleep while another one waits for it. Use it as a context around the
+    batches of one table.
+    """
+
+    def __init__(self, lockstep: Lockstep, repeat: Callable[[], object]) -> None:
+        """Hold the ranks, and how to make a pass whose result is thrown away."""
+        self._lockstep = lockstep
+        self._repeat = repeat
+        self._in_pass = False
+
+    @contextmanager
+    def batch(self) -> Iterator[None]:
+        """Make the pass of a batch of one's own inside the block.
+
+        Raises:
+            StateError: If another rank has failed.
+        """
+        self._tell(working=True, unfinished=True)
+        self._in_pass = True
+        yield
+        self._in_pass = False
+
+    def pause(self, seconds: float) -> None:
+        """Wait for what others do; help them with a pass if they have a batch.
+
+        Raises:
+            StateError: If another rank has failed.
+        """
+        self._idle(seconds, unfinished=True)
+
+    def __enter__(self) -> Self:
+        """Return the turns."""
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        """Help the others until all are done; after an error outside of a pass, tell them of it."""
+        if self._lockstep.is_alone:
+            return
+        if kind is None:
+            while self._idle(_PAUSE, unfinished=False):
+                pass
+        elif not (self._in_pass or isinstance(error, _OtherRankError)):
+            self._lockstep.sums(False, False, True)
+
+    def _idle(self, seconds: float, *, unfinished: bool) -> bool:
+        """Make the pass of a rank without a batch, or sleep if no rank has one; return whether any is unfinished."""
+        working, left = self._tell(working=False, unfinished=unfinished)
+        if working:
+            self._in_pass = True
+            self._repeat()
+            self._in_pass = False
+        elif left:
+            time.sleep(seconds)
+        return left > 0
+
+    def _tell(self, *, working: bool, unfinished: bool) -> tuple[int, int]:
+        if self._lockstep.is_alone:
+            return 0, 1
+        with_batch, left, failed = self._lockstep.sums(working, unfinished, False)
+        if failed:
+            raise _OtherRankError(
+                f"{failed} other rank(s) that hold parts of the same model failed, and their passes are needed for "
+                "those of this one. Look at their errors; rows that were written stay, and the same call goes on."
+            )
+        return with_batch, left
+
+
+class _OtherRankError(StateError):
+    """Another rank has failed, and said so."""
