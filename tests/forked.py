@@ -14,7 +14,7 @@ import warnings
 from multiprocessing.context import ForkServerContext, ForkServerProcess
 from pathlib import Path
 
-PRELOADED = ["trak_lite", "sklearn.datasets", "matplotlib.pyplot"]
+PRELOADED = ["trak_lite", "sklearn.datasets", "matplotlib.pyplot", "torch.distributed.fsdp"]
 
 
 def forkserver() -> ForkServerContext:

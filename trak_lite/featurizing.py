@@ -252,7 +252,7 @@ class FeaturizingSession:
                 complete_tables(self.store, [digest])
                 fit(digest, checkpoint.name)
             return
-        waiting = [digest for digest in checkpoint_tables(self.store) if not has(digest)]
+        waiting = [digest for digest in checkpoint_tables(self.store) if not self.agreed(has(digest))]
         visit_checkpoints(self.store, waiting, self.candidates, self._load, fit, purpose="to fit a curvature")
 
     def _fitting(

@@ -14,7 +14,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from types import TracebackType
-from typing import Any, Self, final
+from typing import Any, Protocol, Self, final
 
 import torch
 from torch import Tensor, nn
@@ -27,6 +27,8 @@ __all__ = [
     "Lockstep",
     "ShardedModel",
     "Turns",
+    "Watcher",
+    "class_of",
     "copied",
     "is_sharded",
     "of_all_ranks",
@@ -38,7 +40,7 @@ __all__ = [
     "reshard",
     "shard_like",
     "sharded_modules",
-    "watch_inputs",
+    "watch_borders",
 ]
 
 _PAUSE = 0.02  # seconds, between looks of ranks that are done
@@ -51,6 +53,12 @@ def sharded_modules(model: nn.Module) -> list[Any]:
     from torch.distributed.fsdp import FSDPModule
 
     return [module for module in model.modules() if isinstance(module, FSDPModule)]
+
+
+def class_of(module: nn.Module) -> type[nn.Module]:
+    """Return the class of a module as it was written, from which ``fully_shard`` has derived another one."""
+    kinds: list[type[nn.Module]] = [kind for kind in type(module).__mro__ if issubclass(kind, nn.Module)]
+    return kinds[1] if sharded_modules(module)[:1] == [module] else kinds[0]
 
 
 def is_sharded(model: nn.Module) -> bool:
@@ -98,8 +106,8 @@ def refuse_sharded(model: nn.Module, what: str, instead: str) -> None:
     """
     if is_sharded(model):
         raise UnsupportedModelError(
-            f"{what} was called with {type(model).__name__}, whose parameters are sharded. Expected a model that is "
-            f"whole on one device. {instead}."
+            f"{what} was called with {class_of(model).__name__}, whose parameters are sharded. Expected a model that "
+            f"is whole on one device. {instead}."
         )
 
 
@@ -111,8 +119,8 @@ def refuse_sharded_parts(module: nn.Module) -> None:
     """
     if any(part is not module for part in sharded_modules(module)):
         raise UnsupportedModelError(
-            f"{type(module).__name__} has a gradient rule, and fully_shard was called on modules inside it. Expected "
-            "the parameters of such a module to be gathered together. Call fully_shard on the module itself only."
+            f"{class_of(module).__name__} has a gradient rule, and fully_shard was called on modules inside it. "
+            "Expected the parameters of such a module to be gathered together. Call fully_shard on the module itself."
         )
 
 
@@ -137,7 +145,9 @@ def refuse_unsupported_sharding(model: nn.Module) -> None:
         if p.device_mesh != next(iter(held.values())).device_mesh:  # type: ignore[attr-defined]
             raise _unsupported(f"{name!r} is on another device mesh than the first parameter")
         if p.device.type != p.device_mesh.device_type:  # type: ignore[attr-defined]
-            raise _unsupported(f"{name!r} is offloaded to the {p.device.type}")
+            raise _unsupported(
+                f"{name!r} is on {p.device.type}, and its mesh on {p.device_mesh.device_type}"  # type: ignore[attr-defined]
+            )
 
 
 def refuse_other_device(model: nn.Module, device: torch.device, home: torch.device) -> None:
@@ -148,7 +158,7 @@ def refuse_other_device(model: nn.Module, device: torch.device, home: torch.devi
     """
     if is_sharded(model) and device.type != home.type:
         raise InvalidInputError(
-            f"device={str(device)!r} was asked for, and the parameters of {type(model).__name__} are sharded on "
+            f"device={str(device)!r} was asked for, and the parameters of {class_of(model).__name__} are sharded on "
             f"{home.type}. Expected the device that it is on. Use device='auto'."
         )
 
@@ -261,35 +271,67 @@ class ShardedModel:
         return found
 
 
-def watch_inputs(model: nn.Module, renamed: Callable[[Tensor, Tensor], None]) -> list[Any]:
+class Watcher(Protocol):
+    """Sees the operations of a forward pass."""
+
+    looks_away: bool
+    """Whether what comes now is no operation of the model."""
+
+    def renamed(self, old: Tensor, new: Tensor, /) -> None:
+        """Know an input of a sharded module under the tensor that takes its place."""
+
+
+def watch_borders(model: nn.Module, watcher: Watcher) -> list[Any]:
     """Hook sharded modules such that what FSDP2 does around them hides nothing; the handles undo it.
 
-    Args:
-        model: The module; nothing is hooked in one that is not sharded.
-        renamed: Called with every input of a module, and with the tensor that FSDP2 gives on in its place.
+    Nothing is hooked in a model that is not sharded.
     """
-    handles: list[Any] = []
-    for module in sharded_modules(model):
-        waiting: list[list[Tensor]] = []
+    return [handle for module in sharded_modules(model) for handle in _Border(watcher).install(module)]
 
-        def note(_: nn.Module, args: Any, kwargs: Any, waiting: list[list[Tensor]] = waiting) -> None:
-            waiting.append(_tensors((args, kwargs)))
 
-        def compare(_: nn.Module, args: Any, kwargs: Any, waiting: list[list[Tensor]] = waiting) -> None:
-            for old, new in zip(waiting.pop(), _tensors((args, kwargs)), strict=False):
-                if new is not old:
-                    renamed(old, new)
+@final
+class _Border:
+    """What comes into a sharded module and goes out of it, before and after FSDP2's own hooks."""
 
-        handles.append(module.register_forward_pre_hook(note, prepend=True, with_kwargs=True))
-        handles.append(module.register_forward_pre_hook(compare, with_kwargs=True))
+    def __init__(self, watcher: Watcher) -> None:
+        self._watcher = watcher
+        self._coming: list[list[Tensor]] = []
+        self._going: list[list[Tensor]] = []
+
+    def install(self, module: nn.Module) -> list[Any]:
+        return [
+            module.register_forward_pre_hook(self._comes, prepend=True, with_kwargs=True),
+            module.register_forward_pre_hook(self._has_come, with_kwargs=True),
+            module.register_forward_hook(self._goes, prepend=True),
+            module.register_forward_hook(self._has_gone),
+        ]
+
+    def _comes(self, module: nn.Module, args: Any, kwargs: Any) -> None:
+        self._watcher.looks_away = True
+        self._coming.append(_tensors((args, kwargs)))
+
+    def _has_come(self, module: nn.Module, args: Any, kwargs: Any) -> None:
+        self._watcher.looks_away = False
+        for old, new in zip(self._coming.pop(), _tensors((args, kwargs)), strict=False):
+            if new is not old:
+                self._watcher.renamed(old, new)
+
+    def _goes(self, module: nn.Module, args: Any, result: Any) -> Any:
         # FSDP2 gathers the parameters when the gradient of the module's result comes. It has to come before that of the
         # operation that made the result, whose rule may want the parameters. (A view would be as good but for `+=`.)
-        handles.append(module.register_forward_hook(_cloned, prepend=True))
-    return handles
+        result = tree_map_only(Tensor, lambda t: t.clone() if t.requires_grad else t, result)
+        self._watcher.looks_away = True
+        self._going.append(_tensors(result))
+        return result
 
-
-def _cloned(module: nn.Module, args: Any, result: Any) -> Any:
-    return tree_map_only(Tensor, lambda t: t.clone() if t.requires_grad else t, result)
+    def _has_gone(self, module: nn.Module, args: Any, result: Any) -> None:
+        self._watcher.looks_away = False
+        for old, new in zip(self._going.pop(), _tensors(result), strict=False):
+            if new.dtype != old.dtype:
+                raise _unsupported(
+                    f"its MixedPrecisionPolicy makes {new.dtype} of a result of {class_of(module).__name__} that is "
+                    f"{old.dtype}"
+                )
 
 
 def _tensors(values: Any) -> list[Tensor]:
@@ -360,6 +402,8 @@ class Turns:
         self._lockstep = lockstep
         self._repeat = repeat
         self._in_pass = False
+        self._is_told = False
+        """Whether another rank has said that it failed."""
 
     @contextmanager
     def batch(self) -> Iterator[None]:
@@ -397,7 +441,7 @@ class Turns:
         if kind is None:
             while self._idle(_PAUSE, unfinished=False):
                 pass
-        elif not (self._in_pass or isinstance(error, _OtherRankError)):
+        elif not (self._in_pass or self._is_told):
             self._lockstep.sums(False, False, True)
 
     def _idle(self, seconds: float, *, unfinished: bool) -> bool:
@@ -416,12 +460,9 @@ class Turns:
             return 0, 1
         with_batch, left, failed = self._lockstep.sums(working, unfinished, False)
         if failed:
-            raise _OtherRankError(
+            self._is_told = True
+            raise StateError(
                 f"{failed} other rank(s) that hold parts of the same model failed, and their passes are needed for "
                 "those of this one. Look at their errors; rows that were written stay, and the same call goes on."
             )
         return with_batch, left
-
-
-class _OtherRankError(StateError):
-    """Another rank has failed, and said so."""

@@ -39,6 +39,7 @@ from trak_lite.gradient_computers.hooks.routing import (
     row_layout,
     summed_by_owner,
 )
+from trak_lite.sharded import class_of
 from trak_lite.types import BlockSink
 
 __all__ = ["GradientPass", "UnexpectedRowsError"]
@@ -332,7 +333,7 @@ class GradientPass(AbstractInterceptor):
                     take(grads)
 
         if len(outputs) == 1:
-            outputs[0].register_hook(arrived)  # type: ignore[no-untyped-call]
+            _hook(outputs[0], arrived, is_new=tags.site.function is torch._C._nn.linear)
         else:
             torch.autograd.graph.register_multi_grad_hook(
                 [t for t in outputs if t.requires_grad], lambda grads: arrived(*grads), mode="all"
@@ -409,7 +410,7 @@ class GradientPass(AbstractInterceptor):
             found = _parts_of(module, own, rule(module, args, kwargs, grad))
             parts = self._summed(list(found.values()), tags, grad)
             for parameter in own.values():
-                self._ledger.note(parameter, f"rule of {type(module).__name__}")
+                self._ledger.note(parameter, f"rule of {class_of(module).__name__}")
             self._ledger.deposit(list(own.values()), [(own[n], p) for n, p in zip(found, parts, strict=True)])
 
         self._when_known([out], tags, take)
@@ -496,6 +497,23 @@ def _saved(run: list[Any], targets: Mapping[int, Tensor], lean: bool, in_place: 
     if in_place:
         saved[0] = saved[0].clone()
     return saved
+
+
+def _hook(result: Tensor, arrived: Callable[[Tensor], None], *, is_new: bool) -> None:
+    """Hook the gradient of a result as it is now, whatever is written into it later.
+
+    Args:
+        result: The operation's.
+        arrived: Called with the gradient.
+        is_new: Whether nobody else knows what the result is a view of, if it is one.
+    """
+    base = result._base
+    if not is_new or base is None or not (base.is_contiguous() and base.numel() == result.numel()):
+        result.register_hook(arrived)  # type: ignore[no-untyped-call]
+        return
+    # What writes into a view (`x += y`) replaces its history, and the hook would never be called.
+    size, stride = result.size(), result.stride()
+    base.register_hook(lambda grad: arrived(grad.contiguous().as_strided(size, stride)))  # type: ignore[no-untyped-call]
 
 
 def _itself(tensor: Tensor) -> Tensor:

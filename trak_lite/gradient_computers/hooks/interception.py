@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from trak_lite.gradient_computers.hooks.registry import GradientRule, rule_for
-from trak_lite.sharded import is_sharded, refuse_sharded_parts, watch_inputs
+from trak_lite.sharded import is_sharded, refuse_sharded_parts, watch_borders
 
 __all__ = ["AbstractInterceptor", "Function", "is_in_place"]
 
@@ -39,6 +39,8 @@ class AbstractInterceptor(TorchFunctionMode, ABC):
         """The module with a rule of its own that is running, if any."""
         self.packed_order: Tensor | None = None
         """``sorted_indices`` of the packed sequence that a recurrent module reads."""
+        self.looks_away = False
+        """Whether what comes now is no operation of the model, but FSDP2 at work around a module of it."""
 
     @abstractmethod
     def operation(self, function: Function, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
@@ -64,7 +66,7 @@ class AbstractInterceptor(TorchFunctionMode, ABC):
     ) -> Any:
         """Run any operation of torch; those on watched tensors by way of :meth:`operation`."""
         kwargs = kwargs or {}
-        if not torch.is_grad_enabled() or not self.touches(args, kwargs):
+        if self.looks_away or not torch.is_grad_enabled() or not self.touches(args, kwargs):
             return func(*args, **kwargs)
         body = _body(func)
         if body is not None and not self.inside:
@@ -85,7 +87,7 @@ class AbstractInterceptor(TorchFunctionMode, ABC):
 
     def install(self, model: nn.Module) -> list[Any]:
         """Hook the modules that need to be seen as such; the handles undo it."""
-        handles = watch_inputs(model, self.renamed)
+        handles = watch_borders(model, self)
         for module in model.modules():
             rule = rule_for(module)
             if rule is not None:
