@@ -178,7 +178,7 @@ def featurize_rows(
         NonFiniteError: If f, q, w or a feature is NaN or infinite; names the rows.
         PrecisionError: If the table's dtype cannot hold a row; names the rows.
         InvalidInputError: If a batch is not what the task expects.
-        StateError: If another rank of a sharded model has failed.
+        RankError: If another rank of a sharded model has failed.
     """
     made = _BatchWork(table, rows, computer_for, projector, model_id, device, normalization)
     turns = Turns(lockstep, made.repeat)

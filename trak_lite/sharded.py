@@ -20,7 +20,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves, tree_map_only
 
-from trak_lite.errors import InvalidInputError, StateError, UnsupportedModelError
+from trak_lite.errors import InvalidInputError, RankError, UnsupportedModelError
 
 __all__ = [
     "ALONE",
@@ -410,7 +410,7 @@ class Turns:
         """Make the pass of a batch of one's own inside the block.
 
         Raises:
-            StateError: If another rank has failed.
+            RankError: If another rank has failed.
         """
         self._tell(working=True, unfinished=True)
         self._in_pass = True
@@ -421,7 +421,7 @@ class Turns:
         """Wait for what others do; help them with a pass if they have a batch.
 
         Raises:
-            StateError: If another rank has failed.
+            RankError: If another rank has failed.
         """
         self._idle(seconds, unfinished=True)
 
@@ -461,7 +461,7 @@ class Turns:
         with_batch, left, failed = self._lockstep.sums(working, unfinished, False)
         if failed:
             self._is_told = True
-            raise StateError(
+            raise RankError(
                 f"{failed} other rank(s) that hold parts of the same model failed, and their passes are needed for "
                 "those of this one. Look at their errors; rows that were written stay, and the same call goes on."
             )

@@ -157,7 +157,7 @@ def test_two_parts_of_the_model_are_gathered_at_once_at_most(ranks: Run) -> None
 def test_an_error_of_one_rank_is_told_to_the_others(tmp_path: Path, ranks: Run) -> None:
     found = sorted(ranks(3, cases.a_row_is_infinite, str(tmp_path / "a.zarr")))
 
-    assert [text.partition(":")[0] for text in found] == ["NonFiniteError", "StateError", "StateError"]
+    assert [text.partition(":")[0] for text in found] == ["NonFiniteError", "RankError", "RankError"]
     assert "rows [40]" in found[0]
     assert "1 other rank" in found[1]
 
