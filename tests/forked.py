@@ -14,7 +14,8 @@ import warnings
 from multiprocessing.context import ForkServerContext, ForkServerProcess
 from pathlib import Path
 
-PRELOADED = ["trak_lite", "sklearn.datasets", "matplotlib.pyplot", "torch.distributed.fsdp"]
+PRELOADED = ["trak_lite", "sklearn.datasets", "matplotlib.pyplot"]
+PRELOADED += ["torch.distributed.fsdp", "torch._dynamo"]  # fully_shard imports the latter
 
 
 def forkserver() -> ForkServerContext:

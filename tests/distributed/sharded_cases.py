@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import traceback
 import warnings
@@ -15,11 +16,14 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
-from torch.distributed.tensor import DTensor
+from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel, MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import DTensor, Replicate
+from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
 from torch.utils.data import Dataset, TensorDataset
 
 from trak_lite import Attributor, TRAKer
+from trak_lite._session import borrow_model
+from trak_lite.checkpoints import iterate_checkpoints, load_into, weights_digest
 from trak_lite.errors import TrakLiteError
 from trak_lite.gradient_computers import (
     HookGradientComputer,
@@ -205,24 +209,25 @@ def answer(
 # Jobs
 
 
-def featurize_both(folder: str, states: dict[str, list[str]]) -> int:
+def featurize_both(folder: str, states: dict[str, list[str] | None]) -> int:
     """Featurize and score with two checkpoints of full state dicts; return how many rows this rank wrote."""
     return sum(
         run(shard(MODELS[kind]()), kind, f"{folder}/{kind}.zarr", files) for kind, files in states.items()
     )
 
 
-def featurize_in_other_ways(folder: str) -> list[str]:
-    """Shard one model in several ways, and project it in others; return the paths."""
-    ways: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
-        "kept": ({"reshard_after_forward": False}, {}),
-        "copies": ({"mesh": init_device_mesh("cpu", (2, 2), mesh_dim_names=("copy", "part"))}, {}),
-        "sketch": ({"reshard_after_forward": 2}, {"projector": "countsketch"}),
-        "norms": ({}, {"projector": "rademacher", "normalize": "unit", "store_norms": True}),
-    }
-    for name, (options, settings) in ways.items():
-        run(shard(transformer(), **options), "transformer", f"{folder}/{name}.zarr", **settings)
-    return list(ways)
+def featurize_copies(folder: str) -> None:
+    """Shard over two of four ranks, and keep copies of the shards on the other two."""
+    two_by_two = init_device_mesh("cpu", (2, 2), mesh_dim_names=("copy", "part"))
+    run(shard(transformer(), mesh=two_by_two), "transformer", f"{folder}/copies.zarr")
+
+
+def featurize_in_other_ways(folder: str) -> None:
+    """Keep parameters gathered until the backward pass, and project in other ways."""
+    model = shard(transformer(), reshard_after_forward=False)
+    run(model, "transformer", f"{folder}/sketch.zarr", projector="countsketch")
+    settings = {"projector": "rademacher", "normalize": "unit", "store_norms": True}
+    run(model, "transformer", f"{folder}/norms.zarr", **settings)
 
 
 class Failing(Dataset):
@@ -270,37 +275,31 @@ def trained(model: nn.Module) -> list[Tensor]:
     return [p.full_tensor().detach() for p in model.parameters()]
 
 
-def train_after(use: str) -> tuple[bool, bool]:
-    """Return whether a step of training is bitwise the same after a use of the model, and whether flags are."""
+def train_after(use: Callable[[nn.Module], None]) -> list[bool]:
+    """Return whether a use of a model leaves the next training step's bits, the flags and the hooks as they are."""
     plain, used = shard(mlp()), shard(mlp())
     plain(data("mlp").tensors[0])  # leaves the outermost parameters gathered, as a use may find them
     used(data("mlp").tensors[0])
-    flags = [(p.requires_grad, type(p)) for p in shard(mlp()).parameters()]
-    hooks = [len(m._forward_hooks) + len(m._forward_pre_hooks) for m in used.modules()]
-    if use == "a run":
-        run(
-            used,
-            "mlp",
-            None,
-            [{name: p + 1 for name, p in mlp().state_dict().items()}],
-            grad_wrt=["3.weight", "0.bias"],
-        )
-    else:
-        try:
-            HookGradientComputer(used, ImageClassificationModelOutput()).stream_gradients(
-                data("mlp").tensors, _fail
-            )
-        except KeyError:
-            from trak_lite.sharded import reset_passes
-
-            reset_passes(used)
-    same_flags = flags == [(p.requires_grad, type(p)) for p in used.parameters()]
-    same_flags = same_flags and used.training
-    same_flags = same_flags and hooks == [
-        len(m._forward_hooks) + len(m._forward_pre_hooks) for m in used.modules()
-    ]
+    use(used)
+    flags = [(p.requires_grad, type(p)) for p in used.parameters()]
+    same_flags = flags == [(p.requires_grad, type(p)) for p in shard(mlp()).parameters()] and used.training
     same = all(torch.equal(a, b) for a, b in zip(trained(plain), trained(used), strict=True))
-    return same, same_flags
+    return [same, same_flags, _num_hooks(used) == _num_hooks(plain)]
+
+
+def _num_hooks(model: nn.Module) -> int:
+    return sum(len(m._forward_hooks) + len(m._forward_pre_hooks) for m in model.modules())
+
+
+def run_with_other_weights(model: nn.Module) -> None:
+    state = {name: p + 1 for name, p in mlp().state_dict().items()}
+    run(model, "mlp", None, [state], grad_wrt=["3.weight", "0.bias"])
+
+
+def fail_halfway(model: nn.Module) -> None:
+    computer = HookGradientComputer(model, ImageClassificationModelOutput())
+    with contextlib.suppress(KeyError), borrow_model(model, torch.device("cpu")):
+        computer.stream_gradients(data("mlp").tensors, _fail)
 
 
 def _fail(block: Any) -> None:
@@ -370,10 +369,6 @@ def _explained(model: nn.Module) -> Any:
 
 def own_checkpoint() -> bool:
     """Return whether a sharded state dict of the model itself, and one of other shards, can be loaded."""
-    from torch.distributed.tensor import Replicate
-
-    from trak_lite.checkpoints import iterate_checkpoints, load_into, weights_digest
-
     model, other = shard(mlp()), mlp()
     with torch.no_grad():
         for p in other.parameters():
@@ -390,9 +385,6 @@ def own_checkpoint() -> bool:
 
 def refused() -> dict[str, str]:
     """Return what each thing that is not supported says."""
-    from torch.distributed.fsdp import FullyShardedDataParallel
-    from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
-
     task = ImageClassificationModelOutput()
     batch = data("mlp", 4).tensors
     sharded = shard(mlp())
@@ -445,8 +437,6 @@ def _message(case: Callable[[], Any]) -> str:
 
 
 def _moved(model: nn.Module) -> None:
-    from trak_lite._session import borrow_model
-
     with borrow_model(model, torch.device("meta")):
         raise AssertionError
 
@@ -475,3 +465,17 @@ def _ruled_parts() -> nn.Module:
     model = nn.Sequential(RuledOuter())
     fully_shard(model[0].inner, mesh=mesh())
     return fully_shard(model, mesh=mesh())
+
+
+def looked_at() -> dict[str, Any]:
+    """Return what each of these says, for one start of the ranks."""
+    uses = [run_with_other_weights]
+    if hasattr(FSDPModule, "reset_iter_state"):  # torch below 2.13 cannot forget a pass that was not ended
+        uses.append(fail_halfway)
+    return {
+        "training": {use.__name__: train_after(use) for use in uses},
+        "gathered": gathered_at_once(),
+        "coverage": coverage(),
+        "own checkpoint": own_checkpoint(),
+        "refused": refused(),
+    }
