@@ -115,12 +115,15 @@ class Transformer(nn.Module):
 class Sorting(nn.Module):
     """Sorts rows by value before a part that is sharded on its own."""
 
-    def __init__(self) -> None:
+    def __init__(self, *, sorts: bool = True) -> None:
         super().__init__()
         self.inner, self.outer = nn.Linear(4, 4), nn.Linear(4, 3)
+        self.sorts = sorts
 
     def forward(self, x: Tensor) -> Tensor:
         x = self.inner(x)
+        if not self.sorts:
+            return self.outer(x)
         order = x.detach()[:, 0].argsort()
         return self.outer(x[order])[order.argsort()]
 
@@ -423,9 +426,33 @@ def refused() -> dict[str, str]:
             fully_shard(mlp(), mesh=mesh(), mp_policy=MixedPrecisionPolicy(output_dtype=torch.bfloat16))
         ),
         "sorting": lambda: stream(shard(Sorting())),
+        "sorting elsewhere": lambda: stream(shard(Sorting(sorts=dist.get_rank() == 0))),
+        "rows": stream_ragged,
         "parts": lambda: stream(_ruled_parts()),
     }
     return {name: _message(case) for name, case in cases.items()}
+
+
+class Ragged(nn.Module):
+    """Has two rows of every sample, or one less of the last one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(4, 3)
+        self.num_missing = 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        rows = self.layer(torch.cat([x, x[self.num_missing :]]))
+        first, second = rows[: len(x)], rows[len(x) :]
+        return first + nn.functional.pad(second, (0, 0, self.num_missing, 0))
+
+
+def stream_ragged() -> None:
+    """Stream a batch that has other rows than the one that was examined."""
+    model = shard(Ragged())
+    computer = HookGradientComputer(model, ImageClassificationModelOutput())
+    for model.num_missing in (0, 1):
+        computer.stream_gradients(data("mlp", 4).tensors, lambda _: None)
 
 
 def _message(case: Callable[[], Any]) -> str:

@@ -118,6 +118,29 @@ def test_an_in_place_operation_after_a_layer_is_fine() -> None:
     exact(model, batch)
 
 
+@pytest.mark.parametrize("product", ["layer", "transposed", "einsum", "tensordot"])
+def test_what_is_added_in_place_to_a_result_that_is_a_view_is_fine(product: str) -> None:
+    """Such as a residual: writing into a view replaces its history, and the hooks with it."""
+
+    class Residual(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first, self.layer = nn.Linear(4, 4), nn.Linear(4, 4)
+
+        def forward(self, x: Tensor) -> Tensor:
+            x = torch.tanh(self.first(x))
+            y = {
+                "layer": lambda: self.layer(x),
+                "transposed": lambda: self.layer(x).mT,
+                "einsum": lambda: torch.einsum("btd,de->bet", x, self.layer.weight),
+                "tensordot": lambda: torch.tensordot(x, self.layer.weight, 1),
+            }[product]()
+            y += x
+            return torch.tanh(y)
+
+    exact(*double(Residual(), 3, 4, 4), self_check=False)
+
+
 def test_an_input_changed_in_place_is_refused() -> None:
     class Changed(nn.Module):
         def __init__(self) -> None:

@@ -348,7 +348,11 @@ class HookGradientComputer(AbstractStreamingComputer):
             return self._single_pass(plan, kept, batch, sink, start)
         except UnexpectedRowsError as error:
             if self._sharded is not None:
-                raise
+                raise UnsupportedModelError(
+                    "The model is sharded, and a batch has another number of rows than the samples that it was "
+                    "examined with. Expected as many rows of every sample, as weighted backward passes would have to "
+                    "tell their samples. Use a model that is whole."
+                ) from error
             logger.info("%s", error)
             plan.doubt()  # nothing that the second pass does depends on a number of rows
             return self._single_pass(plan, kept, batch, sink, start)

@@ -299,7 +299,7 @@ class GradientPass(AbstractInterceptor):
                 call.targets, call.args, call.kwargs, call.versions = {}, (), {}, []
                 self._ledger.deposit(targets, parts)
 
-        self._when_known(outputs, tags, take)
+        self._when_known(outputs, tags, take, call=call)
 
     def _when_known(
         self,
@@ -307,6 +307,7 @@ class GradientPass(AbstractInterceptor):
         tags: RowTags,
         take: Callable[[Sequence[Tensor | None]], None],
         rows: Callable[[Sequence[Tensor | None]], Sequence[Tensor | None]] | None = None,
+        call: OperationCall | None = None,
     ) -> None:
         """Call ``take`` with the gradients of results; in a weighted pass, keep what tells the samples of their rows.
 
@@ -315,6 +316,7 @@ class GradientPass(AbstractInterceptor):
             tags: Takes the gradients of a weighted pass.
             take: Called once, with the gradients of the plain pass.
             rows: Gives what a weighted pass keeps; without it, the gradients.
+            call: The operation, if it is one.
         """
 
         def arrived(*grads: Tensor | None) -> None:
@@ -333,7 +335,7 @@ class GradientPass(AbstractInterceptor):
                     take(grads)
 
         if len(outputs) == 1:
-            _hook(outputs[0], arrived, is_new=tags.site.function is torch._C._nn.linear)
+            _hook(outputs[0], arrived, call)
         else:
             torch.autograd.graph.register_multi_grad_hook(
                 [t for t in outputs if t.requires_grad], lambda grads: arrived(*grads), mode="all"
@@ -499,21 +501,24 @@ def _saved(run: list[Any], targets: Mapping[int, Tensor], lean: bool, in_place: 
     return saved
 
 
-def _hook(result: Tensor, arrived: Callable[[Tensor], None], *, is_new: bool) -> None:
-    """Hook the gradient of a result as it is now, whatever is written into it later.
-
-    Args:
-        result: The operation's.
-        arrived: Called with the gradient.
-        is_new: Whether nobody else knows what the result is a view of, if it is one.
-    """
+def _hook(result: Tensor, arrived: Callable[[Tensor], None], call: OperationCall | None) -> None:
+    """Hook the gradient of a result as it is now, whatever is written into it later."""
     base = result._base
-    if not is_new or base is None or not (base.is_contiguous() and base.numel() == result.numel()):
+    if base is None or call is None or not _is_whole_of_new(result, base, call):
         result.register_hook(arrived)  # type: ignore[no-untyped-call]
         return
-    # What writes into a view (`x += y`) replaces its history, and the hook would never be called.
+    # What writes into a view (`x += y`) replaces its history, and a hook on it would never be called.
     size, stride = result.size(), result.stride()
     base.register_hook(lambda grad: arrived(grad.contiguous().as_strided(size, stride)))  # type: ignore[no-untyped-call]
+
+
+def _is_whole_of_new(result: Tensor, base: Tensor, call: OperationCall) -> bool:
+    """Whether a view shows all of a tensor that the operation itself has made."""
+    if not base.is_contiguous() or base.numel() != result.numel():
+        return False
+    memory = base.untyped_storage().data_ptr()
+    read = (leaf for leaf in tree_flatten((call.args, dict(call.kwargs)))[0] if isinstance(leaf, Tensor))
+    return all(leaf.untyped_storage().data_ptr() != memory for leaf in read)
 
 
 def _itself(tensor: Tensor) -> Tensor:
