@@ -154,12 +154,13 @@ def refuse_other_device(model: nn.Module, device: torch.device, home: torch.devi
     """Raise if a sharded model is to be moved.
 
     Raises:
-        InvalidInputError: If the device is of another kind than the one that it is on.
+        InvalidInputError: If the device is another one than this rank's.
     """
-    if is_sharded(model) and device.type != home.type:
+    if is_sharded(model) and (device.type != home.type or device.index not in (None, home.index)):
         raise InvalidInputError(
-            f"device={str(device)!r} was asked for, and the parameters of {class_of(model).__name__} are sharded on "
-            f"{home.type}. Expected the device that it is on. Use device='auto'."
+            f"device={str(device)!r} was asked for, and this rank's shards of {class_of(model).__name__} are on "
+            f"{str(home)!r}. Expected the device that they are on. Use device='auto'; every rank needs a GPU of its "
+            "own, by torch.cuda.set_device before the model is sharded."
         )
 
 
