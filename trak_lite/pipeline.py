@@ -194,18 +194,7 @@ def featurize_rows(
                 )
             with turns.batch():
                 found = made.compute(wanted, batch)
-            numbers = rows.numbers(wanted)
-            put_features(
-                work,
-                wanted,
-                found.features,
-                found.terms,
-                found.computer,
-                found.batch,
-                rows.what,
-                found.norms,
-                numbers=numbers,
-            )
+            made.put(work, wanted, found)
     return work.written
 
 
@@ -249,6 +238,20 @@ class _BatchWork:
             normalizer=normalizer,
         )
         return _Computed(batch, computer, features, terms, _norm_column(self.table, normalizer))
+
+    def put(self, work: SharedRows, wanted: NDArray[np.int64], found: _Computed) -> None:
+        """Write what came of a batch."""
+        put_features(
+            work,
+            wanted,
+            found.features,
+            found.terms,
+            found.computer,
+            found.batch,
+            self.rows.what,
+            found.norms,
+            numbers=self.rows.numbers(wanted),
+        )
 
     def repeat(self) -> None:
         """Make the passes of a batch of one row, of which nothing is kept."""
