@@ -22,7 +22,7 @@ from torch import Tensor, nn
 
 from trak_lite._adapters import completed_adapter
 from trak_lite.errors import CheckpointError
-from trak_lite.sharded import of_all_ranks, reshard, shard_like
+from trak_lite.sharded import class_of, of_all_ranks, reshard, shard_like
 
 __all__ = [
     "Checkpoint",
@@ -276,7 +276,7 @@ def load_into(model: nn.Module, checkpoint: Checkpoint, own: Mapping[str, Tensor
         problems = {"missing": missing, "unexpected": unexpected, "wrong shape": shapes}
         text = "; ".join(f"{kind}: {names[:5]}" for kind, names in problems.items() if names)
         raise CheckpointError(
-            f"Checkpoint {checkpoint.source or checkpoint.name!r} does not fit {type(model).__name__}: {text}. "
+            f"Checkpoint {checkpoint.source or checkpoint.name!r} does not fit {class_of(model).__name__}: {text}. "
             "Build the model that the checkpoint was saved from."
         )
     given = {name: shard_like(value, held[name]) for name, value in given.items()}

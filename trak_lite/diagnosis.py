@@ -14,7 +14,7 @@ from trak_lite._batches import flatten_batch, take_rows
 from trak_lite.errors import MODEL_FAILURES, InvalidInputError, NonFiniteError, TrakLiteError
 from trak_lite.gradient_computers import AbstractGradientComputer
 from trak_lite.modelout_functions import AbstractModelOutput, ModelCall
-from trak_lite.sharded import is_sharded
+from trak_lite.sharded import class_of, is_sharded
 from trak_lite.types import Batch, OutputTerms
 
 __all__ = ["naming_rows", "refuse_non_finite"]
@@ -51,7 +51,7 @@ def naming_rows(
         )
         first = next(iter(str(error).splitlines()), "")
         raise InvalidInputError(
-            f"{type(model).__name__} failed on a batch of {what} (rows {_some(rows)}) with tensors {seen}: "
+            f"{class_of(model).__name__} failed on a batch of {what} (rows {_some(rows)}) with tensors {seen}: "
             f"{type(error).__name__}: {first}. Check that the samples have the shapes and dtypes that the model takes, "
             "and that the task passes them as the model expects."
         ) from error

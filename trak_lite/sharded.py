@@ -9,6 +9,7 @@ Source: Zhao et al., "PyTorch FSDP: Experiences on Scaling Fully Sharded Data Pa
 
 from __future__ import annotations
 
+import contextlib
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping
@@ -86,7 +87,8 @@ def reset_passes(model: nn.Module) -> None:
     inside: set[int] = set()
     for module in sharded_modules(model):
         if id(module) not in inside and hasattr(module, "reset_iter_state"):
-            module.reset_iter_state()
+            with contextlib.suppress(AttributeError):  # of one that has never run: there is nothing to forget
+                module.reset_iter_state()
         inside |= {id(child) for child in module.modules()}
 
 

@@ -428,6 +428,7 @@ def refused() -> dict[str, str]:
         "sorting": lambda: stream(shard(Sorting())),
         "sorting elsewhere": lambda: stream(shard(Sorting(sorts=dist.get_rank() == 0))),
         "rows": stream_ragged,
+        "checkpoint": lambda: run(shard(mlp()), "mlp", None, [{"a": torch.ones(1)}]),
         "parts": lambda: stream(_ruled_parts()),
     }
     return {name: _message(case) for name, case in cases.items()}

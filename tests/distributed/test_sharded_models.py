@@ -209,13 +209,16 @@ def test_what_is_not_supported_is_refused_by_name(looks: Any) -> None:
         "sorting": "chooses, orders or moves rows by values",
         "sorting elsewhere": "Another rank refused",
         "rows": "another number of rows",
+        "checkpoint": "does not fit Sequential",
         "parts": "fully_shard on the module itself",
     }
     here = {"sorting elsewhere": expected["sorting"]}  # where the samples are that are refused
     for rank, found in enumerate(look["refused"] for look in looks):
         assert list(found) == list(expected)
         for name, text in expected.items():
-            kind = "InvalidInputError" if name == "device" else "UnsupportedModelError"
+            kind = {"device": "InvalidInputError", "checkpoint": "CheckpointError"}.get(
+                name, "UnsupportedModelError"
+            )
             assert found[name].startswith(kind), (name, found[name])
             assert (here.get(name, text) if rank == 0 else text) in found[name], name
 
