@@ -9,6 +9,7 @@ from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from functools import partial
 from importlib import import_module
+from itertools import repeat
 from os import PathLike
 from typing import Any, Literal, Self, Unpack
 
@@ -30,7 +31,13 @@ from trak_lite.datasets import Rows
 from trak_lite.distributed import AbstractRanks, OneRank, joined_ranks
 from trak_lite.errors import InvalidInputError, StateError
 from trak_lite.evaluation import Verdict, subset_masks
-from trak_lite.featurizing import FeaturizingSession, KnownSource, featurizing, stored_norms
+from trak_lite.featurizing import (
+    FeaturizingSession,
+    KnownSource,
+    featurizing,
+    marking_last,
+    stored_norms,
+)
 from trak_lite.fisher import FisherSettings
 from trak_lite.gradient_computers import Normalization, ParameterChoice
 from trak_lite.kept_scores import KeptScores
@@ -306,25 +313,27 @@ class Attributor:
         identity = rows.identity(dataset_id)
         names: list[str] = []
         written = 0
+        once = isinstance(checkpoints, Iterator)
         appended_to = (lambda num_rows: rows.identity(dataset_id, num_rows=num_rows)) if append else None
         with (
             self._joined("featurize") as ranks,
             self._session(identity, appended_to, ranks=ranks) as session,
         ):
-            for checkpoint in iterate_checkpoints(checkpoints, checkpoint_loader):
-                # What comes from an iterator is not held any longer than it has to be.
-                written += session.featurize(checkpoint, rows, wait=isinstance(checkpoints, Iterator))
+            found = iterate_checkpoints(checkpoints, checkpoint_loader)
+            # What comes from an iterator is not held any longer than it has to be.
+            for checkpoint, wait in zip(found, repeat(True)) if once else marking_last(found):
+                written += session.featurize(checkpoint, rows, wait=wait)
                 names.append(checkpoint.name)
             written += session.finish(rows)
         if not names:
             raise InvalidInputError(
                 "checkpoints is empty. Pass at least one, or leave it out for the model as it is."
             )
-        if not isinstance(checkpoints, Iterator):
+        if not once:
             self._sources.append((checkpoints, checkpoint_loader))
-        found = len(names) * len(rows) - written
-        logger.info("Featurized %d rows, found %d, for checkpoints %s.", written, found, names)
-        return FeaturizeSummary(tuple(names), written, found)
+        rows_found = len(names) * len(rows) - written
+        logger.info("Featurized %d rows, found %d, for checkpoints %s.", written, rows_found, names)
+        return FeaturizeSummary(tuple(names), written, rows_found)
 
     def score(
         self,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
@@ -42,7 +43,9 @@ from trak_lite.target_session import TargetSession, visit_checkpoints
 from trak_lite.types import Batch
 from trak_lite.workspace import FirstRows, Workspace, checkpoint_tables, complete_tables
 
-__all__ = ["FeaturizingSession", "KnownSource", "featurizing", "stored_norms"]
+__all__ = ["FeaturizingSession", "KnownSource", "featurizing", "marking_last", "stored_norms"]
+
+logger = logging.getLogger(__name__)
 
 KnownSource: TypeAlias = tuple[CheckpointSource, Callable[[Any], Mapping[str, Tensor]] | None]
 """Checkpoints that were featurized, and what turns one of them into a state dict."""
@@ -129,9 +132,12 @@ class FeaturizingSession:
         Args:
             checkpoint: The checkpoint.
             rows: The train rows.
-            wait: Return when every row is there; otherwise leave to others what they hold, for :meth:`finish`.
+            wait: Return when every row is there; otherwise, and where rows of earlier ones are left, leave to others
+                what they hold, for :meth:`finish`.
         """
-        wait = wait or not self._lockstep.is_alone  # what one rank leaves to others, it leaves to itself
+        # What one rank of a sharded model leaves to others, it leaves to itself. Others are not waited for here while
+        # there are rows of another checkpoint that they may leave.
+        wait = (wait and not self._unfinished) or not self._lockstep.is_alone
         digest = self._load(checkpoint)
         self._ranks.agree(f"checkpoint {checkpoint.name!r} (digest of its weights)", digest)
         written = self._featurize_loaded(checkpoint, digest, rows, wait=wait)
@@ -162,6 +168,7 @@ class FeaturizingSession:
                 elif not self._is_featurized(digest):
                     self._unfinished.append((checkpoint, digest))
             if self._unfinished:
+                logger.info("Waiting for other writers at %d checkpoints.", len(self._unfinished))
                 self._ranks.watch()
                 time.sleep(next(waits))
         return written
@@ -417,6 +424,16 @@ class FeaturizingSession:
 
     def _fits(self) -> CurvatureFits:
         return CurvatureFits(self.store, self._model, self._settings.parameters)
+
+
+def marking_last(checkpoints: Iterable[Checkpoint]) -> Iterator[tuple[Checkpoint, bool]]:
+    """Yield checkpoints, and whether each is the last one."""
+    following = iter(checkpoints)
+    checkpoint = next(following, None)
+    while checkpoint is not None:
+        later = next(following, None)
+        yield checkpoint, later is None
+        checkpoint = later
 
 
 def stored_norms(store: AbstractFeatureStore) -> NDArray[np.float32]:
