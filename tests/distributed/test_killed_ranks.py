@@ -1,0 +1,186 @@
+"""Ranks are killed and other numbers of ranks go on; ``python -m benchmarks.scale_out kills`` does it for longer.
+
+The agents are those of torchrun. They and their ranks are forked off a process that has imported torch.
+"""
+
+from __future__ import annotations
+
+import itertools
+import os
+import random
+import shutil
+from pathlib import Path
+
+import numpy as np
+import pytest
+import recorded_run
+from forked import forkserver
+from killed_ranks import (
+    MODES,
+    PHASES,
+    WORLDS,
+    Job,
+    Round,
+    Strike,
+    Undisturbed,
+    Violated,
+    drawn_strikes,
+    on_disk,
+    undisturbed,
+)
+
+from trak_lite.store import ZarrFeatureStore
+
+JOB = Job(sync=False)
+
+
+def agent(world: int, folder: Path, job: Job, name: str) -> None:
+    """Do what torchrun does; what it prints goes into a file beside the store."""
+    with (folder / f"{name}.txt").open("wb") as file:
+        for stream in (1, 2):
+            os.dup2(file.fileno(), stream)
+
+    from torch.distributed.launcher.api import LaunchConfig, elastic_launch
+
+    config = LaunchConfig(
+        min_nodes=1,
+        max_nodes=1,
+        nproc_per_node=world,
+        run_id=name,
+        rdzv_backend="c10d",
+        rdzv_endpoint="localhost:0",
+        max_restarts=0,
+        monitor_interval=0.02,
+        start_method="fork",
+    )
+    elastic_launch(config, recorded_run.run)(folder, job)
+
+
+class Forked:
+    """An agent that is forked instead of started."""
+
+    def __init__(self, world: int, folder: Path, job: Job, name: str) -> None:
+        self._process = forkserver().Process(target=agent, args=(world, folder, job, name))
+        self._process.start()
+        self.pid = self._process.pid
+
+    def wait(self, seconds: float) -> int | None:
+        self._process.join(seconds)
+        return self._process.exitcode
+
+
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Undisturbed]:
+    """The folder of one rank that nobody disturbs, and what it computed."""
+    folder = tmp_path_factory.mktemp("finished")
+    return folder, undisturbed(folder, JOB, Forked)
+
+
+@pytest.mark.parametrize(
+    ("strikes", "last_world"),
+    [
+        ([Strike(2, "rank", "featurize", 0.3), Strike(1, "rank", "featurize", 0.5)], 3),
+        ([Strike(3, "host", "featurize", 0.6), Strike(4, "rank", "score", 0.1)], 1),
+        ([Strike(1, "agent", "start", 0.5), Strike(2, "agent", "featurize", 0.4)], 4),
+    ],
+    ids=["ranks", "a host, and a rank that scores", "agents"],
+)
+def test_killed_ranks_lose_nothing_and_other_numbers_of_ranks_go_on(
+    tmp_path: Path, finished: tuple[Path, Undisturbed], strikes: list[Strike], last_world: int
+) -> None:
+    """Bits of one process, a sound store, nothing computed twice but what killed ranks had in flight."""
+    round_ = Round(tmp_path, JOB, finished[1], Forked)
+
+    round_.run(strikes, last_world)
+
+    assert round_.counts["starts"] == 3
+    assert round_.counts["kills"] + round_.counts["starts that ended before their kill"] == 2
+
+
+class Copied:
+    """In place of a start: the finished folder of another one, whose logs get the name of this one."""
+
+    def __init__(self, finished: Path) -> None:
+        self._finished = finished
+        self.pid = 0
+
+    def __call__(self, _: int, folder: Path, __: Job, name: str) -> Copied:
+        (folder / recorded_run.LOGS).mkdir()
+        for log in (self._finished / recorded_run.LOGS).iterdir():
+            (folder / recorded_run.LOGS / f"{name}.1").write_bytes(log.read_bytes())
+        (folder / recorded_run.STORE).symlink_to(self._finished / recorded_run.STORE)
+        return self
+
+    def wait(self, seconds: float) -> int:
+        return 0
+
+
+def test_a_round_notices_a_wrong_bit(tmp_path: Path, finished: tuple[Path, Undisturbed]) -> None:
+    folder, found = finished
+    wrong = {name: values.copy() for name, values in found.contents.items()}
+    wrong["ckpt-1/features"][5, 3] = np.nextafter(wrong["ckpt-1/features"][5, 3], 9)
+
+    with pytest.raises(Violated, match="1 rows of ckpt-1/features are wrong"):
+        Round(tmp_path, JOB, Undisturbed(wrong, 1, 1), Copied(folder)).run([], 1)
+
+
+def test_a_round_notices_scores_that_are_off(tmp_path: Path, finished: tuple[Path, Undisturbed]) -> None:
+    folder, found = finished
+    name = "scores/targets/scores"
+    wrong = {**found.contents, name: found.contents[name] * 1.001}
+
+    with pytest.raises(Violated, match="Scores are off"):
+        Round(tmp_path, JOB, Undisturbed(wrong, 1, 1), Copied(folder)).run([], 1)
+
+
+@pytest.mark.parametrize(
+    ("row", "message"), [((1, 20), "1 rows were computed twice"), ((0, -1), None), ((1, 0), None)]
+)
+def test_a_round_counts_what_is_computed_twice(
+    tmp_path: Path, finished: tuple[Path, Undisturbed], row: tuple[int, int], message: str | None
+) -> None:
+    """But for the first batch of a table, which is computed before there is a chunk to hold."""
+    folder, found = finished
+    round_ = Round(tmp_path, JOB, found, Copied(folder))
+    launch = round_._start(1)
+    (tmp_path / recorded_run.LOGS / f"{launch[0]}.2").write_bytes(np.array(row, "<i4").tobytes())
+    if message is None:
+        return round_._count_rows()
+    with pytest.raises(Violated, match=message):
+        round_._count_rows()
+    return None
+
+
+def test_a_round_notices_a_row_that_was_on_disk_before(
+    tmp_path: Path, finished: tuple[Path, Undisturbed]
+) -> None:
+    folder, found = finished
+    round_ = Round(tmp_path, JOB, found, Copied(folder))
+    name, _ = round_._start(1)
+    round_.starts[name][1, 20] = True
+
+    with pytest.raises(Violated, match=r"s0 computed rows that were on disk: .*1.*20"):
+        round_._count_rows()
+
+
+def test_drawn_rounds_change_the_world_size_and_come_in_every_kind() -> None:
+    drawn = [drawn_strikes(random.Random(number), 2) for number in range(100)]
+
+    for strikes, last in drawn:
+        worlds = [*(strike.world for strike in strikes), last]
+        assert all(one != other for one, other in itertools.pairwise(worlds))
+    everything = [strike for strikes, _ in drawn for strike in strikes]
+    assert {strike.mode for strike in everything} == set(MODES)
+    assert {strike.phase for strike in everything} == set(PHASES)
+    assert {strike.world for strike in everything} == set(WORLDS)
+
+
+def test_rows_on_disk_are_told_checkpoint_by_checkpoint(
+    tmp_path: Path, finished: tuple[Path, Undisturbed]
+) -> None:
+    assert not on_disk(tmp_path, JOB).any()
+    shutil.copytree(finished[0] / recorded_run.STORE, tmp_path / recorded_run.STORE)
+    assert on_disk(tmp_path, JOB).all()
+    with ZarrFeatureStore.open(tmp_path / recorded_run.STORE, "r+") as store:
+        store.drop_table("ckpt-1")
+    np.testing.assert_array_equal(on_disk(tmp_path, JOB).all(axis=1), [True, False])
