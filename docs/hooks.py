@@ -13,6 +13,7 @@ from mkdocs.structure.files import File
 
 ROOT = Path(__file__).parents[1]
 FOLDER = "docs/pages"
+PLAN = "docs/scale.md"  # a page that lies above the others, where people look for it
 _LINK = re.compile(r"(?<=\]\()(\.\./[^)#\s]+)")
 _FORMULA = re.compile(r'<(span|div) class="arithmatex">\\([(\[])(.*?)\\[)\]]</\1>', re.DOTALL)
 
@@ -27,12 +28,19 @@ def _place(target: str) -> str:
     return f"source/{target}" if target.endswith((".png", ".svg")) else f"source/{target}.txt"
 
 
+def _moved_plan() -> str:
+    """Return the plan with links as they would be if it lay among the pages."""
+    text = (ROOT / PLAN).read_text(encoding="utf-8")
+    return re.sub(r"(?<=\]\()pages/", "", re.sub(r"(?<=\]\()\.\./", "../../", text))
+
+
 def on_files(files: Any, config: Any) -> Any:
-    """Take every linked file outside the pages into the site, under ``source/``."""
+    """Take the plan and every linked file outside the pages into the site, the latter under ``source/``."""
+    files.append(File.generated(config, posixpath.basename(PLAN), content=_moved_plan()))
     for page in list(files.documentation_pages()):
         for link in _LINK.findall(page.content_string):
             target = _target(page.src_uri, link)
-            if not target.startswith(f"{FOLDER}/") and files.get_file_from_path(_place(target)) is None:
+            if target != PLAN and not target.startswith(f"{FOLDER}/") and files.get_file_from_path(_place(target)) is None:
                 files.append(File.generated(config, _place(target), content=(ROOT / target).read_bytes()))
     return files
 
@@ -44,7 +52,8 @@ def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
         target = _target(page.file.src_uri, match[1])
         if target.startswith(f"{FOLDER}/"):
             return match[1]
-        return posixpath.relpath(_place(target), posixpath.dirname(page.file.src_uri) or ".")
+        place = posixpath.basename(PLAN) if target == PLAN else _place(target)
+        return posixpath.relpath(place, posixpath.dirname(page.file.src_uri) or ".")
 
     return _LINK.sub(moved, markdown)
 

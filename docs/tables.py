@@ -1,36 +1,25 @@
-"""The tables of measured figures in docs/pages, made from benchmarks/results; a test holds the pages to them.
+"""The tables of measured figures in the pages, made from benchmarks/results; a test holds the pages to them.
 
-Run:  python docs/tables.py        (rewrites what stands between the markers; takes no time)
+Run:  python docs/tables.py        (rewrites what stands between the markers; takes seconds)
 """
 
 from __future__ import annotations
 
-import json
 import re
-from collections.abc import Callable, Iterable
+import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+sys.path.insert(0, str(Path(__file__).parent))
+
+import scale_plan  # found through the line above
+from scale_plan import markdown, parts
+
 ROOT = Path(__file__).resolve().parents[1]
-PAGES = ROOT / "docs" / "pages"
-RESULTS = ROOT / "benchmarks" / "results"
+PAGES = (*sorted((ROOT / "docs" / "pages").rglob("*.md")), ROOT / "docs" / "scale.md")
 MARKED = re.compile(r"(?<=<!-- table: )(\w+)( -->\n)(.*?)(?=<!-- end -->)", re.DOTALL)
 SETTINGS = {"digits_mlp": "digits, MLP", "digits_cnn": "digits, CNN", "python_lm": "Python source, GPT"}
-
-
-def parts(name: str) -> dict[str, Any]:
-    """Return the measured parts of one file of results."""
-    found: dict[str, Any] = json.loads((RESULTS / f"{name}.json").read_text())["parts"]
-    return found
-
-
-def markdown(head: Iterable[str], rows: Iterable[Iterable[str]]) -> str:
-    """Return a table whose first column is text and whose others are figures."""
-    titles = list(head)
-    ruler = ["---", *["--:"] * (len(titles) - 1)]
-    lines = (f"| {' | '.join(cells)} |" for cells in [titles, *rows])
-    first = next(lines)
-    return "\n".join([first, f"|{'|'.join(ruler)}|", *lines]) + "\n"
 
 
 def measured_methods() -> dict[str, dict[str, Any]]:
@@ -121,7 +110,8 @@ def reliability() -> str:
 
 
 TABLES: dict[str, Callable[[], str]] = {
-    function.__name__: function for function in (lds, cost, projection, damping, reliability)
+    function.__name__: function
+    for function in (lds, cost, projection, damping, reliability, *scale_plan.TABLES)
 }
 
 
@@ -132,7 +122,7 @@ def refreshed(text: str) -> str:
 
 def main() -> None:
     """Rewrite the pages."""
-    for page in sorted(PAGES.rglob("*.md")):
+    for page in PAGES:
         text = page.read_text(encoding="utf-8")
         if (new := refreshed(text)) != text:
             page.write_text(new, encoding="utf-8")

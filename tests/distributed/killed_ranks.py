@@ -118,8 +118,8 @@ class Round:
         for strike in strikes:
             self._strike(strike)
         self._finish(last_world)
-        self._compare()
-        self._count_rows()
+        self.compare()
+        self.count_rows()
 
     def _start(self, world: int) -> tuple[str, Started]:
         name = f"s{len(self.starts)}"
@@ -193,7 +193,7 @@ class Round:
             tail = said.read_text(errors="replace")[-3000:] if said.exists() else ""
             raise Violated(f"{name} ended with {status}, and nothing was killed.\n{tail}")
 
-    def _compare(self) -> None:
+    def compare(self) -> None:
         """Every number is that of an undisturbed process: features bitwise, scores to rounding."""
         found, expected = contents(self.folder), self.undisturbed.contents
         if found.keys() != expected.keys():
@@ -210,7 +210,7 @@ class Round:
         if findings := verify_store(self.folder / STORE).findings:
             raise Violated(f"verify_store found {findings}.")
 
-    def _count_rows(self) -> None:
+    def count_rows(self) -> None:
         """No row was computed that was on disk before, and of the others few more than once."""
         times = np.zeros((self.job.checkpoints, self.job.rows), np.int64)
         for name, before in self.starts.items():

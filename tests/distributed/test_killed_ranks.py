@@ -145,9 +145,9 @@ def test_a_round_counts_what_is_computed_twice(
     launch = round_._start(1)
     (tmp_path / recorded_run.LOGS / f"{launch[0]}.2").write_bytes(np.array(row, "<i4").tobytes())
     if message is None:
-        return round_._count_rows()
+        return round_.count_rows()
     with pytest.raises(Violated, match=message):
-        round_._count_rows()
+        round_.count_rows()
     return None
 
 
@@ -160,7 +160,7 @@ def test_a_round_notices_a_row_that_was_on_disk_before(
     round_.starts[name][1, 20] = True
 
     with pytest.raises(Violated, match=r"s0 computed rows that were on disk: .*1.*20"):
-        round_._count_rows()
+        round_.count_rows()
 
 
 def test_drawn_rounds_change_the_world_size_and_come_in_every_kind() -> None:

@@ -19,6 +19,7 @@ from forked import start_script
 ROOT = Path(__file__).parents[2]
 DOCS = ROOT / "docs"
 PAGES = {page.relative_to(DOCS / "pages").as_posix(): page for page in sorted((DOCS / "pages").rglob("*.md"))}
+PAGES["scale.md"] = DOCS / "scale.md"
 TEXTS = {name: page.read_text(encoding="utf-8") for name, page in PAGES.items()}
 WITH_CODE = [name for name, text in TEXTS.items() if "```python\n" in text]
 ROOMS = re.findall(r"^::: ([\w.]+)$", "\n".join(TEXTS.values()), re.M)

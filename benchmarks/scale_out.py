@@ -1,0 +1,50 @@
+"""Several processes on one store: what kills leave, two hosts, speed, memory of a rank, and the rates of a plan.
+
+- kills: ranks and agents of torchrun are killed at random moments, and another number of ranks goes on.
+- hosts: two network namespaces as two hosts, of which one is lost and comes back.
+- speed: featurizing with one and with two processes, in turn, one thread each.
+- memory: how far the memory of a rank grows, for three numbers of rows and three of ranks.
+- rates: what a plan for large runs is made of (docs/scale.md): grams, factorisations, scores, top rows, claims.
+
+Each part is kept in benchmarks/results/scale_out.json beside the others, if they were measured on the same machine.
+
+Run:  python -m benchmarks.scale_out kills [--rounds 20] [--seed 0]
+      python -m benchmarks.scale_out speed      (on a machine that does nothing else)
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from pathlib import Path
+
+from benchmarks.measuring import RESULTS, save_parts, surroundings
+from benchmarks.scaling import hosts, kills, memory, rates, speed
+
+PARTS = {"kills": kills, "hosts": hosts, "speed": speed, "memory": memory, "rates": rates}
+
+
+def arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parts = parser.add_subparsers(dest="part", required=True)
+    for name, module in PARTS.items():
+        part = parts.add_parser(name, description=module.__doc__)
+        part.add_argument("--out", type=Path, default=RESULTS / "scale_out.json", help="where figures go")
+        module.add_arguments(part)
+    return parser.parse_args()
+
+
+def main() -> int:
+    """Measure one part; the exit status is 1 if a promise was broken."""
+    options = arguments()
+    found = PARTS[options.part].run(options)
+    print(json.dumps(found, indent=1))
+    save_parts(options.out, surroundings(), {options.part: found})
+    return 1 if found.get("broken") else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

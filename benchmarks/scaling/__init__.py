@@ -1,0 +1,1 @@
+"""The parts of ``benchmarks/scale_out.py``: kills, two hosts, speed, memory and rates."""

@@ -1,0 +1,21 @@
+"""The kill loop of ``tests/distributed`` for a benchmark: one undisturbed run, and where the rounds are found."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).parents[2] / "tests" / "distributed"))
+
+import killed_ranks
+from recorded_run import LOGS, STORE, Job
+
+__all__ = ["LOGS", "SCRIPT", "STORE", "Job", "alone", "killed_ranks"]
+
+SCRIPT = killed_ranks.SCRIPT
+
+
+def alone(folder: Path, job: Job) -> killed_ranks.Undisturbed:
+    """Return what one rank computes that nobody disturbs."""
+    (folder / "alone").mkdir()
+    return killed_ranks.undisturbed(folder / "alone", job)

@@ -1,0 +1,79 @@
+"""memory: growth of a rank's memory over featurizing and scoring, for three numbers of rows and three of ranks.
+
+Counted from when libraries, model and data are there and a small store was featurized and scored. ``peak_mib`` is the
+growth of the resident set at its highest. It holds pages of mapped files: rows of the store that are being read or
+were written last, which the system takes back when others want the memory. ``anonymous_mib`` is the part that no
+file backs, sampled every 5 ms: what a rank needs. Given is the rank that needs most.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+from benchmarks.scaling.ranks import (
+    PROJ_DIM,
+    TARGETS,
+    anonymous_growth,
+    attributor,
+    digits,
+    keep,
+    start,
+    wait_for_all,
+    warm_up,
+)
+
+MODULE = "benchmarks.scaling.memory"
+FACTORS = (1, 4, 16)
+WORLDS = (1, 2, 4)
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--rows", type=int, default=4096, help="the smallest number; the others are 4 and 16 times it"
+    )
+
+
+def run(options: argparse.Namespace) -> dict[str, Any]:
+    """Measure every number of rows with one rank and with the most, and every number of ranks on most rows."""
+    cases = [(options.rows * factor, world) for factor in FACTORS for world in (WORLDS[0], WORLDS[1])]
+    cases += [(options.rows * FACTORS[-1], world) for world in WORLDS[2:]]
+    found = {}
+    for rows, world in cases:
+        found[f"{rows} rows, {world} ranks"] = measure(rows, world)
+        print(rows, world, found[f"{rows} rows, {world} ranks"], flush=True)
+    return {
+        "goal": "independent of the number of rows and of ranks",
+        "case": f"digits CNN, K = {PROJ_DIM}, {TARGETS} targets, the 20 strongest rows of each",
+        "cases": found,
+    }
+
+
+def measure(rows: int, world: int) -> dict[str, float]:
+    """Featurize and score a new store; return the most of any rank."""
+    with tempfile.TemporaryDirectory() as folder:
+        _, ranks = start(world, MODULE, Path(folder), str(rows))
+    return {key: max(rank[key] for rank in ranks) for key in ranks[0]}
+
+
+def rank(folder: Path, rows: int) -> None:
+    """Featurize and score, and keep how far memory grew in each."""
+    warm_up(folder)
+    made, data, targets = attributor(folder / "run.zarr"), digits(rows), digits(TARGETS)
+    figures = {}
+    wait_for_all(folder, "ready")
+    with anonymous_growth() as (whole, anonymous):
+        made.featurize(data, dataset_id="train")
+    figures |= {"featurize_peak_mib": whole.mib, "featurize_anonymous_mib": anonymous.mib}
+    wait_for_all(folder, "featurized")
+    with anonymous_growth() as (whole, anonymous):
+        made.score(targets, dense=False, k=20, dataset_id="targets")
+    figures |= {"score_peak_mib": whole.mib, "score_anonymous_mib": anonymous.mib}
+    keep(folder, figures)
+
+
+if __name__ == "__main__":
+    rank(Path(sys.argv[1]), int(sys.argv[2]))
