@@ -40,7 +40,8 @@ def on_files(files: Any, config: Any) -> Any:
     for page in list(files.documentation_pages()):
         for link in _LINK.findall(page.content_string):
             target = _target(page.src_uri, link)
-            if target != PLAN and not target.startswith(f"{FOLDER}/") and files.get_file_from_path(_place(target)) is None:
+            is_page = target == PLAN or target.startswith(f"{FOLDER}/")
+            if not is_page and files.get_file_from_path(_place(target)) is None:
                 files.append(File.generated(config, _place(target), content=(ROOT / target).read_bytes()))
     return files
 
