@@ -114,6 +114,7 @@ def run(folder: Path, job: Job) -> None:
     if not job.sync:
         os.fsync = lambda fd: None
     log = LoadLog(folder)
+    torch.manual_seed(0)
     model = model_of(job)
 
     def load(number: int) -> dict[str, Tensor]:
