@@ -25,8 +25,8 @@ GPUS = (1, 64, 1024)
 SHAPES = ((1, 512), (1, 2048), (16, 512), (16, 2048), (1, 16384))
 """Segments and K of the tables: a joint kernel, one for each module, and one that is too wide."""
 MODELS = (
-    ("perceptron, 1e6 parameters", 1e6, 1),
     ("1e7 parameters, 64 tokens", 1e7, 64),
+    ("2.5e7 parameters, 256 tokens", 2.5e7, 256),
     ("GPT, 1.24e8 parameters, 512 tokens", 124e6, 512),
     ("7e9 parameters, 2048 tokens", 7e9, 2048),
 )
@@ -178,6 +178,8 @@ def number(value: float) -> str:
 
 def duration(seconds: float) -> str:
     """Return seconds, minutes, hours or days, whichever gives a readable figure."""
+    if seconds < 1e-3:
+        return "< 1 ms"
     for limit, unit, name in ((90, 1, "s"), (5400, 60, "min"), (100 * HOUR, HOUR, "h")):
         if seconds < limit:
             return f"{number(seconds / unit)} {name}"
@@ -201,7 +203,11 @@ def scale_rates() -> str:
         ("files for each chunk", f"{found.files_per_chunk:.1f}", "scale_out.json"),
         ("gram, one CPU thread", f"{found.cpu_gram / 1e9:.0f} GFLOP/s", "scale_out.json"),
         ("scores, one CPU thread", f"{found.cpu_score / 1e9:.0f} GFLOP/s", "scale_out.json"),
-        ("search for top rows, one CPU thread", f"{found.cpu_top / 1e6:.0f} million scores/s", "scale_out.json"),
+        (
+            "search for top rows, one CPU thread",
+            f"{found.cpu_top / 1e6:.0f} million scores/s",
+            "scale_out.json",
+        ),
         ("parameters of the model", f"{assumed.parameters:.3g}", "assumed"),
         ("tokens of a row", f"{assumed.tokens:g}", "assumed"),
         ("a GPU in forward and backward", f"{assumed.gpu_model_flops:.0e} FLOP/s", "assumed"),
@@ -278,7 +284,9 @@ def scale_models() -> str:
         assumed = Assumed(parameters=parameters, tokens=tokens)
         seconds = stages(Run(10**8, 64, 16), found, assumed)
         slowest = max(seconds, key=seconds.__getitem__)
-        lines.append([name, f"{6 * parameters * tokens:.0e}", *(duration(seconds[n]) for n in names), slowest])
+        lines.append(
+            [name, f"{6 * parameters * tokens:.0e}", *(duration(seconds[n]) for n in names), slowest]
+        )
     return markdown(["model", "FLOP of a row", *names, "slowest"], lines)
 
 
@@ -290,7 +298,9 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--rows", type=float, default=1e8)
     parser.add_argument("--gpus", type=int, default=64)
-    parser.add_argument("--segments", type=int, default=1, help="1 is layout='joint'; else one for each module")
+    parser.add_argument(
+        "--segments", type=int, default=1, help="1 is layout='joint'; else one for each module"
+    )
     parser.add_argument("--width", type=int, default=2048, help="K of a segment")
     parser.add_argument("--dtype", choices=("float32", "float16", "int8", "int4"), default="float16")
     for name in (field.name for field in fields(Assumed)):

@@ -5,7 +5,7 @@
 - score: float16 rows against M targets behind their kernel, counted as 2 N K M.
 - top: scores per second that pass through the search for the 20 most helpful and most harmful rows of every target.
 - claim: a chunk claimed and given up; look: which of 10,000 chunks are committed.
-- files: in a finished table, for each chunk.
+- files: by which a finished table grows with a chunk.
 - all_reduce: bytes of a gram per second of wall time, between two processes of this machine (gloo).
 
 Reading and writing rows is measured by ``benchmarks.bench_store``.
@@ -140,13 +140,13 @@ def look_milliseconds(turns: int) -> float:
 
 
 def files_per_chunk(_: int) -> float:
-    """Return how many files a finished table has for each chunk."""
-    spec = TableSpec(8 * CHUNK_ROWS, many_chunks().columns, CHUNK_ROWS)
-    with tempfile.TemporaryDirectory() as folder:
-        table = make_table(folder, spec)
-        before = sum(path.is_file() for path in Path(folder).rglob("*"))
-        fill(table)
-        return (sum(path.is_file() for path in Path(folder).rglob("*")) - before) / 8
+    """Return by how many files a finished table grows with a chunk."""
+    counts = []
+    for chunks in (8, 16):
+        with tempfile.TemporaryDirectory() as folder:
+            fill(make_table(folder, TableSpec(chunks * CHUNK_ROWS, many_chunks().columns, CHUNK_ROWS)))
+            counts.append(sum(path.is_file() for path in Path(folder).rglob("*")))
+    return (counts[1] - counts[0]) / 8
 
 
 def all_reduce_rate(_: int) -> float:

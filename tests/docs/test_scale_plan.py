@@ -1,0 +1,125 @@
+"""The plan for large runs: its arithmetic against a real store and against plain sums, its page, the job files."""
+
+from __future__ import annotations
+
+import json
+import re
+import subprocess
+import sys
+from dataclasses import fields, replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+from test_docs import DOCS, ROOT, TEXTS
+
+from trak_lite.pipeline import FEATURES, feature_table_spec
+from trak_lite.store import Manifest, ZarrFeatureStore
+
+sys.path.insert(0, str(DOCS))
+
+import scale_plan
+from scale_plan import Assumed, Run
+
+PAGE = TEXTS["scale.md"]
+
+
+def cells(table: str) -> list[list[str]]:
+    """The rows of a marked table of the page."""
+    text = re.search(rf"<!-- table: {table} -->\n(.*?)<!-- end -->", PAGE, re.S)[1]
+    return [[cell.strip() for cell in line.strip("|").split("|")] for line in text.splitlines()[2:]]
+
+
+@pytest.mark.parametrize("dtype", ["float16", "int4"])
+def test_bytes_chunks_and_files_are_those_of_a_real_store(tmp_path: Path, dtype: str) -> None:
+    run = Run(1000, 1, segments=3, width=64, dtype=dtype)
+    spec = feature_table_spec(run.rows, 192, dtype, {})
+    table = ZarrFeatureStore.create(tmp_path / "a.zarr", Manifest({})).create_table("ckpt-0", spec)
+    table.put(
+        0,
+        {
+            column.name: np.ones((1000,) if column.width is None else (1000, 192), np.float32)
+            for column in spec.columns
+        },
+    )
+
+    of_chunks = list((tmp_path / "a.zarr").rglob("c.*"))
+    padded = scale_plan.chunks(run) * scale_plan.chunk_rows(run)
+    assert sum(path.stat().st_size for path in of_chunks) == padded * scale_plan.row_bytes(run)
+    assert sum(path.parent.name == FEATURES for path in of_chunks) == scale_plan.chunks(run) == 4
+
+
+def test_hours_are_those_of_plain_arithmetic() -> None:
+    """10^8 rows of the GPT on 64 GPUs, K = 2048, from the files of results alone."""
+    results = {
+        name: json.loads((ROOT / f"benchmarks/results/{name}.json").read_text())["parts"]
+        for name in ("featurize", "store", "scale_out")
+    }
+    ratio = results["featurize"]["gpt-512"]["tools"]["trak_lite"]["further_to_plain"]
+    look = results["scale_out"]["rates"]["look_ms"] * 1e-3 / 10_000
+    claim = results["scale_out"]["rates"]["claim_us"] * 1e-6
+    chunks = -(-(10**8) // 16384)  # 64 MiB of 4 KiB each
+    turns = -(-chunks // 64)
+
+    found = scale_plan.stages(Run(10**8, 64), scale_plan.measured(), Assumed())
+
+    assert found["gradients"] == pytest.approx(turns * 16384 * ratio * 6 * 124e6 * 512 / 1e14)
+    assert found["writing"] == pytest.approx(10**8 * 4104 / 2e10)
+    assert found["claims"] == pytest.approx(turns * (claim + look * chunks))
+    assert found["gram"] == pytest.approx(2 * 10**8 * 2048**2 / 2e13 / 64)
+    assert found["all-reduce"] == pytest.approx(2 * 63 / 64 * 8 * 2048**2 / 1e10)
+    assert found["factorisation"] == pytest.approx(2048**3 / 3 / 2e13)
+    assert found["reading"] == pytest.approx(2 * 10**8 * 4104 / 2e10)
+    assert found["scores"] == pytest.approx(2 * 10**8 * 2048 * 1000 / 3e13 / 64)
+    assert found["top rows"] == pytest.approx(10**11 / 1e10 / 64)
+    hours = next(row for row in cells("scale_hours") if row[:2] == ["1e+08", "64"])
+    assert hours[2] == f"{found['gradients'] / 3600:.1f} h"
+
+
+def test_a_single_process_writes_and_reads_no_faster_than_was_measured() -> None:
+    found = scale_plan.measured()
+    one = scale_plan.stages(Run(10**8, 1), found, replace(Assumed(), disk=1e15))
+
+    assert one["writing"] == pytest.approx(10**8 * 4104 / found.write)
+    assert one["reading"] == pytest.approx(2 * 10**8 * 4104 / found.read)
+
+
+def test_more_processes_than_chunks_bring_nothing() -> None:
+    found = scale_plan.measured()
+    few, many = (scale_plan.stages(Run(10**6, gpus), found, Assumed()) for gpus in (62, 1024))
+
+    assert scale_plan.chunks(Run(10**6, 1)) == 62
+    assert "10^6 rows are 62 chunks" in PAGE
+    assert few["gradients"] == many["gradients"]
+
+
+def test_the_page_says_of_every_assumption_that_it_is_one() -> None:
+    rows = cells("scale_rates")
+
+    assert sum(row[2] == "assumed" for row in rows) == len(fields(Assumed))
+    assert {row[2] for row in rows} == {"assumed", "featurize.json", "store.json", "scale_out.json"}
+
+
+def test_the_script_plans_with_other_numbers(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    said = []
+    for price in ("2", "4"):
+        monkeypatch.setattr(
+            sys, "argv", ["scale_plan.py", "--rows", "1e8", "--gpus", "64", "--gpu-price", price]
+        )
+        scale_plan.main()
+        said.append(capsys.readouterr().out)
+
+    once, twice = (int(re.search(r"cost ([\d,]+)", text)[1].replace(",", "")) for text in said)
+    assert abs(twice - 2 * once) <= 1
+    assert "410 GB in 6,104 chunks" in said[0]
+
+
+@pytest.mark.parametrize(
+    "job", sorted((ROOT / "examples/slurm").glob("*.sbatch")), ids=lambda path: path.name
+)
+def test_a_job_file_is_sound_and_named_on_the_page(job: Path) -> None:
+    subprocess.run(["bash", "-n", job], check=True)
+
+    assert f"(../../examples/slurm/{job.name})" in TEXTS["scaling.md"]
