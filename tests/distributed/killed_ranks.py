@@ -138,6 +138,9 @@ class Round:
             return self._expect_success(name, started.wait(LONGEST))
         ranks = children(started.pid)
         mode = strike.mode if ranks else "agent"  # before there is a rank
+        if mode != "rank":
+            stop(started.pid)  # it starts no further rank that nobody would know of
+            ranks = children(started.pid)
         victims = {
             "rank": [ranks[int(strike.share * 997) % max(len(ranks), 1)]] if ranks else [],
             "agent": [started.pid],
@@ -293,10 +296,17 @@ def phase_of(folder: Path, name: str, pid: int | None = None) -> str:
     return {SCORING: "score", ENDED: "end"}.get(min(last), "featurize")
 
 
-def kill(pid: int) -> None:
-    """Kill a process, if it is there."""
+def kill(pid: int, number: signal.Signals = signal.SIGKILL) -> None:
+    """Send a signal to a process, if it is there."""
     with contextlib.suppress(ProcessLookupError):
-        os.kill(pid, signal.SIGKILL)
+        os.kill(pid, number)
+
+
+def stop(pid: int) -> None:
+    """Stop a process, and wait until it stands still."""
+    kill(pid, signal.SIGSTOP)
+    while any(pid == other and state not in "TZX" for other, _, state in _processes()):
+        time.sleep(0.001)
 
 
 def children(parent: int) -> list[int]:
