@@ -12,12 +12,14 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import math
 import os
 import time
 from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from datetime import timedelta
 from functools import cache
 from typing import Any, TypeVar, final
 
@@ -70,6 +72,10 @@ class AbstractRanks(ABC):
     @abstractmethod
     def first_said(self, what: str, value: str) -> str:
         """Return what the first rank says that comes here; nobody is waited for."""
+
+    def comes_first(self, what: str) -> bool:
+        """Whether this is the first rank that comes to something which one of them does for all."""
+        return self.first_said(f"first at {what}", str(self.rank)) == str(self.rank)
 
     def agree(self, what: str, value: str) -> None:
         """Compare a value with that of the first rank that comes here.
@@ -193,7 +199,12 @@ def _part_of(name: str, store: Any) -> Any:
 @cache
 def _launcher_store(attempt: str) -> tuple[Any, int, int]:
     """Return the launcher's key-value store. It is kept: rank 0 may be the one that serves it."""
-    store, rank, size = next(dist.rendezvous("env://"))  # type: ignore[attr-defined]  # public, but not listed
+    # An agent serves the store before it starts a rank, so that one which cannot be reached is gone. A rank that serves
+    # it itself comes whenever its script gets here.
+    served = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+    timeout = timedelta(seconds=_PATIENCE) if served else dist.default_pg_timeout
+    found = dist.rendezvous("env://", timeout=timeout)  # type: ignore[attr-defined]  # public, but not listed
+    store, rank, size = next(found)
     return _part_of(f"trak_lite/attempt-{attempt}", store), rank, size
 
 
@@ -301,7 +312,7 @@ class _TorchRanks(AbstractRanks):
         self._heard = True
         if self._store.add(f"{key}/arrived", 1) == self.size:
             self._store.set(key, "all")
-        self._wait_for(key, what)
+        self._wait_for(key, what, most=dist.default_pg_timeout.total_seconds())
         try:
             if self._group is None:
                 self._open_group()
@@ -354,17 +365,22 @@ class _TorchRanks(AbstractRanks):
         self._steps[what] += 1
         return f"{what} {self._steps[what]}"
 
-    def _wait_for(self, key: str, what: str) -> None:
+    def _wait_for(self, key: str, what: str, *, most: float = math.inf) -> None:
         """Wait for a key to be set, and say so if that takes long.
 
         Raises:
-            RankError: If another rank fails meanwhile.
+            RankError: If another rank fails meanwhile, or does not come in so many seconds.
         """
         began, said = time.monotonic(), False
         for pause in pauses():
             if self._has(self._store, key):
                 return
             self.watch()
+            if time.monotonic() - began > most:
+                raise RankError(
+                    f"Rank {self.rank} of {self.size} has waited {most:.0f} s for all others to come to {what}. One "
+                    "may have been lost, or makes other calls. What was done is safe: the same call again continues."
+                )
             if not said and time.monotonic() - began > _PATIENCE:
                 said = True
                 logger.warning(

@@ -313,6 +313,7 @@ class FeaturizingSession:
             progress=self._progress,
             watch=self._ranks.watch,
             wait=wait,
+            leads=partial(self._ranks.comes_first, f"drawn labels of {digest}"),
         )
 
     def candidates(self, store: AbstractFeatureStore, needed: Iterable[str]) -> Iterator[Checkpoint]:
@@ -403,6 +404,7 @@ class FeaturizingSession:
             progress=self._progress,
             watch=self._ranks.watch,
             wait=wait,
+            leads=partial(self._ranks.comes_first, label),
             lockstep=self._lockstep,
         )
 

@@ -44,7 +44,7 @@ from trak_lite.pipeline import FEATURES, as_tensor, feature_table_spec, featuriz
 from trak_lite.projectors import AbstractProjector
 from trak_lite.scoring import accumulation_dtype
 from trak_lite.sharded import Lockstep
-from trak_lite.sharing import LateTable, SharedRows, has_free_rows, unwatched
+from trak_lite.sharing import LateTable, SharedRows, always, has_free_rows, unwatched
 from trak_lite.store import AbstractFeatureStore, AbstractRowTable, Column, Manifest, TableSpec
 from trak_lite.types import Batch, FeatureLayout
 
@@ -199,6 +199,7 @@ class FisherFits:
         progress: bool | None,
         watch: Callable[[], None] = unwatched,
         wait: bool = True,
+        leads: Callable[[], bool] = always,
     ) -> None:
         """Fit the checkpoint that the model holds, or what is missing of it, together with whoever else does.
 
@@ -215,6 +216,7 @@ class FisherFits:
             progress: Show the bar; ``None`` shows it on a terminal only.
             watch: See :class:`~trak_lite.sharing.SharedRows`.
             wait: Otherwise leave to others what they hold, and return.
+            leads: See :class:`~trak_lite.sharing.SharedRows`.
 
         Raises:
             NonFiniteError: If a gradient is NaN or infinite; names the rows.
@@ -244,6 +246,7 @@ class FisherFits:
                 progress=progress,
                 watch=watching,
                 wait=wait,
+                leads=leads,
                 lockstep=Lockstep.of(computer.model),
             )
             drawn = self._store.open_table(f"{folder}/drawn")
@@ -286,8 +289,11 @@ class FisherFits:
 
     def _late(self, path: str, spec: TableSpec) -> LateTable:
         """Return a table that is created when its first rows are put."""
-        existing = self._store.open_table(path) if path in self._store.table_names(_FOLDER) else None
-        return LateTable(spec, existing, lambda: self._store.create_table(path, spec))
+
+        def find() -> AbstractRowTable | None:
+            return self._store.open_table(path) if path in self._store.table_names(_FOLDER) else None
+
+        return LateTable(spec, find(), lambda: self._store.create_table(path, spec), find)
 
     def _drop_all_but(self, kept: str, path: str) -> None:
         """Drop what the fit was made of, and fits of other settings or rows."""

@@ -23,7 +23,7 @@ from trak_lite.errors import BusyError, InvalidInputError, NonFiniteError, Preci
 from trak_lite.gradient_computers import AbstractGradientComputer, Normalization, RowNormalizer
 from trak_lite.projectors import AbstractProjector
 from trak_lite.sharded import ALONE, Lockstep, Turns
-from trak_lite.sharing import LateTable, SharedRows, unwatched
+from trak_lite.sharing import LateTable, SharedRows, always, unwatched
 from trak_lite.store import Column, TableSpec, chunk_rows_for
 from trak_lite.types import Batch, OutputTerms
 
@@ -147,6 +147,7 @@ def featurize_rows(
     progress: bool | None = None,
     watch: Callable[[], None] = unwatched,
     wait: bool = True,
+    leads: Callable[[], bool] = always,
     lockstep: Lockstep = ALONE,
 ) -> int:
     """Featurize the rows that a table still lacks, and put them batch by batch, until all of them are there.
@@ -169,6 +170,7 @@ def featurize_rows(
         progress: Show the bar; ``None`` shows it on a terminal only.
         watch: See :class:`~trak_lite.sharing.SharedRows`.
         wait: Otherwise leave to others what they hold, and return.
+        leads: See :class:`~trak_lite.sharing.SharedRows`.
         lockstep: The ranks that hold parts of the model and fill the same table.
 
     Returns:
@@ -183,7 +185,7 @@ def featurize_rows(
     made = _BatchWork(table, rows, computer_for, projector, model_id, device, normalization)
     turns = Turns(lockstep, made.repeat)
     shared = SharedRows(
-        table, rows.batch_size, label=label, progress=progress, watch=watch, pause=turns.pause
+        table, rows.batch_size, label=label, progress=progress, watch=watch, pause=turns.pause, leads=leads
     )
     with shared as work, turns:
         for wanted, batch in (pair for plan in work.rounds(wait=wait) for pair in rows.batches(plan)):

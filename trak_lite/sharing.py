@@ -26,12 +26,13 @@ from trak_lite._progress import KeptProgress
 from trak_lite.errors import BusyError, HeldHereError, StateError
 from trak_lite.store import AbstractRowTable, TableSpec
 
-__all__ = ["LateTable", "SharedRows", "has_free_rows", "pauses", "plan_batches", "unwatched"]
+__all__ = ["LateTable", "SharedRows", "always", "has_free_rows", "pauses", "plan_batches", "unwatched"]
 
 logger = logging.getLogger(__name__)
 
 _FIRST_PAUSE, _LONGEST_PAUSE = 0.02, 1.0  # seconds
 _LOOK_EVERY = 0.5  # seconds
+_LONGEST_FOLLOWING = 30.0  # seconds
 
 
 def unwatched() -> None:
@@ -69,11 +70,20 @@ def has_free_rows(table: AbstractRowTable) -> bool:
     return False
 
 
+def always() -> bool:
+    """Say yes: the ``leads`` of a process that need not know of others."""
+    return True
+
+
 class LateTable:
     """A table that is created when its first rows are put."""
 
     def __init__(
-        self, spec: TableSpec, existing: AbstractRowTable | None, create: Callable[[], AbstractRowTable]
+        self,
+        spec: TableSpec,
+        existing: AbstractRowTable | None,
+        create: Callable[[], AbstractRowTable],
+        find: Callable[[], AbstractRowTable | None] = lambda: None,
     ) -> None:
         """Hold the table if it exists, and else how to create it.
 
@@ -81,10 +91,18 @@ class LateTable:
             spec: Shape and fingerprint; an existing table was opened with the same.
             existing: The table, if there is one.
             create: Creates it.
+            find: Opens it, if another process has created it since.
         """
         self.spec = spec
         self._table = existing
         self._create = create
+        self._find = find
+
+    def look(self) -> bool:
+        """Look whether the table has been created, by this process or another one."""
+        if self._table is None:
+            self._table = self._find()
+        return self.exists
 
     @property
     def exists(self) -> bool:
@@ -160,6 +178,7 @@ class SharedRows:
         progress: bool | None,
         watch: Callable[[], None] = unwatched,
         pause: Callable[[float], None] = time.sleep,
+        leads: Callable[[], bool] = always,
     ) -> None:
         """Look at what is done.
 
@@ -171,7 +190,10 @@ class SharedRows:
             watch: Called now and then, while rows are put and while others are waited for; what it raises ends the
                 work, for which there is a reason elsewhere.
             pause: Lets some seconds pass while others hold all that is left.
+            leads: Called if the table does not exist yet; where it says no, another process makes the first batch, and
+                the table with it.
         """
+        self._leads = leads
         self._pause = pause
         self.spec = table.spec
         self.written = 0
@@ -206,7 +228,7 @@ class SharedRows:
         Yields:
             Batches ``(b,)`` of one chunk each; all of them must be put before the next round.
         """
-        if isinstance(self._table, LateTable) and not self._table.exists:
+        if isinstance(self._table, LateTable) and not self._follow(self._table):
             yield [np.arange(min(self._rows_per_batch, self.spec.chunk_rows, self.spec.num_rows))]
             self._give_up()
         waits = pauses()
@@ -265,6 +287,18 @@ class SharedRows:
         """Give up what is held, and close the bar; a Ctrl-C is told how many rows are done."""
         self._give_up()
         self._done.__exit__(kind, error, traceback)
+
+    def _follow(self, table: LateTable) -> bool:
+        """Wait for the process that makes the first batch, if that is another one; return whether there is a table."""
+        if table.look() or self._leads():
+            return table.exists
+        end = time.monotonic() + _LONGEST_FOLLOWING  # it may have been killed
+        for pause in pauses():
+            if table.look() or time.monotonic() > end:
+                break
+            self._watch()
+            self._pause(pause)
+        return table.exists
 
     def _batches(self, pending: NDArray[np.int64] | None) -> Iterator[NDArray[np.int64]]:
         while pending is not None:

@@ -173,7 +173,12 @@ class Workspace:
                 self._store = self._create()
             return self._store.create_table(path, spec, attributes)
 
-        return LateTable(spec, None, create)
+        def find() -> AbstractRowTable | None:
+            if self._store is None:
+                self.open(self._manifest)
+            return self.table(path)
+
+        return LateTable(spec, None, create, find)
 
     def _how_to_continue(self) -> str:
         """Return what a Ctrl-C is told about what was done before it."""

@@ -230,17 +230,15 @@ class Round:
                 again = [tuple(pair) for pair in loads if pair[1] >= 0 and before[tuple(pair)]]
                 if again:
                     raise Violated(f"{name} computed rows that were on disk: {again[:5]} (checkpoint, row).")
-        first, others = times[:, : self.job.batch], times[:, self.job.batch :]
         if times.min() < 1:
             raise Violated("The logs do not name every row: what was counted is not what was computed.")
-        in_vain, allowed = int((others - 1).sum()), self.job.batch * self.ended_ranks
+        in_vain, allowed = int((times - 1).sum()), self.job.batch * self.ended_ranks
         if in_vain > allowed:
             raise Violated(
                 f"{in_vain} rows were computed twice; killed ranks had {allowed} in flight at most."
             )
         self.counts["rows computed"] += int(times.sum())
         self.counts["rows computed twice: in flight in a killed rank"] += in_vain
-        self.counts["rows computed twice: first batch of a table"] += int((first - 1).sum())
         self.counts["rows that killed ranks may have had in flight"] += allowed
 
 

@@ -148,12 +148,12 @@ def test_a_round_notices_scores_that_are_off(tmp_path: Path, finished: tuple[Pat
 
 
 @pytest.mark.parametrize(
-    ("row", "message"), [((1, 20), "1 rows were computed twice"), ((0, -1), None), ((1, 0), None)]
+    ("row", "message"),
+    [((1, 20), "1 rows were computed twice"), ((0, -1), None), ((1, 0), "1 rows were computed twice")],
 )
 def test_a_round_counts_what_is_computed_twice(
     tmp_path: Path, finished: tuple[Path, Undisturbed], row: tuple[int, int], message: str | None
 ) -> None:
-    """But for the first batch of a table, which is computed before there is a chunk to hold."""
     folder, found = finished
     round_ = Round(tmp_path, JOB, found, Copied(folder))
     launch = round_._start(1)
