@@ -14,6 +14,7 @@ import contextlib
 import logging
 import math
 import os
+import threading
 import time
 from abc import ABC, abstractmethod
 from collections import Counter
@@ -38,6 +39,7 @@ Value = TypeVar("Value")
 
 _FAILED = "failed"
 _PATIENCE = 30.0  # seconds, until a rank that waits for others says so
+_LOOK_EVERY = 0.2  # seconds
 _calls = 0
 """Calls that this process has made together with others: the same number on every rank."""
 _known_failures: set[str] = set()
@@ -209,6 +211,54 @@ def _launcher_store(attempt: str) -> tuple[Any, int, int]:
 
 
 @final
+class _Lookout:
+    """Looks in a thread of its own whether a rank has failed.
+
+    Where a machine or its network is lost without a word, an answer may take minutes: nothing but this thread waits for
+    it, and rows are featurized meanwhile.
+    """
+
+    def __init__(self, store: Any) -> None:
+        """Begin to look; ``store`` holds the failures, and is reached by a connection of its own."""
+        self.failure: str | None = None
+        """What the rank says that failed last, in this call or another one."""
+        self.lost: str | None = None
+        """Why the store cannot be reached any more."""
+        self._store = store
+        self._ended = threading.Event()
+        self._asked: float | None = None
+        """When the question was put that has no answer yet."""
+        threading.Thread(target=self._look, name="trak_lite ranks", daemon=True).start()
+
+    @property
+    def is_silent(self) -> bool:
+        """Whether a question has had no answer for long."""
+        if not self._waits_for_long():
+            return False
+        time.sleep(_LOOK_EVERY)  # if this process itself stood still, the answer comes now
+        return self._waits_for_long()
+
+    def end(self) -> None:
+        """Look no more."""
+        self._ended.set()
+
+    def _waits_for_long(self) -> bool:
+        asked = self._asked
+        return asked is not None and time.monotonic() - asked > _PATIENCE
+
+    def _look(self) -> None:
+        try:
+            store = self._store.clone() if hasattr(self._store, "clone") else self._store  # torch 2.13 can
+            while not self._ended.wait(_LOOK_EVERY):
+                self._asked = time.monotonic()
+                if store.check([_FAILED]):
+                    self.failure = store.get(_FAILED).decode()
+                self._asked = None
+        except dist.DistError as error:
+            self.lost = str(error)
+
+
+@final
 class _TorchRanks(AbstractRanks):
     """Processes that share a key-value store of ``torch.distributed``."""
 
@@ -221,9 +271,12 @@ class _TorchRanks(AbstractRanks):
         self._group: Any = None
         self._own_group = False
         self._heard = False
+        self._lookout = _Lookout(store)
 
     def watch(self) -> None:
-        said = self._failure()
+        if self._lookout.lost is not None:
+            raise self._unreachable(self._lookout.lost)
+        said = self._lookout.failure
         if said is not None and said not in _known_failures:
             _known_failures.add(said)
             raise RankError(
@@ -232,11 +285,11 @@ class _TorchRanks(AbstractRanks):
 
     def report(self, error: BaseException) -> None:
         """Tell the others why this rank fails, unless they are the reason."""
-        with contextlib.suppress(
-            dist.DistError, RankError
-        ):  # whoever serves the store is gone, and the run with it
-            if isinstance(error, RankError) and self._failure() is not None:
-                return
+        if self._lookout.is_silent or self._lookout.lost is not None:
+            return  # there is nobody to tell
+        if isinstance(error, RankError) and self._lookout.failure is not None:
+            return
+        with contextlib.suppress(dist.DistError):  # whoever serves the store is gone, and the run with it
             said = f"Rank {self.rank} failed in call {self._number} ({type(error).__name__}: {error})."
             _known_failures.add(said)
             self._failures.set(_FAILED, said)
@@ -253,7 +306,13 @@ class _TorchRanks(AbstractRanks):
         return found
 
     def first_said(self, what: str, value: str) -> str:
-        found: bytes = self._store.compare_set(self._next_step(what), "", value)
+        key = self._next_step(what)
+        if self._lookout.is_silent:
+            logger.warning(
+                "Rank %d has heard nothing of the others for %d s, and goes on.", self.rank, _PATIENCE
+            )
+            return value
+        found: bytes = self._store.compare_set(key, "", value)
         return found.decode()
 
     def add_up(self, tensors: Sequence[Tensor]) -> None:
@@ -301,6 +360,7 @@ class _TorchRanks(AbstractRanks):
 
     def close(self) -> None:
         """Give back the process group that was made, if one was."""
+        self._lookout.end()
         if self._own_group:
             dist.destroy_process_group(self._group)
         self._group = None
@@ -327,12 +387,8 @@ class _TorchRanks(AbstractRanks):
     def _open_group(self) -> None:
         """Take a process group that carries tensors of the CPU: the script's, or one of our own."""
         if not dist.is_initialized():
-            backend = (
-                "cpu:gloo,cuda:nccl" if torch.cuda.is_available() and dist.is_nccl_available() else "gloo"
-            )
-            dist.init_process_group(
-                backend, store=_part_of("group", self._store), rank=self.rank, world_size=self.size
-            )
+            store = _part_of("group", self._store)
+            dist.init_process_group("gloo", store=store, rank=self.rank, world_size=self.size)
             self._group, self._own_group = dist.group.WORLD, True
         elif "gloo" in dist.get_backend_config():
             self._group = dist.group.WORLD
@@ -347,18 +403,19 @@ class _TorchRanks(AbstractRanks):
     def _group_of(self, tensor: Tensor) -> Any:
         return self._group if tensor.device.type == "cpu" else dist.group.WORLD
 
-    def _failure(self) -> str | None:
-        """Return what the rank says that failed last, in this call or another one."""
-        return self._failures.get(_FAILED).decode() if self._has(self._failures, _FAILED) else None
-
-    def _has(self, store: Any, key: str) -> bool:
+    def _has(self, key: str) -> bool:
+        if self._lookout.is_silent:
+            raise self._unreachable(f"no answer for {_PATIENCE:.0f} s")
         try:
-            return bool(store.check([key]))
+            return bool(self._store.check([key]))
         except dist.DistError as error:
-            raise RankError(
-                f"Rank {self.rank} cannot reach the process any more that serves the ranks' common keys ({error}). "
-                "What was done is safe: the same call again continues."
-            ) from error
+            raise self._unreachable(str(error)) from error
+
+    def _unreachable(self, why: str) -> RankError:
+        return RankError(
+            f"Rank {self.rank} cannot reach the process any more that serves the ranks' common keys ({why}). "
+            "What was done is safe: the same call again continues."
+        )
 
     def _next_step(self, what: str) -> str:
         """Return the key of the next thing that is said under a name: ranks that differ miss each other, no more."""
@@ -373,7 +430,7 @@ class _TorchRanks(AbstractRanks):
         """
         began, said = time.monotonic(), False
         for pause in pauses():
-            if self._has(self._store, key):
+            if self._has(key):
                 return
             self.watch()
             if time.monotonic() - began > most:

@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import re
 import socket
+import threading
+import time
 from collections.abc import Callable
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -17,8 +20,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from rank_cases import LM, N, contents
 
-from trak_lite import Attributor, _session
+from trak_lite import Attributor, _session, distributed
 from trak_lite.distributed import OneRank
+from trak_lite.errors import RankError
 from trak_lite.kept_grams import _share
 from trak_lite.scoring import GramAccumulator, TopK, gram, merged_top
 from trak_lite.store import verify_store
@@ -197,6 +201,55 @@ def test_every_rank_takes_its_own_gpu_unless_the_script_has_chosen(
     monkeypatch.setattr(_session, "model_device", lambda _: torch.device(given))
 
     assert _session.resolve_device("auto", cases.network()) == torch.device(expected)
+
+
+class SilentStore:
+    """Keys that were on a machine which is lost: no question is answered, and no connection closed."""
+
+    def __init__(self) -> None:
+        self.never = threading.Event()
+
+    def clone(self) -> SilentStore:
+        return self
+
+    def check(self, keys: list[str]) -> bool:
+        self.never.wait()
+        return False
+
+
+def test_a_rank_whose_questions_are_not_answered_goes_on_with_rows_and_does_not_wait_for_sums(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    store = SilentStore()
+    monkeypatch.setattr(distributed, "_PATIENCE", 0.1)
+    monkeypatch.setattr(distributed, "_LOOK_EVERY", 0.01)
+    monkeypatch.setattr(distributed, "_part_of", lambda name, store: store)
+    ranks = distributed._TorchRanks(store, 1, 2, number=1)
+    while not ranks._lookout.is_silent:
+        time.sleep(0.01)
+
+    ranks.watch()
+    ranks.agree("checkpoint", "this one")
+    assert "has heard nothing of the others" in caplog.text
+    with pytest.raises(RankError, match=r"Rank 1 cannot reach .*\(no answer for 0 s\)"):
+        ranks.told("whether", lambda: "yes")
+    ranks.report(ValueError("of which nobody hears"))
+    ranks.close()
+    store.never.set()
+
+
+def test_a_rank_that_is_waited_for_is_asked_for_and_at_last_given_up(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(distributed, "_PATIENCE", 0.1)
+    monkeypatch.setattr(distributed.dist, "default_pg_timeout", timedelta(seconds=0.5))
+    store = torch.distributed.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    ranks = distributed._TorchRanks(store, 0, 2, number=1)
+
+    with pytest.raises(RankError, match=r"waited 0 s for all others to come to a sum over train rows"):
+        ranks.add_up([torch.ones(1)])
+    assert "Every rank must make the same calls" in caplog.text
+    ranks.close()
 
 
 # ------------------------------------------------------------------------ what they say
