@@ -25,6 +25,14 @@ from trak_lite.workspace import Workspace, complete_tables
 __all__ = ["KeptScores"]
 
 
+def _widths(layout: FeatureLayout) -> int | str:
+    """Return K, or how many segments there are of which width."""
+    widths = {segment.width for segment in layout.segments}
+    if len(layout.segments) == 1 or len(widths) > 1:
+        return layout.width
+    return f"{len(layout.segments)} x {widths.pop()}"
+
+
 @final
 class KeptScores:
     """Opens the scores of one attributor's store."""
@@ -125,7 +133,7 @@ class KeptScores:
     ) -> Scores:
         shown = {
             "checkpoints": num_checkpoints,
-            "proj_dim": self._settings.layout.width,
+            "proj_dim": _widths(self._settings.layout),
             **settings.to_json(),
         }
         where = None if self._workspace.path is None else f"{self._workspace.path}:{path}"

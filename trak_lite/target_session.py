@@ -142,8 +142,12 @@ def visit_checkpoints(
             waiting.remove(digest)
     if waiting:
         paths = checkpoint_tables(store)
-        lacking = sorted(paths[digest].removeprefix("ckpt-") for digest in waiting)
+        lacking = {
+            path: store.attributes(path).get("name") for path in sorted(paths[digest] for digest in waiting)
+        }
+        named = ", ".join(f"{path} (featurized as {name!r})" for path, name in lacking.items())
         raise StateError(
-            f"The weights of checkpoints {lacking} are needed {purpose}, but none of the known sources holds them. "
-            "Pass checkpoints=... with the weights that were featurized."
+            f"The store has {len(paths)} checkpoints, and the weights of {named} are needed {purpose}, but none of the "
+            "known sources holds them. Pass checkpoints=... with those to use, as they were given to featurize; others "
+            f"are left out then. What is not wanted any more: drop_checkpoint({next(iter(lacking))!r})."
         )
