@@ -42,8 +42,8 @@ _PATIENCE = 30.0  # seconds, until a rank that waits for others says so
 _LOOK_EVERY = 0.2  # seconds
 _calls = 0
 """Calls that this process has made together with others: the same number on every rank."""
-_known_failures: set[str] = set()
-"""What has ended a call of this process before."""
+_ended_calls: set[int] = set()
+"""Those of them whose failure this process has met, its own or that of another rank."""
 
 
 class AbstractRanks(ABC):
@@ -218,13 +218,17 @@ class _Lookout:
     it, and rows are featurized meanwhile.
     """
 
-    def __init__(self, store: Any) -> None:
-        """Begin to look; ``store`` holds the failures, and is reached by a connection of its own."""
-        self.failure: str | None = None
-        """What the rank says that failed last, in this call or another one."""
+    def __init__(self, store: Any, *, number: int) -> None:
+        """Begin to look; ``store`` holds the failures, those of this call below its number.
+
+        It is reached by a connection of its own.
+        """
+        self.failure: tuple[int, str] | None = None
+        """The call that a rank failed in and what it says: this call, or another one that has not ended here."""
         self.lost: str | None = None
         """Why the store cannot be reached any more."""
         self._store = store
+        self._number = number
         self._ended = threading.Event()
         self._asked: float | None = None
         """When the question was put that has no answer yet."""
@@ -251,11 +255,20 @@ class _Lookout:
             store = self._store.clone() if hasattr(self._store, "clone") else self._store  # torch 2.13 can
             while not self._ended.wait(_LOOK_EVERY):
                 self._asked = time.monotonic()
-                if store.check([_FAILED]):
-                    self.failure = store.get(_FAILED).decode()
+                self.failure = self._found(store)
                 self._asked = None
         except dist.DistError as error:
             self.lost = str(error)
+
+    def _found(self, store: Any) -> tuple[int, str] | None:
+        # A rank that has failed in an earlier call may not come to this one, or may: then both keys are of use.
+        own = _part_of(str(self._number), store)
+        if own.check([_FAILED]):
+            return self._number, own.get(_FAILED).decode()
+        if not store.check([_FAILED]):
+            return None
+        number, _, said = store.get(_FAILED).decode().partition(" ")
+        return None if int(number) in _ended_calls else (int(number), said)
 
 
 @final
@@ -264,35 +277,33 @@ class _TorchRanks(AbstractRanks):
 
     def __init__(self, store: Any, rank: int, size: int, *, number: int) -> None:
         self.rank, self.size = rank, size
-        self._failures = store  # of all calls: another rank may still be in the one before
+        self._failures = store  # of all calls
         self._store = _part_of(str(number), store)
         self._number = number
         self._steps: Counter[str] = Counter()
         self._group: Any = None
         self._own_group = False
         self._heard = False
-        self._lookout = _Lookout(store)
+        self._lookout = _Lookout(store, number=number)
 
     def watch(self) -> None:
         if self._lookout.lost is not None:
             raise self._unreachable(self._lookout.lost)
-        said = self._lookout.failure
-        if said is not None and said not in _known_failures:
-            _known_failures.add(said)
-            raise RankError(
-                f"{said} Rank {self.rank} stops for that reason. What was done is safe: the same call again continues."
-            )
+        if self._lookout.failure is not None:
+            raise self._ended_by(*self._lookout.failure)
 
     def report(self, error: BaseException) -> None:
-        """Tell the others why this rank fails, unless they are the reason."""
+        """Tell the others why this rank fails, unless they know that the call has failed."""
+        _ended_calls.add(self._number)
         if self._lookout.is_silent or self._lookout.lost is not None:
             return  # there is nobody to tell
-        if isinstance(error, RankError) and self._lookout.failure is not None:
+        known = self._lookout.failure
+        if isinstance(error, RankError) and known is not None and known[0] == self._number:
             return
         with contextlib.suppress(dist.DistError):  # whoever serves the store is gone, and the run with it
             said = f"Rank {self.rank} failed in call {self._number} ({type(error).__name__}: {error})."
-            _known_failures.add(said)
-            self._failures.set(_FAILED, said)
+            self._store.set(_FAILED, said)
+            self._failures.set(_FAILED, f"{self._number} {said}")
 
     def told(self, what: str, value: Callable[[], str]) -> str:
         key = self._next_step(what)
@@ -373,6 +384,8 @@ class _TorchRanks(AbstractRanks):
         if self._store.add(f"{key}/arrived", 1) == self.size:
             self._store.set(key, "all")
         self._wait_for(key, what, most=dist.default_pg_timeout.total_seconds())
+        if self._has(_FAILED):  # one has come, and failed while it waited: it will not talk
+            raise self._ended_by(self._number, self._store.get(_FAILED).decode())
         try:
             if self._group is None:
                 self._open_group()
@@ -410,6 +423,13 @@ class _TorchRanks(AbstractRanks):
             return bool(self._store.check([key]))
         except dist.DistError as error:
             raise self._unreachable(str(error)) from error
+
+    def _ended_by(self, number: int, said: str) -> RankError:
+        """Return the error of a call that ends because a rank has failed, in this one or another one."""
+        _ended_calls.add(number)
+        return RankError(
+            f"{said} Rank {self.rank} stops for that reason. What was done is safe: the same call again continues."
+        )
 
     def _unreachable(self, why: str) -> RankError:
         return RankError(

@@ -18,6 +18,7 @@ from torch.utils.data import Dataset, TensorDataset
 
 from trak_lite import Attributor
 from trak_lite.distributed import joined_ranks
+from trak_lite.errors import RankError
 from trak_lite.store import ZarrFeatureStore, _grid
 
 N, R, M = 300, 32, 5
@@ -176,6 +177,51 @@ def summed_twice() -> list[bytes]:
             ranks.add_up([tensor])
             found.append(tensor.numpy().tobytes() if ranks.rank == 0 else b"")
     return found
+
+
+def told_of(call: Callable[[], None]) -> str:
+    """Return the first line of the error that a call ends with."""
+    try:
+        call()
+    except (RankError, LookupError) as error:
+        return str(error).splitlines()[0]
+    return "no error"
+
+
+def fails_again_after_a_failure() -> list[str]:
+    """Return what ended two calls of this rank; each fails on rank 1, and rank 0 waits for it."""
+
+    def first() -> None:
+        with joined_ranks("first") as ranks:
+            if ranks.rank == 1:
+                raise LookupError("not there")
+            ranks.merged(0, max)
+
+    def second() -> None:
+        with joined_ranks("second") as ranks:
+            ranks.agree("number", str(ranks.rank)) if ranks.rank == 0 else time.sleep(0.5)
+            ranks.agree("number", str(ranks.rank)) if ranks.rank == 1 else ranks.merged(0, max)
+
+    return [told_of(first), told_of(second)]
+
+
+def fails_when_others_are_done() -> list[str]:
+    """Return what ended two calls of this rank; rank 0 fails in the first when rank 1 is in the second already."""
+
+    def first() -> None:
+        with joined_ranks("first") as ranks:
+            if ranks.rank == 0:
+                time.sleep(0.5)
+                raise LookupError("not there")
+
+    def second() -> None:
+        with joined_ranks("second") as ranks:
+            ranks.merged(0, max)
+
+    found = [told_of(first)]
+    if os.environ["RANK"] == "0":
+        time.sleep(2)
+    return [*found, told_of(second)]
 
 
 def lost_in_a_sum() -> None:

@@ -153,6 +153,23 @@ def test_ranks_that_do_not_do_the_same_are_told(tmp_path: Path, job: Any, said: 
     )
 
 
+def test_a_call_after_one_that_failed_tells_of_errors_like_any_other() -> None:
+    (_, (first, second)), (_, (own, again)) = on_ranks(2, cases.fails_again_after_a_failure)
+
+    assert own == "not there"
+    assert first.startswith("Rank 1 failed in call 1 (LookupError: not there). ")
+    assert again.startswith("Rank 1 has another number than another rank")
+    assert second.startswith("Rank 1 failed in call 2 (RankError: Rank 1 has another number ")
+
+
+def test_a_rank_that_fails_late_is_told_why_nobody_is_in_its_next_call() -> None:
+    (_, (own, after)), (_, (done, late)) = on_ranks(2, cases.fails_when_others_are_done)
+
+    assert (done, own) == ("no error", "not there")
+    assert late.startswith("Rank 0 failed in call 1 (LookupError: not there). ")
+    assert after.startswith("Rank 1 failed in call 2 (RankError: Rank 0 failed in call 1 (LookupError: ")
+
+
 def test_a_rank_that_is_lost_in_the_middle_of_a_sum_is_missed() -> None:
     ((kind, message),) = on_ranks(2, cases.lost_in_a_sum)
 
