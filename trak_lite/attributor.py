@@ -49,7 +49,7 @@ from trak_lite.score_result import ScoreResult, drop_scores
 from trak_lite.scores import Scores
 from trak_lite.scoring import ScoredKernel, ScoreView
 from trak_lite.sharded import refuse_sharded
-from trak_lite.store import RemotePlace, check_name, open_store, resolve_place
+from trak_lite.store import AbstractFeatureStore, RemotePlace, check_name, open_store, resolve_place
 from trak_lite.store.manifest import compare_fingerprints
 from trak_lite.token_scores import token_scores
 from trak_lite.types import Batch, FeatureLayout
@@ -310,14 +310,13 @@ class Attributor:
             RankError: If another rank of a distributed run failed, or does something else.
         """
         rows = self._rows(data, indices, batch_size, "the train data")
-        identity = rows.identity(dataset_id)
         names: list[str] = []
         written = 0
         once = isinstance(checkpoints, Iterator)
         appended_to = (lambda num_rows: rows.identity(dataset_id, num_rows=num_rows)) if append else None
         with (
             self._joined("featurize") as ranks,
-            self._session(identity, appended_to, ranks=ranks) as session,
+            self._session(rows.identity(dataset_id), appended_to, ranks=ranks) as session,
         ):
             found = iterate_checkpoints(checkpoints, checkpoint_loader)
             # What comes from an iterator is not held any longer than it has to be.
@@ -400,9 +399,8 @@ class Attributor:
         if k is not None and positive_int(k=k) and dense:
             raise InvalidInputError(f"k={k} is for dense=False; dense scores answer top(k) for any k.")
         targets = self._rows(data, indices, batch_size, "the targets")
-        identity = targets.identity(dataset_id)
         with self._joined(f"score {name!r}") as ranks, self._session(ranks=ranks) as session:
-            identity = session.target_identity(identity, settings)
+            identity = session.target_identity(targets.identity(dataset_id), settings)
             features = session.targets(targets, name, settings, identity)
             used: list[str] | None = None
             if checkpoints is not None:
@@ -470,9 +468,11 @@ class Attributor:
             (20, 20)
         """
         rows = self._rows(data, indices, batch_size, "the train data")
-        identity = rows.identity(dataset_id)
         named = None if checkpoints is None else iterate_checkpoints(checkpoints, checkpoint_loader)
-        with self._joined("fit_curvature") as ranks, self._session(identity, ranks=ranks) as session:
+        with (
+            self._joined("fit_curvature") as ranks,
+            self._session(identity := rows.identity(dataset_id), ranks=ranks) as session,
+        ):
             session.fit_curvature(rows, identity, settings or KroneckerSettings(), named)
 
     def scores(self, name: str = "targets", *, dense: bool = True, **view: Unpack[ScoreView]) -> Scores:
@@ -585,11 +585,11 @@ class Attributor:
         refuse_sharded(self.model, "verify", "Verify with a whole model of the same store")
         check_budget(budget, calibrate=calibrate)
         targets = self._rows(data, indices, batch_size, "the targets")
-        identity = targets.identity(dataset_id)
-        scores = self.scores(name, **view)
-        path = self._kept.path(name, self._settings.score_settings(**view))
 
         def decide() -> str:
+            identity = targets.identity(dataset_id)
+            scores = self.scores(name, **view)
+            path = self._kept.path(name, self._settings.score_settings(**view))
             with self._workspace.opened(self._settings.manifest(None)) as workspace:
                 compare_fingerprints(
                     {"targets": workspace.store().open_table(path).spec.fingerprint["targets"]},
@@ -720,8 +720,7 @@ class Attributor:
             InvalidInputError: If no checkpoint, or more than one, is called that.
             BusyError: If another process writes rows of it.
         """
-        with self._workspace.opened(self._settings.manifest(None)) as workspace:
-            drop_checkpoint(workspace.store(), name)
+        self._drop(f"drop_checkpoint {name!r}", lambda store: drop_checkpoint(store, name))
 
     def drop_scores(self, name: str = "targets") -> None:
         """Remove the scores of a target set, made in whatever way, for good; the features of the targets stay.
@@ -730,8 +729,18 @@ class Attributor:
             StateError: If nothing was featurized yet, or there are no such scores.
             BusyError: If another process computes them at this moment.
         """
-        with self._workspace.opened(self._settings.manifest(None)) as workspace:
-            drop_scores(workspace.store(), check_name(name, what="target set"))
+        check_name(name, what="target set")
+        self._drop(f"drop_scores {name!r}", lambda store: drop_scores(store, name))
+
+    def _drop(self, call: str, drop: Callable[[AbstractFeatureStore], None]) -> None:
+        """Remove something from the store: of several ranks the first one does, when all have come."""
+
+        def dropped() -> None:
+            with self._workspace.opened(self._settings.manifest(None)) as workspace:
+                drop(workspace.store())
+
+        with self._joined(call) as ranks:
+            ranks.once("what is dropped", dropped)
 
     def _rows(self, data: Any, indices: Sequence[int] | None, batch_size: int | None, what: str) -> Rows:
         if batch_size is None and not isinstance(data, DataLoader):

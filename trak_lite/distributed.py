@@ -71,6 +71,21 @@ class AbstractRanks(ABC):
             value: Called on rank 0.
         """
 
+    def once(self, what: str, job: Callable[[], None]) -> None:
+        """Do something on rank 0 when all ranks have come, and go on when it is done.
+
+        Args:
+            what: What is done, for messages.
+            job: Called on rank 0.
+        """
+        self.merged(0, max)
+
+        def done() -> str:
+            job()
+            return "done"
+
+        self.told(what, done)
+
     @abstractmethod
     def first_said(self, what: str, value: str) -> str:
         """Return what the first rank says that comes here; nobody is waited for."""
@@ -210,6 +225,11 @@ def _launcher_store(attempt: str) -> tuple[Any, int, int]:
     return _part_of(f"trak_lite/attempt-{attempt}", store), rank, size
 
 
+def _on_cpu(tensor: Tensor) -> Tensor:
+    """Return a tensor, or its copy, that gloo carries: NCCL refuses ranks that share a GPU."""
+    return tensor.cpu().contiguous()
+
+
 @final
 class _Lookout:
     """Looks in a thread of its own whether a rank has failed.
@@ -329,15 +349,15 @@ class _TorchRanks(AbstractRanks):
     def add_up(self, tensors: Sequence[Tensor]) -> None:
         with self._together("a sum over train rows"):
             for tensor in tensors:
-                moved = self._movable(tensor)
-                dist.reduce(moved, 0, group=self._group_of(moved))
+                moved = _on_cpu(tensor)
+                dist.reduce(moved, 0, group=self._group)
                 if moved is not tensor and self.rank == 0:
                     tensor.copy_(moved)
 
     def send_to_all(self, tensor: Tensor) -> None:
         with self._together("what rank 0 has made"):
-            moved = self._movable(tensor)
-            dist.broadcast(moved, 0, group=self._group_of(moved))
+            moved = _on_cpu(tensor)
+            dist.broadcast(moved, 0, group=self._group)
             if moved is not tensor:
                 tensor.copy_(moved)
 
@@ -403,18 +423,10 @@ class _TorchRanks(AbstractRanks):
             store = _part_of("group", self._store)
             dist.init_process_group("gloo", store=store, rank=self.rank, world_size=self.size)
             self._group, self._own_group = dist.group.WORLD, True
-        elif "gloo" in dist.get_backend_config():
+        elif "cpu:gloo" in dist.get_backend_config():
             self._group = dist.group.WORLD
         else:
             self._group, self._own_group = dist.new_group(backend="gloo"), True
-
-    def _movable(self, tensor: Tensor) -> Tensor:
-        """Return a tensor that a process group carries: itself, or a copy on the CPU."""
-        carried = tensor.device.type == "cpu" or (tensor.is_cuda and "nccl" in dist.get_backend_config())
-        return tensor if carried and tensor.is_contiguous() else tensor.cpu().contiguous()
-
-    def _group_of(self, tensor: Tensor) -> Any:
-        return self._group if tensor.device.type == "cpu" else dist.group.WORLD
 
     def _has(self, key: str) -> bool:
         if self._lookout.is_silent:

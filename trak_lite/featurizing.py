@@ -135,11 +135,15 @@ class FeaturizingSession:
             wait: Return when every row is there; otherwise, and where rows of earlier ones are left, leave to others
                 what they hold, for :meth:`finish`.
         """
+        digest = self._load(checkpoint)
+        self._ranks.agree(f"checkpoint {checkpoint.name!r} (digest of its weights)", digest)
+        return self._featurize_train(checkpoint, digest, rows, wait=wait)
+
+    def _featurize_train(self, checkpoint: Checkpoint, digest: str, rows: Rows, *, wait: bool) -> int:
+        """Featurize the train rows of the checkpoint that is loaded, and fit its kernel; see :meth:`featurize`."""
         # What one rank of a sharded model leaves to others, it leaves to itself. Others are not waited for here while
         # there are rows of another checkpoint that they may leave.
         wait = (wait and not self._unfinished) or not self._lockstep.is_alone
-        digest = self._load(checkpoint)
-        self._ranks.agree(f"checkpoint {checkpoint.name!r} (digest of its weights)", digest)
         written = self._featurize_loaded(checkpoint, digest, rows, wait=wait)
         if self._settings.kernel.weighting == "fisher":
             fits = FisherFits(self.store)
@@ -163,7 +167,8 @@ class FeaturizingSession:
             unfinished, self._unfinished = self._unfinished, []
             for checkpoint, digest in unfinished:
                 if self._is_left_alone(digest):
-                    written += self.featurize(checkpoint, rows, wait=False)
+                    # Each rank takes up others, in an order of its own: there is nothing to agree on by name.
+                    written += self._featurize_train(checkpoint, self._load(checkpoint), rows, wait=False)
                     waits = pauses()
                 elif not self._is_featurized(digest):
                     self._unfinished.append((checkpoint, digest))
@@ -175,16 +180,26 @@ class FeaturizingSession:
 
     def _is_featurized(self, digest: str) -> bool:
         """Whether all is there that featurizing a checkpoint makes."""
-        table = self.store.open_table(checkpoint_tables(self.store)[digest])
+        table = self.store.open_table(self._path(digest))
         return table.complete and (self._settings.kernel.weighting != "fisher" or self._has_fisher(digest))
 
     def _is_left_alone(self, digest: str) -> bool:
         """Whether there is something to do for a checkpoint that nobody does."""
-        path = checkpoint_tables(self.store)[digest]
+        path = self._path(digest)
         if has_free_rows(self.store.open_table(path)):
             return True
         fisher = self._settings.kernel.weighting == "fisher"
         return fisher and FisherFits(self.store).is_left_alone(path, self._settings.layout)
+
+    def _path(self, digest: str) -> str:
+        """Return the table of a checkpoint that is being featurized."""
+        path = checkpoint_tables(self.store).get(digest)
+        if path is None:
+            raise StateError(
+                f"The checkpoint with weights {digest[:12]} is not in the store any more: another process has dropped "
+                "it while its rows were featurized. Call featurize(...) again."
+            )
+        return path
 
     def target_identity(self, identity: Mapping[str, Any], settings: ScoreSettings) -> dict[str, Any]:
         """Return what a target set is recognised by, from what its data are: its curvature belongs to it.
@@ -287,8 +302,7 @@ class FeaturizingSession:
         return fit, fits.has
 
     def _has_fisher(self, digest: str) -> bool:
-        path = checkpoint_tables(self.store)[digest]
-        return FisherFits(self.store).has(path, self._settings.layout)
+        return FisherFits(self.store).has(self._path(digest), self._settings.layout)
 
     def _fit_fisher(self, digest: str, label: str, rows: Rows, *, wait: bool = True) -> None:
         """Fit the Fisher information of the checkpoint that is loaded, if it is not there yet."""

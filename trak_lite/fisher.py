@@ -152,9 +152,15 @@ class FisherFits:
         if self.has(path, layout):
             return False
         folder = _folder(path, self._fingerprint(path, layout))
-        found = {name: self._store.open_table(name) for name in self._store.table_names(folder)}
-        table = found.get(f"{folder}/gram", found.get(f"{folder}/drawn"))
-        return table is None or table.complete or has_free_rows(table)
+        try:
+            found = {name: self._store.open_table(name) for name in self._store.table_names(folder)}
+            table = found.get(f"{folder}/gram", found.get(f"{folder}/drawn"))
+            return table is None or table.complete or has_free_rows(table)
+        except (StoreError, StateError):
+            # Others have dropped what the matrices are made of, as they are complete since.
+            if not self.has(path, layout):
+                raise
+            return False
 
     def grams(self, path: str, layout: FeatureLayout, *, device: torch.device) -> list[Tensor]:
         """Return the gram matrix of one checkpoint, segment by segment.

@@ -118,6 +118,31 @@ class SlowOnRank0(Dataset[Any]):
         return torch.ones(4), index % 3
 
 
+class LostOnRank1(SlowOnRank0):
+    """Data whose files rank 1 does not find."""
+
+    def __getitem__(self, index: int) -> tuple[Tensor, int]:
+        if os.environ["RANK"] == "1":
+            raise OSError("no such file")
+        return super().__getitem__(index)
+
+
+def one_cannot_read(path: str) -> None:
+    attributor(path).featurize(LostOnRank1(1.0))
+
+
+def dropped(path: str) -> list[str]:
+    """Return the tables that are left when rank 1 comes late to what both drop."""
+    made = attributor(path)
+    made.featurize(data(40), states(network(), 2))
+    made.score(data(M, 2), "test")
+    for drop in (lambda: made.drop_scores("test"), lambda: made.drop_checkpoint("ckpt-1")):
+        time.sleep(0.5 * int(os.environ["RANK"]))
+        drop()
+    with ZarrFeatureStore.open(path) as store:
+        return store.table_names()
+
+
 def one_fails(path: str) -> None:
     attributor(path).featurize(SlowOnRank0(torch.nan), dataset_id="slow")
 

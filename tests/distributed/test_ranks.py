@@ -21,8 +21,10 @@ from hypothesis import strategies as st
 from rank_cases import LM, N, contents
 
 from trak_lite import Attributor, _session, distributed
+from trak_lite.checkpoints import Checkpoint
 from trak_lite.distributed import OneRank
 from trak_lite.errors import RankError
+from trak_lite.featurizing import FeaturizingSession
 from trak_lite.kept_grams import _share
 from trak_lite.scoring import GramAccumulator, TopK, gram, merged_top
 from trak_lite.store import verify_store
@@ -133,6 +135,15 @@ def test_an_error_of_one_rank_ends_the_others_with_the_rows_named(tmp_path: Path
     assert message in reason
 
 
+def test_a_rank_that_cannot_read_the_data_ends_the_others(tmp_path: Path) -> None:
+    (own, reason), (_, message) = on_ranks(2, cases.one_cannot_read, str(tmp_path / "a.zarr"))
+
+    assert own == "RankError"
+    assert reason.startswith("Rank 1 failed in call 1 (")
+    assert message in reason
+    assert "no such file" in message
+
+
 @pytest.mark.parametrize(
     ("job", "said"),
     [
@@ -188,6 +199,30 @@ def test_of_several_ranks_the_first_one_retrains_and_tells_the_others(tmp_path: 
     assert (own.pop("trained"), told.pop("trained")) == (4, 0)
     assert own == told
     assert own["num_subsets"] == 4
+
+
+def test_of_several_ranks_the_first_one_drops_when_all_have_come(tmp_path: Path) -> None:
+    assert (
+        on_ranks(2, cases.dropped, str(tmp_path / "a.zarr"))
+        == [("done", ["ckpt-0", "targets/test/ckpt-0"])] * 2
+    )
+
+
+def test_checkpoints_of_one_name_are_compared_once_each(monkeypatch: pytest.MonkeyPatch) -> None:
+    told: list[str] = []
+    visits = iter([False, False])  # both are left to others at first, and then taken up
+    monkeypatch.setattr(OneRank, "first_said", lambda self, what, value: told.append(what) or value)
+    monkeypatch.setattr(FeaturizingSession, "_is_featurized", lambda *_: next(visits, True))
+    monkeypatch.setattr(FeaturizingSession, "_is_left_alone", lambda *_: True)
+    net = cases.network()
+    same_name = [
+        Checkpoint("final", None, lambda state=state: state)  # type: ignore[misc]
+        for state in cases.states(net, 2)
+    ]
+    cases.attributor(None, net).featurize(cases.data(N), same_name)
+
+    compared = [what for what in told if what.startswith("checkpoint 'final'")]
+    assert len(compared) == 2, "every rank takes them up in an order of its own"
 
 
 @pytest.mark.parametrize(
@@ -307,6 +342,9 @@ def test_one_rank_by_itself_says_everything() -> None:
 
     assert tensor.tolist() == [1, 1]
     assert ranks.told("whether", lambda: "yes") == "yes"
+    done: list[str] = []
+    ranks.once("something", lambda: done.append("done"))
+    assert done == ["done"]
 
 
 # ------------------------------------------------------------------------ arithmetic

@@ -16,6 +16,7 @@ from trak_lite import Attributor, Normalization, fisher, pipeline
 from trak_lite.errors import (
     InvalidInputError,
     ManifestMismatchError,
+    MissingStoreError,
     NonFiniteError,
     ReadOnlyStoreError,
     StateError,
@@ -253,6 +254,28 @@ def test_a_fit_that_was_killed_is_made_by_the_next_call(
     assert fits == ["ckpt-0"] * 3
     for one, other in zip(grams(made), grams(whole), strict=True):
         np.testing.assert_array_equal(one, other)
+
+
+def test_a_fit_that_others_complete_at_this_moment_is_not_left_alone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "store.zarr"
+    made = attributor(path)
+    made.featurize(TRAIN)
+    with ZarrFeatureStore.open(path, mode="r+") as store:
+        (gram,) = store.table_names("fisher")
+        held, names = FisherFits(store), ZarrFeatureStore.table_names
+
+        def before_it_was_dropped(self: ZarrFeatureStore, prefix: str = "") -> list[str]:
+            found = names(self, prefix)
+            return [*found, gram.replace("gram", "drawn")] if prefix.startswith("fisher/") else found
+
+        monkeypatch.setattr(ZarrFeatureStore, "table_names", before_it_was_dropped)
+        has = iter([False, True, False, False])
+        monkeypatch.setattr(FisherFits, "has", lambda *_: next(has))
+        assert not held.is_left_alone("ckpt-0", made.layout)
+        with pytest.raises(MissingStoreError):
+            held.is_left_alone("ckpt-0", made.layout)
 
 
 def test_a_reopened_store_scores_without_the_train_data(tmp_path: Path, fits: list[str]) -> None:

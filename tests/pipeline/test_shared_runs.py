@@ -15,7 +15,8 @@ import pytest
 from forked import forkserver
 from shared_run_cases import BATCH, N, R, answer, answer_held_up, contents, run
 
-from trak_lite.errors import MissingStoreError
+from trak_lite import featurizing
+from trak_lite.errors import MissingStoreError, StateError
 from trak_lite.store import ZarrFeatureStore, _grid, verify_store
 
 ROWS = 2 * N  # of two checkpoints
@@ -120,6 +121,22 @@ def test_nobody_waits_at_the_end_of_a_checkpoint_while_there_are_others(
         for model_id in (0, 1):
             found = store.open_table(f"ckpt-{model_id}").read("features")
             assert any(np.array_equal(found, values) for values in alone(N))
+
+
+def test_a_checkpoint_that_is_dropped_meanwhile_is_missed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path, fill = str(tmp_path / "a.zarr"), featurizing.featurize_rows
+
+    def filled_and_dropped(*given: Any, **named: Any) -> int:
+        written = fill(*given, **named)
+        with ZarrFeatureStore.open(path, mode="r+") as store:
+            store.drop_table("ckpt-0")
+        return written
+
+    monkeypatch.setattr(featurizing, "featurize_rows", filled_and_dropped)
+    with pytest.raises(StateError, match="is not in the store any more: another process has dropped it"):
+        run(path)
 
 
 def _committed(path: Path, name: str) -> int:
