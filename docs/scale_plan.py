@@ -51,8 +51,8 @@ class Assumed:
     """Scores per second that pass through a GPU's search for the strongest rows."""
     disk: float = 2e10
     """Bytes per second of the common file system, for all processes together."""
-    network: float = 1e10
-    """Bytes per second that a process sends in an all-reduce."""
+    network: float = 1e9
+    """Bytes per second that a process sends in an all-reduce: sums are made on the CPU, by gloo over TCP."""
     gpu_price: float = 2.5
     """Of an hour of a GPU, in any currency."""
     targets: float = 1000

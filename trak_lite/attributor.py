@@ -710,7 +710,8 @@ class Attributor:
     def drop_checkpoint(self, name: str) -> None:
         """Remove the rows of a checkpoint from the store, for good: those of the train data and of all targets.
 
-        Scores that were computed with it can no longer be opened; :meth:`drop_scores` removes them.
+        Scores that were computed with it can no longer be opened; :meth:`drop_scores` removes them. Of several ranks
+        the first one does it, when all have come.
 
         Args:
             name: As in :attr:`FeaturizeSummary.checkpoints`, or the name of its table in the store: ``"ckpt-0"``.
@@ -724,6 +725,8 @@ class Attributor:
 
     def drop_scores(self, name: str = "targets") -> None:
         """Remove the scores of a target set, made in whatever way, for good; the features of the targets stay.
+
+        Of several ranks the first one does it, when all have come.
 
         Raises:
             StateError: If nothing was featurized yet, or there are no such scores.

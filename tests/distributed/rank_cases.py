@@ -95,8 +95,8 @@ def score_again(path: str) -> list[list[int]]:
     return top.indices.tolist()
 
 
-def with_own_group(path: str, init_method: str, rank: int, size: int) -> tuple[int, bool]:
-    dist.init_process_group("gloo", init_method=init_method, rank=rank, world_size=size)
+def with_own_group(path: str, init_method: str, backend: str, rank: int, size: int) -> tuple[int, bool]:
+    dist.init_process_group(backend, init_method=init_method, rank=rank, world_size=size)
     found = featurize_and_score(path, "image_classification", N, 1)
     dist.destroy_process_group()
     return found

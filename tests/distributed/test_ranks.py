@@ -113,9 +113,12 @@ def test_the_best_rows_are_those_of_all_scores_whoever_found_them(tmp_path: Path
     assert [found for _, found in on_ranks(2, cases.score_again, path)] == [expected] * 2
 
 
-def test_a_process_group_of_the_script_is_used_and_left_to_it(tmp_path: Path, alone: Any) -> None:
+@pytest.mark.parametrize("backend", ["gloo", "cuda:gloo"])  # the second carries nothing of the CPU, as NCCL
+def test_a_process_group_of_the_script_is_used_and_left_to_it(
+    tmp_path: Path, alone: Any, backend: str
+) -> None:
     path, meeting = str(tmp_path / "a.zarr"), f"file://{tmp_path}/meeting"
-    found = on_ranks(2, cases.with_own_group, path, meeting, each=("rank", "size"))
+    found = on_ranks(2, cases.with_own_group, path, meeting, backend, each=("rank", "size"))
 
     assert [kind for kind, _ in found] == ["done"] * 2
     assert all(still_there for _, (_, still_there) in found)
