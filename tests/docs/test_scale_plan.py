@@ -67,7 +67,7 @@ def test_hours_are_those_of_plain_arithmetic() -> None:
     assert found["writing"] == pytest.approx(10**8 * 4104 / 2e10)
     assert found["claims"] == pytest.approx(turns * (claim + look * chunks))
     assert found["gram"] == pytest.approx(2 * 10**8 * 2048**2 / 2e13 / 64)
-    assert found["all-reduce"] == pytest.approx(2 * 63 / 64 * 8 * 2048**2 / 1e10)
+    assert found["all-reduce"] == pytest.approx(2 * 63 / 64 * 8 * 2048**2 / 1e9)
     assert found["factorisation"] == pytest.approx(2048**3 / 3 / 2e13)
     assert found["reading"] == pytest.approx(2 * 10**8 * 4104 / 2e10)
     assert found["scores"] == pytest.approx(2 * 10**8 * 2048 * 1000 / 3e13 / 64)
