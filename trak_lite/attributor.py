@@ -620,7 +620,7 @@ class Attributor:
 
         # Ranks other than the first one wait for it, and are told.
         with self._joined(f"verify {name!r}") as ranks:
-            return Verdict.from_json(json.loads(ranks.told("verdict", decide)))
+            return Verdict.from_json(json.loads(ranks.told("the verdict", decide, takes_long=True)))
 
     def calibrated_scores(self, name: str = "targets", **view: Unpack[ScoreView]) -> NDArray[np.float32]:
         """Return the scores of the calibrated kernel that :meth:`verify` found and kept, ``(N, M)``.

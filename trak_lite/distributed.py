@@ -10,15 +10,18 @@ Every rank makes the same calls in the same order.
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import logging
 import math
 import os
 import threading
 import time
+import warnings
 from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future
 from contextlib import contextmanager
 from datetime import timedelta
 from functools import cache
@@ -37,7 +40,7 @@ logger = logging.getLogger(__name__)
 
 Value = TypeVar("Value")
 
-_FAILED = "failed"
+_FAILED, _GONE = "failed", "gone"
 _PATIENCE = 30.0  # seconds, until a rank that waits for others says so
 _LOOK_EVERY = 0.2  # seconds
 _calls = 0
@@ -63,12 +66,13 @@ class AbstractRanks(ABC):
         """
 
     @abstractmethod
-    def told(self, what: str, value: Callable[[], str]) -> str:
+    def told(self, what: str, value: Callable[[], str], *, takes_long: bool = False) -> str:
         """Return what rank 0 says.
 
         Args:
             what: What it is, for messages.
             value: Called on rank 0.
+            takes_long: Waiting for it is no sign that something is wrong.
         """
 
     def once(self, what: str, job: Callable[[], None]) -> None:
@@ -87,6 +91,10 @@ class AbstractRanks(ABC):
         self.told(what, done)
 
     @abstractmethod
+    def rank_0_said(self, what: str, value: str) -> str:
+        """Return what rank 0 says, which waits for nobody."""
+
+    @abstractmethod
     def first_said(self, what: str, value: str) -> str:
         """Return what the first rank says that comes here; nobody is waited for."""
 
@@ -94,13 +102,18 @@ class AbstractRanks(ABC):
         """Whether this is the first rank that comes to something which one of them does for all."""
         return self.first_said(f"first at {what}", str(self.rank)) == str(self.rank)
 
-    def agree(self, what: str, value: str) -> None:
+    def agree(self, what: str, value: str, *, with_rank_0: bool = False) -> None:
         """Compare a value with that of the first rank that comes here.
+
+        Args:
+            what: What it is, for messages.
+            value: That of this rank.
+            with_rank_0: Wait for rank 0, and compare with its own.
 
         Raises:
             RankError: If it is another one.
         """
-        said = self.first_said(what, value)
+        said = self.rank_0_said(what, value) if with_rank_0 else self.first_said(what, value)
         if said != value:
             raise RankError(
                 f"Rank {self.rank} has another {what} than another rank: {value[:200]!r}, there {said[:200]!r}. All "
@@ -140,9 +153,13 @@ class OneRank(AbstractRanks):
     def watch(self) -> None:
         """Do nothing."""
 
-    def told(self, what: str, value: Callable[[], str]) -> str:
+    def told(self, what: str, value: Callable[[], str], *, takes_long: bool = False) -> str:
         """Return the value."""
         return value()
+
+    def rank_0_said(self, what: str, value: str) -> str:
+        """Return the value."""
+        return value
 
     def first_said(self, what: str, value: str) -> str:
         """Return the value."""
@@ -179,7 +196,7 @@ def joined_ranks(call: str, *, distributed: bool | None = None) -> Iterator[Abst
         return
     global _calls
     _calls += 1
-    ranks = _TorchRanks(_part_of("trak_lite", found[0]), *found[1:], number=_calls)
+    ranks = _TorchRanks(_part_of("trak_lite", found[0]), *found[1:], number=_calls, call=call)
     try:
         ranks.agree("call", call)
         yield ranks
@@ -222,7 +239,15 @@ def _launcher_store(attempt: str) -> tuple[Any, int, int]:
     timeout = timedelta(seconds=_PATIENCE) if served else dist.default_pg_timeout
     found = dist.rendezvous("env://", timeout=timeout)  # type: ignore[attr-defined]  # public, but not listed
     store, rank, size = next(found)
-    return _part_of(f"trak_lite/attempt-{attempt}", store), rank, size
+    store = _part_of(f"trak_lite/attempt-{attempt}", store)
+    atexit.register(_say_goodbye, store, rank)
+    return store, rank, size
+
+
+def _say_goodbye(store: Any, rank: int) -> None:
+    """Tell the others that the script of this rank has ended: it will not come to what they may wait for."""
+    with contextlib.suppress(dist.DistError):  # they have ended as well
+        _part_of("trak_lite", store).append(_GONE, f"{rank} ")
 
 
 def _on_cpu(tensor: Tensor) -> Tensor:
@@ -245,6 +270,8 @@ class _Lookout:
         """
         self.failure: tuple[int, str] | None = None
         """The call that a rank failed in and what it says: this call, or another one that has not ended here."""
+        self.gone: set[int] = set()
+        """Ranks whose script has ended."""
         self.lost: str | None = None
         """Why the store cannot be reached any more."""
         self._store = store
@@ -276,6 +303,8 @@ class _Lookout:
             while not self._ended.wait(_LOOK_EVERY):
                 self._asked = time.monotonic()
                 self.failure = self._found(store)
+                if store.check([_GONE]):
+                    self.gone = {int(rank) for rank in store.get(_GONE).decode().split()}
                 self._asked = None
         except dist.DistError as error:
             self.lost = str(error)
@@ -295,8 +324,9 @@ class _Lookout:
 class _TorchRanks(AbstractRanks):
     """Processes that share a key-value store of ``torch.distributed``."""
 
-    def __init__(self, store: Any, rank: int, size: int, *, number: int) -> None:
+    def __init__(self, store: Any, rank: int, size: int, *, number: int, call: str = "a call") -> None:
         self.rank, self.size = rank, size
+        self._call = call
         self._failures = store  # of all calls
         self._store = _part_of(str(number), store)
         self._number = number
@@ -321,29 +351,42 @@ class _TorchRanks(AbstractRanks):
         if isinstance(error, RankError) and known is not None and known[0] == self._number:
             return
         with contextlib.suppress(dist.DistError):  # whoever serves the store is gone, and the run with it
-            said = f"Rank {self.rank} failed in call {self._number} ({type(error).__name__}: {error})."
+            said = (
+                str(error)
+                if isinstance(error, RankError)
+                else f"Rank {self.rank} failed in {self._call} ({type(error).__name__}: {error})."
+            )
             self._store.set(_FAILED, said)
             self._failures.set(_FAILED, f"{self._number} {said}")
 
-    def told(self, what: str, value: Callable[[], str]) -> str:
+    def told(self, what: str, value: Callable[[], str], *, takes_long: bool = False) -> str:
         key = self._next_step(what)
         self._heard = True
         if self.rank == 0:
             said = value()
-            self._store.set(key, said)
+            self._ask(lambda: self._store.set(key, said))
             return said
-        self._wait_for(key, what)
-        found: str = self._store.get(key).decode()
-        return found
+        self._wait_for(key, what, {0}, takes_long=takes_long)
+        found: bytes = self._ask(lambda: self._store.get(key))
+        return found.decode()
+
+    def rank_0_said(self, what: str, value: str) -> str:
+        heard = self._heard
+        said = self.told(what, lambda: value)
+        self._heard = heard  # rank 0 goes on whether it is heard or not
+        return said
 
     def first_said(self, what: str, value: str) -> str:
         key = self._next_step(what)
-        if self._lookout.is_silent:
+        try:
+            found: bytes = self._ask(lambda: self._store.compare_set(key, "", value))
+        except RankError:
+            if self._lookout.lost is not None:
+                raise
             logger.warning(
                 "Rank %d has heard nothing of the others for %d s, and goes on.", self.rank, _PATIENCE
             )
             return value
-        found: bytes = self._store.compare_set(key, "", value)
         return found.decode()
 
     def add_up(self, tensors: Sequence[Tensor]) -> None:
@@ -382,10 +425,10 @@ class _TorchRanks(AbstractRanks):
         if not self._heard:
             return
         if self.rank:
-            self._store.add("gone", 1)
+            self._ask(lambda: self._store.add("gone", 1))
             return
         waits = pauses()
-        while self._store.add("gone", 0) < self.size - 1:
+        while self._ask(lambda: self._store.add("gone", 0)) < self.size - 1:
             self.watch()
             time.sleep(next(waits))
 
@@ -401,11 +444,11 @@ class _TorchRanks(AbstractRanks):
         """Wait for all ranks, then let them talk directly."""
         key = self._next_step(what)
         self._heard = True
-        if self._store.add(f"{key}/arrived", 1) == self.size:
-            self._store.set(key, "all")
-        self._wait_for(key, what, most=dist.default_pg_timeout.total_seconds())
+        if self._ask(lambda: self._store.add(f"{key}/arrived", 1)) == self.size:
+            self._ask(lambda: self._store.set(key, "all"))
+        self._wait_for(key, what, {*range(self.size)}, most=dist.default_pg_timeout.total_seconds())
         if self._has(_FAILED):  # one has come, and failed while it waited: it will not talk
-            raise self._ended_by(self._number, self._store.get(_FAILED).decode())
+            raise self._ended_by(self._number, self._ask(lambda: self._store.get(_FAILED)).decode())
         try:
             if self._group is None:
                 self._open_group()
@@ -429,12 +472,32 @@ class _TorchRanks(AbstractRanks):
             self._group, self._own_group = dist.new_group(backend="gloo"), True
 
     def _has(self, key: str) -> bool:
-        if self._lookout.is_silent:
-            raise self._unreachable(f"no answer for {_PATIENCE:.0f} s")
-        try:
-            return bool(self._store.check([key]))
-        except dist.DistError as error:
-            raise self._unreachable(str(error)) from error
+        return bool(self._ask(lambda: self._store.check([key])))
+
+    def _ask(self, question: Callable[[], Value]) -> Value:
+        """Put a question to the store, and give it up when there has been no answer to any for long.
+
+        Raises:
+            RankError: If so, or if the store cannot be reached.
+        """
+        answer: Future[Value] = Future()
+
+        def ask() -> None:
+            try:
+                answer.set_result(question())
+            except dist.DistError as error:
+                answer.set_exception(error)
+
+        if not self._lookout.is_silent:
+            threading.Thread(target=ask, name="trak_lite question", daemon=True).start()
+        while True:
+            try:
+                return answer.result(_LOOK_EVERY)
+            except TimeoutError:
+                if self._lookout.is_silent:
+                    raise self._unreachable(f"no answer for {_PATIENCE:.0f} s") from None
+            except dist.DistError as error:
+                raise self._unreachable(str(error)) from error
 
     def _ended_by(self, number: int, said: str) -> RankError:
         """Return the error of a call that ends because a rank has failed, in this one or another one."""
@@ -454,30 +517,45 @@ class _TorchRanks(AbstractRanks):
         self._steps[what] += 1
         return f"{what} {self._steps[what]}"
 
-    def _wait_for(self, key: str, what: str, *, most: float = math.inf) -> None:
+    def _wait_for(
+        self, key: str, what: str, needed: set[int], *, most: float = math.inf, takes_long: bool = False
+    ) -> None:
         """Wait for a key to be set, and say so if that takes long.
 
+        Args:
+            key: What is set.
+            what: What it is, for messages.
+            needed: Ranks that set it.
+            most: Seconds.
+            takes_long: Do not say so.
+
         Raises:
-            RankError: If another rank fails meanwhile, or does not come in so many seconds.
+            RankError: If another rank fails meanwhile, has ended, or does not come in time.
         """
         began, said = time.monotonic(), False
         for pause in pauses():
             if self._has(key):
                 return
             self.watch()
+            gone = self._lookout.gone & needed
+            if gone:
+                raise RankError(
+                    f"Rank {self.rank} waits for others to come to {what}, in {self._call}, and the scripts of ranks "
+                    f"{sorted(gone)} have ended. Every rank must make the same calls; those for one rank alone (in an "
+                    "'if rank == 0:') need Attributor(distributed=False)."
+                )
             if time.monotonic() - began > most:
                 raise RankError(
                     f"Rank {self.rank} of {self.size} has waited {most:.0f} s for all others to come to {what}. One "
                     "may have been lost, or makes other calls. What was done is safe: the same call again continues."
                 )
-            if not said and time.monotonic() - began > _PATIENCE:
+            if not (said or takes_long) and time.monotonic() - began > _PATIENCE:
                 said = True
-                logger.warning(
-                    "Rank %d of %d has waited %d s for others to come to the same place (%s). Every rank must make the "
-                    "same calls; those for one rank alone need Attributor(distributed=False).",
-                    self.rank,
-                    self.size,
-                    _PATIENCE,
-                    what,
+                warnings.warn(
+                    f"Rank {self.rank} of {self.size} has waited {_PATIENCE:.0f} s for others to come to {what}, in "
+                    f"{self._call}. Every rank must make the same calls; those for one rank alone (in an 'if rank == "
+                    "0:') need Attributor(distributed=False).",
+                    RuntimeWarning,
+                    stacklevel=2,
                 )
             time.sleep(pause)

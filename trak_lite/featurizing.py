@@ -111,6 +111,7 @@ class FeaturizingSession:
         self._progress = progress
         self._ranks = ranks
         self._unfinished: list[tuple[Checkpoint, str]] = []
+        self._is_first = True
         self._lockstep = Lockstep.of(model)
 
     @property
@@ -136,7 +137,10 @@ class FeaturizingSession:
                 what they hold, for :meth:`finish`.
         """
         digest = self._load(checkpoint)
-        self._ranks.agree(f"checkpoint {checkpoint.name!r} (digest of its weights)", digest)
+        # Until rank 0 has said what the first one is, nobody writes rows of another model.
+        what = f"checkpoint {checkpoint.name!r} (digest of its weights)"
+        self._ranks.agree(what, digest, with_rank_0=self._is_first)
+        self._is_first = False
         return self._featurize_train(checkpoint, digest, rows, wait=wait)
 
     def _featurize_train(self, checkpoint: Checkpoint, digest: str, rows: Rows, *, wait: bool) -> int:

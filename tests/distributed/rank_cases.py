@@ -16,7 +16,8 @@ from torch import Tensor, nn
 from torch import distributed as dist
 from torch.utils.data import Dataset, TensorDataset
 
-from trak_lite import Attributor
+from trak_lite import Attributor, distributed
+from trak_lite.checkpoints import weights_digest
 from trak_lite.distributed import joined_ranks
 from trak_lite.errors import RankError
 from trak_lite.store import ZarrFeatureStore, _grid
@@ -155,6 +156,25 @@ def with_other_weights(path: str) -> None:
 def other_calls(path: str) -> None:
     made = attributor(path)
     made.featurize(data(N)) if os.environ["RANK"] == "0" else made.score(data(M))
+
+
+def scored_by_rank_0(path: str) -> None:
+    made = attributor(path)
+    made.featurize(data(N), states(network(), 1))
+    if os.environ["RANK"] == "0":
+        made.score(data(M, 2))
+    else:
+        distributed._say_goodbye(distributed._meeting_place()[0], 1)  # as at the end of a script
+
+
+def rank_0_comes_late_with_other_weights(path: str) -> str:
+    """Return the digest of this rank's weights."""
+    rank = int(os.environ["RANK"])
+    time.sleep(1.0 - rank)
+    torch.manual_seed(rank)
+    net = network()
+    attributor(path, net).featurize(data(N))
+    return weights_digest(net)
 
 
 def only_on_rank_0(path: str) -> int | None:

@@ -27,7 +27,7 @@ from trak_lite.errors import RankError
 from trak_lite.featurizing import FeaturizingSession
 from trak_lite.kept_grams import _share
 from trak_lite.scoring import GramAccumulator, TopK, gram, merged_top
-from trak_lite.store import verify_store
+from trak_lite.store import ZarrFeatureStore, verify_store
 from trak_lite.types import FeatureLayout
 
 Answers = list[tuple[str, Any]]
@@ -134,7 +134,7 @@ def test_an_error_of_one_rank_ends_the_others_with_the_rows_named(tmp_path: Path
 
     assert (own, kind) == ("RankError", "NonFiniteError")
     assert re.search(r"rows \[\d+, .*\].* of the train data", message)
-    assert reason.startswith("Rank 1 failed in call 1 (NonFiniteError: ")
+    assert re.match(r"Rank 1 failed in featurize \(.*a\.zarr\) \(NonFiniteError: ", reason)
     assert message in reason
 
 
@@ -142,7 +142,7 @@ def test_a_rank_that_cannot_read_the_data_ends_the_others(tmp_path: Path) -> Non
     (own, reason), (_, message) = on_ranks(2, cases.one_cannot_read, str(tmp_path / "a.zarr"))
 
     assert own == "RankError"
-    assert reason.startswith("Rank 1 failed in call 1 (")
+    assert reason.startswith("Rank 1 failed in featurize (")
     assert message in reason
     assert "no such file" in message
 
@@ -171,17 +171,17 @@ def test_a_call_after_one_that_failed_tells_of_errors_like_any_other() -> None:
     (_, (first, second)), (_, (own, again)) = on_ranks(2, cases.fails_again_after_a_failure)
 
     assert own == "not there"
-    assert first.startswith("Rank 1 failed in call 1 (LookupError: not there). ")
+    assert re.match(r"Rank 1 failed in .* \(LookupError: not there\)\. ", first)
     assert again.startswith("Rank 1 has another number than another rank")
-    assert second.startswith("Rank 1 failed in call 2 (RankError: Rank 1 has another number ")
+    assert second.startswith("Rank 1 has another number ")
 
 
 def test_a_rank_that_fails_late_is_told_why_nobody_is_in_its_next_call() -> None:
     (_, (own, after)), (_, (done, late)) = on_ranks(2, cases.fails_when_others_are_done)
 
     assert (done, own) == ("no error", "not there")
-    assert late.startswith("Rank 0 failed in call 1 (LookupError: not there). ")
-    assert after.startswith("Rank 1 failed in call 2 (RankError: Rank 0 failed in call 1 (LookupError: ")
+    assert re.match(r"Rank 0 failed in .* \(LookupError: not there\)\. ", late)
+    assert re.match(r"Rank 0 failed in .* \(LookupError: not there\)\. ", after)
 
 
 def test_a_rank_that_is_lost_in_the_middle_of_a_sum_is_missed() -> None:
@@ -214,7 +214,8 @@ def test_of_several_ranks_the_first_one_drops_when_all_have_come(tmp_path: Path)
 def test_checkpoints_of_one_name_are_compared_once_each(monkeypatch: pytest.MonkeyPatch) -> None:
     told: list[str] = []
     visits = iter([False, False])  # both are left to others at first, and then taken up
-    monkeypatch.setattr(OneRank, "first_said", lambda self, what, value: told.append(what) or value)
+    for compared in ("first_said", "rank_0_said"):
+        monkeypatch.setattr(OneRank, compared, lambda self, what, value: told.append(what) or value)
     monkeypatch.setattr(FeaturizingSession, "_is_featurized", lambda *_: next(visits, True))
     monkeypatch.setattr(FeaturizingSession, "_is_left_alone", lambda *_: True)
     net = cases.network()
@@ -224,8 +225,8 @@ def test_checkpoints_of_one_name_are_compared_once_each(monkeypatch: pytest.Monk
     ]
     cases.attributor(None, net).featurize(cases.data(N), same_name)
 
-    compared = [what for what in told if what.startswith("checkpoint 'final'")]
-    assert len(compared) == 2, "every rank takes them up in an order of its own"
+    of_both = [what for what in told if what.startswith("checkpoint 'final'")]
+    assert len(of_both) == 2, "every rank takes them up in an order of its own"
 
 
 @pytest.mark.parametrize(
@@ -293,18 +294,38 @@ def test_a_rank_whose_questions_are_not_answered_goes_on_with_rows_and_does_not_
     store.never.set()
 
 
-def test_a_rank_that_is_waited_for_is_asked_for_and_at_last_given_up(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_rank_that_is_waited_for_is_asked_for_and_at_last_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(distributed, "_PATIENCE", 0.1)
     monkeypatch.setattr(distributed.dist, "default_pg_timeout", timedelta(seconds=0.5))
     store = torch.distributed.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     ranks = distributed._TorchRanks(store, 0, 2, number=1)
 
-    with pytest.raises(RankError, match=r"waited 0 s for all others to come to a sum over train rows"):
+    with (
+        pytest.warns(
+            RuntimeWarning, match=r"others to come to a sum over train rows, in a call\. Every rank must"
+        ),
+        pytest.raises(RankError, match=r"waited 0 s for all others to come to a sum over train rows"),
+    ):
         ranks.add_up([torch.ones(1)])
-    assert "Every rank must make the same calls" in caplog.text
     ranks.close()
+
+
+def test_a_rank_whose_script_has_ended_is_not_waited_for(tmp_path: Path) -> None:
+    (waiting, reason), (ended, _) = on_ranks(2, cases.scored_by_rank_0, str(tmp_path / "a.zarr"))
+
+    assert (waiting, ended) == ("RankError", "done")
+    assert "in score 'targets' (" in reason
+    assert "the scripts of ranks [1] have ended" in reason
+    assert "Attributor(distributed=False)" in reason
+
+
+def test_no_rank_but_the_first_decides_which_model_it_is(tmp_path: Path) -> None:
+    found = on_ranks(2, cases.rank_0_comes_late_with_other_weights, str(tmp_path / "a.zarr"))
+
+    assert [kind for kind, _ in found] == ["done", "RankError"]
+    with ZarrFeatureStore.open(tmp_path / "a.zarr") as store:
+        assert store.table_names() == ["ckpt-0"]
+        assert store.open_table("ckpt-0").spec.fingerprint["weights"] == found[0][1]
 
 
 # ------------------------------------------------------------------------ what they say

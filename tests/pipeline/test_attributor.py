@@ -687,7 +687,9 @@ def test_weights_that_cannot_be_found_again_are_asked_for(tmp_path: Path) -> Non
     made = attributor(tmp_path / "a.zarr")
     made.featurize(TRAIN, checkpoints=iter(states()))
 
-    with pytest.raises(StateError, match=r"ckpt-0 \(featurized as '0'\), ckpt-1 .*checkpoints=.*drop_checkpoint"):
+    with pytest.raises(
+        StateError, match=r"ckpt-0 \(featurized as '0'\), ckpt-1 .*checkpoints=.*drop_checkpoint"
+    ):
         made.score(TARGETS)
 
     assert made.score(TARGETS, checkpoints=states()).shape == (N, M)
