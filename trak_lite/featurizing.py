@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
+import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
@@ -141,7 +142,28 @@ class FeaturizingSession:
         what = f"checkpoint {checkpoint.name!r} (digest of its weights)"
         self._ranks.agree(what, digest, with_rank_0=self._is_first)
         self._is_first = False
+        self._warn_of_namesakes(checkpoint, digest)
         return self._featurize_train(checkpoint, digest, rows, wait=wait)
+
+    def _warn_of_namesakes(self, checkpoint: Checkpoint, digest: str) -> None:
+        """Say that other weights of the same name are in the store: scores would be made with both.
+
+        State dicts in a list have no names but their numbers.
+        """
+        if not self._workspace.exists or (checkpoint.source is None and checkpoint.load is not None):
+            return
+        known = checkpoint_tables(self.store)
+        others = [
+            path for path in known.values() if self.store.attributes(path).get("name") == checkpoint.name
+        ]
+        if digest not in known and others:
+            warnings.warn(
+                f"The store has other weights under the name {checkpoint.name!r} already ({', '.join(others)}), and "
+                "scores are made with all checkpoints in it. Leave them out with score(..., checkpoints=...), or "
+                f"remove them: drop_checkpoint({others[0]!r}).",
+                UserWarning,
+                stacklevel=4,
+            )
 
     def _featurize_train(self, checkpoint: Checkpoint, digest: str, rows: Rows, *, wait: bool) -> int:
         """Featurize the train rows of the checkpoint that is loaded, and fit its kernel; see :meth:`featurize`."""

@@ -102,6 +102,11 @@ class Workspace:
             return None
         return self._store.open_table(path)
 
+    @property
+    def exists(self) -> bool:
+        """Whether there is a store, and it is open."""
+        return self._store is not None
+
     def store(self) -> AbstractFeatureStore:
         """Return the open store.
 

@@ -133,12 +133,16 @@ def one_cannot_read(path: str) -> None:
 
 
 def dropped(path: str) -> list[str]:
-    """Return the tables that are left when rank 1 comes late to what both drop."""
+    """Return the tables that are left when rank 1 comes late to what both drop, and reads it before."""
     made = attributor(path)
     made.featurize(data(40), states(network(), 2))
     made.score(data(M, 2), "test")
-    for drop in (lambda: made.drop_scores("test"), lambda: made.drop_checkpoint("ckpt-1")):
+    drops = (lambda: made.drop_scores("test"), lambda: made.drop_checkpoint("ckpt-1"))
+    for drop in drops:
         time.sleep(0.5 * int(os.environ["RANK"]))
+        with ZarrFeatureStore.open(path) as store:
+            assert "targets/test/ckpt-1" in store.table_names()
+            assert ("scores/test" in store.table_names()) == (drop is drops[0])
         drop()
     with ZarrFeatureStore.open(path) as store:
         return store.table_names()

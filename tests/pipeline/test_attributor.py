@@ -683,6 +683,19 @@ def test_unfinished_scores_cannot_be_read(tmp_path: Path, monkeypatch: pytest.Mo
     np.testing.assert_array_equal(scores.numpy(), finished(tmp_path / "b.zarr")[1].numpy())
 
 
+def test_other_weights_under_a_name_that_the_store_knows_are_pointed_out(tmp_path: Path) -> None:
+    for path in ("a.zarr", None):
+        net = model()
+        made = attributor(None if path is None else tmp_path / path, model=net)
+        made.featurize(TRAIN)
+        made.featurize(TRAIN)  # the same weights
+        with torch.no_grad():
+            next(net.parameters()).add_(1.0)
+
+        with pytest.warns(UserWarning, match=r"other weights under the name 'current' already \(ckpt-0\)"):
+            made.featurize(TRAIN)
+
+
 def test_weights_that_cannot_be_found_again_are_asked_for(tmp_path: Path) -> None:
     made = attributor(tmp_path / "a.zarr")
     made.featurize(TRAIN, checkpoints=iter(states()))
