@@ -177,7 +177,7 @@ class SharedRows:
         label: str,
         progress: bool | None,
         watch: Callable[[], None] = unwatched,
-        pause: Callable[[float], None] = time.sleep,
+        pause: Callable[[float], None] | None = None,
         leads: Callable[[], bool] = always,
     ) -> None:
         """Look at what is done.
@@ -189,12 +189,12 @@ class SharedRows:
             progress: Show the bar; ``None`` shows it on a terminal only.
             watch: Called now and then, while rows are put and while others are waited for; what it raises ends the
                 work, for which there is a reason elsewhere.
-            pause: Lets some seconds pass while others hold all that is left.
+            pause: Lets some seconds pass while others hold all that is left; ``None`` sleeps.
             leads: Called if the table does not exist yet; where it says no, another process makes the first batch, and
                 the table with it.
         """
         self._leads = leads
-        self._pause = pause
+        self._pause = time.sleep if pause is None else pause
         self.spec = table.spec
         self.written = 0
         """Rows that this process put."""
