@@ -135,6 +135,8 @@ def test_a_checkpoint_that_is_dropped_meanwhile_is_missed(
         return written
 
     monkeypatch.setattr(featurizing, "featurize_rows", filled_and_dropped)
+    monkeypatch.setattr(os, "fsync", os.fsync)  # given back, with the constant, when this ends
+    monkeypatch.setattr(_grid, "_FEWEST_ROWS_PER_COMMIT", R)
     with pytest.raises(StateError, match="is not in the store any more: another process has dropped it"):
         run(path)
 
