@@ -3,7 +3,7 @@
 Rows are shared through the store, with nobody knowing of anybody (:mod:`trak_lite.sharing`). Where processes do know of
 each other, they do more: an error of one of them ends the others, sums over train rows are added up, what one has
 factorised is sent to all. Everything that is said here goes through the key-value store of the launcher or of the
-process group; a process group is used, and made if there is none, for tensors alone.
+process group; a process group is used, and made if there is none, for tensors and top rows alone.
 
 Every rank makes the same calls in the same order.
 """
@@ -188,7 +188,7 @@ def joined_ranks(call: str, *, distributed: bool | None = None) -> Iterator[Abst
             than one rank; ``False`` never does.
 
     Raises:
-        RankError: If rank 0 makes another call.
+        RankError: If another rank makes another call.
     """
     found = None if distributed is False else _meeting_place()
     if found is None:
