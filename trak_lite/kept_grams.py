@@ -6,6 +6,7 @@ Source: TRAK (arXiv:2303.14186), section 3; numbers as in the native method of t
 
 from __future__ import annotations
 
+import hashlib
 import json
 from collections.abc import Sequence
 from typing import Any
@@ -165,4 +166,5 @@ def _gram_key(
     # Both readings of rows with several segments, each by itself and all as one, are kept.
     segments = f"-{len(layout.segments)}" if len(layout.segments) > 1 else ""
     name = f"gram-{path.replace('/', '-')}-{settings.weighting}{segments}"
-    return name, f"{table.content_key()}|{layout.to_json()}"
+    # A digest: the layout names every module, and keys of the store have a bounded length.
+    return name, hashlib.sha256(f"{table.content_key()}|{layout.to_json()}".encode()).hexdigest()
