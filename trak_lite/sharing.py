@@ -109,6 +109,11 @@ class LateTable:
         """Whether the table was created."""
         return self._table is not None
 
+    @property
+    def table(self) -> AbstractRowTable | None:
+        """The table, once it was created."""
+        return self._table
+
     def pending(self) -> NDArray[np.int64]:
         """Return the rows that are not done, ascending."""
         return np.arange(self.spec.num_rows) if self._table is None else self._table.pending()
@@ -201,6 +206,8 @@ class SharedRows:
         self._table = table
         self._rows_per_batch = rows_per_batch
         left = table.pending_by_chunk()
+        self.pending_at_first = int(left.sum())
+        """Rows that were not done when this object was made."""
         committed = set(table.committed_chunks())
         self._left = {chunk: int(rows) for chunk, rows in enumerate(left) if chunk not in committed}
         """Chunks that are not committed, and how many of their rows are pending as far as is known."""
@@ -212,7 +219,7 @@ class SharedRows:
         self._watch = watch
         self._looked = time.monotonic()
         self._done = KeptProgress(
-            self.spec.num_rows, self.spec.num_rows - int(left.sum()), label=label, progress=progress
+            self.spec.num_rows, self.spec.num_rows - self.pending_at_first, label=label, progress=progress
         )
 
     def rounds(self, *, wait: bool = True) -> Iterator[Iterable[NDArray[np.int64]]]:
