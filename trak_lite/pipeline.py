@@ -219,6 +219,7 @@ def featurize_rows(
 def check_rows(
     table: LateTable,
     rows: SampleRows,
+    wanted: NDArray[np.int64] | None,
     computer_for: Callable[[Batch, NDArray[np.int64]], AbstractGradientComputer],
     projector: AbstractProjector,
     *,
@@ -230,15 +231,26 @@ def check_rows(
 ) -> None:
     """Compute a few rows of a table that are done again, and compare them with what it holds, within rounding.
 
-    Costs one pass over at most eight samples. The arguments are those of :func:`featurize_rows`, which does this by
-    itself.
+    Costs one pass over at most eight samples; :func:`featurize_rows` does this by itself.
+
+    Args:
+        table: As for :func:`featurize_rows`; it exists.
+        rows: Likewise.
+        wanted: Which rows, all of them committed; ``None`` takes some that are done.
+        computer_for: As for :func:`featurize_rows`.
+        projector: Likewise.
+        model_id: Likewise.
+        device: Likewise.
+        label: How the message names the table.
+        normalization: As for :func:`featurize_rows`.
+        lockstep: Likewise.
 
     Raises:
         ManifestMismatchError: If a row differs; names it, and each quantity that does.
     """
     made = _BatchWork(table, rows, computer_for, projector, model_id, device, normalization, label)
     with Turns(lockstep, made.repeat) as turns:
-        made.check(turns, ())
+        made.check(turns, (), wanted)
 
 
 @dataclass(frozen=True, slots=True)
@@ -266,10 +278,10 @@ class _BatchWork:
     normalization: Normalization
     label: str
 
-    def check(self, turns: Turns, own: Collection[int]) -> bool:
+    def check(self, turns: Turns, own: Collection[int], wanted: NDArray[np.int64] | None = None) -> bool:
         """Compare a few rows that are done, outside of some chunks; return whether there were any."""
         table = self.table.table
-        stored = None if table is None else done_rows(table, without=frozenset(own))
+        stored = None if table is None else done_rows(table, wanted, without=frozenset(own))
         if stored is None:
             return False
         grid = range(self.rows.batch_size, len(stored.rows), self.rows.batch_size)

@@ -24,9 +24,7 @@ from trak_lite.store import AbstractRowTable, Column
 __all__ = ["PROBED_ROWS", "Computed", "DoneRows", "compare_rows", "done_rows", "rounding_of"]
 
 PROBED_ROWS: Final = 8
-"""Rows of a table that are computed again at most, in one pass where the batch size allows it."""
-_CHUNKS: Final = 2
-"""Chunks that they are read from: a chunk is checked, and from an object store fetched, as a whole."""
+"""Rows of a table that are computed again at most: one pass where the batch size allows it."""
 
 _ROUNDING: Final = {torch.float64: 1e-6, torch.float32: 1e-3, torch.float16: 5e-2, torch.bfloat16: 2e-1}
 """Share of a row by which it may differ between processors, batch sizes and gradient computers, by dtype.
@@ -71,24 +69,32 @@ class Computed:
     """``(n,)`` f, which says how far q and w can be rounded."""
 
 
-def done_rows(table: AbstractRowTable, *, without: frozenset[int] = frozenset()) -> DoneRows | None:
+def done_rows(
+    table: AbstractRowTable,
+    wanted: NDArray[np.int64] | None = None,
+    *,
+    without: frozenset[int] = frozenset(),
+) -> DoneRows | None:
     """Return up to ``PROBED_ROWS`` rows of a table that are done, from its first and its last chunk.
+
+    A chunk is compared with its checksum, and fetched from an object store, as a whole: so there are two of them.
 
     Args:
         table: Complete or not.
+        wanted: Rows that are committed, to take these.
         without: Chunks to leave out.
 
     Returns:
         ``None`` if no such row is done, or can be read here.
     """
     committed = [chunk for chunk in table.committed_chunks() if chunk not in without]
-    if committed:
-        chunks = sorted({committed[0], committed[-1]})[:_CHUNKS]
-        rows = np.concatenate(
-            [_spread(np.arange(*table.chunk_range(chunk)), PROBED_ROWS // len(chunks)) for chunk in chunks]
-        )
-        values = {column.name: table.read_rows(column.name, rows) for column in table.spec.columns}
-        return DoneRows(rows, values, table.spec.columns)
+    if wanted is None and committed:
+        chunks = sorted({committed[0], committed[-1]})
+        share = PROBED_ROWS // len(chunks)
+        wanted = np.concatenate([_spread(np.arange(*table.chunk_range(chunk)), share) for chunk in chunks])
+    if wanted is not None:
+        values = {column.name: table.read_rows(column.name, wanted) for column in table.spec.columns}
+        return DoneRows(wanted, values, table.spec.columns)
     sizes = np.diff(np.append(np.arange(0, table.spec.num_rows, table.spec.chunk_rows), table.spec.num_rows))
     for chunk in np.flatnonzero(table.pending_by_chunk() < sizes).tolist():
         if chunk in without:
