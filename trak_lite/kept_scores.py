@@ -20,7 +20,7 @@ from trak_lite.scoring import ScoreSettings
 from trak_lite.store import AbstractFeatureStore, AbstractRowTable
 from trak_lite.types import FeatureLayout
 from trak_lite.verification import ScoredRows, kept_predictions, kept_verdict
-from trak_lite.workspace import Workspace, complete_tables
+from trak_lite.workspace import Workspace, complete_tables, naming_dropped
 
 __all__ = ["KeptScores"]
 
@@ -53,9 +53,10 @@ class KeptScores:
             StateError: If they were never computed, or not finished.
         """
         store = self._workspace.reader()
-        table = finished_scores(store, name, settings, self._settings.default_scores)
-        made = ScoreSettings.from_fingerprint(table.spec.fingerprint)
-        train = list(complete_tables(store, list(table.spec.fingerprint["checkpoints"])).values())
+        with naming_dropped(store):
+            table = finished_scores(store, name, settings, self._settings.default_scores)
+            made = ScoreSettings.from_fingerprint(table.spec.fingerprint)
+            train = list(complete_tables(store, list(table.spec.fingerprint["checkpoints"])).values())
         path = self.path(name, settings)
         source = self.source(store, train, name, made)
         return self._scores(
@@ -88,7 +89,8 @@ class KeptScores:
             StateError: If the targets have no features, or train rows are pending.
         """
         store = self._workspace.reader()
-        train = scorable_tables(store, name, settings, digests)
+        with naming_dropped(store):
+            train = scorable_tables(store, name, settings, digests)
         source = self.source(store, train, name, settings)
         return self._scores(
             source, StreamedMatrix(source, kept), name, settings, len(train), target_folder(name, settings)
