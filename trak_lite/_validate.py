@@ -6,7 +6,7 @@ import difflib
 import math
 from collections.abc import Collection, Iterable
 
-from trak_lite.errors import InvalidInputError
+from trak_lite.errors import InvalidInputError, UnknownNameError
 
 __all__ = ["known_names", "one_of", "positive_int", "real_at_least"]
 
@@ -48,7 +48,7 @@ def one_of(allowed: Collection[str], **named: object) -> str:
         return value
     near = difflib.get_close_matches(str(value), list(allowed), n=1)
     hint = f" Did you mean {near[0]!r}?" if near else ""
-    raise InvalidInputError(f"{name} must be one of {sorted(allowed)}, got {value!r}.{hint}")
+    raise UnknownNameError(f"{name} must be one of {sorted(allowed)}, got {value!r}.{hint}")
 
 
 def known_names(given: Iterable[str], allowed: Collection[str], *, what: str) -> list[str]:
@@ -64,5 +64,5 @@ def known_names(given: Iterable[str], allowed: Collection[str], *, what: str) ->
             if near
             else f" Known: {list(allowed)[:10]}{' ...' if len(allowed) > 10 else ''}."
         )
-        raise InvalidInputError(f"Unknown {what}: {unknown}.{hint}")
+        raise UnknownNameError(f"Unknown {what}: {unknown}.{hint}")
     return names
