@@ -24,6 +24,7 @@ from trak_lite.store._checksums import crc32c
 from trak_lite.store._files import file_size, map_file, named_errors, open_file, sync_folder, write_all
 from trak_lite.store._folders import names_in
 from trak_lite.store._names import path_parts
+from trak_lite.store.manifest import parse_json
 
 __all__ = ["CACHE", "DerivedArrays", "check_derived", "damaged_arrays"]
 
@@ -161,8 +162,8 @@ class _Footer:
         """Return the footer that the last bytes of a file of that size hold, ``None`` if there is none."""
         start = tail.rfind(b"\n", 0, len(tail) - 1)
         try:
-            footer = json.loads(tail[start + 1 :])
-        except (ValueError, RecursionError):
+            footer = parse_json(tail[start + 1 :])
+        except ValueError:
             return None
         if start < 0 or not isinstance(footer, dict):
             return None

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from trak_lite.errors import ManifestMismatchError
+from numpy.typing import NDArray
+
+from trak_lite.errors import CorruptStoreError, ManifestMismatchError
 
 __all__ = [
     "FORMAT",
@@ -17,6 +20,8 @@ __all__ = [
     "check_depth",
     "compare_fingerprints",
     "differing_keys",
+    "kept_json",
+    "parse_json",
     "replaced_fingerprint",
 ]
 
@@ -25,6 +30,70 @@ FORMAT = 1
 
 
 _DEEPEST = 128
+_MOST_BYTES = 64 << 20
+_MOST_VALUES = 1 << 21
+_STRUCTURE = (b"[", b"{", b",", b":")
+
+
+def parse_json(text: bytes | NDArray[Any], *, finite: bool = True) -> Any:
+    """Return the value of a JSON text whose size is bounded before it is parsed: every JSON of a store's comes here.
+
+    Two million values are room for a manifest of 100,000 modules. An empty list takes two bytes of text and eighty of
+    memory, so it is the number of values that bounds memory and time, at some 400 MB and a second.
+
+    Args:
+        text: In UTF-8.
+        finite: Refuse NaN and infinite numbers, which are no JSON although Python writes them.
+
+    Raises:
+        ValueError: If it is no JSON, longer than 64 MiB, of more than 2,097,152 values, nested more than 128 levels
+            deep, or has a number that is not finite and may not be.
+
+    Example:
+        >>> parse_json(b'{"a": [1, 2.5, null]}')
+        {'a': [1, 2.5, None]}
+    """
+    size = len(text) if isinstance(text, bytes) else text.nbytes
+    if size > _MOST_BYTES:
+        raise ValueError(f"{size} bytes, expected at most {_MOST_BYTES}")
+    plain = text if isinstance(text, bytes) else text.tobytes()
+    values = sum(map(plain.count, _STRUCTURE))  # those inside strings count too
+    if values > _MOST_VALUES:
+        raise ValueError(f"more than {_MOST_VALUES} values")
+    try:
+        number = {"parse_constant": _finite, "parse_float": _finite} if finite else {}
+        value = json.loads(plain, **number)  # type: ignore[arg-type]
+    except RecursionError as error:
+        raise ValueError(f"nested more than {_DEEPEST} levels deep") from error
+    check_depth(value)
+    return value
+
+
+def kept_json(kept: NDArray[Any], *, what: str) -> dict[str, Any]:
+    """Return the JSON object that a derived array of a store holds.
+
+    Args:
+        kept: Its text, as bytes.
+        what: How the message names it.
+
+    Raises:
+        CorruptStoreError: If it holds something else.
+    """
+    try:
+        value = parse_json(kept, finite=False)
+    except ValueError as error:
+        raise CorruptStoreError(f"{what} cannot be read ({error}). Make it anew.") from error
+    if not isinstance(value, dict):
+        raise CorruptStoreError(f"{what} holds {type(value).__name__}, expected a JSON object. Make it anew.")
+    return value
+
+
+def _finite(text: str) -> float:
+    """Return a number of a JSON text; Python's parser takes some that JSON has not."""
+    number = float(text)
+    if not math.isfinite(number):
+        raise ValueError(f"{text} is no finite number")
+    return number
 
 
 def canonical_json(value: Any) -> str:
