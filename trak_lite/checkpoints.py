@@ -20,9 +20,9 @@ import torch
 from torch import Tensor, nn
 
 from trak_lite._adapters import completed_adapter
+from trak_lite._validate import parse_json
 from trak_lite.errors import CheckpointError
 from trak_lite.sharded import class_of, of_all_ranks, reshard, shard_like
-from trak_lite.store.manifest import parse_json
 
 __all__ = [
     "Checkpoint",

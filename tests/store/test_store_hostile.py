@@ -32,6 +32,7 @@ from store_cases import (
 )
 
 import trak_lite
+from trak_lite._validate import parse_json
 from trak_lite.errors import (
     CorruptStoreError,
     IncompleteStoreError,
@@ -51,7 +52,6 @@ from trak_lite.store._records import (
     holder_line,
     holder_lives,
 )
-from trak_lite.store.manifest import parse_json
 
 PACKAGE = Path(trak_lite.__file__).parent
 MEBIBYTE = 1 << 20
@@ -877,3 +877,22 @@ def test_what_a_store_says_tells_a_terminal_nothing(mixed):
     assert all(letter.isprintable() or letter == "\n" for text in texts for letter in text)
     # no newline of a name makes a line of its own
     assert len(texts[0].splitlines()) == 2 + len(verify_store(mixed).findings)
+
+
+BOUNDED_ELSEWHERE = {
+    "_validate.py",  # parse_json itself
+    "store/_records.py",  # a line of at most a mebibyte
+    "store/manifest.py",  # what was written by canonical_json just before
+    "store/_grid.py",
+    "attributor.py",  # what rank 0 of the same run said
+    "kept_grams.py",
+}
+
+
+def test_json_is_read_with_bounds_everywhere():
+    found = set()
+    for path in PACKAGE.rglob("*.py"):
+        calls = (node.func for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.Call))
+        if any(ast.unparse(call) in ("json.loads", "json.load") for call in calls):
+            found.add(path.relative_to(PACKAGE).as_posix())
+    assert {path for path in found if not path.startswith("testing/")} == BOUNDED_ELSEWHERE

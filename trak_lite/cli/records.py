@@ -14,9 +14,10 @@ from typing import Any, final
 
 import numpy as np
 
+from trak_lite._validate import parse_json
 from trak_lite.errors import CorruptStoreError
 from trak_lite.store import AbstractFeatureStore, RemotePlace, open_store
-from trak_lite.store.manifest import differing_keys, parse_json
+from trak_lite.store.manifest import differing_keys
 
 __all__ = ["RunRecord", "keep_record", "kept_records", "last_record"]
 

@@ -19,12 +19,12 @@ from typing import Any, final
 import numpy as np
 from numpy.typing import NDArray
 
+from trak_lite._validate import parse_json
 from trak_lite.errors import CorruptStoreError, InvalidInputError, StoreError
 from trak_lite.store._checksums import crc32c
 from trak_lite.store._files import file_size, map_file, named_errors, open_file, sync_folder, write_all
 from trak_lite.store._folders import names_in
 from trak_lite.store._names import path_parts
-from trak_lite.store.manifest import parse_json
 
 __all__ = ["CACHE", "DerivedArrays", "check_derived", "damaged_arrays"]
 

@@ -7,13 +7,14 @@ import os
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from trak_lite._validate import parse_json
 from trak_lite.errors import CorruptStoreError, ManifestMismatchError
 from trak_lite.store._base import TableSpec
 from trak_lite.store._columns import StoredArray
 from trak_lite.store._files import named_errors, read_file
 from trak_lite.store._folders import names_in
 from trak_lite.store._grid import spec_from_json
-from trak_lite.store.manifest import FORMAT, Manifest, parse_json
+from trak_lite.store.manifest import FORMAT, Manifest
 
 __all__ = [
     "GROWS_TO",
