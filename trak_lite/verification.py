@@ -20,7 +20,7 @@ from torch import Tensor, nn
 
 from trak_lite._batches import move_batch
 from trak_lite._session import borrow_model
-from trak_lite.checkpoints import Checkpoint, load_into
+from trak_lite.checkpoints import Checkpoint, load_into, module_versions, with_versions
 from trak_lite.datasets import Rows
 from trak_lite.errors import CorruptStoreError, InvalidInputError, StateError
 from trak_lite.evaluation import (
@@ -247,9 +247,9 @@ def target_outputs(
     """
     state = trained.state_dict() if isinstance(trained, nn.Module) else trained
     if isinstance(state, Mapping):
-        state = {
-            name: _copied(value) for name, value in state.items()
-        }  # it may be the model that is overwritten
+        # Copied, because it may be the model that is overwritten.
+        copies = {name: _copied(value) for name, value in state.items()}
+        state = with_versions(copies, module_versions(state))
     grid = range(0, len(targets), targets.batch_size)
     plan = [np.arange(start, min(start + targets.batch_size, len(targets))) for start in grid]
     with borrow_model(model, device), torch.no_grad():

@@ -20,6 +20,7 @@ import numpy as np
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
+from trak_lite.checkpoints import module_versions, with_versions
 from trak_lite.cli.keys import REQUIRED, Key, is_plain, keys_of
 from trak_lite.errors import InvalidInputError
 
@@ -128,11 +129,12 @@ def trained_states(trained: Any) -> Iterator[dict[str, Tensor]]:
     """
     state = trained.state_dict() if isinstance(trained, nn.Module) else trained
     if isinstance(state, Mapping):
-        yield {
+        copies = {
             name: value.detach().cpu().contiguous().clone()
             for name, value in state.items()
             if isinstance(value, Tensor)
         }
+        yield with_versions(copies, module_versions(state))
     elif isinstance(state, Iterable) and not isinstance(state, str | bytes | Tensor):
         for one in state:
             yield from trained_states(one)
