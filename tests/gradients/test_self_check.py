@@ -321,6 +321,31 @@ def test_a_model_that_draws_random_numbers_is_compared_with_the_same_numbers() -
     assert choose_gradient_computer(model, task, batch).name == "functional"
 
 
+class Caching(nn.Module):
+    """Keeps a product of its parameters, as it was when first needed."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b, self.kept = nn.Linear(4, 4), nn.Linear(4, 3), {}
+
+    def forward(self, x: Tensor) -> Tensor:
+        if "bias" not in self.kept:
+            self.kept["bias"] = self.a.bias.exp()
+        return self.b(self.a(x) * self.kept["bias"])
+
+
+@pytest.mark.parametrize("kind", [FunctionalGradientComputer, IterativeGradientComputer])
+def test_a_model_that_keeps_a_graph_for_the_next_pass_is_refused_by_name(kind: Any) -> None:
+    torch.manual_seed(0)
+    x = torch.randn(4, 4)
+
+    with pytest.raises(UnsupportedModelError):
+        collect_gradients(kind(Caching(), resolve_task(squares)), (x,))
+    model = Caching()
+    with pytest.raises(UnsupportedModelError, match="iterative: Caching keeps a tensor of one forward pass"):
+        choose_gradient_computer(model, resolve_task(squares), (x,))
+
+
 # Which rows may be wrong where a check fails
 
 

@@ -34,6 +34,7 @@ __all__ = [
     "SelfCheckError",
     "compare",
     "draws_masks",
+    "naming_kept_graphs",
     "structure_of",
 ]
 
@@ -308,18 +309,18 @@ def compare(
     """
     inner = [*dtypes, *([] if computer.autocast_dtype is None else [computer.autocast_dtype])]
     rounding, ties = _allowed(_ROUNDING, kept, inner), _allowed(_TIES, kept, inner)
-    doubtful: list[int] = []
-    gross: list[int] = []
+    doubtful: dict[int, _Differences] = {}
     for found, position in zip(samples.found, samples.positions, strict=True):
         differences = _differences(found, computer, take_rows(batch, [position]), 0, kept)
         if _wrong(differences, rounding) is not None:
-            doubtful.append(position)
-        if _wrong(differences, ties) is not None:
-            gross.append(position)
-    if doubtful and not _equal_in_float64(computer, batch, kept, doubtful):
-        _refuse_beyond_spread(computer, batch, kept, doubtful, rounding)
-    elif gross:
-        _refuse_beyond_spread(computer, batch, kept, gross, ties)
+            doubtful[position] = differences
+    if not doubtful:
+        return
+    equal = _equal_in_float64(computer, batch, kept, list(doubtful))
+    # What a second pass gives counts only where the first one drew other numbers: a model may keep what it computed.
+    if _draws_numbers(computer, take_rows(batch, [0])):
+        doubtful = dict(zip(doubtful, _repeat(computer, batch, kept, list(doubtful)), strict=True))
+    _refuse_beyond_spread(computer, batch, kept, doubtful, ties if equal else rounding)
 
 
 def _equal_in_float64(
@@ -347,7 +348,7 @@ def _refuse_beyond_spread(
     computer: CheckedComputer,
     batch: Batch,
     kept: Mapping[str, nn.Parameter],
-    positions: Sequence[int],
+    found: Mapping[int, _Differences],
     least: Mapping[str, float],
 ) -> None:
     """Raise if an error is far beyond the rounding between two references: one sample, and copies of it.
@@ -358,10 +359,10 @@ def _refuse_beyond_spread(
         computer: What streamed the batch.
         batch: The batch.
         kept: The parameters to compare.
-        positions: The samples to compare.
+        found: The differences of some samples, by their position in the batch.
         least: Relative error that is allowed whatever the references say, by parameter.
     """
-    for position, differences in zip(positions, _repeat(computer, batch, kept, positions), strict=True):
+    for position, differences in found.items():
         if _wrong(differences, least) is None:
             continue
         copies = take_rows(batch, [position] * batch_size(batch))
@@ -405,6 +406,18 @@ def _repeat(
         for found, place in zip(samples.found, places, strict=True):
             with _same_draws(device):
                 yield _differences(found, again, take_rows(part, [place]), 0, kept)
+
+
+def _draws_numbers(computer: CheckedComputer, one: Batch) -> bool:
+    """Whether the model draws random numbers for a sample."""
+    device = next(computer.model.parameters()).device
+    states: list[Callable[[], Tensor]] = [torch.get_rng_state]
+    if device.type != "cpu":
+        states.append(functools.partial(torch.get_device_module(device).get_rng_state, device))
+    with _same_draws(device), torch.no_grad():
+        before = [state() for state in states]
+        computer.terms(one)
+        return any(not torch.equal(old, state()) for old, state in zip(before, states, strict=True))
 
 
 def _differences(
@@ -455,7 +468,7 @@ def _reference(
         if output.requires_grad:
             for name, p in kept.items():
                 handles.append(p.register_hook(functools.partial(catch, name)))  # type: ignore[no-untyped-call]
-            with _ContiguousArguments():  # type: ignore[no-untyped-call]
+            with naming_kept_graphs(computer.model), _ContiguousArguments():  # type: ignore[no-untyped-call]
                 torch.autograd.grad(output, list(kept.values()), allow_unused=True)
     finally:
         for handle in handles:
@@ -602,6 +615,25 @@ def _same_draws(device: torch.device) -> Iterator[None]:
             with module.device(device):
                 module.manual_seed(0)
         yield
+
+
+@contextmanager
+def naming_kept_graphs(model: nn.Module) -> Iterator[None]:
+    """Name the cause where a backward pass needs the graph of a pass before it.
+
+    Raises:
+        UnsupportedModelError: In place of torch's error.
+    """
+    try:
+        yield
+    except RuntimeError as error:
+        if "through the graph a second time" not in str(error):
+            raise
+        raise UnsupportedModelError(
+            f"{type(model).__name__} keeps a tensor of one forward pass for the next one, with the graph that made it, "
+            "such as a bias that it computes once in eval mode. Expected passes that do not depend on each other. "
+            "Detach what it keeps, or clear it in the output function."
+        ) from error
 
 
 # ---------------------------------------------------------------- what a batch is known by
