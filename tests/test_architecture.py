@@ -26,7 +26,7 @@ FLOORS = [
     },
     {"gradient_computers", "_sources", "vectorised"},
     {"diagnosis", "kronecker", "sharing"},
-    {"distributed"},
+    {"distributed", "row_checks"},
     {"pipeline"},
     {"fisher"},
     {"score_tiles", "kept_grams"},

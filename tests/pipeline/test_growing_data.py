@@ -200,11 +200,11 @@ def changed(row: int) -> TensorDataset:
 @pytest.mark.parametrize(
     ("data", "options", "key"),
     [
-        (changed(0), {}, "dataset.digest"),
-        (changed(N - 1), {}, "dataset.digest"),
+        (changed(0), {}, "dataset.tensors"),
+        (changed(N - 1), {}, "dataset.tensors"),
         (rows(N + 3), {"indices": [1, 0, *range(2, N + 3)]}, "dataset.indices"),
         (rows(N + 3), {"dataset_id": "mine"}, "dataset.id"),
-        (Counting(N + 3), {}, "dataset.probe_digest"),
+        (Counting(N + 3), {}, "dataset.samples"),
     ],
 )
 def test_data_that_does_not_begin_with_the_stored_rows_is_refused(
