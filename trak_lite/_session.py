@@ -29,8 +29,8 @@ def model_device(model: nn.Module) -> torch.device:
     return torch.device("cpu")
 
 
-def resolve_device(device: str | torch.device, model: nn.Module) -> torch.device:
-    """Return the device to run on; ``"auto"`` is where the model is, or the GPU of this rank.
+def resolve_device(device: str | torch.device, model: nn.Module | None = None) -> torch.device:
+    """Return the device to run on; ``"auto"`` is where the model is (the CPU without one), or the GPU of this rank.
 
     Of the ranks that torchrun starts on one machine, each takes its own GPU, where the script has put every rank's
     model on the first one.
@@ -39,7 +39,7 @@ def resolve_device(device: str | torch.device, model: nn.Module) -> torch.device
         InvalidInputError: If the device is unknown or not available.
     """
     if device == "auto":
-        return _of_this_rank(model_device(model))
+        return torch.device("cpu") if model is None else _of_this_rank(model_device(model))
     try:
         resolved = torch.device(device)
     except (RuntimeError, TypeError) as error:

@@ -6,6 +6,7 @@ import dataclasses
 import hashlib
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any, final
 
 import numpy as np
@@ -14,10 +15,12 @@ from torch import Tensor
 from torch.utils.data import (
     BatchSampler,
     DataLoader,
+    Dataset,
     IterableDataset,
     SequentialSampler,
     TensorDataset,
     default_collate,
+    get_worker_info,
 )
 
 from trak_lite._batches import flatten_batch, take_rows
@@ -117,6 +120,10 @@ class Rows:
         """Yield every list of rows in the plan with its collated batch; no other row is loaded.
 
         The plan is drawn as batches are loaded, in this process: with workers a few of them ahead.
+
+        Raises:
+            InvalidInputError: If the dataset or the collation raises ``StopIteration``. Every other exception of
+                theirs is raised as it is, with a note that names the samples.
         """
         if type(self.dataset) is TensorDataset and self.collate is default_collate:
             # What collating its samples gives, without taking them apart and stacking them again.
@@ -133,12 +140,13 @@ class Rows:
                 drawn.append(rows)
                 yield self._in_dataset(rows).tolist()
 
+        samples = _Samples(self.dataset, self.collate, self._worker_init, self.what)
         loader = DataLoader(
-            self.dataset,
+            samples,
             batch_sampler=dataset_indices(),
-            collate_fn=self.collate,
+            collate_fn=_as_it_is,  # samples are collated as they are loaded
             num_workers=0 if isinstance(plan, list) and len(plan) == 1 else self.num_workers,
-            worker_init_fn=self._worker_init,
+            worker_init_fn=samples.init_worker,
             generator=torch.Generator(),  # or the loader would draw from the caller's random numbers
         )
         for batch in loader:
@@ -181,7 +189,10 @@ class Rows:
         if plain and self.collate is default_collate:
             return found
         probed = np.unique(np.linspace(0, count - 1, _NUM_PROBES).round().astype(np.int64))
-        samples = [self.dataset[index] for index in self._in_dataset(probed).tolist()]
+        samples = []
+        for index in self._in_dataset(probed).tolist():
+            with _naming([index], self.what):
+                samples.append(self.dataset[index])
         if not plain:
             found["samples"] = _digest(samples)
         if self.collate is not default_collate:
@@ -192,6 +203,70 @@ class Rows:
     def _in_dataset(self, rows: _RowNumbers) -> _RowNumbers:
         """Return the dataset indices of some rows."""
         return rows if self._indices is None else self._indices[rows]
+
+
+class _Samples(Dataset[Any]):
+    """A user's dataset and collation as torch's loader calls them: what they raise names the samples."""
+
+    def __init__(
+        self,
+        dataset: Any,
+        collate: Callable[[list[Any]], Batch],
+        worker_init: Callable[[int], None] | None,
+        what: str,
+    ) -> None:
+        self._dataset = dataset
+        self._collate = collate
+        self._worker_init = worker_init
+        self._what = what
+
+    def __getitems__(self, indices: list[int]) -> Batch:
+        """Return the collated batch of some samples."""
+        fetch = getattr(self._dataset, "__getitems__", None)
+        if fetch is None:
+            samples = [self._sample(index) for index in indices]
+        else:
+            with _naming(indices, self._what):
+                samples = fetch(indices)
+        with _naming(indices, self._what):
+            return self._collate(samples)
+
+    def init_worker(self, worker: int) -> None:
+        """Prepare a worker process as the user's loader does, with the user's dataset in its worker info."""
+        info = get_worker_info()
+        assert info is not None
+        object.__setattr__(info, "dataset", self._dataset)  # a WorkerInfo is frozen, and holds this object
+        if self._worker_init is not None:
+            with _naming([], self._what):
+                self._worker_init(worker)
+
+    def _sample(self, index: int) -> Any:
+        with _naming([index], self._what):
+            return self._dataset[index]
+
+
+@contextmanager
+def _naming(indices: Sequence[int], what: str) -> Iterator[None]:
+    """Name the samples in what loading them raises; ``StopIteration`` becomes an ``InvalidInputError``.
+
+    A ``for`` loop over a loader takes a ``StopIteration`` out of a dataset for the end of the data.
+    """
+    samples = f"sample {indices[0]}" if len(indices) == 1 else f"samples {', '.join(map(str, indices))}"
+    doing = f"loading {samples} of {what}" if indices else f"a worker was prepared to load {what}"
+    try:
+        yield
+    except StopIteration as error:
+        raise InvalidInputError(
+            f"StopIteration was raised while {doing}. An exhausted next(...) in the dataset raises it: give next() "
+            "a default, or raise an error that says what is missing."
+        ) from error
+    except Exception as error:
+        error.add_note(f"Raised while {doing}.")
+        raise
+
+
+def _as_it_is(batch: Batch) -> Batch:
+    return batch
 
 
 def evenly_spread(num_rows: int, most: int | None) -> _RowNumbers:

@@ -1,7 +1,8 @@
 """Every exception that trak_lite raises on purpose.
 
 Each one is also the built-in error that a caller would expect, so ``except ValueError`` keeps working.
-A message says what was seen, what was expected and what to do next.
+A message says what was seen, what was expected and what to do next. What it quotes may come from a store or a config
+of somebody else's: characters that a terminal might obey are escaped when it is shown (:func:`printable`).
 """
 
 from __future__ import annotations
@@ -29,11 +30,34 @@ __all__ = [
     "UnknownTaskError",
     "UnsupportedModelError",
     "UnsupportedStoreError",
+    "printable",
 ]
+
+
+def printable(text: str) -> str:
+    r"""Return a text in which every character but a newline can be seen; the others are escaped as in a literal.
+
+    Escape sequences, carriage returns, characters that turn the direction of writing and lone surrogates come from
+    names in stores of others, and a terminal would obey them, or an encoder fail.
+
+    Example:
+        >>> printable("a" + chr(27) + "[2J")
+        'a\\x1b[2J'
+    """
+    if text.isprintable():
+        return text
+    return "".join(
+        letter if letter.isprintable() or letter == "\n" else letter.encode("unicode_escape").decode("ascii")
+        for letter in text
+    )
 
 
 class TrakLiteError(Exception):
     """Base of every error raised on purpose by trak_lite."""
+
+    def __str__(self) -> str:
+        """Return the message with every character visible."""
+        return printable(super().__str__())
 
 
 class InvalidInputError(TrakLiteError, ValueError):

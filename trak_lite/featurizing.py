@@ -7,7 +7,6 @@ import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
-from pathlib import Path
 from typing import Any, TypeAlias, final
 
 import numpy as np
@@ -22,6 +21,7 @@ from trak_lite.checkpoints import (
     CheckpointSource,
     iterate_checkpoints,
     load_into,
+    noted_checkpoint,
     weights_digest,
 )
 from trak_lite.curvature_fits import CurvatureFits
@@ -379,9 +379,9 @@ class FeaturizingSession:
             yield from iterate_checkpoints(*source)
         tables = checkpoint_tables(store)
         for digest in sorted(needed):
-            path = store.attributes(tables[digest]).get("source")
-            if path is not None and Path(path).is_file():
-                yield from iterate_checkpoints(path)
+            noted = noted_checkpoint(store.attributes(tables[digest]).get("source"))
+            if noted is not None:
+                yield noted
         yield from iterate_checkpoints(None)
 
     def visit(self, digests: Iterable[str], visit: Callable[[str], None], *, purpose: str) -> None:

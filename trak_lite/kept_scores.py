@@ -9,7 +9,7 @@ from typing import final
 import numpy as np
 from numpy.typing import NDArray
 
-from trak_lite.attributor_settings import AttributorSettings
+from trak_lite.attributor_settings import AttributorSettings, StoredSettings
 from trak_lite.distributed import AbstractRanks
 from trak_lite.evaluation import Predictions, Verdict
 from trak_lite.score_matrix import AbstractScoreMatrix, StoredMatrix, StreamedMatrix
@@ -35,9 +35,9 @@ def _widths(layout: FeatureLayout) -> int | str:
 
 @final
 class KeptScores:
-    """Opens the scores of one attributor's store."""
+    """Opens the scores of one store."""
 
-    def __init__(self, workspace: Workspace, settings: AttributorSettings) -> None:
+    def __init__(self, workspace: Workspace, settings: AttributorSettings | StoredSettings) -> None:
         """Hold where the store is, and how its rows are laid out."""
         self._workspace = workspace
         self._settings = settings

@@ -125,8 +125,11 @@ def compute_features(
 
     Raises:
         InvalidInputError: If a sample is not what the task or the model expects; names its row.
+        UnsupportedModelError: If the gradient computer refuses the batch. Where its self-check does, the rows of the
+            batches since the last check that passed are named, and in the error's ``rows``.
     """
     accumulator = projector.accumulator(batch_size(batch), model_id=model_id, parameters=computer.parameters)
+    computer.name_rows(f"{what} (model id {model_id})", rows)
     with naming_rows(computer.model, computer.modelout_fn, batch, rows, what):
         if normalizer is None:
             terms = computer.stream_gradients(batch, accumulator.add)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -241,6 +242,50 @@ def test_a_killed_process_is_continued_by_another(tmp_path, expected):
     alone.featurize(part(train_batch(), slice(0, 20)), inds=np.arange(20))
     alone.featurize(part(train_batch(), slice(20, N)), inds=np.arange(20, N))
     np.testing.assert_array_equal(table.read(FEATURES)[:20], stored(alone)[:20])
+
+
+ENDING = """
+import sys
+sys.path[:0] = sys.argv[3:]
+from traker_cases import checkpoints, make_traker, train_batch
+traker = make_traker(sys.argv[1])
+traker.load_checkpoint(checkpoints(count=1)[0], 0)
+traker.featurize(tuple(t[:20] for t in train_batch()), num_samples=20)
+if sys.argv[2] == "two":
+    other = make_traker(sys.argv[1] + "/other")
+    other.load_checkpoint(checkpoints(count=1)[0], 0)
+    other.featurize(tuple(t[:20] for t in train_batch()), num_samples=20)
+if sys.argv[2] == "raised":
+    traker.featurize(tuple(t[20:] for t in train_batch()), num_samples=1)
+"""
+
+
+@pytest.mark.parametrize(
+    ("how", "code", "last"),
+    [
+        ("ends", 0, r"\A\Z"),
+        ("two", 0, r"\A\Z"),
+        ("raised", 1, r"\ATraceback.*\n[\w.]+InvalidInputError: .*\n\Z"),
+    ],
+)
+def test_a_process_may_end_with_rows_that_are_not_done(tmp_path, expected, how, code, last):
+    """No file is closed twice at exit, nothing but its own error is printed, and the next process goes on."""
+    here = Path(__file__).parent
+    arguments = [sys.executable, "-c", ENDING, str(tmp_path), how, str(here), str(here.parents[1])]
+    child = subprocess.run(
+        arguments, env={**os.environ, "OMP_NUM_THREADS": "1"}, check=False, capture_output=True, text=True
+    )
+    assert child.returncode == code
+    assert child.stdout == ""
+    assert child.stderr.count("Traceback") == code
+    assert re.search(last, child.stderr, re.DOTALL), child.stderr
+
+    for folder in (tmp_path, tmp_path / "other") if how == "two" else (tmp_path,):
+        traker = loaded(folder)
+        left = traker._workspace.table("ckpt-0").pending()
+        np.testing.assert_array_equal(left, np.arange(20, N))
+        traker.featurize(train_batch(), num_samples=N)
+        assert_same(stored(traker), expected[0])
 
 
 def test_a_traker_in_an_old_traceback_holds_no_locks(tmp_path, expected):

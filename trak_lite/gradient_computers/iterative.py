@@ -35,7 +35,16 @@ class IterativeGradientComputer(AbstractStreamingComputer):
 
     Kept parameters are differentiated whether or not they are frozen, all others are not; gradients have
     their parameter's dtype. With a ``chunk_size``, ``chunk_size * P`` numbers are held at once.
+
+    The self-check compares with a backward pass whose operations read contiguous copies, as torch's own is wrong for
+    one sample with some memory layouts.
     """
+
+    advice = (
+        "torch's own backward pass over one sample is wrong here: it depends on the memory layout of a tensor, such as "
+        "a channels-last one that batch normalisation reads. Use HookGradientComputer (gradient_computer='hook') or "
+        "FunctionalGradientComputer ('functional'), or call contiguous() in the model."
+    )
 
     def _stream_samples(
         self, batch: Batch, count: int, kept: Mapping[str, nn.Parameter], sink: BlockSink

@@ -59,7 +59,16 @@ class ModelCall:
         """Run the model's forward pass."""
         if not self._replaced:
             return self.model(*args, **kwargs)
-        return functional_call(self.model, (dict(self.parameters), dict(self.buffers)), args, kwargs)
+        # functional_call leaves its tensors in a module that is registered under two names.
+        before = [
+            (module, dict(module._parameters), dict(module._buffers)) for module in self.model.modules()
+        ]
+        try:
+            return functional_call(self.model, (dict(self.parameters), dict(self.buffers)), args, kwargs)
+        finally:
+            for module, parameters, buffers in before:
+                module._parameters.update(parameters)
+                module._buffers.update(buffers)
 
 
 class AbstractModelOutput(ABC):  # noqa: B024 - a subclass defines either of two contracts

@@ -18,6 +18,7 @@ from typing import Any, Final, Literal, Self, final
 import torch
 from torch import Tensor
 
+from trak_lite._devices import wide_dtype
 from trak_lite._validate import known_names, one_of, real_at_least
 from trak_lite.errors import InvalidInputError, NonFiniteError, SingularKernelError
 from trak_lite.types import FeatureLayout, Segment
@@ -433,7 +434,7 @@ def accumulation_dtype(device: torch.device) -> torch.dtype:
         >>> accumulation_dtype(torch.device("cpu")), accumulation_dtype(torch.device("mps"))
         (torch.float64, torch.float32)
     """
-    return torch.float32 if device.type == "mps" else torch.float64
+    return wide_dtype(device)
 
 
 @final

@@ -13,9 +13,11 @@ from trak_lite.store._grid import spec_from_json
 from trak_lite.store._metadata import (
     check_array_document,
     manifest_from_json,
+    misnamed,
     own_attributes,
     parse_zarr_json,
 )
+from trak_lite.store._names import is_name
 from trak_lite.store._objects import AbstractObjects
 from trak_lite.store._records import CommitRecord
 from trak_lite.store._remote_index import decode_log
@@ -101,6 +103,8 @@ class RemoteLook:
                 if document.get("node_type") == "array":
                     continue
                 record = own_attributes(document, self._where(folder))
+                if not all(is_name(part) or part.startswith(".") for part in folder.split("/")):
+                    raise misnamed(self._where(folder))
                 if "columns" in record:
                     spec = spec_from_json(record, where=self._where(f"{folder}/{_METADATA}"))
                     for array in spec.arrays:

@@ -26,6 +26,7 @@ from trak_lite.store._metadata import (
     check_array,
     manifest_from_json,
     read_attributes,
+    refuse_misnamed,
     refuse_undescribed,
     sizes_under_way,
 )
@@ -119,6 +120,9 @@ class StoreLook:
             self._scratch(path)
         elif os.path.isdir(path) and is_name(name):
             self._folder(path, inside)
+        elif not name.startswith("."):
+            refuse_misnamed(path)
+            self._stray(path)
         else:
             self._stray(path)
 
