@@ -44,7 +44,7 @@ FLOORS = [
 ]
 FLOOR_OF = {room: number for number, rooms in enumerate(FLOORS) for room in rooms}
 ONLY_IN = {
-    "zarr": {"store/zarr_store.py"},
+    "zarr": set(),
     "obstore": {"store/_objects_obstore.py"},
     "fsspec": {"store/_objects_fsspec.py"},
     "fast_jl": {"projectors/fast_jl.py"},

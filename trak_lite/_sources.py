@@ -121,8 +121,8 @@ def carried_values(*functions: Any) -> dict[str, str]:
 
     Example:
         >>> from functools import partial
-        >>> carried_values(partial(print, {"lr": 0.1})).keys()
-        dict_keys(['0.args[0].lr'])
+        >>> list(carried_values(partial(print, {"lr": 0.1})))
+        ['0.func#', '0.args#', '0.args[0]#', '0.args[0].lr', '0.keywords#']
     """
     walk = _Walk()
     for number, function in enumerate(functions):
@@ -135,7 +135,7 @@ class _Walk:
 
     def __init__(self) -> None:
         self.found: dict[str, str] = {}
-        self._seen: dict[int, Any] = {}  # held, so that no other object gets the same address
+        self._seen: dict[int, tuple[str, Any]] = {}  # held, so that no other object gets the same address
 
     def visit(self, value: Any, path: str, depth: int) -> None:
         """Note a value, or what is inside it."""
@@ -143,10 +143,15 @@ class _Walk:
         if plain is not None:
             self._note(path, json.dumps(plain))
             return
-        if id(value) in self._seen or depth > _DEEPEST:
+        if id(value) in self._seen:
+            self._note(path, f"the same as {self._seen[id(value)][0]}")
             return
-        self._seen[id(value)] = value
+        if depth > _DEEPEST:
+            return
+        self._seen[id(value)] = path, value
         inside = list(_inside(value))
+        if not isinstance(value, FunctionType | MethodType | functools.partial):
+            self._note(f"{path}#", str(len(inside)))
         if len(inside) > _MOST_VALUES:
             self._note(path, _text(inside))
             return

@@ -330,7 +330,7 @@ class Attributor:
             raise InvalidInputError(
                 "checkpoints is empty. Pass at least one, or leave it out for the model as it is."
             )
-        self._train = HeldRows(rows)
+        self._train = rows.held
         if not once:
             self._sources.append((checkpoints, checkpoint_loader))
         rows_found = len(names) * len(rows) - written

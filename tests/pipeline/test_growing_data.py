@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import Dataset, Subset, TensorDataset
 
-from trak_lite import Attributor, workspace
+from trak_lite import Attributor, sharing
 from trak_lite.errors import (
     BusyError,
     HeldHereError,
@@ -273,7 +273,7 @@ def test_whoever_fills_the_last_chunk_is_waited_for_before_a_table_grows(
         return grow(self, path, num_rows)
 
     monkeypatch.setattr(MemoryFeatureStore, "grow_table", busy)
-    monkeypatch.setattr(workspace.time, "sleep", waits.append)
+    monkeypatch.setattr(sharing.time, "sleep", waits.append)
     assert made.featurize(rows(N + 1), append=True).rows_written == 1
     assert waits == sorted(waits)
 
