@@ -320,7 +320,7 @@ def compare(
     # What a second pass gives counts only where the first one drew other numbers: a model may keep what it computed.
     if _draws_numbers(computer, take_rows(batch, [0])):
         doubtful = dict(zip(doubtful, _repeat(computer, batch, kept, list(doubtful)), strict=True))
-    _refuse_beyond_spread(computer, batch, kept, doubtful, ties if equal else rounding)
+    _refuse_beyond_spread(computer, batch, kept, doubtful, rounding, ties, equal=equal)
 
 
 def _equal_in_float64(
@@ -349,30 +349,37 @@ def _refuse_beyond_spread(
     batch: Batch,
     kept: Mapping[str, nn.Parameter],
     found: Mapping[int, _Differences],
-    least: Mapping[str, float],
+    rounding: Mapping[str, float],
+    ties: Mapping[str, float],
+    *,
+    equal: bool,
 ) -> None:
     """Raise if an error is far beyond the rounding between two references: one sample, and copies of it.
 
     As many copies as the batch has samples go through the same kernels as these did, so that they tie in the same way.
+    They may also be cut off in the same way (by a limit on an expert's rows): where float64 has not excluded that,
+    their difference from the sample alone excuses no more than a tie.
 
     Args:
         computer: What streamed the batch.
         batch: The batch.
         kept: The parameters to compare.
         found: The differences of some samples, by their position in the batch.
-        least: Relative error that is allowed whatever the references say, by parameter.
+        rounding: Relative error that is taken for rounding, by parameter.
+        ties: Relative error that a tie may cause, by parameter.
+        equal: Whether the gradients are equal in float64; ties are allowed then.
     """
     for position, differences in found.items():
-        if _wrong(differences, least) is None:
+        if _wrong(differences, ties if equal else rounding) is None:
             continue
         copies = take_rows(batch, [position] * batch_size(batch))
         spread = _spread_of_references(computer, copies, position, kept)
         largest = max((known.norm for known in spread.values()), default=0.0)
-        limits = {
-            name: max(least[name], _SPREAD * known.error / max(known.norm, 1e-2 * largest, known.unit))
-            for name, known in spread.items()
-        }
-        _refuse(computer, differences, {**least, **limits})
+        limits = dict(ties)
+        for name, known in spread.items():
+            seen = _SPREAD * known.error / max(known.norm, 1e-2 * largest, known.unit)
+            limits[name] = max(ties[name], seen) if equal else min(max(rounding[name], seen), ties[name])
+        _refuse(computer, differences, limits)
 
 
 def _spread_of_references(
