@@ -327,7 +327,8 @@ def test_records_that_contradict_the_table_are_damage(bucket, here):
     assert RemoteFeatureStore.open(here.place).verify().ok  # the name of a record says nothing
     decoded = CommitRecord.decode(record.splitlines()[0])
     for change in ({"chunk": 9}, {"rows": 3}):
-        fields = {"chunk": 0, "generation": 2, "rows": 4, "columns": decoded.columns, **change}
+        fields = {"chunk": 0, "generation": 2, "rows": 4, "columns": decoded.columns, "table": decoded.table}
+        fields |= change
         bucket.kept[f"{NAME}/features/.commits/extra.log"] = CommitRecord(**fields).encode()
         assert not RemoteFeatureStore.open(here.place).verify().ok
     with pytest.raises(CorruptStoreError, match="for 3 rows"):
