@@ -13,7 +13,7 @@ PACKAGE = Path(trak_lite.__file__).parent
 
 FLOORS = [
     {"errors", "types", "_version"},
-    {"_validate", "_batches", "_progress", "_adapters", "sharded"},
+    {"_validate", "_batches", "_devices", "_progress", "_adapters", "_eval_caches", "sharded"},
     {
         "modelout_functions",
         "projectors",
@@ -26,7 +26,7 @@ FLOORS = [
     },
     {"gradient_computers", "_sources", "vectorised"},
     {"diagnosis", "kronecker", "sharing"},
-    {"distributed"},
+    {"distributed", "row_checks"},
     {"pipeline"},
     {"fisher"},
     {"score_tiles", "kept_grams"},

@@ -39,7 +39,7 @@ from trak_lite.errors import (
     StateError,
     StoreError,
 )
-from trak_lite.store import ZarrFeatureStore, _listing, verify_store
+from trak_lite.store import ZarrFeatureStore, _listing, _zarr_table, verify_store
 from trak_lite.store._documents import sealed
 from trak_lite.store._failpoints import FAILPOINTS, GROWTH_FAILPOINTS
 
@@ -322,6 +322,24 @@ def test_a_chunk_that_a_writer_from_before_committed_is_taken_further(path):
     assert done_rows(path) == list(range(11))
     put_pending(path)
     check_rows(path, 13)
+
+
+def test_rows_stay_done_where_a_chunk_is_filled_up_while_it_is_looked_at(full, monkeypatch):
+    """The rows of the old commit are neither in the row log, which is gone, nor in files that match the old record."""
+    grow(full, 12)
+    read_row_log, left = _zarr_table.read_row_log, [11]
+
+    def read_late(files, chunk):
+        if left:
+            writer.put(left.pop(), values([11]))
+        return read_row_log(files, chunk)
+
+    with ZarrFeatureStore.open(full, "r+") as store, reading(full) as reader:
+        writer = store.open_table(NAME)
+        monkeypatch.setattr(_zarr_table, "read_row_log", read_late)
+        done = reader.done()
+
+    assert done.tolist() == [True] * 12
 
 
 def test_a_table_does_not_grow_while_its_last_chunk_is_being_filled(path):

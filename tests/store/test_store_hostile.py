@@ -33,10 +33,12 @@ from store_cases import (
 )
 
 import trak_lite
+from trak_lite._validate import parse_json
 from trak_lite.errors import (
     CorruptStoreError,
     IncompleteStoreError,
     InvalidInputError,
+    ManifestMismatchError,
     ReadOnlyStoreError,
     StoreError,
 )
@@ -794,3 +796,109 @@ def test_the_store_is_whole_again_without_the_link(mixed):
     finish(mixed)
     check_all(mixed)
     assert not os.path.lexists(staged(mixed, 2, "q"))
+
+
+ESCAPE = "\x1b]0;title\x07\x1b[2J\u202e\r\n"
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        (b" " * ((64 << 20) + 1), "67108865 bytes, expected at most 67108864"),
+        (b"[" + b"[]," * (1 << 21) + b"[]]", "more than 2097152 values"),
+        (b"{" + b",".join(b'"%d":0' % i for i in range((1 << 20) + 1)) + b"}", "more than 2097152 values"),
+        (b"[" * 100_000 + b"]" * 100_000, "nested more than 128 levels deep"),
+        (b"[" * 200 + b"]" * 200, "nested more than 128 levels deep"),
+        (b"[1e999]", "1e999 is no finite number"),
+        (b"[NaN]", "NaN is no finite number"),
+        (b"[" + b"9" * 5000 + b"]", "integer string conversion"),
+        (b"\xff", "utf-8"),
+        (b"", "Expecting value"),
+    ],
+    ids=["long", "lists", "keys", "deep", "deeper", "infinite", "nan", "digits", "bytes", "empty"],
+)
+def test_json_is_bounded_before_it_is_parsed(text, said):
+    with peak_below(16 * MEBIBYTE), pytest.raises(ValueError, match=said):
+        parse_json(text)
+
+
+def test_json_of_a_large_model_is_within_the_bounds():
+    """A hundred thousand modules: name, start and stop of every segment, names and shapes of all parameters."""
+    modules = [f"model.layers.{i}.self_attention.query_projection" for i in range(100_000)]
+    layout = [[name, 512 * i, 512 * (i + 1)] for i, name in enumerate(modules)]
+    document = {"layout": layout, "parameters": {f"{name}.weight": [4096, 4096] for name in modules}}
+
+    assert parse_json(json.dumps(document).encode()) == document
+
+
+@pytest.mark.parametrize("where", ["", NAME, f"{NAME}/q"])
+def test_a_large_zarr_json_is_refused_in_little_memory(where, mixed):
+    path = os.path.join(mixed, where, "zarr.json")
+    text = content(path).decode()
+    overwrite(path, text.replace("{", '{"x": [' + "[]," * (3 << 20) + "[]],", 1).encode())
+
+    with peak_below(64 * MEBIBYTE):
+        errors = read_everything(mixed)
+        report = verify_store(mixed)
+    assert errors
+    assert all("more than 2097152 values" in str(error) for error in errors)
+    assert not report.ok
+
+
+@pytest.mark.parametrize("name", ["ckpt 0", "ckpt-0 (copy)", "x" * 65, "k\x1b[31m", "ZARR.JSON", "a..b"])
+def test_a_table_under_a_name_that_none_can_have_is_told_by_reader_and_verify_alike(name, mixed):
+    os.rename(folder(mixed), os.path.join(mixed, name))
+
+    report = verify_store(mixed)
+    with pytest.raises(CorruptStoreError) as caught, ZarrFeatureStore.open(mixed) as store:
+        store.table_names()
+    assert [finding.finding for finding in report.findings] == [str(caught.value)]
+    assert not report.ok
+    assert "no table or group can have the name" in str(caught.value)
+
+
+def test_other_folders_of_any_name_harm_nothing(mixed):
+    os.mkdir(os.path.join(mixed, "notes (copy)"))
+
+    report = verify_store(mixed)
+    assert report.ok
+    assert [finding.finding for finding in report.findings] == ["'notes (copy)' belongs to no table"]
+    with ZarrFeatureStore.open(mixed) as store:
+        assert store.table_names() == [NAME]
+
+
+def test_what_a_store_says_tells_a_terminal_nothing(mixed):
+    edit(os.path.join(mixed, "zarr.json"), lambda own: own["fingerprint"].update({ESCAPE: ESCAPE}))
+    os.mkdir(os.path.join(mixed, f"x{ESCAPE}"))
+    edit(os.path.join(mixed, NAME, "zarr.json"), lambda own: own["columns"][0].update(name=ESCAPE))
+
+    texts = [str(verify_store(mixed))]
+    with pytest.raises(ManifestMismatchError) as caught:
+        ZarrFeatureStore.create(mixed, MANIFEST)
+    texts.append(str(caught.value))
+    with pytest.raises(CorruptStoreError) as refused, ZarrFeatureStore.open(mixed) as store:
+        store.open_table(NAME)
+    texts.append(str(refused.value))
+    assert all("x1b]0;title" in text for text in texts)
+    assert all(letter.isprintable() or letter == "\n" for text in texts for letter in text)
+    # no newline of a name makes a line of its own
+    assert len(texts[0].splitlines()) == 2 + len(verify_store(mixed).findings)
+
+
+BOUNDED_ELSEWHERE = {
+    "_validate.py",  # parse_json itself
+    "store/_records.py",  # a line of at most a mebibyte
+    "store/manifest.py",  # what was written by canonical_json just before
+    "store/_grid.py",
+    "attributor.py",  # what rank 0 of the same run said
+    "kept_grams.py",
+}
+
+
+def test_json_is_read_with_bounds_everywhere():
+    found = set()
+    for path in PACKAGE.rglob("*.py"):
+        calls = (node.func for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.Call))
+        if any(ast.unparse(call) in ("json.loads", "json.load") for call in calls):
+            found.add(path.relative_to(PACKAGE).as_posix())
+    assert {path for path in found if not path.startswith("testing/")} == BOUNDED_ELSEWHERE

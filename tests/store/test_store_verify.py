@@ -521,6 +521,28 @@ def test_a_store_that_is_being_written_has_no_findings(path, victims):
     assert done == sorted(done)
 
 
+@pytest.mark.parametrize("look", [1, 2])
+def test_a_chunk_that_is_committed_while_it_is_looked_at_is_done(mixed, monkeypatch, look):
+    """Its row log is gone before it is read, and its files were not visible yet when they were asked for."""
+    looks = []
+    read_row_log = _chunk_look.read_row_log
+
+    def read_late(files, chunk):
+        looks.append(chunk)
+        if len(looks) == look:
+            table.put([10], values([10]))
+        return read_row_log(files, chunk)
+
+    monkeypatch.setattr(_chunk_look, "read_row_log", read_late)
+    if look == 2:  # the first one finds something, which is looked at again
+        overwrite(row_log(mixed, 2), content(row_log(mixed, 2)) + b"x" * 24)
+    with writing(mixed) as table:
+        report = verify_store(mixed)
+
+    assert report.findings == ()
+    assert report.tally.done_rows == 11
+
+
 @pytest.mark.parametrize("failpoint", FAILPOINTS[2:])
 def test_a_kill_is_no_damage_and_a_repair_changes_nothing(tmp_path, victims, failpoint):
     for count in itertools.count(1):

@@ -19,6 +19,7 @@ from typing import Any, final
 import numpy as np
 from numpy.typing import NDArray
 
+from trak_lite._validate import parse_json
 from trak_lite.errors import CorruptStoreError, InvalidInputError, StoreError
 from trak_lite.store._checksums import crc32c
 from trak_lite.store._files import file_size, map_file, named_errors, open_file, sync_folder, write_all
@@ -166,8 +167,8 @@ class _Footer:
         """Return the footer that the last bytes of a file of that size hold, ``None`` if there is none."""
         start = tail.rfind(b"\n", 0, len(tail) - 1)
         try:
-            footer = json.loads(tail[start + 1 :])
-        except (ValueError, RecursionError):
+            footer = parse_json(tail[start + 1 :])
+        except ValueError:
             return None
         if start < 0 or not isinstance(footer, dict):
             return None

@@ -142,7 +142,9 @@ class Descriptors:
 
     def __init__(self) -> None:
         self._fds: list[int] = []
-        weakref.finalize(self, _close_all, self._fds)
+        # Not at exit: finalizers run newest first there, and the owner's own one still needs the files. The operating
+        # system closes them, and drops their locks.
+        weakref.finalize(self, _close_all, self._fds).atexit = False
 
     def __bool__(self) -> bool:
         """Whether any is open."""

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import json
-import math
 import os
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from trak_lite._validate import parse_json
 from trak_lite.errors import CorruptStoreError, ManifestMismatchError
 from trak_lite.store._base import TableSpec
 from trak_lite.store._columns import Column, StoredArray
@@ -15,7 +14,7 @@ from trak_lite.store._documents import CHECKSUM, GROWS_TO, array_document, hidde
 from trak_lite.store._files import named_errors, read_file
 from trak_lite.store._folders import names_in
 from trak_lite.store._grid import spec_from_json
-from trak_lite.store.manifest import FORMAT, Manifest, canonical_json, check_depth
+from trak_lite.store.manifest import FORMAT, Manifest, canonical_json
 
 __all__ = [
     "attributes_from_json",
@@ -23,11 +22,13 @@ __all__ = [
     "check_array_document",
     "check_hidden",
     "manifest_from_json",
+    "misnamed",
     "own_attributes",
     "parse_zarr_json",
     "read_attributes",
     "read_zarr_bytes",
     "read_zarr_json",
+    "refuse_misnamed",
     "refuse_undescribed",
     "sizes_under_way",
     "table_from_json",
@@ -144,6 +145,24 @@ def refuse_undescribed(folder: str, spec: TableSpec) -> None:
         )
 
 
+def refuse_misnamed(folder: str) -> None:
+    """Raise if a folder whose name no table can have holds a ``zarr.json``: its rows would be missed without a word.
+
+    Raises:
+        CorruptStoreError: If it does.
+    """
+    if os.path.lexists(f"{folder}/zarr.json"):
+        raise misnamed(folder)
+
+
+def misnamed(folder: str) -> CorruptStoreError:
+    """Return the error of a table or group that has a name which none can have."""
+    return CorruptStoreError(
+        f"{folder} holds a zarr.json, and no table or group can have the name {os.path.basename(folder)!r}. Give it "
+        "the name that it had, or move it out of the store."
+    )
+
+
 def sizes_under_way(record: Mapping[str, Any]) -> list[int]:
     """Return the numbers of rows to which the growing of a table was begun and not finished."""
     sizes = record.get(GROWS_TO, [])
@@ -254,9 +273,8 @@ def parse_zarr_json(text: bytes, path: str) -> dict[str, Any]:
         CorruptStoreError: If it is not a JSON object.
     """
     try:
-        document = json.loads(text, parse_constant=_finite, parse_float=_finite)
-        check_depth(document)
-    except (ValueError, RecursionError) as error:
+        document = parse_json(text)
+    except ValueError as error:
         raise CorruptStoreError(
             f"{path} is not JSON ({error}). It was damaged after it was written; it is not made anew over the rows. "
             "Restore the file from a backup, or use another path."
@@ -266,11 +284,3 @@ def parse_zarr_json(text: bytes, path: str) -> dict[str, Any]:
             f"{path} holds {type(document).__name__}, expected a JSON object. Restore it from a backup."
         )
     return document
-
-
-def _finite(text: str) -> float:
-    """Return a number of a JSON text; Python's parser takes some that JSON has not."""
-    number = float(text)
-    if not math.isfinite(number):
-        raise ValueError(f"{text} is no finite number")
-    return number

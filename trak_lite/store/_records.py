@@ -175,7 +175,7 @@ class CommitRecord:
     def decode(cls, line: bytes) -> CommitRecord | None:
         """Return the record of a line, ``None`` if the line does not match its checksum."""
         body, _, checksum = line.rpartition(b"\t")
-        if not body or checksum != b"%08x" % crc32c(body):
+        if not body or len(body) > _LONGEST_LINE or checksum != b"%08x" % crc32c(body):
             return None
         try:
             found = json.loads(body.decode())  # of bytes it would look for their encoding, line by line

@@ -14,10 +14,12 @@ from trak_lite.store._listing import TABLES, decode_entry, entry_name, listed_pa
 from trak_lite.store._metadata import (
     check_array_document,
     manifest_from_json,
+    misnamed,
     own_attributes,
     parse_zarr_json,
     table_from_json,
 )
+from trak_lite.store._names import is_name
 from trak_lite.store._objects import AbstractObjects
 from trak_lite.store._records import CommitRecord
 from trak_lite.store._remote_index import decode_log
@@ -108,6 +110,8 @@ class RemoteLook:
                 if document.get("node_type") == "array":
                     continue
                 record = own_attributes(document, self._where(folder))
+                if not all(is_name(part) or part.startswith(".") for part in folder.split("/")):
+                    raise misnamed(self._where(folder))
                 if "columns" in record:
                     where = self._where(f"{folder}/{_METADATA}")
                     # the table's own word where the store's is damaged, which is a finding already

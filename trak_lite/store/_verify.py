@@ -28,6 +28,7 @@ from trak_lite.store._metadata import (
     check_hidden,
     manifest_from_json,
     read_attributes,
+    refuse_misnamed,
     refuse_undescribed,
     sizes_under_way,
     table_from_json,
@@ -137,6 +138,9 @@ class StoreLook:
             pass  # looked at last
         elif os.path.isdir(path) and is_name(name):
             self._folder(path, inside)
+        elif not name.startswith("."):
+            refuse_misnamed(path)
+            self._stray(path)
         else:
             self._stray(path)
 

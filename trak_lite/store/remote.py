@@ -50,6 +50,7 @@ from trak_lite.store._listing import (
 from trak_lite.store._metadata import (
     check_array_document,
     manifest_from_json,
+    misnamed,
     own_attributes,
     parse_zarr_json,
     table_from_json,
@@ -464,9 +465,11 @@ class RemoteFeatureStore(AbstractFeatureStore):
     def _tables_below(self, folder: str) -> list[str]:
         found: list[str] = []
         for name in self._objects.folders(folder):
-            if not is_name(name):
-                continue
             path = f"{folder}/{name}" if folder else name
+            if not is_name(name):
+                if not name.startswith(".") and self._objects.get(f"{path}/{_METADATA}") is not None:
+                    raise misnamed(f"{self._objects.url}/{path}")
+                continue
             record = _read_group(self._objects, path)
             if record is not None and "columns" in record:
                 found.append(path)

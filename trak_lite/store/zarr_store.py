@@ -51,11 +51,12 @@ from trak_lite.store._metadata import (
     check_array,
     manifest_from_json,
     read_attributes,
+    refuse_misnamed,
     refuse_undescribed,
     sizes_under_way,
     table_from_json,
 )
-from trak_lite.store._names import natural_order, path_parts
+from trak_lite.store._names import is_name, natural_order, path_parts
 from trak_lite.store._refusals import group_of_tables, inside_a_table, missing_table
 from trak_lite.store._verify import missing_store
 from trak_lite.store._zarr_table import ZarrRowTable
@@ -491,6 +492,9 @@ class ZarrFeatureStore(AbstractFeatureStore):
             names = [e.name for e in entries if e.is_dir() and not e.name.startswith(".")]
         for name in names:
             refuse_links(folder, (name,))
+            if not is_name(name):
+                refuse_misnamed(os.path.join(folder, name))
+                continue
             record = read_attributes(os.path.join(folder, name))
             if record is not None and "columns" in record:
                 found.append("/".join((*parts, name)))
