@@ -31,6 +31,7 @@ from traker_cases import (
 from trak_lite.errors import (
     CheckpointError,
     InvalidInputError,
+    ManifestMismatchError,
     NonFiniteError,
     PrecisionError,
     ReadOnlyStoreError,
