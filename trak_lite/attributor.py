@@ -393,8 +393,8 @@ class Attributor:
         Raises:
             InvalidInputError: If a setting is unknown or does not fit the checkpoints.
             StateError: If train rows are pending, or the weights of a checkpoint are not to be found.
-            ManifestMismatchError: If other targets or checkpoints were scored under this name, or stored rows of targets
-                or train data do not come out as they are stored: the data or the model were changed.
+            ManifestMismatchError: If other targets or checkpoints were scored under this name, or stored rows of
+                targets or train data do not come out as they are stored: the data or the model were changed.
             SingularKernelError: If the kernel has no inverse at the damping in force.
             RankError: If another rank of a distributed run failed, or does something else.
         """
@@ -590,7 +590,8 @@ class Attributor:
             InvalidInputError: If the budget is too small, texts or strata do not fit, or scores without a kernel are to
                 be calibrated.
             StateError: If the scores were never computed.
-            ManifestMismatchError: If ``data`` are not the targets that were scored, or ``train_id`` names another training.
+            ManifestMismatchError: If ``data`` are not the targets that were scored, or ``train_id`` names another
+                training.
             RetrainingError: If a training fails; names subset and seed.
             UnsupportedModelError: If the model is sharded.
         """
