@@ -15,6 +15,8 @@ Run:  python -m benchmarks.fault_campaign --minutes 30 [--seed 0] [--out benchma
       python -m benchmarks.fault_campaign --minutes 0 --mutations 10000      (the mutations alone)
       python -m benchmarks.fault_campaign --minutes 0.01 --size 500 --kinds metadata_flips exchange
           --out benchmarks/results/fault_metadata.json      (all bits of metadata, 1,000 exchanges)
+      python -m benchmarks.fault_campaign --kills 2000 [--paths NAME ...]    (whole runs alone, on every path; goes on
+                                                                              where an earlier one stopped)
 """
 
 from __future__ import annotations
@@ -38,6 +40,7 @@ from campaign import KINDS, NEED_MOUNTS, Broken, Campaign  # noqa: E402  (found 
 from fault_mounts import may_mount  # noqa: E402
 
 RESULTS = Path(__file__).parent / "results" / "fault_campaign.json"
+KILL_RESULTS = RESULTS.with_name("kill_campaign.json")
 ONCE = ("every_power_cut", "metadata_flips")  # exhaustive: the same every time
 MOST_BROKEN = 50
 MUST_BE_ZERO = ("rows lost", "rows wrong", "final scores not equal")
@@ -73,7 +76,10 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--kinds", nargs="+", choices=sorted(KINDS), default=list(KINDS), help="of faults")
     parser.add_argument("--round", type=int, help="run the round of this number alone, and write nothing")
     parser.add_argument("--no-mounts", action="store_true", help="mount nothing, even where it is allowed")
-    parser.add_argument("--out", type=Path, default=RESULTS, help="where the summary goes")
+    parser.add_argument("--out", type=Path, help="where the summary goes")
+    parser.add_argument("--kills", type=int, help="kill whole runs, so often in all, and do nothing else")
+    parser.add_argument("--paths", nargs="+", help="of the runs that are killed (all of them)")
+    parser.add_argument("--run", type=int, help="kill the run of this number alone, and write nothing")
     return parser.parse_args()
 
 
@@ -154,8 +160,39 @@ def summary(
     }
 
 
+def kill_runs(options: argparse.Namespace) -> int:
+    """Kill whole runs until there were as many kills as asked for; go on from the summary that is there."""
+    from fault_paths import PATHS, Kills  # imports torch, which the other faults need not
+
+    out = options.out or KILL_RESULTS
+    kills = Kills(options.seed, options.paths or PATHS)
+    before = json.loads(out.read_text()) if out.is_file() and options.run is None else None
+    if before is not None and (before["seed"], list(before["paths"])) == (options.seed, kills.paths):
+        kills.go_on(before)
+    started = time.monotonic() - 60 * kills.minutes
+    try:
+        while options.run is None and kills.total("kills") < options.kills:
+            kills.run(kills.total("runs"))
+            kills.minutes = (time.monotonic() - started) / 60
+            found = {**surroundings(kills.folder), **kills.summary()}
+            out.parent.mkdir(parents=True, exist_ok=True)
+            out.with_suffix(".part").write_text(json.dumps(found, indent=1, ensure_ascii=False) + "\n")
+            out.with_suffix(".part").replace(out)
+            if len(kills.broken) >= MOST_BROKEN:
+                break
+        if options.run is not None:
+            kills.run(options.run)
+    finally:
+        kills.close()
+    print(json.dumps(kills.summary(), indent=1, ensure_ascii=False))
+    return 1 if kills.broken else 0
+
+
 def main() -> int:
     options = arguments()
+    if options.kills is not None or options.run is not None:
+        return kill_runs(options)
+    options.out = options.out or RESULTS
     mounts = may_mount() and not options.no_mounts
     started, commands = time.monotonic(), []
     with Campaign(options.seed, size=options.size, mounts=mounts) as campaign:
