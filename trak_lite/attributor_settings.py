@@ -64,6 +64,20 @@ Chosen on one half of subsets and targets of ``benchmarks/lds_digits.py``, at K 
 .632 on the language model (Fisher, 2.3 samples per feature).
 """
 _WITH_DEFAULT_DAMPING: Final = tuple(_SHARE_OF_TRACE)
+_STORED_SETTINGS: Final = (
+    "task",
+    "proj_dim",
+    "seed",
+    "dtype",
+    "gradient_computer",
+    "normalize",
+    "store_norms",
+    "projector",
+    "layout",
+    "kernel",
+    "damping",
+)
+"""What a manifest says of an attributor's arguments; a store sets no others (paths, devices, what is shown)."""
 
 GradientComputerFactory = Callable[..., AbstractGradientComputer]
 Task = str | AbstractModelOutput | type[AbstractModelOutput] | Callable[..., Tensor]
@@ -403,17 +417,25 @@ def stored_arguments(
 
     Raises:
         InvalidInputError: If the store was made with something of the user's own that was not passed.
+        CorruptStoreError: If the manifest does not hold settings as they are stored.
     """
-    arguments = dict(manifest.made_with.get("settings", {}))
-    arguments["grad_wrt"] = list(manifest.fingerprint["parameters"])
-    # Stores of older versions say nothing of it, and hold gradients as they are.
-    arguments["normalize"] = Normalization(**arguments.get("normalize", {}))
+    try:
+        stored = manifest.made_with.get("settings", {})
+        arguments = {name: stored[name] for name in _STORED_SETTINGS if name in stored}
+        arguments["grad_wrt"] = list(manifest.fingerprint["parameters"])
+        # Stores of older versions say nothing of it, and hold gradients as they are.
+        arguments["normalize"] = Normalization(**arguments.get("normalize", {}))
+        stored_task = _stored_task(arguments.pop("task", None), manifest)
+    except (KeyError, TypeError, ValueError, AttributeError) as error:
+        raise CorruptStoreError(
+            f"The manifest of {where} does not hold the settings of an attributor ({error!r:.200}). Restore its "
+            "zarr.json from a backup, or pass the settings: Attributor(model, task, path, ...)."
+        ) from error
     if arguments.get("layout") == "auto" and arguments.get("projector") not in (None, "two_sided"):
         arguments["layout"] = "joint"  # what older versions took
     if overrides.get("kernel", arguments.get("kernel")) != arguments.get("kernel"):
         arguments["damping"] = "auto"  # what was decided is in units of the other kernel
     arguments.update(overrides)
-    stored_task = _stored_task(arguments.pop("task", None), manifest)
     found = stored_task if task is None else task
     needed = [name for name, value in arguments.items() if value is None]
     if found is None:

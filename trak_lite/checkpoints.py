@@ -6,7 +6,6 @@ A checkpoint is identified by the digest of its weights, never by its file name 
 from __future__ import annotations
 
 import hashlib
-import json
 import os
 import pickle
 import re
@@ -22,6 +21,7 @@ import torch
 from torch import Tensor, nn
 
 from trak_lite._adapters import completed_adapter
+from trak_lite._validate import parse_json
 from trak_lite.errors import CheckpointError
 from trak_lite.sharded import class_of, of_all_ranks, reshard, shard_like
 
@@ -31,6 +31,7 @@ __all__ = [
     "iterate_checkpoints",
     "load_into",
     "module_versions",
+    "noted_checkpoint",
     "read_weights",
     "weights_digest",
     "weights_inside",
@@ -120,6 +121,21 @@ def iterate_checkpoints(
         )
 
 
+def noted_checkpoint(source: object) -> Checkpoint | None:
+    """Return the checkpoint of the file that a store has noted as a source of weights, ``None`` if there is none.
+
+    The store may be of somebody else's: only a plain file with a name that weights are saved under is opened, and no
+    code from it is run. Whether it holds the weights that are looked for, their digest tells.
+    """
+    if not isinstance(source, str) or not source.endswith((*_SUFFIXES, _INDEX)):
+        return None
+    try:
+        path = Path(source)
+        return _from_file(path, path.stem) if path.is_file() else None
+    except (OSError, ValueError):
+        return None  # no path at all: too long, or with a null byte
+
+
 def _natural(path: Path) -> list[tuple[int, int | str]]:
     parts = re.split(r"(\d+)", path.name)
     return [(0, int(part)) if part.isdigit() else (1, part) for part in parts if part]
@@ -194,7 +210,7 @@ def read_weights(path: Path, *, weights_only: bool = True) -> Mapping[str, Tenso
 def _shards(index: Path) -> list[Path]:
     """Return the files that an index of Hugging Face lists."""
     try:
-        listed = json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()
+        listed = parse_json(index.read_bytes())["weight_map"].values()
         names = sorted(set(listed))
         outside = [name for name in names if Path(name).name != name]
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:

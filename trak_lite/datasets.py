@@ -23,7 +23,7 @@ from torch.utils.data import (
     get_worker_info,
 )
 
-from trak_lite._batches import take_rows
+from trak_lite._batches import flatten_batch, take_rows
 from trak_lite.errors import InvalidInputError
 from trak_lite.types import Batch
 
@@ -37,6 +37,8 @@ _DIGESTED_ROWS = 1 << 20
 _NUM_PROBES = 64
 """Samples that stand for a dataset. Of 64, one in ten changed labels escapes once in a thousand times; of 3, mostly."""
 
+_NUM_HELD = 8
+"""Samples that are kept of what was loaded."""
 _PLAIN = (str, bytes, int, float, complex, bool, type(None))
 """Digested by their class and repr."""
 
@@ -81,6 +83,8 @@ class Rows:
         _refuse_unindexed(self.dataset, what)
         self.collate = collate or default_collate
         self.batch_size = batch_size or DEFAULT_BATCH_SIZE
+        self.held: HeldRows | None = None
+        """A few of the rows that were loaded first; ``None`` before any was."""
         self._size = len(self.dataset)
         self._indices = None if indices is None else _checked_indices(indices, self._size, what)
         if len(self) == 0:
@@ -125,7 +129,9 @@ class Rows:
             # What collating its samples gives, without taking them apart and stacking them again.
             for rows in plan:
                 chosen = torch.from_numpy(self._in_dataset(rows))
-                yield rows, [tensor[chosen.to(tensor.device)] for tensor in self.dataset.tensors]
+                batch = [tensor[chosen.to(tensor.device)] for tensor in self.dataset.tensors]
+                self._hold(rows, batch)
+                yield rows, batch
             return
         drawn: deque[_RowNumbers] = deque()
 
@@ -144,7 +150,14 @@ class Rows:
             generator=torch.Generator(),  # or the loader would draw from the caller's random numbers
         )
         for batch in loader:
+            self._hold(drawn[0], batch)
             yield drawn.popleft(), batch
+
+    def _hold(self, rows: _RowNumbers, batch: Batch) -> None:
+        """Keep a copy of a few samples of the first batch that is in order."""
+        leaves = flatten_batch(batch)[0] if self.held is None else []
+        if leaves and all(len(leaf) == len(rows) for leaf in leaves):
+            self.held = HeldRows(self, rows[:_NUM_HELD], batch)
 
     def identity(self, dataset_id: str | None, *, num_rows: int | None = None) -> dict[str, Any]:
         """Return what tells this data from other data, as JSON values.
@@ -378,16 +391,19 @@ def _add(digest: hashlib._Hash, kind: str, text: bytes) -> None:
 class HeldRows:
     """A few rows of a dataset, loaded: they stay as they are when the dataset is changed, closed or gone."""
 
-    def __init__(self, rows: Rows, most: int = 8) -> None:
-        """Load the first and the last rows."""
-        self.what, self.batch_size = rows.what, rows.batch_size
+    def __init__(self, rows: Rows, held: _RowNumbers, batch: Batch) -> None:
+        """Hold copies of some samples of a collated batch.
+
+        Args:
+            rows: Where the batch is from.
+            held: ``(n,)`` the first rows of the batch, no more than a batch of ``rows``.
+            batch: What these and others were collated to.
+        """
+        self.what, self.batch_size = rows.what, len(held)
+        self.held = held
+        """Their numbers."""
         self._num_rows = len(rows)
-        half = most // 2
-        ends = np.concatenate([np.arange(half), np.arange(self._num_rows - half, self._num_rows)])
-        self.held = np.unique(ends[(ends >= 0) & (ends < self._num_rows)])
-        """Their numbers, ascending."""
-        self._parts = np.split(self.held, range(self.batch_size, len(self.held), self.batch_size))
-        self._batches = [batch for part in self._parts for _, batch in rows.batches([part])]
+        self._batch = take_rows(batch, list(range(len(held))))
 
     def __len__(self) -> int:
         """Return the number of rows of the whole dataset."""
@@ -402,8 +418,7 @@ class HeldRows:
         return batch
 
     def batches(self, plan: Iterable[_RowNumbers]) -> Iterator[tuple[_RowNumbers, Batch]]:
-        """Yield every list of rows in the plan, all held and of one batch, with a copy of what it was collated to."""
+        """Yield every list of rows in the plan, all of them held, with a copy of what they were collated to."""
+        places = {row: place for place, row in enumerate(self.held.tolist())}
         for rows in plan:
-            for part, batch in zip(self._parts, self._batches, strict=True):
-                if np.isin(rows, part).all():
-                    yield rows, take_rows(batch, np.searchsorted(part, rows).tolist())
+            yield rows, take_rows(self._batch, [places[row] for row in rows.tolist()])

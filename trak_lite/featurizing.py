@@ -7,7 +7,6 @@ import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
-from pathlib import Path
 from typing import Any, TypeAlias, final
 
 import numpy as np
@@ -22,6 +21,7 @@ from trak_lite.checkpoints import (
     CheckpointSource,
     iterate_checkpoints,
     load_into,
+    noted_checkpoint,
     weights_digest,
 )
 from trak_lite.curvature_fits import CurvatureFits
@@ -174,6 +174,10 @@ class FeaturizingSession:
         # What one rank of a sharded model leaves to others, it leaves to itself. Others are not waited for here while
         # there are rows of another checkpoint that they may leave.
         wait = (wait and not self._unfinished) or not self._lockstep.is_alone
+        if self._settings.kernel.weighting == "fisher" and self._workspace.exists:
+            known = digest in checkpoint_tables(self.store)
+            if known and not self._has_fisher(digest):
+                FisherFits(self.store).require_writable()
         written = self._featurize_loaded(checkpoint, digest, rows, wait=wait)
         if self._settings.kernel.weighting == "fisher":
             fits = FisherFits(self.store)
@@ -379,9 +383,9 @@ class FeaturizingSession:
             yield from iterate_checkpoints(*source)
         tables = checkpoint_tables(store)
         for digest in sorted(needed):
-            path = store.attributes(tables[digest]).get("source")
-            if path is not None and Path(path).is_file():
-                yield from iterate_checkpoints(path)
+            noted = noted_checkpoint(store.attributes(tables[digest]).get("source"))
+            if noted is not None:
+                yield noted
         yield from iterate_checkpoints(None)
 
     def visit(self, digests: Iterable[str], visit: Callable[[str], None], *, purpose: str) -> None:

@@ -46,6 +46,7 @@ from trak_lite.scoring import accumulation_dtype
 from trak_lite.sharded import Lockstep
 from trak_lite.sharing import LateTable, SharedRows, always, has_free_rows, unwatched
 from trak_lite.store import AbstractFeatureStore, AbstractRowTable, Column, Manifest, TableSpec
+from trak_lite.store.manifest import kept_json
 from trak_lite.types import Batch, FeatureLayout
 
 __all__ = ["FisherFits", "FisherSettings", "fisher_task", "split_squares"]
@@ -121,7 +122,7 @@ class FisherFits:
         Raises:
             ReadOnlyStoreError: If the store was opened for reading.
         """
-        self._require_writable()
+        self.require_writable()
         text = json.dumps({"version": _VERSION, **settings.to_json()}, sort_keys=True).encode()
         self._store.cache(_RECORD, "record", np.frombuffer(text, dtype=np.uint8))
 
@@ -228,7 +229,7 @@ class FisherFits:
             NonFiniteError: If a gradient is NaN or infinite; names the rows.
             ReadOnlyStoreError: If the store was opened for reading.
         """
-        self._require_writable()
+        self.require_writable()
         fingerprint = self._fingerprint(path, layout)
         folder = _folder(path, fingerprint)
         samples = _DrawnRows(rows, task, computer, self._settings(), layout)
@@ -315,13 +316,17 @@ class FisherFits:
     def _found_record(self) -> dict[str, Any] | None:
         found = self._store.cached(_RECORD, "record")
         if found is not None:
-            record: dict[str, Any] = json.loads(np.asarray(found).tobytes())
-            return record
+            return kept_json(found, what=f"The record of Fisher fits in {self._store.path}")
         # Derived arrays of an object store stay where they were made: there, the fits say it.
         fits = self._store.table_names(_FOLDER)
         return dict(self._store.open_table(fits[0]).spec.fingerprint["fisher"]) if fits else None
 
-    def _require_writable(self) -> None:
+    def require_writable(self) -> None:
+        """Refuse a store that a fit could not be kept in.
+
+        Raises:
+            ReadOnlyStoreError: If the store was opened for reading.
+        """
         if not self._store.writable:
             raise ReadOnlyStoreError(
                 f"The store at {self._store.path} was opened for reading, so a fit could not be kept. Make it writable."

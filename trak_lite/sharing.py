@@ -266,6 +266,7 @@ class SharedRows:
         pause: Callable[[float], None] | None = None,
         leads: Callable[[], bool] = always,
         clock: Callable[[], float] = time.monotonic,
+        unit: str = "row",
     ) -> None:
         """Look at what is done.
 
@@ -280,6 +281,7 @@ class SharedRows:
             leads: Called if the table does not exist yet; where it says no, another process makes the first batch, and
                 the table with it.
             clock: Returns seconds.
+            unit: What the bar calls a row of the table.
         """
         self._leads = leads
         self._clock = clock
@@ -306,7 +308,11 @@ class SharedRows:
         self._watch = watch
         self._looked = self._clock()
         self._done = KeptProgress(
-            self.spec.num_rows, self.spec.num_rows - self.pending_at_first, label=label, progress=progress
+            self.spec.num_rows,
+            self.spec.num_rows - self.pending_at_first,
+            label=label,
+            unit=unit,
+            progress=progress,
         )
 
     def rounds(self, *, wait: bool = True) -> Iterator[Iterable[NDArray[np.int64]]]:

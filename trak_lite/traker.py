@@ -52,11 +52,14 @@ from trak_lite.kept_grams import has_kernel, kernels_of
 from trak_lite.modelout_functions import AbstractModelOutput, describe_task, resolve_task
 from trak_lite.pipeline import (
     FEATURES,
+    LOSS_CURVATURE,
+    OUT_TO_LOSS,
     compute_features,
     feature_table_spec,
     put_features,
 )
 from trak_lite.projectors import AbstractProjector, BasicProjector, ProjectionType
+from trak_lite.row_checks import PROBED_ROWS, Computed, DoneRows, compare_rows, rounding_of
 from trak_lite.score_tiles import (
     SCORES,
     ScoreTerm,
@@ -508,6 +511,7 @@ class TRAKer:
         keys = _sample_keys(batch) if cursor is self._target else None
         if keys is not None:
             cursor.refuse_other_samples(rows, keys)
+        self._compare(cursor, batch, rows)
         waiting = np.flatnonzero(cursor.waiting[rows])
         if not len(waiting):
             return
@@ -528,6 +532,43 @@ class TRAKer:
         cursor.waiting[rows[waiting]] = False
         if keys is not None:
             cursor.refuse_other_samples(rows, keys)
+
+    def _compare(self, cursor: _Cursor, batch: Batch, rows: NDArray[np.int64]) -> None:
+        """Compute a few rows of the first batch that has rows which are done, and compare them with what is stored.
+
+        Raises:
+            ManifestMismatchError: If they differ beyond rounding.
+        """
+        found = cursor.take_done(rows)
+        if found is None:
+            return
+        stored, places = found
+
+        def computed(some: list[int]) -> Computed:
+            part = move_batch(take_rows(batch, some), model_device(self.model))
+            features, terms = self._computed(cursor, part, rows[some])
+            columns = {
+                FEATURES: features / self.normalize_factor,
+                OUT_TO_LOSS: terms.out_to_loss_grad,
+                LOSS_CURVATURE: terms.loss_curvature,
+            }
+            values = {name: column.detach().double().cpu().numpy() for name, column in columns.items()}
+            return Computed(values, terms.output.detach().double().cpu().numpy())
+
+        compare_rows(
+            stored,
+            computed(places),
+            lambda place: computed([places[place]]),
+            rounding=rounding_of(self.model, self.device),
+            named=stored.rows,
+            what=cursor.label,
+            label=cursor.path,
+            why=lambda place: (
+                "What rows depend on was changed since: the samples (drawn anew each time?), the model's code, "
+                "attributes or unsaved buffers, the task, the projector. Undo the change, or use another save_dir (of "
+                "targets: another exp_name)."
+            ),
+        )
 
     def _computed(self, cursor: _Cursor, batch: Batch, rows: NDArray[np.int64]) -> tuple[Tensor, OutputTerms]:
         """Return the features ``(B, K)`` of a batch, not normalised, and f, q and w."""
@@ -687,6 +728,7 @@ class _Cursor:
         self.table: LateTable | None = None
         self.state: str | None = None
         self.waiting: NDArray[np.bool_] = np.ones(spec.num_rows, np.bool_)
+        self._is_compared = False
         self._keys: NDArray[np.float32] = np.full(spec.num_rows, np.nan, np.float32)
 
     def attach(self, table: LateTable, state: str | None) -> None:
@@ -694,6 +736,22 @@ class _Cursor:
         self.table, self.state = table, state
         self.waiting[:] = False
         self.waiting[table.pending()] = True
+
+    def take_done(self, rows: NDArray[np.int64]) -> tuple[DoneRows, list[int]] | None:
+        """Return a few of some rows that are done, and their places among them; once, and ``None`` ever after."""
+        table = self.attached().table
+        done = np.flatnonzero(~self.waiting[rows])
+        if self._is_compared or table is None or not len(done):
+            return None
+        found, values = table.read_done(int(rows[done[0]]) // self.spec.chunk_rows)
+        place_of = {row: place for place, row in enumerate(rows.tolist()) if not self.waiting[row]}
+        some = [place for place, row in enumerate(found.tolist()) if row in place_of][:PROBED_ROWS]
+        if not some:
+            return None
+        self._is_compared = True
+        kept = {name: column[some] for name, column in values.items()}
+        places = [place_of[row] for row in found[some].tolist()]
+        return DoneRows(found[some], kept, table.spec.columns), places
 
     def attached(self) -> LateTable:
         """Return the table."""

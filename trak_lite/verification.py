@@ -22,7 +22,7 @@ from trak_lite._batches import move_batch
 from trak_lite._session import borrow_model
 from trak_lite.checkpoints import Checkpoint, load_into, module_versions, with_versions
 from trak_lite.datasets import Rows
-from trak_lite.errors import InvalidInputError, StateError
+from trak_lite.errors import CorruptStoreError, InvalidInputError, StateError
 from trak_lite.evaluation import (
     Baseline,
     Calibration,
@@ -45,6 +45,7 @@ from trak_lite.score_source import evenly_spaced
 from trak_lite.scores import Scores
 from trak_lite.scoring import KernelSettings, ScoreSettings, precondition
 from trak_lite.store import AbstractFeatureStore, AbstractRowTable
+from trak_lite.store.manifest import kept_json
 from trak_lite.types import FeatureLayout
 
 __all__ = [
@@ -284,9 +285,21 @@ def keep_verdict(store: AbstractFeatureStore, path: str, verdict: Verdict) -> No
 
 
 def kept_verdict(store: AbstractFeatureStore, path: str) -> Verdict | None:
-    """Return the verdict on the scores in a table, ``None`` if there is none on these very numbers."""
+    """Return the verdict on the scores in a table, ``None`` if there is none on these very numbers.
+
+    Raises:
+        CorruptStoreError: If something else is kept in its place.
+    """
     kept = store.cached(f"verdicts/{path}", _verdict_key(store, path))
-    return None if kept is None else Verdict.from_json(json.loads(kept.tobytes()))
+    if kept is None:
+        return None
+    what = f"The verdict on {path} in {store.path}"
+    try:
+        return Verdict.from_json(kept_json(kept, what=what))
+    except (KeyError, TypeError, ValueError, AttributeError) as error:
+        raise CorruptStoreError(
+            f"{what} cannot be read ({error!r:.200}). Verify the scores again."
+        ) from error
 
 
 def keep_predictions(store: AbstractFeatureStore, path: str, scores: Scores, retrained: Retrained) -> None:

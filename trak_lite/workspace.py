@@ -59,8 +59,8 @@ class Workspace:
                 life of this object.
         """
         self.path = path
-        # The current folder may be another one at the next call; messages name the path as it was given.
-        self._place = os.path.abspath(path) if isinstance(path, str) else path
+        self.place = os.path.abspath(path) if isinstance(path, str) else path
+        """The same wherever the current folder is at a later call; messages name the path as it was given."""
         self._memory: MemoryFeatureStore | None = None
         self._store: AbstractFeatureStore | None = None
         self._manifest = Manifest({})
@@ -138,8 +138,8 @@ class Workspace:
             StateError: If nothing was featurized into memory yet.
             MissingStoreError: If there is no store at the path.
         """
-        if self._place is not None:
-            return open_store(self._place, "r")
+        if self.place is not None:
+            return open_store(self.place, "r")
         if self._memory is None:
             raise StateError("No train row has been featurized yet. Call featurize(train_data, ...) first.")
         return self._memory
@@ -202,24 +202,24 @@ class Workspace:
         return f"What was done is safe in {self.path}. Make the same call again: it continues where this one stopped."
 
     def _open(self) -> AbstractFeatureStore | None:
-        if self._place is None:
+        if self.place is None:
             return self._memory
         try:
-            return open_store(self._place, "r+")
+            return open_store(self.place, "r+")
         except MissingStoreError:
             return None
         except ReadOnlyStoreError:
-            return open_store(self._place, "r")
+            return open_store(self.place, "r")
 
     def _release(self, store: AbstractFeatureStore) -> None:
         if store is not self._memory:  # which nothing could open again
             store.close()
 
     def _create(self) -> AbstractFeatureStore:
-        if self._place is None:
+        if self.place is None:
             self._memory = MemoryFeatureStore(self._manifest)
             return self._memory
-        return create_store(self._place, self._manifest)
+        return create_store(self.place, self._manifest)
 
     def _take_up_appended_rows(self, store: AbstractFeatureStore, first_rows: FirstRows) -> None:
         """Note the data in the manifest if the stored rows are its first ones and every setting is the same."""

@@ -27,6 +27,8 @@ from trak_lite import Attributor, cli
 from trak_lite.cli.program import _parser
 from trak_lite.cli.recipes import load_recipe
 from trak_lite.cli.records import RunRecord, keep_record, last_record
+from trak_lite.errors import CheckpointError, StateError, TrakLiteError
+from trak_lite.store import open_store
 from trak_lite.store._derived import DerivedArrays
 
 (_TABLE,) = (action for action in _parser()._actions if isinstance(action, argparse._SubParsersAction))
@@ -338,3 +340,135 @@ def test_other_views_are_reported_as_they_were_scored(
         assert cli.main(["report", str(copied / "run.zarr"), *view]) == 0
     page = (copied / "run.html").read_text()
     assert "2.5" in page
+
+
+ESCAPE = "\x1b]0;title\x07\x1b[2J\u202e\r"
+
+
+def visible(text: str) -> bool:
+    return all(letter.isprintable() or letter == "\n" for letter in text)
+
+
+def test_names_of_a_store_tell_a_terminal_nothing(copied: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    store = str(copied / "run.zarr")
+    assert cli.main(["evaluate", str(copied / "run.yaml"), "--evaluate.budget", "2"]) == 0
+    (file,) = (copied / "run.zarr/.cache").glob("verdicts*")
+    key = json.loads(file.read_bytes().splitlines()[-1])["key"]
+    derived = DerivedArrays(str(file.parent))
+    kept = derived.get(file.stem.replace("%", "/"), key)
+    assert kept is not None
+    verdict = json.loads(kept.tobytes())
+    verdict["baselines"][0]["name"] = ESCAPE
+    text = np.frombuffer(json.dumps(verdict).encode(), np.uint8).copy()
+    derived.put(file.stem.replace("%", "/"), key, text)
+    edit_attributes(copied, lambda table: table["attributes"].update(name=ESCAPE))
+    document = json.loads((copied / "run.zarr/zarr.json").read_text())
+    document["attributes"]["trak_lite"]["fingerprint"][f"a\n{ESCAPE}"] = ESCAPE
+    (copied / "run.zarr/zarr.json").write_text(json.dumps(document))
+    put_record(copied, "x" + ESCAPE, recipe=ESCAPE)
+    (copied / f"run.zarr/x{ESCAPE}").mkdir()
+    capsys.readouterr()
+
+    for arguments in (
+        ["inspect", store],
+        ["verify", store],
+        ["run", "--from", store],
+        ["run", str(copied / "run.yaml")],
+    ):
+        cli.main(arguments)
+        out, err = capsys.readouterr()
+        assert "x1b]0;title" in out + err, arguments
+        assert visible(out + err), arguments
+    model = load_recipe(copied / "recipe.py").call("build_model", {})
+    shown = str(Attributor.open(store, model).scores("held-out"))
+    assert "x1b]0;title" in shown
+    assert visible(shown)
+
+
+@pytest.mark.parametrize(
+    "verdict",
+    [
+        b"[]",
+        b"{}",
+        b"nonsense",
+        b'{"lds": {"mean": {}}}',
+        b"[" * 200 + b"]" * 200,
+        b"[" + b"[]," * (1 << 21) + b"[]]",
+    ],
+    ids=["list", "empty", "nonsense", "mapping", "deep", "many"],
+)
+def test_a_verdict_that_cannot_be_read_is_told(
+    verdict: bytes, copied: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    store = str(copied / "run.zarr")
+    with open_store(store) as opened:
+        key = opened.open_table("scores/held-out").content_key()
+    DerivedArrays(f"{store}/.cache").put(
+        "verdicts/scores/held-out", key, np.frombuffer(verdict, np.uint8).copy()
+    )
+
+    assert "The verdict on scores/held-out" in refused(["report", store], capsys)
+    assert cli.main(["inspect", store]) == 0
+    assert "verdict on scores/held-out: The verdict on" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        "/proc/kcore",
+        "/dev/zero",
+        "/etc/passwd",
+        "/etc",
+        5,
+        ["x"],
+        {"a": 1},
+        "\0.pt",
+        "a" * 100_000 + ".pt",
+        "",
+        "pipe.pt",
+    ],
+    ids=str,
+)
+def test_a_noted_source_that_is_no_checkpoint_is_not_opened(source: Any, copied: Path) -> None:
+    os.mkfifo(copied / "pipe.pt")
+    edit_attributes(copied, lambda table: table["attributes"].update(source=source))
+    recipe = load_recipe(copied / "recipe.py")
+    attributor = Attributor.open(copied / "run.zarr", recipe.call("build_model", {}))
+
+    with watch() as seen, pytest.raises(StateError, match="none of the known sources holds them"):
+        attributor.score(recipe.call("target_data", {}), name="new")
+    assert str(source) not in seen
+
+
+def test_a_noted_source_runs_no_code_when_it_is_opened(copied: Path) -> None:
+    pickles_as_checkpoints(copied)
+    recipe = load_recipe(copied / "recipe.py")
+    attributor = Attributor.open(copied / "run.zarr", recipe.call("build_model", {}))
+
+    with pytest.raises(CheckpointError, match="Cannot read the checkpoint"):
+        attributor.score(recipe.call("target_data", {}), name="new")
+    assert not list(copied.rglob("ran"))
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        5,
+        [],
+        {"normalize": 5},
+        {"normalize": {"kind": "x"}},
+        {"normalize": {"mind": "unit"}},
+        {"task": ["regression"]},
+    ],
+    ids=str,
+)
+def test_settings_of_a_manifest_that_are_none_are_refused_by_name(settings: Any, copied: Path) -> None:
+    path = copied / "run.zarr/zarr.json"
+    document = json.loads(path.read_text())
+    document["attributes"]["trak_lite"]["made_with"]["settings"] = settings
+    path.write_text(json.dumps(document))
+    model = load_recipe(copied / "recipe.py").call("build_model", {})
+
+    with pytest.raises(TrakLiteError):
+        Attributor.open(path.parent, model)
+    assert cli.main(["report", str(path.parent)]) == 2

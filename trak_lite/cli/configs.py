@@ -15,6 +15,7 @@ from typing import Any, final
 
 import yaml
 
+from trak_lite._validate import check_depth
 from trak_lite.attributor import Attributor
 from trak_lite.cli.keys import REQUIRED, Key, keys_of
 from trak_lite.cli.parsing import ConfigParser, overrides, refuse_unknown
@@ -22,7 +23,6 @@ from trak_lite.cli.recipes import SECTION, Recipe, load_recipe
 from trak_lite.cli.records import RunRecord
 from trak_lite.errors import InvalidInputError
 from trak_lite.store import RemotePlace, resolve_place
-from trak_lite.store.manifest import check_depth
 
 __all__ = ["RunConfig", "config_parser", "read_config"]
 

@@ -62,9 +62,15 @@ def _manifest_lines(store: AbstractFeatureStore) -> Iterator[str]:
 def _verdict_lines(store: AbstractFeatureStore) -> Iterator[str]:
     for path in (*store.table_names("scores"), *store.table_names("views")):
         if store.open_table(path).complete:
-            verdict = kept_verdict(store, path)
-            tested = "not tested" if verdict is None else str(verdict).replace("\n", "\n    ")
-            yield f"verdict on {path}: {tested}"
+            yield f"verdict on {path}: {_tested(store, path)}"
+
+
+def _tested(store: AbstractFeatureStore, path: str) -> str:
+    try:
+        verdict = kept_verdict(store, path)
+    except StoreError as error:
+        return str(error)
+    return "not tested" if verdict is None else str(verdict).replace("\n", "\n    ")
 
 
 def _run_lines(store: AbstractFeatureStore) -> Iterator[str]:

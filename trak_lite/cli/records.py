@@ -14,16 +14,17 @@ from typing import Any, final
 
 import numpy as np
 
+from trak_lite._validate import parse_json
 from trak_lite.errors import CorruptStoreError
 from trak_lite.store import AbstractFeatureStore, RemotePlace, open_store
-from trak_lite.store.manifest import check_depth, differing_keys
+from trak_lite.store.manifest import differing_keys
 
 __all__ = ["RunRecord", "keep_record", "kept_records", "last_record"]
 
 _NAME, _KEY = "runs", "run records, format 1"
 _MOST = 100
 """Records that are kept; the oldest go first."""
-_UNREADABLE = (ValueError, TypeError, KeyError, RecursionError)
+_UNREADABLE = (ValueError, TypeError, KeyError)
 
 
 @final
@@ -111,8 +112,7 @@ def kept_records(store: AbstractFeatureStore) -> list[RunRecord]:
     if kept is None:
         return []
     try:
-        content = json.loads(kept.tobytes())
-        check_depth(content)
+        content = parse_json(kept)
         records = [RunRecord(**{**one, "where": str(store.path)}) for one in content]
     except _UNREADABLE as error:
         raise _unreadable(store.path) from error
