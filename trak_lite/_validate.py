@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 
 from trak_lite.errors import InvalidInputError, UnknownNameError
 
-__all__ = ["check_depth", "known_names", "one_of", "parse_json", "positive_int", "real_at_least"]
+__all__ = ["check_depth", "known_names", "one_of", "parse_json", "positive_int", "real_at_least", "some_of"]
 
 _DEEPEST = 128
 _MOST_BYTES = 64 << 20
@@ -73,8 +73,19 @@ def known_names(given: Iterable[str], allowed: Collection[str], *, what: str) ->
             if near
             else f" Known: {list(allowed)[:10]}{' ...' if len(allowed) > 10 else ''}."
         )
-        raise UnknownNameError(f"Unknown {what}: {unknown}.{hint}")
+        raise UnknownNameError(f"Unknown {what}: [{some_of(map(repr, unknown))}].{hint}")
     return names
+
+
+def some_of(texts: Iterable[str], *, most: int = 10) -> str:
+    """Return texts as a message lists them: the first ones, and how many more there are.
+
+    Example:
+        >>> some_of(["ckpt-0", "ckpt-1", "ckpt-2"], most=2)
+        'ckpt-0, ckpt-1 and 1 more'
+    """
+    found = list(texts)
+    return ", ".join(found[:most]) + (f" and {len(found) - most} more" if len(found) > most else "")
 
 
 def parse_json(text: bytes | NDArray[Any], *, finite: bool = True) -> Any:
@@ -107,7 +118,8 @@ def parse_json(text: bytes | NDArray[Any], *, finite: bool = True) -> Any:
         value = json.loads(plain, **number)  # type: ignore[arg-type]
     except RecursionError as error:
         raise ValueError(f"nested more than {_DEEPEST} levels deep") from error
-    check_depth(value)
+    if plain.count(b"[") + plain.count(b"{") > _DEEPEST:  # fewer brackets cannot be nested deeper
+        check_depth(value)
     return value
 
 

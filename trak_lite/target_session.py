@@ -6,6 +6,7 @@ import logging
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, TypeAlias, final
 
+from trak_lite._validate import some_of
 from trak_lite.checkpoints import Checkpoint
 from trak_lite.datasets import Rows
 from trak_lite.errors import CheckpointError, StateError
@@ -175,7 +176,7 @@ def visit_checkpoints(
         lacking = {
             path: store.attributes(path).get("name") for path in sorted(paths[digest] for digest in waiting)
         }
-        named = ", ".join(f"{path} (featurized as {name!r})" for path, name in lacking.items())
+        named = some_of(f"{path} (featurized as {name!r})" for path, name in lacking.items())
         raise StateError(
             f"The store has {len(paths)} checkpoints, and the weights of {named} are needed {purpose}, but none of the "
             "known sources holds them. Pass checkpoints=... with those to use, as they were given to featurize; others "

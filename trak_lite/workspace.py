@@ -10,6 +10,7 @@ from contextlib import contextmanager
 from functools import partial
 from typing import Any, Self
 
+from trak_lite._validate import some_of
 from trak_lite.errors import (
     BusyError,
     HeldHereError,
@@ -339,7 +340,7 @@ def drop_checkpoint(store: AbstractFeatureStore, name: str) -> None:
     if len(found) != 1:
         raise InvalidInputError(
             f"{len(found)} checkpoints are called {name!r}. Expected one table of "
-            + ", ".join(f"{path} ({known})" for path, known in names.items())
+            + some_of(f"{path} ({known})" for path, known in names.items())
             + "."
         )
     # Its targets first: without the train rows nothing would say whose they are.

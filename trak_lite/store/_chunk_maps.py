@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import os
+import resource
+import threading
+import weakref
 from collections import OrderedDict
 from typing import Any, final
 
@@ -73,12 +76,19 @@ class ChunkMaps:
             while len(self._maps) > 1 and (self._kept_bytes > _KEPT_BYTES or len(self._maps) > self._kept):
                 self._kept_bytes -= self._maps.popitem(last=False)[1].nbytes
         self._maps.move_to_end(key)
+        if self._mapped:
+            _RECENT.use(self, key)
         return array.view()  # a flag that the caller sets is the caller's
 
     def clear(self) -> None:
         """Let go of the maps; arrays that were handed out stay valid."""
         self._maps.clear()
         self._kept_bytes = 0
+
+    def forget(self, key: tuple[str, int, int]) -> None:
+        """Let go of one map, if it is still kept."""
+        array = self._maps.pop(key, None)
+        self._kept_bytes -= 0 if array is None else array.nbytes
 
     def _map(self, column: ColumnFiles, record: CommitRecord, key: tuple[str, int, int]) -> NDArray[Any]:
         path = column.visible(record.chunk)
@@ -119,3 +129,36 @@ def _state(path: str) -> tuple[int, ...]:
     except FileNotFoundError:
         return ()
     return found.st_dev, found.st_ino, found.st_size, found.st_mtime_ns
+
+
+@final
+class _Recent:
+    """The maps of all tables that the running thread has, in the order of their last use.
+
+    A map holds a file descriptor (Python's mmap keeps a copy of it), and a process may have a thousand and twenty-four:
+    without a bound over all tables, those of some hundred checkpoints would take them all.
+    """
+
+    def __init__(self) -> None:
+        self._of_thread = threading.local()
+
+    def use(self, maps: ChunkMaps, key: tuple[str, int, int]) -> None:
+        """Note that a map is used now, and let go of those that were not used for longest, of any table."""
+        order: OrderedDict[tuple[int, tuple[str, int, int]], weakref.ref[ChunkMaps]]
+        order = self._of_thread.__dict__.setdefault("order", OrderedDict())
+        order[id(maps), key] = weakref.ref(maps)
+        order.move_to_end((id(maps), key))
+        while len(order) > _most_maps():
+            (_, oldest), owner = order.popitem(last=False)
+            table = owner()
+            if table is not None:
+                table.forget(oldest)
+
+
+def _most_maps() -> int:
+    """Return how many maps are kept: a quarter of the file descriptors that the process may have."""
+    allowed = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
+    return _KEPT if allowed < 0 else max(min(allowed // 4, _KEPT), 1)
+
+
+_RECENT = _Recent()

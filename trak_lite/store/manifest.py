@@ -25,6 +25,8 @@ __all__ = [
 
 FORMAT = 2
 """Version of the layout on disk; others are refused."""
+_MOST_NAMED = 50
+"""Differing keys that a message names: another model differs in every parameter."""
 
 
 def kept_json(kept: NDArray[Any], *, what: str) -> dict[str, Any]:
@@ -97,7 +99,7 @@ def compare_fingerprints(
         remedy: The message's last sentence: what to do.
 
     Raises:
-        ManifestMismatchError: Names every differing key with its stored and given value.
+        ManifestMismatchError: Names every differing key, up to fifty, with its stored and given value.
 
     Example:
         >>> compare_fingerprints({"seed": 0}, {"seed": 1}, where="run.zarr")
@@ -106,12 +108,12 @@ def compare_fingerprints(
         trak_lite.errors.ManifestMismatchError: run.zarr was made with other settings: seed is 0 there, 1 here. \
 Use the stored settings (Attributor.open), or another path.
     """
-    differing = [
-        f"{key} is {_short(there)} there, {_short(here)} here"
-        for key, there, here in differing_keys(stored, given)
-    ]
+    differing = differing_keys(stored, given)
     if differing:
-        raise ManifestMismatchError(f"{where} was made with other settings: {'; '.join(differing)}. {remedy}")
+        said = [f"{key} is {_short(there)} there, {_short(here)} here" for key, there, here in differing]
+        more = [f"and {len(said) - _MOST_NAMED} more"] if len(said) > _MOST_NAMED else []
+        text = "; ".join(said[:_MOST_NAMED] + more)
+        raise ManifestMismatchError(f"{where} was made with other settings: {text}. {remedy}")
 
 
 def replaced_fingerprint(
