@@ -281,8 +281,9 @@ class Attributor:
     ) -> FeaturizeSummary:
         """Compute and keep the features of every train row for every checkpoint.
 
-        Rows that are in the store already are not computed, and not loaded from the dataset. Checkpoints are
-        recognised by their weights, so later calls may add some.
+        Rows that are in the store already are not computed, and not loaded from the dataset, but for up to eight of
+        each checkpoint: they are compared with what is stored, so that a change of data, model or code is noticed
+        whatever its cause. Checkpoints are recognised by their weights, so later calls may add some.
 
         Any number of processes may do this at the same time on the same path: they share the rows chunk by chunk,
         take over what a killed one left, and all return when every row is there. Under torchrun an error of one of them
@@ -296,7 +297,7 @@ class Attributor:
             indices: Dataset index of every row, to select and order rows.
             batch_size: Samples per pass; ``None`` takes the loader's, or the attributor's.
             dataset_id: The user's own name for the data, instead of a digest of up to 64 of its samples (of all, in
-                a ``TensorDataset``); then no sample is loaded to recognise it.
+                a ``TensorDataset``) and of what a collate function of one's own makes of each.
             append: The data may have more rows than the store: if it begins with the stored ones, as far as the
                 digest or ``dataset_id`` tells, the rest is appended. From then on the store is that of the longer data:
                 each of its checkpoints has to be featurized again, for the new rows, before the next scoring.
@@ -307,7 +308,8 @@ class Attributor:
         Raises:
             InvalidInputError: If the data, a batch or a checkpoint is not what is expected.
             NonFiniteError: If a value of a row is NaN or infinite; names the rows.
-            ManifestMismatchError: If the store holds other settings or other data; names every difference.
+            ManifestMismatchError: If the store holds other settings or other data; names every difference. Or if stored
+                rows do not come out as they are stored; names the first, and each quantity that differs.
             StoreError: If the store cannot be read or written.
             RankError: If another rank of a distributed run failed, or does something else.
         """
@@ -391,7 +393,8 @@ class Attributor:
         Raises:
             InvalidInputError: If a setting is unknown or does not fit the checkpoints.
             StateError: If train rows are pending, or the weights of a checkpoint are not to be found.
-            ManifestMismatchError: If other targets or checkpoints were scored under this name.
+            ManifestMismatchError: If other targets or checkpoints were scored under this name, or stored rows of
+                targets or train data do not come out as they are stored: the data or the model were changed.
             SingularKernelError: If the kernel has no inverse at the damping in force.
             RankError: If another rank of a distributed run failed, or does something else.
         """
@@ -559,7 +562,8 @@ class Attributor:
         Reported is the linear datamodeling score (LDS): how well summed scores rank the retrained models' outputs of a
         target, beside methods that cost next to nothing. The verdict is kept with the scores and printed with them.
         Every retraining is kept in the store, so the same call continues after a kill, and verifying other scores of
-        the same targets (another ``view``, ``calibrate=True``) trains nothing again. Of several ranks the first one
+        the same targets (another ``view``, ``calibrate=True``) trains nothing again. Another process first repeats one
+        of them, to see that the training is the same, and several processes share them. Of several ranks the first one
         trains.
 
         Args:
@@ -576,7 +580,7 @@ class Attributor:
                 :meth:`calibrated_scores` only if they are better on the others beyond doubt.
             texts: Train texts and target texts (or their tokens) for the BM25 baseline.
             confidence: Nominal coverage of the intervals.
-            train_id: The user's own name for the training, instead of the source of ``train_fn``.
+            train_id: The user's own name for the training, instead of the source of ``train_fn`` and what it carries.
             indices: Dataset index of every target, as in :meth:`score`.
             batch_size: Targets per pass; ``None`` takes the loader's, or 32.
             dataset_id: The user's own name for the targets, as in :meth:`score`.
@@ -586,7 +590,8 @@ class Attributor:
             InvalidInputError: If the budget is too small, texts or strata do not fit, or scores without a kernel are to
                 be calibrated.
             StateError: If the scores were never computed.
-            ManifestMismatchError: If ``data`` are not the targets that were scored.
+            ManifestMismatchError: If ``data`` are not the targets that were scored, or ``train_id`` names another
+                training.
             RetrainingError: If a training fails; names subset and seed.
             UnsupportedModelError: If the model is sharded.
         """

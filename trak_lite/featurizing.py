@@ -174,6 +174,10 @@ class FeaturizingSession:
         # What one rank of a sharded model leaves to others, it leaves to itself. Others are not waited for here while
         # there are rows of another checkpoint that they may leave.
         wait = (wait and not self._unfinished) or not self._lockstep.is_alone
+        if self._settings.kernel.weighting == "fisher" and self._workspace.exists:
+            known = digest in checkpoint_tables(self.store)
+            if known and not self._has_fisher(digest):
+                FisherFits(self.store).require_writable()
         written = self._featurize_loaded(checkpoint, digest, rows, wait=wait)
         if self._settings.kernel.weighting == "fisher":
             fits = FisherFits(self.store)

@@ -122,7 +122,7 @@ class FisherFits:
         Raises:
             ReadOnlyStoreError: If the store was opened for reading.
         """
-        self._require_writable()
+        self.require_writable()
         text = json.dumps({"version": _VERSION, **settings.to_json()}, sort_keys=True).encode()
         self._store.cache(_RECORD, "record", np.frombuffer(text, dtype=np.uint8))
 
@@ -229,7 +229,7 @@ class FisherFits:
             NonFiniteError: If a gradient is NaN or infinite; names the rows.
             ReadOnlyStoreError: If the store was opened for reading.
         """
-        self._require_writable()
+        self.require_writable()
         fingerprint = self._fingerprint(path, layout)
         folder = _folder(path, fingerprint)
         samples = _DrawnRows(rows, task, computer, self._settings(), layout)
@@ -321,7 +321,12 @@ class FisherFits:
         fits = self._store.table_names(_FOLDER)
         return dict(self._store.open_table(fits[0]).spec.fingerprint["fisher"]) if fits else None
 
-    def _require_writable(self) -> None:
+    def require_writable(self) -> None:
+        """Refuse a store that a fit could not be kept in.
+
+        Raises:
+            ReadOnlyStoreError: If the store was opened for reading.
+        """
         if not self._store.writable:
             raise ReadOnlyStoreError(
                 f"The store at {self._store.path} was opened for reading, so a fit could not be kept. Make it writable."

@@ -31,7 +31,7 @@ from trak_lite.errors import (
 )
 from trak_lite.evaluation import NoiseCeiling, seed_noise_ceiling
 from trak_lite.row_checks import done_rows
-from trak_lite.sharing import SharedRows
+from trak_lite.sharing import LateTable, SharedRows
 from trak_lite.store import Column, Manifest, RemotePlace, TableSpec, resolve_place
 from trak_lite.store.manifest import compare_fingerprints
 from trak_lite.vectorised import VectorisedTraining
@@ -224,7 +224,7 @@ def retrain_many(
 
     with workspace.opened(Manifest({"kind": "retraining"})):
         _refuse_other_training(workspace, OUTPUTS, plan, run)
-        return _fill(workspace, OUTPUTS, plan, run, progress)
+        return _fill(workspace, OUTPUTS, plan, run, progress, at_once=models_at_once)
 
 
 def retrain_into(
@@ -404,32 +404,49 @@ def _short(names: Sequence[str]) -> str:
     return ", ".join(shown) + (", ..." if len(names) > 3 else "")
 
 
-def _fill(workspace: Workspace, path: str, plan: _Plan, run: _Run, progress: bool | None) -> Retrained:
-    """Train the models that the table lacks, together with whoever else does; each one's outputs are put at once."""
-    table = workspace.table(path)
-    if table is None:
-        before = plan.values()
-        ((job, outputs),) = run(plan.jobs([0]))  # how many targets there are is known by now
-        stable = _unchanged(before, plan.values())
-        late = workspace.late_table(path, plan.spec(len(outputs)), {_VALUES: stable})
+def _begun(workspace: Workspace, path: str, plan: _Plan, run: _Run, at_once: int) -> LateTable:
+    """Train the first models, of which it is known how many targets there are, and return the table with them."""
+    before = plan.values()
+    first = range(min(at_once, plan.num_rows))
+    late: LateTable | None = None
+    for job, outputs in run(plan.jobs(first)):
+        if late is None:
+            stable = _unchanged(before, plan.values())
+            late = workspace.late_table(path, plan.spec(len(outputs)), {_VALUES: stable})
+        _require_width(late, job, outputs)
         try:
             late.put(np.array([job.row]), {OUTPUTS: outputs[None]})
         except (BusyError, StateError) as error:
             logger.info("Trained in vain: %s", error)
         else:
             _confirmed[(str(workspace.place), path)] = stable
-    else:
-        late = workspace.late_table(path, table.spec)
+    assert late is not None  # a plan has at least one model
+    return late
+
+
+def _require_width(late: LateTable, job: _Job, outputs: NDArray[np.float64]) -> None:
+    width = late.spec.columns[0].width
+    if len(outputs) != width:
+        raise InvalidInputError(
+            f"output_fn gave {len(outputs)} numbers for {_place(job)}, and {width} before. It must give one per target."
+        )
+
+
+def _fill(
+    workspace: Workspace, path: str, plan: _Plan, run: _Run, progress: bool | None, *, at_once: int = 1
+) -> Retrained:
+    """Train the models that the table lacks, together with whoever else does; each one's outputs are put at once."""
+    table = workspace.table(path)
+    late = (
+        _begun(workspace, path, plan, run, at_once)
+        if table is None
+        else workspace.late_table(path, table.spec)
+    )
     with SharedRows(late, 1, label="Retraining", progress=progress, unit="model") as work:
         for batches in work.rounds():
             wanted = (int(row) for rows in batches for row in rows)
             for job, outputs in run(plan.jobs(wanted)):
-                width = late.spec.columns[0].width
-                if len(outputs) != width:
-                    raise InvalidInputError(
-                        f"output_fn gave {len(outputs)} numbers for {_place(job)}, and {width} before. It must give "
-                        "one per target."
-                    )
+                _require_width(late, job, outputs)
                 work.put(np.array([job.row]), {OUTPUTS: outputs[None]})
     table = workspace.table(path)
     assert table is not None  # a plan has at least one model

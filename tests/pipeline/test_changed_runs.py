@@ -77,7 +77,7 @@ class Transformed(TensorDataset):
 
 
 def tensors(count: int, seed: int) -> tuple[Tensor, Tensor]:
-    generator = np.random.default_rng(seed)  # torch's normal numbers depend on the instruction set
+    generator = np.random.default_rng(seed)  # as below
     inputs = generator.normal(size=(count, WIDTH)).astype(np.float32)
     return torch.from_numpy(inputs), torch.from_numpy(generator.integers(CLASSES, size=count))
 
@@ -87,12 +87,14 @@ class Net(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        torch.manual_seed(0)
         self.first, self.norm, self.last = nn.Linear(WIDTH, 8), nn.LayerNorm(8), nn.Linear(8, CLASSES)
         self.activation: Callable[[Tensor], Tensor] = functional.silu
         self.leaky = nn.LeakyReLU(0.1)
         self.temperature = 1.0
         self.register_buffer("mean", torch.zeros(WIDTH), persistent=False)
+        generator = np.random.default_rng(0)  # torch's random numbers depend on the instruction set
+        for p in self.parameters():
+            p.data.copy_(torch.from_numpy(generator.normal(size=p.shape) / 2))
 
     def forward(self, x: Tensor) -> Tensor:
         hidden = self.leaky(self.norm(self.activation(self.first(x - self.mean))))

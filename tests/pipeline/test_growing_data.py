@@ -103,7 +103,10 @@ def test_only_appended_rows_are_featurized_and_a_reader_from_before_sees_what_it
         np.testing.assert_array_equal(store.open_table("ckpt-0").read("features"), before)
         np.testing.assert_array_equal(np.concatenate([chunk for _, chunk in held]), before)
     assert (summary.rows_written, summary.rows_found) == (2 * more, 2 * N)
-    assert longer.loaded == 2 * list(range(N, N + more))
+    new = list(range(N, N + more))
+    compared = longer.loaded[:8]
+    assert max(compared) < N
+    assert longer.loaded == 2 * (compared + new)
     after = features(path)
     np.testing.assert_array_equal(after[:N], before)
     np.testing.assert_allclose(after, features(whole)[: N + more], rtol=1e-4, atol=1e-5)
@@ -184,7 +187,7 @@ def test_rows_are_appended_by_a_flag_alone_and_the_message_says_so(tmp_path: Pat
     with pytest.raises(ManifestMismatchError, match=r"num_rows is 70 there, 71 here.*pass append=True"):
         made.featurize(rows(N + 1))
     with pytest.raises(
-        ManifestMismatchError, match=r"num_rows is 70 there, 69 here\. Use the stored settings"
+        ManifestMismatchError, match=r"num_rows is 70 there, 69 here;.* Use the stored settings"
     ):
         made.featurize(rows(N - 1), append=True)
     assert made.featurize(rows(N), append=True).rows_written == 0

@@ -32,6 +32,7 @@ from traker_cases import (
 from trak_lite.errors import (
     CheckpointError,
     InvalidInputError,
+    ManifestMismatchError,
     NonFiniteError,
     PrecisionError,
     ReadOnlyStoreError,
@@ -207,12 +208,35 @@ def test_a_new_instance_goes_on_where_the_last_one_was(tmp_path, expected):
     assert snapshot(tmp_path) == before
 
 
-def test_rows_that_are_done_are_not_computed_again(tmp_path, monkeypatch):
+def test_of_rows_that_are_done_only_a_few_are_computed_again(tmp_path, monkeypatch):
     loaded(tmp_path).featurize(train_batch(), num_samples=N)
     traker = loaded(tmp_path)
-    monkeypatch.setattr(traker.gradient_computer, "stream_gradients", None)
+    stream, passes = traker.gradient_computer.stream_gradients, []
 
+    def counting(batch, sink):
+        passes.append(len(batch[0]))
+        return stream(batch, sink)
+
+    monkeypatch.setattr(traker.gradient_computer, "stream_gradients", counting)
     traker.featurize(train_batch(), num_samples=N)
+    assert passes == [8]
+
+    traker.featurize(train_batch(), inds=np.arange(N))
+    assert passes == [8]
+
+
+@pytest.mark.parametrize("change", ["samples", "attribute"])
+def test_rows_of_other_samples_or_another_model_are_not_added(tmp_path, change):
+    (images, labels), half = train_batch(), N // 2
+    loaded(tmp_path).featurize((images[:half], labels[:half]), num_samples=half)
+    traker = loaded(tmp_path)
+    if change == "samples":
+        images = images + 1
+    else:
+        traker.model.register_forward_hook(lambda module, inputs, output: output * 1.5)
+
+    with pytest.raises(ManifestMismatchError, match=r"ckpt-0: row 0 of the train data .* features by"):
+        traker.featurize((images, labels), num_samples=N)
 
 
 CHILD = """
@@ -425,15 +449,14 @@ def test_other_targets_under_a_used_name_are_refused(tmp_path):
         traker.score((images, labels), num_samples=M)
 
 
-def test_other_targets_are_noticed_when_the_set_is_full(tmp_path):
-    """Rows that a killed run left can be compared only when the last row has come."""
+def test_other_targets_than_those_of_a_killed_run_are_noticed(tmp_path):
     traker = scoring(tmp_path)
     traker.score(part(target_batch(), slice(0, 3)), num_samples=3)
     images, labels = target_batch()
     images[2] += 1
     traker.start_scoring_checkpoint("test", checkpoints(count=1)[0], 0, num_targets=M)
 
-    with pytest.raises(InvalidInputError, match=r"Rows \[2\] of the targets of 'test'"):
+    with pytest.raises(ManifestMismatchError, match=r"row 2 of the targets of 'test'"):
         traker.score((images, labels), num_samples=M)
 
 

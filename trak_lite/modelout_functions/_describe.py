@@ -61,7 +61,8 @@ def describe_task(task: AbstractModelOutput) -> dict[str, Any]:
     closure, attributes, the object of a bound method, ``functools`` arguments. Tensors and arrays count by
     dtype, shape and bytes, containers and objects by what they hold, modules (``nn.Module``) by their state
     dict, simple settings and training mode, classes and functions by name and source, those of Python, NumPy
-    and torch by name. Global variables that it reads are not followed: pass them as defaults or arguments.
+    and torch by name. Global variables that it reads are not followed; what they change in a row is found when
+    stored rows are computed again.
 
     Args:
         task: The model output function.

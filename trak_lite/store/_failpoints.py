@@ -13,6 +13,7 @@ __all__ = [
     "DROP_FAILPOINTS",
     "FAILPOINTS",
     "GROWTH_FAILPOINTS",
+    "LIST_FAILPOINTS",
     "REMOTE_FAILPOINTS",
     "REPAIR_FAILPOINTS",
     "failpoint",
@@ -23,8 +24,6 @@ _VARIABLE = "TRAK_LITE_FAILPOINT"
 FAILPOINTS = (
     "folder_built",  # a store, group or table is complete under its scratch name
     "folder_published",  # it has its name; the parent folder is not synced yet
-    "entry_written",  # the entry of a table in the store's list is complete under its scratch name
-    "table_listed",  # it has its name
     "stage_reserved",  # the staged files of a chunk exist and have their size
     "column_written",  # one column of a run is in its staged file
     "rows_written",  # all of them are, unrecorded
@@ -38,6 +37,12 @@ FAILPOINTS = (
     "chunk_settled",  # the row log is gone
 )
 """Every place on the way of a row, in the order in which a store comes to them."""
+
+LIST_FAILPOINTS = (
+    "entry_written",  # the entry of a table in the store's list is complete under its scratch name
+    "table_listed",  # it has its name
+)
+"""Every place on the way of a published table into the list."""
 
 REPAIR_FAILPOINTS = (
     "file_set_aside",  # one more file of a damaged chunk is in its folder aside

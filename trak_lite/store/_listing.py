@@ -130,8 +130,7 @@ class TableList:
 
     def paths(self) -> list[str]:
         """Return the paths of the listed tables, in no order."""
-        found = (listed_path(name) for name in names_in(self.folder) if name != _METADATA)
-        return [path for path in found if path is not None]
+        return [path for path in map(listed_path, names_in(self.folder)) if path is not None]
 
     def identity(self, path: str) -> str | None:
         """Return the identity of a listed table, ``None`` if it is not listed.

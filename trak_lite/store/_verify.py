@@ -84,11 +84,10 @@ class StoreLook:
             ManifestMismatchError: If a newer version of trak_lite made it.
         """
         look = cls(root)
-        listed = set(
-            TableList(root).paths()
-        )  # before the folders: what is created from here on is not missed
         look._root()
         if os.path.isdir(root):
+            # the list before the folders: what is created from here on is not missed
+            listed = set(TableList(root).paths()) if os.path.isdir(f"{root}/{TABLES}") else set()
             look._group(root, ())
             look._list(listed)
         if not os.path.lexists(f"{root}/{_METADATA}") and not look.tables:
@@ -153,7 +152,7 @@ class StoreLook:
         except StoreError as error:
             self.list_damaged = True
             self._damage(None, f"{error} The list of tables is there", _LIST_AGAIN)
-        for name in sorted(names_in(tables.folder)):
+        for name in sorted(names_in(tables.folder)) if os.path.isdir(tables.folder) else ():
             if _LEFT.fullmatch(name):
                 self._scratch(f"{tables.folder}/{name}")
             elif name != _METADATA and listed_path(name) is None and name != SET_ASIDE:

@@ -291,8 +291,8 @@ class RemoteFeatureStore(AbstractFeatureStore):
         found = self._tables_below(folder)
         start = f"{folder}/" if folder else ""
         for path in self._listed_paths():
-            if path.startswith(start) and path not in found and self._is_lost(path):
-                raise lost_table(path, where=self.path)
+            if path.startswith(start) and path not in found and self._table_record(tuple(path.split("/"))):
+                found.append(path)  # created just now, or the metadata of a group above it are missing
         return sorted(found, key=natural_order)
 
     def cached(self, name: str, key: str) -> NDArray[Any] | None:
@@ -433,8 +433,7 @@ class RemoteFeatureStore(AbstractFeatureStore):
 
     def _listed_paths(self) -> list[str]:
         names = (key.rpartition("/")[2] for key in self._objects.sizes(TABLES))
-        found = (listed_path(name) for name in names if name != _METADATA)
-        return [path for path in found if path is not None]
+        return [path for path in map(listed_path, names) if path is not None]
 
     def _is_lost(self, path: str) -> bool:
         """Whether a table is listed and not there, as the second look confirms: others may be dropping it."""

@@ -21,6 +21,7 @@ from trak_lite.errors import (
     MissingStoreError,
     ReadOnlyStoreError,
     StateError,
+    StoreError,
 )
 from trak_lite.store._base import AbstractFeatureStore, AbstractRowTable, Difference, TableSpec
 from trak_lite.store._chunk_files import COMMITS, STAGE, TableFiles
@@ -307,8 +308,8 @@ class ZarrFeatureStore(AbstractFeatureStore):
         found = self._tables_below(parts)
         start = f"{prefix}/" if prefix else ""
         for path in self._list.paths():
-            if path.startswith(start) and path not in found and self._list.is_lost(path):
-                raise lost_table(path, where=self._root)
+            if path.startswith(start) and path not in found and self._table_record(tuple(path.split("/"))):
+                found.append(path)  # created just now, or the metadata of a group above it are missing
         return sorted(found, key=natural_order)
 
     def cached(self, name: str, key: str) -> NDArray[Any] | None:
@@ -358,25 +359,42 @@ class ZarrFeatureStore(AbstractFeatureStore):
 
     def _open(self, path: str) -> ZarrRowTable:
         """Open a table once: a second one in this process would find the chunks of the first one locked."""
-        if path not in self._tables:
+        while path not in self._tables:
             record = self._require_table(path)
-            folder = f"{self._root}/{path}"
-            spec = table_from_json(record, path, self._origin, where=f"{folder}/zarr.json")
-            self._require_listed(path, spec)
-            refuse_undescribed(folder, spec)
-            for column in spec.columns:
-                for array in column.arrays:
-                    refuse_links(folder, (array.name,))
-                    check_array(folder, column, array, spec, under_way=sizes_under_way(record))
-            refuse_links(f"{folder}/{spec.columns[0].name}", (STAGE,))
-            refuse_links(f"{folder}/{spec.columns[0].name}", (COMMITS,))
-            self._tables[path] = ZarrRowTable(
-                self._files(path, spec),
-                writable=self._writable and not self._closed,
-                check=self._verify == "first_touch",
-                mapped=self._mapped,
-            )
+            place = self._place(path)
+            try:
+                self._tables[path] = self._opened(path, record)
+            except StoreError:
+                self._require_table(path)
+                if self._place(path) == place:
+                    raise  # else it was dropped, and made anew, while it was looked at
         return self._tables[path]
+
+    def _place(self, path: str) -> tuple[int, ...]:
+        """Return what tells a table's folder from one that has taken its name."""
+        try:
+            found = os.stat(f"{self._root}/{path}")
+        except FileNotFoundError:
+            return ()
+        return found.st_ino, found.st_ctime_ns
+
+    def _opened(self, path: str, record: Mapping[str, Any]) -> ZarrRowTable:
+        folder = f"{self._root}/{path}"
+        spec = table_from_json(record, path, self._origin, where=f"{folder}/zarr.json")
+        self._require_listed(path, spec)
+        refuse_undescribed(folder, spec)
+        for column in spec.columns:
+            for array in column.arrays:
+                refuse_links(folder, (array.name,))
+                check_array(folder, column, array, spec, under_way=sizes_under_way(record))
+        refuse_links(f"{folder}/{spec.columns[0].name}", (STAGE,))
+        refuse_links(f"{folder}/{spec.columns[0].name}", (COMMITS,))
+        return ZarrRowTable(
+            self._files(path, spec),
+            writable=self._writable and not self._closed,
+            check=self._verify == "first_touch",
+            mapped=self._mapped,
+        )
 
     def _files(self, path: str, spec: TableSpec) -> TableFiles:
         identity = table_identity(path, self._origin, spec)
