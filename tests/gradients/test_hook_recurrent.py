@@ -11,7 +11,7 @@ import torch
 from hypothesis import given, settings
 from models import by_loop
 from torch import Tensor, nn
-from torch.nn.utils.rnn import pack_padded_sequence, pad_packed_sequence
+from torch.nn.utils.rnn import PackedSequence, pack_padded_sequence, pad_packed_sequence
 
 from trak_lite.errors import UnsupportedModelError
 from trak_lite.gradient_computers import HookGradientComputer, collect_gradients
@@ -361,3 +361,72 @@ def test_a_cell_that_steps_through_a_sequence_is_exact(cell: type[nn.RNNCellBase
 
     for name, value in by_loop(model, output, batch).items():
         torch.testing.assert_close(found[name], value, rtol=1e-10, atol=1e-12)
+
+
+class SteppedLSTM(nn.Module):
+    """LSTMs of linear maps over a packed sequence, step by step, as in Opacus' DPLSTM.
+
+    The last states are collected by a loop over samples; backward in time, samples are added at later steps.
+    """
+
+    def __init__(self, layers: int, directions: int) -> None:
+        super().__init__()
+        widths = [3] + [4 * directions] * (layers - 1)
+        self.inputs, self.states = (
+            nn.ModuleList(nn.ModuleList(nn.Linear(d, 16) for _ in range(directions)) for d in sizes)
+            for sizes in (widths, [4] * layers)
+        )
+
+    def forward(self, x: Tensor, lengths: Tensor) -> Tensor:
+        data, sizes, _, back = pack_padded_sequence(x, lengths, batch_first=True, enforce_sorted=False)
+        steps, last = list(data.split(sizes.tolist())), []
+        for inputs, states in zip(self.inputs, self.states, strict=True):
+            outputs = []
+            for number, cell in enumerate(zip(inputs, states, strict=True)):
+                found = self.run(cell, steps[::-1] if number else steps)
+                outputs.append([h for h, _ in found][:: -1 if number else 1])
+                state = torch.zeros(len(x), 4, dtype=x.dtype)
+                for sample, length in enumerate(lengths.sort(descending=True).values.tolist()):
+                    state[sample] = found[-1 if number else length - 1][1][sample]
+                last.append(state[back])
+            steps = [torch.cat(parts, 1) for parts in zip(*outputs, strict=True)]
+        every = PackedSequence(torch.cat(steps), sizes, unsorted_indices=back)
+        return torch.cat(
+            [pad_packed_sequence(every, batch_first=True, total_length=5)[0].flatten(1), *last], 1
+        )
+
+    def run(self, cell: tuple[nn.Module, nn.Module], steps: list[Tensor]) -> list[tuple[Tensor, Tensor]]:
+        h = c = steps[0].new_zeros(0, 4)
+        found = []
+        for step in steps:
+            new = step.new_zeros(max(len(step) - len(h), 0), 4)
+            h, c = (torch.cat([state[: len(step)], new]) for state in (h, c))
+            i, f, g, o = (cell[0](step) + cell[1](h)).chunk(4, 1)
+            c = f.sigmoid() * c + i.sigmoid() * g.tanh()
+            h = o.sigmoid() * c.tanh()
+            found.append((h, c))
+        return found
+
+
+@pytest.mark.parametrize("lengths", [[5, 4, 4, 1], [3, 5, 1, 4, 1], [2, 2, 2], [4]], ids=str)
+@pytest.mark.parametrize("directions", [1, 2])
+@pytest.mark.parametrize("layers", [1, 2])
+def test_a_packed_sequence_that_is_stepped_through_is_exact(
+    layers: int, directions: int, lengths: list[int]
+) -> None:
+    torch.manual_seed(0)
+    model, batch = SteppedLSTM(layers, directions), (sequences(len(lengths)), torch.tensor(lengths))
+
+    assert_equals_the_loop(model, *batch)
+
+
+def test_lengths_may_differ_from_those_that_the_model_was_examined_with() -> None:
+    torch.manual_seed(0)
+    model = SteppedLSTM(1, 2).double().eval()
+    computer = HookGradientComputer(model, resolve_task(total))
+
+    for lengths in ([2, 2, 2], [1, 5, 3, 3], [4, 1]):
+        batch = (sequences(len(lengths)), torch.tensor(lengths))
+        found = collect_gradients(computer, batch)
+        for name, value in by_loop(model, total, batch).items():
+            torch.testing.assert_close(found[name], value, rtol=1e-10, atol=1e-10)

@@ -604,3 +604,49 @@ def test_rows_are_put_together_by_sample_with_the_first_again_where_there_are_fe
     assert arranged.real.tolist() == [True, False, False, True, True, True]
     assert arranged.take_gradients(torch.ones(5)).tolist() == [1, 0, 0, 1, 1, 1]
     assert arranged.placed(torch.ones(2), 5).tolist() == [0, 1, 0, 0, 1]
+
+
+class Joined(nn.Module):
+    """Rows in the order of a value, each beside a row that is made of a parameter for as many rows as there are."""
+
+    def __init__(self, made: str) -> None:
+        super().__init__()
+        self.row, self.joined, self.made = nn.Parameter(torch.randn(1, 2)), nn.Linear(6, 3), made
+
+    def forward(self, x: Tensor) -> Tensor:
+        order = x[:, 0].argsort()
+        rows = {
+            "expanded": lambda: self.row.expand(len(x), -1),
+            "multiplied": lambda: torch.ones(len(x), 1, dtype=x.dtype) @ self.row,
+            "looked up": lambda: F.embedding(torch.zeros(len(x), dtype=torch.long), self.row),
+        }[self.made]()
+        return torch.tanh(self.joined(torch.cat([x[order], rows], 1)))[order.argsort()]
+
+
+@pytest.mark.parametrize("self_check", [True, False])
+@pytest.mark.parametrize("made", ["expanded", "multiplied", "looked up"])
+def test_a_row_that_is_made_of_a_parameter_goes_with_the_sample_it_is_put_beside(
+    made: str, self_check: bool
+) -> None:
+    torch.manual_seed(0)
+    model, batch = Joined(made).double(), (torch.randn(7, 4, dtype=torch.float64),)
+
+    assert_equals_the_loop(model, batch, squares, self_check=self_check)
+
+
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors is in prototype stage")
+def test_nested_tensors_are_refused_by_name() -> None:
+    class Nested(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = nn.Linear(4, 4)
+
+        def forward(self, x: Tensor) -> Tensor:
+            rows = torch.nested.as_nested_tensor([row[: 1 + i % 2] for i, row in enumerate(self.layer(x))])
+            return rows.to_padded_tensor(0.0).flatten(1)
+
+    with pytest.raises(UnsupportedModelError, match=r"nested tensor \(torch.nested\)"):
+        collect_gradients(
+            HookGradientComputer(Nested().double(), resolve_task(squares)),
+            (torch.randn(3, 2, 4, dtype=torch.float64),),
+        )

@@ -193,6 +193,11 @@ def _relevant(two: Recorder, three: Recorder, plan: Plan) -> list[tuple[int, int
             if reads_samples:
                 raise mixed(site, "its result has no batch axis although it reads the samples' activations")
             shared[0][first] = shared[1][second] = names
+        of_no_sample = all(part or free for part, free in zip(roots, b.value_free, strict=True))
+        if site.batched and of_no_sample and three.moves_rows:
+            site.routed = (
+                True  # what it makes for row i may meet the row of another sample that was moved there
+            )
         plan.sites.append(site)
         pairs.append((first, second))
     return pairs

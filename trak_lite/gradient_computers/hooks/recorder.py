@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_flatten
 
+from trak_lite.errors import UnsupportedModelError
 from trak_lite.gradient_computers.hooks.interception import AbstractInterceptor, Function, is_in_place
 from trak_lite.gradient_computers.hooks.rearranging import (
     chooses_by_value,
@@ -49,6 +50,8 @@ class Record:
     output_shapes: list[tuple[int, ...]]
     taints: frozenset[str]
     """Why the rows of what it read may be anyone's."""
+    value_free: list[bool]
+    """Per tensor argument: whether it is the same for all batches of a size."""
 
     @property
     def has_unknown_rows(self) -> bool:
@@ -103,8 +106,10 @@ class Recorder(AbstractInterceptor):
         self.read_by_model = 0
         """Numbers that Python got to see while the model ran, not the output function."""
         self._smaller = smaller.seen if smaller is not None else None
+        self.moves_rows = False
+        """Whether some operation has chosen or moved rows by values."""
         self._value_free: dict[int, tuple[Tensor, int]] = {}
-        """Tensors of whole numbers that no value enters, and the versions for which that is so."""
+        """Tensors that no value enters, and the versions for which that is so."""
         self._running = False
         for name, parameter in kept.items():
             self.watched[id(parameter)] = parameter
@@ -136,9 +141,10 @@ class Recorder(AbstractInterceptor):
         tensors = [t for t in tree_flatten(written(func, args, result))[0] if isinstance(t, Tensor)]
         self._note_numbers(num_read_out(func, args, kwargs))
         if same_in_all:
-            self._value_free.update((id(t), (t, t._version)) for t in tensors if not t.is_floating_point())
+            self._value_free.update((id(t), (t, t._version)) for t in tensors)
         if self._moves(_Seen(func, moved, _shapes(tensors)), same_in_all) or chooses_by_value(func, args):
             reasons.add(_MOVED)
+            self.moves_rows = True
         if func is torch._pack_padded_sequence:
             reasons.add(_PACKED_ROWS)
         if func is torch._pad_packed_sequence:
@@ -200,15 +206,19 @@ class Recorder(AbstractInterceptor):
         if self.inside:
             return function(*args, **kwargs)
         leaves = tree_flatten((args, dict(kwargs)))[0]
-        shapes = [tuple(leaf.shape) for leaf in leaves if isinstance(leaf, Tensor)]
-        sources = [self.sources.get(id(leaf)) for leaf in leaves if isinstance(leaf, Tensor)]
+        tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
+        _refuse_nested(function, tensors)
+        shapes = _shapes(tensors)
+        sources = [self.sources.get(id(leaf)) for leaf in tensors]
+        value_free = [self._is_value_free(leaf) for leaf in tensors]
         taints = self._taints_of(leaves)
         result = function(*args, **kwargs)
         outputs = differentiable(written(function, args, result))
         if not any(tensor.requires_grad for tensor in outputs):  # a shape, a device, a detached value
             return result
+        _refuse_nested(function, outputs)
         others = [leaf for leaf in leaves if not isinstance(leaf, Tensor)]
-        self._record(Record(function, sources, shapes, others, outputs, _shapes(outputs), taints))
+        self._record(Record(function, sources, shapes, others, outputs, _shapes(outputs), taints, value_free))
         return result
 
     def ruled_module(
@@ -220,7 +230,8 @@ class Recorder(AbstractInterceptor):
             shapes = [tuple(p.shape) for p in module.parameters() if id(p) in self.sources]
             outputs = differentiable(out)
             taints = self._taints_of((args, kwargs))
-            self._record(Record(module, names, shapes, [], outputs, _shapes(outputs), taints))
+            value_free = [False] * len(names)  # of parameters; what the module reads is not looked at
+            self._record(Record(module, names, shapes, [], outputs, _shapes(outputs), taints, value_free))
         return out
 
     def _record(self, record: Record) -> None:
@@ -230,6 +241,16 @@ class Recorder(AbstractInterceptor):
             if tensor.requires_grad:
                 self.watched[id(tensor)] = tensor
                 self.sources[id(tensor)] = place
+
+
+def _refuse_nested(function: Function, tensors: Sequence[Tensor]) -> None:
+    """Raise for nested tensors, whose rows have no place that shapes or gradients could tell."""
+    if any(tensor.is_nested for tensor in tensors):
+        raise UnsupportedModelError(
+            f"{getattr(function, '__name__', function)} works with a nested tensor (torch.nested), whose samples hooks "
+            "cannot tell. Pad the samples, or keep their rows in one tensor and add them up by sample (index_add), "
+            "or use gradient_computer='iterative'."
+        )
 
 
 def _shapes(tensors: Sequence[Tensor]) -> list[tuple[int, ...]]:
