@@ -354,6 +354,7 @@ class FeaturizingSession:
     def _fit_fisher(self, digest: str, label: str, rows: Rows, *, wait: bool = True) -> None:
         """Fit the Fisher information of the checkpoint that is loaded, if it is not there yet."""
         if self.agreed(self._has_fisher(digest)):
+            FisherFits(self.store).sweep(self._path(digest), self._settings.layout)
             return
         settings = self._settings
         if not settings.computer_is_chosen:

@@ -45,7 +45,7 @@ from trak_lite.projectors import AbstractProjector
 from trak_lite.scoring import accumulation_dtype
 from trak_lite.sharded import Lockstep
 from trak_lite.sharing import LateTable, SharedRows, always, has_free_rows, unwatched
-from trak_lite.store import AbstractFeatureStore, AbstractRowTable, Column, Manifest, TableSpec
+from trak_lite.store import NEEDED_UNTIL, AbstractFeatureStore, AbstractRowTable, Column, Manifest, TableSpec
 from trak_lite.store.manifest import kept_json
 from trak_lite.types import Batch, FeatureLayout
 
@@ -242,7 +242,7 @@ class FisherFits:
 
         try:
             featurize_rows(
-                self._late(f"{folder}/drawn", spec),
+                self._late(f"{folder}/drawn", spec, {NEEDED_UNTIL: f"{folder}/{_GRAM}"}),
                 samples,
                 lambda *_: computer,
                 projector,
@@ -265,8 +265,12 @@ class FisherFits:
             # Whoever makes the last rows of the matrices drops what they were made of, also from under others.
             if self._fitted(path, layout) is None:
                 raise
-        if self._fitted(path, layout) is not None:
-            self._drop_all_but(f"{folder}/gram", path)
+        self.sweep(path, layout)
+
+    def sweep(self, path: str, layout: FeatureLayout) -> None:
+        """Drop what a finished fit was made of, and fits of other settings: a killed process may have left them."""
+        if self._store.writable and self.has(path, layout):
+            self._drop_all_but(f"{_folder(path, self._fingerprint(path, layout))}/{_GRAM}", path)
 
     def _sum_up(
         self,
@@ -294,13 +298,13 @@ class FisherFits:
                 found = scale * _gram_rows(drawn, wanted, layout, device)
                 work.put(wanted, {_GRAM: found.float().cpu().numpy()})
 
-    def _late(self, path: str, spec: TableSpec) -> LateTable:
+    def _late(self, path: str, spec: TableSpec, attributes: Mapping[str, Any]) -> LateTable:
         """Return a table that is created when its first rows are put."""
 
         def find() -> AbstractRowTable | None:
             return self._store.open_table(path) if path in self._store.table_names(_FOLDER) else None
 
-        return LateTable(spec, find(), lambda: self._store.create_table(path, spec), find)
+        return LateTable(spec, find(), lambda: self._store.create_table(path, spec, attributes), find)
 
     def _drop_all_but(self, kept: str, path: str) -> None:
         """Drop what the fit was made of, and fits of other settings or rows."""

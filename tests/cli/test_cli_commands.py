@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import fcntl
+import os
 import shutil
 import subprocess
 import sys
@@ -140,7 +142,25 @@ def test_the_checkpoints_of_another_process_that_was_faster_are_taken(
     done(["run", write_case(tmp_path, recipe=recipe)], capsys)
 
     assert [path.name for path in (tmp_path / "trained").iterdir()] == ["theirs.safetensors"]
-    assert not list(tmp_path.glob("trained.training-*"))
+    assert not list(tmp_path.glob(".trained.new-*"))
+
+
+def test_what_a_killed_training_left_is_removed_by_the_next_one(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Unless a process holds its lock: a training may take longer than any time that could be waited for."""
+    left, living = tmp_path / ".trained.new-left", tmp_path / ".trained.new-living"
+    for folder in (left, living):
+        folder.mkdir()
+        (folder / "checkpoint-1.safetensors").touch()
+        os.utime(folder, (0, 0))
+    held = os.open(living, os.O_RDONLY)
+    fcntl.flock(held, fcntl.LOCK_EX)
+    done(["run", write_case(tmp_path)], capsys)
+    os.close(held)
+
+    assert list(tmp_path.glob(".trained.new-*")) == [living]
+    assert list((tmp_path / "trained").iterdir())
 
 
 def test_an_evaluation_retrains_and_its_verdict_is_shown_with_the_store(
@@ -186,7 +206,7 @@ def test_a_store_is_shown_with_settings_tables_and_runs(
 ) -> None:
     lines = done(["inspect", str(ran / "run.zarr")], capsys).splitlines()
 
-    assert lines[0] == f"{ran}/run.zarr: a store of format 1"
+    assert lines[0] == f"{ran}/run.zarr: a store of format 2"
     assert "  proj_dim: 16" in lines
     assert f'  torch: "{torch.__version__}"' in lines
     assert '  ckpt-2                   40 of 40 rows done, checkpoint "checkpoint-3"' in lines

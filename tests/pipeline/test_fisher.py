@@ -25,7 +25,7 @@ from trak_lite.fisher import FisherFits, FisherSettings
 from trak_lite.gradient_computers import FunctionalGradientComputer, NormalizedGradientComputer
 from trak_lite.kronecker import row_noise
 from trak_lite.modelout_functions import LossModelOutput, ModelCall, MultiLabelModelOutput
-from trak_lite.store import RemotePlace, ZarrFeatureStore
+from trak_lite.store import RemotePlace, ZarrFeatureStore, verify_store
 
 N, M, K, VOCABULARY, LENGTH = 7, 3, 4, 5, 4
 LM = "causal_language_modeling"
@@ -254,6 +254,27 @@ def test_a_fit_that_was_killed_is_made_by_the_next_call(
     assert fits == ["ckpt-0"] * 3
     for one, other in zip(grams(made), grams(whole), strict=True):
         np.testing.assert_array_equal(one, other)
+
+
+def test_what_a_fit_was_made_of_is_named_and_dropped_after_a_kill(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fits: list[str]
+) -> None:
+    """Killed between the last row of the gram matrices and the dropping of the samples."""
+    path = tmp_path / "a.zarr"
+    with monkeypatch.context() as patch:
+        patch.setattr(FisherFits, "_drop_all_but", lambda *_: None)
+        attributor(path).featurize(TRAIN)
+    (left,) = (name for name in ZarrFeatureStore.open(path).table_names() if name.endswith("/drawn"))
+    report = verify_store(path)
+    assert report.ok
+    assert [(finding.level, finding.table) for finding in report.findings] == [("note", left)]
+    assert "left over" in report.findings[0].finding
+
+    attributor(path).featurize(TRAIN)
+
+    assert left not in ZarrFeatureStore.open(path).table_names()
+    assert verify_store(path).findings == ()
+    assert fits == ["ckpt-0"]
 
 
 def test_a_fit_that_others_complete_at_this_moment_is_not_left_alone(

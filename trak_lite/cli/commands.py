@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import shutil
-import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import cached_property, partial
@@ -27,6 +26,7 @@ from trak_lite.kept_scores import KeptScores
 from trak_lite.kronecker import KroneckerSettings
 from trak_lite.scores import Scores
 from trak_lite.store import RemotePlace, check_name, open_store
+from trak_lite.store._folders import scratch_folder
 from trak_lite.workspace import Workspace
 
 __all__ = ["COMMANDS", "Job", "report"]
@@ -75,21 +75,17 @@ class Job:
                 "write checkpoints there, pass --checkpoints PATH: a store chooses no place to write."
             )
         os.makedirs(os.path.dirname(folder), exist_ok=True)
-        scratch = tempfile.mkdtemp(
-            prefix=f"{os.path.basename(folder)}.training-", dir=os.path.dirname(folder)
-        )
-        try:
+        with scratch_folder(folder) as scratch:  # also removes those of killed trainings
             number = 0
             trained = train(np.arange(_num_samples(self.train_data)), self.config.values["train_seed"])
             for number, state in enumerate(trained_states(trained), start=1):
                 save_file(state, f"{scratch}/checkpoint-{number}.safetensors")
             if not number:
                 raise InvalidInputError("The recipe's train() gave no weights. Return or yield a state dict.")
-            if not _has_entries(folder):  # another process may have been faster
-                os.chmod(scratch, 0o777 & ~_umask())  # mkdtemp makes it for its owner only
+            if _has_entries(folder):  # another process was faster
+                shutil.rmtree(scratch)
+            else:
                 os.replace(scratch, folder)
-        finally:
-            shutil.rmtree(scratch, ignore_errors=True)
         return number
 
     def featurize(self) -> FeaturizeSummary:
@@ -258,9 +254,3 @@ def _has_entries(path: str) -> bool:
 def _num_samples(data: Any) -> int:
     """Return N of a dataset or of a DataLoader, whose own length is that of its batches."""
     return len(getattr(data, "dataset", data))
-
-
-def _umask() -> int:
-    mask = os.umask(0)
-    os.umask(mask)
-    return mask

@@ -16,7 +16,10 @@ from trak_lite.errors import InvalidInputError, printable
 from trak_lite.store._columns import Column, StoredArray, StoredRows
 from trak_lite.store.manifest import Manifest
 
-__all__ = ["AbstractFeatureStore", "AbstractRowTable", "Difference", "TableSpec"]
+__all__ = ["NEEDED_UNTIL", "AbstractFeatureStore", "AbstractRowTable", "Difference", "TableSpec"]
+
+NEEDED_UNTIL = "needed_until"
+"""Attribute of a table whose rows others are made of: the path of that one, after whose end it is a leftover."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -25,7 +25,12 @@ from trak_lite.store._columns import StoredArray
 from trak_lite.store._documents import identity_of
 from trak_lite.store._files import file_size, named_errors, zeros
 from trak_lite.store._folders import make_folders, names_in
-from trak_lite.store._metadata import own_attributes, parse_zarr_json, read_zarr_bytes
+from trak_lite.store._metadata import (
+    attributes_from_json,
+    own_attributes,
+    parse_zarr_json,
+    read_zarr_bytes,
+)
 from trak_lite.store._records import CommitLogs, CommitRecord
 from trak_lite.store._values import short_list
 
@@ -142,6 +147,10 @@ class TableFiles:
             )
             self._record = text, own
         return self._record[1]
+
+    def attributes(self) -> dict[str, Any]:
+        """Return what was recorded beside the table when it was created, nothing where it is gone."""
+        return attributes_from_json(self.record(), where=f"{self.folder}/zarr.json")
 
     def row_log(self, chunk: int) -> str:
         """Return the path of the row log of a staged chunk; its lock is the lock of the chunk."""

@@ -25,6 +25,7 @@ from trak_lite.store._failpoints import failpoint
 from trak_lite.store._files import (
     file_size,
     locked_file,
+    named_errors,
     open_file,
     read_file,
     sync_folder,
@@ -122,7 +123,9 @@ class TableList:
         Raises:
             CorruptStoreError: Says how to make it anew.
         """
-        if file_size(f"{self.folder}/{_METADATA}") is None:
+        with named_errors("Reading", self.folder):
+            found = file_size(f"{self.folder}/{_METADATA}")
+        if found is None:
             raise CorruptStoreError(
                 f"{self.folder}/{_METADATA} is missing: the list of the store's tables. Restore the folder from a "
                 "backup, or verify the store with repair=True: then the tables count that are there."
@@ -139,10 +142,11 @@ class TableList:
             CorruptStoreError: If the entry is damaged.
         """
         entry = self.entry(path)
-        try:
-            text = read_file(entry, most=_MOST_BYTES, remedy="Verify the store with repair=True.")
-        except FileNotFoundError:
-            return None
+        with named_errors("Reading", entry):
+            try:
+                text = read_file(entry, most=_MOST_BYTES, remedy="Verify the store with repair=True.")
+            except FileNotFoundError:
+                return None
         return decode_entry(text, path, where=entry)
 
     def entry(self, path: str) -> str:

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal, final
 
 from trak_lite.errors import ManifestMismatchError, MissingStoreError, StoreError
-from trak_lite.store._base import TableSpec
+from trak_lite.store._base import NEEDED_UNTIL, TableSpec
 from trak_lite.store._chunk_files import COMMITS, SET_ASIDE, STAGE, ColumnFiles, TableFiles
 from trak_lite.store._chunk_look import REPAIR, ChunkLook
 from trak_lite.store._columns import Column, StoredArray
@@ -95,7 +95,16 @@ class StoreLook:
         for table in look.tables.values():
             look.findings += table.findings()
             look.tally.add(table.tally)
+        look._leftovers()
         return look
+
+    def _leftovers(self) -> None:
+        """Tell of tables whose rows were needed for others, which are complete."""
+        for path, table in self.tables.items():
+            until = self.tables.get(str(table.files.attributes().get(NEEDED_UNTIL)))
+            if until is not None and not until.tally.pending_rows:
+                text = f"left over: it was needed until {until.path} was complete"
+                self.findings.append(Finding("note", path, text, "nothing: the next run drops it"))
 
     def _root(self) -> None:
         try:
@@ -291,7 +300,7 @@ class TableLook:
         """Findings of the chunks that a repair has to look at."""
         self.strangers: list[str] = []
         """Files with the name of a chunk that the table does not have, and commit logs that cannot be read."""
-        self._path = path
+        self.path = path
         self._logs = CommitLogs(files.commits, files.identity)
         self._look = ChunkLook(path, files, self._logs)
 
@@ -368,7 +377,7 @@ class TableLook:
         column: str | None = None,
         chunk: int | None = None,
     ) -> Finding:
-        return Finding(level, self._path, text, next_step, chunk, column=column)
+        return Finding(level, self.path, text, next_step, chunk, column=column)
 
 
 def _age(path: str) -> float:

@@ -407,8 +407,7 @@ class ZarrFeatureStore(AbstractFeatureStore):
             MissingStoreError: If it was dropped meanwhile.
         """
         identity = table_identity(path, self._origin, spec)
-        with named_errors("Reading the entry of", f"{self._root}/{path}"):
-            listed = self._list.identity(path)
+        listed = self._list.identity(path)
         if listed == identity:
             return
         with named_errors("Listing", f"{self._root}/{path}"):
