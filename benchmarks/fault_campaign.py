@@ -4,14 +4,17 @@ Rounds of every kind take turns: kill -9 at random moments and at every named st
 power cuts (replayed from a record of every change of a file, and, where mounting is allowed, copies of a live ext4
 image); disks that are full or fail; racing writers with a polling reader; forks; racing creators by clocks that are
 off; refused and read-only writes; flipped, torn, cut, foreign and hostile bytes in every kind of file; stores mutated
-in any way that hypothesis can draw. After each fault the run is resumed to its end: no acknowledged row is lost, none
-is wrong, and the final scores equal those of an undisturbed run bitwise; a mutated store gives a named error or exactly
-the right numbers. The quick part of the same rounds is tests/faults, and its README tells which test shows which fault.
+in any way that hypothesis can draw; every bit of all metadata flipped (with --size 500); files and folders exchanged,
+copied, removed and edited. After each fault the run is resumed to its end: no acknowledged row is lost, none is wrong,
+and the final scores equal those of an undisturbed run bitwise; a mutated store gives a named error or exactly the right
+numbers. The quick part of the same rounds is tests/faults, and its README tells which test shows which fault.
 
 The exit status is 1 if a promise was broken; the round is printed with the command that runs it alone.
 
 Run:  python -m benchmarks.fault_campaign --minutes 30 [--seed 0] [--out benchmarks/results/fault_campaign.json]
       python -m benchmarks.fault_campaign --minutes 0 --mutations 10000      (the mutations alone)
+      python -m benchmarks.fault_campaign --minutes 0.01 --size 500 --kinds metadata_flips exchange
+          --out benchmarks/results/fault_metadata.json      (all bits of metadata, 1,000 exchanges)
       python -m benchmarks.fault_campaign --kills 2000 [--paths NAME ...]    (whole runs alone, on every path; goes on
                                                                               where an earlier one stopped)
 """
@@ -38,7 +41,7 @@ from fault_mounts import may_mount  # noqa: E402
 
 RESULTS = Path(__file__).parent / "results" / "fault_campaign.json"
 KILL_RESULTS = RESULTS.with_name("kill_campaign.json")
-ONCE = ("every_power_cut",)  # exhaustive: the same every time
+ONCE = ("every_power_cut", "metadata_flips")  # exhaustive: the same every time
 MOST_BROKEN = 50
 MUST_BE_ZERO = ("rows lost", "rows wrong", "final scores not equal")
 COUNTED = (
@@ -57,7 +60,12 @@ def arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--minutes", type=float, default=30.0, help="how long to go on")
+    parser.add_argument(
+        "--minutes",
+        type=float,
+        default=30.0,
+        help="how long to go on; unless 0, one round of each kind at least",
+    )
     parser.add_argument("--seed", type=int, default=0, help="of everything that is drawn")
     parser.add_argument(
         "--size", type=int, default=60, help="power cuts in one round, and half of the damages"
@@ -90,7 +98,8 @@ def due(campaign: Campaign, options: argparse.Namespace, mounts: bool) -> Iterat
         return
     end = time.monotonic() + 60 * options.minutes
     for kind, number in rounds(options.kinds, mounts):
-        if time.monotonic() > end or len(campaign.broken) >= MOST_BROKEN:
+        late = time.monotonic() > end and (number > 0 or not options.minutes)
+        if late or len(campaign.broken) >= MOST_BROKEN:
             break
         yield kind, number
     for number in itertools.count(campaign.rounds["mutation"]):

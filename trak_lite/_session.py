@@ -9,6 +9,7 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor, nn
 
+from trak_lite._eval_caches import drop_eval_caches
 from trak_lite.errors import InvalidInputError
 from trak_lite.sharded import (
     copied,
@@ -97,6 +98,7 @@ def borrow_model(model: nn.Module, device: torch.device) -> Iterator[dict[str, T
             for name, tensor in _tensors(model).items():
                 if name in saved:  # a buffer that the forward pass made was not there before
                     tensor.copy_(saved[name])
+        drop_eval_caches(model)  # made of the weights of a checkpoint
         for p, flag in flags:
             p.requires_grad_(flag)
         for module, training in modes:

@@ -10,7 +10,7 @@ from typing import Any
 
 from numpy.typing import NDArray
 
-from trak_lite.errors import InvalidInputError
+from trak_lite.errors import InvalidInputError, UnknownNameError
 
 __all__ = ["check_depth", "known_names", "one_of", "parse_json", "positive_int", "real_at_least"]
 
@@ -57,7 +57,7 @@ def one_of(allowed: Collection[str], **named: object) -> str:
         return value
     near = difflib.get_close_matches(str(value), list(allowed), n=1)
     hint = f" Did you mean {near[0]!r}?" if near else ""
-    raise InvalidInputError(f"{name} must be one of {sorted(allowed)}, got {value!r}.{hint}")
+    raise UnknownNameError(f"{name} must be one of {sorted(allowed)}, got {value!r}.{hint}")
 
 
 def known_names(given: Iterable[str], allowed: Collection[str], *, what: str) -> list[str]:
@@ -73,7 +73,7 @@ def known_names(given: Iterable[str], allowed: Collection[str], *, what: str) ->
             if near
             else f" Known: {list(allowed)[:10]}{' ...' if len(allowed) > 10 else ''}."
         )
-        raise InvalidInputError(f"Unknown {what}: {unknown}.{hint}")
+        raise UnknownNameError(f"Unknown {what}: {unknown}.{hint}")
     return names
 
 

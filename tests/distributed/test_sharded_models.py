@@ -34,7 +34,7 @@ def ranks(tmp_path_factory: pytest.TempPathFactory) -> Run:
         for process in started:
             process.start()
         for process in started:
-            process.join(120)
+            process.join(600)
         codes = [process.exitcode for process in started]
         for process in started:
             process.kill()  # one that waits for ever must not keep the others waiting

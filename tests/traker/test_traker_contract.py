@@ -23,6 +23,7 @@ from traker_cases import (
     refused,
     run,
     score,
+    scores_of_pseudo_inverses,
     snapshot,
     target_batch,
     train_batch,
@@ -551,8 +552,11 @@ def test_prefixes_of_wrappers_are_ignored(tmp_path, expected, prefix):
 @pytest.mark.parametrize(
     ("where", "match"),
     [
-        ({}, "Exactly one of inds and num_samples must be given, got neither"),
-        ({"inds": [0, 1], "num_samples": 2}, "Exactly one of inds and num_samples must be given, got both"),
+        ({}, "Exactly one of num_samples and inds should be specified, got neither"),
+        (
+            {"inds": [0, 1], "num_samples": 2},
+            "Exactly one of num_samples and inds should be specified, got both",
+        ),
         ({"num_samples": 0}, "num_samples must be an integer of at least 1, got 0"),
         ({"num_samples": 3}, "The batch holds 2 samples, but 3 rows were named"),
         ({"inds": [0]}, "The batch holds 2 samples, but 1 rows were named"),
@@ -605,7 +609,7 @@ def test_steps_before_their_time_are_refused(tmp_path):
         with refused(tmp_path, StateError, match):
             call()
 
-    check(lambda: traker.featurize(batch, num_samples=2), "No checkpoint is loaded. Call load_checkpoint")
+    check(lambda: traker.featurize(batch, num_samples=2), "No checkpoint is loaded. Load a checkpoint")
     check(lambda: traker.score(batch, num_samples=2), "No scoring was started. Call start_scoring_checkpoint")
     check(traker.finalize_features, "There is no store at .*trak.zarr. Call featurize")
     check(start, "Model id 0 was never featurized")
@@ -698,13 +702,29 @@ def test_a_closed_traker_refuses_every_verb(tmp_path):
             call()
 
 
-def test_a_kernel_of_dependent_features_is_refused(tmp_path):
-    """With all parameters unprojected, two identical inputs make the kernel singular."""
+def test_dependent_features_are_scored_by_the_pseudo_inverse(tmp_path, caplog):
+    """The margins of three classes do not change when all logits do: a third of the features tells nothing new."""
     model = nn.Linear(4, 3)
-    batch = (train_batch()[0], train_batch()[1] % 3)
+    batch, targets = ((x, y % 3) for x, y in (train_batch(), target_batch()))
     traker = make_traker(tmp_path, model=model, projector=NoOpProjector())
     featurize(traker, [model.state_dict()], batch)
-    with pytest.raises(SingularKernelError, match="numerically singular at lambda = 0"):
+    traker.finalize_features()
+    score(traker, [model.state_dict()], targets)
+    scores = traker.finalize_scores("test")
+
+    assert caplog.text.count("no inverse") == 1
+    assert f"ranks [10], of 15 features from {N} train rows" in caplog.text
+    expected = scores_of_pseudo_inverses(traker, 1)
+    np.testing.assert_allclose(scores, expected, rtol=0, atol=1e-5 * np.abs(expected).max())
+
+
+def test_features_that_are_all_zero_are_refused(tmp_path):
+    """The output does not depend on what is kept: there is nothing to score with."""
+    model = make_model()
+    traker = make_traker(tmp_path, model=model, lambda_reg=1.0)
+    state = {name: value * (0.0 if name == "readout" else 1.0) for name, value in model.state_dict().items()}
+    featurize(traker, [state], train_batch())
+    with pytest.raises(SingularKernelError, match="is zero"):
         traker.finalize_features()
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -29,10 +30,13 @@ class Architecture:
     """f, written without trak_lite."""
     tokens: bool = False
     """Whether the task is causal language modelling."""
+    draws: bool = False
+    """Whether the model draws random numbers in eval mode."""
 
     def make(self) -> nn.Module:
         """Return the model, the same one at each call, without a change of the random numbers around it."""
-        with torch.random.fork_rng(devices=[]):
+        with torch.random.fork_rng(devices=[]), warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # of those who build the model; what trak_lite does comes later
             torch.manual_seed(0)
             model = self.build()
             # Many configurations begin with zeros or ones in biases, norms and gates, where mistakes cancel.
@@ -187,6 +191,14 @@ def token_log_prob(call: Any, batch: Any) -> Tensor:
     return logits.log_softmax(-1).gather(-1, labels.unsqueeze(-1)).squeeze(-1).flatten(1).sum(1)
 
 
+def last_tokens_log_prob(call: Any, batch: Any) -> Tensor:
+    """As language models are trained, where the model puts tokens of its own in front of those that it is given."""
+    logits, labels = call_with_labels(call, batch)
+    logits, wanted = logits[:, -labels.shape[1] : -1], labels[:, 1:]
+    found = logits.log_softmax(-1).gather(-1, wanted.clamp(min=0).unsqueeze(-1)).squeeze(-1)
+    return (found * (wanted >= 0)).sum(1)
+
+
 def squares(call: Any, batch: Any) -> Tensor:
     """A number that every entry of the first output enters differently, for models without labels."""
     inputs = (
@@ -199,10 +211,13 @@ def squares(call: Any, batch: Any) -> Tensor:
 
 
 def classifier(
-    name: str, domain: str, build: Callable[[], nn.Module], sample: MakeSample, **more: Any
+    name: str,
+    domain: str,
+    build: Callable[[], nn.Module],
+    sample: MakeSample,
+    task: str = "image_classification",
 ) -> Architecture:
-    task = "text_classification" if domain == "text" else "image_classification"
-    return Architecture(name, domain, build, sample, task, class_margin, **more)
+    return Architecture(name, domain, build, sample, task, class_margin)
 
 
 def language_model(

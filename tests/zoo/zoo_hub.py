@@ -22,7 +22,9 @@ from zoo_cases import (
     classifier,
     continued_text,
     image,
+    label,
     language_model,
+    last_tokens_log_prob,
     named,
     squares,
     tensors,
@@ -95,7 +97,7 @@ def built(auto: str, kind: str, **settings: Any) -> Callable[[], nn.Module]:
 
 
 def encoder(kind: str, *, sample: MakeSample = text, domain: str = "text", **settings: Any) -> Architecture:
-    return classifier(kind, domain, built("text", kind, **settings), sample)
+    return classifier(kind, domain, built("text", kind, **settings), sample, "text_classification")
 
 
 def causal(
@@ -182,19 +184,6 @@ ENCODERS = [
     encoder("esm", max_position_embeddings=40),
     encoder("xlm", emb_dim=16, n_layers=8, n_heads=2, n_words=VOCABULARY, pad_index=0),
     encoder("rembert", input_embedding_size=8, output_embedding_size=8),
-    encoder(
-        "reformer",
-        attn_layers=["local", "lsh"] * 3,
-        num_hidden_layers=6,
-        attention_head_size=8,
-        feed_forward_size=24,
-        axial_pos_embds=False,
-        num_buckets=2,
-        lsh_attn_chunk_length=4,
-        local_attn_chunk_length=4,
-        is_decoder=False,
-        hash_seed=0,
-    ),
     encoder("ibert"),
     encoder(
         "bart",
@@ -231,7 +220,6 @@ LANGUAGE_MODELS = [
     causal("cohere", num_key_value_heads=1),
     causal("starcoder2", num_key_value_heads=1),
     causal("biogpt"),
-    causal("xglm", d_model=16, ffn_dim=24, num_layers=8, attention_heads=2),
     causal("ctrl", n_embd=16, n_layer=8, n_head=2, dff=24, n_positions=32),
 ]
 MIXTURES = [
@@ -305,7 +293,12 @@ STATE_SPACES = [
     ),
     causal("falcon_mamba", "state-space", state_size=4, conv_kernel=3, expand=2, time_step_rank=4),
     causal(
-        "rwkv", "state-space", sample=unmasked(continued_text), attention_hidden_size=16, context_length=32
+        "rwkv",
+        "state-space",
+        sample=unmasked(continued_text),
+        attention_hidden_size=16,
+        context_length=32,
+        use_cache=False,
     ),
     causal(
         "recurrent_gemma",
@@ -609,47 +602,43 @@ VIDEOS = [
         tensors(2, 3, 32, 32),
     ),
 ]
+PATCHES: dict[str, Any] = {
+    "num_input_channels": 2,
+    "num_targets": CLASSES,
+    "context_length": 16,
+    "patch_length": 4,
+    "patch_stride": 4,
+    "d_model": 16,
+    "num_attention_heads": 2,
+}
+
+
+def past_values(generator: torch.Generator, number: int) -> dict[str, torch.Tensor]:
+    return {"past_values": torch.randn(16, 2, generator=generator), "labels": label(generator)}
+
+
+def label_log_prob(logits: torch.Tensor, batch: Any) -> torch.Tensor:
+    return logits.log_softmax(-1).gather(-1, batch["labels"].unsqueeze(-1)).squeeze(-1)
+
+
 SERIES = [
-    classifier(
+    with_own_f(
         "patchtst",
         "series",
         lambda: transformers.PatchTSTForClassification(
-            CONFIGS["patchtst"](
-                num_input_channels=2,
-                num_targets=CLASSES,
-                context_length=16,
-                patch_length=4,
-                patch_stride=4,
-                d_model=16,
-                num_attention_heads=2,
-                num_hidden_layers=8,
-                ffn_dim=24,
-                use_cls_token=True,
-            )
+            CONFIGS["patchtst"](**PATCHES, num_hidden_layers=8, ffn_dim=24)
         ),
-        lambda g, n: {
-            "past_values": torch.randn(16, 2, generator=g),
-            "labels": torch.randint(CLASSES, (), generator=g),
-        },
+        past_values,
+        lambda call, batch: label_log_prob(call(past_values=batch["past_values"]).prediction_logits, batch),
     ),
-    classifier(
+    with_own_f(
         "patchtsmixer",
         "series",
         lambda: transformers.PatchTSMixerForTimeSeriesClassification(
-            CONFIGS["patchtsmixer"](
-                num_input_channels=2,
-                num_targets=CLASSES,
-                context_length=16,
-                patch_length=4,
-                patch_stride=4,
-                d_model=16,
-                num_layers=6,
-            )
+            CONFIGS["patchtsmixer"](**PATCHES, num_layers=6)
         ),
-        lambda g, n: {
-            "past_values": torch.randn(16, 2, generator=g),
-            "labels": torch.randint(CLASSES, (), generator=g),
-        },
+        past_values,
+        lambda call, batch: label_log_prob(call(past_values=batch["past_values"]).prediction_outputs, batch),
     ),
     with_own_f(
         "decision_transformer",
@@ -699,16 +688,10 @@ def pair_similarity(call: Any, batch: Any) -> torch.Tensor:
     return 10 * (answer.image_embeds * answer.text_embeds).sum(-1)
 
 
-def seen_and_read(
-    kind: str, model: Any, settings: Callable[[], dict[str, Any]], **shapes: Any
-) -> Architecture:
-    return with_own_f(
-        kind,
-        "multimodal",
-        lambda: model(CONFIGS[kind](**settings())),
-        named(**{**WORDS, **VISUAL, **shapes}),
-        squares,
-    )
+def pooled_squares(call: Any, batch: Any) -> torch.Tensor:
+    """f of a model that puts its patches into an order that it draws: of what does not depend on that order."""
+    answer = call(**{key: value for key, value in batch.items() if key != "labels"})
+    return answer.pooler_output.square().sum(1)
 
 
 def with_image_tokens(image_token: int, count: int) -> MakeSample:
@@ -750,7 +733,14 @@ MULTIMODAL = [
     two_towers(
         "blip", transformers.BlipModel, text_config=lambda: sizes(), vision_config=lambda: sizes(**PIXELS)
     ),
-    seen_and_read("vilt", transformers.ViltModel, lambda: sizes(**PIXELS), pixel_mask=(32, 32)),
+    with_own_f(
+        "vilt",
+        "multimodal",
+        lambda: transformers.ViltModel(CONFIGS["vilt"](**sizes(**PIXELS))),
+        named(**WORDS, **VISUAL, pixel_mask=(32, 32)),
+        pooled_squares,
+        draws=True,
+    ),
     with_own_f(
         "visual_bert",
         "multimodal",
@@ -776,11 +766,12 @@ MULTIMODAL = [
         named(**WORDS, visual_feats=(4, 12), visual_pos=(4, 4)),
         squares,
     ),
-    language_model(
+    with_own_f(
         "git",
         "multimodal",
         lambda: transformers.GitForCausalLM(CONFIGS["git"](**sizes(), vision_config=sizes(**PIXELS))),
         with_image_tokens(4, 0),
+        last_tokens_log_prob,
     ),
     language_model(
         "llava",
@@ -1003,10 +994,14 @@ ADAPTERS = [
         LLAMA,
         lambda: peft.LNTuningConfig(task_type="CAUSAL_LM", target_modules=["input_layernorm", "norm"]),
     ),
-    adapter(
+    with_own_f(
         "prompt-tuning-llama",
-        LLAMA,
-        lambda: peft.PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=3),
+        "adapters",
+        lambda: peft.get_peft_model(
+            LLAMA.build(), peft.PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=3)
+        ),
+        continued_text,
+        last_tokens_log_prob,
     ),
     adapter(
         "p-tuning-llama",

@@ -92,11 +92,9 @@ def state_of(model: nn.Module) -> dict[str, Any]:
     return {
         "values": {name: tensor.detach().clone() for name, tensor in model.state_dict().items()},
         "tensors": {
-            f"{name}.{kind}.{key}": (id(value), type(value), getattr(value, "requires_grad", None))
+            f"{name}.{key}": (id(value), type(value), getattr(value, "requires_grad", None))
             for name, module in model.named_modules(remove_duplicate=False)
-            for kind in ("_parameters", "_buffers")
-            for key, value in getattr(module, kind).items()
-            if kind == "_parameters"
+            for key, value in module._parameters.items()
         },
         "grads": [name for name, p in model.named_parameters() if p.grad is not None],
         "modes": {name: module.training for name, module in model.named_modules()},
@@ -109,8 +107,13 @@ def state_of(model: nn.Module) -> dict[str, Any]:
 
 
 @contextmanager
-def left_as_it_was(model: nn.Module) -> Iterator[None]:
-    """Raise :class:`Wrong` if the block, or an error in it, leaves a trace in the model."""
+def left_as_it_was(model: nn.Module, *, draws: bool = False) -> Iterator[None]:
+    """Raise :class:`Wrong` if the block, or an error in it, leaves a trace in the model.
+
+    Args:
+        model: The model.
+        draws: Whether the model itself draws random numbers in eval mode.
+    """
     before = state_of(model)
     try:
         yield
@@ -123,7 +126,9 @@ def left_as_it_was(model: nn.Module) -> Iterator[None]:
             )
         for key in ("tensors", "grads", "modes", "hooks"):
             require(before[key] == after[key], f"{key} of the model were changed")
-        require(before["random"].equal(after["random"]), "the state of the random numbers was changed")
+        require(
+            draws or before["random"].equal(after["random"]), "the state of the random numbers was changed"
+        )
 
 
 # --- Gradients -------------------------------------------------------------------------------------------
@@ -131,7 +136,10 @@ def left_as_it_was(model: nn.Module) -> Iterator[None]:
 
 def in_float64(model: nn.Module) -> nn.Module:
     """Return a copy in float64 and in eval mode."""
-    return copy.deepcopy(model).double().eval()
+    precise = copy.deepcopy(model).double().eval()
+    if hasattr(precise, "set_experts_implementation"):  # the grouped product of transformers takes no float64
+        precise.set_experts_implementation("eager")
+    return precise
 
 
 def batch_in_float64(batch: Any) -> Any:
@@ -148,7 +156,12 @@ def loop_gradients(
     for name, p in precise.named_parameters():
         p.requires_grad_(flags[name] or name in kept)
     singles = [batch_in_float64(samples.batch([row])) for row in range(len(samples))]
-    return reference.per_sample_gradients(precise, output, singles, kept)
+
+    def afresh(model: nn.Module, sample: Any) -> Tensor:
+        """f, after a change of mode: some models (LeViT) keep tensors with a graph while they are in eval mode."""
+        return output(model.train().eval(), sample)
+
+    return reference.per_sample_gradients(precise, afresh, singles, kept)
 
 
 def computed_gradients(computer: AbstractGradientComputer, batch: Any) -> Array:
@@ -156,19 +169,51 @@ def computed_gradients(computer: AbstractGradientComputer, batch: Any) -> Array:
     return reference.flatten({name: grad.double().numpy() for name, grad in grads.items()})
 
 
+def slope(model: nn.Module, output: OutputFunction, sample: Any, direction: Array) -> float:
+    """Return the central difference of f along a direction over the parameters that require grad."""
+    kept = [p for p in model.parameters() if p.requires_grad]
+    parts = torch.from_numpy(direction).split([p.numel() for p in kept])
+    step, values = 1e-5, []
+    with torch.no_grad():
+        for sign in (1.0, -2.0, 1.0):
+            for p, part in zip(kept, parts, strict=True):
+                p.add_(part.view_as(p), alpha=sign * step)
+            values.append(float(output(model.train().eval(), sample).sum()))
+    return (values[0] - values[1]) / (2 * step)
+
+
 def check_float64_gradients(
-    model: nn.Module, task: Any, samples: Samples, expected: Mapping[str, Array]
-) -> tuple[str, float]:
-    """Compare the engine that ``"auto"`` takes with the loop; return its name and its largest error."""
+    model: nn.Module, task: Any, output: OutputFunction, samples: Samples, expected: dict[str, Array]
+) -> tuple[str, float, int]:
+    """Compare the engine that ``"auto"`` takes with the loop.
+
+    torch's backward pass over one sample is wrong on some channels-last strides. Where engine and loop differ, the
+    difference of f along their difference says which of them is right; wrong rows of ``expected`` are replaced.
+
+    Returns:
+        The engine's name, its largest error, and the number of samples for which the loop was wrong.
+    """
     precise = in_float64(model)
     batch = batch_in_float64(samples.batch(range(len(samples))))
     chosen = choose_gradient_computer(precise, resolve_task(task), batch)
-    found = computed_gradients(chosen.computer, batch)
+    found, loop = computed_gradients(chosen.computer, batch), reference.flatten(expected)
+    replaced = 0
+    for row in np.flatnonzero(relative_errors(found, loop) > GRADIENT_TOLERANCE / 10):
+        direction = found[row] - loop[row]
+        direction /= np.linalg.norm(direction)
+        true = slope(precise, output, batch_in_float64(samples.batch([row])), direction)
+        if abs(true - found[row] @ direction) < 0.1 * abs(true - loop[row] @ direction):
+            replaced += 1
+            start = 0
+            for grad in expected.values():
+                size = grad[row].size
+                grad[row] = found[row, start : start + size].reshape(grad[row].shape)
+                start += size
     error = float(relative_errors(found, reference.flatten(expected)).max())
     require(
         error < GRADIENT_TOLERANCE, f"gradients of the {chosen.name} engine are off by {error:.2g} in float64"
     )
-    return chosen.name, error
+    return chosen.name, error, replaced
 
 
 # --- Rows and scores -------------------------------------------------------------------------------------
@@ -292,6 +337,7 @@ def run_whole_path(
     *,
     batch_size: int = 4,
     tokens: bool = False,
+    draws: bool = False,
     row_tolerance: float = ROW_TOLERANCE["float16"],
 ) -> dict[str, Any]:
     """Take a model through the public path with default settings; return what was measured.
@@ -305,14 +351,18 @@ def run_whole_path(
         folder: Where the stores may be made.
         batch_size: Samples per pass.
         tokens: Whether the scores can be told apart by token.
+        draws: Whether the model draws random numbers in eval mode, so that two runs agree up to rounding alone.
         row_tolerance: Of a stored row.
     """
     model = build()
     gradients = loop_gradients(model, output, train)
-    engine, error = check_float64_gradients(model, task, train, gradients)
+    engine, error, replaced = check_float64_gradients(model, task, output, train, gradients)
 
     path, again = folder / "run.zarr", folder / "again.zarr"
-    with left_as_it_was(model):
+    with torch.no_grad():  # models of transformers install hooks of their own in their first pass
+        output(model.eval(), train.batch([0]))
+    model.train()
+    with left_as_it_was(model, draws=draws):
         attributor = Attributor(model, task, path)
         attributor.featurize(train, batch_size=batch_size)
         row_error = check_rows(attributor, path, gradients, row_tolerance)
@@ -345,6 +395,7 @@ def run_whole_path(
         "parameters": sum(p.numel() for p in model.parameters() if p.requires_grad),
         "kernel": attributor.kernel.weighting,
         "gradient_error": error,
+        "samples for which torch's own backward is wrong": replaced,
         "row_error": row_error,
         "score_error": score_error,
     }

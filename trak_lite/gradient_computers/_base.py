@@ -337,7 +337,7 @@ class AbstractStreamingComputer(AbstractGradientComputer):
         conditions = self._conditions(kept)
         structure = (*structure_of(batch), conditions)
         self.checks.refuse_failed(conditions)
-        samples = Samples(self.checks.positions(structure, count, kept))
+        samples = Samples(self.checks.positions(structure, count, kept), kept)
         with self.checks.batch(structure, conditions, count, samples.positions):
             terms = self._stream_samples(batch, count, kept, samples.passing(sink))
             compare(self, batch, kept, samples)

@@ -132,7 +132,8 @@ class FunctionalGradientComputer(AbstractStreamingComputer):
             found.append(terms)
             any_nonzero = any_nonzero or any(bool(grad.any()) for grad in grads.values())
             for name in list(grads):
-                sink(DenseBlock(name, grads.pop(name), rows.start))
+                # Parameters that are not kept and read by a Python reference leave a graph behind.
+                sink(DenseBlock(name, grads.pop(name).detach(), rows.start))
         if not any_nonzero:
             refuse_detached(self.model, self.modelout_fn, batch, kept)
         return joined_terms(found)

@@ -25,6 +25,7 @@ from trak_lite.gradient_computers._base import (
     refuse_detached,
     select_parameters,
 )
+from trak_lite.gradient_computers.self_check import naming_kept_graphs
 from trak_lite.types import Batch, BlockSink, DenseBlock, OutputTerms
 
 __all__ = ["IterativeGradientComputer"]
@@ -91,7 +92,8 @@ class IterativeGradientComputer(AbstractStreamingComputer):
         terms = self._terms_alone(one, batch)
         grads = {}
         if terms.output.requires_grad:
-            grads = gradients_of(terms.output[0], kept)
+            with naming_kept_graphs(self.model):
+                grads = gradients_of(terms.output[0], kept)
         else:
             refuse_detached(self.model, self.modelout_fn, one, kept)
         return OutputTerms(*(term.detach() for term in terms)), grads

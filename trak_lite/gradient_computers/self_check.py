@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import logging
 import math
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -22,7 +23,8 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from trak_lite._batches import flatten_batch, map_tensors, take_rows
+from trak_lite._batches import batch_size, flatten_batch, map_tensors, take_rows
+from trak_lite._devices import wide_dtype
 from trak_lite.errors import MODEL_FAILURES, UnsupportedModelError
 from trak_lite.types import Batch, BlockSink, GradientBlock, OutputTerms, samples_of
 
@@ -32,9 +34,11 @@ __all__ = [
     "SelfCheckError",
     "compare",
     "draws_masks",
+    "naming_kept_graphs",
     "structure_of",
-    "widest_float",
 ]
+
+logger = logging.getLogger(__name__)
 
 _ROUNDING = {torch.float64: 1e-8, torch.float32: 1e-4, torch.float16: 2e-2, torch.bfloat16: 5e-2}
 """Relative error that is taken for rounding without a further look."""
@@ -53,7 +57,7 @@ _MAX_STRUCTURES = 64
 _MOST_KEPT_BYTES = 1 << 26
 """What is kept of the gradients to compare, as far as it limits the number of samples above two."""
 
-_WIDTH, _PIECE, _STEP = 1 << 12, 1 << 20, 40503
+_WIDTH, _PIECE, _STEP = 1 << 12, 1 << 18, 40503
 
 
 class SelfCheckError(UnsupportedModelError):
@@ -81,11 +85,6 @@ class CheckedComputer(Protocol):
 
     def repeated(self, batch: Batch, positions: Sequence[int], /) -> Iterator[tuple[Any, Batch, list[int]]]:
         """Yield computers that stream some samples again, unchecked, with the batch and their positions in it."""
-
-
-def widest_float(device: torch.device) -> torch.dtype:
-    """Return float64 if the device has it, and float32 otherwise."""
-    return torch.float32 if device.type == "mps" else torch.float64
 
 
 @dataclass(slots=True)
@@ -253,10 +252,16 @@ class Samples:
     gradient, and the norm of a difference is found up to 2 %.
     """
 
-    def __init__(self, positions: Sequence[int], start: int = 0) -> None:
+    def __init__(self, positions: Sequence[int], kept: Mapping[str, nn.Parameter], start: int = 0) -> None:
         """Keep the samples at these positions; ``start`` is the row of a block that position 0 has."""
         self.positions = list(positions)
-        self.found: list[dict[str, Tensor]] = [{} for _ in positions]
+        # One piece of memory: small ones between large gradients that come and go would keep these from being reused.
+        device = next(iter(kept.values())).device
+        widths = {name: min(p.numel(), _WIDTH) for name, p in kept.items()}
+        held = torch.zeros(len(self.positions), sum(widths.values()), dtype=wide_dtype(device), device=device)
+        with torch.no_grad():
+            parts = [row.split(list(widths.values())) for row in held]
+        self.found = [dict(zip(widths, part, strict=True)) for part in parts]
         self._start = start
 
     def passing(self, sink: BlockSink) -> BlockSink:
@@ -268,11 +273,15 @@ class Samples:
             first = block.start - self._start
             for row, position in enumerate(self.positions):
                 if first <= position < first + block.num_samples:
-                    own = samples_of(block, [position - first]).dense()[0]
-                    self.found[row][block.name] = _sums(own)
+                    self.add(row, block.name, samples_of(block, [position - first]).dense()[0])
             sink(block)
 
         return take
+
+    def add(self, row: int, name: str, grad: Tensor) -> None:
+        """Keep the gradient of a parameter, flat, for one of the samples."""
+        with torch.no_grad():
+            self.found[row][name].copy_(_sums(grad))
 
 
 def compare(
@@ -284,8 +293,9 @@ def compare(
 ) -> None:
     """Raise if the gradient of a sample differs from autograd's by more than rounding.
 
-    One parameter's gradient is held at a time. An error that is more than rounding and less than what a tie can cause
-    is looked into in float64; a larger one is looked at once more with the same random numbers on both sides.
+    One parameter's gradient is held at a time. Where an error is more than rounding, the samples are compared once
+    more in float64, with the same random numbers on both sides. Where that is not possible, an error that is far
+    beyond the difference of two references is refused; where it is, the same holds for errors that no tie explains.
 
     Args:
         computer: What streamed the batch.
@@ -299,77 +309,93 @@ def compare(
     """
     inner = [*dtypes, *([] if computer.autocast_dtype is None else [computer.autocast_dtype])]
     rounding, ties = _allowed(_ROUNDING, kept, inner), _allowed(_TIES, kept, inner)
-    doubtful: list[int] = []
-    gross: list[int] = []
+    doubtful: dict[int, _Differences] = {}
     for found, position in zip(samples.found, samples.positions, strict=True):
         differences = _differences(found, computer, take_rows(batch, [position]), 0, kept)
         if _wrong(differences, rounding) is not None:
-            (doubtful if _wrong(differences, ties) is None else gross).append(position)
-    if gross:
-        for differences in _repeat(computer, batch, kept, gross):
-            _refuse(computer, differences, ties)
-    if doubtful or gross:
-        _look_into(computer, batch, kept, sorted([*doubtful, *gross]), rounding, ties)
+            doubtful[position] = differences
+    if not doubtful:
+        return
+    equal = _equal_in_float64(computer, batch, kept, list(doubtful))
+    # What a second pass gives counts only where the first one drew other numbers: a model may keep what it computed.
+    if _draws_numbers(computer, take_rows(batch, [0])):
+        doubtful = dict(zip(doubtful, _repeat(computer, batch, kept, list(doubtful)), strict=True))
+    _refuse_beyond_spread(computer, batch, kept, doubtful, rounding, ties, equal=equal)
 
 
-def _look_into(
-    computer: CheckedComputer,
-    batch: Batch,
-    kept: Mapping[str, nn.Parameter],
-    positions: Sequence[int],
-    rounding: Mapping[str, float],
-    ties: Mapping[str, float],
-) -> None:
-    """Tell an error that ties cause from a wrong gradient: in float64 there are no ties but those of equal numbers."""
-    if _fits_in_float64(computer.model):
-        seen = _DtypesSeen()
-        try:
-            with _in_float64(computer.model), seen:
-                wide = map_tensors(lambda t: t.double() if t.is_floating_point() else t, batch)
-                found = list(_repeat(computer, wide, kept, positions))
-        except (torch.OutOfMemoryError, *MODEL_FAILURES):
-            found = None  # the model, or the device, takes no float64
-        if found is not None:
-            exact = dict.fromkeys(kept, max(_ROUNDING.get(dtype, 1e-2) for dtype in seen.dtypes))
-            wrong = [differences for differences in found if _wrong(differences, exact) is not None]
-            if wrong and seen.dtypes == {torch.float64}:
-                _refuse(computer, wrong[0], exact)
-            if not wrong:
-                return
-    for position in positions:
-        _refuse_beyond_spread(computer, batch, kept, position, rounding, ties)
+def _equal_in_float64(
+    computer: CheckedComputer, batch: Batch, kept: Mapping[str, nn.Parameter], positions: Sequence[int]
+) -> bool:
+    """Raise if gradients differ in float64, where no tie is decided by rounding; return whether that could be found."""
+    if not _fits_in_float64(computer.model):
+        return False
+    seen = _DtypesSeen()
+    try:
+        with _in_float64(computer.model), seen:
+            wide = map_tensors(lambda t: t.double() if t.is_floating_point() else t, batch)
+            found = list(_repeat(computer, wide, kept, positions))
+    except (torch.OutOfMemoryError, *MODEL_FAILURES) as error:
+        logger.debug("Not compared in float64: %s", error)  # the model, or the device, does not take it
+        return False
+    exact = dict.fromkeys(kept, max(_ROUNDING.get(dtype, 1e-2) for dtype in seen.dtypes))
+    wrong = [differences for differences in found if _wrong(differences, exact) is not None]
+    if wrong and seen.dtypes == {torch.float64}:
+        _refuse(computer, wrong[0], exact)
+    return not wrong
 
 
 def _refuse_beyond_spread(
     computer: CheckedComputer,
     batch: Batch,
     kept: Mapping[str, nn.Parameter],
-    position: int,
+    found: Mapping[int, _Differences],
     rounding: Mapping[str, float],
     ties: Mapping[str, float],
+    *,
+    equal: bool,
 ) -> None:
-    """Raise if an error is far beyond the rounding between references of one sample and of as many copies of it.
+    """Raise if an error is far beyond the rounding between two references: one sample, and copies of it.
 
-    Rows of such copies go through the same kernels as the batch did, so that they tie in the same way.
+    As many copies as the batch has samples go through the same kernels as these did, so that they tie in the same way.
+    They may also be cut off in the same way (by a limit on an expert's rows): where float64 has not excluded that,
+    their difference from the sample alone excuses no more than a tie.
+
+    Args:
+        computer: What streamed the batch.
+        batch: The batch.
+        kept: The parameters to compare.
+        found: The differences of some samples, by their position in the batch.
+        rounding: Relative error that is taken for rounding, by parameter.
+        ties: Relative error that a tie may cause, by parameter.
+        equal: Whether the gradients are equal in float64; ties are allowed then.
     """
-    size = len(flatten_batch(batch)[0][0])
+    for position, differences in found.items():
+        if _wrong(differences, ties if equal else rounding) is None:
+            continue
+        copies = take_rows(batch, [position] * batch_size(batch))
+        spread = _spread_of_references(computer, copies, position, kept)
+        largest = max((known.norm for known in spread.values()), default=0.0)
+        limits = dict(ties)
+        for name, known in spread.items():
+            seen = _SPREAD * known.error / max(known.norm, 1e-2 * largest, known.unit)
+            limits[name] = max(ties[name], seen) if equal else min(max(rounding[name], seen), ties[name])
+        _refuse(computer, differences, limits)
+
+
+def _spread_of_references(
+    computer: CheckedComputer, copies: Batch, position: int, kept: Mapping[str, nn.Parameter]
+) -> _Differences:
+    """Return how the gradient of one of many copies of a sample differs from that of the sample alone."""
+    device = next(computer.model.parameters()).device
+    alone = Samples([0], kept)
     try:
-        copies = take_rows(batch, [position] * size)
-        (differences,) = _repeat(computer, batch, kept, [position], copies)
-        one = Samples([0])
-        alone = take_rows(batch, [position])
-        _reference(computer, alone, 0, kept, lambda name, grad: one.found[0].__setitem__(name, _sums(grad)))
-        spread = _differences(one.found[0], computer, copies, position, kept)
-    except MODEL_FAILURES:
-        return  # it takes no copies; what ties can cause was not exceeded
-    largest = max(known.norm for known in spread.values())
-    limits = {
-        name: min(
-            max(rounding[name], _SPREAD * known.error / max(known.norm, 1e-2 * largest, 1e-300)), ties[name]
-        )
-        for name, known in spread.items()
-    }
-    _refuse(computer, differences, limits)
+        with _same_draws(device):
+            _reference(computer, take_rows(copies, [0]), 0, kept, lambda name, grad: alone.add(0, name, grad))
+        with _same_draws(device):
+            return _differences(alone.found[0], computer, copies, position, kept)
+    except MODEL_FAILURES as error:
+        logger.debug("Not compared with copies: %s", error)  # such as a model that takes one sample at a time
+        return {}
 
 
 def _repeat(
@@ -377,21 +403,28 @@ def _repeat(
     batch: Batch,
     kept: Mapping[str, nn.Parameter],
     positions: Sequence[int],
-    copies: Batch | None = None,
 ) -> Iterator[_Differences]:
-    """Stream some samples again, and yield how they differ from references that draw the same random numbers.
-
-    With ``copies``, the reference is their gradient, at the position of the sample.
-    """
+    """Stream some samples again, and yield how they differ from references that draw the same random numbers."""
     device = next(computer.model.parameters()).device
     for again, part, places in computer.repeated(batch, positions):
-        samples = Samples(places)
+        samples = Samples(places, kept)
         with _same_draws(device):
             again.stream_gradients(part, samples.passing(lambda _: None))
         for found, place in zip(samples.found, places, strict=True):
-            one, row = (take_rows(part, [place]), 0) if copies is None else (copies, positions[0])
             with _same_draws(device):
-                yield _differences(found, again, one, row, kept)
+                yield _differences(found, again, take_rows(part, [place]), 0, kept)
+
+
+def _draws_numbers(computer: CheckedComputer, one: Batch) -> bool:
+    """Whether the model draws random numbers for a sample."""
+    device = next(computer.model.parameters()).device
+    states: list[Callable[[], Tensor]] = [torch.get_rng_state]
+    if device.type != "cpu":
+        states.append(functools.partial(torch.get_device_module(device).get_rng_state, device))
+    with _same_draws(device), torch.no_grad():
+        before = [state() for state in states]
+        computer.terms(one)
+        return any(not torch.equal(old, state()) for old, state in zip(before, states, strict=True))
 
 
 def _differences(
@@ -442,7 +475,7 @@ def _reference(
         if output.requires_grad:
             for name, p in kept.items():
                 handles.append(p.register_hook(functools.partial(catch, name)))  # type: ignore[no-untyped-call]
-            with _ContiguousArguments():  # type: ignore[no-untyped-call]
+            with naming_kept_graphs(computer.model), _ContiguousArguments():  # type: ignore[no-untyped-call]
                 torch.autograd.grad(output, list(kept.values()), allow_unused=True)
     finally:
         for handle in handles:
@@ -484,22 +517,25 @@ def _refuse(computer: CheckedComputer, differences: _Differences, allowed: Mappi
 
 def _sums(values: Tensor) -> Tensor:
     """Return the entries of a gradient, or sums of them with random signs where there are more than 4096."""
-    wide = widest_float(values.device)
+    wide = wide_dtype(values.device)
     if values.numel() <= _WIDTH:
-        return values.to(wide, copy=True)
+        return values.to(wide)
     total = torch.zeros(_WIDTH, dtype=wide, device=values.device)
     signs = _signs(values.device)
     for number, piece in enumerate(torch.split(values, _PIECE)):
-        turned = signs.roll(number * _STEP)[: len(piece)]
-        signed = torch.nn.functional.pad(piece.to(wide) * turned, (0, -len(piece) % _WIDTH))
-        total += signed.view(-1, _WIDTH).sum(0)
+        start = number * _STEP % _PIECE
+        signed = piece * signs[start : start + len(piece)]
+        whole = len(piece) // _WIDTH * _WIDTH
+        total += signed[:whole].view(-1, _WIDTH).sum(0, dtype=wide)
+        total[: len(piece) - whole] += signed[whole:]
     return total
 
 
 @functools.cache
 def _signs(device: torch.device) -> Tensor:
+    """Return random signs, of which every piece takes others."""
     generator = torch.Generator("cpu").manual_seed(0)
-    drawn = torch.randint(2, (_PIECE,), generator=generator, dtype=torch.int8, device="cpu")
+    drawn = torch.randint(2, (2 * _PIECE,), generator=generator, dtype=torch.float32, device="cpu")
     return (2 * drawn - 1).to(device)
 
 
@@ -508,6 +544,10 @@ def _signs(device: torch.device) -> Tensor:
 
 class _ContiguousArguments(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Lets the operations of a backward pass read contiguous copies, so that no result depends on strides."""
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        return False  # otherwise torch._dynamo is imported at the first operation: seconds, and 100 MB
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         # A checkpoint runs forward operations inside the backward pass, with gradients enabled: their results keep
@@ -547,7 +587,7 @@ class _DtypesSeen(TorchFunctionMode):
 def _fits_in_float64(model: nn.Module) -> bool:
     """Whether the device has float64, and a copy of the model in it is small."""
     tensors = [*model.parameters(), *model.buffers()]
-    has = all(widest_float(tensor.device) == torch.float64 for tensor in tensors)
+    has = all(wide_dtype(tensor.device) == torch.float64 for tensor in tensors)
     return has and 8 * sum(tensor.numel() for tensor in tensors) <= _MOST_FLOAT64_BYTES
 
 
@@ -582,6 +622,25 @@ def _same_draws(device: torch.device) -> Iterator[None]:
             with module.device(device):
                 module.manual_seed(0)
         yield
+
+
+@contextmanager
+def naming_kept_graphs(model: nn.Module) -> Iterator[None]:
+    """Name the cause where a backward pass needs the graph of a pass before it.
+
+    Raises:
+        UnsupportedModelError: In place of torch's error.
+    """
+    try:
+        yield
+    except RuntimeError as error:
+        if "through the graph a second time" not in str(error):
+            raise
+        raise UnsupportedModelError(
+            f"{type(model).__name__} keeps a tensor of one forward pass for the next one, with the graph that made it, "
+            "such as a bias that it computes once in eval mode. Expected passes that do not depend on each other. "
+            "Detach what it keeps, or clear it in the output function."
+        ) from error
 
 
 # ---------------------------------------------------------------- what a batch is known by

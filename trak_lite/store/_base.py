@@ -297,8 +297,8 @@ class AbstractRowTable(ABC):
 class AbstractFeatureStore(ABC):
     """A named tree of tables under one manifest.
 
-    Table paths are ``/``-separated names of ``[A-Za-z0-9._-]{1,64}``: ``ckpt-0``, ``targets/test/ckpt-0``,
-    ``scores/test``.
+    Table paths are ``/``-separated names of ``[A-Za-z0-9._-]{1,64}``, at most 200 characters in all: ``ckpt-0``,
+    ``targets/test/ckpt-0``, ``scores/test``.
     """
 
     @property

@@ -23,8 +23,8 @@ __all__ = [
     "replaced_fingerprint",
 ]
 
-FORMAT = 1
-"""Version of the layout on disk; newer ones are refused, older ones are read."""
+FORMAT = 2
+"""Version of the layout on disk; others are refused."""
 
 
 def kept_json(kept: NDArray[Any], *, what: str) -> dict[str, Any]:

@@ -243,7 +243,7 @@ class HookGradientComputer(AbstractStreamingComputer):
             _refuse_complex(kept)
             with self._naming_failures(part), self._prepared(kept) as read:
                 plan = make_plan(self.model, read, part, self._output)
-                samples = Samples([0, 1] if self._compares() else [])
+                samples = Samples([0, 1] if self._compares() else [], kept)
                 grad_pass, escaped = self._compared_pass(plan, read, part, lambda _: None, 0, samples)[1:]
         except UnsupportedModelError as error:
             return Coverage(tuple(ParameterCoverage(name, "refused", str(error)) for name in kept))
@@ -392,7 +392,7 @@ class HookGradientComputer(AbstractStreamingComputer):
             else []
         )
         with self.checks.batch(key, self._conditions(kept), size, positions):
-            samples = Samples(positions, start)
+            samples = Samples(positions, kept, start)
             terms, grad_pass, escaped = self._compared_pass(plan, kept, batch, sink, start, samples)
         self._refuse_hidden(plan, kept, grad_pass, escaped)
         return terms
