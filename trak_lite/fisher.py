@@ -264,7 +264,24 @@ class FisherFits:
         except (_FittedByOthersError, StoreError, StateError):
             # Whoever makes the last rows of the matrices drops what they were made of, also from under others.
             if self._fitted(path, layout) is None:
-                raise
+                if self._fingerprint(path, layout) == fingerprint:
+                    raise
+                # Others have begun fits of other settings meanwhile, which took the place of this one.
+                self.fit(
+                    path,
+                    task,
+                    computer,
+                    projector,
+                    rows,
+                    layout=layout,
+                    model_id=model_id,
+                    device=device,
+                    label=label,
+                    progress=progress,
+                    watch=watch,
+                    wait=wait,
+                    leads=leads,
+                )
         self.sweep(path, layout)
 
     def sweep(self, path: str, layout: FeatureLayout) -> None:
