@@ -4,14 +4,19 @@ Rounds of every kind take turns: kill -9 at random moments and at every named st
 power cuts (replayed from a record of every change of a file, and, where mounting is allowed, copies of a live ext4
 image); disks that are full or fail; racing writers with a polling reader; forks; racing creators by clocks that are
 off; refused and read-only writes; flipped, torn, cut, foreign and hostile bytes in every kind of file; stores mutated
-in any way that hypothesis can draw. After each fault the run is resumed to its end: no acknowledged row is lost, none
-is wrong, and the final scores equal those of an undisturbed run bitwise; a mutated store gives a named error or exactly
-the right numbers. The quick part of the same rounds is tests/faults, and its README tells which test shows which fault.
+in any way that hypothesis can draw; every bit of all metadata flipped (with --size 500); files and folders exchanged,
+copied, removed and edited. After each fault the run is resumed to its end: no acknowledged row is lost, none is wrong,
+and the final scores equal those of an undisturbed run bitwise; a mutated store gives a named error or exactly the right
+numbers. The quick part of the same rounds is tests/faults, and its README tells which test shows which fault.
 
 The exit status is 1 if a promise was broken; the round is printed with the command that runs it alone.
 
 Run:  python -m benchmarks.fault_campaign --minutes 30 [--seed 0] [--out benchmarks/results/fault_campaign.json]
       python -m benchmarks.fault_campaign --minutes 0 --mutations 10000      (the mutations alone)
+      python -m benchmarks.fault_campaign --minutes 0.01 --size 500 --kinds metadata_flips exchange
+          --out benchmarks/results/fault_metadata.json      (all bits of metadata, 1,000 exchanges)
+      python -m benchmarks.fault_campaign --kills 2000 [--paths NAME ...]    (whole runs alone, on every path; goes on
+                                                                              where an earlier one stopped)
 """
 
 from __future__ import annotations
@@ -35,7 +40,8 @@ from campaign import KINDS, NEED_MOUNTS, Broken, Campaign  # noqa: E402  (found 
 from fault_mounts import may_mount  # noqa: E402
 
 RESULTS = Path(__file__).parent / "results" / "fault_campaign.json"
-ONCE = ("every_power_cut",)  # exhaustive: the same every time
+KILL_RESULTS = RESULTS.with_name("kill_campaign.json")
+ONCE = ("every_power_cut", "metadata_flips")  # exhaustive: the same every time
 MOST_BROKEN = 50
 MUST_BE_ZERO = ("rows lost", "rows wrong", "final scores not equal")
 COUNTED = (
@@ -54,7 +60,12 @@ def arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--minutes", type=float, default=30.0, help="how long to go on")
+    parser.add_argument(
+        "--minutes",
+        type=float,
+        default=30.0,
+        help="how long to go on; unless 0, one round of each kind at least",
+    )
     parser.add_argument("--seed", type=int, default=0, help="of everything that is drawn")
     parser.add_argument(
         "--size", type=int, default=60, help="power cuts in one round, and half of the damages"
@@ -65,7 +76,10 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--kinds", nargs="+", choices=sorted(KINDS), default=list(KINDS), help="of faults")
     parser.add_argument("--round", type=int, help="run the round of this number alone, and write nothing")
     parser.add_argument("--no-mounts", action="store_true", help="mount nothing, even where it is allowed")
-    parser.add_argument("--out", type=Path, default=RESULTS, help="where the summary goes")
+    parser.add_argument("--out", type=Path, help="where the summary goes")
+    parser.add_argument("--kills", type=int, help="kill whole runs, so often in all, and do nothing else")
+    parser.add_argument("--paths", nargs="+", help="of the runs that are killed (all of them)")
+    parser.add_argument("--run", type=int, help="kill the run of this number alone, and write nothing")
     return parser.parse_args()
 
 
@@ -84,7 +98,8 @@ def due(campaign: Campaign, options: argparse.Namespace, mounts: bool) -> Iterat
         return
     end = time.monotonic() + 60 * options.minutes
     for kind, number in rounds(options.kinds, mounts):
-        if time.monotonic() > end or len(campaign.broken) >= MOST_BROKEN:
+        late = time.monotonic() > end and (number > 0 or not options.minutes)
+        if late or len(campaign.broken) >= MOST_BROKEN:
             break
         yield kind, number
     for number in itertools.count(campaign.rounds["mutation"]):
@@ -145,8 +160,39 @@ def summary(
     }
 
 
+def kill_runs(options: argparse.Namespace) -> int:
+    """Kill whole runs until there were as many kills as asked for; go on from the summary that is there."""
+    from fault_paths import PATHS, Kills  # imports torch, which the other faults need not
+
+    out = options.out or KILL_RESULTS
+    kills = Kills(options.seed, options.paths or PATHS)
+    before = json.loads(out.read_text()) if out.is_file() and options.run is None else None
+    if before is not None and (before["seed"], list(before["paths"])) == (options.seed, kills.paths):
+        kills.go_on(before)
+    started = time.monotonic() - 60 * kills.minutes
+    try:
+        while options.run is None and kills.total("kills") < options.kills:
+            kills.run(kills.total("runs"))
+            kills.minutes = (time.monotonic() - started) / 60
+            found = {**surroundings(kills.folder), **kills.summary()}
+            out.parent.mkdir(parents=True, exist_ok=True)
+            out.with_suffix(".part").write_text(json.dumps(found, indent=1, ensure_ascii=False) + "\n")
+            out.with_suffix(".part").replace(out)
+            if len(kills.broken) >= MOST_BROKEN:
+                break
+        if options.run is not None:
+            kills.run(options.run)
+    finally:
+        kills.close()
+    print(json.dumps(kills.summary(), indent=1, ensure_ascii=False))
+    return 1 if kills.broken else 0
+
+
 def main() -> int:
     options = arguments()
+    if options.kills is not None or options.run is not None:
+        return kill_runs(options)
+    options.out = options.out or RESULTS
     mounts = may_mount() and not options.no_mounts
     started, commands = time.monotonic(), []
     with Campaign(options.seed, size=options.size, mounts=mounts) as campaign:

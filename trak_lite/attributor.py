@@ -27,7 +27,7 @@ from trak_lite.attributor_settings import (
     stored_arguments,
 )
 from trak_lite.checkpoints import CheckpointSource, iterate_checkpoints
-from trak_lite.datasets import Rows
+from trak_lite.datasets import HeldRows, Rows
 from trak_lite.distributed import AbstractRanks, OneRank, joined_ranks
 from trak_lite.errors import InvalidInputError, StateError
 from trak_lite.evaluation import Verdict, subset_masks
@@ -61,7 +61,7 @@ from trak_lite.verification import (
     keep_verdict,
     target_outputs,
 )
-from trak_lite.workspace import FirstRows, Workspace, complete_tables, drop_checkpoint
+from trak_lite.workspace import FirstRows, Workspace, complete_tables, drop_checkpoint, naming_dropped
 
 __all__ = ["Attributor", "FeaturizeSummary"]
 
@@ -195,6 +195,8 @@ class Attributor:
         self._progress = progress
         self._distributed = distributed
         self._sources: list[KnownSource] = []
+        self._train: HeldRows | None = None
+        """A few train rows, as they were last given: they are computed again when targets are scored."""
         self._workspace = Workspace(self.path)
         self._kept = KeptScores(self._workspace, self._settings)
 
@@ -279,8 +281,9 @@ class Attributor:
     ) -> FeaturizeSummary:
         """Compute and keep the features of every train row for every checkpoint.
 
-        Rows that are in the store already are not computed, and not loaded from the dataset. Checkpoints are
-        recognised by their weights, so later calls may add some.
+        Rows that are in the store already are not computed, and not loaded from the dataset, but for up to eight of
+        each checkpoint: they are compared with what is stored, so that a change of data, model or code is noticed
+        whatever its cause. Checkpoints are recognised by their weights, so later calls may add some.
 
         Any number of processes may do this at the same time on the same path: they share the rows chunk by chunk,
         take over what a killed one left, and all return when every row is there. Under torchrun an error of one of them
@@ -294,7 +297,7 @@ class Attributor:
             indices: Dataset index of every row, to select and order rows.
             batch_size: Samples per pass; ``None`` takes the loader's, or the attributor's.
             dataset_id: The user's own name for the data, instead of a digest of up to 64 of its samples (of all, in
-                a ``TensorDataset``); then no sample is loaded to recognise it.
+                a ``TensorDataset``) and of what a collate function of one's own makes of each.
             append: The data may have more rows than the store: if it begins with the stored ones, as far as the
                 digest or ``dataset_id`` tells, the rest is appended. From then on the store is that of the longer data:
                 each of its checkpoints has to be featurized again, for the new rows, before the next scoring.
@@ -305,7 +308,8 @@ class Attributor:
         Raises:
             InvalidInputError: If the data, a batch or a checkpoint is not what is expected.
             NonFiniteError: If a value of a row is NaN or infinite; names the rows.
-            ManifestMismatchError: If the store holds other settings or other data; names every difference.
+            ManifestMismatchError: If the store holds other settings or other data; names every difference. Or if stored
+                rows do not come out as they are stored; names the first, and each quantity that differs.
             StoreError: If the store cannot be read or written.
             RankError: If another rank of a distributed run failed, or does something else.
         """
@@ -328,6 +332,7 @@ class Attributor:
             raise InvalidInputError(
                 "checkpoints is empty. Pass at least one, or leave it out for the model as it is."
             )
+        self._train = rows.held
         if not once:
             self._sources.append((checkpoints, checkpoint_loader))
         rows_found = len(names) * len(rows) - written
@@ -388,7 +393,8 @@ class Attributor:
         Raises:
             InvalidInputError: If a setting is unknown or does not fit the checkpoints.
             StateError: If train rows are pending, or the weights of a checkpoint are not to be found.
-            ManifestMismatchError: If other targets or checkpoints were scored under this name.
+            ManifestMismatchError: If other targets or checkpoints were scored under this name, or stored rows of
+                targets or train data do not come out as they are stored: the data or the model were changed.
             SingularKernelError: If the kernel has no inverse at the damping in force.
             RankError: If another rank of a distributed run failed, or does something else.
         """
@@ -399,7 +405,11 @@ class Attributor:
         if k is not None and positive_int(k=k) and dense:
             raise InvalidInputError(f"k={k} is for dense=False; dense scores answer top(k) for any k.")
         targets = self._rows(data, indices, batch_size, "the targets")
-        with self._joined(f"score {name!r}") as ranks, self._session(ranks=ranks) as session:
+        with (
+            self._joined(f"score {name!r}") as ranks,
+            self._session(ranks=ranks, train=self._train) as session,
+            naming_dropped(session.store),
+        ):
             identity = session.target_identity(targets.identity(dataset_id), settings)
             features = session.targets(targets, name, settings, identity)
             used: list[str] | None = None
@@ -414,6 +424,7 @@ class Attributor:
             finished = session.agreed(said == "True")
             if not finished:
                 features.find(train, session.candidates)
+            features.compare(train, session.candidates)
             source = self._kept.source(session.store, list(train.values()), name, settings, ranks=ranks)
             if dense and not finished:
                 result.fill(source, device=self.device, progress=self._progress, watch=ranks.watch)
@@ -471,7 +482,7 @@ class Attributor:
         named = None if checkpoints is None else iterate_checkpoints(checkpoints, checkpoint_loader)
         with (
             self._joined("fit_curvature") as ranks,
-            self._session(identity := rows.identity(dataset_id), ranks=ranks) as session,
+            self._session(identity := rows.identity(dataset_id), ranks=ranks, train=rows) as session,
         ):
             session.fit_curvature(rows, identity, settings or KroneckerSettings(), named)
 
@@ -551,7 +562,8 @@ class Attributor:
         Reported is the linear datamodeling score (LDS): how well summed scores rank the retrained models' outputs of a
         target, beside methods that cost next to nothing. The verdict is kept with the scores and printed with them.
         Every retraining is kept in the store, so the same call continues after a kill, and verifying other scores of
-        the same targets (another ``view``, ``calibrate=True``) trains nothing again. Of several ranks the first one
+        the same targets (another ``view``, ``calibrate=True``) trains nothing again. Another process first repeats one
+        of them, to see that the training is the same, and several processes share them. Of several ranks the first one
         trains.
 
         Args:
@@ -568,7 +580,7 @@ class Attributor:
                 :meth:`calibrated_scores` only if they are better on the others beyond doubt.
             texts: Train texts and target texts (or their tokens) for the BM25 baseline.
             confidence: Nominal coverage of the intervals.
-            train_id: The user's own name for the training, instead of the source of ``train_fn``.
+            train_id: The user's own name for the training, instead of the source of ``train_fn`` and what it carries.
             indices: Dataset index of every target, as in :meth:`score`.
             batch_size: Targets per pass; ``None`` takes the loader's, or 32.
             dataset_id: The user's own name for the targets, as in :meth:`score`.
@@ -578,7 +590,8 @@ class Attributor:
             InvalidInputError: If the budget is too small, texts or strata do not fit, or scores without a kernel are to
                 be calibrated.
             StateError: If the scores were never computed.
-            ManifestMismatchError: If ``data`` are not the targets that were scored.
+            ManifestMismatchError: If ``data`` are not the targets that were scored, or ``train_id`` names another
+                training.
             RetrainingError: If a training fails; names subset and seed.
             UnsupportedModelError: If the model is sharded.
         """
@@ -677,7 +690,7 @@ class Attributor:
             ManifestMismatchError: If ``data`` are not the train data.
         """
         train = self._rows(data, indices, batch_size, "the train data")
-        with self._session(train.identity(dataset_id)) as session:
+        with self._session(train.identity(dataset_id), train=train) as session:
             return token_scores(session, self._settings, scores, train, rows=rows, targets=targets)
 
     def gradient_norms(self) -> NDArray[np.float32]:
@@ -763,6 +776,7 @@ class Attributor:
         appended_to: FirstRows | None = None,
         *,
         ranks: AbstractRanks | None = None,
+        train: Rows | HeldRows | None = None,
     ) -> AbstractContextManager[FeaturizingSession]:
         """Hold the store, compared with these settings and this data, and the model."""
         return featurizing(
@@ -774,4 +788,5 @@ class Attributor:
             progress=self._progress,
             ranks=ranks or OneRank(),
             appended_to=appended_to,
+            train=train,
         )

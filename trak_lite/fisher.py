@@ -45,7 +45,8 @@ from trak_lite.projectors import AbstractProjector
 from trak_lite.scoring import accumulation_dtype
 from trak_lite.sharded import Lockstep
 from trak_lite.sharing import LateTable, SharedRows, always, has_free_rows, unwatched
-from trak_lite.store import AbstractFeatureStore, AbstractRowTable, Column, Manifest, TableSpec
+from trak_lite.store import NEEDED_UNTIL, AbstractFeatureStore, AbstractRowTable, Column, Manifest, TableSpec
+from trak_lite.store.manifest import kept_json
 from trak_lite.types import Batch, FeatureLayout
 
 __all__ = ["FisherFits", "FisherSettings", "fisher_task", "split_squares"]
@@ -121,7 +122,7 @@ class FisherFits:
         Raises:
             ReadOnlyStoreError: If the store was opened for reading.
         """
-        self._require_writable()
+        self.require_writable()
         text = json.dumps({"version": _VERSION, **settings.to_json()}, sort_keys=True).encode()
         self._store.cache(_RECORD, "record", np.frombuffer(text, dtype=np.uint8))
 
@@ -228,7 +229,7 @@ class FisherFits:
             NonFiniteError: If a gradient is NaN or infinite; names the rows.
             ReadOnlyStoreError: If the store was opened for reading.
         """
-        self._require_writable()
+        self.require_writable()
         fingerprint = self._fingerprint(path, layout)
         folder = _folder(path, fingerprint)
         samples = _DrawnRows(rows, task, computer, self._settings(), layout)
@@ -241,7 +242,7 @@ class FisherFits:
 
         try:
             featurize_rows(
-                self._late(f"{folder}/drawn", spec),
+                self._late(f"{folder}/drawn", spec, {NEEDED_UNTIL: f"{folder}/{_GRAM}"}),
                 samples,
                 lambda *_: computer,
                 projector,
@@ -263,9 +264,30 @@ class FisherFits:
         except (_FittedByOthersError, StoreError, StateError):
             # Whoever makes the last rows of the matrices drops what they were made of, also from under others.
             if self._fitted(path, layout) is None:
-                raise
-        if self._fitted(path, layout) is not None:
-            self._drop_all_but(f"{folder}/gram", path)
+                if self._fingerprint(path, layout) == fingerprint:
+                    raise
+                # Others have begun fits of other settings meanwhile, which took the place of this one.
+                self.fit(
+                    path,
+                    task,
+                    computer,
+                    projector,
+                    rows,
+                    layout=layout,
+                    model_id=model_id,
+                    device=device,
+                    label=label,
+                    progress=progress,
+                    watch=watch,
+                    wait=wait,
+                    leads=leads,
+                )
+        self.sweep(path, layout)
+
+    def sweep(self, path: str, layout: FeatureLayout) -> None:
+        """Drop what a finished fit was made of, and fits of other settings: a killed process may have left them."""
+        if self._store.writable and self.has(path, layout):
+            self._drop_all_but(f"{_folder(path, self._fingerprint(path, layout))}/{_GRAM}", path)
 
     def _sum_up(
         self,
@@ -293,13 +315,13 @@ class FisherFits:
                 found = scale * _gram_rows(drawn, wanted, layout, device)
                 work.put(wanted, {_GRAM: found.float().cpu().numpy()})
 
-    def _late(self, path: str, spec: TableSpec) -> LateTable:
+    def _late(self, path: str, spec: TableSpec, attributes: Mapping[str, Any]) -> LateTable:
         """Return a table that is created when its first rows are put."""
 
         def find() -> AbstractRowTable | None:
             return self._store.open_table(path) if path in self._store.table_names(_FOLDER) else None
 
-        return LateTable(spec, find(), lambda: self._store.create_table(path, spec), find)
+        return LateTable(spec, find(), lambda: self._store.create_table(path, spec, attributes), find)
 
     def _drop_all_but(self, kept: str, path: str) -> None:
         """Drop what the fit was made of, and fits of other settings or rows."""
@@ -315,13 +337,17 @@ class FisherFits:
     def _found_record(self) -> dict[str, Any] | None:
         found = self._store.cached(_RECORD, "record")
         if found is not None:
-            record: dict[str, Any] = json.loads(np.asarray(found).tobytes())
-            return record
+            return kept_json(found, what=f"The record of Fisher fits in {self._store.path}")
         # Derived arrays of an object store stay where they were made: there, the fits say it.
         fits = self._store.table_names(_FOLDER)
         return dict(self._store.open_table(fits[0]).spec.fingerprint["fisher"]) if fits else None
 
-    def _require_writable(self) -> None:
+    def require_writable(self) -> None:
+        """Refuse a store that a fit could not be kept in.
+
+        Raises:
+            ReadOnlyStoreError: If the store was opened for reading.
+        """
         if not self._store.writable:
             raise ReadOnlyStoreError(
                 f"The store at {self._store.path} was opened for reading, so a fit could not be kept. Make it writable."

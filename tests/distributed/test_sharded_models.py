@@ -189,6 +189,10 @@ def test_sharded_state_dicts_are_checkpoints_too(looks: Any) -> None:
     assert all(look["own checkpoint"] for look in looks)
 
 
+def test_sharded_modules_see_the_versions_of_their_weights(looks: Any) -> None:
+    assert all(look["versioned checkpoint"] for look in looks)
+
+
 def test_what_is_not_supported_is_refused_by_name(looks: Any) -> None:
     expected = {
         "functional": "gradient_computer='functional'",

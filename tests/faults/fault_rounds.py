@@ -29,6 +29,7 @@ from fault_cases import (
     open_for_writing,
 )
 from fault_disk import Failing
+from fault_exchanges import exchange_many, flip_many
 from fault_mounts import command, mounted
 from fault_power import EXTREMES, Cut, Recorder, plant, tree
 from fault_workers import Acknowledgements, Workers
@@ -37,6 +38,7 @@ from trak_lite.errors import ManifestMismatchError, StateError, StoreError
 from trak_lite.store import Manifest, ZarrFeatureStore
 from trak_lite.store._failpoints import FAILPOINTS
 
+ALL_FLIPS = 500  # from this size of rounds on, every bit is flipped
 _ENDED = (signal.SIGKILL, signal.SIGTERM)
 
 
@@ -488,6 +490,16 @@ def mutation(this):
         )
 
 
+def metadata_flips(this):
+    """Single bits of metadata, records and kept arrays: in the long campaign each of them, once."""
+    flip_many(this.folder, this.totals, this.pick, None if this.size >= ALL_FLIPS else 10 * this.size)
+
+
+def exchange(this):
+    """Files and folders exchanged, copied over each other, removed, renamed and edited."""
+    exchange_many(this.folder, this.totals, this.pick, 2 * this.size)
+
+
 def _error_line(trace):
     """Return the line of a traceback that says what was raised, without what tells one example from another."""
     lines = [line for line in trace.splitlines() if line and not line.startswith((" ", "Traceback"))]
@@ -523,5 +535,7 @@ KINDS = {
         damage,
         hostile_bytes,
         mutation,
+        metadata_flips,
+        exchange,
     )
 }

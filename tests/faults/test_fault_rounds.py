@@ -18,6 +18,8 @@ QUICK = {
     "damage": 5,
     "hostile_bytes": 1,
     "mutation": 1,
+    "metadata_flips": 1,
+    "exchange": 1,
 }
 BY_THE_CLOCK = ("kill", "interrupt", "race", "fork", "creation")
 """What happens in these rounds depends on the load of the machine; tests/store draws such moments by step instead."""

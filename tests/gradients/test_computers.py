@@ -560,3 +560,25 @@ def test_a_weighted_sum_runs_under_the_computers_autocast(computer: type[Abstrac
     weighted_gradient(computer(model, task, autocast_dtype=torch.bfloat16), batch, torch.ones(2))
 
     assert {*seen} == {torch.bfloat16}
+
+
+@pytest.mark.parametrize("computer", GRADIENT_COMPUTERS.values(), ids=GRADIENT_COMPUTERS.keys())
+def test_gradients_have_no_graph_where_a_reference_reads_a_parameter_that_is_not_kept(
+    computer: type[AbstractGradientComputer],
+) -> None:
+    class Below(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear = nn.Linear(3, 3)
+            self.held = [self.linear.weight]
+
+        def forward(self, x: Tensor) -> Tensor:
+            return torch.tanh(self.linear(x)) @ self.held[0]
+
+    torch.manual_seed(0)
+    model, batch = nn.Sequential(Below(), nn.Linear(3, 1)), (torch.randn(3, 3), torch.randn(3))
+
+    grads = collect_gradients(computer(model, resolve_task("regression"), grad_wrt="1.*"), batch)
+
+    assert not any(grad.requires_grad for grad in grads.values())
+    torch.testing.assert_close(grads["1.weight"][:, 0], model[0](batch[0]).detach())

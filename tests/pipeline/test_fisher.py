@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -20,12 +21,13 @@ from trak_lite.errors import (
     NonFiniteError,
     ReadOnlyStoreError,
     StateError,
+    StoreError,
 )
 from trak_lite.fisher import FisherFits, FisherSettings
 from trak_lite.gradient_computers import FunctionalGradientComputer, NormalizedGradientComputer
 from trak_lite.kronecker import row_noise
 from trak_lite.modelout_functions import LossModelOutput, ModelCall, MultiLabelModelOutput
-from trak_lite.store import RemotePlace, ZarrFeatureStore
+from trak_lite.store import RemotePlace, ZarrFeatureStore, verify_store
 
 N, M, K, VOCABULARY, LENGTH = 7, 3, 4, 5, 4
 LM = "causal_language_modeling"
@@ -256,6 +258,27 @@ def test_a_fit_that_was_killed_is_made_by_the_next_call(
         np.testing.assert_array_equal(one, other)
 
 
+def test_what_a_fit_was_made_of_is_named_and_dropped_after_a_kill(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fits: list[str]
+) -> None:
+    """Killed between the last row of the gram matrices and the dropping of the samples."""
+    path = tmp_path / "a.zarr"
+    with monkeypatch.context() as patch:
+        patch.setattr(FisherFits, "_drop_all_but", lambda *_: None)
+        attributor(path).featurize(TRAIN)
+    (left,) = (name for name in ZarrFeatureStore.open(path).table_names() if name.endswith("/drawn"))
+    report = verify_store(path)
+    assert report.ok
+    assert [(finding.level, finding.table) for finding in report.findings] == [("note", left)]
+    assert "left over" in report.findings[0].finding
+
+    attributor(path).featurize(TRAIN)
+
+    assert left not in ZarrFeatureStore.open(path).table_names()
+    assert verify_store(path).findings == ()
+    assert fits == ["ckpt-0"]
+
+
 def test_a_fit_that_others_complete_at_this_moment_is_not_left_alone(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -441,3 +464,34 @@ def test_a_store_that_cannot_be_written_is_refused_before_a_gradient(
         made.fit_curvature(TRAIN, settings=FisherSettings())
     with pytest.raises(ReadOnlyStoreError, match="could not be kept"):
         made.featurize(TRAIN)
+
+
+def test_a_fit_that_others_replace_by_one_of_other_settings_goes_on_with_these(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Found by kills of two processes, one of which had come to fit_curvature already."""
+    made, other = attributor(tmp_path / "a.zarr"), FisherSettings(samples_per_feature=6, seed=3)
+    fill = fisher.featurize_rows
+
+    def replaced(*given: Any, **named: Any) -> int:
+        monkeypatch.setattr(fisher, "featurize_rows", fill)
+        attributor(tmp_path / "a.zarr").fit_curvature(TRAIN, settings=other)
+        raise StoreError("Listing drawn/features failed: No such file or directory.")
+
+    def begun(*given: Any, **named: Any) -> int:
+        monkeypatch.setattr(fisher, "featurize_rows", fill)
+        with attributor(tmp_path / "a.zarr")._workspace.opened(made._settings.manifest(None)) as workspace:
+            FisherFits(workspace.store()).begin(other)
+        raise StoreError("Listing drawn/features failed: No such file or directory.")
+
+    expected = attributor(None)
+    expected.featurize(TRAIN)
+    expected.fit_curvature(TRAIN, settings=other)
+    for happening in (replaced, begun):
+        monkeypatch.setattr(fisher, "featurize_rows", happening)
+        made = attributor(tmp_path / "a.zarr")
+        made.featurize(TRAIN)
+        np.testing.assert_array_equal(
+            made.score(TARGETS, happening.__name__).numpy(), expected.score(TARGETS).numpy()
+        )
+        shutil.rmtree(tmp_path / "a.zarr")

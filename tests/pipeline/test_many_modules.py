@@ -2,14 +2,21 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
 from torch.utils.data import TensorDataset
 
 from trak_lite import Attributor
+from trak_lite.cli.inspection import inspection
+from trak_lite.errors import InvalidInputError, ManifestMismatchError, StateError
+from trak_lite.report import write_report
 
 
 @pytest.mark.parametrize("place", ["memory", "disk"])
@@ -22,3 +29,83 @@ def test_a_model_of_more_modules_than_a_cache_key_has_room_for_is_scored(place: 
     )
     attributor.featurize(data)
     assert attributor.score(data, name="same").shape == (12, 12)
+
+
+class Deep(nn.Module):
+    """Layers of 2 x 2, each beside the identity."""
+
+    def __init__(self, depth: int) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(2, 2) for _ in range(depth))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            x = x + 0.001 * layer(x)
+        return x
+
+
+def small_data(rows: int) -> TensorDataset:
+    generator = torch.Generator().manual_seed(rows)
+    return TensorDataset(torch.randn(rows, 2, generator=generator), torch.arange(rows) % 2)
+
+
+def test_two_thousand_modules_are_featurized_scored_reported_and_told_apart(tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    store, model, data = str(tmp_path / "run.zarr"), Deep(2000), small_data(4)
+    attributor = Attributor(model, "image_classification", store, proj_dim=2)
+    attributor.featurize(data)
+    scores = attributor.score(small_data(3), name="t")
+    plain = attributor.score(small_data(3), name="t", kernel="dot")
+
+    assert attributor.layout.width == 4000
+    stored = attributor.scores("t", dense=False, kernel="dot")
+    np.testing.assert_allclose(stored.top(4, target=0).scores, np.sort(plain.numpy()[:, 0])[::-1], rtol=1e-4)
+    np.testing.assert_array_equal(Attributor.open(store, model).scores("t").numpy(), scores.numpy())
+    assert write_report(scores, tmp_path / "page.html").stat().st_size < 200_000
+    assert len(inspection(store)) < 5_000
+    assert max(len(name) for _, _, names in os.walk(store) for name in names) < 100
+    with pytest.raises(ManifestMismatchError, match=r"parameters\.0\.bias.*and \d{4} more") as caught:
+        Attributor(nn.Sequential(*Deep(2000).layers), "image_classification", store, proj_dim=2).featurize(
+            data
+        )
+    assert len(str(caught.value)) < 10_000
+
+
+def test_file_descriptors_do_not_grow_with_checkpoints(tmp_path: Path) -> None:
+    """Thirty checkpoints with 40 descriptors: each table had one for its commit log, and one for every file it maps."""
+    code = """
+import resource, sys
+import torch
+from torch.utils.data import TensorDataset
+from trak_lite import Attributor
+
+torch.manual_seed(0)
+model = torch.nn.Linear(2, 2)
+states = [{name: value + 0.01 * i for name, value in model.state_dict().items()} for i in range(30)]
+data = TensorDataset(torch.randn(4, 2), torch.arange(4) % 2)
+resource.setrlimit(resource.RLIMIT_NOFILE, (40, 40))
+attributor = Attributor(model, "image_classification", sys.argv[1], proj_dim=2, progress=False)
+attributor.featurize(data, states)
+scores = attributor.score(data)
+one = scores.self_influence(), scores.standard_error(), scores.reliability().expected, scores.top(2)
+attributor.damping_path("targets", [0.1, 1.0])
+again = Attributor.open(sys.argv[1], model, progress=False).scores()
+assert (again.self_influence() == one[0]).all()
+"""
+    command = [sys.executable, "-c", code, str(tmp_path / "run.zarr")]
+    ended = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert ended.returncode == 0, ended.stderr
+
+
+def test_messages_about_checkpoints_do_not_grow_with_their_number(tmp_path: Path) -> None:
+    model = nn.Linear(2, 2)
+    states = [{name: value + 0.01 * i for name, value in model.state_dict().items()} for i in range(30)]
+    Attributor(model, "image_classification", tmp_path / "run.zarr", proj_dim=2).featurize(
+        small_data(4), states
+    )
+    opened = Attributor.open(tmp_path / "run.zarr", nn.Linear(2, 2))
+
+    with pytest.raises(StateError, match=r"\) and 20 more are needed"):
+        opened.score(small_data(3))
+    with pytest.raises(InvalidInputError, match=r"ckpt-9 \(9\) and 20 more"):
+        opened.drop_checkpoint("thirty")

@@ -6,6 +6,7 @@ import pytest
 from store_cases import MANIFEST, NAME, SPEC, commit_log, folder, open_for_writing, staged, values
 
 from trak_lite.store import ZarrFeatureStore
+from trak_lite.store._listing import entry_name
 
 
 @pytest.fixture
@@ -55,7 +56,11 @@ def test_a_batch_is_not_synced(path, steps):
 def test_a_store_and_a_table_are_synced_before_they_have_a_name(path, steps):
     ZarrFeatureStore.create(path, MANIFEST).create_table(NAME, SPEC)
 
-    published = [step for step in steps if step[0] == "rename"]
+    renamed = [step for step in steps if step[0] == "rename"]
+    *published, (_, scratch, entry) = renamed
+    assert entry == f"{path}/.tables/{entry_name(NAME)}"  # listed when it is there, and no earlier
+    assert steps.index(("sync", scratch)) < steps.index(renamed[-1])
+    assert steps[-1] == ("sync", f"{path}/.tables")
     assert [target for _, _, target in published] == [
         path,
         f"{path}/targets",
@@ -67,6 +72,7 @@ def test_a_store_and_a_table_are_synced_before_they_have_a_name(path, steps):
         place = steps.index(step)
         synced = {name.replace(scratch, target) for _, name, *_ in steps[:place]}
         made = {os.path.join(parent, name) for parent, _, files in os.walk(target) for name in files}
+        made = {name for name in made if name != entry}
         made |= {parent for parent, _, _ in os.walk(target)}
         below = {other for _, _, other in published if other != target and other.startswith(target)}
         expected = {name for name in made if not any(name.startswith(other) for other in below)}

@@ -3,6 +3,7 @@
 import contextlib
 import itertools
 import shutil
+import threading
 from dataclasses import replace
 
 import numpy as np
@@ -327,7 +328,8 @@ def test_records_that_contradict_the_table_are_damage(bucket, here):
     assert RemoteFeatureStore.open(here.place).verify().ok  # the name of a record says nothing
     decoded = CommitRecord.decode(record.splitlines()[0])
     for change in ({"chunk": 9}, {"rows": 3}):
-        fields = {"chunk": 0, "generation": 2, "rows": 4, "columns": decoded.columns, **change}
+        fields = {"chunk": 0, "generation": 2, "rows": 4, "columns": decoded.columns, "table": decoded.table}
+        fields |= change
         bucket.kept[f"{NAME}/features/.commits/extra.log"] = CommitRecord(**fields).encode()
         assert not RemoteFeatureStore.open(here.place).verify().ok
     with pytest.raises(CorruptStoreError, match="for 3 rows"):
@@ -457,3 +459,63 @@ def test_a_kill_while_a_leftover_is_replaced_loses_nothing(tmp_path, victims):
     with open_remote(tmp_path) as (store, table):
         check_rows(table)
         assert store.verify().findings == ()
+
+
+def test_a_slow_creator_does_not_drop_what_another_has_staged(tmp_path):
+    """B has found no table; A creates it and puts rows; B goes on.
+
+    They are writers of one machine and share the staging folder: whatever B has seen before counts for nothing.
+    """
+    with open_remote(tmp_path) as (store, _):
+        store.drop_table(NAME)
+    with open_remote_store(tmp_path) as slow, open_remote_store(tmp_path) as other:
+        real, looks = slow._table_record, []
+
+        def look(parts):
+            found = real(parts)
+            if not looks:
+                looks.append(found)
+                other.create_table(NAME, SPEC).put(0, values(range(3)))
+                other.close()
+            return found
+
+        slow._table_record = look
+        table = slow.create_table(NAME, SPEC)
+        assert looks == [None]
+        assert np.flatnonzero(table.done()).tolist() == [0, 1, 2]
+
+
+def test_a_dropper_does_not_take_what_another_has_created(tmp_path):
+    """A drops a table and is slow to remove its objects; B creates it anew meanwhile, and waits for its turn."""
+    with open_remote(tmp_path) as (store, table):
+        table.put(0, values(range(11)))
+        real, began, order = store._finish_dropping, threading.Event(), []
+
+        def slow(path):
+            began.set()
+            other.join(0.5)  # it would be done by then, if nothing held it
+            order.append("dropped")
+            real(path)
+
+        def create():
+            began.wait()
+            with open_remote_store(tmp_path) as again:
+                again.create_table(NAME, SPEC).put(0, values(range(3)))
+                order.append("created")
+
+        other = threading.Thread(target=create)
+        store._finish_dropping = slow
+        other.start()
+        store.drop_table(NAME)
+        other.join()
+    assert order == ["dropped", "created"]
+    with open_remote_store(tmp_path) as store:
+        assert np.flatnonzero(store.open_table(NAME).done()).tolist() == [0, 1, 2]
+
+
+def open_remote_store(folder):
+    from obstore.store import LocalStore
+
+    return RemoteFeatureStore.open(
+        RemotePlace(LocalStore(f"{folder}/objects"), staging=f"{folder}/staging"), "r+"
+    )

@@ -41,7 +41,7 @@ _MAX_DEPTH = 32
 _MAX_TEXT = 1000
 """Characters of JSON above which a value is replaced by its digest, so that a manifest stays readable."""
 
-_FOREIGN = frozenset({"numpy", "torch", "trak_lite"}) | sys.stdlib_module_names
+FOREIGN = frozenset({"numpy", "torch", "trak_lite"}) | sys.stdlib_module_names
 """Packages whose classes and functions are told by their names: what they do is not part of a user's task."""
 
 _SIMPLE = (type(None), bool, int, float, str)
@@ -61,7 +61,8 @@ def describe_task(task: AbstractModelOutput) -> dict[str, Any]:
     closure, attributes, the object of a bound method, ``functools`` arguments. Tensors and arrays count by
     dtype, shape and bytes, containers and objects by what they hold, modules (``nn.Module``) by their state
     dict, simple settings and training mode, classes and functions by name and source, those of Python, NumPy
-    and torch by name. Global variables that it reads are not followed: pass them as defaults or arguments.
+    and torch by name. Global variables that it reads are not followed; what they change in a row is found when
+    stored rows are computed again.
 
     Args:
         task: The model output function.
@@ -96,7 +97,7 @@ def is_foreign(thing: Any) -> bool:
     found: Any = sys.modules.get(module)
     for part in thing.__qualname__.split("."):
         found = getattr(found, part, None)
-    return found is thing and module.partition(".")[0] in _FOREIGN
+    return found is thing and module.partition(".")[0] in FOREIGN
 
 
 def _name(thing: Any) -> str:

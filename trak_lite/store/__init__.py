@@ -6,6 +6,7 @@
 :class:`AbstractRowTable` and proves itself with ``trak_lite.testing.StoreTests``. Nothing here knows a model or torch.
 """
 
+from trak_lite.store._base import NEEDED_UNTIL as NEEDED_UNTIL
 from trak_lite.store._base import AbstractFeatureStore as AbstractFeatureStore
 from trak_lite.store._base import AbstractRowTable as AbstractRowTable
 from trak_lite.store._base import Difference as Difference
@@ -34,6 +35,7 @@ from trak_lite.store.zarr_store import ZarrFeatureStore as ZarrFeatureStore
 __all__ = [
     "DTYPES",
     "FORMAT",
+    "NEEDED_UNTIL",
     "AbstractFeatureStore",
     "AbstractObjects",
     "AbstractRowTable",

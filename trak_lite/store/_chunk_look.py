@@ -170,7 +170,7 @@ class ChunkLook:
             self._damage(chunk, self._why_lost(chunk, visible), rows=rows)
             for rows in row_ranges(lost, first=chunk * self._files.spec.chunk_rows)
         ]
-        broken = 0 if done.all() else damaged_records(log)
+        broken = 0 if done.all() else damaged_records(log, seed=self._files.row_seed)
         if broken:
             findings.append(
                 self._damage(chunk, f"{broken} damaged records in the row log: their rows are pending")
@@ -186,7 +186,7 @@ class ChunkLook:
     ) -> NDArray[np.bool_]:
         """Return the rows that were done: by a sound record of the row log, or by a commit that began or ended."""
         named = np.zeros(self._files.rows_in(chunk), np.bool_)
-        for entry in decode_rows(log):
+        for entry in decode_rows(log, seed=self._files.row_seed):
             if entry.chunk == chunk and entry.start + entry.count <= len(named):
                 named[entry.start : entry.start + entry.count] = True
         if visible:

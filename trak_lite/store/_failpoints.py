@@ -13,6 +13,7 @@ __all__ = [
     "DROP_FAILPOINTS",
     "FAILPOINTS",
     "GROWTH_FAILPOINTS",
+    "LIST_FAILPOINTS",
     "REMOTE_FAILPOINTS",
     "REPAIR_FAILPOINTS",
     "failpoint",
@@ -37,6 +38,12 @@ FAILPOINTS = (
 )
 """Every place on the way of a row, in the order in which a store comes to them."""
 
+LIST_FAILPOINTS = (
+    "entry_written",  # the entry of a table in the store's list is complete under its scratch name
+    "table_listed",  # it has its name
+)
+"""Every place on the way of a published table into the list."""
+
 REPAIR_FAILPOINTS = (
     "file_set_aside",  # one more file of a damaged chunk is in its folder aside
     "log_copied",  # the row log of a chunk with sound rows is copied, and the new one written
@@ -56,6 +63,7 @@ GROWTH_FAILPOINTS = (
 """Every place on the way of a growing table."""
 
 REMOTE_FAILPOINTS = (
+    "table_put",  # the documents of a table are in the object store, its entry in the list is not
     "object_put",  # one more column of a complete chunk is in the object store, or something else was there
     "commit_put",  # its commit record is
     "leftover_replaced",  # one more object that a dead writer had left has the bytes of the record

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from trak_lite._validate import some_of
 from trak_lite.errors import InvalidInputError, MissingStoreError, ReadOnlyStoreError, StateError
 
 __all__ = ["group_of_tables", "inside_a_table", "missing_table", "require_writable_table"]
@@ -11,7 +12,9 @@ __all__ = ["group_of_tables", "inside_a_table", "missing_table", "require_writab
 
 def missing_table(path: str, *, where: str, tables: Sequence[str]) -> MissingStoreError:
     """Return the error of a table that is not in the store."""
-    return MissingStoreError(f"There is no table {path!r} in {where}. Tables there: {tables or 'none'}.")
+    return MissingStoreError(
+        f"There is no table {path!r} in {where}. Tables there: {some_of(tables) or 'none'}."
+    )
 
 
 def inside_a_table(path: str, *, above: str) -> InvalidInputError:
@@ -21,7 +24,7 @@ def inside_a_table(path: str, *, above: str) -> InvalidInputError:
 
 def group_of_tables(path: str, *, tables: Sequence[str]) -> InvalidInputError:
     """Return the error of a path that names the group of some tables."""
-    return InvalidInputError(f"{path!r} is a group of tables, not a table. Choose one of {tables}.")
+    return InvalidInputError(f"{path!r} is a group of tables, not a table. Choose one of {some_of(tables)}.")
 
 
 def require_writable_table(where: str, *, writable: bool, closed: bool) -> None:

@@ -107,13 +107,13 @@ class ZarrRowTable(AbstractRowTable):
         # the stage first, the index second: a chunk that is committed in between is seen by the second look
         staged = self._files.staged_chunks() - self._index.committed.keys()
         self._mark_staged(mask, staged)
-        self._index.refresh()
+        self._refresh()
         # and both once more: a chunk that the table has outgrown may just have been taken back
         late = self._index.outgrown | self._files.staged_chunks()
         late -= staged | self._index.committed.keys()
         self._mark_staged(mask, late)
         if late:
-            self._index.refresh()
+            self._refresh()
         for chunk in self._index.committed:
             first, stop = self.chunk_range(chunk)
             mask[first:stop] = True
@@ -121,7 +121,7 @@ class ZarrRowTable(AbstractRowTable):
 
     def committed_chunks(self) -> list[int]:
         """Return the chunks that are complete and readable, ascending."""
-        self._index.refresh()
+        self._refresh()
         return sorted(self._index.committed)
 
     def stored_chunk(self, chunk: int, column: str) -> StoredRows:
@@ -312,6 +312,17 @@ class ZarrRowTable(AbstractRowTable):
     def _commit(self, stage: StagedChunk) -> None:
         self._index.add(stage.commit(self._log))
         self._staged.pop(stage.chunk, None)
+        self._close_finished_log()
+
+    def _refresh(self) -> None:
+        """Look at what is committed by now, by whomever."""
+        self._index.refresh()
+        self._close_finished_log()
+
+    def _close_finished_log(self) -> None:
+        """Close the commit log where nothing is left to commit: each table of a run would keep a descriptor open."""
+        if len(self._index.committed) >= self._files.num_chunks:
+            self._log.close()
 
     def _mark_staged(self, mask: NDArray[np.bool_], chunks: Iterable[int]) -> None:
         for chunk in chunks:

@@ -8,23 +8,44 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from trak_lite.errors import ManifestMismatchError
+from numpy.typing import NDArray
+
+from trak_lite._validate import parse_json
+from trak_lite.errors import CorruptStoreError, ManifestMismatchError
 
 __all__ = [
     "FORMAT",
     "Manifest",
     "canonical_json",
-    "check_depth",
     "compare_fingerprints",
     "differing_keys",
+    "kept_json",
     "replaced_fingerprint",
 ]
 
-FORMAT = 1
-"""Version of the layout on disk; newer ones are refused, older ones are read."""
+FORMAT = 2
+"""Version of the layout on disk; others are refused."""
+_MOST_NAMED = 50
+"""Differing keys that a message names: another model differs in every parameter."""
 
 
-_DEEPEST = 128
+def kept_json(kept: NDArray[Any], *, what: str) -> dict[str, Any]:
+    """Return the JSON object that a derived array of a store holds.
+
+    Args:
+        kept: Its text, as bytes.
+        what: How the message names it.
+
+    Raises:
+        CorruptStoreError: If it holds something else.
+    """
+    try:
+        value = parse_json(kept, finite=False)
+    except ValueError as error:
+        raise CorruptStoreError(f"{what} cannot be read ({error}). Make it anew.") from error
+    if not isinstance(value, dict):
+        raise CorruptStoreError(f"{what} holds {type(value).__name__}, expected a JSON object. Make it anew.")
+    return value
 
 
 def canonical_json(value: Any) -> str:
@@ -35,27 +56,6 @@ def canonical_json(value: Any) -> str:
         '{"a":[1.5,null],"b":1}'
     """
     return json.dumps(value, sort_keys=True, separators=(",", ":"), allow_nan=False, ensure_ascii=False)
-
-
-def check_depth(value: Any, *, deepest: int = _DEEPEST) -> None:
-    """Raise if a JSON value has more levels than any walk through it is sure to come back from.
-
-    Raises:
-        ValueError: If it has.
-
-    Example:
-        >>> check_depth({"a": [1, {"b": 2}]}, deepest=2)
-        Traceback (most recent call last):
-        ...
-        ValueError: nested more than 2 levels deep
-    """
-    level = [value]
-    for _ in range(deepest + 1):
-        nested = (item for item in level if isinstance(item, dict | list))
-        level = [inner for item in nested for inner in (item.values() if isinstance(item, dict) else item)]
-        if not level:
-            return
-    raise ValueError(f"nested more than {deepest} levels deep")
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,7 +99,7 @@ def compare_fingerprints(
         remedy: The message's last sentence: what to do.
 
     Raises:
-        ManifestMismatchError: Names every differing key with its stored and given value.
+        ManifestMismatchError: Names every differing key, up to fifty, with its stored and given value.
 
     Example:
         >>> compare_fingerprints({"seed": 0}, {"seed": 1}, where="run.zarr")
@@ -108,12 +108,12 @@ def compare_fingerprints(
         trak_lite.errors.ManifestMismatchError: run.zarr was made with other settings: seed is 0 there, 1 here. \
 Use the stored settings (Attributor.open), or another path.
     """
-    differing = [
-        f"{key} is {_short(there)} there, {_short(here)} here"
-        for key, there, here in differing_keys(stored, given)
-    ]
+    differing = differing_keys(stored, given)
     if differing:
-        raise ManifestMismatchError(f"{where} was made with other settings: {'; '.join(differing)}. {remedy}")
+        said = [f"{key} is {_short(there)} there, {_short(here)} here" for key, there, here in differing]
+        more = [f"and {len(said) - _MOST_NAMED} more"] if len(said) > _MOST_NAMED else []
+        text = "; ".join(said[:_MOST_NAMED] + more)
+        raise ManifestMismatchError(f"{where} was made with other settings: {text}. {remedy}")
 
 
 def replaced_fingerprint(

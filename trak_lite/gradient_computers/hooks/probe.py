@@ -77,10 +77,6 @@ class Plan:
     """Whether the model's forward pass reads values, so that a branch may depend on the other samples."""
     dtypes: frozenset[torch.dtype] = frozenset()
     """Dtypes of what operations on parameters wrote."""
-    num_batches: int = 0
-    """Batches that were run by this plan."""
-    checked_sizes: set[int] = field(default_factory=set)
-    """Batch sizes at which samples' gradients were found equal to plain autograd's."""
 
     @property
     def flattened(self) -> bool:
