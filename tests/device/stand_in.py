@@ -35,9 +35,26 @@ def built(folder: Path) -> Path:
         fcntl.flock(lock, fcntl.LOCK_EX)
         if not library.exists():
             made = library.with_suffix(f".{os.getpid()}")
-            command = ["g++", "-std=c++20", "-O0", "-g0", "-w", "-fPIC", "-shared", "-DAT_PER_OPERATOR_HEADERS", str(SOURCE), "-o", str(made)]
+            command = [
+                "g++",
+                "-std=c++20",
+                "-O0",
+                "-g0",
+                "-w",
+                "-fPIC",
+                "-shared",
+                "-DAT_PER_OPERATOR_HEADERS",
+                str(SOURCE),
+                "-o",
+                str(made),
+            ]
             command += [f"-I{path}" for path in include_paths()] + [f"-L{path}" for path in library_paths()]
-            command += ["-ltorch", "-ltorch_cpu", "-lc10", f"-D_GLIBCXX_USE_CXX11_ABI={torch._C._GLIBCXX_USE_CXX11_ABI:d}"]
+            command += [
+                "-ltorch",
+                "-ltorch_cpu",
+                "-lc10",
+                f"-D_GLIBCXX_USE_CXX11_ABI={torch._C._GLIBCXX_USE_CXX11_ABI:d}",
+            ]
             subprocess.run(command, check=True)
             made.rename(library)
     return library

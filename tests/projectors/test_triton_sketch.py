@@ -393,7 +393,7 @@ def compiled(compile_only, tmp_path, monkeypatch):
     }
     options = {
         "_ring_sums": {"num_warps": kernels._TILE_WARPS},
-        "_matrix_sums": {"num_warps": kernels._MATRIX_WARPS, "maxnreg": kernels._MATRIX_REGISTERS},
+        "_matrix_sums": {"num_warps": kernels._MATRIX_WARPS, **kernels._REGISTERS},
     }
     return lambda name, dtype, capability: compile_kernel(
         getattr(kernels, name), dtype, capability, {"entry_stride": 1, **blocks[name]}, options[name]

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch.func import functional_call
 
 from trak_lite._batches import batch_size, flatten_batch, map_tensors
+from trak_lite._devices import model_pass
 from trak_lite.errors import InvalidInputError
 from trak_lite.types import Batch, OutputTerms
 
@@ -57,9 +58,10 @@ class ModelCall:
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Run the model's forward pass."""
-        if not self._replaced:
-            return self.model(*args, **kwargs)
-        return functional_call(self.model, (dict(self.parameters), dict(self.buffers)), args, kwargs)
+        with model_pass(self.model):
+            if not self._replaced:
+                return self.model(*args, **kwargs)
+            return functional_call(self.model, (dict(self.parameters), dict(self.buffers)), args, kwargs)
 
 
 class AbstractModelOutput(ABC):  # noqa: B024 - a subclass defines either of two contracts

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from trak_lite._batches import batch_size, flatten_batch, map_tensors, take_rows
+from trak_lite._devices import in_float64
 from trak_lite.errors import MODEL_FAILURES, InvalidInputError, TrakLiteError, UnsupportedModelError
 from trak_lite.gradient_computers._base import (
     AbstractStreamingComputer,
@@ -217,7 +218,7 @@ class HookGradientComputer(AbstractStreamingComputer):
     def _weighted_backward(
         self, batch: Batch, weights: Tensor, kept: Mapping[str, nn.Parameter]
     ) -> dict[str, Tensor]:
-        with self._prepared(kept):
+        with self._full_float32(), self._prepared(kept):
             output = self._output(batch)
             zero = torch.zeros((), device=output.device, requires_grad=True)
             return gradients_of((output * weights.to(output)).sum() + zero, kept)
@@ -485,7 +486,7 @@ def _norm(values: Tensor) -> float:
         norm = float(torch.linalg.vector_norm(values))
         if _SQUARES_UNDERFLOW < norm < _SQUARES_OVERFLOW:
             return norm
-    return float(values.double().norm())
+    return float(in_float64(values).norm())
 
 
 def _refuse_complex(kept: Mapping[str, nn.Parameter]) -> None:

@@ -15,7 +15,7 @@ __all__ = ["RandomState"]
 
 @dataclass(frozen=True, slots=True)
 class RandomState:
-    """State of torch's generators on the CPU and on CUDA devices."""
+    """State of torch's generators on the CPU and on accelerators."""
 
     states: Mapping[torch.device, Tensor]
 
@@ -23,7 +23,7 @@ class RandomState:
     def of(cls, values: Iterable[Any]) -> RandomState:
         """Return the state that an operation on these values draws from."""
         devices = {value.device for value in values if isinstance(value, Tensor)}
-        return cls({device: _state(device) for device in devices if device.type in ("cpu", "cuda")})
+        return cls({device: _state(device) for device in devices if device.type != "meta"})
 
     def has_moved(self) -> bool:
         """Whether numbers were drawn since."""
@@ -41,11 +41,19 @@ class RandomState:
 
     def _set(self) -> None:
         for device, state in self.states.items():
-            if device.type == "cpu":
-                torch.set_rng_state(state)
-            else:
-                torch.cuda.set_rng_state(state, device)
+            module, arguments = _generator(device)
+            module.set_rng_state(state, *arguments)
 
 
 def _state(device: torch.device) -> Tensor:
-    return torch.get_rng_state() if device.type == "cpu" else torch.cuda.get_rng_state(device)
+    module, arguments = _generator(device)
+    state: Tensor = module.get_rng_state(*arguments)
+    return state
+
+
+def _generator(device: torch.device) -> tuple[Any, tuple[torch.device, ...]]:
+    """Return the module that has the state of a device's generator, and how it is told the device."""
+    if device.type == "cpu":
+        return torch, ()
+    module = torch.get_device_module(device)
+    return module, () if device.type == "mps" else (device,)
