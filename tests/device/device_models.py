@@ -54,7 +54,11 @@ class LanguageModel(nn.Module):
     def __init__(self, width=16):
         super().__init__()
         self.tokens, self.places = nn.Embedding(TOKENS, width), nn.Embedding(8, width)
-        self.norm, self.qkv, self.out = nn.LayerNorm(width), nn.Linear(width, 3 * width), nn.Linear(width, width)
+        self.norm, self.qkv, self.out = (
+            nn.LayerNorm(width),
+            nn.Linear(width, 3 * width),
+            nn.Linear(width, width),
+        )
         self.head = nn.Linear(width, TOKENS, bias=False)
         self.head.weight = self.tokens.weight
 

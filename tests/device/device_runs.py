@@ -5,6 +5,7 @@ from __future__ import annotations
 import numpy as np
 import torch
 from device_models import make
+from torch import nn
 
 from trak_lite import Attributor
 
@@ -29,6 +30,31 @@ def checkpoints(name, count=2):
         noise = {k: torch.randn(v.shape, generator=generator) for k, v in state.items()}
         found.append({k: v + 0.05 * noise[k] if v.is_floating_point() else v for k, v in state.items()})
     return found
+
+
+def retraining(case, device):
+    """Return what trains a model of an ``mlp`` case on some of its rows, for two steps on the device."""
+    inputs, labels = (tensor.to(device) for tensor in case.train.tensors)
+
+    def train(rows, seed):
+        model = make("mlp").model.to(device)
+        optimiser = torch.optim.SGD(model.parameters(), lr=0.1)
+        for _ in range(2):
+            optimiser.zero_grad()
+            nn.functional.cross_entropy(model(inputs[rows]), labels[rows]).backward()
+            optimiser.step()
+        return model
+
+    return train
+
+
+def numbers_in(value):
+    """Return all finite numbers in a JSON value, in order."""
+    if isinstance(value, dict):
+        return [number for key in sorted(value) for number in numbers_in(value[key])]
+    if isinstance(value, list):
+        return [number for item in value for number in numbers_in(item)]
+    return [value] if isinstance(value, float | int) and np.isfinite(value) else []
 
 
 def stored(made):

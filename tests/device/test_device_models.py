@@ -30,7 +30,8 @@ def test_engines(name, engine, device):
 
 @pytest.mark.filterwarnings("ignore:There is a performance drop")
 @pytest.mark.parametrize(
-    ("name", "engine"), [("lstm", "functional"), ("lstm", "iterative"), ("gru", "iterative"), ("rnn", "iterative")]
+    ("name", "engine"),
+    [("lstm", "functional"), ("lstm", "iterative"), ("gru", "iterative"), ("rnn", "iterative")],
 )
 def test_engines_that_run_recurrent_layers_whole(name, engine, device):
     # The CPU has fused kernels for these layers, which round in other places.
