@@ -13,6 +13,7 @@ TABLES = ["pandas", "xarray"]
 REMOTE = ["obstore", "fsspec"]
 CLI = ["jsonargparse[signatures]>=4.53", "PyYAML"]
 HF = ["transformers>=5", "accelerate", "datasets", "peft"]
+ZOO = ["transformers>=5", "peft", "timm"]
 LIGHTNING = ["lightning>=2.5"]
 TRITON = "triton; platform_system == 'Linux'"  # its interpreter runs the CUDA kernels in tests
 TEST = ["pytest>=8", "pytest-xdist", "hypothesis", "traker==0.3.2", TRITON, "setuptools", "wheel"]
@@ -45,10 +46,11 @@ setup(
         "cli": CLI,
         "hf": HF,
         "lightning": LIGHTNING,
+        "zoo": ZOO,
         "benchmark": BENCHMARK,
         "docs": DOCS,
-        "test": [*TEST, *DOCS, *DEMO, *TABLES, *REMOTE, *CLI],
-        "dev": [*DEV, *TEST, *DOCS, *DEMO, *TABLES, *REMOTE, *CLI],
+        "test": [*TEST, *DOCS, *DEMO, *TABLES, *REMOTE, *CLI, *HF],
+        "dev": [*DEV, *TEST, *DOCS, *DEMO, *TABLES, *REMOTE, *CLI, *HF],
     },
     entry_points={"console_scripts": ["trak-lite = trak_lite.cli:main"]},
     classifiers=[

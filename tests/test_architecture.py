@@ -13,7 +13,7 @@ PACKAGE = Path(trak_lite.__file__).parent
 
 FLOORS = [
     {"errors", "types", "_version"},
-    {"_validate", "_batches", "_devices", "_progress", "_adapters", "sharded"},
+    {"_validate", "_batches", "_devices", "_progress", "_adapters", "_eval_caches", "sharded"},
     {
         "modelout_functions",
         "projectors",
@@ -26,7 +26,7 @@ FLOORS = [
     },
     {"gradient_computers", "_sources", "vectorised"},
     {"diagnosis", "kronecker", "sharing"},
-    {"distributed"},
+    {"distributed", "row_checks"},
     {"pipeline"},
     {"fisher"},
     {"score_tiles", "kept_grams"},
@@ -44,7 +44,7 @@ FLOORS = [
 ]
 FLOOR_OF = {room: number for number, rooms in enumerate(FLOORS) for room in rooms}
 ONLY_IN = {
-    "zarr": {"store/zarr_store.py"},
+    "zarr": set(),
     "obstore": {"store/_objects_obstore.py"},
     "fsspec": {"store/_objects_fsspec.py"},
     "fast_jl": {"projectors/fast_jl.py"},

@@ -11,7 +11,17 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-__all__ = ["add_at_", "float64_device", "full_float32", "in_float64", "model_pass", "wide_dtype"]
+__all__ = [
+    "add_at_",
+    "float64_device",
+    "full_float32",
+    "in_float64",
+    "model_pass",
+    "rng_state",
+    "seed_rng",
+    "set_rng_state",
+    "wide_dtype",
+]
 
 
 @functools.cache
@@ -134,3 +144,33 @@ def _without_cudnn(model: nn.Module) -> Iterator[None]:
         yield
     finally:
         torch.backends.cudnn.enabled = True
+
+
+def rng_state(device: torch.device) -> Tensor:
+    """Return the state of a device's own generator."""
+    module, arguments = _generator(device)
+    state: Tensor = module.get_rng_state(*arguments)
+    return state
+
+
+def set_rng_state(device: torch.device, state: Tensor) -> None:
+    """Give a device's own generator a state."""
+    module, arguments = _generator(device)
+    module.set_rng_state(state, *arguments)
+
+
+def seed_rng(device: torch.device, seed: int) -> None:
+    """Seed a device's own generator, and no other one."""
+    if device.type == "cpu":
+        torch.default_generator.manual_seed(seed)
+        return
+    module, arguments = _generator(device)
+    with module.device(device) if arguments else contextlib.nullcontext():
+        module.manual_seed(seed)
+
+
+def _generator(device: torch.device) -> tuple[Any, tuple[torch.device, ...]]:
+    """Return the module that has the state of a device's generator, and how it is told the device."""
+    if device.type == "cpu":
+        return torch, ()
+    return torch.get_device_module(device), () if device.type == "mps" else (device,)  # mps has one device

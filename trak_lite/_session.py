@@ -9,6 +9,7 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor, nn
 
+from trak_lite._eval_caches import drop_eval_caches
 from trak_lite.errors import InvalidInputError
 from trak_lite.sharded import (
     copied,
@@ -29,8 +30,8 @@ def model_device(model: nn.Module) -> torch.device:
     return torch.device("cpu")
 
 
-def resolve_device(device: str | torch.device, model: nn.Module) -> torch.device:
-    """Return the device to run on; ``"auto"`` is where the model is, or the GPU of this rank.
+def resolve_device(device: str | torch.device, model: nn.Module | None = None) -> torch.device:
+    """Return the device to run on; ``"auto"`` is where the model is (the CPU without one), or the GPU of this rank.
 
     Of the ranks that torchrun starts on one machine, each takes its own GPU, where the script has put every rank's
     model on the first one.
@@ -39,7 +40,7 @@ def resolve_device(device: str | torch.device, model: nn.Module) -> torch.device
         InvalidInputError: If the device is unknown or not available.
     """
     if device == "auto":
-        return _of_this_rank(model_device(model))
+        return torch.device("cpu") if model is None else _of_this_rank(model_device(model))
     try:
         resolved = torch.device(device)
     except (RuntimeError, TypeError) as error:
@@ -97,6 +98,7 @@ def borrow_model(model: nn.Module, device: torch.device) -> Iterator[dict[str, T
             for name, tensor in _tensors(model).items():
                 if name in saved:  # a buffer that the forward pass made was not there before
                     tensor.copy_(saved[name])
+        drop_eval_caches(model)  # made of the weights of a checkpoint
         for p, flag in flags:
             p.requires_grad_(flag)
         for module, training in modes:

@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
-from types import BuiltinFunctionType, FunctionType, MethodType
+import json
+from collections.abc import Iterator, Mapping
+from types import BuiltinFunctionType, CodeType, FunctionType, MethodType, ModuleType
 from typing import Any
 
 import numpy as np
-from torch import Tensor
+from torch import Tensor, nn
+from torch.utils.data import Dataset
 
-from trak_lite.modelout_functions._describe import is_foreign
+from trak_lite.modelout_functions._describe import FOREIGN, is_foreign
 from trak_lite.modelout_functions._digests import array_json, code_bytes, sha256, source_bytes, tensor_json
 
-__all__ = ["describe_source"]
+__all__ = ["carried_values", "describe_source"]
 
 _SIMPLE = (type(None), bool, int, float, str)
 
@@ -24,7 +28,7 @@ def describe_source(function: Any) -> Any:
     Followed are closures, defaults, ``functools.partial``, bound methods, frozen dataclasses and tuples; numbers and
     strings in them count by value, tensors and arrays by content, functions and classes of torch, NumPy and Python by
     name. Whatever may change while a training runs (lists, dicts, modules, other objects) counts by its class only,
-    and global variables are not followed.
+    and global variables are not followed: :func:`carried_values` tells these.
 
     Example:
         >>> from functools import partial
@@ -98,3 +102,155 @@ def _object(value: Any, seen: set[int]) -> dict[str, Any]:
 def _name(thing: Any) -> str:
     """Return the qualified name; things written in C may have no module."""
     return f"{getattr(thing, '__module__', None) or 'builtins'}.{thing.__qualname__}"
+
+
+_DEEPEST = 8
+"""How far objects inside objects are followed."""
+_MOST_VALUES = 1024
+"""Values of one container or object that are told apart; of more, all are one."""
+_MOST_IN_ALL = 1024
+"""Values that are told apart in all."""
+
+
+def carried_values(*functions: Any) -> dict[str, str]:
+    """Return a digest of every value that functions carry and :func:`describe_source` leaves out, by its path.
+
+    Followed are closures, defaults, ``functools.partial``, bound methods, the attributes of objects, containers,
+    datasets, modules (``nn.Module``), and the global variables that a function or one that it calls names. Some of
+    these may change while a training runs: compare what a call gives before and after.
+
+    Example:
+        >>> from functools import partial
+        >>> list(carried_values(partial(print, {"lr": 0.1})))
+        ['0.func#', '0.args#', '0.args[0]#', '0.args[0].lr', '0.keywords#']
+    """
+    walk = _Walk()
+    for number, function in enumerate(functions):
+        walk.visit(function, str(number), 0)
+    return walk.found
+
+
+class _Walk:
+    """One walk through what functions carry."""
+
+    def __init__(self) -> None:
+        self.found: dict[str, str] = {}
+        self._seen: dict[int, tuple[str, Any]] = {}  # held, so that no other object gets the same address
+
+    def visit(self, value: Any, path: str, depth: int) -> None:
+        """Note a value, or what is inside it."""
+        plain = _plain_json(value)
+        if plain is not None:
+            self._note(path, json.dumps(plain))
+            return
+        if id(value) in self._seen:
+            self._note(path, f"the same as {self._seen[id(value)][0]}")
+            return
+        if depth > _DEEPEST:
+            return
+        self._seen[id(value)] = path, value
+        inside = list(_inside(value))
+        if not isinstance(value, FunctionType | MethodType | functools.partial):
+            self._note(f"{path}#", str(len(inside)))
+        if len(inside) > _MOST_VALUES:
+            self._note(path, _text(inside))
+            return
+        for name, item in inside:
+            self.visit(item, f"{path}{name}", depth + 1)
+
+    def _note(self, path: str, text: str) -> None:
+        if len(self.found) >= _MOST_IN_ALL:
+            path, text = "the others", f"{self.found.get('the others')} {path} {text}"
+        self.found[path] = sha256(text.encode())[:16]
+
+
+def _text(inside: list[tuple[str, Any]]) -> str:
+    """Return a text of many values and of what lists and mappings among them hold."""
+    try:
+        return json.dumps(inside, default=lambda item: _plain_json(item) or _name(type(item)))
+    except (TypeError, ValueError):  # keys that are no strings, or a list that holds itself
+        return json.dumps([[name, _plain_json(item) or _name(type(item))] for name, item in inside])
+
+
+def _plain_json(value: Any) -> Any:
+    """Return JSON values for a number, a string, a tensor or an array; ``None`` for what holds others."""
+    if isinstance(value, (*_SIMPLE, complex, bytes)):
+        return [type(value).__name__, repr(value)]
+    if isinstance(value, Tensor):
+        return tensor_json(value) or ["object", _name(type(value))]
+    if isinstance(value, np.ndarray | np.generic) and not value.dtype.hasobject:
+        return array_json(np.asarray(value))
+    return None
+
+
+def _inside(value: Any) -> Iterator[tuple[str, Any]]:
+    """Yield what a value holds, each with what its path is continued by."""
+    if isinstance(value, functools.partial):
+        yield ".func", value.func
+        yield ".args", value.args
+        yield ".keywords", value.keywords
+    elif isinstance(value, MethodType):
+        yield ".__func__", value.__func__
+        yield ".__self__", value.__self__
+    elif isinstance(value, FunctionType):
+        if not is_foreign(value):
+            yield from _inside_function(value)
+    elif isinstance(value, type):
+        if not is_foreign(value):
+            yield from ((f".{name}", item) for name, item in vars(value).items() if _is_member(name, item))
+    elif isinstance(value, Mapping):
+        yield from (
+            (f".{key}" if isinstance(key, str) else f"[{key!r}]", item) for key, item in value.items()
+        )
+    elif isinstance(value, list | tuple | np.ndarray):
+        yield from ((f"[{place}]", item) for place, item in enumerate(value))
+    elif isinstance(value, set | frozenset):
+        yield "{}", repr(sorted(map(repr, value)))
+    elif not isinstance(value, ModuleType | BuiltinFunctionType):
+        yield from _inside_object(value)
+
+
+def _inside_function(function: FunctionType) -> Iterator[tuple[str, Any]]:
+    yield ".source", sha256(source_bytes(function.__code__) + b"\0" + code_bytes(function.__code__))
+    yield ".__defaults__", function.__defaults__ or ()
+    yield ".__kwdefaults__", function.__kwdefaults__ or {}
+    for name, cell in zip(function.__code__.co_freevars, function.__closure__ or (), strict=True):
+        with contextlib.suppress(ValueError):  # a variable that has no value yet
+            yield f".{name}", cell.cell_contents
+    wrapped = getattr(function, "__wrapped__", None)
+    if wrapped is not None:
+        yield ".__wrapped__", wrapped
+    names = sorted(_names_in(function.__code__))
+    for name in names:
+        item = function.__globals__.get(name)
+        if isinstance(item, ModuleType):  # of a module of the user's own, what is named along with it
+            if item.__name__.partition(".")[0] not in FOREIGN:
+                attributes = {key: vars(item)[key] for key in names if key in vars(item)}
+                yield f".{name}", attributes
+        elif name in function.__globals__:
+            yield f".{name}", item
+
+
+def _names_in(code: CodeType) -> set[str]:
+    """Return the global names and attributes that a function's code names, those of functions inside it too."""
+    inner = (item for item in code.co_consts if isinstance(item, CodeType))
+    return set(code.co_names).union(*map(_names_in, inner))
+
+
+def _is_member(name: str, item: Any) -> bool:
+    return not name.startswith("__") or name in ("__init__", "__call__", "__getitem__")
+
+
+def _inside_object(value: Any) -> Iterator[tuple[str, Any]]:
+    """Yield the class and the attributes of an object: of a foreign class, only of datasets and modules."""
+    known = isinstance(value, Dataset | nn.Module)
+    if is_foreign(type(value)) and not known:
+        return
+    yield ".__class__", type(value)
+    held = dict(getattr(value, "__dict__", {}))
+    for cls in type(value).__mro__:
+        slots = vars(cls).get("__slots__", ())
+        for name in (slots,) if isinstance(slots, str) else slots:
+            with contextlib.suppress(AttributeError):
+                held[name] = getattr(value, name)
+    yield from ((f".{name}", item) for name, item in held.items() if name not in ("__dict__", "__weakref__"))

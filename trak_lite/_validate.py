@@ -1,14 +1,23 @@
-"""Checks that are worth a name: each raises :class:`InvalidInputError` with what was seen and what is allowed."""
+"""Checks worth a name: of arguments, which raise :class:`InvalidInputError`, and of JSON before it is parsed."""
 
 from __future__ import annotations
 
 import difflib
+import json
 import math
 from collections.abc import Collection, Iterable
+from typing import Any
 
-from trak_lite.errors import InvalidInputError
+from numpy.typing import NDArray
 
-__all__ = ["known_names", "one_of", "positive_int", "real_at_least"]
+from trak_lite.errors import InvalidInputError, UnknownNameError
+
+__all__ = ["check_depth", "known_names", "one_of", "parse_json", "positive_int", "real_at_least"]
+
+_DEEPEST = 128
+_MOST_BYTES = 64 << 20
+_MOST_VALUES = 1 << 21
+_STRUCTURE = (b"[", b"{", b",", b":")
 
 
 def positive_int(**named: object) -> int:
@@ -48,7 +57,7 @@ def one_of(allowed: Collection[str], **named: object) -> str:
         return value
     near = difflib.get_close_matches(str(value), list(allowed), n=1)
     hint = f" Did you mean {near[0]!r}?" if near else ""
-    raise InvalidInputError(f"{name} must be one of {sorted(allowed)}, got {value!r}.{hint}")
+    raise UnknownNameError(f"{name} must be one of {sorted(allowed)}, got {value!r}.{hint}")
 
 
 def known_names(given: Iterable[str], allowed: Collection[str], *, what: str) -> list[str]:
@@ -64,5 +73,68 @@ def known_names(given: Iterable[str], allowed: Collection[str], *, what: str) ->
             if near
             else f" Known: {list(allowed)[:10]}{' ...' if len(allowed) > 10 else ''}."
         )
-        raise InvalidInputError(f"Unknown {what}: {unknown}.{hint}")
+        raise UnknownNameError(f"Unknown {what}: {unknown}.{hint}")
     return names
+
+
+def parse_json(text: bytes | NDArray[Any], *, finite: bool = True) -> Any:
+    """Return the value of a JSON text whose size is bounded before it is parsed: every JSON of a store's comes here.
+
+    Two million values are room for a manifest of 100,000 modules. An empty list takes two bytes of text and eighty of
+    memory, so it is the number of values that bounds memory and time, at some 400 MB and a second.
+
+    Args:
+        text: In UTF-8.
+        finite: Refuse NaN and infinite numbers, which are no JSON although Python writes them.
+
+    Raises:
+        ValueError: If it is no JSON, longer than 64 MiB, of more than 2,097,152 values, nested more than 128 levels
+            deep, or has a number that is not finite and may not be.
+
+    Example:
+        >>> parse_json(b'{"a": [1, 2.5, null]}')
+        {'a': [1, 2.5, None]}
+    """
+    size = len(text) if isinstance(text, bytes) else text.nbytes
+    if size > _MOST_BYTES:
+        raise ValueError(f"{size} bytes, expected at most {_MOST_BYTES}")
+    plain = text if isinstance(text, bytes) else text.tobytes()
+    values = sum(map(plain.count, _STRUCTURE))  # those inside strings count too
+    if values > _MOST_VALUES:
+        raise ValueError(f"more than {_MOST_VALUES} values")
+    try:
+        number = {"parse_constant": _finite, "parse_float": _finite} if finite else {}
+        value = json.loads(plain, **number)  # type: ignore[arg-type]
+    except RecursionError as error:
+        raise ValueError(f"nested more than {_DEEPEST} levels deep") from error
+    check_depth(value)
+    return value
+
+
+def check_depth(value: Any, *, deepest: int = _DEEPEST) -> None:
+    """Raise if a JSON value has more levels than any walk through it is sure to come back from.
+
+    Raises:
+        ValueError: If it has.
+
+    Example:
+        >>> check_depth({"a": [1, {"b": 2}]}, deepest=2)
+        Traceback (most recent call last):
+        ...
+        ValueError: nested more than 2 levels deep
+    """
+    level = [value]
+    for _ in range(deepest + 1):
+        nested = (item for item in level if isinstance(item, dict | list))
+        level = [inner for item in nested for inner in (item.values() if isinstance(item, dict) else item)]
+        if not level:
+            return
+    raise ValueError(f"nested more than {deepest} levels deep")
+
+
+def _finite(text: str) -> float:
+    """Return a number of a JSON text; Python's parser takes some that JSON has not."""
+    number = float(text)
+    if not math.isfinite(number):
+        raise ValueError(f"{text} is no finite number")
+    return number

@@ -27,7 +27,7 @@ from trak_lite.attributor_settings import (
     stored_arguments,
 )
 from trak_lite.checkpoints import CheckpointSource, iterate_checkpoints
-from trak_lite.datasets import Rows
+from trak_lite.datasets import HeldRows, Rows
 from trak_lite.distributed import AbstractRanks, OneRank, joined_ranks
 from trak_lite.errors import InvalidInputError, StateError
 from trak_lite.evaluation import Verdict, subset_masks
@@ -61,7 +61,7 @@ from trak_lite.verification import (
     keep_verdict,
     target_outputs,
 )
-from trak_lite.workspace import FirstRows, Workspace, complete_tables, drop_checkpoint
+from trak_lite.workspace import FirstRows, Workspace, complete_tables, drop_checkpoint, naming_dropped
 
 __all__ = ["Attributor", "FeaturizeSummary"]
 
@@ -195,6 +195,8 @@ class Attributor:
         self._progress = progress
         self._distributed = distributed
         self._sources: list[KnownSource] = []
+        self._train: HeldRows | None = None
+        """A few train rows, as they were last given: they are computed again when targets are scored."""
         self._workspace = Workspace(self.path)
         self._kept = KeptScores(self._workspace, self._settings)
 
@@ -328,6 +330,7 @@ class Attributor:
             raise InvalidInputError(
                 "checkpoints is empty. Pass at least one, or leave it out for the model as it is."
             )
+        self._train = rows.held
         if not once:
             self._sources.append((checkpoints, checkpoint_loader))
         rows_found = len(names) * len(rows) - written
@@ -399,7 +402,11 @@ class Attributor:
         if k is not None and positive_int(k=k) and dense:
             raise InvalidInputError(f"k={k} is for dense=False; dense scores answer top(k) for any k.")
         targets = self._rows(data, indices, batch_size, "the targets")
-        with self._joined(f"score {name!r}") as ranks, self._session(ranks=ranks) as session:
+        with (
+            self._joined(f"score {name!r}") as ranks,
+            self._session(ranks=ranks, train=self._train) as session,
+            naming_dropped(session.store),
+        ):
             identity = session.target_identity(targets.identity(dataset_id), settings)
             features = session.targets(targets, name, settings, identity)
             used: list[str] | None = None
@@ -414,6 +421,7 @@ class Attributor:
             finished = session.agreed(said == "True")
             if not finished:
                 features.find(train, session.candidates)
+            features.compare(train, session.candidates)
             source = self._kept.source(session.store, list(train.values()), name, settings, ranks=ranks)
             if dense and not finished:
                 result.fill(source, device=self.device, progress=self._progress, watch=ranks.watch)
@@ -471,7 +479,7 @@ class Attributor:
         named = None if checkpoints is None else iterate_checkpoints(checkpoints, checkpoint_loader)
         with (
             self._joined("fit_curvature") as ranks,
-            self._session(identity := rows.identity(dataset_id), ranks=ranks) as session,
+            self._session(identity := rows.identity(dataset_id), ranks=ranks, train=rows) as session,
         ):
             session.fit_curvature(rows, identity, settings or KroneckerSettings(), named)
 
@@ -677,7 +685,7 @@ class Attributor:
             ManifestMismatchError: If ``data`` are not the train data.
         """
         train = self._rows(data, indices, batch_size, "the train data")
-        with self._session(train.identity(dataset_id)) as session:
+        with self._session(train.identity(dataset_id), train=train) as session:
             return token_scores(session, self._settings, scores, train, rows=rows, targets=targets)
 
     def gradient_norms(self) -> NDArray[np.float32]:
@@ -763,6 +771,7 @@ class Attributor:
         appended_to: FirstRows | None = None,
         *,
         ranks: AbstractRanks | None = None,
+        train: Rows | HeldRows | None = None,
     ) -> AbstractContextManager[FeaturizingSession]:
         """Hold the store, compared with these settings and this data, and the model."""
         return featurizing(
@@ -774,4 +783,5 @@ class Attributor:
             progress=self._progress,
             ranks=ranks or OneRank(),
             appended_to=appended_to,
+            train=train,
         )

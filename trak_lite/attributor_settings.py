@@ -8,7 +8,8 @@ from __future__ import annotations
 import logging
 import platform
 from collections.abc import Callable, Mapping
-from typing import Any, Final, Literal, Unpack, final
+from dataclasses import dataclass
+from typing import Any, Final, Literal, Self, Unpack, final
 
 import numpy as np
 import torch
@@ -17,7 +18,7 @@ from torch import Tensor, nn
 from trak_lite._session import resolve_device
 from trak_lite._validate import one_of, positive_int
 from trak_lite._version import __version__
-from trak_lite.errors import InvalidInputError
+from trak_lite.errors import CorruptStoreError, InvalidInputError
 from trak_lite.fisher import fisher_task
 from trak_lite.gradient_computers import (
     GRADIENT_COMPUTERS,
@@ -37,7 +38,14 @@ from trak_lite.sharded import is_sharded, refuse_sharded, refuse_unsupported_sha
 from trak_lite.store import DTYPES, Manifest, TableSpec, dtype_fingerprint
 from trak_lite.types import Batch, FeatureLayout, ParameterShapes, num_entries
 
-__all__ = ["AttributorSettings", "GradientComputerFactory", "Task", "stored_arguments", "versions"]
+__all__ = [
+    "AttributorSettings",
+    "GradientComputerFactory",
+    "StoredSettings",
+    "Task",
+    "stored_arguments",
+    "versions",
+]
 
 logger = logging.getLogger(__name__)
 
@@ -56,6 +64,20 @@ Chosen on one half of subsets and targets of ``benchmarks/lds_digits.py``, at K 
 .632 on the language model (Fisher, 2.3 samples per feature).
 """
 _WITH_DEFAULT_DAMPING: Final = tuple(_SHARE_OF_TRACE)
+_STORED_SETTINGS: Final = (
+    "task",
+    "proj_dim",
+    "seed",
+    "dtype",
+    "gradient_computer",
+    "normalize",
+    "store_norms",
+    "projector",
+    "layout",
+    "kernel",
+    "damping",
+)
+"""What a manifest says of an attributor's arguments; a store sets no others (paths, devices, what is shown)."""
 
 GradientComputerFactory = Callable[..., AbstractGradientComputer]
 Task = str | AbstractModelOutput | type[AbstractModelOutput] | Callable[..., Tensor]
@@ -267,27 +289,10 @@ class AttributorSettings:
         Raises:
             InvalidInputError: If a value is unknown, or the task has no curvature to weigh rows by.
         """
-        default = self.default_scores
-        kernel = view.get("kernel") or default.kernel
-        damping = view.get("damping")
-        layout = "stored" if len(self.layout.segments) == 1 else view.get("layout", "stored")
-        if kernel in _WITH_DEFAULT_DAMPING and damping is None:
-            same = kernel == default.kernel and layout == "stored"
-            damping = default.damping if same else self._default_damping(kernel, layout)
-        if kernel in ("curvature", "fisher"):
-            self.check_kernel(kernel)
-        if kernel == "fisher" and layout == "joint":
-            raise InvalidInputError(
-                "layout='joint' was given with kernel='fisher', which keeps a matrix for every segment and none for "
-                "the whole row. Leave it out, or use kernel='curvature' or 'trak'."
-            )
-        return ScoreSettings(
-            kernel=kernel,
-            damping=damping,
-            layout=layout,
-            q=view.get("q") or _default_q(kernel),
-            checkpoint_weights=view.get("checkpoint_weights"),
-        )
+        settings = _viewed(self.default_scores, self.layout, view)
+        if settings.kernel in ("curvature", "fisher"):
+            self.check_kernel(settings.kernel)
+        return settings
 
     @property
     def _default_kernel(self) -> Literal["curvature", "fisher", "trak"]:
@@ -300,7 +305,7 @@ class AttributorSettings:
         if name == "auto":
             name = self._best_kernel()
         self.check_kernel(name)
-        lam = self._default_damping(name, "stored") if damping == "auto" else damping
+        lam = _default_damping(self.layout, name, "stored") if damping == "auto" else damping
         weighting = "none" if name == "trak" else name
         return KernelSettings(weighting=weighting, damping=lam)  # type: ignore[arg-type]
 
@@ -327,13 +332,80 @@ class AttributorSettings:
                 "linear in it: every weight would be zero. Use kernel='trak'."
             )
 
-    def _default_damping(self, kernel: str, layout: str) -> float:
-        """Return the default lambda in units of the mean eigenvalue, from what it is as a share of the trace.
 
-        There is one number for all segments: where they are not equally wide, it is that of their mean width.
+@final
+@dataclass(frozen=True, slots=True)
+class StoredSettings:
+    """What a store's manifest says of its scores: enough to read them without the model or the task."""
+
+    layout: FeatureLayout
+    """Segments of a feature row."""
+    default_scores: ScoreSettings
+    """How scores were made where a call did not say otherwise."""
+    device: torch.device
+    """Where products of stored rows run."""
+
+    @classmethod
+    def of(cls, manifest: Manifest, *, device: torch.device, where: str) -> Self:
+        """Return the settings that a manifest holds.
+
+        Args:
+            manifest: Of the store.
+            device: Where products of stored rows run.
+            where: How messages name the store.
+
+        Raises:
+            CorruptStoreError: If it does not say how rows are laid out, or how scores are made.
         """
-        segments = 1 if layout == "joint" else len(self.layout.segments)
-        return self.layout.width / segments * _SHARE_OF_TRACE[kernel]
+        try:
+            settings = manifest.made_with["settings"]
+            layout = FeatureLayout.from_json(manifest.fingerprint["layout"])
+            kernel = settings["kernel"]
+            default = ScoreSettings(kernel=kernel, damping=settings["damping"], q=_default_q(kernel))
+        except (KeyError, TypeError, ValueError, AttributeError, OverflowError) as error:
+            raise CorruptStoreError(
+                f"{where} does not say how its rows are laid out and how its scores are made ({error!r:.200}). Open it "
+                "in Python with the model: Attributor.open(path, model)."
+            ) from error
+        return cls(layout, default, device)
+
+    def score_settings(self, **view: Unpack[ScoreView]) -> ScoreSettings:
+        """Return how scores of a view were made; see :meth:`AttributorSettings.score_settings`.
+
+        Raises:
+            InvalidInputError: If a value is unknown.
+        """
+        return _viewed(self.default_scores, self.layout, view)
+
+
+def _viewed(default: ScoreSettings, layout: FeatureLayout, view: ScoreView) -> ScoreSettings:
+    """Return how scores are made: as a call says, and as by default where it leaves that open."""
+    kernel = view.get("kernel") or default.kernel
+    damping = view.get("damping")
+    segments = "stored" if len(layout.segments) == 1 else view.get("layout", "stored")
+    if kernel in _WITH_DEFAULT_DAMPING and damping is None:
+        same = kernel == default.kernel and segments == "stored"
+        damping = default.damping if same else _default_damping(layout, kernel, segments)
+    if kernel == "fisher" and segments == "joint":
+        raise InvalidInputError(
+            "layout='joint' was given with kernel='fisher', which keeps a matrix for every segment and none for "
+            "the whole row. Leave it out, or use kernel='curvature' or 'trak'."
+        )
+    return ScoreSettings(
+        kernel=kernel,
+        damping=damping,
+        layout=segments,
+        q=view.get("q") or _default_q(kernel),
+        checkpoint_weights=view.get("checkpoint_weights"),
+    )
+
+
+def _default_damping(layout: FeatureLayout, kernel: str, segments: str) -> float:
+    """Return the default lambda in units of the mean eigenvalue, from what it is as a share of the trace.
+
+    There is one number for all segments: where they are not equally wide, it is that of their mean width.
+    """
+    return layout.width / (1 if segments == "joint" else len(layout.segments)) * _SHARE_OF_TRACE[kernel]
 
 
 def stored_arguments(
@@ -349,17 +421,25 @@ def stored_arguments(
 
     Raises:
         InvalidInputError: If the store was made with something of the user's own that was not passed.
+        CorruptStoreError: If the manifest does not hold settings as they are stored.
     """
-    arguments = dict(manifest.made_with.get("settings", {}))
-    arguments["grad_wrt"] = list(manifest.fingerprint["parameters"])
-    # Stores of older versions say nothing of it, and hold gradients as they are.
-    arguments["normalize"] = Normalization(**arguments.get("normalize", {}))
+    try:
+        stored = manifest.made_with.get("settings", {})
+        arguments = {name: stored[name] for name in _STORED_SETTINGS if name in stored}
+        arguments["grad_wrt"] = list(manifest.fingerprint["parameters"])
+        # Stores of older versions say nothing of it, and hold gradients as they are.
+        arguments["normalize"] = Normalization(**arguments.get("normalize", {}))
+        stored_task = _stored_task(arguments.pop("task", None), manifest)
+    except (KeyError, TypeError, ValueError, AttributeError) as error:
+        raise CorruptStoreError(
+            f"The manifest of {where} does not hold the settings of an attributor ({error!r:.200}). Restore its "
+            "zarr.json from a backup, or pass the settings: Attributor(model, task, path, ...)."
+        ) from error
     if arguments.get("layout") == "auto" and arguments.get("projector") not in (None, "two_sided"):
         arguments["layout"] = "joint"  # what older versions took
     if overrides.get("kernel", arguments.get("kernel")) != arguments.get("kernel"):
         arguments["damping"] = "auto"  # what was decided is in units of the other kernel
     arguments.update(overrides)
-    stored_task = _stored_task(arguments.pop("task", None), manifest)
     found = stored_task if task is None else task
     needed = [name for name, value in arguments.items() if value is None]
     if found is None:

@@ -6,10 +6,10 @@ A checkpoint is identified by the digest of its weights, never by its file name 
 from __future__ import annotations
 
 import hashlib
-import json
 import os
 import pickle
 import re
+from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -21,6 +21,7 @@ import torch
 from torch import Tensor, nn
 
 from trak_lite._adapters import completed_adapter
+from trak_lite._validate import parse_json
 from trak_lite.errors import CheckpointError
 from trak_lite.sharded import class_of, of_all_ranks, reshard, shard_like
 
@@ -29,9 +30,12 @@ __all__ = [
     "CheckpointSource",
     "iterate_checkpoints",
     "load_into",
+    "module_versions",
+    "noted_checkpoint",
     "read_weights",
     "weights_digest",
     "weights_inside",
+    "with_versions",
 ]
 
 CheckpointSource: TypeAlias = Any
@@ -117,6 +121,21 @@ def iterate_checkpoints(
         )
 
 
+def noted_checkpoint(source: object) -> Checkpoint | None:
+    """Return the checkpoint of the file that a store has noted as a source of weights, ``None`` if there is none.
+
+    The store may be of somebody else's: only a plain file with a name that weights are saved under is opened, and no
+    code from it is run. Whether it holds the weights that are looked for, their digest tells.
+    """
+    if not isinstance(source, str) or not source.endswith((*_SUFFIXES, _INDEX)):
+        return None
+    try:
+        path = Path(source)
+        return _from_file(path, path.stem) if path.is_file() else None
+    except (OSError, ValueError):
+        return None  # no path at all: too long, or with a null byte
+
+
 def _natural(path: Path) -> list[tuple[int, int | str]]:
     parts = re.split(r"(\d+)", path.name)
     return [(0, int(part)) if part.isdigit() else (1, part) for part in parts if part]
@@ -183,13 +202,15 @@ def read_weights(path: Path, *, weights_only: bool = True) -> Mapping[str, Tenso
     """
     if not path.name.endswith(_INDEX):
         return _read_file(path, weights_only)
-    return {name: value for shard in _shards(path) for name, value in _read_file(shard, weights_only).items()}
+    shards = [_read_file(shard, weights_only) for shard in _shards(path)]
+    versions = {name: version for shard in shards for name, version in module_versions(shard).items()}
+    return with_versions({name: value for shard in shards for name, value in shard.items()}, versions)
 
 
 def _shards(index: Path) -> list[Path]:
     """Return the files that an index of Hugging Face lists."""
     try:
-        listed = json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()
+        listed = parse_json(index.read_bytes())["weight_map"].values()
         names = sorted(set(listed))
         outside = [name for name in names if Path(name).name != name]
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
@@ -226,7 +247,8 @@ def _unwrap(content: Any, path: Path) -> Mapping[str, Tensor]:
         for key in _WRAPPERS:
             inner = content.get(key)
             if isinstance(inner, Mapping):
-                return {name: value for name, value in inner.items() if isinstance(value, Tensor)}
+                tensors = {name: value for name, value in inner.items() if isinstance(value, Tensor)}
+                return with_versions(tensors, module_versions(inner))
     found = sorted(map(str, content))[:10] if isinstance(content, Mapping) else type(content).__name__
     raise CheckpointError(
         f"{path} holds no state dict: found {found}. Expected a mapping from names to tensors, alone or under "
@@ -234,9 +256,31 @@ def _unwrap(content: Any, path: Path) -> Mapping[str, Tensor]:
     )
 
 
+def module_versions(state: Mapping[str, Any]) -> dict[str, Any]:
+    """Return what a state dict records beside its tensors, by module name: the version of each module's own format.
+
+    It is the attribute ``_metadata`` that ``Module.state_dict`` sets. A file without it, or a copy into a plain dict,
+    has none.
+    """
+    return dict(getattr(state, "_metadata", None) or {})
+
+
+def with_versions(values: Mapping[str, Any], versions: Mapping[str, Any]) -> OrderedDict[str, Any]:
+    """Return a state dict with these values that records these versions, see :func:`module_versions`."""
+    state = OrderedDict(values)
+    if versions:
+        state._metadata = OrderedDict(versions)  # type: ignore[attr-defined]  # as torch itself sets it
+    return state
+
+
 def _bare(name: str) -> str:
     """Return a name without the prefixes of ``DataParallel`` and ``torch.compile``."""
     return name.replace("_orig_mod.", "").removeprefix("module.")
+
+
+def _bare_module(name: str) -> str:
+    """Return the name of a module likewise; that of the wrapped model is empty."""
+    return _bare(f"{name}.").removesuffix(".")
 
 
 def load_into(model: nn.Module, checkpoint: Checkpoint, own: Mapping[str, Tensor] | None = None) -> None:
@@ -280,7 +324,10 @@ def load_into(model: nn.Module, checkpoint: Checkpoint, own: Mapping[str, Tensor
             "Build the model that the checkpoint was saved from."
         )
     given = {name: shard_like(value, held[name]) for name, value in given.items()}
-    model.load_state_dict(given, strict=False)  # tied names may be left out, as safetensors does
+    # Modules may refuse weights of an unknown version (torchvision's MNASNet). Names and shapes are the model's, so
+    # where none is recorded the version is taken to be the model's, too.
+    versions = {**module_versions(held), **_versions_under_own_names(state, held)}
+    model.load_state_dict(with_versions(given, versions), strict=False)  # safetensors leaves out tied names
 
 
 def _under_own_names(
@@ -297,6 +344,15 @@ def _renamed(state: Mapping[str, Any], held: Mapping[str, Any]) -> dict[str, Any
         return dict(state)
     by_bare = {_bare(name): name for name in held}
     return {by_bare.get(_bare(name), name): value for name, value in state.items()}
+
+
+def _versions_under_own_names(state: Mapping[str, Any], held: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the versions that a state dict records under the model's module names, as :func:`_renamed` its values."""
+    versions = module_versions(state)
+    if all(name in held for name in state):
+        return versions
+    by_bare = {_bare_module(name): name for name in module_versions(held)}
+    return {by_bare.get(_bare_module(name), name): version for name, version in versions.items()}
 
 
 def _tied_to_given(own: Mapping[str, Any], name: str, given: Mapping[str, Any]) -> bool:

@@ -29,6 +29,7 @@ from trak_lite.kronecker import (
 )
 from trak_lite.modelout_functions import AbstractModelOutput
 from trak_lite.store import AbstractFeatureStore, Manifest
+from trak_lite.store.manifest import kept_json
 from trak_lite.types import Batch, ParameterShapes
 
 __all__ = ["CurvatureFits"]
@@ -85,8 +86,8 @@ class CurvatureFits:
             raise StateError(
                 "No curvature was fitted, which kernel='ekfac' needs. Call fit_curvature(train_data) first."
             )
-        record: dict[str, Any] = json.loads(np.asarray(found).tobytes())
-        if record["dataset"] != Manifest(self._store.manifest.fingerprint.get("dataset", {})).digest():
+        record = kept_json(found, what=f"The record of EK-FAC fits in {self._store.path}")
+        if record.get("dataset") != Manifest(self._store.manifest.fingerprint.get("dataset", {})).digest():
             raise StateError(
                 "The curvature was fitted on other train rows than there are by now: rows were appended since. Call "
                 "fit_curvature(train_data) again."

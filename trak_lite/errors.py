@@ -1,13 +1,17 @@
 """Every exception that trak_lite raises on purpose.
 
-Each one is also the built-in error that a caller would expect, so ``except ValueError`` keeps working.
-A message says what was seen, what was expected and what to do next.
+Each one is also the built-in error that a caller would expect, so ``except ValueError`` keeps working. Where the
+original TRAK raises a built-in error (``AssertionError`` of its ``assert`` statements), what ``TRAKer`` raises in its
+place is that error, too.
+A message says what was seen, what was expected and what to do next. What it quotes may come from a store or a config
+of somebody else's: characters that a terminal might obey are escaped when it is shown (:func:`printable`).
 """
 
 from __future__ import annotations
 
 __all__ = [
     "MODEL_FAILURES",
+    "AssertedInputError",
     "BusyError",
     "CheckpointError",
     "CorruptStoreError",
@@ -26,21 +30,58 @@ __all__ = [
     "StoreError",
     "StoreFullError",
     "TrakLiteError",
+    "UnknownExperimentError",
+    "UnknownNameError",
     "UnknownTaskError",
     "UnsupportedModelError",
     "UnsupportedStoreError",
+    "printable",
 ]
+
+
+def printable(text: str) -> str:
+    r"""Return a text in which every character but a newline can be seen; the others are escaped as in a literal.
+
+    Escape sequences, carriage returns, characters that turn the direction of writing and lone surrogates come from
+    names in stores of others, and a terminal would obey them, or an encoder fail.
+
+    Example:
+        >>> printable("a" + chr(27) + "[2J")
+        'a\\x1b[2J'
+    """
+    if text.isprintable():
+        return text
+    return "".join(
+        letter if letter.isprintable() or letter == "\n" else letter.encode("unicode_escape").decode("ascii")
+        for letter in text
+    )
 
 
 class TrakLiteError(Exception):
     """Base of every error raised on purpose by trak_lite."""
+
+    def __str__(self) -> str:
+        """Return the message with every character visible."""
+        return printable(super().__str__())
 
 
 class InvalidInputError(TrakLiteError, ValueError):
     """An argument, a batch or a dataset is not what the called function accepts."""
 
 
-class UnknownTaskError(InvalidInputError):
+class AssertedInputError(InvalidInputError, AssertionError):
+    """Arguments that contradict each other, which the original TRAK refuses by ``assert``."""
+
+
+class UnknownNameError(InvalidInputError, KeyError):
+    """A name that stands for nothing: the nearest known ones are in the message."""
+
+    def __str__(self) -> str:
+        """Return the message; a ``KeyError`` would show it in quotes."""
+        return printable(Exception.__str__(self))
+
+
+class UnknownTaskError(UnknownNameError):
     """The task is neither a known name nor a model output function."""
 
 
@@ -52,7 +93,7 @@ class PrecisionError(InvalidInputError):
     """The storage dtype cannot hold the features without losing them."""
 
 
-class CheckpointError(InvalidInputError):
+class CheckpointError(InvalidInputError, RuntimeError):
     """A checkpoint cannot be read, or does not fit the model."""
 
 
@@ -60,8 +101,12 @@ class UnsupportedModelError(TrakLiteError, RuntimeError):
     """The gradient computer cannot differentiate this model sample by sample."""
 
 
-class StateError(TrakLiteError, RuntimeError):
+class StateError(TrakLiteError, RuntimeError, AssertionError):
     """A step was called before the steps that it needs."""
+
+
+class UnknownExperimentError(StateError, UnknownNameError):
+    """No target of this experiment was scored."""
 
 
 class RankError(TrakLiteError, RuntimeError):
@@ -72,7 +117,7 @@ class RetrainingError(TrakLiteError, RuntimeError):
     """A user's training or output function failed while models were trained on subsets."""
 
 
-class SingularKernelError(TrakLiteError, ValueError):
+class SingularKernelError(TrakLiteError, ValueError, RuntimeError):
     """The kernel matrix cannot be inverted at the damping that was asked for."""
 
 
@@ -84,7 +129,7 @@ class MissingStoreError(StoreError, FileNotFoundError):
     """There is no store, or no such table in it, at the path."""
 
 
-class ManifestMismatchError(StoreError, ValueError):
+class ManifestMismatchError(StoreError, ValueError, AssertionError):
     """The store, or a table in it, was made with other settings."""
 
 

@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import logging
-import time
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
-from pathlib import Path
 from typing import Any, TypeAlias, final
 
 import numpy as np
@@ -23,22 +21,23 @@ from trak_lite.checkpoints import (
     CheckpointSource,
     iterate_checkpoints,
     load_into,
+    noted_checkpoint,
     weights_digest,
 )
 from trak_lite.curvature_fits import CurvatureFits
-from trak_lite.datasets import Rows
+from trak_lite.datasets import HeldRows, Rows
 from trak_lite.diagnosis import naming_rows
 from trak_lite.distributed import AbstractRanks
 from trak_lite.errors import ManifestMismatchError, StateError
 from trak_lite.fisher import FisherFits, FisherSettings
 from trak_lite.gradient_computers import AbstractGradientComputer
 from trak_lite.kronecker import KroneckerSettings, PreconditionedProjector, Preconditioner
-from trak_lite.pipeline import GRADIENT_NORM, compute_features, featurize_rows
+from trak_lite.pipeline import GRADIENT_NORM, check_rows, compute_features, featurize_rows
 from trak_lite.projectors import AbstractProjector
 from trak_lite.score_source import target_folder
 from trak_lite.scoring import ScoreSettings
 from trak_lite.sharded import Lockstep, refuse_sharded
-from trak_lite.sharing import LateTable, has_free_rows, pauses
+from trak_lite.sharing import LateTable, Patience, has_free_rows, holder_of
 from trak_lite.store import AbstractFeatureStore, AbstractRowTable, TableSpec
 from trak_lite.target_session import TargetSession, visit_checkpoints
 from trak_lite.types import Batch
@@ -63,6 +62,7 @@ def featurizing(
     progress: bool | None,
     ranks: AbstractRanks,
     appended_to: FirstRows | None = None,
+    train: Rows | HeldRows | None = None,
 ) -> Iterator[FeaturizingSession]:
     """Hold a store open for writing and a model borrowed, inside the block.
 
@@ -75,6 +75,8 @@ def featurizing(
         progress: Show progress bars; ``None`` shows them on a terminal only.
         ranks: Those that do the same at this moment.
         appended_to: See :meth:`~trak_lite.workspace.Workspace.open`.
+        train: The train rows, or a few of them, where they are at hand: stored ones are computed again with every
+            checkpoint that is loaded, and compared.
 
     Raises:
         ManifestMismatchError: If the store was made with other settings; names every difference.
@@ -84,7 +86,7 @@ def featurizing(
         borrow_model(model, settings.device) as own,
     ):
         yield FeaturizingSession(
-            model, settings, opened, own=own, sources=sources, progress=progress, ranks=ranks
+            model, settings, opened, own=own, sources=sources, progress=progress, ranks=ranks, train=train
         )
 
 
@@ -102,8 +104,10 @@ class FeaturizingSession:
         sources: Iterable[KnownSource],
         progress: bool | None,
         ranks: AbstractRanks,
+        train: Rows | HeldRows | None,
     ) -> None:
         """Hold what :func:`featurizing` opened and borrowed; ``own`` are the model's weights as they were."""
+        self._train = train
         self._model = model
         self._settings = settings
         self._workspace = workspace
@@ -188,21 +192,25 @@ class FeaturizingSession:
         Returns:
             Number of rows that this process wrote.
         """
-        written, waits = 0, pauses()
+        written, patience = 0, Patience()
         while self._unfinished:
             unfinished, self._unfinished = self._unfinished, []
             for checkpoint, digest in unfinished:
                 if self._is_left_alone(digest):
                     # Each rank takes up others, in an order of its own: there is nothing to agree on by name.
                     written += self._featurize_train(checkpoint, self._load(checkpoint), rows, wait=False)
-                    waits = pauses()
+                    patience.reset()
                 elif not self._is_featurized(digest):
                     self._unfinished.append((checkpoint, digest))
             if self._unfinished:
-                logger.info("Waiting for other writers at %d checkpoints.", len(self._unfinished))
                 self._ranks.watch()
-                time.sleep(next(waits))
+                patience.wait(f"for rows of {len(self._unfinished)} checkpoints", self._holders)
         return written
+
+    def _holders(self) -> str:
+        """Return who holds rows of the first checkpoint that is not finished."""
+        path = self._path(self._unfinished[0][1])
+        return holder_of(self.store.open_table(path)) or f"others work on {path}, at what is not rows of it."
 
     def _is_featurized(self, digest: str) -> bool:
         """Whether all is there that featurizing a checkpoint makes."""
@@ -267,6 +275,7 @@ class FeaturizingSession:
             identity=identity,
             load=self._load,
             spec=spec,
+            check=self._check_train,
             agreed=self.agreed,
             featurize=partial(self._precondition, settings.damping or 0.0)
             if preconditioned
@@ -298,10 +307,18 @@ class FeaturizingSession:
             for checkpoint in checkpoints:
                 digest = self._load(checkpoint)
                 complete_tables(self.store, [digest])
+                self._check_train(digest)
                 fit(digest, checkpoint.name)
             return
+
+        def fit_checked(digest: str, label: str) -> None:
+            self._check_train(digest)
+            fit(digest, label)
+
         waiting = [digest for digest in checkpoint_tables(self.store) if not self.agreed(has(digest))]
-        visit_checkpoints(self.store, waiting, self.candidates, self._load, fit, purpose="to fit a curvature")
+        visit_checkpoints(
+            self.store, waiting, self.candidates, self._load, fit_checked, purpose="to fit a curvature"
+        )
 
     def _fitting(
         self, rows: Rows, identity: Mapping[str, Any], settings: KroneckerSettings | FisherSettings
@@ -362,9 +379,9 @@ class FeaturizingSession:
             yield from iterate_checkpoints(*source)
         tables = checkpoint_tables(store)
         for digest in sorted(needed):
-            path = store.attributes(tables[digest]).get("source")
-            if path is not None and Path(path).is_file():
-                yield from iterate_checkpoints(path)
+            noted = noted_checkpoint(store.attributes(tables[digest]).get("source"))
+            if noted is not None:
+                yield noted
         yield from iterate_checkpoints(None)
 
     def visit(self, digests: Iterable[str], visit: Callable[[str], None], *, purpose: str) -> None:
@@ -373,9 +390,12 @@ class FeaturizingSession:
         Raises:
             StateError: If the weights of a checkpoint are not to be found; says that they are needed for ``purpose``.
         """
-        visit_checkpoints(
-            self.store, digests, self.candidates, self._load, lambda digest, _: visit(digest), purpose=purpose
-        )
+
+        def visit_checked(digest: str, _: str) -> None:
+            self._check_train(digest)
+            visit(digest)
+
+        visit_checkpoints(self.store, digests, self.candidates, self._load, visit_checked, purpose=purpose)
 
     def features(self, batch: Batch, rows: NDArray[np.int64], *, model_id: int, what: str) -> Tensor:
         """Return the features ``(B, K)`` of a batch from the checkpoint that is loaded; nothing is kept.
@@ -390,6 +410,31 @@ class FeaturizingSession:
         computer = self._computers(what)(moved, rows)
         projector = self._settings.projector
         return compute_features(computer, projector, moved, model_id=model_id, rows=rows, what=what)[0]
+
+    def _check_train(self, digest: str) -> None:
+        """Compute a few train rows of the checkpoint that is loaded again, where the train data are at hand.
+
+        Raises:
+            ManifestMismatchError: If they are not what is stored.
+        """
+        path = checkpoint_tables(self.store).get(digest)
+        if self._train is None or path is None:
+            return
+        table = self.store.open_table(path)
+        if len(self._train) != table.spec.num_rows:  # rows were appended since, by another process
+            return
+        check_rows(
+            LateTable(table.spec, table, lambda: table),
+            self._train,
+            self._train.held if isinstance(self._train, HeldRows) else None,
+            self._computers(self._train.what),
+            self._settings.projector,
+            model_id=self._workspace.model_id(digest),
+            device=self._settings.device,
+            label=path,
+            normalization=self._settings.normalization,
+            lockstep=self._lockstep,
+        )
 
     def _load(self, checkpoint: Checkpoint) -> str:
         """Load a checkpoint, let the task prepare for it, and return the digest of its weights."""

@@ -47,6 +47,7 @@ from trak_lite.scoring import accumulation_dtype
 from trak_lite.sharded import Lockstep
 from trak_lite.sharing import LateTable, SharedRows, always, has_free_rows, unwatched
 from trak_lite.store import AbstractFeatureStore, AbstractRowTable, Column, Manifest, TableSpec
+from trak_lite.store.manifest import kept_json
 from trak_lite.types import Batch, FeatureLayout
 
 __all__ = ["FisherFits", "FisherSettings", "fisher_task", "split_squares"]
@@ -316,8 +317,7 @@ class FisherFits:
     def _found_record(self) -> dict[str, Any] | None:
         found = self._store.cached(_RECORD, "record")
         if found is not None:
-            record: dict[str, Any] = json.loads(np.asarray(found).tobytes())
-            return record
+            return kept_json(found, what=f"The record of Fisher fits in {self._store.path}")
         # Derived arrays of an object store stay where they were made: there, the fits say it.
         fits = self._store.table_names(_FOLDER)
         return dict(self._store.open_table(fits[0]).spec.fingerprint["fisher"]) if fits else None

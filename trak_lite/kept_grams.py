@@ -142,11 +142,17 @@ def kernels_of(
     layout: FeatureLayout,
     *,
     device: torch.device,
+    allow_singular: bool = False,
 ) -> list[SegmentKernel]:
-    """Return the factorised kernel of one checkpoint's train rows, segment by segment; see :func:`grams_of`."""
+    """Return the factorised kernel of one checkpoint's train rows, segment by segment; see :func:`grams_of`.
+
+    ``allow_singular`` is that of :func:`~trak_lite.scoring.factorise`.
+    """
     matrices = grams_of(store, path, settings, layout, device=device)
     num_rows = store.open_table(path).spec.num_rows
-    return factorise_segments(matrices, settings, num_rows=num_rows, layout=layout)
+    return factorise_segments(
+        matrices, settings, num_rows=num_rows, layout=layout, allow_singular=allow_singular
+    )
 
 
 def has_kernel(

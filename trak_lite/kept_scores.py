@@ -10,7 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from trak_lite._devices import float64_device
-from trak_lite.attributor_settings import AttributorSettings
+from trak_lite.attributor_settings import AttributorSettings, StoredSettings
 from trak_lite.distributed import AbstractRanks
 from trak_lite.evaluation import Predictions, Verdict
 from trak_lite.score_matrix import AbstractScoreMatrix, StoredMatrix, StreamedMatrix
@@ -21,7 +21,7 @@ from trak_lite.scoring import ScoreSettings
 from trak_lite.store import AbstractFeatureStore, AbstractRowTable
 from trak_lite.types import FeatureLayout
 from trak_lite.verification import ScoredRows, kept_predictions, kept_verdict
-from trak_lite.workspace import Workspace, complete_tables
+from trak_lite.workspace import Workspace, complete_tables, naming_dropped
 
 __all__ = ["KeptScores"]
 
@@ -36,9 +36,9 @@ def _widths(layout: FeatureLayout) -> int | str:
 
 @final
 class KeptScores:
-    """Opens the scores of one attributor's store."""
+    """Opens the scores of one store."""
 
-    def __init__(self, workspace: Workspace, settings: AttributorSettings) -> None:
+    def __init__(self, workspace: Workspace, settings: AttributorSettings | StoredSettings) -> None:
         """Hold where the store is, and how its rows are laid out."""
         self._workspace = workspace
         self._settings = settings
@@ -54,9 +54,10 @@ class KeptScores:
             StateError: If they were never computed, or not finished.
         """
         store = self._workspace.reader()
-        table = finished_scores(store, name, settings, self._settings.default_scores)
-        made = ScoreSettings.from_fingerprint(table.spec.fingerprint)
-        train = list(complete_tables(store, list(table.spec.fingerprint["checkpoints"])).values())
+        with naming_dropped(store):
+            table = finished_scores(store, name, settings, self._settings.default_scores)
+            made = ScoreSettings.from_fingerprint(table.spec.fingerprint)
+            train = list(complete_tables(store, list(table.spec.fingerprint["checkpoints"])).values())
         path = self.path(name, settings)
         source = self.source(store, train, name, made)
         return self._scores(
@@ -89,7 +90,8 @@ class KeptScores:
             StateError: If the targets have no features, or train rows are pending.
         """
         store = self._workspace.reader()
-        train = scorable_tables(store, name, settings, digests)
+        with naming_dropped(store):
+            train = scorable_tables(store, name, settings, digests)
         source = self.source(store, train, name, settings)
         return self._scores(
             source, StreamedMatrix(source, kept), name, settings, len(train), target_folder(name, settings)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol, final
 
@@ -17,12 +17,13 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from trak_lite._batches import batch_size, move_batch
+from trak_lite._batches import batch_size, flatten_batch, move_batch, take_rows
 from trak_lite._devices import full_float32, in_float64
 from trak_lite.diagnosis import naming_rows, refuse_non_finite
 from trak_lite.errors import BusyError, InvalidInputError, NonFiniteError, PrecisionError, StateError
 from trak_lite.gradient_computers import AbstractGradientComputer, Normalization, RowNormalizer
 from trak_lite.projectors import AbstractProjector
+from trak_lite.row_checks import Computed, compare_rows, done_rows, rounding_of
 from trak_lite.sharded import ALONE, Lockstep, Turns
 from trak_lite.sharing import LateTable, SharedRows, always, unwatched
 from trak_lite.store import Column, TableSpec, chunk_rows_for
@@ -35,6 +36,7 @@ __all__ = [
     "OUT_TO_LOSS",
     "SampleRows",
     "as_tensor",
+    "check_rows",
     "compute_features",
     "feature_table_spec",
     "featurize_rows",
@@ -124,8 +126,11 @@ def compute_features(
 
     Raises:
         InvalidInputError: If a sample is not what the task or the model expects; names its row.
+        UnsupportedModelError: If the gradient computer refuses the batch. Where its self-check does, the rows of the
+            batches since the last check that passed are named, and in the error's ``rows``.
     """
     accumulator = projector.accumulator(batch_size(batch), model_id=model_id, parameters=computer.parameters)
+    computer.name_rows(f"{what} (model id {model_id})", rows)
     with full_float32(next(computer.model.parameters()).device):
         with naming_rows(computer.model, computer.modelout_fn, batch, rows, what):
             if normalizer is None:
@@ -182,14 +187,21 @@ def featurize_rows(
         NonFiniteError: If f, q, w or a feature is NaN or infinite; names the rows.
         PrecisionError: If the table's dtype cannot hold a row; names the rows.
         InvalidInputError: If a batch is not what the task expects.
+        ManifestMismatchError: If rows that are done, computed again, are not what the table holds: see
+            :func:`check_rows`.
         RankError: If another rank of a sharded model has failed.
     """
-    made = _BatchWork(table, rows, computer_for, projector, model_id, device, normalization)
+    made = _BatchWork(table, rows, computer_for, projector, model_id, device, normalization, label)
     turns = Turns(lockstep, made.repeat)
     shared = SharedRows(
         table, rows.batch_size, label=label, progress=progress, watch=watch, pause=turns.pause, leads=leads
     )
+    own: set[int] = set()
+    """Chunks that this process puts rows into: what it computed itself need not be compared."""
     with shared as work, turns:
+        table.look()
+        compared = made.check(turns, own)
+        first = not compared
         for wanted, batch in (pair for plan in work.rounds(wait=wait) for pair in rows.batches(plan)):
             if batch_size(batch) != len(wanted):
                 raise InvalidInputError(
@@ -198,8 +210,52 @@ def featurize_rows(
                 )
             with turns.batch():
                 found = made.compute(wanted, batch)
+            written = work.written
             made.put(work, wanted, found)
+            if work.written > written:
+                own.add(int(wanted[0]) // table.spec.chunk_rows)
+            if first:  # another process may have made the table meanwhile, with other data or another model
+                compared, first = made.check(turns, own), False
+        if work.written < work.pending_at_first:  # others wrote the rest
+            made.check(turns, own)
     return work.written
+
+
+def check_rows(
+    table: LateTable,
+    rows: SampleRows,
+    wanted: NDArray[np.int64] | None,
+    computer_for: Callable[[Batch, NDArray[np.int64]], AbstractGradientComputer],
+    projector: AbstractProjector,
+    *,
+    model_id: int,
+    device: torch.device,
+    label: str,
+    normalization: Normalization,
+    lockstep: Lockstep = ALONE,
+) -> None:
+    """Compute a few rows of a table that are done again, and compare them with what it holds, within rounding.
+
+    Costs one pass over at most eight samples; :func:`featurize_rows` does this by itself.
+
+    Args:
+        table: As for :func:`featurize_rows`; it exists.
+        rows: Likewise.
+        wanted: Which rows, all of them committed; ``None`` takes some that are done.
+        computer_for: As for :func:`featurize_rows`.
+        projector: Likewise.
+        model_id: Likewise.
+        device: Likewise.
+        label: How the message names the table.
+        normalization: As for :func:`featurize_rows`.
+        lockstep: Likewise.
+
+    Raises:
+        ManifestMismatchError: If a row differs; names it, and each quantity that does.
+    """
+    made = _BatchWork(table, rows, computer_for, projector, model_id, device, normalization, label)
+    with Turns(lockstep, made.repeat) as turns:
+        made.check(turns, (), wanted)
 
 
 @dataclass(frozen=True, slots=True)
@@ -225,6 +281,55 @@ class _BatchWork:
     model_id: int
     device: torch.device
     normalization: Normalization
+    label: str
+
+    def check(self, turns: Turns, own: Collection[int], wanted: NDArray[np.int64] | None = None) -> bool:
+        """Compare a few rows that are done, outside of some chunks; return whether there were any."""
+        table = self.table.table
+        stored = None if table is None else done_rows(table, wanted, without=frozenset(own))
+        if stored is None:
+            return False
+        grid = range(self.rows.batch_size, len(stored.rows), self.rows.batch_size)
+        plan = np.split(stored.rows, grid)
+        batches = [batch for part in plan for _, batch in self.rows.batches([part])]
+        place_of = [(group, place) for group, part in enumerate(plan) for place in range(len(part))]
+
+        def computed(wanted: NDArray[np.int64], batch: Batch) -> _Computed:
+            with turns.batch():
+                return self.compute(wanted, batch)
+
+        def sample(place: int) -> Batch:
+            group, at = place_of[place]
+            return take_rows(batches[group], [at])
+
+        parts = [computed(*pair) for pair in zip(plan, batches, strict=True)]
+        compare_rows(
+            stored,
+            _joined(parts),
+            lambda place: _joined([computed(stored.rows[place : place + 1], sample(place))]),
+            rounding=rounding_of(parts[0].computer.model, self.device),
+            named=self.rows.numbers(stored.rows),
+            what=self.rows.what,
+            label=self.label,
+            why=lambda place: self._why(stored.rows[place : place + 1], sample(place)),
+        )
+        return True
+
+    def _why(self, row: NDArray[np.int64], sample: Batch) -> str:
+        """Return what is known of the cause of a row that is not the stored one."""
+        _, again = next(self.rows.batches([row]))
+        pairs = zip(flatten_batch(sample)[0], flatten_batch(again)[0], strict=False)
+        if not all(one.shape == other.shape and bool((one == other).all()) for one, other in pairs):
+            return (
+                "The sample itself changes from one access to the next (augmentation, noise, a random mask), so no row "
+                "of it can be continued or recognised. Switch that off, or draw it from a generator that is seeded "
+                "with the index of the row."
+            )
+        return (
+            "What rows depend on was changed since: the samples, their transform or collation, the model's code, "
+            "attributes or unsaved buffers, the task, or what one of these reads. Undo the change, or use another path "
+            "(of targets: another name)."
+        )
 
     def compute(self, wanted: NDArray[np.int64], batch: Batch) -> _Computed:
         """Return the features of a batch, the table's rows ``wanted``; every pass of the model is in here."""
@@ -264,6 +369,19 @@ class _BatchWork:
     @functools.cached_property
     def _first(self) -> tuple[NDArray[np.int64], Batch]:
         return next(self.rows.batches([np.arange(1)]))
+
+
+def _joined(parts: Sequence[_Computed]) -> Computed:
+    """Return what came of some batches by column, in the dtype in which it was computed."""
+    columns = {
+        FEATURES: [part.features for part in parts],
+        OUT_TO_LOSS: [part.terms.out_to_loss_grad for part in parts],
+        LOSS_CURVATURE: [part.terms.loss_curvature for part in parts],
+    }
+    values = {name: torch.cat(found).detach().double().cpu().numpy() for name, found in columns.items()}
+    norms = {name: np.concatenate([part.norms[name] for part in parts]) for name in parts[0].norms}
+    outputs = torch.cat([part.terms.output for part in parts]).detach().double().cpu().numpy()
+    return Computed({**values, **norms}, outputs)
 
 
 def _normalizer(table: LateTable, normalization: Normalization, num_samples: int) -> RowNormalizer | None:

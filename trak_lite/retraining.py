@@ -6,6 +6,8 @@ Shapes: N train rows, S subsets, R seeds, M targets.
 from __future__ import annotations
 
 import hashlib
+import logging
+import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from os import PathLike
@@ -15,23 +17,29 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 from torch import Tensor
 
-from trak_lite._progress import KeptProgress
-from trak_lite._sources import describe_source
+from trak_lite._sources import carried_values, describe_source
 from trak_lite._validate import positive_int
 from trak_lite.errors import (
     MODEL_FAILURES,
+    BusyError,
     InvalidInputError,
+    ManifestMismatchError,
     NonFiniteError,
     RetrainingError,
+    StateError,
     UnsupportedModelError,
 )
 from trak_lite.evaluation import NoiseCeiling, seed_noise_ceiling
-from trak_lite.store import Column, Manifest, RemotePlace, TableSpec, chunk_rows_for, resolve_place
+from trak_lite.row_checks import done_rows
+from trak_lite.sharing import SharedRows
+from trak_lite.store import Column, Manifest, RemotePlace, TableSpec, resolve_place
 from trak_lite.store.manifest import compare_fingerprints
 from trak_lite.vectorised import VectorisedTraining
 from trak_lite.workspace import Workspace
 
 __all__ = ["OutputFunction", "Retrained", "TrainFunction", "retrain", "retrain_into", "retrain_many"]
+
+logger = logging.getLogger(__name__)
 
 TrainFunction: TypeAlias = Callable[[NDArray[np.int64], int], Any]
 """``train_fn(indices, seed)``: trains on these rows and returns a state dict, a module or what ``output_fn`` takes."""
@@ -39,6 +47,12 @@ OutputFunction: TypeAlias = Callable[[Any], Tensor | ArrayLike]
 """``output_fn(trained)``: M numbers, the model output of every target."""
 
 OUTPUTS = "outputs"
+_MOST_CHUNKS = 1024
+_SAME_TRAINING = 1e-2
+"""Share of the spread of outputs by which a repeated training may differ: a rounding grows with every step."""
+_VALUES = "carried values"
+_confirmed: dict[tuple[str, str], dict[str, str]] = {}
+"""What the functions carried when this process trained into a table, or repeated one of its trainings, by its place."""
 _FAILURES = (*MODEL_FAILURES, OSError, ArithmeticError, AssertionError)
 """What a user's training raises when it fails."""
 
@@ -89,26 +103,35 @@ class _Plan:
     masks: NDArray[np.bool_]
     seeds: tuple[int, ...]
     fingerprint: dict[str, Any]
+    train_id: str | None
+    functions: tuple[Any, Any]
+    """``train_fn`` and ``output_fn``."""
+
+    def values(self) -> dict[str, str]:
+        """Return what the functions carry at this moment; nothing where the user has named the training."""
+        return {} if self.train_id is not None else carried_values(*self.functions)
 
     @property
     def num_rows(self) -> int:
         """Models to train: S times R."""
         return len(self.masks) * len(self.seeds)
 
-    def jobs(self, rows: Iterable[int]) -> list[_Job]:
-        """Return the models of some rows of the table."""
-        places = [(row, *divmod(row, len(self.seeds))) for row in rows]
-        return [
-            _Job(row, subset, self.seeds[place], np.flatnonzero(self.masks[subset]))
-            for row, subset, place in places
-        ]
+    def jobs(self, rows: Iterable[int]) -> Iterator[_Job]:
+        """Yield the models of some rows of the table."""
+        for row in rows:
+            subset, place = divmod(row, len(self.seeds))
+            yield _Job(row, subset, self.seeds[place], np.flatnonzero(self.masks[subset]))
 
     def spec(self, num_targets: int) -> TableSpec:
         """Return the table of outputs: row = subset * R + place of the seed."""
         columns = (Column(OUTPUTS, num_targets, "float32"),)
-        return TableSpec(
-            self.num_rows, columns, chunk_rows_for(self.num_rows, 4 * num_targets), self.fingerprint
-        )
+        # A chunk is what a process takes: one model, as long as that does not make too many files.
+        return TableSpec(self.num_rows, columns, -(-self.num_rows // _MOST_CHUNKS), self.fingerprint)
+
+
+_Trained: TypeAlias = tuple[_Job, NDArray[np.float64]]
+_Run: TypeAlias = Callable[[Iterable[_Job]], Iterator[_Trained]]
+"""Trains models, and yields each with its outputs."""
 
 
 def retrain(
@@ -156,6 +179,7 @@ def retrain(
     plan = _plan(train_fn, masks, output_fn, seeds, train_id)
     workspace = Workspace(None if path is None else resolve_place(path))
     with workspace.opened(Manifest({"kind": "retraining"})):
+        _refuse_other_training(workspace, OUTPUTS, plan, lambda jobs: _one_by_one(jobs, train_fn, output_fn))
         return _fill(workspace, OUTPUTS, plan, lambda jobs: _one_by_one(jobs, train_fn, output_fn), progress)
 
 
@@ -194,14 +218,13 @@ def retrain_many(
     positive_int(models_at_once=models_at_once)
     workspace = Workspace(None if path is None else resolve_place(path))
     plan = _plan(training, masks, output_fn, seeds, train_id)
+
+    def run(jobs: Iterable[_Job]) -> Iterator[_Trained]:
+        return _side_by_side(list(jobs), training, output_fn, models_at_once)
+
     with workspace.opened(Manifest({"kind": "retraining"})):
-        return _fill(
-            workspace,
-            OUTPUTS,
-            plan,
-            lambda jobs: _side_by_side(jobs, training, output_fn, models_at_once),
-            progress,
-        )
+        _refuse_other_training(workspace, OUTPUTS, plan, run)
+        return _fill(workspace, OUTPUTS, plan, run, progress)
 
 
 def retrain_into(
@@ -230,8 +253,11 @@ def retrain_into(
         settings: More JSON values that the results are recognised by.
     """
     plan = _plan(train_fn, masks, output_fn, seeds, train_id, settings)
-    path = f"{group}/{Manifest(plan.fingerprint).digest()[:16]}"
-    return _fill(workspace, path, plan, lambda jobs: _one_by_one(jobs, train_fn, output_fn), progress)
+
+    def run(jobs: Iterable[_Job]) -> Iterator[_Trained]:
+        return _one_by_one(jobs, train_fn, output_fn)
+
+    return _fill(workspace, _own_table(workspace, group, plan, run), plan, run, progress)
 
 
 def _plan(
@@ -261,47 +287,159 @@ def _plan(
         "training": functions if train_id is None else {"id": train_id},
         **(settings or {}),
     }
-    return _Plan(kept, numbers, fingerprint)
+    return _Plan(kept, numbers, fingerprint, train_id, (train_fn, output_fn))
 
 
-def _fill(
-    workspace: Workspace,
-    path: str,
-    plan: _Plan,
-    run: Callable[[list[_Job]], Iterator[tuple[_Job, NDArray[np.float64]]]],
-    progress: bool | None,
-) -> Retrained:
-    """Train the models that the table lacks; each one's outputs are put before the next is asked for."""
+def _own_table(workspace: Workspace, group: str, plan: _Plan, run: _Run) -> str:
+    """Return the table of this very training: one that is there, or the name of a new one.
+
+    Raises:
+        ManifestMismatchError: If the training has the user's name of another one.
+    """
+    base = f"{group}/{Manifest(plan.fingerprint).digest()[:16]}"
+    known = workspace.store().table_names(group) if workspace.exists else []
+    number = 0
+    while (path := f"{base}-{number}" if number else base) in known:
+        why = _why_another(workspace, path, plan, run)
+        if why is None:
+            return path
+        if plan.train_id is not None:
+            raise ManifestMismatchError(why)
+        logger.info("%s It is trained anew.", why)
+        number += 1
+    return path
+
+
+def _refuse_other_training(workspace: Workspace, path: str, plan: _Plan, run: _Run) -> None:
+    """Raise if a table is that of another training.
+
+    Raises:
+        ManifestMismatchError: Says what differs.
+    """
+    why = _why_another(workspace, path, plan, run)
+    if why is not None:
+        raise ManifestMismatchError(why)
+
+
+def _why_another(workspace: Workspace, path: str, plan: _Plan, run: _Run) -> str | None:
+    """Return why a table is not that of this training, ``None`` if it is, or does not exist.
+
+    Where another process has filled it, or what the functions carry has changed, one of its trainings is repeated.
+
+    Raises:
+        ManifestMismatchError: If it was made with other masks, seeds or functions.
+    """
     table = workspace.table(path)
-    if table is not None:
-        compare_fingerprints(
-            table.spec.fingerprint,
-            plan.fingerprint,
-            where=f"{workspace.path or 'memory'}:{path}",
-            remedy="Retrain with the same masks, seeds and functions, or under another path.",
+    if table is None:
+        return None
+    where = f"{workspace.path or 'memory'}:{path}"
+    compare_fingerprints(
+        table.spec.fingerprint,
+        plan.fingerprint,
+        where=where,
+        remedy="Retrain with the same masks, seeds and functions, or under another path.",
+    )
+    values, place = plan.values(), (str(workspace.place), path)
+    noted = workspace.store().attributes(path).get(_VALUES, {})
+    own = noted if workspace.place is None else _confirmed.get(place)
+    if own is not None and not _differing(own, values):
+        return None
+    changed = _differing(noted, values)
+    stored = done_rows(table)
+    if stored is None:
+        return None
+    row = int(stored.rows[0])
+    outputs = np.asarray(stored.values[OUTPUTS][0], np.float64)
+    one = _repeated(plan, row, run)
+    if not _is_same(one, outputs):
+        job = next(plan.jobs([row]))
+        said = (
+            f"{where} holds outputs of another training: repeated for {_place(job)}, it gives outputs that differ by "
+            f"{_distance(one, outputs):.2g} of their spread"
+            f"{f' ({len(changed)} values that it carries were changed: {_short(changed)})' if changed else ''}. Undo "
+            "the change, or retrain under another path or train_id."
         )
-    pending = np.arange(plan.num_rows) if table is None else table.pending()
-    found = plan.num_rows - len(pending)
-    with KeptProgress(plan.num_rows, found, label="Retraining", unit="model", progress=progress) as done:
-        for job, outputs in run(plan.jobs(pending.tolist())):
-            if table is not None and len(outputs) != table.spec.columns[0].width:
-                raise InvalidInputError(
-                    f"output_fn gave {len(outputs)} numbers for {_place(job)}, and {table.spec.columns[0].width} "
-                    "before. It must give one per target."
-                )
-            workspace.late_table(path, plan.spec(len(outputs))).put(
-                np.array([job.row]), {OUTPUTS: outputs[None]}
-            )
-            table = workspace.table(path)
-            done.advance(1)
+        if changed or _is_same(_repeated(plan, row, run), one):
+            return said
+        warnings.warn(
+            f"The training gives other outputs each time, with the same rows and seed (for {_place(job)} they differ "
+            f"by {_distance(one, outputs):.2g} of their spread), so whether it is the one behind the outputs in "
+            f"{where} cannot be told. Seed everything that it draws.",
+            RuntimeWarning,
+            stacklevel=5,
+        )
+    _confirmed[place] = _unchanged(values, plan.values())
+    return None
+
+
+def _repeated(plan: _Plan, row: int, run: _Run) -> NDArray[np.float64]:
+    """Return what the model of one row gives, trained now."""
+    ((_, outputs),) = run(plan.jobs([row]))
+    return outputs
+
+
+def _is_same(one: NDArray[np.float64], other: NDArray[np.float64]) -> bool:
+    return one.shape == other.shape and _distance(one, other) <= _SAME_TRAINING
+
+
+def _distance(one: NDArray[np.float64], other: NDArray[np.float64]) -> float:
+    """Return by how much outputs differ, as a share of how far they spread over targets and around zero."""
+    if one.shape != other.shape:
+        return float("inf")
+    size = float(np.linalg.norm(other - other.mean())) or float(np.linalg.norm(other)) or 1.0
+    return float(np.linalg.norm(one - other)) / size
+
+
+def _unchanged(before: Mapping[str, str], after: Mapping[str, str]) -> dict[str, str]:
+    """Return the values that are the same before and after a training: the others are what it counts or notes."""
+    return {name: value for name, value in before.items() if after.get(name) == value}
+
+
+def _differing(stored: Mapping[str, str], given: Mapping[str, str]) -> list[str]:
+    return [name for name, value in stored.items() if given.get(name) != value]
+
+
+def _short(names: Sequence[str]) -> str:
+    shown = [name.partition(".")[2] or name for name in names[:3]]
+    return ", ".join(shown) + (", ..." if len(names) > 3 else "")
+
+
+def _fill(workspace: Workspace, path: str, plan: _Plan, run: _Run, progress: bool | None) -> Retrained:
+    """Train the models that the table lacks, together with whoever else does; each one's outputs are put at once."""
+    table = workspace.table(path)
+    if table is None:
+        before = plan.values()
+        ((job, outputs),) = run(plan.jobs([0]))  # how many targets there are is known by now
+        stable = _unchanged(before, plan.values())
+        late = workspace.late_table(path, plan.spec(len(outputs)), {_VALUES: stable})
+        try:
+            late.put(np.array([job.row]), {OUTPUTS: outputs[None]})
+        except (BusyError, StateError) as error:
+            logger.info("Trained in vain: %s", error)
+        else:
+            _confirmed[(str(workspace.place), path)] = stable
+    else:
+        late = workspace.late_table(path, table.spec)
+    with SharedRows(late, 1, label="Retraining", progress=progress, unit="model") as work:
+        for batches in work.rounds():
+            wanted = (int(row) for rows in batches for row in rows)
+            for job, outputs in run(plan.jobs(wanted)):
+                width = late.spec.columns[0].width
+                if len(outputs) != width:
+                    raise InvalidInputError(
+                        f"output_fn gave {len(outputs)} numbers for {_place(job)}, and {width} before. It must give "
+                        "one per target."
+                    )
+                work.put(np.array([job.row]), {OUTPUTS: outputs[None]})
+    table = workspace.table(path)
     assert table is not None  # a plan has at least one model
     shape = (len(plan.masks), len(plan.seeds), -1)
     return Retrained(table.read(OUTPUTS).reshape(shape), plan.masks, plan.seeds)
 
 
 def _one_by_one(
-    jobs: Sequence[_Job], train_fn: TrainFunction, output_fn: OutputFunction
-) -> Iterator[tuple[_Job, NDArray[np.float64]]]:
+    jobs: Iterable[_Job], train_fn: TrainFunction, output_fn: OutputFunction
+) -> Iterator[_Trained]:
     for job in jobs:
         try:
             outputs = output_fn(train_fn(job.indices, job.seed))
@@ -312,7 +450,7 @@ def _one_by_one(
 
 def _side_by_side(
     jobs: Sequence[_Job], training: VectorisedTraining, output_fn: OutputFunction, models_at_once: int
-) -> Iterator[tuple[_Job, NDArray[np.float64]]]:
+) -> Iterator[_Trained]:
     by_size: dict[int, list[_Job]] = {}
     for job in jobs:
         by_size.setdefault(len(job.indices), []).append(job)

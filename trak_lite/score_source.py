@@ -66,7 +66,9 @@ class Reliability:
 def target_folder(name: str, settings: ScoreSettings) -> str:
     """Return where the features of a target set are kept that a view reads, one table per checkpoint."""
     if settings.kernel == "ekfac":
-        return f"preconditioned/{name}/{settings.damping:g}"
+        short = f"{settings.damping:g}"  # six digits, which another damping may have too
+        exact = short if float(short) == settings.damping else repr(settings.damping)
+        return f"preconditioned/{name}/{exact.replace('+', '')}"
     return f"targets/{name}"
 
 

@@ -9,7 +9,7 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from trak_lite._validate import one_of, positive_int
-from trak_lite.errors import InvalidInputError
+from trak_lite.errors import InvalidInputError, printable
 from trak_lite.evaluation import Predictions, Verdict
 from trak_lite.score_matrix import (
     AbstractScoreMatrix,
@@ -115,7 +115,7 @@ class Scores:
         settings = ", ".join(f"{key}={value}" for key, value in self.settings.items())
         verdict = self.verdict
         tested = "" if verdict is None else "\n  tested: " + str(verdict).replace("\n", "\n    ")
-        return (
+        return printable(
             f"Scores({self.name!r}: {num_rows} train rows x {num_targets} targets)\n"
             f"  made with {settings}\n"
             f"  {f'kept in {place}' if self._matrix.stored else f'not kept, computed from the rows in {place}'}"

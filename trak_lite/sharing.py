@@ -26,13 +26,25 @@ from trak_lite._progress import KeptProgress
 from trak_lite.errors import BusyError, HeldHereError, StateError
 from trak_lite.store import AbstractRowTable, TableSpec
 
-__all__ = ["LateTable", "SharedRows", "always", "has_free_rows", "pauses", "plan_batches", "unwatched"]
+__all__ = [
+    "LateTable",
+    "Patience",
+    "SharedRows",
+    "always",
+    "has_free_rows",
+    "holder_of",
+    "pauses",
+    "plan_batches",
+    "unwatched",
+]
 
 logger = logging.getLogger(__name__)
 
 _FIRST_PAUSE, _LONGEST_PAUSE = 0.02, 1.0  # seconds
 _LOOK_EVERY = 0.5  # seconds
 _LONGEST_FOLLOWING = 30.0  # seconds
+_SAID_AFTER = 30.0  # seconds
+_SAID_AGAIN_AFTER = 10  # times as long
 
 
 def unwatched() -> None:
@@ -60,6 +72,62 @@ def pauses() -> Iterator[float]:
         pause = min(1.5 * pause, _LONGEST_PAUSE)
 
 
+@final
+class Patience:
+    """Waits for other processes in longer and longer pauses, and says so when that takes long.
+
+    A process that was stopped, or hangs on a dead device, holds its lock for ever: only a person can tell.
+
+    Example:
+        >>> from itertools import count
+        >>> ticks = count(step=20)
+        >>> patience = Patience(sleep=lambda seconds: None, clock=lambda: next(ticks))
+        >>> for _ in range(3):
+        ...     patience.wait("for chunk 3", lambda: "pid 7 on host a holds it.")
+    """
+
+    def __init__(
+        self, *, sleep: Callable[[float], None] | None = None, clock: Callable[[], float] | None = None
+    ) -> None:
+        """Begin to wait.
+
+        Args:
+            sleep: Lets some seconds pass; ``None`` is ``time.sleep``.
+            clock: Returns seconds; ``None`` is ``time.monotonic``.
+        """
+        self._sleep = time.sleep if sleep is None else sleep
+        self._clock = time.monotonic if clock is None else clock
+        self.reset()
+
+    def reset(self) -> None:
+        """Count anew: others have done something."""
+        self._pauses = pauses()
+        self._began: float | None = None
+        self._said_next = _SAID_AFTER
+
+    def wait(self, purpose: str, holder: Callable[[], str]) -> None:
+        """Let the next pause pass.
+
+        Args:
+            purpose: What is waited for: it follows "Waiting".
+            holder: Returns who holds it, as the message of a ``BusyError`` says it; called when it is said.
+        """
+        now = self._clock()
+        if self._began is None:
+            self._began = now
+            logger.info("Waiting %s: %s", purpose, holder())
+        elif now - self._began >= self._said_next:
+            self._said_next *= _SAID_AGAIN_AFTER
+            logger.warning(
+                "Has been waiting %s for %.0f s: %s If that process was stopped or hangs, end it on its host "
+                "(kill -9 and its pid): what it has written stays, and this process takes over what it held.",
+                purpose,
+                now - self._began,
+                holder(),
+            )
+        self._sleep(next(self._pauses))
+
+
 def has_free_rows(table: AbstractRowTable) -> bool:
     """Whether a table has rows that are not committed, in a chunk that nobody holds at this moment."""
     committed = set(table.committed_chunks())
@@ -68,6 +136,19 @@ def has_free_rows(table: AbstractRowTable) -> bool:
             with contextlib.suppress(BusyError), table.claim(chunk):
                 return True
     return False
+
+
+def holder_of(table: AbstractRowTable) -> str | None:
+    """Return who holds the first chunk of a table that is not committed; ``None`` if nobody does."""
+    committed = set(table.committed_chunks())
+    first = next((chunk for chunk in range(table.num_chunks) if chunk not in committed), None)
+    try:
+        if first is not None:
+            with table.claim(first):
+                return None
+    except BusyError as error:
+        return str(error)
+    return None
 
 
 def always() -> bool:
@@ -108,6 +189,11 @@ class LateTable:
     def exists(self) -> bool:
         """Whether the table was created."""
         return self._table is not None
+
+    @property
+    def table(self) -> AbstractRowTable | None:
+        """The table, once it was created."""
+        return self._table
 
     def pending(self) -> NDArray[np.int64]:
         """Return the rows that are not done, ascending."""
@@ -179,6 +265,8 @@ class SharedRows:
         watch: Callable[[], None] = unwatched,
         pause: Callable[[float], None] | None = None,
         leads: Callable[[], bool] = always,
+        clock: Callable[[], float] = time.monotonic,
+        unit: str = "row",
     ) -> None:
         """Look at what is done.
 
@@ -192,8 +280,14 @@ class SharedRows:
             pause: Lets some seconds pass while others hold all that is left; ``None`` sleeps.
             leads: Called if the table does not exist yet; where it says no, another process makes the first batch, and
                 the table with it.
+            clock: Returns seconds.
+            unit: What the bar calls a row of the table.
         """
         self._leads = leads
+        self._clock = clock
+        self._patience = Patience(sleep=pause, clock=clock)
+        self._busy: BusyError | None = None
+        """What the last chunk that was found held says of its holder."""
         self._pause = time.sleep if pause is None else pause
         self.spec = table.spec
         self.written = 0
@@ -201,6 +295,8 @@ class SharedRows:
         self._table = table
         self._rows_per_batch = rows_per_batch
         left = table.pending_by_chunk()
+        self.pending_at_first = int(left.sum())
+        """Rows that were not done when this object was made."""
         committed = set(table.committed_chunks())
         self._left = {chunk: int(rows) for chunk, rows in enumerate(left) if chunk not in committed}
         """Chunks that are not committed, and how many of their rows are pending as far as is known."""
@@ -210,9 +306,13 @@ class SharedRows:
         """Rows put in this round, by chunk."""
         self._next = 0
         self._watch = watch
-        self._looked = time.monotonic()
+        self._looked = self._clock()
         self._done = KeptProgress(
-            self.spec.num_rows, self.spec.num_rows - int(left.sum()), label=label, progress=progress
+            self.spec.num_rows,
+            self.spec.num_rows - self.pending_at_first,
+            label=label,
+            unit=unit,
+            progress=progress,
         )
 
     def rounds(self, *, wait: bool = True) -> Iterator[Iterable[NDArray[np.int64]]]:
@@ -231,18 +331,17 @@ class SharedRows:
         if isinstance(self._table, LateTable) and not self._follow(self._table):
             yield [np.arange(min(self._rows_per_batch, self.spec.chunk_rows, self.spec.num_rows))]
             self._give_up()
-        waits = pauses()
         while self._look():
             pending = self._claim_next()
             if pending is None and not wait:
                 break
             if pending is None:
-                self._wait(next(waits))
+                self._wait()
                 continue
             self._done.say("")
             yield self._batches(pending)
             self._give_up()
-            waits = pauses()
+            self._patience.reset()
         self._done.say("")
 
     def put(self, rows: NDArray[np.int64], values: Mapping[str, NDArray[Any]]) -> None:
@@ -270,7 +369,7 @@ class SharedRows:
         self._note(chunk, self._left[chunk] - len(rows))
         self._put[chunk] = self._put.get(chunk, 0) + len(rows)
         self.written += len(rows)
-        if time.monotonic() - self._looked > _LOOK_EVERY:
+        if self._clock() - self._looked > _LOOK_EVERY:
             self._watch()
             self._look()
 
@@ -292,9 +391,9 @@ class SharedRows:
         """Wait for the process that makes the first batch, if that is another one; return whether there is a table."""
         if table.look() or self._leads():
             return table.exists
-        end = time.monotonic() + _LONGEST_FOLLOWING  # it may have been killed
+        end = self._clock() + _LONGEST_FOLLOWING  # it may have been killed
         for pause in pauses():
-            if table.look() or time.monotonic() > end:
+            if table.look() or self._clock() > end:
                 break
             self._watch()
             self._pause(pause)
@@ -332,6 +431,7 @@ class SharedRows:
             raise  # it would be waited for without end
         except BusyError as error:
             logger.debug("Left to its writer: %s", error)
+            self._busy = error
             return None
         self._claimed.add(chunk)
         self._note(chunk, len(pending))
@@ -339,7 +439,7 @@ class SharedRows:
 
     def _look(self) -> bool:
         """Count what was committed since the last look; return whether anything is left."""
-        self._looked = time.monotonic()
+        self._looked = self._clock()
         for chunk in self._left.keys() & set(self._table.committed_chunks()):
             self._note(chunk, 0)
             del self._left[chunk]
@@ -356,13 +456,14 @@ class SharedRows:
         self._claimed.clear()
         self._put.clear()
 
-    def _wait(self, seconds: float) -> None:
-        if seconds == _FIRST_PAUSE:
-            logger.info(
-                "Waiting for other writers, who hold all of the %d rows that are left.",
-                sum(self._left.values()),
-            )
+    def _wait(self) -> None:
         self._done.say("waiting for other writers")
-        self._pause(seconds)
+        left = sum(self._left.values())
+        self._patience.wait(
+            f"for {left} rows that others hold", lambda: str(self._busy or "their writers are not named.")
+        )
+        before = len(self._left)
         if self._look():  # where nothing is left, nobody else is needed
             self._watch()
+        if len(self._left) < before:
+            self._patience.reset()

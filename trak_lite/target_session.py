@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, TypeAlias, final
 
 from trak_lite.checkpoints import Checkpoint
 from trak_lite.datasets import Rows
-from trak_lite.errors import StateError
+from trak_lite.errors import CheckpointError, StateError
 from trak_lite.sharing import LateTable
 from trak_lite.store import AbstractFeatureStore, TableSpec
 from trak_lite.store.manifest import compare_fingerprints
 from trak_lite.workspace import Workspace, checkpoint_tables, complete_tables
 
 __all__ = ["Candidates", "TargetSession", "visit_checkpoints"]
+
+logger = logging.getLogger(__name__)
 
 Candidates: TypeAlias = Callable[[AbstractFeatureStore, Iterable[str]], Iterator[Checkpoint]]
 """Yields checkpoints that may hold the weights that are needed."""
@@ -33,6 +36,7 @@ class TargetSession:
         identity: Mapping[str, Any],
         load: Callable[[Checkpoint], str],
         spec: Callable[[int, str], TableSpec],
+        check: Callable[[str], None],
         agreed: Callable[[bool], bool],
         featurize: Callable[[LateTable, Rows, int, str], int],
     ) -> None:
@@ -46,6 +50,7 @@ class TargetSession:
             identity: What the targets are recognised by.
             load: Loads a checkpoint and returns the digest of its weights.
             spec: Returns the table of the targets' features, from the checkpoint's id and digest.
+            check: Compares train rows of the checkpoint that is loaded with what is computed now.
             agreed: Returns whether all ranks that hold parts of the model say the same.
             featurize: Fills such a table from the checkpoint that is loaded: table, rows, id, label.
         """
@@ -56,6 +61,8 @@ class TargetSession:
         self._identity = identity
         self._load = load
         self._spec = spec
+        self._check = check
+        self._is_compared = False
         self._agreed = agreed
         self._featurize = featurize
 
@@ -88,8 +95,31 @@ class TargetSession:
         waiting = {digest for digest in digests if not self._agreed(self._has(digest))}
         visit_checkpoints(store, waiting, candidates, self._load, self._fill, purpose="to score new targets")
 
+    def compare(self, digests: Iterable[str], candidates: Candidates) -> None:
+        """Compute a few stored targets again, with the first checkpoint whose weights are at hand, if any are.
+
+        The targets, or the model, may be others by now than those whose features are there. Does nothing where
+        :meth:`add` or :meth:`find` have come across stored targets.
+
+        Raises:
+            ManifestMismatchError: If they are not what is stored.
+        """
+        there = {digest for digest in digests if self._agreed(self._has(digest))}
+        if self._is_compared or not there:
+            return
+        try:
+            for checkpoint in candidates(self._workspace.store(), there):
+                digest = self._load(checkpoint)
+                if digest in there:
+                    self._fill(digest, checkpoint.name)
+                    return
+        except CheckpointError as error:  # a file that was there once: nothing has to be computed from it
+            logger.info("Stored targets are not compared: %s", error)
+
     def _fill(self, digest: str, label: str) -> None:
-        """Compute the target features that the checkpoint lacks that is loaded."""
+        """Compute the target features that the checkpoint lacks that is loaded; compare those that are there."""
+        self._check(digest)
+        self._is_compared = True
         model_id = self._workspace.model_id(digest)
         path = f"{self._folder}/ckpt-{model_id}"
         late = self._workspace.late_table(path, self._spec(model_id, digest))

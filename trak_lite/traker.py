@@ -13,6 +13,7 @@ from __future__ import annotations
 import logging
 import math
 import operator
+import os
 import weakref
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -32,33 +33,45 @@ from trak_lite._session import model_device, resolve_device
 from trak_lite._validate import positive_int, real_at_least
 from trak_lite._version import __version__
 from trak_lite.checkpoints import Checkpoint, load_into, weights_digest
-from trak_lite.errors import InvalidInputError, ManifestMismatchError, StateError
+from trak_lite.errors import (
+    AssertedInputError,
+    InvalidInputError,
+    ManifestMismatchError,
+    StateError,
+    UnknownExperimentError,
+    UnsupportedModelError,
+)
 from trak_lite.gradient_computers import (
     AbstractGradientComputer,
     FunctionalGradientComputer,
+    choose_gradient_computer,
     select_parameters,
 )
+from trak_lite.gradient_computers.self_check import SelfCheckError
 from trak_lite.kept_grams import has_kernel, kernels_of
 from trak_lite.modelout_functions import AbstractModelOutput, describe_task, resolve_task
 from trak_lite.pipeline import (
     FEATURES,
+    LOSS_CURVATURE,
+    OUT_TO_LOSS,
     compute_features,
     feature_table_spec,
     put_features,
 )
 from trak_lite.projectors import AbstractProjector, BasicProjector, ProjectionType
+from trak_lite.row_checks import PROBED_ROWS, Computed, DoneRows, compare_rows, rounding_of
 from trak_lite.score_tiles import (
     SCORES,
     ScoreTerm,
     score_rows,
     score_table_spec,
 )
-from trak_lite.scoring import KernelSettings, precondition
+from trak_lite.scoring import KernelSettings, SegmentKernel, precondition
 from trak_lite.sharded import refuse_sharded
 from trak_lite.sharing import LateTable
 from trak_lite.store import AbstractRowTable, Column, Manifest, TableSpec
 from trak_lite.store.manifest import compare_fingerprints
-from trak_lite.types import Batch, FeatureLayout, ParameterShapes, num_entries
+from trak_lite.types import Batch, FeatureLayout, OutputTerms, ParameterShapes, num_entries
 from trak_lite.workspace import Workspace
 
 __all__ = ["TRAKer"]
@@ -111,7 +124,8 @@ class TRAKer:
             save_dir: Folder that holds the store.
             load_from_save_dir: Accepted for the original's signature; opening is safe from any process.
             device: Where projections and kernels are computed; ``"auto"`` is where the model is.
-            gradient_computer: Class or partial of one.
+            gradient_computer: Class or partial of one. Where ``vmap`` cannot transform the model, another one takes the
+                place of ``FunctionalGradientComputer``, with a warning.
             projector: A projector of one's own; ``None`` makes a Rademacher one.
             saver: Not supported; the rows are kept in the store.
             score_computer: Not supported; the kernel is solved in float64.
@@ -151,6 +165,9 @@ class TRAKer:
         self._loaded: _LoadedWeights | None = None
         self._train: _Cursor | None = None
         self._target: _Cursor | None = None
+        self._singular: dict[int, int] = {}
+        """Rank of the kernel of every id whose pseudo-inverse was taken."""
+        self._warned: set[int] = set()
         self._workspace = Workspace(str(self.save_dir / "trak.zarr"))
         # A notebook builds a second TRAKer over the first: the first must let go of its locks when it is gone.
         self._closer = weakref.finalize(self, self._workspace.close)
@@ -237,7 +254,10 @@ class TRAKer:
             PrecisionError: If float16 cannot hold a row; names the rows.
         """
         if self._train is None:
-            raise StateError("No checkpoint is loaded. Call load_checkpoint(state_dict, model_id=...) first.")
+            # Scripts match the words of the original.
+            raise StateError(
+                "No checkpoint is loaded. Load a checkpoint using traker.load_checkpoint before featurizing."
+            )
         self._put(self._train, batch, inds, num_samples)
 
     def finalize_features(self, model_ids: Iterable[int] | None = None, del_grads: bool = False) -> None:
@@ -249,7 +269,8 @@ class TRAKer:
 
         Raises:
             StateError: If an id was never featurized or not fully, or this object was closed.
-            SingularKernelError: If a kernel has no inverse (fewer rows than features and ``lambda_reg=0``).
+            SingularKernelError: If all features of an id are zero. A kernel that has no inverse for another reason
+                (fewer rows than features and ``lambda_reg=0``) is replaced by its pseudo-inverse, with a warning.
         """
         self._require_open()
         if del_grads:
@@ -257,9 +278,9 @@ class TRAKer:
         ids = self._known_ids() if model_ids is None else _ids(model_ids)
         for model_id in ids:
             self._train_table(model_id)
-        store = self._workspace.store()
         for model_id in ids:
-            kernels_of(store, f"ckpt-{model_id}", self._kernel, self._layout, device=self.device)
+            self._kernels(model_id)
+        self._warn_of_singular_kernels()
         if self._train is not None:
             self._train.position = 0
 
@@ -323,6 +344,8 @@ class TRAKer:
     ) -> NDArray[np.float32]:
         """Return the scores of an experiment; calling it again returns them again.
 
+        They are also written to ``save_dir/scores/<exp_name>.mmap``, as by the original: ``numpy.load`` reads it.
+
         Args:
             exp_name: Name of the experiment.
             model_ids: Ids to average over; ``None`` takes all that have rows.
@@ -332,8 +355,9 @@ class TRAKer:
             ``(N, M)`` float32, train rows by targets.
 
         Raises:
-            StateError: If there is no such experiment, or targets of an id are missing.
-            SingularKernelError: If a kernel has no inverse at this ``lambda_reg``.
+            UnknownExperimentError: If there is no such experiment.
+            StateError: If targets of an id are missing.
+            SingularKernelError: If all features of an id are zero.
         """
         self._require_open()
         ids = self._known_ids() if model_ids is None else _ids(model_ids)
@@ -358,10 +382,25 @@ class TRAKer:
             ]
             with self._locks_for_success_only():
                 score_rows(scores, terms, device=self.device, label=f"Scoring {exp_name!r}")
+            self._warn_of_singular_kernels()
         self.scores = scores.read(SCORES)
+        if store.writable:
+            self._save_as_the_original(exp_name)
         if self._target is not None:
             self._target.position = 0
         return self.scores
+
+    def _save_as_the_original(self, exp_name: str) -> None:
+        """Write the latest scores of an experiment to the ``.npy`` file that the original's scripts open."""
+        path = self.save_dir / "scores" / f"{exp_name}.mmap"
+        path.parent.mkdir(exist_ok=True)
+        scratch = path.with_name(f"{path.name}.new-{os.getpid()}")
+        try:
+            with scratch.open("wb") as file:
+                np.save(file, self.scores)
+            scratch.replace(path)
+        finally:
+            scratch.unlink(missing_ok=True)
 
     # ---------------------------------------------------------------- settings
 
@@ -472,21 +511,14 @@ class TRAKer:
         keys = _sample_keys(batch) if cursor is self._target else None
         if keys is not None:
             cursor.refuse_other_samples(rows, keys)
+        self._compare(cursor, batch, rows)
         waiting = np.flatnonzero(cursor.waiting[rows])
         if not len(waiting):
             return
         if len(waiting) < len(rows):
             batch = take_rows(batch, waiting.tolist())
         batch = move_batch(batch, model_device(self.model))
-        model_id = int(cursor.spec.fingerprint["model_id"])
-        features, terms = compute_features(
-            self.gradient_computer,
-            self.projector,
-            batch,
-            model_id=model_id,
-            rows=rows[waiting],
-            what=cursor.label,
-        )
+        features, terms = self._computed(cursor, batch, rows[waiting])
         put_features(
             cursor.attached(),
             rows[waiting],
@@ -500,6 +532,67 @@ class TRAKer:
         cursor.waiting[rows[waiting]] = False
         if keys is not None:
             cursor.refuse_other_samples(rows, keys)
+
+    def _compare(self, cursor: _Cursor, batch: Batch, rows: NDArray[np.int64]) -> None:
+        """Compute a few rows of the first batch that has rows which are done, and compare them with what is stored.
+
+        Raises:
+            ManifestMismatchError: If they differ beyond rounding.
+        """
+        found = cursor.take_done(rows)
+        if found is None:
+            return
+        stored, places = found
+
+        def computed(some: list[int]) -> Computed:
+            part = move_batch(take_rows(batch, some), model_device(self.model))
+            features, terms = self._computed(cursor, part, rows[some])
+            columns = {
+                FEATURES: features / self.normalize_factor,
+                OUT_TO_LOSS: terms.out_to_loss_grad,
+                LOSS_CURVATURE: terms.loss_curvature,
+            }
+            values = {name: column.detach().double().cpu().numpy() for name, column in columns.items()}
+            return Computed(values, terms.output.detach().double().cpu().numpy())
+
+        compare_rows(
+            stored,
+            computed(places),
+            lambda place: computed([places[place]]),
+            rounding=rounding_of(self.model, self.device),
+            named=stored.rows,
+            what=cursor.label,
+            label=cursor.path,
+            why=lambda place: (
+                "What rows depend on was changed since: the samples (drawn anew each time?), the model's code, "
+                "attributes or unsaved buffers, the task, the projector. Undo the change, or use another save_dir (of "
+                "targets: another exp_name)."
+            ),
+        )
+
+    def _computed(self, cursor: _Cursor, batch: Batch, rows: NDArray[np.int64]) -> tuple[Tensor, OutputTerms]:
+        """Return the features ``(B, K)`` of a batch, not normalised, and f, q and w."""
+
+        def compute() -> tuple[Tensor, OutputTerms]:
+            model_id = int(cursor.spec.fingerprint["model_id"])
+            return compute_features(
+                self.gradient_computer, self.projector, batch, model_id=model_id, rows=rows, what=cursor.label
+            )
+
+        try:
+            return compute()
+        except SelfCheckError:
+            raise
+        except UnsupportedModelError as error:
+            # Only vmap refuses such models, and not with every release of what they are made of.
+            if type(self.gradient_computer) is not FunctionalGradientComputer:
+                raise
+            chosen = choose_gradient_computer(self.model, self.task, batch, list(self.parameters))
+            logger.warning(
+                "%s is used, which is exact for this model. %s", type(chosen.computer).__name__, error
+            )
+            self.gradient_computer = chosen.computer
+            return compute()
 
     @contextmanager
     def _locks_for_success_only(self) -> Iterator[None]:
@@ -553,7 +646,7 @@ class TRAKer:
         """Return the ids whose targets are complete; raise for the others unless they may be skipped."""
         tables = {model_id: self._workspace.table(_target_path(exp_name, model_id)) for model_id in ids}
         if not any(tables.values()):
-            raise StateError(
+            raise UnknownExperimentError(
                 f"There is no experiment {exp_name!r} for model ids {ids}. Call start_scoring_checkpoint and score."
             )
         usable = [model_id for model_id, table in tables.items() if table is not None and table.complete]
@@ -571,10 +664,38 @@ class TRAKer:
 
     def _precondition(self, model_id: int, targets: AbstractRowTable) -> Tensor:
         """Return the targets of an id behind its kernel, ``(M, K)`` float32."""
-        store = self._workspace.store()
-        kernels = kernels_of(store, f"ckpt-{model_id}", self._kernel, self._layout, device=self.device)
         rows = torch.from_numpy(targets.read(FEATURES)).to(self.device)
-        return precondition(rows, kernels, layout=self._layout).float()
+        return precondition(rows, self._kernels(model_id), layout=self._layout).float()
+
+    def _kernels(self, model_id: int) -> list[SegmentKernel]:
+        """Return the kernel of an id, segment by segment; note it if it is a pseudo-inverse."""
+        kernels = kernels_of(
+            self._workspace.store(),
+            f"ckpt-{model_id}",
+            self._kernel,
+            self._layout,
+            device=self.device,
+            allow_singular=True,
+        )
+        if any(kernel.is_pseudo_inverse for kernel in kernels):
+            self._singular[model_id] = sum(kernel.factor.shape[1] for kernel in kernels if kernel.multiplier)
+        return kernels
+
+    def _warn_of_singular_kernels(self) -> None:
+        """Warn, once of every id, of kernels whose pseudo-inverse was taken."""
+        new = {model_id: rank for model_id, rank in self._singular.items() if model_id not in self._warned}
+        self._warned.update(new)
+        if new:
+            logger.warning(
+                "The kernels of model ids %s have no inverse at lambda_reg=%g: ranks %s, of %d features from %d train "
+                "rows. Their pseudo-inverses were used. For better scores set lambda_reg > 0 (in units of a squared "
+                "feature), or proj_dim well below the number of train rows.",
+                list(new),
+                self.lambda_reg,
+                list(new.values()),
+                self.proj_dim,
+                self.train_set_size,
+            )
 
 
 @final
@@ -607,6 +728,7 @@ class _Cursor:
         self.table: LateTable | None = None
         self.state: str | None = None
         self.waiting: NDArray[np.bool_] = np.ones(spec.num_rows, np.bool_)
+        self._is_compared = False
         self._keys: NDArray[np.float32] = np.full(spec.num_rows, np.nan, np.float32)
 
     def attach(self, table: LateTable, state: str | None) -> None:
@@ -614,6 +736,22 @@ class _Cursor:
         self.table, self.state = table, state
         self.waiting[:] = False
         self.waiting[table.pending()] = True
+
+    def take_done(self, rows: NDArray[np.int64]) -> tuple[DoneRows, list[int]] | None:
+        """Return a few of some rows that are done, and their places among them; once, and ``None`` ever after."""
+        table = self.attached().table
+        done = np.flatnonzero(~self.waiting[rows])
+        if self._is_compared or table is None or not len(done):
+            return None
+        found, values = table.read_done(int(rows[done[0]]) // self.spec.chunk_rows)
+        place_of = {row: place for place, row in enumerate(rows.tolist()) if not self.waiting[row]}
+        some = [place for place, row in enumerate(found.tolist()) if row in place_of][:PROBED_ROWS]
+        if not some:
+            return None
+        self._is_compared = True
+        kept = {name: column[some] for name, column in values.items()}
+        places = [place_of[row] for row in found[some].tolist()]
+        return DoneRows(found[some], kept, table.spec.columns), places
 
     def attached(self) -> LateTable:
         """Return the table."""
@@ -623,8 +761,8 @@ class _Cursor:
     def rows(self, inds: RowIndices | None, num_samples: int | None, batch_rows: int) -> NDArray[np.int64]:
         """Return the rows that a batch goes to."""
         if (inds is None) == (num_samples is None):
-            raise InvalidInputError(
-                "Exactly one of inds and num_samples must be given, got "
+            raise AssertedInputError(  # scripts match the words of the original
+                "Exactly one of num_samples and inds should be specified, got "
                 + ("neither." if inds is None else "both.")
             )
         rows = self._next(num_samples) if inds is None else _integers(inds)

@@ -11,6 +11,7 @@ from collections.abc import Iterable, Mapping, Sequence
 import torch
 from torch import Tensor, nn
 
+from trak_lite.errors import AssertedInputError
 from trak_lite.projectors import NoOpProjector
 from trak_lite.traker import TRAKer
 
@@ -86,12 +87,18 @@ def vectorize(
         ``(B, P)``, parameters in the order of the mapping.
 
     Raises:
-        InvalidInputError: If there is no gradient, or they disagree on B.
+        InvalidInputError: If there is no gradient.
+        AssertedInputError: If they disagree on B.
 
     Example:
         >>> vectorize({"weight": torch.ones(1, 2), "bias": torch.zeros(1)})
         tensor([[1., 1., 0.]])
     """
+    counts = sorted({len(rows) for rows in g.values()})
+    if len(counts) > 1:
+        raise AssertedInputError(
+            f"The gradients are of {counts} samples. Give those of the same samples for every parameter."
+        )
     rows = NoOpProjector(device=device).project(g, model_id=0)
     return rows if arr is None else arr.copy_(rows)
 

@@ -21,9 +21,9 @@ from torch import Tensor, nn
 from trak_lite._batches import move_batch
 from trak_lite._devices import full_float32
 from trak_lite._session import borrow_model
-from trak_lite.checkpoints import Checkpoint, load_into
+from trak_lite.checkpoints import Checkpoint, load_into, module_versions, with_versions
 from trak_lite.datasets import Rows
-from trak_lite.errors import InvalidInputError, StateError
+from trak_lite.errors import CorruptStoreError, InvalidInputError, StateError
 from trak_lite.evaluation import (
     Baseline,
     Calibration,
@@ -46,6 +46,7 @@ from trak_lite.score_source import evenly_spaced
 from trak_lite.scores import Scores
 from trak_lite.scoring import KernelSettings, ScoreSettings, precondition
 from trak_lite.store import AbstractFeatureStore, AbstractRowTable
+from trak_lite.store.manifest import kept_json
 from trak_lite.types import FeatureLayout
 
 __all__ = [
@@ -247,9 +248,9 @@ def target_outputs(
     """
     state = trained.state_dict() if isinstance(trained, nn.Module) else trained
     if isinstance(state, Mapping):
-        state = {
-            name: _copied(value) for name, value in state.items()
-        }  # it may be the model that is overwritten
+        # Copied, because it may be the model that is overwritten.
+        copies = {name: _copied(value) for name, value in state.items()}
+        state = with_versions(copies, module_versions(state))
     grid = range(0, len(targets), targets.batch_size)
     plan = [np.arange(start, min(start + targets.batch_size, len(targets))) for start in grid]
     with borrow_model(model, device), torch.no_grad():
@@ -285,9 +286,21 @@ def keep_verdict(store: AbstractFeatureStore, path: str, verdict: Verdict) -> No
 
 
 def kept_verdict(store: AbstractFeatureStore, path: str) -> Verdict | None:
-    """Return the verdict on the scores in a table, ``None`` if there is none on these very numbers."""
+    """Return the verdict on the scores in a table, ``None`` if there is none on these very numbers.
+
+    Raises:
+        CorruptStoreError: If something else is kept in its place.
+    """
     kept = store.cached(f"verdicts/{path}", _verdict_key(store, path))
-    return None if kept is None else Verdict.from_json(json.loads(kept.tobytes()))
+    if kept is None:
+        return None
+    what = f"The verdict on {path} in {store.path}"
+    try:
+        return Verdict.from_json(kept_json(kept, what=what))
+    except (KeyError, TypeError, ValueError, AttributeError) as error:
+        raise CorruptStoreError(
+            f"{what} cannot be read ({error!r:.200}). Verify the scores again."
+        ) from error
 
 
 def keep_predictions(store: AbstractFeatureStore, path: str, scores: Scores, retrained: Retrained) -> None:

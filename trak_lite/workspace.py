@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import logging
+import os
 import re
-import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import partial
 from typing import Any, Self
 
 from trak_lite.errors import (
@@ -19,7 +20,7 @@ from trak_lite.errors import (
     StateError,
     StoreError,
 )
-from trak_lite.sharing import LateTable, pauses
+from trak_lite.sharing import LateTable, Patience
 from trak_lite.store import (
     AbstractFeatureStore,
     AbstractRowTable,
@@ -32,7 +33,14 @@ from trak_lite.store import (
 )
 from trak_lite.store.manifest import compare_fingerprints
 
-__all__ = ["FirstRows", "Workspace", "checkpoint_tables", "complete_tables", "drop_checkpoint"]
+__all__ = [
+    "FirstRows",
+    "Workspace",
+    "checkpoint_tables",
+    "complete_tables",
+    "drop_checkpoint",
+    "naming_dropped",
+]
 
 logger = logging.getLogger(__name__)
 
@@ -51,6 +59,8 @@ class Workspace:
                 life of this object.
         """
         self.path = path
+        self.place = os.path.abspath(path) if isinstance(path, str) else path
+        """The same wherever the current folder is at a later call; messages name the path as it was given."""
         self._memory: MemoryFeatureStore | None = None
         self._store: AbstractFeatureStore | None = None
         self._manifest = Manifest({})
@@ -128,8 +138,8 @@ class Workspace:
             StateError: If nothing was featurized into memory yet.
             MissingStoreError: If there is no store at the path.
         """
-        if self.path is not None:
-            return open_store(self.path, "r")
+        if self.place is not None:
+            return open_store(self.place, "r")
         if self._memory is None:
             raise StateError("No train row has been featurized yet. Call featurize(train_data, ...) first.")
         return self._memory
@@ -192,24 +202,24 @@ class Workspace:
         return f"What was done is safe in {self.path}. Make the same call again: it continues where this one stopped."
 
     def _open(self) -> AbstractFeatureStore | None:
-        if self.path is None:
+        if self.place is None:
             return self._memory
         try:
-            return open_store(self.path, "r+")
+            return open_store(self.place, "r+")
         except MissingStoreError:
             return None
         except ReadOnlyStoreError:
-            return open_store(self.path, "r")
+            return open_store(self.place, "r")
 
     def _release(self, store: AbstractFeatureStore) -> None:
         if store is not self._memory:  # which nothing could open again
             store.close()
 
     def _create(self) -> AbstractFeatureStore:
-        if self.path is None:
+        if self.place is None:
             self._memory = MemoryFeatureStore(self._manifest)
             return self._memory
-        return create_store(self.path, self._manifest)
+        return create_store(self.place, self._manifest)
 
     def _take_up_appended_rows(self, store: AbstractFeatureStore, first_rows: FirstRows) -> None:
         """Note the data in the manifest if the stored rows are its first ones and every setting is the same."""
@@ -239,8 +249,9 @@ class Workspace:
         except ManifestMismatchError as error:
             if "dataset." in str(error) and "dataset.num_rows" not in str(error):
                 raise ManifestMismatchError(
-                    f"{error} If it is the same data and its samples are drawn anew each time (augmentation), switch "
-                    "that off, or pass dataset_id=... at every call."
+                    f"{error} If its samples are drawn anew at each access (augmentation, noise, a random mask), "
+                    "switch that off, or seed it with the index of the row. If it is the same data whose bytes differ "
+                    "from one machine to the next (another decoder), pass dataset_id=... at every call."
                 ) from None
             longer = 0 < _rows_of(stored) < _rows_of(self._manifest)
             if longer and "indices" in given["dataset"]:  # the Attributor's
@@ -253,7 +264,34 @@ class Workspace:
 def checkpoint_tables(store: AbstractFeatureStore) -> dict[str, str]:
     """Return the paths of the train tables by the digest of their checkpoint's weights, in id order."""
     paths = [path for path in store.table_names() if re.fullmatch(r"ckpt-\d+", path)]
-    return {store.open_table(path).spec.fingerprint["weights"]: path for path in sorted(paths, key=_model_id)}
+    found = {}
+    for path in sorted(paths, key=_model_id):
+        try:
+            found[store.open_table(path).spec.fingerprint["weights"]] = path
+        except StoreError:
+            if path in store.table_names():  # else another process has dropped it just now
+                raise
+    return found
+
+
+@contextmanager
+def naming_dropped(store: AbstractFeatureStore) -> Iterator[None]:
+    """Name the checkpoints that another process drops while the block reads their rows.
+
+    Raises:
+        StateError: If the block failed, and checkpoints are not in the store any more that were in it before.
+    """
+    known = checkpoint_tables(store)
+    try:
+        yield
+    except (StoreError, KeyError) as error:
+        gone = sorted(set(known.values()) - set(checkpoint_tables(store).values()), key=_model_id)
+        if not gone:
+            raise
+        raise StateError(
+            f"Another process has dropped {', '.join(gone)} while its rows were read. Make the same call again: it "
+            "takes the checkpoints that are left."
+        ) from error
 
 
 def complete_tables(
@@ -313,15 +351,14 @@ def drop_checkpoint(store: AbstractFeatureStore, name: str) -> None:
 
 def _grown(store: AbstractFeatureStore, path: str, num_rows: int) -> AbstractRowTable:
     """Give a table more rows, and wait for whoever still fills its last chunk or grows it at this moment."""
-    waits = pauses()
+    patience = Patience()
     while True:
         try:
             return store.grow_table(path, num_rows)
         except HeldHereError:
             raise
         except BusyError as error:
-            logger.info("Waiting, to append rows: %s", error)
-            time.sleep(next(waits))
+            patience.wait("to append rows", partial(str, error))
 
 
 def _rows_of(manifest: Manifest) -> int:

@@ -33,7 +33,7 @@ WORLDS = (1, 2, 3, 4)
 MODES = ("rank", "agent", "host")
 """Killed is one rank, whose agent ends the others; the agent, whose ranks are left to themselves; or all at once."""
 PHASES = ("start", "featurize", "score")
-LONGEST = 180.0  # seconds until a start has to end by itself
+LONGEST = 900.0  # seconds until a start has to end by itself
 _POLL = 0.002
 
 

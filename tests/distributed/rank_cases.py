@@ -103,8 +103,15 @@ def with_own_group(path: str, init_method: str, backend: str, rank: int, size: i
     return found
 
 
+def keys() -> Any:
+    """Return a key-value store in which ranks leave word for each other, whatever their speed."""
+    found = distributed._meeting_place()
+    assert found is not None
+    return dist.PrefixStore("test", found[0])  # type: ignore[attr-defined]  # public, but not listed
+
+
 class SlowOnRank0(Dataset[Any]):
-    """Data that take their time on rank 0, and may be broken on rank 1."""
+    """Data that take their time on rank 0 once rank 1 has come, and may be broken on rank 1."""
 
     def __init__(self, rank_1: float) -> None:
         self.rank_1 = rank_1
@@ -114,7 +121,9 @@ class SlowOnRank0(Dataset[Any]):
 
     def __getitem__(self, index: int) -> tuple[Tensor, int]:
         if os.environ["RANK"] == "1":
+            keys().set("rank 1 loads", "")
             return torch.full((4,), self.rank_1), index % 3
+        keys().wait(["rank 1 loads"])
         time.sleep(0.02)
         return torch.ones(4), index % 3
 
@@ -124,6 +133,7 @@ class LostOnRank1(SlowOnRank0):
 
     def __getitem__(self, index: int) -> tuple[Tensor, int]:
         if os.environ["RANK"] == "1":
+            keys().set("rank 1 loads", "")
             raise OSError("no such file")
         return super().__getitem__(index)
 
@@ -174,10 +184,26 @@ def scored_by_rank_0(path: str) -> None:
 def rank_0_comes_late_with_other_weights(path: str) -> str:
     """Return the digest of this rank's weights."""
     rank = int(os.environ["RANK"])
-    time.sleep(1.0 - rank)
+    store = keys()
     torch.manual_seed(rank)
     net = network()
+    if rank == 0:
+        store.wait(["rank 1 waits"])
+    else:
+        wait_for, report = distributed._TorchRanks._wait_for, distributed._TorchRanks.report
+
+        def wait(*what: Any, **settings: Any) -> None:
+            store.set("rank 1 waits", "")
+            wait_for(*what, **settings)
+
+        def report_late(*what: Any) -> None:
+            store.wait(["rank 0 is done"])  # which would end for the same reason, if it heard of it before
+            report(*what)
+
+        distributed._TorchRanks._wait_for = wait  # type: ignore[method-assign]
+        distributed._TorchRanks.report = report_late  # type: ignore[method-assign]
     attributor(path, net).featurize(data(N))
+    store.set("rank 0 is done", "")
     return weights_digest(net)
 
 
@@ -248,8 +274,11 @@ def fails_again_after_a_failure() -> list[str]:
 
     def second() -> None:
         with joined_ranks("second") as ranks:
-            ranks.agree("number", str(ranks.rank)) if ranks.rank == 0 else time.sleep(0.5)
-            ranks.agree("number", str(ranks.rank)) if ranks.rank == 1 else ranks.merged(0, max)
+            if ranks.rank == 1:
+                keys().wait(["rank 0 has said its number"])
+            ranks.agree("number", str(ranks.rank))
+            keys().set("rank 0 has said its number", "")
+            ranks.merged(0, max)
 
     return [told_of(first), told_of(second)]
 
@@ -260,17 +289,20 @@ def fails_when_others_are_done() -> list[str]:
     def first() -> None:
         with joined_ranks("first") as ranks:
             if ranks.rank == 0:
-                time.sleep(0.5)
+                keys().wait(["rank 1 is in the second"])
                 raise LookupError("not there")
 
     def second() -> None:
         with joined_ranks("second") as ranks:
+            keys().set("rank 1 is in the second", "")
             ranks.merged(0, max)
 
     found = [told_of(first)]
     if os.environ["RANK"] == "0":
-        time.sleep(2)
-    return [*found, told_of(second)]
+        keys().wait(["rank 1 was in the second"])
+    found.append(told_of(second))
+    keys().set("rank 1 was in the second", "")
+    return found
 
 
 def lost_in_a_sum() -> None:

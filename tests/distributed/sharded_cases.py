@@ -386,6 +386,43 @@ def own_checkpoint() -> bool:
     return all(found)
 
 
+class Versioned(nn.Linear):
+    """Refuses weights of an unknown version; version 1 held the bias negated."""
+
+    _version = 2
+
+    def _load_from_state_dict(
+        self, state_dict: Any, prefix: str, local_metadata: Any, *rest: Any, **named: Any
+    ) -> None:
+        version = local_metadata.get("version")
+        if version not in (1, 2):
+            raise ValueError(f"version should be 1 or 2, got {version}")
+        if version == 1:
+            state_dict[f"{prefix}bias"] = -state_dict[f"{prefix}bias"]
+        super()._load_from_state_dict(state_dict, prefix, local_metadata, *rest, **named)
+
+
+def versioned_checkpoint() -> bool:
+    """Return whether a module that is sharded sees the version of whole and of sharded weights, or its own."""
+    torch.manual_seed(0)
+    model, other = nn.Sequential(Versioned(4, 4)), nn.Sequential(Versioned(4, 4))
+    expected = weights_digest(other)
+    old = other.state_dict()
+    old["0.bias"] = -old["0.bias"]
+    old._metadata["0"] = {"version": 1}  # type: ignore[attr-defined]
+    states = [other.state_dict(), dict(other.state_dict()), old]
+    fully_shard(other)
+    states.append(other.state_dict())
+    fully_shard(model)
+    found = []
+    for state in states:
+        load_into(model, next(iterate_checkpoints(state)))
+        found.append(weights_digest(model) == expected)
+        with torch.no_grad():
+            model[0].weight.zero_()
+    return all(found)
+
+
 def refused() -> dict[str, str]:
     """Return what each thing that is not supported says."""
     task = ImageClassificationModelOutput()
@@ -505,5 +542,6 @@ def looked_at() -> dict[str, Any]:
         "gathered": gathered_at_once(),
         "coverage": coverage(),
         "own checkpoint": own_checkpoint(),
+        "versioned checkpoint": versioned_checkpoint(),
         "refused": refused(),
     }

@@ -34,7 +34,7 @@ def ranks(tmp_path_factory: pytest.TempPathFactory) -> Run:
         for process in started:
             process.start()
         for process in started:
-            process.join(120)
+            process.join(600)
         codes = [process.exitcode for process in started]
         for process in started:
             process.kill()  # one that waits for ever must not keep the others waiting
@@ -187,6 +187,10 @@ def test_how_gradients_come_about_is_told_as_of_a_whole_model(looks: Any) -> Non
 
 def test_sharded_state_dicts_are_checkpoints_too(looks: Any) -> None:
     assert all(look["own checkpoint"] for look in looks)
+
+
+def test_sharded_modules_see_the_versions_of_their_weights(looks: Any) -> None:
+    assert all(look["versioned checkpoint"] for look in looks)
 
 
 def test_what_is_not_supported_is_refused_by_name(looks: Any) -> None:

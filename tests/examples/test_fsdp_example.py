@@ -13,7 +13,7 @@ def test_two_ranks_score_as_the_whole_model_does() -> None:
     launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
 
     finished = subprocess.run(
-        [*launcher, str(SCRIPT)], capture_output=True, text=True, timeout=300, check=False
+        [*launcher, str(SCRIPT)], capture_output=True, text=True, timeout=900, check=False
     )
 
     assert finished.returncode == 0, finished.stderr

@@ -33,6 +33,7 @@ from trak_lite.errors import IncompleteStoreError, StoreError
 from trak_lite.store import ZarrFeatureStore
 from trak_lite.store._checksums import crc32c
 from trak_lite.store._failpoints import FAILPOINTS
+from trak_lite.store._listing import entry_name
 
 SECONDS = 20  # that one example may take, on a busy machine too
 ROOM = 512 << 20  # bytes that one example may allocate
@@ -46,7 +47,9 @@ def kind_of(path):
         return "metadata"
     if folder == ".stage":
         return "row log" if name.endswith(".log") else "staged rows"
-    return {".commits": "commit log", ".cache": "derived array"}.get(folder, "chunk")
+    return {".commits": "commit log", ".cache": "derived array", ".tables": "list of tables"}.get(
+        folder, "chunk"
+    )
 
 
 def build(case, state, pick, path):
@@ -190,7 +193,7 @@ def craft(root, pick):
         hows += ["nonsense"] * 8
     how = pick.choice(hows)
     if how == "nonsense":
-        replace(full, CRAFTED[kind](content_of(root, path), pick))
+        replace(full, CRAFTED[kind](content_of(root, path), pick, root))
     elif how == "giant":
         os.truncate(full, 1 << 40)
     else:
@@ -199,7 +202,7 @@ def craft(root, pick):
     return kind, how, path
 
 
-def _nonsense_metadata(content, pick):
+def _nonsense_metadata(content, pick, _root):
     if pick.random() < 0.3:
         return (
             b"[" * 100_000 if pick.random() < 0.5 else content.replace(b"null", b"[" * 9999 + b"]" * 9999, 1)
@@ -207,7 +210,7 @@ def _nonsense_metadata(content, pick):
     return edited_json(content, pick, NOT_FINITE)
 
 
-def _nonsense_commits(content, pick):
+def _nonsense_commits(content, pick, _root):
     lines = []
     for line in content.splitlines():
         body = line.rpartition(b"\t")[0]
@@ -221,22 +224,32 @@ def _nonsense_commits(content, pick):
     return b"".join(lines)
 
 
-def _nonsense_rows(content, pick):
+def _row_seed(root):
+    """Return what the checksums of the table's row records start with: that of its identity in the list of tables."""
+    try:
+        entry = json.loads(content_of(root, f".tables/{entry_name(NAME)}").rpartition(b"\t")[0])
+        return crc32c(entry["identity"].encode())
+    except (OSError, ValueError, LookupError, TypeError, AttributeError):
+        return 1  # damaged before
+
+
+def _nonsense_rows(content, pick, root):
     log = bytearray(content.ljust(64, b"\0")[:64])
     for _ in range(5):
         body = struct.pack("<QIII", *(pick.choice([0, 1, 2**31, 2**32 - 1]) for _ in range(4)))
-        log += body + struct.pack("<I", crc32c(body))
+        log += body + struct.pack("<I", crc32c(body, start=pick.choice([0, _row_seed(root)])))
     return bytes(log)
 
 
-def _nonsense_array(content, pick):
+def _nonsense_array(content, pick, _root):
     array, _, footer = content[:-1].rpartition(b"\n")
     header = pick.choice([b"'|O'", b"'<f9'", b"'<c16'", b"__import__('os')", b"(" * 90])
     array = pick.choice(
         [re.sub(rb"'<f8'", header, array), re.sub(rb"\(\d+, \d+\)", b"(-1, 2**70)", array), array[:20]]
     )
     key = json.loads(footer)["key"]
-    return array + b"\n" + json.dumps({"key": key, "crc32c": crc32c(array)}).encode() + b"\n"
+    checksum = crc32c(f"{NAME}/gram\n{key}".encode(), array)
+    return array + b"\n" + json.dumps({"key": key, "crc32c": checksum}).encode() + b"\n"
 
 
 CRAFTED = {

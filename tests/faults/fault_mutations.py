@@ -34,6 +34,7 @@ from hypothesis import HealthCheck, Phase, settings
 
 from trak_lite.errors import MissingStoreError, StoreError
 from trak_lite.store import ZarrFeatureStore, verify_store
+from trak_lite.store._documents import sealed
 
 _UNFIT = (ValueError, LookupError, TypeError, AttributeError, RecursionError)
 """What a way runs into where another one was before it."""
@@ -111,6 +112,9 @@ def _edit(root, path, change):
     with contextlib.suppress(*_UNFIT):
         document = json.loads(content_of(root, path))
         change(document)
+        own = document["attributes"].get("trak_lite", {})
+        if "checksum" in own:
+            document["attributes"]["trak_lite"] = sealed(own)
         replace(f"{root}/{path}", json.dumps(document).encode())
 
 

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.utils.data import (
     DataLoader,
     Dataset,
@@ -17,9 +17,10 @@ from torch.utils.data import (
     RandomSampler,
     SequentialSampler,
     TensorDataset,
+    get_worker_info,
 )
 
-from trak_lite import datasets
+from trak_lite import Attributor, datasets
 from trak_lite.datasets import Rows
 from trak_lite.errors import InvalidInputError
 
@@ -70,10 +71,6 @@ def test_workers_of_a_loader_are_used_and_give_the_same_rows() -> None:
     assert [batch[0].tolist() for _, batch in rows.batches(plan([3, 4], [9]))] == [[3.0, 4.0], [9.0]]
 
 
-def nothing_to_prepare(worker: int) -> None:
-    pass
-
-
 def test_a_loader_keeps_what_it_says_of_its_workers(monkeypatch: pytest.MonkeyPatch) -> None:
     made: list[DataLoader[Any]] = []
 
@@ -86,7 +83,6 @@ def test_a_loader_keeps_what_it_says_of_its_workers(monkeypatch: pytest.MonkeyPa
     given = {
         "num_workers": 1,
         "prefetch_factor": 3,
-        "worker_init_fn": nothing_to_prepare,
         "multiprocessing_context": "fork",
         "timeout": 60,
     }
@@ -204,3 +200,120 @@ def test_samples_of_many_kinds_can_be_told_apart() -> None:
 def test_samples_that_cannot_be_told_apart_ask_for_a_name() -> None:
     with pytest.raises(InvalidInputError, match=r"Cannot tell one object from another.*dataset_id"):
         Rows([object()]).identity(None)
+
+
+class Exhausted(Counting):
+    """Ten samples of which the one in place 7 raises."""
+
+    def __init__(self, error: type[BaseException] = StopIteration) -> None:
+        super().__init__()
+        self.error = error
+
+    def __getitem__(self, index: int) -> tuple[Tensor, Tensor]:
+        if index == 7:
+            raise self.error
+        return super().__getitem__(index)
+
+
+class ExhaustedBatches(Exhausted):
+    """The same, of a dataset that loads a whole batch at once."""
+
+    def __getitems__(self, indices: list[int]) -> list[tuple[Tensor, Tensor]]:
+        return [self[index] for index in indices]
+
+
+def exhausted_collation(samples: list[tuple[Tensor, Tensor]]) -> Tensor:
+    return next(sample[1] for sample in samples if sample[0] > 8)
+
+
+def exhausted_worker(worker: int) -> None:
+    raise StopIteration
+
+
+@pytest.mark.parametrize(
+    ("loader", "named"),
+    [
+        (DataLoader(Exhausted()), "loading sample 7 of the dataset"),
+        (DataLoader(Exhausted(), num_workers=1), "loading sample 7 of the dataset"),
+        (DataLoader(ExhaustedBatches()), "loading samples 6, 7, 8 of the dataset"),
+        (DataLoader(Counting(), collate_fn=exhausted_collation), "loading samples 6, 7, 8 of the dataset"),
+    ],
+    ids=["sample", "in a worker", "batch of samples", "collation"],
+)
+def test_the_end_of_an_iterator_inside_a_dataset_is_not_the_end_of_the_data(
+    loader: DataLoader[Any], named: str
+) -> None:
+    # torch's loader hands a StopIteration on, and a for loop over the loader ends there in silence.
+    with pytest.raises(InvalidInputError, match=named):
+        list(Rows(loader).batches(iter(plan([6, 7, 8]))))
+
+
+def test_a_run_over_such_a_dataset_ends_at_the_sample() -> None:
+    # Whether all rows are there decides how long featurize goes on: it loaded samples for ever.
+    attributor = Attributor(nn.Linear(1, 3), "image_classification", None, proj_dim=4, progress=False)
+
+    with pytest.raises(InvalidInputError, match="loading sample 7 of the train data"):
+        attributor.featurize(Exhausted(), dataset_id="ten samples", batch_size=4)
+
+
+def test_the_end_of_an_iterator_where_a_worker_starts_is_named() -> None:
+    loader = DataLoader(Counting(), num_workers=1, worker_init_fn=exhausted_worker)
+
+    with pytest.raises(InvalidInputError, match="a worker was prepared to load the dataset"):
+        list(Rows(loader).batches(plan([6], [7])))
+
+
+def test_the_end_of_an_iterator_is_named_where_samples_are_probed() -> None:
+    with pytest.raises(InvalidInputError, match="loading sample 7 of the targets"):
+        Rows(Exhausted(), what="the targets").identity(None)
+
+
+@pytest.mark.parametrize("error", [IndexError, GeneratorExit, KeyboardInterrupt, KeyError, OSError])
+def test_other_errors_of_a_dataset_are_raised_as_they_are(error: type[BaseException]) -> None:
+    with pytest.raises(error) as raised:
+        list(Rows(Exhausted(error)).batches(iter(plan([6, 7, 8]))))
+
+    assert isinstance(raised.value, Exception) == (
+        getattr(raised.value, "__notes__", []) == ["Raised while loading sample 7 of the dataset."]
+    )
+
+
+@pytest.mark.parametrize("error", [IndexError, KeyError])
+def test_other_errors_in_a_worker_name_the_sample(error: type[BaseException]) -> None:
+    rows = Rows(DataLoader(Exhausted(error), num_workers=1))
+
+    with pytest.raises(error, match="loading sample 7 of the dataset"):
+        list(rows.batches(iter(plan([6, 7, 8]))))
+
+
+def test_a_worker_that_ends_inside_a_dataset_ends_the_run() -> None:
+    rows = Rows(DataLoader(Exhausted(KeyboardInterrupt), num_workers=1))
+
+    with pytest.raises(RuntimeError, match="exited unexpectedly"):
+        list(rows.batches(iter(plan([6, 7, 8]))))
+
+
+def name_the_dataset(worker: int) -> None:
+    info = get_worker_info()
+    assert info is not None
+    info.dataset.opened_by = worker
+
+
+class Opened(Counting):
+    """A dataset that each worker prepares for itself."""
+
+    opened_by = -1
+
+    def __getitem__(self, index: int) -> tuple[Tensor, Tensor]:
+        info = get_worker_info()
+        assert info is not None
+        assert info.dataset is self
+        return torch.tensor(float(self.opened_by)), torch.tensor(index)
+
+
+def test_a_worker_finds_the_users_dataset_in_its_info() -> None:
+    loader = DataLoader(Opened(), num_workers=1, worker_init_fn=name_the_dataset)
+
+    batches = list(Rows(loader).batches(plan([3], [4, 5])))
+
+    assert [batch[0].tolist() for _, batch in batches] == [[0.0], [0.0, 0.0]]

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import Dataset, Subset, TensorDataset
 
-from trak_lite import Attributor, workspace
+from trak_lite import Attributor, sharing
 from trak_lite.errors import (
     BusyError,
     HeldHereError,
@@ -200,11 +200,11 @@ def changed(row: int) -> TensorDataset:
 @pytest.mark.parametrize(
     ("data", "options", "key"),
     [
-        (changed(0), {}, "dataset.digest"),
-        (changed(N - 1), {}, "dataset.digest"),
+        (changed(0), {}, "dataset.tensors"),
+        (changed(N - 1), {}, "dataset.tensors"),
         (rows(N + 3), {"indices": [1, 0, *range(2, N + 3)]}, "dataset.indices"),
         (rows(N + 3), {"dataset_id": "mine"}, "dataset.id"),
-        (Counting(N + 3), {}, "dataset.probe_digest"),
+        (Counting(N + 3), {}, "dataset.samples"),
     ],
 )
 def test_data_that_does_not_begin_with_the_stored_rows_is_refused(
@@ -273,7 +273,7 @@ def test_whoever_fills_the_last_chunk_is_waited_for_before_a_table_grows(
         return grow(self, path, num_rows)
 
     monkeypatch.setattr(MemoryFeatureStore, "grow_table", busy)
-    monkeypatch.setattr(workspace.time, "sleep", waits.append)
+    monkeypatch.setattr(sharing.time, "sleep", waits.append)
     assert made.featurize(rows(N + 1), append=True).rows_written == 1
     assert waits == sorted(waits)
 

@@ -238,7 +238,7 @@ signal.signal(signal.SIGINT, signal.default_int_handler)
 class Waiting(Stopping):
     def stop(self):
         print("waiting", flush=True)
-        time.sleep(60)
+        time.sleep(600)
         print("went on", flush=True)
 
 featurize(attributor({path!r}), Waiting())
@@ -254,7 +254,7 @@ def test_a_real_sigint_stops_within_the_batch_and_what_it_says_is_on_disk(tmp_pa
     assert process.stdout is not None
     assert process.stdout.readline() == "waiting\n"
     process.send_signal(signal.SIGINT)
-    out, err = process.communicate(timeout=60)
+    out, err = process.communicate(timeout=600)
 
     assert process.returncode == -signal.SIGINT
     assert out == ""

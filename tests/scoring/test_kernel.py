@@ -232,6 +232,39 @@ def test_more_features_than_rows_without_damping_is_refused_with_both_numbers():
         factorise(matrix, KernelSettings(damping=0.0), num_rows=5)
 
 
+@pytest.mark.parametrize("rescale", [False, True])
+@pytest.mark.parametrize("num_rows", [5, NUM_ROWS])
+def test_a_singular_kernel_may_be_solved_by_its_pseudo_inverse(num_rows, rescale):
+    """Fewer rows than features, or dependent features; a kernel that has an inverse keeps its bits."""
+    rows, targets = random_rows(num_rows), random_rows(3, seed=2)
+    rows[:, 6] = rows[:, 0] - 3.0 * rows[:, 2] + 0.1 * rows[:, 5]
+    (matrix,) = gram([rows], layout=JOINT)
+    settings = KernelSettings(damping=0.0, rescale_inverse=rescale)
+
+    kernel = factorise(matrix, settings, num_rows=num_rows, allow_singular=True)
+
+    assert kernel.is_pseudo_inverse
+    assert kernel.width == WIDTH
+    assert kernel.factor.shape == (WIDTH, min(num_rows, WIDTH - 1))
+    inverse = np.linalg.pinv(rows.numpy().T @ rows.numpy(), rcond=1e-10, hermitian=True)
+    inverse /= np.abs(inverse).mean() if rescale else 1.0
+    np.testing.assert_allclose(kernel.solve(targets).numpy(), targets.numpy() @ inverse, rtol=1e-7)
+    expected = np.einsum("ij,jk,ik->i", targets.numpy(), inverse, targets.numpy())
+    np.testing.assert_allclose(kernel.quadratic_form(targets).numpy(), expected, rtol=1e-7)
+
+    damped = KernelSettings(damping=0.1, rescale_inverse=rescale)
+    solutions = [
+        factorise(matrix, damped, num_rows=num_rows, allow_singular=allowed).solve(targets)
+        for allowed in (False, True)
+    ]
+    assert torch.equal(*solutions)
+
+
+def test_a_kernel_of_zeros_has_no_pseudo_inverse_either():
+    with pytest.raises(SingularKernelError, match="is zero"):
+        factorise(torch.zeros(3, 3), KernelSettings(damping=0.0), num_rows=9, allow_singular=True)
+
+
 def test_more_features_than_rows_with_damping_is_solved():
     rows, targets = random_rows(5), random_rows(3, seed=2)
     (matrix,) = gram([rows], layout=JOINT)

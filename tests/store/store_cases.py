@@ -1,11 +1,13 @@
 """A small table, its values as a function of the row, and what a test wants to know of a folder."""
 
 import contextlib
+import json
 import os
 
 import numpy as np
 
 from trak_lite.store import Column, Manifest, RemoteFeatureStore, RemotePlace, TableSpec, ZarrFeatureStore
+from trak_lite.store._documents import sealed
 
 MANIFEST = Manifest({"seed": 0, "projector": {"kind": "rademacher"}})
 NAME = "targets/test/ckpt-0"
@@ -120,6 +122,14 @@ def overwrite(path, content):
 def content(path):
     with open(path, "rb") as file:
         return file.read()
+
+
+def edit(path, change):
+    """Change what trak_lite records in a ``zarr.json``, under a checksum that is right."""
+    document = json.loads(content(path))
+    change(document["attributes"]["trak_lite"])
+    document["attributes"]["trak_lite"] = sealed(document["attributes"]["trak_lite"])
+    overwrite(path, json.dumps(document).encode())
 
 
 def flipped(data, byte, bit):

@@ -28,11 +28,11 @@ def table(path):
 
 def until(condition):
     """Wait for what another process is about to do."""
-    for _ in range(3000):
+    for _ in range(60_000):
         if condition():
             return
         time.sleep(0.01)
-    raise AssertionError("waited for half a minute")
+    raise AssertionError("waited for ten minutes")
 
 
 def fill(work, every=None):

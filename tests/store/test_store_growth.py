@@ -39,7 +39,8 @@ from trak_lite.errors import (
     StateError,
     StoreError,
 )
-from trak_lite.store import ZarrFeatureStore, _dropping, verify_store
+from trak_lite.store import ZarrFeatureStore, _listing, _zarr_table, verify_store
+from trak_lite.store._documents import sealed
 from trak_lite.store._failpoints import FAILPOINTS, GROWTH_FAILPOINTS
 
 MORE = [1, 3, 4, 5]
@@ -292,6 +293,7 @@ def shrink(path):
         document["shape"][0] = 11
     else:
         document["attributes"]["trak_lite"]["num_rows"] = 11
+        document["attributes"]["trak_lite"] = sealed(document["attributes"]["trak_lite"])
     overwrite(path, json.dumps(document).encode())
 
 
@@ -320,6 +322,24 @@ def test_a_chunk_that_a_writer_from_before_committed_is_taken_further(path):
     assert done_rows(path) == list(range(11))
     put_pending(path)
     check_rows(path, 13)
+
+
+def test_rows_stay_done_where_a_chunk_is_filled_up_while_it_is_looked_at(full, monkeypatch):
+    """The rows of the old commit are neither in the row log, which is gone, nor in files that match the old record."""
+    grow(full, 12)
+    read_row_log, left = _zarr_table.read_row_log, [11]
+
+    def read_late(files, chunk):
+        if left:
+            writer.put(left.pop(), values([11]))
+        return read_row_log(files, chunk)
+
+    with ZarrFeatureStore.open(full, "r+") as store, reading(full) as reader:
+        writer = store.open_table(NAME)
+        monkeypatch.setattr(_zarr_table, "read_row_log", read_late)
+        done = reader.done()
+
+    assert done.tolist() == [True] * 12
 
 
 def test_a_table_does_not_grow_while_its_last_chunk_is_being_filled(path):
@@ -395,10 +415,11 @@ def test_a_dropped_table_leaves_nothing_on_the_disk(full):
 
 def test_a_table_is_dropped_as_a_whole_also_by_a_kill(full, victims):
     assert victims.killed("table_renamed:1", "drop", full, NAME)
+    assert ZarrFeatureStore.open(full).table_names() == []
     with ZarrFeatureStore.open(full, "r+") as store:
         assert store.table_names() == []
-        store.drop_table(NAME)
         assert os.listdir(f"{full}/targets/test") == ["zarr.json"]
+        assert os.listdir(f"{full}/.tables") == ["zarr.json"]  # opening it for writing has swept
         with pytest.raises(MissingStoreError):
             store.drop_table(NAME)
 
@@ -406,8 +427,8 @@ def test_a_table_is_dropped_as_a_whole_also_by_a_kill(full, victims):
 def test_what_a_killed_drop_left_does_not_stand_in_the_way(full, victims):
     assert victims.killed("table_renamed:1", "drop", full, NAME)
     assert verify_store(full).findings == ()
-    (left,) = (name for name in os.listdir(f"{full}/targets/test") if "dropped" in name)
-    os.utime(f"{full}/targets/test/{left}", (0, 0))
+    (left,) = (name for name in os.listdir(f"{full}/.tables") if "dropped" in name)
+    os.utime(f"{full}/.tables/{left}", (0, 0))
     (finding,) = verify_store(full).findings
     assert (finding.level, "interrupted" in finding.finding) == ("note", True)
 
@@ -448,7 +469,7 @@ def test_two_may_drop_the_same_table(full, monkeypatch):
         real(path)
         real(path)
 
-    monkeypatch.setattr(_dropping.shutil, "rmtree", twice)
+    monkeypatch.setattr(_listing.shutil, "rmtree", twice)
     with ZarrFeatureStore.open(full, "r+") as store:
         store.drop_table(NAME)
     assert os.listdir(f"{full}/targets/test") == ["zarr.json"]
@@ -462,7 +483,7 @@ def test_two_may_drop_the_same_table_at_the_same_moment(full, monkeypatch):
         real(source, f"{target}-twice")
 
     with ZarrFeatureStore.open(full, "r+") as store:
-        monkeypatch.setattr(_dropping.os, "rename", renamed_before)
+        monkeypatch.setattr(_listing.os, "rename", renamed_before)
         store.drop_table(NAME)
         monkeypatch.undo()
         assert store.table_names() == []

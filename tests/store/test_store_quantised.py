@@ -7,7 +7,19 @@ import numpy as np
 import pytest
 import store_cases
 import zarr
-from store_cases import MANIFEST, NAME, PACKED, content, flipped, folder, overwrite, reading, staged, writing
+from store_cases import (
+    MANIFEST,
+    NAME,
+    PACKED,
+    content,
+    edit,
+    flipped,
+    folder,
+    overwrite,
+    reading,
+    staged,
+    writing,
+)
 
 from trak_lite.errors import CorruptStoreError
 from trak_lite.store import (
@@ -195,11 +207,7 @@ def test_a_killed_run_ends_with_the_same_bytes(path, victims, failpoint, count):
 def test_rows_of_another_quantisation_are_refused(path, version):
     """Before a number is read."""
     fill(path, "int8")
-    with open(folder(path, "zarr.json")) as file:
-        document = json.load(file)
-    document["attributes"]["trak_lite"]["columns"][0]["quantisation"] = version
-    with open(folder(path, "zarr.json"), "w") as file:
-        json.dump(document, file)
+    edit(folder(path, "zarr.json"), lambda record: record["columns"][0].update(quantisation=version))
     with (
         ZarrFeatureStore.open(path) as store,
         pytest.raises(CorruptStoreError, match="quantisation of features is"),

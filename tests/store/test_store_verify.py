@@ -291,14 +291,15 @@ def test_a_file_outside_the_columns_is_noted(mixed, name):
 
 
 def test_a_scratch_folder_is_noted_once_it_is_old(mixed):
-    for parent in (mixed, f"{mixed}/targets"):
-        os.mkdir(f"{parent}/.ckpt-0.new-{'0' * 32}")
+    for name in (".new", ".dropped-ckpt-0"):
+        os.mkdir(f"{mixed}/.tables/{name}-{'0' * 32}")
         assert verify_store(mixed).findings == ()
-        os.utime(f"{parent}/.ckpt-0.new-{'0' * 32}", (time.time() - 3600,) * 2)
+        os.utime(f"{mixed}/.tables/{name}-{'0' * 32}", (time.time() - 3600,) * 2)
         (finding,) = verify_store(mixed).findings
         assert finding.level == "note"
         assert "interrupted" in finding.finding
-        os.rmdir(f"{parent}/.ckpt-0.new-{'0' * 32}")
+        ZarrFeatureStore.open(mixed, "r+").close()
+        assert verify_store(mixed).findings == ()
 
 
 def test_a_damaged_derived_array_is_noted(mixed):
@@ -400,7 +401,7 @@ def test_a_table_is_not_a_store(mixed):
 
 
 def test_a_newer_format_is_not_judged(mixed):
-    text = content(f"{mixed}/zarr.json").replace(b'"format": 1', b'"format": 2')
+    text = content(f"{mixed}/zarr.json").replace(b'"format": 2', b'"format": 3')
     overwrite(f"{mixed}/zarr.json", text)
     with pytest.raises(ManifestMismatchError, match="Install a newer trak_lite"):
         verify_store(mixed)
@@ -518,6 +519,28 @@ def test_a_store_that_is_being_written_has_no_findings(path, victims):
     assert [victims.wait(pid)[0] for pid in writers] == [0, 0]
     done = [report.tally.done_rows for report in seen]
     assert done == sorted(done)
+
+
+@pytest.mark.parametrize("look", [1, 2])
+def test_a_chunk_that_is_committed_while_it_is_looked_at_is_done(mixed, monkeypatch, look):
+    """Its row log is gone before it is read, and its files were not visible yet when they were asked for."""
+    looks = []
+    read_row_log = _chunk_look.read_row_log
+
+    def read_late(files, chunk):
+        looks.append(chunk)
+        if len(looks) == look:
+            table.put([10], values([10]))
+        return read_row_log(files, chunk)
+
+    monkeypatch.setattr(_chunk_look, "read_row_log", read_late)
+    if look == 2:  # the first one finds something, which is looked at again
+        overwrite(row_log(mixed, 2), content(row_log(mixed, 2)) + b"x" * 24)
+    with writing(mixed) as table:
+        report = verify_store(mixed)
+
+    assert report.findings == ()
+    assert report.tally.done_rows == 11
 
 
 @pytest.mark.parametrize("failpoint", FAILPOINTS[2:])

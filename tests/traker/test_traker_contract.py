@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -22,6 +23,7 @@ from traker_cases import (
     refused,
     run,
     score,
+    scores_of_pseudo_inverses,
     snapshot,
     target_batch,
     train_batch,
@@ -241,6 +243,50 @@ def test_a_killed_process_is_continued_by_another(tmp_path, expected):
     alone.featurize(part(train_batch(), slice(0, 20)), inds=np.arange(20))
     alone.featurize(part(train_batch(), slice(20, N)), inds=np.arange(20, N))
     np.testing.assert_array_equal(table.read(FEATURES)[:20], stored(alone)[:20])
+
+
+ENDING = """
+import sys
+sys.path[:0] = sys.argv[3:]
+from traker_cases import checkpoints, make_traker, train_batch
+traker = make_traker(sys.argv[1])
+traker.load_checkpoint(checkpoints(count=1)[0], 0)
+traker.featurize(tuple(t[:20] for t in train_batch()), num_samples=20)
+if sys.argv[2] == "two":
+    other = make_traker(sys.argv[1] + "/other")
+    other.load_checkpoint(checkpoints(count=1)[0], 0)
+    other.featurize(tuple(t[:20] for t in train_batch()), num_samples=20)
+if sys.argv[2] == "raised":
+    traker.featurize(tuple(t[20:] for t in train_batch()), num_samples=1)
+"""
+
+
+@pytest.mark.parametrize(
+    ("how", "code", "last"),
+    [
+        ("ends", 0, r"\A\Z"),
+        ("two", 0, r"\A\Z"),
+        ("raised", 1, r"\ATraceback.*\n[\w.]+InvalidInputError: .*\n\Z"),
+    ],
+)
+def test_a_process_may_end_with_rows_that_are_not_done(tmp_path, expected, how, code, last):
+    """No file is closed twice at exit, nothing but its own error is printed, and the next process goes on."""
+    here = Path(__file__).parent
+    arguments = [sys.executable, "-c", ENDING, str(tmp_path), how, str(here), str(here.parents[1])]
+    child = subprocess.run(
+        arguments, env={**os.environ, "OMP_NUM_THREADS": "1"}, check=False, capture_output=True, text=True
+    )
+    assert child.returncode == code
+    assert child.stdout == ""
+    assert child.stderr.count("Traceback") == code
+    assert re.search(last, child.stderr, re.DOTALL), child.stderr
+
+    for folder in (tmp_path, tmp_path / "other") if how == "two" else (tmp_path,):
+        traker = loaded(folder)
+        left = traker._workspace.table("ckpt-0").pending()
+        np.testing.assert_array_equal(left, np.arange(20, N))
+        traker.featurize(train_batch(), num_samples=N)
+        assert_same(stored(traker), expected[0])
 
 
 def test_a_traker_in_an_old_traceback_holds_no_locks(tmp_path, expected):
@@ -483,8 +529,11 @@ def test_prefixes_of_wrappers_are_ignored(tmp_path, expected, prefix):
 @pytest.mark.parametrize(
     ("where", "match"),
     [
-        ({}, "Exactly one of inds and num_samples must be given, got neither"),
-        ({"inds": [0, 1], "num_samples": 2}, "Exactly one of inds and num_samples must be given, got both"),
+        ({}, "Exactly one of num_samples and inds should be specified, got neither"),
+        (
+            {"inds": [0, 1], "num_samples": 2},
+            "Exactly one of num_samples and inds should be specified, got both",
+        ),
         ({"num_samples": 0}, "num_samples must be an integer of at least 1, got 0"),
         ({"num_samples": 3}, "The batch holds 2 samples, but 3 rows were named"),
         ({"inds": [0]}, "The batch holds 2 samples, but 1 rows were named"),
@@ -537,7 +586,7 @@ def test_steps_before_their_time_are_refused(tmp_path):
         with refused(tmp_path, StateError, match):
             call()
 
-    check(lambda: traker.featurize(batch, num_samples=2), "No checkpoint is loaded. Call load_checkpoint")
+    check(lambda: traker.featurize(batch, num_samples=2), "No checkpoint is loaded. Load a checkpoint")
     check(lambda: traker.score(batch, num_samples=2), "No scoring was started. Call start_scoring_checkpoint")
     check(traker.finalize_features, "There is no store at .*trak.zarr. Call featurize")
     check(start, "Model id 0 was never featurized")
@@ -630,13 +679,29 @@ def test_a_closed_traker_refuses_every_verb(tmp_path):
             call()
 
 
-def test_a_kernel_of_dependent_features_is_refused(tmp_path):
-    """With all parameters unprojected, two identical inputs make the kernel singular."""
+def test_dependent_features_are_scored_by_the_pseudo_inverse(tmp_path, caplog):
+    """The margins of three classes do not change when all logits do: a third of the features tells nothing new."""
     model = nn.Linear(4, 3)
-    batch = (train_batch()[0], train_batch()[1] % 3)
+    batch, targets = ((x, y % 3) for x, y in (train_batch(), target_batch()))
     traker = make_traker(tmp_path, model=model, projector=NoOpProjector())
     featurize(traker, [model.state_dict()], batch)
-    with pytest.raises(SingularKernelError, match="numerically singular at lambda = 0"):
+    traker.finalize_features()
+    score(traker, [model.state_dict()], targets)
+    scores = traker.finalize_scores("test")
+
+    assert caplog.text.count("no inverse") == 1
+    assert f"ranks [10], of 15 features from {N} train rows" in caplog.text
+    expected = scores_of_pseudo_inverses(traker, 1)
+    np.testing.assert_allclose(scores, expected, rtol=0, atol=1e-5 * np.abs(expected).max())
+
+
+def test_features_that_are_all_zero_are_refused(tmp_path):
+    """The output does not depend on what is kept: there is nothing to score with."""
+    model = make_model()
+    traker = make_traker(tmp_path, model=model, lambda_reg=1.0)
+    state = {name: value * (0.0 if name == "readout" else 1.0) for name, value in model.state_dict().items()}
+    featurize(traker, [state], train_batch())
+    with pytest.raises(SingularKernelError, match="is zero"):
         traker.finalize_features()
 
 

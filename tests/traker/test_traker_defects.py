@@ -24,13 +24,14 @@ from traker_cases import (
     refused,
     run,
     score,
+    scores_of_pseudo_inverses,
     target_batch,
     train_batch,
 )
 
 import trak_lite.projectors
 from trak_lite import test_install as check_installation
-from trak_lite.errors import InvalidInputError, ManifestMismatchError, SingularKernelError, StateError
+from trak_lite.errors import InvalidInputError, ManifestMismatchError, StateError
 from trak_lite.gradient_computers import IterativeGradientComputer
 from trak_lite.modelout_functions import CLIPModelOutput, ImageClassificationModelOutput
 from trak_lite.pipeline import FEATURES
@@ -363,23 +364,34 @@ def test_the_iterative_computer_keeps_float64(tmp_path):
 # --- Numbers ---------------------------------------------------------------------------------------------
 
 
-def test_fewer_rows_than_features_without_lambda_raise(tmp_path):
-    """The original returns finite numbers that mean nothing: they change when the rows come in reverse."""
-    states, few = checkpoints(count=1), part(train_batch(), slice(0, K - 2))
-    traker = make_traker(tmp_path / "ours", train_set_size=K - 2)
-    featurize(traker, states, few)
-    with pytest.raises(
-        SingularKernelError, match=rf"\({K} features, {K - 2} train rows.*more features than rows"
-    ):
+def test_fewer_rows_than_features_without_lambda_give_scores_that_mean_something(tmp_path, caplog):
+    """Those of the pseudo-inverse, with one warning; the original's change when the rows come in reverse."""
+    states, few = checkpoints(count=2), part(train_batch(), slice(0, K - 2))
+    found = []
+    for name, order in (("forth", slice(None)), ("back", torch.arange(K - 3, -1, -1))):
+        caplog.clear()
+        traker = make_traker(tmp_path / f"our_{name}", train_set_size=K - 2)
+        featurize(traker, states, part(few, order))
         traker.finalize_features()
+        score(traker, states, target_batch())
+        found.append(traker.finalize_scores("test")[order])
+        (warning,) = [record.getMessage() for record in caplog.records if record.levelname == "WARNING"]
+        assert f"model ids [0, 1] have no inverse at lambda_reg=0: ranks [{K - 2}, {K - 2}]" in warning
+        assert f"of {K} features from {K - 2} train rows. Their pseudo-inverses were used" in warning
+        assert "set lambda_reg > 0" in warning
+        expected = scores_of_pseudo_inverses(traker, 2)[order]
+        np.testing.assert_allclose(found[-1], expected, rtol=0, atol=1e-5 * np.abs(expected).max())
+    np.testing.assert_allclose(found[0], found[1], rtol=0, atol=1e-4 * np.abs(found[0]).max())
 
+    caplog.clear()
+    again = make_traker(tmp_path / "our_forth", train_set_size=K - 2)
+    np.testing.assert_array_equal(again.finalize_scores("test"), found[0])
     damped = make_traker(tmp_path / "damped", train_set_size=K - 2, lambda_reg=0.1)
     featurize(damped, states, few)
     damped.finalize_features()
-    score(damped, states, target_batch())
-    assert np.isfinite(damped.finalize_scores("test")).all()
+    assert caplog.text == ""
 
-    found = []
+    states, found = states[:1], []
     for name, order in (("forth", slice(None)), ("back", torch.arange(K - 3, -1, -1))):
         projector = injected(original().projectors.AbstractProjector, num_kept(make_model(), None))
         theirs = make_original(tmp_path / name, train_set_size=K - 2, projector=projector)

@@ -202,6 +202,19 @@ def assert_scores_close(ours: np.ndarray, expected: np.ndarray, rtol: float) -> 
     np.testing.assert_allclose(ours[sizable], expected[sizable], rtol=100 * rtol)
 
 
+def scores_of_pseudo_inverses(traker: Any, count: int, exp_name: str = "test") -> np.ndarray:
+    """Return the scores of undamped kernels by NumPy's pseudo-inverse, from the rows that are stored."""
+    tables = [traker._workspace.table(f"ckpt-{model_id}") for model_id in range(count)]
+    q = np.mean([table.read("out_to_loss").astype(np.float64) for table in tables], axis=0)
+    products = 0.0
+    for model_id, table in enumerate(tables):
+        rows = table.read("features").astype(np.float64)
+        targets = traker._workspace.table(f"targets/{exp_name}/ckpt-{model_id}").read("features")
+        inverse = np.linalg.pinv(rows.T @ rows, rcond=1e-9, hermitian=True)
+        products = products + rows @ (inverse / np.abs(inverse).mean()) @ targets.T.astype(np.float64)
+    return products / count * q[:, None]
+
+
 def snapshot(folder: Path) -> dict[str, str]:
     """Return a digest of every file below a folder."""
     return {

@@ -1,4 +1,4 @@
-"""The commands that need a config: train, featurize, score, evaluate, report."""
+"""The commands that need a config, and the report: train, featurize, score, evaluate."""
 
 from __future__ import annotations
 
@@ -14,19 +14,22 @@ from typing import Any, Final, final
 import numpy as np
 from safetensors.torch import save_file
 
+from trak_lite._session import resolve_device
 from trak_lite.attributor import Attributor, FeaturizeSummary
-from trak_lite.attributor_settings import versions
+from trak_lite.attributor_settings import StoredSettings, versions
 from trak_lite.cli.configs import RunConfig
-from trak_lite.cli.recipes import last_trained, trained_states
+from trak_lite.cli.recipes import Recipe, last_trained, trained_states
 from trak_lite.cli.records import RunRecord, keep_record
 from trak_lite.errors import CheckpointError, InvalidInputError, MissingStoreError
 from trak_lite.evaluation import Verdict
 from trak_lite.fisher import FisherSettings
+from trak_lite.kept_scores import KeptScores
 from trak_lite.kronecker import KroneckerSettings
 from trak_lite.scores import Scores
-from trak_lite.store import RemotePlace, open_store
+from trak_lite.store import RemotePlace, check_name, open_store
+from trak_lite.workspace import Workspace
 
-__all__ = ["COMMANDS", "Job"]
+__all__ = ["COMMANDS", "Job", "report"]
 
 _SHOWN_TARGETS, _SHOWN_ROWS = 3, 5
 _FITTED: Final = {"ekfac": KroneckerSettings, "fisher": FisherSettings}
@@ -37,31 +40,40 @@ _FITTED: Final = {"ekfac": KroneckerSettings, "fisher": FisherSettings}
 class Job:
     """What a config and its recipe describe, done step by step; every step resumes."""
 
-    def __init__(self, config: RunConfig) -> None:
+    def __init__(self, config: RunConfig, recipe: Recipe) -> None:
         """Build the model and decide every setting; nothing is written yet."""
         self.config = config
-        model = config.recipe.call("build_model", config.recipe_arguments)
+        self.recipe = recipe
+        model = recipe.call("build_model", config.recipe_arguments)
         self.attributor = Attributor(model, **config.attributor_arguments())
 
     @cached_property
     def train_data(self) -> Any:
         """The recipe's train data."""
-        return self.config.recipe.call("train_data", self.config.recipe_arguments)
+        return self.recipe.call("train_data", self.config.recipe_arguments)
 
     @cached_property
     def target_data(self) -> Any:
         """The recipe's targets."""
-        return self.config.recipe.call("target_data", self.config.recipe_arguments)
+        return self.recipe.call("target_data", self.config.recipe_arguments)
 
     def train(self) -> int:
         """Train if the recipe can and there is no checkpoint; return how many were written.
 
         Checkpoints come under their names when the training has ended, so that a part of a run is never taken for it.
+
+        Raises:
+            CheckpointError: If there is none at the path that a store has recorded: a store chooses no place to write.
         """
         folder = self.config.values["checkpoints"]
-        train = self.config.recipe.bound("train", self.config.recipe_arguments)
+        train = self.recipe.bound("train", self.config.recipe_arguments)
         if train is None or not isinstance(folder, str) or _has_entries(folder):
             return 0
+        if "checkpoints" in self.config.recorded:
+            raise CheckpointError(
+                f"There is no checkpoint at {folder}, which the run kept in {self.config.path} names. To train, and "
+                "write checkpoints there, pass --checkpoints PATH: a store chooses no place to write."
+            )
         os.makedirs(os.path.dirname(folder), exist_ok=True)
         scratch = tempfile.mkdtemp(
             prefix=f"{os.path.basename(folder)}.training-", dir=os.path.dirname(folder)
@@ -113,33 +125,15 @@ class Job:
         Raises:
             InvalidInputError: If the recipe cannot train.
         """
-        train = self.config.recipe.bound("train", self.config.recipe_arguments)
+        train = self.recipe.bound("train", self.config.recipe_arguments)
         if train is None:
             raise InvalidInputError(
-                f"The recipe {self.config.recipe.path} defines no train(indices, seed), which evaluate calls for every "
+                f"The recipe {self.recipe.path} defines no train(indices, seed), which evaluate calls for every "
                 "random subset. Add it; it returns the trained module or its state dict."
             )
         rows = self.config.section("featurize")["indices"]
         train_fn = partial(last_trained, train if rows is None else partial(_chosen, tuple(rows), train))
         return self.attributor.verify(train_fn, self.target_data, **self.config.verification())
-
-    def report(self, out: str | None) -> Path:
-        """Write the report of the scores as one page of HTML; return where it is."""
-        from trak_lite.report import write_report  # needed here only
-
-        score, recipe, arguments = (
-            self.config.section("score"),
-            self.config.recipe,
-            self.config.recipe_arguments,
-        )
-        scores = self.attributor.scores(score["name"], dense=score["dense"], **self.config.view())
-        page: Path = write_report(
-            scores,
-            _report_path(self.config) if out is None else out,
-            train_render=recipe.bound("render", arguments),
-            target_render=recipe.bound("render_target", arguments),
-        )
-        return page
 
     @contextmanager
     def recorded(self, command: str) -> Iterator[None]:
@@ -149,7 +143,7 @@ class Job:
         """
         config = self.config
         made_with = versions(self.attributor.device)
-        record = RunRecord.now(command, config.to_json(), config.recipe.digest, made_with)
+        record = RunRecord.now(command, config.to_json(), self.recipe.digest, made_with)
         accepted = not _is_store(config.path)
         try:
             yield
@@ -159,7 +153,7 @@ class Job:
                 keep_record(config.path, record)
 
 
-def run(job: Job, out: str | None = None) -> Iterator[str]:
+def run(job: Job) -> Iterator[str]:
     """Train if need be, featurize, score, and say what came of it."""
     num_trained = job.train()
     if num_trained:
@@ -168,7 +162,7 @@ def run(job: Job, out: str | None = None) -> Iterator[str]:
     yield from score(job)
 
 
-def featurize(job: Job, out: str | None = None) -> Iterator[str]:
+def featurize(job: Job) -> Iterator[str]:
     """Featurize the train rows."""
     done = job.featurize()
     yield (
@@ -177,7 +171,7 @@ def featurize(job: Job, out: str | None = None) -> Iterator[str]:
     )
 
 
-def score(job: Job, out: str | None = None) -> Iterator[str]:
+def score(job: Job) -> Iterator[str]:
     """Score the targets."""
     scores = job.score()
     yield str(scores)
@@ -190,17 +184,49 @@ def score(job: Job, out: str | None = None) -> Iterator[str]:
             yield f"target {target}, most {sign} rows: {rows}"
 
 
-def evaluate(job: Job, out: str | None = None) -> Iterator[str]:
+def evaluate(job: Job) -> Iterator[str]:
     """Say how well the scores predict retraining."""
     yield str(job.evaluate())
 
 
-def report(job: Job, out: str | None = None) -> Iterator[str]:
-    """Write the page."""
-    yield f"report: {job.report(out)}"
+COMMANDS = {"run": run, "featurize": featurize, "score": score, "evaluate": evaluate}
+"""What is done with model and data."""
 
 
-COMMANDS = {"run": run, "featurize": featurize, "score": score, "evaluate": evaluate, "report": report}
+def report(config: RunConfig, out: str | None) -> Iterator[str]:
+    """Write the report of the scores in a store as one page of HTML.
+
+    The store is read without model or data. A recipe shows what rows look like; without one they are numbers.
+
+    Args:
+        config: Says which store and which scores.
+        out: Path of the page; ``None`` is beside the store.
+
+    Raises:
+        StateError: If there are no such scores.
+        StoreError: If the store cannot be read.
+    """
+    from trak_lite.report import write_report  # needed here only
+
+    with open_store(config.path) as store:
+        settings = StoredSettings.of(
+            store.manifest,
+            device=resolve_device(config.values["device"]),
+            where=str(config.path),
+        )
+    chosen, recipe = config.section("score"), config.recipe
+    kept = KeptScores(Workspace(config.path), settings)
+    name, view = check_name(chosen["name"], what="target set"), settings.score_settings(**config.view())
+    scores = kept.stored(name, view) if chosen["dense"] else kept.streamed(name, view)
+    render, render_target = (
+        None if recipe is None else recipe.bound(function, config.recipe_arguments)
+        for function in ("render", "render_target")
+    )
+    place = _report_path(config) if out is None else out
+    page = write_report(scores, place, train_render=render, target_render=render_target)
+    yield f"report: {page}"
+    if recipe is None:
+        yield "Rows are shown by their numbers; --recipe FILE shows them by its render(index)."
 
 
 def _chosen(

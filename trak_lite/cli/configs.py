@@ -15,6 +15,7 @@ from typing import Any, final
 
 import yaml
 
+from trak_lite._validate import check_depth
 from trak_lite.attributor import Attributor
 from trak_lite.cli.keys import REQUIRED, Key, keys_of
 from trak_lite.cli.parsing import ConfigParser, overrides, refuse_unknown
@@ -22,7 +23,6 @@ from trak_lite.cli.recipes import SECTION, Recipe, load_recipe
 from trak_lite.cli.records import RunRecord
 from trak_lite.errors import InvalidInputError
 from trak_lite.store import RemotePlace, resolve_place
-from trak_lite.store.manifest import check_depth
 
 __all__ = ["RunConfig", "config_parser", "read_config"]
 
@@ -58,7 +58,10 @@ class RunConfig:
 
     values: Mapping[str, Any]
     """By dotted name; JSON values."""
-    recipe: Recipe
+    recipe: Recipe | None
+    """``None`` for a command that can do without, if the command line names none."""
+    recorded: frozenset[str] = frozenset()
+    """Names of the values that a store has recorded, and neither a file nor the command line of the user's says."""
 
     @property
     def path(self) -> str | RemotePlace:
@@ -106,21 +109,26 @@ def config_parser(command: str, text: str, usage: str) -> ConfigParser:
     return ConfigParser(command, _keys(), usage=usage, text=text)
 
 
-def read_config(command: str, source: str | RunRecord, arguments: Sequence[str]) -> RunConfig:
+def read_config(
+    command: str, source: str | RunRecord, arguments: Sequence[str], *, runs: bool = True
+) -> RunConfig:
     """Return a config, from a file or a run that a store has kept, with some values overridden.
 
-    Everything but the recipe's own arguments is checked before a line of the recipe is run.
+    Everything but the recipe's own arguments is checked before a line of the recipe is run. The recipe that a record
+    names is never run: a store may be of somebody else's, and a digest that it records says nothing of its code.
 
     Args:
         command: Name of the command, for messages.
         source: Path of the YAML file, or the record of a run.
         arguments: Overrides, as the command line gives them.
+        runs: Whether the command needs model and data; one that only looks may have no recipe.
 
     Raises:
-        InvalidInputError: If the file cannot be read, a key is unknown, a value is of the wrong type or missing, or
-            the recipe cannot be run.
+        InvalidInputError: If the file cannot be read, a key is unknown, a value is of the wrong type or missing, the
+            recipe cannot be run, or none is named on the command line where the source is a record.
     """
     given, where, folder = _given(source)
+    is_record = isinstance(source, RunRecord)
     parser = ConfigParser(command, _keys())
     of_recipe = given.pop(SECTION, None) or {}
     if not isinstance(of_recipe, Mapping):
@@ -129,15 +137,31 @@ def read_config(command: str, source: str | RunRecord, arguments: Sequence[str])
     values = {key.name: key.default for key in parser.keys.values()}
     for name, value in _flat(given, parser.keys, where=where, command=command):
         values[name] = parser.value(name, value, where=where)
-    values["recipe"] = values["recipe"] if values["recipe"] is REQUIRED else str(folder / values["recipe"])
+    recorded = frozenset(values if is_record else ()) - {name for name, _ in texts}
+    recipe_there, values["recipe"] = values["recipe"], REQUIRED
+    if not is_record and recipe_there is not REQUIRED:
+        values["recipe"] = str(folder / recipe_there)
     for name, text in texts:
         if not name.startswith(f"{SECTION}."):
             values[name] = parser.text(name, text)
-    _refuse_missing(values, where)
-    recorded = source if isinstance(source, RunRecord) and "recipe" not in dict(texts) else None
-    recipe = load_recipe(Path(values["recipe"]), approve=recorded.check_recipe if recorded else None)
-    values |= _recipe_values(ConfigParser(command, recipe.keys()), of_recipe, texts, where)
-    return RunConfig(_absolute(values, recipe), recipe)
+    if is_record and runs and values["recipe"] is REQUIRED:
+        raise _unnamed_recipe(where, recipe_there)
+    _refuse_missing({name: value for name, value in values.items() if runs or name == "path"}, where)
+    recipe = None if values["recipe"] is REQUIRED else load_recipe(Path(values["recipe"]))
+    if recipe is None:
+        values |= _recipe_values(ConfigParser(command, ()), {}, texts, where)
+    else:
+        values |= _recipe_values(ConfigParser(command, recipe.keys()), of_recipe, texts, where)
+    return RunConfig(_absolute(values, recipe), recipe, recorded)
+
+
+def _unnamed_recipe(where: str, recipe_there: Any) -> InvalidInputError:
+    """Return the error of a recorded run that is to be repeated without naming its code."""
+    there = "" if recipe_there is REQUIRED else f" It was made with {recipe_there!r}."
+    return InvalidInputError(
+        f"{where} is repeated with a recipe that you name: a store chooses no code.{there} Pass --recipe FILE with a "
+        "file that you trust."
+    )
 
 
 def _recipe_values(
@@ -251,7 +275,7 @@ def _refuse_missing(values: Mapping[str, Any], where: str) -> None:
         )
 
 
-def _absolute(values: Mapping[str, Any], recipe: Recipe) -> dict[str, Any]:
+def _absolute(values: Mapping[str, Any], recipe: Recipe | None) -> dict[str, Any]:
     """Return the values with the paths of files as they are from everywhere."""
     checkpoints, place = values["checkpoints"], resolve_place(values["path"])
     if isinstance(checkpoints, str):
@@ -259,7 +283,8 @@ def _absolute(values: Mapping[str, Any], recipe: Recipe) -> dict[str, Any]:
     elif checkpoints is not None:
         checkpoints = [os.path.abspath(path) for path in checkpoints]
     path = values["path"] if isinstance(place, RemotePlace) else os.path.abspath(place)
-    return {**values, "recipe": str(recipe.path), "checkpoints": checkpoints, "path": path}
+    named = None if recipe is None else str(recipe.path)
+    return {**values, "recipe": named, "checkpoints": checkpoints, "path": path}
 
 
 def _built(key: Key, value: Any) -> Any:

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from trak_lite.cli.records import kept_records
-from trak_lite.errors import StoreError
+from trak_lite.errors import StoreError, printable
 from trak_lite.store import AbstractFeatureStore, RemotePlace, open_store
 from trak_lite.verification import kept_verdict
 
@@ -30,7 +30,7 @@ def inspection(place: str | RemotePlace) -> str:
             *_verdict_lines(store),
             *_run_lines(store),
         ]
-    return _printable("\n".join(lines))
+    return "\n".join(lines)
 
 
 def done_lines(store: AbstractFeatureStore) -> Iterator[str]:
@@ -62,9 +62,15 @@ def _manifest_lines(store: AbstractFeatureStore) -> Iterator[str]:
 def _verdict_lines(store: AbstractFeatureStore) -> Iterator[str]:
     for path in (*store.table_names("scores"), *store.table_names("views")):
         if store.open_table(path).complete:
-            verdict = kept_verdict(store, path)
-            tested = "not tested" if verdict is None else str(verdict).replace("\n", "\n    ")
-            yield f"verdict on {path}: {tested}"
+            yield f"verdict on {path}: {_tested(store, path)}"
+
+
+def _tested(store: AbstractFeatureStore, path: str) -> str:
+    try:
+        verdict = kept_verdict(store, path)
+    except StoreError as error:
+        return str(error)
+    return "not tested" if verdict is None else str(verdict).replace("\n", "\n    ")
 
 
 def _run_lines(store: AbstractFeatureStore) -> Iterator[str]:
@@ -83,7 +89,7 @@ def _run_lines(store: AbstractFeatureStore) -> Iterator[str]:
 def _block(title: str, values: Any) -> Iterator[str]:
     yield f"{title}:"
     if isinstance(values, Mapping):
-        yield from (f"  {key}: {_json(value)}" for key, value in sorted(values.items()))
+        yield from (f"  {_line(key)}: {_json(value)}" for key, value in sorted(values.items()))
 
 
 def _json(value: Any) -> str:
@@ -91,6 +97,6 @@ def _json(value: Any) -> str:
     return text if len(text) <= 200 else f"{text[:197]}..."
 
 
-def _printable(text: str) -> str:
-    """Return a text without what a store from elsewhere might tell a terminal to do."""
-    return "".join(letter if letter.isprintable() or letter == "\n" else "?" for letter in text)
+def _line(text: str) -> str:
+    """Return a text of a store's as a part of one line, which no newline in it ends."""
+    return printable(text).replace("\n", "\\n")

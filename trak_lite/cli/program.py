@@ -10,12 +10,11 @@ import argparse
 import shlex
 import sys
 from collections.abc import Sequence
-from contextlib import nullcontext
-from typing import TYPE_CHECKING, NoReturn, final
+from typing import TYPE_CHECKING, NoReturn, TextIO, final
 
 from trak_lite._version import __version__
 from trak_lite.cli.inspection import done_lines, inspection
-from trak_lite.errors import InvalidInputError, MissingStoreError, TrakLiteError
+from trak_lite.errors import InvalidInputError, MissingStoreError, TrakLiteError, printable
 from trak_lite.store import RemotePlace, open_store, resolve_place, verify_store
 
 if TYPE_CHECKING:
@@ -45,7 +44,8 @@ class _Parser(argparse.ArgumentParser):
 
     def error(self, message: str) -> NoReturn:
         """Print the message and exit with status 2."""
-        self.exit(_WRONG_USE, f"{self.prog}: {message}. Try '{self.prog} --help'.\n")
+        _warn(f"{self.prog}: {message}. Try '{self.prog} --help'.\n")
+        self.exit(_WRONG_USE)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -60,20 +60,20 @@ def main(arguments: Sequence[str] | None = None) -> int:
             return _with_config(given[0], given[1:])
         return _on_store(_parser().parse_args(given))
     except TrakLiteError as error:
-        sys.stderr.write(f"{_PROGRAM}: {' '.join(str(error).splitlines())}\n")
+        _warn(f"{_PROGRAM}: {' '.join(str(error).splitlines())}\n")
         return _WRONG_USE
     except KeyboardInterrupt:
-        sys.stderr.write(f"\n{_PROGRAM}: interrupted before anything was begun.\n")
+        _warn(f"\n{_PROGRAM}: interrupted before anything was begun.\n")
         return _INTERRUPTED
 
 
 def _on_store(parsed: argparse.Namespace) -> int:
     """Run a command that looks at a store and needs no config."""
     if parsed.command == "inspect":
-        sys.stdout.write(f"{inspection(resolve_place(parsed.path))}\n")
+        _say(inspection(resolve_place(parsed.path)))
         return 0
     report = verify_store(parsed.path, repair=parsed.repair)
-    sys.stdout.write(f"{report}\n")
+    _say(str(report))
     return 0 if report.ok else 1
 
 
@@ -81,7 +81,7 @@ def _with_config(command: str, arguments: list[str]) -> int:
     """Run a command that a config describes."""
     try:
         from trak_lite.attributor_settings import versions
-        from trak_lite.cli.commands import COMMANDS, Job
+        from trak_lite.cli.commands import COMMANDS, Job, report
         from trak_lite.cli.configs import config_parser, read_config
     except ImportError as error:
         if error.name is None or error.name.partition(".")[0] not in _EXTRA:
@@ -92,22 +92,29 @@ def _with_config(command: str, arguments: list[str]) -> int:
     source = _SOURCES.get(command, "CONFIG")
     usage = f"{_PROGRAM} {command} ({source} | --from STORE){_OPTIONS.get(command, '')} [--key value ...]"
     if "--help" in arguments or "-h" in arguments:
-        sys.stdout.write(config_parser(command, f"{_WITH_CONFIG[command].capitalize()}.", usage).help())
+        _say(config_parser(command, f"{_WITH_CONFIG[command].capitalize()}.", usage).help().rstrip("\n"))
         return 0
     rest = list(arguments)
     out = _taken(rest, "--out") if command == "report" else None
     place = _source(command, rest, usage)
-    config = read_config(command, place, rest)
+    config = read_config(command, place, rest, runs=command in COMMANDS)
+    recorded = None if isinstance(place, str) else place
     try:
-        job = Job(config)
-        if not isinstance(place, str):
-            sys.stderr.write(place.other_versions(versions(job.attributor.device)))
-        with nullcontext() if command == "report" else job.recorded(command):
-            for line in COMMANDS[command](job, out):
-                sys.stdout.write(f"{line}\n")
-                sys.stdout.flush()
+        if config.recipe is not None and recorded is not None:
+            _warn(recorded.other_recipe(str(config.recipe.path), config.recipe.digest))
+        if command not in COMMANDS:
+            for line in report(config, out):
+                _say(line)
+            return 0
+        assert config.recipe is not None  # read_config has refused it
+        job = Job(config, config.recipe)
+        if recorded is not None:
+            _warn(recorded.other_versions(versions(job.attributor.device)))
+        with job.recorded(command):
+            for line in COMMANDS[command](job):
+                _say(line)
     except KeyboardInterrupt:
-        sys.stderr.write(_interrupted(config.path, [command, *arguments]))
+        _warn(_interrupted(config.path, [command, *arguments]))
         return _INTERRUPTED
     return 0
 
@@ -116,9 +123,9 @@ def _source(command: str, arguments: list[str], usage: str) -> str | RunRecord:
     """Remove the config or the store from the arguments; return the config's path or the record of the store's run.
 
     Raises:
-        InvalidInputError: If there is neither or both.
+        InvalidInputError: If there is neither or both, or the store keeps no run that could be repeated.
     """
-    from trak_lite.cli.records import last_record
+    from trak_lite.cli.records import RunRecord, last_record
 
     store = _taken(arguments, "--from")
     named = arguments.pop(0) if arguments and not arguments[0].startswith("-") else None
@@ -131,7 +138,35 @@ def _source(command: str, arguments: list[str], usage: str) -> str | RunRecord:
     if named is not None:
         return named
     assert store is not None  # one of the two is given
-    return last_record(resolve_place(store))
+    record = last_record(resolve_place(store))
+    if record is None and command == "report":
+        return RunRecord(command, "", {"path": store}, "", {}, store)
+    if record is None:
+        raise InvalidInputError(
+            f"{store} keeps no run of the command line: it was made in Python, or the run was killed. Name the "
+            "config: trak-lite run CONFIG."
+        )
+    return record
+
+
+def _say(text: str) -> None:
+    """Write a line to standard output, at once."""
+    sys.stdout.write(_shown(f"{text}\n", sys.stdout))
+    sys.stdout.flush()
+
+
+def _warn(text: str) -> None:
+    """Write text to standard error."""
+    sys.stderr.write(_shown(text, sys.stderr))
+
+
+def _shown(text: str, stream: TextIO) -> str:
+    """Return a text as a terminal may have it: what a store or a config says tells it nothing to do.
+
+    All that the program writes goes through here.
+    """
+    encoding = stream.encoding or "utf-8"
+    return printable(text).encode(encoding, "backslashreplace").decode(encoding)
 
 
 def _taken(arguments: list[str], option: str) -> str | None:

@@ -1,4 +1,7 @@
-"""Recipes: Python files of the user's that give model, data and training. The only code that a config can name."""
+"""Recipes: Python files of the user's that give model, data and training. The only code that a config can name.
+
+Configs are files of the user's; what a store has recorded of a run is none, and names no recipe.
+"""
 
 from __future__ import annotations
 
@@ -17,6 +20,7 @@ import numpy as np
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
+from trak_lite.checkpoints import module_versions, with_versions
 from trak_lite.cli.keys import REQUIRED, Key, is_plain, keys_of
 from trak_lite.errors import InvalidInputError
 
@@ -84,12 +88,11 @@ class Recipe:
             ) from error
 
 
-def load_recipe(path: Path, *, approve: Callable[[str], None] | None = None) -> Recipe:
+def load_recipe(path: Path) -> Recipe:
     """Run a recipe and return its functions. Modules beside it can be imported by it.
 
     Args:
         path: Of the Python file.
-        approve: Called with the SHA-256 of the file before any of it is run; it raises to refuse.
 
     Raises:
         InvalidInputError: If there is no such file, it does not compile, a module that it imports is not installed,
@@ -103,8 +106,6 @@ def load_recipe(path: Path, *, approve: Callable[[str], None] | None = None) -> 
             f"There is no recipe at {path} ({error.strerror}). Name a Python file that defines {_listed(_NEEDED)}."
         ) from error
     digest = hashlib.sha256(content).hexdigest()
-    if approve is not None:
-        approve(digest)
     module = _run(path, content, f"trak_lite_recipe_{digest[:16]}")
     functions = {name: getattr(module, name) for name in (*_NEEDED, *_GIVEN) if hasattr(module, name)}
     missing = [name for name in _NEEDED if name not in functions]
@@ -128,11 +129,12 @@ def trained_states(trained: Any) -> Iterator[dict[str, Tensor]]:
     """
     state = trained.state_dict() if isinstance(trained, nn.Module) else trained
     if isinstance(state, Mapping):
-        yield {
+        copies = {
             name: value.detach().cpu().contiguous().clone()
             for name, value in state.items()
             if isinstance(value, Tensor)
         }
+        yield with_versions(copies, module_versions(state))
     elif isinstance(state, Iterable) and not isinstance(state, str | bytes | Tensor):
         for one in state:
             yield from trained_states(one)

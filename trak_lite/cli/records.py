@@ -1,7 +1,7 @@
 """Records of runs: the config of every run with all values written out, its recipe's digest and the versions.
 
 They are kept in the store that the run fills, so that the run can be repeated from there. A store may come from
-elsewhere: nothing in a record is run but a recipe that is on this machine already, byte for byte the recorded one.
+elsewhere, so a record chooses neither code nor a place to write: the recipe that it names is never run.
 """
 
 from __future__ import annotations
@@ -14,16 +14,17 @@ from typing import Any, final
 
 import numpy as np
 
-from trak_lite.errors import CorruptStoreError, InvalidInputError, StateError
+from trak_lite._validate import parse_json
+from trak_lite.errors import CorruptStoreError
 from trak_lite.store import AbstractFeatureStore, RemotePlace, open_store
-from trak_lite.store.manifest import check_depth, differing_keys
+from trak_lite.store.manifest import differing_keys
 
 __all__ = ["RunRecord", "keep_record", "kept_records", "last_record"]
 
 _NAME, _KEY = "runs", "run records, format 1"
 _MOST = 100
 """Records that are kept; the oldest go first."""
-_UNREADABLE = (ValueError, TypeError, KeyError, RecursionError)
+_UNREADABLE = (ValueError, TypeError, KeyError)
 
 
 @final
@@ -52,17 +53,19 @@ class RunRecord:
         time = datetime.now(UTC).isoformat(timespec="seconds")
         return cls(command, time, config, recipe_digest, versions)
 
-    def check_recipe(self, digest: str) -> None:
-        """Raise if a recipe is not the recorded one.
+    def other_recipe(self, path: str, digest: str) -> str:
+        """Return a line on the recipe that is run, if it is not the recorded one byte for byte; else nothing.
 
-        Raises:
-            StateError: If it differs.
+        Args:
+            path: Of the recipe that the user named.
+            digest: SHA-256 of its bytes.
         """
-        if digest != self.recipe_digest:
-            raise StateError(
-                f"The recipe {self.config['recipe']} is not the one of the run kept in {self.where}: its SHA-256 is "
-                f"{digest[:12]}, was {self.recipe_digest[:12]}. Pass --recipe PATH to say which one to run."
-            )
+        if digest == self.recipe_digest:
+            return ""
+        return (
+            f"The recipe {path} is not the one of the run kept in {self.where}: its SHA-256 is {digest[:12]}, was "
+            f"{self.recipe_digest[:12]}.\n"
+        )
 
     def other_versions(self, here: Mapping[str, Any]) -> str:
         """Return a line on the versions that are not those of the record, nothing if all are the same."""
@@ -109,8 +112,7 @@ def kept_records(store: AbstractFeatureStore) -> list[RunRecord]:
     if kept is None:
         return []
     try:
-        content = json.loads(kept.tobytes())
-        check_depth(content)
+        content = parse_json(kept)
         records = [RunRecord(**{**one, "where": str(store.path)}) for one in content]
     except _UNREADABLE as error:
         raise _unreadable(store.path) from error
@@ -119,22 +121,16 @@ def kept_records(store: AbstractFeatureStore) -> list[RunRecord]:
     return records
 
 
-def last_record(place: str | RemotePlace) -> RunRecord:
-    """Return the last record of a store, with the store where it is now.
+def last_record(place: str | RemotePlace) -> RunRecord | None:
+    """Return the last record of a store, with the store where it is now; ``None`` if no run was recorded in it.
 
     Raises:
         MissingStoreError: If there is no store.
-        InvalidInputError: If no run was recorded in it.
         CorruptStoreError: If the records cannot be read.
     """
     with open_store(place) as store:
         records = kept_records(store)
-    if not records:
-        raise InvalidInputError(
-            f"{place} keeps no run of the command line: it was made in Python, or the run was killed. Name the "
-            "config: trak-lite run CONFIG."
-        )
-    return records[-1].replayed()
+    return records[-1].replayed() if records else None
 
 
 def _is_sound(record: RunRecord) -> bool:

@@ -9,6 +9,8 @@ from typing import Any, NamedTuple, Self, final
 import numpy as np
 from numpy.typing import NDArray
 
+from trak_lite.errors import printable
+
 __all__ = ["Baseline", "Calibration", "Estimate", "Predictions", "Verdict"]
 
 
@@ -118,7 +120,7 @@ class Verdict:
                 f"calibrated kernel {'kept' if found.kept else 'not kept'}: gain {found.gain} on "
                 f"{found.num_held_out} held-out subsets (LDS {found.calibrated} instead of {found.default})"
             )
-        return "\n".join(lines)
+        return printable("\n".join(lines))
 
     def to_json(self) -> dict[str, Any]:
         """Return the verdict as JSON values."""
@@ -126,25 +128,39 @@ class Verdict:
 
     @classmethod
     def from_json(cls, values: Mapping[str, Any]) -> Self:
-        """Read what :meth:`to_json` wrote."""
-        given = dict(values)
-        baselines = tuple(
-            Baseline(one["name"], Estimate(**one["lds"]), Estimate(**one["lead"]))
-            for one in given.pop("baselines")
-        )
-        calibration = given.pop("calibration")
+        """Read what :meth:`to_json` wrote.
+
+        Raises:
+            KeyError: If a value is missing.
+            TypeError: If a value is of another type, as ValueError and AttributeError.
+        """
+        ceiling, calibration = values["ceiling"], values["calibration"]
         return cls(
-            lds=Estimate(**given.pop("lds")),
-            baselines=baselines,
+            lds=_estimate(values["lds"]),
+            baselines=tuple(
+                Baseline(str(one["name"]), _estimate(one["lds"]), _estimate(one["lead"]))
+                for one in values["baselines"]
+            ),
+            num_subsets=int(values["num_subsets"]),
+            num_seeds=int(values["num_seeds"]),
+            alpha=float(values["alpha"]),
+            num_targets=int(values["num_targets"]),
+            num_constant=int(values["num_constant"]),
+            confidence=float(values["confidence"]),
+            ceiling=None if ceiling is None else float(ceiling),
             calibration=None if calibration is None else _calibration(calibration),
-            **given,
         )
+
+
+def _estimate(values: Mapping[str, Any]) -> Estimate:
+    return Estimate(*(float(values[name]) for name in ("mean", "low", "high")))
 
 
 def _calibration(values: Mapping[str, Any]) -> Calibration:
     given: dict[str, Any] = dict(values)
     for name in ("default", "calibrated", "gain"):
-        given[name] = Estimate(**given[name])
+        given[name] = _estimate(given[name])
+    given["num_held_out"] = int(given["num_held_out"])
     for name in ("views", "checkpoints", "dampings", "weights"):
         given[name] = tuple(given[name])
     given["segments"] = tuple((int(start), int(stop)) for start, stop in given["segments"])

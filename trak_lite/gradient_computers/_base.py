@@ -2,20 +2,29 @@
 
 from __future__ import annotations
 
+import copy
 import fnmatch
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from typing import Any, ClassVar, TypeAlias
+from typing import Any, ClassVar, Self, TypeAlias
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor, nn
 from torch.nn.utils import parametrize
 
-from trak_lite._batches import batch_size
+from trak_lite._batches import batch_size, map_tensors, take_rows
 from trak_lite._devices import full_float32
 from trak_lite._validate import known_names, positive_int
 from trak_lite.errors import InvalidInputError, UnsupportedModelError
+from trak_lite.gradient_computers.self_check import (
+    Samples,
+    SelfCheck,
+    compare,
+    structure_of,
+)
 from trak_lite.modelout_functions import AbstractModelOutput, ModelCall
 from trak_lite.sharded import refuse_sharded, reshard
 from trak_lite.types import (
@@ -122,6 +131,15 @@ class AbstractGradientComputer(ABC):
         """
         return {}
 
+    def name_rows(self, what: str, rows: NDArray[np.int64]) -> None:
+        """Say which rows of which data the next batch is of, for the message of a self-check that fails later.
+
+        Args:
+            what: How messages name the data.
+            rows: ``(B,)``.
+        """
+        return
+
     def stream_gradients(self, batch: Batch, sink: BlockSink) -> OutputTerms:
         """Pass the gradient blocks of a batch to ``sink`` as they come, in any order.
 
@@ -165,9 +183,18 @@ class AbstractGradientComputer(ABC):
 class AbstractStreamingComputer(AbstractGradientComputer):
     """What the package's own computers share; each one says how the blocks of a batch come about.
 
+    Samples are compared with autograd's gradient on each of them alone: of the first batch of every size up to eight,
+    evenly spread from the first to the last; then first, last and one in turn of batches number 1, 2, 4, ... 64 of a
+    structure (shapes without the samples' axis, dtypes, and flags beside the tensors) and of every 64th after that.
+    Where one differs by more than rounding, this batch and all later ones are refused, and the error names the rows of
+    all batches since the last check of their structure that passed.
+
     A subclass that overrides ``compute_per_sample_grad`` or ``compute_loss_grad``, as code for the original TRAK
     does, would be bypassed by the stream that it inherits: it is streamed from those methods instead.
     """
+
+    advice: ClassVar[str] = ""
+    """What a failed self-check says: the likely cause, and what to use instead."""
 
     def __init__(
         self,
@@ -180,6 +207,7 @@ class AbstractStreamingComputer(AbstractGradientComputer):
         *,
         chunk_size: int | None = None,
         autocast_dtype: torch.dtype | None = None,
+        self_check: bool = True,
     ) -> None:
         """Store the settings.
 
@@ -192,14 +220,35 @@ class AbstractStreamingComputer(AbstractGradientComputer):
             grad_wrt: What to keep gradients for (:func:`select_parameters`); ``None``: what requires grad.
             chunk_size: Samples whose gradients are formed at once; bounds the memory of a large batch.
             autocast_dtype: Run the forward pass under autocast in this dtype (float16 or bfloat16).
+            self_check: Compare some samples' gradients with autograd's on each of them alone, as said above.
         """
         super().__init__(model, task, grad_dim, dtype, device, grad_wrt)
         self.chunk_size = None if chunk_size is None else positive_int(chunk_size=chunk_size)
         self.autocast_dtype = autocast_dtype
+        self.self_check = self_check
+        self.checks = SelfCheck()
 
     def load_model_params(self, model: nn.Module) -> None:
         """Differentiate this model's parameters from now on; values are looked up at every call."""
+        self.checks.restart()
         self.model = model
+
+    def name_rows(self, what: str, rows: NDArray[np.int64]) -> None:
+        """Say which rows of which data the next batch is of; see :class:`AbstractGradientComputer`."""
+        self.checks.name_rows(what, rows)
+
+    def repeated(self, batch: Batch, positions: Sequence[int]) -> Iterator[tuple[Self, Batch, list[int]]]:
+        """Yield computers that stream some samples again, unchecked, with the batch and their positions in it.
+
+        Here each sample alone, as this computer takes samples one by one.
+        """
+        for position in positions:
+            yield self._unchecked(), take_rows(batch, [position]), [0]
+
+    def _unchecked(self) -> Self:
+        again = copy.copy(self)
+        again.self_check, again.chunk_size, again.checks = False, None, SelfCheck()
+        return again
 
     def compute_per_sample_grad(self, batch: Batch) -> dict[str, Tensor]:
         """Return the per-sample gradients ``(B, *parameter.shape)`` by parameter name, in model order."""
@@ -275,11 +324,31 @@ class AbstractStreamingComputer(AbstractGradientComputer):
         count = batch_size(batch)
         if count:
             with self._full_float32():
-                return self._stream_samples(batch, count, kept, sink)
+                return self._stream_checked(map_tensors(Tensor.detach, batch), count, kept, sink)
         for name, parameter in kept.items():
             sink(DenseBlock(name, parameter.detach().new_empty(0, *parameter.shape)))
         empty = next(iter(kept.values())).detach().new_empty(0)
         return OutputTerms(empty, empty, empty)
+
+    def _stream_checked(
+        self, batch: Batch, count: int, kept: Mapping[str, nn.Parameter], sink: BlockSink
+    ) -> OutputTerms:
+        """Stream the blocks of a batch, and compare samples where that is due."""
+        if not (self.self_check and self.differentiates_the_model):
+            return self._stream_samples(batch, count, kept, sink)
+        conditions = self._conditions(kept)
+        structure = (*structure_of(batch), conditions)
+        self.checks.refuse_failed(conditions)
+        samples = Samples(self.checks.positions(structure, count, kept), kept)
+        with self.checks.batch(structure, conditions, count, samples.positions):
+            terms = self._stream_samples(batch, count, kept, samples.passing(sink))
+            compare(self, batch, kept, samples)
+        return terms
+
+    def _conditions(self, kept: Mapping[str, nn.Parameter]) -> Any:
+        """Return what a batch does not determine: the model's mode, the kept parameters, autocast around this call."""
+        mode = tuple(module.training for module in self.model.modules())
+        return mode, tuple(kept), torch.is_autocast_enabled(next(iter(kept.values())).device.type)
 
     def _chunks(self, count: int) -> Iterator[slice]:
         """Yield the rows that go through the model at once."""

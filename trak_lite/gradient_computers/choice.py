@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Mapping
 from typing import NamedTuple
 
 import torch
@@ -20,8 +21,11 @@ __all__ = ["ChosenComputer", "choose_gradient_computer"]
 
 logger = logging.getLogger(__name__)
 
-_FASTEST_FIRST = {"hook": HookGradientComputer, "functional": FunctionalGradientComputer}
-"""What is tried; the iterative computer needs no trial."""
+_FASTEST_FIRST = {
+    "hook": HookGradientComputer,
+    "functional": FunctionalGradientComputer,
+    "iterative": IterativeGradientComputer,
+}
 
 
 class ChosenComputer(NamedTuple):
@@ -45,7 +49,7 @@ def choose_gradient_computer(
 ) -> ChosenComputer:
     """Return the fastest gradient computer that is exact for this model, and why.
 
-    The hook and the functional computer are tried on three samples; the iterative one needs only autograd.
+    Each is tried on three samples, the gradients of which its self-check compares, until one passes.
 
     Args:
         model: The module, in the mode and with the weights that it will be used with.
@@ -59,24 +63,32 @@ def choose_gradient_computer(
 
     Raises:
         InvalidInputError: If the batch, or what the output function returns, has the wrong form.
+        UnsupportedModelError: If every computer refuses the model; says why each of them does.
     """
     names = list(select_parameters(model, grad_wrt))
     few = take_rows(batch, slice(0, min(3, batch_size(batch))))
-    refusals: list[str] = []
-    failure: Exception | None = None
+    errors: dict[str, Exception] = {}
     for name, kind in _FASTEST_FIRST.items():
         computer = kind(model, task, grad_wrt=names, autocast_dtype=autocast_dtype)
         error = _failure(computer, few)
         if error is None:
-            return _decided(name, refusals or ["every kept parameter is covered"], computer)
-        named = isinstance(error, UnsupportedModelError)
-        refusals.append(f"{name}: {error}" if named else f"{name}: {type(error).__name__}: {error}")
-        if not named:  # such as the error of a model that takes one sample at a time
-            failure = failure or error
-    last = IterativeGradientComputer(model, task, grad_wrt=names, autocast_dtype=autocast_dtype)
-    if failure is not None:
-        _raise_unless_alone(last, few, failure)
-    return _decided("iterative", refusals, last)
+            return _decided(name, _reasons(errors) or "every kept parameter is covered", computer)
+        errors[name] = error
+    # A model that never runs has an error of its own, which is to be shown as it is.
+    own = [error for error in errors.values() if not isinstance(error, UnsupportedModelError)]
+    if own and own[-1] is errors["iterative"]:
+        raise own[0] from own[-1]
+    raise UnsupportedModelError(f"No gradient computer is exact for this model. {_reasons(errors)}")
+
+
+def _reasons(errors: Mapping[str, Exception]) -> str:
+    """Return why each of some computers was refused; an error that does not say so itself comes with its type."""
+    return " ".join(
+        f"{name}: {error}"
+        if isinstance(error, UnsupportedModelError)
+        else f"{name}: {type(error).__name__}: {error}"
+        for name, error in errors.items()
+    )
 
 
 def _failure(computer: AbstractGradientComputer, few: Batch) -> Exception | None:
@@ -90,15 +102,6 @@ def _failure(computer: AbstractGradientComputer, few: Batch) -> Exception | None
     return None
 
 
-def _raise_unless_alone(last: AbstractGradientComputer, few: Batch, failure: Exception) -> None:
-    """Raise the model's own error unless it runs on one sample at a time."""
-    try:
-        last.stream_gradients(few, lambda _: None)
-    except MODEL_FAILURES as error:
-        raise failure from error
-
-
-def _decided(name: str, reasons: list[str], computer: AbstractGradientComputer) -> ChosenComputer:
-    reason = " ".join(reasons)
+def _decided(name: str, reason: str, computer: AbstractGradientComputer) -> ChosenComputer:
     logger.info("gradient_computer='auto' is %r: %s", name, reason)
     return ChosenComputer(name, reason, computer)

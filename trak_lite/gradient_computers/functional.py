@@ -7,9 +7,9 @@ from __future__ import annotations
 
 import re
 import traceback
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, Self
 
 import torch
 from torch import Tensor, nn
@@ -34,7 +34,16 @@ class FunctionalGradientComputer(AbstractStreamingComputer):
 
     Only kept parameters are differentiated; the others and the buffers enter as constants. Results are
     detached. Open to subclassing, because code written for the original TRAK does.
+
+    A parameter is replaced where a module has it as an attribute of its own: a model that reads it by another reference
+    (a list, a closure, a partial) loses that part of the gradient, and the self-check refuses it.
     """
+
+    advice = (
+        "A parameter may be read by a Python reference beside its module's own attribute (a list, a closure, a "
+        "partial), where torch.func.functional_call does not replace it. Use HookGradientComputer "
+        "(gradient_computer='hook') or IterativeGradientComputer ('iterative')."
+    )
 
     def __init__(
         self,
@@ -48,6 +57,7 @@ class FunctionalGradientComputer(AbstractStreamingComputer):
         chunk_size: int | None = None,
         randomness: Literal["error", "different", "same"] = "different",
         autocast_dtype: torch.dtype | None = None,
+        self_check: bool = True,
     ) -> None:
         """Store the settings.
 
@@ -61,6 +71,7 @@ class FunctionalGradientComputer(AbstractStreamingComputer):
             chunk_size: Samples that are transformed at once; bounds the memory of a large batch.
             randomness: How samples share random numbers where the model draws any (dropout in train mode).
             autocast_dtype: Run the forward pass under autocast in this dtype (float16 or bfloat16).
+            self_check: Compare some samples' gradients with autograd's on each of them alone.
         """
         super().__init__(
             model,
@@ -71,6 +82,7 @@ class FunctionalGradientComputer(AbstractStreamingComputer):
             grad_wrt,
             chunk_size=chunk_size,
             autocast_dtype=autocast_dtype,
+            self_check=self_check,
         )
         self.randomness = randomness
         self._weights: dict[str, Tensor] | None = None
@@ -99,6 +111,12 @@ class FunctionalGradientComputer(AbstractStreamingComputer):
     def differentiates_the_model(self) -> bool:
         """Whether the gradients are those of the model's own weights, and nothing was overridden."""
         return super().differentiates_the_model and self._weights is None and self._buffers is None
+
+    def repeated(self, batch: Batch, positions: Sequence[int]) -> Iterator[tuple[Self, Batch, list[int]]]:
+        """Yield computers that stream each sample alone, with the random numbers that a pass of its own would draw."""
+        for again, part, places in super().repeated(batch, positions):
+            again.randomness = "same"
+            yield again, part, places
 
     def _stream_samples(
         self, batch: Batch, count: int, kept: Mapping[str, nn.Parameter], sink: BlockSink

@@ -25,6 +25,7 @@ from trak_lite.gradient_computers._base import (
     refuse_detached,
     select_parameters,
 )
+from trak_lite.gradient_computers.self_check import naming_kept_graphs
 from trak_lite.types import Batch, BlockSink, DenseBlock, OutputTerms
 
 __all__ = ["IterativeGradientComputer"]
@@ -35,7 +36,16 @@ class IterativeGradientComputer(AbstractStreamingComputer):
 
     Kept parameters are differentiated whether or not they are frozen, all others are not; gradients have
     their parameter's dtype. With a ``chunk_size``, ``chunk_size * P`` numbers are held at once.
+
+    The self-check compares with a backward pass whose operations read contiguous copies, as torch's own is wrong for
+    one sample with some memory layouts.
     """
+
+    advice = (
+        "torch's own backward pass over one sample is wrong here: it depends on the memory layout of a tensor, such as "
+        "a channels-last one that batch normalisation reads. Use HookGradientComputer (gradient_computer='hook') or "
+        "FunctionalGradientComputer ('functional'), or call contiguous() in the model."
+    )
 
     def _stream_samples(
         self, batch: Batch, count: int, kept: Mapping[str, nn.Parameter], sink: BlockSink
@@ -82,7 +92,8 @@ class IterativeGradientComputer(AbstractStreamingComputer):
         terms = self._terms_alone(one, batch)
         grads = {}
         if terms.output.requires_grad:
-            grads = gradients_of(terms.output[0], kept)
+            with naming_kept_graphs(self.model):
+                grads = gradients_of(terms.output[0], kept)
         else:
             refuse_detached(self.model, self.modelout_fn, one, kept)
         return OutputTerms(*(term.detach() for term in terms)), grads

@@ -11,7 +11,9 @@ from collections import Counter
 from dataclasses import dataclass, field, replace
 from typing import Any, final
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from trak_lite._batches import batch_size
@@ -143,6 +145,10 @@ class NormalizedGradientComputer(AbstractGradientComputer):
     def compute_loss_grad(self, batch: Batch) -> Tensor:
         """Return q = -dL/df of every sample, ``(B, 1)``; it is not scaled."""
         return self.computer.compute_loss_grad(batch)
+
+    def name_rows(self, what: str, rows: NDArray[np.int64]) -> None:
+        """Say which rows of which data the next batch is of; see :class:`AbstractGradientComputer`."""
+        self.computer.name_rows(what, rows)
 
     def fingerprint(self) -> dict[str, Any]:
         """Return the settings of the wrapped computer, and the normalisation if there is one."""

@@ -18,7 +18,7 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 from torch import Tensor
 
 from trak_lite.attributor import Attributor
-from trak_lite.checkpoints import read_weights
+from trak_lite.checkpoints import module_versions, read_weights, with_versions
 from trak_lite.datasets import Rows
 from trak_lite.errors import CheckpointError, InvalidInputError
 from trak_lite.integrations._training import refuse_other_model, undisturbed
@@ -114,7 +114,12 @@ def ckpt_weights(path: str | Path, *, prefix: str = "", weights_only: bool = Tru
             f"{path} has no weight whose name begins with {prefix!r}: found {list(state)[:5]}. Pass the name of the "
             "attributor's model inside the LightningModule, with a dot at the end."
         )
-    return found
+    versions = {
+        f"{name}.".removeprefix(prefix).removesuffix("."): version
+        for name, version in module_versions(state).items()
+        if f"{name}.".startswith(prefix)
+    }
+    return with_versions(found, versions)
 
 
 def _savers(trainer: Trainer) -> list[ModelCheckpoint]:

@@ -12,6 +12,7 @@ from torch.func import functional_call
 
 from trak_lite._batches import batch_size, flatten_batch, map_tensors
 from trak_lite._devices import model_pass
+from trak_lite._eval_caches import drop_eval_caches
 from trak_lite.errors import InvalidInputError
 from trak_lite.types import Batch, OutputTerms
 
@@ -58,10 +59,21 @@ class ModelCall:
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Run the model's forward pass."""
+        drop_eval_caches(self.model)  # or what an earlier pass left would stand for parameters
         with model_pass(self.model):
-            if not self._replaced:
-                return self.model(*args, **kwargs)
+            return self._replaced_call(*args, **kwargs) if self._replaced else self.model(*args, **kwargs)
+
+    def _replaced_call(self, *args: Any, **kwargs: Any) -> Any:
+        # functional_call leaves its tensors in a module that is registered under two names.
+        before = [
+            (module, dict(module._parameters), dict(module._buffers)) for module in self.model.modules()
+        ]
+        try:
             return functional_call(self.model, (dict(self.parameters), dict(self.buffers)), args, kwargs)
+        finally:
+            for module, parameters, buffers in before:
+                module._parameters.update(parameters)
+                module._buffers.update(buffers)
 
 
 class AbstractModelOutput(ABC):  # noqa: B024 - a subclass defines either of two contracts

@@ -41,7 +41,7 @@ _MAX_DEPTH = 32
 _MAX_TEXT = 1000
 """Characters of JSON above which a value is replaced by its digest, so that a manifest stays readable."""
 
-_FOREIGN = frozenset({"numpy", "torch", "trak_lite"}) | sys.stdlib_module_names
+FOREIGN = frozenset({"numpy", "torch", "trak_lite"}) | sys.stdlib_module_names
 """Packages whose classes and functions are told by their names: what they do is not part of a user's task."""
 
 _SIMPLE = (type(None), bool, int, float, str)
@@ -96,7 +96,7 @@ def is_foreign(thing: Any) -> bool:
     found: Any = sys.modules.get(module)
     for part in thing.__qualname__.split("."):
         found = getattr(found, part, None)
-    return found is thing and module.partition(".")[0] in _FOREIGN
+    return found is thing and module.partition(".")[0] in FOREIGN
 
 
 def _name(thing: Any) -> str:

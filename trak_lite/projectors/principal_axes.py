@@ -22,7 +22,7 @@ import safetensors.torch
 import torch
 from torch import Tensor
 
-from trak_lite._validate import one_of, positive_int
+from trak_lite._validate import one_of, parse_json, positive_int
 from trak_lite.errors import InvalidInputError, NonFiniteError
 from trak_lite.projectors._hash import Stream
 from trak_lite.projectors._sides import DEFAULT_MAX_SIDE, AbstractSides, matrix_shapes
@@ -311,7 +311,7 @@ def _axes_shapes(shapes: Mapping[str, tuple[int, int]], k_in: int, k_out: int) -
 def _sizes(text: str, path: str | os.PathLike[str]) -> dict[str, Any]:
     """Read the sizes in a file's metadata: ``k_in``, ``k_out`` and the ``(d_out, d_in)`` of every matrix."""
     try:
-        sizes = json.loads(text)
+        sizes = parse_json(text.encode())
         shapes = {name: (int(d_out), int(d_in)) for name, (d_out, d_in) in sizes["shapes"].items()}
         return {"k_in": int(sizes["k_in"]), "k_out": int(sizes["k_out"]), "shapes": shapes}
     except (AttributeError, KeyError, TypeError, ValueError) as error:

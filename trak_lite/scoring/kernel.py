@@ -112,11 +112,14 @@ class SegmentKernel:
     """The damped kernel of one segment, factorised."""
 
     factor: Tensor
-    """``(k, k)`` lower Cholesky factor of ``H + lambda I``."""
+    """``(k, k)`` lower Cholesky factor of ``H + lambda I``; of a pseudo-inverse ``(k, rank)``, its root: root times its
+    transpose is the pseudo-inverse."""
     lambda_reg: float
     """Lambda in force, in units of a squared feature."""
     multiplier: float = 1.0
     """Multiplies solutions: 1, or ``1 / mean|inverse|`` for parity, or 0 for a segment without signal."""
+    is_pseudo_inverse: bool = False
+    """Whether the damped matrix is singular, and directions in which it is zero count for nothing."""
 
     @property
     def width(self) -> int:
@@ -125,7 +128,7 @@ class SegmentKernel:
 
     @torch.no_grad()
     def solve(self, targets: Tensor) -> Tensor:
-        """Return ``(H + lambda I)^-1 t`` for each row t.
+        """Return ``(H + lambda I)^-1 t`` for each row t, or the pseudo-inverse times t.
 
         Args:
             targets: ``(M, k)`` of any floating dtype.
@@ -137,6 +140,8 @@ class SegmentKernel:
             InvalidInputError: If the width is not k or the dtype is not floating.
         """
         rows = _matching_rows(targets, self.width, self.factor)
+        if self.is_pseudo_inverse:
+            return (rows @ self.factor @ self.factor.T).mul_(self.multiplier)
         return torch.cholesky_solve(rows.T, self.factor).T.mul_(self.multiplier)
 
     @torch.no_grad()
@@ -153,7 +158,11 @@ class SegmentKernel:
             InvalidInputError: If the width is not k or the dtype is not floating.
         """
         columns = _matching_rows(rows, self.width, self.factor).T
-        whitened = torch.linalg.solve_triangular(self.factor, columns, upper=False)
+        whitened = (
+            self.factor.T @ columns
+            if self.is_pseudo_inverse
+            else torch.linalg.solve_triangular(self.factor, columns, upper=False)
+        )
         values: Tensor = whitened.square_().sum(0).mul_(self.multiplier)
         return values
 
@@ -259,7 +268,12 @@ def gram(
 
 @torch.no_grad()
 def factorise(
-    gram: Tensor, settings: KernelSettings, *, num_rows: int, segment: str = "joint"
+    gram: Tensor,
+    settings: KernelSettings,
+    *,
+    num_rows: int,
+    segment: str = "joint",
+    allow_singular: bool = False,
 ) -> SegmentKernel:
     """Damp the gram matrix of one segment and factorise it.
 
@@ -268,13 +282,15 @@ def factorise(
         settings: Damping and scaling of the inverse.
         num_rows: N, rows that the gram matrix was summed over.
         segment: Name for messages.
+        allow_singular: Return the pseudo-inverse where there is no inverse. It takes an eigendecomposition, some
+            twenty times as long.
 
     Returns:
         The kernel, ready to solve.
 
     Raises:
-        SingularKernelError: If the gram matrix is zero, or not positive definite at this damping beyond
-            rounding.
+        SingularKernelError: If the gram matrix is zero; unless it may be singular, also if it is not positive definite
+            at this damping beyond rounding.
         NonFiniteError: If the gram matrix holds NaN or an infinite value.
         InvalidInputError: If it is not a square floating matrix.
     """
@@ -285,12 +301,16 @@ def factorise(
     lambda_reg = settings.damping * mean if settings.lambda_reg is None else settings.lambda_reg
     where = f"segment {segment!r} ({width} features, {num_rows} train rows, mean eigenvalue {mean:.3g})"
     if lambda_reg == 0.0 and width > num_rows:
+        if allow_singular:
+            return _pseudo_inverse(gram, settings, lambda_reg)
         raise SingularKernelError(
             f"The kernel of {where} has no inverse at lambda = 0: there are more features than rows. "
             f"Use damping > 0 (the default is {DEFAULT_DAMPING:g}), lambda_reg > 0, "
             f"or at most {num_rows} features."
         )
     factor = _cholesky(gram, lambda_reg)
+    if factor is None and allow_singular:
+        return _pseudo_inverse(gram, settings, lambda_reg)
     if factor is None:
         raise SingularKernelError(
             f"The kernel of {where} is numerically singular at lambda = {lambda_reg:g}: some features "
@@ -301,7 +321,12 @@ def factorise(
 
 
 def factorise_segments(
-    grams: Sequence[Tensor], settings: KernelSettings, *, num_rows: int, layout: FeatureLayout
+    grams: Sequence[Tensor],
+    settings: KernelSettings,
+    *,
+    num_rows: int,
+    layout: FeatureLayout,
+    allow_singular: bool = False,
 ) -> list[SegmentKernel]:
     """Factorise the gram matrices of all segments of a row.
 
@@ -313,18 +338,19 @@ def factorise_segments(
         settings: Damping and scaling of the inverse.
         num_rows: N, rows that the gram matrices were summed over.
         layout: The segments.
+        allow_singular: As in :func:`factorise`.
 
     Returns:
         One kernel per segment.
 
     Raises:
-        SingularKernelError: If all gram matrices are zero, or one cannot be inverted at this damping.
+        SingularKernelError: If all gram matrices are zero, or one cannot be inverted at this damping and must be.
         NonFiniteError: If a gram matrix holds NaN or an infinite value; names the segment.
         InvalidInputError: If the matrices do not fit the layout.
     """
     means = _mean_eigenvalues(grams, layout)
     return [
-        factorise(matrix, settings, num_rows=num_rows, segment=segment.name)
+        factorise(matrix, settings, num_rows=num_rows, segment=segment.name, allow_singular=allow_singular)
         if mean > 0.0
         else SegmentKernel(torch.eye(segment.width, dtype=matrix.dtype, device=matrix.device), 0.0, 0.0)
         for matrix, mean, segment in zip(grams, means, layout.segments, strict=True)
@@ -527,6 +553,16 @@ def _cholesky(gram: Tensor, lambda_reg: float) -> Tensor | None:
     noise = _noise_floor(diagonal) * diagonal
     singular = bool(failed) or bool((factor.diagonal().square() <= noise).any())
     return None if singular else factor
+
+
+def _pseudo_inverse(gram: Tensor, settings: KernelSettings, lambda_reg: float) -> SegmentKernel:
+    """Return the pseudo-inverse of ``gram + lambda I``; eigenvalues that are rounding noise count as zero."""
+    eigenvalues, eigenvectors = torch.linalg.eigh(gram)
+    damped = eigenvalues + lambda_reg
+    kept = damped > _noise_floor(damped) * damped[-1]
+    root = eigenvectors[:, kept] / damped[kept].sqrt()
+    multiplier = 1.0 / float((root @ root.T).abs_().mean()) if settings.rescale_inverse else 1.0
+    return SegmentKernel(root, lambda_reg, multiplier, is_pseudo_inverse=True)
 
 
 def _root_weights(weights: Tensor, first_row: int = 0) -> Tensor:

@@ -12,7 +12,7 @@ from typing import Any, Self
 import numpy as np
 from numpy.typing import NDArray
 
-from trak_lite.errors import InvalidInputError
+from trak_lite.errors import InvalidInputError, printable
 from trak_lite.store._columns import Column, StoredArray, StoredRows
 from trak_lite.store.manifest import Manifest
 
@@ -58,7 +58,7 @@ class Difference:
 
     def __str__(self) -> str:
         """Return the difference as a line of text."""
-        return f"{self.table or 'manifest'}: {self.what}: {self.here} here, {self.there} there"
+        return printable(f"{self.table or 'manifest'}: {self.what}: {self.here} here, {self.there} there")
 
 
 class AbstractRowTable(ABC):
@@ -297,8 +297,8 @@ class AbstractRowTable(ABC):
 class AbstractFeatureStore(ABC):
     """A named tree of tables under one manifest.
 
-    Table paths are ``/``-separated names of ``[A-Za-z0-9._-]{1,64}``: ``ckpt-0``, ``targets/test/ckpt-0``,
-    ``scores/test``.
+    Table paths are ``/``-separated names of ``[A-Za-z0-9._-]{1,64}``, at most 200 characters in all: ``ckpt-0``,
+    ``targets/test/ckpt-0``, ``scores/test``.
     """
 
     @property

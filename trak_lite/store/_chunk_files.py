@@ -20,10 +20,12 @@ from numpy.typing import NDArray
 
 from trak_lite.errors import CorruptStoreError, StateError
 from trak_lite.store._base import TableSpec
+from trak_lite.store._checksums import crc32c
 from trak_lite.store._columns import StoredArray
+from trak_lite.store._documents import identity_of
 from trak_lite.store._files import file_size, named_errors, zeros
 from trak_lite.store._folders import make_folders, names_in
-from trak_lite.store._metadata import read_attributes
+from trak_lite.store._metadata import own_attributes, parse_zarr_json, read_zarr_bytes
 from trak_lite.store._records import CommitLogs, CommitRecord
 from trak_lite.store._values import short_list
 
@@ -83,17 +85,22 @@ class ColumnFiles:
 class TableFiles:
     """Paths of a table."""
 
-    def __init__(self, folder: str, spec: TableSpec, *, root: str) -> None:
+    def __init__(self, folder: str, spec: TableSpec, *, root: str, identity: str) -> None:
         """Work out the paths; nothing is looked at.
 
         Args:
             folder: Of the table.
             spec: Its shape.
             root: Folder of the store, for the messages that say how to repair it.
+            identity: Of the table; its records carry it, and those of other tables count for nothing.
         """
         self.folder = folder
         self.spec = spec
         self.root = root
+        self.identity = identity
+        self.row_seed = crc32c(identity.encode())
+        """What the checksums of row records start with."""
+        self._record: tuple[bytes, dict[str, Any]] = (b"", {})
         first = f"{folder}/{spec.columns[0].name}"
         self.stage = f"{first}/{STAGE}"
         self.commits = f"{first}/{COMMITS}"
@@ -113,8 +120,7 @@ class TableFiles:
 
     def rows_on_disk(self, chunk: int) -> int:
         """Return the number of rows that a chunk has by now, 0 if there is none: the table may have grown."""
-        record = read_attributes(self.folder) or {}
-        num_rows = record.get("num_rows")
+        num_rows = self.record().get("num_rows")
         rows = num_rows if isinstance(num_rows, int) else self.spec.num_rows
         return max(min(self.spec.chunk_rows, rows - chunk * self.spec.chunk_rows), 0)
 
@@ -122,6 +128,20 @@ class TableFiles:
         """Return the rows of a chunk."""
         first = chunk * self.spec.chunk_rows
         return range(first, first + self.rows_in(chunk))
+
+    def record(self) -> dict[str, Any]:
+        """Return what the table's ``zarr.json`` records at this moment, nothing where there is none.
+
+        Raises:
+            CorruptStoreError: If it is damaged.
+        """
+        text = read_zarr_bytes(self.folder) or b""
+        if text != self._record[0]:
+            own = (
+                own_attributes(parse_zarr_json(text, f"{self.folder}/zarr.json"), self.folder) if text else {}
+            )
+            self._record = text, own
+        return self._record[1]
 
     def row_log(self, chunk: int) -> str:
         """Return the path of the row log of a staged chunk; its lock is the lock of the chunk."""
@@ -164,7 +184,7 @@ class ChunkIndex:
 
     def __init__(self, files: TableFiles) -> None:
         self._files = files
-        self._logs = CommitLogs(files.commits)
+        self._logs = CommitLogs(files.commits, files.identity)
         self.committed: dict[int, CommitRecord] = {}
         self.half_visible: set[int] = set()
         """Chunks of which some columns have their final name: killed in the middle, or partly deleted."""
@@ -219,8 +239,8 @@ class ChunkIndex:
 
     def _refuse_remade(self) -> None:
         """Raise if the table was dropped and made anew, for other rows: they have the same names."""
-        stored = (read_attributes(self._files.folder) or {}).get("fingerprint")
-        if stored is not None and stored != self._files.spec.fingerprint:
+        stored = self._files.record()
+        if stored and identity_of(stored) != self._files.identity:
             raise StateError(
                 f"{self._files.folder} was dropped since it was opened, and made anew for other rows. Open it again, "
                 "or, where these rows are still wanted, put them into another table."
@@ -243,7 +263,7 @@ class ChunkIndex:
         if unrecorded:
             raise CorruptStoreError(
                 f"{self._files.folder} holds files of the chunks {short_list(unrecorded)} without a commit record: "
-                f"they were not written by trak_lite, or a log in {self._files.commits} is damaged. "
+                f"they were not written for this table, or a log in {self._files.commits} is damaged. "
                 f"{self.remedy(unrecorded[0])}"
             )
 

@@ -84,12 +84,21 @@ class ChunkLook:
         self._logs = logs
 
     def settled(self, chunk: int) -> ChunkState:
-        """Return the state of a chunk in which a writer may be at work: what is found must be found twice."""
-        state = self.state(chunk)
-        if state.findings:
-            self._logs.poll_each()
+        """Return the state of a chunk in which a writer may be at work.
+
+        A look during which the chunk was committed or taken back does not count, and what is found must be found
+        twice in a row.
+        """
+        found: tuple[Finding, ...] | None = None
+        while True:
+            before = self._names(chunk)
             state = self.state(chunk)
-        return state
+            # A chunk that is committed between two steps of a look has neither a row log nor a visible file for it.
+            same = self._names(chunk) == before
+            if same and state.findings in ((), found):
+                return state
+            found = state.findings if same else None
+            self._logs.poll_each()
 
     def state(self, chunk: int) -> ChunkState:
         """Return the state of a chunk at this moment."""
@@ -104,6 +113,11 @@ class ChunkLook:
                 return self._staged_state(chunk, record, visible)
         except StoreError as error:
             return self._unreadable(chunk, str(error))
+
+    def _names(self, chunk: int) -> list[bool]:
+        """Return which files of a chunk have their final name, and whether it has a row log."""
+        paths = [*(column.visible(chunk) for column in self._files.columns), self._files.row_log(chunk)]
+        return [_exists(path) for path in paths]
 
     def _visible_state(self, chunk: int, record: CommitRecord | None) -> ChunkState:
         none = np.zeros(self._files.rows_in(chunk), np.bool_)
@@ -156,7 +170,7 @@ class ChunkLook:
             self._damage(chunk, self._why_lost(chunk, visible), rows=rows)
             for rows in row_ranges(lost, first=chunk * self._files.spec.chunk_rows)
         ]
-        broken = 0 if done.all() else damaged_records(log)
+        broken = 0 if done.all() else damaged_records(log, seed=self._files.row_seed)
         if broken:
             findings.append(
                 self._damage(chunk, f"{broken} damaged records in the row log: their rows are pending")
@@ -172,7 +186,7 @@ class ChunkLook:
     ) -> NDArray[np.bool_]:
         """Return the rows that were done: by a sound record of the row log, or by a commit that began or ended."""
         named = np.zeros(self._files.rows_in(chunk), np.bool_)
-        for entry in decode_rows(log):
+        for entry in decode_rows(log, seed=self._files.row_seed):
             if entry.chunk == chunk and entry.start + entry.count <= len(named):
                 named[entry.start : entry.start + entry.count] = True
         if visible:

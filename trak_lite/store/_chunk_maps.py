@@ -26,8 +26,11 @@ _KEPT_WHERE_READ = 4  # each takes memory of its own; buffers are not reused, as
 class ChunkMaps:
     """The last few mapped chunks of a table.
 
-    Each chunk's checksum is compared the first time that it is touched, and again where it was committed anew. The
-    pages are private: whatever happens to an array, the file keeps its bytes.
+    Each chunk's checksum is compared the first time that it is touched, and again where it was committed anew or its
+    file has another inode, size or modification time since: whoever asks for it again is not given bytes that were
+    written into the file meanwhile. An array that was handed out before shows them, as it is a map of the file. Bytes
+    that change below the file system are found by the first touch of another table, or by verifying. The pages are
+    private: whatever happens to an array, the file keeps its bytes.
     """
 
     def __init__(
@@ -48,7 +51,8 @@ class ChunkMaps:
         self._kept = _KEPT if self._mapped else _KEPT_WHERE_READ
         self._maps: OrderedDict[tuple[str, int, int], NDArray[Any]] = OrderedDict()
         self._kept_bytes = 0
-        self._verified: set[tuple[str, int, int]] = set()
+        self._seen: dict[tuple[str, int, int], tuple[int, ...]] = {}
+        """State of each file when it was mapped last, or its checksum compared."""
 
     def get(self, column: ColumnFiles, record: CommitRecord) -> NDArray[Any]:
         """Return the rows of a committed chunk, ``(rows, width)`` or ``(rows,)``, not writable.
@@ -59,8 +63,11 @@ class ChunkMaps:
         """
         key = column.name, record.chunk, record.generation
         array = self._maps.get(key)
+        if array is not None and self._check and _state(column.visible(record.chunk)) != self._seen[key]:
+            self._kept_bytes -= self._maps.pop(key).nbytes
+            array = None
         if array is None:
-            array = self._map(column, record)
+            array = self._map(column, record, key)
             self._maps[key] = array
             self._kept_bytes += array.nbytes
             while len(self._maps) > 1 and (self._kept_bytes > _KEPT_BYTES or len(self._maps) > self._kept):
@@ -73,20 +80,20 @@ class ChunkMaps:
         self._maps.clear()
         self._kept_bytes = 0
 
-    def _map(self, column: ColumnFiles, record: CommitRecord) -> NDArray[Any]:
+    def _map(self, column: ColumnFiles, record: CommitRecord, key: tuple[str, int, int]) -> NDArray[Any]:
         path = column.visible(record.chunk)
         size, checksum = record.columns[column.name]
         with named_errors("Mapping", path):
+            state = _state(path)  # before the bytes: what is written from here on changes it again
             content = self._whole(path, size, record.chunk)
-        key = column.name, record.chunk, record.generation
-        if self._check and key not in self._verified:
+        if self._check and self._seen.get(key) != state:
             found = crc32c(content)
             if found != checksum:
                 raise CorruptStoreError(
                     f"{path}, {self._files.describe(record.chunk)}: the checksum differs from the commit record: "
                     f"{found:08x}, recorded {checksum:08x}. {self._index.remedy(record.chunk)}"
                 )
-            self._verified.add(key)
+            self._seen[key] = state
         array = content.view(column.dtype).reshape(column.shape)[: self._files.rows_in(record.chunk)]
         array.flags.writeable = False
         return array
@@ -103,3 +110,12 @@ class ChunkMaps:
                 f"{path}, {self._files.describe(chunk)}: {seen} bytes, expected {size}. {self._index.remedy(chunk)}"
             )
         return map_file(path, size, mapped=self._mapped)
+
+
+def _state(path: str) -> tuple[int, ...]:
+    """Return what changes with the bytes of a file: device, inode, size, modification time; nothing if it is gone."""
+    try:
+        found = os.lstat(path)
+    except FileNotFoundError:
+        return ()
+    return found.st_dev, found.st_ino, found.st_size, found.st_mtime_ns

@@ -1,7 +1,7 @@
 """Derived arrays (a gram matrix, say) that can be computed again: kept under a name and a key, or absent.
 
 One file each: a plain ``.npy`` (``numpy.load`` reads it) followed by one line of JSON with the key and the CRC-32C of
-all that stands before it. A file that does not match is as good as none.
+the name, the key and all that stands before it. A file that does not match, or has another's name, is as good as none.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ from typing import Any, final
 import numpy as np
 from numpy.typing import NDArray
 
+from trak_lite._validate import parse_json
 from trak_lite.errors import CorruptStoreError, InvalidInputError, StoreError
 from trak_lite.store._checksums import crc32c
 from trak_lite.store._files import file_size, map_file, named_errors, open_file, sync_folder, write_all
@@ -70,14 +71,14 @@ class DerivedArrays:
         """Return the array kept under the name and key, ``None`` if there is none that is whole."""
         path = self._path(name)
         with named_errors("Reading", path):
-            return _load(path, key)
+            return _load(path, name, key)
 
     def put(self, name: str, key: str, array: NDArray[Any]) -> None:
         """Keep an array; one under the same name is replaced at once or not at all."""
         path = self._path(name)
         values = np.asarray(array, order="C")
         head = _head(values)
-        footer = json.dumps({"key": key, "crc32c": crc32c(head, values)})
+        footer = json.dumps({"key": key, "crc32c": crc32c(head, values, start=_seed(name, key))})
         scratch = f"{path}.new-{uuid.uuid4().hex}"
         with named_errors("Keeping", path):
             fd = open_file(scratch, os.O_WRONLY | os.O_CREAT | os.O_EXCL)
@@ -105,10 +106,15 @@ def damaged_arrays(folder: str) -> list[str]:
     return [name for name in names if not _is_whole(f"{folder}/{name}")]
 
 
+def _seed(name: str, key: str) -> int:
+    return crc32c(f"{name}\n{key}".encode("utf-8", "surrogatepass"))
+
+
 def _is_whole(path: str) -> bool:
     try:
         with named_errors("Reading", path):
-            return _load(path) is not None
+            name = os.path.basename(path).removesuffix(_SUFFIX).replace("%", "/")
+            return _load(path, name) is not None
     except StoreError:
         return False
 
@@ -161,8 +167,8 @@ class _Footer:
         """Return the footer that the last bytes of a file of that size hold, ``None`` if there is none."""
         start = tail.rfind(b"\n", 0, len(tail) - 1)
         try:
-            footer = json.loads(tail[start + 1 :])
-        except (ValueError, RecursionError):
+            footer = parse_json(tail[start + 1 :])
+        except ValueError:
             return None
         if start < 0 or not isinstance(footer, dict):
             return None
@@ -172,8 +178,8 @@ class _Footer:
         return cls(key, size - len(tail) + start, checksum)
 
 
-def _load(path: str, key: str | None = None) -> NDArray[Any] | None:
-    """Return the array in a file if it is whole, and kept under the key that is given.
+def _load(path: str, name: str, key: str | None = None) -> NDArray[Any] | None:
+    """Return the array in a file if it is whole, and kept under the name, and the key if one is given.
 
     Its two ends are read first: a file is mapped only where shape and dtype make the size that it has.
     """
@@ -186,7 +192,7 @@ def _load(path: str, key: str | None = None) -> NDArray[Any] | None:
         content = map_file(path, footer.end)
     except (FileNotFoundError, CorruptStoreError):
         return None  # there is none, or no plain file, or another process has replaced it since
-    if crc32c(content) != footer.checksum:
+    if crc32c(content, start=_seed(name, footer.key)) != footer.checksum:
         return None
     array: NDArray[Any] = content[layout.start :].view(layout.dtype).reshape(layout.shape)
     return array

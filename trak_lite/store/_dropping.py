@@ -1,22 +1,19 @@
-"""Removing a table: renamed first, so that it is gone as a whole, and removed file by file then."""
+"""The locks that a table is dropped under: those of all chunks that are being filled."""
 
 from __future__ import annotations
 
 import contextlib
 import fcntl
 import os
-import shutil
-import uuid
 from collections.abc import Iterator
 
 from trak_lite.errors import BusyError
 from trak_lite.store._chunk_files import STAGE
-from trak_lite.store._failpoints import failpoint
-from trak_lite.store._files import Descriptors, sync_folder
+from trak_lite.store._files import Descriptors
 from trak_lite.store._folders import names_in
 from trak_lite.store._records import HOLDER_BYTES
 
-__all__ = ["drop_folder", "is_dropped", "remove_dropped", "stage_locked"]
+__all__ = ["stage_locked"]
 
 
 @contextlib.contextmanager
@@ -34,37 +31,6 @@ def stage_locked(folder: str) -> Iterator[None]:
         yield
     finally:
         held.close()
-
-
-def drop_folder(folder: str) -> None:
-    """Take the name from a folder; :func:`remove_dropped` removes what is left of it."""
-    parent, name = os.path.split(folder)
-    with contextlib.suppress(FileNotFoundError):  # another process has dropped it at the same moment
-        os.rename(folder, f"{parent}/{_prefix(name)}{uuid.uuid4().hex}")
-    failpoint("table_renamed")
-    sync_folder(parent)
-
-
-def is_dropped(folder: str) -> bool:
-    """Return whether something is left of what was dropped under this name."""
-    return bool(_dropped(folder))
-
-
-def remove_dropped(folder: str) -> None:
-    """Remove what was dropped under this name."""
-    for path in _dropped(folder):
-        while os.path.lexists(path):
-            with contextlib.suppress(FileNotFoundError):  # another process removes it as well
-                shutil.rmtree(path)
-
-
-def _dropped(folder: str) -> list[str]:
-    parent, name = os.path.split(folder)
-    return [f"{parent}/{entry}" for entry in names_in(parent) if entry.startswith(_prefix(name))]
-
-
-def _prefix(name: str) -> str:
-    return f".{name}.dropped-"
 
 
 def _row_logs(folder: str) -> Iterator[str]:

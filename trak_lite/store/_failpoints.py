@@ -23,6 +23,8 @@ _VARIABLE = "TRAK_LITE_FAILPOINT"
 FAILPOINTS = (
     "folder_built",  # a store, group or table is complete under its scratch name
     "folder_published",  # it has its name; the parent folder is not synced yet
+    "entry_written",  # the entry of a table in the store's list is complete under its scratch name
+    "table_listed",  # it has its name
     "stage_reserved",  # the staged files of a chunk exist and have their size
     "column_written",  # one column of a run is in its staged file
     "rows_written",  # all of them are, unrecorded
@@ -56,6 +58,7 @@ GROWTH_FAILPOINTS = (
 """Every place on the way of a growing table."""
 
 REMOTE_FAILPOINTS = (
+    "table_put",  # the documents of a table are in the object store, its entry in the list is not
     "object_put",  # one more column of a complete chunk is in the object store, or something else was there
     "commit_put",  # its commit record is
     "leftover_replaced",  # one more object that a dead writer had left has the bytes of the record

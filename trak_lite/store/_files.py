@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import fcntl
 import mmap
 import os
 import stat
@@ -21,6 +22,7 @@ __all__ = [
     "Descriptors",
     "file_size",
     "is_named",
+    "locked_file",
     "map_file",
     "named_errors",
     "open_file",
@@ -140,7 +142,9 @@ class Descriptors:
 
     def __init__(self) -> None:
         self._fds: list[int] = []
-        weakref.finalize(self, _close_all, self._fds)
+        # Not at exit: finalizers run newest first there, and the owner's own one still needs the files. The operating
+        # system closes them, and drops their locks.
+        weakref.finalize(self, _close_all, self._fds).atexit = False
 
     def __bool__(self) -> bool:
         """Whether any is open."""
@@ -169,6 +173,23 @@ def is_named(path: str, fd: int) -> bool:
     except FileNotFoundError:
         return False
     return os.path.samestat(found, os.fstat(fd))
+
+
+@contextlib.contextmanager
+def locked_file(path: str) -> Iterator[None]:
+    """Wait for the lock of a file that its holders may replace, and hold it while the block runs."""
+    while True:
+        held = Descriptors()
+        fd = held.open(path, os.O_RDWR)  # NFS locks what is open for writing only
+        fcntl.flock(fd, fcntl.LOCK_EX)
+        if is_named(path, fd):
+            break
+        held.close()  # its last holder replaced it before the lock was taken
+    try:
+        yield
+    finally:
+        fcntl.flock(fd, fcntl.LOCK_UN)  # also for a child that was forked meanwhile
+        held.close()
 
 
 def write_all(fd: int, data: NDArray[Any] | bytes, offset: int) -> None:

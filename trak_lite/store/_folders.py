@@ -10,12 +10,22 @@ import shutil
 import time
 import uuid
 from collections.abc import Iterator
+from contextlib import AbstractContextManager
 
 from trak_lite.errors import CorruptStoreError
 from trak_lite.store._failpoints import failpoint
 from trak_lite.store._files import named_errors, open_file, sync_folder
 
-__all__ = ["ABANDONED_AFTER", "make_folders", "names_in", "publish_folder", "refuse_links", "scratch_folder"]
+__all__ = [
+    "ABANDONED_AFTER",
+    "building",
+    "is_free",
+    "make_folders",
+    "names_in",
+    "publish_folder",
+    "refuse_links",
+    "scratch_folder",
+]
 
 _TAKEN = {errno.ENOTEMPTY, errno.EEXIST}
 ABANDONED_AFTER = 60.0  # seconds; a creator locks its scratch folder within microseconds of making it
@@ -59,16 +69,41 @@ def scratch_folder(final: str) -> Iterator[str]:
     prefix = f".{name}.new-"
     _remove_abandoned(parent, prefix)
     scratch = os.path.join(parent, f"{prefix}{uuid.uuid4().hex}")
-    os.mkdir(scratch)
-    fd = os.open(scratch, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-    try:
-        _lock_if_possible(fd)
+    with building(scratch, contextlib.nullcontext()):
         yield scratch
+
+
+@contextlib.contextmanager
+def building(scratch: str, lock: AbstractContextManager[None]) -> Iterator[None]:
+    """Make a folder and hold its lock while it is built; an interrupted block leaves nothing of it.
+
+    Args:
+        scratch: Path of the folder.
+        lock: Held until the folder has its own lock, against those who sweep: see :func:`is_free`.
+    """
+    with lock:
+        os.mkdir(scratch)
+        fd = os.open(scratch, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+        _lock_if_possible(fd)
+    try:
+        yield
     except BaseException:
         shutil.rmtree(
             scratch, ignore_errors=True
         )  # an interrupted creation leaves nothing; the cause is re-raised
         raise
+    finally:
+        os.close(fd)
+
+
+def is_free(path: str) -> bool:
+    """Return whether nobody holds the lock of a file or folder; ``False`` also where there is none, or no locks."""
+    try:
+        fd = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK)
+    except OSError:
+        return False
+    try:
+        return _lock_if_possible(fd)
     finally:
         os.close(fd)
 

@@ -7,12 +7,12 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
-from trak_lite._validate import one_of, positive_int
+from trak_lite._validate import check_depth, one_of, positive_int
 from trak_lite.errors import CorruptStoreError, InvalidInputError
 from trak_lite.store._base import TableSpec
 from trak_lite.store._columns import DTYPES, Column, dtype_fingerprint
 from trak_lite.store._names import check_name
-from trak_lite.store.manifest import canonical_json, check_depth, compare_fingerprints
+from trak_lite.store.manifest import canonical_json, compare_fingerprints
 
 __all__ = [
     "Run",

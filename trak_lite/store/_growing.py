@@ -8,8 +8,6 @@ commit record counts fewer rows than the chunk has now, so it is not committed a
 from __future__ import annotations
 
 import contextlib
-import fcntl
-import json
 import os
 import uuid
 from collections.abc import Callable, Iterator
@@ -17,9 +15,10 @@ from typing import Any
 
 from trak_lite.errors import BusyError, CorruptStoreError
 from trak_lite.store._chunk_files import TableFiles
+from trak_lite.store._documents import CHECKSUM, GROWS_TO, encode_document, sealed
 from trak_lite.store._failpoints import failpoint
-from trak_lite.store._files import Descriptors, is_named, open_file, sync_folder, write_all
-from trak_lite.store._metadata import GROWS_TO, read_attributes, read_zarr_json, sizes_under_way
+from trak_lite.store._files import locked_file, open_file, sync_folder, write_all
+from trak_lite.store._metadata import read_attributes, read_zarr_json, sizes_under_way
 from trak_lite.store._staging import StagedChunk
 
 __all__ = ["changed_metadata", "grow"]
@@ -71,25 +70,11 @@ def _settle(group: dict[str, Any], num_rows: int) -> None:
 
 @contextlib.contextmanager
 def changed_metadata(folder: str) -> Iterator[dict[str, Any]]:
-    """Give the ``zarr.json`` of a group for changing, and replace it when the block ends; one process at a time."""
-    held = _locked(f"{folder}/zarr.json")
-    try:
+    """Give the record of a group for changing, and replace it when the block ends; one process at a time."""
+    with locked_file(f"{folder}/zarr.json"):
         document = _read(folder)
-        yield document
+        yield document["attributes"]["trak_lite"]
         _replace(folder, folder, document)
-    finally:
-        held.close()
-
-
-def _locked(path: str) -> Descriptors:
-    """Wait for the lock of a file that every holder replaces; the file, as NFS locks what is open for writing only."""
-    while True:
-        held = Descriptors()
-        fd = held.open(path, os.O_RDWR)
-        fcntl.flock(fd, fcntl.LOCK_EX)
-        if is_named(path, fd):
-            return held
-        held.close()  # its last holder replaced it before the lock was taken
 
 
 def _change(folder: str, scratch: str, change: Callable[[dict[str, Any]], None]) -> None:
@@ -108,10 +93,13 @@ def _read(folder: str) -> dict[str, Any]:
 
 
 def _replace(folder: str, scratch_folder: str, document: dict[str, Any]) -> None:
+    own = document["attributes"].get("trak_lite", {})
+    if CHECKSUM in own:
+        document["attributes"]["trak_lite"] = sealed(own)
     path, scratch = f"{folder}/zarr.json", f"{scratch_folder}/.zarr.json.new-{uuid.uuid4().hex}"
     fd = open_file(scratch, os.O_WRONLY | os.O_CREAT | os.O_EXCL)
     try:
-        write_all(fd, json.dumps(document, indent=2).encode(), 0)
+        write_all(fd, encode_document(document), 0)
         os.fsync(fd)
         os.rename(scratch, path)
     finally:

@@ -10,6 +10,7 @@ __all__ = ["check_name", "is_name", "natural_order", "path_parts"]
 
 _NAME = re.compile(r"[A-Za-z0-9_-][A-Za-z0-9._-]{0,63}")
 _RESERVED = "zarr.json"
+_LONGEST_PATH = 200  # joined it names a file, and file systems allow 255 bytes
 
 
 def check_name(name: object, *, what: str) -> str:
@@ -41,6 +42,11 @@ def path_parts(path: object, *, what: str) -> tuple[str, ...]:
     """Return the checked names of a ``/``-separated path."""
     if not isinstance(path, str):
         raise InvalidInputError(f"A {what} path must be a string such as 'ckpt-0', got {path!r}.")
+    if len(path) > _LONGEST_PATH:
+        raise InvalidInputError(
+            f"{path[:40]!r}... cannot be a {what} path: it has {len(path)} characters, expected at most "
+            f"{_LONGEST_PATH}. Shorten it."
+        )
     return tuple(check_name(part, what=what) for part in path.split("/"))
 
 

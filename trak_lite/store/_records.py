@@ -1,9 +1,12 @@
 """Records of what is done: rows of a staged chunk, and committed chunks.
 
 Row record: 24 bytes, little-endian: chunk (8), first row in the chunk (4), rows (4), CRC-32C of the rows' bytes over
-all columns (4), CRC-32C of the record (4). They follow a 64-byte line that names the process holding the chunk.
-Commit record: one line of JSON, a tab, its CRC-32C in hex; one log per writer, only ever appended to.
-A record that does not match its own checksum does not exist: torn tails and flipped bits cost rows, never wrong ones.
+all columns (4), CRC-32C of the record (4), which starts with that of the table's identity. They follow a 64-byte line
+that names the process holding the chunk.
+Commit record: one line of JSON with the table's identity, a tab, its CRC-32C in hex; one log per writer, only ever
+appended to.
+A record that does not match its own checksum does not exist, nor does one of another table: torn tails, flipped bits
+and exchanged files cost rows, never wrong ones.
 """
 
 from __future__ import annotations
@@ -67,39 +70,39 @@ class RowRecord:
     checksum: int
 
 
-def encode_row(chunk: int, start: int, count: int, checksum: int) -> bytes:
-    """Return a row record as bytes."""
+def encode_row(chunk: int, start: int, count: int, checksum: int, *, seed: int) -> bytes:
+    """Return a row record as bytes; ``seed`` is the checksum of the table's identity."""
     body = _ROW.pack(chunk, start, count, checksum)
-    return body + _CHECK.pack(crc32c(body))
+    return body + _CHECK.pack(crc32c(body, start=seed))
 
 
-def decode_rows(log: bytes) -> Iterator[RowRecord]:
+def decode_rows(log: bytes, *, seed: int) -> Iterator[RowRecord]:
     """Yield the valid records of a row log.
 
     Example:
-        >>> torn = bytes(64) + encode_row(0, 0, 2, 7) + encode_row(0, 2, 2, 9)[:-1]
-        >>> list(decode_rows(torn))
-        [RowRecord(chunk=0, start=0, count=2, checksum=7)]
+        >>> torn = bytes(64) + encode_row(0, 0, 2, 7, seed=1) + encode_row(0, 2, 2, 9, seed=1)[:-1]
+        >>> list(decode_rows(torn, seed=1)), list(decode_rows(torn, seed=2))
+        ([RowRecord(chunk=0, start=0, count=2, checksum=7)], [])
     """
     for offset in range(HOLDER_BYTES, len(log) - RECORD_BYTES + 1, RECORD_BYTES):
         body = log[offset : offset + _ROW.size]
-        if _CHECK.unpack_from(log, offset + _ROW.size)[0] == crc32c(body):
+        if _CHECK.unpack_from(log, offset + _ROW.size)[0] == crc32c(body, start=seed):
             yield RowRecord(*_ROW.unpack(body))
 
 
-def damaged_records(log: bytes) -> int:
+def damaged_records(log: bytes, *, seed: int) -> int:
     """Return how many records of a row log do not match their own checksum; a torn tail is no record.
 
     Zeros are none either: a power cut may leave them where a record was not written yet.
 
     Example:
-        >>> damaged_records(bytes(64) + encode_row(0, 0, 2, 7) + bytes(24) + b"x" * 24 + b"torn")
+        >>> damaged_records(bytes(64) + encode_row(0, 0, 2, 7, seed=1) + bytes(24) + b"x" * 24 + b"torn", seed=1)
         1
     """
     whole = max(len(log) - HOLDER_BYTES, 0) // RECORD_BYTES
     slots = (log[HOLDER_BYTES + i * RECORD_BYTES :][:RECORD_BYTES] for i in range(whole))
     written = sum(any(slot) for slot in slots)
-    return written - sum(1 for _ in decode_rows(log))
+    return written - sum(1 for _ in decode_rows(log, seed=seed))
 
 
 def read_holder(path: str) -> bytes:
@@ -148,6 +151,8 @@ class CommitRecord:
     rows: int
     columns: Mapping[str, tuple[int, int]]
     """Bytes and CRC-32C of each column file."""
+    table: str
+    """Identity of the table that the rows were put into."""
     writer: str | None = None
     """Who committed it, where no lock says so: for people, never compared with anything."""
 
@@ -155,6 +160,7 @@ class CommitRecord:
         """Return the record as a line of a commit log."""
         body = json.dumps(
             {
+                "table": self.table,
                 "chunk": self.chunk,
                 "generation": self.generation,
                 "rows": self.rows,
@@ -169,14 +175,15 @@ class CommitRecord:
     def decode(cls, line: bytes) -> CommitRecord | None:
         """Return the record of a line, ``None`` if the line does not match its checksum."""
         body, _, checksum = line.rpartition(b"\t")
-        if not body or checksum != b"%08x" % crc32c(body):
+        if not body or len(body) > _LONGEST_LINE or checksum != b"%08x" % crc32c(body):
             return None
         try:
             found = json.loads(body.decode())  # of bytes it would look for their encoding, line by line
             columns = {name: (_count(size), _count(crc)) for name, (size, crc) in found["columns"].items()}
             writer = None if found.get("writer") is None else str(found["writer"])
             chunk, generation, rows = (_count(found[key]) for key in ("chunk", "generation", "rows"))
-            return cls(chunk, generation, rows, columns, writer)
+            table = found["table"]
+            return cls(chunk, generation, rows, columns, table, writer) if isinstance(table, str) else None
         except (KeyError, TypeError, ValueError, AttributeError, RecursionError):
             return None  # somebody else's line under a right checksum: no record of ours
 
@@ -203,12 +210,21 @@ def _no_collection() -> Iterator[None]:
 class CommitLogs:
     """The commit logs of all writers of a table, read as they grow."""
 
-    def __init__(self, folder: str) -> None:
+    def __init__(self, folder: str, table: str) -> None:
+        """Read nothing yet.
+
+        Args:
+            folder: Of the logs.
+            table: Identity of the table; records of others are counted, and passed over.
+        """
         self._folder = folder
+        self._table = table
         self._read_to: dict[str, int] = {}
         self.latest: dict[int, CommitRecord] = {}
         self.damaged: dict[str, int] = {}
         """How many lines of each log, by name, do not match their checksum."""
+        self.foreign: dict[str, int] = {}
+        """How many lines of each log are records of another table."""
 
     def poll(self) -> None:
         """Read what has been appended since the last time."""
@@ -249,6 +265,8 @@ class CommitLogs:
             record = CommitRecord.decode(line)
             if record is None:
                 self.damaged[name] = self.damaged.get(name, 0) + 1
+            elif record.table != self._table:
+                self.foreign[name] = self.foreign.get(name, 0) + 1
             else:
                 self._add(record)
         self._read_to[name] = offset + whole

@@ -63,6 +63,7 @@ class RemoteIndex:
         ]
         for key, text in self._objects.get_many(logs).items():
             for record in decode_log(text or b"")[0]:
+                self._refuse_foreign(record, key)
                 self._note(record)
             self._read[key] = sizes[key]
         self.committed = {
@@ -141,7 +142,9 @@ class RemoteIndex:
         same = latest is not None and latest.columns == columns
         generation = latest.generation if latest is not None and same else self._next_generation(chunk)
         writer = holder_line().decode("ascii", "replace").strip()
-        return CommitRecord(chunk, generation, self._files.rows_in(chunk), columns, writer)
+        return CommitRecord(
+            chunk, generation, self._files.rows_in(chunk), columns, self._files.identity, writer
+        )
 
     def _create_column(self, column: ColumnFiles, record: CommitRecord, content: NDArray[Any]) -> bool:
         """Create the object of a column; return whether it has our bytes now."""
@@ -161,8 +164,16 @@ class RemoteIndex:
             raise CorruptStoreError(
                 f"{self._files.root}/{key} is no commit record. Remove it, then run again: the rows are still staged."
             )
+        self._refuse_foreign(found[0], key)
         if found[0].columns != record.columns:
             raise self._lost(found[0])
+
+    def _refuse_foreign(self, record: CommitRecord, key: str) -> None:
+        if record.table != self._files.identity:
+            raise CorruptStoreError(
+                f"{self._files.root}/{key} is a commit record of another table: objects were exchanged or copied. Put "
+                "the right ones back, or remove this table's: the rows become pending, and running again computes them."
+            )
 
     def _lost(self, winner: CommitRecord) -> BusyError:
         return BusyError(

@@ -9,13 +9,17 @@ from trak_lite.errors import StoreError, UnsupportedStoreError
 from trak_lite.store._base import TableSpec
 from trak_lite.store._checksums import crc32c
 from trak_lite.store._chunk_files import TableFiles
-from trak_lite.store._grid import spec_from_json
+from trak_lite.store._documents import identity_of
+from trak_lite.store._listing import TABLES, decode_entry, entry_name, listed_path, lost_table
 from trak_lite.store._metadata import (
     check_array_document,
     manifest_from_json,
+    misnamed,
     own_attributes,
     parse_zarr_json,
+    table_from_json,
 )
+from trak_lite.store._names import is_name
 from trak_lite.store._objects import AbstractObjects
 from trak_lite.store._records import CommitRecord
 from trak_lite.store._remote_index import decode_log
@@ -25,6 +29,7 @@ from trak_lite.store._verify import missing_store
 __all__ = ["verify_remote"]
 
 _METADATA = "zarr.json"
+_REMOVE = "remove it, then featurize again"
 _RESTORE = "restore zarr.json from a backup, or use another address"
 
 
@@ -58,6 +63,8 @@ class RemoteLook:
         self._findings: list[Finding] = []
         self._tally = Tally()
         self._sizes: dict[str, int] = {}
+        self._origin: str | None = None
+        self._identities: dict[str, str] = {}
 
     def report(self) -> Report:
         """List every object, fetch every chunk, and compare them with the records.
@@ -75,14 +82,16 @@ class RemoteLook:
             self._add("damage", None, str(error), _RESTORE)
         else:
             manifest_from_json(record, self._objects.url)
+            self._origin = record["origin"]
         self._sizes = self._objects.sizes("")
-        tables = self._tables()
-        for path, spec in tables.items():
-            self._table(path, spec)
+        tables = {path: self._files(path, spec) for path, spec in self._tables().items()}
+        self._list()
+        for path, files in tables.items():
+            self._table(path, files)
         for key in sorted(self._sizes):
-            if key.rpartition("/")[2] != _METADATA and not any(
-                _belongs(key, TableFiles(path, spec, root="")) for path, spec in tables.items()
-            ):
+            listed = key.startswith(f"{TABLES}/") and listed_path(key.removeprefix(f"{TABLES}/")) is not None
+            known = listed or key.rpartition("/")[2] == _METADATA
+            if not known and not any(_belongs(key, files) for files in tables.values()):
                 self._add("note", None, f"{key!r} belongs to no table", "remove it if nobody needs it")
         return Report(self._objects.url, tuple(self._findings), self._tally)
 
@@ -101,20 +110,52 @@ class RemoteLook:
                 if document.get("node_type") == "array":
                     continue
                 record = own_attributes(document, self._where(folder))
+                if not all(is_name(part) or part.startswith(".") for part in folder.split("/")):
+                    raise misnamed(self._where(folder))
                 if "columns" in record:
-                    spec = spec_from_json(record, where=self._where(f"{folder}/{_METADATA}"))
-                    for array in spec.arrays:
-                        found = documents.get(f"{folder}/{array.name}")
-                        check_array_document(found, self._where(folder), array, spec)
+                    where = self._where(f"{folder}/{_METADATA}")
+                    # the table's own word where the store's is damaged, which is a finding already
+                    spec = table_from_json(
+                        record, folder, self._origin or str(record.get("store")), where=where
+                    )
+                    self._identities[folder] = identity_of(record)
+                    for column in spec.columns:
+                        for array in column.arrays:
+                            found = documents.get(f"{folder}/{array.name}")
+                            check_array_document(found, self._where(folder), column, array, spec)
                     tables[folder] = spec
             except StoreError as error:
                 self._add("damage", folder, str(error), _RESTORE)
         return tables
 
-    def _table(self, path: str, spec: TableSpec) -> None:
-        files = TableFiles(path, spec, root=self._objects.url)
+    def _files(self, path: str, spec: TableSpec) -> TableFiles:
+        return TableFiles(path, spec, root=self._objects.url, identity=self._identities[path])
+
+    def _list(self) -> None:
+        """Compare the list of tables with those that were found."""
+        if f"{TABLES}/{_METADATA}" not in self._sizes:
+            self._add("damage", None, f"{TABLES}/{_METADATA}, the list of tables, is missing", _RESTORE)
+        start = f"{TABLES}/"
+        names = [key.removeprefix(start) for key in self._sizes if key.startswith(start)]
+        paths = {path for path in map(listed_path, names) if path is not None}
+        texts = self._objects.get_many(f"{TABLES}/{entry_name(path)}" for path in sorted(paths))
+        for path, (key, text) in zip(sorted(paths), texts.items(), strict=True):
+            if text is None:
+                continue  # dropped since it was listed
+            try:
+                if self._objects.get(f"{path}/{_METADATA}") is None and self._objects.get(key) is not None:
+                    raise lost_table(path, where=self._objects.url)
+                identity = decode_entry(text, path, where=self._where(key))
+            except StoreError as error:
+                self._add("damage", path, str(error), f"restore it from a backup, or remove {key}")
+                continue
+            if self._identities.get(path, identity) != identity:
+                finding = "another table than the one that the store lists under this path"
+                self._add("damage", path, finding, "put the right objects back")
+
+    def _table(self, path: str, files: TableFiles) -> None:
         latest = self._records(path, files)
-        tally = Tally(tables=1, pending_rows=spec.num_rows)
+        tally = Tally(tables=1, pending_rows=files.spec.num_rows)
         for chunk in range(files.num_chunks):
             present = [column for column in files.columns if column.visible(chunk) in self._sizes]
             record = latest.pop(chunk, None)
@@ -141,9 +182,11 @@ class RemoteLook:
             records, damaged = decode_log(text or b"")
             if damaged or not records:
                 finding = f"{key} is no commit record, or damaged"
-                self._add("damage", path, finding, "remove it, then featurize again")
+                self._add("damage", path, finding, _REMOVE)
             for record in records:
-                if record.chunk not in latest or latest[record.chunk].generation < record.generation:
+                if record.table != files.identity:
+                    self._add("damage", path, f"{key} is a commit record of another table", _REMOVE)
+                elif record.chunk not in latest or latest[record.chunk].generation < record.generation:
                     latest[record.chunk] = record
         return latest
 

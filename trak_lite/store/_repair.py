@@ -20,12 +20,32 @@ from trak_lite.store._chunk_look import ChunkLook, ChunkState
 from trak_lite.store._failpoints import failpoint
 from trak_lite.store._files import file_size, named_errors, open_file, sync_folder, write_all
 from trak_lite.store._folders import make_folders, refuse_links
+from trak_lite.store._listing import TableList
 from trak_lite.store._records import CommitLogs
 from trak_lite.store._report import Finding, SetAside, row_ranges
 from trak_lite.store._staging import StagedChunk, read_row_log, sound_log
-from trak_lite.store._verify import TableLook
+from trak_lite.store._verify import StoreLook, TableLook
 
-__all__ = ["TableRepair"]
+__all__ = ["TableRepair", "repair_list"]
+
+
+def repair_list(root: str, look: StoreLook) -> list[SetAside]:
+    """Make the list of tables that of the tables that are there; return which entries were set aside.
+
+    Raises:
+        StoreError: If files cannot be renamed.
+    """
+    tables = TableList(root)
+    with named_errors("Repairing the list of tables in", root):
+        if look.list_damaged:
+            tables.make()
+        if not look.entries:
+            return []
+        folder = f"{tables.folder}/{SET_ASIDE}/{_stamp('tables')}"
+        make_folders(folder)
+        for path in look.entries:
+            tables.set_aside(path, folder)
+    return [SetAside(path, None, (), folder) for path in look.entries]
 
 
 @final
@@ -77,7 +97,7 @@ class TableRepair:
             stage.close()
 
     def _repair_locked(self, chunk: int, stage: StagedChunk, paths: Sequence[str]) -> None:
-        logs = CommitLogs(self._files.commits)
+        logs = CommitLogs(self._files.commits, self._files.identity)
         logs.poll_each()
         look = ChunkLook(self._path, self._files, logs)
         state = look.state(chunk)
@@ -129,11 +149,13 @@ class TableRepair:
         self.set_aside.append(SetAside(self._path, chunk, rows, folder))
 
     def _new_folder(self, chunk: int | None) -> str:
-        what = "strangers" if chunk is None else f"chunk-{chunk}"
-        now = time.strftime("%Y%m%dT%H%M%SZ", time.gmtime())
-        folder = f"{self._files.set_aside}/{now}-{what}-{uuid.uuid4().hex[:8]}"
+        folder = f"{self._files.set_aside}/{_stamp('strangers' if chunk is None else f'chunk-{chunk}')}"
         make_folders(folder)
         return folder
+
+
+def _stamp(what: str) -> str:
+    return f"{time.strftime('%Y%m%dT%H%M%SZ', time.gmtime())}-{what}-{uuid.uuid4().hex[:8]}"
 
 
 def _is_no_file(path: str) -> bool:

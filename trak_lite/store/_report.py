@@ -10,6 +10,8 @@ from typing import Literal
 import numpy as np
 from numpy.typing import NDArray
 
+from trak_lite.errors import printable
+
 __all__ = ["Finding", "Report", "SetAside", "Tally", "row_ranges"]
 
 _TITLES = ("level", "table", "chunk", "rows", "column", "finding", "next step")
@@ -89,7 +91,7 @@ class Report:
         """Return the findings as an aligned table, what was set aside, and a line that sums up."""
         lines = _aligned([_TITLES, *map(_cells, self.findings)]) if self.findings else []
         lines += [f"set aside: {_place(moved)} is in {moved.folder}" for moved in self.set_aside]
-        return "\n".join([*lines, f"{self.path}: {self._verdict()}; {self._extent()}."])
+        return printable("\n".join([*lines, f"{self.path}: {self._verdict()}; {self._extent()}."]))
 
     def _verdict(self) -> str:
         damaged = sum(finding.level == "damage" for finding in self.findings)
@@ -120,7 +122,8 @@ def row_ranges(rows: NDArray[np.bool_], *, first: int) -> Iterable[range]:
 def _cells(finding: Finding) -> tuple[str, ...]:
     chunk = "-" if finding.chunk is None else str(finding.chunk)
     table, column = finding.table or "-", finding.column or "-"
-    return finding.level, table, chunk, _rows(finding.rows), column, finding.finding, finding.next_step
+    texts = (table, chunk, _rows(finding.rows), column, finding.finding, finding.next_step)
+    return finding.level, *(printable(text).replace("\n", "\\n") for text in texts)
 
 
 def _rows(rows: range | None) -> str:

@@ -166,7 +166,7 @@ def _sound_records(
     """
     done = np.zeros(files.rows_in(chunk), np.bool_)
     left = _most_recorded(files)
-    for entry in decode_rows(log):
+    for entry in decode_rows(log, seed=files.row_seed):
         rows = slice(entry.start, entry.start + entry.count)
         if entry.chunk != chunk or rows.stop > len(done) or done[rows].all():
             continue
@@ -183,7 +183,10 @@ def _sound_records(
 def sound_log(files: TableFiles, chunk: int, log: bytes) -> bytes:
     """Return a row log that names the rows of an uncommitted chunk whose bytes match, and nothing else."""
     records = _sound_records(files, chunk, log, _map_columns(files, chunk))
-    lines = (encode_row(entry.chunk, entry.start, entry.count, entry.checksum) for entry in records)
+    seed = files.row_seed
+    lines = (
+        encode_row(entry.chunk, entry.start, entry.count, entry.checksum, seed=seed) for entry in records
+    )
     return log[:HOLDER_BYTES].ljust(HOLDER_BYTES) + b"".join(lines)
 
 
@@ -280,7 +283,8 @@ class StagedChunk:
         end = HOLDER_BYTES + max(len(log) - HOLDER_BYTES, 0) // RECORD_BYTES * RECORD_BYTES
         write_all(self._log_fd, holder_line(), 0)
         checksum = crc32c(*(view[: record.rows] for view in views))
-        write_all(self._log_fd, encode_row(self.chunk, 0, record.rows, checksum), end)
+        noted = encode_row(self.chunk, 0, record.rows, checksum, seed=self._files.row_seed)
+        write_all(self._log_fd, noted, end)
         os.fsync(self._log_fd)
         sync_folder(self._files.stage)
         failpoint("outgrown_rows_noted")
@@ -324,7 +328,8 @@ class StagedChunk:
             write_all(fd, array, start * column.row_bytes)
             failpoint("column_written")
         failpoint("rows_written")
-        write_all(self._log_fd, encode_row(self.chunk, start, count, crc32c(*arrays)), self.log_size)
+        entry = encode_row(self.chunk, start, count, crc32c(*arrays), seed=self._files.row_seed)
+        write_all(self._log_fd, entry, self.log_size)
         failpoint("rows_recorded")
         self.log_size += RECORD_BYTES
         self.done[start : start + count] = True
@@ -384,7 +389,7 @@ class StagedChunk:
         proven = _replay(self._files, self.chunk, log, views)
         proof = self._proof
         if proven.all() or (proof is not None and (proof.rows, proof.columns) == (len(self.done), sums)):
-            return CommitRecord(self.chunk, self._generation, len(self.done), sums)
+            return CommitRecord(self.chunk, self._generation, len(self.done), sums, self._files.identity)
         raise CorruptStoreError(
             f"Staged bytes of {self._files.describe(self.chunk)} changed after they were written. "
             "pending() lists the rows that have to be put again; check the disk."

@@ -17,17 +17,21 @@ from trak_lite.errors import ManifestMismatchError, MissingStoreError, StoreErro
 from trak_lite.store._base import TableSpec
 from trak_lite.store._chunk_files import COMMITS, SET_ASIDE, STAGE, ColumnFiles, TableFiles
 from trak_lite.store._chunk_look import REPAIR, ChunkLook
-from trak_lite.store._columns import StoredArray
+from trak_lite.store._columns import Column, StoredArray
 from trak_lite.store._derived import CACHE, damaged_arrays
+from trak_lite.store._documents import identity_of
 from trak_lite.store._folders import ABANDONED_AFTER, names_in, refuse_links
-from trak_lite.store._grid import spec_from_json
+from trak_lite.store._listing import TABLES, TableList, listed_path, lost_table
 from trak_lite.store._metadata import (
     attributes_from_json,
     check_array,
+    check_hidden,
     manifest_from_json,
     read_attributes,
+    refuse_misnamed,
     refuse_undescribed,
     sizes_under_way,
+    table_from_json,
 )
 from trak_lite.store._names import is_name
 from trak_lite.store._records import CommitLogs
@@ -36,7 +40,11 @@ from trak_lite.store._report import Finding, Tally
 __all__ = ["StoreLook", "TableLook", "missing_store"]
 
 _METADATA = "zarr.json"
-_SCRATCH = re.compile(r"\..+\.(new|dropped)-[0-9a-f]{32}")
+_SCRATCH = re.compile(r".+\.npy\.new-[0-9a-f]{32}")
+_LEFT = re.compile(r"\.(new|dropped-.+)-[0-9a-f]{32}")
+_LIST_AGAIN = "verify with --repair: then the tables count that are there"
+_NEXT_WRITER = "nothing: the next writer sees to it"
+_PUT_BACK_TABLE = "put the right folder back, or remove this one and verify with --repair"
 _NOT_OURS = "remove it if nobody needs it"
 _PUT_BACK = "put the folder itself there"
 _RESTORE = "restore zarr.json from a backup, or use another path"
@@ -59,6 +67,13 @@ class StoreLook:
     tally: Tally = field(default_factory=Tally)
     tables: dict[str, TableLook] = field(default_factory=dict)
     """Looks at every table whose description can be read."""
+    entries: list[str] = field(default_factory=list)
+    """Entries of the list of tables that a repair sets aside: damaged ones, and those of lost tables."""
+    list_damaged: bool = False
+    """Whether the folder of the list has to be made anew."""
+    origin: str | None = None
+    """What every table is bound to; ``None`` where the store's own record cannot be read."""
+    _identities: dict[str, str] = field(default_factory=dict)
 
     @classmethod
     def at(cls, root: str) -> StoreLook:
@@ -69,9 +84,13 @@ class StoreLook:
             ManifestMismatchError: If a newer version of trak_lite made it.
         """
         look = cls(root)
+        listed = set(
+            TableList(root).paths()
+        )  # before the folders: what is created from here on is not missed
         look._root()
         if os.path.isdir(root):
             look._group(root, ())
+            look._list(listed)
         if not os.path.lexists(f"{root}/{_METADATA}") and not look.tables:
             raise missing_store(root)
         for table in look.tables.values():
@@ -94,6 +113,7 @@ class StoreLook:
             )
         try:
             manifest_from_json(record, self.root)
+            self.origin = record["origin"]
         except ManifestMismatchError:
             raise  # a layout that this version does not know is not judged by it
         except StoreError as error:
@@ -115,23 +135,69 @@ class StoreLook:
             self._damage("/".join(inside), "a symbolic link, and none is followed", _PUT_BACK)
         elif inside == (CACHE,):
             self._cache(path)
-        elif _SCRATCH.fullmatch(name):
-            self._scratch(path)
+        elif inside == (TABLES,):
+            pass  # looked at last
         elif os.path.isdir(path) and is_name(name):
             self._folder(path, inside)
+        elif not name.startswith("."):
+            refuse_misnamed(path)
+            self._stray(path)
         else:
             self._stray(path)
 
+    def _list(self, listed: set[str]) -> None:
+        """Compare the list of tables with those that were found."""
+        tables = TableList(self.root)
+        try:
+            check_hidden(tables.folder)
+        except StoreError as error:
+            self.list_damaged = True
+            self._damage(None, f"{error} The list of tables is there", _LIST_AGAIN)
+        for name in sorted(names_in(tables.folder)):
+            if _LEFT.fullmatch(name):
+                self._scratch(f"{tables.folder}/{name}")
+            elif name != _METADATA and listed_path(name) is None and name != SET_ASIDE:
+                self._stray(f"{tables.folder}/{name}")
+        for path in sorted(listed | self._identities.keys()):
+            try:
+                self._listed(tables, path)
+            except StoreError as error:
+                if os.path.lexists(tables.entry(path)) and not self._is_damaged(path):
+                    self.entries.append(path)
+                self._damage(path, str(error), _LIST_AGAIN)
+
+    def _listed(self, tables: TableList, path: str) -> None:
+        if tables.is_lost(path):
+            raise lost_table(path, where=self.root)
+        identity, found = tables.identity(path), self._identities.get(path)
+        if identity is None and os.path.lexists(f"{self.root}/{path}/{_METADATA}"):
+            if tables.identity(path) is None and _age(f"{self.root}/{path}/{_METADATA}") > ABANDONED_AFTER:
+                self._note(f"the table {path!r} is not listed: its creation was interrupted", _NEXT_WRITER)
+        elif None not in (identity, found) and identity != found:
+            record = read_attributes(f"{self.root}/{path}") or {}
+            if record and identity_of(record) == found and tables.identity(path) == identity:
+                self._damage(
+                    path, "another table than the one that the store lists under this path", _PUT_BACK_TABLE
+                )
+
+    def _is_damaged(self, path: str) -> bool:
+        """Whether something stands where a table should be, and its own metadata are what is wrong."""
+        return path not in self._identities and os.path.lexists(f"{self.root}/{path}")
+
     def _cache(self, path: str) -> None:
+        try:
+            check_hidden(path)
+        except StoreError as error:
+            self._note(str(error), "remove the file: the next writer makes it anew")
         for name in damaged_arrays(path):
             self._note(f"the derived array {name!r} is damaged", "nothing: it is as good as none")
         for name in sorted(names_in(path)):
-            if _SCRATCH.fullmatch(f".{name}"):
+            if _SCRATCH.fullmatch(name):
                 self._scratch(f"{path}/{name}")
 
     def _scratch(self, path: str) -> None:
         if _age(path) > ABANDONED_AFTER:
-            self._note(f"{path!r}: left by a creation or removal that was interrupted", _NOT_OURS)
+            self._note(f"{path!r}: left by a creation or removal that was interrupted", _NEXT_WRITER)
 
     def _folder(self, path: str, inside: tuple[str, ...]) -> None:
         record = read_attributes(path)
@@ -161,7 +227,10 @@ class StoreLook:
     def _table(self, path: str, inside: tuple[str, ...], record: dict[str, Any]) -> None:
         table = "/".join(inside)
         try:
-            spec = spec_from_json(record, where=f"{path}/{_METADATA}")
+            # the table's own word where the store's is damaged, which is a finding already
+            origin = self.origin or str(record.get("store"))
+            spec = table_from_json(record, table, origin, where=f"{path}/{_METADATA}")
+            self._identities[table] = identity_of(record)
             attributes_from_json(record, where=f"{path}/{_METADATA}")
             refuse_undescribed(path, spec)
         except StoreError as error:
@@ -170,10 +239,12 @@ class StoreLook:
         for name in sorted(set(names_in(path)) - {_METADATA, *(array.name for array in spec.arrays)}):
             self._stray(f"{path}/{name}")
         before = len(self.findings)
-        for array in spec.arrays:
-            self._array(table, path, spec, array, sizes_under_way(record))
+        for column in spec.columns:
+            for array in column.arrays:
+                self._array(table, path, spec, column, array, sizes_under_way(record))
         if len(self.findings) == before:
-            self.tables[table] = TableLook(table, TableFiles(path, spec, root=self.root))
+            files = TableFiles(path, spec, root=self.root, identity=self._identities[table])
+            self.tables[table] = TableLook(table, files)
             for size in sizes_under_way(record):
                 text = f"growing it to {size} rows was interrupted, or is under way"
                 self.findings.append(Finding("note", table, text, "grow it again, or leave it as it is"))
@@ -182,11 +253,17 @@ class StoreLook:
             self.findings.append(Finding("note", table, text, "verify again then"))
 
     def _array(
-        self, table: str, path: str, spec: TableSpec, array: StoredArray, under_way: Sequence[int]
+        self,
+        table: str,
+        path: str,
+        spec: TableSpec,
+        column: Column,
+        array: StoredArray,
+        under_way: Sequence[int],
     ) -> None:
         try:
             refuse_links(path, (array.name,))
-            check_array(path, array, spec, under_way=under_way)
+            check_array(path, column, array, spec, under_way=under_way)
         except StoreError as error:
             self._damage(table, str(error), _RESTORE, column=array.name)
         for name in (STAGE, COMMITS) if array.name == spec.columns[0].name else ():
@@ -216,7 +293,7 @@ class TableLook:
         self.strangers: list[str] = []
         """Files with the name of a chunk that the table does not have, and commit logs that cannot be read."""
         self._path = path
-        self._logs = CommitLogs(files.commits)
+        self._logs = CommitLogs(files.commits, files.identity)
         self._look = ChunkLook(path, files, self._logs)
 
     def findings(self) -> list[Finding]:
@@ -276,6 +353,9 @@ class TableLook:
         for name, error in self._logs.poll_each().items():
             self.strangers.append(f"{self.files.commits}/{name}")
             yield self._finding("damage", str(error), REPAIR)
+        for name, lines in self._logs.foreign.items():
+            self.strangers.append(f"{self.files.commits}/{name}")
+            yield self._finding("damage", f"commit log {name}: {lines} records of another table", REPAIR)
         for name, lines in self._logs.damaged.items():
             text = f"commit log {name}: {lines} of its lines do not match their checksum"
             yield self._finding("note", text, "nothing: a chunk that lost its record is named by itself")

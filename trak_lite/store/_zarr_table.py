@@ -108,12 +108,15 @@ class ZarrRowTable(AbstractRowTable):
         staged = self._files.staged_chunks() - self._index.committed.keys()
         self._mark_staged(mask, staged)
         self._index.refresh()
+        # and both once more: a chunk that the table has outgrown may just have been taken back
+        late = self._index.outgrown | self._files.staged_chunks()
+        late -= staged | self._index.committed.keys()
+        self._mark_staged(mask, late)
+        if late:
+            self._index.refresh()
         for chunk in self._index.committed:
             first, stop = self.chunk_range(chunk)
             mask[first:stop] = True
-        # and the stage once more: a chunk that the table has outgrown may just have been taken back
-        late = self._index.outgrown | self._files.staged_chunks()
-        self._mark_staged(mask, late - staged - self._index.committed.keys())
         return mask
 
     def committed_chunks(self) -> list[int]:

@@ -8,23 +8,42 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from trak_lite.errors import ManifestMismatchError
+from numpy.typing import NDArray
+
+from trak_lite._validate import parse_json
+from trak_lite.errors import CorruptStoreError, ManifestMismatchError
 
 __all__ = [
     "FORMAT",
     "Manifest",
     "canonical_json",
-    "check_depth",
     "compare_fingerprints",
     "differing_keys",
+    "kept_json",
     "replaced_fingerprint",
 ]
 
-FORMAT = 1
-"""Version of the layout on disk; newer ones are refused, older ones are read."""
+FORMAT = 2
+"""Version of the layout on disk; others are refused."""
 
 
-_DEEPEST = 128
+def kept_json(kept: NDArray[Any], *, what: str) -> dict[str, Any]:
+    """Return the JSON object that a derived array of a store holds.
+
+    Args:
+        kept: Its text, as bytes.
+        what: How the message names it.
+
+    Raises:
+        CorruptStoreError: If it holds something else.
+    """
+    try:
+        value = parse_json(kept, finite=False)
+    except ValueError as error:
+        raise CorruptStoreError(f"{what} cannot be read ({error}). Make it anew.") from error
+    if not isinstance(value, dict):
+        raise CorruptStoreError(f"{what} holds {type(value).__name__}, expected a JSON object. Make it anew.")
+    return value
 
 
 def canonical_json(value: Any) -> str:
@@ -35,27 +54,6 @@ def canonical_json(value: Any) -> str:
         '{"a":[1.5,null],"b":1}'
     """
     return json.dumps(value, sort_keys=True, separators=(",", ":"), allow_nan=False, ensure_ascii=False)
-
-
-def check_depth(value: Any, *, deepest: int = _DEEPEST) -> None:
-    """Raise if a JSON value has more levels than any walk through it is sure to come back from.
-
-    Raises:
-        ValueError: If it has.
-
-    Example:
-        >>> check_depth({"a": [1, {"b": 2}]}, deepest=2)
-        Traceback (most recent call last):
-        ...
-        ValueError: nested more than 2 levels deep
-    """
-    level = [value]
-    for _ in range(deepest + 1):
-        nested = (item for item in level if isinstance(item, dict | list))
-        level = [inner for item in nested for inner in (item.values() if isinstance(item, dict) else item)]
-        if not level:
-            return
-    raise ValueError(f"nested more than {deepest} levels deep")
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,15 +1,16 @@
 """The store in an object store: the layout of the store on disk, chunk by chunk as whole objects.
 
 Rows are staged in a local store with the same settings; see ``_remote_index`` for how a chunk is committed. zarr's
-documents are those that the local store has written, so plain zarr reads a finished store through its FsspecStore or
+documents are those that a local store would write, so plain zarr reads a finished store through its FsspecStore or
 ObjectStore.
 """
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any, Literal, Self, final
 
 from numpy.typing import NDArray
@@ -17,6 +18,7 @@ from numpy.typing import NDArray
 from trak_lite._validate import one_of
 from trak_lite.errors import (
     CorruptStoreError,
+    ManifestMismatchError,
     ReadOnlyStoreError,
     StateError,
     UnsupportedStoreError,
@@ -24,13 +26,34 @@ from trak_lite.errors import (
 from trak_lite.store._base import AbstractFeatureStore, AbstractRowTable, Difference, TableSpec
 from trak_lite.store._chunk_files import TableFiles
 from trak_lite.store._derived import check_derived
+from trak_lite.store._documents import (
+    encode_document,
+    group_document,
+    hidden_document,
+    sealed,
+    store_record,
+    table_documents,
+    table_identity,
+)
 from trak_lite.store._exchange import diff_stores, merge_stores
-from trak_lite.store._grid import check_spec, compare_specs, plain_json, spec_from_json
+from trak_lite.store._failpoints import failpoint
+from trak_lite.store._files import locked_file, named_errors, open_file
+from trak_lite.store._grid import check_spec, compare_specs, plain_json
+from trak_lite.store._listing import (
+    TABLES,
+    decode_entry,
+    encode_entry,
+    entry_name,
+    listed_path,
+    lost_table,
+)
 from trak_lite.store._metadata import (
     check_array_document,
     manifest_from_json,
+    misnamed,
     own_attributes,
     parse_zarr_json,
+    table_from_json,
 )
 from trak_lite.store._names import is_name, natural_order, path_parts
 from trak_lite.store._objects import AbstractObjects, require_exclusive
@@ -39,7 +62,7 @@ from trak_lite.store._remote_table import RemoteRowTable
 from trak_lite.store._remote_verify import verify_remote
 from trak_lite.store._report import Report
 from trak_lite.store._verify import missing_store
-from trak_lite.store.manifest import Manifest, canonical_json
+from trak_lite.store.manifest import Manifest
 from trak_lite.store.remote_place import RemotePlace
 from trak_lite.store.zarr_store import Verify, ZarrFeatureStore
 
@@ -76,9 +99,11 @@ class RemoteFeatureStore(AbstractFeatureStore):
         place: RemotePlace,
         manifest: Manifest,
         *,
+        origin: str,
         writable: bool,
         verify: Verify = "first_touch",
     ) -> None:
+        self._origin = origin
         self._objects: AbstractObjects = place.objects
         self._manifest = manifest
         self._writable = writable
@@ -111,8 +136,8 @@ class RemoteFeatureStore(AbstractFeatureStore):
         if _read_document(place.objects, "") is None:
             require_exclusive(place.objects)
             _refuse_occupied(place.objects)
-            with ZarrFeatureStore.create(place.staging_root(manifest), manifest) as local:
-                place.objects.create(_METADATA, _local_document(local.path))
+            place.objects.create(f"{TABLES}/{_METADATA}", encode_document(hidden_document("tables")))
+            place.objects.create(_METADATA, encode_document(group_document(store_record(manifest))))
         store = cls.open(place, "r+")
         store.manifest.check_same(manifest, where=place.url)
         if store.manifest.made_with != made_with:
@@ -137,7 +162,7 @@ class RemoteFeatureStore(AbstractFeatureStore):
 
         Raises:
             MissingStoreError: If there is no store.
-            ManifestMismatchError: If a newer version of trak_lite made it.
+            ManifestMismatchError: If another version of trak_lite made it, with another format.
             CorruptStoreError: If its metadata is damaged.
             UnsupportedStoreError: If it is to be written, and the place cannot create an object only where there is
                 none.
@@ -150,9 +175,14 @@ class RemoteFeatureStore(AbstractFeatureStore):
         if record is None:
             raise missing_store(place.url)
         manifest = manifest_from_json(record, place.url)
+        if place.objects.get(f"{TABLES}/{_METADATA}") is None:
+            raise CorruptStoreError(
+                f"{place.url}/{TABLES}/{_METADATA} is missing: the list of the store's tables. Restore what is below "
+                f"{TABLES} from a backup."
+            )
         if mode == "r+":
             require_exclusive(place.objects)
-        return cls(place, manifest, writable=mode == "r+", verify=verify)
+        return cls(place, manifest, origin=record["origin"], writable=mode == "r+", verify=verify)
 
     @property
     def manifest(self) -> Manifest:
@@ -183,12 +213,13 @@ class RemoteFeatureStore(AbstractFeatureStore):
         spec = check_spec(spec)
         noted = plain_json(dict(attributes or {}), what="A table's attributes")
         if self._table_record(parts) is None:
-            self._finish_dropping(path)
-            if path in local.table_names():
-                local.drop_table(path)  # of a table that is gone: what it staged must not come back
-            local.create_table(path, spec, noted)
-            for key in self._documents_of(parts, spec):
-                self._objects.create(f"{key}/{_METADATA}", _local_document(f"{local.path}/{key}"))
+            with self._staging_locked():
+                if (
+                    self._table_record(parts) is None
+                ):  # not created by another process of this machine meanwhile
+                    self._finish_dropping(path)
+                    _drop_staged(local, path)  # of a table that is gone: what it staged must not come back
+                    self._put_documents(parts, spec, noted)
         table = self._open(path)
         compare_specs(table.spec, spec, where=f"{self.path}/{path}")
         return table
@@ -205,13 +236,14 @@ class RemoteFeatureStore(AbstractFeatureStore):
         """
         local = self._require_writable()
         self._require_table(path)
-        mark = {"zarr_format": 3, "node_type": "group", "attributes": {"trak_lite": {_DROPPED: True}}}
-        self._objects.put(f"{path}/{_METADATA}", canonical_json(mark).encode())
-        if path in self._tables:
-            self._tables.pop(path).close()
-        self._finish_dropping(path)
-        if path in local.table_names():
-            local.drop_table(path)
+        with self._staging_locked():
+            self._require_table(path)
+            mark = group_document(sealed({_DROPPED: True}))
+            self._objects.put(f"{path}/{_METADATA}", encode_document(mark))
+            if path in self._tables:
+                self._tables.pop(path).close()
+            self._finish_dropping(path)
+            _drop_staged(local, path)
 
     def grow_table(self, path: str, num_rows: int) -> AbstractRowTable:
         """Refuse: a table in an object store keeps its size.
@@ -256,7 +288,12 @@ class RemoteFeatureStore(AbstractFeatureStore):
     def table_names(self, prefix: str = "") -> list[str]:
         """Return the paths of all tables inside the group ``prefix``, in natural order."""
         folder = "/".join(path_parts(prefix, what="table")) if prefix else ""
-        return sorted(self._tables_below(folder), key=natural_order)
+        found = self._tables_below(folder)
+        start = f"{folder}/" if folder else ""
+        for path in self._listed_paths():
+            if path.startswith(start) and path not in found and self._is_lost(path):
+                raise lost_table(path, where=self.path)
+        return sorted(found, key=natural_order)
 
     def cached(self, name: str, key: str) -> NDArray[Any] | None:
         """Return a derived array that this machine has kept under this name and key, or ``None``."""
@@ -305,31 +342,34 @@ class RemoteFeatureStore(AbstractFeatureStore):
         local = self._local_store()
         if local is None:
             return None
-        if path in local.table_names():
-            table = local.open_table(path)
-            if table.spec == spec:
-                return table
-            if not local.writable:
-                return None
-            logger.warning("%s: staged rows of a table of another shape were dropped.", path)
-            local.drop_table(path)
-        return local.create_table(path, spec) if local.writable else None
+        if not local.writable:
+            table = local.open_table(path) if path in local.table_names() else None
+            return table if table is not None and table.spec == spec else None
+        with self._staging_locked():
+            try:
+                return local.create_table(path, spec)
+            except ManifestMismatchError:
+                logger.warning("%s: staged rows of a table of another shape were dropped.", path)
+                _drop_staged(local, path)
+                return local.create_table(path, spec)
 
     def _open(self, path: str) -> RemoteRowTable:
         if path not in self._tables:
             record = self._require_table(path)
             where = f"{self.path}/{path}"
-            spec = spec_from_json(record, where=f"{where}/{_METADATA}")
-            keys = {array: f"{path}/{array.name}/{_METADATA}" for array in spec.arrays}
-            texts = self._objects.get_many(keys.values())
-            for array, key in keys.items():
-                text = texts[key]
+            spec = table_from_json(record, path, self._origin, where=f"{where}/{_METADATA}")
+            identity = table_identity(path, self._origin, spec)
+            self._require_listed(path, identity)
+            arrays = [(column, array) for column in spec.columns for array in column.arrays]
+            texts = self._objects.get_many(f"{path}/{array.name}/{_METADATA}" for _, array in arrays)
+            for (column, array), (key, text) in zip(arrays, texts.items(), strict=True):
                 found = None if text is None else parse_zarr_json(text, f"{self.path}/{key}")
-                check_array_document(found, where, array, spec)
+                check_array_document(found, where, column, array, spec)
+            root, staged = self._staging_root, table_identity(path, self._manifest.digest(), spec)
             self._tables[path] = RemoteRowTable(
                 self._objects,
-                TableFiles(path, spec, root=self.path),
-                staging=TableFiles(f"{self._staging_root}/{path}", spec, root=self._staging_root),
+                TableFiles(path, spec, root=self.path, identity=identity),
+                staging=TableFiles(f"{root}/{path}", spec, root=root, identity=staged),
                 staged=lambda: self._staged_table(path, spec),
                 writable=self._writable and not self._closed,
                 check=self._verify == "first_touch",
@@ -354,21 +394,69 @@ class RemoteFeatureStore(AbstractFeatureStore):
             if "columns" in (_read_group(self._objects, above) or {}):
                 raise inside_a_table(path, above=above)
         record = _read_group(self._objects, path)
+        if record is None and self._is_lost(path):
+            raise lost_table(path, where=self.path)
         if record is None or _DROPPED in record:
             return None
         if "columns" not in record:
+            if self._objects.get(_entry(path)) is not None:
+                raise CorruptStoreError(
+                    f"{self.path}/{path}/{_METADATA} describes no table, and the store lists one there. "
+                    "Restore it from a backup, or use another address."
+                )
             raise group_of_tables(path, tables=self.table_names(path))
         return record
 
-    def _documents_of(self, parts: tuple[str, ...], spec: TableSpec) -> list[str]:
-        """Return what has a ``zarr.json``: groups above the table, its arrays, and, last, the table itself."""
+    def _put_documents(self, parts: tuple[str, ...], spec: TableSpec, attributes: Mapping[str, Any]) -> None:
+        """Put the documents of a table: of the groups above it, of its arrays, and, last, its own."""
         path = "/".join(parts)
-        above = ["/".join(parts[:depth]) for depth in range(1, len(parts))]
-        return [*above, *(f"{path}/{array.name}" for array in spec.arrays), path]
+        above = {"/".join(parts[:depth]): group_document({}) for depth in range(1, len(parts))}
+        documents = table_documents(path, self._origin, spec, attributes)
+        own = {f"{path}/{name}".rstrip("/"): document for name, document in documents.items()}
+        for folder, document in {**above, **own}.items():
+            self._objects.create(f"{folder}/{_METADATA}", encode_document(document))
+        failpoint("table_put")
+
+    def _require_listed(self, path: str, identity: str) -> None:
+        """Raise if the list of tables names another one of that path; list it where its creation was interrupted."""
+        entry = _entry(path)
+        text = self._objects.get(entry)
+        if text is None:
+            if self._writable:
+                self._objects.create(entry, encode_entry(path, identity))
+        elif decode_entry(text, path, where=f"{self.path}/{entry}") != identity:
+            raise CorruptStoreError(
+                f"{self.path}/{path} is another table than the one that the store lists under this path: it was "
+                "replaced by one of other rows or another shape. Put the right objects back from a backup, or remove "
+                f"them and {entry}."
+            )
+
+    def _listed_paths(self) -> list[str]:
+        names = (key.rpartition("/")[2] for key in self._objects.sizes(TABLES))
+        found = (listed_path(name) for name in names if name != _METADATA)
+        return [path for path in found if path is not None]
+
+    def _is_lost(self, path: str) -> bool:
+        """Whether a table is listed and not there, as the second look confirms: others may be dropping it."""
+        document = f"{path}/{_METADATA}"
+        return all(
+            self._objects.get(_entry(path)) is not None and self._objects.get(document) is None
+            for _ in range(2)
+        )
+
+    @contextlib.contextmanager
+    def _staging_locked(self) -> Iterator[None]:
+        """Hold the lock under which the processes of this machine create and drop tables, here and in the stage."""
+        path = f"{self._staging_root}.lock"
+        with named_errors("Locking", path):
+            os.close(open_file(path, os.O_RDWR | os.O_CREAT))
+            with locked_file(path):
+                yield
 
     def _finish_dropping(self, path: str) -> None:
         """Remove the objects of a table that was marked as dropped, the mark last."""
         if _DROPPED in (_read_group(self._objects, path) or {}):
+            self._objects.delete(_entry(path))
             mark = f"{path}/{_METADATA}"
             for key in self._objects.sizes(path):
                 if key != mark:
@@ -378,9 +466,11 @@ class RemoteFeatureStore(AbstractFeatureStore):
     def _tables_below(self, folder: str) -> list[str]:
         found: list[str] = []
         for name in self._objects.folders(folder):
-            if not is_name(name):
-                continue
             path = f"{folder}/{name}" if folder else name
+            if not is_name(name):
+                if not name.startswith(".") and self._objects.get(f"{path}/{_METADATA}") is not None:
+                    raise misnamed(f"{self._objects.url}/{path}")
+                continue
             record = _read_group(self._objects, path)
             if record is not None and "columns" in record:
                 found.append(path)
@@ -404,9 +494,15 @@ def _read_group(objects: AbstractObjects, folder: str) -> dict[str, Any] | None:
     return None if document is None else own_attributes(document, f"{objects.url}/{folder}".rstrip("/"))
 
 
-def _local_document(folder: str) -> bytes:
-    with open(os.path.join(folder, _METADATA), "rb") as file:
-        return file.read()
+def _entry(path: str) -> str:
+    """Return the key of a table's entry in the list."""
+    return f"{TABLES}/{entry_name(path)}"
+
+
+def _drop_staged(local: ZarrFeatureStore, path: str) -> None:
+    """Drop the rows of a table that were staged on this machine."""
+    if path in local.table_names():
+        local.drop_table(path)
 
 
 def _refuse_occupied(objects: AbstractObjects) -> None:

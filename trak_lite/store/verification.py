@@ -6,7 +6,7 @@ import os
 
 from trak_lite.errors import ReadOnlyStoreError
 from trak_lite.store._remote_verify import verify_remote
-from trak_lite.store._repair import TableRepair
+from trak_lite.store._repair import TableRepair, repair_list
 from trak_lite.store._report import Finding, Report, SetAside
 from trak_lite.store._verify import StoreLook
 from trak_lite.store.remote_place import RemotePlace, resolve_place
@@ -18,21 +18,21 @@ def verify_store(path: str | os.PathLike[str] | RemotePlace, *, repair: bool = F
     """Compare every byte of a store with the store's own records.
 
     Takes no lock and writes nothing, unless it repairs; works beside writers, whose rows in flight are no finding,
-    and on a store so damaged that it cannot be opened. Costs one pass over the committed and staged bytes. The
-    numbers of a fingerprint have no checksum: a change there shows when a run compares them with its own.
+    and on a store so damaged that it cannot be opened. Costs one pass over the committed and staged bytes.
 
     Args:
         path: Folder of the store, or its address in an object store, where nothing can be repaired.
         repair: Whether to rename damaged chunks into ``.set-aside/`` of their table's first column. Their rows are
-            pending then, and the next featurize computes exactly those. Nothing is deleted; chunks that a writer
-            holds are left alone. May be killed at any moment, and repeated.
+            pending then, and the next featurize computes exactly those. A table that the store lists and that is lost
+            is taken from the list. Nothing is deleted; chunks that a writer holds are left alone. May be killed at any
+            moment, and repeated.
 
     Returns:
         What is found; after a repair, what is still found and what was set aside.
 
     Raises:
         MissingStoreError: If there is no store.
-        ManifestMismatchError: If a newer version of trak_lite made it.
+        ManifestMismatchError: If another version of trak_lite made it, with another format.
         ReadOnlyStoreError, UnsupportedStoreError, StoreError: If it is to be repaired and cannot be written, is in an
             object store, or a file cannot be renamed.
     """
@@ -47,10 +47,11 @@ def verify_store(path: str | os.PathLike[str] | RemotePlace, *, repair: bool = F
             f"{root} cannot be written, so nothing was repaired. Make the folder writable."
         )
     repairs = [TableRepair(table, found) for table, found in look.tables.items()]
+    moved = repair_list(root, look)
     for each in repairs:
         each.run()
     busy = [finding for each in repairs for finding in each.busy]
-    moved = tuple(part for each in repairs for part in each.set_aside)
-    if moved:
+    moved += [part for each in repairs for part in each.set_aside]
+    if moved or look.list_damaged:
         look = StoreLook.at(root)
-    return Report(root, (*look.findings, *busy), look.tally, moved)
+    return Report(root, (*look.findings, *busy), look.tally, tuple(moved))

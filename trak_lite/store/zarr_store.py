@@ -1,9 +1,8 @@
 """The store on disk: a zarr v3 hierarchy of uncompressed arrays, written by a commit protocol of its own.
 
 Every chunk file is the raw little-endian C-order block of whole rows, so plain zarr, xarray and ``numpy.memmap`` read
-a finished store. zarr writes the metadata; rows never pass through it, because its own writes are not synced, lose
-concurrent rows of a chunk and read missing chunks as fill values without a word. zarr is imported when something is
-created, because that takes longer than all of this package.
+a finished store. Neither rows nor metadata pass through zarr: its own writes are not synced, lose concurrent rows of a
+chunk and read missing chunks as fill values without a word.
 """
 
 from __future__ import annotations
@@ -11,7 +10,7 @@ from __future__ import annotations
 import logging
 import os
 from collections.abc import Iterable, Mapping
-from typing import TYPE_CHECKING, Any, Literal, Self, final
+from typing import Any, Literal, Self, final
 
 from numpy.typing import NDArray
 
@@ -19,14 +18,22 @@ from trak_lite._validate import one_of
 from trak_lite.errors import (
     CorruptStoreError,
     InvalidInputError,
+    MissingStoreError,
     ReadOnlyStoreError,
     StateError,
 )
 from trak_lite.store._base import AbstractFeatureStore, AbstractRowTable, Difference, TableSpec
 from trak_lite.store._chunk_files import COMMITS, STAGE, TableFiles
-from trak_lite.store._columns import Column, StoredArray, dtype_fingerprint
 from trak_lite.store._derived import CACHE, DerivedArrays, check_derived
-from trak_lite.store._dropping import drop_folder, is_dropped, remove_dropped, stage_locked
+from trak_lite.store._documents import (
+    encode_document,
+    group_document,
+    hidden_document,
+    store_record,
+    table_documents,
+    table_identity,
+)
+from trak_lite.store._dropping import stage_locked
 from trak_lite.store._exchange import diff_stores, merge_stores
 from trak_lite.store._files import named_errors
 from trak_lite.store._folders import make_folders, publish_folder, refuse_links, scratch_folder
@@ -35,29 +42,25 @@ from trak_lite.store._grid import (
     compare_specs,
     grown_spec,
     plain_json,
-    spec_from_json,
-    spec_to_json,
 )
 from trak_lite.store._growing import changed_metadata, grow
+from trak_lite.store._listing import TABLES, TableList, lost_table, publish_hidden
 from trak_lite.store._metadata import (
     attributes_from_json,
     check_array,
     manifest_from_json,
     read_attributes,
-    refuse_lost,
-    refuse_swapped,
+    refuse_misnamed,
     refuse_undescribed,
     sizes_under_way,
+    table_from_json,
 )
-from trak_lite.store._names import natural_order, path_parts
+from trak_lite.store._names import is_name, natural_order, path_parts
 from trak_lite.store._refusals import group_of_tables, inside_a_table, missing_table
 from trak_lite.store._verify import missing_store
 from trak_lite.store._zarr_table import ZarrRowTable
 from trak_lite.store.manifest import FORMAT, Manifest, replaced_fingerprint
 from trak_lite.store.verification import Report, verify_store
-
-if TYPE_CHECKING:
-    import zarr
 
 __all__ = ["ZarrFeatureStore"]
 
@@ -93,11 +96,14 @@ class ZarrFeatureStore(AbstractFeatureStore):
         root: str,
         manifest: Manifest,
         *,
+        origin: str,
         writable: bool,
         verify: Verify = "first_touch",
         mapping: MapFiles = "auto",
     ) -> None:
         self._root = root
+        self._origin = origin
+        self._list = TableList(root)
         self._verify = verify
         self._mapped = {"auto": None, "always": True, "never": False}[mapping]
         self._manifest = manifest
@@ -124,19 +130,18 @@ class ZarrFeatureStore(AbstractFeatureStore):
         if manifest.format != FORMAT:
             raise InvalidInputError(f"This version writes format {FORMAT}, got {manifest.format}.")
         root = os.path.realpath(os.fspath(path))
-        attributes = {
-            "format": FORMAT,
-            "fingerprint": plain_json(dict(manifest.fingerprint), what="The manifest's fingerprint"),
-            "made_with": plain_json(dict(manifest.made_with), what="The manifest's made_with"),
-        }
+        manifest = Manifest(
+            plain_json(dict(manifest.fingerprint), what="The manifest's fingerprint"),
+            plain_json(dict(manifest.made_with), what="The manifest's made_with"),
+        )
         with named_errors("Creating", root):
             if read_attributes(root) is None:
                 _refuse_occupied(root)
                 make_folders(os.path.dirname(root))
-                _publish_group(root, attributes)
+                _publish_store(root, store_record(manifest))
         store = cls.open(root, "r+")
         store.manifest.check_same(manifest, where=root)
-        if store.manifest.made_with != attributes["made_with"]:
+        if store.manifest.made_with != manifest.made_with:
             logger.warning(
                 "%s was made with %s, this is %s.", root, store.manifest.made_with, manifest.made_with
             )
@@ -165,7 +170,7 @@ class ZarrFeatureStore(AbstractFeatureStore):
 
         Raises:
             MissingStoreError: If there is no store.
-            ManifestMismatchError: If a newer version of trak_lite made it.
+            ManifestMismatchError: If another version of trak_lite made it, with another format.
             CorruptStoreError: If its metadata is damaged.
             ReadOnlyStoreError: If it is to be written and its folder cannot be.
         """
@@ -182,7 +187,13 @@ class ZarrFeatureStore(AbstractFeatureStore):
                 f"{root} cannot be written. "
                 "Make the folder writable, open the store with mode='r', or use another path."
             )
-        return cls(root, manifest, writable=mode == "r+", verify=verify, mapping=mapping)
+        origin, writable = record["origin"], mode == "r+"
+        store = cls(root, manifest, origin=origin, writable=writable, verify=verify, mapping=mapping)
+        store._list.require()
+        if writable:
+            with named_errors("Removing what was left half built in", root):
+                store._list.sweep()
+        return store
 
     @property
     def manifest(self) -> Manifest:
@@ -207,11 +218,22 @@ class ZarrFeatureStore(AbstractFeatureStore):
         parts = path_parts(path, what="table")
         spec = check_spec(spec)
         noted = plain_json(dict(attributes or {}), what="A table's attributes")
-        if self._table_record(parts) is None:
-            with named_errors("Creating", f"{self._root}/{path}"):
-                self._make_parents(parts)
-                _publish_table(f"{self._root}/{path}", spec, noted)
-        table = self._open(path)
+        table = None
+        while table is None:
+            if self._table_record(parts) is None:
+                if path in self._tables:  # dropped by another process
+                    self._tables.pop(path).close()
+                with named_errors("Creating", f"{self._root}/{path}"):
+                    self._make_parents(parts)
+                    self._publish(
+                        path, table_documents(path, self._origin, spec, noted), spec.columns[0].name
+                    )
+            try:
+                table = self._open(path)
+            except MissingStoreError:
+                if os.path.lexists(f"{self._root}/{path}"):  # something that is no table
+                    raise
+                # else another process has dropped it just now
         compare_specs(table.spec, spec, where=f"{self._root}/{path}")
         return table
 
@@ -233,35 +255,37 @@ class ZarrFeatureStore(AbstractFeatureStore):
                 if path in self._tables:
                     self._tables[path].give_up_locks()
                 with stage_locked(folder):
-                    drop_folder(folder)
+                    self._list.drop(path)
                 if path in self._tables:
                     self._tables.pop(path).close()
-            elif not is_dropped(folder):
+            elif self._list.dropped(path):
+                self._list.drop(path)
+            else:
                 self._require_table(path)
-            remove_dropped(folder)
+            self._list.remove_dropped(path)
 
     def grow_table(self, path: str, num_rows: int) -> AbstractRowTable:
         """Give a table more rows; see :meth:`AbstractFeatureStore.grow_table`."""
         self._require_writable()
         self._open(path)  # which looks at its folders and arrays
         folder, record = f"{self._root}/{path}", self._require_table(path)
-        spec = spec_from_json(record, where=f"{folder}/zarr.json")
+        spec = table_from_json(record, path, self._origin, where=f"{folder}/zarr.json")
         if grown_spec(spec, num_rows) == self._tables[path].spec and not sizes_under_way(record):
             return self._tables[path]
         self._tables.pop(path).close()
         if grown_spec(spec, num_rows) != spec or sizes_under_way(record):
             with named_errors("Growing", folder):
-                grow(TableFiles(folder, spec, root=self._root), num_rows)
+                grow(self._files(path, spec), num_rows)
         return self._open(path)
 
     def replace_fingerprint(self, known: Mapping[str, Any], given: Mapping[str, Any]) -> None:
         """Give the manifest another fingerprint; see :meth:`AbstractFeatureStore.replace_fingerprint`."""
         self._require_writable()
         given = plain_json(dict(given), what="The manifest's fingerprint")
-        with named_errors("Changing", f"{self._root}/zarr.json"), changed_metadata(self._root) as document:
+        with named_errors("Changing", f"{self._root}/zarr.json"), changed_metadata(self._root) as record:
             stored = manifest_from_json(read_attributes(self._root) or {}, self._root)
             manifest = replaced_fingerprint(stored, known, given, where=self._root)
-            document["attributes"]["trak_lite"]["fingerprint"] = given
+            record["fingerprint"] = given
         self._manifest = manifest
 
     def diff(self, other: AbstractFeatureStore) -> tuple[Difference, ...]:
@@ -280,7 +304,12 @@ class ZarrFeatureStore(AbstractFeatureStore):
     def table_names(self, prefix: str = "") -> list[str]:
         """Return the paths of all tables inside the group ``prefix``, in natural order."""
         parts = path_parts(prefix, what="table") if prefix else ()
-        return sorted(self._tables_below(parts), key=natural_order)
+        found = self._tables_below(parts)
+        start = f"{prefix}/" if prefix else ""
+        for path in self._list.paths():
+            if path.startswith(start) and path not in found and self._list.is_lost(path):
+                raise lost_table(path, where=self._root)
+        return sorted(found, key=natural_order)
 
     def cached(self, name: str, key: str) -> NDArray[Any] | None:
         """Return a derived array that was kept under this name and key, or ``None``; it is mapped, not read."""
@@ -295,7 +324,8 @@ class ZarrFeatureStore(AbstractFeatureStore):
         refuse_links(self._root, (CACHE,))
         with named_errors("Keeping a derived array in", self._root):
             if not os.path.isdir(f"{self._root}/{CACHE}"):
-                _publish_cache(f"{self._root}/{CACHE}")
+                with self._list.scratch() as scratch:
+                    publish_hidden(f"{self._root}/{CACHE}", scratch)
         self._derived.put(name, key, array)
 
     def verify(self, *, repair: bool = False) -> Report:
@@ -331,20 +361,51 @@ class ZarrFeatureStore(AbstractFeatureStore):
         if path not in self._tables:
             record = self._require_table(path)
             folder = f"{self._root}/{path}"
-            spec = spec_from_json(record, where=f"{folder}/zarr.json")
+            spec = table_from_json(record, path, self._origin, where=f"{folder}/zarr.json")
+            self._require_listed(path, spec)
             refuse_undescribed(folder, spec)
-            for array in spec.arrays:
-                refuse_links(folder, (array.name,))
-                check_array(folder, array, spec, under_way=sizes_under_way(record))
+            for column in spec.columns:
+                for array in column.arrays:
+                    refuse_links(folder, (array.name,))
+                    check_array(folder, column, array, spec, under_way=sizes_under_way(record))
             refuse_links(f"{folder}/{spec.columns[0].name}", (STAGE,))
             refuse_links(f"{folder}/{spec.columns[0].name}", (COMMITS,))
             self._tables[path] = ZarrRowTable(
-                TableFiles(folder, spec, root=self._root),
+                self._files(path, spec),
                 writable=self._writable and not self._closed,
                 check=self._verify == "first_touch",
                 mapped=self._mapped,
             )
         return self._tables[path]
+
+    def _files(self, path: str, spec: TableSpec) -> TableFiles:
+        identity = table_identity(path, self._origin, spec)
+        return TableFiles(f"{self._root}/{path}", spec, root=self._root, identity=identity)
+
+    def _require_listed(self, path: str, spec: TableSpec) -> None:
+        """Raise if the list of tables names another one of that path; list it where its creation was interrupted.
+
+        Raises:
+            MissingStoreError: If it was dropped meanwhile.
+        """
+        identity = table_identity(path, self._origin, spec)
+        with named_errors("Reading the entry of", f"{self._root}/{path}"):
+            listed = self._list.identity(path)
+        if listed == identity:
+            return
+        with named_errors("Listing", f"{self._root}/{path}"):
+            added = listed is None and (not self._writable or self._list.add(path, identity))
+        if added:
+            return
+        now = table_from_json(
+            self._require_table(path), path, self._origin, where=f"{self._root}/{path}/zarr.json"
+        )
+        if table_identity(path, self._origin, now) == identity and self._list.identity(path) == listed:
+            raise CorruptStoreError(
+                f"{self._root}/{path} is another table than the one that the store lists under this path: it was "
+                "replaced by one of other rows or another shape. Put the right folder back from a backup, or remove "
+                "this one and verify the store with repair=True."
+            )
 
     def _require_table(self, path: str) -> dict[str, Any]:
         record = self._table_record(path_parts(path, what="table"))
@@ -364,12 +425,18 @@ class ZarrFeatureStore(AbstractFeatureStore):
             folder = os.path.join(self._root, *parts[:depth])
             record = read_attributes(folder)
             if record is not None and "columns" in record:
-                refuse_swapped(folder, record)
+                table_from_json(record, "/".join(parts[:depth]), self._origin, where=f"{folder}/zarr.json")
                 raise inside_a_table("/".join(parts), above="/".join(parts[:depth]))
-        record = read_attributes(os.path.join(self._root, *parts))
+        path = "/".join(parts)
+        record = read_attributes(f"{self._root}/{path}")
+        if record is None and self._list.is_lost(path):
+            raise lost_table(path, where=self._root)
         if record is not None and "columns" not in record:
-            refuse_swapped(os.path.join(self._root, *parts), record)
-            path = "/".join(parts)
+            if os.path.lexists(self._list.entry(path)):
+                raise CorruptStoreError(
+                    f"{self._root}/{path}/zarr.json describes no table, and the store lists one there. "
+                    "Restore the file from a backup, or use another path."
+                )
             raise group_of_tables(path, tables=self.table_names(path))
         return record
 
@@ -377,7 +444,25 @@ class ZarrFeatureStore(AbstractFeatureStore):
         for depth in range(1, len(parts)):
             folder = os.path.join(self._root, *parts[:depth])
             if read_attributes(folder) is None:
-                _publish_group(folder, {})
+                self._publish("/".join(parts[:depth]), {"": group_document({})})
+
+    def _publish(
+        self, path: str, documents: Mapping[str, Mapping[str, Any]], first: str | None = None
+    ) -> None:
+        """Make a folder with these documents at once, unless there is one.
+
+        Args:
+            path: Of the folder in the tree.
+            documents: By folder inside it.
+            first: Folder of the first column of a table, where records and staged rows are.
+        """
+        with self._list.scratch() as scratch:
+            for name, document in documents.items():
+                os.makedirs(f"{scratch}/{name}", exist_ok=True)
+                _write(f"{scratch}/{name}", document)
+            for name in (STAGE, COMMITS) if first is not None else ():
+                os.mkdir(f"{scratch}/{first}/{name}")
+            publish_folder(scratch, f"{self._root}/{path}")
 
     def _tables_below(self, parts: tuple[str, ...]) -> list[str]:
         refuse_links(self._root, parts)
@@ -389,15 +474,14 @@ class ZarrFeatureStore(AbstractFeatureStore):
             names = [e.name for e in entries if e.is_dir() and not e.name.startswith(".")]
         for name in names:
             refuse_links(folder, (name,))
+            if not is_name(name):
+                refuse_misnamed(os.path.join(folder, name))
+                continue
             record = read_attributes(os.path.join(folder, name))
             if record is not None and "columns" in record:
                 found.append("/".join((*parts, name)))
             elif record is not None:
-                if record:
-                    refuse_swapped(os.path.join(folder, name), record)
                 found.extend(self._tables_below((*parts, name)))
-            else:
-                refuse_lost(os.path.join(folder, name))
         return found
 
 
@@ -412,59 +496,14 @@ def _refuse_occupied(root: str) -> None:
         )
 
 
-def _publish_group(folder: str, attributes: Mapping[str, Any]) -> None:
-    import zarr.storage
-
-    with scratch_folder(folder) as scratch:
-        zarr.create_group(zarr.storage.LocalStore(scratch), attributes={"trak_lite": dict(attributes)})
-        publish_folder(scratch, folder)
-
-
-def _publish_table(folder: str, spec: TableSpec, attributes: Mapping[str, Any]) -> None:
-    import zarr.storage
-
-    record = {**spec_to_json(spec), "attributes": dict(attributes)}
-    with scratch_folder(folder) as scratch:
-        group = zarr.create_group(zarr.storage.LocalStore(scratch), attributes={"trak_lite": record})
-        for column in spec.columns:
-            for array in column.arrays:
-                _create_array(group, array, spec, _how_to_read(column) if array.name == column.name else {})
-        for name in (STAGE, COMMITS):
-            os.mkdir(os.path.join(scratch, spec.columns[0].name, name))
-        publish_folder(scratch, folder)
+def _publish_store(root: str, record: Mapping[str, Any]) -> None:
+    with scratch_folder(root) as scratch:
+        os.mkdir(f"{scratch}/{TABLES}")
+        _write(f"{scratch}/{TABLES}", hidden_document("tables"))
+        _write(scratch, group_document(record))
+        publish_folder(scratch, root)
 
 
-def _create_array(
-    group: zarr.Group, array: StoredArray, spec: TableSpec, attributes: Mapping[str, Any]
-) -> None:
-    group.create_array(
-        array.name,
-        shape=array.shape(spec.num_rows),
-        chunks=array.shape(spec.chunk_rows),
-        dtype=array.stored_dtype,
-        compressors=None,
-        filters=None,
-        fill_value=array.fill,  # an unguarded reader sees NaN (quantised: by the scale), never plausible zeros
-        chunk_key_encoding={"name": "default", "separator": "."},
-        dimension_names=("row",) if array.width is None else ("row", f"{array.name}_dim"),
-        attributes=dict(attributes),
-    )
-
-
-def _how_to_read(column: Column) -> dict[str, Any]:
-    """Return the attributes that tell a reader of a quantised array what its integers stand for."""
-    if not column.quantised:
-        return {}
-    note = "NumPy lines that make float32 rows; group is the zarr group that this array is in"
-    return {"trak_lite": {**dtype_fingerprint(column.dtype), "to_float32": list(column.recipe), "note": note}}
-
-
-def _publish_cache(folder: str) -> None:
-    """Make the folder of derived arrays; as an (empty) array, because zarr's tools do not look inside one."""
-    import zarr.storage
-
-    with scratch_folder(folder) as scratch:
-        zarr.create_array(
-            zarr.storage.LocalStore(scratch), shape=(0,), dtype="uint8", dimension_names=("cache",)
-        )
-        publish_folder(scratch, folder)
+def _write(folder: str, document: Mapping[str, Any]) -> None:
+    with open(f"{folder}/zarr.json", "wb") as file:
+        file.write(encode_document(document))

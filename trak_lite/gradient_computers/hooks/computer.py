@@ -6,18 +6,16 @@ Computations" (arXiv:1510.01799); here it is applied to operations rather than t
 
 from __future__ import annotations
 
-import dataclasses
 import logging
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from typing import Any, ClassVar, Literal
+from typing import Any, ClassVar, Literal, Self
 
 import torch
 from torch import Tensor, nn
 
-from trak_lite._batches import batch_size, flatten_batch, map_tensors, take_rows
-from trak_lite._devices import in_float64
+from trak_lite._batches import batch_size, map_tensors, take_rows
 from trak_lite.errors import MODEL_FAILURES, InvalidInputError, TrakLiteError, UnsupportedModelError
 from trak_lite.gradient_computers._base import (
     AbstractStreamingComputer,
@@ -32,14 +30,13 @@ from trak_lite.gradient_computers._base import (
 from trak_lite.gradient_computers.hooks.engine import GradientPass, UnexpectedRowsError
 from trak_lite.gradient_computers.hooks.probe import Plan, make_plan
 from trak_lite.gradient_computers.hooks.report import Coverage, ParameterCoverage
+from trak_lite.gradient_computers.self_check import Samples, compare, draws_masks, structure_of
 from trak_lite.modelout_functions import AbstractModelOutput
 from trak_lite.sharded import ShardedModel, is_sharded, refuse_sharded, reshard
 from trak_lite.types import (
     Batch,
     BlockSink,
-    GradientBlock,
     OutputTerms,
-    samples_of,
 )
 
 __all__ = ["HookGradientComputer"]
@@ -48,17 +45,6 @@ logger = logging.getLogger(__name__)
 
 _MAX_PLANS = 64
 """Plans that are kept: structures of batches, such as lengths of sequences, of which there may be many."""
-
-_TOLERANCES = {torch.float64: 1e-8, torch.float32: 2e-2, torch.bfloat16: 0.3, torch.float16: 0.1}
-"""Relative error that the self-check allows; float32 includes a max or ReLU that ties the other way."""
-
-
-_SQUARES_UNDERFLOW, _SQUARES_OVERFLOW = 1e-12, 1e18
-"""Norms between which float32 loses nothing when it sums their squares."""
-
-
-class SelfCheckError(UnsupportedModelError):
-    """The gradient of a sample is not plain autograd's."""
 
 
 class HookGradientComputer(AbstractStreamingComputer):
@@ -69,9 +55,8 @@ class HookGradientComputer(AbstractStreamingComputer):
     without the samples' axis, dtypes, and flags beside the tensors) is examined for the axis of each tensor that has
     the samples. A kept parameter that f does not depend on is zero, and :meth:`explain` lists it.
 
-    Samples are compared with plain autograd: first and last of the first batch of every size, and one in turn of
-    batches number 1, 2, 4, 8 and so on of a structure; of every batch, where rows of samples are flattened into one
-    axis or the forward pass reads values. Where one differs, this batch and all later ones are refused.
+    Samples are compared as :class:`AbstractStreamingComputer` says. Where rows of samples are flattened into one axis
+    or the forward pass reads values, one in turn is of every batch; and where it reads values, all of the first batch.
 
     Where rows are chosen, ordered or moved by values (routed experts, masks, sorted or ragged samples), one more
     backward pass per factor of 64 in the batch size finds the sample of every row; rows that mix samples are refused.
@@ -88,6 +73,9 @@ class HookGradientComputer(AbstractStreamingComputer):
     """
 
     runs_sharded: ClassVar[bool] = True
+    advice: ClassVar[str] = (
+        "The model may mix samples, or be random. Use gradient_computer='functional' or 'iterative'."
+    )
 
     def __init__(
         self,
@@ -119,38 +107,44 @@ class HookGradientComputer(AbstractStreamingComputer):
                 zero, and :meth:`explain` says so. ``None`` raises where f depends on the parameter in a way that cannot
                 be split, and takes one that f does not depend on (an unused layer) as zero. What a routed batch leaves
                 out (an expert without rows) is zero in all three cases: other batches may reach it.
-            self_check: Compare some samples' gradients with plain autograd, as said above.
+            self_check: Compare some samples' gradients with autograd's on each of them alone, as said above.
             keep_factors: Stream the factors of a convolution even where its gradients are fewer numbers, for those
                 who want the layer's inputs and output gradients themselves. Slower.
         """
         given = (model, task, grad_dim, dtype, device, grad_wrt)
-        super().__init__(*given, chunk_size=chunk_size, autocast_dtype=autocast_dtype)
-        self.strict, self.self_check, self.keep_factors = strict, self_check, keep_factors
+        super().__init__(*given, chunk_size=chunk_size, autocast_dtype=autocast_dtype, self_check=self_check)
+        self.strict, self.keep_factors = strict, keep_factors
         self._plans: dict[Any, Plan] = {}
-        self._failed: dict[Any, str] = {}
-        """What a self-check found, by the conditions under which it did."""
-        self._turn = 0
         self._sharded: ShardedModel | None = None
         """What is known of the model's shards, once it has run."""
 
     def load_model_params(self, model: nn.Module) -> None:
         """Differentiate this model's parameters from now on; values are looked up at every call."""
+        super().load_model_params(model)
         self._plans.clear()  # weights of zero can hide which sample a row belongs to
-        self._failed.clear()
         self._sharded = None
-        self.model = model
+
+    def repeated(self, batch: Batch, positions: Sequence[int]) -> Iterator[tuple[Self, Batch, list[int]]]:
+        """Yield a computer that streams the whole batch again, unchecked, as its samples may be mixed."""
+        again = self._unchecked()
+        again._plans = {}
+        yield again, batch, list(positions)
+
+    def _stream_checked(
+        self, batch: Batch, count: int, kept: Mapping[str, nn.Parameter], sink: BlockSink
+    ) -> OutputTerms:
+        return self._stream_samples(batch, count, kept, sink)  # which compares chunk by chunk
 
     def _stream_samples(
         self, batch: Batch, count: int, kept: Mapping[str, nn.Parameter], sink: BlockSink
     ) -> OutputTerms:
-        batch = map_tensors(Tensor.detach, batch)
         _refuse_complex(kept)
         with self._naming_failures(batch), self._prepared(kept) as read:
-            self._refuse_failed(kept)
+            self.checks.refuse_failed(self._conditions(kept))
             key = self._structure(batch, kept)
             plan = self._planned(key, read, batch)
             found = [
-                self._checked_run(plan, read, take_rows(batch, rows), sink, rows.start)
+                self._checked_run(key, plan, read, take_rows(batch, rows), sink, rows.start)
                 for rows in self._chunks(count)
             ]
             self._keep(key, plan)
@@ -159,6 +153,8 @@ class HookGradientComputer(AbstractStreamingComputer):
     def _planned(self, key: Any, read: Mapping[str, nn.Parameter], batch: Batch) -> Plan:
         """Return the plan of batches of this structure, made now if there is none."""
         known = self._plans.pop(key, None)
+        if known is None:
+            self.checks.forget(key)
         if self._sharded is not None and self._sharded.lockstep.any(known is None):
             made = self._plan_in_step(
                 self._sharded, read, batch
@@ -203,12 +199,14 @@ class HookGradientComputer(AbstractStreamingComputer):
         kept = select_parameters(self.model, self.grad_wrt)
         chunks = list(self._chunks(batch_size(batch)))
         with self._prepared(kept):
-            self._refuse_failed(kept)
-            plan = self._plans.get(self._structure(batch, kept))
-        if plan is None or any(self._is_due(plan, rows.stop - rows.start) for rows in chunks):
+            self.checks.refuse_failed(self._conditions(kept))
+            key = self._structure(batch, kept)
+            plan = self._plans.get(key)
+        if plan is None or any(self._is_due(key, plan, rows.stop - rows.start) for rows in chunks):
             self.stream_gradients(batch, lambda _: None)
         else:
-            plan.num_batches += len(chunks)
+            for rows in chunks:
+                self.checks.done(key, rows.stop - rows.start)
         found: dict[str, Tensor] = {}
         for rows in chunks:
             part = self._weighted_backward(take_rows(batch, rows), weights[rows], kept)
@@ -245,8 +243,8 @@ class HookGradientComputer(AbstractStreamingComputer):
             _refuse_complex(kept)
             with self._naming_failures(part), self._prepared(kept) as read:
                 plan = make_plan(self.model, read, part, self._output)
-                positions = self._positions_to_check(plan, 2)
-                grad_pass, escaped = self._compared_pass(plan, read, part, lambda _: None, 0, positions)[1:]
+                samples = Samples([0, 1] if self._compares() else [], kept)
+                grad_pass, escaped = self._compared_pass(plan, read, part, lambda _: None, 0, samples)[1:]
         except UnsupportedModelError as error:
             return Coverage(tuple(ParameterCoverage(name, "refused", str(error)) for name in kept))
         unread = "no row of these samples reaches it, or f" if plan.routed else "f"
@@ -311,14 +309,7 @@ class HookGradientComputer(AbstractStreamingComputer):
             del self._plans[next(iter(self._plans))]
 
     def _structure(self, batch: Batch, kept: Mapping[str, nn.Parameter]) -> Any:
-        leaves, _ = flatten_batch(batch)
-        shapes = tuple((leaf.shape[1:], leaf.dtype) for leaf in leaves)
-        return shapes, _flags(batch), self._conditions(kept)
-
-    def _conditions(self, kept: Mapping[str, nn.Parameter]) -> Any:
-        """Return what a batch does not determine: the model's mode, the kept parameters, autocast around this call."""
-        mode = tuple(module.training for module in self.model.modules())
-        return mode, tuple(kept), torch.is_autocast_enabled(next(iter(kept.values())).device.type)
+        return *structure_of(batch), self._conditions(kept)
 
     def _refuse_hidden(
         self,
@@ -383,29 +374,28 @@ class HookGradientComputer(AbstractStreamingComputer):
         return OutputTerms(*(term.detach() for term in terms)), grad_pass, escaped
 
     def _checked_run(
-        self, plan: Plan, kept: Mapping[str, nn.Parameter], batch: Batch, sink: BlockSink, start: int
+        self,
+        key: Any,
+        plan: Plan,
+        kept: Mapping[str, nn.Parameter],
+        batch: Batch,
+        sink: BlockSink,
+        start: int,
     ) -> OutputTerms:
         """Run, and compare some samples with one plain backward pass each where that is due."""
         size = batch_size(batch)
-        positions = self._positions_to_check(plan, size)
-        try:
-            terms, grad_pass, escaped = self._compared_pass(plan, kept, batch, sink, start, positions)
-        except SelfCheckError as error:
-            self._failed[self._conditions(kept)] = str(error)
-            raise
+        often = plan.flattened or plan.chooses_in_python
+        positions = (
+            # Where the forward pass reads values, a branch may go by any sample of the batch.
+            self.checks.positions(key, size, kept, always=often, whole=plan.chooses_in_python)
+            if self._compares()
+            else []
+        )
+        with self.checks.batch(key, self._conditions(kept), size, positions):
+            samples = Samples(positions, kept, start)
+            terms, grad_pass, escaped = self._compared_pass(plan, kept, batch, sink, start, samples)
         self._refuse_hidden(plan, kept, grad_pass, escaped)
-        plan.num_batches += 1
-        plan.checked_sizes.add(size)
         return terms
-
-    def _refuse_failed(self, kept: Mapping[str, nn.Parameter]) -> None:
-        """Raise if a self-check failed before: what the checked samples show may be wrong in others, unseen."""
-        known = self._failed.get(self._conditions(kept))
-        if known is not None:
-            raise UnsupportedModelError(
-                f"A batch before this one was refused, and with it the model: {known} Expected no further batch; "
-                "load_model_params and another mode of the model start anew."
-            )
 
     def _compared_pass(
         self,
@@ -414,79 +404,27 @@ class HookGradientComputer(AbstractStreamingComputer):
         batch: Batch,
         sink: BlockSink,
         start: int,
-        positions: Sequence[int],
+        samples: Samples,
     ) -> tuple[OutputTerms, GradientPass, dict[str, Tensor]]:
-        """Run forward and backward, and compare the samples at these positions with plain autograd."""
-        found: dict[str, Tensor] = {}
-
-        def watched(block: GradientBlock) -> None:
-            found[block.name] = samples_of(block, positions).dense()
-            sink(block)
-
-        terms, grad_pass, escaped = self._pass(plan, kept, batch, watched if positions else sink, start)
+        """Run forward and backward, and compare samples with plain autograd."""
+        terms, grad_pass, escaped = self._pass(plan, kept, batch, samples.passing(sink), start)
         seen = {name: p for name, p in kept.items() if name not in escaped}
-        dtypes = [*plan.dtypes, *([] if self.autocast_dtype is None else [self.autocast_dtype])]
-        for row, position in enumerate(positions if seen else ()):
-            output = self._output(take_rows(batch, [position]))[0]
-            expected = (
-                gradients_of(output, seen)
-                if output.requires_grad
-                else {name: torch.zeros_like(p) for name, p in seen.items()}
-            )
-            _compare({name: found[name][row] for name in seen}, expected, dtypes)
+        if seen and samples.positions:
+            compare(self, batch, seen, samples, list(plan.dtypes))
         return terms, grad_pass, escaped
 
-    def _positions_to_check(self, plan: Plan, size: int) -> list[int]:
-        """Return the samples to check: first and last of every new batch size, then one in turn.
-
-        A model that mixes samples may do so at one batch size only, so the size in use is the one to check. Where the
-        forward pass reads values, a branch may go by the whole batch: all samples of the first batch are checked.
-        """
-        if not self._is_due(plan, size):
-            return []
-        if size not in plan.checked_sizes:
-            return list(range(size)) if plan.chooses_in_python else sorted({0, size - 1})
-        self._turn += 1
-        return [self._turn % size]
-
-    def _is_due(self, plan: Plan, size: int) -> bool:
-        """Whether samples of a batch of this size are to be checked.
+    def _is_due(self, key: Any, plan: Plan, size: int) -> bool:
+        """Whether samples of a batch of this size are to be compared.
 
         Those of every batch are where the forward pass reads values or rows are flattened, as values and ragged rows
-        change from batch to batch; otherwise those of batches number 1, 2, 4, 8 and so on of a plan.
+        change from batch to batch.
         """
-        if not self.self_check or self._sharded is not None or _draws_masks(self.model):
-            return False
-        number = plan.num_batches + 1
         often = plan.flattened or plan.chooses_in_python
-        return size not in plan.checked_sizes or often or number & (number - 1) == 0
+        return self._compares() and self.checks.is_due(key, size, always=often)
 
-
-def _compare(
-    found: Mapping[str, Tensor], expected: Mapping[str, Tensor], inner: Sequence[torch.dtype]
-) -> None:
-    """Raise if a gradient differs from plain autograd's by more than rounding, that of ``inner`` dtypes included."""
-    norms = {name: _norm(grad) for name, grad in expected.items()}
-    largest = max(norms.values())
-    for name, grad in expected.items():
-        tolerance = max(_TOLERANCES.get(dtype, 1e-2) for dtype in (grad.dtype, *inner))
-        error = _norm(found[name] - grad.flatten())
-        if error > tolerance * max(norms[name], 1e-2 * largest):
-            raise SelfCheckError(
-                f"The self-check failed: the gradient of {name!r} differs from plain autograd's by {error:.3g}, "
-                f"where its norm is {norms[name]:.3g}. Expected equality up to rounding; the model may mix samples, "
-                "or be random. "
-                "Use gradient_computer='functional' or 'iterative'."
-            )
-
-
-def _norm(values: Tensor) -> float:
-    """Return the Euclidean norm, by a copy in float64 only where float32 cannot hold its square."""
-    if values.dtype == torch.float32:
-        norm = float(torch.linalg.vector_norm(values))
-        if _SQUARES_UNDERFLOW < norm < _SQUARES_OVERFLOW:
-            return norm
-    return float(in_float64(values).norm())
+    def _compares(self) -> bool:
+        """Whether samples are compared at all."""
+        return self.self_check and self._sharded is None and not draws_masks(self.model)
 
 
 def _refuse_complex(kept: Mapping[str, nn.Parameter]) -> None:
@@ -497,27 +435,6 @@ def _refuse_complex(kept: Mapping[str, nn.Parameter]) -> None:
             f"{found[:5]} are complex. Expected real parameters, whose gradients the rules are for. Keep two real "
             "parameters and torch.view_as_complex, or use gradient_computer='functional' or 'iterative'."
         )
-
-
-def _flags(batch: Batch) -> Any:
-    """Return what is no tensor in a batch and may steer the model; what a list holds belongs to its samples."""
-    if isinstance(batch, Mapping):
-        return tuple((key, _flags(value)) for key, value in batch.items())
-    if dataclasses.is_dataclass(batch) and not isinstance(batch, type):
-        return tuple(_flags(getattr(batch, f.name)) for f in dataclasses.fields(batch))
-    if isinstance(batch, tuple):
-        return tuple(map(_flags, batch))
-    return batch if isinstance(batch, bool | int | float | str) else None
-
-
-def _draws_masks(model: nn.Module) -> bool:
-    """Whether dropout is active, so that no two passes agree."""
-    dropouts = (nn.modules.dropout._DropoutNd, nn.RNNBase, nn.MultiheadAttention)
-    return any(
-        module.training and (getattr(module, "p", 0.0) or getattr(module, "dropout", 0.0))
-        for module in model.modules()
-        if isinstance(module, dropouts)
-    )
 
 
 def _line(name: str, methods: Mapping[str, None], unread: str) -> ParameterCoverage:

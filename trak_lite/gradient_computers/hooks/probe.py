@@ -7,6 +7,7 @@ the positions' embedding), and the gradient of each f(z_i) shows whose entries a
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
@@ -76,10 +77,6 @@ class Plan:
     """Whether the model's forward pass reads values, so that a branch may depend on the other samples."""
     dtypes: frozenset[torch.dtype] = frozenset()
     """Dtypes of what operations on parameters wrote."""
-    num_batches: int = 0
-    """Batches that were run by this plan."""
-    checked_sizes: set[int] = field(default_factory=set)
-    """Batch sizes at which samples' gradients were found equal to plain autograd's."""
 
     @property
     def flattened(self) -> bool:
@@ -126,13 +123,15 @@ def make_plan(model: nn.Module, kept: Mapping[str, nn.Parameter], batch: Batch, 
     with torch.enable_grad():
         two, _ = _recorded(model, kept, take_rows(batch, [0, 0]), evaluate)
         three, outputs = _recorded(model, kept, take_rows(batch, [0, 0, 0]), evaluate, two)
-        _same_operations(two, three)
         plan = Plan(chooses_in_python=two.read_by_model > 0, dtypes=_dtypes(three))
-        places = _relevant(two, three, plan)
-        _assign_owners(plan, [three.records[place] for place in places], outputs)
+        pairs = _relevant(two, three, plan)
+        if not _is_same_path(two, three):
+            plan.doubt()  # a loop over samples between the operations on parameters, which may move their rows
+        _assign_owners(plan, [three.records[place] for _, place in pairs], outputs)
         if any(site.routed for site in plan.sites):
             plan.route()
-        if _numbers_before(two, places) != _numbers_before(three, places):
+        last_of_two, last_of_three = pairs[-1] if pairs else (-1, -1)
+        if _numbers_before(two, last_of_two) != _numbers_before(three, last_of_three):
             plan.doubt()  # Python saw a number of every sample, by which it may have cut or ordered their rows
     return plan
 
@@ -141,9 +140,8 @@ def _dtypes(recorder: Recorder) -> frozenset[torch.dtype]:
     return frozenset(tensor.dtype for record in recorder.records for tensor in record.outputs)
 
 
-def _numbers_before(recorder: Recorder, places: Sequence[int]) -> int:
-    """Return how many numbers Python saw before parameters were read for the last time."""
-    last = max(places, default=-1)
+def _numbers_before(recorder: Recorder, last: int) -> int:
+    """Return how many numbers Python saw before parameters were read for the last time, by that record."""
     return sum(count for place, count in recorder.reads if place <= last)
 
 
@@ -164,27 +162,29 @@ def _recorded(
             handle.remove()
 
 
-def _same_operations(two: Recorder, three: Recorder) -> None:
-    same = len(two.records) == len(three.records) and all(
-        a.function == b.function for a, b in zip(two.records, three.records, strict=True)
-    )
-    if not same:
-        raise UnsupportedModelError(
-            f"The model runs {len(two.records)} operations on its parameters for 2 samples and "
-            f"{len(three.records)} for 3, so an operation cannot be told from its samples. Expected a forward pass "
-            "over the whole batch, without a loop over samples. Use another gradient computer."
-        )
+def _is_same_path(two: Recorder, three: Recorder) -> bool:
+    """Whether the same operations depend on parameters for both numbers of samples."""
+    return [record.function for record in two.records] == [record.function for record in three.records]
 
 
-def _relevant(two: Recorder, three: Recorder, plan: Plan) -> list[int]:
-    """Add the operations that read a parameter, or a value made of parameters alone; return their records' places."""
-    shared: dict[int, tuple[str, ...]] = {}
-    found = []
-    for place, (a, b) in enumerate(zip(two.records, three.records, strict=True)):
-        roots = [_roots(source, shared) for source in b.sources]
+def _relevant(two: Recorder, three: Recorder, plan: Plan) -> list[tuple[int, int]]:
+    """Add the operations that read a parameter, or a value made of parameters alone; return their records' places.
+
+    Raises:
+        UnsupportedModelError: If these are not the same for both numbers of samples, or mix samples.
+    """
+    shared: tuple[dict[int, tuple[str, ...]], ...] = ({}, {})
+    reading = _reading_parameters(two.records, shared[0]), _reading_parameters(three.records, shared[1])
+    pairs = []
+    for (first, a), (second, b) in itertools.zip_longest(*reading, fillvalue=(-1, None)):
+        if a is None or b is None or a.function != b.function:
+            raise UnsupportedModelError(
+                f"The model runs other operations on its parameters for 2 samples ({len(two.records)} in all) than for "
+                f"3 ({len(three.records)}), so an operation cannot be told from its samples. Expected a forward pass "
+                "over the whole batch, without a loop over samples. Use another gradient computer."
+            )
+        roots = [_roots(source, shared[1]) for source in b.sources]
         names = tuple(dict.fromkeys(name for part in roots for name in part))
-        if not names:
-            continue
         reads_samples = any(
             source is not None and not part for source, part in zip(b.sources, roots, strict=True)
         )
@@ -192,10 +192,19 @@ def _relevant(two: Recorder, three: Recorder, plan: Plan) -> list[int]:
         if not site.batched:
             if reads_samples:
                 raise mixed(site, "its result has no batch axis although it reads the samples' activations")
-            shared[place] = names
+            shared[0][first] = shared[1][second] = names
         plan.sites.append(site)
-        found.append(place)
-    return found
+        pairs.append((first, second))
+    return pairs
+
+
+def _reading_parameters(
+    records: Sequence[Record], shared: Mapping[int, tuple[str, ...]]
+) -> Iterator[tuple[int, Record]]:
+    """Yield the records that read a parameter or one of the shared values, which are noted while this goes on."""
+    for place, record in enumerate(records):
+        if any(_roots(source, shared) for source in record.sources):
+            yield place, record
 
 
 def _roots(source: Any, shared: Mapping[int, tuple[str, ...]]) -> tuple[str, ...]:

@@ -1,0 +1,138 @@
+"""The zoo: published architectures through the whole public path with default settings.
+
+Each is featurized, scored, interrupted and resumed, ranked and reported; its per-sample gradients are compared with a
+loop over samples in float64, its rows with the projected gradients of that loop, its scores with dense NumPy
+(tests/zoo/zoo_path.py). What is not right is refused by a named error, or the exit status is 1. transformers and peft
+are needed (extra zoo); timm's models are run where timm is installed. Each runs in a process of its own.
+
+Run:  python -m benchmarks.zoo [--only NAME ...] [--jobs 2]      (writes benchmarks/results/zoo.json; about 20 minutes)
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib.metadata
+import importlib.util
+import json
+import sys
+import tempfile
+import time
+import warnings
+from collections.abc import Iterator
+from concurrent.futures import ProcessPoolExecutor, as_completed
+from multiprocessing import get_context
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from benchmarks.measuring import RESULTS, surroundings
+from trak_lite.errors import TrakLiteError
+
+ROOT = Path(__file__).parents[1]
+sys.path[:0] = [str(ROOT / "tests"), str(ROOT / "tests" / "zoo")]
+
+from zoo_cases import Architecture  # noqa: E402  (found through the line above)
+from zoo_path import Wrong, cost_against_plain, run_whole_path  # noqa: E402
+from zoo_published import PUBLISHED  # noqa: E402
+from zoo_timm import let_torchvision_import, timm_models  # noqa: E402
+
+TRAIN_ROWS, TARGETS = 6, 2
+NO_RULE_FOR_VMAP = "There is a performance drop because we have not yet implemented the batching rule"
+"""torch's own warning where the functional engine goes through an operation that vmap runs sample by sample."""
+DIGITS = 2
+
+
+def architectures() -> dict[str, Architecture]:
+    """Return every entry by name; timm's only where it is installed."""
+    let_torchvision_import()
+    from zoo_hub import HUB
+
+    timm = timm_models() if importlib.util.find_spec("timm") else []
+    found = [*HUB, *PUBLISHED, *timm]
+    by_name = {entry.name: entry for entry in found}
+    if len(by_name) != len(found):
+        raise ValueError("Two entries of the zoo have the same name.")
+    return by_name
+
+
+def measured(name: str) -> dict[str, Any]:
+    """Run one architecture; say what came of it."""
+    torch.set_num_threads(1)
+    entry = architectures()[name]
+    start = time.process_time()
+    with tempfile.TemporaryDirectory() as folder, warnings.catch_warnings():
+        warnings.simplefilter("error")
+        warnings.filterwarnings("ignore", NO_RULE_FOR_VMAP)
+        train, targets = entry.samples(TRAIN_ROWS, 1), entry.samples(TARGETS, 2)
+        try:
+            found = run_whole_path(
+                entry.make,
+                entry.task,
+                entry.output,
+                train,
+                targets,
+                Path(folder),
+                tokens=entry.tokens,
+                draws=entry.draws,
+            )
+            found["cost"] = cost_against_plain(entry.make(), entry.task, train)
+            outcome = {"outcome": "right", **found}
+        except TrakLiteError as error:
+            outcome = {"outcome": "refused", "error": type(error).__name__, "message": str(error)}
+        except Wrong as error:
+            outcome = {"outcome": "WRONG", "message": str(error)}
+        except Exception as error:
+            outcome = {"outcome": "FAILED", "error": type(error).__name__, "message": str(error)[:300]}
+    figures = {
+        key: float(f"{value:.{DIGITS}g}") if isinstance(value, float) else value
+        for key, value in outcome.items()
+    }
+    return {"domain": entry.domain, **figures, "seconds": round(time.process_time() - start, 1)}
+
+
+def all_measured(names: list[str], jobs: int) -> Iterator[tuple[str, dict[str, Any]]]:
+    """Yield what came of each, in processes that are used again, as they finish."""
+    with ProcessPoolExecutor(jobs, mp_context=get_context("spawn")) as pool:
+        futures = {pool.submit(measured, name): name for name in names}
+        for future in as_completed(futures):
+            yield futures[future], future.result()
+
+
+def save(path: Path, rows: dict[str, dict[str, Any]]) -> None:
+    """Write the table, sorted by domain and name; rows of architectures that were not run stay."""
+    before = json.loads(path.read_text())["models"] if path.exists() else {}
+    models = {**before, **rows}
+    versions = {
+        name: importlib.metadata.version(name)
+        for name in ("transformers", "peft", "timm")
+        if importlib.util.find_spec(name)
+    }
+    table = {
+        **surroundings(),
+        "versions": versions,
+        "train rows": TRAIN_ROWS,
+        "models": dict(sorted(models.items(), key=lambda item: (item[1]["domain"], item[0]))),
+    }
+    path.write_text(json.dumps(table, indent=1) + "\n")
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--only", nargs="+", help="names of architectures")
+    parser.add_argument("--jobs", type=int, default=1, help="processes")
+    parser.add_argument("--out", type=Path, default=RESULTS / "zoo.json", help="where the table goes")
+    options = parser.parse_args()
+    rows, broken = {}, 0
+    for name, row in all_measured(options.only or list(architectures()), options.jobs):
+        rows[name] = row
+        broken += row["outcome"] not in ("right", "refused")
+        print(name, row, flush=True)
+        save(options.out, rows)
+    return int(broken > 0)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

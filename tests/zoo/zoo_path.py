@@ -1,0 +1,426 @@
+"""The whole public path for one model, every number of it compared with an independent reference.
+
+The reference is one forward and one backward pass per sample in float64 for gradients, dense NumPy for scores. A
+:class:`Wrong` says what differs; an error of trak_lite that has a name of its own is a refusal; any other is a failure.
+"""
+
+from __future__ import annotations
+
+import copy
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import reference
+import torch
+from torch import Tensor, nn
+from torch.utils.data import Dataset, default_collate
+
+from trak_lite import Attributor
+from trak_lite._batches import map_tensors
+from trak_lite.fisher import FisherFits
+from trak_lite.gradient_computers import (
+    AbstractGradientComputer,
+    choose_gradient_computer,
+    collect_gradients,
+    select_parameters,
+)
+from trak_lite.modelout_functions import ModelCall, resolve_task
+from trak_lite.report import write_report
+from trak_lite.store import ZarrFeatureStore
+
+Array = np.ndarray
+OutputFunction = Callable[[nn.Module, Any], Tensor]
+
+COLUMNS = ("features", "out_to_loss", "loss_curvature")
+GRADIENT_TOLERANCE = 1e-5
+"""Of a sample's whole gradient, in float64: published models compute parts (norms, rotations) in float32 whatever
+their dtype is, which leaves 1e-7 times a condition."""
+ROW_TOLERANCE = {"float32": 1e-3, "float16": 2e-3, "int8": 2e-2, "int4": 0.3}
+"""Of a stored row, whose gradients are float32 passes."""
+
+
+class Wrong(AssertionError):
+    """A number, or the model, is not what it has to be."""
+
+
+class Interrupted(KeyboardInterrupt):
+    """What ends the first run of two."""
+
+
+class Samples(Dataset[Any]):
+    """Samples by row; reading one from ``stop`` on interrupts the run as soon as ``armed()`` is true."""
+
+    def __init__(self, samples: Sequence[Any]) -> None:
+        self.samples = list(samples)
+        self.stop: int | None = None
+        self.armed: Callable[[], bool] = lambda: False
+
+    def __len__(self) -> int:
+        return len(self.samples)
+
+    def __getitem__(self, index: int) -> Any:
+        if self.stop is not None and index >= self.stop and self.armed():
+            raise Interrupted
+        return self.samples[index]
+
+    def batch(self, rows: Sequence[int]) -> Any:
+        return default_collate([self.samples[row] for row in rows])
+
+
+def require(truth: bool, what: str) -> None:
+    """Raise :class:`Wrong` where something does not hold."""
+    if not truth:
+        raise Wrong(what)
+
+
+def relative_errors(found: Array, expected: Array) -> Array:
+    """Return the distance of each row to what it should be, relative to that row's norm; 0 where both are 0."""
+    norms = np.linalg.norm(expected, axis=1)
+    distances = np.linalg.norm(found - expected, axis=1)
+    return np.divide(distances, norms, out=np.where(distances > 0, np.inf, 0.0), where=norms > 0)
+
+
+# --- The model comes back as it was ----------------------------------------------------------------------
+
+
+def state_of(model: nn.Module) -> dict[str, Any]:
+    """Return what a caller may look at: values, identities, flags, modes, hooks, attributes, random state."""
+    return {
+        "values": {name: tensor.detach().clone() for name, tensor in model.state_dict().items()},
+        "tensors": {
+            f"{name}.{key}": (id(value), type(value), getattr(value, "requires_grad", None))
+            for name, module in model.named_modules(remove_duplicate=False)
+            for key, value in module._parameters.items()
+        },
+        "grads": [name for name, p in model.named_parameters() if p.grad is not None],
+        "modes": {name: module.training for name, module in model.named_modules()},
+        "hooks": {
+            name: [len(hooks) for key, hooks in vars(module).items() if key.endswith("_hooks")]
+            for name, module in model.named_modules()
+        },
+        "random": torch.get_rng_state(),
+    }
+
+
+@contextmanager
+def left_as_it_was(model: nn.Module, *, draws: bool = False) -> Iterator[None]:
+    """Raise :class:`Wrong` if the block, or an error in it, leaves a trace in the model.
+
+    Args:
+        model: The model.
+        draws: Whether the model itself draws random numbers in eval mode.
+    """
+    before = state_of(model)
+    try:
+        yield
+    finally:
+        after = state_of(model)
+        for name, value in before["values"].items():
+            require(
+                after["values"][name].equal(value) or bool(value.isnan().any()),
+                f"the value of {name} was changed",
+            )
+        for key in ("tensors", "grads", "modes", "hooks"):
+            require(before[key] == after[key], f"{key} of the model were changed")
+        require(
+            draws or before["random"].equal(after["random"]), "the state of the random numbers was changed"
+        )
+
+
+# --- Gradients -------------------------------------------------------------------------------------------
+
+
+def in_float64(model: nn.Module) -> nn.Module:
+    """Return a copy in float64 and in eval mode."""
+    precise = copy.deepcopy(model).double().eval()
+    if hasattr(precise, "set_experts_implementation"):  # the grouped product of transformers takes no float64
+        precise.set_experts_implementation("eager")
+    return precise
+
+
+def batch_in_float64(batch: Any) -> Any:
+    return map_tensors(lambda t: t.double() if t.is_floating_point() else t, batch)
+
+
+def loop_gradients(
+    model: nn.Module, output: OutputFunction, samples: Samples, names: Sequence[str] | None = None
+) -> dict[str, Array]:
+    """Return the gradients of f of each sample, alone in its batch, in float64: ``(N, *shape)`` by name."""
+    precise = in_float64(model)
+    kept = list(select_parameters(model, None)) if names is None else list(names)
+    flags = {name: p.requires_grad for name, p in precise.named_parameters()}
+    for name, p in precise.named_parameters():
+        p.requires_grad_(flags[name] or name in kept)
+    singles = [batch_in_float64(samples.batch([row])) for row in range(len(samples))]
+
+    def afresh(model: nn.Module, sample: Any) -> Tensor:
+        """f, after a change of mode: some models (LeViT) keep tensors with a graph while they are in eval mode."""
+        return output(model.train().eval(), sample)
+
+    return reference.per_sample_gradients(precise, afresh, singles, kept)
+
+
+def computed_gradients(computer: AbstractGradientComputer, batch: Any) -> Array:
+    grads = collect_gradients(computer, batch)
+    return reference.flatten({name: grad.double().numpy() for name, grad in grads.items()})
+
+
+def slope(model: nn.Module, output: OutputFunction, sample: Any, direction: Array) -> float:
+    """Return the central difference of f along a direction over the parameters that require grad."""
+    kept = [p for p in model.parameters() if p.requires_grad]
+    parts = torch.from_numpy(direction).split([p.numel() for p in kept])
+    step, values = 1e-5, []
+    with torch.no_grad():
+        for sign in (1.0, -2.0, 1.0):
+            for p, part in zip(kept, parts, strict=True):
+                p.add_(part.view_as(p), alpha=sign * step)
+            values.append(float(output(model.train().eval(), sample).sum()))
+    return (values[0] - values[1]) / (2 * step)
+
+
+def check_float64_gradients(
+    model: nn.Module, task: Any, output: OutputFunction, samples: Samples, expected: dict[str, Array]
+) -> tuple[str, float, int]:
+    """Compare the engine that ``"auto"`` takes with the loop.
+
+    torch's backward pass over one sample is wrong on some channels-last strides. Where engine and loop differ, the
+    difference of f along their difference says which of them is right; wrong rows of ``expected`` are replaced.
+
+    Returns:
+        The engine's name, its largest error, and the number of samples for which the loop was wrong.
+    """
+    precise = in_float64(model)
+    batch = batch_in_float64(samples.batch(range(len(samples))))
+    chosen = choose_gradient_computer(precise, resolve_task(task), batch)
+    found, loop = computed_gradients(chosen.computer, batch), reference.flatten(expected)
+    replaced = 0
+    for row in np.flatnonzero(relative_errors(found, loop) > GRADIENT_TOLERANCE / 10):
+        direction = found[row] - loop[row]
+        direction /= np.linalg.norm(direction)
+        true = slope(precise, output, batch_in_float64(samples.batch([row])), direction)
+        if abs(true - found[row] @ direction) < 0.1 * abs(true - loop[row] @ direction):
+            replaced += 1
+            start = 0
+            for grad in expected.values():
+                size = grad[row].size
+                grad[row] = found[row, start : start + size].reshape(grad[row].shape)
+                start += size
+    error = float(relative_errors(found, reference.flatten(expected)).max())
+    require(
+        error < GRADIENT_TOLERANCE, f"gradients of the {chosen.name} engine are off by {error:.2g} in float64"
+    )
+    return chosen.name, error, replaced
+
+
+# --- Rows and scores -------------------------------------------------------------------------------------
+
+
+def stored_table(path: Path, table: str, columns: Sequence[str] = COLUMNS) -> dict[str, Array]:
+    with ZarrFeatureStore.open(path) as store:
+        found = store.open_table(table)
+        return {column: np.array(found.read(column)) for column in columns}
+
+
+def expected_rows(attributor: Attributor, gradients: Mapping[str, Array], model_id: int = 0) -> Array:
+    """Project the loop's gradients, ``(N, K)``."""
+    grads = {name: torch.from_numpy(grad) for name, grad in gradients.items()}
+    return attributor.projector.project(grads, model_id).double().numpy()
+
+
+def check_rows(attributor: Attributor, path: Path, gradients: Mapping[str, Array], tolerance: float) -> float:
+    """Compare the stored rows with the projected gradients of the loop."""
+    expected = expected_rows(attributor, gradients)
+    found = stored_table(path, "ckpt-0")["features"].astype(np.float64)
+    error = float(relative_errors(found, expected).max())
+    require(error < tolerance, f"stored rows are off by {error:.2g}")
+    return error
+
+
+def expected_scores(attributor: Attributor, path: Path, target_table: str) -> Array:
+    """Return the scores by dense NumPy from the stored rows of one checkpoint, ``(N, M)``.
+
+    Of a kernel that is made of the N rows themselves the system of N equations is solved:
+    X (X^T W X + l I)^-1 = (X X^T W + l I)^-1 X.
+    """
+    train = stored_table(path, "ckpt-0")
+    targets = stored_table(path, target_table, ["features"])["features"].astype(np.float64)
+    rows = train["features"].astype(np.float64)
+    q, w = train["out_to_loss"].astype(np.float64), train["loss_curvature"].astype(np.float64)
+    weighting, damping = attributor.kernel.weighting, attributor.kernel.damping
+    weights = w if weighting == "curvature" else np.ones(len(rows))
+    total = np.zeros((len(rows), len(targets)))
+    grams: Sequence[Tensor | None] = [None] * len(attributor.layout.segments)
+    if weighting == "fisher":
+        with ZarrFeatureStore.open(path) as store:
+            grams = FisherFits(store).grams("ckpt-0", attributor.layout, device=attributor.device)
+    for segment, gram in zip(attributor.layout.segments, grams, strict=True):
+        x, t = rows[:, segment.start : segment.stop], targets[:, segment.start : segment.stop]
+        if gram is not None:
+            matrix = gram.double().numpy()
+            if matrix.any():
+                lam = damping * np.trace(matrix) / segment.width
+                total += x @ np.linalg.solve(matrix + lam * np.eye(segment.width), t.T)
+            continue
+        inner = (x @ x.T) * weights
+        trace = float((weights * (x * x).sum(1)).sum())
+        if trace:
+            lam = damping * trace / segment.width
+            total += np.linalg.solve(inner + lam * np.eye(len(x)), x @ t.T)
+    return total * q[:, None]
+
+
+def check_scores(scores: Array, expected: Array, what: str = "scores", tolerance: float = 2e-3) -> float:
+    """Compare scores with dense NumPy, relative to the largest of their target."""
+    require(bool(np.isfinite(scores).all()), f"{what} are not finite")
+    require(scores.shape == expected.shape, f"{what} have shape {scores.shape}, not {expected.shape}")
+    scale = np.abs(expected).max(0)
+    error = float((np.abs(scores - expected) / np.where(scale > 0, scale, 1.0)).max())
+    require(error < tolerance, f"{what} are off by {error:.2g}")
+    return error
+
+
+def check_top(scores: Any) -> None:
+    matrix = scores.numpy()
+    for sign in ("helpful", "harmful"):
+        rows, values = reference.top_k(matrix, 3, sign=sign)
+        found = scores.top(3, sign=sign)
+        require(np.array_equal(found.indices, rows), f"top({sign}) names other rows than sorting does")
+        require(np.array_equal(found.scores, values), f"top({sign}) has other scores than the matrix")
+
+
+def resumed(
+    make: Callable[[], Attributor], train: Samples, path: Path, *, batch_size: int, **settings: Any
+) -> Attributor:
+    """Featurize in two attributors, the first interrupted after a batch; return the second."""
+    train.stop, train.armed = batch_size, (path / "ckpt-0").exists
+    try:
+        make().featurize(train, batch_size=batch_size, **settings)
+    except Interrupted:
+        pass
+    else:
+        raise Wrong("the run was not interrupted")
+    finally:
+        train.stop = None
+    second = make()
+    summary = second.featurize(train, batch_size=batch_size, **settings)
+    require(
+        summary.rows_found == batch_size and summary.rows_written == len(train) - batch_size,
+        f"{summary.rows_found} rows were found after the interruption, {summary.rows_written} written",
+    )
+    return second
+
+
+def check_same_bits(first: Path, second: Path, tables: Sequence[str], columns: Sequence[str]) -> None:
+    for table in tables:
+        one, other = (stored_table(path, table, columns) for path in (first, second))
+        for column in columns:
+            require(
+                one[column].tobytes() == other[column].tobytes(),
+                f"{column} of {table} are other bits after a resume",
+            )
+
+
+# --- All of it -------------------------------------------------------------------------------------------
+
+
+def run_whole_path(
+    build: Callable[[], nn.Module],
+    task: Any,
+    output: OutputFunction,
+    train: Samples,
+    targets: Samples,
+    folder: Path,
+    *,
+    batch_size: int = 4,
+    tokens: bool = False,
+    draws: bool = False,
+    row_tolerance: float = ROW_TOLERANCE["float16"],
+) -> dict[str, Any]:
+    """Take a model through the public path with default settings; return what was measured.
+
+    Args:
+        build: Makes the model, the same one at each call.
+        task: As for ``Attributor``.
+        output: f of the task, written anew.
+        train: Train rows: more than one batch.
+        targets: Targets.
+        folder: Where the stores may be made.
+        batch_size: Samples per pass.
+        tokens: Whether the scores can be told apart by token.
+        draws: Whether the model draws random numbers in eval mode, so that two runs agree up to rounding alone.
+        row_tolerance: Of a stored row.
+    """
+    model = build()
+    gradients = loop_gradients(model, output, train)
+    engine, error, replaced = check_float64_gradients(model, task, output, train, gradients)
+
+    path, again = folder / "run.zarr", folder / "again.zarr"
+    with torch.no_grad():  # models of transformers install hooks of their own in their first pass
+        output(model.eval(), train.batch([0]))
+    model.train()
+    with left_as_it_was(model, draws=draws):
+        attributor = Attributor(model, task, path)
+        attributor.featurize(train, batch_size=batch_size)
+        row_error = check_rows(attributor, path, gradients, row_tolerance)
+        scores = attributor.score(targets, name="targets", batch_size=batch_size)
+        score_error = check_scores(
+            scores.numpy(), expected_scores(attributor, path, "targets/targets/ckpt-0")
+        )
+        check_top(scores)
+        own = np.diag(expected_scores(attributor, path, "ckpt-0"))
+        check_scores(scores.self_influence()[:, None], own[:, None], "self-influences")
+        page = write_report(scores, folder / "report.html", title="zoo")
+        require("</html>" in page.read_text(encoding="utf-8"), "the report is cut off")
+        if tokens:
+            by_token = attributor.token_scores(scores, train, rows=[0])[0]
+            scale = np.abs(scores.numpy()).max()
+            require(
+                bool(np.allclose(by_token.sum(0), scores.numpy()[0], rtol=0, atol=5e-3 * scale)),
+                "token scores do not add up to the row's score",
+            )
+    second = resumed(lambda: Attributor(build(), task, again), train, again, batch_size=batch_size)
+    repeated = second.score(targets, name="targets", batch_size=batch_size)
+    check_same_bits(path, again, ["ckpt-0"], COLUMNS)
+    require(scores.numpy().tobytes() == repeated.numpy().tobytes(), "scores are other bits after a resume")
+    return {
+        "engine": engine,
+        "engine in its own dtype": attributor.scores("targets").manifest.made_with["settings"][
+            "gradient_computer"
+        ],
+        "modules": sum(1 for m in model.modules() if any(True for _ in m.parameters(recurse=False))),
+        "parameters": sum(p.numel() for p in model.parameters() if p.requires_grad),
+        "kernel": attributor.kernel.weighting,
+        "gradient_error": error,
+        "samples for which torch's own backward is wrong": replaced,
+        "row_error": row_error,
+        "score_error": score_error,
+    }
+
+
+def cost_against_plain(model: nn.Module, task: Any, samples: Samples, repeats: int = 3) -> float:
+    """Return the CPU time of all per-sample gradients, as a multiple of one plain forward and backward pass."""
+    model.eval()
+    resolved = resolve_task(task)
+    batch = samples.batch(range(len(samples)))
+    resolved.prepare(model)
+    computer = choose_gradient_computer(model, resolved, batch).computer
+    kept = [p for p in model.parameters() if p.requires_grad]
+
+    def plain() -> None:
+        terms = resolved.evaluate(ModelCall(model), batch)
+        torch.autograd.grad(terms.output.sum(), kept, allow_unused=True)
+
+    def seconds(function: Callable[[], Any]) -> float:
+        function()
+        found = []
+        for _ in range(repeats):
+            start = time.process_time()
+            function()
+            found.append(time.process_time() - start)
+        return min(found)
+
+    return seconds(lambda: computer.stream_gradients(batch, lambda _: None)) / seconds(plain)

@@ -1,0 +1,670 @@
+"""The self-check of the gradient computers: some samples' gradients are compared with autograd's on one sample alone.
+
+The reference is one forward pass over one sample and one backward pass whose operations read contiguous copies: for one
+sample, torch's own backward pass gives wrong numbers for some channels-last tensors (see ``docs/pages/limits.md``).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import logging
+import math
+import warnings
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any, ClassVar, NamedTuple, Protocol, final
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from trak_lite._batches import batch_size, flatten_batch, map_tensors, take_rows
+from trak_lite._devices import rng_state, seed_rng, set_rng_state, wide_dtype
+from trak_lite.errors import MODEL_FAILURES, UnsupportedModelError
+from trak_lite.types import Batch, BlockSink, GradientBlock, OutputTerms, samples_of
+
+__all__ = [
+    "Samples",
+    "SelfCheck",
+    "SelfCheckError",
+    "compare",
+    "draws_masks",
+    "naming_kept_graphs",
+    "structure_of",
+]
+
+logger = logging.getLogger(__name__)
+
+_ROUNDING = {torch.float64: 1e-8, torch.float32: 1e-4, torch.float16: 2e-2, torch.bfloat16: 5e-2}
+"""Relative error that is taken for rounding without a further look."""
+_TIES = {torch.float64: 1e-8, torch.float32: 2e-2, torch.float16: 0.1, torch.bfloat16: 0.3}
+"""Relative error that a max or a ReLU which ties the other way may cause; it is looked into."""
+_SPREAD = 8.0
+"""Times the rounding seen between two references, where there is no float64 to look into an error with."""
+_MOST_FLOAT64_BYTES = 1 << 30
+"""Parameters and buffers that are copied in float64 for a moment, at most."""
+
+_SAMPLES_AT_FIRST = 8
+"""Samples that are compared of the first batch of a size."""
+_LONGEST_GAP = 64
+"""Batches of one structure from one check to the next, at most."""
+_MAX_STRUCTURES = 64
+_MOST_KEPT_BYTES = 1 << 26
+"""What is kept of the gradients to compare, as far as it limits the number of samples above two."""
+
+_WIDTH, _PIECE, _STEP = 1 << 12, 1 << 18, 40503
+
+
+class SelfCheckError(UnsupportedModelError):
+    """The gradient of a sample is not autograd's."""
+
+    rows: Mapping[str, NDArray[np.int64]]
+    """Rows, by what messages call their data, whose batches came after the last check that passed."""
+
+    def __init__(self, message: str) -> None:
+        """Hold the message; the rows are added by :class:`SelfCheck`, which knows them."""
+        super().__init__(message)
+        self.rows = {}
+
+
+class CheckedComputer(Protocol):
+    """What is checked."""
+
+    model: nn.Module
+    autocast_dtype: torch.dtype | None
+    advice: ClassVar[str]
+    """What to say of a gradient that is wrong: the likely cause, and what to use instead."""
+
+    def terms(self, batch: Batch, /) -> OutputTerms:
+        """Return f, q and w of a batch as this computer runs the model, with f's graph."""
+
+    def repeated(self, batch: Batch, positions: Sequence[int], /) -> Iterator[tuple[Any, Batch, list[int]]]:
+        """Yield computers that stream some samples again, unchecked, with the batch and their positions in it."""
+
+
+@dataclass(slots=True)
+class _Progress:
+    """What was checked of one structure of batches."""
+
+    num_batches: int = 0
+    checked_sizes: set[int] = field(default_factory=set)
+    """Batch sizes at which samples' gradients were found equal to the reference."""
+
+
+@final
+class SelfCheck:
+    """When which samples of a computer are compared, and with what result.
+
+    Samples of the first batch of every size are compared (up to eight, evenly spread), and first, last and one in turn
+    of batches number 1, 2, 4, ... 64 of a structure and every 64th after that. Once a sample differs, this batch and
+    all later ones are refused, until :meth:`restart`.
+    """
+
+    def __init__(self) -> None:
+        """Start with nothing checked."""
+        self._progress: dict[Any, _Progress] = {}
+        self._failed: dict[Any, str] = {}
+        self._unconfirmed: dict[Any, list[tuple[str, NDArray[np.int64]]]] = {}
+        """By structure, the rows of batches that came after the last check that passed."""
+        self._rows: tuple[str, NDArray[np.int64]] | None = None
+        self._turn = 0
+
+    def restart(self) -> None:
+        """Forget what was checked, as the model is another one."""
+        self._progress.clear()
+        self._failed.clear()
+        self._unconfirmed.clear()
+
+    def forget(self, structure: Any) -> None:
+        """Begin again with a structure of batches, what is known of which was made anew."""
+        self._progress.pop(structure, None)
+
+    def name_rows(self, what: str, rows: NDArray[np.int64]) -> None:
+        """Say which rows the next batch is of."""
+        self._rows = (what, rows)
+
+    def refuse_failed(self, conditions: Any) -> None:
+        """Raise if a check failed before: what the checked samples show may be wrong in others, unseen."""
+        known = self._failed.get(conditions)
+        if known is not None:
+            raise UnsupportedModelError(
+                f"A batch before this one was refused, and with it the model: {known} Expected no further batch; "
+                "load_model_params and another mode of the model start anew."
+            )
+
+    def is_due(self, structure: Any, size: int, *, always: bool = False) -> bool:
+        """Whether samples of a batch of this size are to be compared; ``always``: those of every batch are."""
+        known = self._progress.get(structure)
+        if known is None or size not in known.checked_sizes:
+            return True
+        return always or _is_scheduled(known.num_batches + 1)
+
+    def positions(
+        self,
+        structure: Any,
+        size: int,
+        kept: Mapping[str, nn.Parameter],
+        *,
+        always: bool = False,
+        whole: bool = False,
+    ) -> list[int]:
+        """Return the samples to compare; ``whole``: all of the first batch of a size."""
+        if not self.is_due(structure, size, always=always):
+            return []
+        known = self._progress.get(structure)
+        if known is None or size not in known.checked_sizes:
+            return list(range(size)) if whole else _spread(size, _most_samples(kept))
+        self._turn += 1
+        turn = self._turn % size
+        return sorted({0, turn, size - 1}) if _is_scheduled(known.num_batches + 1) else [turn]
+
+    @contextmanager
+    def batch(self, structure: Any, conditions: Any, size: int, positions: Sequence[int]) -> Iterator[None]:
+        """Note that a batch is streamed inside the block, and compared at these positions."""
+        rows, self._rows = self._rows, None
+        try:
+            yield
+        except SelfCheckError as error:
+            error.rows = self._suspected()
+            found = f"{error}{_named_rows(error.rows)}"
+            error.args = (found,)
+            self._failed[conditions] = found
+            raise
+        self.done(structure, size, positions)
+        if positions:
+            self._unconfirmed.pop(structure, None)
+        elif rows is not None:
+            self._unconfirmed.setdefault(structure, []).append(rows)
+
+    def done(self, structure: Any, size: int, positions: Sequence[int] = ()) -> None:
+        """Count a batch that was run to its end."""
+        known = self._progress.pop(structure, None) or _Progress()
+        known.num_batches += 1
+        if positions:
+            known.checked_sizes.add(size)
+        self._progress[structure] = known  # as the newest
+        if len(self._progress) > _MAX_STRUCTURES:
+            del self._progress[next(iter(self._progress))]
+
+    def _suspected(self) -> dict[str, NDArray[np.int64]]:
+        found: dict[str, list[NDArray[np.int64]]] = {}
+        for batches in self._unconfirmed.values():
+            for what, rows in batches:
+                found.setdefault(what, []).append(rows)
+        return {what: np.unique(np.concatenate(parts)) for what, parts in found.items()}
+
+
+def _is_scheduled(number: int) -> bool:
+    """Whether a batch is compared by its number alone, counted from 1."""
+    return number & (number - 1) == 0 if number <= _LONGEST_GAP else number % _LONGEST_GAP == 0
+
+
+def _spread(size: int, most: int) -> list[int]:
+    """Return positions from the first to the last, evenly spread."""
+    count = min(size, most)
+    return [round(i * (size - 1) / max(count - 1, 1)) for i in range(count)]
+
+
+def _most_samples(kept: Mapping[str, nn.Parameter]) -> int:
+    """Return how many samples of a batch are compared at once, as something of each gradient is kept."""
+    per_sample = 8 * sum(min(p.numel(), _WIDTH) for p in kept.values())
+    return max(2, min(_SAMPLES_AT_FIRST, _MOST_KEPT_BYTES // per_sample))
+
+
+def _named_rows(suspected: Mapping[str, NDArray[np.int64]]) -> str:
+    parts = [
+        f"{len(rows)} rows of {what} ({', '.join(map(str, rows[:10].tolist()))}{', ...' if len(rows) > 10 else ''})"
+        for what, rows in suspected.items()
+    ]
+    if not parts:
+        return ""
+    return (
+        " Batches since the last check that passed were not compared, and may be wrong as well: "
+        f"{' and '.join(parts)}. The error's attribute rows has all of them; remove what was stored of them before "
+        "you go on."
+    )
+
+
+# ---------------------------------------------------------------- comparing
+
+
+class _Difference(NamedTuple):
+    """What the gradient of a parameter is compared by."""
+
+    error: float
+    norm: float
+    unit: float
+    """What the smallest number of the parameter's dtype amounts to."""
+
+
+_Differences = Mapping[str, _Difference]
+
+
+class Samples:
+    """Keeps of the blocks that pass what some samples' gradients are compared by.
+
+    Of a gradient with more than 4096 entries, 4096 sums of entries with random signs are kept: they are linear in the
+    gradient, and the norm of a difference is found up to 2 %.
+    """
+
+    def __init__(self, positions: Sequence[int], kept: Mapping[str, nn.Parameter], start: int = 0) -> None:
+        """Keep the samples at these positions; ``start`` is the row of a block that position 0 has."""
+        self.positions = list(positions)
+        # One piece of memory: small ones between large gradients that come and go would keep these from being reused.
+        device = next(iter(kept.values())).device
+        widths = {name: min(p.numel(), _WIDTH) for name, p in kept.items()}
+        held = torch.zeros(len(self.positions), sum(widths.values()), dtype=wide_dtype(device), device=device)
+        with torch.no_grad():
+            parts = [row.split(list(widths.values())) for row in held]
+        self.found = [dict(zip(widths, part, strict=True)) for part in parts]
+        self._start = start
+
+    def passing(self, sink: BlockSink) -> BlockSink:
+        """Return a sink that keeps what is needed of a block, and passes it on."""
+        if not self.positions:
+            return sink
+
+        def take(block: GradientBlock) -> None:
+            first = block.start - self._start
+            for row, position in enumerate(self.positions):
+                if first <= position < first + block.num_samples:
+                    self.add(row, block.name, samples_of(block, [position - first]).dense()[0])
+            sink(block)
+
+        return take
+
+    def add(self, row: int, name: str, grad: Tensor) -> None:
+        """Keep the gradient of a parameter, flat, for one of the samples."""
+        with torch.no_grad():
+            self.found[row][name].copy_(_sums(grad))
+
+
+def compare(
+    computer: CheckedComputer,
+    batch: Batch,
+    kept: Mapping[str, nn.Parameter],
+    samples: Samples,
+    dtypes: Sequence[torch.dtype] = (),
+) -> None:
+    """Raise if the gradient of a sample differs from autograd's by more than rounding.
+
+    One parameter's gradient is held at a time. Where an error is more than rounding, the samples are compared once
+    more in float64, with the same random numbers on both sides. Where that is not possible, an error that is far
+    beyond the difference of two references is refused; where it is, the same holds for errors that no tie explains.
+
+    Args:
+        computer: What streamed the batch.
+        batch: The batch.
+        kept: The parameters to compare.
+        samples: What was kept of the blocks.
+        dtypes: What the model computes in, besides the dtypes of the parameters.
+
+    Raises:
+        SelfCheckError: Names the parameter.
+    """
+    inner = [*dtypes, *([] if computer.autocast_dtype is None else [computer.autocast_dtype])]
+    rounding, ties = _allowed(_ROUNDING, kept, inner), _allowed(_TIES, kept, inner)
+    doubtful: dict[int, _Differences] = {}
+    for found, position in zip(samples.found, samples.positions, strict=True):
+        differences = _differences(found, computer, take_rows(batch, [position]), 0, kept)
+        if _wrong(differences, rounding) is not None:
+            doubtful[position] = differences
+    if not doubtful:
+        return
+    equal = _equal_in_float64(computer, batch, kept, list(doubtful))
+    # What a second pass gives counts only where the first one drew other numbers: a model may keep what it computed.
+    if _draws_numbers(computer, take_rows(batch, [0])):
+        doubtful = dict(zip(doubtful, _repeat(computer, batch, kept, list(doubtful)), strict=True))
+    _refuse_beyond_spread(computer, batch, kept, doubtful, rounding, ties, equal=equal)
+
+
+def _equal_in_float64(
+    computer: CheckedComputer, batch: Batch, kept: Mapping[str, nn.Parameter], positions: Sequence[int]
+) -> bool:
+    """Raise if gradients differ in float64, where no tie is decided by rounding; return whether that could be found."""
+    if not _fits_in_float64(computer.model):
+        return False
+    seen = _DtypesSeen()
+    try:
+        with _in_float64(computer.model), seen:
+            wide = map_tensors(lambda t: t.double() if t.is_floating_point() else t, batch)
+            found = list(_repeat(computer, wide, kept, positions))
+    except (torch.OutOfMemoryError, *MODEL_FAILURES) as error:
+        logger.debug("Not compared in float64: %s", error)  # the model, or the device, does not take it
+        return False
+    exact = dict.fromkeys(kept, max(_ROUNDING.get(dtype, 1e-2) for dtype in seen.dtypes))
+    wrong = [differences for differences in found if _wrong(differences, exact) is not None]
+    if wrong and seen.dtypes == {torch.float64}:
+        _refuse(computer, wrong[0], exact)
+    return not wrong
+
+
+def _refuse_beyond_spread(
+    computer: CheckedComputer,
+    batch: Batch,
+    kept: Mapping[str, nn.Parameter],
+    found: Mapping[int, _Differences],
+    rounding: Mapping[str, float],
+    ties: Mapping[str, float],
+    *,
+    equal: bool,
+) -> None:
+    """Raise if an error is far beyond the rounding between two references: one sample, and copies of it.
+
+    As many copies as the batch has samples go through the same kernels as these did, so that they tie in the same way.
+    They may also be cut off in the same way (by a limit on an expert's rows): where float64 has not excluded that,
+    their difference from the sample alone excuses no more than a tie.
+
+    Args:
+        computer: What streamed the batch.
+        batch: The batch.
+        kept: The parameters to compare.
+        found: The differences of some samples, by their position in the batch.
+        rounding: Relative error that is taken for rounding, by parameter.
+        ties: Relative error that a tie may cause, by parameter.
+        equal: Whether the gradients are equal in float64; ties are allowed then.
+    """
+    for position, differences in found.items():
+        if _wrong(differences, ties if equal else rounding) is None:
+            continue
+        copies = take_rows(batch, [position] * batch_size(batch))
+        spread = _spread_of_references(computer, copies, position, kept)
+        largest = max((known.norm for known in spread.values()), default=0.0)
+        limits = dict(ties)
+        for name, known in spread.items():
+            seen = _SPREAD * known.error / max(known.norm, 1e-2 * largest, known.unit)
+            limits[name] = max(ties[name], seen) if equal else min(max(rounding[name], seen), ties[name])
+        _refuse(computer, differences, limits)
+
+
+def _spread_of_references(
+    computer: CheckedComputer, copies: Batch, position: int, kept: Mapping[str, nn.Parameter]
+) -> _Differences:
+    """Return how the gradient of one of many copies of a sample differs from that of the sample alone."""
+    device = next(computer.model.parameters()).device
+    alone = Samples([0], kept)
+    try:
+        with _same_draws(device):
+            _reference(computer, take_rows(copies, [0]), 0, kept, lambda name, grad: alone.add(0, name, grad))
+        with _same_draws(device):
+            return _differences(alone.found[0], computer, copies, position, kept)
+    except MODEL_FAILURES as error:
+        logger.debug("Not compared with copies: %s", error)  # such as a model that takes one sample at a time
+        return {}
+
+
+def _repeat(
+    computer: CheckedComputer,
+    batch: Batch,
+    kept: Mapping[str, nn.Parameter],
+    positions: Sequence[int],
+) -> Iterator[_Differences]:
+    """Stream some samples again, and yield how they differ from references that draw the same random numbers."""
+    device = next(computer.model.parameters()).device
+    for again, part, places in computer.repeated(batch, positions):
+        samples = Samples(places, kept)
+        with _same_draws(device):
+            again.stream_gradients(part, samples.passing(lambda _: None))
+        for found, place in zip(samples.found, places, strict=True):
+            with _same_draws(device):
+                yield _differences(found, again, take_rows(part, [place]), 0, kept)
+
+
+def _draws_numbers(computer: CheckedComputer, one: Batch) -> bool:
+    """Whether the model draws random numbers for a sample."""
+    device = next(computer.model.parameters()).device
+    with _same_draws(device), torch.no_grad():
+        before = {drawn: rng_state(drawn) for drawn in (torch.device("cpu"), device)}
+        computer.terms(one)
+        return any(not torch.equal(state, rng_state(drawn)) for drawn, state in before.items())
+
+
+def _differences(
+    found: Mapping[str, Tensor],
+    computer: CheckedComputer,
+    batch: Batch,
+    row: int,
+    kept: Mapping[str, nn.Parameter],
+) -> _Differences:
+    """Return how the gradients of a sample differ from the reference's, by name."""
+    differences = {}
+
+    def take(name: str, grad: Tensor) -> None:
+        expected = _sums(grad)
+        unit = 4 * torch.finfo(grad.dtype).smallest_normal * torch.finfo(grad.dtype).eps
+        error = float(torch.linalg.vector_norm(found[name] - expected))
+        norm = float(torch.linalg.vector_norm(expected))
+        differences[name] = _Difference(error, norm, unit * math.sqrt(grad.numel()))
+
+    _reference(computer, batch, row, kept, take)
+    return differences
+
+
+def _reference(
+    computer: CheckedComputer,
+    batch: Batch,
+    row: int,
+    kept: Mapping[str, nn.Parameter],
+    take: Callable[[str, Tensor], None],
+) -> None:
+    """Call ``take`` with each parameter's gradient of f, of which one is held at a time."""
+    missing = dict(kept)
+
+    def catch(name: str, grad: Tensor) -> Tensor:
+        missing.pop(name)
+        take(name, grad.detach().to_dense().flatten())
+        # What autograd holds until it returns takes no memory; a sparse gradient takes little.
+        empty = torch.zeros((), dtype=grad.dtype, device=grad.device).expand(grad.shape)
+        return empty if grad.layout == torch.strided else grad
+
+    flags = [(p, p.requires_grad) for p in computer.model.parameters()]
+    handles = []
+    try:
+        for p, _ in flags:
+            p.requires_grad_(any(p is own for own in kept.values()))
+        with torch.enable_grad():
+            output = computer.terms(batch).output[row]
+        if output.requires_grad:
+            for name, p in kept.items():
+                handles.append(p.register_hook(functools.partial(catch, name)))  # type: ignore[no-untyped-call]
+            with naming_kept_graphs(computer.model), _ContiguousArguments():  # type: ignore[no-untyped-call]
+                torch.autograd.grad(output, list(kept.values()), allow_unused=True)
+    finally:
+        for handle in handles:
+            handle.remove()
+        for p, flag in flags:
+            p.requires_grad_(flag)
+    for name, p in list(missing.items()):
+        take(name, torch.zeros((), dtype=p.dtype, device=p.device).expand(p.numel()))
+
+
+def _allowed(
+    tolerances: Mapping[torch.dtype, float],
+    kept: Mapping[str, nn.Parameter],
+    inner: Sequence[torch.dtype],
+) -> dict[str, float]:
+    """Return the relative error allowed for each parameter, of what it is computed in."""
+    return {name: max(tolerances.get(dtype, 1e-2) for dtype in (p.dtype, *inner)) for name, p in kept.items()}
+
+
+def _wrong(differences: _Differences, allowed: Mapping[str, float]) -> str | None:
+    """Return the first parameter whose gradient differs by more than allowed."""
+    largest = max(known.norm for known in differences.values())
+    for name, known in differences.items():
+        if known.error > allowed[name] * max(known.norm, 1e-2 * largest) + known.unit:
+            return name
+    return None
+
+
+def _refuse(computer: CheckedComputer, differences: _Differences, allowed: Mapping[str, float]) -> None:
+    name = _wrong(differences, allowed)
+    if name is not None:
+        known = differences[name]
+        raise SelfCheckError(
+            f"The self-check failed: the gradient of {name!r} differs from autograd's on one sample alone by "
+            f"{known.error:.3g}, where its norm is {known.norm:.3g}. Expected equality up to rounding. "
+            f"{computer.advice}"
+        )
+
+
+def _sums(values: Tensor) -> Tensor:
+    """Return the entries of a gradient, or sums of them with random signs where there are more than 4096."""
+    wide = wide_dtype(values.device)
+    if values.numel() <= _WIDTH:
+        return values.to(wide)
+    total = torch.zeros(_WIDTH, dtype=wide, device=values.device)
+    signs = _signs(values.device)
+    for number, piece in enumerate(torch.split(values, _PIECE)):
+        start = number * _STEP % _PIECE
+        signed = piece * signs[start : start + len(piece)]
+        whole = len(piece) // _WIDTH * _WIDTH
+        total += signed[:whole].view(-1, _WIDTH).sum(0, dtype=wide)
+        total[: len(piece) - whole] += signed[whole:]
+    return total
+
+
+@functools.cache
+def _signs(device: torch.device) -> Tensor:
+    """Return random signs, of which every piece takes others."""
+    generator = torch.Generator("cpu").manual_seed(0)
+    drawn = torch.randint(2, (2 * _PIECE,), generator=generator, dtype=torch.float32, device="cpu")
+    return (2 * drawn - 1).to(device)
+
+
+# ---------------------------------------------------------------- how the reference runs
+
+
+class _ContiguousArguments(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Lets the operations of a backward pass read contiguous copies, so that no result depends on strides."""
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        return False  # otherwise torch._dynamo is imported at the first operation: seconds, and 100 MB
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        # A checkpoint runs forward operations inside the backward pass, with gradients enabled: their results keep
+        # their strides, which views depend on. What writes into an argument, or returns a view of it, gets the
+        # original.
+        if not torch.is_grad_enabled() and not any(a.alias_info for a in func._schema.arguments):
+            args = torch.utils._pytree.tree_map_only(Tensor, _contiguous, args)
+        return func(*args, **(kwargs or {}))
+
+
+def _contiguous(tensor: Tensor) -> Tensor:
+    """Return a tensor with the strides that its shape alone gives; axes of length 1 may have others."""
+    if tensor.layout != torch.strided or tensor.is_nested:
+        return tensor
+    strides = [1]
+    for length in reversed(tensor.shape[1:]):
+        strides.append(strides[-1] * max(length, 1))
+    if list(tensor.stride()) == strides[::-1][-tensor.dim() :]:
+        return tensor
+    return tensor.clone(memory_format=torch.contiguous_format)
+
+
+class _DtypesSeen(TorchFunctionMode):
+    """Notes the floating-point dtypes of all results."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.dtypes: set[torch.dtype] = set()
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        if isinstance(result, Tensor) and result.is_floating_point():
+            self.dtypes.add(result.dtype)
+        return result
+
+
+def _fits_in_float64(model: nn.Module) -> bool:
+    """Whether the device has float64, and a copy of the model in it is small."""
+    tensors = [*model.parameters(), *model.buffers()]
+    has = all(wide_dtype(tensor.device) == torch.float64 for tensor in tensors)
+    return has and 8 * sum(tensor.numel() for tensor in tensors) <= _MOST_FLOAT64_BYTES
+
+
+@contextmanager
+def _in_float64(model: nn.Module) -> Iterator[None]:
+    """Let a model compute in float64 inside the block; afterwards it has the same storages as before.
+
+    The values inside the parameters are replaced, not the parameters: a model may reach them by references of its own.
+    """
+    before: list[tuple[Tensor, Tensor]] = []
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # recurrent layers: weights that are not one piece of memory
+            for tensor in {id(t): t for t in (*model.parameters(), *model.buffers())}.values():
+                if tensor.is_floating_point() and tensor.dtype != torch.float64:
+                    before.append((tensor, tensor.data))
+                    tensor.data = tensor.data.double()
+            yield
+    finally:
+        for tensor, data in before:
+            tensor.data = data
+
+
+@contextmanager
+def _same_draws(device: torch.device) -> Iterator[None]:
+    """Let the random numbers drawn inside the block be the same every time, and those drawn after it as without it."""
+    before = {drawn: rng_state(drawn) for drawn in (torch.device("cpu"), device)}
+    try:
+        for drawn in before:
+            seed_rng(drawn, 0)
+        yield
+    finally:
+        for drawn, state in before.items():
+            set_rng_state(drawn, state)
+
+
+@contextmanager
+def naming_kept_graphs(model: nn.Module) -> Iterator[None]:
+    """Name the cause where a backward pass needs the graph of a pass before it.
+
+    Raises:
+        UnsupportedModelError: In place of torch's error.
+    """
+    try:
+        yield
+    except RuntimeError as error:
+        if "through the graph a second time" not in str(error):
+            raise
+        raise UnsupportedModelError(
+            f"{type(model).__name__} keeps a tensor of one forward pass for the next one, with the graph that made it, "
+            "such as a bias that it computes once in eval mode. Expected passes that do not depend on each other. "
+            "Detach what it keeps, or clear it in the output function."
+        ) from error
+
+
+# ---------------------------------------------------------------- what a batch is known by
+
+
+def structure_of(batch: Batch) -> Any:
+    """Return the shapes without the samples' axis, the dtypes, and the flags beside the tensors of a batch."""
+    leaves, _ = flatten_batch(batch)
+    return tuple((leaf.shape[1:], leaf.dtype) for leaf in leaves), _flags(batch)
+
+
+def _flags(batch: Batch) -> Any:
+    """Return what is no tensor in a batch and may steer the model; what a list holds belongs to its samples."""
+    if isinstance(batch, Mapping):
+        return tuple((key, _flags(value)) for key, value in batch.items())
+    if dataclasses.is_dataclass(batch) and not isinstance(batch, type):
+        return tuple(_flags(getattr(batch, f.name)) for f in dataclasses.fields(batch))
+    if isinstance(batch, tuple):
+        return tuple(map(_flags, batch))
+    return batch if isinstance(batch, bool | int | float | str) else None
+
+
+def draws_masks(model: nn.Module) -> bool:
+    """Whether dropout is active, so that no two passes agree."""
+    dropouts = (nn.modules.dropout._DropoutNd, nn.RNNBase, nn.MultiheadAttention)
+    return any(
+        module.training and (getattr(module, "p", 0.0) or getattr(module, "dropout", 0.0))
+        for module in model.modules()
+        if isinstance(module, dropouts)
+    )

@@ -1,0 +1,230 @@
+"""Stored rows that are computed again: whether data, model and code still give what a store holds.
+
+Digests of samples, weights and settings do not cover everything that a row depends on: a forward method, an attribute
+or an unsaved buffer of the model, a helper of the task, the collate function. All of it shows in the numbers of a row,
+so a few finished rows are computed again whenever a table is continued, and compared within rounding.
+
+Shapes: n rows that are compared, K feature width.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any, Final, final
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import nn
+
+from trak_lite.errors import ManifestMismatchError
+from trak_lite.store import AbstractRowTable, Column
+
+__all__ = ["PROBED_ROWS", "Computed", "DoneRows", "compare_rows", "done_rows", "rounding_of"]
+
+PROBED_ROWS: Final = 8
+"""Rows of a table that are computed again at most: one pass where the batch size allows it."""
+
+_ROUNDING: Final = {torch.float64: 1e-6, torch.float32: 1e-3, torch.float16: 5e-2, torch.bfloat16: 2e-1}
+"""Share of a row by which it may differ between processors, batch sizes and gradient computers, by dtype.
+
+About three times the square root of the dtype's precision: rounding alone moves float32 rows by 1e-6 to 1e-5 of their
+norm, but a ReLU or a maximum that falls to the other side moves them further."""
+_REDUCED: Final = 2e-2
+"""The same in float32 on an accelerator, whose products may be rounded to the 11 bits of TF32."""
+_MOST_NOISE: Final = 1e-1
+"""Share of a row up to which its own rounding, as measured, is let pass."""
+_NOISE_FACTOR: Final = 16.0
+_SCALAR_ROUNDING: Final = 64 * float(np.finfo(np.float32).eps)
+_SCALE_BITS: Final = 2.0**-15
+"""Quantised rows keep their largest entry to this share."""
+_STEPS: Final = {"int8": 127, "int4": 7}
+_HALF_SPACING: Final = {"float16": (2.0**-11, 2.0**-25), "float32": (2.0**-24, 0.0)}
+"""Relative and absolute rounding of a stored entry."""
+
+Values = Mapping[str, NDArray[Any]]
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class DoneRows:
+    """Some rows that a table holds."""
+
+    rows: NDArray[np.int64]
+    """``(n,)`` ascending."""
+    values: Values
+    """Their values, by column."""
+    columns: tuple[Column, ...]
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class Computed:
+    """The same rows, computed now."""
+
+    values: Values
+    """By column; ``(n, K)`` float features as they are before they are rounded for storage."""
+    outputs: NDArray[Any]
+    """``(n,)`` f, which says how far q and w can be rounded."""
+
+
+def done_rows(
+    table: AbstractRowTable,
+    wanted: NDArray[np.int64] | None = None,
+    *,
+    without: frozenset[int] = frozenset(),
+) -> DoneRows | None:
+    """Return up to ``PROBED_ROWS`` rows of a table that are done, from its first and its last chunk.
+
+    A chunk is compared with its checksum, and fetched from an object store, as a whole: so there are two of them.
+
+    Args:
+        table: Complete or not.
+        wanted: Rows that are committed, to take these.
+        without: Chunks to leave out.
+
+    Returns:
+        ``None`` if no such row is done, or can be read here.
+    """
+    committed = [chunk for chunk in table.committed_chunks() if chunk not in without]
+    if wanted is None and committed:
+        chunks = sorted({committed[0], committed[-1]})
+        share = PROBED_ROWS // len(chunks)
+        wanted = np.concatenate([_spread(np.arange(*table.chunk_range(chunk)), share) for chunk in chunks])
+    if wanted is not None:
+        values = {column.name: table.read_rows(column.name, wanted) for column in table.spec.columns}
+        return DoneRows(wanted, values, table.spec.columns)
+    sizes = np.diff(np.append(np.arange(0, table.spec.num_rows, table.spec.chunk_rows), table.spec.num_rows))
+    for chunk in np.flatnonzero(table.pending_by_chunk() < sizes).tolist():
+        if chunk in without:
+            continue
+        found, values = table.read_done(chunk)
+        if len(found):
+            chosen = _spread(np.arange(len(found)), PROBED_ROWS)
+            some = {name: column[chosen] for name, column in values.items()}
+            return DoneRows(found[chosen], some, table.spec.columns)
+    return None
+
+
+def rounding_of(model: nn.Module, device: torch.device) -> float:
+    """Return the share of a row by which it may differ between two places that compute it."""
+    dtypes = {p.dtype for p in model.parameters() if p.dtype in _ROUNDING}
+    found = max((_ROUNDING[dtype] for dtype in dtypes), default=_ROUNDING[torch.float32])
+    return max(found, _REDUCED) if device.type != "cpu" and dtypes != {torch.float64} else found
+
+
+def compare_rows(
+    stored: DoneRows,
+    computed: Computed,
+    alone: Callable[[int], Computed],
+    *,
+    rounding: float,
+    named: NDArray[np.int64],
+    what: str,
+    label: str,
+    why: Callable[[int], str],
+) -> None:
+    """Raise if rows that are computed now are not the stored ones.
+
+    Args:
+        stored: What the table holds.
+        computed: The same rows.
+        alone: Computes one of them again, by its place, in a batch of its own: by how much that differs is rounding.
+        rounding: See :func:`rounding_of`.
+        named: ``(n,)`` rows by which the message names them.
+        what: How the message names the data.
+        label: How it names the table.
+        why: Returns what the message adds on the row at a place: what is known of the cause.
+
+    Raises:
+        ManifestMismatchError: Names the first row and every quantity of it that differs.
+    """
+    errors = _errors(stored, computed)
+    suspects = np.flatnonzero(np.any([~(error <= rounding) for error in errors.values()], axis=0))
+    worst: dict[int, dict[str, float]] = {}
+    for place in suspects.tolist():
+        noise = _errors(_taken(stored, place, computed.values), alone(place))
+        allowed = {
+            name: max(rounding, min(_NOISE_FACTOR * float(found[0]), _MOST_NOISE))
+            for name, found in noise.items()
+        }
+        wrong = {
+            name: float(error[place]) for name, error in errors.items() if not error[place] <= allowed[name]
+        }
+        if wrong:
+            worst[place] = wrong
+    if not worst:
+        return
+    place, wrong = next(iter(worst.items()))
+    told = [_difference(name, error, stored, computed, place) for name, error in wrong.items()]
+    raise ManifestMismatchError(
+        f"{label}: row {named[place]} of {what} is stored with other numbers than it has now: {', '.join(told)} "
+        f"(rounding here is up to {rounding:g}; {len(worst)} of {len(named)} rows that were computed again differ). "
+        f"{why(place)}"
+    )
+
+
+def _spread(rows: NDArray[np.int64], most: int) -> NDArray[np.int64]:
+    """Return at most that many of some rows, the first and the last among them."""
+    places = np.linspace(0, len(rows) - 1, min(most, len(rows))).round().astype(np.int64)
+    return rows[np.unique(places)]
+
+
+def _taken(stored: DoneRows, place: int, values: Values) -> DoneRows:
+    """Return one row with the values given, as if it were stored unrounded."""
+    columns = tuple(Column(column.name, column.width, "float32") for column in stored.columns)
+    some = {name: column[place : place + 1] for name, column in values.items()}
+    return DoneRows(stored.rows[place : place + 1], some, columns)
+
+
+def _errors(stored: DoneRows, computed: Computed) -> dict[str, NDArray[np.float64]]:
+    """Return for each column by which share every row differs beyond what storing it rounds, ``(n,)``."""
+    curvature = np.abs(np.asarray(stored.values.get("loss_curvature", 0.0), np.float64))
+    slack = _SCALAR_ROUNDING * (1 + np.abs(computed.outputs.astype(np.float64))) * (1 + curvature)
+    found = {}
+    for column in stored.columns:
+        if column.name not in computed.values:
+            continue
+        there = stored.values[column.name].astype(np.float64)
+        here = computed.values[column.name].astype(np.float64)
+        found[column.name] = (
+            _scalar_errors(there, here, slack) if column.width is None else _row_errors(there, here, column)
+        )
+    return found
+
+
+def _scalar_errors(
+    there: NDArray[np.float64], here: NDArray[np.float64], slack: NDArray[np.float64]
+) -> NDArray[np.float64]:
+    size = np.maximum(np.abs(there), np.sqrt(np.mean(there**2)))
+    return _ratio(np.maximum(np.abs(here - there) - slack, 0.0), size)
+
+
+def _row_errors(there: NDArray[np.float64], here: NDArray[np.float64], column: Column) -> NDArray[np.float64]:
+    norms = np.linalg.norm(there, axis=1)
+    size = np.maximum(norms, np.median(norms))  # a row that is next to nothing is mostly rounding
+    largest = np.abs(there).max(axis=1)
+    if column.quantised:
+        rounded = 0.5 * largest[:, None] / _STEPS[column.dtype]
+    else:
+        relative, absolute = _HALF_SPACING[column.dtype]
+        rounded = relative * np.abs(there) + absolute
+    error = _ratio(np.linalg.norm(np.maximum(np.abs(here - there) - rounded, 0.0), axis=1), size)
+    if column.quantised:
+        moved = np.abs(np.abs(here).max(axis=1) - largest) - _SCALE_BITS * largest
+        error = np.maximum(error, _ratio(np.maximum(moved, 0.0), np.maximum(largest, np.median(largest))))
+    return error
+
+
+def _ratio(part: NDArray[np.float64], whole: NDArray[np.float64]) -> NDArray[np.float64]:
+    """Return shares; of nothing, anything is infinitely much."""
+    return np.divide(part, whole, out=np.where(part > 0, np.inf, 0.0), where=whole > 0)
+
+
+def _difference(name: str, error: float, stored: DoneRows, computed: Computed, place: int) -> str:
+    there, here = stored.values[name][place], computed.values[name][place]
+    if np.ndim(there):
+        norms = np.linalg.norm(np.asarray(there, np.float64)), np.linalg.norm(np.asarray(here, np.float64))
+        return f"{name} by {error:.2g} of their norm (norm {norms[0]:.4g} there, {norms[1]:.4g} here)"
+    return f"{name} is {float(there):.5g} there, {float(here):.5g} here"

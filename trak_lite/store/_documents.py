@@ -1,0 +1,173 @@
+"""The ``zarr.json`` documents of a store as they are written, and the identity of a table.
+
+The store writes them itself, so that what is read can be compared with what would be written: the document of an array
+follows from the record of its table, and the records of tables and of the store (``attributes.trak_lite`` of their
+groups) carry a checksum. Plain zarr reads them; keys that it adds elsewhere are left alone.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+from collections.abc import Mapping
+from typing import Any
+
+from trak_lite.store._base import TableSpec
+from trak_lite.store._columns import Column, StoredArray, dtype_fingerprint
+from trak_lite.store._grid import spec_to_json
+from trak_lite.store.manifest import FORMAT, Manifest, canonical_json
+
+__all__ = [
+    "CHECKSUM",
+    "GROWS_TO",
+    "array_document",
+    "encode_document",
+    "group_document",
+    "hidden_document",
+    "identity_of",
+    "record_checksum",
+    "sealed",
+    "store_record",
+    "table_documents",
+    "table_identity",
+    "table_record",
+]
+
+CHECKSUM = "checksum"
+GROWS_TO = "grows_to"
+_NOT_IDENTITY = {"num_rows", GROWS_TO, "attributes", CHECKSUM}
+"""What of a table's record may change while its rows stay as they are."""
+
+
+def record_checksum(record: Mapping[str, Any]) -> str:
+    """Return the checksum of a record: 32 hex digits over its canonical JSON without the checksum.
+
+    Example:
+        >>> record_checksum({"a": 1, "checksum": "x"}) == record_checksum({"a": 1})
+        True
+    """
+    return _digest({key: value for key, value in record.items() if key != CHECKSUM})
+
+
+def sealed(record: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a record with its checksum."""
+    return {**record, CHECKSUM: record_checksum(record)}
+
+
+def identity_of(record: Mapping[str, Any]) -> str:
+    """Return the identity of the table with this record: 32 hex digits.
+
+    It covers the path, the settings that the store was made with, the fingerprint, the columns and the rows of a
+    chunk; not the number of rows, which may grow.
+    """
+    return _digest({key: value for key, value in record.items() if key not in _NOT_IDENTITY})
+
+
+def table_identity(path: str, origin: str, spec: TableSpec) -> str:
+    """Return the identity of a table; see :func:`identity_of`.
+
+    Args:
+        path: Of the table in the tree.
+        origin: Of the store; see :func:`store_record`.
+        spec: Shape and fingerprint of the table.
+    """
+    return identity_of(_bare_record(path, origin, spec))
+
+
+def store_record(manifest: Manifest, *, origin: str | None = None) -> dict[str, Any]:
+    """Return the record of a store.
+
+    Args:
+        manifest: Its settings.
+        origin: Digest of the fingerprint that the store was created with, to which every table is bound; ``None``
+            takes that of the manifest.
+    """
+    return sealed(
+        {
+            "format": FORMAT,
+            "fingerprint": dict(manifest.fingerprint),
+            "made_with": dict(manifest.made_with),
+            "origin": manifest.digest() if origin is None else origin,
+        }
+    )
+
+
+def table_record(path: str, origin: str, spec: TableSpec, attributes: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the record of a table; see :func:`table_identity`."""
+    return sealed({**_bare_record(path, origin, spec), "attributes": dict(attributes)})
+
+
+def table_documents(
+    path: str, origin: str, spec: TableSpec, attributes: Mapping[str, Any]
+) -> dict[str, dict[str, Any]]:
+    """Return the documents of a table by their folder inside it, the table's own (``""``) last."""
+    arrays = {
+        array.name: array_document(column, array, spec) for column in spec.columns for array in column.arrays
+    }
+    return {**arrays, "": group_document(table_record(path, origin, spec, attributes))}
+
+
+def group_document(record: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the document of a group with a record; that of a group of tables is empty."""
+    return {"attributes": {"trak_lite": dict(record)}, "zarr_format": 3, "node_type": "group"}
+
+
+def array_document(column: Column, array: StoredArray, spec: TableSpec) -> dict[str, Any]:
+    """Return the document of an array of a table."""
+    one_byte = array.stored_dtype.itemsize == 1  # has no byte order
+    return {
+        "shape": list(array.shape(spec.num_rows)),
+        "data_type": array.dtype,
+        "chunk_grid": {
+            "name": "regular",
+            "configuration": {"chunk_shape": list(array.shape(spec.chunk_rows))},
+        },
+        "chunk_key_encoding": {"name": "default", "configuration": {"separator": "."}},
+        # an unguarded reader sees NaN (quantised: by the scale), never plausible zeros
+        "fill_value": "NaN" if math.isnan(array.fill) else array.fill,
+        "codecs": [{"name": "bytes", **({} if one_byte else {"configuration": {"endian": "little"}})}],
+        "attributes": _how_to_read(column) if array.name == column.name else {},
+        "dimension_names": ["row"] if array.width is None else ["row", f"{array.name}_dim"],
+        "zarr_format": 3,
+        "node_type": "array",
+        "storage_transformers": [],
+    }
+
+
+def hidden_document(name: str) -> dict[str, Any]:
+    """Return the document of a folder that zarr's tools do not look into: that of an empty array."""
+    return {
+        "shape": [0],
+        "data_type": "uint8",
+        "chunk_grid": {"name": "regular", "configuration": {"chunk_shape": [1]}},
+        "chunk_key_encoding": {"name": "default", "configuration": {"separator": "/"}},
+        "fill_value": 0,
+        "codecs": [{"name": "bytes"}],
+        "attributes": {},
+        "dimension_names": [name],
+        "zarr_format": 3,
+        "node_type": "array",
+        "storage_transformers": [],
+    }
+
+
+def encode_document(document: Mapping[str, Any]) -> bytes:
+    """Return a document as the bytes of a ``zarr.json``."""
+    return json.dumps(document, indent=2).encode()
+
+
+def _bare_record(path: str, origin: str, spec: TableSpec) -> dict[str, Any]:
+    return {"table": path, "store": origin, **spec_to_json(spec)}
+
+
+def _how_to_read(column: Column) -> dict[str, Any]:
+    """Return the attributes that tell a reader of a quantised array what its integers stand for."""
+    if not column.quantised:
+        return {}
+    note = "NumPy lines that make float32 rows; group is the zarr group that this array is in"
+    return {"trak_lite": {**dtype_fingerprint(column.dtype), "to_float32": list(column.recipe), "note": note}}
+
+
+def _digest(value: Mapping[str, Any]) -> str:
+    return hashlib.sha256(canonical_json(value).encode("utf-8", "surrogatepass")).hexdigest()[:32]
