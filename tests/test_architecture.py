@@ -107,3 +107,42 @@ def test_optional_packages_are_imported_in_their_one_place(path: Path) -> None:
 def test_the_store_works_without_torch() -> None:
     for path in (PACKAGE / "store").rglob("*.py"):
         assert not any(name.split(".")[0] == "torch" for name in imported_modules(path)), path
+
+
+FACTORIES = {
+    *(
+        "arange",
+        "as_tensor",
+        "asarray",
+        "empty",
+        "empty_strided",
+        "eye",
+        "full",
+        "linspace",
+        "logspace",
+        "normal",
+    ),
+    *("ones", "rand", "randint", "randn", "randperm", "range", "scalar_tensor", "tensor", "tril_indices"),
+    *("triu_indices", "zeros"),
+}
+
+
+@pytest.mark.parametrize(
+    "path",
+    [path for path in MODULES if room_of(path) != "testing"],
+    ids=lambda p: str(p.relative_to(PACKAGE)),
+)
+def test_every_tensor_names_its_device(path: Path) -> None:
+    # Where torch.set_default_device is a GPU, a tensor that does not would not meet the others.
+    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        if not isinstance(node, ast.Call) or not isinstance(node.func, ast.Attribute):
+            continue
+        made = (
+            isinstance(node.func.value, ast.Name)
+            and node.func.value.id == "torch"
+            and node.func.attr in FACTORIES
+        )
+        named = {keyword.arg for keyword in node.keywords} & {"device", None}
+        assert not made or named, (
+            f"{path.name}:{node.lineno} makes a tensor on whatever device is the default"
+        )

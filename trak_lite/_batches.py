@@ -78,7 +78,8 @@ def batch_size(batch: Batch) -> int:
 
 def move_batch(batch: Batch, device: torch.device) -> Batch:
     """Return the batch with every tensor on ``device``."""
-    return map_tensors(lambda tensor: tensor.to(device, non_blocking=True), batch)
+    # A copy to the CPU that is not waited for would be read before it has ended.
+    return map_tensors(lambda tensor: tensor.to(device, non_blocking=device.type != "cpu"), batch)
 
 
 def take_rows(batch: Batch, rows: slice | Sequence[int]) -> Batch:

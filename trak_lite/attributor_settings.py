@@ -147,7 +147,11 @@ class AttributorSettings:
             "kernel": self._default_kernel,
             "damping": self.kernel.damping,
         }
-        self._made_with: dict[str, Any] = {**versions(self.device), "settings": self._arguments}
+        self._made_with: dict[str, Any] = {
+            **versions(self.device),
+            "float32_products": "ieee",
+            "settings": self._arguments,
+        }
         self._log()
 
     def _log(self) -> None:

@@ -34,6 +34,8 @@ _RowNumbers = np.ndarray[Any, np.dtype[np.int64]]
 DEFAULT_BATCH_SIZE = 32
 _DIGESTED_ROWS = 1 << 20
 """Row numbers that are digested at a time."""
+_WORKER_SETTINGS = ("num_workers", "prefetch_factor", "multiprocessing_context", "timeout")
+"""What a loader with workers says of them."""
 _NUM_PROBES = 64
 """Samples that stand for a dataset. Of 64, one in ten changed labels escapes once in a thousand times; of 3, mostly."""
 
@@ -69,14 +71,19 @@ class Rows:
                 ``drop_last=True``), the dataset is empty, or an index is out of range.
         """
         self.what = what
-        self.num_workers = 0
+        self._loading: dict[str, Any] = {}
+        self._workers: dict[str, Any] = {}
         self._worker_init: Callable[[int], None] | None = None
         if isinstance(data, DataLoader):
             _refuse_unordered(data, indices, what)
             self.dataset: Any = data.dataset
             batch_size = batch_size or data.batch_size
             collate = collate or data.collate_fn
-            self.num_workers = data.num_workers
+            # Not the generator, from which the seeds of the workers would be drawn; nor persistent_workers, which is
+            # for a loader that is read twice; nor in_order=False, as a batch is known by its turn.
+            self._loading = {"pin_memory": data.pin_memory and torch.accelerator.is_available()}
+            if data.num_workers:
+                self._workers = {name: getattr(data, name) for name in _WORKER_SETTINGS}
             self._worker_init = data.worker_init_fn
         else:
             self.dataset = data
@@ -145,9 +152,11 @@ class Rows:
             samples,
             batch_sampler=dataset_indices(),
             collate_fn=_as_it_is,  # samples are collated as they are loaded
-            num_workers=0 if isinstance(plan, list) and len(plan) == 1 else self.num_workers,
             worker_init_fn=samples.init_worker,
-            generator=torch.Generator(),  # or the loader would draw from the caller's random numbers
+            # Or the loader would draw from the caller's random numbers; on the device where it draws.
+            generator=torch.Generator(torch.get_default_device()),
+            **self._loading,
+            **({} if isinstance(plan, list) and len(plan) == 1 else self._workers),
         )
         for batch in loader:
             self._hold(drawn[0], batch)

@@ -27,6 +27,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from trak_lite._devices import full_float32
 from trak_lite._validate import positive_int
 from trak_lite.datasets import Rows, evenly_spread
 from trak_lite.errors import (
@@ -442,7 +443,8 @@ def _gram_rows(
         for _, block in drawn.blocks(FEATURES):
             for start in range(0, len(block), _PRODUCT_ROWS):
                 part = as_tensor(block[start : start + _PRODUCT_ROWS, segment.start : segment.stop], device)
-                total += part[:, columns].T @ part
+                with full_float32(device):
+                    total += part[:, columns].T @ part
     return rows
 
 

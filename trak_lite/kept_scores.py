@@ -9,6 +9,7 @@ from typing import final
 import numpy as np
 from numpy.typing import NDArray
 
+from trak_lite._devices import float64_device
 from trak_lite.attributor_settings import AttributorSettings, StoredSettings
 from trak_lite.distributed import AbstractRanks
 from trak_lite.evaluation import Predictions, Verdict
@@ -119,7 +120,7 @@ class KeptScores:
             name=name,
             settings=settings,
             layout=layout if settings.layout == "stored" else FeatureLayout.joint(layout.width),
-            device=self._settings.device,
+            device=float64_device(self._settings.device),
         )
 
     def _scores(

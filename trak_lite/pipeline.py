@@ -18,6 +18,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from trak_lite._batches import batch_size, flatten_batch, move_batch, take_rows
+from trak_lite._devices import full_float32, in_float64
 from trak_lite.diagnosis import naming_rows, refuse_non_finite
 from trak_lite.errors import BusyError, InvalidInputError, NonFiniteError, PrecisionError, StateError
 from trak_lite.gradient_computers import AbstractGradientComputer, Normalization, RowNormalizer
@@ -130,12 +131,13 @@ def compute_features(
     """
     accumulator = projector.accumulator(batch_size(batch), model_id=model_id, parameters=computer.parameters)
     computer.name_rows(f"{what} (model id {model_id})", rows)
-    with naming_rows(computer.model, computer.modelout_fn, batch, rows, what):
-        if normalizer is None:
-            terms = computer.stream_gradients(batch, accumulator.add)
-        else:
-            terms = normalizer.stream(computer, batch, accumulator.add)
-    features = accumulator.features().detach()
+    with full_float32(next(computer.model.parameters()).device):
+        with naming_rows(computer.model, computer.modelout_fn, batch, rows, what):
+            if normalizer is None:
+                terms = computer.stream_gradients(batch, accumulator.add)
+            else:
+                terms = normalizer.stream(computer, batch, accumulator.add)
+        features = accumulator.features().detach()
     return features if normalizer is None else normalizer.scale(features), terms
 
 
@@ -482,8 +484,8 @@ def _norms(rows: Tensor) -> Tensor:
     """Return the Euclidean norms of rows, in float64; the squares are formed in it only where float32 ends."""
     norms: Tensor = rows.norm(dim=1)
     if bool(((norms < _SQUARES_UNDERFLOW) | ~norms.isfinite()).any()):
-        norms = rows.double().norm(dim=1)
-    return norms.double()
+        norms = in_float64(rows).norm(dim=1)
+    return in_float64(norms)
 
 
 def as_tensor(array: NDArray[Any], device: torch.device) -> Tensor:

@@ -230,10 +230,10 @@ def group_sums(
     num_rows, num_targets = matrix.shape
     train_groups, train_of = _numbered(train_labels, num_rows, "train rows")
     target_groups, target_of = _numbered(target_labels, num_targets, "targets")
-    sums = torch.zeros(len(train_groups), len(target_groups), dtype=torch.float64)
+    sums = torch.zeros(len(train_groups), len(target_groups), dtype=torch.float64, device="cpu")
     for start, tile in matrix.tiles():
         scores = torch.from_numpy(tile.astype(np.float64))
-        columns = torch.zeros(len(tile), len(target_groups), dtype=torch.float64)
+        columns = torch.zeros(len(tile), len(target_groups), dtype=torch.float64, device="cpu")
         columns.index_add_(1, target_of, scores)
         sums.index_add_(0, train_of[start : start + len(tile)], columns)
     return GroupSums(sums.numpy(), train_groups, target_groups)

@@ -19,6 +19,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from trak_lite._batches import map_tensors
+from trak_lite._devices import in_float64
 from trak_lite.attributor_settings import AttributorSettings
 from trak_lite.datasets import Rows
 from trak_lite.errors import InvalidInputError
@@ -58,12 +59,12 @@ def token_scores(
     def visit(digest: str) -> None:
         place = places[digest]
         model_id = int(terms[place].train.spec.fingerprint["model_id"])
-        behind = terms[place].targets.double()
+        behind = in_float64(terms[place].targets)
         for row, factor in zip(found.values(), factors[place], strict=True):
             for positions, batch in row.batches(train.batch_size):
                 own = np.full(len(positions), row.number)
                 features = session.features(batch, own, model_id=model_id, what=train.what)
-                row.scores[positions] += (features.double() @ behind.T).cpu().numpy() * factor
+                row.scores[positions] += (in_float64(features) @ behind.T).cpu().numpy() * factor
 
     session.visit(list(places), visit, purpose="to score tokens")
     return {number: row.scores.astype(np.float32) for number, row in found.items()}

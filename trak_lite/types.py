@@ -120,7 +120,11 @@ class LookupBlock:
         count, width = self.num_samples, self.values.shape[2]
         table = self.values.new_zeros(count * self.num_rows, width)
         first = self.rows.new_full((count, 1), self.num_rows).cumsum(0) - self.num_rows
-        table.index_add_(0, (first + self.rows).flatten(), self.values.flatten(0, 1))
+        rows, values = (first + self.rows).flatten(), self.values.flatten(0, 1)
+        if table.device.type == "cpu":
+            table.index_add_(0, rows, values)
+        else:  # where index_add_ adds atomically, in any order, index_put_ sorts
+            table.index_put_((rows,), values, accumulate=True)
         return table.view(count, self.num_rows, width)
 
     def dense(self) -> Tensor:

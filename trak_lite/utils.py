@@ -36,7 +36,8 @@ def test_install(use_fast_jl: bool = False) -> None:  # noqa: PT028 - not a test
     """
     device = "cuda" if torch.cuda.is_available() else "cpu"
     generator = torch.Generator().manual_seed(0)
-    batch = (torch.randn(20, 16, generator=generator), torch.randint(2, (20,), generator=generator))
+    inputs = torch.randn(20, 16, generator=generator, device="cpu")
+    batch = (inputs, torch.randint(2, (20,), generator=generator, device="cpu"))
     model = nn.Linear(16, 2, bias=False).to(device)
     with tempfile.TemporaryDirectory() as folder:
         traker = TRAKer(model, "image_classification", 20, save_dir=folder, proj_dim=8)

@@ -166,7 +166,7 @@ class VectorisedTraining:
         """Yield the places in a subset of ``size`` rows that each step takes."""
         generator = torch.Generator().manual_seed(seed)
         for _ in range(self.epochs):
-            yield from torch.split(torch.randperm(size, generator=generator), self.batch_size)
+            yield from torch.split(torch.randperm(size, generator=generator, device="cpu"), self.batch_size)
 
     def _tensor(self, indices: NDArray[np.int64]) -> Tensor:
         return torch.as_tensor(np.asarray(indices, dtype=np.int64), device=self.inputs.device)

@@ -19,6 +19,7 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from trak_lite._batches import move_batch
+from trak_lite._devices import full_float32
 from trak_lite._session import borrow_model
 from trak_lite.checkpoints import Checkpoint, load_into, module_versions, with_versions
 from trak_lite.datasets import Rows
@@ -256,7 +257,7 @@ def target_outputs(
         load_into(model, Checkpoint("retrained", None, lambda: state))
         task.prepare(model)
         outputs = [
-            task.evaluate(ModelCall(model), move_batch(batch, device)).output.double().cpu()
+            task.evaluate(ModelCall(model), move_batch(batch, device)).output.cpu().double()
             for _, batch in targets.batches(plan)
         ]
     return torch.cat(outputs)
@@ -342,8 +343,9 @@ def calibrated_scores(rows: ScoredRows, calibration: Calibration) -> NDArray[np.
             tile = as_tensor(chunk, rows.device).float()
             here = slice(start, start + len(tile))
             factors = {"outside": mean[here, None], "inside": own[here, None], "off": 1.0}
-            for view, factor in factors.items():
-                scores[here] += (tile @ targets[view][place].float().T).cpu().numpy() * factor
+            with full_float32(tile.device):
+                for view, factor in factors.items():
+                    scores[here] += (tile @ targets[view][place].float().T).cpu().numpy() * factor
     return scores
 
 

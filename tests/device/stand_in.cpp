@@ -21,7 +21,6 @@
 #include <ATen/ops/rnn_tanh_native.h>
 #include <c10/core/impl/DeviceGuardImplInterface.h>
 #include <torch/library.h>
-
 #include <atomic>
 #include <cstdlib>
 #include <cstring>
@@ -31,13 +30,8 @@
 #include <vector>
 
 namespace {
-using at::IntArrayRef;
-using at::Tensor;
-using c10::Device;
-using c10::DeviceIndex;
-using c10::IValue;
+using at::IntArrayRef, at::Tensor, c10::Device, c10::DeviceIndex, c10::IValue;
 template <class T> using Optional = std::optional<T>;
-
 constexpr auto kStandIn = c10::DeviceType::PrivateUse1;
 constexpr DeviceIndex kDevices = 2;
 thread_local DeviceIndex current = 0;
@@ -65,12 +59,10 @@ struct DeviceAllocator final : c10::Allocator {
   c10::DeleterFnPtr raw_deleter() const override { return &std::free; }
   void copy_data(void* to, const void* from, size_t size) const override { std::memcpy(to, from, size); }
 } device_allocator;
-
 std::set<const void*> pinned;
 void free_pinned(void* memory) {
   Lock hold(mutex);
-  pinned.erase(memory);
-  std::free(memory);
+  pinned.erase(memory), std::free(memory);
 }
 struct PinnedAllocator final : at::HostAllocator {
   c10::DataPtr allocate(size_t size) override {
@@ -83,16 +75,13 @@ struct PinnedAllocator final : at::HostAllocator {
   void copy_data(void* to, const void* from, size_t size) const override { std::memcpy(to, from, size); }
   bool record_event(void*, void*, c10::Stream) override { return true; }
   void empty_cache() override {}
-  at::HostStats get_stats() override { return {}; }
   void reset_accumulated_stats() override {}
   void reset_peak_stats() override {}
+  at::HostStats get_stats() override { return {}; }
 } pinned_allocator;
 
 // Copies that are under way ----
-struct Copy {
-  Tensor host, value;
-  bool arrives;  // at the host, which holds garbage until then; otherwise the host must stay as it is until then
-};
+struct Copy { Tensor host, value; bool arrives; };  // at the host, where there is garbage until then, or leaves it
 std::vector<Copy> under_way;
 void synchronize() {
   Lock hold(mutex);
@@ -110,11 +99,7 @@ struct Guard final : c10::impl::DeviceGuardImplInterface {
   explicit Guard(c10::DeviceType) {}
   c10::DeviceType type() const override { return kStandIn; }
   Device getDevice() const override { return {kStandIn, current}; }
-  Device exchangeDevice(Device device) const override {
-    const Device before = getDevice();
-    setDevice(device);
-    return before;
-  }
+  Device exchangeDevice(Device d) const override { return {kStandIn, std::exchange(current, d.index())}; }
   void setDevice(Device device) const override {
     TORCH_CHECK(device.index() >= 0 && device.index() < kDevices, "stand-in: no device ", int(device.index()));
     current = device.index();
@@ -216,18 +201,18 @@ Tensor tf32(const Tensor& t) {  // 10 bits of mantissa, to nearest
   if (!t.defined() || t.scalar_type() != at::kFloat) return t;
   return t.contiguous().view(at::kInt).add(0x1000).bitwise_and(~0x1FFF).view(at::kFloat);
 }
-bool allows_tf32(at::Float32Op op) {
+bool tf32_in(at::Float32Op op) {
   return at::globalContext().float32Precision(at::Float32Backend::CUDA, op) == at::Float32Precision::TF32;
 }
 
 // Operators ----
+constexpr auto kMixed = "Expected all tensors to be on the same device, but found at least two devices, ";
 const std::set<std::string> kTakesHostTensors{  // as indices, or as values of one number
     "aten::index", "aten::index_put_", "aten::_index_put_impl_", "aten::index_put", "aten::_unsafe_index"};
 const std::set<std::string> kWaits{  // the result's size depends on values
     "aten::nonzero", "aten::masked_select", "aten::_unique2", "aten::unique_dim", "aten::unique_consecutive",
     "aten::repeat_interleave", "aten::equal", "aten::bincount"};
-const std::set<std::string> kProducts{"aten::mm", "aten::bmm", "aten::addmm", "aten::addmm_", "aten::baddbmm",
-                                      "aten::baddbmm_"};
+const std::set<std::string> kProducts{"aten::mm", "aten::bmm", "aten::addmm", "aten::baddbmm"};
 const std::set<std::string> kAtomicSums{"aten::index_add", "aten::scatter_add"};
 
 // Atomic additions come in any order: in the opposite one every second time.
@@ -245,21 +230,17 @@ void run(const c10::OperatorHandle& op, torch::jit::Stack* stack) {
   const auto& schema = op.schema();
   const std::string& name = schema.name();
   std::vector<IValue> args = torch::jit::pop(*stack, schema.arguments().size());
-
   Optional<Device> device;
-  for (const IValue& arg : args) {
+  for (const IValue& arg : args)
     mapped(arg, [&](const Tensor& t) {
       if (!t.defined() || !t.is_privateuseone()) return t;
-      TORCH_CHECK(!device || *device == t.device(), "Expected all tensors to be on the same device, but found at least ",
-                  "two devices, ", *device, " and ", t.device(), "! (", name, ")");
+      TORCH_CHECK(!device || *device == t.device(), kMixed, *device, " and ", t.device(), "! (", name, ")");
       device = t.device();
       return t;
     });
-  }
   for (const IValue& arg : args)
     if (!device && arg.isDevice()) device = resolved(arg.toDevice());
   if (!device) device = resolved(std::nullopt);
-
   std::vector<Known> known;
   at::Generator generator = default_generator(device->index());
   bool random = op.hasTag(at::Tag::nondeterministic_seeded), masked = false;
@@ -269,28 +250,26 @@ void run(const c10::OperatorHandle& op, torch::jit::Stack* stack) {
     args[i] = mapped(args[i], [&](const Tensor& t) {
       if (!t.defined()) return t;
       TORCH_CHECK(!t.is_cpu() || (!t.dim() && !written) || kTakesHostTensors.count(name),
-                  "Expected all tensors to be on the same device, but found at least two devices, ", *device,
-                  " and cpu! (argument ", argument.name(), " of ", name, ")");
+                  kMixed, *device, " and cpu! (argument ", argument.name(), " of ", name, ")");
       masked = masked || (i && t.scalar_type() == at::kBool);
       Tensor host = on_host(t);
       if (t.is_privateuseone()) known.push_back({t, host});
       const bool factor = argument.name() != "self" || name == "aten::mm" || name == "aten::bmm";
-      return factor && !written && kProducts.count(name) && allows_tf32(at::Float32Op::MATMUL) ? tf32(host) : host;
+      return factor && !written && kProducts.count(name) && tf32_in(at::Float32Op::MATMUL) ? tf32(host) : host;
     });
     if (args[i].isDevice()) args[i] = Device(c10::kCPU);
     if (args[i].isGenerator()) {
       generator = args[i].toGenerator();
-      random = true;
       TORCH_CHECK(generator.device().type() == kStandIn, "Expected a 'stand_in' device type for generator but found '",
                   generator.device().type(), "'");
       args[i] = IValue();
+      random = true;
     }
   }
   if (kAtomicSums.count(name)) reorder(name, args);
   if (kWaits.count(name) || (masked && name == "aten::index")) synchronize();
   ++kernels;
-
-  for (const IValue& arg : args) stack->push_back(arg);
+  stack->insert(stack->end(), args.begin(), args.end());
   const c10::DispatchKeySet cpu(c10::DispatchKey::CPU);
   if (random) {  // the CPU's generator lends its place
     Lock hold(mutex);
@@ -303,7 +282,6 @@ void run(const c10::OperatorHandle& op, torch::jit::Stack* stack) {
   } else {
     op.redispatchBoxed(cpu, stack);
   }
-
   for (const Known& k : known) {  // out= of another size
     if (k.host.sizes() == k.device.sizes() && k.host.storage().data() == k.device.storage().data()) continue;
     c10::DeviceGuard guard(*device);
@@ -333,6 +311,7 @@ Tensor copy_from(const Tensor& from, const Tensor& to, bool non_blocking) {
   const Tensor source = on_host(from), target = on_host(to);
   const Tensor& host = from.is_cpu() ? from : to;
   ++kernels;
+  if (to.is_cpu() && from.scalar_type() != to.scalar_type()) refuse_float64(to.scalar_type());
   Lock hold(mutex);
   if (!host.is_cpu()) {  // on the device
     target.copy_(source);
@@ -364,16 +343,15 @@ Tensor& set_(Tensor& self, at::Storage source, int64_t offset, IntArrayRef size,
   return self;
 }
 Tensor& set_storage_(Tensor& self, at::Storage source) {
-  const auto size = int64_t(source.nbytes() / self.dtype().itemsize());
-  return set_(self, std::move(source), 0, {size}, {});
+  return set_(self, source, 0, {int64_t(source.nbytes() / self.dtype().itemsize())}, {});
 }
 void check_together(std::initializer_list<Tensor> tensors) {
   for (const Tensor& t : tensors)
-    TORCH_CHECK(!t.defined() || t.device() == tensors.begin()->device(), "Expected all tensors to be on the same device, ",
-                "but found at least two devices, ", tensors.begin()->device(), " and ", t.device(), "! (convolution)");
+    TORCH_CHECK(!t.defined() || t.device() == tensors.begin()->device(), kMixed, tensors.begin()->device(), " and ",
+                t.device(), "! (convolution)");
   ++kernels;
 }
-Tensor factor(const Tensor& t) { return allows_tf32(at::Float32Op::CONV) ? tf32(on_host(t)) : on_host(t); }
+Tensor factor(const Tensor& t) { return tf32_in(at::Float32Op::CONV) ? tf32(on_host(t)) : on_host(t); }
 Tensor convolution(const Tensor& x, const Tensor& w, const Optional<Tensor>& bias, IntArrayRef stride, IntArrayRef padding,
                    IntArrayRef dilation, bool transposed, IntArrayRef output_padding, int64_t groups) {
   const Tensor b = bias.value_or(Tensor());
@@ -408,53 +386,34 @@ std::tuple<Tensor, Tensor> gru_cell(const Tensor& input, const Tensor& hidden, c
 }
 
 // cuDNN, where it is enabled, has no backward pass in eval mode.
+Tensor refuse(const Tensor&) { TORCH_CHECK(false, "cudnn RNN backward can only be called in training mode"); }
 template <class Outputs> Outputs refusing_backward(Outputs outputs, bool train) {
-  if (train || !at::globalContext().userEnabledCuDNN()) return outputs;
-  std::apply([](const auto&... output) {
-    const auto refuse = [](const Tensor& t) {
-      if (t.requires_grad()) t.register_hook([](const Tensor& grad) -> Tensor {
-        TORCH_CHECK(false, "cudnn RNN backward can only be called in training mode");
-        return grad;
-      });
-    };
-    (refuse(output), ...);
-  }, outputs);
+  const bool refuses = !train && at::globalContext().userEnabledCuDNN() && std::get<0>(outputs).requires_grad();
+  if (refuses) std::apply([](const auto&... output) { (output.register_hook(&refuse), ...); }, outputs);
   return outputs;
 }
-template <auto Layer, class Outputs, class States>
-Outputs padded(const Tensor& x, States states, at::TensorList weights, bool biases, int64_t layers, double dropout,
-               bool train, bool both, bool batch_first) {
-  return refusing_backward(Layer(x, states, weights, biases, layers, dropout, train, both, batch_first), train);
-}
-template <auto Layer, class Outputs, class States>
-Outputs packed(const Tensor& x, const Tensor& sizes, States states, at::TensorList weights, bool biases, int64_t layers,
-               double dropout, bool train, bool both) {
-  return refusing_backward(Layer(x, sizes, states, weights, biases, layers, dropout, train, both), train);
-}
-using Two = std::tuple<Tensor, Tensor>;
-using Three = std::tuple<Tensor, Tensor, Tensor>;
-template <class Outputs, class States> using Padded = Outputs (*)(const Tensor&, States, at::TensorList, bool, int64_t,
-                                                                  double, bool, bool, bool);
-template <class Outputs, class States> using Packed = Outputs (*)(const Tensor&, const Tensor&, States, at::TensorList, bool,
-                                                                  int64_t, double, bool, bool);
-#define RECURRENT(NAME, OUTPUTS, STATES)                                                                              \
-  m.impl(#NAME ".input", &padded<Padded<OUTPUTS, STATES>(&at::native::NAME), OUTPUTS, STATES>);                       \
-  m.impl(#NAME ".data", &packed<Packed<OUTPUTS, STATES>(&at::native::NAME), OUTPUTS, STATES>);
-void register_cells(torch::Library& m) {
-  m.impl("_thnn_fused_lstm_cell", &lstm_cell).impl("_thnn_fused_gru_cell", &gru_cell);
-}
+#define RECURRENT(NAME, STATES)                                                                                       \
+  m.impl(#NAME ".input", [](const Tensor& x, STATES h, at::TensorList w, bool b, int64_t n, double p, bool train,     \
+                            bool both, bool first) {                                                                  \
+    return refusing_backward(at::native::NAME(x, h, w, b, n, p, train, both, first), train);                          \
+  });                                                                                                                 \
+  m.impl(#NAME ".data", [](const Tensor& x, const Tensor& sizes, STATES h, at::TensorList w, bool b, int64_t n,       \
+                           double p, bool train, bool both) {                                                         \
+    return refusing_backward(at::native::NAME(x, sizes, h, w, b, n, p, train, both), train);                          \
+  });
+void add_cells(torch::Library& m) { m.impl("_thnn_fused_lstm_cell", &lstm_cell).impl("_thnn_fused_gru_cell", &gru_cell); }
 TORCH_LIBRARY_IMPL(aten, AutogradPrivateUse1, m) {
-  RECURRENT(lstm, Three, at::TensorList)
-  RECURRENT(gru, Two, const Tensor&)
-  RECURRENT(rnn_tanh, Two, const Tensor&)
-  RECURRENT(rnn_relu, Two, const Tensor&)
-  register_cells(m);
+  RECURRENT(lstm, at::TensorList)
+  RECURRENT(gru, const Tensor&)
+  RECURRENT(rnn_tanh, const Tensor&)
+  RECURRENT(rnn_relu, const Tensor&)
+  add_cells(m);
 }
 
 // Registration ----
 TORCH_LIBRARY_IMPL(_, PrivateUse1, m) { m.fallback(torch::CppFunction::makeFromBoxedFunction<&run>()); }
 TORCH_LIBRARY_IMPL(aten, PrivateUse1, m) {
-  register_cells(m);
+  add_cells(m);
   m.impl("empty.memory_format", &empty);
   m.impl("empty_strided", &empty_strided);
   m.impl("_copy_from", &copy_from);

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import multiprocessing
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,7 +20,7 @@ from torch.utils.data import (
     get_worker_info,
 )
 
-from trak_lite import Attributor
+from trak_lite import Attributor, datasets
 from trak_lite.datasets import Rows
 from trak_lite.errors import InvalidInputError
 
@@ -68,6 +69,32 @@ def test_workers_of_a_loader_are_used_and_give_the_same_rows() -> None:
     rows = Rows(DataLoader(TensorDataset(torch.arange(10.0)), batch_size=4, num_workers=1))
 
     assert [batch[0].tolist() for _, batch in rows.batches(plan([3, 4], [9]))] == [[3.0, 4.0], [9.0]]
+
+
+def test_a_loader_keeps_what_it_says_of_its_workers(monkeypatch: pytest.MonkeyPatch) -> None:
+    made: list[DataLoader[Any]] = []
+
+    class Recorded(DataLoader[Any]):
+        def __iter__(self) -> Any:
+            made.append(self)
+            return super().__iter__()
+
+    monkeypatch.setattr(datasets, "DataLoader", Recorded)
+    given = {
+        "num_workers": 1,
+        "prefetch_factor": 3,
+        "multiprocessing_context": "fork",
+        "timeout": 60,
+    }
+    rows = Rows(Recorded(Counting(), batch_size=4, persistent_workers=True, in_order=False, **given))
+    several = [batch[0].flatten().tolist() for _, batch in rows.batches(plan([3, 4], [9]))]
+    (one,) = [batch[0].flatten().tolist() for _, batch in rows.batches(plan([3]))]
+
+    assert (several, one) == ([[3.0, 4.0], [9.0]], [3.0])
+    found = {name: getattr(made[0], name) for name in given}
+    assert found == {**given, "multiprocessing_context": multiprocessing.get_context("fork")}
+    assert (made[0].in_order, made[0].persistent_workers, made[0].pin_memory) == (True, False, False)
+    assert made[1].num_workers == 0
 
 
 def test_indices_select_and_order_rows() -> None:

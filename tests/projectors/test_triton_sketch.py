@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import importlib.util
 import logging
+import os
 import re
 import subprocess
 import sys
@@ -393,7 +395,7 @@ def compiled(compile_only, tmp_path, monkeypatch):
     }
     options = {
         "_ring_sums": {"num_warps": kernels._TILE_WARPS},
-        "_matrix_sums": {"num_warps": kernels._MATRIX_WARPS, "maxnreg": kernels._MATRIX_REGISTERS},
+        "_matrix_sums": {"num_warps": kernels._MATRIX_WARPS, **kernels._REGISTERS},
     }
     return lambda name, dtype, capability: compile_kernel(
         getattr(kernels, name), dtype, capability, {"entry_stride": 1, **blocks[name]}, options[name]
@@ -566,3 +568,51 @@ def test_the_kernels_run_on_the_gpu_that_the_gradients_are_on():
         made = CountSketchProjector(64).project({block.name: block.grad.to("cuda:1")}, 0)
 
     assert torch.equal(made.cpu(), CountSketchProjector(64).project({block.name: block.grad}, 0))
+
+
+@interpreted
+def test_a_compiler_that_fails_in_its_own_way_is_a_reason(kernels, monkeypatch):
+    def fail(device):
+        raise KeyError("Keyword argument maxnreg was specified but unrecognised")
+
+    monkeypatch.setattr(kernels, "_vector_entries_are_right", fail)
+
+    assert "KeyError" in kernels.why_unusable(CPU)
+
+
+AMD = """
+import torch
+torch.version.hip = "6.4"  # as torch for AMD has it
+from triton.backends.compiler import GPUTarget
+from triton.runtime import driver
+from trak_lite.projectors import _triton_dense, _triton_sketch
+
+class Driver:
+    def get_current_target(self): return GPUTarget("hip", "gfx942", 64)
+    def get_current_device(self): return 0
+    def get_current_stream(self, device): return 0
+    def map_python_to_cpp_type(self, name): return "int"
+    def get_device_interface(self): return torch.cuda
+    def launcher_cls(self, *args, **named): raise RuntimeError("compiled, and no GPU to launch on")
+
+driver.set_active(Driver())
+cpu = torch.device("cpu")
+for check in (_triton_sketch._vector_entries_are_right, _triton_sketch._matrix_entries_are_right):
+    try:
+        check(cpu)
+    except RuntimeError as error:
+        print(check.__name__, error)
+print(_triton_dense.why_unusable(cpu))
+"""
+
+
+@pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="needs triton")
+def test_the_kernels_compile_for_amd(tmp_path):
+    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    environment["TRITON_CACHE_DIR"] = str(tmp_path)
+
+    done = subprocess.run(
+        [sys.executable, "-c", AMD], env=environment, capture_output=True, text=True, check=True
+    )
+
+    assert done.stdout.count("compiled, and no GPU to launch on") == 3, done.stdout

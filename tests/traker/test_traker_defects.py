@@ -459,7 +459,7 @@ def pairs(count, seed):
 
 
 def pair_model(seed=0):
-    with torch.random.fork_rng():
+    with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         return Pairs()
 

@@ -97,7 +97,7 @@ def target_batch(name: str = "mlp") -> tuple[Tensor, Tensor]:
 
 
 def make_model(name: str = "mlp", seed: int = 0) -> nn.Module:
-    with torch.random.fork_rng():
+    with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         return MODELS[name][0]().eval()
 

@@ -6,7 +6,7 @@ import copy
 import fnmatch
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, ClassVar, Self, TypeAlias
 
 import numpy as np
@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from torch.nn.utils import parametrize
 
 from trak_lite._batches import batch_size, map_tensors, take_rows
+from trak_lite._devices import full_float32
 from trak_lite._validate import known_names, positive_int
 from trak_lite.errors import InvalidInputError, UnsupportedModelError
 from trak_lite.gradient_computers.self_check import (
@@ -255,7 +256,7 @@ class AbstractStreamingComputer(AbstractGradientComputer):
 
     def compute_loss_grad(self, batch: Batch) -> Tensor:
         """Return q = -dL/df of every sample, ``(B, 1)``, detached."""
-        with torch.no_grad():
+        with torch.no_grad(), self._full_float32():
             return self.terms(batch).out_to_loss_grad.detach().unsqueeze(-1)
 
     def stream_gradients(self, batch: Batch, sink: BlockSink) -> OutputTerms:
@@ -322,7 +323,8 @@ class AbstractStreamingComputer(AbstractGradientComputer):
         kept = select_parameters(self.model, self.grad_wrt)
         count = batch_size(batch)
         if count:
-            return self._stream_checked(map_tensors(Tensor.detach, batch), count, kept, sink)
+            with self._full_float32():
+                return self._stream_checked(map_tensors(Tensor.detach, batch), count, kept, sink)
         for name, parameter in kept.items():
             sink(DenseBlock(name, parameter.detach().new_empty(0, *parameter.shape)))
         empty = next(iter(kept.values())).detach().new_empty(0)
@@ -352,6 +354,10 @@ class AbstractStreamingComputer(AbstractGradientComputer):
         """Yield the rows that go through the model at once."""
         step = self.chunk_size or count
         return (slice(start, min(start + step, count)) for start in range(0, count, step))
+
+    def _full_float32(self) -> AbstractContextManager[None]:
+        """Return the context that the model and what is made of its gradients run in."""
+        return full_float32(next(self.model.parameters()).device)
 
     def _autocast(self) -> Any:
         """Return the context that the forward pass runs in."""

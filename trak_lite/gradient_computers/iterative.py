@@ -79,7 +79,7 @@ class IterativeGradientComputer(AbstractStreamingComputer):
         refuse_batch_statistics(self.model)
         kept = select_parameters(self.model, self.grad_wrt)
         found = {name: p.detach().new_zeros(p.shape) for name, p in kept.items()}
-        with differentiating_only(self.model, kept), torch.enable_grad():
+        with self._full_float32(), differentiating_only(self.model, kept), torch.enable_grad():
             for row, weight in enumerate(weights.tolist()):
                 for name, grad in self._sample(_taken_out(batch, row), batch, kept)[1].items():
                     found[name] += weight * grad

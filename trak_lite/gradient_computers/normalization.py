@@ -14,6 +14,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from trak_lite._devices import in_float64
 from trak_lite._validate import one_of
 from trak_lite.errors import InvalidInputError
 
@@ -142,7 +143,7 @@ def clipping_threshold(norms: Tensor | NDArray[np.floating], *, quantile: float 
     """
     if not 0 < quantile <= 1:
         raise InvalidInputError(f"quantile must be above 0 and at most 1, got {quantile!r}.")
-    given = norms.detach().double().cpu().numpy() if isinstance(norms, Tensor) else norms
+    given = in_float64(norms.detach()).cpu().numpy() if isinstance(norms, Tensor) else norms
     values = np.asarray(given, np.float64)
     if not values.size or not np.isfinite(values).all():
         raise InvalidInputError(

@@ -17,6 +17,7 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from trak_lite._batches import batch_size
+from trak_lite._devices import in_float64
 from trak_lite.errors import UnsupportedModelError
 from trak_lite.gradient_computers._base import AbstractGradientComputer, collect_gradients
 from trak_lite.gradient_computers.normalization import Normalization
@@ -209,9 +210,10 @@ def _times(rows: Tensor, factors: Tensor) -> Tensor:
 
 def _refuse_two_outputs(first: Tensor, second: Tensor) -> None:
     """Raise if the pass that found the norms is not the pass whose gradients they scale."""
-    gaps = (first.double() - second.double()).abs()
+    first, second = in_float64(first), in_float64(second)
+    gaps = (first - second).abs()
     # As far apart as half precision and atomic sums on a GPU bring two runs of one pass; NaN is for others to refuse.
-    allowed = 1e-2 * second.double().abs() + 1e-3 * second.double().abs().mean()
+    allowed = 1e-2 * second.abs() + 1e-3 * second.abs().mean()
     if not bool((gaps > allowed).any()):
         return
     gap = float(gaps.max())

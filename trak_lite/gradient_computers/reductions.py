@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from trak_lite._batches import batch_size
+from trak_lite._devices import add_at_
 from trak_lite.errors import InvalidInputError
 from trak_lite.gradient_computers._base import AbstractGradientComputer
 from trak_lite.gradient_computers.hooks import HookGradientComputer
@@ -41,7 +42,7 @@ class GradientNorms:
 
     def squared(self) -> Tensor:
         """Return the squared norms of all blocks so far, ``(B,)``, in at least float32."""
-        return torch.zeros(self._num_samples) if self._squares is None else self._squares
+        return torch.zeros(self._num_samples, device="cpu") if self._squares is None else self._squares
 
 
 def gradient_norms(computer: AbstractGradientComputer, batch: Batch) -> Tensor:
@@ -98,8 +99,9 @@ def sums_by_row(block: LookupBlock) -> tuple[Tensor, Tensor]:
     new = torch.ones_like(rows, dtype=torch.bool)
     new[:, 1:] = rows[:, 1:] != rows[:, :-1]
     place = new.cumsum(1) - 1  # of each row among the different ones of its sample
-    sums = torch.zeros_like(values).scatter_add_(1, place.unsqueeze(2).expand_as(values), values)
-    return torch.zeros_like(rows).scatter_(1, place, rows), sums
+    first = torch.arange(len(place), device=place.device).unsqueeze(1) * place.shape[1]
+    sums = add_at_(torch.zeros_like(values).flatten(0, 1), 0, (first + place).flatten(), values.flatten(0, 1))
+    return torch.zeros_like(rows).scatter_(1, place, rows), sums.view_as(values)
 
 
 def _wide(dtype: torch.dtype) -> torch.dtype:

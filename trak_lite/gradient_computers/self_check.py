@@ -24,7 +24,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from trak_lite._batches import batch_size, flatten_batch, map_tensors, take_rows
-from trak_lite._devices import wide_dtype
+from trak_lite._devices import rng_state, seed_rng, set_rng_state, wide_dtype
 from trak_lite.errors import MODEL_FAILURES, UnsupportedModelError
 from trak_lite.types import Batch, BlockSink, GradientBlock, OutputTerms, samples_of
 
@@ -418,13 +418,10 @@ def _repeat(
 def _draws_numbers(computer: CheckedComputer, one: Batch) -> bool:
     """Whether the model draws random numbers for a sample."""
     device = next(computer.model.parameters()).device
-    states: list[Callable[[], Tensor]] = [torch.get_rng_state]
-    if device.type != "cpu":
-        states.append(functools.partial(torch.get_device_module(device).get_rng_state, device))
     with _same_draws(device), torch.no_grad():
-        before = [state() for state in states]
+        before = {drawn: rng_state(drawn) for drawn in (torch.device("cpu"), device)}
         computer.terms(one)
-        return any(not torch.equal(old, state()) for old, state in zip(before, states, strict=True))
+        return any(not torch.equal(state, rng_state(drawn)) for drawn, state in before.items())
 
 
 def _differences(
@@ -614,14 +611,14 @@ def _in_float64(model: nn.Module) -> Iterator[None]:
 @contextmanager
 def _same_draws(device: torch.device) -> Iterator[None]:
     """Let the random numbers drawn inside the block be the same every time, and those drawn after it as without it."""
-    others = [] if device.type == "cpu" else [device]
-    with torch.random.fork_rng(others, device_type="cuda" if not others else device.type):
-        torch.default_generator.manual_seed(0)
-        if others:
-            module = torch.get_device_module(device)
-            with module.device(device):
-                module.manual_seed(0)
+    before = {drawn: rng_state(drawn) for drawn in (torch.device("cpu"), device)}
+    try:
+        for drawn in before:
+            seed_rng(drawn, 0)
         yield
+    finally:
+        for drawn, state in before.items():
+            set_rng_state(drawn, state)
 
 
 @contextmanager

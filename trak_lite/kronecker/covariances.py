@@ -16,6 +16,7 @@ from typing import final
 import torch
 from torch import Tensor
 
+from trak_lite._devices import add_at_
 from trak_lite.errors import InvalidInputError
 from trak_lite.gradient_computers import sums_by_row
 from trak_lite.kronecker.units import Unit
@@ -126,7 +127,7 @@ class UnitSums:
             self.squares = torch.zeros(shape, dtype=wide, device=none.device)
         if isinstance(block, LookupBlock):
             rows, sums = sums_by_row(block)
-            self.squares.index_add_(0, rows.flatten(), sums.square().flatten(0, 1).to(self.squares.dtype))
+            add_at_(self.squares, 0, rows.flatten(), sums.square().flatten(0, 1).to(self.squares.dtype))
             return
         for samples in sample_slices(block.num_samples, self.squares.numel()):
             grads = precise(samples_of(block, samples).dense())

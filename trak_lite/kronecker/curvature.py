@@ -15,6 +15,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from trak_lite._devices import wide_dtype
 from trak_lite.errors import StateError
 from trak_lite.kronecker.bases import Eigenbasis
 from trak_lite.kronecker.units import Unit
@@ -69,7 +70,9 @@ class UnitCurvature:
 
         Zero, where no train row has curvature at all: no train row has a gradient there either.
         """
-        damped = self.values + damping * self.values.mean(dtype=torch.float64).to(self.values)
+        damped = self.values + damping * self.values.mean(dtype=wide_dtype(self.values.device)).to(
+            self.values
+        )
         return torch.where(damped > 0, damped.reciprocal(), 0.0)
 
 
@@ -118,8 +121,8 @@ class UnitArrays:
         self, outputs: Tensor | None, inputs: Tensor | None, *, bias_values: Tensor | None, joint: bool
     ) -> None:
         """Keep the eigenvectors, whether the bias is in them, and the curvature of a bias that is not."""
-        empty = torch.empty(0, 0)
-        self._put("joint", torch.tensor(float(joint)))
+        empty = torch.empty(0, 0, device="cpu")
+        self._put("joint", torch.tensor(float(joint), device="cpu"))
         self._put("bias", empty if bias_values is None else bias_values)
         self._put("outputs", empty if outputs is None else outputs)
         self._put("inputs", empty if inputs is None else inputs)

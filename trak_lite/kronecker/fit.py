@@ -19,6 +19,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
+from trak_lite._devices import full_float32
 from trak_lite.errors import InvalidInputError
 from trak_lite.gradient_computers import HookGradientComputer, ParameterChoice, select_parameters
 from trak_lite.kronecker.bases import Eigenbasis, GradientJoiner, UnitGradient, decomposed
@@ -134,9 +135,10 @@ class _LossGradients:
         self._seen = 0
         for rows, batch in self._batches():
             self._seen += len(rows)
-            for draw in range(first_draw, first_draw + self.settings.draws):
-                computer.stream_gradients(self._labelled(rows, batch, draw), sink)
-                after_batch()
+            with full_float32(self.device):
+                for draw in range(first_draw, first_draw + self.settings.draws):
+                    computer.stream_gradients(self._labelled(rows, batch, draw), sink)
+                    after_batch()
 
     def _labelled(self, rows: NDArray[np.int64], batch: Batch, draw: int) -> Batch:
         if self.settings.fisher != "sampled":
@@ -158,10 +160,10 @@ def _keep_basis(found: UnitArrays, sums: UnitSums, rows: _LossGradients) -> None
     unit, scale, joint = sums.unit, rows.scale, sums.is_joint
     bias = sums.bias_squares
     if unit.bias is not None and not joint and bias is None:
-        bias = torch.zeros(1, unit.rows)
+        bias = torch.zeros(1, unit.rows, device="cpu")
     bias_values = None if joint or bias is None else (scale * bias).to(sums.dtype)
     if not sums.is_factored or sums.inputs is None or sums.outputs is None:
-        squares = torch.zeros(unit.rows, unit.columns) if sums.squares is None else sums.squares
+        squares = torch.zeros(unit.rows, unit.columns, device="cpu") if sums.squares is None else sums.squares
         found.put_values((scale * squares).to(sums.dtype))
         found.put_basis(None, None, bias_values=bias_values, joint=False)
         return

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch.func import functional_call
 
 from trak_lite._batches import batch_size, flatten_batch, map_tensors
+from trak_lite._devices import model_pass
 from trak_lite._eval_caches import drop_eval_caches
 from trak_lite.errors import InvalidInputError
 from trak_lite.types import Batch, OutputTerms
@@ -59,8 +60,10 @@ class ModelCall:
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Run the model's forward pass."""
         drop_eval_caches(self.model)  # or what an earlier pass left would stand for parameters
-        if not self._replaced:
-            return self.model(*args, **kwargs)
+        with model_pass(self.model):
+            return self._replaced_call(*args, **kwargs) if self._replaced else self.model(*args, **kwargs)
+
+    def _replaced_call(self, *args: Any, **kwargs: Any) -> Any:
         # functional_call leaves its tensors in a module that is registered under two names.
         before = [
             (module, dict(module._parameters), dict(module._buffers)) for module in self.model.modules()

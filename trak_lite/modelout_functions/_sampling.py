@@ -12,6 +12,7 @@ from typing import Literal, TypeAlias, final
 import torch
 from torch import Tensor
 
+from trak_lite._devices import float64_device, in_float64
 from trak_lite.modelout_functions._base import AbstractModelOutput, ModelCall, UniformNoise
 from trak_lite.modelout_functions._inputs import LABEL_KEYS, fields_of
 from trak_lite.modelout_functions._margins import linear_terms
@@ -79,7 +80,7 @@ def sampled_classes(logits: Tensor, noise: UniformNoise) -> Tensor:
     Returns:
         int64 ``(B, ...)``.
     """
-    drawn = noise(logits.shape[1:-1]).to(logits.device)
+    drawn = noise(logits.shape[1:-1]).to(float64_device(logits.device))
     if logits.dim() == 2:
         return _classes_of(logits, drawn)
     # One sample at a time: over a vocabulary the sums in float64 are the largest tensor of all.
@@ -87,23 +88,22 @@ def sampled_classes(logits: Tensor, noise: UniformNoise) -> Tensor:
 
 
 def _classes_of(logits: Tensor, uniform: Tensor) -> Tensor:
-    sums = logits.softmax(-1).to(uniform.dtype).cumsum(-1)
+    sums = in_float64(logits.softmax(-1)).cumsum(-1)
     below = sums < uniform.unsqueeze(-1) * sums[..., -1:]
-    classes: Tensor = below.sum(-1)
-    return classes
+    return below.sum(-1).to(logits.device)
 
 
 @torch.no_grad()
 def sampled_answers(logits: Tensor, noise: UniformNoise) -> Tensor:
     """Return an answer of 0 or 1 per logit of the answer 1, both ``(B, ...)``, in the dtype of the logits."""
-    drawn = noise(logits.shape[1:]).to(logits.device)
-    answers: Tensor = (drawn < logits.sigmoid().to(drawn.dtype)).to(logits.dtype)
-    return answers
+    likely = in_float64(logits.sigmoid())
+    return (noise(logits.shape[1:]).to(likely.device) < likely).to(logits)
 
 
 @torch.no_grad()
 def sampled_values(means: Tensor, noise: UniformNoise) -> Tensor:
     """Return values drawn from unit Gaussians around ``means``, both ``(B, ...)``."""
-    drawn = noise(means.shape[1:]).to(means.device)
-    values: Tensor = means + torch.special.ndtri(drawn).to(means.dtype)
+    drawn = noise(means.shape[1:]).to(float64_device(means.device))
+    # Cast before it is moved: there may be no float64 where the means are.
+    values: Tensor = means + torch.special.ndtri(drawn).to(means.dtype).to(means.device)
     return values

@@ -138,7 +138,8 @@ class CLIPModelOutput(AbstractModelOutput):
             )
         # Drawn on the CPU, so that the subset does not depend on the device.
         generator = torch.Generator().manual_seed(self.seed)
-        chosen = torch.randperm(image.shape[0], generator=generator)[:count].to(image.device)
+        drawn = torch.randperm(image.shape[0], generator=generator, device="cpu")[:count]
+        chosen = drawn.to(image.device)
         image, text = precise(image, what="image"), precise(text, what="text")
         self._negatives = (image.detach()[chosen].clone(), text.detach()[chosen.to(text.device)].clone())
 
@@ -333,6 +334,6 @@ def _pairs_of(answer: Any) -> _Pairs:
             "(B, d) for both."
         )
     image, text = precise(image, what="The image features"), precise(text, what="The text features")
-    return _Pairs(
-        image, text, scale if isinstance(scale, Tensor) or scale is None else torch.tensor(float(scale))
-    )
+    if scale is not None and not isinstance(scale, Tensor):
+        scale = torch.tensor(float(scale), device=image.device)
+    return _Pairs(image, text, scale)

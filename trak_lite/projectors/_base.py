@@ -148,7 +148,7 @@ class _CollectingAccumulator(AbstractFeatureAccumulator):
         whole[block.start : block.start + rows.shape[0]] = rows
 
     def features(self) -> Tensor:
-        some = next(iter(self._grads.values()), torch.empty(0))
+        some = next(iter(self._grads.values()), torch.empty(0, device="cpu"))
         grads = {}
         for name, shape in self._parameters.items():
             rows = self._grads.get(name)

@@ -192,4 +192,4 @@ def normal_quantiles() -> Tensor:
 def _quantile_scale() -> float:
     """Return the float32 number that gives the sum of two table entries variance 1."""
     mean_square = int(normal_quantiles().to(torch.int64).square().sum()) / (1 << 16)
-    return torch.tensor(1 / math.sqrt(2 * mean_square), dtype=torch.float32).item()
+    return torch.tensor(1 / math.sqrt(2 * mean_square), dtype=torch.float32, device="cpu").item()

@@ -186,7 +186,7 @@ def hash_signs(key: int, start: int, count: int, *, device: torch.device) -> Ten
 
 def hash_offsets(key: int, start: int, count: int, *, size: int) -> list[int]:
     """Return ``floor(h(key, i) * size / 2**32)`` for ``i = start .. start + count - 1``: numbers in ``[0, size)``."""
-    words = hash_words_(torch.empty(count, dtype=torch.int32), key, start).tolist()
+    words = hash_words_(torch.empty(count, dtype=torch.int32, device="cpu"), key, start).tolist()
     return [((word & _WORD) * size) >> 32 for word in words]
 
 
@@ -197,5 +197,5 @@ def hash_permutation(key: int, size: int) -> Tensor:
         >>> hash_permutation(key32(0, 5, 0, 0), 3).tolist()
         [0, 1, 2]
     """
-    words = hash_words_(torch.empty(size, dtype=torch.int32), key)
+    words = hash_words_(torch.empty(size, dtype=torch.int32, device="cpu"), key)
     return torch.argsort(words.to(torch.int64) & _WORD, stable=True)

@@ -85,14 +85,14 @@ def make_plan(
         model_id: The checkpoint.
     """
     entries: dict[str, ChosenEntries] = {}
-    scales = [torch.empty(0, dtype=torch.float64)]
+    scales = [torch.empty(0, dtype=torch.float64, device="cpu")]
     rounds: list[tuple[NDArray[np.int64], NDArray[np.float32]]] = []
     start = 0
     for segment, parameters in segments.items():
         size = num_entries(parameters)
         count = min(mask_dim, size)
         entries.update(_choose(parameters, count, start=start, seed=seed, model_id=model_id))
-        scales.append(torch.full((count,), math.sqrt(size / count), dtype=torch.float64))
+        scales.append(torch.full((count,), math.sqrt(size / count), dtype=torch.float64, device="cpu"))
         rounds.append(_rounds(segment, count, min(proj_dim, size), start=start, seed=seed, model_id=model_id))
         start += count
     fold = _joined(rounds, start) if mask_dim > proj_dim and rounds else None
@@ -126,7 +126,7 @@ def _choose(
 def _words_below(bound: int, key: int, size: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
     """Return the words below ``bound`` of ``h(key, 0) .. h(key, size - 1)``, less 2**31, and their indices."""
     words, indices = [np.empty(0, np.int64)], [np.empty(0, np.int64)]
-    tile, scratch = (torch.empty(min(size, _TILE), dtype=torch.int32) for _ in range(2))
+    tile, scratch = (torch.empty(min(size, _TILE), dtype=torch.int32, device="cpu") for _ in range(2))
     for start in range(0, size, _TILE):
         count = min(_TILE, size - start)
         drawn = hash_words_(tile[:count], key, start, scratch=scratch[:count])

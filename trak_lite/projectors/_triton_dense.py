@@ -12,14 +12,11 @@ Shapes: b gradient rows, n entries of a parameter from ``start`` on, K columns (
 from __future__ import annotations
 
 import contextlib
-import subprocess
-from typing import Any
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
-from triton.errors import TritonError
 
 from trak_lite.projectors._entries import RademacherEntries
 from trak_lite.projectors._hash import key32, wrap32
@@ -161,15 +158,14 @@ def why_unusable(device: torch.device) -> str | None:
 
     A CUDA device is not enough: Triton needs a C compiler at run time and knows no old GPUs.
     """
-    arguments: dict[str, Any] = {"dtype": torch.float32, "device": device}
     num_entries, proj_dim, key = 40, 33, 5
     entries = RademacherEntries(proj_dim, num_entries, device)
     width = RademacherEntries.width(proj_dim)
-    expected = entries.draw_(torch.empty(num_entries, width, **arguments), key, 0)[:, :proj_dim]
-    signs = torch.zeros(num_entries, proj_dim, **arguments)
+    expected = entries.draw_(torch.empty(num_entries, width, device=device), key, 0)[:, :proj_dim]
+    signs = torch.zeros(num_entries, proj_dim, device=device)
     try:
-        add_signed_product_(signs, torch.eye(num_entries, **arguments), key)
+        add_signed_product_(signs, torch.eye(num_entries, device=device), key)
         equal = torch.equal(signs, expected)
-    except (TritonError, RuntimeError, OSError, subprocess.SubprocessError) as error:
+    except Exception as error:  # compilers and drivers of all makers fail in ways of their own
         return f"it does not run there ({type(error).__name__}: {error})"
     return None if equal else "it draws other signs there than torch does"

@@ -178,8 +178,10 @@ def _self_test(engine: FastJLEngine) -> str | None:
     enough for one tile per multiprocessor, the last of them not full.
     """
     num_entries = _TILE * (engine.multiprocessors - 1) + 3
-    x, y = torch.randint(-4, 5, (2, num_entries), generator=torch.Generator().manual_seed(0)).float()
-    first, last = torch.zeros(2, num_entries)
+    x, y = torch.randint(
+        -4, 5, (2, num_entries), generator=torch.Generator().manual_seed(0), device="cpu"
+    ).float()
+    first, last = torch.zeros(2, num_entries, device="cpu")
     first[0] = last[-1] = 1.0
     rows = torch.stack([x, y, x - 2 * y, first, last, torch.zeros_like(x)]).to(engine.device)
     features = engine.project(rows, _COLUMNS, _TEST_SEED)

@@ -234,7 +234,7 @@ class _MaskAccumulator(AbstractFeatureAccumulator):
     def add(self, block: GradientBlock) -> None:
         """Add one block; raises InvalidInputError if it does not fit the parameters or the batch."""
         entries = self._plan.entries.get(block.name)
-        index = torch.empty(0, dtype=torch.int64) if entries is None else entries.index
+        index = torch.empty(0, dtype=torch.int64, device="cpu") if entries is None else entries.index
         if isinstance(block, FactoredBlock):
             check_factors(block, self._num_samples, self._parameters)
             values = _entries_of_factors(block, index)

@@ -95,7 +95,7 @@ class PrincipalAxes:
                 f"{[expected.get(key) for key in wrong]} (None: no axes). Fit the axes again."
             )
         self._columns = {
-            key: torch.empty(axes.shape, dtype=torch.float32).copy_(axes.detach())
+            key: torch.empty(axes.shape, dtype=torch.float32, device="cpu").copy_(axes.detach())
             for key, axes in columns.items()
         }
         infinite = [key for key, axes in self._columns.items() if not bool(axes.isfinite().all())]

@@ -18,7 +18,7 @@ from typing import Any, Final, Literal, Self, final
 import torch
 from torch import Tensor
 
-from trak_lite._devices import wide_dtype
+from trak_lite._devices import full_float32, wide_dtype
 from trak_lite._validate import known_names, one_of, real_at_least
 from trak_lite.errors import InvalidInputError, NonFiniteError, SingularKernelError
 from trak_lite.types import FeatureLayout, Segment
@@ -532,10 +532,11 @@ class GramAccumulator:
         """Add the products of the buffered rows and empty the buffer."""
         for segment, matrix in zip(self._segments, self._grams, strict=True):
             columns = self._buffer[: self._filled, segment.start : segment.stop]
-            if columns.dtype == matrix.dtype:
-                matrix.addmm_(columns.T, columns)
-            else:
-                matrix.add_(columns.T @ columns)
+            with full_float32(columns.device):
+                if columns.dtype == matrix.dtype:
+                    matrix.addmm_(columns.T, columns)
+                else:
+                    matrix.add_(columns.T @ columns)
         self._filled = 0
 
 

@@ -17,6 +17,7 @@ from typing import Final
 import torch
 from torch import Tensor
 
+from trak_lite._devices import full_float32
 from trak_lite.errors import InvalidInputError
 from trak_lite.scoring.kernel import SegmentKernel
 from trak_lite.types import FeatureLayout
@@ -67,16 +68,17 @@ def score_block(
         out = torch.empty(shape, dtype=dtype, device=train.device)
     _check_out(out, shape, train.device)
     columns = preconditioned.to(dtype).T
-    for start, rows in _upcast_rows(train, dtype):
-        tile = out[start : start + rows.shape[0]]
-        if row_weights is not None:
-            rows = rows * row_weights[start : start + rows.shape[0], None].to(rows)
-        if out.dtype == dtype:
-            tile.addmm_(rows, columns, beta=1.0 if accumulate else 0.0)
-        elif accumulate:
-            tile.add_(rows @ columns)
-        else:
-            tile.copy_(rows @ columns)
+    with full_float32(train.device):
+        for start, rows in _upcast_rows(train, dtype):
+            tile = out[start : start + rows.shape[0]]
+            if row_weights is not None:
+                rows = rows * row_weights[start : start + rows.shape[0], None].to(rows)
+            if out.dtype == dtype:
+                tile.addmm_(rows, columns, beta=1.0 if accumulate else 0.0)
+            elif accumulate:
+                tile.add_(rows @ columns)
+            else:
+                tile.copy_(rows @ columns)
     return out
 
 
@@ -116,7 +118,8 @@ def cosine(train: Tensor, targets: Tensor) -> Tensor:
     columns = _unit_rows(targets.to(dtype)).T
     for start in range(0, train.shape[0], _TILE_ROWS):
         rows = _unit_rows(train[start : start + _TILE_ROWS].to(dtype))
-        torch.mm(rows, columns, out=scores[start : start + _TILE_ROWS])
+        with full_float32(train.device):
+            torch.mm(rows, columns, out=scores[start : start + _TILE_ROWS])
     return scores
 
 

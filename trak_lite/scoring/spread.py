@@ -38,8 +38,8 @@ class Spread:
 
     def __init__(self) -> None:
         self._count = 0
-        self._mean = self._squares = self._products = torch.zeros(())
-        self._factor_mean = self._factor_squares = torch.zeros(())
+        self._mean = self._squares = self._products = torch.zeros((), device="cpu")
+        self._factor_mean = self._factor_squares = torch.zeros((), device="cpu")
 
     @torch.no_grad()
     def add(self, values: Tensor, factors: Tensor | None = None) -> None:

@@ -216,7 +216,7 @@ class HookGradientComputer(AbstractStreamingComputer):
     def _weighted_backward(
         self, batch: Batch, weights: Tensor, kept: Mapping[str, nn.Parameter]
     ) -> dict[str, Tensor]:
-        with self._prepared(kept):
+        with self._full_float32(), self._prepared(kept):
             output = self._output(batch)
             zero = torch.zeros((), device=output.device, requires_grad=True)
             return gradients_of((output * weights.to(output)).sum() + zero, kept)

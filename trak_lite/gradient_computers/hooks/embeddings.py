@@ -7,6 +7,7 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
+from trak_lite._devices import add_at_, wide_dtype
 from trak_lite.errors import UnsupportedModelError
 from trak_lite.gradient_computers.hooks.calls import Contribution, Lookups, OperationCall
 from trak_lite.gradient_computers.hooks.owners import Arrangement
@@ -65,7 +66,9 @@ def _shares(
     if mode == 0:
         return kept if scales is None else kept * scales
     sizes = torch.zeros(num_bags, dtype=ids.dtype, device=ids.device).index_add_(0, bags, kept)
-    return kept.double() / sizes.clamp(min=1)[bags]  # whole numbers would divide to float32
+    return (
+        kept.to(wide_dtype(kept.device)) / sizes.clamp(min=1)[bags]
+    )  # whole numbers would divide to float32
 
 
 def _owner_of_bags(call: OperationCall, num_bags: int, device: torch.device) -> Tensor:
@@ -94,8 +97,10 @@ def _largest(call: OperationCall, grad: Tensor, weight: Tensor) -> _Parts:
     size, width = weight.shape
     owner = _owner_of_bags(call, len(grad), grad.device).unsqueeze(1)
     empty = (sizes == 0).unsqueeze(1) | (winners < 0)  # torch may name row 0 as the winner of an empty bag
-    table = grad.new_zeros(call.num_samples * size, width)
-    table.scatter_add_(0, owner * size + winners.clamp(min=0), grad.masked_fill(empty, 0.0))
+    rows = owner * size + winners.clamp(min=0)
+    entries = (rows * width + torch.arange(width, device=grad.device)).flatten()
+    table = grad.new_zeros(call.num_samples * size * width)
+    add_at_(table, 0, entries, grad.masked_fill(empty, 0.0).flatten())
     yield weight, table.view(call.num_samples, size, width)
 
 

@@ -13,6 +13,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from trak_lite._devices import float64_device
+
 __all__ = ["Arrangement", "SampleCode", "sketch"]
 
 _TOLERANCES = {torch.float64: 1e-9, torch.float32: 1e-4}
@@ -36,9 +38,9 @@ def sketch(rows: Tensor) -> Tensor:
     width = rows.shape[1]
     if width <= 4:
         return wide
-    steps = torch.tensor([1.0, 2.0, 3.0, 5.0], dtype=torch.float64).sqrt()
-    directions = torch.outer(torch.arange(1, width + 1, dtype=torch.float64), steps).cos()
-    return wide @ directions.to(wide)
+    steps = torch.tensor([1.0, 2.0, 3.0, 5.0], dtype=torch.float64, device="cpu").sqrt()
+    directions = torch.outer(torch.arange(1, width + 1, dtype=torch.float64, device="cpu"), steps).cos()
+    return wide @ directions.to(wide.dtype).to(wide.device)
 
 
 def _largest_entries(rows: Tensor) -> Tensor:
@@ -82,6 +84,10 @@ class SampleCode:
             tagged: The same in each weighted pass.
             dtype: Dtype of the gradients.
         """
+        wide = float64_device(plain.device)
+        if wide != plain.device:
+            found = self.owners(plain.to(wide), [values.to(wide) for values in tagged], dtype)
+            return None if found is None else found.to(plain.device)
         if self._cancelled(plain, tagged, dtype):
             return None
         sizes = _largest_entries(plain)

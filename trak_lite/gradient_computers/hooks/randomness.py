@@ -10,12 +10,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from trak_lite._devices import rng_state, set_rng_state
+
 __all__ = ["RandomState"]
 
 
 @dataclass(frozen=True, slots=True)
 class RandomState:
-    """State of torch's generators on the CPU and on CUDA devices."""
+    """State of torch's generators on the CPU and on accelerators."""
 
     states: Mapping[torch.device, Tensor]
 
@@ -23,16 +25,16 @@ class RandomState:
     def of(cls, values: Iterable[Any]) -> RandomState:
         """Return the state that an operation on these values draws from."""
         devices = {value.device for value in values if isinstance(value, Tensor)}
-        return cls({device: _state(device) for device in devices if device.type in ("cpu", "cuda")})
+        return cls({device: rng_state(device) for device in devices if device.type != "meta"})
 
     def has_moved(self) -> bool:
         """Whether numbers were drawn since."""
-        return any(not torch.equal(state, _state(device)) for device, state in self.states.items())
+        return any(not torch.equal(state, rng_state(device)) for device, state in self.states.items())
 
     @contextmanager
     def replayed(self) -> Iterator[None]:
         """Draw the same numbers again inside the block."""
-        now = RandomState({device: _state(device) for device in self.states})
+        now = RandomState({device: rng_state(device) for device in self.states})
         try:
             self._set()
             yield
@@ -41,11 +43,4 @@ class RandomState:
 
     def _set(self) -> None:
         for device, state in self.states.items():
-            if device.type == "cpu":
-                torch.set_rng_state(state)
-            else:
-                torch.cuda.set_rng_state(state, device)
-
-
-def _state(device: torch.device) -> Tensor:
-    return torch.get_rng_state() if device.type == "cpu" else torch.cuda.get_rng_state(device)
+            set_rng_state(device, state)

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
+from trak_lite._devices import add_at_
 from trak_lite.errors import UnsupportedModelError
 from trak_lite.gradient_computers.hooks.axes import BatchAxis
 from trak_lite.gradient_computers.hooks.calls import Contribution, Factors, Lookups, OperationCall, dense_of
@@ -120,7 +121,7 @@ def summed_by_owner(part: Contribution, owners: Tensor, count: int) -> Contribut
     """Return per-row gradients ``(N, ...)``, or their factors, summed over the rows of each sample."""
     if not isinstance(part, Factors):
         part, kept = dense_of(part), owners >= 0
-        return part.new_zeros(count, *part.shape[1:]).index_add_(0, owners[kept], part[kept])
+        return add_at_(part.new_zeros(count, *part.shape[1:]), 0, owners[kept], part[kept])
     arranged = Arrangement.of(owners)
     if not arranged.length:
         return Factors(*(value.new_zeros(count, 0, value.shape[2]) for value in part))

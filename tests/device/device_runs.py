@@ -1,0 +1,101 @@
+"""Runs of the product on a device, and what they are compared by."""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+from device_models import make
+from torch import nn
+
+from trak_lite import Attributor
+
+
+def attributor(name, device, path=None, *, place=True, **settings):
+    """Return an attributor of a case and the case, its model on the device."""
+    case = make(name)
+    if place:
+        case.model.to(device)
+    given = {"dtype": "float32", "proj_dim": 8, "batch_size": 5, **settings}
+    made = Attributor(
+        case.model, case.task, path, device=device, collate=case.collate, progress=False, **given
+    )
+    return made, case
+
+
+def checkpoints(name, count=2):
+    """Return state dicts of a case's model."""
+    state, found = make(name).model.state_dict(), []
+    for seed in range(count):
+        generator = torch.Generator().manual_seed(seed)
+        noise = {k: torch.randn(v.shape, generator=generator) for k, v in state.items()}
+        found.append({k: v + 0.05 * noise[k] if v.is_floating_point() else v for k, v in state.items()})
+    return found
+
+
+def retraining(case, device):
+    """Return what trains a model of an ``mlp`` case on some of its rows, for two steps on the device."""
+    inputs, labels = (tensor.to(device) for tensor in case.train.tensors)
+
+    def train(rows, seed):
+        model = make("mlp").model.to(device)
+        optimiser = torch.optim.SGD(model.parameters(), lr=0.1)
+        for _ in range(2):
+            optimiser.zero_grad()
+            nn.functional.cross_entropy(model(inputs[rows]), labels[rows]).backward()
+            optimiser.step()
+        return model
+
+    return train
+
+
+def numbers_in(value):
+    """Return all finite numbers in a JSON value, in order."""
+    if isinstance(value, dict):
+        return [number for key in sorted(value) for number in numbers_in(value[key])]
+    if isinstance(value, list):
+        return [number for item in value for number in numbers_in(item)]
+    return [value] if isinstance(value, float | int) and np.isfinite(value) else []
+
+
+def stored(made):
+    """Return the columns of every table in an attributor's store, by path and name."""
+    found = {}
+    with made._workspace.reading() as store:
+        for path in sorted(store.table_names()):
+            table = store.open_table(path)
+            for column in table.spec.columns:
+                found[f"{path}/{column.name}"] = np.array(table.read(column.name))
+    return found
+
+
+def outcome(name, device, *, place=True, **settings):
+    """Return everything that featurizing and scoring a case gives; the model must be left as it was."""
+    made, case = attributor(name, device, place=place, **settings)
+    before = {key: (value.device, value.clone()) for key, value in case.model.state_dict().items()}
+    made.featurize(case.train)
+    scores = made.score(case.targets, name="t")
+    found = {**stored(made), "scores": scores.numpy().copy(), "self": scores.self_influence()}
+    for key, (where, value) in before.items():
+        now = case.model.state_dict()[key]
+        assert now.device == where
+        assert torch.equal(now, value), key
+    return found
+
+
+def assert_same(found, expected, device, *, fused=False):
+    """Equal bits on the stand-in, which computes as the CPU does; equal up to rounding on a GPU.
+
+    Args:
+        found: Arrays by name.
+        expected: The same from the CPU.
+        device: Where ``found`` comes from.
+        fused: The CPU has fused kernels for this, the stand-in has none: equal up to rounding.
+    """
+    assert found.keys() == expected.keys()
+    for key, value in expected.items():
+        assert np.isfinite(value).all(), key
+        if device.type == "stand_in" and not fused:
+            np.testing.assert_array_equal(found[key], value, err_msg=key)
+        else:
+            rounding = (1e-5 if device.type == "stand_in" else 1e-3) * max(float(np.abs(value).max()), 1e-30)
+            np.testing.assert_allclose(found[key], value, rtol=0, atol=rounding, err_msg=key)

@@ -1,0 +1,210 @@
+"""What is made of features, on a device and on the CPU: curvatures, views, checkpoints, stores, TRAKer, verdicts."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+from device_models import NUM_ROWS, NUM_TARGETS, make
+from device_runs import assert_same, attributor, checkpoints, numbers_in, retraining
+from safetensors.torch import save_file
+from torch.utils.data import DataLoader, Subset
+
+from trak_lite import Attributor, TRAKer
+from trak_lite.cli import main
+
+CPU = torch.device("cpu")
+VIEWS = [
+    {"kernel": "trak"},
+    {"kernel": "dot"},
+    {"kernel": "cosine"},
+    {"kernel": "curvature"},
+    {"kernel": "trak", "layout": "joint"},
+    {"kernel": "dot", "q": "inside", "checkpoint_weights": [0.1, 0.2]},
+]
+
+
+def on_both(device, run, **options):
+    """Compare what a run gives on the device with what it gives on the CPU."""
+    assert_same(run(device), run(CPU), device, **options)
+
+
+@pytest.mark.parametrize("name", ["mlp", "cnn", "gpt"])
+def test_ekfac(name, device):
+    def run(where):
+        made, case = attributor(name, where)
+        made.featurize(case.train)
+        made.fit_curvature(case.train)
+        return {"scores": made.score(case.targets, name="t", kernel="ekfac").numpy().copy()}
+
+    on_both(device, run)
+
+
+def test_views_and_what_is_said_of_scores(device):
+    def run(where):
+        made, case = attributor("mlp", where)
+        made.featurize(case.train, checkpoints("mlp"))
+        found = {}
+        for number, view in enumerate(VIEWS):
+            found[f"dense {number}"] = made.score(case.targets, name="t", **view).numpy().copy()
+            sparse = made.score(case.targets, name="t", dense=False, k=3, **view)
+            found[f"sparse {number}"] = sparse.top(3, target=1).scores
+        scores = made.scores("t", kernel="trak")
+        found["agreement"] = scores.checkpoint_agreement()
+        found["self"] = scores.self_influence()
+        found["dampings"] = made.damping_path("t", [0.01, 1.0], kernel="trak").numpy()
+        return found
+
+    on_both(device, run)
+
+
+def test_token_scores(device):
+    def run(where):
+        made, case = attributor("gpt", where, kernel="trak")
+        made.featurize(case.train)
+        scores = made.score(case.targets, name="t")
+        return {str(row): tokens for row, tokens in made.token_scores(scores, case.train, [0, 3]).items()}
+
+    on_both(device, run)
+
+
+def test_verification_against_retrained_models(device):
+    def run(where):
+        made, case = attributor("mlp", where)
+        made.featurize(case.train)
+        scores = made.score(case.targets, name="t")
+        verdict = made.verify(
+            retraining(case, where), case.targets, "t", budget=12, calibrate=True, train_id="x"
+        )
+        return {"scores": scores.numpy().copy(), "verdict": np.array(numbers_in(verdict.to_json()))}
+
+    on_both(device, run)
+
+
+def test_checkpoints_from_files_and_from_either_device(device, tmp_path):
+    states = checkpoints("cnn")
+    torch.save(states[0], tmp_path / "0.pt")
+    torch.save({key: value.to(device) for key, value in states[1].items()}, tmp_path / "1.pt")
+    (tmp_path / "folder").mkdir()
+    for number, state in enumerate(states):
+        save_file(state, tmp_path / "folder" / f"{number}.safetensors")
+    expected, case = attributor("cnn", CPU)
+    expected.featurize(case.train, states)
+    scores = {"scores": expected.score(case.targets, name="t").numpy()}
+    for given in (
+        [str(tmp_path / "0.pt"), str(tmp_path / "1.pt")],
+        str(tmp_path / "folder"),
+        states,
+        [{key: value.to(device) for key, value in state.items()} for state in states],
+    ):
+        made, case = attributor("cnn", device)
+        made.featurize(case.train, given)
+        assert_same({"scores": made.score(case.targets, name="t").numpy()}, scores, device)
+
+
+class Interrupted(torch.utils.data.Dataset):
+    """Stops the run at a row, once."""
+
+    def __init__(self, rows, at):
+        self.rows, self.at = rows, at
+
+    def __len__(self):
+        return len(self.rows)
+
+    def __getitem__(self, row):
+        if row == self.at:
+            self.at = None
+            raise KeyboardInterrupt
+        return self.rows[row]
+
+
+def test_a_run_goes_on_on_another_device(device, tmp_path):
+    whole, case = attributor("mlp", CPU)
+    whole.featurize(case.train, dataset_id="x")
+    expected = whole.score(case.targets, name="t").numpy()
+    made, case = attributor("mlp", device, tmp_path / "s.zarr")
+    rows = Interrupted(case.train, at=NUM_ROWS - 1)
+    with pytest.raises(KeyboardInterrupt):
+        made.featurize(rows, dataset_id="x")
+    made, case = attributor("mlp", CPU, tmp_path / "s.zarr")
+    assert 0 < made.featurize(rows, dataset_id="x").rows_found < NUM_ROWS
+    opened = Attributor.open(tmp_path / "s.zarr", make("mlp").model.to(device), progress=False)
+    assert opened.device == device
+    assert_same({"scores": opened.score(case.targets, name="t").numpy()}, {"scores": expected}, device)
+
+
+def test_rows_are_appended(device, tmp_path):
+    def run(where):
+        made, case = attributor(
+            "mlp", where, tmp_path / f"{where.type}.zarr", normalize="unit", store_norms=True
+        )
+        made.featurize(Subset(case.train, range(8)), dataset_id="z")
+        made.featurize(case.train, dataset_id="z", append=True)
+        return {
+            "scores": made.score(case.targets, name="t").numpy().copy(),
+            "norms": made.gradient_norms(),
+        }
+
+    on_both(device, run)
+
+
+@pytest.mark.parametrize("model_on", ["cpu", "device"])
+@pytest.mark.parametrize("runs_on", ["cpu", "device"])
+def test_traker(model_on, runs_on, device, tmp_path):
+    def run(where):
+        at = {"cpu": CPU, "device": where}
+        case, states = make("cnn"), checkpoints("cnn")
+        case.model.to(at[model_on])
+        folder = tmp_path / f"{where.type}"
+        traker = TRAKer(
+            case.model,
+            "image_classification",
+            NUM_ROWS,
+            save_dir=folder,
+            proj_dim=8,
+            device=at[runs_on],
+            use_half_precision=False,
+        )
+        for number, state in enumerate(states):
+            traker.load_checkpoint(state, model_id=number)
+            for start in range(0, NUM_ROWS, 7):
+                batch = [
+                    tensor[start : start + 7].to(at["device" if number else "cpu"])
+                    for tensor in case.train.tensors
+                ]
+                traker.featurize(batch, num_samples=7)
+        traker.finalize_features()
+        for number, state in enumerate(states):
+            traker.start_scoring_checkpoint("q", state, number, num_targets=NUM_TARGETS)
+            traker.score([tensor.to(where) for tensor in case.targets.tensors], num_samples=NUM_TARGETS)
+        scores = np.array(traker.finalize_scores("q"))
+        traker.close()
+        return {"scores": scores}
+
+    on_both(device, run)
+
+
+def test_the_command_line_reads_what_a_device_has_written(device, tmp_path, capsys):
+    made, case = attributor("mlp", device, tmp_path / "s.zarr")
+    made.featurize(case.train)
+    made.score(case.targets, name="t")
+    assert main(["inspect", str(tmp_path / "s.zarr")]) in (0, None)
+    said = capsys.readouterr().out
+    assert str(device) in said
+    assert "ieee" in said
+
+
+def test_a_model_on_another_device_comes_back(device, second_device):
+    def run(where):
+        case = make("mlp")
+        case.model.to(where)
+        runs_on = CPU if where == CPU else second_device
+        made = Attributor(
+            case.model, case.task, None, device=runs_on, dtype="float32", proj_dim=8, progress=False
+        )
+        made.featurize(DataLoader(case.train, batch_size=5, pin_memory=where != CPU), checkpoints("mlp"))
+        scores = made.score(case.targets, name="t").numpy().copy()
+        assert {p.device for p in case.model.parameters()} == {where}
+        return {"scores": scores}
+
+    on_both(device, run)

@@ -1,0 +1,313 @@
+"""What CUDA refuses, does later or does in another order, and what is to come out all the same."""
+
+from __future__ import annotations
+
+import warnings
+
+import numpy as np
+import pytest
+import torch
+from device_models import Recurrent, make
+from device_runs import assert_same, attributor, numbers_in, outcome, retraining, stored
+from torch import nn
+from torch.utils.data import DataLoader, Dataset, Subset
+
+from trak_lite import Attributor
+from trak_lite._batches import move_batch
+from trak_lite._devices import add_at_, full_float32, in_float64, wide_dtype
+from trak_lite.datasets import Rows
+from trak_lite.gradient_computers.hooks.randomness import RandomState
+
+CPU = torch.device("cpu")
+
+
+# ---- the stand-in has CUDA's rules
+
+
+def test_the_stand_in_refuses_what_cuda_refuses(device, imitation, second_device):
+    here = torch.ones(3, device=device)
+    with pytest.raises(RuntimeError, match="same device"):
+        here + torch.ones(3)
+    with pytest.raises(RuntimeError, match="same device"):
+        here + torch.ones(3, device=second_device)
+    with pytest.raises(RuntimeError, match="generator"):
+        torch.randn(3, device=device, generator=torch.Generator())
+    assert torch.equal((here * torch.tensor(2.0)).cpu(), torch.full((3,), 2.0))
+
+
+def test_the_stand_in_defers_copies(device, imitation):
+    values = torch.arange(4.0, device=device)
+    copied = values.to("cpu", non_blocking=True)
+    assert copied.isnan().all()
+    torch.get_device_module(device).synchronize()
+    assert copied.tolist() == [0, 1, 2, 3]
+    source, before = torch.ones(4).pin_memory(), imitation.overwritten()
+    source.to(device, non_blocking=True)
+    source.zero_()
+    torch.get_device_module(device).synchronize()
+    assert imitation.overwritten() == before + 1
+
+
+def test_the_stand_in_counts(device, imitation):
+    before = imitation.kernels(), imitation.waits()
+    float((torch.ones(2, device=device) + 1).sum())
+    assert imitation.kernels() > before[0]
+    assert imitation.waits() == before[1] + 1
+
+
+def test_the_stand_in_rounds_products_where_tf32_is_allowed(device, imitation):
+    torch.manual_seed(0)
+    x, layer = torch.randn(8, 8), nn.Conv2d(1, 2, 3)
+    image, weight = x.view(1, 1, 8, 8), layer.weight.detach()
+    exact = nn.functional.conv2d(image, weight)
+    assert not torch.equal(nn.functional.conv2d(image.to(device), weight.to(device)).cpu(), exact)
+    assert torch.equal((x.to(device) @ x.to(device)).cpu(), x @ x)
+
+
+# ---- 1: recurrent layers
+
+
+@pytest.mark.parametrize("kind", [nn.LSTM, nn.GRU, nn.RNN])
+def test_recurrent_layers_have_no_backward_in_eval_mode(kind, device, imitation):
+    model = Recurrent(kind).eval().to(device)
+    output = model(make("lstm").train.tensors[0].to(device))
+    with pytest.raises(RuntimeError, match="training mode"):
+        output.sum().backward()
+
+
+@pytest.mark.filterwarnings("ignore:There is a performance drop")
+@pytest.mark.parametrize("engine", ["auto", "hook", "functional", "iterative"])
+def test_every_engine_differentiates_recurrent_layers(engine, device):
+    # Compared bit by bit or up to rounding in test_device_models.py.
+    made, case = attributor("lstm", device, gradient_computer=engine)
+    assert made.featurize(case.train).rows_written == len(case.train)
+    assert torch.backends.cudnn.enabled
+
+
+# ---- 2: a default device
+
+
+class Doubled(Dataset):
+    """Makes its samples on the default device."""
+
+    def __init__(self, rows):
+        self.rows = rows
+
+    def __len__(self):
+        return len(self.rows)
+
+    def __getitem__(self, row):
+        inputs, label = self.rows[row]
+        return inputs.to(torch.get_default_device()) * torch.ones(()), label
+
+
+@pytest.fixture
+def default_device(device):
+    before = torch.get_default_device()
+    torch.set_default_device(device)
+    yield device
+    torch.set_default_device(before)
+
+
+@pytest.mark.parametrize(
+    ("name", "settings"),
+    [
+        ("mlp", {}),
+        ("mlp", {"projector": "mask"}),
+        ("mlp", {"projector": "grass"}),
+        ("mlp", {"projector": "countsketch", "gradient_computer": "functional"}),
+        ("gpt", {"kernel": "fisher"}),
+        ("clip", {}),
+    ],
+    ids=str,
+)
+def test_a_default_device_changes_nothing(name, settings, device):
+    expected = outcome(name, device, **settings)
+    torch.set_default_device(device)
+    try:
+        found = outcome(name, device, **settings)
+    finally:
+        torch.set_default_device(None)
+    assert_same(found, expected, device)
+
+
+@pytest.mark.parametrize("wrap", [lambda d: Subset(d, range(len(d))), Doubled], ids=["Subset", "own"])
+def test_datasets_of_any_kind_are_read_with_a_default_device(wrap, default_device):
+    made, case = attributor("mlp", default_device)
+    case.model.to(default_device)
+    assert made.featurize(wrap(case.train)).rows_written == len(case.train)
+
+
+# ---- 3: copies that are not waited for
+
+
+def test_a_batch_that_comes_to_the_cpu_is_waited_for(device):
+    values = torch.arange(1 << 20, device=device)
+    assert torch.equal(move_batch(values, CPU), torch.arange(1 << 20))
+
+
+def test_a_model_on_the_cpu_reads_a_dataset_on_the_device(device):
+    expected = outcome("mlp", CPU)
+    case = make("mlp")
+    moved = torch.utils.data.TensorDataset(*(tensor.to(device) for tensor in case.train.tensors))
+    made = Attributor(case.model, case.task, None, dtype="float32", proj_dim=8, batch_size=5, progress=False)
+    made.featurize(moved)
+    for key, value in stored(made).items():
+        np.testing.assert_array_equal(value, expected[key])
+
+
+# ---- 5: devices without float64
+
+
+@pytest.fixture
+def no_float64(imitation):
+    imitation.set_float64(False)
+    wide_dtype.cache_clear()
+    yield
+    imitation.set_float64(True)
+    wide_dtype.cache_clear()
+
+
+def test_the_widest_dtype_is_asked_for(device, no_float64):
+    assert wide_dtype(device) == torch.float32
+    with pytest.raises(TypeError, match="no float64"):
+        torch.ones(1, device=device).double()
+    wide = in_float64(torch.ones(1, device=device))
+    assert (wide.dtype, wide.device) == (torch.float64, CPU)
+
+
+MODELS = ["mlp", "cnn", "vit", "gpt", "lstm", "regression", "multilabel", "binary", "clip"]
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_default_settings_without_float64(name, device, no_float64):
+    expected = outcome(name, CPU, dtype="float16")
+    found = outcome(name, device, dtype="float16")
+    for key, value in expected.items():
+        rows = key.startswith(("ckpt", "targets"))  # of equal bits; grams are summed up in float32 there
+        rounding = 0 if rows and device.type == "stand_in" else 5e-3 * np.abs(value).max()
+        np.testing.assert_allclose(found[key], value, rtol=0, atol=rounding, err_msg=key)
+
+
+@pytest.mark.parametrize("kernel", ["fisher", "ekfac"])
+@pytest.mark.parametrize("name", ["mlp", "gpt", "binary", "regression"])
+def test_fitted_curvatures_without_float64(name, kernel, device, no_float64):
+    scores = {}
+    for where in (CPU, device):
+        made, case = attributor(name, where)
+        made.featurize(case.train)
+        if kernel == "ekfac":
+            made.fit_curvature(case.train)
+        else:
+            made = attributor(name, where, kernel="fisher")[0]
+            made.featurize(case.train)
+        scores[where] = made.score(case.targets, name="t", kernel=kernel).numpy().copy()
+    scale = float(np.abs(scores[CPU]).max())
+    np.testing.assert_allclose(scores[device], scores[CPU], rtol=0, atol=1e-2 * scale)
+
+
+def test_token_scores_and_verification_without_float64(device, no_float64):
+    made, case = attributor("gpt", device, kernel="trak")
+    made.featurize(case.train)
+    scores = made.score(case.targets, name="t")
+    tokens = made.token_scores(scores, case.train, [0])[0]
+    np.testing.assert_allclose(
+        tokens.sum(0), scores.numpy()[0], rtol=0, atol=1e-3 * np.abs(scores.numpy()).max()
+    )
+
+    verdicts = {}
+    for where in (CPU, device):
+        made, case = attributor("mlp", where)
+        made.featurize(case.train)
+        made.score(case.targets, name="t")
+        train = retraining(case, where)
+        verdict = made.verify(train, case.targets, "t", budget=12, calibrate=True, train_id="x")
+        verdicts[where] = numbers_in(verdict.to_json())
+    np.testing.assert_allclose(verdicts[device], verdicts[CPU], rtol=0, atol=1e-3)
+
+
+# ---- 6: TF32
+
+
+@pytest.fixture
+def tf32_everywhere():
+    before = torch.get_float32_matmul_precision()
+    torch.set_float32_matmul_precision("high")
+    yield
+    torch.set_float32_matmul_precision(before)
+
+
+@pytest.mark.parametrize(
+    ("name", "settings"),
+    [
+        ("mlp", {"kernel": "fisher"}),
+        ("mlp", {"projector": "gaussian"}),
+        ("cnn", {}),
+        ("gpt", {"kernel": "trak"}),
+        ("lstm", {}),
+    ],
+    ids=str,
+)
+def test_float32_products_are_float32_whatever_torch_allows(name, settings, device, tf32_everywhere):
+    found = outcome(name, device, **settings)
+    torch.set_float32_matmul_precision("highest")
+    assert_same(found, outcome(name, CPU, **settings), device)
+
+
+def test_torch_has_its_precisions_back(device, tf32_everywhere):
+    matmul, conv = torch.backends.cuda.matmul, torch.backends.cudnn.conv
+    before = matmul.fp32_precision, conv.fp32_precision, torch.backends.fp32_precision
+    with full_float32(device):
+        assert (matmul.fp32_precision, conv.fp32_precision) == ("ieee", "ieee")
+        with torch.backends.cudnn.flags(enabled=False):  # as models do; it reads the older flags
+            assert torch.get_float32_matmul_precision() == "highest"
+    assert (matmul.fp32_precision, conv.fp32_precision, torch.backends.fp32_precision) == before
+    assert torch.get_float32_matmul_precision() == "high"
+
+
+# ---- 7: the order of sums
+
+
+def test_sums_by_index_have_an_order(device, imitation):
+    torch.manual_seed(0)
+    index, values = torch.randint(3, (2, 500)), torch.randn(2, 500)
+    place, given = index[0].to(device), values.to(device)
+    by_torch = [torch.zeros(3, device=device).index_add_(0, place, given[0]).cpu() for _ in range(2)]
+    assert not torch.equal(*by_torch)
+    for dim, shape in ((0, (3,)), (1, (2, 3))):
+        part = given[0] if dim == 0 else given
+        sums = [add_at_(torch.zeros(shape, device=device), dim, place, part).cpu() for _ in range(2)]
+        assert torch.equal(*sums)
+        host = add_at_(torch.zeros(shape), dim, index[0], part.cpu())
+        assert torch.equal(sums[0], host)
+
+
+@pytest.mark.parametrize("projector", ["countsketch", "mask", "gaussian", "two_sided"])
+def test_rows_are_the_same_bits_in_another_run(projector, device):
+    first, second = (outcome("gpt", device, projector=projector) for _ in range(2))
+    for key, value in first.items():
+        np.testing.assert_array_equal(second[key], value, err_msg=key)
+
+
+# ---- 8: two devices
+
+
+def test_random_numbers_of_a_device_are_drawn_again(device):
+    like = torch.empty(4, device=device)
+    state = RandomState.of([like])
+    drawn = like.uniform_().clone()
+    assert state.has_moved()
+    with state.replayed():
+        assert torch.equal(like.uniform_(), drawn)
+
+
+# ---- 9: loaders
+
+
+def test_a_loader_keeps_what_it_says_of_memory(device):
+    rows = Rows(DataLoader(Subset(make("mlp").train, range(6)), batch_size=3, pin_memory=True))
+    for _, batch in rows.batches([np.arange(3), np.arange(3, 6)]):
+        assert all(tensor.is_pinned() for tensor in batch)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        next(iter(rows.batches([np.arange(3)])))

@@ -1,0 +1,56 @@
+"""Runs the tests of this folder on the stand-in accelerator, each file in a process: a device's name is a process's."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import stand_in
+
+FOLDER = Path(__file__).parent
+LIBRARY = "TRAK_LITE_STAND_IN"
+FILES = sorted(path.name for path in FOLDER.glob("test_device_*.py"))
+
+pytestmark = [
+    pytest.mark.skipif(stand_in.why_unbuildable() is not None, reason=str(stand_in.why_unbuildable())),
+    pytest.mark.skipif(LIBRARY in os.environ, reason="runs on the stand-in already"),
+]
+
+
+@pytest.fixture(scope="session")
+def library(tmp_path_factory, worker_id):
+    """The stand-in, compiled once for all workers of the session."""
+    base = tmp_path_factory.getbasetemp()
+    return stand_in.built((base if worker_id == "master" else base.parent) / "stand_in")
+
+
+@pytest.mark.parametrize("file", FILES)
+def test_the_product_runs_on_an_accelerator(file, library):
+    command = [
+        sys.executable,
+        "-m",
+        "pytest",
+        "-q",
+        "-p",
+        "no:xdist",
+        "--tb=short",
+        "-rs",
+        str(FOLDER / file),
+    ]
+    environment = {**os.environ, LIBRARY: str(library), "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(command, env=environment, cwd=FOLDER.parents[1], capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout[-20_000:] + done.stderr[-2_000:]
+    assert " passed" in done.stdout
+    assert "skipped" not in done.stdout, done.stdout
+
+
+def test_a_machine_without_a_compiler_says_so(monkeypatch):
+    monkeypatch.setenv("PATH", "/nowhere")
+    assert "g++" in str(stand_in.why_unbuildable())
+
+
+def test_the_stand_in_stays_small():
+    assert len(stand_in.SOURCE.read_text().splitlines()) <= 450
