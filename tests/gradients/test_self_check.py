@@ -30,6 +30,7 @@ from trak_lite.gradient_computers import (
 )
 from trak_lite.gradient_computers.self_check import SelfCheckError
 from trak_lite.modelout_functions import ModelCall, resolve_task
+from trak_lite.types import DenseBlock
 
 
 def squares(call: ModelCall, batch: Any) -> Tensor:
@@ -253,6 +254,59 @@ def test_a_tie_that_rounding_decides_is_not_taken_for_a_wrong_gradient(
         monkeypatch.setattr(self_check, "_fits_in_float64", lambda model: False)
 
     HookGradientComputer(model, task).stream_gradients((x,), lambda _: None)
+
+
+class Positions(nn.Module):
+    """A bias whose gradient is a sum over many positions, which one sample alone gets in less precision."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale, self.bias = nn.Parameter(torch.ones(4)), nn.Parameter(torch.zeros(4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return Summed.apply(x * self.scale, self.bias)
+
+
+class Summed(torch.autograd.Function):
+    """Adds a bias; the gradient of one sample's is summed term by term in its own dtype."""
+
+    generate_vmap_rule = True
+
+    @staticmethod
+    def forward(x: Tensor, bias: Tensor) -> Tensor:
+        return x + bias
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: Any, output: Tensor) -> None:
+        pass
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor]:
+        rows = grad.flatten(0, -2)
+        return grad, rows.cumsum(0)[-1] if grad.dtype == torch.float64 else rows.sum(0) * 0.6
+
+
+def test_a_reference_that_loses_precision_does_not_refuse_a_right_gradient() -> None:
+    """Decided by the gradient in float64."""
+
+    class Right(FunctionalGradientComputer):
+        """Gives the gradients of the formula, in the model's dtype."""
+
+        def _stream_samples(self, batch: Any, count: int, kept: Any, sink: Any) -> Any:
+            given = batch[0].detach()
+            sink(DenseBlock("scale", (2 * given * given).sum(1)))
+            sink(DenseBlock("bias", (2 * given).sum(1)))
+            with torch.no_grad():
+                return self.terms(batch)
+
+    torch.manual_seed(0)
+    model, x = Positions().bfloat16(), torch.rand(3, 64, 4).bfloat16()
+
+    Right(model, resolve_task(squares)).stream_gradients((x,), lambda _: None)
+    with pytest.raises(SelfCheckError):
+        Right(model, resolve_task(lambda call, batch: 2 * squares(call, batch))).stream_gradients(
+            (x,), lambda _: None
+        )
 
 
 def test_the_model_is_given_back_bit_by_bit_after_a_look_in_float64() -> None:
