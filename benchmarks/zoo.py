@@ -37,7 +37,7 @@ from zoo_path import Wrong, cost_against_plain, run_whole_path  # noqa: E402
 from zoo_published import PUBLISHED  # noqa: E402
 from zoo_timm import let_torchvision_import, timm_models  # noqa: E402
 
-TRAIN_ROWS, TARGETS = 6, 2
+TRAIN_ROWS, TARGETS = 4, 2
 NO_RULE_FOR_VMAP = "There is a performance drop because we have not yet implemented the batching rule"
 """torch's own warning where the functional engine goes through an operation that vmap runs sample by sample."""
 DIGITS = 2

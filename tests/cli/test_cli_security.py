@@ -30,6 +30,7 @@ from trak_lite.cli.records import RunRecord, keep_record, last_record
 from trak_lite.errors import CheckpointError, StateError, TrakLiteError
 from trak_lite.store import open_store
 from trak_lite.store._derived import DerivedArrays
+from trak_lite.store._documents import sealed
 
 (_TABLE,) = (action for action in _parser()._actions if isinstance(action, argparse._SubParsersAction))
 COMMANDS = sorted(_TABLE.choices)
@@ -104,12 +105,18 @@ def put_record(folder: Path, digest: str, **config: Any) -> None:
     DerivedArrays(str(folder / "run.zarr/.cache")).put("runs", "run records, format 1", text)
 
 
+def edit_record(path: Path, change: Callable[[dict[str, Any]], None]) -> None:
+    """Change metadata as an attacker does, who makes the checksum fit."""
+    document = json.loads(path.read_text())
+    record = document["attributes"]["trak_lite"]
+    change(record)
+    document["attributes"]["trak_lite"] = sealed(record)
+    path.write_text(json.dumps(document))
+
+
 def edit_attributes(folder: Path, change: Callable[[dict[str, Any]], None]) -> None:
     for table in ("ckpt-0", "ckpt-1", "ckpt-2"):
-        path = folder / "run.zarr" / table / "zarr.json"
-        document = json.loads(path.read_text())
-        change(document["attributes"]["trak_lite"])
-        path.write_text(json.dumps(document))
+        edit_record(folder / "run.zarr" / table / "zarr.json", change)
 
 
 def plant_python(folder: Path) -> list[Path]:
@@ -167,13 +174,11 @@ def pickles_as_checkpoints(folder: Path) -> None:
 
 
 def settings_of_the_manifest(folder: Path) -> None:
-    path = folder / "run.zarr/zarr.json"
-    document = json.loads(path.read_text())
-    settings = document["attributes"]["trak_lite"]["made_with"]["settings"]
-    settings.update(
-        task="this", gradient_computer="this.d", projector="this.s", collate="this.d", device="this"
+    modules = {"task": "this", "gradient_computer": "this.d", "projector": "this.s", "collate": "this.d"}
+    edit_record(
+        folder / "run.zarr/zarr.json",
+        lambda record: record["made_with"]["settings"].update(modules, device="this"),
     )
-    path.write_text(json.dumps(document))
 
 
 ATTACKS = [
@@ -362,9 +367,9 @@ def test_names_of_a_store_tell_a_terminal_nothing(copied: Path, capsys: pytest.C
     text = np.frombuffer(json.dumps(verdict).encode(), np.uint8).copy()
     derived.put(file.stem.replace("%", "/"), key, text)
     edit_attributes(copied, lambda table: table["attributes"].update(name=ESCAPE))
-    document = json.loads((copied / "run.zarr/zarr.json").read_text())
-    document["attributes"]["trak_lite"]["fingerprint"][f"a\n{ESCAPE}"] = ESCAPE
-    (copied / "run.zarr/zarr.json").write_text(json.dumps(document))
+    edit_record(
+        copied / "run.zarr/zarr.json", lambda record: record["fingerprint"].update({f"a\n{ESCAPE}": ESCAPE})
+    )
     put_record(copied, "x" + ESCAPE, recipe=ESCAPE)
     (copied / f"run.zarr/x{ESCAPE}").mkdir()
     capsys.readouterr()
@@ -427,7 +432,7 @@ def test_a_verdict_that_cannot_be_read_is_told(
         "",
         "pipe.pt",
     ],
-    ids=str,
+    ids=["memory", "zeros", "text", "folder", "number", "list", "mapping", "nul", "long", "empty", "pipe"],
 )
 def test_a_noted_source_that_is_no_checkpoint_is_not_opened(source: Any, copied: Path) -> None:
     os.mkfifo(copied / "pipe.pt")
@@ -464,9 +469,7 @@ def test_a_noted_source_runs_no_code_when_it_is_opened(copied: Path) -> None:
 )
 def test_settings_of_a_manifest_that_are_none_are_refused_by_name(settings: Any, copied: Path) -> None:
     path = copied / "run.zarr/zarr.json"
-    document = json.loads(path.read_text())
-    document["attributes"]["trak_lite"]["made_with"]["settings"] = settings
-    path.write_text(json.dumps(document))
+    edit_record(path, lambda record: record["made_with"].update(settings=settings))
     model = load_recipe(copied / "recipe.py").call("build_model", {})
 
     with pytest.raises(TrakLiteError):

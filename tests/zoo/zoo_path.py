@@ -335,7 +335,7 @@ def run_whole_path(
     targets: Samples,
     folder: Path,
     *,
-    batch_size: int = 4,
+    batch_size: int = 2,
     tokens: bool = False,
     draws: bool = False,
     row_tolerance: float = ROW_TOLERANCE["float16"],
