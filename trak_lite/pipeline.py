@@ -378,9 +378,9 @@ def _joined(parts: Sequence[_Computed]) -> Computed:
         OUT_TO_LOSS: [part.terms.out_to_loss_grad for part in parts],
         LOSS_CURVATURE: [part.terms.loss_curvature for part in parts],
     }
-    values = {name: torch.cat(found).detach().double().cpu().numpy() for name, found in columns.items()}
+    values = {name: torch.cat(found).detach().cpu().double().numpy() for name, found in columns.items()}
     norms = {name: np.concatenate([part.norms[name] for part in parts]) for name in parts[0].norms}
-    outputs = torch.cat([part.terms.output for part in parts]).detach().double().cpu().numpy()
+    outputs = torch.cat([part.terms.output for part in parts]).detach().cpu().double().numpy()
     return Computed({**values, **norms}, outputs)
 
 
