@@ -45,6 +45,7 @@ from trak_lite.scoring import score_block
 from trak_lite.store import AbstractRowTable, Manifest, TableSpec, ZarrFeatureStore
 from trak_lite.store._checksums import crc32c
 from trak_lite.store._chunk_files import TableFiles
+from trak_lite.store._documents import table_identity
 from trak_lite.store._records import CommitRecord
 
 BATCH = 32
@@ -175,14 +176,15 @@ def in_turn(*calls: Callable[[], Any]) -> list[float]:
 def forge(folder: str, spec: TableSpec) -> None:
     """Make every chunk of a table by hand, committed by one log: what as many writers would have left."""
     make_table(folder, spec)
-    files = TableFiles(f"{folder}/run.zarr/ckpt-0", spec, root=folder)
+    identity = table_identity("ckpt-0", Manifest({}).digest(), spec)
+    files = TableFiles(f"{folder}/run.zarr/ckpt-0", spec, root=folder, identity=identity)
     contents = {column.name: bytes(column.chunk_bytes) for column in files.columns}
     sums = {name: (len(content), crc32c(content)) for name, content in contents.items()}
     for column in files.columns:
         for chunk in range(CHUNKS):
             Path(column.visible(chunk)).write_bytes(contents[column.name])
-    log = b"".join(CommitRecord(chunk, 1, spec.chunk_rows, sums).encode() for chunk in range(CHUNKS))
-    Path(files.commits, f"{0:032x}.log").write_bytes(log)
+    records = (CommitRecord(chunk, 1, spec.chunk_rows, sums, identity) for chunk in range(CHUNKS))
+    Path(files.commits, f"{0:032x}.log").write_bytes(b"".join(record.encode() for record in records))
 
 
 def open_round() -> dict[str, float]:
