@@ -852,7 +852,9 @@ def test_a_table_under_a_name_that_none_can_have_is_told_by_reader_and_verify_al
     report = verify_store(mixed)
     with pytest.raises(CorruptStoreError) as caught, ZarrFeatureStore.open(mixed) as store:
         store.table_names()
-    assert [finding.finding for finding in report.findings] == [str(caught.value)]
+    # the table whose folder has got the name is lost from the list besides
+    misnamed = [finding.finding for finding in report.findings if "is lost" not in finding.finding]
+    assert misnamed == [str(caught.value)]
     assert not report.ok
     assert "no table or group can have the name" in str(caught.value)
 

@@ -18,6 +18,7 @@ import uuid
 from collections.abc import Iterator
 from typing import final
 
+from trak_lite._validate import parse_json
 from trak_lite.errors import CorruptStoreError
 from trak_lite.store._checksums import crc32c
 from trak_lite.store._documents import encode_document, hidden_document
@@ -85,7 +86,7 @@ def decode_entry(text: bytes, path: str, *, where: str) -> str:
     """
     body, _, checksum = text.rpartition(b"\t")
     try:
-        entry = json.loads(body) if checksum == b"%08x\n" % crc32c(body) else None
+        entry = parse_json(body) if checksum == b"%08x\n" % crc32c(body) else None
         if isinstance(entry, dict) and entry["table"] == path and isinstance(entry["identity"], str):
             return entry["identity"]
     except (ValueError, KeyError, RecursionError):
