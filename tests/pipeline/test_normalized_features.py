@@ -24,6 +24,7 @@ from trak_lite.errors import (
 )
 from trak_lite.gradient_computers import HookGradientComputer, NormalizedGradientComputer
 from trak_lite.store import ZarrFeatureStore
+from trak_lite.store._documents import sealed
 
 N, M, K, CLASSES = 70, 5, 6, 3
 NONE, UNIT, UNIT_BY_MODULE = Normalization(), Normalization("unit"), Normalization("unit", scope="module")
@@ -256,6 +257,7 @@ def forget(path: Path, *settings: str) -> None:
     document = json.loads(file.read_text())
     for name in settings:
         del document["attributes"]["trak_lite"]["made_with"]["settings"][name]
+    document["attributes"]["trak_lite"] = sealed(document["attributes"]["trak_lite"])
     file.write_text(json.dumps(document))
 
 

@@ -295,7 +295,8 @@ def test_racing_creators_and_droppers_leave_a_list_that_is_right(path):
             for _ in range(12):
                 with ZarrFeatureStore.open(path, "r+") as store:
                     if number % 2:
-                        store.create_table("ckpt-0", ZERO)
+                        with contextlib.suppress(MissingStoreError):  # dropped before it was opened
+                            store.create_table("ckpt-0", ZERO)
                     else:
                         store.table_names()
                         with contextlib.suppress(MissingStoreError):
