@@ -364,7 +364,7 @@ class ZarrFeatureStore(AbstractFeatureStore):
             place = self._place(path)
             try:
                 self._tables[path] = self._opened(path, record)
-            except StoreError:
+            except (StoreError, FileNotFoundError):
                 self._require_table(path)
                 if self._place(path) == place:
                     raise  # else it was dropped, and made anew, while it was looked at
