@@ -7,6 +7,7 @@ finds a record for every file seen.
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import os
 import re
@@ -23,8 +24,8 @@ from trak_lite.store._base import TableSpec
 from trak_lite.store._checksums import crc32c
 from trak_lite.store._columns import StoredArray
 from trak_lite.store._documents import identity_of
-from trak_lite.store._files import file_size, named_errors, zeros
-from trak_lite.store._folders import make_folders, names_in
+from trak_lite.store._files import file_size, named_errors, sync_folder, zeros
+from trak_lite.store._folders import names_in
 from trak_lite.store._metadata import (
     attributes_from_json,
     own_attributes,
@@ -181,10 +182,15 @@ class TableFiles:
         return zeros(rows, what=what, besides=8 * rows).view(np.bool_)
 
     def make_folders(self) -> None:
-        """Make the folders that copying a store may have dropped because they were empty."""
+        """Make the folders that copying a store may have dropped because they were empty.
+
+        Raises:
+            FileNotFoundError: If the table was dropped meanwhile: no folder above them is made again.
+        """
         for folder in (self.stage, self.commits):
-            with named_errors("Making", folder):
-                make_folders(folder)
+            with named_errors("Making", folder), contextlib.suppress(FileExistsError):
+                os.mkdir(folder)
+                sync_folder(os.path.dirname(folder))
 
 
 @final
