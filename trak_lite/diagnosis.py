@@ -11,7 +11,13 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from trak_lite._batches import flatten_batch, take_rows
-from trak_lite.errors import MODEL_FAILURES, InvalidInputError, NonFiniteError, TrakLiteError
+from trak_lite.errors import (
+    MODEL_FAILURES,
+    InvalidInputError,
+    NonFiniteError,
+    TrakLiteError,
+    refuse_machine_failure,
+)
 from trak_lite.gradient_computers import AbstractGradientComputer
 from trak_lite.modelout_functions import AbstractModelOutput, ModelCall
 from trak_lite.sharded import class_of, is_sharded
@@ -44,6 +50,7 @@ def naming_rows(
     except (TrakLiteError, torch.OutOfMemoryError):
         raise
     except MODEL_FAILURES as error:
+        refuse_machine_failure(error)
         leaves, _ = flatten_batch(batch)
         seen = ", ".join(
             f"{tuple(leaf.shape)} {str(leaf.dtype).removeprefix('torch.')} on {leaf.device}"

@@ -9,6 +9,8 @@ of somebody else's: characters that a terminal might obey are escaped when it is
 
 from __future__ import annotations
 
+import errno
+
 __all__ = [
     "MODEL_FAILURES",
     "AssertedInputError",
@@ -25,6 +27,7 @@ __all__ = [
     "RankError",
     "ReadOnlyStoreError",
     "RetrainingError",
+    "ShortageError",
     "SingularKernelError",
     "StateError",
     "StoreError",
@@ -35,7 +38,9 @@ __all__ = [
     "UnknownTaskError",
     "UnsupportedModelError",
     "UnsupportedStoreError",
+    "WorkerLostError",
     "printable",
+    "refuse_machine_failure",
 ]
 
 
@@ -117,6 +122,14 @@ class RetrainingError(TrakLiteError, RuntimeError):
     """A user's training or output function failed while models were trained on subsets."""
 
 
+class ShortageError(TrakLiteError, MemoryError):
+    """The machine gives no more memory, threads or file descriptors."""
+
+
+class WorkerLostError(TrakLiteError, RuntimeError):
+    """A process that loads the user's data was killed, or has died."""
+
+
 class SingularKernelError(TrakLiteError, ValueError, RuntimeError):
     """The kernel matrix cannot be inverted at the damping that was asked for."""
 
@@ -163,3 +176,39 @@ class StoreFullError(StoreError):
 
 MODEL_FAILURES = (RuntimeError, TypeError, ValueError, IndexError, KeyError, AttributeError)
 """What a user's own module or output function raises when it does not fit its batch."""
+
+_DONE_STAYS = "Finished rows are kept; the same call computes the others."
+
+
+def refuse_machine_failure(error: BaseException) -> None:
+    """Raise the named error of a failure that is the machine's, not the model's or the data's; else return.
+
+    PyTorch raises all of these as :class:`RuntimeError`, as a user's own model may.
+
+    Raises:
+        ShortageError: If memory, threads or file descriptors are used up.
+        WorkerLostError: If a process of a DataLoader was lost.
+    """
+    if isinstance(error, TrakLiteError):
+        return
+    first = next(iter(str(error).splitlines()), "")
+    no_room = isinstance(error, MemoryError) or (isinstance(error, OSError) and error.errno == errno.ENOMEM)
+    if no_room or "can't allocate memory" in first:
+        raise ShortageError(
+            f"There is no room in memory ({type(error).__name__}: {first or 'no message'}). {_DONE_STAYS} Use a "
+            "smaller batch_size or proj_dim, fewer processes on this machine, or raise its limit (ulimit -v)."
+        ) from error
+    if isinstance(error, RuntimeError) and "can't start new thread" in first:
+        raise ShortageError(
+            f"No thread could be started ({first}): memory, or the number of processes (ulimit -u), is used up. "
+            f"{_DONE_STAYS} Use fewer processes on this machine, or raise the limit."
+        ) from error
+    if isinstance(error, OSError) and error.errno in (errno.EMFILE, errno.ENFILE):
+        raise ShortageError(
+            f"No file descriptor is left ({first}). {_DONE_STAYS} Close what is open, or raise the limit (ulimit -n)."
+        ) from error
+    if isinstance(error, RuntimeError) and first.startswith("DataLoader worker"):
+        raise WorkerLostError(
+            f"A process of the DataLoader that loads the samples was lost ({first}). Out of memory is the most common "
+            f"cause. {_DONE_STAYS} Use fewer workers (num_workers), or look at the system's log."
+        ) from error

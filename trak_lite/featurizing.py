@@ -28,7 +28,7 @@ from trak_lite.curvature_fits import CurvatureFits
 from trak_lite.datasets import HeldRows, Rows
 from trak_lite.diagnosis import naming_rows
 from trak_lite.distributed import AbstractRanks
-from trak_lite.errors import ManifestMismatchError, StateError
+from trak_lite.errors import ManifestMismatchError, StateError, refuse_machine_failure
 from trak_lite.fisher import FisherFits, FisherSettings
 from trak_lite.gradient_computers import AbstractGradientComputer
 from trak_lite.kronecker import KroneckerSettings, PreconditionedProjector, Preconditioner
@@ -80,14 +80,20 @@ def featurizing(
 
     Raises:
         ManifestMismatchError: If the store was made with other settings; names every difference.
+        ShortageError: If memory or threads are used up.
+        WorkerLostError: If a process that loads samples was lost.
     """
-    with (
-        workspace.opened(settings.manifest(dataset), appended_to=appended_to) as opened,
-        borrow_model(model, settings.device) as own,
-    ):
-        yield FeaturizingSession(
-            model, settings, opened, own=own, sources=sources, progress=progress, ranks=ranks, train=train
-        )
+    try:
+        with (
+            workspace.opened(settings.manifest(dataset), appended_to=appended_to) as opened,
+            borrow_model(model, settings.device) as own,
+        ):
+            yield FeaturizingSession(
+                model, settings, opened, own=own, sources=sources, progress=progress, ranks=ranks, train=train
+            )
+    except (MemoryError, OSError, RuntimeError) as error:
+        refuse_machine_failure(error)
+        raise
 
 
 @final

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.func import functional_call, stack_module_state, vmap
 
 from trak_lite._validate import one_of, positive_int, real_at_least
-from trak_lite.errors import MODEL_FAILURES, InvalidInputError, UnsupportedModelError
+from trak_lite.errors import MODEL_FAILURES, InvalidInputError, UnsupportedModelError, refuse_machine_failure
 
 __all__ = ["VectorisedTraining"]
 
@@ -144,6 +144,7 @@ class VectorisedTraining:
         try:
             losses: Tensor = vmap(loss_of)(parameters, buffers, self.inputs[batch], self.labels[batch])
         except MODEL_FAILURES as error:
+            refuse_machine_failure(error)
             raise UnsupportedModelError(
                 f"{type(base).__name__} and its loss cannot be trained side by side "
                 f"({type(error).__name__}: {error}). Train one by one: retrain(training, masks, output_fn)."

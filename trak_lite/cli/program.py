@@ -209,9 +209,9 @@ def _parser() -> argparse.ArgumentParser:
         commands.add_parser(name, help=text)  # these are parsed by their config's keys
     verify = commands.add_parser(
         "verify",
-        help="compare every byte of a store with its own records",
-        description="Compare every byte of a store with its own records. Takes no lock and writes nothing, unless it "
-        "repairs; exits with 0 where nothing is damaged, else with 1.",
+        help="compare rows, records and metadata of a store with their checksums",
+        description="Compare rows, records and metadata of a store with their checksums. Takes no lock and writes "
+        "nothing, unless it repairs; exits with 0 where nothing is damaged, else with 1.",
     )
     verify.add_argument(
         "--repair",

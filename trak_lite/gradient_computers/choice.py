@@ -9,7 +9,7 @@ from typing import NamedTuple
 import torch
 
 from trak_lite._batches import batch_size, take_rows
-from trak_lite.errors import MODEL_FAILURES, InvalidInputError, UnsupportedModelError
+from trak_lite.errors import MODEL_FAILURES, InvalidInputError, UnsupportedModelError, refuse_machine_failure
 from trak_lite.gradient_computers._base import AbstractGradientComputer, ParameterChoice, select_parameters
 from trak_lite.gradient_computers.functional import FunctionalGradientComputer
 from trak_lite.gradient_computers.hooks import HookGradientComputer
@@ -98,6 +98,7 @@ def _failure(computer: AbstractGradientComputer, few: Batch) -> Exception | None
     except InvalidInputError:
         raise
     except (UnsupportedModelError, *MODEL_FAILURES) as error:
+        refuse_machine_failure(error)
         return error
     return None
 

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.func import grad, vmap
 
 from trak_lite._batches import flatten_batch
-from trak_lite.errors import MODEL_FAILURES, TrakLiteError, UnsupportedModelError
+from trak_lite.errors import MODEL_FAILURES, TrakLiteError, UnsupportedModelError, refuse_machine_failure
 from trak_lite.gradient_computers._base import (
     AbstractStreamingComputer,
     ParameterChoice,
@@ -167,6 +167,7 @@ class FunctionalGradientComputer(AbstractStreamingComputer):
         except (TrakLiteError, torch.OutOfMemoryError):
             raise
         except MODEL_FAILURES as error:
+            refuse_machine_failure(error)
             # If the plain forward pass fails too, its own error is the one to show.
             with torch.no_grad():
                 self.terms(rebuild(rows))

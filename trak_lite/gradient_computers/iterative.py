@@ -15,7 +15,13 @@ import torch
 from torch import Tensor, nn
 
 from trak_lite._batches import take_rows
-from trak_lite.errors import MODEL_FAILURES, InvalidInputError, TrakLiteError, UnsupportedModelError
+from trak_lite.errors import (
+    MODEL_FAILURES,
+    InvalidInputError,
+    TrakLiteError,
+    UnsupportedModelError,
+    refuse_machine_failure,
+)
 from trak_lite.gradient_computers._base import (
     AbstractStreamingComputer,
     differentiating_only,
@@ -109,6 +115,7 @@ class IterativeGradientComputer(AbstractStreamingComputer):
         except (TrakLiteError, torch.OutOfMemoryError):
             raise
         except MODEL_FAILURES as error:
+            refuse_machine_failure(error)
             # If the whole batch fails too, its own error is the one to show.
             with torch.no_grad():
                 self.terms(batch)

@@ -25,7 +25,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from trak_lite._batches import batch_size, flatten_batch, map_tensors, take_rows
 from trak_lite._devices import rng_state, seed_rng, set_rng_state, wide_dtype
-from trak_lite.errors import MODEL_FAILURES, UnsupportedModelError
+from trak_lite.errors import MODEL_FAILURES, UnsupportedModelError, refuse_machine_failure
 from trak_lite.types import Batch, BlockSink, GradientBlock, OutputTerms, samples_of
 
 __all__ = [
@@ -361,6 +361,7 @@ def _equal_in_float64(
             wide = map_tensors(lambda t: t.double() if t.is_floating_point() else t, batch)
             found = list(_repeat(computer, wide, kept, positions))
     except (torch.OutOfMemoryError, *MODEL_FAILURES) as error:
+        refuse_machine_failure(error)
         logger.debug("Not compared in float64: %s", error)  # the model, or the device, does not take it
         return None
     exact = dict.fromkeys(kept, max(_ROUNDING.get(dtype, 1e-2) for dtype in seen.dtypes))
@@ -420,6 +421,7 @@ def _spread_of_references(
         with _same_draws(device):
             return _differences(alone.found[0], computer, copies, position, kept)
     except MODEL_FAILURES as error:
+        refuse_machine_failure(error)
         logger.debug("Not compared with copies: %s", error)  # such as a model that takes one sample at a time
         return {}
 

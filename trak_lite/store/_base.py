@@ -65,7 +65,7 @@ class Difference:
 
 
 class AbstractRowTable(ABC):
-    """Rows of one table. A row is done or pending; a done row never changes and is never lost.
+    """Rows of one table. A row is done or pending; a done row keeps its bytes, also when the process is killed.
 
     Laws, held by ``trak_lite.testing.StoreTests``: what was put is what is read, bitwise (quantised columns: within
     half the row's scale, the same bits in every store); when ``put`` returns, killing the process cannot lose the rows;

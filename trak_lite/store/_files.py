@@ -15,7 +15,13 @@ from typing import Any, final
 import numpy as np
 from numpy.typing import NDArray
 
-from trak_lite.errors import CorruptStoreError, ReadOnlyStoreError, StoreError, StoreFullError
+from trak_lite.errors import (
+    CorruptStoreError,
+    ReadOnlyStoreError,
+    StoreError,
+    StoreFullError,
+    refuse_machine_failure,
+)
 from trak_lite.store._mounts import is_network
 
 __all__ = [
@@ -49,6 +55,7 @@ def named_errors(doing: str, path: str) -> Iterator[None]:
     except StoreError:
         raise
     except OSError as error:
+        refuse_machine_failure(error)
         seen = f"{doing} {path} failed: {error.strerror or error}."
         if error.errno in _FULL:
             raise StoreFullError(

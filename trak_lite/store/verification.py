@@ -15,7 +15,7 @@ __all__ = ["Finding", "Report", "SetAside", "verify_store"]
 
 
 def verify_store(path: str | os.PathLike[str] | RemotePlace, *, repair: bool = False) -> Report:
-    """Compare every byte of a store with the store's own records.
+    """Compare a store's rows, records and metadata with their checksums, and the tables with the list of tables.
 
     Takes no lock and writes nothing, unless it repairs; works beside writers, whose rows in flight are no finding,
     and on a store so damaged that it cannot be opened. Costs one pass over the committed and staged bytes.

@@ -330,7 +330,7 @@ class ZarrFeatureStore(AbstractFeatureStore):
         self._derived.put(name, key, array)
 
     def verify(self, *, repair: bool = False) -> Report:
-        """Compare every byte of the store with its records; see :func:`~trak_lite.store.verify_store`.
+        """Compare rows, records and metadata with their checksums; see :func:`~trak_lite.store.verify_store`.
 
         Args:
             repair: Whether to set damaged chunks aside, so that their rows are pending.

@@ -16,7 +16,13 @@ import torch
 from torch import Tensor, nn
 
 from trak_lite._batches import batch_size, map_tensors, take_rows
-from trak_lite.errors import MODEL_FAILURES, InvalidInputError, TrakLiteError, UnsupportedModelError
+from trak_lite.errors import (
+    MODEL_FAILURES,
+    InvalidInputError,
+    TrakLiteError,
+    UnsupportedModelError,
+    refuse_machine_failure,
+)
 from trak_lite.gradient_computers._base import (
     AbstractStreamingComputer,
     ParameterChoice,
@@ -263,6 +269,7 @@ class HookGradientComputer(AbstractStreamingComputer):
         except (TrakLiteError, torch.OutOfMemoryError):
             raise
         except MODEL_FAILURES as error:
+            refuse_machine_failure(error)
             if self._sharded is not None:
                 raise  # another forward pass would need the other ranks
             # If the plain forward pass fails too, its own error is the one to show.

@@ -1,0 +1,153 @@
+"""A shortage of memory, threads or descriptors, or a killed loader process, is a named error, not an unsupported model.
+
+The failures are real ones: each is caused in the place named by the test, in a process of its own where a limit of the
+process is needed.
+"""
+
+from __future__ import annotations
+
+import os
+import resource
+import signal
+import threading
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from forked import forkserver
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, Dataset, TensorDataset, get_worker_info
+
+from trak_lite import Attributor
+from trak_lite.errors import ShortageError, WorkerLostError
+from trak_lite.store import ZarrFeatureStore
+
+N = 24
+TRAIN = TensorDataset(torch.randn(N, 4, generator=torch.Generator().manual_seed(0)), torch.arange(N) % 3)
+TARGETS = TensorDataset(*TRAIN[:3])
+BEYOND = 1 << 47
+"""Bytes: more than any address space gives."""
+
+
+def no_memory() -> None:
+    torch.empty(BEYOND, dtype=torch.uint8)
+
+
+def no_array() -> None:
+    np.empty(BEYOND, np.uint8)
+
+
+def no_thread() -> None:
+    before = threading.stack_size(1 << 45)
+    try:
+        threading.Thread(target=print).start()
+    finally:
+        threading.stack_size(before)
+
+
+class Failing(nn.Module):
+    """A model during whose pass the machine refuses something, once ``passes`` are over."""
+
+    def __init__(self, fail: Any, passes: float) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.linear = nn.Linear(4, 3)
+        self.fail, self.passes = fail, passes
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        self.passes -= 1
+        if self.passes < 0:
+            self.fail()
+        return self.linear(inputs)
+
+
+def attributor(path: Path, model: nn.Module, engine: str = "hook", **settings: Any) -> Attributor:
+    return Attributor(model, "image_classification", path, proj_dim=8, gradient_computer=engine, **settings)
+
+
+def finished(path: Path) -> np.ndarray[Any, Any]:
+    """Featurize what is left, with a model that does not fail, and return the scores."""
+    made = attributor(path, Failing(None, float("inf")))
+    made.featurize(TRAIN, batch_size=8)
+    return made.score(TARGETS, batch_size=8).numpy()
+
+
+@pytest.mark.parametrize("passes", [0, 3])
+@pytest.mark.parametrize("engine", ["auto", "hook", "functional", "iterative"])
+@pytest.mark.parametrize("fail", [no_memory, no_array, no_thread])
+def test_a_shortage_during_a_pass_is_not_taken_for_an_unsupported_model(fail, engine, passes, tmp_path):
+    made = attributor(tmp_path / "a.zarr", Failing(fail, passes), engine)
+
+    with pytest.raises(ShortageError, match=r"ulimit"):
+        made.featurize(TRAIN, batch_size=8)
+
+
+@pytest.mark.parametrize("passes", [2, 5])
+def test_rows_done_before_a_shortage_are_kept_and_the_others_are_right(passes, tmp_path):
+    with pytest.raises(ShortageError):
+        attributor(tmp_path / "a.zarr", Failing(no_memory, passes)).featurize(TRAIN, batch_size=8)
+
+    assert finished(tmp_path / "a.zarr").tobytes() == finished(tmp_path / "b.zarr").tobytes()
+
+
+def limited(path: str, spare: int, report: str) -> None:
+    """Featurize and score with few file descriptors; write what came of it."""
+    used = len(os.listdir("/proc/self/fd")) - 1  # one is that of the listing
+    resource.setrlimit(resource.RLIMIT_NOFILE, (used + spare, used + spare))
+    try:
+        made = attributor(Path(path), Failing(None, float("inf")))
+        made.featurize(TRAIN, batch_size=8)
+        made.score(TARGETS, batch_size=8)
+        found = "finished"
+    except Exception as error:  # any kind: the test says which one it has to be
+        found = f"{type(error).__name__}: {error}"
+    finally:
+        resource.setrlimit(
+            resource.RLIMIT_NOFILE, (used + spare, resource.getrlimit(resource.RLIMIT_NOFILE)[1])
+        )
+    os.write(os.open(report, os.O_WRONLY), found.encode())
+
+
+@pytest.mark.skipif(not os.path.isdir("/proc/self/fd"), reason="descriptors are counted in /proc")
+def test_few_file_descriptors_are_named_wherever_they_run_out(tmp_path):
+    outcomes = []
+    for spare in range(0, 16, 3):
+        report = tmp_path / f"{spare}.txt"
+        report.touch()
+        process = forkserver().Process(
+            target=limited, args=(str(tmp_path / f"{spare}.zarr"), spare, str(report))
+        )
+        process.start()
+        process.join()
+        outcomes.append(report.read_text())
+
+    short = [outcome for outcome in outcomes if outcome != "finished"]
+    assert outcomes[-1] == "finished"
+    assert len(short) > 1
+    assert all(outcome.startswith("ShortageError: No file descriptor is left") for outcome in short)
+
+
+class KilledLoading(Dataset[Any]):
+    """The train rows; the process that loads row 17 is killed."""
+
+    def __len__(self) -> int:
+        return N
+
+    def __getitem__(self, index: int) -> Any:
+        if index == 17:
+            assert get_worker_info() is not None, "this would end the test itself"
+            os.kill(os.getpid(), signal.SIGKILL)
+        return TRAIN[index]
+
+
+def test_a_killed_loader_process_is_not_taken_for_an_unsupported_model(tmp_path):
+    loader = DataLoader(KilledLoading(), batch_size=8, num_workers=1, multiprocessing_context="fork")
+
+    with pytest.raises(WorkerLostError, match="num_workers"):
+        attributor(tmp_path / "a.zarr", Failing(None, float("inf")), "auto").featurize(
+            loader, dataset_id="mine"
+        )
+    with ZarrFeatureStore.open(tmp_path / "a.zarr") as store:
+        assert store.table_names() in ([], ["ckpt-0"])
