@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import signal
+from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
@@ -42,6 +44,14 @@ def train(indices, seed):
 '''
 )
 MORE = "featurize: {batch_size: 8}\n"
+
+
+@pytest.fixture(autouse=True)
+def _sigint_is_ctrl_c() -> Iterator[None]:
+    """Shells start background jobs with SIGINT ignored, and Python leaves it so."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
 
 
 def scores(folder: Path) -> np.ndarray:
