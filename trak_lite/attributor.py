@@ -42,12 +42,12 @@ from trak_lite.fisher import FisherSettings
 from trak_lite.gradient_computers import Normalization, ParameterChoice
 from trak_lite.kept_scores import KeptScores
 from trak_lite.kronecker import KroneckerSettings
+from trak_lite.linalg import ScoredKernel, ScoreView
 from trak_lite.projectors import AbstractProjector
 from trak_lite.retraining import TrainFunction, retrain_into
 from trak_lite.score_matrix import DampingPath
 from trak_lite.score_result import ScoreResult, drop_scores
 from trak_lite.scores import Scores
-from trak_lite.scoring import ScoredKernel, ScoreView
 from trak_lite.sharded import refuse_sharded
 from trak_lite.store import AbstractFeatureStore, RemotePlace, check_name, open_store, resolve_place
 from trak_lite.store.manifest import compare_fingerprints

@@ -30,10 +30,10 @@ from trak_lite.gradient_computers import (
     choose_gradient_computer,
     select_parameters,
 )
+from trak_lite.linalg import KernelSettings, ScoreSettings, ScoreView
 from trak_lite.modelout_functions import MODEL_OUTPUTS, AbstractModelOutput, describe_task, resolve_task
 from trak_lite.pipeline import feature_table_spec, target_table_spec
 from trak_lite.projectors import AbstractProjector, projector_name, select_projector
-from trak_lite.scoring import KernelSettings, ScoreSettings, ScoreView
 from trak_lite.sharded import is_sharded, refuse_sharded, refuse_unsupported_sharding
 from trak_lite.store import DTYPES, Manifest, TableSpec, dtype_fingerprint
 from trak_lite.types import Batch, FeatureLayout, ParameterShapes, num_entries

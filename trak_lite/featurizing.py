@@ -32,10 +32,10 @@ from trak_lite.errors import ManifestMismatchError, StateError, refuse_machine_f
 from trak_lite.fisher import FisherFits, FisherSettings
 from trak_lite.gradient_computers import AbstractGradientComputer
 from trak_lite.kronecker import KroneckerSettings, PreconditionedProjector, Preconditioner
+from trak_lite.linalg import ScoreSettings
 from trak_lite.pipeline import GRADIENT_NORM, check_rows, compute_features, featurize_rows
 from trak_lite.projectors import AbstractProjector
 from trak_lite.score_source import target_folder
-from trak_lite.scoring import ScoreSettings
 from trak_lite.sharded import Lockstep, refuse_sharded
 from trak_lite.sharing import LateTable, Patience, has_free_rows, holder_of
 from trak_lite.store import AbstractFeatureStore, AbstractRowTable, TableSpec

@@ -40,10 +40,10 @@ from trak_lite.errors import (
 )
 from trak_lite.gradient_computers import AbstractGradientComputer, Normalization
 from trak_lite.kronecker import row_noise
+from trak_lite.linalg import accumulation_dtype
 from trak_lite.modelout_functions import AbstractModelOutput, LossModelOutput, ModelCall
 from trak_lite.pipeline import FEATURES, as_tensor, feature_table_spec, featurize_rows
 from trak_lite.projectors import AbstractProjector
-from trak_lite.scoring import accumulation_dtype
 from trak_lite.sharded import Lockstep
 from trak_lite.sharing import LateTable, SharedRows, always, has_free_rows, unwatched
 from trak_lite.store import NEEDED_UNTIL, AbstractFeatureStore, AbstractRowTable, Column, Manifest, TableSpec

@@ -18,8 +18,8 @@ from torch import Tensor
 
 from trak_lite.distributed import AbstractRanks
 from trak_lite.fisher import FisherFits, split_squares
+from trak_lite.linalg import GramAccumulator, KernelSettings, SegmentKernel, factorise_segments
 from trak_lite.pipeline import FEATURES, LOSS_CURVATURE, as_tensor
-from trak_lite.scoring import GramAccumulator, KernelSettings, SegmentKernel, factorise_segments
 from trak_lite.store import AbstractFeatureStore, AbstractRowTable
 from trak_lite.types import FeatureLayout
 
@@ -146,7 +146,7 @@ def kernels_of(
 ) -> list[SegmentKernel]:
     """Return the factorised kernel of one checkpoint's train rows, segment by segment; see :func:`grams_of`.
 
-    ``allow_singular`` is that of :func:`~trak_lite.scoring.factorise`.
+    ``allow_singular`` is that of :func:`~trak_lite.linalg.factorise`.
     """
     matrices = grams_of(store, path, settings, layout, device=device)
     num_rows = store.open_table(path).spec.num_rows

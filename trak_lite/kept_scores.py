@@ -13,11 +13,11 @@ from trak_lite._devices import float64_device
 from trak_lite.attributor_settings import AttributorSettings, StoredSettings
 from trak_lite.distributed import AbstractRanks
 from trak_lite.evaluation import Predictions, Verdict
+from trak_lite.linalg import ScoreSettings
 from trak_lite.score_matrix import AbstractScoreMatrix, StoredMatrix, StreamedMatrix
 from trak_lite.score_result import finished_scores, scorable_tables, score_path
 from trak_lite.score_source import ScoreSource, target_folder
 from trak_lite.scores import Scores
-from trak_lite.scoring import ScoreSettings
 from trak_lite.store import AbstractFeatureStore, AbstractRowTable
 from trak_lite.types import FeatureLayout
 from trak_lite.verification import ScoredRows, kept_predictions, kept_verdict

@@ -17,9 +17,9 @@ from torch import Tensor
 from trak_lite._validate import one_of, positive_int, real_at_least
 from trak_lite.distributed import AbstractRanks, OneRank
 from trak_lite.errors import InvalidInputError
+from trak_lite.linalg import TopK, merged_top
 from trak_lite.score_source import ScoreSource
 from trak_lite.score_tiles import SCORES
-from trak_lite.scoring import TopK, merged_top
 from trak_lite.store import AbstractRowTable
 
 __all__ = [

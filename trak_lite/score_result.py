@@ -13,10 +13,10 @@ from numpy.typing import NDArray
 from trak_lite.distributed import AbstractRanks
 from trak_lite.errors import StateError
 from trak_lite.fisher import FisherFits
+from trak_lite.linalg import ScoreSettings
 from trak_lite.score_matrix import both_ends
 from trak_lite.score_source import ScoreSource, target_folder
 from trak_lite.score_tiles import score_rows, score_table_spec
-from trak_lite.scoring import ScoreSettings
 from trak_lite.sharing import unwatched
 from trak_lite.store import AbstractFeatureStore, AbstractRowTable, Manifest, TableSpec
 from trak_lite.store.manifest import compare_fingerprints

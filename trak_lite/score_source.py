@@ -19,16 +19,7 @@ from trak_lite.datasets import evenly_spread
 from trak_lite.distributed import AbstractRanks, OneRank
 from trak_lite.errors import InvalidInputError
 from trak_lite.kept_grams import grams_of, kernels_of, make_grams
-from trak_lite.pipeline import FEATURES, OUT_TO_LOSS, as_tensor
-from trak_lite.score_tiles import (
-    ScoreTerm,
-    error_tile,
-    group_tile,
-    score_table_spec,
-    score_tile,
-    tile_ranges,
-)
-from trak_lite.scoring import (
+from trak_lite.linalg import (
     KernelSettings,
     ScoreSettings,
     SegmentKernel,
@@ -40,6 +31,15 @@ from trak_lite.scoring import (
     precondition_path,
     self_scores,
     unit_segments,
+)
+from trak_lite.pipeline import FEATURES, OUT_TO_LOSS, as_tensor
+from trak_lite.score_tiles import (
+    ScoreTerm,
+    error_tile,
+    group_tile,
+    score_table_spec,
+    score_tile,
+    tile_ranges,
 )
 from trak_lite.store import AbstractFeatureStore, AbstractRowTable, Manifest
 from trak_lite.types import FeatureLayout

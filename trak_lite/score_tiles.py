@@ -15,8 +15,8 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from trak_lite.linalg import Spread, accumulation_dtype, score_block, unit_segments
 from trak_lite.pipeline import FEATURES, OUT_TO_LOSS, as_tensor
-from trak_lite.scoring import Spread, accumulation_dtype, score_block, unit_segments
 from trak_lite.sharing import SharedRows, unwatched
 from trak_lite.store import AbstractRowTable, Column, TableSpec, chunk_rows_for
 from trak_lite.types import FeatureLayout

@@ -49,6 +49,7 @@ from trak_lite.gradient_computers import (
 )
 from trak_lite.gradient_computers.self_check import SelfCheckError
 from trak_lite.kept_grams import has_kernel, kernels_of
+from trak_lite.linalg import KernelSettings, SegmentKernel, precondition
 from trak_lite.modelout_functions import AbstractModelOutput, describe_task, resolve_task
 from trak_lite.pipeline import (
     FEATURES,
@@ -66,7 +67,6 @@ from trak_lite.score_tiles import (
     score_rows,
     score_table_spec,
 )
-from trak_lite.scoring import KernelSettings, SegmentKernel, precondition
 from trak_lite.sharded import refuse_sharded
 from trak_lite.sharing import LateTable
 from trak_lite.store import AbstractRowTable, Column, Manifest, TableSpec

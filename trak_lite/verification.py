@@ -39,12 +39,12 @@ from trak_lite.evaluation import (
     summed_scores,
 )
 from trak_lite.kept_grams import kernels_of
+from trak_lite.linalg import KernelSettings, ScoreSettings, precondition
 from trak_lite.modelout_functions import AbstractModelOutput, ModelCall
 from trak_lite.pipeline import FEATURES, OUT_TO_LOSS, as_tensor
 from trak_lite.retraining import Retrained
 from trak_lite.score_source import evenly_spaced
 from trak_lite.scores import Scores
-from trak_lite.scoring import KernelSettings, ScoreSettings, precondition
 from trak_lite.store import AbstractFeatureStore, AbstractRowTable
 from trak_lite.store.manifest import kept_json
 from trak_lite.types import FeatureLayout

@@ -26,7 +26,7 @@ from trak_lite.distributed import OneRank
 from trak_lite.errors import RankError
 from trak_lite.featurizing import FeaturizingSession
 from trak_lite.kept_grams import _share
-from trak_lite.scoring import GramAccumulator, TopK, gram, merged_top
+from trak_lite.linalg import GramAccumulator, TopK, gram, merged_top
 from trak_lite.store import ZarrFeatureStore, verify_store
 from trak_lite.types import FeatureLayout
 

@@ -14,8 +14,8 @@ from torch.utils.data import TensorDataset
 
 from trak_lite import Attributor
 from trak_lite.attributor_settings import stored_arguments
+from trak_lite.linalg import KernelSettings, ScoreSettings
 from trak_lite.modelout_functions import CausalLanguageModelingModelOutput
-from trak_lite.scoring import KernelSettings, ScoreSettings
 from trak_lite.store import Manifest, ZarrFeatureStore
 
 N, M = 30, 4

@@ -19,8 +19,8 @@ from trak_lite.evaluation import (
     subset_masks,
 )
 from trak_lite.fisher import FisherSettings
+from trak_lite.linalg import ScoreSettings
 from trak_lite.retraining import Retrained
-from trak_lite.scoring import ScoreSettings
 from trak_lite.store import ZarrFeatureStore
 from trak_lite.verification import ScoredRows, SubsetSums, calibrated_scores, judge
 from trak_lite.workspace import complete_tables

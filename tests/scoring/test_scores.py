@@ -6,7 +6,7 @@ import reference
 import torch
 
 from trak_lite.errors import InvalidInputError
-from trak_lite.scoring import (
+from trak_lite.linalg import (
     KernelSettings,
     cosine,
     dot_product,

@@ -11,7 +11,7 @@ from scipy.stats import spearmanr
 from view_cases import Drawn, checkpoint_products, dense_scores, drawn
 
 from trak_lite.errors import InvalidInputError, StateError
-from trak_lite.scoring import Spread, agreement, expected_agreement
+from trak_lite.linalg import Spread, agreement, expected_agreement
 
 RUNS = ["x", "y", "x", "z"]
 

@@ -20,7 +20,7 @@ from trak_lite._devices import add_at_
 from trak_lite.errors import InvalidInputError
 from trak_lite.gradient_computers import sums_by_row
 from trak_lite.kronecker.units import Unit
-from trak_lite.scoring import accumulation_dtype
+from trak_lite.linalg import accumulation_dtype
 from trak_lite.types import FactoredBlock, GradientBlock, LookupBlock, samples_of
 
 __all__ = ["CurvatureSums", "UnitSums", "precise", "sample_slices"]

@@ -34,8 +34,8 @@ from trak_lite.kronecker.curvature import (
 from trak_lite.kronecker.noise import row_noise
 from trak_lite.kronecker.settings import KroneckerSettings
 from trak_lite.kronecker.units import Unit, find_units
+from trak_lite.linalg import accumulation_dtype
 from trak_lite.modelout_functions import AbstractModelOutput, ModelCall
-from trak_lite.scoring import accumulation_dtype
 from trak_lite.types import Batch, BlockSink, FactoredBlock
 
 __all__ = ["NumberedBatches", "fit_curvature", "kept_units"]

@@ -12,9 +12,9 @@ from numpy.typing import NDArray
 
 from trak_lite._validate import positive_int
 from trak_lite.errors import InvalidInputError, NonFiniteError
+from trak_lite.linalg import TopK
 from trak_lite.score_matrix import TopRows, target_number
 from trak_lite.scores import Scores
-from trak_lite.scoring import TopK
 
 __all__ = ["Histogram", "Survey", "chosen_targets"]
 

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from trak_lite.errors import StateError
-from trak_lite.scoring.kernel import accumulation_dtype
+from trak_lite.linalg.kernel import accumulation_dtype
 
 __all__ = ["Spread", "agreement", "expected_agreement"]
 

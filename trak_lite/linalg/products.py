@@ -19,7 +19,7 @@ from torch import Tensor
 
 from trak_lite._devices import full_float32
 from trak_lite.errors import InvalidInputError
-from trak_lite.scoring.kernel import SegmentKernel
+from trak_lite.linalg.kernel import SegmentKernel
 from trak_lite.types import FeatureLayout
 
 __all__ = ["cosine", "dot_product", "score_block", "self_scores", "unit_segments"]
@@ -41,7 +41,7 @@ def score_block(
 
     Args:
         train: ``(b, K)`` train features of any floating dtype.
-        preconditioned: ``(M, K)`` targets from :func:`~trak_lite.scoring.precondition`, on the same device.
+        preconditioned: ``(M, K)`` targets from :func:`~trak_lite.linalg.precondition`, on the same device.
             Cast them to float32 once to score in float32.
         out: ``(b, M)`` float32 or float64 tensor that takes the scores.
         accumulate: Add to ``out`` instead of overwriting it, for the sum over checkpoints.

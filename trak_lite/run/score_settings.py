@@ -9,7 +9,7 @@ from typing import Any, Final, Literal, Self, TypeAlias, TypedDict, final, get_a
 
 from trak_lite._validate import one_of, real_at_least
 from trak_lite.errors import InvalidInputError
-from trak_lite.scoring.kernel import DEFAULT_DAMPING, KernelSettings
+from trak_lite.linalg.kernel import DEFAULT_DAMPING, KernelSettings
 
 __all__ = ["DEFAULT_KRONECKER_DAMPING", "ScoreSettings", "ScoreView", "ScoredKernel"]
 
