@@ -20,40 +20,26 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
 from trak_lite._validate import positive_int
-from trak_lite.attributor_settings import (
-    AttributorSettings,
-    GradientComputerFactory,
-    Task,
-    stored_arguments,
-)
-from trak_lite.checkpoints import CheckpointSource, iterate_checkpoints
-from trak_lite.datasets import HeldRows, Rows
-from trak_lite.distributed import AbstractRanks, OneRank, joined_ranks
+from trak_lite.data.datasets import HeldRows, Rows
 from trak_lite.errors import InvalidInputError, StateError
 from trak_lite.evaluation import Verdict, subset_masks
-from trak_lite.featurizing import (
+from trak_lite.featurizing.fisher import FisherSettings
+from trak_lite.featurizing.kronecker import KroneckerSettings
+from trak_lite.featurizing.session import (
     FeaturizingSession,
     KnownSource,
     featurizing,
     marking_last,
     stored_norms,
 )
-from trak_lite.fisher import FisherSettings
 from trak_lite.gradient_computers import Normalization, ParameterChoice
-from trak_lite.kept_scores import KeptScores
-from trak_lite.kronecker import KroneckerSettings
 from trak_lite.linalg import ScoredKernel, ScoreView
+from trak_lite.models.checkpoints import CheckpointSource, iterate_checkpoints
+from trak_lite.models.sharded import refuse_sharded
+from trak_lite.parallel.ranks import AbstractRanks, OneRank, joined_ranks
 from trak_lite.projectors import AbstractProjector
 from trak_lite.retraining import TrainFunction, retrain_into
-from trak_lite.score_matrix import DampingPath
-from trak_lite.score_result import ScoreResult, drop_scores
-from trak_lite.scores import Scores
-from trak_lite.sharded import refuse_sharded
-from trak_lite.store import AbstractFeatureStore, RemotePlace, check_name, open_store, resolve_place
-from trak_lite.store.manifest import compare_fingerprints
-from trak_lite.token_scores import token_scores
-from trak_lite.types import Batch, FeatureLayout
-from trak_lite.verification import (
+from trak_lite.retraining.verify import (
     calibrated_scores,
     check_budget,
     judge,
@@ -61,7 +47,16 @@ from trak_lite.verification import (
     keep_verdict,
     target_outputs,
 )
-from trak_lite.workspace import FirstRows, Workspace, complete_tables, drop_checkpoint, naming_dropped
+from trak_lite.run.settings import AttributorSettings, GradientComputerFactory, Task, stored_arguments
+from trak_lite.run.workspace import FirstRows, Workspace, complete_tables, drop_checkpoint, naming_dropped
+from trak_lite.scoring.kept_scores import KeptScores
+from trak_lite.scoring.matrix import DampingPath
+from trak_lite.scoring.scores import Scores
+from trak_lite.scoring.stored import ScoreResult, drop_scores
+from trak_lite.scoring.tokens import token_scores
+from trak_lite.store import AbstractFeatureStore, RemotePlace, check_name, open_store, resolve_place
+from trak_lite.store.manifest import compare_fingerprints
+from trak_lite.types import Batch, FeatureLayout
 
 __all__ = ["Attributor", "FeaturizeSummary"]
 
@@ -454,8 +449,9 @@ class Attributor:
         Args:
             data: The train data, as given to :meth:`featurize`.
             checkpoints: The checkpoints to fit, all of them featurized; ``None`` fits every one in the store.
-            settings: Which curvature: a :class:`~trak_lite.kronecker.KroneckerSettings`, by default of the true Fisher
-                information where the task can draw labels, or a :class:`~trak_lite.fisher.FisherSettings`.
+            settings: Which curvature: a :class:`~trak_lite.featurizing.kronecker.KroneckerSettings`, by default of the
+                true Fisher information where the task can draw labels, or a
+                :class:`~trak_lite.featurizing.fisher.FisherSettings`.
             checkpoint_loader: As in :meth:`featurize`.
             indices: Dataset index of every row, as in :meth:`featurize`.
             batch_size: As in :meth:`featurize`.

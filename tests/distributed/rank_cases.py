@@ -16,10 +16,11 @@ from torch import Tensor, nn
 from torch import distributed as dist
 from torch.utils.data import Dataset, TensorDataset
 
-from trak_lite import Attributor, distributed
-from trak_lite.checkpoints import weights_digest
-from trak_lite.distributed import joined_ranks
+from trak_lite import Attributor
 from trak_lite.errors import RankError
+from trak_lite.models.checkpoints import weights_digest
+from trak_lite.parallel import ranks as distributed
+from trak_lite.parallel.ranks import joined_ranks
 from trak_lite.store import ZarrFeatureStore, _grid
 
 N, R, M = 300, 32, 5

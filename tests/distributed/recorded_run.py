@@ -17,7 +17,8 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import TensorDataset
 
-from trak_lite import Attributor, pipeline
+from trak_lite import Attributor
+from trak_lite.featurizing import rows as pipeline
 from trak_lite.store import ZarrFeatureStore, _grid
 
 STORE, LOGS = "run.zarr", "loads"

@@ -22,16 +22,16 @@ from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_modul
 from torch.utils.data import Dataset, TensorDataset
 
 from trak_lite import Attributor, TRAKer
-from trak_lite._session import borrow_model
-from trak_lite.checkpoints import iterate_checkpoints, load_into, weights_digest
 from trak_lite.errors import TrakLiteError
+from trak_lite.featurizing.kronecker import KroneckerSettings
 from trak_lite.gradient_computers import (
     HookGradientComputer,
     IterativeGradientComputer,
     register_gradient_rule,
 )
-from trak_lite.kronecker import KroneckerSettings
 from trak_lite.modelout_functions import ImageClassificationModelOutput
+from trak_lite.models.borrowing import borrow_model
+from trak_lite.models.checkpoints import iterate_checkpoints, load_into, weights_digest
 from trak_lite.store import ZarrFeatureStore, _grid
 
 N, R, BATCH = 75, 32, 8

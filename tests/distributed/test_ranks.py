@@ -20,13 +20,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 from rank_cases import LM, N, contents
 
-from trak_lite import Attributor, _session, distributed
-from trak_lite.checkpoints import Checkpoint
-from trak_lite.distributed import OneRank
+from trak_lite import Attributor
 from trak_lite.errors import RankError
-from trak_lite.featurizing import FeaturizingSession
-from trak_lite.kept_grams import _share
+from trak_lite.featurizing.session import FeaturizingSession
 from trak_lite.linalg import GramAccumulator, TopK, gram, merged_top
+from trak_lite.models import borrowing as _session
+from trak_lite.models.checkpoints import Checkpoint
+from trak_lite.parallel import ranks as distributed
+from trak_lite.parallel.ranks import OneRank
+from trak_lite.scoring.grams import _share
 from trak_lite.store import ZarrFeatureStore, verify_store
 from trak_lite.types import FeatureLayout
 

@@ -13,7 +13,7 @@ import torch
 from forked import forkserver
 
 from trak_lite.errors import UnsupportedModelError
-from trak_lite.sharded import ShardedModel
+from trak_lite.models.sharded import ShardedModel
 from trak_lite.store import _grid, verify_store
 
 Run = Callable[..., list[Any]]

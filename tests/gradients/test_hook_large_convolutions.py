@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from trak_lite.gradient_computers import HookGradientComputer, IterativeGradientComputer, collect_gradients
-from trak_lite.gradient_computers.hooks import convolutions
+from trak_lite.gradient_computers.hooks.rules import convolutions
 from trak_lite.modelout_functions import resolve_task
 
 

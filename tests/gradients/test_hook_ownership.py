@@ -14,7 +14,7 @@ from models import CASES, make
 from torch import Tensor, nn
 from torch.nn.utils.rnn import pack_padded_sequence
 
-from trak_lite._batches import take_rows
+from trak_lite.data.batches import take_rows
 from trak_lite.errors import UnsupportedModelError
 from trak_lite.gradient_computers import (
     HookGradientComputer,
@@ -22,7 +22,7 @@ from trak_lite.gradient_computers import (
     collect_gradients,
 )
 from trak_lite.gradient_computers.hooks.owners import SampleCode
-from trak_lite.gradient_computers.hooks.probe import Plan, make_plan
+from trak_lite.gradient_computers.hooks.plan.probe import Plan, make_plan
 from trak_lite.modelout_functions import ModelCall, resolve_task
 
 

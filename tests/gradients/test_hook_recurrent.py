@@ -15,7 +15,7 @@ from torch.nn.utils.rnn import PackedSequence, pack_padded_sequence, pad_packed_
 
 from trak_lite.errors import UnsupportedModelError
 from trak_lite.gradient_computers import HookGradientComputer, collect_gradients
-from trak_lite.gradient_computers.hooks.recurrent import run_recurrent
+from trak_lite.gradient_computers.hooks.rules.recurrent import run_recurrent
 from trak_lite.modelout_functions import resolve_task
 
 quick = settings(max_examples=8, deadline=None, derandomize=True, database=None)

@@ -9,14 +9,14 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
-from trak_lite.gradient_computers import HookGradientComputer
-from trak_lite.kronecker import (
+from trak_lite.featurizing.kronecker import (
     KroneckerCurvature,
     KroneckerSettings,
     PreconditionedProjector,
     Preconditioner,
     fit_curvature,
 )
+from trak_lite.gradient_computers import HookGradientComputer
 from trak_lite.modelout_functions import AbstractModelOutput, resolve_task
 from trak_lite.projectors import AbstractProjector, NoOpProjector
 

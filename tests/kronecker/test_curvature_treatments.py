@@ -13,8 +13,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from trak_lite.errors import InvalidInputError, NonFiniteError, StateError
-from trak_lite.gradient_computers import HookGradientComputer, collect_gradients
-from trak_lite.kronecker import (
+from trak_lite.featurizing.kronecker import (
     KroneckerSettings,
     PreconditionedProjector,
     Preconditioner,
@@ -23,7 +22,8 @@ from trak_lite.kronecker import (
     kept_units,
     loaded,
 )
-from trak_lite.kronecker.covariances import CurvatureSums
+from trak_lite.featurizing.kronecker.covariances import CurvatureSums
+from trak_lite.gradient_computers import HookGradientComputer, collect_gradients
 from trak_lite.modelout_functions import CallableModelOutput, CLIPModelOutput, resolve_task
 from trak_lite.projectors import NoOpProjector
 from trak_lite.types import DenseBlock, FactoredBlock

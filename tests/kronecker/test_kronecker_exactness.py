@@ -18,7 +18,7 @@ from kronecker_reference import (
 from torch import Tensor, nn
 from torch.nn import functional
 
-from trak_lite.kronecker import KroneckerSettings, fit_curvature
+from trak_lite.featurizing.kronecker import KroneckerSettings, fit_curvature
 from trak_lite.modelout_functions import (
     CallableModelOutput,
     ImageClassificationModelOutput,

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from trak_lite.errors import InvalidInputError
-from trak_lite.kronecker.noise import row_noise
+from trak_lite.featurizing.kronecker.noise import row_noise
 from trak_lite.modelout_functions import (
     AbstractModelOutput,
     CLIPModelOutput,

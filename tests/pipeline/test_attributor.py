@@ -660,7 +660,7 @@ def test_steps_out_of_order_are_refused(tmp_path: Path) -> None:
 def test_unfinished_scores_cannot_be_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     made = attributor(tmp_path / "a.zarr")
     made.featurize(TRAIN, checkpoints=states())
-    monkeypatch.setattr("trak_lite.score_tiles._TILE_ROWS", 16)
+    monkeypatch.setattr("trak_lite.scoring.tiles._TILE_ROWS", 16)
     calls = []
 
     def stop(*args: Any, **settings: Any) -> Any:
@@ -669,7 +669,7 @@ def test_unfinished_scores_cannot_be_read(tmp_path: Path, monkeypatch: pytest.Mo
             raise KeyboardInterrupt
         return real(*args, **settings)
 
-    import trak_lite.score_tiles as score_tiles
+    import trak_lite.scoring.tiles as score_tiles
 
     real = score_tiles.score_tile
     monkeypatch.setattr(score_tiles, "score_tile", stop)

@@ -10,7 +10,7 @@ from torch.utils.data import Dataset, TensorDataset
 
 from trak_lite import Attributor
 from trak_lite.errors import ManifestMismatchError, StateError
-from trak_lite.row_checks import PROBED_ROWS
+from trak_lite.featurizing.row_checks import PROBED_ROWS
 from trak_lite.store import RemotePlace
 
 fsspec = pytest.importorskip("fsspec", reason="fsspec is not installed")

@@ -16,7 +16,7 @@ from torch.utils.data import TensorDataset
 
 from trak_lite import Attributor
 from trak_lite.errors import StateError
-from trak_lite.sharing import Patience, SharedRows
+from trak_lite.parallel.sharing import Patience, SharedRows
 from trak_lite.store import Column, Manifest, TableSpec, ZarrFeatureStore
 
 N, M = 40, 4

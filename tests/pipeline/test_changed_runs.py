@@ -22,9 +22,10 @@ from torch import Tensor, nn
 from torch.nn import functional
 from torch.utils.data import DataLoader, Dataset, TensorDataset, default_collate
 
-from trak_lite import Attributor, pipeline
-from trak_lite.datasets import Rows
+from trak_lite import Attributor
+from trak_lite.data.datasets import Rows
 from trak_lite.errors import InvalidInputError, ManifestMismatchError
+from trak_lite.featurizing import rows as pipeline
 from trak_lite.modelout_functions import ImageClassificationModelOutput
 from trak_lite.projectors import RademacherProjector
 from trak_lite.types import OutputTerms

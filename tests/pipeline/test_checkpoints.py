@@ -13,8 +13,8 @@ import torch
 from safetensors.torch import save_file, save_model
 from torch import Tensor, nn
 
-from trak_lite.checkpoints import Checkpoint, iterate_checkpoints, load_into, weights_digest
 from trak_lite.errors import CheckpointError
+from trak_lite.models.checkpoints import Checkpoint, iterate_checkpoints, load_into, weights_digest
 
 
 def filled(value: float) -> dict[str, Tensor]:

@@ -20,8 +20,9 @@ from torch.utils.data import (
     get_worker_info,
 )
 
-from trak_lite import Attributor, datasets
-from trak_lite.datasets import Rows
+from trak_lite import Attributor
+from trak_lite.data import datasets
+from trak_lite.data.datasets import Rows
 from trak_lite.errors import InvalidInputError
 
 

@@ -13,8 +13,13 @@ from torch.utils.data import TensorDataset
 
 from trak_lite import Attributor
 from trak_lite.errors import InvalidInputError, ManifestMismatchError, ReadOnlyStoreError, StateError
+from trak_lite.featurizing.kronecker import (
+    KroneckerSettings,
+    PreconditionedProjector,
+    Preconditioner,
+    fit_curvature,
+)
 from trak_lite.gradient_computers import HookGradientComputer
-from trak_lite.kronecker import KroneckerSettings, PreconditionedProjector, Preconditioner, fit_curvature
 from trak_lite.modelout_functions import ImageClassificationModelOutput
 from trak_lite.projectors import AbstractProjector
 from trak_lite.store import ZarrFeatureStore

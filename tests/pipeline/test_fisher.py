@@ -13,7 +13,7 @@ from test_product import matrices_of
 from torch import Tensor, nn
 from torch.utils.data import TensorDataset
 
-from trak_lite import Attributor, Normalization, fisher, pipeline
+from trak_lite import Attributor, Normalization
 from trak_lite.errors import (
     InvalidInputError,
     ManifestMismatchError,
@@ -23,9 +23,11 @@ from trak_lite.errors import (
     StateError,
     StoreError,
 )
-from trak_lite.fisher import FisherFits, FisherSettings
+from trak_lite.featurizing import fisher
+from trak_lite.featurizing import rows as pipeline
+from trak_lite.featurizing.fisher import FisherFits, FisherSettings
+from trak_lite.featurizing.kronecker import row_noise
 from trak_lite.gradient_computers import FunctionalGradientComputer, NormalizedGradientComputer
-from trak_lite.kronecker import row_noise
 from trak_lite.modelout_functions import LossModelOutput, ModelCall, MultiLabelModelOutput
 from trak_lite.store import RemotePlace, ZarrFeatureStore, verify_store
 

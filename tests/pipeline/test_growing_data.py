@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import Dataset, Subset, TensorDataset
 
-from trak_lite import Attributor, sharing
+from trak_lite import Attributor
 from trak_lite.errors import (
     BusyError,
     HeldHereError,
@@ -20,6 +20,7 @@ from trak_lite.errors import (
     ReadOnlyStoreError,
     StateError,
 )
+from trak_lite.parallel import sharing
 from trak_lite.store import MemoryFeatureStore, ZarrFeatureStore, _grid, verify_store
 
 N, R = 70, 32

@@ -138,14 +138,14 @@ def test_nothing_is_shown_where_nobody_looks(capsys: pytest.CaptureFixture[str])
 
 def test_warnings_go_to_nobody_unless_logging_is_configured() -> None:
     code = """import logging, trak_lite
-logger = logging.getLogger('trak_lite.workspace')
+logger = logging.getLogger('trak_lite.run.workspace')
 logger.warning('not heard')
 logging.basicConfig()
 logger.warning('heard')"""
 
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
 
-    assert done.stdout + done.stderr == "WARNING:trak_lite.workspace:heard\n"
+    assert done.stdout + done.stderr == "WARNING:trak_lite.run.workspace:heard\n"
 
 
 def test_every_logger_is_named_after_its_module() -> None:

@@ -24,7 +24,7 @@ from trak_lite.errors import (
 )
 from trak_lite.gradient_computers import HookGradientComputer, NormalizedGradientComputer
 from trak_lite.store import ZarrFeatureStore
-from trak_lite.store._documents import sealed
+from trak_lite.store.disk.documents import sealed
 
 N, M, K, CLASSES = 70, 5, 6, 3
 NONE, UNIT, UNIT_BY_MODULE = Normalization(), Normalization("unit"), Normalization("unit", scope="module")

@@ -16,8 +16,8 @@ from torch import Tensor, nn
 from torch.utils.data import Dataset
 
 from trak_lite import Attributor
-from trak_lite._batches import take_rows
-from trak_lite.fisher import FisherFits, FisherSettings
+from trak_lite.data.batches import take_rows
+from trak_lite.featurizing.fisher import FisherFits, FisherSettings
 from trak_lite.gradient_computers import GRADIENT_COMPUTERS
 from trak_lite.modelout_functions import ModelCall
 from trak_lite.projectors import PROJECTORS, AbstractProjector
@@ -31,7 +31,7 @@ TRAIN_ROWS, TARGETS = [0, 1, 2, 3], [2, 0]
 def _few_drawn_labels(monkeypatch: pytest.MonkeyPatch) -> None:
     """What is tested here is what scores are made of a Fisher gram, not how close that is."""
     monkeypatch.setattr(
-        "trak_lite.featurizing.FisherSettings", partial(FisherSettings, samples_per_feature=1)
+        "trak_lite.featurizing.session.FisherSettings", partial(FisherSettings, samples_per_feature=1)
     )
 
 

@@ -15,8 +15,8 @@ import pytest
 from forked import forkserver
 from shared_run_cases import BATCH, N, R, answer, answer_held_up, contents, run
 
-from trak_lite import featurizing
 from trak_lite.errors import MissingStoreError, StateError
+from trak_lite.featurizing import session as featurizing
 from trak_lite.store import ZarrFeatureStore, _grid, verify_store
 
 ROWS = 2 * N  # of two checkpoints

@@ -16,11 +16,11 @@ from torch import Tensor, nn
 from torch.utils.data import TensorDataset
 
 from trak_lite import Attributor, TRAKer
-from trak_lite.checkpoints import iterate_checkpoints, load_into
 from trak_lite.cli.recipes import last_trained
-from trak_lite.datasets import Rows
+from trak_lite.data.datasets import Rows
 from trak_lite.modelout_functions import ImageClassificationModelOutput, ModelCall
-from trak_lite.verification import target_outputs
+from trak_lite.models.checkpoints import iterate_checkpoints, load_into
+from trak_lite.retraining.verify import target_outputs
 
 
 class Versioned(nn.Linear):

@@ -12,8 +12,9 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import TensorDataset
 
-from trak_lite import Attributor, Scores, featurizing
+from trak_lite import Attributor, Scores
 from trak_lite.errors import InvalidInputError, ManifestMismatchError, StateError
+from trak_lite.featurizing import session as featurizing
 from trak_lite.projectors import NoOpProjector
 
 N, M = 30, 4
@@ -65,7 +66,7 @@ def no_more_gradients(monkeypatch: pytest.MonkeyPatch) -> None:
     def refuse(*_: Any, **__: Any) -> None:
         raise AssertionError("A gradient was computed that is stored already.")
 
-    monkeypatch.setattr("trak_lite.featurizing.featurize_rows", refuse)
+    monkeypatch.setattr("trak_lite.featurizing.session.featurize_rows", refuse)
 
 
 # ------------------------------------------------------------------------ reading the same rows again
@@ -183,7 +184,7 @@ def test_the_best_and_worst_rows_are_found_and_kept_without_the_matrix(
     def refuse(*_: Any, **__: Any) -> None:
         raise AssertionError("The rows were read again.")
 
-    monkeypatch.setattr("trak_lite.score_source.score_tile", refuse)
+    monkeypatch.setattr("trak_lite.scoring.source.score_tile", refuse)
     for found in (sparse, made.score(TARGETS, name="test", kernel=kernel, dense=False, k=5)):
         for sign in ("helpful", "harmful"):
             for k, target in ((7, None), (3, None), (7, 2)):
@@ -207,7 +208,7 @@ def test_kept_rows_of_other_settings_or_fewer_of_them_are_found_anew() -> None:
 
 
 def test_no_tile_is_larger_than_its_limit(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("trak_lite.score_tiles._TILE_ROWS", 8)
+    monkeypatch.setattr("trak_lite.scoring.tiles._TILE_ROWS", 8)
     made = featurized()
     dense = made.score(TARGETS, name="test")
     sizes = []

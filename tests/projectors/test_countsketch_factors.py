@@ -7,8 +7,8 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from trak_lite.projectors import CountSketchProjector
-from trak_lite.projectors import _sketch as sketch_module
-from trak_lite.projectors._matrix_sketch import fourier_is_cheaper
+from trak_lite.projectors.sketch import base as sketch_module
+from trak_lite.projectors.sketch.matrix import fourier_is_cheaper
 from trak_lite.types import DenseBlock, FactoredBlock, GradientBlock, LookupBlock, SummedBlock
 
 SHAPES = {
@@ -241,7 +241,7 @@ def test_a_larger_matrix_never_makes_forming_cheaper():
 def test_the_choice_follows_the_cost_unless_it_is_made(method, transforms, monkeypatch):
     calls, rfft = [], torch.fft.rfft
     monkeypatch.setattr(torch.fft, "rfft", lambda *args, **kwargs: calls.append(1) or rfft(*args, **kwargs))
-    monkeypatch.setattr("trak_lite.projectors._matrix_sketch.fourier_is_cheaper", lambda *_, **__: transforms)
+    monkeypatch.setattr("trak_lite.projectors.sketch.matrix.fourier_is_cheaper", lambda *_, **__: transforms)
     project(factors(SHAPES["square"], 2), SHAPES["square"], 64, factors=method)
 
     assert bool(calls) == transforms

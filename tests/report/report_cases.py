@@ -11,10 +11,10 @@ import torch
 
 from trak_lite import Scores
 from trak_lite.evaluation import Baseline, Estimate, Predictions, Verdict
+from trak_lite.featurizing.rows import FEATURES, LOSS_CURVATURE, OUT_TO_LOSS
 from trak_lite.linalg import ScoreSettings
-from trak_lite.pipeline import FEATURES, LOSS_CURVATURE, OUT_TO_LOSS
-from trak_lite.score_matrix import StreamedMatrix
-from trak_lite.score_source import ScoreSource
+from trak_lite.scoring.matrix import StreamedMatrix
+from trak_lite.scoring.source import ScoreSource
 from trak_lite.store import Column, Manifest, MemoryFeatureStore, TableSpec
 from trak_lite.types import FeatureLayout
 

@@ -8,7 +8,7 @@ import torch
 from torch import nn
 from torch.utils.data import TensorDataset
 
-from trak_lite import Attributor, verification
+from trak_lite import Attributor
 from trak_lite.errors import InvalidInputError, ManifestMismatchError, RetrainingError, StateError
 from trak_lite.evaluation import (
     Verdict,
@@ -18,12 +18,13 @@ from trak_lite.evaluation import (
     seed_noise_ceiling,
     subset_masks,
 )
-from trak_lite.fisher import FisherSettings
+from trak_lite.featurizing.fisher import FisherSettings
 from trak_lite.linalg import ScoreSettings
 from trak_lite.retraining import Retrained
+from trak_lite.retraining import verify as verification
+from trak_lite.retraining.verify import ScoredRows, SubsetSums, calibrated_scores, judge
+from trak_lite.run.workspace import complete_tables
 from trak_lite.store import ZarrFeatureStore
-from trak_lite.verification import ScoredRows, SubsetSums, calibrated_scores, judge
-from trak_lite.workspace import complete_tables
 
 N, M, K = 60, 7, 12
 RESAMPLES = 100

@@ -40,7 +40,7 @@ from trak_lite.errors import (
     StateError,
     UnknownTaskError,
 )
-from trak_lite.pipeline import FEATURES
+from trak_lite.featurizing.rows import FEATURES
 from trak_lite.projectors import NoOpProjector
 
 

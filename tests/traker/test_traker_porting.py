@@ -31,13 +31,13 @@ from traker_cases import (
 
 import trak_lite.projectors
 from trak_lite import Attributor, TRAKer
+from trak_lite.featurizing.rows import FEATURES, OUT_TO_LOSS
 from trak_lite.gradient_computers import (
     AbstractGradientComputer,
     FunctionalGradientComputer,
     IterativeGradientComputer,
 )
 from trak_lite.modelout_functions import AbstractModelOutput
-from trak_lite.pipeline import FEATURES, OUT_TO_LOSS
 from trak_lite.projectors import AbstractProjector, NoOpProjector, ProjectionType
 
 

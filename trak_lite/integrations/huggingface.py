@@ -26,14 +26,14 @@ from transformers.models.auto.modeling_auto import (
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 from transformers.utils import is_peft_available
 
-from trak_lite._batches import batch_size, flatten_batch, move_batch
-from trak_lite._session import borrow_model
 from trak_lite.attributor import Attributor
-from trak_lite.checkpoints import Checkpoint, weights_inside
-from trak_lite.datasets import Rows
+from trak_lite.data.batches import batch_size, flatten_batch, move_batch
+from trak_lite.data.datasets import Rows
 from trak_lite.errors import InvalidInputError
 from trak_lite.integrations._training import refuse_other_model, undisturbed
 from trak_lite.modelout_functions import ModelCall
+from trak_lite.models.borrowing import borrow_model
+from trak_lite.models.checkpoints import Checkpoint, weights_inside
 from trak_lite.types import Batch
 
 __all__ = ["FeaturizeCallback", "attributor_from_trainer", "task_of"]

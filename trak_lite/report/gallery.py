@@ -13,8 +13,8 @@ from trak_lite.report._look import STYLE
 from trak_lite.report.content import Renders
 from trak_lite.report.document import written
 from trak_lite.report.survey import Survey
-from trak_lite.score_matrix import TopRows
-from trak_lite.scores import Scores
+from trak_lite.scoring.matrix import TopRows
+from trak_lite.scoring.scores import Scores
 
 __all__ = ["Gallery", "cards"]
 

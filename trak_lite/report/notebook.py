@@ -7,8 +7,8 @@ from typing import Final
 from trak_lite.report._html import Html, tag
 from trak_lite.report._look import STYLE
 from trak_lite.report.page import verdict_part
-from trak_lite.score_matrix import TopRows
-from trak_lite.scores import Scores
+from trak_lite.scoring.matrix import TopRows
+from trak_lite.scoring.scores import Scores
 
 __all__ = ["notebook_summary"]
 

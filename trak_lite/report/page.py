@@ -16,7 +16,7 @@ from trak_lite.report.document import search_field, written
 from trak_lite.report.figures import FIGURES, drawn_figures
 from trak_lite.report.gallery import cards
 from trak_lite.report.survey import Survey
-from trak_lite.scores import Scores
+from trak_lite.scoring.scores import Scores
 
 __all__ = ["settings_table", "verdict_part", "write_report"]
 

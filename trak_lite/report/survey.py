@@ -13,8 +13,8 @@ from numpy.typing import NDArray
 from trak_lite._validate import positive_int
 from trak_lite.errors import InvalidInputError, NonFiniteError
 from trak_lite.linalg import TopK
-from trak_lite.score_matrix import TopRows, target_number
-from trak_lite.scores import Scores
+from trak_lite.scoring.matrix import TopRows, target_number
+from trak_lite.scoring.scores import Scores
 
 __all__ = ["Histogram", "Survey", "chosen_targets"]
 

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from typing import Literal
 
+from trak_lite.store.disk.zarr_store import ZarrFeatureStore
 from trak_lite.store.manifest import Manifest
-from trak_lite.store.remote import RemoteFeatureStore
-from trak_lite.store.remote_place import RemotePlace
-from trak_lite.store.zarr_store import ZarrFeatureStore
+from trak_lite.store.remote.place import RemotePlace
+from trak_lite.store.remote.remote_store import RemoteFeatureStore
 
 __all__ = ["create_store", "open_store"]
 

@@ -5,11 +5,11 @@ from __future__ import annotations
 import os
 
 from trak_lite.errors import ReadOnlyStoreError
-from trak_lite.store._remote_verify import verify_remote
-from trak_lite.store._repair import TableRepair, repair_list
-from trak_lite.store._report import Finding, Report, SetAside
-from trak_lite.store._verify import StoreLook
-from trak_lite.store.remote_place import RemotePlace, resolve_place
+from trak_lite.store._check_report import Finding, Report, SetAside
+from trak_lite.store.disk.check import StoreLook
+from trak_lite.store.disk.repair import TableRepair, repair_list
+from trak_lite.store.remote.check import verify_remote
+from trak_lite.store.remote.place import RemotePlace, resolve_place
 
 __all__ = ["Finding", "Report", "SetAside", "verify_store"]
 

@@ -1,0 +1,1 @@
+"""Scoring: stored feature rows become scores, in tiles."""
