@@ -1,6 +1,6 @@
 """What every rank of the kill loop runs: an unchanged ``Attributor`` script, whose data write down who loads which row.
 
-Run:  torchrun --nproc-per-node=2 tests/distributed/recorded_run.py FOLDER [JSON OF A JOB]
+Run:  torchrun --nproc-per-node=2 tests/parallel/recorded_run.py FOLDER [JSON OF A JOB]
 """
 
 from __future__ import annotations

@@ -117,7 +117,7 @@ def test_the_module_runs_as_a_program(path: str) -> None:
 
 
 def test_the_installed_program_is_the_same() -> None:
-    setup = ast.parse((Path(__file__).parents[1] / "setup.py").read_text(encoding="utf-8"))
+    setup = ast.parse((Path(__file__).parents[2] / "setup.py").read_text(encoding="utf-8"))
     (call,) = (
         node for node in ast.walk(setup) if isinstance(node, ast.Call) and ast.unparse(node.func) == "setup"
     )
