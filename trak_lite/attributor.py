@@ -44,15 +44,15 @@ from trak_lite.retraining.verify import (
     check_budget,
     judge,
     keep_predictions,
-    keep_verdict,
     target_outputs,
 )
 from trak_lite.run.settings import AttributorSettings, GradientComputerFactory, Task, stored_arguments
-from trak_lite.run.workspace import FirstRows, Workspace, complete_tables, drop_checkpoint, naming_dropped
+from trak_lite.run.tables import complete_tables, drop_checkpoint
+from trak_lite.run.workspace import FirstRows, Workspace, naming_dropped
 from trak_lite.scoring.kept_scores import KeptScores
 from trak_lite.scoring.matrix import DampingPath
 from trak_lite.scoring.scores import Scores
-from trak_lite.scoring.stored import ScoreResult, drop_scores
+from trak_lite.scoring.stored import ScoreResult, drop_scores, keep_verdict
 from trak_lite.scoring.tokens import token_scores
 from trak_lite.store import AbstractFeatureStore, RemotePlace, check_name, open_store, resolve_place
 from trak_lite.store.manifest import compare_fingerprints

@@ -40,14 +40,7 @@ from trak_lite.errors import (
     UnsupportedModelError,
 )
 from trak_lite.featurizing.row_checks import PROBED_ROWS, Computed, DoneRows, compare_rows, rounding_of
-from trak_lite.featurizing.rows import (
-    FEATURES,
-    LOSS_CURVATURE,
-    OUT_TO_LOSS,
-    compute_features,
-    feature_table_spec,
-    put_features,
-)
+from trak_lite.featurizing.rows import compute_features, put_features
 from trak_lite.gradient_computers import (
     AbstractGradientComputer,
     FunctionalGradientComputer,
@@ -62,9 +55,17 @@ from trak_lite.models.checkpoints import Checkpoint, load_into, weights_digest
 from trak_lite.models.sharded import refuse_sharded
 from trak_lite.parallel.sharing import LateTable
 from trak_lite.projectors import AbstractProjector, BasicProjector, ProjectionType
+from trak_lite.run.tables import (
+    FEATURES,
+    LOSS_CURVATURE,
+    OUT_TO_LOSS,
+    SCORES,
+    feature_table_spec,
+    score_table_spec,
+)
 from trak_lite.run.workspace import Workspace
 from trak_lite.scoring.grams import has_kernel, kernels_of
-from trak_lite.scoring.tiles import SCORES, ScoreTerm, score_rows, score_table_spec
+from trak_lite.scoring.tiles import ScoreTerm, score_rows
 from trak_lite.store import AbstractRowTable, Column, Manifest, TableSpec
 from trak_lite.store.manifest import compare_fingerprints
 from trak_lite.types import Batch, FeatureLayout, OutputTerms, ParameterShapes, num_entries

@@ -22,8 +22,9 @@ from trak_lite.featurizing.fisher import FisherSettings
 from trak_lite.linalg import ScoreSettings
 from trak_lite.retraining import Retrained
 from trak_lite.retraining import verify as verification
-from trak_lite.retraining.verify import ScoredRows, SubsetSums, calibrated_scores, judge
-from trak_lite.run.workspace import complete_tables
+from trak_lite.retraining.verify import SubsetSums, calibrated_scores, judge
+from trak_lite.run.tables import complete_tables
+from trak_lite.scoring.stored import ScoredRows
 from trak_lite.store import ZarrFeatureStore
 
 N, M, K = 60, 7, 12

@@ -31,7 +31,6 @@ from traker_cases import (
 
 import trak_lite.projectors
 from trak_lite import Attributor, TRAKer
-from trak_lite.featurizing.rows import FEATURES, OUT_TO_LOSS
 from trak_lite.gradient_computers import (
     AbstractGradientComputer,
     FunctionalGradientComputer,
@@ -39,6 +38,7 @@ from trak_lite.gradient_computers import (
 )
 from trak_lite.modelout_functions import AbstractModelOutput
 from trak_lite.projectors import AbstractProjector, NoOpProjector, ProjectionType
+from trak_lite.run.tables import FEATURES, OUT_TO_LOSS
 
 
 def quickstart(traker_class, folder, projector):

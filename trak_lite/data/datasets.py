@@ -27,7 +27,7 @@ from trak_lite.data.batches import flatten_batch, take_rows
 from trak_lite.errors import InvalidInputError
 from trak_lite.types import Batch
 
-__all__ = ["HeldRows", "Rows", "evenly_spread"]
+__all__ = ["HeldRows", "Rows", "evenly_spaced", "evenly_spread"]
 
 _RowNumbers = np.ndarray[Any, np.dtype[np.int64]]
 
@@ -431,3 +431,8 @@ class HeldRows:
         places = {row: place for place, row in enumerate(self.held.tolist())}
         for rows in plan:
             yield rows, take_rows(self._batch, [places[row] for row in rows.tolist()])
+
+
+def evenly_spaced(count: int, most: int) -> slice:
+    """Return a slice of at most ``most`` of ``count`` things, evenly spaced from the first one."""
+    return slice(None, None, -(-count // most))

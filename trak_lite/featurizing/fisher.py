@@ -32,25 +32,25 @@ from trak_lite._validate import positive_int
 from trak_lite.data.datasets import Rows, evenly_spread
 from trak_lite.errors import (
     BusyError,
-    InvalidInputError,
     MissingStoreError,
     ReadOnlyStoreError,
     StateError,
     StoreError,
 )
 from trak_lite.featurizing.kronecker import row_noise
-from trak_lite.featurizing.rows import FEATURES, as_tensor, feature_table_spec, featurize_rows
+from trak_lite.featurizing.rows import featurize_rows
 from trak_lite.gradient_computers import AbstractGradientComputer, Normalization
 from trak_lite.linalg import accumulation_dtype
-from trak_lite.modelout_functions import AbstractModelOutput, LossModelOutput, ModelCall
+from trak_lite.modelout_functions import AbstractModelOutput, ModelCall
 from trak_lite.models.sharded import Lockstep
 from trak_lite.parallel.sharing import LateTable, SharedRows, always, has_free_rows, unwatched
 from trak_lite.projectors import AbstractProjector
+from trak_lite.run.tables import FEATURES, as_tensor, feature_table_spec
 from trak_lite.store import NEEDED_UNTIL, AbstractFeatureStore, AbstractRowTable, Column, Manifest, TableSpec
 from trak_lite.store.manifest import kept_json
 from trak_lite.types import Batch, FeatureLayout
 
-__all__ = ["FisherFits", "FisherSettings", "fisher_task", "split_squares"]
+__all__ = ["FisherFits", "FisherSettings", "split_squares"]
 
 _RECORD = "fisher/record"
 _VERSION = 2
@@ -93,20 +93,6 @@ class FisherSettings:
     def to_json(self) -> dict[str, Any]:
         """Return the settings as JSON values."""
         return asdict(self)
-
-
-def fisher_task(task: AbstractModelOutput) -> AbstractModelOutput:
-    """Return the task whose output has the gradient of the log-likelihood.
-
-    Raises:
-        InvalidInputError: If the task cannot draw labels.
-    """
-    if not task.can_sample:
-        raise InvalidInputError(
-            f"kernel='fisher' draws labels from the model, and {type(task).__name__} does not say how they are "
-            "distributed. Use kernel='curvature' or 'trak', or define sample_labels."
-        )
-    return LossModelOutput(task)
 
 
 @final

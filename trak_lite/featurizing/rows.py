@@ -6,7 +6,6 @@ Source: TRAK (arXiv:2303.14186), section 3; numbers as in the native method of t
 
 from __future__ import annotations
 
-import contextlib
 import functools
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -26,26 +25,12 @@ from trak_lite.gradient_computers import AbstractGradientComputer, Normalization
 from trak_lite.models.sharded import ALONE, Lockstep, Turns
 from trak_lite.parallel.sharing import LateTable, SharedRows, always, unwatched
 from trak_lite.projectors import AbstractProjector
-from trak_lite.store import Column, TableSpec, chunk_rows_for
+from trak_lite.run.tables import FEATURES, GRADIENT_NORM, LOSS_CURVATURE, OUT_TO_LOSS
+from trak_lite.store import TableSpec
 from trak_lite.types import Batch, OutputTerms
 
-__all__ = [
-    "FEATURES",
-    "GRADIENT_NORM",
-    "LOSS_CURVATURE",
-    "OUT_TO_LOSS",
-    "SampleRows",
-    "as_tensor",
-    "check_rows",
-    "compute_features",
-    "feature_table_spec",
-    "featurize_rows",
-    "put_features",
-    "target_table_spec",
-]
+__all__ = ["SampleRows", "check_rows", "compute_features", "featurize_rows", "put_features"]
 
-FEATURES, OUT_TO_LOSS, LOSS_CURVATURE = "features", "out_to_loss", "loss_curvature"
-GRADIENT_NORM = "gradient_norm"
 _NEXT_TO_NOTHING = 1e-3  # relative to the median norm of a batch
 _SQUARES_UNDERFLOW = 1e-15
 _MAX_ROUNDING = 1e-2  # relative to a row's norm; float16 itself rounds to 5e-4
@@ -67,36 +52,6 @@ class SampleRows(Protocol):
 
     def numbers(self, rows: NDArray[np.int64], /) -> NDArray[np.int64]:
         """Return the rows by which messages name some of them."""
-
-
-def feature_table_spec(
-    num_rows: int, width: int, dtype: str, fingerprint: Mapping[str, Any], *, norms: bool = False
-) -> TableSpec:
-    """Return the table of one checkpoint's features ``(num_rows, width)`` with q and w beside them.
-
-    Args:
-        num_rows: N.
-        width: K.
-        dtype: Of the features, one of ``trak_lite.store.DTYPES``.
-        fingerprint: What determines the rows.
-        norms: Keep the norm of every sample's gradient too.
-    """
-    features = Column(FEATURES, width, dtype)
-    columns = (
-        features,
-        Column(OUT_TO_LOSS, None, "float32"),
-        Column(LOSS_CURVATURE, None, "float32"),
-        *((Column(GRADIENT_NORM, None, "float32"),) if norms else ()),
-    )
-    return TableSpec(num_rows, columns, chunk_rows_for(num_rows, features.arrays[0].row_bytes), fingerprint)
-
-
-def target_table_spec(num_rows: int, width: int, dtype: str, fingerprint: Mapping[str, Any]) -> TableSpec:
-    """Return the table of a target set, for train rows of a dtype: the same, but never quantised.
-
-    Targets are few, and the inverse kernel magnifies what rounding does to them.
-    """
-    return feature_table_spec(num_rows, width, Column(FEATURES, width, dtype).value_dtype, fingerprint)
 
 
 def compute_features(
@@ -486,15 +441,3 @@ def _norms(rows: Tensor) -> Tensor:
     if bool(((norms < _SQUARES_UNDERFLOW) | ~norms.isfinite()).any()):
         norms = in_float64(rows).norm(dim=1)
     return in_float64(norms)
-
-
-def as_tensor(array: NDArray[Any], device: torch.device) -> Tensor:
-    """Return an array of the store as a tensor on a device; on the CPU it shares the mapped memory."""
-    if not array.flags.writeable:
-        # torch warns about read-only arrays, as it might write to them; nothing that gets this tensor does.
-        array = array.view()
-        with contextlib.suppress(ValueError):  # memory that cannot be written at all: copied below
-            array.flags.writeable = True
-    if not array.flags.writeable:
-        array = array.copy()
-    return torch.from_numpy(array).to(device)

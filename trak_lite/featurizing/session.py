@@ -20,7 +20,7 @@ from trak_lite.featurizing.diagnosis import naming_rows
 from trak_lite.featurizing.fisher import FisherFits, FisherSettings
 from trak_lite.featurizing.kronecker import KroneckerSettings, PreconditionedProjector, Preconditioner
 from trak_lite.featurizing.kronecker_fits import CurvatureFits
-from trak_lite.featurizing.rows import GRADIENT_NORM, check_rows, compute_features, featurize_rows
+from trak_lite.featurizing.rows import check_rows, compute_features, featurize_rows
 from trak_lite.featurizing.target_session import TargetSession, visit_checkpoints
 from trak_lite.gradient_computers import AbstractGradientComputer
 from trak_lite.linalg import ScoreSettings
@@ -38,8 +38,8 @@ from trak_lite.parallel.ranks import AbstractRanks
 from trak_lite.parallel.sharing import LateTable, Patience, has_free_rows, holder_of
 from trak_lite.projectors import AbstractProjector
 from trak_lite.run.settings import AttributorSettings
-from trak_lite.run.workspace import FirstRows, Workspace, checkpoint_tables, complete_tables
-from trak_lite.scoring.source import target_folder
+from trak_lite.run.tables import GRADIENT_NORM, checkpoint_tables, complete_tables, target_folder
+from trak_lite.run.workspace import FirstRows, Workspace
 from trak_lite.store import AbstractFeatureStore, AbstractRowTable, TableSpec
 from trak_lite.types import Batch
 

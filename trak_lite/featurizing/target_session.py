@@ -11,7 +11,8 @@ from trak_lite.data.datasets import Rows
 from trak_lite.errors import CheckpointError, StateError
 from trak_lite.models.checkpoints import Checkpoint
 from trak_lite.parallel.sharing import LateTable
-from trak_lite.run.workspace import Workspace, checkpoint_tables, complete_tables
+from trak_lite.run.tables import checkpoint_tables, complete_tables
+from trak_lite.run.workspace import Workspace
 from trak_lite.store import AbstractFeatureStore, TableSpec
 from trak_lite.store.manifest import compare_fingerprints
 

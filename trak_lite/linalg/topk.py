@@ -6,15 +6,17 @@ Shapes: N train rows, M targets, b rows of a tile, k rows kept per target.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Literal, final
+from typing import Literal, NamedTuple, final
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from trak_lite._validate import one_of, positive_int
 from trak_lite.errors import InvalidInputError, NonFiniteError, StateError
 
-__all__ = ["TopK", "merged_top"]
+__all__ = ["TopK", "TopRows", "merged_top"]
 
 
 @final
@@ -167,3 +169,12 @@ def _best_first(rows: Tensor, keys: Tensor, k: int) -> tuple[Tensor, Tensor]:
     rows, by_row = rows.sort(dim=1)
     keys, by_key = keys.gather(1, by_row).sort(dim=1, descending=True, stable=True)
     return rows.gather(1, by_key)[:, :k].contiguous(), keys[:, :k].contiguous()
+
+
+class TopRows(NamedTuple):
+    """The strongest train rows, strongest first."""
+
+    indices: NDArray[np.int64]
+    """Train row numbers, ``(k,)`` for one target or ``(M, k)`` for all."""
+    scores: NDArray[np.float32]
+    """Their scores, of the same shape."""

@@ -11,13 +11,13 @@ from typing import Any, Final
 import numpy as np
 from numpy.typing import NDArray
 
+from trak_lite.data.datasets import evenly_spaced
 from trak_lite.errors import InvalidInputError, SingularKernelError
 from trak_lite.evaluation import spearman
 from trak_lite.report import _charts
 from trak_lite.report._html import Html, tag
 from trak_lite.report.survey import Histogram
 from trak_lite.scoring.scores import Scores
-from trak_lite.scoring.source import evenly_spaced
 
 __all__ = ["FIGURES", "drawn_figures"]
 

@@ -8,12 +8,12 @@ from os import PathLike
 from pathlib import Path
 from typing import Self, final
 
+from trak_lite.linalg.topk import TopRows
 from trak_lite.report._html import Html, tag
 from trak_lite.report._look import STYLE
 from trak_lite.report.content import Renders
 from trak_lite.report.document import written
 from trak_lite.report.survey import Survey
-from trak_lite.scoring.matrix import TopRows
 from trak_lite.scoring.scores import Scores
 
 __all__ = ["Gallery", "cards"]

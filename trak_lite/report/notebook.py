@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from typing import Final
 
+from trak_lite.linalg.topk import TopRows
 from trak_lite.report._html import Html, tag
 from trak_lite.report._look import STYLE
 from trak_lite.report.page import verdict_part
-from trak_lite.scoring.matrix import TopRows
 from trak_lite.scoring.scores import Scores
 
 __all__ = ["notebook_summary"]

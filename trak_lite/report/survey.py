@@ -10,10 +10,10 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from trak_lite._validate import positive_int
+from trak_lite._validate import positive_int, target_number
 from trak_lite.errors import InvalidInputError, NonFiniteError
 from trak_lite.linalg import TopK
-from trak_lite.scoring.matrix import TopRows, target_number
+from trak_lite.linalg.topk import TopRows
 from trak_lite.scoring.scores import Scores
 
 __all__ = ["Histogram", "Survey", "chosen_targets"]

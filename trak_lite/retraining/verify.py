@@ -8,9 +8,8 @@ Shapes: N train rows, M targets, S subsets, K feature width, C checkpoints, V vi
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any, Final, final
 
 import numpy as np
@@ -20,14 +19,13 @@ from torch import Tensor, nn
 
 from trak_lite._devices import full_float32
 from trak_lite.data.batches import move_batch
-from trak_lite.data.datasets import Rows
-from trak_lite.errors import CorruptStoreError, InvalidInputError, StateError
+from trak_lite.data.datasets import Rows, evenly_spaced
+from trak_lite.errors import InvalidInputError, StateError
 from trak_lite.evaluation import (
     Baseline,
     Calibration,
     Estimate,
     LinearDatamodelingScore,
-    Predictions,
     ScoreDifference,
     Verdict,
     bm25,
@@ -36,31 +34,16 @@ from trak_lite.evaluation import (
     linear_datamodeling_score,
     summed_scores,
 )
-from trak_lite.featurizing.rows import FEATURES, OUT_TO_LOSS, as_tensor
-from trak_lite.linalg import KernelSettings, ScoreSettings, precondition
 from trak_lite.modelout_functions import AbstractModelOutput, ModelCall
 from trak_lite.models.borrowing import borrow_model
 from trak_lite.models.checkpoints import Checkpoint, load_into, module_versions, with_versions
 from trak_lite.retraining import Retrained
-from trak_lite.scoring.grams import kernels_of
+from trak_lite.run.tables import FEATURES, OUT_TO_LOSS, as_tensor
 from trak_lite.scoring.scores import Scores
-from trak_lite.scoring.source import evenly_spaced
+from trak_lite.scoring.stored import Array, ScoredRows, verdict_key
 from trak_lite.store import AbstractFeatureStore, AbstractRowTable
-from trak_lite.store.manifest import kept_json
-from trak_lite.types import FeatureLayout
 
-__all__ = [
-    "ScoredRows",
-    "SubsetSums",
-    "calibrated_scores",
-    "check_budget",
-    "judge",
-    "keep_predictions",
-    "keep_verdict",
-    "kept_predictions",
-    "kept_verdict",
-    "target_outputs",
-]
+__all__ = ["SubsetSums", "calibrated_scores", "check_budget", "judge", "keep_predictions", "target_outputs"]
 
 VIEWS: Final = ("outside", "inside", "off")
 """Train rows weighed by their mean q over checkpoints, by the q of each checkpoint, or not at all."""
@@ -76,60 +59,6 @@ _KEPT_TARGETS: Final = 64
 _NUM_RESAMPLES: Final = 1000
 """Of every bootstrap."""
 _FEWEST_FOR_CALIBRATION: Final = 6
-
-Array = NDArray[np.float64]
-
-
-@final
-@dataclass(frozen=True, slots=True, eq=False)
-class ScoredRows:
-    """The stored rows behind the scores of one target set."""
-
-    store: AbstractFeatureStore
-    """Holds the gram matrices."""
-    train: Mapping[str, AbstractRowTable]
-    """Feature tables of the train rows by the digest of the checkpoint's weights."""
-    name: str
-    """Name of the target set."""
-    settings: ScoreSettings
-    """How the scores were made."""
-    layout: FeatureLayout
-    """Segments of a feature row, as the scores see it."""
-    device: torch.device
-    """Where the products run."""
-
-    def require_kernel(self) -> KernelSettings:
-        """Return the kernel in force.
-
-        Raises:
-            InvalidInputError: If the scores have none.
-        """
-        kernel = self.settings.kernel_settings
-        if kernel is None:
-            raise InvalidInputError(
-                f"Scores with kernel={self.settings.kernel!r} have no kernel to calibrate. Verify them with "
-                "calibrate=False, or calibrate those of kernel='curvature', 'fisher' or 'trak'."
-            )
-        return kernel
-
-    def mean_out_to_loss(self) -> Array:
-        """Return the mean q of every train row over checkpoints, ``(N,)``."""
-        columns = [table.read(OUT_TO_LOSS) for table in self.train.values()]
-        mean: Array = np.mean(columns, axis=0, dtype=np.float64)
-        return mean
-
-    def targets(self, table: AbstractRowTable) -> Tensor:
-        """Return the target features of a checkpoint, ``(M, K)`` float64."""
-        model_id = table.spec.fingerprint["model_id"]
-        rows = self.store.open_table(f"targets/{self.name}/ckpt-{model_id}").read(FEATURES)
-        return torch.from_numpy(rows).to(self.device, torch.float64)
-
-    def preconditioned(self, table: AbstractRowTable, damping: float) -> Tensor:
-        """Return the targets of a checkpoint behind its kernel at a damping, ``(M, K)`` float64."""
-        kernel = replace(self.require_kernel(), damping=damping, lambda_reg=None)
-        path = f"ckpt-{table.spec.fingerprint['model_id']}"
-        kernels = kernels_of(self.store, path, kernel, self.layout, device=self.device)
-        return precondition(self.targets(table), kernels, layout=self.layout).double()
 
 
 @final
@@ -273,36 +202,6 @@ def check_budget(budget: int, *, calibrate: bool) -> None:
         )
 
 
-def keep_verdict(store: AbstractFeatureStore, path: str, verdict: Verdict) -> None:
-    """Keep a verdict beside the scores that it is about.
-
-    Args:
-        store: Holds the scores.
-        path: Their table. The verdict holds for these very numbers; others in their place have none.
-        verdict: What retraining said.
-    """
-    text = json.dumps(verdict.to_json()).encode()
-    store.cache(f"verdicts/{path}", _verdict_key(store, path), np.frombuffer(text, np.uint8).copy())
-
-
-def kept_verdict(store: AbstractFeatureStore, path: str) -> Verdict | None:
-    """Return the verdict on the scores in a table, ``None`` if there is none on these very numbers.
-
-    Raises:
-        CorruptStoreError: If something else is kept in its place.
-    """
-    kept = store.cached(f"verdicts/{path}", _verdict_key(store, path))
-    if kept is None:
-        return None
-    what = f"The verdict on {path} in {store.path}"
-    try:
-        return Verdict.from_json(kept_json(kept, what=what))
-    except (KeyError, TypeError, ValueError, AttributeError) as error:
-        raise CorruptStoreError(
-            f"{what} cannot be read ({error!r:.200}). Verify the scores again."
-        ) from error
-
-
 def keep_predictions(store: AbstractFeatureStore, path: str, scores: Scores, retrained: Retrained) -> None:
     """Keep what scores predicted for the subsets beside what the retrained models said, for some targets.
 
@@ -314,13 +213,7 @@ def keep_predictions(store: AbstractFeatureStore, path: str, scores: Scores, ret
     """
     some = evenly_spaced(scores.shape[1], _KEPT_TARGETS)
     kept = np.stack([_summed(scores, retrained.masks)[:, some], retrained.mean[:, some]])
-    store.cache(f"predictions/{path}", _verdict_key(store, path), kept)
-
-
-def kept_predictions(store: AbstractFeatureStore, path: str) -> Predictions | None:
-    """Return what :func:`keep_predictions` kept of the scores in a table, ``None`` if they were not tested."""
-    kept = store.cached(f"predictions/{path}", _verdict_key(store, path))
-    return None if kept is None else Predictions(*kept)
+    store.cache(f"predictions/{path}", verdict_key(store, path), kept)
 
 
 def calibrated_scores(rows: ScoredRows, calibration: Calibration) -> NDArray[np.float32]:
@@ -501,8 +394,3 @@ def _unit(rows: Tensor) -> Tensor:
     norms = torch.linalg.vector_norm(rows, dim=1, keepdim=True)
     unit: Tensor = rows / norms.masked_fill(norms == 0, 1.0)
     return unit
-
-
-def _verdict_key(store: AbstractFeatureStore, path: str) -> str:
-    """Return a key that changes when the scores do."""
-    return store.open_table(path).content_key()

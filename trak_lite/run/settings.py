@@ -18,8 +18,6 @@ from torch import Tensor, nn
 from trak_lite._validate import one_of, positive_int
 from trak_lite._version import __version__
 from trak_lite.errors import CorruptStoreError, InvalidInputError
-from trak_lite.featurizing.fisher import fisher_task
-from trak_lite.featurizing.rows import feature_table_spec, target_table_spec
 from trak_lite.gradient_computers import (
     GRADIENT_COMPUTERS,
     AbstractGradientComputer,
@@ -32,9 +30,11 @@ from trak_lite.gradient_computers import (
 )
 from trak_lite.linalg import KernelSettings, ScoreSettings, ScoreView
 from trak_lite.modelout_functions import MODEL_OUTPUTS, AbstractModelOutput, describe_task, resolve_task
+from trak_lite.modelout_functions._sampling import fisher_task
 from trak_lite.models.borrowing import resolve_device
 from trak_lite.models.sharded import is_sharded, refuse_sharded, refuse_unsupported_sharding
 from trak_lite.projectors import AbstractProjector, projector_name, select_projector
+from trak_lite.run.tables import feature_table_spec, target_table_spec
 from trak_lite.store import DTYPES, Manifest, TableSpec, dtype_fingerprint
 from trak_lite.types import Batch, FeatureLayout, ParameterShapes, num_entries
 

@@ -4,17 +4,14 @@ from __future__ import annotations
 
 import logging
 import os
-import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
 from typing import Any, Self
 
-from trak_lite._validate import some_of
 from trak_lite.errors import (
     BusyError,
     HeldHereError,
-    InvalidInputError,
     ManifestMismatchError,
     MissingStoreError,
     ReadOnlyStoreError,
@@ -22,6 +19,7 @@ from trak_lite.errors import (
     StoreError,
 )
 from trak_lite.parallel.sharing import LateTable, Patience
+from trak_lite.run.tables import checkpoint_tables, model_id_of, num_train_rows
 from trak_lite.store import (
     AbstractFeatureStore,
     AbstractRowTable,
@@ -34,14 +32,7 @@ from trak_lite.store import (
 )
 from trak_lite.store.manifest import compare_fingerprints
 
-__all__ = [
-    "FirstRows",
-    "Workspace",
-    "checkpoint_tables",
-    "complete_tables",
-    "drop_checkpoint",
-    "naming_dropped",
-]
+__all__ = ["FirstRows", "Workspace", "naming_dropped"]
 
 logger = logging.getLogger(__name__)
 
@@ -158,8 +149,8 @@ class Workspace:
         """Return the id of the checkpoint with these weights, a fresh one if they are new."""
         known = {} if self._store is None else checkpoint_tables(self._store)
         if digest in known:
-            return _model_id(known[digest])
-        return max((_model_id(path) for path in known.values()), default=-1) + 1
+            return model_id_of(known[digest])
+        return max((model_id_of(path) for path in known.values()), default=-1) + 1
 
     def late_table(
         self,
@@ -225,7 +216,7 @@ class Workspace:
     def _take_up_appended_rows(self, store: AbstractFeatureStore, first_rows: FirstRows) -> None:
         """Note the data in the manifest if the stored rows are its first ones and every setting is the same."""
         stored, given = store.manifest.fingerprint, self._manifest.fingerprint
-        num_rows = _rows_of(store.manifest)
+        num_rows = num_train_rows(store.manifest)
         if not 0 < num_rows < given["dataset"]["num_rows"]:
             return
         compare_fingerprints(
@@ -254,25 +245,12 @@ class Workspace:
                     "switch that off, or seed it with the index of the row. If it is the same data whose bytes differ "
                     "from one machine to the next (another decoder), pass dataset_id=... at every call."
                 ) from None
-            longer = 0 < _rows_of(stored) < _rows_of(self._manifest)
+            longer = 0 < num_train_rows(stored) < num_train_rows(self._manifest)
             if longer and "indices" in given["dataset"]:  # the Attributor's
                 raise ManifestMismatchError(
                     f"{error} If rows were appended to the same data, pass append=True."
                 ) from None
             raise
-
-
-def checkpoint_tables(store: AbstractFeatureStore) -> dict[str, str]:
-    """Return the paths of the train tables by the digest of their checkpoint's weights, in id order."""
-    paths = [path for path in store.table_names() if re.fullmatch(r"ckpt-\d+", path)]
-    found = {}
-    for path in sorted(paths, key=_model_id):
-        try:
-            found[store.open_table(path).spec.fingerprint["weights"]] = path
-        except StoreError:
-            if path in store.table_names():  # else another process has dropped it just now
-                raise
-    return found
 
 
 @contextmanager
@@ -286,68 +264,13 @@ def naming_dropped(store: AbstractFeatureStore) -> Iterator[None]:
     try:
         yield
     except (StoreError, KeyError) as error:
-        gone = sorted(set(known.values()) - set(checkpoint_tables(store).values()), key=_model_id)
+        gone = sorted(set(known.values()) - set(checkpoint_tables(store).values()), key=model_id_of)
         if not gone:
             raise
         raise StateError(
             f"Another process has dropped {', '.join(gone)} while its rows were read. Make the same call again: it "
             "takes the checkpoints that are left."
         ) from error
-
-
-def complete_tables(
-    store: AbstractFeatureStore, digests: Sequence[str] | None
-) -> dict[str, AbstractRowTable]:
-    """Return the finished train tables by weights digest, all of them or those asked for.
-
-    Raises:
-        StateError: If there is none, one asked for is not there, or rows are pending.
-    """
-    paths = checkpoint_tables(store)
-    unknown = [] if digests is None else [digest[:12] for digest in digests if digest not in paths]
-    if unknown:
-        raise StateError(
-            f"The store has no features for {len(unknown)} of the {len(digests or ())} checkpoints (weights "
-            f"{unknown[:5]}). Featurize them first: featurize(train_data, checkpoints=...)."
-        )
-    tables = {digest: store.open_table(paths[digest]) for digest in (paths if digests is None else digests)}
-    if not tables:
-        raise StateError("No train row has been featurized yet. Call featurize(train_data, ...) first.")
-    num_rows = max(_rows_of(store.manifest), *(table.spec.num_rows for table in tables.values()))
-    for digest, table in tables.items():
-        if not table.complete or table.spec.num_rows < num_rows:
-            raise StateError(
-                f"{paths[digest]} has {int(table.done().sum())} of {num_rows} train rows. Call featurize(...) again "
-                "with the same data, which continues there, or name finished checkpoints: score(..., checkpoints=...)."
-            )
-    return tables
-
-
-def drop_checkpoint(store: AbstractFeatureStore, name: str) -> None:
-    """Remove the rows of a checkpoint, of train data and of targets, for good.
-
-    Args:
-        store: Open for writing.
-        name: As the checkpoint was called when it was featurized, or its table: ``ckpt-0``.
-
-    Raises:
-        InvalidInputError: If no checkpoint, or more than one, is called that.
-        BusyError: If another process writes rows of it.
-        ReadOnlyStoreError: If the store cannot be written.
-    """
-    names = {path: store.attributes(path).get("name") for path in checkpoint_tables(store).values()}
-    found = [path for path, known in names.items() if name in (path, known)]
-    if len(found) != 1:
-        raise InvalidInputError(
-            f"{len(found)} checkpoints are called {name!r}. Expected one table of "
-            + some_of(f"{path} ({known})" for path, known in names.items())
-            + "."
-        )
-    # Its targets first: without the train rows nothing would say whose they are.
-    features = [path for group in ("targets", "preconditioned") for path in store.table_names(group)]
-    targets = [path for path in features if path.endswith(f"/{found[0]}")]
-    for path in (*targets, *store.table_names(f"fisher/{found[0]}"), found[0]):
-        store.drop_table(path)
 
 
 def _grown(store: AbstractFeatureStore, path: str, num_rows: int) -> AbstractRowTable:
@@ -360,12 +283,3 @@ def _grown(store: AbstractFeatureStore, path: str, num_rows: int) -> AbstractRow
             raise
         except BusyError as error:
             patience.wait("to append rows", partial(str, error))
-
-
-def _rows_of(manifest: Manifest) -> int:
-    """Return the number of rows of the train data; 0 where the manifest does not say."""
-    return int(manifest.fingerprint.get("dataset", {}).get("num_rows", 0))
-
-
-def _model_id(path: str) -> int:
-    return int(path.removeprefix("ckpt-"))

@@ -17,9 +17,9 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from trak_lite.featurizing.fisher import FisherFits, split_squares
-from trak_lite.featurizing.rows import FEATURES, LOSS_CURVATURE, as_tensor
 from trak_lite.linalg import GramAccumulator, KernelSettings, SegmentKernel, factorise_segments
 from trak_lite.parallel.ranks import AbstractRanks
+from trak_lite.run.tables import FEATURES, LOSS_CURVATURE, as_tensor
 from trak_lite.store import AbstractFeatureStore, AbstractRowTable
 from trak_lite.types import FeatureLayout
 

@@ -13,13 +13,19 @@ from trak_lite._devices import float64_device
 from trak_lite.evaluation import Predictions, Verdict
 from trak_lite.linalg import ScoreSettings
 from trak_lite.parallel.ranks import AbstractRanks
-from trak_lite.retraining.verify import ScoredRows, kept_predictions, kept_verdict
 from trak_lite.run.settings import AttributorSettings, StoredSettings
-from trak_lite.run.workspace import Workspace, complete_tables, naming_dropped
+from trak_lite.run.tables import complete_tables, score_path, target_folder
+from trak_lite.run.workspace import Workspace, naming_dropped
 from trak_lite.scoring.matrix import AbstractScoreMatrix, StoredMatrix, StreamedMatrix
 from trak_lite.scoring.scores import Scores
-from trak_lite.scoring.source import ScoreSource, target_folder
-from trak_lite.scoring.stored import finished_scores, scorable_tables, score_path
+from trak_lite.scoring.source import ScoreSource
+from trak_lite.scoring.stored import (
+    ScoredRows,
+    finished_scores,
+    kept_predictions,
+    kept_verdict,
+    scorable_tables,
+)
 from trak_lite.store import AbstractFeatureStore, AbstractRowTable
 from trak_lite.types import FeatureLayout
 

@@ -14,12 +14,13 @@ import torch
 from numpy.typing import ArrayLike, NDArray
 from torch import Tensor
 
-from trak_lite._validate import one_of, positive_int, real_at_least
+from trak_lite._validate import one_of, positive_int, real_at_least, target_number
 from trak_lite.errors import InvalidInputError
 from trak_lite.linalg import TopK, merged_top
+from trak_lite.linalg.topk import TopRows
 from trak_lite.parallel.ranks import AbstractRanks, OneRank
+from trak_lite.run.tables import SCORES
 from trak_lite.scoring.source import ScoreSource
-from trak_lite.scoring.tiles import SCORES
 from trak_lite.store import AbstractRowTable
 
 __all__ = [
@@ -28,24 +29,13 @@ __all__ = [
     "GroupSums",
     "StoredMatrix",
     "StreamedMatrix",
-    "TopRows",
     "both_ends",
     "group_sums",
-    "target_number",
     "top_rows",
 ]
 
 Sign = Literal["helpful", "harmful"]
 _ENDS: tuple[Sign, Sign] = ("helpful", "harmful")
-
-
-class TopRows(NamedTuple):
-    """The strongest train rows, strongest first."""
-
-    indices: NDArray[np.int64]
-    """Train row numbers, ``(k,)`` for one target or ``(M, k)`` for all."""
-    scores: NDArray[np.float32]
-    """Their scores, of the same shape."""
 
 
 class GroupSums(NamedTuple):
@@ -237,17 +227,6 @@ def group_sums(
         columns.index_add_(1, target_of, scores)
         sums.index_add_(0, train_of[start : start + len(tile)], columns)
     return GroupSums(sums.numpy(), train_groups, target_groups)
-
-
-def target_number(target: Any, count: int, name: str) -> int:
-    """Return the number of a target, counted from the end if it is negative.
-
-    Raises:
-        InvalidInputError: If there is no such target.
-    """
-    if isinstance(target, bool) or not isinstance(target, int | np.integer) or not -count <= target < count:
-        raise InvalidInputError(f"There is no target {target}: {name!r} has targets 0 to {count - 1}.")
-    return int(target) % count
 
 
 @final

@@ -8,18 +8,11 @@ from typing import TYPE_CHECKING, Any, Literal
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from trak_lite._validate import one_of, positive_int
+from trak_lite._validate import one_of, positive_int, target_number
 from trak_lite.errors import InvalidInputError, printable
 from trak_lite.evaluation import Predictions, Verdict
-from trak_lite.scoring.matrix import (
-    AbstractScoreMatrix,
-    DampingPath,
-    GroupSums,
-    TopRows,
-    group_sums,
-    target_number,
-    top_rows,
-)
+from trak_lite.linalg.topk import TopRows
+from trak_lite.scoring.matrix import AbstractScoreMatrix, DampingPath, GroupSums, group_sums, top_rows
 from trak_lite.scoring.source import Reliability, ScoreSource
 from trak_lite.store import Manifest
 

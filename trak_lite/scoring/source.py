@@ -15,9 +15,8 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from trak_lite.data.datasets import evenly_spread
+from trak_lite.data.datasets import evenly_spaced, evenly_spread
 from trak_lite.errors import InvalidInputError
-from trak_lite.featurizing.rows import FEATURES, OUT_TO_LOSS, as_tensor
 from trak_lite.linalg import (
     KernelSettings,
     ScoreSettings,
@@ -32,19 +31,13 @@ from trak_lite.linalg import (
     unit_segments,
 )
 from trak_lite.parallel.ranks import AbstractRanks, OneRank
+from trak_lite.run.tables import FEATURES, OUT_TO_LOSS, as_tensor, score_table_spec, table_path, target_folder
 from trak_lite.scoring.grams import grams_of, kernels_of, make_grams
-from trak_lite.scoring.tiles import (
-    ScoreTerm,
-    error_tile,
-    group_tile,
-    score_table_spec,
-    score_tile,
-    tile_ranges,
-)
+from trak_lite.scoring.tiles import ScoreTerm, error_tile, group_tile, score_tile, tile_ranges
 from trak_lite.store import AbstractFeatureStore, AbstractRowTable, Manifest
 from trak_lite.types import FeatureLayout
 
-__all__ = ["Reliability", "ScoreSource", "evenly_spaced", "target_folder"]
+__all__ = ["Reliability", "ScoreSource"]
 
 _PAIR_ROWS = 1024
 _RANKED_VALUES = 1 << 24  # scores that are ranked at a time
@@ -61,15 +54,6 @@ class Reliability:
     """``(M,)`` the correlation to be expected with the mean over as many other ones (Spearman and Brown)."""
     reliable: NDArray[np.bool_]
     """``(M,)`` whether ``expected`` reaches the threshold."""
-
-
-def target_folder(name: str, settings: ScoreSettings) -> str:
-    """Return where the features of a target set are kept that a view reads, one table per checkpoint."""
-    if settings.kernel == "ekfac":
-        short = f"{settings.damping:g}"  # six digits, which another damping may have too
-        exact = short if float(short) == settings.damping else repr(settings.damping)
-        return f"preconditioned/{name}/{exact.replace('+', '')}"
-    return f"targets/{name}"
 
 
 @final
@@ -136,7 +120,7 @@ class ScoreSource:
         """
         kernel = self.settings.kernel_settings
         if kernel is not None:
-            paths = [_path(table) for table in self._train]
+            paths = [table_path(table) for table in self._train]
             make_grams(self._store, paths, kernel, self._layout, device=self._device, ranks=self._ranks)
         unit = self._layout if self.settings.kernel == "cosine" else None
         return [
@@ -163,7 +147,7 @@ class ScoreSource:
             )
         terms = []
         for table, weight in zip(self._train, self._weights, strict=True):
-            grams = grams_of(self._store, _path(table), kernel, self._layout, device=self._device)
+            grams = grams_of(self._store, table_path(table), kernel, self._layout, device=self._device)
             eigen = eigenpath_segments(grams, layout=self._layout)
             solved = precondition_path(self._rows(table, targets), eigen, dampings, layout=self._layout)
             terms.append(ScoreTerm(table, (solved * weight).flatten(0, 1).float()))
@@ -351,21 +335,11 @@ class ScoreSource:
         return lambda rows: rows.to(accumulation_dtype(rows.device)).square().sum(1)
 
     def _kernels(self, table: AbstractRowTable, kernel: KernelSettings) -> list[SegmentKernel]:
-        return kernels_of(self._store, _path(table), kernel, self._layout, device=self._device)
+        return kernels_of(self._store, table_path(table), kernel, self._layout, device=self._device)
 
     def _rows(self, table: AbstractRowTable, targets: slice | NDArray[np.int64]) -> Tensor:
         """Return the target features of a checkpoint, ``(M, K)``."""
         return torch.from_numpy(self._targets(table).read(FEATURES)[targets]).to(self._device)
 
     def _targets(self, table: AbstractRowTable) -> AbstractRowTable:
-        return self._store.open_table(f"{target_folder(self._name, self.settings)}/{_path(table)}")
-
-
-def evenly_spaced(count: int, most: int) -> slice:
-    """Return a slice of at most ``most`` of ``count`` things, evenly spaced from the first one."""
-    return slice(None, None, -(-count // most))
-
-
-def _path(table: AbstractRowTable) -> str:
-    """Return the path of a checkpoint's train rows."""
-    return f"ckpt-{table.spec.fingerprint['model_id']}"
+        return self._store.open_table(f"{target_folder(self._name, self.settings)}/{table_path(table)}")

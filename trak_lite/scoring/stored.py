@@ -2,40 +2,52 @@
 
 from __future__ import annotations
 
+import json
 import operator
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any, final
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
+from torch import Tensor
 
-from trak_lite.errors import StateError
+from trak_lite.errors import CorruptStoreError, InvalidInputError, StateError
+from trak_lite.evaluation import Predictions, Verdict
 from trak_lite.featurizing.fisher import FisherFits
-from trak_lite.linalg import ScoreSettings
+from trak_lite.linalg import KernelSettings, ScoreSettings, precondition
 from trak_lite.parallel.ranks import AbstractRanks
 from trak_lite.parallel.sharing import unwatched
-from trak_lite.run.workspace import checkpoint_tables, complete_tables
+from trak_lite.run.tables import (
+    FEATURES,
+    OUT_TO_LOSS,
+    checkpoint_tables,
+    complete_tables,
+    score_path,
+    score_table_spec,
+    target_folder,
+)
+from trak_lite.scoring.grams import kernels_of
 from trak_lite.scoring.matrix import both_ends
-from trak_lite.scoring.source import ScoreSource, target_folder
-from trak_lite.scoring.tiles import score_rows, score_table_spec
+from trak_lite.scoring.source import ScoreSource
+from trak_lite.scoring.tiles import score_rows
 from trak_lite.store import AbstractFeatureStore, AbstractRowTable, Manifest, TableSpec
-from trak_lite.store.manifest import compare_fingerprints
+from trak_lite.store.manifest import compare_fingerprints, kept_json
+from trak_lite.types import FeatureLayout
 
-__all__ = ["ScoreResult", "drop_scores", "finished_scores", "scorable_tables", "score_path"]
+__all__ = [
+    "ScoreResult",
+    "ScoredRows",
+    "drop_scores",
+    "finished_scores",
+    "keep_verdict",
+    "kept_predictions",
+    "kept_verdict",
+    "scorable_tables",
+]
 
-
-def score_path(name: str, settings: ScoreSettings, base: ScoreSettings) -> str:
-    """Return where the scores of a target set are kept.
-
-    Args:
-        name: Name of the target set.
-        settings: How the scores are made.
-        base: How the attributor makes them where a call says nothing.
-    """
-    if settings == base:
-        return f"scores/{name}"
-    return f"views/{name}/{Manifest(settings.fingerprint()).digest()[:16]}"
+Array = NDArray[np.float64]
 
 
 def finished_scores(
@@ -219,3 +231,96 @@ class ScoreResult:
     def digest(self) -> str:
         """Return a digest of all that the scores are made from."""
         return Manifest(self._spec.fingerprint).digest()
+
+
+@final
+@dataclass(frozen=True, slots=True, eq=False)
+class ScoredRows:
+    """The stored rows behind the scores of one target set."""
+
+    store: AbstractFeatureStore
+    """Holds the gram matrices."""
+    train: Mapping[str, AbstractRowTable]
+    """Feature tables of the train rows by the digest of the checkpoint's weights."""
+    name: str
+    """Name of the target set."""
+    settings: ScoreSettings
+    """How the scores were made."""
+    layout: FeatureLayout
+    """Segments of a feature row, as the scores see it."""
+    device: torch.device
+    """Where the products run."""
+
+    def require_kernel(self) -> KernelSettings:
+        """Return the kernel in force.
+
+        Raises:
+            InvalidInputError: If the scores have none.
+        """
+        kernel = self.settings.kernel_settings
+        if kernel is None:
+            raise InvalidInputError(
+                f"Scores with kernel={self.settings.kernel!r} have no kernel to calibrate. Verify them with "
+                "calibrate=False, or calibrate those of kernel='curvature', 'fisher' or 'trak'."
+            )
+        return kernel
+
+    def mean_out_to_loss(self) -> Array:
+        """Return the mean q of every train row over checkpoints, ``(N,)``."""
+        columns = [table.read(OUT_TO_LOSS) for table in self.train.values()]
+        mean: Array = np.mean(columns, axis=0, dtype=np.float64)
+        return mean
+
+    def targets(self, table: AbstractRowTable) -> Tensor:
+        """Return the target features of a checkpoint, ``(M, K)`` float64."""
+        model_id = table.spec.fingerprint["model_id"]
+        rows = self.store.open_table(f"targets/{self.name}/ckpt-{model_id}").read(FEATURES)
+        return torch.from_numpy(rows).to(self.device, torch.float64)
+
+    def preconditioned(self, table: AbstractRowTable, damping: float) -> Tensor:
+        """Return the targets of a checkpoint behind its kernel at a damping, ``(M, K)`` float64."""
+        kernel = replace(self.require_kernel(), damping=damping, lambda_reg=None)
+        path = f"ckpt-{table.spec.fingerprint['model_id']}"
+        kernels = kernels_of(self.store, path, kernel, self.layout, device=self.device)
+        return precondition(self.targets(table), kernels, layout=self.layout).double()
+
+
+def kept_verdict(store: AbstractFeatureStore, path: str) -> Verdict | None:
+    """Return the verdict on the scores in a table, ``None`` if there is none on these very numbers.
+
+    Raises:
+        CorruptStoreError: If something else is kept in its place.
+    """
+    kept = store.cached(f"verdicts/{path}", verdict_key(store, path))
+    if kept is None:
+        return None
+    what = f"The verdict on {path} in {store.path}"
+    try:
+        return Verdict.from_json(kept_json(kept, what=what))
+    except (KeyError, TypeError, ValueError, AttributeError) as error:
+        raise CorruptStoreError(
+            f"{what} cannot be read ({error!r:.200}). Verify the scores again."
+        ) from error
+
+
+def kept_predictions(store: AbstractFeatureStore, path: str) -> Predictions | None:
+    """Return what :func:`keep_predictions` kept of the scores in a table, ``None`` if they were not tested."""
+    kept = store.cached(f"predictions/{path}", verdict_key(store, path))
+    return None if kept is None else Predictions(*kept)
+
+
+def verdict_key(store: AbstractFeatureStore, path: str) -> str:
+    """Return a key that changes when the scores do."""
+    return store.open_table(path).content_key()
+
+
+def keep_verdict(store: AbstractFeatureStore, path: str, verdict: Verdict) -> None:
+    """Keep a verdict beside the scores that it is about.
+
+    Args:
+        store: Holds the scores.
+        path: Their table. The verdict holds for these very numbers; others in their place have none.
+        verdict: What retraining said.
+    """
+    text = json.dumps(verdict.to_json()).encode()
+    store.cache(f"verdicts/{path}", verdict_key(store, path), np.frombuffer(text, np.uint8).copy())

@@ -6,7 +6,7 @@ Source: TRAK (arXiv:2303.14186), section 3; numbers as in the native method of t
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, final
 
@@ -15,38 +15,17 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from trak_lite.featurizing.rows import FEATURES, OUT_TO_LOSS, as_tensor
 from trak_lite.linalg import Spread, accumulation_dtype, score_block, unit_segments
 from trak_lite.parallel.sharing import SharedRows, unwatched
-from trak_lite.store import AbstractRowTable, Column, TableSpec, chunk_rows_for
+from trak_lite.run.tables import FEATURES, OUT_TO_LOSS, SCORES, as_tensor
+from trak_lite.store import AbstractRowTable
 from trak_lite.types import FeatureLayout
 
-__all__ = [
-    "SCORES",
-    "ScoreTerm",
-    "WhereQ",
-    "error_tile",
-    "group_tile",
-    "score_rows",
-    "score_table_spec",
-    "score_tile",
-    "tile_ranges",
-]
+__all__ = ["ScoreTerm", "WhereQ", "error_tile", "group_tile", "score_rows", "score_tile", "tile_ranges"]
 
 WhereQ = Literal["outside", "inside", "off"]
 
-SCORES = "scores"
 _TILE_ROWS = 1024
-
-
-def score_table_spec(num_rows: int, num_targets: int, fingerprint: Mapping[str, Any]) -> TableSpec:
-    """Return the table of scores ``(num_rows, num_targets)`` in float32."""
-    return TableSpec(
-        num_rows,
-        (Column(SCORES, num_targets, "float32"),),
-        chunk_rows_for(num_rows, 4 * num_targets),
-        fingerprint,
-    )
 
 
 @final

@@ -19,6 +19,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from trak_lite._devices import in_float64
+from trak_lite._validate import target_number
 from trak_lite.data.batches import map_tensors
 from trak_lite.data.datasets import Rows
 from trak_lite.errors import InvalidInputError
@@ -26,7 +27,6 @@ from trak_lite.featurizing.session import FeaturizingSession
 from trak_lite.modelout_functions import CausalLanguageModelingModelOutput, split_labels, with_labels
 from trak_lite.modelout_functions.language_modeling import IGNORED
 from trak_lite.run.settings import AttributorSettings
-from trak_lite.scoring.matrix import target_number
 from trak_lite.scoring.scores import Scores
 from trak_lite.types import Batch
 

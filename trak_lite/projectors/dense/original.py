@@ -18,8 +18,13 @@ from torch import Tensor
 
 from trak_lite._validate import positive_int
 from trak_lite.errors import InvalidInputError
-from trak_lite.projectors._base import AbstractFeatureAccumulator, AbstractProjector, ProjectionType
-from trak_lite.projectors._blocks import named_gradients, project_named
+from trak_lite.projectors._base import (
+    AbstractFeatureAccumulator,
+    AbstractProjector,
+    ProjectionType,
+    named_gradients,
+    project_named,
+)
 from trak_lite.projectors.dense.fast_jl import fast_jl_map
 from trak_lite.projectors.dense.projectors import (
     DEFAULT_MEMORY_BUDGET,

@@ -26,8 +26,13 @@ from torch import Tensor
 
 from trak_lite._validate import one_of, positive_int
 from trak_lite.errors import InvalidInputError
-from trak_lite.projectors._base import AbstractFeatureAccumulator, AbstractProjector, ProjectionType
-from trak_lite.projectors._blocks import block_rows, check_grad_dim, project_named
+from trak_lite.projectors._base import (
+    AbstractFeatureAccumulator,
+    AbstractProjector,
+    ProjectionType,
+    project_named,
+)
+from trak_lite.projectors._blocks import block_rows, check_grad_dim
 from trak_lite.projectors.dense.matrices import MatrixCache
 from trak_lite.projectors.random.entries import AbstractEntries, GaussianEntries, RademacherEntries
 from trak_lite.projectors.random.hash import Stream, parameter_key

@@ -23,8 +23,13 @@ import torch
 from torch import Tensor
 
 from trak_lite._validate import one_of, positive_int
-from trak_lite.projectors._base import AbstractFeatureAccumulator, AbstractProjector, ProjectionType
-from trak_lite.projectors._blocks import check_block, project_named
+from trak_lite.projectors._base import (
+    AbstractFeatureAccumulator,
+    AbstractProjector,
+    ProjectionType,
+    project_named,
+)
+from trak_lite.projectors._blocks import check_block
 from trak_lite.projectors._factored import check_factors
 from trak_lite.projectors.dense.projectors import integer_seed
 from trak_lite.projectors.random.entries import empty_buffer

@@ -21,8 +21,8 @@ from torch import Tensor
 
 from trak_lite._validate import one_of, positive_int
 from trak_lite.errors import InvalidInputError
-from trak_lite.projectors._base import AbstractFeatureAccumulator, AbstractProjector
-from trak_lite.projectors._blocks import block_rows, project_named
+from trak_lite.projectors._base import AbstractFeatureAccumulator, AbstractProjector, project_named
+from trak_lite.projectors._blocks import block_rows
 from trak_lite.projectors._factored import check_factors, sample_pieces
 from trak_lite.projectors.dense.projectors import integer_seed
 from trak_lite.projectors.random.hash import Stream
