@@ -15,10 +15,11 @@ import torch
 from triton_interpreter import fresh_kernels, interpreted
 
 from trak_lite.projectors import CountSketchProjector
+from trak_lite.projectors._scratch import Workspace
 from trak_lite.projectors.random.hash import hash_signs
 from trak_lite.projectors.sketch import base as _sketch
 from trak_lite.projectors.sketch import vector as _vector_sketch
-from trak_lite.projectors.sketch.base import Keys, Workspace
+from trak_lite.projectors.sketch.base import Keys
 from trak_lite.projectors.sketch.matrix import MatrixSketch
 from trak_lite.projectors.sketch.vector import VectorSketch
 from trak_lite.testing.projectors import ProjectorTests

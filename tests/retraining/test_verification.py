@@ -24,7 +24,7 @@ from trak_lite.retraining import Retrained
 from trak_lite.retraining import verify as verification
 from trak_lite.retraining.verify import SubsetSums, calibrated_scores, judge
 from trak_lite.run.tables import complete_tables
-from trak_lite.scoring.stored import ScoredRows
+from trak_lite.scoring.stored import ScoredRows, keep_verdict
 from trak_lite.store import ZarrFeatureStore
 
 N, M, K = 60, 7, 12
@@ -440,10 +440,10 @@ def test_calibrated_scores_are_those_of_the_kept_verdict_or_refused(attributor):
     kept = verification.replace(verdict, calibration=verification.replace(verdict.calibration, kept=True))
     refused = verification.replace(kept, calibration=verification.replace(verdict.calibration, kept=False))
     with ZarrFeatureStore.open(attributor.path, "r+") as store:
-        verification.keep_verdict(store, "scores/test", refused)
+        keep_verdict(store, "scores/test", refused)
         with pytest.raises(StateError, match="did not pass its test"):
             attributor.calibrated_scores("test")
-        verification.keep_verdict(store, "scores/test", kept)
+        keep_verdict(store, "scores/test", kept)
         expected = calibrated_scores(rows_of(attributor, store), kept.calibration)
 
     np.testing.assert_array_equal(attributor.calibrated_scores("test"), expected)

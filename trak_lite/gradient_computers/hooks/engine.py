@@ -22,6 +22,7 @@ from trak_lite.gradient_computers.hooks.owners import SampleCode
 from trak_lite.gradient_computers.hooks.plan.axes import BatchAxis
 from trak_lite.gradient_computers.hooks.plan.interception import AbstractInterceptor, Function, is_in_place
 from trak_lite.gradient_computers.hooks.plan.probe import Plan, Site, describe, refusing_reentrant_checkpoints
+from trak_lite.gradient_computers.hooks.plan.rearranging import RECURRENT
 from trak_lite.gradient_computers.hooks.plan.recorder import differentiable, written
 from trak_lite.gradient_computers.hooks.randomness import RandomState
 from trak_lite.gradient_computers.hooks.registry import GradientRule
@@ -33,7 +34,7 @@ from trak_lite.gradient_computers.hooks.routing import (
 )
 from trak_lite.gradient_computers.hooks.rules.generic import generic_rule
 from trak_lite.gradient_computers.hooks.rules.operations import RULES, reads_nothing
-from trak_lite.gradient_computers.hooks.rules.recurrent import RECURRENT, run_recurrent
+from trak_lite.gradient_computers.hooks.rules.recurrent import run_recurrent
 from trak_lite.models.sharded import class_of
 from trak_lite.types import BlockSink
 

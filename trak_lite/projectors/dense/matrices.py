@@ -13,7 +13,8 @@ import torch
 from torch import Tensor
 
 from trak_lite.errors import InvalidInputError
-from trak_lite.projectors.random.entries import AbstractEntries, empty_buffer
+from trak_lite.projectors._scratch import empty_buffer
+from trak_lite.projectors.random.entries import AbstractEntries
 from trak_lite.projectors.random.hash import parameter_key
 
 __all__ = ["MatrixCache"]

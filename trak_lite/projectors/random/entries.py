@@ -17,19 +17,14 @@ from typing import ClassVar, final
 import torch
 from torch import Tensor
 
+from trak_lite.projectors._scratch import empty_buffer
 from trak_lite.projectors.random.hash import Stream, hash_words_, mix32_, wrap32
 
-__all__ = ["AbstractEntries", "GaussianEntries", "RademacherEntries", "empty_buffer", "normal_quantiles"]
+__all__ = ["AbstractEntries", "GaussianEntries", "RademacherEntries", "normal_quantiles"]
 
 _COLUMN_STEP = 0x9E3779B1  # odd, so that the column words are distinct
 _SIGN_BIT = wrap32(0x80000000)
 _ONE = 0x3F800000  # 1.0 as float32 bits
-
-
-def empty_buffer(*shape: int, dtype: torch.dtype, device: torch.device) -> Tensor:
-    """Return an uninitialised tensor that can be written in later calls, whatever mode this call runs in."""
-    with torch.inference_mode(False):  # an inference tensor could not be written outside inference mode
-        return torch.empty(shape, dtype=dtype, device=device)
 
 
 class AbstractEntries(ABC):

@@ -31,9 +31,9 @@ from trak_lite.projectors._base import (
 )
 from trak_lite.projectors._blocks import check_block
 from trak_lite.projectors._factored import check_factors
+from trak_lite.projectors._scratch import Workspace, empty_buffer
 from trak_lite.projectors.dense.projectors import integer_seed
-from trak_lite.projectors.random.entries import empty_buffer
-from trak_lite.projectors.sketch.base import AbstractSketch, Keys, Workspace
+from trak_lite.projectors.sketch.base import AbstractSketch, Keys
 from trak_lite.projectors.sketch.matrix import FactorMethod, MatrixSketch
 from trak_lite.projectors.sketch.row_workers import RowWorkers
 from trak_lite.projectors.sketch.vector import VectorSketch

@@ -15,7 +15,7 @@ from typing import TypeVar, final
 
 import torch
 
-from trak_lite.projectors.sketch.base import Workspace
+from trak_lite.projectors._scratch import Workspace
 
 __all__ = ["RowWorkers"]
 

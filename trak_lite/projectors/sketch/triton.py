@@ -21,9 +21,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from trak_lite.projectors._scratch import Workspace, form, scratch_bytes, sum_dtype
 from trak_lite.projectors.random.hash import hash_signs, key32, wrap32
 from trak_lite.projectors.random.triton_hash import hash_word, jit, sign_floats
-from trak_lite.projectors.sketch.base import Workspace, form, scratch_bytes, sum_dtype
 
 __all__ = ["DTYPES", "MatrixKernel", "MatrixPart", "VectorKernel", "why_unusable"]
 

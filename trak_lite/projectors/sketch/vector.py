@@ -18,17 +18,9 @@ from typing import TYPE_CHECKING, final
 import torch
 from torch import Tensor
 
+from trak_lite.projectors._scratch import Workspace, form, scratch_bytes, sum_dtype
 from trak_lite.projectors.random.hash import Stream, hash_offsets, hash_signs
-from trak_lite.projectors.sketch.base import (
-    AbstractSketch,
-    Keys,
-    Workspace,
-    form,
-    form_tables,
-    scratch_bytes,
-    sum_dtype,
-    triton_kernels,
-)
+from trak_lite.projectors.sketch.base import AbstractSketch, Keys, form_tables, triton_kernels
 from trak_lite.types import FactoredBlock, LookupBlock
 
 if TYPE_CHECKING:

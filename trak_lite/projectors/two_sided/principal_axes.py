@@ -24,8 +24,8 @@ from torch import Tensor
 
 from trak_lite._validate import one_of, parse_json, positive_int
 from trak_lite.errors import InvalidInputError, NonFiniteError
+from trak_lite.projectors._scratch import sum_dtype
 from trak_lite.projectors.random.hash import Stream
-from trak_lite.projectors.sketch.base import sum_dtype
 from trak_lite.projectors.two_sided.sides import DEFAULT_MAX_SIDE, AbstractSides, matrix_shapes
 from trak_lite.types import Batch, BlockSink, FactoredBlock, GradientBlock, OutputTerms, ParameterShapes
 

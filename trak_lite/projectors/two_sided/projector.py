@@ -24,9 +24,9 @@ from trak_lite.errors import InvalidInputError
 from trak_lite.projectors._base import AbstractFeatureAccumulator, AbstractProjector, project_named
 from trak_lite.projectors._blocks import block_rows
 from trak_lite.projectors._factored import check_factors, sample_pieces
+from trak_lite.projectors._scratch import sum_dtype
 from trak_lite.projectors.dense.projectors import integer_seed
 from trak_lite.projectors.random.hash import Stream
-from trak_lite.projectors.sketch.base import sum_dtype
 from trak_lite.projectors.sketch.countsketch import CountSketchProjector
 from trak_lite.projectors.two_sided.principal_axes import FittedSides, PrincipalAxes
 from trak_lite.projectors.two_sided.sides import (

@@ -13,12 +13,8 @@ from typing import Any, Final, final
 import torch
 from torch import Tensor
 
-from trak_lite.projectors.random.entries import (
-    AbstractEntries,
-    GaussianEntries,
-    RademacherEntries,
-    empty_buffer,
-)
+from trak_lite.projectors._scratch import empty_buffer
+from trak_lite.projectors.random.entries import AbstractEntries, GaussianEntries, RademacherEntries
 from trak_lite.projectors.random.hash import Stream, parameter_key
 from trak_lite.types import ParameterShapes
 

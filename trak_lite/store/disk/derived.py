@@ -20,44 +20,25 @@ import numpy as np
 from numpy.typing import NDArray
 
 from trak_lite._validate import parse_json
-from trak_lite.errors import CorruptStoreError, InvalidInputError, StoreError
+from trak_lite.errors import CorruptStoreError, StoreError
 from trak_lite.store._checksums import crc32c
 from trak_lite.store._names import path_parts
 from trak_lite.store.disk.files import file_size, map_file, named_errors, open_file, sync_folder, write_all
 from trak_lite.store.disk.folders import names_in
 
-__all__ = ["CACHE", "DerivedArrays", "check_derived", "damaged_arrays"]
+__all__ = ["CACHE", "DerivedArrays", "damaged_arrays"]
 
 CACHE = ".cache"
 
 _SUFFIX = ".npy"
-_LONGEST_KEY = 1024
 _FOOTER = 16 << 10  # bytes at the end of a file among which its last line begins
 _LONGEST_HEAD = 4 << 10
-_KINDS = "biufc"
 _HEAD = re.compile(
     rb"\x93NUMPY\x01\x00(..)"
     rb"(\{'descr': '([<>|]?[biufc][0-9]{1,2})', 'fortran_order': False, "
     rb"'shape': \(((?:[0-9]{1,18},? ?){0,32})\), \} *\n)",
     re.DOTALL,
 )
-
-
-def check_derived(name: str, key: str, array: NDArray[Any]) -> None:
-    """Raise unless the array can be kept under the name and the key.
-
-    Raises:
-        InvalidInputError: For a bad name, a key that is too long, or an array that only pickle could hold.
-    """
-    path_parts(name, what="cache")
-    if not isinstance(key, str) or len(key) > _LONGEST_KEY:
-        raise InvalidInputError(
-            f"A cache key must be a string of at most {_LONGEST_KEY} characters, got {str(key)[:40]!r}. Use a digest."
-        )
-    if not isinstance(array, np.ndarray) or array.dtype.kind not in _KINDS:
-        raise InvalidInputError(
-            f"Only arrays of numbers can be kept, got {getattr(array, 'dtype', type(array))}."
-        )
 
 
 @final

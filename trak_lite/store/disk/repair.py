@@ -14,8 +14,8 @@ import uuid
 from collections.abc import Sequence
 from typing import final
 
-from trak_lite.errors import BusyError, CorruptStoreError
-from trak_lite.store._check_report import Finding, SetAside, row_ranges
+from trak_lite.errors import BusyError, CorruptStoreError, ReadOnlyStoreError
+from trak_lite.store._check_report import Finding, Report, SetAside, row_ranges
 from trak_lite.store._failpoints import failpoint
 from trak_lite.store.disk.check import StoreLook, TableLook
 from trak_lite.store.disk.check_chunk import ChunkLook, ChunkState
@@ -26,7 +26,7 @@ from trak_lite.store.disk.listing import TableList
 from trak_lite.store.disk.records import CommitLogs
 from trak_lite.store.disk.staging import StagedChunk, read_row_log, sound_log
 
-__all__ = ["TableRepair", "repair_list"]
+__all__ = ["check_folder"]
 
 
 def repair_list(root: str, look: StoreLook) -> list[SetAside]:
@@ -164,3 +164,24 @@ def _is_no_file(path: str) -> bool:
     except CorruptStoreError:
         return True
     return False
+
+
+def check_folder(folder: str | os.PathLike[str], *, repair: bool) -> Report:
+    """Do what :func:`~trak_lite.store.verify_store` does, for a store on a disk."""
+    root = os.path.realpath(folder)
+    look = StoreLook.at(root)
+    if not repair:
+        return Report(root, tuple(look.findings), look.tally)
+    if not os.access(root, os.W_OK | os.X_OK):
+        raise ReadOnlyStoreError(
+            f"{root} cannot be written, so nothing was repaired. Make the folder writable."
+        )
+    repairs = [TableRepair(table, found) for table, found in look.tables.items()]
+    moved = repair_list(root, look)
+    for each in repairs:
+        each.run()
+    busy = [finding for each in repairs for finding in each.busy]
+    moved += [part for each in repairs for part in each.set_aside]
+    if moved or look.list_damaged:
+        look = StoreLook.at(root)
+    return Report(root, (*look.findings, *busy), look.tally, tuple(moved))

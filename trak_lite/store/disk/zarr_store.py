@@ -24,6 +24,7 @@ from trak_lite.errors import (
     StoreError,
 )
 from trak_lite.store._base import AbstractFeatureStore, AbstractRowTable, Difference, TableSpec
+from trak_lite.store._check_report import Report
 from trak_lite.store._exchange import diff_stores, merge_stores
 from trak_lite.store._grid import (
     check_spec,
@@ -33,9 +34,10 @@ from trak_lite.store._grid import (
 )
 from trak_lite.store._names import is_name, natural_order, path_parts
 from trak_lite.store._refusals import group_of_tables, inside_a_table, missing_table
+from trak_lite.store._values import check_derived
 from trak_lite.store.disk.check import missing_store
 from trak_lite.store.disk.chunk_files import COMMITS, STAGE, TableFiles
-from trak_lite.store.disk.derived import CACHE, DerivedArrays, check_derived
+from trak_lite.store.disk.derived import CACHE, DerivedArrays
 from trak_lite.store.disk.documents import (
     encode_document,
     group_document,
@@ -59,9 +61,9 @@ from trak_lite.store.disk.metadata import (
     sizes_under_way,
     table_from_json,
 )
+from trak_lite.store.disk.repair import check_folder
 from trak_lite.store.disk.zarr_table import ZarrRowTable
 from trak_lite.store.manifest import FORMAT, Manifest, replaced_fingerprint
-from trak_lite.store.verification import Report, verify_store
 
 __all__ = ["ZarrFeatureStore"]
 
@@ -339,11 +341,11 @@ class ZarrFeatureStore(AbstractFeatureStore):
             ReadOnlyStoreError: If it is to be repaired and was opened for reading.
         """
         if not repair:
-            return verify_store(self._root)
+            return check_folder(self._root, repair=False)
         self._require_writable()
         for table in self._tables.values():
             table.forget()
-        return verify_store(self._root, repair=True)
+        return check_folder(self._root, repair=True)
 
     def close(self) -> None:
         """Release files and locks; rows put so far are safe."""

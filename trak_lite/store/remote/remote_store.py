@@ -30,9 +30,9 @@ from trak_lite.store._failpoints import failpoint
 from trak_lite.store._grid import check_spec, compare_specs, plain_json
 from trak_lite.store._names import is_name, natural_order, path_parts
 from trak_lite.store._refusals import group_of_tables, inside_a_table, missing_table
+from trak_lite.store._values import check_derived
 from trak_lite.store.disk.check import missing_store
 from trak_lite.store.disk.chunk_files import TableFiles
-from trak_lite.store.disk.derived import check_derived
 from trak_lite.store.disk.documents import (
     encode_document,
     group_document,

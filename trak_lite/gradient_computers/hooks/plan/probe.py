@@ -19,8 +19,8 @@ from torch import Tensor, nn
 from trak_lite.data.batches import take_rows
 from trak_lite.errors import UnsupportedModelError
 from trak_lite.gradient_computers.hooks.plan.axes import BatchAxis, batch_axis, by_sample
+from trak_lite.gradient_computers.hooks.plan.rearranging import PACKED
 from trak_lite.gradient_computers.hooks.plan.recorder import Record, Recorder
-from trak_lite.gradient_computers.hooks.rules.recurrent import PACKED
 from trak_lite.types import Batch
 
 __all__ = [

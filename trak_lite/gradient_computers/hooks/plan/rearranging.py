@@ -17,7 +17,26 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_flatten
 
-__all__ = ["ValueFree", "chooses_by_value", "is_made_of_sizes", "moved_sizes", "num_read_out"]
+__all__ = [
+    "PACKED",
+    "RECURRENT",
+    "ValueFree",
+    "chooses_by_value",
+    "is_made_of_sizes",
+    "moved_sizes",
+    "num_read_out",
+]
+
+RECURRENT: dict[Any, str] = {
+    torch.lstm: "lstm",
+    torch.gru: "gru",
+    torch.rnn_tanh: "tanh",
+    torch.rnn_relu: "relu",
+}
+"""Kind of recurrence by operation."""
+PACKED = frozenset(RECURRENT)
+"""Operations whose rows may be those of a packed sequence, in an order that shapes do not tell."""
+
 
 ValueFree = Callable[[Any], bool]
 """Whether an index is the same for all batches of a size."""

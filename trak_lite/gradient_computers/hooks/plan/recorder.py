@@ -13,13 +13,13 @@ from torch.utils._pytree import tree_flatten
 from trak_lite.errors import UnsupportedModelError
 from trak_lite.gradient_computers.hooks.plan.interception import AbstractInterceptor, Function, is_in_place
 from trak_lite.gradient_computers.hooks.plan.rearranging import (
+    PACKED,
     chooses_by_value,
     is_made_of_sizes,
     moved_sizes,
     num_read_out,
 )
 from trak_lite.gradient_computers.hooks.registry import GradientRule
-from trak_lite.gradient_computers.hooks.rules.recurrent import PACKED
 
 __all__ = ["Record", "Recorder", "differentiable", "written"]
 

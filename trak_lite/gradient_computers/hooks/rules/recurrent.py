@@ -18,17 +18,8 @@ from trak_lite.errors import UnsupportedModelError
 from trak_lite.gradient_computers.hooks.calls import Factors
 from trak_lite.gradient_computers.hooks.rules.recurrent_cells import Walk, run_cell
 
-__all__ = ["PACKED", "RECURRENT", "Tap", "run_recurrent"]
+__all__ = ["Tap", "run_recurrent"]
 
-RECURRENT: dict[Any, str] = {
-    torch.lstm: "lstm",
-    torch.gru: "gru",
-    torch.rnn_tanh: "tanh",
-    torch.rnn_relu: "relu",
-}
-"""Kind of recurrence by operation."""
-PACKED = frozenset(RECURRENT)
-"""Operations whose rows may be those of a packed sequence, in an order that shapes do not tell."""
 
 Tap = Callable[[Tensor, Sequence[Any], Callable[[Tensor], list[Any]]], Tensor]
 """``tap(value, weights, parts)``: once the gradient of ``value`` is known, ``parts(gradient)`` gives one contribution
