@@ -33,7 +33,6 @@ from trak_lite.featurizing.session import (
     stored_norms,
 )
 from trak_lite.gradient_computers import Normalization, ParameterChoice
-from trak_lite.linalg import ScoredKernel, ScoreView
 from trak_lite.models.checkpoints import CheckpointSource, iterate_checkpoints
 from trak_lite.models.sharded import refuse_sharded
 from trak_lite.parallel.ranks import AbstractRanks, OneRank, joined_ranks
@@ -46,6 +45,7 @@ from trak_lite.retraining.verify import (
     keep_predictions,
     target_outputs,
 )
+from trak_lite.run.score_settings import ScoredKernel, ScoreView
 from trak_lite.run.settings import AttributorSettings, GradientComputerFactory, Task, stored_arguments
 from trak_lite.run.tables import complete_tables, drop_checkpoint
 from trak_lite.run.workspace import FirstRows, Workspace, naming_dropped

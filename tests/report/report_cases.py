@@ -11,7 +11,7 @@ import torch
 
 from trak_lite import Scores
 from trak_lite.evaluation import Baseline, Estimate, Predictions, Verdict
-from trak_lite.linalg import ScoreSettings
+from trak_lite.run.score_settings import ScoreSettings
 from trak_lite.run.tables import FEATURES, LOSS_CURVATURE, OUT_TO_LOSS
 from trak_lite.scoring.matrix import StreamedMatrix
 from trak_lite.scoring.source import ScoreSource

@@ -19,10 +19,10 @@ from trak_lite.evaluation import (
     subset_masks,
 )
 from trak_lite.featurizing.fisher import FisherSettings
-from trak_lite.linalg import ScoreSettings
 from trak_lite.retraining import Retrained
 from trak_lite.retraining import verify as verification
 from trak_lite.retraining.verify import SubsetSums, calibrated_scores, judge
+from trak_lite.run.score_settings import ScoreSettings
 from trak_lite.run.tables import complete_tables
 from trak_lite.scoring.stored import ScoredRows, keep_verdict
 from trak_lite.store import ZarrFeatureStore

@@ -13,8 +13,9 @@ from torch import nn
 from torch.utils.data import TensorDataset
 
 from trak_lite import Attributor
-from trak_lite.linalg import KernelSettings, ScoreSettings
+from trak_lite.linalg import KernelSettings
 from trak_lite.modelout_functions import CausalLanguageModelingModelOutput
+from trak_lite.run.score_settings import ScoreSettings
 from trak_lite.run.settings import stored_arguments
 from trak_lite.store import Manifest, ZarrFeatureStore
 

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from trak_lite.linalg import ScoreSettings
+from trak_lite.run.score_settings import ScoreSettings
 from trak_lite.run.tables import FEATURES, LOSS_CURVATURE, OUT_TO_LOSS
 from trak_lite.scoring.source import ScoreSource
 from trak_lite.store import Column, Manifest, MemoryFeatureStore, TableSpec

@@ -23,7 +23,6 @@ from trak_lite.featurizing.kronecker_fits import CurvatureFits
 from trak_lite.featurizing.rows import check_rows, compute_features, featurize_rows
 from trak_lite.featurizing.target_session import TargetSession, visit_checkpoints
 from trak_lite.gradient_computers import AbstractGradientComputer
-from trak_lite.linalg import ScoreSettings
 from trak_lite.models.borrowing import borrow_model
 from trak_lite.models.checkpoints import (
     Checkpoint,
@@ -37,6 +36,7 @@ from trak_lite.models.sharded import Lockstep, refuse_sharded
 from trak_lite.parallel.ranks import AbstractRanks
 from trak_lite.parallel.sharing import LateTable, Patience, has_free_rows, holder_of
 from trak_lite.projectors import AbstractProjector
+from trak_lite.run.score_settings import ScoreSettings
 from trak_lite.run.settings import AttributorSettings
 from trak_lite.run.tables import GRADIENT_NORM, checkpoint_tables, complete_tables, target_folder
 from trak_lite.run.workspace import FirstRows, Workspace

@@ -29,19 +29,11 @@ from trak_lite.linalg.spread import agreement as agreement
 from trak_lite.linalg.spread import expected_agreement as expected_agreement
 from trak_lite.linalg.topk import TopK as TopK
 from trak_lite.linalg.topk import merged_top as merged_top
-from trak_lite.run.score_settings import DEFAULT_KRONECKER_DAMPING as DEFAULT_KRONECKER_DAMPING
-from trak_lite.run.score_settings import ScoredKernel as ScoredKernel
-from trak_lite.run.score_settings import ScoreSettings as ScoreSettings
-from trak_lite.run.score_settings import ScoreView as ScoreView
 
 __all__ = [
     "DEFAULT_DAMPING",
-    "DEFAULT_KRONECKER_DAMPING",
     "EigenKernel",
     "KernelSettings",
-    "ScoreSettings",
-    "ScoreView",
-    "ScoredKernel",
     "SegmentKernel",
     "Spread",
     "TopK",

@@ -28,12 +28,13 @@ from trak_lite.gradient_computers import (
     choose_gradient_computer,
     select_parameters,
 )
-from trak_lite.linalg import KernelSettings, ScoreSettings, ScoreView
+from trak_lite.linalg import KernelSettings
 from trak_lite.modelout_functions import MODEL_OUTPUTS, AbstractModelOutput, describe_task, resolve_task
 from trak_lite.modelout_functions._sampling import fisher_task
 from trak_lite.models.borrowing import resolve_device
 from trak_lite.models.sharded import is_sharded, refuse_sharded, refuse_unsupported_sharding
 from trak_lite.projectors import AbstractProjector, projector_name, select_projector
+from trak_lite.run.score_settings import ScoreSettings, ScoreView
 from trak_lite.run.tables import feature_table_spec, target_table_spec
 from trak_lite.store import DTYPES, Manifest, TableSpec, dtype_fingerprint
 from trak_lite.types import Batch, FeatureLayout, ParameterShapes, num_entries

@@ -11,8 +11,8 @@ from numpy.typing import NDArray
 
 from trak_lite._devices import float64_device
 from trak_lite.evaluation import Predictions, Verdict
-from trak_lite.linalg import ScoreSettings
 from trak_lite.parallel.ranks import AbstractRanks
+from trak_lite.run.score_settings import ScoreSettings
 from trak_lite.run.settings import AttributorSettings, StoredSettings
 from trak_lite.run.tables import complete_tables, score_path, target_folder
 from trak_lite.run.workspace import Workspace, naming_dropped

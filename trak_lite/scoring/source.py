@@ -19,7 +19,6 @@ from trak_lite.data.datasets import evenly_spaced, evenly_spread
 from trak_lite.errors import InvalidInputError
 from trak_lite.linalg import (
     KernelSettings,
-    ScoreSettings,
     SegmentKernel,
     accumulation_dtype,
     agreement,
@@ -31,6 +30,7 @@ from trak_lite.linalg import (
     unit_segments,
 )
 from trak_lite.parallel.ranks import AbstractRanks, OneRank
+from trak_lite.run.score_settings import ScoreSettings
 from trak_lite.run.tables import FEATURES, OUT_TO_LOSS, as_tensor, score_table_spec, table_path, target_folder
 from trak_lite.scoring.grams import grams_of, kernels_of, make_grams
 from trak_lite.scoring.tiles import ScoreTerm, error_tile, group_tile, score_tile, tile_ranges

@@ -16,9 +16,10 @@ from torch import Tensor
 from trak_lite.errors import CorruptStoreError, InvalidInputError, StateError
 from trak_lite.evaluation import Predictions, Verdict
 from trak_lite.featurizing.fisher import FisherFits
-from trak_lite.linalg import KernelSettings, ScoreSettings, precondition
+from trak_lite.linalg import KernelSettings, precondition
 from trak_lite.parallel.ranks import AbstractRanks
 from trak_lite.parallel.sharing import unwatched
+from trak_lite.run.score_settings import ScoreSettings
 from trak_lite.run.tables import (
     FEATURES,
     OUT_TO_LOSS,
