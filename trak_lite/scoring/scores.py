@@ -12,6 +12,7 @@ from trak_lite._validate import one_of, positive_int, target_number
 from trak_lite.errors import InvalidInputError, printable
 from trak_lite.evaluation import Predictions, Verdict
 from trak_lite.linalg.topk import TopRows
+from trak_lite.report import Gallery, PairRender, Render, Renders, notebook_summary
 from trak_lite.scoring.matrix import AbstractScoreMatrix, DampingPath, GroupSums, group_sums, top_rows
 from trak_lite.scoring.source import Reliability, ScoreSource
 from trak_lite.store import Manifest
@@ -19,8 +20,6 @@ from trak_lite.store import Manifest
 if TYPE_CHECKING:
     import pandas as pd
     import xarray as xr
-
-    from trak_lite.report import Gallery, PairRender, Render
 
 __all__ = ["Scores", "TopRows"]
 
@@ -311,14 +310,10 @@ class Scores:
         Raises:
             InvalidInputError: If there is no such target, or what a render returned cannot be shown.
         """
-        from trak_lite.report import Gallery, Renders
-
         return Gallery.of(self, targets, Renders(render, target_render, pair_render), k=k)
 
     def _repr_html_(self) -> str:
         """Return what notebooks show: sizes, settings, verdict and top rows."""
-        from trak_lite.report import notebook_summary
-
         return notebook_summary(self)
 
     def _checked_rows(self, rows: ArrayLike, target: int | None) -> NDArray[np.int64]:
