@@ -8,7 +8,6 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from functools import partial
-from importlib import import_module
 from itertools import repeat
 from os import PathLike
 from typing import Any, Literal, Self, Unpack
@@ -222,36 +221,6 @@ class Attributor:
             manifest = store.manifest
         found, arguments = stored_arguments(manifest, task, overrides, where=str(place))
         return cls(model, found, place, **arguments)
-
-    @classmethod
-    def from_trainer(
-        cls,
-        trainer: Any,
-        path: str | PathLike[str] | RemotePlace | None,
-        task: Task | None = None,
-        **settings: Any,
-    ) -> Self:
-        """Return an attributor for what a ``transformers.Trainer`` trains, before, during or after training.
-
-        Model, collator and batch size are the trainer's; rows are those of its train dataset in their own order,
-        whatever order they are trained in: ``attributor.featurize(trainer.train_dataset, checkpoints=...)``. With a
-        PEFT adapter the parameters are the adapter's, as for every model those that are trained.
-
-        Args:
-            trainer: A ``transformers.Trainer`` with a train dataset.
-            path: As for the constructor.
-            task: ``None`` takes the one of the model's class: classification of sequences, with one label or several,
-                regression, or causal language modelling.
-            **settings: Further arguments of the constructor.
-
-        Raises:
-            InvalidInputError: If the model is sharded, its class stands for no task, or a row of the train dataset
-                would depend on chance or on the rows beside it in a batch.
-        """
-        # What is built on this floor may be asked for here, but not imported before it is needed.
-        adapter = import_module("trak_lite.integrations.huggingface")
-        found: Self = adapter.attributor_from_trainer(cls, trainer, path, task, settings)
-        return found
 
     @property
     def layout(self) -> FeatureLayout:

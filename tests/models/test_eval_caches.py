@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.utils.data import TensorDataset
 
 from trak_lite import Attributor
-from trak_lite.models._eval_caches import drop_eval_caches
+from trak_lite._eval_caches import drop_eval_caches
 from trak_lite.store import ZarrFeatureStore
 
 

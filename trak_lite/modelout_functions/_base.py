@@ -11,9 +11,9 @@ from torch import Tensor, nn
 from torch.func import functional_call
 
 from trak_lite._devices import model_pass
+from trak_lite._eval_caches import drop_eval_caches
 from trak_lite.data.batches import batch_size, flatten_batch, map_tensors
 from trak_lite.errors import InvalidInputError
-from trak_lite.models._eval_caches import drop_eval_caches
 from trak_lite.types import Batch, OutputTerms
 
 __all__ = ["AbstractModelOutput", "ModelCall", "TaskFunction", "UniformNoise"]

@@ -9,8 +9,8 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor, nn
 
+from trak_lite._eval_caches import drop_eval_caches
 from trak_lite.errors import InvalidInputError
-from trak_lite.models._eval_caches import drop_eval_caches
 from trak_lite.models.sharded import (
     copied,
     is_sharded,
