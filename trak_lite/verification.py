@@ -118,6 +118,12 @@ class ScoredRows:
         mean: Array = np.mean(columns, axis=0, dtype=np.float64)
         return mean
 
+    def has_targets(self) -> bool:
+        """Return whether the targets have features of their own; scores with EK-FAC need none."""
+        known = self.store.table_names(f"targets/{self.name}")
+        ids = [table.spec.fingerprint["model_id"] for table in self.train.values()]
+        return all(f"targets/{self.name}/ckpt-{model_id}" in known for model_id in ids)
+
     def targets(self, table: AbstractRowTable) -> Tensor:
         """Return the target features of a checkpoint, ``(M, K)`` float64."""
         model_id = table.spec.fingerprint["model_id"]
@@ -367,12 +373,13 @@ def _baselines(
     texts: tuple[Sequence[Any], Sequence[Any]] | None,
 ) -> Iterator[tuple[str, Array]]:
     """Yield the names and predictions ``(S, M)`` of methods that cost next to nothing."""
-    targets = [rows.targets(table) for table in rows.train.values()]
-    yield "gradient dot product, no kernel", sums.predict(targets, "outside")
-    yield (
-        "nearest in feature space (cosine)",
-        sums.predict([_unit(target) for target in targets], "unit"),
-    )
+    if rows.has_targets():
+        targets = [rows.targets(table) for table in rows.train.values()]
+        yield "gradient dot product, no kernel", sums.predict(targets, "outside")
+        yield (
+            "nearest in feature space (cosine)",
+            sums.predict([_unit(target) for target in targets], "unit"),
+        )
     # q falls with f and rises with the loss, for every target alike.
     yield "loss of the train row (its q)", np.tile((masks @ rows.mean_out_to_loss())[:, None], shape[1])
     if texts is not None:
