@@ -569,8 +569,10 @@ class Attributor:
             scores = self.scores(name, **view)
             path = self._kept.path(name, self._settings.score_settings(**view))
             with self._workspace.opened(self._settings.manifest(None)) as workspace:
+                scored = dict(workspace.store().open_table(path).spec.fingerprint["targets"])
+                scored.pop("curvature", None)  # belongs to the scores, not to the data
                 compare_fingerprints(
-                    {"targets": workspace.store().open_table(path).spec.fingerprint["targets"]},
+                    {"targets": scored},
                     {"targets": identity},
                     where=path,
                     remedy="Pass the targets that were scored under this name.",

@@ -179,6 +179,24 @@ def test_other_scores_of_the_same_targets_have_no_verdict_and_need_no_training(a
     assert attributor.scores("test").verdict != verdict
 
 
+@pytest.mark.parametrize("featurized", [True, False])
+def test_scores_of_a_fitted_curvature_are_verified(attributor, trained, featurized):
+    name = "test" if featurized else "only-ekfac"
+    attributor.fit_curvature(TRAIN, checkpoints=trained)
+    scores = attributor.score(TARGETS, name, kernel="ekfac")
+
+    verdict = attributor.verify(Training(), TARGETS, name, budget=4, kernel="ekfac")
+
+    masks = subset_masks(N, 4, alpha=0.5, seed=0)
+    outputs = np.array([outputs_of(Training()(np.flatnonzero(mask), 0)) for mask in masks])
+    found = linear_datamodeling_score(scores.numpy(), masks, outputs, num_resamples=RESAMPLES)
+    assert verdict.lds.mean == pytest.approx(found.mean, abs=1e-6)
+    assert attributor.scores(name, kernel="ekfac").verdict == verdict
+    assert [baseline.name for baseline in verdict.baselines][:1] == (
+        ["gradient dot product, no kernel"] if featurized else ["loss of the train row (its q)"]
+    )
+
+
 def test_after_a_kill_only_what_is_missing_is_trained(attributor):
     with pytest.raises(KeyboardInterrupt):
         attributor.verify(Training(2), TARGETS, "test", budget=3)

@@ -578,21 +578,38 @@ class _ContiguousArguments(TorchDispatchMode):  # type: ignore[no-untyped-call]
         # A checkpoint runs forward operations inside the backward pass, with gradients enabled: their results keep
         # their strides, which views depend on. What writes into an argument, or returns a view of it, gets the
         # original.
-        if not torch.is_grad_enabled() and not any(a.alias_info for a in func._schema.arguments):
-            args = torch.utils._pytree.tree_map_only(Tensor, _contiguous, args)
+        if not torch.is_grad_enabled() and not _writes_or_views(func):
+            args = [_contiguous(value) for value in args]
         return func(*args, **(kwargs or {}))
 
 
-def _contiguous(tensor: Tensor) -> Tensor:
-    """Return a tensor with the strides that its shape alone gives; axes of length 1 may have others."""
-    if tensor.layout != torch.strided or tensor.is_nested:
-        return tensor
+@functools.cache
+def _writes_or_views(func: Any) -> bool:
+    """Whether an operation writes into an argument or returns a view of one."""
+    return any(argument.alias_info for argument in func._schema.arguments)
+
+
+def _contiguous(value: Any) -> Any:
+    """Return a tensor, or a list with tensors, with the strides that their shapes alone give.
+
+    ``is_contiguous`` does not tell: it ignores the strides of axes of length 1.
+    """
+    if isinstance(value, list | tuple):
+        return type(value)(_contiguous(item) for item in value)
+    if not isinstance(value, Tensor) or value.layout != torch.strided or value.is_nested:
+        return value
+    if value.stride() == _strides_of(tuple(value.shape)):
+        return value
+    return value.clone(memory_format=torch.contiguous_format)
+
+
+@functools.lru_cache(4096)
+def _strides_of(shape: tuple[int, ...]) -> tuple[int, ...]:
+    """Return the strides of a contiguous tensor."""
     strides = [1]
-    for length in reversed(tensor.shape[1:]):
+    for length in reversed(shape[1:]):
         strides.append(strides[-1] * max(length, 1))
-    if list(tensor.stride()) == strides[::-1][-tensor.dim() :]:
-        return tensor
-    return tensor.clone(memory_format=torch.contiguous_format)
+    return tuple(strides[::-1][-len(shape) :]) if shape else ()
 
 
 class _DtypesSeen(TorchFunctionMode):

@@ -260,12 +260,13 @@ def _baselines(
     texts: tuple[Sequence[Any], Sequence[Any]] | None,
 ) -> Iterator[tuple[str, Array]]:
     """Yield the names and predictions ``(S, M)`` of methods that cost next to nothing."""
-    targets = [rows.targets(table) for table in rows.train.values()]
-    yield "gradient dot product, no kernel", sums.predict(targets, "outside")
-    yield (
-        "nearest in feature space (cosine)",
-        sums.predict([_unit(target) for target in targets], "unit"),
-    )
+    if rows.has_targets():
+        targets = [rows.targets(table) for table in rows.train.values()]
+        yield "gradient dot product, no kernel", sums.predict(targets, "outside")
+        yield (
+            "nearest in feature space (cosine)",
+            sums.predict([_unit(target) for target in targets], "unit"),
+        )
     # q falls with f and rises with the loss, for every target alike.
     yield "loss of the train row (its q)", np.tile((masks @ rows.mean_out_to_loss())[:, None], shape[1])
     if texts is not None:

@@ -272,6 +272,12 @@ class ScoredRows:
         mean: Array = np.mean(columns, axis=0, dtype=np.float64)
         return mean
 
+    def has_targets(self) -> bool:
+        """Return whether the targets have features of their own; scores with EK-FAC need none."""
+        known = self.store.table_names(f"targets/{self.name}")
+        ids = [table.spec.fingerprint["model_id"] for table in self.train.values()]
+        return all(f"targets/{self.name}/ckpt-{model_id}" in known for model_id in ids)
+
     def targets(self, table: AbstractRowTable) -> Tensor:
         """Return the target features of a checkpoint, ``(M, K)`` float64."""
         model_id = table.spec.fingerprint["model_id"]
