@@ -578,21 +578,40 @@ class _ContiguousArguments(TorchDispatchMode):  # type: ignore[no-untyped-call]
         # A checkpoint runs forward operations inside the backward pass, with gradients enabled: their results keep
         # their strides, which views depend on. What writes into an argument, or returns a view of it, gets the
         # original.
-        if not torch.is_grad_enabled() and not any(a.alias_info for a in func._schema.arguments):
-            args = torch.utils._pytree.tree_map_only(Tensor, _contiguous, args)
+        if not torch.is_grad_enabled() and not _aliases(func):
+            args = [_contiguous_argument(arg) for arg in args]
         return func(*args, **(kwargs or {}))
+
+
+@functools.lru_cache(maxsize=4096)
+def _aliases(func: Any) -> bool:
+    """Whether an operation writes into an argument, or returns a view of it."""
+    return any(argument.alias_info for argument in func._schema.arguments)
+
+
+def _contiguous_argument(argument: Any) -> Any:
+    """Return an argument of an operation, a tensor or the tensors of a list as contiguous ones."""
+    if isinstance(argument, Tensor):
+        return _contiguous(argument)
+    if isinstance(argument, list | tuple):
+        return [_contiguous_argument(entry) for entry in argument]
+    return argument
 
 
 def _contiguous(tensor: Tensor) -> Tensor:
     """Return a tensor with the strides that its shape alone gives; axes of length 1 may have others."""
-    if tensor.layout != torch.strided or tensor.is_nested:
-        return tensor
-    strides = [1]
-    for length in reversed(tensor.shape[1:]):
-        strides.append(strides[-1] * max(length, 1))
-    if list(tensor.stride()) == strides[::-1][-tensor.dim() :]:
+    if tensor.layout != torch.strided or tensor.is_nested or tensor.stride() == _strides(tensor.shape):
         return tensor
     return tensor.clone(memory_format=torch.contiguous_format)
+
+
+@functools.lru_cache(maxsize=4096)
+def _strides(shape: tuple[int, ...]) -> tuple[int, ...]:
+    """Return the strides of a contiguous tensor."""
+    strides = [1]
+    for length in reversed(shape[1:]):
+        strides.append(strides[-1] * max(length, 1))
+    return tuple(strides[::-1][: len(shape)])
 
 
 class _DtypesSeen(TorchFunctionMode):
