@@ -8,9 +8,12 @@ import re
 import shutil
 import subprocess
 import sys
+from collections.abc import Iterable
+from importlib.metadata import Distribution, distribution
 from pathlib import Path
 
 import pytest
+from packaging.requirements import Requirement
 
 ROOT = Path(__file__).parents[1]
 README = (ROOT / "README.md").read_text(encoding="utf-8")
@@ -45,17 +48,39 @@ def test_python_blocks_run_as_they_stand_and_again(code: str, tmp_path: Path) ->
     assert printed[0] == printed[1]
 
 
+def link_dependencies(package: Distribution, extras: Iterable[str], folder: Path, seen: set[str]) -> None:
+    """Link the installed packages that a package names as its dependencies, and theirs, into a folder."""
+    for text in package.requires or ():
+        needed = Requirement(text)
+        wanted = needed.marker is None or any(needed.marker.evaluate({"extra": e}) for e in ("", *extras))
+        keys = {f"{needed.name}[{extra}]" for extra in ("", *needed.extras)}
+        if not wanted or keys <= seen:
+            continue
+        seen |= keys
+        found = distribution(needed.name)
+        for top in {file.parts[0] for file in found.files or ()} - {"..", "__pycache__"}:
+            if not (folder / top).exists():
+                (folder / top).symlink_to(found.locate_file(top))
+        link_dependencies(found, needed.extras, folder, seen)
+
+
 @pytest.mark.slow
 def test_the_main_job_command_works_in_a_fresh_folder(tmp_path: Path) -> None:
-    """The command word for word: a new environment, an installation from this tree, the example."""
+    """The command word for word: a new environment, an installation from this tree, the example.
+
+    What the package names as its dependencies, and nothing else that is installed here, stands for a download of it.
+    """
     for name in ("setup.py", "README.md", "constraints.txt"):
         shutil.copy(ROOT / name, tmp_path)
     for name in ("trak_lite", "examples", "configs"):
         shutil.copytree(ROOT / name, tmp_path / name, ignore=shutil.ignore_patterns("__pycache__"))
-    environment = {
-        key: value for key, value in os.environ.items() if key not in ("PYTHONPATH", "VIRTUAL_ENV")
-    }
-    environment["PIP_COMPILE"] = "0"  # what is imported is compiled then: a small part of what is installed
+    named = tmp_path / "named"
+    named.mkdir()
+    subprocess.run([sys.executable, "setup.py", "-q", "egg_info"], cwd=tmp_path, check=True)
+    link_dependencies(Distribution.at(tmp_path / "trak_lite.egg-info"), ["demo"], named, set())
+    environment = {key: value for key, value in os.environ.items() if key != "VIRTUAL_ENV"}
+    # What is imported is compiled then: a small part of what is installed.
+    environment |= {"PIP_COMPILE": "0", "PIP_NO_DEPS": "1", "PYTHONPATH": str(named)}
 
     done = subprocess.run(
         ["bash", "-euo", "pipefail", "-c", MAIN_JOB],
@@ -69,7 +94,9 @@ def test_the_main_job_command_works_in_a_fresh_folder(tmp_path: Path) -> None:
     assert done.returncode == 0, done.stderr
     assert "flipped labels, AUC" in done.stdout
     assert (tmp_path / "runs" / "digits" / "gallery.png").is_file()
-    assert not list((tmp_path / ".venv").rglob("site-packages/fast_jl*"))
+    assert list((tmp_path / ".venv").rglob("site-packages/trak_lite/attributor.py"))
+    assert (named / "sklearn").is_dir()
+    assert not list(named.glob("fast_jl*"))
 
 
 def test_the_tests_command_is_the_one_that_ci_runs() -> None:

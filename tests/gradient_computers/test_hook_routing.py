@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from collections.abc import Callable
 from typing import Any
 
@@ -11,6 +12,7 @@ import torch.nn.functional as F
 from models import Case, DenseMixture, RoutedMixture, by_loop, classify, make, squares, tokens
 from torch import Tensor, nn
 from torch.nn.utils.rnn import pack_padded_sequence, pad_packed_sequence
+from torch.utils._pytree import tree_flatten
 from torch.utils.checkpoint import checkpoint
 
 from trak_lite.errors import UnsupportedModelError
@@ -22,6 +24,7 @@ from trak_lite.gradient_computers import (
 )
 from trak_lite.gradient_computers.hooks import unregister_gradient_rule
 from trak_lite.gradient_computers.hooks.owners import Arrangement, SampleCode, sketch
+from trak_lite.gradient_computers.hooks.rearranging import leaves_of
 from trak_lite.modelout_functions import ModelCall, resolve_task
 
 
@@ -650,3 +653,18 @@ def test_nested_tensors_are_refused_by_name() -> None:
             HookGradientComputer(Nested().double(), resolve_task(squares)),
             (torch.randn(3, 2, 4, dtype=torch.float64),),
         )
+
+
+def test_leaves_are_those_of_tree_flatten() -> None:
+    x = torch.ones(2)
+    top = x.topk(1)
+    nested = (
+        (x, [1, 2.0, None, "a"], {"b": x, "a": (x, top)}),
+        OrderedDict(k=[x]),
+        slice(0, x),
+        x.shape,
+        ...,
+    )
+    found, expected = leaves_of(nested), tree_flatten(nested)[0]
+    assert len(found) == len(expected)
+    assert all(a is b for a, b in zip(found, expected, strict=True))

@@ -578,38 +578,40 @@ class _ContiguousArguments(TorchDispatchMode):  # type: ignore[no-untyped-call]
         # A checkpoint runs forward operations inside the backward pass, with gradients enabled: their results keep
         # their strides, which views depend on. What writes into an argument, or returns a view of it, gets the
         # original.
-        if not torch.is_grad_enabled() and not _writes_or_views(func):
-            args = [_contiguous(value) for value in args]
+        if not torch.is_grad_enabled() and not _aliases(func):
+            args = [_contiguous_argument(arg) for arg in args]
         return func(*args, **(kwargs or {}))
 
 
-@functools.cache
-def _writes_or_views(func: Any) -> bool:
-    """Whether an operation writes into an argument or returns a view of one."""
+@functools.lru_cache(maxsize=4096)
+def _aliases(func: Any) -> bool:
+    """Whether an operation writes into an argument, or returns a view of it."""
     return any(argument.alias_info for argument in func._schema.arguments)
 
 
-def _contiguous(value: Any) -> Any:
-    """Return a tensor, or a list with tensors, with the strides that their shapes alone give.
-
-    ``is_contiguous`` does not tell: it ignores the strides of axes of length 1.
-    """
-    if isinstance(value, list | tuple):
-        return type(value)(_contiguous(item) for item in value)
-    if not isinstance(value, Tensor) or value.layout != torch.strided or value.is_nested:
-        return value
-    if value.stride() == _strides_of(tuple(value.shape)):
-        return value
-    return value.clone(memory_format=torch.contiguous_format)
+def _contiguous_argument(argument: Any) -> Any:
+    """Return an argument of an operation, a tensor or the tensors of a list as contiguous ones."""
+    if isinstance(argument, Tensor):
+        return _contiguous(argument)
+    if isinstance(argument, list | tuple):
+        return [_contiguous_argument(entry) for entry in argument]
+    return argument
 
 
-@functools.lru_cache(4096)
-def _strides_of(shape: tuple[int, ...]) -> tuple[int, ...]:
+def _contiguous(tensor: Tensor) -> Tensor:
+    """Return a tensor with the strides that its shape alone gives; axes of length 1 may have others."""
+    if tensor.layout != torch.strided or tensor.is_nested or tensor.stride() == _strides(tensor.shape):
+        return tensor
+    return tensor.clone(memory_format=torch.contiguous_format)
+
+
+@functools.lru_cache(maxsize=4096)
+def _strides(shape: tuple[int, ...]) -> tuple[int, ...]:
     """Return the strides of a contiguous tensor."""
     strides = [1]
     for length in reversed(shape[1:]):
         strides.append(strides[-1] * max(length, 1))
-    return tuple(strides[::-1][-len(shape) :]) if shape else ()
+    return tuple(strides[::-1][: len(shape)])
 
 
 class _DtypesSeen(TorchFunctionMode):

@@ -8,7 +8,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_flatten
 
 from trak_lite.errors import UnsupportedModelError
 from trak_lite.gradient_computers.hooks.plan.interception import AbstractInterceptor, Function, is_in_place
@@ -16,6 +15,7 @@ from trak_lite.gradient_computers.hooks.plan.rearranging import (
     PACKED,
     chooses_by_value,
     is_made_of_sizes,
+    leaves_of,
     moved_sizes,
     num_read_out,
 )
@@ -28,7 +28,7 @@ _MOVED, _PACKED_ROWS = "chosen or moved by value", "packed"
 
 def differentiable(result: Any) -> list[Tensor]:
     """Return the floating-point tensors of a result, in order."""
-    leaves = tree_flatten(result)[0]
+    leaves = leaves_of(result)
     return [t for t in leaves if isinstance(t, Tensor) and (t.is_floating_point() or t.is_complex())]
 
 
@@ -138,7 +138,7 @@ class Recorder(AbstractInterceptor):
         same_in_all = is_made_of_sizes(func, args, kwargs, self._is_value_free, bool(self.reads))
         reasons = set(self._taints_of((args, dict(kwargs))))
         result = super().__torch_function__(func, types, args, kwargs)
-        tensors = [t for t in tree_flatten(written(func, args, result))[0] if isinstance(t, Tensor)]
+        tensors = [t for t in leaves_of(written(func, args, result)) if isinstance(t, Tensor)]
         self._note_numbers(num_read_out(func, args, kwargs))
         if same_in_all:
             self._value_free.update((id(t), (t, t._version)) for t in tensors)
@@ -197,7 +197,7 @@ class Recorder(AbstractInterceptor):
     def _taints_of(self, arguments: Any) -> frozenset[str]:
         if not self.taints:
             return frozenset()
-        leaves = [leaf for leaf in tree_flatten(arguments)[0] if isinstance(leaf, Tensor)]
+        leaves = [leaf for leaf in leaves_of(arguments) if isinstance(leaf, Tensor)]
         keys = [key for leaf in leaves for key in (id(leaf), _memory(leaf)) if key in self.taints]
         return frozenset().union(*(self.taints[key][1] for key in keys))
 
@@ -205,7 +205,7 @@ class Recorder(AbstractInterceptor):
         """Write an operation down if its result carries a gradient."""
         if self.inside:
             return function(*args, **kwargs)
-        leaves = tree_flatten((args, dict(kwargs)))[0]
+        leaves = leaves_of((args, dict(kwargs)))
         tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
         _refuse_nested(function, tensors)
         shapes = _shapes(tensors)
