@@ -24,7 +24,7 @@ from trak_lite.gradient_computers import (
 )
 from trak_lite.gradient_computers.hooks import unregister_gradient_rule
 from trak_lite.gradient_computers.hooks.owners import Arrangement, SampleCode, sketch
-from trak_lite.gradient_computers.hooks.rearranging import leaves_of
+from trak_lite.gradient_computers.hooks.plan.rearranging import leaves_of
 from trak_lite.modelout_functions import ModelCall, resolve_task
 
 
