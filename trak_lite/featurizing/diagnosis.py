@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 
 import numpy as np
@@ -16,6 +16,7 @@ from trak_lite.errors import (
     InvalidInputError,
     NonFiniteError,
     TrakLiteError,
+    UnsupportedModelError,
     refuse_machine_failure,
 )
 from trak_lite.gradient_computers import AbstractGradientComputer
@@ -41,9 +42,12 @@ def naming_rows(
 
     Raises:
         InvalidInputError: In place of the model's own error, which stays as its cause.
+        UnsupportedModelError: If the block changes parameters of the model.
     """
+    versions = {} if is_sharded(model) else {name: p._version for name, p in model.named_parameters()}
     try:
         yield
+        _refuse_changed_parameters(model, versions)
     except InvalidInputError:
         _refuse_the_row(model, task, batch, rows, what)
         raise
@@ -62,6 +66,20 @@ def naming_rows(
             f"{type(error).__name__}: {first}. Check that the samples have the shapes and dtypes that the model takes, "
             "and that the task passes them as the model expects."
         ) from error
+
+
+def _refuse_changed_parameters(model: nn.Module, versions: Mapping[str, int]) -> None:
+    """Raise if the forward pass writes into parameters: rows of one checkpoint would be those of two models.
+
+    RWKV does so in its first pass in eval mode, and notes in an attribute that it has.
+    """
+    changed = [name for name, p in model.named_parameters() if versions.get(name, p._version) != p._version]
+    if changed:
+        raise UnsupportedModelError(
+            f"The forward pass of {class_of(model).__name__} in eval mode changes {len(changed)} of its parameters in "
+            f"place, the first of them {changed[0]!r}. Expected a forward pass that only reads them. If it does so once, "
+            "call model.eval() and make one pass before you give it to trak_lite, and attribute the model as it is then."
+        )
 
 
 def refuse_non_finite(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -64,7 +65,7 @@ def _of_this_rank(device: torch.device) -> torch.device:
 
 @contextmanager
 def borrow_model(model: nn.Module, device: torch.device) -> Iterator[dict[str, Tensor]]:
-    """Put a model in eval mode on ``device``; give weights, buffers, modes, flags and device back on exit.
+    """Put a model in eval mode on ``device``; give weights, buffers, modes, flags, numbers and device back on exit.
 
     The values are kept on the CPU meanwhile: one more copy of the model, or of this rank's part of a sharded one.
 
@@ -81,7 +82,7 @@ def borrow_model(model: nn.Module, device: torch.device) -> Iterator[dict[str, T
     reshard(model)
     saved = {name: copied(tensor) for name, tensor in _tensors(model).items()}
     flags = [(p, p.requires_grad) for p in model.parameters()]
-    modes = [(module, module.training) for module in model.modules()]
+    attributes = [(module, _plain_attributes(module)) for module in model.modules()]
     try:
         if not is_sharded(model):
             model.to(device)
@@ -101,8 +102,14 @@ def borrow_model(model: nn.Module, device: torch.device) -> Iterator[dict[str, T
         drop_eval_caches(model)  # made of the weights of a checkpoint
         for p, flag in flags:
             p.requires_grad_(flag)
-        for module, training in modes:
-            module.training = training
+        for module, plain in attributes:
+            # The mode, and what says in which state the weights are (RWKV's layers_are_rescaled).
+            vars(module).update(plain)
+
+
+def _plain_attributes(module: nn.Module) -> dict[str, Any]:
+    kinds = (bool, int, float, str, type(None))
+    return {name: value for name, value in vars(module).items() if isinstance(value, kinds)}
 
 
 def _tensors(model: nn.Module) -> dict[str, Tensor]:
