@@ -428,3 +428,21 @@ def test_settings_survive_json():
 def test_bad_settings_are_refused_by_name(values, seen):
     with pytest.raises(InvalidInputError, match=seen):
         KernelSettings.from_json(values)
+
+
+def test_a_matrix_for_which_lapack_does_not_converge_is_decomposed(monkeypatch):
+    def failing(matrix):
+        raise torch.linalg.LinAlgError("linalg.eigh: The algorithm failed to converge")
+
+    rows = torch.randn(4, 9, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+    gram = rows.T @ rows
+    expected = np.linalg.eigvalsh(gram.numpy())
+    monkeypatch.setattr(torch.linalg, "eigh", failing)
+
+    found = eigenpath(gram)
+
+    np.testing.assert_allclose(found.eigenvalues.numpy(), expected, rtol=0, atol=1e-13 * expected.max())
+    torch.testing.assert_close(
+        found.eigenvectors @ found.eigenvalues.diag() @ found.eigenvectors.T, gram, rtol=0, atol=1e-12
+    )
+    torch.testing.assert_close(found.eigenvectors.T @ found.eigenvectors, torch.eye(9, dtype=gram.dtype))

@@ -76,9 +76,9 @@ def _refuse_changed_parameters(model: nn.Module, versions: Mapping[str, int]) ->
     changed = [name for name, p in model.named_parameters() if versions.get(name, p._version) != p._version]
     if changed:
         raise UnsupportedModelError(
-            f"The forward pass of {class_of(model).__name__} in eval mode changes {len(changed)} of its parameters in "
-            f"place, the first of them {changed[0]!r}. Expected a forward pass that only reads them. If it does so once, "
-            "call model.eval() and make one pass before you give it to trak_lite, and attribute the model as it is then."
+            f"The forward pass of {class_of(model).__name__} in eval mode changes {len(changed)} of its parameters "
+            f"in place, the first of them {changed[0]!r}. Expected a forward pass that only reads them. If it does so "
+            "once, call model.eval() and make one pass before you give it to trak_lite, and attribute it as it is then."
         )
 
 

@@ -18,7 +18,7 @@ from typing import Any, Final, Literal, Self, final
 import torch
 from torch import Tensor
 
-from trak_lite._devices import full_float32, wide_dtype
+from trak_lite._devices import eigh_of_positive, full_float32, wide_dtype
 from trak_lite._validate import known_names, one_of, real_at_least
 from trak_lite.errors import InvalidInputError, NonFiniteError, SingularKernelError
 from trak_lite.types import FeatureLayout, Segment
@@ -372,7 +372,7 @@ def eigenpath(gram: Tensor, *, segment: str = "joint") -> EigenKernel:
     """
     if _mean_eigenvalue(gram, segment) <= 0.0:
         raise SingularKernelError(_zero_message(f"segment {segment!r}"))
-    eigenvalues, eigenvectors = torch.linalg.eigh(gram)
+    eigenvalues, eigenvectors = eigh_of_positive(gram)
     return EigenKernel(eigenvalues, eigenvectors)
 
 
@@ -557,7 +557,7 @@ def _cholesky(gram: Tensor, lambda_reg: float) -> Tensor | None:
 
 def _pseudo_inverse(gram: Tensor, settings: KernelSettings, lambda_reg: float) -> SegmentKernel:
     """Return the pseudo-inverse of ``gram + lambda I``; eigenvalues that are rounding noise count as zero."""
-    eigenvalues, eigenvectors = torch.linalg.eigh(gram)
+    eigenvalues, eigenvectors = eigh_of_positive(gram)
     damped = eigenvalues + lambda_reg
     kept = damped > _noise_floor(damped) * damped[-1]
     root = eigenvectors[:, kept] / damped[kept].sqrt()

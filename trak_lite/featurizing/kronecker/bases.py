@@ -12,6 +12,7 @@ from typing import final
 import torch
 from torch import Tensor
 
+from trak_lite._devices import eigh_of_positive
 from trak_lite.errors import NonFiniteError
 from trak_lite.featurizing.kronecker.covariances import precise, sample_slices
 from trak_lite.featurizing.kronecker.units import Unit
@@ -40,7 +41,7 @@ def decomposed(factor: Tensor, *, what: str) -> tuple[Tensor, Tensor | None]:
         )
     if factor.dim() == 1:
         return factor, None
-    values, vectors = torch.linalg.eigh((factor + factor.T) / 2)
+    values, vectors = eigh_of_positive((factor + factor.T) / 2)
     return values.clamp(min=0), vectors
 
 

@@ -22,6 +22,7 @@ import safetensors.torch
 import torch
 from torch import Tensor
 
+from trak_lite._devices import eigh_of_positive
 from trak_lite._validate import one_of, parse_json, positive_int
 from trak_lite.errors import InvalidInputError, NonFiniteError
 from trak_lite.projectors._scratch import sum_dtype
@@ -290,7 +291,7 @@ def _leading(key: str, covariance: Tensor, count: int) -> Tensor:
             "gradients in float16 overflow easily."
         )
     matrix = covariance.to("cpu", torch.float64)
-    vectors = torch.linalg.eigh((matrix + matrix.T) / 2).eigenvectors[:, -count:].flip(1)
+    vectors = eigh_of_positive((matrix + matrix.T) / 2)[1][:, -count:].flip(1)
     # An eigenvector is known up to its sign only.
     largest = vectors.gather(0, vectors.abs().argmax(0, keepdim=True))
     axes: Tensor = (vectors * largest.sign()).to(torch.float32)
