@@ -38,7 +38,7 @@ def built(folder: Path) -> Path:
             command = [
                 "g++",
                 "-std=c++20",
-                "-O0",
+                "-O1",  # compiles as fast as -O0, and runs of the product take half the time
                 "-g0",
                 "-w",
                 "-fPIC",

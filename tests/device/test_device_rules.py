@@ -194,13 +194,10 @@ def test_default_settings_without_float64(name, device, no_float64):
 def test_fitted_curvatures_without_float64(name, kernel, device, no_float64):
     scores = {}
     for where in (CPU, device):
-        made, case = attributor(name, where)
+        made, case = attributor(name, where, **({"kernel": "fisher"} if kernel == "fisher" else {}))
         made.featurize(case.train)
         if kernel == "ekfac":
             made.fit_curvature(case.train)
-        else:
-            made = attributor(name, where, kernel="fisher")[0]
-            made.featurize(case.train)
         scores[where] = made.score(case.targets, name="t", kernel=kernel).numpy().copy()
     scale = float(np.abs(scores[CPU]).max())
     np.testing.assert_allclose(scores[device], scores[CPU], rtol=0, atol=1e-2 * scale)

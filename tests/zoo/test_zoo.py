@@ -1,10 +1,11 @@
 """Published architectures go through the whole public path with default settings: twelve of them in every run.
 
-The others are run by ``python -m benchmarks.zoo``.
+The others are run by ``python -m benchmarks.zoo``, whose table is held here.
 """
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import pytest
@@ -12,33 +13,41 @@ from zoo_cases import Architecture
 from zoo_path import run_whole_path
 from zoo_published import PUBLISHED
 
+import trak_lite.errors
+
+ROOT = Path(__file__).parents[2]
+TABLE = json.loads((ROOT / "benchmarks" / "results" / "zoo.json").read_text(encoding="utf-8"))["models"]
 WHY = (
     "architectures of transformers and peft are tested where these are installed: pip install trak-lite[zoo]"
 )
-MORE_THAN_100 = ("resnet50", "mobilenet_v2", "mobilevit")
+MORE_THAN_100 = ("resnet50", "t5", "lora-vit", "switch_transformers")
 OTHERS = (
-    "bert",
-    "t5",
-    "qwen2_moe",
-    "mamba",
-    "swinv2",
-    "wav2vec2-conformer",
-    "clip",
-    "lora-llama",
-    "patchtsmixer",
+    "distilbert",
+    "efficientnet",
+    "videomae",
+    "hubert",
+    "segformer",
+    "whisper",
+    "patchtst",
+    "clap",
 )
 
 
-def architecture(name: str) -> Architecture:
-    """Return an entry of the zoo; transformers is imported only for its own."""
-    for entry in PUBLISHED:
-        if entry.name == name:
-            return entry
+def hub() -> list[Architecture]:
+    """Return the entries that need transformers and peft, which are imported for them only."""
     for package in ("transformers", "peft"):
         pytest.importorskip(package, reason=WHY)
     from zoo_hub import HUB
 
-    return next(entry for entry in HUB if entry.name == name)
+    return HUB
+
+
+def architecture(name: str) -> Architecture:
+    """Return an entry of the zoo."""
+    for entry in PUBLISHED:
+        if entry.name == name:
+            return entry
+    return next(entry for entry in hub() if entry.name == name)
 
 
 @pytest.mark.parametrize("name", [*MORE_THAN_100, *OTHERS])
@@ -58,3 +67,18 @@ def test_a_published_architecture_is_right_from_featurize_to_report(name: str, t
 
     assert measured["engine"] == measured["engine in its own dtype"] == TABLE[name]["engine"]
     assert (measured["modules"] > 100) == (name in MORE_THAN_100)
+
+
+def test_the_table_has_every_architecture() -> None:
+    assert {entry.name for entry in (*hub(), *PUBLISHED)} <= set(TABLE)
+
+
+def test_every_architecture_of_the_table_is_right_or_refused_by_a_named_error_that_the_docs_list() -> None:
+    page = (ROOT / "docs" / "pages" / "architectures.md").read_text(encoding="utf-8")
+
+    assert len(TABLE) > 150
+    for name, row in TABLE.items():
+        if row["outcome"] != "right":
+            assert row["outcome"] == "refused", name
+            assert issubclass(getattr(trak_lite.errors, row["error"]), trak_lite.errors.TrakLiteError)
+            assert f"| {name} | `{row['error']}` |" in page

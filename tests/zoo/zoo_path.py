@@ -240,8 +240,12 @@ def check_rows(attributor: Attributor, path: Path, gradients: Mapping[str, Array
     return error
 
 
-def expected_scores(attributor: Attributor, path: Path, target_table: str) -> Array:
+def expected_scores(
+    attributor: Attributor, path: Path, target_table: str, scored: Array | None = None
+) -> Array:
     """Return the scores by dense NumPy from the stored rows of one checkpoint, ``(N, M)``.
+
+    Under a Fisher kernel, rows other than the stored ones may be ``scored``, such as the same rows not rounded.
 
     Of a kernel that is made of the N rows themselves the system of N equations is solved:
     X (X^T W X + l I)^-1 = (X X^T W + l I)^-1 X.
@@ -263,7 +267,8 @@ def expected_scores(attributor: Attributor, path: Path, target_table: str) -> Ar
             matrix = gram.double().numpy()
             if matrix.any():
                 lam = damping * np.trace(matrix) / segment.width
-                total += x @ np.linalg.solve(matrix + lam * np.eye(segment.width), t.T)
+                own = x if scored is None else scored[:, segment.start : segment.stop]
+                total += own @ np.linalg.solve(matrix + lam * np.eye(segment.width), t.T)
             continue
         inner = (x @ x.T) * weights
         trace = float((weights * (x * x).sum(1)).sum())
@@ -378,14 +383,19 @@ def run_whole_path(
         if tokens:
             by_token = attributor.token_scores(scores, train, rows=[0])[0]
             scale = np.abs(scores.numpy()).max()
-            require(
-                bool(np.allclose(by_token.sum(0), scores.numpy()[0], rtol=0, atol=5e-3 * scale)),
-                "token scores do not add up to the row's score",
+            # A token's features are not rounded as stored rows are, which an inverse of small curvatures enlarges.
+            exact = expected_scores(
+                attributor, path, "targets/targets/ckpt-0", expected_rows(attributor, gradients)
             )
+            apart = float(np.abs(by_token.sum(0) - exact[0]).max() / scale)
+            require(apart < 5e-3, f"token scores are {apart:.2g} off the row's score when they are added up")
     second = resumed(lambda: Attributor(build(), task, again), train, again, batch_size=batch_size)
     repeated = second.score(targets, name="targets", batch_size=batch_size)
-    check_same_bits(path, again, ["ckpt-0"], COLUMNS)
-    require(scores.numpy().tobytes() == repeated.numpy().tobytes(), "scores are other bits after a resume")
+    if not draws:
+        check_same_bits(path, again, ["ckpt-0"], COLUMNS)
+        require(
+            scores.numpy().tobytes() == repeated.numpy().tobytes(), "scores are other bits after a resume"
+        )
     return {
         "engine": engine,
         "engine in its own dtype": attributor.scores("targets").manifest.made_with["settings"][
