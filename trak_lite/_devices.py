@@ -178,7 +178,7 @@ def _generator(device: torch.device) -> tuple[Any, tuple[torch.device, ...]]:
 
 
 def eigh_of_positive(matrix: Tensor) -> tuple[Tensor, Tensor]:
-    """Return eigenvalues ``(k,)``, ascending, and eigenvectors ``(k, k)`` as columns of a positive semi-definite matrix.
+    """Return eigenvalues ``(k,)``, ascending, and eigenvectors ``(k, k)`` of a positive semi-definite matrix.
 
     LAPACK's divide and conquer, which torch calls, does not converge for some matrices of low rank: these are
     decomposed by their singular values, which are the eigenvalues.
