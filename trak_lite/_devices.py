@@ -185,7 +185,7 @@ def eigh_of_positive(matrix: Tensor) -> tuple[Tensor, Tensor]:
     """
     try:
         values, vectors = torch.linalg.eigh(matrix)
-    except torch.linalg.LinAlgError:
+    except torch.linalg.LinAlgError:  # type: ignore[attr-defined]
         vectors, values, _ = torch.linalg.svd(matrix)
         values, vectors = values.flip(0), vectors.flip(1)
     return values, vectors
