@@ -225,6 +225,26 @@ def test_samples_mixed_through_a_detached_statistic_are_refused_in_every_dtype(
     close(computer, batch, expected, 1e-5)
 
 
+class LessTheMean(nn.Module):
+    """Takes a little of the batch's mean away, where there is more than one sample: as much as for copies of one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b = nn.Linear(6, 6), nn.Linear(6, 6)
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.a(x)
+        return self.b(h - 0.005 * h.detach().mean(0, keepdim=True) if len(h) > 1 else h)
+
+
+def test_a_mixing_that_copies_of_a_sample_show_as_well_is_refused_in_float32() -> None:
+    torch.manual_seed(0)
+    model, task = LessTheMean(), resolve_task(squares)
+
+    with pytest.raises(SelfCheckError):
+        HookGradientComputer(model, task).stream_gradients((torch.randn(8, 6),), lambda _: None)
+
+
 class Tie(nn.Module):
     """A unit that is on where a batch has several samples, by a difference of the size of its dtype's rounding."""
 

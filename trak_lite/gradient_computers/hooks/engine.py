@@ -86,7 +86,7 @@ class GradientPass(AbstractInterceptor):
         self._code = SampleCode(num_samples)
         self._tags: list[RowTags] = []
         self._tagging = False
-        self._taps: dict[torch.device, Tensor] = {}
+        self._taps: dict[tuple[torch.device, torch.dtype], Tensor] = {}
         self._shared: dict[Any, Site] = {}
         self.watched = {id(p): p for p in kept.values()}
 
@@ -272,10 +272,14 @@ class GradientPass(AbstractInterceptor):
         )
 
     def _tap(self, like: Tensor) -> Tensor:
-        """Return the zero on this tensor's device that the backward pass leads to."""
-        if like.device not in self._taps:
-            self._taps[like.device] = torch.zeros((), device=like.device, requires_grad=True)
-        return self._taps[like.device]
+        """Return the zero on this tensor's device that the backward pass leads to.
+
+        It has the tensor's dtype: the self-check takes a model that computes in float64 alone at its word.
+        """
+        key = like.device, like.dtype
+        if key not in self._taps:
+            self._taps[key] = torch.zeros((), dtype=like.dtype, device=like.device, requires_grad=True)
+        return self._taps[key]
 
     def _catch(self, site: Site, call: OperationCall, outputs: list[Tensor]) -> None:
         """Hook the results; the gradient sets the rule off."""
