@@ -45,10 +45,11 @@ from trak_lite.projectors import (
     RademacherProjector,
     TwoSidedProjector,
 )
-from trak_lite.projectors._matrix_sketch import MatrixSketch, fourier_is_cheaper
-from trak_lite.projectors._sketch import Keys, Workspace
-from trak_lite.projectors._vector_sketch import VectorSketch
-from trak_lite.projectors.dense import DEFAULT_MEMORY_BUDGET
+from trak_lite.projectors._scratch import Workspace
+from trak_lite.projectors.dense.projectors import DEFAULT_MEMORY_BUDGET
+from trak_lite.projectors.sketch.base import Keys
+from trak_lite.projectors.sketch.matrix import MatrixSketch, fourier_is_cheaper
+from trak_lite.projectors.sketch.vector import VectorSketch
 from trak_lite.types import DenseBlock, FactoredBlock, GradientBlock
 
 MODULE = "benchmarks.bench_projection"

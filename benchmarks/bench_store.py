@@ -40,13 +40,13 @@ from benchmarks.measuring import (
     surroundings,
     wall_seconds,
 )
-from trak_lite.pipeline import FEATURES, as_tensor, feature_table_spec
-from trak_lite.scoring import score_block
+from trak_lite.linalg import score_block
+from trak_lite.run.tables import FEATURES, as_tensor, feature_table_spec
 from trak_lite.store import AbstractRowTable, Manifest, TableSpec, ZarrFeatureStore
 from trak_lite.store._checksums import crc32c
-from trak_lite.store._chunk_files import TableFiles
-from trak_lite.store._documents import table_identity
-from trak_lite.store._records import CommitRecord
+from trak_lite.store.disk.chunk_files import TableFiles
+from trak_lite.store.disk.documents import table_identity
+from trak_lite.store.disk.records import CommitRecord
 
 BATCH = 32
 WRITE_WIDTH, WRITE_ROWS = 4096, 16384  # float16: rows of 8 KiB, 128 MiB

@@ -33,14 +33,14 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from benchmarks import measuring
 from benchmarks.projection_quality import digits
-from trak_lite.gradient_computers import HookGradientComputer
-from trak_lite.kronecker import (
+from trak_lite.featurizing.kronecker import (
     KroneckerCurvature,
     KroneckerSettings,
     PreconditionedProjector,
     Preconditioner,
     fit_curvature,
 )
+from trak_lite.gradient_computers import HookGradientComputer
 from trak_lite.modelout_functions import ImageClassificationModelOutput
 from trak_lite.modelout_functions._margins import class_margins
 from trak_lite.projectors import AbstractProjector, CountSketchProjector, NoOpProjector

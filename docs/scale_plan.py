@@ -16,7 +16,7 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
-from trak_lite.pipeline import feature_table_spec
+from trak_lite.run.tables import feature_table_spec
 
 RESULTS = Path(__file__).resolve().parents[1] / "benchmarks" / "results"
 HOUR, GB, TB = 3600.0, 1e9, 1e12

@@ -5,6 +5,7 @@ Run:  python docs/tables.py        (rewrites what stands between the markers; ta
 
 from __future__ import annotations
 
+import json
 import re
 import sys
 from collections.abc import Callable
@@ -14,7 +15,7 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).parent))
 
 import scale_plan  # found through the line above
-from scale_plan import markdown, parts
+from scale_plan import RESULTS, markdown, parts
 
 ROOT = Path(__file__).resolve().parents[1]
 PAGES = (*sorted((ROOT / "docs" / "pages").rglob("*.md")), ROOT / "docs" / "scale.md")
@@ -109,9 +110,40 @@ def reliability() -> str:
     return markdown(["over", *columns.values()], rows)
 
 
+def zoo_rows() -> dict[str, dict[str, Any]]:
+    """Return what came of every architecture, by name, in the order of the file: by domain, then by name."""
+    found: dict[str, dict[str, Any]] = json.loads((RESULTS / "zoo.json").read_text(encoding="utf-8"))[
+        "models"
+    ]
+    return found
+
+
+def zoo() -> str:
+    """Return engine, errors and cost of every published architecture."""
+
+    def line(name: str, row: dict[str, Any]) -> list[str]:
+        if row["outcome"] != "right":
+            return [row["domain"], name, f"refused: `{row['error']}`", "", "", "", ""]
+        figures = [f"{row[key]:.1e}" for key in ("gradient_error", "row_error")]
+        return [row["domain"], name, row["engine"], str(row["modules"]), *figures, f"{row['cost']:.1f}"]
+
+    columns = ["domain", "architecture", "engine", "modules", "gradient error", "row error", "cost"]
+    return markdown(columns, [line(name, row) for name, row in zoo_rows().items()])
+
+
+def zoo_refusals() -> str:
+    """Return what was refused, and what the error says."""
+    rows = [
+        [name, f"`{row['error']}`", row["message"].replace("|", "\\|")]
+        for name, row in zoo_rows().items()
+        if row["outcome"] == "refused"
+    ]
+    return markdown(["architecture", "error", "message"], rows)
+
+
 TABLES: dict[str, Callable[[], str]] = {
     function.__name__: function
-    for function in (lds, cost, projection, damping, reliability, *scale_plan.TABLES)
+    for function in (lds, cost, projection, damping, reliability, zoo, zoo_refusals, *scale_plan.TABLES)
 }
 
 

@@ -22,7 +22,7 @@ from torch.utils.data import TensorDataset
 
 from trak_lite import Attributor
 from trak_lite.retraining import retrain_many
-from trak_lite.vectorised import VectorisedTraining
+from trak_lite.retraining.side_by_side import VectorisedTraining
 
 NUM_TRAIN, NUM_CHOOSING, FLIPPED = 1000, 300, 0.20
 

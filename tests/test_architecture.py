@@ -1,148 +1,124 @@
-"""The house keeps its floors: a module imports only from lower floors or from its own room."""
+"""The map of the package: which room stands on which floor, and what may be imported where.
+
+A room is a module or a folder directly in ``trak_lite/``; ``python docs/architecture.py`` measures all of them.
+"""
 
 from __future__ import annotations
 
 import ast
+import importlib.util
+import re
+import sys
+from fnmatch import fnmatch
 from pathlib import Path
-
-import pytest
 
 import trak_lite
 
-PACKAGE = Path(trak_lite.__file__).parent
-
 FLOORS = [
-    {"errors", "types", "_version"},
-    {"_validate", "_batches", "_devices", "_progress", "_adapters", "_eval_caches", "sharded"},
-    {
-        "modelout_functions",
-        "projectors",
-        "store",
-        "scoring",
-        "evaluation",
-        "checkpoints",
-        "datasets",
-        "_session",
-    },
-    {"gradient_computers", "_sources", "vectorised"},
-    {"diagnosis", "kronecker", "sharing"},
-    {"distributed", "row_checks"},
-    {"pipeline"},
-    {"fisher"},
-    {"score_tiles", "kept_grams"},
-    {"workspace", "score_source", "curvature_fits", "attributor_settings"},
-    {"target_session", "score_matrix"},
-    {"scores", "score_result", "featurizing"},
-    {"retraining", "token_scores"},
-    {"verification"},
-    {"kept_scores"},
-    {"attributor"},
-    {"traker"},
-    {"utils", "testing", "report", "integrations"},
-    {"cli"},
-    {"__init__", "__main__"},
+    {"errors", "types", "_version", "_progress", "_devices", "_eval_caches"},
+    {"_validate"},
+    {"data", "models"},
+    {"modelout_functions", "projectors", "linalg", "store", "evaluation"},
+    {"gradient_computers", "parallel", "report"},
+    {"run"},
+    {"featurizing"},
+    {"scoring"},
+    {"retraining"},
+    {"attributor", "traker"},
+    {"cli", "integrations", "testing", "utils"},
+    {"__init__"},
+    {"__main__"},
 ]
-FLOOR_OF = {room: number for number, rooms in enumerate(FLOORS) for room in rooms}
-ONLY_IN = {
-    "zarr": set(),
-    "obstore": {"store/_objects_obstore.py"},
-    "fsspec": {"store/_objects_fsspec.py"},
-    "fast_jl": {"projectors/fast_jl.py"},
-    "pytest": {"testing"},
-    "tqdm": {"_progress.py"},
-    "triton": {"projectors/_triton_"},
-    "pandas": {"scores.py"},
-    "xarray": {"scores.py"},
-    "matplotlib": set(),
-    "jsonargparse": {"cli/parsing.py"},
-    "docstring_parser": {"cli/keys.py"},
-    "yaml": {"cli/configs.py"},
-    "transformers": {"integrations/huggingface.py"},
-    "peft": {"integrations/huggingface.py"},
-    "datasets": {"integrations/huggingface.py"},
-    "lightning": {"integrations/lightning.py"},
+"""From the ground up: a module imports only from lower floors or from its own room."""
+FILE_OF = {
+    "docstring_parser": "cli/keys.py",
+    "jsonargparse": "cli/parsing.py",
+    "yaml": "cli/configs.py",
+    "datasets": "integrations/huggingface.py",
+    "peft": "integrations/huggingface.py",
+    "transformers": "integrations/huggingface.py",
+    "lightning": "integrations/lightning.py",
+    "fast_jl": "projectors/dense/fast_jl.py",
+    "triton": "projectors/*/triton*.py",
+    "pandas": "scoring/scores.py",
+    "xarray": "scoring/scores.py",
+    "google_crc32c": "store/_checksums.py",
+    "fsspec": "store/remote/objects_fsspec.py",
+    "obstore": "store/remote/objects_obstore.py",
+    "pytest": "testing/*.py",
+    "tqdm": "_progress.py",
 }
-ON_USE = {("scores", "report")}  # a method whose pictures are made two floors up, and imported only then
-MODULES = sorted(PACKAGE.rglob("*.py"), key=str)
+"""The only place of every package that is not imported everywhere."""
+EVERYWHERE = {"torch", "numpy", "safetensors", "trak_lite"}
+
+PACKAGE = Path(trak_lite.__file__).parent
+FLOOR_OF = {room: number for number, rooms in enumerate(FLOORS) for room in rooms}
+FILES = {
+    path.relative_to(PACKAGE): ast.parse(path.read_text(encoding="utf-8")) for path in PACKAGE.rglob("*.py")
+}
+
+_spec = importlib.util.spec_from_file_location("architecture", PACKAGE.parent / "docs" / "architecture.py")
+architecture = importlib.util.module_from_spec(_spec)
+_spec.loader.exec_module(architecture)
+MODULES = architecture.modules(PACKAGE.parent)
+IMPORTS = {module: set(architecture.imported(path, MODULES)) for module, path in MODULES.items()}
 
 
-def room_of(path: Path) -> str:
-    parts = path.relative_to(PACKAGE).parts
-    return parts[0].removesuffix(".py")
+def imported_names(path: Path) -> set[str]:
+    """The modules that a file imports, anywhere in it."""
+    nodes = list(ast.walk(FILES[path]))
+    names = {alias.name for node in nodes if isinstance(node, ast.Import) for alias in node.names}
+    return names | {
+        "." * node.level + (node.module or "") for node in nodes if isinstance(node, ast.ImportFrom)
+    }
 
 
-def imported_modules(path: Path, *, at_once: bool = False) -> list[str]:
-    names = []
-    tree = ast.parse(path.read_text(encoding="utf-8"))
-    for node in tree.body if at_once else ast.walk(tree):
-        if isinstance(node, ast.Import):
-            names += [alias.name for alias in node.names]
-        elif isinstance(node, ast.ImportFrom):
-            assert node.level == 0, f"{path} imports relatively"
-            names.append(node.module or "")
-    return names
+def test_a_room_imports_only_from_lower_floors() -> None:
+    house = architecture.drawn("trak_lite", MODULES, IMPORTS).arrows
+    assert set(house) == set(FLOOR_OF)
+    assert [(a, b) for a in house for b in house[a] if FLOOR_OF[b] >= FLOOR_OF[a]] == []
 
 
-@pytest.mark.parametrize("path", MODULES, ids=lambda p: str(p.relative_to(PACKAGE)))
-def test_a_module_imports_only_from_lower_floors_or_its_own_room(path: Path) -> None:
-    room = room_of(path)
-    at_once = imported_modules(path, at_once=True)
-    for name in imported_modules(path):
-        if name.startswith("trak_lite.") or name == "trak_lite":
-            other = [*name.split("."), "__init__"][1]
-            if (room, other) in ON_USE and name not in at_once:
-                continue
-            assert other == room or FLOOR_OF[other] < FLOOR_OF[room], f"{path.name} imports {name}"
+def test_no_package_has_a_circle() -> None:
+    packages = [module for module, path in MODULES.items() if path.name == "__init__.py"]
+    circles = {package: architecture.drawn(package, MODULES, IMPORTS).circles for package in packages}
+    assert {package: found for package, found in circles.items() if found} == {}
 
 
-@pytest.mark.parametrize("path", MODULES, ids=lambda p: str(p.relative_to(PACKAGE)))
-def test_optional_packages_are_imported_in_their_one_place(path: Path) -> None:
-    place = path.relative_to(PACKAGE).as_posix()
-    for name in imported_modules(path):
-        allowed = ONLY_IN.get(name.split(".")[0])
-        if allowed is not None:
-            assert any(place.startswith(prefix) for prefix in allowed), f"{place} imports {name}"
+def test_every_import_is_a_statement_and_names_its_module_in_full() -> None:
+    for path, tree in FILES.items():
+        assert not any(name.startswith(".") for name in imported_names(path)), path
+        words = {getattr(node, "id", getattr(node, "attr", "")) for node in ast.walk(tree)}
+        assert not words & {"import_module", "__import__"}, path
+
+
+def test_other_packages_are_imported_in_their_one_place() -> None:
+    for path in FILES:
+        for name in {name.partition(".")[0] for name in imported_names(path)} - EVERYWHERE:
+            if name not in sys.stdlib_module_names:
+                assert fnmatch(path.as_posix(), FILE_OF[name]), f"{path} imports {name}"
 
 
 def test_the_store_works_without_torch() -> None:
-    for path in (PACKAGE / "store").rglob("*.py"):
-        assert not any(name.split(".")[0] == "torch" for name in imported_modules(path)), path
+    for path in FILES:
+        if path.parts[0] == "store":
+            assert not any(name.partition(".")[0] == "torch" for name in imported_names(path)), path
 
 
-FACTORIES = {
-    *(
-        "arange",
-        "as_tensor",
-        "asarray",
-        "empty",
-        "empty_strided",
-        "eye",
-        "full",
-        "linspace",
-        "logspace",
-        "normal",
-    ),
-    *("ones", "rand", "randint", "randn", "randperm", "range", "scalar_tensor", "tensor", "tril_indices"),
-    *("triu_indices", "zeros"),
-}
-
-
-@pytest.mark.parametrize(
-    "path",
-    [path for path in MODULES if room_of(path) != "testing"],
-    ids=lambda p: str(p.relative_to(PACKAGE)),
+FACTORY = re.compile(
+    "arange|as_tensor|asarray|empty|empty_strided|eye|full|linspace|logspace|normal|ones|rand|randint|randn|randperm|"
+    "range|scalar_tensor|tensor|tril_indices|triu_indices|zeros"
 )
-def test_every_tensor_names_its_device(path: Path) -> None:
+
+
+def test_every_tensor_names_its_device() -> None:
     # Where torch.set_default_device is a GPU, a tensor that does not would not meet the others.
-    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
-        if not isinstance(node, ast.Call) or not isinstance(node.func, ast.Attribute):
-            continue
-        made = (
-            isinstance(node.func.value, ast.Name)
-            and node.func.value.id == "torch"
-            and node.func.attr in FACTORIES
-        )
+    calls = [
+        (path, node) for path, tree in FILES.items() for node in ast.walk(tree) if isinstance(node, ast.Call)
+    ]
+    for path, node in calls:
         named = {keyword.arg for keyword in node.keywords} & {"device", None}
-        assert not made or named, (
-            f"{path.name}:{node.lineno} makes a tensor on whatever device is the default"
+        of_torch = isinstance(node.func, ast.Attribute) and getattr(node.func.value, "id", "") == "torch"
+        assert named or not of_torch or not FACTORY.fullmatch(node.func.attr) or path.parts[0] == "testing", (
+            f"{path}:{node.lineno} makes a tensor on whatever device is the default"
         )

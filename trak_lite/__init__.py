@@ -12,7 +12,7 @@ from trak_lite.attributor import FeaturizeSummary as FeaturizeSummary
 from trak_lite.gradient_computers import Normalization as Normalization
 from trak_lite.gradient_computers import clip as clip
 from trak_lite.gradient_computers import clipping_threshold as clipping_threshold
-from trak_lite.scores import Scores as Scores
+from trak_lite.scoring.scores import Scores as Scores
 from trak_lite.traker import TRAKer as TRAKer
 from trak_lite.utils import test_install as test_install
 

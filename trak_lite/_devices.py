@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 __all__ = [
     "add_at_",
+    "eigh_of_positive",
     "float64_device",
     "full_float32",
     "in_float64",
@@ -174,3 +175,17 @@ def _generator(device: torch.device) -> tuple[Any, tuple[torch.device, ...]]:
     if device.type == "cpu":
         return torch, ()
     return torch.get_device_module(device), () if device.type == "mps" else (device,)  # mps has one device
+
+
+def eigh_of_positive(matrix: Tensor) -> tuple[Tensor, Tensor]:
+    """Return eigenvalues ``(k,)``, ascending, and eigenvectors ``(k, k)`` as columns of a positive semi-definite matrix.
+
+    LAPACK's divide and conquer, which torch calls, does not converge for some matrices of low rank: these are
+    decomposed by their singular values, which are the eigenvalues.
+    """
+    try:
+        values, vectors = torch.linalg.eigh(matrix)
+    except torch.linalg.LinAlgError:
+        vectors, values, _ = torch.linalg.svd(matrix)
+        values, vectors = values.flip(0), vectors.flip(1)
+    return values, vectors

@@ -8,11 +8,21 @@ import math
 from collections.abc import Collection, Iterable
 from typing import Any
 
+import numpy as np
 from numpy.typing import NDArray
 
 from trak_lite.errors import InvalidInputError, UnknownNameError
 
-__all__ = ["check_depth", "known_names", "one_of", "parse_json", "positive_int", "real_at_least", "some_of"]
+__all__ = [
+    "check_depth",
+    "known_names",
+    "one_of",
+    "parse_json",
+    "positive_int",
+    "real_at_least",
+    "some_of",
+    "target_number",
+]
 
 _DEEPEST = 128
 _MOST_BYTES = 64 << 20
@@ -150,3 +160,14 @@ def _finite(text: str) -> float:
     if not math.isfinite(number):
         raise ValueError(f"{text} is no finite number")
     return number
+
+
+def target_number(target: Any, count: int, name: str) -> int:
+    """Return the number of a target, counted from the end if it is negative.
+
+    Raises:
+        InvalidInputError: If there is no such target.
+    """
+    if isinstance(target, bool) or not isinstance(target, int | np.integer) or not -count <= target < count:
+        raise InvalidInputError(f"There is no target {target}: {name!r} has targets 0 to {count - 1}.")
+    return int(target) % count

@@ -8,7 +8,6 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from functools import partial
-from importlib import import_module
 from itertools import repeat
 from os import PathLike
 from typing import Any, Literal, Self, Unpack
@@ -20,48 +19,43 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
 from trak_lite._validate import positive_int
-from trak_lite.attributor_settings import (
-    AttributorSettings,
-    GradientComputerFactory,
-    Task,
-    stored_arguments,
-)
-from trak_lite.checkpoints import CheckpointSource, iterate_checkpoints
-from trak_lite.datasets import HeldRows, Rows
-from trak_lite.distributed import AbstractRanks, OneRank, joined_ranks
+from trak_lite.data.datasets import HeldRows, Rows
 from trak_lite.errors import InvalidInputError, StateError
 from trak_lite.evaluation import Verdict, subset_masks
-from trak_lite.featurizing import (
+from trak_lite.featurizing.fisher import FisherSettings
+from trak_lite.featurizing.kronecker import KroneckerSettings
+from trak_lite.featurizing.session import (
     FeaturizingSession,
     KnownSource,
     featurizing,
     marking_last,
     stored_norms,
 )
-from trak_lite.fisher import FisherSettings
 from trak_lite.gradient_computers import Normalization, ParameterChoice
-from trak_lite.kept_scores import KeptScores
-from trak_lite.kronecker import KroneckerSettings
+from trak_lite.models.checkpoints import CheckpointSource, iterate_checkpoints
+from trak_lite.models.sharded import refuse_sharded
+from trak_lite.parallel.ranks import AbstractRanks, OneRank, joined_ranks
 from trak_lite.projectors import AbstractProjector
 from trak_lite.retraining import TrainFunction, retrain_into
-from trak_lite.score_matrix import DampingPath
-from trak_lite.score_result import ScoreResult, drop_scores
-from trak_lite.scores import Scores
-from trak_lite.scoring import ScoredKernel, ScoreView
-from trak_lite.sharded import refuse_sharded
-from trak_lite.store import AbstractFeatureStore, RemotePlace, check_name, open_store, resolve_place
-from trak_lite.store.manifest import compare_fingerprints
-from trak_lite.token_scores import token_scores
-from trak_lite.types import Batch, FeatureLayout
-from trak_lite.verification import (
+from trak_lite.retraining.verify import (
     calibrated_scores,
     check_budget,
     judge,
     keep_predictions,
-    keep_verdict,
     target_outputs,
 )
-from trak_lite.workspace import FirstRows, Workspace, complete_tables, drop_checkpoint, naming_dropped
+from trak_lite.run.score_settings import ScoredKernel, ScoreView
+from trak_lite.run.settings import AttributorSettings, GradientComputerFactory, Task, stored_arguments
+from trak_lite.run.tables import complete_tables, drop_checkpoint
+from trak_lite.run.workspace import FirstRows, Workspace, naming_dropped
+from trak_lite.scoring.kept_scores import KeptScores
+from trak_lite.scoring.matrix import DampingPath
+from trak_lite.scoring.scores import Scores
+from trak_lite.scoring.stored import ScoreResult, drop_scores, keep_verdict
+from trak_lite.scoring.tokens import token_scores
+from trak_lite.store import AbstractFeatureStore, RemotePlace, check_name, open_store, resolve_place
+from trak_lite.store.manifest import compare_fingerprints
+from trak_lite.types import Batch, FeatureLayout
 
 __all__ = ["Attributor", "FeaturizeSummary"]
 
@@ -227,36 +221,6 @@ class Attributor:
             manifest = store.manifest
         found, arguments = stored_arguments(manifest, task, overrides, where=str(place))
         return cls(model, found, place, **arguments)
-
-    @classmethod
-    def from_trainer(
-        cls,
-        trainer: Any,
-        path: str | PathLike[str] | RemotePlace | None,
-        task: Task | None = None,
-        **settings: Any,
-    ) -> Self:
-        """Return an attributor for what a ``transformers.Trainer`` trains, before, during or after training.
-
-        Model, collator and batch size are the trainer's; rows are those of its train dataset in their own order,
-        whatever order they are trained in: ``attributor.featurize(trainer.train_dataset, checkpoints=...)``. With a
-        PEFT adapter the parameters are the adapter's, as for every model those that are trained.
-
-        Args:
-            trainer: A ``transformers.Trainer`` with a train dataset.
-            path: As for the constructor.
-            task: ``None`` takes the one of the model's class: classification of sequences, with one label or several,
-                regression, or causal language modelling.
-            **settings: Further arguments of the constructor.
-
-        Raises:
-            InvalidInputError: If the model is sharded, its class stands for no task, or a row of the train dataset
-                would depend on chance or on the rows beside it in a batch.
-        """
-        # What is built on this floor may be asked for here, but not imported before it is needed.
-        adapter = import_module("trak_lite.integrations.huggingface")
-        found: Self = adapter.attributor_from_trainer(cls, trainer, path, task, settings)
-        return found
 
     @property
     def layout(self) -> FeatureLayout:
@@ -454,8 +418,9 @@ class Attributor:
         Args:
             data: The train data, as given to :meth:`featurize`.
             checkpoints: The checkpoints to fit, all of them featurized; ``None`` fits every one in the store.
-            settings: Which curvature: a :class:`~trak_lite.kronecker.KroneckerSettings`, by default of the true Fisher
-                information where the task can draw labels, or a :class:`~trak_lite.fisher.FisherSettings`.
+            settings: Which curvature: a :class:`~trak_lite.featurizing.kronecker.KroneckerSettings`, by default of the
+                true Fisher information where the task can draw labels, or a
+                :class:`~trak_lite.featurizing.fisher.FisherSettings`.
             checkpoint_loader: As in :meth:`featurize`.
             indices: Dataset index of every row, as in :meth:`featurize`.
             batch_size: As in :meth:`featurize`.
@@ -604,8 +569,10 @@ class Attributor:
             scores = self.scores(name, **view)
             path = self._kept.path(name, self._settings.score_settings(**view))
             with self._workspace.opened(self._settings.manifest(None)) as workspace:
+                scored = dict(workspace.store().open_table(path).spec.fingerprint["targets"])
+                scored.pop("curvature", None)  # belongs to the scores, not to the data
                 compare_fingerprints(
-                    {"targets": workspace.store().open_table(path).spec.fingerprint["targets"]},
+                    {"targets": scored},
                     {"targets": identity},
                     where=path,
                     remedy="Pass the targets that were scored under this name.",

@@ -28,11 +28,9 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
-from trak_lite._batches import batch_size, flatten_batch, move_batch, take_rows
-from trak_lite._session import model_device, resolve_device
 from trak_lite._validate import positive_int, real_at_least
 from trak_lite._version import __version__
-from trak_lite.checkpoints import Checkpoint, load_into, weights_digest
+from trak_lite.data.batches import batch_size, flatten_batch, move_batch, take_rows
 from trak_lite.errors import (
     AssertedInputError,
     InvalidInputError,
@@ -41,6 +39,8 @@ from trak_lite.errors import (
     UnknownExperimentError,
     UnsupportedModelError,
 )
+from trak_lite.featurizing.row_checks import PROBED_ROWS, Computed, DoneRows, compare_rows, rounding_of
+from trak_lite.featurizing.rows import compute_features, put_features
 from trak_lite.gradient_computers import (
     AbstractGradientComputer,
     FunctionalGradientComputer,
@@ -48,31 +48,27 @@ from trak_lite.gradient_computers import (
     select_parameters,
 )
 from trak_lite.gradient_computers.self_check import SelfCheckError
-from trak_lite.kept_grams import has_kernel, kernels_of
+from trak_lite.linalg import KernelSettings, SegmentKernel, precondition
 from trak_lite.modelout_functions import AbstractModelOutput, describe_task, resolve_task
-from trak_lite.pipeline import (
+from trak_lite.models.borrowing import model_device, resolve_device
+from trak_lite.models.checkpoints import Checkpoint, load_into, weights_digest
+from trak_lite.models.sharded import refuse_sharded
+from trak_lite.parallel.sharing import LateTable
+from trak_lite.projectors import AbstractProjector, BasicProjector, ProjectionType
+from trak_lite.run.tables import (
     FEATURES,
     LOSS_CURVATURE,
     OUT_TO_LOSS,
-    compute_features,
-    feature_table_spec,
-    put_features,
-)
-from trak_lite.projectors import AbstractProjector, BasicProjector, ProjectionType
-from trak_lite.row_checks import PROBED_ROWS, Computed, DoneRows, compare_rows, rounding_of
-from trak_lite.score_tiles import (
     SCORES,
-    ScoreTerm,
-    score_rows,
+    feature_table_spec,
     score_table_spec,
 )
-from trak_lite.scoring import KernelSettings, SegmentKernel, precondition
-from trak_lite.sharded import refuse_sharded
-from trak_lite.sharing import LateTable
+from trak_lite.run.workspace import Workspace
+from trak_lite.scoring.grams import has_kernel, kernels_of
+from trak_lite.scoring.tiles import ScoreTerm, score_rows
 from trak_lite.store import AbstractRowTable, Column, Manifest, TableSpec
 from trak_lite.store.manifest import compare_fingerprints
 from trak_lite.types import Batch, FeatureLayout, OutputTerms, ParameterShapes, num_entries
-from trak_lite.workspace import Workspace
 
 __all__ = ["TRAKer"]
 

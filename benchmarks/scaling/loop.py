@@ -1,11 +1,11 @@
-"""The kill loop of ``tests/distributed`` for a benchmark: one undisturbed run, and where the rounds are found."""
+"""The kill loop of ``tests/parallel`` for a benchmark: one undisturbed run, and where the rounds are found."""
 
 from __future__ import annotations
 
 import sys
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).parents[2] / "tests" / "distributed"))
+sys.path.insert(0, str(Path(__file__).parents[2] / "tests" / "parallel"))
 
 import killed_ranks
 from recorded_run import LOGS, STORE, Job

@@ -29,8 +29,8 @@ from torch import distributed
 from benchmarks.bench_store import fill, make_table
 from benchmarks.measuring import cpu_seconds
 from benchmarks.scaling.ranks import keep, start
-from trak_lite.pipeline import feature_table_spec
-from trak_lite.scoring import KernelSettings, TopK, factorise, gram, score_block
+from trak_lite.linalg import KernelSettings, TopK, factorise, gram, score_block
+from trak_lite.run.tables import feature_table_spec
 from trak_lite.store import TableSpec
 from trak_lite.types import FeatureLayout
 

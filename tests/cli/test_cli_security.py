@@ -29,8 +29,8 @@ from trak_lite.cli.recipes import load_recipe
 from trak_lite.cli.records import RunRecord, keep_record, last_record
 from trak_lite.errors import CheckpointError, StateError, TrakLiteError
 from trak_lite.store import open_store
-from trak_lite.store._derived import DerivedArrays
-from trak_lite.store._documents import sealed
+from trak_lite.store.disk.derived import DerivedArrays
+from trak_lite.store.disk.documents import sealed
 
 (_TABLE,) = (action for action in _parser()._actions if isinstance(action, argparse._SubParsersAction))
 COMMANDS = sorted(_TABLE.choices)

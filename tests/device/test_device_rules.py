@@ -13,9 +13,9 @@ from torch import nn
 from torch.utils.data import DataLoader, Dataset, Subset
 
 from trak_lite import Attributor
-from trak_lite._batches import move_batch
 from trak_lite._devices import add_at_, full_float32, in_float64, wide_dtype
-from trak_lite.datasets import Rows
+from trak_lite.data.batches import move_batch
+from trak_lite.data.datasets import Rows
 from trak_lite.gradient_computers.hooks.randomness import RandomState
 
 CPU = torch.device("cpu")

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 from test_docs import DOCS, ROOT, TEXTS
 
-from trak_lite.pipeline import FEATURES, feature_table_spec
+from trak_lite.run.tables import FEATURES, feature_table_spec
 from trak_lite.store import Manifest, ZarrFeatureStore
 
 sys.path.insert(0, str(DOCS))

@@ -33,7 +33,7 @@ from trak_lite.errors import IncompleteStoreError, StoreError
 from trak_lite.store import ZarrFeatureStore
 from trak_lite.store._checksums import crc32c
 from trak_lite.store._failpoints import FAILPOINTS
-from trak_lite.store._listing import entry_name
+from trak_lite.store.disk.listing import entry_name
 
 SECONDS = 20  # that one example may take, on a busy machine too
 ROOM = 512 << 20  # bytes that one example may allocate

@@ -34,7 +34,7 @@ from hypothesis import HealthCheck, Phase, settings
 
 from trak_lite.errors import MissingStoreError, StoreError
 from trak_lite.store import ZarrFeatureStore, verify_store
-from trak_lite.store._documents import sealed
+from trak_lite.store.disk.documents import sealed
 
 _UNFIT = (ValueError, LookupError, TypeError, AttributeError, RecursionError)
 """What a way runs into where another one was before it."""

@@ -32,7 +32,7 @@ from torch.utils.data import Dataset, TensorDataset
 from trak_lite import Attributor, TRAKer
 from trak_lite import cli as command_line
 from trak_lite.errors import InvalidInputError, MissingStoreError
-from trak_lite.fisher import FisherSettings
+from trak_lite.featurizing.fisher import FisherSettings
 from trak_lite.store import RemotePlace, open_store, verify_store
 from trak_lite.store._failpoints import (
     DROP_FAILPOINTS,
@@ -40,8 +40,8 @@ from trak_lite.store._failpoints import (
     GROWTH_FAILPOINTS,
     REMOTE_FAILPOINTS,
 )
-from trak_lite.store._remote_table import RemoteRowTable
-from trak_lite.store._zarr_table import ZarrRowTable
+from trak_lite.store.disk.zarr_table import ZarrRowTable
+from trak_lite.store.remote.table import RemoteRowTable
 
 __all__ = ["PATHS", "Kills"]
 

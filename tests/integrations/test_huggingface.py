@@ -18,7 +18,7 @@ from watching import Restless, random_states
 from trak_lite import Attributor
 from trak_lite.errors import InvalidInputError, UnsupportedModelError
 from trak_lite.gradient_computers import FunctionalGradientComputer, choose_gradient_computer
-from trak_lite.integrations.huggingface import FeaturizeCallback, task_of
+from trak_lite.integrations.huggingface import FeaturizeCallback, attributor_from_trainer, task_of
 from trak_lite.modelout_functions import resolve_task
 
 MODELS = {
@@ -47,7 +47,7 @@ def test_rows_of_a_trainer_are_the_gradients_of_each_row_alone(
     model = hub.made(build).to(dtype)
     trainer = hub.trainer_of(model, tmp_path)
 
-    attributor = Attributor.from_trainer(trainer, tmp_path / "a.zarr", **EXACT)
+    attributor = attributor_from_trainer(trainer, tmp_path / "a.zarr", **EXACT)
     attributor.featurize(trainer.train_dataset)
 
     error = hub.relative_error(
@@ -57,7 +57,7 @@ def test_rows_of_a_trainer_are_the_gradients_of_each_row_alone(
 
 
 def test_the_parameters_are_those_of_the_adapter(tmp_path: Path) -> None:
-    attributor = Attributor.from_trainer(hub.trainer_of(hub.made(hub.lora_bert), tmp_path), None, **EXACT)
+    attributor = attributor_from_trainer(hub.trainer_of(hub.made(hub.lora_bert), tmp_path), None, **EXACT)
 
     kinds = {name.rsplit(".default", 1)[0].rsplit(".", 1)[-1] for name in attributor.parameters}
     assert kinds == {"lora_A", "lora_B", "lora_magnitude_vector", "modules_to_save"}
@@ -101,12 +101,12 @@ def test_a_class_without_a_task_needs_one(tmp_path: Path) -> None:
     trainer = hub.trainer_of(model, tmp_path, rows=rows)
 
     with pytest.raises(InvalidInputError, match="BertForTokenClassification does not say which task"):
-        Attributor.from_trainer(trainer, None)
+        attributor_from_trainer(trainer, None)
 
     def first_logit(call: Any, batch: Any) -> Tensor:
         return call(batch["input_ids"], attention_mask=batch["attention_mask"]).logits[:, 0, 0]
 
-    attributor = Attributor.from_trainer(trainer, None, task=first_logit, proj_dim=8)
+    attributor = attributor_from_trainer(trainer, None, task=first_logit, proj_dim=8)
     assert attributor.featurize(rows).rows_written == len(rows)
 
 
@@ -120,7 +120,7 @@ def test_left_padding_is_refused_where_positions_are_absolute(tmp_path: Path) ->
     with pytest.raises(
         InvalidInputError, match=r"Row 6 .* in a batch with rows \[6, 4\].*padding_side = 'right'"
     ):
-        Attributor.from_trainer(trainer, None)
+        attributor_from_trainer(trainer, None)
 
 
 @pytest.mark.parametrize(("build", "settings"), [(hub.gpt2, {"batch_size": 1}), (hub.llama, {})])
@@ -131,7 +131,7 @@ def test_left_padding_is_exact_where_it_changes_nothing(
     model = hub.made(build).double()
     trainer = hub.trainer_of(model, tmp_path, collator=padded_on_the_left())
 
-    attributor = Attributor.from_trainer(trainer, tmp_path / "a.zarr", **EXACT, **settings)
+    attributor = attributor_from_trainer(trainer, tmp_path / "a.zarr", **EXACT, **settings)
     attributor.featurize(trainer.train_dataset)
 
     found, expected = (
@@ -156,7 +156,7 @@ def test_rows_that_depend_on_chance_are_refused(tmp_path: Path) -> None:
     with pytest.raises(
         InvalidInputError, match=r"Loading and collating rows \[6, 4\] .* twice gave different"
     ):
-        Attributor.from_trainer(trainer, None)
+        attributor_from_trainer(trainer, None)
 
 
 def test_a_collator_that_packs_rows_is_refused(tmp_path: Path) -> None:
@@ -165,7 +165,7 @@ def test_a_collator_that_packs_rows_is_refused(tmp_path: Path) -> None:
     )
 
     with pytest.raises(InvalidInputError, match=r"Collating 2 samples .* gave a batch of 1"):
-        Attributor.from_trainer(trainer, None)
+        attributor_from_trainer(trainer, None)
 
 
 def test_batches_are_of_the_trainers_size_unless_told_otherwise(tmp_path: Path) -> None:
@@ -179,7 +179,7 @@ def test_batches_are_of_the_trainers_size_unless_told_otherwise(tmp_path: Path) 
 
     trainer.data_collator = counted
     for settings, expected in (({}, [3, 3, 2]), ({"batch_size": 5}, [5, 3])):
-        attributor = Attributor.from_trainer(trainer, None, proj_dim=8, kernel="trak", **settings)
+        attributor = attributor_from_trainer(trainer, None, proj_dim=8, kernel="trak", **settings)
         sizes.clear()
         attributor.featurize(trainer.train_dataset, dataset_id="texts")
         assert sizes == expected
@@ -189,18 +189,18 @@ def test_other_peoples_trainers_are_refused() -> None:
     with pytest.raises(
         InvalidInputError, match=r"The trainer is a Linear\. Expected a transformers\.Trainer"
     ):
-        Attributor.from_trainer(nn.Linear(2, 2), None)
+        attributor_from_trainer(nn.Linear(2, 2), None)
 
 
 def test_sharded_models_and_missing_train_data_are_refused(tmp_path: Path) -> None:
     trainer = hub.trainer_of(hub.made(hub.gpt2), tmp_path)
     trainer.is_fsdp_enabled = True
     with pytest.raises(InvalidInputError, match="shards its model"):
-        Attributor.from_trainer(trainer, None)
+        attributor_from_trainer(trainer, None)
 
     trainer.is_fsdp_enabled, trainer.train_dataset = False, None
     with pytest.raises(InvalidInputError, match="train dataset is a NoneType"):
-        Attributor.from_trainer(trainer, None)
+        attributor_from_trainer(trainer, None)
 
 
 def trained(
@@ -212,7 +212,7 @@ def trained(
     trainer = hub.trainer_of(model, folder, rows=rows, max_steps=6, save_steps=3, **settings)
     attributor = None
     if watched:
-        attributor = Attributor.from_trainer(trainer, folder / "a.zarr", **EXACT)
+        attributor = attributor_from_trainer(trainer, folder / "a.zarr", **EXACT)
         trainer.add_callback(FeaturizeCallback(attributor, rows))
     trainer.train()
     return trainer, attributor
@@ -288,7 +288,7 @@ def test_rows_are_those_of_the_weights_where_training_ran_in_mixed_precision(
     """The trainer leaves its 16 bit forward in the model when training begins."""
     trainer, attributor = trained(hub.gpt2, tmp_path, watched=order == "before", bf16=True)
     if attributor is None:
-        attributor = Attributor.from_trainer(trainer, tmp_path / "a.zarr", **EXACT)
+        attributor = attributor_from_trainer(trainer, tmp_path / "a.zarr", **EXACT)
         attributor.featurize(trainer.train_dataset, tmp_path / "out" / "checkpoint-3")
 
     assert "_original_forward" in vars(trainer.model)
@@ -303,7 +303,7 @@ def test_a_fused_forward_below_mixed_precision_is_kept(tmp_path: Path) -> None:
     model._original_forward = partial(type(model).forward, model)
     model.forward = wraps(model.forward)(lambda **inputs: pytest.fail("the 16 bit forward ran"))
 
-    attributor = Attributor.from_trainer(trainer, None, **EXACT)
+    attributor = attributor_from_trainer(trainer, None, **EXACT)
 
     assert vars(attributor.model)["forward"] is model._original_forward
 
@@ -313,7 +313,7 @@ def test_checkpoints_in_shards_are_read_whole(tmp_path: Path) -> None:
     trainer = hub.trainer_of(model, tmp_path)
     model.save_pretrained(tmp_path / "sharded", max_shard_size="10KB")
     assert len(list((tmp_path / "sharded").glob("model-*.safetensors"))) > 1
-    attributor = Attributor.from_trainer(trainer, None, **EXACT)
+    attributor = attributor_from_trainer(trainer, None, **EXACT)
     attributor.featurize(trainer.train_dataset)
 
     summary = attributor.featurize(trainer.train_dataset, tmp_path / "sharded")

@@ -7,8 +7,8 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from trak_lite.projectors import CountSketchProjector
-from trak_lite.projectors import _sketch as sketch_module
-from trak_lite.projectors._matrix_sketch import fourier_is_cheaper
+from trak_lite.projectors import _scratch as scratch_module
+from trak_lite.projectors.sketch.matrix import fourier_is_cheaper
 from trak_lite.types import DenseBlock, FactoredBlock, GradientBlock, LookupBlock, SummedBlock
 
 SHAPES = {
@@ -158,7 +158,7 @@ def test_factors_may_come_in_pieces_of_any_size(shape, method, threads, monkeypa
     """Rows of the batch in chunks, slices of threads, and scratch memory for a part of a sample."""
     block = factors(shape, 2, num_samples=20)
     whole = project(block, shape, 64, factors=method)
-    monkeypatch.setattr(sketch_module, "_CPU_SCRATCH_BYTES", 3000)
+    monkeypatch.setattr(scratch_module, "_CPU_SCRATCH_BYTES", 3000)
     threads(2)
     accumulator = CountSketchProjector(64, factors=method).accumulator(
         20, model_id=3, parameters={"w": shape}
@@ -202,7 +202,7 @@ def test_factors_that_require_grad_leave_no_graph():
 def test_the_gradient_of_factors_is_never_formed_as_a_whole(method, most, threads, monkeypatch):
     """Forming takes 128 rows of one sample; transforms take a few vectors of K + d_in per position."""
     threads(1)
-    monkeypatch.setattr(sketch_module, "_CPU_SCRATCH_BYTES", 64 << 10)
+    monkeypatch.setattr(scratch_module, "_CPU_SCRATCH_BYTES", 64 << 10)
     shape, block = (512, 192), factors((512, 192), 2, num_samples=8)
     projector = CountSketchProjector(256, factors=method)
     with Sizes() as sizes:
@@ -241,7 +241,7 @@ def test_a_larger_matrix_never_makes_forming_cheaper():
 def test_the_choice_follows_the_cost_unless_it_is_made(method, transforms, monkeypatch):
     calls, rfft = [], torch.fft.rfft
     monkeypatch.setattr(torch.fft, "rfft", lambda *args, **kwargs: calls.append(1) or rfft(*args, **kwargs))
-    monkeypatch.setattr("trak_lite.projectors._matrix_sketch.fourier_is_cheaper", lambda *_, **__: transforms)
+    monkeypatch.setattr("trak_lite.projectors.sketch.matrix.fourier_is_cheaper", lambda *_, **__: transforms)
     project(factors(SHAPES["square"], 2), SHAPES["square"], 64, factors=method)
 
     assert bool(calls) == transforms
@@ -294,7 +294,7 @@ def test_rows_of_a_table_are_added_up_in_float32(shape, positions, dtype):
 def test_rows_of_a_table_have_the_same_bits_in_any_batch(shape, positions, threads, monkeypatch):
     block = lookups(shape, positions, num_samples=24, dtype=torch.float32)
     whole = project(block, shape, 64)
-    monkeypatch.setattr(sketch_module, "_CPU_SCRATCH_BYTES", 20_000)
+    monkeypatch.setattr(scratch_module, "_CPU_SCRATCH_BYTES", 20_000)
     threads(3)
     accumulator = CountSketchProjector(64).accumulator(24, model_id=3, parameters={"w": shape})
     for rows in (slice(17, 24), slice(0, 17)):

@@ -15,9 +15,9 @@ import torch
 
 from trak_lite.errors import InvalidInputError
 from trak_lite.projectors import CountSketchProjector
-from trak_lite.projectors._hash import Stream, hash_offsets, hash_permutation, hash_signs
-from trak_lite.projectors._sketch import Keys
-from trak_lite.projectors._vector_sketch import VectorSketch
+from trak_lite.projectors.random.hash import Stream, hash_offsets, hash_permutation, hash_signs
+from trak_lite.projectors.sketch.base import Keys
+from trak_lite.projectors.sketch.vector import VectorSketch
 from trak_lite.types import DenseBlock, FactoredBlock, LookupBlock, SummedBlock
 
 SHAPES = {
@@ -362,7 +362,7 @@ def test_two_models_in_turn_keep_their_maps_apart():
 
 
 def test_many_batch_sizes_do_not_mix_up_their_scratch_memory(monkeypatch):
-    monkeypatch.setattr("trak_lite.projectors._sketch._MOST_VIEWS", 400)
+    monkeypatch.setattr("trak_lite.projectors._scratch._MOST_VIEWS", 400)
     grads, projector = gradients(), CountSketchProjector(64)
     whole = projector.project(grads, 0)
     for size in (1, 5, 2, 7, 3, 6):

@@ -13,8 +13,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from trak_lite.errors import InvalidInputError
 from trak_lite.projectors import GaussianProjector, RademacherProjector
-from trak_lite.projectors import _entries as entries_module
-from trak_lite.projectors import _matrices as matrices_module
+from trak_lite.projectors.dense import matrices as matrices_module
+from trak_lite.projectors.random import entries as entries_module
 from trak_lite.types import DenseBlock, FactoredBlock
 
 KINDS = {"rademacher": RademacherProjector, "gaussian": GaussianProjector}
@@ -86,7 +86,7 @@ def test_lower_precision_gradients_are_accumulated_in_float32(kind, dtype):
 
 
 def test_float16_gradients_are_cast_in_pieces_with_no_float16_arithmetic(kind, monkeypatch):
-    monkeypatch.setattr("trak_lite.projectors.dense._CAST_BYTES", 64)
+    monkeypatch.setattr("trak_lite.projectors.dense.projectors._CAST_BYTES", 64)
     grads = {"w": torch.full((4, 100), 60_000.0, dtype=torch.float16)}  # two of them overflow float16
 
     features = KINDS[kind](16).project(grads, 0)

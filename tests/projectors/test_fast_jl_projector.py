@@ -22,8 +22,8 @@ from trak_lite.projectors import (
     GaussianProjector,
     RademacherProjector,
 )
-from trak_lite.projectors import fast_jl as wrapper
-from trak_lite.projectors.fast_jl import FastJLProjector
+from trak_lite.projectors.dense import fast_jl as wrapper
+from trak_lite.projectors.dense.fast_jl import FastJLProjector
 from trak_lite.testing.projectors import RandomProjectorTests
 from trak_lite.types import DenseBlock
 

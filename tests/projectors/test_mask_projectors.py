@@ -12,7 +12,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from trak_lite.errors import InvalidInputError
-from trak_lite.projectors.mask import GraSSProjector, MaskProjector
+from trak_lite.projectors.mask.projectors import GraSSProjector, MaskProjector
 from trak_lite.testing.projectors import ProjectorTests
 from trak_lite.types import DenseBlock, FactoredBlock
 
@@ -173,7 +173,7 @@ def test_a_larger_mask_only_appends_entries():
 def test_the_choice_does_not_depend_on_the_tiles_it_is_made_in(kind, tile, monkeypatch):
     grads = {"w": random(2, 300), "v": random(2, 100, seed=1)}
     expected = KINDS[kind](9).project(grads, 0)
-    monkeypatch.setattr("trak_lite.projectors._mask_plan._TILE", tile)
+    monkeypatch.setattr("trak_lite.projectors.mask.plan._TILE", tile)
 
     assert torch.equal(KINDS[kind](9).project(grads, 0), expected)
 
@@ -182,7 +182,7 @@ def test_too_low_a_bound_on_the_words_is_raised_until_enough_are_found(monkeypat
     grads = {"w": random(2, 3000)}
     expected = MaskProjector(500).project(grads, 0)
     too_few = SimpleNamespace(isqrt=lambda n: -(n + 8) // 8, sqrt=math.sqrt)  # 500 - 8 * 64 + 16 = 4 at first
-    monkeypatch.setattr("trak_lite.projectors._mask_plan.math", too_few)
+    monkeypatch.setattr("trak_lite.projectors.mask.plan.math", too_few)
 
     assert torch.equal(MaskProjector(500).project(grads, 0), expected)
 
@@ -385,7 +385,7 @@ def test_entries_are_chosen_once_per_model(kind, monkeypatch):
     calls = []
     choose = KINDS[kind].accumulator.__globals__["make_plan"]
     monkeypatch.setattr(
-        "trak_lite.projectors.mask.make_plan",
+        "trak_lite.projectors.mask.projectors.make_plan",
         lambda *args, **kwargs: calls.append(1) or choose(*args, **kwargs),
     )
     projector = KINDS[kind](9)

@@ -9,8 +9,8 @@ import projection_reference as reference
 import pytest
 import torch
 
-from trak_lite.projectors._entries import GaussianEntries, RademacherEntries, normal_quantiles
-from trak_lite.projectors._hash import parameter_key
+from trak_lite.projectors.random.entries import GaussianEntries, RademacherEntries, normal_quantiles
+from trak_lite.projectors.random.hash import parameter_key
 
 KINDS = {"rademacher": RademacherEntries, "gaussian": GaussianEntries}
 CPU = torch.device("cpu")

@@ -8,7 +8,7 @@ import projection_reference as reference
 import pytest
 import torch
 
-from trak_lite.projectors._hash import Stream, hash_words_, key32, mix32, mix32_, parameter_key, wrap32
+from trak_lite.projectors.random.hash import Stream, hash_words_, key32, mix32, mix32_, parameter_key, wrap32
 
 
 def words(key: int, start: int, count: int) -> list[int]:

@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from trak_lite.projectors import CountSketchProjector
-from trak_lite.projectors._row_workers import RowWorkers
+from trak_lite.projectors.sketch.row_workers import RowWorkers
 
 
 @pytest.fixture

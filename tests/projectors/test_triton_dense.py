@@ -14,9 +14,10 @@ import torch
 from triton_interpreter import fresh_kernels, interpreted
 
 from trak_lite.errors import InvalidInputError
-from trak_lite.projectors import BasicProjector, GaussianProjector, RademacherProjector, dense
-from trak_lite.projectors._entries import RademacherEntries
-from trak_lite.projectors._hash import Stream, hash_words_, key32, parameter_key, wrap32
+from trak_lite.projectors import BasicProjector, GaussianProjector, RademacherProjector
+from trak_lite.projectors.dense import projectors as dense
+from trak_lite.projectors.random.entries import RademacherEntries
+from trak_lite.projectors.random.hash import Stream, hash_words_, key32, parameter_key, wrap32
 from trak_lite.testing.projectors import ProjectorTests
 
 CPU = torch.device("cpu")
@@ -34,7 +35,7 @@ def interpreter():
 
 @pytest.fixture
 def kernel(interpreter):
-    from trak_lite.projectors import _triton_dense
+    from trak_lite.projectors.dense import triton as _triton_dense
 
     return _triton_dense
 
@@ -78,7 +79,7 @@ def assert_rounded(actual: torch.Tensor, rows: torch.Tensor, matrix: torch.Tenso
 def test_hash_words_are_those_of_torch(kernel, start, monkeypatch):
     import triton.language
 
-    from trak_lite.projectors import _triton_hash
+    from trak_lite.projectors.random import triton_hash as _triton_hash
 
     module = sys.modules[__name__]
     monkeypatch.setattr(module, "tl", triton.language)
@@ -339,7 +340,7 @@ def test_products_and_sketches_on_a_cpu_do_not_import_the_kernels():
         "from trak_lite.projectors import CountSketchProjector, RademacherProjector\n"
         "RademacherProjector(8).project(torch.ones(2, 3), 0)\n"
         "CountSketchProjector(8).project(torch.ones(2, 3), 0)\n"
-        "assert not any('_triton_' in name for name in sys.modules if name.startswith('trak_lite'))\n"
+        "assert not any('triton' in name for name in sys.modules if name.startswith('trak_lite'))\n"
     )
     subprocess.run([sys.executable, "-c", code], check=True)
 
@@ -365,7 +366,7 @@ def compiled_ptx(triton, capability: int, precision: str) -> str:
     """Return the kernel's PTX for float32 gradients whose entries are neighbours in memory."""
     from triton.backends.compiler import GPUTarget
 
-    from trak_lite.projectors import _triton_dense as module
+    from trak_lite.projectors.dense import triton as module
 
     kernel = module._signed_product
     constants = {
@@ -411,7 +412,7 @@ def spilled_bytes(triton, ptx: str, folder) -> int:
 @pytest.mark.parametrize("proj_dim", [1, 33, 512, 1000])
 def test_signs_on_a_gpu_are_those_of_the_cpu_bit_for_bit(proj_dim):
     pytest.importorskip("triton")
-    from trak_lite.projectors import _triton_dense
+    from trak_lite.projectors.dense import triton as _triton_dense
 
     for start in (0, 2**32 - 50):
         signs = kernel_product(_triton_dense, torch.eye(100, device="cuda"), proj_dim, start)

@@ -14,11 +14,14 @@ import pytest
 import torch
 from triton_interpreter import fresh_kernels, interpreted
 
-from trak_lite.projectors import CountSketchProjector, _sketch, _vector_sketch
-from trak_lite.projectors._hash import hash_signs
-from trak_lite.projectors._matrix_sketch import MatrixSketch
-from trak_lite.projectors._sketch import Keys, Workspace
-from trak_lite.projectors._vector_sketch import VectorSketch
+from trak_lite.projectors import CountSketchProjector
+from trak_lite.projectors._scratch import Workspace
+from trak_lite.projectors.random.hash import hash_signs
+from trak_lite.projectors.sketch import base as _sketch
+from trak_lite.projectors.sketch import vector as _vector_sketch
+from trak_lite.projectors.sketch.base import Keys
+from trak_lite.projectors.sketch.matrix import MatrixSketch
+from trak_lite.projectors.sketch.vector import VectorSketch
 from trak_lite.testing.projectors import ProjectorTests
 from trak_lite.types import DenseBlock, FactoredBlock
 
@@ -37,7 +40,7 @@ def interpreter():
 
 @pytest.fixture
 def kernels(interpreter):
-    from trak_lite.projectors import _triton_sketch
+    from trak_lite.projectors.sketch import triton as _triton_sketch
 
     return _triton_sketch
 
@@ -376,7 +379,7 @@ def test_without_triton_torch_makes_the_features_with_one_logged_line(monkeypatc
 def compile_only():
     pytest.importorskip("triton", reason="needs triton, which the test extra installs on Linux")
     with fresh_kernels(interpret=False):
-        from trak_lite.projectors import _triton_sketch
+        from trak_lite.projectors.sketch import triton as _triton_sketch
 
         yield _triton_sketch
 
@@ -533,7 +536,7 @@ def test_a_row_on_a_gpu_has_the_same_bits_in_every_batch():
 @pytest.mark.cuda
 @pytest.mark.parametrize("budget", [1 << 20, 1 << 28])
 def test_factors_on_a_gpu_agree_with_the_cpu_up_to_the_rounding_of_products(monkeypatch, budget):
-    from trak_lite.projectors import _triton_sketch
+    from trak_lite.projectors.sketch import triton as _triton_sketch
 
     monkeypatch.setattr(_triton_sketch, "scratch_bytes", lambda device: budget)
     factors = (random(9, 5, 600), random(9, 5, 700, seed=1))
@@ -585,7 +588,8 @@ import torch
 torch.version.hip = "6.4"  # as torch for AMD has it
 from triton.backends.compiler import GPUTarget
 from triton.runtime import driver
-from trak_lite.projectors import _triton_dense, _triton_sketch
+from trak_lite.projectors.dense import triton as _triton_dense
+from trak_lite.projectors.sketch import triton as _triton_sketch
 
 class Driver:
     def get_current_target(self): return GPUTarget("hip", "gfx942", 64)

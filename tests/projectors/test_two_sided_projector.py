@@ -19,9 +19,9 @@ from trak_lite.errors import InvalidInputError, NonFiniteError
 from trak_lite.gradient_computers import FunctionalGradientComputer, HookGradientComputer
 from trak_lite.modelout_functions import ImageClassificationModelOutput
 from trak_lite.projectors import CountSketchProjector, GaussianProjector, NoOpProjector
-from trak_lite.projectors._hash import Stream
-from trak_lite.projectors.principal_axes import PrincipalAxes
-from trak_lite.projectors.two_sided import TwoSidedProjector
+from trak_lite.projectors.random.hash import Stream
+from trak_lite.projectors.two_sided.principal_axes import PrincipalAxes
+from trak_lite.projectors.two_sided.projector import TwoSidedProjector
 from trak_lite.testing.projectors import ProjectorTests
 from trak_lite.types import DenseBlock, FactoredBlock, FeatureLayout
 
@@ -134,7 +134,7 @@ def test_features_equal_the_dense_kronecker_product(kind, k_in, k_out, seed, mod
 def test_the_matrix_of_a_long_side_is_drawn_in_tiles_that_join(monkeypatch):
     grads = {"w": random(2, 3, 70)}
     whole = TwoSidedProjector(5, matrices="gaussian").project(grads, 0)
-    monkeypatch.setattr("trak_lite.projectors._sides._DRAW_BYTES", 400)
+    monkeypatch.setattr("trak_lite.projectors.two_sided.sides._DRAW_BYTES", 400)
 
     assert torch.equal(TwoSidedProjector(5, matrices="gaussian").project(grads, 0), whole)
 

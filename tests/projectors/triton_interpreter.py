@@ -10,9 +10,10 @@ import pytest
 import torch
 
 import trak_lite.projectors as package
-from trak_lite.projectors import _sketch, dense
+from trak_lite.projectors.dense import projectors as dense
+from trak_lite.projectors.sketch import base as _sketch
 
-PREFIX = "_triton_"
+PREFIX = "triton"
 
 if torch.cuda.is_available():
     interpreted = pytest.mark.skip(
@@ -35,7 +36,8 @@ def fresh_kernels(*, interpret: bool) -> Iterator[None]:
             _take_kernel_modules()
             for name, module in before.items():
                 sys.modules[name] = module
-                setattr(package, name.rpartition(".")[2], module)
+                parent, _, attribute = name.rpartition(".")
+                setattr(sys.modules[parent], attribute, module)
             _forget_choices()
 
 
@@ -46,7 +48,9 @@ def _forget_choices() -> None:
 
 def _take_kernel_modules() -> dict:
     """Remove and return the imported kernel modules."""
-    names = [name for name in sys.modules if name.startswith(f"{package.__name__}.{PREFIX}")]
-    for attribute in [name for name in vars(package) if name.startswith(PREFIX)]:
-        delattr(package, attribute)
+    inside = [name for name in sys.modules if name.startswith(f"{package.__name__}.")]
+    names = [name for name in inside if name.rpartition(".")[2].startswith(PREFIX)]
+    for name in names:
+        parent, _, attribute = name.rpartition(".")
+        delattr(sys.modules[parent], attribute)
     return {name: sys.modules.pop(name) for name in names}

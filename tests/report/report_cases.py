@@ -11,10 +11,10 @@ import torch
 
 from trak_lite import Scores
 from trak_lite.evaluation import Baseline, Estimate, Predictions, Verdict
-from trak_lite.pipeline import FEATURES, LOSS_CURVATURE, OUT_TO_LOSS
-from trak_lite.score_matrix import StreamedMatrix
-from trak_lite.score_source import ScoreSource
-from trak_lite.scoring import ScoreSettings
+from trak_lite.run.score_settings import ScoreSettings
+from trak_lite.run.tables import FEATURES, LOSS_CURVATURE, OUT_TO_LOSS
+from trak_lite.scoring.matrix import StreamedMatrix
+from trak_lite.scoring.source import ScoreSource
 from trak_lite.store import Column, Manifest, MemoryFeatureStore, TableSpec
 from trak_lite.types import FeatureLayout
 

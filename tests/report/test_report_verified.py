@@ -11,9 +11,10 @@ from report_cases import Parsed
 from torch import nn
 from torch.utils.data import TensorDataset
 
-from trak_lite import Attributor, verification
+from trak_lite import Attributor
 from trak_lite.evaluation import subset_masks
 from trak_lite.report import write_report
+from trak_lite.retraining import verify as verification
 
 N, M = 30, 5
 

@@ -10,8 +10,10 @@ from forked import forkserver
 from torch import nn
 from torch.utils.data import TensorDataset
 
-from trak_lite import Attributor, retraining, verification
+from trak_lite import Attributor
 from trak_lite.errors import ManifestMismatchError
+from trak_lite.retraining import subsets as retraining
+from trak_lite.retraining import verify as verification
 
 N, M, BUDGET, RESAMPLES = 24, 5, 6, 20
 

@@ -7,7 +7,7 @@ import numpy as np
 import torch
 from torch import nn
 
-from trak_lite._sources import describe_source
+from trak_lite.retraining._sources import describe_source
 
 
 def closure(value):

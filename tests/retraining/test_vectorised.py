@@ -11,7 +11,7 @@ from torch import nn
 from trak_lite.errors import InvalidInputError, ManifestMismatchError, RetrainingError, UnsupportedModelError
 from trak_lite.evaluation import removal_masks, subset_masks
 from trak_lite.retraining import retrain, retrain_many
-from trak_lite.vectorised import VectorisedTraining
+from trak_lite.retraining.side_by_side import VectorisedTraining
 
 N, TARGETS = 24, 5
 MASKS = subset_masks(N, 3)

@@ -8,7 +8,7 @@ import torch
 from torch import nn
 from torch.utils.data import TensorDataset
 
-from trak_lite import Attributor, verification
+from trak_lite import Attributor
 from trak_lite.errors import InvalidInputError, ManifestMismatchError, RetrainingError, StateError
 from trak_lite.evaluation import (
     Verdict,
@@ -18,12 +18,14 @@ from trak_lite.evaluation import (
     seed_noise_ceiling,
     subset_masks,
 )
-from trak_lite.fisher import FisherSettings
+from trak_lite.featurizing.fisher import FisherSettings
 from trak_lite.retraining import Retrained
-from trak_lite.scoring import ScoreSettings
+from trak_lite.retraining import verify as verification
+from trak_lite.retraining.verify import SubsetSums, calibrated_scores, judge
+from trak_lite.run.score_settings import ScoreSettings
+from trak_lite.run.tables import complete_tables
+from trak_lite.scoring.stored import ScoredRows, keep_verdict
 from trak_lite.store import ZarrFeatureStore
-from trak_lite.verification import ScoredRows, SubsetSums, calibrated_scores, judge
-from trak_lite.workspace import complete_tables
 
 N, M, K = 60, 7, 12
 RESAMPLES = 100
@@ -175,6 +177,24 @@ def test_other_scores_of_the_same_targets_have_no_verdict_and_need_no_training(a
     assert again.calls == []
     assert attributor.scores("test", **view).verdict == verdict
     assert attributor.scores("test").verdict != verdict
+
+
+@pytest.mark.parametrize("featurized", [True, False])
+def test_scores_of_a_fitted_curvature_are_verified(attributor, trained, featurized):
+    name = "test" if featurized else "only-ekfac"
+    attributor.fit_curvature(TRAIN, checkpoints=trained)
+    scores = attributor.score(TARGETS, name, kernel="ekfac")
+
+    verdict = attributor.verify(Training(), TARGETS, name, budget=4, kernel="ekfac")
+
+    masks = subset_masks(N, 4, alpha=0.5, seed=0)
+    outputs = np.array([outputs_of(Training()(np.flatnonzero(mask), 0)) for mask in masks])
+    found = linear_datamodeling_score(scores.numpy(), masks, outputs, num_resamples=RESAMPLES)
+    assert verdict.lds.mean == pytest.approx(found.mean, abs=1e-6)
+    assert attributor.scores(name, kernel="ekfac").verdict == verdict
+    assert [baseline.name for baseline in verdict.baselines][:1] == (
+        ["gradient dot product, no kernel"] if featurized else ["loss of the train row (its q)"]
+    )
 
 
 def test_after_a_kill_only_what_is_missing_is_trained(attributor):
@@ -438,10 +458,10 @@ def test_calibrated_scores_are_those_of_the_kept_verdict_or_refused(attributor):
     kept = verification.replace(verdict, calibration=verification.replace(verdict.calibration, kept=True))
     refused = verification.replace(kept, calibration=verification.replace(verdict.calibration, kept=False))
     with ZarrFeatureStore.open(attributor.path, "r+") as store:
-        verification.keep_verdict(store, "scores/test", refused)
+        keep_verdict(store, "scores/test", refused)
         with pytest.raises(StateError, match="did not pass its test"):
             attributor.calibrated_scores("test")
-        verification.keep_verdict(store, "scores/test", kept)
+        keep_verdict(store, "scores/test", kept)
         expected = calibrated_scores(rows_of(attributor, store), kept.calibration)
 
     np.testing.assert_array_equal(attributor.calibrated_scores("test"), expected)

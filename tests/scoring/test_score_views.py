@@ -12,14 +12,9 @@ from hypothesis import strategies as st
 from view_cases import WIDTHS, Drawn, checkpoint_products, dense_scores, drawn
 
 from trak_lite.errors import InvalidInputError, SingularKernelError
-from trak_lite.score_matrix import DampingPath, StreamedMatrix, group_sums, top_rows
-from trak_lite.scoring import (
-    ScoreSettings,
-    eigenpath_segments,
-    precondition_path,
-    score_block,
-    unit_segments,
-)
+from trak_lite.linalg import eigenpath_segments, precondition_path, score_block, unit_segments
+from trak_lite.run.score_settings import ScoreSettings
+from trak_lite.scoring.matrix import DampingPath, StreamedMatrix, group_sums, top_rows
 from trak_lite.types import FeatureLayout
 
 KERNELS = ("curvature", "trak", "dot", "cosine")

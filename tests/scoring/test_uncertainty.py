@@ -11,7 +11,7 @@ from scipy.stats import spearmanr
 from view_cases import Drawn, checkpoint_products, dense_scores, drawn
 
 from trak_lite.errors import InvalidInputError, StateError
-from trak_lite.scoring import Spread, agreement, expected_agreement
+from trak_lite.linalg import Spread, agreement, expected_agreement
 
 RUNS = ["x", "y", "x", "z"]
 
@@ -91,7 +91,7 @@ def test_pairs_beyond_one_piece_of_rows_are_all_answered(monkeypatch: pytest.Mon
     source = drawn().source()
     pairs = np.array([[0, 19, 4], [5, 5, 1], [7, 2, 18], [1, 3, 3]])
     whole = source.pair_errors(pairs, None)
-    monkeypatch.setattr("trak_lite.score_source._PAIR_ROWS", 2)
+    monkeypatch.setattr("trak_lite.scoring.source._PAIR_ROWS", 2)
 
     np.testing.assert_allclose(source.pair_errors(pairs, None), whole, rtol=1e-5)
 
@@ -163,7 +163,7 @@ def test_reliability_ranks_what_each_run_alone_scores(q: str) -> None:
 def test_reliability_of_many_targets_is_found_piece_by_piece(monkeypatch: pytest.MonkeyPatch) -> None:
     source = drawn(num_targets=7).source()
     whole = source.reliability(None, threshold=0.5, max_rows=1000)
-    monkeypatch.setattr("trak_lite.score_source._RANKED_VALUES", 3 * 20 * 2)
+    monkeypatch.setattr("trak_lite.scoring.source._RANKED_VALUES", 3 * 20 * 2)
 
     pieces = source.reliability(None, threshold=0.5, max_rows=1000)
 

@@ -8,9 +8,9 @@ from typing import Any
 import numpy as np
 import torch
 
-from trak_lite.pipeline import FEATURES, LOSS_CURVATURE, OUT_TO_LOSS
-from trak_lite.score_source import ScoreSource
-from trak_lite.scoring import ScoreSettings
+from trak_lite.run.score_settings import ScoreSettings
+from trak_lite.run.tables import FEATURES, LOSS_CURVATURE, OUT_TO_LOSS
+from trak_lite.scoring.source import ScoreSource
 from trak_lite.store import Column, Manifest, MemoryFeatureStore, TableSpec
 from trak_lite.types import FeatureLayout, Segment
 

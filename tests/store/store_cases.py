@@ -7,7 +7,7 @@ import os
 import numpy as np
 
 from trak_lite.store import Column, Manifest, RemoteFeatureStore, RemotePlace, TableSpec, ZarrFeatureStore
-from trak_lite.store._documents import sealed
+from trak_lite.store.disk.documents import sealed
 
 MANIFEST = Manifest({"seed": 0, "projector": {"kind": "rademacher"}})
 NAME = "targets/test/ckpt-0"

@@ -95,7 +95,7 @@ def put_row(path, row):
 
 def share(path, batch):
     """Take part in filling the table; return the rows that were put here."""
-    from trak_lite.sharing import SharedRows
+    from trak_lite.parallel.sharing import SharedRows
 
     _, table = open_for_writing(path, LONG)
     put = []

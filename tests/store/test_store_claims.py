@@ -11,10 +11,10 @@ import numpy as np
 import pytest
 from store_cases import LONG, SPEC, check_all, folder, open_for_writing, open_remote, reading, values, writing
 
-from trak_lite import sharing
 from trak_lite.errors import BusyError, CorruptStoreError, HeldHereError, StateError
-from trak_lite.sharing import LateTable, SharedRows, plan_batches
-from trak_lite.store import _zarr_table
+from trak_lite.parallel import sharing
+from trak_lite.parallel.sharing import LateTable, SharedRows, plan_batches
+from trak_lite.store.disk import zarr_table as _zarr_table
 
 CHUNKS = LONG.num_rows // LONG.chunk_rows
 

@@ -11,7 +11,8 @@ import zarr
 from store_cases import MANIFEST, NAME, SPEC, check_all, finish, snapshot, values, writing
 
 from trak_lite.errors import CorruptStoreError, InvalidInputError, ManifestMismatchError, StoreError
-from trak_lite.store import FORMAT, Manifest, ZarrFeatureStore, zarr_store
+from trak_lite.store import FORMAT, Manifest, ZarrFeatureStore
+from trak_lite.store.disk import zarr_store
 
 
 def scratch_names(parent):

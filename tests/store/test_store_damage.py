@@ -33,8 +33,8 @@ from trak_lite.errors import (
     MissingStoreError,
 )
 from trak_lite.store import ZarrFeatureStore
-from trak_lite.store._documents import sealed
-from trak_lite.store._files import map_file
+from trak_lite.store.disk.documents import sealed
+from trak_lite.store.disk.files import map_file
 
 RUNS = [(4, 1), (5, 2), (7, 1)]  # (first row, rows) of chunk 1 as they were put, in this order
 

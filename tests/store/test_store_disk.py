@@ -23,7 +23,7 @@ from store_cases import (
 
 from trak_lite.errors import ReadOnlyStoreError, StateError, StoreError, StoreFullError
 from trak_lite.store import ZarrFeatureStore
-from trak_lite.store._files import named_errors
+from trak_lite.store.disk.files import named_errors
 
 
 class Fault:

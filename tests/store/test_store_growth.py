@@ -39,9 +39,11 @@ from trak_lite.errors import (
     StateError,
     StoreError,
 )
-from trak_lite.store import ZarrFeatureStore, _listing, _zarr_table, verify_store
-from trak_lite.store._documents import sealed
+from trak_lite.store import ZarrFeatureStore, verify_store
 from trak_lite.store._failpoints import FAILPOINTS, GROWTH_FAILPOINTS
+from trak_lite.store.disk import listing as _listing
+from trak_lite.store.disk import zarr_table as _zarr_table
+from trak_lite.store.disk.documents import sealed
 
 MORE = [1, 3, 4, 5]
 """Rows by which the table of 11 rows in chunks of 4 grows: within its last chunk, to its end and over it."""

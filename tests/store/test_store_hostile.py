@@ -44,10 +44,10 @@ from trak_lite.errors import (
 )
 from trak_lite.store import Column, Manifest, TableSpec, ZarrFeatureStore, verify_store
 from trak_lite.store._checksums import crc32c
-from trak_lite.store._documents import table_identity
-from trak_lite.store._files import named_errors, zeros
-from trak_lite.store._listing import entry_name
-from trak_lite.store._records import (
+from trak_lite.store.disk.documents import table_identity
+from trak_lite.store.disk.files import named_errors, zeros
+from trak_lite.store.disk.listing import entry_name
+from trak_lite.store.disk.records import (
     HOLDER_BYTES,
     CommitLogs,
     CommitRecord,
@@ -317,7 +317,7 @@ def test_only_numbers_are_kept(path, array):
 ON_REQUEST = {
     ("cli/recipes.py", "exec"): "the recipe, a Python file that the user's config names, and nothing else",
     (
-        "checkpoints.py",
+        "models/checkpoints.py",
         "torch.load",
     ): "weights_only is an argument, which stands for True where nobody gives it",
 }
@@ -365,7 +365,7 @@ def test_whoever_reads_weights_unpickles_only_when_told_to():
         if argument.arg == "weights_only" and default is not None
     }
 
-    passed_on = {(name, "weights_only") for name in ("checkpoints.py", "integrations/lightning.py")}
+    passed_on = {(name, "weights_only") for name in ("models/checkpoints.py", "integrations/lightning.py")}
     assert {pair for pair in given if pair[1] != "True"} == passed_on
     assert defaults == {"True"}
 
@@ -889,11 +889,11 @@ def test_what_a_store_says_tells_a_terminal_nothing(mixed):
 
 BOUNDED_ELSEWHERE = {
     "_validate.py",  # parse_json itself
-    "store/_records.py",  # a line of at most a mebibyte
+    "store/disk/records.py",  # a line of at most a mebibyte
     "store/manifest.py",  # what was written by canonical_json just before
     "store/_grid.py",
     "attributor.py",  # what rank 0 of the same run said
-    "kept_grams.py",
+    "scoring/grams.py",
 }
 
 

@@ -25,7 +25,7 @@ from store_cases import (
 from trak_lite.errors import CorruptStoreError, InvalidInputError, MissingStoreError, StoreError
 from trak_lite.store import Manifest, TableSpec, ZarrFeatureStore, verify_store
 from trak_lite.store._failpoints import LIST_FAILPOINTS
-from trak_lite.store._listing import entry_name
+from trak_lite.store.disk.listing import entry_name
 
 ZERO, ONE = (TableSpec(11, SPEC.columns, 4, {"weights": digest}) for digest in ("a0", "a1"))
 SPECS = {"ckpt-0": ZERO, "ckpt-1": ONE, "scores/one": ZERO, "scores/two": ONE}

@@ -6,7 +6,7 @@ import pytest
 from store_cases import MANIFEST, NAME, SPEC, commit_log, folder, open_for_writing, staged, values
 
 from trak_lite.store import ZarrFeatureStore
-from trak_lite.store._listing import entry_name
+from trak_lite.store.disk.listing import entry_name
 
 
 @pytest.fixture

@@ -22,9 +22,8 @@ from trak_lite.store import (
     resolve_place,
     verify_store,
 )
-from trak_lite.store import _files as files
-from trak_lite.store import _mounts as mounts
-from trak_lite.store._objects_fsspec import FsspecObjects
+from trak_lite.store.disk import files, mounts
+from trak_lite.store.remote.objects_fsspec import FsspecObjects
 
 fsspec = pytest.importorskip("fsspec", reason="fsspec is not installed")
 obstore_store = pytest.importorskip("obstore.store", reason="obstore is not installed")

@@ -20,7 +20,7 @@ from trak_lite.errors import (
     UnsupportedStoreError,
 )
 from trak_lite.store import AbstractObjects, RemoteFeatureStore, RemotePlace
-from trak_lite.store._records import CommitRecord
+from trak_lite.store.disk.records import CommitRecord
 
 FIRST = f"{NAME}/features/c.0.0"
 RECORD = f"{NAME}/features/.commits/c.0.1.log"

@@ -15,7 +15,8 @@ from hypothesis import strategies as st
 from store_cases import LONG, check_all, finish, open_for_writing, reading, values, writing
 
 from trak_lite.errors import BusyError, StateError
-from trak_lite.store import _staging, _zarr_table
+from trak_lite.store.disk import staging as _staging
+from trak_lite.store.disk import zarr_table as _zarr_table
 
 
 def test_a_chunk_has_one_writer_who_is_named(path, victims):

@@ -39,8 +39,10 @@ from trak_lite.errors import (
     ReadOnlyStoreError,
     StoreError,
 )
-from trak_lite.store import MemoryFeatureStore, ZarrFeatureStore, _chunk_look, _chunk_maps, verify_store
+from trak_lite.store import MemoryFeatureStore, ZarrFeatureStore, verify_store
 from trak_lite.store._failpoints import FAILPOINTS, REPAIR_FAILPOINTS
+from trak_lite.store.disk import check_chunk as _chunk_look
+from trak_lite.store.disk import chunk_maps as _chunk_maps
 
 DONE = range(10)
 
@@ -480,7 +482,7 @@ def test_an_open_store_repairs_itself_and_goes_on(path):
 
 def test_another_writers_memory_of_a_repaired_chunk_is_not_trusted(path, monkeypatch):
     """It has given up the lock and knows the rows by heart; the repair has struck one of them out."""
-    monkeypatch.setattr("trak_lite.store._zarr_table._OPEN_CHUNKS", 1)
+    monkeypatch.setattr("trak_lite.store.disk.zarr_table._OPEN_CHUNKS", 1)
     store, table = open_for_writing(path)
     table.put(8, values([8, 9]))
     table.put(0, values([0]))

@@ -40,8 +40,8 @@ from trak_lite.errors import (
     StateError,
     UnknownTaskError,
 )
-from trak_lite.pipeline import FEATURES
 from trak_lite.projectors import NoOpProjector
+from trak_lite.run.tables import FEATURES
 
 
 def part(batch, rows):

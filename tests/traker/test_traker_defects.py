@@ -34,8 +34,8 @@ from trak_lite import test_install as check_installation
 from trak_lite.errors import InvalidInputError, ManifestMismatchError, StateError
 from trak_lite.gradient_computers import IterativeGradientComputer
 from trak_lite.modelout_functions import CLIPModelOutput, ImageClassificationModelOutput
-from trak_lite.pipeline import FEATURES
 from trak_lite.projectors import BasicProjector, NoOpProjector
+from trak_lite.run.tables import FEATURES
 
 
 def part(batch, rows):

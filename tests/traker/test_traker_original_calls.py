@@ -33,8 +33,8 @@ from trak_lite import TRAKer
 from trak_lite.errors import UnsupportedModelError
 from trak_lite.gradient_computers import FunctionalGradientComputer, IterativeGradientComputer
 from trak_lite.modelout_functions import ImageClassificationModelOutput
-from trak_lite.pipeline import FEATURES
 from trak_lite.projectors import BasicProjector, NoOpProjector
+from trak_lite.run.tables import FEATURES
 
 # --- Every sequence of calls in the original's tests/test_class.py, on a smaller network ----------------------
 

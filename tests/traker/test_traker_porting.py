@@ -37,8 +37,8 @@ from trak_lite.gradient_computers import (
     IterativeGradientComputer,
 )
 from trak_lite.modelout_functions import AbstractModelOutput
-from trak_lite.pipeline import FEATURES, OUT_TO_LOSS
 from trak_lite.projectors import AbstractProjector, NoOpProjector, ProjectionType
+from trak_lite.run.tables import FEATURES, OUT_TO_LOSS
 
 
 def quickstart(traker_class, folder, projector):

@@ -1,4 +1,4 @@
-"""Published architectures go through the whole public path with default settings: a few of them in every run.
+"""Published architectures go through the whole public path with default settings: twelve of them in every run.
 
 The others are run by ``python -m benchmarks.zoo``.
 """
@@ -15,8 +15,18 @@ from zoo_published import PUBLISHED
 WHY = (
     "architectures of transformers and peft are tested where these are installed: pip install trak-lite[zoo]"
 )
-HOOK = ("bert", "wav2vec2-conformer", "patchtsmixer", "swinv2")
-MORE_THAN_100 = ("wav2vec2-conformer",)
+MORE_THAN_100 = ("resnet50", "mobilenet_v2", "mobilevit")
+OTHERS = (
+    "bert",
+    "t5",
+    "qwen2_moe",
+    "mamba",
+    "swinv2",
+    "wav2vec2-conformer",
+    "clip",
+    "lora-llama",
+    "patchtsmixer",
+)
 
 
 def architecture(name: str) -> Architecture:
@@ -31,7 +41,7 @@ def architecture(name: str) -> Architecture:
     return next(entry for entry in HUB if entry.name == name)
 
 
-@pytest.mark.parametrize("name", HOOK)
+@pytest.mark.parametrize("name", [*MORE_THAN_100, *OTHERS])
 def test_a_published_architecture_is_right_from_featurize_to_report(name: str, tmp_path: Path) -> None:
     entry = architecture(name)
 
@@ -46,5 +56,5 @@ def test_a_published_architecture_is_right_from_featurize_to_report(name: str, t
         draws=entry.draws,
     )
 
-    assert measured["engine"] == measured["engine in its own dtype"] == "hook"
+    assert measured["engine"] == measured["engine in its own dtype"] == TABLE[name]["engine"]
     assert (measured["modules"] > 100) == (name in MORE_THAN_100)

@@ -20,8 +20,8 @@ from torch import Tensor, nn
 from torch.utils.data import Dataset, default_collate
 
 from trak_lite import Attributor
-from trak_lite._batches import map_tensors
-from trak_lite.fisher import FisherFits
+from trak_lite.data.batches import map_tensors
+from trak_lite.featurizing.fisher import FisherFits
 from trak_lite.gradient_computers import (
     AbstractGradientComputer,
     choose_gradient_computer,

@@ -13,21 +13,21 @@ from typing import Any, Final, final
 import numpy as np
 from safetensors.torch import save_file
 
-from trak_lite._session import resolve_device
 from trak_lite.attributor import Attributor, FeaturizeSummary
-from trak_lite.attributor_settings import StoredSettings, versions
 from trak_lite.cli.configs import RunConfig
 from trak_lite.cli.recipes import Recipe, last_trained, trained_states
 from trak_lite.cli.records import RunRecord, keep_record
 from trak_lite.errors import CheckpointError, InvalidInputError, MissingStoreError
 from trak_lite.evaluation import Verdict
-from trak_lite.fisher import FisherSettings
-from trak_lite.kept_scores import KeptScores
-from trak_lite.kronecker import KroneckerSettings
-from trak_lite.scores import Scores
+from trak_lite.featurizing.fisher import FisherSettings
+from trak_lite.featurizing.kronecker import KroneckerSettings
+from trak_lite.models.borrowing import resolve_device
+from trak_lite.run.settings import StoredSettings, versions
+from trak_lite.run.workspace import Workspace
+from trak_lite.scoring.kept_scores import KeptScores
+from trak_lite.scoring.scores import Scores
 from trak_lite.store import RemotePlace, check_name, open_store
-from trak_lite.store._folders import scratch_folder
-from trak_lite.workspace import Workspace
+from trak_lite.store.disk.folders import scratch_folder
 
 __all__ = ["COMMANDS", "Job", "report"]
 

@@ -8,8 +8,8 @@ from typing import Any
 
 from trak_lite.cli.records import kept_records
 from trak_lite.errors import StoreError, printable
+from trak_lite.scoring.stored import kept_verdict
 from trak_lite.store import AbstractFeatureStore, RemotePlace, open_store
-from trak_lite.verification import kept_verdict
 
 __all__ = ["done_lines", "inspection"]
 

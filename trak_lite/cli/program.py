@@ -80,9 +80,9 @@ def _on_store(parsed: argparse.Namespace) -> int:
 def _with_config(command: str, arguments: list[str]) -> int:
     """Run a command that a config describes."""
     try:
-        from trak_lite.attributor_settings import versions
         from trak_lite.cli.commands import COMMANDS, Job, report
         from trak_lite.cli.configs import config_parser, read_config
+        from trak_lite.run.settings import versions
     except ImportError as error:
         if error.name is None or error.name.partition(".")[0] not in _EXTRA:
             raise

@@ -20,9 +20,9 @@ import numpy as np
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
-from trak_lite.checkpoints import module_versions, with_versions
 from trak_lite.cli.keys import REQUIRED, Key, is_plain, keys_of
 from trak_lite.errors import InvalidInputError
+from trak_lite.models.checkpoints import module_versions, with_versions
 
 __all__ = ["SECTION", "Recipe", "last_trained", "load_recipe", "trained_states"]
 

@@ -15,9 +15,9 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 from torch.nn.utils import parametrize
 
-from trak_lite._batches import batch_size, map_tensors, take_rows
 from trak_lite._devices import full_float32
 from trak_lite._validate import known_names, positive_int
+from trak_lite.data.batches import batch_size, map_tensors, take_rows
 from trak_lite.errors import InvalidInputError, UnsupportedModelError
 from trak_lite.gradient_computers.self_check import (
     Samples,
@@ -26,7 +26,7 @@ from trak_lite.gradient_computers.self_check import (
     structure_of,
 )
 from trak_lite.modelout_functions import AbstractModelOutput, ModelCall
-from trak_lite.sharded import refuse_sharded, reshard
+from trak_lite.models.sharded import refuse_sharded, reshard
 from trak_lite.types import (
     Batch,
     BlockSink,

@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 import torch
 
-from trak_lite._batches import batch_size, take_rows
+from trak_lite.data.batches import batch_size, take_rows
 from trak_lite.errors import MODEL_FAILURES, InvalidInputError, UnsupportedModelError, refuse_machine_failure
 from trak_lite.gradient_computers._base import AbstractGradientComputer, ParameterChoice, select_parameters
 from trak_lite.gradient_computers.functional import FunctionalGradientComputer

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.func import grad, vmap
 
-from trak_lite._batches import flatten_batch
+from trak_lite.data.batches import flatten_batch
 from trak_lite.errors import MODEL_FAILURES, TrakLiteError, UnsupportedModelError, refuse_machine_failure
 from trak_lite.gradient_computers._base import (
     AbstractStreamingComputer,

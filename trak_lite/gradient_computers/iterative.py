@@ -14,7 +14,7 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor, nn
 
-from trak_lite._batches import take_rows
+from trak_lite.data.batches import take_rows
 from trak_lite.errors import (
     MODEL_FAILURES,
     InvalidInputError,

@@ -16,8 +16,8 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
-from trak_lite._batches import batch_size
 from trak_lite._devices import in_float64
+from trak_lite.data.batches import batch_size
 from trak_lite.errors import UnsupportedModelError
 from trak_lite.gradient_computers._base import AbstractGradientComputer, collect_gradients
 from trak_lite.gradient_computers.normalization import Normalization

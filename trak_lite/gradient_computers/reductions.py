@@ -7,8 +7,8 @@ from typing import final
 import torch
 from torch import Tensor
 
-from trak_lite._batches import batch_size
 from trak_lite._devices import add_at_
+from trak_lite.data.batches import batch_size
 from trak_lite.errors import InvalidInputError
 from trak_lite.gradient_computers._base import AbstractGradientComputer
 from trak_lite.gradient_computers.hooks import HookGradientComputer

@@ -23,8 +23,8 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from trak_lite._batches import batch_size, flatten_batch, map_tensors, take_rows
 from trak_lite._devices import rng_state, seed_rng, set_rng_state, wide_dtype
+from trak_lite.data.batches import batch_size, flatten_batch, map_tensors, take_rows
 from trak_lite.errors import MODEL_FAILURES, UnsupportedModelError, refuse_machine_failure
 from trak_lite.types import Batch, BlockSink, GradientBlock, OutputTerms, samples_of
 

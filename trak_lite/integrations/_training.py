@@ -10,9 +10,9 @@ import numpy as np
 import torch
 from torch import nn
 
-from trak_lite._session import model_device
 from trak_lite.attributor import Attributor
 from trak_lite.errors import InvalidInputError
+from trak_lite.models.borrowing import model_device
 
 __all__ = ["refuse_other_model", "undisturbed"]
 

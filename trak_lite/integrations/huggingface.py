@@ -2,7 +2,7 @@
 
 Example::
 
-    attributor = Attributor.from_trainer(trainer, "runs/reviews.zarr")
+    attributor = attributor_from_trainer(trainer, "runs/reviews.zarr")
     trainer.add_callback(FeaturizeCallback(attributor, trainer.train_dataset))
     trainer.train()
     scores = attributor.score(trainer.eval_dataset, name="eval")
@@ -12,8 +12,9 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
+from os import PathLike
 from pathlib import Path
-from typing import Any, TypeVar, final
+from typing import Any, final
 
 import numpy as np
 import torch
@@ -26,22 +27,22 @@ from transformers.models.auto.modeling_auto import (
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 from transformers.utils import is_peft_available
 
-from trak_lite._batches import batch_size, flatten_batch, move_batch
-from trak_lite._session import borrow_model
 from trak_lite.attributor import Attributor
-from trak_lite.checkpoints import Checkpoint, weights_inside
-from trak_lite.datasets import Rows
+from trak_lite.data.batches import batch_size, flatten_batch, move_batch
+from trak_lite.data.datasets import Rows
 from trak_lite.errors import InvalidInputError
 from trak_lite.integrations._training import refuse_other_model, undisturbed
 from trak_lite.modelout_functions import ModelCall
+from trak_lite.models.borrowing import borrow_model
+from trak_lite.models.checkpoints import Checkpoint, weights_inside
+from trak_lite.run.settings import Task
+from trak_lite.store import RemotePlace
 from trak_lite.types import Batch
 
 __all__ = ["FeaturizeCallback", "attributor_from_trainer", "task_of"]
 
 _NUM_PROBES = 32
 """First rows of a dataset, the shortest and the longest of which are tried together and alone."""
-
-_Attributor = TypeVar("_Attributor", bound=Attributor)
 
 
 @final
@@ -57,7 +58,7 @@ class FeaturizeCallback(TrainerCallback):
         """Hold what is to be featurized.
 
         Args:
-            attributor: Of the model that is trained: ``Attributor.from_trainer(trainer, ...)``.
+            attributor: Of the model that is trained: ``attributor_from_trainer(trainer, ...)``.
             data: The train rows, as for :meth:`~trak_lite.Attributor.featurize`.
             dataset_id: As there.
 
@@ -92,16 +93,23 @@ class FeaturizeCallback(TrainerCallback):
 
 
 def attributor_from_trainer(
-    cls: type[_Attributor], trainer: Trainer, path: Any, task: Any, settings: Mapping[str, Any]
-) -> _Attributor:
-    """Return an attributor for what a trainer trains; see :meth:`trak_lite.Attributor.from_trainer`.
+    trainer: Trainer,
+    path: str | PathLike[str] | RemotePlace | None,
+    task: Task | None = None,
+    **settings: Any,
+) -> Attributor:
+    """Return an attributor for what a ``transformers.Trainer`` trains, before, during or after training.
+
+    Model, collator and batch size are the trainer's; rows are those of its train dataset in their own order,
+    whatever order they are trained in: ``attributor.featurize(trainer.train_dataset, checkpoints=...)``. With a
+    PEFT adapter the parameters are the adapter's, as for every model those that are trained.
 
     Args:
-        cls: The class of the attributor.
-        trainer: Gives model, collator and batch size.
-        path: Where the store is.
-        task: ``None`` takes that of the model's class.
-        settings: Further arguments of the attributor, which come before the trainer's.
+        trainer: A ``transformers.Trainer`` with a train dataset.
+        path: As for :class:`~trak_lite.Attributor`.
+        task: ``None`` takes the one of the model's class: classification of sequences, with one label or several,
+            regression, or causal language modelling.
+        **settings: Further arguments of the attributor, which come before the trainer's.
 
     Raises:
         InvalidInputError: If the model is sharded, its class stands for no task, there is no train dataset, or a row
@@ -116,7 +124,7 @@ def attributor_from_trainer(
     # Of the trainer's own, as subclasses decide there which columns the model does not take.
     collate = trainer._get_collator_with_removed_columns(trainer.data_collator)
     given = {"collate": collate, "batch_size": trainer.args.per_device_train_batch_size, **settings}
-    attributor = cls(
+    attributor = Attributor(
         _without_autocast(trainer.model), task_of(trainer.model) if task is None else task, path, **given
     )
     rows = Rows(trainer.train_dataset, collate=given["collate"], what="the trainer's train dataset")

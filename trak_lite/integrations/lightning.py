@@ -18,10 +18,10 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 from torch import Tensor
 
 from trak_lite.attributor import Attributor
-from trak_lite.checkpoints import module_versions, read_weights, with_versions
-from trak_lite.datasets import Rows
+from trak_lite.data.datasets import Rows
 from trak_lite.errors import CheckpointError, InvalidInputError
 from trak_lite.integrations._training import refuse_other_model, undisturbed
+from trak_lite.models.checkpoints import module_versions, read_weights, with_versions
 
 __all__ = ["FeaturizeCallback", "ckpt_weights"]
 

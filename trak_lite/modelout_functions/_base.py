@@ -10,9 +10,9 @@ import torch
 from torch import Tensor, nn
 from torch.func import functional_call
 
-from trak_lite._batches import batch_size, flatten_batch, map_tensors
 from trak_lite._devices import model_pass
 from trak_lite._eval_caches import drop_eval_caches
+from trak_lite.data.batches import batch_size, flatten_batch, map_tensors
 from trak_lite.errors import InvalidInputError
 from trak_lite.types import Batch, OutputTerms
 

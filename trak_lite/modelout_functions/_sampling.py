@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from trak_lite._devices import float64_device, in_float64
+from trak_lite.errors import InvalidInputError
 from trak_lite.modelout_functions._base import AbstractModelOutput, ModelCall, UniformNoise
 from trak_lite.modelout_functions._inputs import LABEL_KEYS, fields_of
 from trak_lite.modelout_functions._margins import linear_terms
@@ -20,6 +21,7 @@ from trak_lite.types import Batch, OutputTerms
 
 __all__ = [
     "LossModelOutput",
+    "fisher_task",
     "sampled_answers",
     "sampled_classes",
     "sampled_values",
@@ -107,3 +109,17 @@ def sampled_values(means: Tensor, noise: UniformNoise) -> Tensor:
     # Cast before it is moved: there may be no float64 where the means are.
     values: Tensor = means + torch.special.ndtri(drawn).to(means.dtype).to(means.device)
     return values
+
+
+def fisher_task(task: AbstractModelOutput) -> AbstractModelOutput:
+    """Return the task whose output has the gradient of the log-likelihood.
+
+    Raises:
+        InvalidInputError: If the task cannot draw labels.
+    """
+    if not task.can_sample:
+        raise InvalidInputError(
+            f"kernel='fisher' draws labels from the model, and {type(task).__name__} does not say how they are "
+            "distributed. Use kernel='curvature' or 'trak', or define sample_labels."
+        )
+    return LossModelOutput(task)

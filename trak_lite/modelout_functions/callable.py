@@ -6,7 +6,7 @@ from typing import final
 
 from torch import Tensor
 
-from trak_lite._batches import batch_size
+from trak_lite.data.batches import batch_size
 from trak_lite.errors import InvalidInputError
 from trak_lite.modelout_functions._base import AbstractModelOutput, ModelCall, TaskFunction
 from trak_lite.modelout_functions._inputs import precise, shape_texts

@@ -14,8 +14,8 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, RandomSampler
 
-from trak_lite._batches import move_batch
 from trak_lite._validate import positive_int
+from trak_lite.data.batches import move_batch
 from trak_lite.errors import InvalidInputError, StateError
 from trak_lite.modelout_functions._base import AbstractModelOutput, ModelCall
 from trak_lite.modelout_functions._inputs import (

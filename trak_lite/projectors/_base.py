@@ -11,10 +11,17 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from trak_lite.errors import InvalidInputError
 from trak_lite.projectors._blocks import block_rows
-from trak_lite.types import FeatureLayout, GradientBlock, ParameterShapes, num_entries
+from trak_lite.types import DenseBlock, FeatureLayout, GradientBlock, ParameterShapes, num_entries
 
-__all__ = ["AbstractFeatureAccumulator", "AbstractProjector", "ProjectionType"]
+__all__ = [
+    "AbstractFeatureAccumulator",
+    "AbstractProjector",
+    "ProjectionType",
+    "named_gradients",
+    "project_named",
+]
 
 
 class ProjectionType(StrEnum):
@@ -156,3 +163,39 @@ class _CollectingAccumulator(AbstractFeatureAccumulator):
                 rows = some.new_zeros(self._num_samples, math.prod(shape))
             grads[name] = rows.reshape(self._num_samples, *shape)
         return self._projector.project(grads, self._model_id)
+
+
+def named_gradients(grads: Mapping[str, Tensor] | Tensor) -> tuple[dict[str, Tensor], int]:
+    """Return gradients by name and the number of samples B that they agree on.
+
+    Args:
+        grads: Per-sample gradients by parameter name, each ``(B, *parameter.shape)``, or one ``(B, P)``
+            tensor, which becomes one parameter with an empty name.
+
+    Raises:
+        InvalidInputError: If there is no gradient, a sample axis is missing, or the gradients disagree on B.
+    """
+    named = {"": grads} if isinstance(grads, Tensor) else dict(grads)
+    if isinstance(grads, Tensor) and grads.dim() != 2:
+        raise InvalidInputError(f"A gradient tensor must be (B, P), got shape {tuple(grads.shape)}.")
+    sizes = {grad.shape[0] if grad.dim() else None for grad in named.values()}
+    (num_samples, *others) = sizes or {None}
+    if num_samples is None or others:
+        shapes = {name: tuple(grad.shape) for name, grad in list(named.items())[:5]}
+        raise InvalidInputError(
+            "Expected gradients that agree on the number of samples on axis 0, "
+            f"got {shapes or 'none at all'}."
+        )
+    return named, num_samples
+
+
+def project_named(
+    projector: AbstractProjector, grads: Mapping[str, Tensor] | Tensor, model_id: int
+) -> Tensor:
+    """Project collected gradients through the projector's own accumulator: features ``(B, K)``."""
+    named, num_samples = named_gradients(grads)
+    parameters = {name: tuple(grad.shape[1:]) for name, grad in named.items()}
+    accumulator = projector.accumulator(num_samples, model_id=model_id, parameters=parameters)
+    for name, grad in named.items():
+        accumulator.add(DenseBlock(name, grad))
+    return accumulator.features()

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
 from torch import Tensor
@@ -12,9 +11,9 @@ from trak_lite.errors import InvalidInputError
 from trak_lite.types import DenseBlock, GradientBlock, LookupBlock, ParameterShapes, SummedBlock, num_entries
 
 if TYPE_CHECKING:
-    from trak_lite.projectors._base import AbstractProjector
+    pass
 
-__all__ = ["block_rows", "check_block", "check_grad_dim", "named_gradients", "project_named"]
+__all__ = ["block_rows", "check_block", "check_grad_dim"]
 
 
 def block_rows(block: GradientBlock, num_samples: int, parameters: ParameterShapes) -> Tensor:
@@ -80,42 +79,6 @@ def _check_place(block: GradientBlock, num_samples: int, parameters: ParameterSh
             f"A block of {block.name!r} covers rows {block.start} to {block.start + block.num_samples} "
             f"of a batch of {num_samples}. Set `start` to the row of the batch that its first sample has."
         )
-
-
-def named_gradients(grads: Mapping[str, Tensor] | Tensor) -> tuple[dict[str, Tensor], int]:
-    """Return gradients by name and the number of samples B that they agree on.
-
-    Args:
-        grads: Per-sample gradients by parameter name, each ``(B, *parameter.shape)``, or one ``(B, P)``
-            tensor, which becomes one parameter with an empty name.
-
-    Raises:
-        InvalidInputError: If there is no gradient, a sample axis is missing, or the gradients disagree on B.
-    """
-    named = {"": grads} if isinstance(grads, Tensor) else dict(grads)
-    if isinstance(grads, Tensor) and grads.dim() != 2:
-        raise InvalidInputError(f"A gradient tensor must be (B, P), got shape {tuple(grads.shape)}.")
-    sizes = {grad.shape[0] if grad.dim() else None for grad in named.values()}
-    (num_samples, *others) = sizes or {None}
-    if num_samples is None or others:
-        shapes = {name: tuple(grad.shape) for name, grad in list(named.items())[:5]}
-        raise InvalidInputError(
-            "Expected gradients that agree on the number of samples on axis 0, "
-            f"got {shapes or 'none at all'}."
-        )
-    return named, num_samples
-
-
-def project_named(
-    projector: AbstractProjector, grads: Mapping[str, Tensor] | Tensor, model_id: int
-) -> Tensor:
-    """Project collected gradients through the projector's own accumulator: features ``(B, K)``."""
-    named, num_samples = named_gradients(grads)
-    parameters = {name: tuple(grad.shape[1:]) for name, grad in named.items()}
-    accumulator = projector.accumulator(num_samples, model_id=model_id, parameters=parameters)
-    for name, grad in named.items():
-        accumulator.add(DenseBlock(name, grad))
-    return accumulator.features()
 
 
 def check_grad_dim(grad_dim: int, parameters: ParameterShapes) -> None:

@@ -12,8 +12,13 @@ from typing import Any, final
 import torch
 from torch import Tensor
 
-from trak_lite.projectors._base import AbstractFeatureAccumulator, AbstractProjector, ProjectionType
-from trak_lite.projectors._blocks import block_rows, project_named
+from trak_lite.projectors._base import (
+    AbstractFeatureAccumulator,
+    AbstractProjector,
+    ProjectionType,
+    project_named,
+)
+from trak_lite.projectors._blocks import block_rows
 from trak_lite.types import GradientBlock, ParameterShapes, num_entries
 
 __all__ = ["NoOpProjector"]

@@ -16,8 +16,8 @@ from typing import Any, final
 import torch
 from torch import Tensor
 
-from trak_lite.projectors._base import AbstractFeatureAccumulator, AbstractProjector
-from trak_lite.projectors._blocks import check_block, project_named
+from trak_lite.projectors._base import AbstractFeatureAccumulator, AbstractProjector, project_named
+from trak_lite.projectors._blocks import check_block
 from trak_lite.types import FeatureLayout, GradientBlock, ParameterShapes, Segment
 
 __all__ = ["PerModuleProjector"]

@@ -3,19 +3,22 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Final, TypeAlias, final
+from typing import Any, Final, Literal, Protocol, TypeAlias, final
 
 import numpy as np
 from numpy.typing import NDArray
 from torch import Tensor
 
 from trak_lite.errors import InvalidInputError, NonFiniteError
+from trak_lite.evaluation import Predictions, Verdict
+from trak_lite.linalg.topk import TopRows
 from trak_lite.report._html import Html, cut, join, tag
 from trak_lite.report._png import as_pixels, data_uri, shrunk
+from trak_lite.store import Manifest
 
-__all__ = ["PairRender", "Render", "Renders", "rendered"]
+__all__ = ["PairRender", "Render", "Renders", "ReportedScores", "rendered"]
 
 Render: TypeAlias = Callable[[int], Any]
 """Returns what a row looks like, from its number: see :func:`rendered`."""
@@ -34,6 +37,58 @@ _NUM_TOKENS: Final = 400
 _NUM_FIELDS: Final = 30
 LEVELS: Final = 7
 """Shades of a token's weight."""
+
+
+class ScoresAtDampings(Protocol):
+    """Scores of the same rows and targets at several dampings."""
+
+    def rows(self, indices: NDArray[np.int64], /) -> NDArray[np.float32]:
+        """Return the scores of some train rows, ``(L, b, M)``."""
+
+
+class ReportedScores(Protocol):
+    """What a report asks of scores of N train rows and M targets; :class:`trak_lite.Scores` gives it."""
+
+    name: str
+    """Name of the target set."""
+    settings: dict[str, Any]
+    """How the scores were made."""
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        """``(N, M)``."""
+
+    @property
+    def stored(self) -> bool:
+        """Whether the matrix of scores is in the store."""
+
+    @property
+    def where(self) -> str | None:
+        """Path of the store, ``None`` in memory."""
+
+    @property
+    def manifest(self) -> Manifest:
+        """Manifest of the store."""
+
+    @property
+    def verdict(self) -> Verdict | None:
+        """What retraining said of the scores."""
+
+    @property
+    def predictions(self) -> Predictions | None:
+        """Outputs of retrained models, and what the scores predicted."""
+
+    def tiles(self) -> Iterator[tuple[int, NDArray[np.float32]]]:
+        """Yield ``(first row, (b, M) scores)`` of all train rows in order."""
+
+    def top(self, k: int, *, sign: Literal["helpful", "harmful"]) -> TopRows:
+        """Return the k strongest train rows of every target."""
+
+    def path(self, dampings: Sequence[float], *, targets: slice) -> ScoresAtDampings:
+        """Return the scores of some targets at other dampings."""
+
+    def checkpoint_agreement(self, *, max_rows: int, max_targets: int) -> NDArray[np.float64]:
+        """Return how alike every two checkpoints rank the train rows, ``(C, C)``."""
 
 
 @final

@@ -11,13 +11,13 @@ from typing import Any, Final
 import numpy as np
 from numpy.typing import NDArray
 
+from trak_lite.data.datasets import evenly_spaced
 from trak_lite.errors import InvalidInputError, SingularKernelError
 from trak_lite.evaluation import spearman
 from trak_lite.report import _charts
 from trak_lite.report._html import Html, tag
+from trak_lite.report.content import ReportedScores
 from trak_lite.report.survey import Histogram
-from trak_lite.score_source import evenly_spaced
-from trak_lite.scores import Scores
 
 __all__ = ["FIGURES", "drawn_figures"]
 
@@ -34,7 +34,7 @@ Figure = tuple[Html, str]
 """A drawing and the sentence below it."""
 
 
-def drawn_figures(scores: Scores, histogram: Histogram, names: Sequence[str]) -> Iterator[Html]:
+def drawn_figures(scores: ReportedScores, histogram: Histogram, names: Sequence[str]) -> Iterator[Html]:
     """Yield the figures; one that these scores cannot have says why in its place.
 
     Args:
@@ -71,7 +71,7 @@ def _histogram(histogram: Histogram) -> Figure:
     )
 
 
-def _damping(scores: Scores) -> Figure:
+def _damping(scores: ReportedScores) -> Figure:
     """Draw the rank correlation of scores at other dampings with those in force."""
     own = scores.settings["damping"]
     dampings = sorted({*_DAMPINGS, *([float(own)] if own else [])})
@@ -96,7 +96,7 @@ def _correlations(one: NDArray[np.float64], other: NDArray[np.float64]) -> list[
     return [float(spearman(a, b)) for a, b in zip(one.T, other.T, strict=True)]
 
 
-def _retrained(scores: Scores) -> Figure:
+def _retrained(scores: ReportedScores) -> Figure:
     """Draw what scores predicted for subsets against what retrained models said, both standardised by target."""
     kept = scores.predictions
     if kept is None:
@@ -122,7 +122,7 @@ def _standardised(values: NDArray[np.float64]) -> NDArray[np.float64]:
     return centred / np.where(deviation > 0, deviation, 1.0)
 
 
-def _checkpoints(scores: Scores) -> Figure:
+def _checkpoints(scores: ReportedScores) -> Figure:
     count = scores.settings["checkpoints"]
     if count > _MOST_CHECKPOINTS:
         raise InvalidInputError(

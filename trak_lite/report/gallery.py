@@ -8,13 +8,12 @@ from os import PathLike
 from pathlib import Path
 from typing import Self, final
 
+from trak_lite.linalg.topk import TopRows
 from trak_lite.report._html import Html, tag
 from trak_lite.report._look import STYLE
-from trak_lite.report.content import Renders
+from trak_lite.report.content import Renders, ReportedScores
 from trak_lite.report.document import written
 from trak_lite.report.survey import Survey
-from trak_lite.score_matrix import TopRows
-from trak_lite.scores import Scores
 
 __all__ = ["Gallery", "cards"]
 
@@ -51,7 +50,7 @@ class Gallery:
     """What shows them."""
 
     @classmethod
-    def of(cls, scores: Scores, targets: Sequence[int] | None, renders: Renders, *, k: int) -> Self:
+    def of(cls, scores: ReportedScores, targets: Sequence[int] | None, renders: Renders, *, k: int) -> Self:
         """Find the rows to show; see :meth:`trak_lite.Scores.gallery`."""
         return cls(scores.name, Survey.of(scores, targets, k=k), renders)
 

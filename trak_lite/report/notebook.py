@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from typing import Final
 
+from trak_lite.linalg.topk import TopRows
 from trak_lite.report._html import Html, tag
 from trak_lite.report._look import STYLE
+from trak_lite.report.content import ReportedScores
 from trak_lite.report.page import verdict_part
-from trak_lite.score_matrix import TopRows
-from trak_lite.scores import Scores
 
 __all__ = ["notebook_summary"]
 
@@ -18,7 +18,7 @@ _CHEAP: Final = 1 << 24
 """Scores that are read for a summary at most."""
 
 
-def notebook_summary(scores: Scores) -> Html:
+def notebook_summary(scores: ReportedScores) -> Html:
     """Return sizes, settings, verdict, and the top rows of the first targets where reading them is cheap."""
     num_rows, num_targets = scores.shape
     settings = [
@@ -40,7 +40,7 @@ def notebook_summary(scores: Scores) -> Html:
     )
 
 
-def _top_rows(scores: Scores) -> Html:
+def _top_rows(scores: ReportedScores) -> Html:
     num_rows, num_targets = scores.shape
     if not scores.stored or num_rows * num_targets > _CHEAP:
         return tag("p", "Top rows: scores.top(k), scores.gallery(targets, render).", class_="note")

@@ -11,12 +11,11 @@ from typing import Any, Final
 from trak_lite._validate import known_names
 from trak_lite.evaluation import Verdict
 from trak_lite.report._html import Html, cut, tag
-from trak_lite.report.content import PairRender, Render, Renders
+from trak_lite.report.content import PairRender, Render, Renders, ReportedScores
 from trak_lite.report.document import search_field, written
 from trak_lite.report.figures import FIGURES, drawn_figures
 from trak_lite.report.gallery import cards
 from trak_lite.report.survey import Survey
-from trak_lite.scores import Scores
 
 __all__ = ["settings_table", "verdict_part", "write_report"]
 
@@ -24,7 +23,7 @@ _SETTING_LENGTH: Final = 600
 
 
 def write_report(
-    scores: Scores,
+    scores: ReportedScores,
     out: str | PathLike[str],
     *,
     train_render: Render | None = None,
@@ -66,7 +65,9 @@ def write_report(
     return written(out, heading, _parts(scores, survey, renders, names), script=True)
 
 
-def _parts(scores: Scores, survey: Survey, renders: Renders, figures: Sequence[str]) -> Iterator[Html]:
+def _parts(
+    scores: ReportedScores, survey: Survey, renders: Renders, figures: Sequence[str]
+) -> Iterator[Html]:
     """Yield the page part by part, so that no more than one target's markup is held."""
     num_rows, num_targets = scores.shape
     yield tag("p", f"{num_rows:,} train rows, {num_targets:,} targets", class_="note")
@@ -108,7 +109,7 @@ def verdict_part(verdict: Verdict | None, name: str) -> Html:
     )
 
 
-def settings_table(scores: Scores) -> Html:
+def settings_table(scores: ReportedScores) -> Html:
     """Return how scores were made, what their rows were made with, and where they are."""
     manifest = scores.manifest
     groups: tuple[tuple[str, Mapping[str, Any]], ...] = (

@@ -10,11 +10,11 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from trak_lite._validate import positive_int
+from trak_lite._validate import positive_int, target_number
 from trak_lite.errors import InvalidInputError, NonFiniteError
-from trak_lite.score_matrix import TopRows, target_number
-from trak_lite.scores import Scores
-from trak_lite.scoring import TopK
+from trak_lite.linalg import TopK
+from trak_lite.linalg.topk import TopRows
+from trak_lite.report.content import ReportedScores
 
 __all__ = ["Histogram", "Survey", "chosen_targets"]
 
@@ -26,7 +26,7 @@ _SMALLEST: Final = 2.0**-149
 """The smallest float32 above 0."""
 
 
-def chosen_targets(scores: Scores, targets: Sequence[int] | None) -> list[int]:
+def chosen_targets(scores: ReportedScores, targets: Sequence[int] | None) -> list[int]:
     """Return the targets to show: those named, or the first ones.
 
     Raises:
@@ -113,7 +113,7 @@ class Survey:
     """Of the scores of all targets."""
 
     @classmethod
-    def of(cls, scores: Scores, targets: Sequence[int] | None, *, k: int) -> Self:
+    def of(cls, scores: ReportedScores, targets: Sequence[int] | None, *, k: int) -> Self:
         """Read the scores once. Memory: one tile, and ``4 k`` numbers per target.
 
         Raises:

@@ -10,8 +10,8 @@ from numpy.typing import NDArray
 
 from trak_lite.errors import InvalidInputError
 from trak_lite.store._base import AbstractFeatureStore, AbstractRowTable, Difference
+from trak_lite.store._check_report import row_ranges
 from trak_lite.store._grid import compare_specs, flat_spec, spec_to_json
-from trak_lite.store._report import row_ranges
 from trak_lite.store._values import short_list
 from trak_lite.store.manifest import differing_keys
 

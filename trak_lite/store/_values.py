@@ -14,8 +14,13 @@ from trak_lite.errors import InvalidInputError, NonFiniteError
 from trak_lite.store._base import TableSpec
 from trak_lite.store._columns import Column, StoredRows
 from trak_lite.store._grid import Run, contiguous_runs
+from trak_lite.store._names import path_parts
 
-__all__ = ["RowBlock", "check_block", "short_list"]
+__all__ = ["RowBlock", "check_block", "check_derived", "short_list"]
+
+_LONGEST_KEY = 1024
+_KINDS = "biufc"
+
 
 _Rows = range | NDArray[np.int64]
 
@@ -179,3 +184,20 @@ def _scattered_runs(ascending: NDArray[np.int64], chunk_rows: int) -> Iterable[R
     borders = [0, *(np.flatnonzero(np.diff(ascending) != 1) + 1).tolist(), len(ascending)]
     for start, stop in itertools.pairwise(borders):
         yield from contiguous_runs(int(ascending[start]), stop - start, chunk_rows, offset=start)
+
+
+def check_derived(name: str, key: str, array: NDArray[Any]) -> None:
+    """Raise unless the array can be kept under the name and the key.
+
+    Raises:
+        InvalidInputError: For a bad name, a key that is too long, or an array that only pickle could hold.
+    """
+    path_parts(name, what="cache")
+    if not isinstance(key, str) or len(key) > _LONGEST_KEY:
+        raise InvalidInputError(
+            f"A cache key must be a string of at most {_LONGEST_KEY} characters, got {str(key)[:40]!r}. Use a digest."
+        )
+    if not isinstance(array, np.ndarray) or array.dtype.kind not in _KINDS:
+        raise InvalidInputError(
+            f"Only arrays of numbers can be kept, got {getattr(array, 'dtype', type(array))}."
+        )

@@ -24,7 +24,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from trak_lite._batches import batch_size, map_tensors, take_rows
+from trak_lite.data.batches import batch_size, map_tensors, take_rows
 from trak_lite.gradient_computers import (
     AbstractGradientComputer,
     HookGradientComputer,

@@ -23,7 +23,7 @@ import torch
 from torch import Tensor, nn
 from torch.func import grad, vmap
 
-from trak_lite._batches import batch_size, flatten_batch, take_rows
+from trak_lite.data.batches import batch_size, flatten_batch, take_rows
 from trak_lite.errors import InvalidInputError
 from trak_lite.modelout_functions import AbstractModelOutput, ModelCall, describe_task
 from trak_lite.types import Batch, OutputTerms

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import TreeSpec
 
-from trak_lite.gradient_computers.hooks.axes import BatchAxis, by_sample
+from trak_lite.gradient_computers.hooks.plan.axes import BatchAxis, by_sample
 from trak_lite.gradient_computers.hooks.randomness import RandomState
 from trak_lite.types import LookupBlock
 

@@ -15,7 +15,7 @@ from typing import Any, ClassVar, Literal, Self
 import torch
 from torch import Tensor, nn
 
-from trak_lite._batches import batch_size, map_tensors, take_rows
+from trak_lite.data.batches import batch_size, map_tensors, take_rows
 from trak_lite.errors import (
     MODEL_FAILURES,
     InvalidInputError,
@@ -33,12 +33,12 @@ from trak_lite.gradient_computers._base import (
     refuse_detached,
     select_parameters,
 )
+from trak_lite.gradient_computers.hooks.coverage import Coverage, ParameterCoverage
 from trak_lite.gradient_computers.hooks.engine import GradientPass, UnexpectedRowsError
-from trak_lite.gradient_computers.hooks.probe import Plan, make_plan
-from trak_lite.gradient_computers.hooks.report import Coverage, ParameterCoverage
+from trak_lite.gradient_computers.hooks.plan.probe import Plan, make_plan
 from trak_lite.gradient_computers.self_check import Samples, compare, draws_masks, structure_of
 from trak_lite.modelout_functions import AbstractModelOutput
-from trak_lite.sharded import ShardedModel, is_sharded, refuse_sharded, reshard
+from trak_lite.models.sharded import ShardedModel, is_sharded, refuse_sharded, reshard
 from trak_lite.types import (
     Batch,
     BlockSink,

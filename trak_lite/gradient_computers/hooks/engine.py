@@ -16,22 +16,15 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
 
 from trak_lite.errors import UnsupportedModelError
-from trak_lite.gradient_computers.hooks.axes import BatchAxis
 from trak_lite.gradient_computers.hooks.calls import Contribution, Factors, OperationCall
-from trak_lite.gradient_computers.hooks.generic import generic_rule
-from trak_lite.gradient_computers.hooks.interception import AbstractInterceptor, Function, is_in_place
 from trak_lite.gradient_computers.hooks.ledger import GradientLedger
-from trak_lite.gradient_computers.hooks.operations import RULES, reads_nothing
 from trak_lite.gradient_computers.hooks.owners import SampleCode
-from trak_lite.gradient_computers.hooks.probe import (
-    Plan,
-    Site,
-    describe,
-    refusing_reentrant_checkpoints,
-)
+from trak_lite.gradient_computers.hooks.plan.axes import BatchAxis
+from trak_lite.gradient_computers.hooks.plan.interception import AbstractInterceptor, Function, is_in_place
+from trak_lite.gradient_computers.hooks.plan.probe import Plan, Site, describe, refusing_reentrant_checkpoints
+from trak_lite.gradient_computers.hooks.plan.rearranging import RECURRENT
+from trak_lite.gradient_computers.hooks.plan.recorder import differentiable, written
 from trak_lite.gradient_computers.hooks.randomness import RandomState
-from trak_lite.gradient_computers.hooks.recorder import differentiable, written
-from trak_lite.gradient_computers.hooks.recurrent import RECURRENT, run_recurrent
 from trak_lite.gradient_computers.hooks.registry import GradientRule
 from trak_lite.gradient_computers.hooks.routing import (
     RowTags,
@@ -39,7 +32,10 @@ from trak_lite.gradient_computers.hooks.routing import (
     row_layout,
     summed_by_owner,
 )
-from trak_lite.sharded import class_of
+from trak_lite.gradient_computers.hooks.rules.generic import generic_rule
+from trak_lite.gradient_computers.hooks.rules.operations import RULES, reads_nothing
+from trak_lite.gradient_computers.hooks.rules.recurrent import run_recurrent
+from trak_lite.models.sharded import class_of
 from trak_lite.types import BlockSink
 
 __all__ = ["GradientPass", "UnexpectedRowsError"]

@@ -1,6 +1,6 @@
 """Gradient rules for module classes: how to get per-sample gradients from a layer's input and output gradient.
 
-The operations of torch have rules of their own (:mod:`trak_lite.gradient_computers.hooks.operations`), so a
+The operations of torch have rules of their own (:mod:`trak_lite.gradient_computers.hooks.rules.operations`), so a
 module made of them needs none. A rule for a module is for what torch cannot see into (a custom kernel, an
 ``autograd.Function``) or for a shortcut.
 """

@@ -18,12 +18,12 @@ from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from trak_lite._devices import add_at_
 from trak_lite.errors import UnsupportedModelError
-from trak_lite.gradient_computers.hooks.axes import BatchAxis
 from trak_lite.gradient_computers.hooks.calls import Contribution, Factors, Lookups, OperationCall, dense_of
-from trak_lite.gradient_computers.hooks.generic import looped
-from trak_lite.gradient_computers.hooks.operations import RULES, matrices_of
 from trak_lite.gradient_computers.hooks.owners import Arrangement, SampleCode, sketch
-from trak_lite.gradient_computers.hooks.probe import Site, describe, mixed
+from trak_lite.gradient_computers.hooks.plan.axes import BatchAxis
+from trak_lite.gradient_computers.hooks.plan.probe import Site, describe, mixed
+from trak_lite.gradient_computers.hooks.rules.generic import looped
+from trak_lite.gradient_computers.hooks.rules.operations import RULES, matrices_of
 
 __all__ = ["RowLayout", "RowTags", "routed_contributions", "row_layout", "summed_by_owner"]
 

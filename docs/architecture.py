@@ -1,0 +1,157 @@
+"""Measures the architecture from the imports: ``python docs/architecture.py [FOLDER]``.
+
+FOLDER is a checkout, this one by default. A *room* of a package is a module or a subpackage directly in it; its
+``__init__`` is one too. An *arrow* leads from a room to another one that any file in it imports, at the top of the file
+or anywhere else. A room's *floor* is the number of rooms on the longest chain of arrows down from it; rooms of one
+*circle* lead to each other and stand on one floor. An arrow of the whole package is *upward* if the list ``FLOORS`` of
+tests/test_architecture.py has its end not below its start.
+"""
+
+from __future__ import annotations
+
+import ast
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import NamedTuple
+
+PACKAGE = "trak_lite"
+
+
+class Drawing(NamedTuple):
+    """The rooms of one package and what they import of each other."""
+
+    arrows: dict[str, set[str]]
+    """Rooms that a room imports, for every room."""
+
+    @property
+    def circles(self) -> list[set[str]]:
+        """Sets of rooms that lead to each other."""
+        below = {room: self._reached(room) for room in self.arrows}
+        found = {frozenset(r for r in below[room] if room in below[r]) for room in self.arrows}
+        return [set(circle) for circle in sorted(found, key=sorted) if circle]
+
+    @property
+    def floors(self) -> dict[str, int]:
+        """Floor of every room, from 1."""
+        circle_of = {room: circle for circle in self.circles for room in circle}
+        known: dict[str, int] = {}
+
+        def floor(room: str) -> int:
+            if room not in known:
+                circle = circle_of.get(room, {room})
+                below = set().union(*(self.arrows[one] for one in circle)) - circle
+                known.update(dict.fromkeys(circle, 1 + max(map(floor, below), default=0)))
+            return known[room]
+
+        return {room: floor(room) for room in self.arrows}
+
+    def _reached(self, start: str) -> set[str]:
+        reached: set[str] = set()
+        waiting = list(self.arrows[start])
+        while waiting:
+            room = waiting.pop()
+            if room not in reached:
+                reached.add(room)
+                waiting += self.arrows[room]
+        return reached
+
+
+def modules(root: Path) -> dict[str, Path]:
+    """Return every module of the package by its dotted name."""
+    found = {}
+    for path in sorted((root / PACKAGE).rglob("*.py")):
+        parts = path.relative_to(root).with_suffix("").parts
+        found[".".join(parts[:-1] if parts[-1] == "__init__" else parts)] = path
+    return found
+
+
+def imported(path: Path, known: dict[str, Path]) -> Iterator[str]:
+    """Yield the modules of the package that a file imports, wherever in the file it does."""
+    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        names: list[str] = []
+        if isinstance(node, ast.Import):
+            names = [alias.name for alias in node.names]
+        elif isinstance(node, ast.ImportFrom) and node.module is not None:
+            inner = [f"{node.module}.{alias.name}" for alias in node.names]
+            names = [name if name in known else node.module for name in inner]
+        elif (
+            isinstance(node, ast.Call)
+            and getattr(node.func, "id", getattr(node.func, "attr", "")) == "import_module"
+        ):
+            names = [given.value for given in node.args if isinstance(given, ast.Constant)]
+        yield from (name for name in names if name in known)
+
+
+def drawn(package: str, known: dict[str, Path], imports: dict[str, set[str]]) -> Drawing:
+    """Draw one package."""
+
+    def room(module: str) -> str:
+        return module.removeprefix(package).strip(".").partition(".")[0] or "__init__"
+
+    inside = [module for module in known if module == package or module.startswith(f"{package}.")]
+    arrows: dict[str, set[str]] = {room(module): set() for module in inside}
+    for module in inside:
+        arrows[room(module)] |= {room(other) for other in imports[module] if other in inside}
+    return Drawing({start: ends - {start} for start, ends in arrows.items()})
+
+
+def constant(path: Path, name: str) -> list[set[str]]:
+    """Return a literal that a file assigns to a name at its top level."""
+    for node in ast.parse(path.read_text(encoding="utf-8")).body:
+        if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == name:
+            return ast.literal_eval(node.value)
+    return []
+
+
+def methods(path: Path, name: str) -> dict[str, int]:
+    """Return the number of arguments of every public method of a class and of its constructor."""
+    classes = (
+        node for node in ast.parse(path.read_text(encoding="utf-8")).body if isinstance(node, ast.ClassDef)
+    )
+    (body,) = (node.body for node in classes if node.name == name)
+    found = {}
+    for node in body:
+        public = isinstance(node, ast.FunctionDef) and (node.name == "__init__" or node.name[0] != "_")
+        if public and not any(
+            ast.unparse(mark).endswith(("property", "setter")) for mark in node.decorator_list
+        ):
+            given = node.args
+            every = [*given.posonlyargs, *given.args, *given.kwonlyargs, given.vararg, given.kwarg]
+            found[node.name] = sum(one is not None for one in every) - 1
+    return found
+
+
+def lines(folder: Path) -> int:
+    """Return the lines of all Python files in a folder."""
+    return sum(len(path.read_text(encoding="utf-8").splitlines()) for path in folder.rglob("*.py"))
+
+
+def main(root: Path) -> None:
+    """Print the figures."""
+    known = modules(root)
+    imports = {module: set(imported(path, known)) for module, path in known.items()}
+    packages = [module for module, path in known.items() if path.name == "__init__.py"]
+    print(f"{'package':<42}{'rooms':>6}{'floors':>8}{'arrows':>8}  circles")
+    for package in packages:
+        drawing = drawn(package, known, imports)
+        arrows = sum(map(len, drawing.arrows.values()))
+        circles = "; ".join(", ".join(sorted(circle)) for circle in drawing.circles) or "none"
+        print(f"{package:<42}{len(drawing.arrows):>6}{max(drawing.floors.values()):>8}{arrows:>8}  {circles}")
+
+    floors = constant(root / "tests" / "test_architecture.py", "FLOORS")
+    floor_of = {room: number for number, rooms in enumerate(floors) for room in rooms}
+    house = drawn(PACKAGE, known, imports).arrows
+    upward = [f"{a} -> {b}" for a in house for b in sorted(house[a]) if floor_of[a] <= floor_of[b]]
+    print(f"\narrows upward: {len(upward)} {', '.join(upward)}")
+    print(f"lines of the library: {lines(root / PACKAGE)}")
+    print(f"lines of tests: {lines(root / 'tests')}")
+    public = {package: len(constant(known[package], "__all__")) for package in packages}
+    print(f"public names of packages: {sum(public.values())}")
+    arguments = methods(known[f"{PACKAGE}.attributor"], "Attributor")
+    print(f"public methods of Attributor: {len(arguments) - 1}, arguments with its constructor's: ", end="")
+    print(sum(arguments.values()))
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]) if sys.argv[1:] else Path(__file__).parents[1])

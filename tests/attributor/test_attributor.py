@@ -1,0 +1,929 @@
+"""The native facade: resuming, refusing, giving the model back, and what the result can be asked."""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import save_file
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, Dataset, TensorDataset
+
+from trak_lite import Attributor, Scores
+from trak_lite.errors import (
+    InvalidInputError,
+    ManifestMismatchError,
+    MissingStoreError,
+    NonFiniteError,
+    PrecisionError,
+    ReadOnlyStoreError,
+    StateError,
+    StoreError,
+    UnknownTaskError,
+    UnsupportedModelError,
+)
+from trak_lite.gradient_computers import FunctionalGradientComputer, IterativeGradientComputer
+from trak_lite.modelout_functions import ImageClassificationModelOutput
+from trak_lite.projectors import RademacherProjector
+
+N, M, CLASSES = 70, 6, 3
+
+
+def model() -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, CLASSES))
+
+
+def dataset(count: int, seed: int = 0) -> TensorDataset:
+    generator = torch.Generator().manual_seed(seed)
+    return TensorDataset(
+        torch.randn(count, 4, generator=generator), torch.randint(CLASSES, (count,), generator=generator)
+    )
+
+
+TRAIN, TARGETS = dataset(N), dataset(M, seed=1)
+
+
+class Counting(Dataset[Any]):
+    """Remembers which rows were loaded, and fails on request."""
+
+    def __init__(self, inner: Dataset[Any] = TRAIN, fail_at: int | None = None) -> None:
+        self.inner, self.loaded, self.fail_at = inner, [], fail_at
+
+    def __len__(self) -> int:
+        return len(self.inner)  # type: ignore[arg-type]
+
+    def __getitem__(self, index: int) -> Any:
+        if index == self.fail_at:
+            raise KeyboardInterrupt
+        self.loaded.append(index)
+        return self.inner[index]
+
+
+def states(count: int = 2) -> list[dict[str, Tensor]]:
+    shapes = model().state_dict()
+    torch.manual_seed(1)
+    return [{name: torch.randn_like(value) for name, value in shapes.items()} for _ in range(count)]
+
+
+def attributor(path: Path | None, **changes: Any) -> Attributor:
+    return Attributor(
+        changes.pop("model", None) or model(),
+        **{"task": "image_classification", "path": path, "proj_dim": 16, "dtype": "float32", **changes},
+    )
+
+
+def finished(path: Path | None, **changes: Any) -> tuple[Attributor, Scores]:
+    made = attributor(path, **changes)
+    made.featurize(TRAIN, checkpoints=states())
+    return made, made.score(TARGETS, name="test")
+
+
+def contents(folder: Path) -> dict[str, bytes]:
+    return {str(p.relative_to(folder)): p.read_bytes() for p in sorted(folder.rglob("*")) if p.is_file()}
+
+
+# ------------------------------------------------------------------------ resuming
+
+
+def test_a_second_run_finds_every_row_and_loads_a_few_to_compare(tmp_path: Path) -> None:
+    data = Counting()
+    attributor(tmp_path / "a.zarr").featurize(data, checkpoints=states())
+    again = Counting()
+
+    summary = attributor(tmp_path / "a.zarr").featurize(again, checkpoints=states())
+
+    assert (summary.rows_written, summary.rows_found) == (0, 2 * N)
+    assert len(again.loaded) == 64 + 2 * 8  # for the digest, and to compute again with each checkpoint
+    named = Counting()
+    attributor(tmp_path / "b.zarr").featurize(TRAIN, checkpoints=states(), dataset_id="mine")
+    attributor(tmp_path / "b.zarr").featurize(named, checkpoints=states(), dataset_id="mine")
+    assert len(named.loaded) == 2 * 8
+
+
+@pytest.mark.parametrize("fail_at", [0, 5, 31, 32, 40, 69])
+def test_an_interrupted_run_loads_only_pending_rows_and_ends_with_the_same_bits(
+    tmp_path: Path, fail_at: int
+) -> None:
+    _, expected = finished(tmp_path / "whole.zarr")
+    made = attributor(tmp_path / "a.zarr")
+    with pytest.raises(KeyboardInterrupt):
+        made.featurize(Counting(fail_at=fail_at), checkpoints=states(), dataset_id="d", batch_size=10)
+    rest = Counting()
+
+    summary = attributor(tmp_path / "a.zarr").featurize(
+        rest, checkpoints=states(1), dataset_id="d", batch_size=10
+    )
+
+    assert summary.rows_written + summary.rows_found == N
+    compared = 8 * (summary.rows_found > 0)
+    assert len(rest.loaded) == summary.rows_written + compared
+    assert min(rest.loaded[compared:]) <= fail_at
+    made = attributor(tmp_path / "a.zarr")
+    made.featurize(TRAIN, checkpoints=states(), dataset_id="d", batch_size=10)
+    whole = attributor(tmp_path / "c.zarr")
+    whole.featurize(TRAIN, checkpoints=states(), dataset_id="d", batch_size=10)
+    np.testing.assert_array_equal(
+        made.score(TARGETS, name="test").numpy(), whole.score(TARGETS, name="test").numpy()
+    )
+    np.testing.assert_allclose(made.scores("test").numpy(), expected.numpy(), rtol=1e-3, atol=1e-5)
+
+
+def test_memory_and_disk_give_the_same_scores(tmp_path: Path) -> None:
+    np.testing.assert_array_equal(finished(tmp_path / "a.zarr")[1].numpy(), finished(None)[1].numpy())
+
+
+def test_scores_do_not_depend_on_the_batch_size_beyond_rounding() -> None:
+    _, one = finished(None)
+    made = attributor(None)
+    made.featurize(TRAIN, checkpoints=states(), batch_size=7)
+
+    np.testing.assert_allclose(made.score(TARGETS, batch_size=1).numpy(), one.numpy(), rtol=1e-3, atol=1e-6)
+
+
+def test_checkpoints_can_be_added_and_are_recognised_by_their_weights(tmp_path: Path) -> None:
+    made = attributor(tmp_path / "a.zarr")
+    first, second, third = states(3)
+    made.featurize(TRAIN, checkpoints=[first, second])
+
+    summary = made.featurize(TRAIN, checkpoints=[third, second, first])
+
+    assert (summary.rows_written, summary.rows_found) == (N, 2 * N)
+    assert made.score(TARGETS, name="three").settings["checkpoints"] == 3
+    two = made.score(TARGETS, name="two", checkpoints=[first, second])
+    reference = attributor(None)
+    reference.featurize(TRAIN, checkpoints=[first, second])
+    np.testing.assert_array_equal(two.numpy(), reference.score(TARGETS).numpy())
+
+
+def test_scoring_again_returns_the_result_and_another_target_set_is_refused(tmp_path: Path) -> None:
+    made, scores = finished(tmp_path / "a.zarr")
+    before = contents(tmp_path)
+
+    again = made.score(TARGETS, name="test")
+
+    np.testing.assert_array_equal(again.numpy(), scores.numpy())
+    with pytest.raises(ManifestMismatchError, match=r"scores/test.*targets\.tensors.*another name"):
+        made.score(dataset(M, seed=5), name="test")
+    with pytest.raises(ManifestMismatchError, match=r"targets\.num_rows is 6 there, 4 here"):
+        made.score(dataset(4, seed=1), name="test")
+    assert contents(tmp_path) == before
+
+
+def test_other_damping_under_the_same_name_is_refused_and_under_another_name_is_computed(
+    tmp_path: Path,
+) -> None:
+    _, scores = finished(tmp_path / "a.zarr", damping=1.0)
+    other = attributor(tmp_path / "a.zarr", damping=10.0)
+
+    with pytest.raises(ManifestMismatchError, match=r"kernel\.damping is 1\.0 there, 10\.0 here"):
+        other.score(TARGETS, name="test", checkpoints=states())
+    assert not np.allclose(other.score(TARGETS, name="more", checkpoints=states()).numpy(), scores.numpy())
+
+
+def test_interrupted_scoring_resumes_with_the_same_bits(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    _, expected = finished(tmp_path / "whole.zarr")
+    made = attributor(tmp_path / "a.zarr")
+    made.featurize(TRAIN, checkpoints=states())
+    with pytest.raises(KeyboardInterrupt):
+        made.score(Counting(TARGETS, fail_at=3), name="test", dataset_id="t", batch_size=2)
+
+    scores = made.score(TARGETS, name="test", dataset_id="t", batch_size=2)
+
+    np.testing.assert_allclose(scores.numpy(), expected.numpy(), rtol=1e-4, atol=1e-6)
+
+
+def test_open_takes_every_setting_from_the_manifest(tmp_path: Path) -> None:
+    folder = tmp_path / "weights"
+    folder.mkdir()
+    for number, state in enumerate(states()):
+        save_file(state, folder / f"epoch-{number}.safetensors")
+    made = attributor(
+        tmp_path / "a.zarr", grad_wrt=["2.weight", "0.bias"], seed=3, projector="gaussian", damping=0.5
+    )
+    made.featurize(TRAIN, checkpoints=folder)
+    expected = made.score(TARGETS, name="test").numpy()
+
+    opened = Attributor.open(tmp_path / "a.zarr", model())
+
+    assert list(opened.parameters) == ["0.bias", "2.weight"]
+    assert opened.kernel == made.kernel
+    np.testing.assert_array_equal(opened.scores("test").numpy(), expected)
+    # New targets need the weights: they are found where they were read from.
+    np.testing.assert_array_equal(opened.score(TARGETS, name="again").numpy(), expected)
+
+
+def test_open_asks_for_what_a_store_cannot_keep(tmp_path: Path) -> None:
+    def own_task(call: Any, batch: Any) -> Tensor:
+        return call(batch[0]).sum(1)
+
+    made = attributor(
+        tmp_path / "a.zarr",
+        task=own_task,
+        gradient_computer=IterativeGradientComputer,
+        projector=RademacherProjector(16),
+    )
+    made.featurize(TRAIN)
+
+    with pytest.raises(InvalidInputError, match=r"gradient_computer.*projector.*task"):
+        Attributor.open(tmp_path / "a.zarr", model())
+    opened = Attributor.open(
+        tmp_path / "a.zarr",
+        model(),
+        own_task,
+        gradient_computer=IterativeGradientComputer,
+        projector=RademacherProjector(16),
+    )
+    assert opened.featurize(TRAIN).rows_written == 0
+    with pytest.raises(MissingStoreError, match="nowhere"):
+        Attributor.open(tmp_path / "nowhere.zarr", model())
+
+
+# ------------------------------------------------------------------------ the caller's model
+
+
+class Noisy(nn.Module):
+    """Draws from batch statistics and dropout in train mode, and counts its calls in a buffer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = nn.Sequential(nn.Linear(4, 8), nn.BatchNorm1d(8), nn.Dropout(0.5), nn.Linear(8, CLASSES))
+        self.register_buffer("calls", torch.zeros(()), persistent=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.calls += 1
+        return self.net(x)
+
+
+@pytest.mark.parametrize("fail", [False, True])
+def test_the_model_comes_back_as_it_was_also_after_an_error(fail: bool) -> None:
+    torch.manual_seed(0)
+    mine = Noisy().train()
+    mine.net[2].eval()
+    mine.net[0].bias.requires_grad_(False)
+    parameters = list(mine.parameters())
+    before = {name: value.clone() for name, value in {**mine.state_dict(), "calls": mine.calls}.items()}
+    modes = [module.training for module in mine.modules()]
+    made = attributor(None, model=mine, gradient_computer="iterative")
+    others = [{name: value + 1 for name, value in mine.state_dict().items()}]
+
+    if fail:
+        with pytest.raises(KeyboardInterrupt):
+            made.featurize(Counting(fail_at=40), checkpoints=others)
+    else:
+        made.featurize(TRAIN, checkpoints=others)
+        made.score(TARGETS)
+
+    assert all(a is b for a, b in zip(mine.parameters(), parameters, strict=True))
+    assert [p.requires_grad for p in mine.parameters()] == [True, False, True, True, True, True]
+    assert [module.training for module in mine.modules()] == modes
+    for name, value in {**mine.state_dict(), "calls": mine.calls}.items():
+        assert torch.equal(value, before[name]), name
+    assert all(not module._forward_hooks for module in mine.modules())
+
+
+# ------------------------------------------------------------------------ what the result can be asked
+
+
+def test_positive_scores_mean_that_the_row_raises_the_output() -> None:
+    """Retraining a convex model with a row counted a little more moves f(target) as the scores say."""
+    torch.manual_seed(0)
+    train, targets = (
+        TensorDataset(d.tensors[0], d.tensors[1] % 2) for d in (dataset(40), dataset(5, seed=3))
+    )
+
+    def fit(weights: Tensor) -> nn.Module:
+        net = nn.Linear(4, 2).double()
+        optimizer = torch.optim.LBFGS(
+            net.parameters(), max_iter=300, tolerance_grad=1e-12, line_search_fn="strong_wolfe"
+        )
+        x, y = train.tensors
+
+        def closure() -> Tensor:
+            optimizer.zero_grad()
+            loss = (weights * nn.functional.cross_entropy(net(x.double()), y, reduction="none")).sum()
+            loss = loss + 0.05 * sum(p.square().sum() for p in net.parameters())
+            loss.backward()
+            return loss
+
+        optimizer.step(closure)
+        return net
+
+    def margins(net: nn.Module) -> Tensor:
+        x, y = targets.tensors
+        return ImageClassificationModelOutput().get_output(net, None, None, x[0].double(), y[0]).detach()
+
+    full = fit(torch.ones(40))
+    x, y = train.tensors
+    made = attributor(None, model=full, projector="none", damping=1e-3)
+    double = TensorDataset(x.double(), y)
+    made.featurize(double)
+    scores = made.score(TensorDataset(targets.tensors[0].double(), targets.tensors[1])).numpy()[:, 0]
+
+    effects = []
+    for row in range(40):
+        weights = torch.ones(40)
+        weights[row] += 0.05
+        effects.append(float(margins(fit(weights)) - margins(full)))
+
+    assert np.corrcoef(scores, effects)[0, 1] > 0.99
+
+
+def test_top_rows_equal_a_stable_sort_of_all_scores() -> None:
+    _, scores = finished(None)
+    dense = scores.numpy()
+
+    for sign, order in (
+        ("helpful", np.argsort(-dense, axis=0, kind="stable")),
+        ("harmful", np.argsort(dense, axis=0, kind="stable")),
+    ):
+        every = scores.top(5, sign=sign)
+        np.testing.assert_array_equal(every.indices, order[:5].T)
+        one = scores.top(5, target=2, sign=sign)
+        np.testing.assert_array_equal(one.indices, order[:5, 2])
+        np.testing.assert_array_equal(one.scores, dense[order[:5, 2], 2])
+    assert scores.top(1000, target=0).indices.shape == (N,)
+    np.testing.assert_array_equal(scores.top(5, target=-1).indices, scores.top(5, target=M - 1).indices)
+
+
+def test_self_influence_is_the_diagonal_of_scoring_the_train_set() -> None:
+    made, scores = finished(None)
+
+    diagonal = np.diagonal(made.score(TRAIN, name="train").numpy())
+
+    np.testing.assert_allclose(scores.self_influence(), diagonal, rtol=1e-4, atol=1e-6)
+
+
+def test_scores_become_numpy_pandas_and_xarray_with_rows_and_targets_named() -> None:
+    _, scores = finished(None)
+    dense = scores.numpy()
+
+    assert (len(scores), scores.shape) == (N, (N, M))
+    np.testing.assert_array_equal(np.asarray(scores), dense)
+    np.testing.assert_array_equal(scores.rows([3, 69, 0]), dense[[3, 69, 0]])
+    frame = scores.to_pandas()
+    assert (frame.index.name, frame.columns.name) == ("train_row", "target")
+    np.testing.assert_array_equal(frame.to_numpy(), dense)
+    array = scores.to_xarray()
+    assert array.dims == ("train_row", "target")
+    assert array.attrs["damping"] == str(16 / 2048)
+    np.testing.assert_array_equal(array.to_numpy(), dense)
+
+
+def test_the_repr_says_sizes_settings_and_place(tmp_path: Path) -> None:
+    _, scores = finished(tmp_path / "a.zarr")
+
+    text = repr(scores)
+
+    assert "70 train rows x 6 targets" in text
+    assert "checkpoints=2" in text
+    assert "kernel=curvature" in text
+    assert "a.zarr:scores/test" in text
+
+
+@pytest.mark.parametrize(
+    ("call", "message"),
+    [
+        (lambda s: s.top(0), "k must be an integer of at least 1"),
+        (lambda s: s.top(3, target=M), "no target 6: 'test' has targets 0 to 5"),
+        (lambda s: s.top(3, sign="good"), r"sign must be one of \['harmful', 'helpful'\]"),
+    ],
+)
+def test_unanswerable_questions_are_refused(call: Callable[[Scores], Any], message: str) -> None:
+    with pytest.raises(InvalidInputError, match=message):
+        call(finished(None)[1])
+
+
+def test_batches_of_a_loader_with_collation_of_its_own_work_end_to_end() -> None:
+    def collate(samples: list[tuple[Tensor, Tensor]]) -> dict[str, Tensor]:
+        return {"input": torch.stack([x for x, _ in samples]), "labels": torch.stack([y for _, y in samples])}
+
+    made = attributor(None)
+    made.featurize(DataLoader(TRAIN, batch_size=16, collate_fn=collate), checkpoints=states())
+
+    scores = made.score(DataLoader(TARGETS, batch_size=4, collate_fn=collate))
+
+    np.testing.assert_allclose(scores.numpy(), finished(None)[1].numpy(), rtol=1e-4, atol=1e-6)
+
+
+def test_every_automatic_choice_is_logged_and_written_down(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    with caplog.at_level(logging.INFO, logger="trak_lite"):
+        finished(tmp_path / "a.zarr")
+
+    assert "gradient_computer='auto' is 'hook': every kept parameter is covered" in caplog.text
+    assert "'projector': 'countsketch'" in caplog.text
+    import json
+
+    stored = json.loads((tmp_path / "a.zarr" / "zarr.json").read_text())["attributes"]["trak_lite"]
+    assert stored["made_with"]["settings"]["kernel"] == "curvature"
+    assert stored["made_with"]["settings"]["gradient_computer"] == "hook"
+    assert stored["fingerprint"]["projector"]["proj_dim"] == 16
+
+
+def test_the_progress_bar_shows_rate_and_remaining_time(capsys: pytest.CaptureFixture[str]) -> None:
+    made = attributor(None, progress=True)
+    made.featurize(TRAIN)
+
+    shown = capsys.readouterr().err
+
+    assert "Featurizing current" in shown
+    assert "70/70" in shown
+    assert "row/s" in shown
+    attributor(None).featurize(TRAIN)
+    assert capsys.readouterr().err == ""
+
+
+@pytest.mark.parametrize(
+    ("own", "loader", "call", "expected"),
+    [
+        (30, None, None, [30, 30, 10]),
+        (30, 40, None, [40, 30]),
+        (30, 40, 50, [50, 20]),
+        (None, None, None, [32, 32, 6]),
+    ],
+)
+def test_the_batch_size_is_the_calls_or_the_loaders_or_the_attributors(
+    own: int | None, loader: int | None, call: int | None, expected: list[int]
+) -> None:
+    sizes: list[int] = []
+
+    def collate(samples: list[Any]) -> Any:
+        sizes.append(len(samples))
+        return torch.utils.data.default_collate(samples)
+
+    attributor = Attributor(
+        model(), "image_classification", None, proj_dim=8, collate=collate, batch_size=own
+    )
+    data = TRAIN if loader is None else DataLoader(TRAIN, batch_size=loader)
+    attributor.featurize(data, batch_size=call, dataset_id="train")
+
+    assert sizes == expected
+
+
+# ------------------------------------------------------------------------ wrong settings and wrong data
+
+
+@pytest.mark.parametrize(
+    ("changes", "error", "message"),
+    [
+        ({"task": "image_clasification"}, UnknownTaskError, "image_classification"),
+        ({"proj_dim": 0}, InvalidInputError, "proj_dim must be an integer of at least 1"),
+        (
+            {"dtype": "int2"},
+            InvalidInputError,
+            r"dtype must be one of \['float16', 'float32', 'int4', 'int8'\]",
+        ),
+        ({"grad_wrt": ["0.wieght"]}, InvalidInputError, r"\['0.wieght'\].*0.weight"),
+        ({"gradient_computer": "functorch"}, InvalidInputError, "gradient_computer must be one of"),
+        ({"projector": "rademacer"}, InvalidInputError, "rademacher"),
+        ({"kernel": "curve"}, InvalidInputError, "kernel must be one of"),
+        ({"damping": -1.0}, InvalidInputError, "damping must be a finite number of at least 0"),
+        ({"batch_size": 0}, InvalidInputError, "batch_size must be an integer of at least 1"),
+        ({"device": "tpu"}, InvalidInputError, "Unknown device 'tpu'"),
+        ({"kernel": "curvature", "task": lambda c, b: c(b[0])[:, 0]}, InvalidInputError, "linear in it"),
+    ],
+)
+def test_wrong_settings_are_refused_before_anything_is_written(
+    tmp_path: Path, changes: dict[str, Any], error: type[Exception], message: str
+) -> None:
+    with pytest.raises(error, match=message):
+        attributor(tmp_path / "a.zarr", **changes)
+
+    assert contents(tmp_path) == {}
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
+def test_a_gpu_that_is_not_there_is_refused() -> None:
+    with pytest.raises(InvalidInputError, match="torch sees no CUDA GPU"):
+        attributor(None, device="cuda")
+
+
+def with_input(row: int, value: float) -> TensorDataset:
+    x, y = (t.clone() for t in TRAIN.tensors)
+    x[row] = value
+    return TensorDataset(x, y)
+
+
+def with_label(row: int, value: int) -> TensorDataset:
+    x, y = (t.clone() for t in TRAIN.tensors)
+    y[row] = value
+    return TensorDataset(x, y)
+
+
+class Branches(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, CLASSES)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.linear(x) if x.sum() > 0 else -self.linear(x)
+
+
+@pytest.mark.parametrize(
+    ("data", "changes", "error", "message"),
+    [
+        (with_input(3, float("nan")), {}, NonFiniteError, r"output of rows \[3\] of the train data is NaN"),
+        (with_label(5, 99), {}, InvalidInputError, "99"),
+        (with_label(5, -1), {"gradient_computer": "iterative"}, InvalidInputError, "-1"),
+        (
+            TensorDataset(torch.randn(N, 7), torch.zeros(N).long()),
+            {},
+            InvalidInputError,
+            r"Sequential failed.*\(32, 7\) float32",
+        ),
+        (
+            TensorDataset(torch.randn(0, 4), torch.zeros(0).long()),
+            {},
+            InvalidInputError,
+            "No rows in the train data",
+        ),
+        (DataLoader(TRAIN, shuffle=True), {}, InvalidInputError, "the train data does not read"),
+        (TRAIN, {"checkpoints": []}, InvalidInputError, "checkpoints is empty"),
+        (TRAIN, {"checkpoints": {"0.weight": torch.ones(1)}}, InvalidInputError, "does not fit"),
+        (TRAIN, {"batch_size": 0}, InvalidInputError, "batch_size must be"),
+        (
+            with_input(3, 1e6),
+            {"dtype": "float16", "projector": "none", "model": nn.Linear(4, CLASSES)},
+            PrecisionError,
+            "float16 cannot hold.*float32",
+        ),
+        (
+            TRAIN,
+            {"model": Branches(), "gradient_computer": "functional"},
+            UnsupportedModelError,
+            "iterative",
+        ),
+        (
+            TRAIN,
+            {"collate": lambda samples: (torch.randn(1, 4), torch.zeros(1).long())},
+            InvalidInputError,
+            "gave a batch of 1",
+        ),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "",
+)
+def test_bad_input_gets_a_named_error_and_nothing_on_disk_changes(
+    tmp_path: Path, data: Any, changes: dict[str, Any], error: type[Exception], message: str
+) -> None:
+    call = {key: changes[key] for key in ("checkpoints", "batch_size") if key in changes}
+    settings = {key: value for key, value in changes.items() if key not in call}
+    made = attributor(tmp_path / "a.zarr", **settings)
+
+    with pytest.raises(error, match=message):
+        made.featurize(data, **call)
+
+    assert contents(tmp_path) == {}
+
+
+def test_a_bad_row_in_a_later_batch_keeps_what_was_done_and_can_be_mended(tmp_path: Path) -> None:
+    made = attributor(tmp_path / "a.zarr")
+    with pytest.raises(NonFiniteError, match=r"rows \[50\]"):
+        made.featurize(with_input(50, float("inf")), dataset_id="d")
+
+    assert made.featurize(TRAIN, dataset_id="d").rows_found == 32
+
+
+@pytest.mark.parametrize(
+    ("changes", "key"),
+    [
+        ({"proj_dim": 8}, "feature_width is 32 there, 16 here"),
+        ({"seed": 1}, r"projector\.seed is 0 there, 1 here"),
+        ({"dtype": "float16"}, "dtype is 'float32' there, 'float16' here"),
+        ({"projector": "gaussian"}, r"projector\.of\.kind"),
+        (
+            {"gradient_computer": partial(FunctionalGradientComputer, autocast_dtype=torch.bfloat16)},
+            r"gradients\.autocast_dtype is 'absent' there, 'bfloat16' here",
+        ),
+        ({"grad_wrt": ["0.weight"]}, r"parameters\.0\.bias is .* there, 'absent' here"),
+        (
+            {"task": ImageClassificationModelOutput(temperature=2.0)},
+            r"task\.settings\.temperature is 1\.0 there, 2\.0 here",
+        ),
+    ],
+)
+def test_a_store_of_other_settings_is_refused_naming_each_difference(
+    tmp_path: Path, changes: dict[str, Any], key: str
+) -> None:
+    finished(tmp_path / "a.zarr")
+    before = contents(tmp_path)
+    other = attributor(tmp_path / "a.zarr", **changes)
+
+    for call in (
+        lambda: other.featurize(TRAIN, checkpoints=states()),
+        lambda: other.score(TARGETS, name="new"),
+    ):
+        with pytest.raises(ManifestMismatchError, match=key):
+            call()
+
+    assert contents(tmp_path) == before
+
+
+def test_other_train_data_is_refused_and_augmentation_is_suspected(tmp_path: Path) -> None:
+    finished(tmp_path / "a.zarr")
+
+    with pytest.raises(ManifestMismatchError, match=r"dataset\.tensors.*augmentation.*dataset_id"):
+        attributor(tmp_path / "a.zarr").featurize(with_input(0, 3.0), checkpoints=states())
+    with pytest.raises(ManifestMismatchError, match=r"dataset\.num_rows is 70 there, 60 here"):
+        attributor(tmp_path / "a.zarr").featurize(dataset(60), checkpoints=states())
+
+
+def test_steps_out_of_order_are_refused(tmp_path: Path) -> None:
+    made = attributor(tmp_path / "a.zarr")
+    with pytest.raises(StateError, match=r"no store at.*featurize"):
+        made.score(TARGETS)
+    with pytest.raises(StateError, match="featurize"):
+        attributor(None).score(TARGETS)
+    with pytest.raises(StateError, match="featurize"):
+        attributor(None).scores()
+    with pytest.raises(KeyboardInterrupt):
+        made.featurize(Counting(fail_at=40), dataset_id="d")
+    with pytest.raises(StateError, match=r"ckpt-0 has 32 of 70 train rows.*featurize"):
+        made.score(TARGETS)
+    made.featurize(TRAIN, dataset_id="d")
+    with pytest.raises(StateError, match=r"no scores 'test'; there are \[\]"):
+        made.scores("test")
+    with pytest.raises(StateError, match="no features for 1 of the 1 checkpoints"):
+        made.score(TARGETS, checkpoints=states(1))
+
+
+def test_unfinished_scores_cannot_be_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    made = attributor(tmp_path / "a.zarr")
+    made.featurize(TRAIN, checkpoints=states())
+    monkeypatch.setattr("trak_lite.scoring.tiles._TILE_ROWS", 16)
+    calls = []
+
+    def stop(*args: Any, **settings: Any) -> Any:
+        calls.append(args)
+        if len(calls) == 2:
+            raise KeyboardInterrupt
+        return real(*args, **settings)
+
+    import trak_lite.scoring.tiles as score_tiles
+
+    real = score_tiles.score_tile
+    monkeypatch.setattr(score_tiles, "score_tile", stop)
+    with pytest.raises(KeyboardInterrupt):
+        made.score(TARGETS, name="test")
+
+    with pytest.raises(StateError, match="not finished"):
+        made.scores("test")
+    monkeypatch.setattr(score_tiles, "score_tile", real)
+    scores = made.score(TARGETS, name="test")
+
+    np.testing.assert_array_equal(scores.numpy(), finished(tmp_path / "b.zarr")[1].numpy())
+
+
+def test_other_weights_under_a_name_that_the_store_knows_are_pointed_out(tmp_path: Path) -> None:
+    for path in ("a.zarr", None):
+        net = model()
+        made = attributor(None if path is None else tmp_path / path, model=net)
+        made.featurize(TRAIN)
+        made.featurize(TRAIN)  # the same weights
+        with torch.no_grad():
+            next(net.parameters()).add_(1.0)
+
+        with pytest.warns(UserWarning, match=r"other weights under the name 'current' already \(ckpt-0\)"):
+            made.featurize(TRAIN)
+
+
+def test_weights_that_cannot_be_found_again_are_asked_for(tmp_path: Path) -> None:
+    made = attributor(tmp_path / "a.zarr")
+    made.featurize(TRAIN, checkpoints=iter(states()))
+
+    with pytest.raises(
+        StateError, match=r"ckpt-0 \(featurized as '0'\), ckpt-1 .*checkpoints=.*drop_checkpoint"
+    ):
+        made.score(TARGETS)
+
+    assert made.score(TARGETS, checkpoints=states()).shape == (N, M)
+
+
+@pytest.mark.parametrize("damage", [b"", b"{", b'{"zarr_format": 3, "node_type": "group", "attributes": {}}'])
+def test_a_corrupt_manifest_is_named_and_left_alone(tmp_path: Path, damage: bytes) -> None:
+    finished(tmp_path / "a.zarr")
+    (tmp_path / "a.zarr" / "zarr.json").write_bytes(damage)
+    before = contents(tmp_path)
+
+    with pytest.raises(StoreError, match=r"a\.zarr"):
+        attributor(tmp_path / "a.zarr").featurize(TRAIN, checkpoints=states())
+
+    assert contents(tmp_path) == before
+
+
+def test_a_full_disk_is_named_and_the_run_resumes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    import errno
+
+    def full(*args: Any) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    made = attributor(tmp_path / "a.zarr")
+    with monkeypatch.context() as patched:
+        patched.setattr(os, "posix_fallocate", full)
+        with pytest.raises(StoreError, match=r"full|space"):
+            made.featurize(TRAIN, checkpoints=states())
+
+    made.featurize(TRAIN, checkpoints=states())
+    np.testing.assert_array_equal(
+        made.score(TARGETS, name="test").numpy(), finished(tmp_path / "b.zarr")[1].numpy()
+    )
+
+
+def test_a_gradient_computer_may_be_a_class_or_a_partial() -> None:
+    _, expected = finished(None)
+    _, chunked = finished(None, gradient_computer=partial(FunctionalGradientComputer, chunk_size=3))
+
+    np.testing.assert_allclose(chunked.numpy(), expected.numpy(), rtol=1e-4, atol=1e-6)
+
+
+def test_a_read_only_folder_gives_what_is_there_and_refuses_the_rest_by_name(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    _, scores = finished(tmp_path / "a.zarr")
+    before = contents(tmp_path)
+    monkeypatch.setattr(
+        os, "access", lambda path, mode, **kwargs: not mode & os.W_OK
+    )  # also when run as root
+
+    again = attributor(tmp_path / "a.zarr")
+
+    assert again.featurize(TRAIN, checkpoints=states()).rows_written == 0
+    np.testing.assert_array_equal(again.score(TARGETS, name="test").numpy(), scores.numpy())
+    with pytest.raises(ReadOnlyStoreError, match=r"a\.zarr"):
+        again.score(TARGETS, name="new")
+    with pytest.raises(ReadOnlyStoreError, match=r"a\.zarr"):
+        again.featurize(TRAIN, checkpoints=states(3))
+    assert contents(tmp_path) == before
+
+
+# ------------------------------------------------------------------------ checkpoints from anywhere
+
+
+def test_the_model_as_it_is_means_as_it_came_also_after_other_checkpoints() -> None:
+    mine = model()
+    made = attributor(None, model=mine, projector="none")  # else every checkpoint has a projection of its own
+    alone = attributor(None, model=mine, projector="none")
+    alone.featurize(TRAIN)
+
+    summary = made.featurize(TRAIN, checkpoints=[states(1)[0], None])
+
+    assert summary.rows_written == 2 * N
+    current = made.score(TARGETS, name="current", checkpoints=[None])
+    np.testing.assert_array_equal(current.numpy(), alone.score(TARGETS).numpy())
+
+
+def test_targets_are_scored_from_a_generator_of_checkpoints() -> None:
+    made, scores = finished(None)
+
+    again = made.score(TARGETS, name="again", checkpoints=(state for state in states()))
+
+    np.testing.assert_array_equal(again.numpy(), scores.numpy())
+
+
+def test_weights_of_every_featurize_call_are_found_again(tmp_path: Path) -> None:
+    first, second = states()
+    save_file(first, tmp_path / "first.safetensors")
+    made = attributor(tmp_path / "a.zarr")
+    made.featurize(TRAIN, checkpoints=tmp_path / "first.safetensors")
+    made.featurize(TRAIN, checkpoints=second)
+    made.featurize(TRAIN)
+
+    assert made.score(TARGETS).settings["checkpoints"] == 3
+
+
+def test_a_loader_that_returns_nothing_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(InvalidInputError, match="gave NoneType, expected a mapping"):
+        attributor(tmp_path / "a.zarr").featurize(TRAIN, checkpoints=[1, 2], checkpoint_loader=lambda _: None)
+
+    assert contents(tmp_path) == {}
+
+
+# ------------------------------------------------------------------------ whose fault it is
+
+
+@pytest.mark.parametrize("computer", ["functional", "iterative"])
+def test_a_bad_label_is_named_by_its_row_in_the_dataset(computer: str) -> None:
+    with pytest.raises(InvalidInputError, match=r"^Row 45 of the train data: .*99"):
+        attributor(None, gradient_computer=computer).featurize(with_label(45, 99))
+
+
+@pytest.mark.parametrize("computer", ["functional", "iterative"])
+def test_an_output_that_no_parameter_reaches_is_refused_instead_of_stored_as_zeros(
+    computer: str, tmp_path: Path
+) -> None:
+    mine = model()
+    tasks = [lambda call, batch: call(batch[0]).detach().sum(1)]
+    if computer == "functional":  # a closed-over model is not the one that is traced
+        tasks.append(lambda call, batch: mine(batch[0]).sum(1))
+
+    for task in tasks:
+        with pytest.raises(UnsupportedModelError, match="depends on none of the 4 kept parameters"):
+            attributor(tmp_path / "a.zarr", model=mine, task=task, gradient_computer=computer).featurize(
+                TRAIN
+            )
+
+    assert contents(tmp_path) == {}
+
+
+def test_gradients_that_really_are_zero_are_stored() -> None:
+    """A row that the model fits exactly has no gradient of its squared error."""
+    linear = nn.Linear(4, 1)
+    x = TRAIN.tensors[0]
+    fitted = TensorDataset(x, linear(x).detach())
+    from trak_lite.modelout_functions import RegressionModelOutput
+
+    made = attributor(None, model=linear, task=RegressionModelOutput(output="neg_squared_error"))
+
+    assert made.featurize(fitted, batch_size=1).rows_written == N
+
+
+def test_one_exactly_fitted_row_does_not_stop_a_float16_run() -> None:
+    from trak_lite.modelout_functions import RegressionModelOutput
+
+    linear = nn.Linear(4, 1)
+    x = TRAIN.tensors[0]
+    y = linear(x).detach() + 1.0
+    y[3] = linear(x[3:4]).detach()[0] + 1e-7
+    task = RegressionModelOutput(output="neg_squared_error")
+
+    made = attributor(None, model=linear, task=task, dtype="float16")
+
+    assert made.featurize(TensorDataset(x, y)).rows_written == N
+
+
+def test_a_buffer_made_by_the_forward_pass_does_not_hide_the_result() -> None:
+    class Lazy(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear = nn.Linear(4, CLASSES)
+
+        def forward(self, x: Tensor) -> Tensor:
+            if not hasattr(self, "mask"):
+                self.register_buffer("mask", torch.ones(4), persistent=False)
+            return self.linear(x * self.mask)
+
+    mine = Lazy().train()
+
+    attributor(None, model=mine, gradient_computer="iterative").featurize(TRAIN)
+
+    assert mine.training
+
+
+def test_the_callers_random_numbers_are_left_alone() -> None:
+    torch.manual_seed(7)
+    expected = torch.rand(3)
+    made = attributor(None)
+    torch.manual_seed(7)
+    state = torch.get_rng_state()
+
+    made.featurize(TRAIN)
+    made.score(TARGETS)
+
+    assert torch.equal(torch.get_rng_state(), state)
+    assert torch.equal(torch.rand(3), expected)
+
+
+@pytest.mark.parametrize("name", ["a/b", "..", "", "a b", 3, None])
+def test_names_that_cannot_be_folders_are_refused_at_once(tmp_path: Path, name: Any) -> None:
+    made, _ = finished(tmp_path / "a.zarr")
+    before = contents(tmp_path)
+
+    with pytest.raises(InvalidInputError, match="cannot be a target set name"):
+        made.score(TARGETS, name=name)
+
+    assert contents(tmp_path) == before
+
+
+def test_rows_written_by_another_run_meanwhile_are_found(tmp_path: Path) -> None:
+    class Meanwhile(Counting):
+        def __getitem__(self, index: int) -> Any:
+            if index == 0 and not self.loaded.count(0):  # before this run has put a row
+                attributor(tmp_path / "a.zarr").featurize(TRAIN, dataset_id="d")
+            return super().__getitem__(index)
+
+    summary = attributor(tmp_path / "a.zarr").featurize(Meanwhile(), dataset_id="d")
+
+    assert (summary.rows_written, summary.rows_found) == (0, N)
+
+
+def test_a_store_with_a_kernel_for_every_module_opens_with_it(tmp_path: Path) -> None:
+    made = attributor(tmp_path / "a.zarr", layout="module")
+    made.featurize(TRAIN)
+
+    opened = Attributor.open(tmp_path / "a.zarr", model())
+
+    assert len(opened.layout.segments) > 1
+    assert opened.layout == made.layout
+    assert opened.featurize(TRAIN).rows_written == 0
+    with pytest.raises(ManifestMismatchError, match="layout"):
+        attributor(tmp_path / "a.zarr", layout="joint").featurize(TRAIN)

@@ -1,0 +1,130 @@
+"""The whole way with a store in an object store: the numbers are those of a run on a local disk."""
+
+import uuid
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+from torch.utils.data import Dataset, TensorDataset
+
+from trak_lite import Attributor
+from trak_lite.errors import ManifestMismatchError, StateError
+from trak_lite.featurizing.row_checks import PROBED_ROWS
+from trak_lite.store import RemotePlace
+
+fsspec = pytest.importorskip("fsspec", reason="fsspec is not installed")
+obstore_store = pytest.importorskip("obstore.store", reason="obstore is not installed")
+
+N, M, CLASSES = 70, 6, 3
+SETTINGS = {"proj_dim": 16, "progress": False}
+
+
+class Failing(Dataset):
+    """The train data, up to a row at which the run breaks off."""
+
+    def __init__(self, inner, fail_at):
+        self.inner, self.fail_at, self.loaded = inner, fail_at, []
+
+    def __len__(self):
+        return len(self.inner)
+
+    def __getitem__(self, row):
+        if row == self.fail_at:
+            raise KeyboardInterrupt
+        self.loaded.append(row)
+        return self.inner[row]
+
+
+def model(seed=0):
+    torch.manual_seed(seed)
+    return nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, CLASSES))
+
+
+def dataset(count, seed):
+    generator = torch.Generator().manual_seed(seed)
+    return TensorDataset(
+        torch.randn(count, 4, generator=generator), torch.randint(CLASSES, (count,), generator=generator)
+    )
+
+
+TRAIN, TARGETS = dataset(N, 0), dataset(M, 1)
+CHECKPOINTS = [model(seed).state_dict() for seed in (1, 2)]
+
+
+def attributor(path):
+    return Attributor(model(), "image_classification", path, **SETTINGS)
+
+
+def run(path):
+    made = attributor(path)
+    made.featurize(TRAIN, CHECKPOINTS, dataset_id="train", batch_size=16)
+    return made.score(TARGETS, checkpoints=CHECKPOINTS)
+
+
+@pytest.fixture(scope="module")
+def expected(tmp_path_factory):
+    return run(tmp_path_factory.mktemp("local") / "run.zarr")
+
+
+@pytest.fixture(params=["memory", "obstore"])
+def where(request, tmp_path, monkeypatch):
+    """An address, staged in the user's cache folder."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    if request.param == "memory":
+        yield f"memory://{uuid.uuid4().hex}/run.zarr"
+        fsspec.filesystem("memory").store.clear()
+        fsspec.filesystem("memory").pseudo_dirs[:] = [""]
+    else:
+        yield obstore_store.LocalStore(tmp_path / "objects", mkdir=True)
+
+
+def test_scores_equal_those_of_a_local_run_bitwise(where, expected):
+    """Also when read later, by an attributor that knows the address alone; nothing is computed twice."""
+    scores = run(where)
+    np.testing.assert_array_equal(scores.numpy(), expected.numpy())
+    np.testing.assert_array_equal(scores.self_influence(), expected.self_influence())
+    assert scores.top(3, target=1).indices.tolist() == expected.top(3, target=1).indices.tolist()
+
+    again = Attributor.open(where, model(), progress=False)
+    found = again.featurize(TRAIN, CHECKPOINTS, dataset_id="train")
+    assert (found.rows_written, found.rows_found) == (0, 2 * N)
+    np.testing.assert_array_equal(again.scores().numpy(), expected.numpy())
+    assert str(RemotePlace(where)) in repr(again.scores())
+
+
+def test_a_run_that_broke_off_goes_on_where_it_stopped(where, expected):
+    """Rows of chunks that were not complete are on this machine; few are loaded again, to be compared."""
+    broken = Failing(TRAIN, fail_at=48)
+    with pytest.raises(KeyboardInterrupt):
+        attributor(where).featurize(broken, CHECKPOINTS, dataset_id="train", batch_size=16)
+    resumed = Failing(TRAIN, fail_at=None)
+    attributor(where).featurize(resumed, CHECKPOINTS[:1], dataset_id="train", batch_size=16)
+    assert resumed.loaded[:PROBED_ROWS] == sorted(resumed.loaded[:PROBED_ROWS])
+    assert max(resumed.loaded[:PROBED_ROWS]) < 48
+    assert resumed.loaded[PROBED_ROWS:] == list(range(48, N))
+    np.testing.assert_array_equal(run(where).numpy(), expected.numpy())
+
+
+def test_a_machine_that_has_nothing_computes_what_is_not_committed(where, expected, tmp_path, monkeypatch):
+    with pytest.raises(KeyboardInterrupt):
+        attributor(where).featurize(Failing(TRAIN, 48), CHECKPOINTS, dataset_id="train", batch_size=16)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "elsewhere"))
+    np.testing.assert_array_equal(run(where).numpy(), expected.numpy())
+
+
+def test_the_gram_matrix_is_kept_on_the_machine(where, expected, tmp_path):
+    run(where)
+    assert list((tmp_path / "cache").rglob("*.npy"))
+
+
+def test_other_settings_are_refused_by_name(where, expected):
+    run(where)
+    other = Attributor(model(), "image_classification", where, seed=1, **SETTINGS)
+    with pytest.raises(ManifestMismatchError, match=r"projector\.seed is 0 there, 1 here"):
+        other.featurize(TRAIN, CHECKPOINTS, dataset_id="train")
+
+
+def test_an_address_without_a_store_is_named(where):
+    with pytest.raises(StateError, match="There is no store at"):
+        attributor(where).score(TARGETS)

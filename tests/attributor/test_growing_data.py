@@ -1,0 +1,411 @@
+"""Rows appended to featurized data, checkpoints dropped, and processes that meet on one store in this process."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils.data import Dataset, Subset, TensorDataset
+
+from trak_lite import Attributor
+from trak_lite.errors import (
+    BusyError,
+    HeldHereError,
+    InvalidInputError,
+    ManifestMismatchError,
+    ReadOnlyStoreError,
+    StateError,
+)
+from trak_lite.parallel import sharing
+from trak_lite.store import MemoryFeatureStore, ZarrFeatureStore, _grid, verify_store
+
+N, R = 70, 32
+MORE = [1, R - 1, R, R + 1]
+generator = torch.Generator().manual_seed(0)
+INPUTS, LABELS = torch.randn(N + R + 1, 4, generator=generator), torch.arange(N + R + 1) % 3
+TARGETS = TensorDataset(torch.randn(5, 4, generator=generator), torch.arange(5) % 3)
+
+
+class Counting(Dataset[Any]):
+    """A dataset that is no TensorDataset, and remembers which rows were loaded."""
+
+    def __init__(self, count: int) -> None:
+        self.count, self.loaded = count, []
+
+    def __len__(self) -> int:
+        return self.count
+
+    def __getitem__(self, index: int) -> Any:
+        self.loaded.append(index)
+        return INPUTS[index], LABELS[index]
+
+
+def rows(count: int) -> TensorDataset:
+    return TensorDataset(INPUTS[:count], LABELS[:count])
+
+
+def model() -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 3))
+
+
+def states(count: int = 2) -> list[dict[str, Tensor]]:
+    shapes = model().state_dict()
+    torch.manual_seed(1)
+    return [{name: torch.randn_like(value) for name, value in shapes.items()} for _ in range(count)]
+
+
+def attributor(path: Path | None, **changes: Any) -> Attributor:
+    return Attributor(
+        model(), "image_classification", path, **{"proj_dim": 16, "dtype": "float32", **changes}
+    )
+
+
+def features(path: Path, table: str = "ckpt-0") -> np.ndarray:
+    with ZarrFeatureStore.open(path) as store:
+        return store.open_table(table).read("features")
+
+
+def contents(folder: Path) -> dict[str, bytes]:
+    return {str(p.relative_to(folder)): p.read_bytes() for p in sorted(folder.rglob("*")) if p.is_file()}
+
+
+@pytest.fixture(autouse=True)
+def _small_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(_grid, "_FEWEST_ROWS_PER_COMMIT", R)
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A store of all rows at once."""
+    path = tmp_path_factory.mktemp("whole") / "a.zarr"
+    attributor(path).featurize(rows(N + R + 1), states())
+    return path
+
+
+@pytest.mark.parametrize("more", MORE)
+def test_only_appended_rows_are_featurized_and_a_reader_from_before_sees_what_it_saw(
+    tmp_path: Path, whole: Path, more: int
+) -> None:
+    path = tmp_path / "a.zarr"
+    attributor(path).featurize(Counting(N), states(), dataset_id="d")
+    before = features(path)
+    with ZarrFeatureStore.open(path) as store:
+        held = list(store.open_table("ckpt-0").chunks("features"))
+        assert [len(chunk) for _, chunk in held] == [R, R, N - 2 * R]
+        longer = Counting(N + more)
+
+        summary = attributor(path).featurize(longer, states(), dataset_id="d", append=True)
+
+        np.testing.assert_array_equal(store.open_table("ckpt-0").read("features"), before)
+        np.testing.assert_array_equal(np.concatenate([chunk for _, chunk in held]), before)
+    assert (summary.rows_written, summary.rows_found) == (2 * more, 2 * N)
+    new = list(range(N, N + more))
+    compared = longer.loaded[:8]
+    assert max(compared) < N
+    assert longer.loaded == 2 * (compared + new)
+    after = features(path)
+    np.testing.assert_array_equal(after[:N], before)
+    np.testing.assert_allclose(after, features(whole)[: N + more], rtol=1e-4, atol=1e-5)
+    assert verify_store(path).findings == ()
+
+
+@pytest.mark.parametrize("in_memory", [False, True])
+def test_scores_of_grown_data_are_those_of_the_whole_and_older_ones_are_refused(
+    tmp_path: Path, in_memory: bool
+) -> None:
+    made = attributor(None if in_memory else tmp_path / "a.zarr")
+    made.featurize(rows(N), states())
+    old = made.score(TARGETS, "test")
+    made.featurize(rows(N + 3), states(), append=True)
+    fresh = attributor(None)
+    fresh.featurize(rows(N + 3), states())
+    expected = fresh.score(TARGETS, "test").numpy()
+
+    np.testing.assert_allclose(made.score(TARGETS, "new").numpy(), expected, rtol=1e-4, atol=1e-6)
+    assert old.shape == (N, 5)
+    for call in (lambda: made.scores("test"), lambda: made.score(TARGETS, "test")):
+        with pytest.raises(StateError, match=r"of 70 train rows, and there are 73 .* drop_scores\('test'\)"):
+            call()
+    made.score(TARGETS, "new", q="off")
+    made.drop_scores("new")
+    with pytest.raises(StateError, match="no scores 'new' made with"):
+        made.scores("new", q="off")
+    made.drop_scores("test")
+    np.testing.assert_allclose(made.score(TARGETS, "test").numpy(), expected, rtol=1e-4, atol=1e-6)
+    with pytest.raises(StateError, match="no scores 'other'"):
+        made.drop_scores("other")
+
+
+def test_scores_wait_until_every_checkpoint_has_the_appended_rows(tmp_path: Path) -> None:
+    made = attributor(tmp_path / "a.zarr")
+    made.featurize(rows(N), states())
+    made.featurize(rows(N + 1), states(1), append=True)
+
+    with pytest.raises(StateError, match="ckpt-1 has 70 of 71 train rows"):
+        made.score(TARGETS)
+    assert made.score(TARGETS, "one", checkpoints=states(1)).shape == (N + 1, 5)
+    assert made.featurize(rows(N + 1), states()).rows_written == 1
+    assert made.score(TARGETS).shape == (N + 1, 5)
+
+
+@pytest.mark.parametrize("table", ["before the first table", "after it"])
+def test_a_growth_that_was_interrupted_is_finished_by_the_next_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, table: str
+) -> None:
+    made = attributor(tmp_path / "a.zarr")
+    made.featurize(rows(N), states())
+    grow, calls = ZarrFeatureStore.grow_table, []
+
+    def stop(self: ZarrFeatureStore, path: str, num_rows: int) -> Any:
+        calls.append(path)
+        if table == "after it":
+            grow(self, path, num_rows)
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patched:
+        patched.setattr(ZarrFeatureStore, "grow_table", stop)
+        with pytest.raises(KeyboardInterrupt):
+            made.featurize(rows(N + 5), states(), append=True)
+    assert calls == ["ckpt-0"]
+
+    with pytest.raises(StateError, match="ckpt-0 has 70 of 75 train rows"):
+        made.score(TARGETS)
+    with pytest.raises(ManifestMismatchError, match=r"dataset\.num_rows is 75 there, 70 here"):
+        made.featurize(rows(N), states())
+    summary = attributor(tmp_path / "a.zarr").featurize(rows(N + 5), states())
+    assert (summary.rows_written, summary.rows_found) == (10, 2 * N)
+
+
+def test_rows_are_appended_by_a_flag_alone_and_the_message_says_so(tmp_path: Path) -> None:
+    made = attributor(tmp_path / "a.zarr")
+    assert made.featurize(rows(N), append=True).rows_written == N
+    before = contents(tmp_path)
+    with pytest.raises(ManifestMismatchError, match=r"num_rows is 70 there, 71 here.*pass append=True"):
+        made.featurize(rows(N + 1))
+    with pytest.raises(
+        ManifestMismatchError, match=r"num_rows is 70 there, 69 here;.* Use the stored settings"
+    ):
+        made.featurize(rows(N - 1), append=True)
+    assert made.featurize(rows(N), append=True).rows_written == 0
+    assert contents(tmp_path) == before
+
+
+def changed(row: int) -> TensorDataset:
+    inputs = INPUTS[: N + 3].clone()
+    inputs[row] += 1
+    return TensorDataset(inputs, LABELS[: N + 3])
+
+
+@pytest.mark.parametrize(
+    ("data", "options", "key"),
+    [
+        (changed(0), {}, "dataset.tensors"),
+        (changed(N - 1), {}, "dataset.tensors"),
+        (rows(N + 3), {"indices": [1, 0, *range(2, N + 3)]}, "dataset.indices"),
+        (rows(N + 3), {"dataset_id": "mine"}, "dataset.id"),
+        (Counting(N + 3), {}, "dataset.samples"),
+    ],
+)
+def test_data_that_does_not_begin_with_the_stored_rows_is_refused(
+    tmp_path: Path, data: Any, options: dict[str, Any], key: str
+) -> None:
+    attributor(tmp_path / "a.zarr").featurize(rows(N))
+    before = contents(tmp_path)
+
+    with pytest.raises(ManifestMismatchError, match=key) as caught:
+        attributor(tmp_path / "a.zarr").featurize(data, append=True, **options)
+    assert "num_rows" not in str(caught.value)
+    assert "to the very data" in str(caught.value)
+    assert contents(tmp_path) == before
+
+
+def test_other_settings_are_not_taken_up_with_appended_rows(tmp_path: Path) -> None:
+    attributor(tmp_path / "a.zarr").featurize(rows(N))
+    with pytest.raises(ManifestMismatchError, match=r"projector\.seed is 0 there, 1 here"):
+        attributor(tmp_path / "a.zarr", seed=1).featurize(rows(N + 1), append=True)
+    with ZarrFeatureStore.open(tmp_path / "a.zarr") as store:
+        assert store.manifest.fingerprint["dataset"]["num_rows"] == N
+
+
+@pytest.mark.parametrize(
+    ("shorter", "longer", "options"),
+    [
+        (rows(N), changed(N + 2), [{}, {}]),
+        (Counting(N), Counting(N + 3), [{}, {}]),
+        (rows(N + 3), rows(N + 3), [{"indices": range(2, N)}, {"indices": range(2, N + 3)}]),
+        (Subset(rows(N), range(N)), Subset(changed(N + 1), range(N + 3)), [{}, {}]),
+    ],
+)
+def test_appended_rows_are_told_from_the_stored_ones_by_any_identity(
+    shorter: Any, longer: Any, options: list[dict[str, Any]]
+) -> None:
+    made = attributor(None)
+    count = made.featurize(shorter, **options[0]).rows_written
+
+    summary = made.featurize(longer, append=True, **options[1])
+
+    assert (summary.rows_written, summary.rows_found) == (3, count)
+
+
+def test_a_store_that_cannot_be_written_takes_up_no_rows(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    attributor(tmp_path / "a.zarr").featurize(rows(N))
+    before = contents(tmp_path)
+    monkeypatch.setattr("os.access", lambda *args: False)
+
+    with pytest.raises(ReadOnlyStoreError):
+        attributor(tmp_path / "a.zarr").featurize(rows(N + 1), append=True)
+    assert contents(tmp_path) == before
+
+
+def test_whoever_fills_the_last_chunk_is_waited_for_before_a_table_grows(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    made = attributor(None)
+    made.featurize(rows(N))
+    grow, waits = MemoryFeatureStore.grow_table, []
+
+    def busy(self: MemoryFeatureStore, path: str, num_rows: int) -> Any:
+        if len(waits) < 3:
+            raise BusyError("held")
+        return grow(self, path, num_rows)
+
+    monkeypatch.setattr(MemoryFeatureStore, "grow_table", busy)
+    monkeypatch.setattr(sharing.time, "sleep", waits.append)
+    assert made.featurize(rows(N + 1), append=True).rows_written == 1
+    assert waits == sorted(waits)
+
+    def held_here(self: MemoryFeatureStore, path: str, num_rows: int) -> Any:
+        raise HeldHereError("held here")
+
+    monkeypatch.setattr(MemoryFeatureStore, "grow_table", held_here)
+    with pytest.raises(HeldHereError):
+        made.featurize(rows(N + 2), append=True)
+
+
+# ------------------------------------------------------------------------ dropping
+
+
+@pytest.mark.parametrize("in_memory", [False, True])
+def test_a_dropped_checkpoint_takes_part_in_no_later_score(tmp_path: Path, in_memory: bool) -> None:
+    made = attributor(None if in_memory else tmp_path / "a.zarr")
+    first, second = states()
+    made.featurize(rows(N), [first, second])
+    made.score(TARGETS, "both")
+    made.drop_checkpoint("ckpt-0")
+
+    alone = attributor(None)
+    alone.featurize(rows(N), [first])
+    alone.featurize(rows(N), [second])
+    expected = alone.score(TARGETS, checkpoints=[second]).numpy()
+    np.testing.assert_array_equal(made.score(TARGETS, "one").numpy(), expected)
+    with pytest.raises(StateError, match="no features for 1 of the 2 checkpoints"):
+        made.scores("both")
+    assert made.featurize(rows(N), [first]).rows_written == N
+    assert made.score(TARGETS, "again").shape == (N, 5)
+
+
+def test_a_checkpoint_is_dropped_by_its_name_if_only_one_has_it(tmp_path: Path) -> None:
+    made = attributor(tmp_path / "a.zarr")
+    with pytest.raises(StateError, match="no store"):
+        made.drop_checkpoint("ckpt-0")
+    for state in states():
+        made.featurize(rows(N), state)
+    names = made.featurize(rows(N)).checkpoints
+    with pytest.raises(InvalidInputError, match=r"0 checkpoints are called 'epoch 9'.*ckpt-2"):
+        made.drop_checkpoint("epoch 9")
+    with pytest.raises(InvalidInputError, match="2 checkpoints are called"):
+        made.drop_checkpoint(_shared_name(tmp_path / "a.zarr"))
+    made.drop_checkpoint(names[0])
+    with ZarrFeatureStore.open(tmp_path / "a.zarr") as store:
+        assert store.table_names() == ["ckpt-0", "ckpt-1"]
+
+
+def _shared_name(path: Path) -> str:
+    with ZarrFeatureStore.open(path) as store:
+        first, second = (store.attributes(table)["name"] for table in ("ckpt-0", "ckpt-1"))
+    assert first == second
+    return first
+
+
+# ------------------------------------------------------------------------ meeting on one store
+
+
+def test_two_who_begin_a_checkpoint_each_at_the_same_moment_get_a_number_each(tmp_path: Path) -> None:
+    """The projection depends on the number: the rows of the slower one are computed for the one that it gets."""
+    first, second = states()
+
+    class Meanwhile(Counting):
+        def __getitem__(self, index: int) -> Any:
+            if not self.loaded:
+                self.loaded.append(index)
+                attributor(tmp_path / "a.zarr").featurize(Counting(N), first, dataset_id="d")
+            return super().__getitem__(index)
+
+    assert attributor(tmp_path / "a.zarr").featurize(Meanwhile(N), second, dataset_id="d").rows_written == N
+    attributor(tmp_path / "b.zarr").featurize(Counting(N), [first, second], dataset_id="d")
+    for table in ("ckpt-0", "ckpt-1"):
+        np.testing.assert_array_equal(
+            features(tmp_path / "a.zarr", table), features(tmp_path / "b.zarr", table)
+        )
+
+
+def test_a_table_made_otherwise_meanwhile_is_refused(tmp_path: Path) -> None:
+    """Same weights, other columns: no other number helps."""
+
+    class Meanwhile(Counting):
+        def __getitem__(self, index: int) -> Any:
+            if not self.loaded:
+                self.loaded.append(index)
+                attributor(tmp_path / "a.zarr", store_norms=True).featurize(Counting(N), dataset_id="d")
+            return super().__getitem__(index)
+
+    with pytest.raises(ManifestMismatchError, match="table columns"):
+        attributor(tmp_path / "a.zarr").featurize(Meanwhile(N), dataset_id="d")
+
+
+def test_rows_that_another_process_appends_meanwhile_are_told(tmp_path: Path) -> None:
+    first, second = states()
+    path = tmp_path / "a.zarr"
+    attributor(path).featurize(rows(N), [first])
+
+    def meanwhile(new: dict[str, Tensor]) -> Any:
+        yield first
+        attributor(path).featurize(rows(N + R), [first, new], append=True)
+        yield new
+
+    with pytest.raises(StateError, match=rf"ckpt-1 has {N + R} rows by now, and the data {N}"):
+        attributor(path).featurize(rows(N), meanwhile(second))
+    assert attributor(path).score(TARGETS, checkpoints=[first, second]).shape == (N + R, 5)
+
+
+def test_checkpoints_of_different_length_are_not_scored_together(tmp_path: Path) -> None:
+    first, second = states()
+    path = tmp_path / "a.zarr"
+    attributor(path).featurize(rows(N), [first])
+
+    def meanwhile() -> Any:
+        yield first
+        attributor(path).featurize(rows(N + R), [first, second], append=True)
+        yield second
+
+    with pytest.raises(StateError, match=f"ckpt-0 has {N} of {N + R} train rows"):
+        attributor(path).score(TARGETS, checkpoints=meanwhile())
+
+
+@pytest.mark.parametrize("in_memory", [False, True])
+def test_scores_whose_name_is_that_of_a_checkpoint_are_not_dropped_with_it(
+    tmp_path: Path, in_memory: bool
+) -> None:
+    made = attributor(None if in_memory else tmp_path / "a.zarr")
+    first, second = states()
+    made.featurize(rows(N), [first, second])
+    kept = made.score(TARGETS, "ckpt-1", checkpoints=[first]).numpy()
+    made.drop_checkpoint("ckpt-1")
+    np.testing.assert_array_equal(made.scores("ckpt-1").numpy(), kept)

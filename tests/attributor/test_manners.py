@@ -1,0 +1,267 @@
+"""Library manners: one bar, shown where somebody looks; no chatter; a light import; a Ctrl-C that says what is safe."""
+
+from __future__ import annotations
+
+import ast
+import io
+import re
+import signal
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+from torch.utils.data import Dataset, TensorDataset
+
+import trak_lite
+from trak_lite import Attributor, FeaturizeSummary
+from trak_lite._progress import KeptProgress
+from trak_lite.errors import StateError
+from trak_lite.retraining import retrain
+from trak_lite.store import ZarrFeatureStore
+
+PACKAGE = Path(trak_lite.__file__).parent
+N, BATCH = 300, 32
+TRAIN = TensorDataset(torch.randn(N, 4, generator=torch.Generator().manual_seed(0)), torch.arange(N) % 3)
+TARGETS = TensorDataset(*TRAIN[:5])
+
+
+class Stopping(Dataset[Any]):
+    """The train rows, one of which is never loaded because a Ctrl-C comes first."""
+
+    def __init__(self, at: int = 100) -> None:
+        self.at = at
+
+    def __len__(self) -> int:
+        return N
+
+    def __getitem__(self, index: int) -> Any:
+        if index == self.at:
+            self.stop()
+        return TRAIN[index]
+
+    def stop(self) -> None:
+        raise KeyboardInterrupt
+
+
+def attributor(path: Path | None, **changes: Any) -> Attributor:
+    torch.manual_seed(0)
+    return Attributor(nn.Linear(4, 3), "image_classification", path, proj_dim=8, **changes)
+
+
+def featurize(made: Attributor, data: Dataset[Any] = TRAIN) -> FeaturizeSummary:
+    return made.featurize(data, batch_size=BATCH, dataset_id="mine")
+
+
+def rows_done(path: Path) -> int:
+    with ZarrFeatureStore.open(path) as store:
+        return int(store.open_table("ckpt-0").done().sum())
+
+
+# ------------------------------------------------------------------------ the bar
+
+
+@pytest.mark.parametrize(("rank", "shown"), [("0", True), ("1", False), ("no number", True)])
+def test_of_several_processes_rank_0_shows_the_bar(
+    rank: str, shown: bool, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("RANK", rank)
+    attributor(None, progress=True).featurize(TRAIN)
+
+    assert ("300/300" in capsys.readouterr().err) is shown
+
+
+@pytest.mark.parametrize(("rank", "shown"), [(0, True), (1, False)])
+def test_the_rank_of_an_initialised_process_group_counts_more_than_that_of_the_launcher(
+    rank: int, shown: bool, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("RANK", str(1 - rank))
+    monkeypatch.setattr(torch.distributed, "is_initialized", lambda: True)
+    monkeypatch.setattr(torch.distributed, "get_rank", lambda: rank)
+    attributor(None, progress=True).featurize(TRAIN)
+
+    assert ("300/300" in capsys.readouterr().err) is shown
+
+
+def test_every_long_call_shows_one_bar_at_a_time_with_rate_and_time_left(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    made = attributor(None, progress=True)
+    made.featurize(TRAIN)
+    made.fit_curvature(TRAIN)
+    made.score(TARGETS, "first-five")
+    made.verify(lambda rows, seed: nn.Linear(4, 3), TARGETS, "first-five", budget=4, train_id="none")
+
+    shown = capsys.readouterr().err
+    labels = ["Featurizing current", "Fitting the curvature of", "Scoring 'first-five'", "Retraining"]
+    assert [label for label in labels if label not in shown] == []
+    for line in re.split(r"[\r\n]+", shown):
+        assert len(re.findall(r"\d+/\d+ \[", line)) <= 1
+    rate_and_time_left = r"\[\d\d:\d\d<\d\d:\d\d, .*(row|model)"
+    assert len(re.findall(rate_and_time_left, shown)) >= len(labels)
+
+
+class Terminal(io.StringIO):
+    """Takes text as a terminal does."""
+
+    def isatty(self) -> bool:
+        return True
+
+
+@pytest.mark.parametrize(("rank", "shown"), [("0", True), ("1", False)])
+def test_a_terminal_shows_the_bar_without_being_asked(
+    rank: str, shown: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    terminal = Terminal()
+    monkeypatch.setattr(sys, "stderr", terminal)
+    monkeypatch.setenv("RANK", rank)
+    attributor(None).featurize(TRAIN)
+
+    assert ("300/300" in terminal.getvalue()) is shown
+
+
+def test_nothing_is_shown_where_nobody_looks(capsys: pytest.CaptureFixture[str]) -> None:
+    made = attributor(None)
+    made.featurize(TRAIN)
+    made.fit_curvature(TRAIN)
+    made.score(TARGETS)
+
+    assert capsys.readouterr() == ("", "")
+
+
+# ------------------------------------------------------------------------ logging and import
+
+
+def test_warnings_go_to_nobody_unless_logging_is_configured() -> None:
+    code = """import logging, trak_lite
+logger = logging.getLogger('trak_lite.run.workspace')
+logger.warning('not heard')
+logging.basicConfig()
+logger.warning('heard')"""
+
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+
+    assert done.stdout + done.stderr == "WARNING:trak_lite.run.workspace:heard\n"
+
+
+def test_every_logger_is_named_after_its_module() -> None:
+    for path in PACKAGE.rglob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            if isinstance(node, ast.Call) and ast.unparse(node.func).endswith("getLogger"):
+                assert ast.unparse(node) == "logging.getLogger(__name__)", f"{path}:{node.lineno}"
+
+
+def test_importing_the_package_leaves_slow_modules_alone() -> None:
+    """Each of these takes longer to import than this package; what torch imports itself does not count."""
+    slow = {"zarr", "zarr.storage", "numcodecs", "fsspec", "obstore", "pandas", "scipy", "sklearn", "IPython"}
+    code = f"""import sys, torch
+before = set(sys.modules)
+import trak_lite
+print(sorted({slow} & (set(sys.modules) - before)))"""
+
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+
+    assert done.stdout.strip() == "[]"
+
+
+# ------------------------------------------------------------------------ Ctrl-C
+
+
+def test_a_ctrl_c_tells_how_many_rows_are_done_and_how_to_continue(tmp_path: Path) -> None:
+    path = tmp_path / "run.zarr"
+    with pytest.raises(KeyboardInterrupt) as caught:
+        featurize(attributor(path), Stopping())
+
+    assert caught.value.__notes__ == [
+        f"Featurizing current: at least 96 of {N} rows are done.",
+        f"What was done is safe in {path}. Make the same call again: it continues where this one stopped.",
+    ]
+    assert rows_done(path) == 96
+    assert featurize(attributor(path)).rows_written == N - 96
+
+
+def test_a_ctrl_c_while_targets_are_featurized_counts_them(tmp_path: Path) -> None:
+    made = attributor(tmp_path / "run.zarr")
+    featurize(made)
+
+    with pytest.raises(KeyboardInterrupt) as caught:
+        made.score(Stopping(), "itself", batch_size=BATCH, dataset_id="mine")
+
+    assert re.search(r"'itself'.*: at least 96 of 300 rows are done", caught.value.__notes__[0])
+
+
+def test_without_a_path_a_ctrl_c_says_that_nothing_is_on_disk() -> None:
+    made = attributor(None)
+    with pytest.raises(KeyboardInterrupt) as caught:
+        featurize(made, Stopping())
+
+    assert "Nothing is on disk, because there is no path" in caught.value.__notes__[1]
+    assert featurize(made).rows_found == 96
+
+
+def test_a_ctrl_c_while_retraining_counts_models(tmp_path: Path) -> None:
+    trained = []
+
+    def train(rows, seed):
+        if len(trained) == 3:
+            raise KeyboardInterrupt
+        trained.append(seed)
+        return len(rows)
+
+    masks = np.eye(4, dtype=bool)
+    with pytest.raises(KeyboardInterrupt) as caught:
+        retrain(train, masks, lambda model: [model], path=tmp_path / "r.zarr", seeds=(0, 1))
+
+    assert caught.value.__notes__[0] == "Retraining: at least 3 of 8 models are done."
+    assert f"safe in {tmp_path}" in caught.value.__notes__[1]
+
+
+def test_other_errors_get_no_such_note() -> None:
+    with pytest.raises(StateError) as caught, KeptProgress(3, label="Featurizing", progress=False):
+        raise StateError("another")
+
+    assert not hasattr(caught.value, "__notes__")
+
+
+VICTIM = """
+import signal, sys, time
+sys.path.insert(0, {folder!r})
+from test_manners import Stopping, attributor, featurize
+
+# A shell that runs the tests in the background has its children ignore Ctrl-C.
+signal.signal(signal.SIGINT, signal.default_int_handler)
+
+class Waiting(Stopping):
+    def stop(self):
+        print("waiting", flush=True)
+        time.sleep(600)
+        print("went on", flush=True)
+
+featurize(attributor({path!r}), Waiting())
+"""
+
+
+def test_a_real_sigint_stops_within_the_batch_and_what_it_says_is_on_disk(tmp_path: Path) -> None:
+    path = tmp_path / "run.zarr"
+    code = VICTIM.format(folder=str(Path(__file__).parent), path=str(path))
+    process = subprocess.Popen(
+        [sys.executable, "-c", code], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    )
+    assert process.stdout is not None
+    assert process.stdout.readline() == "waiting\n"
+    process.send_signal(signal.SIGINT)
+    out, err = process.communicate(timeout=600)
+
+    assert process.returncode == -signal.SIGINT
+    assert out == ""
+    assert err.splitlines()[-3:] == [
+        "KeyboardInterrupt",
+        f"Featurizing current: at least 96 of {N} rows are done.",
+        f"What was done is safe in {path}. Make the same call again: it continues where this one stopped.",
+    ]
+    assert rows_done(path) == 96
+    assert featurize(attributor(path)).rows_found == 96

@@ -1,0 +1,215 @@
+"""Computers, output functions, projectors and kernels, end to end, against loops and dense NumPy.
+
+Every pair of these occurs, and every computer with every projector on every kind of model.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import numpy as np
+import pytest
+import reference
+import torch
+from modelout_cases import BUILDERS
+from torch import Tensor, nn
+from torch.utils.data import Dataset
+
+from trak_lite import Attributor
+from trak_lite.data.batches import take_rows
+from trak_lite.featurizing.fisher import FisherFits, FisherSettings
+from trak_lite.gradient_computers import GRADIENT_COMPUTERS
+from trak_lite.modelout_functions import ModelCall
+from trak_lite.projectors import PROJECTORS, AbstractProjector
+from trak_lite.testing.modelout import ModelOutputCase
+
+K = 6
+TRAIN_ROWS, TARGETS = [0, 1, 2, 3], [2, 0]
+
+
+@pytest.fixture(autouse=True)
+def _few_drawn_labels(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is tested here is what scores are made of a Fisher gram, not how close that is."""
+    monkeypatch.setattr(
+        "trak_lite.featurizing.session.FisherSettings", partial(FisherSettings, samples_per_feature=1)
+    )
+
+
+class BatchRows(Dataset[Any]):
+    """The samples of a ready-made batch."""
+
+    def __init__(self, batch: Any, rows: list[int]) -> None:
+        self.batch, self.rows = batch, rows
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    def __getitem__(self, index: int) -> Tensor:
+        return torch.tensor(self.rows[index])
+
+    def collate(self, rows: list[Tensor]) -> Any:
+        return take_rows(self.batch, torch.stack(rows).tolist())
+
+
+MATRICES: dict[str, dict[str, np.ndarray]] = {}
+"""By settings, checkpoint and parameters: a projection depends on nothing else."""
+
+
+def matrices_of(
+    projector: AbstractProjector, shapes: dict[str, tuple[int, ...]], model_id: int
+) -> dict[str, np.ndarray]:
+    """The projection as explicit matrices: what it makes of every unit vector."""
+    key = json.dumps([projector.fingerprint(), shapes, model_id])
+    if key not in MATRICES:
+        MATRICES[key] = {name: matrix_of(projector, name, shapes, model_id) for name in shapes}
+    return MATRICES[key]
+
+
+def matrix_of(
+    projector: AbstractProjector, name: str, shapes: dict[str, tuple[int, ...]], model_id: int
+) -> np.ndarray:
+    size = int(np.prod(shapes[name]))
+    grads = {other: torch.zeros(size, *shape, dtype=torch.float64) for other, shape in shapes.items()}
+    grads[name] = torch.eye(size, dtype=torch.float64).reshape(size, *shapes[name])
+    return projector.project(grads, model_id).numpy()
+
+
+def output_of(case: ModelOutputCase) -> Callable[[nn.Module, Any], Tensor]:
+    return lambda model, batch: case.task.evaluate(ModelCall(model), batch).output
+
+
+def expected_terms(
+    case: ModelOutputCase, states: list[dict[str, Tensor]], attributor: Attributor
+) -> dict[str, list[np.ndarray]]:
+    """What scores are made from, per checkpoint, from one gradient at a time and dense matrices."""
+    names = list(attributor.parameters)
+    per_checkpoint: dict[str, list[np.ndarray]] = {"train": [], "target": [], "q": [], "w": []}
+    for model_id, state in enumerate(states):
+        case.model.load_state_dict(state)
+        singles = [take_rows(case.batch, [row]) for row in TRAIN_ROWS]
+        grads = reference.per_sample_gradients(case.model, output_of(case), singles, names)
+        matrices = matrices_of(attributor.projector, attributor.parameters, model_id)
+        features = reference.features(grads, matrices)
+        per_checkpoint["train"].append(features)
+        per_checkpoint["target"].append(features[TARGETS])
+        terms = [case.task.evaluate(ModelCall(case.model), single) for single in singles]
+        per_checkpoint["q"].append(np.array([float(t.out_to_loss_grad) for t in terms]))
+        per_checkpoint["w"].append(np.array([float(t.loss_curvature) for t in terms]))
+    return per_checkpoint
+
+
+def native_scores(
+    per_checkpoint: dict[str, list[np.ndarray]], attributor: Attributor, weighting: str
+) -> np.ndarray:
+    """Segment by segment, q where the kernel has it by default; a Fisher gram as it is kept (see test_fisher)."""
+    segments = [(s.start, s.stop) for s in attributor.layout.segments]
+    damping = attributor.kernel.damping
+    if weighting != "fisher":
+        return reference.kernel_scores(
+            *(per_checkpoint[part] for part in ("train", "q", "w", "target")),
+            segments=segments,
+            damping=damping,
+            weighting=weighting,
+            where_q="outside" if weighting == "none" else "inside",
+        )
+    total = np.zeros((len(TRAIN_ROWS), len(TARGETS)))
+    for model_id, (train, q, target) in enumerate(
+        zip(*(per_checkpoint[part] for part in ("train", "q", "target")), strict=True)
+    ):
+        with attributor._workspace.reading() as store:
+            grams = FisherFits(store).grams(f"ckpt-{model_id}", attributor.layout, device=attributor.device)
+        for (start, stop), gram in zip(segments, grams, strict=True):
+            matrix = gram.double().numpy()
+            if not matrix.any():
+                continue  # rows of zeros score nothing, and their kernel has no inverse
+            damped = matrix + damping * np.trace(matrix) / (stop - start) * np.eye(stop - start)
+            total += q[:, None] * (train[:, start:stop] @ np.linalg.solve(damped, target[:, start:stop].T))
+    return total / len(per_checkpoint["q"])
+
+
+def first_of_shapes() -> set[str]:
+    """The first output function of each set of parameter shapes: all that a projector knows of a model."""
+    found: dict[str, str] = {}
+    for name, build in BUILDERS.items():
+        shapes = {key: tuple(value.shape) for key, value in build().model.named_parameters()}
+        found.setdefault(str(shapes), name)
+    return set(found.values())
+
+
+FIRST = first_of_shapes()
+COMPUTERS = list(GRADIENT_COMPUTERS)
+TRIPLES = [
+    pytest.param(build, computer, projector, id=f"{name}-{computer}-{projector}")
+    for row, (name, build) in enumerate(BUILDERS.items())
+    for column, projector in enumerate(PROJECTORS)
+    for turn, computer in enumerate(COMPUTERS)
+    if name in FIRST or turn == (row + column) % len(COMPUTERS)
+]
+"""All triples of the first functions, all pairs of the others."""
+JOINT = [
+    pytest.param(build, projector, id=f"{name}-{projector}")
+    for row, (name, build) in enumerate(BUILDERS.items())
+    for column, projector in enumerate(PROJECTORS)
+    if name in FIRST or column == row % len(PROJECTORS)
+]
+
+
+@pytest.mark.parametrize(("build", "computer", "projector"), TRIPLES)
+def test_scores_equal_the_reference(
+    build: Callable[[], ModelOutputCase], computer: str, projector: str
+) -> None:
+    """With both kernels, of which either is the attributor's own."""
+    case = build()
+    if not case.task.has_curvature:
+        kernels = [
+            "auto",
+            "trak",
+        ]  # "fisher" or "trak": the named error of the other choice has a test of its own
+    else:
+        kernels = ["trak", "curvature"] if computer == "functional" else ["curvature", "trak"]
+    assert_scores_equal_the_reference(
+        case, kernels[1], gradient_computer=computer, projector=projector, kernel=kernels[0]
+    )
+
+
+@pytest.mark.parametrize(("build", "projector"), JOINT)
+def test_scores_with_one_kernel_for_the_whole_row_equal_the_reference(
+    build: Callable[[], ModelOutputCase], projector: str
+) -> None:
+    assert_scores_equal_the_reference(build(), projector=projector, layout="joint")
+
+
+def assert_scores_equal_the_reference(
+    case: ModelOutputCase, view: str | None = None, **settings: Any
+) -> None:
+    """Compare the scores of the attributor's kernel, and those of another one that reads the same rows."""
+    first = {name: value.clone() for name, value in case.model.state_dict().items()}
+    states = [first, {name: value * 0.7 for name, value in first.items()}]
+    train, targets = BatchRows(case.batch, TRAIN_ROWS), BatchRows(case.batch, TARGETS)
+    attributor = Attributor(
+        case.model,
+        case.task,
+        None,
+        proj_dim=K,
+        dtype="float32",
+        damping=0.1,
+        collate=train.collate,
+        **settings,
+    )
+
+    attributor.featurize(train, checkpoints=states, batch_size=3)
+    own = attributor.score(targets).numpy()
+
+    terms = expected_terms(case, states, attributor)
+    assert own.shape == (len(TRAIN_ROWS), len(TARGETS))
+    assert_near(own, native_scores(terms, attributor, attributor.kernel.weighting))
+    if view is not None:
+        scores = attributor.score(targets, kernel=view, damping=attributor.kernel.damping).numpy()
+        assert_near(scores, native_scores(terms, attributor, "none" if view == "trak" else view))
+
+
+def assert_near(scores: np.ndarray, expected: np.ndarray) -> None:
+    np.testing.assert_allclose(scores, expected, rtol=1e-4, atol=1e-5 * np.abs(expected).max())

@@ -1,0 +1,547 @@
+"""What the ranks of ``test_sharded_models`` do; imported by each of them."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import traceback
+import warnings
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel, MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import DTensor, Replicate
+from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
+from torch.utils.data import Dataset, TensorDataset
+
+from trak_lite import Attributor, TRAKer
+from trak_lite.errors import TrakLiteError
+from trak_lite.featurizing.kronecker import KroneckerSettings
+from trak_lite.gradient_computers import (
+    HookGradientComputer,
+    IterativeGradientComputer,
+    register_gradient_rule,
+)
+from trak_lite.modelout_functions import ImageClassificationModelOutput
+from trak_lite.models.borrowing import borrow_model
+from trak_lite.models.checkpoints import iterate_checkpoints, load_into, weights_digest
+from trak_lite.store import ZarrFeatureStore, _grid
+
+N, R, BATCH = 75, 32, 8
+"""Rows, and rows of a commit here, so that ranks have something to share, and unevenly."""
+
+
+class Divided(nn.Module):
+    """Ends in an operation whose rule wants the parameter itself."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.linspace(1.0, 2.0, width))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x / self.scale
+
+
+class Hidden(torch.autograd.Function):
+    """A product that no operation of torch shows."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor) -> Tensor:
+        ctx.save_for_backward(x, weight)
+        return x * weight
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor]:
+        x, weight = ctx.saved_tensors
+        return grad * weight, (grad * x).sum(0)
+
+
+class Ruled(nn.Module):
+    """Known by a gradient rule."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.linspace(-1.0, 1.0, width))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return Hidden.apply(x, self.weight)
+
+
+@register_gradient_rule(Ruled)
+def ruled_gradient(module: Any, args: tuple[Any, ...], kwargs: Any, grad: Tensor) -> dict[str, Tensor]:
+    return {"weight": grad * args[0]}
+
+
+class Block(nn.Module):
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(width)
+        self.attention = nn.MultiheadAttention(width, 2, batch_first=True)
+        self.mlp = nn.Sequential(nn.Linear(width, 2 * width), nn.GELU(), nn.Linear(2 * width, width))
+
+    def forward(self, x: Tensor) -> Tensor:
+        normed = self.norm(x)
+        x = x + self.attention(normed, normed, normed, need_weights=False)[0]
+        out = self.mlp(x)
+        out += x
+        return out
+
+
+class Transformer(nn.Module):
+    """Tokens to classes, or to the next token. Widths that no number of ranks divides."""
+
+    def __init__(self, classes: int = 3, *, causal: bool = False) -> None:
+        super().__init__()
+        self.tokens, self.positions = nn.Embedding(17, 10), nn.Embedding(5, 10)
+        self.blocks = nn.ModuleList(Block(10) for _ in range(3))
+        self.norm, self.head = nn.LayerNorm(10), nn.Linear(10, classes)
+        self.causal = causal
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        x = self.tokens(tokens) + self.positions(torch.arange(tokens.shape[1]))
+        for block in self.blocks:
+            x = block(x)
+        x = self.norm(x)
+        return self.head(x if self.causal else x.mean(1))
+
+
+class Sorting(nn.Module):
+    """Sorts rows by value before a part that is sharded on its own."""
+
+    def __init__(self, *, sorts: bool = True) -> None:
+        super().__init__()
+        self.inner, self.outer = nn.Linear(4, 4), nn.Linear(4, 3)
+        self.sorts = sorts
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.inner(x)
+        if not self.sorts:
+            return self.outer(x)
+        order = x.detach()[:, 0].argsort()
+        return self.outer(x[order])[order.argsort()]
+
+
+def transformer() -> nn.Module:
+    torch.manual_seed(1)
+    return Transformer()
+
+
+def mlp() -> nn.Module:
+    torch.manual_seed(1)
+    model = nn.Sequential(
+        nn.Linear(4, 7), nn.Tanh(), Divided(7), nn.Linear(7, 6), Ruled(6), nn.Tanh(), nn.Linear(6, 3)
+    )
+    model[3].weight.requires_grad_(False)
+    return model
+
+
+MODELS = {"mlp": mlp, "transformer": transformer}
+
+
+def data(kind: str, count: int = N, seed: int = 0) -> TensorDataset:
+    generator = torch.Generator().manual_seed(seed)
+    inputs = {
+        "mlp": partial(torch.randn, count, 4),
+        "transformer": partial(torch.randint, 17, (count, 5)),
+    }[kind](generator=generator)
+    return TensorDataset(inputs, torch.arange(count) % 3)
+
+
+def mesh() -> DeviceMesh:
+    return init_device_mesh("cpu", (dist.get_world_size(),))
+
+
+def shard(model: nn.Module, **options: Any) -> nn.Module:
+    """Shard every block and the rest, as one does for training."""
+    options.setdefault("mesh", mesh())
+    parts = model.blocks if isinstance(model, Transformer) else model.children()
+    for part in [part for part in parts if list(part.parameters())]:
+        fully_shard(part, **options)
+    return fully_shard(model, **options)
+
+
+def attributor(model: nn.Module, path: str | Path | None, **settings: Any) -> Attributor:
+    defaults = {"proj_dim": 16, "projector": "two_sided", "dtype": "float32", "progress": False}
+    defaults["batch_size"] = BATCH
+    return Attributor(model, "image_classification", path, **{**defaults, **settings})
+
+
+def run(model: nn.Module, kind: str, path: str | Path, checkpoints: Any = None, **settings: Any) -> int:
+    """Featurize and score; return how many rows of features this rank wrote."""
+    made = attributor(model, path, **settings)
+    written = made.featurize(data(kind), checkpoints).rows_written
+    made.score(data(kind, 5, seed=2))
+    return written
+
+
+def contents(path: Path | str) -> dict[str, np.ndarray]:
+    """Every number of a finished store."""
+    with ZarrFeatureStore.open(path) as store:
+        return {
+            f"{name}/{column.name}": store.open_table(name).read(column.name)
+            for name in store.table_names()
+            for column in store.open_table(name).spec.columns
+        }
+
+
+def answer(
+    answers: Any, rank: int, world: int, file: str, job: Callable[..., Any], arguments: tuple[Any, ...]
+) -> None:
+    """Run a job as one rank; answer with the rank and what the job returned, or its error."""
+    warnings.simplefilter("error")
+    torch.set_num_threads(1)
+    _grid._FEWEST_ROWS_PER_COMMIT = R
+    os.fsync = lambda fd: None  # type: ignore[assignment]  # nothing is killed here
+    dist.init_process_group("gloo", init_method=f"file://{file}", rank=rank, world_size=world)
+    try:
+        answers.put((rank, job(*arguments)))
+    except BaseException:
+        answers.put((rank, traceback.format_exc()))
+        raise
+    finally:
+        dist.destroy_process_group()
+
+
+# Jobs
+
+
+def featurize_both(folder: str, states: dict[str, list[str] | None]) -> int:
+    """Featurize and score with two checkpoints of full state dicts; return how many rows this rank wrote."""
+    return sum(
+        run(shard(MODELS[kind]()), kind, f"{folder}/{kind}.zarr", files) for kind, files in states.items()
+    )
+
+
+def featurize_copies(folder: str) -> None:
+    """Shard over two of four ranks, and keep copies of the shards on the other two."""
+    two_by_two = init_device_mesh("cpu", (2, 2), mesh_dim_names=("copy", "part"))
+    run(shard(transformer(), mesh=two_by_two), "transformer", f"{folder}/copies.zarr")
+
+
+def featurize_in_other_ways(folder: str) -> None:
+    """Keep parameters gathered until the backward pass, and project in other ways."""
+    model = shard(transformer(), reshard_after_forward=False)
+    run(model, "transformer", f"{folder}/sketch.zarr", projector="countsketch")
+    settings = {"projector": "rademacher", "normalize": "unit", "store_norms": True}
+    run(model, "transformer", f"{folder}/norms.zarr", **settings)
+
+
+class Failing(Dataset):
+    """Rows of which those from one number on cannot be read."""
+
+    def __init__(self, rows: TensorDataset, first: int) -> None:
+        self.rows, self.first = rows, first
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    def __getitem__(self, index: int) -> Any:
+        if index >= self.first:
+            raise OSError(f"row {index} is gone")
+        return self.rows[index]
+
+
+def featurize_part(path: str, model: nn.Module, first: int) -> int:
+    """Featurize until a row cannot be read; return 0."""
+    try:
+        attributor(model, path).featurize(Failing(data("transformer"), first), dataset_id="rows")
+    except (OSError, TrakLiteError):  # on the rank that reads it, and on those that are told
+        return 0
+    raise AssertionError("no row was gone")
+
+
+def featurize_rest(path: str, model: nn.Module) -> int:
+    return attributor(model, path).featurize(data("transformer"), dataset_id="rows").rows_written
+
+
+def sharded_part(path: str, first: int) -> int:
+    return featurize_part(path, shard(transformer()), first)
+
+
+def sharded_rest(path: str) -> int:
+    return featurize_rest(path, shard(transformer()))
+
+
+def trained(model: nn.Module) -> list[Tensor]:
+    """Return all weights after one step of training, whole."""
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+    inputs, labels = data("mlp", 8, seed=5 + dist.get_rank()).tensors
+    nn.functional.cross_entropy(model(inputs), labels).backward()
+    optimizer.step()
+    return [p.full_tensor().detach() for p in model.parameters()]
+
+
+def train_after(use: Callable[[nn.Module], None]) -> list[bool]:
+    """Return whether a use of a model leaves the next training step's bits, the flags and the hooks as they are."""
+    plain, used = shard(mlp()), shard(mlp())
+    plain(data("mlp").tensors[0])  # leaves the outermost parameters gathered, as a use may find them
+    used(data("mlp").tensors[0])
+    use(used)
+    flags = [(p.requires_grad, type(p)) for p in used.parameters()]
+    same_flags = flags == [(p.requires_grad, type(p)) for p in shard(mlp()).parameters()] and used.training
+    same = all(torch.equal(a, b) for a, b in zip(trained(plain), trained(used), strict=True))
+    return [same, same_flags, _num_hooks(used) == _num_hooks(plain)]
+
+
+def _num_hooks(model: nn.Module) -> int:
+    return sum(len(m._forward_hooks) + len(m._forward_pre_hooks) for m in model.modules())
+
+
+def run_with_other_weights(model: nn.Module) -> None:
+    state = {name: p + 1 for name, p in mlp().state_dict().items()}
+    run(model, "mlp", None, [state], grad_wrt=["3.weight", "0.bias"])
+
+
+def fail_halfway(model: nn.Module) -> None:
+    computer = HookGradientComputer(model, ImageClassificationModelOutput())
+    with contextlib.suppress(KeyError), borrow_model(model, torch.device("cpu")):
+        computer.stream_gradients(data("mlp").tensors, _fail)
+
+
+def _fail(block: Any) -> None:
+    raise KeyError(block.name)
+
+
+def gathered_at_once() -> list[tuple[str, list[int]]]:
+    """Return for every block of gradients its name, and the parts of the model that are gathered at that moment."""
+    model = shard(transformer())
+    found: list[tuple[str, list[int]]] = []
+
+    def look(block: Any) -> None:
+        whole = [p for p in model.blocks.named_parameters() if not isinstance(p[1], DTensor)]
+        found.append((block.name, sorted({int(name.partition(".")[0]) for name, _ in whole})))
+
+    HookGradientComputer(model, ImageClassificationModelOutput()).stream_gradients(
+        data("transformer", 4).tensors, look
+    )
+    return found
+
+
+def a_row_is_infinite(path: str) -> str:
+    """Featurize rows of which one is infinite; return the error."""
+    rows = data("mlp")
+    rows.tensors[0][40] = float("inf")
+    try:
+        attributor(shard(mlp()), path).featurize(rows)
+    except TrakLiteError as error:
+        return f"{type(error).__name__}: {error}"
+    return "no error"
+
+
+def language_transformer() -> nn.Module:
+    torch.manual_seed(1)
+    return Transformer(17, causal=True)
+
+
+def language_model(path: str) -> None:
+    """Featurize, fit and score with the kernel of language models."""
+    explain_language_model(shard(language_transformer()), path)
+
+
+def explain_language_model(model: nn.Module, path: str) -> None:
+    ids = data("transformer", 20).tensors[0]
+    made = Attributor(
+        model, "causal_language_modeling", path, proj_dim=4, dtype="float32", progress=False, batch_size=BATCH
+    )
+    made.featurize(TensorDataset(ids, ids))
+    scores = made.score(TensorDataset(ids[:3], ids[:3]))
+    tokens = made.token_scores(scores, TensorDataset(ids, ids), [4])[4]
+    np.testing.assert_allclose(tokens.sum(0), scores.rows([4])[0], rtol=1e-3, atol=1e-4)
+
+
+def coverage() -> tuple[list[str], list[str]]:
+    """Return how gradients of a sharded model come about, and those of a whole one."""
+    return tuple(
+        [f"{line.name} {line.how} {line.why}" for line in _explained(model)]
+        for model in (shard(mlp()), mlp())
+    )
+
+
+def _explained(model: nn.Module) -> Any:
+    return (
+        HookGradientComputer(model, ImageClassificationModelOutput()).explain(data("mlp").tensors).parameters
+    )
+
+
+def own_checkpoint() -> bool:
+    """Return whether a sharded state dict of the model itself, and one of other shards, can be loaded."""
+    model, other = shard(mlp()), mlp()
+    with torch.no_grad():
+        for p in other.parameters():
+            p += 1
+    states = [shard(other).state_dict()]
+    states.append({name: p.redistribute(placements=[Replicate()]) for name, p in states[0].items()})
+    found = []
+    for state in states:
+        load_into(model, next(iterate_checkpoints(mlp().state_dict())))
+        load_into(model, next(iterate_checkpoints(state)))
+        found.append(weights_digest(model) == weights_digest(other))
+    return all(found)
+
+
+class Versioned(nn.Linear):
+    """Refuses weights of an unknown version; version 1 held the bias negated."""
+
+    _version = 2
+
+    def _load_from_state_dict(
+        self, state_dict: Any, prefix: str, local_metadata: Any, *rest: Any, **named: Any
+    ) -> None:
+        version = local_metadata.get("version")
+        if version not in (1, 2):
+            raise ValueError(f"version should be 1 or 2, got {version}")
+        if version == 1:
+            state_dict[f"{prefix}bias"] = -state_dict[f"{prefix}bias"]
+        super()._load_from_state_dict(state_dict, prefix, local_metadata, *rest, **named)
+
+
+def versioned_checkpoint() -> bool:
+    """Return whether a module that is sharded sees the version of whole and of sharded weights, or its own."""
+    torch.manual_seed(0)
+    model, other = nn.Sequential(Versioned(4, 4)), nn.Sequential(Versioned(4, 4))
+    expected = weights_digest(other)
+    old = other.state_dict()
+    old["0.bias"] = -old["0.bias"]
+    old._metadata["0"] = {"version": 1}  # type: ignore[attr-defined]
+    states = [other.state_dict(), dict(other.state_dict()), old]
+    fully_shard(other)
+    states.append(other.state_dict())
+    fully_shard(model)
+    found = []
+    for state in states:
+        load_into(model, next(iterate_checkpoints(state)))
+        found.append(weights_digest(model) == expected)
+        with torch.no_grad():
+            model[0].weight.zero_()
+    return all(found)
+
+
+def refused() -> dict[str, str]:
+    """Return what each thing that is not supported says."""
+    task = ImageClassificationModelOutput()
+    batch = data("mlp", 4).tensors
+    sharded = shard(mlp())
+    with torch.device("meta"):
+        elsewhere = mlp()
+
+    def stream(model: nn.Module, **settings: Any) -> Any:
+        return HookGradientComputer(model, task, **settings).stream_gradients(batch, lambda _: None)
+
+    def two_meshes() -> nn.Module:
+        model = mlp()
+        fully_shard(model[0], mesh=mesh())
+        other = init_device_mesh("cpu", (1, dist.get_world_size()), mesh_dim_names=("copy", "part"))
+        return fully_shard(model, mesh=other)
+
+    cases: dict[str, Callable[[], Any]] = {
+        "functional": lambda: attributor(sharded, None, gradient_computer="functional"),
+        "class": lambda: attributor(sharded, None, gradient_computer=partial(IterativeGradientComputer)),
+        "iterative": lambda: IterativeGradientComputer(sharded, task).stream_gradients(batch, print),
+        "chunks": lambda: stream(sharded, chunk_size=2),
+        "weighted": lambda: HookGradientComputer(sharded, task).weighted_sum(batch, torch.ones(4)),
+        "TRAKer": lambda: TRAKer(sharded, "image_classification", 4),
+        "verify": lambda: attributor(sharded, None).verify(print, data("mlp")),
+        "device": lambda: _moved(sharded),
+        "curvature": lambda: _fit(sharded),
+        "FSDP1": lambda: attributor(
+            FullyShardedDataParallel(nn.Linear(4, 3), device_id=torch.device("cpu")), None
+        ),
+        "tensor parallel": lambda: attributor(
+            parallelize_module(mlp(), mesh(), {"0": ColwiseParallel()}), None
+        ),
+        "meshes": lambda: attributor(two_meshes(), None),
+        "elsewhere": lambda: attributor(shard(elsewhere), None),
+        "precision": lambda: stream(shard(mlp(), mp_policy=MixedPrecisionPolicy(param_dtype=torch.bfloat16))),
+        "output precision": lambda: stream(
+            fully_shard(mlp(), mesh=mesh(), mp_policy=MixedPrecisionPolicy(output_dtype=torch.bfloat16))
+        ),
+        "sorting": lambda: stream(shard(Sorting())),
+        "sorting elsewhere": lambda: stream(shard(Sorting(sorts=dist.get_rank() == 0))),
+        "rows": stream_ragged,
+        "checkpoint": lambda: run(shard(mlp()), "mlp", None, [{"a": torch.ones(1)}]),
+        "parts": lambda: stream(_ruled_parts()),
+    }
+    return {name: _message(case) for name, case in cases.items()}
+
+
+class Ragged(nn.Module):
+    """Has two rows of every sample, or one less of the last one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(4, 3)
+        self.num_missing = 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        rows = self.layer(torch.cat([x, x[self.num_missing :]]))
+        first, second = rows[: len(x)], rows[len(x) :]
+        return first + nn.functional.pad(second, (0, 0, self.num_missing, 0))
+
+
+def stream_ragged() -> None:
+    """Stream a batch that has other rows than the one that was examined."""
+    model = shard(Ragged())
+    computer = HookGradientComputer(model, ImageClassificationModelOutput())
+    for model.num_missing in (0, 1):
+        computer.stream_gradients(data("mlp", 4).tensors, lambda _: None)
+
+
+def _message(case: Callable[[], Any]) -> str:
+    try:
+        case()
+    except TrakLiteError as error:
+        return f"{type(error).__name__}: {error}"
+    return "no error"
+
+
+def _moved(model: nn.Module) -> None:
+    with borrow_model(model, torch.device("meta")):
+        raise AssertionError
+
+
+def _fit(model: nn.Module) -> None:
+    made = attributor(model, None)
+    made.featurize(data("mlp", 8))
+    made.fit_curvature(data("mlp", 8), settings=KroneckerSettings())
+
+
+class RuledOuter(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(4, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.inner(x)
+
+
+@register_gradient_rule(RuledOuter)
+def ruled_outer(module: Any, args: Any, kwargs: Any, grad: Tensor) -> dict[str, Any]:
+    return {"inner.weight": (args[0][:, None], grad[:, None]), "inner.bias": grad}
+
+
+def _ruled_parts() -> nn.Module:
+    model = nn.Sequential(RuledOuter())
+    fully_shard(model[0].inner, mesh=mesh())
+    return fully_shard(model, mesh=mesh())
+
+
+def looked_at() -> dict[str, Any]:
+    """Return what each of these says, for one start of the ranks."""
+    uses = [run_with_other_weights]
+    if hasattr(FSDPModule, "reset_iter_state"):  # torch below 2.13 cannot forget a pass that was not ended
+        uses.append(fail_halfway)
+    return {
+        "training": {use.__name__: train_after(use) for use in uses},
+        "gathered": gathered_at_once(),
+        "coverage": coverage(),
+        "own checkpoint": own_checkpoint(),
+        "versioned checkpoint": versioned_checkpoint(),
+        "refused": refused(),
+    }

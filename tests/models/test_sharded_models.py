@@ -1,0 +1,235 @@
+"""Models sharded by FSDP2 give what whole models give: the same rows, scores, fingerprints and refusals."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import sharded_cases as cases
+import torch
+from forked import forkserver
+
+from trak_lite.errors import UnsupportedModelError
+from trak_lite.models.sharded import ShardedModel
+from trak_lite.store import _grid, verify_store
+
+Run = Callable[..., list[Any]]
+
+
+@pytest.fixture(scope="module")
+def ranks(tmp_path_factory: pytest.TempPathFactory) -> Run:
+    """Return what runs a job on several ranks and gives their answers in order."""
+
+    def run(world: int, job: Callable[..., Any], *arguments: Any) -> list[Any]:
+        processes = forkserver()
+        answers = processes.SimpleQueue()
+        file = str(tmp_path_factory.mktemp("ranks") / "file")
+        started = [
+            processes.Process(target=cases.answer, args=(answers, rank, world, file, job, arguments))
+            for rank in range(world)
+        ]
+        for process in started:
+            process.start()
+        for process in started:
+            process.join(600)
+        codes = [process.exitcode for process in started]
+        for process in started:
+            process.kill()  # one that waits for ever must not keep the others waiting
+        found = dict(sorted(answers.get() for _ in range(sum(code is not None for code in codes))))
+        assert codes == [0] * world, found
+        return list(found.values())
+
+    return run
+
+
+@pytest.fixture(scope="module")
+def looks(ranks: Run) -> list[dict[str, Any]]:
+    """What ranks of small models saw, at one start."""
+    return ranks(2, cases.looked_at)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _small_commits() -> Any:
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(_grid, "_FEWEST_ROWS_PER_COMMIT", cases.R)
+        yield
+
+
+@pytest.fixture(scope="module")
+def states(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[str]]:
+    """Files of full state dicts, two for each model."""
+    folder = tmp_path_factory.mktemp("states")
+    found: dict[str, list[str]] = {}
+    for kind, build in cases.MODELS.items():
+        model = build()
+        for number in range(2):
+            with torch.no_grad():
+                for p in model.parameters():
+                    p += 0.1 * number
+            torch.save(model.state_dict(), folder / f"{kind}-{number}.pt")
+            found.setdefault(kind, []).append(str(folder / f"{kind}-{number}.pt"))
+    return found
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., dict[str, np.ndarray]]:
+    """Return what gives the contents of the store of a whole model in one process."""
+
+    def of(kind: str, checkpoints: Any = None, **settings: Any) -> dict[str, np.ndarray]:
+        path = tmp_path_factory.mktemp("whole") / "a.zarr"
+        cases.run(cases.MODELS[kind](), kind, path, checkpoints, **settings)
+        return cases.contents(path)
+
+    return of
+
+
+def check_same(path: Path, expected: dict[str, np.ndarray]) -> None:
+    """Compare bits: every operation on a sample's numbers is the same one."""
+    found = cases.contents(path)
+    assert list(found) == list(expected)
+    for name, values in expected.items():
+        np.testing.assert_array_equal(found[name], values, err_msg=name)
+    assert verify_store(path).findings == ()
+
+
+@pytest.mark.parametrize("world", [1, 2])
+def test_rows_and_scores_of_checkpoints_have_the_bits_of_a_whole_model(
+    tmp_path: Path, ranks: Run, whole: Any, states: dict[str, list[str]], world: int
+) -> None:
+    """Each rank writes rows of its own, unevenly many, and some ranks none."""
+    written = ranks(world, cases.featurize_both, str(tmp_path), states)
+
+    assert sum(written) == 2 * 2 * cases.N
+    for kind, files in states.items():
+        check_same(tmp_path / f"{kind}.zarr", whole(kind, files))
+
+
+def test_copies_of_shards_change_nothing(tmp_path: Path, ranks: Run, whole: Any) -> None:
+    ranks(4, cases.featurize_copies, str(tmp_path))
+
+    check_same(tmp_path / "copies.zarr", whole("transformer"))
+
+
+def test_four_ranks_write_the_bits_of_one(tmp_path: Path, ranks: Run, whole: Any) -> None:
+    written = ranks(4, cases.featurize_both, str(tmp_path), {"mlp": None})
+
+    assert sum(written) == cases.N
+    check_same(tmp_path / "mlp.zarr", whole("mlp"))
+
+
+def test_other_resharding_and_projectors_change_nothing(tmp_path: Path, ranks: Run, whole: Any) -> None:
+    ranks(2, cases.featurize_in_other_ways, str(tmp_path))
+
+    check_same(tmp_path / "sketch.zarr", whole("transformer", projector="countsketch"))
+    norms = whole("transformer", projector="rademacher", normalize="unit", store_norms=True)
+    check_same(tmp_path / "norms.zarr", norms)
+
+
+def test_a_store_begun_whole_is_continued_sharded_and_the_other_way_round(tmp_path: Path, ranks: Run) -> None:
+    expected = tmp_path / "whole.zarr"
+    cases.featurize_rest(str(expected), cases.transformer())
+    begun_whole, begun_sharded = str(tmp_path / "a.zarr"), str(tmp_path / "b.zarr")
+
+    cases.featurize_part(begun_whole, cases.transformer(), 50)
+    written = ranks(2, cases.sharded_rest, begun_whole)
+    ranks(2, cases.sharded_part, begun_sharded, 50)
+    rest = cases.featurize_rest(begun_sharded, cases.transformer())
+
+    assert 0 < sum(written) < cases.N
+    assert 0 < rest < cases.N
+    for path in (begun_whole, begun_sharded):
+        check_same(Path(path), cases.contents(expected))
+        assert cases.featurize_rest(path, cases.transformer()) == 0
+
+
+def test_language_models_fit_the_fisher_kernel_and_score_tokens_in_step(tmp_path: Path, ranks: Run) -> None:
+    cases.explain_language_model(cases.language_transformer(), str(tmp_path / "whole.zarr"))
+
+    ranks(2, cases.language_model, str(tmp_path / "a.zarr"))
+
+    check_same(tmp_path / "a.zarr", cases.contents(tmp_path / "whole.zarr"))
+
+
+def test_training_goes_on_with_the_same_bits_after_a_use_of_the_model(looks: Any) -> None:
+    """Also after an error in the middle of a backward pass, which torch from 2.13 on can forget."""
+    for look in looks:
+        assert all(found == [True] * 3 for found in look["training"].values()), look["training"]
+
+
+def test_two_parts_of_the_model_are_gathered_at_once_at_most(looks: Any) -> None:
+    """The one that is differentiated, and the next one that FSDP2 gathers ahead."""
+    for look in looks:
+        assert len({name for name, _ in look["gathered"]}) == len(
+            dict(cases.transformer().named_parameters())
+        )
+        for name, gathered in look["gathered"]:
+            own = {int(name.split(".")[1])} if name.startswith("blocks.") else set()
+            assert own <= set(gathered)
+            assert len(gathered) <= 2
+
+
+def test_an_error_of_one_rank_is_told_to_the_others(tmp_path: Path, ranks: Run) -> None:
+    found = sorted(ranks(2, cases.a_row_is_infinite, str(tmp_path / "a.zarr")))
+
+    assert [text.partition(":")[0] for text in found] == ["NonFiniteError", "RankError"]
+    assert "rows [40]" in found[0]
+    assert "1 other rank" in found[1]
+
+
+def test_how_gradients_come_about_is_told_as_of_a_whole_model(looks: Any) -> None:
+    for look in looks:
+        sharded, whole = look["coverage"]
+        assert sharded == whole
+
+
+def test_sharded_state_dicts_are_checkpoints_too(looks: Any) -> None:
+    assert all(look["own checkpoint"] for look in looks)
+
+
+def test_sharded_modules_see_the_versions_of_their_weights(looks: Any) -> None:
+    assert all(look["versioned checkpoint"] for look in looks)
+
+
+def test_what_is_not_supported_is_refused_by_name(looks: Any) -> None:
+    expected = {
+        "functional": "gradient_computer='functional'",
+        "class": "IterativeGradientComputer",
+        "iterative": "Use gradient_computer='hook'",
+        "chunks": "lower batch_size",
+        "weighted": "weighted_sum",
+        "TRAKer": "Use Attributor",
+        "verify": "verify was called",
+        "device": "Use device='auto'",
+        "curvature": "FisherSettings()",
+        "FSDP1": "FSDP1",
+        "tensor parallel": "tensor or expert parallelism",
+        "meshes": "another device mesh",
+        "elsewhere": "is on meta",
+        "precision": "MixedPrecisionPolicy",
+        "output precision": "MixedPrecisionPolicy",
+        "sorting": "chooses, orders or moves rows by values",
+        "sorting elsewhere": "Another rank refused",
+        "rows": "another number of rows",
+        "checkpoint": "does not fit Sequential",
+        "parts": "fully_shard on the module itself",
+    }
+    here = {"sorting elsewhere": expected["sorting"]}  # where the samples are that are refused
+    for rank, found in enumerate(look["refused"] for look in looks):
+        assert list(found) == list(expected)
+        for name, text in expected.items():
+            kind = {"device": "InvalidInputError", "checkpoint": "CheckpointError"}.get(
+                name, "UnsupportedModelError"
+            )
+            assert found[name].startswith(kind), (name, found[name])
+            assert (here.get(name, text) if rank == 0 else text) in found[name], name
+
+
+def test_parameters_that_are_gathered_anew_each_time_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Hooks know them by identity, which FSDP2 keeps."""
+    monkeypatch.setattr(ShardedModel, "_gather", lambda _: {"weight": torch.nn.Parameter(torch.ones(1))})
+
+    with pytest.raises(UnsupportedModelError, match="gathering a parameter twice gave two"):
+        ShardedModel(torch.nn.Linear(1, 1))

@@ -1,0 +1,435 @@
+"""Ranks of one run: what they share, tell each other, and end with, against one process and plain arithmetic."""
+
+from __future__ import annotations
+
+import re
+import socket
+import threading
+import time
+from collections.abc import Callable
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import rank_cases as cases
+import torch
+from forked import forkserver
+from hypothesis import given
+from hypothesis import strategies as st
+from rank_cases import LM, N, contents
+
+from trak_lite import Attributor
+from trak_lite.errors import RankError
+from trak_lite.featurizing.session import FeaturizingSession
+from trak_lite.linalg import GramAccumulator, TopK, gram, merged_top
+from trak_lite.models import borrowing as _session
+from trak_lite.models.checkpoints import Checkpoint
+from trak_lite.parallel import ranks as distributed
+from trak_lite.parallel.ranks import OneRank
+from trak_lite.scoring.grams import _share
+from trak_lite.store import ZarrFeatureStore, verify_store
+from trak_lite.types import FeatureLayout
+
+Answers = list[tuple[str, Any]]
+
+
+def free_port() -> int:
+    with socket.socket() as found:
+        found.bind(("127.0.0.1", 0))
+        return int(found.getsockname()[1])
+
+
+def on_ranks(size: int, job: Callable[..., Any], *arguments: Any, each: tuple[Any, ...] = ()) -> Answers:
+    """Return what every rank answers, in order; ``each`` names what else a job is told: its rank and their number."""
+    processes = forkserver()
+    answers, port = processes.SimpleQueue(), free_port()
+    started = []
+    for rank in range(size):
+        own = [{"rank": rank, "size": size}[name] for name in each]
+        target = (answers, rank, size, port, job, (*arguments, *own))
+        started.append(processes.Process(target=cases.as_rank, args=target))
+        started[-1].start()
+    for process in started:
+        process.join(600)
+    for process in started:
+        process.kill()  # one that waits for ever must not keep the others waiting
+    assert [process.exitcode for process in started] == [0] * size
+    found = {}
+    while not answers.empty():
+        rank, *found[rank] = answers.get()
+    return [tuple(found[rank]) for rank in sorted(found)]
+
+
+@pytest.fixture(scope="module")
+def alone(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., dict[str, np.ndarray]]:
+    """What one process writes."""
+    found: dict[Any, dict[str, np.ndarray]] = {}
+
+    def of(*job: Any) -> dict[str, np.ndarray]:
+        if job not in found:
+            path = str(tmp_path_factory.mktemp("alone") / "a.zarr")
+            assert [kind for kind, _ in on_ranks(1, cases.featurize_and_score, path, *job)] == ["done"]
+            found[job] = contents(path)
+        return found[job]
+
+    return of
+
+
+@pytest.mark.parametrize(
+    ("size", "job"),
+    [
+        (2, ("image_classification", N, 2)),
+        (4, ("image_classification", N, 2)),
+        (4, ("image_classification", 40, 3)),  # more checkpoints than chunks: two at once
+        (2, (LM, N, 1)),  # whose kernel is fitted
+    ],
+    ids=["two", "four", "few-rows", "fisher"],
+)
+def test_ranks_write_every_row_once_with_the_bits_of_one_process(
+    tmp_path: Path, alone: Any, size: int, job: tuple[str, int, int]
+) -> None:
+    expected = alone(*job)
+    found = on_ranks(size, cases.featurize_and_score, str(tmp_path / "a.zarr"), *job)
+
+    assert [kind for kind, _ in found] == ["done"] * size
+    assert sum(written for _, (written, _) in found) == job[1] * job[2]
+    assert not any(left_behind for _, (_, left_behind) in found)
+    here = contents(tmp_path / "a.zarr")
+    assert here.keys() == expected.keys()
+    for name, values in here.items():
+        if name.startswith("scores"):
+            np.testing.assert_allclose(values, expected[name], rtol=1e-5, atol=1e-5 * np.abs(values).max())
+        else:
+            np.testing.assert_array_equal(values, expected[name], err_msg=name)
+    assert verify_store(tmp_path / "a.zarr").findings == ()
+
+
+def test_the_best_rows_are_those_of_all_scores_whoever_found_them(tmp_path: Path) -> None:
+    path = str(tmp_path / "a.zarr")
+    on_ranks(3, cases.featurize_and_score, path, "image_classification", N, 1)
+    scores = Attributor.open(path, cases.network(), "image_classification").scores("dense").numpy()
+
+    expected = np.argsort(-scores, axis=0, kind="stable")[:4].T.tolist()
+    assert [found for _, found in on_ranks(2, cases.score_again, path)] == [expected] * 2
+
+
+@pytest.mark.parametrize("backend", ["gloo", "cuda:gloo"])  # the second carries nothing of the CPU, as NCCL
+def test_a_process_group_of_the_script_is_used_and_left_to_it(
+    tmp_path: Path, alone: Any, backend: str
+) -> None:
+    path, meeting = str(tmp_path / "a.zarr"), f"file://{tmp_path}/meeting"
+    found = on_ranks(2, cases.with_own_group, path, meeting, backend, each=("rank", "size"))
+
+    assert [kind for kind, _ in found] == ["done"] * 2
+    assert all(still_there for _, (_, still_there) in found)
+    expected = alone("image_classification", N, 2)
+    np.testing.assert_array_equal(contents(path)["ckpt-0:features"], expected["ckpt-0:features"])
+
+
+# ------------------------------------------------------------------------ what ends a run
+
+
+def test_an_error_of_one_rank_ends_the_others_with_the_rows_named(tmp_path: Path) -> None:
+    (own, reason), (kind, message) = on_ranks(2, cases.one_fails, str(tmp_path / "a.zarr"))
+
+    assert (own, kind) == ("RankError", "NonFiniteError")
+    assert re.search(r"rows \[\d+, .*\].* of the train data", message)
+    assert re.match(r"Rank 1 failed in featurize \(.*a\.zarr\) \(NonFiniteError: ", reason)
+    assert message in reason
+
+
+def test_a_rank_that_cannot_read_the_data_ends_the_others(tmp_path: Path) -> None:
+    (own, reason), (_, message) = on_ranks(2, cases.one_cannot_read, str(tmp_path / "a.zarr"))
+
+    assert own == "RankError"
+    assert reason.startswith("Rank 1 failed in featurize (")
+    assert message in reason
+    assert "no such file" in message
+
+
+@pytest.mark.parametrize(
+    ("job", "said"),
+    [
+        (cases.with_other_weights, "another checkpoint 'current' (digest of its weights) than another rank"),
+        (cases.other_calls, "another call than another rank: "),
+    ],
+    ids=["weights", "calls"],
+)
+def test_ranks_that_do_not_do_the_same_are_told(tmp_path: Path, job: Any, said: str) -> None:
+    found = on_ranks(2, job, str(tmp_path / "a.zarr"))
+
+    failures = [message for kind, message in found if kind == "RankError"]
+    assert len(failures) in (1, 2), "a rank may be done before it looks"
+    assert any(
+        message.startswith(f"Rank {rank} has another ") and said in message
+        for message in failures
+        for rank in (0, 1)
+    )
+
+
+def test_a_call_after_one_that_failed_tells_of_errors_like_any_other() -> None:
+    (_, (first, second)), (_, (own, again)) = on_ranks(2, cases.fails_again_after_a_failure)
+
+    assert own == "not there"
+    assert re.match(r"Rank 1 failed in .* \(LookupError: not there\)\. ", first)
+    assert again.startswith("Rank 1 has another number than another rank")
+    assert second.startswith("Rank 1 has another number ")
+
+
+def test_a_rank_that_fails_late_is_told_why_nobody_is_in_its_next_call() -> None:
+    (_, (own, after)), (_, (done, late)) = on_ranks(2, cases.fails_when_others_are_done)
+
+    assert (done, own) == ("no error", "not there")
+    assert re.match(r"Rank 0 failed in .* \(LookupError: not there\)\. ", late)
+    assert re.match(r"Rank 0 failed in .* \(LookupError: not there\)\. ", after)
+
+
+def test_a_rank_that_is_lost_in_the_middle_of_a_sum_is_missed() -> None:
+    ((kind, message),) = on_ranks(2, cases.lost_in_a_sum)
+
+    assert kind == "RankError"
+    assert "lost the others during a sum over train rows" in message
+
+
+def test_one_rank_may_work_alone_if_it_says_so(tmp_path: Path) -> None:
+    assert on_ranks(2, cases.only_on_rank_0, str(tmp_path / "a.zarr")) == [("done", N), ("done", None)]
+
+
+def test_of_several_ranks_the_first_one_retrains_and_tells_the_others(tmp_path: Path) -> None:
+    (first, own), (second, told) = on_ranks(2, cases.verified, str(tmp_path / "a.zarr"))
+
+    assert (first, second) == ("done", "done")
+    assert (own.pop("trained"), told.pop("trained")) == (4, 0)
+    assert own == told
+    assert own["num_subsets"] == 4
+
+
+def test_of_several_ranks_the_first_one_drops_when_all_have_come(tmp_path: Path) -> None:
+    assert (
+        on_ranks(2, cases.dropped, str(tmp_path / "a.zarr"))
+        == [("done", ["ckpt-0", "targets/test/ckpt-0"])] * 2
+    )
+
+
+def test_checkpoints_of_one_name_are_compared_once_each(monkeypatch: pytest.MonkeyPatch) -> None:
+    told: list[str] = []
+    visits = iter([False, False])  # both are left to others at first, and then taken up
+    for compared in ("first_said", "rank_0_said"):
+        monkeypatch.setattr(OneRank, compared, lambda self, what, value: told.append(what) or value)
+    monkeypatch.setattr(FeaturizingSession, "_is_featurized", lambda *_: next(visits, True))
+    monkeypatch.setattr(FeaturizingSession, "_is_left_alone", lambda *_: True)
+    net = cases.network()
+    same_name = [
+        Checkpoint("final", None, lambda state=state: state)  # type: ignore[misc]
+        for state in cases.states(net, 2)
+    ]
+    cases.attributor(None, net).featurize(cases.data(N), same_name)
+
+    of_both = [what for what in told if what.startswith("checkpoint 'final'")]
+    assert len(of_both) == 2, "every rank takes them up in an order of its own"
+
+
+@pytest.mark.parametrize(
+    ("given", "local_rank", "chosen", "count", "expected"),
+    [
+        ("cuda:0", "2", 0, 4, "cuda:2"),
+        ("cuda:0", "0", 0, 4, "cuda:0"),
+        ("cuda:1", "2", 0, 4, "cuda:1"),  # the script has said so
+        ("cuda:0", "2", 1, 4, "cuda:0"),
+        ("cuda:0", "2", 0, 1, "cuda:0"),  # the launcher shows each rank its own one
+        ("cuda:0", None, 0, 4, "cuda:0"),
+        ("cpu", "2", 0, 4, "cpu"),
+    ],
+)
+def test_every_rank_takes_its_own_gpu_unless_the_script_has_chosen(
+    given: str,
+    local_rank: str | None,
+    chosen: int,
+    count: int,
+    expected: str,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.delenv("LOCAL_RANK", raising=False)
+    if local_rank is not None:
+        monkeypatch.setenv("LOCAL_RANK", local_rank)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: chosen)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: count)
+    monkeypatch.setattr(_session, "model_device", lambda _: torch.device(given))
+
+    assert _session.resolve_device("auto", cases.network()) == torch.device(expected)
+
+
+class SilentStore:
+    """Keys that were on a machine which is lost: no question is answered, and no connection closed."""
+
+    def __init__(self) -> None:
+        self.never = threading.Event()
+
+    def clone(self) -> SilentStore:
+        return self
+
+    def check(self, keys: list[str]) -> bool:
+        self.never.wait()
+        return False
+
+
+def test_a_rank_whose_questions_are_not_answered_goes_on_with_rows_and_does_not_wait_for_sums(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    store = SilentStore()
+    monkeypatch.setattr(distributed, "_PATIENCE", 0.1)
+    monkeypatch.setattr(distributed, "_LOOK_EVERY", 0.01)
+    monkeypatch.setattr(distributed, "_part_of", lambda name, store: store)
+    ranks = distributed._TorchRanks(store, 1, 2, number=1)
+    while not ranks._lookout.is_silent:
+        time.sleep(0.01)
+
+    ranks.watch()
+    ranks.agree("checkpoint", "this one")
+    assert "has heard nothing of the others" in caplog.text
+    with pytest.raises(RankError, match=r"Rank 1 cannot reach .*\(no answer for 0 s\)"):
+        ranks.told("whether", lambda: "yes")
+    ranks.report(ValueError("of which nobody hears"))
+    ranks.close()
+    store.never.set()
+
+
+class Clock:
+    """Time that passes while this thread sleeps, and not otherwise."""
+
+    def __init__(self) -> None:
+        self.now = 0.0
+
+    def monotonic(self) -> float:
+        return self.now
+
+    def sleep(self, seconds: float) -> None:
+        self.now += seconds
+
+
+def test_a_rank_that_is_waited_for_is_asked_for_and_at_last_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = Clock()
+    monkeypatch.setattr(distributed, "time", clock)
+    monkeypatch.setattr(distributed._Lookout, "is_silent", False)  # the keys answer, however slowly
+    monkeypatch.setattr(distributed, "_PATIENCE", 10.0)
+    monkeypatch.setattr(distributed.dist, "default_pg_timeout", timedelta(seconds=50))
+    store = torch.distributed.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    ranks = distributed._TorchRanks(store, 0, 2, number=1)
+
+    with (
+        pytest.warns(
+            RuntimeWarning, match=r"others to come to a sum over train rows, in a call\. Every rank must"
+        ),
+        pytest.raises(RankError, match=r"waited 50 s for all others to come to a sum over train rows"),
+    ):
+        ranks.add_up([torch.ones(1)])
+    ranks.close()
+
+
+def test_a_rank_whose_script_has_ended_is_not_waited_for(tmp_path: Path) -> None:
+    (waiting, reason), (ended, _) = on_ranks(2, cases.scored_by_rank_0, str(tmp_path / "a.zarr"))
+
+    assert (waiting, ended) == ("RankError", "done")
+    assert "in score 'targets' (" in reason
+    assert "the scripts of ranks [1] have ended" in reason
+    assert "Attributor(distributed=False)" in reason
+
+
+def test_no_rank_but_the_first_decides_which_model_it_is(tmp_path: Path) -> None:
+    found = on_ranks(2, cases.rank_0_comes_late_with_other_weights, str(tmp_path / "a.zarr"))
+
+    assert [kind for kind, _ in found] == ["done", "RankError"]
+    with ZarrFeatureStore.open(tmp_path / "a.zarr") as store:
+        assert store.table_names() == ["ckpt-0"]
+        assert store.open_table("ckpt-0").spec.fingerprint["weights"] == found[0][1]
+
+
+# ------------------------------------------------------------------------ what they say
+
+
+def test_the_bar_of_rank_0_counts_the_rows_of_all(tmp_path: Path) -> None:
+    found = on_ranks(2, cases.shown_bar, str(tmp_path / "a.zarr"), str(tmp_path / "bar"))
+    shown = (tmp_path / "bar-0").read_text()
+
+    assert f"{N}/{N}" in shown
+    assert found[0][1] < N
+    assert "waiting" not in shown.splitlines()[-1].split("\r")[-1]
+    assert (tmp_path / "bar-1").read_text() == ""
+
+
+@pytest.mark.parametrize("size", [2, 3, 5])
+def test_values_are_merged_in_the_order_of_ranks(size: int) -> None:
+    assert on_ranks(size, cases.listed) == [("done", list(range(size)))] * size
+
+
+def test_a_sum_is_the_same_whenever_it_is_made() -> None:
+    (_, (one, other)), *_ = on_ranks(3, cases.summed_twice)
+
+    assert one == other
+    parts = [
+        torch.rand(1000, generator=torch.Generator().manual_seed(rank), dtype=torch.float64)
+        for rank in range(3)
+    ]
+    np.testing.assert_allclose(np.frombuffer(one), torch.stack(parts).sum(0).numpy(), rtol=1e-15)
+
+
+def test_one_rank_by_itself_says_everything() -> None:
+    ranks = OneRank()
+    ranks.agree("call", "anything")
+    tensor = torch.ones(2)
+    ranks.add_up([tensor])
+    ranks.send_to_all(tensor)
+
+    assert tensor.tolist() == [1, 1]
+    assert ranks.told("whether", lambda: "yes") == "yes"
+    done: list[str] = []
+    ranks.once("something", lambda: done.append("done"))
+    assert done == ["done"]
+
+
+# ------------------------------------------------------------------------ arithmetic
+
+
+@given(st.integers(1, 40), st.integers(1, 6), st.integers(1, 9))
+def test_shares_cover_every_chunk_of_every_part_once(num_ranks: int, num_parts: int, num_chunks: int) -> None:
+    num_parts = min(num_parts, num_ranks)
+    shares = [_share(rank, num_ranks, num_parts, num_chunks) for rank in range(num_ranks)]
+
+    covered = sorted((part, chunk) for part, chunks in shares for chunk in chunks)
+    assert covered == [(part, chunk) for part in range(num_parts) for chunk in range(num_chunks)]
+
+
+@given(st.integers(0, 2**31), st.integers(1, 12), st.integers(1, 5), st.sampled_from(["helpful", "harmful"]))
+def test_the_best_of_parts_are_the_best_of_all(seed: int, cut: int, k: int, sign: Any) -> None:
+    scores = torch.randint(-2, 3, (13, 2), generator=torch.Generator().manual_seed(seed)).float()
+    parts = []
+    for start, part in ((0, scores[:cut]), (cut, scores[cut:])):
+        best = TopK(2, k, sign=sign)
+        best.update(start, part)
+        parts.append(best.result())
+    whole = TopK(2, k, sign=sign)
+    whole.update(0, scores)
+
+    for found, expected in zip(merged_top(parts[::-1], k, sign=sign), whole.result(), strict=True):
+        assert torch.equal(found, expected)
+
+
+def test_rows_with_weights_block_by_block_give_the_gram_of_all() -> None:
+    rows, layout = torch.randn(700, 5, generator=torch.Generator().manual_seed(0)), FeatureLayout.joint(5)
+    weights = torch.rand(700, generator=torch.Generator().manual_seed(1))
+    sums = GramAccumulator(layout, torch.device("cpu"))
+    for start, stop in ((0, 1), (1, 300), (300, 700)):
+        sums.add(rows[start:stop], weights[start:stop])
+
+    assert torch.equal(sums.result()[0], gram([rows], weights, layout=layout)[0])
+
+
+def test_a_bad_weight_is_named_by_its_row() -> None:
+    sums = GramAccumulator(FeatureLayout.joint(1), torch.device("cpu"), first_row=64)
+    sums.add(torch.ones(3, 1), torch.ones(3))
+    with pytest.raises(ValueError, match="the first at row 68"):
+        sums.add(torch.ones(2, 1), torch.tensor([1.0, -1.0]))
+    with pytest.raises(ValueError, match="There are 1 weights"):
+        sums.add(torch.ones(2, 1), torch.ones(1))

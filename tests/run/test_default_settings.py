@@ -1,0 +1,169 @@
+"""What is decided where nothing is said, and what stores say that were made when other things were decided."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import reference
+import torch
+from torch import nn
+from torch.utils.data import TensorDataset
+
+from trak_lite import Attributor
+from trak_lite.linalg import KernelSettings
+from trak_lite.modelout_functions import CausalLanguageModelingModelOutput
+from trak_lite.run.score_settings import ScoreSettings
+from trak_lite.run.settings import stored_arguments
+from trak_lite.store import Manifest, ZarrFeatureStore
+
+N, M = 30, 4
+
+
+def model() -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 3))
+
+
+def dataset(count: int, seed: int) -> TensorDataset:
+    generator = torch.Generator().manual_seed(seed)
+    return TensorDataset(
+        torch.randn(count, 4, generator=generator), torch.randint(3, (count,), generator=generator)
+    )
+
+
+TRAIN, TARGETS = dataset(N, 0), dataset(M, 1)
+
+
+def attributor(path: Path | None = None, task: Any = "image_classification", **changes: Any) -> Attributor:
+    return Attributor(model(), task, path, **{"proj_dim": 8, "dtype": "float32", **changes})
+
+
+@pytest.mark.parametrize(
+    ("modules", "proj_dim"), [(1, 2048), (3, 2048), (16, 2048), (17, 1024), (75, 256), (600, 64)]
+)
+def test_the_default_width_of_a_module_falls_with_their_number(modules: int, proj_dim: int) -> None:
+    net = nn.Sequential(*(nn.Linear(1, 1) for _ in range(modules)))
+
+    made = Attributor(net, "regression", None)
+
+    assert made.projector.proj_dim == proj_dim
+    assert made.layout.width == modules * proj_dim
+    assert Attributor(net, "regression", None, layout="joint").layout.width == 2048
+
+
+@pytest.mark.parametrize("proj_dim", [4, 16])
+@pytest.mark.parametrize("layout", ["module", "joint"])
+def test_scores_by_default_are_those_of_a_share_of_the_trace_with_q_inside(
+    tmp_path: Path, layout: Any, proj_dim: int
+) -> None:
+    made = attributor(tmp_path / "a.zarr", proj_dim=proj_dim, layout=layout)
+    made.featurize(TRAIN, [model().state_dict(), {k: -1.5 * v for k, v in model().state_dict().items()}])
+
+    scores = made.score(TARGETS, "test").numpy()
+
+    with ZarrFeatureStore.open(tmp_path / "a.zarr") as store:
+        train = [store.open_table(f"ckpt-{c}") for c in range(2)]
+        targets = [
+            store.open_table(f"targets/test/ckpt-{c}").read("features").astype(float) for c in range(2)
+        ]
+        rows, q, w = (
+            [table.read(name).astype(float) for table in train]
+            for name in ("features", "out_to_loss", "loss_curvature")
+        )
+    assert len(made.layout.segments) == (2 if layout == "module" else 1)
+    expected = reference.kernel_scores(
+        rows,
+        q,
+        w,
+        targets,
+        segments=[(s.start, s.stop) for s in made.layout.segments],
+        damping=proj_dim / 2048,
+        where_q="inside",
+    )
+    np.testing.assert_allclose(scores, expected, rtol=1e-4, atol=1e-5 * np.abs(expected).max())
+
+
+def test_q_is_outside_for_the_kernel_as_published_and_inside_for_others() -> None:
+    made = attributor()
+    made.featurize(TRAIN)
+
+    assert [made.score(TARGETS, kernel=kernel).settings["q"] for kernel in ("trak", "dot", "curvature")] == [
+        "outside",
+        "inside",
+        "inside",
+    ]
+
+
+def test_another_kernel_has_its_own_default_damping_also_after_reopening(tmp_path: Path) -> None:
+    made = attributor(tmp_path / "a.zarr", kernel="fisher", damping=3.0)
+    made.featurize(TRAIN)
+
+    opened = Attributor.open(tmp_path / "a.zarr", model())
+
+    assert opened.kernel.damping == 3.0
+    assert Attributor.open(tmp_path / "a.zarr", model(), kernel="fisher").kernel.damping == 3.0
+    assert Attributor.open(tmp_path / "a.zarr", model(), kernel="trak").kernel.damping == 8 / 2048
+    assert Attributor.open(tmp_path / "a.zarr", model(), kernel="trak", damping=2.0).kernel.damping == 2.0
+    assert opened.score(TARGETS, kernel="curvature").settings["damping"] == 8 / 2048
+    assert opened.score(TARGETS).settings["damping"] == 3.0
+
+
+# ------------------------------------------------------------------------ stores of older versions
+
+
+@pytest.mark.parametrize(("projector", "segments"), [("countsketch", 1), ("two_sided", 3)])
+def test_what_older_stores_call_auto_is_what_it_was(projector: str, segments: int) -> None:
+    layout = "module" if projector == "two_sided" else "joint"
+    older = attributor(projector=projector, layout=layout)._settings.manifest(None)
+    settings = {**older.made_with["settings"], "layout": "auto"}
+
+    task, arguments = stored_arguments(
+        Manifest(older.fingerprint, {**older.made_with, "settings": settings}), None, {}, where="it"
+    )
+
+    made = Attributor(model(), task, None, **arguments)
+    assert len(made.layout.segments) == segments
+    assert made._settings.manifest(None).fingerprint == older.fingerprint
+
+
+def test_a_kernel_too_wide_to_be_fitted_unasked_is_the_plain_one() -> None:
+    head = nn.Linear(2, 2100)  # 6300 gradient entries, which "none" keeps
+    made = [
+        Attributor(head, "causal_language_modeling", None, projector=projector).kernel.weighting
+        for projector in ("none", "auto")
+    ]
+
+    assert made == ["none", "fisher"]
+
+
+def test_a_store_opens_with_the_settings_of_its_task(tmp_path: Path) -> None:
+    """Also where they were the default of a time, and no longer are."""
+    ids = torch.randint(5, (6, 4), generator=torch.Generator().manual_seed(0))
+    net = nn.Sequential(nn.Embedding(5, 2), nn.Linear(2, 5))
+    made = Attributor(
+        net, CausalLanguageModelingModelOutput(output="margin"), tmp_path / "a.zarr", proj_dim=4
+    )
+    made.featurize(TensorDataset(ids, ids))
+
+    opened = Attributor.open(tmp_path / "a.zarr", net)
+
+    assert opened.task.settings() == {"output": "margin", "shift": True}
+    assert opened.featurize(TensorDataset(ids, ids)).rows_written == 0
+
+
+def test_scores_that_say_nothing_of_q_were_made_with_q_outside() -> None:
+    older = {"kernel": KernelSettings(weighting="curvature", damping=1.0).to_json()}
+
+    assert ScoreSettings.from_fingerprint(older) == ScoreSettings(damping=1.0, q="outside")
+    assert ScoreSettings(damping=1.0, q="outside").fingerprint() == older
+    assert ScoreSettings(damping=1.0).fingerprint()["view"] == {"q": "inside"}
+
+
+@pytest.mark.parametrize("kernel", ["curvature", "fisher", "trak"])
+def test_a_fingerprint_tells_the_kernel_and_where_q_goes(kernel: Any) -> None:
+    for q in ("outside", "inside", "off"):
+        made = ScoreSettings(kernel=kernel, damping=0.5, q=q)
+        assert ScoreSettings.from_fingerprint(made.fingerprint()) == made

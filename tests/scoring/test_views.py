@@ -1,0 +1,338 @@
+"""Views through the facade: stored rows are read again, never computed again; what is kept where; what is refused."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils.data import TensorDataset
+
+from trak_lite import Attributor, Scores
+from trak_lite.errors import InvalidInputError, ManifestMismatchError, StateError
+from trak_lite.featurizing import session as featurizing
+from trak_lite.projectors import NoOpProjector
+
+N, M = 30, 4
+
+
+def dataset(count: int, seed: int) -> TensorDataset:
+    generator = torch.Generator().manual_seed(seed)
+    return TensorDataset(
+        torch.randn(count, 4, generator=generator), torch.randint(3, (count,), generator=generator)
+    )
+
+
+TRAIN, TARGETS = dataset(N, 0), dataset(M, 1)
+
+
+def model() -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(4, 5), nn.Tanh(), nn.Linear(5, 3))
+
+
+def states(count: int = 3) -> list[dict[str, Tensor]]:
+    torch.manual_seed(1)
+    shapes = model().state_dict()
+    return [{name: torch.randn_like(value) for name, value in shapes.items()} for _ in range(count)]
+
+
+def featurized(path: Path | None = None, **changes: Any) -> Attributor:
+    made = Attributor(
+        model(), "image_classification", path, **{"proj_dim": 16, "dtype": "float32", **changes}
+    )
+    made.featurize(TRAIN, checkpoints=states())
+    return made
+
+
+def rows_written(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Return a list that gets the number of rows which each later pass over data writes."""
+    written: list[int] = []
+    compute = featurizing.featurize_rows
+
+    def counted(*args: Any, **options: Any) -> int:
+        written.append(compute(*args, **options))
+        return written[-1]
+
+    monkeypatch.setattr(featurizing, "featurize_rows", counted)
+    return written
+
+
+def no_more_gradients(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*_: Any, **__: Any) -> None:
+        raise AssertionError("A gradient was computed that is stored already.")
+
+    monkeypatch.setattr("trak_lite.featurizing.session.featurize_rows", refuse)
+
+
+# ------------------------------------------------------------------------ reading the same rows again
+
+
+@pytest.mark.parametrize("dense", [True, False])
+@pytest.mark.parametrize(
+    "view",
+    [
+        {"kernel": "trak"},
+        {"kernel": "dot", "q": "inside", "checkpoint_weights": [0.1, 0.2, 0.3]},
+        {"kernel": "cosine", "q": "off"},
+        {"damping": 20.0},
+        {"layout": "joint"},
+    ],
+    ids=lambda view: "-".join(map(str, view.values())),
+)
+def test_another_view_stores_no_gradient(monkeypatch: pytest.MonkeyPatch, view: Any, dense: bool) -> None:
+    made = featurized(layout="module")
+    first = made.score(TARGETS, name="test")
+    before = first.numpy()
+    written = rows_written(monkeypatch)
+
+    other = made.score(TARGETS, name="test", dense=dense, **view)
+    assert written == [0]  # the targets of one checkpoint are compared, nothing is computed anew
+
+    assert not np.allclose(other.numpy(), before)
+    np.testing.assert_array_equal(made.scores("test").numpy(), before)
+    np.testing.assert_allclose(made.scores("test", dense=dense, **view).numpy(), other.numpy())
+    assert other.settings.items() >= {**view, "checkpoints": 3}.items()
+
+
+def test_settings_that_say_what_holds_anyway_give_the_same_table(tmp_path: Path) -> None:
+    made = featurized(tmp_path / "a.zarr", layout="joint")
+    made.score(TARGETS, name="test")
+
+    same = made.score(TARGETS, name="test", kernel="curvature", damping=16 / 2048, layout="joint", q="inside")
+
+    assert "a.zarr:scores/test" in repr(same)
+
+
+def test_dot_products_with_learning_rates_are_tracin() -> None:
+    """The sum over checkpoints of rate times (minus the loss gradient of a row) times (gradient of a target's f)."""
+    rates = [0.3, 0.1, 0.02]
+    made = featurized(projector=NoOpProjector(grad_dim=43, device="cpu"), dtype="float32")
+
+    scores = made.score(TARGETS, kernel="dot", q="inside", checkpoint_weights=rates).numpy()
+
+    network, expected = model(), np.zeros((N, M))
+    for rate, state in zip(rates, states(), strict=True):
+        network.load_state_dict(state)
+        losses = [nn.functional.cross_entropy(network(x[None]), y[None]) for x, y in TRAIN]
+        down = [torch.cat([-g.flatten() for g in gradient(network, loss)]) for loss in losses]
+        margins = [margin(network(x[None])[0], int(y)) for x, y in TARGETS]
+        up = [torch.cat([g.flatten() for g in gradient(network, value)]) for value in margins]
+        expected += rate * (torch.stack(down) @ torch.stack(up).T).numpy()
+    np.testing.assert_allclose(scores, expected, rtol=1e-3, atol=1e-5)
+
+
+def gradient(network: nn.Module, value: Tensor) -> tuple[Tensor, ...]:
+    return torch.autograd.grad(value, list(network.parameters()))
+
+
+def margin(logits: Tensor, label: int) -> Tensor:
+    return logits[label] - torch.cat([logits[:label], logits[label + 1 :]]).logsumexp(0)
+
+
+def test_a_base_model_is_subtracted_by_a_negative_weight() -> None:
+    base, tuned, _ = states()
+    made = featurized()
+    each = [
+        made.score(TARGETS, name=name, q="inside", checkpoints=[state]).numpy()
+        for name, state in (("base", base), ("tuned", tuned))
+    ]
+
+    difference = made.score(
+        TARGETS, q="inside", checkpoints=[base, tuned], checkpoint_weights=[-1, 1]
+    ).numpy()
+
+    np.testing.assert_allclose(difference, each[1] - each[0], rtol=1e-4, atol=1e-5)
+
+
+def test_other_targets_are_refused_in_every_view() -> None:
+    made = featurized()
+    made.score(TARGETS, name="test", kernel="dot")
+
+    for view in ({"kernel": "dot"}, {"kernel": "trak"}, {"dense": False}):
+        with pytest.raises(ManifestMismatchError, match=r"targets.*another name"):
+            made.score(dataset(M, 5), name="test", **view)
+
+
+def test_a_store_opened_again_answers_views_without_data(tmp_path: Path, monkeypatch: Any) -> None:
+    expected = featurized(tmp_path / "a.zarr").score(TARGETS, name="test", kernel="dot").numpy()
+    no_more_gradients(monkeypatch)
+
+    again = Attributor.open(tmp_path / "a.zarr", model())
+
+    np.testing.assert_array_equal(again.scores("test", kernel="dot").numpy(), expected)
+    np.testing.assert_array_equal(again.scores("test", kernel="dot", dense=False).numpy(), expected)
+
+
+# ------------------------------------------------------------------------ without the matrix
+
+
+@pytest.mark.parametrize("kernel", ["curvature", "cosine"])
+def test_the_best_and_worst_rows_are_found_and_kept_without_the_matrix(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kernel: Any
+) -> None:
+    made = featurized(tmp_path / "a.zarr")
+    sparse = made.score(TARGETS, name="test", kernel=kernel, dense=False, k=7)
+    assert not any((tmp_path / "a.zarr" / folder).exists() for folder in ("scores", "views"))
+    assert "not kept, computed from the rows in" in repr(sparse)
+    dense = made.score(TARGETS, name="test", kernel=kernel)
+
+    def refuse(*_: Any, **__: Any) -> None:
+        raise AssertionError("The rows were read again.")
+
+    monkeypatch.setattr("trak_lite.scoring.source.score_tile", refuse)
+    for found in (sparse, made.score(TARGETS, name="test", kernel=kernel, dense=False, k=5)):
+        for sign in ("helpful", "harmful"):
+            for k, target in ((7, None), (3, None), (7, 2)):
+                expected = dense.top(k, target=target, sign=sign)
+                best = found.top(k, target=target, sign=sign)
+                np.testing.assert_array_equal(best.indices, expected.indices)
+                np.testing.assert_array_equal(best.scores, expected.scores)
+                assert best.indices.dtype == np.int64
+    monkeypatch.undo()
+    np.testing.assert_array_equal(sparse.top(12).indices, dense.top(12).indices)
+
+
+def test_kept_rows_of_other_settings_or_fewer_of_them_are_found_anew() -> None:
+    made = featurized()
+    made.score(TARGETS, name="test", dense=False, k=2)
+
+    for k, damping in ((5, 1.0), (5, 0.01), (100, 0.01)):
+        sparse = made.score(TARGETS, name="test", dense=False, k=k, damping=damping)
+        dense = made.score(TARGETS, name="test", damping=damping)
+        np.testing.assert_array_equal(sparse.top(k).indices, dense.top(k).indices)
+
+
+def test_no_tile_is_larger_than_its_limit(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("trak_lite.scoring.tiles._TILE_ROWS", 8)
+    made = featurized()
+    dense = made.score(TARGETS, name="test")
+    sizes = []
+    scores = made.score(TARGETS, name="test", dense=False)
+    matrix = scores._matrix
+    real = matrix.tiles
+    monkeypatch.setattr(
+        type(matrix), "tiles", lambda self: ((s, sizes.append(len(t)) or t) for s, t in real())
+    )
+
+    best = scores.top(4)
+
+    assert max(sizes) == 8
+    assert sum(sizes) == N
+    np.testing.assert_array_equal(best.indices, dense.top(4).indices)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float16", "int8", "int4"])
+def test_scores_that_are_not_kept_answer_all_questions(dtype: Any) -> None:
+    made = featurized(dtype=dtype)
+    dense, sparse = made.score(TARGETS, name="test"), made.score(TARGETS, name="test", dense=False)
+
+    np.testing.assert_array_equal(sparse.numpy(), dense.numpy())
+    np.testing.assert_allclose(sparse.rows([4, 29, 4]), dense.rows([4, 29, 4]), rtol=1e-4, atol=1e-6)
+    np.testing.assert_array_equal(sparse.self_influence(), dense.self_influence())
+    labels = np.arange(N) % 3
+    np.testing.assert_allclose(sparse.group(labels).sums, dense.group(labels).sums, rtol=1e-12)
+    assert sparse.shape == dense.shape
+
+
+# ------------------------------------------------------------------------ dampings
+
+
+def test_a_path_of_dampings_needs_a_name_or_the_targets(monkeypatch: pytest.MonkeyPatch) -> None:
+    made = featurized()
+    path = made.damping_path(TARGETS, [0.1, 10.0], name="test", kernel="trak", q="off")
+    separate = [
+        made.score(TARGETS, name="test", kernel="trak", q="off", damping=d).numpy() for d in (0.1, 10.0)
+    ]
+    no_more_gradients(monkeypatch)
+    named = made.damping_path("test", [0.1, 10.0], kernel="trak", q="off")
+
+    np.testing.assert_allclose(path.numpy(), separate, rtol=1e-3, atol=1e-5)
+    np.testing.assert_array_equal(named.numpy(), path.numpy())
+    np.testing.assert_array_equal(
+        made.scores("test", kernel="trak", q="off", damping=0.1).path([10.0]).numpy()[0], path.numpy()[1]
+    )
+
+
+# ------------------------------------------------------------------------ uncertainty
+
+
+def test_standard_errors_are_given_for_what_is_asked() -> None:
+    scores = featurized().score(TARGETS, name="test")
+    every = scores.standard_error()
+
+    assert every.shape == (N, M)
+    assert (every > 0).all()
+    np.testing.assert_allclose(scores.standard_error(target=-1), every[:, M - 1], rtol=1e-4)
+    np.testing.assert_allclose(scores.standard_error([3, 7]), every[[3, 7]], rtol=1e-4)
+    np.testing.assert_allclose(scores.standard_error([3, 7], target=1), every[[3, 7], 1], rtol=1e-4)
+    best = scores.top(5).indices
+    np.testing.assert_allclose(scores.standard_error(best), np.take_along_axis(every.T, best, 1), rtol=1e-4)
+    over_runs = scores.standard_error(target=0, runs=["a", "a", "b"])
+    assert not np.allclose(over_runs, every[:, 0])
+
+
+def test_reliability_is_given_per_target() -> None:
+    found = featurized().score(TARGETS, name="test").reliability(threshold=0.3)
+
+    assert found.agreement.shape == found.expected.shape == found.reliable.shape == (M,)
+    np.testing.assert_array_equal(found.reliable, found.expected >= 0.3)
+
+
+# ------------------------------------------------------------------------ refusals
+
+
+@pytest.mark.parametrize(
+    ("call", "message"),
+    [
+        (lambda s: s.standard_error([]), "rows must be whole numbers from 0 to 29"),
+        (lambda s: s.standard_error([30]), "from 0 to 29"),
+        (lambda s: s.standard_error([0.5]), "whole numbers"),
+        (lambda s: s.standard_error([[0], [1]]), r"for all targets \(4, k\), got int64 of shape \(2, 1\)"),
+        (lambda s: s.standard_error(np.zeros((M, 1), int), target=1), r"\(4, k\)"),
+        (lambda s: s.standard_error(target=4), "no target 4"),
+        (lambda s: s.reliability(max_rows=0), "max_rows must be an integer of at least 1"),
+        (lambda s: s.path([]), "dampings is empty"),
+        (lambda s: s.group([1, 2]), "there are 30 train rows"),
+    ],
+)
+def test_questions_without_an_answer_are_refused(call: Callable[[Scores], Any], message: str) -> None:
+    with pytest.raises(InvalidInputError, match=message):
+        call(featurized().score(TARGETS))
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"k": 3}, "k=3 is for dense=False"),
+        ({"k": 0, "dense": False}, "k must be an integer of at least 1"),
+        ({"kernel": "none"}, "kernel must be one of"),
+        ({"kernel": "dot", "damping": 1.0}, "has nothing to damp"),
+        ({"checkpoint_weights": [1, 2]}, "has 2 numbers, but 3 checkpoints"),
+    ],
+)
+def test_settings_that_do_not_fit_are_refused_and_no_target_is_featurized(
+    settings: Any, message: str
+) -> None:
+    made = featurized()
+
+    with pytest.raises(InvalidInputError, match=message):
+        made.score(TARGETS, name="test", **settings)
+    with pytest.raises(StateError, match="no features of targets 'test'"):
+        made.scores("test", dense=False)
+
+
+def test_scores_that_were_never_made_are_asked_for_by_name() -> None:
+    made = featurized()
+    made.score(TARGETS, name="test")
+
+    with pytest.raises(StateError, match=r"no scores 'test' made with .*'kernel': 'dot'"):
+        made.scores("test", kernel="dot")
+    with pytest.raises(StateError, match=r"no features of targets 'other'; there are those of \['test'\]"):
+        made.scores("other", dense=False)
+    with pytest.raises(StateError, match="no features of targets 'other'"):
+        made.damping_path("other", [1.0])

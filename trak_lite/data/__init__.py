@@ -1,0 +1,1 @@
+"""Data: datasets as numbered rows, and batches of them."""

@@ -1,0 +1,1 @@
+"""Featurizing: one pass over data gives feature rows and curvatures."""

@@ -1,0 +1,138 @@
+"""Saying which row is at fault when a batch fails, and what is wrong with it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor, nn
+
+from trak_lite.data.batches import flatten_batch, take_rows
+from trak_lite.errors import (
+    MODEL_FAILURES,
+    InvalidInputError,
+    NonFiniteError,
+    TrakLiteError,
+    UnsupportedModelError,
+    refuse_machine_failure,
+)
+from trak_lite.gradient_computers import AbstractGradientComputer
+from trak_lite.modelout_functions import AbstractModelOutput, ModelCall
+from trak_lite.models.sharded import class_of, is_sharded
+from trak_lite.types import Batch, OutputTerms
+
+__all__ = ["naming_rows", "refuse_non_finite"]
+
+
+@contextmanager
+def naming_rows(
+    model: nn.Module, task: AbstractModelOutput, batch: Batch, rows: NDArray[np.int64], what: str
+) -> Iterator[None]:
+    """Name the dataset's row in an error about a sample, and the tensors in an error of the model itself.
+
+    Args:
+        model: What runs inside the block.
+        task: Model output function, likewise.
+        batch: B samples.
+        rows: ``(B,)`` their rows in the dataset.
+        what: How messages name the dataset.
+
+    Raises:
+        InvalidInputError: In place of the model's own error, which stays as its cause.
+        UnsupportedModelError: If the block changes parameters of the model.
+    """
+    versions = {} if is_sharded(model) else {name: p._version for name, p in model.named_parameters()}
+    try:
+        yield
+        _refuse_changed_parameters(model, versions)
+    except InvalidInputError:
+        _refuse_the_row(model, task, batch, rows, what)
+        raise
+    except (TrakLiteError, torch.OutOfMemoryError):
+        raise
+    except MODEL_FAILURES as error:
+        refuse_machine_failure(error)
+        leaves, _ = flatten_batch(batch)
+        seen = ", ".join(
+            f"{tuple(leaf.shape)} {str(leaf.dtype).removeprefix('torch.')} on {leaf.device}"
+            for leaf in leaves
+        )
+        first = next(iter(str(error).splitlines()), "")
+        raise InvalidInputError(
+            f"{class_of(model).__name__} failed on a batch of {what} (rows {_some(rows)}) with tensors {seen}: "
+            f"{type(error).__name__}: {first}. Check that the samples have the shapes and dtypes that the model takes, "
+            "and that the task passes them as the model expects."
+        ) from error
+
+
+def _refuse_changed_parameters(model: nn.Module, versions: Mapping[str, int]) -> None:
+    """Raise if the forward pass writes into parameters: rows of one checkpoint would be those of two models.
+
+    RWKV does so in its first pass in eval mode, and notes in an attribute that it has.
+    """
+    changed = [name for name, p in model.named_parameters() if versions.get(name, p._version) != p._version]
+    if changed:
+        raise UnsupportedModelError(
+            f"The forward pass of {class_of(model).__name__} in eval mode changes {len(changed)} of its parameters "
+            f"in place, the first of them {changed[0]!r}. Expected a forward pass that only reads them. If it does so "
+            "once, call model.eval() and make one pass before you give it to trak_lite, and attribute it as it is then."
+        )
+
+
+def refuse_non_finite(
+    features: Tensor,
+    terms: OutputTerms,
+    rows: NDArray[np.int64],
+    what: str,
+    computer: AbstractGradientComputer,
+    batch: Batch,
+) -> None:
+    """Raise the most telling error if any number of a batch is NaN or infinite.
+
+    Args:
+        features: ``(B, K)``.
+        terms: f, q and w, each ``(B,)``.
+        rows: ``(B,)`` the samples' rows in the dataset.
+        what: How messages name the dataset.
+        computer: What made the numbers.
+        batch: What they were made from.
+
+    Raises:
+        InvalidInputError: If the output function itself refuses a sample (a label out of range).
+        NonFiniteError: Otherwise; names the rows.
+    """
+    finite = {name: value.isfinite() for name, value in zip(terms._fields, terms, strict=True)}
+    finite["feature"] = features.isfinite().all(dim=1)
+    wrong = {name: (~mask).nonzero().flatten().tolist() for name, mask in finite.items()}
+    if not any(wrong.values()):
+        return
+    positions = sorted({position for found in wrong.values() for position in found})
+    _refuse_the_row(computer.model, computer.modelout_fn, take_rows(batch, positions), rows[positions], what)
+    culprit = next(name for name, found in wrong.items() if found)
+    raise NonFiniteError(
+        f"The {culprit.replace('_', ' ')} of rows {_some(rows[positions])} of {what} is NaN or infinite. Nothing of "
+        "this batch was stored. Look at these samples and at the checkpoint's weights; if the model runs in half "
+        "precision, run it in float32."
+    )
+
+
+def _refuse_the_row(
+    model: nn.Module, task: AbstractModelOutput, batch: Batch, rows: NDArray[np.int64], what: str
+) -> None:
+    """Run the output function eagerly on each sample alone; raise for the first that it refuses."""
+    if is_sharded(model):
+        return  # the other ranks would have to run it too
+    for position, row in enumerate(rows):
+        try:
+            with torch.no_grad():
+                task.evaluate(ModelCall(model), take_rows(batch, [position]))
+        except InvalidInputError as error:
+            raise type(error)(f"Row {row} of {what}: {error}") from error
+
+
+def _some(rows: NDArray[np.int64]) -> str:
+    shown = rows[:5].tolist()
+    return f"{shown}" if len(rows) <= 5 else f"{shown} and {len(rows) - 5} more"

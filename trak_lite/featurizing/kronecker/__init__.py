@@ -1,0 +1,48 @@
+r"""Kronecker-factored curvature (K-FAC, EK-FAC), and gradients times its inverse.
+
+:func:`fit_curvature` sums the factors of every layer over train rows and corrects their eigenvalues;
+:class:`Preconditioner` multiplies the gradients of targets with the inverse, and :class:`PreconditionedProjector` does
+so before the projection that the train rows had: stored rows serve this kernel as they serve TRAK's.
+
+What is covered: weights and biases of linear and convolution layers as one matrix each; other matrices whose gradients
+come in factors (recurrent layers, transposed convolutions) without their bias. Everything else (norms, embeddings,
+grouped convolutions, biases that go with no weight, a weight that is both embedding and head) has the diagonal of its
+curvature; :meth:`KroneckerCurvature.treatments` lists it. Nothing is left out.
+
+Sources: Martens & Grosse (arXiv:1503.05671), Grosse & Martens (arXiv:1602.01407), George et al. (arXiv:1806.03884),
+Grosse et al. (arXiv:2308.03296).
+"""
+
+from trak_lite.featurizing.kronecker.curvature import ArrayKeeper as ArrayKeeper
+from trak_lite.featurizing.kronecker.curvature import KroneckerCurvature as KroneckerCurvature
+from trak_lite.featurizing.kronecker.curvature import Treatment as Treatment
+from trak_lite.featurizing.kronecker.curvature import UnitCurvature as UnitCurvature
+from trak_lite.featurizing.kronecker.curvature import is_fitted as is_fitted
+from trak_lite.featurizing.kronecker.curvature import loaded as loaded
+from trak_lite.featurizing.kronecker.fit import NumberedBatches as NumberedBatches
+from trak_lite.featurizing.kronecker.fit import fit_curvature as fit_curvature
+from trak_lite.featurizing.kronecker.fit import kept_units as kept_units
+from trak_lite.featurizing.kronecker.noise import row_noise as row_noise
+from trak_lite.featurizing.kronecker.precondition import PreconditionedProjector as PreconditionedProjector
+from trak_lite.featurizing.kronecker.precondition import Preconditioner as Preconditioner
+from trak_lite.featurizing.kronecker.settings import KroneckerSettings as KroneckerSettings
+from trak_lite.featurizing.kronecker.units import Unit as Unit
+from trak_lite.featurizing.kronecker.units import find_units as find_units
+
+__all__ = [
+    "ArrayKeeper",
+    "KroneckerCurvature",
+    "KroneckerSettings",
+    "NumberedBatches",
+    "PreconditionedProjector",
+    "Preconditioner",
+    "Treatment",
+    "Unit",
+    "UnitCurvature",
+    "find_units",
+    "fit_curvature",
+    "is_fitted",
+    "kept_units",
+    "loaded",
+    "row_noise",
+]

@@ -1,0 +1,195 @@
+r"""The two factors of every unit, summed over rows and positions: the first pass of a fit.
+
+For a linear layer the factors are :math:`\sum a a^\top` of its inputs and :math:`\sum g g^\top` of its output gradients
+(Martens & Grosse, arXiv:1503.05671); for a convolution the inputs are patches, and both sums go over positions too
+(Grosse & Martens, arXiv:1602.01407). A parameter whose gradients do not come in factors has the sum of their squares,
+entry by entry.
+
+Numerics: products in the gradients' dtype, at least float32; sums in float64 where the device has it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import final
+
+import torch
+from torch import Tensor
+
+from trak_lite._devices import add_at_
+from trak_lite.errors import InvalidInputError
+from trak_lite.featurizing.kronecker.units import Unit
+from trak_lite.gradient_computers import sums_by_row
+from trak_lite.linalg import accumulation_dtype
+from trak_lite.types import FactoredBlock, GradientBlock, LookupBlock, samples_of
+
+__all__ = ["CurvatureSums", "UnitSums", "precise", "sample_slices"]
+
+_SCRATCH = 1 << 22
+"""Entries of gradients that are formed at once."""
+
+_SAME = 1e-3
+"""Relative difference up to which a bias's gradient is taken for the sum of the weight's output gradients."""
+
+
+def precise(tensor: Tensor) -> Tensor:
+    """Return a tensor in float32 or better."""
+    return tensor.float() if tensor.dtype in (torch.float16, torch.bfloat16) else tensor
+
+
+def sample_slices(num_samples: int, entries: int) -> Iterator[slice]:
+    """Yield the samples whose gradients of ``entries`` numbers are formed at once."""
+    step = max(1, _SCRATCH // max(entries, 1))
+    return (slice(start, min(start + step, num_samples)) for start in range(0, num_samples, step))
+
+
+@final
+class UnitSums:
+    """What the first pass collects of one unit."""
+
+    def __init__(self, unit: Unit, *, max_side: int) -> None:
+        """Start at zero.
+
+        Args:
+            unit: The unit.
+            max_side: Of a longer side only the diagonal is summed; where both are longer, squares of gradients are.
+        """
+        self.unit = unit
+        self.num_positions = 0.0
+        self.outputs: Tensor | None = None
+        """``(rows, rows)``, or ``(rows,)`` of a long side; ``None`` where no factors came."""
+        self.inputs: Tensor | None = None
+        """``(width, width)`` or ``(width,)``."""
+        self.squares: Tensor | None = None
+        """``(rows, columns)`` of gradients that came in no factors."""
+        self.bias_squares: Tensor | None = None
+        """``(1, rows)``."""
+        self.dtype = torch.float32
+        """Of the products."""
+        self._max_side = max_side
+        self._apart: tuple[Tensor, Tensor] | None = None
+
+    @property
+    def is_factored(self) -> bool:
+        """Whether there are factors.
+
+        Raises:
+            InvalidInputError: If gradients came in factors in some batches and without in others.
+        """
+        if self.inputs is not None and self.squares is not None and bool(self.squares.any()):
+            raise InvalidInputError(
+                f"The gradients of {self.unit.weight!r} came factored in one block and formed in another, and no pair "
+                "of factors stands for both. Use batches of one structure."
+            )
+        return self.inputs is not None
+
+    @property
+    def is_joint(self) -> bool:
+        """Whether the bias's gradient is the sum of the weight's output gradients, so that both are one matrix."""
+        if self.unit.bias is None or not self.is_factored or self._apart is None:
+            return False
+        gap, size = self._apart
+        return bool((gap.abs() <= _SAME * size).all())
+
+    def add_factors(self, block: FactoredBlock) -> None:
+        """Add the factors of some samples' weight gradients."""
+        x, g = precise(block.inputs).flatten(0, 1), precise(block.output_grads).flatten(0, 1)
+        self.dtype = torch.promote_types(self.dtype, torch.promote_types(x.dtype, g.dtype))
+        used = self._num_used(block, x, g)
+        self.num_positions += used
+        if self.inputs is None or self.outputs is None:
+            self.inputs = self._zeros(self.unit.width, x.device)
+            self.outputs = self._zeros(self.unit.rows, g.device)
+        _add_second_moments(self.outputs, g)
+        _add_second_moments(self.inputs, x)
+        if self.unit.bias is not None:
+            _add_ones(self.inputs, x.sum(0), used)
+            wide = self.outputs.dtype
+            self._compare(g.sum(0, dtype=wide), g.abs().sum(0, dtype=wide))
+
+    def add_bias(self, block: GradientBlock) -> None:
+        """Add some samples' bias gradients."""
+        grads = precise(block.dense())
+        self.dtype = torch.promote_types(self.dtype, grads.dtype)
+        wide = accumulation_dtype(grads.device)
+        squares = grads.square().sum(0, dtype=wide).unsqueeze(0)
+        self.bias_squares = squares if self.bias_squares is None else self.bias_squares.add_(squares)
+        total = grads.sum(0, dtype=wide)
+        self._compare(-total, torch.zeros_like(total))
+
+    def add_squares(self, block: GradientBlock) -> None:
+        """Add the squares of some samples' weight gradients, entry by entry."""
+        shape = (self.unit.rows, self.unit.columns)
+        none = samples_of(block, slice(0, 0)).dense()
+        self.dtype = torch.promote_types(self.dtype, precise(none).dtype)
+        if self.squares is None:
+            wide = accumulation_dtype(none.device)
+            self.squares = torch.zeros(shape, dtype=wide, device=none.device)
+        if isinstance(block, LookupBlock):
+            rows, sums = sums_by_row(block)
+            add_at_(self.squares, 0, rows.flatten(), sums.square().flatten(0, 1).to(self.squares.dtype))
+            return
+        for samples in sample_slices(block.num_samples, self.squares.numel()):
+            grads = precise(samples_of(block, samples).dense())
+            self.squares += grads.square().sum(0, dtype=self.squares.dtype).reshape(shape)
+
+    def _zeros(self, side: int, device: torch.device) -> Tensor:
+        shape = (side,) if side > self._max_side else (side, side)
+        return torch.zeros(shape, dtype=accumulation_dtype(device), device=device)
+
+    def _num_used(self, block: FactoredBlock, x: Tensor, g: Tensor) -> float:
+        """Return the number of positions, without the padding of samples that have fewer than others."""
+        if block.inputs.shape[1] == 1 or not self.unit.has_gaps:
+            return float(len(x))
+        return float((x.any(1) | g.any(1)).sum())
+
+    def _compare(self, gap: Tensor, size: Tensor) -> None:
+        if self._apart is None:
+            self._apart = (torch.zeros_like(gap), torch.zeros_like(size))
+        self._apart = (self._apart[0] + gap, self._apart[1] + size)
+
+
+@final
+class CurvatureSums:
+    """A block sink that collects the sums of all units."""
+
+    def __init__(self, units: Sequence[Unit], *, max_side: int) -> None:
+        """Start at zero; see :class:`UnitSums`."""
+        self._max_side = max_side
+        self.units = {unit: UnitSums(unit, max_side=max_side) for unit in units}
+        self._by_name = {name: sums for unit, sums in self.units.items() for name in unit.names}
+
+    @torch.no_grad()
+    def add(self, block: GradientBlock) -> None:
+        """Take one block of a batch."""
+        sums = self._by_name[block.name]
+        if block.name == sums.unit.bias:
+            sums.add_bias(block)
+        elif isinstance(block, FactoredBlock) and self._has_short_side(sums.unit, block):
+            sums.add_factors(block)
+        else:
+            sums.add_squares(block)
+
+    def _has_short_side(self, unit: Unit, block: FactoredBlock) -> bool:
+        # The factors of a parameter of another form than (rows, columns) belong to no unit's matrix.
+        fits = (block.output_grads.shape[2], block.inputs.shape[2]) == (unit.rows, unit.columns)
+        return fits and min(unit.rows, unit.width) <= self._max_side
+
+
+def _add_second_moments(total: Tensor, rows: Tensor) -> None:
+    """Add those of rows ``(p, d)`` to the first d entries of each axis of a total, which may be a diagonal."""
+    width = rows.shape[1]
+    if total.dim() == 1:
+        total[:width] += rows.square().sum(0, dtype=total.dtype)
+    else:
+        total[:width, :width] += rows.T @ rows
+
+
+def _add_ones(total: Tensor, rows_sum: Tensor, count: float) -> None:
+    """Add what a 1 at the end of every row adds to a total, given the rows' sum and their number."""
+    if total.dim() == 1:
+        total[-1] += count
+        return
+    total[-1, :-1] += rows_sum
+    total[:-1, -1] += rows_sum
+    total[-1, -1] += count

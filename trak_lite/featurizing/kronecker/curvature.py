@@ -1,0 +1,180 @@
+r"""A fitted curvature: per unit an eigenbasis and the curvature in its coordinates.
+
+The curvature of a unit is taken as :math:`(Q_S \otimes Q_A)\,\mathrm{diag}(\Lambda)\,(Q_S \otimes Q_A)^\top`, and that
+between units as zero (George et al., arXiv:1806.03884).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Literal, NamedTuple, Protocol, final
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from trak_lite._devices import wide_dtype
+from trak_lite.errors import StateError
+from trak_lite.featurizing.kronecker.bases import Eigenbasis
+from trak_lite.featurizing.kronecker.units import Unit
+
+__all__ = ["ArrayKeeper", "KroneckerCurvature", "Treatment", "UnitArrays", "UnitCurvature"]
+
+
+class ArrayKeeper(Protocol):
+    """Where the arrays of a fit are kept: a ``dict`` will do."""
+
+    def get(self, name: str, /) -> NDArray[Any] | None:
+        """Return an array, or ``None``."""
+        ...
+
+    def __setitem__(self, name: str, array: NDArray[Any], /) -> None:
+        """Keep an array."""
+        ...
+
+
+class Treatment(NamedTuple):
+    """How the curvature of one parameter is approximated."""
+
+    name: str
+    how: Literal["kronecker", "one side", "diagonal"]
+    """Both factors' eigenbases, that of the shorter side alone, or the parameter's own coordinates."""
+    unit: str
+    """Name of the weight that it shares a matrix with; its own name where there is none."""
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class UnitCurvature:
+    """The curvature of one unit."""
+
+    basis: Eigenbasis
+    values: Tensor
+    """Lambda ``(rows, width)``: sums over the train rows."""
+
+    @property
+    def unit(self) -> Unit:
+        """The unit."""
+        return self.basis.unit
+
+    @property
+    def treatment(self) -> Literal["kronecker", "one side", "diagonal"]:
+        """How it is approximated."""
+        sides = sum(side is not None for side in (self.basis.outputs, self.basis.inputs))
+        return ("diagonal", "one side", "kronecker")[sides]
+
+    def inverse(self, damping: float) -> Tensor:
+        """Return ``1 / (Lambda + damping * mean(Lambda))``, ``(rows, width)``.
+
+        Zero, where no train row has curvature at all: no train row has a gradient there either.
+        """
+        damped = self.values + damping * self.values.mean(dtype=wide_dtype(self.values.device)).to(
+            self.values
+        )
+        return torch.where(damped > 0, damped.reciprocal(), 0.0)
+
+
+@final
+class KroneckerCurvature:
+    """The curvatures of all kept parameters."""
+
+    def __init__(self, units: Sequence[UnitCurvature]) -> None:
+        """Store the curvatures of the units."""
+        self.units = tuple(units)
+
+    def treatments(self) -> list[Treatment]:
+        """Return, for every parameter, how its curvature is approximated."""
+        return [
+            Treatment(name, found.treatment, found.unit.weight)
+            for found in self.units
+            for name in found.unit.names
+        ]
+
+
+@final
+class UnitArrays:
+    """The arrays that stand for one unit in a keeper, under names of their own."""
+
+    def __init__(self, keeper: ArrayKeeper, number: int, unit: Unit) -> None:
+        """Name the arrays.
+
+        Args:
+            keeper: Where they are.
+            number: Of the unit, in order.
+            unit: As :func:`find_units` found it; a bias may turn out to be a unit of its own.
+        """
+        self.unit = unit
+        self._keeper = keeper
+        self._prefix = f"unit-{number}"
+
+    def has_basis(self) -> bool:
+        """Whether the first pass is done for this unit."""
+        return self._get("inputs") is not None
+
+    def is_complete(self) -> bool:
+        """Whether nothing is missing."""
+        return self.has_basis() and self._get("values") is not None
+
+    def put_basis(
+        self, outputs: Tensor | None, inputs: Tensor | None, *, bias_values: Tensor | None, joint: bool
+    ) -> None:
+        """Keep the eigenvectors, whether the bias is in them, and the curvature of a bias that is not."""
+        empty = torch.empty(0, 0, device="cpu")
+        self._put("joint", torch.tensor(float(joint), device="cpu"))
+        self._put("bias", empty if bias_values is None else bias_values)
+        self._put("outputs", empty if outputs is None else outputs)
+        self._put("inputs", empty if inputs is None else inputs)
+
+    def put_values(self, values: Tensor) -> None:
+        """Keep the eigenvalues; the last array of a unit."""
+        self._put("values", values)
+
+    def basis(self, device: torch.device) -> Eigenbasis:
+        """Return the eigenbasis of the weight, or of weight and bias."""
+        unit = self.unit if float(self._needed("joint")) else self.unit.apart()[0]
+        outputs, inputs = (self._tensor(name, device) for name in ("outputs", "inputs"))
+        return Eigenbasis(unit, outputs if outputs.numel() else None, inputs if inputs.numel() else None)
+
+    def curvatures(self, device: torch.device) -> list[UnitCurvature]:
+        """Return the curvature of the unit, or of the weight and of the bias."""
+        basis = self.basis(device)
+        found = [UnitCurvature(basis, self._tensor("values", device))]
+        if self.unit.bias is not None and basis.unit.bias is None:
+            alone = self.unit.apart()[1]
+            found.append(UnitCurvature(Eigenbasis(alone, None, None), self._tensor("bias", device)))
+        return found
+
+    def _get(self, name: str) -> NDArray[Any] | None:
+        return self._keeper.get(f"{self._prefix}-{name}")
+
+    def _needed(self, name: str) -> NDArray[Any]:
+        array = self._get(name)
+        if array is None:
+            raise StateError(
+                f"The {name} of {self.unit.weight!r} are not there: the curvature was not fitted, or not to the end. "
+                "Fit it on the train rows first."
+            )
+        return array
+
+    def _tensor(self, name: str, device: torch.device) -> Tensor:
+        return torch.from_numpy(np.array(self._needed(name))).to(device)
+
+    def _put(self, name: str, tensor: Tensor) -> None:
+        self._keeper[f"{self._prefix}-{name}"] = tensor.cpu().numpy()
+
+
+def loaded(units: Sequence[Unit], keeper: ArrayKeeper, device: torch.device) -> KroneckerCurvature:
+    """Return the curvature that a fit left in a keeper.
+
+    Raises:
+        StateError: If a part of it is missing.
+    """
+    arrays = [UnitArrays(keeper, number, unit) for number, unit in enumerate(units)]
+    return KroneckerCurvature([found for unit in arrays for found in unit.curvatures(device)])
+
+
+def is_fitted(units: Sequence[Unit], keeper: ArrayKeeper) -> bool:
+    """Whether a keeper has everything that :func:`loaded` needs."""
+    return all(UnitArrays(keeper, number, unit).is_complete() for number, unit in enumerate(units))

@@ -1,0 +1,228 @@
+"""Fitting a curvature: one pass for the factors, one for the eigenvalues in their basis.
+
+Source: George et al., "Fast Approximate Natural Gradient Descent in a Kronecker-factored Eigenbasis"
+(arXiv:1806.03884); Grosse et al., "Studying Large Language Model Generalization with Influence Functions"
+(arXiv:2308.03296).
+
+Memory: in the first pass ``rows^2 + width^2`` float64 numbers for every unit, in the second the eigenvectors and
+eigenvalues; between them one unit is decomposed at a time.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterable, Sequence
+from typing import TypeAlias, final
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor, nn
+
+from trak_lite._devices import full_float32
+from trak_lite.errors import InvalidInputError
+from trak_lite.featurizing.kronecker.bases import Eigenbasis, GradientJoiner, UnitGradient, decomposed
+from trak_lite.featurizing.kronecker.covariances import CurvatureSums, UnitSums
+from trak_lite.featurizing.kronecker.curvature import (
+    ArrayKeeper,
+    KroneckerCurvature,
+    UnitArrays,
+    is_fitted,
+    loaded,
+)
+from trak_lite.featurizing.kronecker.noise import row_noise
+from trak_lite.featurizing.kronecker.settings import KroneckerSettings
+from trak_lite.featurizing.kronecker.units import Unit, find_units
+from trak_lite.gradient_computers import HookGradientComputer, ParameterChoice, select_parameters
+from trak_lite.linalg import accumulation_dtype
+from trak_lite.modelout_functions import AbstractModelOutput, ModelCall
+from trak_lite.types import Batch, BlockSink, FactoredBlock
+
+__all__ = ["NumberedBatches", "fit_curvature", "kept_units"]
+
+logger = logging.getLogger(__name__)
+
+NumberedBatches: TypeAlias = Callable[[], Iterable[tuple[NDArray[np.int64], Batch]]]
+"""Gives, anew at every call, batches on the model's device with the numbers ``(B,)`` of their rows."""
+
+
+def kept_units(model: nn.Module, grad_wrt: ParameterChoice | None) -> tuple[Unit, ...]:
+    """Return the units of the parameters that gradients are kept for."""
+    kept = select_parameters(model, grad_wrt)
+    return find_units(model, {name: tuple(p.shape) for name, p in kept.items()})
+
+
+def fit_curvature(
+    model: nn.Module,
+    task: AbstractModelOutput,
+    batches: NumberedBatches,
+    *,
+    settings: KroneckerSettings,
+    grad_wrt: ParameterChoice | None = None,
+    keeper: ArrayKeeper | None = None,
+    num_rows: int | None = None,
+) -> KroneckerCurvature:
+    """Fit the curvature of the training loss at the model's weights.
+
+    What a keeper already has is not computed: a fit that was cut off between its passes goes on there.
+
+    Args:
+        model: In the mode that its gradients are taken in.
+        task: Its loss is the one whose curvature is fitted.
+        batches: The rows to fit on; gone through once per pass.
+        settings: Which curvature.
+        grad_wrt: As for a gradient computer.
+        keeper: Where the arrays go; by default they stay in memory.
+        num_rows: Rows that the sums are for, where they are fitted on a part of them.
+
+    Raises:
+        InvalidInputError: If the task does not have what the settings ask for, or there is no batch.
+        UnsupportedModelError: If hooks cannot differentiate the model sample by sample.
+        NonFiniteError: If a sum is NaN or infinite.
+    """
+    keeper = {} if keeper is None else keeper
+    units = kept_units(model, grad_wrt)
+    arrays = [UnitArrays(keeper, number, unit) for number, unit in enumerate(units)]
+    rows = _LossGradients(model, task, batches, settings.decided(task), grad_wrt, num_rows)
+    if not all(found.has_basis() for found in arrays):
+        _fit_bases(arrays, rows)
+    if not is_fitted(units, keeper):
+        _fit_values(arrays, rows)
+    curvature = loaded(units, keeper, rows.device)
+    _report(curvature)
+    return curvature
+
+
+@final
+class _LossGradients:
+    """The gradients whose second moments are the curvature, for all rows to fit on."""
+
+    def __init__(
+        self,
+        model: nn.Module,
+        task: AbstractModelOutput,
+        batches: NumberedBatches,
+        settings: KroneckerSettings,
+        grad_wrt: ParameterChoice | None,
+        num_rows: int | None,
+    ) -> None:
+        self.settings = settings
+        self.device = next(model.parameters()).device
+        self._model = model
+        self._task = task
+        self._batches = batches
+        self._grad_wrt = grad_wrt
+        self._num_rows = num_rows
+        self._seen = 0
+
+    @property
+    def scale(self) -> float:
+        """What the sums of the last pass are multiplied by: the rows that they stand for by those that were drawn."""
+        if not self._seen:
+            raise InvalidInputError("There is no row to fit a curvature on. Pass at least one batch.")
+        return (self._num_rows or self._seen) / (self._seen * self.settings.draws)
+
+    def stream(
+        self, sink: BlockSink, *, after_batch: Callable[[], None], keep_factors: bool, first_draw: int
+    ) -> None:
+        """Pass the blocks of all rows to the sink, with labels drawn anew for each draw."""
+        computer = HookGradientComputer(
+            self._model,
+            self.settings.loss_of(self._task),
+            grad_wrt=self._grad_wrt,
+            keep_factors=keep_factors,
+        )
+        self._seen = 0
+        for rows, batch in self._batches():
+            self._seen += len(rows)
+            with full_float32(self.device):
+                for draw in range(first_draw, first_draw + self.settings.draws):
+                    computer.stream_gradients(self._labelled(rows, batch, draw), sink)
+                    after_batch()
+
+    def _labelled(self, rows: NDArray[np.int64], batch: Batch, draw: int) -> Batch:
+        if self.settings.fisher != "sampled":
+            return batch
+        noise = row_noise(rows, seed=self.settings.seed, draw=draw)
+        with torch.no_grad():
+            return self._task.sample_labels(ModelCall(self._model), batch, noise)
+
+
+def _fit_bases(arrays: Sequence[UnitArrays], rows: _LossGradients) -> None:
+    """Sum the factors of all units, then decompose them unit by unit."""
+    sums = CurvatureSums([found.unit for found in arrays], max_side=rows.settings.max_side)
+    rows.stream(sums.add, after_batch=lambda: None, keep_factors=True, first_draw=0)
+    for found in arrays:
+        _keep_basis(found, sums.units.pop(found.unit), rows)
+
+
+def _keep_basis(found: UnitArrays, sums: UnitSums, rows: _LossGradients) -> None:
+    unit, scale, joint = sums.unit, rows.scale, sums.is_joint
+    bias = sums.bias_squares
+    if unit.bias is not None and not joint and bias is None:
+        bias = torch.zeros(1, unit.rows, device="cpu")
+    bias_values = None if joint or bias is None else (scale * bias).to(sums.dtype)
+    if not sums.is_factored or sums.inputs is None or sums.outputs is None:
+        squares = torch.zeros(unit.rows, unit.columns, device="cpu") if sums.squares is None else sums.squares
+        found.put_values((scale * squares).to(sums.dtype))
+        found.put_basis(None, None, bias_values=bias_values, joint=False)
+        return
+    inputs = sums.inputs if joint or unit.bias is None else _without_ones(sums.inputs)
+    in_values, in_vectors = decomposed(inputs, what=f"the inputs of {unit.weight!r}")
+    out_values, out_vectors = decomposed(sums.outputs, what=f"the output gradients of {unit.weight!r}")
+    vectors = [None if side is None else side.to(sums.dtype) for side in (out_vectors, in_vectors)]
+    if not rows.settings.correct_eigenvalues:
+        # Both sums go over the same rows, draws and positions: one of them is made a mean (arXiv:1602.01407).
+        products = scale * torch.outer(out_values, in_values) / sums.num_positions
+        found.put_values(products.to(sums.dtype))
+    found.put_basis(*vectors, bias_values=bias_values, joint=joint)
+
+
+def _without_ones(inputs: Tensor) -> Tensor:
+    return inputs[:-1] if inputs.dim() == 1 else inputs[:-1, :-1]
+
+
+def _fit_values(arrays: Sequence[UnitArrays], rows: _LossGradients) -> None:
+    """Sum the squares of the gradients in the eigenbases."""
+    waiting = [found for found in arrays if not found.is_complete()]
+    sums = {}
+    for found in waiting:
+        basis = found.basis(rows.device)
+        sums[basis.unit] = _SquaredSums(basis, rows.device)
+    joiner = GradientJoiner(list(sums), lambda gradient: sums[gradient.unit].add(gradient))
+    # Labels of their own: in a basis fitted to the same ones, large values would come out too large.
+    rows.stream(joiner.add, after_batch=joiner.finish, keep_factors=False, first_draw=rows.settings.draws)
+    for found, total in zip(waiting, sums.values(), strict=True):
+        found.put_values((rows.scale * total.values).to(total.dtype))
+
+
+@final
+class _SquaredSums:
+    """Sums the squared gradients of a unit in its eigenbasis."""
+
+    def __init__(self, basis: Eigenbasis, device: torch.device) -> None:
+        unit = basis.unit
+        self._basis = basis
+        self.dtype = next(side.dtype for side in (basis.outputs, basis.inputs) if side is not None)
+        self.values = torch.zeros(unit.rows, unit.width, dtype=accumulation_dtype(device), device=device)
+
+    @torch.no_grad()
+    def add(self, gradient: UnitGradient) -> None:
+        """Add some samples' gradients."""
+        block = gradient.block
+        if isinstance(block, FactoredBlock) and block.inputs.shape[1] == 1:
+            # The square of an outer product is the outer product of the squares: no gradient is formed.
+            x, g = self._basis.factors(block, slice(None))
+            self.values += g.squeeze(1).square_().T @ x.squeeze(1).square_()
+            return
+        for _, turned in self._basis.rotated(gradient):
+            self.values += turned.square_().sum(0)
+
+
+def _report(curvature: KroneckerCurvature) -> None:
+    """Log what is not approximated by Kronecker factors."""
+    others = [line for line in curvature.treatments() if line.how != "kronecker"]
+    for how in ("one side", "diagonal"):
+        names = [line.name for line in others if line.how == how]
+        if names:
+            logger.info("Curvature of %d parameters is %s: %s.", len(names), how, names[:10])

@@ -1,0 +1,193 @@
+r"""Gradients times the inverse of the curvature, block by block, on their way to a projector.
+
+:math:`(H + \lambda I)^{-1} g` is :math:`Q_S \left[(Q_S^\top G Q_A) \oslash (\Lambda + \lambda)\right] Q_A^\top` for a
+unit's gradient as a matrix G (arXiv:2308.03296, equation 20).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any, final
+
+import torch
+from torch import Tensor
+
+from trak_lite.errors import InvalidInputError
+from trak_lite.featurizing.kronecker.bases import GradientJoiner, UnitGradient
+from trak_lite.featurizing.kronecker.covariances import precise, sample_slices
+from trak_lite.featurizing.kronecker.curvature import KroneckerCurvature, UnitCurvature
+from trak_lite.projectors import AbstractFeatureAccumulator, AbstractProjector
+from trak_lite.types import (
+    BlockSink,
+    DenseBlock,
+    FeatureLayout,
+    GradientBlock,
+    LookupBlock,
+    ParameterShapes,
+    samples_of,
+)
+
+__all__ = ["PreconditionedProjector", "Preconditioner"]
+
+
+@final
+class Preconditioner:
+    """Multiplies gradients with the inverse of a curvature, damped by a share of each unit's mean eigenvalue."""
+
+    def __init__(self, curvature: KroneckerCurvature, *, damping: float) -> None:
+        """Invert the eigenvalues.
+
+        Args:
+            curvature: Of all parameters whose gradients come.
+            damping: Lambda in units of a unit's mean eigenvalue, above 0.
+
+        Raises:
+            InvalidInputError: If the damping is not above 0.
+        """
+        if not damping > 0:
+            raise InvalidInputError(
+                f"The damping of a Kronecker-factored curvature is {damping!r}. Expected a number above 0: without "
+                "damping, directions that no train row has curvature in would be divided by zero."
+            )
+        self.damping = damping
+        self._inverses = {found.unit: _Inverse(found, damping) for found in curvature.units}
+        self._known = {name for found in curvature.units for name in found.unit.names}
+
+    def stream(self, parameters: ParameterShapes, sink: BlockSink) -> GradientJoiner:
+        """Return a sink for the blocks of one batch; call its ``finish`` after the last one.
+
+        Args:
+            parameters: Shapes of the parameters by name.
+            sink: Takes the preconditioned blocks, a few samples at a time.
+
+        Raises:
+            InvalidInputError: If the curvature does not have a parameter.
+        """
+        unknown = [name for name in parameters if name not in self._known]
+        if unknown:
+            raise InvalidInputError(
+                f"The curvature was fitted without {unknown[:5]}. Fit it for the parameters that gradients are kept "
+                "for."
+            )
+        return GradientJoiner(
+            list(self._inverses),
+            lambda gradient: self._inverses[gradient.unit].apply(gradient, parameters, sink),
+        )
+
+
+@final
+class _Inverse:
+    """The inverse of one unit's curvature."""
+
+    def __init__(self, curvature: UnitCurvature, damping: float) -> None:
+        self._basis = curvature.basis
+        self._is_diagonal = curvature.treatment == "diagonal"
+        self._inverse = curvature.inverse(damping)
+
+    @torch.no_grad()
+    def apply(self, gradient: UnitGradient, parameters: ParameterShapes, sink: BlockSink) -> None:
+        """Pass the preconditioned gradients on."""
+        if self._is_diagonal:
+            self._scale(gradient.block, parameters, sink)
+            return
+        for samples, turned in self._basis.rotated(gradient):
+            matrices = self._basis.back(turned.mul_(self._inverse.to(turned)))
+            self._emit(matrices, gradient.block.start + samples.start, parameters, sink)
+
+    def _emit(self, matrices: Tensor, start: int, parameters: ParameterShapes, sink: BlockSink) -> None:
+        unit = self._basis.unit
+        weight = matrices[:, :, : unit.columns]
+        sink(DenseBlock(unit.weight, weight.reshape(-1, *parameters[unit.weight]), start))
+        if unit.bias is not None:
+            sink(DenseBlock(unit.bias, matrices[:, :, -1].reshape(-1, *parameters[unit.bias]), start))
+
+    def _scale(self, block: GradientBlock, parameters: ParameterShapes, sink: BlockSink) -> None:
+        if isinstance(block, LookupBlock):
+            values = precise(block.values)
+            sink(replace(block, values=values * self._inverse.to(values)[block.rows]))
+            return
+        shape = tuple(parameters[block.name])
+        inverse = self._inverse.reshape(shape)
+        for samples in sample_slices(block.num_samples, inverse.numel()):
+            grads = precise(samples_of(block, samples).dense()).reshape(-1, *shape)
+            sink(DenseBlock(block.name, grads * inverse.to(grads), block.start + samples.start))
+
+
+@final
+class PreconditionedProjector(AbstractProjector):
+    r"""Projects gradients that were multiplied with the inverse of a curvature.
+
+    The projection is that of the projector inside, so the features stand beside those of plain gradients: their dot
+    products estimate :math:`g^\top (H + \lambda I)^{-1} g'`.
+    """
+
+    def __init__(self, projector: AbstractProjector, preconditioner: Preconditioner) -> None:
+        """Wrap a projector.
+
+        Args:
+            projector: What the train rows were projected with.
+            preconditioner: Of the checkpoint whose gradients come.
+        """
+        super().__init__(
+            projector.grad_dim,
+            projector.proj_dim,
+            projector.seed,
+            projector.proj_type,
+            projector.device,
+        )
+        self._projector = projector
+        self._preconditioner = preconditioner
+
+    def project(self, grads: Mapping[str, Tensor] | Tensor, model_id: int) -> Tensor:
+        """Precondition and project collected gradients, by parameter name.
+
+        Raises:
+            InvalidInputError: If the gradients are one tensor, of which the parameters cannot be told.
+        """
+        if isinstance(grads, Tensor):
+            raise InvalidInputError(
+                "Gradients in one (B, P) tensor do not tell their parameters, which have curvatures of their own. "
+                "Pass a mapping from parameter names to gradients."
+            )
+        shapes = {name: tuple(grad.shape[1:]) for name, grad in grads.items()}
+        count = next(iter(grads.values())).shape[0]
+        accumulator = self.accumulator(count, model_id=model_id, parameters=shapes)
+        for name, grad in grads.items():
+            accumulator.add(DenseBlock(name, grad))
+        return accumulator.features()
+
+    def accumulator(
+        self, num_samples: int, *, model_id: int, parameters: ParameterShapes
+    ) -> AbstractFeatureAccumulator:
+        """Return a fresh accumulator for one batch; see :meth:`AbstractProjector.accumulator`."""
+        inner = self._projector.accumulator(num_samples, model_id=model_id, parameters=parameters)
+        return _PreconditionedAccumulator(inner, self._preconditioner.stream(parameters, inner.add))
+
+    def layout(self, parameters: ParameterShapes) -> FeatureLayout:
+        """Return the layout of the projector inside."""
+        return self._projector.layout(parameters)
+
+    def fingerprint(self) -> dict[str, Any]:
+        """Return what determines the features, but for the curvature, which its owner tells."""
+        return {**self._projector.fingerprint(), "preconditioned": True}
+
+    def free_memory(self) -> None:
+        """Drop cached matrices of the projector inside."""
+        self._projector.free_memory()
+
+
+@final
+class _PreconditionedAccumulator(AbstractFeatureAccumulator):
+    """Preconditions blocks on their way to another accumulator."""
+
+    def __init__(self, inner: AbstractFeatureAccumulator, joiner: GradientJoiner) -> None:
+        self._inner = inner
+        self._joiner = joiner
+
+    def add(self, block: GradientBlock) -> None:
+        self._joiner.add(block)
+
+    def features(self) -> Tensor:
+        self._joiner.finish()
+        return self._inner.features()

@@ -1,0 +1,443 @@
+"""One batch to features, one dataset to a table: where the rooms meet. Knows only their contracts.
+
+Shapes: N train rows, B samples of a batch, K feature width.
+Source: TRAK (arXiv:2303.14186), section 3; numbers as in the native method of trak_lite.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol, final
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from trak_lite._devices import full_float32, in_float64
+from trak_lite.data.batches import batch_size, flatten_batch, move_batch, take_rows
+from trak_lite.errors import BusyError, InvalidInputError, NonFiniteError, PrecisionError, StateError
+from trak_lite.featurizing.diagnosis import naming_rows, refuse_non_finite
+from trak_lite.featurizing.row_checks import Computed, compare_rows, done_rows, rounding_of
+from trak_lite.gradient_computers import AbstractGradientComputer, Normalization, RowNormalizer
+from trak_lite.models.sharded import ALONE, Lockstep, Turns
+from trak_lite.parallel.sharing import LateTable, SharedRows, always, unwatched
+from trak_lite.projectors import AbstractProjector
+from trak_lite.run.tables import FEATURES, GRADIENT_NORM, LOSS_CURVATURE, OUT_TO_LOSS
+from trak_lite.store import TableSpec
+from trak_lite.types import Batch, OutputTerms
+
+__all__ = ["SampleRows", "check_rows", "compute_features", "featurize_rows", "put_features"]
+
+_NEXT_TO_NOTHING = 1e-3  # relative to the median norm of a batch
+_SQUARES_UNDERFLOW = 1e-15
+_MAX_ROUNDING = 1e-2  # relative to a row's norm; float16 itself rounds to 5e-4
+
+
+class SampleRows(Protocol):
+    """Samples that are known by their row: a :class:`~trak_lite.data.datasets.Rows`, or what is made of one."""
+
+    what: str
+    """How messages name them."""
+    batch_size: int
+    """Samples per batch."""
+
+    def batches(self, plan: Iterable[NDArray[np.int64]], /) -> Iterator[tuple[NDArray[np.int64], Batch]]:
+        """Yield every list of rows in the plan with its batch."""
+
+    def prepared(self, batch: Batch, rows: NDArray[np.int64], /) -> Batch:
+        """Return a batch, on the model's device, with what the model itself has to make of it."""
+
+    def numbers(self, rows: NDArray[np.int64], /) -> NDArray[np.int64]:
+        """Return the rows by which messages name some of them."""
+
+
+def compute_features(
+    computer: AbstractGradientComputer,
+    projector: AbstractProjector,
+    batch: Batch,
+    *,
+    model_id: int,
+    rows: NDArray[np.int64],
+    what: str,
+    normalizer: RowNormalizer | None = None,
+) -> tuple[Tensor, OutputTerms]:
+    """Return the feature rows of a batch and its f, q and w.
+
+    Args:
+        computer: Gives the gradient blocks.
+        projector: Turns them into features.
+        batch: B samples, on the model's device.
+        model_id: The checkpoint.
+        rows: ``(B,)`` the samples' rows in the dataset, for messages.
+        what: How messages name the dataset.
+        normalizer: Normalises the rows and measures the gradients of this batch in the same pass; ``None`` takes the
+            gradients as they are.
+
+    Returns:
+        Features ``(B, K)`` in float32 or better, and terms of shape ``(B,)``, which are never normalised.
+
+    Raises:
+        InvalidInputError: If a sample is not what the task or the model expects; names its row.
+        UnsupportedModelError: If the gradient computer refuses the batch. Where its self-check does, the rows of the
+            batches since the last check that passed are named, and in the error's ``rows``.
+    """
+    accumulator = projector.accumulator(batch_size(batch), model_id=model_id, parameters=computer.parameters)
+    computer.name_rows(f"{what} (model id {model_id})", rows)
+    with full_float32(next(computer.model.parameters()).device):
+        with naming_rows(computer.model, computer.modelout_fn, batch, rows, what):
+            if normalizer is None:
+                terms = computer.stream_gradients(batch, accumulator.add)
+            else:
+                terms = normalizer.stream(computer, batch, accumulator.add)
+        features = accumulator.features().detach()
+    return features if normalizer is None else normalizer.scale(features), terms
+
+
+def featurize_rows(
+    table: LateTable,
+    rows: SampleRows,
+    computer_for: Callable[[Batch, NDArray[np.int64]], AbstractGradientComputer],
+    projector: AbstractProjector,
+    *,
+    model_id: int,
+    device: torch.device,
+    label: str,
+    normalization: Normalization,
+    progress: bool | None = None,
+    watch: Callable[[], None] = unwatched,
+    wait: bool = True,
+    leads: Callable[[], bool] = always,
+    lockstep: Lockstep = ALONE,
+) -> int:
+    """Featurize the rows that a table still lacks, and put them batch by batch, until all of them are there.
+
+    Other processes may do the same at the same time: each takes chunks that no other one holds, and waits in the end
+    for those that others hold.
+
+    The norms of the gradients, as they were before any normalisation, are put beside them if the table has the column.
+
+    Args:
+        table: Made by :func:`feature_table_spec`; one row per row of ``rows``. It comes to be with the first
+            batch that is in order, so that bad input leaves nothing on disk.
+        rows: The data; only pending rows are loaded.
+        computer_for: Returns what gives the gradient blocks of a batch, from the batch and its rows.
+        projector: Turns them into features.
+        model_id: The checkpoint.
+        device: Where the model is.
+        label: What the progress bar is called.
+        normalization: What the gradients are divided by.
+        progress: Show the bar; ``None`` shows it on a terminal only.
+        watch: See :class:`~trak_lite.parallel.sharing.SharedRows`.
+        wait: Otherwise leave to others what they hold, and return.
+        leads: See :class:`~trak_lite.parallel.sharing.SharedRows`.
+        lockstep: The ranks that hold parts of the model and fill the same table.
+
+    Returns:
+        Number of rows that this process wrote.
+
+    Raises:
+        NonFiniteError: If f, q, w or a feature is NaN or infinite; names the rows.
+        PrecisionError: If the table's dtype cannot hold a row; names the rows.
+        InvalidInputError: If a batch is not what the task expects.
+        ManifestMismatchError: If rows that are done, computed again, are not what the table holds: see
+            :func:`check_rows`.
+        RankError: If another rank of a sharded model has failed.
+    """
+    made = _BatchWork(table, rows, computer_for, projector, model_id, device, normalization, label)
+    turns = Turns(lockstep, made.repeat)
+    shared = SharedRows(
+        table, rows.batch_size, label=label, progress=progress, watch=watch, pause=turns.pause, leads=leads
+    )
+    own: set[int] = set()
+    """Chunks that this process puts rows into: what it computed itself need not be compared."""
+    with shared as work, turns:
+        table.look()
+        compared = made.check(turns, own)
+        first = not compared
+        for wanted, batch in (pair for plan in work.rounds(wait=wait) for pair in rows.batches(plan)):
+            if batch_size(batch) != len(wanted):
+                raise InvalidInputError(
+                    f"Collating {len(wanted)} samples of {rows.what} gave a batch of {batch_size(batch)}. "
+                    "The collate function must keep one entry per sample, in order."
+                )
+            with turns.batch():
+                found = made.compute(wanted, batch)
+            written = work.written
+            made.put(work, wanted, found)
+            if work.written > written:
+                own.add(int(wanted[0]) // table.spec.chunk_rows)
+            if first:  # another process may have made the table meanwhile, with other data or another model
+                compared, first = made.check(turns, own), False
+        if work.written < work.pending_at_first:  # others wrote the rest
+            made.check(turns, own)
+    return work.written
+
+
+def check_rows(
+    table: LateTable,
+    rows: SampleRows,
+    wanted: NDArray[np.int64] | None,
+    computer_for: Callable[[Batch, NDArray[np.int64]], AbstractGradientComputer],
+    projector: AbstractProjector,
+    *,
+    model_id: int,
+    device: torch.device,
+    label: str,
+    normalization: Normalization,
+    lockstep: Lockstep = ALONE,
+) -> None:
+    """Compute a few rows of a table that are done again, and compare them with what it holds, within rounding.
+
+    Costs one pass over at most eight samples; :func:`featurize_rows` does this by itself.
+
+    Args:
+        table: As for :func:`featurize_rows`; it exists.
+        rows: Likewise.
+        wanted: Which rows, all of them committed; ``None`` takes some that are done.
+        computer_for: As for :func:`featurize_rows`.
+        projector: Likewise.
+        model_id: Likewise.
+        device: Likewise.
+        label: How the message names the table.
+        normalization: As for :func:`featurize_rows`.
+        lockstep: Likewise.
+
+    Raises:
+        ManifestMismatchError: If a row differs; names it, and each quantity that does.
+    """
+    made = _BatchWork(table, rows, computer_for, projector, model_id, device, normalization, label)
+    with Turns(lockstep, made.repeat) as turns:
+        made.check(turns, (), wanted)
+
+
+@dataclass(frozen=True, slots=True)
+class _Computed:
+    """What came of one batch."""
+
+    batch: Batch
+    computer: AbstractGradientComputer
+    features: Tensor
+    terms: OutputTerms
+    norms: dict[str, NDArray[Any]]
+
+
+@final
+@dataclass(frozen=True)
+class _BatchWork:
+    """What is done with every batch of a table; the arguments are those of :func:`featurize_rows`."""
+
+    table: LateTable
+    rows: SampleRows
+    computer_for: Callable[[Batch, NDArray[np.int64]], AbstractGradientComputer]
+    projector: AbstractProjector
+    model_id: int
+    device: torch.device
+    normalization: Normalization
+    label: str
+
+    def check(self, turns: Turns, own: Collection[int], wanted: NDArray[np.int64] | None = None) -> bool:
+        """Compare a few rows that are done, outside of some chunks; return whether there were any."""
+        table = self.table.table
+        stored = None if table is None else done_rows(table, wanted, without=frozenset(own))
+        if stored is None:
+            return False
+        grid = range(self.rows.batch_size, len(stored.rows), self.rows.batch_size)
+        plan = np.split(stored.rows, grid)
+        batches = [batch for part in plan for _, batch in self.rows.batches([part])]
+        place_of = [(group, place) for group, part in enumerate(plan) for place in range(len(part))]
+
+        def computed(wanted: NDArray[np.int64], batch: Batch) -> _Computed:
+            with turns.batch():
+                return self.compute(wanted, batch)
+
+        def sample(place: int) -> Batch:
+            group, at = place_of[place]
+            return take_rows(batches[group], [at])
+
+        parts = [computed(*pair) for pair in zip(plan, batches, strict=True)]
+        compare_rows(
+            stored,
+            _joined(parts),
+            lambda place: _joined([computed(stored.rows[place : place + 1], sample(place))]),
+            rounding=rounding_of(parts[0].computer.model, self.device),
+            named=self.rows.numbers(stored.rows),
+            what=self.rows.what,
+            label=self.label,
+            why=lambda place: self._why(stored.rows[place : place + 1], sample(place)),
+        )
+        return True
+
+    def _why(self, row: NDArray[np.int64], sample: Batch) -> str:
+        """Return what is known of the cause of a row that is not the stored one."""
+        _, again = next(self.rows.batches([row]))
+        pairs = zip(flatten_batch(sample)[0], flatten_batch(again)[0], strict=False)
+        if not all(one.shape == other.shape and bool((one == other).all()) for one, other in pairs):
+            return (
+                "The sample itself changes from one access to the next (augmentation, noise, a random mask), so no row "
+                "of it can be continued or recognised. Switch that off, or draw it from a generator that is seeded "
+                "with the index of the row."
+            )
+        return (
+            "What rows depend on was changed since: the samples, their transform or collation, the model's code, "
+            "attributes or unsaved buffers, the task, or what one of these reads. Undo the change, or use another path "
+            "(of targets: another name)."
+        )
+
+    def compute(self, wanted: NDArray[np.int64], batch: Batch) -> _Computed:
+        """Return the features of a batch, the table's rows ``wanted``; every pass of the model is in here."""
+        batch = self.rows.prepared(move_batch(batch, self.device), wanted)
+        numbers = self.rows.numbers(wanted)
+        computer = self.computer_for(batch, numbers)
+        normalizer = _normalizer(self.table, self.normalization, len(wanted))
+        features, terms = compute_features(
+            computer,
+            self.projector,
+            batch,
+            model_id=self.model_id,
+            rows=numbers,
+            what=self.rows.what,
+            normalizer=normalizer,
+        )
+        return _Computed(batch, computer, features, terms, _norm_column(self.table, normalizer))
+
+    def put(self, work: SharedRows, wanted: NDArray[np.int64], found: _Computed) -> None:
+        """Write what came of a batch."""
+        put_features(
+            work,
+            wanted,
+            found.features,
+            found.terms,
+            found.computer,
+            found.batch,
+            self.rows.what,
+            found.norms,
+            numbers=self.rows.numbers(wanted),
+        )
+
+    def repeat(self) -> None:
+        """Make the passes of a batch of one row, of which nothing is kept."""
+        self.compute(*self._first)
+
+    @functools.cached_property
+    def _first(self) -> tuple[NDArray[np.int64], Batch]:
+        return next(self.rows.batches([np.arange(1)]))
+
+
+def _joined(parts: Sequence[_Computed]) -> Computed:
+    """Return what came of some batches by column, in the dtype in which it was computed."""
+    columns = {
+        FEATURES: [part.features for part in parts],
+        OUT_TO_LOSS: [part.terms.out_to_loss_grad for part in parts],
+        LOSS_CURVATURE: [part.terms.loss_curvature for part in parts],
+    }
+    values = {name: torch.cat(found).detach().cpu().double().numpy() for name, found in columns.items()}
+    norms = {name: np.concatenate([part.norms[name] for part in parts]) for name in parts[0].norms}
+    outputs = torch.cat([part.terms.output for part in parts]).detach().cpu().double().numpy()
+    return Computed({**values, **norms}, outputs)
+
+
+def _normalizer(table: LateTable, normalization: Normalization, num_samples: int) -> RowNormalizer | None:
+    """Return what normalises and measures a batch, or ``None`` where neither is wanted."""
+    if normalization.kind == "none" and not table.has_column(GRADIENT_NORM):
+        return None
+    return RowNormalizer(normalization, num_samples)
+
+
+def _norm_column(table: LateTable, normalizer: RowNormalizer | None) -> dict[str, NDArray[Any]]:
+    """Return the norms of a batch that was streamed as the values of the table's column, if it has one."""
+    if normalizer is None or not table.has_column(GRADIENT_NORM):
+        return {}
+    return {GRADIENT_NORM: normalizer.norms().float().cpu().numpy()}
+
+
+def put_features(
+    table: LateTable | SharedRows,
+    rows: NDArray[np.int64],
+    features: Tensor,
+    terms: OutputTerms,
+    computer: AbstractGradientComputer,
+    batch: Batch,
+    what: str,
+    more: Mapping[str, NDArray[Any]] | None = None,
+    *,
+    numbers: NDArray[np.int64] | None = None,
+) -> None:
+    """Write the features of a batch, and its q and w, if every number is in order.
+
+    Args:
+        table: Where they go.
+        rows: ``(B,)`` rows of the table.
+        features: ``(B, K)``.
+        terms: f, q and w, each ``(B,)``.
+        computer: What made them, to name the cause of a number that is not.
+        batch: What they were made from, likewise.
+        what: How messages name the data.
+        more: Values of further columns that the table has, ``(B,)`` each.
+        numbers: ``(B,)`` rows by which messages name them, where these are others than the table's.
+
+    Raises:
+        NonFiniteError: If f, q, w, a feature or a further value is NaN or infinite; names the rows.
+        PrecisionError: If the table's dtype cannot hold a row; names the rows.
+        BusyError: If another run writes the same rows.
+    """
+    named = rows if numbers is None else numbers
+    refuse_non_finite(features, terms, named, what, computer, batch)
+    for name, column in (more or {}).items():
+        _refuse_non_finite_column(name, column, named, what)
+    values = {
+        FEATURES: _in_storage_dtype(features, table.spec, named).cpu().numpy(),
+        OUT_TO_LOSS: terms.out_to_loss_grad.float().cpu().numpy(),
+        LOSS_CURVATURE: terms.loss_curvature.float().cpu().numpy(),
+        **(more or {}),
+    }
+    try:
+        table.put(rows, values)
+    except StateError as error:
+        raise BusyError(
+            f"Another run wrote rows of {what} at the same time ({error}). Nothing is lost: wait until it is done, "
+            "then run again, which finds its rows."
+        ) from error
+
+
+def _refuse_non_finite_column(name: str, values: NDArray[Any], rows: NDArray[np.int64], what: str) -> None:
+    """Raise if a value is NaN or infinite, before a table comes to be that would refuse it."""
+    wrong = rows[~np.isfinite(values)]
+    if wrong.size:
+        raise NonFiniteError(
+            f"The {name.replace('_', ' ')} of rows {wrong[:5].tolist()} of {what} is NaN or beyond float32. Nothing of "
+            "this batch was stored. Look at these samples and at the checkpoint's weights."
+        )
+
+
+def _in_storage_dtype(features: Tensor, spec: TableSpec, rows: NDArray[np.int64]) -> Tensor:
+    """Cast features to the dtype that the table takes, if that keeps them to 1 % of each row's norm.
+
+    A row that is next to nothing beside the others of its batch (one that the model fits exactly) may lose more.
+    Quantised tables take float32. What quantising loses is not judged here: up to half the row's scale in every entry
+    is what whoever chose int8 or int4 has chosen, and no row can be out of range, as its scale is its own.
+    """
+    dtype = next(column.value_dtype for column in spec.columns if column.name == FEATURES)
+    stored = features.to(getattr(torch, dtype))
+    if stored.dtype == features.dtype:
+        return stored
+    norm, error = _norms(features), _norms(stored.to(features.dtype) - features)
+    lost = ~(error <= _MAX_ROUNDING * norm.clamp(min=_NEXT_TO_NOTHING * norm.nanmedian()))
+    if lost.any():
+        first = int(lost.nonzero()[0])
+        raise PrecisionError(
+            f"{dtype} cannot hold the features of rows {rows[lost.cpu().numpy()][:5].tolist()}: row {rows[first]} has "
+            f"norm {norm[first]:.3g} and loses {error[first] / norm[first]:.1%} of it. Store float32 "
+            "(Attributor: dtype='float32'; TRAKer: use_half_precision=False)."
+        )
+    return stored
+
+
+def _norms(rows: Tensor) -> Tensor:
+    """Return the Euclidean norms of rows, in float64; the squares are formed in it only where float32 ends."""
+    norms: Tensor = rows.norm(dim=1)
+    if bool(((norms < _SQUARES_UNDERFLOW) | ~norms.isfinite()).any()):
+        norms = in_float64(rows).norm(dim=1)
+    return in_float64(norms)

@@ -1,0 +1,151 @@
+"""Seeing every torch operation that reads certain tensors.
+
+Module hooks see a layer's call and nothing else; a parameter may as well be used by the model itself, by another
+module or by the output function. A ``TorchFunctionMode`` sees all of them the same way.
+"""
+
+from __future__ import annotations
+
+import types
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping
+from functools import cache
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+
+from trak_lite.gradient_computers.hooks.registry import GradientRule, rule_for
+from trak_lite.models.sharded import is_sharded, refuse_sharded_parts, watch_borders
+
+__all__ = ["AbstractInterceptor", "Function", "is_in_place"]
+
+Function = Callable[..., Any]
+
+
+class AbstractInterceptor(TorchFunctionMode, ABC):
+    """Passes every operation with a watched tensor among its arguments to :meth:`operation`.
+
+    The functions of ``torch.nn.functional`` that are written in Python are entered, so that what arrives are the
+    primitive operations inside them. A module that has a gradient rule of its own is one operation.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.watched: dict[int, Tensor] = {}
+        """Tensors by ``id``; held, so that no ``id`` is given twice."""
+        self.inside: list[nn.Module] = []
+        """The module with a rule of its own that is running, if any."""
+        self.packed_order: Tensor | None = None
+        """``sorted_indices`` of the packed sequence that a recurrent module reads."""
+        self.looks_away = False
+        """Whether what comes now is no operation of the model, but FSDP2 at work around a module of it."""
+
+    @abstractmethod
+    def operation(self, function: Function, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+        """Run an operation that reads a watched tensor, and return its result."""
+
+    @abstractmethod
+    def ruled_module(
+        self, module: nn.Module, rule: GradientRule, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any
+    ) -> Any:
+        """Take the finished call of a module that has a rule; return its result."""
+
+    def hide(self, module: nn.Module) -> None:
+        """Prepare the parameters of a module with a rule for its forward pass."""
+
+    def show(self, module: nn.Module) -> None:
+        """Undo :meth:`hide`."""
+
+    def renamed(self, old: Tensor, new: Tensor) -> None:
+        """Know an input of a sharded module under the tensor that takes its place."""
+
+    def __torch_function__(
+        self, func: Function, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        """Run any operation of torch; those on watched tensors by way of :meth:`operation`."""
+        kwargs = kwargs or {}
+        if self.looks_away or not torch.is_grad_enabled() or not self.touches(args, kwargs):
+            return func(*args, **kwargs)
+        body = _body(func)
+        if body is not None and not self.inside:
+            with self:
+                return body(*args, **kwargs)
+        return self.operation(func, args, kwargs)
+
+    def touches(self, args: Any, kwargs: Mapping[str, Any]) -> bool:
+        """Whether a watched tensor is among the arguments."""
+        watched = self.watched
+        for value in args:
+            if isinstance(value, Tensor):
+                if id(value) in watched:
+                    return True
+            elif isinstance(value, tuple | list) and self.touches(value, {}):
+                return True
+        return bool(kwargs) and self.touches(tuple(kwargs.values()), {})
+
+    def install(self, model: nn.Module) -> list[Any]:
+        """Hook the modules that need to be seen as such; the handles undo it."""
+        handles = watch_borders(model, self)
+        for module in model.modules():
+            rule = rule_for(module)
+            if rule is not None:
+                refuse_sharded_parts(module)
+                handles.append(module.register_forward_pre_hook(self._enter))
+                leave = self._leave(rule)  # before the parameters of a module that is sharded are given up
+                handles.append(
+                    module.register_forward_hook(leave, with_kwargs=True, prepend=is_sharded(module))
+                )
+            elif isinstance(module, nn.RNNBase):
+                handles.append(module.register_forward_pre_hook(self._note_order, with_kwargs=True))
+        return handles
+
+    def _enter(self, module: nn.Module, args: Any) -> None:
+        self.inside.append(module)
+        if torch.is_grad_enabled():
+            with torch._C.DisableTorchFunction():
+                self.hide(module)
+
+    def _leave(self, rule: GradientRule) -> Callable[..., Any]:
+        def leave(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> Any:
+            self.inside.pop()
+            with torch._C.DisableTorchFunction():
+                self.show(module)
+            if self.inside or not torch.is_grad_enabled():
+                return out
+            with torch._C.DisableTorchFunction():
+                return self.ruled_module(module, rule, args, kwargs, out)
+
+        return leave
+
+    def _note_order(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        given = args[0] if args else kwargs.get("input")
+        self.packed_order = getattr(given, "sorted_indices", None)
+
+
+@cache
+def _body(function: Function) -> Function | None:
+    """Return a Python function of ``torch.nn.functional`` without its dispatch, so that a mode sees inside it."""
+    if not isinstance(function, types.FunctionType) or function.__module__ not in (
+        "torch.nn.functional",
+        "torch.functional",
+        "torch.autograd",
+    ):
+        return None
+    if not any(name.startswith("has_torch_function") for name in function.__code__.co_names):
+        return None  # it hands calls on to a function that dispatches itself
+    # The body asks whether a mode is active and, if so, hands the call back to it: here the answer is no.
+    names = ("has_torch_function", "has_torch_function_unary", "has_torch_function_variadic")
+    scope = {**function.__globals__, **dict.fromkeys(names, lambda *_: False)}
+    body = types.FunctionType(
+        function.__code__, scope, function.__name__, function.__defaults__, function.__closure__
+    )
+    body.__kwdefaults__ = function.__kwdefaults__
+    return body
+
+
+def is_in_place(function: Function) -> bool:
+    """Whether the operation writes into its first argument."""
+    name = getattr(function, "__name__", "")
+    return name == "__setitem__" or (name.endswith("_") and not name.endswith("__"))

@@ -1,0 +1,332 @@
+"""The plan of a model: which operations use kept parameters, and where each one has its samples.
+
+The model runs on two and on three copies of one sample. Operations are compared one by one: an axis that grows
+with the batch is the batch axis, a result without one is a value that all samples share (a transposed weight,
+the positions' embedding), and the gradient of each f(z_i) shows whose entries are whose.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from trak_lite.data.batches import take_rows
+from trak_lite.errors import UnsupportedModelError
+from trak_lite.gradient_computers.hooks.plan.axes import BatchAxis, batch_axis, by_sample
+from trak_lite.gradient_computers.hooks.plan.rearranging import PACKED
+from trak_lite.gradient_computers.hooks.plan.recorder import Record, Recorder
+from trak_lite.types import Batch
+
+__all__ = [
+    "Plan",
+    "Site",
+    "describe",
+    "make_plan",
+    "mixed",
+    "refusing_reentrant_checkpoints",
+]
+
+
+@dataclass(slots=True)
+class Site:
+    """One place of the forward pass at which kept parameters are read."""
+
+    function: Any
+    """The operation; for a module with a rule of its own, the module."""
+    names: tuple[str, ...]
+    """The kept parameters that reach it."""
+    batched: bool
+    """Whether its result has a batch axis; without one it makes a value that all samples share."""
+    leaf_axes: tuple[BatchAxis | None, ...] = ()
+    """Batch axis of every tensor argument, in order."""
+    output_axes: tuple[BatchAxis | None, ...] = ()
+    """Batch axis of every differentiable result."""
+    sliceable: bool = True
+    """Whether no argument counts the samples."""
+    routed: bool = False
+    """Whether its rows may be anyone's, so that the gradient has to tell their samples."""
+    dims: tuple[int, ...] = ()
+    """Number of axes of every tensor argument of an operation."""
+
+    @property
+    def use(self) -> Any:
+        """What tells this use of parameters from others where operations do not come in a fixed order."""
+        return self.function, frozenset(self.names), self.dims
+
+
+@dataclass(slots=True)
+class Plan:
+    """What a run of the model on one structure of batch will do with the kept parameters.
+
+    The operations come in the order of ``sites``, unless rows are routed: then experts without rows may be left out,
+    others may appear, and an operation is known by its function and its parameters.
+    """
+
+    sites: list[Site] = field(default_factory=list)
+    routed: bool = False
+    """Whether some operation's rows may be anyone's."""
+    uses: dict[Any, Site] = field(default_factory=dict)
+    """Where rows are routed, what is known of each use."""
+    chooses_in_python: bool = False
+    """Whether the model's forward pass reads values, so that a branch may depend on the other samples."""
+    dtypes: frozenset[torch.dtype] = frozenset()
+    """Dtypes of what operations on parameters wrote."""
+
+    @property
+    def flattened(self) -> bool:
+        """Whether positions of samples are rows of some tensor, so that rows of unequal samples could be mixed up."""
+        axes = [axis for site in self.sites for axis in (*site.leaf_axes, *site.output_axes)]
+        return self.routed or any(axis is not None and axis.multiple > 1 for axis in axes)
+
+    def route(self) -> None:
+        """Know operations by what they read from now on.
+
+        Raises:
+            UnsupportedModelError: If the same use has samples once, and none another time.
+        """
+        self.routed = True
+        for site in self.sites:
+            known = self.uses.setdefault(site.use, site)
+            if known.batched != site.batched:
+                raise mixed(site, "the same operation runs on samples and on what all samples share")
+            if known != site:
+                known.routed = True
+
+    def doubt(self) -> None:
+        """Let the gradient tell the samples of all rows, as shapes do not."""
+        for site in self.sites:
+            site.routed = site.batched
+        self.route()
+
+
+Evaluate = Callable[[Batch], Tensor]
+
+
+def make_plan(model: nn.Module, kept: Mapping[str, nn.Parameter], batch: Batch, evaluate: Evaluate) -> Plan:
+    """Return the plan of a model for batches like this one.
+
+    Args:
+        model: The module; its kept parameters require grad.
+        kept: The parameters to keep gradients for, by name.
+        batch: At least one sample.
+        evaluate: Gives f, ``(B,)``, of a batch.
+
+    Raises:
+        UnsupportedModelError: If samples are mixed, or their place cannot be found.
+    """
+    with torch.enable_grad():
+        two, _ = _recorded(model, kept, take_rows(batch, [0, 0]), evaluate)
+        three, outputs = _recorded(model, kept, take_rows(batch, [0, 0, 0]), evaluate, two)
+        plan = Plan(chooses_in_python=two.read_by_model > 0, dtypes=_dtypes(three))
+        pairs = _relevant(two, three, plan)
+        if not _is_same_path(two, three):
+            plan.doubt()  # a loop over samples between the operations on parameters, which may move their rows
+        _assign_owners(plan, [three.records[place] for _, place in pairs], outputs)
+        if any(site.routed for site in plan.sites):
+            plan.route()
+        last_of_two, last_of_three = pairs[-1] if pairs else (-1, -1)
+        if _numbers_before(two, last_of_two) != _numbers_before(three, last_of_three):
+            plan.doubt()  # Python saw a number of every sample, by which it may have cut or ordered their rows
+    return plan
+
+
+def _dtypes(recorder: Recorder) -> frozenset[torch.dtype]:
+    return frozenset(tensor.dtype for record in recorder.records for tensor in record.outputs)
+
+
+def _numbers_before(recorder: Recorder, last: int) -> int:
+    """Return how many numbers Python saw before parameters were read for the last time, by that record."""
+    return sum(count for place, count in recorder.reads if place <= last)
+
+
+def _recorded(
+    model: nn.Module,
+    kept: Mapping[str, nn.Parameter],
+    batch: Batch,
+    evaluate: Evaluate,
+    smaller: Recorder | None = None,
+) -> tuple[Recorder, Tensor]:
+    recorder = Recorder(kept, smaller)
+    handles = recorder.install(model)
+    try:
+        with recorder:
+            return recorder, evaluate(batch)
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+def _is_same_path(two: Recorder, three: Recorder) -> bool:
+    """Whether the same operations depend on parameters for both numbers of samples."""
+    return [record.function for record in two.records] == [record.function for record in three.records]
+
+
+def _relevant(two: Recorder, three: Recorder, plan: Plan) -> list[tuple[int, int]]:
+    """Add the operations that read a parameter, or a value made of parameters alone; return their records' places.
+
+    Raises:
+        UnsupportedModelError: If these are not the same for both numbers of samples, or mix samples.
+    """
+    shared: tuple[dict[int, tuple[str, ...]], ...] = ({}, {})
+    reading = _reading_parameters(two.records, shared[0]), _reading_parameters(three.records, shared[1])
+    pairs = []
+    for (first, a), (second, b) in itertools.zip_longest(*reading, fillvalue=(-1, None)):
+        if a is None or b is None or a.function != b.function:
+            raise UnsupportedModelError(
+                f"The model runs other operations on its parameters for 2 samples ({len(two.records)} in all) than for "
+                f"3 ({len(three.records)}), so an operation cannot be told from its samples. Expected a forward pass "
+                "over the whole batch, without a loop over samples. Use another gradient computer."
+            )
+        roots = [_roots(source, shared[1]) for source in b.sources]
+        names = tuple(dict.fromkeys(name for part in roots for name in part))
+        reads_samples = any(
+            source is not None and not part for source, part in zip(b.sources, roots, strict=True)
+        )
+        site = _routed_site(a, b, names, reads_samples) if b.has_unknown_rows else _site(a, b, names)
+        if not site.batched:
+            if reads_samples:
+                raise mixed(site, "its result has no batch axis although it reads the samples' activations")
+            shared[0][first] = shared[1][second] = names
+        of_no_sample = all(part or free for part, free in zip(roots, b.value_free, strict=True))
+        if site.batched and of_no_sample and three.moves_rows:
+            site.routed = (
+                True  # what it makes for row i may meet the row of another sample that was moved there
+            )
+        plan.sites.append(site)
+        pairs.append((first, second))
+    return pairs
+
+
+def _reading_parameters(
+    records: Sequence[Record], shared: Mapping[int, tuple[str, ...]]
+) -> Iterator[tuple[int, Record]]:
+    """Yield the records that read a parameter or one of the shared values, which are noted while this goes on."""
+    for place, record in enumerate(records):
+        if any(_roots(source, shared) for source in record.sources):
+            yield place, record
+
+
+def _roots(source: Any, shared: Mapping[int, tuple[str, ...]]) -> tuple[str, ...]:
+    if isinstance(source, str):
+        return (source,)
+    return shared.get(source, ()) if source is not None else ()
+
+
+def _site(two: Record, three: Record, names: tuple[str, ...]) -> Site:
+    outputs = [batch_axis(a, b) for a, b in zip(two.output_shapes, three.output_shapes, strict=True)]
+    leaves = [batch_axis(a, b) for a, b in zip(two.shapes, three.shapes, strict=True)]
+    site = Site(three.function, names, any(axis is not None for axis in outputs), dims=_dims(three))
+    for axis in outputs:
+        if isinstance(axis, str):
+            raise mixed(site, axis)
+    site.output_axes = tuple(axis for axis in outputs if not isinstance(axis, str))
+    site.leaf_axes = tuple(None if isinstance(axis, str) else axis for axis in leaves)
+    site.routed = site.batched and site.function in PACKED and not _sequences_are_samples(three, leaves[0])
+    known = not any(isinstance(axis, str) for axis in leaves)
+    site.sliceable = known and two.others == three.others
+    if isinstance(site.function, nn.Module) and site.batched and site.output_axes[0] != BatchAxis(0):
+        raise mixed(site, "its gradient rule needs one result with the samples on axis 0")
+    return site
+
+
+def _dims(record: Record) -> tuple[int, ...]:
+    return () if isinstance(record.function, nn.Module) else tuple(len(shape) for shape in record.shapes)
+
+
+def _routed_site(two: Record, three: Record, names: tuple[str, ...], reads_samples: bool) -> Site:
+    """Return the site of an operation whose rows may be anyone's, or of one that only looks as if."""
+    grows = two.output_shapes != three.output_shapes
+    empty = any(0 in shape for shape in three.output_shapes)
+    routed = grows or empty or reads_samples
+    site = Site(three.function, names, routed, routed=routed, dims=_dims(three))
+    for a, b in zip(two.output_shapes, three.output_shapes, strict=True):
+        if len(a) == len(b) and sum(m != n for m, n in zip(a, b, strict=True)) > 1:
+            raise mixed(site, f"more than one axis of its shape {a} grows with the batch")
+    return site
+
+
+def _sequences_are_samples(record: Record, axis: BatchAxis | str | None) -> bool:
+    """Whether a recurrent layer's sequences are the samples, one by one; a packed sequence keeps their order."""
+    return len(record.shapes[0]) == 2 or axis == BatchAxis(int(not record.others[-1]))
+
+
+def mixed(site: Site, reason: str) -> UnsupportedModelError:
+    """Return the error for an operation that cannot be split into samples."""
+    return UnsupportedModelError(
+        f"The operation {describe(site.function)}, which uses {list(site.names)[:3]}, cannot be split into "
+        f"samples: {reason}. Use another gradient computer, or keep no gradients for these parameters."
+    )
+
+
+def describe(function: Any) -> str:
+    """Return the name of an operation or of a module with a rule of its own."""
+    return getattr(function, "__name__", None) or type(function).__name__
+
+
+def _assign_owners(plan: Plan, records: Sequence[Record], outputs: Tensor) -> None:
+    """Check with the gradient of each f that entries belong to the sample they are taken for; order flattened axes."""
+    batched = [
+        (site, record)
+        for site, record in zip(plan.sites, records, strict=True)
+        if site.batched
+        and not site.routed
+        and site.function not in PACKED
+        and record.outputs[0].requires_grad
+    ]
+    if not batched or not outputs.requires_grad:
+        return
+    tensors = [record.outputs[_first(site)] for site, record in batched]
+    orders = [_orders(site) for site, _ in batched]
+    for sample in range(len(outputs)):
+        with refusing_reentrant_checkpoints():
+            grads = torch.autograd.grad(outputs[sample], tensors, retain_graph=True, allow_unused=True)
+        for place, grad in enumerate(grads):
+            if grad is not None:
+                orders[place] = [axis for axis in orders[place] if _owned(grad, axis, sample, len(outputs))]
+    for (site, _), possible in zip(batched, orders, strict=True):
+        if not possible:
+            raise mixed(site, "f of one sample depends on what it computes for another")
+        if possible[0].multiple > 1 or not possible[0].sample_major:
+            site.output_axes = tuple(_ordered(axis, possible[0]) for axis in site.output_axes)
+        site.leaf_axes = tuple(_ordered(axis, possible[0]) for axis in site.leaf_axes)
+
+
+@contextmanager
+def refusing_reentrant_checkpoints() -> Iterator[None]:
+    """Turn torch's error for a reentrant checkpoint into one that says what to do."""
+    try:
+        yield
+    except RuntimeError as error:
+        if "use_reentrant" not in str(error) or isinstance(error, UnsupportedModelError):
+            raise
+        raise UnsupportedModelError(
+            "The model uses checkpoint(..., use_reentrant=True), which hides its operations until the backward "
+            "pass. Use checkpoint(..., use_reentrant=False)."
+        ) from error
+
+
+def _first(site: Site) -> int:
+    """Return the place of the first result with a batch axis."""
+    return next(place for place, axis in enumerate(site.output_axes) if axis is not None)
+
+
+def _orders(site: Site) -> list[BatchAxis]:
+    axis = site.output_axes[_first(site)]
+    assert axis is not None
+    return [axis] if axis.multiple == 1 else [axis, replace(axis, sample_major=False)]
+
+
+def _owned(grad: Tensor, axis: BatchAxis, sample: int, count: int) -> bool:
+    """Whether a gradient of one sample's f is zero for all others, NaN and infinity aside."""
+    others = [i for i in range(count) if i != sample]
+    return not bool(by_sample(grad.detach(), axis, count)[others].nan_to_num(0.0, 0.0, 0.0).any())
+
+
+def _ordered(axis: BatchAxis | None, like: BatchAxis) -> BatchAxis | None:
+    return axis if axis is None or axis.multiple == 1 else replace(axis, sample_major=like.sample_major)

@@ -1,0 +1,364 @@
+"""Operations that choose, order or move rows by values, after which no shape tells whose rows they are.
+
+An index that no sample's value enters (``arange(B)``) keeps every row where it was, whatever the batch holds. An index
+into an axis that does not grow with the batch (the label's logit, the last token, a word's row of a table) moves no
+sample's rows. What is left here reports the sizes of the axes along which it moves rows; whether they grow with the
+batch is seen by comparing two batches.
+"""
+
+from __future__ import annotations
+
+import functools
+import sys
+import types
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._pytree import tree_flatten
+
+__all__ = [
+    "PACKED",
+    "RECURRENT",
+    "ValueFree",
+    "chooses_by_value",
+    "is_made_of_sizes",
+    "leaves_of",
+    "moved_sizes",
+    "num_read_out",
+]
+
+RECURRENT: dict[Any, str] = {
+    torch.lstm: "lstm",
+    torch.gru: "gru",
+    torch.rnn_tanh: "tanh",
+    torch.rnn_relu: "relu",
+}
+"""Kind of recurrence by operation."""
+PACKED = frozenset(RECURRENT)
+"""Operations whose rows may be those of a packed sequence, in an order that shapes do not tell."""
+
+
+ValueFree = Callable[[Any], bool]
+"""Whether an index is the same for all batches of a size."""
+
+
+_ENTRIES = frozenset({int, float, bool, str, type(None), type(...), torch.dtype, torch.device})
+"""Types of arguments that hold nothing else."""
+
+
+def leaves_of(values: Any) -> list[Any]:
+    """Return the leaves of nested containers as ``tree_flatten`` does, which takes ten times as long."""
+    kind = type(values)
+    if kind is tuple or kind is list:
+        return [leaf for value in values for leaf in leaves_of(value)]
+    if kind is dict:
+        return [leaf for value in values.values() for leaf in leaves_of(value)]
+    return [values] if kind in _ENTRIES or isinstance(values, Tensor) else tree_flatten(values)[0]
+
+
+def _name(function: Callable[..., Any]) -> str:
+    """Return an operation's name, the same for ``torch.f``, ``Tensor.f``, ``Tensor.f_`` and ``aten.f``."""
+    return _plain(getattr(function, "__name__", ""))
+
+
+@functools.lru_cache(maxsize=4096)
+def _plain(name: str) -> str:
+    name = name.partition(".")[0]
+    return name if name.startswith("__") else name.rstrip("_")
+
+
+_BY_VALUE = frozenset(
+    {
+        "nonzero",
+        "nonzero_static",
+        "argwhere",
+        "masked_select",
+        "unique",
+        "unique_consecutive",
+        "unique_dim",
+        "bincount",
+    }
+)
+
+
+def chooses_by_value(function: Callable[..., Any], args: tuple[Any, ...]) -> bool:
+    """Whether the operation gives a shape that depends on values: the rows of a later tensor may be anyone's."""
+    name = _name(function)
+    if name == "__getitem__" and len(args) == 2:
+        parts = args[1] if isinstance(args[1], tuple) else (args[1],)
+        return any(isinstance(part, Tensor) and part.dtype == torch.bool for part in parts)
+    if name == "where" and len(args) == 1:
+        return True
+    if name == "repeat_interleave":
+        alone = function is torch.repeat_interleave and len(args) == 1
+        return alone or any(isinstance(part, Tensor) for part in args[1:])
+    return name in _BY_VALUE
+
+
+_ORDERING = frozenset({"sort", "argsort", "msort", "topk"})
+_READING_AT = frozenset({"gather", "index_select", "take_along_dim"})
+_WRITING_AT = frozenset(
+    {
+        "index_add",
+        "index_copy",
+        "index_fill",
+        "index_reduce",
+        "scatter",
+        "scatter_add",
+        "scatter_reduce",
+    }
+)
+
+
+def moved_sizes(
+    function: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any], value_free: ValueFree
+) -> tuple[int, ...]:
+    """Return the sizes of the axes along which the operation orders or moves entries by values; none if it does not.
+
+    The order in which torch's recurrent layers put their samples does not count: they put them back.
+
+    Args:
+        function: The operation.
+        args: Its arguments.
+        kwargs: Those given by name.
+        value_free: Tells which indices no value enters.
+    """
+    name = _name(function)
+    find = _FINDERS.get(name)
+    if name == "embedding" and function is not torch.embedding:
+        return ()  # of torch.nn.functional, around that one, with its arguments the other way round
+    if find is None or _called_by("torch.nn.utils.rnn", "torch.nn.modules.rnn"):
+        return ()
+    return find(name, args, kwargs, value_free)
+
+
+def _ordered(
+    name: str, args: tuple[Any, ...], kwargs: Mapping[str, Any], value_free: ValueFree
+) -> tuple[int, ...]:
+    values = args[0] if args else kwargs["input"]
+    place = 2 if name == "topk" else 1
+    dim = kwargs.get("dim", args[place] if len(args) > place and not isinstance(args[place], bool) else -1)
+    return (_size(values, 0 if name == "msort" else dim),)
+
+
+def _along_one_axis(
+    name: str, args: tuple[Any, ...], kwargs: Mapping[str, Any], value_free: ValueFree
+) -> tuple[int, ...]:
+    names = ("input", "indices", "dim") if name == "take_along_dim" else ("input", "dim", "index")
+    given = {**dict(zip(names, args, strict=False)), **kwargs}
+    values, dim, index = given["input"], given.get("dim"), given.get("indices", given.get("index"))
+    if not isinstance(index, Tensor) or value_free(index):
+        return ()
+    if dim is None:  # of take_along_dim: all axes flattened
+        return (int(values.numel()),)
+    read = (_size(values, dim),)
+    return (*read, _size(index, dim if index.dim() > 1 else 0)) if name in _WRITING_AT else read
+
+
+def _anywhere(
+    name: str, args: tuple[Any, ...], kwargs: Mapping[str, Any], value_free: ValueFree
+) -> tuple[int, ...]:
+    index = args[1] if len(args) > 1 else kwargs.get("index")
+    return () if value_free(index) else (int(args[0].numel()),)
+
+
+def _rows_of_a_table(
+    name: str, args: tuple[Any, ...], kwargs: Mapping[str, Any], value_free: ValueFree
+) -> tuple[int, ...]:
+    table, ids = (*args, *kwargs.values())[:2]
+    return () if value_free(ids) else (len(table),)
+
+
+def _by_subscript(
+    name: str, args: tuple[Any, ...], kwargs: Mapping[str, Any], value_free: ValueFree
+) -> tuple[int, ...]:
+    values, index = args[0], args[1] if len(args) > 1 else kwargs["indices"]
+    by_name = not name.startswith("__")
+    parts: list[Any] = [*index] if by_name or isinstance(index, tuple) else [index]
+    axis, moved, fixed = 0, list[int](), False
+    taken = sum(_axes_of(part, by_name) for part in parts)
+    for part in parts:
+        if part is Ellipsis:
+            axis += values.dim() - taken
+            continue
+        if _is_index(part):
+            if value_free(part):
+                fixed = True
+            else:
+                moved.append(_size(values, axis))
+        axis += _axes_of(part, by_name)
+    if moved and not fixed and name in ("__setitem__", "index_put"):
+        moved += [_count(part) for part in parts if _is_index(part)]
+    return tuple(moved)
+
+
+def _axes_of(part: Any, by_name: bool) -> int:
+    """Return how many axes one part of a subscript takes."""
+    if part is Ellipsis or isinstance(part, bool) or (part is None and not by_name):
+        return 0
+    return part.dim() if isinstance(part, Tensor) and part.dtype in (torch.bool, torch.uint8) else 1
+
+
+def _is_index(part: Any) -> bool:
+    """Whether a part of a subscript picks several entries by number."""
+    if isinstance(part, Tensor):
+        return part.dtype not in (torch.bool, torch.uint8)
+    return isinstance(part, Sequence) or bool(getattr(part, "ndim", 0))
+
+
+def _count(part: Any) -> int:
+    return int(part.numel()) if isinstance(part, Tensor) else len(part)
+
+
+def _size(values: Tensor, dim: int) -> int:
+    return int(values.shape[dim]) if values.dim() else 1
+
+
+_FINDERS: dict[str, Callable[[str, tuple[Any, ...], Mapping[str, Any], ValueFree], tuple[int, ...]]] = {
+    **dict.fromkeys(_ORDERING, _ordered),
+    **dict.fromkeys(_READING_AT | _WRITING_AT, _along_one_axis),
+    **dict.fromkeys(("take", "put"), _anywhere),
+    **dict.fromkeys(("__getitem__", "__setitem__", "index_put", "index"), _by_subscript),
+    "embedding": _rows_of_a_table,
+}
+
+# What Python gets to see
+
+_READING_OUT = frozenset(
+    {
+        Tensor.item,
+        Tensor.tolist,
+        Tensor.numpy,
+        Tensor.__array__,
+        Tensor.__int__,
+        Tensor.__float__,
+        Tensor.__bool__,
+        Tensor.__index__,
+    }
+)
+_FACTORIES = frozenset(
+    {
+        "arange",
+        "zeros",
+        "ones",
+        "empty",
+        "full",
+        "eye",
+        "tril_indices",
+        "triu_indices",
+        "rand",
+        "randn",
+    }
+)
+_TAKING_SIZES = frozenset(
+    {
+        "narrow",
+        "expand",
+        "repeat",
+        "tile",
+        "view",
+        "reshape",
+        "unflatten",
+        "split",
+        "split_with_sizes",
+        "tensor_split",
+        "chunk",
+        "select",
+        "roll",
+        "new_zeros",
+        "new_ones",
+        "new_empty",
+        "new_full",
+    }
+)
+
+
+def num_read_out(function: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> int:
+    """Return how many numbers the operation hands from tensors to Python, which may slice samples by them.
+
+    A tensor that stands for the bound of a slice, or for a size, is read by the operation itself.
+    """
+    if function in _READING_OUT:
+        return int(args[0].numel())
+    name = _name(function)
+    sizes: Any = ()
+    if name in ("__getitem__", "__setitem__"):
+        parts = args[1] if isinstance(args[1], tuple) else (args[1],)
+        sizes = [(part.start, part.stop, part.step) for part in parts if isinstance(part, slice)]
+    elif name in _FACTORIES or name in _TAKING_SIZES:
+        sizes = (args[name in _TAKING_SIZES :], dict(kwargs))
+    return sum(
+        int(leaf.numel())
+        for leaf in leaves_of(sizes)
+        if isinstance(leaf, Tensor) and not leaf.is_floating_point()
+    )
+
+
+# What no value enters
+
+_LIKE = frozenset(
+    {
+        "zeros_like",
+        "ones_like",
+        "full_like",
+        "empty_like",
+        "new_zeros",
+        "new_ones",
+        "new_full",
+        "new_empty",
+    }
+)
+_RANDOM = frozenset(
+    {
+        "rand",
+        "randn",
+        "randint",
+        "randperm",
+        "bernoulli",
+        "multinomial",
+        "normal",
+        "rand_like",
+        "randint_like",
+    }
+)
+
+
+def is_made_of_sizes(
+    function: Callable[..., Any],
+    args: tuple[Any, ...],
+    kwargs: Mapping[str, Any],
+    known: ValueFree,
+    read: bool,
+) -> bool:
+    """Whether a result is the same for all batches of a size.
+
+    Args:
+        function: The operation.
+        args: Its arguments.
+        kwargs: Those given by name.
+        known: Tells which arguments are.
+        read: Whether Python has seen values, which it may hand back in a list.
+    """
+    name = _name(function)
+    if name in _RANDOM:
+        return False
+    if name in _LIKE:
+        return True
+    tensors = [leaf for leaf in leaves_of((args, dict(kwargs))) if isinstance(leaf, Tensor)]
+    if not tensors:
+        return name in _FACTORIES or not read
+    return all(known(tensor) for tensor in tensors)
+
+
+def _called_by(*modules: str) -> bool:
+    """Whether a function of these modules is among the nearest callers."""
+    frame: types.FrameType | None = sys._getframe(1)
+    for _ in range(8):
+        if frame is None:
+            return False
+        if frame.f_globals.get("__name__") in modules:
+            return True
+        frame = frame.f_back
+    return False

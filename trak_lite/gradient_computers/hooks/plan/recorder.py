@@ -1,0 +1,262 @@
+"""A forward pass written down: the operations that have a kept parameter behind them, and whose rows they read."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from trak_lite.errors import UnsupportedModelError
+from trak_lite.gradient_computers.hooks.plan.interception import AbstractInterceptor, Function, is_in_place
+from trak_lite.gradient_computers.hooks.plan.rearranging import (
+    PACKED,
+    chooses_by_value,
+    is_made_of_sizes,
+    leaves_of,
+    moved_sizes,
+    num_read_out,
+)
+from trak_lite.gradient_computers.hooks.registry import GradientRule
+
+__all__ = ["Record", "Recorder", "differentiable", "written"]
+
+_MOVED, _PACKED_ROWS = "chosen or moved by value", "packed"
+
+
+def differentiable(result: Any) -> list[Tensor]:
+    """Return the floating-point tensors of a result, in order."""
+    leaves = leaves_of(result)
+    return [t for t in leaves if isinstance(t, Tensor) and (t.is_floating_point() or t.is_complex())]
+
+
+def written(function: Function, args: Sequence[Any], result: Any) -> Any:
+    """Return what an operation wrote: its result, or its first argument where it works in place."""
+    return args[0] if is_in_place(function) and isinstance(args[0], Tensor) else result
+
+
+@dataclass(slots=True)
+class Record:
+    """One operation with a kept parameter behind it."""
+
+    function: Any
+    sources: list[Any]
+    """Per tensor argument: the record that made it, a parameter name, or None."""
+    shapes: list[tuple[int, ...]]
+    others: list[Any]
+    outputs: list[Tensor]
+    output_shapes: list[tuple[int, ...]]
+    taints: frozenset[str]
+    """Why the rows of what it read may be anyone's."""
+    value_free: list[bool]
+    """Per tensor argument: whether it is the same for all batches of a size."""
+
+    @property
+    def has_unknown_rows(self) -> bool:
+        """Whether equal samples, as are probed with, cannot tell whose rows it will read in another batch."""
+        packed = _PACKED_ROWS in self.taints and self.function not in PACKED
+        return packed or _MOVED in self.taints
+
+
+@dataclass(frozen=True, slots=True)
+class _Seen:
+    """What is compared between two batch sizes, of every operation, whether it has a parameter behind it or not."""
+
+    function: Any
+    moved: tuple[int, ...]
+    """Sizes of the axes along which it moves entries by values."""
+    shapes: list[tuple[int, ...]]
+    """Of its results."""
+
+    def moves_samples(self, other: _Seen | None) -> bool:
+        """Whether it moves entries along an axis that grows with the batch."""
+        return bool(self.moved) and (other is None or self.moved != other.moved)
+
+    def pairs_samples(self, other: _Seen | None) -> bool:
+        """Whether a result has two axes that grow: a matrix product with it puts rows wherever its values say."""
+        if other is None or len(self.shapes) != len(other.shapes):
+            return False
+        return any(
+            len(a) == len(b) and sum(m != n for m, n in zip(a, b, strict=True)) > 1
+            for a, b in zip(self.shapes, other.shapes, strict=True)
+        )
+
+
+class Recorder(AbstractInterceptor):
+    """Writes down every operation that has a kept parameter behind it, and runs it as it is."""
+
+    def __init__(self, kept: Mapping[str, nn.Parameter], smaller: Recorder | None = None) -> None:
+        """Prepare a forward pass.
+
+        Args:
+            kept: Parameters to keep gradients for, by name.
+            smaller: What was written down for a smaller batch: it shows what grows with the batch.
+        """
+        super().__init__()
+        self.records: list[Record] = []
+        self.sources: dict[int, Any] = {}
+        self.taints: dict[int, tuple[Any, frozenset[str]]] = {}
+        """Tensors whose rows may be anyone's, and what is computed from them, each with the reasons; and memory that
+        was written into, by its address."""
+        self.seen: list[_Seen] = []
+        self.reads: list[tuple[int, int]] = []
+        """Each time that Python got to see numbers: how many records there were, and how many numbers it saw."""
+        self.read_by_model = 0
+        """Numbers that Python got to see while the model ran, not the output function."""
+        self._smaller = smaller.seen if smaller is not None else None
+        self.moves_rows = False
+        """Whether some operation has chosen or moved rows by values."""
+        self._value_free: dict[int, tuple[Tensor, int]] = {}
+        """Tensors that no value enters, and the versions for which that is so."""
+        self._running = False
+        for name, parameter in kept.items():
+            self.watched[id(parameter)] = parameter
+            self.sources[id(parameter)] = name
+
+    def install(self, model: nn.Module) -> list[Any]:
+        """Hook the modules, and the model to know when it runs; the handles undo it."""
+
+        def starts(module: nn.Module, args: Any) -> None:
+            self._running = True
+
+        def ends(module: nn.Module, args: Any, result: Any) -> None:
+            self._running = False
+
+        own = [model.register_forward_pre_hook(starts), model.register_forward_hook(ends, always_call=True)]
+        return [*super().install(model), *own]
+
+    def __torch_function__(
+        self, func: Function, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        """Run any operation of torch, and look at what it does with rows."""
+        kwargs = kwargs or {}
+        if self.looks_away:
+            return func(*args, **kwargs)
+        moved = moved_sizes(func, args, kwargs, self._is_value_free)
+        same_in_all = is_made_of_sizes(func, args, kwargs, self._is_value_free, bool(self.reads))
+        reasons = set(self._taints_of((args, dict(kwargs))))
+        result = super().__torch_function__(func, types, args, kwargs)
+        tensors = [t for t in leaves_of(written(func, args, result)) if isinstance(t, Tensor)]
+        self._note_numbers(num_read_out(func, args, kwargs))
+        if same_in_all:
+            self._value_free.update((id(t), (t, t._version)) for t in tensors)
+        if self._moves(_Seen(func, moved, _shapes(tensors)), same_in_all) or chooses_by_value(func, args):
+            reasons.add(_MOVED)
+            self.moves_rows = True
+        if func is torch._pack_padded_sequence:
+            reasons.add(_PACKED_ROWS)
+        if func is torch._pad_packed_sequence:
+            reasons.discard(_PACKED_ROWS)
+        self._taint(func, tensors, frozenset(reasons))
+        return result
+
+    def renamed(self, old: Tensor, new: Tensor) -> None:
+        """Know an input of a sharded module under the tensor that takes its place."""
+        if id(old) in self.taints:
+            self.taints[id(new)] = (new, self.taints[id(old)][1])
+        if id(old) in self.watched:
+            self.watched[id(new)] = new
+            self.sources[id(new)] = self.sources[id(old)]
+
+    def _note_numbers(self, count: int) -> None:
+        """Remember that Python got to see some numbers."""
+        if count:
+            self.reads.append((len(self.records), count))
+            self.read_by_model += count if self._running else 0
+
+    def _moves(self, seen: _Seen, same_in_all: bool) -> bool:
+        """Whether an operation moves samples' rows by values, next to the same one in the smaller batch."""
+        place = len(self.seen)
+        self.seen.append(seen)
+        if self._smaller is None:
+            return False
+        other = self._smaller[place] if place < len(self._smaller) else None
+        if other is not None and other.function != seen.function:
+            self._smaller = self._smaller[:place]  # from here on the two cannot be compared
+            other = None
+        return seen.moves_samples(other) or (seen.pairs_samples(other) and not same_in_all)
+
+    def _is_value_free(self, index: Any) -> bool:
+        """Whether an index is the same for all batches of a size, as far as is known."""
+        if not isinstance(index, Tensor):
+            return not self.reads
+        known = self._value_free.get(id(index))
+        return known is not None and known[1] == index._version
+
+    def _taint(self, function: Function, tensors: Sequence[Tensor], reasons: frozenset[str]) -> None:
+        for place, tensor in enumerate(tensors):
+            # The last states of a recurrent layer have a batch axis again.
+            own = reasons - {_PACKED_ROWS} if function in PACKED and place else reasons
+            if own:
+                self.taints[id(tensor)] = (tensor, own)
+            if own and is_in_place(function):  # what else looks at this memory holds the same rows
+                self.taints[_memory(tensor)] = (tensor, own)
+
+    def _taints_of(self, arguments: Any) -> frozenset[str]:
+        if not self.taints:
+            return frozenset()
+        leaves = [leaf for leaf in leaves_of(arguments) if isinstance(leaf, Tensor)]
+        keys = [key for leaf in leaves for key in (id(leaf), _memory(leaf)) if key in self.taints]
+        return frozenset().union(*(self.taints[key][1] for key in keys))
+
+    def operation(self, function: Function, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+        """Write an operation down if its result carries a gradient."""
+        if self.inside:
+            return function(*args, **kwargs)
+        leaves = leaves_of((args, dict(kwargs)))
+        tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
+        _refuse_nested(function, tensors)
+        shapes = _shapes(tensors)
+        sources = [self.sources.get(id(leaf)) for leaf in tensors]
+        value_free = [self._is_value_free(leaf) for leaf in tensors]
+        taints = self._taints_of(leaves)
+        result = function(*args, **kwargs)
+        outputs = differentiable(written(function, args, result))
+        if not any(tensor.requires_grad for tensor in outputs):  # a shape, a device, a detached value
+            return result
+        _refuse_nested(function, outputs)
+        others = [leaf for leaf in leaves if not isinstance(leaf, Tensor)]
+        self._record(Record(function, sources, shapes, others, outputs, _shapes(outputs), taints, value_free))
+        return result
+
+    def ruled_module(
+        self, module: nn.Module, rule: GradientRule, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any
+    ) -> Any:
+        """Write a module with a rule of its own down as one operation."""
+        names = [self.sources[id(p)] for p in module.parameters() if id(p) in self.sources]
+        if names:
+            shapes = [tuple(p.shape) for p in module.parameters() if id(p) in self.sources]
+            outputs = differentiable(out)
+            taints = self._taints_of((args, kwargs))
+            value_free = [False] * len(names)  # of parameters; what the module reads is not looked at
+            self._record(Record(module, names, shapes, [], outputs, _shapes(outputs), taints, value_free))
+        return out
+
+    def _record(self, record: Record) -> None:
+        place = len(self.records)
+        self.records.append(record)
+        for tensor in record.outputs:
+            if tensor.requires_grad:
+                self.watched[id(tensor)] = tensor
+                self.sources[id(tensor)] = place
+
+
+def _refuse_nested(function: Function, tensors: Sequence[Tensor]) -> None:
+    """Raise for nested tensors, whose rows have no place that shapes or gradients could tell."""
+    if any(tensor.is_nested for tensor in tensors):
+        raise UnsupportedModelError(
+            f"{getattr(function, '__name__', function)} works with a nested tensor (torch.nested), whose samples hooks "
+            "cannot tell. Pad the samples, or keep their rows in one tensor and add them up by sample (index_add), "
+            "or use gradient_computer='iterative'."
+        )
+
+
+def _shapes(tensors: Sequence[Tensor]) -> list[tuple[int, ...]]:
+    return [tuple(t.shape) for t in tensors]
+
+
+def _memory(tensor: Tensor) -> int:
+    """Return a key for the memory that a tensor looks at; negative, unlike any ``id``."""
+    return -1 - tensor.untyped_storage().data_ptr()

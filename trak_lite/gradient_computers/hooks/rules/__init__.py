@@ -1,0 +1,1 @@
+"""Gradient rules: from the inputs and output gradients of an operation to per-sample gradients."""

@@ -1,0 +1,140 @@
+"""Per-sample gradients of any operation, by running it again on each sample.
+
+First choice: ``vmap`` over the samples of the operation's vector-Jacobian product. Where an argument counts the
+samples or ``vmap`` has no rule, the operation runs once more on the whole batch and is differentiated sample by sample.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import nullcontext
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.func import vjp, vmap
+from torch.utils._pytree import tree_flatten, tree_unflatten
+
+from trak_lite.gradient_computers.hooks.calls import Contribution, OperationCall
+from trak_lite.gradient_computers.hooks.plan.axes import BatchAxis, by_sample
+
+__all__ = ["generic_rule", "looped"]
+
+
+def generic_rule(
+    call: OperationCall, grads: Sequence[Tensor | None]
+) -> Iterator[tuple[Tensor, Contribution]]:
+    """Yield the contributions to all wanted arguments, given the gradients of the differentiable results."""
+    if call.sliceable and call.random is None:
+        try:
+            found = _vectorised(call, grads)
+        except RuntimeError:
+            # torch raises no narrower type where vmap cannot run an operation; the loop below either gives
+            # the right numbers or raises the operation's own error.
+            call.sliceable = False
+        else:
+            call.method = "vmap of the operation"
+            yield from found
+            return
+    call.method = "one backward of the operation per sample"
+
+    def alone(sample: int) -> list[Tensor | None]:
+        return [_of_one(call, g, axis, sample) for g, axis in zip(grads, call.output_axes, strict=True)]
+
+    yield from looped(call, range(call.num_samples), alone)
+
+
+def _leaves(call: OperationCall) -> tuple[list[Any], list[int]]:
+    """Return the flat arguments and the places of the wanted ones."""
+    leaves, call.spec = tree_flatten((call.args, dict(call.kwargs)))
+    return leaves, [place for place, leaf in enumerate(leaves) if call.wants(leaf)]
+
+
+def _runner(call: OperationCall, places: Sequence[int]) -> Callable[..., tuple[Tensor, ...]]:
+    """Return (leaves, wanted values) -> differentiable results of the operation."""
+    spec = call.spec
+    assert spec is not None
+
+    def run(leaves: Sequence[Any], *wanted: Tensor) -> tuple[Tensor, ...]:
+        replaced = list(leaves)
+        for place, value in zip(places, wanted, strict=True):
+            replaced[place] = value
+        args, kwargs = tree_unflatten(replaced, spec)
+        if call.in_place:
+            args = (args[0].clone(), *args[1:])
+        result = call.function(*args, **kwargs)
+        results = (args[0],) if call.in_place else tree_flatten(result)[0]
+        return tuple(t for t in results if isinstance(t, Tensor) and t.is_floating_point())
+
+    return run
+
+
+def _vectorised(call: OperationCall, grads: Sequence[Tensor | None]) -> list[tuple[Tensor, Contribution]]:
+    leaves, places = _leaves(call)
+    run = _runner(call, places)
+    batched = [
+        place
+        for place, leaf in enumerate(leaves)
+        if isinstance(leaf, Tensor) and call.axis_of(leaf) is not None
+    ]
+    slices = [call.samples(leaves[place]) for place in batched]
+    if any(value is None for value in (*grads, *call.output_axes)):
+        raise RuntimeError("a result has no gradient, or no batch axis")
+    cotangents = [
+        by_sample(g, axis, call.num_samples)
+        for g, axis in zip(grads, call.output_axes, strict=True)
+        if g is not None and axis is not None
+    ]
+
+    def one(parts: list[Tensor], cotangent: list[Tensor]) -> tuple[Tensor, ...]:
+        replaced = list(leaves)
+        for place, part in zip(batched, parts, strict=True):
+            replaced[place] = part
+        found = vjp(lambda *wanted: run(replaced, *wanted), *(leaves[place] for place in places))
+        results, pull = found[0], found[1]
+        fitted = tuple(c.to(r.dtype).reshape(r.shape) for c, r in zip(cotangent, results, strict=True))
+        parts_of_sample: tuple[Tensor, ...] = pull(fitted)
+        return parts_of_sample
+
+    with warnings.catch_warnings():
+        # vmap runs some operations slice by slice and says so; here that is as good as the loop.
+        warnings.filterwarnings("ignore", message="There is a performance drop", category=UserWarning)
+        found = vmap(one)(slices, cotangents)
+    return [(leaves[place], value) for place, value in zip(places, found, strict=True)]
+
+
+def _of_one(call: OperationCall, grad: Tensor | None, axis: BatchAxis | None, sample: int) -> Tensor | None:
+    """Return the gradient of a result with the entries of all other samples set to zero."""
+    if grad is None or axis is None:
+        return None
+    alone = torch.zeros_like(grad, memory_format=torch.contiguous_format)
+    by_sample(alone, axis, call.num_samples)[sample] = by_sample(grad, axis, call.num_samples)[sample]
+    return alone
+
+
+def looped(
+    call: OperationCall, samples: Iterable[int], alone: Callable[[int], Sequence[Tensor | None]]
+) -> Iterator[tuple[Tensor, Contribution]]:
+    """Run the operation once and differentiate it for each of these samples; the others' gradients are zero.
+
+    Args:
+        call: The operation.
+        samples: Numbers below B.
+        alone: Gives the gradients of the differentiable results for one sample.
+    """
+    leaves, places = _leaves(call)
+    with torch.enable_grad(), nullcontext() if call.random is None else call.random.replayed():
+        wanted = [leaves[place].detach().requires_grad_() for place in places]
+        results = _runner(call, places)(leaves, *wanted)
+    found = [w.new_zeros(call.num_samples, *w.shape) for w in wanted]
+    for sample in samples:
+        pairs = [(r, g.to(r.dtype)) for r, g in zip(results, alone(sample), strict=True) if g is not None]
+        parts = torch.autograd.grad(
+            [r for r, _ in pairs], wanted, [g for _, g in pairs], retain_graph=True, allow_unused=True
+        )
+        for total, part in zip(found, parts, strict=True):
+            if part is not None:
+                total[sample] = part
+    for place, value in zip(places, found, strict=True):
+        yield leaves[place], value

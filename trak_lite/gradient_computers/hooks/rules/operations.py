@@ -1,0 +1,298 @@
+"""Per-sample gradients of torch's operations: exact, and without running the operation again.
+
+Every rule takes one :class:`OperationCall` and the gradient of its result, and gives what each parameter among
+its arguments receives from every sample. An operation without a rule, or a form of it that the rule does not
+know, falls to :mod:`trak_lite.gradient_computers.hooks.rules.generic`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from trak_lite.errors import UnsupportedModelError
+from trak_lite.gradient_computers.hooks.calls import Contribution, Factors, OperationCall, OperationRule
+from trak_lite.gradient_computers.hooks.plan.axes import sum_to_parameter
+from trak_lite.gradient_computers.hooks.rules.convolutions import conv_rule, conv_transpose_rule
+from trak_lite.gradient_computers.hooks.rules.embeddings import embedding_bag_rule, embedding_rule
+
+__all__ = ["RULES", "matrices_of", "reads_nothing"]
+
+_Parts = Iterator[tuple[Tensor, Contribution]]
+
+
+def _positions(samples: Tensor) -> Tensor:
+    """Flatten ``(B, ..., d)`` to ``(B, T, d)``."""
+    return samples.reshape(
+        samples.shape[0], samples[0].numel() // max(samples.shape[-1], 1), samples.shape[-1]
+    )
+
+
+def linear_rule(call: OperationCall, grad: Tensor) -> _Parts | None:
+    """``x W^T + b``."""
+    x, weight, bias = call.bind("input", "weight", "bias")
+    return _matrix_product(call, grad, x=x, weight=weight, bias=bias, weight_is_in_out=False)
+
+
+def addmm_rule(call: OperationCall, grad: Tensor) -> _Parts | None:
+    """``b + x W``, the form of Hugging Face's Conv1D."""
+    bias, x, weight, beta, alpha = call.bind("input", "mat1", "mat2", "beta", "alpha")
+    if beta not in (None, 1) or alpha not in (None, 1) or call.wants(x):
+        return None
+    return _matrix_product(call, grad, x=x, weight=weight, bias=bias, weight_is_in_out=True)
+
+
+def matmul_rule(call: OperationCall, grad: Tensor) -> _Parts | None:
+    """``x W`` or ``W x`` with a matrix W."""
+    left, right = matrices_of(call)
+    if call.wants(left) and call.wants(right):
+        return None
+    if call.wants(right) and right.dim() == 2 and left.dim() >= 2:
+        return _matrix_product(call, grad, x=left, weight=right, bias=None, weight_is_in_out=True)
+    if call.wants(left) and left.dim() == 2 and right.dim() >= 2:
+        return _left_product(call, grad, left, right)
+    return None
+
+
+def matrices_of(call: OperationCall) -> tuple[Any, Any]:
+    """Return the two factors of a matrix product in their order, also where they were passed by name."""
+    named = [call.kwargs[name] for name in ("input", "other", "mat2", "tensor2") if name in call.kwargs]
+    left, right = (*call.args, *named)
+    return left, right
+
+
+def _matrix_product(
+    call: OperationCall, grad: Tensor, *, x: Tensor, weight: Tensor, bias: Any, weight_is_in_out: bool
+) -> _Parts | None:
+    axis = call.axis_of(x)
+    if (
+        axis is None
+        or axis.axis == x.dim() - 1
+        or (bias is not None and bias.dim() != 1)
+        or weight.dim() != 2
+    ):
+        return None
+
+    def parts() -> _Parts:
+        grads = _positions(call.output_samples(grad))
+        if call.wants(weight):
+            inputs = _positions(call.samples(x))
+            yield weight, Factors(grads, inputs) if weight_is_in_out else Factors(inputs, grads)
+        if call.wants(bias):
+            yield bias, (grads.squeeze(1) if grads.shape[1] == 1 else grads.sum(1))
+
+    return parts()
+
+
+def _left_product(call: OperationCall, grad: Tensor, weight: Tensor, x: Tensor) -> _Parts | None:
+    axis = call.axis_of(x)
+    if axis is None or axis.axis == x.dim() - 2:
+        return None
+
+    def parts() -> _Parts:
+        inputs = _positions(call.samples(x).transpose(-1, -2))
+        yield weight, Factors(inputs, _positions(call.output_samples(grad).transpose(-1, -2)))
+
+    return parts()
+
+
+def _elementwise(derivative: Callable[[OperationCall, int, Tensor], Tensor | None]) -> OperationRule:
+    """Return the rule of ``a op b`` from the derivative with respect to argument 0 or 1, times the gradient."""
+
+    def rule(call: OperationCall, grad: Tensor) -> _Parts | None:
+        if len(call.args) > 2:
+            return None  # torch.add(x, 2, y), where 2 is a factor of y
+        operands = _operands(call)
+        wanted = [place for place, value in enumerate(operands) if call.wants(value)]
+        full = {place: derivative(call, place, grad) for place in wanted}
+
+        def parts() -> _Parts:
+            for place, value in full.items():
+                if value is not None:
+                    shape = operands[place].shape
+                    yield operands[place], sum_to_parameter(call.output_samples(value), shape)
+
+        return parts() if all(value is not None for value in full.values()) else None
+
+    return rule
+
+
+def _of_sum(call: OperationCall, place: int, grad: Tensor) -> Tensor:
+    alpha = call.kwargs.get("alpha", 1)
+    scaled: Tensor = grad * alpha if place == 1 and alpha != 1 else grad
+    return scaled
+
+
+def _of_difference(call: OperationCall, place: int, grad: Tensor) -> Tensor:
+    return -_of_sum(call, place, grad) if place == 1 else grad
+
+
+def _of_reflected_difference(call: OperationCall, place: int, grad: Tensor) -> Tensor:
+    return grad if place == 1 else -grad
+
+
+def _operands(call: OperationCall) -> tuple[Any, ...]:
+    """Return both operands in their order, also where they were passed by name."""
+    return (*call.args, *(call.kwargs[name] for name in ("input", "other") if name in call.kwargs))[:2]
+
+
+def _operand(call: OperationCall, place: int) -> Any:
+    return _operands(call)[place]
+
+
+def _of_product(call: OperationCall, place: int, grad: Tensor) -> Tensor:
+    product: Tensor = grad * _operand(call, 1 - place)
+    return product
+
+
+def _of_quotient(call: OperationCall, place: int, grad: Tensor) -> Tensor | None:
+    if "rounding_mode" in call.kwargs:
+        return None
+    numerator, denominator = _operand(call, 0), _operand(call, 1)
+    quotient: Tensor = grad / denominator
+    return quotient if place == 0 else -quotient * numerator / denominator
+
+
+def expand_rule(call: OperationCall, grad: Tensor) -> _Parts:
+    """``parameter.expand(B, ...)``: a class token, a learned query."""
+    value = call.args[0]
+    yield value, sum_to_parameter(call.output_samples(grad), value.shape)
+
+
+def _affine(
+    call: OperationCall, grad: Tensor, normalised: Tensor, weight: Any, bias: Any, axes: range
+) -> _Parts:
+    """``normalised * weight + bias`` with the parameters on these axes of the result."""
+
+    def reduced(value: Tensor) -> Tensor:
+        samples = call.output_samples(value)
+        summed = [i + 1 for i in range(value.dim()) if i not in axes]
+        return samples.sum(summed)
+
+    if call.wants(weight):
+        yield weight, reduced(grad * normalised).reshape(-1, *weight.shape)
+    if call.wants(bias):
+        yield bias, reduced(grad).reshape(-1, *bias.shape)
+
+
+def layer_norm_rule(call: OperationCall, grad: Tensor) -> _Parts | None:
+    """Layer normalisation; the normalised input is computed again."""
+    x, shape, weight, bias, eps = call.bind("input", "normalized_shape", "weight", "bias", "eps")
+    axes = range(x.dim() - len(shape), x.dim())
+    axis = call.axis_of(x)
+    if axis is None or axis.axis in axes or call.wants(x):
+        return None
+    normalised = torch.layer_norm(x, tuple(shape), None, None, 1e-5 if eps is None else eps)
+    return _affine(call, grad, normalised, weight, bias, axes)
+
+
+def rms_norm_rule(call: OperationCall, grad: Tensor) -> _Parts | None:
+    """Root-mean-square normalisation."""
+    x, shape, weight, eps = call.bind("input", "normalized_shape", "weight", "eps")
+    axes = range(x.dim() - len(shape), x.dim())
+    axis = call.axis_of(x)
+    if axis is None or axis.axis in axes or call.wants(x):
+        return None
+    return _affine(call, grad, torch.rms_norm(x, tuple(shape), None, eps), weight, None, axes)
+
+
+def group_norm_rule(call: OperationCall, grad: Tensor) -> _Parts | None:
+    """Group normalisation."""
+    x, groups, weight, bias, eps = call.bind("input", "num_groups", "weight", "bias", "eps")
+    axis = call.axis_of(x)
+    if axis is None or axis.axis != 0 or call.wants(x):
+        return None
+    normalised = torch.group_norm(x, groups, None, None, 1e-5 if eps is None else eps)
+    return _affine(call, grad, normalised, weight, bias, range(1, 2))
+
+
+_NORM_ARGUMENTS = (
+    "input",
+    "weight",
+    "bias",
+    "running_mean",
+    "running_var",
+    "use_input_stats",
+    "momentum",
+    "eps",
+)
+
+
+def batch_norm_rule(call: OperationCall, grad: Tensor) -> _Parts | None:
+    """Batch normalisation with running statistics: an affine map per channel."""
+    x, weight, bias, mean, variance, training, momentum, eps = _norm_arguments(call)
+    if training:
+        raise UnsupportedModelError(
+            "torch.batch_norm was called in training mode, which mixes the samples of a batch. "
+            "Call model.eval() and keep running statistics."
+        )
+    axis = call.axis_of(x)
+    if axis is None or axis.axis != 0 or call.wants(x):
+        return None
+    normalised = torch.batch_norm(x, None, None, mean, variance, False, momentum, eps, False)
+    return _affine(call, grad, normalised, weight, bias, range(1, 2))
+
+
+def instance_norm_rule(call: OperationCall, grad: Tensor) -> _Parts | None:
+    """Instance normalisation."""
+    x, weight, bias, mean, variance, own_statistics, momentum, eps = _norm_arguments(call)
+    axis = call.axis_of(x)
+    if axis is None or axis.axis != 0 or call.wants(x):
+        return None
+    if own_statistics:  # the running ones are only written then, and must not be written twice
+        mean = variance = None
+    normalised = torch.instance_norm(x, None, None, mean, variance, own_statistics, momentum, eps, False)
+    return _affine(call, grad, normalised, weight, bias, range(1, 2))
+
+
+def _norm_arguments(call: OperationCall) -> list[Any]:
+    values = call.bind(*_NORM_ARGUMENTS)
+    if "training" in call.kwargs:
+        values[5] = call.kwargs["training"]
+    return values
+
+
+_SUM = _elementwise(_of_sum)
+_DIFFERENCE = _elementwise(_of_difference)
+_PRODUCT = _elementwise(_of_product)
+_QUOTIENT = _elementwise(_of_quotient)
+T = Tensor
+
+RULES: dict[Any, tuple[str, OperationRule]] = {
+    torch._C._nn.linear: ("linear", linear_rule),
+    torch.addmm: ("linear", addmm_rule),
+    T.addmm: ("linear", addmm_rule),
+    **dict.fromkeys((torch.matmul, T.matmul, T.__matmul__, torch.mm, T.mm), ("matmul", matmul_rule)),
+    **dict.fromkeys((torch.conv1d, torch.conv2d, torch.conv3d), ("convolution", conv_rule)),
+    **dict.fromkeys(
+        (torch.conv_transpose1d, torch.conv_transpose2d, torch.conv_transpose3d),
+        ("transposed convolution", conv_transpose_rule),
+    ),
+    torch.embedding: ("embedding", embedding_rule),
+    torch.embedding_bag: ("embedding bag", embedding_bag_rule),
+    torch.layer_norm: ("layer norm", layer_norm_rule),
+    torch.rms_norm: ("RMS norm", rms_norm_rule),
+    torch.group_norm: ("group norm", group_norm_rule),
+    torch.batch_norm: ("batch norm", batch_norm_rule),
+    torch.instance_norm: ("instance norm", instance_norm_rule),
+    **dict.fromkeys((torch.add, T.add, T.add_), ("elementwise", _SUM)),
+    **dict.fromkeys((torch.sub, T.sub, T.sub_), ("elementwise", _DIFFERENCE)),
+    T.__rsub__: ("elementwise", _elementwise(_of_reflected_difference)),
+    **dict.fromkeys((torch.mul, T.mul, T.mul_, torch.multiply), ("elementwise", _PRODUCT)),
+    **dict.fromkeys((torch.div, T.div, T.div_, torch.true_divide), ("elementwise", _QUOTIENT)),
+    **dict.fromkeys((T.expand, T.expand_as), ("expansion", expand_rule)),
+}
+"""Name and rule by operation; the same operation is known by several functions."""
+
+_READING_NOTHING = frozenset(
+    {torch.add, T.add, T.add_, torch.sub, T.sub, T.sub_, T.__rsub__, T.expand, T.expand_as}
+)
+
+
+def reads_nothing(function: Callable[..., Any], args: tuple[Any, ...]) -> bool:
+    """Whether an operation's rule needs no value: its inputs may be freed, or written into, after the call."""
+    expands = function in (T.expand, T.expand_as)  # to any number of sizes
+    return function in _READING_NOTHING and (expands or len(args) <= 2)

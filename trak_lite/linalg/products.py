@@ -1,0 +1,229 @@
+"""From feature rows to scores, one block of train rows at a time.
+
+Implements the last step of section 3.2 of Park et al. (arXiv:2303.14186) as one matrix product: the kernel
+has been applied to the targets already. The views beside it read the same rows: gradient dot product (TracIn,
+arXiv:2002.08484), cosine, self-influence.
+
+Shapes: b train rows of a block, M targets, K feature width.
+Numerics: products accumulate in float32, or in float64 if one side is float64; never in float16. A block of a
+narrower dtype is upcast a few rows at a time.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Final
+
+import torch
+from torch import Tensor
+
+from trak_lite._devices import full_float32
+from trak_lite.errors import InvalidInputError
+from trak_lite.linalg.kernel import SegmentKernel
+from trak_lite.types import FeatureLayout
+
+__all__ = ["cosine", "dot_product", "score_block", "self_scores", "unit_segments"]
+
+_TILE_ROWS: Final = 256
+"""Rows that are upcast at a time."""
+
+
+@torch.no_grad()
+def score_block(
+    train: Tensor,
+    preconditioned: Tensor,
+    *,
+    out: Tensor | None = None,
+    accumulate: bool = False,
+    row_weights: Tensor | None = None,
+) -> Tensor:
+    """Return ``train @ preconditioned.T``: the score of every train row for every target.
+
+    Args:
+        train: ``(b, K)`` train features of any floating dtype.
+        preconditioned: ``(M, K)`` targets from :func:`~trak_lite.linalg.precondition`, on the same device.
+            Cast them to float32 once to score in float32.
+        out: ``(b, M)`` float32 or float64 tensor that takes the scores.
+        accumulate: Add to ``out`` instead of overwriting it, for the sum over checkpoints.
+        row_weights: ``(b,)`` what each train row is multiplied by (q of one checkpoint, say).
+
+    Returns:
+        ``(b, M)``: ``out`` if given, else a new tensor of the dtype that the product was accumulated in.
+
+    Raises:
+        InvalidInputError: If shapes, devices or dtypes do not fit, or ``accumulate`` is asked for without
+            ``out``.
+    """
+    _check_pair(train, preconditioned)
+    if row_weights is not None and row_weights.shape != train.shape[:1]:
+        raise InvalidInputError(
+            f"row_weights must have one number for each of the {train.shape[0]} train rows, got shape "
+            f"{tuple(row_weights.shape)}."
+        )
+    dtype = _product_dtype(train, preconditioned)
+    shape = (train.shape[0], preconditioned.shape[0])
+    if out is None:
+        if accumulate:
+            raise InvalidInputError("accumulate=True needs the tensor to add to. Give out, of shape (b, M).")
+        out = torch.empty(shape, dtype=dtype, device=train.device)
+    _check_out(out, shape, train.device)
+    columns = preconditioned.to(dtype).T
+    with full_float32(train.device):
+        for start, rows in _upcast_rows(train, dtype):
+            tile = out[start : start + rows.shape[0]]
+            if row_weights is not None:
+                rows = rows * row_weights[start : start + rows.shape[0], None].to(rows)
+            if out.dtype == dtype:
+                tile.addmm_(rows, columns, beta=1.0 if accumulate else 0.0)
+            elif accumulate:
+                tile.add_(rows @ columns)
+            else:
+                tile.copy_(rows @ columns)
+    return out
+
+
+def dot_product(train: Tensor, targets: Tensor) -> Tensor:
+    """Return the gradient dot product of every train row with every target, without a kernel.
+
+    Args:
+        train: ``(b, K)`` train features of any floating dtype.
+        targets: ``(M, K)`` target features of any floating dtype.
+
+    Returns:
+        ``(b, M)`` float32, or float64 if one side is.
+
+    Raises:
+        InvalidInputError: If shapes, devices or dtypes do not fit.
+    """
+    return score_block(train, targets)
+
+
+@torch.no_grad()
+def cosine(train: Tensor, targets: Tensor) -> Tensor:
+    """Return the cosine of every train row with every target; 0 where one of them is zero.
+
+    Args:
+        train: ``(b, K)`` train features of any floating dtype.
+        targets: ``(M, K)`` target features of any floating dtype.
+
+    Returns:
+        ``(b, M)`` float32, or float64 if one side is.
+
+    Raises:
+        InvalidInputError: If shapes, devices or dtypes do not fit.
+    """
+    _check_pair(train, targets)
+    dtype = _product_dtype(train, targets)
+    scores = torch.empty(train.shape[0], targets.shape[0], dtype=dtype, device=train.device)
+    columns = _unit_rows(targets.to(dtype)).T
+    for start in range(0, train.shape[0], _TILE_ROWS):
+        rows = _unit_rows(train[start : start + _TILE_ROWS].to(dtype))
+        with full_float32(train.device):
+            torch.mm(rows, columns, out=scores[start : start + _TILE_ROWS])
+    return scores
+
+
+@torch.no_grad()
+def self_scores(train: Tensor, kernels: Sequence[SegmentKernel], *, layout: FeatureLayout) -> Tensor:
+    r"""Return :math:`\sum_s \phi_s^\top (H_s + \lambda_s I)^{-1} \phi_s` of every train row.
+
+    No (N, N) matrix is made.
+
+    Args:
+        train: ``(b, K)`` train features of any floating dtype.
+        kernels: One kernel per segment.
+        layout: The segments.
+
+    Returns:
+        ``(b,)`` in the kernels' dtype, at least 0.
+
+    Raises:
+        InvalidInputError: If rows or kernels do not fit the layout.
+    """
+    widths = [kernel.width for kernel in kernels]
+    expected = [segment.width for segment in layout.segments]
+    if not widths or widths != expected or train.dim() != 2 or train.shape[1] != layout.width:
+        raise InvalidInputError(
+            f"Rows of shape {tuple(train.shape)} and kernels of widths {widths} do not fit a layout "
+            f"with segments of widths {expected}. Use the layout that the features were made with."
+        )
+    like = kernels[0].factor
+    scores = torch.zeros(train.shape[0], dtype=like.dtype, device=like.device)
+    for start in range(0, train.shape[0], _TILE_ROWS):
+        rows = train[start : start + _TILE_ROWS]
+        for segment, kernel in zip(layout.segments, kernels, strict=True):
+            scores[start : start + _TILE_ROWS] += kernel.quadratic_form(rows[:, segment.start : segment.stop])
+    return scores
+
+
+@torch.no_grad()
+def unit_segments(rows: Tensor, *, layout: FeatureLayout) -> Tensor:
+    """Return rows whose segments each have norm 1; a segment that is zero stays zero.
+
+    Args:
+        rows: ``(b, K)`` of any floating dtype.
+        layout: The segments.
+
+    Returns:
+        A new ``(b, K)`` tensor, float32 or wider. Products of two such rows are the sums of their segments' cosines.
+
+    Raises:
+        InvalidInputError: If the rows are not of the layout's width.
+    """
+    if rows.dim() != 2 or rows.shape[1] != layout.width or not rows.is_floating_point():
+        raise InvalidInputError(
+            f"Rows must be a floating tensor (rows, {layout.width}), got shape {tuple(rows.shape)} of {rows.dtype}."
+        )
+    wide = rows.to(torch.promote_types(rows.dtype, torch.float32))
+    return torch.cat([_unit_rows(wide[:, s.start : s.stop]) for s in layout.segments], dim=1)
+
+
+def _upcast_rows(block: Tensor, dtype: torch.dtype) -> Iterator[tuple[int, Tensor]]:
+    """Yield ``(first row, rows)`` in ``dtype``: the block itself, or pieces in one reused buffer."""
+    if block.dtype == dtype:
+        yield 0, block
+        return
+    buffer = torch.empty(min(_TILE_ROWS, block.shape[0]), block.shape[1], dtype=dtype, device=block.device)
+    for start in range(0, block.shape[0], _TILE_ROWS):
+        piece = block[start : start + _TILE_ROWS]
+        rows = buffer[: piece.shape[0]]
+        rows.copy_(piece)
+        yield start, rows
+
+
+def _product_dtype(train: Tensor, targets: Tensor) -> torch.dtype:
+    """Return the widest of both dtypes and float32."""
+    return torch.promote_types(torch.promote_types(train.dtype, targets.dtype), torch.float32)
+
+
+def _unit_rows(rows: Tensor) -> Tensor:
+    """Return rows of norm 1; zero rows stay zero."""
+    # Divided by the largest entry first, so that no square can under- or overflow.
+    largest = rows.abs().amax(dim=1, keepdim=True)
+    scaled = rows / largest.masked_fill(largest == 0, 1.0)
+    norms = torch.linalg.vector_norm(scaled, dim=1, keepdim=True)
+    unit: Tensor = scaled / norms.masked_fill(norms == 0, 1.0)
+    return unit
+
+
+def _check_pair(train: Tensor, targets: Tensor) -> None:
+    """Refuse anything but two floating matrices of one width on one device."""
+    fits = train.dim() == targets.dim() == 2 and train.shape[1] == targets.shape[1]
+    if not (fits and train.is_floating_point() and targets.is_floating_point()):
+        raise InvalidInputError(
+            "Train rows and targets must be floating tensors (b, K) and (M, K) of one width, got "
+            f"{tuple(train.shape)} of {train.dtype} and {tuple(targets.shape)} of {targets.dtype}."
+        )
+    if train.device != targets.device:
+        raise InvalidInputError(
+            f"Train rows are on {train.device} and targets on {targets.device}. Move both to one device."
+        )
+
+
+def _check_out(out: Tensor, shape: tuple[int, int], device: torch.device) -> None:
+    """Refuse a result tensor that cannot hold the scores."""
+    if tuple(out.shape) != shape or out.dtype not in (torch.float32, torch.float64) or out.device != device:
+        raise InvalidInputError(
+            f"out must be a float32 or float64 tensor {shape} on {device}, "
+            f"got {tuple(out.shape)} of {out.dtype} on {out.device}."
+        )

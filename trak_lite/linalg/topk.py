@@ -1,0 +1,180 @@
+"""The best train rows of every target, exactly, from a stream of score tiles.
+
+Shapes: N train rows, M targets, b rows of a tile, k rows kept per target.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Literal, NamedTuple, final
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from trak_lite._validate import one_of, positive_int
+from trak_lite.errors import InvalidInputError, NonFiniteError, StateError
+
+__all__ = ["TopK", "TopRows", "merged_top"]
+
+
+@final
+class TopK:
+    """Keeps the k most helpful (highest) or most harmful (lowest) train rows of every target.
+
+    The result equals a stable sort of the whole ``(N, M)`` matrix: of equal scores the lower row comes
+    first. It does not depend on the size or the order of the tiles. Memory: ``2 k`` entries per target and
+    copies of one tile.
+
+    Example:
+        >>> best = TopK(num_targets=1, k=2)
+        >>> best.update(0, torch.tensor([[1.0], [3.0]]))
+        >>> best.update(2, torch.tensor([[3.0], [2.0]]))
+        >>> best.result()
+        (tensor([[1, 2]]), tensor([[3., 3.]]))
+    """
+
+    def __init__(self, num_targets: int, k: int, *, sign: Literal["helpful", "harmful"] = "helpful") -> None:
+        """Keep the best k rows for each of ``num_targets`` targets.
+
+        Raises:
+            InvalidInputError: If a number is not a positive integer or the sign is unknown.
+        """
+        self._num_targets = positive_int(num_targets=num_targets)
+        self._k = positive_int(k=k)
+        self._factor = 1.0 if one_of(("helpful", "harmful"), sign=sign) == "helpful" else -1.0
+        self._seen: list[tuple[int, int]] = []
+        self._rows: Tensor | None = None
+        self._keys: Tensor | None = None
+
+    @torch.no_grad()
+    def update(self, first_row: int, block: Tensor) -> None:
+        """Take the scores of the train rows ``first_row : first_row + b``.
+
+        Args:
+            first_row: Train row of ``block[0]``.
+            block: ``(b, M)`` scores; every tile of one floating dtype.
+
+        Raises:
+            InvalidInputError: If the shape or dtype does not fit, or a row was given before; nothing changes.
+            NonFiniteError: If a score is NaN or infinite; nothing changes.
+        """
+        self._check(first_row, block)
+        if block.shape[0] == 0:
+            return
+        self._remember(first_row, first_row + block.shape[0])
+        # Keys are sorted from high to low. Adding 0 turns -0 into 0, so that both count as equal everywhere.
+        keys = block.T.clone(memory_format=torch.contiguous_format).mul_(self._factor).add_(0.0)
+        rows, keys = _lowest_rows_of_highest(keys, min(self._k, keys.shape[1]))
+        rows += first_row
+        if self._rows is not None and self._keys is not None:
+            rows, keys = torch.cat([self._rows, rows], 1), torch.cat([self._keys, keys], 1)
+        self._rows, self._keys = _best_first(rows, keys, self._k)
+
+    def result(self) -> tuple[Tensor, Tensor]:
+        """Return row indices ``(M, k)`` int64 and their scores ``(M, k)``, best first; N columns where k > N.
+
+        Raises:
+            StateError: If no row was given yet.
+        """
+        if self._rows is None or self._keys is None:
+            raise StateError("TopK has seen no row. Call update with at least one row of scores first.")
+        return self._rows.clone(), self._keys.mul(self._factor).add_(0.0)
+
+    def _check(self, first_row: int, block: Tensor) -> None:
+        if block.dim() != 2 or block.shape[1] != self._num_targets or not block.is_floating_point():
+            raise InvalidInputError(
+                f"Scores must be a floating tensor (rows, {self._num_targets}), "
+                f"got shape {tuple(block.shape)} of {block.dtype}."
+            )
+        if self._keys is not None and block.dtype != self._keys.dtype:
+            raise InvalidInputError(
+                f"These scores are {block.dtype}, the ones before them {self._keys.dtype}. Give one dtype."
+            )
+        stop = first_row + block.shape[0]
+        for seen_start, seen_stop in self._seen:
+            if first_row < seen_stop and seen_start < stop:
+                raise InvalidInputError(
+                    f"Rows {first_row}:{stop} overlap rows {seen_start}:{seen_stop}, given before. "
+                    "Give every row once."
+                )
+        if first_row < 0:
+            raise InvalidInputError(f"first_row must be at least 0, got {first_row}.")
+        if not bool(torch.isfinite(block).all()):
+            row, target = torch.nonzero(~torch.isfinite(block))[0].tolist()
+            value = float(block[row, target])
+            raise NonFiniteError(
+                f"The score of train row {first_row + row} for target {target} is {value}. "
+                "Scores must be finite to be ranked; check the features and the kernel."
+            )
+
+    def _remember(self, start: int, stop: int) -> None:
+        """Note that rows were given; runs that touch become one, so a stream in order needs one entry."""
+        touching = [run for run in self._seen if run[1] == start or run[0] == stop]
+        self._seen = [run for run in self._seen if run not in touching]
+        self._seen.append((min([start, *(a for a, _ in touching)]), max([stop, *(b for _, b in touching)])))
+
+
+@torch.no_grad()
+def merged_top(
+    parts: Sequence[tuple[Tensor, Tensor]], k: int, *, sign: Literal["helpful", "harmful"]
+) -> tuple[Tensor, Tensor]:
+    """Return the best k train rows of every target from those of parts of the rows.
+
+    Args:
+        parts: What :meth:`TopK.result` gave for each part, with the same k.
+        k: How many to keep.
+        sign: As for :class:`TopK`.
+
+    Returns:
+        Row indices ``(M, k)`` and scores ``(M, k)``, as one :class:`TopK` of all rows gives them.
+
+    Example:
+        >>> parts = [(torch.tensor([[4]]), torch.tensor([[2.0]])), (torch.tensor([[1]]), torch.tensor([[2.0]]))]
+        >>> merged_top(parts, 1, sign="helpful")
+        (tensor([[1]]), tensor([[2.]]))
+    """
+    factor = 1.0 if one_of(("helpful", "harmful"), sign=sign) == "helpful" else -1.0
+    rows = torch.cat([part for part, _ in parts], 1)
+    keys = torch.cat([scores for _, scores in parts], 1).mul_(factor).add_(0.0)
+    rows, keys = _best_first(rows, keys, positive_int(k=k))
+    return rows, keys.mul_(factor).add_(0.0)
+
+
+def _lowest_rows_of_highest(keys: Tensor, k: int) -> tuple[Tensor, Tensor]:
+    """Return the k highest keys of each target, ascending by row; of ties at the cut the lowest rows.
+
+    ``torch.topk`` leaves open which of equal entries it takes, but not which values: the k-th value is used
+    as a cut, and ties on it are counted out by row.
+
+    Args:
+        keys: ``(M, b)`` finite.
+        k: At most b.
+
+    Returns:
+        Rows ``(M, k)`` int64 and their keys ``(M, k)``.
+    """
+    cut = keys.topk(k, dim=1).values[:, -1:]
+    above = keys > cut
+    tied = keys == cut
+    room = k - above.sum(1, keepdim=True)
+    kept = above | (tied & (tied.cumsum(1, dtype=torch.int32) <= room))
+    rows = kept.nonzero()[:, 1].reshape(keys.shape[0], k)
+    return rows, keys.gather(1, rows)
+
+
+def _best_first(rows: Tensor, keys: Tensor, k: int) -> tuple[Tensor, Tensor]:
+    """Sort by key from high to low, equal keys by row, and keep k."""
+    rows, by_row = rows.sort(dim=1)
+    keys, by_key = keys.gather(1, by_row).sort(dim=1, descending=True, stable=True)
+    return rows.gather(1, by_key)[:, :k].contiguous(), keys[:, :k].contiguous()
+
+
+class TopRows(NamedTuple):
+    """The strongest train rows, strongest first."""
+
+    indices: NDArray[np.int64]
+    """Train row numbers, ``(k,)`` for one target or ``(M, k)`` for all."""
+    scores: NDArray[np.float32]
+    """Their scores, of the same shape."""

@@ -1,0 +1,116 @@
+"""Borrowing the caller's model: it comes back as it was, also after an error."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from trak_lite._eval_caches import drop_eval_caches
+from trak_lite.errors import InvalidInputError
+from trak_lite.models.sharded import (
+    copied,
+    is_sharded,
+    refuse_other_device,
+    refuse_unsupported_sharding,
+    reset_passes,
+    reshard,
+)
+
+__all__ = ["borrow_model", "model_device", "resolve_device"]
+
+
+def model_device(model: nn.Module) -> torch.device:
+    """Return the device of a model's first parameter or buffer; the CPU for a model that has none."""
+    for tensor in (*model.parameters(), *model.buffers()):
+        return tensor.device
+    return torch.device("cpu")
+
+
+def resolve_device(device: str | torch.device, model: nn.Module | None = None) -> torch.device:
+    """Return the device to run on; ``"auto"`` is where the model is (the CPU without one), or the GPU of this rank.
+
+    Of the ranks that torchrun starts on one machine, each takes its own GPU, where the script has put every rank's
+    model on the first one.
+
+    Raises:
+        InvalidInputError: If the device is unknown or not available.
+    """
+    if device == "auto":
+        return torch.device("cpu") if model is None else _of_this_rank(model_device(model))
+    try:
+        resolved = torch.device(device)
+    except (RuntimeError, TypeError) as error:
+        raise InvalidInputError(
+            f"Unknown device {device!r}. Use 'auto', 'cpu', 'cuda' or 'cuda:N'."
+        ) from error
+    if resolved.type == "cuda" and not torch.cuda.is_available():
+        raise InvalidInputError(
+            f"device={str(device)!r} was asked for, but torch sees no CUDA GPU. Use 'cpu' or 'auto'."
+        )
+    return resolved
+
+
+def _of_this_rank(device: torch.device) -> torch.device:
+    """Return the GPU with the number that the launcher gave this process, if the device is the first one by default."""
+    local = os.environ.get("LOCAL_RANK", "")
+    if device != torch.device("cuda", 0) or not local.isdecimal() or torch.cuda.current_device() != 0:
+        return device
+    return torch.device("cuda", int(local)) if int(local) < torch.cuda.device_count() else device
+
+
+@contextmanager
+def borrow_model(model: nn.Module, device: torch.device) -> Iterator[dict[str, Tensor]]:
+    """Put a model in eval mode on ``device``; give weights, buffers, modes, flags, numbers and device back on exit.
+
+    The values are kept on the CPU meanwhile: one more copy of the model, or of this rank's part of a sharded one.
+
+    Yields:
+        The model's own parameters and buffers by name, as they were.
+
+    Raises:
+        UnsupportedModelError: If it is sharded otherwise than by FSDP2.
+        InvalidInputError: If it is sharded, and on another device.
+    """
+    refuse_unsupported_sharding(model)
+    home = model_device(model)
+    refuse_other_device(model, device, home)
+    reshard(model)
+    saved = {name: copied(tensor) for name, tensor in _tensors(model).items()}
+    flags = [(p, p.requires_grad) for p in model.parameters()]
+    attributes = [(module, _plain_attributes(module)) for module in model.modules()]
+    try:
+        if not is_sharded(model):
+            model.to(device)
+        model.eval()
+        yield saved
+    except BaseException:
+        reset_passes(model)
+        raise
+    finally:
+        reshard(model)
+        if home != device and not is_sharded(model):
+            model.to(home)
+        with torch.no_grad():
+            for name, tensor in _tensors(model).items():
+                if name in saved:  # a buffer that the forward pass made was not there before
+                    tensor.copy_(saved[name])
+        drop_eval_caches(model)  # made of the weights of a checkpoint
+        for p, flag in flags:
+            p.requires_grad_(flag)
+        for module, plain in attributes:
+            # The mode, and what says in which state the weights are (RWKV's layers_are_rescaled).
+            vars(module).update(plain)
+
+
+def _plain_attributes(module: nn.Module) -> dict[str, Any]:
+    kinds = (bool, int, float, str, type(None))
+    return {name: value for name, value in vars(module).items() if isinstance(value, kinds)}
+
+
+def _tensors(model: nn.Module) -> dict[str, Tensor]:
+    return {**dict(model.named_parameters()), **dict(model.named_buffers())}

@@ -1,0 +1,380 @@
+"""Checkpoints: from files, folders, state dicts or a callable, one in memory at a time.
+
+A checkpoint is identified by the digest of its weights, never by its file name or its place in a list.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import pickle
+import re
+from collections import OrderedDict
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, TypeAlias
+
+import safetensors
+import safetensors.torch
+import torch
+from torch import Tensor, nn
+
+from trak_lite._validate import parse_json
+from trak_lite.errors import CheckpointError
+from trak_lite.models._adapters import completed_adapter
+from trak_lite.models.sharded import class_of, of_all_ranks, reshard, shard_like
+
+__all__ = [
+    "Checkpoint",
+    "CheckpointSource",
+    "iterate_checkpoints",
+    "load_into",
+    "module_versions",
+    "noted_checkpoint",
+    "read_weights",
+    "weights_digest",
+    "weights_inside",
+    "with_versions",
+]
+
+CheckpointSource: TypeAlias = Any
+"""``None`` (the model as it is), a state dict, a path, a :class:`Checkpoint`, or an iterable of these."""
+
+_SUFFIXES = (".safetensors", ".pt", ".pth", ".ckpt", ".bin")
+_INDEX = ".index.json"
+_ADAPTER = "adapter_model."
+_INSIDE_FOLDER = (
+    "model.safetensors",
+    f"model.safetensors{_INDEX}",
+    "pytorch_model.bin",
+    f"pytorch_model.bin{_INDEX}",
+    f"{_ADAPTER}safetensors",
+    f"{_ADAPTER}bin",
+)
+_STEP_FOLDER = re.compile(r"checkpoint-\d+")
+_WRAPPERS = ("state_dict", "model_state_dict", "model")
+_UNREADABLE = (
+    OSError,
+    ValueError,
+    RuntimeError,
+    EOFError,
+    KeyError,
+    pickle.UnpicklingError,
+    safetensors.SafetensorError,
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Checkpoint:
+    """One set of weights that can be loaded when its turn comes."""
+
+    name: str
+    """For people: a file's stem, or a number."""
+    source: str | None
+    """Absolute path of the file, if it is one."""
+    load: Callable[[], Mapping[str, Tensor]] | None
+    """Returns the state dict; ``None`` in place of a function stands for the model's own weights."""
+    is_adapter: bool = False
+    """The state dict is that of a PEFT adapter: the model's other weights are its own."""
+
+
+def iterate_checkpoints(
+    checkpoints: CheckpointSource,
+    checkpoint_loader: Callable[[Any], Mapping[str, Tensor]] | None = None,
+) -> Iterator[Checkpoint]:
+    """Yield the checkpoints of a source in order, without loading any.
+
+    Args:
+        checkpoints: ``None`` (the model as it is), a state dict, a path to a ``.safetensors`` or ``.pt`` file, a
+            folder of such files (taken in natural order: ``epoch-2`` before ``epoch-10``), or an iterable of these.
+            Folders as Hugging Face saves them are one checkpoint each, in shards or not, a PEFT adapter too.
+        checkpoint_loader: Turns an item of the source into a state dict, for any other kind of item.
+
+    Raises:
+        CheckpointError: If a path does not exist, or a folder holds no checkpoint, or both one and folders of more.
+    """
+    if checkpoint_loader is not None:
+        single = isinstance(checkpoints, str | os.PathLike | Mapping) or not isinstance(checkpoints, Iterable)
+        for number, item in enumerate([checkpoints] if single else checkpoints):
+            is_path = isinstance(item, str | os.PathLike)
+            name = Path(item).stem if is_path else str(number)
+            source = str(Path(item).absolute()) if is_path and Path(item).exists() else None
+            yield Checkpoint(name, source, lambda item=item: checkpoint_loader(item))  # type: ignore[misc]
+        return
+    if checkpoints is None:
+        yield Checkpoint("current", None, None)
+    elif isinstance(checkpoints, Checkpoint):
+        yield checkpoints
+    elif isinstance(checkpoints, Mapping):
+        yield Checkpoint("0", None, lambda: checkpoints)
+    elif isinstance(checkpoints, str | os.PathLike):
+        yield from _from_path(Path(checkpoints))
+    elif isinstance(checkpoints, Iterable):
+        for number, item in enumerate(checkpoints):
+            for checkpoint in iterate_checkpoints(item):
+                yield replace(checkpoint, name=str(number)) if isinstance(item, Mapping) else checkpoint
+    else:
+        raise CheckpointError(
+            f"Cannot take checkpoints from {type(checkpoints).__name__}. Expected a state dict, a path, a folder, an "
+            "iterable of these, or checkpoint_loader=... to turn each item into a state dict."
+        )
+
+
+def noted_checkpoint(source: object) -> Checkpoint | None:
+    """Return the checkpoint of the file that a store has noted as a source of weights, ``None`` if there is none.
+
+    The store may be of somebody else's: only a plain file with a name that weights are saved under is opened, and no
+    code from it is run. Whether it holds the weights that are looked for, their digest tells.
+    """
+    if not isinstance(source, str) or not source.endswith((*_SUFFIXES, _INDEX)):
+        return None
+    try:
+        path = Path(source)
+        return _from_file(path, path.stem) if path.is_file() else None
+    except (OSError, ValueError):
+        return None  # no path at all: too long, or with a null byte
+
+
+def _natural(path: Path) -> list[tuple[int, int | str]]:
+    parts = re.split(r"(\d+)", path.name)
+    return [(0, int(part)) if part.isdigit() else (1, part) for part in parts if part]
+
+
+def weights_inside(folder: Path) -> Path | None:
+    """Return the file that holds the weights of a folder as Hugging Face saves it, or lists its shards."""
+    return next((folder / name for name in _INSIDE_FOLDER if (folder / name).is_file()), None)
+
+
+def _from_path(path: Path) -> Iterator[Checkpoint]:
+    if path.is_dir():
+        inside = weights_inside(path)
+        if inside is not None:
+            _refuse_steps_beside(inside)
+            yield _from_file(inside, path.name)
+            return
+        entries = [
+            entry
+            for entry in sorted(path.iterdir(), key=_natural)
+            if (entry.is_file() and entry.suffix in _SUFFIXES)
+            or (entry.is_dir() and weights_inside(entry) is not None)
+        ]
+        if not entries:
+            raise CheckpointError(
+                f"{path} holds no checkpoint. Expected files ending in {', '.join(_SUFFIXES)}, or folders with one "
+                f"of {', '.join(_INSIDE_FOLDER)} in them."
+            )
+        for entry in entries:
+            yield from _from_path(entry)
+    elif path.is_file():
+        yield _from_file(path, path.stem)
+    else:
+        raise CheckpointError(
+            f"There is no checkpoint at {path}. Check the path; it is relative to {Path.cwd()}."
+        )
+
+
+def _refuse_steps_beside(weights: Path) -> None:
+    """Raise if a trainer's folder holds the final weights and its checkpoints: either may be meant."""
+    steps = [entry for entry in weights.parent.iterdir() if _STEP_FOLDER.fullmatch(entry.name)]
+    steps = sorted((entry for entry in steps if weights_inside(entry)), key=_natural)
+    if steps:
+        raise CheckpointError(
+            f"{weights.parent} holds {weights.name} and {len(steps)} checkpoint folders ({steps[0].name} ...). "
+            "Expected one or the other. Pass a list of the folders, or the path of the file."
+        )
+
+
+def _from_file(path: Path, name: str) -> Checkpoint:
+    return Checkpoint(name, str(path.absolute()), lambda: read_weights(path), path.name.startswith(_ADAPTER))
+
+
+def read_weights(path: Path, *, weights_only: bool = True) -> Mapping[str, Tensor]:
+    """Read the state dict of a file, or of the shards that an index lists.
+
+    Args:
+        path: A ``.safetensors`` file, one of ``torch.save``, or an index of Hugging Face.
+        weights_only: Run no code from the file; ``False`` unpickles whatever it holds and is for files that one trusts
+            as one's own code.
+
+    Raises:
+        CheckpointError: If it cannot be read, or holds no state dict.
+    """
+    if not path.name.endswith(_INDEX):
+        return _read_file(path, weights_only)
+    shards = [_read_file(shard, weights_only) for shard in _shards(path)]
+    versions = {name: version for shard in shards for name, version in module_versions(shard).items()}
+    return with_versions({name: value for shard in shards for name, value in shard.items()}, versions)
+
+
+def _shards(index: Path) -> list[Path]:
+    """Return the files that an index of Hugging Face lists."""
+    try:
+        listed = parse_json(index.read_bytes())["weight_map"].values()
+        names = sorted(set(listed))
+        outside = [name for name in names if Path(name).name != name]
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        raise CheckpointError(
+            f"Cannot read the list of shards {index} ({type(error).__name__}: {error}). Expected JSON with a "
+            "'weight_map' from weights to files, as save_pretrained writes it."
+        ) from error
+    if outside or not names:
+        raise CheckpointError(
+            f"{index} lists {outside[:3] or 'no files'}. Expected names of files beside it; save the model again."
+        )
+    return [index.parent / name for name in names]
+
+
+def _read_file(path: Path, weights_only: bool) -> Mapping[str, Tensor]:
+    try:
+        if path.suffix == ".safetensors":
+            return safetensors.torch.load_file(path)
+        content = torch.load(path, map_location="cpu", weights_only=weights_only)
+    except _UNREADABLE as error:
+        first = next(iter(str(error).splitlines()), "no message")
+        raise CheckpointError(
+            f"Cannot read the checkpoint {path} ({type(error).__name__}: {first}). Files are "
+            "read without running code from them; save a plain state dict, best with safetensors."
+        ) from error
+    return _unwrap(content, path)
+
+
+def _unwrap(content: Any, path: Path) -> Mapping[str, Tensor]:
+    """Return the state dict inside what ``torch.load`` gave."""
+    if isinstance(content, Mapping):
+        if content and all(isinstance(value, Tensor) for value in content.values()):
+            return content
+        for key in _WRAPPERS:
+            inner = content.get(key)
+            if isinstance(inner, Mapping):
+                tensors = {name: value for name, value in inner.items() if isinstance(value, Tensor)}
+                return with_versions(tensors, module_versions(inner))
+    found = sorted(map(str, content))[:10] if isinstance(content, Mapping) else type(content).__name__
+    raise CheckpointError(
+        f"{path} holds no state dict: found {found}. Expected a mapping from names to tensors, alone or under "
+        f"one of {list(_WRAPPERS)}."
+    )
+
+
+def module_versions(state: Mapping[str, Any]) -> dict[str, Any]:
+    """Return what a state dict records beside its tensors, by module name: the version of each module's own format.
+
+    It is the attribute ``_metadata`` that ``Module.state_dict`` sets. A file without it, or a copy into a plain dict,
+    has none.
+    """
+    return dict(getattr(state, "_metadata", None) or {})
+
+
+def with_versions(values: Mapping[str, Any], versions: Mapping[str, Any]) -> OrderedDict[str, Any]:
+    """Return a state dict with these values that records these versions, see :func:`module_versions`."""
+    state = OrderedDict(values)
+    if versions:
+        state._metadata = OrderedDict(versions)  # type: ignore[attr-defined]  # as torch itself sets it
+    return state
+
+
+def _bare(name: str) -> str:
+    """Return a name without the prefixes of ``DataParallel`` and ``torch.compile``."""
+    return name.replace("_orig_mod.", "").removeprefix("module.")
+
+
+def _bare_module(name: str) -> str:
+    """Return the name of a module likewise; that of the wrapped model is empty."""
+    return _bare(f"{name}.").removesuffix(".")
+
+
+def load_into(model: nn.Module, checkpoint: Checkpoint, own: Mapping[str, Tensor] | None = None) -> None:
+    """Copy a checkpoint's weights into a model.
+
+    Args:
+        model: The module; its tensors are overwritten in place.
+        checkpoint: What to load; ``module.`` and ``_orig_mod.`` prefixes are ignored where they must be.
+        own: The model's own weights, for the checkpoint that stands for them; ``None`` if it has them now.
+
+    Raises:
+        CheckpointError: If names, shapes or the adapter do not fit; names the first. Nothing is copied then.
+    """
+    reshard(model)
+    if checkpoint.load is None:
+        if own is None:
+            return
+        state: Mapping[str, Any] = {name: own[name] for name in model.state_dict() if name in own}
+    else:
+        state = checkpoint.load()
+    if not isinstance(state, Mapping):
+        raise CheckpointError(
+            f"Checkpoint {checkpoint.name!r} gave {type(state).__name__}, expected a mapping from names to tensors."
+        )
+    held = model.state_dict(keep_vars=True)
+    given = _under_own_names(model, checkpoint, state, held if own is None else own)
+    missing = [name for name in held if name not in given and not _tied_to_given(held, name, given)]
+    unexpected = [name for name in given if name not in held]
+    shapes = [
+        f"{name} {tuple(value.shape) if isinstance(value, Tensor) else type(value).__name__} "
+        f"instead of {tuple(held[name].shape)}"
+        for name, value in given.items()
+        if isinstance(held.get(name), Tensor)
+        and not (isinstance(value, Tensor) and value.shape == held[name].shape)
+    ]
+    if missing or unexpected or shapes:
+        problems = {"missing": missing, "unexpected": unexpected, "wrong shape": shapes}
+        text = "; ".join(f"{kind}: {names[:5]}" for kind, names in problems.items() if names)
+        raise CheckpointError(
+            f"Checkpoint {checkpoint.source or checkpoint.name!r} does not fit {class_of(model).__name__}: {text}. "
+            "Build the model that the checkpoint was saved from."
+        )
+    given = {name: shard_like(value, held[name]) for name, value in given.items()}
+    # Modules may refuse weights of an unknown version (torchvision's MNASNet). Names and shapes are the model's, so
+    # where none is recorded the version is taken to be the model's, too.
+    versions = {**module_versions(held), **_versions_under_own_names(state, held)}
+    model.load_state_dict(with_versions(given, versions), strict=False)  # safetensors leaves out tied names
+
+
+def _under_own_names(
+    model: nn.Module, checkpoint: Checkpoint, state: Mapping[str, Any], base: Mapping[str, Any]
+) -> dict[str, Any]:
+    """Return the state dict of a checkpoint under the model's names, with the base weights below an adapter."""
+    held = model.state_dict(keep_vars=True)
+    return completed_adapter(model, state, held, base) if checkpoint.is_adapter else _renamed(state, held)
+
+
+def _renamed(state: Mapping[str, Any], held: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a state dict under the model's names; prefixes are ignored only where the names differ as they are."""
+    if all(name in held for name in state):
+        return dict(state)
+    by_bare = {_bare(name): name for name in held}
+    return {by_bare.get(_bare(name), name): value for name, value in state.items()}
+
+
+def _versions_under_own_names(state: Mapping[str, Any], held: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the versions that a state dict records under the model's module names, as :func:`_renamed` its values."""
+    versions = module_versions(state)
+    if all(name in held for name in state):
+        return versions
+    by_bare = {_bare_module(name): name for name in module_versions(held)}
+    return {by_bare.get(_bare_module(name), name): version for name, version in versions.items()}
+
+
+def _tied_to_given(own: Mapping[str, Any], name: str, given: Mapping[str, Any]) -> bool:
+    """Whether another name of the same tensor is in the checkpoint."""
+    tensor = own[name]
+    return isinstance(tensor, Tensor) and any(
+        other in given and own[other] is tensor for other in own if other != name
+    )
+
+
+def weights_digest(model: nn.Module) -> str:
+    """Return the SHA-256 over names, shapes, dtypes and bytes of a model's parameters and persistent buffers.
+
+    A sharded parameter is gathered for it, one at a time: all ranks have to ask, and get what a whole model gives.
+    """
+    reshard(model)
+    digest = hashlib.sha256()
+    for name, tensor in sorted(model.state_dict().items()):
+        if not isinstance(tensor, Tensor):
+            continue
+        value = of_all_ranks(tensor.detach()).cpu().contiguous()
+        digest.update(f"{_bare(name)}|{tuple(value.shape)}|{value.dtype}|".encode())
+        if value.numel():
+            digest.update(value.reshape(-1).view(torch.uint8).numpy().data)
+    return digest.hexdigest()

@@ -1,0 +1,388 @@
+"""Projections by an installed ``fast_jl``, the CUDA extension that the original TRAK uses (extra ``fast``).
+
+The extension draws its matrix inside the kernel and casts gradients to float16. It is used on CUDA, after a
+self-test, and never required. What it cannot do by itself is done around it here: any K (the first K columns of
+the next multiple of 512), any number of rows (8, 16 or 32 at a time), parameters with more than 2**32 entries in
+a batch (chunks with seeds of their own), gradients beyond float16's range (a power of two per row), streams other
+than the default one.
+
+Its matrix is not this package's, and it depends on the number of multiprocessors of the GPU: a store made with
+one is not continued with another.
+
+Numerics: gradients have 11 significant bits, products are summed in float32.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import logging
+import math
+from collections.abc import Iterator
+from types import ModuleType
+from typing import Any, final
+
+import torch
+from torch import Tensor
+
+from trak_lite._validate import positive_int
+from trak_lite.errors import InvalidInputError
+from trak_lite.projectors._base import ProjectionType
+from trak_lite.projectors.dense.projectors import (
+    DEFAULT_MEMORY_BUDGET,
+    AbstractDenseProjector,
+    AbstractMatrixMap,
+    DenseMap,
+    integer_seed,
+    projection_type,
+)
+from trak_lite.projectors.random.hash import Stream, key32, parameter_key
+
+__all__ = ["FastJLEngine", "FastJLMap", "FastJLProjector", "fast_jl_engine", "fast_jl_map"]
+
+logger = logging.getLogger(__name__)
+
+_COLUMNS = 512  # the extension makes multiples of this many features
+_ROWS = (8, 16, 32)  # and has one function for each of these numbers of rows
+_TILE = 256  # entries that one of its blocks reads in a step
+_MOST_ENTRIES = 1 << 24  # of a row in one call: part of the definition of the matrix; the extension counts
+# rows * entries in 32 bits, and 32 rows of this length take 3 GiB while they are converted
+_TOP = 15  # rows are scaled so that their largest entry is below 2**15, half of float16's largest number
+_MOST_SHIFT = 126  # 2**126 and 2**-126 are normal float32 numbers
+_TEST_SEED = 0x80000001  # above the largest int32
+
+_STREAMS = {
+    ProjectionType.rademacher: Stream.RADEMACHER,
+    ProjectionType.normal: Stream.GAUSSIAN,
+}
+
+
+@final
+class FastJLEngine:
+    """The extension on one device: rows of any floating-point dtype and range in, float32 features out."""
+
+    def __init__(
+        self, module: ModuleType, proj_type: ProjectionType, *, device: torch.device, multiprocessors: int
+    ) -> None:
+        """Store the settings.
+
+        Args:
+            module: ``fast_jl``, or what has its functions.
+            proj_type: Distribution of the entries.
+            device: Where the extension runs.
+            multiprocessors: Of that device; the extension cuts gradients in as many tiles.
+        """
+        self.device = device
+        self.multiprocessors = multiprocessors
+        self._module = module
+        self._kind = proj_type.value
+
+    def project(self, rows: Tensor, proj_dim: int, seed: int) -> Tensor:
+        """Return the unscaled features ``(b, K)`` of gradient rows, float32.
+
+        Args:
+            rows: ``(b, n)`` on the engine's device, b from 1 to 32, n from 1 to 2**24.
+            proj_dim: K.
+            seed: In ``[0, 2**32)``.
+        """
+        halves, shift = _in_half_range(rows)
+        num_rows = next(size for size in _ROWS if size >= halves.shape[0])
+        function = getattr(self._module, f"project_{self._kind}_{num_rows}")
+        columns = -(-proj_dim // _COLUMNS) * _COLUMNS
+        tiles = min(self.multiprocessors, -(-halves.shape[1] // _TILE))  # none without work
+        with _default_stream(self.device) as caller:
+            features: Tensor = function(halves, columns, seed, tiles)
+            if caller is not None:
+                features.record_stream(caller)
+        return features[:, :proj_dim] * _power_of_two(-shift)[:, None]
+
+
+def _in_half_range(rows: Tensor) -> tuple[Tensor, Tensor]:
+    """Return rows ``(b, n)`` as contiguous float16 times ``2**shift``, and the int32 shift ``(b,)``.
+
+    Entries keep the 11 bits of float16 down to 2**-29 times the largest of their row. A row that is not finite
+    is not scaled, and stays so.
+    """
+    largest = torch.linalg.vector_norm(rows, math.inf, dim=1).float()
+    exponent = torch.frexp(largest).exponent  # largest < 2**exponent
+    shift = (_TOP - exponent).clamp(-_MOST_SHIFT, _MOST_SHIFT)
+    shift = torch.where(largest.isfinite(), shift, 0)
+    scaled = rows * _power_of_two(shift)[:, None]  # in float32, or float64 for float64 rows: exact
+    return scaled.to(torch.float16).contiguous(), shift
+
+
+def _power_of_two(exponent: Tensor) -> Tensor:
+    """Return ``2**exponent`` as float32, exactly, for int32 exponents from -126 to 127."""
+    return ((exponent + 127) << 23).view(torch.float32)
+
+
+@contextlib.contextmanager
+def _default_stream(device: torch.device) -> Iterator[torch.cuda.Stream | None]:
+    """Make the device's default stream current, where the extension launches; yields the caller's stream."""
+    if device.type != "cuda":
+        yield None
+        return
+    caller, default = torch.cuda.current_stream(device), torch.cuda.default_stream(device)
+    default.wait_stream(caller)
+    with torch.cuda.device(device), torch.cuda.stream(default):
+        yield caller
+    caller.wait_stream(default)
+
+
+def multiprocessors(device: torch.device) -> int | None:
+    """Return the number of multiprocessors of an NVIDIA GPU, and ``None`` for any other device."""
+    if device.type != "cuda" or not torch.cuda.is_available():
+        return None
+    return int(torch.cuda.get_device_properties(device).multi_processor_count)
+
+
+@functools.cache
+def fast_jl_engine(device: torch.device, proj_type: ProjectionType) -> FastJLEngine | None:
+    """Return the tested extension on a device, or ``None``, with one logged warning, where it cannot be used.
+
+    The test runs once per process, device and distribution.
+    """
+    found = _tested_engine(device, proj_type)
+    if isinstance(found, FastJLEngine):
+        return found
+    logger.warning(
+        "fast_jl is not used on %s: %s. Features come from this package's own dense projection instead, "
+        "which is another matrix; the store's manifest says which one it was.",
+        device,
+        found,
+    )
+    return None
+
+
+def _tested_engine(device: torch.device, proj_type: ProjectionType) -> FastJLEngine | str:
+    """Return the extension on a device, or why it cannot be used there."""
+    count = multiprocessors(device)
+    if count is None:
+        return "it needs an NVIDIA GPU"
+    try:
+        import fast_jl
+    except ImportError as error:
+        return f"it cannot be imported ({error}). Install it with pip install --no-build-isolation fast-jl"
+    engine = FastJLEngine(fast_jl, proj_type, device=device, multiprocessors=count)
+    try:
+        fault = _self_test(engine)
+    except (AttributeError, RuntimeError, TypeError, ValueError) as error:  # what a compiled extension raises
+        return f"its self-test raised {type(error).__name__}: {error}"
+    return engine if fault is None else f"in its self-test {fault}"
+
+
+def _self_test(engine: FastJLEngine) -> str | None:
+    """Return what is wrong with the extension on its device, or ``None``.
+
+    Vectors of small integers are exact in float16, so tolerances are for float32 sums alone. They are long
+    enough for one tile per multiprocessor, the last of them not full.
+    """
+    num_entries = _TILE * (engine.multiprocessors - 1) + 3
+    x, y = torch.randint(
+        -4, 5, (2, num_entries), generator=torch.Generator().manual_seed(0), device="cpu"
+    ).float()
+    first, last = torch.zeros(2, num_entries, device="cpu")
+    first[0] = last[-1] = 1.0
+    rows = torch.stack([x, y, x - 2 * y, first, last, torch.zeros_like(x)]).to(engine.device)
+    features = engine.project(rows, _COLUMNS, _TEST_SEED)
+    return (
+        _norm_fault(rows, features)
+        or _agreement_fault(engine, rows, features)
+        or _non_finite_fault(engine, rows)
+    )
+
+
+def _norm_fault(rows: Tensor, features: Tensor) -> str | None:
+    """Return whether norms are far from K times the gradients', in words; the last row is zero.
+
+    The bounds are 8 standard deviations of ``|features|^2 / (K |x|^2)`` at K = 512.
+    """
+    gains = features[:-1].square().sum(1) / rows[:-1].square().sum(1) / _COLUMNS
+    if not bool(((gains > 0.5) & (gains < 1.5)).all()):
+        return (
+            f"squared norms of features were off by factors of {[round(gain, 3) for gain in gains.tolist()]}"
+        )
+    if bool(features[-1].any()):
+        return "a row of zeros had features other than zero"
+    return None
+
+
+def _agreement_fault(engine: FastJLEngine, rows: Tensor, features: Tensor) -> str | None:
+    """Return whether the extension is not one linear map in all its functions, in words; row 2 is x - 2 y."""
+    slack = 1e-4 * float(features.abs().max())
+    if float((features[2] - features[0] + 2 * features[1]).abs().max()) > slack:
+        return "the features of x - 2 y were not those of x minus twice those of y"
+    for repeats in (1, 2, 4):  # 6, 12 and 24 rows: the functions for 8, 16 and 32
+        again = engine.project(rows.repeat(repeats, 1), _COLUMNS, _TEST_SEED)
+        if not bool(((again - features.repeat(repeats, 1)).abs() <= slack).all()):
+            return f"{len(again)} rows had other features than the same {len(rows)} rows before"
+    return None
+
+
+def _non_finite_fault(engine: FastJLEngine, rows: Tensor) -> str | None:
+    """Return whether a row with inf or nan goes unnoticed or spoils its neighbours, in words."""
+    for value in (math.inf, math.nan):
+        bad = rows.clone()
+        bad[1, 2] = value
+        finite = engine.project(bad, _COLUMNS, _TEST_SEED).isfinite().all(1).tolist()
+        if finite.pop(1):
+            return f"a gradient of {value} gave finite features"
+        if not all(finite):
+            return f"a gradient of {value} spoiled the features of other rows"
+    return None
+
+
+@final
+class FastJLMap(AbstractMatrixMap):
+    """The extension's matrices, with seeds from this package's hash for each parameter."""
+
+    def __init__(
+        self,
+        engine: FastJLEngine,
+        proj_dim: int,
+        proj_type: ProjectionType,
+        *,
+        seed: int,
+        dtype: torch.dtype | None,
+        scaled: bool,
+        most_rows: int = _ROWS[-1],
+    ) -> None:
+        """Store the settings.
+
+        Raises:
+            InvalidInputError: If the dtype is not floating point.
+        """
+        super().__init__(proj_dim, device=engine.device, dtype=dtype, scaled=scaled)
+        self._engine = engine
+        self._seed = seed
+        self._stream = _STREAMS[proj_type]
+        self._most_rows = most_rows
+        self._fingerprint = {
+            "kind": f"fast_jl_{proj_type.value}",
+            "proj_dim": proj_dim,
+            "seed": seed,
+            "version": 1,
+            "scaled": scaled,
+            "multiprocessors": engine.multiprocessors,
+        }
+
+    def sum_dtype(self, dtype: torch.dtype) -> torch.dtype:
+        """Return float32: the extension knows no other."""
+        return torch.float32
+
+    def add_product_(self, total: Tensor, rows: Tensor, *, name: str, model_id: int) -> None:
+        """Add ``rows @ matrix``; see :meth:`AbstractMatrixMap.add_product_`."""
+        key = parameter_key(self._seed, model_id, name, self._stream)
+        for number, start in enumerate(range(0, rows.shape[1], _MOST_ENTRIES)):
+            seed = key32(key, number)
+            for first in range(0, rows.shape[0], self._most_rows):
+                few = slice(first, first + self._most_rows)
+                part = rows[few, start : start + _MOST_ENTRIES].to(self._engine.device)
+                total[few] += self._engine.project(part, self.proj_dim, seed)
+
+    def fingerprint(self) -> dict[str, Any]:
+        """Return what determines the features: among it, the number of multiprocessors."""
+        return dict(self._fingerprint)
+
+    def clear(self) -> None:
+        """Do nothing: the extension keeps no matrix."""
+
+
+def fast_jl_map(
+    proj_dim: int,
+    proj_type: ProjectionType,
+    *,
+    seed: int,
+    device: str | torch.device | None,
+    dtype: torch.dtype | None,
+    memory_budget: int,
+    scaled: bool,
+    most_rows: int = _ROWS[-1],
+) -> AbstractMatrixMap:
+    """Return the extension's map where it can be used, and this package's own where not.
+
+    Args:
+        proj_dim: K, number of features per sample.
+        proj_type: Distribution of the entries.
+        seed: Any integer.
+        device: Where the projection runs; ``None`` for the current GPU, and where there is none for where the
+            gradients are.
+        dtype: Dtype of the features.
+        memory_budget: Bytes that matrices of this package may take.
+        scaled: Whether features are divided by ``sqrt(K)``.
+        most_rows: Rows per call of the extension: 8, 16 or 32.
+
+    Raises:
+        InvalidInputError: If an argument is out of range.
+    """
+    if most_rows not in _ROWS:
+        raise InvalidInputError(
+            f"fast_jl projects {list(_ROWS)} rows at a time, got {most_rows}. Choose one of these numbers."
+        )
+    shared: dict[str, Any] = {"seed": seed, "dtype": dtype, "scaled": scaled}
+    engine = fast_jl_engine(_concrete(device), proj_type)
+    if engine is None:
+        return DenseMap(proj_dim, proj_type, device=device, memory_budget=memory_budget, **shared)
+    return FastJLMap(engine, proj_dim, proj_type, most_rows=most_rows, **shared)
+
+
+def _concrete(device: str | torch.device | None) -> torch.device:
+    """Return the device with its index; ``None`` means the current GPU where there is one, else the CPU."""
+    if device is None:
+        device = "cuda" if torch.cuda.is_available() else "cpu"
+    device = torch.device(device)
+    if str(device) == "cuda" and torch.cuda.is_available():
+        return torch.device("cuda", torch.cuda.current_device())
+    return device
+
+
+@final
+class FastJLProjector(AbstractDenseProjector):
+    """Dense projection by an installed ``fast_jl`` on CUDA, scaled by ``1/sqrt(K)``.
+
+    Gradients count with float16's 11 significant bits, relative to the largest of their row: features are off by
+    about 2e-4 of their size.
+
+    Where the extension is missing, fails its self-test or the device is not an NVIDIA GPU, one warning is logged
+    and this is :class:`~trak_lite.projectors.RademacherProjector` (``GaussianProjector`` for normal entries), by
+    its fingerprint too: the two are different matrices, and a store made with one refuses the other.
+
+    Example:
+        >>> FastJLProjector(512, device="cpu").fingerprint()["kind"]
+        'dense_rademacher'
+    """
+
+    def __init__(
+        self,
+        proj_dim: int,
+        *,
+        seed: int = 0,
+        device: str | torch.device | None = None,
+        dtype: torch.dtype | None = None,
+        proj_type: str | ProjectionType = ProjectionType.rademacher,
+        memory_budget: int = DEFAULT_MEMORY_BUDGET,
+    ) -> None:
+        """Find the extension and test it, once per process and device.
+
+        Args:
+            proj_dim: K, number of features per sample; any number, though multiples of 512 waste nothing.
+            seed: Any integer.
+            device: Where the projection runs; ``None`` for the current GPU.
+            dtype: Dtype of the features; ``None`` gives float32.
+            proj_type: ``"rademacher"`` or ``"normal"``.
+            memory_budget: Bytes that matrices may take where the extension cannot be used.
+
+        Raises:
+            InvalidInputError: If an argument is out of range.
+        """
+        kind = projection_type(proj_type)
+        matrix_map = fast_jl_map(
+            positive_int(proj_dim=proj_dim),
+            kind,
+            seed=integer_seed(seed),
+            device=device,
+            dtype=dtype,
+            memory_budget=memory_budget,
+            scaled=True,
+        )
+        super().__init__(0, matrix_map, kind)

@@ -1,0 +1,330 @@
+"""The original TRAK's dense projectors: its names, its constructors, its scale, on this package's matrices.
+
+All of them compute ``g @ R`` with entries of variance 1 and no ``1/sqrt(K)``, as the original does. The
+entries come from the hash, so they are not the original's numbers; they are the same on CPU and CUDA, the
+same for each of these classes, and different for each seed, model_id and parameter. The original repeats
+columns (block 100 of model 0 is block 0 of model 1); these do not.
+``CudaProjector`` uses the original's compiled extension where it is asked to.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, final
+
+import torch
+from torch import Tensor
+
+from trak_lite._validate import positive_int
+from trak_lite.errors import InvalidInputError
+from trak_lite.projectors._base import (
+    AbstractFeatureAccumulator,
+    AbstractProjector,
+    ProjectionType,
+    named_gradients,
+    project_named,
+)
+from trak_lite.projectors.dense.fast_jl import fast_jl_map
+from trak_lite.projectors.dense.projectors import (
+    DEFAULT_MEMORY_BUDGET,
+    AbstractDenseProjector,
+    AbstractMatrixMap,
+    DenseMap,
+    integer_seed,
+    projection_type,
+)
+from trak_lite.types import GradientBlock, ParameterShapes, num_entries
+
+__all__ = ["BasicProjector", "BasicSingleBlockProjector", "ChunkedCudaProjector", "CudaProjector"]
+
+
+def _unscaled_map(
+    proj_dim: int,
+    seed: int,
+    proj_type: str | ProjectionType,
+    *,
+    device: str | torch.device | None,
+    dtype: torch.dtype | None,
+    memory_budget: int,
+    make: Callable[..., AbstractMatrixMap] = DenseMap,
+) -> AbstractMatrixMap:
+    """Return the map that the original's dense classes share."""
+    return make(
+        positive_int(proj_dim=proj_dim),
+        projection_type(proj_type),
+        seed=integer_seed(seed),
+        device=device,
+        dtype=dtype,
+        memory_budget=memory_budget,
+        scaled=False,
+    )
+
+
+@final
+class BasicProjector(AbstractDenseProjector):
+    """Dense projection without ``1/sqrt(K)``, under the original TRAK's name and constructor.
+
+    Example:
+        >>> projector = BasicProjector(2, 4, 0, "rademacher", "cpu")
+        >>> projector.project(torch.tensor([[1.0, 0.0]]), model_id=0).abs()
+        tensor([[1., 1., 1., 1.]])
+    """
+
+    def __init__(
+        self,
+        grad_dim: int,
+        proj_dim: int,
+        seed: int,
+        proj_type: str | ProjectionType,
+        device: str | torch.device | None,
+        block_size: int = 100,
+        dtype: torch.dtype | None = torch.float32,
+        model_id: int = 0,
+        *,
+        memory_budget: int = DEFAULT_MEMORY_BUDGET,
+        **kwargs: object,
+    ) -> None:
+        """Store the settings; nothing is drawn.
+
+        Args:
+            grad_dim: P, number of gradient entries per sample; 0 accepts any.
+            proj_dim: K, number of features per sample.
+            seed: Any integer.
+            proj_type: ``"normal"`` or ``"rademacher"``.
+            device: Where the projection runs; ``None`` for where the gradients are.
+            block_size: Checked and kept; memory is bounded by ``memory_budget`` instead.
+            dtype: Dtype of the features, and of the products where it is float64.
+            model_id: Kept; the model_id of :meth:`project` decides.
+            memory_budget: Bytes that matrices and workspaces may take together.
+            **kwargs: Arguments of other projectors, without effect.
+
+        Raises:
+            InvalidInputError: If an argument is out of range.
+        """
+        dense_map = _unscaled_map(
+            proj_dim, seed, proj_type, device=device, dtype=dtype, memory_budget=memory_budget
+        )
+        super().__init__(grad_dim, dense_map, proj_type)
+        self.block_size = min(proj_dim, positive_int(block_size=block_size))
+        self.model_id = model_id
+
+
+@final
+class BasicSingleBlockProjector(AbstractDenseProjector):
+    """The same map as :class:`BasicProjector`, under the original TRAK's name and constructor."""
+
+    def __init__(
+        self,
+        grad_dim: int,
+        proj_dim: int,
+        seed: int,
+        proj_type: str | ProjectionType,
+        device: str | torch.device | None,
+        dtype: torch.dtype | None = torch.float32,
+        model_id: int = 0,
+        *,
+        memory_budget: int = DEFAULT_MEMORY_BUDGET,
+        **kwargs: object,
+    ) -> None:
+        """Store the settings; nothing is drawn. Arguments as for :class:`BasicProjector`.
+
+        Raises:
+            InvalidInputError: If an argument is out of range.
+        """
+        dense_map = _unscaled_map(
+            proj_dim, seed, proj_type, device=device, dtype=dtype, memory_budget=memory_budget
+        )
+        super().__init__(grad_dim, dense_map, proj_type)
+        self.model_id = model_id
+
+
+@final
+class CudaProjector(AbstractDenseProjector):
+    """The same map as :class:`BasicProjector` on the device it is given: the same entries on CUDA and on CPU.
+
+    It takes any K, any number of rows and any floating-point dtype, and needs no compiled extension. With
+    ``use_fast_jl=True`` it is the original's extension instead, where that can be used.
+    """
+
+    def __init__(
+        self,
+        grad_dim: int,
+        proj_dim: int,
+        seed: int,
+        proj_type: str | ProjectionType,
+        device: str | torch.device | None,
+        max_batch_size: int,
+        dtype: torch.dtype | None = torch.float32,
+        *,
+        memory_budget: int = DEFAULT_MEMORY_BUDGET,
+        use_fast_jl: bool = False,
+        **kwargs: object,
+    ) -> None:
+        """Store the settings; nothing is drawn. Arguments as for :class:`BasicProjector`.
+
+        Args:
+            grad_dim: P, number of gradient entries per sample; 0 accepts any.
+            proj_dim: K, number of features per sample.
+            seed: Any integer.
+            proj_type: ``"normal"`` or ``"rademacher"``.
+            device: Where the projection runs.
+            max_batch_size: Rows that ``fast_jl`` takes at a time: 8, 16 or 32. Without it, checked and kept.
+            dtype: Dtype of the features, and of the products where it is float64.
+            memory_budget: Bytes that matrices and workspaces may take together.
+            use_fast_jl: Use an installed ``fast_jl``; where it cannot be used, log a warning and change nothing.
+            **kwargs: Arguments of other projectors, without effect.
+
+        Raises:
+            InvalidInputError: If an argument is out of range.
+        """
+        rows = positive_int(max_batch_size=max_batch_size)
+        make = functools.partial(fast_jl_map, most_rows=rows) if use_fast_jl else DenseMap
+        options: dict[str, Any] = {"device": device, "dtype": dtype, "memory_budget": memory_budget}
+        matrix_map = _unscaled_map(proj_dim, seed, proj_type, **options, make=make)
+        super().__init__(grad_dim, matrix_map, proj_type)
+        self.max_batch_size = rows
+
+
+@final
+class ChunkedCudaProjector(AbstractProjector):
+    """Sum of several projectors, each over a run of consecutive parameters (the original TRAK's class).
+
+    Gradients stream to the projector of their chunk; they are not copied to a common buffer.
+    """
+
+    def __init__(
+        self,
+        projector_per_chunk: Sequence[AbstractProjector],
+        max_chunk_size: int,
+        params_per_chunk: Sequence[int],
+        feat_bs: int,
+        device: str | torch.device | None,
+        dtype: torch.dtype,
+    ) -> None:
+        """Store the chunks.
+
+        Args:
+            projector_per_chunk: One projector per chunk, all with the same ``proj_dim``.
+            max_chunk_size: Kept; no buffer is allocated.
+            params_per_chunk: Gradient entries of each chunk; chunks end where parameters end.
+            feat_bs: Kept; batches of any size are accepted.
+            device: Where the features go; ``None`` for where the chunks' projectors leave them.
+            dtype: Dtype of the features.
+
+        Raises:
+            InvalidInputError: If there is no chunk, or the lists or the chunks' ``proj_dim`` disagree.
+        """
+        widths = {projector.proj_dim for projector in projector_per_chunk}
+        if len(projector_per_chunk) != len(params_per_chunk) or len(widths) != 1:
+            raise InvalidInputError(
+                f"Got {len(projector_per_chunk)} projectors with proj_dim {sorted(widths)} for "
+                f"{len(params_per_chunk)} chunks. Expected one projector per chunk, at least one chunk, "
+                "and one proj_dim."
+            )
+        first = projector_per_chunk[0]
+        super().__init__(sum(params_per_chunk), first.proj_dim, first.seed, first.proj_type, device)
+        self.projector_per_chunk = list(projector_per_chunk)
+        self.params_per_chunk = list(params_per_chunk)
+        self.max_chunk_size = max_chunk_size
+        self.feat_bs = feat_bs
+        self.dtype = dtype
+
+    def project(self, grads: Mapping[str, Tensor] | Tensor, model_id: int) -> Tensor:
+        """Project collected gradients by name, or the columns of one ``(B, P)`` tensor chunk by chunk.
+
+        Raises:
+            InvalidInputError: If the gradients do not divide into the chunks.
+        """
+        if not isinstance(grads, Tensor):
+            return project_named(self, grads, model_id)
+        named, _ = named_gradients(grads)
+        (whole,) = named.values()
+        if whole.shape[1] != self.grad_dim:
+            raise InvalidInputError(
+                f"The gradients have {whole.shape[1]} entries per sample, the chunks {self.grad_dim}. "
+                "Compute params_per_chunk from these gradients."
+            )
+        columns = torch.split(whole, self.params_per_chunk, dim=1)
+        # Names keep chunks apart even where their projectors share a seed.
+        return project_named(self, {f"chunk {i}": part for i, part in enumerate(columns)}, model_id)
+
+    def accumulator(
+        self, num_samples: int, *, model_id: int, parameters: ParameterShapes
+    ) -> AbstractFeatureAccumulator:
+        """Return a fresh accumulator for one batch of ``num_samples`` rows.
+
+        Raises:
+            InvalidInputError: If the parameters, in model order, do not end where the chunks end.
+        """
+        by_name: dict[str, AbstractFeatureAccumulator] = {}
+        for projector, chunk in zip(self.projector_per_chunk, self._chunks(parameters), strict=True):
+            accumulator = projector.accumulator(num_samples, model_id=model_id, parameters=chunk)
+            by_name.update(dict.fromkeys(chunk, accumulator))
+        return _ChunkedAccumulator(by_name, self.device, self.dtype)
+
+    def fingerprint(self) -> dict[str, Any]:
+        """Return the chunks' sizes and fingerprints beside the usual entries."""
+        return {
+            "kind": "chunked",
+            "proj_dim": self.proj_dim,
+            "seed": self.seed,
+            "version": 1,
+            "params_per_chunk": self.params_per_chunk,
+            "chunks": [projector.fingerprint() for projector in self.projector_per_chunk],
+        }
+
+    def free_memory(self) -> None:
+        """Drop the matrices of every chunk."""
+        for projector in self.projector_per_chunk:
+            projector.free_memory()
+
+    def _chunks(self, parameters: ParameterShapes) -> list[ParameterShapes]:
+        """Divide the parameters, in order, into the chunks."""
+        chunks: list[ParameterShapes] = []
+        names = iter(parameters)
+        for entries in self.params_per_chunk:
+            chunk: dict[str, tuple[int, ...]] = {}
+            while num_entries(chunk) < entries and (name := next(names, None)) is not None:
+                chunk[name] = parameters[name]
+            chunks.append(chunk)
+        sizes = [num_entries(chunk) for chunk in chunks]
+        if sizes != self.params_per_chunk or next(names, None) is not None:
+            raise InvalidInputError(
+                f"Parameters with {num_entries(parameters)} entries do not divide into chunks of "
+                f"{self.params_per_chunk}: cut where parameters end, they give {sizes}. "
+                "Compute params_per_chunk from these parameters."
+            )
+        return chunks
+
+
+@final
+class _ChunkedAccumulator(AbstractFeatureAccumulator):
+    """Hands each block to the accumulator of its chunk and adds up their features."""
+
+    def __init__(
+        self,
+        by_name: Mapping[str, AbstractFeatureAccumulator],
+        device: str | torch.device | None,
+        dtype: torch.dtype,
+    ) -> None:
+        self._by_name = by_name
+        self._device = device
+        self._dtype = dtype
+
+    def add(self, block: GradientBlock) -> None:
+        """Take one block; raises InvalidInputError if its parameter is in no chunk."""
+        if block.name not in self._by_name:
+            raise InvalidInputError(
+                f"A gradient block came for parameter {block.name!r}, which is in none of the chunks. "
+                "Pass its shape in `parameters`."
+            )
+        self._by_name[block.name].add(block)
+
+    def features(self) -> Tensor:
+        """Return the sum of the chunks' features ``(B, K)``."""
+        chunks = list({id(accumulator): accumulator for accumulator in self._by_name.values()}.values())
+        total = chunks[0].features()
+        for chunk in chunks[1:]:
+            total = total + chunk.features().to(total.device)
+        return total.to(self._device, self._dtype)

@@ -1,0 +1,470 @@
+"""Dense random projections: the matrix families of the original TRAK, with entries that depend on names only.
+
+phi = sum over parameters of ``g_name.flatten(1) @ R_name`` (TRAK, arXiv:2303.14186, section 3.2). Entry
+(i, j) of R_name is a pure function of (seed, model_id, parameter name, i, j): features do not depend on batch
+size, parameter order, memory budget or device beyond the rounding of a matrix product, and a larger P or K
+only appends rows or columns.
+
+Shapes: B samples, K features (``proj_dim``), p entries of a parameter.
+Numerics: float64 gradients are accumulated in float64, all others in float32. On CUDA, float32 products with signs
+are made by a Triton kernel that draws the same signs on the fly; where triton is missing, by torch operations.
+"""
+
+from __future__ import annotations
+
+import functools
+import logging
+import math
+import operator
+from abc import ABC, abstractmethod
+from collections.abc import Iterator, Mapping
+from types import ModuleType
+from typing import Any, ClassVar, final
+
+import torch
+from torch import Tensor
+
+from trak_lite._validate import one_of, positive_int
+from trak_lite.errors import InvalidInputError
+from trak_lite.projectors._base import (
+    AbstractFeatureAccumulator,
+    AbstractProjector,
+    ProjectionType,
+    project_named,
+)
+from trak_lite.projectors._blocks import block_rows, check_grad_dim
+from trak_lite.projectors.dense.matrices import MatrixCache
+from trak_lite.projectors.random.entries import AbstractEntries, GaussianEntries, RademacherEntries
+from trak_lite.projectors.random.hash import Stream, parameter_key
+from trak_lite.types import GradientBlock, ParameterShapes
+
+__all__ = [
+    "DEFAULT_MEMORY_BUDGET",
+    "AbstractDenseProjector",
+    "AbstractMatrixMap",
+    "AbstractScaledProjector",
+    "DenseMap",
+    "GaussianProjector",
+    "RademacherProjector",
+    "integer_seed",
+    "projection_type",
+]
+
+logger = logging.getLogger(__name__)
+
+DEFAULT_MEMORY_BUDGET = 1 << 30
+"""Bytes that a dense projector may hold: a matrix of 512 columns for half a million parameters."""
+
+_CAST_BYTES = 2 << 20  # gradients of another dtype or device are converted in pieces of about this size
+_COPY_BYTES = 256 << 20  # gradients on another device than a kernel are copied in pieces of about this size
+_KERNEL_DEVICES = frozenset({"cuda"})  # where the Triton kernel is tried
+
+_ENTRIES: dict[ProjectionType, type[AbstractEntries]] = {
+    ProjectionType.rademacher: RademacherEntries,
+    ProjectionType.normal: GaussianEntries,
+}
+
+
+def integer_seed(seed: object) -> int:
+    """Return the seed as a Python integer of any size and sign.
+
+    Raises:
+        InvalidInputError: If it is not an integer.
+    """
+    if not isinstance(seed, bool):
+        try:
+            return operator.index(seed)  # type: ignore[arg-type]
+        except TypeError:
+            pass
+    raise InvalidInputError(f"seed must be an integer, got {seed!r}.")
+
+
+def projection_type(proj_type: str) -> ProjectionType:
+    """Return the distribution with this name.
+
+    Raises:
+        InvalidInputError: If there is none.
+    """
+    return ProjectionType(one_of([kind.value for kind in ProjectionType], proj_type=proj_type))
+
+
+class AbstractMatrixMap(ABC):
+    """A family of random matrices, one per (model_id, parameter name), and how their products are scaled."""
+
+    @abstractmethod
+    def __init__(
+        self, proj_dim: int, *, device: torch.device | None, dtype: torch.dtype | None, scaled: bool
+    ) -> None:
+        """Store the settings; nothing is drawn.
+
+        Args:
+            proj_dim: K, number of features per sample.
+            device: Where the products are made; ``None`` for where the gradients are.
+            dtype: Dtype of the features; ``None`` for that of the sums.
+            scaled: Whether features are divided by ``sqrt(K)``; entries have variance 1.
+
+        Raises:
+            InvalidInputError: If the dtype is not floating point.
+        """
+        if dtype is not None and not dtype.is_floating_point:
+            raise InvalidInputError(f"dtype must be a floating-point dtype or None, got {dtype}.")
+        self.proj_dim = proj_dim
+        self.device = device
+        self.dtype = dtype
+        self.scale = 1 / math.sqrt(proj_dim) if scaled else 1.0
+
+    @abstractmethod
+    def sum_dtype(self, dtype: torch.dtype) -> torch.dtype:
+        """Return the dtype in which products with gradients of ``dtype`` are summed."""
+
+    @abstractmethod
+    def add_product_(self, total: Tensor, rows: Tensor, *, name: str, model_id: int) -> None:
+        """Add ``rows @ matrix`` of one parameter to ``total``.
+
+        Args:
+            total: ``(b, K)`` in :meth:`sum_dtype`, unscaled.
+            rows: ``(b, p)`` gradient rows on any device.
+            name: Canonical parameter name.
+            model_id: The checkpoint.
+        """
+
+    @abstractmethod
+    def fingerprint(self) -> dict[str, Any]:
+        """Return what determines the features, as JSON values."""
+
+    @abstractmethod
+    def clear(self) -> None:
+        """Drop all matrices and workspaces."""
+
+
+@final
+class DenseMap(AbstractMatrixMap):
+    """Matrices whose entries come from the hash: the same numbers on every device, within a memory budget."""
+
+    def __init__(
+        self,
+        proj_dim: int,
+        proj_type: ProjectionType,
+        *,
+        seed: int,
+        device: str | torch.device | None,
+        dtype: torch.dtype | None,
+        memory_budget: int,
+        scaled: bool,
+        precision: str = "ieee",
+    ) -> None:
+        """Store the settings; nothing is drawn.
+
+        Raises:
+            InvalidInputError: If the dtype, the budget or the precision is not one that works.
+        """
+        super().__init__(
+            proj_dim, device=None if device is None else torch.device(device), dtype=dtype, scaled=scaled
+        )
+        one_of(["ieee", "tf32"], precision=precision)
+        entries = _ENTRIES[proj_type]
+        if precision != "ieee" and entries is not RademacherEntries:
+            raise InvalidInputError(
+                f"precision={precision!r} is for the signs of a Rademacher projection, got {proj_type.value} "
+                "entries. Leave precision at 'ieee'."
+            )
+        budget = positive_int(memory_budget=memory_budget)
+        self.matrices = MatrixCache(entries, proj_dim, seed=seed, memory_budget=budget)
+        self._blocks = _BlockProducts(self.matrices)
+        self._kernel = _KernelProducts(seed, precision) if entries is RademacherEntries else None
+        self._fingerprint = {
+            "kind": f"dense_{entries.kind}",
+            "proj_dim": proj_dim,
+            "seed": seed,
+            "version": 1,
+            "scaled": scaled,
+        }
+        if precision != "ieee":
+            self._fingerprint["precision"] = precision
+
+    def sum_dtype(self, dtype: torch.dtype) -> torch.dtype:
+        """Return float64 for float64 gradients, unless another dtype was chosen, and float32 for all others."""
+        wide = (self.dtype or dtype) == torch.float64
+        return torch.float64 if wide else torch.float32
+
+    def add_product_(self, total: Tensor, rows: Tensor, *, name: str, model_id: int) -> None:
+        """Add ``rows @ matrix``; see :meth:`AbstractMatrixMap.add_product_`."""
+        products: _AbstractProducts = self._blocks
+        if self._kernel is not None and self._kernel.takes(total, rows):
+            products = self._kernel
+        products.add_(total, rows, name=name, model_id=model_id)
+
+    def fingerprint(self) -> dict[str, Any]:
+        """Return what determines the features, as JSON values."""
+        return dict(self._fingerprint)
+
+    def clear(self) -> None:
+        """Drop all matrices and workspaces; they are drawn again when needed."""
+        self.matrices.clear()
+
+
+class _AbstractProducts(ABC):
+    """One way of making the products of a :class:`DenseMap`."""
+
+    @abstractmethod
+    def add_(self, total: Tensor, rows: Tensor, *, name: str, model_id: int) -> None:
+        """Add ``rows (b, p) @ matrix (p, K)`` to ``total (b, K)``."""
+
+
+@final
+class _BlockProducts(_AbstractProducts):
+    """Matrix products with blocks of a matrix that lies in memory: for every device, dtype and distribution."""
+
+    def __init__(self, matrices: MatrixCache) -> None:
+        self._matrices = matrices
+
+    def add_(self, total: Tensor, rows: Tensor, *, name: str, model_id: int) -> None:
+        matrix_blocks = self._matrices.blocks(
+            name, rows.shape[1], model_id=model_id, dtype=total.dtype, device=total.device
+        )
+        for start, matrix in matrix_blocks:
+            _add_product_(total, rows[:, start : start + matrix.shape[0]], matrix)
+
+
+@final
+class _KernelProducts(_AbstractProducts):
+    """Float32 products on CUDA with signs that a Triton kernel draws on the fly: no matrix in memory."""
+
+    def __init__(self, seed: int, precision: str) -> None:
+        self._seed = seed
+        self._precision = precision
+
+    def takes(self, total: Tensor, rows: Tensor) -> bool:
+        """Return whether the kernel makes this product; it works in float32, where Triton runs."""
+        if total.device.type not in _KERNEL_DEVICES or total.dtype != torch.float32:
+            return False
+        kernel = _sign_kernel(total.device)
+        return kernel is not None and rows.dtype in kernel.DTYPES
+
+    def add_(self, total: Tensor, rows: Tensor, *, name: str, model_id: int) -> None:
+        kernel = _sign_kernel(total.device)
+        assert kernel is not None, "takes() comes first"
+        key = parameter_key(self._seed, model_id, name, Stream.RADEMACHER)
+        for start, piece in _pieces_on(rows, total.device):
+            kernel.add_signed_product_(total, piece, key, start, precision=self._precision)
+
+
+@functools.cache
+def _sign_kernel(device: torch.device) -> ModuleType | None:
+    """Return the Triton kernel's module, or ``None``, with one logged line, where it cannot be used."""
+    try:
+        from trak_lite.projectors.dense import triton as _triton_dense
+    except ImportError as error:
+        reason: str | None = f"triton cannot be imported ({error})"
+    else:
+        reason = _triton_dense.why_unusable(device)
+        if reason is None:
+            return _triton_dense
+    logger.warning(
+        "Dense Rademacher projections on %s use torch operations instead of the Triton kernel: %s. "
+        "The features are the same; it takes longer.",
+        device,
+        reason,
+    )
+    return None
+
+
+@final
+class _MatrixAccumulator(AbstractFeatureAccumulator):
+    """Adds ``gradient rows @ matrix`` block by block; gradients are never joined."""
+
+    def __init__(
+        self,
+        matrix_map: AbstractMatrixMap,
+        num_samples: int,
+        model_id: int,
+        parameters: ParameterShapes,
+    ) -> None:
+        self._map = matrix_map
+        self._num_samples = num_samples
+        self._model_id = model_id
+        self._parameters = parameters
+        self._device = matrix_map.device
+        self._sums: dict[torch.dtype, Tensor] = {}
+
+    @torch.no_grad()
+    def add(self, block: GradientBlock) -> None:
+        """Add one block; raises InvalidInputError if it does not fit the parameters or the batch."""
+        rows = block_rows(block, self._num_samples, self._parameters)
+        total = self._sum(self._map.sum_dtype(rows.dtype), rows.device)
+        part = total[block.start : block.start + block.num_samples]
+        self._map.add_product_(part, rows, name=block.name, model_id=self._model_id)
+
+    def features(self) -> Tensor:
+        """Return ``(B, K)`` in the projector's dtype, or in the widest that was accumulated."""
+        if not self._sums:
+            self._sum(torch.float32, torch.device("cpu"))
+        total = functools.reduce(torch.add, self._sums.values())  # float32 + float64 gives float64
+        return (total * self._map.scale).to(self._map.dtype or total.dtype)
+
+    def _sum(self, dtype: torch.dtype, device: torch.device) -> Tensor:
+        """Return the running sum for gradients of this precision, on the device of the first block."""
+        if dtype not in self._sums:
+            self._device = self._device or device
+            self._sums[dtype] = torch.zeros(
+                self._num_samples, self._map.proj_dim, dtype=dtype, device=self._device
+            )
+        return self._sums[dtype]
+
+
+def _add_product_(total: Tensor, rows: Tensor, matrix: Tensor) -> None:
+    """Add ``rows (b, n) @ matrix (n, K)`` to ``total (b, K)``; rows of another dtype are cast in pieces."""
+    if rows.dtype == matrix.dtype and rows.device == matrix.device:
+        total.addmm_(rows, matrix)
+        return
+    width = max(1, _CAST_BYTES // (matrix.element_size() * max(1, rows.shape[0])))
+    for start in range(0, rows.shape[1], width):
+        piece = rows[:, start : start + width].to(matrix.device, matrix.dtype)
+        total.addmm_(piece, matrix[start : start + width])
+
+
+def _pieces_on(rows: Tensor, device: torch.device) -> Iterator[tuple[int, Tensor]]:
+    """Yield rows ``(b, p)`` as ``(first entry, rows (b, n))`` on a device: in pieces if they are elsewhere."""
+    if rows.device == device:
+        yield 0, rows
+        return
+    width = max(1, _COPY_BYTES // (rows.element_size() * max(1, rows.shape[0])))
+    for start in range(0, rows.shape[1], width):
+        yield start, rows[:, start : start + width].to(device)
+
+
+class AbstractDenseProjector(AbstractProjector):
+    """Features are products with dense random matrices; a subclass defines only its constructor."""
+
+    _map: AbstractMatrixMap
+
+    @abstractmethod
+    def __init__(
+        self,
+        grad_dim: int,
+        matrix_map: AbstractMatrixMap,
+        proj_type: str | ProjectionType,
+    ) -> None:
+        """Store the map under the original TRAK's attribute names."""
+        seed = matrix_map.fingerprint()["seed"]
+        super().__init__(grad_dim, matrix_map.proj_dim, seed, proj_type, matrix_map.device)
+        self._map = matrix_map
+        self.dtype = matrix_map.dtype
+
+    def project(self, grads: Mapping[str, Tensor] | Tensor, model_id: int) -> Tensor:
+        """Project collected gradients.
+
+        Args:
+            grads: Per-sample gradients by parameter name, each ``(B, *parameter.shape)``, or one ``(B, P)``
+                tensor, which counts as one parameter without a name and so has a matrix of its own.
+            model_id: The checkpoint; every checkpoint has matrices of its own.
+
+        Returns:
+            Features ``(B, K)``, on the projector's device, or where the gradients are if it has none.
+
+        Raises:
+            InvalidInputError: If there is no gradient, the gradients disagree on B, are not floating point,
+                or do not have ``grad_dim`` entries.
+        """
+        return project_named(self, grads, model_id)
+
+    def accumulator(
+        self, num_samples: int, *, model_id: int, parameters: ParameterShapes
+    ) -> AbstractFeatureAccumulator:
+        """Return a fresh accumulator for one batch of ``num_samples`` rows.
+
+        Raises:
+            InvalidInputError: If the parameters do not have ``grad_dim`` entries.
+        """
+        check_grad_dim(self.grad_dim, parameters)
+        return _MatrixAccumulator(self._map, num_samples, model_id, parameters)
+
+    def fingerprint(self) -> dict[str, Any]:
+        """Return what determines the features; classes that compute the same map share it."""
+        return self._map.fingerprint()
+
+    def free_memory(self) -> None:
+        """Drop all matrices and workspaces; they are drawn again when needed."""
+        self._map.clear()
+
+
+class AbstractScaledProjector(AbstractDenseProjector):
+    """Entries scaled by 1/sqrt(K); a subclass names their distribution."""
+
+    _proj_type: ClassVar[ProjectionType]
+
+    def __init__(
+        self,
+        proj_dim: int,
+        *,
+        seed: int = 0,
+        device: str | torch.device | None = None,
+        dtype: torch.dtype | None = None,
+        memory_budget: int = DEFAULT_MEMORY_BUDGET,
+        precision: str = "ieee",
+    ) -> None:
+        """Store the settings; nothing is drawn.
+
+        Args:
+            proj_dim: K, number of features per sample.
+            seed: Any integer.
+            device: Where the projection runs; ``None`` for where the gradients are.
+            dtype: Dtype of the features, and of the products where it is float64; ``None`` gives float64
+                features for float64 gradients and float32 for all others.
+            memory_budget: Bytes that matrices and workspaces may take together, for one model at a time.
+                Matrices that fit are drawn once, others again for every batch; the numbers are the same.
+                Rademacher matrices take no memory on CUDA where triton is installed.
+            precision: ``"ieee"`` for float32 products. ``"tf32"`` lets the Triton kernel of Rademacher
+                projections round gradients to 10 bits of mantissa (relative error 5e-4) and use tensor cores;
+                the fingerprint says so.
+
+        Raises:
+            InvalidInputError: If an argument is out of range.
+        """
+        dense_map = DenseMap(
+            positive_int(proj_dim=proj_dim),
+            self._proj_type,
+            seed=integer_seed(seed),
+            device=device,
+            dtype=dtype,
+            memory_budget=memory_budget,
+            scaled=True,
+            precision=precision,
+        )
+        super().__init__(0, dense_map, self._proj_type)
+
+
+@final
+class RademacherProjector(AbstractScaledProjector):
+    r"""Dense projection with entries :math:`\pm 1/\sqrt{K}`.
+
+    Laws: :math:`E\|\phi\|^2 = \|g\|^2`, inner products are unbiased with variance
+    :math:`(\|x\|^2\|y\|^2 + \langle x, y\rangle^2 - 2\sum_i x_i^2 y_i^2) / K`.
+
+    Source: Achlioptas, "Database-friendly random projections" (2003); TRAK (arXiv:2303.14186), section 3.2.
+
+    Example:
+        >>> projector = RademacherProjector(4)
+        >>> projector.project({"weight": torch.ones(1, 1)}, model_id=0)
+        tensor([[-0.5000,  0.5000, -0.5000,  0.5000]])
+    """
+
+    _proj_type = ProjectionType.rademacher
+
+
+@final
+class GaussianProjector(AbstractScaledProjector):
+    r"""Dense projection with normal entries of variance 1/K.
+
+    Laws: :math:`E\|\phi\|^2 = \|g\|^2`, inner products are unbiased with variance
+    :math:`(\|x\|^2\|y\|^2 + \langle x, y\rangle^2) / K`.
+
+    Source: TRAK (arXiv:2303.14186), section 3.2.
+
+    Example:
+        >>> GaussianProjector(3).project(torch.zeros(2, 5), model_id=0)
+        tensor([[0., 0., 0.],
+                [0., 0., 0.]])
+    """
+
+    _proj_type = ProjectionType.normal

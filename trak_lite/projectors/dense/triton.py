@@ -1,0 +1,171 @@
+"""Products with a Rademacher matrix on CUDA: signs are drawn inside the kernel, and no matrix exists in memory.
+
+The signs are those of :class:`~trak_lite.projectors.random.entries.RademacherEntries`, bit for bit: entry (i, j) is -1
+where bit ``j % 32`` of word (i, j // 32) is set. Sums are float32 and made without atomic additions: a call that is
+repeated gives the same bits.
+
+Import this module only where gradients are on CUDA: triton is an optional package.
+
+Shapes: b gradient rows, n entries of a parameter from ``start`` on, K columns (``proj_dim``).
+"""
+
+from __future__ import annotations
+
+import contextlib
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from trak_lite.projectors.random.entries import RademacherEntries
+from trak_lite.projectors.random.hash import key32, wrap32
+from trak_lite.projectors.random.triton_hash import hash_word, jit, rademacher_word, sign_floats
+
+__all__ = ["DTYPES", "add_signed_product_", "why_unusable"]
+
+DTYPES = frozenset({torch.float16, torch.bfloat16, torch.float32, torch.float64})
+"""Gradient dtypes that the kernel reads; it converts them to float32."""
+
+_BLOCK_ROWS = 32
+_BLOCK_COLUMNS = 128
+_BLOCK_ENTRIES = 32
+_NUM_WARPS = 4
+_STEPS = (4, 32, 256)
+"""Blocks of entries per program: few choices, because each is compiled; a constant loop can be pipelined."""
+_PROGRAMS = 1024  # per block of rows; several for each multiprocessor of a large GPU
+_MOST_ROWS = 256  # bounds the partial sums at 128 MiB
+
+
+@jit()
+def _sign_tile(
+    row_words: tl.tensor, words: tl.tensor, block_columns: tl.constexpr, block_entries: tl.constexpr
+) -> tl.tensor:
+    """Return signs ``(block_columns, block_entries)``: the transposed rows whose hash words are given."""
+    drawn = rademacher_word(row_words[None, :], words.to(tl.uint32)[:, None])
+    shifts = (31 - tl.arange(0, 32)).to(tl.uint32)
+    return tl.reshape(sign_floats(drawn[:, None, :], shifts[None, :, None]), (block_columns, block_entries))
+
+
+@jit(do_not_specialize=["key", "high_key", "start"])
+def _signed_product(
+    rows_ptr: tl.tensor,
+    sums_ptr: tl.tensor,
+    num_rows: tl.tensor,
+    num_entries: tl.tensor,
+    num_columns: tl.tensor,
+    row_stride: tl.tensor,
+    entry_stride: tl.tensor,
+    key: tl.tensor,
+    high_key: tl.tensor,
+    start: tl.tensor,
+    steps: tl.constexpr,
+    block_rows: tl.constexpr,
+    block_columns: tl.constexpr,
+    block_entries: tl.constexpr,
+    precision: tl.constexpr,
+) -> None:
+    """Add one split of the entries to its partial sums: ``sums[split] += (signs @ rows.T).T``.
+
+    The grid is (blocks of columns, splits, blocks of rows); a split takes ``steps * block_entries`` entries.
+    ``start`` holds the low 32 bits of the first entry's index in the matrix.
+    """
+    split = tl.program_id(1)
+    columns = tl.program_id(0) * block_columns + tl.arange(0, block_columns)
+    words = tl.program_id(0) * (block_columns // 32) + tl.arange(0, block_columns // 32)
+    rows = tl.program_id(2) * block_rows + tl.arange(0, block_rows)
+    row_ptrs = rows_ptr + rows.to(tl.int64)[None, :] * row_stride
+    sum_ptrs = sums_ptr + (split.to(tl.int64) * num_rows + rows[None, :]) * num_columns + columns[:, None]
+    inside = (columns < num_columns)[:, None] & (rows < num_rows)[None, :]
+    total = tl.load(sum_ptrs, mask=inside, other=0.0)
+    for step in tl.range(0, steps):
+        entries = (split * steps + step) * block_entries + tl.arange(0, block_entries)
+        row_words = hash_word((entries + start).to(tl.uint32), key, high_key)
+        signs = _sign_tile(row_words, words, block_columns, block_entries)
+        read = (entries < num_entries)[:, None] & (rows < num_rows)[None, :]
+        grads = tl.load(row_ptrs + entries.to(tl.int64)[:, None] * entry_stride, mask=read, other=0.0)
+        total = tl.dot(signs, grads.to(tl.float32), total, input_precision=precision)
+    tl.store(sum_ptrs, total, mask=inside)
+
+
+@torch.no_grad()
+def add_signed_product_(
+    total: Tensor, rows: Tensor, key: int, start: int = 0, *, precision: str = "ieee"
+) -> None:
+    """Add ``rows @ R[start : start + n]`` to ``total``, with R the sign matrix of ``key``.
+
+    Args:
+        total: float32 ``(b, K)`` on the device of ``rows``.
+        rows: ``(b, n)`` gradient entries of a dtype in :data:`DTYPES`, with any strides.
+        key: Key of the parameter, from :func:`~trak_lite.projectors.random.hash.parameter_key`.
+        start: Index in R of the first entry, below ``2**63``.
+        precision: ``"ieee"`` for float32 products, ``"tf32"`` to round gradients to 10 bits of mantissa on the
+            way to the tensor cores.
+    """
+    for first in range(0, rows.shape[0], _MOST_ROWS):
+        last = first + _MOST_ROWS
+        _add_rows_(total[first:last], rows[first:last], key, start, precision)
+
+
+def _add_rows_(total: Tensor, rows: Tensor, key: int, start: int, precision: str) -> None:
+    """Add the product for at most ``_MOST_ROWS`` rows, in launches of bounded size."""
+    num_entries = rows.shape[1]
+    steps, splits = _launch_shape(num_entries, total.shape[1])
+    sums = torch.zeros(splits, *total.shape, dtype=torch.float32, device=total.device)
+    done = 0
+    while done < num_entries:  # indices in a launch fit in int32, and all have one high half
+        index = start + done
+        width = min(num_entries - done, splits * steps * _BLOCK_ENTRIES, (1 << 32) - (index & 0xFFFFFFFF))
+        _launch(sums, rows[:, done : done + width], key, index, steps, precision)
+        done += width
+    total.add_(sums.sum(0))
+
+
+def _launch_shape(num_entries: int, proj_dim: int) -> tuple[int, int]:
+    """Return (steps, splits): enough programs to fill a GPU, and no more steps than there are entries."""
+    most_splits = max(1, _PROGRAMS // triton.cdiv(proj_dim, _BLOCK_COLUMNS))
+    blocks = triton.cdiv(num_entries, _BLOCK_ENTRIES)
+    steps = next((steps for steps in _STEPS if steps * most_splits >= blocks), _STEPS[-1])
+    return steps, max(1, min(most_splits, triton.cdiv(blocks, steps)))
+
+
+def _launch(sums: Tensor, rows: Tensor, key: int, index: int, steps: int, precision: str) -> None:
+    """Run the kernel once, on the device that the tensors are on."""
+    splits, num_rows, proj_dim = sums.shape
+    grid = (triton.cdiv(proj_dim, _BLOCK_COLUMNS), splits, triton.cdiv(num_rows, _BLOCK_ROWS))
+    with torch.cuda.device(rows.device) if rows.is_cuda else contextlib.nullcontext():
+        _signed_product[grid](
+            rows,
+            sums,
+            num_rows,
+            rows.shape[1],
+            proj_dim,
+            *rows.stride(),
+            wrap32(key),
+            wrap32(key32(key, index >> 32)),
+            wrap32(index),
+            steps=steps,
+            block_rows=_BLOCK_ROWS,
+            block_columns=_BLOCK_COLUMNS,
+            block_entries=_BLOCK_ENTRIES,
+            precision=precision,
+            num_warps=_NUM_WARPS,
+        )
+
+
+def why_unusable(device: torch.device) -> str | None:
+    """Return why the kernel cannot be used on a device, or ``None``: it runs there and draws the right signs.
+
+    A CUDA device is not enough: Triton needs a C compiler at run time and knows no old GPUs.
+    """
+    num_entries, proj_dim, key = 40, 33, 5
+    entries = RademacherEntries(proj_dim, num_entries, device)
+    width = RademacherEntries.width(proj_dim)
+    expected = entries.draw_(torch.empty(num_entries, width, device=device), key, 0)[:, :proj_dim]
+    signs = torch.zeros(num_entries, proj_dim, device=device)
+    try:
+        add_signed_product_(signs, torch.eye(num_entries, device=device), key)
+        equal = torch.equal(signs, expected)
+    except Exception as error:  # compilers and drivers of all makers fail in ways of their own
+        return f"it does not run there ({type(error).__name__}: {error})"
+    return None if equal else "it draws other signs there than torch does"

@@ -1,0 +1,1 @@
+"""Masks: projections that keep some of the coordinates."""

@@ -1,0 +1,294 @@
+r"""Masks: features are a random subset of the gradient's entries, as they are or sketched once more.
+
+Cheap, because most of the gradient is never read, and noisy: an inner product has variance
+:math:`(P/K') \sum_i x_i^2 y_i^2`, without bound where a few coordinates are heavy. For comparison with the others.
+
+Shapes: B samples, b of a block, P gradient entries, K' chosen entries (``mask_dim``), K features (``proj_dim``).
+Numerics: float64 gradients give float64 features, all others float32. Sums run in a fixed order: formed gradients give
+the same bits on every device.
+"""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from collections.abc import Mapping
+from typing import Any, ClassVar, final
+
+import torch
+from torch import Tensor
+
+from trak_lite._validate import one_of, positive_int
+from trak_lite.errors import InvalidInputError
+from trak_lite.projectors._base import AbstractFeatureAccumulator, AbstractProjector, project_named
+from trak_lite.projectors._blocks import block_rows
+from trak_lite.projectors._factored import check_factors, sample_pieces
+from trak_lite.projectors._scratch import sum_dtype
+from trak_lite.projectors.dense.projectors import integer_seed
+from trak_lite.projectors.mask.plan import Fold, MaskPlan, make_plan
+from trak_lite.types import (
+    FactoredBlock,
+    FeatureLayout,
+    GradientBlock,
+    ParameterShapes,
+    Segment,
+    num_entries,
+)
+
+__all__ = ["AbstractMaskProjector", "GraSSProjector", "MaskProjector"]
+
+
+class AbstractMaskProjector(AbstractProjector):
+    """Chooses ``mask_dim`` entries and adds them up to ``proj_dim`` features; a subclass defines its constructor.
+
+    The entries are a uniform sample without replacement, a function of (seed, model_id, parameter names and sizes) but
+    not of the order of the parameters. A larger ``mask_dim`` only appends entries.
+    """
+
+    kind: ClassVar[str]
+    """Name of the map in the store's manifest."""
+
+    @abstractmethod
+    def __init__(
+        self,
+        proj_dim: int,
+        *,
+        mask_dim: int,
+        seed: int,
+        device: str | torch.device | None,
+        layout: str,
+    ) -> None:
+        """Store the settings; nothing is chosen."""
+        device = None if device is None else torch.device(device)
+        super().__init__(0, positive_int(proj_dim=proj_dim), integer_seed(seed), self.kind, device)
+        self.mask_dim = positive_int(mask_dim=mask_dim)
+        self.layout_kind = one_of(("joint", "module"), layout=layout)
+        self._plan: MaskPlan | None = None
+        self._owner: tuple[int, tuple[tuple[str, tuple[int, ...]], ...]] | None = None
+
+    def project(self, grads: Mapping[str, Tensor] | Tensor, model_id: int) -> Tensor:
+        """Project collected gradients.
+
+        Args:
+            grads: Per-sample gradients by parameter name, each ``(B, *parameter.shape)``, or one ``(B, P)``
+                tensor, which counts as one parameter without a name.
+            model_id: The checkpoint; every checkpoint has entries of its own.
+
+        Returns:
+            Features ``(B, K)``; of a segment with fewer than K entries, its entries.
+
+        Raises:
+            InvalidInputError: If there is no gradient, the gradients disagree on B, or are not floating point.
+        """
+        return project_named(self, grads, model_id)
+
+    def accumulator(
+        self, num_samples: int, *, model_id: int, parameters: ParameterShapes
+    ) -> AbstractFeatureAccumulator:
+        """Return a fresh accumulator for one batch of ``num_samples`` rows; entries are chosen once per model."""
+        owner = (model_id, tuple((name, tuple(shape)) for name, shape in parameters.items()))
+        if self._plan is None or self._owner != owner:
+            self._owner = owner
+            self._plan = make_plan(
+                self._segments(parameters),
+                mask_dim=self.mask_dim,
+                proj_dim=self.proj_dim,
+                seed=self.seed,
+                model_id=model_id,
+            )
+        return _MaskAccumulator(self._plan, num_samples, parameters, self.device)
+
+    def layout(self, parameters: ParameterShapes) -> FeatureLayout:
+        """Return one segment, or one per module; each of K columns, or of its entries where those are fewer."""
+        segments: list[Segment] = []
+        start = 0
+        for name, shapes in self._segments(parameters).items():
+            stop = start + min(self.proj_dim, num_entries(shapes))
+            segments.append(Segment(name, start, stop))
+            start = stop
+        return FeatureLayout(tuple(segments))
+
+    def fingerprint(self) -> dict[str, Any]:
+        """Return what determines the features, as JSON values."""
+        return {
+            "kind": self.kind,
+            "proj_dim": self.proj_dim,
+            "seed": self.seed,
+            "version": 1,
+            "mask_dim": self.mask_dim,
+            "layout": self.layout_kind,
+        }
+
+    def free_memory(self) -> None:
+        """Forget the chosen entries; they are chosen again when needed."""
+        self._plan = self._owner = None
+
+    def _segments(self, parameters: ParameterShapes) -> dict[str, ParameterShapes]:
+        """Return the parameters of every segment that has entries, by segment name."""
+        groups: dict[str, dict[str, tuple[int, ...]]] = {}
+        for name, shape in parameters.items():
+            segment = name.rpartition(".")[0] if self.layout_kind == "module" else "joint"
+            groups.setdefault(segment, {})[name] = tuple(shape)
+        return {segment: shapes for segment, shapes in groups.items() if num_entries(shapes)}
+
+
+@final
+class MaskProjector(AbstractMaskProjector):
+    r"""Keeps K random entries of the gradient, scaled by :math:`\sqrt{P/K}`, so that inner products are unbiased.
+
+    Example:
+        >>> MaskProjector(2).project({"w": torch.ones(1, 8)}, model_id=0)
+        tensor([[2., 2.]])
+    """
+
+    kind = "mask"
+
+    def __init__(
+        self,
+        proj_dim: int,
+        *,
+        seed: int = 0,
+        device: str | torch.device | None = None,
+        layout: str = "joint",
+    ) -> None:
+        """Store the settings; nothing is chosen.
+
+        Args:
+            proj_dim: K, number of entries that are kept, of all parameters together or of every module.
+            seed: Any integer.
+            device: Where the features go; ``None`` for where the gradients are.
+            layout: ``"joint"`` for one segment of K features, ``"module"`` for one per module (the parameters whose
+                names agree up to the last dot).
+
+        Raises:
+            InvalidInputError: If an argument is out of range.
+        """
+        mask_dim = positive_int(proj_dim=proj_dim)
+        super().__init__(proj_dim, mask_dim=mask_dim, seed=seed, device=device, layout=layout)
+
+
+@final
+class GraSSProjector(AbstractMaskProjector):
+    """Keeps K' random entries, scaled, and adds each with a random sign to one of K features at random.
+
+    Inner products are unbiased. Where a segment has no more chosen entries than features, they are the features.
+
+    Source: Hu et al., "GraSS: Scalable Data Attribution with Gradient Sparsification and Sparse Projection"
+    (arXiv:2505.18976), with the random mask.
+
+    Example:
+        >>> GraSSProjector(2).project({"w": torch.ones(1, 9)}, model_id=0).shape
+        torch.Size([1, 2])
+    """
+
+    kind = "grass"
+
+    def __init__(
+        self,
+        proj_dim: int,
+        *,
+        mask_dim: int | None = None,
+        seed: int = 0,
+        device: str | torch.device | None = None,
+        layout: str = "joint",
+    ) -> None:
+        """Store the settings; nothing is chosen.
+
+        Args:
+            proj_dim: K, number of features, of all parameters together or of every module.
+            mask_dim: K', number of entries that are kept, likewise; ``None`` for 4K.
+            seed: Any integer.
+            device: Where the features go; ``None`` for where the gradients are.
+            layout: ``"joint"`` for one segment of K features, ``"module"`` for one per module (the parameters whose
+                names agree up to the last dot).
+
+        Raises:
+            InvalidInputError: If an argument is out of range, or ``mask_dim`` is below ``proj_dim``.
+        """
+        mask_dim = 4 * positive_int(proj_dim=proj_dim) if mask_dim is None else mask_dim
+        super().__init__(proj_dim, mask_dim=mask_dim, seed=seed, device=device, layout=layout)
+        if self.mask_dim < self.proj_dim:
+            raise InvalidInputError(
+                f"mask_dim={mask_dim} entries cannot fill proj_dim={proj_dim} features. Give a mask_dim of at least "
+                "proj_dim, or use MaskProjector."
+            )
+
+
+@final
+class _MaskAccumulator(AbstractFeatureAccumulator):
+    """Reads the chosen entries of each block; they are sketched at the end."""
+
+    def __init__(
+        self,
+        plan: MaskPlan,
+        num_samples: int,
+        parameters: ParameterShapes,
+        device: str | torch.device | None,
+    ) -> None:
+        self._plan = plan
+        self._num_samples = num_samples
+        self._parameters = parameters
+        self._device = device
+        self._chosen: Tensor | None = None
+
+    @torch.no_grad()
+    def add(self, block: GradientBlock) -> None:
+        """Add one block; raises InvalidInputError if it does not fit the parameters or the batch."""
+        entries = self._plan.entries.get(block.name)
+        index = torch.empty(0, dtype=torch.int64, device="cpu") if entries is None else entries.index
+        if isinstance(block, FactoredBlock):
+            check_factors(block, self._num_samples, self._parameters)
+            values = _entries_of_factors(block, index)
+        else:
+            values = _entries_of_rows(block_rows(block, self._num_samples, self._parameters), index)
+        chosen = self._chosen_for(values)
+        if entries is not None:
+            rows = chosen[block.start : block.start + block.num_samples]
+            rows.index_add_(1, entries.column.to(rows.device), values.to(rows))
+
+    def features(self) -> Tensor:
+        """Return ``(B, K)``; float64 where a gradient was."""
+        chosen = self._chosen
+        if chosen is None:
+            chosen = self._zeros(torch.float32, torch.device("cpu"))
+        scaled = chosen * self._plan.scale.to(chosen)
+        return scaled if self._plan.fold is None else _folded(scaled, self._plan.fold)
+
+    def _chosen_for(self, values: Tensor) -> Tensor:
+        """Return the chosen entries of all rows ``(B, K')``, in a dtype that holds these values too."""
+        if self._chosen is None:
+            self._chosen = self._zeros(values.dtype, values.device)
+        self._chosen = self._chosen.to(torch.promote_types(self._chosen.dtype, values.dtype))
+        return self._chosen
+
+    def _zeros(self, dtype: torch.dtype, device: torch.device) -> Tensor:
+        width = len(self._plan.scale)
+        return torch.zeros(self._num_samples, width, dtype=dtype, device=self._device or device)
+
+
+def _entries_of_rows(rows: Tensor, index: Tensor) -> Tensor:
+    """Return the entries ``(b, n)`` of gradient rows ``(b, p)``, in float32, or float64 for float64."""
+    return rows.index_select(1, index.to(rows.device)).to(sum_dtype(rows.dtype))
+
+
+def _entries_of_factors(block: FactoredBlock, index: Tensor) -> Tensor:
+    """Return the entries ``(b, n)`` of a gradient in factors: only these entries are formed."""
+    inputs, output_grads = block.inputs.detach(), block.output_grads.detach()
+    dtype = sum_dtype(torch.promote_types(inputs.dtype, output_grads.dtype))
+    index = index.to(inputs.device)
+    d_in = max(1, inputs.shape[2])
+    rows, columns = index // d_in, index % d_in
+    values = torch.zeros(block.num_samples, len(index), dtype=dtype, device=inputs.device)
+    for piece in sample_pieces(block.num_samples, 24 * inputs.shape[1] * len(index)):
+        x = inputs[piece].index_select(2, columns).to(dtype)
+        g = output_grads[piece].index_select(2, rows).to(dtype)
+        values[piece] = (x * g).sum(1)
+    return values
+
+
+def _folded(chosen: Tensor, fold: Fold) -> Tensor:
+    """Return the features ``(B, K)`` of scaled entries ``(B, K')``."""
+    padded = torch.cat([chosen, chosen.new_zeros(chosen.shape[0], 1)], 1)
+    features = chosen.new_zeros(chosen.shape[0], fold.index.shape[1])
+    for index, sign in zip(fold.index.to(chosen.device), fold.sign.to(chosen), strict=True):
+        features.addcmul_(padded.index_select(1, index), sign)
+    return features

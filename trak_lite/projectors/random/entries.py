@@ -1,0 +1,190 @@
+"""Entries of dense random matrices, drawn from the hash with torch integer ops.
+
+Entry (i, j) of a parameter's matrix is a function of (seed, model_id, parameter name, i, j) alone, so a
+matrix with more rows or more columns begins with the same numbers. Every entry is exact or rounded once:
+CPU and CUDA give the same bits.
+
+Shapes: n rows of a block (gradient entries), K columns (``proj_dim``).
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from abc import ABC, abstractmethod
+from typing import ClassVar, final
+
+import torch
+from torch import Tensor
+
+from trak_lite.projectors._scratch import empty_buffer
+from trak_lite.projectors.random.hash import Stream, hash_words_, mix32_, wrap32
+
+__all__ = ["AbstractEntries", "GaussianEntries", "RademacherEntries", "normal_quantiles"]
+
+_COLUMN_STEP = 0x9E3779B1  # odd, so that the column words are distinct
+_SIGN_BIT = wrap32(0x80000000)
+_ONE = 0x3F800000  # 1.0 as float32 bits
+
+
+class AbstractEntries(ABC):
+    """Draws rows of a matrix whose entries have mean 0 and variance 1, with its own scratch memory."""
+
+    kind: ClassVar[str]
+    """Name of the distribution in the store's manifest."""
+    stream: ClassVar[Stream]
+
+    def __init__(self, proj_dim: int, num_rows: int, device: torch.device) -> None:
+        """Allocate scratch for blocks of at most ``num_rows`` rows on ``device``."""
+        num_words = self.words_per_row(proj_dim)
+        empty = functools.partial(empty_buffer, dtype=torch.int32, device=device)
+        self._rows, self._row_scratch = empty(num_rows), empty(num_rows)
+        self._words, self._scratch = empty(num_rows, num_words), empty(num_rows, num_words)
+        self._columns = empty(num_words)
+        torch.arange(num_words, out=self._columns, device=device)
+        mix32_(self._columns.mul_(wrap32(_COLUMN_STEP)), self._scratch[0])
+
+    @classmethod
+    @abstractmethod
+    def words_per_row(cls, proj_dim: int) -> int:
+        """Return how many hash words one row takes."""
+
+    @classmethod
+    @abstractmethod
+    def width(cls, proj_dim: int) -> int:
+        """Return the number of columns that are drawn: K, padded to what one word fills."""
+
+    @classmethod
+    @abstractmethod
+    def constant_bytes(cls) -> int:
+        """Return the bytes of tables that do not depend on the size of the matrix."""
+
+    @classmethod
+    def scratch_bytes(cls, proj_dim: int, num_rows: int) -> int:
+        """Return the bytes that an instance holds."""
+        num_words = cls.words_per_row(proj_dim)
+        return 4 * (2 * num_rows * (num_words + 1) + num_words) + cls.constant_bytes()
+
+    @abstractmethod
+    def draw_(self, out: Tensor, key: int, start: int) -> Tensor:
+        """Write rows ``start, start + 1, ...`` of the matrix of ``key``.
+
+        Args:
+            out: Contiguous float32 ``(n, width)``, n at most the ``num_rows`` of the constructor.
+            key: Key of the parameter, from :func:`~trak_lite.projectors.random.hash.parameter_key`.
+            start: Index of the first row.
+
+        Returns:
+            ``out``.
+        """
+
+    def _draw_words(self, num_rows: int, key: int, start: int) -> Tensor:
+        """Return words ``(n, words_per_row)``: ``mix(h(key, i) ^ mix(column_step * j))``."""
+        rows = hash_words_(self._rows[:num_rows], key, start, scratch=self._row_scratch[:num_rows])
+        words = self._words[:num_rows]
+        torch.bitwise_xor(rows[:, None], self._columns[None, :], out=words)
+        return mix32_(words, self._scratch[:num_rows])
+
+
+@final
+class RademacherEntries(AbstractEntries):
+    """Entries +1 or -1: entry (i, j) is -1 where bit ``j % 32`` of word ``(i, j // 32)`` is set."""
+
+    kind = "rademacher"
+    stream = Stream.RADEMACHER
+
+    def __init__(self, proj_dim: int, num_rows: int, device: torch.device) -> None:
+        """Allocate scratch for blocks of at most ``num_rows`` rows on ``device``."""
+        super().__init__(proj_dim, num_rows, device)
+        self._shifts = empty_buffer(32, dtype=torch.int32, device=device)
+        torch.arange(31, -1, -1, out=self._shifts, device=device)
+
+    @classmethod
+    def words_per_row(cls, proj_dim: int) -> int:
+        """Return one word per 32 columns."""
+        return -(-proj_dim // 32)
+
+    @classmethod
+    def width(cls, proj_dim: int) -> int:
+        """Return K rounded up to a multiple of 32."""
+        return 32 * cls.words_per_row(proj_dim)
+
+    @classmethod
+    def constant_bytes(cls) -> int:
+        """Return the bytes of the 32 shifts."""
+        return 4 * 32
+
+    def draw_(self, out: Tensor, key: int, start: int) -> Tensor:
+        """Write rows of signs; see :meth:`AbstractEntries.draw_`."""
+        words = self._draw_words(out.shape[0], key, start)
+        bits = out.view(torch.int32).view(*words.shape, 32)
+        # Move the chosen bit to the sign bit of a float32 1.0.
+        torch.bitwise_left_shift(words[:, :, None], self._shifts, out=bits)
+        bits.bitwise_and_(_SIGN_BIT).bitwise_or_(_ONE)
+        return out
+
+
+@final
+class GaussianEntries(AbstractEntries):
+    """Normal entries: both 16-bit halves of word (i, j) index one table of quantiles; their sum is scaled.
+
+    The logarithm and cosine of the usual transforms round differently on CPU and CUDA. Here the quantiles are
+    integers, their sum is exact in float32, and one multiplication makes the variance 1. The largest
+    entry is 6.1.
+    """
+
+    kind = "gaussian"
+    stream = Stream.GAUSSIAN
+
+    def __init__(self, proj_dim: int, num_rows: int, device: torch.device) -> None:
+        """Allocate scratch for blocks of at most ``num_rows`` rows on ``device``."""
+        super().__init__(proj_dim, num_rows, device)
+        self._quantiles = empty_buffer(1 << 16, dtype=torch.float32, device=device)
+        self._quantiles.copy_(normal_quantiles())
+
+    @classmethod
+    def words_per_row(cls, proj_dim: int) -> int:
+        """Return one word per column."""
+        return proj_dim
+
+    @classmethod
+    def width(cls, proj_dim: int) -> int:
+        """Return K."""
+        return proj_dim
+
+    @classmethod
+    def constant_bytes(cls) -> int:
+        """Return the bytes of the table of quantiles."""
+        return 4 * (1 << 16)
+
+    def draw_(self, out: Tensor, key: int, start: int) -> Tensor:
+        """Write rows of normal numbers; see :meth:`AbstractEntries.draw_`."""
+        words = self._draw_words(out.shape[0], key, start)
+        half = self._scratch[: out.shape[0]]
+        torch.bitwise_and(words, 0xFFFF, out=half)
+        torch.index_select(self._quantiles, 0, half.view(-1), out=out.view(-1))
+        torch.bitwise_right_shift(words, 16, out=half)
+        half.bitwise_and_(0xFFFF)
+        second = words.view(torch.float32)  # both halves are read: the words' memory is free
+        torch.index_select(self._quantiles, 0, half.view(-1), out=second.view(-1))
+        return out.add_(second).mul_(_quantile_scale())
+
+
+@functools.cache
+def normal_quantiles() -> Tensor:
+    """Return ``round(2**16 * quantile((a + 1/2) / 2**16))`` for ``a = 0 .. 2**16 - 1`` as int32.
+
+    No value lies within 1e-6 of a rounding boundary, and double precision is good to 1e-10 here, so every
+    implementation of the normal quantile gives the same integers.
+    """
+    with torch.inference_mode(False):
+        lower = (torch.arange(1 << 15, dtype=torch.float64, device="cpu") + 0.5) / (1 << 16)
+        half = (torch.special.ndtri(lower) * (1 << 16)).round().to(torch.int32)
+        return torch.cat([half, -half.flip(0)])
+
+
+@functools.cache
+def _quantile_scale() -> float:
+    """Return the float32 number that gives the sum of two table entries variance 1."""
+    mean_square = int(normal_quantiles().to(torch.int64).square().sum()) / (1 << 16)
+    return torch.tensor(1 / math.sqrt(2 * mean_square), dtype=torch.float32, device="cpu").item()

@@ -1,0 +1,78 @@
+"""The counter-based hash of ``hash.py`` for Triton kernels: the same words, bit for bit.
+
+Triton has ``uint32``, so multiplication wraps and shifts are logical. Import this module only where a kernel is
+about to run: triton is an optional package, and with ``TRITON_INTERPRET=1`` in the environment at import the
+kernels run on CPU tensors.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import triton
+import triton.language as tl
+
+from trak_lite.projectors.random import entries as _entries
+from trak_lite.projectors.random import hash as _hash
+
+__all__ = ["hash_word", "jit", "mix32", "rademacher_word", "sign_floats"]
+
+_FIRST = tl.constexpr(_hash._MULTIPLIERS[0])
+_SECOND = tl.constexpr(_hash._MULTIPLIERS[1])
+_COLUMN_STEP = tl.constexpr(_entries._COLUMN_STEP)
+_ONE = tl.constexpr(_entries._ONE)
+
+
+def jit(*, do_not_specialize: Sequence[str] = ()) -> Callable[[Callable[..., None]], Any]:
+    """Return Triton's decorator with a type.
+
+    Args:
+        do_not_specialize: Arguments whose value must not choose the compiled variant: keys, above all.
+    """
+    return triton.jit(do_not_specialize=list(do_not_specialize))  # type: ignore[no-any-return]
+
+
+@jit()
+def mix32(word: tl.tensor) -> tl.tensor:
+    """Scramble uint32 words: ``_hash.mix32`` in a kernel."""
+    word ^= word >> 16
+    word *= _FIRST
+    word ^= word >> 15
+    word *= _SECOND
+    return word ^ (word >> 15)
+
+
+@jit()
+def hash_word(index: tl.tensor, key: tl.tensor, high_key: tl.tensor) -> tl.tensor:
+    """Return the words ``h(key, i)`` of ``_hash.hash_words_``.
+
+    Args:
+        index: The low 32 bits of i, uint32.
+        key: The key, int32 or uint32.
+        high_key: ``key32(key, i >> 32)``, from the host: a launch must not cross a multiple of 2**32.
+    """
+    return mix32(mix32(index ^ high_key.to(tl.uint32)) + key.to(tl.uint32))
+
+
+@jit()
+def rademacher_word(row_word: tl.tensor, column_word: tl.tensor) -> tl.tensor:
+    """Return the word with the signs of row i in columns ``32 j .. 32 j + 31`` (uint32).
+
+    Args:
+        row_word: ``hash_word`` of the row i.
+        column_word: The number j, uint32; must broadcast against ``row_word``.
+    """
+    return mix32(row_word ^ mix32(column_word * _COLUMN_STEP))
+
+
+@jit()
+def sign_floats(words: tl.tensor, shifts: tl.tensor) -> tl.tensor:
+    """Return float32 -1 where the chosen bit is set and +1 where it is not.
+
+    Args:
+        words: uint32.
+        shifts: 31 minus the number of the bit, uint32; must broadcast against ``words``.
+    """
+    bits = ((words << shifts) & 0x80000000) | _ONE  # the bit becomes the sign bit of 1.0
+    return bits.to(tl.float32, bitcast=True)

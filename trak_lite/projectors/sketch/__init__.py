@@ -1,0 +1,1 @@
+"""CountSketch, in torch and in Triton."""

@@ -1,0 +1,97 @@
+"""What the sketches of single parameters share: keys, the contract, and memory that is used again.
+
+Shapes: b rows (samples), n gradient entries of a parameter, K columns (``proj_dim``).
+"""
+
+from __future__ import annotations
+
+import functools
+import logging
+from abc import ABC, abstractmethod
+from dataclasses import dataclass
+from types import ModuleType
+
+import torch
+from torch import Tensor
+
+from trak_lite.projectors._scratch import Workspace, scratch_bytes, sum_dtype
+from trak_lite.projectors.random.hash import Stream, parameter_key
+from trak_lite.types import FactoredBlock, LookupBlock
+
+__all__ = ["AbstractSketch", "Keys", "form_tables", "triton_kernels"]
+
+logger = logging.getLogger(__name__)
+
+_KERNEL_DEVICES = frozenset({"cuda"})  # where the Triton kernels are tried
+
+
+@dataclass(frozen=True, slots=True)
+class Keys:
+    """Makes the hash keys of one copy of one parameter's sketch."""
+
+    seed: int
+    model_id: int
+    name: str
+    copy: int = 0
+
+    def __call__(self, stream: Stream, *parts: int) -> int:
+        """Return the key of a stream, and of a part of it where it has several."""
+        return parameter_key(self.seed, self.model_id, self.name, stream, self.copy, *parts)
+
+
+class AbstractSketch(ABC):
+    """A sparse random linear map from one parameter's gradient (n entries) to K features, entries +1 and -1.
+
+    Law: the features of a row given as dense gradient are the same bits on every device, whatever other rows there
+    are; given as factors or as rows of a table they agree up to rounding.
+    """
+
+    @abstractmethod
+    def dense(self, rows: Tensor, workspace: Workspace) -> Tensor:
+        """Return features ``(b, K)`` of gradient rows ``(b, n)``, in float32, or float64 for float64."""
+
+    @abstractmethod
+    def factored(self, block: FactoredBlock, workspace: Workspace) -> Tensor:
+        """Return features ``(b, K)`` of gradients in factors, in float32, or float64 for float64."""
+
+    @abstractmethod
+    def looked_up(self, block: LookupBlock, workspace: Workspace) -> Tensor:
+        """Return features ``(b, K)`` of gradients of table rows, in float32, or float64 for float64."""
+
+
+def triton_kernels(rows: Tensor) -> ModuleType | None:
+    """Return the module of the sketches' Triton kernels, or ``None`` where they cannot read these gradients."""
+    kernels = _usable_kernels(rows.device) if rows.device.type in _KERNEL_DEVICES else None
+    return kernels if kernels is not None and rows.dtype in kernels.DTYPES else None
+
+
+@functools.cache
+def _usable_kernels(device: torch.device) -> ModuleType | None:
+    """Return the kernels' module, or ``None``, with one logged line, where it cannot be used."""
+    try:
+        from trak_lite.projectors.sketch import triton as _triton_sketch
+    except ImportError as error:
+        reason: str | None = f"triton cannot be imported ({error})"
+    else:
+        reason = _triton_sketch.why_unusable(device)
+        if reason is None:
+            return _triton_sketch
+    logger.warning(
+        "Sketches on %s use torch operations instead of the Triton kernels: %s. "
+        "The features are the same; it takes longer.",
+        device,
+        reason,
+    )
+    return None
+
+
+def form_tables(sketch: AbstractSketch, block: LookupBlock, workspace: Workspace) -> Tensor:
+    """Return features ``(b, K)`` of gradients of table rows that are formed a few samples at a time."""
+    dtype = sum_dtype(block.values.dtype)
+    entries = max(1, block.num_rows * block.values.shape[2])
+    step = max(1, scratch_bytes(block.values.device) // (dtype.itemsize * entries))
+    parts = [
+        sketch.dense(LookupBlock(block.name, rows, values.to(dtype), block.num_rows).dense(), workspace)
+        for rows, values in zip(torch.split(block.rows, step), torch.split(block.values, step), strict=True)
+    ]
+    return torch.cat(parts)

@@ -1,0 +1,269 @@
+r"""The default projection: a CountSketch that costs one read of the gradient, or less.
+
+phi = sum over parameters of a sketch of the parameter's gradient: every entry is added to one of the K features with a
+random sign (s of them, scaled by :math:`1/\sqrt s`, if asked for). Inner products are unbiased, with variance at most
+:math:`(\|x\|^2\|y\|^2 + \langle x, y\rangle^2 - \frac2s\sum_i x_i^2 y_i^2)/K`: for s = 1 that of a dense matrix of
+signs, which costs 2K operations for every entry. (Matrices have a variance of their own, smaller but for a part 1/K of
+it: ``matrix``.) A matrix that comes in factors, or as rows of a table, is never formed as a whole.
+
+Shapes: B samples, K features (``proj_dim``), P gradient entries per sample.
+Numerics: float64 gradients are added up in float64, all others in float32, in an order that is part of the definition.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+import operator
+from collections import deque
+from collections.abc import Callable, Mapping
+from typing import Any, TypeAlias, final
+
+import torch
+from torch import Tensor
+
+from trak_lite._validate import one_of, positive_int
+from trak_lite.projectors._base import (
+    AbstractFeatureAccumulator,
+    AbstractProjector,
+    ProjectionType,
+    project_named,
+)
+from trak_lite.projectors._blocks import check_block
+from trak_lite.projectors._factored import check_factors
+from trak_lite.projectors._scratch import Workspace, empty_buffer
+from trak_lite.projectors.dense.projectors import integer_seed
+from trak_lite.projectors.sketch.base import AbstractSketch, Keys
+from trak_lite.projectors.sketch.matrix import FactorMethod, MatrixSketch
+from trak_lite.projectors.sketch.row_workers import RowWorkers
+from trak_lite.projectors.sketch.vector import VectorSketch
+from trak_lite.types import (
+    DenseBlock,
+    FactoredBlock,
+    GradientBlock,
+    LookupBlock,
+    ParameterShapes,
+    SummedBlock,
+)
+
+__all__ = ["CountSketchProjector"]
+
+_SingleBlock: TypeAlias = DenseBlock | FactoredBlock | LookupBlock
+_NARROW = 64
+"""Columns from which a parameter is sketched as a matrix; part of the definition."""
+
+
+@final
+class CountSketchProjector(AbstractProjector):
+    """Adds every gradient entry to a few of the K features, with random signs.
+
+    A row given densely has the same bits whatever the batch, the order of blocks, the number of threads and the device.
+    Not safe for use by several threads at once.
+
+    Example:
+        >>> projector = CountSketchProjector(512)
+        >>> projector.project({"weight": torch.ones(2, 10, 100)}, model_id=0).shape
+        torch.Size([2, 512])
+    """
+
+    def __init__(
+        self,
+        proj_dim: int,
+        *,
+        seed: int = 0,
+        copies: int = 1,
+        device: str | torch.device | None = None,
+        factors: FactorMethod = "auto",
+    ) -> None:
+        """Store the settings; nothing is drawn.
+
+        Args:
+            proj_dim: K, number of features per sample.
+            seed: Any integer.
+            copies: s, features that every entry is added to. More cost time in proportion, and help where a few
+                entries make up a gradient.
+            device: Where the projection runs; ``None`` for where the gradients are.
+            factors: How a gradient in factors is sketched: ``"form"`` forms some of its rows at a time, ``"fourier"``
+                none, ``"auto"`` takes what is cheaper. The map is the same.
+
+        Raises:
+            InvalidInputError: If a setting is not allowed.
+        """
+        kind = ProjectionType.rademacher
+        super().__init__(0, positive_int(proj_dim=proj_dim), integer_seed(seed), kind, device)
+        self.copies = positive_int(copies=copies)
+        self._factors: FactorMethod = one_of(("auto", "form", "fourier"), factors=factors)  # type: ignore[assignment]
+        self._workers = RowWorkers()
+        self._sketches: dict[tuple[str, tuple[int, ...]], list[AbstractSketch]] = {}
+        self._drawn_for: tuple[int, torch.device] | None = None
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Leave out what is drawn when it is needed, so that a copy can be sent to another process."""
+        return {**self.__dict__, "_sketches": {}, "_drawn_for": None}
+
+    def project(self, grads: Mapping[str, Tensor] | Tensor, model_id: int) -> Tensor:
+        """Project collected gradients.
+
+        Args:
+            grads: Per-sample gradients by parameter name, each ``(B, *parameter.shape)``, or one ``(B, P)``
+                tensor, which counts as one parameter without a name.
+            model_id: The checkpoint; every checkpoint has a sketch of its own.
+
+        Returns:
+            Features ``(B, K)``, on the projector's device, or where the gradients are if it has none.
+
+        Raises:
+            InvalidInputError: If there is no gradient, or the gradients disagree on B or are not floating point.
+        """
+        return project_named(self, grads, model_id)
+
+    def accumulator(
+        self, num_samples: int, *, model_id: int, parameters: ParameterShapes
+    ) -> AbstractFeatureAccumulator:
+        """Return a fresh accumulator for one batch of ``num_samples`` rows."""
+        return _SketchAccumulator(self, num_samples, model_id, parameters)
+
+    def fingerprint(self) -> dict[str, Any]:
+        """Return what determines the features."""
+        return {
+            "kind": "countsketch",
+            "proj_dim": self.proj_dim,
+            "seed": self.seed,
+            "copies": self.copies,
+            "version": 1,
+        }
+
+    def free_memory(self) -> None:
+        """Drop hash functions, scratch memory and threads; they come back when needed."""
+        self._sketches.clear()
+        self._workers.clear()
+
+    def sketch(self, block: GradientBlock, shape: tuple[int, ...], model_id: int) -> Tensor:
+        """Return the features ``(b, K)`` of one block, not yet scaled.
+
+        Args:
+            block: b samples' gradients of one parameter of this shape.
+            shape: Of the parameter.
+            model_id: The checkpoint.
+        """
+        if isinstance(block, SummedBlock):
+            return functools.reduce(torch.add, (self.sketch(part, shape, model_id) for part in block.parts))
+        block = _moved(block, self.device)
+        device = _a_tensor_of(block).device
+        sketches = self._sketches_of(block.name, shape, model_id, device)
+
+        def some_rows(rows: slice, workspace: Workspace) -> Tensor:
+            apply = _applied_to(block, rows, workspace)
+            return functools.reduce(operator.iadd, map(apply, sketches))
+
+        if device.type == "cpu":
+            return torch.cat(self._workers.run(block.num_samples, some_rows))
+        return some_rows(slice(0, block.num_samples), Workspace())
+
+    def _sketches_of(
+        self, name: str, shape: tuple[int, ...], model_id: int, device: torch.device
+    ) -> list[AbstractSketch]:
+        """Return the parameter's sketches, one per copy, drawn when they are first needed."""
+        if self._drawn_for != (model_id, device):
+            self._sketches.clear()
+            self._drawn_for = (model_id, device)
+        if (name, shape) not in self._sketches:
+            keys = [Keys(self.seed, model_id, name, copy) for copy in range(self.copies)]
+            self._sketches[name, shape] = [self._draw(shape, key, device) for key in keys]
+        return self._sketches[name, shape]
+
+    def _draw(self, shape: tuple[int, ...], keys: Keys, device: torch.device) -> AbstractSketch:
+        if len(shape) >= 2 and shape[0] >= 2 and math.prod(shape[1:]) >= _NARROW:
+            return MatrixSketch(shape, self.proj_dim, keys, device=device, method=self._factors)
+        return VectorSketch(math.prod(shape), self.proj_dim, keys, device=device)
+
+
+def _applied_to(block: _SingleBlock, rows: slice, workspace: Workspace) -> Callable[[AbstractSketch], Tensor]:
+    """Return what applies a sketch to these samples of a block."""
+    if isinstance(block, FactoredBlock):
+        some = FactoredBlock(block.name, block.inputs[rows], block.output_grads[rows])
+        return lambda sketch: sketch.factored(some, workspace)
+    if isinstance(block, LookupBlock):
+        lookups = LookupBlock(block.name, block.rows[rows], block.values[rows], block.num_rows)
+        return lambda sketch: sketch.looked_up(lookups, workspace)
+    entries = DenseBlock(block.name, block.grad[rows]).dense()  # strided rows are copied: these alone, once
+    return lambda sketch: sketch.dense(entries, workspace)
+
+
+def _moved(block: _SingleBlock, device: str | torch.device | None) -> _SingleBlock:
+    """Return the block without its graph, on the device that is wanted."""
+    device = device or _a_tensor_of(block).device
+    if isinstance(block, FactoredBlock):
+        x, g = (factor.detach().to(device) for factor in (block.inputs, block.output_grads))
+        return FactoredBlock(block.name, x, g, block.start)
+    if isinstance(block, LookupBlock):
+        rows, values = block.rows.to(device), block.values.detach().to(device)
+        return LookupBlock(block.name, rows, values, block.num_rows, block.start)
+    return DenseBlock(block.name, block.grad.detach().to(device), block.start)
+
+
+def _a_tensor_of(block: _SingleBlock) -> Tensor:
+    """Return a tensor that says where the block is."""
+    if isinstance(block, FactoredBlock):
+        return block.inputs
+    return block.values if isinstance(block, LookupBlock) else block.grad
+
+
+@final
+class _SketchAccumulator(AbstractFeatureAccumulator):
+    """Adds up the sketches of a batch's blocks in one order, that of a backward pass, however they come.
+
+    A sketch whose turn has not come waits; in the order of a backward pass hardly any does.
+    """
+
+    def __init__(
+        self, projector: CountSketchProjector, num_samples: int, model_id: int, parameters: ParameterShapes
+    ) -> None:
+        self._projector = projector
+        self._num_samples = num_samples
+        self._model_id = model_id
+        self._parameters = parameters
+        self._order = list(parameters)[::-1]
+        self._turns = deque(self._order)
+        self._waiting: dict[str, list[tuple[int, Tensor]]] = {}
+        self._device = None if projector.device is None else torch.device(projector.device)
+        self._sums: dict[torch.dtype, Tensor] = {}
+
+    @torch.no_grad()
+    def add(self, block: GradientBlock) -> None:
+        """Add one block; raises InvalidInputError if it does not fit the parameters or the batch."""
+        check_block(block, self._num_samples, self._parameters)
+        for piece in block.parts if isinstance(block, SummedBlock) else (block,):
+            if isinstance(piece, FactoredBlock):
+                check_factors(piece, self._num_samples, self._parameters)
+        shape = tuple(self._parameters[block.name])
+        part = self._projector.sketch(block, shape, self._model_id)
+        self._waiting.setdefault(block.name, []).append((block.start, part))
+        while self._turns and self._is_whole(self._turns[0]):
+            self._merge(self._turns.popleft())
+
+    @torch.no_grad()
+    def features(self) -> Tensor:
+        """Return ``(B, K)`` in float32, or in float64 if gradients were."""
+        for name in self._order:  # also what came for rows that had been added before
+            self._merge(name)
+        if not self._sums:
+            self._sum(torch.float32, torch.device("cpu"))
+        total = functools.reduce(torch.add, (self._sums[dtype] for dtype in sorted(self._sums, key=str)))
+        return total if self._projector.copies == 1 else total / math.sqrt(self._projector.copies)
+
+    def _is_whole(self, name: str) -> bool:
+        return sum(len(part) for _, part in self._waiting.get(name, ())) >= self._num_samples
+
+    def _merge(self, name: str) -> None:
+        for start, part in self._waiting.pop(name, ()):
+            total = self._sum(part.dtype, part.device)
+            total[start : start + len(part)] += part.to(total.device)
+
+    def _sum(self, dtype: torch.dtype, device: torch.device) -> Tensor:
+        """Return the running sum for gradients of this precision, on the device of the first."""
+        if dtype not in self._sums:
+            self._device = self._device or device
+            shape = (self._num_samples, self._projector.proj_dim)
+            self._sums[dtype] = empty_buffer(*shape, dtype=dtype, device=self._device).zero_()
+        return self._sums[dtype]

@@ -1,0 +1,299 @@
+r"""CountSketch of a matrix that also takes the matrix in factors, without ever forming it.
+
+The matrix ``(d_out, d_in)`` is cut in blocks of at most K x K. Within a block, entry (i, j) has the bucket
+:math:`(h(i) + j) \bmod K` and the sign :math:`r(i) c(j)`, where h is a random injective map of the block's rows to the
+buckets and r, c are random signs; every block has its own. So a row of the matrix is added to K numbers in one piece,
+and for a sum of outer products :math:`\sum_t g_t \otimes x_t` the sketch is a sum of circular convolutions of two
+sketches (TensorSketch: Pham and Pagh, KDD 2013), which the Fourier transform makes in :math:`O(K \log K)`.
+
+Two entries of one row or one column of a block never meet, any other two with probability 1/(K - 1), entries of two
+blocks with probability 1/K. Inner products are unbiased, and vary as those of any CountSketch (projection of a vector)
+or less: because h is injective, no two rows lie over each other column by column, which in the original construction
+multiplies the variance by up to 1 + cos^2 of the inputs. What is left of that, for even K, are columns just K/2 apart:
+their entries meet in twos. For a squared norm the entries that never meet outweigh it, and the variance is at most
+K/(K - 1) times that of a vector.
+
+Shapes: b rows (samples), T positions, K columns.
+"""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import math
+from dataclasses import dataclass
+from types import ModuleType
+from typing import TYPE_CHECKING, Literal, TypeAlias, final
+
+import torch
+from torch import Tensor
+
+from trak_lite.projectors._scratch import Workspace, form, scratch_bytes, sum_dtype
+from trak_lite.projectors.random.hash import Stream, hash_permutation, hash_signs
+from trak_lite.projectors.sketch.base import AbstractSketch, Keys, form_tables, triton_kernels
+from trak_lite.types import FactoredBlock, LookupBlock
+
+if TYPE_CHECKING:
+    from trak_lite.projectors.sketch.triton import MatrixKernel
+
+__all__ = ["FactorMethod", "MatrixSketch", "fourier_is_cheaper"]
+
+FactorMethod: TypeAlias = Literal["auto", "form", "fourier"]
+"""How factors are sketched: by forming the gradient's rows a few at a time, or by Fourier transforms."""
+
+
+_FEWEST_ROWS = 128
+_NUMBERS = itertools.count()
+
+
+@dataclass(frozen=True, slots=True)
+class _Block:
+    """Part of the matrix, R rows and w columns, with its own hash functions."""
+
+    rows: slice
+    columns: slice
+    shifts: Tensor
+    """``(R,)`` bucket of every row's first column."""
+    row_signs: Tensor
+    """``(R,)`` float32."""
+    column_signs: Tensor
+    """``(w,)`` float32."""
+    starts: list[int]
+    """``shifts`` as numbers."""
+    signs: list[float]
+    """``row_signs`` as numbers."""
+    number: int
+    """Tells one block from another, whatever the parameter."""
+
+    @property
+    def width(self) -> int:
+        """Number of columns w."""
+        width: int = self.columns.stop - self.columns.start
+        return width
+
+
+@final
+class MatrixSketch(AbstractSketch):
+    """Sketch of a matrix parameter; a convolution's weight counts as ``(channels out, all the rest)``."""
+
+    def __init__(
+        self,
+        shape: tuple[int, ...],
+        proj_dim: int,
+        keys: Keys,
+        *,
+        device: torch.device,
+        method: FactorMethod = "auto",
+    ) -> None:
+        """Draw the hash functions.
+
+        Args:
+            shape: Of the parameter.
+            proj_dim: K.
+            keys: Of this parameter.
+            device: Where the gradients are.
+            method: How factors are sketched; ``"auto"`` takes what is cheaper for a block's number of positions.
+        """
+        self.shape = (shape[0], math.prod(shape[1:]))
+        self._proj_dim = proj_dim
+        self._method = method
+        self._blocks = [
+            self._draw(row, column, keys, device)
+            for row in range(-(-self.shape[0] // proj_dim))
+            for column in range(-(-self.shape[1] // proj_dim))
+        ]
+        self._most_columns = min(self.shape[1], proj_dim)
+        self._kernel: MatrixKernel | None = None
+
+    def dense(self, rows: Tensor, workspace: Workspace) -> Tensor:
+        """Return features ``(b, K)`` of gradient rows ``(b, d_out * d_in)``."""
+        kernels = triton_kernels(rows)
+        if kernels is not None:
+            return self._made_by(kernels).dense(rows)
+        dtype = sum_dtype(rows.dtype)
+        total = self._zeros(workspace, len(rows), dtype, rows.device)
+        by_row = rows.view(len(rows), *self.shape).unbind(1)
+        for block in self._blocks:
+            signs = block.column_signs.to(dtype)
+            places = workspace.views(block.number, total, block.starts, block.width)
+            for place, row, sign in zip(places, by_row[block.rows], block.signs, strict=True):
+                place.addcmul_(row[:, block.columns].to(dtype), signs, value=sign)
+        return self._wrapped(total)
+
+    def factored(self, block: FactoredBlock, workspace: Workspace) -> Tensor:
+        """Return features ``(b, K)`` of gradients in factors."""
+        fourier = self._method == "fourier" or (
+            self._method == "auto"
+            and fourier_is_cheaper(self.shape, block.inputs.shape[1], proj_dim=self._proj_dim)
+        )
+        return self._convolved(block) if fourier else self._formed(block, workspace)
+
+    def looked_up(self, block: LookupBlock, workspace: Workspace) -> Tensor:
+        """Return features ``(b, K)`` of table rows, added to their places one position after the other."""
+        count, positions = block.rows.shape
+        if positions >= self.shape[0]:
+            return form_tables(self, block, workspace)
+        dtype = sum_dtype(block.values.dtype)
+        total = self._zeros(workspace, count, dtype, block.values.device)
+        step = max(1, scratch_bytes(total.device) // (dtype.itemsize * max(1, count) * self._most_columns))
+        for parts, shifts, row_signs, column_signs in self._tables:
+            steps = torch.arange(parts[0].width, device=total.device)
+            for first in range(0, positions, step):
+                rows = block.rows[:, first : first + step]
+                values = block.values[:, first : first + step, parts[0].columns].to(dtype)
+                values = values * row_signs[rows].to(dtype).unsqueeze(2)
+                values = values * column_signs[rows // self._proj_dim].to(dtype)
+                places = shifts[rows].unsqueeze(2) + steps
+                # One position at a time: within it no two numbers have one place, so their order is given.
+                for place, value in zip(places.unbind(1), values.unbind(1), strict=True):
+                    total.scatter_add_(1, place, value)
+        return self._wrapped(total)
+
+    @functools.cached_property
+    def _tables(self) -> list[tuple[list[_Block], Tensor, Tensor, Tensor]]:
+        """The blocks that have the same columns, with their shifts, row signs and column signs, first rows first."""
+        across = -(-self.shape[1] // self._proj_dim)
+        return [
+            (
+                parts := self._blocks[first::across],
+                torch.cat([part.shifts for part in parts]),
+                torch.cat([part.row_signs for part in parts]),
+                torch.stack([part.column_signs for part in parts]),
+            )
+            for first in range(across)
+        ]
+
+    def _formed(self, block: FactoredBlock, workspace: Workspace) -> Tensor:
+        """Form some rows of the matrix, of some samples, in memory that stays in the cache; add each to its place."""
+        kernels = triton_kernels(block.inputs)
+        if kernels is not None:
+            return self._made_by(kernels).formed(block.inputs, block.output_grads, workspace)
+        budget = scratch_bytes(block.inputs.device) // block.inputs.element_size()
+        columns = max(1, self._most_columns)
+        count = max(1, len(block.inputs))
+        rows = max(_FEWEST_ROWS, budget // (count * columns))  # with fewer the inputs are read too often
+        step = max(1, budget // (min(rows, self.shape[0]) * columns))
+        parts = [
+            self._formed_rows(x, g, rows, workspace)
+            for x, g in zip(
+                torch.split(block.inputs, step), torch.split(block.output_grads, step), strict=True
+            )
+        ]
+        return parts[0] if len(parts) == 1 else torch.cat(parts)
+
+    def _made_by(self, kernels: ModuleType) -> MatrixKernel:
+        """Return the kernel of this sketch, made at the first call."""
+        if self._kernel is None:
+            parts = [
+                kernels.MatrixPart(part.rows, part.columns, part.shifts, part.row_signs, part.column_signs)
+                for part in self._blocks
+            ]
+            self._kernel = kernels.MatrixKernel(self.shape[1], self._proj_dim, parts)
+        return self._kernel
+
+    def _formed_rows(self, inputs: Tensor, output_grads: Tensor, step: int, workspace: Workspace) -> Tensor:
+        dtype = sum_dtype(inputs.dtype, output_grads.dtype)
+        total = self._zeros(workspace, len(inputs), dtype, inputs.device)
+        for part in self._blocks:
+            x, g = self._signed(part, inputs, output_grads, dtype)
+            columns = g.transpose(1, 2)
+            places = workspace.views(part.number, total, part.starts, part.width)
+            for first in range(0, columns.shape[1], step):
+                formed = form(columns[:, first : first + step], x, workspace)
+                _add_each(places[first : first + step], formed.unbind(1))
+        return self._wrapped(total)
+
+    def _convolved(self, block: FactoredBlock) -> Tensor:
+        """Multiply the Fourier transforms of the factors' sketches; no gradient is formed."""
+        size = self._proj_dim
+        count, positions, _ = block.inputs.shape
+        dtype = sum_dtype(block.inputs.dtype, block.output_grads.dtype)
+        features = torch.zeros(count, size, dtype=dtype, device=block.inputs.device)
+        if positions == 0:  # not all transforms take nothing
+            return features
+        step = max(1, 8 * scratch_bytes(features.device) // (dtype.itemsize * size * positions))
+        for start in range(0, count, step):
+            some = slice(start, start + step)
+            spectrum: Tensor | None = None
+            for part in self._blocks:
+                x, g = self._signed(part, block.inputs[some], block.output_grads[some], dtype)
+                spread = g.new_zeros(*g.shape[:2], size).index_copy_(2, part.shifts, g)
+                product = (torch.fft.rfft(spread) * torch.fft.rfft(x, n=size)).sum(1)
+                spectrum = product if spectrum is None else spectrum + product
+            assert spectrum is not None, "a matrix has at least one block"
+            features[some] = torch.fft.irfft(spectrum, n=size)
+        return features
+
+    @staticmethod
+    def _signed(
+        part: _Block, inputs: Tensor, output_grads: Tensor, dtype: torch.dtype
+    ) -> tuple[Tensor, Tensor]:
+        """Return a block's columns ``(b, T, w)`` and rows ``(b, T, R)`` with their signs."""
+        x = inputs[:, :, part.columns].to(dtype) * part.column_signs.to(dtype)
+        g = output_grads[:, :, part.rows].to(dtype) * part.row_signs.to(dtype)
+        return x, g
+
+    def _zeros(self, workspace: Workspace, count: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+        """Return zeros ``(b, K + w - 1)``, in which no row of the matrix wraps around."""
+        width = self._proj_dim + self._most_columns - 1
+        return workspace.get("sum", (count, width), dtype, device).zero_()
+
+    def _wrapped(self, extended: Tensor) -> Tensor:
+        """Add what lies beyond bucket K - 1 to the first buckets: ``(b, K)``."""
+        size = self._proj_dim
+        features = extended[:, :size].clone()
+        features[:, : extended.shape[1] - size] += extended[:, size:]
+        return features
+
+    def _draw(self, row: int, column: int, keys: Keys, device: torch.device) -> _Block:
+        size = self._proj_dim
+        rows = slice(row * size, min((row + 1) * size, self.shape[0]))
+        columns = slice(column * size, min((column + 1) * size, self.shape[1]))
+        height, width = rows.stop - rows.start, columns.stop - columns.start
+        shifts = hash_permutation(keys(Stream.ROW_SHIFT, row, column), size)[:height]
+        row_signs = hash_signs(keys(Stream.ROW_SIGN, row, column), 0, height, device=torch.device("cpu"))
+        return _Block(
+            rows=rows,
+            columns=columns,
+            shifts=shifts.to(device),
+            row_signs=row_signs.to(device),
+            column_signs=hash_signs(keys(Stream.COLUMN_SIGN, row, column), 0, width, device=device),
+            starts=shifts.tolist(),
+            signs=row_signs.tolist(),
+            number=next(_NUMBERS),
+        )
+
+
+def _add_each(places: list[Tensor], rows: tuple[Tensor, ...]) -> None:
+    """Add every row to its place, one after the other: places overlap."""
+    if rows[0].device.type == "cpu":
+        torch._foreach_add_(places, rows)  # on a CPU a loop, in order, without Python's time
+        return
+    for place, row in zip(places, rows, strict=True):
+        place.add_(row)
+
+
+# Nanoseconds on one thread of a CPU, by benchmarks/bench_projection.py; only their ratios matter.
+_PRODUCT = 0.01  # one multiplication and addition of the product that forms an entry
+_ADDITION = 0.15  # adding an entry to its place
+_ROW = 1500.0  # adding a row, whatever its length, for all samples of a batch of 32
+_TRANSFORM = 0.2  # per K log2(K) of one Fourier transform, with the memory that it reads and writes
+
+
+def fourier_is_cheaper(shape: tuple[int, int], positions: int, *, proj_dim: int) -> bool:
+    """Return whether a sample's sketch takes less time by Fourier transforms than by forming the gradient.
+
+    Args:
+        shape: ``(d_out, d_in)``.
+        positions: T.
+        proj_dim: K.
+
+    Example:
+        >>> fourier_is_cheaper((1024, 1024), 1, proj_dim=2048), fourier_is_cheaper((768, 192), 64, proj_dim=2048)
+        (True, False)
+    """
+    d_out, d_in = shape
+    row_blocks, column_blocks = -(-d_out // proj_dim), -(-d_in // proj_dim)
+    form = d_out * d_in * (2 * positions * _PRODUCT + _ADDITION) + d_out * column_blocks * _ROW / 32
+    transforms = 1 + 2 * positions * row_blocks * column_blocks
+    return transforms * _TRANSFORM * proj_dim * max(1.0, math.log2(proj_dim)) < form

@@ -1,0 +1,582 @@
+"""The sketches of single parameters on CUDA: the features of the torch operations, bit for bit, in one read.
+
+A term is a gradient entry times +1 or -1, which is exact, so only the order of additions decides the bits: every sum
+here adds the terms that the torch operations of ``vector.py`` and ``matrix.py`` add, in their order,
+in one program, without atomic additions. A lane that has no term adds zero.
+
+Import this module only where gradients are on CUDA: triton is an optional package.
+
+Shapes: b gradient rows (samples), n entries of a parameter, K columns (``proj_dim``).
+Numerics: float64 gradients are added up in float64, all others in float32.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Sequence
+from typing import Any, NamedTuple, final
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from trak_lite.projectors._scratch import Workspace, form, scratch_bytes, sum_dtype
+from trak_lite.projectors.random.hash import hash_signs, key32, wrap32
+from trak_lite.projectors.random.triton_hash import hash_word, jit, sign_floats
+
+__all__ = ["DTYPES", "MatrixKernel", "MatrixPart", "VectorKernel", "why_unusable"]
+
+DTYPES = frozenset({torch.float16, torch.bfloat16, torch.float32, torch.float64})
+"""Gradient dtypes that the kernels read."""
+
+_TILE_ROWS = 32
+_TILE_COLUMNS = 128
+_TILE_WARPS = 4  # with twice the rows and as many warps, registers are spilled
+_MATRIX_ROWS = 8
+_MATRIX_COLUMNS = 64
+_MATRIX_WARPS = 2  # few sums per program, for many programs: an order of additions cannot be split
+_MATRIX_UNROLL = 8  # rows of the matrix that are read before they are added
+_REGISTERS = {} if torch.version.hip else {"maxnreg": 224}
+"""Registers that a thread may use: without a number NVIDIA's assembler saves some and delays the reads. AMD's compiler
+does not know the option."""
+_GROUP = 128
+"""Rows of a matrix that are formed together at least: lists of rows can be cut at its multiples."""
+_WORD_ENTRIES = 37  # log2 of the entries after which the index of a sign's word needs another high half
+
+
+# ---- vectors
+
+
+@jit()
+def _entry_signs(
+    entries: tl.tensor, key: tl.tensor, high_key: tl.tensor, next_high_key: tl.tensor, crossing: tl.tensor
+) -> tl.tensor:
+    """Return the signs of entries (int64), as ``hash_signs``; entries from ``crossing`` on have the next high key."""
+    high_keys = tl.where(entries < crossing, high_key, next_high_key)
+    words = hash_word((entries >> 5).to(tl.uint32), key, high_keys)
+    return sign_floats(words, (31 - (entries & 31)).to(tl.uint32))
+
+
+@jit(
+    do_not_specialize=[
+        "num_rows",
+        "num_entries",
+        "width",
+        "row_stride",
+        "first_tile",
+        "num_tiles",
+        "segment_tiles",
+        "key",
+        "high_key",
+        "next_high_key",
+        "crossing",
+    ]
+)
+def _ring_sums(
+    rows_ptr: tl.tensor,
+    sums_ptr: tl.tensor,
+    offsets_ptr: tl.tensor,
+    num_rows: tl.tensor,
+    num_entries: tl.tensor,
+    width: tl.tensor,
+    row_stride: tl.tensor,
+    entry_stride: tl.tensor,
+    first_tile: tl.tensor,
+    num_tiles: tl.tensor,
+    segment_tiles: tl.tensor,
+    key: tl.tensor,
+    high_key: tl.tensor,
+    next_high_key: tl.tensor,
+    crossing: tl.tensor,
+    block_rows: tl.constexpr,
+    block_columns: tl.constexpr,
+) -> None:
+    """Write ``sums[segment]``: the tiles of a segment, one after the other, each rotated by its offset and signed.
+
+    The grid is (blocks of the ring's columns, segments, blocks of rows). ``offsets`` and ``num_tiles`` are those of the
+    launch, whose first tile has the number ``first_tile`` in the vector.
+    """
+    segment = tl.program_id(1)
+    columns = tl.program_id(0) * block_columns + tl.arange(0, block_columns)
+    rows = tl.program_id(2) * block_rows + tl.arange(0, block_rows)
+    row_ptrs = rows_ptr + rows.to(tl.int64)[:, None] * row_stride
+    total = tl.full((block_rows, block_columns), 0.0, sums_ptr.dtype.element_ty)
+    tile = segment * segment_tiles
+    stop = tl.minimum(tile + segment_tiles, num_tiles)
+    while tile < stop:
+        places = columns - tl.load(offsets_ptr + tile)
+        places = tl.where(places < 0, places + width, places)
+        # Without the hint, which is wrong in one place, Triton makes rows the fastest axis: reads are scattered and
+        # every sign is hashed for every row. No wide read can follow from it: the alignment stays unknown.
+        entries = tl.max_contiguous((first_tile.to(tl.int64) + tile) * width + places, block_columns)
+        signs = _entry_signs(entries, key, high_key, next_high_key, crossing)
+        read = (rows < num_rows)[:, None] & ((columns < width) & (entries < num_entries))[None, :]
+        grads = tl.load(row_ptrs + entries[None, :] * entry_stride, mask=read, other=0.0)
+        total += grads.to(total.dtype) * signs.to(total.dtype)[None, :]
+        tile += 1
+    sum_rows = (segment.to(tl.int64) * num_rows + rows)[:, None] * width
+    tl.store(
+        sums_ptr + sum_rows + columns[None, :],
+        total,
+        mask=(rows < num_rows)[:, None] & (columns < width)[None, :],
+    )
+
+
+@final
+class VectorKernel:
+    """The map of one :class:`~trak_lite.projectors.sketch.vector.VectorSketch`."""
+
+    def __init__(
+        self,
+        *,
+        width: int,
+        segment: int,
+        offsets: Sequence[int],
+        sign_key: int,
+        fold_offsets: Sequence[int],
+        fold_key: int,
+        device: torch.device,
+    ) -> None:
+        """Copy the offsets to the device.
+
+        Args:
+            width: W, length of the ring and of a tile.
+            segment: Tiles that are added one after the other.
+            offsets: Of every tile.
+            sign_key: Of the entries' signs.
+            fold_offsets: Of every block of K numbers of the ring.
+            fold_key: Of the signs of the ring.
+            device: Where the gradients are.
+        """
+        self._width = width
+        self._segment = segment
+        self._offsets = torch.tensor(offsets, dtype=torch.int32, device=device)
+        self._sign_key = sign_key
+        self._fold_offsets = torch.tensor(fold_offsets, dtype=torch.int32, device=device)
+        self._fold_key = fold_key
+
+    @torch.no_grad()
+    def __call__(self, rows: Tensor) -> Tensor:
+        """Return features ``(b, K)`` of gradient rows ``(b, n)`` of a dtype in :data:`DTYPES`, with any strides."""
+        ring = self._ring(rows)
+        blocks = len(self._fold_offsets)
+        if blocks == 1:
+            return ring
+        folded = ring.new_empty(1, len(ring), self._width // blocks)
+        ring_sums(folded, ring, self._fold_offsets, self._fold_key, segment=blocks)
+        return folded[0]
+
+    def _ring(self, rows: Tensor) -> Tensor:
+        """Return the ring ``(b, W)``: the sum of all segments, one after the other."""
+        shape, dtype = (len(rows), self._width), sum_dtype(rows.dtype)
+        row_bytes = max(1, len(rows)) * self._width * dtype.itemsize
+        step = self._segment * max(1, scratch_bytes(rows.device) // row_bytes)
+        ring: Tensor | None = None
+        for first in range(0, len(self._offsets), step):
+            offsets = self._offsets[first : first + step]
+            segments = -(-len(offsets) // self._segment)
+            sums = torch.empty(segments, *shape, dtype=dtype, device=rows.device)
+            ring_sums(sums, rows, offsets, self._sign_key, first=first, segment=self._segment)
+            for segment in sums:
+                ring = segment if ring is None else ring + segment
+        return torch.zeros(shape, dtype=dtype, device=rows.device) if ring is None else ring
+
+
+def ring_sums(sums: Tensor, rows: Tensor, offsets: Tensor, key: int, *, segment: int, first: int = 0) -> None:
+    """Write sums of rotated and signed tiles, one launch; entries must span less than ``2**37``.
+
+    Args:
+        sums: ``(number of segments, b, W)``, contiguous, overwritten.
+        rows: ``(b, n)``, with any strides.
+        offsets: Of the tiles of W entries from tile ``first`` on, int32.
+        key: Of the signs.
+        segment: Tiles per segment.
+        first: Number of the first tile.
+    """
+    segments, num_rows, width = sums.shape
+    high = first * width >> _WORD_ENTRIES
+    grid = (triton.cdiv(width, _TILE_COLUMNS), segments, triton.cdiv(num_rows, _TILE_ROWS))
+    with _on_device_of(rows):
+        _ring_sums[grid](
+            rows,
+            sums,
+            offsets,
+            num_rows,
+            rows.shape[1],
+            width,
+            *rows.stride(),
+            first,
+            len(offsets),
+            segment,
+            wrap32(key),
+            wrap32(key32(key, high)),
+            wrap32(key32(key, high + 1)),
+            high + 1 << _WORD_ENTRIES,
+            block_rows=_TILE_ROWS,
+            block_columns=_TILE_COLUMNS,
+            num_warps=_TILE_WARPS,
+        )
+
+
+# ---- matrices
+
+
+@jit()
+def _row_terms(
+    grads_ptr: tl.tensor,
+    listed: tl.tensor,
+    columns: tl.tensor,
+    inside: tl.tensor,
+    signs_ptr: tl.tensor,
+    width: tl.tensor,
+    row_stride: tl.tensor,
+    entry_stride: tl.tensor,
+) -> tl.tuple:
+    """Return what of one row of a block falls into the columns: entries of the gradients, and their signs.
+
+    Args:
+        grads_ptr: ``(block_rows, 1)``, the first entry of the block's columns in row 0 of the matrix.
+        listed: The row's number in the high half, twice its shift in the low half, plus one for the sign -1.
+        columns: Columns of the extended sums.
+        inside: Which lanes may read.
+        signs_ptr: Signs of the block's columns.
+        width: Number of the block's columns.
+        row_stride: Entries between two rows of the matrix in memory.
+        entry_stride: Entries between two columns of it.
+    """
+    code = listed.to(tl.uint32)
+    places = columns - (code >> 1).to(tl.int32)
+    within = (places >= 0) & (places < width)
+    signs = tl.load(signs_ptr + places, mask=within, other=0.0)
+    entries = (listed >> 32) * row_stride + places.to(tl.int64) * entry_stride
+    grads = tl.load(grads_ptr + entries[None, :], mask=inside & within[None, :], other=0.0)
+    return grads, signs * (1.0 - 2.0 * (code & 1).to(tl.float32))
+
+
+@jit()
+def _add_rows(
+    total: tl.tensor,
+    grads_ptr: tl.tensor,
+    lists_ptr: tl.tensor,
+    count: tl.tensor,
+    columns: tl.tensor,
+    inside: tl.tensor,
+    signs_ptr: tl.tensor,
+    width: tl.tensor,
+    row_stride: tl.tensor,
+    entry_stride: tl.tensor,
+    unroll: tl.constexpr,
+) -> tl.tensor:
+    """Return ``total`` with the next ``unroll`` rows of a list added, in order, or with ``count`` if that is less.
+
+    All rows are read before the first is added, to have many reads under way: the compiler keeps their order.
+    """
+    listed: tl.tuple = ()
+    for ahead in tl.static_range(unroll):
+        listed = listed + (tl.load(lists_ptr + ahead, mask=ahead < count, other=0),)  # noqa: RUF005 - no * in Triton
+    terms: tl.tuple = ()
+    for ahead in tl.static_range(unroll):
+        read = inside & (ahead < count)
+        row = listed[ahead]
+        term = _row_terms(grads_ptr, row, columns, read, signs_ptr, width, row_stride, entry_stride)
+        terms = terms + (term,)  # noqa: RUF005
+    for ahead in tl.static_range(unroll):
+        grads, signs = terms[ahead]
+        total += grads.to(total.dtype) * signs.to(total.dtype)[None, :]
+    return total
+
+
+@jit(
+    do_not_specialize=[
+        "num_rows",
+        "size",
+        "sample_stride",
+        "row_stride",
+        "origin",
+        "first_part",
+        "stop_part",
+        "first_group",
+        "stop_group",
+    ]
+)
+def _matrix_sums(
+    grads_ptr: tl.tensor,
+    sums_ptr: tl.tensor,
+    lists_ptr: tl.tensor,
+    bounds_ptr: tl.tensor,
+    facts_ptr: tl.tensor,
+    signs_ptr: tl.tensor,
+    num_rows: tl.tensor,
+    size: tl.tensor,
+    sample_stride: tl.tensor,
+    row_stride: tl.tensor,
+    entry_stride: tl.tensor,
+    origin: tl.tensor,
+    first_part: tl.tensor,
+    stop_part: tl.tensor,
+    first_group: tl.tensor,
+    stop_group: tl.tensor,
+    unroll: tl.constexpr,
+    block_rows: tl.constexpr,
+    block_columns: tl.constexpr,
+) -> None:
+    """Add rows of blocks of the matrix to the extended sums, in the order of their lists.
+
+    The grid is (blocks of columns, blocks of samples). ``sums`` is ``(2, b, K)``: the extended columns below K, and
+    those from K on. A program has the same columns of both halves, which makes all programs equally long.
+    """
+    columns = tl.program_id(0) * block_columns + tl.arange(0, block_columns)
+    samples = tl.program_id(1) * block_rows + tl.arange(0, block_rows)
+    inside = (samples < num_rows)[:, None] & (columns < size)[None, :]
+    sample_ptrs = grads_ptr + (samples.to(tl.int64) * sample_stride - origin)[:, None]
+    for half in tl.range(0, 2):
+        sum_ptrs = sums_ptr + (half * num_rows + samples).to(tl.int64)[:, None] * size + columns[None, :]
+        total = tl.load(sum_ptrs, mask=inside, other=0.0)
+        part = first_part
+        while part < stop_part:
+            facts = facts_ptr + part * 5
+            groups = tl.load(facts + 1)
+            bounds = bounds_ptr + tl.load(facts) + (half * tl.num_programs(0) + tl.program_id(0)) * groups
+            place = tl.load(bounds + tl.minimum(first_group, groups))
+            stop = tl.load(bounds + tl.minimum(stop_group, groups))
+            part_ptrs = sample_ptrs + tl.load(facts + 2) * entry_stride
+            width = tl.load(facts + 3).to(tl.int32)
+            part_signs = signs_ptr + tl.load(facts + 4)
+            extended = columns + half * size
+            while place < stop:
+                rows = lists_ptr + place
+                total = _add_rows(
+                    total,
+                    part_ptrs,
+                    rows,
+                    stop - place,
+                    extended,
+                    inside,
+                    part_signs,
+                    width,
+                    row_stride,
+                    entry_stride,
+                    unroll,
+                )
+                place += unroll
+            part += 1
+        tl.store(sum_ptrs, total, mask=inside)
+
+
+class MatrixPart(NamedTuple):
+    """A block of a matrix with its hash functions."""
+
+    rows: slice
+    columns: slice
+    shifts: Tensor
+    """``(R,)`` bucket of every row's first column."""
+    row_signs: Tensor
+    """``(R,)`` float32."""
+    column_signs: Tensor
+    """``(w,)`` float32."""
+
+
+@final
+class MatrixKernel:
+    """The map of one :class:`~trak_lite.projectors.sketch.matrix.MatrixSketch`."""
+
+    def __init__(self, num_columns: int, proj_dim: int, parts: Sequence[MatrixPart]) -> None:
+        """List, for every block of columns of the sums, the rows that fall into it.
+
+        Args:
+            num_columns: ``d_in``.
+            proj_dim: K.
+            parts: Blocks of the matrix, in the order in which they are added, on the device of the gradients.
+        """
+        self._num_columns = num_columns
+        self._size = proj_dim
+        self._parts = list(parts)
+        device = parts[0].shifts.device
+        lists, bounds, facts = [], [], []
+        num_listed = num_bounds = num_signs = 0
+        for part in self._parts:
+            listed, ends, groups = _row_lists(part, proj_dim)
+            width = part.columns.stop - part.columns.start
+            facts.append((num_bounds, groups, part.columns.start, width, num_signs))
+            lists.append(listed)
+            bounds.append(ends + num_listed)
+            num_listed, num_bounds, num_signs = (
+                num_listed + len(listed),
+                num_bounds + len(ends),
+                num_signs + width,
+            )
+        self._lists = torch.cat(lists).to(device)
+        self._bounds = torch.cat(bounds).to(device)
+        self._facts = torch.tensor(facts, device=device)
+        self._signs = torch.cat([part.column_signs for part in self._parts])
+
+    @torch.no_grad()
+    def dense(self, rows: Tensor) -> Tensor:
+        """Return features ``(b, K)`` of gradient rows ``(b, d_out * d_in)`` of a dtype in :data:`DTYPES`."""
+        sums = self._zeros(len(rows), sum_dtype(rows.dtype), rows.device)
+        sample_stride, entry_stride = rows.stride()
+        strides = (sample_stride, self._num_columns * entry_stride, entry_stride)
+        self._add_(sums, rows, strides, parts=(0, len(self._parts)))
+        return sums[0] + sums[1]
+
+    @torch.no_grad()
+    def formed(self, inputs: Tensor, output_grads: Tensor, workspace: Workspace) -> Tensor:
+        """Return features ``(b, K)`` of gradients in factors, formed in pieces: some rows of a block at a time.
+
+        Args:
+            inputs: ``(b, T, d_in)``.
+            output_grads: ``(b, T, d_out)``.
+            workspace: Scratch memory for the pieces.
+        """
+        dtype = sum_dtype(inputs.dtype, output_grads.dtype)
+        height = max(part.rows.stop - part.rows.start for part in self._parts)
+        width = max(part.columns.stop - part.columns.start for part in self._parts)
+        budget = scratch_bytes(inputs.device) // (dtype.itemsize * width)
+        step = max(1, budget // min(height, _GROUP))
+        features = []
+        for x, g in zip(torch.split(inputs, step), torch.split(output_grads, step), strict=True):
+            sums = self._zeros(len(x), dtype, x.device)
+            groups = max(1, budget // (max(1, len(x)) * _GROUP))
+            for number in range(len(self._parts)):
+                self._form_(sums, number, x, g, groups, workspace)
+            features.append(sums[0] + sums[1])
+        return torch.cat(features)
+
+    def _form_(
+        self,
+        sums: Tensor,
+        number: int,
+        inputs: Tensor,
+        output_grads: Tensor,
+        groups: int,
+        workspace: Workspace,
+    ) -> None:
+        """Form one block, ``groups`` groups of rows at a time, and add it."""
+        part = self._parts[number]
+        x = inputs[:, :, part.columns].to(sums.dtype)
+        columns = output_grads[:, :, part.rows].to(sums.dtype).transpose(1, 2)
+        for first in range(0, columns.shape[1], groups * _GROUP):
+            piece = form(columns[:, first : first + groups * _GROUP], x, workspace)
+            row_stride, entry_stride = piece.stride()[1:]
+            origin = (part.rows.start + first) * row_stride + part.columns.start * entry_stride
+            self._add_(
+                sums,
+                piece,
+                piece.stride(),
+                origin=origin,
+                parts=(number, number + 1),
+                groups=(first // _GROUP, first // _GROUP + groups),
+            )
+
+    def _zeros(self, count: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+        return torch.zeros(2, count, self._size, dtype=dtype, device=device)
+
+    def _add_(
+        self,
+        sums: Tensor,
+        grads: Tensor,
+        strides: Sequence[int],
+        *,
+        parts: tuple[int, int],
+        groups: tuple[int, int] = (0, 1 << 30),
+        origin: int = 0,
+    ) -> None:
+        """Add some groups of rows of some blocks: one launch.
+
+        Args:
+            sums: ``(2, b, K)``, the extended sums.
+            grads: The gradient, or a piece of it.
+            strides: Of samples, rows of the matrix and columns of it.
+            parts: First and last block, the last not included.
+            groups: First and last group of rows within each, the last not included.
+            origin: Where in ``grads`` the matrix would have started, counted backwards.
+        """
+        num_rows = sums.shape[1]
+        grid = (triton.cdiv(self._size, _MATRIX_COLUMNS), triton.cdiv(num_rows, _MATRIX_ROWS))
+        with _on_device_of(grads):
+            _matrix_sums[grid](
+                grads,
+                sums,
+                self._lists,
+                self._bounds,
+                self._facts,
+                self._signs,
+                num_rows,
+                self._size,
+                *strides,
+                origin,
+                *parts,
+                *groups,
+                unroll=_MATRIX_UNROLL,
+                block_rows=_MATRIX_ROWS,
+                block_columns=_MATRIX_COLUMNS,
+                num_warps=_MATRIX_WARPS,
+                **_REGISTERS,
+            )
+
+
+def _row_lists(part: MatrixPart, proj_dim: int) -> tuple[Tensor, Tensor, int]:
+    """Return the rows of a block that fall into each block of columns of the extended sums, in natural order.
+
+    Returns:
+        The lists, one after the other, as :func:`_listed_row` reads them; where in them each block of columns and
+        each group of rows begins, and the end; the number of groups.
+    """
+    shifts = part.shifts.cpu()
+    width = part.columns.stop - part.columns.start
+    starts = torch.arange(0, proj_dim, _MATRIX_COLUMNS, device="cpu")
+    stops = (starts + _MATRIX_COLUMNS).clamp(max=proj_dim)
+    starts, stops = (torch.cat([side, side + proj_dim])[:, None] for side in (starts, stops))
+    tiles, rows = ((shifts < stops) & (shifts + width > starts)).nonzero(as_tuple=True)
+    groups = -(-len(shifts) // _GROUP)
+    counts = torch.bincount(tiles * groups + rows // _GROUP, minlength=len(starts) * groups)
+    negative = (part.row_signs.cpu() < 0)[rows].long()
+    listed = (rows + part.rows.start << 32) + 2 * shifts[rows] + negative
+    return listed, torch.cat([counts.new_zeros(1), counts.cumsum(0)]), groups
+
+
+# ---- both
+
+
+def _on_device_of(tensor: Tensor) -> contextlib.AbstractContextManager[Any]:
+    """Return a context in which a kernel runs where a tensor is."""
+    return torch.cuda.device(tensor.device) if tensor.is_cuda else contextlib.nullcontext()
+
+
+def why_unusable(device: torch.device) -> str | None:
+    """Return why the kernels cannot be used on a device, or ``None``: they run there and put entries where they belong.
+
+    A CUDA device is not enough: Triton needs a C compiler at run time and knows no old GPUs.
+    """
+    try:
+        right = _vector_entries_are_right(device) and _matrix_entries_are_right(device)
+    except Exception as error:  # compilers and drivers of all makers fail in ways of their own
+        return f"they do not run there ({type(error).__name__}: {error})"
+    return None if right else "they give other features there than torch does"
+
+
+def _vector_entries_are_right(device: torch.device) -> bool:
+    """Compare with a vector of two segments whose entries are known: row i of the identity is entry i alone."""
+    width, offsets, key = 8, [3, 0, 7], 5
+    num_entries = 20
+    kernel = VectorKernel(
+        width=width, segment=2, offsets=offsets, sign_key=key, fold_offsets=[0], fold_key=0, device=device
+    )
+    entries = torch.arange(num_entries, device="cpu")
+    buckets = (entries + torch.tensor(offsets, device="cpu")[entries // width]) % width
+    expected = torch.zeros(num_entries, width, device="cpu")
+    expected[entries, buckets] = hash_signs(key, 0, num_entries, device=torch.device("cpu"))
+    return torch.equal(kernel(torch.eye(num_entries, device=device)).cpu(), expected)
+
+
+def _matrix_entries_are_right(device: torch.device) -> bool:
+    """Compare with a matrix of one block."""
+    size, shifts = 70, torch.tensor([66, 2, 69], device="cpu")
+    signs = hash_signs(5, 0, 5, device=device)
+    part = MatrixPart(slice(0, 3), slice(0, 5), shifts.to(device), signs[:3], signs)
+    entries, signs = torch.arange(15, device="cpu"), signs.cpu()
+    rows, columns = entries // 5, entries % 5
+    expected = torch.zeros(15, size, device="cpu")
+    expected[entries, (shifts[rows] + columns) % size] = signs[rows] * signs[columns]
+    return torch.equal(MatrixKernel(5, size, [part]).dense(torch.eye(15, device=device)).cpu(), expected)

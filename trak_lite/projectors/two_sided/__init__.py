@@ -1,0 +1,1 @@
+"""Two-sided projections: one small matrix for inputs and one for output gradients."""

@@ -1,0 +1,330 @@
+r"""Principal axes of the inputs and output gradients of matrix parameters, fitted on some batches.
+
+The side matrices of LoGra's PCA initialisation (Choe et al., "What is Your Data Worth to GPT?", arXiv:2405.13954):
+the leading eigenvectors of the uncentred covariances :math:`\sum x x^\top` and :math:`\sum g g^\top`.
+
+Shapes: b samples of a block, T positions, a matrix parameter ``(d_out, d_in)``.
+Numerics: covariances are summed in float32 (float64 for float64 gradients) where the gradients are, decomposed in
+float64 on the CPU, and kept as float32.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any, Protocol, Self, final
+
+import safetensors
+import safetensors.torch
+import torch
+from torch import Tensor
+
+from trak_lite._devices import eigh_of_positive
+from trak_lite._validate import one_of, parse_json, positive_int
+from trak_lite.errors import InvalidInputError, NonFiniteError
+from trak_lite.projectors._scratch import sum_dtype
+from trak_lite.projectors.random.hash import Stream
+from trak_lite.projectors.two_sided.sides import DEFAULT_MAX_SIDE, AbstractSides, matrix_shapes
+from trak_lite.types import Batch, BlockSink, FactoredBlock, GradientBlock, OutputTerms, ParameterShapes
+
+__all__ = ["FittedSides", "GradientStream", "PrincipalAxes"]
+
+_FORMAT = "trak_lite.principal_axes.1"
+_SUFFIXES = {
+    Stream.TWO_SIDED_OUT: ":out",
+    Stream.TWO_SIDED_IN: ":in",
+}  # in the order of a shape (d_out, d_in)
+
+
+class GradientStream(Protocol):
+    """What the axes are fitted on: any gradient computer."""
+
+    @property
+    def parameters(self) -> ParameterShapes:
+        """Shapes of the kept parameters by canonical name, in model order."""
+        ...
+
+    def stream_gradients(self, batch: Batch, sink: BlockSink) -> OutputTerms:
+        """Pass the gradient blocks of a batch to ``sink``."""
+        ...
+
+
+@final
+class PrincipalAxes:
+    """Orthonormal axes per matrix parameter and side, for a :class:`~trak_lite.projectors.TwoSidedProjector`.
+
+    A side of at most k entries has no axes: it is kept whole.
+
+    Example:
+        >>> axes = PrincipalAxes({"w": (2, 1)}, {"w:out": torch.tensor([[0.6], [0.8]])}, k_in=1, k_out=1)
+        >>> axes.shapes, axes.axes("w", Stream.TWO_SIDED_OUT).shape
+        ({'w': (2, 1)}, torch.Size([2, 1]))
+    """
+
+    def __init__(
+        self,
+        shapes: Mapping[str, tuple[int, int]],
+        columns: Mapping[str, Tensor],
+        *,
+        k_in: int,
+        k_out: int,
+    ) -> None:
+        """Store axes that were fitted; :meth:`fit` and :meth:`load` are the usual ways to get some.
+
+        Args:
+            shapes: ``(d_out, d_in)`` of the matrix parameters by name.
+            columns: Axes ``(d_in, k_in)`` under ``"name:in"`` and ``(d_out, k_out)`` under ``"name:out"``, for exactly
+                the sides that have more entries than axes.
+            k_in: Axes of an input side.
+            k_out: Axes of an output side.
+
+        Raises:
+            InvalidInputError: If axes are missing, superfluous or of another shape, or not finite.
+        """
+        self.k_in = positive_int(k_in=k_in)
+        self.k_out = positive_int(k_out=k_out)
+        self.shapes = {name: (int(d_out), int(d_in)) for name, (d_out, d_in) in shapes.items()}
+        expected = _axes_shapes(self.shapes, self.k_in, self.k_out)
+        found = {key: tuple(axes.shape) for key, axes in columns.items()}
+        if found != expected:
+            wrong = [key for key in {**expected, **found} if expected.get(key) != found.get(key)][:3]
+            raise InvalidInputError(
+                f"Principal axes {wrong} have shapes {[found.get(key) for key in wrong]}, expected "
+                f"{[expected.get(key) for key in wrong]} (None: no axes). Fit the axes again."
+            )
+        self._columns = {
+            key: torch.empty(axes.shape, dtype=torch.float32, device="cpu").copy_(axes.detach())
+            for key, axes in columns.items()
+        }
+        infinite = [key for key, axes in self._columns.items() if not bool(axes.isfinite().all())]
+        if infinite:
+            raise InvalidInputError(
+                f"Principal axes {infinite[:3]} hold NaN or infinity. Fit the axes again."
+            )
+        self.digest = _digest(self._header(), self._columns)
+        """SHA-256 of the sizes and of every bit of the axes."""
+
+    @classmethod
+    def fit(
+        cls,
+        computer: GradientStream,
+        batches: Iterable[Batch],
+        *,
+        k_in: int,
+        k_out: int | None = None,
+        max_side: int = DEFAULT_MAX_SIDE,
+        covariances: str = "factors",
+    ) -> Self:
+        r"""Fit axes on the gradients of some batches.
+
+        Holds ``d^2`` numbers for every side d that has more than k entries.
+
+        Args:
+            computer: Gives the gradient blocks; any gradient computer.
+            batches: Batches as the computer takes them, on the model's device; a few thousand positions are plenty.
+            k_in: Axes of an input side.
+            k_out: Axes of an output side; ``None`` for ``k_in``.
+            max_side: Matrices with a longer side get no axes.
+            covariances: ``"factors"`` sums :math:`x x^\top` and :math:`g g^\top` over all positions as they come, and
+                the covariances of the gradients where a parameter's gradients come unfactored. ``"gradients"`` sums
+                :math:`G^\top G` and :math:`G G^\top` over samples for every parameter: the same axes from every
+                gradient computer, and positions without a gradient count for nothing.
+
+        Raises:
+            InvalidInputError: If there is no gradient of a parameter, or with ``"factors"`` a parameter's
+                gradients come factored in one block and formed in another.
+            NonFiniteError: If a covariance is not finite.
+        """
+        shapes = matrix_shapes(computer.parameters, positive_int(max_side=max_side))
+        k_in = positive_int(k_in=k_in)
+        k_out = k_in if k_out is None else positive_int(k_out=k_out)
+        one_of(("factors", "gradients"), covariances=covariances)
+        collected = _Covariances(
+            shapes, _axes_shapes(shapes, k_in, k_out), from_factors=covariances == "factors"
+        )
+        for batch in batches:
+            computer.stream_gradients(batch, collected.add)
+        return cls(shapes, collected.axes(), k_in=k_in, k_out=k_out)
+
+    def axes(self, name: str, side: Stream) -> Tensor:
+        """Return the float32 axes ``(d, k)`` of one side of a parameter, on the CPU, strongest first."""
+        return self._columns[name + _SUFFIXES[side]]
+
+    def save(self, path: str | os.PathLike[str]) -> None:
+        """Write the axes to a safetensors file, which appears complete or not at all."""
+        partial = Path(f"{os.fspath(path)}.partial")
+        metadata = {"format": _FORMAT, "sizes": json.dumps(self._header()), "digest": self.digest}
+        safetensors.torch.save_file(self._columns, partial, metadata)
+        os.replace(partial, path)
+
+    @classmethod
+    def load(cls, path: str | os.PathLike[str]) -> Self:
+        """Read what :meth:`save` wrote, bit by bit.
+
+        Raises:
+            InvalidInputError: If the file is missing, unreadable or holds something else.
+        """
+        try:
+            with safetensors.safe_open(os.fspath(path), framework="pt") as file:
+                metadata = file.metadata() or {}
+                columns = {key: file.get_tensor(key) for key in file.keys()}  # noqa: SIM118 (no mapping)
+        except (OSError, safetensors.SafetensorError) as error:
+            raise InvalidInputError(
+                f"Cannot read principal axes from {os.fspath(path)} ({error}). Expected a file that "
+                "PrincipalAxes.save wrote; fit the axes again if it is lost."
+            ) from error
+        if metadata.get("format") != _FORMAT:
+            raise InvalidInputError(
+                f"{os.fspath(path)} has format {metadata.get('format')!r}, expected {_FORMAT!r}. Pass a file that "
+                "PrincipalAxes.save wrote."
+            )
+        sizes = _sizes(metadata.get("sizes", ""), path)
+        axes = cls(sizes["shapes"], columns, k_in=sizes["k_in"], k_out=sizes["k_out"])
+        if axes.digest != metadata.get("digest"):
+            raise InvalidInputError(
+                f"The axes in {os.fspath(path)} have the digest {axes.digest}, expected {metadata.get('digest')}: the "
+                "file was changed after it was written. Restore it, or fit the axes again."
+            )
+        return axes
+
+    def _header(self) -> dict[str, Any]:
+        shapes = {name: list(self.shapes[name]) for name in sorted(self.shapes)}
+        return {"k_in": self.k_in, "k_out": self.k_out, "shapes": shapes}
+
+
+@final
+class FittedSides(AbstractSides):
+    """Principal axes as side matrices: the same for every model_id, and orthonormal, so not scaled."""
+
+    def __init__(self, axes: PrincipalAxes) -> None:
+        """Store the axes."""
+        super().__init__()
+        self._axes = axes
+
+    def scale(self, width: int) -> float:
+        """Return 1."""
+        return 1.0
+
+    def fingerprint(self) -> dict[str, str]:
+        """Return the digest of the axes."""
+        return {"kind": "principal_axes", "digest": self._axes.digest}
+
+    def _make(
+        self, name: str, side: Stream, shape: tuple[int, int], model_id: int, device: torch.device
+    ) -> Tensor:
+        return self._axes.axes(name, side).to(device)
+
+
+@final
+class _Covariances:
+    """Sums the covariances of the sides that need axes."""
+
+    def __init__(
+        self,
+        shapes: Mapping[str, tuple[int, int]],
+        axes_shapes: Mapping[str, tuple[int, int]],
+        *,
+        from_factors: bool,
+    ) -> None:
+        self._shapes = shapes
+        self._axes_shapes = axes_shapes
+        self._from_factors = from_factors
+        self._sums: dict[str, Tensor] = {}
+        self._factored: dict[str, bool] = {}
+
+    @torch.no_grad()
+    def add(self, block: GradientBlock) -> None:
+        """Take one block of a batch."""
+        if block.name not in self._shapes:
+            return
+        wanted = [block.name + suffix in self._axes_shapes for suffix in _SUFFIXES.values()]
+        factored = isinstance(block, FactoredBlock) and self._from_factors
+        if self._factored.setdefault(block.name, factored) != factored:
+            raise InvalidInputError(
+                f"The gradients of {block.name!r} came factored in one block and formed in another, and the two have "
+                "covariances on different scales. Use batches of one shape, or covariances='gradients'."
+            )
+        found = _covariances(block, self._shapes[block.name], wanted, from_factors=self._from_factors)
+        for suffix, covariance in zip(_SUFFIXES.values(), found, strict=True):
+            key = block.name + suffix
+            if covariance is not None:
+                self._sums[key] = covariance if key not in self._sums else self._sums[key] + covariance
+
+    def axes(self) -> dict[str, Tensor]:
+        """Return the leading eigenvectors under the keys of the constructor's ``axes_shapes``."""
+        missing = [key for key in self._axes_shapes if key not in self._sums]
+        if missing:
+            raise InvalidInputError(
+                f"No gradient of {missing[:3]} came from the batches, so there is nothing to fit axes on. Pass at "
+                "least one batch, with a computer that keeps these parameters."
+            )
+        return {key: _leading(key, self._sums[key], shape[1]) for key, shape in self._axes_shapes.items()}
+
+
+def _covariances(
+    block: GradientBlock, shape: tuple[int, int], wanted: list[bool], *, from_factors: bool
+) -> list[Tensor | None]:
+    """Return the covariances ``(d_out, d_out)`` and ``(d_in, d_in)`` of a block, those that are wanted."""
+    if not isinstance(block, FactoredBlock):
+        grads = block.dense().reshape(-1, *shape)
+        grads = grads.to(sum_dtype(grads.dtype))
+        rows, columns = grads.transpose(1, 2).flatten(0, 1), grads.flatten(0, 1)
+        return [side.T @ side if need else None for side, need in zip((rows, columns), wanted, strict=True)]
+    dtype = sum_dtype(torch.promote_types(block.inputs.dtype, block.output_grads.dtype))
+    inputs, output_grads = block.inputs.to(dtype), block.output_grads.to(dtype)
+    found: list[Tensor | None] = []
+    for side, other, need in zip((output_grads, inputs), (inputs, output_grads), wanted, strict=True):
+        # G^T G = X^T (O O^T) X: the gradient G = O^T X of a sample is not formed.
+        weighted = side if from_factors else (other @ other.transpose(1, 2)) @ side
+        found.append(weighted.flatten(0, 1).T @ side.flatten(0, 1) if need else None)
+    return found
+
+
+def _leading(key: str, covariance: Tensor, count: int) -> Tensor:
+    """Return the ``count`` leading eigenvectors as columns, strongest first, each with a positive largest entry."""
+    if not bool(covariance.isfinite().all()):
+        raise NonFiniteError(
+            f"The covariance of {key!r} holds NaN or infinity. Look for a sample whose gradient is not finite; "
+            "gradients in float16 overflow easily."
+        )
+    matrix = covariance.to("cpu", torch.float64)
+    vectors = eigh_of_positive((matrix + matrix.T) / 2)[1][:, -count:].flip(1)
+    # An eigenvector is known up to its sign only.
+    largest = vectors.gather(0, vectors.abs().argmax(0, keepdim=True))
+    axes: Tensor = (vectors * largest.sign()).to(torch.float32)
+    return axes
+
+
+def _axes_shapes(shapes: Mapping[str, tuple[int, int]], k_in: int, k_out: int) -> dict[str, tuple[int, int]]:
+    """Return the shape ``(d, k)`` of the axes of every side with more than k entries, by key."""
+    counts = dict(zip(_SUFFIXES.values(), (k_out, k_in), strict=True))
+    return {
+        name + suffix: (size, counts[suffix])
+        for name, shape in shapes.items()
+        for suffix, size in zip(counts, shape, strict=True)
+        if size > counts[suffix]
+    }
+
+
+def _sizes(text: str, path: str | os.PathLike[str]) -> dict[str, Any]:
+    """Read the sizes in a file's metadata: ``k_in``, ``k_out`` and the ``(d_out, d_in)`` of every matrix."""
+    try:
+        sizes = parse_json(text.encode())
+        shapes = {name: (int(d_out), int(d_in)) for name, (d_out, d_in) in sizes["shapes"].items()}
+        return {"k_in": int(sizes["k_in"]), "k_out": int(sizes["k_out"]), "shapes": shapes}
+    except (AttributeError, KeyError, TypeError, ValueError) as error:
+        raise InvalidInputError(
+            f"{os.fspath(path)} does not tell the sizes of its matrices: {text[:80]!r}. Pass a file that "
+            "PrincipalAxes.save wrote."
+        ) from error
+
+
+def _digest(header: Mapping[str, Any], columns: Mapping[str, Tensor]) -> str:
+    digest = hashlib.sha256(json.dumps(header).encode())
+    for key in sorted(columns):
+        digest.update(key.encode())
+        digest.update(columns[key].numpy().tobytes())
+    return digest.hexdigest()

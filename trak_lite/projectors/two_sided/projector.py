@@ -1,0 +1,352 @@
+r"""Two-sided projection: each matrix gradient G becomes :math:`P_{out} G P_{in}^\top`, without forming G.
+
+The projection of LoGra (Choe et al., "What is Your Data Worth to GPT?", arXiv:2405.13954): a Kronecker
+product of two small matrices per parameter, applied to the factors :math:`G = \sum_t g_t x_t^\top` that a backward pass
+has anyway. It costs ``2T(d_in k_in + d_out k_out + k_in k_out)`` flops a sample. At equal width its inner products are
+noisier than a joint sketch's: choose it where gradients are too large to form.
+
+Shapes: B samples, b of a block, T positions, a matrix parameter ``(d_out, d_in)``, its features ``(k_out, k_in)``.
+Numerics: float64 gradients are projected in float64, all others in float32.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Self, final
+
+import torch
+from torch import Tensor
+
+from trak_lite._validate import one_of, positive_int
+from trak_lite.errors import InvalidInputError
+from trak_lite.projectors._base import AbstractFeatureAccumulator, AbstractProjector, project_named
+from trak_lite.projectors._blocks import block_rows
+from trak_lite.projectors._factored import check_factors, sample_pieces
+from trak_lite.projectors._scratch import sum_dtype
+from trak_lite.projectors.dense.projectors import integer_seed
+from trak_lite.projectors.random.hash import Stream
+from trak_lite.projectors.sketch.countsketch import CountSketchProjector
+from trak_lite.projectors.two_sided.principal_axes import FittedSides, PrincipalAxes
+from trak_lite.projectors.two_sided.sides import (
+    DEFAULT_MAX_SIDE,
+    RANDOM_SIDES,
+    AbstractSides,
+    RandomSides,
+    matrix_shapes,
+)
+from trak_lite.types import (
+    DenseBlock,
+    FactoredBlock,
+    FeatureLayout,
+    GradientBlock,
+    LookupBlock,
+    ParameterShapes,
+    Segment,
+    SummedBlock,
+)
+
+__all__ = ["TwoSidedProjector"]
+
+
+@dataclass(frozen=True, slots=True)
+class _Matrix:
+    """A parameter that is projected from two sides, and the columns of its features."""
+
+    name: str
+    d_out: int
+    d_in: int
+    k_out: int
+    k_in: int
+    start: int
+
+    @property
+    def stop(self) -> int:
+        return self.start + self.k_out * self.k_in
+
+
+@final
+class TwoSidedProjector(AbstractProjector):
+    r"""Keeps ``k_out x k_in`` numbers :math:`P_{out} G P_{in}^\top` of every matrix gradient, and a sketch of the rest.
+
+    Parameters with at least two axes count as matrices ``(d_out, d_in)``, convolutions with all axes but the first as
+    the input side. Biases, norms and matrices with a side longer than ``max_side`` (the embeddings of a large
+    vocabulary) are the rest: another projector sketches them into columns of their own, the last ones. A side with no
+    more entries than features is kept whole: small matrices come out exactly.
+
+    Laws: for random matrices :math:`E\langle \phi(x), \phi(y)\rangle = \langle x, y\rangle`, over the whole row and in
+    each segment; entries depend on (seed, model_id, parameter name, side, coordinates) only.
+
+    Example:
+        >>> projector = TwoSidedProjector(2, rest_dim=3)
+        >>> projector.layout({"fc.weight": (4, 5), "fc.bias": (4,)}).to_json()
+        [['fc.weight', 0, 4], ['rest', 4, 7]]
+    """
+
+    def __init__(
+        self,
+        k_in: int,
+        k_out: int | None = None,
+        *,
+        rest_dim: int | None = None,
+        matrices: str | PrincipalAxes = "rademacher",
+        seed: int = 0,
+        device: str | torch.device | None = None,
+        rest: AbstractProjector | None = None,
+        layout: str = "module",
+        max_side: int = DEFAULT_MAX_SIDE,
+    ) -> None:
+        """Store the settings; nothing is drawn.
+
+        The attribute ``proj_dim`` is ``k_in * k_out``, the features of one matrix; :meth:`layout` tells K.
+
+        Args:
+            k_in: Features along the input side of a matrix.
+            k_out: Features along the output side; ``None`` for ``k_in``.
+            rest_dim: Features of the rest; ``None`` for ``k_in * k_out``.
+            matrices: ``"rademacher"``, ``"gaussian"``, or fitted :class:`PrincipalAxes`.
+            seed: Any integer.
+            device: Where the projection runs; ``None`` for where the gradients are.
+            rest: Projector of the rest, instead of a :class:`CountSketchProjector` with ``rest_dim`` features.
+            layout: ``"module"`` gives every matrix and the rest a segment, and so a kernel, of its own; ``"joint"``
+                makes one segment of the same columns.
+            max_side: Longest side of a matrix that is projected from two sides.
+
+        Raises:
+            InvalidInputError: If an argument is out of range, ``rest`` and ``rest_dim`` are both given, or the axes
+                were fitted for another ``k_in`` or ``k_out``.
+        """
+        self.k_in = positive_int(k_in=k_in)
+        self.k_out = self.k_in if k_out is None else positive_int(k_out=k_out)
+        self._sides, self._axes = _decide_sides(matrices, self.k_in, self.k_out, integer_seed(seed))
+        kind = "principal_axes" if isinstance(matrices, PrincipalAxes) else matrices
+        device = None if device is None else torch.device(device)
+        super().__init__(0, self.k_in * self.k_out, integer_seed(seed), kind, device)
+        if rest is not None and rest_dim is not None:
+            raise InvalidInputError(
+                f"Both rest and rest_dim={rest_dim} were given. Give the projector of the rest its own width, and "
+                "leave rest_dim out."
+            )
+        rest_dim = self.proj_dim if rest_dim is None else positive_int(rest_dim=rest_dim)
+        self.rest = CountSketchProjector(rest_dim, seed=seed, device=device) if rest is None else rest
+        self.layout_kind = one_of(("module", "joint"), layout=layout)
+        self.max_side = positive_int(max_side=max_side)
+
+    @classmethod
+    def of_width(
+        cls,
+        proj_dim: int,
+        *,
+        seed: int = 0,
+        device: str | torch.device | None = None,
+        layout: str = "module",
+    ) -> Self:
+        """Return the projector with about ``proj_dim`` features per matrix: ``k_in = k_out = floor(sqrt(proj_dim))``.
+
+        Example:
+            >>> TwoSidedProjector.of_width(2048).k_in
+            45
+        """
+        return cls(math.isqrt(positive_int(proj_dim=proj_dim)), seed=seed, device=device, layout=layout)
+
+    def project(self, grads: Mapping[str, Tensor] | Tensor, model_id: int) -> Tensor:
+        """Project collected gradients.
+
+        Args:
+            grads: Per-sample gradients by parameter name, each ``(B, *parameter.shape)``.
+            model_id: The checkpoint; every checkpoint has random matrices of its own, and the same principal axes.
+
+        Returns:
+            Features ``(B, K)`` in the order of :meth:`layout`.
+
+        Raises:
+            InvalidInputError: If the gradients come as one ``(B, P)`` tensor, disagree on B, or are not floating point.
+        """
+        if isinstance(grads, Tensor):
+            raise InvalidInputError(
+                f"A gradient tensor of shape {tuple(grads.shape)} has no matrices in it. Pass the gradients by "
+                "parameter name, each (B, *parameter.shape)."
+            )
+        return project_named(self, grads, model_id)
+
+    def accumulator(
+        self, num_samples: int, *, model_id: int, parameters: ParameterShapes
+    ) -> AbstractFeatureAccumulator:
+        """Return a fresh accumulator for one batch of ``num_samples`` rows.
+
+        Raises:
+            InvalidInputError: If the principal axes were fitted for other matrices.
+        """
+        matrices, rest = self._divide(parameters)
+        # Made even where nothing is left for it, so that it refuses blocks of unknown names.
+        rest_accumulator = self.rest.accumulator(num_samples, model_id=model_id, parameters=rest)
+        return _TwoSidedAccumulator(self, matrices, rest_accumulator, num_samples, model_id, parameters)
+
+    def layout(self, parameters: ParameterShapes) -> FeatureLayout:
+        """Return a segment per matrix in model order and one for the rest, or one for all.
+
+        Raises:
+            InvalidInputError: If the principal axes were fitted for other matrices.
+        """
+        matrices, rest = self._divide(parameters)
+        segments = [Segment(matrix.name, matrix.start, matrix.stop) for matrix in matrices]
+        if rest:
+            start = segments[-1].stop if segments else 0
+            inner = self.rest.layout(rest).segments
+            segments += [
+                Segment(
+                    "rest" if len(inner) == 1 else f"rest.{segment.name}",
+                    start + segment.start,
+                    start + segment.stop,
+                )
+                for segment in inner
+            ]
+        whole = FeatureLayout(tuple(segments))
+        return FeatureLayout.joint(whole.width) if self.layout_kind == "joint" and whole.width else whole
+
+    def fingerprint(self) -> dict[str, Any]:
+        """Return what determines the features, a digest of fitted axes included, as JSON values."""
+        return {
+            "kind": "two_sided",
+            "proj_dim": self.proj_dim,
+            "seed": self.seed,
+            "version": 1,
+            "k_in": self.k_in,
+            "k_out": self.k_out,
+            "matrices": self._sides.fingerprint(),
+            "layout": self.layout_kind,
+            "max_side": self.max_side,
+            "rest": self.rest.fingerprint(),
+        }
+
+    def free_memory(self) -> None:
+        """Drop all matrices; they are drawn or copied again when needed."""
+        self._sides.clear()
+        self.rest.free_memory()
+
+    def side(
+        self, name: str, side: Stream, shape: tuple[int, int], *, model_id: int, like: Tensor
+    ) -> tuple[Tensor, float] | None:
+        """Return a side's matrix ``(d, k)`` and its scale, or ``None`` where the side is kept whole."""
+        if shape[1] == shape[0]:
+            return None
+        matrix = self._sides.matrix(name, side, shape, model_id=model_id, device=like.device)
+        return matrix.to(like.dtype), self._sides.scale(shape[1])
+
+    def _divide(self, parameters: ParameterShapes) -> tuple[list[_Matrix], ParameterShapes]:
+        """Return the matrices with their columns, in model order, and the shapes of the rest."""
+        shapes = matrix_shapes(parameters, self.max_side)
+        matrices: list[_Matrix] = []
+        start = 0
+        for name, (d_out, d_in) in shapes.items():
+            if self._axes is not None and self._axes.shapes.get(name) != (d_out, d_in):
+                raise InvalidInputError(
+                    f"The principal axes know {name!r} as {self._axes.shapes.get(name)}, expected {(d_out, d_in)}. "
+                    "Fit them on this model, with the same parameters and the same max_side."
+                )
+            matrices.append(_Matrix(name, d_out, d_in, min(d_out, self.k_out), min(d_in, self.k_in), start))
+            start = matrices[-1].stop
+        return matrices, {name: shape for name, shape in parameters.items() if name not in shapes}
+
+
+def _decide_sides(
+    matrices: str | PrincipalAxes, k_in: int, k_out: int, seed: int
+) -> tuple[AbstractSides, PrincipalAxes | None]:
+    """Return what gives the side matrices, and the axes if they are fitted."""
+    if not isinstance(matrices, PrincipalAxes):
+        return RandomSides(RANDOM_SIDES[one_of(RANDOM_SIDES, matrices=matrices)], seed=seed), None
+    if (matrices.k_in, matrices.k_out) != (k_in, k_out):
+        raise InvalidInputError(
+            f"The principal axes were fitted with k_in={matrices.k_in} and k_out={matrices.k_out}, expected {k_in} and "
+            f"{k_out}. Fit them with these numbers, or pass theirs."
+        )
+    return FittedSides(matrices), matrices
+
+
+@final
+class _TwoSidedAccumulator(AbstractFeatureAccumulator):
+    """Writes the features of each matrix into its columns, and hands everything else to the rest."""
+
+    def __init__(
+        self,
+        projector: TwoSidedProjector,
+        matrices: Sequence[_Matrix],
+        rest: AbstractFeatureAccumulator,
+        num_samples: int,
+        model_id: int,
+        parameters: ParameterShapes,
+    ) -> None:
+        self._projector = projector
+        self._matrices = {matrix.name: matrix for matrix in matrices}
+        self._width = matrices[-1].stop if matrices else 0
+        self._has_rest = len(matrices) < len(parameters)
+        self._rest = rest
+        self._num_samples = num_samples
+        self._model_id = model_id
+        self._parameters = parameters
+        self._total: Tensor | None = None
+
+    @torch.no_grad()
+    def add(self, block: GradientBlock) -> None:
+        """Add one block; raises InvalidInputError if it does not fit the parameters or the batch."""
+        matrix = self._matrices.get(block.name)
+        if matrix is None:
+            self._rest.add(block)
+        elif isinstance(block, FactoredBlock):
+            self._add_factors(matrix, block)
+        else:
+            self._add_rows(matrix, block)
+
+    def features(self) -> Tensor:
+        """Return ``(B, K)``: the matrices in model order, then the rest; float64 where a gradient was."""
+        rest = self._rest.features() if self._has_rest else None
+        total = self._total
+        if total is None:
+            device = self._projector.device or (torch.device("cpu") if rest is None else rest.device)
+            total = torch.zeros(self._num_samples, self._width, dtype=torch.float32, device=device)
+        return total if rest is None else torch.cat([total, rest.to(total.device)], 1)
+
+    def _add_factors(self, matrix: _Matrix, block: FactoredBlock) -> None:
+        """Add ``sum_t (g_t P_out) (x_t P_in)^T``: the gradient is not formed."""
+        check_factors(block, self._num_samples, self._parameters)
+        inputs, output_grads = block.inputs.detach(), block.output_grads.detach()
+        total = self._total_for(torch.promote_types(inputs.dtype, output_grads.dtype), inputs.device)
+        positions = inputs.shape[1]
+        for piece in sample_pieces(block.num_samples, 8 * positions * (matrix.d_in + matrix.d_out)):
+            (x, in_scale) = self._side_product(matrix, Stream.TWO_SIDED_IN, inputs[piece].to(total))
+            (g, out_scale) = self._side_product(matrix, Stream.TWO_SIDED_OUT, output_grads[piece].to(total))
+            self._add(matrix, block.start + piece.start, g.transpose(1, 2) @ x, in_scale * out_scale)
+
+    def _add_rows(self, matrix: _Matrix, block: DenseBlock | LookupBlock | SummedBlock) -> None:
+        """Add ``P_out^T G P_in`` of formed gradients."""
+        rows = block_rows(block, self._num_samples, self._parameters)
+        total = self._total_for(rows.dtype, rows.device)
+        for piece in sample_pieces(block.num_samples, 8 * matrix.d_in * matrix.d_out):
+            grads = rows[piece].to(total).reshape(-1, matrix.d_out, matrix.d_in)
+            (x, in_scale) = self._side_product(matrix, Stream.TWO_SIDED_IN, grads)
+            (g, out_scale) = self._side_product(matrix, Stream.TWO_SIDED_OUT, x.transpose(1, 2))
+            self._add(matrix, block.start + piece.start, g.transpose(1, 2), in_scale * out_scale)
+
+    def _side_product(self, matrix: _Matrix, side: Stream, values: Tensor) -> tuple[Tensor, float]:
+        """Return ``values (b, n, d) @ side matrix (d, k)``, unscaled, and the scale."""
+        is_input = side == Stream.TWO_SIDED_IN
+        shape = (matrix.d_in, matrix.k_in) if is_input else (matrix.d_out, matrix.k_out)
+        found = self._projector.side(matrix.name, side, shape, model_id=self._model_id, like=values)
+        return (values, 1.0) if found is None else (values @ found[0], found[1])
+
+    def _add(self, matrix: _Matrix, start: int, features: Tensor, scale: float) -> None:
+        """Add features ``(b, k_out, k_in)`` to the rows from ``start`` on."""
+        assert self._total is not None, "a block makes room before it is projected"
+        rows = self._total[start : start + features.shape[0], matrix.start : matrix.stop]
+        rows.add_(features.reshape(features.shape[0], -1), alpha=scale)
+
+    def _total_for(self, dtype: torch.dtype, device: torch.device) -> Tensor:
+        """Return the feature rows of the matrices, wide enough for gradients of this dtype."""
+        dtype = sum_dtype(dtype)
+        if self._total is None:
+            self._total = torch.zeros(
+                self._num_samples, self._width, dtype=dtype, device=self._projector.device or device
+            )
+        self._total = self._total.to(torch.promote_types(self._total.dtype, dtype))
+        return self._total

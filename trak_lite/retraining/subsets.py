@@ -1,0 +1,519 @@
+"""Retraining on subsets of the train rows: the ground truth that attribution is measured against.
+
+Shapes: N train rows, S subsets, R seeds, M targets.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+import warnings
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from os import PathLike
+from typing import Any, TypeAlias, final
+
+import numpy as np
+from numpy.typing import ArrayLike, NDArray
+from torch import Tensor
+
+from trak_lite._validate import positive_int
+from trak_lite.errors import (
+    MODEL_FAILURES,
+    BusyError,
+    InvalidInputError,
+    ManifestMismatchError,
+    NonFiniteError,
+    RetrainingError,
+    StateError,
+    UnsupportedModelError,
+)
+from trak_lite.evaluation import NoiseCeiling, seed_noise_ceiling
+from trak_lite.featurizing.row_checks import done_rows
+from trak_lite.parallel.sharing import LateTable, SharedRows
+from trak_lite.retraining._sources import carried_values, describe_source
+from trak_lite.retraining.side_by_side import VectorisedTraining
+from trak_lite.run.workspace import Workspace
+from trak_lite.store import Column, Manifest, RemotePlace, TableSpec, resolve_place
+from trak_lite.store.manifest import compare_fingerprints
+
+__all__ = ["OutputFunction", "Retrained", "TrainFunction", "retrain", "retrain_into", "retrain_many"]
+
+logger = logging.getLogger(__name__)
+
+TrainFunction: TypeAlias = Callable[[NDArray[np.int64], int], Any]
+"""``train_fn(indices, seed)``: trains on these rows and returns a state dict, a module or what ``output_fn`` takes."""
+OutputFunction: TypeAlias = Callable[[Any], Tensor | ArrayLike]
+"""``output_fn(trained)``: M numbers, the model output of every target."""
+
+OUTPUTS = "outputs"
+_MOST_CHUNKS = 1024
+_SAME_TRAINING = 1e-2
+"""Share of the spread of outputs by which a repeated training may differ: a rounding grows with every step."""
+_VALUES = "carried values"
+_confirmed: dict[tuple[str, str], dict[str, str]] = {}
+"""What the functions carried when this process trained into a table, or repeated one of its trainings, by its place."""
+_FAILURES = (*MODEL_FAILURES, OSError, ArithmeticError, AssertionError)
+"""What a user's training raises when it fails."""
+
+
+@final
+@dataclass(frozen=True, slots=True, eq=False)
+class Retrained:
+    """Outputs of models that were trained on subsets."""
+
+    outputs: NDArray[np.float32]
+    """``(S, R, M)``."""
+    masks: NDArray[np.bool_]
+    """``(S, N)`` rows that each subset keeps."""
+    seeds: tuple[int, ...]
+    """The R seeds."""
+
+    @property
+    def mean(self) -> NDArray[np.float64]:
+        """``(S, M)`` mean over seeds: what scores are compared with."""
+        mean: NDArray[np.float64] = self.outputs.mean(axis=1, dtype=np.float64)
+        return mean
+
+    def noise_ceiling(self) -> NoiseCeiling:
+        """Return what a perfect method would score on these outputs, as the noise of seeds allows.
+
+        Raises:
+            InvalidInputError: If there is one seed only.
+        """
+        return seed_noise_ceiling(self.outputs)
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class _Job:
+    """One model to train."""
+
+    row: int
+    subset: int
+    seed: int
+    indices: NDArray[np.int64]
+
+
+@final
+@dataclass(frozen=True, slots=True, eq=False)
+class _Plan:
+    """All models of a retraining, and what its results are recognised by."""
+
+    masks: NDArray[np.bool_]
+    seeds: tuple[int, ...]
+    fingerprint: dict[str, Any]
+    train_id: str | None
+    functions: tuple[Any, Any]
+    """``train_fn`` and ``output_fn``."""
+
+    def values(self) -> dict[str, str]:
+        """Return what the functions carry at this moment; nothing where the user has named the training."""
+        return {} if self.train_id is not None else carried_values(*self.functions)
+
+    @property
+    def num_rows(self) -> int:
+        """Models to train: S times R."""
+        return len(self.masks) * len(self.seeds)
+
+    def jobs(self, rows: Iterable[int]) -> Iterator[_Job]:
+        """Yield the models of some rows of the table."""
+        for row in rows:
+            subset, place = divmod(row, len(self.seeds))
+            yield _Job(row, subset, self.seeds[place], np.flatnonzero(self.masks[subset]))
+
+    def spec(self, num_targets: int) -> TableSpec:
+        """Return the table of outputs: row = subset * R + place of the seed."""
+        columns = (Column(OUTPUTS, num_targets, "float32"),)
+        # A chunk is what a process takes: one model, as long as that does not make too many files.
+        return TableSpec(self.num_rows, columns, -(-self.num_rows // _MOST_CHUNKS), self.fingerprint)
+
+
+_Trained: TypeAlias = tuple[_Job, NDArray[np.float64]]
+_Run: TypeAlias = Callable[[Iterable[_Job]], Iterator[_Trained]]
+"""Trains models, and yields each with its outputs."""
+
+
+def retrain(
+    train_fn: TrainFunction,
+    masks: ArrayLike,
+    output_fn: OutputFunction,
+    *,
+    path: str | PathLike[str] | RemotePlace | None = None,
+    seeds: Sequence[int] = (0, 1),
+    train_id: str | None = None,
+    progress: bool | None = None,
+) -> Retrained:
+    """Train a model on every subset with every seed, and keep what it says about the targets.
+
+    Every model's outputs are on disk before the next one is trained: the same call again returns them, or continues
+    after a kill.
+
+    Args:
+        train_fn: ``train_fn(indices, seed)`` trains from scratch on these rows and returns a state dict or a module.
+        masks: ``(S, N)`` from :func:`~trak_lite.evaluation.subset_masks` and its like.
+        output_fn: Turns what ``train_fn`` returned into M numbers: the model output of every target, by the same
+            function that is attributed.
+        path: Folder for the results, or their address in an object store; ``None`` keeps them in memory.
+        seeds: Passed on to ``train_fn``; with two or more the noise of training is averaged and known.
+        train_id: The user's own name for training and outputs, instead of the source of both functions (which a new
+            comment changes too).
+        progress: Show a bar; ``None`` shows it on a terminal only.
+
+    Returns:
+        Outputs ``(S, R, M)``.
+
+    Raises:
+        InvalidInputError: If masks or seeds cannot be used, or outputs change in number.
+        RetrainingError: If a training fails; names subset and seed. What was trained before stays.
+        NonFiniteError: If an output is NaN or infinite; names subset and seed.
+        ManifestMismatchError: If other masks, seeds or functions were used at this path.
+
+    Example:
+        >>> import numpy as np
+        >>> values = np.array([1.0, 2.0, 4.0])
+        >>> masks = np.array([[True, True, False], [False, True, True]])
+        >>> retrain(lambda rows, seed: values[rows].sum() + seed, masks, lambda model: [model]).mean.tolist()
+        [[3.5], [6.5]]
+    """
+    plan = _plan(train_fn, masks, output_fn, seeds, train_id)
+    workspace = Workspace(None if path is None else resolve_place(path))
+    with workspace.opened(Manifest({"kind": "retraining"})):
+        _refuse_other_training(workspace, OUTPUTS, plan, lambda jobs: _one_by_one(jobs, train_fn, output_fn))
+        return _fill(workspace, OUTPUTS, plan, lambda jobs: _one_by_one(jobs, train_fn, output_fn), progress)
+
+
+def retrain_many(
+    training: VectorisedTraining,
+    masks: ArrayLike,
+    output_fn: OutputFunction,
+    *,
+    models_at_once: int = 16,
+    path: str | PathLike[str] | RemotePlace | None = None,
+    seeds: Sequence[int] = (0, 1),
+    train_id: str | None = None,
+    progress: bool | None = None,
+) -> Retrained:
+    """Do as :func:`retrain` does, with many small models trained at once.
+
+    Outputs agree with ``retrain(training, ...)`` up to rounding, and either continues what the other began. Models
+    that cannot be stacked (dropout, batch normalisation with running statistics) are refused.
+
+    Args:
+        training: The recipe.
+        masks: ``(S, N)``; subsets of one size are trained together.
+        output_fn: Turns a trained module, in eval mode, into M numbers.
+        models_at_once: Models that are trained side by side, and lost together by a kill.
+        path: Folder for the results, or their address in an object store; ``None`` keeps them in memory.
+        seeds: Seeds of weights and order.
+        train_id: As in :func:`retrain`.
+        progress: Show a bar; ``None`` shows it on a terminal only.
+
+    Raises:
+        UnsupportedModelError: If the model cannot be stacked.
+        RetrainingError: If a training fails; names subsets and seeds.
+        NonFiniteError: If an output is NaN or infinite; names subset and seed.
+        ManifestMismatchError: If other masks, seeds or functions were used at this path.
+    """
+    positive_int(models_at_once=models_at_once)
+    workspace = Workspace(None if path is None else resolve_place(path))
+    plan = _plan(training, masks, output_fn, seeds, train_id)
+
+    def run(jobs: Iterable[_Job]) -> Iterator[_Trained]:
+        return _side_by_side(list(jobs), training, output_fn, models_at_once)
+
+    with workspace.opened(Manifest({"kind": "retraining"})):
+        _refuse_other_training(workspace, OUTPUTS, plan, run)
+        return _fill(workspace, OUTPUTS, plan, run, progress, at_once=models_at_once)
+
+
+def retrain_into(
+    workspace: Workspace,
+    group: str,
+    train_fn: TrainFunction,
+    masks: ArrayLike,
+    output_fn: OutputFunction,
+    *,
+    seeds: Sequence[int],
+    train_id: str | None,
+    progress: bool | None,
+    settings: Mapping[str, Any],
+) -> Retrained:
+    """Do as :func:`retrain` does, into a table of an open store that other trainings may share.
+
+    Args:
+        workspace: Open for writing.
+        group: Group of tables; each set of masks, seeds and functions has a table of its own in it.
+        train_fn: As in :func:`retrain`.
+        masks: ``(S, N)``.
+        output_fn: As in :func:`retrain`.
+        seeds: As in :func:`retrain`.
+        train_id: As in :func:`retrain`.
+        progress: As in :func:`retrain`.
+        settings: More JSON values that the results are recognised by.
+    """
+    plan = _plan(train_fn, masks, output_fn, seeds, train_id, settings)
+
+    def run(jobs: Iterable[_Job]) -> Iterator[_Trained]:
+        return _one_by_one(jobs, train_fn, output_fn)
+
+    return _fill(workspace, _own_table(workspace, group, plan, run), plan, run, progress)
+
+
+def _plan(
+    train_fn: Any,
+    masks: ArrayLike,
+    output_fn: OutputFunction,
+    seeds: Sequence[int],
+    train_id: str | None,
+    settings: Mapping[str, Any] | None = None,
+) -> _Plan:
+    """Check masks and seeds, and describe the training."""
+    kept = np.asarray(masks)
+    if kept.dtype != np.bool_ or kept.ndim != 2 or not kept.size or not kept.any(axis=1).all():
+        raise InvalidInputError(
+            f"masks must be a boolean matrix (subsets, train rows) without an empty subset, got {kept.dtype} of "
+            f"shape {kept.shape}. Make them with trak_lite.evaluation.subset_masks."
+        )
+    numbers = tuple(int(seed) for seed in seeds)
+    if not numbers or len(set(numbers)) < len(numbers):
+        raise InvalidInputError(f"seeds must be one or more different integers, got {tuple(seeds)}.")
+    functions = {"train_fn": describe_source(train_fn), "output_fn": describe_source(output_fn)}
+    fingerprint = {
+        "masks": hashlib.sha256(np.packbits(kept, axis=1).tobytes()).hexdigest(),
+        "num_subsets": len(kept),
+        "num_train_rows": kept.shape[1],
+        "seeds": list(numbers),
+        "training": functions if train_id is None else {"id": train_id},
+        **(settings or {}),
+    }
+    return _Plan(kept, numbers, fingerprint, train_id, (train_fn, output_fn))
+
+
+def _own_table(workspace: Workspace, group: str, plan: _Plan, run: _Run) -> str:
+    """Return the table of this very training: one that is there, or the name of a new one.
+
+    Raises:
+        ManifestMismatchError: If the training has the user's name of another one.
+    """
+    base = f"{group}/{Manifest(plan.fingerprint).digest()[:16]}"
+    known = workspace.store().table_names(group) if workspace.exists else []
+    number = 0
+    while (path := f"{base}-{number}" if number else base) in known:
+        why = _why_another(workspace, path, plan, run)
+        if why is None:
+            return path
+        if plan.train_id is not None:
+            raise ManifestMismatchError(why)
+        logger.info("%s It is trained anew.", why)
+        number += 1
+    return path
+
+
+def _refuse_other_training(workspace: Workspace, path: str, plan: _Plan, run: _Run) -> None:
+    """Raise if a table is that of another training.
+
+    Raises:
+        ManifestMismatchError: Says what differs.
+    """
+    why = _why_another(workspace, path, plan, run)
+    if why is not None:
+        raise ManifestMismatchError(why)
+
+
+def _why_another(workspace: Workspace, path: str, plan: _Plan, run: _Run) -> str | None:
+    """Return why a table is not that of this training, ``None`` if it is, or does not exist.
+
+    Where another process has filled it, or what the functions carry has changed, one of its trainings is repeated.
+
+    Raises:
+        ManifestMismatchError: If it was made with other masks, seeds or functions.
+    """
+    table = workspace.table(path)
+    if table is None:
+        return None
+    where = f"{workspace.path or 'memory'}:{path}"
+    compare_fingerprints(
+        table.spec.fingerprint,
+        plan.fingerprint,
+        where=where,
+        remedy="Retrain with the same masks, seeds and functions, or under another path.",
+    )
+    values, place = plan.values(), (str(workspace.place), path)
+    noted = workspace.store().attributes(path).get(_VALUES, {})
+    own = noted if workspace.place is None else _confirmed.get(place)
+    if own is not None and not _differing(own, values):
+        return None
+    changed = _differing(noted, values)
+    stored = done_rows(table)
+    if stored is None:
+        return None
+    row = int(stored.rows[0])
+    outputs = np.asarray(stored.values[OUTPUTS][0], np.float64)
+    one = _repeated(plan, row, run)
+    if not _is_same(one, outputs):
+        job = next(plan.jobs([row]))
+        said = (
+            f"{where} holds outputs of another training: repeated for {_place(job)}, it gives outputs that differ by "
+            f"{_distance(one, outputs):.2g} of their spread"
+            f"{f' ({len(changed)} values that it carries were changed: {_short(changed)})' if changed else ''}. Undo "
+            "the change, or retrain under another path or train_id."
+        )
+        if changed or _is_same(_repeated(plan, row, run), one):
+            return said
+        warnings.warn(
+            f"The training gives other outputs each time, with the same rows and seed (for {_place(job)} they differ "
+            f"by {_distance(one, outputs):.2g} of their spread), so whether it is the one behind the outputs in "
+            f"{where} cannot be told. Seed everything that it draws.",
+            RuntimeWarning,
+            stacklevel=5,
+        )
+    _confirmed[place] = _unchanged(values, plan.values())
+    return None
+
+
+def _repeated(plan: _Plan, row: int, run: _Run) -> NDArray[np.float64]:
+    """Return what the model of one row gives, trained now."""
+    ((_, outputs),) = run(plan.jobs([row]))
+    return outputs
+
+
+def _is_same(one: NDArray[np.float64], other: NDArray[np.float64]) -> bool:
+    return one.shape == other.shape and _distance(one, other) <= _SAME_TRAINING
+
+
+def _distance(one: NDArray[np.float64], other: NDArray[np.float64]) -> float:
+    """Return by how much outputs differ, as a share of how far they spread over targets and around zero."""
+    if one.shape != other.shape:
+        return float("inf")
+    size = float(np.linalg.norm(other - other.mean())) or float(np.linalg.norm(other)) or 1.0
+    return float(np.linalg.norm(one - other)) / size
+
+
+def _unchanged(before: Mapping[str, str], after: Mapping[str, str]) -> dict[str, str]:
+    """Return the values that are the same before and after a training: the others are what it counts or notes."""
+    return {name: value for name, value in before.items() if after.get(name) == value}
+
+
+def _differing(stored: Mapping[str, str], given: Mapping[str, str]) -> list[str]:
+    return [name for name, value in stored.items() if given.get(name) != value]
+
+
+def _short(names: Sequence[str]) -> str:
+    shown = [name.partition(".")[2] or name for name in names[:3]]
+    return ", ".join(shown) + (", ..." if len(names) > 3 else "")
+
+
+def _begun(workspace: Workspace, path: str, plan: _Plan, run: _Run, at_once: int) -> LateTable:
+    """Train the first models, of which it is known how many targets there are, and return the table with them."""
+    before = plan.values()
+    first = range(min(at_once, plan.num_rows))
+    late: LateTable | None = None
+    for job, outputs in run(plan.jobs(first)):
+        if late is None:
+            stable = _unchanged(before, plan.values())
+            late = workspace.late_table(path, plan.spec(len(outputs)), {_VALUES: stable})
+        _require_width(late, job, outputs)
+        try:
+            late.put(np.array([job.row]), {OUTPUTS: outputs[None]})
+        except (BusyError, StateError) as error:
+            logger.info("Trained in vain: %s", error)
+        else:
+            _confirmed[(str(workspace.place), path)] = stable
+    assert late is not None  # a plan has at least one model
+    return late
+
+
+def _require_width(late: LateTable, job: _Job, outputs: NDArray[np.float64]) -> None:
+    width = late.spec.columns[0].width
+    if len(outputs) != width:
+        raise InvalidInputError(
+            f"output_fn gave {len(outputs)} numbers for {_place(job)}, and {width} before. It must give one per target."
+        )
+
+
+def _fill(
+    workspace: Workspace, path: str, plan: _Plan, run: _Run, progress: bool | None, *, at_once: int = 1
+) -> Retrained:
+    """Train the models that the table lacks, together with whoever else does; each one's outputs are put at once."""
+    table = workspace.table(path)
+    late = (
+        _begun(workspace, path, plan, run, at_once)
+        if table is None
+        else workspace.late_table(path, table.spec)
+    )
+    with SharedRows(late, 1, label="Retraining", progress=progress, unit="model") as work:
+        for batches in work.rounds():
+            wanted = (int(row) for rows in batches for row in rows)
+            for job, outputs in run(plan.jobs(wanted)):
+                _require_width(late, job, outputs)
+                work.put(np.array([job.row]), {OUTPUTS: outputs[None]})
+    table = workspace.table(path)
+    assert table is not None  # a plan has at least one model
+    shape = (len(plan.masks), len(plan.seeds), -1)
+    return Retrained(table.read(OUTPUTS).reshape(shape), plan.masks, plan.seeds)
+
+
+def _one_by_one(
+    jobs: Iterable[_Job], train_fn: TrainFunction, output_fn: OutputFunction
+) -> Iterator[_Trained]:
+    for job in jobs:
+        try:
+            outputs = output_fn(train_fn(job.indices, job.seed))
+        except _FAILURES as error:
+            raise _failed(_place(job), error) from error
+        yield job, _checked(outputs, job)
+
+
+def _side_by_side(
+    jobs: Sequence[_Job], training: VectorisedTraining, output_fn: OutputFunction, models_at_once: int
+) -> Iterator[_Trained]:
+    by_size: dict[int, list[_Job]] = {}
+    for job in jobs:
+        by_size.setdefault(len(job.indices), []).append(job)
+    groups = [
+        same[start : start + models_at_once]
+        for same in by_size.values()
+        for start in range(0, len(same), models_at_once)
+    ]
+    for group in groups:
+        try:
+            models = training.train_many([job.indices for job in group], [job.seed for job in group])
+        except UnsupportedModelError:
+            raise
+        except _FAILURES as error:
+            raise _failed("; ".join(map(_place, group)), error) from error
+        for job, model in zip(group, models, strict=True):
+            try:
+                outputs = output_fn(model)
+            except _FAILURES as error:
+                raise _failed(_place(job), error) from error
+            yield job, _checked(outputs, job)
+
+
+def _checked(outputs: Tensor | ArrayLike, job: _Job) -> NDArray[np.float64]:
+    """Return finite outputs ``(M,)``."""
+    plain = outputs.detach().cpu().double().numpy() if isinstance(outputs, Tensor) else outputs
+    values = np.asarray(plain, dtype=np.float64)
+    if values.ndim != 1 or not values.size:
+        raise InvalidInputError(
+            f"output_fn gave shape {values.shape} for {_place(job)}. Expected one number per target, (M,)."
+        )
+    bad = np.flatnonzero(~np.isfinite(values))
+    if len(bad):
+        raise NonFiniteError(
+            f"{len(bad)} of {len(values)} outputs are NaN or infinite for {_place(job)}, first of target {bad[0]}. "
+            "The training may have diverged; lower its learning rate."
+        )
+    return values
+
+
+def _failed(where: str, error: BaseException) -> RetrainingError:
+    return RetrainingError(
+        f"Training for {where} failed ({type(error).__name__}: {error}). What was trained before is kept; the same "
+        "call continues there."
+    )
+
+
+def _place(job: _Job) -> str:
+    return f"subset {job.subset}, seed {job.seed} ({len(job.indices)} rows)"

@@ -1,0 +1,397 @@
+"""Testing scores against models that are really retrained: held-out accuracy, baselines, calibration, a verdict.
+
+All that a linear score needs to predict a subset is the sum of the train features over it: ``(S, K)`` per checkpoint,
+from one pass over the train rows. Kernels, dampings and views are then applied to S rows instead of N.
+
+Shapes: N train rows, M targets, S subsets, K feature width, C checkpoints, V views, D dampings.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
+from typing import Any, Final, final
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor, nn
+
+from trak_lite._devices import full_float32
+from trak_lite.data.batches import move_batch
+from trak_lite.data.datasets import Rows, evenly_spaced
+from trak_lite.errors import InvalidInputError, StateError
+from trak_lite.evaluation import (
+    Baseline,
+    Calibration,
+    Estimate,
+    LinearDatamodelingScore,
+    ScoreDifference,
+    Verdict,
+    bm25,
+    compare_datamodeling_scores,
+    fit_weights,
+    linear_datamodeling_score,
+    summed_scores,
+)
+from trak_lite.modelout_functions import AbstractModelOutput, ModelCall
+from trak_lite.models.borrowing import borrow_model
+from trak_lite.models.checkpoints import Checkpoint, load_into, module_versions, with_versions
+from trak_lite.retraining import Retrained
+from trak_lite.run.tables import FEATURES, OUT_TO_LOSS, as_tensor
+from trak_lite.scoring.scores import Scores
+from trak_lite.scoring.stored import Array, ScoredRows, verdict_key
+from trak_lite.store import AbstractFeatureStore, AbstractRowTable
+
+__all__ = ["SubsetSums", "calibrated_scores", "check_budget", "judge", "keep_predictions", "target_outputs"]
+
+VIEWS: Final = ("outside", "inside", "off")
+"""Train rows weighed by their mean q over checkpoints, by the q of each checkpoint, or not at all."""
+_DAMPINGS: Final = (0.1, 1.0, 10.0)
+"""Tried by calibration, besides the one in force."""
+_TILE_ROWS: Final = 1024
+_MOST_PARTS: Final = 512
+"""Weights that are fitted at most; beyond, modules share theirs."""
+_CALIBRATION_TARGETS: Final = 256
+"""Targets that weights are fitted on at most; they bound the memory."""
+_KEPT_TARGETS: Final = 64
+"""Targets whose predictions are kept for a picture."""
+_NUM_RESAMPLES: Final = 1000
+"""Of every bootstrap."""
+_FEWEST_FOR_CALIBRATION: Final = 6
+
+
+@final
+class SubsetSums:
+    """Train features summed over subsets, checkpoint by checkpoint."""
+
+    def __init__(self, rows: ScoredRows, masks: NDArray[np.bool_]) -> None:
+        """Read the train rows of every checkpoint once.
+
+        Args:
+            rows: Where they are.
+            masks: ``(S, N)``.
+        """
+        kept = torch.from_numpy(masks.astype(np.float64)).to(rows.device)
+        mean = torch.from_numpy(rows.mean_out_to_loss()).to(rows.device)
+        self.by_checkpoint: list[dict[str, Tensor]] = []
+        """For each checkpoint the sums by view, ``(S, K)``; ``"unit"`` of rows that are scaled to norm 1."""
+        for table in rows.train.values():
+            own = torch.from_numpy(table.read(OUT_TO_LOSS)).to(mean)
+            weights = {"outside": kept * mean, "inside": kept * own, "off": kept}
+            self.by_checkpoint.append(_sums(table, weights, rows.layout.width, rows.device))
+
+    def predict(self, targets: Sequence[Tensor], view: str) -> Array:
+        """Return ``(S, M)``: sums over subsets of ``train row @ target``, added up over checkpoints.
+
+        Args:
+            targets: ``(M, K)`` for every checkpoint.
+            view: One of ``VIEWS``, or ``"unit"``.
+        """
+        pairs = zip(self.by_checkpoint, targets, strict=True)
+        products = [(sums[view] @ rows.T).cpu().numpy() for sums, rows in pairs]
+        total: Array = np.sum(products, axis=0)
+        return total
+
+
+def _sums(
+    table: AbstractRowTable, weights: Mapping[str, Tensor], width: int, device: torch.device
+) -> dict[str, Tensor]:
+    """Return the weighted sums of one checkpoint's rows by view, each ``(S, K)`` float64."""
+    shape = (len(weights["off"]), width)
+    sums = {name: torch.zeros(shape, dtype=torch.float64, device=device) for name in (*weights, "unit")}
+    for start, chunk in table.blocks(FEATURES):
+        for first in range(0, len(chunk), _TILE_ROWS):
+            tile = as_tensor(chunk[first : first + _TILE_ROWS], device).double()
+            here = slice(start + first, start + first + len(tile))
+            for view, weight in weights.items():
+                sums[view] += weight[:, here] @ tile
+            sums["unit"] += weights["off"][:, here] @ _unit(tile)
+    return sums
+
+
+def judge(
+    scores: Scores,
+    rows: ScoredRows,
+    retrained: Retrained,
+    *,
+    calibrate: bool,
+    texts: tuple[Sequence[Any], Sequence[Any]] | None,
+    confidence: float,
+) -> Verdict:
+    """Compare scores and baselines with retrained models.
+
+    Args:
+        scores: ``(N, M)``.
+        rows: What they were made from.
+        retrained: Models trained on subsets, and their outputs for the M targets.
+        calibrate: Fit the kernel's weights on every other subset and test them on the rest.
+        texts: Train texts and target texts, for BM25.
+        confidence: Nominal coverage of every interval.
+
+    Raises:
+        InvalidInputError: If there are too few subsets, no target changes, or texts are not one per row and target.
+    """
+    outputs = retrained.mean
+    predicted = _summed(scores, retrained.masks)
+    sums = SubsetSums(rows, retrained.masks)
+    found = _lds(predicted, outputs, confidence)
+    baselines = tuple(
+        Baseline(
+            name,
+            _estimate(_lds(baseline, outputs, confidence)),
+            _estimate(_lead(predicted, baseline, outputs, confidence)),
+        )
+        for name, baseline in _baselines(rows, sums, retrained.masks, scores.shape, texts)
+    )
+    several = len(retrained.seeds) > 1
+    return Verdict(
+        lds=_estimate(found),
+        baselines=baselines,
+        num_subsets=len(outputs),
+        num_seeds=len(retrained.seeds),
+        alpha=float(retrained.masks.mean()),
+        num_targets=outputs.shape[1],
+        num_constant=found.num_constant,
+        confidence=confidence,
+        ceiling=retrained.noise_ceiling().ceiling if several else None,
+        calibration=_calibrate(rows, sums, predicted, outputs, confidence) if calibrate else None,
+    )
+
+
+def target_outputs(
+    model: nn.Module,
+    task: AbstractModelOutput,
+    targets: Rows,
+    device: torch.device,
+    trained: nn.Module | Mapping[str, Tensor],
+) -> Tensor:
+    """Return the model output f of every target under other weights, ``(M,)``.
+
+    Args:
+        model: Takes the weights, and is given back as it was.
+        task: Gives f.
+        targets: M rows.
+        device: Where to run.
+        trained: A module of the same architecture, which may be ``model`` itself, or its state dict.
+    """
+    state = trained.state_dict() if isinstance(trained, nn.Module) else trained
+    if isinstance(state, Mapping):
+        # Copied, because it may be the model that is overwritten.
+        copies = {name: _copied(value) for name, value in state.items()}
+        state = with_versions(copies, module_versions(state))
+    grid = range(0, len(targets), targets.batch_size)
+    plan = [np.arange(start, min(start + targets.batch_size, len(targets))) for start in grid]
+    with borrow_model(model, device), torch.no_grad():
+        load_into(model, Checkpoint("retrained", None, lambda: state))
+        task.prepare(model)
+        outputs = [
+            task.evaluate(ModelCall(model), move_batch(batch, device)).output.cpu().double()
+            for _, batch in targets.batches(plan)
+        ]
+    return torch.cat(outputs)
+
+
+def check_budget(budget: int, *, calibrate: bool) -> None:
+    """Refuse too few subsets before anything is trained."""
+    fewest = _FEWEST_FOR_CALIBRATION if calibrate else 2
+    if isinstance(budget, bool) or not isinstance(budget, int) or budget < fewest:
+        raise InvalidInputError(
+            f"budget must be an integer of at least {fewest}{' with calibrate=True' if calibrate else ''}, got "
+            f"{budget!r}. Every subset costs one training per seed."
+        )
+
+
+def keep_predictions(store: AbstractFeatureStore, path: str, scores: Scores, retrained: Retrained) -> None:
+    """Keep what scores predicted for the subsets beside what the retrained models said, for some targets.
+
+    Args:
+        store: Holds the scores.
+        path: Their table, as in :func:`keep_verdict`.
+        scores: ``(N, M)``.
+        retrained: Models trained on subsets, and their outputs for the M targets.
+    """
+    some = evenly_spaced(scores.shape[1], _KEPT_TARGETS)
+    kept = np.stack([_summed(scores, retrained.masks)[:, some], retrained.mean[:, some]])
+    store.cache(f"predictions/{path}", verdict_key(store, path), kept)
+
+
+def calibrated_scores(rows: ScoredRows, calibration: Calibration) -> NDArray[np.float32]:
+    """Return the scores of the calibrated kernel, ``(N, M)``.
+
+    Raises:
+        StateError: If the calibrated kernel was not kept.
+    """
+    if not calibration.kept:
+        raise StateError(
+            f"The calibrated kernel did not pass its test (gain {calibration.gain}), so it was not kept. Use the "
+            "scores as they are, or verify with a larger budget."
+        )
+    targets = _calibrated_targets(rows, calibration, np.array(calibration.weights))
+    mean = rows.mean_out_to_loss()
+    scores = np.zeros((len(mean), len(targets["off"][0])), np.float32)
+    for place, table in enumerate(rows.train.values()):
+        own = table.read(OUT_TO_LOSS)
+        for start, chunk in table.blocks(FEATURES):
+            tile = as_tensor(chunk, rows.device).float()
+            here = slice(start, start + len(tile))
+            factors = {"outside": mean[here, None], "inside": own[here, None], "off": 1.0}
+            with full_float32(tile.device):
+                for view, factor in factors.items():
+                    scores[here] += (tile @ targets[view][place].float().T).cpu().numpy() * factor
+    return scores
+
+
+def _summed(scores: Scores, masks: NDArray[np.bool_]) -> Array:
+    """Return what the scores predict for the subsets, ``(S, M)``, some rows at a time."""
+    num_rows, num_targets = scores.shape
+    total = np.zeros((len(masks), num_targets))
+    for start in range(0, num_rows, _TILE_ROWS):
+        part = np.arange(start, min(start + _TILE_ROWS, num_rows))
+        total += summed_scores(scores.rows(part), masks[:, part])
+    return total
+
+
+def _baselines(
+    rows: ScoredRows,
+    sums: SubsetSums,
+    masks: NDArray[np.bool_],
+    shape: tuple[int, int],
+    texts: tuple[Sequence[Any], Sequence[Any]] | None,
+) -> Iterator[tuple[str, Array]]:
+    """Yield the names and predictions ``(S, M)`` of methods that cost next to nothing."""
+    if rows.has_targets():
+        targets = [rows.targets(table) for table in rows.train.values()]
+        yield "gradient dot product, no kernel", sums.predict(targets, "outside")
+        yield (
+            "nearest in feature space (cosine)",
+            sums.predict([_unit(target) for target in targets], "unit"),
+        )
+    # q falls with f and rises with the loss, for every target alike.
+    yield "loss of the train row (its q)", np.tile((masks @ rows.mean_out_to_loss())[:, None], shape[1])
+    if texts is not None:
+        if (len(texts[0]), len(texts[1])) != shape:
+            raise InvalidInputError(
+                f"texts must be {shape[0]} train texts and {shape[1]} target texts, got {len(texts[0])} and "
+                f"{len(texts[1])}."
+            )
+        yield "BM25 of the texts", summed_scores(bm25(*texts), masks)
+
+
+def _calibrate(
+    rows: ScoredRows, sums: SubsetSums, predicted: Array, outputs: Array, confidence: float
+) -> Calibration:
+    """Fit weights on every other subset, and test them on the rest."""
+    dampings = tuple(sorted({*_DAMPINGS, rows.require_kernel().damping}))
+    segments = tuple((segment.start, segment.stop) for segment in rows.layout.segments)
+    if len(VIEWS) * len(rows.train) * len(segments) * len(dampings) > _MOST_PARTS:
+        segments = ((0, rows.layout.width),)
+    fitted, held_out = np.arange(0, len(outputs), 2), np.arange(1, len(outputs), 2)
+    num_targets = outputs.shape[1]
+    chosen = np.unique(
+        np.linspace(0, num_targets - 1, min(num_targets, _CALIBRATION_TARGETS)).astype(np.int64)
+    )
+    parts = _parts(rows, sums, segments, dampings, chosen)
+    prior = np.zeros((len(VIEWS), len(rows.train), len(segments), len(dampings)))
+    default = np.asarray(rows.settings.weights(len(rows.train)))
+    prior[VIEWS.index(rows.settings.q), :, :, dampings.index(rows.require_kernel().damping)] = default[
+        :, None
+    ]
+    weights = fit_weights(parts[:, fitted], outputs[np.ix_(fitted, chosen)], prior.reshape(-1))
+    none = Estimate(0.0, 0.0, 0.0)
+    untested = Calibration(
+        kept=False,
+        default=none,
+        calibrated=none,
+        gain=none,
+        num_held_out=len(held_out),
+        views=VIEWS,
+        checkpoints=tuple(rows.train),
+        segments=segments,
+        dampings=dampings,
+        weights=tuple(map(float, weights)),
+    )
+    targets = _calibrated_targets(rows, untested, weights)
+    better = sum((sums.predict(targets[view], view) for view in VIEWS), np.zeros(predicted.shape))
+    return _tested(untested, better[held_out], predicted[held_out], outputs[held_out], confidence)
+
+
+def _tested(
+    calibration: Calibration, better: Array, default: Array, outputs: Array, confidence: float
+) -> Calibration:
+    """Return the calibration with what the held-out subsets say about it."""
+    gain = _estimate(_lead(better, default, outputs, confidence))
+    return replace(
+        calibration,
+        kept=gain.low > 0.0,
+        default=_estimate(_lds(default, outputs, confidence)),
+        calibrated=_estimate(_lds(better, outputs, confidence)),
+        gain=gain,
+    )
+
+
+def _parts(
+    rows: ScoredRows,
+    sums: SubsetSums,
+    segments: Sequence[tuple[int, int]],
+    dampings: Sequence[float],
+    chosen: NDArray[np.int64],
+) -> Array:
+    """Return what each view, checkpoint, segment and damping alone predicts, ``(V C s D, S, targets)``."""
+    num_subsets = len(sums.by_checkpoint[0]["off"])
+    shape = (len(VIEWS), len(rows.train), len(segments), len(dampings), num_subsets, len(chosen))
+    parts = np.empty(shape)
+    for c, table in enumerate(rows.train.values()):
+        for d, damping in enumerate(dampings):
+            targets = rows.preconditioned(table, damping)[torch.from_numpy(chosen).to(rows.device)]
+            for s, (start, stop) in enumerate(segments):
+                for v, view in enumerate(VIEWS):
+                    part = sums.by_checkpoint[c][view][:, start:stop] @ targets[:, start:stop].T
+                    parts[v, c, s, d] = part.cpu().numpy()
+    return parts.reshape(-1, num_subsets, len(chosen))
+
+
+def _calibrated_targets(
+    rows: ScoredRows, calibration: Calibration, weights: Array
+) -> dict[str, list[Tensor]]:
+    """Return, per view and checkpoint, the weighted sum of the targets behind all kernels, ``(M, K)``."""
+    shape = (len(VIEWS), len(rows.train), len(calibration.segments), len(calibration.dampings))
+    weight = weights.reshape(shape)
+    mixed: dict[str, list[Tensor]] = {view: [] for view in VIEWS}
+    for c, table in enumerate(rows.train.values()):
+        totals = [torch.zeros_like(rows.targets(table)) for _ in VIEWS]
+        for d, damping in enumerate(calibration.dampings):
+            targets = rows.preconditioned(table, damping)
+            for s, (start, stop) in enumerate(calibration.segments):
+                for v, total in enumerate(totals):
+                    total[:, start:stop] += float(weight[v, c, s, d]) * targets[:, start:stop]
+        for view, total in zip(VIEWS, totals, strict=True):
+            mixed[view].append(total)
+    return mixed
+
+
+def _lds(predicted: Array, outputs: Array, confidence: float) -> LinearDatamodelingScore:
+    return linear_datamodeling_score(
+        predicted, None, outputs, num_resamples=_NUM_RESAMPLES, confidence=confidence
+    )
+
+
+def _lead(first: Array, second: Array, outputs: Array, confidence: float) -> ScoreDifference:
+    return compare_datamodeling_scores(
+        first, second, None, outputs, num_resamples=_NUM_RESAMPLES, confidence=confidence
+    )
+
+
+def _estimate(found: LinearDatamodelingScore | ScoreDifference) -> Estimate:
+    return Estimate(found.mean, *found.interval)
+
+
+def _copied(value: Any) -> Any:
+    return value.detach().clone() if isinstance(value, Tensor) else value
+
+
+def _unit(rows: Tensor) -> Tensor:
+    """Return rows of norm 1; zero rows stay zero."""
+    norms = torch.linalg.vector_norm(rows, dim=1, keepdim=True)
+    unit: Tensor = rows / norms.masked_fill(norms == 0, 1.0)
+    return unit

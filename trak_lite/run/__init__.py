@@ -1,0 +1,1 @@
+"""A run: its settings, its workspace and the tables in it."""

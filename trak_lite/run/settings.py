@@ -1,0 +1,516 @@
+"""What an attributor was told and what was decided of it: every ``"auto"``, and what a store's manifest says of it.
+
+Source: TRAK (arXiv:2303.14186), with damping and curvature weights as in the native method of trak_lite.
+"""
+
+from __future__ import annotations
+
+import logging
+import platform
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any, Final, Literal, Self, Unpack, final
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from trak_lite._validate import one_of, positive_int
+from trak_lite._version import __version__
+from trak_lite.errors import CorruptStoreError, InvalidInputError
+from trak_lite.gradient_computers import (
+    GRADIENT_COMPUTERS,
+    AbstractGradientComputer,
+    FunctionalGradientComputer,
+    Normalization,
+    ParameterChoice,
+    as_normalization,
+    choose_gradient_computer,
+    select_parameters,
+)
+from trak_lite.linalg import KernelSettings
+from trak_lite.modelout_functions import MODEL_OUTPUTS, AbstractModelOutput, describe_task, resolve_task
+from trak_lite.modelout_functions._sampling import fisher_task
+from trak_lite.models.borrowing import resolve_device
+from trak_lite.models.sharded import is_sharded, refuse_sharded, refuse_unsupported_sharding
+from trak_lite.projectors import AbstractProjector, projector_name, select_projector
+from trak_lite.run.score_settings import ScoreSettings, ScoreView
+from trak_lite.run.tables import feature_table_spec, target_table_spec
+from trak_lite.store import DTYPES, Manifest, TableSpec, dtype_fingerprint
+from trak_lite.types import Batch, FeatureLayout, ParameterShapes, num_entries
+
+__all__ = [
+    "AttributorSettings",
+    "GradientComputerFactory",
+    "StoredSettings",
+    "Task",
+    "stored_arguments",
+    "versions",
+]
+
+logger = logging.getLogger(__name__)
+
+DEFAULT_ROW_WIDTH: Final = 32768
+"""Numbers of a row that all modules share, where ``proj_dim`` is not given."""
+MOST_FEATURES: Final = 2048
+FEWEST_FEATURES: Final = 64
+"""Of one module, then."""
+WIDEST_FITTED: Final = 4096
+"""Features of a segment up to which the Fisher kernel is fitted unasked: samples and time grow with their cube."""
+_SHARE_OF_TRACE: Final = {"curvature": 1 / 2048, "trak": 1 / 2048, "fisher": 1 / 16384}
+"""The default lambda as a share of a segment's trace, which means the same at every K.
+
+Chosen on one half of subsets and targets of ``benchmarks/lds_digits.py``, at K = 1024 per module: shares of 1/512,
+1/2048, 1/8192 and 1/32768 gave LDS of .588, .633, .615 and .549 on the digits MLP (curvature), and .557, .598, .626 and
+.632 on the language model (Fisher, 2.3 samples per feature).
+"""
+_WITH_DEFAULT_DAMPING: Final = tuple(_SHARE_OF_TRACE)
+_STORED_SETTINGS: Final = (
+    "task",
+    "proj_dim",
+    "seed",
+    "dtype",
+    "gradient_computer",
+    "normalize",
+    "store_norms",
+    "projector",
+    "layout",
+    "kernel",
+    "damping",
+)
+"""What a manifest says of an attributor's arguments; a store sets no others (paths, devices, what is shown)."""
+
+GradientComputerFactory = Callable[..., AbstractGradientComputer]
+Task = str | AbstractModelOutput | type[AbstractModelOutput] | Callable[..., Tensor]
+"""A model output function: its name, one of one's own, or a callable ``f(model_call, batch) -> (B,)``."""
+
+
+@final
+class AttributorSettings:
+    """Every setting behind rows and scores, decided; only the gradient computer may have to wait for first samples."""
+
+    def __init__(
+        self,
+        model: nn.Module,
+        task: Task,
+        *,
+        proj_dim: int | Literal["auto"],
+        seed: int,
+        device: str | torch.device,
+        dtype: Literal["float32", "float16", "int8", "int4"],
+        grad_wrt: ParameterChoice | None,
+        gradient_computer: str | GradientComputerFactory,
+        normalize: Literal["none", "unit"] | Normalization,
+        store_norms: bool,
+        projector: str | AbstractProjector,
+        layout: Literal["auto", "joint", "module"],
+        kernel: Literal["auto", "curvature", "fisher", "trak"],
+        damping: float | Literal["auto"],
+    ) -> None:
+        """Check and decide every setting; the arguments are those of :class:`~trak_lite.Attributor`.
+
+        Raises:
+            InvalidInputError: If a setting is not among the allowed ones, or a name in ``grad_wrt`` is unknown.
+            UnknownTaskError: If the task is unknown.
+            UnsupportedModelError: If the model is sharded otherwise than by FSDP2, or the gradient computer takes none.
+        """
+        refuse_unsupported_sharding(model)
+        self._model = model
+        self.task = resolve_task(task)
+        self.dtype = one_of(DTYPES, dtype=dtype)
+        self.device = resolve_device(device, model)
+        self.parameters: ParameterShapes = {
+            name: tuple(p.shape) for name, p in select_parameters(model, grad_wrt).items()
+        }
+        layout = _decide_layout(layout, projector)
+        self.projector = select_projector(
+            projector,
+            proj_dim=_decide_proj_dim(proj_dim, layout, self.parameters),
+            seed=seed,
+            device=self.device,
+            layout=layout,
+        )
+        computer_name, self._make_computer = _decide_computer(gradient_computer, model)
+        self._is_own_computer = computer_name is None
+        self.normalization = as_normalization(normalize)
+        self.kernel = self._decide_kernel(kernel, damping)
+        self._store_norms = store_norms
+        self._arguments = {  # None stands for what only the user can give again
+            "task": self.task.name or None,
+            "proj_dim": self.projector.proj_dim or self.layout.width,
+            "seed": int(self.projector.seed),
+            "dtype": self.dtype,
+            "gradient_computer": computer_name,
+            "normalize": self.normalization.to_json(),
+            "store_norms": store_norms,
+            "projector": projector_name(projector),
+            "layout": layout,
+            "kernel": self._default_kernel,
+            "damping": self.kernel.damping,
+        }
+        self._made_with: dict[str, Any] = {
+            **versions(self.device),
+            "float32_products": "ieee",
+            "settings": self._arguments,
+        }
+        self._log()
+
+    def _log(self) -> None:
+        """Say once what was decided."""
+        logger.info(
+            "Settings: %d parameters in %d tensors, %s, rows of %d numbers.",
+            num_entries(self.parameters),
+            len(self.parameters),
+            self._arguments,
+            self.layout.width,
+        )
+
+    @property
+    def layout(self) -> FeatureLayout:
+        """Segments of a feature row."""
+        return self.projector.layout(self.parameters)
+
+    # ---------------------------------------------------------------- gradients
+
+    @property
+    def computer_is_chosen(self) -> bool:
+        """Whether it is known how gradients are computed; otherwise the first samples decide."""
+        return self._make_computer is not None
+
+    def computer(self) -> AbstractGradientComputer:
+        """Return a gradient computer with the weights that the model has now."""
+        return self._computer_of(self.task)
+
+    def _computer_of(self, task: AbstractModelOutput) -> AbstractGradientComputer:
+        return (self._make_computer or FunctionalGradientComputer)(
+            model=self._model,
+            task=task,
+            grad_dim=num_entries(self.parameters),
+            dtype=None,
+            device=self.device,
+            grad_wrt=list(self.parameters),
+        )
+
+    def fisher_computer(self) -> AbstractGradientComputer:
+        """Return a gradient computer of the log-likelihood's gradients, for labels that the model draws.
+
+        Raises:
+            InvalidInputError: If the task cannot draw labels, or the rows are normalised.
+        """
+        return self._computer_of(self._fisher_task())
+
+    @property
+    def _is_normalised(self) -> bool:
+        """Whether rows are, by these settings or by a gradient computer of the user's own."""
+        own = self._is_own_computer and "normalization" in self.computer().fingerprint()
+        return own or self.normalization.kind != "none"
+
+    def _fisher_task(self) -> AbstractModelOutput:
+        if self._is_normalised:
+            raise InvalidInputError(
+                "kernel='fisher' is made of gradients as they are, and the rows are normalised. Use kernel='trak' or "
+                "normalize='none'."
+            )
+        return fisher_task(self.task)
+
+    def choose_computer(self, batch: Batch) -> AbstractGradientComputer:
+        """Decide ``gradient_computer="auto"`` by trying the first samples; return the one that was tried."""
+        name, reason, computer = choose_gradient_computer(
+            self._model, self.task, batch, list(self.parameters)
+        )
+        self._make_computer = GRADIENT_COMPUTERS[name]
+        # The manifest of a store not yet made refers to both.
+        self._arguments["gradient_computer"] = name
+        self._made_with["gradient_computer_reason"] = reason
+        return computer
+
+    # ---------------------------------------------------------------- what is stored, and what it is compared by
+
+    def manifest(self, dataset: Mapping[str, Any] | None) -> Manifest:
+        """Return the manifest of these settings; without a dataset, only what the settings determine.
+
+        Raises:
+            InvalidInputError: If the gradient computer and ``normalize`` would both normalise.
+        """
+        fingerprint: dict[str, Any] = {
+            **dtype_fingerprint(self.dtype),
+            "feature_width": self.layout.width,
+            "gradients": self._gradient_fingerprint(),
+            "layout": self.layout.to_json(),
+            "mode": "eval",
+            "parameters": {name: list(shape) for name, shape in self.parameters.items()},
+            "projector": self.projector.fingerprint(),
+            "task": describe_task(self.task),
+        }
+        if dataset is not None:
+            fingerprint["dataset"] = dict(dataset)
+        return Manifest(fingerprint, self._made_with)
+
+    def train_table(self, num_rows: int, fingerprint: Mapping[str, Any]) -> TableSpec:
+        """Return the table of the train rows' features of one checkpoint."""
+        return feature_table_spec(
+            num_rows, self.layout.width, self.dtype, fingerprint, norms=self._store_norms
+        )
+
+    def target_table(
+        self, num_targets: int, fingerprint: Mapping[str, Any], *, preconditioned: bool
+    ) -> TableSpec:
+        """Return the table of the targets' features of one checkpoint."""
+        # an inverse curvature is beyond float16's range
+        dtype = "float32" if preconditioned else self.dtype
+        return target_table_spec(num_targets, self.layout.width, dtype, fingerprint)
+
+    def row_fingerprint(self, model_id: int, digest: str) -> dict[str, Any]:
+        """Return what determines a checkpoint's rows: its weights, and the task's state if it has any."""
+        state = self.task.state_digest()
+        fingerprint = {"model_id": model_id, "weights": digest}
+        return fingerprint if state is None else {**fingerprint, "task_state": state}
+
+    def _gradient_fingerprint(self) -> dict[str, Any]:
+        """Return what determines the gradients: the computer's settings, and how they are normalised."""
+        computed, normalized = self.computer().fingerprint(), self.normalization.fingerprint()
+        if computed.keys() & normalized.keys():
+            raise InvalidInputError(
+                f"The gradient computer normalises already ({computed['normalization']}), and normalize="
+                f"{normalized['normalization']} would do it again. Leave out one of the two."
+            )
+        return {**computed, **normalized}
+
+    # ---------------------------------------------------------------- how scores are made
+
+    @property
+    def default_scores(self) -> ScoreSettings:
+        """How scores are made where a call does not say otherwise."""
+        kernel = self._default_kernel
+        return ScoreSettings(kernel=kernel, damping=self.kernel.damping, q=_default_q(kernel))
+
+    def score_settings(self, **view: Unpack[ScoreView]) -> ScoreSettings:
+        """Return how one call makes scores: as it says, and as by default where it leaves that open.
+
+        Raises:
+            InvalidInputError: If a value is unknown, or the task has no curvature to weigh rows by.
+        """
+        settings = _viewed(self.default_scores, self.layout, view)
+        if settings.kernel in ("curvature", "fisher"):
+            self.check_kernel(settings.kernel)
+        return settings
+
+    @property
+    def _default_kernel(self) -> Literal["curvature", "fisher", "trak"]:
+        weighting = self.kernel.weighting
+        return "trak" if weighting == "none" else weighting
+
+    def _decide_kernel(self, kernel: str, damping: float | str) -> KernelSettings:
+        """Return the kernel settings with every ``"auto"`` decided."""
+        name = one_of(("auto", "curvature", "fisher", "trak"), kernel=kernel)
+        if name == "auto":
+            name = self._best_kernel()
+        self.check_kernel(name)
+        lam = _default_damping(self.layout, name, "stored") if damping == "auto" else damping
+        weighting = "none" if name == "trak" else name
+        return KernelSettings(weighting=weighting, damping=lam)  # type: ignore[arg-type]
+
+    def _best_kernel(self) -> Literal["curvature", "fisher", "trak"]:
+        """Return the kernel that has the curvature of the training loss in it, where the task tells it."""
+        if self.task.has_curvature and self.task.log_likelihood() is None:
+            return "curvature"
+        narrow = max(segment.width for segment in self.layout.segments) <= WIDEST_FITTED
+        if self.task.can_sample and narrow and not self._is_normalised:
+            return "fisher"
+        return "curvature" if self.task.has_curvature else "trak"
+
+    def check_kernel(self, name: str) -> None:
+        """Refuse a kernel that the task has nothing for.
+
+        Raises:
+            InvalidInputError: If the task has no curvature, or cannot draw labels, or the rows are normalised.
+        """
+        if name == "fisher":
+            self._fisher_task()
+        if name == "curvature" and not self.task.has_curvature:
+            raise InvalidInputError(
+                f"kernel='curvature' needs a loss that is curved in f, but the loss of {type(self.task).__name__} is "
+                "linear in it: every weight would be zero. Use kernel='trak'."
+            )
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class StoredSettings:
+    """What a store's manifest says of its scores: enough to read them without the model or the task."""
+
+    layout: FeatureLayout
+    """Segments of a feature row."""
+    default_scores: ScoreSettings
+    """How scores were made where a call did not say otherwise."""
+    device: torch.device
+    """Where products of stored rows run."""
+
+    @classmethod
+    def of(cls, manifest: Manifest, *, device: torch.device, where: str) -> Self:
+        """Return the settings that a manifest holds.
+
+        Args:
+            manifest: Of the store.
+            device: Where products of stored rows run.
+            where: How messages name the store.
+
+        Raises:
+            CorruptStoreError: If it does not say how rows are laid out, or how scores are made.
+        """
+        try:
+            settings = manifest.made_with["settings"]
+            layout = FeatureLayout.from_json(manifest.fingerprint["layout"])
+            kernel = settings["kernel"]
+            default = ScoreSettings(kernel=kernel, damping=settings["damping"], q=_default_q(kernel))
+        except (KeyError, TypeError, ValueError, AttributeError, OverflowError) as error:
+            raise CorruptStoreError(
+                f"{where} does not say how its rows are laid out and how its scores are made ({error!r:.200}). Open it "
+                "in Python with the model: Attributor.open(path, model)."
+            ) from error
+        return cls(layout, default, device)
+
+    def score_settings(self, **view: Unpack[ScoreView]) -> ScoreSettings:
+        """Return how scores of a view were made; see :meth:`AttributorSettings.score_settings`.
+
+        Raises:
+            InvalidInputError: If a value is unknown.
+        """
+        return _viewed(self.default_scores, self.layout, view)
+
+
+def _viewed(default: ScoreSettings, layout: FeatureLayout, view: ScoreView) -> ScoreSettings:
+    """Return how scores are made: as a call says, and as by default where it leaves that open."""
+    kernel = view.get("kernel") or default.kernel
+    damping = view.get("damping")
+    segments = "stored" if len(layout.segments) == 1 else view.get("layout", "stored")
+    if kernel in _WITH_DEFAULT_DAMPING and damping is None:
+        same = kernel == default.kernel and segments == "stored"
+        damping = default.damping if same else _default_damping(layout, kernel, segments)
+    if kernel == "fisher" and segments == "joint":
+        raise InvalidInputError(
+            "layout='joint' was given with kernel='fisher', which keeps a matrix for every segment and none for "
+            "the whole row. Leave it out, or use kernel='curvature' or 'trak'."
+        )
+    return ScoreSettings(
+        kernel=kernel,
+        damping=damping,
+        layout=segments,
+        q=view.get("q") or _default_q(kernel),
+        checkpoint_weights=view.get("checkpoint_weights"),
+    )
+
+
+def _default_damping(layout: FeatureLayout, kernel: str, segments: str) -> float:
+    """Return the default lambda in units of the mean eigenvalue, from what it is as a share of the trace.
+
+    There is one number for all segments: where they are not equally wide, it is that of their mean width.
+    """
+    return layout.width / (1 if segments == "joint" else len(layout.segments)) * _SHARE_OF_TRACE[kernel]
+
+
+def stored_arguments(
+    manifest: Manifest, task: Task | None, overrides: Mapping[str, Any], *, where: str
+) -> tuple[Task, dict[str, Any]]:
+    """Return the task, and the keywords of an attributor, that a store was made with.
+
+    Args:
+        manifest: Of the store.
+        task: The user's; ``None`` takes the stored one.
+        overrides: Keywords that take the place of stored ones.
+        where: How messages name the store.
+
+    Raises:
+        InvalidInputError: If the store was made with something of the user's own that was not passed.
+        CorruptStoreError: If the manifest does not hold settings as they are stored.
+    """
+    try:
+        stored = manifest.made_with.get("settings", {})
+        arguments = {name: stored[name] for name in _STORED_SETTINGS if name in stored}
+        arguments["grad_wrt"] = list(manifest.fingerprint["parameters"])
+        # Stores of older versions say nothing of it, and hold gradients as they are.
+        arguments["normalize"] = Normalization(**arguments.get("normalize", {}))
+        stored_task = _stored_task(arguments.pop("task", None), manifest)
+    except (KeyError, TypeError, ValueError, AttributeError) as error:
+        raise CorruptStoreError(
+            f"The manifest of {where} does not hold the settings of an attributor ({error!r:.200}). Restore its "
+            "zarr.json from a backup, or pass the settings: Attributor(model, task, path, ...)."
+        ) from error
+    if arguments.get("layout") == "auto" and arguments.get("projector") not in (None, "two_sided"):
+        arguments["layout"] = "joint"  # what older versions took
+    if overrides.get("kernel", arguments.get("kernel")) != arguments.get("kernel"):
+        arguments["damping"] = "auto"  # what was decided is in units of the other kernel
+    arguments.update(overrides)
+    found = stored_task if task is None else task
+    needed = [name for name, value in arguments.items() if value is None]
+    if found is None:
+        needed.append("task")
+    if found is None or needed:
+        raise InvalidInputError(
+            f"{where} was made with {needed} of the user's own, which a store cannot keep. Pass "
+            f"{', '.join(f'{name}=...' for name in needed)} to Attributor.open."
+        )
+    return found, arguments
+
+
+def _stored_task(name: str | None, manifest: Manifest) -> Task | None:
+    """Return the built-in task of a store, with its settings, which may be others than today's defaults."""
+    described = manifest.fingerprint.get("task", {})
+    if name not in MODEL_OUTPUTS or described.get("name") != name:
+        return name
+    return MODEL_OUTPUTS[name](**described["settings"])
+
+
+def _decide_computer(
+    choice: str | GradientComputerFactory, model: nn.Module
+) -> tuple[str | None, GradientComputerFactory | None]:
+    """Return the gradient computer's name and how to make one.
+
+    The name is ``None`` for one of the user's own; how to make it is ``None`` until the first samples decide. They
+    decide nothing for a model that is sharded: one gradient computer takes it.
+    """
+    if callable(choice):
+        if not getattr(getattr(choice, "func", choice), "runs_sharded", False):
+            refuse_sharded(model, f"gradient_computer={choice!r}", "Use gradient_computer='hook'")
+        return None, choice
+    name = one_of(("auto", *GRADIENT_COMPUTERS), gradient_computer=choice)
+    if name == "auto" and is_sharded(model):
+        name = "hook"
+    if name != "auto" and not GRADIENT_COMPUTERS[name].runs_sharded:
+        refuse_sharded(model, f"gradient_computer={name!r}", "Use gradient_computer='hook'")
+    return name, None if name == "auto" else GRADIENT_COMPUTERS[name]
+
+
+def _decide_layout(
+    layout: Literal["auto", "joint", "module"], projector: str | AbstractProjector
+) -> Literal["auto", "joint", "module"]:
+    """Return the layout: a kernel for every module, where the projector is not one that has its own."""
+    if one_of(("auto", "joint", "module"), layout=layout) != "auto":
+        return layout
+    return "module" if isinstance(projector, str) else "auto"
+
+
+def _decide_proj_dim(proj_dim: int | str, layout: str, parameters: ParameterShapes) -> int:
+    """Return K, by default such that all modules together have a row of a certain width at most."""
+    if proj_dim != "auto":
+        return positive_int(proj_dim=proj_dim)
+    modules = len({name.rpartition(".")[0] for name in parameters}) if layout == "module" else 1
+    share = max(DEFAULT_ROW_WIDTH // max(modules, 1), 1)
+    power_of_two = 1 << (share.bit_length() - 1)
+    return max(FEWEST_FEATURES, min(MOST_FEATURES, power_of_two))
+
+
+def _default_q(kernel: str) -> Literal["outside", "inside"]:
+    """Return where q goes: TRAK (section 3.3) takes its mean over checkpoints, and is kept as published."""
+    return "outside" if kernel == "trak" else "inside"
+
+
+def versions(device: torch.device) -> dict[str, Any]:
+    """Return the versions of what computes, and the device, as JSON values."""
+    return {
+        "trak_lite": __version__,
+        "torch": torch.__version__,
+        "numpy": np.__version__,
+        "python": platform.python_version(),
+        "device": str(device),
+    }

@@ -1,0 +1,201 @@
+"""Tables of a run: their names, paths, columns and identities. No other module spells them."""
+
+from __future__ import annotations
+
+import contextlib
+import re
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from trak_lite._validate import some_of
+from trak_lite.errors import InvalidInputError, StateError, StoreError
+from trak_lite.run.score_settings import ScoreSettings
+from trak_lite.store import (
+    AbstractFeatureStore,
+    AbstractRowTable,
+    Column,
+    Manifest,
+    TableSpec,
+    chunk_rows_for,
+)
+
+__all__ = [
+    "FEATURES",
+    "GRADIENT_NORM",
+    "LOSS_CURVATURE",
+    "OUT_TO_LOSS",
+    "SCORES",
+    "as_tensor",
+    "checkpoint_tables",
+    "complete_tables",
+    "drop_checkpoint",
+    "feature_table_spec",
+    "score_path",
+    "score_table_spec",
+    "target_folder",
+    "target_table_spec",
+]
+
+FEATURES, OUT_TO_LOSS, LOSS_CURVATURE = "features", "out_to_loss", "loss_curvature"
+GRADIENT_NORM = "gradient_norm"
+SCORES = "scores"
+
+
+def feature_table_spec(
+    num_rows: int, width: int, dtype: str, fingerprint: Mapping[str, Any], *, norms: bool = False
+) -> TableSpec:
+    """Return the table of one checkpoint's features ``(num_rows, width)`` with q and w beside them.
+
+    Args:
+        num_rows: N.
+        width: K.
+        dtype: Of the features, one of ``trak_lite.store.DTYPES``.
+        fingerprint: What determines the rows.
+        norms: Keep the norm of every sample's gradient too.
+    """
+    features = Column(FEATURES, width, dtype)
+    columns = (
+        features,
+        Column(OUT_TO_LOSS, None, "float32"),
+        Column(LOSS_CURVATURE, None, "float32"),
+        *((Column(GRADIENT_NORM, None, "float32"),) if norms else ()),
+    )
+    return TableSpec(num_rows, columns, chunk_rows_for(num_rows, features.arrays[0].row_bytes), fingerprint)
+
+
+def target_table_spec(num_rows: int, width: int, dtype: str, fingerprint: Mapping[str, Any]) -> TableSpec:
+    """Return the table of a target set, for train rows of a dtype: the same, but never quantised.
+
+    Targets are few, and the inverse kernel magnifies what rounding does to them.
+    """
+    return feature_table_spec(num_rows, width, Column(FEATURES, width, dtype).value_dtype, fingerprint)
+
+
+def as_tensor(array: NDArray[Any], device: torch.device) -> Tensor:
+    """Return an array of the store as a tensor on a device; on the CPU it shares the mapped memory."""
+    if not array.flags.writeable:
+        # torch warns about read-only arrays, as it might write to them; nothing that gets this tensor does.
+        array = array.view()
+        with contextlib.suppress(ValueError):  # memory that cannot be written at all: copied below
+            array.flags.writeable = True
+    if not array.flags.writeable:
+        array = array.copy()
+    return torch.from_numpy(array).to(device)
+
+
+def score_table_spec(num_rows: int, num_targets: int, fingerprint: Mapping[str, Any]) -> TableSpec:
+    """Return the table of scores ``(num_rows, num_targets)`` in float32."""
+    return TableSpec(
+        num_rows,
+        (Column(SCORES, num_targets, "float32"),),
+        chunk_rows_for(num_rows, 4 * num_targets),
+        fingerprint,
+    )
+
+
+def target_folder(name: str, settings: ScoreSettings) -> str:
+    """Return where the features of a target set are kept that a view reads, one table per checkpoint."""
+    if settings.kernel == "ekfac":
+        short = f"{settings.damping:g}"  # six digits, which another damping may have too
+        exact = short if float(short) == settings.damping else repr(settings.damping)
+        return f"preconditioned/{name}/{exact.replace('+', '')}"
+    return f"targets/{name}"
+
+
+def table_path(table: AbstractRowTable) -> str:
+    """Return the path of a checkpoint's train rows."""
+    return f"ckpt-{table.spec.fingerprint['model_id']}"
+
+
+def score_path(name: str, settings: ScoreSettings, base: ScoreSettings) -> str:
+    """Return where the scores of a target set are kept.
+
+    Args:
+        name: Name of the target set.
+        settings: How the scores are made.
+        base: How the attributor makes them where a call says nothing.
+    """
+    if settings == base:
+        return f"scores/{name}"
+    return f"views/{name}/{Manifest(settings.fingerprint()).digest()[:16]}"
+
+
+def checkpoint_tables(store: AbstractFeatureStore) -> dict[str, str]:
+    """Return the paths of the train tables by the digest of their checkpoint's weights, in id order."""
+    paths = [path for path in store.table_names() if re.fullmatch(r"ckpt-\d+", path)]
+    found = {}
+    for path in sorted(paths, key=model_id_of):
+        try:
+            found[store.open_table(path).spec.fingerprint["weights"]] = path
+        except StoreError:
+            if path in store.table_names():  # else another process has dropped it just now
+                raise
+    return found
+
+
+def complete_tables(
+    store: AbstractFeatureStore, digests: Sequence[str] | None
+) -> dict[str, AbstractRowTable]:
+    """Return the finished train tables by weights digest, all of them or those asked for.
+
+    Raises:
+        StateError: If there is none, one asked for is not there, or rows are pending.
+    """
+    paths = checkpoint_tables(store)
+    unknown = [] if digests is None else [digest[:12] for digest in digests if digest not in paths]
+    if unknown:
+        raise StateError(
+            f"The store has no features for {len(unknown)} of the {len(digests or ())} checkpoints (weights "
+            f"{unknown[:5]}). Featurize them first: featurize(train_data, checkpoints=...)."
+        )
+    tables = {digest: store.open_table(paths[digest]) for digest in (paths if digests is None else digests)}
+    if not tables:
+        raise StateError("No train row has been featurized yet. Call featurize(train_data, ...) first.")
+    num_rows = max(num_train_rows(store.manifest), *(table.spec.num_rows for table in tables.values()))
+    for digest, table in tables.items():
+        if not table.complete or table.spec.num_rows < num_rows:
+            raise StateError(
+                f"{paths[digest]} has {int(table.done().sum())} of {num_rows} train rows. Call featurize(...) again "
+                "with the same data, which continues there, or name finished checkpoints: score(..., checkpoints=...)."
+            )
+    return tables
+
+
+def drop_checkpoint(store: AbstractFeatureStore, name: str) -> None:
+    """Remove the rows of a checkpoint, of train data and of targets, for good.
+
+    Args:
+        store: Open for writing.
+        name: As the checkpoint was called when it was featurized, or its table: ``ckpt-0``.
+
+    Raises:
+        InvalidInputError: If no checkpoint, or more than one, is called that.
+        BusyError: If another process writes rows of it.
+        ReadOnlyStoreError: If the store cannot be written.
+    """
+    names = {path: store.attributes(path).get("name") for path in checkpoint_tables(store).values()}
+    found = [path for path, known in names.items() if name in (path, known)]
+    if len(found) != 1:
+        raise InvalidInputError(
+            f"{len(found)} checkpoints are called {name!r}. Expected one table of "
+            + some_of(f"{path} ({known})" for path, known in names.items())
+            + "."
+        )
+    # Its targets first: without the train rows nothing would say whose they are.
+    features = [path for group in ("targets", "preconditioned") for path in store.table_names(group)]
+    targets = [path for path in features if path.endswith(f"/{found[0]}")]
+    for path in (*targets, *store.table_names(f"fisher/{found[0]}"), found[0]):
+        store.drop_table(path)
+
+
+def num_train_rows(manifest: Manifest) -> int:
+    """Return the number of rows of the train data; 0 where the manifest does not say."""
+    return int(manifest.fingerprint.get("dataset", {}).get("num_rows", 0))
+
+
+def model_id_of(path: str) -> int:
+    return int(path.removeprefix("ckpt-"))

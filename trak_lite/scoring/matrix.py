@@ -1,0 +1,312 @@
+"""The (N, M) matrix of scores, kept on disk or made when asked, and what can be read off it in one pass.
+
+Shapes: N train rows, M targets, b rows of a tile, k rows kept per target, L dampings.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any, Literal, NamedTuple, final
+
+import numpy as np
+import torch
+from numpy.typing import ArrayLike, NDArray
+from torch import Tensor
+
+from trak_lite._validate import one_of, positive_int, real_at_least, target_number
+from trak_lite.errors import InvalidInputError
+from trak_lite.linalg import TopK, merged_top
+from trak_lite.linalg.topk import TopRows
+from trak_lite.parallel.ranks import AbstractRanks, OneRank
+from trak_lite.run.tables import SCORES
+from trak_lite.scoring.source import ScoreSource
+from trak_lite.store import AbstractRowTable
+
+__all__ = [
+    "AbstractScoreMatrix",
+    "DampingPath",
+    "GroupSums",
+    "StoredMatrix",
+    "StreamedMatrix",
+    "both_ends",
+    "group_sums",
+    "top_rows",
+]
+
+Sign = Literal["helpful", "harmful"]
+_ENDS: tuple[Sign, Sign] = ("helpful", "harmful")
+
+
+class GroupSums(NamedTuple):
+    """Scores summed over groups of train rows, of targets, or both."""
+
+    sums: NDArray[np.float64]
+    """``(train groups, target groups)``; rows or targets that were not grouped stand for themselves."""
+    train_groups: NDArray[Any]
+    """Label of each row of ``sums``."""
+    target_groups: NDArray[Any]
+    """Label of each column of ``sums``."""
+
+
+class AbstractScoreMatrix(ABC):
+    """Scores of N train rows for M targets, read tile by tile."""
+
+    @property
+    @abstractmethod
+    def shape(self) -> tuple[int, int]:
+        """``(N, M)``."""
+
+    @property
+    @abstractmethod
+    def stored(self) -> bool:
+        """Whether the scores are kept, so that reading them computes nothing."""
+
+    @abstractmethod
+    def tiles(self) -> Iterator[tuple[int, NDArray[np.float32]]]:
+        """Yield ``(first row, (b, M) scores)`` of all train rows in order."""
+
+    @abstractmethod
+    def rows(self, indices: Sequence[int] | NDArray[np.integer]) -> NDArray[np.float32]:
+        """Return the scores of some train rows, ``(len(indices), M)``."""
+
+    @abstractmethod
+    def kept_top(self, k: int, sign: Sign) -> TopRows | None:
+        """Return the k strongest rows of every target if they are known already."""
+
+    def numpy(self) -> NDArray[np.float32]:
+        """Return all scores, ``(N, M)``."""
+        out = np.empty(self.shape, np.float32)
+        for start, tile in self.tiles():
+            out[start : start + len(tile)] = tile
+        return out
+
+
+@final
+class StoredMatrix(AbstractScoreMatrix):
+    """Scores in a table, complete."""
+
+    def __init__(self, table: AbstractRowTable) -> None:
+        """Hold a complete table with the column ``scores`` of shape ``(N, M)``."""
+        self._table = table
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        """``(N, M)``."""
+        return self._table.spec.num_rows, self._table.column(SCORES).width or 0
+
+    @property
+    def stored(self) -> bool:
+        """True."""
+        return True
+
+    def tiles(self) -> Iterator[tuple[int, NDArray[np.float32]]]:
+        """Yield the table's chunks."""
+        return self._table.chunks(SCORES)
+
+    def rows(self, indices: Sequence[int] | NDArray[np.integer]) -> NDArray[np.float32]:
+        """Return the scores of some train rows, ``(len(indices), M)``."""
+        return self._table.read_rows(SCORES, indices)
+
+    def kept_top(self, k: int, sign: Sign) -> TopRows | None:
+        """Return nothing: a pass over the table is cheap."""
+        return None
+
+
+@final
+class StreamedMatrix(AbstractScoreMatrix):
+    """Scores that are computed from the stored rows whenever they are read; the best rows may be known."""
+
+    def __init__(self, source: ScoreSource, kept: NDArray[np.float64] | None = None) -> None:
+        """Hold what makes the scores, and rows as :func:`both_ends` returns them."""
+        self._source = source
+        self._kept = kept
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        """``(N, M)``."""
+        return self._source.num_rows, self._source.num_targets
+
+    @property
+    def stored(self) -> bool:
+        """False."""
+        return False
+
+    def tiles(self) -> Iterator[tuple[int, NDArray[np.float32]]]:
+        """Yield tiles bitwise as they would be stored."""
+        for start, tile in self._source.tiles():
+            yield start, tile.cpu().numpy()
+
+    def rows(self, indices: Sequence[int] | NDArray[np.integer]) -> NDArray[np.float32]:
+        """Return the scores of some train rows, ``(len(indices), M)``."""
+        return self._source.scores_of(np.asarray(indices, dtype=np.int64)).cpu().numpy()
+
+    def kept_top(self, k: int, sign: Sign) -> TopRows | None:
+        """Return the k strongest rows of every target if that many are known."""
+        if self._kept is None or self._kept.shape[-1] < min(k, self.shape[0]):
+            return None
+        indices, scores = self._kept[_ENDS.index(sign)][:, :, :k]
+        return TopRows(indices.astype(np.int64), scores.astype(np.float32))
+
+
+def both_ends(source: ScoreSource, k: int, *, ranks: AbstractRanks | None = None) -> NDArray[np.float64]:
+    """Return the k most helpful and most harmful rows of every target, from one pass over the train rows.
+
+    Memory: one tile of scores and ``4 k`` numbers per target, for any N.
+
+    Args:
+        source: What computes scores.
+        k: How many.
+        ranks: Share the pass: each reads tiles that follow each other, and their ends are merged.
+
+    Returns:
+        ``(2, 2, M, k)``: helpful and harmful; row numbers and scores. N in place of k where that is less.
+    """
+    ranks = ranks or OneRank()
+    ends = [TopK(source.num_targets, k, sign=sign) for sign in _ENDS]
+    own = None
+    for start, tile in source.tiles(share=(ranks.rank, ranks.size)):
+        for best in ends:
+            best.update(start, tile)
+        own = ends
+    found = None if own is None else _stacked([best.result() for best in own])
+    merged = ranks.merged(found, lambda one, other: _merged_ends(one, other, k))
+    assert merged is not None  # a source has at least one row
+    return merged
+
+
+def _merged_ends(
+    one: NDArray[np.float64] | None, other: NDArray[np.float64] | None, k: int
+) -> NDArray[np.float64] | None:
+    """Return the ends of two parts of the train rows; ``None`` is a part without rows."""
+    if one is None or other is None:
+        return other if one is None else one
+    merged = []
+    for end, sign in enumerate(_ENDS):
+        parts = [
+            (torch.from_numpy(part[end, 0]).long(), torch.from_numpy(part[end, 1])) for part in (one, other)
+        ]
+        merged.append(merged_top(parts, k, sign=sign))
+    return _stacked(merged)
+
+
+def _stacked(ends: Sequence[tuple[Tensor, Tensor]]) -> NDArray[np.float64]:
+    return np.stack([np.stack([part.cpu().double().numpy() for part in end]) for end in ends])
+
+
+def top_rows(
+    tiles: Iterable[tuple[int, NDArray[np.float32] | Tensor]], num_targets: int, k: int, *, sign: Sign
+) -> TopRows:
+    """Return the k strongest rows of every target of a stream of tiles; equal scores by lower row first."""
+    best = TopK(num_targets, k, sign=sign)
+    for start, tile in tiles:
+        best.update(start, tile if isinstance(tile, Tensor) else torch.from_numpy(np.array(tile)))
+    indices, scores = (tensor.cpu().numpy() for tensor in best.result())
+    return TopRows(indices, scores)
+
+
+def group_sums(
+    matrix: AbstractScoreMatrix, train_labels: ArrayLike | None, target_labels: ArrayLike | None
+) -> GroupSums:
+    """Return scores summed over groups, in one pass and float64.
+
+    Raises:
+        InvalidInputError: If neither side is grouped, or labels are not one per row or target.
+    """
+    if train_labels is None and target_labels is None:
+        raise InvalidInputError(
+            "There is nothing to group by. Give a label per train row, per target, or both."
+        )
+    num_rows, num_targets = matrix.shape
+    train_groups, train_of = _numbered(train_labels, num_rows, "train rows")
+    target_groups, target_of = _numbered(target_labels, num_targets, "targets")
+    sums = torch.zeros(len(train_groups), len(target_groups), dtype=torch.float64, device="cpu")
+    for start, tile in matrix.tiles():
+        scores = torch.from_numpy(tile.astype(np.float64))
+        columns = torch.zeros(len(tile), len(target_groups), dtype=torch.float64, device="cpu")
+        columns.index_add_(1, target_of, scores)
+        sums.index_add_(0, train_of[start : start + len(tile)], columns)
+    return GroupSums(sums.numpy(), train_groups, target_groups)
+
+
+@final
+class DampingPath:
+    """Scores at several dampings, from one eigendecomposition per checkpoint and segment.
+
+    The train rows are read once for all dampings whenever something is asked. Memory: the targets behind the kernel at
+    every damping, ``C * L * M * K`` numbers, and one tile.
+    """
+
+    def __init__(
+        self, source: ScoreSource, name: str, dampings: Sequence[float], targets: slice = slice(None)
+    ) -> None:
+        """Hold what makes the scores.
+
+        Args:
+            source: Rows and settings; their damping does not matter.
+            name: Name of the target set, for messages.
+            dampings: Lambdas in mean eigenvalues.
+            targets: Targets to take; they are numbered anew.
+
+        Raises:
+            InvalidInputError: If there is no damping, one is negative, or the scores have no kernel to damp.
+        """
+        self.dampings = tuple(real_at_least(0.0, damping=float(damping)) for damping in dampings)
+        if not self.dampings:
+            raise InvalidInputError("dampings is empty. Give at least one, such as [0.1, 1, 10].")
+        self._source = source
+        self._name = name
+        self._terms = source.path_terms(self.dampings, targets)
+        self._num_targets = len(range(source.num_targets)[targets])
+
+    @property
+    def shape(self) -> tuple[int, int, int]:
+        """``(L, N, M)``: dampings, train rows, targets."""
+        return len(self.dampings), self._source.num_rows, self._num_targets
+
+    def __repr__(self) -> str:
+        """Return sizes and dampings."""
+        _, num_rows, num_targets = self.shape
+        return (
+            f"DampingPath({self._name!r}: {num_rows} train rows x {num_targets} targets at {self.dampings})"
+        )
+
+    def numpy(self, *, target: int | None = None) -> NDArray[np.float32]:
+        """Return the scores at every damping, ``(L, N, M)``, or ``(L, N)`` for one target."""
+        num_dampings, num_rows, num_targets = self.shape
+        column = slice(None) if target is None else target_number(target, num_targets, self._name)
+        shape = self.shape if target is None else (num_dampings, num_rows)
+        out = np.empty(shape, np.float32)
+        for start, tile in self._source.tiles(self._terms):
+            scores = tile.cpu().numpy().reshape(len(tile), num_dampings, num_targets)
+            out[:, start : start + len(tile)] = scores[:, :, column].swapaxes(0, 1)
+        return out
+
+    def rows(self, indices: Sequence[int] | NDArray[np.integer]) -> NDArray[np.float32]:
+        """Return the scores of some train rows at every damping, ``(L, len(indices), M)``."""
+        num_dampings, _, num_targets = self.shape
+        tile = self._source.scores_of(np.asarray(indices, dtype=np.int64), self._terms).cpu().numpy()
+        found: NDArray[np.float32] = tile.reshape(len(tile), num_dampings, num_targets).swapaxes(0, 1)
+        return found
+
+    def top(self, k: int, *, target: int | None = None, sign: Sign = "helpful") -> TopRows:
+        """Return the k most helpful (or harmful) rows at every damping, ``(L, M, k)``, or ``(L, k)`` for one target."""
+        num_dampings, _, num_targets = self.shape
+        positive_int(k=k)
+        one_of(("helpful", "harmful"), sign=sign)
+        place = None if target is None else target_number(target, num_targets, self._name)
+        found = top_rows(self._source.tiles(self._terms), num_dampings * num_targets, k, sign=sign)
+        indices = found.indices.reshape(num_dampings, num_targets, -1)
+        scores = found.scores.reshape(num_dampings, num_targets, -1)
+        return TopRows(indices, scores) if place is None else TopRows(indices[:, place], scores[:, place])
+
+
+def _numbered(labels: ArrayLike | None, count: int, what: str) -> tuple[NDArray[Any], Tensor]:
+    """Return the distinct labels, sorted, and the place of each row's among them."""
+    values = np.arange(count) if labels is None else np.asarray(labels)
+    if values.shape != (count,):
+        raise InvalidInputError(
+            f"Labels must be one per row, there are {count} {what}; got shape {values.shape}."
+        )
+    distinct, places = np.unique(values, return_inverse=True)
+    return distinct, torch.from_numpy(places)

@@ -1,0 +1,345 @@
+"""What the scores of one target set are made from: stored rows, settings, and the kernels between them.
+
+Shapes: N train rows, M targets, K feature width, C checkpoints, G groups of checkpoints, L dampings.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from itertools import combinations
+from typing import final
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from trak_lite.data.datasets import evenly_spaced, evenly_spread
+from trak_lite.errors import InvalidInputError
+from trak_lite.linalg import (
+    KernelSettings,
+    SegmentKernel,
+    accumulation_dtype,
+    agreement,
+    eigenpath_segments,
+    expected_agreement,
+    precondition,
+    precondition_path,
+    self_scores,
+    unit_segments,
+)
+from trak_lite.parallel.ranks import AbstractRanks, OneRank
+from trak_lite.run.score_settings import ScoreSettings
+from trak_lite.run.tables import FEATURES, OUT_TO_LOSS, as_tensor, score_table_spec, table_path, target_folder
+from trak_lite.scoring.grams import grams_of, kernels_of, make_grams
+from trak_lite.scoring.tiles import ScoreTerm, error_tile, group_tile, score_tile, tile_ranges
+from trak_lite.store import AbstractFeatureStore, AbstractRowTable, Manifest
+from trak_lite.types import FeatureLayout
+
+__all__ = ["Reliability", "ScoreSource"]
+
+_PAIR_ROWS = 1024
+_RANKED_VALUES = 1 << 24  # scores that are ranked at a time
+
+
+@final
+@dataclass(frozen=True, slots=True, eq=False)
+class Reliability:
+    """How far the checkpoints (or runs) of a result agree, target by target."""
+
+    agreement: NDArray[np.float64]
+    """``(M,)`` mean Spearman correlation over train rows between what two checkpoints (runs) alone say."""
+    expected: NDArray[np.float64]
+    """``(M,)`` the correlation to be expected with the mean over as many other ones (Spearman and Brown)."""
+    reliable: NDArray[np.bool_]
+    """``(M,)`` whether ``expected`` reaches the threshold."""
+
+
+@final
+class ScoreSource:
+    """Computes scores, and what belongs to them, from the stored rows of train set and targets; keeps nothing."""
+
+    def __init__(
+        self,
+        store: AbstractFeatureStore,
+        train: Sequence[AbstractRowTable],
+        name: str,
+        settings: ScoreSettings,
+        *,
+        layout: FeatureLayout,
+        device: torch.device,
+        ranks: AbstractRanks | None = None,
+    ) -> None:
+        """Hold where the rows are.
+
+        Args:
+            store: Holds the train tables, the target tables and the gram matrices.
+            train: Feature tables of the train rows, one per checkpoint, complete.
+            name: Name of the target set.
+            settings: How rows become scores.
+            layout: Segments of the stored rows.
+            device: Where the products run.
+            ranks: Those that :meth:`terms` is called on, at the same time; they make the kernels together.
+
+        Raises:
+            InvalidInputError: If the checkpoints' weights are not as many as the tables.
+        """
+        self.settings = settings
+        self._store = store
+        self._train = list(train)
+        self._name = name
+        self._weights = settings.weights(len(self._train))
+        self._layout = layout if settings.layout == "stored" else FeatureLayout.joint(layout.width)
+        self._device = device
+        self._ranks = ranks or OneRank()
+
+    @property
+    def manifest(self) -> Manifest:
+        """What the rows were made with."""
+        return self._store.manifest
+
+    @property
+    def num_rows(self) -> int:
+        """N."""
+        return self._train[0].spec.num_rows
+
+    @property
+    def num_targets(self) -> int:
+        """M."""
+        return self._targets(self._train[0]).spec.num_rows
+
+    def terms(self, targets: slice | NDArray[np.int64] = slice(None)) -> list[ScoreTerm]:
+        """Return every checkpoint's part, its targets behind its kernel.
+
+        Args:
+            targets: Targets to take.
+
+        Raises:
+            SingularKernelError: If a kernel has no inverse at the damping in force.
+        """
+        kernel = self.settings.kernel_settings
+        if kernel is not None:
+            paths = [table_path(table) for table in self._train]
+            make_grams(self._store, paths, kernel, self._layout, device=self._device, ranks=self._ranks)
+        unit = self._layout if self.settings.kernel == "cosine" else None
+        return [
+            ScoreTerm(table, (self._behind_kernel(table, targets) * weight).float(), unit)
+            for table, weight in zip(self._train, self._weights, strict=True)
+        ]
+
+    def path_terms(self, dampings: Sequence[float], targets: slice = slice(None)) -> list[ScoreTerm]:
+        """Return every checkpoint's part with targets at every damping, ``(L * M, K)``, dampings first.
+
+        Args:
+            dampings: Lambdas in mean eigenvalues.
+            targets: Targets to take.
+
+        Raises:
+            InvalidInputError: If the settings have no kernel to damp.
+            SingularKernelError: If a kernel has no inverse at a damping.
+        """
+        kernel = self.settings.kernel_settings
+        if kernel is None:
+            raise InvalidInputError(
+                f"kernel={self.settings.kernel!r} has nothing to damp. Take the path of kernel='curvature', 'fisher' "
+                "or 'trak'."
+            )
+        terms = []
+        for table, weight in zip(self._train, self._weights, strict=True):
+            grams = grams_of(self._store, table_path(table), kernel, self._layout, device=self._device)
+            eigen = eigenpath_segments(grams, layout=self._layout)
+            solved = precondition_path(self._rows(table, targets), eigen, dampings, layout=self._layout)
+            terms.append(ScoreTerm(table, (solved * weight).flatten(0, 1).float()))
+        return terms
+
+    def tiles(
+        self,
+        terms: Sequence[ScoreTerm] | None = None,
+        *,
+        chunk_rows: int | None = None,
+        share: tuple[int, int] = (0, 1),
+    ) -> Iterator[tuple[int, Tensor]]:
+        """Yield ``(first row, scores)`` of all train rows in order, bitwise as a score table is filled.
+
+        Args:
+            terms: The checkpoints' parts; ``None`` takes :meth:`terms`.
+            chunk_rows: Chunks of the score table; ``None`` is that of a table of all targets.
+            share: ``(r, n)`` yields the r-th of n parts of the chunks.
+        """
+        terms = self.terms() if terms is None else terms
+        if chunk_rows is None:
+            chunk_rows = score_table_spec(self.num_rows, len(terms[0].targets), {}).chunk_rows
+        for rows in tile_ranges(self.num_rows, chunk_rows, share=share):
+            yield rows.start, self.scores_of(rows, terms)
+
+    def row_factors(self, rows: NDArray[np.int64]) -> NDArray[np.float64]:
+        """Return what the products of some train rows with targets are multiplied by, ``(C, rows)``: the q in force."""
+        own = np.stack([table.read_rows(OUT_TO_LOSS, rows) for table in self._train]).astype(np.float64)
+        if self.settings.q == "off":
+            return np.ones_like(own)
+        return own if self.settings.q == "inside" else np.broadcast_to(own.mean(0), own.shape)
+
+    def scores_of(self, rows: range | NDArray[np.int64], terms: Sequence[ScoreTerm] | None = None) -> Tensor:
+        """Return the scores of some train rows, ``(rows, M)`` float32."""
+        terms = self.terms() if terms is None else terms
+        return score_tile(terms, rows, q=self.settings.q, device=self._device)
+
+    def self_influence(self) -> NDArray[np.float32]:
+        """Return the score of every train row for itself, ``(N,)``.
+
+        Raises:
+            InvalidInputError: If targets are not made from stored rows alone (``"ekfac"``).
+        """
+        if self.settings.kernel == "ekfac":
+            raise InvalidInputError(
+                "Self-influence with kernel='ekfac' needs every train row behind the curvature too, and only targets "
+                "are. Use another kernel for it, or score the train data as targets and take the diagonal."
+            )
+        total = np.zeros(self.num_rows)
+        out_to_loss = np.zeros(self.num_rows)
+        for table, weight in zip(self._train, self._weights, strict=True):
+            own = self._own_products(table)
+            parts = [own(as_tensor(rows, self._device)).cpu().double() for _, rows in table.blocks(FEATURES)]
+            q = table.read(OUT_TO_LOSS).astype(np.float64)
+            total += weight * torch.cat(parts).numpy() * (q if self.settings.q == "inside" else 1.0)
+            out_to_loss += q
+        if self.settings.q == "outside":
+            total *= out_to_loss / len(self._train)
+        return total.astype(np.float32)
+
+    def standard_error(
+        self, rows: NDArray[np.int64] | None, targets: slice, runs: Sequence[Hashable] | None
+    ) -> NDArray[np.float32]:
+        """Return the standard errors of the scores of some train rows (``None``: all), ``(rows, targets)``."""
+        groups = self.groups(runs)
+        terms = self.terms(targets)
+        plan: Iterable[range] | Iterable[NDArray[np.int64]]
+        if rows is None:
+            chunk_rows = score_table_spec(self.num_rows, len(terms[0].targets), {}).chunk_rows
+            plan = tile_ranges(self.num_rows, chunk_rows)
+        else:
+            plan = np.split(rows, range(_PAIR_ROWS, len(rows), _PAIR_ROWS))
+        out = np.empty((self.num_rows if rows is None else len(rows), len(terms[0].targets)), np.float32)
+        done = 0
+        for part in plan:
+            tile = error_tile(terms, groups, part, q=self.settings.q, device=self._device)
+            out[done : done + len(part)] = tile.cpu().numpy()
+            done += len(part)
+        return out
+
+    def pair_errors(self, rows: NDArray[np.int64], runs: Sequence[Hashable] | None) -> NDArray[np.float32]:
+        """Return the standard errors of ``rows[j]``'s scores for target j: ``(M, k)`` for rows ``(M, k)``."""
+        groups = self.groups(runs)
+        terms = self.terms()
+        wanted = np.unique(rows)
+        out = np.empty(rows.shape, np.float32)
+        for part in np.split(wanted, range(_PAIR_ROWS, len(wanted), _PAIR_ROWS)):
+            tile = error_tile(terms, groups, part, q=self.settings.q, device=self._device).cpu().numpy()
+            here = (rows >= part[0]) & (rows <= part[-1])
+            target, _ = np.nonzero(here)
+            out[here] = tile[np.searchsorted(part, rows[here]), target]
+        return out
+
+    def reliability(self, runs: Sequence[Hashable] | None, *, threshold: float, max_rows: int) -> Reliability:
+        """Return how far checkpoints or runs agree on ``max_rows`` evenly spaced train rows."""
+        groups = self.groups(runs)
+        rows = evenly_spread(self.num_rows, max_rows)
+        width = max(1, _RANKED_VALUES // (len(rows) * len(groups)))
+        single = []
+        for start in range(0, self.num_targets, width):
+            terms = self.terms(slice(start, start + width))
+            single.append(agreement([self._group_scores(terms, group, groups, rows) for group in groups]))
+        found = torch.cat(single)
+        expected = expected_agreement(found, len(groups)).cpu().numpy()
+        return Reliability(found.cpu().numpy(), expected, expected >= threshold)
+
+    def pairwise_agreement(self, *, max_rows: int, max_targets: int) -> NDArray[np.float64]:
+        """Return how alike every two checkpoints rank train rows, ``(C, C)``, in the mean over targets.
+
+        Args:
+            max_rows: Train rows, evenly spaced, that are ranked.
+            max_targets: Targets, evenly spaced, that the mean is over.
+        """
+        groups = self.groups(None)
+        rows = evenly_spread(self.num_rows, max_rows)
+        terms = self.terms(evenly_spaced(self.num_targets, max_targets))
+        own = [self._group_scores(terms, group, groups, rows) for group in groups]
+        found = np.eye(len(own))
+        for a, b in combinations(range(len(own)), 2):
+            found[a, b] = found[b, a] = float(agreement([own[a], own[b]]).mean())
+        return found
+
+    def groups(self, runs: Sequence[Hashable] | None) -> list[list[int]]:
+        """Return the checkpoints of each run, or each by itself, in order of first appearance.
+
+        Raises:
+            InvalidInputError: If there are not as many runs as checkpoints, there is but one group, or checkpoints of
+                opposite weights are not in one run.
+        """
+        if runs is None and min(self._weights) < 0 < max(self._weights):
+            raise InvalidInputError(
+                f"checkpoint_weights {self._weights} subtract checkpoints from each other, so these are no repeats of "
+                "one measurement. Say which belong together: runs=[...], one label per checkpoint."
+            )
+        labels = list(range(len(self._train))) if runs is None else list(runs)
+        if len(labels) != len(self._train):
+            raise InvalidInputError(
+                f"runs has {len(labels)} labels, but {len(self._train)} checkpoints were scored. Give one label per "
+                "checkpoint, in their order."
+            )
+        groups: dict[Hashable, list[int]] = {}
+        for place, label in enumerate(labels):
+            groups.setdefault(label, []).append(place)
+        if len(groups) < 2:
+            raise InvalidInputError(
+                f"Uncertainty needs at least 2 {'checkpoints' if runs is None else 'runs'}, got {len(groups)}. "
+                "Featurize more checkpoints: those of one run cost no training."
+            )
+        return list(groups.values())
+
+    def _group_scores(
+        self,
+        terms: Sequence[ScoreTerm],
+        group: Sequence[int],
+        groups: Sequence[Sequence[int]],
+        rows: NDArray[np.int64],
+    ) -> Tensor:
+        """Return what a group alone would score, ``(rows, M)``."""
+        q = self.settings.q
+        products, factors = group_tile(terms, group, len(groups), rows, q=q, device=self._device)
+        return products if factors is None else products * factors.to(products)[:, None]
+
+    def _behind_kernel(self, table: AbstractRowTable, targets: slice | NDArray[np.int64]) -> Tensor:
+        """Return a checkpoint's targets as they meet its train rows, ``(M, K)``."""
+        rows = self._rows(table, targets)
+        kernel = self.settings.kernel_settings
+        if kernel is not None:
+            if self._ranks.rank == 0:
+                rows = precondition(rows, self._kernels(table, kernel), layout=self._layout)
+            rows = rows.to(accumulation_dtype(self._device))
+            self._ranks.send_to_all(rows)
+            return rows
+        if self.settings.kernel == "cosine":
+            return unit_segments(rows, layout=self._layout)
+        return rows.float()
+
+    def _own_products(self, table: AbstractRowTable) -> Callable[[Tensor], Tensor]:
+        """Return what gives the product of each train row with itself, ``(b, K) -> (b,)``."""
+        kernel = self.settings.kernel_settings
+        if kernel is not None:
+            kernels = self._kernels(table, kernel)
+            return lambda rows: self_scores(rows, kernels, layout=self._layout)
+        if self.settings.kernel == "cosine":
+            return lambda rows: unit_segments(rows, layout=self._layout).square().sum(1)
+        return lambda rows: rows.to(accumulation_dtype(rows.device)).square().sum(1)
+
+    def _kernels(self, table: AbstractRowTable, kernel: KernelSettings) -> list[SegmentKernel]:
+        return kernels_of(self._store, table_path(table), kernel, self._layout, device=self._device)
+
+    def _rows(self, table: AbstractRowTable, targets: slice | NDArray[np.int64]) -> Tensor:
+        """Return the target features of a checkpoint, ``(M, K)``."""
+        return torch.from_numpy(self._targets(table).read(FEATURES)[targets]).to(self._device)
+
+    def _targets(self, table: AbstractRowTable) -> AbstractRowTable:
+        return self._store.open_table(f"{target_folder(self._name, self.settings)}/{table_path(table)}")

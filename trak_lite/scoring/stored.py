@@ -1,0 +1,333 @@
+"""Where the scores of a target set are kept: one table for the attributor's settings, one for each other view."""
+
+from __future__ import annotations
+
+import json
+import operator
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, final
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from trak_lite.errors import CorruptStoreError, InvalidInputError, StateError
+from trak_lite.evaluation import Predictions, Verdict
+from trak_lite.featurizing.fisher import FisherFits
+from trak_lite.linalg import KernelSettings, precondition
+from trak_lite.parallel.ranks import AbstractRanks
+from trak_lite.parallel.sharing import unwatched
+from trak_lite.run.score_settings import ScoreSettings
+from trak_lite.run.tables import (
+    FEATURES,
+    OUT_TO_LOSS,
+    checkpoint_tables,
+    complete_tables,
+    score_path,
+    score_table_spec,
+    target_folder,
+)
+from trak_lite.scoring.grams import kernels_of
+from trak_lite.scoring.matrix import both_ends
+from trak_lite.scoring.source import ScoreSource
+from trak_lite.scoring.tiles import score_rows
+from trak_lite.store import AbstractFeatureStore, AbstractRowTable, Manifest, TableSpec
+from trak_lite.store.manifest import compare_fingerprints, kept_json
+from trak_lite.types import FeatureLayout
+
+__all__ = [
+    "ScoreResult",
+    "ScoredRows",
+    "drop_scores",
+    "finished_scores",
+    "keep_verdict",
+    "kept_predictions",
+    "kept_verdict",
+    "scorable_tables",
+]
+
+Array = NDArray[np.float64]
+
+
+def finished_scores(
+    store: AbstractFeatureStore, name: str, settings: ScoreSettings, base: ScoreSettings
+) -> AbstractRowTable:
+    """Return the complete table of the scores of a target set.
+
+    Raises:
+        StateError: If they were never computed, or not finished, or train rows were appended since.
+    """
+    path = score_path(name, settings, base)
+    if path not in store.table_names():
+        known = [table.removeprefix("scores/") for table in store.table_names("scores")]
+        how = "" if settings == base else f" made with {settings.to_json()}"
+        raise StateError(
+            f"There are no scores {name!r}{how}; there are {known}. Call score(data, name={name!r})."
+        )
+    table = store.open_table(path)
+    if not table.complete:
+        raise StateError(f"The scores {name!r} are not finished. Call score(...) again; it resumes.")
+    train = complete_tables(store, list(table.spec.fingerprint["checkpoints"]))
+    _refuse_outgrown(name, table.spec, next(iter(train.values())).spec)
+    return table
+
+
+def drop_scores(store: AbstractFeatureStore, name: str) -> None:
+    """Remove the scores of a target set, made in whatever way, for good; the targets' own features stay.
+
+    Raises:
+        StateError: If there are none.
+        BusyError: If another process computes some of them.
+        ReadOnlyStoreError: If the store cannot be written.
+    """
+    views = store.table_names(f"views/{name}")
+    found = [path for path in (*views, f"scores/{name}") if path in (*views, *store.table_names("scores"))]
+    if not found:
+        known = [table.removeprefix("scores/") for table in store.table_names("scores")]
+        raise StateError(f"There are no scores {name!r}; there are {known}.")
+    for path in (
+        *found,
+        *store.table_names(f"preconditioned/{name}"),
+    ):  # these depend on the train data as well
+        store.drop_table(path)
+
+
+def _refuse_outgrown(name: str, scores: TableSpec, train: TableSpec) -> None:
+    """Raise if train rows were appended since the scores were computed: the kernel is another one by now."""
+    if scores.num_rows < train.num_rows:
+        raise StateError(
+            f"The scores {name!r} are those of {scores.num_rows} train rows, and there are {train.num_rows} by now. "
+            f"Score under another name, or drop_scores({name!r}) and score again."
+        )
+
+
+def scorable_tables(
+    store: AbstractFeatureStore, name: str, settings: ScoreSettings, digests: Sequence[str] | None
+) -> list[AbstractRowTable]:
+    """Return the train tables of the checkpoints that a target set has features for.
+
+    Args:
+        store: The store.
+        name: Name of the target set.
+        settings: How the scores are made, which says which features of the targets.
+        digests: Weights of the checkpoints; ``None`` takes all that have such features.
+
+    Raises:
+        StateError: If there is none, or train rows are pending.
+    """
+    folder = target_folder(name, settings)
+    known = store.table_names(folder.split("/")[0])
+    if digests is None:
+        digests = [
+            digest
+            for digest, path in checkpoint_tables(store).items()
+            if f"{folder}/{path}" in known and store.open_table(f"{folder}/{path}").complete
+        ]
+    if not digests:
+        names = sorted({path.split("/")[1] for path in known})
+        raise StateError(
+            f"There are no features of targets {name!r}; there are those of {names}. Call score(data, name={name!r})."
+        )
+    return list(complete_tables(store, digests).values())
+
+
+@final
+class ScoreResult:
+    """The scores of one target set, made in one way, in an open store."""
+
+    def __init__(
+        self,
+        store: AbstractFeatureStore,
+        train: Mapping[str, AbstractRowTable],
+        name: str,
+        settings: ScoreSettings,
+        base: ScoreSettings,
+        identity: Mapping[str, Any],
+        num_targets: int,
+    ) -> None:
+        """Determine where they are kept and what they are compared by.
+
+        Args:
+            store: The store, open for writing if there is something to fill.
+            train: Train tables by weights digest.
+            name: Name of the target set.
+            settings: How the scores are made.
+            base: How the attributor makes them where a call says nothing.
+            identity: What the targets are recognised by.
+            num_targets: M.
+        """
+        tables = list(train.values())
+        fingerprint = {
+            "checkpoints": list(train),
+            "targets": dict(identity),
+            "train_rows": [table.content_key() for table in tables],
+            **settings.fingerprint(),
+        }
+        if settings.kernel == "fisher":
+            fingerprint["fisher"] = FisherFits(store).record()
+        self._store = store
+        self._name = name
+        self._path = score_path(name, settings, base)
+        self._spec = score_table_spec(tables[0].spec.num_rows, num_targets, fingerprint)
+
+    def is_finished(self) -> bool:
+        """Whether the scores are there, made with these settings, and complete.
+
+        Raises:
+            ManifestMismatchError: If they were made with other targets, checkpoints or settings.
+            StateError: If train rows were appended since.
+        """
+        if self._path not in self._store.table_names():
+            return False
+        table = self._store.open_table(self._path)
+        _refuse_outgrown(self._name, table.spec, self._spec)
+        there, here = table.spec.fingerprint, self._spec.fingerprint
+        stored, given = len(there["checkpoints"]), len(here["checkpoints"])
+        counts = "" if stored == given else f" ({stored} checkpoints were used there, {given} here)"
+        compare_fingerprints(
+            there,
+            here,
+            where=f"{self._path}{counts}",
+            remedy="Score these under another name, or pass the targets, checkpoints and kernel of that time.",
+        )
+        return table.complete
+
+    def fill(
+        self,
+        source: ScoreSource,
+        *,
+        device: torch.device,
+        progress: bool | None,
+        watch: Callable[[], None] = unwatched,
+    ) -> None:
+        """Compute the rows that are pending."""
+        terms = source.terms()
+        score_rows(
+            self._store.create_table(self._path, self._spec),
+            terms,
+            q=source.settings.q,
+            device=device,
+            label=f"Scoring {self._name!r}",
+            progress=progress,
+            watch=watch,
+        )
+
+    def both_ends(self, source: ScoreSource, k: int, *, ranks: AbstractRanks) -> NDArray[np.float64]:
+        """Return the k most helpful and most harmful rows of every target, as kept in the store or from one pass.
+
+        Redoing it costs one pass over the stored rows; a store that is open for reading keeps nothing. All ranks find
+        them together.
+        """
+        name, key = f"top/{self._name}", self.digest()
+        kept = self._store.cached(name, key)
+        enough = kept is not None and kept.shape[-1] >= min(k, source.num_rows)
+        if not ranks.merged(enough, operator.and_):  # in an object store, what is kept may be elsewhere
+            kept = both_ends(source, k, ranks=ranks)
+            if ranks.rank == 0:
+                self._store.cache(name, key, kept)
+        return np.array(kept)
+
+    def digest(self) -> str:
+        """Return a digest of all that the scores are made from."""
+        return Manifest(self._spec.fingerprint).digest()
+
+
+@final
+@dataclass(frozen=True, slots=True, eq=False)
+class ScoredRows:
+    """The stored rows behind the scores of one target set."""
+
+    store: AbstractFeatureStore
+    """Holds the gram matrices."""
+    train: Mapping[str, AbstractRowTable]
+    """Feature tables of the train rows by the digest of the checkpoint's weights."""
+    name: str
+    """Name of the target set."""
+    settings: ScoreSettings
+    """How the scores were made."""
+    layout: FeatureLayout
+    """Segments of a feature row, as the scores see it."""
+    device: torch.device
+    """Where the products run."""
+
+    def require_kernel(self) -> KernelSettings:
+        """Return the kernel in force.
+
+        Raises:
+            InvalidInputError: If the scores have none.
+        """
+        kernel = self.settings.kernel_settings
+        if kernel is None:
+            raise InvalidInputError(
+                f"Scores with kernel={self.settings.kernel!r} have no kernel to calibrate. Verify them with "
+                "calibrate=False, or calibrate those of kernel='curvature', 'fisher' or 'trak'."
+            )
+        return kernel
+
+    def mean_out_to_loss(self) -> Array:
+        """Return the mean q of every train row over checkpoints, ``(N,)``."""
+        columns = [table.read(OUT_TO_LOSS) for table in self.train.values()]
+        mean: Array = np.mean(columns, axis=0, dtype=np.float64)
+        return mean
+
+    def has_targets(self) -> bool:
+        """Return whether the targets have features of their own; scores with EK-FAC need none."""
+        known = self.store.table_names(f"targets/{self.name}")
+        ids = [table.spec.fingerprint["model_id"] for table in self.train.values()]
+        return all(f"targets/{self.name}/ckpt-{model_id}" in known for model_id in ids)
+
+    def targets(self, table: AbstractRowTable) -> Tensor:
+        """Return the target features of a checkpoint, ``(M, K)`` float64."""
+        model_id = table.spec.fingerprint["model_id"]
+        rows = self.store.open_table(f"targets/{self.name}/ckpt-{model_id}").read(FEATURES)
+        return torch.from_numpy(rows).to(self.device, torch.float64)
+
+    def preconditioned(self, table: AbstractRowTable, damping: float) -> Tensor:
+        """Return the targets of a checkpoint behind its kernel at a damping, ``(M, K)`` float64."""
+        kernel = replace(self.require_kernel(), damping=damping, lambda_reg=None)
+        path = f"ckpt-{table.spec.fingerprint['model_id']}"
+        kernels = kernels_of(self.store, path, kernel, self.layout, device=self.device)
+        return precondition(self.targets(table), kernels, layout=self.layout).double()
+
+
+def kept_verdict(store: AbstractFeatureStore, path: str) -> Verdict | None:
+    """Return the verdict on the scores in a table, ``None`` if there is none on these very numbers.
+
+    Raises:
+        CorruptStoreError: If something else is kept in its place.
+    """
+    kept = store.cached(f"verdicts/{path}", verdict_key(store, path))
+    if kept is None:
+        return None
+    what = f"The verdict on {path} in {store.path}"
+    try:
+        return Verdict.from_json(kept_json(kept, what=what))
+    except (KeyError, TypeError, ValueError, AttributeError) as error:
+        raise CorruptStoreError(
+            f"{what} cannot be read ({error!r:.200}). Verify the scores again."
+        ) from error
+
+
+def kept_predictions(store: AbstractFeatureStore, path: str) -> Predictions | None:
+    """Return what :func:`keep_predictions` kept of the scores in a table, ``None`` if they were not tested."""
+    kept = store.cached(f"predictions/{path}", verdict_key(store, path))
+    return None if kept is None else Predictions(*kept)
+
+
+def verdict_key(store: AbstractFeatureStore, path: str) -> str:
+    """Return a key that changes when the scores do."""
+    return store.open_table(path).content_key()
+
+
+def keep_verdict(store: AbstractFeatureStore, path: str, verdict: Verdict) -> None:
+    """Keep a verdict beside the scores that it is about.
+
+    Args:
+        store: Holds the scores.
+        path: Their table. The verdict holds for these very numbers; others in their place have none.
+        verdict: What retraining said.
+    """
+    text = json.dumps(verdict.to_json()).encode()
+    store.cache(f"verdicts/{path}", verdict_key(store, path), np.frombuffer(text, np.uint8).copy())

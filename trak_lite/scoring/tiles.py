@@ -1,0 +1,213 @@
+"""From tables of features to a table of scores, tile by tile.
+
+Shapes: N train rows, M targets, K feature width, C checkpoints.
+Source: TRAK (arXiv:2303.14186), section 3; numbers as in the native method of trak_lite.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal, final
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from trak_lite.linalg import Spread, accumulation_dtype, score_block, unit_segments
+from trak_lite.parallel.sharing import SharedRows, unwatched
+from trak_lite.run.tables import FEATURES, OUT_TO_LOSS, SCORES, as_tensor
+from trak_lite.store import AbstractRowTable
+from trak_lite.types import FeatureLayout
+
+__all__ = ["ScoreTerm", "WhereQ", "error_tile", "group_tile", "score_rows", "score_tile", "tile_ranges"]
+
+WhereQ = Literal["outside", "inside", "off"]
+
+_TILE_ROWS = 1024
+
+
+@final
+@dataclass(frozen=True, slots=True, eq=False)
+class ScoreTerm:
+    """One checkpoint's part in a score: the products of its train rows with its targets."""
+
+    train: AbstractRowTable
+    """Features of the train rows, complete."""
+    targets: Tensor
+    """``(M, K)`` behind the kernel and times the checkpoint's weight, float32."""
+    unit: FeatureLayout | None = None
+    """Segments in which train rows are divided by their norms (cosine); ``None`` takes them as they are."""
+
+
+def tile_ranges(num_rows: int, chunk_rows: int, *, share: tuple[int, int] = (0, 1)) -> Iterator[range]:
+    """Yield the rows of every tile, on the grid that a score table with these chunks is filled on.
+
+    Args:
+        num_rows: N.
+        chunk_rows: Rows of a chunk.
+        share: ``(r, n)`` yields the r-th of n parts of the chunks.
+
+    Example:
+        >>> list(tile_ranges(3000, 2048))
+        [range(0, 1024), range(1024, 2048), range(2048, 3000)]
+    """
+    part, num_parts = share
+    num_chunks = -(-num_rows // chunk_rows)
+    for chunk in range(part * num_chunks // num_parts, (part + 1) * num_chunks // num_parts):
+        stop = min((chunk + 1) * chunk_rows, num_rows)
+        for start in range(chunk * chunk_rows, stop, _TILE_ROWS):
+            yield range(start, min(start + _TILE_ROWS, stop))
+
+
+def score_rows(
+    scores: AbstractRowTable,
+    terms: Sequence[ScoreTerm],
+    *,
+    q: WhereQ = "outside",
+    device: torch.device,
+    label: str,
+    progress: bool | None = None,
+    watch: Callable[[], None] = unwatched,
+) -> int:
+    r"""Fill the pending rows of a score table; processes that do it at the same time share them.
+
+    See :func:`score_tile`.
+
+    Args:
+        scores: Made by :func:`score_table_spec`.
+        terms: One for each of the C checkpoints.
+        q: Where the train rows' q comes in.
+        device: Where the products run, and the terms' targets are.
+        label: What the progress bar is called.
+        progress: Show the bar; ``None`` shows it on a terminal only.
+        watch: See :class:`~trak_lite.parallel.sharing.SharedRows`.
+
+    Returns:
+        Number of rows that this process wrote.
+    """
+    with SharedRows(scores, _TILE_ROWS, label=label, progress=progress, watch=watch) as work:
+        for rows in (rows for batches in work.rounds() for rows in batches):
+            first, last = int(rows[0]), int(rows[-1]) + 1
+            tile = score_tile(terms, range(first, last), q=q, device=device).cpu().numpy()
+            work.put(rows, {SCORES: tile[rows - first]})
+    return work.written
+
+
+def score_tile(
+    terms: Sequence[ScoreTerm], rows: range | NDArray[np.int64], *, q: WhereQ, device: torch.device
+) -> Tensor:
+    r"""Return the scores of some train rows.
+
+    Row i is :math:`\sum_c \phi_{c,i} t_c^\top` with the terms' targets t, times the mean of :math:`q_{c,i}` over
+    checkpoints for ``q="outside"``, each summand times its own for ``"inside"``.
+
+    Args:
+        terms: One for each of the C checkpoints.
+        rows: Train rows: a range, which is read as it is mapped, or any row numbers.
+        q: Where the train rows' q comes in.
+        device: Where the products run.
+
+    Returns:
+        ``(rows, M)`` float32.
+    """
+    tile = torch.zeros(len(rows), len(terms[0].targets), device=device)
+    for term in terms:
+        _add_products(tile, term, rows, q, device)
+    return tile if q != "outside" else tile.mul_(_mean_q(terms, rows, device).to(tile)[:, None])
+
+
+def group_tile(
+    terms: Sequence[ScoreTerm],
+    group: Sequence[int],
+    num_groups: int,
+    rows: range | NDArray[np.int64],
+    *,
+    q: WhereQ,
+    device: torch.device,
+) -> tuple[Tensor, Tensor | None]:
+    """Return what a group of checkpoints alone says, on the scale of the whole.
+
+    The mean over groups of the first, times that of the second, is the score.
+
+    Args:
+        terms: One for each of the C checkpoints.
+        group: Places of the group's terms.
+        num_groups: G.
+        rows: Train rows.
+        q: Where the train rows' q comes in.
+        device: Where the products run.
+
+    Returns:
+        The products ``(rows, M)`` float32 times G, and the group's share of the mean q ``(rows,)`` float64 times G;
+        ``None`` where q is not outside.
+    """
+    tile = torch.zeros(len(rows), len(terms[0].targets), device=device)
+    members = [terms[place] for place in group]
+    for term in members:
+        _add_products(tile, term, rows, q, device)
+    tile *= num_groups
+    if q != "outside":
+        return tile, None
+    return tile, _mean_q(members, rows, device) * (len(members) * num_groups / len(terms))
+
+
+def error_tile(
+    terms: Sequence[ScoreTerm],
+    groups: Sequence[Sequence[int]],
+    rows: range | NDArray[np.int64],
+    *,
+    q: WhereQ,
+    device: torch.device,
+) -> Tensor:
+    """Return the standard errors of the scores of some train rows over groups of checkpoints, ``(rows, M)`` float64."""
+    spread = Spread()
+    for group in groups:
+        spread.add(*group_tile(terms, group, len(groups), rows, q=q, device=device))
+    return spread.standard_error()
+
+
+def _add_products(
+    tile: Tensor, term: ScoreTerm, rows: range | NDArray[np.int64], q: WhereQ, device: torch.device
+) -> None:
+    """Add a checkpoint's part to the scores of some rows, without the q that is outside."""
+    weights = _column(term.train, OUT_TO_LOSS, rows, device) if q == "inside" else None
+    for start, block in _pieces(term.train, FEATURES, rows):
+        part = slice(start, start + len(block))
+        features = as_tensor(block, device)
+        if term.unit is not None:
+            features = unit_segments(features, layout=term.unit)
+        score_block(
+            features,
+            term.targets,
+            out=tile[part],
+            accumulate=True,
+            row_weights=None if weights is None else weights[part],
+        )
+
+
+def _mean_q(terms: Sequence[ScoreTerm], rows: range | NDArray[np.int64], device: torch.device) -> Tensor:
+    """Return the mean of q over the terms' checkpoints, ``(rows,)``, summed in float64."""
+    total = torch.zeros(len(rows), dtype=accumulation_dtype(device), device=device)
+    for term in terms:
+        total += _column(term.train, OUT_TO_LOSS, rows, device)
+    return total / len(terms)
+
+
+def _column(
+    table: AbstractRowTable, name: str, rows: range | NDArray[np.int64], device: torch.device
+) -> Tensor:
+    """Return one number per row, ``(rows,)``."""
+    return torch.cat([as_tensor(np.array(part), device) for _, part in _pieces(table, name, rows)])
+
+
+def _pieces(
+    table: AbstractRowTable, column: str, rows: range | NDArray[np.int64]
+) -> Iterator[tuple[int, NDArray[Any]]]:
+    """Yield ``(place, values)`` of some rows: mapped pieces of a range, else one copy."""
+    if isinstance(rows, range):
+        for start, values in table.blocks(column, rows.start, rows.stop):
+            yield start - rows.start, values
+    else:
+        yield 0, table.read_rows(column, rows)

@@ -1,0 +1,141 @@
+"""Scores of train rows split over their tokens, for causal language models.
+
+f of a row is a sum over its predicted tokens, and everything from there to a score is linear: gradient, projection, the
+product with a target behind its kernel, the row's own q. A row with one label left has the gradient of that token.
+
+Shapes: T positions of a row, n predicted tokens, K feature width, m targets.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import final
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from trak_lite._devices import in_float64
+from trak_lite._validate import target_number
+from trak_lite.data.batches import map_tensors
+from trak_lite.data.datasets import Rows
+from trak_lite.errors import InvalidInputError
+from trak_lite.featurizing.session import FeaturizingSession
+from trak_lite.modelout_functions import CausalLanguageModelingModelOutput, split_labels, with_labels
+from trak_lite.modelout_functions.language_modeling import IGNORED
+from trak_lite.run.settings import AttributorSettings
+from trak_lite.scoring.scores import Scores
+from trak_lite.types import Batch
+
+__all__ = ["token_scores"]
+
+
+def token_scores(
+    session: FeaturizingSession,
+    settings: AttributorSettings,
+    scores: Scores,
+    train: Rows,
+    *,
+    rows: Sequence[int],
+    targets: Sequence[int] | None,
+) -> dict[int, NDArray[np.float32]]:
+    """Return what every token adds; see :meth:`trak_lite.Attributor.token_scores`."""
+    shift = _shift_of_linear_rows(settings, scores)
+    wanted = [target_number(t, scores.shape[1], scores.name) for t in _all_or(targets, scores.shape[1])]
+    numbers = _row_numbers(rows, len(scores))
+    factors = scores.source.row_factors(numbers)
+    terms = scores.source.terms(np.array(wanted, dtype=np.int64))
+    places = {str(term.train.spec.fingerprint["weights"]): place for place, term in enumerate(terms)}
+    found = {
+        int(number): _TokenRow.of(batch, int(number), len(wanted), shift=shift)
+        for number, (_, batch) in zip(
+            numbers, train.batches([numbers[i : i + 1] for i in range(len(numbers))]), strict=True
+        )
+    }
+
+    def visit(digest: str) -> None:
+        place = places[digest]
+        model_id = int(terms[place].train.spec.fingerprint["model_id"])
+        behind = in_float64(terms[place].targets)
+        for row, factor in zip(found.values(), factors[place], strict=True):
+            for positions, batch in row.batches(train.batch_size):
+                own = np.full(len(positions), row.number)
+                features = session.features(batch, own, model_id=model_id, what=train.what)
+                row.scores[positions] += (in_float64(features) @ behind.T).cpu().numpy() * factor
+
+    session.visit(list(places), visit, purpose="to score tokens")
+    return {number: row.scores.astype(np.float32) for number, row in found.items()}
+
+
+@final
+@dataclass(frozen=True, slots=True, eq=False)
+class _TokenRow:
+    """One train row, and what its tokens add to scores."""
+
+    number: int
+    batch: Batch
+    """The row alone: one sample."""
+    positions: NDArray[np.int64]
+    """``(n,)`` positions of the labels that are predicted."""
+    scores: NDArray[np.float64]
+    """``(T, m)``."""
+
+    @classmethod
+    def of(cls, batch: Batch, number: int, num_targets: int, *, shift: bool) -> _TokenRow:
+        """Take the predicted positions from a batch of one sample."""
+        labels = split_labels(batch).labels[0]
+        predicted = (labels != IGNORED).cpu().numpy()
+        predicted[: int(shift)] = False
+        return cls(number, batch, np.flatnonzero(predicted), np.zeros((len(labels), num_targets)))
+
+    def batches(self, size: int) -> Iterator[tuple[NDArray[np.int64], Batch]]:
+        """Yield positions, and as many copies of the row, each with the label of one of them alone."""
+        for start in range(0, len(self.positions), size):
+            positions = self.positions[start : start + size]
+            count = len(positions)
+            copies = map_tensors(partial(_repeated, count=count), self.batch)
+            labels = split_labels(copies).labels
+            here = torch.from_numpy(positions).to(labels.device)[:, None]
+            alone = torch.full_like(labels, IGNORED).scatter(1, here, labels.gather(1, here))
+            yield positions, with_labels(copies, alone)
+
+
+def _repeated(tensor: Tensor, count: int) -> Tensor:
+    """Return the one sample of a tensor ``count`` times; a number that belongs to no sample stays as it is."""
+    return tensor.repeat_interleave(count, dim=0) if tensor.dim() else tensor
+
+
+def _shift_of_linear_rows(settings: AttributorSettings, scores: Scores) -> bool:
+    """Return whether labels are shifted.
+
+    Raises:
+        InvalidInputError: If f is no sum over tokens, or rows are divided by their norms, so that parts do not add up.
+    """
+    task = settings.task
+    if not isinstance(task, CausalLanguageModelingModelOutput):
+        raise InvalidInputError(
+            f"The task is {task.name!r}, whose output is no sum over tokens. Token scores need "
+            "'causal_language_modeling'."
+        )
+    divided = "normalization" in scores.manifest.fingerprint.get("gradients", {})
+    if divided or scores.settings["kernel"] == "cosine":
+        raise InvalidInputError(
+            "These scores divide train rows by their norms, so tokens do not add up to them. Take scores of another "
+            "kernel than 'cosine', of an attributor with normalize='none'."
+        )
+    return task.shift
+
+
+def _all_or(targets: Sequence[int] | None, count: int) -> Sequence[int]:
+    return range(count) if targets is None else targets
+
+
+def _row_numbers(rows: Sequence[int], count: int) -> NDArray[np.int64]:
+    """Return different row numbers that exist."""
+    numbers = np.unique(np.asarray(rows))
+    if numbers.dtype.kind not in "iu" or not numbers.size or numbers[0] < 0 or numbers[-1] >= count:
+        raise InvalidInputError(f"rows must be whole numbers from 0 to {count - 1}, got {list(rows)!r:.80}.")
+    return numbers.astype(np.int64)

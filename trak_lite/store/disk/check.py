@@ -1,0 +1,387 @@
+"""A look at a whole store, with no lock and nothing written, that reports whatever it finds and stops at nothing.
+
+It works beside living writers (what is in flight is no finding) and on a store in which nothing can be opened. The
+checks of a chunk are in ``check_chunk``; here are the tree, the metadata, and the files that belong to nothing.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal, final
+
+from trak_lite.errors import ManifestMismatchError, MissingStoreError, StoreError
+from trak_lite.store._base import NEEDED_UNTIL, TableSpec
+from trak_lite.store._check_report import Finding, Tally
+from trak_lite.store._columns import Column, StoredArray
+from trak_lite.store._names import is_name
+from trak_lite.store.disk.check_chunk import REPAIR, ChunkLook
+from trak_lite.store.disk.chunk_files import COMMITS, SET_ASIDE, STAGE, ColumnFiles, TableFiles
+from trak_lite.store.disk.derived import CACHE, damaged_arrays
+from trak_lite.store.disk.documents import identity_of
+from trak_lite.store.disk.folders import ABANDONED_AFTER, names_in, refuse_links
+from trak_lite.store.disk.listing import TABLES, TableList, listed_path, lost_table
+from trak_lite.store.disk.metadata import (
+    attributes_from_json,
+    check_array,
+    check_hidden,
+    manifest_from_json,
+    read_attributes,
+    refuse_misnamed,
+    refuse_undescribed,
+    sizes_under_way,
+    table_from_json,
+)
+from trak_lite.store.disk.records import CommitLogs
+
+__all__ = ["StoreLook", "TableLook", "missing_store"]
+
+_METADATA = "zarr.json"
+_SCRATCH = re.compile(r".+\.npy\.new-[0-9a-f]{32}")
+_LEFT = re.compile(r"\.(new|dropped-.+)-[0-9a-f]{32}")
+_LIST_AGAIN = "verify with --repair: then the tables count that are there"
+_NEXT_WRITER = "nothing: the next writer sees to it"
+_PUT_BACK_TABLE = "put the right folder back, or remove this one and verify with --repair"
+_NOT_OURS = "remove it if nobody needs it"
+_PUT_BACK = "put the folder itself there"
+_RESTORE = "restore zarr.json from a backup, or use another path"
+
+
+def missing_store(root: str) -> MissingStoreError:
+    """Return the error of a path at which there is no store."""
+    return MissingStoreError(
+        f"There is no store at {root}: no zarr.json in it. Check the path, or featurize first."
+    )
+
+
+@final
+@dataclass(slots=True)
+class StoreLook:
+    """What a look at the tree found."""
+
+    root: str
+    findings: list[Finding] = field(default_factory=list)
+    tally: Tally = field(default_factory=Tally)
+    tables: dict[str, TableLook] = field(default_factory=dict)
+    """Looks at every table whose description can be read."""
+    entries: list[str] = field(default_factory=list)
+    """Entries of the list of tables that a repair sets aside: damaged ones, and those of lost tables."""
+    list_damaged: bool = False
+    """Whether the folder of the list has to be made anew."""
+    origin: str | None = None
+    """What every table is bound to; ``None`` where the store's own record cannot be read."""
+    _identities: dict[str, str] = field(default_factory=dict)
+
+    @classmethod
+    def at(cls, root: str) -> StoreLook:
+        """Look at a store.
+
+        Raises:
+            MissingStoreError: If there is no store: neither metadata nor a table.
+            ManifestMismatchError: If a newer version of trak_lite made it.
+        """
+        look = cls(root)
+        look._root()
+        if os.path.isdir(root):
+            # the list before the folders: what is created from here on is not missed
+            listed = set(TableList(root).paths()) if os.path.isdir(f"{root}/{TABLES}") else set()
+            look._group(root, ())
+            look._list(listed)
+        if not os.path.lexists(f"{root}/{_METADATA}") and not look.tables:
+            raise missing_store(root)
+        for table in look.tables.values():
+            look.findings += table.findings()
+            look.tally.add(table.tally)
+        look._leftovers()
+        return look
+
+    def _leftovers(self) -> None:
+        """Tell of tables whose rows were needed for others, which are complete."""
+        for path, table in self.tables.items():
+            until = self.tables.get(str(table.files.attributes().get(NEEDED_UNTIL)))
+            if until is not None and not until.tally.pending_rows:
+                text = f"left over: it was needed until {until.path} was complete"
+                self.findings.append(Finding("note", path, text, "nothing: the next run drops it"))
+
+    def _root(self) -> None:
+        try:
+            record = read_attributes(self.root)
+        except StoreError as error:
+            self._damage(None, str(error), _RESTORE)
+            return
+        if record is None:
+            self._damage(None, f"{self.root}/{_METADATA} is missing", _RESTORE)
+            return
+        if "columns" in record:
+            raise MissingStoreError(
+                f"{self.root} is a table inside a store. Give the path of the store itself."
+            )
+        try:
+            manifest_from_json(record, self.root)
+            self.origin = record["origin"]
+        except ManifestMismatchError:
+            raise  # a layout that this version does not know is not judged by it
+        except StoreError as error:
+            self._damage(None, str(error), _RESTORE)
+
+    def _group(self, folder: str, parts: tuple[str, ...]) -> None:
+        for name in sorted(names_in(folder)):
+            inside = (*parts, name)
+            try:
+                self._entry(f"{folder}/{name}", inside)
+            except StoreError as error:
+                self._damage("/".join(inside), str(error), _RESTORE)
+
+    def _entry(self, path: str, inside: tuple[str, ...]) -> None:
+        name = inside[-1]
+        if name == _METADATA:
+            return  # read by the one who came here
+        if os.path.islink(path):
+            self._damage("/".join(inside), "a symbolic link, and none is followed", _PUT_BACK)
+        elif inside == (CACHE,):
+            self._cache(path)
+        elif inside == (TABLES,):
+            pass  # looked at last
+        elif os.path.isdir(path) and is_name(name):
+            self._folder(path, inside)
+        elif not name.startswith("."):
+            refuse_misnamed(path)
+            self._stray(path)
+        else:
+            self._stray(path)
+
+    def _list(self, listed: set[str]) -> None:
+        """Compare the list of tables with those that were found."""
+        tables = TableList(self.root)
+        try:
+            check_hidden(tables.folder)
+        except StoreError as error:
+            self.list_damaged = True
+            self._damage(None, f"{error} The list of tables is there", _LIST_AGAIN)
+        for name in sorted(names_in(tables.folder)) if os.path.isdir(tables.folder) else ():
+            if _LEFT.fullmatch(name):
+                self._scratch(f"{tables.folder}/{name}")
+            elif name != _METADATA and listed_path(name) is None and name != SET_ASIDE:
+                self._stray(f"{tables.folder}/{name}")
+        for path in sorted(listed | self._identities.keys()):
+            try:
+                self._listed(tables, path)
+            except StoreError as error:
+                if os.path.lexists(tables.entry(path)) and not self._is_damaged(path):
+                    self.entries.append(path)
+                self._damage(path, str(error), _LIST_AGAIN)
+
+    def _listed(self, tables: TableList, path: str) -> None:
+        if tables.is_lost(path):
+            raise lost_table(path, where=self.root)
+        identity, found = tables.identity(path), self._identities.get(path)
+        if identity is None and os.path.lexists(f"{self.root}/{path}/{_METADATA}"):
+            if tables.identity(path) is None and _age(f"{self.root}/{path}/{_METADATA}") > ABANDONED_AFTER:
+                self._note(f"the table {path!r} is not listed: its creation was interrupted", _NEXT_WRITER)
+        elif None not in (identity, found) and identity != found:
+            record = read_attributes(f"{self.root}/{path}") or {}
+            if record and identity_of(record) == found and tables.identity(path) == identity:
+                self._damage(
+                    path, "another table than the one that the store lists under this path", _PUT_BACK_TABLE
+                )
+
+    def _is_damaged(self, path: str) -> bool:
+        """Whether something stands where a table should be, and its own metadata are what is wrong."""
+        return path not in self._identities and os.path.lexists(f"{self.root}/{path}")
+
+    def _cache(self, path: str) -> None:
+        try:
+            check_hidden(path)
+        except StoreError as error:
+            self._note(str(error), "remove the file: the next writer makes it anew")
+        for name in damaged_arrays(path):
+            self._note(f"the derived array {name!r} is damaged", "nothing: it is as good as none")
+        for name in sorted(names_in(path)):
+            if _SCRATCH.fullmatch(name):
+                self._scratch(f"{path}/{name}")
+
+    def _scratch(self, path: str) -> None:
+        if _age(path) > ABANDONED_AFTER:
+            self._note(f"{path!r}: left by a creation or removal that was interrupted", _NEXT_WRITER)
+
+    def _folder(self, path: str, inside: tuple[str, ...]) -> None:
+        record = read_attributes(path)
+        if record is None:
+            self._without_metadata(path, inside)
+        elif "columns" in record:
+            self._table(path, inside, record)
+        else:
+            if record:
+                text = f"{path}/{_METADATA} describes neither a table nor a group of tables"
+                self._damage("/".join(inside), text, _RESTORE)
+            self._group(path, inside)
+
+    def _without_metadata(self, path: str, inside: tuple[str, ...]) -> None:
+        names = names_in(path)
+        links = [name for name in names if os.path.islink(f"{path}/{name}")]
+        if any(os.path.lexists(f"{path}/{name}/{_METADATA}") for name in names):
+            self._damage("/".join(inside), f"{path}/{_METADATA} is missing", _RESTORE)
+            if not any(os.path.isdir(f"{path}/{name}/{COMMITS}") for name in names):
+                self._group(path, inside)  # it held tables, and was none
+        elif links:  # where tables stood, perhaps
+            for name in links:
+                self._damage("/".join((*inside, name)), "a symbolic link, and none is followed", _PUT_BACK)
+        elif os.path.isdir(path):  # not so where it was dropped just now
+            self._stray(path)
+
+    def _table(self, path: str, inside: tuple[str, ...], record: dict[str, Any]) -> None:
+        table = "/".join(inside)
+        try:
+            # the table's own word where the store's is damaged, which is a finding already
+            origin = self.origin or str(record.get("store"))
+            spec = table_from_json(record, table, origin, where=f"{path}/{_METADATA}")
+            self._identities[table] = identity_of(record)
+            attributes_from_json(record, where=f"{path}/{_METADATA}")
+            refuse_undescribed(path, spec)
+        except StoreError as error:
+            self._damage(table, str(error), _RESTORE)
+            return
+        for name in sorted(set(names_in(path)) - {_METADATA, *(array.name for array in spec.arrays)}):
+            self._stray(f"{path}/{name}")
+        before = len(self.findings)
+        for column in spec.columns:
+            for array in column.arrays:
+                self._array(table, path, spec, column, array, sizes_under_way(record))
+        if len(self.findings) == before:
+            files = TableFiles(path, spec, root=self.root, identity=self._identities[table])
+            self.tables[table] = TableLook(table, files)
+            for size in sizes_under_way(record):
+                text = f"growing it to {size} rows was interrupted, or is under way"
+                self.findings.append(Finding("note", table, text, "grow it again, or leave it as it is"))
+        else:  # against a shape that may be wrong, sound chunks would look damaged, and be set aside
+            text = "its chunks were not looked at: first its metadata must be right"
+            self.findings.append(Finding("note", table, text, "verify again then"))
+
+    def _array(
+        self,
+        table: str,
+        path: str,
+        spec: TableSpec,
+        column: Column,
+        array: StoredArray,
+        under_way: Sequence[int],
+    ) -> None:
+        try:
+            refuse_links(path, (array.name,))
+            check_array(path, column, array, spec, under_way=under_way)
+        except StoreError as error:
+            self._damage(table, str(error), _RESTORE, column=array.name)
+        for name in (STAGE, COMMITS) if array.name == spec.columns[0].name else ():
+            if os.path.islink(f"{path}/{array.name}/{name}"):
+                text = f"{array.name}/{name} is a symbolic link, and none is followed"
+                self._damage(table, text, _PUT_BACK)
+
+    def _damage(self, table: str | None, text: str, next_step: str, *, column: str | None = None) -> None:
+        self.findings.append(Finding("damage", table, text, next_step, column=column))
+
+    def _note(self, text: str, next_step: str) -> None:
+        self.findings.append(Finding("note", None, text, next_step))
+
+    def _stray(self, path: str) -> None:
+        self._note(f"{os.path.relpath(path, self.root)!r} belongs to no table", _NOT_OURS)
+
+
+@final
+class TableLook:
+    """What a look at one table finds."""
+
+    def __init__(self, path: str, files: TableFiles) -> None:
+        self.files = files
+        self.tally = Tally(tables=1, pending_rows=files.spec.num_rows)
+        self.damaged: dict[int, tuple[Finding, ...]] = {}
+        """Findings of the chunks that a repair has to look at."""
+        self.strangers: list[str] = []
+        """Files with the name of a chunk that the table does not have, and commit logs that cannot be read."""
+        self.path = path
+        self._logs = CommitLogs(files.commits, files.identity)
+        self._look = ChunkLook(path, files, self._logs)
+
+    def findings(self) -> list[Finding]:
+        """Look at everything, once; the folders first and the logs second, as every reader does."""
+        found: list[Finding] = []
+        chunks: set[int] = set()
+        try:
+            for column in self.files.columns:
+                found += self._column(column, chunks)
+            found += self._stage(chunks)
+            found += self._commit_logs()
+        except StoreError as error:
+            return [*found, self._finding("damage", str(error), "make the folder readable")]
+        chunks |= {chunk for chunk in self._logs.latest if 0 <= chunk < self.files.num_chunks}
+        for chunk in sorted(chunks):
+            found += self._chunk(chunk)
+        return found
+
+    def _chunk(self, chunk: int) -> tuple[Finding, ...]:
+        state = self._look.settled(chunk)
+        self.tally.done_rows += int(state.done.sum())
+        self.tally.pending_rows -= int(state.done.sum())
+        if state.visible and not state.damaged:
+            self.tally.chunks += 1
+            self.tally.bytes += state.bytes
+        if state.damaged:
+            self.damaged[chunk] = state.findings
+        return state.findings
+
+    def _column(self, column: ColumnFiles, chunks: set[int]) -> Iterator[Finding]:
+        own = {_METADATA, STAGE, COMMITS, SET_ASIDE} if column is self.files.columns[0] else {_METADATA}
+        for name in sorted(set(names_in(column.folder)) - own):
+            chunk = column.chunk_of(name)
+            if chunk is None:
+                yield self._finding("note", f"{name!r} is no chunk", _NOT_OURS, column=column.name)
+            elif chunk < self.files.num_chunks:
+                chunks.add(chunk)
+            elif not self.files.rows_on_disk(chunk):  # else the table has grown since it was looked at
+                self.strangers.append(column.visible(chunk))
+                text = f"{name}: the table has {self.files.num_chunks} chunks"
+                yield self._finding("damage", text, REPAIR, column=column.name, chunk=chunk)
+
+    def _stage(self, chunks: set[int]) -> Iterator[Finding]:
+        for name in sorted(names_in(self.files.stage)):
+            number = re.match(r"[0-9]{1,18}", name)
+            chunk = -1 if number is None else int(number[0])
+            known = [os.path.basename(path) for path in self.files.staged_paths(chunk)]
+            if name in known and chunk < self.files.num_chunks:
+                chunks.add(chunk)
+            else:
+                yield self._finding("note", f"{STAGE}/{name!r} belongs to no chunk", _NOT_OURS)
+
+    def _commit_logs(self) -> Iterator[Finding]:
+        for name in sorted(names_in(self.files.commits)):
+            if not name.endswith(".log"):
+                yield self._finding("note", f"{COMMITS}/{name!r} is no commit log", _NOT_OURS)
+        for name, error in self._logs.poll_each().items():
+            self.strangers.append(f"{self.files.commits}/{name}")
+            yield self._finding("damage", str(error), REPAIR)
+        for name, lines in self._logs.foreign.items():
+            self.strangers.append(f"{self.files.commits}/{name}")
+            yield self._finding("damage", f"commit log {name}: {lines} records of another table", REPAIR)
+        for name, lines in self._logs.damaged.items():
+            text = f"commit log {name}: {lines} of its lines do not match their checksum"
+            yield self._finding("note", text, "nothing: a chunk that lost its record is named by itself")
+
+    def _finding(
+        self,
+        level: Literal["damage", "note"],
+        text: str,
+        next_step: str,
+        *,
+        column: str | None = None,
+        chunk: int | None = None,
+    ) -> Finding:
+        return Finding(level, self.path, text, next_step, chunk, column=column)
+
+
+def _age(path: str) -> float:
+    try:
+        return time.time() - os.lstat(path).st_mtime
+    except FileNotFoundError:
+        return 0.0

@@ -1,0 +1,234 @@
+"""One chunk, looked at without a lock and without writing: what of it is done, and what is not as it should be.
+
+Files are read, never mapped: a file that shrinks or cannot be read is a finding here, and would kill the process as a
+map.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import final
+
+import numpy as np
+from numpy.typing import NDArray
+
+from trak_lite.errors import StoreError
+from trak_lite.store._check_report import Finding, row_ranges
+from trak_lite.store._checksums import crc32c
+from trak_lite.store.disk.chunk_files import ColumnFiles, TableFiles
+from trak_lite.store.disk.files import file_size, named_errors, open_file
+from trak_lite.store.disk.records import (
+    CommitLogs,
+    CommitRecord,
+    damaged_records,
+    decode_rows,
+    holder_lives,
+    read_holder,
+)
+from trak_lite.store.disk.staging import proven_rows, read_row_log
+
+__all__ = ["AGAIN", "REPAIR", "ChunkLook", "ChunkState", "stored_checksum"]
+
+_PIECE = 1 << 20
+
+REPAIR = "verify with --repair, then featurize again"
+AGAIN = "featurize again: these rows are pending"
+_UNRECORDED = "no commit record: not written by trak_lite, or a commit log is damaged"
+_FINISH = "nothing: the next writer finishes it"
+
+
+@dataclass(frozen=True, slots=True)
+class ChunkState:
+    """What a look at a chunk found."""
+
+    findings: tuple[Finding, ...]
+    done: NDArray[np.bool_]
+    """Rows of the chunk that are done, ``(rows,)``."""
+    visible: bool
+    """Whether every column has its final name."""
+    bytes: int = 0
+    """That were compared with the commit record."""
+
+    @property
+    def damaged(self) -> bool:
+        """Whether something more than a leftover was found."""
+        return any(finding.level == "damage" for finding in self.findings)
+
+
+def stored_checksum(path: str, size: int) -> int:
+    """Return the CRC-32C of the first bytes of a file, read piece by piece."""
+    checksum, left = 0, size
+    with os.fdopen(open_file(path, os.O_RDONLY), "rb", buffering=0) as file:
+        while left and (piece := file.read(min(left, _PIECE))):
+            checksum = crc32c(piece, start=checksum)
+            left -= len(piece)
+    return checksum
+
+
+@final
+class ChunkLook:
+    """Looks at the chunks of a table, one at a time."""
+
+    def __init__(self, table: str, files: TableFiles, logs: CommitLogs) -> None:
+        """Remember where to look.
+
+        Args:
+            table: Path of the table in the tree, for the findings.
+            files: Its files.
+            logs: Its commit logs, polled after the folders were listed.
+        """
+        self._table = table
+        self._files = files
+        self._logs = logs
+
+    def settled(self, chunk: int) -> ChunkState:
+        """Return the state of a chunk in which a writer may be at work.
+
+        A look during which the chunk was committed or taken back does not count, and what is found must be found
+        twice in a row.
+        """
+        found: tuple[Finding, ...] | None = None
+        while True:
+            before = self._names(chunk)
+            state = self.state(chunk)
+            # A chunk that is committed between two steps of a look has neither a row log nor a visible file for it.
+            same = self._names(chunk) == before
+            if same and state.findings in ((), found):
+                return state
+            found = state.findings if same else None
+            self._logs.poll_each()
+
+    def state(self, chunk: int) -> ChunkState:
+        """Return the state of a chunk at this moment."""
+        visible = [column for column in self._files.columns if _exists(column.visible(chunk))]
+        record = self._logs.latest.get(chunk)
+        try:
+            with named_errors("Reading", self._files.describe(chunk)):
+                for path in self._files.staged_paths(chunk):
+                    file_size(path)  # raises where it is no plain file
+                if len(visible) == len(self._files.columns):
+                    return self._visible_state(chunk, record)
+                return self._staged_state(chunk, record, visible)
+        except StoreError as error:
+            return self._unreadable(chunk, str(error))
+
+    def _names(self, chunk: int) -> list[bool]:
+        """Return which files of a chunk have their final name, and whether it has a row log."""
+        paths = [*(column.visible(chunk) for column in self._files.columns), self._files.row_log(chunk)]
+        return [_exists(path) for path in paths]
+
+    def _visible_state(self, chunk: int, record: CommitRecord | None) -> ChunkState:
+        none = np.zeros(self._files.rows_in(chunk), np.bool_)
+        if record is None:
+            return ChunkState((self._damage(chunk, _UNRECORDED),), none, visible=True)
+        known = len(none) if record.rows <= len(none) else self._files.rows_on_disk(chunk)
+        if not 0 < record.rows <= known:
+            text = f"committed with {record.rows} rows, the chunk has {len(none)}"
+            return ChunkState((self._damage(chunk, text),), none, visible=True)
+        problems = {column.name: self._problem(column, record) for column in self._files.columns}
+        findings = [self._damage(chunk, text, column=name) for name, text in problems.items() if text]
+        if findings:
+            return ChunkState(tuple(findings), none, visible=True)
+        none[: record.rows] = True
+        whole = record.rows >= len(none)  # not so where the table has grown since
+        size = sum(column.chunk_bytes for column in self._files.columns)
+        return ChunkState(tuple(self._leftovers(chunk)) if whole else (), none, visible=True, bytes=size)
+
+    def _problem(self, column: ColumnFiles, record: CommitRecord) -> str | None:
+        """Return what contradicts the commit record in the file of a column."""
+        path, expected = column.visible(record.chunk), column.chunk_bytes
+        size, checksum = record.columns.get(column.name, (None, None))
+        try:
+            with named_errors("Reading", path):
+                seen = file_size(path)
+                if seen is None:
+                    return "removed while it was looked at"
+                if seen != expected or seen != size:
+                    return f"{seen} bytes, expected {expected}, the commit record says {size}"
+                found = stored_checksum(path, seen)
+        except StoreError as error:
+            return str(error)
+        return (
+            None if found == checksum else f"checksum {found:08x}, the commit record says {checksum or 0:08x}"
+        )
+
+    def _leftovers(self, chunk: int) -> Iterator[Finding]:
+        left = [path for path in self._files.staged_paths(chunk) if _exists(path)]
+        if left and not self._is_held(chunk):
+            names = ", ".join(os.path.basename(path) for path in left)
+            yield self._note(chunk, f"committed; {names} still in the stage", _FINISH)
+
+    def _staged_state(
+        self, chunk: int, record: CommitRecord | None, visible: list[ColumnFiles]
+    ) -> ChunkState:
+        log = read_row_log(self._files, chunk)
+        done = proven_rows(self._files, chunk, log, record)
+        lost = self._claimed(chunk, log, record, visible) & ~done
+        findings = [
+            self._damage(chunk, self._why_lost(chunk, visible), rows=rows)
+            for rows in row_ranges(lost, first=chunk * self._files.spec.chunk_rows)
+        ]
+        broken = 0 if done.all() else damaged_records(log, seed=self._files.row_seed)
+        if broken:
+            findings.append(
+                self._damage(chunk, f"{broken} damaged records in the row log: their rows are pending")
+            )
+        if visible and record is None and not findings:
+            findings.append(self._damage(chunk, _UNRECORDED))
+        if not findings:
+            findings = list(self._notes(chunk, record, visible))
+        return ChunkState(tuple(findings), done, visible=False)
+
+    def _claimed(
+        self, chunk: int, log: bytes, record: CommitRecord | None, visible: list[ColumnFiles]
+    ) -> NDArray[np.bool_]:
+        """Return the rows that were done: by a sound record of the row log, or by a commit that began or ended."""
+        named = np.zeros(self._files.rows_in(chunk), np.bool_)
+        for entry in decode_rows(log, seed=self._files.row_seed):
+            if entry.chunk == chunk and entry.start + entry.count <= len(named):
+                named[entry.start : entry.start + entry.count] = True
+        if visible:
+            named[: None if record is None else record.rows] = True
+        return named
+
+    def _why_lost(self, chunk: int, visible: list[ColumnFiles]) -> str:
+        if not visible:
+            return "staged bytes do not match the row log"
+        missing = [c.name for c in self._files.columns if c not in visible and not _exists(c.staged(chunk))]
+        if missing:
+            return f"no file of the columns {', '.join(missing)}"
+        return "half visible, and its bytes match neither the row log nor the commit record"
+
+    def _notes(
+        self, chunk: int, record: CommitRecord | None, visible: list[ColumnFiles]
+    ) -> Iterator[Finding]:
+        if visible and not self._is_held(chunk):
+            names = ", ".join(column.name for column in visible)
+            yield self._note(
+                chunk, f"commit interrupted, or under way elsewhere: only {names} visible", _FINISH
+            )
+        staged = any(map(_exists, self._files.staged_paths(chunk)))
+        if record is not None and not visible and not staged:
+            yield self._note(chunk, "committed once; its files were set aside or removed", AGAIN)
+
+    def _is_held(self, chunk: int) -> bool:
+        return holder_lives(read_holder(self._files.row_log(chunk)))
+
+    def _unreadable(self, chunk: int, text: str) -> ChunkState:
+        none = np.zeros(self._files.rows_in(chunk), np.bool_)
+        return ChunkState((self._damage(chunk, text),), none, visible=False)
+
+    def _damage(
+        self, chunk: int, text: str, *, column: str | None = None, rows: range | None = None
+    ) -> Finding:
+        where = self._files.rows_of(chunk) if rows is None else rows
+        return Finding("damage", self._table, text, REPAIR, chunk, where, column)
+
+    def _note(self, chunk: int, text: str, next_step: str) -> Finding:
+        return Finding("note", self._table, text, next_step, chunk, self._files.rows_of(chunk))
+
+
+def _exists(path: str) -> bool:
+    return os.path.lexists(path)

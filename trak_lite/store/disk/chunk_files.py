@@ -1,0 +1,313 @@
+"""Where the files of a table are, and which of its chunks are committed.
+
+A chunk is committed when each of its column files has its final name and a commit record stands in a log. The record
+reaches the disk before the first file gets its name, so whoever lists the folders first and reads the logs second
+finds a record for every file seen.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import os
+import re
+import shlex
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any, final
+
+import numpy as np
+from numpy.typing import NDArray
+
+from trak_lite.errors import CorruptStoreError, StateError
+from trak_lite.store._base import TableSpec
+from trak_lite.store._checksums import crc32c
+from trak_lite.store._columns import StoredArray
+from trak_lite.store._values import short_list
+from trak_lite.store.disk.documents import identity_of
+from trak_lite.store.disk.files import file_size, named_errors, sync_folder, zeros
+from trak_lite.store.disk.folders import names_in
+from trak_lite.store.disk.metadata import (
+    attributes_from_json,
+    own_attributes,
+    parse_zarr_json,
+    read_zarr_bytes,
+)
+from trak_lite.store.disk.records import CommitLogs, CommitRecord
+
+__all__ = ["COMMITS", "SET_ASIDE", "STAGE", "ChunkIndex", "ColumnFiles", "TableFiles"]
+
+# All live in the folder of the first column: zarr's tools list the folders of groups and complain about strangers
+# there; they never list the folder of an array.
+STAGE = ".stage"
+COMMITS = ".commits"
+SET_ASIDE = ".set-aside"
+
+_STAGED_NAME = re.compile(r"(0|[1-9][0-9]{0,17})[-.].+")
+_MATRIX_KEY = re.compile(r"c\.(0|[1-9][0-9]{0,17})\.0")
+_VECTOR_KEY = re.compile(r"c\.(0|[1-9][0-9]{0,17})")
+
+
+@dataclass(frozen=True, slots=True)
+class ColumnFiles:
+    """Files of one array of a table: one per chunk, each of the same size, the last one padded."""
+
+    name: str
+    folder: str
+    stage: str
+    shape: tuple[int, ...]
+    """Of a chunk."""
+    dtype: np.dtype[Any]
+    row_bytes: int
+    fill: float
+    """What the last chunk is padded with."""
+
+    @property
+    def chunk_bytes(self) -> int:
+        """Size of each file."""
+        return self.shape[0] * self.row_bytes
+
+    def visible(self, chunk: int) -> str:
+        """Return the final name of a chunk: its zarr key."""
+        return f"{self.folder}/c.{chunk}" + (".0" if len(self.shape) == 2 else "")
+
+    def staged(self, chunk: int) -> str:
+        """Return the name of a chunk while it is being filled."""
+        return f"{self.stage}/{chunk}-{self.name}"
+
+    def list_visible(self) -> set[int]:
+        """Return the chunks whose file has its final name."""
+        with named_errors("Listing", self.folder), os.scandir(self.folder) as entries:
+            numbers = (self.chunk_of(entry.name) for entry in entries)
+            return {chunk for chunk in numbers if chunk is not None}
+
+    def chunk_of(self, name: str) -> int | None:
+        """Return the chunk whose final name this is, ``None`` if it is none."""
+        found = (_MATRIX_KEY if len(self.shape) == 2 else _VECTOR_KEY).fullmatch(name)
+        return None if found is None else int(found[1])
+
+
+@final
+class TableFiles:
+    """Paths of a table."""
+
+    def __init__(self, folder: str, spec: TableSpec, *, root: str, identity: str) -> None:
+        """Work out the paths; nothing is looked at.
+
+        Args:
+            folder: Of the table.
+            spec: Its shape.
+            root: Folder of the store, for the messages that say how to repair it.
+            identity: Of the table; its records carry it, and those of other tables count for nothing.
+        """
+        self.folder = folder
+        self.spec = spec
+        self.root = root
+        self.identity = identity
+        self.row_seed = crc32c(identity.encode())
+        """What the checksums of row records start with."""
+        self._record: tuple[bytes, dict[str, Any]] = (b"", {})
+        first = f"{folder}/{spec.columns[0].name}"
+        self.stage = f"{first}/{STAGE}"
+        self.commits = f"{first}/{COMMITS}"
+        self.set_aside = f"{first}/{SET_ASIDE}"
+        self.by_column = {c.name: tuple(map(self._column_files, c.arrays)) for c in spec.columns}
+        self.columns = tuple(itertools.chain(*self.by_column.values()))
+        self.num_chunks = -(-spec.num_rows // spec.chunk_rows)
+
+    def _column_files(self, array: StoredArray) -> ColumnFiles:
+        shape, folder = array.shape(self.spec.chunk_rows), f"{self.folder}/{array.name}"
+        dtype = array.stored_dtype
+        return ColumnFiles(array.name, folder, self.stage, shape, dtype, array.row_bytes, array.fill)
+
+    def rows_in(self, chunk: int) -> int:
+        """Return the number of rows of a chunk."""
+        return min(self.spec.chunk_rows, self.spec.num_rows - chunk * self.spec.chunk_rows)
+
+    def rows_on_disk(self, chunk: int) -> int:
+        """Return the number of rows that a chunk has by now, 0 if there is none: the table may have grown."""
+        num_rows = self.record().get("num_rows")
+        rows = num_rows if isinstance(num_rows, int) else self.spec.num_rows
+        return max(min(self.spec.chunk_rows, rows - chunk * self.spec.chunk_rows), 0)
+
+    def rows_of(self, chunk: int) -> range:
+        """Return the rows of a chunk."""
+        first = chunk * self.spec.chunk_rows
+        return range(first, first + self.rows_in(chunk))
+
+    def record(self) -> dict[str, Any]:
+        """Return what the table's ``zarr.json`` records at this moment, nothing where there is none.
+
+        Raises:
+            CorruptStoreError: If it is damaged.
+        """
+        text = read_zarr_bytes(self.folder) or b""
+        if text != self._record[0]:
+            own = (
+                own_attributes(parse_zarr_json(text, f"{self.folder}/zarr.json"), self.folder) if text else {}
+            )
+            self._record = text, own
+        return self._record[1]
+
+    def attributes(self) -> dict[str, Any]:
+        """Return what was recorded beside the table when it was created, nothing where it is gone."""
+        return attributes_from_json(self.record(), where=f"{self.folder}/zarr.json")
+
+    def row_log(self, chunk: int) -> str:
+        """Return the path of the row log of a staged chunk; its lock is the lock of the chunk."""
+        return f"{self.stage}/{chunk}.log"
+
+    def staged_paths(self, chunk: int) -> list[str]:
+        """Return where the row log and the staged files of a chunk are, or would be."""
+        return [self.row_log(chunk), *(column.staged(chunk) for column in self.columns)]
+
+    def describe(self, chunk: int) -> str:
+        """Return how an error names a chunk."""
+        rows = self.rows_of(chunk)
+        return f"rows {rows.start} to {rows.stop - 1} (chunk {chunk}) of {self.folder}"
+
+    def staged_chunks(self) -> set[int]:
+        """Return the chunks that have files in the stage."""
+        found = (_STAGED_NAME.fullmatch(name) for name in names_in(self.stage))
+        return {int(match[1]) for match in found if match and int(match[1]) < self.num_chunks}
+
+    def marks(self) -> NDArray[np.bool_]:
+        """Return a mark for each row of the table, none of them set, ``(num_rows,)``.
+
+        Raises:
+            CorruptStoreError: If there is no room for them and for a list of the rows.
+        """
+        rows = self.spec.num_rows
+        what = f"A list of the {rows} rows of {self.folder}"
+        return zeros(rows, what=what, besides=8 * rows).view(np.bool_)
+
+    def make_folders(self) -> None:
+        """Make the folders that copying a store may have dropped because they were empty.
+
+        Raises:
+            FileNotFoundError: If the table was dropped meanwhile: no folder above them is made again.
+        """
+        for folder in (self.stage, self.commits):
+            with named_errors("Making", folder), contextlib.suppress(FileExistsError):
+                os.mkdir(folder)
+                sync_folder(os.path.dirname(folder))
+
+
+@final
+class ChunkIndex:
+    """What is committed, as far as this process has looked."""
+
+    def __init__(self, files: TableFiles) -> None:
+        self._files = files
+        self._logs = CommitLogs(files.commits, files.identity)
+        self.committed: dict[int, CommitRecord] = {}
+        self.half_visible: set[int] = set()
+        """Chunks of which some columns have their final name: killed in the middle, or partly deleted."""
+        self.outgrown: set[int] = set()
+        """Chunks that were committed with fewer rows than they have now: the last one, before the table grew."""
+
+    def refresh(self) -> None:
+        """Look again at folders and logs.
+
+        Raises:
+            CorruptStoreError: If a chunk file has no commit record, or not the size that the record says.
+            StateError: If the table is another one by now.
+        """
+        visible = [column.list_visible() for column in self._files.columns]
+        self._logs.poll()
+        self._refuse_remade()
+        visible = [self._in_grid(chunks) for chunks in visible]
+        anywhere, everywhere = set.union(*visible), set.intersection(*visible)
+        self._refuse_strangers(anywhere)
+        known = self.committed
+        self.committed = {
+            chunk: self._logs.latest[chunk]
+            for chunk in everywhere
+            if chunk in known or self._has_its_size(chunk, self._logs.latest[chunk])
+        }
+        self.half_visible = anywhere - everywhere
+        uncommitted = everywhere - self.committed.keys()
+        self.outgrown = {chunk for chunk in uncommitted if self.outgrown_record(chunk) is not None}
+
+    def record(self, chunk: int) -> CommitRecord | None:
+        """Return the latest commit record of a chunk, whether or not its files are there."""
+        return self._logs.latest.get(chunk)
+
+    def outgrown_record(self, chunk: int) -> CommitRecord | None:
+        """Return the latest commit record of a chunk if it counts fewer rows than the chunk has now."""
+        record = self.record(chunk)
+        return record if record is not None and record.rows < self._files.rows_in(chunk) else None
+
+    def look_at(self, chunk: int) -> tuple[CommitRecord | None, list[ColumnFiles]]:
+        """Return the latest record of one chunk, and its columns that have their final name."""
+        visible = [c for c in self._files.columns if file_size(c.visible(chunk)) is not None]
+        self._logs.poll()
+        self._refuse_remade()
+        if visible:
+            self._refuse_strangers({chunk})
+        return self.record(chunk), visible
+
+    def add(self, record: CommitRecord) -> None:
+        """Note a chunk that this process has committed."""
+        self.committed[record.chunk] = record
+        self.half_visible.discard(record.chunk)
+
+    def _refuse_remade(self) -> None:
+        """Raise if the table was dropped and made anew, for other rows: they have the same names."""
+        stored = self._files.record()
+        if stored and identity_of(stored) != self._files.identity:
+            raise StateError(
+                f"{self._files.folder} was dropped since it was opened, and made anew for other rows. Open it again, "
+                "or, where these rows are still wanted, put them into another table."
+            )
+
+    def _in_grid(self, chunks: set[int]) -> set[int]:
+        """Leave out the chunks that the table has only since it was opened here."""
+        if not chunks or max(chunks) < self._files.num_chunks or not self._files.rows_on_disk(max(chunks)):
+            return chunks
+        return {chunk for chunk in chunks if chunk < self._files.num_chunks}
+
+    def _refuse_strangers(self, chunks: set[int]) -> None:
+        outside = sorted(chunk for chunk in chunks if chunk >= self._files.num_chunks)
+        if outside:
+            raise CorruptStoreError(
+                f"{self._files.folder} holds files of the chunks {short_list(outside)}, but its "
+                f"{self._files.spec.num_rows} rows make {self._files.num_chunks} chunks. Remove those files."
+            )
+        unrecorded = sorted(chunk for chunk in chunks if chunk not in self._logs.latest)
+        if unrecorded:
+            raise CorruptStoreError(
+                f"{self._files.folder} holds files of the chunks {short_list(unrecorded)} without a commit record: "
+                f"they were not written for this table, or a log in {self._files.commits} is damaged. "
+                f"{self.remedy(unrecorded[0])}"
+            )
+
+    def _has_its_size(self, chunk: int, record: CommitRecord) -> bool:
+        sizes = {column.name: file_size(column.visible(chunk)) for column in self._files.columns}
+        expected = {column.name: column.chunk_bytes for column in self._files.columns}
+        recorded = {name: size for name, (size, _) in record.columns.items()}
+        if None in sizes.values():
+            return False  # removed since it was listed
+        if sizes == expected == recorded and self._counts_its_rows(record):
+            return record.rows >= self._files.rows_in(chunk)
+        raise CorruptStoreError(
+            f"The files of {self._files.describe(chunk)} have {sizes} bytes; expected {expected}, "
+            f"recorded {recorded} for {record.rows} rows. {self.remedy(chunk)}"
+        )
+
+    def _counts_its_rows(self, record: CommitRecord) -> bool:
+        rows = self._files.rows_in(record.chunk)
+        return 0 < record.rows <= rows or rows < record.rows <= self._files.rows_on_disk(record.chunk)
+
+    def remedy(self, chunk: int) -> str:
+        """Return what to do about a damaged chunk."""
+        paths = ", ".join(column.visible(chunk) for column in self._files.columns)
+        return (
+            f"Remove {paths}: the rows become pending, and running again computes them anew. "
+            f"The command 'trak-lite verify {shlex.quote(self._files.root)} --repair' does it without deleting."
+        )
+
+    def records(self) -> Iterator[CommitRecord]:
+        """Yield the records of the committed chunks, ascending."""
+        for chunk in sorted(self.committed):
+            yield self.committed[chunk]

@@ -1,0 +1,53 @@
+"""The locks that a table is dropped under: those of all chunks that are being filled."""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import os
+from collections.abc import Iterator
+
+from trak_lite.errors import BusyError
+from trak_lite.store.disk.chunk_files import STAGE
+from trak_lite.store.disk.files import Descriptors
+from trak_lite.store.disk.folders import names_in
+from trak_lite.store.disk.records import HOLDER_BYTES
+
+__all__ = ["stage_locked"]
+
+
+@contextlib.contextmanager
+def stage_locked(folder: str) -> Iterator[None]:
+    """Hold the locks of all chunks of a table that are being filled; needs no more of it than its folders.
+
+    Raises:
+        BusyError: If another writer holds one of them; names the writer.
+    """
+    held = Descriptors()
+    try:
+        for path in _row_logs(folder):
+            with contextlib.suppress(FileNotFoundError):  # its chunk was committed just now
+                _lock(held, path, folder)
+        yield
+    finally:
+        held.close()
+
+
+def _row_logs(folder: str) -> Iterator[str]:
+    for column in names_in(folder):
+        stage = f"{folder}/{column}/{STAGE}"
+        linked = os.path.islink(f"{folder}/{column}") or os.path.islink(stage)
+        if os.path.isdir(stage) and not linked:
+            yield from (f"{stage}/{name}" for name in names_in(stage) if name.endswith(".log"))
+
+
+def _lock(held: Descriptors, path: str, folder: str) -> None:
+    fd = held.open(path, os.O_RDWR)  # NFS locks what is open for writing only
+    try:
+        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        holder = os.pread(fd, HOLDER_BYTES, 0).decode("ascii", "replace").strip()
+        raise BusyError(
+            f"{folder}: another writer ({holder or 'unnamed'}) holds rows of it, so it was not dropped. "
+            "Wait for it to finish, or stop it."
+        ) from None

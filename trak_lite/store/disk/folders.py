@@ -1,0 +1,156 @@
+"""Folders: built under a scratch name, synced and renamed, so that each is either absent or complete."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import fcntl
+import os
+import shutil
+import time
+import uuid
+from collections.abc import Iterator
+from contextlib import AbstractContextManager
+
+from trak_lite.errors import CorruptStoreError
+from trak_lite.store._failpoints import failpoint
+from trak_lite.store.disk.files import named_errors, open_file, sync_folder
+
+__all__ = [
+    "ABANDONED_AFTER",
+    "building",
+    "is_free",
+    "make_folders",
+    "names_in",
+    "publish_folder",
+    "refuse_links",
+    "scratch_folder",
+]
+
+_TAKEN = {errno.ENOTEMPTY, errno.EEXIST}
+ABANDONED_AFTER = 60.0  # seconds; a creator locks its scratch folder within microseconds of making it
+
+
+def names_in(folder: str) -> list[str]:
+    """Return the names in a folder, none if there is no folder (an empty one does not survive every copy)."""
+    with named_errors("Listing", folder):
+        try:
+            return os.listdir(folder)
+        except FileNotFoundError:
+            return []
+
+
+def make_folders(path: str) -> None:
+    """Make a folder and those above it, and bring their names to the disk."""
+    if os.path.isdir(path):
+        return
+    parent = os.path.dirname(path)
+    make_folders(parent)
+    with contextlib.suppress(FileExistsError):  # somebody else was first
+        os.mkdir(path)
+    sync_folder(parent)
+
+
+def refuse_links(root: str, parts: tuple[str, ...]) -> None:
+    """Raise if a folder on the way from ``root`` through ``parts`` is a symbolic link."""
+    folder = root
+    for part in parts:
+        folder = os.path.join(folder, part)
+        if os.path.islink(folder):
+            raise CorruptStoreError(
+                f"{folder} is a symbolic link, and inside a store none is followed. Put the folder itself there."
+            )
+
+
+@contextlib.contextmanager
+def scratch_folder(final: str) -> Iterator[str]:
+    """Give a new folder beside ``final``, locked while it is built, for :func:`publish_folder` to rename."""
+    parent, name = os.path.split(final)
+    prefix = f".{name}.new-"
+    _remove_abandoned(parent, prefix)
+    scratch = os.path.join(parent, f"{prefix}{uuid.uuid4().hex}")
+    with building(scratch, contextlib.nullcontext()):
+        yield scratch
+
+
+@contextlib.contextmanager
+def building(scratch: str, lock: AbstractContextManager[None]) -> Iterator[None]:
+    """Make a folder and hold its lock while it is built; an interrupted block leaves nothing of it.
+
+    Args:
+        scratch: Path of the folder.
+        lock: Held until the folder has its own lock, against those who sweep: see :func:`is_free`.
+    """
+    with lock:
+        os.mkdir(scratch)
+        fd = os.open(scratch, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+        _lock_if_possible(fd)
+    try:
+        yield
+    except BaseException:
+        shutil.rmtree(
+            scratch, ignore_errors=True
+        )  # an interrupted creation leaves nothing; the cause is re-raised
+        raise
+    finally:
+        os.close(fd)
+
+
+def is_free(path: str) -> bool:
+    """Return whether nobody holds the lock of a file or folder; ``False`` also where there is none, or no locks."""
+    try:
+        fd = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK)
+    except OSError:
+        return False
+    try:
+        return _lock_if_possible(fd)
+    finally:
+        os.close(fd)
+
+
+def publish_folder(scratch: str, final: str) -> bool:
+    """Rename a finished folder onto its name; return whether it is ours, ``False`` if somebody else was first."""
+    for folder, _, files in os.walk(scratch, topdown=False):
+        for file in files:
+            fd = open_file(os.path.join(folder, file), os.O_RDONLY)
+            try:
+                os.fsync(fd)
+            finally:
+                os.close(fd)
+        sync_folder(folder)
+    failpoint("folder_built")
+    try:
+        os.rename(scratch, final)
+    except OSError as error:
+        if error.errno not in _TAKEN:
+            raise
+        shutil.rmtree(scratch)
+        return False
+    failpoint("folder_published")
+    sync_folder(os.path.dirname(final))
+    return True
+
+
+def _remove_abandoned(parent: str, prefix: str) -> None:
+    """Remove scratch folders whose creator died: old, and locked by nobody."""
+    with os.scandir(parent) as entries:
+        found = [e.path for e in entries if e.name.startswith(prefix) and e.is_dir(follow_symlinks=False)]
+    for scratch in found:
+        try:
+            fd = os.open(scratch, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
+        except FileNotFoundError:
+            continue  # published or removed meanwhile
+        try:
+            old = time.time() - os.fstat(fd).st_mtime > ABANDONED_AFTER
+            if old and _lock_if_possible(fd):
+                shutil.rmtree(scratch, ignore_errors=True)  # somebody else may be removing it too
+        finally:
+            os.close(fd)
+
+
+def _lock_if_possible(fd: int) -> bool:
+    try:
+        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError:
+        return False  # held by a living creator, or a file system without locks: then nothing is ever removed
+    return True

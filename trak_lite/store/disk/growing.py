@@ -1,0 +1,109 @@
+"""Giving a table more rows: its metadata is replaced file by file, and the table's own ``zarr.json`` is the law.
+
+It announces the new size, the arrays take it, it takes it as well. A kill in between leaves the old number of rows; an
+array may have either. What was the last chunk, and not full, stays as it is until somebody puts rows into it: its
+commit record counts fewer rows than the chunk has now, so it is not committed any more and its rows are done.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import uuid
+from collections.abc import Callable, Iterator
+from typing import Any
+
+from trak_lite.errors import BusyError, CorruptStoreError
+from trak_lite.store._failpoints import failpoint
+from trak_lite.store.disk.chunk_files import TableFiles
+from trak_lite.store.disk.documents import CHECKSUM, GROWS_TO, encode_document, sealed
+from trak_lite.store.disk.files import locked_file, open_file, sync_folder, write_all
+from trak_lite.store.disk.metadata import read_attributes, read_zarr_json, sizes_under_way
+from trak_lite.store.disk.staging import StagedChunk
+
+__all__ = ["changed_metadata", "grow"]
+
+
+def grow(files: TableFiles, num_rows: int) -> None:
+    """Give a table more rows, under the lock of its last chunk.
+
+    Raises:
+        BusyError: If another writer holds that chunk, or has changed the size of the table just now.
+    """
+    last = files.num_chunks - 1
+    lock = StagedChunk.lock(files, last)
+    try:
+        if (read_attributes(files.folder) or {}).get("num_rows") != files.spec.num_rows:
+            raise BusyError(
+                f"{files.folder} was given another number of rows just now. Look at it, then grow it again."
+            )
+        _announce(files, num_rows)
+        failpoint("growth_announced")
+        for column in files.columns:
+            _change(f"{files.folder}/{column.name}", files.commits, lambda array: _resize(array, num_rows))
+            failpoint("array_grown")
+        _change(files.folder, files.commits, lambda group: _settle(group, num_rows))
+        failpoint("table_grown")
+        if os.path.getsize(files.row_log(last)) == 0:
+            lock.discard_log()  # made by the locking
+    finally:
+        lock.close()
+
+
+def _announce(files: TableFiles, num_rows: int) -> None:
+    def announce(group: dict[str, Any]) -> None:
+        record = group["attributes"]["trak_lite"]
+        record[GROWS_TO] = sorted({*sizes_under_way(record), num_rows})
+
+    _change(files.folder, files.commits, announce)
+
+
+def _resize(array: dict[str, Any], num_rows: int) -> None:
+    array["shape"] = [num_rows, *array["shape"][1:]]
+
+
+def _settle(group: dict[str, Any], num_rows: int) -> None:
+    record = group["attributes"]["trak_lite"]
+    record["num_rows"] = num_rows
+    del record[GROWS_TO]
+
+
+@contextlib.contextmanager
+def changed_metadata(folder: str) -> Iterator[dict[str, Any]]:
+    """Give the record of a group for changing, and replace it when the block ends; one process at a time."""
+    with locked_file(f"{folder}/zarr.json"):
+        document = _read(folder)
+        yield document["attributes"]["trak_lite"]
+        _replace(folder, folder, document)
+
+
+def _change(folder: str, scratch: str, change: Callable[[dict[str, Any]], None]) -> None:
+    """Replace the ``zarr.json`` of a folder at once or not at all."""
+    document = _read(folder)
+    change(document)
+    _replace(folder, scratch, document)
+
+
+def _read(folder: str) -> dict[str, Any]:
+    path = f"{folder}/zarr.json"
+    document = read_zarr_json(folder)
+    if document is None:
+        raise CorruptStoreError(f"{path} is missing. Restore it from a backup, or use another path.")
+    return document
+
+
+def _replace(folder: str, scratch_folder: str, document: dict[str, Any]) -> None:
+    own = document["attributes"].get("trak_lite", {})
+    if CHECKSUM in own:
+        document["attributes"]["trak_lite"] = sealed(own)
+    path, scratch = f"{folder}/zarr.json", f"{scratch_folder}/.zarr.json.new-{uuid.uuid4().hex}"
+    fd = open_file(scratch, os.O_WRONLY | os.O_CREAT | os.O_EXCL)
+    try:
+        write_all(fd, encode_document(document), 0)
+        os.fsync(fd)
+        os.rename(scratch, path)
+    finally:
+        os.close(fd)
+        with contextlib.suppress(FileNotFoundError):  # it has its final name
+            os.unlink(scratch)
+    sync_folder(folder)

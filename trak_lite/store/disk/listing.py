@@ -1,0 +1,285 @@
+"""The list of a store's tables: one entry each in ``.tables/``, named after the path and bound to its identity.
+
+A table is listed once its folder is published, before a row is put into it, and is taken from the list together with
+its folder. So a listed table without its folder is lost, and is reported instead of being passed over. An unlisted one
+is a creation that was interrupted: it is a table, and the next writer lists it.
+
+What is being built or removed stands in ``.tables/`` as well (``.new-*``, ``.dropped-*``): for zarr's tools it is an
+array without chunks, which they do not look into.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import shutil
+import uuid
+from collections.abc import Iterator
+from typing import final
+
+from trak_lite._validate import parse_json
+from trak_lite.errors import CorruptStoreError
+from trak_lite.store._checksums import crc32c
+from trak_lite.store._failpoints import failpoint
+from trak_lite.store._names import is_name
+from trak_lite.store.disk.documents import encode_document, hidden_document
+from trak_lite.store.disk.files import (
+    file_size,
+    locked_file,
+    named_errors,
+    open_file,
+    read_file,
+    sync_folder,
+    write_all,
+)
+from trak_lite.store.disk.folders import building, is_free, names_in, publish_folder
+
+__all__ = [
+    "TABLES",
+    "TableList",
+    "decode_entry",
+    "encode_entry",
+    "entry_name",
+    "listed_path",
+    "lost_table",
+    "publish_hidden",
+]
+
+TABLES = ".tables"
+_METADATA = "zarr.json"
+_NEW, _DROPPED = ".new-", ".dropped-"
+_MOST_BYTES = 4096
+
+
+def entry_name(path: str) -> str:
+    """Return the name of a table's entry: '%' is in no name of a table.
+
+    Example:
+        >>> entry_name("targets/test/ckpt-0")
+        'targets%test%ckpt-0'
+    """
+    return path.replace("/", "%")
+
+
+def listed_path(name: str) -> str | None:
+    """Return the path of the table whose entry has this name, ``None`` if it is no entry."""
+    return name.replace("%", "/") if all(map(is_name, name.split("%"))) else None
+
+
+def encode_entry(path: str, identity: str) -> bytes:
+    """Return the entry of a table: JSON, a tab, its CRC-32C in hex, a newline.
+
+    Example:
+        >>> decode_entry(encode_entry("ckpt-0", "ab"), "ckpt-0", where="here")
+        'ab'
+    """
+    body = json.dumps({"table": path, "identity": identity}, separators=(",", ":")).encode()
+    return body + b"\t%08x\n" % crc32c(body)
+
+
+def decode_entry(text: bytes, path: str, *, where: str) -> str:
+    """Return the identity that the entry of a table holds.
+
+    Raises:
+        CorruptStoreError: If it is damaged, or the entry of another table.
+    """
+    body, _, checksum = text.rpartition(b"\t")
+    try:
+        entry = parse_json(body) if checksum == b"%08x\n" % crc32c(body) else None
+        if isinstance(entry, dict) and entry["table"] == path and isinstance(entry["identity"], str):
+            return entry["identity"]
+    except (ValueError, KeyError, RecursionError):
+        pass  # a right checksum under somebody else's line
+    raise CorruptStoreError(
+        f"{where} is not the entry of the table {path!r} in the store's list: it was damaged, or is that of another "
+        "table. Restore it from a backup, or verify the store with repair=True, which lists the table anew."
+    )
+
+
+def lost_table(path: str, *, where: str) -> CorruptStoreError:
+    """Return the error of a table that is listed and not there."""
+    return CorruptStoreError(
+        f"The table {path!r} of {where} is lost: the store lists it, and {path}/{_METADATA} is missing. Restore the "
+        "folder from a backup. To do without its rows, verify the store with repair=True, then featurize again."
+    )
+
+
+@final
+class TableList:
+    """The list of the tables of one store on disk."""
+
+    def __init__(self, root: str) -> None:
+        """Remember where it is.
+
+        Args:
+            root: Folder of the store.
+        """
+        self.folder = f"{root}/{TABLES}"
+        self._root = root
+
+    def require(self) -> None:
+        """Raise if there is no list: a lost table would not be noticed.
+
+        Raises:
+            CorruptStoreError: Says how to make it anew.
+        """
+        with named_errors("Reading", self.folder):
+            found = file_size(f"{self.folder}/{_METADATA}")
+        if found is None:
+            raise CorruptStoreError(
+                f"{self.folder}/{_METADATA} is missing: the list of the store's tables. Restore the folder from a "
+                "backup, or verify the store with repair=True: then the tables count that are there."
+            )
+
+    def paths(self) -> list[str]:
+        """Return the paths of the listed tables, in no order."""
+        return [path for path in map(listed_path, names_in(self.folder)) if path is not None]
+
+    def identity(self, path: str) -> str | None:
+        """Return the identity of a listed table, ``None`` if it is not listed.
+
+        Raises:
+            CorruptStoreError: If the entry is damaged.
+        """
+        entry = self.entry(path)
+        with named_errors("Reading", entry):
+            try:
+                text = read_file(entry, most=_MOST_BYTES, remedy="Verify the store with repair=True.")
+            except FileNotFoundError:
+                return None
+        return decode_entry(text, path, where=entry)
+
+    def entry(self, path: str) -> str:
+        """Return where the entry of a table is, or would be."""
+        return f"{self.folder}/{entry_name(path)}"
+
+    def is_lost(self, path: str) -> bool:
+        """Whether a table is listed and not there; takes no lock, and is right beside those who drop and create."""
+        if self._is_there(path) or self.dropped(path):
+            return False
+        # the entry goes with the folder, and comes after it: looked at in this order, a living process is no loss
+        return os.path.lexists(self.entry(path)) and not self._is_there(path)
+
+    @contextlib.contextmanager
+    def locked(self) -> Iterator[None]:
+        """Hold the lock of the list; waits for others, who hold it for a moment."""
+        with locked_file(f"{self._root}/{_METADATA}"):
+            yield
+
+    def add(self, path: str, identity: str) -> bool:
+        """List a table whose folder is published; return ``False`` if it was dropped meanwhile."""
+        with self.locked():
+            if not self._is_there(path):
+                return False
+            entry, scratch = self.entry(path), f"{self.folder}/{_NEW}{uuid.uuid4().hex}"
+            fd = open_file(scratch, os.O_WRONLY | os.O_CREAT | os.O_EXCL)
+            try:
+                write_all(fd, encode_entry(path, identity), 0)
+                os.fsync(fd)
+                failpoint("entry_written")
+                os.rename(scratch, entry)
+            finally:
+                os.close(fd)
+                with contextlib.suppress(FileNotFoundError):  # it has its final name
+                    os.unlink(scratch)
+            sync_folder(self.folder)
+        failpoint("table_listed")
+        return True
+
+    def drop(self, path: str) -> None:
+        """Take a table, if it is there, from its place and from the list; :meth:`remove_dropped` removes it."""
+        folder = f"{self._root}/{path}"
+        with self.locked():
+            with contextlib.suppress(FileNotFoundError):  # dropped by another process, or lost
+                os.rename(folder, f"{self.folder}/{_DROPPED}{entry_name(path)}-{uuid.uuid4().hex}")
+                failpoint("table_renamed")
+                sync_folder(os.path.dirname(folder))
+                sync_folder(self.folder)
+            self._unlist(path)
+
+    def dropped(self, path: str) -> list[str]:
+        """Return what is left of a table that was dropped."""
+        prefix = f"{_DROPPED}{entry_name(path)}-"
+        names = (name for name in names_in(self.folder) if name.startswith(prefix))
+        return [f"{self.folder}/{name}" for name in names if len(name) == len(prefix) + 32]
+
+    def remove_dropped(self, path: str) -> None:
+        """Remove what is left of a table that was dropped."""
+        for folder in self.dropped(path):
+            _remove(folder)
+
+    @contextlib.contextmanager
+    def scratch(self) -> Iterator[str]:
+        """Give a new folder, locked while it is built, for :func:`publish_folder` to rename."""
+        path = f"{self.folder}/{_NEW}{uuid.uuid4().hex}"
+        with building(path, self.locked()):
+            yield path
+
+    def sweep(self) -> None:
+        """Remove what killed processes have left half built or half dropped; living ones hold their locks."""
+        names = names_in(self.folder)
+        if not any(name.startswith((_NEW, _DROPPED)) for name in names):
+            return
+        left = []
+        with self.locked():
+            for name in names_in(self.folder):
+                if name.startswith(_NEW) and is_free(f"{self.folder}/{name}"):
+                    left.append(f"{self.folder}/{name}")
+                elif name.startswith(_DROPPED):
+                    left.append(f"{self.folder}/{name}")
+                    path = listed_path(name[len(_DROPPED) : -33])
+                    if path is not None and not self._is_there(path):
+                        self._unlist(path)
+        for path in left:
+            _remove(path)
+
+    def set_aside(self, path: str, folder: str) -> None:
+        """Rename the entry of a table into a folder."""
+        with self.locked(), contextlib.suppress(FileNotFoundError):  # another process was first
+            os.rename(self.entry(path), f"{folder}/{entry_name(path)}")
+            sync_folder(self.folder)
+
+    def make(self) -> None:
+        """Make the folder of the list, if it is missing, and the document that hides it from zarr's tools."""
+        with contextlib.suppress(FileExistsError):
+            os.mkdir(self.folder)
+        scratch = f"{self.folder}/{_NEW}{uuid.uuid4().hex}"
+        fd = open_file(scratch, os.O_WRONLY | os.O_CREAT | os.O_EXCL)
+        try:
+            write_all(fd, encode_document(hidden_document("tables")), 0)
+            os.fsync(fd)
+        finally:
+            os.close(fd)
+        os.rename(scratch, f"{self.folder}/{_METADATA}")
+        sync_folder(self.folder)
+        sync_folder(self._root)
+
+    def _is_there(self, path: str) -> bool:
+        return os.path.lexists(f"{self._root}/{path}/{_METADATA}")
+
+    def _unlist(self, path: str) -> None:
+        with contextlib.suppress(FileNotFoundError):
+            os.unlink(self.entry(path))
+            sync_folder(self.folder)
+
+
+def publish_hidden(folder: str, scratch: str) -> None:
+    """Make a folder that zarr's tools do not look into, unless there is one.
+
+    Args:
+        folder: Its final name.
+        scratch: A new folder; see :meth:`TableList.scratch`.
+    """
+    with open(f"{scratch}/{_METADATA}", "wb") as file:
+        file.write(encode_document(hidden_document(os.path.basename(folder).removeprefix("."))))
+    publish_folder(scratch, folder)
+
+
+def _remove(path: str) -> None:
+    while os.path.lexists(path):
+        with contextlib.suppress(FileNotFoundError):  # another process removes it as well
+            if os.path.isdir(path) and not os.path.islink(path):
+                shutil.rmtree(path)
+            else:
+                os.unlink(path)

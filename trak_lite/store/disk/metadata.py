@@ -1,0 +1,292 @@
+"""What the ``zarr.json`` files say: read with care, because everything else is trusted after them."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from trak_lite._validate import parse_json
+from trak_lite.errors import CorruptStoreError, ManifestMismatchError
+from trak_lite.store._base import TableSpec
+from trak_lite.store._columns import Column, StoredArray
+from trak_lite.store._grid import spec_from_json
+from trak_lite.store.disk.documents import (
+    CHECKSUM,
+    GROWS_TO,
+    array_document,
+    hidden_document,
+    record_checksum,
+)
+from trak_lite.store.disk.files import named_errors, read_file
+from trak_lite.store.disk.folders import names_in
+from trak_lite.store.manifest import FORMAT, Manifest, canonical_json
+
+__all__ = [
+    "attributes_from_json",
+    "check_array",
+    "check_array_document",
+    "check_hidden",
+    "manifest_from_json",
+    "misnamed",
+    "own_attributes",
+    "parse_zarr_json",
+    "read_attributes",
+    "read_zarr_bytes",
+    "read_zarr_json",
+    "refuse_misnamed",
+    "refuse_undescribed",
+    "sizes_under_way",
+    "table_from_json",
+]
+
+_MOST_BYTES = 64 << 20
+_RESTORE = "Restore the file from a backup, or use another path."
+
+
+def read_attributes(folder: str) -> dict[str, Any] | None:
+    """Return what a zarr group records under ``trak_lite``, ``None`` where the folder holds no ``zarr.json``.
+
+    Raises:
+        CorruptStoreError: If the file is not the JSON of a zarr group.
+    """
+    document = read_zarr_json(folder)
+    return None if document is None else own_attributes(document, folder)
+
+
+def own_attributes(document: Mapping[str, Any], folder: str) -> dict[str, Any]:
+    """Return what the ``zarr.json`` of a group records under ``trak_lite``; nothing for a group of tables.
+
+    Raises:
+        CorruptStoreError: If it is not the JSON of a zarr group, or does not match its own checksum.
+    """
+    attributes = document.get("attributes")
+    own = attributes.get("trak_lite") if isinstance(attributes, dict) else None
+    kind = document.get("zarr_format"), document.get("node_type")
+    if kind != (3, "group") or not isinstance(own, dict):
+        raise CorruptStoreError(
+            f"{folder}/zarr.json does not describe a zarr group with trak_lite's attributes. {_RESTORE}"
+        )
+    other_format = "columns" not in own and type(own.get("format")) is int and own["format"] != FORMAT
+    if own and not other_format and own.get(CHECKSUM) != record_checksum(own):
+        raise CorruptStoreError(
+            f"{folder}/zarr.json does not match its own checksum: it was changed after it was written. {_RESTORE}"
+        )
+    return own
+
+
+def manifest_from_json(record: Mapping[str, Any], root: str) -> Manifest:
+    """Return the manifest that a store's ``zarr.json`` records.
+
+    Raises:
+        ManifestMismatchError: If another version of trak_lite made the store, with another format.
+        CorruptStoreError: If something else stands there.
+    """
+    version = record.get("format")
+    if type(version) is int and version != FORMAT:
+        raise ManifestMismatchError(
+            f"{root} has the format {version}, this version of trak_lite reads the format {FORMAT}. "
+            + (
+                "Install a newer trak_lite."
+                if version > FORMAT
+                else "Featurize again into another path, or use the version that made it."
+            )
+        )
+    fingerprint, made_with = record.get("fingerprint"), record.get("made_with")
+    known = version == FORMAT and isinstance(record.get("origin"), str)
+    if not known or not isinstance(fingerprint, dict) or not isinstance(made_with, dict):
+        raise CorruptStoreError(
+            f"{root}/zarr.json does not describe a trak_lite store: format is {version!r}, fingerprint is "
+            f"{type(fingerprint).__name__}. Restore the file from a backup, or use another path."
+        )
+    return Manifest(fingerprint, made_with)
+
+
+def attributes_from_json(record: Mapping[str, Any], *, where: str) -> dict[str, Any]:
+    """Return what a table's ``zarr.json`` records beside its shape.
+
+    Raises:
+        CorruptStoreError: If something else stands there.
+    """
+    found = record.get("attributes", {})
+    if not isinstance(found, dict):
+        raise CorruptStoreError(
+            f"{where} records {type(found).__name__} as attributes, expected a mapping. {_RESTORE}"
+        )
+    return dict(found)
+
+
+def table_from_json(record: Mapping[str, Any], path: str, origin: str, *, where: str) -> TableSpec:
+    """Return the shape of the table that a ``zarr.json`` describes.
+
+    Args:
+        record: What it records.
+        path: Of the table in the tree.
+        origin: Of the store; see :func:`~trak_lite.store.disk.documents.store_record`.
+        where: How the message names the file.
+
+    Raises:
+        CorruptStoreError: If it describes no table, or one of another place or another store.
+    """
+    if (record.get("table"), record.get("store")) != (path, origin):
+        other = "another store" if record.get("table") == path else repr(record.get("table"))
+        raise CorruptStoreError(
+            f"{where} describes the table of {other}: folders or files were exchanged, renamed or copied. Move the "
+            "folder back to where it was; if it was copied from elsewhere, remove it."
+        )
+    return spec_from_json(record, where=where)
+
+
+def refuse_undescribed(folder: str, spec: TableSpec) -> None:
+    """Raise if a table's folder holds an array that its ``zarr.json`` does not name: it has lost a column.
+
+    Raises:
+        CorruptStoreError: Names the arrays. Its chunks are sound, and must not be judged by what is left.
+    """
+    others = set(names_in(folder)) - {array.name for array in spec.arrays}
+    arrays = sorted(name for name in others if os.path.lexists(f"{folder}/{name}/zarr.json"))
+    if arrays:
+        raise CorruptStoreError(
+            f"{folder}/zarr.json does not name the arrays {arrays} that are in the folder. {_RESTORE}"
+        )
+
+
+def refuse_misnamed(folder: str) -> None:
+    """Raise if a folder whose name no table can have holds a ``zarr.json``: its rows would be missed without a word.
+
+    Raises:
+        CorruptStoreError: If it does.
+    """
+    if os.path.lexists(f"{folder}/zarr.json"):
+        raise misnamed(folder)
+
+
+def misnamed(folder: str) -> CorruptStoreError:
+    """Return the error of a table or group that has a name which none can have."""
+    return CorruptStoreError(
+        f"{folder} holds a zarr.json, and no table or group can have the name {os.path.basename(folder)!r}. Give it "
+        "the name that it had, or move it out of the store."
+    )
+
+
+def sizes_under_way(record: Mapping[str, Any]) -> list[int]:
+    """Return the numbers of rows to which the growing of a table was begun and not finished."""
+    sizes = record.get(GROWS_TO, [])
+    return [size for size in sizes if isinstance(size, int)] if isinstance(sizes, list) else []
+
+
+def check_array(
+    folder: str, column: Column, array: StoredArray, spec: TableSpec, *, under_way: Sequence[int] = ()
+) -> None:
+    """Raise unless an array is laid out as the table says: sizes are known before anything is mapped.
+
+    Args:
+        folder: Of the table.
+        column: One of the table's.
+        array: One of the column's.
+        spec: Shape of the table.
+        under_way: Numbers of rows that the array may have instead; see :func:`sizes_under_way`.
+
+    Raises:
+        CorruptStoreError: Names every differing key.
+    """
+    found = read_zarr_json(f"{folder}/{array.name}")
+    check_array_document(found, folder, column, array, spec, under_way=under_way)
+
+
+def check_array_document(
+    found: Mapping[str, Any] | None,
+    folder: str,
+    column: Column,
+    array: StoredArray,
+    spec: TableSpec,
+    *,
+    under_way: Sequence[int] = (),
+) -> None:
+    """Raise unless the ``zarr.json`` of an array is what the store would write; see :func:`check_array`.
+
+    Keys and attributes that other tools have added are left alone.
+
+    Raises:
+        CorruptStoreError: Names every differing key.
+    """
+    path = f"{folder}/{array.name}/zarr.json"
+    if found is None:
+        raise CorruptStoreError(f"{path} is missing. Restore it from a backup, or use another path.")
+    expected = array_document(column, array, spec)
+    shapes = [list(array.shape(rows)) for rows in (spec.num_rows, *under_way)]
+    expected["shape"] = next((shape for shape in shapes if shape == found.get("shape")), shapes[0])
+    own = expected.pop("attributes").get("trak_lite")
+    differing = _differing(expected, found)
+    attributes = found.get("attributes")
+    seen = attributes.get("trak_lite") if isinstance(attributes, dict) else attributes
+    if not _same(own, seen):
+        differing.append(f"attributes.trak_lite is {seen!r}, expected {own!r}")
+    if differing:
+        raise CorruptStoreError(f"{path} contradicts its table: {'; '.join(differing)}. {_RESTORE}")
+
+
+def check_hidden(folder: str) -> None:
+    """Raise unless the ``zarr.json`` of a folder without arrays is what the store would write.
+
+    Raises:
+        CorruptStoreError: Names every differing key.
+    """
+    found = read_zarr_json(folder)
+    expected = hidden_document(os.path.basename(folder).removeprefix("."))
+    differing = ["it is missing"] if found is None else _differing(expected, found)
+    if differing:
+        raise CorruptStoreError(f"{folder}/zarr.json is not as it was written: {'; '.join(differing)}.")
+
+
+def _differing(expected: Mapping[str, Any], found: Mapping[str, Any]) -> list[str]:
+    return [
+        f"{key} is {found.get(key)!r}, expected {value!r}"
+        for key, value in expected.items()
+        if not _same(value, found.get(key))
+    ]
+
+
+def _same(expected: Any, found: Any) -> bool:
+    """Return whether two JSON values are the same; for Python 1, 1.0 and true are."""
+    return canonical_json(expected) == canonical_json(found)
+
+
+def read_zarr_json(folder: str) -> dict[str, Any] | None:
+    """Return the ``zarr.json`` of a folder, ``None`` where there is none.
+
+    Raises:
+        CorruptStoreError: If it is not a JSON object.
+    """
+    text = read_zarr_bytes(folder)
+    return None if text is None else parse_zarr_json(text, os.path.join(folder, "zarr.json"))
+
+
+def read_zarr_bytes(folder: str) -> bytes | None:
+    """Return the bytes of the ``zarr.json`` of a folder, ``None`` where there is none."""
+    path = os.path.join(folder, "zarr.json")
+    with named_errors("Reading", path):
+        try:
+            return read_file(path, most=_MOST_BYTES, remedy="Restore it from a backup, or use another path.")
+        except (FileNotFoundError, NotADirectoryError):
+            return None
+
+
+def parse_zarr_json(text: bytes, path: str) -> dict[str, Any]:
+    """Return the JSON object that a ``zarr.json`` holds.
+
+    Raises:
+        CorruptStoreError: If it is not a JSON object.
+    """
+    try:
+        document = parse_json(text)
+    except ValueError as error:
+        raise CorruptStoreError(
+            f"{path} is not JSON ({error}). It was damaged after it was written; it is not made anew over the rows. "
+            "Restore the file from a backup, or use another path."
+        ) from error
+    if not isinstance(document, dict):
+        raise CorruptStoreError(
+            f"{path} holds {type(document).__name__}, expected a JSON object. Restore it from a backup."
+        )
+    return document

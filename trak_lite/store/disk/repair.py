@@ -1,0 +1,187 @@
+"""Setting aside what cannot be used, so that its rows are pending again; nothing is deleted.
+
+Files are renamed into a folder of their own under ``.set-aside/`` of the first column, chunk by chunk and under the
+lock of the chunk. Where some rows of a staged chunk are sound they stay: only its row log is replaced, by one that
+names them alone. A kill between any two steps leaves what a writer resumes from, and what a second repair finishes.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import time
+import uuid
+from collections.abc import Sequence
+from typing import final
+
+from trak_lite.errors import BusyError, CorruptStoreError, ReadOnlyStoreError
+from trak_lite.store._check_report import Finding, Report, SetAside, row_ranges
+from trak_lite.store._failpoints import failpoint
+from trak_lite.store.disk.check import StoreLook, TableLook
+from trak_lite.store.disk.check_chunk import ChunkLook, ChunkState
+from trak_lite.store.disk.chunk_files import SET_ASIDE
+from trak_lite.store.disk.files import file_size, named_errors, open_file, sync_folder, write_all
+from trak_lite.store.disk.folders import make_folders, refuse_links
+from trak_lite.store.disk.listing import TableList
+from trak_lite.store.disk.records import CommitLogs
+from trak_lite.store.disk.staging import StagedChunk, read_row_log, sound_log
+
+__all__ = ["check_folder"]
+
+
+def repair_list(root: str, look: StoreLook) -> list[SetAside]:
+    """Make the list of tables that of the tables that are there; return which entries were set aside.
+
+    Raises:
+        StoreError: If files cannot be renamed.
+    """
+    tables = TableList(root)
+    with named_errors("Repairing the list of tables in", root):
+        if look.list_damaged:
+            tables.make()
+        if not look.entries:
+            return []
+        folder = f"{tables.folder}/{SET_ASIDE}/{_stamp('tables')}"
+        make_folders(folder)
+        for path in look.entries:
+            tables.set_aside(path, folder)
+    return [SetAside(path, None, (), folder) for path in look.entries]
+
+
+@final
+class TableRepair:
+    """Makes the damaged rows of one table pending."""
+
+    def __init__(self, path: str, look: TableLook) -> None:
+        """Remember what a look has found.
+
+        Args:
+            path: Of the table in the tree.
+            look: A finished look at it.
+        """
+        self.set_aside: list[SetAside] = []
+        self.busy: list[Finding] = []
+        """Chunks that were left alone because a writer holds them."""
+        self._path = path
+        self._look = look
+        self._files = look.files
+
+    def run(self) -> None:
+        """Set aside what the look has found damaged, where it still is.
+
+        Raises:
+            StoreError: If files cannot be renamed.
+        """
+        with named_errors("Setting aside files of", self._files.folder):
+            refuse_links(os.path.dirname(self._files.set_aside), (SET_ASIDE,))
+            if self._look.strangers:
+                self._move(self._look.strangers, None, ())
+                self._look = TableLook(self._path, self._files)
+                self._look.findings()  # chunks may have lost their record with a commit log
+            for chunk in sorted(self._look.damaged):
+                self._repair(chunk)
+
+    def _repair(self, chunk: int) -> None:
+        log, *staged = self._files.staged_paths(chunk)
+        paths = [*(column.visible(chunk) for column in self._files.columns), *staged, log]
+        self._move([path for path in paths if _is_no_file(path)], chunk, (self._files.rows_of(chunk),))
+        try:
+            stage = StagedChunk.lock(self._files, chunk)
+        except BusyError as error:
+            text = f"left alone: {error}"
+            self.busy.append(Finding("note", self._path, text, "repair again later", chunk))
+            return
+        try:
+            self._repair_locked(chunk, stage, paths)
+        finally:
+            stage.close()
+
+    def _repair_locked(self, chunk: int, stage: StagedChunk, paths: Sequence[str]) -> None:
+        logs = CommitLogs(self._files.commits, self._files.identity)
+        logs.poll_each()
+        look = ChunkLook(self._path, self._files, logs)
+        state = look.state(chunk)
+        if not state.damaged:
+            if not file_size(self._files.row_log(chunk)):
+                stage.discard_log()  # made by the locking
+        elif state.visible or not state.done.any():
+            # the row log last: whoever finds it locks the chunk by it
+            made_by_locking = not file_size(self._files.row_log(chunk))
+            self._move(paths[: -1 if made_by_locking else None], chunk, (self._files.rows_of(chunk),))
+            if made_by_locking:
+                stage.discard_log()
+        else:
+            self._keep_sound_rows(chunk, state, stage)
+
+    def _keep_sound_rows(self, chunk: int, state: ChunkState, stage: StagedChunk) -> None:
+        """Replace the row log by one that names the sound rows alone; the old one is kept aside."""
+        visible = [c for c in self._files.columns if os.path.lexists(c.visible(chunk))]
+        self._move([c.visible(chunk) for c in visible if os.path.lexists(c.staged(chunk))], chunk, ())
+        stage.take_back([c for c in visible if os.path.lexists(c.visible(chunk))])
+        log = self._files.row_log(chunk)
+        pending = row_ranges(~state.done, first=self._files.rows_of(chunk).start)
+        folder = self._new_folder(chunk)
+        shutil.copyfile(log, f"{folder}/{os.path.basename(log)}", follow_symlinks=False)
+        fresh = f"{folder}/sound-{os.path.basename(log)}"
+        fd = open_file(fresh, os.O_WRONLY | os.O_CREAT | os.O_EXCL)
+        try:
+            write_all(fd, sound_log(self._files, chunk, read_row_log(self._files, chunk)), 0)
+            os.fsync(fd)
+        finally:
+            os.close(fd)
+        failpoint("log_copied")
+        # another file under the name: whoever knew the old log by heart reads the new one
+        os.rename(fresh, log)
+        failpoint("log_replaced")
+        self.set_aside.append(SetAside(self._path, chunk, tuple(pending), folder))
+
+    def _move(self, paths: Sequence[str], chunk: int | None, rows: tuple[range, ...]) -> None:
+        """Rename those of the files that exist into a new folder."""
+        found = [path for path in paths if os.path.lexists(path)]
+        if not found:
+            return
+        folder = self._new_folder(chunk)
+        for path in found:
+            os.rename(path, f"{folder}/{os.path.basename(os.path.dirname(path))}-{os.path.basename(path)}")
+            failpoint("file_set_aside")
+        for changed in {folder, *map(os.path.dirname, found)}:
+            sync_folder(changed)
+        self.set_aside.append(SetAside(self._path, chunk, rows, folder))
+
+    def _new_folder(self, chunk: int | None) -> str:
+        folder = f"{self._files.set_aside}/{_stamp('strangers' if chunk is None else f'chunk-{chunk}')}"
+        make_folders(folder)
+        return folder
+
+
+def _stamp(what: str) -> str:
+    return f"{time.strftime('%Y%m%dT%H%M%SZ', time.gmtime())}-{what}-{uuid.uuid4().hex[:8]}"
+
+
+def _is_no_file(path: str) -> bool:
+    try:
+        file_size(path)
+    except CorruptStoreError:
+        return True
+    return False
+
+
+def check_folder(folder: str | os.PathLike[str], *, repair: bool) -> Report:
+    """Do what :func:`~trak_lite.store.verify_store` does, for a store on a disk."""
+    root = os.path.realpath(folder)
+    look = StoreLook.at(root)
+    if not repair:
+        return Report(root, tuple(look.findings), look.tally)
+    if not os.access(root, os.W_OK | os.X_OK):
+        raise ReadOnlyStoreError(
+            f"{root} cannot be written, so nothing was repaired. Make the folder writable."
+        )
+    repairs = [TableRepair(table, found) for table, found in look.tables.items()]
+    moved = repair_list(root, look)
+    for each in repairs:
+        each.run()
+    busy = [finding for each in repairs for finding in each.busy]
+    moved += [part for each in repairs for part in each.set_aside]
+    if moved or look.list_damaged:
+        look = StoreLook.at(root)
+    return Report(root, (*look.findings, *busy), look.tally, tuple(moved))

@@ -1,0 +1,528 @@
+"""The store on disk: a zarr v3 hierarchy of uncompressed arrays, written by a commit protocol of its own.
+
+Every chunk file is the raw little-endian C-order block of whole rows, so plain zarr, xarray and ``numpy.memmap`` read
+a finished store. Neither rows nor metadata pass through zarr: its own writes are not synced, lose concurrent rows of a
+chunk and read missing chunks as fill values without a word.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Iterable, Mapping
+from typing import Any, Literal, Self, final
+
+from numpy.typing import NDArray
+
+from trak_lite._validate import one_of
+from trak_lite.errors import (
+    CorruptStoreError,
+    InvalidInputError,
+    MissingStoreError,
+    ReadOnlyStoreError,
+    StateError,
+    StoreError,
+)
+from trak_lite.store._base import AbstractFeatureStore, AbstractRowTable, Difference, TableSpec
+from trak_lite.store._check_report import Report
+from trak_lite.store._exchange import diff_stores, merge_stores
+from trak_lite.store._grid import (
+    check_spec,
+    compare_specs,
+    grown_spec,
+    plain_json,
+)
+from trak_lite.store._names import is_name, natural_order, path_parts
+from trak_lite.store._refusals import group_of_tables, inside_a_table, missing_table
+from trak_lite.store._values import check_derived
+from trak_lite.store.disk.check import missing_store
+from trak_lite.store.disk.chunk_files import COMMITS, STAGE, TableFiles
+from trak_lite.store.disk.derived import CACHE, DerivedArrays
+from trak_lite.store.disk.documents import (
+    encode_document,
+    group_document,
+    hidden_document,
+    store_record,
+    table_documents,
+    table_identity,
+)
+from trak_lite.store.disk.dropping import stage_locked
+from trak_lite.store.disk.files import named_errors
+from trak_lite.store.disk.folders import make_folders, publish_folder, refuse_links, scratch_folder
+from trak_lite.store.disk.growing import changed_metadata, grow
+from trak_lite.store.disk.listing import TABLES, TableList, lost_table, publish_hidden
+from trak_lite.store.disk.metadata import (
+    attributes_from_json,
+    check_array,
+    manifest_from_json,
+    read_attributes,
+    refuse_misnamed,
+    refuse_undescribed,
+    sizes_under_way,
+    table_from_json,
+)
+from trak_lite.store.disk.repair import check_folder
+from trak_lite.store.disk.zarr_table import ZarrRowTable
+from trak_lite.store.manifest import FORMAT, Manifest, replaced_fingerprint
+
+__all__ = ["ZarrFeatureStore"]
+
+logger = logging.getLogger(__name__)
+
+Verify = Literal["first_touch", "never"]
+"""When the checksum of a chunk is compared with its commit record."""
+
+MapFiles = Literal["auto", "always", "never"]
+"""Whether the files of chunks are mapped or read."""
+
+
+@final
+class ZarrFeatureStore(AbstractFeatureStore):
+    """Tables of feature rows under one folder; use :meth:`create` and :meth:`open`.
+
+    Example:
+        >>> import tempfile, numpy as np
+        >>> from trak_lite.store import Column, Manifest, TableSpec, ZarrFeatureStore
+        >>> spec = TableSpec(num_rows=3, columns=(Column("features", 2, "float16"),), chunk_rows=32)
+        >>> with tempfile.TemporaryDirectory() as folder:
+        ...     with ZarrFeatureStore.create(f"{folder}/run.zarr", Manifest({"seed": 0})) as store:
+        ...         table = store.create_table("ckpt-0", spec)
+        ...         table.put(0, {"features": np.ones((2, 2))})
+        ...         pending = table.pending().tolist()
+        ...         table.put([2], {"features": np.zeros((1, 2))})
+        ...         pending, table.read("features")[:, 0].tolist()
+        ([2], [1.0, 1.0, 0.0])
+    """
+
+    def __init__(
+        self,
+        root: str,
+        manifest: Manifest,
+        *,
+        origin: str,
+        writable: bool,
+        verify: Verify = "first_touch",
+        mapping: MapFiles = "auto",
+    ) -> None:
+        self._root = root
+        self._origin = origin
+        self._list = TableList(root)
+        self._verify = verify
+        self._mapped = {"auto": None, "always": True, "never": False}[mapping]
+        self._manifest = manifest
+        self._writable = writable
+        self._closed = False
+        self._tables: dict[str, ZarrRowTable] = {}
+        self._derived = DerivedArrays(f"{root}/{CACHE}")
+
+    @classmethod
+    def create(cls, path: str | os.PathLike[str], manifest: Manifest) -> Self:
+        """Make a store, or open the one that is there for writing if it was made with the same settings.
+
+        Of several processes that create at once, one makes the store and the others open it.
+
+        Args:
+            path: Folder of the store; absent or empty, or a store. A symbolic link here is followed once.
+            manifest: Its fingerprint is compared key by key with the stored one.
+
+        Raises:
+            ManifestMismatchError: If the store was made with other settings; names every differing key.
+            CorruptStoreError: If something else is in the folder, or the stored metadata is damaged.
+            ReadOnlyStoreError: If the folder cannot be written.
+        """
+        if manifest.format != FORMAT:
+            raise InvalidInputError(f"This version writes format {FORMAT}, got {manifest.format}.")
+        root = os.path.realpath(os.fspath(path))
+        manifest = Manifest(
+            plain_json(dict(manifest.fingerprint), what="The manifest's fingerprint"),
+            plain_json(dict(manifest.made_with), what="The manifest's made_with"),
+        )
+        with named_errors("Creating", root):
+            if read_attributes(root) is None:
+                _refuse_occupied(root)
+                make_folders(os.path.dirname(root))
+                _publish_store(root, store_record(manifest))
+        store = cls.open(root, "r+")
+        store.manifest.check_same(manifest, where=root)
+        if store.manifest.made_with != manifest.made_with:
+            logger.warning(
+                "%s was made with %s, this is %s.", root, store.manifest.made_with, manifest.made_with
+            )
+        return store
+
+    @classmethod
+    def open(
+        cls,
+        path: str | os.PathLike[str],
+        mode: Literal["r", "r+"] = "r",
+        *,
+        verify: Verify = "first_touch",
+        mapping: MapFiles = "auto",
+    ) -> Self:
+        """Open an existing store.
+
+        Args:
+            path: Folder of the store.
+            mode: ``"r"`` writes nothing, takes no lock and works beside a writer; ``"r+"`` is for writing.
+            verify: ``"first_touch"`` compares the checksum of each chunk when this store first reads it, one pass
+                over its bytes; ``"never"`` trusts the bytes (right after :meth:`verify`, say). Sizes are always
+                compared.
+            mapping: ``"auto"`` maps the files of chunks, and reads them where they are on a network file system,
+                where an I/O error on a map would kill the process; ``"always"`` maps and ``"never"`` reads them
+                everywhere.
+
+        Raises:
+            MissingStoreError: If there is no store.
+            ManifestMismatchError: If another version of trak_lite made it, with another format.
+            CorruptStoreError: If its metadata is damaged.
+            ReadOnlyStoreError: If it is to be written and its folder cannot be.
+        """
+        one_of(("r", "r+"), mode=mode)
+        one_of(("first_touch", "never"), verify=verify)
+        one_of(("auto", "always", "never"), mapping=mapping)
+        root = os.path.realpath(os.fspath(path))
+        record = read_attributes(root)
+        if record is None:
+            raise missing_store(root)
+        manifest = manifest_from_json(record, root)
+        if mode == "r+" and not os.access(root, os.W_OK | os.X_OK):
+            raise ReadOnlyStoreError(
+                f"{root} cannot be written. "
+                "Make the folder writable, open the store with mode='r', or use another path."
+            )
+        origin, writable = record["origin"], mode == "r+"
+        store = cls(root, manifest, origin=origin, writable=writable, verify=verify, mapping=mapping)
+        store._list.require()
+        if writable:
+            with named_errors("Removing what was left half built in", root):
+                store._list.sweep()
+        return store
+
+    @property
+    def manifest(self) -> Manifest:
+        """The settings that the store was made with."""
+        return self._manifest
+
+    @property
+    def path(self) -> str:
+        """Folder of the store, with no link in it."""
+        return self._root
+
+    @property
+    def writable(self) -> bool:
+        """Whether tables can be created and rows put."""
+        return self._writable
+
+    def create_table(
+        self, path: str, spec: TableSpec, attributes: Mapping[str, Any] | None = None
+    ) -> AbstractRowTable:
+        """Open a table for writing, and create it first where it does not exist."""
+        self._require_writable()
+        parts = path_parts(path, what="table")
+        spec = check_spec(spec)
+        noted = plain_json(dict(attributes or {}), what="A table's attributes")
+        table = None
+        while table is None:
+            if self._table_record(parts) is None:
+                if path in self._tables:  # dropped by another process
+                    self._tables.pop(path).close()
+                with named_errors("Creating", f"{self._root}/{path}"):
+                    self._make_parents(parts)
+                    self._publish(
+                        path, table_documents(path, self._origin, spec, noted), spec.columns[0].name
+                    )
+            try:
+                table = self._open(path)
+            except MissingStoreError:
+                if os.path.lexists(f"{self._root}/{path}"):  # something that is no table
+                    raise
+                # else another process has dropped it just now
+        compare_specs(table.spec, spec, where=f"{self._root}/{path}")
+        return table
+
+    def open_table(self, path: str) -> AbstractRowTable:
+        """Open an existing table, for writing if the store is writable."""
+        return self._open(path)
+
+    def drop_table(self, path: str) -> None:
+        """Remove a table and all its rows, for good; see :meth:`AbstractFeatureStore.drop_table`.
+
+        The folder is renamed first and removed then. Where that was interrupted, dropping the table again removes
+        the rest.
+        """
+        self._require_writable()
+        parts = path_parts(path, what="table")
+        folder = f"{self._root}/{path}"
+        with named_errors("Dropping", folder):
+            if self._table_record(parts) is not None:
+                if path in self._tables:
+                    self._tables[path].give_up_locks()
+                with stage_locked(folder):
+                    self._list.drop(path)
+                if path in self._tables:
+                    self._tables.pop(path).close()
+            elif self._list.dropped(path):
+                self._list.drop(path)
+            else:
+                self._require_table(path)
+            self._list.remove_dropped(path)
+
+    def grow_table(self, path: str, num_rows: int) -> AbstractRowTable:
+        """Give a table more rows; see :meth:`AbstractFeatureStore.grow_table`."""
+        self._require_writable()
+        self._open(path)  # which looks at its folders and arrays
+        folder, record = f"{self._root}/{path}", self._require_table(path)
+        spec = table_from_json(record, path, self._origin, where=f"{folder}/zarr.json")
+        if grown_spec(spec, num_rows) == self._tables[path].spec and not sizes_under_way(record):
+            return self._tables[path]
+        self._tables.pop(path).close()
+        if grown_spec(spec, num_rows) != spec or sizes_under_way(record):
+            with named_errors("Growing", folder):
+                grow(self._files(path, spec), num_rows)
+        return self._open(path)
+
+    def replace_fingerprint(self, known: Mapping[str, Any], given: Mapping[str, Any]) -> None:
+        """Give the manifest another fingerprint; see :meth:`AbstractFeatureStore.replace_fingerprint`."""
+        self._require_writable()
+        given = plain_json(dict(given), what="The manifest's fingerprint")
+        with named_errors("Changing", f"{self._root}/zarr.json"), changed_metadata(self._root) as record:
+            stored = manifest_from_json(read_attributes(self._root) or {}, self._root)
+            manifest = replaced_fingerprint(stored, known, given, where=self._root)
+            record["fingerprint"] = given
+        self._manifest = manifest
+
+    def diff(self, other: AbstractFeatureStore) -> tuple[Difference, ...]:
+        """Return what differs between this store and another one."""
+        return diff_stores(self, other)
+
+    def merge(self, parts: Iterable[AbstractFeatureStore]) -> dict[str, int]:
+        """Put the rows that this store misses and others have."""
+        self._require_writable()
+        return merge_stores(self, parts)
+
+    def attributes(self, path: str) -> dict[str, Any]:
+        """Return what was recorded beside a table when it was created."""
+        return attributes_from_json(self._require_table(path), where=f"{self._root}/{path}/zarr.json")
+
+    def table_names(self, prefix: str = "") -> list[str]:
+        """Return the paths of all tables inside the group ``prefix``, in natural order."""
+        parts = path_parts(prefix, what="table") if prefix else ()
+        found = self._tables_below(parts)
+        start = f"{prefix}/" if prefix else ""
+        for path in self._list.paths():
+            if path.startswith(start) and path not in found and self._table_record(tuple(path.split("/"))):
+                found.append(path)  # created just now, or the metadata of a group above it are missing
+        return sorted(found, key=natural_order)
+
+    def cached(self, name: str, key: str) -> NDArray[Any] | None:
+        """Return a derived array that was kept under this name and key, or ``None``; it is mapped, not read."""
+        refuse_links(self._root, (CACHE,))
+        return self._derived.get(name, key)
+
+    def cache(self, name: str, key: str, array: NDArray[Any]) -> None:
+        """Keep a derived array; a later one under the same name replaces it."""
+        check_derived(name, key, array)
+        if not self._writable:
+            return
+        refuse_links(self._root, (CACHE,))
+        with named_errors("Keeping a derived array in", self._root):
+            if not os.path.isdir(f"{self._root}/{CACHE}"):
+                with self._list.scratch() as scratch:
+                    publish_hidden(f"{self._root}/{CACHE}", scratch)
+        self._derived.put(name, key, array)
+
+    def verify(self, *, repair: bool = False) -> Report:
+        """Compare rows, records and metadata with their checksums; see :func:`~trak_lite.store.verify_store`.
+
+        Args:
+            repair: Whether to set damaged chunks aside, so that their rows are pending.
+
+        Raises:
+            ReadOnlyStoreError: If it is to be repaired and was opened for reading.
+        """
+        if not repair:
+            return check_folder(self._root, repair=False)
+        self._require_writable()
+        for table in self._tables.values():
+            table.forget()
+        return check_folder(self._root, repair=True)
+
+    def close(self) -> None:
+        """Release files and locks; rows put so far are safe."""
+        self._closed = True
+        for table in self._tables.values():
+            table.close()
+
+    def _require_writable(self) -> None:
+        if not self._writable:
+            raise ReadOnlyStoreError(f"{self._root} was opened for reading. Open it with mode='r+'.")
+        if self._closed:
+            raise StateError(f"{self._root} was closed. Open it again.")
+
+    def _open(self, path: str) -> ZarrRowTable:
+        """Open a table once: a second one in this process would find the chunks of the first one locked."""
+        while path not in self._tables:
+            record = self._require_table(path)
+            place = self._place(path)
+            try:
+                self._tables[path] = self._opened(path, record)
+            except (StoreError, FileNotFoundError):
+                self._require_table(path)
+                if self._place(path) == place:
+                    raise  # else it was dropped, and made anew, while it was looked at
+        return self._tables[path]
+
+    def _place(self, path: str) -> tuple[int, ...]:
+        """Return what tells a table's folder from one that has taken its name."""
+        try:
+            found = os.stat(f"{self._root}/{path}")
+        except FileNotFoundError:
+            return ()
+        return found.st_ino, found.st_ctime_ns
+
+    def _opened(self, path: str, record: Mapping[str, Any]) -> ZarrRowTable:
+        folder = f"{self._root}/{path}"
+        spec = table_from_json(record, path, self._origin, where=f"{folder}/zarr.json")
+        self._require_listed(path, spec)
+        refuse_undescribed(folder, spec)
+        for column in spec.columns:
+            for array in column.arrays:
+                refuse_links(folder, (array.name,))
+                check_array(folder, column, array, spec, under_way=sizes_under_way(record))
+        refuse_links(f"{folder}/{spec.columns[0].name}", (STAGE,))
+        refuse_links(f"{folder}/{spec.columns[0].name}", (COMMITS,))
+        return ZarrRowTable(
+            self._files(path, spec),
+            writable=self._writable and not self._closed,
+            check=self._verify == "first_touch",
+            mapped=self._mapped,
+        )
+
+    def _files(self, path: str, spec: TableSpec) -> TableFiles:
+        identity = table_identity(path, self._origin, spec)
+        return TableFiles(f"{self._root}/{path}", spec, root=self._root, identity=identity)
+
+    def _require_listed(self, path: str, spec: TableSpec) -> None:
+        """Raise if the list of tables names another one of that path; list it where its creation was interrupted.
+
+        Raises:
+            MissingStoreError: If it was dropped meanwhile.
+        """
+        identity = table_identity(path, self._origin, spec)
+        listed = self._list.identity(path)
+        if listed == identity:
+            return
+        with named_errors("Listing", f"{self._root}/{path}"):
+            added = listed is None and (not self._writable or self._list.add(path, identity))
+        if added:
+            return
+        now = table_from_json(
+            self._require_table(path), path, self._origin, where=f"{self._root}/{path}/zarr.json"
+        )
+        if table_identity(path, self._origin, now) == identity and self._list.identity(path) == listed:
+            raise CorruptStoreError(
+                f"{self._root}/{path} is another table than the one that the store lists under this path: it was "
+                "replaced by one of other rows or another shape. Put the right folder back from a backup, or remove "
+                "this one and verify the store with repair=True."
+            )
+
+    def _require_table(self, path: str) -> dict[str, Any]:
+        record = self._table_record(path_parts(path, what="table"))
+        if record is None:
+            raise missing_table(path, where=self._root, tables=self.table_names())
+        return record
+
+    def _table_record(self, parts: tuple[str, ...]) -> dict[str, Any] | None:
+        """Return what a table's ``zarr.json`` says; ``None`` if there is no table of that name.
+
+        Raises:
+            InvalidInputError: If a part of the path is a table, or the path is a group of tables.
+            CorruptStoreError: If one of them is so by its metadata alone.
+        """
+        refuse_links(self._root, parts)
+        for depth in range(1, len(parts)):
+            folder = os.path.join(self._root, *parts[:depth])
+            record = read_attributes(folder)
+            if record is not None and "columns" in record:
+                table_from_json(record, "/".join(parts[:depth]), self._origin, where=f"{folder}/zarr.json")
+                raise inside_a_table("/".join(parts), above="/".join(parts[:depth]))
+        path = "/".join(parts)
+        record = read_attributes(f"{self._root}/{path}")
+        if record is None and self._list.is_lost(path):
+            raise lost_table(path, where=self._root)
+        if record is not None and "columns" not in record:
+            if os.path.lexists(self._list.entry(path)):
+                raise CorruptStoreError(
+                    f"{self._root}/{path}/zarr.json describes no table, and the store lists one there. "
+                    "Restore the file from a backup, or use another path."
+                )
+            raise group_of_tables(path, tables=self.table_names(path))
+        return record
+
+    def _make_parents(self, parts: tuple[str, ...]) -> None:
+        for depth in range(1, len(parts)):
+            folder = os.path.join(self._root, *parts[:depth])
+            if read_attributes(folder) is None:
+                self._publish("/".join(parts[:depth]), {"": group_document({})})
+
+    def _publish(
+        self, path: str, documents: Mapping[str, Mapping[str, Any]], first: str | None = None
+    ) -> None:
+        """Make a folder with these documents at once, unless there is one.
+
+        Args:
+            path: Of the folder in the tree.
+            documents: By folder inside it.
+            first: Folder of the first column of a table, where records and staged rows are.
+        """
+        with self._list.scratch() as scratch:
+            for name, document in documents.items():
+                os.makedirs(f"{scratch}/{name}", exist_ok=True)
+                _write(f"{scratch}/{name}", document)
+            for name in (STAGE, COMMITS) if first is not None else ():
+                os.mkdir(f"{scratch}/{first}/{name}")
+            publish_folder(scratch, f"{self._root}/{path}")
+
+    def _tables_below(self, parts: tuple[str, ...]) -> list[str]:
+        refuse_links(self._root, parts)
+        folder = os.path.join(self._root, *parts)
+        if not os.path.isdir(folder):
+            return []
+        found: list[str] = []
+        with named_errors("Listing", folder), os.scandir(folder) as entries:
+            names = [e.name for e in entries if e.is_dir() and not e.name.startswith(".")]
+        for name in names:
+            refuse_links(folder, (name,))
+            if not is_name(name):
+                refuse_misnamed(os.path.join(folder, name))
+                continue
+            record = read_attributes(os.path.join(folder, name))
+            if record is not None and "columns" in record:
+                found.append("/".join((*parts, name)))
+            elif record is not None:
+                found.extend(self._tables_below((*parts, name)))
+        return found
+
+
+def _refuse_occupied(root: str) -> None:
+    occupied = os.path.lexists(root) and (not os.path.isdir(root) or os.listdir(root))
+    if (
+        occupied and read_attributes(root) is None
+    ):  # looked at again: another process may just have created the store
+        raise CorruptStoreError(
+            f"{root} exists and is not a store: it has no zarr.json. Nothing was written. "
+            "Use another path, or remove it."
+        )
+
+
+def _publish_store(root: str, record: Mapping[str, Any]) -> None:
+    with scratch_folder(root) as scratch:
+        os.mkdir(f"{scratch}/{TABLES}")
+        _write(f"{scratch}/{TABLES}", hidden_document("tables"))
+        _write(scratch, group_document(record))
+        publish_folder(scratch, root)
+
+
+def _write(folder: str, document: Mapping[str, Any]) -> None:
+    with open(f"{folder}/zarr.json", "wb") as file:
+        file.write(encode_document(document))

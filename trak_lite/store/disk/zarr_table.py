@@ -1,0 +1,371 @@
+"""A table on disk: rows go into staged chunks, complete chunks become the chunks of zarr arrays."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import weakref
+from collections import OrderedDict
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Any, final
+
+import numpy as np
+from numpy.typing import NDArray
+
+from trak_lite.errors import BusyError, CorruptStoreError, HeldHereError, StateError
+from trak_lite.store._base import AbstractRowTable, TableSpec
+from trak_lite.store._columns import Column, StoredRows
+from trak_lite.store._content import content_digest, raise_incomplete
+from trak_lite.store._grid import Run
+from trak_lite.store._refusals import require_writable_table
+from trak_lite.store._values import RowBlock, check_block, short_list
+from trak_lite.store.disk.chunk_files import ChunkIndex, TableFiles
+from trak_lite.store.disk.chunk_maps import ChunkMaps
+from trak_lite.store.disk.files import named_errors
+from trak_lite.store.disk.records import CommitLog, CommitRecord
+from trak_lite.store.disk.staging import Progress, StagedChunk, done_values, proven_rows, read_row_log
+
+__all__ = ["ZarrRowTable"]
+
+logger = logging.getLogger(__name__)
+
+_OPEN_CHUNKS = 32  # staged at a time: each holds a lock and a file per column
+
+
+@final
+class ZarrRowTable(AbstractRowTable):
+    """Rows of one table of a :class:`~trak_lite.store.ZarrFeatureStore`.
+
+    What other processes commit is seen by ``done``, ``pending`` and ``committed_chunks`` each time they are called,
+    and by reading when it is asked for a chunk that it has not seen yet.
+    """
+
+    def __init__(
+        self, files: TableFiles, *, writable: bool, check: bool = True, mapped: bool | None = None
+    ) -> None:
+        self._spec = files.spec
+        self._files = files
+        self._index = ChunkIndex(self._files)
+        self._maps = ChunkMaps(self._files, self._index, check=check, mapped=mapped)
+        self._log = CommitLog(self._files.commits)
+        self._staged: OrderedDict[int, StagedChunk] = OrderedDict()
+        self._claimed: set[int] = set()
+        self._known: dict[int, Progress] = {}
+        self._writable = writable
+        self._closed = False
+        self._index.refresh()
+        if writable:
+            self._files.make_folders()
+            self._recover()
+            _TABLES.add(self)
+
+    @property
+    def spec(self) -> TableSpec:
+        """Shape, columns and fingerprint of the table."""
+        return self._spec
+
+    def put(
+        self, rows: int | Sequence[int] | NDArray[np.integer], values: Mapping[str, NDArray[Any]]
+    ) -> None:
+        """Write rows; see :meth:`AbstractRowTable.put`.
+
+        All staged files are reserved before the first byte is written, so a full disk refuses the whole call. A
+        failure later than that leaves the rows of the chunk in hand pending, and those of earlier chunks done.
+        """
+        self._require_writable()
+        block = check_block(rows, values, self._spec)
+        with named_errors("Writing rows to", self._files.folder):
+            for chunk in block.runs.keys() & self._index.committed.keys():
+                raise self._is_done(chunk)
+            for chunk, runs in block.runs.items():
+                self._refuse_done(self._stage(chunk), runs)
+            for chunk, runs in block.runs.items():
+                self._write(self._stage(chunk), runs, block)
+
+    @contextlib.contextmanager
+    def claim(self, chunk: int) -> Iterator[NDArray[np.int64]]:
+        """Hold a chunk while the block runs; see :meth:`AbstractRowTable.claim`."""
+        self._require_writable()
+        first, _ = self.chunk_range(chunk)
+        if chunk in self._claimed:
+            raise HeldHereError(
+                f"{self._files.describe(chunk)}: claimed already through this table. Claim it once."
+            )
+        with named_errors("Claiming", self._files.describe(chunk)):
+            pending = self._claim(chunk)
+        try:
+            yield np.flatnonzero(pending) + first
+        finally:
+            self._claimed.discard(chunk)
+            if chunk in self._staged:
+                self._release(chunk)
+
+    def done(self) -> NDArray[np.bool_]:
+        """Return which rows are done, ``(num_rows,)``."""
+        mask = self._files.marks()
+        # the stage first, the index second: a chunk that is committed in between is seen by the second look
+        staged = self._files.staged_chunks() - self._index.committed.keys()
+        self._mark_staged(mask, staged)
+        self._refresh()
+        # and both once more: a chunk that the table has outgrown may just have been taken back
+        late = self._index.outgrown | self._files.staged_chunks()
+        late -= staged | self._index.committed.keys()
+        self._mark_staged(mask, late)
+        if late:
+            self._refresh()
+        for chunk in self._index.committed:
+            first, stop = self.chunk_range(chunk)
+            mask[first:stop] = True
+        return mask
+
+    def committed_chunks(self) -> list[int]:
+        """Return the chunks that are complete and readable, ascending."""
+        self._refresh()
+        return sorted(self._index.committed)
+
+    def stored_chunk(self, chunk: int, column: str) -> StoredRows:
+        """Return the rows of a committed chunk as mapped arrays; see :meth:`AbstractRowTable.stored_chunk`.
+
+        The arrays are marked as not writable; their pages are private, so marking them writable (as torch wants an
+        array that it shares) cannot change the file.
+        """
+        found = self.column(column)
+        record = self._record_of(chunk)
+        try:
+            return self._mapped(found, record)
+        except CorruptStoreError:
+            newer, visible = self._index.look_at(chunk)
+            if newer is None or newer == record or len(visible) < len(self._files.columns):
+                raise
+            self._index.add(newer)  # set aside and committed again since this table looked
+            return self._mapped(found, newer)
+
+    def checksums(self, chunk: int) -> dict[str, int]:
+        """Return the CRC-32C of each column of a committed chunk, as its commit record says."""
+        record = self._record_of(chunk)
+        return {name: checksum for name, (_, checksum) in record.columns.items()}
+
+    def read_done(self, chunk: int) -> tuple[NDArray[np.int64], dict[str, NDArray[Any]]]:
+        """Return the rows of a chunk that are done, and their values; see :meth:`AbstractRowTable.read_done`."""
+        first, stop = self.chunk_range(chunk)
+        if chunk not in self._index.committed:
+            # the stage first, the index second, as in done()
+            with named_errors("Reading staged rows in", self._files.stage):
+                log = read_row_log(self._files, chunk)
+                done, values = done_values(self._files, chunk, log, self._index.record(chunk))
+            self._index.refresh()
+            if chunk not in self._index.committed:
+                return np.flatnonzero(done) + first, self._decoded(values)
+        names = [column.name for column in self._spec.columns]
+        return np.arange(first, stop), {name: self.read_chunk(chunk, name).copy() for name in names}
+
+    def content_key(self) -> str:
+        """Return a digest of the committed contents."""
+        committed = self.committed_chunks()
+        for chunk in range(self.num_chunks):
+            if len(committed) <= chunk or committed[chunk] != chunk:
+                raise_incomplete(self, chunk, where=self._files.folder)
+        sums = (
+            {name: checksum for name, (_, checksum) in record.columns.items()}
+            for record in self._index.records()
+        )
+        return content_digest(self._spec, sums)
+
+    def close(self) -> None:
+        """Give up locks and files; rows put so far are safe, and reading stays possible."""
+        self._closed = True
+        self.give_up_locks()
+        self._maps.clear()
+
+    def forget(self) -> None:
+        """Give up locks, maps and what is remembered of staged chunks: somebody is about to change them."""
+        self.give_up_locks()
+        self._known.clear()
+        self._maps.clear()
+
+    def give_up_locks(self) -> None:
+        """Close the staged chunks and the commit log; the next put takes them up again."""
+        while self._staged:
+            self._release(next(iter(self._staged)))
+        self._claimed.clear()
+        self._log.close()
+
+    def _mapped(self, column: Column, record: CommitRecord) -> StoredRows:
+        files = self._files.by_column[column.name]
+        return StoredRows(column, tuple(self._maps.get(each, record) for each in files))
+
+    def _decoded(self, stored: Mapping[str, NDArray[Any]]) -> dict[str, NDArray[Any]]:
+        """Return the values of each column from those of each array."""
+        return {
+            column.name: StoredRows(column, tuple(stored[array.name] for array in column.arrays)).decode()
+            for column in self._spec.columns
+        }
+
+    def _record_of(self, chunk: int) -> CommitRecord:
+        self.chunk_range(chunk)
+        if chunk not in self._index.committed:
+            self._index.refresh()
+        record = self._index.committed.get(chunk)
+        if record is None:
+            raise_incomplete(self, chunk, where=self._files.folder)
+        return record
+
+    def _require_writable(self) -> None:
+        require_writable_table(self._files.folder, writable=self._writable, closed=self._closed)
+
+    def _stage(self, chunk: int) -> StagedChunk:
+        """Return a chunk ready for writing, and keep at most a few of them open."""
+        if chunk not in self._staged:
+            stage = self._take(chunk)
+            if stage is None:
+                raise self._is_done(chunk)
+            self._staged[chunk] = stage
+            unclaimed = [other for other in self._staged if other != chunk and other not in self._claimed]
+            if len(self._staged) > _OPEN_CHUNKS and unclaimed:
+                self._release(unclaimed[0])
+        self._staged.move_to_end(chunk)
+        return self._staged[chunk]
+
+    def _claim(self, chunk: int) -> NDArray[np.bool_]:
+        """Take a chunk and keep it; return which of its rows are pending."""
+        stage = self._staged.get(chunk) or self._take(chunk)
+        if stage is None:
+            return np.zeros(0, np.bool_)
+        self._staged[chunk] = stage
+        if stage.complete:  # its writer died between the last row and the commit
+            try:
+                self._commit(stage)
+            except BaseException:
+                self._abandon(stage)
+                raise
+        else:
+            self._claimed.add(chunk)
+        return ~stage.done
+
+    def _take(self, chunk: int, *, roll_forward: bool = False) -> StagedChunk | None:
+        """Take the lock of a chunk and repair what a killed writer left; ``None`` if it is committed."""
+        stage = StagedChunk.lock(self._files, chunk)
+        try:
+            self._refuse_grown(chunk)
+            record, visible = self._index.look_at(chunk)
+            outgrown = self._index.outgrown_record(chunk)
+            if outgrown is not None:
+                stage.note_committed(outgrown, visible)
+                roll_forward = True
+            elif len(visible) == len(self._files.columns):
+                stage.discard_log()
+                return None
+            stage.take_back(visible)
+            stage.prepare(record, self._known.pop(chunk, None), roll_forward=roll_forward)
+        except BaseException:
+            stage.close()
+            raise
+        return stage
+
+    def _refuse_grown(self, chunk: int) -> None:
+        """Raise if the chunk, under its lock, has more rows than this table knows of: its padding would be theirs."""
+        rows = self._files.rows_in(chunk)
+        if rows < self._spec.chunk_rows and self._files.rows_on_disk(chunk) > rows:
+            raise StateError(
+                f"{self._files.folder} has grown since it was opened. Open it again to put rows."
+            )
+
+    def _release(self, chunk: int) -> None:
+        stage = self._staged.pop(chunk)
+        self._known[chunk] = stage.progress
+        stage.close()
+
+    def _is_done(self, chunk: int) -> StateError:
+        return StateError(
+            f"{self._files.describe(chunk)} are done already. Put pending rows only; pending() lists them."
+        )
+
+    def _refuse_done(self, stage: StagedChunk, runs: Sequence[Run]) -> None:
+        for run in runs:
+            rows = slice(run.start, run.start + run.source.stop - run.source.start)
+            if stage.done[rows].any():
+                first = stage.chunk * self._spec.chunk_rows + rows.start
+                done = (np.flatnonzero(stage.done[rows]) + first).tolist()
+                raise StateError(
+                    f"Rows {short_list(done)} of {self._files.folder} are done already. "
+                    "Put pending rows only; pending() lists them."
+                )
+
+    def _write(self, stage: StagedChunk, runs: Sequence[Run], block: RowBlock) -> None:
+        log_size = stage.log_size
+        try:
+            for run in runs:
+                stage.write(run.start, [array[run.source] for array in block.arrays])
+            if stage.complete:
+                self._commit(stage)
+        except BaseException:
+            stage.forget(log_size, runs)
+            self._abandon(stage)
+            raise
+
+    def _abandon(self, stage: StagedChunk) -> None:
+        """Give up a chunk in doubt: the next put takes it anew and repairs what is half done."""
+        stage.close()
+        self._staged.pop(stage.chunk, None)
+
+    def _commit(self, stage: StagedChunk) -> None:
+        self._index.add(stage.commit(self._log))
+        self._staged.pop(stage.chunk, None)
+        self._close_finished_log()
+
+    def _refresh(self) -> None:
+        """Look at what is committed by now, by whomever."""
+        self._index.refresh()
+        self._close_finished_log()
+
+    def _close_finished_log(self) -> None:
+        """Close the commit log where nothing is left to commit: each table of a run would keep a descriptor open."""
+        if len(self._index.committed) >= self._files.num_chunks:
+            self._log.close()
+
+    def _mark_staged(self, mask: NDArray[np.bool_], chunks: Iterable[int]) -> None:
+        for chunk in chunks:
+            first, stop = self.chunk_range(chunk)
+            mask[first:stop] = self._staged_rows(chunk, self._index.outgrown_record(chunk))
+
+    def _staged_rows(self, chunk: int, record: CommitRecord | None) -> NDArray[np.bool_]:
+        if chunk in self._staged:
+            return self._staged[chunk].done
+        with named_errors("Reading staged rows in", self._files.stage):
+            log = read_row_log(self._files, chunk)
+            return proven_rows(self._files, chunk, log, record)
+
+    def _recover(self) -> None:
+        """Finish what killed writers left complete: chunks without a final name, logs of committed chunks."""
+        for chunk in sorted(self._files.staged_chunks() | self._index.half_visible):
+            # looked at without a lock, so that no living writer finds the chunk busy
+            if chunk in self._index.committed or self._staged_rows(chunk, self._index.record(chunk)).all():
+                with named_errors("Recovering", self._files.describe(chunk)):
+                    self._finish(chunk)
+
+    def _finish(self, chunk: int) -> None:
+        try:
+            stage = self._take(chunk, roll_forward=True)
+        except BusyError as error:
+            logger.info("Left to its writer: %s", error)
+            return
+        if stage is None:
+            return
+        try:
+            if stage.complete:
+                self._commit(stage)
+        finally:
+            stage.close()
+
+
+_TABLES: weakref.WeakSet[ZarrRowTable] = weakref.WeakSet()
+
+
+def _give_up_inherited_locks() -> None:
+    """Let go, in a forked child such as a data loader's worker, of what its parent has locked."""
+    for table in _TABLES:
+        table.give_up_locks()
+
+
+os.register_at_fork(after_in_child=_give_up_inherited_locks)

@@ -1,0 +1,1 @@
+"""The store in an object store: the same tables, committed by conditional requests."""

@@ -1,0 +1,202 @@
+"""What of a remote table is committed, and how a chunk comes to be.
+
+The objects have the names that a local store gives its files; every commit record is an object of its own,
+``.commits/c.<chunk>.<generation>.log``. A finished store that is copied to a disk is a local store, and the other way
+round.
+
+A writer creates the column objects where there are none, then creates the commit record: whoever creates the record
+has the chunk. Column objects are replaced by the writer that has the record, and by nobody else: an object that was
+left by a writer that died is replaced after the record is won, and one that belongs to a record is never touched by
+the writer that lost. A chunk is committed when its record and all its column objects are there.
+
+What remains: a writer that has won the record over a leftover and dies while it replaces that. Its own staging folder
+finishes it; until then, and for good if the folder is lost, the checksum of the chunk is wrong, which every reader and
+``verify`` report. Removing the objects that they name makes the rows pending.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, final
+
+from numpy.typing import NDArray
+
+from trak_lite.errors import BusyError, CorruptStoreError
+from trak_lite.store._checksums import crc32c
+from trak_lite.store._failpoints import failpoint
+from trak_lite.store.disk.chunk_files import ColumnFiles, TableFiles
+from trak_lite.store.disk.records import CommitRecord, holder_line
+from trak_lite.store.remote.objects import AbstractObjects
+
+__all__ = ["RemoteIndex", "decode_log"]
+
+
+@final
+class RemoteIndex:
+    """Committed chunks of a remote table, as far as this process has looked."""
+
+    def __init__(self, objects: AbstractObjects, files: TableFiles) -> None:
+        """Remember where to look.
+
+        Args:
+            objects: Where the store is.
+            files: Names of the table's objects: its folder is the path of the table.
+        """
+        self.committed: dict[int, CommitRecord] = {}
+        self._objects = objects
+        self._files = files
+        self._latest: dict[int, CommitRecord] = {}
+        self._read: dict[str, int] = {}
+
+    def refresh(self) -> None:
+        """List the table's objects, and read the commit records that are new.
+
+        Raises:
+            CorruptStoreError: If an object has not the size that its record says.
+        """
+        sizes = self._objects.sizes(self._files.folder)
+        start = f"{self._files.commits}/"
+        logs = [
+            key
+            for key, size in sizes.items()
+            if key.startswith(start) and key.endswith(".log") and self._read.get(key) != size
+        ]
+        for key, text in self._objects.get_many(logs).items():
+            for record in decode_log(text or b"")[0]:
+                self._refuse_foreign(record, key)
+                self._note(record)
+            self._read[key] = sizes[key]
+        self.committed = {
+            chunk: record for chunk, record in self._latest.items() if self._is_there(record, sizes)
+        }
+
+    def is_committed(self, chunk: int) -> bool:
+        """Return whether a chunk is committed by now; asks for one object, and lists nothing if it is not."""
+        if chunk in self.committed:
+            return True
+        if self._objects.get(self._log_key(chunk, self._next_generation(chunk))) is None:
+            return False
+        self.refresh()
+        return chunk in self.committed
+
+    def publish(self, chunk: int, contents: Sequence[NDArray[Any]]) -> None:
+        """Put the columns of a complete chunk and commit it; repeating what was interrupted finishes it.
+
+        Args:
+            chunk: Which one.
+            contents: For each column its bytes, whole and padded.
+
+        Raises:
+            BusyError: If another writer has committed the chunk with other bytes, which stay as they are.
+        """
+        record = self._record_for(chunk, contents)
+        known = self.committed.get(chunk)
+        if known is not None and known.columns != record.columns:
+            raise self._lost(known)
+        leftovers = []
+        for column, content in zip(self._files.columns, contents, strict=True):
+            if not self._create_column(column, record, content):
+                leftovers.append((column, content))
+            failpoint("object_put")
+        self._win(record)
+        failpoint("commit_put")
+        for column, content in leftovers:
+            self._objects.put(column.visible(chunk), content.data)
+            failpoint("leftover_replaced")
+        self._note(record)
+        self.committed[chunk] = record
+
+    def describe(self, chunk: int) -> str:
+        """Return how an error names a chunk."""
+        rows = self._files.rows_of(chunk)
+        return (
+            f"rows {rows.start} to {rows.stop - 1} (chunk {chunk}) of {self._files.root}/{self._files.folder}"
+        )
+
+    def remedy(self, chunk: int) -> str:
+        """Return what to do about a damaged chunk."""
+        keys = ", ".join(column.visible(chunk) for column in self._files.columns)
+        return f"Remove {keys} below {self._files.root}: the rows become pending, and running again computes them anew."
+
+    def _is_there(self, record: CommitRecord, sizes: Mapping[str, int]) -> bool:
+        if not 0 <= record.chunk < self._files.num_chunks:
+            return False  # of a table that was larger: verify reports it
+        seen = {c.name: sizes.get(c.visible(record.chunk)) for c in self._files.columns}
+        if None in seen.values():
+            return False
+        expected = {c.name: c.chunk_bytes for c in self._files.columns}
+        recorded = {name: size for name, (size, _) in record.columns.items()}
+        if seen == expected == recorded and record.rows == self._files.rows_in(record.chunk):
+            return True
+        raise CorruptStoreError(
+            f"The objects of {self.describe(record.chunk)} have {seen} bytes; expected {expected}, recorded {recorded} "
+            f"for {record.rows} rows. {self.remedy(record.chunk)}"
+        )
+
+    def _record_for(self, chunk: int, contents: Sequence[NDArray[Any]]) -> CommitRecord:
+        columns = {
+            column.name: (content.nbytes, crc32c(content))
+            for column, content in zip(self._files.columns, contents, strict=True)
+        }
+        latest = self._latest.get(chunk)
+        same = latest is not None and latest.columns == columns
+        generation = latest.generation if latest is not None and same else self._next_generation(chunk)
+        writer = holder_line().decode("ascii", "replace").strip()
+        return CommitRecord(
+            chunk, generation, self._files.rows_in(chunk), columns, self._files.identity, writer
+        )
+
+    def _create_column(self, column: ColumnFiles, record: CommitRecord, content: NDArray[Any]) -> bool:
+        """Create the object of a column; return whether it has our bytes now."""
+        key = column.visible(record.chunk)
+        if self._objects.create(key, content.data):
+            return True
+        found = self._objects.get(key)
+        return found is not None and (len(found), crc32c(found)) == record.columns[column.name]
+
+    def _win(self, record: CommitRecord) -> None:
+        """Create the commit record, or raise unless the one that is there says the same."""
+        key = self._log_key(record.chunk, record.generation)
+        if self._objects.create(key, record.encode()):
+            return
+        found = decode_log(self._objects.get(key) or b"")[0]
+        if not found:
+            raise CorruptStoreError(
+                f"{self._files.root}/{key} is no commit record. Remove it, then run again: the rows are still staged."
+            )
+        self._refuse_foreign(found[0], key)
+        if found[0].columns != record.columns:
+            raise self._lost(found[0])
+
+    def _refuse_foreign(self, record: CommitRecord, key: str) -> None:
+        if record.table != self._files.identity:
+            raise CorruptStoreError(
+                f"{self._files.root}/{key} is a commit record of another table: objects were exchanged or copied. Put "
+                "the right ones back, or remove this table's: the rows become pending, and running again computes them."
+            )
+
+    def _lost(self, winner: CommitRecord) -> BusyError:
+        return BusyError(
+            f"Another writer ({winner.writer or 'unnamed'}) has committed {self.describe(winner.chunk)} with other "
+            "bytes. Its rows stay as they are, and ours were dropped. Run again for the rows that are still pending, "
+            "or give the writers different rows."
+        )
+
+    def _next_generation(self, chunk: int) -> int:
+        latest = self._latest.get(chunk)
+        return 1 if latest is None else latest.generation + 1
+
+    def _log_key(self, chunk: int, generation: int) -> str:
+        return f"{self._files.commits}/c.{chunk}.{generation}.log"
+
+    def _note(self, record: CommitRecord) -> None:
+        known = self._latest.get(record.chunk)
+        if known is None or known.generation < record.generation:
+            self._latest[record.chunk] = record
+
+
+def decode_log(text: bytes) -> tuple[list[CommitRecord], int]:
+    """Return the records of a commit log, and how many of its lines are none."""
+    found = [CommitRecord.decode(line) for line in text.splitlines()]
+    records = [record for record in found if record is not None]
+    return records, len(found) - len(records)

@@ -1,0 +1,131 @@
+"""Objects in an fsspec file system: memory, and whatever has a file system of its own and can create exclusively."""
+
+from __future__ import annotations
+
+import contextlib
+import inspect
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, final
+
+from trak_lite.errors import ReadOnlyStoreError, StoreError, UnsupportedStoreError
+from trak_lite.store.remote.objects import AbstractObjects, Content
+
+if TYPE_CHECKING:
+    from fsspec import AbstractFileSystem
+
+__all__ = ["FsspecObjects", "open_fsspec"]
+
+
+def open_fsspec(url: str, options: dict[str, object]) -> FsspecObjects:
+    """Return the objects below a URL.
+
+    Raises:
+        ImportError: If fsspec, or its file system for the scheme, is not installed.
+        ValueError: If fsspec does not know the scheme.
+    """
+    import fsspec
+
+    filesystem, root = fsspec.url_to_fs(url, **options)
+    return FsspecObjects(filesystem, root, url=url)
+
+
+@final
+class FsspecObjects(AbstractObjects):
+    """Objects below a path of an fsspec file system."""
+
+    def __init__(self, filesystem: AbstractFileSystem, root: str, *, url: str) -> None:
+        """Wrap a file system.
+
+        Args:
+            filesystem: Any whose ``pipe_file`` knows the mode ``"create"``.
+            root: Path in it.
+            url: How messages name it.
+        """
+        self._filesystem = filesystem
+        self._root = root.rstrip("/")
+        self._url = url.rstrip("/")
+
+    @property
+    def url(self) -> str:
+        """How messages name it."""
+        return self._url
+
+    def get(self, key: str) -> bytes | None:
+        """Return an object, ``None`` if there is none."""
+        with _named_errors("Getting", self.name(key)):
+            try:
+                return bytes(self._filesystem.cat_file(self._path(key)))
+            except FileNotFoundError:
+                return None
+
+    def put(self, key: str, content: Content) -> None:
+        """Put an object; one that is there already is replaced."""
+        with _named_errors("Putting", self.name(key)):
+            self._filesystem.pipe_file(self._path(key), bytes(content))
+
+    def create(self, key: str, content: Content) -> bool:
+        """Put an object unless there is one."""
+        if not _creates_exclusively(self._filesystem):
+            raise UnsupportedStoreError(
+                f"fsspec's {type(self._filesystem).__name__} cannot create an object only where there is none, so two "
+                f"writers of {self._url} could overwrite each other's rows. Install obstore (pip install "
+                "trak-lite[remote]) for S3, Google Cloud and Azure, or featurize into a local folder and copy it."
+            )
+        with _named_errors("Creating", self.name(key)):
+            try:
+                self._filesystem.pipe_file(self._path(key), bytes(content), mode="create")
+            except FileExistsError:
+                return False
+        return True
+
+    def sizes(self, folder: str) -> dict[str, int]:
+        """Return key and bytes of every object below a folder."""
+        with _named_errors("Listing", self.name(folder)):
+            self._filesystem.invalidate_cache()  # a remembered listing lacks what others have put since
+            found = self._filesystem.find(self._path(folder), detail=True)
+        start = len(self._filesystem._strip_protocol(self._root)) + 1
+        return {path[start:]: int(entry["size"]) for path, entry in found.items()}
+
+    def folders(self, folder: str) -> list[str]:
+        """Return the names directly below a folder that have objects below them."""
+        with _named_errors("Listing", self.name(folder)):
+            self._filesystem.invalidate_cache()
+            try:
+                found = self._filesystem.ls(self._path(folder), detail=True)
+            except FileNotFoundError:
+                return []
+        return [e["name"].rstrip("/").rpartition("/")[2] for e in found if e["type"] == "directory"]
+
+    def delete(self, key: str) -> None:
+        """Remove an object if there is one."""
+        with _named_errors("Deleting", self.name(key)), contextlib.suppress(FileNotFoundError):
+            self._filesystem.rm_file(self._path(key))
+
+    def _path(self, key: str) -> str:
+        return f"{self._root}/{key}" if key else self._root
+
+
+def _creates_exclusively(filesystem: AbstractFileSystem) -> bool:
+    """Return whether a file system has a ``create`` of its own: the inherited one looks first and writes then."""
+    import fsspec
+    from fsspec.asyn import AsyncFileSystem
+
+    kind = type(filesystem)
+    method = kind._pipe_file if isinstance(filesystem, AsyncFileSystem) else kind.pipe_file
+    inherited = (AsyncFileSystem._pipe_file, fsspec.AbstractFileSystem.pipe_file)
+    return method not in inherited and "mode" in inspect.signature(method).parameters
+
+
+@contextlib.contextmanager
+def _named_errors(doing: str, what: str) -> Iterator[None]:
+    try:
+        yield
+    except PermissionError as error:
+        raise ReadOnlyStoreError(
+            f"{doing} {what} was refused: {error}. Check the credentials and what they permit."
+        ) from error
+    except OSError as error:
+        raise StoreError(
+            f"{doing} {what} failed: {error or type(error).__name__}. Rows that were put are safe in the staging "
+            "folder; run again when the place can be reached."
+        ) from error

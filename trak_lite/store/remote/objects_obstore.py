@@ -1,0 +1,139 @@
+"""Objects in an obstore store: S3, Google Cloud, Azure, a local folder, or memory."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, final
+
+from trak_lite.errors import ReadOnlyStoreError, StoreError, UnsupportedStoreError
+from trak_lite.store.remote.objects import AbstractObjects, Content
+
+if TYPE_CHECKING:
+    from obstore.store import ObjectStore
+
+__all__ = ["ObstoreObjects", "is_obstore", "open_obstore"]
+
+
+def is_obstore(where: object) -> bool:
+    """Return whether an object is a store of obstore's."""
+    return type(where).__module__.partition(".")[0] == "obstore"
+
+
+def open_obstore(url: str, options: dict[str, object]) -> ObstoreObjects:
+    """Return the objects below a URL.
+
+    Raises:
+        ImportError: If obstore is not installed.
+        StoreError: If there can be no store at the URL.
+    """
+    from obstore.store import from_url
+
+    with _named_errors("Opening", url):
+        return ObstoreObjects(from_url(url, **options), url=url)  # type: ignore[call-overload]
+
+
+@final
+class ObstoreObjects(AbstractObjects):
+    """Objects in a store of obstore's."""
+
+    def __init__(self, store: ObjectStore, *, url: str | None = None) -> None:
+        """Wrap a store.
+
+        Args:
+            store: With its prefix set to where the objects are.
+            url: How messages name it; ``None`` takes the store's own description.
+        """
+        described = repr(store)
+        # an address in memory means nothing to another process
+        self._url = url or (f"{described} of pid {os.getpid()}" if " at 0x" in described else described)
+        self._store = store
+
+    @property
+    def url(self) -> str:
+        """How messages name it."""
+        return self._url
+
+    def get(self, key: str) -> bytes | None:
+        """Return an object, ``None`` if there is none."""
+        import obstore
+
+        with _named_errors("Getting", self.name(key)):
+            try:
+                return bytes(obstore.get(self._store, key).bytes())
+            except FileNotFoundError:
+                return None
+
+    def put(self, key: str, content: Content) -> None:
+        """Put an object; one that is there already is replaced."""
+        import obstore
+
+        with _named_errors("Putting", self.name(key)):
+            obstore.put(self._store, key, content)
+
+    def create(self, key: str, content: Content) -> bool:
+        """Put an object unless there is one."""
+        import obstore
+        from obstore.exceptions import AlreadyExistsError
+
+        with _named_errors("Creating", self.name(key)):
+            try:
+                # in one request, which is what can be made conditional
+                obstore.put(self._store, key, content, mode="create", use_multipart=False)
+            except AlreadyExistsError:
+                return False
+        return True
+
+    def sizes(self, folder: str) -> dict[str, int]:
+        """Return key and bytes of every object below a folder."""
+        import obstore
+
+        with _named_errors("Listing", self.name(folder)):
+            pages = list(obstore.list(self._store, folder or None))
+        return {entry["path"]: entry["size"] for page in pages for entry in page}
+
+    def folders(self, folder: str) -> list[str]:
+        """Return the names directly below a folder that have objects below them."""
+        import obstore
+
+        with _named_errors("Listing", self.name(folder)):
+            found = obstore.list_with_delimiter(self._store, folder or None)["common_prefixes"]
+        return [path.rstrip("/").rpartition("/")[2] for path in found]
+
+    def delete(self, key: str) -> None:
+        """Remove an object if there is one."""
+        import obstore
+
+        with _named_errors("Deleting", self.name(key)), contextlib.suppress(FileNotFoundError):
+            obstore.delete(self._store, key)
+
+
+@contextlib.contextmanager
+def _named_errors(doing: str, what: str) -> Iterator[None]:
+    from obstore.exceptions import (
+        BaseError,
+        NotSupportedError,
+        PermissionDeniedError,
+        UnauthenticatedError,
+    )
+
+    try:
+        yield
+    except (NotSupportedError, NotImplementedError) as error:
+        raise UnsupportedStoreError(
+            f"{doing} {what} is not possible there: {_first_line(error)}. Use another place."
+        ) from error
+    except (PermissionDeniedError, UnauthenticatedError, PermissionError) as error:
+        raise ReadOnlyStoreError(
+            f"{doing} {what} was refused: {_first_line(error)}. Check the credentials and what they permit."
+        ) from error
+    except (BaseError, OSError) as error:
+        raise StoreError(
+            f"{doing} {what} failed: {_first_line(error)}. Rows that were put are safe in the staging folder; "
+            "run again when the place can be reached."
+        ) from error
+
+
+def _first_line(error: Exception) -> str:
+    return str(error).partition("\n")[0].rstrip(".") or type(error).__name__

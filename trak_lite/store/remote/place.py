@@ -1,0 +1,125 @@
+"""Where a remote store is, and where its rows are staged on the way there."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import re
+from collections.abc import Mapping
+from typing import Any, final
+
+from trak_lite.errors import InvalidInputError, UnsupportedStoreError
+from trak_lite.store.manifest import Manifest
+from trak_lite.store.remote.objects import AbstractObjects
+from trak_lite.store.remote.objects_fsspec import open_fsspec
+from trak_lite.store.remote.objects_obstore import ObstoreObjects, is_obstore, open_obstore
+
+__all__ = ["RemotePlace", "resolve_place"]
+
+_URL = re.compile(r"([A-Za-z][A-Za-z0-9+.-]*)://.+")
+_OF_OBSTORE = {"s3", "s3a", "gs", "az", "adl", "azure", "abfs", "abfss", "http", "https"}
+
+
+@final
+class RemotePlace:
+    """An address in an object store, and a folder on this machine for the rows of chunks that are not complete.
+
+    Rows go to the staging folder first, by the protocol of a local store; a complete chunk is put to the address as a
+    whole and removed from the folder. A run that was killed finds its rows in the folder again; on another machine
+    only what is at the address counts.
+
+    Example:
+        >>> place = RemotePlace("memory://bucket/run.zarr", staging="/scratch/me")
+        >>> str(place)
+        'memory://bucket/run.zarr'
+    """
+
+    def __init__(
+        self,
+        where: object,
+        *,
+        staging: str | os.PathLike[str] | None = None,
+        options: Mapping[str, Any] | None = None,
+    ) -> None:
+        """Connect to the address; nothing is asked of it yet.
+
+        Args:
+            where: A URL (``s3://bucket/run.zarr``), a store of obstore's with the prefix of the run, or an
+                :class:`~trak_lite.store.AbstractObjects` of one's own.
+            staging: Folder on a local disk, for any number of stores; ``None`` takes ``trak_lite`` in the user's cache
+                folder. Another folder each time loses the rows of chunks that were not complete.
+            options: Keywords for ``obstore.store.from_url`` or ``fsspec.url_to_fs``: credentials, region, endpoint.
+
+        Raises:
+            InvalidInputError: If ``where`` is none of these.
+            UnsupportedStoreError: If the package that the address needs is not installed.
+        """
+        self.objects = _connect(where, dict(options or {}))
+        self._staging = os.fspath(_default_staging() if staging is None else staging)
+
+    @property
+    def url(self) -> str:
+        """The address, as messages name it."""
+        return self.objects.url
+
+    def __str__(self) -> str:
+        """Return the address."""
+        return self.url
+
+    def staging_root(self, manifest: Manifest) -> str:
+        """Return the folder of the local store in which rows with these settings are staged for this address."""
+        key = hashlib.sha256(f"{self.url}\n{manifest.digest()}".encode()).hexdigest()[:32]
+        return os.path.join(os.path.realpath(self._staging), f"{key}.zarr")
+
+
+def resolve_place(where: object) -> str | RemotePlace:
+    """Return a local path, or the remote place that ``where`` stands for.
+
+    Raises:
+        InvalidInputError: If it is neither.
+
+    Example:
+        >>> resolve_place("runs/digits.zarr"), str(resolve_place("memory://digits.zarr"))
+        ('runs/digits.zarr', 'memory://digits.zarr')
+    """
+    if isinstance(where, RemotePlace):
+        return where
+    if isinstance(where, os.PathLike) or (isinstance(where, str) and not _URL.fullmatch(where)):
+        return os.fspath(where)
+    return RemotePlace(where)
+
+
+def _connect(where: object, options: dict[str, object]) -> AbstractObjects:
+    if isinstance(where, AbstractObjects):
+        return where
+    if is_obstore(where):
+        return ObstoreObjects(where)  # type: ignore[arg-type]
+    scheme = _URL.fullmatch(where) if isinstance(where, str) else None
+    if scheme is None or scheme[1].lower() == "file":
+        raise InvalidInputError(
+            f"{where!r} is no place for a store. Expected a local path (a folder needs no 'file://'), a URL such as "
+            "'s3://bucket/run.zarr', or a store of obstore's."
+        )
+    return _connect_url(scheme[0], scheme[1].lower(), options)
+
+
+def _connect_url(url: str, scheme: str, options: dict[str, object]) -> AbstractObjects:
+    missing: list[str] = []
+    for connect in (open_obstore, open_fsspec) if scheme in _OF_OBSTORE else (open_fsspec,):
+        try:
+            return connect(url, options)
+        except ImportError as error:
+            missing.append(str(error))
+        except ValueError as error:
+            raise InvalidInputError(
+                f"{url} cannot be opened: {error}. Expected a scheme such as s3, gs, az or memory."
+            ) from error
+    raise UnsupportedStoreError(
+        f"{url} needs a package that is not installed ({'; '.join(missing)}). "
+        "Install it with pip install trak-lite[remote]."
+    )
+
+
+def _default_staging() -> str:
+    cache = os.environ.get("XDG_CACHE_HOME") or os.path.join(os.path.expanduser("~"), ".cache")
+    return os.path.join(cache, "trak_lite", "staging")

@@ -1,0 +1,514 @@
+"""The store in an object store: the layout of the store on disk, chunk by chunk as whole objects.
+
+Rows are staged in a local store with the same settings; see ``index`` for how a chunk is committed. zarr's
+documents are those that a local store would write, so plain zarr reads a finished store through its FsspecStore or
+ObjectStore.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Any, Literal, Self, final
+
+from numpy.typing import NDArray
+
+from trak_lite._validate import one_of
+from trak_lite.errors import (
+    CorruptStoreError,
+    ManifestMismatchError,
+    ReadOnlyStoreError,
+    StateError,
+    UnsupportedStoreError,
+)
+from trak_lite.store._base import AbstractFeatureStore, AbstractRowTable, Difference, TableSpec
+from trak_lite.store._check_report import Report
+from trak_lite.store._exchange import diff_stores, merge_stores
+from trak_lite.store._failpoints import failpoint
+from trak_lite.store._grid import check_spec, compare_specs, plain_json
+from trak_lite.store._names import is_name, natural_order, path_parts
+from trak_lite.store._refusals import group_of_tables, inside_a_table, missing_table
+from trak_lite.store._values import check_derived
+from trak_lite.store.disk.check import missing_store
+from trak_lite.store.disk.chunk_files import TableFiles
+from trak_lite.store.disk.documents import (
+    encode_document,
+    group_document,
+    hidden_document,
+    sealed,
+    store_record,
+    table_documents,
+    table_identity,
+)
+from trak_lite.store.disk.files import locked_file, named_errors, open_file
+from trak_lite.store.disk.listing import (
+    TABLES,
+    decode_entry,
+    encode_entry,
+    entry_name,
+    listed_path,
+    lost_table,
+)
+from trak_lite.store.disk.metadata import (
+    check_array_document,
+    manifest_from_json,
+    misnamed,
+    own_attributes,
+    parse_zarr_json,
+    table_from_json,
+)
+from trak_lite.store.disk.zarr_store import Verify, ZarrFeatureStore
+from trak_lite.store.manifest import Manifest
+from trak_lite.store.remote.check import verify_remote
+from trak_lite.store.remote.objects import AbstractObjects, require_exclusive
+from trak_lite.store.remote.place import RemotePlace
+from trak_lite.store.remote.table import RemoteRowTable
+
+__all__ = ["RemoteFeatureStore"]
+
+logger = logging.getLogger(__name__)
+
+_METADATA = "zarr.json"
+_DROPPED = "dropped"
+
+
+@final
+class RemoteFeatureStore(AbstractFeatureStore):
+    """Tables of feature rows below one address of an object store; use :meth:`create` and :meth:`open`.
+
+    Several machines may write one store: of two that compute the same chunk, the first to commit it has it. Derived
+    arrays are kept in the staging folder of each machine.
+
+    Example:
+        >>> import tempfile, numpy as np
+        >>> from trak_lite.store import Column, Manifest, RemoteFeatureStore, RemotePlace, TableSpec
+        >>> spec = TableSpec(num_rows=3, columns=(Column("features", 2, "float16"),), chunk_rows=2)
+        >>> with tempfile.TemporaryDirectory() as folder:
+        ...     place = RemotePlace("memory://example.zarr", staging=folder)
+        ...     with RemoteFeatureStore.create(place, Manifest({"seed": 0})) as store:
+        ...         table = store.create_table("ckpt-0", spec)
+        ...         table.put(0, {"features": np.ones((2, 2))})
+        ...         table.committed_chunks(), table.pending().tolist()
+        ([0], [2])
+    """
+
+    def __init__(
+        self,
+        place: RemotePlace,
+        manifest: Manifest,
+        *,
+        origin: str,
+        writable: bool,
+        verify: Verify = "first_touch",
+    ) -> None:
+        self._origin = origin
+        self._objects: AbstractObjects = place.objects
+        self._manifest = manifest
+        self._writable = writable
+        self._verify = verify
+        self._closed = False
+        self._tables: dict[str, RemoteRowTable] = {}
+        self._staging_root = place.staging_root(manifest)
+        self._local: ZarrFeatureStore | None = None
+        if writable:
+            self._local = ZarrFeatureStore.create(self._staging_root, manifest)
+
+    @classmethod
+    def create(cls, where: object, manifest: Manifest) -> Self:
+        """Make a store, or open the one that is there for writing if it was made with the same settings.
+
+        Args:
+            where: What :class:`~trak_lite.store.RemotePlace` takes, or one.
+            manifest: Its fingerprint is compared key by key with the stored one.
+
+        Raises:
+            ManifestMismatchError: If the store was made with other settings; names every differing key.
+            CorruptStoreError: If something else is at the address, or the stored metadata is damaged.
+            UnsupportedStoreError: If the place cannot create an object only where there is none.
+            ReadOnlyStoreError: If nothing can be put there.
+        """
+        place = _as_place(where)
+        made_with = plain_json(dict(manifest.made_with), what="The manifest's made_with")
+        fingerprint = plain_json(dict(manifest.fingerprint), what="The manifest's fingerprint")
+        manifest = Manifest(fingerprint, made_with, manifest.format)
+        if _read_document(place.objects, "") is None:
+            require_exclusive(place.objects)
+            _refuse_occupied(place.objects)
+            place.objects.create(f"{TABLES}/{_METADATA}", encode_document(hidden_document("tables")))
+            place.objects.create(_METADATA, encode_document(group_document(store_record(manifest))))
+        store = cls.open(place, "r+")
+        store.manifest.check_same(manifest, where=place.url)
+        if store.manifest.made_with != made_with:
+            logger.warning("%s was made with %s, this is %s.", place.url, store.manifest.made_with, made_with)
+        return store
+
+    @classmethod
+    def open(
+        cls,
+        where: object,
+        mode: Literal["r", "r+"] = "r",
+        *,
+        verify: Verify = "first_touch",
+    ) -> Self:
+        """Open an existing store.
+
+        Args:
+            where: What :class:`~trak_lite.store.RemotePlace` takes, or one.
+            mode: ``"r"`` writes nothing and works beside writers; ``"r+"`` is for writing.
+            verify: ``"first_touch"`` compares the checksum of each chunk whenever it is fetched; ``"never"`` trusts
+                the bytes. Sizes are always compared.
+
+        Raises:
+            MissingStoreError: If there is no store.
+            ManifestMismatchError: If another version of trak_lite made it, with another format.
+            CorruptStoreError: If its metadata is damaged.
+            UnsupportedStoreError: If it is to be written, and the place cannot create an object only where there is
+                none.
+            ReadOnlyStoreError: If it is to be written, and nothing can be put there.
+        """
+        one_of(("r", "r+"), mode=mode)
+        one_of(("first_touch", "never"), verify=verify)
+        place = _as_place(where)
+        record = _read_group(place.objects, "")
+        if record is None:
+            raise missing_store(place.url)
+        manifest = manifest_from_json(record, place.url)
+        if place.objects.get(f"{TABLES}/{_METADATA}") is None:
+            raise CorruptStoreError(
+                f"{place.url}/{TABLES}/{_METADATA} is missing: the list of the store's tables. Restore what is below "
+                f"{TABLES} from a backup."
+            )
+        if mode == "r+":
+            require_exclusive(place.objects)
+        return cls(place, manifest, origin=record["origin"], writable=mode == "r+", verify=verify)
+
+    @property
+    def manifest(self) -> Manifest:
+        """The settings that the store was made with."""
+        return self._manifest
+
+    @property
+    def path(self) -> str:
+        """The address of the store."""
+        return self._objects.url
+
+    @property
+    def writable(self) -> bool:
+        """Whether tables can be created and rows put."""
+        return self._writable
+
+    @property
+    def objects(self) -> AbstractObjects:
+        """The objects of the store."""
+        return self._objects
+
+    def create_table(
+        self, path: str, spec: TableSpec, attributes: Mapping[str, Any] | None = None
+    ) -> AbstractRowTable:
+        """Open a table for writing, and create it first where it does not exist."""
+        local = self._require_writable()
+        parts = path_parts(path, what="table")
+        spec = check_spec(spec)
+        noted = plain_json(dict(attributes or {}), what="A table's attributes")
+        if self._table_record(parts) is None:
+            with self._staging_locked():
+                if (
+                    self._table_record(parts) is None
+                ):  # not created by another process of this machine meanwhile
+                    self._finish_dropping(path)
+                    _drop_staged(local, path)  # of a table that is gone: what it staged must not come back
+                    self._put_documents(parts, spec, noted)
+        table = self._open(path)
+        compare_specs(table.spec, spec, where=f"{self.path}/{path}")
+        return table
+
+    def open_table(self, path: str) -> AbstractRowTable:
+        """Open an existing table, for writing if the store is writable."""
+        return self._open(path)
+
+    def drop_table(self, path: str) -> None:
+        """Remove a table and all its rows, for good; see :meth:`AbstractFeatureStore.drop_table`.
+
+        A table that is being removed counts as none; creating it anew finishes that. Writers on other machines are
+        not seen: stop them first.
+        """
+        local = self._require_writable()
+        self._require_table(path)
+        with self._staging_locked():
+            self._require_table(path)
+            mark = group_document(sealed({_DROPPED: True}))
+            self._objects.put(f"{path}/{_METADATA}", encode_document(mark))
+            if path in self._tables:
+                self._tables.pop(path).close()
+            self._finish_dropping(path)
+            _drop_staged(local, path)
+
+    def grow_table(self, path: str, num_rows: int) -> AbstractRowTable:
+        """Refuse: a table in an object store keeps its size.
+
+        Raises:
+            UnsupportedStoreError: Always, but for a table that has that many rows.
+        """
+        self._require_writable()
+        table = self._open(path)
+        if table.spec.num_rows == num_rows:
+            return table
+        raise UnsupportedStoreError(
+            f"{self.path}/{path} has {table.spec.num_rows} rows, and a table in an object store cannot become one of "
+            f"{num_rows}. Copy the store to a local disk, grow it there and copy it back, or make another table."
+        )
+
+    def replace_fingerprint(self, known: Mapping[str, Any], given: Mapping[str, Any]) -> None:
+        """Refuse: the manifest in an object store stays as it is.
+
+        Raises:
+            UnsupportedStoreError: Always.
+        """
+        self._require_writable()
+        raise UnsupportedStoreError(
+            f"{self.path}: in an object store the settings stay as they are, and rows cannot be appended to the data. "
+            "Copy the store to a local disk, append the rows there and copy it back, or featurize into another path."
+        )
+
+    def diff(self, other: AbstractFeatureStore) -> tuple[Difference, ...]:
+        """Return what differs between this store and another one."""
+        return diff_stores(self, other)
+
+    def merge(self, parts: Iterable[AbstractFeatureStore]) -> dict[str, int]:
+        """Put the rows that this store misses and others have."""
+        self._require_writable()
+        return merge_stores(self, parts)
+
+    def attributes(self, path: str) -> dict[str, Any]:
+        """Return what was recorded beside a table when it was created."""
+        return dict(self._require_table(path).get("attributes") or {})
+
+    def table_names(self, prefix: str = "") -> list[str]:
+        """Return the paths of all tables inside the group ``prefix``, in natural order."""
+        folder = "/".join(path_parts(prefix, what="table")) if prefix else ""
+        found = self._tables_below(folder)
+        start = f"{folder}/" if folder else ""
+        for path in self._listed_paths():
+            if path.startswith(start) and path not in found and self._table_record(tuple(path.split("/"))):
+                found.append(path)  # created just now, or the metadata of a group above it are missing
+        return sorted(found, key=natural_order)
+
+    def cached(self, name: str, key: str) -> NDArray[Any] | None:
+        """Return a derived array that this machine has kept under this name and key, or ``None``."""
+        path_parts(name, what="cache")
+        local = self._local_store()
+        return None if local is None else local.cached(name, key)
+
+    def cache(self, name: str, key: str, array: NDArray[Any]) -> None:
+        """Keep a derived array on this machine; a later one under the same name replaces it."""
+        check_derived(name, key, array)
+        if self._local is not None:
+            self._local.cache(name, key, array)
+
+    def verify(self, *, repair: bool = False) -> Report:
+        """Fetch every chunk and compare it with its commit record; see :func:`~trak_lite.store.verify_store`.
+
+        Raises:
+            UnsupportedStoreError: If it is to be repaired.
+        """
+        return verify_remote(self._objects, repair=repair)
+
+    def close(self) -> None:
+        """Release the staging folder; rows put so far are safe."""
+        self._closed = True
+        for table in self._tables.values():
+            table.close()
+        if self._local is not None:
+            self._local.close()
+
+    def _require_writable(self) -> ZarrFeatureStore:
+        """Return the local store in which rows are staged."""
+        if not self._writable or self._local is None:
+            raise ReadOnlyStoreError(f"{self.path} was opened for reading. Open it with mode='r+'.")
+        if self._closed:
+            raise StateError(f"{self.path} was closed. Open it again.")
+        return self._local
+
+    def _local_store(self) -> ZarrFeatureStore | None:
+        """Return the local store in which rows are staged; for reading, ``None`` where there is none yet."""
+        if self._local is None and os.path.isdir(self._staging_root):
+            self._local = ZarrFeatureStore.open(self._staging_root, "r")
+        return self._local
+
+    def _staged_table(self, path: str, spec: TableSpec) -> AbstractRowTable | None:
+        """Return the local table in which the rows of a table are staged."""
+        local = self._local_store()
+        if local is None:
+            return None
+        if not local.writable:
+            table = local.open_table(path) if path in local.table_names() else None
+            return table if table is not None and table.spec == spec else None
+        with self._staging_locked():
+            try:
+                return local.create_table(path, spec)
+            except ManifestMismatchError:
+                logger.warning("%s: staged rows of a table of another shape were dropped.", path)
+                _drop_staged(local, path)
+                return local.create_table(path, spec)
+
+    def _open(self, path: str) -> RemoteRowTable:
+        if path not in self._tables:
+            record = self._require_table(path)
+            where = f"{self.path}/{path}"
+            spec = table_from_json(record, path, self._origin, where=f"{where}/{_METADATA}")
+            identity = table_identity(path, self._origin, spec)
+            self._require_listed(path, identity)
+            arrays = [(column, array) for column in spec.columns for array in column.arrays]
+            texts = self._objects.get_many(f"{path}/{array.name}/{_METADATA}" for _, array in arrays)
+            for (column, array), (key, text) in zip(arrays, texts.items(), strict=True):
+                found = None if text is None else parse_zarr_json(text, f"{self.path}/{key}")
+                check_array_document(found, where, column, array, spec)
+            root, staged = self._staging_root, table_identity(path, self._manifest.digest(), spec)
+            self._tables[path] = RemoteRowTable(
+                self._objects,
+                TableFiles(path, spec, root=self.path, identity=identity),
+                staging=TableFiles(f"{root}/{path}", spec, root=root, identity=staged),
+                staged=lambda: self._staged_table(path, spec),
+                writable=self._writable and not self._closed,
+                check=self._verify == "first_touch",
+            )
+        return self._tables[path]
+
+    def _require_table(self, path: str) -> dict[str, Any]:
+        record = self._table_record(path_parts(path, what="table"))
+        if record is None:
+            raise missing_table(path, where=self.path, tables=self.table_names())
+        return record
+
+    def _table_record(self, parts: tuple[str, ...]) -> dict[str, Any] | None:
+        """Return what a table's ``zarr.json`` says; ``None`` if there is no table of that name.
+
+        Raises:
+            InvalidInputError: If a part of the path is a table, or the path is a group of tables.
+        """
+        path = "/".join(parts)
+        for depth in range(1, len(parts)):
+            above = "/".join(parts[:depth])
+            if "columns" in (_read_group(self._objects, above) or {}):
+                raise inside_a_table(path, above=above)
+        record = _read_group(self._objects, path)
+        if record is None and self._is_lost(path):
+            raise lost_table(path, where=self.path)
+        if record is None or _DROPPED in record:
+            return None
+        if "columns" not in record:
+            if self._objects.get(_entry(path)) is not None:
+                raise CorruptStoreError(
+                    f"{self.path}/{path}/{_METADATA} describes no table, and the store lists one there. "
+                    "Restore it from a backup, or use another address."
+                )
+            raise group_of_tables(path, tables=self.table_names(path))
+        return record
+
+    def _put_documents(self, parts: tuple[str, ...], spec: TableSpec, attributes: Mapping[str, Any]) -> None:
+        """Put the documents of a table: of the groups above it, of its arrays, and, last, its own."""
+        path = "/".join(parts)
+        above = {"/".join(parts[:depth]): group_document({}) for depth in range(1, len(parts))}
+        documents = table_documents(path, self._origin, spec, attributes)
+        own = {f"{path}/{name}".rstrip("/"): document for name, document in documents.items()}
+        for folder, document in {**above, **own}.items():
+            self._objects.create(f"{folder}/{_METADATA}", encode_document(document))
+        failpoint("table_put")
+
+    def _require_listed(self, path: str, identity: str) -> None:
+        """Raise if the list of tables names another one of that path; list it where its creation was interrupted."""
+        entry = _entry(path)
+        text = self._objects.get(entry)
+        if text is None:
+            if self._writable:
+                self._objects.create(entry, encode_entry(path, identity))
+        elif decode_entry(text, path, where=f"{self.path}/{entry}") != identity:
+            raise CorruptStoreError(
+                f"{self.path}/{path} is another table than the one that the store lists under this path: it was "
+                "replaced by one of other rows or another shape. Put the right objects back from a backup, or remove "
+                f"them and {entry}."
+            )
+
+    def _listed_paths(self) -> list[str]:
+        names = (key.rpartition("/")[2] for key in self._objects.sizes(TABLES))
+        return [path for path in map(listed_path, names) if path is not None]
+
+    def _is_lost(self, path: str) -> bool:
+        """Whether a table is listed and not there, as the second look confirms: others may be dropping it."""
+        document = f"{path}/{_METADATA}"
+        return all(
+            self._objects.get(_entry(path)) is not None and self._objects.get(document) is None
+            for _ in range(2)
+        )
+
+    @contextlib.contextmanager
+    def _staging_locked(self) -> Iterator[None]:
+        """Hold the lock under which the processes of this machine create and drop tables, here and in the stage."""
+        path = f"{self._staging_root}.lock"
+        with named_errors("Locking", path):
+            os.close(open_file(path, os.O_RDWR | os.O_CREAT))
+            with locked_file(path):
+                yield
+
+    def _finish_dropping(self, path: str) -> None:
+        """Remove the objects of a table that was marked as dropped, the mark last."""
+        if _DROPPED in (_read_group(self._objects, path) or {}):
+            self._objects.delete(_entry(path))
+            mark = f"{path}/{_METADATA}"
+            for key in self._objects.sizes(path):
+                if key != mark:
+                    self._objects.delete(key)
+            self._objects.delete(mark)
+
+    def _tables_below(self, folder: str) -> list[str]:
+        found: list[str] = []
+        for name in self._objects.folders(folder):
+            path = f"{folder}/{name}" if folder else name
+            if not is_name(name):
+                if not name.startswith(".") and self._objects.get(f"{path}/{_METADATA}") is not None:
+                    raise misnamed(f"{self._objects.url}/{path}")
+                continue
+            record = _read_group(self._objects, path)
+            if record is not None and "columns" in record:
+                found.append(path)
+            elif record is not None and _DROPPED not in record:
+                found.extend(self._tables_below(path))
+        return found
+
+
+def _as_place(where: object) -> RemotePlace:
+    return where if isinstance(where, RemotePlace) else RemotePlace(where)
+
+
+def _read_document(objects: AbstractObjects, folder: str) -> dict[str, Any] | None:
+    key = f"{folder}/{_METADATA}" if folder else _METADATA
+    text = objects.get(key)
+    return None if text is None else parse_zarr_json(text, f"{objects.url}/{key}")
+
+
+def _read_group(objects: AbstractObjects, folder: str) -> dict[str, Any] | None:
+    document = _read_document(objects, folder)
+    return None if document is None else own_attributes(document, f"{objects.url}/{folder}".rstrip("/"))
+
+
+def _entry(path: str) -> str:
+    """Return the key of a table's entry in the list."""
+    return f"{TABLES}/{entry_name(path)}"
+
+
+def _drop_staged(local: ZarrFeatureStore, path: str) -> None:
+    """Drop the rows of a table that were staged on this machine."""
+    if path in local.table_names():
+        local.drop_table(path)
+
+
+def _refuse_occupied(objects: AbstractObjects) -> None:
+    occupied = objects.folders("")
+    # looked at again: somebody may just have created the store
+    if occupied and objects.get(_METADATA) is None:
+        raise CorruptStoreError(
+            f"{objects.url} has {occupied[:5]} in it and is not a store: it has no zarr.json. Nothing was put there. "
+            "Use another address, or remove what is there."
+        )

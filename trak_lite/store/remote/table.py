@@ -1,0 +1,280 @@
+"""A table in an object store: rows are staged on a local disk, complete chunks are put as objects."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+from collections import OrderedDict
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, final
+
+import numpy as np
+from numpy.typing import NDArray
+
+from trak_lite.errors import (
+    BusyError,
+    CorruptStoreError,
+    IncompleteStoreError,
+    StateError,
+    StoreError,
+)
+from trak_lite.store._base import AbstractRowTable, TableSpec
+from trak_lite.store._checksums import crc32c
+from trak_lite.store._columns import Column, StoredRows
+from trak_lite.store._content import content_digest, raise_incomplete
+from trak_lite.store._refusals import require_writable_table
+from trak_lite.store._values import check_block
+from trak_lite.store.disk.chunk_files import ColumnFiles, TableFiles
+from trak_lite.store.disk.records import CommitRecord
+from trak_lite.store.remote.index import RemoteIndex
+from trak_lite.store.remote.objects import AbstractObjects
+from trak_lite.store.remote.staging import complete_chunks, is_complete, remove_chunk, staged_contents
+
+__all__ = ["RemoteRowTable"]
+
+logger = logging.getLogger(__name__)
+
+_KEPT_BYTES = 256 << 20
+
+
+@final
+class RemoteRowTable(AbstractRowTable):
+    """Rows of one table of a :class:`~trak_lite.store.RemoteFeatureStore`.
+
+    Rows are done when they are committed at the address, or staged on this machine.
+    """
+
+    def __init__(
+        self,
+        objects: AbstractObjects,
+        files: TableFiles,
+        *,
+        staging: TableFiles,
+        staged: Callable[[], AbstractRowTable | None],
+        writable: bool,
+        check: bool,
+    ) -> None:
+        """Look at what is there; for writing, put what an earlier run has completed and not put.
+
+        Args:
+            objects: Where the store is.
+            files: Names of the table's objects.
+            staging: Files of its staging folder.
+            staged: Returns the local table in that folder, ``None`` if there is none; a writer always has one.
+            writable: Whether rows can be put.
+            check: Whether the checksum of every chunk is compared that is fetched.
+        """
+        self._objects = objects
+        self._files = files
+        self._staging = staging
+        self._find_staged = staged
+        self._own: AbstractRowTable | None = None
+        self._writable = writable
+        self._check = check
+        self._closed = False
+        self._index = RemoteIndex(objects, files)
+        self._asked: set[int] = set()
+        self._fetched: OrderedDict[tuple[str, int, int], NDArray[Any]] = OrderedDict()
+        self._index.refresh()
+        if writable:
+            self._recover()
+
+    @property
+    def spec(self) -> TableSpec:
+        """Shape, columns and fingerprint of the table."""
+        return self._files.spec
+
+    def put(
+        self, rows: int | Sequence[int] | NDArray[np.integer], values: Mapping[str, NDArray[Any]]
+    ) -> None:
+        """Stage rows, and put the chunks that are complete; see :meth:`AbstractRowTable.put`.
+
+        Raises:
+            StoreError: Also if a complete chunk cannot be put at the address. Its rows are done and stay staged; the
+                next time that the table is opened for writing, it is put again.
+        """
+        self._require_writable()
+        chunks = sorted(check_block(rows, values, self.spec).runs)
+        for chunk in chunks:
+            self._refuse_committed(chunk)
+        self._local().put(rows, values)
+        for chunk in chunks:
+            if is_complete(self._staging, chunk):
+                self._publish(chunk)
+
+    @contextlib.contextmanager
+    def claim(self, chunk: int) -> Iterator[NDArray[np.int64]]:
+        """Hold a chunk among the processes of this machine; see :meth:`AbstractRowTable.claim`.
+
+        Other machines do not see it: of two that fill the same chunk, the first to commit it has it.
+        """
+        self._require_writable()
+        self.chunk_range(chunk)
+        with self._local().claim(chunk) as pending:
+            # asked under the lock: another process of this machine has committed it before, or never will
+            committed = self._index.is_committed(chunk)
+            self._asked.add(chunk)
+            if not committed and is_complete(self._staging, chunk):
+                self._publish(chunk)
+            yield pending[:0] if committed else pending
+        if committed:
+            remove_chunk(self._staging, chunk)
+
+    def done(self) -> NDArray[np.bool_]:
+        """Return which rows are done, ``(num_rows,)``: committed at the address, or staged on this machine."""
+        staged = self._staged()
+        mask = np.zeros(self.spec.num_rows, np.bool_) if staged is None else staged.done()
+        # the address second: a chunk that was put and removed from the stage in between is seen there
+        self._index.refresh()
+        for chunk in self._index.committed:
+            first, stop = self.chunk_range(chunk)
+            mask[first:stop] = True
+        return mask
+
+    def committed_chunks(self) -> list[int]:
+        """Return the chunks that are complete at the address, ascending."""
+        self._index.refresh()
+        return sorted(self._index.committed)
+
+    def stored_chunk(self, chunk: int, column: str) -> StoredRows:
+        """Return the rows of a committed chunk, fetched as a whole; see :meth:`AbstractRowTable.stored_chunk`."""
+        found = self.column(column)
+        record = self._record_of(chunk)
+        try:
+            return self._get_rows(found, record)
+        except (CorruptStoreError, IncompleteStoreError):
+            self._index.refresh()
+            newer = self._index.committed.get(chunk)
+            if newer is None or newer == record:
+                raise
+            return self._get_rows(found, newer)  # removed and committed again since this table looked
+
+    def checksums(self, chunk: int) -> dict[str, int]:
+        """Return the CRC-32C of each column of a committed chunk, as its commit record says."""
+        return {name: checksum for name, (_, checksum) in self._record_of(chunk).columns.items()}
+
+    def read_done(self, chunk: int) -> tuple[NDArray[np.int64], dict[str, NDArray[Any]]]:
+        """Return the rows of a chunk that are done, and their values; see :meth:`AbstractRowTable.read_done`."""
+        first, stop = self.chunk_range(chunk)
+        names = [column.name for column in self.spec.columns]
+        staged = self._staged()
+        if chunk not in self._index.committed and staged is not None:
+            rows, values = staged.read_done(chunk)
+            if len(rows):
+                return rows, values
+        if not self._index.is_committed(chunk):
+            return np.empty(0, np.int64), {name: self._empty(name, 0) for name in names}
+        return np.arange(first, stop), {name: self.read_chunk(chunk, name).copy() for name in names}
+
+    def content_key(self) -> str:
+        """Return a digest of the committed contents, equal to that of the same rows on disk."""
+        committed = set(self.committed_chunks())
+        for chunk in range(self.num_chunks):
+            if chunk not in committed:
+                raise_incomplete(self, chunk, where=self._where)
+        return content_digest(self.spec, map(self.checksums, range(self.num_chunks)))
+
+    def close(self) -> None:
+        """Put no more rows, and let go of what was fetched."""
+        self._closed = True
+        self._fetched.clear()
+
+    @property
+    def _where(self) -> str:
+        return f"{self._files.root}/{self._files.folder}"
+
+    def _require_writable(self) -> None:
+        require_writable_table(self._where, writable=self._writable, closed=self._closed)
+
+    def _staged(self) -> AbstractRowTable | None:
+        """Return the local table, ``None`` if there is none; a reader looks again each time."""
+        if self._own is not None:
+            return self._own
+        found = self._find_staged()
+        if self._writable:
+            self._own = found
+        return found
+
+    def _local(self) -> AbstractRowTable:
+        """Return the local table of a writer."""
+        table = self._staged()
+        if table is None:
+            raise StateError(f"{self._staging.folder}: the staging folder was removed. Open the store again.")
+        return table
+
+    def _refuse_committed(self, chunk: int) -> None:
+        """Raise if a chunk is committed; asks the address once for each chunk."""
+        committed = chunk in self._index.committed
+        if not committed and chunk not in self._asked:
+            committed = self._index.is_committed(chunk)
+            self._asked.add(chunk)
+        if committed:
+            raise StateError(
+                f"{self._index.describe(chunk)} are done already. Put pending rows only; pending() lists them."
+            )
+
+    def _publish(self, chunk: int) -> None:
+        """Put a chunk that is complete in the staging folder, and remove it there."""
+        try:
+            contents = staged_contents(self._staging, self._local(), chunk)
+        except StoreError:
+            if self._index.is_committed(chunk):
+                return  # another process of this machine has put it, and removed it from the stage
+            raise
+        try:
+            self._index.publish(chunk, contents)
+        except BusyError:
+            remove_chunk(self._staging, chunk)
+            raise
+        remove_chunk(self._staging, chunk)
+
+    def _recover(self) -> None:
+        """Put what a killed writer has completed, and remove what is staged in vain."""
+        self._local()  # which finishes chunks that lack nothing but their name
+        for chunk in complete_chunks(self._staging):
+            try:
+                self._publish(chunk)
+            except BusyError as error:
+                logger.warning("Staged rows were dropped. %s", error)
+        for chunk in self._staging.staged_chunks() & self._index.committed.keys():
+            remove_chunk(self._staging, chunk)
+
+    def _record_of(self, chunk: int) -> CommitRecord:
+        self.chunk_range(chunk)
+        if chunk not in self._index.committed:
+            self._index.refresh()
+        record = self._index.committed.get(chunk)
+        if record is None:
+            raise_incomplete(self, chunk, where=self._where)
+        return record
+
+    def _get_rows(self, column: Column, record: CommitRecord) -> StoredRows:
+        files = self._files.by_column[column.name]
+        return StoredRows(column, tuple(self._get(each, record) for each in files))
+
+    def _get(self, column: ColumnFiles, record: CommitRecord) -> NDArray[Any]:
+        key = column.name, record.chunk, record.generation
+        if key not in self._fetched:
+            self._fetched[key] = self._fetch(column, record)
+            while len(self._fetched) > 1 and sum(a.nbytes for a in self._fetched.values()) > _KEPT_BYTES:
+                self._fetched.popitem(last=False)
+        self._fetched.move_to_end(key)
+        return self._fetched[key].view()  # a flag that the caller sets is the caller's
+
+    def _fetch(self, column: ColumnFiles, record: CommitRecord) -> NDArray[Any]:
+        chunk, (size, checksum) = record.chunk, record.columns[column.name]
+        where = f"{column.visible(chunk)}, {self._index.describe(chunk)}"
+        content = self._objects.get(column.visible(chunk))
+        if content is None:
+            raise IncompleteStoreError(
+                f"{where}: the object was removed after it was committed, so the rows are pending. "
+                "Run again to compute them."
+            )
+        if len(content) != size or (self._check and crc32c(content) != checksum):
+            raise CorruptStoreError(
+                f"{where}: {len(content)} bytes with the checksum {crc32c(content):08x}, the commit record says {size} "
+                f"and {checksum:08x}. Its writer ({record.writer or 'unnamed'}) may still be replacing a leftover: "
+                f"wait if it runs. {self._index.remedy(chunk)}"
+            )
+        array = np.frombuffer(content, column.dtype).reshape(column.shape)
+        return array[: self._files.rows_in(chunk)]
