@@ -23,7 +23,7 @@ from trak_lite.gradient_computers import HookGradientComputer, collect_gradients
 from trak_lite.modelout_functions import resolve_task
 
 # The first of a sequence that is the same in every run; TRAK_LITE_DRAWN_EXAMPLES=1000 draws on.
-EXAMPLES = int(os.environ.get("TRAK_LITE_DRAWN_EXAMPLES", "50"))
+EXAMPLES = int(os.environ.get("TRAK_LITE_DRAWN_EXAMPLES", "30"))
 quick = settings(max_examples=EXAMPLES, deadline=None, derandomize=True, database=None)
 
 BY_RULE = frozenset({"rule", "zero"})
