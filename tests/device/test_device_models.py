@@ -13,19 +13,19 @@ CPU = torch.device("cpu")
 MODELS = ["mlp", "cnn", "vit", "gpt", "lstm", "gru", "rnn", "regression", "multilabel", "binary", "clip"]
 
 
-def compare(name, device, **settings):
+def assert_as_on_the_cpu(name, device, **settings):
     assert_same(outcome(name, device, **settings), outcome(name, CPU, **settings), device)
 
 
 @pytest.mark.parametrize("name", MODELS)
 def test_default_settings(name, device):
-    compare(name, device)
+    assert_as_on_the_cpu(name, device)
 
 
 @pytest.mark.parametrize("engine", ["hook", "functional", "iterative"])
 @pytest.mark.parametrize("name", ["cnn", "gpt"])
 def test_engines(name, engine, device):
-    compare(name, device, gradient_computer=engine)
+    assert_as_on_the_cpu(name, device, gradient_computer=engine)
 
 
 @pytest.mark.filterwarnings("ignore:There is a performance drop")
@@ -41,12 +41,12 @@ def test_engines_that_run_recurrent_layers_whole(name, engine, device):
 
 @pytest.mark.parametrize("projector", PROJECTORS)
 def test_projectors(projector, device):
-    compare("mlp", device, projector=projector)
+    assert_as_on_the_cpu("mlp", device, projector=projector)
 
 
 @pytest.mark.parametrize("projector", [name for name in PROJECTORS if name != "none"])
 def test_projectors_of_tied_embeddings(projector, device):
-    compare("gpt", device, projector=projector)
+    assert_as_on_the_cpu("gpt", device, projector=projector)
 
 
 @pytest.mark.parametrize("layout", ["joint", "module"])
@@ -55,19 +55,19 @@ def test_projectors_of_tied_embeddings(projector, device):
     [("mlp", "trak"), ("mlp", "curvature"), ("mlp", "fisher"), ("gpt", "trak"), ("gpt", "fisher")],
 )
 def test_kernels(name, kernel, layout, device):
-    compare(name, device, kernel=kernel, layout=layout)
+    assert_as_on_the_cpu(name, device, kernel=kernel, layout=layout)
 
 
 @pytest.mark.parametrize("normalize", ["unit", clip(1.0), clip(1.0, scope="module")], ids=str)
 def test_normalisations(normalize, device):
-    compare("gpt", device, normalize=normalize, store_norms=True)
+    assert_as_on_the_cpu("gpt", device, normalize=normalize, store_norms=True)
 
 
 @pytest.mark.parametrize("dtype", ["float16", "int8", "int4"])
 def test_storage_dtypes(dtype, device):
-    compare("mlp", device, dtype=dtype)
+    assert_as_on_the_cpu("mlp", device, dtype=dtype)
 
 
 @pytest.mark.parametrize("name", ["mlp", "clip"])
 def test_a_model_that_is_elsewhere_comes_back(name, device):
-    compare(name, device, place=False)
+    assert_as_on_the_cpu(name, device, place=False)

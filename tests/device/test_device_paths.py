@@ -24,7 +24,7 @@ VIEWS = [
 ]
 
 
-def on_both(device, run, **options):
+def assert_same_on_both(device, run, **options):
     """Compare what a run gives on the device with what it gives on the CPU."""
     assert_same(run(device), run(CPU), device, **options)
 
@@ -37,7 +37,7 @@ def test_ekfac(name, device):
         made.fit_curvature(case.train)
         return {"scores": made.score(case.targets, name="t", kernel="ekfac").numpy().copy()}
 
-    on_both(device, run)
+    assert_same_on_both(device, run)
 
 
 def test_views_and_what_is_said_of_scores(device):
@@ -55,7 +55,7 @@ def test_views_and_what_is_said_of_scores(device):
         found["dampings"] = made.damping_path("t", [0.01, 1.0], kernel="trak").numpy()
         return found
 
-    on_both(device, run)
+    assert_same_on_both(device, run)
 
 
 def test_token_scores(device):
@@ -65,7 +65,7 @@ def test_token_scores(device):
         scores = made.score(case.targets, name="t")
         return {str(row): tokens for row, tokens in made.token_scores(scores, case.train, [0, 3]).items()}
 
-    on_both(device, run)
+    assert_same_on_both(device, run)
 
 
 def test_verification_against_retrained_models(device):
@@ -78,7 +78,7 @@ def test_verification_against_retrained_models(device):
         )
         return {"scores": scores.numpy().copy(), "verdict": np.array(numbers_in(verdict.to_json()))}
 
-    on_both(device, run)
+    assert_same_on_both(device, run)
 
 
 def test_checkpoints_from_files_and_from_either_device(device, tmp_path):
@@ -145,7 +145,7 @@ def test_rows_are_appended(device, tmp_path):
             "norms": made.gradient_norms(),
         }
 
-    on_both(device, run)
+    assert_same_on_both(device, run)
 
 
 @pytest.mark.parametrize("model_on", ["cpu", "device"])
@@ -181,7 +181,7 @@ def test_traker(model_on, runs_on, device, tmp_path):
         traker.close()
         return {"scores": scores}
 
-    on_both(device, run)
+    assert_same_on_both(device, run)
 
 
 def test_the_command_line_reads_what_a_device_has_written(device, tmp_path, capsys):
@@ -207,4 +207,4 @@ def test_a_model_on_another_device_comes_back(device, second_device):
         assert {p.device for p in case.model.parameters()} == {where}
         return {"scores": scores}
 
-    on_both(device, run)
+    assert_same_on_both(device, run)

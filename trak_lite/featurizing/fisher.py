@@ -217,58 +217,46 @@ class FisherFits:
             ReadOnlyStoreError: If the store was opened for reading.
         """
         self.require_writable()
-        fingerprint = self._fingerprint(path, layout)
-        folder = _folder(path, fingerprint)
-        samples = _DrawnRows(rows, task, computer, self._settings(), layout)
-        spec = feature_table_spec(len(samples), layout.width, "float32", fingerprint)
 
         def watching() -> None:
             watch()
             if self._fitted(path, layout) is not None:
                 raise _FittedByOthersError
 
-        try:
-            featurize_rows(
-                self._late(f"{folder}/drawn", spec, {NEEDED_UNTIL: f"{folder}/{_GRAM}"}),
-                samples,
-                lambda *_: computer,
-                projector,
-                model_id=model_id,
-                device=device,
-                label=label,
-                normalization=Normalization(),
-                progress=progress,
-                watch=watching,
-                wait=wait,
-                leads=leads,
-                lockstep=Lockstep.of(computer.model),
-            )
-            drawn = self._store.open_table(f"{folder}/drawn")
-            if drawn.complete:
-                self._sum_up(
-                    f"{folder}/gram", drawn, layout, len(rows), device=device, watch=watch, wait=wait
-                )
-        except (_FittedByOthersError, StoreError, StateError):
-            # Whoever makes the last rows of the matrices drops what they were made of, also from under others.
-            if self._fitted(path, layout) is None:
-                if self._fingerprint(path, layout) == fingerprint:
-                    raise
-                # Others have begun fits of other settings meanwhile, which took the place of this one.
-                self.fit(
-                    path,
-                    task,
-                    computer,
+        while True:
+            fingerprint = self._fingerprint(path, layout)
+            folder = _folder(path, fingerprint)
+            samples = _DrawnRows(rows, task, computer, self._settings(), layout)
+            spec = feature_table_spec(len(samples), layout.width, "float32", fingerprint)
+            try:
+                featurize_rows(
+                    self._late(f"{folder}/drawn", spec, {NEEDED_UNTIL: f"{folder}/{_GRAM}"}),
+                    samples,
+                    lambda *_: computer,
                     projector,
-                    rows,
-                    layout=layout,
                     model_id=model_id,
                     device=device,
                     label=label,
+                    normalization=Normalization(),
                     progress=progress,
-                    watch=watch,
+                    watch=watching,
                     wait=wait,
                     leads=leads,
+                    lockstep=Lockstep.of(computer.model),
                 )
+                drawn = self._store.open_table(f"{folder}/drawn")
+                if drawn.complete:
+                    self._sum_up(
+                        f"{folder}/gram", drawn, layout, len(rows), device=device, watch=watch, wait=wait
+                    )
+                break
+            except (_FittedByOthersError, StoreError, StateError):
+                # Whoever makes the last rows of the matrices drops what they were made of, also from under others.
+                if self._fitted(path, layout) is not None:
+                    break
+                if self._fingerprint(path, layout) == fingerprint:
+                    raise
+                # Others have begun fits of other settings meanwhile, which took the place of this one: theirs is next.
         self.sweep(path, layout)
 
     def sweep(self, path: str, layout: FeatureLayout) -> None:
