@@ -395,6 +395,8 @@ KINDS = {
 }
 NOT_DIFFERENTIABLE = {"own statistic, detached", "partly without gradient", "packed gru"}
 """Layers whose gradient is not the derivative of their value, so that no finite difference can be asked."""
+NOT_IN_BFLOAT16 = {"response norm"}
+"""Layers for which torch has no kernel in bfloat16 on CPU, so that the model itself does not run."""
 READS_AHEAD = {
     "attention",
     "multihead",

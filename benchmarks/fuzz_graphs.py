@@ -39,6 +39,7 @@ from benchmarks.drawn_graphs import (
     KINDS,
     MIXING,
     NOT_DIFFERENTIABLE,
+    NOT_IN_BFLOAT16,
     READS_AHEAD,
     Graph,
     drawn_model,
@@ -125,13 +126,15 @@ def drawn(seed: int, number: int) -> Spec:
     normalize = chance.choice(("none", "none", "none", "unit", "clip", "clip module"))
     kernels = ["auto", "auto", "trak"]
     kernels += ["curvature"] * (task == "class") + ["fisher"] * (task != "f" and normalize == "none")
+    dtypes = ["float32", "float32", "float32", "float64", "float64"]
+    dtypes += ["bfloat16"] * NOT_IN_BFLOAT16.isdisjoint(layers)
     return Spec(
         modality=modality,
         layers=tuple(layers),
         seed=chance.getrandbits(31),
         task=task,
         engine=chance.choice(("auto", "auto", "auto", "hook", "functional", "iterative")),
-        dtype=chance.choice(("float32", "float32", "float32", "float64", "float64", "bfloat16")),
+        dtype=chance.choice(dtypes),
         rows=chance.choice(("float32", "float32", "float16", "int8", "int4")),
         projector=chance.choice(
             ("countsketch", "gaussian", "rademacher", "mask", "grass", "two_sided", "none")
