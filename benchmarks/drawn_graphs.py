@@ -397,6 +397,12 @@ NOT_DIFFERENTIABLE = {"own statistic, detached", "partly without gradient", "pac
 """Layers whose gradient is not the derivative of their value, so that no finite difference can be asked."""
 NOT_IN_BFLOAT16 = {"response norm"}
 """Layers for which torch has no kernel in bfloat16 on CPU, so that the model itself does not run."""
+WRONG_IN_TORCH = {
+    "batch norm 2d, channels last",
+    "channels last batch norm",
+    "one row, channels last batch norm",
+}
+"""Layers whose backward pass of one sample is wrong in torch, so that a loop over samples is no reference."""
 READS_AHEAD = {
     "attention",
     "multihead",

@@ -6,13 +6,18 @@ interface over the same rooms.
 
 import logging
 
+from trak_lite import methods as methods
 from trak_lite._version import __version__ as __version__
 from trak_lite.attributor import Attributor as Attributor
 from trak_lite.attributor import FeaturizeSummary as FeaturizeSummary
+from trak_lite.data.datasets import Rows as Rows
 from trak_lite.gradient_computers import Normalization as Normalization
 from trak_lite.gradient_computers import clip as clip
 from trak_lite.gradient_computers import clipping_threshold as clipping_threshold
+from trak_lite.retraining.verify import calibrated_scores as calibrated_scores
+from trak_lite.retraining.verify import verify as verify
 from trak_lite.scoring.scores import Scores as Scores
+from trak_lite.scoring.tokens import token_scores as token_scores
 from trak_lite.traker import TRAKer as TRAKer
 from trak_lite.utils import test_install as test_install
 
@@ -20,12 +25,17 @@ __all__ = [
     "Attributor",
     "FeaturizeSummary",
     "Normalization",
+    "Rows",
     "Scores",
     "TRAKer",
     "__version__",
+    "calibrated_scores",
     "clip",
     "clipping_threshold",
+    "methods",
     "test_install",
+    "token_scores",
+    "verify",
 ]
 
 logging.getLogger(__name__).addHandler(logging.NullHandler())

@@ -8,6 +8,7 @@ bytes of an undisturbed run.
 """
 
 import contextlib
+import faulthandler
 import hashlib
 import io
 import json
@@ -332,16 +333,17 @@ def acknowledged(path):
 
 
 def lost_rows(folder):
-    """Return how many acknowledged rows of tables that exist are not done any more."""
+    """Return how many acknowledged rows of tables that exist are not done any more, by table."""
     stores = [f"{folder}/run.zarr", f"{folder}/trak.zarr"]
     if os.path.isdir(f"{folder}/staging"):
         stores += [f"{folder}/staging/{name}" for name in os.listdir(f"{folder}/staging")]
     noted = acknowledged(f"{folder}/acknowledged")
-    done = {}
+    done, names = {}, {}
     for path in stores:
         with contextlib.suppress(MissingStoreError), open_store(path) as store:
             for name in store.table_names():
                 table = store.open_table(name)
+                names[_name_of(table)] = name
                 done.setdefault(_name_of(table), set()).update(np.flatnonzero(table.done()).tolist())
     if os.path.isdir(f"{folder}/objects"):
         from obstore.store import LocalStore
@@ -350,8 +352,10 @@ def lost_rows(folder):
         with contextlib.suppress(MissingStoreError), open_store(place) as store:
             for name in store.table_names():
                 table = store.open_table(name)
+                names[_name_of(table)] = name
                 done.setdefault(_name_of(table), set()).update(np.flatnonzero(table.done()).tolist())
-    return sum(len(rows - done[name]) for name, rows in noted.items() if name in done)
+    lost = {names[key]: len(rows - done[key]) for key, rows in noted.items() if key in done}
+    return {name: count for name, count in lost.items() if count}
 
 
 def check(folder):
@@ -371,11 +375,11 @@ class Child:
 
     pid: int
     pipe: int
+    answer: bytes = b""
     began: float = field(default_factory=time.monotonic)
 
     def wait(self, until=None):
         """Return its status and answer, or ``None`` if it has not ended by then."""
-        answer = b""
         while True:
             left = (
                 PATIENCE + 5 - (time.monotonic() - self.began) if until is None else until - time.monotonic()
@@ -391,9 +395,9 @@ class Child:
             part = os.read(self.pipe, 1 << 16)
             if not part:
                 break
-            answer += part
+            self.answer += part
         os.close(self.pipe)
-        return os.waitstatus_to_exitcode(os.waitpid(self.pid, 0)[1]), answer
+        return os.waitstatus_to_exitcode(os.waitpid(self.pid, 0)[1]), self.answer
 
     def kill(self):
         os.kill(self.pid, signal.SIGKILL)
@@ -414,6 +418,7 @@ def fork(action, folder, *, failpoint=None):
         silent = os.open(f"{folder}/output", os.O_WRONLY | os.O_CREAT | os.O_APPEND)
         for stream in (1, 2):
             os.dup2(silent, stream)
+        faulthandler.dump_traceback_later(PATIENCE - 5, file=2)
         warnings.simplefilter("ignore")
         torch.set_num_threads(1)
         if failpoint is not None:
@@ -478,7 +483,7 @@ class Kills:
         shutil.rmtree(folder, ignore_errors=True)
 
     def _run(self, name, folder, pick, counts):
-        path = PATHS[name]
+        path, self._folder = PATHS[name], folder
         want, seconds = self._undisturbed(name)
         for _ in range(pick.randint(1, MOST_ATTEMPTS)):
             by_step = pick.random() < 0.5
@@ -514,7 +519,8 @@ class Kills:
             return 1
         if status == -signal.SIGALRM:
             counts["hangs"] += 1
-            raise AssertionError(f"no end after {PATIENCE} s")
+            with open(f"{self._folder}/output") as output:
+                raise AssertionError(f"no end after {PATIENCE} s\n{output.read()}")
         if status:
             counts["failures"] += 1
             raise AssertionError(answer.decode(errors="replace"))

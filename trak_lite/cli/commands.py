@@ -1,4 +1,4 @@
-"""The commands that need a config, and the report: train, featurize, score, evaluate."""
+"""The commands that need a config, and the report: train, featurize, score, verify."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import cached_property, partial
 from pathlib import Path
-from typing import Any, Final, final
+from typing import Any, final
 
 import numpy as np
 from safetensors.torch import save_file
@@ -17,23 +17,22 @@ from trak_lite.attributor import Attributor, FeaturizeSummary
 from trak_lite.cli.configs import RunConfig
 from trak_lite.cli.recipes import Recipe, last_trained, trained_states
 from trak_lite.cli.records import RunRecord, keep_record
+from trak_lite.data.datasets import Rows
 from trak_lite.errors import CheckpointError, InvalidInputError, MissingStoreError
 from trak_lite.evaluation import Verdict
-from trak_lite.featurizing.fisher import FisherSettings
-from trak_lite.featurizing.kronecker import KroneckerSettings
+from trak_lite.methods import EKFAC, Fisher, as_method
 from trak_lite.models.borrowing import resolve_device
+from trak_lite.retraining.verify import verify
 from trak_lite.run.settings import StoredSettings, versions
 from trak_lite.run.workspace import Workspace
-from trak_lite.scoring.kept_scores import KeptScores
 from trak_lite.scoring.scores import Scores
+from trak_lite.scoring.stored import stored_scores, streamed_scores
 from trak_lite.store import RemotePlace, check_name, open_store
 from trak_lite.store.disk.folders import scratch_folder
 
 __all__ = ["COMMANDS", "Job", "report"]
 
 _SHOWN_TARGETS, _SHOWN_ROWS = 3, 5
-_FITTED: Final = {"ekfac": KroneckerSettings, "fisher": FisherSettings}
-"""Kernels that are fitted before targets are scored, by their settings."""
 
 
 @final
@@ -53,9 +52,15 @@ class Job:
         return self.recipe.call("train_data", self.config.recipe_arguments)
 
     @cached_property
-    def target_data(self) -> Any:
-        """The recipe's targets."""
-        return self.recipe.call("target_data", self.config.recipe_arguments)
+    def train_rows(self) -> Rows:
+        """The rows of the train data that the config chooses."""
+        return Rows(self.train_data, **self.config.section("train_data"))
+
+    @cached_property
+    def target_rows(self) -> Rows:
+        """The rows of the recipe's targets that the config chooses."""
+        data = self.recipe.call("target_data", self.config.recipe_arguments)
+        return Rows(data, **self.config.section("target_data"))
 
     def train(self) -> int:
         """Train if the recipe can and there is no checkpoint; return how many were written.
@@ -101,21 +106,17 @@ class Job:
                 "another place with --checkpoints PATH, or let a recipe with train(indices, seed) make them: "
                 "trak-lite run CONFIG."
             )
-        return self.attributor.featurize(self.train_data, checkpoints, **self.config.section("featurize"))
+        return self.attributor.featurize(self.train_rows, checkpoints, **self.config.section("featurize"))
 
     def score(self) -> Scores:
-        """Score the targets."""
+        """Score the targets. A method that has to be fitted is fitted to the rows of the recipe's train data."""
         arguments = self.config.section("score")
-        if arguments["kernel"] in _FITTED:
-            rows = self.config.section("featurize")
-            same = {name: rows[name] for name in ("indices", "batch_size", "dataset_id")}
-            fit = _FITTED[arguments["kernel"]]()
-            self.attributor.fit_curvature(
-                self.train_data, self.config.values["checkpoints"], settings=fit, **same
-            )
-        return self.attributor.score(self.target_data, **arguments)
+        chosen = self.attributor.method if arguments["method"] is None else as_method(arguments["method"])
+        if isinstance(chosen, Fisher | EKFAC):
+            self.featurize()  # finds the rows, so that the method can be fitted to them
+        return self.attributor.score(self.target_rows, **arguments)
 
-    def evaluate(self) -> Verdict:
+    def verify(self) -> Verdict:
         """Test the scores against models that the recipe retrains on random subsets.
 
         Raises:
@@ -124,12 +125,14 @@ class Job:
         train = self.recipe.bound("train", self.config.recipe_arguments)
         if train is None:
             raise InvalidInputError(
-                f"The recipe {self.recipe.path} defines no train(indices, seed), which evaluate calls for every "
-                "random subset. Add it; it returns the trained module or its state dict."
+                f"The recipe {self.recipe.path} defines no train(indices, seed), which verify calls for every random "
+                "subset. Add it; it returns the trained module or its state dict."
             )
-        rows = self.config.section("featurize")["indices"]
+        rows = self.config.section("train_data")["indices"]
         train_fn = partial(last_trained, train if rows is None else partial(_chosen, tuple(rows), train))
-        return self.attributor.verify(train_fn, self.target_data, **self.config.verification())
+        score = self.config.section("score")
+        scores = self.attributor.scores(score["name"], method=score["method"])
+        return verify(scores, train_fn, self.target_rows, **self.config.section("verify"))
 
     @contextmanager
     def recorded(self, command: str) -> Iterator[None]:
@@ -180,12 +183,12 @@ def score(job: Job) -> Iterator[str]:
             yield f"target {target}, most {sign} rows: {rows}"
 
 
-def evaluate(job: Job) -> Iterator[str]:
+def verify_scores(job: Job) -> Iterator[str]:
     """Say how well the scores predict retraining."""
-    yield str(job.evaluate())
+    yield str(job.verify())
 
 
-COMMANDS = {"run": run, "featurize": featurize, "score": score, "evaluate": evaluate}
+COMMANDS = {"run": run, "featurize": featurize, "score": score, "verify": verify_scores}
 """What is done with model and data."""
 
 
@@ -211,9 +214,9 @@ def report(config: RunConfig, out: str | None) -> Iterator[str]:
             where=str(config.path),
         )
     chosen, recipe = config.section("score"), config.recipe
-    kept = KeptScores(Workspace(config.path), settings)
-    name, view = check_name(chosen["name"], what="target set"), settings.score_settings(**config.view())
-    scores = kept.stored(name, view) if chosen["dense"] else kept.streamed(name, view)
+    name = check_name(chosen["name"], what="target set")
+    read = stored_scores if chosen["dense"] else streamed_scores
+    scores = read(Workspace(config.path), settings, name, settings.scored_by(chosen["method"]))
     render, render_target = (
         None if recipe is None else recipe.bound(function, config.recipe_arguments)
         for function in ("render", "render_target")

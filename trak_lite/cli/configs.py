@@ -1,15 +1,16 @@
 """Configs: YAML from a file or from a store, with what the command line says in its place, checked and made whole.
 
-The keys are the arguments of :class:`~trak_lite.Attributor` as they stand, those of its methods in a section of the
-method's name (``score.kernel``), and those of the recipe's functions under ``recipe_arguments``.
+The keys are the arguments of :class:`~trak_lite.Attributor`, those of its methods and of :func:`~trak_lite.verify` in
+a section of that name (``score.method``), those of :class:`~trak_lite.Rows` in ``train_data`` and ``target_data``, and
+those of the recipe's functions in ``recipe_arguments``.
 """
 
 from __future__ import annotations
 
 import os
-from collections.abc import Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass
-from functools import cache
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import cache, partial
 from pathlib import Path
 from typing import Any, final
 
@@ -21,7 +22,10 @@ from trak_lite.cli.keys import REQUIRED, Key, keys_of
 from trak_lite.cli.parsing import ConfigParser, overrides, refuse_unknown
 from trak_lite.cli.recipes import SECTION, Recipe, load_recipe
 from trak_lite.cli.records import RunRecord
+from trak_lite.data.datasets import Rows
 from trak_lite.errors import InvalidInputError
+from trak_lite.methods import as_method
+from trak_lite.retraining.verify import verify
 from trak_lite.store import RemotePlace, resolve_place
 
 __all__ = ["RunConfig", "config_parser", "read_config"]
@@ -47,8 +51,6 @@ _OWN_KEYS = (
         "Passed to the recipe's train(indices, seed), which run calls if there is no checkpoint.",
     ),
 )
-_VIEW = ("kernel", "damping", "layout", "q", "checkpoint_weights")
-_OF_TARGETS = ("name", "indices", "batch_size", "dataset_id")
 
 
 @final
@@ -84,16 +86,6 @@ class RunConfig:
         return {
             key.removeprefix(prefix): value for key, value in self.values.items() if key.startswith(prefix)
         }
-
-    def view(self) -> dict[str, Any]:
-        """Return how the scores are made, of which there may be several of one target set."""
-        return {name: value for name, value in self.section("score").items() if name in _VIEW}
-
-    def verification(self) -> dict[str, Any]:
-        """Return the keywords of a verification: its own, and what tells the scores that it is about."""
-        score = self.section("score")
-        of_targets = {name: score[name] for name in _OF_TARGETS}
-        return {**self.section("evaluate"), **of_targets, **self.view()}
 
     def to_json(self) -> dict[str, Any]:
         """Return the config as a YAML file would say it, every value written out and every path absolute."""
@@ -182,20 +174,32 @@ def _recipe_values(
 @cache
 def _keys() -> tuple[Key, ...]:
     """Return the keys of every config, from the signatures of the attributor."""
-    score = keys_of(Attributor.score, section="score", without=("data",))
-    shared = ("train_fn", "data", "strata", "texts", *(key.argument for key in score))
+    rows = partial(keys_of, Rows.__init__, without=("data", "what"))
     return (
         *_OWN_KEYS,
         *_attributor_keys(),
+        *rows(section="train_data"),
+        *rows(section="target_data"),
         *keys_of(Attributor.featurize, section="featurize"),
-        *score,
-        *keys_of(Attributor.verify, section="evaluate", without=shared),
+        *_with_method(keys_of(Attributor.score, section="score")),
+        *keys_of(verify, section="verify", without=("strata", "texts")),
     )
 
 
 @cache
 def _attributor_keys() -> tuple[Key, ...]:
-    return tuple(keys_of(Attributor.__init__, without=("path",)))
+    return tuple(_with_method(keys_of(Attributor.__init__, without=("path",))))
+
+
+def _with_method(keys: Iterable[Key]) -> Iterator[Key]:
+    """Yield keys, the one of a method with the check that its name and fields are known."""
+    for key in keys:
+        yield replace(key, check=_check_method) if key.argument == "method" else key
+
+
+def _check_method(value: Any) -> None:
+    if value != "auto":
+        as_method(value)
 
 
 def _given(source: str | RunRecord) -> tuple[dict[str, Any], str, Path]:

@@ -43,7 +43,7 @@ class Key:
     """One value that a config may set."""
 
     name: str
-    """Dotted path: ``score.kernel``."""
+    """Dotted path: ``score.method``."""
     type: Any
     """Annotation of plain values."""
     default: Any
@@ -52,6 +52,8 @@ class Key:
     """One sentence or more, from the docstring."""
     build: Callable[..., Any] | None = None
     """Makes the argument where the value is a mapping."""
+    check: Callable[[Any], object] | None = None
+    """Raises ``InvalidInputError`` where the value is of the right type and not allowed."""
 
     @property
     def argument(self) -> str:
@@ -69,7 +71,7 @@ def keys_of(function: Callable[..., Any], *, section: str = "", without: Collect
 
     Args:
         function: Its annotations give the types, its docstring the help.
-        section: What stands before the names: ``score`` gives ``score.kernel``.
+        section: What stands before the names: ``score`` gives ``score.method``.
         without: Arguments that no config sets.
 
     Raises:
@@ -106,6 +108,8 @@ def plain_type(annotation: Any) -> Any:
     """
     if (isinstance(annotation, type) and annotation in _SCALARS) or get_origin(annotation) is Literal:
         return annotation
+    if inspect.isabstract(annotation):
+        return None
     if dataclasses.is_dataclass(annotation) and isinstance(annotation, type):
         hints = typing.get_type_hints(annotation)
         values = [plain_type(hints[field.name]) for field in dataclasses.fields(annotation)]
@@ -114,6 +118,9 @@ def plain_type(annotation: Any) -> Any:
     if origin in _LISTS and parts:
         inner = plain_type(parts[0])
         return None if inner is None else list[inner]  # type: ignore[valid-type]
+    if origin is collections.abc.Mapping and parts[0] is str:
+        inner = plain_type(parts[1])
+        return None if inner is None else dict[str, inner]  # type: ignore[valid-type]
     if origin in (typing.Union, types.UnionType):
         kept = [plain for part in parts if (plain := plain_type(part)) is not None]
         return _union(kept) if set(kept) - {_NONE} else None
@@ -155,7 +162,7 @@ def _union(parts: Collection[Any]) -> Any:
 def _dataclass_in(annotation: Any) -> Callable[..., Any] | None:
     """Return the dataclass that a mapping in a config stands for, if the annotation names one."""
     for part in (annotation, *get_args(annotation)):
-        if isinstance(part, type) and dataclasses.is_dataclass(part):
+        if isinstance(part, type) and dataclasses.is_dataclass(part) and not inspect.isabstract(part):
             return _from_mapping(part)
     return None
 

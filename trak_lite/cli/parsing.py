@@ -86,10 +86,11 @@ class ConfigParser:
             raise InvalidInputError(
                 f"{where}: {name} must be {type_text(key.type)}, got {_short(given)}.{_nearest(given, names)}"
             )
-        if key.build is None or not isinstance(value, Mapping):
-            return value
         try:
-            key.build(value)
+            if key.check is not None and value is not None:
+                key.check(value)
+            if key.build is not None and isinstance(value, Mapping):
+                key.build(value)
         except InvalidInputError as error:
             raise InvalidInputError(f"{where}: {name}: {error}") from error
         return value

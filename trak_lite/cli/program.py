@@ -29,7 +29,7 @@ _WITH_CONFIG = {
     "run": "train if there are no checkpoints, featurize, score",
     "featurize": "compute the features of the train rows",
     "score": "score every train row for every target",
-    "evaluate": "retrain on random subsets and say how well the scores predict the outcome",
+    "verify": "retrain on random subsets and say how well the scores predict the outcome",
     "report": "write the scores of a store as one page of HTML",
 }
 _SOURCES = {"report": "STORE"}
@@ -207,13 +207,13 @@ def _parser() -> argparse.ArgumentParser:
     commands = parser.add_subparsers(title="commands", required=True, metavar="COMMAND", dest="command")
     for name, text in _WITH_CONFIG.items():
         commands.add_parser(name, help=text)  # these are parsed by their config's keys
-    verify = commands.add_parser(
-        "verify",
+    check = commands.add_parser(
+        "check",
         help="compare rows, records and metadata of a store with their checksums",
         description="Compare rows, records and metadata of a store with their checksums. Takes no lock and writes "
         "nothing, unless it repairs; exits with 0 where nothing is damaged, else with 1.",
     )
-    verify.add_argument(
+    check.add_argument(
         "--repair",
         action="store_true",
         help="rename damaged chunks into .set-aside/ (nothing is deleted), so that their rows are pending and the "
@@ -224,6 +224,6 @@ def _parser() -> argparse.ArgumentParser:
         help="show what a store holds",
         description="Show a store's settings, tables, rows done, verdicts and runs. Takes no lock and writes nothing.",
     )
-    for command in (verify, inspect):
+    for command in (check, inspect):
         command.add_argument("path", metavar="PATH", help="folder of the store, or its address (s3://...)")
     return parser

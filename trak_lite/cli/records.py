@@ -33,7 +33,7 @@ class RunRecord:
     """What one command was told to do."""
 
     command: str
-    """``run``, ``featurize``, ``score`` or ``evaluate``."""
+    """``run``, ``featurize``, ``score`` or ``verify``."""
     time: str
     """When it began, UTC."""
     config: Mapping[str, Any]

@@ -23,11 +23,12 @@ from torch.utils.data import (
     get_worker_info,
 )
 
+from trak_lite._validate import positive_int
 from trak_lite.data.batches import flatten_batch, take_rows
 from trak_lite.errors import InvalidInputError
 from trak_lite.types import Batch
 
-__all__ = ["HeldRows", "Rows", "evenly_spaced", "evenly_spread"]
+__all__ = ["HeldRows", "Rows", "evenly_spaced", "evenly_spread", "rows_of"]
 
 _RowNumbers = np.ndarray[Any, np.dtype[np.int64]]
 
@@ -55,6 +56,7 @@ class Rows:
         indices: Sequence[int] | None = None,
         batch_size: int | None = None,
         collate: Callable[[list[Any]], Batch] | None = None,
+        name: str | None = None,
         what: str = "the dataset",
     ) -> None:
         """Take the dataset, the collation and the batch size out of what the user gave.
@@ -62,15 +64,21 @@ class Rows:
         Args:
             data: A map-style dataset (``__getitem__`` and ``__len__``) or a ``DataLoader`` over one.
             indices: Dataset index of every row; ``None`` takes the whole dataset in order.
-            batch_size: Samples per batch; ``None`` takes the loader's, or 32.
+            batch_size: Samples per pass; ``None`` takes the loader's, or 32.
             collate: Turns a list of samples into a batch; ``None`` takes the loader's, or torch's default.
+            name: Your name for the data. Data of one name count as the same, and no sample is loaded to recognise
+                them. ``None`` recognises data by a digest of up to 64 samples (of all, in a ``TensorDataset``) and of
+                what a ``collate`` of your own makes of each.
             what: How messages name the data.
 
         Raises:
             InvalidInputError: If rows would have no stable identity (an iterable dataset, a shuffling loader,
                 ``drop_last=True``), the dataset is empty, or an index is out of range.
         """
-        self.what = what
+        self.what, self.name = what, name
+        self._given = (data, indices, batch_size, collate)
+        if batch_size is not None:
+            batch_size = positive_int(batch_size=batch_size)
         self._loading: dict[str, Any] = {}
         self._workers: dict[str, Any] = {}
         self._worker_init: Callable[[int], None] | None = None
@@ -168,14 +176,14 @@ class Rows:
         if leaves and all(len(leaf) == len(rows) for leaf in leaves):
             self.held = HeldRows(self, rows[:_NUM_HELD], batch)
 
-    def identity(self, dataset_id: str | None, *, num_rows: int | None = None) -> dict[str, Any]:
+    def identity(self, *, num_rows: int | None = None) -> dict[str, Any]:
         """Return what tells this data from other data, as JSON values.
 
+        No row is loaded if the data have a name. Otherwise the tensors of a ``TensorDataset`` are digested whole. Of
+        any other dataset, a subclass of it too, up to 64 samples are, evenly spread, first and last included; so is
+        what a collate function of one's own makes of each of these.
+
         Args:
-            dataset_id: The user's own name for the data; no row is loaded then.
-                Otherwise the tensors of a ``TensorDataset`` are digested whole. Of any other dataset, a subclass of it
-                too, up to 64 samples are, evenly spread, first and last included; so is what a collate function of
-                one's own makes of each of these.
             num_rows: Look at that many rows only, the first ones: what this gave before the others were appended.
 
         Raises:
@@ -188,8 +196,8 @@ class Rows:
             rows = np.arange(start, min(start + _DIGESTED_ROWS, count))
             order.update(self._in_dataset(rows).astype("<i8").tobytes())
         found: dict[str, Any] = {"num_rows": count, "indices": order.hexdigest()}
-        if dataset_id is not None:
-            return {**found, "id": dataset_id}
+        if self.name is not None:
+            return {**found, "id": self.name}
         if isinstance(self.dataset, TensorDataset):  # cheap enough to be exact
             tensors = self.dataset.tensors
             in_order = self._indices is None
@@ -212,6 +220,36 @@ class Rows:
     def _in_dataset(self, rows: _RowNumbers) -> _RowNumbers:
         """Return the dataset indices of some rows."""
         return rows if self._indices is None else self._indices[rows]
+
+
+def rows_of(
+    data: Any,
+    *,
+    what: str,
+    batch_size: int | None = None,
+    collate: Callable[[list[Any]], Batch] | None = None,
+) -> Rows:
+    """Return the rows of what a user gave for data, as they are now.
+
+    Args:
+        data: A dataset, a ``DataLoader`` or :class:`Rows` of one.
+        what: How messages name the data.
+        batch_size: Samples per pass, where neither ``Rows`` nor a loader says.
+        collate: Turns samples into a batch, where ``Rows`` does not say.
+    """
+    given, indices, own_size, own_collate = (
+        data._given if isinstance(data, Rows) else (data, None, None, None)
+    )
+    if own_size is None and not isinstance(given, DataLoader):
+        own_size = batch_size
+    return Rows(
+        given,
+        indices=indices,
+        batch_size=own_size,
+        collate=own_collate or collate,
+        name=data.name if isinstance(data, Rows) else None,
+        what=what,
+    )
 
 
 class _Samples(Dataset[Any]):
@@ -385,7 +423,7 @@ def _digest_value(value: Any, digest: hashlib._Hash) -> None:
         if array.dtype == object:
             raise InvalidInputError(
                 f"Cannot tell one {type(value).__name__} from another, so the dataset cannot be recognised on "
-                "resume. Pass dataset_id='a name of your own for this data'."
+                "resume. Pass Rows(data, name='a name of your own for this data')."
             )
         _digest_value(array, digest)
 

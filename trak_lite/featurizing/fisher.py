@@ -15,11 +15,9 @@ Shapes: N train rows, n drawn samples, K feature width, k columns of one segment
 from __future__ import annotations
 
 import contextlib
-import json
 import math
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import asdict, dataclass
 from typing import Any, final
 
 import numpy as np
@@ -28,7 +26,6 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from trak_lite._devices import full_float32
-from trak_lite._validate import positive_int
 from trak_lite.data.datasets import Rows, evenly_spread
 from trak_lite.errors import (
     BusyError,
@@ -41,18 +38,17 @@ from trak_lite.featurizing.kronecker import row_noise
 from trak_lite.featurizing.rows import featurize_rows
 from trak_lite.gradient_computers import AbstractGradientComputer, Normalization
 from trak_lite.linalg import accumulation_dtype
+from trak_lite.methods import Fisher
 from trak_lite.modelout_functions import AbstractModelOutput, ModelCall
 from trak_lite.models.sharded import Lockstep
 from trak_lite.parallel.sharing import LateTable, SharedRows, always, has_free_rows, unwatched
 from trak_lite.projectors import AbstractProjector
 from trak_lite.run.tables import FEATURES, as_tensor, feature_table_spec
 from trak_lite.store import NEEDED_UNTIL, AbstractFeatureStore, AbstractRowTable, Column, Manifest, TableSpec
-from trak_lite.store.manifest import kept_json
 from trak_lite.types import Batch, FeatureLayout
 
-__all__ = ["FisherFits", "FisherSettings", "split_squares"]
+__all__ = ["FisherFits", "split_squares"]
 
-_RECORD = "fisher/record"
 _VERSION = 2
 _FOLDER, _GRAM = "fisher", "gram"
 _GRAM_ROWS = 512
@@ -62,78 +58,22 @@ _PRODUCT_ROWS = 1024
 
 
 @final
-@dataclass(frozen=True, slots=True, kw_only=True)
-class FisherSettings:
-    """How closely the Fisher information is estimated.
-
-    Example:
-        >>> FisherSettings().num_samples(FeatureLayout.joint(512))
-        2048
-    """
-
-    samples_per_feature: int = 4
-    """Samples with labels drawn by the model, for every feature of the widest segment. A gram matrix of k features
-    needs several times k of them, however many train rows there are: they are drawn for rows evenly spread, and
-    several times for each where rows are few. On the language model of ``benchmarks/lds_digits.py`` 8 gave .698 where 4
-    gave .694."""
-    max_draws: int = 32
-    """Labels drawn for one row at most: of few rows, more labels tell little more."""
-    seed: int = 0
-    """Seed of the draws, which depend on it and on a row's number alone."""
-
-    def __post_init__(self) -> None:
-        """Refuse values that nothing can be fitted with."""
-        positive_int(samples_per_feature=self.samples_per_feature)
-        positive_int(max_draws=self.max_draws)
-
-    def num_samples(self, layout: FeatureLayout) -> int:
-        """Return how many samples are to be drawn, where rows are enough."""
-        return self.samples_per_feature * max(segment.width for segment in layout.segments)
-
-    def to_json(self) -> dict[str, Any]:
-        """Return the settings as JSON values."""
-        return asdict(self)
-
-
-@final
 class FisherFits:
-    """The gram matrices of one store's checkpoints: all of the same settings."""
+    """The gram matrices of one store's checkpoints, fitted as a method says."""
 
-    def __init__(self, store: AbstractFeatureStore) -> None:
-        """Hold where they are kept."""
+    def __init__(self, store: AbstractFeatureStore, method: Fisher) -> None:
+        """Hold where they are stored.
+
+        Args:
+            store: The store, open.
+            method: Its fields say how closely the Fisher information is estimated.
+        """
         self._store = store
-
-    def begin(self, settings: FisherSettings) -> None:
-        """Make these the settings of the store's fits; fits of others count as absent from then on.
-
-        Raises:
-            ReadOnlyStoreError: If the store was opened for reading.
-        """
-        self.require_writable()
-        text = json.dumps({"version": _VERSION, **settings.to_json()}, sort_keys=True).encode()
-        self._store.cache(_RECORD, "record", np.frombuffer(text, dtype=np.uint8))
-
-    def is_begun(self) -> bool:
-        """Whether there are settings to fit with."""
-        return self._found_record() is not None
-
-    def record(self) -> dict[str, Any]:
-        """Return what the fits were made with, as JSON values.
-
-        Raises:
-            StateError: If there is no fit.
-        """
-        record = self._found_record()
-        if record is None:
-            raise StateError(
-                "No Fisher information was fitted, which kernel='fisher' needs. Call "
-                "fit_curvature(train_data, settings=trak_lite.featurizing.fisher.FisherSettings()) first."
-            )
-        return record
+        self._method = method
 
     def has(self, path: str, layout: FeatureLayout) -> bool:
         """Whether the checkpoint with this table is fitted."""
-        return self.is_begun() and self._fitted(path, layout) is not None
+        return self._fitted(path, layout) is not None
 
     def is_left_alone(self, path: str, layout: FeatureLayout) -> bool:
         """Whether the checkpoint with this table is not fitted, and something of it that nobody does."""
@@ -161,11 +101,11 @@ class FisherFits:
         Raises:
             StateError: If it was not fitted with these settings and segments, or train rows were appended since.
         """
-        record, table = self.record(), self._fitted(path, layout)
+        table = self._fitted(path, layout)
         if table is None:
             raise StateError(
-                f"The Fisher information of {path} was not fitted with {record} on the train rows that there are by "
-                "now. Call fit_curvature(train_data, settings=FisherSettings(...)) again."
+                f"The Fisher information of {path} was not fitted with {self._method.fit_json()} on the train rows "
+                "that there are by now. Call score(targets, method=...) with this method, which fits it."
             )
         dtype = accumulation_dtype(device)
         return [
@@ -223,46 +163,46 @@ class FisherFits:
             if self._fitted(path, layout) is not None:
                 raise _FittedByOthersError
 
-        while True:
-            fingerprint = self._fingerprint(path, layout)
-            folder = _folder(path, fingerprint)
-            samples = _DrawnRows(rows, task, computer, self._settings(), layout)
-            spec = feature_table_spec(len(samples), layout.width, "float32", fingerprint)
-            try:
-                featurize_rows(
-                    self._late(f"{folder}/drawn", spec, {NEEDED_UNTIL: f"{folder}/{_GRAM}"}),
-                    samples,
-                    lambda *_: computer,
-                    projector,
-                    model_id=model_id,
-                    device=device,
-                    label=label,
-                    normalization=Normalization(),
-                    progress=progress,
-                    watch=watching,
-                    wait=wait,
-                    leads=leads,
-                    lockstep=Lockstep.of(computer.model),
+        fingerprint = self._fingerprint(path, layout)
+        folder = _folder(path, fingerprint)
+        samples = _DrawnRows(rows, task, computer, self._method, layout)
+        spec = feature_table_spec(len(samples), layout.width, "float32", fingerprint)
+        try:
+            featurize_rows(
+                self._late(f"{folder}/drawn", spec, {NEEDED_UNTIL: f"{folder}/{_GRAM}"}),
+                samples,
+                lambda *_: computer,
+                projector,
+                model_id=model_id,
+                device=device,
+                label=label,
+                normalization=Normalization(),
+                progress=progress,
+                watch=watching,
+                wait=wait,
+                leads=leads,
+                lockstep=Lockstep.of(computer.model),
+            )
+            drawn = self._store.open_table(f"{folder}/drawn")
+            if drawn.complete:
+                self._sum_up(
+                    f"{folder}/gram", drawn, layout, len(rows), device=device, watch=watch, wait=wait
                 )
-                drawn = self._store.open_table(f"{folder}/drawn")
-                if drawn.complete:
-                    self._sum_up(
-                        f"{folder}/gram", drawn, layout, len(rows), device=device, watch=watch, wait=wait
-                    )
-                break
-            except (_FittedByOthersError, StoreError, StateError):
-                # Whoever makes the last rows of the matrices drops what they were made of, also from under others.
-                if self._fitted(path, layout) is not None:
-                    break
-                if self._fingerprint(path, layout) == fingerprint:
-                    raise
-                # Others have begun fits of other settings meanwhile, which took the place of this one: theirs is next.
+        except (_FittedByOthersError, StoreError, StateError):
+            # The process that completes the matrices drops the table they are computed from, also from under others.
+            if self._fitted(path, layout) is None:
+                raise
         self.sweep(path, layout)
 
     def sweep(self, path: str, layout: FeatureLayout) -> None:
-        """Drop what a finished fit was made of, and fits of other settings: a killed process may have left them."""
-        if self._store.writable and self.has(path, layout):
-            self._drop_all_but(f"{_folder(path, self._fingerprint(path, layout))}/{_GRAM}", path)
+        """Drop what a finished fit was computed from, and fits to fewer train rows: a kill may have left them."""
+        if not self._store.writable or not self.has(path, layout):
+            return
+        kept = f"{_folder(path, self._fingerprint(path, layout))}/{_GRAM}"
+        for table in self._store.table_names(f"{_FOLDER}/{path}"):
+            with contextlib.suppress(BusyError, MissingStoreError):  # others write it, or have dropped it
+                if table != kept and self._store.open_table(table).spec.fingerprint["fisher"] == self._record:
+                    self._store.drop_table(table)
 
     def _sum_up(
         self,
@@ -298,25 +238,6 @@ class FisherFits:
 
         return LateTable(spec, find(), lambda: self._store.create_table(path, spec, attributes), find)
 
-    def _drop_all_but(self, kept: str, path: str) -> None:
-        """Drop what the fit was made of, and fits of other settings or rows."""
-        for table in self._store.table_names(f"{_FOLDER}/{path}"):
-            if table != kept:
-                with contextlib.suppress(BusyError, MissingStoreError):  # others write it, or have dropped it
-                    self._store.drop_table(table)
-
-    def _settings(self) -> FisherSettings:
-        known = FisherSettings().to_json()
-        return FisherSettings(**{name: value for name, value in self.record().items() if name in known})
-
-    def _found_record(self) -> dict[str, Any] | None:
-        found = self._store.cached(_RECORD, "record")
-        if found is not None:
-            return kept_json(found, what=f"The record of Fisher fits in {self._store.path}")
-        # Derived arrays of an object store stay where they were made: there, the fits say it.
-        fits = self._store.table_names(_FOLDER)
-        return dict(self._store.open_table(fits[0]).spec.fingerprint["fisher"]) if fits else None
-
     def require_writable(self) -> None:
         """Refuse a store that a fit could not be kept in.
 
@@ -328,6 +249,10 @@ class FisherFits:
                 f"The store at {self._store.path} was opened for reading, so a fit could not be kept. Make it writable."
             )
 
+    @property
+    def _record(self) -> dict[str, Any]:
+        return {"version": _VERSION, **self._method.fit_json()}
+
     def _fitted(self, path: str, layout: FeatureLayout) -> AbstractRowTable | None:
         """Return the table of the checkpoint's gram matrices if it is complete."""
         name = f"{_folder(path, self._fingerprint(path, layout))}/gram"
@@ -338,7 +263,7 @@ class FisherFits:
 
     def _fingerprint(self, path: str, layout: FeatureLayout) -> dict[str, Any]:
         return {
-            "fisher": self.record(),
+            "fisher": self._record,
             "dataset": self._store.manifest.fingerprint.get("dataset", {}),
             "layout": layout.to_json(),
             "weights": self._store.open_table(path).spec.fingerprint["weights"],
@@ -364,14 +289,14 @@ class _DrawnRows:
         rows: Rows,
         task: AbstractModelOutput,
         computer: AbstractGradientComputer,
-        settings: FisherSettings,
+        method: Fisher,
         layout: FeatureLayout,
     ) -> None:
         self.what, self.batch_size = rows.what, rows.batch_size
         self._rows, self._task, self._computer = rows, task, computer
-        self._chosen = evenly_spread(len(rows), settings.num_samples(layout))
-        self._seed = settings.seed
-        self._draws = min(math.ceil(settings.num_samples(layout) / len(self._chosen)), settings.max_draws)
+        self._chosen = evenly_spread(len(rows), method.num_samples(layout))
+        self._seed = method.seed
+        self._draws = min(math.ceil(method.num_samples(layout) / len(self._chosen)), method.max_draws)
 
     def __len__(self) -> int:
         return self._draws * len(self._chosen)

@@ -6,8 +6,7 @@ one fit is kept per checkpoint, and a fit that was cut off goes on at the pass t
 
 from __future__ import annotations
 
-import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from typing import Any, final
 
 import numpy as np
@@ -21,78 +20,59 @@ from trak_lite.data.datasets import Rows, evenly_spread
 from trak_lite.errors import ReadOnlyStoreError, StateError
 from trak_lite.featurizing.kronecker import (
     KroneckerCurvature,
-    KroneckerSettings,
     fit_curvature,
     is_fitted,
     kept_units,
     loaded,
 )
+from trak_lite.methods import EKFAC
 from trak_lite.modelout_functions import AbstractModelOutput
 from trak_lite.store import AbstractFeatureStore, Manifest
-from trak_lite.store.manifest import kept_json
 from trak_lite.types import Batch, ParameterShapes
 
-__all__ = ["CurvatureFits"]
+__all__ = ["KroneckerFits"]
 
-_RECORD = "ekfac/record"
 _VERSION = 1
 
 
 @final
-class CurvatureFits:
-    """The fits of one store: all of the same settings."""
+class KroneckerFits:
+    """The curvatures of one store's checkpoints, fitted as a method says. One fit is stored per checkpoint."""
 
-    def __init__(self, store: AbstractFeatureStore, model: nn.Module, parameters: ParameterShapes) -> None:
+    def __init__(
+        self,
+        store: AbstractFeatureStore,
+        model: nn.Module,
+        parameters: ParameterShapes,
+        method: EKFAC,
+        task: AbstractModelOutput,
+    ) -> None:
         """Hold where the fits are, and of what.
 
         Args:
             store: The store, open.
             model: Holds the weights of a checkpoint when it is fitted.
             parameters: The kept parameters.
+            method: Its fields say which curvature, and how closely it is fitted.
+            task: Its loss is the one whose curvature is fitted.
+
+        Raises:
+            InvalidInputError: If the task does not have what the method asks for.
         """
         self._store = store
         self._model = model
         self._names = list(parameters)
-
-    def begin(
-        self, settings: KroneckerSettings, task: AbstractModelOutput, dataset: Mapping[str, Any]
-    ) -> None:
-        """Make these the settings of the store's fits; fits of other settings or rows count as absent from then on.
-
-        Raises:
-            ReadOnlyStoreError: If the store was opened for reading.
-            InvalidInputError: If the task does not have what the settings ask for.
-        """
-        if not self._store.writable:
-            raise ReadOnlyStoreError(
-                f"The store at {self._store.path} was opened for reading, so a fit could not be kept. Make it writable."
-            )
-        record = {
-            "version": _VERSION,
-            "settings": settings.decided(task).to_json(),
-            "dataset": Manifest(dataset).digest(),
-        }
-        text = json.dumps(record, sort_keys=True).encode()
-        self._store.cache(_RECORD, "record", np.frombuffer(text, dtype=np.uint8))
+        self._method = method.fitted_to(task)
+        self._task = task
 
     def record(self) -> dict[str, Any]:
-        """Return what the fits were made with, as JSON values.
-
-        Raises:
-            StateError: If there is no fit, or rows were appended to the train data since.
-        """
-        found = self._store.cached(_RECORD, "record")
-        if found is None:
-            raise StateError(
-                "No curvature was fitted, which kernel='ekfac' needs. Call fit_curvature(train_data) first."
-            )
-        record = kept_json(found, what=f"The record of EK-FAC fits in {self._store.path}")
-        if record.get("dataset") != Manifest(self._store.manifest.fingerprint.get("dataset", {})).digest():
-            raise StateError(
-                "The curvature was fitted on other train rows than there are by now: rows were appended since. Call "
-                "fit_curvature(train_data) again."
-            )
-        return record
+        """Return what determines the fits, as JSON values: the settings, and the train rows there are now."""
+        dataset = self._store.manifest.fingerprint.get("dataset", {})
+        return {
+            "version": _VERSION,
+            "settings": self._method.fit_json(),
+            "dataset": Manifest(dataset).digest(),
+        }
 
     def has(self, digest: str) -> bool:
         """Whether the checkpoint with these weights is fitted to the end."""
@@ -104,18 +84,16 @@ class CurvatureFits:
         Raises:
             StateError: If it was not fitted, or not to the end.
         """
-        record = self.record()
         if not self.has(digest):
             raise StateError(
-                f"The curvature of the checkpoint with weights {digest[:12]} was not fitted with {record['settings']}, "
-                "or not to the end. Call fit_curvature(train_data, ...) again, which goes on there."
+                f"The curvature of the checkpoint with weights {digest[:12]} was not fitted with "
+                f"{self._method.fit_json()} on the train rows that there are by now."
             )
         return loaded(kept_units(self._model, self._names), self._keeper(digest), device)
 
     def fit(
         self,
         digest: str,
-        task: AbstractModelOutput,
         rows: Rows,
         *,
         device: torch.device,
@@ -126,14 +104,20 @@ class CurvatureFits:
 
         Args:
             digest: Of its weights.
-            task: Its loss is the one whose curvature is fitted.
             rows: The train rows.
             device: Where the model is.
             label: What the progress bar is called.
             progress: Show the bar; ``None`` shows it on a terminal only.
+
+        Raises:
+            ReadOnlyStoreError: If the store was opened for reading.
+            UnsupportedModelError: If hooks cannot differentiate the model.
         """
-        settings = KroneckerSettings(**self.record()["settings"])
-        wanted = evenly_spread(len(rows), settings.max_rows)
+        if not self._store.writable:
+            raise ReadOnlyStoreError(
+                f"The store at {self._store.path} was opened for reading, so a fit could not be kept. Make it writable."
+            )
+        wanted = evenly_spread(len(rows), self._method.max_rows)
 
         def batches() -> Iterator[tuple[NDArray[np.int64], Batch]]:
             plan = np.split(wanted, range(rows.batch_size, len(wanted), rows.batch_size))
@@ -144,9 +128,9 @@ class CurvatureFits:
 
         fit_curvature(
             self._model,
-            task,
+            self._task,
             batches,
-            settings=settings,
+            method=self._method,
             grad_wrt=self._names,
             keeper=self._keeper(digest),
             num_rows=len(rows),

@@ -5,7 +5,8 @@ from __future__ import annotations
 import logging
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass
 from functools import partial
 from typing import Any, TypeAlias, final
 
@@ -13,16 +14,17 @@ import numpy as np
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
+from trak_lite._validate import some_of
 from trak_lite.data.batches import move_batch
-from trak_lite.data.datasets import HeldRows, Rows
-from trak_lite.errors import ManifestMismatchError, StateError, refuse_machine_failure
+from trak_lite.data.datasets import HeldRows, Rows, rows_of
+from trak_lite.errors import CheckpointError, ManifestMismatchError, StateError, refuse_machine_failure
 from trak_lite.featurizing.diagnosis import naming_rows
-from trak_lite.featurizing.fisher import FisherFits, FisherSettings
-from trak_lite.featurizing.kronecker import KroneckerSettings, PreconditionedProjector, Preconditioner
-from trak_lite.featurizing.kronecker_fits import CurvatureFits
+from trak_lite.featurizing.fisher import FisherFits
+from trak_lite.featurizing.kronecker import PreconditionedProjector, Preconditioner
+from trak_lite.featurizing.kronecker_fits import KroneckerFits
 from trak_lite.featurizing.rows import check_rows, compute_features, featurize_rows
-from trak_lite.featurizing.target_session import TargetSession, visit_checkpoints
 from trak_lite.gradient_computers import AbstractGradientComputer
+from trak_lite.methods import EKFAC, AbstractMethod, Fisher
 from trak_lite.models.borrowing import borrow_model
 from trak_lite.models.checkpoints import (
     Checkpoint,
@@ -33,17 +35,24 @@ from trak_lite.models.checkpoints import (
     weights_digest,
 )
 from trak_lite.models.sharded import Lockstep, refuse_sharded
-from trak_lite.parallel.ranks import AbstractRanks
+from trak_lite.parallel.ranks import AbstractRanks, OneRank, joined_ranks
 from trak_lite.parallel.sharing import LateTable, Patience, has_free_rows, holder_of
 from trak_lite.projectors import AbstractProjector
-from trak_lite.run.score_settings import ScoreSettings
 from trak_lite.run.settings import AttributorSettings
-from trak_lite.run.tables import GRADIENT_NORM, checkpoint_tables, complete_tables, target_folder
+from trak_lite.run.tables import (
+    GRADIENT_NORM,
+    checkpoint_path,
+    checkpoint_tables,
+    complete_tables,
+    table_path,
+    target_folder,
+)
 from trak_lite.run.workspace import FirstRows, Workspace
-from trak_lite.store import AbstractFeatureStore, AbstractRowTable, TableSpec
+from trak_lite.store import AbstractFeatureStore, AbstractRowTable
+from trak_lite.store.manifest import compare_fingerprints
 from trak_lite.types import Batch
 
-__all__ = ["FeaturizingSession", "KnownSource", "featurizing", "marking_last", "stored_norms"]
+__all__ = ["FeaturizingSession", "KnownSource", "Run", "TargetSet", "marking_last", "stored_norms"]
 
 logger = logging.getLogger(__name__)
 
@@ -51,49 +60,95 @@ KnownSource: TypeAlias = tuple[CheckpointSource, Callable[[Any], Mapping[str, Te
 """Checkpoints that were featurized, and what turns one of them into a state dict."""
 
 
-@contextmanager
-def featurizing(
-    model: nn.Module,
-    settings: AttributorSettings,
-    workspace: Workspace,
-    *,
-    dataset: Mapping[str, Any] | None,
-    sources: Iterable[KnownSource],
-    progress: bool | None,
-    ranks: AbstractRanks,
-    appended_to: FirstRows | None = None,
-    train: Rows | HeldRows | None = None,
-) -> Iterator[FeaturizingSession]:
-    """Hold a store open for writing and a model borrowed, inside the block.
+@final
+class Run:
+    """A model, its settings and its store, as all calls on one attributor and on its scores use them."""
 
-    Args:
-        model: Comes back as it was.
-        settings: What rows are made with.
-        workspace: Where the store is.
-        dataset: What the train data are recognised by; ``None`` takes those of the store.
-        sources: Where to look for weights, besides what the store knows.
-        progress: Show progress bars; ``None`` shows them on a terminal only.
-        ranks: Those that do the same at this moment.
-        appended_to: See :meth:`~trak_lite.run.workspace.Workspace.open`.
-        train: The train rows, or a few of them, where they are at hand: stored ones are computed again with every
-            checkpoint that is loaded, and compared.
+    def __init__(
+        self,
+        model: nn.Module,
+        settings: AttributorSettings,
+        workspace: Workspace,
+        *,
+        collate: Callable[[list[Any]], Batch] | None,
+        batch_size: int | None,
+        progress: bool | None,
+        distributed: bool | None,
+    ) -> None:
+        """Hold them; the other arguments are those of :class:`~trak_lite.Attributor`."""
+        self.model = model
+        self.settings = settings
+        self.workspace = workspace
+        self.progress = progress
+        self._collate = collate
+        self._batch_size = batch_size
+        self._distributed = distributed
+        self.sources: list[KnownSource] = []
+        """Checkpoints that were featurized, where weights are looked for besides what the store knows."""
+        self.train: Rows | None = None
+        """The train data as they were last given: a method is fitted to them where a call needs that."""
 
-    Raises:
-        ManifestMismatchError: If the store was made with other settings; names every difference.
-        ShortageError: If memory or threads are used up.
-        WorkerLostError: If a process that loads samples was lost.
-    """
-    try:
-        with (
-            workspace.opened(settings.manifest(dataset), appended_to=appended_to) as opened,
-            borrow_model(model, settings.device) as own,
-        ):
-            yield FeaturizingSession(
-                model, settings, opened, own=own, sources=sources, progress=progress, ranks=ranks, train=train
-            )
-    except (MemoryError, OSError, RuntimeError) as error:
-        refuse_machine_failure(error)
-        raise
+    def rows(self, data: Any, what: str) -> Rows:
+        """Return the rows of a user's data; messages call them ``what``."""
+        return rows_of(data, what=what, batch_size=self._batch_size, collate=self._collate)
+
+    def joined(self, call: str) -> AbstractContextManager[AbstractRanks]:
+        """Make a call together with the other ranks, which make the same one; a store in memory is each one's own."""
+        path = self.workspace.path
+        return joined_ranks(f"{call} ({path})", distributed=False if path is None else self._distributed)
+
+    @contextmanager
+    def session(
+        self,
+        dataset: Mapping[str, Any] | None = None,
+        *,
+        ranks: AbstractRanks | None = None,
+        appended_to: FirstRows | None = None,
+        train: Rows | HeldRows | None = None,
+    ) -> Iterator[FeaturizingSession]:
+        """Hold the store open for writing and the model borrowed, inside the block.
+
+        Args:
+            dataset: What the train data are recognised by; ``None`` takes those of the store.
+            ranks: Those that do the same at this moment.
+            appended_to: See :meth:`~trak_lite.run.workspace.Workspace.open`.
+            train: The train rows, or a few of them, where they are at hand: stored ones are computed again with every
+                checkpoint that is loaded, and compared.
+
+        Raises:
+            ManifestMismatchError: If the store was made with other settings; names every difference.
+            ShortageError: If memory or threads are used up.
+            WorkerLostError: If a process that loads samples was lost.
+        """
+        manifest = self.settings.manifest(dataset)
+        try:
+            with (
+                self.workspace.opened(manifest, appended_to=appended_to),
+                borrow_model(self.model, self.settings.device) as own,
+            ):
+                yield FeaturizingSession(self, own=own, ranks=ranks or OneRank(), train=train)
+        except (MemoryError, OSError, RuntimeError) as error:
+            refuse_machine_failure(error)
+            raise
+
+
+@dataclass(slots=True)
+class TargetSet:
+    """A target set that is being featurized."""
+
+    rows: Rows
+    name: str
+    method: AbstractMethod
+    """How scores are to be computed, which says which features are needed."""
+    identity: Mapping[str, Any]
+    """What it is recognised by."""
+    is_compared: bool = False
+    """Whether stored rows of it were computed again."""
+
+    @property
+    def folder(self) -> str:
+        """Where the features are kept, one table per checkpoint."""
+        return target_folder(self.name, self.method)
 
 
 @final
@@ -102,28 +157,22 @@ class FeaturizingSession:
 
     def __init__(
         self,
-        model: nn.Module,
-        settings: AttributorSettings,
-        workspace: Workspace,
+        run: Run,
         *,
         own: Mapping[str, Tensor],
-        sources: Iterable[KnownSource],
-        progress: bool | None,
         ranks: AbstractRanks,
         train: Rows | HeldRows | None,
     ) -> None:
-        """Hold what :func:`featurizing` opened and borrowed; ``own`` are the model's weights as they were."""
+        """Hold what :meth:`Run.session` opened and borrowed; ``own`` are the model's weights as they were."""
+        self._run = run
+        self._model, self._settings, self._workspace = run.model, run.settings, run.workspace
+        self._progress = run.progress
         self._train = train
-        self._model = model
-        self._settings = settings
-        self._workspace = workspace
         self._own = own
-        self._sources = sources
-        self._progress = progress
         self._ranks = ranks
         self._unfinished: list[tuple[Checkpoint, str]] = []
         self._is_first = True
-        self._lockstep = Lockstep.of(model)
+        self._lockstep = Lockstep.of(run.model)
 
     @property
     def store(self) -> AbstractFeatureStore:
@@ -180,16 +229,14 @@ class FeaturizingSession:
         # What one rank of a sharded model leaves to others, it leaves to itself. Others are not waited for here while
         # there are rows of another checkpoint that they may leave.
         wait = (wait and not self._unfinished) or not self._lockstep.is_alone
-        if self._settings.kernel.weighting == "fisher" and self._workspace.exists:
+        method = self._settings.method
+        if isinstance(method, Fisher) and self._workspace.exists:
             known = digest in checkpoint_tables(self.store)
-            if known and not self._has_fisher(digest):
-                FisherFits(self.store).require_writable()
+            if known and not self._is_fitted(digest, method):
+                FisherFits(self.store, method).require_writable()
         written = self._featurize_loaded(checkpoint, digest, rows, wait=wait)
-        if self._settings.kernel.weighting == "fisher":
-            fits = FisherFits(self.store)
-            if not fits.is_begun():
-                fits.begin(FisherSettings())
-            self._fit_fisher(digest, checkpoint.name, rows, wait=wait)
+        if isinstance(method, Fisher):
+            self._fit_fisher(digest, checkpoint.name, rows, method, wait=wait)
         if not self._is_featurized(digest):
             self._unfinished.append((checkpoint, digest))
         return written
@@ -225,15 +272,18 @@ class FeaturizingSession:
     def _is_featurized(self, digest: str) -> bool:
         """Whether all is there that featurizing a checkpoint makes."""
         table = self.store.open_table(self._path(digest))
-        return table.complete and (self._settings.kernel.weighting != "fisher" or self._has_fisher(digest))
+        method = self._settings.method
+        return table.complete and (not isinstance(method, Fisher) or self._is_fitted(digest, method))
 
     def _is_left_alone(self, digest: str) -> bool:
         """Whether there is something to do for a checkpoint that nobody does."""
         path = self._path(digest)
         if has_free_rows(self.store.open_table(path)):
             return True
-        fisher = self._settings.kernel.weighting == "fisher"
-        return fisher and FisherFits(self.store).is_left_alone(path, self._settings.layout)
+        method = self._settings.method
+        if not isinstance(method, Fisher):
+            return False
+        return FisherFits(self.store, method).is_left_alone(path, self._settings.layout)
 
     def _path(self, digest: str) -> str:
         """Return the table of a checkpoint that is being featurized."""
@@ -245,122 +295,132 @@ class FeaturizingSession:
             )
         return path
 
-    def target_identity(self, identity: Mapping[str, Any], settings: ScoreSettings) -> dict[str, Any]:
-        """Return what a target set is recognised by, from what its data are: its curvature belongs to it.
+    def target_set(self, rows: Rows, name: str, method: AbstractMethod) -> TargetSet:
+        """Return a target set. What it is recognised by includes the curvature that its features were multiplied by."""
+        identity = rows.identity()
+        if isinstance(method, EKFAC):
+            identity["curvature"] = self._kronecker_fits(method).record()
+        return TargetSet(rows, name, method, identity)
+
+    def add_targets(self, targets: TargetSet, checkpoint: Checkpoint) -> str:
+        """Load a checkpoint and compute the target features that it lacks; return the digest of its weights.
 
         Raises:
-            StateError: If the scores need a curvature and none was fitted.
+            StateError: If its train rows are not featurized.
         """
-        if settings.kernel == "fisher":
-            FisherFits(self.store).record()  # or the targets would be featurized in vain
-        if settings.kernel != "ekfac":
-            return dict(identity)
-        return {**identity, "curvature": self._fits().record()}
+        digest = self._load(checkpoint)
+        complete_tables(self.store, [digest])
+        self._fill_targets(targets, digest, checkpoint.name)
+        return digest
 
-    def targets(
-        self, rows: Rows, name: str, settings: ScoreSettings, identity: Mapping[str, Any]
-    ) -> TargetSession:
-        """Return what computes the features of a target set.
+    def find_targets(self, targets: TargetSet, digests: Iterable[str]) -> None:
+        """Compute the target features that checkpoints lack, from wherever their weights are to be found.
 
         Args:
-            rows: The targets.
-            name: Name of the target set.
-            settings: How scores are to be made, which says which features are needed.
-            identity: What the target set is recognised by.
-        """
-        preconditioned = settings.kernel == "ekfac"
-
-        def spec(model_id: int, digest: str) -> TableSpec:
-            fingerprint = {
-                **self._settings.row_fingerprint(model_id, digest),
-                "targets": dict(identity),
-            }
-            return self._settings.target_table(len(rows), fingerprint, preconditioned=preconditioned)
-
-        return TargetSession(
-            self._workspace,
-            rows,
-            name=name,
-            folder=target_folder(name, settings),
-            identity=identity,
-            load=self._load,
-            spec=spec,
-            check=self._check_train,
-            agreed=self.agreed,
-            featurize=partial(self._precondition, settings.damping or 0.0)
-            if preconditioned
-            else self._featurize,
-        )
-
-    def fit_curvature(
-        self,
-        rows: Rows,
-        identity: Mapping[str, Any],
-        settings: KroneckerSettings | FisherSettings,
-        checkpoints: Iterator[Checkpoint] | None,
-    ) -> None:
-        """Fit the curvature of checkpoints, or what is missing of it.
-
-        Args:
-            rows: The train rows.
-            identity: What they are recognised by.
-            settings: Which curvature.
-            checkpoints: Those to fit; ``None`` fits every one in the store, from wherever its weights are to be found.
+            targets: The target set.
+            digests: Weights of the checkpoints.
 
         Raises:
-            StateError: If a checkpoint is not in the store, or its weights are not to be found.
-            ReadOnlyStoreError: If the store cannot be written.
-            UnsupportedModelError: If the curvature is Kronecker-factored, and the model sharded.
+            StateError: If the weights of a checkpoint are not to be found.
         """
-        fit, has = self._fitting(rows, identity, settings)
-        if checkpoints is not None:
-            for checkpoint in checkpoints:
-                digest = self._load(checkpoint)
-                complete_tables(self.store, [digest])
-                self._check_train(digest)
-                fit(digest, checkpoint.name)
+        waiting = [digest for digest in digests if not self.agreed(self._has_targets(targets, digest))]
+        self._visit(waiting, partial(self._fill_targets, targets), purpose="to score new targets")
+
+    def compare_targets(self, targets: TargetSet, digests: Iterable[str]) -> None:
+        """Compute a few stored targets again, with the first checkpoint whose weights are at hand, if any are.
+
+        The targets, or the model, may be others by now than those whose features are there. Does nothing where stored
+        targets were computed again already.
+
+        Raises:
+            ManifestMismatchError: If they are not what is stored.
+        """
+        there = {digest for digest in digests if self.agreed(self._has_targets(targets, digest))}
+        if targets.is_compared or not there:
             return
+        try:
+            for checkpoint in self._candidates(there):
+                digest = self._load(checkpoint)
+                if digest in there:
+                    self._fill_targets(targets, digest, checkpoint.name)
+                    return
+        except CheckpointError as error:  # a file that was there once: nothing has to be computed from it
+            logger.info("Stored targets are not compared: %s", error)
 
-        def fit_checked(digest: str, label: str) -> None:
-            self._check_train(digest)
-            fit(digest, label)
-
-        waiting = [digest for digest in checkpoint_tables(self.store) if not self.agreed(has(digest))]
-        visit_checkpoints(
-            self.store, waiting, self.candidates, self._load, fit_checked, purpose="to fit a curvature"
+    def _fill_targets(self, targets: TargetSet, digest: str, label: str) -> None:
+        """Compute the target features that the loaded checkpoint lacks, and compare a few of those that are stored."""
+        self._check_train(digest)
+        targets.is_compared = True
+        model_id = self._workspace.model_id(digest)
+        method, identity = targets.method, dict(targets.identity)
+        fingerprint = {**self._settings.row_fingerprint(model_id, digest), "targets": identity}
+        spec = self._settings.target_table(
+            len(targets.rows), fingerprint, preconditioned=isinstance(method, EKFAC)
         )
+        table = self._workspace.late_table(f"{targets.folder}/{checkpoint_path(model_id)}", spec)
+        projector = self._settings.projector
+        if isinstance(method, EKFAC):
+            projector = PreconditionedProjector(projector, self._inverse_curvature(digest, label, method))
+        self._featurize(table, targets.rows, model_id, f"Targets {targets.name!r}, {label}", projector)
 
-    def _fitting(
-        self, rows: Rows, identity: Mapping[str, Any], settings: KroneckerSettings | FisherSettings
-    ) -> tuple[Callable[[str, str], None], Callable[[str], bool]]:
-        """Return what fits the checkpoint that is loaded, from its digest and name, and whether one is fitted."""
-        if isinstance(settings, FisherSettings):
-            self._settings.check_kernel("fisher")
-            FisherFits(self.store).begin(settings)
-            return lambda digest, label: self._fit_fisher(digest, label, rows), self._has_fisher
-        refuse_sharded(self._model, "fit_curvature", "Use settings=FisherSettings(), or fit a whole model")
-        fits = self._fits()
-        fits.begin(settings, self._settings.task, identity)
+    def _has_targets(self, targets: TargetSet, digest: str) -> bool:
+        """Whether all target features of a checkpoint are there."""
+        path = f"{targets.folder}/{checkpoint_path(self._workspace.model_id(digest))}"
+        table = self._workspace.table(path)
+        if table is None:
+            return False
+        compare_fingerprints(
+            {"targets": dict(table.spec.fingerprint["targets"])},
+            {"targets": dict(targets.identity)},
+            where=path,
+            remedy="Score other targets under another name.",
+        )
+        return table.complete
+
+    def fit(self, method: AbstractMethod, digests: Iterable[str]) -> None:
+        """Fit what a method needs to have fitted to each of these checkpoints, before rows are scored.
+
+        What :class:`~trak_lite.methods.EKFAC` needs is fitted with the targets, whose features it enters.
+
+        Raises:
+            StateError: If something has to be fitted, and the train data or the weights of a checkpoint are not known.
+            ReadOnlyStoreError: If the store cannot be written.
+        """
+        if not isinstance(method, Fisher):
+            return
+        waiting = [digest for digest in digests if not self.agreed(self._is_fitted(digest, method))]
+        if not waiting:
+            return
+        rows = self._train_rows(method)
 
         def fit(digest: str, label: str) -> None:
-            fits.fit(
-                digest,
-                self._settings.task,
-                rows,
-                device=self._settings.device,
-                label=f"Fitting the curvature of {label}",
-                progress=self._progress,
+            self._check_train(digest)
+            self._fit_fisher(digest, label, rows, method)
+
+        self._visit(waiting, fit, purpose="to fit the Fisher information")
+
+    def _train_rows(self, method: AbstractMethod) -> Rows:
+        """Return the train data that a method is to be fitted to."""
+        rows = self._run.train
+        if rows is None:
+            raise StateError(
+                f"{method.name} has to be fitted to the train data, which are not known here. Call "
+                "featurize(train_data, ...) first: it finds the rows that are stored, and the same call then fits."
             )
+        stored = self.store.manifest.fingerprint.get("dataset", {})
+        compare_fingerprints(
+            {"dataset": stored}, {"dataset": rows.identity()}, where=str(self._workspace.path)
+        )
+        return rows
 
-        return fit, fits.has
+    def _is_fitted(self, digest: str, method: Fisher) -> bool:
+        return FisherFits(self.store, method).has(self._path(digest), self._settings.layout)
 
-    def _has_fisher(self, digest: str) -> bool:
-        return FisherFits(self.store).has(self._path(digest), self._settings.layout)
-
-    def _fit_fisher(self, digest: str, label: str, rows: Rows, *, wait: bool = True) -> None:
+    def _fit_fisher(self, digest: str, label: str, rows: Rows, method: Fisher, *, wait: bool = True) -> None:
         """Fit the Fisher information of the checkpoint that is loaded, if it is not there yet."""
-        if self.agreed(self._has_fisher(digest)):
-            FisherFits(self.store).sweep(self._path(digest), self._settings.layout)
+        fits = FisherFits(self.store, method)
+        if self.agreed(self._is_fitted(digest, method)):
+            fits.sweep(self._path(digest), self._settings.layout)
             return
         settings = self._settings
         if not settings.computer_is_chosen:
@@ -368,7 +428,7 @@ class FeaturizingSession:
             self._computers(rows.what)(move_batch(batch, settings.device), numbers)
         computer = settings.fisher_computer()
         computer.load_model_params(self._model)
-        FisherFits(self.store).fit(
+        fits.fit(
             checkpoint_tables(self.store)[digest],
             settings.task,
             computer,
@@ -384,13 +444,30 @@ class FeaturizingSession:
             leads=partial(self._ranks.comes_first, f"drawn labels of {digest}"),
         )
 
-    def candidates(self, store: AbstractFeatureStore, needed: Iterable[str]) -> Iterator[Checkpoint]:
+    def _inverse_curvature(self, digest: str, label: str, method: EKFAC) -> Preconditioner:
+        """Return the inverse curvature of the checkpoint that is loaded; fit the curvature if it is not there yet."""
+        fits, device = self._kronecker_fits(method), self._settings.device
+        if not fits.has(digest):
+            refuse_sharded(self._model, "method='EKFAC'", "Use method='Fisher', or score with a whole model")
+            fits.fit(
+                digest,
+                self._train_rows(method),
+                device=device,
+                label=f"Fitting the curvature of {label}",
+                progress=self._progress,
+            )
+        return Preconditioner(fits.curvature(digest, device), damping=method.damping)
+
+    def _kronecker_fits(self, method: EKFAC) -> KroneckerFits:
+        return KroneckerFits(self.store, self._model, self._settings.parameters, method, self._settings.task)
+
+    def _candidates(self, needed: Iterable[str]) -> Iterator[Checkpoint]:
         """Yield checkpoints that may hold the needed weights: from featurize, from disk, the model's own."""
-        for source in self._sources:
+        for source in self._run.sources:
             yield from iterate_checkpoints(*source)
-        tables = checkpoint_tables(store)
+        tables = checkpoint_tables(self.store)
         for digest in sorted(needed):
-            noted = noted_checkpoint(store.attributes(tables[digest]).get("source"))
+            noted = noted_checkpoint(self.store.attributes(tables[digest]).get("source"))
             if noted is not None:
                 yield noted
         yield from iterate_checkpoints(None)
@@ -406,7 +483,31 @@ class FeaturizingSession:
             self._check_train(digest)
             visit(digest)
 
-        visit_checkpoints(self.store, digests, self.candidates, self._load, visit_checked, purpose=purpose)
+        self._visit(digests, visit_checked, purpose=purpose)
+
+    def _visit(self, digests: Iterable[str], visit: Callable[[str, str], None], *, purpose: str) -> None:
+        """Load checkpoints one by one, and call ``visit`` with the digest and the name of each."""
+        waiting = set(digests)
+        for checkpoint in self._candidates(set(waiting)):
+            if not waiting:
+                return
+            digest = self._load(checkpoint)
+            if digest in waiting:
+                visit(digest, checkpoint.name)
+                waiting.remove(digest)
+        if waiting:
+            paths = checkpoint_tables(self.store)
+            lacking = {
+                path: self.store.attributes(path).get("name")
+                for path in sorted(paths[digest] for digest in waiting)
+            }
+            named = some_of(f"{path} (featurized as {name!r})" for path, name in lacking.items())
+            raise StateError(
+                f"The store has {len(paths)} checkpoints, and the weights of {named} are needed {purpose}, but none of "
+                "the known sources holds them. Pass checkpoints=... with those to use, as they were given to "
+                "featurize; others are left out then. What is not wanted any more: "
+                f"drop_checkpoint({next(iter(lacking))!r})."
+            )
 
     def features(self, batch: Batch, rows: NDArray[np.int64], *, model_id: int, what: str) -> Tensor:
         """Return the features ``(B, K)`` of a batch from the checkpoint that is loaded; nothing is kept.
@@ -457,7 +558,7 @@ class FeaturizingSession:
         """Featurize the train rows of the checkpoint that is loaded; return how many this process wrote."""
         model_id = self._workspace.model_id(digest)
         table = self._workspace.late_table(
-            f"ckpt-{model_id}",
+            checkpoint_path(model_id),
             self._settings.train_table(len(rows), self._settings.row_fingerprint(model_id, digest)),
             {"name": checkpoint.name, "source": checkpoint.source},
         )
@@ -468,13 +569,6 @@ class FeaturizingSession:
                 raise
         # Another process gave the number to another checkpoint just now, and the projection depends on it.
         return self._featurize_loaded(checkpoint, digest, rows, wait=wait)
-
-    def _precondition(self, damping: float, table: LateTable, rows: Rows, model_id: int, label: str) -> int:
-        """Fill a table with targets behind the curvature of the checkpoint that is loaded."""
-        curvature = self._fits().curvature(table.spec.fingerprint["weights"], self._settings.device)
-        inverse = Preconditioner(curvature, damping=damping)
-        projector = PreconditionedProjector(self._settings.projector, inverse)
-        return self._featurize(table, rows, model_id, label, projector)
 
     def _featurize(
         self,
@@ -520,9 +614,6 @@ class FeaturizingSession:
 
         return computer_for
 
-    def _fits(self) -> CurvatureFits:
-        return CurvatureFits(self.store, self._model, self._settings.parameters)
-
 
 def marking_last(checkpoints: Iterable[Checkpoint]) -> Iterator[tuple[Checkpoint, bool]]:
     """Yield checkpoints, and whether each is the last one."""
@@ -546,7 +637,7 @@ def stored_norms(store: AbstractFeatureStore) -> NDArray[np.float32]:
 def _norms_of(table: AbstractRowTable) -> NDArray[np.float32]:
     if GRADIENT_NORM not in [column.name for column in table.spec.columns]:
         raise StateError(
-            f"ckpt-{table.spec.fingerprint['model_id']} has no gradient norms: it was featurized with "
+            f"{table_path(table)} has no gradient norms: it was featurized with "
             "store_norms=False. Featurize into another path with store_norms=True."
         )
     return table.read(GRADIENT_NORM)

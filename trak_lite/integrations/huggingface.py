@@ -29,7 +29,7 @@ from transformers.utils import is_peft_available
 
 from trak_lite.attributor import Attributor
 from trak_lite.data.batches import batch_size, flatten_batch, move_batch
-from trak_lite.data.datasets import Rows
+from trak_lite.data.datasets import rows_of
 from trak_lite.errors import InvalidInputError
 from trak_lite.integrations._training import refuse_other_model, undisturbed
 from trak_lite.modelout_functions import ModelCall
@@ -54,21 +54,19 @@ class FeaturizeCallback(TrainerCallback):
     there. To score new targets later the saved weights are needed: keep the checkpoints (``save_total_limit``).
     """
 
-    def __init__(self, attributor: Attributor, data: Any, *, dataset_id: str | None = None) -> None:
+    def __init__(self, attributor: Attributor, data: Any) -> None:
         """Hold what is to be featurized.
 
         Args:
             attributor: Of the model that is trained: ``attributor_from_trainer(trainer, ...)``.
             data: The train rows, as for :meth:`~trak_lite.Attributor.featurize`.
-            dataset_id: As there.
 
         Raises:
             InvalidInputError: If the data are not rows with an order of their own.
         """
-        Rows(data, what="the train data")  # now, and not when the first checkpoint has been trained
+        rows_of(data, what="the train data")  # now, and not when the first checkpoint has been trained
         self._attributor = attributor
         self._data = data
-        self._dataset_id = dataset_id
 
     def on_train_begin(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
@@ -89,7 +87,7 @@ class FeaturizeCallback(TrainerCallback):
         checkpoint = Checkpoint(folder.name, None if weights is None else str(weights.absolute()), None)
         with undisturbed():
             # An iterator: the model's weights of now are no place to look for these later.
-            self._attributor.featurize(self._data, iter([checkpoint]), dataset_id=self._dataset_id)
+            self._attributor.featurize(self._data, iter([checkpoint]))
 
 
 def attributor_from_trainer(

@@ -18,7 +18,7 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 from torch import Tensor
 
 from trak_lite.attributor import Attributor
-from trak_lite.data.datasets import Rows
+from trak_lite.data.datasets import rows_of
 from trak_lite.errors import CheckpointError, InvalidInputError
 from trak_lite.integrations._training import refuse_other_model, undisturbed
 from trak_lite.models.checkpoints import module_versions, read_weights, with_versions
@@ -35,21 +35,19 @@ class FeaturizeCallback(Callback):
     random state are given back. To score new targets later the files are needed: keep them (``save_top_k=-1``).
     """
 
-    def __init__(self, attributor: Attributor, data: Any, *, dataset_id: str | None = None) -> None:
+    def __init__(self, attributor: Attributor, data: Any) -> None:
         """Hold what is to be featurized.
 
         Args:
             attributor: Of the ``LightningModule`` that is trained, or of a module inside it.
             data: The train rows, as for :meth:`~trak_lite.Attributor.featurize`.
-            dataset_id: As there.
 
         Raises:
             InvalidInputError: If the data are not rows with an order of their own.
         """
-        Rows(data, what="the train data")  # now, and not when the first checkpoint has been trained
+        rows_of(data, what="the train data")  # now, and not when the first checkpoint has been trained
         self._attributor = attributor
         self._data = data
-        self._dataset_id = dataset_id
         self._prefix = ""
         self._seen: set[tuple[Path, int]] = set()
 
@@ -86,9 +84,7 @@ class FeaturizeCallback(Callback):
         for path, changed in new:
             loader = partial(ckpt_weights, prefix=self._prefix)
             with undisturbed():
-                self._attributor.featurize(
-                    self._data, [path], checkpoint_loader=loader, dataset_id=self._dataset_id
-                )
+                self._attributor.featurize(self._data, [path], checkpoint_loader=loader)
             self._seen.add((path, changed))
 
 

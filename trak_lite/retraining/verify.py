@@ -8,13 +8,15 @@ Shapes: N train rows, M targets, S subsets, K feature width, C checkpoints, V vi
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any, Final, final
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
+from numpy.typing import ArrayLike, NDArray
 from torch import Tensor, nn
 
 from trak_lite._devices import full_float32
@@ -32,18 +34,28 @@ from trak_lite.evaluation import (
     compare_datamodeling_scores,
     fit_weights,
     linear_datamodeling_score,
+    subset_masks,
     summed_scores,
 )
 from trak_lite.modelout_functions import AbstractModelOutput, ModelCall
 from trak_lite.models.borrowing import borrow_model
 from trak_lite.models.checkpoints import Checkpoint, load_into, module_versions, with_versions
-from trak_lite.retraining import Retrained
-from trak_lite.run.tables import FEATURES, OUT_TO_LOSS, as_tensor
+from trak_lite.models.sharded import refuse_sharded
+from trak_lite.retraining.subsets import Retrained, TrainFunction, retrain_into
+from trak_lite.run.tables import (
+    FEATURES,
+    OUT_TO_LOSS,
+    as_tensor,
+    predictions_path,
+    retrain_path,
+    score_path,
+)
 from trak_lite.scoring.scores import Scores
-from trak_lite.scoring.stored import Array, ScoredRows, verdict_key
+from trak_lite.scoring.stored import Array, ScoredRows, keep_verdict, scored_rows, verdict_key
 from trak_lite.store import AbstractFeatureStore, AbstractRowTable
+from trak_lite.store.manifest import compare_fingerprints
 
-__all__ = ["SubsetSums", "calibrated_scores", "check_budget", "judge", "keep_predictions", "target_outputs"]
+__all__ = ["SubsetSums", "calibrated_scores", "evaluate", "verify"]
 
 VIEWS: Final = ("outside", "inside", "off")
 """Train rows weighed by their mean q over checkpoints, by the q of each checkpoint, or not at all."""
@@ -59,6 +71,117 @@ _KEPT_TARGETS: Final = 64
 _NUM_RESAMPLES: Final = 1000
 """Of every bootstrap."""
 _FEWEST_FOR_CALIBRATION: Final = 6
+
+
+def verify(
+    scores: Scores,
+    train_fn: TrainFunction,
+    targets: Any,
+    *,
+    budget: int = 10,
+    seeds: Sequence[int] = (0,),
+    alpha: float = 0.5,
+    strata: ArrayLike | None = None,
+    subset_seed: int = 0,
+    calibrate: bool = False,
+    texts: tuple[Sequence[Any], Sequence[Any]] | None = None,
+    confidence: float = 0.95,
+    train_id: str | None = None,
+) -> Verdict:
+    """Test scores against models that are retrained on random subsets of the train rows.
+
+    The verdict reports the linear datamodeling score (LDS): how well summed scores rank the retrained models' outputs
+    of a target, beside methods that cost next to nothing. It is stored with the scores and printed with them. Every
+    retraining is stored, so the same call continues after a kill, and verifying other scores of the same targets
+    (another method, ``calibrate=True``) trains nothing again. Another process first repeats one of them, to see that
+    the training is the same, and several processes share them. Of several ranks the first one trains.
+
+    Args:
+        scores: Scores with a stored matrix, of an attributor.
+        train_fn: ``train_fn(rows, seed)`` trains from scratch on these train rows, numbered as in ``scores``, and
+            returns a module of the attributed architecture or its state dict.
+        targets: The targets that were scored: a dataset, a DataLoader or :class:`~trak_lite.Rows`.
+        budget: Random subsets; each is trained on once per seed.
+        seeds: Passed on to ``train_fn``. One more subset says more than a second seed, but two tell the ceiling.
+        alpha: Share of the train rows in a subset.
+        strata: ``(N,)`` group of each train row, of which every subset keeps the same share.
+        subset_seed: Seed of the subsets.
+        calibrate: Fit the weights of checkpoint x module x damping x place of q on every other subset. They are stored
+            for :func:`calibrated_scores` only if they are better on the other subsets beyond doubt.
+        texts: Train texts and target texts (or their tokens) for the BM25 baseline.
+        confidence: Nominal coverage of the intervals.
+        train_id: Your name for the training, instead of the source of ``train_fn`` and what it carries.
+
+    Raises:
+        InvalidInputError: If the budget is too small, texts or strata do not fit, or scores without a kernel are to be
+            calibrated.
+        StateError: If the matrix of the scores is not stored, or they were opened without a model.
+        ManifestMismatchError: If ``targets`` are not those that were scored, or ``train_id`` names another training.
+        RetrainingError: If a training fails; names subset and seed.
+        UnsupportedModelError: If the model is sharded.
+    """
+    run, name = scores.run, scores.name
+    refuse_sharded(run.model, "verify", "Verify with a whole model of the same store")
+    _check_budget(budget, calibrate=calibrate)
+    if not scores.stored:
+        raise StateError(
+            f"The scores {name!r} are computed when they are read, and a verdict is about a stored matrix. Call "
+            "score(..., dense=True)."
+        )
+    rows = run.rows(targets, "the targets")
+
+    def decide() -> str:
+        identity = rows.identity()
+        path = score_path(name, scores.method, run.settings.method)
+        with run.workspace.opened(run.settings.manifest(None)) as workspace:
+            store = workspace.store()
+            scored = dict(store.open_table(path).spec.fingerprint["targets"])
+            scored.pop("curvature", None)  # belongs to the scores, not to the data
+            compare_fingerprints(
+                {"targets": scored},
+                {"targets": identity},
+                where=path,
+                remedy="Pass the targets that were scored under this name.",
+            )
+            source = scored_rows(store, scores, run.settings)
+            if calibrate:
+                source.require_kernel()
+            retrained = retrain_into(
+                workspace,
+                retrain_path(name),
+                train_fn,
+                subset_masks(len(scores), budget, alpha=alpha, seed=subset_seed, strata=strata),
+                partial(_target_outputs, run.model, run.settings.task, rows, run.settings.device),
+                seeds=seeds,
+                train_id=train_id,
+                progress=run.progress,
+                settings={"targets": identity},
+            )
+            verdict = evaluate(
+                scores, source, retrained, calibrate=calibrate, texts=texts, confidence=confidence
+            )
+            keep_verdict(store, path, verdict)
+            _keep_predictions(store, path, scores, retrained)
+        return json.dumps(verdict.to_json())
+
+    # Ranks other than the first one wait for it, and are told.
+    with run.joined(f"verify {name!r}") as ranks:
+        return Verdict.from_json(json.loads(ranks.told("the verdict", decide, takes_long=True)))
+
+
+def calibrated_scores(scores: Scores) -> NDArray[np.float32]:
+    """Return the scores of the calibrated kernel that :func:`verify` found and stored, ``(N, M)``.
+
+    Raises:
+        StateError: If the scores were not verified with ``calibrate=True``, or the calibrated kernel was no better.
+    """
+    verdict = scores.verdict
+    if verdict is None or verdict.calibration is None:
+        raise StateError(
+            f"The scores {scores.name!r} were not calibrated. Call verify(scores, train_fn, targets, calibrate=True)."
+        )
+    with scores.run.workspace.reading() as store:
+        return _calibrated_scores(scored_rows(store, scores, scores.run.settings), verdict.calibration)
 
 
 @final
@@ -110,7 +233,7 @@ def _sums(
     return sums
 
 
-def judge(
+def evaluate(
     scores: Scores,
     rows: ScoredRows,
     retrained: Retrained,
@@ -159,7 +282,7 @@ def judge(
     )
 
 
-def target_outputs(
+def _target_outputs(
     model: nn.Module,
     task: AbstractModelOutput,
     targets: Rows,
@@ -192,7 +315,7 @@ def target_outputs(
     return torch.cat(outputs)
 
 
-def check_budget(budget: int, *, calibrate: bool) -> None:
+def _check_budget(budget: int, *, calibrate: bool) -> None:
     """Refuse too few subsets before anything is trained."""
     fewest = _FEWEST_FOR_CALIBRATION if calibrate else 2
     if isinstance(budget, bool) or not isinstance(budget, int) or budget < fewest:
@@ -202,7 +325,7 @@ def check_budget(budget: int, *, calibrate: bool) -> None:
         )
 
 
-def keep_predictions(store: AbstractFeatureStore, path: str, scores: Scores, retrained: Retrained) -> None:
+def _keep_predictions(store: AbstractFeatureStore, path: str, scores: Scores, retrained: Retrained) -> None:
     """Keep what scores predicted for the subsets beside what the retrained models said, for some targets.
 
     Args:
@@ -213,10 +336,10 @@ def keep_predictions(store: AbstractFeatureStore, path: str, scores: Scores, ret
     """
     some = evenly_spaced(scores.shape[1], _KEPT_TARGETS)
     kept = np.stack([_summed(scores, retrained.masks)[:, some], retrained.mean[:, some]])
-    store.cache(f"predictions/{path}", verdict_key(store, path), kept)
+    store.cache(predictions_path(path), verdict_key(store, path), kept)
 
 
-def calibrated_scores(rows: ScoredRows, calibration: Calibration) -> NDArray[np.float32]:
+def _calibrated_scores(rows: ScoredRows, calibration: Calibration) -> NDArray[np.float32]:
     """Return the scores of the calibrated kernel, ``(N, M)``.
 
     Raises:
@@ -293,10 +416,8 @@ def _calibrate(
     )
     parts = _parts(rows, sums, segments, dampings, chosen)
     prior = np.zeros((len(VIEWS), len(rows.train), len(segments), len(dampings)))
-    default = np.asarray(rows.settings.weights(len(rows.train)))
-    prior[VIEWS.index(rows.settings.q), :, :, dampings.index(rows.require_kernel().damping)] = default[
-        :, None
-    ]
+    default = np.asarray(rows.method.weights(len(rows.train)))
+    prior[VIEWS.index(rows.method.q), :, :, dampings.index(rows.require_kernel().damping)] = default[:, None]
     weights = fit_weights(parts[:, fitted], outputs[np.ix_(fitted, chosen)], prior.reshape(-1))
     none = Estimate(0.0, 0.0, 0.0)
     untested = Calibration(

@@ -9,7 +9,7 @@ import logging
 import platform
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any, Final, Literal, Self, Unpack, final
+from typing import Any, Final, Literal, Self, final
 
 import numpy as np
 import torch
@@ -28,13 +28,12 @@ from trak_lite.gradient_computers import (
     choose_gradient_computer,
     select_parameters,
 )
-from trak_lite.linalg import KernelSettings
+from trak_lite.methods import METHODS, TRAK, AbstractMethod, Fisher, GaussNewton, Method, as_method
 from trak_lite.modelout_functions import MODEL_OUTPUTS, AbstractModelOutput, describe_task, resolve_task
 from trak_lite.modelout_functions._sampling import fisher_task
 from trak_lite.models.borrowing import resolve_device
 from trak_lite.models.sharded import is_sharded, refuse_sharded, refuse_unsupported_sharding
 from trak_lite.projectors import AbstractProjector, projector_name, select_projector
-from trak_lite.run.score_settings import ScoreSettings, ScoreView
 from trak_lite.run.tables import feature_table_spec, target_table_spec
 from trak_lite.store import DTYPES, Manifest, TableSpec, dtype_fingerprint
 from trak_lite.types import Batch, FeatureLayout, ParameterShapes, num_entries
@@ -57,14 +56,6 @@ FEWEST_FEATURES: Final = 64
 """Of one module, then."""
 WIDEST_FITTED: Final = 4096
 """Features of a segment up to which the Fisher kernel is fitted unasked: samples and time grow with their cube."""
-_SHARE_OF_TRACE: Final = {"curvature": 1 / 2048, "trak": 1 / 2048, "fisher": 1 / 16384}
-"""The default lambda as a share of a segment's trace, which means the same at every K.
-
-Chosen on one half of subsets and targets of ``benchmarks/lds_digits.py``, at K = 1024 per module: shares of 1/512,
-1/2048, 1/8192 and 1/32768 gave LDS of .588, .633, .615 and .549 on the digits MLP (curvature), and .557, .598, .626 and
-.632 on the language model (Fisher, 2.3 samples per feature).
-"""
-_WITH_DEFAULT_DAMPING: Final = tuple(_SHARE_OF_TRACE)
 _STORED_SETTINGS: Final = (
     "task",
     "proj_dim",
@@ -75,8 +66,7 @@ _STORED_SETTINGS: Final = (
     "store_norms",
     "projector",
     "layout",
-    "kernel",
-    "damping",
+    "method",
 )
 """What a manifest says of an attributor's arguments; a store sets no others (paths, devices, what is shown)."""
 
@@ -104,8 +94,7 @@ class AttributorSettings:
         store_norms: bool,
         projector: str | AbstractProjector,
         layout: Literal["auto", "joint", "module"],
-        kernel: Literal["auto", "curvature", "fisher", "trak"],
-        damping: float | Literal["auto"],
+        method: Method,
     ) -> None:
         """Check and decide every setting; the arguments are those of :class:`~trak_lite.Attributor`.
 
@@ -133,7 +122,7 @@ class AttributorSettings:
         computer_name, self._make_computer = _decide_computer(gradient_computer, model)
         self._is_own_computer = computer_name is None
         self.normalization = as_normalization(normalize)
-        self.kernel = self._decide_kernel(kernel, damping)
+        self.method = self._decide_method(method)
         self._store_norms = store_norms
         self._arguments = {  # None stands for what only the user can give again
             "task": self.task.name or None,
@@ -145,8 +134,7 @@ class AttributorSettings:
             "store_norms": store_norms,
             "projector": projector_name(projector),
             "layout": layout,
-            "kernel": self._default_kernel,
-            "damping": self.kernel.damping,
+            "method": self.method.to_json() if type(self.method) in METHODS.values() else None,
         }
         self._made_with: dict[str, Any] = {
             **versions(self.device),
@@ -208,7 +196,7 @@ class AttributorSettings:
     def _fisher_task(self) -> AbstractModelOutput:
         if self._is_normalised:
             raise InvalidInputError(
-                "kernel='fisher' is made of gradients as they are, and the rows are normalised. Use kernel='trak' or "
+                "Fisher is fitted to gradients as they are, and the rows are normalised. Use method='TRAK' or "
                 "normalize='none'."
             )
         return fisher_task(self.task)
@@ -278,60 +266,38 @@ class AttributorSettings:
 
     # ---------------------------------------------------------------- how scores are made
 
-    @property
-    def default_scores(self) -> ScoreSettings:
-        """How scores are made where a call does not say otherwise."""
-        kernel = self._default_kernel
-        return ScoreSettings(kernel=kernel, damping=self.kernel.damping, q=_default_q(kernel))
-
-    def score_settings(self, **view: Unpack[ScoreView]) -> ScoreSettings:
-        """Return how one call makes scores: as it says, and as by default where it leaves that open.
+    def scored_by(self, method: Method | None) -> AbstractMethod:
+        """Return the method of one call, with every default decided; ``None`` is the attributor's.
 
         Raises:
-            InvalidInputError: If a value is unknown, or the task has no curvature to weigh rows by.
+            InvalidInputError: If it is unknown, or the task lacks what it needs.
         """
-        settings = _viewed(self.default_scores, self.layout, view)
-        if settings.kernel in ("curvature", "fisher"):
-            self.check_kernel(settings.kernel)
-        return settings
+        if method is None:
+            return self.method
+        decided = decided_method(method, self.layout)
+        self._check_method(decided)
+        return decided
 
-    @property
-    def _default_kernel(self) -> Literal["curvature", "fisher", "trak"]:
-        weighting = self.kernel.weighting
-        return "trak" if weighting == "none" else weighting
+    def _decide_method(self, method: Method) -> AbstractMethod:
+        """Return the attributor's method, with every default decided."""
+        decided = decided_method(self._best_method() if method == "auto" else method, self.layout)
+        self._check_method(decided)
+        return decided
 
-    def _decide_kernel(self, kernel: str, damping: float | str) -> KernelSettings:
-        """Return the kernel settings with every ``"auto"`` decided."""
-        name = one_of(("auto", "curvature", "fisher", "trak"), kernel=kernel)
-        if name == "auto":
-            name = self._best_kernel()
-        self.check_kernel(name)
-        lam = _default_damping(self.layout, name, "stored") if damping == "auto" else damping
-        weighting = "none" if name == "trak" else name
-        return KernelSettings(weighting=weighting, damping=lam)  # type: ignore[arg-type]
-
-    def _best_kernel(self) -> Literal["curvature", "fisher", "trak"]:
-        """Return the kernel that has the curvature of the training loss in it, where the task tells it."""
+    def _best_method(self) -> AbstractMethod:
+        """Return the method that uses the curvature of the training loss, as far as the task tells it."""
         if self.task.has_curvature and self.task.log_likelihood() is None:
-            return "curvature"
+            return GaussNewton()
         narrow = max(segment.width for segment in self.layout.segments) <= WIDEST_FITTED
         if self.task.can_sample and narrow and not self._is_normalised:
-            return "fisher"
-        return "curvature" if self.task.has_curvature else "trak"
+            return Fisher()
+        return GaussNewton() if self.task.has_curvature else TRAK(damping=None, layout="stored")
 
-    def check_kernel(self, name: str) -> None:
-        """Refuse a kernel that the task has nothing for.
-
-        Raises:
-            InvalidInputError: If the task has no curvature, or cannot draw labels, or the rows are normalised.
-        """
-        if name == "fisher":
+    def _check_method(self, method: AbstractMethod) -> None:
+        """Refuse a method that the task, or the normalisation of the rows, has nothing for."""
+        method.check(self.task)
+        if isinstance(method, Fisher):
             self._fisher_task()
-        if name == "curvature" and not self.task.has_curvature:
-            raise InvalidInputError(
-                f"kernel='curvature' needs a loss that is curved in f, but the loss of {type(self.task).__name__} is "
-                "linear in it: every weight would be zero. Use kernel='trak'."
-            )
 
 
 @final
@@ -341,8 +307,8 @@ class StoredSettings:
 
     layout: FeatureLayout
     """Segments of a feature row."""
-    default_scores: ScoreSettings
-    """How scores were made where a call did not say otherwise."""
+    method: AbstractMethod
+    """The attributor's method."""
     device: torch.device
     """Where products of stored rows run."""
 
@@ -359,54 +325,27 @@ class StoredSettings:
             CorruptStoreError: If it does not say how rows are laid out, or how scores are made.
         """
         try:
-            settings = manifest.made_with["settings"]
             layout = FeatureLayout.from_json(manifest.fingerprint["layout"])
-            kernel = settings["kernel"]
-            default = ScoreSettings(kernel=kernel, damping=settings["damping"], q=_default_q(kernel))
+            method = as_method(manifest.made_with["settings"]["method"])
         except (KeyError, TypeError, ValueError, AttributeError, OverflowError) as error:
             raise CorruptStoreError(
                 f"{where} does not say how its rows are laid out and how its scores are made ({error!r:.200}). Open it "
                 "in Python with the model: Attributor.open(path, model)."
             ) from error
-        return cls(layout, default, device)
+        return cls(layout, method, device)
 
-    def score_settings(self, **view: Unpack[ScoreView]) -> ScoreSettings:
-        """Return how scores of a view were made; see :meth:`AttributorSettings.score_settings`.
+    def scored_by(self, method: Method | None) -> AbstractMethod:
+        """Return the method of one call; see :meth:`AttributorSettings.scored_by`.
 
         Raises:
-            InvalidInputError: If a value is unknown.
+            InvalidInputError: If it is unknown.
         """
-        return _viewed(self.default_scores, self.layout, view)
+        return self.method if method is None else decided_method(method, self.layout)
 
 
-def _viewed(default: ScoreSettings, layout: FeatureLayout, view: ScoreView) -> ScoreSettings:
-    """Return how scores are made: as a call says, and as by default where it leaves that open."""
-    kernel = view.get("kernel") or default.kernel
-    damping = view.get("damping")
-    segments = "stored" if len(layout.segments) == 1 else view.get("layout", "stored")
-    if kernel in _WITH_DEFAULT_DAMPING and damping is None:
-        same = kernel == default.kernel and segments == "stored"
-        damping = default.damping if same else _default_damping(layout, kernel, segments)
-    if kernel == "fisher" and segments == "joint":
-        raise InvalidInputError(
-            "layout='joint' was given with kernel='fisher', which keeps a matrix for every segment and none for "
-            "the whole row. Leave it out, or use kernel='curvature' or 'trak'."
-        )
-    return ScoreSettings(
-        kernel=kernel,
-        damping=damping,
-        layout=segments,
-        q=view.get("q") or _default_q(kernel),
-        checkpoint_weights=view.get("checkpoint_weights"),
-    )
-
-
-def _default_damping(layout: FeatureLayout, kernel: str, segments: str) -> float:
-    """Return the default lambda in units of the mean eigenvalue, from what it is as a share of the trace.
-
-    There is one number for all segments: where they are not equally wide, it is that of their mean width.
-    """
-    return layout.width / (1 if segments == "joint" else len(layout.segments)) * _SHARE_OF_TRACE[kernel]
+def decided_method(method: Method, layout: FeatureLayout) -> AbstractMethod:
+    """Return a method with every default that depends on the feature rows decided."""
+    return as_method(method).decided(layout)
 
 
 def stored_arguments(
@@ -438,8 +377,6 @@ def stored_arguments(
         ) from error
     if arguments.get("layout") == "auto" and arguments.get("projector") not in (None, "two_sided"):
         arguments["layout"] = "joint"  # what older versions took
-    if overrides.get("kernel", arguments.get("kernel")) != arguments.get("kernel"):
-        arguments["damping"] = "auto"  # what was decided is in units of the other kernel
     arguments.update(overrides)
     found = stored_task if task is None else task
     needed = [name for name, value in arguments.items() if value is None]
@@ -498,11 +435,6 @@ def _decide_proj_dim(proj_dim: int | str, layout: str, parameters: ParameterShap
     share = max(DEFAULT_ROW_WIDTH // max(modules, 1), 1)
     power_of_two = 1 << (share.bit_length() - 1)
     return max(FEWEST_FEATURES, min(MOST_FEATURES, power_of_two))
-
-
-def _default_q(kernel: str) -> Literal["outside", "inside"]:
-    """Return where q goes: TRAK (section 3.3) takes its mean over checkpoints, and is kept as published."""
-    return "outside" if kernel == "trak" else "inside"
 
 
 def versions(device: torch.device) -> dict[str, Any]:

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from trak_lite._validate import some_of
 from trak_lite.errors import InvalidInputError, StateError, StoreError
-from trak_lite.run.score_settings import ScoreSettings
+from trak_lite.methods import EKFAC, AbstractMethod
 from trak_lite.store import (
     AbstractFeatureStore,
     AbstractRowTable,
@@ -30,14 +30,24 @@ __all__ = [
     "OUT_TO_LOSS",
     "SCORES",
     "as_tensor",
+    "checkpoint_path",
     "checkpoint_tables",
     "complete_tables",
     "drop_checkpoint",
     "feature_table_spec",
+    "model_id_of",
+    "num_train_rows",
+    "plain_target_folder",
+    "predictions_path",
+    "retrain_path",
     "score_path",
     "score_table_spec",
+    "table_path",
     "target_folder",
+    "target_path",
     "target_table_spec",
+    "top_path",
+    "verdict_path",
 ]
 
 FEATURES, OUT_TO_LOSS, LOSS_CURVATURE = "features", "out_to_loss", "loss_curvature"
@@ -97,31 +107,64 @@ def score_table_spec(num_rows: int, num_targets: int, fingerprint: Mapping[str, 
     )
 
 
-def target_folder(name: str, settings: ScoreSettings) -> str:
-    """Return where the features of a target set are kept that a view reads, one table per checkpoint."""
-    if settings.kernel == "ekfac":
-        short = f"{settings.damping:g}"  # six digits, which another damping may have too
-        exact = short if float(short) == settings.damping else repr(settings.damping)
-        return f"preconditioned/{name}/{exact.replace('+', '')}"
+def target_folder(name: str, method: AbstractMethod) -> str:
+    """Return where the features of a target set are kept that a method reads, one table per checkpoint."""
+    if isinstance(method, EKFAC):
+        return f"preconditioned/{name}/{Manifest(method.target_json()).digest()[:16]}"
+    return plain_target_folder(name)
+
+
+def plain_target_folder(name: str) -> str:
+    """Return where the features of a target set are kept as they were projected, one table per checkpoint."""
     return f"targets/{name}"
+
+
+def target_path(name: str, train: AbstractRowTable) -> str:
+    """Return the path of such a table, for the checkpoint of a table of train rows."""
+    return f"{plain_target_folder(name)}/{table_path(train)}"
+
+
+def checkpoint_path(model_id: int) -> str:
+    """Return the path of the train rows of a checkpoint."""
+    return f"ckpt-{model_id}"
 
 
 def table_path(table: AbstractRowTable) -> str:
     """Return the path of a checkpoint's train rows."""
-    return f"ckpt-{table.spec.fingerprint['model_id']}"
+    return checkpoint_path(table.spec.fingerprint["model_id"])
 
 
-def score_path(name: str, settings: ScoreSettings, base: ScoreSettings) -> str:
+def score_path(name: str, method: AbstractMethod, base: AbstractMethod) -> str:
     """Return where the scores of a target set are kept.
 
     Args:
         name: Name of the target set.
-        settings: How the scores are made.
-        base: How the attributor makes them where a call says nothing.
+        method: How the scores are computed.
+        base: The attributor's method, whose scores have the short path.
     """
-    if settings == base:
+    if method == base:
         return f"scores/{name}"
-    return f"views/{name}/{Manifest(settings.fingerprint()).digest()[:16]}"
+    return f"views/{name}/{Manifest(method.to_json()).digest()[:16]}"
+
+
+def verdict_path(scores: str) -> str:
+    """Return where the verdict on a table of scores is kept."""
+    return f"verdicts/{scores}"
+
+
+def predictions_path(scores: str) -> str:
+    """Return where the predictions that a verdict is about are kept."""
+    return f"predictions/{scores}"
+
+
+def top_path(name: str) -> str:
+    """Return where the best rows of a target set are kept."""
+    return f"top/{name}"
+
+
+def retrain_path(name: str) -> str:
+    """Return where the models retrained for a target set are kept."""
+    return f"retrains/{name}"
 
 
 def checkpoint_tables(store: AbstractFeatureStore) -> dict[str, str]:
@@ -198,4 +241,5 @@ def num_train_rows(manifest: Manifest) -> int:
 
 
 def model_id_of(path: str) -> int:
+    """Return the checkpoint whose train rows have a path."""
     return int(path.removeprefix("ckpt-"))

@@ -18,12 +18,13 @@ from torch import Tensor
 
 from trak_lite.featurizing.fisher import FisherFits, split_squares
 from trak_lite.linalg import GramAccumulator, KernelSettings, SegmentKernel, factorise_segments
+from trak_lite.methods import AbstractMethod, Fisher
 from trak_lite.parallel.ranks import AbstractRanks
 from trak_lite.run.tables import FEATURES, LOSS_CURVATURE, as_tensor
 from trak_lite.store import AbstractFeatureStore, AbstractRowTable
 from trak_lite.types import FeatureLayout
 
-__all__ = ["grams_of", "has_kernel", "kernels_of", "make_grams"]
+__all__ = ["fisher_of", "grams_of", "has_kernel", "kernels_of", "make_grams"]
 
 
 def grams_of(
@@ -33,17 +34,25 @@ def grams_of(
     layout: FeatureLayout,
     *,
     device: torch.device,
+    fisher: Fisher | None = None,
 ) -> list[Tensor]:
     """Return the gram matrix of one checkpoint's train rows, segment by segment.
 
-    They are kept in the store, keyed by the checksums of the rows that they were made from. Those of ``"fisher"`` were
-    fitted before.
+    Matrices computed from the rows are stored under a key of the rows' checksums.
+
+    Args:
+        store: Holds the rows.
+        path: Their table.
+        settings: Which matrix.
+        layout: Segments of a row.
+        device: Where the products run, and where the result is.
+        fisher: The method whose fit is read, for ``weighting="fisher"``.
 
     Raises:
-        StateError: If they were not.
+        StateError: If that was not fitted.
     """
-    if settings.weighting == "fisher":
-        return FisherFits(store).grams(path, layout, device=device)
+    if fisher is not None:
+        return FisherFits(store, fisher).grams(path, layout, device=device)
     table = store.open_table(path)
     name, key = _gram_key(table, path, settings, layout)
     flat = store.cached(name, key)
@@ -142,13 +151,14 @@ def kernels_of(
     layout: FeatureLayout,
     *,
     device: torch.device,
+    fisher: Fisher | None = None,
     allow_singular: bool = False,
 ) -> list[SegmentKernel]:
     """Return the factorised kernel of one checkpoint's train rows, segment by segment; see :func:`grams_of`.
 
     ``allow_singular`` is that of :func:`~trak_lite.linalg.factorise`.
     """
-    matrices = grams_of(store, path, settings, layout, device=device)
+    matrices = grams_of(store, path, settings, layout, device=device, fisher=fisher)
     num_rows = store.open_table(path).spec.num_rows
     return factorise_segments(
         matrices, settings, num_rows=num_rows, layout=layout, allow_singular=allow_singular
@@ -158,9 +168,7 @@ def kernels_of(
 def has_kernel(
     store: AbstractFeatureStore, path: str, settings: KernelSettings, layout: FeatureLayout
 ) -> bool:
-    """Whether :func:`kernels_of` was called for these rows before, or would read what was fitted."""
-    if settings.weighting == "fisher":
-        return FisherFits(store).has(path, layout)
+    """Whether the gram matrices of these rows are stored."""
     name, key = _gram_key(store.open_table(path), path, settings, layout)
     return store.cached(name, key) is not None
 
@@ -174,3 +182,8 @@ def _gram_key(
     name = f"gram-{path.replace('/', '-')}-{settings.weighting}{segments}"
     # A digest: the layout names every module, and keys of the store have a bounded length.
     return name, hashlib.sha256(f"{table.content_key()}|{layout.to_json()}".encode()).hexdigest()
+
+
+def fisher_of(method: AbstractMethod) -> Fisher | None:
+    """Return the method if its matrices were fitted to drawn labels, else ``None``."""
+    return method if isinstance(method, Fisher) else None

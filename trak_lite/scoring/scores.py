@@ -9,9 +9,11 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from trak_lite._validate import one_of, positive_int, target_number
-from trak_lite.errors import InvalidInputError, printable
+from trak_lite.errors import InvalidInputError, StateError, printable
 from trak_lite.evaluation import Predictions, Verdict
+from trak_lite.featurizing.session import Run
 from trak_lite.linalg.topk import TopRows
+from trak_lite.methods import AbstractMethod
 from trak_lite.report import Gallery, PairRender, Render, Renders, notebook_summary
 from trak_lite.scoring.matrix import AbstractScoreMatrix, DampingPath, GroupSums, group_sums, top_rows
 from trak_lite.scoring.source import Reliability, ScoreSource
@@ -36,9 +38,9 @@ class Scores:
         matrix: AbstractScoreMatrix,
         source: ScoreSource,
         *,
-        name: str,
         settings: dict[str, Any],
         where: str | None,
+        run: Run | None = None,
         verdict: Callable[[], Verdict | None] = lambda: None,
         predictions: Callable[[], Predictions | None] = lambda: None,
     ) -> None:
@@ -47,29 +49,49 @@ class Scores:
         Args:
             matrix: The scores, kept or computed when asked.
             source: Answers what is beside them: standard errors, self-influence, other dampings.
-            name: Name of the target set.
-            settings: How the scores were made.
+            settings: How the scores were computed, as JSON values.
             where: Path in the store, ``None`` in memory.
+            run: The model, settings and store that they belong to; ``None`` where no model is at hand.
             verdict: Returns what retraining said about these very scores.
             predictions: Returns what they predicted then, beside what retrained models said.
         """
         self._matrix = matrix
         self._source = source
         self._where = where
-        self.name = name
+        self.name = source.name
         self.settings = settings
+        self._run = run
         self._verdict = verdict
         self._predictions = predictions
 
     @property
     def verdict(self) -> Verdict | None:
-        """What :meth:`~trak_lite.Attributor.verify` found about these very scores; ``None`` if they were not tested."""
+        """What :func:`~trak_lite.verify` found about these very scores; ``None`` if they were not tested."""
         return self._verdict()
 
     @property
     def predictions(self) -> Predictions | None:
         """What these scores predicted for the subsets of ``verify``, and what the retrained models said."""
         return self._predictions()
+
+    @property
+    def method(self) -> AbstractMethod:
+        """How the scores were computed."""
+        return self._source.method
+
+    @property
+    def run(self) -> Run:
+        """The model, settings and store that these scores belong to.
+
+        Raises:
+            StateError: If they were opened without a model.
+        """
+        if self._run is None:
+            raise StateError(
+                f"The scores {self.name!r} were opened without a model. Open them with one: "
+                "Attributor.open(path, model).scores(name)."
+            )
+        return self._run
 
     @property
     def source(self) -> ScoreSource:
@@ -304,7 +326,7 @@ class Scores:
                 mapping of names to values, or ``(token, weight)`` pairs; ``None`` shows row numbers.
             target_render: The same for targets.
             pair_render: ``pair_render(row, target)`` in place of ``render``, where a row looks different for every
-                target, such as tokens with their own scores (:meth:`~trak_lite.Attributor.token_scores`).
+                target, such as tokens with their own scores (:func:`~trak_lite.token_scores`).
             k: Rows at either end.
 
         Raises:

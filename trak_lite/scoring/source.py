@@ -27,12 +27,11 @@ from trak_lite.linalg import (
     precondition,
     precondition_path,
     self_scores,
-    unit_segments,
 )
+from trak_lite.methods import EKFAC, AbstractMethod
 from trak_lite.parallel.ranks import AbstractRanks, OneRank
-from trak_lite.run.score_settings import ScoreSettings
 from trak_lite.run.tables import FEATURES, OUT_TO_LOSS, as_tensor, score_table_spec, table_path, target_folder
-from trak_lite.scoring.grams import grams_of, kernels_of, make_grams
+from trak_lite.scoring.grams import fisher_of, grams_of, kernels_of, make_grams
 from trak_lite.scoring.tiles import ScoreTerm, error_tile, group_tile, score_tile, tile_ranges
 from trak_lite.store import AbstractFeatureStore, AbstractRowTable, Manifest
 from trak_lite.types import FeatureLayout
@@ -65,7 +64,7 @@ class ScoreSource:
         store: AbstractFeatureStore,
         train: Sequence[AbstractRowTable],
         name: str,
-        settings: ScoreSettings,
+        method: AbstractMethod,
         *,
         layout: FeatureLayout,
         device: torch.device,
@@ -77,20 +76,26 @@ class ScoreSource:
             store: Holds the train tables, the target tables and the gram matrices.
             train: Feature tables of the train rows, one per checkpoint, complete.
             name: Name of the target set.
-            settings: How rows become scores.
+            method: How rows become scores, with every default decided.
             layout: Segments of the stored rows.
             device: Where the products run.
             ranks: Those that :meth:`terms` is called on, at the same time; they make the kernels together.
 
         Raises:
-            InvalidInputError: If the checkpoints' weights are not as many as the tables.
+            InvalidInputError: If the checkpoints' weights are not as many as the tables, or the method has both a
+                kernel and a transform.
         """
-        self.settings = settings
+        if method.kernel is not None and _transforms(method):
+            raise InvalidInputError(
+                f"{method.name} has a kernel and overrides transform(), which applies only where there is none. "
+                "Return None as kernel, or leave out transform()."
+            )
+        self.method = method
         self._store = store
         self._train = list(train)
         self._name = name
-        self._weights = settings.weights(len(self._train))
-        self._layout = layout if settings.layout == "stored" else FeatureLayout.joint(layout.width)
+        self._weights = method.weights(len(self._train))
+        self._layout = method.layout_of(layout)
         self._device = device
         self._ranks = ranks or OneRank()
 
@@ -103,6 +108,16 @@ class ScoreSource:
     def num_rows(self) -> int:
         """N."""
         return self._train[0].spec.num_rows
+
+    @property
+    def name(self) -> str:
+        """Name of the target set."""
+        return self._name
+
+    @property
+    def num_checkpoints(self) -> int:
+        """C."""
+        return len(self._train)
 
     @property
     def num_targets(self) -> int:
@@ -118,13 +133,13 @@ class ScoreSource:
         Raises:
             SingularKernelError: If a kernel has no inverse at the damping in force.
         """
-        kernel = self.settings.kernel_settings
+        kernel = self.method.kernel
         if kernel is not None:
             paths = [table_path(table) for table in self._train]
             make_grams(self._store, paths, kernel, self._layout, device=self._device, ranks=self._ranks)
-        unit = self._layout if self.settings.kernel == "cosine" else None
+        transform = self._transformed if _transforms(self.method) else None
         return [
-            ScoreTerm(table, (self._behind_kernel(table, targets) * weight).float(), unit)
+            ScoreTerm(table, (self._behind_kernel(table, targets) * weight).float(), transform)
             for table, weight in zip(self._train, self._weights, strict=True)
         ]
 
@@ -139,15 +154,21 @@ class ScoreSource:
             InvalidInputError: If the settings have no kernel to damp.
             SingularKernelError: If a kernel has no inverse at a damping.
         """
-        kernel = self.settings.kernel_settings
+        kernel = self.method.kernel
         if kernel is None:
             raise InvalidInputError(
-                f"kernel={self.settings.kernel!r} has nothing to damp. Take the path of kernel='curvature', 'fisher' "
-                "or 'trak'."
+                f"{self.method.name} has no kernel to damp. Take the path of scores of GaussNewton, Fisher or TRAK."
             )
         terms = []
         for table, weight in zip(self._train, self._weights, strict=True):
-            grams = grams_of(self._store, table_path(table), kernel, self._layout, device=self._device)
+            grams = grams_of(
+                self._store,
+                table_path(table),
+                kernel,
+                self._layout,
+                device=self._device,
+                fisher=fisher_of(self.method),
+            )
             eigen = eigenpath_segments(grams, layout=self._layout)
             solved = precondition_path(self._rows(table, targets), eigen, dampings, layout=self._layout)
             terms.append(ScoreTerm(table, (solved * weight).flatten(0, 1).float()))
@@ -176,14 +197,14 @@ class ScoreSource:
     def row_factors(self, rows: NDArray[np.int64]) -> NDArray[np.float64]:
         """Return what the products of some train rows with targets are multiplied by, ``(C, rows)``: the q in force."""
         own = np.stack([table.read_rows(OUT_TO_LOSS, rows) for table in self._train]).astype(np.float64)
-        if self.settings.q == "off":
+        if self.method.q == "off":
             return np.ones_like(own)
-        return own if self.settings.q == "inside" else np.broadcast_to(own.mean(0), own.shape)
+        return own if self.method.q == "inside" else np.broadcast_to(own.mean(0), own.shape)
 
     def scores_of(self, rows: range | NDArray[np.int64], terms: Sequence[ScoreTerm] | None = None) -> Tensor:
         """Return the scores of some train rows, ``(rows, M)`` float32."""
         terms = self.terms() if terms is None else terms
-        return score_tile(terms, rows, q=self.settings.q, device=self._device)
+        return score_tile(terms, rows, q=self.method.q, device=self._device)
 
     def self_influence(self) -> NDArray[np.float32]:
         """Return the score of every train row for itself, ``(N,)``.
@@ -191,10 +212,10 @@ class ScoreSource:
         Raises:
             InvalidInputError: If targets are not made from stored rows alone (``"ekfac"``).
         """
-        if self.settings.kernel == "ekfac":
+        if isinstance(self.method, EKFAC):
             raise InvalidInputError(
-                "Self-influence with kernel='ekfac' needs every train row behind the curvature too, and only targets "
-                "are. Use another kernel for it, or score the train data as targets and take the diagonal."
+                "Self-influence with EKFAC needs every train row multiplied by the inverse curvature too, and only "
+                "targets are. Use another method for it, or score the train data as targets and take the diagonal."
             )
         total = np.zeros(self.num_rows)
         out_to_loss = np.zeros(self.num_rows)
@@ -202,9 +223,9 @@ class ScoreSource:
             own = self._own_products(table)
             parts = [own(as_tensor(rows, self._device)).cpu().double() for _, rows in table.blocks(FEATURES)]
             q = table.read(OUT_TO_LOSS).astype(np.float64)
-            total += weight * torch.cat(parts).numpy() * (q if self.settings.q == "inside" else 1.0)
+            total += weight * torch.cat(parts).numpy() * (q if self.method.q == "inside" else 1.0)
             out_to_loss += q
-        if self.settings.q == "outside":
+        if self.method.q == "outside":
             total *= out_to_loss / len(self._train)
         return total.astype(np.float32)
 
@@ -223,7 +244,7 @@ class ScoreSource:
         out = np.empty((self.num_rows if rows is None else len(rows), len(terms[0].targets)), np.float32)
         done = 0
         for part in plan:
-            tile = error_tile(terms, groups, part, q=self.settings.q, device=self._device)
+            tile = error_tile(terms, groups, part, q=self.method.q, device=self._device)
             out[done : done + len(part)] = tile.cpu().numpy()
             done += len(part)
         return out
@@ -235,7 +256,7 @@ class ScoreSource:
         wanted = np.unique(rows)
         out = np.empty(rows.shape, np.float32)
         for part in np.split(wanted, range(_PAIR_ROWS, len(wanted), _PAIR_ROWS)):
-            tile = error_tile(terms, groups, part, q=self.settings.q, device=self._device).cpu().numpy()
+            tile = error_tile(terms, groups, part, q=self.method.q, device=self._device).cpu().numpy()
             here = (rows >= part[0]) & (rows <= part[-1])
             target, _ = np.nonzero(here)
             out[here] = tile[np.searchsorted(part, rows[here]), target]
@@ -306,40 +327,51 @@ class ScoreSource:
         rows: NDArray[np.int64],
     ) -> Tensor:
         """Return what a group alone would score, ``(rows, M)``."""
-        q = self.settings.q
+        q = self.method.q
         products, factors = group_tile(terms, group, len(groups), rows, q=q, device=self._device)
         return products if factors is None else products * factors.to(products)[:, None]
 
     def _behind_kernel(self, table: AbstractRowTable, targets: slice | NDArray[np.int64]) -> Tensor:
         """Return a checkpoint's targets as they meet its train rows, ``(M, K)``."""
         rows = self._rows(table, targets)
-        kernel = self.settings.kernel_settings
-        if kernel is not None:
-            if self._ranks.rank == 0:
-                rows = precondition(rows, self._kernels(table, kernel), layout=self._layout)
-            rows = rows.to(accumulation_dtype(self._device))
-            self._ranks.send_to_all(rows)
-            return rows
-        if self.settings.kernel == "cosine":
-            return unit_segments(rows, layout=self._layout)
-        return rows.float()
+        kernel = self.method.kernel
+        if kernel is None:
+            return self._transformed(rows).float()
+        if self._ranks.rank == 0:
+            rows = precondition(rows, self._kernels(table, kernel), layout=self._layout)
+        rows = rows.to(accumulation_dtype(self._device))
+        self._ranks.send_to_all(rows)
+        return rows
 
     def _own_products(self, table: AbstractRowTable) -> Callable[[Tensor], Tensor]:
         """Return what gives the product of each train row with itself, ``(b, K) -> (b,)``."""
-        kernel = self.settings.kernel_settings
+        kernel = self.method.kernel
         if kernel is not None:
             kernels = self._kernels(table, kernel)
             return lambda rows: self_scores(rows, kernels, layout=self._layout)
-        if self.settings.kernel == "cosine":
-            return lambda rows: unit_segments(rows, layout=self._layout).square().sum(1)
-        return lambda rows: rows.to(accumulation_dtype(rows.device)).square().sum(1)
+        return lambda rows: self._transformed(rows.to(accumulation_dtype(rows.device))).square().sum(1)
+
+    def _transformed(self, rows: Tensor) -> Tensor:
+        return self.method.transform(rows, self._layout)
 
     def _kernels(self, table: AbstractRowTable, kernel: KernelSettings) -> list[SegmentKernel]:
-        return kernels_of(self._store, table_path(table), kernel, self._layout, device=self._device)
+        return kernels_of(
+            self._store,
+            table_path(table),
+            kernel,
+            self._layout,
+            device=self._device,
+            fisher=fisher_of(self.method),
+        )
 
     def _rows(self, table: AbstractRowTable, targets: slice | NDArray[np.int64]) -> Tensor:
         """Return the target features of a checkpoint, ``(M, K)``."""
         return torch.from_numpy(self._targets(table).read(FEATURES)[targets]).to(self._device)
 
     def _targets(self, table: AbstractRowTable) -> AbstractRowTable:
-        return self._store.open_table(f"{target_folder(self._name, self.settings)}/{table_path(table)}")
+        return self._store.open_table(f"{target_folder(self._name, self.method)}/{table_path(table)}")
+
+
+def _transforms(method: AbstractMethod) -> bool:
+    """Whether a method changes rows before the product."""
+    return type(method).transform is not AbstractMethod.transform

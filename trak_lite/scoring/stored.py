@@ -6,6 +6,7 @@ import json
 import operator
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any, final
 
 import numpy as np
@@ -13,24 +14,34 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from trak_lite._devices import float64_device
 from trak_lite.errors import CorruptStoreError, InvalidInputError, StateError
 from trak_lite.evaluation import Predictions, Verdict
-from trak_lite.featurizing.fisher import FisherFits
+from trak_lite.featurizing.session import Run
 from trak_lite.linalg import KernelSettings, precondition
+from trak_lite.methods import AbstractMethod
 from trak_lite.parallel.ranks import AbstractRanks
 from trak_lite.parallel.sharing import unwatched
-from trak_lite.run.score_settings import ScoreSettings
+from trak_lite.run.settings import AttributorSettings, StoredSettings
 from trak_lite.run.tables import (
     FEATURES,
     OUT_TO_LOSS,
     checkpoint_tables,
     complete_tables,
+    plain_target_folder,
+    predictions_path,
     score_path,
     score_table_spec,
+    table_path,
     target_folder,
+    target_path,
+    top_path,
+    verdict_path,
 )
-from trak_lite.scoring.grams import kernels_of
-from trak_lite.scoring.matrix import both_ends
+from trak_lite.run.workspace import Workspace, naming_dropped
+from trak_lite.scoring.grams import fisher_of, kernels_of
+from trak_lite.scoring.matrix import AbstractScoreMatrix, StoredMatrix, StreamedMatrix, both_ends
+from trak_lite.scoring.scores import Scores
 from trak_lite.scoring.source import ScoreSource
 from trak_lite.scoring.tiles import score_rows
 from trak_lite.store import AbstractFeatureStore, AbstractRowTable, Manifest, TableSpec
@@ -41,28 +52,164 @@ __all__ = [
     "ScoreResult",
     "ScoredRows",
     "drop_scores",
-    "finished_scores",
     "keep_verdict",
     "kept_predictions",
     "kept_verdict",
-    "scorable_tables",
+    "score_source",
+    "scored_rows",
+    "stored_scores",
+    "streamed_scores",
 ]
 
 Array = NDArray[np.float64]
 
 
-def finished_scores(
-    store: AbstractFeatureStore, name: str, settings: ScoreSettings, base: ScoreSettings
+def stored_scores(
+    workspace: Workspace,
+    settings: AttributorSettings | StoredSettings,
+    name: str,
+    method: AbstractMethod,
+    *,
+    run: Run | None = None,
+) -> Scores:
+    """Return the scores of a target set whose matrix is stored.
+
+    Args:
+        workspace: Says where the store is.
+        settings: Layout, device and default method.
+        name: Name of the target set.
+        method: How they were computed.
+        run: What the scores belong to; ``None`` where there is no model.
+
+    Raises:
+        StateError: If they were never computed, or not finished.
+    """
+    store = workspace.reader()
+    path = score_path(name, method, settings.method)
+    with naming_dropped(store):
+        table = _finished_scores(store, name, method, settings.method)
+        train = list(complete_tables(store, list(table.spec.fingerprint["checkpoints"])).values())
+    source = score_source(store, train, name, method, settings)
+    return _scores(
+        workspace,
+        settings,
+        StoredMatrix(table),
+        source,
+        path,
+        run=run,
+        verdict=partial(kept_verdict, store, path),
+        predictions=partial(kept_predictions, store, path),
+    )
+
+
+def streamed_scores(
+    workspace: Workspace,
+    settings: AttributorSettings | StoredSettings,
+    name: str,
+    method: AbstractMethod,
+    digests: Sequence[str] | None = None,
+    ends: Array | None = None,
+    *,
+    run: Run | None = None,
+) -> Scores:
+    """Return scores that are computed from the stored rows when they are read.
+
+    Args:
+        workspace: Says where the store is.
+        settings: Layout, device and default method.
+        name: Name of the target set.
+        method: How they are computed.
+        digests: Weights of the checkpoints; ``None`` takes those that the targets were featurized with.
+        ends: The most helpful and most harmful rows of every target, if they are known.
+        run: What the scores belong to; ``None`` where there is no model.
+
+    Raises:
+        StateError: If the targets have no features, or train rows are pending.
+    """
+    store = workspace.reader()
+    with naming_dropped(store):
+        train = _scorable_tables(store, name, method, digests)
+    source = score_source(store, train, name, method, settings)
+    matrix = StreamedMatrix(source, ends)
+    return _scores(workspace, settings, matrix, source, target_folder(name, method), run=run)
+
+
+def score_source(
+    store: AbstractFeatureStore,
+    train: Sequence[AbstractRowTable],
+    name: str,
+    method: AbstractMethod,
+    settings: AttributorSettings | StoredSettings,
+    *,
+    ranks: AbstractRanks | None = None,
+) -> ScoreSource:
+    """Return what computes scores from the rows of an open store, with some ranks or in this process alone."""
+    return ScoreSource(
+        store, train, name, method, layout=settings.layout, device=settings.device, ranks=ranks
+    )
+
+
+def scored_rows(
+    store: AbstractFeatureStore, scores: Scores, settings: AttributorSettings | StoredSettings
+) -> ScoredRows:
+    """Return the stored rows behind stored scores."""
+    method = scores.method
+    path = score_path(scores.name, method, settings.method)
+    digests = list(store.open_table(path).spec.fingerprint["checkpoints"])
+    return ScoredRows(
+        store=store,
+        train=complete_tables(store, digests),
+        name=scores.name,
+        method=method,
+        layout=method.layout_of(settings.layout),
+        device=float64_device(settings.device),
+    )
+
+
+def _scores(
+    workspace: Workspace,
+    settings: AttributorSettings | StoredSettings,
+    matrix: AbstractScoreMatrix,
+    source: ScoreSource,
+    path: str,
+    *,
+    run: Run | None,
+    verdict: Callable[[], Verdict | None] = lambda: None,
+    predictions: Callable[[], Predictions | None] = lambda: None,
+) -> Scores:
+    shown = {"checkpoints": source.num_checkpoints, "proj_dim": _widths(settings.layout)}
+    fields = source.method.to_json()
+    return Scores(
+        matrix,
+        source,
+        settings={**shown, "method": fields.pop("name"), **fields},
+        where=None if workspace.path is None else f"{workspace.path}:{path}",
+        run=run,
+        verdict=verdict,
+        predictions=predictions,
+    )
+
+
+def _widths(layout: FeatureLayout) -> int | str:
+    """Return K, or how many segments there are of which width."""
+    widths = {segment.width for segment in layout.segments}
+    if len(layout.segments) == 1 or len(widths) > 1:
+        return layout.width
+    return f"{len(layout.segments)} x {widths.pop()}"
+
+
+def _finished_scores(
+    store: AbstractFeatureStore, name: str, method: AbstractMethod, base: AbstractMethod
 ) -> AbstractRowTable:
     """Return the complete table of the scores of a target set.
 
     Raises:
         StateError: If they were never computed, or not finished, or train rows were appended since.
     """
-    path = score_path(name, settings, base)
+    path = score_path(name, method, base)
     if path not in store.table_names():
         known = [table.removeprefix("scores/") for table in store.table_names("scores")]
-        how = "" if settings == base else f" made with {settings.to_json()}"
+        how = "" if method == base else f" made with {method}"
         raise StateError(
             f"There are no scores {name!r}{how}; there are {known}. Call score(data, name={name!r})."
         )
@@ -103,21 +250,21 @@ def _refuse_outgrown(name: str, scores: TableSpec, train: TableSpec) -> None:
         )
 
 
-def scorable_tables(
-    store: AbstractFeatureStore, name: str, settings: ScoreSettings, digests: Sequence[str] | None
+def _scorable_tables(
+    store: AbstractFeatureStore, name: str, method: AbstractMethod, digests: Sequence[str] | None
 ) -> list[AbstractRowTable]:
     """Return the train tables of the checkpoints that a target set has features for.
 
     Args:
         store: The store.
         name: Name of the target set.
-        settings: How the scores are made, which says which features of the targets.
+        method: How the scores are computed, which says which features of the targets.
         digests: Weights of the checkpoints; ``None`` takes all that have such features.
 
     Raises:
         StateError: If there is none, or train rows are pending.
     """
-    folder = target_folder(name, settings)
+    folder = target_folder(name, method)
     known = store.table_names(folder.split("/")[0])
     if digests is None:
         digests = [
@@ -142,8 +289,8 @@ class ScoreResult:
         store: AbstractFeatureStore,
         train: Mapping[str, AbstractRowTable],
         name: str,
-        settings: ScoreSettings,
-        base: ScoreSettings,
+        method: AbstractMethod,
+        base: AbstractMethod,
         identity: Mapping[str, Any],
         num_targets: int,
     ) -> None:
@@ -153,8 +300,8 @@ class ScoreResult:
             store: The store, open for writing if there is something to fill.
             train: Train tables by weights digest.
             name: Name of the target set.
-            settings: How the scores are made.
-            base: How the attributor makes them where a call says nothing.
+            method: How the scores are computed.
+            base: The attributor's method.
             identity: What the targets are recognised by.
             num_targets: M.
         """
@@ -163,13 +310,11 @@ class ScoreResult:
             "checkpoints": list(train),
             "targets": dict(identity),
             "train_rows": [table.content_key() for table in tables],
-            **settings.fingerprint(),
+            "method": method.to_json(),
         }
-        if settings.kernel == "fisher":
-            fingerprint["fisher"] = FisherFits(store).record()
         self._store = store
         self._name = name
-        self._path = score_path(name, settings, base)
+        self._path = score_path(name, method, base)
         self._spec = score_table_spec(tables[0].spec.num_rows, num_targets, fingerprint)
 
     def is_finished(self) -> bool:
@@ -190,7 +335,7 @@ class ScoreResult:
             there,
             here,
             where=f"{self._path}{counts}",
-            remedy="Score these under another name, or pass the targets, checkpoints and kernel of that time.",
+            remedy="Score these under another name, or pass the targets, checkpoints and method of that time.",
         )
         return table.complete
 
@@ -207,7 +352,7 @@ class ScoreResult:
         score_rows(
             self._store.create_table(self._path, self._spec),
             terms,
-            q=source.settings.q,
+            q=source.method.q,
             device=device,
             label=f"Scoring {self._name!r}",
             progress=progress,
@@ -220,7 +365,7 @@ class ScoreResult:
         Redoing it costs one pass over the stored rows; a store that is open for reading keeps nothing. All ranks find
         them together.
         """
-        name, key = f"top/{self._name}", self.digest()
+        name, key = top_path(self._name), self.digest()
         kept = self._store.cached(name, key)
         enough = kept is not None and kept.shape[-1] >= min(k, source.num_rows)
         if not ranks.merged(enough, operator.and_):  # in an object store, what is kept may be elsewhere
@@ -245,8 +390,8 @@ class ScoredRows:
     """Feature tables of the train rows by the digest of the checkpoint's weights."""
     name: str
     """Name of the target set."""
-    settings: ScoreSettings
-    """How the scores were made."""
+    method: AbstractMethod
+    """How the scores were computed."""
     layout: FeatureLayout
     """Segments of a feature row, as the scores see it."""
     device: torch.device
@@ -258,11 +403,11 @@ class ScoredRows:
         Raises:
             InvalidInputError: If the scores have none.
         """
-        kernel = self.settings.kernel_settings
+        kernel = self.method.kernel
         if kernel is None:
             raise InvalidInputError(
-                f"Scores with kernel={self.settings.kernel!r} have no kernel to calibrate. Verify them with "
-                "calibrate=False, or calibrate those of kernel='curvature', 'fisher' or 'trak'."
+                f"Scores of {self.method.name} have no kernel to calibrate. Verify them with calibrate=False, or "
+                "calibrate those of GaussNewton, Fisher or TRAK."
             )
         return kernel
 
@@ -274,21 +419,25 @@ class ScoredRows:
 
     def has_targets(self) -> bool:
         """Return whether the targets have features of their own; scores with EK-FAC need none."""
-        known = self.store.table_names(f"targets/{self.name}")
-        ids = [table.spec.fingerprint["model_id"] for table in self.train.values()]
-        return all(f"targets/{self.name}/ckpt-{model_id}" in known for model_id in ids)
+        known = self.store.table_names(plain_target_folder(self.name))
+        return all(target_path(self.name, table) in known for table in self.train.values())
 
     def targets(self, table: AbstractRowTable) -> Tensor:
         """Return the target features of a checkpoint, ``(M, K)`` float64."""
-        model_id = table.spec.fingerprint["model_id"]
-        rows = self.store.open_table(f"targets/{self.name}/ckpt-{model_id}").read(FEATURES)
+        rows = self.store.open_table(target_path(self.name, table)).read(FEATURES)
         return torch.from_numpy(rows).to(self.device, torch.float64)
 
     def preconditioned(self, table: AbstractRowTable, damping: float) -> Tensor:
         """Return the targets of a checkpoint behind its kernel at a damping, ``(M, K)`` float64."""
         kernel = replace(self.require_kernel(), damping=damping, lambda_reg=None)
-        path = f"ckpt-{table.spec.fingerprint['model_id']}"
-        kernels = kernels_of(self.store, path, kernel, self.layout, device=self.device)
+        kernels = kernels_of(
+            self.store,
+            table_path(table),
+            kernel,
+            self.layout,
+            device=self.device,
+            fisher=fisher_of(self.method),
+        )
         return precondition(self.targets(table), kernels, layout=self.layout).double()
 
 
@@ -298,7 +447,7 @@ def kept_verdict(store: AbstractFeatureStore, path: str) -> Verdict | None:
     Raises:
         CorruptStoreError: If something else is kept in its place.
     """
-    kept = store.cached(f"verdicts/{path}", verdict_key(store, path))
+    kept = store.cached(verdict_path(path), verdict_key(store, path))
     if kept is None:
         return None
     what = f"The verdict on {path} in {store.path}"
@@ -312,7 +461,7 @@ def kept_verdict(store: AbstractFeatureStore, path: str) -> Verdict | None:
 
 def kept_predictions(store: AbstractFeatureStore, path: str) -> Predictions | None:
     """Return what :func:`keep_predictions` kept of the scores in a table, ``None`` if they were not tested."""
-    kept = store.cached(f"predictions/{path}", verdict_key(store, path))
+    kept = store.cached(predictions_path(path), verdict_key(store, path))
     return None if kept is None else Predictions(*kept)
 
 
@@ -330,4 +479,4 @@ def keep_verdict(store: AbstractFeatureStore, path: str, verdict: Verdict) -> No
         verdict: What retraining said.
     """
     text = json.dumps(verdict.to_json()).encode()
-    store.cache(f"verdicts/{path}", verdict_key(store, path), np.frombuffer(text, np.uint8).copy())
+    store.cache(verdict_path(path), verdict_key(store, path), np.frombuffer(text, np.uint8).copy())

@@ -15,11 +15,10 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from trak_lite.linalg import Spread, accumulation_dtype, score_block, unit_segments
+from trak_lite.linalg import Spread, accumulation_dtype, score_block
 from trak_lite.parallel.sharing import SharedRows, unwatched
 from trak_lite.run.tables import FEATURES, OUT_TO_LOSS, SCORES, as_tensor
 from trak_lite.store import AbstractRowTable
-from trak_lite.types import FeatureLayout
 
 __all__ = ["ScoreTerm", "WhereQ", "error_tile", "group_tile", "score_rows", "score_tile", "tile_ranges"]
 
@@ -37,8 +36,8 @@ class ScoreTerm:
     """Features of the train rows, complete."""
     targets: Tensor
     """``(M, K)`` behind the kernel and times the checkpoint's weight, float32."""
-    unit: FeatureLayout | None = None
-    """Segments in which train rows are divided by their norms (cosine); ``None`` takes them as they are."""
+    transform: Callable[[Tensor], Tensor] | None = None
+    """Applied to blocks of train rows, ``(b, K) -> (b, K)``; ``None`` takes them as they are."""
 
 
 def tile_ranges(num_rows: int, chunk_rows: int, *, share: tuple[int, int] = (0, 1)) -> Iterator[range]:
@@ -176,8 +175,8 @@ def _add_products(
     for start, block in _pieces(term.train, FEATURES, rows):
         part = slice(start, start + len(block))
         features = as_tensor(block, device)
-        if term.unit is not None:
-            features = unit_segments(features, layout=term.unit)
+        if term.transform is not None:
+            features = term.transform(features)
         score_block(
             features,
             term.targets,

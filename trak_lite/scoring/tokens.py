@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import final
+from typing import Any, final
 
 import numpy as np
 import torch
@@ -34,6 +34,36 @@ __all__ = ["token_scores"]
 
 
 def token_scores(
+    scores: Scores, data: Any, rows: Sequence[int], *, targets: Sequence[int] | None = None
+) -> dict[int, NDArray[np.float32]]:
+    """Return what every token of some train rows adds to their scores, where the task is a causal language model.
+
+    f of a train row is a sum over its predicted tokens, so its gradient, its features and its scores are too: the
+    numbers of a row add up to its score, but for the rounding of stored features. A row of T predicted tokens costs as
+    much as featurizing T rows. Nothing is stored.
+
+    Args:
+        scores: Scores of an attributor.
+        data: The train data, as given to :meth:`~trak_lite.Attributor.featurize`.
+        rows: Train rows.
+        targets: Targets; ``None`` takes all of them.
+
+    Returns:
+        For each row ``(T, targets)``: position t is that of ``labels[t]``; 0 where nothing is predicted.
+
+    Raises:
+        InvalidInputError: If the task is no causal language model, rows are divided by norms, or a row or target is not
+            there.
+        StateError: If the weights of a checkpoint are not to be found, or the scores were opened without a model.
+        ManifestMismatchError: If ``data`` are not the train data.
+    """
+    run = scores.run
+    train = run.rows(data, "the train data")
+    with run.session(train.identity(), train=train) as session:
+        return _token_scores(session, run.settings, scores, train, rows=rows, targets=targets)
+
+
+def _token_scores(
     session: FeaturizingSession,
     settings: AttributorSettings,
     scores: Scores,
@@ -42,7 +72,7 @@ def token_scores(
     rows: Sequence[int],
     targets: Sequence[int] | None,
 ) -> dict[int, NDArray[np.float32]]:
-    """Return what every token adds; see :meth:`trak_lite.Attributor.token_scores`."""
+    """Return what every token adds."""
     shift = _shift_of_linear_rows(settings, scores)
     wanted = [target_number(t, scores.shape[1], scores.name) for t in _all_or(targets, scores.shape[1])]
     numbers = _row_numbers(rows, len(scores))
@@ -121,10 +151,11 @@ def _shift_of_linear_rows(settings: AttributorSettings, scores: Scores) -> bool:
             "'causal_language_modeling'."
         )
     divided = "normalization" in scores.manifest.fingerprint.get("gradients", {})
-    if divided or scores.settings["kernel"] == "cosine":
+    if divided or not scores.method.linear:
         raise InvalidInputError(
             "These scores divide train rows by their norms, so tokens do not add up to them. Take scores of another "
-            "kernel than 'cosine', of an attributor with normalize='none'."
+            f"method than {'GradCos' if scores.method.linear else scores.method.name}, of an attributor with "
+            "normalize='none'."
         )
     return task.shift
 

@@ -25,14 +25,12 @@ from trak_lite.featurizing.kronecker.fit import kept_units as kept_units
 from trak_lite.featurizing.kronecker.noise import row_noise as row_noise
 from trak_lite.featurizing.kronecker.precondition import PreconditionedProjector as PreconditionedProjector
 from trak_lite.featurizing.kronecker.precondition import Preconditioner as Preconditioner
-from trak_lite.featurizing.kronecker.settings import KroneckerSettings as KroneckerSettings
 from trak_lite.featurizing.kronecker.units import Unit as Unit
 from trak_lite.featurizing.kronecker.units import find_units as find_units
 
 __all__ = [
     "ArrayKeeper",
     "KroneckerCurvature",
-    "KroneckerSettings",
     "NumberedBatches",
     "PreconditionedProjector",
     "Preconditioner",

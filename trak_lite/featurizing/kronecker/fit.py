@@ -31,10 +31,10 @@ from trak_lite.featurizing.kronecker.curvature import (
     loaded,
 )
 from trak_lite.featurizing.kronecker.noise import row_noise
-from trak_lite.featurizing.kronecker.settings import KroneckerSettings
 from trak_lite.featurizing.kronecker.units import Unit, find_units
 from trak_lite.gradient_computers import HookGradientComputer, ParameterChoice, select_parameters
 from trak_lite.linalg import accumulation_dtype
+from trak_lite.methods import EKFAC
 from trak_lite.modelout_functions import AbstractModelOutput, ModelCall
 from trak_lite.types import Batch, BlockSink, FactoredBlock
 
@@ -57,7 +57,7 @@ def fit_curvature(
     task: AbstractModelOutput,
     batches: NumberedBatches,
     *,
-    settings: KroneckerSettings,
+    method: EKFAC,
     grad_wrt: ParameterChoice | None = None,
     keeper: ArrayKeeper | None = None,
     num_rows: int | None = None,
@@ -70,20 +70,20 @@ def fit_curvature(
         model: In the mode that its gradients are taken in.
         task: Its loss is the one whose curvature is fitted.
         batches: The rows to fit on; gone through once per pass.
-        settings: Which curvature.
+        method: Says which curvature, and how it is fitted.
         grad_wrt: As for a gradient computer.
         keeper: Where the arrays go; by default they stay in memory.
         num_rows: Rows that the sums are for, where they are fitted on a part of them.
 
     Raises:
-        InvalidInputError: If the task does not have what the settings ask for, or there is no batch.
+        InvalidInputError: If the task does not have what the method asks for, or there is no batch.
         UnsupportedModelError: If hooks cannot differentiate the model sample by sample.
         NonFiniteError: If a sum is NaN or infinite.
     """
     keeper = {} if keeper is None else keeper
     units = kept_units(model, grad_wrt)
     arrays = [UnitArrays(keeper, number, unit) for number, unit in enumerate(units)]
-    rows = _LossGradients(model, task, batches, settings.decided(task), grad_wrt, num_rows)
+    rows = _LossGradients(model, task, batches, method.fitted_to(task), grad_wrt, num_rows)
     if not all(found.has_basis() for found in arrays):
         _fit_bases(arrays, rows)
     if not is_fitted(units, keeper):
@@ -102,11 +102,11 @@ class _LossGradients:
         model: nn.Module,
         task: AbstractModelOutput,
         batches: NumberedBatches,
-        settings: KroneckerSettings,
+        method: EKFAC,
         grad_wrt: ParameterChoice | None,
         num_rows: int | None,
     ) -> None:
-        self.settings = settings
+        self.method = method
         self.device = next(model.parameters()).device
         self._model = model
         self._task = task
@@ -120,7 +120,7 @@ class _LossGradients:
         """What the sums of the last pass are multiplied by: the rows that they stand for by those that were drawn."""
         if not self._seen:
             raise InvalidInputError("There is no row to fit a curvature on. Pass at least one batch.")
-        return (self._num_rows or self._seen) / (self._seen * self.settings.draws)
+        return (self._num_rows or self._seen) / (self._seen * self.method.draws)
 
     def stream(
         self, sink: BlockSink, *, after_batch: Callable[[], None], keep_factors: bool, first_draw: int
@@ -128,7 +128,7 @@ class _LossGradients:
         """Pass the blocks of all rows to the sink, with labels drawn anew for each draw."""
         computer = HookGradientComputer(
             self._model,
-            self.settings.loss_of(self._task),
+            self.method.loss_of(self._task),
             grad_wrt=self._grad_wrt,
             keep_factors=keep_factors,
         )
@@ -136,21 +136,21 @@ class _LossGradients:
         for rows, batch in self._batches():
             self._seen += len(rows)
             with full_float32(self.device):
-                for draw in range(first_draw, first_draw + self.settings.draws):
+                for draw in range(first_draw, first_draw + self.method.draws):
                     computer.stream_gradients(self._labelled(rows, batch, draw), sink)
                     after_batch()
 
     def _labelled(self, rows: NDArray[np.int64], batch: Batch, draw: int) -> Batch:
-        if self.settings.fisher != "sampled":
+        if self.method.fisher != "sampled":
             return batch
-        noise = row_noise(rows, seed=self.settings.seed, draw=draw)
+        noise = row_noise(rows, seed=self.method.seed, draw=draw)
         with torch.no_grad():
             return self._task.sample_labels(ModelCall(self._model), batch, noise)
 
 
 def _fit_bases(arrays: Sequence[UnitArrays], rows: _LossGradients) -> None:
     """Sum the factors of all units, then decompose them unit by unit."""
-    sums = CurvatureSums([found.unit for found in arrays], max_side=rows.settings.max_side)
+    sums = CurvatureSums([found.unit for found in arrays], max_side=rows.method.max_side)
     rows.stream(sums.add, after_batch=lambda: None, keep_factors=True, first_draw=0)
     for found in arrays:
         _keep_basis(found, sums.units.pop(found.unit), rows)
@@ -171,7 +171,7 @@ def _keep_basis(found: UnitArrays, sums: UnitSums, rows: _LossGradients) -> None
     in_values, in_vectors = decomposed(inputs, what=f"the inputs of {unit.weight!r}")
     out_values, out_vectors = decomposed(sums.outputs, what=f"the output gradients of {unit.weight!r}")
     vectors = [None if side is None else side.to(sums.dtype) for side in (out_vectors, in_vectors)]
-    if not rows.settings.correct_eigenvalues:
+    if not rows.method.correct_eigenvalues:
         # Both sums go over the same rows, draws and positions: one of them is made a mean (arXiv:1602.01407).
         products = scale * torch.outer(out_values, in_values) / sums.num_positions
         found.put_values(products.to(sums.dtype))
@@ -191,7 +191,7 @@ def _fit_values(arrays: Sequence[UnitArrays], rows: _LossGradients) -> None:
         sums[basis.unit] = _SquaredSums(basis, rows.device)
     joiner = GradientJoiner(list(sums), lambda gradient: sums[gradient.unit].add(gradient))
     # Labels of their own: in a basis fitted to the same ones, large values would come out too large.
-    rows.stream(joiner.add, after_batch=joiner.finish, keep_factors=False, first_draw=rows.settings.draws)
+    rows.stream(joiner.add, after_batch=joiner.finish, keep_factors=False, first_draw=rows.method.draws)
     for found, total in zip(waiting, sums.values(), strict=True):
         found.put_values((rows.scale * total.values).to(total.dtype))
 

@@ -1,0 +1,33 @@
+"""Attribution methods: objects that say how stored feature rows become scores.
+
+Pass one as ``method=`` to :class:`~trak_lite.Attributor` or to :meth:`~trak_lite.Attributor.score`. Every method reads
+the same stored rows of the train data, so trying another one costs no gradient of a train row.
+"""
+
+from trak_lite.methods.base import AbstractKernelMethod as AbstractKernelMethod
+from trak_lite.methods.base import AbstractMethod as AbstractMethod
+from trak_lite.methods.ekfac import EKFAC as EKFAC
+from trak_lite.methods.fisher import Fisher as Fisher
+from trak_lite.methods.gauss_newton import GaussNewton as GaussNewton
+from trak_lite.methods.grad_cos import GradCos as GradCos
+from trak_lite.methods.grad_dot import GradDot as GradDot
+from trak_lite.methods.registry import METHODS as METHODS
+from trak_lite.methods.registry import Method as Method
+from trak_lite.methods.registry import as_method as as_method
+from trak_lite.methods.tracin import TracIn as TracIn
+from trak_lite.methods.trak import TRAK as TRAK
+
+__all__ = [
+    "EKFAC",
+    "METHODS",
+    "TRAK",
+    "AbstractKernelMethod",
+    "AbstractMethod",
+    "Fisher",
+    "GaussNewton",
+    "GradCos",
+    "GradDot",
+    "Method",
+    "TracIn",
+    "as_method",
+]

@@ -1,0 +1,165 @@
+"""The contract of attribution methods: what turns stored feature rows into scores."""
+
+from __future__ import annotations
+
+import math
+from abc import ABC, abstractmethod
+from dataclasses import dataclass, fields, replace
+from typing import Any, ClassVar, Literal, Self
+
+from torch import Tensor
+
+from trak_lite._validate import one_of, real_at_least
+from trak_lite.errors import InvalidInputError
+from trak_lite.linalg import DEFAULT_DAMPING, KernelSettings
+from trak_lite.modelout_functions import AbstractModelOutput
+from trak_lite.types import FeatureLayout
+
+__all__ = ["AbstractKernelMethod", "AbstractMethod"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class AbstractMethod(ABC):
+    r"""How stored feature rows become scores. A subclass is a frozen dataclass whose fields are its settings.
+
+    With :math:`\phi` the features of train row i, t those of target j, :math:`a_c` the weight of checkpoint c and
+    :math:`H_c` its kernel, the score is :math:`\sum_c a_c \, \phi_{c,i}^\top (H_c + \lambda_c I)^{-1} t_{c,j}`,
+    multiplied by q as :attr:`q` says. The inverse is left out where :attr:`kernel` is ``None``.
+
+    Raises:
+        InvalidInputError: If a field has a value that no score can be computed with.
+    """
+
+    q: Literal["inside", "outside", "off"] = "inside"
+    """Where the out-to-loss gradient q of a train row multiplies its scores: ``"inside"`` the sum over checkpoints (the
+    q of each checkpoint), ``"outside"`` of it (the mean q over checkpoints, TRAK section 3.3), or not at all."""
+    checkpoint_weights: tuple[float, ...] | None = None
+    """Weight of each checkpoint, in order, of any sign: ``(1, -1)`` subtracts a base model. ``None`` is 1/C each."""
+
+    layout: ClassVar[Any] = "stored"
+    linear: ClassVar[bool] = True
+    """Whether the scores are linear in the train row's features. Token scores need it."""
+
+    def __post_init__(self) -> None:
+        """Check the fields."""
+        one_of(("inside", "outside", "off"), q=self.q)
+        if self.checkpoint_weights is not None:
+            weights = _finite_weights("checkpoint_weights", self.checkpoint_weights)
+            object.__setattr__(self, "checkpoint_weights", weights)
+
+    @property
+    @abstractmethod
+    def kernel(self) -> KernelSettings | None:
+        """The matrix whose inverse multiplies the targets; ``None`` if there is none."""
+
+    @property
+    def name(self) -> str:
+        """Name of the class, by which configs, the command line and a store's manifest know the method."""
+        return type(self).__name__
+
+    def transform(self, rows: Tensor, layout: FeatureLayout) -> Tensor:
+        """Return feature rows as they enter the product with other rows, ``(b, K) -> (b, K)``.
+
+        Applied to train rows and to targets, only where :attr:`kernel` is ``None``. The default returns ``rows``.
+
+        Args:
+            rows: Features of train rows or of targets, in any float dtype.
+            layout: Segments of a row.
+        """
+        del layout
+        return rows
+
+    def check(self, task: AbstractModelOutput) -> None:
+        """Raise :class:`~trak_lite.errors.InvalidInputError` if the task lacks what the method needs."""
+        del task
+
+    def decided(self, layout: FeatureLayout) -> Self:
+        """Return the method with every default that depends on the feature rows replaced by its value."""
+        if self.layout == "joint" and len(layout.segments) == 1:
+            # The same scores, so the same entry of the store. A subclass makes the layout a field.
+            return replace(self, layout="stored")  # type: ignore[call-arg]
+        return self
+
+    def layout_of(self, layout: FeatureLayout) -> FeatureLayout:
+        """Return the segments that the method sees in rows of a layout."""
+        return FeatureLayout.joint(layout.width) if self.layout == "joint" else layout
+
+    def weights(self, num_checkpoints: int) -> tuple[float, ...]:
+        """Return the weight of each checkpoint.
+
+        Raises:
+            InvalidInputError: If the number of weights is not the number of checkpoints.
+        """
+        return self._weights("checkpoint_weights", self.checkpoint_weights, num_checkpoints)
+
+    def to_json(self) -> dict[str, Any]:
+        """Return the name and the fields as JSON values: the identity of the method in a store."""
+        values = {field.name: getattr(self, field.name) for field in fields(self) if field.init}
+        plain = {name: list(value) if isinstance(value, tuple) else value for name, value in values.items()}
+        return {"name": self.name, **plain}
+
+    def _weights(
+        self, field: str, given: tuple[float, ...] | None, num_checkpoints: int
+    ) -> tuple[float, ...]:
+        if given is None:
+            return (1.0 / num_checkpoints,) * num_checkpoints
+        if len(given) != num_checkpoints:
+            raise InvalidInputError(
+                f"{field} has {len(given)} numbers, but {num_checkpoints} checkpoints are scored. Give one per "
+                "checkpoint, in their order, or name the checkpoints: score(..., checkpoints=[...])."
+            )
+        return given
+
+
+@dataclass(frozen=True, kw_only=True)
+class AbstractKernelMethod(AbstractMethod):
+    """A method that multiplies targets by the inverse of a damped matrix in the space of the features."""
+
+    damping: float | None = None
+    """Lambda in units of the kernel's mean eigenvalue, at least 0. ``None`` takes a fixed share of its trace."""
+
+    weighting: ClassVar[Literal["curvature", "none", "fisher"]]
+    """Which matrix; see :class:`~trak_lite.linalg.KernelSettings`."""
+    share_of_trace: ClassVar[float] = 1 / 2048
+    """The default lambda as a share of a segment's trace, which means the same at every K.
+
+    Chosen on one half of subsets and targets of ``benchmarks/lds_digits.py``, at K = 1024 per module: shares of 1/512,
+    1/2048, 1/8192 and 1/32768 gave LDS of .588, .633, .615 and .549 on the digits MLP (curvature), and .557, .598, .626
+    and .632 on the language model (Fisher, 2.3 samples per feature)."""
+
+    def __post_init__(self) -> None:
+        """Check the fields."""
+        super().__post_init__()
+        if self.damping is not None:
+            object.__setattr__(self, "damping", real_at_least(0.0, damping=self.damping))
+        one_of(("stored", "joint"), layout=self.layout)
+
+    @property
+    def kernel(self) -> KernelSettings:
+        """The matrix whose inverse multiplies the targets."""
+        damping = DEFAULT_DAMPING if self.damping is None else self.damping
+        return KernelSettings(weighting=self.weighting, damping=damping)
+
+    def decided(self, layout: FeatureLayout) -> Self:
+        """Return the method with the default damping of rows of a layout.
+
+        There is one number for all segments: where they are not equally wide, it is that of their mean width.
+        """
+        decided = super().decided(layout)
+        if decided.damping is not None:
+            return decided
+        mean_width = layout.width / len(decided.layout_of(layout).segments)
+        return replace(decided, damping=mean_width * self.share_of_trace)
+
+
+def _finite_weights(field: str, weights: Any) -> tuple[float, ...]:
+    """Return finite floats that are not all zero."""
+    try:
+        values = tuple(float(weight) for weight in weights)
+    except (TypeError, ValueError):
+        values = ()
+    if not values or not all(map(math.isfinite, values)) or not any(values):
+        raise InvalidInputError(
+            f"{field} must be finite numbers that are not all zero, one per checkpoint, got {weights!r}."
+        )
+    return values

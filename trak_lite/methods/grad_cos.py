@@ -1,0 +1,44 @@
+"""GradCos: cosines of gradients."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar, Literal
+
+from torch import Tensor
+
+from trak_lite._validate import one_of
+from trak_lite.linalg import unit_segments
+from trak_lite.methods.base import AbstractMethod
+from trak_lite.types import FeatureLayout
+
+__all__ = ["GradCos"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class GradCos(AbstractMethod):
+    """The cosine of the gradients of train row and target, segment by segment, averaged over checkpoints.
+
+    A segment that is zero has no cosine and adds nothing.
+    Source: Charpiat et al. (arXiv:2102.13620), section 3.
+    """
+
+    q: Literal["inside", "outside", "off"] = "off"
+    layout: Literal["stored", "joint"] = "stored"  # type: ignore[misc]  # a constant of the other methods
+    """``"stored"`` adds up the cosines of the segments of the stored rows, ``"joint"`` takes that of the whole row."""
+
+    linear: ClassVar[bool] = False
+
+    def __post_init__(self) -> None:
+        """Check the fields."""
+        super().__post_init__()
+        one_of(("stored", "joint"), layout=self.layout)
+
+    @property
+    def kernel(self) -> None:
+        """None."""
+        return None
+
+    def transform(self, rows: Tensor, layout: FeatureLayout) -> Tensor:
+        """Return rows whose segments have norm 1."""
+        return unit_segments(rows, layout=layout)

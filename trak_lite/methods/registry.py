@@ -1,0 +1,57 @@
+"""Methods by their names, as configs, the command line and a store's manifest give them."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Mapping, Sequence
+from dataclasses import fields
+from typing import Final, TypeAlias
+
+from trak_lite._validate import known_names
+from trak_lite.errors import InvalidInputError
+from trak_lite.methods.base import AbstractMethod
+from trak_lite.methods.ekfac import EKFAC
+from trak_lite.methods.fisher import Fisher
+from trak_lite.methods.gauss_newton import GaussNewton
+from trak_lite.methods.grad_cos import GradCos
+from trak_lite.methods.grad_dot import GradDot
+from trak_lite.methods.tracin import TracIn
+from trak_lite.methods.trak import TRAK
+
+__all__ = ["METHODS", "Method", "as_method"]
+
+Method: TypeAlias = Mapping[str, bool | int | float | str | Sequence[float] | None] | str | AbstractMethod
+"""A method, its name, or its name and fields: ``{"name": "TracIn", "learning_rates": [0.1, 0.05]}``."""
+
+METHODS: Final[Mapping[str, type[AbstractMethod]]] = {
+    cls.__name__: cls for cls in (GaussNewton, Fisher, TRAK, EKFAC, TracIn, GradDot, GradCos)
+}
+"""The methods of this package by name."""
+_BY_LOWER_CASE = {name.lower(): cls for name, cls in METHODS.items()}
+
+
+def as_method(method: Method) -> AbstractMethod:
+    """Return the method that a name, in upper or lower case, or a name with fields stands for.
+
+    Raises:
+        InvalidInputError: If the name or a field is unknown, or a value does not fit.
+
+    Example:
+        >>> as_method({"name": "EKFAC", "damping": 0.1}).damping
+        0.1
+    """
+    if isinstance(method, AbstractMethod):
+        return method
+    values = {"name": method} if isinstance(method, str) else method
+    given = values.get("name") if isinstance(values, Mapping) else None
+    cls = _BY_LOWER_CASE.get(str(given).lower())
+    if cls is None:
+        near = difflib.get_close_matches(str(given), METHODS, n=1, cutoff=0.5)
+        hint = f" Did you mean {near[0]!r}?" if near else ""
+        raise InvalidInputError(
+            f"method must be a name of {', '.join(map(repr, METHODS))}, a mapping with that name and fields, or an "
+            f"instance of AbstractMethod, got {method!r}.{hint}"
+        )
+    chosen = {name: value for name, value in values.items() if name != "name"}
+    known_names(chosen, [field.name for field in fields(cls) if field.init], what=f"fields of {cls.__name__}")
+    return cls(**chosen)  # type: ignore[arg-type]  # every class checks its own fields
