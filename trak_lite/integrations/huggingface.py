@@ -29,7 +29,7 @@ from transformers.utils import is_peft_available
 
 from trak_lite.attributor import Attributor
 from trak_lite.data.batches import batch_size, flatten_batch, move_batch
-from trak_lite.data.datasets import rows_of
+from trak_lite.data.datasets import Rows, rows_of
 from trak_lite.errors import InvalidInputError
 from trak_lite.integrations._training import refuse_other_model, undisturbed
 from trak_lite.modelout_functions import ModelCall
