@@ -132,8 +132,15 @@ def trak_lite(job: Job) -> Callable[[], Any]:
     from trak_lite import Attributor
 
     task = "image_classification" if job.is_classifier else job.output
-    attributor = Attributor(job.model, task, f"{job.folder}/run.zarr", proj_dim=job.proj_dim, layout="joint")
-    return lambda: attributor.featurize(job.data, batch_size=job.batch)
+    attributor = Attributor(
+        job.model,
+        task,
+        f"{job.folder}/run.zarr",
+        proj_dim=job.proj_dim,
+        layout="joint",
+        batch_size=job.batch,
+    )
+    return lambda: attributor.featurize(job.data)
 
 
 def original(job: Job, *, half: bool = True) -> Callable[[], Any]:

@@ -35,12 +35,12 @@ from benchmarks import measuring
 from benchmarks.projection_quality import digits
 from trak_lite.featurizing.kronecker import (
     KroneckerCurvature,
-    KroneckerSettings,
     PreconditionedProjector,
     Preconditioner,
     fit_curvature,
 )
 from trak_lite.gradient_computers import HookGradientComputer
+from trak_lite.methods import EKFAC
 from trak_lite.modelout_functions import ImageClassificationModelOutput
 from trak_lite.modelout_functions._margins import class_margins
 from trak_lite.projectors import AbstractProjector, CountSketchProjector, NoOpProjector
@@ -86,8 +86,8 @@ def fitted(
         for rows in np.array_split(np.arange(len(images)), len(images) // BATCH):
             yield rows, (images[rows], labels[rows])
 
-    settings = KroneckerSettings(fisher=fisher, correct_eigenvalues=strategy == "ekfac")
-    return fit_curvature(model, TASK, batches, settings=settings)
+    method = EKFAC(fisher=fisher, correct_eigenvalues=strategy == "ekfac")
+    return fit_curvature(model, TASK, batches, method=method)
 
 
 def features(

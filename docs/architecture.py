@@ -1,21 +1,30 @@
-"""Measures the architecture from the imports: ``python docs/architecture.py [FOLDER]``.
+"""Measures and draws the architecture from the imports: ``python docs/architecture.py [FOLDER] [--draw | --trace]``.
 
 FOLDER is a checkout, this one by default. A *room* of a package is a module or a subpackage directly in it; its
 ``__init__`` is one too. An *arrow* leads from a room to another one that any file in it imports, at the top of the file
 or anywhere else. A room's *floor* is the number of rooms on the longest chain of arrows down from it; rooms of one
 *circle* lead to each other and stand on one floor. An arrow of the whole package is *upward* if the list ``FLOORS`` of
 tests/test_architecture.py has its end not below its start.
+
+``--draw`` writes docs/images/architecture.svg: the rooms on the floors of that list, and the arrows that no chain of
+other arrows replaces. ``--trace`` runs a featurize of one batch and a score of five targets, and counts the files of
+the package that they pass through, the calls from one file to another, and the depth of these calls.
 """
 
 from __future__ import annotations
 
 import ast
+import os
 import sys
-from collections.abc import Iterator
+import tempfile
+from collections.abc import Callable, Iterator
+from itertools import pairwise
 from pathlib import Path
+from types import FrameType
 from typing import NamedTuple
 
 PACKAGE = "trak_lite"
+_WIDTH, _STEP = 1100, 78
 
 
 class Drawing(NamedTuple):
@@ -122,6 +131,118 @@ def methods(path: Path, name: str) -> dict[str, int]:
     return found
 
 
+def floors_of(root: Path) -> list[set[str]]:
+    """Return the rooms by floor, from the ground up."""
+    return constant(root / "tests" / "test_architecture.py", "FLOORS")
+
+
+def reduced(arrows: dict[str, set[str]]) -> dict[str, set[str]]:
+    """Return the arrows without those that a chain of others replaces."""
+    whole = Drawing(arrows)
+    below = {room: whole._reached(room) for room in arrows}
+    return {
+        room: {end for end in ends if not any(end in below[other] for other in ends - {end})}
+        for room, ends in arrows.items()
+    }
+
+
+def svg(root: Path) -> str:
+    """Return the drawing of the whole package."""
+    known = modules(root)
+    imports = {module: set(imported(path, known)) for module, path in known.items()}
+    arrows = drawn(PACKAGE, known, imports).arrows
+    floors = [sorted(rooms) for rooms in floors_of(root)]
+    height = _STEP * len(floors) + 20
+    place = {
+        room: (_WIDTH * (number + 0.5) / len(rooms), height - _STEP * (floor + 0.6))
+        for floor, rooms in enumerate(floors)
+        for number, room in enumerate(rooms)
+    }
+    parts = [
+        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {_WIDTH} {height}" font-family="sans-serif" '
+        'font-size="13" text-anchor="middle">',
+        "<title>Rooms of trak_lite: each imports only from rooms below it</title>",
+        f'<rect width="{_WIDTH}" height="{height}" fill="#ffffff"/>',
+    ]
+    for room, ends in sorted(reduced(arrows).items()):
+        for end in sorted(ends):
+            (x1, y1), (x2, y2) = place[room], place[end]
+            curve = f"{x1:.0f} {y1 + 45:.0f} {x2:.0f} {y2 - 45:.0f} {x2:.0f} {y2 - 13:.0f}"
+            parts.append(f'<path d="M{x1:.0f} {y1 + 13:.0f}C{curve}" fill="none" stroke="#8aa0b4"/>')
+    for room, (x, y) in place.items():
+        wide = 9 * len(room) + 14
+        parts.append(
+            f'<rect x="{x - wide / 2:.0f}" y="{y - 13:.0f}" width="{wide}" height="26" rx="4" fill="#eef3f7" '
+            'stroke="#44617b"/>'
+        )
+        parts.append(f'<text x="{x:.0f}" y="{y + 5:.0f}" fill="#12212e">{room}</text>')
+    return "\n".join([*parts, "</svg>", ""])
+
+
+class Journey(NamedTuple):
+    """What a call passes through in the package."""
+
+    files: int
+    calls: int
+    """From one file of the package to another one."""
+    depth: int
+    """Of files that call each other, in the deepest chain."""
+
+
+def traced(call: Callable[[], object], folder: Path) -> Journey:
+    """Run a call and count what it passes through in a package's folder, in this thread."""
+    files: set[str] = set()
+    chain: list[str] = []
+    counts = [0, 0]
+    inside = str(folder) + os.sep
+
+    def profile(frame: FrameType, event: str, _: object) -> None:
+        name = frame.f_code.co_filename
+        if event not in ("call", "return") or not name.startswith(inside):
+            return
+        if event == "return":
+            if chain:
+                chain.pop()
+            return
+        files.add(name)
+        counts[0] += bool(chain) and chain[-1] != name
+        chain.append(name)
+        changes = 1 + sum(one != other for one, other in pairwise(chain))
+        counts[1] = max(counts[1], changes)
+
+    sys.setprofile(profile)
+    try:
+        call()
+    finally:
+        sys.setprofile(None)
+    return Journey(len(files), counts[0], counts[1])
+
+
+def journeys(root: Path) -> dict[str, Journey]:
+    """Trace a featurize of one batch and a score of five targets, with default settings and a store on disk."""
+    sys.path.insert(0, str(root))
+    import torch
+    from torch import nn
+    from torch.utils.data import TensorDataset
+
+    from trak_lite import Attributor
+
+    def data(count: int) -> TensorDataset:
+        return TensorDataset(torch.randn(count, 4), torch.randint(3, (count,)))
+
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 6), nn.Tanh(), nn.Linear(6, 3))
+    with tempfile.TemporaryDirectory() as path:
+        for turn in ("warm", "traced"):  # the first one imports
+            attributor = Attributor(
+                model, "image_classification", f"{path}/{turn}.zarr", proj_dim=8, progress=False
+            )
+            train, targets = data(8), data(5)
+            featurize = traced(lambda a=attributor, d=train: a.featurize(d), root / PACKAGE)
+            score = traced(lambda a=attributor, d=targets: a.score(d), root / PACKAGE)
+    return {"featurize, one batch": featurize, "score, five targets": score}
+
+
 def lines(folder: Path) -> int:
     """Return the lines of all Python files in a folder."""
     return sum(len(path.read_text(encoding="utf-8").splitlines()) for path in folder.rglob("*.py"))
@@ -139,8 +260,7 @@ def main(root: Path) -> None:
         circles = "; ".join(", ".join(sorted(circle)) for circle in drawing.circles) or "none"
         print(f"{package:<42}{len(drawing.arrows):>6}{max(drawing.floors.values()):>8}{arrows:>8}  {circles}")
 
-    floors = constant(root / "tests" / "test_architecture.py", "FLOORS")
-    floor_of = {room: number for number, rooms in enumerate(floors) for room in rooms}
+    floor_of = {room: number for number, rooms in enumerate(floors_of(root)) for room in rooms}
     house = drawn(PACKAGE, known, imports).arrows
     upward = [f"{a} -> {b}" for a in house for b in sorted(house[a]) if floor_of[a] <= floor_of[b]]
     print(f"\narrows upward: {len(upward)} {', '.join(upward)}")
@@ -154,4 +274,13 @@ def main(root: Path) -> None:
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]) if sys.argv[1:] else Path(__file__).parents[1])
+    options = [argument for argument in sys.argv[1:] if argument.startswith("--")]
+    folders = [Path(argument).resolve() for argument in sys.argv[1:] if not argument.startswith("--")]
+    here = folders[0] if folders else Path(__file__).resolve().parents[1]
+    if "--draw" in options:
+        (here / "docs" / "images" / "architecture.svg").write_text(svg(here), encoding="utf-8")
+    elif "--trace" in options:
+        for name, journey in journeys(here).items():
+            print(f"{name}: {journey.files} files, {journey.calls} calls between files, {journey.depth} deep")
+    else:
+        main(here)

@@ -2,7 +2,7 @@
 
 Write f, its q and its w in one method; ``trak_lite.testing`` holds them to the laws (``pytest
 examples/own_model_output.py`` runs these: that q is minus the derivative of the loss by f, for example, is checked by
-differentiating your own loss). Then ``attributor.verify`` tests the scores against retrained networks.
+differentiating your own loss). Then ``verify`` tests the scores against retrained networks.
 
 The data are scikit-learn's diabetes patients, whose points of disease progression are taken for counts.
 
@@ -19,7 +19,7 @@ from sklearn.datasets import load_diabetes
 from torch import Tensor, nn
 from torch.utils.data import TensorDataset
 
-from trak_lite import Attributor
+from trak_lite import Attributor, verify
 from trak_lite.evaluation import Verdict
 from trak_lite.modelout_functions import AbstractModelOutput, ModelCall
 from trak_lite.testing import ModelOutputCase, ModelOutputTests
@@ -83,8 +83,8 @@ def main(epochs: int = 30, budget: int = 12) -> Verdict:
         train(np.arange(NUM_TRAIN), seed=0), PoissonModelOutput(), path=None, proj_dim=256
     )
     attributor.featurize(train_set)
-    attributor.score(targets, name="patients")
-    verdict = attributor.verify(train, targets, name="patients", budget=budget)
+    scores = attributor.score(targets, name="patients")
+    verdict = verify(scores, train, targets, budget=budget)
     print(verdict)
     assert verdict.lds.low > 0.1
     return verdict

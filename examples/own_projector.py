@@ -26,6 +26,7 @@ from torch.utils.data import TensorDataset
 
 from trak_lite import Attributor
 from trak_lite.evaluation import spearman
+from trak_lite.methods import GradDot
 from trak_lite.projectors import AbstractProjector, NoOpProjector
 from trak_lite.testing import RandomProjectorTests
 
@@ -80,7 +81,7 @@ def main(epochs: int = 5, proj_dims: tuple[int, ...] = (64, 256, 1024)) -> list[
             model, "image_classification", path=None, projector=projector, dtype="float32"
         )
         attributor.featurize(train_set)
-        return attributor.score(targets, kernel="dot", q="off").numpy()
+        return attributor.score(targets, method=GradDot(q="off")).numpy()
 
     exact = dot_products(NoOpProjector())
     agreement = [

@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from trak_lite import Attributor, TRAKer  # was: from trak import TRAKer
+from trak_lite.methods import TRAK
 
 
 def train(data: TensorDataset, epochs: int) -> tuple[nn.Module, list[dict[str, Tensor]]]:
@@ -77,8 +78,7 @@ def main(num_train: int = 1000, epochs: int = 3, proj_dim: int = 256) -> float:
         path=None,
         projector=traker.projector,  # the same random matrix
         dtype="float32",
-        kernel="trak",
-        damping=0.0,
+        method=TRAK(),  # as published: no damping, no curvature weights
     )
     attributor.featurize(train_set, checkpoints=checkpoints)
     differences = []

@@ -7,7 +7,7 @@ from the right one, the scores found where the knowledge came from.
 Measured with the library of Python 3.11: of the 10 top rows of 60 targets, 48 % come from the target's own module, by
 chance 8 %. Words in common find about as many (BM25, 48 %), as names give modules away; of the model they say nothing.
 
-Run:  python examples/stdlib_lm.py      (36 seconds of CPU time, half of it for the Fisher kernel)
+Run:  python examples/stdlib_lm.py      (36 seconds of CPU time, half of it to fit the Fisher method)
 """
 
 from __future__ import annotations

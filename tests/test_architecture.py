@@ -19,7 +19,7 @@ FLOORS = [
     {"_validate"},
     {"data", "models"},
     {"modelout_functions", "projectors", "linalg", "store", "evaluation"},
-    {"gradient_computers", "parallel", "report"},
+    {"gradient_computers", "methods", "parallel", "report"},
     {"run"},
     {"featurizing"},
     {"scoring"},
@@ -122,3 +122,22 @@ def test_every_tensor_names_its_device() -> None:
         assert named or not of_torch or not FACTORY.fullmatch(node.func.attr) or path.parts[0] == "testing", (
             f"{path}:{node.lineno} makes a tensor on whatever device is the default"
         )
+
+
+def test_the_drawing_is_that_of_the_imports() -> None:
+    drawing = PACKAGE.parent / "docs" / "images" / "architecture.svg"
+    assert drawing.read_text(encoding="utf-8") == architecture.svg(PACKAGE.parent), (
+        "Draw it again: python docs/architecture.py --draw"
+    )
+
+
+def test_every_room_has_quick_tests() -> None:
+    """``pytest -m quick`` looks into every room that has tests."""
+    tests = PACKAGE.parent / "tests"
+    quick = {
+        path.relative_to(tests).parts[0]
+        for path in tests.rglob("test_*.py")
+        if "pytestmark = pytest.mark.quick" in path.read_text(encoding="utf-8")
+    }
+    rooms = {path.name for path in tests.iterdir() if path.is_dir() and any(path.rglob("test_*.py"))}
+    assert rooms - quick == {"device", "docs", "examples", "faults", "zoo"}  # which build, train or kill

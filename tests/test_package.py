@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import os
 import subprocess
 import sys
 import zipfile
@@ -67,3 +68,29 @@ def test_the_library_prints_nothing_and_configures_no_logging() -> None:
             if isinstance(node, ast.Call):
                 name = getattr(node.func, "id", getattr(node.func, "attr", ""))
                 assert name not in ("print", "basicConfig"), f"{path}:{node.lineno}"
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="processes are forked on POSIX alone")
+def test_a_killed_process_that_held_tqdms_lock_blocks_no_bar_of_ours() -> None:
+    """tqdm's own lock is shared by forked processes, and is not released by a kill."""
+    script = """
+import os, signal, threading
+from tqdm.auto import tqdm
+lock = tqdm.get_lock()
+child = os.fork()
+if not child:
+    lock.acquire()
+    os.kill(os.getpid(), signal.SIGKILL)
+os.waitpid(child, 0)
+from trak_lite._progress import progress_bar
+bar = threading.Thread(target=lambda: progress_bar(3, label="x", progress=False), daemon=True)
+own = threading.Thread(target=lambda: tqdm(total=3, disable=True), daemon=True)
+bar.start()
+bar.join(60)
+own.start()
+own.join(1)
+print(bar.is_alive(), own.is_alive(), flush=True)
+os._exit(0)
+"""
+    found = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
+    assert found.stdout.split() == ["False", "True"]

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import os
+import threading
 from types import TracebackType
-from typing import Any, Self, final
+from typing import Self, final
 
 import torch
 from tqdm.auto import tqdm
@@ -12,9 +13,24 @@ from tqdm.auto import tqdm
 __all__ = ["KeptProgress", "distributed_rank", "progress_bar"]
 
 
+class _Bar(tqdm):  # type: ignore[misc]  # tqdm has no types
+    """A bar whose lock belongs to this process.
+
+    tqdm shares a lock with forked processes, and one that is killed while it holds the lock blocks all others for ever.
+    """
+
+
+def _renew_lock() -> None:
+    _Bar.set_lock(threading.RLock())
+
+
+_renew_lock()
+os.register_at_fork(after_in_child=_renew_lock)  # another thread may hold it at the moment of a fork
+
+
 def progress_bar(
     total: int, done: int = 0, *, label: str, unit: str = "row", progress: bool | None = None
-) -> tqdm[Any]:
+) -> _Bar:
     """Return the bar that every long call shows: label, share, time that is left, rate.
 
     Of the processes of a distributed run, only rank 0 shows it.
@@ -27,7 +43,7 @@ def progress_bar(
         progress: Show the bar; ``None`` shows it on a terminal only.
     """
     hidden = None if progress is None else not progress
-    return tqdm(
+    return _Bar(
         total=total, initial=done, desc=label, unit=unit, disable=True if distributed_rank() else hidden
     )
 

@@ -121,7 +121,7 @@ class Attributor:
             method: How stored rows become scores where :meth:`score` does not say: a method of
                 :mod:`trak_lite.methods` or its name. ``"auto"`` takes the first of ``"GaussNewton"``, ``"Fisher"``
                 (where f is a log-likelihood, or a sum over tokens or labels, and K at most 4096) and ``TRAK`` with the
-                default damping that the task has all for. ``"Fisher"`` takes 8 K further gradients per checkpoint in
+                default damping that the task has all for. ``"Fisher"`` takes 4 K further gradients per checkpoint in
                 :meth:`featurize`, 32 per train row at most.
             collate: Turns a list of samples into a batch, where :class:`~trak_lite.Rows` does not say.
             batch_size: Samples per pass, where neither ``Rows`` nor a DataLoader says; ``None`` is 32.
@@ -187,6 +187,7 @@ class Attributor:
 
         Raises:
             MissingStoreError: If there is no store at the path.
+            ManifestMismatchError: If an older version of trak_lite wrote the store.
             InvalidInputError: If a setting of one's own is needed and was not passed.
         """
         place = resolve_place(path)
@@ -363,6 +364,7 @@ class Attributor:
         Raises:
             InvalidInputError: If the method is unknown or does not fit the checkpoints.
             StateError: If they were never computed, or not finished.
+            ManifestMismatchError: If they were made by an attributor with another method.
         """
         check_name(name, what="target set")
         read = stored_scores if dense else streamed_scores

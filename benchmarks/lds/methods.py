@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import tempfile
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -17,7 +17,8 @@ from torch.utils.data import TensorDataset
 
 from benchmarks.lds.settings import Setting
 from benchmarks.lds.training import Weights, train
-from trak_lite import Attributor
+from trak_lite import Attributor, calibrated_scores, verify
+from trak_lite.methods import EKFAC, TRAK, GradCos, GradDot, TracIn
 from trak_lite.modelout_functions import AbstractModelOutput, CausalLanguageModelingModelOutput
 
 BATCH = 50
@@ -84,8 +85,7 @@ def ours(
     problem: Problem,
     *,
     checkpoints: str = "run",
-    view: dict[str, Any] | None = None,
-    curvature: bool = False,
+    fields: dict[str, Any] | None = None,
     task: Any = None,
     **settings: Any,
 ) -> Attribution:
@@ -94,20 +94,23 @@ def ours(
     Args:
         problem: What is attributed.
         checkpoints: As in :meth:`Problem.checkpoints`.
-        view: Arguments of ``score``.
-        curvature: Fit EK-FAC first.
+        fields: Of the attributor's method, which ``score`` is given with these in place of its own.
         task: In place of the setting's.
         **settings: Arguments of ``Attributor``.
     """
     states = problem.checkpoints(checkpoints)
     with tempfile.TemporaryDirectory() as folder:
         attributor = Attributor(
-            problem.model(), task or problem.setting.task, f"{folder}/store", progress=False, **settings
+            problem.model(),
+            task or problem.setting.task,
+            f"{folder}/store",
+            batch_size=BATCH,
+            progress=False,
+            **settings,
         )
-        attributor.featurize(problem.train, states, batch_size=BATCH)
-        if curvature:
-            attributor.fit_curvature(problem.train, states, batch_size=BATCH)
-        scores = attributor.score(problem.targets, batch_size=BATCH, **(view or {})).numpy()
+        attributor.featurize(problem.train, states)
+        method = replace(attributor.method, **(fields or {}))
+        scores = attributor.score(problem.targets, method=method).numpy()
         row_bytes = attributor.row_bytes * len(states)
         return Attribution(scores, len(states), attributor.projector.proj_dim, row_bytes)
 
@@ -119,7 +122,7 @@ def averaged(problem: Problem, parts: tuple[Method, ...]) -> Attribution:
     return Attribution(scores, found[0].num_models, found[0].proj_dim, found[0].row_bytes)
 
 
-def calibrated(problem: Problem, *, view: dict[str, Any], **settings: Any) -> Attribution:
+def calibrated(problem: Problem, **settings: Any) -> Attribution:
     """Retrain a few subsets (none of the ground truth), fit the kernel's weights on half of them, and score.
 
     The calibrated kernel is used if the other half speaks for it, as a user would.
@@ -132,24 +135,19 @@ def calibrated(problem: Problem, *, view: dict[str, Any], **settings: Any) -> At
         return train(setting, mask, [CALIBRATION_SEED + int(rows[:20].sum())])[0][-1]
 
     with tempfile.TemporaryDirectory() as folder:
-        attributor = Attributor(problem.model(), setting.task, f"{folder}/store", progress=False, **settings)
-        attributor.featurize(problem.train, states, batch_size=BATCH)
-        scores = attributor.score(problem.targets, batch_size=BATCH, **view).numpy()
-        verdict = attributor.verify(
-            train_on,
-            problem.targets,
-            budget=CALIBRATION_SUBSETS,
-            calibrate=True,
-            batch_size=BATCH,
-            train_id="lds",
-            **view,
+        attributor = Attributor(
+            problem.model(), setting.task, f"{folder}/store", batch_size=BATCH, progress=False, **settings
+        )
+        attributor.featurize(problem.train, states)
+        scores = attributor.score(problem.targets)
+        verdict = verify(
+            scores, train_on, problem.targets, budget=CALIBRATION_SUBSETS, calibrate=True, train_id="lds"
         )
         kept = verdict.calibration is not None and verdict.calibration.kept
-        if kept:
-            scores = attributor.calibrated_scores(**view)
+        values = calibrated_scores(scores) if kept else scores.numpy()
         row_bytes = attributor.row_bytes * len(states)
         note = f"calibrated kernel {'kept' if kept else 'not kept'}"
-        return Attribution(scores, len(states), attributor.projector.proj_dim, row_bytes, note)
+        return Attribution(values, len(states), attributor.projector.proj_dim, row_bytes, note)
 
 
 def word_overlap(problem: Problem) -> Attribution:
@@ -168,42 +166,38 @@ def fitted_datamodel(masks: np.ndarray, values: np.ndarray) -> Attribution:
     return Attribution(x.T @ np.linalg.solve(gram, y), len(masks))
 
 
-TRAK_DEFAULT = {"kernel": "trak", "damping": 0.0, "proj_dim": 512, "layout": "joint"}
+TRAK_DEFAULT = {"method": TRAK(), "proj_dim": 512, "layout": "joint"}
 MARGINS = CausalLanguageModelingModelOutput(output="margin")
 LOG_P = CausalLanguageModelingModelOutput(output="log_prob")
 """The default; the targets' f is the margin in the ground truth."""
-EKFAC = partial(
-    ours, curvature=True, view={"kernel": "ekfac", "damping": 0.1}, projector="none", kernel="trak"
-)
-"""Without a projection, at the usual damping."""
+NOT_PROJECTED = partial(ours, method=EKFAC(damping=0.1), projector="none")
+"""EK-FAC without a projection, at the usual damping."""
 
 METHODS: dict[str, Method] = {
     "undamped TRAK, final model": partial(ours, checkpoints="final", **TRAK_DEFAULT),
     "undamped TRAK, run": partial(ours, **TRAK_DEFAULT),
-    "gradient dot, final model": partial(ours, checkpoints="final", kernel="trak", view={"kernel": "dot"}),
-    "gradient cosine, final model": partial(
-        ours, checkpoints="final", kernel="trak", view={"kernel": "cosine"}
-    ),
-    "TracIn, run": partial(ours, kernel="trak", view={"kernel": "dot"}),
+    "gradient dot, final model": partial(ours, checkpoints="final", method=GradDot()),
+    "gradient cosine, final model": partial(ours, checkpoints="final", method=GradCos(q="inside")),
+    "TracIn, run": partial(ours, method=TracIn()),
     "default, final model": partial(ours, checkpoints="final"),
     "default, run": ours,
     "default, 5 final models": partial(ours, checkpoints="finals"),
     "default, 5 runs": partial(ours, checkpoints="runs"),
     "default with K = 512, run": partial(ours, proj_dim=512),
     "default with one kernel, run": partial(ours, layout="joint"),
-    "default not weighted, run": partial(ours, kernel="trak", view={"q": "inside"}),
-    "default with q outside, run": partial(ours, view={"q": "outside"}),
+    "default not weighted, run": partial(ours, method=TRAK(damping=None, layout="stored", q="inside")),
+    "default with q outside, run": partial(ours, fields={"q": "outside"}),
     "default in int8, run": partial(ours, dtype="int8"),
     "default in int4, run": partial(ours, dtype="int4"),
-    "default calibrated on 10 retrainings, run": partial(calibrated, view={}),
-    "EK-FAC not projected, final model": partial(EKFAC, checkpoints="final"),
-    "EK-FAC not projected, run": EKFAC,
-    "EK-FAC projected, run": partial(ours, curvature=True, view={"kernel": "ekfac"}),
-    "default and EK-FAC averaged, run": partial(averaged, parts=(ours, EKFAC)),
+    "default calibrated on 10 retrainings, run": calibrated,
+    "EK-FAC not projected, final model": partial(NOT_PROJECTED, checkpoints="final"),
+    "EK-FAC not projected, run": NOT_PROJECTED,
+    "EK-FAC projected, run": partial(ours, method=EKFAC()),
+    "default and EK-FAC averaged, run": partial(averaged, parts=(ours, NOT_PROJECTED)),
 }
 TEXT_METHODS: dict[str, Method] = {
     "BM25": word_overlap,
     "default of margins, run": partial(ours, task=MARGINS),
-    "EK-FAC of margins, not projected, run": partial(EKFAC, task=MARGINS),
+    "EK-FAC of margins, not projected, run": partial(NOT_PROJECTED, task=MARGINS),
 }
 """For the language model alone."""

@@ -25,6 +25,7 @@ from benchmarks.scaling.ranks import (
     wait_for_all,
     warm_up,
 )
+from trak_lite import Rows
 
 MODULE = "benchmarks.scaling.memory"
 FACTORS = (1, 4, 16)
@@ -66,11 +67,11 @@ def rank(folder: Path, rows: int) -> None:
     figures = {}
     wait_for_all(folder, "ready")
     with anonymous_growth() as (whole, anonymous):
-        made.featurize(data, dataset_id="train")
+        made.featurize(Rows(data, name="train"))
     figures |= {"featurize_peak_mib": whole.mib, "featurize_anonymous_mib": anonymous.mib}
     wait_for_all(folder, "featurized")
     with anonymous_growth() as (whole, anonymous):
-        made.score(targets, dense=False, k=20, dataset_id="targets")
+        made.score(Rows(targets, name="targets"), dense=False, k=20)
     figures |= {"score_peak_mib": whole.mib, "score_anonymous_mib": anonymous.mib}
     keep(folder, figures)
 

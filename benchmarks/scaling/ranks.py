@@ -20,7 +20,7 @@ from torch.utils.data import TensorDataset
 from benchmarks import models
 from benchmarks.bench_featurize import dataset, digit_batches
 from benchmarks.measuring import ROOT, Growth, memory_growth
-from trak_lite import Attributor
+from trak_lite import Attributor, Rows
 
 PROJ_DIM, BATCH, TARGETS = 512, 32, 64
 _SAMPLING = 0.005  # seconds
@@ -79,8 +79,8 @@ def attributor(path: Path) -> Attributor:
 def warm_up(folder: Path) -> None:
     """Load libraries, in all ranks on one store."""
     made = attributor(folder / "warm.zarr")
-    made.featurize(digits(256), dataset_id="warm")
-    made.score(digits(8), "warm", dataset_id="warm")
+    made.featurize(Rows(digits(256), name="warm"))
+    made.score(Rows(digits(8), name="warm"), "warm")
 
 
 def wait_for_all(folder: Path, what: str) -> None:

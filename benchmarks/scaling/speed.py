@@ -25,6 +25,7 @@ from benchmarks.scaling.ranks import (
     wait_for_all,
     warm_up,
 )
+from trak_lite import Rows
 
 MODULE = "benchmarks.scaling.speed"
 
@@ -76,7 +77,7 @@ def rank(folder: Path, rows: int) -> None:
     made, data = attributor(folder / "run.zarr"), digits(rows)
     wait_for_all(folder, "ready")
     begin, cpu = time.monotonic(), time.process_time()
-    summary = made.featurize(data, dataset_id="train")
+    summary = made.featurize(Rows(data, name="train"))
     figures = {"begin": begin, "end": time.monotonic(), "cpu_s": time.process_time() - cpu}
     keep(folder, {**figures, "rows": summary.rows_written})
 

@@ -16,7 +16,7 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset, TensorDataset
 
-from trak_lite import Attributor, Scores
+from trak_lite import Attributor, Rows, Scores
 from trak_lite.errors import (
     InvalidInputError,
     ManifestMismatchError,
@@ -30,6 +30,7 @@ from trak_lite.errors import (
     UnsupportedModelError,
 )
 from trak_lite.gradient_computers import FunctionalGradientComputer, IterativeGradientComputer
+from trak_lite.methods import GaussNewton
 from trak_lite.modelout_functions import ImageClassificationModelOutput
 from trak_lite.projectors import RademacherProjector
 
@@ -103,8 +104,8 @@ def test_a_second_run_finds_every_row_and_loads_a_few_to_compare(tmp_path: Path)
     assert (summary.rows_written, summary.rows_found) == (0, 2 * N)
     assert len(again.loaded) == 64 + 2 * 8  # for the digest, and to compute again with each checkpoint
     named = Counting()
-    attributor(tmp_path / "b.zarr").featurize(TRAIN, checkpoints=states(), dataset_id="mine")
-    attributor(tmp_path / "b.zarr").featurize(named, checkpoints=states(), dataset_id="mine")
+    attributor(tmp_path / "b.zarr").featurize(Rows(TRAIN, name="mine"), checkpoints=states())
+    attributor(tmp_path / "b.zarr").featurize(Rows(named, name="mine"), checkpoints=states())
     assert len(named.loaded) == 2 * 8
 
 
@@ -115,11 +116,11 @@ def test_an_interrupted_run_loads_only_pending_rows_and_ends_with_the_same_bits(
     _, expected = finished(tmp_path / "whole.zarr")
     made = attributor(tmp_path / "a.zarr")
     with pytest.raises(KeyboardInterrupt):
-        made.featurize(Counting(fail_at=fail_at), checkpoints=states(), dataset_id="d", batch_size=10)
+        made.featurize(Rows(Counting(fail_at=fail_at), name="d", batch_size=10), checkpoints=states())
     rest = Counting()
 
     summary = attributor(tmp_path / "a.zarr").featurize(
-        rest, checkpoints=states(1), dataset_id="d", batch_size=10
+        Rows(rest, name="d", batch_size=10), checkpoints=states(1)
     )
 
     assert summary.rows_written + summary.rows_found == N
@@ -127,9 +128,9 @@ def test_an_interrupted_run_loads_only_pending_rows_and_ends_with_the_same_bits(
     assert len(rest.loaded) == summary.rows_written + compared
     assert min(rest.loaded[compared:]) <= fail_at
     made = attributor(tmp_path / "a.zarr")
-    made.featurize(TRAIN, checkpoints=states(), dataset_id="d", batch_size=10)
+    made.featurize(Rows(TRAIN, name="d", batch_size=10), checkpoints=states())
     whole = attributor(tmp_path / "c.zarr")
-    whole.featurize(TRAIN, checkpoints=states(), dataset_id="d", batch_size=10)
+    whole.featurize(Rows(TRAIN, name="d", batch_size=10), checkpoints=states())
     np.testing.assert_array_equal(
         made.score(TARGETS, name="test").numpy(), whole.score(TARGETS, name="test").numpy()
     )
@@ -143,9 +144,11 @@ def test_memory_and_disk_give_the_same_scores(tmp_path: Path) -> None:
 def test_scores_do_not_depend_on_the_batch_size_beyond_rounding() -> None:
     _, one = finished(None)
     made = attributor(None)
-    made.featurize(TRAIN, checkpoints=states(), batch_size=7)
+    made.featurize(Rows(TRAIN, batch_size=7), checkpoints=states())
 
-    np.testing.assert_allclose(made.score(TARGETS, batch_size=1).numpy(), one.numpy(), rtol=1e-3, atol=1e-6)
+    np.testing.assert_allclose(
+        made.score(Rows(TARGETS, batch_size=1)).numpy(), one.numpy(), rtol=1e-3, atol=1e-6
+    )
 
 
 def test_checkpoints_can_be_added_and_are_recognised_by_their_weights(tmp_path: Path) -> None:
@@ -180,10 +183,10 @@ def test_scoring_again_returns_the_result_and_another_target_set_is_refused(tmp_
 def test_other_damping_under_the_same_name_is_refused_and_under_another_name_is_computed(
     tmp_path: Path,
 ) -> None:
-    _, scores = finished(tmp_path / "a.zarr", damping=1.0)
-    other = attributor(tmp_path / "a.zarr", damping=10.0)
+    _, scores = finished(tmp_path / "a.zarr", method=GaussNewton(damping=1.0))
+    other = attributor(tmp_path / "a.zarr", method=GaussNewton(damping=10.0))
 
-    with pytest.raises(ManifestMismatchError, match=r"kernel\.damping is 1\.0 there, 10\.0 here"):
+    with pytest.raises(ManifestMismatchError, match=r"method\.damping is 1\.0 there, 10\.0 here"):
         other.score(TARGETS, name="test", checkpoints=states())
     assert not np.allclose(other.score(TARGETS, name="more", checkpoints=states()).numpy(), scores.numpy())
 
@@ -195,9 +198,9 @@ def test_interrupted_scoring_resumes_with_the_same_bits(
     made = attributor(tmp_path / "a.zarr")
     made.featurize(TRAIN, checkpoints=states())
     with pytest.raises(KeyboardInterrupt):
-        made.score(Counting(TARGETS, fail_at=3), name="test", dataset_id="t", batch_size=2)
+        made.score(Rows(Counting(TARGETS, fail_at=3), name="t", batch_size=2), name="test")
 
-    scores = made.score(TARGETS, name="test", dataset_id="t", batch_size=2)
+    scores = made.score(Rows(TARGETS, name="t", batch_size=2), name="test")
 
     np.testing.assert_allclose(scores.numpy(), expected.numpy(), rtol=1e-4, atol=1e-6)
 
@@ -208,7 +211,11 @@ def test_open_takes_every_setting_from_the_manifest(tmp_path: Path) -> None:
     for number, state in enumerate(states()):
         save_file(state, folder / f"epoch-{number}.safetensors")
     made = attributor(
-        tmp_path / "a.zarr", grad_wrt=["2.weight", "0.bias"], seed=3, projector="gaussian", damping=0.5
+        tmp_path / "a.zarr",
+        grad_wrt=["2.weight", "0.bias"],
+        seed=3,
+        projector="gaussian",
+        method=GaussNewton(damping=0.5),
     )
     made.featurize(TRAIN, checkpoints=folder)
     expected = made.score(TARGETS, name="test").numpy()
@@ -216,7 +223,7 @@ def test_open_takes_every_setting_from_the_manifest(tmp_path: Path) -> None:
     opened = Attributor.open(tmp_path / "a.zarr", model())
 
     assert list(opened.parameters) == ["0.bias", "2.weight"]
-    assert opened.kernel == made.kernel
+    assert opened.method == made.method == GaussNewton(damping=0.5)
     np.testing.assert_array_equal(opened.scores("test").numpy(), expected)
     # New targets need the weights: they are found where they were read from.
     np.testing.assert_array_equal(opened.score(TARGETS, name="again").numpy(), expected)
@@ -324,7 +331,7 @@ def test_positive_scores_mean_that_the_row_raises_the_output() -> None:
 
     full = fit(torch.ones(40))
     x, y = train.tensors
-    made = attributor(None, model=full, projector="none", damping=1e-3)
+    made = attributor(None, model=full, projector="none", method=GaussNewton(damping=1e-3))
     double = TensorDataset(x.double(), y)
     made.featurize(double)
     scores = made.score(TensorDataset(targets.tensors[0].double(), targets.tensors[1])).numpy()[:, 0]
@@ -386,7 +393,7 @@ def test_the_repr_says_sizes_settings_and_place(tmp_path: Path) -> None:
 
     assert "70 train rows x 6 targets" in text
     assert "checkpoints=2" in text
-    assert "kernel=curvature" in text
+    assert "method=GaussNewton" in text
     assert "a.zarr:scores/test" in text
 
 
@@ -426,7 +433,7 @@ def test_every_automatic_choice_is_logged_and_written_down(
     import json
 
     stored = json.loads((tmp_path / "a.zarr" / "zarr.json").read_text())["attributes"]["trak_lite"]
-    assert stored["made_with"]["settings"]["kernel"] == "curvature"
+    assert stored["made_with"]["settings"]["method"] == GaussNewton(damping=16 / 2048).to_json()
     assert stored["made_with"]["settings"]["gradient_computer"] == "hook"
     assert stored["fingerprint"]["projector"]["proj_dim"] == 16
 
@@ -466,7 +473,7 @@ def test_the_batch_size_is_the_calls_or_the_loaders_or_the_attributors(
         model(), "image_classification", None, proj_dim=8, collate=collate, batch_size=own
     )
     data = TRAIN if loader is None else DataLoader(TRAIN, batch_size=loader)
-    attributor.featurize(data, batch_size=call, dataset_id="train")
+    attributor.featurize(Rows(data, batch_size=call, name="train"))
 
     assert sizes == expected
 
@@ -487,11 +494,19 @@ def test_the_batch_size_is_the_calls_or_the_loaders_or_the_attributors(
         ({"grad_wrt": ["0.wieght"]}, InvalidInputError, r"\['0.wieght'\].*0.weight"),
         ({"gradient_computer": "functorch"}, InvalidInputError, "gradient_computer must be one of"),
         ({"projector": "rademacer"}, InvalidInputError, "rademacher"),
-        ({"kernel": "curve"}, InvalidInputError, "kernel must be one of"),
-        ({"damping": -1.0}, InvalidInputError, "damping must be a finite number of at least 0"),
+        (
+            {"method": "GausNewton"},
+            InvalidInputError,
+            "method must be a name of .* Did you mean 'GaussNewton'",
+        ),
+        (
+            {"method": {"name": "GaussNewton", "damping": -1.0}},
+            InvalidInputError,
+            "damping must be a finite number of at least 0",
+        ),
         ({"batch_size": 0}, InvalidInputError, "batch_size must be an integer of at least 1"),
         ({"device": "tpu"}, InvalidInputError, "Unknown device 'tpu'"),
-        ({"kernel": "curvature", "task": lambda c, b: c(b[0])[:, 0]}, InvalidInputError, "linear in it"),
+        ({"method": "GaussNewton", "task": lambda c, b: c(b[0])[:, 0]}, InvalidInputError, "linear in it"),
     ],
 )
 def test_wrong_settings_are_refused_before_anything_is_written(
@@ -576,12 +591,13 @@ class Branches(nn.Module):
 def test_bad_input_gets_a_named_error_and_nothing_on_disk_changes(
     tmp_path: Path, data: Any, changes: dict[str, Any], error: type[Exception], message: str
 ) -> None:
-    call = {key: changes[key] for key in ("checkpoints", "batch_size") if key in changes}
-    settings = {key: value for key, value in changes.items() if key not in call}
+    call = {key: changes[key] for key in ("checkpoints",) if key in changes}
+    rows = {key: changes[key] for key in ("batch_size",) if key in changes}
+    settings = {key: value for key, value in changes.items() if key not in {**call, **rows}}
     made = attributor(tmp_path / "a.zarr", **settings)
 
     with pytest.raises(error, match=message):
-        made.featurize(data, **call)
+        made.featurize(Rows(data, **rows) if rows else data, **call)
 
     assert contents(tmp_path) == {}
 
@@ -589,9 +605,9 @@ def test_bad_input_gets_a_named_error_and_nothing_on_disk_changes(
 def test_a_bad_row_in_a_later_batch_keeps_what_was_done_and_can_be_mended(tmp_path: Path) -> None:
     made = attributor(tmp_path / "a.zarr")
     with pytest.raises(NonFiniteError, match=r"rows \[50\]"):
-        made.featurize(with_input(50, float("inf")), dataset_id="d")
+        made.featurize(Rows(with_input(50, float("inf")), name="d"))
 
-    assert made.featurize(TRAIN, dataset_id="d").rows_found == 32
+    assert made.featurize(Rows(TRAIN, name="d")).rows_found == 32
 
 
 @pytest.mark.parametrize(
@@ -632,7 +648,7 @@ def test_a_store_of_other_settings_is_refused_naming_each_difference(
 def test_other_train_data_is_refused_and_augmentation_is_suspected(tmp_path: Path) -> None:
     finished(tmp_path / "a.zarr")
 
-    with pytest.raises(ManifestMismatchError, match=r"dataset\.tensors.*augmentation.*dataset_id"):
+    with pytest.raises(ManifestMismatchError, match=r"dataset\.tensors.*augmentation.*Rows\(data, name="):
         attributor(tmp_path / "a.zarr").featurize(with_input(0, 3.0), checkpoints=states())
     with pytest.raises(ManifestMismatchError, match=r"dataset\.num_rows is 70 there, 60 here"):
         attributor(tmp_path / "a.zarr").featurize(dataset(60), checkpoints=states())
@@ -647,10 +663,10 @@ def test_steps_out_of_order_are_refused(tmp_path: Path) -> None:
     with pytest.raises(StateError, match="featurize"):
         attributor(None).scores()
     with pytest.raises(KeyboardInterrupt):
-        made.featurize(Counting(fail_at=40), dataset_id="d")
+        made.featurize(Rows(Counting(fail_at=40), name="d"))
     with pytest.raises(StateError, match=r"ckpt-0 has 32 of 70 train rows.*featurize"):
         made.score(TARGETS)
-    made.featurize(TRAIN, dataset_id="d")
+    made.featurize(Rows(TRAIN, name="d"))
     with pytest.raises(StateError, match=r"no scores 'test'; there are \[\]"):
         made.scores("test")
     with pytest.raises(StateError, match="no features for 1 of the 1 checkpoints"):
@@ -844,7 +860,7 @@ def test_gradients_that_really_are_zero_are_stored() -> None:
 
     made = attributor(None, model=linear, task=RegressionModelOutput(output="neg_squared_error"))
 
-    assert made.featurize(fitted, batch_size=1).rows_written == N
+    assert made.featurize(Rows(fitted, batch_size=1)).rows_written == N
 
 
 def test_one_exactly_fitted_row_does_not_stop_a_float16_run() -> None:
@@ -908,10 +924,10 @@ def test_rows_written_by_another_run_meanwhile_are_found(tmp_path: Path) -> None
     class Meanwhile(Counting):
         def __getitem__(self, index: int) -> Any:
             if index == 0 and not self.loaded.count(0):  # before this run has put a row
-                attributor(tmp_path / "a.zarr").featurize(TRAIN, dataset_id="d")
+                attributor(tmp_path / "a.zarr").featurize(Rows(TRAIN, name="d"))
             return super().__getitem__(index)
 
-    summary = attributor(tmp_path / "a.zarr").featurize(Meanwhile(), dataset_id="d")
+    summary = attributor(tmp_path / "a.zarr").featurize(Rows(Meanwhile(), name="d"))
 
     assert (summary.rows_written, summary.rows_found) == (0, N)
 

@@ -12,8 +12,9 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import TensorDataset
 
-from trak_lite import Attributor
+from trak_lite import Attributor, Rows
 from trak_lite.errors import ManifestMismatchError, NonFiniteError, PrecisionError
+from trak_lite.methods import GaussNewton
 from trak_lite.store import ZarrFeatureStore
 
 N, M, K = 300, 6, 15  # more rows than one block of 256; an odd K leaves half a byte of int4 empty
@@ -38,7 +39,8 @@ STATES = [{name: (1 + epoch) * value for name, value in model().state_dict().ite
 
 
 def attributor(path: Path | None, dtype: Any, **changes: Any) -> Attributor:
-    settings = {"task": "image_classification", "proj_dim": K, "damping": 0.1, "layout": "joint", **changes}
+    method = GaussNewton(damping=0.1)
+    settings = {"task": "image_classification", "proj_dim": K, "method": method, "layout": "joint", **changes}
     return Attributor(settings.pop("model", None) or model(), path=path, dtype=dtype, **settings)
 
 
@@ -105,9 +107,9 @@ def test_memory_and_disk_give_the_same_bits_and_a_killed_run_does(tmp_path: Path
     path = tmp_path / "run.zarr"
     made = attributor(path, dtype)
     with pytest.raises(KeyboardInterrupt):
-        made.featurize(Stopping(), checkpoints=STATES, dataset_id="train", batch_size=32)
+        made.featurize(Rows(Stopping(), name="train", batch_size=32), checkpoints=STATES)
     resumed = attributor(path, dtype)
-    assert resumed.featurize(TRAIN, checkpoints=STATES, dataset_id="train").rows_found == 288
+    assert resumed.featurize(Rows(TRAIN, name="train"), checkpoints=STATES).rows_found == 288
 
     np.testing.assert_array_equal(resumed.score(TARGETS, name="test").numpy(), expected)
 
@@ -174,7 +176,7 @@ def with_row(factor: float) -> TensorDataset:
 
 def stored_features(path: Path, dtype: str, data: TensorDataset) -> np.ndarray:
     linear = nn.Linear(4, 1, bias=False)
-    attributor(path, dtype, model=linear, task=output, projector="none").featurize(data)
+    attributor(path, dtype, model=linear, task=output, projector="none", method="auto").featurize(data)
     with ZarrFeatureStore.open(path) as store:
         return store.open_table("ckpt-0").read("features")
 
@@ -198,7 +200,12 @@ def test_rows_beyond_the_range_of_float16_are_kept_as_well_as_others(
 def test_rows_that_are_not_finite_are_refused_and_named(tmp_path: Path, dtype: str) -> None:
     """Before anything is quantised, and with nothing on disk."""
     made = attributor(
-        tmp_path / "run.zarr", dtype, model=nn.Linear(4, 1, bias=False), task=output, projector="none"
+        tmp_path / "run.zarr",
+        dtype,
+        model=nn.Linear(4, 1, bias=False),
+        task=output,
+        projector="none",
+        method="auto",
     )
     with pytest.raises(NonFiniteError, match=r"\b3\b"):
         made.featurize(with_row(float("inf")))

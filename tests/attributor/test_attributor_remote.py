@@ -8,7 +8,7 @@ import torch
 from torch import nn
 from torch.utils.data import Dataset, TensorDataset
 
-from trak_lite import Attributor
+from trak_lite import Attributor, Rows
 from trak_lite.errors import ManifestMismatchError, StateError
 from trak_lite.featurizing.row_checks import PROBED_ROWS
 from trak_lite.store import RemotePlace
@@ -58,7 +58,7 @@ def attributor(path):
 
 def run(path):
     made = attributor(path)
-    made.featurize(TRAIN, CHECKPOINTS, dataset_id="train", batch_size=16)
+    made.featurize(Rows(TRAIN, name="train", batch_size=16), CHECKPOINTS)
     return made.score(TARGETS, checkpoints=CHECKPOINTS)
 
 
@@ -87,7 +87,7 @@ def test_scores_equal_those_of_a_local_run_bitwise(where, expected):
     assert scores.top(3, target=1).indices.tolist() == expected.top(3, target=1).indices.tolist()
 
     again = Attributor.open(where, model(), progress=False)
-    found = again.featurize(TRAIN, CHECKPOINTS, dataset_id="train")
+    found = again.featurize(Rows(TRAIN, name="train"), CHECKPOINTS)
     assert (found.rows_written, found.rows_found) == (0, 2 * N)
     np.testing.assert_array_equal(again.scores().numpy(), expected.numpy())
     assert str(RemotePlace(where)) in repr(again.scores())
@@ -97,9 +97,9 @@ def test_a_run_that_broke_off_goes_on_where_it_stopped(where, expected):
     """Rows of chunks that were not complete are on this machine; few are loaded again, to be compared."""
     broken = Failing(TRAIN, fail_at=48)
     with pytest.raises(KeyboardInterrupt):
-        attributor(where).featurize(broken, CHECKPOINTS, dataset_id="train", batch_size=16)
+        attributor(where).featurize(Rows(broken, name="train", batch_size=16), CHECKPOINTS)
     resumed = Failing(TRAIN, fail_at=None)
-    attributor(where).featurize(resumed, CHECKPOINTS[:1], dataset_id="train", batch_size=16)
+    attributor(where).featurize(Rows(resumed, name="train", batch_size=16), CHECKPOINTS[:1])
     assert resumed.loaded[:PROBED_ROWS] == sorted(resumed.loaded[:PROBED_ROWS])
     assert max(resumed.loaded[:PROBED_ROWS]) < 48
     assert resumed.loaded[PROBED_ROWS:] == list(range(48, N))
@@ -108,7 +108,7 @@ def test_a_run_that_broke_off_goes_on_where_it_stopped(where, expected):
 
 def test_a_machine_that_has_nothing_computes_what_is_not_committed(where, expected, tmp_path, monkeypatch):
     with pytest.raises(KeyboardInterrupt):
-        attributor(where).featurize(Failing(TRAIN, 48), CHECKPOINTS, dataset_id="train", batch_size=16)
+        attributor(where).featurize(Rows(Failing(TRAIN, 48), name="train", batch_size=16), CHECKPOINTS)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "elsewhere"))
     np.testing.assert_array_equal(run(where).numpy(), expected.numpy())
 
@@ -122,7 +122,7 @@ def test_other_settings_are_refused_by_name(where, expected):
     run(where)
     other = Attributor(model(), "image_classification", where, seed=1, **SETTINGS)
     with pytest.raises(ManifestMismatchError, match=r"projector\.seed is 0 there, 1 here"):
-        other.featurize(TRAIN, CHECKPOINTS, dataset_id="train")
+        other.featurize(Rows(TRAIN, name="train"), CHECKPOINTS)
 
 
 def test_an_address_without_a_store_is_named(where):

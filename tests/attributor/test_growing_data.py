@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import Dataset, Subset, TensorDataset
 
-from trak_lite import Attributor
+from trak_lite import Attributor, Rows
 from trak_lite.errors import (
     BusyError,
     HeldHereError,
@@ -92,14 +93,14 @@ def test_only_appended_rows_are_featurized_and_a_reader_from_before_sees_what_it
     tmp_path: Path, whole: Path, more: int
 ) -> None:
     path = tmp_path / "a.zarr"
-    attributor(path).featurize(Counting(N), states(), dataset_id="d")
+    attributor(path).featurize(Rows(Counting(N), name="d"), states())
     before = features(path)
     with ZarrFeatureStore.open(path) as store:
         held = list(store.open_table("ckpt-0").chunks("features"))
         assert [len(chunk) for _, chunk in held] == [R, R, N - 2 * R]
         longer = Counting(N + more)
 
-        summary = attributor(path).featurize(longer, states(), dataset_id="d", append=True)
+        summary = attributor(path).featurize(Rows(longer, name="d"), states(), append=True)
 
         np.testing.assert_array_equal(store.open_table("ckpt-0").read("features"), before)
         np.testing.assert_array_equal(np.concatenate([chunk for _, chunk in held]), before)
@@ -131,10 +132,11 @@ def test_scores_of_grown_data_are_those_of_the_whole_and_older_ones_are_refused(
     for call in (lambda: made.scores("test"), lambda: made.score(TARGETS, "test")):
         with pytest.raises(StateError, match=r"of 70 train rows, and there are 73 .* drop_scores\('test'\)"):
             call()
-    made.score(TARGETS, "new", q="off")
+    without_q = replace(made.method, q="off")
+    made.score(TARGETS, "new", method=without_q)
     made.drop_scores("new")
     with pytest.raises(StateError, match="no scores 'new' made with"):
-        made.scores("new", q="off")
+        made.scores("new", method=without_q)
     made.drop_scores("test")
     np.testing.assert_allclose(made.score(TARGETS, "test").numpy(), expected, rtol=1e-4, atol=1e-6)
     with pytest.raises(StateError, match="no scores 'other'"):
@@ -207,7 +209,7 @@ def changed(row: int) -> TensorDataset:
         (changed(0), {}, "dataset.tensors"),
         (changed(N - 1), {}, "dataset.tensors"),
         (rows(N + 3), {"indices": [1, 0, *range(2, N + 3)]}, "dataset.indices"),
-        (rows(N + 3), {"dataset_id": "mine"}, "dataset.id"),
+        (rows(N + 3), {"name": "mine"}, "dataset.id"),
         (Counting(N + 3), {}, "dataset.samples"),
     ],
 )
@@ -218,7 +220,7 @@ def test_data_that_does_not_begin_with_the_stored_rows_is_refused(
     before = contents(tmp_path)
 
     with pytest.raises(ManifestMismatchError, match=key) as caught:
-        attributor(tmp_path / "a.zarr").featurize(data, append=True, **options)
+        attributor(tmp_path / "a.zarr").featurize(Rows(data, **options), append=True)
     assert "num_rows" not in str(caught.value)
     assert "to the very data" in str(caught.value)
     assert contents(tmp_path) == before
@@ -245,9 +247,9 @@ def test_appended_rows_are_told_from_the_stored_ones_by_any_identity(
     shorter: Any, longer: Any, options: list[dict[str, Any]]
 ) -> None:
     made = attributor(None)
-    count = made.featurize(shorter, **options[0]).rows_written
+    count = made.featurize(Rows(shorter, **options[0])).rows_written
 
-    summary = made.featurize(longer, append=True, **options[1])
+    summary = made.featurize(Rows(longer, **options[1]), append=True)
 
     assert (summary.rows_written, summary.rows_found) == (3, count)
 
@@ -345,11 +347,11 @@ def test_two_who_begin_a_checkpoint_each_at_the_same_moment_get_a_number_each(tm
         def __getitem__(self, index: int) -> Any:
             if not self.loaded:
                 self.loaded.append(index)
-                attributor(tmp_path / "a.zarr").featurize(Counting(N), first, dataset_id="d")
+                attributor(tmp_path / "a.zarr").featurize(Rows(Counting(N), name="d"), first)
             return super().__getitem__(index)
 
-    assert attributor(tmp_path / "a.zarr").featurize(Meanwhile(N), second, dataset_id="d").rows_written == N
-    attributor(tmp_path / "b.zarr").featurize(Counting(N), [first, second], dataset_id="d")
+    assert attributor(tmp_path / "a.zarr").featurize(Rows(Meanwhile(N), name="d"), second).rows_written == N
+    attributor(tmp_path / "b.zarr").featurize(Rows(Counting(N), name="d"), [first, second])
     for table in ("ckpt-0", "ckpt-1"):
         np.testing.assert_array_equal(
             features(tmp_path / "a.zarr", table), features(tmp_path / "b.zarr", table)
@@ -363,11 +365,11 @@ def test_a_table_made_otherwise_meanwhile_is_refused(tmp_path: Path) -> None:
         def __getitem__(self, index: int) -> Any:
             if not self.loaded:
                 self.loaded.append(index)
-                attributor(tmp_path / "a.zarr", store_norms=True).featurize(Counting(N), dataset_id="d")
+                attributor(tmp_path / "a.zarr", store_norms=True).featurize(Rows(Counting(N), name="d"))
             return super().__getitem__(index)
 
     with pytest.raises(ManifestMismatchError, match="table columns"):
-        attributor(tmp_path / "a.zarr").featurize(Meanwhile(N), dataset_id="d")
+        attributor(tmp_path / "a.zarr").featurize(Rows(Meanwhile(N), name="d"))
 
 
 def test_rows_that_another_process_appends_meanwhile_are_told(tmp_path: Path) -> None:

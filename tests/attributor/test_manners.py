@@ -18,7 +18,7 @@ from torch import nn
 from torch.utils.data import Dataset, TensorDataset
 
 import trak_lite
-from trak_lite import Attributor, FeaturizeSummary
+from trak_lite import Attributor, FeaturizeSummary, Rows, verify
 from trak_lite._progress import KeptProgress
 from trak_lite.errors import StateError
 from trak_lite.retraining import retrain
@@ -54,7 +54,7 @@ def attributor(path: Path | None, **changes: Any) -> Attributor:
 
 
 def featurize(made: Attributor, data: Dataset[Any] = TRAIN) -> FeaturizeSummary:
-    return made.featurize(data, batch_size=BATCH, dataset_id="mine")
+    return made.featurize(Rows(data, batch_size=BATCH, name="mine"))
 
 
 def rows_done(path: Path) -> int:
@@ -92,9 +92,9 @@ def test_every_long_call_shows_one_bar_at_a_time_with_rate_and_time_left(
 ) -> None:
     made = attributor(None, progress=True)
     made.featurize(TRAIN)
-    made.fit_curvature(TRAIN)
-    made.score(TARGETS, "first-five")
-    made.verify(lambda rows, seed: nn.Linear(4, 3), TARGETS, "first-five", budget=4, train_id="none")
+    made.score(TARGETS, "first-five", method="EKFAC")
+    scores = made.score(TARGETS, "first-five")
+    verify(scores, lambda rows, seed: nn.Linear(4, 3), TARGETS, budget=4, train_id="none")
 
     shown = capsys.readouterr().err
     labels = ["Featurizing current", "Fitting the curvature of", "Scoring 'first-five'", "Retraining"]
@@ -127,7 +127,7 @@ def test_a_terminal_shows_the_bar_without_being_asked(
 def test_nothing_is_shown_where_nobody_looks(capsys: pytest.CaptureFixture[str]) -> None:
     made = attributor(None)
     made.featurize(TRAIN)
-    made.fit_curvature(TRAIN)
+    made.score(TARGETS, method="EKFAC")
     made.score(TARGETS)
 
     assert capsys.readouterr() == ("", "")
@@ -189,7 +189,7 @@ def test_a_ctrl_c_while_targets_are_featurized_counts_them(tmp_path: Path) -> No
     featurize(made)
 
     with pytest.raises(KeyboardInterrupt) as caught:
-        made.score(Stopping(), "itself", batch_size=BATCH, dataset_id="mine")
+        made.score(Rows(Stopping(), batch_size=BATCH, name="mine"), "itself")
 
     assert re.search(r"'itself'.*: at least 96 of 300 rows are done", caught.value.__notes__[0])
 

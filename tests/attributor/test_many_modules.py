@@ -59,10 +59,10 @@ def test_hundreds_of_modules_are_featurized_scored_reported_and_told_apart(tmp_p
     attributor = Attributor(model, "image_classification", store, proj_dim=2)
     attributor.featurize(data)
     scores = attributor.score(small_data(3), name="t")
-    plain = attributor.score(small_data(3), name="t", kernel="dot")
+    plain = attributor.score(small_data(3), name="t", method="GradDot")
 
     assert attributor.layout.width == 2 * DEPTH
-    stored = attributor.scores("t", dense=False, kernel="dot")
+    stored = attributor.scores("t", dense=False, method="GradDot")
     np.testing.assert_allclose(stored.top(4, target=0).scores, np.sort(plain.numpy()[:, 0])[::-1], rtol=1e-4)
     np.testing.assert_array_equal(Attributor.open(store, model).scores("t").numpy(), scores.numpy())
     assert write_report(scores, tmp_path / "page.html").stat().st_size < 20_000
@@ -92,7 +92,7 @@ attributor = Attributor(model, "image_classification", sys.argv[1], proj_dim=2, 
 attributor.featurize(data, states)
 scores = attributor.score(data)
 one = scores.self_influence(), scores.standard_error(), scores.reliability().expected, scores.top(2)
-attributor.damping_path("targets", [0.1, 1.0])
+attributor.scores("targets").path([0.1, 1.0])
 again = Attributor.open(sys.argv[1], model, progress=False).scores()
 assert (again.self_influence() == one[0]).all()
 """

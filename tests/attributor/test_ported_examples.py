@@ -53,7 +53,7 @@ def test_dattris_example_orders_train_rows_alike(trained: Any) -> None:
     """Target by target; positive is helpful in both."""
     model, inputs, labels = trained
     train_set = TensorDataset(inputs[:N], labels[:N])
-    attributor = Attributor(model, "image_classification", None, kernel="fisher")
+    attributor = Attributor(model, "image_classification", None, method="Fisher")
     attributor.featurize(train_set)
     scores = attributor.score(TensorDataset(inputs[N:], labels[N:])).numpy()
     expected = influences(model, inputs, labels).numpy()

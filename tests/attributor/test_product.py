@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
-from functools import partial
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -18,24 +18,18 @@ from modelout_cases import BUILDERS
 from torch import Tensor, nn
 from torch.utils.data import Dataset
 
-from trak_lite import Attributor
+from trak_lite import Attributor, Rows
 from trak_lite.data.batches import take_rows
-from trak_lite.featurizing.fisher import FisherFits, FisherSettings
+from trak_lite.featurizing.fisher import FisherFits
 from trak_lite.gradient_computers import GRADIENT_COMPUTERS
+from trak_lite.methods import TRAK, AbstractKernelMethod, Fisher, GaussNewton
 from trak_lite.modelout_functions import ModelCall
 from trak_lite.projectors import PROJECTORS, AbstractProjector
 from trak_lite.testing.modelout import ModelOutputCase
 
 K = 6
 TRAIN_ROWS, TARGETS = [0, 1, 2, 3], [2, 0]
-
-
-@pytest.fixture(autouse=True)
-def _few_drawn_labels(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What is tested here is what scores are made of a Fisher gram, not how close that is."""
-    monkeypatch.setattr(
-        "trak_lite.featurizing.session.FisherSettings", partial(FisherSettings, samples_per_feature=1)
-    )
+PLAIN, CURVED = TRAK(damping=0.1, layout="stored"), GaussNewton(damping=0.1)
 
 
 class BatchRows(Dataset[Any]):
@@ -102,25 +96,26 @@ def expected_terms(
 
 
 def native_scores(
-    per_checkpoint: dict[str, list[np.ndarray]], attributor: Attributor, weighting: str
+    per_checkpoint: dict[str, list[np.ndarray]], attributor: Attributor, method: AbstractKernelMethod
 ) -> np.ndarray:
-    """Segment by segment, q where the kernel has it by default; a Fisher gram as it is kept (see test_fisher)."""
+    """Segment by segment, q where the method has it by default; a Fisher gram as it is kept (see test_fisher)."""
     segments = [(s.start, s.stop) for s in attributor.layout.segments]
-    damping = attributor.kernel.damping
-    if weighting != "fisher":
+    damping = method.kernel.damping
+    if not isinstance(method, Fisher):
         return reference.kernel_scores(
             *(per_checkpoint[part] for part in ("train", "q", "w", "target")),
             segments=segments,
             damping=damping,
-            weighting=weighting,
-            where_q="outside" if weighting == "none" else "inside",
+            weighting=method.weighting,
+            where_q="outside" if isinstance(method, TRAK) else "inside",
         )
     total = np.zeros((len(TRAIN_ROWS), len(TARGETS)))
     for model_id, (train, q, target) in enumerate(
         zip(*(per_checkpoint[part] for part in ("train", "q", "target")), strict=True)
     ):
         with attributor._workspace.reading() as store:
-            grams = FisherFits(store).grams(f"ckpt-{model_id}", attributor.layout, device=attributor.device)
+            fits = FisherFits(store, method)
+            grams = fits.grams(f"ckpt-{model_id}", attributor.layout, device=attributor.device)
         for (start, stop), gram in zip(segments, grams, strict=True):
             matrix = gram.double().numpy()
             if not matrix.any():
@@ -161,18 +156,13 @@ JOINT = [
 def test_scores_equal_the_reference(
     build: Callable[[], ModelOutputCase], computer: str, projector: str
 ) -> None:
-    """With both kernels, of which either is the attributor's own."""
+    """With two methods, of which either is the attributor's own."""
     case = build()
     if not case.task.has_curvature:
-        kernels = [
-            "auto",
-            "trak",
-        ]  # "fisher" or "trak": the named error of the other choice has a test of its own
+        own, other = None, PLAIN  # Fisher or TRAK: the named error of the other choice has a test of its own
     else:
-        kernels = ["trak", "curvature"] if computer == "functional" else ["curvature", "trak"]
-    assert_scores_equal_the_reference(
-        case, kernels[1], gradient_computer=computer, projector=projector, kernel=kernels[0]
-    )
+        own, other = (PLAIN, CURVED) if computer == "functional" else (CURVED, PLAIN)
+    assert_scores_equal_the_reference(case, own, other, gradient_computer=computer, projector=projector)
 
 
 @pytest.mark.parametrize(("build", "projector"), JOINT)
@@ -182,10 +172,24 @@ def test_scores_with_one_kernel_for_the_whole_row_equal_the_reference(
     assert_scores_equal_the_reference(build(), projector=projector, layout="joint")
 
 
+def damped_choice(case: ModelOutputCase) -> AbstractKernelMethod:
+    """The method that the task gets by default, with the damping of these tests and few drawn labels.
+
+    What is tested here is what scores are made of a Fisher gram, not how close that is.
+    """
+    chosen = Attributor(case.model, case.task, None, proj_dim=K).method
+    assert isinstance(chosen, AbstractKernelMethod)
+    few = {"samples_per_feature": 1} if isinstance(chosen, Fisher) else {}
+    return replace(chosen, damping=0.1, **few)
+
+
 def assert_scores_equal_the_reference(
-    case: ModelOutputCase, view: str | None = None, **settings: Any
+    case: ModelOutputCase,
+    own_method: AbstractKernelMethod | None = None,
+    other: AbstractKernelMethod | None = None,
+    **settings: Any,
 ) -> None:
-    """Compare the scores of the attributor's kernel, and those of another one that reads the same rows."""
+    """Compare the scores of the attributor's method, and those of another one that reads the same rows."""
     first = {name: value.clone() for name, value in case.model.state_dict().items()}
     states = [first, {name: value * 0.7 for name, value in first.items()}]
     train, targets = BatchRows(case.batch, TRAIN_ROWS), BatchRows(case.batch, TARGETS)
@@ -195,20 +199,20 @@ def assert_scores_equal_the_reference(
         None,
         proj_dim=K,
         dtype="float32",
-        damping=0.1,
+        method=damped_choice(case) if own_method is None else own_method,
         collate=train.collate,
         **settings,
     )
 
-    attributor.featurize(train, checkpoints=states, batch_size=3)
+    attributor.featurize(Rows(train, batch_size=3), checkpoints=states)
     own = attributor.score(targets).numpy()
 
     terms = expected_terms(case, states, attributor)
     assert own.shape == (len(TRAIN_ROWS), len(TARGETS))
-    assert_near(own, native_scores(terms, attributor, attributor.kernel.weighting))
-    if view is not None:
-        scores = attributor.score(targets, kernel=view, damping=attributor.kernel.damping).numpy()
-        assert_near(scores, native_scores(terms, attributor, "none" if view == "trak" else view))
+    assert_near(own, native_scores(terms, attributor, attributor.method))
+    if other is not None:
+        scores = attributor.score(targets, method=other).numpy()
+        assert_near(scores, native_scores(terms, attributor, other))
 
 
 def assert_near(scores: np.ndarray, expected: np.ndarray) -> None:

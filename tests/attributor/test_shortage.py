@@ -20,7 +20,7 @@ from forked import forkserver
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset, TensorDataset, get_worker_info
 
-from trak_lite import Attributor
+from trak_lite import Attributor, Rows
 from trak_lite.errors import ShortageError, WorkerLostError
 from trak_lite.store import ZarrFeatureStore
 
@@ -70,8 +70,8 @@ def attributor(path: Path, model: nn.Module, engine: str = "hook", **settings: A
 def finished(path: Path) -> np.ndarray[Any, Any]:
     """Featurize what is left, with a model that does not fail, and return the scores."""
     made = attributor(path, Failing(None, float("inf")))
-    made.featurize(TRAIN, batch_size=8)
-    return made.score(TARGETS, batch_size=8).numpy()
+    made.featurize(Rows(TRAIN, batch_size=8))
+    return made.score(Rows(TARGETS, batch_size=8)).numpy()
 
 
 @pytest.mark.parametrize("passes", [0, 3])
@@ -81,13 +81,13 @@ def test_a_shortage_during_a_pass_is_not_taken_for_an_unsupported_model(fail, en
     made = attributor(tmp_path / "a.zarr", Failing(fail, passes), engine)
 
     with pytest.raises(ShortageError, match=r"ulimit"):
-        made.featurize(TRAIN, batch_size=8)
+        made.featurize(Rows(TRAIN, batch_size=8))
 
 
 @pytest.mark.parametrize("passes", [2, 5])
 def test_rows_done_before_a_shortage_are_kept_and_the_others_are_right(passes, tmp_path):
     with pytest.raises(ShortageError):
-        attributor(tmp_path / "a.zarr", Failing(no_memory, passes)).featurize(TRAIN, batch_size=8)
+        attributor(tmp_path / "a.zarr", Failing(no_memory, passes)).featurize(Rows(TRAIN, batch_size=8))
 
     assert finished(tmp_path / "a.zarr").tobytes() == finished(tmp_path / "b.zarr").tobytes()
 
@@ -98,8 +98,8 @@ def limited(path: str, spare: int, report: str) -> None:
     resource.setrlimit(resource.RLIMIT_NOFILE, (used + spare, used + spare))
     try:
         made = attributor(Path(path), Failing(None, float("inf")))
-        made.featurize(TRAIN, batch_size=8)
-        made.score(TARGETS, batch_size=8)
+        made.featurize(Rows(TRAIN, batch_size=8))
+        made.score(Rows(TARGETS, batch_size=8))
         found = "finished"
     except Exception as error:  # any kind: the test says which one it has to be
         found = f"{type(error).__name__}: {error}"
@@ -147,7 +147,7 @@ def test_a_killed_loader_process_is_not_taken_for_an_unsupported_model(tmp_path)
 
     with pytest.raises(WorkerLostError, match="num_workers"):
         attributor(tmp_path / "a.zarr", Failing(None, float("inf")), "auto").featurize(
-            loader, dataset_id="mine"
+            Rows(loader, name="mine")
         )
     with ZarrFeatureStore.open(tmp_path / "a.zarr") as store:
         assert store.table_names() in ([], ["ckpt-0"])

@@ -34,7 +34,7 @@ def pending(path: str) -> list[int]:
 
 
 def test_a_sound_store_exits_with_0(path: str, capsys: pytest.CaptureFixture[str]) -> None:
-    assert cli.main(["verify", path]) == 0
+    assert cli.main(["check", path]) == 0
 
     out, err = capsys.readouterr()
     assert out == f"{path}: sound; 1 table, 8 rows done, 0 pending, 2 chunks of 64 bytes compared.\n"
@@ -45,7 +45,7 @@ def test_a_damaged_store_exits_with_1_and_names_chunk_and_rows(
     path: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     damage(path)
-    assert cli.main(["verify", path]) == 1
+    assert cli.main(["check", path]) == 1
 
     row = capsys.readouterr().out.splitlines()[1]
     assert row.startswith("damage  ckpt-0  1      4 to 7  features  checksum")
@@ -56,21 +56,21 @@ def test_a_repair_exits_with_0_and_leaves_the_rows_pending(
     path: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     damage(path)
-    assert cli.main(["verify", path, "--repair"]) == 0
+    assert cli.main(["check", path, "--repair"]) == 0
 
     assert "set aside: chunk 1 (rows 4 to 7 are pending) of ckpt-0 is in" in capsys.readouterr().out
     assert pending(path) == [4, 5, 6, 7]
-    assert cli.main(["verify", "--repair", path]) == 0
+    assert cli.main(["check", "--repair", path]) == 0
 
 
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
         ([], "trak-lite: the following arguments are required: COMMAND. Try 'trak-lite --help'.\n"),
-        (["check"], "invalid choice: 'check'"),
-        (["verify"], "trak-lite verify: the following arguments are required: PATH"),
-        (["verify", "a", "b"], "unrecognized arguments: b"),
-        (["verify", "a", "--fix"], "unrecognized arguments: --fix"),
+        (["examine"], "invalid choice: 'examine'"),
+        (["check"], "trak-lite check: the following arguments are required: PATH"),
+        (["check", "a", "b"], "unrecognized arguments: b"),
+        (["check", "a", "--fix"], "unrecognized arguments: --fix"),
     ],
 )
 def test_wrong_use_exits_with_2_and_one_line(
@@ -88,7 +88,7 @@ def test_wrong_use_exits_with_2_and_one_line(
 def test_a_path_without_a_store_exits_with_2_and_one_line(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert cli.main(["verify", str(tmp_path / "nothing")]) == 2
+    assert cli.main(["check", str(tmp_path / "nothing")]) == 2
 
     err = capsys.readouterr().err
     assert err.startswith(f"trak-lite: There is no store at {tmp_path}/nothing")
@@ -103,12 +103,12 @@ def test_the_version_and_the_help_go_to_standard_output(
         cli.main([option])
 
     assert caught.value.code == 0
-    assert {"--version": __version__, "--help": "verify"}[option] in capsys.readouterr().out
+    assert {"--version": __version__, "--help": "check"}[option] in capsys.readouterr().out
 
 
 def test_the_module_runs_as_a_program(path: str) -> None:
     damage(path)
-    command = [sys.executable, "-m", "trak_lite", "verify", path]
+    command = [sys.executable, "-m", "trak_lite", "check", path]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
 
     assert done.returncode == 1

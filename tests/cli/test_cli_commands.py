@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import fcntl
+import json
 import os
 import shutil
 import subprocess
@@ -103,14 +104,33 @@ def test_a_recipe_without_checkpoints_is_taken_as_it_builds_the_model(
     assert not (tmp_path / "trained").exists()
 
 
-@pytest.mark.parametrize("kernel", ["ekfac", "fisher"])
+@pytest.mark.parametrize("method", ["ekfac", "fisher", {"name": "EKFAC", "damping": 0.3}])
 def test_scores_have_their_curvature_fitted(
-    kernel: Any, ran: Path, copied: Path, capsys: pytest.CaptureFixture[str]
+    method: Any, ran: Path, copied: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    done(["score", str(copied / "run.yaml"), "--score.kernel", kernel], capsys)
+    done(["score", str(copied / "run.yaml"), "--score.method", json.dumps(method).strip('"')], capsys)
     model = load_recipe(copied / "recipe.py").call("build_model", {})
 
-    assert Attributor.open(copied / "run.zarr", model).scores("held-out", kernel=kernel).shape == (40, 6)
+    assert Attributor.open(copied / "run.zarr", model).scores("held-out", method=method).shape == (40, 6)
+
+
+def test_rows_of_train_data_and_targets_are_chosen_by_their_sections(
+    copied: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    config = str(copied / "run.yaml")
+    shown = done(["score", config, "--score.name", "two", "--target_data.indices", "[5, 0]"], capsys)
+    assert "Scores('two': 40 train rows x 2 targets)" in shown
+    np.testing.assert_allclose(scores(copied, "two"), scores(copied)[:, [5, 0]], rtol=1e-5, atol=1e-7)
+
+    some = [
+        "--train_data.indices",
+        "[3, 1]",
+        "--train_data.name",
+        "some",
+        "--path",
+        str(copied / "some.zarr"),
+    ]
+    assert "featurized: 6 rows written, 0 found" in done(["featurize", config, *some], capsys)
 
 
 def test_a_training_that_fails_leaves_no_checkpoint(tmp_path: Path) -> None:
@@ -163,10 +183,10 @@ def test_what_a_killed_training_left_is_removed_by_the_next_one(
     assert list((tmp_path / "trained").iterdir())
 
 
-def test_an_evaluation_retrains_and_its_verdict_is_shown_with_the_store(
+def test_a_verification_retrains_and_its_verdict_is_shown_with_the_store(
     copied: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    shown = done(["evaluate", str(copied / "run.yaml"), "--evaluate.budget", "4"], capsys)
+    shown = done(["verify", str(copied / "run.yaml"), "--verify.budget", "4"], capsys)
     inspected = done(["inspect", str(copied / "run.zarr")], capsys)
 
     assert shown.startswith("LDS ")
@@ -174,7 +194,7 @@ def test_an_evaluation_retrains_and_its_verdict_is_shown_with_the_store(
     assert f"verdict on scores/held-out: {shown.splitlines()[0]}" in inspected
 
 
-def test_an_evaluation_of_selected_rows_trains_on_these_rows(
+def test_a_verification_of_selected_rows_trains_on_these_rows(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     recipe = RECIPE.replace(
@@ -183,22 +203,22 @@ def test_an_evaluation_of_selected_rows_trains_on_these_rows(
         "        file.write(' '.join(map(str, sorted(indices))) + '\\n')\n"
         "    torch.manual_seed(seed)\n    model = build",
     )
-    config = write_case(tmp_path, recipe=recipe, more="featurize: {indices: [30, 31, 35, 39]}\n")
+    config = write_case(tmp_path, recipe=recipe, more="train_data: {indices: [30, 31, 35, 39]}\n")
     done(["run", config], capsys)
     (tmp_path / "seen").unlink()
-    done(["evaluate", config, "--evaluate.budget", "2"], capsys)
+    done(["verify", config, "--verify.budget", "2"], capsys)
 
     seen = [set(map(int, line.split())) for line in (tmp_path / "seen").read_text().splitlines()]
     assert len(seen) == 2
     assert all(rows < {30, 31, 35, 39} and len(rows) == 2 for rows in seen)
 
 
-def test_an_evaluation_needs_a_recipe_that_trains(
+def test_a_verification_needs_a_recipe_that_trains(
     ran: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     config = write_case(tmp_path, recipe=RECIPE.replace("def train(", "def fit("))
 
-    assert "defines no train(indices, seed)" in refused(["evaluate", config], capsys)
+    assert "defines no train(indices, seed)" in refused(["verify", config], capsys)
 
 
 def test_a_store_is_shown_with_settings_tables_and_runs(
@@ -240,14 +260,14 @@ def test_a_moved_store_repeats_its_run(copied: Path, ran: Path, capsys: pytest.C
 def test_the_same_run_is_recorded_once_and_another_one_beside_it(
     copied: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    for arguments in ([], [], ["--score.kernel", "dot"]):
+    for arguments in ([], [], ["--score.method", "graddot"]):
         done(["score", "--from", str(copied / "run.zarr"), *typed(copied), *arguments], capsys)
 
     with open_store(str(copied / "run.zarr")) as store:
         assert [record.command for record in kept_records(store)] == ["run", "score", "score"]
     repeated = last_record(str(copied / "run.zarr"))
     assert repeated is not None
-    assert repeated.config["score"]["kernel"] == "dot"
+    assert repeated.config["score"]["method"] == "graddot"
 
 
 def test_a_recorded_run_with_overrides_is_another_run(
@@ -339,7 +359,7 @@ def test_records_that_cannot_be_read_are_refused(
     text: bytes, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     with ZarrFeatureStore.create(tmp_path / "a.zarr", Manifest({})) as store:
-        store.cache("runs", "run records, format 1", np.frombuffer(text, np.uint8).copy())
+        store.put_entry("runs", "run records, format 1", np.frombuffer(text, np.uint8).copy())
         with pytest.raises(CorruptStoreError, match=r"records of runs in .* cannot be read"):
             kept_records(store)
 
@@ -419,7 +439,7 @@ def test_without_the_extra_the_store_can_be_looked_at_and_the_rest_says_what_to_
         "extra = ('jsonargparse', 'docstring_parser')\n"
         "print(set(extra) & set(sys.modules))\n"
         "for name in extra: sys.modules[name] = None\n"
-        "print(cli.main(['verify', sys.argv[1]]), cli.main(['inspect', sys.argv[1]]), cli.main(['run', 'x.yaml']))"
+        "print(cli.main(['check', sys.argv[1]]), cli.main(['inspect', sys.argv[1]]), cli.main(['run', 'x.yaml']))"
     )
     command = [sys.executable, "-c", code, str(ran / "run.zarr")]
     ended = subprocess.run(command, capture_output=True, text=True, check=True)

@@ -31,14 +31,21 @@ def read(folder: Path, more: str = "", *arguments: str) -> RunConfig:
         ("seed: null", "seed must be a whole number, got None."),
         ("seed: {a: 1}", "seed must be a whole number, got {'a': 1}."),
         ("store_norms: 1", "store_norms must be true or false, got 1."),
-        ("damping: .nan", "damping must be a finite number or 'auto', got nan."),
-        ("damping: high", "damping must be a finite number or 'auto', got 'high'."),
+        ("method: {name: TRAK, damping: .nan}", "method must be a mapping to (true or false or "),
+        (
+            "method: {name: TRAK, damping: high}",
+            "method: damping must be a finite number of at least 0, got 'high'.",
+        ),
+        ("method: {name: TRAK, dampings: 1}", "dampings"),
+        ("method: {damping: 1}", "method must be a name of 'GaussNewton', "),
+        ("method: 5", "method must be a mapping to"),
+        ("method: {name: TracIn, learning_rates: fast}", "method: learning_rates must be finite"),
         ("dtype: float61", "got 'float61'. Did you mean 'float16'?"),
         ("grad_wrt: [1]", "grad_wrt must be text or a list of (text) or null, got [1]."),
         ("normalize: {kind: clip, most: 2}", "normalize: unknown keys ['most']; expected some of ['kind', "),
         ("normalize: {kind: clip}", "normalize: kind='clip' needs a threshold"),
-        ("evaluate: {budget: ten}", "evaluate.budget must be a whole number, got 'ten'."),
-        ("evaluate: 5", "evaluate must be a mapping of keys, got 5."),
+        ("verify: {budget: ten}", "verify.budget must be a whole number, got 'ten'."),
+        ("verify: 5", "verify must be a mapping of keys, got 5."),
         ("recipe_arguments: 5", "recipe_arguments must be a mapping, got 5."),
         ("recipe_arguments: {steps: few}", "recipe_arguments.steps must be a whole number, got 'few'."),
         (
@@ -46,8 +53,8 @@ def read(folder: Path, more: str = "", *arguments: str) -> RunConfig:
             "unknown key 'recipe_arguments.step'. Did you mean 'recipe_arguments.steps'?",
         ),
         ("proj_dims: 4", "unknown key 'proj_dims'. Did you mean 'proj_dim'?"),
-        ("evaluate: {bugdet: 4}", "unknown key 'evaluate.bugdet'. Did you mean 'evaluate.budget'?"),
-        ("budget: 4", "unknown key 'budget'. Did you mean 'evaluate.budget'?"),
+        ("verify: {bugdet: 4}", "unknown key 'verify.bugdet'. Did you mean 'verify.budget'?"),
+        ("budget: 4", "unknown key 'budget'. Did you mean 'verify.budget'?"),
         ("zzzz: 4", "unknown key 'zzzz'. 'trak-lite run --help' lists the keys."),
         ("seed: 1\nseed: 2", "the key 'seed' is there twice"),
         ("grad_wrt: &a [x]\nindices: *a", "aliases are not allowed"),
@@ -55,10 +62,13 @@ def read(folder: Path, more: str = "", *arguments: str) -> RunConfig:
         ("seed: [", "is no YAML that can be read"),
         ("? [seed]\n: 1", "found unhashable key"),
         ("1: 2", "unknown key '1'."),
-        ("indices: [1]", "unknown key 'indices'. Did you mean 'featurize.indices' or 'score.indices'?"),
         (
-            "featurize: {indices: !!set {1, 2}}",
-            "featurize.indices must be a list of (a whole number) or null",
+            "indices: [1]",
+            "unknown key 'indices'. Did you mean 'train_data.indices' or 'target_data.indices'?",
+        ),
+        (
+            "train_data: {indices: !!set {1, 2}}",
+            "train_data.indices must be a list of (a whole number) or null",
         ),
         ("device: !!binary aGk=", "device must be text"),
         ("device: 2020-01-01", "device must be text"),
@@ -82,7 +92,11 @@ def test_a_wrong_key_or_value_is_named_with_its_path(
         (["--see", "1"], "unknown key 'see'. Did you mean 'seed'?"),
         (["1", "--seed"], "unexpected '1'. Expected --key value, after the config."),
         (["--recipe_arguments.steps=x"], "recipe_arguments.steps must be a whole number, got 'x'."),
-        (["--score.kernel", "carvature"], "Did you mean 'curvature'?"),
+        (["--score.method", "GausNewton"], "Did you mean 'GaussNewton'?"),
+        (
+            ["--score.method", "{name: EKFAC, damping: 0}"],
+            "score.method: EKFAC(damping=0) would divide by zero",
+        ),
     ],
 )
 def test_a_wrong_override_is_named(
@@ -122,15 +136,23 @@ def test_a_missing_recipe_argument_is_named(tmp_path: Path, capsys: pytest.Captu
 def test_the_command_line_comes_before_the_file_and_the_file_before_the_default(tmp_path: Path) -> None:
     values = read(
         tmp_path,
-        "seed: 3\nevaluate: {budget: 4}\nrecipe_arguments: {steps: 2}\n",
-        *("--seed=5", "--score.kernel", "trak", "--score.checkpoint_weights", "[1, -1]", "--grad_wrt", "0.*"),
-        *("--recipe_arguments.width", "8", "--store_norms", "true", "--damping", "1e-2"),
+        "seed: 3\nverify: {budget: 4}\nrecipe_arguments: {steps: 2}\nmethod: {name: TRAK, damping: 1}\n",
+        *("--seed=5", "--score.method", "{name: graddot, checkpoint_weights: [1, -1]}", "--grad_wrt", "0.*"),
+        *(
+            "--recipe_arguments.width",
+            "8",
+            "--store_norms",
+            "true",
+            "--method",
+            "{name: Fisher, damping: 1e-2}",
+        ),
     ).values
 
-    assert (values["seed"], values["evaluate.budget"], values["proj_dim"]) == (5, 4, 16)
-    assert (values["score.kernel"], values["score.checkpoint_weights"]) == ("trak", [1.0, -1.0])
-    assert (values["grad_wrt"], values["store_norms"], values["damping"]) == ("0.*", True, 0.01)
-    assert values["evaluate.alpha"] == 0.5
+    assert (values["seed"], values["verify.budget"], values["proj_dim"]) == (5, 4, 16)
+    assert values["score.method"] == {"name": "graddot", "checkpoint_weights": [1, -1]}
+    assert (values["grad_wrt"], values["store_norms"]) == ("0.*", True)
+    assert values["method"] == {"name": "Fisher", "damping": 0.01}
+    assert values["verify.alpha"] == 0.5
     assert [values[f"recipe_arguments.{name}"] for name in ("steps", "width", "num_train")] == [2, 8, 40]
 
 
@@ -139,7 +161,7 @@ def test_the_default_number_of_features_can_be_asked_for(tmp_path: Path) -> None
 
 
 def test_a_config_written_out_is_the_same_config(tmp_path: Path) -> None:
-    config = read(tmp_path, "normalize: {kind: clip, threshold: 2}\nevaluate: {seeds: [0, 1]}\n")
+    config = read(tmp_path, "normalize: {kind: clip, threshold: 2}\nverify: {seeds: [0, 1]}\n")
     (tmp_path / "again.yaml").write_text(yaml.safe_dump(config.to_json()))
 
     assert read_config("run", str(tmp_path / "again.yaml"), []).values == config.values
@@ -201,7 +223,9 @@ def test_a_class_path_in_any_key_is_refused_and_imports_nothing(
     assert "planted_code" not in sys.modules
 
 
-@pytest.mark.parametrize("name", ["task", "projector", "gradient_computer", "device", "normalize", "kernel"])
+@pytest.mark.parametrize(
+    "name", ["task", "projector", "gradient_computer", "device", "normalize", "method", "score.method"]
+)
 @pytest.mark.parametrize("form", ["{}", "class_path: {}", "!!python/name:{}"])
 def test_the_path_of_a_class_as_text_imports_nothing(
     name: str, form: str, planted: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
@@ -219,7 +243,8 @@ def test_the_help_lists_the_keys(name: str, capsys: pytest.CaptureFixture[str]) 
     assert "--proj_dim" in shown
     assert ":meth:" not in shown
     assert "+ " not in shown
-    assert "--evaluate.budget" in shown
+    assert "--verify.budget" in shown
+    assert "--score.method" in shown
 
 
 def test_a_parser_refuses_values_of_keys_that_it_does_not_have() -> None:

@@ -43,7 +43,7 @@ def train(indices, seed):
     return build_model().state_dict()
 '''
 )
-MORE = "featurize: {batch_size: 8}\n"
+MORE = "train_data: {batch_size: 8}\n"
 
 
 @pytest.fixture(autouse=True)

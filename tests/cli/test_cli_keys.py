@@ -51,15 +51,28 @@ def test_every_argument_of_the_attributor_is_a_key_with_its_default_but_what_onl
 
 
 def test_the_methods_arguments_are_keys_of_their_section() -> None:
-    assert KEYS["featurize.batch_size"].type == int | None
-    assert KEYS["score.kernel"].default is None
-    assert KEYS["evaluate.budget"].default == 10
-    assert not {"evaluate.name", "evaluate.texts", "evaluate.strata", "score.data"} & KEYS.keys()
+    assert KEYS["train_data.batch_size"].type == int | None
+    assert KEYS["target_data.indices"].type == list[int] | None
+    assert KEYS["train_data.name"].type == str | None
+    assert KEYS["featurize.append"].type is bool
+    assert KEYS["score.method"].default is None
+    assert KEYS["verify.budget"].default == 10
+    assert (
+        not {
+            "verify.texts",
+            "verify.strata",
+            "verify.scores",
+            "verify.targets",
+            "score.data",
+            "train_data.data",
+        }
+        & KEYS.keys()
+    )
 
 
 def test_the_help_is_that_of_the_docstrings() -> None:
     assert KEYS["proj_dim"].help.startswith("K, numbers per stored row")
-    assert "Random subsets" in KEYS["evaluate.budget"].help
+    assert "Random subsets" in KEYS["verify.budget"].help
 
 
 def test_a_mapping_stands_for_a_dataclass_of_plain_fields() -> None:

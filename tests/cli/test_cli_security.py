@@ -27,9 +27,9 @@ from trak_lite import Attributor, cli
 from trak_lite.cli.program import _parser
 from trak_lite.cli.recipes import load_recipe
 from trak_lite.cli.records import RunRecord, keep_record, last_record
-from trak_lite.errors import CheckpointError, StateError, TrakLiteError
+from trak_lite.errors import CheckpointError, ManifestMismatchError, StateError, TrakLiteError
 from trak_lite.store import open_store
-from trak_lite.store.disk.derived import DerivedArrays
+from trak_lite.store.disk.derived import ArrayFolder
 from trak_lite.store.disk.documents import sealed
 
 (_TABLE,) = (action for action in _parser()._actions if isinstance(action, argparse._SubParsersAction))
@@ -102,7 +102,7 @@ def put_record(folder: Path, digest: str, **config: Any) -> None:
         "where": "",
     }
     text = np.frombuffer(json.dumps([record]).encode(), np.uint8).copy()
-    DerivedArrays(str(folder / "run.zarr/.cache")).put("runs", "run records, format 1", text)
+    ArrayFolder(str(folder / "run.zarr/.entries")).put("runs", "run records, format 1", text)
 
 
 def edit_record(path: Path, change: Callable[[dict[str, Any]], None]) -> None:
@@ -124,7 +124,13 @@ def plant_python(folder: Path) -> list[Path]:
     text = EVIL + RECIPE
     files = [
         folder / "run.zarr" / name
-        for name in ("recipe.py", ".cache/notes.npy.py", "torch.py", "ckpt-0/__init__.py")
+        for name in (
+            "recipe.py",
+            ".cache/notes.npy.py",
+            ".entries/notes.py",
+            "torch.py",
+            "ckpt-0/__init__.py",
+        )
     ]
     for file in files:
         file.write_text(text)
@@ -161,6 +167,7 @@ def modules_as_settings(folder: Path) -> None:
         recipe="this",
         task="this.s",
         projector="this",
+        method={"name": "this.s"},
         gradient_computer="this:d",
         grad_wrt="this",
     )
@@ -175,6 +182,7 @@ def pickles_as_checkpoints(folder: Path) -> None:
 
 def settings_of_the_manifest(folder: Path) -> None:
     modules = {"task": "this", "gradient_computer": "this.d", "projector": "this.s", "collate": "this.d"}
+    modules |= {"method": "this.s"}
     edit_record(
         folder / "run.zarr/zarr.json",
         lambda record: record["made_with"]["settings"].update(modules, device="this"),
@@ -243,7 +251,7 @@ def test_beside_a_typed_recipe_the_store_adds_no_code(
     recipe = str(copied / "recipe.py")
 
     for arguments in forms(command, str(copied / "run.zarr"))[:2]:
-        seen = attempt([*arguments, "--recipe", recipe, "--evaluate.budget", "2"])
+        seen = attempt([*arguments, "--recipe", recipe, "--verify.budget", "2"])
         assert python_among(seen, [*planted, STDLIB]) == [], arguments
         assert "os.system" not in seen
     assert not list(copied.rglob("ran"))
@@ -260,7 +268,7 @@ def test_the_watch_sees_code_that_runs(copied: Path, capsys: pytest.CaptureFixtu
     assert (planted[0].parent / "ran").exists()
 
 
-@pytest.mark.parametrize("command", ["run", "featurize", "score", "evaluate"])
+@pytest.mark.parametrize("command", ["run", "featurize", "score", "verify"])
 def test_a_recorded_run_is_repeated_with_a_recipe_that_is_typed_only(
     command: str, copied: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -324,7 +332,7 @@ def test_a_report_without_a_recipe_shows_rows_by_number_and_needs_no_model(
 def test_a_report_of_a_store_that_python_made_is_of_the_scores_that_are_named(
     copied: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    (copied / "run.zarr/.cache/runs.npy").unlink()
+    (copied / "run.zarr/.entries/runs.safetensors").unlink()
     store = str(copied / "run.zarr")
 
     assert "There are no scores 'targets'; there are ['held-out']" in refused(["report", store], capsys)
@@ -332,11 +340,12 @@ def test_a_report_of_a_store_that_python_made_is_of_the_scores_that_are_named(
     assert "has no features" not in capsys.readouterr().err
 
 
-def test_other_views_are_reported_as_they_were_scored(
+def test_other_methods_are_reported_as_they_were_scored(
     copied: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     config = str(copied / "run.yaml")
-    for view in (["--score.kernel", "trak"], ["--score.kernel", "dot"], ["--score.damping", "2.5"]):
+    for value in ("{name: TRAK, damping: 1}", "graddot", "{name: GaussNewton, damping: 2.5}"):
+        view = ["--score.method", value]
         assert cli.main(["score", config, *view]) == 0
         keep_record(
             str(copied / "run.zarr"),
@@ -356,16 +365,17 @@ def visible(text: str) -> bool:
 
 def test_names_of_a_store_tell_a_terminal_nothing(copied: Path, capsys: pytest.CaptureFixture[str]) -> None:
     store = str(copied / "run.zarr")
-    assert cli.main(["evaluate", str(copied / "run.yaml"), "--evaluate.budget", "2"]) == 0
-    (file,) = (copied / "run.zarr/.cache").glob("verdicts*")
-    key = json.loads(file.read_bytes().splitlines()[-1])["key"]
-    derived = DerivedArrays(str(file.parent))
-    kept = derived.get(file.stem.replace("%", "/"), key)
+    assert cli.main(["verify", str(copied / "run.yaml"), "--verify.budget", "2"]) == 0
+    with open_store(store) as opened:
+        (name,) = opened.entry_names("verdicts")
+        key = opened.open_table("scores/held-out").content_key()
+    entries = ArrayFolder(f"{store}/.entries")
+    kept = entries.get(name, key)
     assert kept is not None
     verdict = json.loads(kept.tobytes())
     verdict["baselines"][0]["name"] = ESCAPE
     text = np.frombuffer(json.dumps(verdict).encode(), np.uint8).copy()
-    derived.put(file.stem.replace("%", "/"), key, text)
+    entries.put(name, key, text)
     edit_attributes(copied, lambda table: table["attributes"].update(name=ESCAPE))
     edit_record(
         copied / "run.zarr/zarr.json", lambda record: record["fingerprint"].update({f"a\n{ESCAPE}": ESCAPE})
@@ -376,7 +386,7 @@ def test_names_of_a_store_tell_a_terminal_nothing(copied: Path, capsys: pytest.C
 
     for arguments in (
         ["inspect", store],
-        ["verify", store],
+        ["check", store],
         ["run", "--from", store],
         ["run", str(copied / "run.yaml")],
     ):
@@ -408,7 +418,7 @@ def test_a_verdict_that_cannot_be_read_is_told(
     store = str(copied / "run.zarr")
     with open_store(store) as opened:
         key = opened.open_table("scores/held-out").content_key()
-    DerivedArrays(f"{store}/.cache").put(
+    ArrayFolder(f"{store}/.entries").put(
         "verdicts/scores/held-out", key, np.frombuffer(verdict, np.uint8).copy()
     )
 
@@ -464,14 +474,46 @@ def test_a_noted_source_runs_no_code_when_it_is_opened(copied: Path) -> None:
         {"normalize": {"kind": "x"}},
         {"normalize": {"mind": "unit"}},
         {"task": ["regression"]},
+        {"method": None},
+        {"method": 5},
+        {"method": "this"},
+        {"method": {"name": "TRAK", "damping": "high"}},
+        {"method": {"name": "TRAK", "dampings": 1}},
     ],
     ids=str,
 )
 def test_settings_of_a_manifest_that_are_none_are_refused_by_name(settings: Any, copied: Path) -> None:
     path = copied / "run.zarr/zarr.json"
-    edit_record(path, lambda record: record["made_with"].update(settings=settings))
+
+    def change(record: dict[str, Any]) -> None:
+        stored = record["made_with"]["settings"]
+        record["made_with"]["settings"] = {**stored, **settings} if isinstance(settings, dict) else settings
+
+    edit_record(path, change)
     model = load_recipe(copied / "recipe.py").call("build_model", {})
 
     with pytest.raises(TrakLiteError):
         Attributor.open(path.parent, model)
-    assert cli.main(["report", str(path.parent)]) == 2
+    if not isinstance(settings, dict) or "method" in settings:  # the report reads nothing else of them
+        assert cli.main(["report", str(path.parent)]) == 2
+
+
+def test_a_store_of_an_older_version_is_refused_by_name(
+    copied: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Its settings say a kernel and a damping instead of a method, and its scores are of another identity."""
+    store = copied / "run.zarr"
+
+    def older(record: dict[str, Any]) -> None:
+        del record["made_with"]["settings"]["method"]
+        record["made_with"]["settings"].update(kernel="curvature", damping=0.0078125)
+
+    edit_record(store / "zarr.json", older)
+    model = load_recipe(copied / "recipe.py").call("build_model", {})
+    said = "was written by an older version of trak_lite: its settings name no method. Featurize again into"
+
+    with pytest.raises(ManifestMismatchError, match=said):
+        Attributor.open(store, model)
+    with pytest.raises(ManifestMismatchError, match=said):
+        Attributor.open(store, model, method="GaussNewton")
+    assert said in refused(["report", str(store)], capsys)

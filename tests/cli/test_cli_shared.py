@@ -44,7 +44,7 @@ def train_data(folder: str, others: int = 0):
     return Meeting(data(1024, 1), folder, others)
 '''
 )
-MORE = "featurize: {batch_size: 32, dataset_id: rows}\nrecipe_arguments: {folder: FOLDER}\n"
+MORE = "train_data: {batch_size: 32, name: rows}\nrecipe_arguments: {folder: FOLDER}\n"
 SCRIPT = "import sys\nfrom trak_lite.cli import main\n\nsys.exit(main(sys.argv[1:]))\n"
 
 

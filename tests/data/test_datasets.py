@@ -158,7 +158,7 @@ def test_identity_tells_other_samples_other_order_and_other_length_apart() -> No
     values = torch.arange(10.0)
 
     def identity(tensor: Tensor, indices: list[int] | None = None) -> dict[str, Any]:
-        return Rows(TensorDataset(tensor), indices=indices).identity(None)
+        return Rows(TensorDataset(tensor), indices=indices).identity()
 
     changed = values.clone()
     changed[-1] += 1
@@ -176,7 +176,7 @@ def test_identity_tells_other_samples_other_order_and_other_length_apart() -> No
 def test_a_name_for_the_data_spares_loading_any_row() -> None:
     data = Counting()
 
-    identity = Rows(data).identity("digits, first ten")
+    identity = Rows(data, name="digits, first ten").identity()
 
     assert data.loaded == []
     assert identity["id"] == "digits, first ten"
@@ -192,15 +192,15 @@ def test_samples_of_many_kinds_can_be_told_apart() -> None:
     def one(text: str = "a", pixel: int = 1, mapping: dict[str, Any] | None = None) -> dict[str, Any]:
         return Rows(
             [(Sample(text, np.array([pixel], dtype=np.uint16)), mapping or {"k": [1, None]})]
-        ).identity(None)
+        ).identity()
 
     assert one() == one()
     assert len({str(one()), str(one(text="b")), str(one(pixel=2)), str(one(mapping={"k": [2, None]}))}) == 4
 
 
 def test_samples_that_cannot_be_told_apart_ask_for_a_name() -> None:
-    with pytest.raises(InvalidInputError, match=r"Cannot tell one object from another.*dataset_id"):
-        Rows([object()]).identity(None)
+    with pytest.raises(InvalidInputError, match=r"Cannot tell one object from another.*Rows\(data, name="):
+        Rows([object()]).identity()
 
 
 class Exhausted(Counting):
@@ -254,7 +254,7 @@ def test_a_run_over_such_a_dataset_ends_at_the_sample() -> None:
     attributor = Attributor(nn.Linear(1, 3), "image_classification", None, proj_dim=4, progress=False)
 
     with pytest.raises(InvalidInputError, match="loading sample 7 of the train data"):
-        attributor.featurize(Exhausted(), dataset_id="ten samples", batch_size=4)
+        attributor.featurize(Rows(Exhausted(), name="ten samples", batch_size=4))
 
 
 def test_the_end_of_an_iterator_where_a_worker_starts_is_named() -> None:
@@ -266,7 +266,7 @@ def test_the_end_of_an_iterator_where_a_worker_starts_is_named() -> None:
 
 def test_the_end_of_an_iterator_is_named_where_samples_are_probed() -> None:
     with pytest.raises(InvalidInputError, match="loading sample 7 of the targets"):
-        Rows(Exhausted(), what="the targets").identity(None)
+        Rows(Exhausted(), what="the targets").identity()
 
 
 @pytest.mark.parametrize("error", [IndexError, GeneratorExit, KeyboardInterrupt, KeyError, OSError])

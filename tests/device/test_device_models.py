@@ -1,4 +1,4 @@
-"""Features and scores on a device are those on the CPU: models, engines, projectors, kernels, dtypes."""
+"""Features and scores on a device are those on the CPU: models, engines, projectors, methods, dtypes."""
 
 from __future__ import annotations
 
@@ -7,9 +7,11 @@ import torch
 from device_runs import assert_same, outcome
 
 from trak_lite import clip
+from trak_lite.methods import TRAK
 from trak_lite.projectors import PROJECTORS
 
 CPU = torch.device("cpu")
+PLAIN = TRAK(damping=None, layout="stored")
 MODELS = ["mlp", "cnn", "vit", "gpt", "lstm", "gru", "rnn", "regression", "multilabel", "binary", "clip"]
 
 
@@ -51,11 +53,12 @@ def test_projectors_of_tied_embeddings(projector, device):
 
 @pytest.mark.parametrize("layout", ["joint", "module"])
 @pytest.mark.parametrize(
-    ("name", "kernel"),
-    [("mlp", "trak"), ("mlp", "curvature"), ("mlp", "fisher"), ("gpt", "trak"), ("gpt", "fisher")],
+    ("name", "method"),
+    [("mlp", PLAIN), ("mlp", "GaussNewton"), ("mlp", "Fisher"), ("gpt", PLAIN), ("gpt", "Fisher")],
+    ids=str,
 )
-def test_kernels(name, kernel, layout, device):
-    assert_as_on_the_cpu(name, device, kernel=kernel, layout=layout)
+def test_methods(name, method, layout, device):
+    assert_as_on_the_cpu(name, device, method=method, layout=layout)
 
 
 @pytest.mark.parametrize("normalize", ["unit", clip(1.0), clip(1.0, scope="module")], ids=str)

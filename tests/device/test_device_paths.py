@@ -10,17 +10,19 @@ from device_runs import assert_same, attributor, checkpoints, numbers_in, retrai
 from safetensors.torch import save_file
 from torch.utils.data import DataLoader, Subset
 
-from trak_lite import Attributor, TRAKer
+from trak_lite import Attributor, Rows, TRAKer, token_scores, verify
 from trak_lite.cli import main
+from trak_lite.methods import TRAK, GaussNewton, GradCos, GradDot, TracIn
 
 CPU = torch.device("cpu")
-VIEWS = [
-    {"kernel": "trak"},
-    {"kernel": "dot"},
-    {"kernel": "cosine"},
-    {"kernel": "curvature"},
-    {"kernel": "trak", "layout": "joint"},
-    {"kernel": "dot", "q": "inside", "checkpoint_weights": [0.1, 0.2]},
+PLAIN = TRAK(damping=None, layout="stored")
+METHODS = [
+    PLAIN,
+    GradDot(),
+    GradCos(q="inside"),
+    GaussNewton(),
+    TRAK(damping=None),
+    TracIn(learning_rates=(0.1, 0.2)),
 ]
 
 
@@ -34,25 +36,24 @@ def test_ekfac(name, device):
     def run(where):
         made, case = attributor(name, where)
         made.featurize(case.train)
-        made.fit_curvature(case.train)
-        return {"scores": made.score(case.targets, name="t", kernel="ekfac").numpy().copy()}
+        return {"scores": made.score(case.targets, name="t", method="EKFAC").numpy().copy()}
 
     assert_same_on_both(device, run)
 
 
-def test_views_and_what_is_said_of_scores(device):
+def test_methods_and_what_is_said_of_scores(device):
     def run(where):
         made, case = attributor("mlp", where)
         made.featurize(case.train, checkpoints("mlp"))
         found = {}
-        for number, view in enumerate(VIEWS):
-            found[f"dense {number}"] = made.score(case.targets, name="t", **view).numpy().copy()
-            sparse = made.score(case.targets, name="t", dense=False, k=3, **view)
+        for number, method in enumerate(METHODS):
+            found[f"dense {number}"] = made.score(case.targets, name="t", method=method).numpy().copy()
+            sparse = made.score(case.targets, name="t", dense=False, k=3, method=method)
             found[f"sparse {number}"] = sparse.top(3, target=1).scores
-        scores = made.scores("t", kernel="trak")
+        scores = made.scores("t", method=PLAIN)
         found["agreement"] = scores.checkpoint_agreement()
         found["self"] = scores.self_influence()
-        found["dampings"] = made.damping_path("t", [0.01, 1.0], kernel="trak").numpy()
+        found["dampings"] = scores.path([0.01, 1.0]).numpy()
         return found
 
     assert_same_on_both(device, run)
@@ -60,10 +61,10 @@ def test_views_and_what_is_said_of_scores(device):
 
 def test_token_scores(device):
     def run(where):
-        made, case = attributor("gpt", where, kernel="trak")
+        made, case = attributor("gpt", where, method=PLAIN)
         made.featurize(case.train)
         scores = made.score(case.targets, name="t")
-        return {str(row): tokens for row, tokens in made.token_scores(scores, case.train, [0, 3]).items()}
+        return {str(row): tokens for row, tokens in token_scores(scores, case.train, [0, 3]).items()}
 
     assert_same_on_both(device, run)
 
@@ -73,9 +74,8 @@ def test_verification_against_retrained_models(device):
         made, case = attributor("mlp", where)
         made.featurize(case.train)
         scores = made.score(case.targets, name="t")
-        verdict = made.verify(
-            retraining(case, where), case.targets, "t", budget=12, calibrate=True, train_id="x"
-        )
+        train = retraining(case, where)
+        verdict = verify(scores, train, case.targets, budget=12, calibrate=True, train_id="x")
         return {"scores": scores.numpy().copy(), "verdict": np.array(numbers_in(verdict.to_json()))}
 
     assert_same_on_both(device, run)
@@ -120,14 +120,14 @@ class Interrupted(torch.utils.data.Dataset):
 
 def test_a_run_goes_on_on_another_device(device, tmp_path):
     whole, case = attributor("mlp", CPU)
-    whole.featurize(case.train, dataset_id="x")
+    whole.featurize(Rows(case.train, name="x"))
     expected = whole.score(case.targets, name="t").numpy()
     made, case = attributor("mlp", device, tmp_path / "s.zarr")
     rows = Interrupted(case.train, at=NUM_ROWS - 1)
     with pytest.raises(KeyboardInterrupt):
-        made.featurize(rows, dataset_id="x")
+        made.featurize(Rows(rows, name="x"))
     made, case = attributor("mlp", CPU, tmp_path / "s.zarr")
-    assert 0 < made.featurize(rows, dataset_id="x").rows_found < NUM_ROWS
+    assert 0 < made.featurize(Rows(rows, name="x")).rows_found < NUM_ROWS
     opened = Attributor.open(tmp_path / "s.zarr", make("mlp").model.to(device), progress=False)
     assert opened.device == device
     assert_same({"scores": opened.score(case.targets, name="t").numpy()}, {"scores": expected}, device)
@@ -138,8 +138,8 @@ def test_rows_are_appended(device, tmp_path):
         made, case = attributor(
             "mlp", where, tmp_path / f"{where.type}.zarr", normalize="unit", store_norms=True
         )
-        made.featurize(Subset(case.train, range(8)), dataset_id="z")
-        made.featurize(case.train, dataset_id="z", append=True)
+        made.featurize(Rows(Subset(case.train, range(8)), name="z"))
+        made.featurize(Rows(case.train, name="z"), append=True)
         return {
             "scores": made.score(case.targets, name="t").numpy().copy(),
             "norms": made.gradient_norms(),

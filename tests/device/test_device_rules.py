@@ -12,13 +12,14 @@ from device_runs import assert_same, attributor, numbers_in, outcome, retraining
 from torch import nn
 from torch.utils.data import DataLoader, Dataset, Subset
 
-from trak_lite import Attributor
+from trak_lite import Attributor, Rows, token_scores, verify
 from trak_lite._devices import add_at_, full_float32, in_float64, wide_dtype
 from trak_lite.data.batches import move_batch
-from trak_lite.data.datasets import Rows
 from trak_lite.gradient_computers.hooks.randomness import RandomState
+from trak_lite.methods import TRAK
 
 CPU = torch.device("cpu")
+PLAIN = TRAK(damping=None, layout="stored")
 
 
 # ---- the stand-in has CUDA's rules
@@ -116,7 +117,7 @@ def default_device(device):
         ("mlp", {"projector": "mask"}),
         ("mlp", {"projector": "grass"}),
         ("mlp", {"projector": "countsketch", "gradient_computer": "functional"}),
-        ("gpt", {"kernel": "fisher"}),
+        ("gpt", {"method": "Fisher"}),
         ("clip", {}),
     ],
     ids=str,
@@ -189,25 +190,23 @@ def test_default_settings_without_float64(name, device, no_float64):
         np.testing.assert_allclose(found[key], value, rtol=0, atol=rounding, err_msg=key)
 
 
-@pytest.mark.parametrize("kernel", ["fisher", "ekfac"])
+@pytest.mark.parametrize("method", ["Fisher", "EKFAC"])
 @pytest.mark.parametrize("name", ["mlp", "gpt", "binary", "regression"])
-def test_fitted_curvatures_without_float64(name, kernel, device, no_float64):
+def test_fitted_curvatures_without_float64(name, method, device, no_float64):
     scores = {}
     for where in (CPU, device):
-        made, case = attributor(name, where, **({"kernel": "fisher"} if kernel == "fisher" else {}))
+        made, case = attributor(name, where, **({"method": "Fisher"} if method == "Fisher" else {}))
         made.featurize(case.train)
-        if kernel == "ekfac":
-            made.fit_curvature(case.train)
-        scores[where] = made.score(case.targets, name="t", kernel=kernel).numpy().copy()
+        scores[where] = made.score(case.targets, name="t", method=method).numpy().copy()
     scale = float(np.abs(scores[CPU]).max())
     np.testing.assert_allclose(scores[device], scores[CPU], rtol=0, atol=1e-2 * scale)
 
 
 def test_token_scores_and_verification_without_float64(device, no_float64):
-    made, case = attributor("gpt", device, kernel="trak")
+    made, case = attributor("gpt", device, method=PLAIN)
     made.featurize(case.train)
     scores = made.score(case.targets, name="t")
-    tokens = made.token_scores(scores, case.train, [0])[0]
+    tokens = token_scores(scores, case.train, [0])[0]
     np.testing.assert_allclose(
         tokens.sum(0), scores.numpy()[0], rtol=0, atol=1e-3 * np.abs(scores.numpy()).max()
     )
@@ -216,9 +215,9 @@ def test_token_scores_and_verification_without_float64(device, no_float64):
     for where in (CPU, device):
         made, case = attributor("mlp", where)
         made.featurize(case.train)
-        made.score(case.targets, name="t")
+        scores = made.score(case.targets, name="t")
         train = retraining(case, where)
-        verdict = made.verify(train, case.targets, "t", budget=12, calibrate=True, train_id="x")
+        verdict = verify(scores, train, case.targets, budget=12, calibrate=True, train_id="x")
         verdicts[where] = numbers_in(verdict.to_json())
     np.testing.assert_allclose(verdicts[device], verdicts[CPU], rtol=0, atol=1e-3)
 
@@ -237,10 +236,10 @@ def tf32_everywhere():
 @pytest.mark.parametrize(
     ("name", "settings"),
     [
-        ("mlp", {"kernel": "fisher"}),
+        ("mlp", {"method": "Fisher"}),
         ("mlp", {"projector": "gaussian"}),
         ("cnn", {}),
-        ("gpt", {"kernel": "trak"}),
+        ("gpt", {"method": PLAIN}),
         ("lstm", {}),
     ],
     ids=str,

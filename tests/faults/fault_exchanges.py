@@ -17,9 +17,8 @@ from trak_lite.errors import IncompleteStoreError, StoreError
 from trak_lite.store import Column, Manifest, TableSpec, ZarrFeatureStore, verify_store
 from trak_lite.store._checksums import crc32c
 
-MANIFEST = Manifest(
-    {"seed": 0, "dataset": {"num_rows": 11, "digest": "4f"}}, {"damping": 0.00390625, "kernel": "trak"}
-)
+METHOD = {"name": "TRAK", "damping": 0.00390625}
+MANIFEST = Manifest({"seed": 0, "dataset": {"num_rows": 11, "digest": "4f"}}, {"method": METHOD})
 _ROWS = (Column("features", 3, "float16"), Column("q", None, "float32"), Column("w", None, "float32"))
 _SCORES = (Column("scores", 2, "float32"),)
 SPECS = {
@@ -28,8 +27,8 @@ SPECS = {
     "packed": TableSpec(11, (Column("features", 3, "int4"),), 4),
     "targets/one/ckpt-0": TableSpec(6, _ROWS[:2], 4, {"weights": "a0", "targets": "71"}),
     "targets/one/ckpt-1": TableSpec(6, _ROWS[:2], 4, {"weights": "a1", "targets": "71"}),
-    "scores/one": TableSpec(11, _SCORES, 4, {"targets": "71", "kernel": {"damping": 0.00390625}}),
-    "scores/two": TableSpec(11, _SCORES, 4, {"targets": "72", "kernel": {"damping": 0.00390625}}),
+    "scores/one": TableSpec(11, _SCORES, 4, {"targets": "71", "method": METHOD}),
+    "scores/two": TableSpec(11, _SCORES, 4, {"targets": "72", "method": METHOD}),
 }
 FEW = {
     "ckpt-0": TableSpec(6, (Column("features", 3, "int8"), _ROWS[1]), 4, {"weights": "a0", "model_id": 0}),

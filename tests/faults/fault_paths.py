@@ -30,10 +30,10 @@ import torch
 from torch import nn
 from torch.utils.data import Dataset, TensorDataset
 
-from trak_lite import Attributor, TRAKer
+from trak_lite import Attributor, TRAKer, verify
 from trak_lite import cli as command_line
 from trak_lite.errors import InvalidInputError, MissingStoreError
-from trak_lite.featurizing.fisher import FisherSettings
+from trak_lite.methods import EKFAC, Fisher
 from trak_lite.store import RemotePlace, open_store, verify_store
 from trak_lite.store._failpoints import (
     DROP_FAILPOINTS,
@@ -94,36 +94,41 @@ def states(count):
 
 def attributor(folder, **settings):
     path = settings.pop("path", f"{folder}/run.zarr")
-    return Attributor(classifier(), "image_classification", path, proj_dim=8, progress=False, **settings)
+    return Attributor(
+        classifier(), "image_classification", path, proj_dim=8, batch_size=8, progress=False, **settings
+    )
 
 
 def featurize_and_score(folder):
     made = attributor(folder)
-    made.featurize(samples(N, 0), states(2), batch_size=8)
+    made.featurize(samples(N, 0), states(2))
     return made.score(samples(M, 1), "t").numpy().tobytes()
 
 
 def quantised_norms(folder):
     made = attributor(folder, dtype="int8", store_norms=True)
-    made.featurize(samples(N, 0), states(2), batch_size=8)
+    made.featurize(samples(N, 0), states(2))
     return made.gradient_norms().tobytes() + made.score(samples(M, 1), "t").numpy().tobytes()
 
 
 def fisher(folder):
     torch.manual_seed(0)
     made = Attributor(
-        LanguageModel(), "causal_language_modeling", f"{folder}/run.zarr", proj_dim=8, progress=False
+        LanguageModel(),
+        "causal_language_modeling",
+        f"{folder}/run.zarr",
+        proj_dim=8,
+        batch_size=8,
+        progress=False,
     )
-    made.featurize(Tokens(N, 0), batch_size=8)
-    made.fit_curvature(Tokens(N, 0), settings=FisherSettings(samples_per_feature=6), batch_size=8)
-    return made.score(Tokens(M, 1), "t").numpy().tobytes()
+    made.featurize(Tokens(N, 0))  # fits the attributor's own method
+    return made.score(Tokens(M, 1), "t", method=Fisher(samples_per_feature=6)).numpy().tobytes()
 
 
 def ekfac(folder):
     made = attributor(folder)
-    made.featurize(samples(N, 0), states(2), batch_size=8)
-    made.fit_curvature(samples(N, 0), batch_size=8)
-    return made.score(samples(M, 1), "t", kernel="ekfac").numpy().tobytes()
+    made.featurize(samples(N, 0), states(2))
+    return made.score(samples(M, 1), "t", method=EKFAC()).numpy().tobytes()
 
 
 def append(folder):
@@ -131,28 +136,28 @@ def append(folder):
     made = attributor(folder)
     half = TensorDataset(*(tensor[: N // 2 + 3] for tensor in whole.tensors))
     if not os.path.exists(f"{folder}/grown"):
-        made.featurize(half, states(2), batch_size=8)
+        made.featurize(half, states(2))
         note(folder, "grown")
-    made.featurize(whole, states(2), batch_size=8, append=True)
+    made.featurize(whole, states(2), append=True)
     return made.score(samples(M, 1), "t").numpy().tobytes()
 
 
 def drop(folder):
     made = attributor(folder)
     if not os.path.exists(f"{folder}/featurized"):
-        made.featurize(samples(N, 0), states(3), batch_size=8)
+        made.featurize(samples(N, 0), states(3))
         made.score(samples(M, 1), "all")
         note(folder, "featurized")
     with contextlib.suppress(InvalidInputError):  # an earlier call has dropped it
         made.drop_checkpoint("ckpt-1")
     kept = [states(3)[0], states(3)[2]]
-    made.featurize(samples(N, 0), kept, batch_size=8)
+    made.featurize(samples(N, 0), kept)
     return made.score(samples(M, 1), "left", checkpoints=kept).numpy().tobytes()
 
 
 def sparse(folder):
     made = attributor(folder)
-    made.featurize(samples(N, 0), states(2), batch_size=8)
+    made.featurize(samples(N, 0), states(2))
     best = made.score(samples(M, 1), "t", dense=False, k=4).top(4)
     return best.indices.tobytes() + best.scores.tobytes()
 
@@ -170,11 +175,11 @@ class Step:
         return model
 
 
-def verify(folder):
+def verified(folder):
     made = attributor(folder)
-    made.featurize(samples(N, 0), batch_size=8)
-    made.score(samples(M, 1), "t")
-    return json.dumps(made.verify(Step(), samples(M, 1), "t", budget=4, seeds=(0, 1)).to_json()).encode()
+    made.featurize(samples(N, 0))
+    scores = made.score(samples(M, 1), "t")
+    return json.dumps(verify(scores, Step(), samples(M, 1), budget=4, seeds=(0, 1)).to_json()).encode()
 
 
 RECIPE = """
@@ -224,7 +229,7 @@ def object_store(folder):
 
     place = RemotePlace(LocalStore(f"{folder}/objects", mkdir=True), staging=f"{folder}/staging")
     made = attributor(folder, path=place)
-    made.featurize(samples(N, 0), states(2), batch_size=8)
+    made.featurize(samples(N, 0), states(2))
     return made.score(samples(M, 1), "t").numpy().tobytes()
 
 
@@ -253,12 +258,10 @@ def traker(folder):
 def warm_up():
     """Import in this process what a run imports late, so that no fork has to."""
     torch.set_num_threads(1)
-    made = Attributor(classifier(), "image_classification", None, proj_dim=8, progress=False)
-    made.featurize(samples(N, 0), batch_size=8)
-    made.fit_curvature(samples(N, 0), batch_size=8)
-    made.score(samples(M, 1), "t", kernel="ekfac")
-    made.score(samples(M, 1), "u")
-    made.verify(Step(), samples(M, 1), "u", budget=2)
+    made = attributor(None, path=None)
+    made.featurize(samples(N, 0))
+    made.score(samples(M, 1), "t", method=EKFAC())
+    verify(made.score(samples(M, 1), "u"), Step(), samples(M, 1), budget=2)
     with contextlib.redirect_stderr(io.StringIO()), contextlib.suppress(SystemExit):
         command_line.main(["featurize", "no such file"])
 
@@ -286,11 +289,11 @@ PATHS = {
     "append": Path(append),
     "drop": Path(drop),
     "sparse scores": Path(sparse),
-    "verify": Path(verify),
+    "verify": Path(verified),
     "command line": Path(by_command_line),
     "several processes": Path(featurize_and_score, 3),
     "several processes, Fisher fit": Path(fisher, 2),
-    "several processes, verify": Path(verify, 2),
+    "several processes, verify": Path(verified, 2),
     "object store": Path(object_store),
     "object store, several processes": Path(object_store, 2),
     "TRAKer": Path(traker),

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import shutil
 from pathlib import Path
 from typing import Any
 
@@ -13,10 +12,9 @@ from test_product import matrices_of
 from torch import Tensor, nn
 from torch.utils.data import TensorDataset
 
-from trak_lite import Attributor, Normalization
+from trak_lite import Attributor, Normalization, Rows
 from trak_lite.errors import (
     InvalidInputError,
-    ManifestMismatchError,
     MissingStoreError,
     NonFiniteError,
     ReadOnlyStoreError,
@@ -25,9 +23,10 @@ from trak_lite.errors import (
 )
 from trak_lite.featurizing import fisher
 from trak_lite.featurizing import rows as pipeline
-from trak_lite.featurizing.fisher import FisherFits, FisherSettings
+from trak_lite.featurizing.fisher import FisherFits
 from trak_lite.featurizing.kronecker import row_noise
 from trak_lite.gradient_computers import FunctionalGradientComputer, NormalizedGradientComputer
+from trak_lite.methods import TRAK, Fisher, GaussNewton
 from trak_lite.modelout_functions import LossModelOutput, ModelCall, MultiLabelModelOutput
 from trak_lite.store import RemotePlace, ZarrFeatureStore, verify_store
 
@@ -73,9 +72,11 @@ def attributor(path: Any = None, net: nn.Module | None = None, task: Any = LM, *
     return Attributor(model() if net is None else net, task, path, **settings)
 
 
-def grams(made: Attributor, model_id: int = 0) -> list[np.ndarray]:
+def grams(made: Attributor, model_id: int = 0, method: Fisher | None = None) -> list[np.ndarray]:
+    method = made._settings.scored_by(method)
+    assert isinstance(method, Fisher)
     with made._workspace.reading() as store:
-        kept = FisherFits(store).grams(f"ckpt-{model_id}", made.layout, device=made.device)
+        kept = FisherFits(store, method).grams(f"ckpt-{model_id}", made.layout, device=made.device)
         return [matrix.numpy() for matrix in kept]
 
 
@@ -125,7 +126,7 @@ def test_the_kept_gram_is_that_of_one_backward_pass_per_drawn_label(task: str) -
     net, data = (model(), TRAIN) if task == LM else many_labels()
     log_likelihood = token_log_likelihood if task == LM else label_log_likelihood
     made = attributor(net=net, task=task)
-    made.featurize(data, batch_size=3)
+    made.featurize(Rows(data, batch_size=3))
 
     draws = 3  # of 7 rows are at least 4 samples for each of the 4 features of a module
     matrices = matrices_of(made.projector, made.parameters, 0)
@@ -140,7 +141,7 @@ def test_the_kept_gram_is_that_of_one_backward_pass_per_drawn_label(task: str) -
                 for name, grad in zip(made.parameters, grads, strict=True)
             )
             expected += np.outer(row, row) / draws
-    assert made.kernel.weighting == "fisher"
+    assert made.method == Fisher(damping=K / 16384)
     assert same([expected[:K, :K], expected[K:, K:]], grams(made))
 
 
@@ -150,10 +151,10 @@ def test_the_gram_is_in_expectation_the_gauss_newton_matrix() -> None:
     net, repeats, draws, width = nn.Linear(3, 4).double(), 400, 3, 3
     inputs = torch.randn(5, 3, dtype=torch.float64)
     data = TensorDataset(inputs.repeat(repeats, 1), torch.zeros(5 * repeats, dtype=torch.int64))
-    made = attributor(net=net, task="image_classification", kernel="curvature", proj_dim=width)
-    made.featurize(data, batch_size=1000)
-    settings = FisherSettings(samples_per_feature=5 * repeats * draws // width)
-    made.fit_curvature(data, settings=settings, batch_size=1000)
+    made = attributor(net=net, task="image_classification", method=GaussNewton(), proj_dim=width)
+    made.featurize(Rows(data, batch_size=1000))
+    method = Fisher(samples_per_feature=5 * repeats * draws // width)
+    made.score(TensorDataset(inputs, torch.arange(5) % 4), method=method)
 
     matrices = matrices_of(made.projector, made.parameters, 0)
     mean, square = np.zeros((2, width, width))
@@ -167,7 +168,7 @@ def test_the_gram_is_in_expectation_the_gauss_newton_matrix() -> None:
         p = log_p.detach().exp().numpy()
         mean += np.einsum("y,yab->ab", p, squares)
         square += np.einsum("y,yab->ab", p, (squares - np.einsum("y,yab->ab", p, squares)) ** 2)
-    (found,) = grams(made)
+    (found,) = grams(made, method=method)
     z = (found - repeats * mean) / np.sqrt(repeats * square / draws)
     assert np.abs(z).max() < 4.5
     assert np.linalg.norm(found - repeats * mean) < 0.1 * np.linalg.norm(repeats * mean)
@@ -197,7 +198,7 @@ def test_the_gram_does_not_depend_on_the_batch_size() -> None:
     found = []
     for batch_size in (1, 3, N):
         made = attributor()
-        made.featurize(TRAIN, batch_size=batch_size)
+        made.featurize(Rows(TRAIN, batch_size=batch_size))
         found.append(grams(made))
 
     assert same(found[0], found[1])
@@ -215,7 +216,7 @@ def test_rows_that_are_far_apart_come_in_whole_batches(monkeypatch: pytest.Monke
 
     monkeypatch.setattr(pipeline, "compute_features", noting)
 
-    attributor().featurize(tokens(100, 2), batch_size=6)
+    attributor().featurize(Rows(tokens(100, 2), batch_size=6))
 
     assert sizes == [6, 6, 4], "4 * K of 100 rows"
 
@@ -231,7 +232,8 @@ def test_a_checkpoint_that_is_fitted_is_not_fitted_again(tmp_path: Path, fits: l
     assert fits == ["ckpt-0", "ckpt-1"]
 
     attributor(tmp_path / "a.zarr").featurize(TRAIN, [one, two])
-    made.fit_curvature(TRAIN, settings=FisherSettings())
+    made.score(TARGETS)
+    made.score(TARGETS, method=Fisher(damping=0.5))
 
     assert fits == ["ckpt-0", "ckpt-1"]
 
@@ -251,6 +253,8 @@ def test_a_fit_that_was_killed_is_made_by_the_next_call(
             attributor(tmp_path / "a.zarr").featurize(TRAIN)
     made = attributor(tmp_path / "a.zarr")
     with pytest.raises(StateError, match=r"of ckpt-0 was not fitted with"):
+        grams(made)
+    with pytest.raises(StateError, match=r"Fisher has to be fitted .* Call featurize\(train_data"):
         made.score(TARGETS)
     again = made.featurize(TRAIN)
 
@@ -266,7 +270,7 @@ def test_what_a_fit_was_made_of_is_named_and_dropped_after_a_kill(
     """Killed between the last row of the gram matrices and the dropping of the samples."""
     path = tmp_path / "a.zarr"
     with monkeypatch.context() as patch:
-        patch.setattr(FisherFits, "_drop_all_but", lambda *_: None)
+        patch.setattr(FisherFits, "sweep", lambda *_: None)
         attributor(path).featurize(TRAIN)
     (left,) = (name for name in ZarrFeatureStore.open(path).table_names() if name.endswith("/drawn"))
     report = verify_store(path)
@@ -289,7 +293,7 @@ def test_a_fit_that_others_complete_at_this_moment_is_not_left_alone(
     made.featurize(TRAIN)
     with ZarrFeatureStore.open(path, mode="r+") as store:
         (gram,) = store.table_names("fisher")
-        held, names = FisherFits(store), ZarrFeatureStore.table_names
+        held, names = FisherFits(store, Fisher()), ZarrFeatureStore.table_names
 
         def before_it_was_dropped(self: ZarrFeatureStore, prefix: str = "") -> list[str]:
             found = names(self, prefix)
@@ -310,7 +314,7 @@ def test_a_reopened_store_scores_without_the_train_data(tmp_path: Path, fits: li
 
     opened = Attributor.open(tmp_path / "a.zarr", model())
 
-    assert opened.kernel == made.kernel
+    assert opened.method == made.method
     np.testing.assert_array_equal(opened.scores("test").numpy(), expected)
     np.testing.assert_array_equal(opened.score(TARGETS, "again").numpy(), expected)
     streamed = opened.score(TARGETS, "third", dense=False)
@@ -330,36 +334,38 @@ def test_appended_rows_are_fitted_anew(tmp_path: Path) -> None:
     assert not same(grams(made), shorter)
 
 
-def test_a_fit_with_other_settings_takes_the_place_of_the_first_one(tmp_path: Path) -> None:
+def test_fits_with_several_settings_are_kept_side_by_side(tmp_path: Path, fits: list[str]) -> None:
     one, two = states()
-    made = attributor(tmp_path / "a.zarr")
+    made, other = attributor(tmp_path / "a.zarr"), Fisher(seed=1)
     made.featurize(TRAIN, [one])
     first, before = made.score(TARGETS, "test").numpy(), grams(made)
 
-    made.fit_curvature(TRAIN, [one], settings=FisherSettings(seed=1))
+    second = made.score(TARGETS, "test", method=other).numpy()
     made.featurize(TRAIN, [two])
+    made.score(TARGETS, "two", method=other, checkpoints=[two])
 
-    assert not same(grams(made), before)
-    with made._workspace.reading() as store:
-        assert FisherFits(store).record()["seed"] == 1, "which holds for checkpoints that come later"
-    with pytest.raises(ManifestMismatchError, match=r"fisher\.seed is 0 there, 1 here"):
-        made.score(TARGETS, "test", checkpoints=[one])
-    assert not np.allclose(made.score(TARGETS, "other", checkpoints=[one]).numpy(), first)
+    assert fits == ["ckpt-0", "ckpt-0", "ckpt-1", "ckpt-1"]
+    assert not same(grams(made, method=other), before)
+    assert not np.allclose(first, second)
+    for found, expected in zip(grams(made), before, strict=True):
+        np.testing.assert_array_equal(found, expected)
+    np.testing.assert_array_equal(made.score(TARGETS, "test", checkpoints=[one]).numpy(), first)
+    np.testing.assert_array_equal(made.scores("test", method=other).numpy(), second)
+    assert len(fits) == 4
 
 
-def test_it_is_a_view_of_rows_with_another_kernel_once_it_is_fitted() -> None:
+def test_it_reads_the_rows_of_another_method_and_is_fitted_by_score(fits: list[str]) -> None:
     expected = attributor()
     expected.featurize(TRAIN, states())
-    made = attributor(kernel="trak")
+    made = attributor(method=TRAK(damping=None, layout="stored"))
     made.featurize(TRAIN, states())
-    with pytest.raises(StateError, match=r"fit_curvature\(train_data, settings=.*FisherSettings"):
-        made.score(TARGETS, kernel="fisher")
+    assert len(fits) == 2
 
-    made.fit_curvature(TRAIN, states(), settings=FisherSettings())
+    found = made.score(TARGETS, method="Fisher").numpy()
 
-    found = made.score(TARGETS, kernel="fisher").numpy()
+    assert len(fits) == 4
     np.testing.assert_array_equal(found, expected.score(TARGETS).numpy())
-    path = made.damping_path(TARGETS, [K / 16384, 1.0], kernel="fisher").numpy()
+    path = made.scores(method="Fisher", dense=False).path([K / 16384, 1.0]).numpy()
     np.testing.assert_allclose(path[0], found, rtol=1e-3, atol=1e-5 * np.abs(found).max())
 
 
@@ -409,27 +415,27 @@ def normalising_computer(**settings: Any) -> NormalizedGradientComputer:
 )
 def test_what_labels_cannot_be_drawn_for_is_refused(changes: dict[str, Any], said: str) -> None:
     with pytest.raises(InvalidInputError, match=said):
-        attributor(kernel="fisher", **changes)
+        attributor(method="Fisher", **changes)
     made = attributor(**changes)
     made.featurize(TRAIN)
     with pytest.raises(InvalidInputError, match=said):
-        made.score(TARGETS, kernel="fisher")
-    with pytest.raises(InvalidInputError, match=said):
-        made.fit_curvature(TRAIN, settings=FisherSettings())
+        made.score(TARGETS, method="Fisher")
 
 
 def test_normalised_rows_take_the_next_best_kernel() -> None:
-    assert attributor(normalize="unit").kernel.weighting == "none"
+    assert attributor(normalize="unit").method == TRAK(damping=K / 2048, layout="stored")
     margin = MultiLabelModelOutput(output="margin")
-    assert attributor(net=many_labels()[0], task=margin, normalize="unit").kernel.weighting == "curvature"
+    assert attributor(net=many_labels()[0], task=margin, normalize="unit").method == GaussNewton(
+        damping=K / 2048
+    )
 
 
 def test_one_kernel_for_rows_of_several_segments_is_refused() -> None:
     made = attributor()
     made.featurize(TRAIN)
 
-    with pytest.raises(InvalidInputError, match="keeps a matrix for every segment"):
-        made.score(TARGETS, layout="joint")
+    with pytest.raises(InvalidInputError, match=r"Unknown fields of Fisher: \['layout'\]"):
+        made.score(TARGETS, method={"name": "Fisher", "layout": "joint"})
 
 
 def test_a_gradient_that_is_not_finite_is_refused_and_its_row_named(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -449,51 +455,50 @@ def test_a_gradient_that_is_not_finite_is_refused_and_its_row_named(monkeypatch:
 
 def test_no_samples_are_refused() -> None:
     with pytest.raises(InvalidInputError, match="samples_per_feature"):
-        FisherSettings(samples_per_feature=0)
+        Fisher(samples_per_feature=0)
 
 
 def test_a_store_that_cannot_be_written_is_refused_before_a_gradient(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    made = attributor(tmp_path / "a.zarr")
+    made, other = attributor(tmp_path / "a.zarr"), attributor(tmp_path / "a.zarr", method=Fisher(seed=1))
     made.featurize(TRAIN)
-    with made._workspace.opened(made._settings.manifest(None)) as workspace:
-        FisherFits(workspace.store()).begin(FisherSettings(seed=1))  # and then killed
+    made.score(TARGETS, "test")
     monkeypatch.setattr(ZarrFeatureStore, "writable", property(lambda _: False))
+    monkeypatch.setattr(FisherFits, "_late", lambda *_, **__: pytest.fail("a table of drawn labels"))
+
+    with pytest.raises(ReadOnlyStoreError, match="could not be kept"):
+        made.score(TARGETS, "test", method=Fisher(seed=1))
     monkeypatch.setattr(pipeline, "compute_features", lambda *_, **__: pytest.fail("a gradient"))
-
     with pytest.raises(ReadOnlyStoreError, match="could not be kept"):
-        made.fit_curvature(TRAIN, settings=FisherSettings())
-    with pytest.raises(ReadOnlyStoreError, match="could not be kept"):
-        made.featurize(TRAIN)
+        other.featurize(TRAIN)
 
 
-def test_a_fit_that_others_replace_by_one_of_other_settings_goes_on_with_these(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+def test_a_fit_that_others_complete_meanwhile_is_taken_over(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fits: list[str]
 ) -> None:
-    """Found by kills of two processes, one of which had come to fit_curvature already."""
-    made, other = attributor(tmp_path / "a.zarr"), FisherSettings(samples_per_feature=6, seed=3)
+    """The process that completes the matrices drops the table they are made of, from under others too."""
+    method = Fisher(samples_per_feature=6, seed=3)
+    expected = attributor(None, method=method)
+    expected.featurize(TRAIN)
+    made = attributor(tmp_path / "a.zarr", method=TRAK(damping=None, layout="stored"))
+    made.featurize(TRAIN)
     fill = fisher.featurize_rows
 
-    def replaced(*given: Any, **named: Any) -> int:
+    def completed(*given: Any, **named: Any) -> int:
         monkeypatch.setattr(fisher, "featurize_rows", fill)
-        attributor(tmp_path / "a.zarr").fit_curvature(TRAIN, settings=other)
+        attributor(tmp_path / "a.zarr", method=method).featurize(TRAIN)
         raise StoreError("Listing drawn/features failed: No such file or directory.")
 
-    def begun(*given: Any, **named: Any) -> int:
-        monkeypatch.setattr(fisher, "featurize_rows", fill)
-        with attributor(tmp_path / "a.zarr")._workspace.opened(made._settings.manifest(None)) as workspace:
-            FisherFits(workspace.store()).begin(other)
+    monkeypatch.setattr(fisher, "featurize_rows", completed)
+    found = made.score(TARGETS, method=method).numpy()
+
+    np.testing.assert_array_equal(found, expected.score(TARGETS).numpy())
+    assert fits == ["ckpt-0"] * 3
+
+    def failed(*given: Any, **named: Any) -> int:
         raise StoreError("Listing drawn/features failed: No such file or directory.")
 
-    expected = attributor(None)
-    expected.featurize(TRAIN)
-    expected.fit_curvature(TRAIN, settings=other)
-    for happening in (replaced, begun):
-        monkeypatch.setattr(fisher, "featurize_rows", happening)
-        made = attributor(tmp_path / "a.zarr")
-        made.featurize(TRAIN)
-        np.testing.assert_array_equal(
-            made.score(TARGETS, happening.__name__).numpy(), expected.score(TARGETS).numpy()
-        )
-        shutil.rmtree(tmp_path / "a.zarr")
+    monkeypatch.setattr(fisher, "featurize_rows", failed)
+    with pytest.raises(StoreError, match="No such file"):
+        made.score(TARGETS, method=Fisher(seed=4))

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import Dataset, TensorDataset
 
-from trak_lite import Attributor, Normalization, clip, clipping_threshold
+from trak_lite import Attributor, Normalization, Rows, clip, clipping_threshold
 from trak_lite.errors import (
     InvalidInputError,
     ManifestMismatchError,
@@ -23,6 +23,7 @@ from trak_lite.errors import (
     StateError,
 )
 from trak_lite.gradient_computers import HookGradientComputer, NormalizedGradientComputer
+from trak_lite.methods import GaussNewton
 from trak_lite.store import ZarrFeatureStore
 from trak_lite.store.disk.documents import sealed
 
@@ -61,7 +62,7 @@ def attributor(path: Path | None, **changes: Any) -> Attributor:
         "dtype": "float32",
         "projector": "gaussian",
         "store_norms": True,
-        "damping": 1.0,
+        "method": GaussNewton(damping=1.0),
         **changes,
     }
     return Attributor(settings.pop("model", None) or model(), "image_classification", path, **settings)
@@ -139,8 +140,8 @@ def test_rows_of_train_set_and_targets_are_those_of_gradients_divided_by_hand(
     tmp_path: Path, normalize: Normalization, computer: str
 ) -> None:
     made = attributor(tmp_path / "a.zarr", normalize=normalize, gradient_computer=computer)
-    made.featurize(TRAIN, checkpoints=states(), batch_size=16)
-    made.score(TARGETS, name="test", batch_size=2)
+    made.featurize(Rows(TRAIN, batch_size=16), checkpoints=states())
+    made.score(Rows(TARGETS, batch_size=2), name="test")
 
     for model_id, state in enumerate(states()):
         for table, data in ((f"ckpt-{model_id}", TRAIN), (f"targets/test/ckpt-{model_id}", TARGETS)):
@@ -154,7 +155,7 @@ def test_rows_of_train_set_and_targets_are_those_of_gradients_divided_by_hand(
 @by_kind
 def test_stored_norms_are_those_of_whole_gradients_that_nothing_divided(normalize: Normalization) -> None:
     made = attributor(None, normalize=normalize)
-    made.featurize(TRAIN, checkpoints=states(), batch_size=16)
+    made.featurize(Rows(TRAIN, batch_size=16), checkpoints=states())
 
     norms = made.gradient_norms()
 
@@ -224,7 +225,7 @@ def test_one_pass_over_the_data_is_enough(normalize: Normalization) -> None:
         mine, calls = model(), list[int]()
         mine.register_forward_hook(lambda *_, calls=calls: calls.append(1))
         made = attributor(None, model=mine, normalize=setting, gradient_computer="hook")
-        made.featurize(TRAIN, batch_size=10)
+        made.featurize(Rows(TRAIN, batch_size=10))
         counts.append(len(calls))
 
     assert counts[0] == counts[1]
@@ -238,12 +239,12 @@ def test_one_pass_over_the_data_is_enough(normalize: Normalization) -> None:
 def test_an_interrupted_run_ends_with_the_same_rows_and_norms(
     tmp_path: Path, normalize: Normalization, fail_at: int
 ) -> None:
-    settings = {"dataset_id": "d", "batch_size": 10}
-    attributor(tmp_path / "whole.zarr", normalize=normalize).featurize(TRAIN, **settings)
+    settings = {"name": "d", "batch_size": 10}
+    attributor(tmp_path / "whole.zarr", normalize=normalize).featurize(Rows(TRAIN, **settings))
     with pytest.raises(KeyboardInterrupt):
-        attributor(tmp_path / "a.zarr", normalize=normalize).featurize(Interrupted(fail_at), **settings)
+        attributor(tmp_path / "a.zarr", normalize=normalize).featurize(Rows(Interrupted(fail_at), **settings))
 
-    attributor(tmp_path / "a.zarr", normalize=normalize).featurize(TRAIN, **settings)
+    attributor(tmp_path / "a.zarr", normalize=normalize).featurize(Rows(TRAIN, **settings))
 
     found, whole = columns(tmp_path / "a.zarr"), columns(tmp_path / "whole.zarr")
     assert found.keys() == whole.keys() == {"features", "out_to_loss", "loss_curvature", "gradient_norm"}
@@ -262,17 +263,17 @@ def forget(path: Path, *settings: str) -> None:
 
 
 def test_a_store_of_an_older_version_opens_resumes_and_scores(tmp_path: Path) -> None:
-    settings = {"dataset_id": "d", "batch_size": 10}
+    settings = {"name": "d", "batch_size": 10}
     whole = attributor(tmp_path / "whole.zarr")
-    whole.featurize(TRAIN, checkpoints=states(), **settings)
+    whole.featurize(Rows(TRAIN, **settings), checkpoints=states())
     with pytest.raises(KeyboardInterrupt):
         attributor(tmp_path / "a.zarr", store_norms=False).featurize(
-            Interrupted(40), checkpoints=states()[:1], **settings
+            Rows(Interrupted(40), **settings), checkpoints=states()[:1]
         )
     forget(tmp_path / "a.zarr", "normalize", "store_norms")
 
     opened = Attributor.open(tmp_path / "a.zarr", model(), store_norms=True)
-    summary = opened.featurize(TRAIN, checkpoints=states(), **settings)
+    summary = opened.featurize(Rows(TRAIN, **settings), checkpoints=states())
 
     assert opened.normalization == NONE
     assert summary.rows_found > 0
@@ -398,7 +399,7 @@ def test_norms_that_are_not_there_yet_are_asked_for(tmp_path: Path) -> None:
         attributor(tmp_path / "nowhere.zarr").gradient_norms()
     made = attributor(tmp_path / "a.zarr")
     with pytest.raises(KeyboardInterrupt):
-        made.featurize(Interrupted(40), dataset_id="d")
+        made.featurize(Rows(Interrupted(40), name="d"))
     with pytest.raises(StateError, match=r"ckpt-0 has 32 of 70 train rows"):
         made.gradient_norms()
 

@@ -15,10 +15,11 @@ from hub_models import peft, transformers
 from torch import Tensor, nn
 from watching import Restless, random_states
 
-from trak_lite import Attributor
+from trak_lite import Attributor, Rows
 from trak_lite.errors import InvalidInputError, UnsupportedModelError
 from trak_lite.gradient_computers import FunctionalGradientComputer, choose_gradient_computer
 from trak_lite.integrations.huggingface import FeaturizeCallback, attributor_from_trainer, task_of
+from trak_lite.methods import TRAK
 from trak_lite.modelout_functions import resolve_task
 
 MODELS = {
@@ -31,7 +32,12 @@ MODELS = {
 pytestmark = pytest.mark.filterwarnings(
     "ignore:`is_gradient_checkpointing` is deprecated:FutureWarning"  # peft asks transformers for it
 )
-EXACT: dict[str, Any] = {"projector": "none", "kernel": "trak", "dtype": "float32", "progress": False}
+EXACT: dict[str, Any] = {
+    "projector": "none",
+    "method": TRAK(damping=None, layout="stored"),
+    "dtype": "float32",
+    "progress": False,
+}
 
 
 @pytest.fixture(params=MODELS, name="build")
@@ -179,9 +185,11 @@ def test_batches_are_of_the_trainers_size_unless_told_otherwise(tmp_path: Path) 
 
     trainer.data_collator = counted
     for settings, expected in (({}, [3, 3, 2]), ({"batch_size": 5}, [5, 3])):
-        attributor = attributor_from_trainer(trainer, None, proj_dim=8, kernel="trak", **settings)
+        attributor = attributor_from_trainer(
+            trainer, None, proj_dim=8, method=TRAK(damping=None, layout="stored"), **settings
+        )
         sizes.clear()
-        attributor.featurize(trainer.train_dataset, dataset_id="texts")
+        attributor.featurize(Rows(trainer.train_dataset, name="texts"))
         assert sizes == expected
 
 
@@ -240,7 +248,7 @@ def test_every_saved_checkpoint_is_featurized_and_its_file_is_known_again(
     folders = [tmp_path / "out" / f"checkpoint-{step}" for step in (3, 6)]
 
     again = attributor.featurize(trainer.train_dataset, tmp_path / "out")
-    scores = attributor.score(trainer.train_dataset, name="itself", kernel="dot")
+    scores = attributor.score(trainer.train_dataset, name="itself", method="GradDot")
 
     assert again.checkpoints == ("checkpoint-3", "checkpoint-6")
     assert (again.rows_written, again.rows_found) == (0, 2 * len(hub.LENGTHS))
@@ -260,14 +268,14 @@ def reloaded(build: Callable[[], nn.Module], folder: Path) -> nn.Module:
 
 def test_a_new_session_finds_the_saved_weights_of_an_adapter(tmp_path: Path) -> None:
     trainer, attributor = trained(hub.lora_bert, tmp_path, watched=True)
-    expected = np.asarray(attributor.score(trainer.train_dataset, name="first", kernel="dot"))
+    expected = np.asarray(attributor.score(trainer.train_dataset, name="first", method="GradDot"))
 
     model = hub.made(hub.lora_bert)
     opened = Attributor.open(
         tmp_path / "a.zarr", model, collate=trainer.data_collator, projector="none", progress=False
     )
 
-    found = opened.score(trainer.train_dataset, name="second", kernel="dot")
+    found = opened.score(trainer.train_dataset, name="second", method="GradDot")
     np.testing.assert_allclose(found, expected, rtol=1e-6)  # in batches of another size
 
 

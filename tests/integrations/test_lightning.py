@@ -17,6 +17,7 @@ from watching import Restless, random_states
 
 from trak_lite import Attributor
 from trak_lite.errors import CheckpointError, InvalidInputError
+from trak_lite.methods import TRAK
 
 pl = pytest.importorskip(
     "lightning.pytorch", reason="tested where Lightning is installed: pip install trak-lite[lightning]"
@@ -24,7 +25,12 @@ pl = pytest.importorskip(
 from trak_lite.integrations.lightning import FeaturizeCallback, ckpt_weights  # noqa: E402 - imports Lightning
 
 ModelCheckpoint = pl.callbacks.ModelCheckpoint
-EXACT: dict[str, Any] = {"projector": "none", "kernel": "trak", "dtype": "float32", "progress": False}
+EXACT: dict[str, Any] = {
+    "projector": "none",
+    "method": TRAK(damping=None, layout="stored"),
+    "dtype": "float32",
+    "progress": False,
+}
 pytestmark = [
     pytest.mark.filterwarnings("ignore:The '.*_dataloader' does not have many workers"),
     pytest.mark.filterwarnings(r"ignore:`isinstance\(treespec, LeafSpec\)` is deprecated:FutureWarning"),
@@ -113,7 +119,7 @@ def test_every_saved_checkpoint_is_featurized_with_the_weights_in_its_file(
 
     saver = keeping_all(tmp_path, **settings)
     fit(module, tmp_path, saver, FeaturizeCallback(attributor, rows()), epochs=3)
-    scores = attributor.score(rows(), name="itself", kernel="dot")
+    scores = attributor.score(rows(), name="itself", method="GradDot")
 
     files = sorted((tmp_path / "ckpt").glob("*.ckpt"), key=lambda file: file.stat().st_mtime_ns)
     assert len(files) == 3

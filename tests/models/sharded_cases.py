@@ -21,9 +21,8 @@ from torch.distributed.tensor import DTensor, Replicate
 from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
 from torch.utils.data import Dataset, TensorDataset
 
-from trak_lite import Attributor, TRAKer
+from trak_lite import Attributor, Rows, TRAKer, token_scores, verify
 from trak_lite.errors import TrakLiteError
-from trak_lite.featurizing.kronecker import KroneckerSettings
 from trak_lite.gradient_computers import (
     HookGradientComputer,
     IterativeGradientComputer,
@@ -251,14 +250,14 @@ class Failing(Dataset):
 def featurize_part(path: str, model: nn.Module, first: int) -> int:
     """Featurize until a row cannot be read; return 0."""
     try:
-        attributor(model, path).featurize(Failing(data("transformer"), first), dataset_id="rows")
+        attributor(model, path).featurize(Rows(Failing(data("transformer"), first), name="rows"))
     except (OSError, TrakLiteError):  # on the rank that reads it, and on those that are told
         return 0
     raise AssertionError("no row was gone")
 
 
 def featurize_rest(path: str, model: nn.Module) -> int:
-    return attributor(model, path).featurize(data("transformer"), dataset_id="rows").rows_written
+    return attributor(model, path).featurize(Rows(data("transformer"), name="rows")).rows_written
 
 
 def sharded_part(path: str, first: int) -> int:
@@ -352,7 +351,7 @@ def explain_language_model(model: nn.Module, path: str) -> None:
     )
     made.featurize(TensorDataset(ids, ids))
     scores = made.score(TensorDataset(ids[:3], ids[:3]))
-    tokens = made.token_scores(scores, TensorDataset(ids, ids), [4])[4]
+    tokens = token_scores(scores, TensorDataset(ids, ids), [4])[4]
     np.testing.assert_allclose(tokens.sum(0), scores.rows([4])[0], rtol=1e-3, atol=1e-4)
 
 
@@ -447,7 +446,7 @@ def refused() -> dict[str, str]:
         "chunks": lambda: stream(sharded, chunk_size=2),
         "weighted": lambda: HookGradientComputer(sharded, task).weighted_sum(batch, torch.ones(4)),
         "TRAKer": lambda: TRAKer(sharded, "image_classification", 4),
-        "verify": lambda: attributor(sharded, None).verify(print, data("mlp")),
+        "verify": lambda: _verify(sharded),
         "device": lambda: _moved(sharded),
         "curvature": lambda: _fit(sharded),
         "FSDP1": lambda: attributor(
@@ -509,7 +508,13 @@ def _moved(model: nn.Module) -> None:
 def _fit(model: nn.Module) -> None:
     made = attributor(model, None)
     made.featurize(data("mlp", 8))
-    made.fit_curvature(data("mlp", 8), settings=KroneckerSettings())
+    made.score(data("mlp", 8), method="EKFAC")
+
+
+def _verify(model: nn.Module) -> None:
+    made = attributor(model, None)
+    made.featurize(data("mlp", 8))
+    verify(made.score(data("mlp", 8)), print, data("mlp", 8))
 
 
 class RuledOuter(nn.Module):

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import TensorDataset
 
-from trak_lite import Attributor
+from trak_lite import Attributor, Rows
 from trak_lite.errors import UnsupportedModelError
 
 TRAIN = TensorDataset(torch.randn(12, 4, generator=torch.Generator().manual_seed(0)), torch.arange(12) % 3)
@@ -34,8 +34,8 @@ class Rescaling(nn.Module):
 
 def rows(model: nn.Module, engine: str) -> np.ndarray:
     made = Attributor(model, "image_classification", None, proj_dim=64, gradient_computer=engine)
-    made.featurize(TRAIN, batch_size=4)
-    return made.score(TRAIN, batch_size=4).numpy()
+    made.featurize(Rows(TRAIN, batch_size=4))
+    return made.score(Rows(TRAIN, batch_size=4)).numpy()
 
 
 @pytest.mark.parametrize("engine", ["auto", "hook", "iterative"])

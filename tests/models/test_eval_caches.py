@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import TensorDataset
 
-from trak_lite import Attributor
+from trak_lite import Attributor, Rows
 from trak_lite._eval_caches import drop_eval_caches
 from trak_lite.store import ZarrFeatureStore
 
@@ -68,7 +68,7 @@ def rows(model: nn.Module, path: Path, engine: str) -> list[np.ndarray]:
         layout="joint",
         dtype="float32",
     )
-    attributor.featurize(dataset(), checkpoints=states, batch_size=3)
+    attributor.featurize(Rows(dataset(), batch_size=3), checkpoints=states)
     with ZarrFeatureStore.open(path) as store:
         return [store.open_table(f"ckpt-{number}").read("features").copy() for number in range(2)]
 

@@ -203,7 +203,7 @@ def test_what_is_not_supported_is_refused_by_name(looks: Any) -> None:
         "TRAKer": "Use Attributor",
         "verify": "verify was called",
         "device": "Use device='auto'",
-        "curvature": "FisherSettings()",
+        "curvature": "Use method='Fisher', or score with a whole model",
         "FSDP1": "FSDP1",
         "tensor parallel": "tensor or expert parallelism",
         "meshes": "another device mesh",

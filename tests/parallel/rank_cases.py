@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch import distributed as dist
 from torch.utils.data import Dataset, TensorDataset
 
-from trak_lite import Attributor
+from trak_lite import Attributor, Rows, verify
 from trak_lite.errors import RankError
 from trak_lite.models.checkpoints import weights_digest
 from trak_lite.parallel import ranks as distributed
@@ -160,7 +160,7 @@ def dropped(path: str) -> list[str]:
 
 
 def one_fails(path: str) -> None:
-    attributor(path).featurize(SlowOnRank0(torch.nan), dataset_id="slow")
+    attributor(path).featurize(Rows(SlowOnRank0(torch.nan), name="slow"))
 
 
 def with_other_weights(path: str) -> None:
@@ -217,7 +217,7 @@ def shown_bar(path: str, output: str) -> int:
     """Return the rows that this rank wrote; its bar goes to a file."""
     with open(f"{output}-{os.environ['RANK']}", "w") as sys.stderr:
         made = attributor(path, progress=True)
-        return made.featurize(SlowOnRank0(1.0), dataset_id="slow").rows_written
+        return made.featurize(Rows(SlowOnRank0(1.0), name="slow")).rows_written
 
 
 def verified(path: str) -> dict[str, Any]:
@@ -231,8 +231,8 @@ def verified(path: str) -> dict[str, Any]:
 
     made = attributor(path)
     made.featurize(data(40), states(network(), 1))
-    made.score(data(M, 2), "test")
-    verdict = made.verify(train, data(M, 2), "test", budget=4, train_id="none")
+    scores = made.score(data(M, 2), "test")
+    verdict = verify(scores, train, data(M, 2), budget=4, train_id="none")
     return verdict.to_json() | {"trained": len(trained)}
 
 

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import TensorDataset
 
-from trak_lite import Attributor
+from trak_lite import Attributor, Rows
 from trak_lite.featurizing import rows as pipeline
 from trak_lite.store import ZarrFeatureStore, _grid
 
@@ -150,7 +150,7 @@ def run(folder: Path, job: Job) -> None:
     pipeline._BatchWork.check = unrecorded
     log.write(BEGUN)
     train = RecordedRows(log, *images(job.rows, seed=0))
-    attributor.featurize(train, range(job.checkpoints), checkpoint_loader=load, dataset_id="train")
+    attributor.featurize(Rows(train, name="train"), range(job.checkpoints), checkpoint_loader=load)
     log.write(SCORING)
     attributor.score(TensorDataset(*images(job.targets, seed=1)))
     log.write(ENDED)

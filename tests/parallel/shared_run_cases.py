@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset, Subset, TensorDataset
 
-from trak_lite import Attributor
+from trak_lite import Attributor, Rows
 from trak_lite.store import ZarrFeatureStore, _grid
 
 N, R = 300, 32
@@ -65,7 +65,7 @@ def held_up(path: str, row: int) -> int:
     _grid._FEWEST_ROWS_PER_COMMIT = R
     model = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 3))
     made = Attributor(model, "image_classification", path, proj_dim=16, dtype="float32", progress=False)
-    return made.featurize(HeldUp(row), states(), batch_size=BATCH, dataset_id="data").rows_written
+    return made.featurize(Rows(HeldUp(row), batch_size=BATCH, name="data"), states()).rows_written
 
 
 def answer_held_up(answers: Any, *arguments: Any) -> None:

@@ -16,7 +16,9 @@ from torch.utils.data import TensorDataset
 
 from trak_lite import Attributor
 from trak_lite.errors import StateError
+from trak_lite.methods import EKFAC
 from trak_lite.parallel.sharing import Patience, SharedRows
+from trak_lite.run.tables import target_folder
 from trak_lite.store import Column, Manifest, TableSpec, ZarrFeatureStore
 
 N, M = 40, 4
@@ -171,14 +173,10 @@ def test_a_relative_path_stays_the_same_place(tmp_path: Path, monkeypatch: pytes
 def test_dampings_that_agree_in_six_digits_have_targets_of_their_own(tmp_path: Path) -> None:
     made = attributor(tmp_path / "a.zarr")
     made.featurize(TRAIN)
-    made.fit_curvature(TRAIN)
-    dampings = (0.1234567, 0.12345674, 0.123457, 1e20)
-    for damping in dampings:
-        made.score(TARGETS, "t", kernel="ekfac", damping=damping)
+    methods = [EKFAC(damping=damping) for damping in (0.1234567, 0.12345674, 0.123457, 1e20)]
+    scores = [made.score(TARGETS, "t", method=method).numpy() for method in methods]
 
-    assert {path.name for path in (tmp_path / "a.zarr/preconditioned/t").iterdir() if path.is_dir()} == {
-        "0.1234567",
-        "0.12345674",
-        "0.123457",
-        "1e20",
-    }
+    folders = {target_folder("t", method) for method in methods}
+    found = [path for path in (tmp_path / "a.zarr/preconditioned/t").iterdir() if path.is_dir()]
+    assert {f"preconditioned/t/{path.name}" for path in found} == folders
+    assert len(folders) == len({array.tobytes() for array in scores}) == len(methods)

@@ -11,13 +11,14 @@ import torch
 
 from trak_lite import Scores
 from trak_lite.evaluation import Baseline, Estimate, Predictions, Verdict
-from trak_lite.run.score_settings import ScoreSettings
+from trak_lite.methods import AbstractMethod, GaussNewton
 from trak_lite.run.tables import FEATURES, LOSS_CURVATURE, OUT_TO_LOSS
 from trak_lite.scoring.matrix import StreamedMatrix
 from trak_lite.scoring.source import ScoreSource
 from trak_lite.store import Column, Manifest, MemoryFeatureStore, TableSpec
 from trak_lite.types import FeatureLayout
 
+DEFAULT = GaussNewton(damping=1.0)
 VERDICT = Verdict(
     lds=Estimate(0.5, 0.4, 0.6),
     baselines=(
@@ -36,6 +37,7 @@ VERDICT = Verdict(
 
 def drawn_scores(
     *,
+    method: AbstractMethod = DEFAULT,
     num_checkpoints: int = 3,
     num_rows: int = 40,
     num_targets: int = 4,
@@ -43,7 +45,6 @@ def drawn_scores(
     verdict: Verdict | None = None,
     predictions: Predictions | None = None,
     features: np.ndarray | None = None,
-    **settings: Any,
 ) -> Scores:
     """Return scores of drawn rows of 6 features, computed when they are read."""
     generator = np.random.default_rng(0)
@@ -54,13 +55,14 @@ def drawn_scores(
     ]
     for c in range(num_checkpoints):
         _table(store, f"targets/{name}/ckpt-{c}", c, generator.normal(size=(num_targets, 6)))
-    made = ScoreSettings(**settings)
-    source = ScoreSource(store, train, name, made, layout=FeatureLayout.joint(6), device=torch.device("cpu"))
-    shown = {"checkpoints": num_checkpoints, **made.to_json()}
+    source = ScoreSource(
+        store, train, name, method, layout=FeatureLayout.joint(6), device=torch.device("cpu")
+    )
+    fields = method.to_json()
+    shown = {"checkpoints": num_checkpoints, "method": fields.pop("name"), **fields}
     return Scores(
         StreamedMatrix(source),
         source,
-        name=name,
         settings=shown,
         where=None,
         verdict=lambda: verdict,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -15,6 +16,7 @@ from scipy.stats import spearmanr
 from trak_lite import Scores
 from trak_lite.errors import InvalidInputError
 from trak_lite.evaluation import Predictions
+from trak_lite.methods import GaussNewton, GradDot
 from trak_lite.report import write_report
 from trak_lite.report.figures import FIGURES, drawn_figures
 from trak_lite.report.survey import Histogram
@@ -54,9 +56,9 @@ def test_a_histogram_of_parts_counts_every_number_in_its_bin(parts: list[list[fl
 
 
 def test_agreement_of_checkpoints_is_the_rank_correlation_of_their_own_scores() -> None:
-    scores = drawn_scores(num_checkpoints=3, q="inside")
+    scores = drawn_scores(num_checkpoints=3, method=GaussNewton(damping=1.0))
     own = [
-        drawn_scores(num_checkpoints=3, q="inside", checkpoint_weights=weights).numpy()
+        drawn_scores(num_checkpoints=3, method=GaussNewton(damping=1.0, checkpoint_weights=weights)).numpy()
         for weights in ((1, 0, 0), (0, 1, 0), (0, 0, 1))
     ]
 
@@ -72,10 +74,11 @@ def test_agreement_of_checkpoints_is_the_rank_correlation_of_their_own_scores() 
 
 
 def test_agreement_takes_evenly_spaced_rows_and_targets() -> None:
-    scores = drawn_scores(num_checkpoints=2, num_rows=40, num_targets=5, q="off")
+    off = GaussNewton(damping=1.0, q="off")
+    scores = drawn_scores(num_checkpoints=2, num_rows=40, num_targets=5, method=off)
+    alone = [replace(off, checkpoint_weights=weights) for weights in ((1, 0), (0, 1))]
     own = [
-        drawn_scores(num_checkpoints=2, num_targets=5, q="off", checkpoint_weights=weights).numpy()[::4, ::2]
-        for weights in ((1, 0), (0, 1))
+        drawn_scores(num_checkpoints=2, num_targets=5, method=method).numpy()[::4, ::2] for method in alone
     ]
 
     found = scores.checkpoint_agreement(max_rows=10, max_targets=3)[0, 1]
@@ -104,8 +107,9 @@ def test_a_path_of_some_targets_is_that_of_the_whole() -> None:
 
 
 def test_the_damping_path_passes_through_the_rank_correlations_with_the_scores_in_force() -> None:
-    scores = drawn_scores(damping=0.5)
-    others = [drawn_scores(damping=damping).numpy() for damping in (0.01, 0.1, 0.5, 1.0, 10.0, 100.0)]
+    scores = drawn_scores(method=GaussNewton(damping=0.5))
+    dampings = (0.01, 0.1, 0.5, 1.0, 10.0, 100.0)
+    others = [drawn_scores(method=GaussNewton(damping=damping)).numpy() for damping in dampings]
     own = scores.numpy()
     expected = [np.mean([spearmanr(at[:, t], own[:, t]).statistic for t in range(4)]) for at in others]
 
@@ -143,15 +147,15 @@ def test_bars_hold_all_scores_and_end_where_the_scores_do() -> None:
 @pytest.mark.parametrize(
     ("name", "arguments", "reason"),
     [
-        ("damping", {"kernel": "dot"}, "has nothing to damp"),
-        ("damping", {"damping": 0.0}, "a damping above 0"),
+        ("damping", {"method": GradDot()}, "GradDot has no kernel to damp"),
+        ("damping", {"method": GaussNewton(damping=0.0)}, "a damping above 0"),
         ("damping", {"num_rows": 1}, "at least two train rows"),
         ("retrained", {}, "no outputs of retrained models"),
         ("checkpoints", {"num_checkpoints": 1}, "at least 2 checkpoints"),
         ("checkpoints", {"num_checkpoints": 33, "num_rows": 4}, "33 checkpoints are too many"),
         (
             "checkpoints",
-            {"num_checkpoints": 2, "checkpoint_weights": (1, -1), "q": "off"},
+            {"num_checkpoints": 2, "method": GaussNewton(damping=1.0, checkpoint_weights=(1, -1), q="off")},
             "subtract checkpoints",
         ),
     ],
@@ -167,7 +171,7 @@ def test_a_figure_that_cannot_be_drawn_says_why_in_its_place(name: str, argument
 @pytest.mark.parametrize("value", [0.0, 1.0, -2.5])
 def test_scores_that_are_all_equal_are_reported_like_others(tmp_path: Path, value: float) -> None:
     features = np.zeros((4, 6)) if value == 0 else np.full((4, 6), value)
-    scores = drawn_scores(features=features, kernel="dot", q="off", num_rows=4, num_targets=1)
+    scores = drawn_scores(features=features, method=GradDot(q="off"), num_rows=4, num_targets=1)
 
     page = Parsed(write_report(scores, tmp_path / "r.html"))
 

@@ -12,13 +12,16 @@ from torch.utils.data import TensorDataset
 
 from trak_lite import Attributor
 from trak_lite.errors import InvalidInputError
+from trak_lite.methods import GaussNewton
 from trak_lite.report import notebook
 
 
 def stored_scores():
     torch.manual_seed(0)
     data = TensorDataset(torch.randn(12, 4), torch.arange(12) % 3)
-    attributor = Attributor(torch.nn.Linear(4, 3), "image_classification", None, proj_dim=8, damping=1.0)
+    attributor = Attributor(
+        torch.nn.Linear(4, 3), "image_classification", None, proj_dim=8, method=GaussNewton(damping=1.0)
+    )
     attributor.featurize(data)
     return attributor.score(data, name="itself")
 
@@ -32,6 +35,7 @@ def test_the_summary_shows_settings_verdict_and_the_top_rows_of_the_first_target
     listed = ", ".join(f"{i} ({s:+.2g})" for i, s in zip(first.indices, first.scores, strict=True))
     assert "Scores 'itself': 12 train rows x 12 targets" in page.text
     assert f"0{listed}" in page.text
+    assert "methodGaussNewton" in page.text
     assert "damping1" in page.text
     assert "Not tested yet" in page.text
     assert page.is_closed

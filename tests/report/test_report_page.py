@@ -16,6 +16,7 @@ from hypothesis import strategies as st
 from report_cases import VERDICT, Parsed, drawn_scores
 
 from trak_lite.errors import InvalidInputError, NonFiniteError
+from trak_lite.methods import GaussNewton, GradDot
 from trak_lite.report import write_report
 
 HOSTILE = [
@@ -194,8 +195,11 @@ def test_the_verdict_is_on_the_page_with_its_interval_and_baselines(tmp_path: Pa
 
 
 def test_settings_of_scores_and_rows_are_on_the_page(tmp_path: Path) -> None:
-    text = Parsed(write_report(drawn_scores(damping=0.25), tmp_path / "r.html", figures=())).text
+    text = Parsed(
+        write_report(drawn_scores(method=GaussNewton(damping=0.25)), tmp_path / "r.html", figures=())
+    ).text
 
+    assert "scores: methodGaussNewton" in text
     assert "scores: damping0.25" in text
     assert 'rows: task{"name": "drawn"}' in text
     assert "made with: trak_lite0" in text
@@ -252,7 +256,7 @@ def test_numbers_that_are_not_finite_are_refused(tmp_path: Path, content) -> Non
 
 
 def test_scores_that_are_not_finite_are_refused(tmp_path: Path) -> None:
-    scores = drawn_scores(features=np.full((3, 6), 3e38), kernel="dot")
+    scores = drawn_scores(features=np.full((3, 6), 3e38), method=GradDot())
 
     with pytest.raises(NonFiniteError, match="score is NaN"):
         write_report(scores, tmp_path / "r.html")

@@ -11,7 +11,7 @@ from report_cases import Parsed
 from torch import nn
 from torch.utils.data import TensorDataset
 
-from trak_lite import Attributor
+from trak_lite import Attributor, verify
 from trak_lite.evaluation import subset_masks
 from trak_lite.report import write_report
 from trak_lite.retraining import verify as verification
@@ -53,8 +53,7 @@ def verified(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Attributor:
     monkeypatch.setattr(verification, "_KEPT_TARGETS", 3)
     made = Attributor(train(np.arange(N), 0), "image_classification", tmp_path / "run.zarr", proj_dim=8)
     made.featurize(TRAIN)
-    made.score(TARGETS, "test")
-    made.verify(train, TARGETS, "test", budget=4, seeds=(0, 1))
+    verify(made.score(TARGETS, "test"), train, TARGETS, budget=4, seeds=(0, 1))
     return made
 
 

@@ -8,7 +8,7 @@ import torch
 from torch import nn
 from torch.utils.data import TensorDataset
 
-from trak_lite import Attributor
+from trak_lite import Attributor, calibrated_scores, token_scores, verify
 from trak_lite.errors import InvalidInputError, ManifestMismatchError, RetrainingError, StateError
 from trak_lite.evaluation import (
     Verdict,
@@ -18,13 +18,13 @@ from trak_lite.evaluation import (
     seed_noise_ceiling,
     subset_masks,
 )
-from trak_lite.featurizing.fisher import FisherSettings
+from trak_lite.methods import TRAK, Fisher, GaussNewton, GradDot
 from trak_lite.retraining import Retrained
 from trak_lite.retraining import verify as verification
-from trak_lite.retraining.verify import SubsetSums, calibrated_scores, judge
-from trak_lite.run.score_settings import ScoreSettings
+from trak_lite.retraining.verify import SubsetSums, evaluate
+from trak_lite.run.settings import StoredSettings
 from trak_lite.run.tables import complete_tables
-from trak_lite.scoring.stored import ScoredRows, keep_verdict
+from trak_lite.scoring.stored import ScoredRows, keep_verdict, stored_scores
 from trak_lite.store import ZarrFeatureStore
 
 N, M, K = 60, 7, 12
@@ -99,7 +99,7 @@ def attributor(tmp_path, trained):
         proj_dim=K,
         dtype="float32",
         layout="joint",
-        damping=1.0,
+        method=GaussNewton(damping=1.0),
         progress=False,
     )
     made.featurize(TRAIN, checkpoints=trained)
@@ -107,14 +107,14 @@ def attributor(tmp_path, trained):
     return made
 
 
-def rows_of(attributor, store, **view):
-    settings = ScoreSettings(**{"damping": 1.0, **view})
+def rows_of(attributor, store, method=None):
+    method = attributor.method if method is None else method
     digests = store.open_table("scores/test").spec.fingerprint["checkpoints"]
     return ScoredRows(
         store=store,
         train=complete_tables(store, digests),
         name="test",
-        settings=settings,
+        method=method,
         layout=attributor.layout,
         device=torch.device("cpu"),
     )
@@ -137,7 +137,8 @@ def dense_features(store):
 
 def test_the_verdict_is_the_datamodeling_score_of_retrained_models(attributor):
     training = Training()
-    verdict = attributor.verify(training, TARGETS, "test", budget=6, seeds=(0, 1), alpha=0.4, subset_seed=3)
+    scores = attributor.scores("test")
+    verdict = verify(scores, training, TARGETS, budget=6, seeds=(0, 1), alpha=0.4, subset_seed=3)
 
     masks = subset_masks(N, 6, alpha=0.4, seed=3)
     expected = [(np.flatnonzero(mask).tolist(), seed) for mask in masks for seed in (0, 1)]
@@ -158,7 +159,7 @@ def test_the_verdict_stays_with_the_scores_and_is_printed_with_them(attributor, 
     assert before.verdict is None
     assert "tested" not in repr(before)
 
-    verdict = attributor.verify(Training(), TARGETS, "test", budget=3)
+    verdict = verify(attributor.scores("test"), Training(), TARGETS, budget=3)
 
     opened = Attributor.open(tmp_path / "a.zarr", build()).scores("test")
     assert opened.verdict == before.verdict == verdict
@@ -167,31 +168,30 @@ def test_the_verdict_stays_with_the_scores_and_is_printed_with_them(attributor, 
 
 
 def test_other_scores_of_the_same_targets_have_no_verdict_and_need_no_training(attributor):
-    attributor.verify(Training(), TARGETS, "test", budget=3)
-    view = {"kernel": "trak", "damping": 0.1}
-    attributor.score(TARGETS, "test", **view)
+    verify(attributor.scores("test"), Training(), TARGETS, budget=3)
+    method = TRAK(damping=0.1, layout="stored")
+    scores = attributor.score(TARGETS, "test", method=method)
     again = Training()
 
-    assert attributor.scores("test", **view).verdict is None
-    verdict = attributor.verify(again, TARGETS, "test", budget=3, **view)
+    assert attributor.scores("test", method=method).verdict is None
+    verdict = verify(scores, again, TARGETS, budget=3)
     assert again.calls == []
-    assert attributor.scores("test", **view).verdict == verdict
+    assert attributor.scores("test", method=method).verdict == scores.verdict == verdict
     assert attributor.scores("test").verdict != verdict
 
 
 @pytest.mark.parametrize("featurized", [True, False])
-def test_scores_of_a_fitted_curvature_are_verified(attributor, trained, featurized):
+def test_scores_of_a_fitted_curvature_are_verified(attributor, featurized):
     name = "test" if featurized else "only-ekfac"
-    attributor.fit_curvature(TRAIN, checkpoints=trained)
-    scores = attributor.score(TARGETS, name, kernel="ekfac")
+    scores = attributor.score(TARGETS, name, method="EKFAC")
 
-    verdict = attributor.verify(Training(), TARGETS, name, budget=4, kernel="ekfac")
+    verdict = verify(scores, Training(), TARGETS, budget=4)
 
     masks = subset_masks(N, 4, alpha=0.5, seed=0)
     outputs = np.array([outputs_of(Training()(np.flatnonzero(mask), 0)) for mask in masks])
     found = linear_datamodeling_score(scores.numpy(), masks, outputs, num_resamples=RESAMPLES)
     assert verdict.lds.mean == pytest.approx(found.mean, abs=1e-6)
-    assert attributor.scores(name, kernel="ekfac").verdict == verdict
+    assert attributor.scores(name, method="EKFAC").verdict == verdict
     assert [baseline.name for baseline in verdict.baselines][:1] == (
         ["gradient dot product, no kernel"] if featurized else ["loss of the train row (its q)"]
     )
@@ -199,10 +199,10 @@ def test_scores_of_a_fitted_curvature_are_verified(attributor, trained, featuriz
 
 def test_after_a_kill_only_what_is_missing_is_trained(attributor):
     with pytest.raises(KeyboardInterrupt):
-        attributor.verify(Training(2), TARGETS, "test", budget=3)
+        verify(attributor.scores("test"), Training(2), TARGETS, budget=3)
     rest = Training()
 
-    attributor.verify(rest, TARGETS, "test", budget=3)
+    verify(attributor.scores("test"), rest, TARGETS, budget=3)
 
     assert (
         len(rest.calls) == 1 + 1
@@ -214,7 +214,7 @@ def test_scores_in_memory_can_be_verified(trained):
     made.featurize(TRAIN, checkpoints=trained)
     scores = made.score(TARGETS, "test")
 
-    assert made.verify(Training(), TARGETS, "test", budget=3) == scores.verdict
+    assert verify(scores, Training(), TARGETS, budget=3) == scores.verdict == made.scores("test").verdict
 
 
 def test_a_training_may_use_the_attributed_model_itself_or_return_a_state_dict(attributor):
@@ -222,10 +222,11 @@ def test_a_training_may_use_the_attributed_model_itself_or_return_a_state_dict(a
         def __call__(self, indices, seed):
             return super().__call__(indices, seed).state_dict()
 
-    expected = attributor.verify(Training(), TARGETS, "test", budget=3)
-    assert attributor.verify(States(), TARGETS, "test", budget=3, train_id="states") == expected
+    scores = attributor.scores("test")
+    expected = verify(scores, Training(), TARGETS, budget=3)
+    assert verify(scores, States(), TARGETS, budget=3, train_id="states") == expected
     itself = Training(model=attributor.model)
-    assert attributor.verify(itself, TARGETS, "test", budget=3, train_id="itself") == expected
+    assert verify(scores, itself, TARGETS, budget=3, train_id="itself") == expected
     assert len(itself.calls) == 3
 
 
@@ -233,7 +234,7 @@ def test_the_model_is_given_back_as_it_was(attributor):
     attributor.model.train()
     before = copy.deepcopy(attributor.model.state_dict())
 
-    attributor.verify(Training(), TARGETS, "test", budget=2)
+    verify(attributor.scores("test"), Training(), TARGETS, budget=2)
 
     assert attributor.model.training
     for name, value in attributor.model.state_dict().items():
@@ -242,12 +243,12 @@ def test_the_model_is_given_back_as_it_was(attributor):
 
 def test_a_training_that_fails_names_its_subset(attributor):
     with pytest.raises(RetrainingError, match="subset 1, seed 0"):
-        attributor.verify(Training(1, error=ValueError), TARGETS, "test", budget=2)
+        verify(attributor.scores("test"), Training(1, error=ValueError), TARGETS, budget=2)
 
 
 def test_weights_of_another_architecture_are_refused(attributor):
     with pytest.raises(RetrainingError, match=r"subset 0, seed 0 .*does not fit Sequential"):
-        attributor.verify(lambda rows, seed: nn.Linear(4, 3), TARGETS, "test", budget=2)
+        verify(attributor.scores("test"), lambda rows, seed: nn.Linear(4, 3), TARGETS, budget=2)
 
 
 @pytest.mark.parametrize(
@@ -255,25 +256,41 @@ def test_weights_of_another_architecture_are_refused(attributor):
     [
         ({"budget": 1}, InvalidInputError, "budget must be an integer of at least 2, got 1"),
         ({"budget": 5, "calibrate": True}, InvalidInputError, "at least 6 with calibrate=True, got 5"),
-        ({"data": dataset(M, 5)}, ManifestMismatchError, "targets.tensors"),
-        ({"name": "other"}, StateError, "There are no scores 'other'"),
+        ({"targets": dataset(M, 5)}, ManifestMismatchError, "targets.tensors"),
         ({"texts": (["a"], ["b"])}, InvalidInputError, "60 train texts and 7 target texts, got 1 and 1"),
     ],
 )
 def test_what_cannot_be_verified_is_refused(attributor, changes, error, seen):
-    given = {"train_fn": Training(), "data": TARGETS, "name": "test", "budget": 3, **changes}
+    training = Training()
+    given = {"train_fn": training, "targets": TARGETS, "budget": 3, **changes}
 
     with pytest.raises(error, match=seen):
-        attributor.verify(**given)
+        verify(attributor.scores("test"), **given)
+    assert training.calls == [] or "texts" in changes
+
+
+def test_scores_without_a_stored_matrix_a_model_or_a_name_in_the_store_are_refused(attributor):
+    training = Training()
+    with pytest.raises(StateError, match="There are no scores 'other'"):
+        verify(attributor.scores("other"), training, TARGETS)
+    with pytest.raises(StateError, match=r"computed when they are read.*score\(\.\.\., dense=True\)"):
+        verify(attributor.scores("test", dense=False), training, TARGETS)
+    settings = StoredSettings(attributor.layout, attributor.method, torch.device("cpu"))
+    without_a_model = stored_scores(attributor._workspace, settings, "test", attributor.method)
+    with pytest.raises(StateError, match=r"opened without a model.*Attributor\.open"):
+        verify(without_a_model, training, TARGETS)
+    with pytest.raises(StateError, match=r"opened without a model.*Attributor\.open"):
+        token_scores(without_a_model, TRAIN, [0])
+    assert training.calls == []
 
 
 def test_scores_without_a_kernel_are_verified_but_not_calibrated(attributor):
-    attributor.score(TARGETS, "test", kernel="dot")
-    attributor.verify(Training(), TARGETS, "test", budget=6, kernel="dot")
+    scores = attributor.score(TARGETS, "test", method=GradDot())
+    verify(scores, Training(), TARGETS, budget=6)
     training = Training()
 
-    with pytest.raises(InvalidInputError, match="kernel='dot' have no kernel to calibrate"):
-        attributor.verify(training, TARGETS, "test", budget=6, kernel="dot", calibrate=True)
+    with pytest.raises(InvalidInputError, match="Scores of GradDot have no kernel to calibrate"):
+        verify(scores, training, TARGETS, budget=6, calibrate=True)
     assert training.calls == []
 
 
@@ -289,8 +306,8 @@ def test_quantised_rows_are_verified_as_the_scores_read_them(tmp_path, trained):
             progress=False,
         )
         made.featurize(TRAIN, checkpoints=trained)
-        made.score(TARGETS, "test")
-        verdicts.append(made.verify(Training(), TARGETS, "test", budget=6, calibrate=True))
+        scores = made.score(TARGETS, "test")
+        verdicts.append(verify(scores, Training(), TARGETS, budget=6, calibrate=True))
 
     for one, other in zip(verdicts[0].baselines, verdicts[1].baselines, strict=True):
         assert one.lds.mean == pytest.approx(other.lds.mean, abs=0.1)
@@ -302,7 +319,7 @@ def test_quantised_rows_are_verified_as_the_scores_read_them(tmp_path, trained):
 
 def test_baselines_are_those_of_dense_features(attributor):
     texts = [f"row {i % 5} {i % 3}" for i in range(N)], [f"{j % 5} {j}" for j in range(M)]
-    verdict = attributor.verify(Training(), TARGETS, "test", budget=8, texts=texts)
+    verdict = verify(attributor.scores("test"), Training(), TARGETS, budget=8, texts=texts)
 
     masks = subset_masks(N, 8)
     outputs = np.array([outputs_of(Training()(np.flatnonzero(mask), 0)) for mask in masks])
@@ -330,9 +347,10 @@ def test_baselines_are_those_of_dense_features(attributor):
 @pytest.mark.parametrize("q", verification.VIEWS)
 def test_sums_over_subsets_predict_what_summed_scores_predict(attributor, q):
     masks = subset_masks(N, 5)
-    scores = attributor.score(TARGETS, "test", q=q).numpy()
+    method = GaussNewton(damping=1.0, q=q)
+    scores = attributor.score(TARGETS, "test", method=method).numpy()
     with ZarrFeatureStore.open(attributor.path) as store:
-        rows = rows_of(attributor, store, q=q)
+        rows = rows_of(attributor, store, method)
         targets = [rows.preconditioned(table, 1.0) / 2 for table in rows.train.values()]
 
         predicted = SubsetSums(rows, masks).predict(targets, q)
@@ -340,22 +358,18 @@ def test_sums_over_subsets_predict_what_summed_scores_predict(attributor, q):
     np.testing.assert_allclose(predicted, masks @ scores.astype(float), rtol=1e-3, atol=1e-4)
 
 
-def test_a_fitted_kernel_predicts_and_is_calibrated_like_one_of_the_rows(attributor, trained):
-    attributor.fit_curvature(TRAIN, trained, settings=FisherSettings())
-    scores = attributor.score(TARGETS, "test", kernel="fisher", damping=1.0).numpy()
+def test_a_fitted_kernel_predicts_and_is_calibrated_like_one_of_the_rows(attributor):
+    method = Fisher(damping=1.0)
+    scores = attributor.score(TARGETS, "test", method=method).numpy()
     with ZarrFeatureStore.open(attributor.path) as store:
-        rows = rows_of(attributor, store, kernel="fisher")
+        rows = rows_of(attributor, store, method)
         targets = [rows.preconditioned(table, 1.0) / 2 for table in rows.train.values()]
 
         predicted = SubsetSums(rows, masks := subset_masks(N, 5)).predict(targets, "inside")
 
     np.testing.assert_allclose(predicted, masks @ scores.astype(float), rtol=1e-3, atol=1e-4)
     retrained = synthetic(scores, 8, 0.5)
-    assert judged(attributor, retrained, kernel="fisher", damping=1.0)[0].calibration.dampings == (
-        0.1,
-        1.0,
-        10.0,
-    )
+    assert judged(attributor, retrained, method)[0].calibration.dampings == (0.1, 1.0, 10.0)
 
 
 # ------------------------------------------------------------------------ calibration
@@ -370,18 +384,18 @@ def synthetic(scores, num_subsets, noise, seed=0):
     return Retrained(outputs[:, None].astype(np.float32), masks, (0,))
 
 
-def judged(attributor, retrained, **view):
+def judged(attributor, retrained, method=None):
     with ZarrFeatureStore.open(attributor.path) as store:
-        rows = rows_of(attributor, store, **view)
-        verdict = judge(
-            attributor.scores("test", **view), rows, retrained, calibrate=True, texts=None, confidence=0.95
-        )
+        rows = rows_of(attributor, store, method)
+        scores = attributor.scores("test", method=method)
+        verdict = evaluate(scores, rows, retrained, calibrate=True, texts=None, confidence=0.95)
         calibration = verdict.calibration
-        return verdict, calibrated_scores(rows, calibration) if calibration.kept else None
+        return verdict, verification._calibrated_scores(rows, calibration) if calibration.kept else None
 
 
 def test_a_better_kernel_is_found_and_kept_after_its_test(attributor):
-    best = attributor.score(TARGETS, "test", q="off", damping=0.1, checkpoint_weights=(1, 0)).numpy()
+    method = GaussNewton(q="off", damping=0.1, checkpoint_weights=(1, 0))
+    best = attributor.score(TARGETS, "test", method=method).numpy()
     retrained = synthetic(best, 60, 0.3)
 
     verdict, scores = judged(attributor, retrained)
@@ -415,14 +429,20 @@ def test_weights_of_the_default_kernel_give_the_scores_themselves(attributor):
         weights[calibration.views.index("inside"), :, :, calibration.dampings.index(1.0)] = 0.5
         given = verification.replace(calibration, kept=True, weights=tuple(weights.reshape(-1).tolist()))
 
-        found = calibrated_scores(rows, given)
+        found = verification._calibrated_scores(rows, given)
 
     np.testing.assert_allclose(found, attributor.scores("test").numpy(), rtol=1e-3, atol=1e-4)
 
 
 def test_modules_get_weights_of_their_own_unless_they_are_too_many(tmp_path, trained, monkeypatch):
     made = Attributor(
-        build(), "image_classification", tmp_path / "m.zarr", proj_dim=6, layout="module", progress=False
+        build(),
+        "image_classification",
+        tmp_path / "m.zarr",
+        proj_dim=6,
+        layout="module",
+        method=GaussNewton(damping=1.0),
+        progress=False,
     )
     made.featurize(TRAIN, checkpoints=trained)
     retrained = synthetic(made.score(TARGETS, "test").numpy(), 8, 0.5)
@@ -440,30 +460,36 @@ def test_modules_get_weights_of_their_own_unless_they_are_too_many(tmp_path, tra
 
 def test_a_damping_of_ones_own_is_among_those_tried(tmp_path, trained):
     made = Attributor(
-        build(), "image_classification", tmp_path / "d.zarr", proj_dim=K, damping=0.5, progress=False
+        build(),
+        "image_classification",
+        tmp_path / "d.zarr",
+        proj_dim=K,
+        method=GaussNewton(damping=0.5),
+        progress=False,
     )
     made.featurize(TRAIN, checkpoints=trained)
-    made.score(TARGETS, "test")
+    scores = made.score(TARGETS, "test")
 
-    verdict = made.verify(Training(), TARGETS, "test", budget=6, calibrate=True)
+    verdict = verify(scores, Training(), TARGETS, budget=6, calibrate=True)
 
     assert verdict.calibration.dampings == (0.1, 0.5, 1.0, 10.0)
 
 
 def test_calibrated_scores_are_those_of_the_kept_verdict_or_refused(attributor):
+    scores = attributor.scores("test")
     with pytest.raises(StateError, match="were not calibrated"):
-        attributor.calibrated_scores("test")
-    verdict = attributor.verify(Training(), TARGETS, "test", budget=6, calibrate=True)
+        calibrated_scores(scores)
+    verdict = verify(scores, Training(), TARGETS, budget=6, calibrate=True)
     assert Verdict.from_json(verdict.to_json()) == verdict
     kept = verification.replace(verdict, calibration=verification.replace(verdict.calibration, kept=True))
     refused = verification.replace(kept, calibration=verification.replace(verdict.calibration, kept=False))
     with ZarrFeatureStore.open(attributor.path, "r+") as store:
         keep_verdict(store, "scores/test", refused)
         with pytest.raises(StateError, match="did not pass its test"):
-            attributor.calibrated_scores("test")
+            calibrated_scores(scores)
         keep_verdict(store, "scores/test", kept)
-        expected = calibrated_scores(rows_of(attributor, store), kept.calibration)
+        expected = verification._calibrated_scores(rows_of(attributor, store), kept.calibration)
 
-    np.testing.assert_array_equal(attributor.calibrated_scores("test"), expected)
+    np.testing.assert_array_equal(calibrated_scores(attributor.scores("test")), expected)
     assert expected.shape == (N, M)
     assert "calibrated kernel kept: gain" in str(attributor.scores("test"))

@@ -22,8 +22,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 from torch.utils.data import DataLoader, Dataset, TensorDataset, default_collate
 
-from trak_lite import Attributor
-from trak_lite.data.datasets import Rows
+from trak_lite import Attributor, Rows
 from trak_lite.errors import InvalidInputError, ManifestMismatchError
 from trak_lite.featurizing import rows as pipeline
 from trak_lite.modelout_functions import ImageClassificationModelOutput
@@ -173,11 +172,11 @@ class Script:
         data = self.dataset(self.train)
         data.fail_at = fail_at
         attributor = self.attributor(path)
-        attributor.featurize(self.wrap(data), batch_size=8, **self.call)
+        attributor.featurize(Rows(self.wrap(data), batch_size=8, **self.call))
         return attributor
 
     def score(self, attributor: Attributor) -> np.ndarray[Any, Any]:
-        return attributor.score(self.wrap(self.dataset(self.targets)), **self.call).numpy()
+        return attributor.score(Rows(self.wrap(self.dataset(self.targets)), **self.call)).numpy()
 
 
 def shifted(script: Script, part: int) -> None:
@@ -225,20 +224,20 @@ KINDS: dict[str, tuple[Change, Change]] = {
         lambda s: setattr(s, "dataset", lambda data: Transformed(data, 1.0)),
         lambda s: setattr(s, "dataset", lambda data: Transformed(data, 2.0)),
     ),
-    "samples under one dataset_id": (
-        lambda s: s.call.update(dataset_id="mine"),
+    "samples under one name": (
+        lambda s: s.call.update(name="mine"),
         lambda s: shifted(s, 0),
     ),
-    "labels under one dataset_id": (
-        lambda s: s.call.update(dataset_id="mine"),
+    "labels under one name": (
+        lambda s: s.call.update(name="mine"),
         lambda s: shifted(s, 1),
     ),
     "collate function": (
         lambda s: s.settings.update(collate=collate_scaled(1.0)),
         lambda s: s.settings.update(collate=collate_scaled(2.0)),
     ),
-    "collate function under one dataset_id": (
-        lambda s: (s.settings.update(collate=collate_scaled(1.0)), s.call.update(dataset_id="mine")),
+    "collate function under one name": (
+        lambda s: (s.settings.update(collate=collate_scaled(1.0)), s.call.update(name="mine")),
         lambda s: s.settings.update(collate=collate_scaled(2.0)),
     ),
     "collate function of a loader": (
@@ -373,7 +372,7 @@ class Augmented(Plain):
 
 
 def test_samples_that_change_at_each_access_are_named_as_such_and_seeded_ones_pass(tmp_path: Path) -> None:
-    script = Script(dataset=Augmented, call={"dataset_id": "augmented"})
+    script = Script(dataset=Augmented, call={"name": "augmented"})
     script.featurize(tmp_path / "a.zarr")
     with pytest.raises(ManifestMismatchError, match=r"sample itself changes .* seeded with the index"):
         script.featurize(tmp_path / "a.zarr")
@@ -394,7 +393,7 @@ def test_other_batch_sizes_are_the_same_run(tmp_path: Path, dtype: str, batch_si
         script.featurize(tmp_path / "a.zarr", fail_at=BROKEN_AT)
 
     found = script.attributor(tmp_path / "a.zarr").featurize(
-        script.dataset(script.train), batch_size=batch_size
+        Rows(script.dataset(script.train), batch_size=batch_size)
     )
 
     assert found.rows_written == N - DONE
@@ -418,7 +417,7 @@ def test_models_of_other_dtypes_are_compared_within_their_rounding(
         script = Script(train=(tensors(N, 0)[0].to(dtype), tensors(N, 0)[1]))
         script.net.to(dtype).temperature = temperature
         data = script.dataset(script.train)
-        return script.attributor(tmp_path / "a.zarr").featurize(data, batch_size=batch_size).rows_found
+        return script.attributor(tmp_path / "a.zarr").featurize(Rows(data, batch_size=batch_size)).rows_found
 
     made(8, 1.0)
     assert made(3, 1.0) == N
@@ -431,10 +430,12 @@ import sys
 sys.path.insert(0, sys.argv[2])
 from pathlib import Path
 from test_changed_runs import Script
+from trak_lite import Rows
 import torch
 torch.set_num_threads(int(sys.argv[3]))
 script = Script()
-print(script.attributor(Path(sys.argv[1])).featurize(script.dataset(script.train), batch_size=5).rows_written)
+data = Rows(script.dataset(script.train), batch_size=5)
+print(script.attributor(Path(sys.argv[1])).featurize(data).rows_written)
 """
 
 
@@ -485,8 +486,9 @@ class Growing(Plain):
 
 
 def test_a_dataset_whose_length_changes_during_a_call_is_refused(tmp_path: Path) -> None:
+    script = Script()
     with pytest.raises(InvalidInputError, match="37 rows when the call began, and 38 now"):
-        Script(dataset=Growing).featurize(tmp_path / "a.zarr")
+        script.attributor(tmp_path / "a.zarr").featurize(Growing(script.train))
 
     assert not (tmp_path / "a.zarr").exists()
 
@@ -526,6 +528,6 @@ DIFFERENT_SAMPLES = [
 
 
 def test_no_two_samples_have_the_same_digest() -> None:
-    digests = [Rows([[sample]]).identity(None)["samples"] for sample in DIFFERENT_SAMPLES]
+    digests = [Rows([[sample]]).identity()["samples"] for sample in DIFFERENT_SAMPLES]
 
     assert len(set(digests)) == len(digests)

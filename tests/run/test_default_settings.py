@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,9 +15,8 @@ from torch import nn
 from torch.utils.data import TensorDataset
 
 from trak_lite import Attributor
-from trak_lite.linalg import KernelSettings
+from trak_lite.methods import TRAK, AbstractMethod, Fisher, GaussNewton, as_method
 from trak_lite.modelout_functions import CausalLanguageModelingModelOutput
-from trak_lite.run.score_settings import ScoreSettings
 from trak_lite.run.settings import stored_arguments
 from trak_lite.store import Manifest, ZarrFeatureStore
 
@@ -86,28 +87,27 @@ def test_scores_by_default_are_those_of_a_share_of_the_trace_with_q_inside(
     np.testing.assert_allclose(scores, expected, rtol=1e-4, atol=1e-5 * np.abs(expected).max())
 
 
-def test_q_is_outside_for_the_kernel_as_published_and_inside_for_others() -> None:
+def test_q_is_outside_for_the_method_as_published_and_inside_for_others() -> None:
     made = attributor()
     made.featurize(TRAIN)
 
-    assert [made.score(TARGETS, kernel=kernel).settings["q"] for kernel in ("trak", "dot", "curvature")] == [
-        "outside",
-        "inside",
-        "inside",
-    ]
+    methods = (TRAK(damping=None), "GradDot", "GaussNewton", "GradCos")
+    found = [made.score(TARGETS, method=method).settings["q"] for method in methods]
+    assert found == ["outside", "inside", "inside", "off"]
 
 
-def test_another_kernel_has_its_own_default_damping_also_after_reopening(tmp_path: Path) -> None:
-    made = attributor(tmp_path / "a.zarr", kernel="fisher", damping=3.0)
+def test_another_method_has_its_own_default_damping_also_after_reopening(tmp_path: Path) -> None:
+    path, plain = tmp_path / "a.zarr", TRAK(damping=None, layout="stored")
+    made = attributor(path, method=Fisher(damping=3.0))
     made.featurize(TRAIN)
 
-    opened = Attributor.open(tmp_path / "a.zarr", model())
+    opened = Attributor.open(path, model())
 
-    assert opened.kernel.damping == 3.0
-    assert Attributor.open(tmp_path / "a.zarr", model(), kernel="fisher").kernel.damping == 3.0
-    assert Attributor.open(tmp_path / "a.zarr", model(), kernel="trak").kernel.damping == 8 / 2048
-    assert Attributor.open(tmp_path / "a.zarr", model(), kernel="trak", damping=2.0).kernel.damping == 2.0
-    assert opened.score(TARGETS, kernel="curvature").settings["damping"] == 8 / 2048
+    assert opened.method == made.method == Fisher(damping=3.0)
+    assert Attributor.open(path, model(), method="Fisher").method == Fisher(damping=8 / 16384)
+    assert Attributor.open(path, model(), method=plain).method == replace(plain, damping=8 / 2048)
+    assert Attributor.open(path, model(), method=replace(plain, damping=2.0)).method.damping == 2.0
+    assert opened.score(TARGETS, method="GaussNewton").settings["damping"] == 8 / 2048
     assert opened.score(TARGETS).settings["damping"] == 3.0
 
 
@@ -129,14 +129,16 @@ def test_what_older_stores_call_auto_is_what_it_was(projector: str, segments: in
     assert made._settings.manifest(None).fingerprint == older.fingerprint
 
 
-def test_a_kernel_too_wide_to_be_fitted_unasked_is_the_plain_one() -> None:
+def test_where_a_kernel_is_too_wide_to_be_fitted_unasked_the_method_is_the_plain_one() -> None:
     head = nn.Linear(2, 2100)  # 6300 gradient entries, which "none" keeps
     made = [
-        Attributor(head, "causal_language_modeling", None, projector=projector).kernel.weighting
+        Attributor(head, "causal_language_modeling", None, projector=projector)
         for projector in ("none", "auto")
     ]
 
-    assert made == ["none", "fisher"]
+    damping = made[0].layout.width / len(made[0].layout.segments) / 2048
+    assert made[0].method == TRAK(damping=damping, layout="stored")
+    assert made[1].method == Fisher(damping=2048 / 16384)
 
 
 def test_a_store_opens_with_the_settings_of_its_task(tmp_path: Path) -> None:
@@ -154,16 +156,11 @@ def test_a_store_opens_with_the_settings_of_its_task(tmp_path: Path) -> None:
     assert opened.featurize(TensorDataset(ids, ids)).rows_written == 0
 
 
-def test_scores_that_say_nothing_of_q_were_made_with_q_outside() -> None:
-    older = {"kernel": KernelSettings(weighting="curvature", damping=1.0).to_json()}
-
-    assert ScoreSettings.from_fingerprint(older) == ScoreSettings(damping=1.0, q="outside")
-    assert ScoreSettings(damping=1.0, q="outside").fingerprint() == older
-    assert ScoreSettings(damping=1.0).fingerprint()["view"] == {"q": "inside"}
-
-
-@pytest.mark.parametrize("kernel", ["curvature", "fisher", "trak"])
-def test_a_fingerprint_tells_the_kernel_and_where_q_goes(kernel: Any) -> None:
+@pytest.mark.parametrize("method", [GaussNewton, Fisher, TRAK])
+def test_what_is_stored_of_a_method_tells_it_and_where_q_goes(method: type[AbstractMethod]) -> None:
+    found = []
     for q in ("outside", "inside", "off"):
-        made = ScoreSettings(kernel=kernel, damping=0.5, q=q)
-        assert ScoreSettings.from_fingerprint(made.fingerprint()) == made
+        made = method(damping=0.5, q=q)
+        found.append(made.to_json())
+        assert as_method(json.loads(json.dumps(made.to_json()))) == made
+    assert [each["q"] for each in found] == ["outside", "inside", "off"]

@@ -10,8 +10,9 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import TensorDataset
 
-from trak_lite import Attributor
+from trak_lite import Attributor, Rows, token_scores
 from trak_lite.errors import InvalidInputError, ManifestMismatchError
+from trak_lite.methods import TRAK, AbstractMethod, Fisher, GradDot, TracIn
 from trak_lite.modelout_functions import CausalLanguageModelingModelOutput
 
 VOCABULARY, LENGTH, N, M = 7, 6, 5, 3
@@ -47,7 +48,7 @@ WEIGHTS = [LanguageModel(seed).state_dict() for seed in (0, 1)]
 def attributor(**settings: Any) -> Attributor:
     given = {"proj_dim": 64, "dtype": "float32", "task": "causal_language_modeling", **settings}
     made = Attributor(LanguageModel(), path=None, **given)
-    made.featurize(TRAIN, checkpoints=WEIGHTS, batch_size=4)
+    made.featurize(Rows(TRAIN, batch_size=4), checkpoints=WEIGHTS)
     return made
 
 
@@ -77,9 +78,9 @@ def gradients(model: nn.Module, data: TensorDataset, row: int) -> np.ndarray:
 
 def test_tokens_add_the_product_of_their_own_gradient_with_the_target() -> None:
     made = attributor(projector="none", proj_dim=63)
-    scores = made.score(TARGETS, kernel="dot", q="off")
+    scores = made.score(TARGETS, method=GradDot(q="off"))
 
-    found = made.token_scores(scores, TRAIN, [3, 0], batch_size=2)
+    found = token_scores(scores, Rows(TRAIN, batch_size=2), [3, 0])
 
     expected = {row: np.zeros((LENGTH, M)) for row in (0, 3)}
     for weights in WEIGHTS:
@@ -95,28 +96,29 @@ def test_tokens_add_the_product_of_their_own_gradient_with_the_target() -> None:
 
 
 @pytest.mark.parametrize(
-    "view",
+    "method",
     [
-        {},
-        {"q": "inside"},
-        {"kernel": "trak", "damping": 0.1},
-        {"checkpoint_weights": (1.0, -0.5), "q": "off"},
+        None,
+        Fisher(q="outside"),
+        TRAK(damping=0.1, layout="stored"),
+        Fisher(checkpoint_weights=(1.0, -0.5), q="off"),
+        TracIn(learning_rates=(0.5, 0.1)),
     ],
+    ids=str,
 )
-def test_tokens_add_up_to_the_score_of_their_row(plain: Attributor, view: dict[str, Any]) -> None:
-    scores = plain.score(TARGETS, **view)
+def test_tokens_add_up_to_the_score_of_their_row(plain: Attributor, method: AbstractMethod | None) -> None:
+    scores = plain.score(TARGETS, method=method)
 
-    found = plain.token_scores(scores, TRAIN, range(N))
+    found = token_scores(scores, TRAIN, range(N))
 
     summed = np.stack([found[row].sum(0) for row in range(N)])
     np.testing.assert_allclose(summed, scores.numpy(), rtol=1e-3, atol=1e-5 * np.abs(scores.numpy()).max())
 
 
 def test_curvature_of_layers_splits_over_tokens_too(plain: Attributor) -> None:
-    plain.fit_curvature(TRAIN)
-    scores = plain.score(TARGETS, kernel="ekfac")
+    scores = plain.score(TARGETS, method="EKFAC")
 
-    found = plain.token_scores(scores, TRAIN, [1], targets=[2, -3])
+    found = token_scores(scores, TRAIN, [1], targets=[2, -3])
 
     np.testing.assert_allclose(found[1].sum(0), scores.numpy()[1, [2, 0]], rtol=1e-3)
 
@@ -126,7 +128,7 @@ def test_labels_that_are_not_shifted_keep_their_place() -> None:
     made = attributor(task=task)
     scores = made.score(TARGETS)
 
-    found = made.token_scores(scores, TRAIN, [1])[1]
+    found = token_scores(scores, TRAIN, [1])[1]
 
     assert np.flatnonzero(found.any(1)).tolist() == [0, 1, 3, 4, 5]
     np.testing.assert_allclose(found.sum(0), scores.numpy()[1], rtol=1e-3)
@@ -136,16 +138,16 @@ def test_the_store_and_the_model_stay_as_they_were(plain: Attributor) -> None:
     scores = plain.score(TARGETS)
     before, weights = scores.numpy(), {n: v.clone() for n, v in plain.model.state_dict().items()}
 
-    plain.token_scores(scores, TRAIN, [1])
+    token_scores(scores, TRAIN, [1])
 
     np.testing.assert_array_equal(plain.score(TARGETS).numpy(), before)
     assert all(torch.equal(value, weights[name]) for name, value in plain.model.state_dict().items())
 
 
 def test_scores_divided_by_norms_are_refused(plain: Attributor) -> None:
-    for made, view in ((plain, {"kernel": "cosine"}), (attributor(normalize="unit"), {})):
+    for made, method in ((plain, "GradCos"), (attributor(normalize="unit"), None)):
         with pytest.raises(InvalidInputError, match="divide train rows by their norms"):
-            made.token_scores(made.score(TARGETS, **view), TRAIN, [0])
+            token_scores(made.score(TARGETS, method=method), TRAIN, [0])
 
 
 def test_a_task_without_tokens_is_refused() -> None:
@@ -154,19 +156,19 @@ def test_a_task_without_tokens_is_refused() -> None:
     made.featurize(data)
 
     with pytest.raises(InvalidInputError, match="'image_classification', whose output is no sum over tokens"):
-        made.token_scores(made.score(data), data, [0])
+        token_scores(made.score(data), data, [0])
 
 
 @pytest.mark.parametrize("rows", [[], [N], [-1], [0.5]])
 def test_rows_that_are_not_there_are_refused(plain: Attributor, rows: list[Any]) -> None:
     with pytest.raises(InvalidInputError, match=r"rows must be whole numbers from 0 to 4"):
-        plain.token_scores(plain.score(TARGETS), TRAIN, rows)
+        token_scores(plain.score(TARGETS), TRAIN, rows)
 
 
 def test_targets_and_data_that_are_not_those_of_the_scores_are_refused(plain: Attributor) -> None:
     scores = plain.score(TARGETS)
 
     with pytest.raises(InvalidInputError, match="no target 3"):
-        plain.token_scores(scores, TRAIN, [0], targets=[3])
+        token_scores(scores, TRAIN, [0], targets=[3])
     with pytest.raises(ManifestMismatchError, match="dataset"):
-        plain.token_scores(scores, TARGETS, [0])
+        token_scores(scores, TARGETS, [0])

@@ -2,40 +2,42 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
 from scipy.stats import spearmanr
-from view_cases import Drawn, checkpoint_products, dense_scores, drawn
+from view_cases import DEFAULT, METHODS, Drawn, checkpoint_products, dense_scores, drawn
 
 from trak_lite.errors import InvalidInputError, StateError
 from trak_lite.linalg import Spread, agreement, expected_agreement
+from trak_lite.methods import AbstractMethod
 
 RUNS = ["x", "y", "x", "z"]
 
 
-def jackknife(rows: Drawn, **view: Any) -> np.ndarray:
+def jackknife(rows: Drawn, method: AbstractMethod = DEFAULT) -> np.ndarray:
     """Leave out one checkpoint after the other and score again: the exact jackknife, ``(N, M)``."""
     count = len(rows.train)
     left = []
     for out in range(count):
         keep = [c for c in range(count) if c != out]
         part = Drawn(rows.train[keep], rows.targets[keep], rows.q[keep], rows.w[keep])
-        left.append(dense_scores(part.source(**view)).astype(np.float64))
+        left.append(dense_scores(part.source(method)).astype(np.float64))
     stacked = np.stack(left)
     return np.sqrt((count - 1) / count * ((stacked - stacked.mean(0)) ** 2).sum(0))
 
 
-@pytest.mark.parametrize("kernel", ["curvature", "dot", "cosine"])
+@pytest.mark.parametrize("name", ["GaussNewton", "GradDot", "GradCos"])
 @pytest.mark.parametrize("q", ["inside", "off"])
-def test_a_mean_has_the_standard_error_of_leaving_out_one_checkpoint(kernel: str, q: str) -> None:
-    rows = drawn(num_checkpoints=4)
+def test_a_mean_has_the_standard_error_of_leaving_out_one_checkpoint(name: str, q: Any) -> None:
+    rows, method = drawn(num_checkpoints=4), METHODS[name](q=q)
 
-    errors = rows.source(kernel=kernel, q=q).standard_error(None, slice(None), None)
+    errors = rows.source(method).standard_error(None, slice(None), None)
 
-    np.testing.assert_allclose(errors, jackknife(rows, kernel=kernel, q=q), rtol=1e-3, atol=1e-6)
+    np.testing.assert_allclose(errors, jackknife(rows, method), rtol=1e-3, atol=1e-6)
 
 
 def test_with_q_outside_it_is_that_of_the_product_of_two_means() -> None:
@@ -43,7 +45,7 @@ def test_with_q_outside_it_is_that_of_the_product_of_two_means() -> None:
     k, q = checkpoint_products(rows), rows.q.astype(np.float64)[:, :, None]
     change = q.mean(0) * (k - k.mean(0)) + k.mean(0) * (q - q.mean(0))
 
-    errors = rows.source(q="outside").standard_error(None, slice(None), None)
+    errors = rows.source(replace(DEFAULT, q="outside")).standard_error(None, slice(None), None)
 
     np.testing.assert_allclose(errors, np.sqrt((change**2).sum(0) / (4 * 3)), rtol=1e-3, atol=1e-6)
 
@@ -57,7 +59,7 @@ def test_with_many_checkpoints_it_is_close_to_leaving_out_one() -> None:
 
 
 @pytest.mark.parametrize("q", ["outside", "off"])
-def test_runs_are_the_unit_where_they_are_given(q: str) -> None:
+def test_runs_are_the_unit_where_they_are_given(q: Any) -> None:
     rows = drawn(num_checkpoints=4)
     k = checkpoint_products(rows)
     members = [[0, 2], [1], [3]]
@@ -69,7 +71,7 @@ def test_runs_are_the_unit_where_they_are_given(q: str) -> None:
     )
     change = factors.mean(0) * (sums - sums.mean(0)) + sums.mean(0) * (factors - factors.mean(0))
 
-    errors = rows.source(q=q).standard_error(None, slice(None), RUNS)
+    errors = rows.source(replace(DEFAULT, q=q)).standard_error(None, slice(None), RUNS)
 
     np.testing.assert_allclose(errors, np.sqrt((change**2).sum(0) / (3 * 2)), rtol=1e-3, atol=1e-6)
 
@@ -146,14 +148,14 @@ def test_scores_without_an_order_agree_with_nothing() -> None:
 
 
 @pytest.mark.parametrize("q", ["outside", "inside", "off"])
-def test_reliability_ranks_what_each_run_alone_scores(q: str) -> None:
+def test_reliability_ranks_what_each_run_alone_scores(q: Any) -> None:
     rows = drawn(num_checkpoints=4)
     alone = []
     for members in ([0, 2], [1], [3]):
         part = Drawn(rows.train[members], rows.targets[members], rows.q[members], rows.w[members])
-        alone.append(torch.from_numpy(dense_scores(part.source(q=q))))
+        alone.append(torch.from_numpy(dense_scores(part.source(replace(DEFAULT, q=q)))))
 
-    found = rows.source(q=q).reliability(RUNS, threshold=0.2, max_rows=1000)
+    found = rows.source(replace(DEFAULT, q=q)).reliability(RUNS, threshold=0.2, max_rows=1000)
 
     np.testing.assert_allclose(found.agreement, agreement(alone), atol=1e-12)
     np.testing.assert_allclose(found.expected, expected_agreement(agreement(alone), 3))
@@ -206,7 +208,7 @@ def test_a_run_as_noisy_as_its_signal_agrees_by_half_and_three_of_them_by_three_
     ],
 )
 def test_groups_that_mean_nothing_are_refused(view: Any, runs: Any, message: str) -> None:
-    source = drawn(num_checkpoints=4).source(**view)
+    source = drawn(num_checkpoints=4).source(replace(DEFAULT, **view))
 
     with pytest.raises(InvalidInputError, match=message):
         source.standard_error(None, slice(None), runs)
@@ -219,7 +221,7 @@ def test_subtracted_base_models_have_errors_over_runs() -> None:
     k = checkpoint_products(rows)
     each = np.stack([2 * (k[0] - k[1]), 2 * (k[2] - k[3])])
 
-    errors = rows.source(q="off", checkpoint_weights=(1, -1, 1, -1)).standard_error(
+    errors = rows.source(replace(DEFAULT, q="off", checkpoint_weights=(1, -1, 1, -1))).standard_error(
         None, slice(None), [0, 0, 1, 1]
     )
 

@@ -1,8 +1,9 @@
-"""Views through the facade: stored rows are read again, never computed again; what is kept where; what is refused."""
+"""Methods through the facade: stored rows are read again, never computed again; what is kept where; what is refused."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,9 +16,13 @@ from torch.utils.data import TensorDataset
 from trak_lite import Attributor, Scores
 from trak_lite.errors import InvalidInputError, ManifestMismatchError, StateError
 from trak_lite.featurizing import session as featurizing
+from trak_lite.featurizing.fisher import FisherFits
+from trak_lite.featurizing.kronecker_fits import KroneckerFits
+from trak_lite.methods import EKFAC, TRAK, AbstractMethod, Fisher, GaussNewton, GradCos, GradDot, TracIn
 from trak_lite.projectors import NoOpProjector
 
 N, M = 30, 4
+DAMPED_TRAK = TRAK(damping=None, layout="stored")
 
 
 def dataset(count: int, seed: int) -> TensorDataset:
@@ -74,46 +79,56 @@ def no_more_gradients(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize("dense", [True, False])
 @pytest.mark.parametrize(
-    "view",
+    "method",
     [
-        {"kernel": "trak"},
-        {"kernel": "dot", "q": "inside", "checkpoint_weights": [0.1, 0.2, 0.3]},
-        {"kernel": "cosine", "q": "off"},
-        {"damping": 20.0},
-        {"layout": "joint"},
+        DAMPED_TRAK,
+        TRAK(damping=0.5),
+        GradDot(q="inside", checkpoint_weights=[0.1, 0.2, 0.3]),
+        TracIn(learning_rates=[0.1, 0.2, 0.3]),
+        GradCos(),
+        GaussNewton(damping=20.0),
+        GaussNewton(layout="joint"),
     ],
-    ids=lambda view: "-".join(map(str, view.values())),
+    ids=lambda method: "-".join(map(str, method.to_json().values())),
 )
-def test_another_view_stores_no_gradient(monkeypatch: pytest.MonkeyPatch, view: Any, dense: bool) -> None:
+def test_another_method_stores_no_gradient(
+    monkeypatch: pytest.MonkeyPatch, method: AbstractMethod, dense: bool
+) -> None:
     made = featurized(layout="module")
     first = made.score(TARGETS, name="test")
     before = first.numpy()
     written = rows_written(monkeypatch)
 
-    other = made.score(TARGETS, name="test", dense=dense, **view)
+    other = made.score(TARGETS, name="test", dense=dense, method=method)
     assert written == [0]  # the targets of one checkpoint are compared, nothing is computed anew
 
     assert not np.allclose(other.numpy(), before)
     np.testing.assert_array_equal(made.scores("test").numpy(), before)
-    np.testing.assert_allclose(made.scores("test", dense=dense, **view).numpy(), other.numpy())
-    assert other.settings.items() >= {**view, "checkpoints": 3}.items()
+    np.testing.assert_allclose(made.scores("test", dense=dense, method=method).numpy(), other.numpy())
+    assert other.method == method.decided(made.layout)
+    said = {key: value for key, value in method.to_json().items() if key != "name" and value is not None}
+    assert all(other.settings[key] == value for key, value in said.items())
+    assert (other.settings["method"], other.settings["checkpoints"]) == (method.name, 3)
 
 
 def test_settings_that_say_what_holds_anyway_give_the_same_table(tmp_path: Path) -> None:
     made = featurized(tmp_path / "a.zarr", layout="joint")
     made.score(TARGETS, name="test")
 
-    same = made.score(TARGETS, name="test", kernel="curvature", damping=16 / 2048, layout="joint", q="inside")
+    for method in (
+        GaussNewton(damping=16 / 2048, layout="joint", q="inside"),
+        "gaussnewton",
+        {"name": "GaussNewton", "layout": "joint"},
+    ):
+        assert "a.zarr:scores/test" in repr(made.score(TARGETS, name="test", method=method))
 
-    assert "a.zarr:scores/test" in repr(same)
 
-
-def test_dot_products_with_learning_rates_are_tracin() -> None:
+def test_tracin_is_the_product_of_loss_gradients_and_target_gradients() -> None:
     """The sum over checkpoints of rate times (minus the loss gradient of a row) times (gradient of a target's f)."""
     rates = [0.3, 0.1, 0.02]
     made = featurized(projector=NoOpProjector(grad_dim=43, device="cpu"), dtype="float32")
 
-    scores = made.score(TARGETS, kernel="dot", q="inside", checkpoint_weights=rates).numpy()
+    scores = made.score(TARGETS, method=TracIn(learning_rates=rates)).numpy()
 
     network, expected = model(), np.zeros((N, M))
     for rate, state in zip(rates, states(), strict=True):
@@ -138,54 +153,131 @@ def test_a_base_model_is_subtracted_by_a_negative_weight() -> None:
     base, tuned, _ = states()
     made = featurized()
     each = [
-        made.score(TARGETS, name=name, q="inside", checkpoints=[state]).numpy()
+        made.score(TARGETS, name=name, checkpoints=[state]).numpy()
         for name, state in (("base", base), ("tuned", tuned))
     ]
 
     difference = made.score(
-        TARGETS, q="inside", checkpoints=[base, tuned], checkpoint_weights=[-1, 1]
+        TARGETS, checkpoints=[base, tuned], method=replace(made.method, checkpoint_weights=(-1, 1))
     ).numpy()
 
     np.testing.assert_allclose(difference, each[1] - each[0], rtol=1e-4, atol=1e-5)
 
 
-def test_other_targets_are_refused_in_every_view() -> None:
+def test_other_targets_are_refused_with_every_method() -> None:
     made = featurized()
-    made.score(TARGETS, name="test", kernel="dot")
+    made.score(TARGETS, name="test", method="GradDot")
 
-    for view in ({"kernel": "dot"}, {"kernel": "trak"}, {"dense": False}):
+    for view in ({"method": "GradDot"}, {"method": "TRAK"}, {"dense": False}):
         with pytest.raises(ManifestMismatchError, match=r"targets.*another name"):
             made.score(dataset(M, 5), name="test", **view)
 
 
-def test_a_store_opened_again_answers_views_without_data(tmp_path: Path, monkeypatch: Any) -> None:
-    expected = featurized(tmp_path / "a.zarr").score(TARGETS, name="test", kernel="dot").numpy()
+def test_a_store_opened_again_answers_with_any_method_without_data(tmp_path: Path, monkeypatch: Any) -> None:
+    expected = featurized(tmp_path / "a.zarr").score(TARGETS, name="test", method="GradDot").numpy()
     no_more_gradients(monkeypatch)
 
     again = Attributor.open(tmp_path / "a.zarr", model())
 
-    np.testing.assert_array_equal(again.scores("test", kernel="dot").numpy(), expected)
-    np.testing.assert_array_equal(again.scores("test", kernel="dot", dense=False).numpy(), expected)
+    np.testing.assert_array_equal(again.scores("test", method="GradDot").numpy(), expected)
+    np.testing.assert_array_equal(again.scores("test", method="GradDot", dense=False).numpy(), expected)
+
+
+def test_scores_of_an_attributor_with_another_method_are_not_taken_for_these(tmp_path: Path) -> None:
+    expected = featurized(tmp_path / "a.zarr").score(TARGETS, name="test").numpy()
+
+    again = Attributor.open(tmp_path / "a.zarr", model(), method="GradDot")
+
+    with pytest.raises(ManifestMismatchError, match=r"method\.name is 'GaussNewton' there, 'GradDot' here"):
+        again.scores("test")
+    with pytest.raises(ManifestMismatchError, match=r"method\.name is 'GaussNewton' there, 'GradDot' here"):
+        again.score(TARGETS, name="test")
+    other = again.score(TARGETS, name="other", checkpoints=states()).numpy()
+    assert not np.allclose(other, expected)
+
+
+# ------------------------------------------------------------------------ methods that are fitted
+
+
+NEEDS_A_FIT = [Fisher(samples_per_feature=6), EKFAC()]
+
+
+@pytest.fixture
+def fits(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """Where something is fitted: the table or the digest of each checkpoint, in order."""
+    fitted: list[str] = []
+
+    def note(cls: Any) -> None:
+        fit = cls.fit
+        monkeypatch.setattr(
+            cls, "fit", lambda self, at, *a, **k: (fitted.append(at), fit(self, at, *a, **k))[1]
+        )
+
+    for cls in (FisherFits, KroneckerFits):
+        note(cls)
+    return fitted
+
+
+@pytest.mark.parametrize("default", ["GaussNewton", "Fisher"])
+@pytest.mark.parametrize("method", NEEDS_A_FIT, ids=lambda method: method.name)
+def test_score_fits_what_its_method_needs_once_and_reopened_stores_give_the_same_bits(
+    tmp_path: Path, fits: list[str], method: AbstractMethod, default: Any
+) -> None:
+    made = featurized(tmp_path / "a.zarr", method=default)
+    by_featurize = 3 if default == "Fisher" else 0
+    assert len(fits) == by_featurize
+
+    first = made.score(TARGETS, name="test", method=method).numpy()
+    assert len(fits) == by_featurize + 3
+    made.featurize(TRAIN, checkpoints=states())
+    second = made.score(TARGETS, name="test", method=method).numpy()
+    streamed = made.score(TARGETS, name="test", method=method, dense=False).numpy()
+    again = Attributor.open(tmp_path / "a.zarr", model())
+    third = again.score(TARGETS, name="test", method=method.to_json()).numpy()
+    fourth = again.score(TARGETS, name="new", method=method, checkpoints=states()).numpy()
+
+    assert len(fits) == by_featurize + 3
+    np.testing.assert_array_equal(again.scores("test", method=method).numpy(), first)
+    for found in (second, streamed, third, fourth):
+        np.testing.assert_array_equal(found, first)
+    assert not np.allclose(made.score(TARGETS, name="test").numpy(), first)
+
+
+@pytest.mark.parametrize("dense", [True, False])
+@pytest.mark.parametrize("method", NEEDS_A_FIT, ids=lambda method: method.name)
+def test_an_attributor_without_train_data_asks_for_featurize_before_a_fit(
+    tmp_path: Path, fits: list[str], method: AbstractMethod, dense: bool
+) -> None:
+    featurized(tmp_path / "a.zarr")
+    again = Attributor.open(tmp_path / "a.zarr", model())
+
+    with pytest.raises(
+        StateError, match=rf"{method.name} has to be fitted.*Call featurize\(train_data, \.\.\.\)"
+    ):
+        again.score(TARGETS, name="test", method=method, dense=dense, checkpoints=states())
+    assert not fits
+    assert again.featurize(TRAIN, checkpoints=states()).rows_written == 0
+    assert again.score(TARGETS, name="test", method=method, dense=dense).shape == (N, M)
 
 
 # ------------------------------------------------------------------------ without the matrix
 
 
-@pytest.mark.parametrize("kernel", ["curvature", "cosine"])
+@pytest.mark.parametrize("method", [None, GradCos()], ids=str)
 def test_the_best_and_worst_rows_are_found_and_kept_without_the_matrix(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kernel: Any
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, method: Any
 ) -> None:
     made = featurized(tmp_path / "a.zarr")
-    sparse = made.score(TARGETS, name="test", kernel=kernel, dense=False, k=7)
+    sparse = made.score(TARGETS, name="test", method=method, dense=False, k=7)
     assert not any((tmp_path / "a.zarr" / folder).exists() for folder in ("scores", "views"))
     assert "not kept, computed from the rows in" in repr(sparse)
-    dense = made.score(TARGETS, name="test", kernel=kernel)
+    dense = made.score(TARGETS, name="test", method=method)
 
     def refuse(*_: Any, **__: Any) -> None:
         raise AssertionError("The rows were read again.")
 
     monkeypatch.setattr("trak_lite.scoring.source.score_tile", refuse)
-    for found in (sparse, made.score(TARGETS, name="test", kernel=kernel, dense=False, k=5)):
+    for found in (sparse, made.score(TARGETS, name="test", method=method, dense=False, k=5)):
         for sign in ("helpful", "harmful"):
             for k, target in ((7, None), (3, None), (7, 2)):
                 expected = dense.top(k, target=target, sign=sign)
@@ -202,8 +294,8 @@ def test_kept_rows_of_other_settings_or_fewer_of_them_are_found_anew() -> None:
     made.score(TARGETS, name="test", dense=False, k=2)
 
     for k, damping in ((5, 1.0), (5, 0.01), (100, 0.01)):
-        sparse = made.score(TARGETS, name="test", dense=False, k=k, damping=damping)
-        dense = made.score(TARGETS, name="test", damping=damping)
+        sparse = made.score(TARGETS, name="test", dense=False, k=k, method=GaussNewton(damping=damping))
+        dense = made.score(TARGETS, name="test", method=GaussNewton(damping=damping))
         np.testing.assert_array_equal(sparse.top(k).indices, dense.top(k).indices)
 
 
@@ -243,18 +335,18 @@ def test_scores_that_are_not_kept_answer_all_questions(dtype: Any) -> None:
 
 
 def test_a_path_of_dampings_needs_a_name_or_the_targets(monkeypatch: pytest.MonkeyPatch) -> None:
-    made = featurized()
-    path = made.damping_path(TARGETS, [0.1, 10.0], name="test", kernel="trak", q="off")
+    made, trak = featurized(), replace(DAMPED_TRAK, q="off")
+    path = made.score(TARGETS, name="test", dense=False, method=trak).path([0.1, 10.0])
     separate = [
-        made.score(TARGETS, name="test", kernel="trak", q="off", damping=d).numpy() for d in (0.1, 10.0)
+        made.score(TARGETS, name="test", method=replace(trak, damping=d)).numpy() for d in (0.1, 10.0)
     ]
     no_more_gradients(monkeypatch)
-    named = made.damping_path("test", [0.1, 10.0], kernel="trak", q="off")
+    named = made.scores("test", dense=False, method=trak).path([0.1, 10.0])
 
     np.testing.assert_allclose(path.numpy(), separate, rtol=1e-3, atol=1e-5)
     np.testing.assert_array_equal(named.numpy(), path.numpy())
     np.testing.assert_array_equal(
-        made.scores("test", kernel="trak", q="off", damping=0.1).path([10.0]).numpy()[0], path.numpy()[1]
+        made.scores("test", method=replace(trak, damping=0.1)).path([10.0]).numpy()[0], path.numpy()[1]
     )
 
 
@@ -310,9 +402,9 @@ def test_questions_without_an_answer_are_refused(call: Callable[[Scores], Any], 
     [
         ({"k": 3}, "k=3 is for dense=False"),
         ({"k": 0, "dense": False}, "k must be an integer of at least 1"),
-        ({"kernel": "none"}, "kernel must be one of"),
-        ({"kernel": "dot", "damping": 1.0}, "has nothing to damp"),
-        ({"checkpoint_weights": [1, 2]}, "has 2 numbers, but 3 checkpoints"),
+        ({"method": "none"}, "method must be a name of"),
+        ({"method": {"name": "GradDot", "damping": 1.0}}, "Unknown fields of GradDot"),
+        ({"method": GaussNewton(checkpoint_weights=[1, 2])}, "has 2 numbers, but 3 checkpoints"),
     ],
 )
 def test_settings_that_do_not_fit_are_refused_and_no_target_is_featurized(
@@ -330,9 +422,7 @@ def test_scores_that_were_never_made_are_asked_for_by_name() -> None:
     made = featurized()
     made.score(TARGETS, name="test")
 
-    with pytest.raises(StateError, match=r"no scores 'test' made with .*'kernel': 'dot'"):
-        made.scores("test", kernel="dot")
+    with pytest.raises(StateError, match=r"no scores 'test' made with GradDot\(q='inside'"):
+        made.scores("test", method="GradDot")
     with pytest.raises(StateError, match=r"no features of targets 'other'; there are those of \['test'\]"):
         made.scores("other", dense=False)
-    with pytest.raises(StateError, match="no features of targets 'other'"):
-        made.damping_path("other", [1.0])

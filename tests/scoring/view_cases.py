@@ -3,16 +3,28 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from functools import partial
+from typing import Any, Final
 
 import numpy as np
 import torch
 
-from trak_lite.run.score_settings import ScoreSettings
+from trak_lite.methods import TRAK, AbstractMethod, GaussNewton, GradCos, GradDot
 from trak_lite.run.tables import FEATURES, LOSS_CURVATURE, OUT_TO_LOSS
 from trak_lite.scoring.source import ScoreSource
 from trak_lite.store import Column, Manifest, MemoryFeatureStore, TableSpec
 from trak_lite.types import FeatureLayout, Segment
+
+METHODS: Final[dict[str, Any]] = {
+    "GaussNewton": partial(GaussNewton, damping=1.0),
+    "TRAK": partial(TRAK, damping=1.0, layout="stored"),
+    "GradDot": GradDot,
+    "GradCos": GradCos,
+}
+"""Methods that need no fit, with a damping of 1 where they have one, and segments as they are stored."""
+KERNELS: Final = ("GaussNewton", "TRAK")
+WITH_LAYOUT: Final = ("GaussNewton", "TRAK", "GradCos")
+DEFAULT: Final = GaussNewton(damping=1.0)
 
 WIDTHS = (3, 2)
 LAYOUT = FeatureLayout((Segment("a", 0, 3), Segment("b", 3, 5)))
@@ -27,7 +39,7 @@ class Drawn:
     q: np.ndarray
     w: np.ndarray
 
-    def source(self, **settings: Any) -> ScoreSource:
+    def source(self, method: AbstractMethod = DEFAULT) -> ScoreSource:
         """Put the rows into a store in memory, in chunks of 7, and return what scores them."""
         store = MemoryFeatureStore(Manifest({}))
         train = [
@@ -39,7 +51,7 @@ class Drawn:
             store,
             train,
             "test",
-            ScoreSettings(**settings),
+            method,
             layout=LAYOUT,
             device=torch.device("cpu"),
         )
@@ -70,7 +82,7 @@ def dense_scores(source: ScoreSource) -> np.ndarray:
 
 def checkpoint_products(
     rows: Drawn,
-    kernel: str = "curvature",
+    name: str = "GaussNewton",
     damping: float = 1.0,
     segments: tuple[tuple[int, int], ...] = ((0, 3), (3, 5)),
 ) -> np.ndarray:
@@ -80,12 +92,12 @@ def checkpoint_products(
         for start, stop in segments:
             x = rows.train[c][:, start:stop].astype(np.float64)
             t = rows.targets[c][:, start:stop].astype(np.float64)
-            if kernel == "cosine":
+            if name == "GradCos":
                 x = x / np.linalg.norm(x, axis=1, keepdims=True)
                 t = t / np.linalg.norm(t, axis=1, keepdims=True)
             inverse = np.eye(stop - start)
-            if kernel in ("curvature", "trak"):
-                weights = rows.w[c].astype(np.float64) if kernel == "curvature" else np.ones(len(x))
+            if name in KERNELS:
+                weights = rows.w[c].astype(np.float64) if name == "GaussNewton" else np.ones(len(x))
                 gram = sum(w * np.outer(row, row) for w, row in zip(weights, x, strict=True))
                 inverse = np.linalg.inv(
                     gram + damping * np.trace(gram) / (stop - start) * np.eye(stop - start)

@@ -327,7 +327,7 @@ def test_a_derived_array_under_another_name_is_as_good_as_none(several):
     with ZarrFeatureStore.open(several, "r+") as store:
         for number, name in enumerate(("one", "two")):
             store.cache(name, "the same key", np.eye(2) + number)
-        exchange(f"{several}/.cache/one.npy", f"{several}/.cache/two.npy")
+        exchange(f"{several}/.cache/one.safetensors", f"{several}/.cache/two.safetensors")
         assert store.cached("one", "the same key") is None
 
 

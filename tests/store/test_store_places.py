@@ -122,14 +122,14 @@ def test_a_reader_writes_nothing(url, cache):
     assert not cache.exists()
 
 
-def test_the_command_verifies_an_address(url, cache, capsys):
+def test_the_command_checks_an_address(url, cache, capsys):
     with create_store(resolve_place(url), MANIFEST) as store:
         fill(store.create_table(NAME, SPEC))
-    assert main(["verify", url]) == 0
+    assert main(["check", url]) == 0
     assert "11 rows done, 0 pending, 3 chunks" in capsys.readouterr().out
-    assert main(["verify", url, "--repair"]) == 2
+    assert main(["check", url, "--repair"]) == 2
     assert "cannot be repaired where it is" in capsys.readouterr().err
-    assert main(["verify", f"{url}-none"]) == 2
+    assert main(["check", f"{url}-none"]) == 2
 
 
 @pytest.mark.parametrize("where", ["runs/digits.zarr", "./a:b", Path("runs")])

@@ -308,14 +308,14 @@ def test_a_damaged_derived_array_is_noted(mixed):
     with ZarrFeatureStore.open(mixed, "r+") as store:
         store.cache("gram", "key", np.eye(3))
     assert verify_store(mixed).findings == ()
-    overwrite(f"{mixed}/.cache/scratch.npy.new-{'0' * 32}", b"")
+    overwrite(f"{mixed}/.cache/scratch.safetensors.new-{'0' * 32}", b"")
     assert verify_store(mixed).findings == ()
     for damage in (lambda p: flip(p, 200), lambda p: overwrite(p, b""), link):
-        shutil.copy(f"{mixed}/.cache/gram.npy", f"{mixed}/.cache/copy.npy")
+        shutil.copy(f"{mixed}/.cache/gram.safetensors", f"{mixed}/.cache/copy.safetensors")
         if damage is link:
-            os.symlink("gram.npy", f"{mixed}/.cache/link.npy")
+            os.symlink("gram.safetensors", f"{mixed}/.cache/link.safetensors")
         else:
-            damage(f"{mixed}/.cache/copy.npy")
+            damage(f"{mixed}/.cache/copy.safetensors")
         report = verify_store(mixed)
         assert report.ok
         assert "derived array" in report.findings[0].finding
@@ -678,7 +678,7 @@ def test_reading_names_table_chunk_rows_both_checksums_and_the_repair(mixed):
     for part in (
         f"rows 4 to 7 (chunk 1) of {mixed}/{NAME}",
         f"{found}, recorded {stored}",
-        f"'trak-lite verify {mixed} --repair'",
+        f"'trak-lite check {mixed} --repair'",
     ):
         assert part in message
 

@@ -54,13 +54,13 @@ class Job:
     @cached_property
     def train_rows(self) -> Rows:
         """The rows of the train data that the config chooses."""
-        return Rows(self.train_data, **self.config.section("train_data"))
+        return Rows(self.train_data, **self.config.section("train_data"), what="the train data")
 
     @cached_property
     def target_rows(self) -> Rows:
         """The rows of the recipe's targets that the config chooses."""
         data = self.recipe.call("target_data", self.config.recipe_arguments)
-        return Rows(data, **self.config.section("target_data"))
+        return Rows(data, **self.config.section("target_data"), what="the targets")
 
     def train(self) -> int:
         """Train if the recipe can and there is no checkpoint; return how many were written.
@@ -203,7 +203,7 @@ def report(config: RunConfig, out: str | None) -> Iterator[str]:
 
     Raises:
         StateError: If there are no such scores.
-        StoreError: If the store cannot be read.
+        StoreError: If the store cannot be read, or an older version of trak_lite wrote it.
     """
     from trak_lite.report import write_report  # needed here only
 

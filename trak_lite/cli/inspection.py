@@ -8,6 +8,7 @@ from typing import Any
 
 from trak_lite.cli.records import kept_records
 from trak_lite.errors import StoreError, printable
+from trak_lite.run.tables import all_score_paths
 from trak_lite.scoring.stored import kept_verdict
 from trak_lite.store import AbstractFeatureStore, RemotePlace, open_store
 
@@ -27,6 +28,7 @@ def inspection(place: str | RemotePlace) -> str:
             *_manifest_lines(store),
             "tables:",
             *(f"  {line}" for line in done_lines(store)),
+            *_entry_lines(store),
             *_verdict_lines(store),
             *_run_lines(store),
         ]
@@ -47,6 +49,13 @@ def done_lines(store: AbstractFeatureStore) -> Iterator[str]:
         yield "none yet"
 
 
+def _entry_lines(store: AbstractFeatureStore) -> Iterator[str]:
+    names = store.entry_names()
+    if names:
+        yield "entries (verdicts, fits, runs):"
+    yield from (f"  {_line(name)}" for name in names)
+
+
 def _manifest_lines(store: AbstractFeatureStore) -> Iterator[str]:
     made_with = dict(store.manifest.made_with)
     settings = made_with.pop("settings", {})
@@ -60,7 +69,7 @@ def _manifest_lines(store: AbstractFeatureStore) -> Iterator[str]:
 
 
 def _verdict_lines(store: AbstractFeatureStore) -> Iterator[str]:
-    for path in (*store.table_names("scores"), *store.table_names("views")):
+    for path in all_score_paths(store):
         if store.open_table(path).complete:
             yield f"verdict on {path}: {_tested(store, path)}"
 

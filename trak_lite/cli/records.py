@@ -99,7 +99,7 @@ def keep_record(place: str | RemotePlace, record: RunRecord) -> None:
             return
         kept = [asdict(one) for one in (*records, record)][-_MOST:]
         text = json.dumps(kept, allow_nan=False).encode()
-        store.cache(_NAME, _KEY, np.frombuffer(text, np.uint8).copy())
+        store.put_entry(_NAME, _KEY, np.frombuffer(text, np.uint8).copy())
 
 
 def kept_records(store: AbstractFeatureStore) -> list[RunRecord]:
@@ -108,7 +108,7 @@ def kept_records(store: AbstractFeatureStore) -> list[RunRecord]:
     Raises:
         CorruptStoreError: If they cannot be read.
     """
-    kept = store.cached(_NAME, _KEY)
+    kept = store.entry(_NAME, _KEY)
     if kept is None:
         return []
     try:

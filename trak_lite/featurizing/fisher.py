@@ -43,14 +43,14 @@ from trak_lite.modelout_functions import AbstractModelOutput, ModelCall
 from trak_lite.models.sharded import Lockstep
 from trak_lite.parallel.sharing import LateTable, SharedRows, always, has_free_rows, unwatched
 from trak_lite.projectors import AbstractProjector
-from trak_lite.run.tables import FEATURES, as_tensor, feature_table_spec
+from trak_lite.run.tables import FEATURES, as_tensor, feature_table_spec, fisher_folder
 from trak_lite.store import NEEDED_UNTIL, AbstractFeatureStore, AbstractRowTable, Column, Manifest, TableSpec
 from trak_lite.types import Batch, FeatureLayout
 
 __all__ = ["FisherFits", "split_squares"]
 
 _VERSION = 2
-_FOLDER, _GRAM = "fisher", "gram"
+_GRAM = "gram"
 _GRAM_ROWS = 512
 """Rows of the gram matrices that are made at once: the share that a process takes."""
 _PRODUCT_ROWS = 1024
@@ -199,7 +199,7 @@ class FisherFits:
         if not self._store.writable or not self.has(path, layout):
             return
         kept = f"{_folder(path, self._fingerprint(path, layout))}/{_GRAM}"
-        for table in self._store.table_names(f"{_FOLDER}/{path}"):
+        for table in self._store.table_names(fisher_folder(path)):
             with contextlib.suppress(BusyError, MissingStoreError):  # others write it, or have dropped it
                 if table != kept and self._store.open_table(table).spec.fingerprint["fisher"] == self._record:
                     self._store.drop_table(table)
@@ -234,7 +234,11 @@ class FisherFits:
         """Return a table that is created when its first rows are put."""
 
         def find() -> AbstractRowTable | None:
-            return self._store.open_table(path) if path in self._store.table_names(_FOLDER) else None
+            return (
+                self._store.open_table(path)
+                if path in self._store.table_names(path.rpartition("/")[0])
+                else None
+            )
 
         return LateTable(spec, find(), lambda: self._store.create_table(path, spec, attributes), find)
 
@@ -256,7 +260,7 @@ class FisherFits:
     def _fitted(self, path: str, layout: FeatureLayout) -> AbstractRowTable | None:
         """Return the table of the checkpoint's gram matrices if it is complete."""
         name = f"{_folder(path, self._fingerprint(path, layout))}/gram"
-        if name not in self._store.table_names(_FOLDER):
+        if name not in self._store.table_names(fisher_folder(path)):
             return None
         table = self._store.open_table(name)
         return table if table.complete else None
@@ -272,7 +276,7 @@ class FisherFits:
 
 def _folder(path: str, fingerprint: Mapping[str, Any]) -> str:
     """Return the group of tables of a fit; that of another one is another one."""
-    return f"{_FOLDER}/{path}/{Manifest(fingerprint).digest()[:16]}"
+    return f"{fisher_folder(path)}/{Manifest(fingerprint).digest()[:16]}"
 
 
 @final

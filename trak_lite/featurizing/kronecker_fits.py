@@ -1,6 +1,6 @@
 """Kronecker-factored curvatures of a store's checkpoints: fitted on its train rows, and kept beside them.
 
-Arrays are derived results of the store, keyed by the checkpoint's weights, the train rows and the settings of the fit;
+Arrays are entries of the store, keyed by the checkpoint's weights, the train rows and the settings of the fit;
 one fit is kept per checkpoint, and a fit that was cut off goes on at the pass that it was in.
 """
 
@@ -27,6 +27,7 @@ from trak_lite.featurizing.kronecker import (
 )
 from trak_lite.methods import EKFAC
 from trak_lite.modelout_functions import AbstractModelOutput
+from trak_lite.run.tables import curvature_path
 from trak_lite.store import AbstractFeatureStore, Manifest
 from trak_lite.types import Batch, ParameterShapes
 
@@ -138,7 +139,7 @@ class KroneckerFits:
 
     def _keeper(self, digest: str) -> _StoredArrays:
         key = Manifest({**self.record(), "weights": digest, "parameters": self._names}).digest()
-        return _StoredArrays(self._store, f"ekfac/{digest[:16]}", key)
+        return _StoredArrays(self._store, curvature_path(digest), key)
 
 
 @final
@@ -151,7 +152,7 @@ class _StoredArrays:
         self._key = key
 
     def get(self, name: str, /) -> NDArray[Any] | None:
-        return self._store.cached(f"{self._folder}/{name}", self._key)
+        return self._store.entry(f"{self._folder}/{name}", self._key)
 
     def __setitem__(self, name: str, array: NDArray[Any], /) -> None:
-        self._store.cache(f"{self._folder}/{name}", self._key, array)
+        self._store.put_entry(f"{self._folder}/{name}", self._key, array)

@@ -309,24 +309,25 @@ class FeaturizingSession:
             StateError: If its train rows are not featurized.
         """
         digest = self._load(checkpoint)
-        complete_tables(self.store, [digest])
-        self._fill_targets(targets, digest, checkpoint.name)
+        self._fill_targets(targets, complete_tables(self.store, [digest]), digest, checkpoint.name)
         return digest
 
-    def find_targets(self, targets: TargetSet, digests: Iterable[str]) -> None:
+    def find_targets(self, targets: TargetSet, train: Mapping[str, AbstractRowTable]) -> None:
         """Compute the target features that checkpoints lack, from wherever their weights are to be found.
 
         Args:
             targets: The target set.
-            digests: Weights of the checkpoints.
+            train: Tables of the train rows by the digest of the checkpoint's weights.
 
         Raises:
             StateError: If the weights of a checkpoint are not to be found.
         """
-        waiting = [digest for digest in digests if not self.agreed(self._has_targets(targets, digest))]
-        self._visit(waiting, partial(self._fill_targets, targets), purpose="to score new targets")
+        waiting = [
+            digest for digest, table in train.items() if not self.agreed(self._has_targets(targets, table))
+        ]
+        self._visit(waiting, partial(self._fill_targets, targets, train), purpose="to score new targets")
 
-    def compare_targets(self, targets: TargetSet, digests: Iterable[str]) -> None:
+    def compare_targets(self, targets: TargetSet, train: Mapping[str, AbstractRowTable]) -> None:
         """Compute a few stored targets again, with the first checkpoint whose weights are at hand, if any are.
 
         The targets, or the model, may be others by now than those whose features are there. Does nothing where stored
@@ -335,24 +336,38 @@ class FeaturizingSession:
         Raises:
             ManifestMismatchError: If they are not what is stored.
         """
-        there = {digest for digest in digests if self.agreed(self._has_targets(targets, digest))}
-        if targets.is_compared or not there:
+        if targets.is_compared:
+            return
+        there = {digest for digest, table in train.items() if self.agreed(self._has_targets(targets, table))}
+        if not there:
             return
         try:
             for checkpoint in self._candidates(there):
                 digest = self._load(checkpoint)
                 if digest in there:
-                    self._fill_targets(targets, digest, checkpoint.name)
+                    self._fill_targets(targets, train, digest, checkpoint.name)
                     return
         except CheckpointError as error:  # a file that was there once: nothing has to be computed from it
             logger.info("Stored targets are not compared: %s", error)
 
-    def _fill_targets(self, targets: TargetSet, digest: str, label: str) -> None:
-        """Compute the target features that the loaded checkpoint lacks, and compare a few of those that are stored."""
-        self._check_train(digest)
+    def _fill_targets(
+        self, targets: TargetSet, train: Mapping[str, AbstractRowTable], digest: str, label: str
+    ) -> None:
+        """Compute the target features that the loaded checkpoint lacks, and compare a few of those that are stored.
+
+        Stored ones are not compared where the curvature that they were multiplied by is not there any more, because
+        another fit has taken its place.
+        """
+        self._check_train(train[digest])
         targets.is_compared = True
-        model_id = self._workspace.model_id(digest)
+        model_id = int(train[digest].spec.fingerprint["model_id"])
         method, identity = targets.method, dict(targets.identity)
+        if (
+            isinstance(method, EKFAC)
+            and self._has_targets(targets, train[digest])
+            and not self._kronecker_fits(method).has(digest)
+        ):
+            return
         fingerprint = {**self._settings.row_fingerprint(model_id, digest), "targets": identity}
         spec = self._settings.target_table(
             len(targets.rows), fingerprint, preconditioned=isinstance(method, EKFAC)
@@ -363,9 +378,9 @@ class FeaturizingSession:
             projector = PreconditionedProjector(projector, self._inverse_curvature(digest, label, method))
         self._featurize(table, targets.rows, model_id, f"Targets {targets.name!r}, {label}", projector)
 
-    def _has_targets(self, targets: TargetSet, digest: str) -> bool:
-        """Whether all target features of a checkpoint are there."""
-        path = f"{targets.folder}/{checkpoint_path(self._workspace.model_id(digest))}"
+    def _has_targets(self, targets: TargetSet, train: AbstractRowTable) -> bool:
+        """Whether all target features of the checkpoint of these train rows are there."""
+        path = f"{targets.folder}/{table_path(train)}"
         table = self._workspace.table(path)
         if table is None:
             return False
@@ -377,7 +392,7 @@ class FeaturizingSession:
         )
         return table.complete
 
-    def fit(self, method: AbstractMethod, digests: Iterable[str]) -> None:
+    def fit(self, method: AbstractMethod, train: Mapping[str, AbstractRowTable]) -> None:
         """Fit what a method needs to have fitted to each of these checkpoints, before rows are scored.
 
         What :class:`~trak_lite.methods.EKFAC` needs is fitted with the targets, whose features it enters.
@@ -388,13 +403,16 @@ class FeaturizingSession:
         """
         if not isinstance(method, Fisher):
             return
-        waiting = [digest for digest in digests if not self.agreed(self._is_fitted(digest, method))]
+        fits, layout = FisherFits(self.store, method), self._settings.layout
+        waiting = [
+            digest for digest, table in train.items() if not self.agreed(fits.has(table_path(table), layout))
+        ]
         if not waiting:
             return
         rows = self._train_rows(method)
 
         def fit(digest: str, label: str) -> None:
-            self._check_train(digest)
+            self._check_train(train[digest])
             self._fit_fisher(digest, label, rows, method)
 
         self._visit(waiting, fit, purpose="to fit the Fisher information")
@@ -409,7 +427,11 @@ class FeaturizingSession:
             )
         stored = self.store.manifest.fingerprint.get("dataset", {})
         compare_fingerprints(
-            {"dataset": stored}, {"dataset": rows.identity()}, where=str(self._workspace.path)
+            {"dataset": stored},
+            {"dataset": rows.identity()},
+            where=str(self._workspace.path),
+            remedy=f"{method.name} has to be fitted to the train data of the store. Call featurize(train_data, ...) "
+            "with them first.",
         )
         return rows
 
@@ -472,18 +494,25 @@ class FeaturizingSession:
                 yield noted
         yield from iterate_checkpoints(None)
 
-    def visit(self, digests: Iterable[str], visit: Callable[[str], None], *, purpose: str) -> None:
+    def visit(
+        self, train: Mapping[str, AbstractRowTable], visit: Callable[[str], None], *, purpose: str
+    ) -> None:
         """Load checkpoints of the store one by one and call ``visit`` with the digest of each.
+
+        Args:
+            train: Tables of the train rows by the digest of the checkpoint's weights.
+            visit: Called while the checkpoint is loaded.
+            purpose: What the weights are needed for, for the message.
 
         Raises:
             StateError: If the weights of a checkpoint are not to be found; says that they are needed for ``purpose``.
         """
 
         def visit_checked(digest: str, _: str) -> None:
-            self._check_train(digest)
+            self._check_train(train[digest])
             visit(digest)
 
-        self._visit(digests, visit_checked, purpose=purpose)
+        self._visit(train, visit_checked, purpose=purpose)
 
     def _visit(self, digests: Iterable[str], visit: Callable[[str, str], None], *, purpose: str) -> None:
         """Load checkpoints one by one, and call ``visit`` with the digest and the name of each."""
@@ -523,16 +552,14 @@ class FeaturizingSession:
         projector = self._settings.projector
         return compute_features(computer, projector, moved, model_id=model_id, rows=rows, what=what)[0]
 
-    def _check_train(self, digest: str) -> None:
+    def _check_train(self, table: AbstractRowTable) -> None:
         """Compute a few train rows of the checkpoint that is loaded again, where the train data are at hand.
 
         Raises:
             ManifestMismatchError: If they are not what is stored.
         """
-        path = checkpoint_tables(self.store).get(digest)
-        if self._train is None or path is None:
+        if self._train is None:
             return
-        table = self.store.open_table(path)
         if len(self._train) != table.spec.num_rows:  # rows were appended since, by another process
             return
         check_rows(
@@ -541,9 +568,9 @@ class FeaturizingSession:
             self._train.held if isinstance(self._train, HeldRows) else None,
             self._computers(self._train.what),
             self._settings.projector,
-            model_id=self._workspace.model_id(digest),
+            model_id=int(table.spec.fingerprint["model_id"]),
             device=self._settings.device,
-            label=path,
+            label=table_path(table),
             normalization=self._settings.normalization,
             lockstep=self._lockstep,
         )

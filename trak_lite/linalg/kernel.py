@@ -575,14 +575,15 @@ def _root_weights(weights: Tensor, first_row: int = 0) -> Tensor:
     if len(bad):
         raise NonFiniteError(
             f"{len(bad)} of {len(weights)} weights are NaN or infinite, the first at row {first_row + int(bad[0])}. "
-            "Check the loss curvature of these samples, or use weighting='none' (Attributor: kernel='trak')."
+            "Check the loss curvature of these samples, or use weighting='none' (Attributor: "
+            "method=TRAK(damping=None, layout='stored'))."
         )
     bad = torch.nonzero(weights < 0).flatten()
     if len(bad):
         raise InvalidInputError(
             f"{len(bad)} of {len(weights)} weights are negative, the first at row {first_row + int(bad[0])} "
             f"({float(weights[bad[0]]):.3g}). A loss that is not convex in the output has no "
-            "Gauss-Newton kernel; use weighting='none' (Attributor: kernel='trak')."
+            "Gauss-Newton kernel; use weighting='none' (Attributor: method=TRAK(damping=None, layout='stored'))."
         )
     return weights.to(accumulation_dtype(weights.device)).sqrt()
 
@@ -664,6 +665,6 @@ def _zero_message(where: str) -> str:
     return (
         f"The gram matrix of {where} is zero. Either every train row has a weight of zero (a loss that is "
         "linear in the output, a model that is certain of every train row): use weighting='none' (Attributor: "
-        "kernel='trak'). Or all "
-        "features are zero (the output does not depend on the kept parameters): keep other parameters."
+        "method=TRAK(damping=None, layout='stored')). Or all features are zero (the output does not depend on the kept "
+        "parameters): keep other parameters."
     )

@@ -46,8 +46,8 @@ def as_method(method: Method) -> AbstractMethod:
     given = values.get("name") if isinstance(values, Mapping) else None
     cls = _BY_LOWER_CASE.get(str(given).lower())
     if cls is None:
-        near = difflib.get_close_matches(str(given), METHODS, n=1, cutoff=0.5)
-        hint = f" Did you mean {near[0]!r}?" if near else ""
+        near = difflib.get_close_matches(str(given).lower(), _BY_LOWER_CASE, n=1, cutoff=0.5)
+        hint = f" Did you mean {_BY_LOWER_CASE[near[0]].__name__!r}?" if near else ""
         raise InvalidInputError(
             f"method must be a name of {', '.join(map(repr, METHODS))}, a mapping with that name and fields, or an "
             f"instance of AbstractMethod, got {method!r}.{hint}"

@@ -73,7 +73,7 @@ def _histogram(histogram: Histogram) -> Figure:
 
 def _damping(scores: ReportedScores) -> Figure:
     """Draw the rank correlation of scores at other dampings with those in force."""
-    own = scores.settings["damping"]
+    own = scores.settings.get("damping")  # methods without a kernel have none, and path() refuses them
     dampings = sorted({*_DAMPINGS, *([float(own)] if own else [])})
     path = scores.path(dampings, targets=evenly_spaced(scores.shape[1], _RANKED_TARGETS))
     num_rows = scores.shape[0]
@@ -101,8 +101,8 @@ def _retrained(scores: ReportedScores) -> Figure:
     kept = scores.predictions
     if kept is None:
         raise InvalidInputError(
-            "There are no outputs of retrained models beside these scores. Call attributor.verify(train_fn, data, "
-            f"{scores.name!r}); a few trainings on subsets are enough, and those that were kept are not repeated."
+            "There are no outputs of retrained models beside these scores. Call trak_lite.verify(scores, train_fn, "
+            "targets); a few trainings on subsets are enough, and those that were kept are not repeated."
         )
     most = max(1, _MOST_POINTS // len(kept.summed))
     some = evenly_spaced(kept.summed.shape[1], most)

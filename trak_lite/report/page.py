@@ -47,7 +47,7 @@ def write_report(
             pairs.
         target_render: The same for targets.
         pair_render: ``pair_render(row, target)`` in place of ``train_render``, where a row looks different for every
-            target, such as tokens with their own scores (:meth:`~trak_lite.Attributor.token_scores`).
+            target, such as tokens with their own scores (:func:`~trak_lite.token_scores`).
         title: Heading; ``None`` names the target set.
         targets: Targets to show; ``None`` takes the first 100. They alone are on the page and can be searched.
         k: Rows at either end of a target.
@@ -90,7 +90,7 @@ def _parts(
 def verdict_part(verdict: Verdict | None, name: str) -> Html:
     """Return what retraining said about scores, or how to ask it."""
     if verdict is None:
-        how = f"attributor.verify(train_fn, data, {name!r}) retrains on a few subsets of the train rows and says."
+        how = f"verify(attributor.scores({name!r}), train_fn, targets) retrains on a few subsets of the rows and says."
         return tag("p", f"Not tested yet. {how}", class_="note verdict")
     first, *rest = str(verdict).split("\n")
     calibrated = rest[len(verdict.baselines) :]

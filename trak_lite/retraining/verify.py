@@ -336,7 +336,7 @@ def _keep_predictions(store: AbstractFeatureStore, path: str, scores: Scores, re
     """
     some = evenly_spaced(scores.shape[1], _KEPT_TARGETS)
     kept = np.stack([_summed(scores, retrained.masks)[:, some], retrained.mean[:, some]])
-    store.cache(predictions_path(path), verdict_key(store, path), kept)
+    store.put_entry(predictions_path(path), verdict_key(store, path), kept)
 
 
 def _calibrated_scores(rows: ScoredRows, calibration: Calibration) -> NDArray[np.float32]:

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from trak_lite._validate import one_of, positive_int
 from trak_lite._version import __version__
-from trak_lite.errors import CorruptStoreError, InvalidInputError
+from trak_lite.errors import CorruptStoreError, InvalidInputError, ManifestMismatchError
 from trak_lite.gradient_computers import (
     GRADIENT_COMPUTERS,
     AbstractGradientComputer,
@@ -322,8 +322,10 @@ class StoredSettings:
             where: How messages name the store.
 
         Raises:
+            ManifestMismatchError: If an older version of trak_lite wrote it.
             CorruptStoreError: If it does not say how rows are laid out, or how scores are made.
         """
+        _refuse_older(manifest, where)
         try:
             layout = FeatureLayout.from_json(manifest.fingerprint["layout"])
             method = as_method(manifest.made_with["settings"]["method"])
@@ -361,8 +363,10 @@ def stored_arguments(
 
     Raises:
         InvalidInputError: If the store was made with something of the user's own that was not passed.
+        ManifestMismatchError: If an older version of trak_lite wrote the store.
         CorruptStoreError: If the manifest does not hold settings as they are stored.
     """
+    _refuse_older(manifest, where)
     try:
         stored = manifest.made_with.get("settings", {})
         arguments = {name: stored[name] for name in _STORED_SETTINGS if name in stored}
@@ -388,6 +392,16 @@ def stored_arguments(
             f"{', '.join(f'{name}=...' for name in needed)} to Attributor.open."
         )
     return found, arguments
+
+
+def _refuse_older(manifest: Manifest, where: str) -> None:
+    """Refuse the settings of a store that was written before methods were objects: they name no method."""
+    settings = manifest.made_with.get("settings")
+    if isinstance(settings, Mapping) and settings and "method" not in settings:
+        raise ManifestMismatchError(
+            f"{where} was written by an older version of trak_lite: its settings name no method. Featurize again into "
+            "another path, or use the version that made it."
+        )
 
 
 def _stored_task(name: str | None, manifest: Manifest) -> Task | None:

@@ -29,19 +29,25 @@ __all__ = [
     "LOSS_CURVATURE",
     "OUT_TO_LOSS",
     "SCORES",
+    "all_score_paths",
     "as_tensor",
     "checkpoint_path",
     "checkpoint_tables",
     "complete_tables",
+    "curvature_path",
     "drop_checkpoint",
     "feature_table_spec",
+    "fisher_folder",
     "model_id_of",
     "num_train_rows",
     "plain_target_folder",
+    "preconditioned_folder",
     "predictions_path",
     "retrain_path",
     "score_path",
+    "score_paths",
     "score_table_spec",
+    "scored_names",
     "table_path",
     "target_folder",
     "target_path",
@@ -110,8 +116,13 @@ def score_table_spec(num_rows: int, num_targets: int, fingerprint: Mapping[str, 
 def target_folder(name: str, method: AbstractMethod) -> str:
     """Return where the features of a target set are kept that a method reads, one table per checkpoint."""
     if isinstance(method, EKFAC):
-        return f"preconditioned/{name}/{Manifest(method.target_json()).digest()[:16]}"
+        return f"{preconditioned_folder(name)}/{Manifest(method.target_json()).digest()[:16]}"
     return plain_target_folder(name)
+
+
+def preconditioned_folder(name: str) -> str:
+    """Return where the features of a target set are kept that were multiplied by an inverse curvature."""
+    return f"preconditioned/{name}"
 
 
 def plain_target_folder(name: str) -> str:
@@ -147,6 +158,25 @@ def score_path(name: str, method: AbstractMethod, base: AbstractMethod) -> str:
     return f"views/{name}/{Manifest(method.to_json()).digest()[:16]}"
 
 
+def score_paths(store: AbstractFeatureStore, name: str) -> list[str]:
+    """Return the paths of all tables of scores of a target set, one per method."""
+    base = f"scores/{name}"
+    return [
+        *store.table_names(f"views/{name}"),
+        *(path for path in store.table_names("scores") if path == base),
+    ]
+
+
+def all_score_paths(store: AbstractFeatureStore) -> list[str]:
+    """Return the paths of all tables of scores."""
+    return [*store.table_names("scores"), *store.table_names("views")]
+
+
+def scored_names(store: AbstractFeatureStore) -> list[str]:
+    """Return the names of the target sets that have scores of the attributor's method."""
+    return [path.removeprefix("scores/") for path in store.table_names("scores")]
+
+
 def verdict_path(scores: str) -> str:
     """Return where the verdict on a table of scores is kept."""
     return f"verdicts/{scores}"
@@ -155,6 +185,16 @@ def verdict_path(scores: str) -> str:
 def predictions_path(scores: str) -> str:
     """Return where the predictions that a verdict is about are kept."""
     return f"predictions/{scores}"
+
+
+def fisher_folder(path: str) -> str:
+    """Return where the Fisher information of the checkpoint with this table is kept."""
+    return f"fisher/{path}"
+
+
+def curvature_path(digest: str) -> str:
+    """Return where the Kronecker-factored curvature of a checkpoint is kept, from the digest of its weights."""
+    return f"ekfac/{digest[:16]}"
 
 
 def top_path(name: str) -> str:
@@ -231,7 +271,10 @@ def drop_checkpoint(store: AbstractFeatureStore, name: str) -> None:
     # Its targets first: without the train rows nothing would say whose they are.
     features = [path for group in ("targets", "preconditioned") for path in store.table_names(group)]
     targets = [path for path in features if path.endswith(f"/{found[0]}")]
-    for path in (*targets, *store.table_names(f"fisher/{found[0]}"), found[0]):
+    weights = str(store.open_table(found[0]).spec.fingerprint["weights"])
+    for entry in store.entry_names(curvature_path(weights)):
+        store.drop_entry(entry)
+    for path in (*targets, *store.table_names(fisher_folder(found[0])), found[0]):
         store.drop_table(path)
 
 

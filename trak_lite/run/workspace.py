@@ -243,7 +243,7 @@ class Workspace:
                 raise ManifestMismatchError(
                     f"{error} If its samples are drawn anew at each access (augmentation, noise, a random mask), "
                     "switch that off, or seed it with the index of the row. If it is the same data whose bytes differ "
-                    "from one machine to the next (another decoder), pass dataset_id=... at every call."
+                    "from one machine to the next (another decoder), pass Rows(data, name=...) at every call."
                 ) from None
             longer = 0 < num_train_rows(stored) < num_train_rows(self._manifest)
             if longer and "indices" in given["dataset"]:  # the Attributor's

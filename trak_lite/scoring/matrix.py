@@ -271,6 +271,11 @@ class DampingPath:
             f"DampingPath({self._name!r}: {num_rows} train rows x {num_targets} targets at {self.dampings})"
         )
 
+    def __array__(self, dtype: Any = None, copy: bool | None = None) -> NDArray[Any]:
+        """Let ``np.asarray(path)`` read all scores, ``(L, N, M)``."""
+        array = self.numpy()
+        return array if dtype is None else array.astype(dtype)
+
     def numpy(self, *, target: int | None = None) -> NDArray[np.float32]:
         """Return the scores at every damping, ``(L, N, M)``, or ``(L, N)`` for one target."""
         num_dampings, num_rows, num_targets = self.shape

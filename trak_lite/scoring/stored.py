@@ -29,9 +29,12 @@ from trak_lite.run.tables import (
     checkpoint_tables,
     complete_tables,
     plain_target_folder,
+    preconditioned_folder,
     predictions_path,
     score_path,
+    score_paths,
     score_table_spec,
+    scored_names,
     table_path,
     target_folder,
     target_path,
@@ -83,6 +86,7 @@ def stored_scores(
 
     Raises:
         StateError: If they were never computed, or not finished.
+        ManifestMismatchError: If they were made by an attributor with another method.
     """
     store = workspace.reader()
     path = score_path(name, method, settings.method)
@@ -205,15 +209,22 @@ def _finished_scores(
 
     Raises:
         StateError: If they were never computed, or not finished, or train rows were appended since.
+        ManifestMismatchError: If they were made by an attributor with another method.
     """
     path = score_path(name, method, base)
     if path not in store.table_names():
-        known = [table.removeprefix("scores/") for table in store.table_names("scores")]
-        how = "" if method == base else f" made with {method}"
+        known = scored_names(store)
+        how, given = ("", "") if method == base else (f" made with {method}", ", method=...")
         raise StateError(
-            f"There are no scores {name!r}{how}; there are {known}. Call score(data, name={name!r})."
+            f"There are no scores {name!r}{how}; there are {known}. Call score(data, name={name!r}{given})."
         )
     table = store.open_table(path)
+    compare_fingerprints(
+        {"method": table.spec.fingerprint.get("method", {})},
+        {"method": method.to_json()},
+        where=path,
+        remedy="Open the store with the method of that time: Attributor.open(path, model, method=...).",
+    )
     if not table.complete:
         raise StateError(f"The scores {name!r} are not finished. Call score(...) again; it resumes.")
     train = complete_tables(store, list(table.spec.fingerprint["checkpoints"]))
@@ -229,16 +240,18 @@ def drop_scores(store: AbstractFeatureStore, name: str) -> None:
         BusyError: If another process computes some of them.
         ReadOnlyStoreError: If the store cannot be written.
     """
-    views = store.table_names(f"views/{name}")
-    found = [path for path in (*views, f"scores/{name}") if path in (*views, *store.table_names("scores"))]
+    found = score_paths(store, name)
     if not found:
-        known = [table.removeprefix("scores/") for table in store.table_names("scores")]
+        known = scored_names(store)
         raise StateError(f"There are no scores {name!r}; there are {known}.")
     for path in (
         *found,
-        *store.table_names(f"preconditioned/{name}"),
+        *store.table_names(preconditioned_folder(name)),
     ):  # these depend on the train data as well
         store.drop_table(path)
+    for path in found:
+        store.drop_entry(verdict_path(path))
+        store.drop_entry(predictions_path(path))
 
 
 def _refuse_outgrown(name: str, scores: TableSpec, train: TableSpec) -> None:
@@ -447,7 +460,7 @@ def kept_verdict(store: AbstractFeatureStore, path: str) -> Verdict | None:
     Raises:
         CorruptStoreError: If something else is kept in its place.
     """
-    kept = store.cached(verdict_path(path), verdict_key(store, path))
+    kept = store.entry(verdict_path(path), verdict_key(store, path))
     if kept is None:
         return None
     what = f"The verdict on {path} in {store.path}"
@@ -461,7 +474,7 @@ def kept_verdict(store: AbstractFeatureStore, path: str) -> Verdict | None:
 
 def kept_predictions(store: AbstractFeatureStore, path: str) -> Predictions | None:
     """Return what :func:`keep_predictions` kept of the scores in a table, ``None`` if they were not tested."""
-    kept = store.cached(predictions_path(path), verdict_key(store, path))
+    kept = store.entry(predictions_path(path), verdict_key(store, path))
     return None if kept is None else Predictions(*kept)
 
 
@@ -479,4 +492,4 @@ def keep_verdict(store: AbstractFeatureStore, path: str, verdict: Verdict) -> No
         verdict: What retraining said.
     """
     text = json.dumps(verdict.to_json()).encode()
-    store.cache(verdict_path(path), verdict_key(store, path), np.frombuffer(text, np.uint8).copy())
+    store.put_entry(verdict_path(path), verdict_key(store, path), np.frombuffer(text, np.uint8).copy())

@@ -79,6 +79,7 @@ def _token_scores(
     factors = scores.source.row_factors(numbers)
     terms = scores.source.terms(np.array(wanted, dtype=np.int64))
     places = {str(term.train.spec.fingerprint["weights"]): place for place, term in enumerate(terms)}
+    train_tables = {digest: terms[place].train for digest, place in places.items()}
     found = {
         int(number): _TokenRow.of(batch, int(number), len(wanted), shift=shift)
         for number, (_, batch) in zip(
@@ -96,7 +97,7 @@ def _token_scores(
                 features = session.features(batch, own, model_id=model_id, what=train.what)
                 row.scores[positions] += (in_float64(features) @ behind.T).cpu().numpy() * factor
 
-    session.visit(list(places), visit, purpose="to score tokens")
+    session.visit(train_tables, visit, purpose="to score tokens")
     return {number: row.scores.astype(np.float32) for number, row in found.items()}
 
 

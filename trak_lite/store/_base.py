@@ -438,6 +438,37 @@ class AbstractFeatureStore(ABC):
         """Keep a derived array; a later one under the same name replaces it. Does nothing in a read-only store."""
 
     @abstractmethod
+    def entry(self, name: str, key: str) -> NDArray[Any] | None:
+        """Return the entry that was put under this name and key, or ``None``.
+
+        Raises:
+            CorruptStoreError: If it is damaged.
+        """
+
+    @abstractmethod
+    def put_entry(self, name: str, key: str, array: NDArray[Any]) -> None:
+        """Put an array that cannot be computed again: a verdict, a record of a run, a fit.
+
+        It is kept where the rows are, in an object store too. A later one under the same name replaces it.
+
+        Raises:
+            InvalidInputError: For a bad name, a key that is too long, or an array that is not of numbers.
+            ReadOnlyStoreError: If the store was opened for reading.
+        """
+
+    @abstractmethod
+    def entry_names(self, prefix: str = "") -> list[str]:
+        """Return the names of all entries below ``prefix``, sorted."""
+
+    @abstractmethod
+    def drop_entry(self, name: str) -> None:
+        """Remove an entry if there is one.
+
+        Raises:
+            ReadOnlyStoreError: If the store was opened for reading.
+        """
+
+    @abstractmethod
     def close(self) -> None:
         """Release files and locks; rows put so far are safe."""
 

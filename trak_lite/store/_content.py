@@ -1,17 +1,37 @@
-"""What every implementation of a table says the same way: pending rows, the digest of the contents."""
+"""What every implementation says the same way: pending rows, the digest of a table's contents, single arrays."""
 
 from __future__ import annotations
 
 import hashlib
+import json
 from collections.abc import Iterable, Mapping
-from typing import NoReturn
+from typing import Any, Final, NoReturn
 
+import numpy as np
+import safetensors.numpy
+from numpy.typing import NDArray
+from safetensors import SafetensorError
+
+from trak_lite._validate import parse_json
 from trak_lite.errors import IncompleteStoreError
 from trak_lite.store._base import AbstractRowTable, TableSpec
+from trak_lite.store._checksums import crc32c
 from trak_lite.store._grid import spec_to_json
+from trak_lite.store._names import path_parts
 from trak_lite.store.manifest import canonical_json
 
-__all__ = ["content_digest", "raise_incomplete"]
+__all__ = [
+    "ARRAY_SUFFIX",
+    "array_file_name",
+    "array_name",
+    "content_digest",
+    "decode_array",
+    "encode_array",
+    "encoded_size",
+    "raise_incomplete",
+]
+
+ARRAY_SUFFIX: Final = ".safetensors"
 
 
 def raise_incomplete(table: AbstractRowTable, chunk: int, *, where: str) -> NoReturn:
@@ -31,3 +51,54 @@ def content_digest(spec: TableSpec, checksums: Iterable[Mapping[str, int]]) -> s
     for columns in checksums:
         digest.update(canonical_json(dict(columns)).encode())
     return digest.hexdigest()
+
+
+def encode_array(name: str, key: str, array: NDArray[Any]) -> bytes:
+    """Return a safetensors file with an array, and what it was kept under.
+
+    Its tensor ``about`` is JSON in UTF-8: name, key, and the CRC-32C of both, the dtype, the shape and the numbers.
+    """
+    values = np.asarray(array, order="C")
+    values = values.astype(values.dtype.newbyteorder("<"), copy=False)
+    about = {"name": name, "key": key, "crc32c": _array_checksum(name, key, values)}
+    text = json.dumps(about).encode()
+    return safetensors.numpy.save({"array": values, "about": np.frombuffer(text, np.uint8)})
+
+
+def decode_array(content: bytes, name: str, key: str | None = None) -> NDArray[Any] | None:
+    """Return the array in such a file, if it is whole and was kept under the name, and the key if one is given."""
+    try:
+        found = safetensors.numpy.load(content)
+        about = parse_json(found["about"])
+        array: NDArray[Any] = found["array"]
+        stored = (about["name"], about["key"], about["crc32c"])
+    except (SafetensorError, ValueError, KeyError, TypeError, OverflowError):
+        return None
+    if len(found) != 2 or stored[0] != name or not isinstance(stored[1], str) or key not in (None, stored[1]):
+        return None
+    return array if _array_checksum(name, stored[1], array) == stored[2] else None
+
+
+def encoded_size(head: bytes) -> int | None:
+    """Return the size of such a file as its first bytes tell it, ``None`` if they are not those of one."""
+    start = 8 + int.from_bytes(head[:8], "little")
+    try:
+        parts = parse_json(head[8:start])
+        return start + int(max(part["data_offsets"][1] for part in parts.values()))
+    except (ValueError, KeyError, TypeError, IndexError, AttributeError, OverflowError):
+        return None
+
+
+def array_file_name(name: str) -> str:
+    """Return the name of the file of an array: ``%`` is in no name, so two names never share a file."""
+    return "%".join(path_parts(name, what="cache")) + ARRAY_SUFFIX
+
+
+def array_name(file_name: str) -> str:
+    """Return the name that :func:`array_file_name` was given."""
+    return file_name.removesuffix(ARRAY_SUFFIX).replace("%", "/")
+
+
+def _array_checksum(name: str, key: str, array: NDArray[Any]) -> int:
+    what = json.dumps([name, key, array.dtype.str, array.shape]).encode()
+    return crc32c(what, np.ascontiguousarray(array))

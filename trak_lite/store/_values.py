@@ -19,7 +19,7 @@ from trak_lite.store._names import path_parts
 __all__ = ["RowBlock", "check_block", "check_derived", "short_list"]
 
 _LONGEST_KEY = 1024
-_KINDS = "biufc"
+_KINDS = "biuf"
 
 
 _Rows = range | NDArray[np.int64]

@@ -56,6 +56,7 @@ class _Contents:
     manifest: Manifest
     tables: dict[str, MemoryRows] = field(default_factory=dict)
     cache: dict[str, tuple[str, NDArray[Any]]] = field(default_factory=dict)
+    entries: dict[str, tuple[str, NDArray[Any]]] = field(default_factory=dict)
 
 
 @final
@@ -305,6 +306,28 @@ class MemoryFeatureStore(AbstractFeatureStore):
         check_derived(name, key, array)
         if self._writable:
             self._contents.cache[name] = key, array.copy()
+
+    def entry(self, name: str, key: str) -> NDArray[Any] | None:
+        """Return the entry that was put under this name and key, or ``None``."""
+        path_parts(name, what="entry")
+        found = self._contents.entries.get(name)
+        return found[1].copy() if found is not None and found[0] == key else None
+
+    def put_entry(self, name: str, key: str, array: NDArray[Any]) -> None:
+        """Put an array that cannot be computed again; a later one under the same name replaces it."""
+        check_derived(name, key, array)
+        self.require_writable()
+        self._contents.entries[name] = key, array.copy()
+
+    def entry_names(self, prefix: str = "") -> list[str]:
+        """Return the names of all entries below ``prefix``, sorted."""
+        start = f"{prefix}/" if prefix else ""
+        return sorted(name for name in self._contents.entries if name.startswith(start))
+
+    def drop_entry(self, name: str) -> None:
+        """Remove an entry if there is one."""
+        self.require_writable()
+        self._contents.entries.pop(name, None)
 
     def close(self) -> None:
         """Refuse further writing through this handle; the rows stay for others."""

@@ -348,6 +348,8 @@ class StoreTests(QuantisedRowTests):
             store.open_table(name)
         with pytest.raises(InvalidInputError):
             store.cache(name, "key", np.zeros(1))
+        with pytest.raises(InvalidInputError):
+            store.put_entry(name, "key", np.zeros(1))
 
     def test_a_table_is_no_group_and_a_group_no_table(self, store: AbstractFeatureStore) -> None:
         """Nothing is put inside a table, and no table around others."""
@@ -657,6 +659,35 @@ class StoreTests(QuantisedRowTests):
         np.testing.assert_array_equal(found, array)
         assert store.cached("ckpt-0/gram", "v1") is None
         assert store.cached("gram", "v2") is None
+
+    def test_an_entry_is_there_for_every_handle_until_it_is_dropped(
+        self, path: str, store: AbstractFeatureStore
+    ) -> None:
+        """Under its key alone; a later entry replaces it; names are listed below a prefix."""
+        array = np.arange(6, dtype=np.float32).reshape(2, 3)
+        store.put_entry("verdicts/a", "v1", np.zeros(7))
+        store.put_entry("verdicts/a", "v2", array)
+        store.put_entry("runs", "key", np.arange(3, dtype=np.uint8))
+
+        reader = self.open(path, "r")
+        found = reader.entry("verdicts/a", "v2")
+        assert found is not None
+        assert (found.dtype, found.shape) == (array.dtype, array.shape)
+        np.testing.assert_array_equal(found, array)
+        assert reader.entry("verdicts/a", "v1") is None
+        assert reader.entry("verdicts/b", "v2") is None
+        assert reader.entry_names() == ["runs", "verdicts/a"]
+        assert reader.entry_names("verdicts") == ["verdicts/a"]
+        assert reader.table_names() == []
+        with pytest.raises(ReadOnlyStoreError):
+            reader.put_entry("verdicts/a", "v2", array)
+        with pytest.raises(ReadOnlyStoreError):
+            reader.drop_entry("verdicts/a")
+
+        store.drop_entry("verdicts/a")
+        store.drop_entry("verdicts/a")
+        assert self.open(path, "r").entry("verdicts/a", "v2") is None
+        assert store.entry_names() == ["runs"]
 
     def test_only_numbers_are_kept_as_derived_arrays(self, store: AbstractFeatureStore) -> None:
         """Nothing that would need pickle, and no endless key."""

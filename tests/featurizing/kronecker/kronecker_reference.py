@@ -11,12 +11,12 @@ from torch import Tensor, nn
 
 from trak_lite.featurizing.kronecker import (
     KroneckerCurvature,
-    KroneckerSettings,
     PreconditionedProjector,
     Preconditioner,
     fit_curvature,
 )
 from trak_lite.gradient_computers import HookGradientComputer
+from trak_lite.methods import EKFAC
 from trak_lite.modelout_functions import AbstractModelOutput, resolve_task
 from trak_lite.projectors import AbstractProjector, NoOpProjector
 
@@ -43,7 +43,7 @@ def fitted(
         model,
         resolve_task(task),
         batches,
-        settings=KroneckerSettings(**settings),  # type: ignore[arg-type]
+        method=EKFAC(**settings),  # type: ignore[arg-type]
     )
 
 

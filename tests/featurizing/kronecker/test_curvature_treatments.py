@@ -14,7 +14,6 @@ from torch.nn import functional
 
 from trak_lite.errors import InvalidInputError, NonFiniteError, StateError
 from trak_lite.featurizing.kronecker import (
-    KroneckerSettings,
     PreconditionedProjector,
     Preconditioner,
     find_units,
@@ -24,6 +23,7 @@ from trak_lite.featurizing.kronecker import (
 )
 from trak_lite.featurizing.kronecker.covariances import CurvatureSums
 from trak_lite.gradient_computers import HookGradientComputer, collect_gradients
+from trak_lite.methods import EKFAC
 from trak_lite.modelout_functions import CallableModelOutput, CLIPModelOutput, resolve_task
 from trak_lite.projectors import NoOpProjector
 from trak_lite.types import DenseBlock, FactoredBlock
@@ -252,20 +252,20 @@ class Refusal:
 )
 def test_settings_out_of_range_are_refused(case: Refusal) -> None:
     with pytest.raises(InvalidInputError, match=case.message):
-        KroneckerSettings(**case.settings)
+        EKFAC(**case.settings)
 
 
 def test_a_fisher_that_the_task_does_not_have_is_refused_and_auto_avoids_it() -> None:
     linear = CallableModelOutput(lambda call, batch: call(batch[0]).sum(1))
 
-    assert KroneckerSettings().decided(resolve_task(LABELS)).fisher == "sampled"
-    assert KroneckerSettings(draws=3).decided(linear).draws == 1
-    assert KroneckerSettings().decided(linear).fisher == "empirical"
-    assert KroneckerSettings().decided(CLIPModelOutput()).fisher in ("curvature", "empirical")
+    assert EKFAC().fitted_to(resolve_task(LABELS)).fisher == "sampled"
+    assert EKFAC(draws=3).fitted_to(linear).draws == 1
+    assert EKFAC().fitted_to(linear).fisher == "empirical"
+    assert EKFAC().fitted_to(CLIPModelOutput()).fisher in ("curvature", "empirical")
     with pytest.raises(InvalidInputError, match="fisher='sampled' draws labels"):
-        KroneckerSettings(fisher="sampled").decided(linear)
+        EKFAC(fisher="sampled").fitted_to(linear)
     with pytest.raises(InvalidInputError, match="fisher='curvature' needs a loss that is curved"):
-        KroneckerSettings(fisher="curvature").decided(linear)
+        EKFAC(fisher="curvature").fitted_to(linear)
 
 
 def test_no_rows_are_refused() -> None:
@@ -325,11 +325,11 @@ def test_a_fit_goes_on_where_it_was_cut_off_and_says_what_is_missing() -> None:
         return batches_of(x, y)()
 
     with pytest.raises(KeyboardInterrupt):
-        fit_curvature(*arguments, batches, settings=KroneckerSettings(), keeper=keeper)
+        fit_curvature(*arguments, batches, method=EKFAC(), keeper=keeper)
     units = kept_units(model, None)
     with pytest.raises(StateError, match="was not fitted, or not to the end"):
         loaded(units, keeper, torch.device("cpu"))
-    found = fit_curvature(*arguments, batches, settings=KroneckerSettings(), keeper=keeper)
+    found = fit_curvature(*arguments, batches, method=EKFAC(), keeper=keeper)
 
     assert len(passes) == 3, "the first pass was taken again"
     whole = fitted(model, LABELS, batches_of(x, y))

@@ -18,7 +18,8 @@ from kronecker_reference import (
 from torch import Tensor, nn
 from torch.nn import functional
 
-from trak_lite.featurizing.kronecker import KroneckerSettings, fit_curvature
+from trak_lite.featurizing.kronecker import fit_curvature
+from trak_lite.methods import EKFAC
 from trak_lite.modelout_functions import (
     CallableModelOutput,
     ImageClassificationModelOutput,
@@ -227,7 +228,7 @@ def test_rows_beyond_those_fitted_on_are_counted(generator: torch.Generator) -> 
             model,
             ImageClassificationModelOutput(),
             batches_of(x, y),
-            settings=KroneckerSettings(fisher="empirical"),
+            method=EKFAC(fisher="empirical"),
             num_rows=count,
         )
         for count in (None, 12)

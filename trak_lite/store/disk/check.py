@@ -20,7 +20,7 @@ from trak_lite.store._columns import Column, StoredArray
 from trak_lite.store._names import is_name
 from trak_lite.store.disk.check_chunk import REPAIR, ChunkLook
 from trak_lite.store.disk.chunk_files import COMMITS, SET_ASIDE, STAGE, ColumnFiles, TableFiles
-from trak_lite.store.disk.derived import CACHE, damaged_arrays
+from trak_lite.store.disk.derived import CACHE, ENTRIES, damaged_arrays
 from trak_lite.store.disk.documents import identity_of
 from trak_lite.store.disk.folders import ABANDONED_AFTER, names_in, refuse_links
 from trak_lite.store.disk.listing import TABLES, TableList, listed_path, lost_table
@@ -40,13 +40,16 @@ from trak_lite.store.disk.records import CommitLogs
 __all__ = ["StoreLook", "TableLook", "missing_store"]
 
 _METADATA = "zarr.json"
-_SCRATCH = re.compile(r".+\.npy\.new-[0-9a-f]{32}")
+_SCRATCH = re.compile(r".+\.safetensors\.new-[0-9a-f]{32}")
 _LEFT = re.compile(r"\.(new|dropped-.+)-[0-9a-f]{32}")
 _LIST_AGAIN = "verify with --repair: then the tables count that are there"
 _NEXT_WRITER = "nothing: the next writer sees to it"
 _PUT_BACK_TABLE = "put the right folder back, or remove this one and verify with --repair"
 _NOT_OURS = "remove it if nobody needs it"
 _PUT_BACK = "put the folder itself there"
+_RESTORE_ENTRY = (
+    "restore the file from a backup, or remove it and make the entry again by the call that made it"
+)
 _RESTORE = "restore zarr.json from a backup, or use another path"
 
 
@@ -143,6 +146,8 @@ class StoreLook:
             self._damage("/".join(inside), "a symbolic link, and none is followed", _PUT_BACK)
         elif inside == (CACHE,):
             self._cache(path)
+        elif inside == (ENTRIES,):
+            self._entries(path)
         elif inside == (TABLES,):
             pass  # looked at last
         elif os.path.isdir(path) and is_name(name):
@@ -199,6 +204,17 @@ class StoreLook:
             self._note(str(error), "remove the file: the next writer makes it anew")
         for name in damaged_arrays(path):
             self._note(f"the derived array {name!r} is damaged", "nothing: it is as good as none")
+        for name in sorted(names_in(path)):
+            if _SCRATCH.fullmatch(name):
+                self._scratch(f"{path}/{name}")
+
+    def _entries(self, path: str) -> None:
+        try:
+            check_hidden(path)
+        except StoreError as error:
+            self._note(str(error), "remove the file: the next writer makes it anew")
+        for name in damaged_arrays(path):
+            self._damage(None, f"the entry {name!r} is damaged", _RESTORE_ENTRY)
         for name in sorted(names_in(path)):
             if _SCRATCH.fullmatch(name):
                 self._scratch(f"{path}/{name}")

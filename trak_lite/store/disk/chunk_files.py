@@ -304,7 +304,7 @@ class ChunkIndex:
         paths = ", ".join(column.visible(chunk) for column in self._files.columns)
         return (
             f"Remove {paths}: the rows become pending, and running again computes them anew. "
-            f"The command 'trak-lite verify {shlex.quote(self._files.root)} --repair' does it without deleting."
+            f"The command 'trak-lite check {shlex.quote(self._files.root)} --repair' does it without deleting."
         )
 
     def records(self) -> Iterator[CommitRecord]:

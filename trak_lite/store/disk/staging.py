@@ -74,7 +74,7 @@ def _most_recorded(files: TableFiles) -> int:
 
 def _set_aside(files: TableFiles, chunk: int) -> str:
     return (
-        f"It is the row log of {files.describe(chunk)}. The command 'trak-lite verify {shlex.quote(files.root)} "
+        f"It is the row log of {files.describe(chunk)}. The command 'trak-lite check {shlex.quote(files.root)} "
         "--repair' sets it aside: the rows become pending, and running again computes them anew."
     )
 

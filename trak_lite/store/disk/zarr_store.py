@@ -37,7 +37,7 @@ from trak_lite.store._refusals import group_of_tables, inside_a_table, missing_t
 from trak_lite.store._values import check_derived
 from trak_lite.store.disk.check import missing_store
 from trak_lite.store.disk.chunk_files import COMMITS, STAGE, TableFiles
-from trak_lite.store.disk.derived import CACHE, DerivedArrays
+from trak_lite.store.disk.derived import CACHE, ENTRIES, ArrayFolder
 from trak_lite.store.disk.documents import (
     encode_document,
     group_document,
@@ -113,7 +113,8 @@ class ZarrFeatureStore(AbstractFeatureStore):
         self._writable = writable
         self._closed = False
         self._tables: dict[str, ZarrRowTable] = {}
-        self._derived = DerivedArrays(f"{root}/{CACHE}")
+        self._derived = ArrayFolder(f"{root}/{CACHE}")
+        self._entries = ArrayFolder(f"{root}/{ENTRIES}")
 
     @classmethod
     def create(cls, path: str | os.PathLike[str], manifest: Manifest) -> Self:
@@ -315,7 +316,7 @@ class ZarrFeatureStore(AbstractFeatureStore):
         return sorted(found, key=natural_order)
 
     def cached(self, name: str, key: str) -> NDArray[Any] | None:
-        """Return a derived array that was kept under this name and key, or ``None``; it is mapped, not read."""
+        """Return a derived array that was kept under this name and key, or ``None``."""
         refuse_links(self._root, (CACHE,))
         return self._derived.get(name, key)
 
@@ -324,12 +325,46 @@ class ZarrFeatureStore(AbstractFeatureStore):
         check_derived(name, key, array)
         if not self._writable:
             return
-        refuse_links(self._root, (CACHE,))
-        with named_errors("Keeping a derived array in", self._root):
-            if not os.path.isdir(f"{self._root}/{CACHE}"):
-                with self._list.scratch() as scratch:
-                    publish_hidden(f"{self._root}/{CACHE}", scratch)
+        self._make_hidden(CACHE)
         self._derived.put(name, key, array)
+
+    def entry(self, name: str, key: str) -> NDArray[Any] | None:
+        """Return the entry that was put under this name and key, or ``None``; see :class:`AbstractFeatureStore`."""
+        refuse_links(self._root, (ENTRIES,))
+        found = self._entries.get(name, key)
+        if found is None and self._entries.is_damaged(name):
+            raise CorruptStoreError(
+                f"The entry {name!r} of {self._root} is damaged. Restore {self._root}/{ENTRIES} from a backup, or "
+                "remove the file, and make the entry again by the call that made it."
+            )
+        return found
+
+    def put_entry(self, name: str, key: str, array: NDArray[Any]) -> None:
+        """Put an array that cannot be computed again; a later one under the same name replaces it."""
+        check_derived(name, key, array)
+        self._require_writable()
+        self._make_hidden(ENTRIES)
+        self._entries.put(name, key, array)
+
+    def entry_names(self, prefix: str = "") -> list[str]:
+        """Return the names of all entries below ``prefix``, sorted."""
+        refuse_links(self._root, (ENTRIES,))
+        start = f"{prefix}/" if prefix else ""
+        return [name for name in self._entries.names() if name.startswith(start)]
+
+    def drop_entry(self, name: str) -> None:
+        """Remove an entry if there is one."""
+        self._require_writable()
+        refuse_links(self._root, (ENTRIES,))
+        self._entries.remove(name)
+
+    def _make_hidden(self, folder: str) -> None:
+        """Make a folder that zarr's tools do not look into, unless there is one."""
+        refuse_links(self._root, (folder,))
+        with named_errors("Keeping an array in", self._root):
+            if not os.path.isdir(f"{self._root}/{folder}"):
+                with self._list.scratch() as scratch:
+                    publish_hidden(f"{self._root}/{folder}", scratch)
 
     def verify(self, *, repair: bool = False) -> Report:
         """Compare rows, records and metadata with their checksums; see :func:`~trak_lite.store.verify_store`.

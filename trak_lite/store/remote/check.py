@@ -9,9 +9,11 @@ from trak_lite.errors import StoreError, UnsupportedStoreError
 from trak_lite.store._base import TableSpec
 from trak_lite.store._check_report import Finding, Report, Tally
 from trak_lite.store._checksums import crc32c
+from trak_lite.store._content import ARRAY_SUFFIX, array_name, decode_array
 from trak_lite.store._names import is_name
 from trak_lite.store.disk.check import missing_store
 from trak_lite.store.disk.chunk_files import TableFiles
+from trak_lite.store.disk.derived import ENTRIES
 from trak_lite.store.disk.documents import identity_of
 from trak_lite.store.disk.listing import TABLES, decode_entry, entry_name, listed_path, lost_table
 from trak_lite.store.disk.metadata import (
@@ -90,10 +92,25 @@ class RemoteLook:
             self._table(path, files)
         for key in sorted(self._sizes):
             listed = key.startswith(f"{TABLES}/") and listed_path(key.removeprefix(f"{TABLES}/")) is not None
+            if key.startswith(f"{ENTRIES}/") and key.endswith(ARRAY_SUFFIX):
+                self._entry(key)
+                continue
             known = listed or key.rpartition("/")[2] == _METADATA
             if not known and not any(_belongs(key, files) for files in tables.values()):
                 self._add("note", None, f"{key!r} belongs to no table", "remove it if nobody needs it")
         return Report(self._objects.url, tuple(self._findings), self._tally)
+
+    def _entry(self, key: str) -> None:
+        """Compare an entry with its checksum."""
+        name = array_name(key.removeprefix(f"{ENTRIES}/"))
+        content = self._objects.get(key)
+        if content is not None and decode_array(content, name) is None:
+            self._add(
+                "damage",
+                None,
+                f"the entry {name!r} is damaged",
+                f"restore {key} from a backup, or remove it and make the entry again by the call that made it",
+            )
 
     def _tables(self) -> dict[str, TableSpec]:
         """Return the tables whose description can be read; tell of the others."""

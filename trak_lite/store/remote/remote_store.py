@@ -25,6 +25,7 @@ from trak_lite.errors import (
 )
 from trak_lite.store._base import AbstractFeatureStore, AbstractRowTable, Difference, TableSpec
 from trak_lite.store._check_report import Report
+from trak_lite.store._content import array_file_name, array_name, decode_array, encode_array
 from trak_lite.store._exchange import diff_stores, merge_stores
 from trak_lite.store._failpoints import failpoint
 from trak_lite.store._grid import check_spec, compare_specs, plain_json
@@ -33,6 +34,7 @@ from trak_lite.store._refusals import group_of_tables, inside_a_table, missing_t
 from trak_lite.store._values import check_derived
 from trak_lite.store.disk.check import missing_store
 from trak_lite.store.disk.chunk_files import TableFiles
+from trak_lite.store.disk.derived import ENTRIES
 from trak_lite.store.disk.documents import (
     encode_document,
     group_document,
@@ -306,6 +308,35 @@ class RemoteFeatureStore(AbstractFeatureStore):
         check_derived(name, key, array)
         if self._local is not None:
             self._local.cache(name, key, array)
+
+    def entry(self, name: str, key: str) -> NDArray[Any] | None:
+        """Return the entry that was put under this name and key, or ``None``; see :class:`AbstractFeatureStore`."""
+        content = self._objects.get(f"{ENTRIES}/{array_file_name(name)}")
+        if content is None:
+            return None
+        if decode_array(content, name) is None:
+            raise CorruptStoreError(
+                f"The entry {name!r} of {self.path} is damaged. Restore the object below {ENTRIES} from a backup, or "
+                "remove it, and make the entry again by the call that made it."
+            )
+        return decode_array(content, name, key)
+
+    def put_entry(self, name: str, key: str, array: NDArray[Any]) -> None:
+        """Put an array that cannot be computed again; a later one under the same name replaces it."""
+        check_derived(name, key, array)
+        self._require_writable()
+        self._objects.put(f"{ENTRIES}/{array_file_name(name)}", encode_array(name, key, array))
+
+    def entry_names(self, prefix: str = "") -> list[str]:
+        """Return the names of all entries below ``prefix``, sorted."""
+        start = f"{prefix}/" if prefix else ""
+        names = (array_name(key.removeprefix(f"{ENTRIES}/")) for key in self._objects.sizes(ENTRIES))
+        return sorted(name for name in names if name.startswith(start))
+
+    def drop_entry(self, name: str) -> None:
+        """Remove an entry if there is one."""
+        self._require_writable()
+        self._objects.delete(f"{ENTRIES}/{array_file_name(name)}")
 
     def verify(self, *, repair: bool = False) -> Report:
         """Fetch every chunk and compare it with its commit record; see :func:`~trak_lite.store.verify_store`.

@@ -1,0 +1,70 @@
+"""Every method of the package, and one of a user's own, against the conformance kit."""
+
+from dataclasses import dataclass
+
+from trak_lite import methods
+from trak_lite.testing import MethodTests
+
+
+@dataclass(frozen=True, kw_only=True)
+class SignedDot(methods.AbstractMethod):
+    """A method as a user would write one: products of the signs of features, times a number."""
+
+    strength: float = 1.0
+
+    @property
+    def kernel(self):
+        return None
+
+    def transform(self, rows, layout):
+        return rows.sign() * self.strength
+
+
+class TestGaussNewton(MethodTests):
+    def make_method(self):
+        return methods.GaussNewton()
+
+
+class TestGaussNewtonJointly(MethodTests):
+    def make_method(self):
+        return methods.GaussNewton(layout="joint", damping=0.1, q="outside")
+
+
+class TestFisher(MethodTests):
+    def make_method(self):
+        return methods.Fisher(samples_per_feature=8)
+
+
+class TestTRAK(MethodTests):
+    def make_method(self):
+        return methods.TRAK(damping=0.01)
+
+
+class TestEKFAC(MethodTests):
+    def make_method(self):
+        return methods.EKFAC(damping=0.1)
+
+
+class TestTracIn(MethodTests):
+    def make_method(self):
+        return methods.TracIn(learning_rates=[0.1])
+
+
+class TestGradDot(MethodTests):
+    def make_method(self):
+        return methods.GradDot()
+
+
+class TestGradCos(MethodTests):
+    def make_method(self):
+        return methods.GradCos()
+
+
+class TestOneOfAUsersOwn(MethodTests):
+    def make_method(self):
+        return SignedDot(strength=0.5)
+
+
+def test_every_method_of_the_package_is_in_this_file():
+    here = {type(cls().make_method()) for cls in MethodTests.__subclasses__()}
+    assert set(methods.METHODS.values()) <= here

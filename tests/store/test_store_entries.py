@@ -1,0 +1,138 @@
+"""Entries: what cannot be computed again is kept where the rows are, and damage is named."""
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+from torch.utils.data import TensorDataset
+
+from trak_lite import Attributor, methods, verify
+from trak_lite.errors import CorruptStoreError
+from trak_lite.store import Manifest, RemotePlace, ZarrFeatureStore, open_store, verify_store
+
+
+def flip_last_byte(path):
+    content = bytearray(path.read_bytes())
+    content[-1] ^= 1
+    path.write_bytes(content)
+
+
+def test_a_damaged_entry_is_named_by_reading_and_by_a_check(tmp_path):
+    path = tmp_path / "run.zarr"
+    with ZarrFeatureStore.create(path, Manifest({})) as store:
+        store.put_entry("verdicts/a", "key", np.arange(4.0))
+    assert verify_store(path).ok
+    flip_last_byte(path / ".entries" / "verdicts%a.safetensors")
+
+    with (
+        open_store(path) as store,
+        pytest.raises(CorruptStoreError, match="is damaged"),
+    ):
+        store.entry("verdicts/a", "key")
+    report = verify_store(path)
+    assert not report.ok
+    assert "the entry 'verdicts%a.safetensors' is damaged" in str(report)
+    with open_store(path, "r+") as store:
+        store.put_entry("verdicts/a", "key", np.arange(4.0))
+    assert verify_store(path).ok
+
+
+def test_every_flipped_bit_of_an_entry_is_noticed(tmp_path):
+    path = tmp_path / "run.zarr"
+    with ZarrFeatureStore.create(path, Manifest({})) as store:
+        store.put_entry("a", "key", np.arange(3, dtype=np.float16))
+    file = path / ".entries" / "a.safetensors"
+    whole = file.read_bytes()
+    with open_store(path) as store:
+        for place in range(8 * len(whole)):
+            content = bytearray(whole)
+            content[place // 8] ^= 1 << place % 8
+            file.write_bytes(content)
+            try:
+                found = store.entry("a", "key")
+            except CorruptStoreError:
+                continue
+            # Blanks in the header may change, and nothing else.
+            assert found is not None
+            np.testing.assert_array_equal(found, np.arange(3, dtype=np.float16))
+
+
+def data(count, seed=0):
+    generator = torch.Generator().manual_seed(seed)
+    inputs = torch.randn(count, 4, generator=generator)
+    return TensorDataset(inputs, torch.randint(2, (count,), generator=generator))
+
+
+def trained(rows, seed):
+    torch.manual_seed(seed)
+    model = nn.Linear(4, 2)
+    inputs, labels = data(24)[torch.from_numpy(rows)]
+    nn.functional.cross_entropy(model(inputs), labels).backward()
+    with torch.no_grad():
+        for p in model.parameters():
+            p -= p.grad
+    return model
+
+
+def attributor(place):
+    torch.manual_seed(0)
+    return Attributor(nn.Linear(4, 2), "image_classification", place, proj_dim=8, progress=False)
+
+
+@pytest.fixture(params=["folder", "object store"])
+def machines(request, tmp_path):
+    """The place of one store, as one machine and as another one names it."""
+    if request.param == "folder":
+        return [tmp_path / "run.zarr"] * 2
+    local = pytest.importorskip("obstore.store").LocalStore(str(tmp_path / "objects"), mkdir=True)
+    return [RemotePlace(local, staging=str(tmp_path / f"staging-{number}")) for number in range(2)]
+
+
+def test_verdicts_and_fits_are_where_the_rows_are(machines):
+    """Another machine reads the verdict and the fit of the first one, and fits nothing again."""
+    here, there = machines
+    first = attributor(here)
+    first.featurize(data(24))
+    scores = first.score(data(5, 1), method="EKFAC")
+    verdict = verify(scores, trained, data(5, 1), budget=4)
+
+    second = attributor(there)
+    found = second.scores(method="EKFAC")
+    assert found.verdict == verdict
+    assert found.predictions is not None
+    with open_store(there) as store:
+        fits = store.entry_names("ekfac")
+        assert fits
+        before = {name: store.entry_names(name) for name in fits}
+    second.featurize(data(24))
+    again = second.score(data(5, 2), "others", method=methods.EKFAC(damping=0.5))
+    assert np.isfinite(again.numpy()).all()
+    with open_store(there) as store:
+        assert {name: store.entry_names(name) for name in store.entry_names("ekfac")} == before
+
+
+def test_what_belongs_to_a_dropped_checkpoint_or_to_dropped_scores_goes(machines):
+    here, _ = machines
+    made = attributor(here)
+    made.featurize(data(24))
+    verify(made.score(data(5, 1), method="EKFAC"), trained, data(5, 1), budget=4)
+    made.drop_scores()
+    with open_store(here) as store:
+        assert store.entry_names("verdicts") == store.entry_names("predictions") == []
+        assert store.entry_names("ekfac")
+    made.drop_checkpoint("ckpt-0")
+    with open_store(here) as store:
+        assert store.entry_names() == []
+
+
+def test_a_damaged_object_is_named_by_a_check(tmp_path):
+    local = pytest.importorskip("obstore.store").LocalStore(str(tmp_path / "objects"), mkdir=True)
+    place = RemotePlace(local, staging=str(tmp_path / "staging"))
+    made = attributor(place)
+    made.featurize(data(24))
+    made.score(data(5, 1), method="EKFAC")
+    assert verify_store(place).ok
+    flip_last_byte(next((tmp_path / "objects" / ".entries").iterdir()))
+    report = verify_store(place)
+    assert not report.ok
+    assert "is damaged" in str(report)

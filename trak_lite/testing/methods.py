@@ -1,0 +1,127 @@
+"""Conformance kit for attribution methods: the laws that a subclass of ``AbstractMethod`` must obey.
+
+Subclass it in a test file, say how the method is made, and pytest runs the laws::
+
+    class TestMyMethod(MethodTests):
+        def make_method(self):
+            return MyMethod(strength=0.5)
+
+Scores are those of a small classifier, from rows that are stored in float32.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from abc import ABC, abstractmethod
+
+import numpy as np
+import pytest
+import torch
+from numpy.typing import NDArray
+from torch import Tensor, nn
+from torch.utils.data import TensorDataset
+
+from trak_lite.attributor import Attributor
+from trak_lite.methods import EKFAC, AbstractMethod
+from trak_lite.scoring.scores import Scores
+
+__all__ = ["MethodTests"]
+
+_NUM_ROWS, _NUM_TARGETS, _CLASSES = 40, 6, 3
+
+
+class MethodTests(ABC):
+    """Laws of every method: a value with an identity, and scores that depend on rows, targets and fields alone."""
+
+    @abstractmethod
+    def make_method(self) -> AbstractMethod:
+        """Return the method under test."""
+
+    def test_it_is_a_value(self) -> None:
+        """Two methods with the same fields are equal, and no field can be changed."""
+        method = self.make_method()
+
+        assert method == self.make_method()
+        assert hash(method) == hash(self.make_method())
+        name = next(field.name for field in dataclasses.fields(method))
+        with pytest.raises(dataclasses.FrozenInstanceError):
+            setattr(method, name, None)
+
+    def test_its_identity_is_plain_and_complete(self) -> None:
+        """``to_json`` holds the name and every field that can be set, and survives JSON."""
+        values = self.make_method().to_json()
+
+        assert json.loads(json.dumps(values, allow_nan=False)) == values
+        fields = {field.name for field in dataclasses.fields(self.make_method()) if field.init}
+        assert set(values) == {"name", *fields}
+
+    def test_deciding_twice_changes_nothing(self) -> None:
+        """``decided`` of a decided method is the same method."""
+        layout = _attributor().layout
+        decided = self.make_method().decided(layout)
+
+        assert decided.decided(layout) == decided
+
+    def test_rows_are_transformed_one_by_one(self) -> None:
+        """``transform`` of a row does not depend on the rows beside it, and keeps its shape."""
+        method, layout = self.make_method(), _attributor().layout
+        rows = torch.randn(5, layout.width, generator=torch.Generator().manual_seed(0), device="cpu")
+        whole = method.transform(rows, layout)
+
+        assert whole.shape == rows.shape
+        alone = torch.cat([method.transform(rows[row : row + 1], layout) for row in range(len(rows))])
+        torch.testing.assert_close(alone, whole)
+
+    def test_scores_are_finite_and_not_all_zero(self) -> None:
+        """Every train row has a finite score for every target."""
+        scores = self._scores().numpy()
+
+        assert scores.shape == (_NUM_ROWS, _NUM_TARGETS)
+        assert np.isfinite(scores).all()
+        assert scores.any()
+
+    def test_scores_computed_when_read_are_those_that_are_stored(self) -> None:
+        """``dense=False`` gives the same bits."""
+        assert self._scores(dense=False).numpy().tobytes() == self._scores().numpy().tobytes()
+
+    def test_a_target_has_the_same_scores_beside_others(self) -> None:
+        """The scores of a target do not depend on the targets that it is scored with."""
+        alone = self._scores(targets=slice(2, 3)).numpy()
+
+        np.testing.assert_allclose(alone, self._scores().numpy()[:, 2:3], rtol=1e-4, atol=_small(alone))
+
+    def test_self_influence_is_the_score_of_a_row_for_itself(self) -> None:
+        """It is the diagonal of the scores of the train rows as targets; EK-FAC has none."""
+        method = self.make_method()
+        if isinstance(method, EKFAC):
+            pytest.skip("self-influence needs train rows that were multiplied by the inverse curvature")
+        attributor, train = _attributor(), _data(_NUM_ROWS, 0)
+        attributor.featurize(train)
+        scores = attributor.score(train, method=method)
+
+        diagonal = np.diagonal(scores.numpy())
+        np.testing.assert_allclose(scores.self_influence(), diagonal, rtol=2e-4, atol=_small(diagonal))
+
+    def _scores(self, *, dense: bool = True, targets: slice = slice(None)) -> Scores:
+        attributor = _attributor()
+        attributor.featurize(_data(_NUM_ROWS, 0))
+        chosen = TensorDataset(*(part[targets] for part in _data(_NUM_TARGETS, 1).tensors))
+        return attributor.score(chosen, method=self.make_method(), dense=dense)
+
+
+def _data(count: int, seed: int) -> TensorDataset:
+    generator = torch.Generator().manual_seed(seed)
+    inputs: Tensor = torch.randn(count, 4, generator=generator, device="cpu")
+    return TensorDataset(inputs, torch.randint(_CLASSES, (count,), generator=generator, device="cpu"))
+
+
+def _attributor() -> Attributor:
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(4, 5), nn.Tanh(), nn.Linear(5, _CLASSES))
+    return Attributor(model, "image_classification", None, proj_dim=8, dtype="float32", progress=False)
+
+
+def _small(values: NDArray[np.float32]) -> float:
+    return 1e-5 * float(np.abs(values).max())
