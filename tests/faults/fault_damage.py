@@ -242,14 +242,19 @@ def _nonsense_rows(content, pick, root):
 
 
 def _nonsense_array(content, pick, _root):
-    array, _, footer = content[:-1].rpartition(b"\n")
-    header = pick.choice([b"'|O'", b"'<f9'", b"'<c16'", b"__import__('os')", b"(" * 90])
-    array = pick.choice(
-        [re.sub(rb"'<f8'", header, array), re.sub(rb"\(\d+, \d+\)", b"(-1, 2**70)", array), array[:20]]
+    size = 8 + int.from_bytes(content[:8], "little")
+    header, rest = content[8:size], content[size:]
+    dtype = pick.choice([b'"O"', b'"F99"', b'"F32"', b'"I64"', b"__import__('os')", b"(" * 90])
+    header = pick.choice(
+        [
+            header.replace(b'"F64"', dtype, 1),
+            re.sub(rb"\[\d+,\d+\]", b"[-1,%d]" % 2**70, header, count=1),
+            re.sub(rb"\[0,\d+\]", b"[0,%d]" % 2**40, header),
+            b"[" * 100_000,
+            header[:20],
+        ]
     )
-    key = json.loads(footer)["key"]
-    checksum = crc32c(f"{NAME}/gram\n{key}".encode(), array)
-    return array + b"\n" + json.dumps({"key": key, "crc32c": checksum}).encode() + b"\n"
+    return len(header).to_bytes(8, "little") + header + rest
 
 
 CRAFTED = {
