@@ -19,7 +19,8 @@ from torch import Tensor, nn
 from torch.utils.data import TensorDataset
 
 from trak_lite import Attributor
-from trak_lite.evaluation import MislabelDetection, mislabel_detection
+from trak_lite.evaluation import mislabel_detection
+from trak_lite.evaluation.detection import MislabelDetection
 
 NUM_TRAIN, FLIPPED = 1000, 0.10
 

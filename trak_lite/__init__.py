@@ -11,9 +11,9 @@ from trak_lite._version import __version__ as __version__
 from trak_lite.attributor import Attributor as Attributor
 from trak_lite.attributor import FeaturizeSummary as FeaturizeSummary
 from trak_lite.data.datasets import Rows as Rows
-from trak_lite.gradient_computers import Normalization as Normalization
-from trak_lite.gradient_computers import clip as clip
-from trak_lite.gradient_computers import clipping_threshold as clipping_threshold
+from trak_lite.gradient_computers.normalization import Normalization as Normalization
+from trak_lite.gradient_computers.normalization import clip as clip
+from trak_lite.gradient_computers.normalization import clipping_threshold as clipping_threshold
 from trak_lite.retraining.verify import calibrated_scores as calibrated_scores
 from trak_lite.retraining.verify import verify as verify
 from trak_lite.scoring.scores import Scores as Scores

@@ -18,7 +18,8 @@ from trak_lite._validate import positive_int
 from trak_lite.data.datasets import HeldRows
 from trak_lite.errors import InvalidInputError
 from trak_lite.featurizing.session import Run, marking_last, stored_norms
-from trak_lite.gradient_computers import Normalization, ParameterChoice
+from trak_lite.gradient_computers._base import ParameterChoice
+from trak_lite.gradient_computers.normalization import Normalization
 from trak_lite.methods import Method
 from trak_lite.models.checkpoints import CheckpointSource, iterate_checkpoints
 from trak_lite.projectors import AbstractProjector
@@ -27,7 +28,9 @@ from trak_lite.run.tables import complete_tables, drop_checkpoint
 from trak_lite.run.workspace import Workspace, naming_dropped
 from trak_lite.scoring.scores import Scores
 from trak_lite.scoring.stored import ScoreResult, drop_scores, score_source, stored_scores, streamed_scores
-from trak_lite.store import AbstractFeatureStore, RemotePlace, check_name, open_store, resolve_place
+from trak_lite.store import AbstractFeatureStore, RemotePlace, open_store
+from trak_lite.store._names import check_name
+from trak_lite.store.remote.place import resolve_place
 from trak_lite.types import Batch, FeatureLayout
 
 __all__ = ["Attributor", "FeaturizeSummary"]
@@ -334,7 +337,7 @@ class Attributor:
             )
             chosen.weights(len(train))
             ranks.agree("scores to make (digest of rows, targets and settings)", result.digest())
-            said = ranks.told("whether they are there", lambda: str(dense and result.is_finished()))
+            said = ranks.broadcast("whether they are there", lambda: str(dense and result.is_finished()))
             finished = session.agreed(said == "True")
             if not finished:
                 session.fit(chosen, train)
@@ -345,7 +348,7 @@ class Attributor:
             )
             if dense and not finished:
                 result.fill(source, device=self.device, progress=self._run.progress, watch=ranks.watch)
-            ends = None if k is None else result.both_ends(source, k, ranks=ranks)
+            ends = None if k is None else result.top_and_bottom(source, k, ranks=ranks)
         if dense:
             return stored_scores(self._workspace, self._settings, name, chosen, run=self._run)
         return streamed_scores(

@@ -48,12 +48,13 @@ from trak_lite.gradient_computers import (
     select_parameters,
 )
 from trak_lite.gradient_computers.self_check import SelfCheckError
-from trak_lite.linalg import KernelSettings, SegmentKernel, precondition
-from trak_lite.modelout_functions import AbstractModelOutput, describe_task, resolve_task
+from trak_lite.linalg.kernel import KernelSettings, SegmentKernel, precondition
+from trak_lite.modelout_functions import AbstractModelOutput, resolve_task
+from trak_lite.modelout_functions._describe import describe_task
 from trak_lite.models.borrowing import model_device, resolve_device
 from trak_lite.models.checkpoints import Checkpoint, load_into, weights_digest
 from trak_lite.models.sharded import refuse_sharded
-from trak_lite.parallel.sharing import LateTable
+from trak_lite.parallel.sharing import LazyTable
 from trak_lite.projectors import AbstractProjector, BasicProjector, ProjectionType
 from trak_lite.run.tables import (
     FEATURES,
@@ -500,7 +501,7 @@ class TRAKer:
         if cursor is self._target:
             train = self._train_table(fingerprint["model_id"]).spec.fingerprint
             compare_fingerprints(train, fingerprint, where=f"Model id {fingerprint['model_id']}")
-        table = self._workspace.late_table(cursor.path, replace(cursor.spec, fingerprint=fingerprint))
+        table = self._workspace.lazy_table(cursor.path, replace(cursor.spec, fingerprint=fingerprint))
         cursor.attach(table, state)
 
     def _write(self, cursor: _Cursor, batch: Batch, rows: NDArray[np.int64]) -> None:
@@ -721,13 +722,13 @@ class _Cursor:
         """Without the task's state, which may change until the first batch."""
         self.label = label
         self.position = 0
-        self.table: LateTable | None = None
+        self.table: LazyTable | None = None
         self.state: str | None = None
         self.waiting: NDArray[np.bool_] = np.ones(spec.num_rows, np.bool_)
         self._is_compared = False
         self._keys: NDArray[np.float32] = np.full(spec.num_rows, np.nan, np.float32)
 
-    def attach(self, table: LateTable, state: str | None) -> None:
+    def attach(self, table: LazyTable, state: str | None) -> None:
         """Take a table, and which of its rows are pending."""
         self.table, self.state = table, state
         self.waiting[:] = False
@@ -749,7 +750,7 @@ class _Cursor:
         places = [place_of[row] for row in found[some].tolist()]
         return DoneRows(found[some], kept, table.spec.columns), places
 
-    def attached(self) -> LateTable:
+    def attached(self) -> LazyTable:
         """Return the table."""
         assert self.table is not None, "attach() comes first"
         return self.table

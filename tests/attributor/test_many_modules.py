@@ -92,7 +92,7 @@ attributor = Attributor(model, "image_classification", sys.argv[1], proj_dim=2, 
 attributor.featurize(data, states)
 scores = attributor.score(data)
 one = scores.self_influence(), scores.standard_error(), scores.reliability().expected, scores.top(2)
-attributor.scores("targets").path([0.1, 1.0])
+attributor.scores("targets").damping_path([0.1, 1.0])
 again = Attributor.open(sys.argv[1], model, progress=False).scores()
 assert (again.self_influence() == one[0]).all()
 """

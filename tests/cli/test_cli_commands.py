@@ -20,7 +20,7 @@ from cli_cases import RECIPE, refused, write_case
 from trak_lite import Attributor, cli
 from trak_lite.cli.configs import read_config
 from trak_lite.cli.recipes import load_recipe
-from trak_lite.cli.records import RunRecord, keep_record, kept_records, last_record
+from trak_lite.cli.records import RunRecord, last_record, store_record_of_run, stored_records
 from trak_lite.errors import CorruptStoreError, InvalidInputError
 from trak_lite.store import Manifest, ZarrFeatureStore, open_store
 
@@ -226,7 +226,7 @@ def test_a_store_is_shown_with_settings_tables_and_runs(
 ) -> None:
     lines = done(["inspect", str(ran / "run.zarr")], capsys).splitlines()
 
-    assert lines[0] == f"{ran}/run.zarr: a store of format 2"
+    assert lines[0] == f"{ran}/run.zarr: a store of format 3"
     assert "  proj_dim: 16" in lines
     assert f'  torch: "{torch.__version__}"' in lines
     assert '  ckpt-2                   40 of 40 rows done, checkpoint "checkpoint-3"' in lines
@@ -252,7 +252,7 @@ def test_a_moved_store_repeats_its_run(copied: Path, ran: Path, capsys: pytest.C
     assert "featurized: 0 rows written, 120 found" in shown
     assert f"kept in {copied}/run.zarr" in shown
     with open_store(str(copied / "run.zarr")) as store:
-        first, second = kept_records(store)
+        first, second = stored_records(store)
     assert second.config == {**first.config, "path": str(copied / "run.zarr")}
     assert first.versions["torch"] == torch.__version__
 
@@ -264,7 +264,7 @@ def test_the_same_run_is_recorded_once_and_another_one_beside_it(
         done(["score", "--from", str(copied / "run.zarr"), *typed(copied), *arguments], capsys)
 
     with open_store(str(copied / "run.zarr")) as store:
-        assert [record.command for record in kept_records(store)] == ["run", "score", "score"]
+        assert [record.command for record in stored_records(store)] == ["run", "score", "score"]
     repeated = last_record(str(copied / "run.zarr"))
     assert repeated is not None
     assert repeated.config["score"]["method"] == "graddot"
@@ -328,7 +328,7 @@ def test_other_versions_than_the_recorded_ones_are_named(
     old = RunRecord(
         "run", record.time, record.config, record.recipe_digest, {**record.versions, "torch": "2.0"}
     )
-    keep_record(store, old)
+    store_record_of_run(store, old)
 
     assert cli.main(["run", "--from", store, *typed(copied)]) == 0
     assert f"torch is '2.0' there, '{torch.__version__}' here" in capsys.readouterr().err
@@ -361,7 +361,7 @@ def test_records_that_cannot_be_read_are_refused(
     with ZarrFeatureStore.create(tmp_path / "a.zarr", Manifest({})) as store:
         store.put_entry("runs", "run records, format 1", np.frombuffer(text, np.uint8).copy())
         with pytest.raises(CorruptStoreError, match=r"records of runs in .* cannot be read"):
-            kept_records(store)
+            stored_records(store)
 
     assert "runs: The records of runs in" in done(["inspect", str(tmp_path / "a.zarr")], capsys)
 
@@ -370,10 +370,10 @@ def test_the_oldest_of_very_many_records_go(tmp_path: Path) -> None:
     with ZarrFeatureStore.create(tmp_path / "a.zarr", Manifest({})):
         pass
     for number in range(102):
-        keep_record(str(tmp_path / "a.zarr"), RunRecord("run", "", {"seed": number}, "", {}))
+        store_record_of_run(str(tmp_path / "a.zarr"), RunRecord("run", "", {"seed": number}, "", {}))
 
     with open_store(str(tmp_path / "a.zarr")) as store:
-        assert [record.config["seed"] for record in kept_records(store)] == list(range(2, 102))
+        assert [record.config["seed"] for record in stored_records(store)] == list(range(2, 102))
 
 
 def test_the_report_gets_scores_renders_and_a_place(
@@ -397,7 +397,7 @@ def test_the_report_gets_scores_renders_and_a_place(
         ((40, 6), Path("other.html"), "row 3", None),
     ]
     with open_store(str(ran / "run.zarr")) as store:
-        assert [record.command for record in kept_records(store)] == ["run"]
+        assert [record.command for record in stored_records(store)] == ["run"]
 
 
 @pytest.mark.parametrize(
@@ -455,7 +455,7 @@ def test_every_run_of_a_record_is_checked_like_a_config(copied: Path) -> None:
     store = str(copied / "run.zarr")
     record = last_record(store)
     assert record is not None
-    keep_record(
+    store_record_of_run(
         store, RunRecord("run", "", {**record.config, "sead": 1}, record.recipe_digest, record.versions)
     )
 

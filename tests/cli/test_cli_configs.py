@@ -13,7 +13,7 @@ from cli_cases import CONFIG, RECIPE, refused, write_case
 from trak_lite import cli
 from trak_lite.cli.configs import RunConfig, config_parser, read_config
 from trak_lite.errors import InvalidInputError
-from trak_lite.gradient_computers import Normalization
+from trak_lite.gradient_computers.normalization import Normalization
 
 KEYS = config_parser("run", "", "").keys
 

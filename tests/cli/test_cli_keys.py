@@ -14,7 +14,7 @@ from trak_lite import Attributor
 from trak_lite.cli.configs import config_parser
 from trak_lite.cli.keys import keys_of, plain_type, type_text
 from trak_lite.errors import InvalidInputError
-from trak_lite.gradient_computers import Normalization
+from trak_lite.gradient_computers.normalization import Normalization
 
 KEYS = config_parser("run", "", "").keys
 

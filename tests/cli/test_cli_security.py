@@ -26,7 +26,7 @@ from cli_cases import RECIPE, refused, write_case
 from trak_lite import Attributor, cli
 from trak_lite.cli.program import _parser
 from trak_lite.cli.recipes import load_recipe
-from trak_lite.cli.records import RunRecord, keep_record, last_record
+from trak_lite.cli.records import RunRecord, last_record, store_record_of_run
 from trak_lite.errors import CheckpointError, ManifestMismatchError, StateError, TrakLiteError
 from trak_lite.store import open_store
 from trak_lite.store.disk.derived import ArrayFolder
@@ -347,7 +347,7 @@ def test_other_methods_are_reported_as_they_were_scored(
     for value in ("{name: TRAK, damping: 1}", "graddot", "{name: GaussNewton, damping: 2.5}"):
         view = ["--score.method", value]
         assert cli.main(["score", config, *view]) == 0
-        keep_record(
+        store_record_of_run(
             str(copied / "run.zarr"),
             RunRecord("run", "", {"path": "", "score": {"name": "held-out"}}, "", {}),
         )

@@ -53,7 +53,7 @@ def test_methods_and_what_is_said_of_scores(device):
         scores = made.scores("t", method=PLAIN)
         found["agreement"] = scores.checkpoint_agreement()
         found["self"] = scores.self_influence()
-        found["dampings"] = scores.path([0.01, 1.0]).numpy()
+        found["dampings"] = scores.damping_path([0.01, 1.0]).numpy()
         return found
 
     assert_same_on_both(device, run)

@@ -4,7 +4,8 @@ import numpy as np
 import pytest
 
 from trak_lite.errors import InvalidInputError
-from trak_lite.evaluation import calibration, fit_weights
+from trak_lite.evaluation import calibration
+from trak_lite.evaluation.calibration import fit_weights
 
 
 def parts_of(num_parts=4, num_subsets=30, num_targets=20, seed=0):

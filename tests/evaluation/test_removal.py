@@ -5,7 +5,8 @@ import pytest
 from sklearn.metrics import precision_score, recall_score, roc_auc_score
 
 from trak_lite.errors import InvalidInputError, NonFiniteError
-from trak_lite.evaluation import flip_rate, mislabel_detection, target_loss_rise
+from trak_lite.evaluation import mislabel_detection, target_loss_rise
+from trak_lite.evaluation.removal import flip_rate
 
 
 def test_flips_are_counted_over_targets_and_seeds():

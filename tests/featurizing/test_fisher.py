@@ -24,10 +24,11 @@ from trak_lite.errors import (
 from trak_lite.featurizing import fisher
 from trak_lite.featurizing import rows as pipeline
 from trak_lite.featurizing.fisher import FisherFits
-from trak_lite.featurizing.kronecker import row_noise
+from trak_lite.featurizing.kronecker.noise import row_noise
 from trak_lite.gradient_computers import FunctionalGradientComputer, NormalizedGradientComputer
 from trak_lite.methods import TRAK, Fisher, GaussNewton
-from trak_lite.modelout_functions import LossModelOutput, ModelCall, MultiLabelModelOutput
+from trak_lite.modelout_functions import ModelCall, MultiLabelModelOutput
+from trak_lite.modelout_functions._sampling import LossModelOutput
 from trak_lite.store import RemotePlace, ZarrFeatureStore, verify_store
 
 N, M, K, VOCABULARY, LENGTH = 7, 3, 4, 5, 4
@@ -365,7 +366,7 @@ def test_it_reads_the_rows_of_another_method_and_is_fitted_by_score(fits: list[s
 
     assert len(fits) == 4
     np.testing.assert_array_equal(found, expected.score(TARGETS).numpy())
-    path = made.scores(method="Fisher", dense=False).path([K / 16384, 1.0]).numpy()
+    path = made.scores(method="Fisher", dense=False).damping_path([K / 16384, 1.0]).numpy()
     np.testing.assert_allclose(path[0], found, rtol=1e-3, atol=1e-5 * np.abs(found).max())
 
 

@@ -21,8 +21,8 @@ from trak_lite.gradient_computers import (
     FunctionalGradientComputer,
     IterativeGradientComputer,
     collect_gradients,
-    weighted_gradient,
 )
+from trak_lite.gradient_computers.reductions import weighted_gradient
 from trak_lite.modelout_functions import ModelCall, resolve_task
 from trak_lite.types import DenseBlock
 

@@ -14,7 +14,7 @@ from trak_lite.gradient_computers import (
     IterativeGradientComputer,
     register_gradient_rule,
 )
-from trak_lite.gradient_computers.hooks import unregister_gradient_rule
+from trak_lite.gradient_computers.hooks.registry import unregister_gradient_rule
 from trak_lite.testing.gradients import GradientComputerTests, GradientRuleTests
 
 

@@ -22,9 +22,9 @@ from trak_lite.gradient_computers import (
     collect_gradients,
     register_gradient_rule,
 )
-from trak_lite.gradient_computers.hooks import unregister_gradient_rule
 from trak_lite.gradient_computers.hooks.owners import Arrangement, SampleCode, sketch
 from trak_lite.gradient_computers.hooks.plan.rearranging import leaves_of
+from trak_lite.gradient_computers.hooks.registry import unregister_gradient_rule
 from trak_lite.modelout_functions import ModelCall, resolve_task
 
 

@@ -13,8 +13,8 @@ from models import by_loop, cast
 from torch import Tensor, nn
 
 from trak_lite.gradient_computers import HookGradientComputer, collect_gradients
-from trak_lite.gradient_computers.hooks import Coverage
 from trak_lite.gradient_computers.hooks.calls import Lookups, OperationCall, dense_of
+from trak_lite.gradient_computers.hooks.coverage import Coverage
 from trak_lite.gradient_computers.hooks.plan.axes import BatchAxis
 from trak_lite.gradient_computers.hooks.rules.embeddings import embedding_bag_rule
 from trak_lite.modelout_functions import ModelCall, resolve_task

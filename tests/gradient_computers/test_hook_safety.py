@@ -22,7 +22,7 @@ from trak_lite.gradient_computers import (
     collect_gradients,
     register_gradient_rule,
 )
-from trak_lite.gradient_computers.hooks import unregister_gradient_rule
+from trak_lite.gradient_computers.hooks.registry import unregister_gradient_rule
 from trak_lite.modelout_functions import ModelCall, resolve_task
 from trak_lite.types import DenseBlock, FactoredBlock
 

@@ -17,16 +17,17 @@ from trak_lite.gradient_computers import (
     FunctionalGradientComputer,
     HookGradientComputer,
     IterativeGradientComputer,
-    Normalization,
     NormalizedGradientComputer,
-    RowNormalizer,
+    collect_gradients,
+)
+from trak_lite.gradient_computers.normalization import (
+    Normalization,
     as_normalization,
     clip,
     clipping_threshold,
-    collect_gradients,
-    gradient_norms,
-    weighted_gradient,
 )
+from trak_lite.gradient_computers.normalized import RowNormalizer
+from trak_lite.gradient_computers.reductions import gradient_norms, weighted_gradient
 from trak_lite.modelout_functions import resolve_task
 from trak_lite.types import DenseBlock, FactoredBlock, GradientBlock, SummedBlock
 
@@ -176,14 +177,14 @@ def test_an_empty_batch_gives_empty_blocks() -> None:
 
 
 def test_a_manifest_is_told_of_the_normalisation() -> None:
-    def told(normalization: Normalization) -> Any:
+    def settings_of(normalization: Normalization) -> Any:
         inner = IterativeGradientComputer(
             nn.Linear(1, 1), resolve_task("regression"), autocast_dtype=torch.bfloat16
         )
         return NormalizedGradientComputer(inner, normalization).fingerprint()
 
-    assert told(Normalization("none")) == {"autocast_dtype": "bfloat16"}
-    assert told(Normalization("clip", 2, scope="module")) == {
+    assert settings_of(Normalization("none")) == {"autocast_dtype": "bfloat16"}
+    assert settings_of(Normalization("clip", 2, scope="module")) == {
         "autocast_dtype": "bfloat16",
         "normalization": {"kind": "clip", "scope": "module", "threshold": 2.0},
     }

@@ -14,10 +14,13 @@ from trak_lite.gradient_computers import (
     FunctionalGradientComputer,
     HookGradientComputer,
     IterativeGradientComputer,
+)
+from trak_lite.gradient_computers.reductions import (
+    GradientNorms,
     gradient_norms,
+    squared_norms,
     weighted_gradient,
 )
-from trak_lite.gradient_computers.reductions import GradientNorms, squared_norms
 from trak_lite.modelout_functions import resolve_task
 from trak_lite.types import DenseBlock, LookupBlock
 

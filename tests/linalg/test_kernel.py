@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from trak_lite.errors import InvalidInputError, NonFiniteError, SingularKernelError
-from trak_lite.linalg import (
+from trak_lite.linalg.kernel import (
     DEFAULT_DAMPING,
     KernelSettings,
     accumulation_dtype,

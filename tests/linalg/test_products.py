@@ -6,16 +6,8 @@ import reference
 import torch
 
 from trak_lite.errors import InvalidInputError
-from trak_lite.linalg import (
-    KernelSettings,
-    cosine,
-    dot_product,
-    factorise_segments,
-    gram,
-    precondition,
-    score_block,
-    self_scores,
-)
+from trak_lite.linalg.kernel import KernelSettings, factorise_segments, gram, precondition
+from trak_lite.linalg.products import cosine, dot_product, score_block, self_scores
 from trak_lite.types import FeatureLayout, Segment
 
 NUM_ROWS, NUM_TARGETS, WIDTH, NUM_CHECKPOINTS = 300, 6, 8, 3

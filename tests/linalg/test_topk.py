@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from trak_lite.errors import InvalidInputError, NonFiniteError, StateError
-from trak_lite.linalg import TopK
+from trak_lite.linalg.topk import TopK
 
 
 @st.composite

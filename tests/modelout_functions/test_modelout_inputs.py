@@ -20,9 +20,8 @@ from trak_lite.modelout_functions import (
     RegressionModelOutput,
     TextClassificationModelOutput,
     _inputs,
-    logits_of,
-    split_labels,
 )
+from trak_lite.modelout_functions._inputs import logits_of, split_labels
 
 LOGITS = torch.tensor([[1.0, 2.0, 3.0], [0.0, 1.0, 0.0]])
 LABELS = torch.tensor([2, 0])

@@ -27,9 +27,9 @@ from trak_lite.modelout_functions import (
     CLIPModelOutput,
     ImageClassificationModelOutput,
     TextClassificationModelOutput,
-    describe_task,
     resolve_task,
 )
+from trak_lite.modelout_functions._describe import describe_task
 
 
 class Own(AbstractModelOutput):

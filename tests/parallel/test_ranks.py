@@ -23,7 +23,8 @@ from rank_cases import LM, N, contents
 from trak_lite import Attributor
 from trak_lite.errors import RankError
 from trak_lite.featurizing.session import FeaturizingSession
-from trak_lite.linalg import GramAccumulator, TopK, gram, merged_top
+from trak_lite.linalg.kernel import GramAccumulator, gram
+from trak_lite.linalg.topk import TopK, merged_top
 from trak_lite.models import borrowing as _session
 from trak_lite.models.checkpoints import Checkpoint
 from trak_lite.parallel import ranks as distributed
@@ -216,7 +217,7 @@ def test_of_several_ranks_the_first_one_drops_when_all_have_come(tmp_path: Path)
 def test_checkpoints_of_one_name_are_compared_once_each(monkeypatch: pytest.MonkeyPatch) -> None:
     told: list[str] = []
     visits = iter([False, False])  # both are left to others at first, and then taken up
-    for compared in ("first_said", "rank_0_said"):
+    for compared in ("first_value", "value_of_rank_0"):
         monkeypatch.setattr(OneRank, compared, lambda self, what, value: told.append(what) or value)
     monkeypatch.setattr(FeaturizingSession, "_is_featurized", lambda *_: next(visits, True))
     monkeypatch.setattr(FeaturizingSession, "_is_left_alone", lambda *_: True)
@@ -290,7 +291,7 @@ def test_a_rank_whose_questions_are_not_answered_goes_on_with_rows_and_does_not_
     ranks.agree("checkpoint", "this one")
     assert "has heard nothing of the others" in caplog.text
     with pytest.raises(RankError, match=r"Rank 1 cannot reach .*\(no answer for 0 s\)"):
-        ranks.told("whether", lambda: "yes")
+        ranks.broadcast("whether", lambda: "yes")
     ranks.report(ValueError("of which nobody hears"))
     ranks.close()
     store.never.set()
@@ -383,7 +384,7 @@ def test_one_rank_by_itself_says_everything() -> None:
     ranks.send_to_all(tensor)
 
     assert tensor.tolist() == [1, 1]
-    assert ranks.told("whether", lambda: "yes") == "yes"
+    assert ranks.broadcast("whether", lambda: "yes") == "yes"
     done: list[str] = []
     ranks.once("something", lambda: done.append("done"))
     assert done == ["done"]

@@ -6,13 +6,8 @@ import pytest
 import torch
 
 from trak_lite.errors import InvalidInputError
-from trak_lite.projectors import (
-    CountSketchProjector,
-    GaussianProjector,
-    NoOpProjector,
-    PerModuleProjector,
-    TwoSidedProjector,
-)
+from trak_lite.projectors import CountSketchProjector, GaussianProjector, NoOpProjector, TwoSidedProjector
+from trak_lite.projectors.per_module import PerModuleProjector
 from trak_lite.testing.projectors import ProjectorTests
 from trak_lite.types import DenseBlock
 

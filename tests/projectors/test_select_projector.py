@@ -5,7 +5,8 @@ from __future__ import annotations
 import pytest
 
 from trak_lite.errors import InvalidInputError
-from trak_lite.projectors import PROJECTORS, CountSketchProjector, RademacherProjector, select_projector
+from trak_lite.projectors import PROJECTORS, CountSketchProjector, RademacherProjector
+from trak_lite.projectors.select import select_projector
 
 
 @pytest.mark.parametrize("name", PROJECTORS)

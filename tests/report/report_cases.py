@@ -10,7 +10,8 @@ import numpy as np
 import torch
 
 from trak_lite import Scores
-from trak_lite.evaluation import Baseline, Estimate, Predictions, Verdict
+from trak_lite.evaluation import Verdict
+from trak_lite.evaluation.verdict import Baseline, Estimate, Predictions
 from trak_lite.methods import AbstractMethod, GaussNewton
 from trak_lite.run.tables import FEATURES, LOSS_CURVATURE, OUT_TO_LOSS
 from trak_lite.scoring.matrix import StreamedMatrix

@@ -10,7 +10,7 @@ import pytest
 from browser import CHROMIUM, NO_CHROMIUM, Page, browser
 from report_cases import VERDICT, drawn_scores
 
-from trak_lite.evaluation import Predictions
+from trak_lite.evaluation.verdict import Predictions
 from trak_lite.report import write_report
 
 pytestmark = pytest.mark.skipif(CHROMIUM is None, reason=NO_CHROMIUM)

@@ -15,7 +15,7 @@ from scipy.stats import spearmanr
 
 from trak_lite import Scores
 from trak_lite.errors import InvalidInputError
-from trak_lite.evaluation import Predictions
+from trak_lite.evaluation.verdict import Predictions
 from trak_lite.methods import GaussNewton, GradDot
 from trak_lite.report import write_report
 from trak_lite.report.figures import FIGURES, drawn_figures
@@ -96,9 +96,9 @@ def test_agreement_needs_rows_and_targets(arguments) -> None:
 
 def test_a_path_of_some_targets_is_that_of_the_whole() -> None:
     scores = drawn_scores(num_targets=5)
-    whole = scores.path([0.1, 3.0])
+    whole = scores.damping_path([0.1, 3.0])
 
-    some = scores.path([0.1, 3.0], targets=slice(None, None, 2))
+    some = scores.damping_path([0.1, 3.0], targets=slice(None, None, 2))
 
     assert some.shape == (2, 40, 3)
     np.testing.assert_allclose(some.numpy(), whole.numpy()[:, :, ::2], rtol=1e-6, atol=1e-8)

@@ -80,7 +80,7 @@ def test_a_report_of_an_opened_store_shows_its_verdict_points_and_manifest(
 
     assert f"LDS {opened.verdict.lds}" in page.text
     assert len(page.all("circle")) == 4 * 3
-    assert f"kept in{opened.where}" in page.text
+    assert f"kept in{opened.location}" in page.text
     assert "rows: projector" in page.text
     assert "Not drawn. Uncertainty needs at least 2 checkpoints" in page.text
 

@@ -24,7 +24,7 @@ from trak_lite.retraining import verify as verification
 from trak_lite.retraining.verify import SubsetSums, evaluate
 from trak_lite.run.settings import StoredSettings
 from trak_lite.run.tables import complete_tables
-from trak_lite.scoring.stored import ScoredRows, keep_verdict, stored_scores
+from trak_lite.scoring.stored import ScoredRows, store_verdict, stored_scores
 from trak_lite.store import ZarrFeatureStore
 
 N, M, K = 60, 7, 12
@@ -484,10 +484,10 @@ def test_calibrated_scores_are_those_of_the_kept_verdict_or_refused(attributor):
     kept = verification.replace(verdict, calibration=verification.replace(verdict.calibration, kept=True))
     refused = verification.replace(kept, calibration=verification.replace(verdict.calibration, kept=False))
     with ZarrFeatureStore.open(attributor.path, "r+") as store:
-        keep_verdict(store, "scores/test", refused)
+        store_verdict(store, "scores/test", refused)
         with pytest.raises(StateError, match="did not pass its test"):
             calibrated_scores(scores)
-        keep_verdict(store, "scores/test", kept)
+        store_verdict(store, "scores/test", kept)
         expected = verification._calibrated_scores(rows_of(attributor, store), kept.calibration)
 
     np.testing.assert_array_equal(calibrated_scores(attributor.scores("test")), expected)

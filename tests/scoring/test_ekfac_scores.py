@@ -19,11 +19,8 @@ from trak_lite.errors import (
     ReadOnlyStoreError,
     StateError,
 )
-from trak_lite.featurizing.kronecker import (
-    PreconditionedProjector,
-    Preconditioner,
-    fit_curvature,
-)
+from trak_lite.featurizing.kronecker.fit import fit_curvature
+from trak_lite.featurizing.kronecker.precondition import PreconditionedProjector, Preconditioner
 from trak_lite.featurizing.kronecker_fits import KroneckerFits
 from trak_lite.gradient_computers import HookGradientComputer
 from trak_lite.methods import EKFAC
@@ -285,7 +282,7 @@ def test_no_damping_no_path_and_no_self_influence_are_refused() -> None:
     with pytest.raises(InvalidInputError, match=r"EKFAC\(damping=0\) would divide by zero"):
         made.score(TARGETS, method=EKFAC(damping=0))
     with pytest.raises(InvalidInputError, match="EKFAC has no kernel to damp"):
-        made.score(TARGETS, method="EKFAC", dense=False).path([0.1, 1])
+        made.score(TARGETS, method="EKFAC", dense=False).damping_path([0.1, 1])
     with pytest.raises(InvalidInputError, match="take the diagonal"):
         made.score(TARGETS, method="EKFAC").self_influence()
 

@@ -22,7 +22,8 @@ from view_cases import (
 )
 
 from trak_lite.errors import InvalidInputError, SingularKernelError
-from trak_lite.linalg import eigenpath_segments, precondition_path, score_block, unit_segments
+from trak_lite.linalg.kernel import eigenpath_segments, precondition_path
+from trak_lite.linalg.products import score_block, unit_segments
 from trak_lite.methods import AbstractMethod, Fisher, GaussNewton, GradCos, GradDot, TracIn, as_method
 from trak_lite.scoring.matrix import DampingPath, StreamedMatrix, group_sums, top_rows
 from trak_lite.types import FeatureLayout

@@ -12,7 +12,7 @@ from scipy.stats import spearmanr
 from view_cases import DEFAULT, METHODS, Drawn, checkpoint_products, dense_scores, drawn
 
 from trak_lite.errors import InvalidInputError, StateError
-from trak_lite.linalg import Spread, agreement, expected_agreement
+from trak_lite.linalg.spread import Spread, agreement, expected_agreement
 from trak_lite.methods import AbstractMethod
 
 RUNS = ["x", "y", "x", "z"]

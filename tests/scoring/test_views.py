@@ -336,17 +336,18 @@ def test_scores_that_are_not_kept_answer_all_questions(dtype: Any) -> None:
 
 def test_a_path_of_dampings_needs_a_name_or_the_targets(monkeypatch: pytest.MonkeyPatch) -> None:
     made, trak = featurized(), replace(DAMPED_TRAK, q="off")
-    path = made.score(TARGETS, name="test", dense=False, method=trak).path([0.1, 10.0])
+    path = made.score(TARGETS, name="test", dense=False, method=trak).damping_path([0.1, 10.0])
     separate = [
         made.score(TARGETS, name="test", method=replace(trak, damping=d)).numpy() for d in (0.1, 10.0)
     ]
     no_more_gradients(monkeypatch)
-    named = made.scores("test", dense=False, method=trak).path([0.1, 10.0])
+    named = made.scores("test", dense=False, method=trak).damping_path([0.1, 10.0])
 
     np.testing.assert_allclose(path.numpy(), separate, rtol=1e-3, atol=1e-5)
     np.testing.assert_array_equal(named.numpy(), path.numpy())
     np.testing.assert_array_equal(
-        made.scores("test", method=replace(trak, damping=0.1)).path([10.0]).numpy()[0], path.numpy()[1]
+        made.scores("test", method=replace(trak, damping=0.1)).damping_path([10.0]).numpy()[0],
+        path.numpy()[1],
     )
 
 
@@ -388,7 +389,7 @@ def test_reliability_is_given_per_target() -> None:
         (lambda s: s.standard_error(np.zeros((M, 1), int), target=1), r"\(4, k\)"),
         (lambda s: s.standard_error(target=4), "no target 4"),
         (lambda s: s.reliability(max_rows=0), "max_rows must be an integer of at least 1"),
-        (lambda s: s.path([]), "dampings is empty"),
+        (lambda s: s.damping_path([]), "dampings is empty"),
         (lambda s: s.group([1, 2]), "there are 30 train rows"),
     ],
 )

@@ -6,8 +6,9 @@ import os
 
 import numpy as np
 
-from trak_lite.store import Column, Manifest, RemoteFeatureStore, RemotePlace, TableSpec, ZarrFeatureStore
+from trak_lite.store import Column, Manifest, RemotePlace, TableSpec, ZarrFeatureStore
 from trak_lite.store.disk.documents import sealed
+from trak_lite.store.remote.remote_store import RemoteFeatureStore
 
 MANIFEST = Manifest({"seed": 0, "projector": {"kind": "rademacher"}})
 NAME = "targets/test/ckpt-0"

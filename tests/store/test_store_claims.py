@@ -13,7 +13,7 @@ from store_cases import LONG, SPEC, check_all, folder, open_for_writing, open_re
 
 from trak_lite.errors import BusyError, CorruptStoreError, HeldHereError, StateError
 from trak_lite.parallel import sharing
-from trak_lite.parallel.sharing import LateTable, SharedRows, plan_batches
+from trak_lite.parallel.sharing import LazyTable, SharedRows, plan_batches
 from trak_lite.store.disk import zarr_table as _zarr_table
 
 CHUNKS = LONG.num_rows // LONG.chunk_rows
@@ -234,7 +234,7 @@ def test_a_table_comes_to_be_with_the_first_batch_and_only_one_of_two_first_batc
         made.append(store.create_table("ckpt-0", LONG))
         return made[-1]
 
-    late = LateTable(LONG, None, create)
+    late = LazyTable(LONG, None, create)
     with SharedRows(late, 3, label="rows", progress=False) as work:
         rounds = work.rounds()
         (first,) = next(rounds)
@@ -252,7 +252,7 @@ def test_a_table_comes_to_be_with_the_first_batch_and_only_one_of_two_first_batc
 
 def test_a_first_batch_whose_chunk_is_held_by_then_is_left_out(path, victims):
     store, table = open_for_writing(path, LONG)
-    late = LateTable(LONG, None, lambda: table)
+    late = LazyTable(LONG, None, lambda: table)
     with SharedRows(late, 3, label="rows", progress=False) as work:
         (first,) = next(work.rounds())
         holder = victims.start("hold", path, 0, 1)

@@ -11,8 +11,9 @@ import zarr
 from store_cases import MANIFEST, NAME, SPEC, check_all, finish, snapshot, values, writing
 
 from trak_lite.errors import CorruptStoreError, InvalidInputError, ManifestMismatchError, StoreError
-from trak_lite.store import FORMAT, Manifest, ZarrFeatureStore
+from trak_lite.store import Manifest, ZarrFeatureStore
 from trak_lite.store.disk import zarr_store
+from trak_lite.store.manifest import FORMAT
 
 
 def scratch_names(parent):
@@ -156,7 +157,7 @@ def test_another_maker_is_worth_a_warning(path, caplog):
 
 
 def test_only_the_present_format_is_written(path):
-    with pytest.raises(InvalidInputError, match="writes format 2, got 3"):
+    with pytest.raises(InvalidInputError, match="writes format 3, got 4"):
         ZarrFeatureStore.create(path, Manifest({}, {}, FORMAT + 1))
     assert not os.path.exists(path)
 

@@ -341,8 +341,8 @@ def test_an_array_without_metadata_is_refused(full):
 @pytest.mark.parametrize(
     ("change", "error", "message"),
     [
-        ({"format": 3}, ManifestMismatchError, "has the format 3, .* reads the format 2.* Install a newer"),
-        ({"format": 1}, ManifestMismatchError, "has the format 1, .* reads the format 2.* Featurize again"),
+        ({"format": 4}, ManifestMismatchError, "has the format 4, .* reads the format 3.* Install a newer"),
+        ({"format": 2}, ManifestMismatchError, "has the format 2, .* reads the format 3.* Featurize again"),
         ({"format": "1"}, CorruptStoreError, "format is '1'"),
         ({"format": True}, CorruptStoreError, "format is True"),
         ({"fingerprint": []}, CorruptStoreError, "fingerprint is list"),

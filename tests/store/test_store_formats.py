@@ -8,7 +8,8 @@ import pytest
 import zarr
 from store_cases import MANIFEST, NAME, SPEC, folder, values, writing
 
-from trak_lite.store import Column, MemoryFeatureStore, TableSpec, ZarrFeatureStore, chunk_rows_for
+from trak_lite.store import Column, MemoryFeatureStore, TableSpec, ZarrFeatureStore
+from trak_lite.store._grid import chunk_rows_for
 
 
 @pytest.fixture

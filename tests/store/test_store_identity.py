@@ -44,7 +44,7 @@ def several(path):
     return path
 
 
-def told(path):
+def contents_of(path):
     """Everything that a reader is told of a store."""
     with ZarrFeatureStore.open(path) as store:
         tables = {name: store.open_table(name) for name in store.table_names()}
@@ -91,13 +91,13 @@ def test_pieces_of_another_table_are_refused(several, change):
     """Their bytes and checksums are right, and they are in the wrong place."""
     change(several)
     with pytest.raises(CorruptStoreError):
-        told(several)
+        contents_of(several)
     assert not verify_store(several).ok
 
 
 @pytest.mark.parametrize("change", ["arrays copied", "arrays exchanged", "records exchanged"])
 def test_rows_of_another_table_are_set_aside_and_computed_anew(several, change):
-    before = told(several)
+    before = contents_of(several)
     PIECES[change](several)
     verify_store(several, repair=True)
     with ZarrFeatureStore.open(several, "r+") as store:
@@ -106,7 +106,7 @@ def test_rows_of_another_table_are_set_aside_and_computed_anew(several, change):
             pending = table.pending()
             if len(pending):
                 table.put(pending, {key: array[pending] for key, array in rows(name).items()})
-    assert told(several) == before
+    assert contents_of(several) == before
     assert verify_store(several).ok
 
 
@@ -142,7 +142,7 @@ def test_a_table_of_another_store_is_refused(several, tmp_path):
 @pytest.mark.parametrize("lost", ["ckpt-1", "scores", "scores/two"])
 def test_a_table_that_is_lost_is_named(several, lost):
     """A copy that broke off must not become a score over fewer checkpoints."""
-    before = told(several)
+    before = contents_of(several)
     shutil.rmtree(f"{several}/{lost}")
     named = rf"The table '{lost}.*' of .*run\.zarr is lost"
     for ask in (
@@ -161,17 +161,17 @@ def test_a_table_that_is_lost_is_named(several, lost):
             table = store.create_table(name, spec)
             if name.startswith(lost):
                 table.put(0, rows(name))
-    assert told(several) == before
+    assert contents_of(several) == before
 
 
 def test_a_list_that_is_lost_is_named_and_made_anew(several):
-    before = told(several)
+    before = contents_of(several)
     shutil.rmtree(f"{several}/.tables")
     with pytest.raises(CorruptStoreError, match="the list of the store's tables"):
         ZarrFeatureStore.open(several)
     assert not verify_store(several).ok
     assert verify_store(several, repair=True).ok
-    assert told(several) == before
+    assert contents_of(several) == before
     with ZarrFeatureStore.open(several, "r+") as store:
         for name in SPECS:
             store.open_table(name)
@@ -185,21 +185,21 @@ def metadata_of(path):
 
 def test_a_flipped_bit_of_metadata_is_named_or_harmless(several):
     """Every bit of one byte in sixteen; ``tests/faults`` draws more, and the campaign flips each."""
-    right = told(several)
+    right = contents_of(several)
     outcomes = set()
     for number, name in enumerate(metadata_of(several)):
         text = content(name)
         for byte in range(number, len(text), 16):
             overwrite(name, flipped(text, byte, byte // 16 % 8))
             try:
-                assert told(several) == right, (name, byte)
+                assert contents_of(several) == right, (name, byte)
                 outcomes.add("harmless")
             except StoreError:
                 assert named(several), (name, byte)
                 outcomes.add("named")
         overwrite(name, text)
     assert outcomes >= {"named"}
-    assert told(several) == right
+    assert contents_of(several) == right
     assert verify_store(several).findings == ()
 
 
@@ -227,19 +227,19 @@ def test_a_changed_setting_is_refused_by_its_checksum(several, which, old, new):
     with pytest.raises(
         CorruptStoreError, match=r"zarr\.json (does not match its own|contradicts|does not desc|desc)"
     ):
-        told(several)
+        contents_of(several)
     assert not verify_store(several).ok
 
 
 def test_what_others_note_beside_is_left_alone(several):
     """Attributes of other tools, and zarr's consolidated metadata."""
-    before = told(several)
+    before = contents_of(several)
     zarr.open_group(several, mode="r+").attrs["note"] = "mine"
     zarr.open_group(f"{several}/ckpt-0", mode="r+").attrs["note"] = "mine"
     zarr.open_array(f"{several}/ckpt-0/features", mode="r+").attrs["note"] = "mine"
     with pytest.warns(UserWarning, match="Consolidated metadata"):
         zarr.consolidate_metadata(several)
-    assert told(several) == before
+    assert contents_of(several) == before
     assert verify_store(several).ok
 
 
@@ -260,7 +260,7 @@ def test_documents_are_those_that_zarr_would_write(several, tmp_path):
 
 def test_appended_data_leave_the_tables_in_their_store(several):
     """The settings of the store change, and what its tables are bound to does not."""
-    before = told(several)
+    before = contents_of(several)
     with ZarrFeatureStore.open(several, "r+") as store:
         store.replace_fingerprint(MANIFEST.fingerprint, {**MANIFEST.fingerprint, "dataset": {"num_rows": 13}})
         grown = store.grow_table("ckpt-0", 13)

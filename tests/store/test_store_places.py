@@ -13,17 +13,11 @@ from store_cases import MANIFEST, NAME, SPEC, open_remote, reading, values, writ
 
 from trak_lite.cli import main
 from trak_lite.errors import InvalidInputError, StoreError, UnsupportedStoreError
-from trak_lite.store import (
-    RemoteFeatureStore,
-    RemotePlace,
-    ZarrFeatureStore,
-    create_store,
-    open_store,
-    resolve_place,
-    verify_store,
-)
+from trak_lite.store import RemotePlace, ZarrFeatureStore, create_store, open_store, verify_store
 from trak_lite.store.disk import files, mounts
 from trak_lite.store.remote.objects_fsspec import FsspecObjects
+from trak_lite.store.remote.place import resolve_place
+from trak_lite.store.remote.remote_store import RemoteFeatureStore
 
 fsspec = pytest.importorskip("fsspec", reason="fsspec is not installed")
 obstore_store = pytest.importorskip("obstore.store", reason="obstore is not installed")

@@ -22,16 +22,10 @@ from store_cases import (
 )
 
 from trak_lite.errors import CorruptStoreError
-from trak_lite.store import (
-    Column,
-    MemoryFeatureStore,
-    StoredRows,
-    TableSpec,
-    ZarrFeatureStore,
-    chunk_rows_for,
-    verify_store,
-)
+from trak_lite.store import Column, MemoryFeatureStore, TableSpec, ZarrFeatureStore, verify_store
+from trak_lite.store._columns import StoredRows
 from trak_lite.store._failpoints import FAILPOINTS
+from trak_lite.store._grid import chunk_rows_for
 
 DTYPES = pytest.mark.parametrize("dtype", ["int8", "int4"])
 ROWS = np.random.default_rng(0).standard_normal((11, 5)).astype(np.float32)

@@ -8,8 +8,9 @@ import pytest
 
 from trak_lite.errors import StoreError, UnsupportedStoreError
 from trak_lite.parallel.sharing import SharedRows
-from trak_lite.store import Column, Manifest, RemoteFeatureStore, RemotePlace, TableSpec
+from trak_lite.store import Column, Manifest, RemotePlace, TableSpec
 from trak_lite.store.remote import table as _remote_table
+from trak_lite.store.remote.remote_store import RemoteFeatureStore
 from trak_lite.testing.store import StoreTests
 
 fsspec = pytest.importorskip("fsspec", reason="fsspec is not installed")

@@ -19,8 +19,9 @@ from trak_lite.errors import (
     StoreError,
     UnsupportedStoreError,
 )
-from trak_lite.store import AbstractObjects, RemoteFeatureStore, RemotePlace
+from trak_lite.store import AbstractObjects, RemotePlace
 from trak_lite.store.disk.records import CommitRecord
+from trak_lite.store.remote.remote_store import RemoteFeatureStore
 
 FIRST = f"{NAME}/features/c.0.0"
 RECORD = f"{NAME}/features/.commits/c.0.1.log"

@@ -403,7 +403,7 @@ def test_a_table_is_not_a_store(mixed):
 
 
 def test_a_newer_format_is_not_judged(mixed):
-    text = content(f"{mixed}/zarr.json").replace(b'"format": 2', b'"format": 3')
+    text = content(f"{mixed}/zarr.json").replace(b'"format": 3', b'"format": 4')
     overwrite(f"{mixed}/zarr.json", text)
     with pytest.raises(ManifestMismatchError, match="Install a newer trak_lite"):
         verify_store(mixed)

@@ -16,7 +16,7 @@ from safetensors.torch import save_file
 from trak_lite.attributor import Attributor, FeaturizeSummary
 from trak_lite.cli.configs import RunConfig
 from trak_lite.cli.recipes import Recipe, last_trained, trained_states
-from trak_lite.cli.records import RunRecord, keep_record
+from trak_lite.cli.records import RunRecord, store_record_of_run
 from trak_lite.data.datasets import Rows
 from trak_lite.errors import CheckpointError, InvalidInputError, MissingStoreError
 from trak_lite.evaluation import Verdict
@@ -27,7 +27,8 @@ from trak_lite.run.settings import StoredSettings, versions
 from trak_lite.run.workspace import Workspace
 from trak_lite.scoring.scores import Scores
 from trak_lite.scoring.stored import stored_scores, streamed_scores
-from trak_lite.store import RemotePlace, check_name, open_store
+from trak_lite.store import RemotePlace, open_store
+from trak_lite.store._names import check_name
 from trak_lite.store.disk.folders import scratch_folder
 
 __all__ = ["COMMANDS", "Job", "report"]
@@ -149,7 +150,7 @@ class Job:
             accepted = True
         finally:
             if accepted and _is_store(config.path):
-                keep_record(config.path, record)
+                store_record_of_run(config.path, record)
 
 
 def run(job: Job) -> Iterator[str]:

@@ -26,7 +26,8 @@ from trak_lite.data.datasets import Rows
 from trak_lite.errors import InvalidInputError
 from trak_lite.methods import as_method
 from trak_lite.retraining.verify import verify
-from trak_lite.store import RemotePlace, resolve_place
+from trak_lite.store import RemotePlace
+from trak_lite.store.remote.place import resolve_place
 
 __all__ = ["RunConfig", "config_parser", "read_config"]
 

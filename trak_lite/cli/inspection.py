@@ -6,10 +6,10 @@ import json
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from trak_lite.cli.records import kept_records
+from trak_lite.cli.records import stored_records
 from trak_lite.errors import StoreError, printable
 from trak_lite.run.tables import all_score_paths
-from trak_lite.scoring.stored import kept_verdict
+from trak_lite.scoring.stored import stored_verdict
 from trak_lite.store import AbstractFeatureStore, RemotePlace, open_store
 
 __all__ = ["done_lines", "inspection"]
@@ -76,7 +76,7 @@ def _verdict_lines(store: AbstractFeatureStore) -> Iterator[str]:
 
 def _tested(store: AbstractFeatureStore, path: str) -> str:
     try:
-        verdict = kept_verdict(store, path)
+        verdict = stored_verdict(store, path)
     except StoreError as error:
         return str(error)
     return "not tested" if verdict is None else str(verdict).replace("\n", "\n    ")
@@ -84,7 +84,7 @@ def _tested(store: AbstractFeatureStore, path: str) -> str:
 
 def _run_lines(store: AbstractFeatureStore) -> Iterator[str]:
     try:
-        records = kept_records(store)
+        records = stored_records(store)
     except StoreError as error:
         yield f"runs: {error}"
         return

@@ -15,7 +15,8 @@ from typing import TYPE_CHECKING, NoReturn, TextIO, final
 from trak_lite._version import __version__
 from trak_lite.cli.inspection import done_lines, inspection
 from trak_lite.errors import InvalidInputError, MissingStoreError, TrakLiteError, printable
-from trak_lite.store import RemotePlace, open_store, resolve_place, verify_store
+from trak_lite.store import RemotePlace, open_store, verify_store
+from trak_lite.store.remote.place import resolve_place
 
 if TYPE_CHECKING:
     from trak_lite.cli.records import RunRecord

@@ -19,7 +19,7 @@ from trak_lite.errors import CorruptStoreError
 from trak_lite.store import AbstractFeatureStore, RemotePlace, open_store
 from trak_lite.store.manifest import differing_keys
 
-__all__ = ["RunRecord", "keep_record", "kept_records", "last_record"]
+__all__ = ["RunRecord", "last_record", "store_record_of_run", "stored_records"]
 
 _NAME, _KEY = "runs", "run records, format 1"
 _MOST = 100
@@ -91,10 +91,10 @@ class RunRecord:
         return {**asdict(self), "time": "", "where": ""} == {**asdict(other), "time": "", "where": ""}
 
 
-def keep_record(place: str | RemotePlace, record: RunRecord) -> None:
+def store_record_of_run(place: str | RemotePlace, record: RunRecord) -> None:
     """Add a record to those of a store, unless the last one says the same."""
     with open_store(place, "r+") as store:
-        records = kept_records(store)
+        records = stored_records(store)
         if records and records[-1].same_run(record):
             return
         kept = [asdict(one) for one in (*records, record)][-_MOST:]
@@ -102,7 +102,7 @@ def keep_record(place: str | RemotePlace, record: RunRecord) -> None:
         store.put_entry(_NAME, _KEY, np.frombuffer(text, np.uint8).copy())
 
 
-def kept_records(store: AbstractFeatureStore) -> list[RunRecord]:
+def stored_records(store: AbstractFeatureStore) -> list[RunRecord]:
     """Return the records of a store, the oldest first.
 
     Raises:
@@ -129,7 +129,7 @@ def last_record(place: str | RemotePlace) -> RunRecord | None:
         CorruptStoreError: If the records cannot be read.
     """
     with open_store(place) as store:
-        records = kept_records(store)
+        records = stored_records(store)
     return records[-1].replayed() if records else None
 
 

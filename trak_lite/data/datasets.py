@@ -28,7 +28,7 @@ from trak_lite.data.batches import flatten_batch, take_rows
 from trak_lite.errors import InvalidInputError
 from trak_lite.types import Batch
 
-__all__ = ["HeldRows", "Rows", "evenly_spaced", "evenly_spread", "rows_of"]
+__all__ = ["HeldRows", "Rows", "every_nth", "rows_of", "spread_rows"]
 
 _RowNumbers = np.ndarray[Any, np.dtype[np.int64]]
 
@@ -316,7 +316,7 @@ def _as_it_is(batch: Batch) -> Batch:
     return batch
 
 
-def evenly_spread(num_rows: int, most: int | None) -> _RowNumbers:
+def spread_rows(num_rows: int, most: int | None) -> _RowNumbers:
     """Return at most ``most`` of ``num_rows`` rows (``None``: all), evenly spread, the first one among them."""
     count = num_rows if most is None else min(most, num_rows)
     return np.arange(count, dtype=np.int64) * num_rows // count
@@ -471,6 +471,6 @@ class HeldRows:
             yield rows, take_rows(self._batch, [places[row] for row in rows.tolist()])
 
 
-def evenly_spaced(count: int, most: int) -> slice:
+def every_nth(count: int, most: int) -> slice:
     """Return a slice of at most ``most`` of ``count`` things, evenly spaced from the first one."""
     return slice(None, None, -(-count // most))

@@ -6,48 +6,26 @@ them treat ties exactly.
 """
 
 from trak_lite.evaluation.bm25 import bm25 as bm25
-from trak_lite.evaluation.calibration import fit_weights as fit_weights
-from trak_lite.evaluation.datamodeling import LinearDatamodelingScore as LinearDatamodelingScore
-from trak_lite.evaluation.datamodeling import NoiseCeiling as NoiseCeiling
-from trak_lite.evaluation.datamodeling import ScoreDifference as ScoreDifference
 from trak_lite.evaluation.datamodeling import compare_datamodeling_scores as compare_datamodeling_scores
 from trak_lite.evaluation.datamodeling import leave_one_out_correlation as leave_one_out_correlation
 from trak_lite.evaluation.datamodeling import linear_datamodeling_score as linear_datamodeling_score
 from trak_lite.evaluation.datamodeling import seed_noise_ceiling as seed_noise_ceiling
 from trak_lite.evaluation.datamodeling import summed_scores as summed_scores
-from trak_lite.evaluation.detection import MislabelDetection as MislabelDetection
 from trak_lite.evaluation.detection import mislabel_detection as mislabel_detection
 from trak_lite.evaluation.ranking import auc as auc
 from trak_lite.evaluation.ranking import precision_at as precision_at
 from trak_lite.evaluation.ranking import spearman as spearman
-from trak_lite.evaluation.removal import LossRise as LossRise
-from trak_lite.evaluation.removal import flip_rate as flip_rate
 from trak_lite.evaluation.removal import target_loss_rise as target_loss_rise
 from trak_lite.evaluation.subsets import leave_one_out_masks as leave_one_out_masks
 from trak_lite.evaluation.subsets import removal_masks as removal_masks
 from trak_lite.evaluation.subsets import subset_masks as subset_masks
-from trak_lite.evaluation.verdict import Baseline as Baseline
-from trak_lite.evaluation.verdict import Calibration as Calibration
-from trak_lite.evaluation.verdict import Estimate as Estimate
-from trak_lite.evaluation.verdict import Predictions as Predictions
 from trak_lite.evaluation.verdict import Verdict as Verdict
 
 __all__ = [
-    "Baseline",
-    "Calibration",
-    "Estimate",
-    "LinearDatamodelingScore",
-    "LossRise",
-    "MislabelDetection",
-    "NoiseCeiling",
-    "Predictions",
-    "ScoreDifference",
     "Verdict",
     "auc",
     "bm25",
     "compare_datamodeling_scores",
-    "fit_weights",
-    "flip_rate",
     "leave_one_out_correlation",
     "leave_one_out_masks",
     "linear_datamodeling_score",

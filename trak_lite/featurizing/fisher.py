@@ -26,7 +26,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from trak_lite._devices import full_float32
-from trak_lite.data.datasets import Rows, evenly_spread
+from trak_lite.data.datasets import Rows, spread_rows
 from trak_lite.errors import (
     BusyError,
     MissingStoreError,
@@ -34,17 +34,19 @@ from trak_lite.errors import (
     StateError,
     StoreError,
 )
-from trak_lite.featurizing.kronecker import row_noise
+from trak_lite.featurizing.kronecker.noise import row_noise
 from trak_lite.featurizing.rows import featurize_rows
-from trak_lite.gradient_computers import AbstractGradientComputer, Normalization
-from trak_lite.linalg import accumulation_dtype
+from trak_lite.gradient_computers import AbstractGradientComputer
+from trak_lite.gradient_computers.normalization import Normalization
+from trak_lite.linalg.kernel import accumulation_dtype
 from trak_lite.methods import Fisher
 from trak_lite.modelout_functions import AbstractModelOutput, ModelCall
 from trak_lite.models.sharded import Lockstep
-from trak_lite.parallel.sharing import LateTable, SharedRows, always, has_free_rows, unwatched
+from trak_lite.parallel.sharing import LazyTable, SharedRows, always, has_free_rows, unwatched
 from trak_lite.projectors import AbstractProjector
 from trak_lite.run.tables import FEATURES, as_tensor, feature_table_spec, fisher_folder
-from trak_lite.store import NEEDED_UNTIL, AbstractFeatureStore, AbstractRowTable, Column, Manifest, TableSpec
+from trak_lite.store import AbstractFeatureStore, AbstractRowTable, Column, Manifest, TableSpec
+from trak_lite.store._base import NEEDED_UNTIL
 from trak_lite.types import Batch, FeatureLayout
 
 __all__ = ["FisherFits", "split_squares"]
@@ -230,7 +232,7 @@ class FisherFits:
                 found = scale * _gram_rows(drawn, wanted, layout, device)
                 work.put(wanted, {_GRAM: found.float().cpu().numpy()})
 
-    def _late(self, path: str, spec: TableSpec, attributes: Mapping[str, Any]) -> LateTable:
+    def _late(self, path: str, spec: TableSpec, attributes: Mapping[str, Any]) -> LazyTable:
         """Return a table that is created when its first rows are put."""
 
         def find() -> AbstractRowTable | None:
@@ -240,7 +242,7 @@ class FisherFits:
                 else None
             )
 
-        return LateTable(spec, find(), lambda: self._store.create_table(path, spec, attributes), find)
+        return LazyTable(spec, find(), lambda: self._store.create_table(path, spec, attributes), find)
 
     def require_writable(self) -> None:
         """Refuse a store that a fit could not be kept in.
@@ -298,7 +300,7 @@ class _DrawnRows:
     ) -> None:
         self.what, self.batch_size = rows.what, rows.batch_size
         self._rows, self._task, self._computer = rows, task, computer
-        self._chosen = evenly_spread(len(rows), method.num_samples(layout))
+        self._chosen = spread_rows(len(rows), method.num_samples(layout))
         self._seed = method.seed
         self._draws = min(math.ceil(method.num_samples(layout) / len(self._chosen)), method.max_draws)
 

@@ -16,15 +16,10 @@ from torch import nn
 
 from trak_lite._progress import progress_bar
 from trak_lite.data.batches import move_batch
-from trak_lite.data.datasets import Rows, evenly_spread
+from trak_lite.data.datasets import Rows, spread_rows
 from trak_lite.errors import ReadOnlyStoreError, StateError
-from trak_lite.featurizing.kronecker import (
-    KroneckerCurvature,
-    fit_curvature,
-    is_fitted,
-    kept_units,
-    loaded,
-)
+from trak_lite.featurizing.kronecker.curvature import KroneckerCurvature, is_fitted, loaded
+from trak_lite.featurizing.kronecker.fit import fit_curvature, kept_units
 from trak_lite.methods import EKFAC
 from trak_lite.modelout_functions import AbstractModelOutput
 from trak_lite.run.tables import curvature_path
@@ -118,7 +113,7 @@ class KroneckerFits:
             raise ReadOnlyStoreError(
                 f"The store at {self._store.path} was opened for reading, so a fit could not be kept. Make it writable."
             )
-        wanted = evenly_spread(len(rows), self._method.max_rows)
+        wanted = spread_rows(len(rows), self._method.max_rows)
 
         def batches() -> Iterator[tuple[NDArray[np.int64], Batch]]:
             plan = np.split(wanted, range(rows.batch_size, len(wanted), rows.batch_size))

@@ -21,9 +21,11 @@ from trak_lite.data.batches import batch_size, flatten_batch, move_batch, take_r
 from trak_lite.errors import BusyError, InvalidInputError, NonFiniteError, PrecisionError, StateError
 from trak_lite.featurizing.diagnosis import naming_rows, refuse_non_finite
 from trak_lite.featurizing.row_checks import Computed, compare_rows, done_rows, rounding_of
-from trak_lite.gradient_computers import AbstractGradientComputer, Normalization, RowNormalizer
+from trak_lite.gradient_computers import AbstractGradientComputer
+from trak_lite.gradient_computers.normalization import Normalization
+from trak_lite.gradient_computers.normalized import RowNormalizer
 from trak_lite.models.sharded import ALONE, Lockstep, Turns
-from trak_lite.parallel.sharing import LateTable, SharedRows, always, unwatched
+from trak_lite.parallel.sharing import LazyTable, SharedRows, always, unwatched
 from trak_lite.projectors import AbstractProjector
 from trak_lite.run.tables import FEATURES, GRADIENT_NORM, LOSS_CURVATURE, OUT_TO_LOSS
 from trak_lite.store import TableSpec
@@ -97,7 +99,7 @@ def compute_features(
 
 
 def featurize_rows(
-    table: LateTable,
+    table: LazyTable,
     rows: SampleRows,
     computer_for: Callable[[Batch, NDArray[np.int64]], AbstractGradientComputer],
     projector: AbstractProjector,
@@ -177,7 +179,7 @@ def featurize_rows(
 
 
 def check_rows(
-    table: LateTable,
+    table: LazyTable,
     rows: SampleRows,
     wanted: NDArray[np.int64] | None,
     computer_for: Callable[[Batch, NDArray[np.int64]], AbstractGradientComputer],
@@ -229,7 +231,7 @@ class _Computed:
 class _BatchWork:
     """What is done with every batch of a table; the arguments are those of :func:`featurize_rows`."""
 
-    table: LateTable
+    table: LazyTable
     rows: SampleRows
     computer_for: Callable[[Batch, NDArray[np.int64]], AbstractGradientComputer]
     projector: AbstractProjector
@@ -339,14 +341,14 @@ def _joined(parts: Sequence[_Computed]) -> Computed:
     return Computed({**values, **norms}, outputs)
 
 
-def _normalizer(table: LateTable, normalization: Normalization, num_samples: int) -> RowNormalizer | None:
+def _normalizer(table: LazyTable, normalization: Normalization, num_samples: int) -> RowNormalizer | None:
     """Return what normalises and measures a batch, or ``None`` where neither is wanted."""
     if normalization.kind == "none" and not table.has_column(GRADIENT_NORM):
         return None
     return RowNormalizer(normalization, num_samples)
 
 
-def _norm_column(table: LateTable, normalizer: RowNormalizer | None) -> dict[str, NDArray[Any]]:
+def _norm_column(table: LazyTable, normalizer: RowNormalizer | None) -> dict[str, NDArray[Any]]:
     """Return the norms of a batch that was streamed as the values of the table's column, if it has one."""
     if normalizer is None or not table.has_column(GRADIENT_NORM):
         return {}
@@ -354,7 +356,7 @@ def _norm_column(table: LateTable, normalizer: RowNormalizer | None) -> dict[str
 
 
 def put_features(
-    table: LateTable | SharedRows,
+    table: LazyTable | SharedRows,
     rows: NDArray[np.int64],
     features: Tensor,
     terms: OutputTerms,

@@ -20,7 +20,7 @@ from trak_lite.data.datasets import HeldRows, Rows, rows_of
 from trak_lite.errors import CheckpointError, ManifestMismatchError, StateError, refuse_machine_failure
 from trak_lite.featurizing.diagnosis import naming_rows
 from trak_lite.featurizing.fisher import FisherFits
-from trak_lite.featurizing.kronecker import PreconditionedProjector, Preconditioner
+from trak_lite.featurizing.kronecker.precondition import PreconditionedProjector, Preconditioner
 from trak_lite.featurizing.kronecker_fits import KroneckerFits
 from trak_lite.featurizing.rows import check_rows, compute_features, featurize_rows
 from trak_lite.gradient_computers import AbstractGradientComputer
@@ -36,7 +36,7 @@ from trak_lite.models.checkpoints import (
 )
 from trak_lite.models.sharded import Lockstep, refuse_sharded
 from trak_lite.parallel.ranks import AbstractRanks, OneRank, joined_ranks
-from trak_lite.parallel.sharing import LateTable, Patience, has_free_rows, holder_of
+from trak_lite.parallel.sharing import LazyTable, Patience, has_free_rows, holder_of
 from trak_lite.projectors import AbstractProjector
 from trak_lite.run.settings import AttributorSettings
 from trak_lite.run.tables import (
@@ -372,7 +372,7 @@ class FeaturizingSession:
         spec = self._settings.target_table(
             len(targets.rows), fingerprint, preconditioned=isinstance(method, EKFAC)
         )
-        table = self._workspace.late_table(f"{targets.folder}/{checkpoint_path(model_id)}", spec)
+        table = self._workspace.lazy_table(f"{targets.folder}/{checkpoint_path(model_id)}", spec)
         projector = self._settings.projector
         if isinstance(method, EKFAC):
             projector = PreconditionedProjector(projector, self._inverse_curvature(digest, label, method))
@@ -563,7 +563,7 @@ class FeaturizingSession:
         if len(self._train) != table.spec.num_rows:  # rows were appended since, by another process
             return
         check_rows(
-            LateTable(table.spec, table, lambda: table),
+            LazyTable(table.spec, table, lambda: table),
             self._train,
             self._train.held if isinstance(self._train, HeldRows) else None,
             self._computers(self._train.what),
@@ -584,7 +584,7 @@ class FeaturizingSession:
     def _featurize_loaded(self, checkpoint: Checkpoint, digest: str, rows: Rows, *, wait: bool) -> int:
         """Featurize the train rows of the checkpoint that is loaded; return how many this process wrote."""
         model_id = self._workspace.model_id(digest)
-        table = self._workspace.late_table(
+        table = self._workspace.lazy_table(
             checkpoint_path(model_id),
             self._settings.train_table(len(rows), self._settings.row_fingerprint(model_id, digest)),
             {"name": checkpoint.name, "source": checkpoint.source},
@@ -599,7 +599,7 @@ class FeaturizingSession:
 
     def _featurize(
         self,
-        table: LateTable,
+        table: LazyTable,
         rows: Rows,
         model_id: int,
         label: str,

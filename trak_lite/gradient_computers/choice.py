@@ -12,7 +12,7 @@ from trak_lite.data.batches import batch_size, take_rows
 from trak_lite.errors import MODEL_FAILURES, InvalidInputError, UnsupportedModelError, refuse_machine_failure
 from trak_lite.gradient_computers._base import AbstractGradientComputer, ParameterChoice, select_parameters
 from trak_lite.gradient_computers.functional import FunctionalGradientComputer
-from trak_lite.gradient_computers.hooks import HookGradientComputer
+from trak_lite.gradient_computers.hooks.computer import HookGradientComputer
 from trak_lite.gradient_computers.iterative import IterativeGradientComputer
 from trak_lite.modelout_functions import AbstractModelOutput
 from trak_lite.types import Batch

@@ -11,7 +11,7 @@ from trak_lite._devices import add_at_
 from trak_lite.data.batches import batch_size
 from trak_lite.errors import InvalidInputError
 from trak_lite.gradient_computers._base import AbstractGradientComputer
-from trak_lite.gradient_computers.hooks import HookGradientComputer
+from trak_lite.gradient_computers.hooks.computer import HookGradientComputer
 from trak_lite.gradient_computers.iterative import IterativeGradientComputer
 from trak_lite.types import Batch, DenseBlock, FactoredBlock, GradientBlock, LookupBlock, SummedBlock
 

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from trak_lite._validate import one_of, real_at_least
 from trak_lite.errors import InvalidInputError
-from trak_lite.linalg import DEFAULT_DAMPING, KernelSettings
+from trak_lite.linalg.kernel import DEFAULT_DAMPING, KernelSettings
 from trak_lite.modelout_functions import AbstractModelOutput
 from trak_lite.types import FeatureLayout
 

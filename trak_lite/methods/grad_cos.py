@@ -8,7 +8,7 @@ from typing import ClassVar, Literal
 from torch import Tensor
 
 from trak_lite._validate import one_of
-from trak_lite.linalg import unit_segments
+from trak_lite.linalg.products import unit_segments
 from trak_lite.methods.base import AbstractMethod
 from trak_lite.types import FeatureLayout
 

@@ -10,16 +10,9 @@ from __future__ import annotations
 
 from trak_lite.modelout_functions._base import AbstractModelOutput as AbstractModelOutput
 from trak_lite.modelout_functions._base import ModelCall as ModelCall
-from trak_lite.modelout_functions._base import TaskFunction as TaskFunction
-from trak_lite.modelout_functions._base import UniformNoise as UniformNoise
-from trak_lite.modelout_functions._describe import describe_task as describe_task
-from trak_lite.modelout_functions._inputs import logits_of as logits_of
-from trak_lite.modelout_functions._inputs import split_labels as split_labels
 from trak_lite.modelout_functions._registry import MODEL_OUTPUTS as MODEL_OUTPUTS
 from trak_lite.modelout_functions._registry import TASK_TO_MODELOUT as TASK_TO_MODELOUT
 from trak_lite.modelout_functions._registry import resolve_task as resolve_task
-from trak_lite.modelout_functions._sampling import LossModelOutput as LossModelOutput
-from trak_lite.modelout_functions._sampling import with_labels as with_labels
 from trak_lite.modelout_functions.binary import (
     BinaryClassificationModelOutput as BinaryClassificationModelOutput,
 )
@@ -50,16 +43,9 @@ __all__ = [
     "CausalLanguageModelingModelOutput",
     "ImageClassificationModelOutput",
     "IterativeImageClassificationModelOutput",
-    "LossModelOutput",
     "ModelCall",
     "MultiLabelModelOutput",
     "RegressionModelOutput",
-    "TaskFunction",
     "TextClassificationModelOutput",
-    "UniformNoise",
-    "describe_task",
-    "logits_of",
     "resolve_task",
-    "split_labels",
-    "with_labels",
 ]

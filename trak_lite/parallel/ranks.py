@@ -66,7 +66,7 @@ class AbstractRanks(ABC):
         """
 
     @abstractmethod
-    def told(self, what: str, value: Callable[[], str], *, takes_long: bool = False) -> str:
+    def broadcast(self, what: str, value: Callable[[], str], *, takes_long: bool = False) -> str:
         """Return what rank 0 says.
 
         Args:
@@ -88,19 +88,19 @@ class AbstractRanks(ABC):
             job()
             return "done"
 
-        self.told(what, done)
+        self.broadcast(what, done)
 
     @abstractmethod
-    def rank_0_said(self, what: str, value: str) -> str:
+    def value_of_rank_0(self, what: str, value: str) -> str:
         """Return what rank 0 says, which waits for nobody."""
 
     @abstractmethod
-    def first_said(self, what: str, value: str) -> str:
+    def first_value(self, what: str, value: str) -> str:
         """Return what the first rank says that comes here; nobody is waited for."""
 
     def comes_first(self, what: str) -> bool:
         """Whether this is the first rank that comes to something which one of them does for all."""
-        return self.first_said(f"first at {what}", str(self.rank)) == str(self.rank)
+        return self.first_value(f"first at {what}", str(self.rank)) == str(self.rank)
 
     def agree(self, what: str, value: str, *, with_rank_0: bool = False) -> None:
         """Compare a value with that of the first rank that comes here.
@@ -113,7 +113,7 @@ class AbstractRanks(ABC):
         Raises:
             RankError: If it is another one.
         """
-        said = self.rank_0_said(what, value) if with_rank_0 else self.first_said(what, value)
+        said = self.value_of_rank_0(what, value) if with_rank_0 else self.first_value(what, value)
         if said != value:
             raise RankError(
                 f"Rank {self.rank} has another {what} than another rank: {value[:200]!r}, there {said[:200]!r}. All "
@@ -153,15 +153,15 @@ class OneRank(AbstractRanks):
     def watch(self) -> None:
         """Do nothing."""
 
-    def told(self, what: str, value: Callable[[], str], *, takes_long: bool = False) -> str:
+    def broadcast(self, what: str, value: Callable[[], str], *, takes_long: bool = False) -> str:
         """Return the value."""
         return value()
 
-    def rank_0_said(self, what: str, value: str) -> str:
+    def value_of_rank_0(self, what: str, value: str) -> str:
         """Return the value."""
         return value
 
-    def first_said(self, what: str, value: str) -> str:
+    def first_value(self, what: str, value: str) -> str:
         """Return the value."""
         return value
 
@@ -359,7 +359,7 @@ class _TorchRanks(AbstractRanks):
             self._store.set(_FAILED, said)
             self._failures.set(_FAILED, f"{self._number} {said}")
 
-    def told(self, what: str, value: Callable[[], str], *, takes_long: bool = False) -> str:
+    def broadcast(self, what: str, value: Callable[[], str], *, takes_long: bool = False) -> str:
         key = self._next_step(what)
         self._heard = True
         if self.rank == 0:
@@ -370,13 +370,13 @@ class _TorchRanks(AbstractRanks):
         found: bytes = self._ask(lambda: self._store.get(key))
         return found.decode()
 
-    def rank_0_said(self, what: str, value: str) -> str:
+    def value_of_rank_0(self, what: str, value: str) -> str:
         heard = self._heard
-        said = self.told(what, lambda: value)
+        said = self.broadcast(what, lambda: value)
         self._heard = heard  # rank 0 goes on whether it is heard or not
         return said
 
-    def first_said(self, what: str, value: str) -> str:
+    def first_value(self, what: str, value: str) -> str:
         key = self._next_step(what)
         try:
             found: bytes = self._ask(lambda: self._store.compare_set(key, "", value))

@@ -27,7 +27,7 @@ from trak_lite.errors import BusyError, HeldHereError, StateError
 from trak_lite.store import AbstractRowTable, TableSpec
 
 __all__ = [
-    "LateTable",
+    "LazyTable",
     "Patience",
     "SharedRows",
     "always",
@@ -156,7 +156,7 @@ def always() -> bool:
     return True
 
 
-class LateTable:
+class LazyTable:
     """A table that is created when its first rows are put."""
 
     def __init__(
@@ -257,7 +257,7 @@ class SharedRows:
 
     def __init__(
         self,
-        table: AbstractRowTable | LateTable,
+        table: AbstractRowTable | LazyTable,
         rows_per_batch: int,
         *,
         label: str,
@@ -328,7 +328,7 @@ class SharedRows:
         Yields:
             Batches ``(b,)`` of one chunk each; all of them must be put before the next round.
         """
-        if isinstance(self._table, LateTable) and not self._follow(self._table):
+        if isinstance(self._table, LazyTable) and not self._follow(self._table):
             yield [np.arange(min(self._rows_per_batch, self.spec.chunk_rows, self.spec.num_rows))]
             self._give_up()
         while self._look():
@@ -387,7 +387,7 @@ class SharedRows:
         self._give_up()
         self._done.__exit__(kind, error, traceback)
 
-    def _follow(self, table: LateTable) -> bool:
+    def _follow(self, table: LazyTable) -> bool:
         """Wait for the process that makes the first batch, if that is another one; return whether there is a table."""
         if table.look() or self._leads():
             return table.exists

@@ -5,7 +5,6 @@ It takes gradients one parameter at a time and adds them up in one ``(B, K)`` ac
 scale so that :math:`E\|\phi\|^2 = \|g\|^2`; those with the original TRAK's names do not, as in the original.
 """
 
-from trak_lite.projectors._base import AbstractFeatureAccumulator as AbstractFeatureAccumulator
 from trak_lite.projectors._base import AbstractProjector as AbstractProjector
 from trak_lite.projectors._base import ProjectionType as ProjectionType
 from trak_lite.projectors.dense.fast_jl import FastJLProjector as FastJLProjector
@@ -18,17 +17,12 @@ from trak_lite.projectors.dense.projectors import RademacherProjector as Rademac
 from trak_lite.projectors.identity import NoOpProjector as NoOpProjector
 from trak_lite.projectors.mask.projectors import GraSSProjector as GraSSProjector
 from trak_lite.projectors.mask.projectors import MaskProjector as MaskProjector
-from trak_lite.projectors.per_module import PerModuleProjector as PerModuleProjector
 from trak_lite.projectors.select import PROJECTORS as PROJECTORS
-from trak_lite.projectors.select import projector_name as projector_name
-from trak_lite.projectors.select import select_projector as select_projector
 from trak_lite.projectors.sketch.countsketch import CountSketchProjector as CountSketchProjector
-from trak_lite.projectors.two_sided.principal_axes import PrincipalAxes as PrincipalAxes
 from trak_lite.projectors.two_sided.projector import TwoSidedProjector as TwoSidedProjector
 
 __all__ = [
     "PROJECTORS",
-    "AbstractFeatureAccumulator",
     "AbstractProjector",
     "BasicProjector",
     "BasicSingleBlockProjector",
@@ -40,11 +34,7 @@ __all__ = [
     "GraSSProjector",
     "MaskProjector",
     "NoOpProjector",
-    "PerModuleProjector",
-    "PrincipalAxes",
     "ProjectionType",
     "RademacherProjector",
     "TwoSidedProjector",
-    "projector_name",
-    "select_projector",
 ]

@@ -4,11 +4,8 @@ No package is needed beside the core's own: images are written as PNG with zlib,
 reader's light or dark theme. All text that is not the report's own is escaped as it enters the page.
 """
 
-from trak_lite.report.content import PairRender as PairRender
 from trak_lite.report.content import Render as Render
-from trak_lite.report.content import Renders as Renders
 from trak_lite.report.gallery import Gallery as Gallery
-from trak_lite.report.notebook import notebook_summary as notebook_summary
 from trak_lite.report.page import write_report as write_report
 
 __all__ = ["Gallery", "PairRender", "Render", "Renders", "notebook_summary", "write_report"]

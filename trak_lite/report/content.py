@@ -12,7 +12,8 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from trak_lite.errors import InvalidInputError, NonFiniteError
-from trak_lite.evaluation import Predictions, Verdict
+from trak_lite.evaluation import Verdict
+from trak_lite.evaluation.verdict import Predictions
 from trak_lite.linalg.topk import TopRows
 from trak_lite.report._html import Html, cut, join, tag
 from trak_lite.report._png import as_pixels, data_uri, shrunk
@@ -63,7 +64,7 @@ class ReportedScores(Protocol):
         """Whether the matrix of scores is in the store."""
 
     @property
-    def where(self) -> str | None:
+    def location(self) -> str | None:
         """Path of the store, ``None`` in memory."""
 
     @property
@@ -84,7 +85,7 @@ class ReportedScores(Protocol):
     def top(self, k: int, *, sign: Literal["helpful", "harmful"]) -> TopRows:
         """Return the k strongest train rows of every target."""
 
-    def path(self, dampings: Sequence[float], *, targets: slice) -> ScoresAtDampings:
+    def damping_path(self, dampings: Sequence[float], *, targets: slice) -> ScoresAtDampings:
         """Return the scores of some targets at other dampings."""
 
     def checkpoint_agreement(self, *, max_rows: int, max_targets: int) -> NDArray[np.float64]:

@@ -11,7 +11,7 @@ from typing import Any, Final
 import numpy as np
 from numpy.typing import NDArray
 
-from trak_lite.data.datasets import evenly_spaced
+from trak_lite.data.datasets import every_nth
 from trak_lite.errors import InvalidInputError, SingularKernelError
 from trak_lite.evaluation import spearman
 from trak_lite.report import _charts
@@ -75,9 +75,9 @@ def _damping(scores: ReportedScores) -> Figure:
     """Draw the rank correlation of scores at other dampings with those in force."""
     own = scores.settings.get("damping")  # methods without a kernel have none, and path() refuses them
     dampings = sorted({*_DAMPINGS, *([float(own)] if own else [])})
-    path = scores.path(dampings, targets=evenly_spaced(scores.shape[1], _RANKED_TARGETS))
+    path = scores.damping_path(dampings, targets=every_nth(scores.shape[1], _RANKED_TARGETS))
     num_rows = scores.shape[0]
-    rows = np.arange(num_rows)[evenly_spaced(num_rows, _RANKED_ROWS)]
+    rows = np.arange(num_rows)[every_nth(num_rows, _RANKED_ROWS)]
     if len(rows) < 2 or not own:
         raise InvalidInputError("Ranks need at least two train rows and a damping above 0.")
     values = path.rows(rows).astype(np.float64)
@@ -105,7 +105,7 @@ def _retrained(scores: ReportedScores) -> Figure:
             "targets); a few trainings on subsets are enough, and those that were kept are not repeated."
         )
     most = max(1, _MOST_POINTS // len(kept.summed))
-    some = evenly_spaced(kept.summed.shape[1], most)
+    some = every_nth(kept.summed.shape[1], most)
     predicted, retrained = (_standardised(part[:, some]) for part in kept)
     num_subsets, num_targets = predicted.shape
     return (

@@ -26,7 +26,7 @@ def notebook_summary(scores: ReportedScores) -> Html:
         for key, value in scores.settings.items()
         if value is not None
     ]
-    where = scores.where or "memory"
+    where = scores.location or "memory"
     place = f"kept in {where}" if scores.stored else f"not kept, computed from the rows in {where}"
     return tag(
         "div",

@@ -113,7 +113,7 @@ def settings_table(scores: ReportedScores) -> Html:
     """Return how scores were made, what their rows were made with, and where they are."""
     manifest = scores.manifest
     groups: tuple[tuple[str, Mapping[str, Any]], ...] = (
-        ("scores", {**scores.settings, "kept in": scores.where or "memory"}),
+        ("scores", {**scores.settings, "kept in": scores.location or "memory"}),
         ("rows", manifest.fingerprint),
         ("made with", manifest.made_with),
     )

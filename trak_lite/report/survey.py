@@ -12,8 +12,7 @@ from numpy.typing import NDArray
 
 from trak_lite._validate import positive_int, target_number
 from trak_lite.errors import InvalidInputError, NonFiniteError
-from trak_lite.linalg import TopK
-from trak_lite.linalg.topk import TopRows
+from trak_lite.linalg.topk import TopK, TopRows
 from trak_lite.report.content import ReportedScores
 
 __all__ = ["Histogram", "Survey", "chosen_targets"]

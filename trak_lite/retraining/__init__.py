@@ -1,10 +1,7 @@
 """Retraining on subsets of the train rows, and what it says of scores."""
 
-from trak_lite.retraining.subsets import OutputFunction as OutputFunction
 from trak_lite.retraining.subsets import Retrained as Retrained
-from trak_lite.retraining.subsets import TrainFunction as TrainFunction
 from trak_lite.retraining.subsets import retrain as retrain
-from trak_lite.retraining.subsets import retrain_into as retrain_into
 from trak_lite.retraining.subsets import retrain_many as retrain_many
 
 __all__ = ["OutputFunction", "Retrained", "TrainFunction", "retrain", "retrain_into", "retrain_many"]

@@ -28,14 +28,16 @@ from trak_lite.errors import (
     StateError,
     UnsupportedModelError,
 )
-from trak_lite.evaluation import NoiseCeiling, seed_noise_ceiling
+from trak_lite.evaluation import seed_noise_ceiling
+from trak_lite.evaluation.datamodeling import NoiseCeiling
 from trak_lite.featurizing.row_checks import done_rows
-from trak_lite.parallel.sharing import LateTable, SharedRows
+from trak_lite.parallel.sharing import LazyTable, SharedRows
 from trak_lite.retraining._sources import carried_values, describe_source
 from trak_lite.retraining.side_by_side import VectorisedTraining
 from trak_lite.run.workspace import Workspace
-from trak_lite.store import Column, Manifest, RemotePlace, TableSpec, resolve_place
+from trak_lite.store import Column, Manifest, RemotePlace, TableSpec
 from trak_lite.store.manifest import compare_fingerprints
+from trak_lite.store.remote.place import resolve_place
 
 __all__ = ["OutputFunction", "Retrained", "TrainFunction", "retrain", "retrain_into", "retrain_many"]
 
@@ -404,15 +406,15 @@ def _short(names: Sequence[str]) -> str:
     return ", ".join(shown) + (", ..." if len(names) > 3 else "")
 
 
-def _begun(workspace: Workspace, path: str, plan: _Plan, run: _Run, at_once: int) -> LateTable:
+def _begun(workspace: Workspace, path: str, plan: _Plan, run: _Run, at_once: int) -> LazyTable:
     """Train the first models, of which it is known how many targets there are, and return the table with them."""
     before = plan.values()
     first = range(min(at_once, plan.num_rows))
-    late: LateTable | None = None
+    late: LazyTable | None = None
     for job, outputs in run(plan.jobs(first)):
         if late is None:
             stable = _unchanged(before, plan.values())
-            late = workspace.late_table(path, plan.spec(len(outputs)), {_VALUES: stable})
+            late = workspace.lazy_table(path, plan.spec(len(outputs)), {_VALUES: stable})
         _require_width(late, job, outputs)
         try:
             late.put(np.array([job.row]), {OUTPUTS: outputs[None]})
@@ -424,7 +426,7 @@ def _begun(workspace: Workspace, path: str, plan: _Plan, run: _Run, at_once: int
     return late
 
 
-def _require_width(late: LateTable, job: _Job, outputs: NDArray[np.float64]) -> None:
+def _require_width(late: LazyTable, job: _Job, outputs: NDArray[np.float64]) -> None:
     width = late.spec.columns[0].width
     if len(outputs) != width:
         raise InvalidInputError(
@@ -440,7 +442,7 @@ def _fill(
     late = (
         _begun(workspace, path, plan, run, at_once)
         if table is None
-        else workspace.late_table(path, table.spec)
+        else workspace.lazy_table(path, table.spec)
     )
     with SharedRows(late, 1, label="Retraining", progress=progress, unit="model") as work:
         for batches in work.rounds():

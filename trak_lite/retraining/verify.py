@@ -21,22 +21,19 @@ from torch import Tensor, nn
 
 from trak_lite._devices import full_float32
 from trak_lite.data.batches import move_batch
-from trak_lite.data.datasets import Rows, evenly_spaced
+from trak_lite.data.datasets import Rows, every_nth
 from trak_lite.errors import InvalidInputError, StateError
 from trak_lite.evaluation import (
-    Baseline,
-    Calibration,
-    Estimate,
-    LinearDatamodelingScore,
-    ScoreDifference,
     Verdict,
     bm25,
     compare_datamodeling_scores,
-    fit_weights,
     linear_datamodeling_score,
     subset_masks,
     summed_scores,
 )
+from trak_lite.evaluation.calibration import fit_weights
+from trak_lite.evaluation.datamodeling import LinearDatamodelingScore, ScoreDifference
+from trak_lite.evaluation.verdict import Baseline, Calibration, Estimate
 from trak_lite.modelout_functions import AbstractModelOutput, ModelCall
 from trak_lite.models.borrowing import borrow_model
 from trak_lite.models.checkpoints import Checkpoint, load_into, module_versions, with_versions
@@ -51,7 +48,7 @@ from trak_lite.run.tables import (
     score_path,
 )
 from trak_lite.scoring.scores import Scores
-from trak_lite.scoring.stored import Array, ScoredRows, keep_verdict, scored_rows, verdict_key
+from trak_lite.scoring.stored import Array, ScoredRows, scored_rows, store_verdict, verdict_key
 from trak_lite.store import AbstractFeatureStore, AbstractRowTable
 from trak_lite.store.manifest import compare_fingerprints
 
@@ -160,13 +157,13 @@ def verify(
             verdict = evaluate(
                 scores, source, retrained, calibrate=calibrate, texts=texts, confidence=confidence
             )
-            keep_verdict(store, path, verdict)
-            _keep_predictions(store, path, scores, retrained)
+            store_verdict(store, path, verdict)
+            _store_predictions(store, path, scores, retrained)
         return json.dumps(verdict.to_json())
 
     # Ranks other than the first one wait for it, and are told.
     with run.joined(f"verify {name!r}") as ranks:
-        return Verdict.from_json(json.loads(ranks.told("the verdict", decide, takes_long=True)))
+        return Verdict.from_json(json.loads(ranks.broadcast("the verdict", decide, takes_long=True)))
 
 
 def calibrated_scores(scores: Scores) -> NDArray[np.float32]:
@@ -325,16 +322,16 @@ def _check_budget(budget: int, *, calibrate: bool) -> None:
         )
 
 
-def _keep_predictions(store: AbstractFeatureStore, path: str, scores: Scores, retrained: Retrained) -> None:
+def _store_predictions(store: AbstractFeatureStore, path: str, scores: Scores, retrained: Retrained) -> None:
     """Keep what scores predicted for the subsets beside what the retrained models said, for some targets.
 
     Args:
         store: Holds the scores.
-        path: Their table, as in :func:`keep_verdict`.
+        path: Their table, as in :func:`store_verdict`.
         scores: ``(N, M)``.
         retrained: Models trained on subsets, and their outputs for the M targets.
     """
-    some = evenly_spaced(scores.shape[1], _KEPT_TARGETS)
+    some = every_nth(scores.shape[1], _KEPT_TARGETS)
     kept = np.stack([_summed(scores, retrained.masks)[:, some], retrained.mean[:, some]])
     store.put_entry(predictions_path(path), verdict_key(store, path), kept)
 

@@ -22,20 +22,22 @@ from trak_lite.gradient_computers import (
     GRADIENT_COMPUTERS,
     AbstractGradientComputer,
     FunctionalGradientComputer,
-    Normalization,
-    ParameterChoice,
-    as_normalization,
     choose_gradient_computer,
     select_parameters,
 )
+from trak_lite.gradient_computers._base import ParameterChoice
+from trak_lite.gradient_computers.normalization import Normalization, as_normalization
 from trak_lite.methods import METHODS, TRAK, AbstractMethod, Fisher, GaussNewton, Method, as_method
-from trak_lite.modelout_functions import MODEL_OUTPUTS, AbstractModelOutput, describe_task, resolve_task
+from trak_lite.modelout_functions import MODEL_OUTPUTS, AbstractModelOutput, resolve_task
+from trak_lite.modelout_functions._describe import describe_task
 from trak_lite.modelout_functions._sampling import fisher_task
 from trak_lite.models.borrowing import resolve_device
 from trak_lite.models.sharded import is_sharded, refuse_sharded, refuse_unsupported_sharding
-from trak_lite.projectors import AbstractProjector, projector_name, select_projector
+from trak_lite.projectors import AbstractProjector
+from trak_lite.projectors.select import projector_name, select_projector
 from trak_lite.run.tables import feature_table_spec, target_table_spec
-from trak_lite.store import DTYPES, Manifest, TableSpec, dtype_fingerprint
+from trak_lite.store import Manifest, TableSpec
+from trak_lite.store._columns import DTYPES, dtype_fingerprint
 from trak_lite.types import Batch, FeatureLayout, ParameterShapes, num_entries
 
 __all__ = [

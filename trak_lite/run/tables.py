@@ -14,14 +14,8 @@ from torch import Tensor
 from trak_lite._validate import some_of
 from trak_lite.errors import InvalidInputError, StateError, StoreError
 from trak_lite.methods import EKFAC, AbstractMethod
-from trak_lite.store import (
-    AbstractFeatureStore,
-    AbstractRowTable,
-    Column,
-    Manifest,
-    TableSpec,
-    chunk_rows_for,
-)
+from trak_lite.store import AbstractFeatureStore, AbstractRowTable, Column, Manifest, TableSpec
+from trak_lite.store._grid import chunk_rows_for
 
 __all__ = [
     "FEATURES",

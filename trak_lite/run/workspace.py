@@ -18,7 +18,7 @@ from trak_lite.errors import (
     StateError,
     StoreError,
 )
-from trak_lite.parallel.sharing import LateTable, Patience
+from trak_lite.parallel.sharing import LazyTable, Patience
 from trak_lite.run.tables import checkpoint_tables, model_id_of, num_train_rows
 from trak_lite.store import (
     AbstractFeatureStore,
@@ -152,12 +152,12 @@ class Workspace:
             return model_id_of(known[digest])
         return max((model_id_of(path) for path in known.values()), default=-1) + 1
 
-    def late_table(
+    def lazy_table(
         self,
         path: str,
         spec: TableSpec,
         attributes: Mapping[str, Any] | None = None,
-    ) -> LateTable:
+    ) -> LazyTable:
         """Return a table that is created, with the store if need be, when its first rows are put.
 
         Raises:
@@ -173,7 +173,7 @@ class Workspace:
                 )
             if existing.spec.num_rows < spec.num_rows:
                 existing = _grown(self.store(), path, spec.num_rows)
-            return LateTable(existing.spec, existing, lambda: existing)
+            return LazyTable(existing.spec, existing, lambda: existing)
 
         def create() -> AbstractRowTable:
             if self._store is None:
@@ -185,7 +185,7 @@ class Workspace:
                 self.open(self._manifest)
             return self.table(path)
 
-        return LateTable(spec, None, create, find)
+        return LazyTable(spec, None, create, find)
 
     def _how_to_continue(self) -> str:
         """Return what a Ctrl-C is told about what was done before it."""

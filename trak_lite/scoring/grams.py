@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from trak_lite.featurizing.fisher import FisherFits, split_squares
-from trak_lite.linalg import GramAccumulator, KernelSettings, SegmentKernel, factorise_segments
+from trak_lite.linalg.kernel import GramAccumulator, KernelSettings, SegmentKernel, factorise_segments
 from trak_lite.methods import AbstractMethod, Fisher
 from trak_lite.parallel.ranks import AbstractRanks
 from trak_lite.run.tables import FEATURES, LOSS_CURVATURE, as_tensor
@@ -87,7 +87,7 @@ def make_grams(
     """
     if settings.weighting == "fisher" or ranks.size == 1:
         return
-    said = ranks.told(
+    said = ranks.broadcast(
         "list of missing gram matrices",
         lambda: json.dumps([path for path in paths if not has_kernel(store, path, settings, layout)]),
     )

@@ -16,8 +16,7 @@ from torch import Tensor
 
 from trak_lite._validate import one_of, positive_int, real_at_least, target_number
 from trak_lite.errors import InvalidInputError
-from trak_lite.linalg import TopK, merged_top
-from trak_lite.linalg.topk import TopRows
+from trak_lite.linalg.topk import TopK, TopRows, merged_top
 from trak_lite.parallel.ranks import AbstractRanks, OneRank
 from trak_lite.run.tables import SCORES
 from trak_lite.scoring.source import ScoreSource
@@ -29,8 +28,8 @@ __all__ = [
     "GroupSums",
     "StoredMatrix",
     "StreamedMatrix",
-    "both_ends",
     "group_sums",
+    "top_and_bottom",
     "top_rows",
 ]
 
@@ -118,7 +117,7 @@ class StreamedMatrix(AbstractScoreMatrix):
     """Scores that are computed from the stored rows whenever they are read; the best rows may be known."""
 
     def __init__(self, source: ScoreSource, kept: NDArray[np.float64] | None = None) -> None:
-        """Hold what makes the scores, and rows as :func:`both_ends` returns them."""
+        """Hold what makes the scores, and rows as :func:`top_and_bottom` returns them."""
         self._source = source
         self._kept = kept
 
@@ -149,7 +148,7 @@ class StreamedMatrix(AbstractScoreMatrix):
         return TopRows(indices.astype(np.int64), scores.astype(np.float32))
 
 
-def both_ends(source: ScoreSource, k: int, *, ranks: AbstractRanks | None = None) -> NDArray[np.float64]:
+def top_and_bottom(source: ScoreSource, k: int, *, ranks: AbstractRanks | None = None) -> NDArray[np.float64]:
     """Return the k most helpful and most harmful rows of every target, from one pass over the train rows.
 
     Memory: one tile of scores and ``4 k`` numbers per target, for any N.

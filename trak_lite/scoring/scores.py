@@ -10,11 +10,14 @@ from numpy.typing import ArrayLike, NDArray
 
 from trak_lite._validate import one_of, positive_int, target_number
 from trak_lite.errors import InvalidInputError, StateError, printable
-from trak_lite.evaluation import Predictions, Verdict
+from trak_lite.evaluation import Verdict
+from trak_lite.evaluation.verdict import Predictions
 from trak_lite.featurizing.session import Run
 from trak_lite.linalg.topk import TopRows
 from trak_lite.methods import AbstractMethod
-from trak_lite.report import Gallery, PairRender, Render, Renders, notebook_summary
+from trak_lite.report import Gallery, Render
+from trak_lite.report.content import PairRender, Renders
+from trak_lite.report.notebook import notebook_summary
 from trak_lite.scoring.matrix import AbstractScoreMatrix, DampingPath, GroupSums, group_sums, top_rows
 from trak_lite.scoring.source import Reliability, ScoreSource
 from trak_lite.store import Manifest
@@ -39,7 +42,7 @@ class Scores:
         source: ScoreSource,
         *,
         settings: dict[str, Any],
-        where: str | None,
+        location: str | None,
         run: Run | None = None,
         verdict: Callable[[], Verdict | None] = lambda: None,
         predictions: Callable[[], Predictions | None] = lambda: None,
@@ -50,14 +53,14 @@ class Scores:
             matrix: The scores, kept or computed when asked.
             source: Answers what is beside them: standard errors, self-influence, other dampings.
             settings: How the scores were computed, as JSON values.
-            where: Path in the store, ``None`` in memory.
+            location: Path in the store, ``None`` in memory.
             run: The model, settings and store that they belong to; ``None`` where no model is at hand.
             verdict: Returns what retraining said about these very scores.
             predictions: Returns what they predicted then, beside what retrained models said.
         """
         self._matrix = matrix
         self._source = source
-        self._where = where
+        self._location = location
         self.name = source.name
         self.settings = settings
         self._run = run
@@ -104,9 +107,9 @@ class Scores:
         return self._source.manifest
 
     @property
-    def where(self) -> str | None:
+    def location(self) -> str | None:
         """Path in the store; ``None`` in memory."""
-        return self._where
+        return self._location
 
     @property
     def stored(self) -> bool:
@@ -125,7 +128,7 @@ class Scores:
     def __repr__(self) -> str:
         """Return sizes, settings, place, and the verdict if there is one, on a few lines."""
         num_rows, num_targets = self.shape
-        place = self._where or "memory"
+        place = self._location or "memory"
         settings = ", ".join(f"{key}={value}" for key, value in self.settings.items())
         verdict = self.verdict
         tested = "" if verdict is None else "\n  tested: " + str(verdict).replace("\n", "\n    ")
@@ -216,7 +219,7 @@ class Scores:
         """
         return group_sums(self._matrix, rows, targets)
 
-    def path(self, dampings: Sequence[float], *, targets: slice = slice(None)) -> DampingPath:
+    def damping_path(self, dampings: Sequence[float], *, targets: slice = slice(None)) -> DampingPath:
         """Return the scores at other dampings, from one eigendecomposition per checkpoint and segment.
 
         Args:

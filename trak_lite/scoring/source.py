@@ -15,19 +15,18 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from trak_lite.data.datasets import evenly_spaced, evenly_spread
+from trak_lite.data.datasets import every_nth, spread_rows
 from trak_lite.errors import InvalidInputError
-from trak_lite.linalg import (
+from trak_lite.linalg.kernel import (
     KernelSettings,
     SegmentKernel,
     accumulation_dtype,
-    agreement,
     eigenpath_segments,
-    expected_agreement,
     precondition,
     precondition_path,
-    self_scores,
 )
+from trak_lite.linalg.products import self_scores
+from trak_lite.linalg.spread import agreement, expected_agreement
 from trak_lite.methods import EKFAC, AbstractMethod
 from trak_lite.parallel.ranks import AbstractRanks, OneRank
 from trak_lite.run.tables import FEATURES, OUT_TO_LOSS, as_tensor, score_table_spec, table_path, target_folder
@@ -265,7 +264,7 @@ class ScoreSource:
     def reliability(self, runs: Sequence[Hashable] | None, *, threshold: float, max_rows: int) -> Reliability:
         """Return how far checkpoints or runs agree on ``max_rows`` evenly spaced train rows."""
         groups = self.groups(runs)
-        rows = evenly_spread(self.num_rows, max_rows)
+        rows = spread_rows(self.num_rows, max_rows)
         width = max(1, _RANKED_VALUES // (len(rows) * len(groups)))
         single = []
         for start in range(0, self.num_targets, width):
@@ -283,8 +282,8 @@ class ScoreSource:
             max_targets: Targets, evenly spaced, that the mean is over.
         """
         groups = self.groups(None)
-        rows = evenly_spread(self.num_rows, max_rows)
-        terms = self.terms(evenly_spaced(self.num_targets, max_targets))
+        rows = spread_rows(self.num_rows, max_rows)
+        terms = self.terms(every_nth(self.num_targets, max_targets))
         own = [self._group_scores(terms, group, groups, rows) for group in groups]
         found = np.eye(len(own))
         for a, b in combinations(range(len(own)), 2):

@@ -16,9 +16,10 @@ from torch import Tensor
 
 from trak_lite._devices import float64_device
 from trak_lite.errors import CorruptStoreError, InvalidInputError, StateError
-from trak_lite.evaluation import Predictions, Verdict
+from trak_lite.evaluation import Verdict
+from trak_lite.evaluation.verdict import Predictions
 from trak_lite.featurizing.session import Run
-from trak_lite.linalg import KernelSettings, precondition
+from trak_lite.linalg.kernel import KernelSettings, precondition
 from trak_lite.methods import AbstractMethod
 from trak_lite.parallel.ranks import AbstractRanks
 from trak_lite.parallel.sharing import unwatched
@@ -43,7 +44,7 @@ from trak_lite.run.tables import (
 )
 from trak_lite.run.workspace import Workspace, naming_dropped
 from trak_lite.scoring.grams import fisher_of, kernels_of
-from trak_lite.scoring.matrix import AbstractScoreMatrix, StoredMatrix, StreamedMatrix, both_ends
+from trak_lite.scoring.matrix import AbstractScoreMatrix, StoredMatrix, StreamedMatrix, top_and_bottom
 from trak_lite.scoring.scores import Scores
 from trak_lite.scoring.source import ScoreSource
 from trak_lite.scoring.tiles import score_rows
@@ -55,12 +56,12 @@ __all__ = [
     "ScoreResult",
     "ScoredRows",
     "drop_scores",
-    "keep_verdict",
-    "kept_predictions",
-    "kept_verdict",
     "score_source",
     "scored_rows",
+    "store_verdict",
+    "stored_predictions",
     "stored_scores",
+    "stored_verdict",
     "streamed_scores",
 ]
 
@@ -101,8 +102,8 @@ def stored_scores(
         source,
         path,
         run=run,
-        verdict=partial(kept_verdict, store, path),
-        predictions=partial(kept_predictions, store, path),
+        verdict=partial(stored_verdict, store, path),
+        predictions=partial(stored_predictions, store, path),
     )
 
 
@@ -187,7 +188,7 @@ def _scores(
         matrix,
         source,
         settings={**shown, "method": fields.pop("name"), **fields},
-        where=None if workspace.path is None else f"{workspace.path}:{path}",
+        location=None if workspace.path is None else f"{workspace.path}:{path}",
         run=run,
         verdict=verdict,
         predictions=predictions,
@@ -372,7 +373,7 @@ class ScoreResult:
             watch=watch,
         )
 
-    def both_ends(self, source: ScoreSource, k: int, *, ranks: AbstractRanks) -> NDArray[np.float64]:
+    def top_and_bottom(self, source: ScoreSource, k: int, *, ranks: AbstractRanks) -> NDArray[np.float64]:
         """Return the k most helpful and most harmful rows of every target, as kept in the store or from one pass.
 
         Redoing it costs one pass over the stored rows; a store that is open for reading keeps nothing. All ranks find
@@ -382,7 +383,7 @@ class ScoreResult:
         kept = self._store.cached(name, key)
         enough = kept is not None and kept.shape[-1] >= min(k, source.num_rows)
         if not ranks.merged(enough, operator.and_):  # in an object store, what is kept may be elsewhere
-            kept = both_ends(source, k, ranks=ranks)
+            kept = top_and_bottom(source, k, ranks=ranks)
             if ranks.rank == 0:
                 self._store.cache(name, key, kept)
         return np.array(kept)
@@ -454,7 +455,7 @@ class ScoredRows:
         return precondition(self.targets(table), kernels, layout=self.layout).double()
 
 
-def kept_verdict(store: AbstractFeatureStore, path: str) -> Verdict | None:
+def stored_verdict(store: AbstractFeatureStore, path: str) -> Verdict | None:
     """Return the verdict on the scores in a table, ``None`` if there is none on these very numbers.
 
     Raises:
@@ -472,7 +473,7 @@ def kept_verdict(store: AbstractFeatureStore, path: str) -> Verdict | None:
         ) from error
 
 
-def kept_predictions(store: AbstractFeatureStore, path: str) -> Predictions | None:
+def stored_predictions(store: AbstractFeatureStore, path: str) -> Predictions | None:
     """Return what :func:`keep_predictions` kept of the scores in a table, ``None`` if they were not tested."""
     kept = store.entry(predictions_path(path), verdict_key(store, path))
     return None if kept is None else Predictions(*kept)
@@ -483,7 +484,7 @@ def verdict_key(store: AbstractFeatureStore, path: str) -> str:
     return store.open_table(path).content_key()
 
 
-def keep_verdict(store: AbstractFeatureStore, path: str, verdict: Verdict) -> None:
+def store_verdict(store: AbstractFeatureStore, path: str, verdict: Verdict) -> None:
     """Keep a verdict beside the scores that it is about.
 
     Args:

@@ -15,7 +15,9 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from trak_lite.linalg import Spread, accumulation_dtype, score_block
+from trak_lite.linalg.kernel import accumulation_dtype
+from trak_lite.linalg.products import score_block
+from trak_lite.linalg.spread import Spread
 from trak_lite.parallel.sharing import SharedRows, unwatched
 from trak_lite.run.tables import FEATURES, OUT_TO_LOSS, SCORES, as_tensor
 from trak_lite.store import AbstractRowTable

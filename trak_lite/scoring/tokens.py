@@ -24,7 +24,9 @@ from trak_lite.data.batches import map_tensors
 from trak_lite.data.datasets import Rows
 from trak_lite.errors import InvalidInputError
 from trak_lite.featurizing.session import FeaturizingSession
-from trak_lite.modelout_functions import CausalLanguageModelingModelOutput, split_labels, with_labels
+from trak_lite.modelout_functions import CausalLanguageModelingModelOutput
+from trak_lite.modelout_functions._inputs import split_labels
+from trak_lite.modelout_functions._sampling import with_labels
 from trak_lite.modelout_functions.language_modeling import IGNORED
 from trak_lite.run.settings import AttributorSettings
 from trak_lite.scoring.scores import Scores

@@ -23,7 +23,7 @@ __all__ = [
     "replaced_fingerprint",
 ]
 
-FORMAT = 2
+FORMAT = 3
 """Version of the layout on disk; others are refused."""
 _MOST_NAMED = 50
 """Differing keys that a message names: another model differs in every parameter."""

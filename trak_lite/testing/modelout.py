@@ -25,7 +25,8 @@ from torch.func import grad, vmap
 
 from trak_lite.data.batches import batch_size, flatten_batch, take_rows
 from trak_lite.errors import InvalidInputError
-from trak_lite.modelout_functions import AbstractModelOutput, ModelCall, describe_task
+from trak_lite.modelout_functions import AbstractModelOutput, ModelCall
+from trak_lite.modelout_functions._describe import describe_task
 from trak_lite.types import Batch, OutputTerms
 
 __all__ = ["ModelOutputCase", "ModelOutputTests"]

@@ -9,12 +9,9 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
-from trak_lite.featurizing.kronecker import (
-    KroneckerCurvature,
-    PreconditionedProjector,
-    Preconditioner,
-    fit_curvature,
-)
+from trak_lite.featurizing.kronecker.curvature import KroneckerCurvature
+from trak_lite.featurizing.kronecker.fit import fit_curvature
+from trak_lite.featurizing.kronecker.precondition import PreconditionedProjector, Preconditioner
 from trak_lite.gradient_computers import HookGradientComputer
 from trak_lite.methods import EKFAC
 from trak_lite.modelout_functions import AbstractModelOutput, resolve_task

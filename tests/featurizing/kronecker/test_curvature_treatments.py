@@ -13,15 +13,11 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from trak_lite.errors import InvalidInputError, NonFiniteError, StateError
-from trak_lite.featurizing.kronecker import (
-    PreconditionedProjector,
-    Preconditioner,
-    find_units,
-    fit_curvature,
-    kept_units,
-    loaded,
-)
 from trak_lite.featurizing.kronecker.covariances import CurvatureSums
+from trak_lite.featurizing.kronecker.curvature import loaded
+from trak_lite.featurizing.kronecker.fit import fit_curvature, kept_units
+from trak_lite.featurizing.kronecker.precondition import PreconditionedProjector, Preconditioner
+from trak_lite.featurizing.kronecker.units import find_units
 from trak_lite.gradient_computers import HookGradientComputer, collect_gradients
 from trak_lite.methods import EKFAC
 from trak_lite.modelout_functions import CallableModelOutput, CLIPModelOutput, resolve_task

@@ -18,7 +18,7 @@ from kronecker_reference import (
 from torch import Tensor, nn
 from torch.nn import functional
 
-from trak_lite.featurizing.kronecker import fit_curvature
+from trak_lite.featurizing.kronecker.fit import fit_curvature
 from trak_lite.methods import EKFAC
 from trak_lite.modelout_functions import (
     CallableModelOutput,

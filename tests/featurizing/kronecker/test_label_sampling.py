@@ -14,13 +14,8 @@ from torch.nn import functional
 
 from trak_lite.errors import InvalidInputError
 from trak_lite.featurizing.kronecker.noise import row_noise
-from trak_lite.modelout_functions import (
-    AbstractModelOutput,
-    CLIPModelOutput,
-    LossModelOutput,
-    ModelCall,
-    resolve_task,
-)
+from trak_lite.modelout_functions import AbstractModelOutput, CLIPModelOutput, ModelCall, resolve_task
+from trak_lite.modelout_functions._sampling import LossModelOutput
 from trak_lite.modelout_functions.language_modeling import CausalLanguageModelingModelOutput
 
 COUNT = 1000

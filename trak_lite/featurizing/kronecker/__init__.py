@@ -12,35 +12,3 @@ curvature; :meth:`KroneckerCurvature.treatments` lists it. Nothing is left out.
 Sources: Martens & Grosse (arXiv:1503.05671), Grosse & Martens (arXiv:1602.01407), George et al. (arXiv:1806.03884),
 Grosse et al. (arXiv:2308.03296).
 """
-
-from trak_lite.featurizing.kronecker.curvature import ArrayKeeper as ArrayKeeper
-from trak_lite.featurizing.kronecker.curvature import KroneckerCurvature as KroneckerCurvature
-from trak_lite.featurizing.kronecker.curvature import Treatment as Treatment
-from trak_lite.featurizing.kronecker.curvature import UnitCurvature as UnitCurvature
-from trak_lite.featurizing.kronecker.curvature import is_fitted as is_fitted
-from trak_lite.featurizing.kronecker.curvature import loaded as loaded
-from trak_lite.featurizing.kronecker.fit import NumberedBatches as NumberedBatches
-from trak_lite.featurizing.kronecker.fit import fit_curvature as fit_curvature
-from trak_lite.featurizing.kronecker.fit import kept_units as kept_units
-from trak_lite.featurizing.kronecker.noise import row_noise as row_noise
-from trak_lite.featurizing.kronecker.precondition import PreconditionedProjector as PreconditionedProjector
-from trak_lite.featurizing.kronecker.precondition import Preconditioner as Preconditioner
-from trak_lite.featurizing.kronecker.units import Unit as Unit
-from trak_lite.featurizing.kronecker.units import find_units as find_units
-
-__all__ = [
-    "ArrayKeeper",
-    "KroneckerCurvature",
-    "NumberedBatches",
-    "PreconditionedProjector",
-    "Preconditioner",
-    "Treatment",
-    "Unit",
-    "UnitCurvature",
-    "find_units",
-    "fit_curvature",
-    "is_fitted",
-    "kept_units",
-    "loaded",
-    "row_noise",
-]

@@ -32,8 +32,9 @@ from trak_lite.featurizing.kronecker.curvature import (
 )
 from trak_lite.featurizing.kronecker.noise import row_noise
 from trak_lite.featurizing.kronecker.units import Unit, find_units
-from trak_lite.gradient_computers import HookGradientComputer, ParameterChoice, select_parameters
-from trak_lite.linalg import accumulation_dtype
+from trak_lite.gradient_computers import HookGradientComputer, select_parameters
+from trak_lite.gradient_computers._base import ParameterChoice
+from trak_lite.linalg.kernel import accumulation_dtype
 from trak_lite.methods import EKFAC
 from trak_lite.modelout_functions import AbstractModelOutput, ModelCall
 from trak_lite.types import Batch, BlockSink, FactoredBlock

@@ -10,7 +10,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from trak_lite.modelout_functions import UniformNoise
+from trak_lite.modelout_functions._base import UniformNoise
 
 __all__ = ["row_noise"]
 

@@ -17,7 +17,8 @@ from trak_lite.errors import InvalidInputError
 from trak_lite.featurizing.kronecker.bases import GradientJoiner, UnitGradient
 from trak_lite.featurizing.kronecker.covariances import precise, sample_slices
 from trak_lite.featurizing.kronecker.curvature import KroneckerCurvature, UnitCurvature
-from trak_lite.projectors import AbstractFeatureAccumulator, AbstractProjector
+from trak_lite.projectors import AbstractProjector
+from trak_lite.projectors._base import AbstractFeatureAccumulator
 from trak_lite.types import (
     BlockSink,
     DenseBlock,
