@@ -25,7 +25,7 @@ from store_cases import (
 from trak_lite.errors import CorruptStoreError, InvalidInputError, MissingStoreError, StoreError
 from trak_lite.store import Manifest, TableSpec, ZarrFeatureStore, verify_store
 from trak_lite.store._failpoints import LIST_FAILPOINTS
-from trak_lite.store.disk.listing import entry_name
+from trak_lite.store.disk.listing import TableList, entry_name
 
 ZERO, ONE = (TableSpec(11, SPEC.columns, 4, {"weights": digest}) for digest in ("a0", "a1"))
 SPECS = {"ckpt-0": ZERO, "ckpt-1": ONE, "scores/one": ZERO, "scores/two": ONE}
@@ -314,6 +314,30 @@ def test_racing_creators_and_droppers_leave_a_list_that_is_right(path):
     with ZarrFeatureStore.open(path) as store:
         listed = {name for name in os.listdir(f"{path}/.tables") if name != "zarr.json"}
         assert listed == set(store.table_names())
+
+
+def test_a_table_that_is_created_and_dropped_between_two_looks_is_not_lost(path, monkeypatch):
+    """The entry that is seen may be of a later table than the folder that was not there."""
+    with ZarrFeatureStore.create(path, MANIFEST) as store:
+        store.create_table("ckpt-0", ZERO)
+    tables, is_there = TableList(path), TableList._is_there
+    folder, entry = f"{path}/ckpt-0", tables.entry("ckpt-0")
+    for name in (folder, entry):
+        os.rename(name, f"{path}.{os.path.basename(name)}")
+    looks = []
+
+    def look(self, name):
+        looks.append(name)
+        if len(looks) == 2:  # dropped again: first the folder goes
+            os.rename(folder, f"{path}.dropped")
+        found = is_there(self, name)
+        if len(looks) == 1:  # created meanwhile
+            for name in (folder, entry):
+                os.rename(f"{path}.{os.path.basename(name)}", name)
+        return found
+
+    monkeypatch.setattr(TableList, "_is_there", look)
+    assert not tables.is_lost("ckpt-0")
 
 
 def test_a_path_that_no_file_could_be_named_after_is_refused(path):

@@ -156,10 +156,12 @@ class TableList:
 
     def is_lost(self, path: str) -> bool:
         """Whether a table is listed and not there; takes no lock, and is right beside those who drop and create."""
-        if self._is_there(path) or self.dropped(path):
+        entry = self._stamp(path)
+        if entry is None or self._is_there(path) or self.dropped(path):
             return False
-        # the entry goes with the folder, and comes after it: looked at in this order, a living process is no loss
-        return os.path.lexists(self.entry(path)) and not self._is_there(path)
+        # An entry is made after its folder, and removed between the renaming and the removal of the folder. So while
+        # one and the same entry is there, there is a folder in one of the two places, unless it was lost.
+        return self._stamp(path) == entry
 
     @contextlib.contextmanager
     def locked(self) -> Iterator[None]:
@@ -254,6 +256,14 @@ class TableList:
         os.rename(scratch, f"{self.folder}/{_METADATA}")
         sync_folder(self.folder)
         sync_folder(self._root)
+
+    def _stamp(self, path: str) -> tuple[int, int] | None:
+        """Return what tells the entry of a table from a later one; ``None`` if there is none."""
+        try:
+            found = os.lstat(self.entry(path))
+        except FileNotFoundError:
+            return None
+        return found.st_ino, found.st_ctime_ns
 
     def _is_there(self, path: str) -> bool:
         return os.path.lexists(f"{self._root}/{path}/{_METADATA}")
