@@ -322,8 +322,9 @@ def test_a_table_that_is_created_and_dropped_between_two_looks_is_not_lost(path,
         store.create_table("ckpt-0", ZERO)
     tables, is_there = TableList(path), TableList._is_there
     folder, entry = f"{path}/ckpt-0", tables.entry("ckpt-0")
-    for name in (folder, entry):
-        os.rename(name, f"{path}.{os.path.basename(name)}")
+    away = {folder: f"{path}.folder", entry: f"{path}.entry"}
+    for there, elsewhere in away.items():
+        os.rename(there, elsewhere)
     looks = []
 
     def look(self, name):
@@ -332,8 +333,8 @@ def test_a_table_that_is_created_and_dropped_between_two_looks_is_not_lost(path,
             os.rename(folder, f"{path}.dropped")
         found = is_there(self, name)
         if len(looks) == 1:  # created meanwhile
-            for name in (folder, entry):
-                os.rename(f"{path}.{os.path.basename(name)}", name)
+            for there, elsewhere in away.items():
+                os.rename(elsewhere, there)
         return found
 
     monkeypatch.setattr(TableList, "_is_there", look)
