@@ -45,7 +45,7 @@ from trak_lite.projectors import (
     RademacherProjector,
     TwoSidedProjector,
 )
-from trak_lite.projectors._scratch import Workspace
+from trak_lite.projectors._scratch import Scratch
 from trak_lite.projectors.dense.projectors import DEFAULT_MEMORY_BUDGET
 from trak_lite.projectors.sketch.base import Keys
 from trak_lite.projectors.sketch.matrix import MatrixSketch, fourier_is_cheaper
@@ -311,16 +311,16 @@ def print_rows(rows: Mapping[str, Any], fails: Mapping[str, str], p: int, proj_d
 
 def threaded_calls(inputs: Inputs, proj_dim: int) -> dict[str, tuple[Call, Call]]:
     """Return, by what is sketched, the sketch without row workers and the projector with them."""
-    keys, workspace, device = Keys(0, 0, "weight"), Workspace(), torch.device("cpu")
+    keys, scratch, device = Keys(0, 0, "weight"), Scratch(), torch.device("cpu")
     vector = VectorSketch(inputs.rows.shape[1], proj_dim, keys, device=device)
     matrix = MatrixSketch(inputs.shape, proj_dim, keys, device=device)
     factors = inputs.factors(64)
     on_64 = on_factors(CountSketchProjector, 64)
     return {
-        OURS: (partial(vector.dense, inputs.rows, workspace), METHODS[OURS](inputs, proj_dim)),
-        "countsketch, matrix": (partial(matrix.dense, inputs.rows, workspace), on_matrix(inputs, proj_dim)),
+        OURS: (partial(vector.dense, inputs.rows, scratch), METHODS[OURS](inputs, proj_dim)),
+        "countsketch, matrix": (partial(matrix.dense, inputs.rows, scratch), on_matrix(inputs, proj_dim)),
         "countsketch, factors T=64": (
-            partial(matrix.factored, factors, workspace),
+            partial(matrix.factored, factors, scratch),
             on_64(inputs, proj_dim),
         ),
     }
@@ -417,7 +417,7 @@ def factors_worker(rounds: int) -> list[dict[str, Any]]:
             sketch = MatrixSketch(
                 shape, proj_dim, Keys(0, 0, "weight"), device=torch.device("cpu"), method=way
             )
-            calls[way] = partial(sketch.factored, block, Workspace())
+            calls[way] = partial(sketch.factored, block, Scratch())
             calls[way]()
         repeats = {way: repeats_for(call) for way, call in calls.items()}
         times: dict[str, list[float]] = {way: [] for way in calls}

@@ -115,7 +115,7 @@ def test_a_machine_that_has_nothing_computes_what_is_not_committed(where, expect
 
 def test_the_gram_matrix_is_kept_on_the_machine(where, expected, tmp_path):
     run(where)
-    assert list((tmp_path / "cache").rglob("*.npy"))
+    assert list((tmp_path / "cache").rglob("*.safetensors"))
 
 
 def test_other_settings_are_refused_by_name(where, expected):

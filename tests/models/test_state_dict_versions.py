@@ -20,7 +20,7 @@ from trak_lite.cli.recipes import last_trained
 from trak_lite.data.datasets import Rows
 from trak_lite.modelout_functions import ImageClassificationModelOutput, ModelCall
 from trak_lite.models.checkpoints import iterate_checkpoints, load_into
-from trak_lite.retraining.verify import target_outputs
+from trak_lite.retraining.verify import _target_outputs
 
 
 class Versioned(nn.Linear):
@@ -222,7 +222,7 @@ def test_a_retrained_model_may_look_at_versions(form: str) -> None:
 
     for weights in (trained(), last_trained(lambda indices, seed: trained(), np.arange(12), 0)):
         model = build()
-        assert torch.equal(target_outputs(model, task, rows, torch.device("cpu"), weights), expected)
+        assert torch.equal(_target_outputs(model, task, rows, torch.device("cpu"), weights), expected)
         assert_same_weights(model, build())
 
 

@@ -15,7 +15,7 @@ import torch
 from triton_interpreter import fresh_kernels, interpreted
 
 from trak_lite.projectors import CountSketchProjector
-from trak_lite.projectors._scratch import Workspace
+from trak_lite.projectors._scratch import Scratch
 from trak_lite.projectors.random.hash import hash_signs
 from trak_lite.projectors.sketch import base as _sketch
 from trak_lite.projectors.sketch import vector as _vector_sketch
@@ -82,8 +82,8 @@ def by_torch(sketch, rows):
 
 def features(sketch, rows):
     if isinstance(rows, tuple):
-        return sketch.factored(FactoredBlock("weight", *rows), Workspace())
-    return sketch.dense(rows, Workspace())
+        return sketch.factored(FactoredBlock("weight", *rows), Scratch())
+    return sketch.dense(rows, Scratch())
 
 
 def assert_same_bits(sketch, rows) -> None:
@@ -314,7 +314,7 @@ def test_a_projector_gives_the_same_bits_with_and_without_the_kernels(monkeypatc
 @interpreted
 def test_dtypes_that_the_kernels_do_not_read_stay_with_torch():
     sketch = vector_sketch(30, 8)
-    sketch.dense(random(2, 30).to(torch.float8_e5m2), Workspace())
+    sketch.dense(random(2, 30).to(torch.float8_e5m2), Scratch())
 
     assert sketch._kernel is None
 

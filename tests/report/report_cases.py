@@ -65,7 +65,7 @@ def drawn_scores(
         StreamedMatrix(source),
         source,
         settings=shown,
-        where=None,
+        location=None,
         verdict=lambda: verdict,
         predictions=lambda: predictions,
     )

@@ -9,7 +9,7 @@ from typing import final
 import torch
 from torch import Tensor
 
-__all__ = ["Workspace", "empty_buffer", "form", "scratch_bytes", "sum_dtype"]
+__all__ = ["Scratch", "empty_buffer", "form", "scratch_bytes", "sum_dtype"]
 
 _CPU_SCRATCH_BYTES = 8 << 20  # stays in a cache
 _ACCELERATOR_SCRATCH_BYTES = 256 << 20  # large enough to hide the launches
@@ -23,7 +23,7 @@ def empty_buffer(*shape: int, dtype: torch.dtype, device: torch.device) -> Tenso
 
 
 @final
-class Workspace:
+class Scratch:
     """Scratch memory of one thread: fresh memory costs a page fault for every 4 KiB. Not for several threads."""
 
     def __init__(self) -> None:
@@ -45,7 +45,7 @@ class Workspace:
 
         Args:
             owner: Tells one list of starts from another.
-            whole: ``(b, n)`` memory of this workspace.
+            whole: ``(b, n)`` memory of this scratch.
             starts: First columns.
             width: Columns of each.
         """
@@ -67,19 +67,19 @@ def sum_dtype(*dtypes: torch.dtype) -> torch.dtype:
     return torch.float64 if torch.float64 in dtypes else torch.float32
 
 
-def form(output_grads: Tensor, inputs: Tensor, workspace: Workspace) -> Tensor:
-    """Return the product of factors, in memory of the workspace that the next call overwrites.
+def form(output_grads: Tensor, inputs: Tensor, scratch: Scratch) -> Tensor:
+    """Return the product of factors, in memory of the scratch that the next call overwrites.
 
     Args:
         output_grads: ``(b, R, T)``.
         inputs: ``(b, T, w)`` of the same dtype.
-        workspace: Of this thread.
+        scratch: Of this thread.
 
     Returns:
         ``(b, R, w)``.
     """
     shape = (len(inputs), output_grads.shape[1], inputs.shape[2])
-    formed = workspace.get("formed", shape, inputs.dtype, inputs.device)
+    formed = scratch.get("formed", shape, inputs.dtype, inputs.device)
     # One position is an outer product, which a batched matrix product makes at half the speed.
     product = torch.mul if inputs.shape[1] == 1 else torch.bmm
     product(output_grads, inputs, out=formed)  # a product into given memory stays in its dtype under autocast

@@ -28,7 +28,7 @@ class MatrixCache:
     """The matrices of one model at a time, in at most ``memory_budget`` bytes with all workspaces.
 
     The first rows of each parameter's matrix stay resident, in the order in which parameters first come,
-    until the budget is used up; all other rows are drawn into one workspace every time. The numbers are the
+    until the budget is used up; all other rows are drawn into one scratch every time. The numbers are the
     same either way. Not safe for use by several threads at once.
     """
 
@@ -38,7 +38,7 @@ class MatrixCache:
         """Store the settings; nothing is drawn or allocated.
 
         Raises:
-            InvalidInputError: If the budget does not hold the workspace for a single row.
+            InvalidInputError: If the budget does not hold the scratch for a single row.
         """
         self._entries_type = entries
         self._proj_dim = proj_dim
@@ -68,7 +68,7 @@ class MatrixCache:
 
     @property
     def held_bytes(self) -> int:
-        """Bytes of resident matrices and of the workspace, counted as if every part of it were in use."""
+        """Bytes of resident matrices and of the scratch, counted as if every part of it were in use."""
         return self._reserved + sum(matrix.nbytes for matrix in self._resident.values())
 
     def blocks(
@@ -131,12 +131,12 @@ class MatrixCache:
 
     def _draw_(self, out: Tensor, key: int, start: int) -> Tensor:
         """Draw rows into ``out (n, width)`` and count them."""
-        assert self._entries is not None, "blocks() prepares the workspace before it draws"
+        assert self._entries is not None, "blocks() prepares the scratch before it draws"
         self.rows_drawn += out.shape[0]
         return self._entries.draw_(out, key, start)
 
     def _block_rows(self, num_rows: int) -> Tensor:
-        """Return the first rows of the workspace for rows that do not stay in memory."""
+        """Return the first rows of the scratch for rows that do not stay in memory."""
         if self._block is None:
             self._block = self._empty(self._num_rows, torch.float32)
         return self._block[:num_rows]

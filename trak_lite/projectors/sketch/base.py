@@ -14,7 +14,7 @@ from types import ModuleType
 import torch
 from torch import Tensor
 
-from trak_lite.projectors._scratch import Workspace, scratch_bytes, sum_dtype
+from trak_lite.projectors._scratch import Scratch, scratch_bytes, sum_dtype
 from trak_lite.projectors.random.hash import Stream, parameter_key
 from trak_lite.types import FactoredBlock, LookupBlock
 
@@ -47,15 +47,15 @@ class AbstractSketch(ABC):
     """
 
     @abstractmethod
-    def dense(self, rows: Tensor, workspace: Workspace) -> Tensor:
+    def dense(self, rows: Tensor, scratch: Scratch) -> Tensor:
         """Return features ``(b, K)`` of gradient rows ``(b, n)``, in float32, or float64 for float64."""
 
     @abstractmethod
-    def factored(self, block: FactoredBlock, workspace: Workspace) -> Tensor:
+    def factored(self, block: FactoredBlock, scratch: Scratch) -> Tensor:
         """Return features ``(b, K)`` of gradients in factors, in float32, or float64 for float64."""
 
     @abstractmethod
-    def looked_up(self, block: LookupBlock, workspace: Workspace) -> Tensor:
+    def looked_up(self, block: LookupBlock, scratch: Scratch) -> Tensor:
         """Return features ``(b, K)`` of gradients of table rows, in float32, or float64 for float64."""
 
 
@@ -85,13 +85,13 @@ def _usable_kernels(device: torch.device) -> ModuleType | None:
     return None
 
 
-def form_tables(sketch: AbstractSketch, block: LookupBlock, workspace: Workspace) -> Tensor:
+def form_tables(sketch: AbstractSketch, block: LookupBlock, scratch: Scratch) -> Tensor:
     """Return features ``(b, K)`` of gradients of table rows that are formed a few samples at a time."""
     dtype = sum_dtype(block.values.dtype)
     entries = max(1, block.num_rows * block.values.shape[2])
     step = max(1, scratch_bytes(block.values.device) // (dtype.itemsize * entries))
     parts = [
-        sketch.dense(LookupBlock(block.name, rows, values.to(dtype), block.num_rows).dense(), workspace)
+        sketch.dense(LookupBlock(block.name, rows, values.to(dtype), block.num_rows).dense(), scratch)
         for rows, values in zip(torch.split(block.rows, step), torch.split(block.values, step), strict=True)
     ]
     return torch.cat(parts)

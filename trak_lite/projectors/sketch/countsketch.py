@@ -31,7 +31,7 @@ from trak_lite.projectors._base import (
 )
 from trak_lite.projectors._blocks import check_block
 from trak_lite.projectors._factored import check_factors
-from trak_lite.projectors._scratch import Workspace, empty_buffer
+from trak_lite.projectors._scratch import Scratch, empty_buffer
 from trak_lite.projectors.dense.projectors import integer_seed
 from trak_lite.projectors.sketch.base import AbstractSketch, Keys
 from trak_lite.projectors.sketch.matrix import FactorMethod, MatrixSketch
@@ -152,13 +152,13 @@ class CountSketchProjector(AbstractProjector):
         device = _a_tensor_of(block).device
         sketches = self._sketches_of(block.name, shape, model_id, device)
 
-        def some_rows(rows: slice, workspace: Workspace) -> Tensor:
-            apply = _applied_to(block, rows, workspace)
+        def some_rows(rows: slice, scratch: Scratch) -> Tensor:
+            apply = _applied_to(block, rows, scratch)
             return functools.reduce(operator.iadd, map(apply, sketches))
 
         if device.type == "cpu":
             return torch.cat(self._workers.run(block.num_samples, some_rows))
-        return some_rows(slice(0, block.num_samples), Workspace())
+        return some_rows(slice(0, block.num_samples), Scratch())
 
     def _sketches_of(
         self, name: str, shape: tuple[int, ...], model_id: int, device: torch.device
@@ -178,16 +178,16 @@ class CountSketchProjector(AbstractProjector):
         return VectorSketch(math.prod(shape), self.proj_dim, keys, device=device)
 
 
-def _applied_to(block: _SingleBlock, rows: slice, workspace: Workspace) -> Callable[[AbstractSketch], Tensor]:
+def _applied_to(block: _SingleBlock, rows: slice, scratch: Scratch) -> Callable[[AbstractSketch], Tensor]:
     """Return what applies a sketch to these samples of a block."""
     if isinstance(block, FactoredBlock):
         some = FactoredBlock(block.name, block.inputs[rows], block.output_grads[rows])
-        return lambda sketch: sketch.factored(some, workspace)
+        return lambda sketch: sketch.factored(some, scratch)
     if isinstance(block, LookupBlock):
         lookups = LookupBlock(block.name, block.rows[rows], block.values[rows], block.num_rows)
-        return lambda sketch: sketch.looked_up(lookups, workspace)
+        return lambda sketch: sketch.looked_up(lookups, scratch)
     entries = DenseBlock(block.name, block.grad[rows]).dense()  # strided rows are copied: these alone, once
-    return lambda sketch: sketch.dense(entries, workspace)
+    return lambda sketch: sketch.dense(entries, scratch)
 
 
 def _moved(block: _SingleBlock, device: str | torch.device | None) -> _SingleBlock:

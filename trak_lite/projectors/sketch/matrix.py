@@ -28,7 +28,7 @@ from typing import TYPE_CHECKING, Literal, TypeAlias, final
 import torch
 from torch import Tensor
 
-from trak_lite.projectors._scratch import Workspace, form, scratch_bytes, sum_dtype
+from trak_lite.projectors._scratch import Scratch, form, scratch_bytes, sum_dtype
 from trak_lite.projectors.random.hash import Stream, hash_permutation, hash_signs
 from trak_lite.projectors.sketch.base import AbstractSketch, Keys, form_tables, triton_kernels
 from trak_lite.types import FactoredBlock, LookupBlock
@@ -105,36 +105,36 @@ class MatrixSketch(AbstractSketch):
         self._most_columns = min(self.shape[1], proj_dim)
         self._kernel: MatrixKernel | None = None
 
-    def dense(self, rows: Tensor, workspace: Workspace) -> Tensor:
+    def dense(self, rows: Tensor, scratch: Scratch) -> Tensor:
         """Return features ``(b, K)`` of gradient rows ``(b, d_out * d_in)``."""
         kernels = triton_kernels(rows)
         if kernels is not None:
             return self._made_by(kernels).dense(rows)
         dtype = sum_dtype(rows.dtype)
-        total = self._zeros(workspace, len(rows), dtype, rows.device)
+        total = self._zeros(scratch, len(rows), dtype, rows.device)
         by_row = rows.view(len(rows), *self.shape).unbind(1)
         for block in self._blocks:
             signs = block.column_signs.to(dtype)
-            places = workspace.views(block.number, total, block.starts, block.width)
+            places = scratch.views(block.number, total, block.starts, block.width)
             for place, row, sign in zip(places, by_row[block.rows], block.signs, strict=True):
                 place.addcmul_(row[:, block.columns].to(dtype), signs, value=sign)
         return self._wrapped(total)
 
-    def factored(self, block: FactoredBlock, workspace: Workspace) -> Tensor:
+    def factored(self, block: FactoredBlock, scratch: Scratch) -> Tensor:
         """Return features ``(b, K)`` of gradients in factors."""
         fourier = self._method == "fourier" or (
             self._method == "auto"
             and fourier_is_cheaper(self.shape, block.inputs.shape[1], proj_dim=self._proj_dim)
         )
-        return self._convolved(block) if fourier else self._formed(block, workspace)
+        return self._convolved(block) if fourier else self._formed(block, scratch)
 
-    def looked_up(self, block: LookupBlock, workspace: Workspace) -> Tensor:
+    def looked_up(self, block: LookupBlock, scratch: Scratch) -> Tensor:
         """Return features ``(b, K)`` of table rows, added to their places one position after the other."""
         count, positions = block.rows.shape
         if positions >= self.shape[0]:
-            return form_tables(self, block, workspace)
+            return form_tables(self, block, scratch)
         dtype = sum_dtype(block.values.dtype)
-        total = self._zeros(workspace, count, dtype, block.values.device)
+        total = self._zeros(scratch, count, dtype, block.values.device)
         step = max(1, scratch_bytes(total.device) // (dtype.itemsize * max(1, count) * self._most_columns))
         for parts, shifts, row_signs, column_signs in self._tables:
             steps = torch.arange(parts[0].width, device=total.device)
@@ -163,18 +163,18 @@ class MatrixSketch(AbstractSketch):
             for first in range(across)
         ]
 
-    def _formed(self, block: FactoredBlock, workspace: Workspace) -> Tensor:
+    def _formed(self, block: FactoredBlock, scratch: Scratch) -> Tensor:
         """Form some rows of the matrix, of some samples, in memory that stays in the cache; add each to its place."""
         kernels = triton_kernels(block.inputs)
         if kernels is not None:
-            return self._made_by(kernels).formed(block.inputs, block.output_grads, workspace)
+            return self._made_by(kernels).formed(block.inputs, block.output_grads, scratch)
         budget = scratch_bytes(block.inputs.device) // block.inputs.element_size()
         columns = max(1, self._most_columns)
         count = max(1, len(block.inputs))
         rows = max(_FEWEST_ROWS, budget // (count * columns))  # with fewer the inputs are read too often
         step = max(1, budget // (min(rows, self.shape[0]) * columns))
         parts = [
-            self._formed_rows(x, g, rows, workspace)
+            self._formed_rows(x, g, rows, scratch)
             for x, g in zip(
                 torch.split(block.inputs, step), torch.split(block.output_grads, step), strict=True
             )
@@ -191,15 +191,15 @@ class MatrixSketch(AbstractSketch):
             self._kernel = kernels.MatrixKernel(self.shape[1], self._proj_dim, parts)
         return self._kernel
 
-    def _formed_rows(self, inputs: Tensor, output_grads: Tensor, step: int, workspace: Workspace) -> Tensor:
+    def _formed_rows(self, inputs: Tensor, output_grads: Tensor, step: int, scratch: Scratch) -> Tensor:
         dtype = sum_dtype(inputs.dtype, output_grads.dtype)
-        total = self._zeros(workspace, len(inputs), dtype, inputs.device)
+        total = self._zeros(scratch, len(inputs), dtype, inputs.device)
         for part in self._blocks:
             x, g = self._signed(part, inputs, output_grads, dtype)
             columns = g.transpose(1, 2)
-            places = workspace.views(part.number, total, part.starts, part.width)
+            places = scratch.views(part.number, total, part.starts, part.width)
             for first in range(0, columns.shape[1], step):
-                formed = form(columns[:, first : first + step], x, workspace)
+                formed = form(columns[:, first : first + step], x, scratch)
                 _add_each(places[first : first + step], formed.unbind(1))
         return self._wrapped(total)
 
@@ -233,10 +233,10 @@ class MatrixSketch(AbstractSketch):
         g = output_grads[:, :, part.rows].to(dtype) * part.row_signs.to(dtype)
         return x, g
 
-    def _zeros(self, workspace: Workspace, count: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+    def _zeros(self, scratch: Scratch, count: int, dtype: torch.dtype, device: torch.device) -> Tensor:
         """Return zeros ``(b, K + w - 1)``, in which no row of the matrix wraps around."""
         width = self._proj_dim + self._most_columns - 1
-        return workspace.get("sum", (count, width), dtype, device).zero_()
+        return scratch.get("sum", (count, width), dtype, device).zero_()
 
     def _wrapped(self, extended: Tensor) -> Tensor:
         """Add what lies beyond bucket K - 1 to the first buckets: ``(b, K)``."""

@@ -15,7 +15,7 @@ from typing import TypeVar, final
 
 import torch
 
-from trak_lite.projectors._scratch import Workspace
+from trak_lite.projectors._scratch import Scratch
 
 __all__ = ["RowWorkers"]
 
@@ -39,8 +39,8 @@ class RowWorkers:
         """Copy as new: threads and scratch memory do not travel."""
         return RowWorkers, ()
 
-    def run(self, count: int, function: Callable[[slice, Workspace], _T]) -> list[_T]:
-        """Return ``function(rows, workspace)`` for slices that cover ``count`` rows, in order.
+    def run(self, count: int, function: Callable[[slice, Scratch], _T]) -> list[_T]:
+        """Return ``function(rows, scratch)`` for slices that cover ``count`` rows, in order.
 
         An exception of the function is raised when all slices have come to an end, that of the first slice first.
         """
@@ -66,15 +66,15 @@ class RowWorkers:
             self._pool, self._size, self._process = _single_core_threads(count), count, os.getpid()
         return self._pool
 
-    def _call(self, function: Callable[[slice, Workspace], _T], rows: slice) -> _T:
+    def _call(self, function: Callable[[slice, Scratch], _T], rows: slice) -> _T:
         with torch.no_grad():  # the mode is each thread's own
             return function(rows, self._workspace())
 
-    def _workspace(self) -> Workspace:
-        if not hasattr(self._local, "workspace"):
-            self._local.workspace = Workspace()
-        workspace: Workspace = self._local.workspace
-        return workspace
+    def _workspace(self) -> Scratch:
+        if not hasattr(self._local, "scratch"):
+            self._local.scratch = Scratch()
+        scratch: Scratch = self._local.scratch
+        return scratch
 
 
 def _single_core_threads(count: int) -> ThreadPoolExecutor:

@@ -21,7 +21,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from trak_lite.projectors._scratch import Workspace, form, scratch_bytes, sum_dtype
+from trak_lite.projectors._scratch import Scratch, form, scratch_bytes, sum_dtype
 from trak_lite.projectors.random.hash import hash_signs, key32, wrap32
 from trak_lite.projectors.random.triton_hash import hash_word, jit, sign_floats
 
@@ -421,13 +421,13 @@ class MatrixKernel:
         return sums[0] + sums[1]
 
     @torch.no_grad()
-    def formed(self, inputs: Tensor, output_grads: Tensor, workspace: Workspace) -> Tensor:
+    def formed(self, inputs: Tensor, output_grads: Tensor, scratch: Scratch) -> Tensor:
         """Return features ``(b, K)`` of gradients in factors, formed in pieces: some rows of a block at a time.
 
         Args:
             inputs: ``(b, T, d_in)``.
             output_grads: ``(b, T, d_out)``.
-            workspace: Scratch memory for the pieces.
+            scratch: Scratch memory for the pieces.
         """
         dtype = sum_dtype(inputs.dtype, output_grads.dtype)
         height = max(part.rows.stop - part.rows.start for part in self._parts)
@@ -439,7 +439,7 @@ class MatrixKernel:
             sums = self._zeros(len(x), dtype, x.device)
             groups = max(1, budget // (max(1, len(x)) * _GROUP))
             for number in range(len(self._parts)):
-                self._form_(sums, number, x, g, groups, workspace)
+                self._form_(sums, number, x, g, groups, scratch)
             features.append(sums[0] + sums[1])
         return torch.cat(features)
 
@@ -450,14 +450,14 @@ class MatrixKernel:
         inputs: Tensor,
         output_grads: Tensor,
         groups: int,
-        workspace: Workspace,
+        scratch: Scratch,
     ) -> None:
         """Form one block, ``groups`` groups of rows at a time, and add it."""
         part = self._parts[number]
         x = inputs[:, :, part.columns].to(sums.dtype)
         columns = output_grads[:, :, part.rows].to(sums.dtype).transpose(1, 2)
         for first in range(0, columns.shape[1], groups * _GROUP):
-            piece = form(columns[:, first : first + groups * _GROUP], x, workspace)
+            piece = form(columns[:, first : first + groups * _GROUP], x, scratch)
             row_stride, entry_stride = piece.stride()[1:]
             origin = (part.rows.start + first) * row_stride + part.columns.start * entry_stride
             self._add_(

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, final
 import torch
 from torch import Tensor
 
-from trak_lite.projectors._scratch import Workspace, form, scratch_bytes, sum_dtype
+from trak_lite.projectors._scratch import Scratch, form, scratch_bytes, sum_dtype
 from trak_lite.projectors.random.hash import Stream, hash_offsets, hash_signs
 from trak_lite.projectors.sketch.base import AbstractSketch, Keys, form_tables, triton_kernels
 from trak_lite.types import FactoredBlock, LookupBlock
@@ -60,7 +60,7 @@ class VectorSketch(AbstractSketch):
         self._signs = self._draw_signs(0) if num_tiles <= _SEGMENT else None
         self._kernel: VectorKernel | None = None
 
-    def dense(self, rows: Tensor, workspace: Workspace) -> Tensor:
+    def dense(self, rows: Tensor, scratch: Scratch) -> Tensor:
         """Return features ``(b, K)`` of gradient rows ``(b, n)``."""
         kernels = triton_kernels(rows)
         if kernels is not None:
@@ -72,26 +72,26 @@ class VectorSketch(AbstractSketch):
             if first == 0:
                 self._add_tiles(ring, rows, signs, first)
                 continue
-            segment = workspace.get("segment", tuple(ring.shape), dtype, rows.device).zero_()
+            segment = scratch.get("segment", tuple(ring.shape), dtype, rows.device).zero_()
             self._add_tiles(segment, rows, signs, first)
             ring += segment
         return self._folded(ring)
 
-    def factored(self, block: FactoredBlock, workspace: Workspace) -> Tensor:
+    def factored(self, block: FactoredBlock, scratch: Scratch) -> Tensor:
         """Return features ``(b, K)`` of gradients that are formed a few samples at a time."""
         dtype = sum_dtype(block.inputs.dtype, block.output_grads.dtype)
         step = max(1, scratch_bytes(block.inputs.device) // max(1, dtype.itemsize * self._num_entries))
         parts = [
-            self.dense(form(g.to(dtype).transpose(1, 2), x.to(dtype), workspace).flatten(1), workspace)
+            self.dense(form(g.to(dtype).transpose(1, 2), x.to(dtype), scratch).flatten(1), scratch)
             for x, g in zip(
                 torch.split(block.inputs, step), torch.split(block.output_grads, step), strict=True
             )
         ]
         return parts[0] if len(parts) == 1 else torch.cat(parts)
 
-    def looked_up(self, block: LookupBlock, workspace: Workspace) -> Tensor:
+    def looked_up(self, block: LookupBlock, scratch: Scratch) -> Tensor:
         """Return features ``(b, K)`` of tables that are formed a few samples at a time."""
-        return form_tables(self, block, workspace)
+        return form_tables(self, block, scratch)
 
     def _made_by(self, kernels: ModuleType) -> VectorKernel:
         """Return the kernel of this sketch, made at the first call."""
