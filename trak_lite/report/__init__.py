@@ -8,4 +8,4 @@ from trak_lite.report.content import Render as Render
 from trak_lite.report.gallery import Gallery as Gallery
 from trak_lite.report.page import write_report as write_report
 
-__all__ = ["Gallery", "PairRender", "Render", "Renders", "notebook_summary", "write_report"]
+__all__ = ["Gallery", "Render", "write_report"]

@@ -4,4 +4,4 @@ from trak_lite.retraining.subsets import Retrained as Retrained
 from trak_lite.retraining.subsets import retrain as retrain
 from trak_lite.retraining.subsets import retrain_many as retrain_many
 
-__all__ = ["OutputFunction", "Retrained", "TrainFunction", "retrain", "retrain_into", "retrain_many"]
+__all__ = ["Retrained", "retrain", "retrain_many"]
