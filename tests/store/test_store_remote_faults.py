@@ -396,6 +396,18 @@ def test_a_place_with_something_else_in_it_is_refused(bucket, here):
         RemoteFeatureStore.open(here.place)
 
 
+def test_a_place_where_a_creator_was_killed_becomes_a_store(bucket, here):
+    """The list of tables is put first: until the store's own document is there, anybody may make the store."""
+    here.store()
+    del bucket.kept["zarr.json"]
+    assert list(bucket.kept) == [".tables/zarr.json"]
+    here.table().put(0, values([0]))
+    assert here.reader().done().tolist().count(True) == 1
+    del bucket.kept["zarr.json"]  # tables are there: this is a damaged store, and not one that is being made
+    with pytest.raises(CorruptStoreError, match="is not a store"):
+        RemoteFeatureStore.create(here.place, MANIFEST)
+
+
 @pytest.mark.parametrize("document", [f"{NAME}/zarr.json", f"{NAME}/q/zarr.json", "zarr.json"])
 def test_damaged_documents_are_named(bucket, here, document):
     here.table()

@@ -537,6 +537,8 @@ def _drop_staged(local: ZarrFeatureStore, path: str) -> None:
 
 def _refuse_occupied(objects: AbstractObjects) -> None:
     occupied = objects.folders("")
+    if occupied == [TABLES] and list(objects.sizes(TABLES)) == [f"{TABLES}/{_METADATA}"]:
+        return  # all that a process had put which was killed while it made the store, or makes it at this moment
     # looked at again: somebody may just have created the store
     if occupied and objects.get(_METADATA) is None:
         raise CorruptStoreError(
