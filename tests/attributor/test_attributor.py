@@ -94,6 +94,7 @@ def contents(folder: Path) -> dict[str, bytes]:
 # ------------------------------------------------------------------------ resuming
 
 
+@pytest.mark.quick
 def test_a_second_run_finds_every_row_and_loads_a_few_to_compare(tmp_path: Path) -> None:
     data = Counting()
     attributor(tmp_path / "a.zarr").featurize(data, checkpoints=states())
@@ -109,6 +110,7 @@ def test_a_second_run_finds_every_row_and_loads_a_few_to_compare(tmp_path: Path)
     assert len(named.loaded) == 2 * 8
 
 
+@pytest.mark.quick
 @pytest.mark.parametrize("fail_at", [0, 5, 31, 32, 40, 69])
 def test_an_interrupted_run_loads_only_pending_rows_and_ends_with_the_same_bits(
     tmp_path: Path, fail_at: int
@@ -137,6 +139,7 @@ def test_an_interrupted_run_loads_only_pending_rows_and_ends_with_the_same_bits(
     np.testing.assert_allclose(made.scores("test").numpy(), expected.numpy(), rtol=1e-3, atol=1e-5)
 
 
+@pytest.mark.quick
 def test_memory_and_disk_give_the_same_scores(tmp_path: Path) -> None:
     np.testing.assert_array_equal(finished(tmp_path / "a.zarr")[1].numpy(), finished(None)[1].numpy())
 

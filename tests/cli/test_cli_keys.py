@@ -16,6 +16,8 @@ from trak_lite.cli.keys import keys_of, plain_type, type_text
 from trak_lite.errors import InvalidInputError
 from trak_lite.gradient_computers.normalization import Normalization
 
+pytestmark = pytest.mark.quick
+
 KEYS = config_parser("run", "", "").keys
 
 

@@ -44,6 +44,7 @@ def plan(*rows: list[int]) -> list[np.ndarray]:
     return [np.array(part) for part in rows]
 
 
+@pytest.mark.quick
 def test_only_planned_rows_are_loaded_and_in_order() -> None:
     data = Counting()
 
@@ -54,6 +55,7 @@ def test_only_planned_rows_are_loaded_and_in_order() -> None:
     assert [batch[0].flatten().tolist() for _, batch in batches] == [[7.0, 8.0], [2.0]]
 
 
+@pytest.mark.quick
 def test_a_loader_lends_its_dataset_collation_and_batch_size_and_not_its_order() -> None:
     loader = DataLoader(
         Counting(), batch_size=4, collate_fn=lambda samples: {"x": torch.stack([s[0] for s in samples])}
@@ -66,12 +68,14 @@ def test_a_loader_lends_its_dataset_collation_and_batch_size_and_not_its_order()
     assert batch["x"].flatten().tolist() == [9.0, 1.0]
 
 
+@pytest.mark.quick
 def test_workers_of_a_loader_are_used_and_give_the_same_rows() -> None:
     rows = Rows(DataLoader(TensorDataset(torch.arange(10.0)), batch_size=4, num_workers=1))
 
     assert [batch[0].tolist() for _, batch in rows.batches(plan([3, 4], [9]))] == [[3.0, 4.0], [9.0]]
 
 
+@pytest.mark.quick
 def test_a_loader_keeps_what_it_says_of_its_workers(monkeypatch: pytest.MonkeyPatch) -> None:
     made: list[DataLoader[Any]] = []
 
@@ -98,6 +102,7 @@ def test_a_loader_keeps_what_it_says_of_its_workers(monkeypatch: pytest.MonkeyPa
     assert made[1].num_workers == 0
 
 
+@pytest.mark.quick
 def test_indices_select_and_order_rows() -> None:
     rows = Rows(DataLoader(Counting(), shuffle=True, drop_last=True), indices=[5, 0, 7])
 
@@ -106,6 +111,7 @@ def test_indices_select_and_order_rows() -> None:
     assert batch[0].flatten().tolist() == [5.0, 7.0]
 
 
+@pytest.mark.quick
 @pytest.mark.parametrize(
     ("data", "message"),
     [

@@ -12,6 +12,8 @@ from sklearn.metrics import roc_auc_score
 from trak_lite.errors import InvalidInputError, NonFiniteError
 from trak_lite.evaluation import auc, precision_at, spearman
 
+pytestmark = pytest.mark.quick
+
 TIED_SCORES = st.lists(st.tuples(st.integers(-3, 3), st.booleans()), min_size=2, max_size=30)
 TIED_PAIRS = st.lists(st.tuples(st.integers(-3, 3), st.integers(-3, 3)), min_size=2, max_size=30)
 

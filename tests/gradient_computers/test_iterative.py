@@ -15,6 +15,8 @@ from trak_lite.errors import InvalidInputError, UnsupportedModelError
 from trak_lite.gradient_computers import IterativeGradientComputer, collect_gradients
 from trak_lite.modelout_functions import resolve_task
 
+pytestmark = pytest.mark.quick
+
 IMAGES = torch.linspace(-1, 1, 12, dtype=torch.float64).view(3, 4)
 
 

@@ -18,6 +18,8 @@ from trak_lite.gradient_computers import (
 )
 from trak_lite.modelout_functions import resolve_task
 
+pytestmark = pytest.mark.quick
+
 
 def network() -> nn.Module:
     torch.manual_seed(0)

@@ -23,6 +23,8 @@ from trak_lite.linalg.kernel import (
 )
 from trak_lite.types import FeatureLayout, Segment
 
+pytestmark = pytest.mark.quick
+
 NUM_ROWS, WIDTH = 600, 7
 JOINT = FeatureLayout.joint(WIDTH)
 SPLIT = FeatureLayout((Segment("conv", 0, 3), Segment("head", 3, 7)))

@@ -12,6 +12,8 @@ from trak_lite import Attributor, methods
 from trak_lite.errors import InvalidInputError
 from trak_lite.types import FeatureLayout, Segment
 
+pytestmark = pytest.mark.quick
+
 TWO = FeatureLayout((Segment("a", 0, 4), Segment("b", 4, 8)))
 
 

@@ -17,6 +17,8 @@ from trak_lite.modelout_functions import (
 )
 from trak_lite.types import OutputTerms
 
+pytestmark = pytest.mark.quick
+
 
 def terms_of_logits(task, logits: Tensor, labels: Tensor) -> OutputTerms:
     """Terms for a model that answers with its input."""

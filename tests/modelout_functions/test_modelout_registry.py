@@ -176,7 +176,8 @@ def test_a_description_without_source_is_the_same_in_another_process():
     """Sets of strings have another order in every process, and objects another address."""
     program = (
         "import enum, functools, torch\n"
-        "from trak_lite.modelout_functions import CallableModelOutput\nfrom trak_lite.modelout_functions._describe import describe_task\n"
+        "from trak_lite.modelout_functions import CallableModelOutput\n"
+        "from trak_lite.modelout_functions._describe import describe_task\n"
         "class Held:\n"
         "    def __init__(self): self.names, self.act = {'a', 'b', 'c', 'd', 'e'}, torch.nn.Tanh()\n"
         "    def output(self, call, batch): return self.names\n"

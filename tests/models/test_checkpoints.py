@@ -16,6 +16,8 @@ from torch import Tensor, nn
 from trak_lite.errors import CheckpointError
 from trak_lite.models.checkpoints import Checkpoint, iterate_checkpoints, load_into, weights_digest
 
+pytestmark = pytest.mark.quick
+
 
 def filled(value: float) -> dict[str, Tensor]:
     return {"weight": torch.full((2, 3), value), "bias": torch.full((2,), value)}

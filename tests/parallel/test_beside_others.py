@@ -21,6 +21,8 @@ from trak_lite.parallel.sharing import Patience, SharedRows
 from trak_lite.run.tables import target_folder
 from trak_lite.store import Column, Manifest, TableSpec, ZarrFeatureStore
 
+pytestmark = pytest.mark.quick
+
 N, M = 40, 4
 
 

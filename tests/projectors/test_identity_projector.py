@@ -9,6 +9,8 @@ from trak_lite.errors import InvalidInputError
 from trak_lite.projectors import NoOpProjector
 from trak_lite.types import DenseBlock, FeatureLayout
 
+pytestmark = pytest.mark.quick
+
 SHAPES = {"a": (2, 3), "b": (), "c": (4,)}
 
 

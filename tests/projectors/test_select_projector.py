@@ -8,6 +8,8 @@ from trak_lite.errors import InvalidInputError
 from trak_lite.projectors import PROJECTORS, CountSketchProjector, RademacherProjector
 from trak_lite.projectors.select import select_projector
 
+pytestmark = pytest.mark.quick
+
 
 @pytest.mark.parametrize("name", PROJECTORS)
 def test_every_registered_name_makes_its_projector(name):

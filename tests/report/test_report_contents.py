@@ -12,6 +12,8 @@ from report_cases import Parsed
 
 from trak_lite.report.content import rendered
 
+pytestmark = pytest.mark.quick
+
 PIL_Image = pytest.importorskip(
     "PIL.Image", reason="needs Pillow, which comes with matplotlib, to read PNG files"
 )

@@ -4,10 +4,13 @@ from dataclasses import dataclass
 from functools import partial
 
 import numpy as np
+import pytest
 import torch
 from torch import nn
 
 from trak_lite.retraining._sources import describe_source
+
+pytestmark = pytest.mark.quick
 
 
 def closure(value):

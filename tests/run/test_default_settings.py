@@ -20,6 +20,8 @@ from trak_lite.modelout_functions import CausalLanguageModelingModelOutput
 from trak_lite.run.settings import stored_arguments
 from trak_lite.store import Manifest, ZarrFeatureStore
 
+pytestmark = pytest.mark.quick
+
 N, M = 30, 4
 
 

@@ -15,6 +15,8 @@ from trak_lite.errors import InvalidInputError, StateError
 from trak_lite.linalg.spread import Spread, agreement, expected_agreement
 from trak_lite.methods import AbstractMethod
 
+pytestmark = pytest.mark.quick
+
 RUNS = ["x", "y", "x", "z"]
 
 

@@ -25,6 +25,8 @@ from trak_lite.errors import ReadOnlyStoreError, StateError, StoreError, StoreFu
 from trak_lite.store import ZarrFeatureStore
 from trak_lite.store.disk.files import named_errors
 
+pytestmark = pytest.mark.quick
+
 
 class Fault:
     """Makes one call of a function in ``os`` fail."""

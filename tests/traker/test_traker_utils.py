@@ -12,6 +12,8 @@ from traker_cases import make_model, original
 from trak_lite import utils
 from trak_lite.errors import InvalidInputError
 
+pytestmark = pytest.mark.quick
+
 
 @pytest.fixture(scope="module")
 def theirs():

@@ -28,6 +28,8 @@ from trak_lite.modelout_functions import (
 )
 from trak_lite.projectors import CountSketchProjector
 
+pytestmark = pytest.mark.quick
+
 DOUBLE = torch.float64
 
 
