@@ -261,7 +261,7 @@ class TableList:
         """Return what tells the entry of a table from a later one; ``None`` if there is none."""
         try:
             found = os.lstat(self.entry(path))
-        except FileNotFoundError:
+        except (FileNotFoundError, NotADirectoryError):
             return None
         return found.st_ino, found.st_ctime_ns
 
