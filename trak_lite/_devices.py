@@ -1,4 +1,4 @@
-"""What devices can and cannot do: float64, full float32 products, sums in a fixed order, cuDNN's recurrent layers."""
+"""Device differences: float64 support, full float32 products, deterministic sums, cuDNN's recurrent layers."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ __all__ = [
 
 @functools.cache
 def wide_dtype(device: torch.device) -> torch.dtype:
-    """Return the widest floating dtype that a device computes in: float64, or float32 where it has no float64.
+    """Return the widest floating dtype of a device: float64, or float32 if it does not support float64.
 
     Example:
         >>> wide_dtype(torch.device("cpu")), wide_dtype(torch.device("mps"))
@@ -39,31 +39,29 @@ def wide_dtype(device: torch.device) -> torch.dtype:
         torch.ones(1, dtype=torch.float64, device=device).add_(1)
     except torch.OutOfMemoryError:
         raise
-    except (TypeError, RuntimeError):  # TypeError: mps; RuntimeError: GPUs of other makers without the unit
+    except (TypeError, RuntimeError):  # TypeError: mps; RuntimeError: other GPUs without float64 units
         return torch.float32
     return torch.float64
 
 
 def float64_device(device: torch.device) -> torch.device:
-    """Return the device itself if it computes in float64, and the CPU otherwise."""
+    """Return the device if it supports float64, else the CPU."""
     return device if wide_dtype(device) == torch.float64 else torch.device("cpu")
 
 
 def in_float64(values: Tensor) -> Tensor:
-    """Return values in float64: where they are, or on the CPU if there is no float64 where they are."""
-    # Moved before it is cast: a device without float64 cannot cast to it on the way.
+    """Return values in float64 on their device, or on the CPU if their device does not support float64."""
+    # Move first, then cast: a device without float64 cannot perform the cast.
     return values.to(float64_device(values.device)).double()
 
 
 def add_at_(total: Tensor, dim: int, index: Tensor, values: Tensor) -> Tensor:
-    """Add slices of ``values`` to the slices ``index`` of ``total`` along ``dim``, in a fixed order; return ``total``.
+    """Add ``values`` to the slices ``index`` of ``total`` along ``dim`` in deterministic order; return ``total``.
 
-    What :meth:`torch.Tensor.index_add_` does on the CPU. On CUDA that one adds atomically, in any order, so that the
-    last bits of a row would differ from run to run; ``index_put_`` with ``accumulate`` sorts the indices there.
+    On the CPU this is :meth:`torch.Tensor.index_add_`. On CUDA ``index_add_`` uses atomic adds in any order, so the
+    last bits differ between runs; ``index_put_`` with ``accumulate=True`` sorts the indices there.
     """
-    if (
-        total.device.type == "cpu"
-    ):  # where it is the other way round: index_put_ adds atomically, by several threads
+    if total.device.type == "cpu":  # on the CPU it is index_put_ that adds atomically, in several threads
         return total.index_add_(dim, index, values)
     total.transpose(0, dim).index_put_((index,), values.transpose(0, dim), accumulate=True)
     return total
@@ -71,10 +69,10 @@ def add_at_(total: Tensor, dim: int, index: Tensor, values: Tensor) -> Tensor:
 
 @contextmanager
 def full_float32(device: torch.device) -> Iterator[None]:
-    """Multiply float32 numbers in float32 inside the block: no TF32, no bfloat16, whatever torch's settings are.
+    """Disable TF32 and bfloat16 for float32 products inside the block, whatever torch's settings are.
 
-    TF32 keeps 10 bits of mantissa and is torch's default for convolutions on CUDA. The settings are those of the
-    process; they are given back at the end.
+    TF32 has 10 mantissa bits and is torch's default for convolutions on CUDA. The settings are process-wide; they
+    are restored on exit.
     """
     backends: Any = torch.backends
     host = [backends.mkldnn.matmul, backends.mkldnn.conv, backends.mkldnn.rnn]
@@ -83,10 +81,15 @@ def full_float32(device: torch.device) -> Iterator[None]:
     if all(setting.fp32_precision in ("ieee", "none") for setting in used):
         yield
         return
-    settings = [backends, backends.cudnn, *accelerator, *host]  # the general ones first: the others inherit
+    settings = [
+        backends,
+        backends.cudnn,
+        *accelerator,
+        *host,
+    ]  # general settings first: the others inherit them
     before = [setting.fp32_precision for setting in settings]
-    # torch refuses to read its older flags where they disagree with the newer ones, and models read them
-    # (torch.backends.cudnn.flags does): both are set, the older ones first, as they overwrite the newer.
+    # Models may read torch's older flags (torch.backends.cudnn.flags does), and torch raises if these disagree with
+    # the newer ones. Set both, the older ones first: setting them overwrites the newer ones.
     cudnn, matmul = _readable(_cudnn_allows_tf32), _readable(torch.get_float32_matmul_precision)
     try:
         if cudnn:
@@ -104,7 +107,7 @@ def full_float32(device: torch.device) -> Iterator[None]:
 
 
 def _set(settings: list[Any], values: list[str]) -> None:
-    """Give settings values where they do not have them already, by inheritance perhaps."""
+    """Assign each setting its value unless it already has it, possibly by inheritance."""
     for setting, value in zip(settings, values, strict=True):
         if setting.fp32_precision != value:
             setting.fp32_precision = value
@@ -115,7 +118,7 @@ def _cudnn_allows_tf32() -> bool:
 
 
 def _readable(read: Any) -> Any:
-    """Return an older flag of torch, or ``None`` where the newer ones were set to something that it cannot say."""
+    """Return an older flag of torch, or ``None`` if it cannot represent the state of the newer flags."""
     try:
         return read()
     except RuntimeError:
@@ -124,9 +127,9 @@ def _readable(read: Any) -> Any:
 
 @contextmanager
 def model_pass(model: nn.Module) -> Iterator[None]:
-    """Run a model inside the block with full float32 products, and such that a backward pass can follow.
+    """Run a model inside the block with full float32 products and such that a backward pass is possible.
 
-    Recurrent layers in eval mode run without cuDNN, whose backward pass exists in train mode only.
+    Recurrent layers in eval mode run without cuDNN, which supports their backward pass in train mode only.
     """
     first = next(model.parameters(), None)
     device = torch.device("cpu") if first is None else first.device
@@ -140,7 +143,7 @@ def _without_cudnn(model: nn.Module) -> Iterator[None]:
     if not (recurrent and torch.backends.cudnn.enabled):
         yield
         return
-    torch.backends.cudnn.enabled = False  # and not by flags(), which sets all of cuDNN's other flags as well
+    torch.backends.cudnn.enabled = False  # not through flags(), which also sets all other cuDNN flags
     try:
         yield
     finally:
@@ -148,20 +151,20 @@ def _without_cudnn(model: nn.Module) -> Iterator[None]:
 
 
 def rng_state(device: torch.device) -> Tensor:
-    """Return the state of a device's own generator."""
+    """Return the random state of a device's default generator."""
     module, arguments = _generator(device)
     state: Tensor = module.get_rng_state(*arguments)
     return state
 
 
 def set_rng_state(device: torch.device, state: Tensor) -> None:
-    """Give a device's own generator a state."""
+    """Set the random state of a device's default generator."""
     module, arguments = _generator(device)
     module.set_rng_state(state, *arguments)
 
 
 def seed_rng(device: torch.device, seed: int) -> None:
-    """Seed a device's own generator, and no other one."""
+    """Seed the default generator of one device only."""
     if device.type == "cpu":
         torch.default_generator.manual_seed(seed)
         return
@@ -171,7 +174,7 @@ def seed_rng(device: torch.device, seed: int) -> None:
 
 
 def _generator(device: torch.device) -> tuple[Any, tuple[torch.device, ...]]:
-    """Return the module that has the state of a device's generator, and how it is told the device."""
+    """Return the module that accesses a device's generator, and the device arguments of its functions."""
     if device.type == "cpu":
         return torch, ()
     return torch.get_device_module(device), () if device.type == "mps" else (device,)  # mps has one device
@@ -180,8 +183,8 @@ def _generator(device: torch.device) -> tuple[Any, tuple[torch.device, ...]]:
 def eigh_of_positive(matrix: Tensor) -> tuple[Tensor, Tensor]:
     """Return eigenvalues ``(k,)``, ascending, and eigenvectors ``(k, k)`` of a positive semi-definite matrix.
 
-    LAPACK's divide and conquer, which torch calls, does not converge for some matrices of low rank: these are
-    decomposed by their singular values, which are the eigenvalues.
+    LAPACK's divide-and-conquer solver, which torch calls, does not converge for some low-rank matrices. These are
+    decomposed by SVD, whose singular values equal the eigenvalues.
     """
     try:
         values, vectors = torch.linalg.eigh(matrix)

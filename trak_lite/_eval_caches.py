@@ -1,4 +1,4 @@
-"""Values that a model keeps while it is in eval mode, computed from parameters by an earlier pass."""
+"""Values that modules compute from parameters and cache in eval mode."""
 
 from __future__ import annotations
 
@@ -8,14 +8,14 @@ __all__ = ["drop_eval_caches"]
 
 
 def drop_eval_caches(model: nn.Module) -> None:
-    """Let the modules that override ``train`` drop what they keep in eval mode.
+    """Make modules that override ``train`` drop the values they cache in eval mode.
 
-    LeViT and its like compute position biases once and drop them when ``train(True)`` is called. A pass without a graph
-    leaves constants behind, so that the parameters' gradients are zero; one with a graph leaves a graph that cannot be
-    differentiated again; other weights are loaded and the old biases stay.
+    LeViT and similar models compute position biases once and drop them when ``train(True)`` is called. Biases cached
+    by a pass without a graph are constants, so the parameters' gradients are zero; those cached with a graph cannot
+    be differentiated twice; and cached biases are stale after other weights are loaded.
 
     Args:
-        model: Modules in eval mode are put into train mode and back; every module ends in the mode it had.
+        model: Modules in eval mode are switched to train mode and back; all modes are unchanged afterwards.
     """
     for module in list(model.modules()):
         if type(module).train is nn.Module.train or module.training:

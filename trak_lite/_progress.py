@@ -1,4 +1,4 @@
-"""How far a piece of work is: a bar for whoever looks on, a note for whoever stops it."""
+"""Progress bars, and a note on ``KeyboardInterrupt`` that states the progress."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ __all__ = ["KeptProgress", "distributed_rank", "progress_bar"]
 
 
 class _Bar(tqdm):  # type: ignore[misc]  # tqdm has no types
-    """A bar whose lock belongs to this process.
+    """A progress bar whose lock is local to this process.
 
-    tqdm shares a lock with forked processes, and one that is killed while it holds the lock blocks all others for ever.
+    tqdm shares a lock with forked processes; one that is killed while holding it would block all others forever.
     """
 
 
@@ -31,16 +31,16 @@ os.register_at_fork(after_in_child=_renew_lock)  # another thread may hold it at
 def progress_bar(
     total: int, done: int = 0, *, label: str, unit: str = "row", progress: bool | None = None
 ) -> _Bar:
-    """Return the bar that every long call shows: label, share, time that is left, rate.
+    """Return a progress bar with label, percentage, remaining time and rate.
 
-    Of the processes of a distributed run, only rank 0 shows it.
+    In a distributed run only rank 0 shows it.
 
     Args:
-        total: Units of work.
-        done: How many of them were done before.
-        label: What the bar is called.
-        unit: What is counted.
-        progress: Show the bar; ``None`` shows it on a terminal only.
+        total: Number of units of work.
+        done: Units that are already done.
+        label: Label of the bar.
+        unit: Name of a unit.
+        progress: Whether to show the bar; ``None`` shows it only on a terminal.
     """
     hidden = None if progress is None else not progress
     return _Bar(
@@ -49,7 +49,7 @@ def progress_bar(
 
 
 def distributed_rank() -> int:
-    """Return this process's number in a distributed run, by torch or by the launcher's ``RANK``; else 0."""
+    """Return this process's rank according to ``torch.distributed`` or the launcher's ``RANK``, else 0."""
     if torch.distributed.is_available() and torch.distributed.is_initialized():
         return torch.distributed.get_rank()
     launched = os.environ.get("RANK", "")
@@ -58,7 +58,7 @@ def distributed_rank() -> int:
 
 @final
 class KeptProgress:
-    """Progress of work whose results are kept one by one, so that what is counted as done survives a Ctrl-C.
+    """Progress of work whose results are saved one by one; on Ctrl-C, a note states how many units are done.
 
     Example:
         >>> try:
@@ -79,12 +79,12 @@ class KeptProgress:
         self._bar = progress_bar(total, done, label=label, unit=unit, progress=progress)
 
     def advance(self, count: int) -> None:
-        """Count units that are kept by now; a negative count takes some back."""
+        """Count saved units; a negative count subtracts."""
         self._done += count
         self._bar.update(count)
 
     def say(self, text: str) -> None:
-        """Show a word beside the bar, until the next one."""
+        """Show a text next to the bar until the next call."""
         self._bar.set_postfix_str(text)
 
     def __enter__(self) -> Self:
@@ -97,8 +97,8 @@ class KeptProgress:
         error: BaseException | None,
         traceback: TracebackType | None,
     ) -> None:
-        """Close the bar; a Ctrl-C is told how far the work is."""
+        """Close the bar; add a note on the progress to a ``KeyboardInterrupt``."""
         self._bar.close()
         if isinstance(error, KeyboardInterrupt):
-            # Between keeping a result and counting it, one more may be done.
+            # "At least": the interrupt may come between saving a result and counting it.
             error.add_note(f"{self._label}: at least {self._done} of {self._total} {self._unit}s are done.")

@@ -1,4 +1,4 @@
-"""Checks worth a name: of arguments, which raise :class:`InvalidInputError`, and of JSON before it is parsed."""
+"""Argument checks, which raise :class:`InvalidInputError`, and a JSON parser with limits."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ def real_at_least(minimum: float, **named: object) -> float:
 
 
 def one_of(allowed: Collection[str], **named: object) -> str:
-    """Return the one keyword value if it is among the allowed strings; the message names the nearest one."""
+    """Return the one keyword value if it is among the allowed strings; else the message names the nearest one."""
     ((name, value),) = named.items()
     if isinstance(value, str) and value in allowed:
         return value
@@ -71,7 +71,7 @@ def one_of(allowed: Collection[str], **named: object) -> str:
 
 
 def known_names(given: Iterable[str], allowed: Collection[str], *, what: str) -> list[str]:
-    """Return the given names as a list if all are allowed; the message names unknown ones and the nearest known."""
+    """Return the names as a list if all are allowed; else the message lists the unknown and the nearest known names."""
     names = [given] if isinstance(given, str) else list(given)
     unknown = [name for name in names if name not in allowed]
     if unknown:
@@ -88,7 +88,7 @@ def known_names(given: Iterable[str], allowed: Collection[str], *, what: str) ->
 
 
 def some_of(texts: Iterable[str], *, most: int = 10) -> str:
-    """Return texts as a message lists them: the first ones, and how many more there are.
+    """Return texts as a list for a message: the first ones, and the number of the others.
 
     Example:
         >>> some_of(["ckpt-0", "ckpt-1", "ckpt-2"], most=2)
@@ -99,18 +99,18 @@ def some_of(texts: Iterable[str], *, most: int = 10) -> str:
 
 
 def parse_json(text: bytes | NDArray[Any], *, finite: bool = True) -> Any:
-    """Return the value of a JSON text whose size is bounded before it is parsed: every JSON of a store's comes here.
+    """Parse a JSON text after checking its size; all JSON read from stores goes through this function.
 
-    Two million values are room for a manifest of 100,000 modules. An empty list takes two bytes of text and eighty of
-    memory, so it is the number of values that bounds memory and time, at some 400 MB and a second.
+    Two million values suffice for a manifest of 100,000 modules. An empty list takes 2 bytes of text but 80 bytes of
+    memory, so the limit on values, not on bytes, bounds the cost: about 400 MB and one second.
 
     Args:
-        text: In UTF-8.
-        finite: Refuse NaN and infinite numbers, which are no JSON although Python writes them.
+        text: JSON in UTF-8.
+        finite: Reject NaN and infinite numbers, which Python writes although they are not JSON.
 
     Raises:
-        ValueError: If it is no JSON, longer than 64 MiB, of more than 2,097,152 values, nested more than 128 levels
-            deep, or has a number that is not finite and may not be.
+        ValueError: If the text is not JSON, is longer than 64 MiB, has more than 2,097,152 values, is nested more than
+            128 levels deep, or, with ``finite``, has a number that is not finite.
 
     Example:
         >>> parse_json(b'{"a": [1, 2.5, null]}')
@@ -120,7 +120,7 @@ def parse_json(text: bytes | NDArray[Any], *, finite: bool = True) -> Any:
     if size > _MOST_BYTES:
         raise ValueError(f"{size} bytes, expected at most {_MOST_BYTES}")
     plain = text if isinstance(text, bytes) else text.tobytes()
-    values = sum(map(plain.count, _STRUCTURE))  # those inside strings count too
+    values = sum(map(plain.count, _STRUCTURE))  # an upper bound: characters inside strings count too
     if values > _MOST_VALUES:
         raise ValueError(f"more than {_MOST_VALUES} values")
     try:
@@ -134,10 +134,10 @@ def parse_json(text: bytes | NDArray[Any], *, finite: bool = True) -> Any:
 
 
 def check_depth(value: Any, *, deepest: int = _DEEPEST) -> None:
-    """Raise if a JSON value has more levels than any walk through it is sure to come back from.
+    """Raise if a JSON value is nested so deeply that recursive functions could exceed the recursion limit.
 
     Raises:
-        ValueError: If it has.
+        ValueError: If it is nested more than ``deepest`` levels deep.
 
     Example:
         >>> check_depth({"a": [1, {"b": 2}]}, deepest=2)
@@ -155,7 +155,7 @@ def check_depth(value: Any, *, deepest: int = _DEEPEST) -> None:
 
 
 def _finite(text: str) -> float:
-    """Return a number of a JSON text; Python's parser takes some that JSON has not."""
+    """Return a finite number of a JSON text; Python's parser also accepts NaN and infinities."""
     number = float(text)
     if not math.isfinite(number):
         raise ValueError(f"{text} is no finite number")
@@ -163,10 +163,10 @@ def _finite(text: str) -> float:
 
 
 def target_number(target: Any, count: int, name: str) -> int:
-    """Return the number of a target, counted from the end if it is negative.
+    """Return a target's number; negative numbers count from the end.
 
     Raises:
-        InvalidInputError: If there is no such target.
+        InvalidInputError: If the number is not an integer or out of range.
     """
     if isinstance(target, bool) or not isinstance(target, int | np.integer) or not -count <= target < count:
         raise InvalidInputError(f"There is no target {target}: {name!r} has targets 0 to {count - 1}.")

@@ -1,4 +1,4 @@
-"""The native facade: featurize a train set, score targets, and the one place that names the defaults."""
+"""The ``Attributor`` class: featurize a train set and score targets. Its constructor defines all defaults."""
 
 from __future__ import annotations
 
@@ -40,25 +40,26 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class FeaturizeSummary:
-    """What a call of :meth:`Attributor.featurize` did."""
+    """Result of a call of :meth:`Attributor.featurize`."""
 
     checkpoints: tuple[str, ...]
     """Names of the checkpoints, in order."""
     rows_written: int
     """Rows featurized by this call, over all checkpoints."""
     rows_found: int
-    """Rows that were in the store already or came there by other processes, over all checkpoints."""
+    """Rows that were already in the store or that other processes wrote, over all checkpoints."""
 
 
 class Attributor:
     """Answers "which training examples made the model say this?" for a trained model.
 
-    Featurize the train set once for every checkpoint, then score any number of target sets. Both resume: a
-    run that was killed continues at the first row that is not on disk. The model is borrowed: weights, mode,
-    flags and device are given back after every call.
+    Featurize the train set once per checkpoint, then score any number of target sets. Both steps resume: after a
+    kill, the next call continues at the first row that is not on disk. Every call restores the model's weights,
+    mode, flags and device before it returns.
 
-    Source: TRAK (arXiv:2303.14186), with damping and curvature weights; every choice left to ``"auto"`` is
-    made when the object is built, logged, and written into the store.
+    The constructor resolves every ``"auto"`` setting, logs its value, and writes it into the store.
+
+    Source: TRAK (arXiv:2303.14186), with damping and curvature weights.
 
     Example:
         >>> from torch.utils.data import TensorDataset
@@ -93,45 +94,45 @@ class Attributor:
         progress: bool | None = None,
         distributed: bool | None = None,
     ) -> None:
-        """Check and decide every setting; nothing is written yet.
+        """Check and resolve every setting. Nothing is written yet.
 
         Args:
-            model: The trained module. It is used in eval mode and given back as it was.
-            task: Name of a model output function, one of one's own, or a callable ``f(model_call, batch) -> (B,)``.
-            path: Folder of the store (``runs/digits.zarr``), its address in an object store
-                (``s3://bucket/digits.zarr``, a store of obstore's, a :class:`~trak_lite.store.RemotePlace`); ``None``
+            model: The trained module. It runs in eval mode and is restored after every call.
+            task: Name of a model output function, a custom one, or a callable ``f(model_call, batch) -> (B,)``.
+            path: Folder of the store (``runs/digits.zarr``), or its address in an object store: a URL
+                (``s3://bucket/digits.zarr``), an obstore store or a :class:`~trak_lite.store.RemotePlace`. ``None``
                 keeps everything in memory.
-            proj_dim: K, numbers per stored row, or per module of it (see ``layout``); more is more exact and costs disk
-                and time. ``"auto"`` takes 2048, or less where the modules are more than 16 (32,768 numbers per row).
+            proj_dim: K, the number of features per stored row, or per module of a row (see ``layout``). A larger K is
+                more exact and costs disk and time. ``"auto"`` uses 2048, or less for models with more than 16 modules
+                (at most 32,768 features per row).
             seed: Seed of the projection.
-            device: ``"auto"`` runs where the model is.
+            device: ``"auto"`` uses the model's device.
             dtype: Stored dtype of the train rows' features. ``"int8"`` and ``"int4"`` take a half and a quarter of the
-                disk of ``"float16"``: integers, with a float32 scale for every row (see :attr:`row_bytes`); targets
-                are then kept in float32.
-            grad_wrt: Names, patterns (``"layers.*"``) or module classes of the parameters to attribute through;
-                ``None`` takes all that require grad.
-            gradient_computer: ``"hook"``, ``"functional"``, ``"iterative"``, or a class or partial of one; ``"auto"``
-                takes the first of these that is exact for the model, decided by its first samples.
-            normalize: What the gradients of train rows and targets are divided by: ``"unit"`` by their norms,
-                ``clip(C)`` where that is above C by what brings it down to C, ``clip(C, scope="module")`` module by
-                module; q and w stay as they are.
-            store_norms: Keep the norms of the train rows' gradients, not normalised, for :meth:`gradient_norms`; costs
-                up to a tenth of the time.
+                disk of ``"float16"``: they store integers and one float32 scale per row (see :attr:`row_bytes`).
+                Target features are then stored in float32.
+            grad_wrt: Names, patterns (``"layers.*"``) or module classes of the parameters to differentiate;
+                ``None`` selects all parameters that require grad.
+            gradient_computer: ``"hook"``, ``"functional"``, ``"iterative"``, or a class or partial of one. ``"auto"``
+                uses the first of these that is exact for the model on its first samples.
+            normalize: Scaling of the gradients of train rows and targets. ``"unit"`` divides each by its norm.
+                ``clip(C)`` scales gradients with a norm above C down to norm C; ``clip(C, scope="module")`` does so
+                per module. q and w are not scaled.
+            store_norms: Store the norms of the unnormalised train gradients for :meth:`gradient_norms`. Takes up to
+                10 % more time.
             projector: ``"auto"`` (``"countsketch"``), another name in ``trak_lite.projectors.PROJECTORS``, or an
                 instance.
-            layout: ``"module"`` gives every module K features of its own, ``"joint"`` adds up the features of all
-                parameters, as TRAK does; ``"auto"`` takes the former, but for a projector of one's own.
-            method: How stored rows become scores where :meth:`score` does not say: a method of
-                :mod:`trak_lite.methods` or its name. ``"auto"`` takes the first of ``"GaussNewton"``, ``"Fisher"``
-                (where f is a log-likelihood, or a sum over tokens or labels, and K at most 4096) and ``TRAK`` with the
-                default damping that the task has all for. ``"Fisher"`` takes 4 K further gradients per checkpoint in
-                :meth:`featurize`, 32 per train row at most.
-            collate: Turns a list of samples into a batch, where :class:`~trak_lite.Rows` does not say.
-            batch_size: Samples per pass, where neither ``Rows`` nor a DataLoader says; ``None`` is 32.
+            layout: ``"module"`` stores K features per module. ``"joint"`` sums the features over all parameters, as
+                TRAK does. ``"auto"`` is ``"module"``, except for a custom projector.
+            method: Default method of :meth:`score`: a method of :mod:`trak_lite.methods` or its name. ``"auto"`` uses
+                the first of these that the task supports: ``"GaussNewton"``, ``"Fisher"`` (if f is a log-likelihood,
+                or a sum over tokens or labels, and K is at most 4096), ``TRAK`` with the default damping. ``"Fisher"``
+                computes 4 K more gradients per checkpoint in :meth:`featurize`, at most 32 per train row.
+            collate: Turns a list of samples into a batch. :class:`~trak_lite.Rows` can override it.
+            batch_size: Samples per pass, unless ``Rows`` or a DataLoader sets it; ``None`` is 32.
             progress: Show progress bars; ``None`` shows them on a terminal only. Ranks above 0 show none.
-            distributed: Make every call together with the other ranks of a script that was started by torchrun, or that
-                has a ``torch.distributed`` process group: ``None`` does so where there are any. ``False`` is for calls
-                that only some ranks make.
+            distributed: Make every call a collective one of all ranks. ``None`` does so if the script was started by
+                torchrun or has a ``torch.distributed`` process group. Use ``False`` for calls that only some ranks
+                make.
 
         Raises:
             InvalidInputError: If a setting is not among the allowed ones, or a name in ``grad_wrt`` is unknown.
@@ -169,7 +170,7 @@ class Attributor:
             distributed=distributed,
         )
         self._held: HeldRows | None = None
-        """A few train rows, as they were last given: they are computed again when targets are scored."""
+        """A few train rows of the last ``featurize``. ``score`` recomputes them to detect changes."""
 
     @classmethod
     def open(
@@ -179,19 +180,19 @@ class Attributor:
         task: Task | None = None,
         **overrides: Any,
     ) -> Self:
-        """Continue with a store: every setting comes from its manifest.
+        """Return an attributor for an existing store, with the settings of its manifest.
 
         Args:
             path: Folder of the store, or its address in an object store.
             model: A module of the architecture that the store was made with.
-            task: Needed only where the store was made with a model output function of one's own.
-            **overrides: Arguments of the constructor that cannot be stored (a projector or gradient computer of
-                one's own, ``collate``, ``device``, ``progress``) or that may change (``method``).
+            task: Required only if the store was made with a custom model output function.
+            **overrides: Arguments of the constructor that cannot be stored (a custom projector or gradient computer,
+                ``collate``, ``device``, ``progress``) or that may change (``method``).
 
         Raises:
             MissingStoreError: If there is no store at the path.
             ManifestMismatchError: If an older version of trak_lite wrote the store.
-            InvalidInputError: If a setting of one's own is needed and was not passed.
+            InvalidInputError: If the store was made with a custom object that was not passed.
         """
         place = resolve_place(path)
         with open_store(place) as store:
@@ -206,7 +207,7 @@ class Attributor:
 
     @property
     def row_bytes(self) -> int:
-        """Bytes on disk of one train row of one checkpoint: its features, q and w, and its norm if that is kept."""
+        """Bytes on disk per train row and checkpoint: features, q, w, and the gradient norm if it is stored."""
         return self._settings.train_table(1, {}).row_bytes
 
     def featurize(
@@ -217,37 +218,37 @@ class Attributor:
         checkpoint_loader: Callable[[Any], Mapping[str, Tensor]] | None = None,
         append: bool = False,
     ) -> FeaturizeSummary:
-        """Compute and keep the features of every train row for every checkpoint.
+        """Compute and store the features of every train row for every checkpoint.
 
-        Rows that are in the store already are not computed, and not loaded from the dataset, but for up to eight of
-        each checkpoint: they are compared with what is stored, so that a change of data, model or code is noticed
-        whatever its cause. Checkpoints are recognised by their weights, so later calls may add some.
+        Rows that are already in the store are neither loaded nor computed. The exception is up to eight rows per
+        checkpoint: they are computed again and compared with the stored ones, to detect changes of data, model or
+        code. Checkpoints are identified by their weights, so later calls may add more.
 
-        Any number of processes may do this at the same time on the same path: they share the rows chunk by chunk,
-        take over what a killed one left, and all return when every row is there. Under torchrun an error of one of them
-        ends the others.
+        Any number of processes may call this at the same time with the same path. They divide the rows by chunks,
+        finish the chunks of killed processes, and return when every row is stored. Under torchrun an error of one
+        rank ends the others.
 
         Args:
             data: A map-style dataset, a DataLoader that reads one in order, or :class:`~trak_lite.Rows` of one, which
-                select and order rows and set the batch size. It is held until the next call, for methods that are
-                fitted to it.
-            checkpoints: ``None`` for the model as it is, a state dict, a path to a file or folder, or an iterable
-                of these. Checkpoints of one run, 4 to 10 of them, are the cheapest way to better scores.
-            checkpoint_loader: Turns an item of ``checkpoints`` into a state dict, where it is none of these.
-            append: The data may have more rows than the store: if it begins with the stored ones, as far as the
-                digest or the name of ``Rows`` tells, the rest is appended. From then on the store is that of the longer
-                data: each of its checkpoints has to be featurized again, for the new rows, before the next scoring.
+                select and order rows and set the batch size. The attributor holds it until the next call, for methods
+                that are fitted to the train data.
+            checkpoints: ``None`` for the model's current weights, a state dict, a path to a file or folder, or an
+                iterable of these. Using 4 to 10 checkpoints of one run is the cheapest way to better scores.
+            checkpoint_loader: Turns an item of ``checkpoints`` of any other type into a state dict.
+            append: Accept data with more rows than the store. If the data begins with the stored rows, according to
+                the digest or the name of ``Rows``, the remaining rows are appended. All checkpoints of the store must
+                then be featurized with the longer data before the next scoring.
 
         Returns:
-            What was written by this call, and what was found or written by other processes.
+            The numbers of rows that this call wrote, and that it found or other processes wrote.
 
         Raises:
             InvalidInputError: If the data, a batch or a checkpoint is not what is expected.
             NonFiniteError: If a value of a row is NaN or infinite; names the rows.
-            ManifestMismatchError: If the store holds other settings or other data; names every difference. Or if stored
-                rows do not come out as they are stored; names the first, and each quantity that differs.
+            ManifestMismatchError: If the store has other settings or other data; names every difference. Or if
+                recomputed rows differ from the stored ones; names the first row, and each quantity that differs.
             StoreError: If the store cannot be read or written.
-            RankError: If another rank of a distributed run failed, or does something else.
+            RankError: If another rank of a distributed run failed, or makes another call.
         """
         rows = self._run.rows(data, "the train data")
         names: list[str] = []
@@ -259,7 +260,7 @@ class Attributor:
             self._run.session(rows.identity(), appended_to=appended_to, ranks=ranks) as session,
         ):
             found = iterate_checkpoints(checkpoints, checkpoint_loader)
-            # What comes from an iterator is not held any longer than it has to be.
+            # Wait until each checkpoint of an iterator is complete, so that finish() does not hold it in memory.
             for checkpoint, wait in zip(found, repeat(True)) if once else marking_last(found):
                 written += session.featurize(checkpoint, rows, wait=wait)
                 names.append(checkpoint.name)
@@ -288,20 +289,20 @@ class Attributor:
     ) -> Scores:
         """Score every train row for every target.
 
-        The result is kept under ``name``: the same call again returns it, or resumes it after a kill. Another
-        method reads the same stored rows of train set and targets, whose gradients are not computed again (but for the
-        targets of :class:`~trak_lite.methods.EKFAC`), and is kept beside the first one. What a method needs to have
-        fitted to the train data is fitted by the first call with it.
+        The scores are stored under ``name``: the same call again returns them, or resumes after a kill. Scores of
+        other methods are stored separately. They use the same stored rows of train set and targets, without new
+        gradients (except for the targets of :class:`~trak_lite.methods.EKFAC`). The first call with a method that must
+        be fitted to the train data fits it.
 
         Args:
             data: The targets: a map-style dataset, a DataLoader that reads one in order, or :class:`~trak_lite.Rows`
                 of one.
             name: Name of the target set.
             method: A method of :mod:`trak_lite.methods`, its name, or its name and fields
-                (``{"name": "TracIn", "learning_rates": [0.1, 0.05]}``); ``None`` is the attributor's.
-            dense: Keep the ``(N, M)`` matrix on disk; without it scores are computed from the stored rows when asked.
-            k: Without the matrix, find and keep this many most helpful and most harmful rows of every target now.
-            checkpoints: The checkpoints to use, all of them featurized; ``None`` uses every one in the store.
+                (``{"name": "TracIn", "learning_rates": [0.1, 0.05]}``); ``None`` is the attributor's method.
+            dense: Store the ``(N, M)`` matrix on disk. ``False`` computes scores from the stored rows on access.
+            k: With ``dense=False``, find and store the k most helpful and k most harmful rows of every target.
+            checkpoints: The checkpoints to use. All must be featurized. ``None`` uses all checkpoints of the store.
             checkpoint_loader: As in :meth:`featurize`.
 
         Returns:
@@ -309,12 +310,12 @@ class Attributor:
 
         Raises:
             InvalidInputError: If a setting is unknown or does not fit the checkpoints.
-            StateError: If train rows are pending, the weights of a checkpoint are not to be found, or the method has to
-                be fitted and this attributor was not given the train data.
-            ManifestMismatchError: If other targets or checkpoints were scored under this name, or stored rows of
-                targets or train data do not come out as they are stored: the data or the model were changed.
-            SingularKernelError: If the kernel has no inverse at the damping in force.
-            RankError: If another rank of a distributed run failed, or does something else.
+            StateError: If train rows are pending, the weights of a checkpoint cannot be found, or the method has to
+                be fitted and this attributor has not featurized the train data.
+            ManifestMismatchError: If other targets or checkpoints were scored under this name, or recomputed rows of
+                targets or train data differ from the stored ones because the data or the model changed.
+            SingularKernelError: If the kernel is singular at the method's damping.
+            RankError: If another rank of a distributed run failed, or makes another call.
         """
         check_name(name, what="target set")
         chosen = self._settings.scored_by(method)
@@ -356,34 +357,35 @@ class Attributor:
         )
 
     def scores(self, name: str = "targets", *, method: Method | None = None, dense: bool = True) -> Scores:
-        """Return the scores of a target set from the store, without the data and without a gradient.
+        """Return the scores of a target set from the store, without the data and without computing gradients.
 
         Args:
             name: Name of the target set.
             method: As in :meth:`score`.
-            dense: Return the matrix that was kept; ``False`` computes scores from the stored rows when they are asked
-                for, which must be there for every checkpoint that the targets were featurized with.
+            dense: Return the stored matrix. ``False`` computes scores from the stored rows on access. The rows must be
+                complete for every checkpoint that the targets were featurized with.
 
         Raises:
             InvalidInputError: If the method is unknown or does not fit the checkpoints.
-            StateError: If they were never computed, or not finished.
-            ManifestMismatchError: If they were made by an attributor with another method.
+            StateError: If the scores were never computed, or are not finished.
+            ManifestMismatchError: If an attributor with another method made the scores.
         """
         check_name(name, what="target set")
         read = stored_scores if dense else streamed_scores
         return read(self._workspace, self._settings, name, self._settings.scored_by(method), run=self._run)
 
     def gradient_norms(self) -> NDArray[np.float32]:
-        """Return the norms of the train rows' gradients as they were before any normalisation, from the store.
+        """Return the stored norms of the train rows' gradients before normalisation.
 
         Returns:
-            Euclidean norms over all kept parameters, ``(C, N)``, checkpoints in the order they were first featurized.
+            Euclidean norms over all selected parameters, ``(C, N)``. Checkpoints are in the order in which they were
+            first featurized.
 
         Raises:
             StateError: If rows are pending, or the store was made without norms.
 
         Example:
-            Clip the tenth of the gradients that is longest:
+            Clip the 10 % of the gradients with the largest norms:
 
             >>> from torch.utils.data import TensorDataset
             >>> from trak_lite import clip, clipping_threshold
@@ -401,35 +403,35 @@ class Attributor:
             return stored_norms(store)
 
     def drop_checkpoint(self, name: str) -> None:
-        """Remove the rows of a checkpoint from the store, for good: those of the train data and of all targets.
+        """Permanently remove the rows of a checkpoint from the store: those of the train data and of all targets.
 
-        Scores that were computed with it can no longer be opened; :meth:`drop_scores` removes them. Of several ranks
-        the first one does it, when all have come.
+        Scores that were computed with the checkpoint can no longer be opened; :meth:`drop_scores` removes them. In a
+        distributed run rank 0 removes the rows, after all ranks have made the call.
 
         Args:
             name: As in :attr:`FeaturizeSummary.checkpoints`, or the name of its table in the store: ``"ckpt-0"``.
 
         Raises:
             StateError: If nothing was featurized yet.
-            InvalidInputError: If no checkpoint, or more than one, is called that.
-            BusyError: If another process writes rows of it.
+            InvalidInputError: If no checkpoint, or more than one, has this name.
+            BusyError: If another process is writing rows of the checkpoint.
         """
         self._drop(f"drop_checkpoint {name!r}", lambda store: drop_checkpoint(store, name))
 
     def drop_scores(self, name: str = "targets") -> None:
-        """Remove the scores of a target set, made in whatever way, for good; the features of the targets stay.
+        """Permanently remove the scores of a target set, of all methods. The features of the targets remain.
 
-        Of several ranks the first one does it, when all have come.
+        In a distributed run rank 0 removes them, after all ranks have made the call.
 
         Raises:
             StateError: If nothing was featurized yet, or there are no such scores.
-            BusyError: If another process computes them at this moment.
+            BusyError: If another process is computing them.
         """
         check_name(name, what="target set")
         self._drop(f"drop_scores {name!r}", lambda store: drop_scores(store, name))
 
     def _drop(self, call: str, drop: Callable[[AbstractFeatureStore], None]) -> None:
-        """Remove something from the store: of several ranks the first one does, when all have come."""
+        """Call ``drop`` on the store, on rank 0 only, after all ranks have made the call."""
 
         def dropped() -> None:
             with self._workspace.opened(self._settings.manifest(None)) as workspace:

@@ -1,10 +1,9 @@
-"""Every exception that trak_lite raises on purpose.
+"""Exceptions of trak_lite.
 
-Each one is also the built-in error that a caller would expect, so ``except ValueError`` keeps working. Where the
-original TRAK raises a built-in error (``AssertionError`` of its ``assert`` statements), what ``TRAKer`` raises in its
-place is that error, too.
-A message says what was seen, what was expected and what to do next. What it quotes may come from a store or a config
-of somebody else's: characters that a terminal might obey are escaped when it is shown (:func:`printable`).
+Each one also derives from the matching built-in error, so ``except ValueError`` keeps working. Where the original
+TRAK raises a built-in error (``AssertionError`` from an ``assert``), the error that ``TRAKer`` raises derives from it.
+A message states what was found, what was expected and what to do next. Messages may quote names from untrusted stores
+or configs, so terminal control characters are escaped (:func:`printable`).
 """
 
 from __future__ import annotations
@@ -45,10 +44,10 @@ __all__ = [
 
 
 def printable(text: str) -> str:
-    r"""Return a text in which every character but a newline can be seen; the others are escaped as in a literal.
+    r"""Return a text with its non-printable characters, except newlines, escaped as in a string literal.
 
-    Escape sequences, carriage returns, characters that turn the direction of writing and lone surrogates come from
-    names in stores of others, and a terminal would obey them, or an encoder fail.
+    Names in untrusted stores may hold escape sequences, carriage returns, text direction controls or lone surrogates,
+    which would control a terminal or make an encoder fail.
 
     Example:
         >>> printable("a" + chr(27) + "[2J")
@@ -63,26 +62,26 @@ def printable(text: str) -> str:
 
 
 class TrakLiteError(Exception):
-    """Base of every error raised on purpose by trak_lite."""
+    """Base class of all trak_lite errors."""
 
     def __str__(self) -> str:
-        """Return the message with every character visible."""
+        """Return the message with non-printable characters escaped."""
         return printable(super().__str__())
 
 
 class InvalidInputError(TrakLiteError, ValueError):
-    """An argument, a batch or a dataset is not what the called function accepts."""
+    """An argument, a batch or a dataset is invalid."""
 
 
 class AssertedInputError(InvalidInputError, AssertionError):
-    """Arguments that contradict each other, which the original TRAK refuses by ``assert``."""
+    """Arguments contradict each other; the original TRAK raises ``AssertionError`` here."""
 
 
 class UnknownNameError(InvalidInputError, KeyError):
-    """A name that stands for nothing: the nearest known ones are in the message."""
+    """A name is unknown; the message lists the nearest known names."""
 
     def __str__(self) -> str:
-        """Return the message; a ``KeyError`` would show it in quotes."""
+        """Return the message without the quotes that ``KeyError`` adds."""
         return printable(Exception.__str__(self))
 
 
@@ -95,7 +94,7 @@ class NonFiniteError(InvalidInputError):
 
 
 class PrecisionError(InvalidInputError):
-    """The storage dtype cannot hold the features without losing them."""
+    """The storage dtype cannot represent the features (overflow or underflow)."""
 
 
 class CheckpointError(InvalidInputError, RuntimeError):
@@ -107,67 +106,67 @@ class UnsupportedModelError(TrakLiteError, RuntimeError):
 
 
 class StateError(TrakLiteError, RuntimeError, AssertionError):
-    """A step was called before the steps that it needs."""
+    """A step was called before the steps it depends on."""
 
 
 class UnknownExperimentError(StateError, UnknownNameError):
-    """No target of this experiment was scored."""
+    """The experiment has no scores."""
 
 
 class RankError(TrakLiteError, RuntimeError):
-    """Another process of the same distributed run failed, was lost, or does something else."""
+    """Another process of the same distributed run failed, was lost or made a different call."""
 
 
 class RetrainingError(TrakLiteError, RuntimeError):
-    """A user's training or output function failed while models were trained on subsets."""
+    """The user's training or output function failed while models were retrained on subsets."""
 
 
 class ShortageError(TrakLiteError, MemoryError):
-    """The machine gives no more memory, threads or file descriptors."""
+    """The machine has no memory, threads or file descriptors left."""
 
 
 class WorkerLostError(TrakLiteError, RuntimeError):
-    """A process that loads the user's data was killed, or has died."""
+    """A DataLoader worker process died or was killed."""
 
 
 class SingularKernelError(TrakLiteError, ValueError, RuntimeError):
-    """The kernel matrix cannot be inverted at the damping that was asked for."""
+    """The kernel matrix cannot be inverted at the requested damping."""
 
 
 class StoreError(TrakLiteError, OSError):
-    """Base of everything that can go wrong with rows on disk."""
+    """Base class of errors about stored rows."""
 
 
 class MissingStoreError(StoreError, FileNotFoundError):
-    """There is no store, or no such table in it, at the path."""
+    """The path holds no store, or the store lacks the table."""
 
 
 class ManifestMismatchError(StoreError, ValueError, AssertionError):
-    """The store, or a table in it, was made with other settings."""
+    """The store, or a table in it, was made with different settings."""
 
 
 class CorruptStoreError(StoreError):
-    """Bytes on disk contradict the store's own records."""
+    """Bytes on disk contradict the store's metadata or checksums."""
 
 
 class IncompleteStoreError(StoreError):
-    """Rows were asked for that have not been written yet."""
+    """Requested rows have not been written yet."""
 
 
 class BusyError(StoreError, BlockingIOError):
-    """Another writer holds this part of the store."""
+    """Another writer holds the lock of this part of the store."""
 
 
 class HeldHereError(BusyError):
-    """This process itself holds this part of the store, through another open store: waiting would not end."""
+    """This process holds the lock itself, through another open store object, so waiting would never end."""
 
 
 class ReadOnlyStoreError(StoreError, PermissionError):
-    """The store was opened for reading, or its folder cannot be written."""
+    """The store was opened read-only, or its folder is not writable."""
 
 
 class UnsupportedStoreError(StoreError, NotImplementedError):
-    """What was asked for cannot be done safely in the place where the store lives."""
+    """The store's location does not support the operation safely."""
 
 
 class StoreFullError(StoreError):
@@ -175,19 +174,19 @@ class StoreFullError(StoreError):
 
 
 MODEL_FAILURES = (RuntimeError, TypeError, ValueError, IndexError, KeyError, AttributeError)
-"""What a user's own module or output function raises when it does not fit its batch."""
+"""Exceptions that a user's model or output function may raise for a batch that does not fit it."""
 
 _DONE_STAYS = "Finished rows are kept; the same call computes the others."
 
 
 def refuse_machine_failure(error: BaseException) -> None:
-    """Raise the named error of a failure that is the machine's, not the model's or the data's; else return.
+    """Raise a specific error if a failure is caused by the machine rather than by the model or the data.
 
-    PyTorch raises all of these as :class:`RuntimeError`, as a user's own model may.
+    PyTorch raises most of these as :class:`RuntimeError`, which a user's model may raise too. Other failures return.
 
     Raises:
-        ShortageError: If memory, threads or file descriptors are used up.
-        WorkerLostError: If a process of a DataLoader was lost.
+        ShortageError: If memory, threads or file descriptors are exhausted.
+        WorkerLostError: If a DataLoader worker process died.
     """
     if isinstance(error, TrakLiteError):
         return

@@ -61,8 +61,13 @@ from trak_lite.run.tables import (
     LOSS_CURVATURE,
     OUT_TO_LOSS,
     SCORES,
+    checkpoint_path,
     feature_table_spec,
+    model_id_of,
+    plain_target_folder,
     score_table_spec,
+    target_path,
+    traker_score_path,
 )
 from trak_lite.run.workspace import Workspace
 from trak_lite.scoring.grams import has_kernel, kernels_of
@@ -229,11 +234,11 @@ class TRAKer:
         self._train = None  # a refusal must not leave the cursor of another checkpoint
         model_id = _id(model_id)
         digest = self._load(checkpoint)
-        existing = self._workspace.table(f"ckpt-{model_id}")
+        existing = self._workspace.table(checkpoint_path(model_id))
         if existing is not None:
             _refuse_other_weights(model_id, existing, digest)
         spec = self._feature_spec(self.train_set_size, model_id, digest)
-        self._train = _Cursor(f"ckpt-{model_id}", spec, f"the train data (model id {model_id})")
+        self._train = _Cursor(checkpoint_path(model_id), spec, f"the train data (model id {model_id})")
 
     def featurize(self, batch: Batch, inds: RowIndices | None = None, num_samples: int | None = None) -> None:
         """Compute and keep the features of a batch; rows that are done already are skipped.
@@ -304,7 +309,7 @@ class TRAKer:
         self._target = None
         model_id, num_targets = _id(model_id), _count(num_targets=num_targets)
         train = self._train_table(model_id)
-        if not has_kernel(self._workspace.store(), f"ckpt-{model_id}", self._kernel, self._layout):
+        if not has_kernel(self._workspace.store(), checkpoint_path(model_id), self._kernel, self._layout):
             raise StateError(
                 f"Model id {model_id} is not finalized. Call finalize_features() before scoring."
             )
@@ -314,7 +319,7 @@ class TRAKer:
         spec = self._feature_spec(num_targets, model_id, digest)
         spec = replace(spec, columns=(*spec.columns, Column(_SAMPLE_KEYS, None, "float32")))
         label = f"the targets of {exp_name!r} (model id {model_id})"
-        self._target = _Cursor(_target_path(exp_name, model_id), spec, label)
+        self._target = _Cursor(target_path(exp_name, model_id), spec, label)
 
     def score(self, batch: Batch, inds: RowIndices | None = None, num_samples: int | None = None) -> None:
         """Compute and keep the features of a batch of targets; targets that are done already are skipped.
@@ -361,7 +366,7 @@ class TRAKer:
         ids = self._scorable_ids(_name(exp_name), ids, allow_skip)
         store = self._workspace.store()
         train = [self._train_table(model_id) for model_id in ids]
-        targets = [store.open_table(_target_path(exp_name, model_id)) for model_id in ids]
+        targets = [store.open_table(target_path(exp_name, model_id)) for model_id in ids]
         fingerprint = {
             "kernel": self._kernel.to_json(),
             "model_ids": ids,
@@ -369,7 +374,7 @@ class TRAKer:
             "train_rows": [table.content_key() for table in train],
         }
         # Rows are written once; another choice of checkpoints or of lambda is another result of the experiment.
-        path = f"scores/{exp_name}/{Manifest(fingerprint).digest()[:16]}"
+        path = traker_score_path(exp_name, fingerprint)
         spec = score_table_spec(self.train_set_size, targets[0].spec.num_rows, fingerprint)
         scores = self._workspace.table(path) or store.create_table(path, spec)
         if not scores.complete:
@@ -613,11 +618,11 @@ class TRAKer:
     def _known_ids(self) -> list[int]:
         """Return the ids that have rows, ascending."""
         names = self._workspace.store().table_names()
-        return sorted(int(name.removeprefix("ckpt-")) for name in names if name.startswith("ckpt-"))
+        return sorted(model_id_of(name) for name in names if name.startswith("ckpt-"))
 
     def _train_table(self, model_id: int) -> AbstractRowTable:
         """Return the complete train rows of an id."""
-        table = self._workspace.table(f"ckpt-{model_id}")
+        table = self._workspace.table(checkpoint_path(model_id))
         if table is None:
             raise StateError(
                 f"Model id {model_id} was never featurized. Call load_checkpoint and featurize first."
@@ -631,7 +636,7 @@ class TRAKer:
 
     def _refuse_other_size(self, exp_name: str, num_targets: int) -> None:
         store = self._workspace.store()
-        for path in store.table_names(f"targets/{exp_name}"):
+        for path in store.table_names(plain_target_folder(exp_name)):
             size = store.open_table(path).spec.num_rows
             if size != num_targets:
                 raise InvalidInputError(
@@ -641,7 +646,7 @@ class TRAKer:
 
     def _scorable_ids(self, exp_name: str, ids: list[int], allow_skip: bool) -> list[int]:
         """Return the ids whose targets are complete; raise for the others unless they may be skipped."""
-        tables = {model_id: self._workspace.table(_target_path(exp_name, model_id)) for model_id in ids}
+        tables = {model_id: self._workspace.table(target_path(exp_name, model_id)) for model_id in ids}
         if not any(tables.values()):
             raise UnknownExperimentError(
                 f"There is no experiment {exp_name!r} for model ids {ids}. Call start_scoring_checkpoint and score."
@@ -668,7 +673,7 @@ class TRAKer:
         """Return the kernel of an id, segment by segment; note it if it is a pseudo-inverse."""
         kernels = kernels_of(
             self._workspace.store(),
-            f"ckpt-{model_id}",
+            checkpoint_path(model_id),
             self._kernel,
             self._layout,
             device=self.device,
@@ -831,10 +836,6 @@ def _refuse_other_weights(model_id: int, table: AbstractRowTable, digest: str) -
             f"Model id {model_id} was featurized with other weights: their digest is {stored[:12]} there, "
             f"{digest[:12]} here. Pass the checkpoint that the id was featurized with, or another model_id."
         )
-
-
-def _target_path(exp_name: str, model_id: int) -> str:
-    return f"targets/{exp_name}/ckpt-{model_id}"
 
 
 def _name(exp_name: str) -> str:

@@ -1,6 +1,6 @@
-"""The shared vocabulary: shapes, blocks, layouts.
+"""Shared types: gradient blocks, model output terms and feature layouts.
 
-Shapes: N train rows, M targets, B samples of a batch, P parameters that gradients are kept for,
+Shapes: N train rows, M targets, B samples of a batch, P gradient entries per sample,
 K feature width (``proj_dim``), T positions of a sequence, C checkpoints.
 """
 
@@ -34,7 +34,7 @@ Batch: TypeAlias = Any
 """A tuple, list, mapping, dataclass or tensor whose tensors all have the samples on axis 0."""
 
 ParameterShapes: TypeAlias = Mapping[str, tuple[int, ...]]
-"""Shapes of the parameters that gradients are kept for, by canonical name, in model order."""
+"""Shapes of the differentiated parameters by canonical name, in model order."""
 
 
 def num_entries(parameters: ParameterShapes) -> int:
@@ -56,7 +56,7 @@ class DenseBlock:
     grad: Tensor
     """``(b, *parameter.shape)``, one row per sample."""
     start: int = 0
-    """Row of the batch that ``grad[0]`` belongs to; blocks of a chunked computer cover ``start:start + b``."""
+    """Batch row of ``grad[0]``; a block covers rows ``start:start + b`` if the computer works in chunks."""
 
     @property
     def num_samples(self) -> int:
@@ -70,16 +70,16 @@ class DenseBlock:
 
 @dataclass(frozen=True, slots=True)
 class FactoredBlock:
-    """Per-sample gradients of one matrix parameter, kept as ``sum_t output_grads[t] (x) inputs[t]``."""
+    """Per-sample gradients of one matrix parameter, stored as factors: ``sum_t output_grads[t] (x) inputs[t]``."""
 
     name: str
     """Canonical parameter name; the parameter has shape ``(d_out, d_in)``."""
     inputs: Tensor
-    """``(b, T, d_in)`` what the layer read."""
+    """``(b, T, d_in)`` inputs of the layer."""
     output_grads: Tensor
-    """``(b, T, d_out)`` gradient with respect to what the layer wrote."""
+    """``(b, T, d_out)`` gradient with respect to the layer's output."""
     start: int = 0
-    """Row of the batch that sample 0 of the block belongs to."""
+    """Batch row of the block's first sample."""
 
     @property
     def num_samples(self) -> int:
@@ -89,25 +89,25 @@ class FactoredBlock:
     def dense(self) -> Tensor:
         """Contract the factors to gradient rows ``(b, d_out * d_in)``."""
         columns = self.output_grads.transpose(1, 2)
-        # One position is an outer product, which a batched matrix product makes at half the speed.
+        # With one position this is an outer product, for which a batched matrix product takes twice as long.
         rows = columns * self.inputs if self.inputs.shape[1] == 1 else columns @ self.inputs
         return rows.flatten(1)
 
 
 @dataclass(frozen=True, slots=True)
 class LookupBlock:
-    """Per-sample gradients of a table, of which each sample read a few rows."""
+    """Per-sample gradients of an embedding table; each sample looks up a few of its rows."""
 
     name: str
     """Canonical parameter name; the parameter has shape ``(V, d)``."""
     rows: Tensor
-    """``(b, T)`` int64: the rows that were read, in ``[0, V)``; one may come again."""
+    """``(b, T)`` int64 rows that were looked up, in ``[0, V)``; duplicates are allowed."""
     values: Tensor
-    """``(b, T, d)`` gradient with respect to what was read; those of one row add up."""
+    """``(b, T, d)`` gradients with respect to the looked-up vectors; those of a repeated row are summed."""
     num_rows: int
-    """V."""
+    """V, rows of the table."""
     start: int = 0
-    """Row of the batch that sample 0 of the block belongs to."""
+    """Batch row of the block's first sample."""
 
     @property
     def num_samples(self) -> int:
@@ -116,14 +116,14 @@ class LookupBlock:
 
     @property
     def grad(self) -> Tensor:
-        """The gradients ``(b, V, d)``, formed anew at every call."""
+        """The dense gradients ``(b, V, d)``, recomputed at every access."""
         count, width = self.num_samples, self.values.shape[2]
         table = self.values.new_zeros(count * self.num_rows, width)
         first = self.rows.new_full((count, 1), self.num_rows).cumsum(0) - self.num_rows
         rows, values = (first + self.rows).flatten(), self.values.flatten(0, 1)
         if table.device.type == "cpu":
             table.index_add_(0, rows, values)
-        else:  # where index_add_ adds atomically, in any order, index_put_ sorts
+        else:  # on CUDA index_add_ sums in nondeterministic order; index_put_ sorts the indices first
             table.index_put_((rows,), values, accumulate=True)
         return table.view(count, self.num_rows, width)
 
@@ -134,16 +134,16 @@ class LookupBlock:
 
 @dataclass(frozen=True, slots=True)
 class SummedBlock:
-    """Per-sample gradients of a matrix that is used in two ways: the sum of what each of them gives."""
+    """Per-sample gradients of a matrix with several uses (a tied embedding): the sum over its uses."""
 
     name: str
     """Canonical parameter name."""
     parts: tuple[FactoredBlock | LookupBlock, ...]
-    """At least one, all of these samples, each under this name."""
+    """At least one block; all have the same samples and this ``name``."""
 
     @property
     def start(self) -> int:
-        """Row of the batch that sample 0 of the block belongs to."""
+        """Batch row of the block's first sample."""
         return self.parts[0].start
 
     @property
@@ -153,7 +153,7 @@ class SummedBlock:
 
     @property
     def grad(self) -> Tensor:
-        """The gradients ``(b, d_out * d_in)``, formed anew at every call."""
+        """The dense gradients ``(b, d_out * d_in)``, recomputed at every access."""
         return self.dense()
 
     def dense(self) -> Tensor:
@@ -165,21 +165,21 @@ class SummedBlock:
 
 
 GradientBlock: TypeAlias = DenseBlock | FactoredBlock | LookupBlock | SummedBlock
-"""Per-sample gradients of one parameter, in whichever form the layer gives them."""
+"""Per-sample gradients of one parameter, in the form that its layer produces."""
 
 BlockSink: TypeAlias = Callable[[GradientBlock], None]
-"""Takes blocks as they come; a block may be freed as soon as the call returns."""
+"""Callback that receives each block when it is computed; a block may be freed as soon as the call returns."""
 
 
 def samples_of(block: GradientBlock, samples: slice | Sequence[int]) -> GradientBlock:
-    """Return some samples of a block in the block's own form; a list of them is copied.
+    """Return some samples of a block as a block of the same type. A slice gives views, a list gives copies.
 
     Args:
         block: Any block.
-        samples: Which of its samples, counted from its first.
+        samples: Indices of the samples within the block.
 
     Returns:
-        A block that starts at row 0.
+        A block with ``start=0``.
     """
     if isinstance(block, SummedBlock):
         return SummedBlock(block.name, tuple(_part_of(part, samples) for part in block.parts))
@@ -197,10 +197,10 @@ def _part_of(
 
 
 class OutputTerms(NamedTuple):
-    """What one forward pass of a model output function gives per sample, each of shape ``(B,)``."""
+    """Per-sample results of a model output function, each of shape ``(B,)``."""
 
     output: Tensor
-    """f(z): the scalar that is attributed; carries the autograd graph."""
+    """f(z), the attributed scalar; carries the autograd graph."""
     out_to_loss_grad: Tensor
     """q(z) = -dL/df, detached."""
     loss_curvature: Tensor
@@ -228,7 +228,7 @@ class FeatureLayout:
     segments: tuple[Segment, ...]
 
     def __post_init__(self) -> None:
-        """Refuse gaps, overlaps and empty segments."""
+        """Raise ``ValueError`` for gaps, overlaps and empty segments."""
         column = 0
         for segment in self.segments:
             if segment.start != column or segment.stop <= segment.start:
@@ -237,7 +237,7 @@ class FeatureLayout:
 
     @classmethod
     def joint(cls, width: int) -> FeatureLayout:
-        """One segment: all parameters summed into the same ``width`` numbers (TRAK's layout)."""
+        """Return a layout of one segment: all parameters are summed into the same columns (TRAK's layout)."""
         return cls((Segment("joint", 0, width),))
 
     @property
@@ -251,5 +251,5 @@ class FeatureLayout:
 
     @classmethod
     def from_json(cls, rows: list[list[Any]]) -> FeatureLayout:
-        """Read what :meth:`to_json` wrote."""
+        """Return the layout that :meth:`to_json` serialised."""
         return cls(tuple(Segment(str(name), int(start), int(stop)) for name, start, stop in rows))

@@ -8,8 +8,9 @@ import torch
 from torch import nn
 from torch.utils.data import TensorDataset
 
-from trak_lite import Attributor, methods
+from trak_lite import Attributor, methods, projectors
 from trak_lite.errors import InvalidInputError
+from trak_lite.projectors import PROJECTORS
 from trak_lite.types import FeatureLayout, Segment
 
 pytestmark = pytest.mark.quick
@@ -171,3 +172,42 @@ def grad(value, model):
     return torch.cat(
         [part.reshape(-1) for part in torch.autograd.grad(value, list(model.parameters()))]
     ).numpy()
+
+
+def test_names_of_tables_are_exported():
+    assert set(methods.METHODS) <= set(methods.__all__)
+    classes = [getattr(factory, "func", factory) for factory in PROJECTORS.values()]
+    assert {cls.__name__ for cls in classes if isinstance(cls, type)} <= set(projectors.__all__)
+
+
+def test_a_class_in_place_of_an_object_is_named():
+    with pytest.raises(InvalidInputError, match=r"Write GradDot\(\)"):
+        methods.as_method(methods.GradDot)
+
+
+def test_the_version_of_a_method_belongs_to_its_identity():
+    """Scores of changed code are not found again."""
+
+    @dataclasses.dataclass(frozen=True, kw_only=True)
+    class Scaled(methods.GradDot):
+        def transform_targets(self, rows, layout):
+            return rows if self.version == 1 else 2 * rows
+
+    made = attributor()
+    made.featurize(data())
+    first = made.score(data(5), method=Scaled()).numpy()
+    Scaled.version = 2
+    assert Scaled().to_json()["version"] == 2
+    np.testing.assert_array_equal(made.score(data(5), method=Scaled()).numpy(), 2 * first)
+
+
+def test_a_transform_that_changes_the_shape_is_refused():
+    @dataclasses.dataclass(frozen=True, kw_only=True)
+    class Half(methods.GradDot):
+        def transform(self, rows, layout):
+            return rows[:, ::2]
+
+    made = attributor()
+    made.featurize(data())
+    with pytest.raises(InvalidInputError, match="Half"):
+        made.score(data(5), method=Half())

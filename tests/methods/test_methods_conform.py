@@ -2,6 +2,8 @@
 
 from dataclasses import dataclass
 
+import pytest
+
 from trak_lite import methods
 from trak_lite.testing import MethodTests
 
@@ -65,6 +67,28 @@ class TestOneOfAUsersOwn(MethodTests):
         return SignedDot(strength=0.5)
 
 
+@dataclass(frozen=True, kw_only=True)
+class RelativeDot(methods.AbstractMethod):
+    """Products with train rows of norm 1 and targets as they are."""
+
+    @property
+    def kernel(self):
+        return None
+
+    def transform(self, rows, layout):
+        return rows / rows.norm(dim=1, keepdim=True)
+
+    def transform_targets(self, rows, layout):
+        return rows
+
+
+class TestOneThatChangesOneSide(MethodTests):
+    def make_method(self):
+        return RelativeDot()
+
+
+@pytest.mark.quick
 def test_every_method_of_the_package_is_in_this_file():
+    """Add ``class Test<Name>(MethodTests)`` above."""
     here = {type(cls().make_method()) for cls in MethodTests.__subclasses__()}
     assert set(methods.METHODS.values()) <= here

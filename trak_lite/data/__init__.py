@@ -1,1 +1,1 @@
-"""Data: datasets as numbered rows, and batches of them."""
+"""Data: datasets as numbered rows, and their batches."""

@@ -1,4 +1,4 @@
-"""Batches of any usual shape: tensors inside tuples, lists, mappings and dataclasses, samples on axis 0."""
+"""Operations on nested batches: tensors in tuples, lists, mappings and dataclasses, with samples on axis 0."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ __all__ = ["batch_size", "flatten_batch", "map_tensors", "move_batch", "take_row
 
 
 def map_tensors(function: Callable[[Tensor], Any], batch: Batch) -> Batch:
-    """Return the batch with ``function`` applied to each tensor; containers keep their type where they can.
+    """Return the batch with ``function`` applied to each tensor.
 
-    A mapping that is not a ``dict`` (a ``BatchEncoding``, a ``UserDict``) becomes a plain ``dict``.
-    Anything that is neither tensor nor container is passed through.
+    Containers keep their type, except that any mapping (a ``BatchEncoding``, a ``UserDict``) becomes a plain
+    ``dict``. Values that are neither tensors nor containers are returned unchanged.
     """
     if isinstance(batch, Tensor):
         return function(batch)
@@ -34,16 +34,16 @@ def map_tensors(function: Callable[[Tensor], Any], batch: Batch) -> Batch:
         items = [map_tensors(function, item) for item in batch]
         return (
             type(batch)(*items) if hasattr(batch, "_fields") else tuple(items)
-        )  # a named tuple takes its fields
+        )  # a named tuple takes its fields as separate arguments
     if isinstance(batch, list):
         return [map_tensors(function, item) for item in batch]
     return batch
 
 
 def flatten_batch(batch: Batch) -> tuple[list[Tensor], Callable[[Sequence[Tensor]], Batch]]:
-    """Return the per-sample tensors of a batch and the function that puts others in their place.
+    """Return the per-sample tensors of a batch and a function that rebuilds the batch from replacements.
 
-    Zero-dimensional tensors belong to no sample and stay where they are.
+    Zero-dimensional tensors are not per sample; they are left out and kept by the rebuild.
     """
     leaves: list[Tensor] = []
     map_tensors(lambda tensor: leaves.append(tensor) if tensor.dim() else None, batch)
@@ -56,7 +56,7 @@ def flatten_batch(batch: Batch) -> tuple[list[Tensor], Callable[[Sequence[Tensor
 
 
 def batch_size(batch: Batch) -> int:
-    """Return the number of samples B on which all tensors of the batch agree.
+    """Return B, the common number of samples of all tensors in the batch.
 
     Raises:
         InvalidInputError: If the batch holds no tensor with a sample axis, or its tensors disagree on B.
@@ -78,7 +78,7 @@ def batch_size(batch: Batch) -> int:
 
 def move_batch(batch: Batch, device: torch.device) -> Batch:
     """Return the batch with every tensor on ``device``."""
-    # A copy to the CPU that is not waited for would be read before it has ended.
+    # A non-blocking copy to the CPU could be read before it is complete.
     return map_tensors(lambda tensor: tensor.to(device, non_blocking=device.type != "cpu"), batch)
 
 

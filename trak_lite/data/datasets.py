@@ -1,4 +1,4 @@
-"""Datasets by row: any map-style dataset or DataLoader, of which exactly the rows asked for are loaded."""
+"""Row access to map-style datasets and DataLoaders: only the requested rows are loaded."""
 
 from __future__ import annotations
 
@@ -34,20 +34,20 @@ _RowNumbers = np.ndarray[Any, np.dtype[np.int64]]
 
 DEFAULT_BATCH_SIZE = 32
 _DIGESTED_ROWS = 1 << 20
-"""Row numbers that are digested at a time."""
+"""Row numbers hashed at a time."""
 _WORKER_SETTINGS = ("num_workers", "prefetch_factor", "multiprocessing_context", "timeout")
-"""What a loader with workers says of them."""
+"""Worker settings copied from the user's loader."""
 _NUM_PROBES = 64
-"""Samples that stand for a dataset. Of 64, one in ten changed labels escapes once in a thousand times; of 3, mostly."""
+"""Samples hashed to recognise a dataset. 64 probes miss a 10 % label change with probability 0.1 %."""
 
 _NUM_HELD = 8
-"""Samples that are kept of what was loaded."""
+"""Samples of the first loaded batch that are kept."""
 _PLAIN = (str, bytes, int, float, complex, bool, type(None))
-"""Digested by their class and repr."""
+"""Types hashed by class and repr."""
 
 
 class Rows:
-    """The rows of a dataset in a fixed order: row i is ``dataset[indices[i]]``, whatever any loader yields."""
+    """The rows of a dataset in a fixed order: row i is ``dataset[indices[i]]``, independent of any loader's order."""
 
     def __init__(
         self,
@@ -59,20 +59,20 @@ class Rows:
         name: str | None = None,
         what: str = "the dataset",
     ) -> None:
-        """Take the dataset, the collation and the batch size out of what the user gave.
+        """Read dataset, collate function and batch size from the data.
 
         Args:
             data: A map-style dataset (``__getitem__`` and ``__len__``) or a ``DataLoader`` over one.
-            indices: Dataset index of every row; ``None`` takes the whole dataset in order.
-            batch_size: Samples per pass; ``None`` takes the loader's, or 32.
-            collate: Turns a list of samples into a batch; ``None`` takes the loader's, or torch's default.
-            name: Your name for the data. Data of one name count as the same, and no sample is loaded to recognise
-                them. ``None`` recognises data by a digest of up to 64 samples (of all, in a ``TensorDataset``) and of
-                what a ``collate`` of your own makes of each.
-            what: How messages name the data.
+            indices: Dataset index of every row; ``None`` uses the whole dataset in order.
+            batch_size: Samples per pass; ``None`` uses the loader's, or 32.
+            collate: Turns a list of samples into a batch; ``None`` uses the loader's, or torch's default.
+            name: Name that identifies the data. Data with the same name are treated as the same, and no sample is
+                loaded to compare them. With ``None``, data are identified by a digest of up to 64 samples (of all
+                samples in a ``TensorDataset``) and, for a custom ``collate``, of each sample collated on its own.
+            what: Name of the data in messages.
 
         Raises:
-            InvalidInputError: If rows would have no stable identity (an iterable dataset, a shuffling loader,
+            InvalidInputError: If rows have no stable index (an iterable dataset, a shuffling loader,
                 ``drop_last=True``), the dataset is empty, or an index is out of range.
         """
         self.what, self.name = what, name
@@ -87,8 +87,8 @@ class Rows:
             self.dataset: Any = data.dataset
             batch_size = batch_size or data.batch_size
             collate = collate or data.collate_fn
-            # Not the generator, from which the seeds of the workers would be drawn; nor persistent_workers, which is
-            # for a loader that is read twice; nor in_order=False, as a batch is known by its turn.
+            # Not copied: generator, because worker seeds would be drawn from it; persistent_workers, because our
+            # loader is read once; in_order=False, because batches are matched to their rows by order.
             self._loading = {"pin_memory": data.pin_memory and torch.accelerator.is_available()}
             if data.num_workers:
                 self._workers = {name: getattr(data, name) for name in _WORKER_SETTINGS}
@@ -99,21 +99,21 @@ class Rows:
         self.collate = collate or default_collate
         self.batch_size = batch_size or DEFAULT_BATCH_SIZE
         self.held: HeldRows | None = None
-        """A few of the rows that were loaded first; ``None`` before any was."""
+        """A few rows of the first loaded batch; ``None`` before a batch is loaded."""
         self._size = len(self.dataset)
         self._indices = None if indices is None else _checked_indices(indices, self._size, what)
         if len(self) == 0:
             raise InvalidInputError(f"No rows in {what}. There must be at least one.")
 
     def __len__(self) -> int:
-        """Return the number of rows, as it was when this object was made."""
+        """Return the number of rows at construction."""
         return self._size if self._indices is None else len(self._indices)
 
     def require_same_size(self) -> None:
-        """Refuse a dataset that has got another length since this object was made.
+        """Check that the dataset's length has not changed since construction.
 
         Raises:
-            InvalidInputError: If rows are all of the dataset, and it has.
+            InvalidInputError: If ``indices`` is ``None`` and the length has changed.
         """
         size = len(self.dataset)
         if self._indices is None and size != self._size:
@@ -124,24 +124,24 @@ class Rows:
             )
 
     def numbers(self, rows: _RowNumbers) -> _RowNumbers:
-        """Return the rows by which messages name some of them: themselves."""
+        """Return the row numbers to use in messages: the same numbers."""
         return rows
 
     def prepared(self, batch: Batch, rows: _RowNumbers) -> Batch:
-        """Return a batch as the model takes it: as it is."""
+        """Return a batch as the model expects it: unchanged."""
         return batch
 
     def batches(self, plan: Iterable[_RowNumbers]) -> Iterator[tuple[_RowNumbers, Batch]]:
-        """Yield every list of rows in the plan with its collated batch; no other row is loaded.
+        """Yield each list of rows in the plan with its collated batch; no other row is loaded.
 
-        The plan is drawn as batches are loaded, in this process: with workers a few of them ahead.
+        The plan is consumed lazily in this process; with workers, a few batches ahead.
 
         Raises:
-            InvalidInputError: If the dataset or the collation raises ``StopIteration``. Every other exception of
-                theirs is raised as it is, with a note that names the samples.
+            InvalidInputError: If the dataset or the collate function raises ``StopIteration``. Their other exceptions
+                propagate unchanged, with a note that names the samples.
         """
         if type(self.dataset) is TensorDataset and self.collate is default_collate:
-            # What collating its samples gives, without taking them apart and stacking them again.
+            # Same result as collating single samples, without splitting and stacking.
             for rows in plan:
                 chosen = torch.from_numpy(self._in_dataset(rows))
                 batch = [tensor[chosen.to(tensor.device)] for tensor in self.dataset.tensors]
@@ -159,9 +159,9 @@ class Rows:
         loader = DataLoader(
             samples,
             batch_sampler=dataset_indices(),
-            collate_fn=_as_it_is,  # samples are collated as they are loaded
+            collate_fn=_as_it_is,  # _Samples.__getitems__ has collated them
             worker_init_fn=samples.init_worker,
-            # Or the loader would draw from the caller's random numbers; on the device where it draws.
+            # Without its own generator the loader would advance the caller's RNG. It must be on the default device.
             generator=torch.Generator(torch.get_default_device()),
             **self._loading,
             **({} if isinstance(plan, list) and len(plan) == 1 else self._workers),
@@ -171,23 +171,23 @@ class Rows:
             yield drawn.popleft(), batch
 
     def _hold(self, rows: _RowNumbers, batch: Batch) -> None:
-        """Keep a copy of a few samples of the first batch that is in order."""
+        """Keep a copy of a few samples of the first batch whose tensors all have one entry per row."""
         leaves = flatten_batch(batch)[0] if self.held is None else []
         if leaves and all(len(leaf) == len(rows) for leaf in leaves):
             self.held = HeldRows(self, rows[:_NUM_HELD], batch)
 
     def identity(self, *, num_rows: int | None = None) -> dict[str, Any]:
-        """Return what tells this data from other data, as JSON values.
+        """Return JSON values that identify the data.
 
-        No row is loaded if the data have a name. Otherwise the tensors of a ``TensorDataset`` are digested whole. Of
-        any other dataset, a subclass of it too, up to 64 samples are, evenly spread, first and last included; so is
-        what a collate function of one's own makes of each of these.
+        No row is loaded if the data have a name. Otherwise all tensors of a ``TensorDataset`` are hashed. Of any other
+        dataset (including subclasses of ``TensorDataset``) up to 64 evenly spaced samples are hashed, first and last
+        included. With a custom collate function, each of these samples is also collated on its own and hashed.
 
         Args:
-            num_rows: Look at that many rows only, the first ones: what this gave before the others were appended.
+            num_rows: Use only the first ``num_rows`` rows: the result is that before the other rows were appended.
 
         Raises:
-            InvalidInputError: If the dataset has got another length, or its samples have no plain values.
+            InvalidInputError: If the dataset's length has changed, or a sample's values cannot be hashed.
         """
         self.require_same_size()
         count = len(self) if num_rows is None else min(num_rows, len(self))
@@ -213,7 +213,7 @@ class Rows:
         if not plain:
             found["samples"] = _digest(samples)
         if self.collate is not default_collate:
-            # One by one: what padding makes of a sample depends on those beside it, and these on the batch size.
+            # Collate one by one: padding depends on the other samples of a batch, and these on the batch size.
             found["collated"] = _digest([self.collate([sample]) for sample in samples])
         return found
 
@@ -229,13 +229,13 @@ def rows_of(
     batch_size: int | None = None,
     collate: Callable[[list[Any]], Batch] | None = None,
 ) -> Rows:
-    """Return the rows of what a user gave for data, as they are now.
+    """Return new :class:`Rows` of a dataset, with its current length.
 
     Args:
-        data: A dataset, a ``DataLoader`` or :class:`Rows` of one.
-        what: How messages name the data.
-        batch_size: Samples per pass, where neither ``Rows`` nor a loader says.
-        collate: Turns samples into a batch, where ``Rows`` does not say.
+        data: A dataset, a ``DataLoader`` or :class:`Rows`.
+        what: Name of the data in messages.
+        batch_size: Samples per pass, if neither ``Rows`` nor a loader defines it.
+        collate: Turns samples into a batch, if ``Rows`` does not define it.
     """
     given, indices, own_size, own_collate = (
         data._given if isinstance(data, Rows) else (data, None, None, None)
@@ -253,7 +253,7 @@ def rows_of(
 
 
 class _Samples(Dataset[Any]):
-    """A user's dataset and collation as torch's loader calls them: what they raise names the samples."""
+    """Wraps the user's dataset and collate function for torch's loader; their exceptions name the samples."""
 
     def __init__(
         self,
@@ -279,10 +279,10 @@ class _Samples(Dataset[Any]):
             return self._collate(samples)
 
     def init_worker(self, worker: int) -> None:
-        """Prepare a worker process as the user's loader does, with the user's dataset in its worker info."""
+        """Put the user's dataset into the worker info and run the user's ``worker_init_fn``."""
         info = get_worker_info()
         assert info is not None
-        object.__setattr__(info, "dataset", self._dataset)  # a WorkerInfo is frozen, and holds this object
+        object.__setattr__(info, "dataset", self._dataset)  # WorkerInfo is frozen and holds this wrapper
         if self._worker_init is not None:
             with _naming([], self._what):
                 self._worker_init(worker)
@@ -294,9 +294,9 @@ class _Samples(Dataset[Any]):
 
 @contextmanager
 def _naming(indices: Sequence[int], what: str) -> Iterator[None]:
-    """Name the samples in what loading them raises; ``StopIteration`` becomes an ``InvalidInputError``.
+    """Add the sample numbers to exceptions raised while loading; turn ``StopIteration`` into ``InvalidInputError``.
 
-    A ``for`` loop over a loader takes a ``StopIteration`` out of a dataset for the end of the data.
+    A ``for`` loop over a loader would treat a dataset's ``StopIteration`` as the end of the data.
     """
     samples = f"sample {indices[0]}" if len(indices) == 1 else f"samples {', '.join(map(str, indices))}"
     doing = f"loading {samples} of {what}" if indices else f"a worker was prepared to load {what}"
@@ -317,7 +317,7 @@ def _as_it_is(batch: Batch) -> Batch:
 
 
 def spread_rows(num_rows: int, most: int | None) -> _RowNumbers:
-    """Return at most ``most`` of ``num_rows`` rows (``None``: all), evenly spread, the first one among them."""
+    """Return at most ``most`` of ``num_rows`` rows (``None``: all), evenly spaced and starting with row 0."""
     count = num_rows if most is None else min(most, num_rows)
     return np.arange(count, dtype=np.int64) * num_rows // count
 
@@ -385,10 +385,10 @@ def _digest(value: Any) -> str:
 
 
 def _digest_value(value: Any, digest: hashlib._Hash) -> None:
-    """Add a value to a digest, such that no two values add the same bytes.
+    """Add a value to a digest, such that different values add different bytes.
 
-    Tensors and arrays count by dtype, shape and bytes, containers by what they hold, in order, the rest by class and
-    repr. What is added is a kind, and the number or the lengths of what belongs to it.
+    Tensors and arrays are hashed by dtype, shape and bytes, containers by their items in order, other values by class
+    and repr. Each entry is prefixed with its kind and its number of items or lengths.
     """
     if isinstance(value, np.ndarray) and value.dtype.kind not in "biuf":
         _add(digest, "array", f"{value.shape}{value.dtype}".encode())
@@ -418,7 +418,7 @@ def _digest_value(value: Any, digest: hashlib._Hash) -> None:
     elif isinstance(value, _PLAIN):
         _add(digest, type(value).__name__, repr(value).encode())
     else:
-        # An image object or the like: its array says what it shows, its repr would name its address.
+        # E.g. an image object: hash its array, because its repr contains a memory address.
         array = np.asarray(value)
         if array.dtype == object:
             raise InvalidInputError(
@@ -429,26 +429,26 @@ def _digest_value(value: Any, digest: hashlib._Hash) -> None:
 
 
 def _add(digest: hashlib._Hash, kind: str, text: bytes) -> None:
-    """Add a text and its kind, with their lengths in front."""
+    """Add a text and its kind, each prefixed with its length."""
     for part in (kind.encode(), text):
         digest.update(len(part).to_bytes(8, "big") + part)
 
 
 @final
 class HeldRows:
-    """A few rows of a dataset, loaded: they stay as they are when the dataset is changed, closed or gone."""
+    """Copies of a few loaded rows of a dataset; later changes to the dataset do not affect them."""
 
     def __init__(self, rows: Rows, held: _RowNumbers, batch: Batch) -> None:
-        """Hold copies of some samples of a collated batch.
+        """Copy the first samples of a collated batch.
 
         Args:
-            rows: Where the batch is from.
-            held: ``(n,)`` the first rows of the batch, no more than a batch of ``rows``.
-            batch: What these and others were collated to.
+            rows: The rows that the batch was loaded from.
+            held: ``(n,)`` numbers of the batch's first n rows, at most ``rows.batch_size``.
+            batch: The collated batch.
         """
         self.what, self.batch_size = rows.what, len(held)
         self.held = held
-        """Their numbers."""
+        """``(n,)`` row numbers."""
         self._num_rows = len(rows)
         self._batch = take_rows(batch, list(range(len(held))))
 
@@ -457,20 +457,20 @@ class HeldRows:
         return self._num_rows
 
     def numbers(self, rows: _RowNumbers) -> _RowNumbers:
-        """Return the rows by which messages name some of them: themselves."""
+        """Return the row numbers to use in messages: the same numbers."""
         return rows
 
     def prepared(self, batch: Batch, rows: _RowNumbers) -> Batch:
-        """Return a batch as the model takes it: as it is."""
+        """Return a batch as the model expects it: unchanged."""
         return batch
 
     def batches(self, plan: Iterable[_RowNumbers]) -> Iterator[tuple[_RowNumbers, Batch]]:
-        """Yield every list of rows in the plan, all of them held, with a copy of what they were collated to."""
+        """Yield each list of rows in the plan with a copy of its samples; all rows must be held."""
         places = {row: place for place, row in enumerate(self.held.tolist())}
         for rows in plan:
             yield rows, take_rows(self._batch, [places[row] for row in rows.tolist()])
 
 
 def every_nth(count: int, most: int) -> slice:
-    """Return a slice of at most ``most`` of ``count`` things, evenly spaced from the first one."""
+    """Return a slice that selects at most ``most`` of ``count`` items, evenly spaced from the first."""
     return slice(None, None, -(-count // most))

@@ -1,8 +1,8 @@
-"""Evaluation: how well scores rank and what they predict, in pure NumPy.
+"""Evaluation of attribution scores, in pure NumPy.
 
-The linear datamodeling score of retrained models with an interval, removal of the strongest rows, leave-one-out
-correlation; area under the ROC curve and precision for detection tasks such as finding mislabeled train rows. All of
-them treat ties exactly.
+Retraining: linear datamodeling score with a confidence interval, removal of the highest-scoring rows, leave-one-out
+correlation. Detection, such as finding mislabeled train rows: area under the ROC curve and precision. All metrics
+treat ties exactly.
 """
 
 from trak_lite.evaluation.bm25 import bm25 as bm25

@@ -1,4 +1,4 @@
-"""Checked arrays: what every statistic of this room takes."""
+"""Input checks of arrays for the functions of this package."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def finite_matrix(values: ArrayLike, name: str) -> NDArray[np.float64]:
 
 
 def boolean_masks(masks: ArrayLike) -> NDArray[np.bool_]:
-    """Return subset masks ``(S, N)``."""
+    """Return subset masks ``(S, N)`` after checking dtype and shape."""
     array = np.asarray(masks)
     if array.dtype != np.bool_ or array.ndim != 2 or not array.size:
         raise InvalidInputError(
@@ -43,7 +43,7 @@ def boolean_masks(masks: ArrayLike) -> NDArray[np.bool_]:
 
 
 def coverage(confidence: float) -> float:
-    """Return a confidence between 0 and 1."""
+    """Return the confidence after checking that it lies between 0 and 1."""
     if not 0.0 < confidence < 1.0:
         raise InvalidInputError(f"confidence must lie between 0 and 1, got {confidence!r}.")
     return confidence

@@ -1,4 +1,4 @@
-"""BM25: how much a train text shares with a target text, no model asked. A baseline that attribution has to beat.
+"""BM25 similarity of train and target texts, a baseline for attribution that uses no model.
 
 Source: Robertson and Zaragoza, "The Probabilistic Relevance Framework: BM25 and Beyond" (2009), with Lucene's inverse
 document frequency, which is never negative.
@@ -18,7 +18,7 @@ from trak_lite.errors import InvalidInputError
 __all__ = ["bm25"]
 
 Text = str | Sequence[Hashable]
-"""A text, which is cut into lower-case words, or its tokens."""
+"""A text, which is split into lower-case words, or its tokens."""
 
 
 def bm25(
@@ -32,8 +32,8 @@ def bm25(
     Args:
         train: N texts, or their tokens.
         targets: M texts, or their tokens.
-        k1: How soon repeating a word stops to matter.
-        b: How much long train texts are discounted.
+        k1: Saturation of term frequency: repetitions of a word count less for smaller values.
+        b: Strength of the length normalisation of train texts, from 0 (none) to 1.
 
     Returns:
         ``(N, M)``.

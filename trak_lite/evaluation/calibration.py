@@ -1,4 +1,4 @@
-"""Weights for the parts of a score, fitted to a few retrained models without forgetting the default ones.
+"""Weights for the parts of a score, fitted to a few retrained models and shrunk towards the default weights.
 
 Shapes: F parts (checkpoint x module x damping x view), S subsets, M targets.
 """
@@ -15,31 +15,31 @@ from trak_lite.errors import InvalidInputError
 __all__ = ["fit_weights"]
 
 _PENALTIES: Final = (1e-2, 1e-1, 1.0, 10.0, 100.0, np.inf)
-"""Ridge penalties in units of the parts' mean square; infinite keeps the default weights."""
+"""Ridge penalties in units of the parts' mean square; an infinite penalty gives the default weights."""
 _LEAST_SCALE: Final = 0.05
-"""Of the default prediction, where it predicts nothing or the opposite."""
+"""Lower bound of the default prediction's scale, for predictions that are uncorrelated or negatively correlated."""
 _ROUNDING: Final = 1e-10
-"""A part whose deviation is below this share of its size never changes."""
+"""A part is constant if its standard deviation is below this share of its root mean square."""
 
 Array = NDArray[np.float64]
 
 
 def fit_weights(predictions: Array, outputs: Array, prior: Array) -> Array:
-    """Return weights of the parts whose sum predicts the outputs, by ridge regression towards the default weights.
+    """Fit weights of the parts, whose weighted sum predicts the outputs, by ridge regression to the default weights.
 
-    Every target counts alike: outputs are scaled by their own deviation over subsets, predictions by that of the
-    default prediction. The penalty is chosen by leaving out one subset at a time.
+    All targets have equal weight: outputs are divided by their standard deviation over subsets, predictions by that of
+    the default prediction. The penalty is chosen by leave-one-subset-out cross-validation.
 
     Args:
-        predictions: ``(F, S, M)`` what each part predicts.
+        predictions: ``(F, S, M)`` predictions of each part.
         outputs: ``(S, M)`` outputs of the retrained models.
         prior: ``(F,)`` default weights, not all zero.
 
     Returns:
-        ``(F,)`` weights in units of the default ones: they are the default ones where nothing better was found.
+        ``(F,)`` weights on the scale of the default weights; the default weights if no penalty is better.
 
     Raises:
-        InvalidInputError: If there are fewer than 3 subsets, or no target changes with the subset.
+        InvalidInputError: If there are fewer than 3 subsets, or every target is constant over subsets.
     """
     if len(outputs) < 3:
         raise InvalidInputError(f"Calibration needs at least 3 subsets, got {len(outputs)}.")
@@ -65,20 +65,20 @@ def fit_weights(predictions: Array, outputs: Array, prior: Array) -> Array:
 
 
 def _scale(parts: Array, y: Array, prior: Array) -> float:
-    """Return the factor of the default prediction that fits best."""
+    """Return the least-squares factor of the default prediction, at least ``_LEAST_SCALE``."""
     default = np.tensordot(prior, parts, 1)
     default = default - default.mean(axis=0)
     return max(float((default * y).sum() / (default**2).sum()), _LEAST_SCALE)
 
 
 def _ridge_path(parts: Array, y: Array, prior: Array) -> Array:
-    """Return the weights at every penalty, ``(penalties, F)``."""
+    """Return the weights for every penalty, ``(penalties, F)``."""
     centred = (parts - parts.mean(axis=1, keepdims=True)).reshape(len(parts), -1).T
     truth = (y - y.mean(axis=0)).reshape(-1)
     start = _scale(parts, y, prior) * prior
     size = np.sqrt((centred**2).mean(axis=0))
     still = size <= _ROUNDING * np.sqrt((parts**2).mean(axis=(1, 2)))
-    centred[:, still], size[still] = 0.0, 1.0  # so that the correction comes out as zero
+    centred[:, still], size[still] = 0.0, 1.0  # so that the correction is zero
     standard = centred / size
     values, vectors = np.linalg.eigh(standard.T @ standard / len(standard))
     target = vectors.T @ (standard.T @ (truth - centred @ start) / len(standard))

@@ -1,4 +1,4 @@
-r"""The linear datamodeling score: do summed scores rank the outputs of models that were retrained on subsets?
+r"""The linear datamodeling score: rank correlation of summed scores with outputs of models retrained on subsets.
 
 Source: section 2 of Park et al., "TRAK: Attributing Model Behavior at Scale" (arXiv:2303.14186): for each target,
 Spearman's correlation over subsets between :math:`\sum_{i \in S} \text{score}_i` and the output of a model trained
@@ -38,12 +38,12 @@ __all__ = [
 @final
 @dataclass(frozen=True, slots=True, eq=False)
 class LinearDatamodelingScore:
-    """How well scores rank retrained models, with how sure that is."""
+    """Linear datamodeling score with a confidence interval."""
 
     mean: float
     """Mean of ``per_target`` over the targets that have a value."""
     per_target: NDArray[np.float64]
-    """``(M,)`` Spearman correlations; NaN where the outputs are the same for all subsets."""
+    """``(M,)`` Spearman correlations; NaN for targets whose outputs are the same for all subsets."""
     interval: tuple[float, float]
     """Bootstrap interval of the mean over subsets and targets; see :func:`linear_datamodeling_score`."""
     confidence: float
@@ -54,7 +54,7 @@ class LinearDatamodelingScore:
     """Targets left out of the mean because their outputs are the same for all subsets."""
 
     def __str__(self) -> str:
-        """Return mean, interval and what they rest on."""
+        """Return mean, interval, and the numbers of subsets and targets."""
         low, high = self.interval
         left_out = f", {self.num_constant} constant targets left out" if self.num_constant else ""
         return (
@@ -66,12 +66,12 @@ class LinearDatamodelingScore:
 @final
 @dataclass(frozen=True, slots=True)
 class ScoreDifference:
-    """By how much one method's linear datamodeling score exceeds another's on the same subsets and targets."""
+    """Difference of two methods' linear datamodeling scores on the same subsets and targets."""
 
     mean: float
     """First minus second."""
     interval: tuple[float, float]
-    """Paired bootstrap interval: both methods are resampled together, so what they share cancels."""
+    """Paired bootstrap interval: both methods use the same resamples, so shared noise cancels."""
     confidence: float
     """Nominal coverage of the interval."""
 
@@ -79,7 +79,7 @@ class ScoreDifference:
 @final
 @dataclass(frozen=True, slots=True)
 class NoiseCeiling:
-    """How far the noise of training seeds lets any method's linear datamodeling score rise."""
+    """Upper limit of the linear datamodeling score due to the noise of training seeds."""
 
     between_seeds: float
     """Spearman correlation over subsets of the outputs of two seeds: mean over pairs of seeds and targets."""
@@ -90,17 +90,18 @@ class NoiseCeiling:
 
 
 def seed_noise_ceiling(outputs: ArrayLike) -> NoiseCeiling:
-    """Return what a perfect method would score, estimated from how well seeds agree.
+    """Return the expected score of a perfect method, estimated from the agreement between seeds.
 
-    With r the correlation between two seeds, that between two means of R seeds is ``R r / (1 + (R - 1) r)`` and that
-    between such a mean and what it estimates its root. Exact for Pearson's correlation with equal noise; for ranks
-    and a mean over targets it is an approximation. Negative agreement counts as none.
+    With r the correlation between two seeds, the correlation between two means of R seeds is
+    ``R r / (1 + (R - 1) r)``, and that between such a mean and its expectation is the square root. This is exact for
+    Pearson's correlation with equal noise, and an approximation for ranks and for the mean over targets. Negative r
+    counts as 0.
 
     Args:
         outputs: ``(S, R, M)`` finite, of at least 2 subsets and 2 seeds.
 
     Raises:
-        InvalidInputError: If there is one seed or subset only, or every target is constant.
+        InvalidInputError: If there is only one seed or subset, or every target is constant.
         NonFiniteError: If an output is NaN or infinite.
 
     Example:
@@ -129,7 +130,7 @@ def seed_noise_ceiling(outputs: ArrayLike) -> NoiseCeiling:
 
 
 def summed_scores(scores: ArrayLike, masks: ArrayLike) -> NDArray[np.float64]:
-    """Return what scores predict for each subset: the sum over the rows that it keeps.
+    """Return the prediction of the scores for each subset: the sum over its rows.
 
     Args:
         scores: ``(N, M)`` finite.
@@ -165,24 +166,24 @@ def linear_datamodeling_score(
     seed: int = 0,
     confidence: float = 0.95,
 ) -> LinearDatamodelingScore:
-    """Correlate what scores predict for subsets with the outputs of models trained on them.
+    """Return the linear datamodeling score: Spearman correlation of summed scores with outputs of retrained models.
 
-    Tied values share their mean rank. Scores that predict the same for all subsets of a target say nothing about
-    their order and count as 0, so that a method cannot raise its mean by giving no answer.
+    Tied values share their mean rank. If the scores predict the same value for all subsets, the target's correlation
+    counts as 0, so that constant predictions cannot raise a method's mean.
 
     The interval is the mean plus and minus a normal quantile times its bootstrap standard error. Each resample draws
-    subsets and targets anew, both with replacement and independently (Owen, "The pigeonhole bootstrap",
-    arXiv:0712.1111): another set of retrainings and another set of targets would each have given another mean, and all
-    targets share the same few retrainings, so resampling targets alone would be far too sure of itself. For crossed
-    factors this errs on the wide side. In simulations (100 runs; 60 targets that share half of their variance; 5, 10,
-    20 and 60 subsets; true means of about .1, .5 and .75) the nominal 95 % interval held the true mean in 95 to 100 %
-    of the runs; percentiles of the resamples, which lean towards 0 when a subset is drawn twice, did so in 68 to 100 %.
-    The mean itself leans towards 0 with few subsets: by .08 for a true mean of .48 and 5 subsets.
+    subsets and targets independently with replacement (Owen, "The pigeonhole bootstrap", arXiv:0712.1111). Both are
+    sources of variance, and all targets share the same few retrainings, so resampling only targets would give
+    intervals that are far too narrow. For crossed factors this bootstrap is conservative (too wide). In simulations
+    (100 runs; 60 targets that share half of their variance; 5, 10, 20 and 60 subsets; true means of about .1, .5 and
+    .75) the nominal 95 % interval covered the true mean in 95 to 100 % of the runs. Percentile intervals, which are
+    biased towards 0 because subsets are drawn repeatedly, covered it in 68 to 100 %. The mean itself is biased towards
+    0 with few subsets: by .08 for a true mean of .48 and 5 subsets.
 
     Args:
-        scores: ``(N, M)``, or with ``masks=None`` the summed predictions ``(S, M)``.
-        masks: ``(S, N)`` boolean, the rows that each model was trained on; ``None`` if scores are summed already.
-        outputs: ``(S, M)`` finite outputs of the retrained models, best the mean over several seeds.
+        scores: ``(N, M)``, or with ``masks=None`` the summed scores ``(S, M)``.
+        masks: ``(S, N)`` boolean, the rows that each model was trained on; ``None`` if scores are already summed.
+        outputs: ``(S, M)`` finite outputs of the retrained models, preferably the mean over several seeds.
         num_resamples: Bootstrap resamples.
         seed: Seed of the bootstrap.
         confidence: Nominal coverage, above 0 and below 1.
@@ -231,13 +232,13 @@ def compare_datamodeling_scores(
     seed: int = 0,
     confidence: float = 0.95,
 ) -> ScoreDifference:
-    """Return by how much the first scores rank retrained models better than the second.
+    """Return the difference of two methods' linear datamodeling scores, first minus second.
 
     Each bootstrap resample draws subsets and targets once and evaluates both methods on them.
 
     Args:
-        first: ``(N, M)``, or with ``masks=None`` the summed predictions ``(S, M)``.
-        second: Of the same shape.
+        first: ``(N, M)`` scores, or with ``masks=None`` the summed scores ``(S, M)``.
+        second: Scores of the same shape.
         masks: ``(S, N)`` boolean, or ``None``.
         outputs: ``(S, M)``.
         num_resamples: Bootstrap resamples.
@@ -276,8 +277,8 @@ def leave_one_out_correlation(
 ) -> LinearDatamodelingScore:
     """Correlate scores of rows with the outputs of models that were trained without them.
 
-    It is the linear datamodeling score of :func:`~trak_lite.evaluation.leave_one_out_masks`; per target it compares
-    a row's score with how much the output falls without the row. One row changes little, so average many seeds.
+    This is the linear datamodeling score for :func:`~trak_lite.evaluation.leave_one_out_masks`: per target it compares
+    a row's score with the decrease of the output without the row. One row has a small effect, so average many seeds.
 
     Args:
         scores: ``(N, M)``.
@@ -292,7 +293,7 @@ def leave_one_out_correlation(
         NonFiniteError: If a score or an output is NaN or infinite.
     """
     values = finite_matrix(scores, "scores")
-    # The scores themselves, not total minus score: a difference of two sums would break ties by rounding.
+    # Use -score instead of total minus score: rounding of the difference would break ties.
     return linear_datamodeling_score(
         -values[row_numbers(rows, len(values))],
         None,
@@ -305,7 +306,7 @@ def leave_one_out_correlation(
 
 @final
 class _Ranked:
-    """The order of S values for each of M targets, from which the ranks of any resample follow without sorting."""
+    """Sort order of S values for each of M targets; gives the ranks of any resample without sorting again."""
 
     def __init__(self, values: NDArray[np.float64]) -> None:
         columns = np.ascontiguousarray(values.T)
@@ -316,13 +317,13 @@ class _Ranked:
         first = np.maximum.accumulate(np.where(starts, place, 0), axis=1)
         ends = np.concatenate([starts[:, 1:], np.ones((len(columns), 1), np.bool_)], axis=1)
         last = np.minimum.accumulate(np.where(ends, place, len(place))[:, ::-1], axis=1)[:, ::-1]
-        # Of every subset, in the subsets' own order: where its group of equal values begins and ends.
+        # For every subset, in original order: start and end of its group of tied values in the sorted order.
         self._first, self._stop = np.empty_like(first), np.empty_like(last)
         np.put_along_axis(self._first, self._order, first, axis=1)
         np.put_along_axis(self._stop, self._order, last + 1, axis=1)
 
     def deviations(self, counts: NDArray[np.float64]) -> NDArray[np.float64]:
-        """Return ``(M, S)`` ranks minus their mean, where subset s is there ``counts[s]`` times."""
+        """Return ``(M, S)`` ranks minus their mean in a resample that has subset s ``counts[s]`` times."""
         below = np.zeros((len(self._order), len(counts) + 1))
         np.cumsum(counts[self._order], axis=1, out=below[:, 1:])
         sums = np.take_along_axis(below, self._first, axis=1) + np.take_along_axis(below, self._stop, axis=1)
@@ -340,7 +341,7 @@ class _Bootstrap:
     confidence: float
 
     def draws(self, shape: tuple[int, ...]) -> Iterator[tuple[NDArray[np.float64], NDArray[np.float64]]]:
-        """Yield how often each subset ``(S,)`` and each target ``(M,)`` was drawn."""
+        """Yield per resample the counts of each subset ``(S,)`` and each target ``(M,)``."""
         rng = np.random.default_rng(self.seed)
         for _ in range(self.num_resamples):
             subsets, targets = (
@@ -350,7 +351,7 @@ class _Bootstrap:
             yield subsets, targets
 
     def interval(self, mean: float, draws: Sequence[float]) -> tuple[float, float]:
-        """Return the normal interval; resamples without a value (one subset drawn S times) are left out."""
+        """Return the normal interval; NaN resamples (one subset drawn S times) are left out."""
         there = [value for value in draws if not math.isnan(value)]
         if not there:
             return float("nan"), float("nan")
@@ -359,7 +360,7 @@ class _Bootstrap:
 
 
 def _correlations(predicted: _Ranked, actual: _Ranked, counts: NDArray[np.float64]) -> NDArray[np.float64]:
-    """Return Spearman's correlation of each target, ``(M,)``: NaN for constant outputs, 0 for constant predictions."""
+    """Return ``(M,)`` Spearman correlations: NaN for constant outputs, 0 for constant predictions."""
     x, y = predicted.deviations(counts), actual.deviations(counts)
     x_square, y_square = x**2 @ counts, y**2 @ counts
     covariance = (x * y) @ counts
@@ -368,19 +369,19 @@ def _correlations(predicted: _Ranked, actual: _Ranked, counts: NDArray[np.float6
 
 
 def _mean(correlations: NDArray[np.float64], counts: NDArray[np.float64]) -> float:
-    """Return the mean over targets that have a value, each taken ``counts`` times; NaN if there is none."""
+    """Return the mean over targets that are not NaN, weighted by ``counts``; NaN if there is none."""
     there = ~np.isnan(correlations)
     total = counts[there].sum()
     return float(correlations[there] @ counts[there] / total) if total else float("nan")
 
 
 def _predictions(scores: ArrayLike, masks: ArrayLike | None) -> NDArray[np.float64]:
-    """Return what scores predict for each subset, ``(S, M)``; without masks they are summed already."""
+    """Return the predictions for each subset, ``(S, M)``; without masks the scores are already summed."""
     return finite_matrix(scores, "scores") if masks is None else summed_scores(scores, masks)
 
 
 def _ranked_outputs(predictions: Sequence[NDArray[np.float64]], outputs: ArrayLike) -> _Ranked:
-    """Return the order of the outputs, if they fit all predictions and at least one target has an order."""
+    """Return the sort order of the outputs after checking their shape and that at least one target is not constant."""
     actual = finite_matrix(outputs, "outputs")
     for predicted in predictions:
         if predicted.shape != actual.shape:

@@ -1,4 +1,4 @@
-"""Finding wrong labels: do the rows that a ranking puts first have them?"""
+"""Mislabel detection: how well a ranking of train rows finds wrong labels."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ class MislabelDetection:
     """How well a ranking finds mislabeled train rows."""
 
     auc: float
-    """Chance that a mislabeled row outranks a clean one."""
+    """Probability that a mislabeled row ranks above a clean row."""
     precision: float
-    """Share of mislabeled rows among the k highest; by chance it is ``base_rate``."""
+    """Share of mislabeled rows among the k highest; ``base_rate`` for a random ranking."""
     recall: float
     """Share of the mislabeled rows that are among the k highest."""
     k: int
-    """Rows looked at."""
+    """Number of highest-ranked rows inspected."""
     base_rate: float
     """Share of mislabeled rows in the train set."""
 
@@ -33,12 +33,12 @@ class MislabelDetection:
 def mislabel_detection(
     suspicion: ArrayLike, mislabeled: ArrayLike, *, k: int | None = None
 ) -> MislabelDetection:
-    """Compare a ranking of train rows with the labels that are known to be wrong.
+    """Evaluate a ranking of train rows against known wrong labels.
 
     Args:
-        suspicion: ``(N,)`` finite; higher is more suspect. ``scores.self_influence()``, or any other ranking.
+        suspicion: ``(N,)`` finite; higher is more suspect. Use ``scores.self_influence()`` or any other ranking.
         mislabeled: ``(N,)`` booleans, or 0 and 1.
-        k: Rows that one would look at; ``None`` takes as many as are mislabeled, where precision equals recall.
+        k: Number of rows to inspect; ``None`` for the number of mislabeled rows, where precision equals recall.
 
     Raises:
         InvalidInputError: If shapes differ, no row or every row is mislabeled, or k is out of range.
@@ -48,7 +48,7 @@ def mislabel_detection(
         >>> mislabel_detection([0.9, 0.1, 0.8, 0.2], [1, 0, 0, 0])
         MislabelDetection(auc=1.0, precision=1.0, recall=1.0, k=1, base_rate=0.25)
     """
-    area = auc(suspicion, mislabeled)  # which checks both
+    area = auc(suspicion, mislabeled)  # checks both arrays
     flags = np.asarray(mislabeled).astype(np.bool_)
     count = int(flags.sum())
     looked_at = count if k is None else k

@@ -20,7 +20,7 @@ __all__ = ["auc", "precision_at", "spearman"]
 def auc(scores: ArrayLike, labels: ArrayLike) -> float:
     """Return the area under the ROC curve.
 
-    It is the chance that a positive outranks a negative, where a tie counts half.
+    This is the probability that a positive ranks above a negative; a tie counts as 1/2.
 
     Args:
         scores: ``(n,)`` finite; higher means more likely positive.
@@ -48,8 +48,7 @@ def auc(scores: ArrayLike, labels: ArrayLike) -> float:
 def precision_at(k: int, scores: ArrayLike, labels: ArrayLike) -> float:
     """Return the share of positives among the k highest scores.
 
-    Where the k-th score is tied, the places left are shared evenly among the tied: the result is the
-    expectation over all orders of equal scores.
+    If the k-th score is tied, the result is the expectation over all orders of equal scores.
 
     Args:
         k: Between 1 and n.
@@ -74,14 +73,14 @@ def precision_at(k: int, scores: ArrayLike, labels: ArrayLike) -> float:
 
 
 def spearman(a: ArrayLike, b: ArrayLike) -> float:
-    """Return Spearman's rank correlation: Pearson's, of ranks; tied values share their average rank.
+    """Return Spearman's rank correlation; tied values share their average rank.
 
     Args:
         a: ``(n,)`` finite, not all equal.
         b: ``(n,)`` finite, not all equal.
 
     Raises:
-        InvalidInputError: If shapes differ, or the values of one side are all equal and have no order.
+        InvalidInputError: If shapes differ, or all values of one side are equal.
         NonFiniteError: If a value is NaN or infinite.
 
     Example:
@@ -103,7 +102,7 @@ def spearman(a: ArrayLike, b: ArrayLike) -> float:
 
 
 def _average_ranks(values: NDArray[np.float64]) -> NDArray[np.float64]:
-    """Return ranks from 1, equal values sharing the mean of the places that they take."""
+    """Return ranks from 1; equal values share their mean rank."""
     _, group, counts = np.unique(values, return_inverse=True, return_counts=True)
     last = np.cumsum(counts)
     ranks: NDArray[np.float64] = (last - (counts - 1) / 2.0)[group]
@@ -111,7 +110,7 @@ def _average_ranks(values: NDArray[np.float64]) -> NDArray[np.float64]:
 
 
 def _scores_and_labels(scores: ArrayLike, labels: ArrayLike) -> tuple[NDArray[np.float64], NDArray[np.bool_]]:
-    """Return checked scores and labels of one length."""
+    """Return scores and labels after checking their values and lengths."""
     values, flags = _finite_vector(scores, "scores"), np.asarray(labels)
     _same_length(values, flags, "scores", "labels")
     if not np.isin(flags, (0, 1)).all():
@@ -130,7 +129,7 @@ def _finite_vector(values: ArrayLike, name: str) -> NDArray[np.float64]:
 
 
 def _same_length(first: NDArray[Any], second: NDArray[Any], first_name: str, second_name: str) -> None:
-    """Refuse two arrays that cannot be paired."""
+    """Raise if two arrays differ in shape."""
     if first.shape != second.shape:
         raise InvalidInputError(
             f"{first_name} and {second_name} must have one shape (n,), got {first.shape} and {second.shape}."

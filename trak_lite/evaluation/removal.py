@@ -1,4 +1,4 @@
-"""What happened to a target when its strongest train rows were removed and the model was trained again.
+"""Effect on a target of retraining the model without the target's highest-scoring train rows.
 
 Make the masks with :func:`~trak_lite.evaluation.removal_masks`; retraining j belongs to target j.
 
@@ -23,7 +23,7 @@ __all__ = ["LossRise", "flip_rate", "target_loss_rise"]
 @final
 @dataclass(frozen=True, slots=True, eq=False)
 class LossRise:
-    """By how much target losses rose."""
+    """Increase of target losses after removal and retraining."""
 
     mean: float
     """Mean of ``per_target``."""
@@ -36,18 +36,18 @@ class LossRise:
 
 
 def flip_rate(before: ArrayLike, after: ArrayLike, *, among: ArrayLike | None = None) -> float:
-    """Return how often the prediction for a target flips: the brittleness of the model to its strongest rows.
+    """Return the share of targets whose prediction flips after removal and retraining.
 
     Args:
         before: ``(M,)`` predicted classes (integers), or whether the margin is positive (booleans).
         after: ``(M,)`` the same after removal and retraining, or ``(R, M)`` for several seeds.
-        among: ``(M,)`` booleans: the targets that count (those that were predicted right, say); ``None`` for all.
+        among: ``(M,)`` booleans: the targets to count (such as those predicted correctly); ``None`` for all.
 
     Returns:
         Share of flipped predictions, over targets and seeds.
 
     Raises:
-        InvalidInputError: If shapes do not fit, predictions are not discrete, or no target counts.
+        InvalidInputError: If shapes do not fit, predictions are not discrete, or no target is counted.
 
     Example:
         >>> flip_rate([1, 0, 2], [1, 1, 2])
@@ -73,12 +73,12 @@ def target_loss_rise(
     seed: int = 0,
     confidence: float = 0.95,
 ) -> LossRise:
-    """Return by how much the loss of targets rose when their strongest rows were removed (QLD).
+    """Return the increase of target losses after removal of their highest-scoring rows (QLD).
 
     Args:
-        before: ``(M,)`` losses of the model trained on everything.
+        before: ``(M,)`` losses of the model trained on all rows.
         after: ``(M,)`` losses after removal and retraining, or ``(R, M)`` for several seeds, which are averaged.
-        num_resamples: Bootstrap resamples over targets: each has retrainings of its own.
+        num_resamples: Bootstrap resamples over targets (each target has its own retrainings).
         seed: Seed of the bootstrap.
         confidence: Nominal coverage, above 0 and below 1.
 
@@ -107,7 +107,7 @@ def target_loss_rise(
 
 
 def _classes(values: ArrayLike, name: str) -> NDArray[np.generic]:
-    """Return predicted classes; numbers that are never equal twice would always flip."""
+    """Return predicted classes; raise for floats, which would nearly always differ."""
     array = np.asarray(values)
     if array.dtype.kind not in "iub" or not array.size:
         raise InvalidInputError(

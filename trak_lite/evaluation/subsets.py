@@ -1,4 +1,4 @@
-"""Which train rows a retraining keeps: random subsets, all but the strongest rows, all but one.
+"""Masks of train rows for retraining: random subsets, all but the highest-scoring rows, all but one.
 
 Shapes: N train rows, M targets, S subsets. A mask is ``(S, N)`` boolean, ``True`` where the row is kept.
 """
@@ -29,16 +29,16 @@ def subset_masks(
 ) -> NDArray[np.bool_]:
     """Draw random subsets of the train rows, each of ``round(alpha * N)`` rows.
 
-    No subset is drawn twice while there is one that was not drawn yet. The first subsets do not depend on how many
-    are drawn, so a larger number later keeps the retrainings made so far.
+    A subset is drawn again only after all possible subsets have been drawn. The first subsets do not depend on
+    ``num_subsets``, so existing retrainings remain valid if it is increased.
 
     Args:
         num_rows: N.
         num_subsets: S.
         alpha: Share of rows that a subset keeps, above 0 and below 1; published scores mostly use 0.5.
         seed: Seed of the draw.
-        strata: ``(N,)`` group of every row (its label, say): each subset keeps the same number of rows of a group,
-            alpha of it rounded down or up such that the sizes add up.
+        strata: ``(N,)`` group of every row (such as its label): every subset keeps the same number of rows of a group,
+            a share alpha of it, rounded down or up such that the sizes add up.
 
     Returns:
         ``(S, N)``, ``True`` where a row is kept.
@@ -62,7 +62,7 @@ def subset_masks(
     seen: set[bytes] = set()
     for mask in masks:
         if len(seen) == possible:
-            seen.clear()  # every subset was drawn: begin anew, so that none comes up much more often
+            seen.clear()  # all subsets were drawn: restart, so that all occur about equally often
         while not mask.any() or np.packbits(mask).tobytes() in seen:
             mask[:] = False
             for group, kept in zip(groups, sizes, strict=True):
@@ -74,13 +74,13 @@ def subset_masks(
 def removal_masks(
     scores: ArrayLike, k: int, *, sign: Literal["helpful", "harmful"] = "helpful"
 ) -> NDArray[np.bool_]:
-    """Return for every target the train set without the k rows that matter most to it.
+    """Return for every target a mask of the train set without the target's k highest- or lowest-scoring rows.
 
     Args:
         scores: ``(N, M)`` finite; positive is helpful.
-        k: Rows to remove, below N.
-        sign: ``"helpful"`` removes the largest scores, ``"harmful"`` the smallest; of equal ones the lower row
-            first.
+        k: Number of rows to remove, below N.
+        sign: ``"helpful"`` removes the largest scores, ``"harmful"`` the smallest; of equal scores the lower row
+            number first.
 
     Returns:
         ``(M, N)``: mask j keeps all but the k rows of target j.
@@ -104,7 +104,7 @@ def removal_masks(
 
 
 def leave_one_out_masks(num_rows: int, rows: Sequence[int] | NDArray[np.integer]) -> NDArray[np.bool_]:
-    """Return the train set without each of some rows.
+    """Return one mask per given row that leaves out this row.
 
     Args:
         num_rows: N.
@@ -127,7 +127,7 @@ def leave_one_out_masks(num_rows: int, rows: Sequence[int] | NDArray[np.integer]
 
 
 def row_numbers(rows: Sequence[int] | NDArray[np.integer], num_rows: int) -> NDArray[np.int64]:
-    """Return row numbers as an array, each between 0 and ``num_rows - 1``."""
+    """Return row numbers as an array after checking that each is between 0 and ``num_rows - 1``."""
     numbers = np.asarray(rows)
     if numbers.ndim != 1 or numbers.dtype.kind not in "iu":
         raise InvalidInputError(
@@ -162,7 +162,7 @@ def _groups(num_rows: int, strata: ArrayLike | None) -> list[NDArray[np.int64]]:
 
 
 def _apportion(counts: Sequence[int], alpha: float, size: int) -> list[int]:
-    """Divide a subset's size over strata: alpha of each, rounded down, the largest remainders rounded up."""
+    """Distribute a subset's size over strata by the largest remainder method."""
     quotas = alpha * np.asarray(counts)
     sizes = np.floor(quotas).astype(np.int64)
     first = np.argsort(sizes - quotas, kind="stable")[: size - int(sizes.sum())]

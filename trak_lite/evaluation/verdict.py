@@ -1,4 +1,4 @@
-"""The verdict on scores: how well they predicted models that were really retrained, beside simple baselines."""
+"""Verdict on scores: how well they predict retrained models, compared with simple baselines."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ __all__ = ["Baseline", "Calibration", "Estimate", "Predictions", "Verdict"]
 
 
 class Predictions(NamedTuple):
-    """What scores said about subsets of the train rows, and what models said that were trained on them."""
+    """Summed scores of subsets of the train rows, and outputs of the models trained on these subsets."""
 
     summed: NDArray[np.float64]
     """``(S, m)`` scores summed over each subset, for some of the targets."""
@@ -43,39 +43,39 @@ class Estimate:
 @final
 @dataclass(frozen=True, slots=True)
 class Baseline:
-    """What a simple method reaches on the same retrained models."""
+    """Result of a simple method on the same retrained models."""
 
     name: str
-    """What it is."""
+    """Name of the method."""
     lds: Estimate
     """Its linear datamodeling score."""
     lead: Estimate
-    """By how much the scores are ahead of it, paired over subsets and targets."""
+    """Score of the scores minus that of the baseline, paired over subsets and targets."""
 
 
 @final
 @dataclass(frozen=True, slots=True)
 class Calibration:
-    """Weights of checkpoint x module x damping x view, fitted on half of the subsets and tested on the other."""
+    """Weights of checkpoint x module x damping x view, fitted on half of the subsets and tested on the other half."""
 
     kept: bool
     """Whether the interval of ``gain`` lies above 0."""
     default: Estimate
-    """Linear datamodeling score of the scores as they are, on the held-out half."""
+    """Linear datamodeling score of the uncalibrated scores on the held-out half."""
     calibrated: Estimate
-    """That of the calibrated ones, on the same half."""
+    """Linear datamodeling score of the calibrated scores on the held-out half."""
     gain: Estimate
     """Calibrated minus default, paired."""
     num_held_out: int
     """Subsets of the held-out half."""
     views: tuple[str, ...]
-    """Where q multiplies: ``"outside"`` the mean over checkpoints, ``"inside"`` each checkpoint, ``"off"``."""
+    """Where q is applied: ``"outside"`` the mean over checkpoints, ``"inside"`` per checkpoint, ``"off"`` nowhere."""
     checkpoints: tuple[str, ...]
     """Digests of the checkpoints' weights."""
     segments: tuple[tuple[int, int], ...]
     """Columns of a feature row that share a weight."""
     dampings: tuple[float, ...]
-    """Lambdas in mean eigenvalues."""
+    """Lambdas in units of the mean eigenvalue."""
     weights: tuple[float, ...]
     """In the order view, checkpoint, segment, damping."""
 
@@ -83,28 +83,28 @@ class Calibration:
 @final
 @dataclass(frozen=True, slots=True)
 class Verdict:
-    """What retraining said about the scores of one target set."""
+    """Evaluation of the scores of one target set against retrained models."""
 
     lds: Estimate
-    """Linear datamodeling score over all subsets: nothing was fitted to them."""
+    """Linear datamodeling score of the uncalibrated scores over all subsets."""
     baselines: tuple[Baseline, ...]
     """Simple methods on the same models."""
     num_subsets: int
-    """Subsets that models were trained on."""
+    """Number of subsets that models were trained on."""
     num_seeds: int
     """Models per subset."""
     alpha: float
     """Share of the train rows in a subset."""
     num_targets: int
-    """Targets."""
+    """Number of targets."""
     num_constant: int
-    """Targets whose output was the same for all subsets; left out."""
+    """Targets whose output is the same for all subsets; left out."""
     confidence: float
     """Nominal coverage of every interval."""
     ceiling: float | None
-    """What a perfect method would reach, by the noise of seeds; ``None`` with one seed."""
+    """Expected score of a perfect method, given the noise of seeds; ``None`` with one seed."""
     calibration: Calibration | None
-    """The calibrated kernel, if one was asked for."""
+    """The calibrated kernel, if requested."""
 
     def __str__(self) -> str:
         """Return the verdict on a few lines."""
@@ -128,11 +128,11 @@ class Verdict:
 
     @classmethod
     def from_json(cls, values: Mapping[str, Any]) -> Self:
-        """Read what :meth:`to_json` wrote.
+        """Return the verdict that :meth:`to_json` serialised.
 
         Raises:
             KeyError: If a value is missing.
-            TypeError: If a value is of another type, as ValueError and AttributeError.
+            TypeError: If a value has a wrong type; may also be ValueError or AttributeError.
         """
         ceiling, calibration = values["ceiling"], values["calibration"]
         return cls(

@@ -1,4 +1,4 @@
-"""One call's hold on a store and on the model: train rows, targets and curvatures, checkpoint by checkpoint."""
+"""Sessions, in which one call featurizes train rows and targets and fits curvatures, checkpoint by checkpoint."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ from trak_lite.run.tables import (
     checkpoint_tables,
     complete_tables,
     table_path,
-    target_folder,
+    target_table_path,
 )
 from trak_lite.run.workspace import FirstRows, Workspace
 from trak_lite.store import AbstractFeatureStore, AbstractRowTable
@@ -57,12 +57,12 @@ __all__ = ["FeaturizingSession", "KnownSource", "Run", "TargetSet", "marking_las
 logger = logging.getLogger(__name__)
 
 KnownSource: TypeAlias = tuple[CheckpointSource, Callable[[Any], Mapping[str, Tensor]] | None]
-"""Checkpoints that were featurized, and what turns one of them into a state dict."""
+"""Checkpoints that were featurized, and the function that turns one of them into a state dict."""
 
 
 @final
 class Run:
-    """A model, its settings and its store, as all calls on one attributor and on its scores use them."""
+    """A model, its settings and its store, shared by all calls on one attributor and its scores."""
 
     def __init__(
         self,
@@ -75,7 +75,7 @@ class Run:
         progress: bool | None,
         distributed: bool | None,
     ) -> None:
-        """Hold them; the other arguments are those of :class:`~trak_lite.Attributor`."""
+        """Store the arguments; the keyword arguments are those of :class:`~trak_lite.Attributor`."""
         self.model = model
         self.settings = settings
         self.workspace = workspace
@@ -84,16 +84,16 @@ class Run:
         self._batch_size = batch_size
         self._distributed = distributed
         self.sources: list[KnownSource] = []
-        """Checkpoints that were featurized, where weights are looked for besides what the store knows."""
+        """Featurized checkpoints. Weights are searched here first, then at the sources recorded in the store."""
         self.train: Rows | None = None
-        """The train data as they were last given: a method is fitted to them where a call needs that."""
+        """The train data of the last ``featurize``, for methods that are fitted to them."""
 
     def rows(self, data: Any, what: str) -> Rows:
-        """Return the rows of a user's data; messages call them ``what``."""
+        """Return the rows of a user's data; ``what`` is their name in messages."""
         return rows_of(data, what=what, batch_size=self._batch_size, collate=self._collate)
 
     def joined(self, call: str) -> AbstractContextManager[AbstractRanks]:
-        """Make a call together with the other ranks, which make the same one; a store in memory is each one's own."""
+        """Return the context of a call of all ranks. With a store in memory, each rank works alone."""
         path = self.workspace.path
         return joined_ranks(f"{call} ({path})", distributed=False if path is None else self._distributed)
 
@@ -106,18 +106,18 @@ class Run:
         appended_to: FirstRows | None = None,
         train: Rows | HeldRows | None = None,
     ) -> Iterator[FeaturizingSession]:
-        """Hold the store open for writing and the model borrowed, inside the block.
+        """Open the store for writing and borrow the model, inside the block.
 
         Args:
-            dataset: What the train data are recognised by; ``None`` takes those of the store.
-            ranks: Those that do the same at this moment.
+            dataset: JSON values that identify the train data; ``None`` uses those of the store.
+            ranks: The ranks that make the same call.
             appended_to: See :meth:`~trak_lite.run.workspace.Workspace.open`.
-            train: The train rows, or a few of them, where they are at hand: stored ones are computed again with every
-                checkpoint that is loaded, and compared.
+            train: The train rows or a few of them, if available. For every loaded checkpoint, a few stored rows are
+                computed again and compared.
 
         Raises:
             ManifestMismatchError: If the store was made with other settings; names every difference.
-            ShortageError: If memory or threads are used up.
+            ShortageError: If the machine runs out of memory or threads.
             WorkerLostError: If a process that loads samples was lost.
         """
         manifest = self.settings.manifest(dataset)
@@ -139,21 +139,16 @@ class TargetSet:
     rows: Rows
     name: str
     method: AbstractMethod
-    """How scores are to be computed, which says which features are needed."""
+    """The method of the scores. It determines which features are needed."""
     identity: Mapping[str, Any]
-    """What it is recognised by."""
+    """JSON values that identify the targets."""
     is_compared: bool = False
-    """Whether stored rows of it were computed again."""
-
-    @property
-    def folder(self) -> str:
-        """Where the features are kept, one table per checkpoint."""
-        return target_folder(self.name, self.method)
+    """Whether stored rows were computed again and compared."""
 
 
 @final
 class FeaturizingSession:
-    """Computes what an open store lacks, with a borrowed model."""
+    """Computes the missing rows and fits of an open store, with a borrowed model."""
 
     def __init__(
         self,
@@ -163,7 +158,7 @@ class FeaturizingSession:
         ranks: AbstractRanks,
         train: Rows | HeldRows | None,
     ) -> None:
-        """Hold what :meth:`Run.session` opened and borrowed; ``own`` are the model's weights as they were."""
+        """Store the arguments; ``own`` are the model's original weights. Call :meth:`Run.session` instead."""
         self._run = run
         self._model, self._settings, self._workspace = run.model, run.settings, run.workspace
         self._progress = run.progress
@@ -179,25 +174,25 @@ class FeaturizingSession:
         """The open store.
 
         Raises:
-            StateError: If there is none yet.
+            StateError: If the store does not exist yet.
         """
         return self._workspace.store()
 
     def agreed(self, flag: bool) -> bool:
-        """Return whether all ranks of a sharded model say so, as what they do next has to be the same."""
+        """Return whether ``flag`` is true on all ranks of a sharded model, which must take the same branch."""
         return self._lockstep.all(flag)
 
     def featurize(self, checkpoint: Checkpoint, rows: Rows, *, wait: bool) -> int:
-        """Load a checkpoint and featurize the train rows that it lacks; return how many this process wrote.
+        """Load a checkpoint and featurize its missing train rows; return the number of rows this process wrote.
 
         Args:
             checkpoint: The checkpoint.
             rows: The train rows.
-            wait: Return when every row is there; otherwise, and where rows of earlier ones are left, leave to others
-                what they hold, for :meth:`finish`.
+            wait: Return when every row is stored. If ``False``, or if earlier checkpoints are unfinished, chunks that
+                other processes hold are left to :meth:`finish`.
         """
         digest = self._load(checkpoint)
-        # Until rank 0 has said what the first one is, nobody writes rows of another model.
+        # Compare the first checkpoint with rank 0's before writing, so that no rank writes rows of another model.
         what = f"checkpoint {checkpoint.name!r} (digest of its weights)"
         self._ranks.agree(what, digest, with_rank_0=self._is_first)
         self._is_first = False
@@ -205,9 +200,9 @@ class FeaturizingSession:
         return self._featurize_train(checkpoint, digest, rows, wait=wait)
 
     def _warn_of_namesakes(self, checkpoint: Checkpoint, digest: str) -> None:
-        """Say that other weights of the same name are in the store: scores would be made with both.
+        """Warn if the store has other weights of the same name, because scores would use both.
 
-        State dicts in a list have no names but their numbers.
+        State dicts in a list are exempt: they are named by their position only.
         """
         if not self._workspace.exists or (checkpoint.source is None and checkpoint.load is not None):
             return
@@ -225,9 +220,9 @@ class FeaturizingSession:
             )
 
     def _featurize_train(self, checkpoint: Checkpoint, digest: str, rows: Rows, *, wait: bool) -> int:
-        """Featurize the train rows of the checkpoint that is loaded, and fit its kernel; see :meth:`featurize`."""
-        # What one rank of a sharded model leaves to others, it leaves to itself. Others are not waited for here while
-        # there are rows of another checkpoint that they may leave.
+        """Featurize the train rows of the loaded checkpoint, and fit its kernel; see :meth:`featurize`."""
+        # Do not wait here while earlier checkpoints are unfinished: rows of theirs may become free. The ranks of a
+        # sharded model work in lockstep on the same rows, so they always wait.
         wait = (wait and not self._unfinished) or not self._lockstep.is_alone
         method = self._settings.method
         if isinstance(method, Fisher) and self._workspace.exists:
@@ -242,9 +237,9 @@ class FeaturizingSession:
         return written
 
     def finish(self, rows: Rows) -> int:
-        """Wait for what others held when :meth:`featurize` passed by, and take over what they leave.
+        """Wait for the rows that other processes held during :meth:`featurize`, and compute those they abandoned.
 
-        Weights are loaded again only for rows that nobody works on any more.
+        Weights are loaded again only for rows that no process holds.
 
         Returns:
             Number of rows that this process wrote.
@@ -254,7 +249,7 @@ class FeaturizingSession:
             unfinished, self._unfinished = self._unfinished, []
             for checkpoint, digest in unfinished:
                 if self._is_left_alone(digest):
-                    # Each rank takes up others, in an order of its own: there is nothing to agree on by name.
+                    # No ranks.agree here: the ranks take over different checkpoints in different orders.
                     written += self._featurize_train(checkpoint, self._load(checkpoint), rows, wait=False)
                     patience.reset()
                 elif not self._is_featurized(digest):
@@ -265,18 +260,18 @@ class FeaturizingSession:
         return written
 
     def _holders(self) -> str:
-        """Return who holds rows of the first checkpoint that is not finished."""
+        """Return the holder of rows of the first unfinished checkpoint."""
         path = self._path(self._unfinished[0][1])
         return holder_of(self.store.open_table(path)) or f"others work on {path}, at what is not rows of it."
 
     def _is_featurized(self, digest: str) -> bool:
-        """Whether all is there that featurizing a checkpoint makes."""
+        """Return whether all rows of a checkpoint, and its Fisher fit if needed, are complete."""
         table = self.store.open_table(self._path(digest))
         method = self._settings.method
         return table.complete and (not isinstance(method, Fisher) or self._is_fitted(digest, method))
 
     def _is_left_alone(self, digest: str) -> bool:
-        """Whether there is something to do for a checkpoint that nobody does."""
+        """Return whether a checkpoint has unfinished work that no process holds."""
         path = self._path(digest)
         if has_free_rows(self.store.open_table(path)):
             return True
@@ -296,31 +291,31 @@ class FeaturizingSession:
         return path
 
     def target_set(self, rows: Rows, name: str, method: AbstractMethod) -> TargetSet:
-        """Return a target set. What it is recognised by includes the curvature that its features were multiplied by."""
+        """Return a target set. For EKFAC its identity includes the curvature fit."""
         identity = rows.identity()
         if isinstance(method, EKFAC):
             identity["curvature"] = self._kronecker_fits(method).record()
         return TargetSet(rows, name, method, identity)
 
     def add_targets(self, targets: TargetSet, checkpoint: Checkpoint) -> str:
-        """Load a checkpoint and compute the target features that it lacks; return the digest of its weights.
+        """Load a checkpoint and compute its missing target features; return the digest of its weights.
 
         Raises:
-            StateError: If its train rows are not featurized.
+            StateError: If the checkpoint's train rows are not featurized.
         """
         digest = self._load(checkpoint)
         self._fill_targets(targets, complete_tables(self.store, [digest]), digest, checkpoint.name)
         return digest
 
     def find_targets(self, targets: TargetSet, train: Mapping[str, AbstractRowTable]) -> None:
-        """Compute the target features that checkpoints lack, from wherever their weights are to be found.
+        """Compute the missing target features of all checkpoints, from any known source of their weights.
 
         Args:
             targets: The target set.
             train: Tables of the train rows by the digest of the checkpoint's weights.
 
         Raises:
-            StateError: If the weights of a checkpoint are not to be found.
+            StateError: If the weights of a checkpoint cannot be found.
         """
         waiting = [
             digest for digest, table in train.items() if not self.agreed(self._has_targets(targets, table))
@@ -328,13 +323,13 @@ class FeaturizingSession:
         self._visit(waiting, partial(self._fill_targets, targets, train), purpose="to score new targets")
 
     def compare_targets(self, targets: TargetSet, train: Mapping[str, AbstractRowTable]) -> None:
-        """Compute a few stored targets again, with the first checkpoint whose weights are at hand, if any are.
+        """Compute a few stored targets again, with the first checkpoint whose weights are available, and compare.
 
-        The targets, or the model, may be others by now than those whose features are there. Does nothing where stored
-        targets were computed again already.
+        This detects changes of the targets or the model. It does nothing if stored targets were already compared, or
+        if no weights are available.
 
         Raises:
-            ManifestMismatchError: If they are not what is stored.
+            ManifestMismatchError: If they differ from the stored ones.
         """
         if targets.is_compared:
             return
@@ -347,16 +342,16 @@ class FeaturizingSession:
                 if digest in there:
                     self._fill_targets(targets, train, digest, checkpoint.name)
                     return
-        except CheckpointError as error:  # a file that was there once: nothing has to be computed from it
+        except CheckpointError as error:  # a checkpoint file is gone, but it is needed for this comparison only
             logger.info("Stored targets are not compared: %s", error)
 
     def _fill_targets(
         self, targets: TargetSet, train: Mapping[str, AbstractRowTable], digest: str, label: str
     ) -> None:
-        """Compute the target features that the loaded checkpoint lacks, and compare a few of those that are stored.
+        """Compute the missing target features of the loaded checkpoint, and compare a few of the stored ones.
 
-        Stored ones are not compared where the curvature that they were multiplied by is not there any more, because
-        another fit has taken its place.
+        Stored ones are not compared if the curvature that they were multiplied by is no longer stored, because another
+        fit has replaced it.
         """
         self._check_train(train[digest])
         targets.is_compared = True
@@ -372,15 +367,15 @@ class FeaturizingSession:
         spec = self._settings.target_table(
             len(targets.rows), fingerprint, preconditioned=isinstance(method, EKFAC)
         )
-        table = self._workspace.lazy_table(f"{targets.folder}/{checkpoint_path(model_id)}", spec)
+        table = self._workspace.lazy_table(target_table_path(targets.name, method, train[digest]), spec)
         projector = self._settings.projector
         if isinstance(method, EKFAC):
             projector = PreconditionedProjector(projector, self._inverse_curvature(digest, label, method))
         self._featurize(table, targets.rows, model_id, f"Targets {targets.name!r}, {label}", projector)
 
     def _has_targets(self, targets: TargetSet, train: AbstractRowTable) -> bool:
-        """Whether all target features of the checkpoint of these train rows are there."""
-        path = f"{targets.folder}/{table_path(train)}"
+        """Return whether all target features of the checkpoint of this train table are stored."""
+        path = target_table_path(targets.name, targets.method, train)
         table = self._workspace.table(path)
         if table is None:
             return False
@@ -393,12 +388,12 @@ class FeaturizingSession:
         return table.complete
 
     def fit(self, method: AbstractMethod, train: Mapping[str, AbstractRowTable]) -> None:
-        """Fit what a method needs to have fitted to each of these checkpoints, before rows are scored.
+        """Fit the method's kernel for each of these checkpoints, if the method needs a fit before scoring.
 
-        What :class:`~trak_lite.methods.EKFAC` needs is fitted with the targets, whose features it enters.
+        The curvature of :class:`~trak_lite.methods.EKFAC` is fitted when targets are featurized instead.
 
         Raises:
-            StateError: If something has to be fitted, and the train data or the weights of a checkpoint are not known.
+            StateError: If a fit is missing, and the train data or the weights of a checkpoint are not known.
             ReadOnlyStoreError: If the store cannot be written.
         """
         if not isinstance(method, Fisher):
@@ -418,7 +413,7 @@ class FeaturizingSession:
         self._visit(waiting, fit, purpose="to fit the Fisher information")
 
     def _train_rows(self, method: AbstractMethod) -> Rows:
-        """Return the train data that a method is to be fitted to."""
+        """Return the train data to fit a method to; raise if they are unknown or not those of the store."""
         rows = self._run.train
         if rows is None:
             raise StateError(
@@ -439,7 +434,7 @@ class FeaturizingSession:
         return FisherFits(self.store, method).has(self._path(digest), self._settings.layout)
 
     def _fit_fisher(self, digest: str, label: str, rows: Rows, method: Fisher, *, wait: bool = True) -> None:
-        """Fit the Fisher information of the checkpoint that is loaded, if it is not there yet."""
+        """Fit the Fisher information of the loaded checkpoint, if it is not stored yet."""
         fits = FisherFits(self.store, method)
         if self.agreed(self._is_fitted(digest, method)):
             fits.sweep(self._path(digest), self._settings.layout)
@@ -467,7 +462,7 @@ class FeaturizingSession:
         )
 
     def _inverse_curvature(self, digest: str, label: str, method: EKFAC) -> Preconditioner:
-        """Return the inverse curvature of the checkpoint that is loaded; fit the curvature if it is not there yet."""
+        """Return the inverse curvature of the loaded checkpoint; fit the curvature if it is not stored yet."""
         fits, device = self._kronecker_fits(method), self._settings.device
         if not fits.has(digest):
             refuse_sharded(self._model, "method='EKFAC'", "Use method='Fisher', or score with a whole model")
@@ -484,7 +479,7 @@ class FeaturizingSession:
         return KroneckerFits(self.store, self._model, self._settings.parameters, method, self._settings.task)
 
     def _candidates(self, needed: Iterable[str]) -> Iterator[Checkpoint]:
-        """Yield checkpoints that may hold the needed weights: from featurize, from disk, the model's own."""
+        """Yield checkpoints that may have the needed weights: from featurize, from disk, then the model's own."""
         for source in self._run.sources:
             yield from iterate_checkpoints(*source)
         tables = checkpoint_tables(self.store)
@@ -505,7 +500,7 @@ class FeaturizingSession:
             purpose: What the weights are needed for, for the message.
 
         Raises:
-            StateError: If the weights of a checkpoint are not to be found; says that they are needed for ``purpose``.
+            StateError: If the weights of a checkpoint cannot be found; the message contains ``purpose``.
         """
 
         def visit_checked(digest: str, _: str) -> None:
@@ -515,7 +510,7 @@ class FeaturizingSession:
         self._visit(train, visit_checked, purpose=purpose)
 
     def _visit(self, digests: Iterable[str], visit: Callable[[str, str], None], *, purpose: str) -> None:
-        """Load checkpoints one by one, and call ``visit`` with the digest and the name of each."""
+        """Load checkpoints one by one, and call ``visit`` with the weights digest and the name of each."""
         waiting = set(digests)
         for checkpoint in self._candidates(set(waiting)):
             if not waiting:
@@ -539,13 +534,13 @@ class FeaturizingSession:
             )
 
     def features(self, batch: Batch, rows: NDArray[np.int64], *, model_id: int, what: str) -> Tensor:
-        """Return the features ``(B, K)`` of a batch from the checkpoint that is loaded; nothing is kept.
+        """Return the features ``(B, K)`` of a batch from the loaded checkpoint, without storing them.
 
         Args:
             batch: B samples.
             rows: ``(B,)`` their rows in the dataset, for messages.
-            model_id: The checkpoint.
-            what: How messages name the dataset.
+            model_id: Number of the checkpoint.
+            what: Name of the dataset in messages.
         """
         moved = move_batch(batch, self._settings.device)
         computer = self._computers(what)(moved, rows)
@@ -553,14 +548,14 @@ class FeaturizingSession:
         return compute_features(computer, projector, moved, model_id=model_id, rows=rows, what=what)[0]
 
     def _check_train(self, table: AbstractRowTable) -> None:
-        """Compute a few train rows of the checkpoint that is loaded again, where the train data are at hand.
+        """Compute a few train rows of the loaded checkpoint again and compare, if the train data are available.
 
         Raises:
-            ManifestMismatchError: If they are not what is stored.
+            ManifestMismatchError: If they differ from the stored ones.
         """
         if self._train is None:
             return
-        if len(self._train) != table.spec.num_rows:  # rows were appended since, by another process
+        if len(self._train) != table.spec.num_rows:  # another process has appended rows
             return
         check_rows(
             LazyTable(table.spec, table, lambda: table),
@@ -582,7 +577,7 @@ class FeaturizingSession:
         return weights_digest(self._model)
 
     def _featurize_loaded(self, checkpoint: Checkpoint, digest: str, rows: Rows, *, wait: bool) -> int:
-        """Featurize the train rows of the checkpoint that is loaded; return how many this process wrote."""
+        """Featurize the train rows of the loaded checkpoint; return the number of rows this process wrote."""
         model_id = self._workspace.model_id(digest)
         table = self._workspace.lazy_table(
             checkpoint_path(model_id),
@@ -594,7 +589,8 @@ class FeaturizingSession:
         except ManifestMismatchError:
             if self._workspace.model_id(digest) == model_id:
                 raise
-        # Another process gave the number to another checkpoint just now, and the projection depends on it.
+        # Another process has just used this model_id for another checkpoint. Retry with a new model_id, because the
+        # projection depends on it.
         return self._featurize_loaded(checkpoint, digest, rows, wait=wait)
 
     def _featurize(
@@ -607,7 +603,7 @@ class FeaturizingSession:
         *,
         wait: bool = True,
     ) -> int:
-        """Fill a table from the checkpoint that is loaded; return how many rows this process wrote."""
+        """Fill a table with rows of the loaded checkpoint; return the number of rows this process wrote."""
         settings = self._settings
         return featurize_rows(
             table,
@@ -626,7 +622,7 @@ class FeaturizingSession:
         )
 
     def _computers(self, what: str) -> Callable[[Batch, NDArray[np.int64]], AbstractGradientComputer]:
-        """Return what gives the gradient computer of a batch, the first of which may decide on it."""
+        """Return a function that returns the gradient computer; its first batch may decide ``"auto"``."""
         settings = self._settings
         found: list[AbstractGradientComputer] = []
 
@@ -643,7 +639,7 @@ class FeaturizingSession:
 
 
 def marking_last(checkpoints: Iterable[Checkpoint]) -> Iterator[tuple[Checkpoint, bool]]:
-    """Yield checkpoints, and whether each is the last one."""
+    """Yield ``(checkpoint, whether it is the last one)``."""
     following = iter(checkpoints)
     checkpoint = next(following, None)
     while checkpoint is not None:
@@ -653,7 +649,7 @@ def marking_last(checkpoints: Iterable[Checkpoint]) -> Iterator[tuple[Checkpoint
 
 
 def stored_norms(store: AbstractFeatureStore) -> NDArray[np.float32]:
-    """Return the norms ``(C, N)`` that stand beside the features of every checkpoint.
+    """Return the stored gradient norms of all checkpoints, ``(C, N)``.
 
     Raises:
         StateError: If rows are pending, or the store was made without norms.

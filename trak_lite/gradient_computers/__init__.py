@@ -1,7 +1,7 @@
 """Gradient computers: per-sample gradients of a model output function, streamed block by block.
 
-``GRADIENT_COMPUTERS`` holds the ones that ``gradient_computer="..."`` can name; a class of one's own, or a
-``functools.partial`` of one, is passed instead of a name.
+``GRADIENT_COMPUTERS`` maps the names accepted by ``gradient_computer="..."`` to classes. A custom class, or a
+``functools.partial`` of a class, can be passed instead of a name.
 """
 
 from __future__ import annotations
@@ -42,4 +42,4 @@ GRADIENT_COMPUTERS: dict[str, type[AbstractGradientComputer]] = {
     "functional": FunctionalGradientComputer,
     "iterative": IterativeGradientComputer,
 }
-"""Classes by the name that ``gradient_computer="..."`` takes."""
+"""Gradient computer classes by their ``gradient_computer="..."`` name."""

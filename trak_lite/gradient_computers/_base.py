@@ -1,4 +1,4 @@
-"""The contract of a gradient computer: per-sample gradients of f, streamed block by block."""
+"""Base classes of gradient computers, which stream per-sample gradients of f block by block."""
 
 from __future__ import annotations
 
@@ -62,13 +62,16 @@ class AbstractGradientComputer(ABC):
     defines ``load_model_params``, ``compute_per_sample_grad`` and ``compute_loss_grad``, works unchanged:
     its collected gradients are streamed parameter by parameter.
 
-    Laws: row i is the gradient of f(z_i) alone, whatever else is in the batch; parameters come under their
-    canonical name (the first in ``named_parameters()`` order); a kept parameter that f does not depend on
-    has gradient zero; the model comes back with the weights, mode and flags it had.
+    Every gradient computer guarantees:
+
+    - Row i is the gradient of f(z_i) alone and does not depend on the other samples of the batch.
+    - Parameters have their canonical name, the first in ``named_parameters()`` order.
+    - A kept parameter that f does not depend on has gradient zero.
+    - The model's weights, mode and ``requires_grad`` flags are unchanged after each call.
     """
 
     runs_sharded: ClassVar[bool] = False
-    """Whether it differentiates models that are sharded by FSDP2."""
+    """Whether the computer supports models sharded by FSDP2."""
 
     @abstractmethod
     def __init__(
@@ -88,7 +91,7 @@ class AbstractGradientComputer(ABC):
             grad_dim: P, if the caller wants it checked.
             dtype: Accepted for the original's signature; gradients keep their parameter's dtype.
             device: Accepted for the original's signature; gradients live where the model lives.
-            grad_wrt: What to keep gradients for (:func:`select_parameters`); ``None``: what requires grad.
+            grad_wrt: Parameters to keep (:func:`select_parameters`); ``None`` keeps those that require grad.
         """
         self.model = model
         self.modelout_fn = task
@@ -101,7 +104,7 @@ class AbstractGradientComputer(ABC):
 
     @abstractmethod
     def load_model_params(self, model: nn.Module) -> None:
-        """Differentiate this model's parameters from now on."""
+        """Use this model for all later calls."""
 
     @abstractmethod
     def compute_per_sample_grad(self, batch: Batch) -> Mapping[str, Tensor] | Tensor:
@@ -127,21 +130,21 @@ class AbstractGradientComputer(ABC):
     def fingerprint(self) -> dict[str, Any]:
         """Return the settings that change the gradients beyond rounding, as JSON values, for the manifest.
 
-        The computers agree with each other, so which one it is does not belong here; an autocast dtype does.
+        An autocast dtype is such a setting. The computer's class is not, because all computers give equal gradients.
         """
         return {}
 
     def name_rows(self, what: str, rows: NDArray[np.int64]) -> None:
-        """Say which rows of which data the next batch is of, for the message of a self-check that fails later.
+        """Record the data rows of the next batch, for the error message if a later self-check fails.
 
         Args:
-            what: How messages name the data.
-            rows: ``(B,)``.
+            what: Name of the data in messages.
+            rows: Row numbers of the batch's samples in the data, ``(B,)``.
         """
         return
 
     def stream_gradients(self, batch: Batch, sink: BlockSink) -> OutputTerms:
-        """Pass the gradient blocks of a batch to ``sink`` as they come, in any order.
+        """Pass the gradient blocks of a batch to ``sink`` as they are computed, in any order.
 
         Args:
             batch: B samples, on the model's device.
@@ -163,7 +166,7 @@ class AbstractGradientComputer(ABC):
         return OutputTerms(terms.output, out_to_loss_grad, terms.loss_curvature)
 
     def _by_name(self, grads: Mapping[str, Tensor] | Tensor) -> Mapping[str, Tensor]:
-        """Cut a ``(B, P)`` tensor into the parameters it is made of."""
+        """Split a ``(B, P)`` tensor into one tensor per parameter."""
         if not isinstance(grads, Tensor):
             return grads
         shapes = self.parameters
@@ -181,20 +184,24 @@ class AbstractGradientComputer(ABC):
 
 
 class AbstractStreamingComputer(AbstractGradientComputer):
-    """What the package's own computers share; each one says how the blocks of a batch come about.
+    """Base class of the package's own computers; subclasses implement ``_stream_samples``.
 
-    Samples are compared with autograd's gradient on each of them alone: of the first batch of every size up to eight,
-    evenly spread from the first to the last; then first, last and one in turn of batches number 1, 2, 4, ... 64 of a
-    structure (shapes without the samples' axis, dtypes, and flags beside the tensors) and of every 64th after that.
-    Where one differs by more than rounding, this batch and all later ones are refused, and the error names the rows of
+    The self-check compares samples with autograd's gradient on each sample alone. A structure is the shapes without
+    the sample axis, the dtypes, and the flags beside the tensors of a batch. These samples are compared:
+
+    - In the first batch of every size: up to eight samples, evenly spread from the first to the last.
+    - In batches number 1, 2, 4, ... 64 of a structure, and every 64th after that: the first sample, the last, and a
+      third whose position changes from check to check.
+
+    If a sample differs by more than rounding, this batch and all later ones are refused. The error names the rows of
     all batches since the last check of their structure that passed.
 
-    A subclass that overrides ``compute_per_sample_grad`` or ``compute_loss_grad``, as code for the original TRAK
-    does, would be bypassed by the stream that it inherits: it is streamed from those methods instead.
+    If a subclass overrides ``compute_per_sample_grad`` or ``compute_loss_grad``, as code for the original TRAK does,
+    :meth:`stream_gradients` streams from those methods.
     """
 
     advice: ClassVar[str] = ""
-    """What a failed self-check says: the likely cause, and what to use instead."""
+    """End of the message of a failed self-check: the likely cause, and an alternative."""
 
     def __init__(
         self,
@@ -217,10 +224,10 @@ class AbstractStreamingComputer(AbstractGradientComputer):
             grad_dim: P, if the caller wants it checked.
             dtype: Accepted for the original's signature; gradients keep their parameter's dtype.
             device: Accepted for the original's signature; gradients live where the model lives.
-            grad_wrt: What to keep gradients for (:func:`select_parameters`); ``None``: what requires grad.
-            chunk_size: Samples whose gradients are formed at once; bounds the memory of a large batch.
+            grad_wrt: Parameters to keep (:func:`select_parameters`); ``None`` keeps those that require grad.
+            chunk_size: Number of samples per pass; bounds the memory of a large batch.
             autocast_dtype: Run the forward pass under autocast in this dtype (float16 or bfloat16).
-            self_check: Compare some samples' gradients with autograd's on each of them alone, as said above.
+            self_check: Compare some samples' gradients with autograd's on each sample alone (see the class docstring).
         """
         super().__init__(model, task, grad_dim, dtype, device, grad_wrt)
         self.chunk_size = None if chunk_size is None else positive_int(chunk_size=chunk_size)
@@ -229,18 +236,18 @@ class AbstractStreamingComputer(AbstractGradientComputer):
         self.checks = SelfCheck()
 
     def load_model_params(self, model: nn.Module) -> None:
-        """Differentiate this model's parameters from now on; values are looked up at every call."""
+        """Use this model for all later calls; every call reads its current parameter values."""
         self.checks.restart()
         self.model = model
 
     def name_rows(self, what: str, rows: NDArray[np.int64]) -> None:
-        """Say which rows of which data the next batch is of; see :class:`AbstractGradientComputer`."""
+        """Record the data rows of the next batch; see :class:`AbstractGradientComputer`."""
         self.checks.name_rows(what, rows)
 
     def repeated(self, batch: Batch, positions: Sequence[int]) -> Iterator[tuple[Self, Batch, list[int]]]:
-        """Yield computers that stream some samples again, unchecked, with the batch and their positions in it.
+        """Yield (computer without self-check, batch, positions in it) to stream some samples again.
 
-        Here each sample alone, as this computer takes samples one by one.
+        By default every sample is in a batch of its own. Subclasses that process samples together override this.
         """
         for position in positions:
             yield self._unchecked(), take_rows(batch, [position]), [0]
@@ -278,28 +285,28 @@ class AbstractStreamingComputer(AbstractGradientComputer):
         return AbstractGradientComputer.stream_gradients(self, batch, sink)
 
     def fingerprint(self) -> dict[str, Any]:
-        """Return the autocast dtype, if there is one."""
+        """Return the autocast dtype, if one is set."""
         dtype = self.autocast_dtype
         return {} if dtype is None else {"autocast_dtype": str(dtype).removeprefix("torch.")}
 
     def terms(self, batch: Batch, call: ModelCall | None = None) -> OutputTerms:
-        """Return f, q and w of a batch as this computer runs the model, with f's graph.
+        """Return f, q and w of a batch under this computer's settings; f keeps its autograd graph.
 
         Args:
             batch: B samples.
-            call: Runs the model; by default with its own weights.
+            call: Runs the model; by default with the model's own weights.
 
         Raises:
-            InvalidInputError: If the output function gives anything but one number per sample.
+            InvalidInputError: If the output function does not return one number per sample.
         """
-        # Passes in train mode would move running statistics, and probing a model takes several.
+        # A pass in train mode would update running statistics, and probing a model takes several passes.
         with self._autocast(), _private_buffers(self.model):
             terms = self.modelout_fn.evaluate(call or ModelCall(self.model), batch)
         return check_terms(terms, batch_size(batch), self.modelout_fn)
 
     @property
     def differentiates_the_model(self) -> bool:
-        """Whether the gradients are those of :meth:`terms`: nothing was overridden, no other weights assigned."""
+        """Whether the gradients are those of :meth:`terms`: no method is overridden, no other weights are assigned."""
         return self._is_native() and type(self).stream_gradients is AbstractStreamingComputer.stream_gradients
 
     @abstractmethod
@@ -333,7 +340,7 @@ class AbstractStreamingComputer(AbstractGradientComputer):
     def _stream_checked(
         self, batch: Batch, count: int, kept: Mapping[str, nn.Parameter], sink: BlockSink
     ) -> OutputTerms:
-        """Stream the blocks of a batch, and compare samples where that is due."""
+        """Stream the blocks of a batch, and run the self-check if it is due."""
         if not (self.self_check and self.differentiates_the_model):
             return self._stream_samples(batch, count, kept, sink)
         conditions = self._conditions(kept)
@@ -346,28 +353,28 @@ class AbstractStreamingComputer(AbstractGradientComputer):
         return terms
 
     def _conditions(self, kept: Mapping[str, nn.Parameter]) -> Any:
-        """Return what a batch does not determine: the model's mode, the kept parameters, autocast around this call."""
+        """Return the state outside the batch: the model's mode, the kept parameters, the caller's autocast state."""
         mode = tuple(module.training for module in self.model.modules())
         return mode, tuple(kept), torch.is_autocast_enabled(next(iter(kept.values())).device.type)
 
     def _chunks(self, count: int) -> Iterator[slice]:
-        """Yield the rows that go through the model at once."""
+        """Yield the row ranges that go through the model in one pass."""
         step = self.chunk_size or count
         return (slice(start, min(start + step, count)) for start in range(0, count, step))
 
     def _full_float32(self) -> AbstractContextManager[None]:
-        """Return the context that the model and what is made of its gradients run in."""
+        """Return the context for the model and the computations on its gradients: full float32 precision."""
         return full_float32(next(self.model.parameters()).device)
 
     def _autocast(self) -> Any:
-        """Return the context that the forward pass runs in."""
+        """Return the context for the forward pass: autocast, if a dtype is set."""
         if self.autocast_dtype is None:
             return nullcontext()
         return torch.autocast(next(self.model.parameters()).device.type, dtype=self.autocast_dtype)
 
 
 def gradients_of(total: Tensor, kept: Mapping[str, nn.Parameter]) -> dict[str, Tensor]:
-    """Return the gradient of a scalar by parameter name, zero where it depends on none, and never sparse."""
+    """Return a scalar's dense gradients by parameter name; zero where it does not depend on the parameter."""
     grads = torch.autograd.grad(total, list(kept.values()), allow_unused=True)
     return {
         name: torch.zeros_like(p) if grad is None else grad.to_dense()
@@ -376,7 +383,7 @@ def gradients_of(total: Tensor, kept: Mapping[str, nn.Parameter]) -> dict[str, T
 
 
 def joined_terms(parts: Sequence[OutputTerms]) -> OutputTerms:
-    """Return the terms of a batch, given those of its chunks."""
+    """Concatenate the terms of a batch's chunks."""
     return OutputTerms(*(torch.cat(columns) for columns in zip(*parts, strict=True)))
 
 
@@ -385,9 +392,9 @@ def select_parameters(model: nn.Module, grad_wrt: ParameterChoice | None) -> dic
 
     Args:
         model: The module.
-        grad_wrt: Names as in ``named_parameters``, patterns of them (``"layers.*.weight"``) and classes of modules,
-            which stand for every parameter that a module of that class or of a subclass owns itself; the name of a
-            tied weight stands for the weight that it is tied to. ``None`` selects every parameter that requires grad.
+        grad_wrt: Names as in ``named_parameters``, patterns of names (``"layers.*.weight"``), and module classes. A
+            class selects every parameter that a module of that class or of a subclass owns directly. Any name of a
+            tied weight selects the weight. ``None`` selects every parameter that requires grad.
 
     Raises:
         InvalidInputError: If a name is unknown, a class has no parameter in the model, or nothing is selected.
@@ -417,7 +424,7 @@ def _choices(grad_wrt: ParameterChoice) -> list[str | type[nn.Module]]:
 
 
 def _named(model: nn.Module, given: Sequence[Any]) -> set[int]:
-    """Return the ``id`` of every parameter that a name or a pattern stands for."""
+    """Return the ``id`` of every parameter that a name or a pattern selects."""
     every_name = dict(model.named_parameters(remove_duplicate=False))
     matched = {
         name: fnmatch.filter(every_name, name)
@@ -433,7 +440,7 @@ def _named(model: nn.Module, given: Sequence[Any]) -> set[int]:
 
 
 def _owned_by(model: nn.Module, module_class: type[nn.Module]) -> list[nn.Parameter]:
-    """Return the parameters that modules of a class own themselves, those behind a parametrization included."""
+    """Return the parameters that modules of a class own directly, including those of their parametrizations."""
     found: list[nn.Parameter] = []
     for module in model.modules():
         if isinstance(module, module_class):
@@ -453,7 +460,7 @@ def _owned_by(model: nn.Module, module_class: type[nn.Module]) -> list[nn.Parame
 
 @contextmanager
 def differentiating_only(model: nn.Module, kept: Mapping[str, nn.Parameter]) -> Iterator[None]:
-    """Let exactly the kept parameters require grad inside the block, so that no other gradient is formed."""
+    """Let only the kept parameters require grad inside the block, so that autograd forms no other gradient."""
     flags = [(p, p.requires_grad) for p in model.parameters()]
     wanted = {id(p) for p in kept.values()}
     try:
@@ -467,7 +474,7 @@ def differentiating_only(model: nn.Module, kept: Mapping[str, nn.Parameter]) -> 
 
 @contextmanager
 def _private_buffers(model: nn.Module) -> Iterator[None]:
-    """Let modules in train mode write into copies of their buffers inside the block."""
+    """Replace the buffers of modules in train mode by copies inside the block."""
     owners = [(m, dict(m._buffers)) for m in model.modules() if m.training and m._buffers]
     try:
         for module, own in owners:
@@ -479,10 +486,10 @@ def _private_buffers(model: nn.Module) -> Iterator[None]:
 
 
 def refuse_batch_statistics(model: nn.Module) -> None:
-    """Raise if a layer would mix the samples of a batch.
+    """Raise if a batch-normalisation layer would mix the samples of a batch.
 
     Raises:
-        UnsupportedModelError: Names the batch-normalisation layers that are in train mode.
+        UnsupportedModelError: If there are such layers; the message names them.
     """
     mixing = [
         name
@@ -499,7 +506,7 @@ def refuse_batch_statistics(model: nn.Module) -> None:
 
 
 def collect_gradients(computer: AbstractGradientComputer, batch: Batch) -> dict[str, Tensor]:
-    """Return what a computer streams as dense gradients ``(B, *parameter.shape)`` by name, in model order."""
+    """Return a computer's dense gradients ``(B, *parameter.shape)`` by parameter name, in model order."""
     return _collected(computer.stream_gradients, computer.parameters, batch)
 
 
@@ -524,13 +531,13 @@ def _collected(
 def refuse_detached(
     model: nn.Module, task: AbstractModelOutput, batch: Batch, kept: Mapping[str, Tensor]
 ) -> None:
-    """Raise if a computer found no gradient where there is one, or f is cut off from the whole model.
+    """Raise if f is detached from the model, or if a computer missed a nonzero gradient.
 
-    Called only when every gradient of a batch came out as zero. That is right where f really does not depend on
-    the kept parameters (an expert that no sample is sent to), and wrong where f was cut off from autograd.
+    Called only when every gradient of a batch is zero. This is correct if f does not depend on the kept parameters
+    (an expert that receives no sample), and wrong if f is detached from autograd.
 
     Raises:
-        UnsupportedModelError: If f is cut off, or autograd finds a gradient.
+        UnsupportedModelError: If f does not require grad, or autograd finds a nonzero gradient.
     """
     parameters = dict(model.named_parameters())
     with differentiating_only(model, parameters), torch.enable_grad():
@@ -547,10 +554,10 @@ def refuse_detached(
 
 
 def check_terms(terms: OutputTerms, num_samples: int, task: AbstractModelOutput) -> OutputTerms:
-    """Return the terms if each has one number per sample.
+    """Return the terms unchanged if each has one number per sample.
 
     Raises:
-        InvalidInputError: Names the term with the wrong shape.
+        InvalidInputError: If a term has another shape; the message names the term.
     """
     for name, value in zip(terms._fields, terms, strict=True):
         if tuple(value.shape) != (num_samples,):

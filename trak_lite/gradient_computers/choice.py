@@ -1,4 +1,4 @@
-"""Which gradient computer a model gets when nobody names one."""
+"""Automatic choice of the gradient computer (``gradient_computer="auto"``)."""
 
 from __future__ import annotations
 
@@ -29,14 +29,14 @@ _FASTEST_FIRST = {
 
 
 class ChosenComputer(NamedTuple):
-    """What was chosen for a model."""
+    """The gradient computer chosen for a model, and the reason."""
 
     name: str
     """A name in ``GRADIENT_COMPUTERS``."""
     reason: str
-    """Why, and what was found against faster ones."""
+    """Why it was chosen, and why each faster computer was rejected."""
     computer: AbstractGradientComputer
-    """One that keeps what it learned about the model from the samples that it was tried on."""
+    """The computer that passed the trial; it keeps what it recorded about the model during the trial."""
 
 
 def choose_gradient_computer(
@@ -47,23 +47,23 @@ def choose_gradient_computer(
     *,
     autocast_dtype: torch.dtype | None = None,
 ) -> ChosenComputer:
-    """Return the fastest gradient computer that is exact for this model, and why.
+    """Return the fastest gradient computer that is exact for this model, and the reason for the choice.
 
-    Each is tried on three samples, the gradients of which its self-check compares, until one passes.
+    Computers are tried from fastest to slowest on up to three samples, until one passes its self-check.
 
     Args:
-        model: The module, in the mode and with the weights that it will be used with.
+        model: The module, in its final train/eval mode and with its final weights.
         task: Model output function.
         batch: At least one sample, on the model's device.
-        grad_wrt: What to keep gradients for (:func:`select_parameters`); ``None``: what requires grad.
+        grad_wrt: Parameters to keep (:func:`select_parameters`); ``None`` keeps those that require grad.
         autocast_dtype: Passed to the computer.
 
     Returns:
-        Its name, the reason, and the computer itself.
+        The computer's name, the reason, and the computer.
 
     Raises:
-        InvalidInputError: If the batch, or what the output function returns, has the wrong form.
-        UnsupportedModelError: If every computer refuses the model; says why each of them does.
+        InvalidInputError: If the batch or the output function's result has the wrong form.
+        UnsupportedModelError: If every computer refuses the model; the message has the reason of each.
     """
     names = list(select_parameters(model, grad_wrt))
     few = take_rows(batch, slice(0, min(3, batch_size(batch))))
@@ -74,7 +74,7 @@ def choose_gradient_computer(
         if error is None:
             return _decided(name, _reasons(errors) or "every kept parameter is covered", computer)
         errors[name] = error
-    # A model that never runs has an error of its own, which is to be shown as it is.
+    # If the model itself cannot run, raise its own error unchanged.
     own = [error for error in errors.values() if not isinstance(error, UnsupportedModelError)]
     if own and own[-1] is errors["iterative"]:
         raise own[0] from own[-1]
@@ -82,7 +82,7 @@ def choose_gradient_computer(
 
 
 def _reasons(errors: Mapping[str, Exception]) -> str:
-    """Return why each of some computers was refused; an error that does not say so itself comes with its type."""
+    """Return why each computer was refused; the type is added for errors not raised by this package's checks."""
     return " ".join(
         f"{name}: {error}"
         if isinstance(error, UnsupportedModelError)
@@ -92,7 +92,7 @@ def _reasons(errors: Mapping[str, Exception]) -> str:
 
 
 def _failure(computer: AbstractGradientComputer, few: Batch) -> Exception | None:
-    """Return why a computer cannot stream these samples, or ``None`` where it can."""
+    """Return the error that a computer raises on these samples, or ``None`` if it streams them."""
     try:
         computer.stream_gradients(few, lambda _: None)
     except InvalidInputError:

@@ -30,13 +30,14 @@ __all__ = ["FunctionalGradientComputer"]
 
 
 class FunctionalGradientComputer(AbstractStreamingComputer):
-    """Vectorised per-sample gradients: ``vmap(grad(f))`` over the kept parameters, one pass for f, q and g.
+    """Vectorised per-sample gradients: ``vmap(grad(f))`` over the kept parameters; one pass gives f, q and g.
 
-    Only kept parameters are differentiated; the others and the buffers enter as constants. Results are
-    detached. Open to subclassing, because code written for the original TRAK does.
+    Only kept parameters are differentiated; the other parameters and the buffers are constants. Results are detached.
+    Subclassing is supported, because code written for the original TRAK subclasses its gradient computer.
 
-    A parameter is replaced where a module has it as an attribute of its own: a model that reads it by another reference
-    (a list, a closure, a partial) loses that part of the gradient, and the self-check refuses it.
+    ``torch.func.functional_call`` replaces a parameter only in the attribute of its module. If a model reads the
+    parameter by another reference (a list, a closure, a partial), that part of the gradient is lost, and the self-check
+    refuses the model.
     """
 
     advice = (
@@ -67,11 +68,11 @@ class FunctionalGradientComputer(AbstractStreamingComputer):
             grad_dim: P, if the caller wants it checked.
             dtype: Accepted for the original's signature; gradients keep their parameter's dtype.
             device: Accepted for the original's signature; gradients live where the model lives.
-            grad_wrt: What to keep gradients for (:func:`select_parameters`); ``None``: what requires grad.
-            chunk_size: Samples that are transformed at once; bounds the memory of a large batch.
-            randomness: How samples share random numbers where the model draws any (dropout in train mode).
+            grad_wrt: Parameters to keep (:func:`select_parameters`); ``None`` keeps those that require grad.
+            chunk_size: Number of samples per ``vmap`` call; bounds the memory of a large batch.
+            randomness: The ``randomness`` of ``vmap``: how samples share random numbers (dropout in train mode).
             autocast_dtype: Run the forward pass under autocast in this dtype (float16 or bfloat16).
-            self_check: Compare some samples' gradients with autograd's on each of them alone.
+            self_check: Compare some samples' gradients with autograd's on each sample alone.
         """
         super().__init__(
             model,
@@ -109,11 +110,11 @@ class FunctionalGradientComputer(AbstractStreamingComputer):
 
     @property
     def differentiates_the_model(self) -> bool:
-        """Whether the gradients are those of the model's own weights, and nothing was overridden."""
+        """Whether no method is overridden, and no other weights or buffers are assigned."""
         return super().differentiates_the_model and self._weights is None and self._buffers is None
 
     def repeated(self, batch: Batch, positions: Sequence[int]) -> Iterator[tuple[Self, Batch, list[int]]]:
-        """Yield computers that stream each sample alone, with the random numbers that a pass of its own would draw."""
+        """Yield computers that stream each sample alone, with the random numbers of a pass over that sample alone."""
         for again, part, places in super().repeated(batch, positions):
             again.randomness = "same"
             yield again, part, places
@@ -132,7 +133,7 @@ class FunctionalGradientComputer(AbstractStreamingComputer):
             found.append(terms)
             any_nonzero = any_nonzero or any(bool(grad.any()) for grad in grads.values())
             for name in list(grads):
-                # Parameters that are not kept and read by a Python reference leave a graph behind.
+                # Detach: a parameter that is not kept but is read by a Python reference adds an autograd graph.
                 sink(DenseBlock(name, grads.pop(name).detach(), rows.start))
         if not any_nonzero:
             refuse_detached(self.model, self.modelout_fn, batch, kept)
@@ -161,14 +162,14 @@ class FunctionalGradientComputer(AbstractStreamingComputer):
         rows: list[Tensor],
         rebuild: Callable[[Sequence[Tensor]], Batch],
     ) -> tuple[dict[str, Tensor], OutputTerms]:
-        """Run the transformed function; tell a model that vmap cannot transform from one that is wrong."""
+        """Run the transformed function; raise UnsupportedModelError if only vmap fails, not the model itself."""
         try:
             grads, terms = transformed(kept, rows)
         except (TrakLiteError, torch.OutOfMemoryError):
             raise
         except MODEL_FAILURES as error:
             refuse_machine_failure(error)
-            # If the plain forward pass fails too, its own error is the one to show.
+            # If the plain forward pass fails too, raise its error instead.
             with torch.no_grad():
                 self.terms(rebuild(rows))
             raise UnsupportedModelError(
@@ -180,7 +181,7 @@ class FunctionalGradientComputer(AbstractStreamingComputer):
 
 
 def _operation(error: BaseException) -> str:
-    """Return the operation that failed: the operator if the message names one, and the line outside torch."""
+    """Return the error's first line, the operator if the message names one, and the source line outside torch."""
     message = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
     operator = re.search(r"aten::\w+|\btorch\.[\w.]+", str(error))
     inside = str(Path(torch.__file__).parent)

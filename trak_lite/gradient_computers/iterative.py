@@ -1,10 +1,10 @@
 """Per-sample gradients by plain autograd: one forward and one backward pass per sample.
 
-A backward pass from one row of a batched forward pass still costs a whole batch, so B of them cost B times more than
-B passes over one sample: 1.2 to 13 times this loop on one CPU core, for six networks and 4 or 32 samples (an LSTM:
-0.9 and 3.2). They cost less, 0.4 to 0.8 times, only where a sample takes about a millisecond or less, and 0.8 to 1.1
-times once each f is compared with that of its sample alone; without that, a model that branches on its batch would be
-wrong.
+One batched forward pass with B backward passes, one per row, is not used, because each of these backward passes costs
+as much as one over the whole batch. On one CPU core, for six networks and 4 or 32 samples, it took 1.2 to 13 times as
+long as this loop (an LSTM: 0.9 and 3.2). It took 0.4 to 0.8 times as long only where a sample takes about a millisecond
+or less. Even there it takes 0.8 to 1.1 times as long if each f is compared with that of its sample alone, which is
+needed because a model may branch on its batch.
 """
 
 from __future__ import annotations
@@ -38,13 +38,13 @@ __all__ = ["IterativeGradientComputer"]
 
 
 class IterativeGradientComputer(AbstractStreamingComputer):
-    """A for-loop over ``torch.autograd.grad``: slower than the others, and needs nothing but autograd.
+    """A for-loop over ``torch.autograd.grad``: slower than the other computers, but it needs only autograd.
 
-    Kept parameters are differentiated whether or not they are frozen, all others are not; gradients have
-    their parameter's dtype. With a ``chunk_size``, ``chunk_size * P`` numbers are held at once.
+    Only kept parameters are differentiated, frozen ones included; gradients have their parameter's dtype. With a
+    ``chunk_size``, memory holds ``chunk_size * P`` gradient entries at once.
 
-    The self-check compares with a backward pass whose operations read contiguous copies, as torch's own is wrong for
-    one sample with some memory layouts.
+    The self-check compares with a backward pass whose operations read contiguous copies, because torch's backward pass
+    over one sample gives wrong gradients for some memory layouts.
     """
 
     advice = (
@@ -80,7 +80,7 @@ class IterativeGradientComputer(AbstractStreamingComputer):
 
         Raises:
             InvalidInputError: If the batch or the output function's result has the wrong form.
-            UnsupportedModelError: If the model takes no sample alone.
+            UnsupportedModelError: If the model cannot run on a single sample.
         """
         refuse_batch_statistics(self.model)
         kept = select_parameters(self.model, self.grad_wrt)
@@ -94,7 +94,7 @@ class IterativeGradientComputer(AbstractStreamingComputer):
     def _sample(
         self, one: Batch, batch: Batch, kept: Mapping[str, nn.Parameter]
     ) -> tuple[OutputTerms, dict[str, Tensor]]:
-        """Return the terms of one sample of a batch, detached, and the gradient of its f where there is one."""
+        """Return the detached terms of one sample, and the gradients of f; empty if f does not require grad."""
         terms = self._terms_alone(one, batch)
         grads = {}
         if terms.output.requires_grad:
@@ -105,10 +105,10 @@ class IterativeGradientComputer(AbstractStreamingComputer):
         return OutputTerms(*(term.detach() for term in terms)), grads
 
     def _terms_alone(self, one: Batch, batch: Batch) -> OutputTerms:
-        """Return the terms of one sample of a batch.
+        """Return the terms of one sample.
 
         Raises:
-            UnsupportedModelError: If the model runs on the batch and not on a sample alone.
+            UnsupportedModelError: If the model runs on the batch but not on a single sample.
         """
         try:
             return self.terms(one)
@@ -116,7 +116,7 @@ class IterativeGradientComputer(AbstractStreamingComputer):
             raise
         except MODEL_FAILURES as error:
             refuse_machine_failure(error)
-            # If the whole batch fails too, its own error is the one to show.
+            # If the whole batch fails too, raise its error instead.
             with torch.no_grad():
                 self.terms(batch)
             raise UnsupportedModelError(
@@ -127,7 +127,7 @@ class IterativeGradientComputer(AbstractStreamingComputer):
 
 
 def _taken_out(batch: Batch, row: int) -> Batch:
-    """Return a batch of one sample.
+    """Return the batch of only the sample at ``row``.
 
     Raises:
         InvalidInputError: If a tensor of the batch cannot be sliced.

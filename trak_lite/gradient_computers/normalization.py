@@ -1,4 +1,4 @@
-"""What per-sample gradients are divided by: their norms, or what brings these down to a threshold.
+"""Normalisation of per-sample gradients: scaling to unit norm, or clipping to a largest norm.
 
 Source of clipping: Abadi et al., "Deep Learning with Differential Privacy" (arXiv:1607.00133), section 3.
 """
@@ -23,20 +23,20 @@ __all__ = ["Normalization", "as_normalization", "clip", "clipping_threshold"]
 
 @dataclass(frozen=True, slots=True)
 class Normalization:
-    """What every sample's gradient is divided by."""
+    """Settings for the normalisation of every sample's gradient."""
 
     kind: Literal["none", "unit", "clip"] = "none"
-    """``unit``: by its norm; ``clip``: by what brings its norm down to the threshold, if it is above."""
+    """``unit`` divides a gradient by its norm; ``clip`` scales gradients above the threshold to that norm."""
     threshold: float | None = None
-    """C, the largest norm that ``clip`` leaves; in the units of f per unit of the parameters."""
+    """C, the largest norm after ``clip``; in units of f per unit of the parameters."""
     scope: Literal["global", "module"] = "global"
-    """Whether the norm is that of the whole gradient or, module by module, of the parameters that it owns."""
+    """``global``: the norm of the whole gradient; ``module``: per module, the norm over the parameters it owns."""
 
     def __post_init__(self) -> None:
-        """Refuse settings that mean nothing.
+        """Validate the settings.
 
         Raises:
-            InvalidInputError: If a setting is not allowed, or ``clip`` has no positive threshold.
+            InvalidInputError: If a value is not allowed, ``clip`` has no positive threshold, or another kind has one.
         """
         one_of(("none", "unit", "clip"), kind=self.kind)
         one_of(("global", "module"), scope=self.scope)
@@ -57,7 +57,7 @@ class Normalization:
             raise InvalidInputError(f"threshold must be a finite number above 0, got {threshold!r}.")
 
     def group(self, name: str) -> str:
-        """Return what a parameter shares its norm with: everything, or its module.
+        """Return the key of the parameters that share a norm: the module's name, or ``""`` for all.
 
         Example:
             >>> Normalization("unit", scope="module").group("layers.0.weight")
@@ -66,13 +66,13 @@ class Normalization:
         return "" if self.scope == "global" else name.rpartition(".")[0]
 
     def factors(self, squared_norms: Tensor) -> Tensor:
-        """Return what every sample's gradient, or its part in a module, is multiplied by, ``(B,)``.
+        """Return the factor by which each sample's gradient, or its part in a module, is multiplied, ``(B,)``.
 
-        Where a squared norm is zero, ``unit`` gives the factor 0: the gradient stays zero. Where one is not finite
-        the factor is NaN, so that such a row cannot be taken for a short one.
+        If a squared norm is zero, ``unit`` returns the factor 0. If a squared norm is not finite, the factor is NaN, so
+        that the row is not mistaken for a finite one.
 
         Args:
-            squared_norms: ``(B,)``, of all that shares a norm.
+            squared_norms: Squared norms over the parameters that share a norm, ``(B,)``.
 
         Example:
             >>> Normalization("clip", 2.0).factors(torch.tensor([16.0, 1.0, 0.0]))
@@ -82,26 +82,26 @@ class Normalization:
             return torch.ones_like(squared_norms)
         norms = squared_norms.sqrt()
         ratio = (1.0 if self.threshold is None else self.threshold) / norms
-        # C / 0 is infinite, and cut to 1 like that of every short gradient, whose bits so stay as they are.
+        # C / 0 is infinite; the clamp makes it 1, as for every gradient below C, which keeps its exact bits.
         factors = ratio.clamp(max=1) if self.kind == "clip" else torch.where(norms > 0, ratio, 0)
         return torch.where(squared_norms.isfinite(), factors, torch.nan)
 
     def to_json(self) -> dict[str, Any]:
-        """Return the settings as JSON values, which the constructor takes as keywords."""
+        """Return the settings as JSON values; they are valid keyword arguments of the constructor."""
         threshold = {} if self.threshold is None else {"threshold": float(self.threshold)}
         return {"kind": self.kind, "scope": self.scope, **threshold}
 
     def fingerprint(self) -> dict[str, Any]:
-        """Return what a manifest says of it: nothing where gradients stay as they are."""
+        """Return the manifest entry; empty for ``kind="none"``."""
         return {} if self.kind == "none" else {"normalization": self.to_json()}
 
 
 def clip(threshold: float, *, scope: Literal["global", "module"] = "global") -> Normalization:
-    """Return the setting that shortens gradients to a norm of at most ``threshold``.
+    """Return the setting that clips gradients to a norm of at most ``threshold``.
 
     Args:
-        threshold: C, above 0; :func:`clipping_threshold` finds one from stored norms.
-        scope: Whether C bounds the whole gradient or each module's part.
+        threshold: C, above 0; :func:`clipping_threshold` computes one from norms.
+        scope: ``global`` clips the whole gradient, ``module`` each module's part.
 
     Raises:
         InvalidInputError: If the threshold is not a finite number above 0, or the scope is unknown.
@@ -110,7 +110,7 @@ def clip(threshold: float, *, scope: Literal["global", "module"] = "global") -> 
 
 
 def as_normalization(choice: str | Normalization) -> Normalization:
-    """Return what a user's ``normalize=...`` stands for.
+    """Convert a user's ``normalize=...`` to a :class:`Normalization`.
 
     Raises:
         InvalidInputError: If it is neither a known name nor a :class:`Normalization`.
@@ -126,12 +126,12 @@ def as_normalization(choice: str | Normalization) -> Normalization:
 
 
 def clipping_threshold(norms: Tensor | NDArray[np.floating], *, quantile: float = 0.9) -> float:
-    """Return the C that leaves this share of the gradients as they are.
+    """Return the threshold C that leaves a given share of the gradients unclipped.
 
     Source: Andrew et al., "Differentially Private Learning with Adaptive Clipping" (arXiv:1905.03871).
 
     Args:
-        norms: Norms of gradients in any shape, by :func:`gradient_norms` or from a store.
+        norms: Gradient norms in any shape, from :func:`gradient_norms` or from a store.
         quantile: The share, above 0 and at most 1.
 
     Raises:
@@ -150,7 +150,7 @@ def clipping_threshold(norms: Tensor | NDArray[np.floating], *, quantile: float 
             f"norms has {values.size} entries, of which {int(np.isfinite(values).sum())} are finite. "
             "Expected at least one, and all of them finite."
         )
-    # Not torch.quantile, which refuses more than 16 million entries.
+    # torch.quantile refuses more than 16 million entries.
     threshold = float(np.quantile(values, quantile))
     if threshold <= 0:
         raise InvalidInputError(

@@ -1,7 +1,7 @@
-"""Normalised feature rows in one pass, and normalised gradients for those who want them.
+"""Normalised feature rows in one pass, and a gradient computer with normalised gradients.
 
-A feature row is linear in the gradient: where a sample's whole gradient is to be scaled by one number, its finished row
-is scaled instead, so no gradient waits for its norm.
+A feature row is linear in the gradient. If one factor scales a sample's whole gradient, the finished feature row is
+scaled instead, so no gradient is held until its norm is known.
 """
 
 from __future__ import annotations
@@ -38,17 +38,18 @@ __all__ = ["NormalizedGradientComputer", "RowNormalizer"]
 
 @final
 class RowNormalizer:
-    """Makes the feature rows of one batch those of normalised gradients, and measures the gradients on the way.
+    """Computes the feature rows of one batch's normalised gradients, and the gradient norms, in one pass.
 
-    With the scope ``global`` the blocks pass as they are, and :meth:`scale` scales the finished rows. With the scope
-    ``module`` the blocks of a module wait for each other and are scaled before they go on; the rows are finished then.
+    With the scope ``global`` the blocks pass unchanged, and :meth:`scale` scales the finished rows. With the scope
+    ``module`` the blocks of a module are held until all of them are there, then scaled and passed on; :meth:`scale`
+    returns the rows unchanged.
     """
 
     def __init__(self, normalization: Normalization, num_samples: int) -> None:
         """Start a batch.
 
         Args:
-            normalization: What the gradients are divided by; nothing, where only their norms are wanted.
+            normalization: The normalisation; ``kind="none"`` only computes the norms.
             num_samples: B.
         """
         self._normalization = normalization
@@ -73,19 +74,19 @@ class RowNormalizer:
                 self._release(waiting.pop((group, block.start)), sink)
 
         terms = computer.stream_gradients(batch, take)
-        for held in waiting.values():  # of modules with a parameter that never came, which counts as zero
+        for held in waiting.values():  # modules of which a block is missing; its gradient counts as zero
             self._release(held, sink)
         return terms
 
     def scale(self, features: Tensor) -> Tensor:
-        """Return the rows ``(B, K)`` of the normalised gradients, given those of the blocks that went to the sink."""
+        """Return the feature rows ``(B, K)`` of the normalised gradients, given those of the streamed blocks."""
         if self._by_module or self._normalization.kind == "none":
             return features
         factors = self._normalization.factors(self._norms.squared())
         return _times(features, factors)
 
     def norms(self) -> Tensor:
-        """Return the norms ``(B,)`` of the gradients as they came, not normalised."""
+        """Return the norms ``(B,)`` of the gradients before normalisation."""
         return self._norms.squared().sqrt()
 
     def _measured(self, block: GradientBlock) -> GradientBlock:
@@ -94,13 +95,13 @@ class RowNormalizer:
 
     def _release(self, held: _Waiting, sink: BlockSink) -> None:
         factors = self._normalization.factors(functools.reduce(torch.add, held.squares))
-        while held.blocks:  # each is freed as soon as the sink has it
+        while held.blocks:  # each block is freed after the sink took it
             sink(_scaled(held.blocks.pop(0), factors))
 
 
 @dataclass(slots=True)
 class _Waiting:
-    """The blocks of a module, for one chunk of samples, that have come so far."""
+    """The blocks of a module received so far, for one chunk of samples."""
 
     blocks: list[GradientBlock] = field(default_factory=list)
     squares: list[Tensor] = field(default_factory=list)
@@ -110,17 +111,17 @@ class NormalizedGradientComputer(AbstractGradientComputer):
     """Streams the blocks of another gradient computer, scaled sample by sample.
 
     With the scope ``global`` no block can be scaled before all norms are known, so every batch is streamed twice: two
-    forward and two backward passes; no block is held, and no gradient is formed for its norm where the factors are
-    cheaper. With the scope ``module`` one pass is enough, and the blocks of a module wait for each other. Where only
-    feature rows are wanted, :class:`RowNormalizer` takes one pass in both.
+    forward and two backward passes. No block is held, and norms are computed from the factors where that is cheaper.
+    With the scope ``module`` one pass is enough; the blocks of a module are held until all of them are there. If only
+    feature rows are needed, :class:`RowNormalizer` takes one pass for both scopes.
     """
 
     def __init__(self, computer: AbstractGradientComputer, normalization: Normalization) -> None:
         """Wrap a computer.
 
         Args:
-            computer: Gives the gradients; its model, task and kept parameters are this one's.
-            normalization: What they are divided by.
+            computer: Computes the gradients; this object takes over its model, task and kept parameters.
+            normalization: The normalisation of the gradients.
         """
         super().__init__(
             computer.model,
@@ -134,7 +135,7 @@ class NormalizedGradientComputer(AbstractGradientComputer):
         self.normalization = normalization
 
     def load_model_params(self, model: nn.Module) -> None:
-        """Differentiate this model's parameters from now on."""
+        """Use this model for all later calls."""
         self.computer.load_model_params(model)
         self.model = model
 
@@ -147,11 +148,11 @@ class NormalizedGradientComputer(AbstractGradientComputer):
         return self.computer.compute_loss_grad(batch)
 
     def name_rows(self, what: str, rows: NDArray[np.int64]) -> None:
-        """Say which rows of which data the next batch is of; see :class:`AbstractGradientComputer`."""
+        """Record the data rows of the next batch; see :class:`AbstractGradientComputer`."""
         self.computer.name_rows(what, rows)
 
     def fingerprint(self) -> dict[str, Any]:
-        """Return the settings of the wrapped computer, and the normalisation if there is one."""
+        """Return the settings of the wrapped computer, and the normalisation if its kind is not ``none``."""
         return {**self.computer.fingerprint(), **self.normalization.fingerprint()}
 
     def stream_gradients(self, batch: Batch, sink: BlockSink) -> OutputTerms:
@@ -169,7 +170,7 @@ class NormalizedGradientComputer(AbstractGradientComputer):
             UnsupportedModelError: If the wrapped computer cannot differentiate the model, or two passes over one
                 batch give different f.
         """
-        self.computer.grad_wrt = self.grad_wrt  # which a caller may have set on this object
+        self.computer.grad_wrt = self.grad_wrt  # a caller may have set it on this object
         if self.normalization.kind == "none":
             return self.computer.stream_gradients(batch, sink)
         if self.normalization.scope == "module":
@@ -203,16 +204,16 @@ def _scaled_part(block: FactoredBlock | LookupBlock, factors: Tensor) -> Factore
 
 
 def _times(rows: Tensor, factors: Tensor) -> Tensor:
-    # The product is formed in the factors' dtype: 1 / norm may be out of reach for a half-precision gradient.
+    # Multiply in the factors' dtype: 1 / norm may overflow half precision.
     shaped = factors[: len(rows)].to(rows.device).view(-1, *[1] * (rows.dim() - 1))
     return (rows * shaped).to(rows.dtype)
 
 
 def _refuse_two_outputs(first: Tensor, second: Tensor) -> None:
-    """Raise if the pass that found the norms is not the pass whose gradients they scale."""
+    """Raise if the two passes over a batch gave different f, so that the norms do not fit the gradients."""
     first, second = in_float64(first), in_float64(second)
     gaps = (first - second).abs()
-    # As far apart as half precision and atomic sums on a GPU bring two runs of one pass; NaN is for others to refuse.
+    # Tolerance for half precision and for atomic sums on a GPU. NaN is not refused here.
     allowed = 1e-2 * second.abs() + 1e-3 * second.abs().mean()
     if not bool((gaps > allowed).any()):
         return

@@ -1,4 +1,4 @@
-"""Numbers about a batch's gradients that need no matrix of gradients: norms and weighted sums."""
+"""Norms and weighted sums of a batch's gradients, computed without the matrix of gradients."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ from trak_lite.types import Batch, DenseBlock, FactoredBlock, GradientBlock, Loo
 __all__ = ["GradientNorms", "gradient_norms", "squared_norms", "sums_by_row", "weighted_gradient"]
 
 _CANCELLED = 1e-3
-"""Share of its positions' sum that a squared norm falls below where they cancel, and lose the digits of float32."""
+"""A squared norm below this share of its upper bound (no cancellation) is too inexact in float32: recomputed."""
 
 
 @final
 class GradientNorms:
-    """Adds up the squared norms of one batch's gradients, block by block, beside whatever else takes the blocks."""
+    """Sums the squared norms of one batch's gradients block by block."""
 
     def __init__(self, num_samples: int) -> None:
         """Start at zero for a batch of ``num_samples``."""
@@ -31,11 +31,11 @@ class GradientNorms:
         self._squares: Tensor | None = None
 
     def add(self, block: GradientBlock) -> None:
-        """Take one block; every parameter of a sample comes once."""
+        """Add one block; each parameter of a sample must be added exactly once."""
         self.add_squares(squared_norms(block), block.start)
 
     def add_squares(self, squares: Tensor, start: int) -> None:
-        """Take the squared norms ``(b,)`` of one block, the first of which is that of sample ``start``."""
+        """Add the squared norms ``(b,)`` of one block, whose first row is sample ``start``."""
         if self._squares is None:
             self._squares = squares.new_zeros(self._num_samples)
         self._squares[start : start + len(squares)] += squares.to(self._squares.device)
@@ -48,7 +48,7 @@ class GradientNorms:
 def gradient_norms(computer: AbstractGradientComputer, batch: Batch) -> Tensor:
     r"""Return the exact Euclidean norm of every sample's gradient over all kept parameters, ``(B,)``.
 
-    A factored block never becomes a gradient where that is cheaper: its squared norm is
+    The gradient of a factored block is not formed where that is cheaper; the block's squared norm is
     :math:`\sum_{s,t} \langle g_s, g_t \rangle \langle x_s, x_t \rangle` (Goodfellow, arXiv:1510.01799; Li et al.,
     arXiv:2110.05679).
 
@@ -82,23 +82,23 @@ def squared_norms(block: GradientBlock) -> Tensor:
 
 
 def _squared_norms_of_rows(block: LookupBlock) -> Tensor:
-    """Return the squared norms ``(b,)`` of a table's gradients."""
+    """Return the squared norms ``(b,)`` of an embedding table's gradients."""
     return sums_by_row(block)[1].square().sum((1, 2))
 
 
 def sums_by_row(block: LookupBlock) -> tuple[Tensor, Tensor]:
-    """Return a table's gradients with the values of one row added up, in at least float32.
+    """Return an embedding table's gradients with the values of equal rows summed, in at least float32.
 
     Returns:
-        Rows ``(b, T)``, those of a sample different from each other, and values ``(b, T, d)``; what is left over of T
-        is row 0 with values of zero.
+        Rows ``(b, T)``, distinct within each sample, and values ``(b, T, d)``. Unused entries of T are row 0 with
+        values of zero.
     """
     order = block.rows.argsort(dim=1, stable=True)
     rows = block.rows.gather(1, order)
     values = block.values.to(_wide(block.values.dtype)).gather(1, order.unsqueeze(2).expand_as(block.values))
     new = torch.ones_like(rows, dtype=torch.bool)
     new[:, 1:] = rows[:, 1:] != rows[:, :-1]
-    place = new.cumsum(1) - 1  # of each row among the different ones of its sample
+    place = new.cumsum(1) - 1  # index of each row among the distinct rows of its sample
     first = torch.arange(len(place), device=place.device).unsqueeze(1) * place.shape[1]
     sums = add_at_(torch.zeros_like(values).flatten(0, 1), 0, (first + place).flatten(), values.flatten(0, 1))
     return torch.zeros_like(rows).scatter_(1, place, rows), sums.view_as(values)
@@ -111,8 +111,9 @@ def _wide(dtype: torch.dtype) -> torch.dtype:
 def weighted_gradient(computer: AbstractGradientComputer, batch: Batch, weights: Tensor) -> dict[str, Tensor]:
     r"""Return :math:`\sum_i w_i \nabla f(z_i)` by parameter name.
 
-    The hook computer takes one ordinary backward pass once it has seen that the model does not mix samples; the
-    iterative one adds its samples' gradients up one by one. Any other computer is streamed, and its blocks are summed.
+    The hook computer takes one ordinary backward pass per chunk, after a check that the model does not mix samples.
+    The iterative computer sums the samples' gradients one by one. The blocks of any other computer are streamed and
+    summed.
 
     Args:
         computer: Any gradient computer.
@@ -120,10 +121,10 @@ def weighted_gradient(computer: AbstractGradientComputer, batch: Batch, weights:
         weights: ``(B,)``.
 
     Returns:
-        Tensors of the parameters' shapes, in model order; zero where f does not depend on one.
+        Tensors of the parameters' shapes, in model order; zero if f does not depend on the parameter.
 
     Raises:
-        InvalidInputError: If there is not one weight per sample.
+        InvalidInputError: If ``weights`` does not have shape ``(B,)``.
         UnsupportedModelError: If the computer cannot differentiate the model sample by sample.
     """
     count = batch_size(batch)

@@ -1,7 +1,8 @@
-"""The self-check of the gradient computers: some samples' gradients are compared with autograd's on one sample alone.
+"""Self-check of the gradient computers: compares some samples' gradients with autograd's on each sample alone.
 
-The reference is one forward pass over one sample and one backward pass whose operations read contiguous copies: for one
-sample, torch's own backward pass gives wrong numbers for some channels-last tensors (see ``docs/pages/limits.md``).
+The reference is one forward pass over one sample and one backward pass whose operations read contiguous copies. With a
+batch of one, torch's own backward pass gives wrong gradients for some channels-last tensors
+(see ``docs/pages/limits.md``).
 """
 
 from __future__ import annotations
@@ -41,68 +42,68 @@ __all__ = [
 logger = logging.getLogger(__name__)
 
 _ROUNDING = {torch.float64: 1e-8, torch.float32: 1e-4, torch.float16: 2e-2, torch.bfloat16: 5e-2}
-"""Relative error that is taken for rounding without a further look."""
+"""Relative error that counts as rounding without further checks."""
 _TIES = {torch.float64: 1e-8, torch.float32: 2e-2, torch.float16: 0.1, torch.bfloat16: 0.3}
-"""Relative error that a max or a ReLU which ties the other way may cause; it is looked into."""
+"""Relative error that a max or a ReLU may cause if rounding decides a tie differently; leads to further checks."""
 _SPREAD = 8.0
-"""Times the rounding seen between two references, where there is no float64 to look into an error with."""
+"""Allowed error as a multiple of the difference between two references."""
 _MOST_FLOAT64_BYTES = 1 << 30
-"""Parameters and buffers that are copied in float64 for a moment, at most."""
+"""Largest size of the temporary float64 copy of parameters and buffers."""
 
 _SAMPLES_AT_FIRST = 8
-"""Samples that are compared of the first batch of a size."""
+"""Number of samples compared in the first batch of a size."""
 _LONGEST_GAP = 64
-"""Batches of one structure from one check to the next, at most."""
+"""Largest number of batches of one structure from one check to the next."""
 _MAX_STRUCTURES = 64
 _MOST_KEPT_BYTES = 1 << 26
-"""What is kept of the gradients to compare, as far as it limits the number of samples above two."""
+"""Memory limit for the gradients held for comparison; two samples are always allowed."""
 
 _WIDTH, _PIECE, _STEP = 1 << 12, 1 << 18, 40503
 
 
 class SelfCheckError(UnsupportedModelError):
-    """The gradient of a sample is not autograd's."""
+    """The gradient of a sample differs from autograd's."""
 
     rows: Mapping[str, NDArray[np.int64]]
-    """Rows, by what messages call their data, whose batches came after the last check that passed."""
+    """Rows streamed without a check since the last check that passed, by the name of their data."""
 
     def __init__(self, message: str) -> None:
-        """Hold the message; the rows are added by :class:`SelfCheck`, which knows them."""
+        """Store the message; :class:`SelfCheck` sets the rows."""
         super().__init__(message)
         self.rows = {}
 
 
 class CheckedComputer(Protocol):
-    """What is checked."""
+    """Interface of a gradient computer that can be checked."""
 
     model: nn.Module
     autocast_dtype: torch.dtype | None
     advice: ClassVar[str]
-    """What to say of a gradient that is wrong: the likely cause, and what to use instead."""
+    """End of the error message: the likely cause, and an alternative."""
 
     def terms(self, batch: Batch, /) -> OutputTerms:
-        """Return f, q and w of a batch as this computer runs the model, with f's graph."""
+        """Return f, q and w of a batch under this computer's settings; f keeps its autograd graph."""
 
     def repeated(self, batch: Batch, positions: Sequence[int], /) -> Iterator[tuple[Any, Batch, list[int]]]:
-        """Yield computers that stream some samples again, unchecked, with the batch and their positions in it."""
+        """Yield (computer without self-check, batch, positions in it) to stream some samples again."""
 
 
 @dataclass(slots=True)
 class _Progress:
-    """What was checked of one structure of batches."""
+    """State of the checks of one batch structure."""
 
     num_batches: int = 0
     checked_sizes: set[int] = field(default_factory=set)
-    """Batch sizes at which samples' gradients were found equal to the reference."""
+    """Batch sizes with a check that passed."""
 
 
 @final
 class SelfCheck:
-    """When which samples of a computer are compared, and with what result.
+    """Schedule and results of the self-checks of one computer.
 
-    Samples of the first batch of every size are compared (up to eight, evenly spread), and first, last and one in turn
-    of batches number 1, 2, 4, ... 64 of a structure and every 64th after that. Once a sample differs, this batch and
-    all later ones are refused, until :meth:`restart`.
+    Up to eight evenly spread samples are compared in the first batch of every size. In batches number 1, 2, 4, ... 64
+    of a structure, and every 64th after that, the first sample, the last, and a third whose position changes from check
+    to check are compared. If a sample differs, this batch and all later ones are refused, until :meth:`restart`.
     """
 
     def __init__(self) -> None:
@@ -110,26 +111,26 @@ class SelfCheck:
         self._progress: dict[Any, _Progress] = {}
         self._failed: dict[Any, str] = {}
         self._unconfirmed: dict[Any, list[tuple[str, NDArray[np.int64]]]] = {}
-        """By structure, the rows of batches that came after the last check that passed."""
+        """By structure, the data's name and rows of each batch after the last check that passed."""
         self._rows: tuple[str, NDArray[np.int64]] | None = None
         self._turn = 0
 
     def restart(self) -> None:
-        """Forget what was checked, as the model is another one."""
+        """Reset all checks; called when the model is replaced."""
         self._progress.clear()
         self._failed.clear()
         self._unconfirmed.clear()
 
     def forget(self, structure: Any) -> None:
-        """Begin again with a structure of batches, what is known of which was made anew."""
+        """Reset the checks of a batch structure; called when its plan is made anew."""
         self._progress.pop(structure, None)
 
     def name_rows(self, what: str, rows: NDArray[np.int64]) -> None:
-        """Say which rows the next batch is of."""
+        """Record the data rows of the next batch."""
         self._rows = (what, rows)
 
     def refuse_failed(self, conditions: Any) -> None:
-        """Raise if a check failed before: what the checked samples show may be wrong in others, unseen."""
+        """Raise if an earlier check failed, because gradients that are not checked may be wrong too."""
         known = self._failed.get(conditions)
         if known is not None:
             raise UnsupportedModelError(
@@ -138,7 +139,7 @@ class SelfCheck:
             )
 
     def is_due(self, structure: Any, size: int, *, always: bool = False) -> bool:
-        """Whether samples of a batch of this size are to be compared; ``always``: those of every batch are."""
+        """Whether a check of a batch of this size is due; ``always``: every batch is checked."""
         known = self._progress.get(structure)
         if known is None or size not in known.checked_sizes:
             return True
@@ -153,7 +154,7 @@ class SelfCheck:
         always: bool = False,
         whole: bool = False,
     ) -> list[int]:
-        """Return the samples to compare; ``whole``: all of the first batch of a size."""
+        """Return the positions to compare; ``whole``: all positions of the first batch of a size."""
         if not self.is_due(structure, size, always=always):
             return []
         known = self._progress.get(structure)
@@ -165,7 +166,7 @@ class SelfCheck:
 
     @contextmanager
     def batch(self, structure: Any, conditions: Any, size: int, positions: Sequence[int]) -> Iterator[None]:
-        """Note that a batch is streamed inside the block, and compared at these positions."""
+        """Record a batch that is streamed inside the block and compared at these positions."""
         rows, self._rows = self._rows, None
         try:
             yield
@@ -182,7 +183,7 @@ class SelfCheck:
             self._unconfirmed.setdefault(structure, []).append(rows)
 
     def done(self, structure: Any, size: int, positions: Sequence[int] = ()) -> None:
-        """Count a batch that was run to its end."""
+        """Count a batch that ran to its end."""
         known = self._progress.pop(structure, None) or _Progress()
         known.num_batches += 1
         if positions:
@@ -200,18 +201,18 @@ class SelfCheck:
 
 
 def _is_scheduled(number: int) -> bool:
-    """Whether a batch is compared by its number alone, counted from 1."""
+    """Whether the batch with this number, counted from 1, is scheduled for a check."""
     return number & (number - 1) == 0 if number <= _LONGEST_GAP else number % _LONGEST_GAP == 0
 
 
 def _spread(size: int, most: int) -> list[int]:
-    """Return positions from the first to the last, evenly spread."""
+    """Return at most ``most`` evenly spread positions, including the first and the last."""
     count = min(size, most)
     return [round(i * (size - 1) / max(count - 1, 1)) for i in range(count)]
 
 
 def _most_samples(kept: Mapping[str, nn.Parameter]) -> int:
-    """Return how many samples of a batch are compared at once, as something of each gradient is kept."""
+    """Return the largest number of compared samples per batch, given the memory that each needs."""
     per_sample = 8 * sum(min(p.numel(), _WIDTH) for p in kept.values())
     return max(2, min(_SAMPLES_AT_FIRST, _MOST_KEPT_BYTES // per_sample))
 
@@ -234,28 +235,28 @@ def _named_rows(suspected: Mapping[str, NDArray[np.int64]]) -> str:
 
 
 class _Difference(NamedTuple):
-    """What the gradient of a parameter is compared by."""
+    """Difference between a parameter's gradient and the reference."""
 
     error: float
     norm: float
     unit: float
-    """What the smallest number of the parameter's dtype amounts to."""
+    """Absolute error that is always allowed: underflow in the gradient's dtype."""
 
 
 _Differences = Mapping[str, _Difference]
 
 
 class Samples:
-    """Keeps of the blocks that pass what some samples' gradients are compared by.
+    """Collects from the streamed blocks the numbers by which some samples' gradients are compared.
 
-    Of a gradient with more than 4096 entries, 4096 sums of entries with random signs are kept: they are linear in the
-    gradient, and the norm of a difference is found up to 2 %.
+    For a gradient with more than 4096 entries, these are 4096 sums of its entries with random signs. The sums are
+    linear in the gradient, and they give the norm of a difference to within 2 %.
     """
 
     def __init__(self, positions: Sequence[int], kept: Mapping[str, nn.Parameter], start: int = 0) -> None:
-        """Keep the samples at these positions; ``start`` is the row of a block that position 0 has."""
+        """Prepare for the samples at these positions; ``start`` is the ``start`` of the block of position 0."""
         self.positions = list(positions)
-        # One piece of memory: small ones between large gradients that come and go would keep these from being reused.
+        # One allocation: many small ones would fragment the memory that large gradients reuse.
         device = next(iter(kept.values())).device
         widths = {name: min(p.numel(), _WIDTH) for name, p in kept.items()}
         held = torch.zeros(len(self.positions), sum(widths.values()), dtype=wide_dtype(device), device=device)
@@ -265,7 +266,7 @@ class Samples:
         self._start = start
 
     def passing(self, sink: BlockSink) -> BlockSink:
-        """Return a sink that keeps what is needed of a block, and passes it on."""
+        """Return a sink that collects from each block and passes it to ``sink``."""
         if not self.positions:
             return sink
 
@@ -279,7 +280,7 @@ class Samples:
         return take
 
     def add(self, row: int, name: str, grad: Tensor) -> None:
-        """Keep the gradient of a parameter, flat, for one of the samples."""
+        """Store a parameter's flat gradient, for the sample at index ``row`` of ``positions``."""
         with torch.no_grad():
             self.found[row][name].copy_(_sums(grad))
 
@@ -293,19 +294,20 @@ def compare(
 ) -> None:
     """Raise if the gradient of a sample differs from autograd's by more than rounding.
 
-    One parameter's gradient is held at a time. Where an error is more than rounding, the samples are compared once
-    more in float64, with the same random numbers on both sides. Where that is not possible, an error that is far
-    beyond the difference of two references is refused; where it is, the same holds for errors that no tie explains.
+    The reference's gradients are held one parameter at a time. Samples with an error beyond rounding are compared again
+    in float64, with the same random numbers on both sides. An error that remains is then compared with the difference
+    of two references, and refused if it is far larger. If the gradients are equal in float64, errors that a tie can
+    explain are accepted.
 
     Args:
-        computer: What streamed the batch.
+        computer: The computer that streamed the batch.
         batch: The batch.
         kept: The parameters to compare.
-        samples: What was kept of the blocks.
-        dtypes: What the model computes in, besides the dtypes of the parameters.
+        samples: The numbers collected from the blocks.
+        dtypes: Dtypes of the model's computations, besides those of the parameters.
 
     Raises:
-        SelfCheckError: Names the parameter.
+        SelfCheckError: If a gradient differs; the message names the parameter.
     """
     inner = [*dtypes, *([] if computer.autocast_dtype is None else [computer.autocast_dtype])]
     rounding, ties = _allowed(_ROUNDING, kept, inner), _allowed(_TIES, kept, inner)
@@ -317,7 +319,7 @@ def compare(
     if not doubtful:
         return
     exact = _equal_in_float64(computer, batch, kept, list(doubtful))
-    # What a second pass gives counts only where the first one drew other numbers: a model may keep what it computed.
+    # Use a second pass only if the first one drew other random numbers: a model may cache values between passes.
     if _draws_numbers(computer, take_rows(batch, [0])):
         again = _repeat(computer, batch, kept, list(doubtful))
         doubtful = {position: known for position, (_, known) in zip(doubtful, again, strict=True)}
@@ -333,10 +335,10 @@ def compare(
 def _nearest(
     known: _Differences, found: Mapping[str, Tensor], exact: Mapping[str, Tensor]
 ) -> dict[str, _Difference]:
-    """Return the differences from the reference or, where they are smaller, from the gradient in float64.
+    """Return the smaller of the differences from the reference and from the gradient in float64.
 
-    In bfloat16 the backward pass of one sample may be the worse one of two: torch sums the gradient of a LayerNorm's
-    bias over the positions in it.
+    In bfloat16 the reference may be less accurate than the compared gradient: torch sums the gradient of a LayerNorm's
+    bias over the positions in bfloat16.
     """
     differences = {}
     for name, (error, norm, unit) in known.items():
@@ -351,7 +353,7 @@ def _equal_in_float64(
     """Raise if gradients differ in float64, where no tie is decided by rounding.
 
     Returns:
-        The gradients in float64, as :class:`Samples` keeps them, by position; ``None`` where they were not found equal.
+        The gradients in float64, in the form of :class:`Samples`, by position; ``None`` if equality was not shown.
     """
     if not _fits_in_float64(computer.model):
         return None
@@ -362,7 +364,7 @@ def _equal_in_float64(
             found = list(_repeat(computer, wide, kept, positions))
     except (torch.OutOfMemoryError, *MODEL_FAILURES) as error:
         refuse_machine_failure(error)
-        logger.debug("Not compared in float64: %s", error)  # the model, or the device, does not take it
+        logger.debug("Not compared in float64: %s", error)  # the model or the device does not support float64
         return None
     exact = dict.fromkeys(kept, max(_ROUNDING.get(dtype, 1e-2) for dtype in seen.dtypes))
     wrong = [differences for _, differences in found if _wrong(differences, exact) is not None]
@@ -381,20 +383,21 @@ def _refuse_beyond_spread(
     *,
     equal: bool,
 ) -> None:
-    """Raise if an error is far beyond the rounding between two references: one sample, and copies of it.
+    """Raise if an error is far larger than the difference between two references.
 
-    As many copies as the batch has samples go through the same kernels as these did, so that they tie in the same way.
-    They may also be cut off in the same way (by a limit on an expert's rows): where float64 has not excluded that,
-    their difference from the sample alone excuses no more than a tie.
+    The two references are the sample alone, and a batch of copies of the sample with the size of the original batch.
+    The copies run in the same kernels as the original batch, so that rounding decides their ties in the same way. The
+    copies may also lose rows in the same way (a limit on an expert's rows). Unless equality in float64 excludes that,
+    the difference between the references allows at most the error of a tie.
 
     Args:
-        computer: What streamed the batch.
+        computer: The computer that streamed the batch.
         batch: The batch.
         kept: The parameters to compare.
         found: The differences of some samples, by their position in the batch.
-        rounding: Relative error that is taken for rounding, by parameter.
+        rounding: Relative error that counts as rounding, by parameter.
         ties: Relative error that a tie may cause, by parameter.
-        equal: Whether the gradients are equal in float64; ties are allowed then.
+        equal: Whether the gradients are equal in float64; if so, errors of ties are allowed.
     """
     for position, differences in found.items():
         if _wrong(differences, ties if equal else rounding) is None:
@@ -412,7 +415,7 @@ def _refuse_beyond_spread(
 def _spread_of_references(
     computer: CheckedComputer, copies: Batch, position: int, kept: Mapping[str, nn.Parameter]
 ) -> _Differences:
-    """Return how the gradient of one of many copies of a sample differs from that of the sample alone."""
+    """Return the differences between the gradient of one copy in a batch of copies and that of the sample alone."""
     device = next(computer.model.parameters()).device
     alone = Samples([0], kept)
     try:
@@ -422,7 +425,9 @@ def _spread_of_references(
             return _differences(alone.found[0], computer, copies, position, kept)
     except MODEL_FAILURES as error:
         refuse_machine_failure(error)
-        logger.debug("Not compared with copies: %s", error)  # such as a model that takes one sample at a time
+        logger.debug(
+            "Not compared with copies: %s", error
+        )  # for example, a model that takes one sample at a time
         return {}
 
 
@@ -432,7 +437,7 @@ def _repeat(
     kept: Mapping[str, nn.Parameter],
     positions: Sequence[int],
 ) -> Iterator[tuple[Mapping[str, Tensor], _Differences]]:
-    """Stream some samples again; yield each, and how it differs from a reference that draws the same random numbers."""
+    """Stream some samples again; yield each one's sums and its differences from a reference with the same draws."""
     device = next(computer.model.parameters()).device
     for again, part, places in computer.repeated(batch, positions):
         samples = Samples(places, kept)
@@ -459,7 +464,7 @@ def _differences(
     row: int,
     kept: Mapping[str, nn.Parameter],
 ) -> _Differences:
-    """Return how the gradients of a sample differ from the reference's, by name."""
+    """Return the differences between a sample's gradients and the reference's, by parameter name."""
     differences = {}
 
     def take(name: str, grad: Tensor) -> None:
@@ -480,13 +485,13 @@ def _reference(
     kept: Mapping[str, nn.Parameter],
     take: Callable[[str, Tensor], None],
 ) -> None:
-    """Call ``take`` with each parameter's gradient of f, of which one is held at a time."""
+    """Call ``take`` with the gradient of f for each parameter; one gradient is held at a time."""
     missing = dict(kept)
 
     def catch(name: str, grad: Tensor) -> Tensor:
         missing.pop(name)
         take(name, grad.detach().to_dense().flatten())
-        # What autograd holds until it returns takes no memory; a sparse gradient takes little.
+        # Replace the gradient by an expanded scalar: autograd holds it until it returns. A sparse one is small.
         empty = torch.zeros((), dtype=grad.dtype, device=grad.device).expand(grad.shape)
         return empty if grad.layout == torch.strided else grad
 
@@ -516,12 +521,12 @@ def _allowed(
     kept: Mapping[str, nn.Parameter],
     inner: Sequence[torch.dtype],
 ) -> dict[str, float]:
-    """Return the relative error allowed for each parameter, of what it is computed in."""
+    """Return the relative error allowed for each parameter, given its dtype and the model's inner dtypes."""
     return {name: max(tolerances.get(dtype, 1e-2) for dtype in (p.dtype, *inner)) for name, p in kept.items()}
 
 
 def _wrong(differences: _Differences, allowed: Mapping[str, float]) -> str | None:
-    """Return the first parameter whose gradient differs by more than allowed."""
+    """Return the first parameter whose gradient differs by more than allowed, or ``None``."""
     largest = max(known.norm for known in differences.values())
     for name, known in differences.items():
         if known.error > allowed[name] * max(known.norm, 1e-2 * largest) + known.unit:
@@ -541,7 +546,7 @@ def _refuse(computer: CheckedComputer, differences: _Differences, allowed: Mappi
 
 
 def _sums(values: Tensor) -> Tensor:
-    """Return the entries of a gradient, or sums of them with random signs where there are more than 4096."""
+    """Return the entries of a gradient or, if there are more than 4096, 4096 sums of them with random signs."""
     wide = wide_dtype(values.device)
     if values.numel() <= _WIDTH:
         return values.to(wide)
@@ -558,7 +563,7 @@ def _sums(values: Tensor) -> Tensor:
 
 @functools.cache
 def _signs(device: torch.device) -> Tensor:
-    """Return random signs, of which every piece takes others."""
+    """Return random signs; each piece of a gradient uses another section of them."""
     generator = torch.Generator("cpu").manual_seed(0)
     drawn = torch.randint(2, (2 * _PIECE,), generator=generator, dtype=torch.float32, device="cpu")
     return (2 * drawn - 1).to(device)
@@ -568,16 +573,15 @@ def _signs(device: torch.device) -> Tensor:
 
 
 class _ContiguousArguments(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Lets the operations of a backward pass read contiguous copies, so that no result depends on strides."""
+    """Makes the operations of a backward pass read contiguous copies, so that results do not depend on strides."""
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
         return False  # otherwise torch._dynamo is imported at the first operation: seconds, and 100 MB
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        # A checkpoint runs forward operations inside the backward pass, with gradients enabled: their results keep
-        # their strides, which views depend on. What writes into an argument, or returns a view of it, gets the
-        # original.
+        # A checkpoint runs forward operations inside the backward pass with gradients enabled; these read the original
+        # arguments, because views depend on strides. So do operations that write into an argument or return a view.
         if not torch.is_grad_enabled() and not _aliases(func):
             args = [_contiguous_argument(arg) for arg in args]
         return func(*args, **(kwargs or {}))
@@ -590,7 +594,7 @@ def _aliases(func: Any) -> bool:
 
 
 def _contiguous_argument(argument: Any) -> Any:
-    """Return an argument of an operation, a tensor or the tensors of a list as contiguous ones."""
+    """Return an argument with its tensors contiguous, also those in lists and tuples."""
     if isinstance(argument, Tensor):
         return _contiguous(argument)
     if isinstance(argument, list | tuple):
@@ -599,7 +603,7 @@ def _contiguous_argument(argument: Any) -> Any:
 
 
 def _contiguous(tensor: Tensor) -> Tensor:
-    """Return a tensor with the strides that its shape alone gives; axes of length 1 may have others."""
+    """Return a tensor with the strides of its shape, also on axes of length 1, unlike ``Tensor.contiguous``."""
     if tensor.layout != torch.strided or tensor.is_nested or tensor.stride() == _strides(tensor.shape):
         return tensor
     return tensor.clone(memory_format=torch.contiguous_format)
@@ -615,7 +619,7 @@ def _strides(shape: tuple[int, ...]) -> tuple[int, ...]:
 
 
 class _DtypesSeen(TorchFunctionMode):
-    """Notes the floating-point dtypes of all results."""
+    """Records the floating-point dtypes of all results."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -629,7 +633,7 @@ class _DtypesSeen(TorchFunctionMode):
 
 
 def _fits_in_float64(model: nn.Module) -> bool:
-    """Whether the device has float64, and a copy of the model in it is small."""
+    """Whether the device supports float64 and the model's float64 copy is below the size limit."""
     tensors = [*model.parameters(), *model.buffers()]
     has = all(wide_dtype(tensor.device) == torch.float64 for tensor in tensors)
     return has and 8 * sum(tensor.numel() for tensor in tensors) <= _MOST_FLOAT64_BYTES
@@ -637,14 +641,14 @@ def _fits_in_float64(model: nn.Module) -> bool:
 
 @contextmanager
 def _in_float64(model: nn.Module) -> Iterator[None]:
-    """Let a model compute in float64 inside the block; afterwards it has the same storages as before.
+    """Run a model in float64 inside the block, and restore its storages afterwards.
 
-    The values inside the parameters are replaced, not the parameters: a model may reach them by references of its own.
+    Only ``.data`` of the parameters is replaced, because a model may hold other references to the parameters.
     """
     before: list[tuple[Tensor, Tensor]] = []
     try:
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # recurrent layers: weights that are not one piece of memory
+            warnings.simplefilter("ignore")  # recurrent layers warn of weights that are not contiguous
             for tensor in {id(t): t for t in (*model.parameters(), *model.buffers())}.values():
                 if tensor.is_floating_point() and tensor.dtype != torch.float64:
                     before.append((tensor, tensor.data))
@@ -657,7 +661,7 @@ def _in_float64(model: nn.Module) -> Iterator[None]:
 
 @contextmanager
 def _same_draws(device: torch.device) -> Iterator[None]:
-    """Let the random numbers drawn inside the block be the same every time, and those drawn after it as without it."""
+    """Seed the generators inside the block, and restore their states afterwards."""
     before = {drawn: rng_state(drawn) for drawn in (torch.device("cpu"), device)}
     try:
         for drawn in before:
@@ -670,10 +674,10 @@ def _same_draws(device: torch.device) -> Iterator[None]:
 
 @contextmanager
 def naming_kept_graphs(model: nn.Module) -> Iterator[None]:
-    """Name the cause where a backward pass needs the graph of a pass before it.
+    """Replace torch's error for a backward pass through an earlier pass's graph by one that names the cause.
 
     Raises:
-        UnsupportedModelError: In place of torch's error.
+        UnsupportedModelError: If the model holds a tensor with the graph of an earlier forward pass.
     """
     try:
         yield
@@ -687,17 +691,17 @@ def naming_kept_graphs(model: nn.Module) -> Iterator[None]:
         ) from error
 
 
-# ---------------------------------------------------------------- what a batch is known by
+# ---------------------------------------------------------------- structure of a batch
 
 
 def structure_of(batch: Batch) -> Any:
-    """Return the shapes without the samples' axis, the dtypes, and the flags beside the tensors of a batch."""
+    """Return the shapes without the sample axis, the dtypes, and the flags beside the tensors of a batch."""
     leaves, _ = flatten_batch(batch)
     return tuple((leaf.shape[1:], leaf.dtype) for leaf in leaves), _flags(batch)
 
 
 def _flags(batch: Batch) -> Any:
-    """Return what is no tensor in a batch and may steer the model; what a list holds belongs to its samples."""
+    """Return a batch's numbers, booleans and strings, which may control the model; lists hold per-sample data."""
     if isinstance(batch, Mapping):
         return tuple((key, _flags(value)) for key, value in batch.items())
     if dataclasses.is_dataclass(batch) and not isinstance(batch, type):
@@ -708,7 +712,7 @@ def _flags(batch: Batch) -> Any:
 
 
 def draws_masks(model: nn.Module) -> bool:
-    """Whether dropout is active, so that no two passes agree."""
+    """Whether dropout is active, so that two passes give different results."""
     dropouts = (nn.modules.dropout._DropoutNd, nn.RNNBase, nn.MultiheadAttention)
     return any(
         module.training and (getattr(module, "p", 0.0) or getattr(module, "dropout", 0.0))

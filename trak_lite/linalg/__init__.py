@@ -1,7 +1,7 @@
-"""Scoring: from feature rows to attribution scores, as pure linear algebra.
+"""Linear algebra that turns feature rows into attribution scores.
 
-Nothing here touches a disk, a model or a projector. One pass over train blocks gives the gram matrix of
-every segment (:func:`gram`); damped and factorised (:func:`factorise_segments`) it is applied to the targets
-(:func:`precondition`); a second pass multiplies train blocks with the result (:func:`score_block`) and keeps
-the best rows (:class:`TopK`). Memory: the square of a segment's width, one block, one tile of scores.
+This package does not use disks, models or projectors. One pass over train blocks accumulates the gram matrix H of
+each segment (:func:`gram`). It is damped and factorised (:func:`factorise_segments`), and the targets are multiplied
+by (H + lambda I)^-1 (:func:`precondition`). A second pass multiplies train blocks by the result (:func:`score_block`)
+and keeps the best rows (:class:`TopK`). Memory: a segment's width squared, one block, one tile of scores.
 """

@@ -1,12 +1,12 @@
-r"""The kernel of attribution: gram matrix, damping, and solves on the target side.
+r"""The attribution kernel: gram matrix, damping, and solves for the targets.
 
-Implements section 3.2 of Park et al., "TRAK: Attributing Model Behavior at Scale" (arXiv:2303.14186), with
-the Gauss-Newton weights of its derivation kept: :math:`H = \sum_i w_i \phi_i \phi_i^\top`, damped by
-:math:`\lambda I`, factorised once, and applied to the targets, of which there are fewer than train rows.
+Implements section 3.2 of Park et al., "TRAK: Attributing Model Behavior at Scale" (arXiv:2303.14186), including
+the Gauss-Newton weights of its derivation: :math:`H = \sum_i w_i \phi_i \phi_i^\top` is damped by
+:math:`\lambda I`, factorised once, and solved for the targets, which are fewer than the train rows.
 
 Shapes: N train rows, M targets, b rows of a block, K feature width, k columns of one segment.
-Numerics: everything here is float64, or float32 on a device that has no float64; only a gram matrix that is an
-estimate may be made of float32 products (``gram(exact=False)``). Only the lower triangle of a gram matrix is read.
+Numerics: float64, or float32 on a device without float64. Only ``gram(exact=False)`` uses float32 products.
+Only the lower triangle of a gram matrix is read.
 """
 
 from __future__ import annotations
@@ -42,27 +42,27 @@ __all__ = [
 DEFAULT_DAMPING: Final = 1.0
 """Lambda in units of the kernel's mean eigenvalue.
 
-Undamped, the kernel collapses as K approaches N: on an over-fitted digits MLP with N = 1200 the linear
+Without damping the scores degrade as K approaches N: on an over-fitted digits MLP with N = 1200 the linear
 datamodeling score was .149 at K = 512 and .073 at K = 1024. With lambda of .1 / 1 / 3 / 10 mean eigenvalues
 it was .20 / .28 / .30 / .29 (a small CNN: .28 / .35 / .37 / .36); over the checkpoints of one run .1 and 1
-differed by less than .05. One mean eigenvalue lies on the plateau in all of these: a joint kernel, not weighted. It
-is what holds where these classes are used by themselves; :class:`~trak_lite.Attributor` decides by its own table.
+differed by less than .05. All of these used an unweighted joint kernel; one mean eigenvalue is on the plateau in
+each. This default applies if these classes are used directly; :class:`~trak_lite.Attributor` has its own defaults.
 """
 
 _GRAM_ROWS: Final = 256
-"""Rows that are upcast at a time: enough for a matrix product at full speed, little beside one chunk."""
+"""Rows upcast at a time: enough for a fast matrix product, small compared with a chunk."""
 
 _COARSE_GRAM_ROWS: Final = 1024
-"""Likewise where products are float32: each is added up in float64 once."""
+"""Rows per product with ``exact=False``; each float32 product is added to a float64 sum."""
 
 _PIVOT_MARGIN: Final = 16.0
-"""A pivot below this many times ``k * eps`` of its diagonal entry is rounding noise, not information."""
+"""A pivot below this factor times ``k * eps`` times its diagonal entry counts as rounding noise."""
 
 
 @final
 @dataclass(frozen=True, slots=True, kw_only=True)
 class KernelSettings:
-    """Everything that decides the kernel, as plain values for a result's record.
+    """Settings of the kernel.
 
     Raises:
         InvalidInputError: If a value is of the wrong type or out of range.
@@ -73,8 +73,9 @@ class KernelSettings:
     """
 
     weighting: Literal["curvature", "none", "fisher"] = "curvature"
-    """``"curvature"`` weighs each train row by its loss curvature w; ``"none"`` is TRAK's plain gram; ``"fisher"`` is
-    the gram of gradients whose labels the model itself drew, which is fitted and kept, not made from the rows."""
+    """``"curvature"`` weights each train row by its loss curvature w; ``"none"`` is TRAK's unweighted gram matrix;
+    ``"fisher"`` is the gram matrix of gradients for labels drawn from the model, which is fitted separately and
+    stored rather than computed from the stored rows."""
     damping: float = DEFAULT_DAMPING
     """Lambda in units of the mean eigenvalue ``trace(H) / k``, per segment."""
     lambda_reg: float | None = None
@@ -83,7 +84,7 @@ class KernelSettings:
     """Divide the inverse by the mean of its absolute entries, as the original TRAK does (for parity only)."""
 
     def __post_init__(self) -> None:
-        """Refuse values that no kernel can be made with."""
+        """Check types and ranges."""
         one_of(("curvature", "none", "fisher"), weighting=self.weighting)
         object.__setattr__(self, "damping", real_at_least(0.0, damping=self.damping))
         if self.lambda_reg is not None:
@@ -97,10 +98,10 @@ class KernelSettings:
 
     @classmethod
     def from_json(cls, values: Mapping[str, Any]) -> Self:
-        """Read what :meth:`to_json` wrote.
+        """Return the settings that :meth:`to_json` serialised.
 
         Raises:
-            InvalidInputError: For an unknown name or a bad value.
+            InvalidInputError: For an unknown name or an invalid value.
         """
         known_names(values, [field.name for field in fields(cls)], what="kernel settings")
         return cls(**values)
@@ -112,14 +113,14 @@ class SegmentKernel:
     """The damped kernel of one segment, factorised."""
 
     factor: Tensor
-    """``(k, k)`` lower Cholesky factor of ``H + lambda I``; of a pseudo-inverse ``(k, rank)``, its root: root times its
-    transpose is the pseudo-inverse."""
+    """``(k, k)`` lower Cholesky factor of ``H + lambda I``; or, for a pseudo-inverse, the ``(k, rank)`` matrix R such
+    that ``R @ R.T`` is the pseudo-inverse."""
     lambda_reg: float
-    """Lambda in force, in units of a squared feature."""
+    """The lambda used, in units of a squared feature."""
     multiplier: float = 1.0
-    """Multiplies solutions: 1, or ``1 / mean|inverse|`` for parity, or 0 for a segment without signal."""
+    """Factor of all solutions: 1, or ``1 / mean|inverse|`` for parity, or 0 for a segment whose gram matrix is zero."""
     is_pseudo_inverse: bool = False
-    """Whether the damped matrix is singular, and directions in which it is zero count for nothing."""
+    """Whether the damped matrix is singular and ``factor`` belongs to its pseudo-inverse."""
 
     @property
     def width(self) -> int:
@@ -146,7 +147,7 @@ class SegmentKernel:
 
     @torch.no_grad()
     def quadratic_form(self, rows: Tensor) -> Tensor:
-        """Return ``r^T (H + lambda I)^-1 r`` for each row r: at least 0, and half the work of a solve.
+        """Return ``r^T (H + lambda I)^-1 r``, at least 0, for each row r; costs half as much as a solve.
 
         Args:
             rows: ``(b, k)`` of any floating dtype.
@@ -170,7 +171,7 @@ class SegmentKernel:
 @final
 @dataclass(frozen=True, slots=True, eq=False)
 class EigenKernel:
-    """The kernel of one segment in its eigenbasis: one decomposition serves every lambda."""
+    """Eigendecomposition of one segment's kernel, usable for every lambda."""
 
     eigenvalues: Tensor
     """``(k,)`` ascending."""
@@ -225,22 +226,22 @@ def gram(
 ) -> list[Tensor]:
     r"""Accumulate :math:`H = \sum_i w_i \phi_i \phi_i^\top` for each segment.
 
-    The caller fixes the order of the rows. How they are spread over blocks changes nothing, not even the
-    last bit, because rows are regrouped before they are multiplied.
+    The result depends on the order of the rows but not on their division into blocks: rows are regrouped before
+    they are multiplied, so the result is bitwise the same.
 
     Args:
         blocks: Feature blocks ``(b, K)`` of any floating dtype on one device; ``b`` may differ per block.
         weights: ``(N,)`` weight of each row in block order, at least 0; ``None`` for 1 each.
         layout: The segments of a row.
-        exact: Multiply in float64; otherwise in float32, a thousand rows at a time, and only add up in float64: half
-            the time, for a matrix that is an estimate anyway.
+        exact: Multiply in float64. ``False`` multiplies 1024 rows at a time in float32 and sums the products in
+            float64, which takes half the time.
 
     Returns:
-        For each segment a ``(k, k)`` tensor, float64 (float32 where the device has no float64).
+        For each segment a ``(k, k)`` tensor, float64 (float32 on a device without float64).
 
     Raises:
-        InvalidInputError: If there is no row, a block has another width, device or a non-floating dtype, or
-            the weights are negative or not one per row.
+        InvalidInputError: If there is no row, a block has a wrong width, device or dtype, or weights are negative or
+            not one per row.
         NonFiniteError: If a weight is NaN or infinite.
 
     Example:
@@ -282,15 +283,15 @@ def factorise(
         settings: Damping and scaling of the inverse.
         num_rows: N, rows that the gram matrix was summed over.
         segment: Name for messages.
-        allow_singular: Return the pseudo-inverse where there is no inverse. It takes an eigendecomposition, some
+        allow_singular: Use the pseudo-inverse if the damped matrix is singular. Its eigendecomposition takes about
             twenty times as long.
 
     Returns:
         The kernel, ready to solve.
 
     Raises:
-        SingularKernelError: If the gram matrix is zero; unless it may be singular, also if it is not positive definite
-            at this damping beyond rounding.
+        SingularKernelError: If the gram matrix is zero; without ``allow_singular`` also if the damped matrix is
+            numerically singular.
         NonFiniteError: If the gram matrix holds NaN or an infinite value.
         InvalidInputError: If it is not a square floating matrix.
     """
@@ -330,8 +331,8 @@ def factorise_segments(
 ) -> list[SegmentKernel]:
     """Factorise the gram matrices of all segments of a row.
 
-    A segment whose gram matrix is zero beside others that are not (a module that the output does not depend
-    on) adds nothing to any score. Its kernel solves to zero.
+    If some but not all gram matrices are zero (a module that the output does not depend on), the kernels of these
+    segments solve to zero, so the segments add nothing to any score.
 
     Args:
         grams: One ``(k, k)`` matrix per segment, as :func:`gram` returns them.
@@ -344,7 +345,7 @@ def factorise_segments(
         One kernel per segment.
 
     Raises:
-        SingularKernelError: If all gram matrices are zero, or one cannot be inverted at this damping and must be.
+        SingularKernelError: If all gram matrices are zero, or, without ``allow_singular``, one is numerically singular.
         NonFiniteError: If a gram matrix holds NaN or an infinite value; names the segment.
         InvalidInputError: If the matrices do not fit the layout.
     """
@@ -359,7 +360,7 @@ def factorise_segments(
 
 @torch.no_grad()
 def eigenpath(gram: Tensor, *, segment: str = "joint") -> EigenKernel:
-    """Decompose the gram matrix of one segment so that any number of lambdas can be solved for.
+    """Return the eigendecomposition of one segment's gram matrix, for solves with many lambdas.
 
     Args:
         gram: ``(k, k)`` symmetric, as :func:`gram` returns it; not changed.
@@ -377,10 +378,10 @@ def eigenpath(gram: Tensor, *, segment: str = "joint") -> EigenKernel:
 
 
 def eigenpath_segments(grams: Sequence[Tensor], *, layout: FeatureLayout) -> list[EigenKernel]:
-    """Decompose the gram matrices of all segments of a row.
+    """Return the eigendecompositions of all segments' gram matrices.
 
-    A segment whose gram matrix is zero beside others that are not adds nothing to any score, as in
-    :func:`factorise_segments`: its decomposition has no eigenvalue.
+    If some but not all gram matrices are zero, their decompositions have no eigenvalues and the segments add nothing
+    to any score, as in :func:`factorise_segments`.
 
     Raises:
         SingularKernelError: If all gram matrices are zero.
@@ -400,7 +401,7 @@ def eigenpath_segments(grams: Sequence[Tensor], *, layout: FeatureLayout) -> lis
 def precondition_path(
     targets: Tensor, kernels: Sequence[EigenKernel], dampings: Sequence[float], *, layout: FeatureLayout
 ) -> Tensor:
-    """Return the targets behind the kernels at every damping.
+    """Return the targets multiplied by (H + lambda I)^-1 for every damping.
 
     Args:
         targets: ``(M, K)`` target features of any floating dtype.
@@ -409,7 +410,7 @@ def precondition_path(
         layout: The segments.
 
     Returns:
-        ``(L, M, K)`` in the kernels' dtype; ``[l]`` is what :func:`precondition` gives at ``dampings[l]``.
+        ``(L, M, K)`` in the kernels' dtype; ``[l]`` is the result of :func:`precondition` at ``dampings[l]``.
 
     Raises:
         InvalidInputError: If targets or kernels do not fit the layout, or a damping is negative.
@@ -431,7 +432,7 @@ def precondition_path(
 
 @torch.no_grad()
 def precondition(targets: Tensor, kernels: Sequence[SegmentKernel], *, layout: FeatureLayout) -> Tensor:
-    """Return the targets with every segment multiplied by the inverse of its kernel.
+    """Return the targets with each segment multiplied by its (H + lambda I)^-1.
 
     Args:
         targets: ``(M, K)`` target features of any floating dtype.
@@ -454,7 +455,7 @@ def precondition(targets: Tensor, kernels: Sequence[SegmentKernel], *, layout: F
 
 
 def accumulation_dtype(device: torch.device) -> torch.dtype:
-    """Return the dtype that kernels are accumulated and factorised in on a device.
+    """Return the dtype in which kernels are accumulated and factorised on a device.
 
     Example:
         >>> accumulation_dtype(torch.device("cpu")), accumulation_dtype(torch.device("mps"))
@@ -465,7 +466,7 @@ def accumulation_dtype(device: torch.device) -> torch.dtype:
 
 @final
 class GramAccumulator:
-    """Sums weighted outer products of rows, a few rows at a time, upcast into one buffer: what :func:`gram` does.
+    """Accumulates the gram matrices of :func:`gram` incrementally; rows are upcast in one small buffer.
 
     Example:
         >>> sums = GramAccumulator(FeatureLayout.joint(2), torch.device("cpu"))
@@ -478,7 +479,7 @@ class GramAccumulator:
     def __init__(
         self, layout: FeatureLayout, device: torch.device, *, exact: bool = True, first_row: int = 0
     ) -> None:
-        """Begin at zero; the arguments are those of :func:`gram`, and the number of the first row for messages."""
+        """Start at zero. Arguments are those of :func:`gram`; ``first_row`` is the first row's number in messages."""
         dtype = accumulation_dtype(device)
         self._next_row = first_row
         self._layout = layout
@@ -491,7 +492,7 @@ class GramAccumulator:
 
     @torch.no_grad()
     def add(self, rows: Tensor, weights: Tensor | None = None) -> None:
-        """Take rows ``(b, K)`` and their weights ``(b,)``; ``None`` for 1 each.
+        """Add rows ``(b, K)`` with weights ``(b,)``; ``None`` for 1 each.
 
         Raises:
             InvalidInputError: As :func:`gram`.
@@ -504,7 +505,7 @@ class GramAccumulator:
         self._next_row += len(rows)
 
     def add_roots(self, rows: Tensor, root_weights: Tensor | None) -> None:
-        """Take rows ``(b, K)`` and the square roots of their weights ``(b,)``, both checked before."""
+        """Add rows ``(b, K)`` with the square roots of their weights ``(b,)``; the caller has checked both."""
         if rows.device != self._buffer.device:
             raise InvalidInputError(
                 f"A block is on {rows.device}, the ones before it on {self._buffer.device}. "
@@ -523,7 +524,7 @@ class GramAccumulator:
                 self._multiply()
 
     def result(self) -> list[Tensor]:
-        """Return the gram matrices, once, after the last rows."""
+        """Return the gram matrices; call it once, after the last rows."""
         if self._filled:
             self._multiply()
         return self._grams
@@ -543,8 +544,8 @@ class GramAccumulator:
 def _cholesky(gram: Tensor, lambda_reg: float) -> Tensor | None:
     """Return the lower factor of ``gram + lambda I``, or ``None`` if a pivot is negative or rounding noise.
 
-    A pivot is the part of a feature that the features before it do not explain. Where nothing is left,
-    rounding can still leave a small positive number, which a plain Cholesky factorisation would divide by.
+    A pivot is the residual of a feature after projection on the preceding features. If the exact residual is zero,
+    rounding can leave a small positive number, by which a plain Cholesky factorisation would divide.
     """
     damped = gram.clone()
     damped.diagonal().add_(lambda_reg)
@@ -566,7 +567,7 @@ def _pseudo_inverse(gram: Tensor, settings: KernelSettings, lambda_reg: float) -
 
 
 def _root_weights(weights: Tensor, first_row: int = 0) -> Tensor:
-    """Return the square roots of valid weights, so that weighted rows give H as one product."""
+    """Check the weights and return their square roots, so that H is a product of weighted rows."""
     if weights.dim() != 1 or not weights.is_floating_point():
         raise InvalidInputError(
             f"weights must be a floating tensor (N,), got shape {tuple(weights.shape)} of {weights.dtype}."
@@ -589,12 +590,12 @@ def _root_weights(weights: Tensor, first_row: int = 0) -> Tensor:
 
 
 def _mean_abs_inverse(factor: Tensor) -> float:
-    """Return the mean absolute entry of the inverse that a lower factor belongs to."""
+    """Return the mean absolute entry of the inverse, given the lower Cholesky factor."""
     return float(torch.cholesky_inverse(factor).abs_().mean())
 
 
 def _check_count(num_weights: int, num_rows: int) -> None:
-    """Refuse weights that are not one per row; reading stopped at the row after the last weight."""
+    """Raise if there is not one weight per row; ``num_rows`` is a lower bound if it exceeds the weights."""
     if num_weights != num_rows:
         more = "at least " if num_rows > num_weights else ""
         raise InvalidInputError(
@@ -604,7 +605,7 @@ def _check_count(num_weights: int, num_rows: int) -> None:
 
 
 def _check_block(block: Tensor, layout: FeatureLayout) -> None:
-    """Refuse anything but floating rows of the layout's width."""
+    """Raise unless the block has floating-point rows of the layout's width."""
     if block.dim() != 2 or block.shape[1] != layout.width or not block.is_floating_point():
         raise InvalidInputError(
             f"Feature rows must be a floating tensor (rows, {layout.width}), "
@@ -613,7 +614,7 @@ def _check_block(block: Tensor, layout: FeatureLayout) -> None:
 
 
 def _check_widths(widths: Sequence[int], layout: FeatureLayout, *, what: str) -> None:
-    """Refuse kernels or gram matrices that belong to another layout."""
+    """Raise if the widths of kernels or gram matrices do not match the layout."""
     expected = [segment.width for segment in layout.segments]
     if not expected or list(widths) != expected:
         raise InvalidInputError(
@@ -629,7 +630,7 @@ def _matching_rows(rows: Tensor, width: int, like: Tensor) -> Tensor:
 
 
 def _mean_eigenvalues(grams: Sequence[Tensor], layout: FeatureLayout) -> list[float]:
-    """Return the mean eigenvalue of every segment's gram matrix; raise where not one is above zero."""
+    """Return the mean eigenvalue of every segment's gram matrix; raise if none is above zero."""
     _check_widths([matrix.shape[0] for matrix in grams], layout, what="gram matrices")
     means = [_mean_eigenvalue(matrix, s.name) for matrix, s in zip(grams, layout.segments, strict=True)]
     if max(means) <= 0.0:
@@ -640,7 +641,7 @@ def _mean_eigenvalues(grams: Sequence[Tensor], layout: FeatureLayout) -> list[fl
 def _mean_eigenvalue(gram: Tensor, segment: str) -> float:
     """Return ``trace(H) / k`` of a valid gram matrix.
 
-    A NaN or infinite feature always reaches the diagonal, so the trace alone tells.
+    A NaN or infinite feature always makes the diagonal non-finite, so only the trace is checked.
     """
     if gram.dim() != 2 or gram.shape[0] != gram.shape[1] or not gram.is_floating_point():
         raise InvalidInputError(

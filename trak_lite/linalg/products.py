@@ -1,7 +1,7 @@
-"""From feature rows to scores, one block of train rows at a time.
+"""Scores from feature rows, one block of train rows at a time.
 
-Implements the last step of section 3.2 of Park et al. (arXiv:2303.14186) as one matrix product: the kernel
-has been applied to the targets already. The views beside it read the same rows: gradient dot product (TracIn,
+Implements the last step of section 3.2 of Park et al. (arXiv:2303.14186) as one matrix product with targets that
+have been multiplied by (H + lambda I)^-1. Other scores from the same rows: gradient dot product (TracIn,
 arXiv:2002.08484), cosine, self-influence.
 
 Shapes: b train rows of a block, M targets, K feature width.
@@ -25,7 +25,7 @@ from trak_lite.types import FeatureLayout
 __all__ = ["cosine", "dot_product", "score_block", "self_scores", "unit_segments"]
 
 _TILE_ROWS: Final = 256
-"""Rows that are upcast at a time."""
+"""Rows upcast at a time."""
 
 
 @torch.no_grad()
@@ -43,16 +43,15 @@ def score_block(
         train: ``(b, K)`` train features of any floating dtype.
         preconditioned: ``(M, K)`` targets from :func:`~trak_lite.linalg.precondition`, on the same device.
             Cast them to float32 once to score in float32.
-        out: ``(b, M)`` float32 or float64 tensor that takes the scores.
+        out: ``(b, M)`` float32 or float64 tensor that receives the scores.
         accumulate: Add to ``out`` instead of overwriting it, for the sum over checkpoints.
-        row_weights: ``(b,)`` what each train row is multiplied by (q of one checkpoint, say).
+        row_weights: ``(b,)`` factors of the train rows (such as q of one checkpoint).
 
     Returns:
-        ``(b, M)``: ``out`` if given, else a new tensor of the dtype that the product was accumulated in.
+        ``(b, M)``: ``out`` if given, else a new tensor in the product's accumulation dtype.
 
     Raises:
-        InvalidInputError: If shapes, devices or dtypes do not fit, or ``accumulate`` is asked for without
-            ``out``.
+        InvalidInputError: If shapes, devices or dtypes do not fit, or ``accumulate`` is set without ``out``.
     """
     _check_pair(train, preconditioned)
     if row_weights is not None and row_weights.shape != train.shape[:1]:
@@ -100,7 +99,7 @@ def dot_product(train: Tensor, targets: Tensor) -> Tensor:
 
 @torch.no_grad()
 def cosine(train: Tensor, targets: Tensor) -> Tensor:
-    """Return the cosine of every train row with every target; 0 where one of them is zero.
+    """Return the cosine of every train row with every target; 0 if one of them is zero.
 
     Args:
         train: ``(b, K)`` train features of any floating dtype.
@@ -127,7 +126,7 @@ def cosine(train: Tensor, targets: Tensor) -> Tensor:
 def self_scores(train: Tensor, kernels: Sequence[SegmentKernel], *, layout: FeatureLayout) -> Tensor:
     r"""Return :math:`\sum_s \phi_s^\top (H_s + \lambda_s I)^{-1} \phi_s` of every train row.
 
-    No (N, N) matrix is made.
+    No (N, N) matrix is formed.
 
     Args:
         train: ``(b, K)`` train features of any floating dtype.
@@ -158,14 +157,15 @@ def self_scores(train: Tensor, kernels: Sequence[SegmentKernel], *, layout: Feat
 
 @torch.no_grad()
 def unit_segments(rows: Tensor, *, layout: FeatureLayout) -> Tensor:
-    """Return rows whose segments each have norm 1; a segment that is zero stays zero.
+    """Return rows with each segment scaled to norm 1; a zero segment stays zero.
 
     Args:
         rows: ``(b, K)`` of any floating dtype.
         layout: The segments.
 
     Returns:
-        A new ``(b, K)`` tensor, float32 or wider. Products of two such rows are the sums of their segments' cosines.
+        A new ``(b, K)`` tensor, float32 or wider. The dot product of two such rows is the sum of their segments'
+        cosines.
 
     Raises:
         InvalidInputError: If the rows are not of the layout's width.
@@ -198,7 +198,7 @@ def _product_dtype(train: Tensor, targets: Tensor) -> torch.dtype:
 
 def _unit_rows(rows: Tensor) -> Tensor:
     """Return rows of norm 1; zero rows stay zero."""
-    # Divided by the largest entry first, so that no square can under- or overflow.
+    # Divide by the largest entry first, so that no square under- or overflows.
     largest = rows.abs().amax(dim=1, keepdim=True)
     scaled = rows / largest.masked_fill(largest == 0, 1.0)
     norms = torch.linalg.vector_norm(scaled, dim=1, keepdim=True)
@@ -207,7 +207,7 @@ def _unit_rows(rows: Tensor) -> Tensor:
 
 
 def _check_pair(train: Tensor, targets: Tensor) -> None:
-    """Refuse anything but two floating matrices of one width on one device."""
+    """Raise unless both are floating-point matrices of the same width on the same device."""
     fits = train.dim() == targets.dim() == 2 and train.shape[1] == targets.shape[1]
     if not (fits and train.is_floating_point() and targets.is_floating_point()):
         raise InvalidInputError(
@@ -221,7 +221,7 @@ def _check_pair(train: Tensor, targets: Tensor) -> None:
 
 
 def _check_out(out: Tensor, shape: tuple[int, int], device: torch.device) -> None:
-    """Refuse a result tensor that cannot hold the scores."""
+    """Raise if the result tensor cannot hold the scores."""
     if tuple(out.shape) != shape or out.dtype not in (torch.float32, torch.float64) or out.device != device:
         raise InvalidInputError(
             f"out must be a float32 or float64 tensor {shape} on {device}, "

@@ -1,10 +1,10 @@
-r"""How far checkpoints, or independent runs, agree on a score.
+r"""Agreement of checkpoints, or of independent runs, on scores.
 
 Shapes: G groups (checkpoints, or runs of some checkpoints each), b train rows, M targets.
-Numerics: float64, or float32 on a device that has no float64.
+Numerics: float64, or float32 on a device without float64.
 
-Source of the standard error: the infinitesimal jackknife (Jaeckel 1972; Efron, "The Jackknife, the Bootstrap and
-Other Resampling Plans", 1982, chapter 6); of the expected agreement of means: Spearman (1910), Brown (1910).
+Source: the standard error is the infinitesimal jackknife (Jaeckel 1972; Efron, "The Jackknife, the Bootstrap and
+Other Resampling Plans", 1982, chapter 6); the expected agreement of means is from Spearman (1910) and Brown (1910).
 """
 
 from __future__ import annotations
@@ -23,10 +23,10 @@ __all__ = ["Spread", "agreement", "expected_agreement"]
 
 @final
 class Spread:
-    r"""Standard errors of ``mean(values) * mean(factors)`` over groups, one group at a time.
+    r"""Standard errors of ``mean(values) * mean(factors)`` over groups, updated one group at a time.
 
-    With :math:`d_g = \bar q (k_g - \bar k) + \bar k (q_g - \bar q)` the standard error is
-    :math:`\sqrt{\sum_g d_g^2 / (G (G - 1))}`; without factors, that of a mean. Memory: three tiles.
+    With values k, factors q and :math:`d_g = \bar q (k_g - \bar k) + \bar k (q_g - \bar q)`, the standard error is
+    :math:`\sqrt{\sum_g d_g^2 / (G (G - 1))}`; without factors it is that of a mean. Memory: three tiles.
 
     Example:
         >>> spread = Spread()
@@ -43,7 +43,7 @@ class Spread:
 
     @torch.no_grad()
     def add(self, values: Tensor, factors: Tensor | None = None) -> None:
-        """Take the values ``(b, M)`` of one group, and what each row's are multiplied by, ``(b,)``."""
+        """Add the values ``(b, M)`` of one group and the factors ``(b,)`` of its rows."""
         values = values.to(accumulation_dtype(values.device))
         column = values.new_ones(len(values), 1) if factors is None else factors.to(values)[:, None]
         if not self._count:
@@ -51,7 +51,7 @@ class Spread:
             self._mean, self._squares, self._products = zero, zero.clone(), zero.clone()
             self._factor_mean, self._factor_squares = torch.zeros_like(column), torch.zeros_like(column)
         self._count += 1
-        # Welford's update: no difference of large sums.
+        # Welford's update avoids differences of large sums.
         before, factor_before = values - self._mean, column - self._factor_mean
         self._mean += before / self._count
         self._factor_mean += factor_before / self._count
@@ -65,7 +65,7 @@ class Spread:
         """Return the standard errors ``(b, M)``.
 
         Raises:
-            StateError: If there were fewer than two groups.
+            StateError: If fewer than two groups were added.
         """
         if self._count < 2:
             raise StateError(
@@ -84,8 +84,8 @@ def agreement(groups: Sequence[Tensor]) -> Tensor:
     """Return the mean Spearman correlation between the groups' scores of each target, over all pairs of groups.
 
     Args:
-        groups: At least two tensors ``(b, M)``: what each group alone says. Ties share their mean rank; scores that
-            are all equal agree with nothing.
+        groups: At least two tensors ``(b, M)``, the scores of each group. Ties share their mean rank; if all scores of
+            a target are equal, their correlation counts as 0.
 
     Returns:
         ``(M,)`` float64 between ``-1 / (G - 1)`` and 1.
@@ -109,14 +109,14 @@ def agreement(groups: Sequence[Tensor]) -> Tensor:
 
 
 def expected_agreement(single: Tensor, num_groups: int) -> Tensor:
-    """Return what the correlation would be between means over G groups, of what it is between single ones.
+    """Return the expected correlation between means over G groups, given that between single groups.
 
     Args:
         single: ``(M,)`` as :func:`agreement` returns it.
         num_groups: G.
 
     Returns:
-        ``(M,)`` between 0 and 1, by the formula of Spearman and Brown; 0 where single groups do not agree.
+        ``(M,)`` between 0 and 1, by the Spearman-Brown formula; 0 if ``single`` is not positive.
 
     Example:
         >>> expected_agreement(torch.tensor([0.5, -0.1]), 3)
@@ -127,7 +127,7 @@ def expected_agreement(single: Tensor, num_groups: int) -> Tensor:
 
 
 def _unit_ranks(rows: Tensor) -> Tensor:
-    """Return the ranks within each row, centred and of norm 1; zero where all values are equal."""
+    """Return the ranks within each row, centred and of norm 1; zero if all values are equal."""
     values = rows.contiguous()
     ordered = values.sort(dim=1).values
     ranks = torch.searchsorted(ordered, values) + torch.searchsorted(ordered, values, right=True)

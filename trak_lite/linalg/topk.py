@@ -1,4 +1,4 @@
-"""The best train rows of every target, exactly, from a stream of score tiles.
+"""Exact top-k train rows of every target from a stream of score tiles.
 
 Shapes: N train rows, M targets, b rows of a tile, k rows kept per target.
 """
@@ -23,8 +23,8 @@ __all__ = ["TopK", "TopRows", "merged_top"]
 class TopK:
     """Keeps the k most helpful (highest) or most harmful (lowest) train rows of every target.
 
-    The result equals a stable sort of the whole ``(N, M)`` matrix: of equal scores the lower row comes
-    first. It does not depend on the size or the order of the tiles. Memory: ``2 k`` entries per target and
+    The result equals that of a stable sort of the whole ``(N, M)`` matrix: of equal scores the lower row comes
+    first. It does not depend on the size or order of the tiles. Memory: ``2 k`` entries per target and
     copies of one tile.
 
     Example:
@@ -50,21 +50,21 @@ class TopK:
 
     @torch.no_grad()
     def update(self, first_row: int, block: Tensor) -> None:
-        """Take the scores of the train rows ``first_row : first_row + b``.
+        """Add the scores of the train rows ``first_row : first_row + b``.
 
         Args:
             first_row: Train row of ``block[0]``.
-            block: ``(b, M)`` scores; every tile of one floating dtype.
+            block: ``(b, M)`` scores; all tiles have the same floating dtype.
 
         Raises:
-            InvalidInputError: If the shape or dtype does not fit, or a row was given before; nothing changes.
-            NonFiniteError: If a score is NaN or infinite; nothing changes.
+            InvalidInputError: If the shape or dtype does not fit, or a row was added before; the state is unchanged.
+            NonFiniteError: If a score is NaN or infinite; the state is unchanged.
         """
         self._check(first_row, block)
         if block.shape[0] == 0:
             return
         self._remember(first_row, first_row + block.shape[0])
-        # Keys are sorted from high to low. Adding 0 turns -0 into 0, so that both count as equal everywhere.
+        # Keys are sorted from high to low. Adding 0 turns -0 into 0, so that both are equal on every device.
         keys = block.T.clone(memory_format=torch.contiguous_format).mul_(self._factor).add_(0.0)
         rows, keys = _lowest_rows_of_highest(keys, min(self._k, keys.shape[1]))
         rows += first_row
@@ -73,10 +73,10 @@ class TopK:
         self._rows, self._keys = _best_first(rows, keys, self._k)
 
     def result(self) -> tuple[Tensor, Tensor]:
-        """Return row indices ``(M, k)`` int64 and their scores ``(M, k)``, best first; N columns where k > N.
+        """Return row indices ``(M, k)`` int64 and their scores ``(M, k)``, best first; N columns if k > N.
 
         Raises:
-            StateError: If no row was given yet.
+            StateError: If no row has been added.
         """
         if self._rows is None or self._keys is None:
             raise StateError("TopK has seen no row. Call update with at least one row of scores first.")
@@ -110,7 +110,7 @@ class TopK:
             )
 
     def _remember(self, start: int, stop: int) -> None:
-        """Note that rows were given; runs that touch become one, so a stream in order needs one entry."""
+        """Record added rows; adjacent ranges are merged, so a stream in order needs one entry."""
         touching = [run for run in self._seen if run[1] == start or run[0] == stop]
         self._seen = [run for run in self._seen if run not in touching]
         self._seen.append((min([start, *(a for a, _ in touching)]), max([stop, *(b for _, b in touching)])))
@@ -120,15 +120,15 @@ class TopK:
 def merged_top(
     parts: Sequence[tuple[Tensor, Tensor]], k: int, *, sign: Literal["helpful", "harmful"]
 ) -> tuple[Tensor, Tensor]:
-    """Return the best k train rows of every target from those of parts of the rows.
+    """Merge the best rows of disjoint parts of the train rows.
 
     Args:
-        parts: What :meth:`TopK.result` gave for each part, with the same k.
-        k: How many to keep.
+        parts: Result of :meth:`TopK.result` for each part, with the same k.
+        k: Number of rows to keep.
         sign: As for :class:`TopK`.
 
     Returns:
-        Row indices ``(M, k)`` and scores ``(M, k)``, as one :class:`TopK` of all rows gives them.
+        Row indices ``(M, k)`` and scores ``(M, k)``, equal to those of one :class:`TopK` over all rows.
 
     Example:
         >>> parts = [(torch.tensor([[4]]), torch.tensor([[2.0]])), (torch.tensor([[1]]), torch.tensor([[2.0]]))]
@@ -143,10 +143,10 @@ def merged_top(
 
 
 def _lowest_rows_of_highest(keys: Tensor, k: int) -> tuple[Tensor, Tensor]:
-    """Return the k highest keys of each target, ascending by row; of ties at the cut the lowest rows.
+    """Return the k highest keys of each target, ascending by row; of keys tied at the cut, the lowest rows.
 
-    ``torch.topk`` leaves open which of equal entries it takes, but not which values: the k-th value is used
-    as a cut, and ties on it are counted out by row.
+    ``torch.topk`` does not define which of equal entries it returns, but its values are well-defined: the k-th value
+    is the cut, and keys equal to it are taken in row order.
 
     Args:
         keys: ``(M, b)`` finite.

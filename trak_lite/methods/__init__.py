@@ -1,7 +1,7 @@
-"""Attribution methods: objects that say how stored feature rows become scores.
+"""Attribution methods: objects that define how scores are computed from stored feature rows.
 
-Pass one as ``method=`` to :class:`~trak_lite.Attributor` or to :meth:`~trak_lite.Attributor.score`. Every method reads
-the same stored rows of the train data, so trying another one costs no gradient of a train row.
+Pass one as ``method=`` to :class:`~trak_lite.Attributor` or to :meth:`~trak_lite.Attributor.score`. All methods read
+the same stored train rows, so trying another method needs no new gradients of train rows.
 """
 
 from trak_lite.methods.base import AbstractKernelMethod as AbstractKernelMethod

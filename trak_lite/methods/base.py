@@ -1,4 +1,4 @@
-"""The contract of attribution methods: what turns stored feature rows into scores."""
+"""Base classes of attribution methods, which compute scores from stored feature rows."""
 
 from __future__ import annotations
 
@@ -20,25 +20,30 @@ __all__ = ["AbstractKernelMethod", "AbstractMethod"]
 
 @dataclass(frozen=True, kw_only=True)
 class AbstractMethod(ABC):
-    r"""How stored feature rows become scores. A subclass is a frozen dataclass whose fields are its settings.
+    r"""Defines how scores are computed from stored feature rows. A subclass is a frozen dataclass of its settings.
 
     With :math:`\phi` the features of train row i, t those of target j, :math:`a_c` the weight of checkpoint c and
     :math:`H_c` its kernel, the score is :math:`\sum_c a_c \, \phi_{c,i}^\top (H_c + \lambda_c I)^{-1} t_{c,j}`,
-    multiplied by q as :attr:`q` says. The inverse is left out where :attr:`kernel` is ``None``.
+    multiplied by q as set by :attr:`q`. If :attr:`kernel` is ``None``, the inverse is omitted.
 
     Raises:
-        InvalidInputError: If a field has a value that no score can be computed with.
+        InvalidInputError: If a field has an invalid value.
     """
 
     q: Literal["inside", "outside", "off"] = "inside"
-    """Where the out-to-loss gradient q of a train row multiplies its scores: ``"inside"`` the sum over checkpoints (the
-    q of each checkpoint), ``"outside"`` of it (the mean q over checkpoints, TRAK section 3.3), or not at all."""
+    """Where the out-to-loss gradient q of a train row multiplies its scores. ``"inside"``: each summand of the sum over
+    checkpoints, by the q of that checkpoint. ``"outside"``: the sum, by the mean q over checkpoints (TRAK section 3.3).
+    ``"off"``: nowhere."""
     checkpoint_weights: tuple[float, ...] | None = None
-    """Weight of each checkpoint, in order, of any sign: ``(1, -1)`` subtracts a base model. ``None`` is 1/C each."""
+    """Weight of each checkpoint, in order. Weights may be negative: ``(1, -1)`` subtracts a base model. ``None`` weighs
+    each checkpoint by 1/C."""
 
     layout: ClassVar[Any] = "stored"
+    version: ClassVar[int] = 1
+    """Part of the method's identity in a store. Increase it when you change the code of a method: scores are found by
+    the fields and the version, not by the code."""
     linear: ClassVar[bool] = True
-    """Whether the scores are linear in the train row's features. Token scores need it."""
+    """Whether the scores are linear in the train row's features. Token scores require it."""
 
     def __post_init__(self) -> None:
         """Check the fields."""
@@ -50,38 +55,47 @@ class AbstractMethod(ABC):
     @property
     @abstractmethod
     def kernel(self) -> KernelSettings | None:
-        """The matrix whose inverse multiplies the targets; ``None`` if there is none."""
+        """The matrix whose inverse multiplies the targets; ``None`` for a method without a kernel."""
 
     @property
     def name(self) -> str:
-        """Name of the class, by which configs, the command line and a store's manifest know the method."""
+        """Name of the class, used in configs, on the command line and in a store's manifest."""
         return type(self).__name__
 
     def transform(self, rows: Tensor, layout: FeatureLayout) -> Tensor:
-        """Return feature rows as they enter the product with other rows, ``(b, K) -> (b, K)``.
+        """Return transformed feature rows, which replace ``rows`` in the products, ``(b, K) -> (b, K)``.
 
-        Applied to train rows and to targets, only where :attr:`kernel` is ``None``. The default returns ``rows``.
+        Called on train rows and on targets, only if :attr:`kernel` is ``None``. The default returns ``rows``.
 
         Args:
-            rows: Features of train rows or of targets, in any float dtype.
+            rows: Features of train rows or of targets, any float dtype.
             layout: Segments of a row.
         """
         del layout
         return rows
+
+    def transform_targets(self, rows: Tensor, layout: FeatureLayout) -> Tensor:
+        """Return the features of targets as they enter the product with train rows, ``(m, K) -> (m, K)``.
+
+        The default applies :meth:`transform`: train rows and targets are treated alike. Override it for a method that
+        changes one side only. Applied only where :attr:`kernel` is ``None``.
+        """
+        return self.transform(rows, layout)
 
     def check(self, task: AbstractModelOutput) -> None:
         """Raise :class:`~trak_lite.errors.InvalidInputError` if the task lacks what the method needs."""
         del task
 
     def decided(self, layout: FeatureLayout) -> Self:
-        """Return the method with every default that depends on the feature rows replaced by its value."""
+        """Return the method with the defaults that depend on the row layout resolved."""
         if self.layout == "joint" and len(layout.segments) == 1:
-            # The same scores, so the same entry of the store. A subclass makes the layout a field.
+            # Both layouts give the same scores here, so they must have the same path in the store. Only subclasses
+            # with a layout field can have the layout "joint".
             return replace(self, layout="stored")  # type: ignore[call-arg]
         return self
 
     def layout_of(self, layout: FeatureLayout) -> FeatureLayout:
-        """Return the segments that the method sees in rows of a layout."""
+        """Return the layout that the method uses for rows of the stored layout: as stored, or one joint segment."""
         return FeatureLayout.joint(layout.width) if self.layout == "joint" else layout
 
     def weights(self, num_checkpoints: int) -> tuple[float, ...]:
@@ -96,7 +110,8 @@ class AbstractMethod(ABC):
         """Return the name and the fields as JSON values: the identity of the method in a store."""
         values = {field.name: getattr(self, field.name) for field in fields(self) if field.init}
         plain = {name: list(value) if isinstance(value, tuple) else value for name, value in values.items()}
-        return {"name": self.name, **plain}
+        version = {} if self.version == 1 else {"version": self.version}
+        return {"name": self.name, **version, **plain}
 
     def _weights(
         self, field: str, given: tuple[float, ...] | None, num_checkpoints: int
@@ -113,19 +128,19 @@ class AbstractMethod(ABC):
 
 @dataclass(frozen=True, kw_only=True)
 class AbstractKernelMethod(AbstractMethod):
-    """A method that multiplies targets by the inverse of a damped matrix in the space of the features."""
+    """A method that multiplies targets by the inverse of a damped matrix in feature space."""
 
     damping: float | None = None
-    """Lambda in units of the kernel's mean eigenvalue, at least 0. ``None`` takes a fixed share of its trace."""
+    """Lambda in units of the kernel's mean eigenvalue, at least 0. ``None`` uses :attr:`share_of_trace`."""
 
     weighting: ClassVar[Literal["curvature", "none", "fisher"]]
-    """Which matrix; see :class:`~trak_lite.linalg.KernelSettings`."""
+    """Weighting of the kernel matrix; see :class:`~trak_lite.linalg.KernelSettings`."""
     share_of_trace: ClassVar[float] = 1 / 2048
-    """The default lambda as a share of a segment's trace, which means the same at every K.
+    """The default lambda as a share of a segment's trace. It does not depend on K.
 
-    Chosen on one half of subsets and targets of ``benchmarks/lds_digits.py``, at K = 1024 per module: shares of 1/512,
-    1/2048, 1/8192 and 1/32768 gave LDS of .588, .633, .615 and .549 on the digits MLP (curvature), and .557, .598, .626
-    and .632 on the language model (Fisher, 2.3 samples per feature)."""
+    Chosen on one half of the subsets and targets of ``benchmarks/lds_digits.py``, at K = 1024 per module: shares of
+    1/512, 1/2048, 1/8192 and 1/32768 gave an LDS of .588, .633, .615 and .549 on the digits MLP (curvature), and .557,
+    .598, .626 and .632 on the language model (Fisher, 2.3 samples per feature)."""
 
     def __post_init__(self) -> None:
         """Check the fields."""
@@ -141,9 +156,9 @@ class AbstractKernelMethod(AbstractMethod):
         return KernelSettings(weighting=self.weighting, damping=damping)
 
     def decided(self, layout: FeatureLayout) -> Self:
-        """Return the method with the default damping of rows of a layout.
+        """Return the method with the default damping resolved for a layout.
 
-        There is one number for all segments: where they are not equally wide, it is that of their mean width.
+        All segments share one damping. If their widths differ, it is computed from the mean width.
         """
         decided = super().decided(layout)
         if decided.damping is not None:
@@ -153,7 +168,7 @@ class AbstractKernelMethod(AbstractMethod):
 
 
 def _finite_weights(field: str, weights: Any) -> tuple[float, ...]:
-    """Return finite floats that are not all zero."""
+    """Return the weights as floats; raise if one is not finite or all are zero."""
     try:
         values = tuple(float(weight) for weight in weights)
     except (TypeError, ValueError):

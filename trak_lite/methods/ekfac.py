@@ -20,37 +20,38 @@ _FIT: Final = ("fisher", "correct_eigenvalues", "draws", "seed", "max_rows", "ma
 class EKFAC(AbstractMethod):
     """Influence functions with the eigenvalue-corrected Kronecker-factored curvature of every layer.
 
-    The gradients of the targets are multiplied by the inverse before they are projected, so each target set is
-    featurized once for this method. The curvature is fitted to the train rows by the ``score`` that needs it: two
-    passes over the train rows per checkpoint, and the eigenvectors of both sides of every layer once. The fit resumes.
+    The gradients of the targets are multiplied by the inverse curvature before they are projected, so each target set
+    is featurized again for this method. The first ``score`` with this method fits the curvature to the train rows: two
+    passes over the train rows per checkpoint, and one eigendecomposition for each side of every layer. The fit resumes
+    after a kill.
     Source: Grosse et al. (arXiv:2308.03296), section 2; George et al. (arXiv:1806.03884).
     """
 
     damping: float = 1.0
     """Lambda in units of the mean eigenvalue of a layer's curvature, above 0.
 
-    Grosse et al. and kronfluence take 0.1, without a projection. The inverse enlarges directions of little curvature,
-    of which rows that were projected to K numbers know least: on 512 digits the scores of rows of K = 2048 have a
-    correlation of .25 with those of whole gradients at 0.1, .61 at 1 and .90 at 10 (CNN: .53, .83, .96;
+    Grosse et al. and kronfluence use 0.1, without a projection. The inverse amplifies directions of low curvature,
+    which the projection to K features preserves worst. On 512 digits the scores with K = 2048 correlate with those of
+    unprojected gradients by .25 at damping 0.1, .61 at 1 and .90 at 10 (CNN: .53, .83, .96;
     ``benchmarks/ekfac_parity.py``). Without a projection the linear datamodeling scores at 0.1 and 1 were .410 and .433
     (CNN: .437 and .416)."""
     fisher: Literal["auto", "sampled", "empirical", "curvature"] = "auto"
-    r"""``"sampled"``: the Fisher information, with labels drawn from the model, which is the Gauss-Newton matrix of the
-    training loss over all the model's outputs. ``"empirical"``: the labels of the data. ``"curvature"``: the
-    Gauss-Newton matrix of the loss as a function of f alone, :math:`\sum w \nabla f \nabla f^\top`, which is the same
-    where the model has one output. ``"auto"`` takes the first of ``"sampled"``, ``"curvature"``, ``"empirical"`` that
-    the task has."""
+    r"""Matrix to fit. ``"sampled"``: the Fisher information with labels drawn from the model, which is the Gauss-Newton
+    matrix of the training loss over all model outputs. ``"empirical"``: the empirical Fisher, with the labels of the
+    data. ``"curvature"``: the Gauss-Newton matrix of the loss as a function of f alone,
+    :math:`\sum w \nabla f \nabla f^\top`, which equals ``"sampled"`` if the model has one output. ``"auto"`` uses the
+    first of ``"sampled"``, ``"curvature"``, ``"empirical"`` that the task supports."""
     correct_eigenvalues: bool = True
-    """EK-FAC: the eigenvalues are the second moments of the gradients in the eigenbasis, for one more pass over the
-    rows. ``False``: K-FAC, the products of the factors' eigenvalues."""
+    """``True`` is EK-FAC: the eigenvalues are the second moments of the gradients in the eigenbasis, which takes one
+    more pass over the rows. ``False`` is K-FAC: they are the products of the factors' eigenvalues."""
     draws: int = 1
-    """Labels drawn per row, each for one pass."""
+    """Labels drawn per row. Each draw takes one pass."""
     seed: int = 0
-    """Seed of the draws, which depend only on it and on the number of the row."""
+    """Seed of the draws. The draws of a row depend only on the seed and the row number."""
     max_rows: int | None = None
-    """Train rows to fit on, evenly spread; ``None`` for all."""
+    """Number of evenly spaced train rows to fit on; ``None`` uses all."""
     max_side: int = 16384
-    """Longest side of a matrix that is decomposed; a longer one (a vocabulary) keeps its own coordinates."""
+    """Longest side to decompose. A longer one (a vocabulary) is not rotated into an eigenbasis."""
 
     def __post_init__(self) -> None:
         """Check the fields."""
@@ -70,18 +71,18 @@ class EKFAC(AbstractMethod):
 
     @property
     def kernel(self) -> None:
-        """None: the targets were multiplied by the inverse before they were projected."""
+        """None: the targets are multiplied by the inverse before they are projected."""
         return None
 
     def check(self, task: AbstractModelOutput) -> None:
-        """Raise if the task does not have what ``fisher`` asks for."""
+        """Raise if the task does not support ``fisher``."""
         self.fitted_to(task)
 
     def fitted_to(self, task: AbstractModelOutput) -> EKFAC:
-        """Return the method with ``fisher="auto"`` decided for a task.
+        """Return the method with ``fisher="auto"`` resolved for a task.
 
         Raises:
-            InvalidInputError: If the task does not have what ``fisher`` asks for.
+            InvalidInputError: If the task does not support ``fisher``.
         """
         fisher = self.fisher
         if fisher == "auto":
@@ -99,7 +100,7 @@ class EKFAC(AbstractMethod):
         return replace(self, fisher=fisher, draws=self.draws if fisher == "sampled" else 1)
 
     def loss_of(self, task: AbstractModelOutput) -> LossModelOutput:
-        """Return the output whose gradients, squared, add up to the curvature."""
+        """Return the model output whose summed gradient outer products are the curvature."""
         return LossModelOutput(
             task, weight="loss_curvature" if self.fisher == "curvature" else "out_to_loss_grad"
         )

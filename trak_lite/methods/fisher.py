@@ -16,23 +16,23 @@ __all__ = ["Fisher"]
 
 @dataclass(frozen=True, kw_only=True)
 class Fisher(AbstractKernelMethod):
-    """Influence with the Fisher information of the model's own predictions, in the space of the features.
+    """Influence with the Fisher information of the model's predictions, in feature space.
 
-    For losses of many outputs per sample, such as a language model's: there the Fisher information is the Gauss-Newton
-    matrix over all outputs (Martens, arXiv:1412.1193, section 9), which no weight per row gives. It is fitted to
-    gradients of labels that the model draws, once per checkpoint, by the call that needs it:
-    :meth:`~trak_lite.Attributor.featurize` if this is the attributor's method, else the first ``score``. The fit is
-    shared by processes and resumes.
+    Use it for losses with many outputs per sample, such as a language model's. There the Fisher information is the
+    Gauss-Newton matrix over all outputs (Martens, arXiv:1412.1193, section 9), which no weighting of the rows can
+    express. It is fitted once per checkpoint to gradients for labels drawn from the model:
+    by :meth:`~trak_lite.Attributor.featurize` if this is the attributor's method, otherwise by the first ``score``.
+    Processes share the fit, and it resumes after a kill.
     """
 
     samples_per_feature: int = 4
-    """Gradients of drawn labels per feature of the widest segment. A matrix of k features needs several times k of
-    them, however many train rows there are. On the language model of ``benchmarks/lds_digits.py`` 8 gave .698 where 4
-    gave .694."""
+    """Gradients for drawn labels per feature of the widest segment. A matrix of k features needs several times k
+    gradients, whatever the number of train rows. On the language model of ``benchmarks/lds_digits.py`` a value of 4
+    gave an LDS of .694, and 8 gave .698."""
     max_draws: int = 32
-    """Labels drawn for one train row at most."""
+    """Maximum number of labels drawn per train row."""
     seed: int = 0
-    """Seed of the draws, which depend only on it and on the number of the row."""
+    """Seed of the draws. The draws of a row depend only on the seed and the row number."""
 
     weighting: ClassVar[Literal["fisher"]] = "fisher"
     share_of_trace: ClassVar[float] = 1 / 16384
@@ -48,7 +48,7 @@ class Fisher(AbstractKernelMethod):
         fisher_task(task)
 
     def num_samples(self, layout: FeatureLayout) -> int:
-        """Return how many gradients of drawn labels are computed, if there are enough train rows."""
+        """Return the number of gradients for drawn labels to compute; ``max_draws`` may limit it."""
         return self.samples_per_feature * max(segment.width for segment in layout.segments)
 
     def fit_json(self) -> dict[str, Any]:

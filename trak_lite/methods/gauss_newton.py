@@ -16,13 +16,13 @@ __all__ = ["GaussNewton"]
 class GaussNewton(AbstractKernelMethod):
     r"""Influence with the Gauss-Newton matrix :math:`H = \sum_i w_i \phi_i \phi_i^\top` of the training loss.
 
-    w is the second derivative of a row's loss in f. Needs nothing but the stored rows.
-    Source: TRAK (arXiv:2303.14186), the derivation in section 3.2, with its weights kept.
+    w is the second derivative of a row's loss with respect to f. The method needs only the stored rows.
+    Source: TRAK (arXiv:2303.14186), the derivation in section 3.2, without dropping the weights.
     """
 
     layout: Literal["stored", "joint"] = "stored"  # type: ignore[misc]  # a constant of the other methods
-    """``"stored"`` gives each segment of the stored rows a matrix of its own, ``"joint"`` one to the whole row, of the
-    square of its width."""
+    """``"stored"`` uses one matrix per segment of the stored rows. ``"joint"`` uses one matrix for the whole row, with
+    the square of its width as size."""
 
     weighting: ClassVar[Literal["curvature"]] = "curvature"
 

@@ -17,15 +17,15 @@ __all__ = ["GradCos"]
 
 @dataclass(frozen=True, kw_only=True)
 class GradCos(AbstractMethod):
-    """The cosine of the gradients of train row and target, segment by segment, averaged over checkpoints.
+    """The cosine of the gradients of train row and target, summed over segments and averaged over checkpoints.
 
-    A segment that is zero has no cosine and adds nothing.
+    A zero segment contributes 0.
     Source: Charpiat et al. (arXiv:2102.13620), section 3.
     """
 
     q: Literal["inside", "outside", "off"] = "off"
     layout: Literal["stored", "joint"] = "stored"  # type: ignore[misc]  # a constant of the other methods
-    """``"stored"`` adds up the cosines of the segments of the stored rows, ``"joint"`` takes that of the whole row."""
+    """``"stored"`` sums the cosines over the segments of the stored rows. ``"joint"`` uses the cosine of whole rows."""
 
     linear: ClassVar[bool] = False
 
@@ -40,5 +40,5 @@ class GradCos(AbstractMethod):
         return None
 
     def transform(self, rows: Tensor, layout: FeatureLayout) -> Tensor:
-        """Return rows whose segments have norm 1."""
+        """Return the rows with every segment scaled to norm 1."""
         return unit_segments(rows, layout=layout)

@@ -1,4 +1,4 @@
-"""Methods by their names, as configs, the command line and a store's manifest give them."""
+"""Methods by name, for configs, the command line and a store's manifest."""
 
 from __future__ import annotations
 
@@ -31,10 +31,10 @@ _BY_LOWER_CASE = {name.lower(): cls for name, cls in METHODS.items()}
 
 
 def as_method(method: Method) -> AbstractMethod:
-    """Return the method that a name, in upper or lower case, or a name with fields stands for.
+    """Return the method instance for a name (case-insensitive), or for a name with fields.
 
     Raises:
-        InvalidInputError: If the name or a field is unknown, or a value does not fit.
+        InvalidInputError: If the name or a field is unknown, or a value is invalid.
 
     Example:
         >>> as_method({"name": "EKFAC", "damping": 0.1}).damping
@@ -46,12 +46,19 @@ def as_method(method: Method) -> AbstractMethod:
     given = values.get("name") if isinstance(values, Mapping) else None
     cls = _BY_LOWER_CASE.get(str(given).lower())
     if cls is None:
+        if isinstance(method, type) and issubclass(method, AbstractMethod):
+            raise InvalidInputError(f"method must be an instance, got the class. Write {method.__name__}().")
         near = difflib.get_close_matches(str(given).lower(), _BY_LOWER_CASE, n=1, cutoff=0.5)
         hint = f" Did you mean {_BY_LOWER_CASE[near[0]].__name__!r}?" if near else ""
         raise InvalidInputError(
             f"method must be a name of {', '.join(map(repr, METHODS))}, a mapping with that name and fields, or an "
             f"instance of AbstractMethod, got {method!r}.{hint}"
         )
-    chosen = {name: value for name, value in values.items() if name != "name"}
+    chosen = {name: value for name, value in values.items() if name not in ("name", "version")}
     known_names(chosen, [field.name for field in fields(cls) if field.init], what=f"fields of {cls.__name__}")
+    if values.get("version", 1) != cls.version:
+        raise InvalidInputError(
+            f"{cls.__name__} has version {cls.version}, and {values.get('version', 1)!r} was asked for. The code of "
+            "the method was changed since: score again with the present one."
+        )
     return cls(**chosen)  # type: ignore[arg-type]  # every class checks its own fields

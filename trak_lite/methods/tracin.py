@@ -22,11 +22,11 @@ class TracIn(AbstractMethod):
     """
 
     learning_rates: tuple[float, ...] | None = None
-    """Learning rate of each checkpoint, in order. ``None`` is 1/C each."""
+    """Learning rate of each checkpoint, in order. ``None`` weighs each checkpoint by 1/C."""
     q: Literal["inside"] = field(init=False, default="inside")
-    """``"inside"``: the gradients of train rows are those of their loss."""
+    """``"inside"``, because TracIn uses loss gradients of train rows."""
     checkpoint_weights: None = field(init=False, default=None)
-    """None: the learning rates are the weights."""
+    """None, because the learning rates are the weights."""
 
     def __post_init__(self) -> None:
         """Check the fields."""

@@ -12,16 +12,16 @@ __all__ = ["TRAK"]
 
 @dataclass(frozen=True, kw_only=True)
 class TRAK(AbstractKernelMethod):
-    r"""TRAK: the gram matrix :math:`\Phi^\top \Phi` of the train rows, not weighted, not damped, q outside the mean.
+    r"""TRAK: the unweighted, undamped gram matrix :math:`\Phi^\top \Phi` of the train rows, with q outside the mean.
 
-    Without damping it needs more train rows than features. ``damping=None`` takes a share of the trace.
+    Without damping it needs more train rows than features. ``damping=None`` uses a share of the trace.
     Source: TRAK (arXiv:2303.14186), section 3.
     """
 
     q: Literal["inside", "outside", "off"] = "outside"
     damping: float | None = 0.0
     layout: Literal["stored", "joint"] = "joint"  # type: ignore[misc]  # a constant of the other methods
-    """``"joint"`` takes one matrix for the whole row, of the square of its width, as published; ``"stored"`` one per
-    segment of the stored rows."""
+    """``"joint"`` uses one matrix for the whole row, with the square of its width as size, as published. ``"stored"``
+    uses one matrix per segment of the stored rows."""
 
     weighting: ClassVar[Literal["none"]] = "none"

@@ -1,9 +1,9 @@
-"""Model output functions: per task the scalar f(z) that is attributed, with its q and w.
+"""Model output functions: for each task the attributed scalar f(z), its out-to-loss gradient q and its curvature w.
 
 A task is a name in :data:`MODEL_OUTPUTS`, an instance or a class of :class:`AbstractModelOutput`, or a plain
-function ``f(model_call, batch) -> (B,)``; :func:`resolve_task` takes any of them. A user's own class defines
-``evaluate``, or the two methods of the original TRAK, and can be held to the laws of the built-ins by
-``trak_lite.testing.modelout.ModelOutputTests``. Source: TRAK (arXiv:2303.14186), sections 2, 3 and 5.1.
+function ``f(model_call, batch) -> (B,)``; :func:`resolve_task` accepts any of them. A custom class defines
+``evaluate``, or the two methods of the original TRAK; ``trak_lite.testing.modelout.ModelOutputTests`` checks it
+against the requirements. Source: TRAK (arXiv:2303.14186), sections 2, 3 and 5.1.
 """
 
 from __future__ import annotations

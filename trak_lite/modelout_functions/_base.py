@@ -1,4 +1,4 @@
-"""The contract of a model output function: f, q and w of every sample from one forward pass."""
+"""Base class of model output functions: f, q and w of every sample from one forward pass."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ from trak_lite.types import Batch, OutputTerms
 __all__ = ["AbstractModelOutput", "ModelCall", "TaskFunction", "UniformNoise"]
 
 UniformNoise: TypeAlias = Callable[[Sequence[int]], Tensor]
-"""``noise(shape)`` gives numbers in (0, 1), float64 ``(B, *shape)``, that depend on each sample's row alone."""
+"""``noise(shape)`` returns float64 numbers in (0, 1), ``(B, *shape)``; those of a sample depend only on its row."""
 
 
 class ModelCall:
-    """Calls a model, with the parameters and buffers it holds or with others in their place.
+    """Calls a model with its own parameters and buffers or with replacements.
 
-    A model output function receives one of these instead of the model, so that the same function
-    serves gradient computers that trace the model (``torch.func``) and computers that run it as it is.
+    A model output function receives a ``ModelCall`` instead of the model, so that the same function works with
+    gradient computers that use ``torch.func`` and with those that call the module directly.
     """
 
     def __init__(
@@ -35,13 +35,12 @@ class ModelCall:
         parameters: Mapping[str, Tensor] | None = None,
         buffers: Mapping[str, Tensor] | None = None,
     ) -> None:
-        """Hold the model and, if given, the tensors to run it with.
+        """Store the model and the optional replacements.
 
         Args:
             model: The module to call.
-            parameters: Tensors by parameter name that replace the model's own; ``None`` calls the model as it
-                is.
-            buffers: Tensors by buffer name that replace the model's own.
+            parameters: Tensors by parameter name that replace the model's parameters; ``None`` for no replacement.
+            buffers: Tensors by buffer name that replace the model's buffers; ``None`` for no replacement.
         """
         self.model = model
         self._replaced = parameters is not None or buffers is not None
@@ -59,12 +58,14 @@ class ModelCall:
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Run the model's forward pass."""
-        drop_eval_caches(self.model)  # or what an earlier pass left would stand for parameters
+        drop_eval_caches(
+            self.model
+        )  # else values cached by an earlier pass would be used instead of the parameters
         with model_pass(self.model):
             return self._replaced_call(*args, **kwargs) if self._replaced else self.model(*args, **kwargs)
 
     def _replaced_call(self, *args: Any, **kwargs: Any) -> Any:
-        # functional_call leaves its tensors in a module that is registered under two names.
+        # functional_call does not restore the tensors of a module that is registered under two names.
         before = [
             (module, dict(module._parameters), dict(module._buffers)) for module in self.model.modules()
         ]
@@ -79,30 +80,30 @@ class ModelCall:
 class AbstractModelOutput(ABC):  # noqa: B024 - a subclass defines either of two contracts
     r"""Model output function :math:`f(z; \theta)`, its out-to-loss gradient q and its loss curvature w.
 
-    A subclass defines :meth:`evaluate`. A subclass written for the original TRAK, which defines
-    ``get_output`` (one sample without batch axis) and ``get_out_to_loss_grad`` instead, works unchanged.
+    A subclass defines :meth:`evaluate`. A subclass written for the original TRAK defines ``get_output`` (one
+    sample without batch axis) and ``get_out_to_loss_grad`` instead, and works unchanged.
 
-    Laws, held by ``trak_lite.testing.ModelOutputTests``: with L the loss that belongs to f,
-    :math:`\nabla L = -q\,\nabla f` and :math:`w = \partial^2 L / \partial f^2`; the terms of a sample do not
-    depend on the other samples of its batch; a sample that has no valid terms (a label out of range) raises
-    :class:`~trak_lite.errors.InvalidInputError` when run eagerly and gives a NaN f with a NaN gradient under
+    Requirements, tested by ``trak_lite.testing.ModelOutputTests``: with L the loss as a function of f,
+    :math:`\nabla L = -q\,\nabla f` and :math:`w = \partial^2 L / \partial f^2`. The terms of a sample do not
+    depend on the other samples of its batch. An invalid sample (a label out of range) raises
+    :class:`~trak_lite.errors.InvalidInputError` when run eagerly, and gives a NaN f with a NaN gradient under
     ``torch.func`` transforms.
 
     Source: TRAK (arXiv:2303.14186), sections 2 and 3.4.
     """
 
     name: ClassVar[str] = ""
-    """The task's name for ``task=...``; empty for a user's own class."""
+    """The task's name for ``task=...``; empty for a custom class."""
     version: ClassVar[int] = 1
-    """Raised whenever the numbers of a built-in function change; part of the store's fingerprint."""
+    """Incremented whenever the values of a built-in function change; part of the store's fingerprint."""
     has_curvature: bool = True
-    """False where the loss is linear in f, or its curvature is not known: w is zero and weights nothing."""
+    """False if the loss is linear in f or its curvature is unknown; w is then zero and is not used as a weight."""
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
-        """Decide which of the two contracts a subclass follows: the one that it defines itself.
+        """Choose between the native and the original TRAK's interface by the methods that the subclass defines.
 
         Raises:
-            TypeError: If it defines neither, or only one of the original TRAK's two methods.
+            TypeError: If it defines neither interface, or only one of the original TRAK's two methods.
         """
         super().__init_subclass__(**kwargs)
         evaluate = _definer(cls, "evaluate")
@@ -114,15 +115,15 @@ class AbstractModelOutput(ABC):  # noqa: B024 - a subclass defines either of two
                 "get_out_to_loss_grad as in the original TRAK."
             )
         if all(overrides):
-            # Below a native class, its evaluate() would silently ignore the two methods defined here.
+            # A native base class's evaluate() would silently ignore the two methods defined here.
             cls.evaluate = AbstractModelOutput.evaluate  # type: ignore[method-assign]
             cls.has_curvature = bool(vars(cls).get("has_curvature", False))
 
     def evaluate(self, model_call: ModelCall, batch: Batch) -> OutputTerms:
-        """Return f, q and w of every sample of the batch from one forward pass where possible.
+        """Return f, q and w of every sample of the batch, from one forward pass if possible.
 
         Args:
-            model_call: Calls the model; take ``model_call(*inputs)`` for the forward pass.
+            model_call: Calls the model; use ``model_call(*inputs)`` for the forward pass.
             batch: B samples.
 
         Returns:
@@ -144,8 +145,8 @@ class AbstractModelOutput(ABC):  # noqa: B024 - a subclass defines either of two
 
         Args:
             model: The module to call.
-            weights: Parameters by name to call it with; ``None`` for its own.
-            buffers: Buffers by name to call it with; ``None`` for its own.
+            weights: Parameters by name that replace the model's; ``None`` for no replacement.
+            buffers: Buffers by name that replace the model's; ``None`` for no replacement.
             sample: The parts of a positional sample, or one mapping or dataclass of parts.
         """
         single = len(sample) == 1 and not isinstance(sample[0], Tensor)
@@ -164,11 +165,11 @@ class AbstractModelOutput(ABC):  # noqa: B024 - a subclass defines either of two
         return terms.out_to_loss_grad.unsqueeze(-1)
 
     def prepare(self, model: nn.Module) -> None:
-        """Make ready for the weights that ``model`` has just been given; by default there is nothing to do.
+        """Update state that depends on the model's weights; does nothing by default.
 
-        ``Attributor`` and ``TRAKer`` call it each time they have loaded a checkpoint, before they ask for
-        :meth:`state_digest` and before any sample is evaluated. A task that keeps something computed by the
-        model (CLIP its negatives) computes it anew here, and leaves the model as it was given.
+        ``Attributor`` and ``TRAKer`` call it after loading each checkpoint, before they call
+        :meth:`state_digest` and before any sample is evaluated. A task whose state is computed by the
+        model (such as CLIP's negatives) recomputes it here and leaves the model unchanged.
 
         Args:
             model: The model with the checkpoint's weights, on its device.
@@ -181,11 +182,11 @@ class AbstractModelOutput(ABC):  # noqa: B024 - a subclass defines either of two
         return type(self).sample_labels is not AbstractModelOutput.sample_labels
 
     def sample_labels(self, model_call: ModelCall, batch: Batch, noise: UniformNoise) -> Batch:
-        """Return the batch with labels drawn from the model's own predictive distribution.
+        """Return the batch with labels drawn from the model's predictive distribution.
 
         Args:
             model_call: Calls the model.
-            batch: B samples; their own labels say at most where a label is wanted.
+            batch: B samples; their labels are replaced and at most mark which positions get a label.
             noise: Uniform numbers.
 
         Raises:
@@ -197,28 +198,28 @@ class AbstractModelOutput(ABC):  # noqa: B024 - a subclass defines either of two
         )
 
     def log_likelihood(self) -> AbstractModelOutput | None:
-        """Return the task whose f is minus the training loss, where q times the gradient of f is not that gradient.
+        """Return a task whose f is minus the training loss, if q times the gradient of f is not its gradient.
 
-        ``None``, where it is. The margins of several tokens or labels have no scalar q for their summed loss.
+        Otherwise return ``None``. A sum of margins of several tokens or labels has no scalar q for the summed loss.
         """
         return None
 
     def settings(self) -> dict[str, Any]:
-        """Return the JSON values that change the numbers (a temperature, a choice of f)."""
+        """Return the settings that affect the results (a temperature, a choice of f) as JSON values."""
         return {}
 
     def state_digest(self) -> str | None:
-        """Return a digest of tensors held that may differ per checkpoint; ``None`` where there are none."""
+        """Return a digest of stored tensors that may differ per checkpoint; ``None`` if there are none."""
         return None
 
 
 def _definer(cls: type, name: str) -> int:
-    """Return the place in ``cls.__mro__`` of the class whose ``name`` is in force."""
+    """Return the index in ``cls.__mro__`` of the class that provides ``name``."""
     return next(place for place, base in enumerate(cls.__mro__) if name in vars(base))
 
 
 def _terms_of_original(task: AbstractModelOutput, call: ModelCall, batch: Batch) -> OutputTerms:
-    """Evaluate a task that defines the original TRAK's two methods, sample by sample; w is taken as zero."""
+    """Evaluate a task that defines the original TRAK's two methods, sample by sample; w is zero."""
     count = batch_size(batch)
     leaves, rebuild = flatten_batch(batch)
 
@@ -236,4 +237,4 @@ def _terms_of_original(task: AbstractModelOutput, call: ModelCall, batch: Batch)
 
 
 TaskFunction: TypeAlias = Callable[[ModelCall, Batch], Tensor]
-"""A model output function as a plain callable: ``f(model_call, batch)`` gives one number per sample."""
+"""A model output function as a plain callable: ``f(model_call, batch)`` returns one number per sample."""

@@ -1,9 +1,9 @@
-"""What a task is, as JSON values: for the fingerprint of a store.
+"""Description of a task as JSON values, for the fingerprint of a store.
 
-Everything that a user's function carries is described by its content: closure, defaults, attributes, the object
-of a bound method, what ``functools`` wraps. What cannot be described is refused: rows of one task must never
-be taken for those of another. Nothing depends on addresses or on hashes of Python objects, which differ between
-processes.
+All values that a user's function carries are described by content: closure, defaults, attributes, the object
+of a bound method, functions wrapped by ``functools``. A value that cannot be described raises an error, because
+rows of different tasks must never be confused. Nothing depends on addresses or hashes of Python objects, which
+differ between processes.
 """
 
 from __future__ import annotations
@@ -36,40 +36,40 @@ from trak_lite.modelout_functions.callable import CallableModelOutput
 __all__ = ["describe_task"]
 
 _MAX_DEPTH = 32
-"""How far objects inside objects are followed before they are refused."""
+"""Maximum nesting depth of described objects."""
 
 _MAX_TEXT = 1000
 """Characters of JSON above which a value is replaced by its digest, so that a manifest stays readable."""
 
 FOREIGN = frozenset({"numpy", "torch", "trak_lite"}) | sys.stdlib_module_names
-"""Packages whose classes and functions are told by their names: what they do is not part of a user's task."""
+"""Packages whose classes and functions are described by name only, as they are not part of the user's task."""
 
 _SIMPLE = (type(None), bool, int, float, str)
 _PLAIN = (*_SIMPLE, Tensor, np.ndarray, np.generic)
-"""What is read of a class's attributes besides its functions."""
+"""Types of class attributes that are described besides functions."""
 
 
 def describe_task(task: AbstractModelOutput) -> dict[str, Any]:
-    """Return JSON values that differ whenever two tasks may give different numbers.
+    """Return JSON values that differ whenever two tasks may give different results.
 
-    A built-in is its name, version and settings. A user's class is its qualified name, the SHA-256 of its
-    source and code (and of its own base classes, and of what its methods carry as far as that can be
-    described) and its settings; attributes of the object are not read, as they may change while it works:
-    return them from ``settings()``.
+    A built-in task is described by its name, version and settings. A custom class is described by its qualified
+    name, its settings, and the SHA-256 of the source and code of itself, of its custom base classes and, as far as
+    possible, of the values that its methods carry. Attributes of the object are not read, because they may change
+    during use: return them from ``settings()``.
 
-    A callable is its qualified name, the SHA-256 of its source and code, and the values it carries: defaults,
-    closure, attributes, the object of a bound method, ``functools`` arguments. Tensors and arrays count by
-    dtype, shape and bytes, containers and objects by what they hold, modules (``nn.Module``) by their state
-    dict, simple settings and training mode, classes and functions by name and source, those of Python, NumPy
-    and torch by name. Global variables that it reads are not followed; what they change in a row is found when
-    stored rows are computed again.
+    A callable is described by its qualified name, the SHA-256 of its source and code, and the values it carries:
+    defaults, closure, attributes, the object of a bound method, ``functools`` arguments. Tensors and arrays are
+    described by dtype, shape and bytes; containers and objects by their contents; modules (``nn.Module``) by state
+    dict, simple settings and training mode; classes and functions by name and source, or by name only if they
+    belong to Python, NumPy or torch. Global variables that a function reads are not described; their effect on
+    a row is detected when stored rows are recomputed.
 
     Args:
         task: The model output function.
 
     Raises:
         InvalidInputError: If ``settings()`` does not return JSON values, or a callable carries a value that
-            cannot be described (an open file, a lock); names the variable.
+            cannot be described (an open file, a lock); the message names the variable.
     """
     settings = task.settings()
     try:
@@ -89,9 +89,9 @@ def describe_task(task: AbstractModelOutput) -> dict[str, Any]:
 
 
 def is_foreign(thing: Any) -> bool:
-    """Return whether the name of a class or function leads to it in Python, NumPy, torch or this package.
+    """Return whether a class or function can be looked up by its name in Python, NumPy, torch or this package.
 
-    The name alone does not tell: a class made by ``type(...)`` may say that its module is ``abc``.
+    The ``__module__`` attribute alone is not enough: a class made by ``type(...)`` may claim the module ``abc``.
     """
     module = str(getattr(thing, "__module__", None))
     found: Any = sys.modules.get(module)
@@ -101,19 +101,19 @@ def is_foreign(thing: Any) -> bool:
 
 
 def _name(thing: Any) -> str:
-    """Return the qualified name; things written in C may have no module."""
+    """Return the qualified name; objects implemented in C may have no module."""
     return f"{getattr(thing, '__module__', None) or 'builtins'}.{thing.__qualname__}"
 
 
 def _is_setting(value: Any) -> bool:
-    """Return whether a network's attribute is one of its simple settings: a number, a name, an activation."""
+    """Return whether a module's attribute is a simple setting: a number, a string, an activation function."""
     if isinstance(value, tuple | list):
         return all(map(_is_setting, value))
     return isinstance(value, (*_SIMPLE, FunctionType, BuiltinFunctionType))
 
 
 def _functions_of(member: Any) -> list[Any]:
-    """Return the functions behind a class's attribute."""
+    """Return the functions in a class's attribute."""
     if isinstance(member, property):
         member_functions = [member.fget, member.fset]
     elif isinstance(member, functools.cached_property):
@@ -126,21 +126,21 @@ def _functions_of(member: Any) -> list[Any]:
 
 @final
 class _Description:
-    """One walk through what a task carries; a ``path`` is how the user would name the value."""
+    """One recursive description of a task's values; ``path`` is the expression that names a value in messages."""
 
     def __init__(self, *, lenient: bool = False) -> None:
-        """Start a walk.
+        """Start a description.
 
         Args:
-            lenient: Whether a value that cannot be described is told by its type instead of refused: for a
-                class, whose ``settings()`` already say what matters.
+            lenient: Describe a value by its type instead of raising if it cannot be described. Used for a
+                class, whose ``settings()`` already return the relevant values.
         """
         self._lenient = lenient
         self._open: list[int] = []
         self._classes: dict[type, dict[str, Any]] = {}
 
     def value(self, value: Any, path: str) -> Any:
-        """Return any value as JSON that differs wherever the values differ in content or type."""
+        """Return JSON that differs whenever two values differ in content or type."""
         if value is None or type(value) in (int, str):
             return value
         if type(value) in (bool, float, complex):  # tagged: True == 1 == 1.0, and -0.0 == 0.0
@@ -155,7 +155,7 @@ class _Description:
             return {type(value).__name__: sha256(bytes(value))}
         if isinstance(value, ModuleType):
             return {"module": value.__name__}
-        if id(value) in self._open:  # it holds itself: how far up, not where in memory
+        if id(value) in self._open:  # a reference cycle: the distance to the enclosing object, not its address
             return {"cycle": len(self._open) - self._open.index(id(value))}
         if len(self._open) >= _MAX_DEPTH:
             return self._refused(value, path, f"it lies more than {_MAX_DEPTH} objects deep")
@@ -185,7 +185,7 @@ class _Description:
         )
 
     def _holder(self, value: Any, path: str) -> Any:
-        """Return a value that holds others."""
+        """Return the description of a value that contains other values."""
         if type(value) is list:
             return self._items(value, path)
         if type(value) is tuple:
@@ -208,7 +208,7 @@ class _Description:
         return [self.value(item, f"{path}[{index}]") for index, item in enumerate(items)]
 
     def _entries(self, entries: Mapping[Any, Any], path: str) -> list[Any]:
-        """Return the entries in their order, which what is computed from them may depend on."""
+        """Return the entries in dict order, because results may depend on it."""
         return [
             [self.value(key, f"a key of {path}"), self.value(item, f"{path}[{key!r}]")]
             for key, item in entries.items()
@@ -218,7 +218,7 @@ class _Description:
         return {str(key): self.value(item, f"{path}.{key}") for key, item in sorted(attributes.items())}
 
     def _set(self, members: set[Any] | frozenset[Any], path: str) -> dict[str, Any]:
-        """Return the members sorted: their order changes between processes."""
+        """Return the members sorted, because their order differs between processes."""
         described = [self.value(member, f"a member of {path}") for member in members]
         attributes = self._attributes(getattr(members, "__dict__", {}), path)
         return {
@@ -228,7 +228,7 @@ class _Description:
         }
 
     def _network(self, network: nn.Module, path: str) -> dict[str, Any]:
-        """Return the classes, the tensors and the simple settings of a module and those inside it."""
+        """Return the classes, tensors and simple settings of a module and its submodules."""
         tensors = {**dict(network.named_buffers(remove_duplicate=False)), **network.state_dict()}
         kinds = dict.fromkeys(type(part) for part in network.modules())
         settings = {
@@ -242,22 +242,22 @@ class _Description:
         }
 
     def _task(self, task: AbstractModelOutput, path: str) -> dict[str, Any]:
-        """Return a task that another one holds: its function, or its class and settings."""
+        """Return the description of a nested task: its function, or its class and settings."""
         if isinstance(task, CallableModelOutput):
             return {"task": self.value(task.function, path)}
         cls, settings = self.value(type(task), path), self.value(task.settings(), f"{path}.settings()")
         return {"task": cls, "version": task.version, "settings": settings}
 
     def _class(self, cls: type) -> dict[str, Any]:
-        """Return name and, for a user's class, the digest of its own and its bases' definitions."""
+        """Return the name and, for a custom class, the digest of its definition and its bases'."""
         if is_foreign(cls):
             return {"class": _name(cls)}
-        if cls not in self._classes:  # reading source takes long, and thousands of objects may share a class
+        if cls not in self._classes:  # reading source is slow, and thousands of objects may share a class
             self._classes[cls] = {"class": _name(cls), "source": sha256(self._definition(cls))}
         return self._classes[cls]
 
     def _definition(self, cls: type) -> bytes:
-        """Return source, functions and plain attributes of a class and of its bases."""
+        """Return source, functions and plain attributes of a class and its bases."""
         parts: list[Any] = []
         for base in cls.__mro__:
             if is_foreign(base):
@@ -285,29 +285,29 @@ class _Description:
             values[name] = self._cell(cell, name)
         described = {
             "callable": _name(function),
-            # The code too: two lambdas of one line have the same source text.
+            # Include the code: two lambdas on one line have the same source text.
             "source": sha256(source_bytes(code) + b"\0" + code_bytes(code)),
             "values": dict(sorted(values.items())),
         }
         return {**described, **self._extra(function, path)}
 
     def _cell(self, cell: CellType, name: str) -> Any:
-        """Return what a closure's variable holds."""
+        """Return the description of a closure variable's value."""
         try:
             held = cell.cell_contents
         except ValueError:  # a variable that has no value yet
             return {"cell": "empty"}
-        if name == "__class__":  # of super(): the class that the method is in, which is described around it
+        if name == "__class__":  # cell of super(): the enclosing class, which is being described already
             return {"class": _name(held)}
         return self.value(held, name)
 
     def _extra(self, function: Any, path: str) -> dict[str, Any]:
-        """Return the attributes that were set on a function, if any."""
+        """Return the attributes of a function, if it has any."""
         attributes = vars(function)
         return {"attributes": self._attributes(attributes, path)} if attributes else {}
 
     def _wrapper(self, value: Any, path: str) -> dict[str, Any] | None:
-        """Return a callable of Python's own that stands for another one; ``None`` for anything else."""
+        """Return the description of a partial, cached, bound or built-in callable; ``None`` for other values."""
         if isinstance(value, functools.partial):
             described = {
                 "partial": self.value(value.func, path),
@@ -328,10 +328,10 @@ class _Description:
         return None
 
     def _object(self, value: Any, path: str) -> dict[str, Any]:
-        """Return an object as what would make it anew: its class, arguments, attributes and items.
+        """Return what would reconstruct an object: its class, arguments, attributes and items.
 
-        The pickle protocol knows of which objects that is not all (a lock, an open file) and refuses them;
-        nothing is pickled here.
+        These come from the pickle protocol, which rejects objects that they do not determine (a lock, an open file);
+        nothing is pickled.
         """
         reduce = copyreg.dispatch_table.get(type(value))
         try:
@@ -352,7 +352,7 @@ class _Description:
         }
 
     def _state(self, state: Any, path: str) -> Any:
-        """Return the attributes of an object; with slots they are a pair of dicts, either may be None."""
+        """Return the attributes of an object; with slots the state is a pair of dicts, either of which may be None."""
         if isinstance(state, dict):
             return self._attributes(state, path)
         if isinstance(state, tuple) and all(isinstance(part, dict | None) for part in state):

@@ -1,4 +1,4 @@
-"""Bytes and digests of what a task is made of: code, tensors, arrays. The same in every process."""
+"""Bytes and digests of the parts of a task (code, tensors, arrays), identical in every process."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def _dtype(dtype: np.dtype[Any]) -> str:
 
 
 def source_bytes(thing: type | CodeType) -> bytes:
-    """Return the source text of a class or a function's code; empty where there is none (a prompt, exec)."""
+    """Return the source text of a class or a function's code; empty if it has none (interactive prompt, exec)."""
     try:
         return inspect.getsource(thing).encode()
     except (OSError, TypeError):
@@ -52,7 +52,7 @@ def source_bytes(thing: type | CodeType) -> bytes:
 
 
 def code_bytes(code: CodeType) -> bytes:
-    """Return what a function compiles to, with neither places nor names of files in it."""
+    """Return a function's bytecode and constants, without line numbers and file names."""
     form = (
         code.co_argcount,
         code.co_posonlyargcount,
@@ -64,12 +64,12 @@ def code_bytes(code: CodeType) -> bytes:
     )
     constants = [_constant(value) for value in code.co_consts]
     parts = [code.co_code, code.co_exceptiontable, repr(form).encode(), *constants]
-    # With their lengths: joined by a separator, two lists of bytes could give the same bytes.
+    # Prefix each part with its length: with a separator, different parts could give the same bytes.
     return b"".join(len(part).to_bytes(8, "big") + part for part in parts)
 
 
 def _constant(value: Any) -> bytes:
-    """Return the bytes of a constant; sets are sorted, their order changes between processes."""
+    """Return the bytes of a constant; sets are sorted because their order differs between processes."""
     if isinstance(value, CodeType):
         return code_bytes(value)
     if isinstance(value, frozenset):

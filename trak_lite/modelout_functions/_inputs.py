@@ -1,7 +1,7 @@
-"""What comes in: labels out of a batch, logits out of a model's answer, and the checks on both.
+"""Extraction of labels from batches and logits from model outputs, with checks of both.
 
-Checks of shapes and dtypes hold everywhere. Checks of values read the tensor, which ``torch.func`` transforms
-forbid; there :func:`nan_unless` marks the invalid sample instead, in f and in its gradient.
+Shapes and dtypes are always checked. Checks of values read the tensor, which is impossible under ``torch.func``
+transforms; there :func:`nan_unless` makes f and the gradient of an invalid sample NaN instead.
 """
 
 from __future__ import annotations
@@ -33,14 +33,14 @@ __all__ = [
 
 LABEL_KEYS = ("labels", "label")
 
-# The one use of a private name: torch has no public question for this. Guarded, as it may be gone one day.
+# torch has no public function for this. Use the private one if it exists.
 _ask_torch: Callable[[Tensor], bool] | None = getattr(
     getattr(torch._C, "_functorch", None), "is_functorch_wrapped_tensor", None
 )
 
 
 class Labelled(NamedTuple):
-    """A batch taken apart: call the model with ``*args, **kwargs``."""
+    """Labels and model inputs of a batch: call the model with ``*args, **kwargs``."""
 
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
@@ -48,12 +48,12 @@ class Labelled(NamedTuple):
 
 
 def is_transformed(tensor: Tensor) -> bool:
-    """Return whether a ``torch.func`` transform holds the tensor, so that its values cannot steer Python."""
+    """Return whether a ``torch.func`` transform wraps the tensor, so that Python cannot read its values."""
     if _ask_torch is not None:
         return bool(_ask_torch(tensor))
     try:
         tensor.reshape(-1)[:1].sum().item()
-    except RuntimeError:  # what vmap raises when a value is read
+    except RuntimeError:  # vmap raises it when a value is read
         return True
     return False
 
@@ -68,7 +68,7 @@ def fields_of(batch: Batch) -> dict[str, Any] | None:
 
 
 def split_labels(batch: Batch) -> Labelled:
-    """Take the labels out of a batch; the batch itself stays as it is.
+    """Split a batch into model inputs and labels; the batch is not modified.
 
     Args:
         batch: A tuple or list ``(*inputs, labels)``, or a mapping or dataclass with ``labels`` or ``label``,
@@ -104,14 +104,14 @@ def split_labels(batch: Batch) -> Labelled:
 
 
 def logits_of(answer: Any) -> Tensor:
-    """Return the logits in what a model gave, in float32 or better.
+    """Return the logits of a model output, in float32 or wider.
 
     Args:
-        answer: A tensor, a mapping or object with ``logits`` (Hugging Face), or a tuple whose first element
-            they are.
+        answer: A tensor, a mapping or object with ``logits`` (Hugging Face), or a tuple with the logits as first
+            element.
 
     Raises:
-        InvalidInputError: If there is no floating point tensor at that place.
+        InvalidInputError: If the logits are missing or not a floating point tensor.
     """
     found = answer
     if isinstance(answer, Mapping):
@@ -130,14 +130,14 @@ def logits_of(answer: Any) -> Tensor:
 
 
 def precise(tensor: Tensor, *, what: str) -> Tensor:
-    """Return a floating point tensor in float32 or better.
+    """Return a floating point tensor in float32 or wider.
 
     Raises:
         InvalidInputError: If the dtype is not a real floating point one.
     """
     if not tensor.is_floating_point():
         raise InvalidInputError(f"{what} has dtype {tensor.dtype}. Expected a real floating point dtype.")
-    # Margins are differences of close numbers: half precision would lose them before they are stored.
+    # Margins are differences of close numbers and would lose most digits in half precision.
     return tensor.float() if tensor.dtype in (torch.float16, torch.bfloat16) else tensor
 
 
@@ -149,14 +149,14 @@ def class_labels(
     ignored: Collection[int] = (),
     start: int = 0,
 ) -> Tensor:
-    """Return class labels as int64 if shape, dtype and (run eagerly) every value are right.
+    """Return class labels as int64 after checking shape, dtype and (when run eagerly) every value.
 
     Args:
         labels: Integer class indices, one per margin.
-        shape: The shape they must have.
+        shape: Required shape.
         num_classes: Number of logits per margin, at least 2.
-        ignored: Values that stand for "no label here".
-        start: First position of the last axis whose values are used and therefore checked.
+        ignored: Values that mean "no label".
+        start: First checked position of the last axis; earlier positions are not used.
 
     Raises:
         InvalidInputError: Names the shape, the dtype, or the first label out of range with its sample.
@@ -178,7 +178,7 @@ def class_labels(
 
 
 def _check_form(labels: Tensor, *, shape: Sequence[int], num_classes: int) -> None:
-    """Refuse too few classes, and labels of another shape or dtype; reads no value."""
+    """Raise for too few classes and for labels of a wrong shape or dtype; reads no value."""
     if num_classes < 2:
         raise InvalidInputError(
             f"The model gives {num_classes} logit(s) per label. A margin needs at least 2 classes; for one "
@@ -198,16 +198,16 @@ def _check_form(labels: Tensor, *, shape: Sequence[int], num_classes: int) -> No
 
 
 def refuse_invalid(valid: Tensor, values: Tensor, *, expected: str, what: str = "labels") -> None:
-    """Raise for the first entry that is not valid; under a transform, where values are hidden, do nothing.
+    """Raise for the first invalid entry; do nothing under a transform, where values cannot be read.
 
     Args:
         valid: Boolean tensor, samples on axis 0.
         values: Tensor of the same shape, for the message.
-        expected: What is allowed.
+        expected: Description of the allowed values, for the message.
         what: Name of ``values``.
 
     Raises:
-        InvalidInputError: Names the sample, the place, the value and what is allowed.
+        InvalidInputError: If an entry is invalid; names sample, index, value and the allowed values.
     """
     if is_transformed(valid) or bool(valid.all()):
         return
@@ -217,10 +217,10 @@ def refuse_invalid(valid: Tensor, values: Tensor, *, expected: str, what: str = 
 
 
 def shape_texts(*shapes: Sequence[int]) -> list[str]:
-    """Return the shapes of one message as text, with B for the samples where each shape has one sample.
+    """Return shapes as text for a message, with B for axis 0 if it has size 1 in every shape.
 
-    Computers that go sample by sample (``torch.func``) give every sample a batch axis of one: "(1, 1), expected
-    (1,)" would seem to speak of a batch that the user never made.
+    Gradient computers that run sample by sample (``torch.func``) give each sample a batch axis of size 1, so a
+    message such as "(1, 1), expected (1,)" would not describe the user's batch.
 
     Example:
         >>> shape_texts((1, 1), (1,)), shape_texts((4, 1), (4,))
@@ -235,8 +235,8 @@ def shape_texts(*shapes: Sequence[int]) -> list[str]:
 def nan_unless(valid: Tensor, like: Tensor) -> Tensor:
     """Return 1 where valid and NaN elsewhere, as a factor in the dtype of ``like``.
 
-    Multiplied (not selected with ``where``), it makes the gradient NaN too: a zero gradient would look like a
-    sample without influence.
+    Multiplying (instead of selecting with ``where``) makes the gradient NaN too: a zero gradient would look like
+    a sample without influence.
     """
     return torch.ones_like(like).masked_fill(~valid, torch.nan)
 
@@ -245,7 +245,7 @@ def positive_real(**named: object) -> float:
     """Return the one keyword value as a finite float above 0.
 
     Raises:
-        InvalidInputError: If it is anything else.
+        InvalidInputError: For any other value.
     """
     ((name, value),) = named.items()
     number = real_at_least(0.0, **named)

@@ -1,12 +1,12 @@
-r"""The mathematics of margins and of the losses that belong to them.
+r"""Margins and the losses that belong to them.
 
 For a class probability p the margin is :math:`f = \log(p / (1 - p))` and cross-entropy is
 :math:`L = \log(1 + e^{-f})`, so :math:`q = -dL/df = 1 - p` and :math:`w = d^2L/df^2 = p (1 - p)`.
 
-A sum of n margins has no scalar q for the summed loss: each margin has a q of its own, and :math:`\nabla L`
-is no multiple of :math:`\nabla f`. The loss taken instead is the loss at the mean margin, n times:
-:math:`L = n \log(1 + e^{-f/n})`. By convexity it bounds the summed loss from below; the two are equal
-where the margins are equal, and always for n = 1. :math:`q = \sigma(-f/n)` is the error at the mean margin.
+A sum of n margins has no scalar q for the summed loss: each margin has a different q, so :math:`\nabla L`
+is not a multiple of :math:`\nabla f`. The loss used instead is n times the loss at the mean margin,
+:math:`L = n \log(1 + e^{-f/n})`. By convexity it is a lower bound of the summed loss; the two are equal
+if all margins are equal, and for n = 1. :math:`q = \sigma(-f/n)` is the error at the mean margin.
 
 Source: TRAK (arXiv:2303.14186), section 3.3.
 """
@@ -27,16 +27,16 @@ def class_margins(logits: Tensor, labels: Tensor) -> Tensor:
 
     Args:
         logits: ``(..., C)``.
-        labels: ``(...)`` int64; one out of range gives NaN, in the margin and in its gradient.
+        labels: ``(...)`` int64; a label out of range gives NaN in the margin and in its gradient.
 
     Example:
         >>> class_margins(torch.tensor([[1e4, 9998.0]]), torch.tensor([0]))
         tensor([2.])
     """
     count = logits.shape[-1]
-    # An index out of range kills a CUDA context, so it is clamped here and marked below.
+    # An index out of range is a fatal CUDA error, so clamp it here and set the result to NaN below.
     index = labels.clamp(0, count - 1).unsqueeze(-1)
-    # The label's logit is taken off before the sum, not after: a large common offset costs no digits.
+    # Subtract the label's logit before logsumexp, not after: a large common offset then costs no precision.
     rivals = logits - logits.gather(-1, index)
     is_label = torch.arange(count, device=logits.device) == index
     margins = -rivals.masked_fill(is_label, -torch.inf).logsumexp(-1)
@@ -44,7 +44,7 @@ def class_margins(logits: Tensor, labels: Tensor) -> Tensor:
 
 
 def two_class_margins(logits: Tensor, labels: Tensor) -> Tensor:
-    r"""Return :math:`\log(p / (1 - p))` of the label where the logit is that of class 1.
+    r"""Return :math:`\log(p / (1 - p))` of the label, given the logit of class 1.
 
     Args:
         logits: Any shape.
@@ -62,18 +62,18 @@ def margin_terms(margins: Tensor, count: Tensor | float = 1.0) -> OutputTerms:
         count: n.
     """
     mean = margins.detach() / count
-    # Two sigmoids, never 1 - p: both p and 1 - p keep all their digits however close to 0 they are.
+    # Two sigmoids instead of 1 - p: both p and 1 - p keep full precision close to 0.
     wrong, right = torch.sigmoid(-mean), torch.sigmoid(mean)
     return OutputTerms(margins, wrong, wrong * right / count)
 
 
 def multiclass_terms(logits: Tensor, labels: Tensor, *, temperature: float) -> OutputTerms:
-    r"""Return the terms of a margin whose q is :math:`1 - \mathrm{softmax}(l / T)_y` (f does not use T).
+    r"""Return the terms of a margin with :math:`q = 1 - \mathrm{softmax}(l / T)_y` (f does not use T).
 
     Args:
         logits: ``(B, C)``.
         labels: ``(B,)`` int64.
-        temperature: T; the terms belong to one loss, cross-entropy, for T = 1.
+        temperature: T; the terms are consistent with one loss, cross-entropy, only for T = 1.
     """
     margins = class_margins(logits, labels)
     if temperature == 1.0:

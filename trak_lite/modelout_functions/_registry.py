@@ -1,4 +1,4 @@
-"""From what a user calls a task to a model output function."""
+"""Resolves task names, classes and functions to model output functions."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ MODEL_OUTPUTS: dict[str, type[AbstractModelOutput]] = {
 """Built-in model output functions by task name."""
 
 TASK_TO_MODELOUT = MODEL_OUTPUTS
-"""The same table under the original TRAK's name."""
+"""Alias of :data:`MODEL_OUTPUTS` with the original TRAK's name."""
 
 _ACCEPTED = (
     "a task name, an AbstractModelOutput (instance or class), or a function f(model_call, batch) -> (B,)"
@@ -49,15 +49,15 @@ _ACCEPTED = (
 def resolve_task(
     task: str | AbstractModelOutput | type[AbstractModelOutput] | TaskFunction,
 ) -> AbstractModelOutput:
-    """Return the model output function that a user means.
+    """Return the model output function of a task.
 
     Args:
         task: A name in :data:`MODEL_OUTPUTS`, an instance or class of :class:`AbstractModelOutput`, or a
             function.
 
     Raises:
-        UnknownTaskError: For an unknown name (with the nearest known one), a class that needs arguments, or
-            anything else, such as a model.
+        UnknownTaskError: For an unknown name (the message gives the nearest known one), a class that needs
+            arguments, or any other type, such as a model.
 
     Example:
         >>> resolve_task("regression").settings()
@@ -106,7 +106,7 @@ def _type_name(cls: type) -> str:
 
 
 def _hint(cls: type) -> str:
-    """Return what to do next for the mistakes that can be recognised."""
+    """Return a hint for the error message if the mistake is a known one."""
     if issubclass(cls, nn.Module):
         return " The model goes into its own argument."
     if callable(getattr(cls, "get_output", None)):

@@ -1,4 +1,4 @@
-r"""Labels drawn from a model's own predictive distribution, and outputs whose gradient is that of the loss.
+r"""Labels drawn from a model's predictive distribution, and outputs whose gradient is that of the loss.
 
 The Fisher information of a model is :math:`E[\nabla \log p(y')\,\nabla \log p(y')^\top]` with :math:`y'` drawn from the
 model, which for these losses is the Gauss-Newton matrix (Martens, arXiv:1412.1193, section 9).
@@ -33,20 +33,20 @@ LossWeight: TypeAlias = Literal["out_to_loss_grad", "loss_curvature"]
 
 @final
 class LossModelOutput(AbstractModelOutput):
-    r"""The output of another task times a weight of its own, so that its gradient squared is a curvature.
+    r"""Another task's output f, weighted so that the outer product of its gradient is a curvature term.
 
-    ``"out_to_loss_grad"``: :math:`q f` with q held fixed, whose gradient is :math:`-\nabla L`; where the task has a
-    log-likelihood of its own (:meth:`AbstractModelOutput.log_likelihood`), that one.
-    ``"loss_curvature"``: :math:`\sqrt{w} f`, whose gradient squared is the term of a sample in the Gauss-Newton matrix
-    of L as a function of f.
+    ``"out_to_loss_grad"``: :math:`q f` with q held constant, whose gradient is :math:`-\nabla L`; if the task defines
+    :meth:`AbstractModelOutput.log_likelihood`, that task's :math:`q f`.
+    ``"loss_curvature"``: :math:`\sqrt{w} f`; the outer product of its gradient is a sample's term of the Gauss-Newton
+    matrix of L as a function of f.
     """
 
     def __init__(self, task: AbstractModelOutput, *, weight: LossWeight = "out_to_loss_grad") -> None:
         """Wrap a task.
 
         Args:
-            task: Its terms are evaluated; it is prepared by whoever owns it.
-            weight: Which term f is weighted by.
+            task: The task to evaluate. The caller must call its ``prepare``.
+            weight: The term that weights f.
         """
         likelihood = task.log_likelihood() if weight == "out_to_loss_grad" else None
         self.task = task if likelihood is None else likelihood
@@ -60,7 +60,7 @@ class LossModelOutput(AbstractModelOutput):
 
 
 def with_labels(batch: Batch, labels: Tensor) -> Batch:
-    """Return the batch with other labels in the place that :func:`split_labels` takes them from."""
+    """Return the batch with its labels, as found by :func:`split_labels`, replaced."""
     fields = fields_of(batch)
     if fields is None:
         *inputs, _ = batch
@@ -85,7 +85,7 @@ def sampled_classes(logits: Tensor, noise: UniformNoise) -> Tensor:
     drawn = noise(logits.shape[1:-1]).to(float64_device(logits.device))
     if logits.dim() == 2:
         return _classes_of(logits, drawn)
-    # One sample at a time: over a vocabulary the sums in float64 are the largest tensor of all.
+    # One sample at a time: with a large vocabulary the cumulative sums in float64 dominate memory.
     return torch.stack([_classes_of(row, u) for row, u in zip(logits, drawn, strict=True)])
 
 
@@ -97,7 +97,7 @@ def _classes_of(logits: Tensor, uniform: Tensor) -> Tensor:
 
 @torch.no_grad()
 def sampled_answers(logits: Tensor, noise: UniformNoise) -> Tensor:
-    """Return an answer of 0 or 1 per logit of the answer 1, both ``(B, ...)``, in the dtype of the logits."""
+    """Return a label of 0 or 1 per logit of class 1, both ``(B, ...)``, in the dtype of the logits."""
     likely = in_float64(logits.sigmoid())
     return (noise(logits.shape[1:]).to(likely.device) < likely).to(logits)
 
@@ -106,13 +106,13 @@ def sampled_answers(logits: Tensor, noise: UniformNoise) -> Tensor:
 def sampled_values(means: Tensor, noise: UniformNoise) -> Tensor:
     """Return values drawn from unit Gaussians around ``means``, both ``(B, ...)``."""
     drawn = noise(means.shape[1:]).to(float64_device(means.device))
-    # Cast before it is moved: there may be no float64 where the means are.
+    # Cast first, then move: the means' device may not support float64.
     values: Tensor = means + torch.special.ndtri(drawn).to(means.dtype).to(means.device)
     return values
 
 
 def fisher_task(task: AbstractModelOutput) -> AbstractModelOutput:
-    """Return the task whose output has the gradient of the log-likelihood.
+    """Return a task whose output has the gradient of the log-likelihood.
 
     Raises:
         InvalidInputError: If the task cannot draw labels.

@@ -1,6 +1,6 @@
-"""Model output functions of classifiers with one independent logit per yes-or-no question.
+"""Model output functions of binary and multi-label classifiers, with one independent logit per binary label.
 
-Shapes: B samples, C questions. A logit is that of the answer 1.
+Shapes: B samples, C binary labels per sample. A logit is that of class 1.
 """
 
 from __future__ import annotations
@@ -23,9 +23,9 @@ __all__ = ["BinaryClassificationModelOutput", "MultiLabelModelOutput"]
 
 @final
 class BinaryClassificationModelOutput(AbstractModelOutput):
-    r"""Margin of a single logit: :math:`f = (2y - 1) l = \log(p_y / (1 - p_y))`, L is binary cross-entropy.
+    r"""Margin of a single logit, :math:`f = (2y - 1) l = \log(p_y / (1 - p_y))`; L is binary cross-entropy.
 
-    q is :math:`1 - p_y`, w is :math:`p_y (1 - p_y)`. The model gives ``(B,)`` or ``(B, 1)`` logits; labels
+    q is :math:`1 - p_y`, w is :math:`p_y (1 - p_y)`. The model returns ``(B,)`` or ``(B, 1)`` logits; labels
     are ``(B,)`` or ``(B, 1)``, each 0 or 1, of any real dtype or bool.
     """
 
@@ -48,15 +48,15 @@ class BinaryClassificationModelOutput(AbstractModelOutput):
 
 @final
 class MultiLabelModelOutput(AbstractModelOutput):
-    r"""Sum over C questions of the margin, or of log p; logits and labels are ``(B, C)``, labels 0 or 1.
+    r"""Sum over C binary labels of the margin, or of log p; logits and labels are ``(B, C)``, labels 0 or 1.
 
     ``output="log_prob"``: :math:`f = \sum_c \log p_c`, L = -f is the summed binary cross-entropy,
     q = 1, w = 0.
 
-    ``output="margin"``: :math:`f = \sum_c (2 y_c - 1) l_c`. Every margin has a q of its own, so the gradient
-    of the summed cross-entropy is no multiple of the gradient of f and a scalar q does not exist for it. L is
-    therefore the loss at the mean margin, :math:`C \log(1 + e^{-f/C})`: :math:`q = \sigma(-f/C)`,
-    :math:`w = q (1 - q) / C`. For C = 1 that is binary cross-entropy itself.
+    ``output="margin"``: :math:`f = \sum_c (2 y_c - 1) l_c`. Each margin has a different q, so the gradient
+    of the summed cross-entropy is not a multiple of the gradient of f, and no scalar q exists for it. L is
+    therefore C times the loss at the mean margin, :math:`C \log(1 + e^{-f/C})`: :math:`q = \sigma(-f/C)`,
+    :math:`w = q (1 - q) / C`. For C = 1 this is binary cross-entropy.
     """
 
     name: ClassVar[str] = "multilabel_classification"
@@ -65,7 +65,7 @@ class MultiLabelModelOutput(AbstractModelOutput):
         """Store the settings.
 
         Args:
-            output: Which f.
+            output: Definition of f.
 
         Raises:
             InvalidInputError: For any other value.
@@ -89,7 +89,7 @@ class MultiLabelModelOutput(AbstractModelOutput):
         return margin_terms(margins.sum(1), float(logits.shape[1]))
 
     def sample_labels(self, model_call: ModelCall, batch: Batch, noise: UniformNoise) -> Batch:
-        """Draw every label from its sigmoid; see :meth:`AbstractModelOutput.sample_labels`."""
+        """Draw each label from its sigmoid; see :meth:`AbstractModelOutput.sample_labels`."""
         args, kwargs, _ = split_labels(batch)
         return with_labels(batch, sampled_answers(logits_of(model_call(*args, **kwargs)), noise))
 
@@ -98,7 +98,7 @@ class MultiLabelModelOutput(AbstractModelOutput):
         return MultiLabelModelOutput(output="log_prob")
 
     def settings(self) -> dict[str, Any]:
-        """Return the choice of f."""
+        """Return the definition of f."""
         return {"output": self.output}
 
 
@@ -115,7 +115,7 @@ def _one_column(tensor: Tensor, *, what: str) -> Tensor:
 
 
 def _check_zero_one(logits: Tensor, labels: Tensor) -> None:
-    """Refuse labels of another shape than the logits, or (run eagerly) other than 0 and 1."""
+    """Raise if the labels' shape differs from the logits', or (when run eagerly) a label is not 0 or 1."""
     if labels.shape != logits.shape:
         seen, expected = shape_texts(labels.shape, logits.shape)
         raise InvalidInputError(

@@ -1,4 +1,4 @@
-"""A user's own function as a model output function."""
+"""Model output function defined by a custom function."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ __all__ = ["CallableModelOutput"]
 
 @final
 class CallableModelOutput(AbstractModelOutput):
-    """Takes f from ``function(model_call, batch) -> (B,)`` and the loss L = -f, so q = 1 and w = 0.
+    """Computes f by ``function(model_call, batch) -> (B,)``. The loss is L = -f, so q = 1 and w = 0.
 
     The function calls the model through ``model_call(*inputs)``. Its value for a sample must not depend on
     the other samples of the batch. For another loss write a class with :meth:`AbstractModelOutput.evaluate`.
@@ -27,10 +27,10 @@ class CallableModelOutput(AbstractModelOutput):
     has_curvature: bool = False
 
     def __init__(self, function: TaskFunction) -> None:
-        """Hold the function.
+        """Store the function.
 
         Args:
-            function: Gives f of every sample from a :class:`ModelCall` and a batch.
+            function: Returns f of every sample, given a :class:`ModelCall` and a batch.
 
         Raises:
             InvalidInputError: If it cannot be called.

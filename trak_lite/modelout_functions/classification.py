@@ -32,13 +32,13 @@ __all__ = [
 
 @final
 class ImageClassificationModelOutput(AbstractModelOutput):
-    r"""Margin of the label: :math:`f = l_y - \log\sum_{j \neq y} e^{l_j}`, L is cross-entropy.
+    r"""Margin of the label, :math:`f = l_y - \log\sum_{j \neq y} e^{l_j}`; L is cross-entropy.
 
     q is :math:`1 - \mathrm{softmax}(l/T)_y` and w is :math:`q (1 - q)`. As in the original TRAK, f does not
     use the temperature T; :math:`\nabla L = -q \nabla f` is exact for T = 1.
 
     Batches: ``(*inputs, labels)`` calls ``model(*inputs)``; a mapping or dataclass calls ``model(**others)``.
-    The model gives ``(B, C)`` logits, labels are ``(B,)`` integers.
+    The model returns ``(B, C)`` logits; labels are ``(B,)`` integers.
     """
 
     name: ClassVar[str] = "image_classification"
@@ -47,7 +47,7 @@ class ImageClassificationModelOutput(AbstractModelOutput):
         """Store the settings.
 
         Args:
-            temperature: T of q's softmax.
+            temperature: T of the softmax in q.
 
         Raises:
             InvalidInputError: If the temperature is not a finite number above 0.
@@ -73,8 +73,8 @@ class ImageClassificationModelOutput(AbstractModelOutput):
 class IterativeImageClassificationModelOutput(AbstractModelOutput):
     """:class:`ImageClassificationModelOutput` whose ``get_output`` takes a batch, as in the original TRAK.
 
-    It exists for code written for the original's iterative gradient computer. Natively every computer takes
-    either class.
+    It exists for code written for the original's iterative gradient computer. The gradient computers of
+    trak_lite accept either class.
     """
 
     name: ClassVar[str] = "iterative_image_classification"
@@ -83,7 +83,7 @@ class IterativeImageClassificationModelOutput(AbstractModelOutput):
         """Store the settings.
 
         Args:
-            temperature: T of q's softmax.
+            temperature: T of the softmax in q.
 
         Raises:
             InvalidInputError: If the temperature is not a finite number above 0.
@@ -107,12 +107,12 @@ class IterativeImageClassificationModelOutput(AbstractModelOutput):
         buffers: Mapping[str, Tensor] | None,
         *batch: Any,
     ) -> Tensor:
-        """Return f of a whole batch, ``(B,)``; without weights the model is called as it is.
+        """Return f of a whole batch, ``(B,)``.
 
         Args:
             model: The module to call.
-            weights: Parameters by name, or ``None``.
-            buffers: Buffers by name, or ``None``.
+            weights: Parameters by name that replace the model's; ``None`` for no replacement.
+            buffers: Buffers by name that replace the model's; ``None`` for no replacement.
             batch: Images and labels, with a batch axis.
         """
         return self.evaluate(ModelCall(model, weights, buffers), batch).output
@@ -124,11 +124,11 @@ class IterativeImageClassificationModelOutput(AbstractModelOutput):
 
 @final
 class TextClassificationModelOutput(AbstractModelOutput):
-    """Margin of the label for models that take their inputs by keyword; numbers as for images.
+    """Margin of the label for models with keyword inputs; f, q and w as in image classification.
 
-    Batches: positional ones, ``(input_ids, token_type_ids, attention_mask, labels)`` as in the original
-    TRAK, are passed under ``input_names``; in a mapping or dataclass ``labels`` or ``label`` is taken out and
-    everything else is passed under its own name, as with Hugging Face.
+    Batches: the parts of a positional batch, ``(input_ids, token_type_ids, attention_mask, labels)`` as in the
+    original TRAK, are passed under ``input_names``. From a mapping or dataclass ``labels`` or ``label`` is removed
+    and all other entries are passed by name, as in Hugging Face.
     """
 
     name: ClassVar[str] = "text_classification"
@@ -142,7 +142,7 @@ class TextClassificationModelOutput(AbstractModelOutput):
         """Store the settings.
 
         Args:
-            temperature: T of q's softmax; f does not use it.
+            temperature: T of the softmax in q; f does not use it.
             input_names: Keywords of a positional batch's parts before the labels, in order.
 
         Raises:
@@ -171,7 +171,7 @@ class TextClassificationModelOutput(AbstractModelOutput):
         return {"temperature": self.temperature, "input_names": list(self.input_names)}
 
     def _named_inputs(self, batch: Batch) -> tuple[dict[str, Any], Tensor]:
-        """Return the model's keywords and the labels."""
+        """Return the model's keyword arguments and the labels."""
         args, kwargs, labels = split_labels(batch)
         if args:
             if len(args) != len(self.input_names):
@@ -185,7 +185,7 @@ class TextClassificationModelOutput(AbstractModelOutput):
 
 
 def _classify(answer: Any, labels: Tensor, temperature: float) -> OutputTerms:
-    """Return the terms of a classifier's answer after checking it against the labels."""
+    """Check a classifier's output and labels, and return f, q and w."""
     logits = logits_of(answer)
     if logits.dim() != 2:
         raise InvalidInputError(
@@ -197,5 +197,5 @@ def _classify(answer: Any, labels: Tensor, temperature: float) -> OutputTerms:
 
 
 def _with_drawn_labels(batch: Batch, answer: Any, temperature: float, noise: UniformNoise) -> Batch:
-    """Return the batch with labels drawn from the softmax of a classifier's answer."""
+    """Return the batch with labels drawn from the softmax of a classifier's output."""
     return with_labels(batch, sampled_classes(logits_of(answer) / temperature, noise))

@@ -34,7 +34,7 @@ _FEATURE_KEYS = (("image_features", "text_features"), ("image_embeds", "text_emb
 
 
 class _Pairs(NamedTuple):
-    """What a contrastive model gives: two ``(B, d)`` tensors and its scale, if any."""
+    """Output of a contrastive model: two ``(B, d)`` tensors and its scale, if any."""
 
     image: Tensor
     text: Tensor
@@ -43,25 +43,24 @@ class _Pairs(NamedTuple):
 
 @final
 class CLIPModelOutput(AbstractModelOutput):
-    r"""Sum of the image's and the text's margin against a fixed subset S of embedded pairs.
+    r"""Sum of the image's and the text's margin, computed against a fixed subset S of embedded pairs.
 
     With image features :math:`\phi`, text features :math:`\psi` and negatives :math:`\Phi_S, \Psi_S`:
     :math:`f = -\log\sum_S e^{-\phi \cdot (\psi - \Psi_S)} - \log\sum_S e^{-\psi \cdot (\phi - \Phi_S)}`.
 
-    The two margins have a q each, so the gradient of the summed contrastive loss is no multiple of the
-    gradient of f and a scalar q does not exist for it. L is therefore the loss at the mean margin at the
+    The two margins have different q, so the gradient of the summed contrastive loss is not a multiple of the
+    gradient of f, and no scalar q exists for it. L is therefore the loss at the mean margin with the
     model's scale s, :math:`(2/s) \log(1 + e^{-s f/2})`: :math:`q = \sigma(-s f/2)`,
-    :math:`w = (s/2) q (1 - q)`. A q over the batch, as in the original TRAK, would depend on the other
+    :math:`w = (s/2) q (1 - q)`. A q computed over the batch, as in the original TRAK, would depend on the other
     samples and be 0 for a batch of one.
 
-    S is uniform without replacement, seeded, and held by this instance. The negatives are constants of one
-    checkpoint: given ``pairs``, :meth:`prepare` embeds them with the weights of each checkpoint that is loaded.
-    Without, they stay as :meth:`set_embeddings` or :meth:`get_embeddings` left them, and who calls these is
-    responsible for calling them for every checkpoint.
+    S is drawn uniformly without replacement, from a seed, and stored in this instance. The negatives depend on the
+    checkpoint: given ``pairs``, :meth:`prepare` embeds them with the weights of each loaded checkpoint. Without
+    ``pairs``, call :meth:`set_embeddings` or :meth:`get_embeddings` for every checkpoint yourself.
 
-    Batches: ``(images, texts)``, or a mapping or dataclass that becomes keyword arguments. The model gives
+    Batches: ``(images, texts)``, or a mapping or dataclass that becomes keyword arguments. The model returns
     ``(image_features, text_features, scale)``, or a mapping or object with ``image_features`` and
-    ``text_features`` (or ``image_embeds`` and ``text_embeds``) and ``logit_scale``, the factor itself and not
+    ``text_features`` (or ``image_embeds`` and ``text_embeds``) and ``logit_scale``, which is the factor, not
     its logarithm.
     """
 
@@ -79,13 +78,13 @@ class CLIPModelOutput(AbstractModelOutput):
         """Store the settings.
 
         Args:
-            temperature: The factor s on the similarities (the original TRAK's name for it); the model's if
-                ``None``.
+            temperature: The factor s on the similarities (named as in the original TRAK); ``None`` uses the
+                model's scale.
             simulated_batch_size: Number of negatives S.
-            seed: Seed of the choice of negatives.
+            seed: Seed of the draw of negatives.
             input_names: Keywords for the two parts of a positional batch; ``None`` passes them by position.
-            pairs: Batches from which every checkpoint gets its negatives, as :meth:`get_embeddings` takes them: a
-                list or a loader that gives the same batches in the same order each time.
+            pairs: Batches of pairs that are embedded for every checkpoint, see :meth:`get_embeddings`: a list or a
+                loader that yields the same batches in the same order each time.
 
         Raises:
             InvalidInputError: If a setting is out of range, or ``pairs`` can be read only once or shuffles.
@@ -104,13 +103,13 @@ class CLIPModelOutput(AbstractModelOutput):
     def prepare(self, model: nn.Module) -> None:
         """Embed ``pairs`` with this model and draw the negatives, the same pairs for every checkpoint.
 
-        Equal to ``get_embeddings(model, pairs)``; without ``pairs`` nothing happens.
+        Same as ``get_embeddings(model, pairs)``; without ``pairs`` it does nothing.
 
         Args:
-            model: The contrastive model, with the checkpoint's weights loaded; it comes back as it was.
+            model: The contrastive model, with the checkpoint's weights loaded; its modes are restored.
 
         Raises:
-            InvalidInputError: If ``pairs`` is empty or gives too few pairs.
+            InvalidInputError: If ``pairs`` is empty or yields too few pairs.
         """
         if self.pairs is not None:
             self.get_embeddings(model, self.pairs)
@@ -119,7 +118,7 @@ class CLIPModelOutput(AbstractModelOutput):
         """Draw the negatives from embedded pairs.
 
         Args:
-            image: Image embeddings ``(N, d)``, as the model gives them.
+            image: Image embeddings ``(N, d)``, as the model returns them.
             text: Text embeddings ``(N, d)`` of the same pairs.
 
         Raises:
@@ -136,7 +135,7 @@ class CLIPModelOutput(AbstractModelOutput):
                 f"There are {image.shape[0]} embedded pairs. Expected at least simulated_batch_size = "
                 f"{count}; embed more pairs or lower simulated_batch_size."
             )
-        # Drawn on the CPU, so that the subset does not depend on the device.
+        # Draw on the CPU, so that the subset does not depend on the device.
         generator = torch.Generator().manual_seed(self.seed)
         drawn = torch.randperm(image.shape[0], generator=generator, device="cpu")[:count]
         chosen = drawn.to(image.device)
@@ -154,19 +153,20 @@ class CLIPModelOutput(AbstractModelOutput):
         preprocess_fn_img: Callable[[Any], Any] | None = None,
         preprocess_fn_txt: Callable[[Any], Any] | None = None,
     ) -> None:
-        """Embed pairs in eval mode and draw the negatives from them; the model comes back as it was.
+        """Embed pairs in eval mode and draw the negatives from them; the model's modes are restored.
 
         Args:
             model: The contrastive model, with the checkpoint's weights loaded.
             loader: Batches of pairs.
-            batch_size: Accepted for calls written for the original TRAK; batches may have any size.
+            batch_size: Ignored; accepted for compatibility with the original TRAK.
             embedding_dim: Width d that the embeddings must have, if given.
             size: Largest number of pairs to embed.
             preprocess_fn_img: Applied to the images of a positional batch.
             preprocess_fn_txt: Applied to the texts of a positional batch.
 
         Raises:
-            InvalidInputError: If the loader is empty, gives too few pairs, or the width is another.
+            InvalidInputError: If the loader is empty, yields too few pairs, or the width differs from
+                ``embedding_dim``.
         """
         del batch_size
         size = positive_int(size=size)
@@ -199,7 +199,9 @@ class CLIPModelOutput(AbstractModelOutput):
                 f"{images.shape[1]}. Embed them with the same model: task.get_embeddings(model, loader)."
             )
         own = (pairs.image * pairs.text).sum(1, keepdim=True)
-        with torch.autocast(own.device.type, enabled=False):  # which would put these products into half
+        with torch.autocast(
+            own.device.type, enabled=False
+        ):  # autocast would compute these products in half precision
             output = -(pairs.image @ texts.T - own).logsumexp(1) - (pairs.text @ images.T - own).logsumexp(1)
         output = output * nan_unless(scale > 0, scale)
         mean = output.detach() * scale / 2
@@ -216,7 +218,7 @@ class CLIPModelOutput(AbstractModelOutput):
         }
 
     def state_digest(self) -> str | None:
-        """Return the SHA-256 of the negatives in hex, ``None`` before there are any."""
+        """Return the SHA-256 of the negatives in hex; ``None`` if none have been set."""
         if self._negatives is None:
             return None
         digest = hashlib.sha256()
@@ -264,7 +266,7 @@ class CLIPModelOutput(AbstractModelOutput):
         size: int,
         prepare: tuple[Callable[[Any], Any], Callable[[Any], Any]],
     ) -> tuple[Tensor, Tensor]:
-        """Return image and text embeddings of at least ``size`` pairs, or of all that the loader has."""
+        """Return image and text embeddings of at least ``size`` pairs, or of all pairs if there are fewer."""
         modes = {module: module.training for module in model.modules()}
         place = next(
             (tensor.device for tensor in [*model.parameters(), *model.buffers()]), torch.device("cpu")
@@ -297,7 +299,7 @@ def _same(part: Any) -> Any:
 
 
 def _rereadable(pairs: Iterable[Batch]) -> Iterable[Batch]:
-    """Refuse what would give other negatives to the next checkpoint: an iterator, a loader that shuffles."""
+    """Raise for an iterator or a shuffling loader, which would give the next checkpoint different negatives."""
     if isinstance(pairs, Iterator) or not isinstance(pairs, Iterable):
         raise InvalidInputError(
             f"pairs is a {type(pairs).__name__}. Expected a list of batches or a loader, which can be read again "
@@ -312,7 +314,7 @@ def _rereadable(pairs: Iterable[Batch]) -> Iterable[Batch]:
 
 
 def _pairs_of(answer: Any) -> _Pairs:
-    """Return the features and the scale in what a model gave, the features in float32 or better."""
+    """Return features and scale of a model output, the features in float32 or wider."""
     get: Callable[[str], Any]
     get = answer.get if isinstance(answer, Mapping) else lambda key: getattr(answer, key, None)
     found = next((keys for keys in _FEATURE_KEYS if isinstance(get(keys[0]), Tensor)), None)

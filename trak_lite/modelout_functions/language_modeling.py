@@ -35,15 +35,15 @@ class CausalLanguageModelingModelOutput(AbstractModelOutput):
 
     ``output="log_prob"``: :math:`f = \sum_t \log p_t`, L = -f is the summed cross-entropy, q = 1, w = 0.
 
-    ``output="margin"``: :math:`f = \sum_t \log(p_t / (1 - p_t))`. Every token has a q of its own, so the
-    gradient of the summed cross-entropy is no multiple of the gradient of f and a scalar q does not exist for
-    it. L is therefore the loss at the mean margin, :math:`n \log(1 + e^{-f/n})`: :math:`q = \sigma(-f/n)`,
-    :math:`w = q (1 - q) / n`. For n = 1 that is cross-entropy itself.
+    ``output="margin"``: :math:`f = \sum_t \log(p_t / (1 - p_t))`. Each token has a different q, so the
+    gradient of the summed cross-entropy is not a multiple of the gradient of f, and no scalar q exists for
+    it. L is therefore n times the loss at the mean margin, :math:`n \log(1 + e^{-f/n})`:
+    :math:`q = \sigma(-f/n)`, :math:`w = q (1 - q) / n`. For n = 1 this is cross-entropy.
 
     Batches: a mapping or dataclass with ``labels`` calls ``model(**others)``; ``(input_ids, labels)`` calls
     ``model(input_ids)``; ``(input_ids, attention_mask, labels)`` calls
-    ``model(input_ids, attention_mask=...)``. The model gives ``(B, T, V)`` logits, labels are ``(B, T)``
-    integers with -100 where nothing is predicted.
+    ``model(input_ids, attention_mask=...)``. The model returns ``(B, T, V)`` logits; labels are ``(B, T)``
+    integers, -100 at positions that are not predicted.
     """
 
     name: ClassVar[str] = "causal_language_modeling"
@@ -52,7 +52,7 @@ class CausalLanguageModelingModelOutput(AbstractModelOutput):
         """Store the settings.
 
         Args:
-            output: Which f.
+            output: Definition of f.
             shift: Whether position t of the logits predicts ``labels[t + 1]`` (labels are the input ids);
                 otherwise it predicts ``labels[t]``.
 
@@ -70,11 +70,11 @@ class CausalLanguageModelingModelOutput(AbstractModelOutput):
         logits, labels = self._logits_and_labels(model_call, batch)
         predicted = labels != IGNORED
         count = _counted(predicted)
-        # An ignored position counts as the valid label 0 here, so that only labels out of range become NaN.
+        # Replace the label of ignored positions by the valid label 0, so that only labels out of range become NaN.
         margins = class_margins(logits, labels.masked_fill(~predicted, 0))
         terms = F.logsigmoid(margins) if self.output == "log_prob" else margins
         some = count > 0
-        # A sample without any token keeps all of them, so that NaN reaches its gradient as well.
+        # A sample without predicted tokens keeps all terms, so that its gradient becomes NaN as well.
         total = terms.masked_fill(~predicted & some.unsqueeze(1), 0.0).sum(1)
         total = total * nan_unless(some, total)
         if self.output == "log_prob":
@@ -84,7 +84,7 @@ class CausalLanguageModelingModelOutput(AbstractModelOutput):
     def sample_labels(self, model_call: ModelCall, batch: Batch, noise: UniformNoise) -> Batch:
         """Draw the label of every predicted token; see :meth:`AbstractModelOutput.sample_labels`.
 
-        The tokens that the model reads stay those of the data.
+        The model's input tokens remain those of the data.
         """
         logits, labels = self._logits_and_labels(model_call, batch)
         drawn = split_labels(batch).labels.clone()
@@ -130,7 +130,7 @@ class CausalLanguageModelingModelOutput(AbstractModelOutput):
 
 
 def _counted(predicted: Tensor) -> Tensor:
-    """Return n ``(B,)``, the predicted tokens of each sample; refuse (run eagerly) a sample without any."""
+    """Return n ``(B,)``, the number of predicted tokens per sample; raise (when run eagerly) if one has none."""
     count = predicted.sum(1)
     if not is_transformed(count) and not bool((count > 0).all()):
         sample = int((count == 0).nonzero()[0])

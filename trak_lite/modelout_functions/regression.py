@@ -26,15 +26,15 @@ __all__ = ["RegressionModelOutput"]
 
 @final
 class RegressionModelOutput(AbstractModelOutput):
-    r"""The prediction itself, or minus half its squared error.
+    r"""The prediction, or minus half its squared error.
 
-    ``output="prediction"``, for one number per sample: f is the prediction, :math:`L = (f - y)^2 / 2`, so the
-    signed q = y - f and w = 1. Predictions and targets are ``(B,)`` or ``(B, 1)`` each.
+    ``output="prediction"``, for one number per sample: f is the prediction and :math:`L = (f - y)^2 / 2`, so
+    q = y - f (signed) and w = 1. Predictions and targets are ``(B,)`` or ``(B, 1)`` each.
 
     ``output="neg_squared_error"``, for targets of any shape: :math:`f = -\|f_\theta(x) - y\|^2 / 2`, L = -f,
-    q = 1, w = 0. A vector prediction is no scalar f, and its loss has no scalar q.
+    q = 1, w = 0. A vector prediction cannot be f, which is a scalar, and its loss has no scalar q.
 
-    Predictions and targets have the same shape, but for a last axis of 1 that only one of them has.
+    Predictions and targets have the same shape, except that one of them may have an extra last axis of size 1.
     """
 
     name: ClassVar[str] = "regression"
@@ -43,7 +43,7 @@ class RegressionModelOutput(AbstractModelOutput):
         """Store the settings.
 
         Args:
-            output: Which f.
+            output: Definition of f.
 
         Raises:
             InvalidInputError: For any other value.
@@ -64,13 +64,13 @@ class RegressionModelOutput(AbstractModelOutput):
         return OutputTerms(output, targets.reshape(-1) - values, torch.ones_like(values))
 
     def sample_labels(self, model_call: ModelCall, batch: Batch, noise: UniformNoise) -> Batch:
-        """Draw targets from unit Gaussians; see :meth:`AbstractModelOutput.sample_labels`."""
+        """Draw targets from unit Gaussians around the predictions; see :meth:`AbstractModelOutput.sample_labels`."""
         args, kwargs, targets = split_labels(batch)
         predictions, _ = _aligned(logits_of(model_call(*args, **kwargs)), targets)
         return with_labels(batch, sampled_values(predictions, noise))
 
     def settings(self) -> dict[str, Any]:
-        """Return the choice of f."""
+        """Return the definition of f."""
         return {"output": self.output}
 
     @staticmethod
@@ -85,7 +85,7 @@ class RegressionModelOutput(AbstractModelOutput):
 
 
 def _aligned(predictions: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
-    """Return both without the last axis of 1 that only one of them has; other shapes would broadcast."""
+    """Remove a last axis of size 1 that only one of both has; raise for other shapes, which would broadcast."""
     if targets.dim() and predictions.shape == (*targets.shape, 1):
         predictions = predictions.squeeze(-1)
     elif predictions.dim() and targets.shape == (*predictions.shape, 1):

@@ -1,7 +1,7 @@
-"""Adapter files of PEFT: which weight of a model each saved one is.
+"""Mapping from the weights in PEFT adapter files to the weights of a model.
 
-PEFT leaves the adapter's name out of the names that it saves (``q_proj.lora_A.weight`` is the model's
-``q_proj.lora_A.default.weight``), and saves nothing of the frozen base model.
+PEFT omits the adapter's name from saved names (``q_proj.lora_A.weight`` is the model's
+``q_proj.lora_A.default.weight``) and does not save the frozen base model.
 """
 
 from __future__ import annotations
@@ -22,14 +22,14 @@ _VECTOR = "lora_magnitude_vector"
 def completed_adapter(
     model: nn.Module, saved: Mapping[str, Any], held: Mapping[str, Any], base: Mapping[str, Any]
 ) -> dict[str, Any]:
-    """Return a whole state dict under the model's names: the saved adapter, and the model's own base weights.
+    """Return a complete state dict under the model's names: the saved adapter and the base weights.
 
     Args:
-        model: A model with an adapter (a ``peft.PeftModel``); the active one is meant.
-        saved: What an adapter file holds.
+        model: A model with one active adapter (a ``peft.PeftModel``).
+        saved: State dict of the adapter file.
         held: The model's state dict.
-        base: The weights that the file says nothing of. Those of the adapter itself are never taken from here, so
-            that a file that lacks some is found out.
+        base: Weights of the base model. Adapter weights are never taken from it, so that weights missing in the file
+            are detected.
 
     Raises:
         CheckpointError: If the model has no adapter, or several active ones.
@@ -73,6 +73,6 @@ def _saved_name(name: str, adapter: str) -> str:
     before, after = parts[:place], parts[place + 1 :]
     if before[-1] == _WRAPPER:
         before.pop()
-    if before[-1] == _VECTOR:  # of DoRA: saved as the vector that it is, without the module around it
+    if before[-1] == _VECTOR:  # DoRA: PEFT saves the vector without its wrapping module
         after = []
     return ".".join([*before, *after])

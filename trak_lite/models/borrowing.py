@@ -1,4 +1,4 @@
-"""Borrowing the caller's model: it comes back as it was, also after an error."""
+"""Temporary use of the caller's model; its state is restored on exit, also after an error."""
 
 from __future__ import annotations
 
@@ -25,17 +25,17 @@ __all__ = ["borrow_model", "model_device", "resolve_device"]
 
 
 def model_device(model: nn.Module) -> torch.device:
-    """Return the device of a model's first parameter or buffer; the CPU for a model that has none."""
+    """Return the device of a model's first parameter or buffer; the CPU if it has neither."""
     for tensor in (*model.parameters(), *model.buffers()):
         return tensor.device
     return torch.device("cpu")
 
 
 def resolve_device(device: str | torch.device, model: nn.Module | None = None) -> torch.device:
-    """Return the device to run on; ``"auto"`` is where the model is (the CPU without one), or the GPU of this rank.
+    """Return the device to run on; ``"auto"`` is the model's device (the CPU without a model), or this rank's GPU.
 
-    Of the ranks that torchrun starts on one machine, each takes its own GPU, where the script has put every rank's
-    model on the first one.
+    If torchrun started several ranks and the script left every rank's model on the first GPU, ``"auto"`` is the GPU
+    with this process's local rank.
 
     Raises:
         InvalidInputError: If the device is unknown or not available.
@@ -56,7 +56,7 @@ def resolve_device(device: str | torch.device, model: nn.Module | None = None) -
 
 
 def _of_this_rank(device: torch.device) -> torch.device:
-    """Return the GPU with the number that the launcher gave this process, if the device is the first one by default."""
+    """Return the GPU with index ``LOCAL_RANK`` if the device is the default first GPU, else the device."""
     local = os.environ.get("LOCAL_RANK", "")
     if device != torch.device("cuda", 0) or not local.isdecimal() or torch.cuda.current_device() != 0:
         return device
@@ -65,16 +65,18 @@ def _of_this_rank(device: torch.device) -> torch.device:
 
 @contextmanager
 def borrow_model(model: nn.Module, device: torch.device) -> Iterator[dict[str, Tensor]]:
-    """Put a model in eval mode on ``device``; give weights, buffers, modes, flags, numbers and device back on exit.
+    """Put a model in eval mode on ``device``; on exit, restore its state.
 
-    The values are kept on the CPU meanwhile: one more copy of the model, or of this rank's part of a sharded one.
+    Restored are device, parameters, buffers, ``requires_grad`` flags and plain attributes (modes, numbers, strings) of
+    all modules. The original values are copied to the CPU: one copy of the model, or of this rank's part of a sharded
+    model.
 
     Yields:
-        The model's own parameters and buffers by name, as they were.
+        The original parameters and buffers by name.
 
     Raises:
-        UnsupportedModelError: If it is sharded otherwise than by FSDP2.
-        InvalidInputError: If it is sharded, and on another device.
+        UnsupportedModelError: If the model is sharded by anything other than FSDP2.
+        InvalidInputError: If the model is sharded and on another device.
     """
     refuse_unsupported_sharding(model)
     home = model_device(model)
@@ -97,13 +99,13 @@ def borrow_model(model: nn.Module, device: torch.device) -> Iterator[dict[str, T
             model.to(home)
         with torch.no_grad():
             for name, tensor in _tensors(model).items():
-                if name in saved:  # a buffer that the forward pass made was not there before
+                if name in saved:  # buffers created by the forward pass have no saved value
                     tensor.copy_(saved[name])
-        drop_eval_caches(model)  # made of the weights of a checkpoint
+        drop_eval_caches(model)  # computed from a checkpoint's weights
         for p, flag in flags:
             p.requires_grad_(flag)
         for module, plain in attributes:
-            # The mode, and what says in which state the weights are (RWKV's layers_are_rescaled).
+            # The mode, and flags that describe the state of the weights (RWKV's layers_are_rescaled).
             vars(module).update(plain)
 
 

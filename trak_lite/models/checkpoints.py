@@ -1,6 +1,6 @@
-"""Checkpoints: from files, folders, state dicts or a callable, one in memory at a time.
+"""Checkpoints from files, folders, state dicts or a callable; only one is in memory at a time.
 
-A checkpoint is identified by the digest of its weights, never by its file name or its place in a list.
+A checkpoint is identified by the digest of its weights, never by its file name or its position in a list.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ __all__ = [
 ]
 
 CheckpointSource: TypeAlias = Any
-"""``None`` (the model as it is), a state dict, a path, a :class:`Checkpoint`, or an iterable of these."""
+"""``None`` (the model's current weights), a state dict, a path, a :class:`Checkpoint`, or an iterable of these."""
 
 _SUFFIXES = (".safetensors", ".pt", ".pth", ".ckpt", ".bin")
 _INDEX = ".index.json"
@@ -67,32 +67,33 @@ _UNREADABLE = (
 
 @dataclass(frozen=True, slots=True)
 class Checkpoint:
-    """One set of weights that can be loaded when its turn comes."""
+    """One set of weights, loaded on demand."""
 
     name: str
-    """For people: a file's stem, or a number."""
+    """Name for messages: a file's stem, or a number."""
     source: str | None
-    """Absolute path of the file, if it is one."""
+    """Absolute path of the file; ``None`` if the weights do not come from a file."""
     load: Callable[[], Mapping[str, Tensor]] | None
-    """Returns the state dict; ``None`` in place of a function stands for the model's own weights."""
+    """Function that returns the state dict; ``None`` means the model's current weights."""
     is_adapter: bool = False
-    """The state dict is that of a PEFT adapter: the model's other weights are its own."""
+    """Whether the state dict is that of a PEFT adapter; the other weights are then the model's."""
 
 
 def iterate_checkpoints(
     checkpoints: CheckpointSource,
     checkpoint_loader: Callable[[Any], Mapping[str, Tensor]] | None = None,
 ) -> Iterator[Checkpoint]:
-    """Yield the checkpoints of a source in order, without loading any.
+    """Yield the checkpoints of a source in order, without loading them.
 
     Args:
-        checkpoints: ``None`` (the model as it is), a state dict, a path to a ``.safetensors`` or ``.pt`` file, a
-            folder of such files (taken in natural order: ``epoch-2`` before ``epoch-10``), or an iterable of these.
-            Folders as Hugging Face saves them are one checkpoint each, in shards or not, a PEFT adapter too.
-        checkpoint_loader: Turns an item of the source into a state dict, for any other kind of item.
+        checkpoints: ``None`` (the model's current weights), a state dict, a path to a ``.safetensors`` or ``.pt`` file,
+            a folder of such files (in natural order: ``epoch-2`` before ``epoch-10``), or an iterable of these.
+            A folder saved by Hugging Face is one checkpoint, sharded or not; so is the folder of a PEFT adapter.
+        checkpoint_loader: Turns each item of the source into a state dict, for other kinds of items.
 
     Raises:
-        CheckpointError: If a path does not exist, or a folder holds no checkpoint, or both one and folders of more.
+        CheckpointError: If a path does not exist, or a folder holds no checkpoint, or a folder holds weights as well as
+            ``checkpoint-N`` folders.
     """
     if checkpoint_loader is not None:
         single = isinstance(checkpoints, str | os.PathLike | Mapping) or not isinstance(checkpoints, Iterable)
@@ -122,10 +123,10 @@ def iterate_checkpoints(
 
 
 def noted_checkpoint(source: object) -> Checkpoint | None:
-    """Return the checkpoint of the file that a store has noted as a source of weights, ``None`` if there is none.
+    """Return a checkpoint for the file that a store records as the source of its weights; ``None`` if there is none.
 
-    The store may be of somebody else's: only a plain file with a name that weights are saved under is opened, and no
-    code from it is run. Whether it holds the weights that are looked for, their digest tells.
+    The store may be untrusted: only a regular file with a known suffix of weight files is opened, and no code from it
+    is run. The caller compares the digest of the weights.
     """
     if not isinstance(source, str) or not source.endswith((*_SUFFIXES, _INDEX)):
         return None
@@ -133,7 +134,7 @@ def noted_checkpoint(source: object) -> Checkpoint | None:
         path = Path(source)
         return _from_file(path, path.stem) if path.is_file() else None
     except (OSError, ValueError):
-        return None  # no path at all: too long, or with a null byte
+        return None  # not a valid path: too long, or with a null byte
 
 
 def _natural(path: Path) -> list[tuple[int, int | str]]:
@@ -142,7 +143,7 @@ def _natural(path: Path) -> list[tuple[int, int | str]]:
 
 
 def weights_inside(folder: Path) -> Path | None:
-    """Return the file that holds the weights of a folder as Hugging Face saves it, or lists its shards."""
+    """Return the weights file or shard index of a folder saved by Hugging Face; ``None`` if it has neither."""
     return next((folder / name for name in _INSIDE_FOLDER if (folder / name).is_file()), None)
 
 
@@ -175,7 +176,7 @@ def _from_path(path: Path) -> Iterator[Checkpoint]:
 
 
 def _refuse_steps_beside(weights: Path) -> None:
-    """Raise if a trainer's folder holds the final weights and its checkpoints: either may be meant."""
+    """Raise if a Trainer folder holds both final weights and checkpoint folders, which is ambiguous."""
     steps = [entry for entry in weights.parent.iterdir() if _STEP_FOLDER.fullmatch(entry.name)]
     steps = sorted((entry for entry in steps if weights_inside(entry)), key=_natural)
     if steps:
@@ -193,12 +194,12 @@ def read_weights(path: Path, *, weights_only: bool = True) -> Mapping[str, Tenso
     """Read the state dict of a file, or of the shards that an index lists.
 
     Args:
-        path: A ``.safetensors`` file, one of ``torch.save``, or an index of Hugging Face.
-        weights_only: Run no code from the file; ``False`` unpickles whatever it holds and is for files that one trusts
-            as one's own code.
+        path: A ``.safetensors`` file, a ``torch.save`` file, or a Hugging Face shard index.
+        weights_only: Run no code from the file. ``False`` unpickles arbitrary objects, which can run code: use it only
+            for trusted files.
 
     Raises:
-        CheckpointError: If it cannot be read, or holds no state dict.
+        CheckpointError: If the file cannot be read or holds no state dict.
     """
     if not path.name.endswith(_INDEX):
         return _read_file(path, weights_only)
@@ -208,7 +209,7 @@ def read_weights(path: Path, *, weights_only: bool = True) -> Mapping[str, Tenso
 
 
 def _shards(index: Path) -> list[Path]:
-    """Return the files that an index of Hugging Face lists."""
+    """Return the files that a Hugging Face shard index lists."""
     try:
         listed = parse_json(index.read_bytes())["weight_map"].values()
         names = sorted(set(listed))
@@ -240,7 +241,7 @@ def _read_file(path: Path, weights_only: bool) -> Mapping[str, Tensor]:
 
 
 def _unwrap(content: Any, path: Path) -> Mapping[str, Tensor]:
-    """Return the state dict inside what ``torch.load`` gave."""
+    """Return the state dict in an object that ``torch.load`` returned."""
     if isinstance(content, Mapping):
         if content and all(isinstance(value, Tensor) for value in content.values()):
             return content
@@ -257,19 +258,19 @@ def _unwrap(content: Any, path: Path) -> Mapping[str, Tensor]:
 
 
 def module_versions(state: Mapping[str, Any]) -> dict[str, Any]:
-    """Return what a state dict records beside its tensors, by module name: the version of each module's own format.
+    """Return the metadata of a state dict by module name: the version of each module's state dict format.
 
-    It is the attribute ``_metadata`` that ``Module.state_dict`` sets. A file without it, or a copy into a plain dict,
-    has none.
+    This is the attribute ``_metadata`` that ``Module.state_dict`` sets; the result is empty if it is missing, as in a
+    copy into a plain dict.
     """
     return dict(getattr(state, "_metadata", None) or {})
 
 
 def with_versions(values: Mapping[str, Any], versions: Mapping[str, Any]) -> OrderedDict[str, Any]:
-    """Return a state dict with these values that records these versions, see :func:`module_versions`."""
+    """Return a state dict with these values and versions, see :func:`module_versions`."""
     state = OrderedDict(values)
     if versions:
-        state._metadata = OrderedDict(versions)  # type: ignore[attr-defined]  # as torch itself sets it
+        state._metadata = OrderedDict(versions)  # type: ignore[attr-defined]  # as torch sets it
     return state
 
 
@@ -279,7 +280,7 @@ def _bare(name: str) -> str:
 
 
 def _bare_module(name: str) -> str:
-    """Return the name of a module likewise; that of the wrapped model is empty."""
+    """Return a module name without these prefixes; the wrapped model's name is empty."""
     return _bare(f"{name}.").removesuffix(".")
 
 
@@ -288,11 +289,12 @@ def load_into(model: nn.Module, checkpoint: Checkpoint, own: Mapping[str, Tensor
 
     Args:
         model: The module; its tensors are overwritten in place.
-        checkpoint: What to load; ``module.`` and ``_orig_mod.`` prefixes are ignored where they must be.
-        own: The model's own weights, for the checkpoint that stands for them; ``None`` if it has them now.
+        checkpoint: The checkpoint; ``module.`` and ``_orig_mod.`` prefixes are ignored if the names do not match.
+        own: The model's original weights, used if ``checkpoint.load`` is ``None`` and as base weights of an adapter;
+            ``None`` if the model has them now.
 
     Raises:
-        CheckpointError: If names, shapes or the adapter do not fit; names the first. Nothing is copied then.
+        CheckpointError: If names, shapes or the adapter do not fit; lists the first mismatches. Nothing is copied.
     """
     reshard(model)
     if checkpoint.load is None:
@@ -324,22 +326,22 @@ def load_into(model: nn.Module, checkpoint: Checkpoint, own: Mapping[str, Tensor
             "Build the model that the checkpoint was saved from."
         )
     given = {name: shard_like(value, held[name]) for name, value in given.items()}
-    # Modules may refuse weights of an unknown version (torchvision's MNASNet). Names and shapes are the model's, so
-    # where none is recorded the version is taken to be the model's, too.
+    # Modules may reject weights without a version (torchvision's MNASNet). Names and shapes match the model, so
+    # where no version is recorded, use the model's.
     versions = {**module_versions(held), **_versions_under_own_names(state, held)}
-    model.load_state_dict(with_versions(given, versions), strict=False)  # safetensors leaves out tied names
+    model.load_state_dict(with_versions(given, versions), strict=False)  # safetensors omits tied names
 
 
 def _under_own_names(
     model: nn.Module, checkpoint: Checkpoint, state: Mapping[str, Any], base: Mapping[str, Any]
 ) -> dict[str, Any]:
-    """Return the state dict of a checkpoint under the model's names, with the base weights below an adapter."""
+    """Return the state dict of a checkpoint under the model's names; for an adapter, with the base weights."""
     held = model.state_dict(keep_vars=True)
     return completed_adapter(model, state, held, base) if checkpoint.is_adapter else _renamed(state, held)
 
 
 def _renamed(state: Mapping[str, Any], held: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a state dict under the model's names; prefixes are ignored only where the names differ as they are."""
+    """Return a state dict under the model's names; prefixes are ignored only if the names do not match exactly."""
     if all(name in held for name in state):
         return dict(state)
     by_bare = {_bare(name): name for name in held}
@@ -347,7 +349,7 @@ def _renamed(state: Mapping[str, Any], held: Mapping[str, Any]) -> dict[str, Any
 
 
 def _versions_under_own_names(state: Mapping[str, Any], held: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the versions that a state dict records under the model's module names, as :func:`_renamed` its values."""
+    """Return the versions of a state dict under the model's module names, analogous to :func:`_renamed`."""
     versions = module_versions(state)
     if all(name in held for name in state):
         return versions
@@ -356,7 +358,7 @@ def _versions_under_own_names(state: Mapping[str, Any], held: Mapping[str, Any])
 
 
 def _tied_to_given(own: Mapping[str, Any], name: str, given: Mapping[str, Any]) -> bool:
-    """Whether another name of the same tensor is in the checkpoint."""
+    """Return whether the checkpoint has the tensor under another of its tied names."""
     tensor = own[name]
     return isinstance(tensor, Tensor) and any(
         other in given and own[other] is tensor for other in own if other != name
@@ -366,7 +368,7 @@ def _tied_to_given(own: Mapping[str, Any], name: str, given: Mapping[str, Any]) 
 def weights_digest(model: nn.Module) -> str:
     """Return the SHA-256 over names, shapes, dtypes and bytes of a model's parameters and persistent buffers.
 
-    A sharded parameter is gathered for it, one at a time: all ranks have to ask, and get what a whole model gives.
+    Sharded parameters are gathered one at a time: all ranks must call this, and all get the unsharded model's digest.
     """
     reshard(model)
     digest = hashlib.sha256()

@@ -1,11 +1,11 @@
-"""The ranks of one run, launched by torchrun or joined by ``torch.distributed``: what they tell each other.
+"""Communication between the ranks of one run, launched by torchrun or joined by ``torch.distributed``.
 
-Rows are shared through the store, with nobody knowing of anybody (:mod:`trak_lite.parallel.sharing`). Where processes
-do know of each other, they do more: an error of one of them ends the others, sums over train rows are added up, what
-one has factorised is sent to all. Everything that is said here goes through the key-value store of the launcher or of
-the process group; a process group is used, and made if there is none, for tensors and top rows alone.
+Processes share rows through the store without communication (:mod:`trak_lite.parallel.sharing`). Ranks do more: an
+error of one rank ends the others, sums over train rows are reduced, and rank 0 sends preconditioned targets to all.
+Messages go through the key-value store of the launcher or of the process group. A process group is used only for
+tensors and top rows; it is created if there is none.
 
-Every rank makes the same calls in the same order.
+Every rank must make the same calls in the same order.
 """
 
 from __future__ import annotations
@@ -41,46 +41,46 @@ logger = logging.getLogger(__name__)
 Value = TypeVar("Value")
 
 _FAILED, _GONE = "failed", "gone"
-_PATIENCE = 30.0  # seconds, until a rank that waits for others says so
+_PATIENCE = 30.0  # seconds until a waiting rank warns
 _LOOK_EVERY = 0.2  # seconds
 _calls = 0
-"""Calls that this process has made together with others: the same number on every rank."""
+"""Number of collective calls of this process. It is the same on every rank."""
 _ended_calls: set[int] = set()
-"""Those of them whose failure this process has met, its own or that of another rank."""
+"""Numbers of the collective calls whose failure, on any rank, this process has handled."""
 
 
 class AbstractRanks(ABC):
-    """The processes that make a call together, as one of them sees them."""
+    """The processes that make a call together, from the point of view of one of them."""
 
     rank: int
-    """Number of this one."""
+    """Number of this process."""
     size: int
-    """How many there are."""
+    """Number of processes."""
 
     @abstractmethod
     def watch(self) -> None:
-        """Look whether another rank failed.
+        """Raise if another rank failed.
 
         Raises:
-            RankError: If so; says which one and why.
+            RankError: If another rank failed; names the rank and the reason.
         """
 
     @abstractmethod
     def broadcast(self, what: str, value: Callable[[], str], *, takes_long: bool = False) -> str:
-        """Return what rank 0 says.
+        """Return the value of rank 0.
 
         Args:
-            what: What it is, for messages.
-            value: Called on rank 0.
-            takes_long: Waiting for it is no sign that something is wrong.
+            what: Name of the value, for messages.
+            value: Computes the value. Called on rank 0 only.
+            takes_long: A long wait is expected: do not warn about it.
         """
 
     def once(self, what: str, job: Callable[[], None]) -> None:
-        """Do something on rank 0 when all ranks have come, and go on when it is done.
+        """Call ``job`` on rank 0 after all ranks have arrived; return on every rank when it is done.
 
         Args:
-            what: What is done, for messages.
-            job: Called on rank 0.
+            what: Name of the job, for messages.
+            job: Called on rank 0 only.
         """
         self.merged(0, max)
 
@@ -92,26 +92,26 @@ class AbstractRanks(ABC):
 
     @abstractmethod
     def value_of_rank_0(self, what: str, value: str) -> str:
-        """Return what rank 0 says, which waits for nobody."""
+        """Return the value of rank 0. Rank 0 does not wait for the others."""
 
     @abstractmethod
     def first_value(self, what: str, value: str) -> str:
-        """Return what the first rank says that comes here; nobody is waited for."""
+        """Return the value of the first rank that calls this, without waiting for other ranks."""
 
     def comes_first(self, what: str) -> bool:
-        """Whether this is the first rank that comes to something which one of them does for all."""
+        """Return whether this is the first rank to arrive at a job that one rank does for all."""
         return self.first_value(f"first at {what}", str(self.rank)) == str(self.rank)
 
     def agree(self, what: str, value: str, *, with_rank_0: bool = False) -> None:
-        """Compare a value with that of the first rank that comes here.
+        """Raise if a value differs from that of the first rank that calls this.
 
         Args:
-            what: What it is, for messages.
-            value: That of this rank.
-            with_rank_0: Wait for rank 0, and compare with its own.
+            what: Name of the value, for messages.
+            value: The value of this rank.
+            with_rank_0: Wait for rank 0, and compare with its value instead.
 
         Raises:
-            RankError: If it is another one.
+            RankError: If the values differ.
         """
         said = self.value_of_rank_0(what, value) if with_rank_0 else self.first_value(what, value)
         if said != value:
@@ -123,25 +123,25 @@ class AbstractRanks(ABC):
 
     @abstractmethod
     def add_up(self, tensors: Sequence[Tensor]) -> None:
-        """Replace tensors on rank 0 by their sums over ranks; on other ranks they are undefined then."""
+        """Replace tensors on rank 0 by their sums over ranks, in place. On other ranks they become undefined."""
 
     @abstractmethod
     def send_to_all(self, tensor: Tensor) -> None:
-        """Replace a tensor by that of rank 0."""
+        """Replace a tensor by that of rank 0, in place."""
 
     @abstractmethod
     def merged(self, value: Value, merge: Callable[[Value, Value], Value]) -> Value:
-        """Return what merging the values of all ranks gives, two neighbours at a time, in the order of ranks.
+        """Return the merged values of all ranks, on every rank. Values are merged in pairs, in the order of ranks.
 
         Args:
-            value: That of this rank; it can be pickled.
-            merge: Associative; gets the value of the lower ranks first.
+            value: The value of this rank; must be picklable.
+            merge: Associative function. Its first argument is the value of the lower ranks.
         """
 
 
 @final
 class OneRank(AbstractRanks):
-    """A process by itself.
+    """A single process, which does not communicate.
 
     Example:
         >>> OneRank().merged(3, max)
@@ -166,7 +166,7 @@ class OneRank(AbstractRanks):
         return value
 
     def add_up(self, tensors: Sequence[Tensor]) -> None:
-        """Do nothing: the sums are what they are."""
+        """Do nothing: the tensors already are the sums."""
 
     def send_to_all(self, tensor: Tensor) -> None:
         """Do nothing."""
@@ -178,14 +178,15 @@ class OneRank(AbstractRanks):
 
 @contextmanager
 def joined_ranks(call: str, *, distributed: bool | None = None) -> Iterator[AbstractRanks]:
-    """Make a call together with the other ranks, inside the block.
+    """Context manager of a call that all ranks make together.
 
-    An error that leaves the block ends the others: they raise :class:`~trak_lite.errors.RankError` when they look.
+    An error that leaves the block ends the other ranks: they raise :class:`~trak_lite.errors.RankError` at their next
+    check.
 
     Args:
-        call: What is called, which must be the same on all ranks.
-        distributed: ``None`` joins others if the script was launched by torchrun, or has a process group, with more
-            than one rank; ``False`` never does.
+        call: Description of the call. It must be the same on all ranks.
+        distributed: ``None`` joins the other ranks if the script was launched by torchrun, or has a process group, with
+            more than one rank. ``False`` never does.
 
     Raises:
         RankError: If another rank makes another call.
@@ -209,7 +210,7 @@ def joined_ranks(call: str, *, distributed: bool | None = None) -> Iterator[Abst
 
 
 def _meeting_place() -> tuple[Any, int, int] | None:
-    """Return a key-value store of all ranks, the number of this one and of all; ``None`` if there is but one."""
+    """Return ``(key-value store of all ranks, rank, number of ranks)``, or ``None`` if there is only one rank."""
     if not dist.is_available():
         return None
     if dist.is_initialized():
@@ -226,15 +227,15 @@ def _meeting_place() -> tuple[Any, int, int] | None:
 
 
 def _part_of(name: str, store: Any) -> Any:
-    """Return the keys of a store that begin with a name."""
+    """Return a view of a key-value store whose keys are prefixed with a name."""
     return dist.PrefixStore(name, store)  # type: ignore[attr-defined]  # public, but not listed
 
 
 @cache
 def _launcher_store(attempt: str) -> tuple[Any, int, int]:
-    """Return the launcher's key-value store. It is kept: rank 0 may be the one that serves it."""
-    # An agent serves the store before it starts a rank, so that one which cannot be reached is gone. A rank that serves
-    # it itself comes whenever its script gets here.
+    """Return ``(store, rank, number of ranks)`` of the launcher. Cached, because rank 0 may serve the store."""
+    # A torchrun agent serves the store before it starts the ranks: if it cannot be reached, it has ended. If rank 0
+    # serves the store, it does so only when its script reaches this line, so wait longer.
     served = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
     timeout = timedelta(seconds=_PATIENCE) if served else dist.default_pg_timeout
     found = dist.rendezvous("env://", timeout=timeout)  # type: ignore[attr-defined]  # public, but not listed
@@ -245,52 +246,52 @@ def _launcher_store(attempt: str) -> tuple[Any, int, int]:
 
 
 def _say_goodbye(store: Any, rank: int) -> None:
-    """Tell the others that the script of this rank has ended: it will not come to what they may wait for."""
-    with contextlib.suppress(dist.DistError):  # they have ended as well
+    """Record that the script of this rank has ended, so that other ranks do not wait for it."""
+    with contextlib.suppress(dist.DistError):  # the process that serves the store has ended as well
         _part_of("trak_lite", store).append(_GONE, f"{rank} ")
 
 
 def _on_cpu(tensor: Tensor) -> Tensor:
-    """Return a tensor, or its copy, that gloo carries: NCCL refuses ranks that share a GPU."""
+    """Return the tensor on the CPU, for gloo: NCCL does not support ranks that share a GPU."""
     return tensor.cpu().contiguous()
 
 
 @final
 class _Lookout:
-    """Looks in a thread of its own whether a rank has failed.
+    """Checks in a background thread whether a rank has failed.
 
-    Where a machine or its network is lost without a word, an answer may take minutes: nothing but this thread waits for
-    it, and rows are featurized meanwhile.
+    If a machine or its network goes down, a reply of the key-value store may take minutes. Only this thread waits for
+    it, so the main thread continues to featurize rows.
     """
 
     def __init__(self, store: Any, *, number: int) -> None:
-        """Begin to look; ``store`` holds the failures, those of this call below its number.
+        """Start the thread, which clones the connection to ``store``.
 
-        It is reached by a connection of its own.
+        ``store`` contains the failures of all calls; those of this call are under the prefix ``number``.
         """
         self.failure: tuple[int, str] | None = None
-        """The call that a rank failed in and what it says: this call, or another one that has not ended here."""
+        """``(call number, message)`` of a failure in this call, or in another call not in ``_ended_calls``."""
         self.gone: set[int] = set()
         """Ranks whose script has ended."""
         self.lost: str | None = None
-        """Why the store cannot be reached any more."""
+        """The error message if the store can no longer be reached."""
         self._store = store
         self._number = number
         self._ended = threading.Event()
         self._asked: float | None = None
-        """When the question was put that has no answer yet."""
+        """Time of the pending request to the store, or ``None``."""
         threading.Thread(target=self._look, name="trak_lite ranks", daemon=True).start()
 
     @property
     def is_silent(self) -> bool:
-        """Whether a question has had no answer for long."""
+        """Whether a request to the store has been pending for more than ``_PATIENCE`` seconds."""
         if not self._waits_for_long():
             return False
-        time.sleep(_LOOK_EVERY)  # if this process itself stood still, the answer comes now
+        time.sleep(_LOOK_EVERY)  # if this process itself was suspended, the reply arrives now
         return self._waits_for_long()
 
     def end(self) -> None:
-        """Look no more."""
+        """Stop the thread."""
         self._ended.set()
 
     def _waits_for_long(self) -> bool:
@@ -310,7 +311,7 @@ class _Lookout:
             self.lost = str(error)
 
     def _found(self, store: Any) -> tuple[int, str] | None:
-        # A rank that has failed in an earlier call may not come to this one, or may: then both keys are of use.
+        # A rank that failed in an earlier call may never make this one, so check the failures of all calls as well.
         own = _part_of(str(self._number), store)
         if own.check([_FAILED]):
             return self._number, own.get(_FAILED).decode()
@@ -343,14 +344,14 @@ class _TorchRanks(AbstractRanks):
             raise self._ended_by(*self._lookout.failure)
 
     def report(self, error: BaseException) -> None:
-        """Tell the others why this rank fails, unless they know that the call has failed."""
+        """Report this rank's error to the other ranks, unless the failure of the call is already known."""
         _ended_calls.add(self._number)
         if self._lookout.is_silent or self._lookout.lost is not None:
-            return  # there is nobody to tell
+            return  # the store cannot be reached
         known = self._lookout.failure
         if isinstance(error, RankError) and known is not None and known[0] == self._number:
             return
-        with contextlib.suppress(dist.DistError):  # whoever serves the store is gone, and the run with it
+        with contextlib.suppress(dist.DistError):  # the process that serves the store has ended
             said = (
                 str(error)
                 if isinstance(error, RankError)
@@ -373,7 +374,7 @@ class _TorchRanks(AbstractRanks):
     def value_of_rank_0(self, what: str, value: str) -> str:
         heard = self._heard
         said = self.broadcast(what, lambda: value)
-        self._heard = heard  # rank 0 goes on whether it is heard or not
+        self._heard = heard  # rank 0 does not wait here, so this is no reason for it to leave last
         return said
 
     def first_value(self, what: str, value: str) -> str:
@@ -421,7 +422,7 @@ class _TorchRanks(AbstractRanks):
         return result[0]
 
     def part(self) -> None:
-        """Let rank 0 go last where ranks have waited for each other: its process may be what serves the keys."""
+        """Make rank 0 leave last if ranks have waited for each other, because its process may serve the store."""
         if not self._heard:
             return
         if self.rank:
@@ -433,7 +434,7 @@ class _TorchRanks(AbstractRanks):
             time.sleep(next(waits))
 
     def close(self) -> None:
-        """Give back the process group that was made, if one was."""
+        """Stop the background thread and destroy the process group if this object created it."""
         self._lookout.end()
         if self._own_group:
             dist.destroy_process_group(self._group)
@@ -441,13 +442,13 @@ class _TorchRanks(AbstractRanks):
 
     @contextmanager
     def _together(self, what: str) -> Iterator[None]:
-        """Wait for all ranks, then let them talk directly."""
+        """Wait for all ranks, then open the process group for direct communication."""
         key = self._next_step(what)
         self._heard = True
         if self._ask(lambda: self._store.add(f"{key}/arrived", 1)) == self.size:
             self._ask(lambda: self._store.set(key, "all"))
         self._wait_for(key, what, {*range(self.size)}, most=dist.default_pg_timeout.total_seconds())
-        if self._has(_FAILED):  # one has come, and failed while it waited: it will not talk
+        if self._has(_FAILED):  # a rank arrived but failed while it waited: it will not communicate
             raise self._ended_by(self._number, self._ask(lambda: self._store.get(_FAILED)).decode())
         try:
             if self._group is None:
@@ -461,7 +462,7 @@ class _TorchRanks(AbstractRanks):
             ) from error
 
     def _open_group(self) -> None:
-        """Take a process group that carries tensors of the CPU: the script's, or one of our own."""
+        """Set a process group that supports CPU tensors: the script's if it does, otherwise a new one."""
         if not dist.is_initialized():
             store = _part_of("group", self._store)
             dist.init_process_group("gloo", store=store, rank=self.rank, world_size=self.size)
@@ -475,10 +476,10 @@ class _TorchRanks(AbstractRanks):
         return bool(self._ask(lambda: self._store.check([key])))
 
     def _ask(self, question: Callable[[], Value]) -> Value:
-        """Put a question to the store, and give it up when there has been no answer to any for long.
+        """Return the result of a request to the store; stop waiting if the store does not reply.
 
         Raises:
-            RankError: If so, or if the store cannot be reached.
+            RankError: If the store does not reply for ``_PATIENCE`` seconds or cannot be reached.
         """
         answer: Future[Value] = Future()
 
@@ -500,7 +501,7 @@ class _TorchRanks(AbstractRanks):
                 raise self._unreachable(str(error)) from error
 
     def _ended_by(self, number: int, said: str) -> RankError:
-        """Return the error of a call that ends because a rank has failed, in this one or another one."""
+        """Return the error of a call that ends because a rank failed in this or another call."""
         _ended_calls.add(number)
         return RankError(
             f"{said} Rank {self.rank} stops for that reason. What was done is safe: the same call again continues."
@@ -513,24 +514,24 @@ class _TorchRanks(AbstractRanks):
         )
 
     def _next_step(self, what: str) -> str:
-        """Return the key of the next thing that is said under a name: ranks that differ miss each other, no more."""
+        """Return the next key for a name, with a counter per name."""
         self._steps[what] += 1
         return f"{what} {self._steps[what]}"
 
     def _wait_for(
         self, key: str, what: str, needed: set[int], *, most: float = math.inf, takes_long: bool = False
     ) -> None:
-        """Wait for a key to be set, and say so if that takes long.
+        """Wait for a key to be set, and warn after ``_PATIENCE`` seconds.
 
         Args:
-            key: What is set.
-            what: What it is, for messages.
-            needed: Ranks that set it.
-            most: Seconds.
-            takes_long: Do not say so.
+            key: The key.
+            what: Name of the step, for messages.
+            needed: Ranks that must arrive for the key to be set.
+            most: Timeout in seconds.
+            takes_long: Do not warn.
 
         Raises:
-            RankError: If another rank fails meanwhile, has ended, or does not come in time.
+            RankError: If another rank fails, a needed rank has ended, or the timeout expires.
         """
         began, said = time.monotonic(), False
         for pause in pauses():

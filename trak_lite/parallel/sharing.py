@@ -1,8 +1,8 @@
-"""Several processes fill one table: each claims whole chunks, and leaves to the others what the others hold.
+"""Fill one table from several processes: each process claims whole chunks and skips chunks that others hold.
 
-Nobody knows of anybody. The lock of a chunk says who writes it, its commit says that it is done, and a lock whose
-holder died is free: shells, SLURM arrays and machines with a common disk need nothing else, and their number may
-change.
+Processes do not communicate. The lock of a chunk names its writer, the commit of a chunk marks it as done, and the
+lock of a dead process is free. This works for shells, SLURM arrays and machines with a common disk, and their number
+may change.
 
 Shapes: N rows of a table.
 """
@@ -48,15 +48,14 @@ _SAID_AGAIN_AFTER = 10  # times as long
 
 
 def unwatched() -> None:
-    """Look at nothing: the ``watch`` of a process that need not know of others."""
+    """Do nothing: the default ``watch`` of a process that does not check other ranks."""
 
 
 def plan_batches(pending: NDArray[np.int64], chunk_rows: int, rows_per_batch: int) -> list[NDArray[np.int64]]:
-    """Group pending rows into batches on a grid that never changes.
+    """Group pending rows into batches on a fixed grid.
 
-    The grid starts anew at every chunk, so a batch is written by one record and a run that is killed and
-    resumed computes the very batches that an undisturbed run computes: the features agree bitwise. So do those of
-    several processes.
+    The grid restarts at every chunk. A batch is therefore written by one record. A resumed run, or several processes,
+    compute the same batches as one uninterrupted run, so the features agree bitwise.
     """
     if not len(pending):
         return []
@@ -65,7 +64,7 @@ def plan_batches(pending: NDArray[np.int64], chunk_rows: int, rows_per_batch: in
 
 
 def pauses() -> Iterator[float]:
-    """Yield how long to wait before each next look at what others do, in seconds: longer and longer, up to one."""
+    """Yield the pause before each poll of other processes, in seconds: from 0.02, growing to 1."""
     pause = _FIRST_PAUSE
     while True:
         yield pause
@@ -74,9 +73,10 @@ def pauses() -> Iterator[float]:
 
 @final
 class Patience:
-    """Waits for other processes in longer and longer pauses, and says so when that takes long.
+    """Waits for other processes with growing pauses, and warns when the wait is long.
 
-    A process that was stopped, or hangs on a dead device, holds its lock for ever: only a person can tell.
+    A process that was stopped, or hangs on a dead device, holds its lock forever. It cannot be detected
+    automatically, so the warning asks the user to end it.
 
     Example:
         >>> from itertools import count
@@ -89,10 +89,10 @@ class Patience:
     def __init__(
         self, *, sleep: Callable[[float], None] | None = None, clock: Callable[[], float] | None = None
     ) -> None:
-        """Begin to wait.
+        """Start a wait.
 
         Args:
-            sleep: Lets some seconds pass; ``None`` is ``time.sleep``.
+            sleep: Sleeps for some seconds; ``None`` is ``time.sleep``.
             clock: Returns seconds; ``None`` is ``time.monotonic``.
         """
         self._sleep = time.sleep if sleep is None else sleep
@@ -100,17 +100,17 @@ class Patience:
         self.reset()
 
     def reset(self) -> None:
-        """Count anew: others have done something."""
+        """Restart the pauses and the warning timer, because other processes have made progress."""
         self._pauses = pauses()
         self._began: float | None = None
         self._said_next = _SAID_AFTER
 
     def wait(self, purpose: str, holder: Callable[[], str]) -> None:
-        """Let the next pause pass.
+        """Sleep for the next pause, and log if due.
 
         Args:
-            purpose: What is waited for: it follows "Waiting".
-            holder: Returns who holds it, as the message of a ``BusyError`` says it; called when it is said.
+            purpose: Purpose of the wait, to follow the word "Waiting".
+            holder: Returns the holder, as in the message of a ``BusyError``; called only for logging.
         """
         now = self._clock()
         if self._began is None:
@@ -129,7 +129,7 @@ class Patience:
 
 
 def has_free_rows(table: AbstractRowTable) -> bool:
-    """Whether a table has rows that are not committed, in a chunk that nobody holds at this moment."""
+    """Return whether a table has uncommitted rows in a chunk that no process holds."""
     committed = set(table.committed_chunks())
     for chunk in range(table.num_chunks):
         if chunk not in committed:
@@ -139,7 +139,7 @@ def has_free_rows(table: AbstractRowTable) -> bool:
 
 
 def holder_of(table: AbstractRowTable) -> str | None:
-    """Return who holds the first chunk of a table that is not committed; ``None`` if nobody does."""
+    """Return the holder of the first uncommitted chunk of a table; ``None`` if no process holds it."""
     committed = set(table.committed_chunks())
     first = next((chunk for chunk in range(table.num_chunks) if chunk not in committed), None)
     try:
@@ -152,7 +152,7 @@ def holder_of(table: AbstractRowTable) -> str | None:
 
 
 def always() -> bool:
-    """Say yes: the ``leads`` of a process that need not know of others."""
+    """Return True: the default ``leads``, with which this process creates the table."""
     return True
 
 
@@ -166,13 +166,13 @@ class LazyTable:
         create: Callable[[], AbstractRowTable],
         find: Callable[[], AbstractRowTable | None] = lambda: None,
     ) -> None:
-        """Hold the table if it exists, and else how to create it.
+        """Take the table if it exists, and functions that create and find it.
 
         Args:
-            spec: Shape and fingerprint; an existing table was opened with the same.
-            existing: The table, if there is one.
-            create: Creates it.
-            find: Opens it, if another process has created it since.
+            spec: Shape and fingerprint; those of an existing table are the same.
+            existing: The table, if it exists.
+            create: Creates the table.
+            find: Opens the table if another process has created it.
         """
         self.spec = spec
         self._table = existing
@@ -180,27 +180,27 @@ class LazyTable:
         self._find = find
 
     def look(self) -> bool:
-        """Look whether the table has been created, by this process or another one."""
+        """Return whether the table exists; open it if another process has created it."""
         if self._table is None:
             self._table = self._find()
         return self.exists
 
     @property
     def exists(self) -> bool:
-        """Whether the table was created."""
+        """Whether the table is known to exist."""
         return self._table is not None
 
     @property
     def table(self) -> AbstractRowTable | None:
-        """The table, once it was created."""
+        """The table, or ``None`` before its creation."""
         return self._table
 
     def pending(self) -> NDArray[np.int64]:
-        """Return the rows that are not done, ascending."""
+        """Return the pending rows, ascending."""
         return np.arange(self.spec.num_rows) if self._table is None else self._table.pending()
 
     def pending_by_chunk(self) -> NDArray[np.int64]:
-        """Return how many rows of every chunk are not done."""
+        """Return the number of pending rows of every chunk."""
         if self._table is not None:
             return self._table.pending_by_chunk()
         starts = np.arange(0, self.spec.num_rows, self.spec.chunk_rows)
@@ -211,7 +211,7 @@ class LazyTable:
         return [] if self._table is None else self._table.committed_chunks()
 
     def has_column(self, name: str) -> bool:
-        """Whether the table has a column of this name."""
+        """Return whether the table has a column of this name."""
         return any(column.name == name for column in self.spec.columns)
 
     def read_if_complete(self, column: str) -> NDArray[Any] | None:
@@ -219,11 +219,11 @@ class LazyTable:
         return self._table.read(column) if self._table is not None and self._table.complete else None
 
     def claim(self, chunk: int) -> AbstractContextManager[NDArray[np.int64]]:
-        """Hold a chunk, of the table that is created now at the latest; see :meth:`AbstractRowTable.claim`."""
+        """Claim a chunk. Creates the table if it does not exist. See :meth:`AbstractRowTable.claim`."""
         return self._created().claim(chunk)
 
     def put(self, rows: NDArray[np.int64], values: Mapping[str, NDArray[Any]]) -> None:
-        """Write rows; see :meth:`AbstractRowTable.put`."""
+        """Write rows. Creates the table if it does not exist. See :meth:`AbstractRowTable.put`."""
         self._created().put(rows, values)
 
     def _created(self) -> AbstractRowTable:
@@ -234,10 +234,10 @@ class LazyTable:
 
 @final
 class SharedRows:
-    """The pending rows of a table, of which this process takes what no other one holds.
+    """The pending rows of a table that this process computes: those of chunks that no other process holds.
 
-    A process begins with the first chunk. Whenever it finds a chunk held, it goes on at another one drawn at random, so
-    that processes spread out and seldom meet again.
+    A process starts with the first chunk. If a chunk is held by another process, it continues at a random chunk, so
+    that processes spread out over the table.
 
     Example:
         >>> from trak_lite.store import Column, Manifest, MemoryFeatureStore
@@ -268,42 +268,42 @@ class SharedRows:
         clock: Callable[[], float] = time.monotonic,
         unit: str = "row",
     ) -> None:
-        """Look at what is done.
+        """Determine the pending rows.
 
         Args:
-            table: To be filled. One that does not exist yet comes to be with the first batch that is put.
-            rows_per_batch: Of the grid of batches.
-            label: What the progress bar is called. It counts the rows that are done, whoever did them.
+            table: The table to fill. If it does not exist, the first batch that is put creates it.
+            rows_per_batch: Rows per batch of the grid.
+            label: Label of the progress bar, which counts the finished rows of all processes.
             progress: Show the bar; ``None`` shows it on a terminal only.
-            watch: Called now and then, while rows are put and while others are waited for; what it raises ends the
-                work, for which there is a reason elsewhere.
-            pause: Lets some seconds pass while others hold all that is left; ``None`` sleeps.
-            leads: Called if the table does not exist yet; where it says no, another process makes the first batch, and
-                the table with it.
-            clock: Returns seconds.
-            unit: What the bar calls a row of the table.
+            watch: Called regularly while rows are put and while waiting for other processes. Its exceptions end the
+                work.
+            pause: Sleeps for some seconds while other processes hold all remaining chunks; ``None`` is ``time.sleep``.
+            leads: Called if the table does not exist. If it returns ``False``, another process computes the first batch
+                and creates the table.
+            clock: Returns the time in seconds.
+            unit: Name of a row in the progress bar.
         """
         self._leads = leads
         self._clock = clock
         self._patience = Patience(sleep=pause, clock=clock)
         self._busy: BusyError | None = None
-        """What the last chunk that was found held says of its holder."""
+        """The error of the last claim that failed; names the holder."""
         self._pause = time.sleep if pause is None else pause
         self.spec = table.spec
         self.written = 0
-        """Rows that this process put."""
+        """Number of rows that this process put."""
         self._table = table
         self._rows_per_batch = rows_per_batch
         left = table.pending_by_chunk()
         self.pending_at_first = int(left.sum())
-        """Rows that were not done when this object was made."""
+        """Number of pending rows when this object was created."""
         committed = set(table.committed_chunks())
         self._left = {chunk: int(rows) for chunk, rows in enumerate(left) if chunk not in committed}
-        """Chunks that are not committed, and how many of their rows are pending as far as is known."""
+        """Uncommitted chunks, and their last known numbers of pending rows."""
         self._claims = ExitStack()
         self._claimed: set[int] = set()
         self._put: dict[int, int] = {}
-        """Rows put in this round, by chunk."""
+        """Number of rows put in this round, by chunk."""
         self._next = 0
         self._watch = watch
         self._looked = self._clock()
@@ -318,12 +318,12 @@ class SharedRows:
     def rounds(self, *, wait: bool = True) -> Iterator[Iterable[NDArray[np.int64]]]:
         """Yield the batches of rows to compute and put, in rounds, until every row of the table is committed.
 
-        Chunks are claimed as the batches are drawn, ahead of their computing where a data loader draws ahead. A round
-        ends when others hold all that is left; they are waited for between two rounds only, when this process holds
-        nothing: so no two processes ever wait for each other.
+        Drawing a batch claims its chunk; a data loader may draw batches before they are computed. A round ends when
+        other processes hold all remaining chunks. This process waits for them only between rounds, when it holds no
+        chunk, so processes cannot deadlock.
 
         Args:
-            wait: Otherwise end where others hold all that is left.
+            wait: Wait for other processes. ``False`` ends when they hold all remaining chunks.
 
         Yields:
             Batches ``(b,)`` of one chunk each; all of them must be put before the next round.
@@ -347,8 +347,9 @@ class SharedRows:
     def put(self, rows: NDArray[np.int64], values: Mapping[str, NDArray[Any]]) -> None:
         """Put a batch of the current round.
 
-        The very first batch of a table is computed before there is a table to claim a chunk of. Where another process
-        was faster with it, this one's is left out. So is a chunk of an object store that another machine has committed.
+        The first batch of a table is computed before the table exists, so its chunk cannot be claimed in advance. If
+        another process has written these rows first, the batch is discarded. Rows of a chunk of an object store that
+        another machine has committed are discarded as well.
         """
         chunk = int(rows[0]) // self.spec.chunk_rows
         if chunk not in self._claimed:
@@ -383,15 +384,15 @@ class SharedRows:
         error: BaseException | None,
         traceback: TracebackType | None,
     ) -> None:
-        """Give up what is held, and close the bar; a Ctrl-C is told how many rows are done."""
+        """Release all claims and close the bar. After Ctrl-C the bar reports the number of finished rows."""
         self._give_up()
         self._done.__exit__(kind, error, traceback)
 
     def _follow(self, table: LazyTable) -> bool:
-        """Wait for the process that makes the first batch, if that is another one; return whether there is a table."""
+        """Wait for the table if another process creates it; return whether the table exists."""
         if table.look() or self._leads():
             return table.exists
-        end = self._clock() + _LONGEST_FOLLOWING  # it may have been killed
+        end = self._clock() + _LONGEST_FOLLOWING  # the other process may have been killed
         for pause in pauses():
             if table.look() or self._clock() > end:
                 break
@@ -405,7 +406,7 @@ class SharedRows:
             pending = self._claim_next() if self._look() else None
 
     def _claim_next(self) -> NDArray[np.int64] | None:
-        """Claim a chunk and return its pending rows, ``None`` if others hold all that is left."""
+        """Claim a chunk and return its pending rows, or ``None`` if other processes hold all remaining chunks."""
         free = [chunk for chunk in self._left if chunk not in self._claimed]
         at = bisect_left(free, self._next)
         while free:
@@ -420,15 +421,15 @@ class SharedRows:
         return None
 
     def _anywhere(self, count: int) -> int:
-        """Return a random number below ``count``, not from the caller's random numbers."""
+        """Return a random number below ``count``, without changing the state of Python's global generator."""
         return random.SystemRandom().randrange(max(count, 1))
 
     def _claim(self, chunk: int) -> NDArray[np.int64] | None:
-        """Claim a chunk and return its pending rows, ``None`` if another process holds it."""
+        """Claim a chunk and return its pending rows, or ``None`` if another process holds it."""
         try:
             pending = self._claims.enter_context(self._table.claim(chunk))
         except HeldHereError:
-            raise  # it would be waited for without end
+            raise  # this process holds it elsewhere: waiting would never end
         except BusyError as error:
             logger.debug("Left to its writer: %s", error)
             self._busy = error
@@ -438,7 +439,7 @@ class SharedRows:
         return pending
 
     def _look(self) -> bool:
-        """Count what was committed since the last look; return whether anything is left."""
+        """Update the bar with newly committed chunks; return whether any chunk is left."""
         self._looked = self._clock()
         for chunk in self._left.keys() & set(self._table.committed_chunks()):
             self._note(chunk, 0)
@@ -446,12 +447,12 @@ class SharedRows:
         return bool(self._left)
 
     def _note(self, chunk: int, left: int) -> None:
-        """Show on the bar how many rows of a chunk are pending now."""
+        """Set the number of pending rows of a chunk, and advance the bar."""
         self._done.advance(self._left[chunk] - left)
         self._left[chunk] = left
 
     def _give_up(self) -> None:
-        """Give up the claims: of chunks that are full by now, unless something failed."""
+        """Release the claims. Their chunks are complete, unless something failed."""
         self._claims.close()
         self._claimed.clear()
         self._put.clear()
@@ -463,7 +464,7 @@ class SharedRows:
             f"for {left} rows that others hold", lambda: str(self._busy or "their writers are not named.")
         )
         before = len(self._left)
-        if self._look():  # where nothing is left, nobody else is needed
+        if self._look():  # if no chunk is left, a failure of another rank no longer matters
             self._watch()
         if len(self._left) < before:
             self._patience.reset()

@@ -1,8 +1,9 @@
-r"""Projectors: from per-sample gradients (P numbers) to features (K numbers).
+r"""Projectors map per-sample gradients (P numbers) to features (K numbers).
 
-A projector is a linear map that keeps inner products in expectation (TRAK, arXiv:2303.14186, section 3.2).
-It takes gradients one parameter at a time and adds them up in one ``(B, K)`` accumulator. The native ones
-scale so that :math:`E\|\phi\|^2 = \|g\|^2`; those with the original TRAK's names do not, as in the original.
+A projector is a linear map that preserves inner products in expectation (TRAK, arXiv:2303.14186, section 3.2).
+It receives gradients one parameter at a time and sums their projections in one ``(B, K)`` accumulator. Native
+projectors scale features so that :math:`E\|\phi\|^2 = \|g\|^2`. Projectors with names of the original TRAK do not
+scale, like the originals.
 """
 
 from trak_lite.projectors._base import AbstractProjector as AbstractProjector

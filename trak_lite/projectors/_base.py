@@ -1,4 +1,4 @@
-"""The contract of a projector: gradient blocks in, feature rows out."""
+"""Base classes of projectors: gradient blocks in, feature rows out."""
 
 from __future__ import annotations
 
@@ -32,28 +32,28 @@ class ProjectionType(StrEnum):
 
 
 class AbstractFeatureAccumulator(ABC):
-    """Takes the gradient blocks of one batch, in any order, and gives its feature rows.
+    """Accumulates the gradient blocks of one batch, in any order, into feature rows.
 
-    Laws: the result does not depend on the order of the blocks beyond rounding, nor on how rows or
-    parameters are spread over calls; a parameter that never comes counts as zero.
+    Requirements: the result does not depend, beyond rounding, on the order of the blocks or on how rows and
+    parameters are split over calls; a parameter without a block counts as zero.
     """
 
     @abstractmethod
     def add(self, block: GradientBlock) -> None:
-        """Take one block; it may be freed as soon as this returns."""
+        """Add one block; it may be freed as soon as this returns."""
 
     @abstractmethod
     def features(self) -> Tensor:
-        """Return the feature rows ``(B, K)``, once, after the last block."""
+        """Return the feature rows ``(B, K)``; call it once, after the last block."""
 
 
 class AbstractProjector(ABC):
     """Linear map from gradients (P numbers per sample) to features (K numbers per sample).
 
-    A native projector overrides :meth:`accumulator`. A projector written for the original TRAK, which only
-    defines ``project``, works unchanged: its blocks are collected and projected together.
+    A native projector overrides :meth:`accumulator`. A projector written for the original TRAK defines only
+    ``project`` and works unchanged: the blocks of a batch are collected and projected together.
 
-    Laws, held by ``trak_lite.testing.ProjectorTests``: the map is linear; it depends only on
+    Requirements, tested by ``trak_lite.testing.ProjectorTests``: the map is linear; it depends only on
     (seed, model_id, parameter name, coordinates), never on batch size, block order, chunking or device.
     """
 
@@ -69,11 +69,11 @@ class AbstractProjector(ABC):
         """Store the settings (the original TRAK's signature).
 
         Args:
-            grad_dim: P, number of gradient entries per sample; 0 where the blocks tell.
+            grad_dim: P, number of gradient entries per sample; 0 to derive it from the blocks.
             proj_dim: K, number of features per sample; 0 for the identity, whose K is P.
             seed: Seed of every random entry.
             proj_type: Distribution of the entries.
-            device: Where the projection runs; ``None`` for where the gradients are.
+            device: Device of the projection; ``None`` for the gradients' device.
         """
         self.grad_dim = grad_dim
         self.proj_dim = proj_dim
@@ -88,7 +88,7 @@ class AbstractProjector(ABC):
         Args:
             grads: Per-sample gradients by parameter name, each ``(B, *parameter.shape)``, or one
                 ``(B, P)`` tensor.
-            model_id: The checkpoint; every checkpoint has a matrix of its own.
+            model_id: Number of the checkpoint; each checkpoint has its own projection matrix.
 
         Returns:
             Features ``(B, K)``.
@@ -97,21 +97,21 @@ class AbstractProjector(ABC):
     def accumulator(
         self, num_samples: int, *, model_id: int, parameters: ParameterShapes
     ) -> AbstractFeatureAccumulator:
-        """Return a fresh accumulator for one batch.
+        """Return a new accumulator for one batch.
 
         Args:
             num_samples: B, rows of the batch.
-            model_id: The checkpoint; every checkpoint has a matrix of its own.
-            parameters: Shapes of the kept parameters by canonical name, in model order.
+            model_id: Number of the checkpoint; each checkpoint has its own projection matrix.
+            parameters: Shapes of the differentiated parameters by canonical name, in model order.
         """
         return _CollectingAccumulator(self, num_samples, model_id, parameters)
 
     def layout(self, parameters: ParameterShapes) -> FeatureLayout:
-        """Return the segments of a feature row for gradients of these parameters."""
+        """Return the segments of a feature row for these parameters."""
         return FeatureLayout.joint(self.proj_dim or num_entries(parameters))
 
     def fingerprint(self) -> dict[str, Any]:
-        """Return what determines the features, as JSON values, for the store's manifest.
+        """Return the JSON values that determine the features, for the store's manifest.
 
         Entries: ``kind`` (class name), ``proj_dim``, ``seed`` and ``version`` of the algorithm.
         """
@@ -123,12 +123,12 @@ class AbstractProjector(ABC):
         }
 
     def free_memory(self) -> None:
-        """Drop cached matrices; they are drawn again when needed."""
+        """Free cached matrices; they are generated again when needed."""
         return
 
 
 class _CollectingAccumulator(AbstractFeatureAccumulator):
-    """Collects dense gradients in model order for a projector that only defines ``project``."""
+    """Collects dense gradients in model order for a projector that defines only ``project``."""
 
     def __init__(
         self,
@@ -166,14 +166,14 @@ class _CollectingAccumulator(AbstractFeatureAccumulator):
 
 
 def named_gradients(grads: Mapping[str, Tensor] | Tensor) -> tuple[dict[str, Tensor], int]:
-    """Return gradients by name and the number of samples B that they agree on.
+    """Return gradients by name and their common number of samples B.
 
     Args:
         grads: Per-sample gradients by parameter name, each ``(B, *parameter.shape)``, or one ``(B, P)``
             tensor, which becomes one parameter with an empty name.
 
     Raises:
-        InvalidInputError: If there is no gradient, a sample axis is missing, or the gradients disagree on B.
+        InvalidInputError: If there is no gradient, a sample axis is missing, or the gradients differ in B.
     """
     named = {"": grads} if isinstance(grads, Tensor) else dict(grads)
     if isinstance(grads, Tensor) and grads.dim() != 2:
@@ -192,7 +192,7 @@ def named_gradients(grads: Mapping[str, Tensor] | Tensor) -> tuple[dict[str, Ten
 def project_named(
     projector: AbstractProjector, grads: Mapping[str, Tensor] | Tensor, model_id: int
 ) -> Tensor:
-    """Project collected gradients through the projector's own accumulator: features ``(B, K)``."""
+    """Return the features ``(B, K)`` of collected gradients, computed by the projector's accumulator."""
     named, num_samples = named_gradients(grads)
     parameters = {name: tuple(grad.shape[1:]) for name, grad in named.items()}
     accumulator = projector.accumulator(num_samples, model_id=model_id, parameters=parameters)

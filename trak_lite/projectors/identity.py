@@ -26,9 +26,9 @@ __all__ = ["NoOpProjector"]
 
 @final
 class NoOpProjector(AbstractProjector):
-    """Keeps all P gradient entries, unscaled, in the model order of the parameters.
+    """Returns all P gradient entries, unscaled, with parameters in model order.
 
-    The name and the signature are the original TRAK's; all arguments but ``device`` have no effect.
+    Name and signature are those of the original TRAK; only ``device`` has an effect.
 
     Example:
         >>> NoOpProjector().project({"weight": torch.ones(1, 2), "bias": torch.zeros(1)}, model_id=0)
@@ -51,8 +51,8 @@ class NoOpProjector(AbstractProjector):
             proj_dim: Has no effect; the attribute is 0, because K is the P of the gradients.
             seed: Has no effect.
             proj_type: Has no effect.
-            device: Where the features go; ``None`` for where the gradients are.
-            **kwargs: Arguments of other projectors, without effect.
+            device: Device of the features; ``None`` for the gradients' device.
+            **kwargs: Ignored; accepts the arguments of other projectors.
         """
         super().__init__(grad_dim, 0, seed, proj_type, device)
 
@@ -67,11 +67,11 @@ class NoOpProjector(AbstractProjector):
     def accumulator(
         self, num_samples: int, *, model_id: int, parameters: ParameterShapes
     ) -> AbstractFeatureAccumulator:
-        """Return a fresh accumulator for one batch of ``num_samples`` rows."""
+        """Return a new accumulator for one batch of ``num_samples`` rows."""
         return _ColumnAccumulator(num_samples, parameters, self.device)
 
     def fingerprint(self) -> dict[str, Any]:
-        """Return the kind and version; there is nothing to choose."""
+        """Return kind and version; the identity has no settings."""
         return {"kind": "identity", "proj_dim": 0, "seed": 0, "version": 1}
 
 
@@ -94,7 +94,7 @@ class _ColumnAccumulator(AbstractFeatureAccumulator):
 
     @torch.no_grad()
     def add(self, block: GradientBlock) -> None:
-        """Write one block; raises InvalidInputError if it does not fit the parameters or the batch."""
+        """Add one block; raises InvalidInputError if it does not fit the parameters or the batch."""
         rows = block_rows(block, self._num_samples, self._parameters)
         features = self._features_for(rows)
         column = self._columns[block.name]
@@ -102,7 +102,7 @@ class _ColumnAccumulator(AbstractFeatureAccumulator):
         target.add_(rows.to(features.device))
 
     def features(self) -> Tensor:
-        """Return ``(B, P)`` in the widest dtype of the gradients; float32 zeros if none came."""
+        """Return ``(B, P)`` in the widest dtype of the gradients; float32 zeros if no block was added."""
         if self._features is None:
             return torch.zeros(
                 self._num_samples, num_entries(self._parameters), dtype=torch.float32, device=self._device
@@ -110,7 +110,7 @@ class _ColumnAccumulator(AbstractFeatureAccumulator):
         return self._features
 
     def _features_for(self, rows: Tensor) -> Tensor:
-        """Return the feature rows in a dtype that holds these gradient rows too."""
+        """Return the feature buffer, promoted to a dtype that can hold these gradient rows."""
         if self._features is None:
             self._features = torch.zeros(
                 self._num_samples,

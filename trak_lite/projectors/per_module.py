@@ -1,9 +1,10 @@
-"""A segment of features, and so a kernel, for every module, by any projector.
+"""Separate features, and hence a separate kernel, for each module, with any projector.
 
-With one joint segment the features of all parameters are added up and one kernel weighs them together. With a segment
-per module the kernel is block-diagonal, as in the layer-wise methods of influence functions. At equal storage the joint
-one keeps inner products better (each module has only its share of the columns). :class:`~trak_lite.Attributor` takes
-one per module by default: what counts is how scores predict retraining (``benchmarks/lds_digits.py`` has both).
+With one joint segment the features of all parameters are summed and share one kernel. With one segment per module the
+kernel is block-diagonal, as in layer-wise influence functions. At equal storage the joint layout preserves inner
+products better, because each module has only a share of the columns. :class:`~trak_lite.Attributor` nevertheless uses
+one segment per module by default: the criterion is how well scores predict retraining (``benchmarks/lds_digits.py``
+compares both).
 
 Shapes: B samples, K features of each module (the projector's ``proj_dim``), L modules; rows have L K features.
 """
@@ -23,12 +24,12 @@ from trak_lite.types import FeatureLayout, GradientBlock, ParameterShapes, Segme
 __all__ = ["PerModuleProjector"]
 
 _ROOT = "(model)"
-"""Segment of the parameters that the model itself owns."""
+"""Segment name for parameters registered on the root module."""
 
 
 @final
 class PerModuleProjector(AbstractProjector):
-    """Gives the parameters of every module features of their own.
+    """Projects the parameters of each module to a separate segment of features.
 
     Example:
         >>> from trak_lite.projectors import CountSketchProjector
@@ -57,7 +58,7 @@ class PerModuleProjector(AbstractProjector):
     def accumulator(
         self, num_samples: int, *, model_id: int, parameters: ParameterShapes
     ) -> AbstractFeatureAccumulator:
-        """Return a fresh accumulator for one batch of ``num_samples`` rows."""
+        """Return a new accumulator for one batch of ``num_samples`` rows."""
         parts = {
             module: self.projector.accumulator(num_samples, model_id=model_id, parameters=own)
             for module, own in _modules(parameters).items()
@@ -76,7 +77,7 @@ class PerModuleProjector(AbstractProjector):
         return FeatureLayout(tuple(segments))
 
     def fingerprint(self) -> dict[str, Any]:
-        """Return that of the projector, as one of several segments."""
+        """Return the wrapped projector's fingerprint, marked as per module."""
         inner = self.projector.fingerprint()
         return {
             "kind": "per_module",
@@ -87,12 +88,12 @@ class PerModuleProjector(AbstractProjector):
         }
 
     def free_memory(self) -> None:
-        """Drop what the projector holds."""
+        """Free the wrapped projector's cached matrices."""
         self.projector.free_memory()
 
 
 def _modules(parameters: ParameterShapes) -> dict[str, dict[str, tuple[int, ...]]]:
-    """Return the parameters by the module that owns them, in model order."""
+    """Return the parameters grouped by the module that owns them, in model order."""
     found: dict[str, dict[str, tuple[int, ...]]] = {}
     for name, shape in parameters.items():
         found.setdefault(_module(name), {})[name] = shape

@@ -1,4 +1,4 @@
-"""The one place that turns a projector's name into a projector."""
+"""Projector selection by name."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ __all__ = ["PROJECTORS", "projector_name", "select_projector"]
 
 
 def _identity(proj_dim: int, *, seed: int, device: str | torch.device | None) -> NoOpProjector:
-    """Make the identity, which has no size and no seed of its own."""
+    """Return the identity projector, which has no ``proj_dim`` and no seed."""
     return NoOpProjector(device=device)
 
 
@@ -46,15 +46,16 @@ def select_projector(
     device: str | torch.device | None = None,
     layout: str = "auto",
 ) -> AbstractProjector:
-    """Return the projector that is meant.
+    """Return a projector by name, or the given projector.
 
     Args:
-        projector: ``"auto"``, a name in :data:`PROJECTORS`, or a projector, which is returned as it is.
+        projector: ``"auto"``, a name in :data:`PROJECTORS`, or a projector, which is returned unchanged.
         proj_dim: K, number of features per sample; not used by ``"none"``.
         seed: Seed of every random entry.
-        device: Where the projection runs; ``None`` for where the gradients are.
-        layout: ``"joint"`` for one segment of K features, ``"module"`` for one per module
-            (``"two_sided"``: per matrix); ``"auto"`` is joint but for ``"two_sided"``. A projector has its own.
+        device: Device of the projection; ``None`` for the gradients' device.
+        layout: ``"joint"`` for one segment of K features, ``"module"`` for one segment per module
+            (``"two_sided"``: per matrix). ``"auto"`` is ``"module"`` for ``"two_sided"``, else ``"joint"``; it is the
+            only choice if ``projector`` is an object.
 
     Raises:
         InvalidInputError: If a name is unknown, ``projector`` is neither a name nor a projector, or a projector is
@@ -86,8 +87,8 @@ def select_projector(
 
 
 def projector_name(projector: str | AbstractProjector) -> str | None:
-    """Return the name in :data:`PROJECTORS` that a choice comes to; ``None`` for a projector of the user's own."""
+    """Return the name in :data:`PROJECTORS` that a choice resolves to; ``None`` for a projector object."""
     if not isinstance(projector, str):
         return None
-    # The inner products of a dense matrix of signs vary as much, and it costs 2K operations per entry instead of one.
+    # A dense sign matrix has the same variance of inner products at 2K operations per entry instead of one.
     return "countsketch" if projector == "auto" else projector

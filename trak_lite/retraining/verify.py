@@ -1,6 +1,6 @@
-"""Testing scores against models that are really retrained: held-out accuracy, baselines, calibration, a verdict.
+"""Test scores against retrained models: LDS, baselines, calibration and a verdict.
 
-All that a linear score needs to predict a subset is the sum of the train features over it: ``(S, K)`` per checkpoint,
+To predict a subset, a linear score needs only the sum of the train features over the subset: ``(S, K)`` per checkpoint,
 from one pass over the train rows. Kernels, dampings and views are then applied to S rows instead of N.
 
 Shapes: N train rows, M targets, S subsets, K feature width, C checkpoints, V views, D dampings.
@@ -55,18 +55,18 @@ from trak_lite.store.manifest import compare_fingerprints
 __all__ = ["SubsetSums", "calibrated_scores", "evaluate", "verify"]
 
 VIEWS: Final = ("outside", "inside", "off")
-"""Train rows weighed by their mean q over checkpoints, by the q of each checkpoint, or not at all."""
+"""Train rows weighted by their mean q over checkpoints, by the q of each checkpoint, or not weighted."""
 _DAMPINGS: Final = (0.1, 1.0, 10.0)
-"""Tried by calibration, besides the one in force."""
+"""Dampings tried by calibration, in addition to the method's."""
 _TILE_ROWS: Final = 1024
 _MOST_PARTS: Final = 512
-"""Weights that are fitted at most; beyond, modules share theirs."""
+"""Maximum number of fitted weights. With more, all modules share theirs."""
 _CALIBRATION_TARGETS: Final = 256
-"""Targets that weights are fitted on at most; they bound the memory."""
+"""Maximum number of targets to fit weights on; limits memory."""
 _KEPT_TARGETS: Final = 64
-"""Targets whose predictions are kept for a picture."""
+"""Number of targets whose predictions are stored for plots."""
 _NUM_RESAMPLES: Final = 1000
-"""Of every bootstrap."""
+"""Resamples of every bootstrap."""
 _FEWEST_FOR_CALIBRATION: Final = 6
 
 
@@ -87,31 +87,33 @@ def verify(
 ) -> Verdict:
     """Test scores against models that are retrained on random subsets of the train rows.
 
-    The verdict reports the linear datamodeling score (LDS): how well summed scores rank the retrained models' outputs
-    of a target, beside methods that cost next to nothing. It is stored with the scores and printed with them. Every
-    retraining is stored, so the same call continues after a kill, and verifying other scores of the same targets
-    (another method, ``calibrate=True``) trains nothing again. Another process first repeats one of them, to see that
-    the training is the same, and several processes share them. Of several ranks the first one trains.
+    The verdict reports the linear datamodeling score (LDS): the rank correlation of summed scores with the retrained
+    models' outputs of a target. It also reports the LDS of cheap baselines. The verdict is stored and printed with the
+    scores. Every retraining is stored. The same call therefore resumes after a kill, and verifying other scores of the
+    same targets (another method, ``calibrate=True``) trains nothing. A new process first repeats one stored
+    retraining, to check that the training is unchanged. Several processes share the retrainings. In a distributed run
+    rank 0 trains.
 
     Args:
-        scores: Scores with a stored matrix, of an attributor.
+        scores: Scores of an attributor, with a stored matrix.
         train_fn: ``train_fn(rows, seed)`` trains from scratch on these train rows, numbered as in ``scores``, and
             returns a module of the attributed architecture or its state dict.
         targets: The targets that were scored: a dataset, a DataLoader or :class:`~trak_lite.Rows`.
-        budget: Random subsets; each is trained on once per seed.
-        seeds: Passed on to ``train_fn``. One more subset says more than a second seed, but two tell the ceiling.
+        budget: Number of random subsets. Each is trained on once per seed.
+        seeds: Passed to ``train_fn``. One more subset is worth more than a second seed, but the noise ceiling needs two
+            seeds.
         alpha: Share of the train rows in a subset.
-        strata: ``(N,)`` group of each train row, of which every subset keeps the same share.
+        strata: ``(N,)`` group of each train row. Every subset contains the same share of each group.
         subset_seed: Seed of the subsets.
-        calibrate: Fit the weights of checkpoint x module x damping x place of q on every other subset. They are stored
-            for :func:`calibrated_scores` only if they are better on the other subsets beyond doubt.
+        calibrate: Fit weights per checkpoint, module, damping and position of q on every other subset. They are stored
+            for :func:`calibrated_scores` only if they are significantly better on the remaining subsets.
         texts: Train texts and target texts (or their tokens) for the BM25 baseline.
         confidence: Nominal coverage of the intervals.
-        train_id: Your name for the training, instead of the source of ``train_fn`` and what it carries.
+        train_id: A name that identifies the training, instead of the source code and captured values of ``train_fn``.
 
     Raises:
-        InvalidInputError: If the budget is too small, texts or strata do not fit, or scores without a kernel are to be
-            calibrated.
+        InvalidInputError: If the budget is too small, texts or strata have the wrong length, or ``calibrate=True`` and
+            the scores have no kernel.
         StateError: If the matrix of the scores is not stored, or they were opened without a model.
         ManifestMismatchError: If ``targets`` are not those that were scored, or ``train_id`` names another training.
         RetrainingError: If a training fails; names subset and seed.
@@ -161,16 +163,16 @@ def verify(
             _store_predictions(store, path, scores, retrained)
         return json.dumps(verdict.to_json())
 
-    # Ranks other than the first one wait for it, and are told.
+    # Rank 0 computes the verdict; the other ranks wait and receive it.
     with run.joined(f"verify {name!r}") as ranks:
         return Verdict.from_json(json.loads(ranks.broadcast("the verdict", decide, takes_long=True)))
 
 
 def calibrated_scores(scores: Scores) -> NDArray[np.float32]:
-    """Return the scores of the calibrated kernel that :func:`verify` found and stored, ``(N, M)``.
+    """Return the scores with the calibrated kernel that :func:`verify` stored, ``(N, M)``.
 
     Raises:
-        StateError: If the scores were not verified with ``calibrate=True``, or the calibrated kernel was no better.
+        StateError: If the scores were not verified with ``calibrate=True``, or the calibrated kernel was not better.
     """
     verdict = scores.verdict
     if verdict is None or verdict.calibration is None:
@@ -183,26 +185,26 @@ def calibrated_scores(scores: Scores) -> NDArray[np.float32]:
 
 @final
 class SubsetSums:
-    """Train features summed over subsets, checkpoint by checkpoint."""
+    """Sums of train features over subsets, for each checkpoint."""
 
     def __init__(self, rows: ScoredRows, masks: NDArray[np.bool_]) -> None:
         """Read the train rows of every checkpoint once.
 
         Args:
-            rows: Where they are.
-            masks: ``(S, N)``.
+            rows: The stored rows.
+            masks: Rows of each subset, ``(S, N)``.
         """
         kept = torch.from_numpy(masks.astype(np.float64)).to(rows.device)
         mean = torch.from_numpy(rows.mean_out_to_loss()).to(rows.device)
         self.by_checkpoint: list[dict[str, Tensor]] = []
-        """For each checkpoint the sums by view, ``(S, K)``; ``"unit"`` of rows that are scaled to norm 1."""
+        """For each checkpoint the sums by view, ``(S, K)``; ``"unit"`` sums rows scaled to norm 1."""
         for table in rows.train.values():
             own = torch.from_numpy(table.read(OUT_TO_LOSS)).to(mean)
             weights = {"outside": kept * mean, "inside": kept * own, "off": kept}
             self.by_checkpoint.append(_sums(table, weights, rows.layout.width, rows.device))
 
     def predict(self, targets: Sequence[Tensor], view: str) -> Array:
-        """Return ``(S, M)``: sums over subsets of ``train row @ target``, added up over checkpoints.
+        """Return ``train row @ target``, summed over each subset and over checkpoints, ``(S, M)``.
 
         Args:
             targets: ``(M, K)`` for every checkpoint.
@@ -239,18 +241,19 @@ def evaluate(
     texts: tuple[Sequence[Any], Sequence[Any]] | None,
     confidence: float,
 ) -> Verdict:
-    """Compare scores and baselines with retrained models.
+    """Return the verdict: scores and baselines compared with retrained models.
 
     Args:
         scores: ``(N, M)``.
-        rows: What they were made from.
+        rows: The stored rows that the scores were computed from.
         retrained: Models trained on subsets, and their outputs for the M targets.
         calibrate: Fit the kernel's weights on every other subset and test them on the rest.
         texts: Train texts and target texts, for BM25.
         confidence: Nominal coverage of every interval.
 
     Raises:
-        InvalidInputError: If there are too few subsets, no target changes, or texts are not one per row and target.
+        InvalidInputError: If there are too few subsets, the outputs of all targets are constant, or there is not one
+            text per row and target.
     """
     outputs = retrained.mean
     predicted = _summed(scores, retrained.masks)
@@ -286,18 +289,18 @@ def _target_outputs(
     device: torch.device,
     trained: nn.Module | Mapping[str, Tensor],
 ) -> Tensor:
-    """Return the model output f of every target under other weights, ``(M,)``.
+    """Return the model output f of every target with the weights of ``trained``, ``(M,)``.
 
     Args:
-        model: Takes the weights, and is given back as it was.
-        task: Gives f.
+        model: The weights are loaded into it; it is restored afterwards.
+        task: Computes f.
         targets: M rows.
-        device: Where to run.
+        device: Device of the computation.
         trained: A module of the same architecture, which may be ``model`` itself, or its state dict.
     """
     state = trained.state_dict() if isinstance(trained, nn.Module) else trained
     if isinstance(state, Mapping):
-        # Copied, because it may be the model that is overwritten.
+        # Copy the values: if trained is model, borrow_model and load_into overwrite them.
         copies = {name: _copied(value) for name, value in state.items()}
         state = with_versions(copies, module_versions(state))
     grid = range(0, len(targets), targets.batch_size)
@@ -313,7 +316,7 @@ def _target_outputs(
 
 
 def _check_budget(budget: int, *, calibrate: bool) -> None:
-    """Refuse too few subsets before anything is trained."""
+    """Raise if the budget is too small, before the first training."""
     fewest = _FEWEST_FOR_CALIBRATION if calibrate else 2
     if isinstance(budget, bool) or not isinstance(budget, int) or budget < fewest:
         raise InvalidInputError(
@@ -323,11 +326,11 @@ def _check_budget(budget: int, *, calibrate: bool) -> None:
 
 
 def _store_predictions(store: AbstractFeatureStore, path: str, scores: Scores, retrained: Retrained) -> None:
-    """Keep what scores predicted for the subsets beside what the retrained models said, for some targets.
+    """Store the scores' predictions for the subsets and the retrained models' outputs, for some targets.
 
     Args:
-        store: Holds the scores.
-        path: Their table, as in :func:`store_verdict`.
+        store: Store of the scores.
+        path: Table of the scores, as in :func:`store_verdict`.
         scores: ``(N, M)``.
         retrained: Models trained on subsets, and their outputs for the M targets.
     """
@@ -337,10 +340,10 @@ def _store_predictions(store: AbstractFeatureStore, path: str, scores: Scores, r
 
 
 def _calibrated_scores(rows: ScoredRows, calibration: Calibration) -> NDArray[np.float32]:
-    """Return the scores of the calibrated kernel, ``(N, M)``.
+    """Return the scores with the calibrated kernel, ``(N, M)``.
 
     Raises:
-        StateError: If the calibrated kernel was not kept.
+        StateError: If the calibrated kernel was not better, so that it was not stored.
     """
     if not calibration.kept:
         raise StateError(
@@ -363,7 +366,7 @@ def _calibrated_scores(rows: ScoredRows, calibration: Calibration) -> NDArray[np
 
 
 def _summed(scores: Scores, masks: NDArray[np.bool_]) -> Array:
-    """Return what the scores predict for the subsets, ``(S, M)``, some rows at a time."""
+    """Return the scores' predictions for the subsets, ``(S, M)``. Reads the scores in tiles of rows."""
     num_rows, num_targets = scores.shape
     total = np.zeros((len(masks), num_targets))
     for start in range(0, num_rows, _TILE_ROWS):
@@ -379,7 +382,7 @@ def _baselines(
     shape: tuple[int, int],
     texts: tuple[Sequence[Any], Sequence[Any]] | None,
 ) -> Iterator[tuple[str, Array]]:
-    """Yield the names and predictions ``(S, M)`` of methods that cost next to nothing."""
+    """Yield the names and predictions ``(S, M)`` of the baselines."""
     if rows.has_targets():
         targets = [rows.targets(table) for table in rows.train.values()]
         yield "gradient dot product, no kernel", sums.predict(targets, "outside")
@@ -387,7 +390,7 @@ def _baselines(
             "nearest in feature space (cosine)",
             sums.predict([_unit(target) for target in targets], "unit"),
         )
-    # q falls with f and rises with the loss, for every target alike.
+    # q decreases with f and increases with the loss. The prediction is the same for all targets.
     yield "loss of the train row (its q)", np.tile((masks @ rows.mean_out_to_loss())[:, None], shape[1])
     if texts is not None:
         if (len(texts[0]), len(texts[1])) != shape:
@@ -401,7 +404,7 @@ def _baselines(
 def _calibrate(
     rows: ScoredRows, sums: SubsetSums, predicted: Array, outputs: Array, confidence: float
 ) -> Calibration:
-    """Fit weights on every other subset, and test them on the rest."""
+    """Return weights fitted on every other subset and tested on the rest."""
     dampings = tuple(sorted({*_DAMPINGS, rows.require_kernel().damping}))
     segments = tuple((segment.start, segment.stop) for segment in rows.layout.segments)
     if len(VIEWS) * len(rows.train) * len(segments) * len(dampings) > _MOST_PARTS:
@@ -437,7 +440,7 @@ def _calibrate(
 def _tested(
     calibration: Calibration, better: Array, default: Array, outputs: Array, confidence: float
 ) -> Calibration:
-    """Return the calibration with what the held-out subsets say about it."""
+    """Return the calibration with its LDS and gain on the held-out subsets."""
     gain = _estimate(_lead(better, default, outputs, confidence))
     return replace(
         calibration,
@@ -455,7 +458,7 @@ def _parts(
     dampings: Sequence[float],
     chosen: NDArray[np.int64],
 ) -> Array:
-    """Return what each view, checkpoint, segment and damping alone predicts, ``(V C s D, S, targets)``."""
+    """Return the prediction of each view, checkpoint, segment and damping alone, ``(V C s D, S, targets)``."""
     num_subsets = len(sums.by_checkpoint[0]["off"])
     shape = (len(VIEWS), len(rows.train), len(segments), len(dampings), num_subsets, len(chosen))
     parts = np.empty(shape)
@@ -472,7 +475,7 @@ def _parts(
 def _calibrated_targets(
     rows: ScoredRows, calibration: Calibration, weights: Array
 ) -> dict[str, list[Tensor]]:
-    """Return, per view and checkpoint, the weighted sum of the targets behind all kernels, ``(M, K)``."""
+    """Return, per view and checkpoint, the weighted sum over dampings of (H + lambda I)^-1 targets, ``(M, K)``."""
     shape = (len(VIEWS), len(rows.train), len(calibration.segments), len(calibration.dampings))
     weight = weights.reshape(shape)
     mixed: dict[str, list[Tensor]] = {view: [] for view in VIEWS}

@@ -1,4 +1,4 @@
-"""What an attributor was told and what was decided of it: every ``"auto"``, and what a store's manifest says of it.
+"""Settings of an attributor, with every ``"auto"`` resolved, and their representation in a store's manifest.
 
 Source: TRAK (arXiv:2303.14186), with damping and curvature weights as in the native method of trak_lite.
 """
@@ -52,12 +52,12 @@ __all__ = [
 logger = logging.getLogger(__name__)
 
 DEFAULT_ROW_WIDTH: Final = 32768
-"""Numbers of a row that all modules share, where ``proj_dim`` is not given."""
+"""Total features of a row over all modules, for ``proj_dim="auto"``."""
 MOST_FEATURES: Final = 2048
 FEWEST_FEATURES: Final = 64
-"""Of one module, then."""
+"""Bounds of the features per module, for ``proj_dim="auto"``."""
 WIDEST_FITTED: Final = 4096
-"""Features of a segment up to which the Fisher kernel is fitted unasked: samples and time grow with their cube."""
+"""Widest segment for which ``method="auto"`` chooses Fisher: the time of the fit grows with the cube of the width."""
 _STORED_SETTINGS: Final = (
     "task",
     "proj_dim",
@@ -70,16 +70,16 @@ _STORED_SETTINGS: Final = (
     "layout",
     "method",
 )
-"""What a manifest says of an attributor's arguments; a store sets no others (paths, devices, what is shown)."""
+"""Arguments of an attributor that a manifest stores. Paths, devices and display options are not stored."""
 
 GradientComputerFactory = Callable[..., AbstractGradientComputer]
 Task = str | AbstractModelOutput | type[AbstractModelOutput] | Callable[..., Tensor]
-"""A model output function: its name, one of one's own, or a callable ``f(model_call, batch) -> (B,)``."""
+"""A model output function: its name, a custom one, or a callable ``f(model_call, batch) -> (B,)``."""
 
 
 @final
 class AttributorSettings:
-    """Every setting behind rows and scores, decided; only the gradient computer may have to wait for first samples."""
+    """The resolved settings of rows and scores. Only the gradient computer may be chosen later, on the first samples."""
 
     def __init__(
         self,
@@ -98,12 +98,13 @@ class AttributorSettings:
         layout: Literal["auto", "joint", "module"],
         method: Method,
     ) -> None:
-        """Check and decide every setting; the arguments are those of :class:`~trak_lite.Attributor`.
+        """Check and resolve every setting; the arguments are those of :class:`~trak_lite.Attributor`.
 
         Raises:
             InvalidInputError: If a setting is not among the allowed ones, or a name in ``grad_wrt`` is unknown.
             UnknownTaskError: If the task is unknown.
-            UnsupportedModelError: If the model is sharded otherwise than by FSDP2, or the gradient computer takes none.
+            UnsupportedModelError: If the model is sharded by anything but FSDP2, or the gradient computer does not
+                support sharded models.
         """
         refuse_unsupported_sharding(model)
         self._model = model
@@ -126,7 +127,7 @@ class AttributorSettings:
         self.normalization = as_normalization(normalize)
         self.method = self._decide_method(method)
         self._store_norms = store_norms
-        self._arguments = {  # None stands for what only the user can give again
+        self._arguments = {  # None marks custom objects, which the user has to pass again
             "task": self.task.name or None,
             "proj_dim": self.projector.proj_dim or self.layout.width,
             "seed": int(self.projector.seed),
@@ -146,7 +147,7 @@ class AttributorSettings:
         self._log()
 
     def _log(self) -> None:
-        """Say once what was decided."""
+        """Log the resolved settings."""
         logger.info(
             "Settings: %d parameters in %d tensors, %s, rows of %d numbers.",
             num_entries(self.parameters),
@@ -164,11 +165,11 @@ class AttributorSettings:
 
     @property
     def computer_is_chosen(self) -> bool:
-        """Whether it is known how gradients are computed; otherwise the first samples decide."""
+        """Whether the gradient computer is chosen; otherwise the first samples decide."""
         return self._make_computer is not None
 
     def computer(self) -> AbstractGradientComputer:
-        """Return a gradient computer with the weights that the model has now."""
+        """Return a gradient computer with the model's current weights."""
         return self._computer_of(self.task)
 
     def _computer_of(self, task: AbstractModelOutput) -> AbstractGradientComputer:
@@ -182,7 +183,7 @@ class AttributorSettings:
         )
 
     def fisher_computer(self) -> AbstractGradientComputer:
-        """Return a gradient computer of the log-likelihood's gradients, for labels that the model draws.
+        """Return a gradient computer for gradients of the log-likelihood of labels drawn from the model.
 
         Raises:
             InvalidInputError: If the task cannot draw labels, or the rows are normalised.
@@ -191,7 +192,7 @@ class AttributorSettings:
 
     @property
     def _is_normalised(self) -> bool:
-        """Whether rows are, by these settings or by a gradient computer of the user's own."""
+        """Whether rows are normalised, by these settings or by a custom gradient computer."""
         own = self._is_own_computer and "normalization" in self.computer().fingerprint()
         return own or self.normalization.kind != "none"
 
@@ -204,20 +205,20 @@ class AttributorSettings:
         return fisher_task(self.task)
 
     def choose_computer(self, batch: Batch) -> AbstractGradientComputer:
-        """Decide ``gradient_computer="auto"`` by trying the first samples; return the one that was tried."""
+        """Resolve ``gradient_computer="auto"`` on the first samples; return the chosen gradient computer."""
         name, reason, computer = choose_gradient_computer(
             self._model, self.task, batch, list(self.parameters)
         )
         self._make_computer = GRADIENT_COMPUTERS[name]
-        # The manifest of a store not yet made refers to both.
+        # The manifest of a store that is created later contains both dicts.
         self._arguments["gradient_computer"] = name
         self._made_with["gradient_computer_reason"] = reason
         return computer
 
-    # ---------------------------------------------------------------- what is stored, and what it is compared by
+    # ---------------------------------------------------------------- manifest, tables and fingerprints
 
     def manifest(self, dataset: Mapping[str, Any] | None) -> Manifest:
-        """Return the manifest of these settings; without a dataset, only what the settings determine.
+        """Return the manifest of these settings; without a dataset, its fingerprint has no ``dataset`` entry.
 
         Raises:
             InvalidInputError: If the gradient computer and ``normalize`` would both normalise.
@@ -246,18 +247,18 @@ class AttributorSettings:
         self, num_targets: int, fingerprint: Mapping[str, Any], *, preconditioned: bool
     ) -> TableSpec:
         """Return the table of the targets' features of one checkpoint."""
-        # an inverse curvature is beyond float16's range
+        # Features multiplied by an inverse curvature can exceed the range of float16.
         dtype = "float32" if preconditioned else self.dtype
         return target_table_spec(num_targets, self.layout.width, dtype, fingerprint)
 
     def row_fingerprint(self, model_id: int, digest: str) -> dict[str, Any]:
-        """Return what determines a checkpoint's rows: its weights, and the task's state if it has any."""
+        """Return the JSON values that determine a checkpoint's rows: its weights, and the task's state if any."""
         state = self.task.state_digest()
         fingerprint = {"model_id": model_id, "weights": digest}
         return fingerprint if state is None else {**fingerprint, "task_state": state}
 
     def _gradient_fingerprint(self) -> dict[str, Any]:
-        """Return what determines the gradients: the computer's settings, and how they are normalised."""
+        """Return the JSON values that determine the gradients: the computer's settings and the normalisation."""
         computed, normalized = self.computer().fingerprint(), self.normalization.fingerprint()
         if computed.keys() & normalized.keys():
             raise InvalidInputError(
@@ -266,13 +267,13 @@ class AttributorSettings:
             )
         return {**computed, **normalized}
 
-    # ---------------------------------------------------------------- how scores are made
+    # ---------------------------------------------------------------- methods
 
     def scored_by(self, method: Method | None) -> AbstractMethod:
-        """Return the method of one call, with every default decided; ``None`` is the attributor's.
+        """Return the method of one call, with every default resolved; ``None`` is the attributor's.
 
         Raises:
-            InvalidInputError: If it is unknown, or the task lacks what it needs.
+            InvalidInputError: If the method is unknown, or the task does not support it.
         """
         if method is None:
             return self.method
@@ -281,13 +282,13 @@ class AttributorSettings:
         return decided
 
     def _decide_method(self, method: Method) -> AbstractMethod:
-        """Return the attributor's method, with every default decided."""
+        """Return the attributor's method, with every default resolved."""
         decided = decided_method(self._best_method() if method == "auto" else method, self.layout)
         self._check_method(decided)
         return decided
 
     def _best_method(self) -> AbstractMethod:
-        """Return the method that uses the curvature of the training loss, as far as the task tells it."""
+        """Return the default method: the one whose kernel is closest to the curvature of the training loss."""
         if self.task.has_curvature and self.task.log_likelihood() is None:
             return GaussNewton()
         narrow = max(segment.width for segment in self.layout.segments) <= WIDEST_FITTED
@@ -296,7 +297,7 @@ class AttributorSettings:
         return GaussNewton() if self.task.has_curvature else TRAK(damping=None, layout="stored")
 
     def _check_method(self, method: AbstractMethod) -> None:
-        """Refuse a method that the task, or the normalisation of the rows, has nothing for."""
+        """Raise if the task or the normalisation of the rows does not support the method."""
         method.check(self.task)
         if isinstance(method, Fisher):
             self._fisher_task()
@@ -305,27 +306,27 @@ class AttributorSettings:
 @final
 @dataclass(frozen=True, slots=True)
 class StoredSettings:
-    """What a store's manifest says of its scores: enough to read them without the model or the task."""
+    """The settings in a store's manifest that are needed to read scores without the model or the task."""
 
     layout: FeatureLayout
     """Segments of a feature row."""
     method: AbstractMethod
     """The attributor's method."""
     device: torch.device
-    """Where products of stored rows run."""
+    """Device of products of stored rows."""
 
     @classmethod
     def of(cls, manifest: Manifest, *, device: torch.device, where: str) -> Self:
-        """Return the settings that a manifest holds.
+        """Return the settings in a manifest.
 
         Args:
-            manifest: Of the store.
-            device: Where products of stored rows run.
-            where: How messages name the store.
+            manifest: Manifest of the store.
+            device: Device of products of stored rows.
+            where: Name of the store in messages.
 
         Raises:
             ManifestMismatchError: If an older version of trak_lite wrote it.
-            CorruptStoreError: If it does not say how rows are laid out, or how scores are made.
+            CorruptStoreError: If the layout or the method is missing or invalid.
         """
         _refuse_older(manifest, where)
         try:
@@ -342,38 +343,38 @@ class StoredSettings:
         """Return the method of one call; see :meth:`AttributorSettings.scored_by`.
 
         Raises:
-            InvalidInputError: If it is unknown.
+            InvalidInputError: If the method is unknown.
         """
         return self.method if method is None else decided_method(method, self.layout)
 
 
 def decided_method(method: Method, layout: FeatureLayout) -> AbstractMethod:
-    """Return a method with every default that depends on the feature rows decided."""
+    """Return a method with the defaults that depend on the row layout resolved."""
     return as_method(method).decided(layout)
 
 
 def stored_arguments(
     manifest: Manifest, task: Task | None, overrides: Mapping[str, Any], *, where: str
 ) -> tuple[Task, dict[str, Any]]:
-    """Return the task, and the keywords of an attributor, that a store was made with.
+    """Return the task and the keyword arguments of the attributor that a store was made with.
 
     Args:
-        manifest: Of the store.
-        task: The user's; ``None`` takes the stored one.
-        overrides: Keywords that take the place of stored ones.
-        where: How messages name the store.
+        manifest: Manifest of the store.
+        task: The user's task; ``None`` uses the stored one.
+        overrides: Keyword arguments that replace stored ones.
+        where: Name of the store in messages.
 
     Raises:
-        InvalidInputError: If the store was made with something of the user's own that was not passed.
+        InvalidInputError: If the store was made with a custom object that was not passed.
         ManifestMismatchError: If an older version of trak_lite wrote the store.
-        CorruptStoreError: If the manifest does not hold settings as they are stored.
+        CorruptStoreError: If the stored settings are invalid.
     """
     _refuse_older(manifest, where)
     try:
         stored = manifest.made_with.get("settings", {})
         arguments = {name: stored[name] for name in _STORED_SETTINGS if name in stored}
         arguments["grad_wrt"] = list(manifest.fingerprint["parameters"])
-        # Stores of older versions say nothing of it, and hold gradients as they are.
+        # Stores of older versions have no such setting; their gradients are not normalised.
         arguments["normalize"] = Normalization(**arguments.get("normalize", {}))
         stored_task = _stored_task(arguments.pop("task", None), manifest)
     except (KeyError, TypeError, ValueError, AttributeError) as error:
@@ -382,7 +383,7 @@ def stored_arguments(
             "zarr.json from a backup, or pass the settings: Attributor(model, task, path, ...)."
         ) from error
     if arguments.get("layout") == "auto" and arguments.get("projector") not in (None, "two_sided"):
-        arguments["layout"] = "joint"  # what older versions took
+        arguments["layout"] = "joint"  # the meaning of "auto" in older versions
     arguments.update(overrides)
     found = stored_task if task is None else task
     needed = [name for name, value in arguments.items() if value is None]
@@ -397,7 +398,7 @@ def stored_arguments(
 
 
 def _refuse_older(manifest: Manifest, where: str) -> None:
-    """Refuse the settings of a store that was written before methods were objects: they name no method."""
+    """Raise for stores of older versions of trak_lite, whose settings have no method."""
     settings = manifest.made_with.get("settings")
     if isinstance(settings, Mapping) and settings and "method" not in settings:
         raise ManifestMismatchError(
@@ -407,7 +408,7 @@ def _refuse_older(manifest: Manifest, where: str) -> None:
 
 
 def _stored_task(name: str | None, manifest: Manifest) -> Task | None:
-    """Return the built-in task of a store, with its settings, which may be others than today's defaults."""
+    """Return the built-in task of a store with its stored settings, which may differ from the current defaults."""
     described = manifest.fingerprint.get("task", {})
     if name not in MODEL_OUTPUTS or described.get("name") != name:
         return name
@@ -417,10 +418,10 @@ def _stored_task(name: str | None, manifest: Manifest) -> Task | None:
 def _decide_computer(
     choice: str | GradientComputerFactory, model: nn.Module
 ) -> tuple[str | None, GradientComputerFactory | None]:
-    """Return the gradient computer's name and how to make one.
+    """Return the gradient computer's name and factory.
 
-    The name is ``None`` for one of the user's own; how to make it is ``None`` until the first samples decide. They
-    decide nothing for a model that is sharded: one gradient computer takes it.
+    The name is ``None`` for a custom gradient computer. The factory is ``None`` for ``"auto"``, until the first samples
+    decide. For a sharded model ``"auto"`` is ``"hook"``, the only one that supports it.
     """
     if callable(choice):
         if not getattr(getattr(choice, "func", choice), "runs_sharded", False):
@@ -437,14 +438,14 @@ def _decide_computer(
 def _decide_layout(
     layout: Literal["auto", "joint", "module"], projector: str | AbstractProjector
 ) -> Literal["auto", "joint", "module"]:
-    """Return the layout: a kernel for every module, where the projector is not one that has its own."""
+    """Return the layout; ``"auto"`` is ``"module"``, except for projector instances, which set their own layout."""
     if one_of(("auto", "joint", "module"), layout=layout) != "auto":
         return layout
     return "module" if isinstance(projector, str) else "auto"
 
 
 def _decide_proj_dim(proj_dim: int | str, layout: str, parameters: ParameterShapes) -> int:
-    """Return K, by default such that all modules together have a row of a certain width at most."""
+    """Return K; ``"auto"`` limits the total row width to ``DEFAULT_ROW_WIDTH`` where possible."""
     if proj_dim != "auto":
         return positive_int(proj_dim=proj_dim)
     modules = len({name.rpartition(".")[0] for name in parameters}) if layout == "module" else 1
@@ -454,7 +455,7 @@ def _decide_proj_dim(proj_dim: int | str, layout: str, parameters: ParameterShap
 
 
 def versions(device: torch.device) -> dict[str, Any]:
-    """Return the versions of what computes, and the device, as JSON values."""
+    """Return the versions of trak_lite and its dependencies, and the device, as JSON values."""
     return {
         "trak_lite": __version__,
         "torch": torch.__version__,

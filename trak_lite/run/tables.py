@@ -45,8 +45,10 @@ __all__ = [
     "table_path",
     "target_folder",
     "target_path",
+    "target_table_path",
     "target_table_spec",
     "top_path",
+    "traker_score_path",
     "verdict_path",
 ]
 
@@ -124,9 +126,19 @@ def plain_target_folder(name: str) -> str:
     return f"targets/{name}"
 
 
-def target_path(name: str, train: AbstractRowTable) -> str:
-    """Return the path of such a table, for the checkpoint of a table of train rows."""
-    return f"{plain_target_folder(name)}/{table_path(train)}"
+def target_path(name: str, model_id: int) -> str:
+    """Return the path of a checkpoint's table in that folder."""
+    return f"{plain_target_folder(name)}/{checkpoint_path(model_id)}"
+
+
+def target_table_path(name: str, method: AbstractMethod, train: AbstractRowTable) -> str:
+    """Return the path of the features of a target set that a method reads, for the checkpoint of these train rows."""
+    return f"{target_folder(name, method)}/{table_path(train)}"
+
+
+def traker_score_path(exp_name: str, fingerprint: Mapping[str, Any]) -> str:
+    """Return where TRAKer keeps scores; other checkpoints or targets have another path."""
+    return f"scores/{exp_name}/{Manifest(fingerprint).digest()[:16]}"
 
 
 def checkpoint_path(model_id: int) -> str:

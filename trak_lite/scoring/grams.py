@@ -1,4 +1,4 @@
-"""The kernels of a store's checkpoints: gram matrices that are made once, by one rank or by all, and kept.
+"""Gram matrices and kernels of a store's checkpoints, computed once, by one rank or by all, and stored.
 
 Shapes: N train rows, K feature width, k columns of one segment.
 Source: TRAK (arXiv:2303.14186), section 3; numbers as in the native method of trak_lite.
@@ -36,20 +36,20 @@ def grams_of(
     device: torch.device,
     fisher: Fisher | None = None,
 ) -> list[Tensor]:
-    """Return the gram matrix of one checkpoint's train rows, segment by segment.
+    """Return the gram matrices of one checkpoint's train rows, one per segment.
 
-    Matrices computed from the rows are stored under a key of the rows' checksums.
+    Matrices computed from the rows are stored under a key that depends on the rows' checksums.
 
     Args:
-        store: Holds the rows.
-        path: Their table.
-        settings: Which matrix.
+        store: Store of the rows.
+        path: Table of the rows.
+        settings: Weighting of the matrix.
         layout: Segments of a row.
-        device: Where the products run, and where the result is.
+        device: Device of the products and the result.
         fisher: The method whose fit is read, for ``weighting="fisher"``.
 
     Raises:
-        StateError: If that was not fitted.
+        StateError: If ``fisher`` was not fitted.
     """
     if fisher is not None:
         return FisherFits(store, fisher).grams(path, layout, device=device)
@@ -71,19 +71,18 @@ def make_grams(
     device: torch.device,
     ranks: AbstractRanks,
 ) -> None:
-    """Make and keep the gram matrices that a store lacks, all ranks together; one rank makes them when it needs them.
+    """Compute and store the missing gram matrices, with all ranks. With one rank, :func:`grams_of` computes them.
 
-    Each rank adds up chunks that follow each other, and rank 0 gets the sum of their sums. Where ranks are more than
-    chunks, they make those of several checkpoints at once. Memory: one checkpoint's matrices on each rank, on rank 0
-    two.
+    Each rank sums consecutive chunks, and rank 0 receives the total. If there are more ranks than chunks, they compute
+    the matrices of several checkpoints at once. Memory: the matrices of one checkpoint on each rank, of two on rank 0.
 
     Args:
         store: Open for writing.
-        paths: Tables of the train rows, one per checkpoint, complete, all of them with the same chunks.
+        paths: Tables of the train rows, one per checkpoint, all complete and with the same chunks.
         settings: The kernel.
         layout: Segments of a row.
-        device: Where the products run.
-        ranks: Those that make them.
+        device: Device of the products.
+        ranks: The ranks that share the work.
     """
     if settings.weighting == "fisher" or ranks.size == 1:
         return
@@ -105,7 +104,7 @@ def make_grams(
 
 
 def _share(rank: int, num_ranks: int, num_parts: int, num_chunks: int) -> tuple[int, range]:
-    """Return the part of the work that a rank has, and which of its chunks.
+    """Return the part (table) that a rank works on, and its chunks of that part.
 
     Example:
         >>> [_share(rank, 3, 1, 7) for rank in range(3)]
@@ -154,9 +153,9 @@ def kernels_of(
     fisher: Fisher | None = None,
     allow_singular: bool = False,
 ) -> list[SegmentKernel]:
-    """Return the factorised kernel of one checkpoint's train rows, segment by segment; see :func:`grams_of`.
+    """Return the factorised kernels of one checkpoint's train rows, one per segment; see :func:`grams_of`.
 
-    ``allow_singular`` is that of :func:`~trak_lite.linalg.factorise`.
+    ``allow_singular`` is passed to :func:`~trak_lite.linalg.factorise`.
     """
     matrices = grams_of(store, path, settings, layout, device=device, fisher=fisher)
     num_rows = store.open_table(path).spec.num_rows
@@ -168,7 +167,7 @@ def kernels_of(
 def has_kernel(
     store: AbstractFeatureStore, path: str, settings: KernelSettings, layout: FeatureLayout
 ) -> bool:
-    """Whether the gram matrices of these rows are stored."""
+    """Return whether the gram matrices of these rows are stored."""
     name, key = _gram_key(store.open_table(path), path, settings, layout)
     return store.cached(name, key) is not None
 
@@ -176,14 +175,14 @@ def has_kernel(
 def _gram_key(
     table: AbstractRowTable, path: str, settings: KernelSettings, layout: FeatureLayout
 ) -> tuple[str, str]:
-    """Return the name and key that a gram matrix is kept under."""
-    # Both readings of rows with several segments, each by itself and all as one, are kept.
+    """Return the name and key that a gram matrix is stored under."""
+    # The name contains the number of segments, because stored and joint matrices of the same rows may coexist.
     segments = f"-{len(layout.segments)}" if len(layout.segments) > 1 else ""
     name = f"gram-{path.replace('/', '-')}-{settings.weighting}{segments}"
-    # A digest: the layout names every module, and keys of the store have a bounded length.
+    # Hash the layout: it names every module, and store keys have a maximum length.
     return name, hashlib.sha256(f"{table.content_key()}|{layout.to_json()}".encode()).hexdigest()
 
 
 def fisher_of(method: AbstractMethod) -> Fisher | None:
-    """Return the method if its matrices were fitted to drawn labels, else ``None``."""
+    """Return the method if it is :class:`~trak_lite.methods.Fisher`, else ``None``."""
     return method if isinstance(method, Fisher) else None

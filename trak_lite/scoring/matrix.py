@@ -1,4 +1,4 @@
-"""The (N, M) matrix of scores, kept on disk or made when asked, and what can be read off it in one pass.
+"""The ``(N, M)`` matrix of scores, stored or computed on access, and results that take one pass over it.
 
 Shapes: N train rows, M targets, b rows of a tile, k rows kept per target, L dampings.
 """
@@ -41,7 +41,7 @@ class GroupSums(NamedTuple):
     """Scores summed over groups of train rows, of targets, or both."""
 
     sums: NDArray[np.float64]
-    """``(train groups, target groups)``; rows or targets that were not grouped stand for themselves."""
+    """``(train groups, target groups)``; each ungrouped row or target is a group."""
     train_groups: NDArray[Any]
     """Label of each row of ``sums``."""
     target_groups: NDArray[Any]
@@ -59,7 +59,7 @@ class AbstractScoreMatrix(ABC):
     @property
     @abstractmethod
     def stored(self) -> bool:
-        """Whether the scores are kept, so that reading them computes nothing."""
+        """Whether the scores are stored, so that reading them computes nothing."""
 
     @abstractmethod
     def tiles(self) -> Iterator[tuple[int, NDArray[np.float32]]]:
@@ -71,7 +71,7 @@ class AbstractScoreMatrix(ABC):
 
     @abstractmethod
     def kept_top(self, k: int, sign: Sign) -> TopRows | None:
-        """Return the k strongest rows of every target if they are known already."""
+        """Return the k strongest rows of every target if they are cached, else ``None``."""
 
     def numpy(self) -> NDArray[np.float32]:
         """Return all scores, ``(N, M)``."""
@@ -83,10 +83,10 @@ class AbstractScoreMatrix(ABC):
 
 @final
 class StoredMatrix(AbstractScoreMatrix):
-    """Scores in a table, complete."""
+    """Scores in a complete table."""
 
     def __init__(self, table: AbstractRowTable) -> None:
-        """Hold a complete table with the column ``scores`` of shape ``(N, M)``."""
+        """Take a complete table with the column ``scores`` of shape ``(N, M)``."""
         self._table = table
 
     @property
@@ -108,16 +108,16 @@ class StoredMatrix(AbstractScoreMatrix):
         return self._table.read_rows(SCORES, indices)
 
     def kept_top(self, k: int, sign: Sign) -> TopRows | None:
-        """Return nothing: a pass over the table is cheap."""
+        """Return ``None``, because a pass over the table is cheap."""
         return None
 
 
 @final
 class StreamedMatrix(AbstractScoreMatrix):
-    """Scores that are computed from the stored rows whenever they are read; the best rows may be known."""
+    """Scores that are computed from the stored rows on every read. The best rows may be cached."""
 
     def __init__(self, source: ScoreSource, kept: NDArray[np.float64] | None = None) -> None:
-        """Hold what makes the scores, and rows as :func:`top_and_bottom` returns them."""
+        """Take the source of the scores, and optionally the result of :func:`top_and_bottom`."""
         self._source = source
         self._kept = kept
 
@@ -132,7 +132,7 @@ class StreamedMatrix(AbstractScoreMatrix):
         return False
 
     def tiles(self) -> Iterator[tuple[int, NDArray[np.float32]]]:
-        """Yield tiles bitwise as they would be stored."""
+        """Yield tiles, bitwise equal to those of a stored matrix."""
         for start, tile in self._source.tiles():
             yield start, tile.cpu().numpy()
 
@@ -141,7 +141,7 @@ class StreamedMatrix(AbstractScoreMatrix):
         return self._source.scores_of(np.asarray(indices, dtype=np.int64)).cpu().numpy()
 
     def kept_top(self, k: int, sign: Sign) -> TopRows | None:
-        """Return the k strongest rows of every target if that many are known."""
+        """Return the k strongest rows of every target if at least k are cached, else ``None``."""
         if self._kept is None or self._kept.shape[-1] < min(k, self.shape[0]):
             return None
         indices, scores = self._kept[_ENDS.index(sign)][:, :, :k]
@@ -154,12 +154,12 @@ def top_and_bottom(source: ScoreSource, k: int, *, ranks: AbstractRanks | None =
     Memory: one tile of scores and ``4 k`` numbers per target, for any N.
 
     Args:
-        source: What computes scores.
-        k: How many.
-        ranks: Share the pass: each reads tiles that follow each other, and their ends are merged.
+        source: Computes the scores.
+        k: Number of helpful and of harmful rows.
+        ranks: Ranks that share the pass. Each reads consecutive tiles, and the results are merged.
 
     Returns:
-        ``(2, 2, M, k)``: helpful and harmful; row numbers and scores. N in place of k where that is less.
+        ``(2, 2, M, min(k, N))``: axis 0 is helpful, harmful; axis 1 is row numbers, scores.
     """
     ranks = ranks or OneRank()
     ends = [TopK(source.num_targets, k, sign=sign) for sign in _ENDS]
@@ -177,7 +177,7 @@ def top_and_bottom(source: ScoreSource, k: int, *, ranks: AbstractRanks | None =
 def _merged_ends(
     one: NDArray[np.float64] | None, other: NDArray[np.float64] | None, k: int
 ) -> NDArray[np.float64] | None:
-    """Return the ends of two parts of the train rows; ``None`` is a part without rows."""
+    """Return the merged top and bottom rows of two parts of the train rows; ``None`` is a part without rows."""
     if one is None or other is None:
         return other if one is None else one
     merged = []
@@ -196,7 +196,7 @@ def _stacked(ends: Sequence[tuple[Tensor, Tensor]]) -> NDArray[np.float64]:
 def top_rows(
     tiles: Iterable[tuple[int, NDArray[np.float32] | Tensor]], num_targets: int, k: int, *, sign: Sign
 ) -> TopRows:
-    """Return the k strongest rows of every target of a stream of tiles; equal scores by lower row first."""
+    """Return the k strongest rows of every target in a stream of tiles. Of equal scores the lower row is first."""
     best = TopK(num_targets, k, sign=sign)
     for start, tile in tiles:
         best.update(start, tile if isinstance(tile, Tensor) else torch.from_numpy(np.array(tile)))
@@ -210,7 +210,7 @@ def group_sums(
     """Return scores summed over groups, in one pass and float64.
 
     Raises:
-        InvalidInputError: If neither side is grouped, or labels are not one per row or target.
+        InvalidInputError: If neither side is grouped, or there is not exactly one label per row or target.
     """
     if train_labels is None and target_labels is None:
         raise InvalidInputError(
@@ -232,23 +232,23 @@ def group_sums(
 class DampingPath:
     """Scores at several dampings, from one eigendecomposition per checkpoint and segment.
 
-    The train rows are read once for all dampings whenever something is asked. Memory: the targets behind the kernel at
+    Every access reads the train rows once for all dampings. Memory: the targets multiplied by (H + lambda I)^-1 at
     every damping, ``C * L * M * K`` numbers, and one tile.
     """
 
     def __init__(
         self, source: ScoreSource, name: str, dampings: Sequence[float], targets: slice = slice(None)
     ) -> None:
-        """Hold what makes the scores.
+        """Compute the preconditioned targets at every damping.
 
         Args:
-            source: Rows and settings; their damping does not matter.
+            source: Rows and settings; the method's damping is ignored.
             name: Name of the target set, for messages.
-            dampings: Lambdas in mean eigenvalues.
-            targets: Targets to take; they are numbered anew.
+            dampings: Lambdas in units of the mean eigenvalue.
+            targets: Targets to select. The result numbers them from 0.
 
         Raises:
-            InvalidInputError: If there is no damping, one is negative, or the scores have no kernel to damp.
+            InvalidInputError: If there is no damping, one is negative, or the scores have no kernel.
         """
         self.dampings = tuple(real_at_least(0.0, damping=float(damping)) for damping in dampings)
         if not self.dampings:
@@ -306,7 +306,7 @@ class DampingPath:
 
 
 def _numbered(labels: ArrayLike | None, count: int, what: str) -> tuple[NDArray[Any], Tensor]:
-    """Return the distinct labels, sorted, and the place of each row's among them."""
+    """Return the distinct labels, sorted, and the index of each row's label among them."""
     values = np.arange(count) if labels is None else np.asarray(labels)
     if values.shape != (count,):
         raise InvalidInputError(

@@ -1,4 +1,4 @@
-"""Scores: the (N, M) result, left on disk, or not made at all, until somebody looks at a part of it."""
+"""The ``Scores`` class: the ``(N, M)`` result, read from disk or computed on access."""
 
 from __future__ import annotations
 
@@ -30,9 +30,9 @@ __all__ = ["Scores", "TopRows"]
 
 
 class Scores:
-    """Attribution scores of N train rows for M targets, read from disk, or computed, as they are asked for.
+    """Attribution scores of N train rows for M targets, read from disk or computed on access.
 
-    Entry (i, j) says how much train row i raises the model output of target j: positive is helpful, negative
+    Entry (i, j) estimates how much train row i raises the model output of target j: positive is helpful, negative
     is harmful. Rows are train rows, columns are targets.
     """
 
@@ -47,16 +47,16 @@ class Scores:
         verdict: Callable[[], Verdict | None] = lambda: None,
         predictions: Callable[[], Predictions | None] = lambda: None,
     ) -> None:
-        """Hold the scores and what they are made from.
+        """Store the arguments.
 
         Args:
-            matrix: The scores, kept or computed when asked.
-            source: Answers what is beside them: standard errors, self-influence, other dampings.
+            matrix: The scores, stored or computed on access.
+            source: Computes standard errors, self-influence and scores at other dampings.
             settings: How the scores were computed, as JSON values.
             location: Path in the store, ``None`` in memory.
-            run: The model, settings and store that they belong to; ``None`` where no model is at hand.
-            verdict: Returns what retraining said about these very scores.
-            predictions: Returns what they predicted then, beside what retrained models said.
+            run: The model, settings and store of the scores; ``None`` without a model.
+            verdict: Returns the stored result of :func:`~trak_lite.verify` for these scores.
+            predictions: Returns the stored predictions of ``verify`` and the outputs of the retrained models.
         """
         self._matrix = matrix
         self._source = source
@@ -69,17 +69,17 @@ class Scores:
 
     @property
     def verdict(self) -> Verdict | None:
-        """What :func:`~trak_lite.verify` found about these very scores; ``None`` if they were not tested."""
+        """The result of :func:`~trak_lite.verify` for these scores; ``None`` if they were not verified."""
         return self._verdict()
 
     @property
     def predictions(self) -> Predictions | None:
-        """What these scores predicted for the subsets of ``verify``, and what the retrained models said."""
+        """The scores' predictions for the subsets of ``verify``, and the outputs of the retrained models."""
         return self._predictions()
 
     @property
     def method(self) -> AbstractMethod:
-        """How the scores were computed."""
+        """The method that the scores were computed with."""
         return self._source.method
 
     @property
@@ -98,12 +98,12 @@ class Scores:
 
     @property
     def source(self) -> ScoreSource:
-        """What the scores are made from."""
+        """The object that computes these scores from the stored rows."""
         return self._source
 
     @property
     def manifest(self) -> Manifest:
-        """Settings and versions that the rows behind these scores were made with."""
+        """Settings and versions that the stored rows were made with."""
         return self._source.manifest
 
     @property
@@ -113,7 +113,7 @@ class Scores:
 
     @property
     def stored(self) -> bool:
-        """Whether the matrix is kept, so that reading scores computes nothing."""
+        """Whether the matrix is stored, so that reading scores computes nothing."""
         return self._matrix.stored
 
     @property
@@ -126,7 +126,7 @@ class Scores:
         return self.shape[0]
 
     def __repr__(self) -> str:
-        """Return sizes, settings, place, and the verdict if there is one, on a few lines."""
+        """Return sizes, settings, location, and the verdict if there is one, on a few lines."""
         num_rows, num_targets = self.shape
         place = self._location or "memory"
         settings = ", ".join(f"{key}={value}" for key, value in self.settings.items())
@@ -145,15 +145,15 @@ class Scores:
         """Return the k most helpful (or harmful) train rows.
 
         Args:
-            k: Rows to return; all N if there are fewer.
-            target: One target; ``None`` answers for all of them.
+            k: Number of rows; all N are returned if N is less than k.
+            target: Number of one target; ``None`` returns the rows of every target.
             sign: ``"helpful"`` takes the largest scores, ``"harmful"`` the smallest.
 
         Returns:
-            Indices and scores, ``(k,)`` for one target or ``(M, k)`` for all; equal scores by lower row first.
+            Indices and scores, ``(k,)`` for one target or ``(M, k)`` for all. Of equal scores the lower row is first.
 
         Raises:
-            InvalidInputError: If ``k`` or ``sign`` is unknown, or there is no such target.
+            InvalidInputError: If ``k`` or ``sign`` is invalid, or the target does not exist.
         """
         positive_int(k=k)
         one_of(("helpful", "harmful"), sign=sign)
@@ -167,7 +167,7 @@ class Scores:
         return found if place is None else TopRows(found.indices[place], found.scores[place])
 
     def tiles(self) -> Iterator[tuple[int, NDArray[np.float32]]]:
-        """Yield ``(first row, (b, M) scores)`` of all train rows in order: one pass in little memory."""
+        """Yield ``(first row, (b, M) scores)`` for all train rows in order, without loading the whole matrix."""
         return self._matrix.tiles()
 
     def numpy(self) -> NDArray[np.float32]:
@@ -186,10 +186,10 @@ class Scores:
     def self_influence(self) -> NDArray[np.float32]:
         r"""Return the score of every train row for itself, ``(N,)`` float32.
 
-        By default the sum over modules of
-        :math:`\frac1C\sum_c q_{c,i} \, \phi_{c,i}^\top (H_c + \lambda_c I)^{-1} \phi_{c,i}`: large where the model
-        needed the row itself to fit it, as for a wrong label. Without a kernel the squared norm of the gradient stands
-        for the product, for cosines the number of segments that are not zero.
+        By default this is the sum over modules of
+        :math:`\frac1C\sum_c q_{c,i} \, \phi_{c,i}^\top (H_c + \lambda_c I)^{-1} \phi_{c,i}`. It is large if the model
+        needed the row itself to fit it, for example a row with a wrong label. For methods without a kernel the product
+        is the squared norm of the gradient; for cosines it is the number of nonzero segments.
         """
         return self._source.self_influence()
 
@@ -197,14 +197,14 @@ class Scores:
         """Return the scores summed over groups of train rows, of targets, or both, in one pass.
 
         Args:
-            rows: ``(N,)`` label of each train row (its author, class, source); ``None`` leaves rows as they are.
-            targets: ``(M,)`` label of each target; ``None`` leaves targets as they are.
+            rows: ``(N,)`` label of each train row (its author, class, source); ``None`` does not group rows.
+            targets: ``(M,)`` label of each target; ``None`` does not group targets.
 
         Raises:
-            InvalidInputError: If neither is given, or labels are not one per row or target.
+            InvalidInputError: If neither is given, or there is not exactly one label per row or target.
 
         Example:
-            What each class of the train set does for the targets as a whole:
+            Sum the scores of each class of the train set over all targets:
 
             >>> import torch
             >>> from torch.utils.data import TensorDataset
@@ -223,12 +223,12 @@ class Scores:
         """Return the scores at other dampings, from one eigendecomposition per checkpoint and segment.
 
         Args:
-            dampings: Lambdas in mean eigenvalues.
-            targets: Targets to take; they are numbered anew.
+            dampings: Lambdas in units of the mean eigenvalue.
+            targets: Targets to select. The result numbers them from 0.
 
         Raises:
             InvalidInputError: If a damping is negative, or these scores have no kernel.
-            SingularKernelError: If a kernel has no inverse at a damping.
+            SingularKernelError: If a kernel is singular at a damping.
         """
         return DampingPath(self._source, self.name, dampings, targets)
 
@@ -241,26 +241,29 @@ class Scores:
     ) -> NDArray[np.float32]:
         """Return the standard errors of scores over checkpoints, or over independent runs.
 
-        Each checkpoint (or run) alone gives an estimate of the same score; the score is their mean, and this is the
-        standard error of that mean (by the infinitesimal jackknife, as the mean q multiplies it). It says what other
-        checkpoints (runs) of the same kind would change. It says nothing about an error that all of them share: the
-        projection, the damping, the linearisation. Checkpoints of one run are not independent, so theirs is too small
-        for the change that another run would bring; with ``runs`` it is over runs. Seen with digits
-        (``benchmarks/score_reliability.py``): the difference of two times 3 runs was 1.00 times what these errors say
-        (root mean square; within two of them in 89 % of cases), 1.19 times with each checkpoint by itself, and that of
-        two single runs of 5 checkpoints 1.24 times.
+        Each checkpoint (or run) alone estimates the same score. The score is the mean of these estimates, and this
+        method returns the standard error of that mean. (It uses the infinitesimal jackknife, because the mean q
+        multiplies the score.) The error covers the change that other checkpoints (runs) of the same kind would cause.
+        It does not cover errors that all of them share: the projection, the damping, the linearisation. Checkpoints of
+        one run are not independent, so their standard error underestimates the change that another run would cause.
+        Pass ``runs`` to compute the error over runs.
+
+        Measured on digits (``benchmarks/score_reliability.py``, root mean square): the difference between the scores
+        of 3 runs and of 3 other runs was 1.00 times the predicted one with ``runs`` (within two standard errors in
+        89 % of cases), and 1.19 times with separate checkpoints. Between two single runs of 5 checkpoints it was 1.24
+        times the predicted one.
 
         Args:
-            rows: Train rows ``(n,)``, or some of each target, ``(M, k)``, as ``top(k).indices``; ``None`` for all.
+            rows: Train rows ``(n,)``, or rows per target ``(M, k)``, as ``top(k).indices``; ``None`` for all.
             target: One target; ``None`` for all of them.
-            runs: A label per checkpoint, in order: which run it is from. ``None`` takes each checkpoint by itself.
+            runs: Label of each checkpoint's run, in order. ``None`` treats each checkpoint as a run.
 
         Returns:
             In the units of the scores: ``(n, M)``, ``(n,)`` for one target, ``(M, k)`` for rows ``(M, k)``.
 
         Raises:
-            InvalidInputError: If rows, target or runs do not fit, there are fewer than two checkpoints or runs, or
-                checkpoints are subtracted and ``runs`` does not say which belong together.
+            InvalidInputError: If rows, target or runs are invalid, there are fewer than two checkpoints or runs, or
+                checkpoint weights have both signs and ``runs`` is ``None``.
         """
         wanted = None if rows is None else self._checked_rows(rows, target)
         if wanted is not None and wanted.ndim == 2:
@@ -273,22 +276,22 @@ class Scores:
     def reliability(
         self, *, runs: Sequence[Hashable] | None = None, threshold: float = 0.5, max_rows: int = 10_000
     ) -> Reliability:
-        """Return how far checkpoints (or runs) agree on the ranking of train rows, target by target.
+        """Return how much checkpoints (or runs) agree on the ranking of train rows, for each target.
 
-        A target whose checkpoints rank the train rows alike has a ranking that more of them would hardly change; one
-        whose checkpoints do not agree has a ranking that is mostly noise, and its top rows are not to be relied on.
-        Agreement is necessary for a right ranking, not sufficient: checkpoints may agree on the same error.
+        If the checkpoints of a target rank the train rows alike, more checkpoints would hardly change the ranking. If
+        they do not, the ranking is mostly noise, and its top rows are not reliable. Agreement is necessary for a
+        correct ranking but not sufficient: checkpoints may share an error. Agreement with retraining is not tested.
 
-        Seen with digits (``benchmarks/score_reliability.py``: 600 train rows, 120 targets, 10 % flipped labels, an MLP,
-        6 runs of 5 checkpoints): over the checkpoints of one run ``expected`` was .73 in the mean over targets, and the
-        ranking of another run agreed by .53: an upper bound, then. Over 3 runs it was .77, and 3 other runs agreed by
-        .72. Across targets its rank correlation with how other runs agreed was .59 and .71. Whether retraining agrees
-        is another question, which it does not answer.
+        Measured on digits (``benchmarks/score_reliability.py``: 600 train rows, 120 targets, 10 % flipped labels, an
+        MLP, 6 runs of 5 checkpoints), means over targets: with the checkpoints of one run ``expected`` was .73, and the
+        actual correlation with another run was .53, so ``expected`` is an upper bound. With 3 runs ``expected`` was
+        .77, and the correlation with 3 other runs .72. Across targets, the rank correlation of ``expected`` with the
+        actual correlation was .59 (one run) and .71 (3 runs).
 
         Args:
-            runs: A label per checkpoint, in order: which run it is from. ``None`` takes each checkpoint by itself.
-            threshold: ``expected`` correlation from which a target is flagged as reliable.
-            max_rows: Train rows, evenly spaced, that are ranked.
+            runs: Label of each checkpoint's run, in order. ``None`` treats each checkpoint as a run.
+            threshold: Targets with an ``expected`` correlation of at least this are flagged as reliable.
+            max_rows: Number of evenly spaced train rows to rank.
 
         Raises:
             InvalidInputError: As :meth:`standard_error`, or if ``max_rows`` is not a positive integer.
@@ -296,17 +299,17 @@ class Scores:
         return self._source.reliability(runs, threshold=threshold, max_rows=positive_int(max_rows=max_rows))
 
     def checkpoint_agreement(self, *, max_rows: int = 10_000, max_targets: int = 64) -> NDArray[np.float64]:
-        """Return how alike every two checkpoints rank the train rows: Spearman correlations, ``(C, C)``.
+        """Return the Spearman correlations between the train row rankings of every two checkpoints, ``(C, C)``.
 
-        :meth:`reliability` says the same target by target, in the mean over pairs.
+        The correlations are averaged over targets. :meth:`reliability` averages over pairs, for each target.
 
         Args:
-            max_rows: Train rows, evenly spaced, that are ranked.
-            max_targets: Targets, evenly spaced, that the mean is over.
+            max_rows: Number of evenly spaced train rows to rank.
+            max_targets: Number of evenly spaced targets to average over.
 
         Raises:
-            InvalidInputError: If there are fewer than two checkpoints, checkpoints are subtracted from each other, or
-                a number is not a positive integer.
+            InvalidInputError: If there are fewer than two checkpoints, checkpoint weights have both signs, or a number
+                is not a positive integer.
         """
         return self._source.pairwise_agreement(
             max_rows=positive_int(max_rows=max_rows), max_targets=positive_int(max_targets=max_targets)
@@ -321,28 +324,28 @@ class Scores:
         pair_render: PairRender | None = None,
         k: int = 5,
     ) -> Gallery:
-        """Return targets with their most helpful and most harmful train rows, as a notebook or a page shows them.
+        """Return targets with their most helpful and most harmful train rows, for display in notebooks and pages.
 
         Args:
             targets: Targets to show; ``None`` takes the first 100.
-            render: ``render(row)`` returns what train row ``row`` looks like: an image (array, tensor, PIL), text, a
-                mapping of names to values, or ``(token, weight)`` pairs; ``None`` shows row numbers.
+            render: ``render(row)`` returns the content of train row ``row``: an image (array, tensor, PIL), text, a
+                mapping of names to values, or ``(token, weight)`` pairs. ``None`` shows row numbers.
             target_render: The same for targets.
-            pair_render: ``pair_render(row, target)`` in place of ``render``, where a row looks different for every
-                target, such as tokens with their own scores (:func:`~trak_lite.token_scores`).
-            k: Rows at either end.
+            pair_render: ``pair_render(row, target)``, used instead of ``render`` if the content of a row depends on the
+                target, such as tokens with their scores (:func:`~trak_lite.token_scores`).
+            k: Number of helpful and of harmful rows per target.
 
         Raises:
-            InvalidInputError: If there is no such target, or what a render returned cannot be shown.
+            InvalidInputError: If a target does not exist, or the result of a render cannot be shown.
         """
         return Gallery.of(self, targets, Renders(render, target_render, pair_render), k=k)
 
     def _repr_html_(self) -> str:
-        """Return what notebooks show: sizes, settings, verdict and top rows."""
+        """Return the HTML for notebooks: sizes, settings, verdict and top rows."""
         return notebook_summary(self)
 
     def _checked_rows(self, rows: ArrayLike, target: int | None) -> NDArray[np.int64]:
-        """Return row numbers ``(n,)`` or ``(M, k)`` that exist."""
+        """Return ``rows`` as int64, ``(n,)`` or ``(M, k)``; raise if a row does not exist."""
         wanted = np.asarray(rows)
         num_rows, num_targets = self.shape
         fits = wanted.ndim == 1 or (wanted.ndim == 2 and target is None and len(wanted) == num_targets)

@@ -1,4 +1,4 @@
-"""What the scores of one target set are made from: stored rows, settings, and the kernels between them.
+"""Compute the scores of one target set from stored rows, settings and kernels.
 
 Shapes: N train rows, M targets, K feature width, C checkpoints, G groups of checkpoints, L dampings.
 """
@@ -29,7 +29,14 @@ from trak_lite.linalg.products import self_scores
 from trak_lite.linalg.spread import agreement, expected_agreement
 from trak_lite.methods import EKFAC, AbstractMethod
 from trak_lite.parallel.ranks import AbstractRanks, OneRank
-from trak_lite.run.tables import FEATURES, OUT_TO_LOSS, as_tensor, score_table_spec, table_path, target_folder
+from trak_lite.run.tables import (
+    FEATURES,
+    OUT_TO_LOSS,
+    as_tensor,
+    score_table_spec,
+    table_path,
+    target_table_path,
+)
 from trak_lite.scoring.grams import fisher_of, grams_of, kernels_of, make_grams
 from trak_lite.scoring.tiles import ScoreTerm, error_tile, group_tile, score_tile, tile_ranges
 from trak_lite.store import AbstractFeatureStore, AbstractRowTable, Manifest
@@ -44,19 +51,19 @@ _RANKED_VALUES = 1 << 24  # scores that are ranked at a time
 @final
 @dataclass(frozen=True, slots=True, eq=False)
 class Reliability:
-    """How far the checkpoints (or runs) of a result agree, target by target."""
+    """Agreement between checkpoints (or runs), for each target."""
 
     agreement: NDArray[np.float64]
-    """``(M,)`` mean Spearman correlation over train rows between what two checkpoints (runs) alone say."""
+    """``(M,)`` Spearman correlation over train rows between the scores of two checkpoints (runs), mean over pairs."""
     expected: NDArray[np.float64]
-    """``(M,)`` the correlation to be expected with the mean over as many other ones (Spearman and Brown)."""
+    """``(M,)`` expected correlation with the mean over as many other checkpoints or runs (Spearman-Brown)."""
     reliable: NDArray[np.bool_]
     """``(M,)`` whether ``expected`` reaches the threshold."""
 
 
 @final
 class ScoreSource:
-    """Computes scores, and what belongs to them, from the stored rows of train set and targets; keeps nothing."""
+    """Computes scores, their errors and self-influence from stored train and target rows. It stores no scores."""
 
     def __init__(
         self,
@@ -69,19 +76,19 @@ class ScoreSource:
         device: torch.device,
         ranks: AbstractRanks | None = None,
     ) -> None:
-        """Hold where the rows are.
+        """Store the arguments.
 
         Args:
             store: Holds the train tables, the target tables and the gram matrices.
             train: Feature tables of the train rows, one per checkpoint, complete.
             name: Name of the target set.
-            method: How rows become scores, with every default decided.
+            method: The method, with every default resolved.
             layout: Segments of the stored rows.
-            device: Where the products run.
-            ranks: Those that :meth:`terms` is called on, at the same time; they make the kernels together.
+            device: Device of the products.
+            ranks: All ranks that call :meth:`terms` at the same time; they compute the kernels together.
 
         Raises:
-            InvalidInputError: If the checkpoints' weights are not as many as the tables, or the method has both a
+            InvalidInputError: If the number of checkpoint weights is not that of the tables, or the method has both a
                 kernel and a transform.
         """
         if method.kernel is not None and _transforms(method):
@@ -100,7 +107,7 @@ class ScoreSource:
 
     @property
     def manifest(self) -> Manifest:
-        """What the rows were made with."""
+        """Settings and versions that the rows were made with."""
         return self._store.manifest
 
     @property
@@ -124,13 +131,13 @@ class ScoreSource:
         return self._targets(self._train[0]).spec.num_rows
 
     def terms(self, targets: slice | NDArray[np.int64] = slice(None)) -> list[ScoreTerm]:
-        """Return every checkpoint's part, its targets behind its kernel.
+        """Return one term per checkpoint, with the targets multiplied by (H + lambda I)^-1 and the weight.
 
         Args:
-            targets: Targets to take.
+            targets: Targets to select.
 
         Raises:
-            SingularKernelError: If a kernel has no inverse at the damping in force.
+            SingularKernelError: If a kernel is singular at the method's damping.
         """
         kernel = self.method.kernel
         if kernel is not None:
@@ -143,15 +150,15 @@ class ScoreSource:
         ]
 
     def path_terms(self, dampings: Sequence[float], targets: slice = slice(None)) -> list[ScoreTerm]:
-        """Return every checkpoint's part with targets at every damping, ``(L * M, K)``, dampings first.
+        """Return one term per checkpoint, with the targets at every damping, ``(L * M, K)``, dampings first.
 
         Args:
-            dampings: Lambdas in mean eigenvalues.
-            targets: Targets to take.
+            dampings: Lambdas in units of the mean eigenvalue.
+            targets: Targets to select.
 
         Raises:
-            InvalidInputError: If the settings have no kernel to damp.
-            SingularKernelError: If a kernel has no inverse at a damping.
+            InvalidInputError: If the method has no kernel.
+            SingularKernelError: If a kernel is singular at a damping.
         """
         kernel = self.method.kernel
         if kernel is None:
@@ -180,11 +187,11 @@ class ScoreSource:
         chunk_rows: int | None = None,
         share: tuple[int, int] = (0, 1),
     ) -> Iterator[tuple[int, Tensor]]:
-        """Yield ``(first row, scores)`` of all train rows in order, bitwise as a score table is filled.
+        """Yield ``(first row, scores)`` for all train rows in order, bitwise equal to a stored score table.
 
         Args:
-            terms: The checkpoints' parts; ``None`` takes :meth:`terms`.
-            chunk_rows: Chunks of the score table; ``None`` is that of a table of all targets.
+            terms: One term per checkpoint; ``None`` calls :meth:`terms`.
+            chunk_rows: Rows per chunk of the score table; ``None`` is that of a table of all targets.
             share: ``(r, n)`` yields the r-th of n parts of the chunks.
         """
         terms = self.terms() if terms is None else terms
@@ -194,7 +201,7 @@ class ScoreSource:
             yield rows.start, self.scores_of(rows, terms)
 
     def row_factors(self, rows: NDArray[np.int64]) -> NDArray[np.float64]:
-        """Return what the products of some train rows with targets are multiplied by, ``(C, rows)``: the q in force."""
+        """Return the factors (q, its mean, or 1) of some train rows' products with targets, ``(C, rows)``."""
         own = np.stack([table.read_rows(OUT_TO_LOSS, rows) for table in self._train]).astype(np.float64)
         if self.method.q == "off":
             return np.ones_like(own)
@@ -209,7 +216,7 @@ class ScoreSource:
         """Return the score of every train row for itself, ``(N,)``.
 
         Raises:
-            InvalidInputError: If targets are not made from stored rows alone (``"ekfac"``).
+            InvalidInputError: If the method is EKFAC, whose target rows cannot be computed from stored rows.
         """
         if isinstance(self.method, EKFAC):
             raise InvalidInputError(
@@ -231,7 +238,7 @@ class ScoreSource:
     def standard_error(
         self, rows: NDArray[np.int64] | None, targets: slice, runs: Sequence[Hashable] | None
     ) -> NDArray[np.float32]:
-        """Return the standard errors of the scores of some train rows (``None``: all), ``(rows, targets)``."""
+        """Return the standard errors of the scores of some or all (``None``) train rows, ``(rows, targets)``."""
         groups = self.groups(runs)
         terms = self.terms(targets)
         plan: Iterable[range] | Iterable[NDArray[np.int64]]
@@ -249,7 +256,7 @@ class ScoreSource:
         return out
 
     def pair_errors(self, rows: NDArray[np.int64], runs: Sequence[Hashable] | None) -> NDArray[np.float32]:
-        """Return the standard errors of ``rows[j]``'s scores for target j: ``(M, k)`` for rows ``(M, k)``."""
+        """Return the standard errors of the scores of rows ``rows[j]`` for target j, ``(M, k)``."""
         groups = self.groups(runs)
         terms = self.terms()
         wanted = np.unique(rows)
@@ -262,7 +269,7 @@ class ScoreSource:
         return out
 
     def reliability(self, runs: Sequence[Hashable] | None, *, threshold: float, max_rows: int) -> Reliability:
-        """Return how far checkpoints or runs agree on ``max_rows`` evenly spaced train rows."""
+        """Return the agreement of checkpoints or runs on ``max_rows`` evenly spaced train rows."""
         groups = self.groups(runs)
         rows = spread_rows(self.num_rows, max_rows)
         width = max(1, _RANKED_VALUES // (len(rows) * len(groups)))
@@ -275,11 +282,11 @@ class ScoreSource:
         return Reliability(found.cpu().numpy(), expected, expected >= threshold)
 
     def pairwise_agreement(self, *, max_rows: int, max_targets: int) -> NDArray[np.float64]:
-        """Return how alike every two checkpoints rank train rows, ``(C, C)``, in the mean over targets.
+        """Return the Spearman correlations of every two checkpoints' rankings, ``(C, C)``, averaged over targets.
 
         Args:
-            max_rows: Train rows, evenly spaced, that are ranked.
-            max_targets: Targets, evenly spaced, that the mean is over.
+            max_rows: Number of evenly spaced train rows to rank.
+            max_targets: Number of evenly spaced targets to average over.
         """
         groups = self.groups(None)
         rows = spread_rows(self.num_rows, max_rows)
@@ -291,11 +298,11 @@ class ScoreSource:
         return found
 
     def groups(self, runs: Sequence[Hashable] | None) -> list[list[int]]:
-        """Return the checkpoints of each run, or each by itself, in order of first appearance.
+        """Return the checkpoint numbers of each run in order of first appearance; ``None`` makes each a group.
 
         Raises:
-            InvalidInputError: If there are not as many runs as checkpoints, there is but one group, or checkpoints of
-                opposite weights are not in one run.
+            InvalidInputError: If there is not one label per checkpoint, there is only one group, or checkpoint weights
+                have both signs and ``runs`` is ``None``.
         """
         if runs is None and min(self._weights) < 0 < max(self._weights):
             raise InvalidInputError(
@@ -325,17 +332,17 @@ class ScoreSource:
         groups: Sequence[Sequence[int]],
         rows: NDArray[np.int64],
     ) -> Tensor:
-        """Return what a group alone would score, ``(rows, M)``."""
+        """Return the scores of a group of checkpoints alone, ``(rows, M)``."""
         q = self.method.q
         products, factors = group_tile(terms, group, len(groups), rows, q=q, device=self._device)
         return products if factors is None else products * factors.to(products)[:, None]
 
     def _behind_kernel(self, table: AbstractRowTable, targets: slice | NDArray[np.int64]) -> Tensor:
-        """Return a checkpoint's targets as they meet its train rows, ``(M, K)``."""
+        """Return a checkpoint's targets multiplied by (H + lambda I)^-1, or transformed, ``(M, K)``."""
         rows = self._rows(table, targets)
         kernel = self.method.kernel
         if kernel is None:
-            return self._transformed(rows).float()
+            return _same_shape(self.method.transform_targets(rows, self._layout), rows, self.method).float()
         if self._ranks.rank == 0:
             rows = precondition(rows, self._kernels(table, kernel), layout=self._layout)
         rows = rows.to(accumulation_dtype(self._device))
@@ -343,15 +350,20 @@ class ScoreSource:
         return rows
 
     def _own_products(self, table: AbstractRowTable) -> Callable[[Tensor], Tensor]:
-        """Return what gives the product of each train row with itself, ``(b, K) -> (b,)``."""
+        """Return a function that computes the product of each train row with itself, ``(b, K) -> (b,)``."""
         kernel = self.method.kernel
         if kernel is not None:
             kernels = self._kernels(table, kernel)
             return lambda rows: self_scores(rows, kernels, layout=self._layout)
-        return lambda rows: self._transformed(rows.to(accumulation_dtype(rows.device))).square().sum(1)
+
+        def own(rows: Tensor) -> Tensor:
+            wide = rows.to(accumulation_dtype(rows.device))
+            return (self._transformed(wide) * self.method.transform_targets(wide, self._layout)).sum(1)
+
+        return own
 
     def _transformed(self, rows: Tensor) -> Tensor:
-        return self.method.transform(rows, self._layout)
+        return _same_shape(self.method.transform(rows, self._layout), rows, self.method)
 
     def _kernels(self, table: AbstractRowTable, kernel: KernelSettings) -> list[SegmentKernel]:
         return kernels_of(
@@ -368,9 +380,23 @@ class ScoreSource:
         return torch.from_numpy(self._targets(table).read(FEATURES)[targets]).to(self._device)
 
     def _targets(self, table: AbstractRowTable) -> AbstractRowTable:
-        return self._store.open_table(f"{target_folder(self._name, self.method)}/{table_path(table)}")
+        return self._store.open_table(target_table_path(self._name, self.method, table))
 
 
 def _transforms(method: AbstractMethod) -> bool:
     """Whether a method changes rows before the product."""
-    return type(method).transform is not AbstractMethod.transform
+    own = type(method)
+    return (
+        own.transform is not AbstractMethod.transform
+        or own.transform_targets is not AbstractMethod.transform_targets
+    )
+
+
+def _same_shape(transformed: Tensor, rows: Tensor, method: AbstractMethod) -> Tensor:
+    """Return what a method made of rows, if it has their shape."""
+    if transformed.shape != rows.shape:
+        raise InvalidInputError(
+            f"{method.name}.transform made {tuple(transformed.shape)} of rows {tuple(rows.shape)}. Return as many rows "
+            "and features as it is given."
+        )
+    return transformed

@@ -1,4 +1,4 @@
-"""Where the scores of a target set are kept: one table for the attributor's settings, one for each other view."""
+"""Stored scores of a target set: one table for the attributor's method, and one for each other method."""
 
 from __future__ import annotations
 
@@ -79,15 +79,15 @@ def stored_scores(
     """Return the scores of a target set whose matrix is stored.
 
     Args:
-        workspace: Says where the store is.
+        workspace: Location of the store.
         settings: Layout, device and default method.
         name: Name of the target set.
-        method: How they were computed.
-        run: What the scores belong to; ``None`` where there is no model.
+        method: The method of the scores.
+        run: The model, settings and store of the scores; ``None`` without a model.
 
     Raises:
-        StateError: If they were never computed, or not finished.
-        ManifestMismatchError: If they were made by an attributor with another method.
+        StateError: If the scores were never computed, or are not finished.
+        ManifestMismatchError: If an attributor with another method made the scores.
     """
     store = workspace.reader()
     path = score_path(name, method, settings.method)
@@ -117,16 +117,16 @@ def streamed_scores(
     *,
     run: Run | None = None,
 ) -> Scores:
-    """Return scores that are computed from the stored rows when they are read.
+    """Return scores that are computed from the stored rows on access.
 
     Args:
-        workspace: Says where the store is.
+        workspace: Location of the store.
         settings: Layout, device and default method.
         name: Name of the target set.
-        method: How they are computed.
-        digests: Weights of the checkpoints; ``None`` takes those that the targets were featurized with.
-        ends: The most helpful and most harmful rows of every target, if they are known.
-        run: What the scores belong to; ``None`` where there is no model.
+        method: The method of the scores.
+        digests: Weights digests of the checkpoints; ``None`` uses those that the targets were featurized with.
+        ends: The most helpful and most harmful rows of every target, if known.
+        run: The model, settings and store of the scores; ``None`` without a model.
 
     Raises:
         StateError: If the targets have no features, or train rows are pending.
@@ -148,7 +148,7 @@ def score_source(
     *,
     ranks: AbstractRanks | None = None,
 ) -> ScoreSource:
-    """Return what computes scores from the rows of an open store, with some ranks or in this process alone."""
+    """Return the source that computes scores from the rows of an open store, with all ``ranks`` or alone."""
     return ScoreSource(
         store, train, name, method, layout=settings.layout, device=settings.device, ranks=ranks
     )
@@ -157,7 +157,7 @@ def score_source(
 def scored_rows(
     store: AbstractFeatureStore, scores: Scores, settings: AttributorSettings | StoredSettings
 ) -> ScoredRows:
-    """Return the stored rows behind stored scores."""
+    """Return the stored rows that stored scores were computed from."""
     method = scores.method
     path = score_path(scores.name, method, settings.method)
     digests = list(store.open_table(path).spec.fingerprint["checkpoints"])
@@ -196,7 +196,7 @@ def _scores(
 
 
 def _widths(layout: FeatureLayout) -> int | str:
-    """Return K, or how many segments there are of which width."""
+    """Return the row width, or ``"segments x width"`` for several segments of the same width."""
     widths = {segment.width for segment in layout.segments}
     if len(layout.segments) == 1 or len(widths) > 1:
         return layout.width
@@ -209,8 +209,8 @@ def _finished_scores(
     """Return the complete table of the scores of a target set.
 
     Raises:
-        StateError: If they were never computed, or not finished, or train rows were appended since.
-        ManifestMismatchError: If they were made by an attributor with another method.
+        StateError: If the scores were never computed, are not finished, or train rows were appended since.
+        ManifestMismatchError: If an attributor with another method made the scores.
     """
     path = score_path(name, method, base)
     if path not in store.table_names():
@@ -234,11 +234,11 @@ def _finished_scores(
 
 
 def drop_scores(store: AbstractFeatureStore, name: str) -> None:
-    """Remove the scores of a target set, made in whatever way, for good; the targets' own features stay.
+    """Permanently remove the scores of a target set, of all methods. The features of the targets remain.
 
     Raises:
-        StateError: If there are none.
-        BusyError: If another process computes some of them.
+        StateError: If there are no such scores.
+        BusyError: If another process is computing some of them.
         ReadOnlyStoreError: If the store cannot be written.
     """
     found = score_paths(store, name)
@@ -256,7 +256,7 @@ def drop_scores(store: AbstractFeatureStore, name: str) -> None:
 
 
 def _refuse_outgrown(name: str, scores: TableSpec, train: TableSpec) -> None:
-    """Raise if train rows were appended since the scores were computed: the kernel is another one by now."""
+    """Raise if train rows were appended after the scores were computed, because that changes the kernel."""
     if scores.num_rows < train.num_rows:
         raise StateError(
             f"The scores {name!r} are those of {scores.num_rows} train rows, and there are {train.num_rows} by now. "
@@ -272,11 +272,11 @@ def _scorable_tables(
     Args:
         store: The store.
         name: Name of the target set.
-        method: How the scores are computed, which says which features of the targets.
-        digests: Weights of the checkpoints; ``None`` takes all that have such features.
+        method: The method of the scores. It determines which features of the targets are used.
+        digests: Weights digests of the checkpoints; ``None`` uses all that have complete target features.
 
     Raises:
-        StateError: If there is none, or train rows are pending.
+        StateError: If no checkpoint has such features, or train rows are pending.
     """
     folder = target_folder(name, method)
     known = store.table_names(folder.split("/")[0])
@@ -296,7 +296,7 @@ def _scorable_tables(
 
 @final
 class ScoreResult:
-    """The scores of one target set, made in one way, in an open store."""
+    """The stored scores of one target set and one method, in an open store."""
 
     def __init__(
         self,
@@ -308,15 +308,15 @@ class ScoreResult:
         identity: Mapping[str, Any],
         num_targets: int,
     ) -> None:
-        """Determine where they are kept and what they are compared by.
+        """Determine the path and the fingerprint of the score table.
 
         Args:
-            store: The store, open for writing if there is something to fill.
+            store: The store, open for writing if scores have to be computed.
             train: Train tables by weights digest.
             name: Name of the target set.
-            method: How the scores are computed.
+            method: The method of the scores.
             base: The attributor's method.
-            identity: What the targets are recognised by.
+            identity: JSON values that identify the targets.
             num_targets: M.
         """
         tables = list(train.values())
@@ -332,7 +332,7 @@ class ScoreResult:
         self._spec = score_table_spec(tables[0].spec.num_rows, num_targets, fingerprint)
 
     def is_finished(self) -> bool:
-        """Whether the scores are there, made with these settings, and complete.
+        """Return whether the scores are stored with these settings and complete.
 
         Raises:
             ManifestMismatchError: If they were made with other targets, checkpoints or settings.
@@ -361,7 +361,7 @@ class ScoreResult:
         progress: bool | None,
         watch: Callable[[], None] = unwatched,
     ) -> None:
-        """Compute the rows that are pending."""
+        """Compute the pending rows of the score table."""
         terms = source.terms()
         score_rows(
             self._store.create_table(self._path, self._spec),
@@ -374,29 +374,30 @@ class ScoreResult:
         )
 
     def top_and_bottom(self, source: ScoreSource, k: int, *, ranks: AbstractRanks) -> NDArray[np.float64]:
-        """Return the k most helpful and most harmful rows of every target, as kept in the store or from one pass.
+        """Return the k most helpful and most harmful rows of every target, from the store's cache or from one pass.
 
-        Redoing it costs one pass over the stored rows; a store that is open for reading keeps nothing. All ranks find
-        them together.
+        A cache miss costs one pass over the stored rows, which all ranks share. A store that is open for reading
+        caches nothing.
         """
         name, key = top_path(self._name), self.digest()
         kept = self._store.cached(name, key)
         enough = kept is not None and kept.shape[-1] >= min(k, source.num_rows)
-        if not ranks.merged(enough, operator.and_):  # in an object store, what is kept may be elsewhere
+        # In an object store, the ranks may have different caches: compute unless all ranks have the rows.
+        if not ranks.merged(enough, operator.and_):
             kept = top_and_bottom(source, k, ranks=ranks)
             if ranks.rank == 0:
                 self._store.cache(name, key, kept)
         return np.array(kept)
 
     def digest(self) -> str:
-        """Return a digest of all that the scores are made from."""
+        """Return a digest of everything that the scores depend on."""
         return Manifest(self._spec.fingerprint).digest()
 
 
 @final
 @dataclass(frozen=True, slots=True, eq=False)
 class ScoredRows:
-    """The stored rows behind the scores of one target set."""
+    """The stored rows that the scores of one target set are computed from."""
 
     store: AbstractFeatureStore
     """Holds the gram matrices."""
@@ -405,17 +406,17 @@ class ScoredRows:
     name: str
     """Name of the target set."""
     method: AbstractMethod
-    """How the scores were computed."""
+    """The method of the scores."""
     layout: FeatureLayout
-    """Segments of a feature row, as the scores see it."""
+    """Segments of a feature row, as the method uses them."""
     device: torch.device
-    """Where the products run."""
+    """Device of the products."""
 
     def require_kernel(self) -> KernelSettings:
-        """Return the kernel in force.
+        """Return the method's kernel settings.
 
         Raises:
-            InvalidInputError: If the scores have none.
+            InvalidInputError: If the method has no kernel.
         """
         kernel = self.method.kernel
         if kernel is None:
@@ -432,17 +433,22 @@ class ScoredRows:
         return mean
 
     def has_targets(self) -> bool:
-        """Return whether the targets have features of their own; scores with EK-FAC need none."""
+        """Return whether plain (not preconditioned) target features are stored; EKFAC scores do not need them."""
         known = self.store.table_names(plain_target_folder(self.name))
-        return all(target_path(self.name, table) in known for table in self.train.values())
+        return all(
+            target_path(self.name, table.spec.fingerprint["model_id"]) in known
+            for table in self.train.values()
+        )
 
     def targets(self, table: AbstractRowTable) -> Tensor:
         """Return the target features of a checkpoint, ``(M, K)`` float64."""
-        rows = self.store.open_table(target_path(self.name, table)).read(FEATURES)
+        rows = self.store.open_table(target_path(self.name, table.spec.fingerprint["model_id"])).read(
+            FEATURES
+        )
         return torch.from_numpy(rows).to(self.device, torch.float64)
 
     def preconditioned(self, table: AbstractRowTable, damping: float) -> Tensor:
-        """Return the targets of a checkpoint behind its kernel at a damping, ``(M, K)`` float64."""
+        """Return the targets of a checkpoint multiplied by (H + lambda I)^-1, ``(M, K)`` float64."""
         kernel = replace(self.require_kernel(), damping=damping, lambda_reg=None)
         kernels = kernels_of(
             self.store,
@@ -456,10 +462,10 @@ class ScoredRows:
 
 
 def stored_verdict(store: AbstractFeatureStore, path: str) -> Verdict | None:
-    """Return the verdict on the scores in a table, ``None`` if there is none on these very numbers.
+    """Return the verdict on the scores in a table, ``None`` if there is none for their current values.
 
     Raises:
-        CorruptStoreError: If something else is kept in its place.
+        CorruptStoreError: If the stored entry is not a verdict.
     """
     kept = store.entry(verdict_path(path), verdict_key(store, path))
     if kept is None:
@@ -474,23 +480,23 @@ def stored_verdict(store: AbstractFeatureStore, path: str) -> Verdict | None:
 
 
 def stored_predictions(store: AbstractFeatureStore, path: str) -> Predictions | None:
-    """Return what :func:`keep_predictions` kept of the scores in a table, ``None`` if they were not tested."""
+    """Return the predictions that ``verify`` stored for the scores in a table, ``None`` if not verified."""
     kept = store.entry(predictions_path(path), verdict_key(store, path))
     return None if kept is None else Predictions(*kept)
 
 
 def verdict_key(store: AbstractFeatureStore, path: str) -> str:
-    """Return a key that changes when the scores do."""
+    """Return a key that changes when the scores change."""
     return store.open_table(path).content_key()
 
 
 def store_verdict(store: AbstractFeatureStore, path: str, verdict: Verdict) -> None:
-    """Keep a verdict beside the scores that it is about.
+    """Store the verdict of some scores.
 
     Args:
-        store: Holds the scores.
-        path: Their table. The verdict holds for these very numbers; others in their place have none.
-        verdict: What retraining said.
+        store: Store of the scores.
+        path: Table of the scores. The verdict is no longer returned once their values change.
+        verdict: The verdict.
     """
     text = json.dumps(verdict.to_json()).encode()
     store.put_entry(verdict_path(path), verdict_key(store, path), np.frombuffer(text, np.uint8).copy())

@@ -1,6 +1,6 @@
-"""From tables of features to a table of scores, tile by tile.
+"""Compute a table of scores from tables of features, tile by tile.
 
-Shapes: N train rows, M targets, K feature width, C checkpoints.
+Shapes: N train rows, M targets, K feature width, C checkpoints, G groups of checkpoints.
 Source: TRAK (arXiv:2303.14186), section 3; numbers as in the native method of trak_lite.
 """
 
@@ -32,18 +32,18 @@ _TILE_ROWS = 1024
 @final
 @dataclass(frozen=True, slots=True, eq=False)
 class ScoreTerm:
-    """One checkpoint's part in a score: the products of its train rows with its targets."""
+    """One checkpoint's summand of the scores: the products of its train rows with its targets."""
 
     train: AbstractRowTable
     """Features of the train rows, complete."""
     targets: Tensor
-    """``(M, K)`` behind the kernel and times the checkpoint's weight, float32."""
+    """``(M, K)`` float32, multiplied by (H + lambda I)^-1 and by the checkpoint's weight."""
     transform: Callable[[Tensor], Tensor] | None = None
-    """Applied to blocks of train rows, ``(b, K) -> (b, K)``; ``None`` takes them as they are."""
+    """Applied to blocks of train rows, ``(b, K) -> (b, K)``; ``None`` applies nothing."""
 
 
 def tile_ranges(num_rows: int, chunk_rows: int, *, share: tuple[int, int] = (0, 1)) -> Iterator[range]:
-    """Yield the rows of every tile, on the grid that a score table with these chunks is filled on.
+    """Yield the rows of every tile. Tiles do not cross the chunks of the score table.
 
     Args:
         num_rows: N.
@@ -72,16 +72,16 @@ def score_rows(
     progress: bool | None = None,
     watch: Callable[[], None] = unwatched,
 ) -> int:
-    r"""Fill the pending rows of a score table; processes that do it at the same time share them.
+    r"""Fill the pending rows of a score table. Processes that run this at the same time share the rows.
 
     See :func:`score_tile`.
 
     Args:
-        scores: Made by :func:`score_table_spec`.
+        scores: Table with a spec of :func:`score_table_spec`.
         terms: One for each of the C checkpoints.
-        q: Where the train rows' q comes in.
-        device: Where the products run, and the terms' targets are.
-        label: What the progress bar is called.
+        q: Where the train rows' q is applied.
+        device: Device of the products and of the terms' targets.
+        label: Label of the progress bar.
         progress: Show the bar; ``None`` shows it on a terminal only.
         watch: See :class:`~trak_lite.parallel.sharing.SharedRows`.
 
@@ -101,14 +101,14 @@ def score_tile(
 ) -> Tensor:
     r"""Return the scores of some train rows.
 
-    Row i is :math:`\sum_c \phi_{c,i} t_c^\top` with the terms' targets t, times the mean of :math:`q_{c,i}` over
-    checkpoints for ``q="outside"``, each summand times its own for ``"inside"``.
+    Row i is :math:`\sum_c \phi_{c,i} t_c^\top` with the terms' targets t. For ``q="outside"`` the sum is multiplied by
+    the mean of :math:`q_{c,i}` over checkpoints, for ``"inside"`` each summand by :math:`q_{c,i}`.
 
     Args:
         terms: One for each of the C checkpoints.
-        rows: Train rows: a range, which is read as it is mapped, or any row numbers.
-        q: Where the train rows' q comes in.
-        device: Where the products run.
+        rows: Train rows: a range, which is read through a memory map without a copy, or any row numbers.
+        q: Where the train rows' q is applied.
+        device: Device of the products.
 
     Returns:
         ``(rows, M)`` float32.
@@ -128,21 +128,21 @@ def group_tile(
     q: WhereQ,
     device: torch.device,
 ) -> tuple[Tensor, Tensor | None]:
-    """Return what a group of checkpoints alone says, on the scale of the whole.
+    """Return the products and the q factor of a group of checkpoints alone, multiplied by the number of groups.
 
-    The mean over groups of the first, times that of the second, is the score.
+    The score is the mean of the products over groups, times the mean of the q factors over groups.
 
     Args:
         terms: One for each of the C checkpoints.
-        group: Places of the group's terms.
+        group: Indices of the group's terms.
         num_groups: G.
         rows: Train rows.
-        q: Where the train rows' q comes in.
-        device: Where the products run.
+        q: Where the train rows' q is applied.
+        device: Device of the products.
 
     Returns:
-        The products ``(rows, M)`` float32 times G, and the group's share of the mean q ``(rows,)`` float64 times G;
-        ``None`` where q is not outside.
+        The products ``(rows, M)`` float32 times G, and the group's share of the mean q ``(rows,)`` float64 times G, or
+        ``None`` if ``q`` is not ``"outside"``.
     """
     tile = torch.zeros(len(rows), len(terms[0].targets), device=device)
     members = [terms[place] for place in group]
@@ -172,7 +172,7 @@ def error_tile(
 def _add_products(
     tile: Tensor, term: ScoreTerm, rows: range | NDArray[np.int64], q: WhereQ, device: torch.device
 ) -> None:
-    """Add a checkpoint's part to the scores of some rows, without the q that is outside."""
+    """Add a checkpoint's products to the scores of some rows in place. Applies q only if it is ``"inside"``."""
     weights = _column(term.train, OUT_TO_LOSS, rows, device) if q == "inside" else None
     for start, block in _pieces(term.train, FEATURES, rows):
         part = slice(start, start + len(block))
@@ -199,14 +199,14 @@ def _mean_q(terms: Sequence[ScoreTerm], rows: range | NDArray[np.int64], device:
 def _column(
     table: AbstractRowTable, name: str, rows: range | NDArray[np.int64], device: torch.device
 ) -> Tensor:
-    """Return one number per row, ``(rows,)``."""
+    """Return a column of some rows, ``(rows,)``."""
     return torch.cat([as_tensor(np.array(part), device) for _, part in _pieces(table, name, rows)])
 
 
 def _pieces(
     table: AbstractRowTable, column: str, rows: range | NDArray[np.int64]
 ) -> Iterator[tuple[int, NDArray[Any]]]:
-    """Yield ``(place, values)`` of some rows: mapped pieces of a range, else one copy."""
+    """Yield ``(position, values)`` for some rows: memory-mapped pieces of a range, otherwise one copy."""
     if isinstance(rows, range):
         for start, values in table.blocks(column, rows.start, rows.stop):
             yield start - rows.start, values

@@ -1,7 +1,8 @@
 """Scores of train rows split over their tokens, for causal language models.
 
-f of a row is a sum over its predicted tokens, and everything from there to a score is linear: gradient, projection, the
-product with a target behind its kernel, the row's own q. A row with one label left has the gradient of that token.
+f of a row is a sum over its predicted tokens, and every step from f to the score is linear: gradient, projection, the
+product with (H + lambda I)^-1 times a target, the row's q. The gradient of one token is that of the row with all other
+labels ignored.
 
 Shapes: T positions of a row, n predicted tokens, K feature width, m targets.
 """
@@ -38,25 +39,26 @@ __all__ = ["token_scores"]
 def token_scores(
     scores: Scores, data: Any, rows: Sequence[int], *, targets: Sequence[int] | None = None
 ) -> dict[int, NDArray[np.float32]]:
-    """Return what every token of some train rows adds to their scores, where the task is a causal language model.
+    """Return the contribution of every token of some train rows to their scores, for causal language models.
 
-    f of a train row is a sum over its predicted tokens, so its gradient, its features and its scores are too: the
-    numbers of a row add up to its score, but for the rounding of stored features. A row of T predicted tokens costs as
-    much as featurizing T rows. Nothing is stored.
+    f of a train row is a sum over its predicted tokens, so its gradient, features and scores are sums too. The
+    contributions of a row sum to its score, up to the rounding of stored features. A row of T predicted tokens costs
+    as much as featurizing T rows. Nothing is stored.
 
     Args:
         scores: Scores of an attributor.
-        data: The train data, as given to :meth:`~trak_lite.Attributor.featurize`.
+        data: The train data, as passed to :meth:`~trak_lite.Attributor.featurize`.
         rows: Train rows.
-        targets: Targets; ``None`` takes all of them.
+        targets: Targets; ``None`` uses all of them.
 
     Returns:
-        For each row ``(T, targets)``: position t is that of ``labels[t]``; 0 where nothing is predicted.
+        Contributions by row, each ``(T, targets)``. Position t is that of ``labels[t]``, and 0 if ``labels[t]`` is
+        not predicted.
 
     Raises:
-        InvalidInputError: If the task is no causal language model, rows are divided by norms, or a row or target is not
-            there.
-        StateError: If the weights of a checkpoint are not to be found, or the scores were opened without a model.
+        InvalidInputError: If the task is not causal language modeling, train rows are normalised, or a row or target
+            does not exist.
+        StateError: If the weights of a checkpoint cannot be found, or the scores were opened without a model.
         ManifestMismatchError: If ``data`` are not the train data.
     """
     run = scores.run
@@ -74,7 +76,7 @@ def _token_scores(
     rows: Sequence[int],
     targets: Sequence[int] | None,
 ) -> dict[int, NDArray[np.float32]]:
-    """Return what every token adds."""
+    """Return the contributions of every token, by row."""
     shift = _shift_of_linear_rows(settings, scores)
     wanted = [target_number(t, scores.shape[1], scores.name) for t in _all_or(targets, scores.shape[1])]
     numbers = _row_numbers(rows, len(scores))
@@ -106,26 +108,26 @@ def _token_scores(
 @final
 @dataclass(frozen=True, slots=True, eq=False)
 class _TokenRow:
-    """One train row, and what its tokens add to scores."""
+    """One train row, and the contributions of its tokens to its scores."""
 
     number: int
     batch: Batch
-    """The row alone: one sample."""
+    """A batch of this row only."""
     positions: NDArray[np.int64]
-    """``(n,)`` positions of the labels that are predicted."""
+    """``(n,)`` positions of the predicted labels."""
     scores: NDArray[np.float64]
     """``(T, m)``."""
 
     @classmethod
     def of(cls, batch: Batch, number: int, num_targets: int, *, shift: bool) -> _TokenRow:
-        """Take the predicted positions from a batch of one sample."""
+        """Return an instance for a batch of one sample, with contributions of zero."""
         labels = split_labels(batch).labels[0]
         predicted = (labels != IGNORED).cpu().numpy()
         predicted[: int(shift)] = False
         return cls(number, batch, np.flatnonzero(predicted), np.zeros((len(labels), num_targets)))
 
     def batches(self, size: int) -> Iterator[tuple[NDArray[np.int64], Batch]]:
-        """Yield positions, and as many copies of the row, each with the label of one of them alone."""
+        """Yield up to ``size`` positions, and a batch with one copy of the row per position, with only its label."""
         for start in range(0, len(self.positions), size):
             positions = self.positions[start : start + size]
             count = len(positions)
@@ -137,7 +139,7 @@ class _TokenRow:
 
 
 def _repeated(tensor: Tensor, count: int) -> Tensor:
-    """Return the one sample of a tensor ``count`` times; a number that belongs to no sample stays as it is."""
+    """Return the one sample of a tensor repeated ``count`` times; a 0-dimensional tensor is returned unchanged."""
     return tensor.repeat_interleave(count, dim=0) if tensor.dim() else tensor
 
 
@@ -145,7 +147,7 @@ def _shift_of_linear_rows(settings: AttributorSettings, scores: Scores) -> bool:
     """Return whether labels are shifted.
 
     Raises:
-        InvalidInputError: If f is no sum over tokens, or rows are divided by their norms, so that parts do not add up.
+        InvalidInputError: If f is not a sum over tokens, or train rows are normalised, so that scores are not sums.
     """
     task = settings.task
     if not isinstance(task, CausalLanguageModelingModelOutput):
@@ -168,7 +170,7 @@ def _all_or(targets: Sequence[int] | None, count: int) -> Sequence[int]:
 
 
 def _row_numbers(rows: Sequence[int], count: int) -> NDArray[np.int64]:
-    """Return different row numbers that exist."""
+    """Return the distinct row numbers as int64; raise if one does not exist."""
     numbers = np.unique(np.asarray(rows))
     if numbers.dtype.kind not in "iu" or not numbers.size or numbers[0] < 0 or numbers[-1] >= count:
         raise InvalidInputError(f"rows must be whole numbers from 0 to {count - 1}, got {list(rows)!r:.80}.")

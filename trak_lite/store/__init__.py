@@ -1,9 +1,9 @@
-"""Rows on disk: tables of feature rows that are either done, and right, or pending.
+"""Feature stores: tables of feature rows, each of which is either done or pending.
 
-:class:`ZarrFeatureStore` keeps them as zarr v3 arrays and survives being killed at any moment;
-:class:`MemoryFeatureStore` keeps the same contract in memory, and
-:class:`RemoteFeatureStore` in an object store. A further one subclasses :class:`AbstractFeatureStore` and
-:class:`AbstractRowTable` and proves itself with ``trak_lite.testing.StoreTests``. Nothing here knows a model or torch.
+:class:`ZarrFeatureStore` stores rows on disk as zarr v3 arrays; the process may be killed at any moment.
+:class:`MemoryFeatureStore` implements the same contract in memory, and :class:`RemoteFeatureStore` in an object store.
+A custom store subclasses :class:`AbstractFeatureStore` and :class:`AbstractRowTable` and is tested with
+``trak_lite.testing.StoreTests``. This package does not import torch.
 """
 
 from trak_lite.store._base import AbstractFeatureStore as AbstractFeatureStore

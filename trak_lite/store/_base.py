@@ -1,4 +1,4 @@
-"""The contract of a feature store: tables of rows that are either done, and right, or pending."""
+"""Abstract base classes of feature stores: tables of rows that are either done or pending."""
 
 from __future__ import annotations
 
@@ -19,23 +19,23 @@ from trak_lite.store.manifest import Manifest
 __all__ = ["NEEDED_UNTIL", "AbstractFeatureStore", "AbstractRowTable", "Difference", "TableSpec"]
 
 NEEDED_UNTIL = "needed_until"
-"""Attribute of a table whose rows others are made of: the path of that one, after whose end it is a leftover."""
+"""Attribute of an intermediate table: path of the table computed from it. Once that is complete, this one is unused."""
 
 
 @dataclass(frozen=True, slots=True)
 class TableSpec:
-    """Shape of a table; all columns share one row grid and one record of what is done."""
+    """Shape of a table. All columns share the chunk grid and the record of done rows."""
 
     num_rows: int
     columns: tuple[Column, ...]
     chunk_rows: int
-    """Rows of a chunk, the unit of committing, locking and mapping."""
+    """Rows per chunk. A chunk is the unit of committing, locking and memory mapping."""
     fingerprint: Mapping[str, Any] = field(default_factory=dict)
-    """JSON values that determine the rows; compared key by key when the table is opened again."""
+    """JSON values that determine the rows; compared key by key by ``create_table`` if the table exists."""
 
     @property
     def arrays(self) -> tuple[StoredArray, ...]:
-        """The arrays on disk, column by column."""
+        """The stored arrays of all columns, in column order."""
         return tuple(array for column in self.columns for array in column.arrays)
 
     @property
@@ -46,7 +46,7 @@ class TableSpec:
 
 @dataclass(frozen=True, slots=True)
 class Difference:
-    """One thing in which two stores differ.
+    """One difference between two stores.
 
     Example:
         >>> print(Difference("ckpt-0", "rows 4 to 7", "done", "pending"))
@@ -65,12 +65,16 @@ class Difference:
 
 
 class AbstractRowTable(ABC):
-    """Rows of one table. A row is done or pending; a done row keeps its bytes, also when the process is killed.
+    """Rows of one table. A row is done or pending; a done row never changes, even if the process is killed.
 
-    Laws, held by ``trak_lite.testing.StoreTests``: what was put is what is read, bitwise (quantised columns: within
-    half the row's scale, the same bits in every store); when ``put`` returns, killing the process cannot lose the rows;
-    pending rows are never readable; a refused ``put`` changes nothing; every table opened from the same path sees the
-    same done rows.
+    ``trak_lite.testing.StoreTests`` checks these guarantees:
+
+    - Rows read equal the rows put, bitwise. In a quantised column they are within half the row's scale, with the same
+      bits in every store.
+    - Once ``put`` returns, the rows survive a kill of the process.
+    - Pending rows are never readable.
+    - A ``put`` that raises changes nothing.
+    - All tables opened from the same path report the same done rows.
     """
 
     @property
@@ -82,17 +86,17 @@ class AbstractRowTable(ABC):
     def put(
         self, rows: int | Sequence[int] | NDArray[np.integer], values: Mapping[str, NDArray[Any]]
     ) -> None:
-        """Write rows durably enough that killing the process cannot lose them.
+        """Write rows. Once this returns, they survive a kill of the process.
 
         Args:
             rows: First row of a contiguous run, or the row of each value (distinct, any order).
-            values: For each column an array ``(b, width)`` or ``(b,)`` of a real floating dtype; it is cast to the
-                column's dtype, and then quantised if the column is.
+            values: For each column an array ``(b, width)`` or ``(b,)`` of a real floating dtype. It is cast to the
+                column's ``value_dtype`` and, for a quantised column, then quantised.
 
         Raises:
             InvalidInputError: For wrong columns, shapes or dtypes, rows out of range or repeated.
             NonFiniteError: If a value is NaN or infinite, before or after the cast; names the rows.
-            StateError: If a row is done already.
+            StateError: If a row is already done.
             ReadOnlyStoreError: If the store was opened for reading.
             StoreFullError: If the disk is full; the rows stay pending.
             BusyError: If another process writes the chunk.
@@ -100,34 +104,34 @@ class AbstractRowTable(ABC):
 
     @abstractmethod
     def claim(self, chunk: int) -> AbstractContextManager[NDArray[np.int64]]:
-        """Hold a chunk: as long as the block runs, nobody else puts rows into it.
+        """Lock a chunk: until the context exits, no other writer can put rows into it.
 
-        So writers share a table without knowing of each other: whoever finds a chunk held takes another one. What a
-        dead writer left of a chunk is taken over. Rows are put as ever, into other chunks too.
+        Writers can thus share a table without further coordination: a writer that finds a chunk locked tries another
+        one. Rows that a killed writer left in the chunk are recovered. ``put`` works as usual, also for other chunks.
 
         Args:
-            chunk: Of the row grid.
+            chunk: Index of the chunk.
 
         Returns:
-            A context that gives the rows of the chunk that are pending, ascending ``(b,)``; none where it is committed.
+            Context manager that yields the pending rows of the chunk, ascending, ``(b,)``; empty if it is committed.
 
         Raises:
             InvalidInputError: If there is no such chunk.
-            BusyError: If another writer holds it; names its host and process.
+            BusyError: If another writer holds the chunk; names its host and process.
             ReadOnlyStoreError: If the store was opened for reading.
             StoreFullError: If the disk has no room for the chunk.
         """
 
     @abstractmethod
     def done(self) -> NDArray[np.bool_]:
-        """Return which rows are done, ``(num_rows,)``; includes rows staged by earlier, dead writers."""
+        """Return a mask of the done rows, ``(num_rows,)``; includes rows staged by writers that were killed."""
 
     def pending(self) -> NDArray[np.int64]:
         """Return the rows that are not done, ascending."""
         return np.flatnonzero(~self.done())
 
     def pending_by_chunk(self) -> NDArray[np.int64]:
-        """Return how many rows of every chunk are not done, ``(num_chunks,)``."""
+        """Return the number of pending rows of each chunk, ``(num_chunks,)``."""
         starts = np.arange(0, self.spec.num_rows, self.spec.chunk_rows)
         done = np.add.reduceat(self.done(), starts, dtype=np.int64)
         return np.diff(starts, append=self.spec.num_rows) - done
@@ -139,11 +143,11 @@ class AbstractRowTable(ABC):
 
     @property
     def num_chunks(self) -> int:
-        """Number of chunks of the row grid."""
+        """Number of chunks, committed or not."""
         return -(-self.spec.num_rows // self.spec.chunk_rows)
 
     def chunk_range(self, chunk: int) -> tuple[int, int]:
-        """Return the first row of a chunk and the row after its last.
+        """Return the row range ``(start, stop)`` of a chunk; ``stop`` is exclusive.
 
         Raises:
             InvalidInputError: If there is no such chunk.
@@ -159,7 +163,7 @@ class AbstractRowTable(ABC):
         """Return a column by name.
 
         Raises:
-            InvalidInputError: If there is no such column; names the ones there are.
+            InvalidInputError: If there is no such column; names the existing ones.
         """
         for column in self.spec.columns:
             if column.name == name:
@@ -174,9 +178,9 @@ class AbstractRowTable(ABC):
 
     @abstractmethod
     def stored_chunk(self, chunk: int, column: str) -> StoredRows:
-        """Return the rows of a committed chunk in the form in which they are stored, mapped where possible.
+        """Return the rows of a committed chunk as stored, memory-mapped where possible.
 
-        The arrays must not be written to, and belong to one and the same commit.
+        All arrays come from the same commit. Do not write to them.
 
         Raises:
             IncompleteStoreError: If the chunk is not committed; names its rows.
@@ -184,10 +188,10 @@ class AbstractRowTable(ABC):
         """
 
     def read_chunk(self, chunk: int, column: str) -> NDArray[Any]:
-        """Return the rows of a committed chunk, ``(rows, width)`` or ``(rows,)``, mapped where possible.
+        """Return the rows of a committed chunk, ``(rows, width)`` or ``(rows,)``, memory-mapped where possible.
 
-        The array must not be written to; copy it to keep it beyond the table's life. Of a quantised column it is a
-        new float32 array, four or eight times as large as the chunk: :meth:`blocks` needs a few MiB.
+        The array is read-only; copy it if it must outlive the table. For a quantised column it is a new float32 array,
+        four (int8) or eight (int4) times as large as the chunk; :meth:`blocks` needs only a few MiB.
 
         Raises:
             IncompleteStoreError: If the chunk is not committed; names its rows.
@@ -200,14 +204,14 @@ class AbstractRowTable(ABC):
     def blocks(
         self, column: str, start: int = 0, stop: int | None = None
     ) -> Iterator[tuple[int, NDArray[Any]]]:
-        """Yield ``(first row, rows)`` pieces of the committed rows ``start:stop``, in order: the way to read a table.
+        """Yield ``(first row, rows)`` blocks of the committed rows ``start:stop``, in order.
 
-        Pieces end where chunks end. Of a quantised column they have at most 256 rows, in a buffer that the next piece
-        overwrites. They must not be written to.
+        This is the preferred way to read a table. A block never spans two chunks. For a quantised column it has at
+        most 256 rows, in a buffer that the next block overwrites. Do not write to the blocks.
 
         Raises:
-            InvalidInputError: If ``start:stop`` reaches over an end of the table.
-            IncompleteStoreError: If a row is in a chunk that is not committed.
+            InvalidInputError: If ``start:stop`` exceeds the table.
+            IncompleteStoreError: If a row is in an uncommitted chunk.
         """
         size, stop = self.spec.chunk_rows, self.spec.num_rows if stop is None else stop
         if not 0 <= start <= stop <= self.spec.num_rows:
@@ -227,7 +231,7 @@ class AbstractRowTable(ABC):
         """
         committed = set(self.committed_chunks())
         missing = next((chunk for chunk in range(self.num_chunks) if chunk not in committed), None)
-        # reading raises at the first chunk that cannot be read; nothing is allocated for rows that are not there
+        # Read every chunk first: an unreadable one raises before the output is allocated.
         for chunk in range(0 if missing is None else missing + 1):
             self.read_chunk(chunk, column)
         out = self._empty(column, self.spec.num_rows)
@@ -236,11 +240,11 @@ class AbstractRowTable(ABC):
         return out
 
     def read_rows(self, column: str, rows: Sequence[int] | NDArray[np.integer]) -> NDArray[Any]:
-        """Return some rows of a column as a new array, in the order asked for.
+        """Return the given rows of a column as a new array, in the given order.
 
         Raises:
             InvalidInputError: If a row is out of range, or ``rows`` are not integers.
-            IncompleteStoreError: If a row is in a chunk that is not committed.
+            IncompleteStoreError: If a row is in an uncommitted chunk.
         """
         wanted = np.asarray(rows)
         if wanted.size == 0:
@@ -266,13 +270,15 @@ class AbstractRowTable(ABC):
         return np.empty((num_rows,) if found.width is None else (num_rows, found.width), found.value_dtype)
 
     def chunks(self, column: str) -> Iterator[tuple[int, NDArray[Any]]]:
-        """Yield ``(first row, rows)`` of every chunk in order."""
+        """Yield ``(first row, rows)`` for each chunk, in order."""
         for chunk in range(self.num_chunks):
             yield self.chunk_range(chunk)[0], self.read_chunk(chunk, column)
 
     @abstractmethod
     def checksums(self, chunk: int) -> dict[str, int]:
-        """Return the CRC-32C of each array of a committed chunk, whole and padded with its fill; reads no row.
+        """Return the recorded CRC-32C of each array of a committed chunk, by array name; a disk store reads no rows.
+
+        The checksum covers the whole chunk; a partial last chunk is padded with the fill value.
 
         Raises:
             IncompleteStoreError: If the chunk is not committed.
@@ -280,9 +286,9 @@ class AbstractRowTable(ABC):
 
     @abstractmethod
     def read_done(self, chunk: int) -> tuple[NDArray[np.int64], dict[str, NDArray[Any]]]:
-        """Return the rows of a chunk that are done, and their values, as new arrays: for copying unfinished tables.
+        """Return the done rows of a chunk and their values, as new arrays. Used to copy unfinished tables.
 
-        Unlike :meth:`read_chunk` it gives rows of a chunk that is not committed, each of them proven by its record.
+        Unlike :meth:`read_chunk`, it also returns rows of an uncommitted chunk, each verified against its row record.
 
         Returns:
             The rows, ascending, ``(b,)``, and for each column ``(b, width)`` or ``(b,)``; ``b`` may be 0.
@@ -290,7 +296,7 @@ class AbstractRowTable(ABC):
 
     @abstractmethod
     def content_key(self) -> str:
-        """Return a digest of the committed contents, for keys of derived results.
+        """Return a digest of the committed contents, for use in cache keys.
 
         Raises:
             IncompleteStoreError: If a row is pending.
@@ -298,37 +304,37 @@ class AbstractRowTable(ABC):
 
 
 class AbstractFeatureStore(ABC):
-    """A named tree of tables under one manifest.
+    """A tree of named tables with one manifest.
 
-    Table paths are ``/``-separated names of ``[A-Za-z0-9._-]{1,64}``, at most 200 characters in all: ``ckpt-0``,
-    ``targets/test/ckpt-0``, ``scores/test``.
+    A table path consists of ``/``-separated names of ``[A-Za-z0-9._-]{1,64}`` and has at most 200 characters. Examples:
+    ``ckpt-0``, ``targets/test/ckpt-0``, ``scores/test``.
     """
 
     @property
     @abstractmethod
     def manifest(self) -> Manifest:
-        """The settings that the store was made with."""
+        """Settings that the store was created with."""
 
     @property
     @abstractmethod
     def path(self) -> str | None:
-        """Where the store lives; ``None`` in memory."""
+        """Folder or address of the store; ``None`` for a store in memory."""
 
     @property
     @abstractmethod
     def writable(self) -> bool:
-        """Whether tables can be created and rows put."""
+        """Whether the store is open for writing."""
 
     @abstractmethod
     def create_table(
         self, path: str, spec: TableSpec, attributes: Mapping[str, Any] | None = None
     ) -> AbstractRowTable:
-        """Open a table for writing, and create it first where it does not exist.
+        """Open a table for writing; create it if it does not exist.
 
         Args:
-            path: Name of the table in the tree.
+            path: Path of the table.
             spec: Shape and fingerprint.
-            attributes: JSON values recorded at creation and not compared (where a checkpoint came from).
+            attributes: JSON values recorded at creation and never compared, such as the origin of a checkpoint.
 
         Raises:
             ManifestMismatchError: If the table exists with another shape or fingerprint; names every differing key.
@@ -340,90 +346,91 @@ class AbstractFeatureStore(ABC):
         """Open an existing table, for writing if the store is writable.
 
         Raises:
-            MissingStoreError: If there is no such table; names the ones there are.
+            MissingStoreError: If there is no such table; names the existing ones.
         """
 
     @abstractmethod
     def drop_table(self, path: str) -> None:
-        """Remove a table and all its rows, for good; handles on it put no more rows.
+        """Delete a table and all its rows. Handles that are open on it can no longer put rows.
 
-        It is gone as a whole or there as a whole, whenever the process is killed.
+        The deletion is atomic: if the process is killed, the table either exists completely or not at all.
 
         Raises:
-            MissingStoreError: If there is no such table; names the ones there are.
-            BusyError: If another writer holds rows of it.
+            MissingStoreError: If there is no such table; names the existing ones.
+            BusyError: If another writer holds a chunk of it.
             ReadOnlyStoreError: If the store was opened for reading.
         """
 
     @abstractmethod
     def grow_table(self, path: str, num_rows: int) -> AbstractRowTable:
-        """Give a table more rows; the new ones are pending, and those that are done stay done.
+        """Append pending rows to a table; done rows stay done.
 
-        The last chunk, where it was not full, can be read again once its new rows are done. Handles from before put
-        no more rows. Grown as a whole or not at all, whenever the process is killed; repeating it finishes it.
+        A partial last chunk becomes uncommitted and is readable again once its new rows are done. Handles opened
+        before the call can no longer put rows. The change is atomic; if the process is killed, repeat the call.
 
         Args:
-            path: Name of the table in the tree.
-            num_rows: How many rows it has then, new ones at the end.
+            path: Path of the table.
+            num_rows: New total number of rows.
 
         Returns:
             The table.
 
         Raises:
-            InvalidInputError: If it has more rows already.
+            InvalidInputError: If the table has more rows than that.
             MissingStoreError: If there is no such table.
-            BusyError: If another writer fills its last chunk.
+            BusyError: If another writer holds its last chunk.
             ReadOnlyStoreError: If the store was opened for reading.
         """
 
     @abstractmethod
     def replace_fingerprint(self, known: Mapping[str, Any], given: Mapping[str, Any]) -> None:
-        """Give the manifest another fingerprint, for what may change and leaves every row as it is: appended data.
+        """Replace the fingerprint of the manifest after a change that affects no stored row, such as appended data.
 
-        Replaced as a whole or not at all, whenever the process is killed. Of several processes that do it at once one
-        succeeds; the others may find what they wanted to give.
+        The replacement is atomic. If several processes call this at once, one succeeds; for the others the call is a
+        no-op if they give the same fingerprint.
 
         Args:
-            known: The fingerprint that the caller knows and has judged; nothing happens where it is another one by now.
-            given: What to put in its place.
+            known: Fingerprint that the caller expects to replace. If the stored one differs, nothing is changed.
+            given: The new fingerprint.
 
         Raises:
-            ManifestMismatchError: If the store has neither of the two; names every differing key.
-            InvalidInputError: If it has no JSON form.
+            ManifestMismatchError: If the stored fingerprint equals neither ``known`` nor ``given``; names the differing
+                keys.
+            InvalidInputError: If ``given`` has no JSON form.
             ReadOnlyStoreError: If the store was opened for reading.
         """
 
     @abstractmethod
     def diff(self, other: AbstractFeatureStore) -> tuple[Difference, ...]:
-        """Return what differs between this store and another one, nothing where they hold the same.
+        """Return the differences between this store and another one; empty if they are equal.
 
-        Manifests and tables are compared key by key, rows by whether they are done, contents by their checksums (by
-        their bytes where a chunk is not committed). Attributes are not compared.
+        Compares manifests and table specs key by key, which rows are done, and the contents: committed chunks by
+        checksum, uncommitted chunks byte by byte. Attributes are not compared.
         """
 
     @abstractmethod
     def merge(self, parts: Iterable[AbstractFeatureStore]) -> dict[str, int]:
-        """Put the rows that this store misses and others have: of workers that had no shared disk.
+        """Copy the rows that are missing here from other stores, for example from workers without a shared disk.
 
-        Tables that are missing here are created. Each part is compared before a row of it is put; a merge that was
-        interrupted is repeated as a whole, and takes what is still missing.
+        Tables that are missing here are created. Each part is checked for conflicts before any of its rows is copied.
+        After an interruption, repeat the call; it copies the rows that are still missing.
 
         Args:
-            parts: Stores with the same manifest, whose tables have the same shape and fingerprint; finished or not.
+            parts: Stores with the same manifest and the same table specs; they may be unfinished.
 
         Returns:
-            The number of rows taken, for each table of the parts.
+            For each table of the parts, the number of rows copied.
 
         Raises:
             ManifestMismatchError: If manifest, shape or fingerprint differ; names every differing key.
-            InvalidInputError: If a row that both have differs in one byte; names the rows. Nothing is taken from
-                that part.
+            InvalidInputError: If a row is done in both stores and its bytes differ; names the rows. Nothing is copied
+                from that part.
             ReadOnlyStoreError: If the store was opened for reading.
         """
 
     @abstractmethod
     def attributes(self, path: str) -> dict[str, Any]:
-        """Return what was recorded beside a table when it was created."""
+        """Return the attributes recorded when the table was created."""
 
     @abstractmethod
     def table_names(self, prefix: str = "") -> list[str]:
@@ -431,28 +438,29 @@ class AbstractFeatureStore(ABC):
 
     @abstractmethod
     def cached(self, name: str, key: str) -> NDArray[Any] | None:
-        """Return a derived array that was kept under this name and key, or ``None``."""
+        """Return the cached array with this name and key, or ``None``."""
 
     @abstractmethod
     def cache(self, name: str, key: str, array: NDArray[Any]) -> None:
-        """Keep a derived array; a later one under the same name replaces it. Does nothing in a read-only store."""
+        """Cache a derived array, replacing any array of the same name. Does nothing if the store is read-only."""
 
     @abstractmethod
     def entry(self, name: str, key: str) -> NDArray[Any] | None:
-        """Return the entry that was put under this name and key, or ``None``.
+        """Return the entry with this name and key, or ``None``.
 
         Raises:
-            CorruptStoreError: If it is damaged.
+            CorruptStoreError: If the entry is damaged.
         """
 
     @abstractmethod
     def put_entry(self, name: str, key: str, array: NDArray[Any]) -> None:
-        """Put an array that cannot be computed again: a verdict, a record of a run, a fit.
+        """Store an array that cannot be recomputed, such as a run record or a fit.
 
-        It is kept where the rows are, in an object store too. A later one under the same name replaces it.
+        Unlike the cache, entries are always stored next to the rows, also in an object store. An existing entry of the
+        same name is replaced.
 
         Raises:
-            InvalidInputError: For a bad name, a key that is too long, or an array that is not of numbers.
+            InvalidInputError: For a bad name, a key that is too long, or a non-numeric array.
             ReadOnlyStoreError: If the store was opened for reading.
         """
 
@@ -462,7 +470,7 @@ class AbstractFeatureStore(ABC):
 
     @abstractmethod
     def drop_entry(self, name: str) -> None:
-        """Remove an entry if there is one.
+        """Delete an entry if it exists.
 
         Raises:
             ReadOnlyStoreError: If the store was opened for reading.
@@ -470,7 +478,7 @@ class AbstractFeatureStore(ABC):
 
     @abstractmethod
     def close(self) -> None:
-        """Release files and locks; rows put so far are safe."""
+        """Release files and locks. Rows already put are safe."""
 
     def __enter__(self) -> Self:
         """Return the store."""

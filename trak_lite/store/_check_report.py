@@ -1,4 +1,4 @@
-"""What a look at a store found: rows of a table that name where, what and what to do next."""
+"""Report of a store check: findings with their location, description and next step."""
 
 from __future__ import annotations
 
@@ -19,52 +19,52 @@ _TITLES = ("level", "table", "chunk", "rows", "column", "finding", "next step")
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """One thing that is not as a store writes it."""
+    """One problem found by a store check."""
 
     level: Literal["damage", "note"]
-    """``damage``: rows or metadata cannot be used as they are. ``note``: a leftover that harms nothing."""
+    """``damage``: rows or metadata are unusable. ``note``: harmless, such as a leftover file."""
     table: str | None
-    """Path of the table in the tree; ``None`` where it belongs to none."""
+    """Path of the table; ``None`` if the finding concerns no table."""
     finding: str
     next_step: str
     chunk: int | None = None
     rows: range | None = None
-    """Rows of the table that are concerned."""
+    """Affected rows of the table."""
     column: str | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class SetAside:
-    """Files that a repair has renamed out of the way, or a row log that it has replaced."""
+    """Files that a repair moved away, or a row log that it replaced."""
 
     table: str
     chunk: int | None
     rows: tuple[range, ...]
-    """Rows of the chunk that are pending after it."""
+    """Rows of the chunk that are pending after the repair."""
     folder: str
-    """Where the files are now; nothing reads them there."""
+    """Folder that now holds the files; stores never read it."""
 
 
 @dataclass(slots=True)
 class Tally:
-    """How much was looked at."""
+    """Number of tables, chunks, bytes and rows checked."""
 
     tables: int = 0
     chunks: int = 0
-    """Committed ones, of which every byte of every column was compared with the commit record."""
+    """Committed chunks whose bytes all match their commit record."""
     bytes: int = 0
     done_rows: int = 0
     pending_rows: int = 0
 
     def add(self, other: Tally) -> None:
-        """Count what was looked at elsewhere as well."""
+        """Add the counts of another tally to this one."""
         for item in fields(self):
             setattr(self, item.name, getattr(self, item.name) + getattr(other, item.name))
 
 
 @dataclass(frozen=True, slots=True)
 class Report:
-    """Everything that was found in a store; ``str`` prints it as a table.
+    """Result of a store check; ``str`` formats it as a table.
 
     Example:
         >>> finding = Finding("damage", "ckpt-0", "5 bytes, expected 16", "repair", 1, range(4, 8), "q")
@@ -80,15 +80,15 @@ class Report:
     findings: tuple[Finding, ...]
     tally: Tally
     set_aside: tuple[SetAside, ...] = field(default=())
-    """What a repair has moved, and where to."""
+    """What a repair moved, and where to."""
 
     @property
     def ok(self) -> bool:
-        """Whether nothing is damaged; notes and pending rows do not count."""
+        """Whether there is no damage; notes and pending rows are ignored."""
         return not any(finding.level == "damage" for finding in self.findings)
 
     def __str__(self) -> str:
-        """Return the findings as an aligned table, what was set aside, and a line that sums up."""
+        """Return the findings as an aligned table, the files set aside, and a summary line."""
         lines = _aligned([_TITLES, *map(_cells, self.findings)]) if self.findings else []
         lines += [f"set aside: {_place(moved)} is in {moved.folder}" for moved in self.set_aside]
         return printable("\n".join([*lines, f"{self.path}: {self._verdict()}; {self._extent()}."]))
@@ -109,7 +109,7 @@ class Report:
 
 
 def row_ranges(rows: NDArray[np.bool_], *, first: int) -> Iterable[range]:
-    """Return the runs of true values as ranges of rows.
+    """Return the runs of true values in a mask as row ranges; the first entry is row ``first``.
 
     Example:
         >>> list(row_ranges(np.array([True, True, False, True]), first=4))

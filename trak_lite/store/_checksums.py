@@ -1,4 +1,4 @@
-"""CRC-32C of arrays: one polynomial for row records, commit records, chunks and cached arrays."""
+"""CRC-32C of arrays, used for row records, commit records, chunks and cached arrays."""
 
 from __future__ import annotations
 
@@ -10,16 +10,16 @@ from numpy.typing import NDArray
 
 __all__ = ["crc32c"]
 
-# The C library holds the interpreter lock for a whole call: short pieces let other threads run.
+# google_crc32c holds the GIL for a whole call; short pieces let other threads run.
 _PIECE = 1 << 20
 
 
 def crc32c(*pieces: NDArray[Any] | bytes, start: int = 0) -> int:
-    """Return the CRC-32C of some C-contiguous arrays or byte strings, as if they were one.
+    """Return the CRC-32C of the concatenation of C-contiguous arrays or byte strings.
 
     Args:
-        pieces: What to add.
-        start: Checksum of what stands before the pieces.
+        pieces: Data to checksum.
+        start: Checksum of preceding data, to continue from.
 
     Example:
         >>> hex(crc32c(b"123456789")), crc32c(b"12345", b"6789") == crc32c(b"123456789")

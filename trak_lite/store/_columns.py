@@ -1,4 +1,4 @@
-"""Columns of a table, and how their rows are stored: as they are, or quantised."""
+"""Columns of a table and the storage of their rows: as floats or quantised."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ from trak_lite.store._quantised import QUANTISATION, QUANTISED, dequantise, quan
 __all__ = ["DTYPES", "Column", "StoredArray", "StoredRows", "dtype_fingerprint"]
 
 DTYPES = ("float32", "float16", *QUANTISED)
-"""What a column can be stored as."""
+"""Allowed values of ``Column.dtype``."""
 
-_BLOCK_BYTES = 2 << 20  # dequantised rows stay in the cache until they are used
+_BLOCK_BYTES = 2 << 20  # so that dequantised rows fit into the CPU cache
 _FEWEST_BLOCK_ROWS, _MOST_BLOCK_ROWS = 64, 256
 
 _RECIPES = {
@@ -30,11 +30,11 @@ _RECIPES = {
         "rows = (numbers.astype('float32') - 8) * scale[:, None]",
     ),
 }
-"""NumPy that makes float32 rows of a table's zarr group; it stands in the attributes of the array."""
+"""NumPy lines that decode a quantised array to float32; written to the attributes of the zarr array."""
 
 
 def dtype_fingerprint(dtype: str) -> dict[str, Any]:
-    """Return what determines how features of a dtype are rounded, as keys of a fingerprint.
+    """Return the fingerprint keys that determine how features are rounded to a dtype.
 
     Example:
         >>> dtype_fingerprint("float16"), dtype_fingerprint("int4")
@@ -52,7 +52,7 @@ class StoredArray:
     dtype: str
     """NumPy name."""
     fill: float
-    """What stands where no row is: NaN, or an integer that no row holds."""
+    """Fill value where no row is stored: NaN for floats; -128 for int8 and 0 for packed int4, whose scale is NaN."""
 
     @property
     def stored_dtype(self) -> np.dtype[Any]:
@@ -65,7 +65,7 @@ class StoredArray:
         return (self.width or 1) * self.stored_dtype.itemsize
 
     def shape(self, rows: int) -> tuple[int, ...]:
-        """Return the shape of that many rows."""
+        """Return the array shape for a number of rows."""
         return (rows,) if self.width is None else (rows, self.width)
 
 
@@ -73,9 +73,9 @@ class StoredArray:
 class Column:
     """One column of a table: ``(num_rows, width)``, or ``(num_rows,)`` where ``width`` is ``None``.
 
-    A quantised column is put and read as float32. It is stored as integers, int4 two per byte, and an array
-    ``<name>_scale`` with a float32 for every row; rows are read as integer times scale, within half the scale of what
-    was put. Plain zarr gives the same numbers with two or three lines of NumPy, which stand in the array's attributes::
+    A quantised column is written and read as float32. It is stored as integers (int4: two per byte) and an array
+    ``<name>_scale`` with one float32 per row. A row is read as integer times scale; the error is at most half the
+    scale. The NumPy lines that decode such a column with plain zarr are in the array's attributes::
 
         group = zarr.open_group("run.zarr/ckpt-0", mode="r")
         scale = group["features_scale"][:]
@@ -95,7 +95,7 @@ class Column:
     name: str
     width: int | None
     dtype: str
-    """``float32`` or ``float16``: as NumPy names what is stored. ``int8`` or ``int4``: quantised."""
+    """``"float32"`` or ``"float16"``: stored as such. ``"int8"`` or ``"int4"``: quantised."""
 
     @property
     def quantised(self) -> bool:
@@ -104,12 +104,12 @@ class Column:
 
     @property
     def value_dtype(self) -> str:
-        """NumPy name of the dtype that is read."""
+        """NumPy name of the dtype of the rows when read."""
         return "float32" if self.quantised else self.dtype
 
     @property
     def arrays(self) -> tuple[StoredArray, ...]:
-        """The arrays on disk; the first one has the name of the column."""
+        """The stored arrays; the first one has the name of the column."""
         if not self.quantised:
             return (StoredArray(self.name, self.width, self.dtype, np.nan),)
         width = self.width or 1
@@ -122,12 +122,12 @@ class Column:
 
     @property
     def row_bytes(self) -> int:
-        """Bytes of one row on disk, with its scale if it has one."""
+        """Bytes of one row on disk, including its scale."""
         return sum(array.row_bytes for array in self.arrays)
 
     @property
     def recipe(self) -> tuple[str, ...]:
-        """Lines of NumPy that make the float32 rows of a quantised column from its zarr ``group``."""
+        """NumPy lines that decode a quantised column to float32 from its zarr ``group``; empty if not quantised."""
         lines = _RECIPES.get(self.dtype, ())
         return tuple(line.format(name=self.name, width=self.width) for line in lines)
 
@@ -135,7 +135,7 @@ class Column:
 @final
 @dataclass(frozen=True, slots=True)
 class StoredRows:
-    """Rows of one column in the form in which they are stored; every store keeps the same bytes for the same rows.
+    """Rows of one column as stored. All stores use the same bytes for the same rows.
 
     Example:
         >>> rows = StoredRows.encode(Column("features", 3, "int8"), np.array([[254.0, -80.9, 0.0]], np.float32))
@@ -147,14 +147,14 @@ class StoredRows:
 
     column: Column
     arrays: tuple[NDArray[Any], ...]
-    """One for each of ``column.arrays``."""
+    """One array for each of ``column.arrays``."""
 
     @classmethod
     def encode(cls, column: Column, rows: NDArray[Any]) -> Self:
-        """Return rows as they are stored.
+        """Encode rows to their stored form.
 
         Args:
-            column: Where they belong.
+            column: Column of the rows.
             rows: ``(b, width)`` or ``(b,)``, finite, in the column's ``value_dtype``.
         """
         if not column.quantised:
@@ -175,9 +175,9 @@ class StoredRows:
         return self._decode_into(self._buffer(len(self))) if self.column.quantised else self.arrays[0]
 
     def blocks(self) -> Iterator[tuple[int, NDArray[Any]]]:
-        """Yield ``(first row, rows)``: all at once if stored as floats, else in blocks of 64 to 256 rows.
+        """Yield ``(first row, rows)``: one block if stored as floats, else blocks of 64 to 256 rows.
 
-        Blocks share one buffer: each is valid until the next one is asked for. They are not for writing.
+        Quantised blocks share one buffer: the next block overwrites it. Do not write to the blocks.
         """
         if not self.column.quantised:
             yield 0, self.decode()

@@ -1,4 +1,4 @@
-"""What every implementation says the same way: pending rows, the digest of a table's contents, single arrays."""
+"""Functions shared by all stores: the error for pending rows, content digests and the encoding of single arrays."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ ARRAY_SUFFIX: Final = ".safetensors"
 
 
 def raise_incomplete(table: AbstractRowTable, chunk: int, *, where: str) -> NoReturn:
-    """Raise the error of a chunk that cannot be read yet."""
+    """Raise the error for a chunk that is not committed."""
     first, stop = table.chunk_range(chunk)
     pending = int((~table.done()[first:stop]).sum())
     raise IncompleteStoreError(
@@ -45,7 +45,12 @@ def raise_incomplete(table: AbstractRowTable, chunk: int, *, where: str) -> NoRe
 
 
 def content_digest(spec: TableSpec, checksums: Iterable[Mapping[str, int]]) -> str:
-    """Return a digest of a complete table: its shape and the CRC-32C of every column of every chunk, padded."""
+    """Return a digest of a complete table.
+
+    Args:
+        spec: Its fingerprint is ignored.
+        checksums: For each chunk, the CRC-32C of each array, including padding.
+    """
     shape = {key: value for key, value in spec_to_json(spec).items() if key != "fingerprint"}
     digest = hashlib.sha256(canonical_json(shape).encode())
     for columns in checksums:
@@ -54,9 +59,9 @@ def content_digest(spec: TableSpec, checksums: Iterable[Mapping[str, int]]) -> s
 
 
 def encode_array(name: str, key: str, array: NDArray[Any]) -> bytes:
-    """Return a safetensors file with an array, and what it was kept under.
+    """Return the bytes of a safetensors file that holds an array with its name and key.
 
-    Its tensor ``about`` is JSON in UTF-8: name, key, and the CRC-32C of both, the dtype, the shape and the numbers.
+    The tensor ``about`` is UTF-8 JSON with the name, the key, and the CRC-32C of name, key, dtype, shape and values.
     """
     values = np.asarray(array, order="C")
     values = values.astype(values.dtype.newbyteorder("<"), copy=False)
@@ -66,7 +71,7 @@ def encode_array(name: str, key: str, array: NDArray[Any]) -> bytes:
 
 
 def decode_array(content: bytes, name: str, key: str | None = None) -> NDArray[Any] | None:
-    """Return the array in such a file, if it is whole and was kept under the name, and the key if one is given."""
+    """Return the array encoded by :func:`encode_array`; ``None`` if it is damaged or has another name or key."""
     try:
         found = safetensors.numpy.load(content)
         about = parse_json(found["about"])
@@ -80,7 +85,7 @@ def decode_array(content: bytes, name: str, key: str | None = None) -> NDArray[A
 
 
 def encoded_size(head: bytes) -> int | None:
-    """Return the size of such a file as its first bytes tell it, ``None`` if they are not those of one."""
+    """Return the file size that a safetensors header implies; ``None`` if ``head`` is not such a header."""
     start = 8 + int.from_bytes(head[:8], "little")
     try:
         parts = parse_json(head[8:start])
@@ -90,12 +95,12 @@ def encoded_size(head: bytes) -> int | None:
 
 
 def array_file_name(name: str) -> str:
-    """Return the name of the file of an array: ``%`` is in no name, so two names never share a file."""
+    """Return the file name of an array; unique because no array name contains ``%``."""
     return "%".join(path_parts(name, what="cache")) + ARRAY_SUFFIX
 
 
 def array_name(file_name: str) -> str:
-    """Return the name that :func:`array_file_name` was given."""
+    """Return the array name of a file name; the inverse of :func:`array_file_name`."""
     return file_name.removesuffix(ARRAY_SUFFIX).replace("%", "/")
 
 

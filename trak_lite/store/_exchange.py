@@ -1,4 +1,4 @@
-"""Two stores side by side: how they differ, and what one can take from the other."""
+"""Compare two stores and merge the rows of one into the other."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ __all__ = ["diff_stores", "merge_stores"]
 
 
 def diff_stores(here: AbstractFeatureStore, there: AbstractFeatureStore) -> tuple[Difference, ...]:
-    """Return what differs between two stores; see :meth:`AbstractFeatureStore.diff`."""
+    """Return the differences between two stores; see :meth:`AbstractFeatureStore.diff`."""
     found = [
         Difference(None, *keys)
         for keys in differing_keys(here.manifest.fingerprint, there.manifest.fingerprint)
@@ -38,7 +38,7 @@ def _diff_tables(path: str, here: AbstractRowTable, there: AbstractRowTable) -> 
     for key, ours, theirs in differing_keys(flat_spec(here.spec), flat_spec(there.spec)):
         yield Difference(path, key, ours, theirs)
     if _shape(here) != _shape(there):
-        return  # row by row they cannot be compared
+        return  # tables of different shapes cannot be compared row by row
     done = here.done(), there.done()
     for first, second, known in ((*done, ("done", "pending")), (*done[::-1], ("pending", "done"))):
         for rows in row_ranges(first & ~second, first=0):
@@ -57,7 +57,7 @@ def _diff_tables(path: str, here: AbstractRowTable, there: AbstractRowTable) -> 
 
 
 def merge_stores(into: AbstractFeatureStore, parts: Iterable[AbstractFeatureStore]) -> dict[str, int]:
-    """Put the rows that a store misses and others have; see :meth:`AbstractFeatureStore.merge`."""
+    """Copy rows that are missing in a store from other stores; see :meth:`AbstractFeatureStore.merge`."""
     taken: dict[str, int] = {}
     for part in parts:
         where = into.path or "the store in memory"
@@ -94,7 +94,7 @@ def _refuse_conflicts(
 
 
 def _take_missing(ours: AbstractRowTable, theirs: AbstractRowTable) -> int:
-    """Put what is missing, chunk by chunk; return the number of rows."""
+    """Copy the missing rows chunk by chunk; return their number."""
     missing = theirs.done() & ~ours.done()
     taken = 0
     for chunk in range(ours.num_chunks):
@@ -108,7 +108,7 @@ def _take_missing(ours: AbstractRowTable, theirs: AbstractRowTable) -> int:
 
 
 def _differing_rows(here: AbstractRowTable, there: AbstractRowTable, chunk: int) -> Iterable[range]:
-    """Return the rows of a chunk that are done in both tables and not the same in every byte."""
+    """Return the rows of a chunk that are done in both tables and differ in their bytes."""
     (ours, our_values), (theirs, their_values) = here.read_done(chunk), there.read_done(chunk)
     common, at_ours, at_theirs = np.intersect1d(ours, theirs, assume_unique=True, return_indices=True)
     start, stop = here.chunk_range(chunk)

@@ -1,7 +1,7 @@
-"""Named places where a test makes the process kill itself, to show that no moment is a bad one.
+"""Failpoints: named places at which tests kill the process, to check recovery from a kill at any step.
 
-With ``TRAK_LITE_FAILPOINT=name:count`` in the environment, the process sends itself SIGKILL when it comes to the
-place for the count-th time. Unset, a place costs one look-up of the environment.
+If the environment variable ``TRAK_LITE_FAILPOINT`` is ``name:count``, the process sends itself SIGKILL when it reaches
+the failpoint for the count-th time. If it is unset, a failpoint costs one look-up of the environment.
 """
 
 from __future__ import annotations
@@ -23,57 +23,57 @@ _VARIABLE = "TRAK_LITE_FAILPOINT"
 
 FAILPOINTS = (
     "folder_built",  # a store, group or table is complete under its scratch name
-    "folder_published",  # it has its name; the parent folder is not synced yet
+    "folder_published",  # the folder has its final name; the parent folder is not synced yet
     "stage_reserved",  # the staged files of a chunk exist and have their size
     "column_written",  # one column of a run is in its staged file
-    "rows_written",  # all of them are, unrecorded
-    "rows_recorded",  # the row record stands: the rows are done
-    "columns_synced",  # a complete chunk is on the disk, unrecorded
-    "commit_written",  # its commit record is written, not synced
-    "commit_synced",  # the record is on the disk, no column is visible
+    "rows_written",  # all columns are in their staged files; no row record yet
+    "rows_recorded",  # the row record is written: the rows are done
+    "columns_synced",  # a complete chunk is synced; no commit record yet
+    "commit_written",  # its commit record is written but not synced
+    "commit_synced",  # the commit record is synced; no column is visible
     "column_published",  # one more column is visible
-    "column_taken_back",  # recovery moved a column of a half visible chunk back to the stage
-    "chunk_published",  # every column is visible and synced, the row log is still there
-    "chunk_settled",  # the row log is gone
+    "column_taken_back",  # recovery moved a column of a partly visible chunk back to the stage
+    "chunk_published",  # every column is visible and synced; the row log still exists
+    "chunk_settled",  # the row log is deleted
 )
-"""Every place on the way of a row, in the order in which a store comes to them."""
+"""Failpoints of writing and committing rows, in order of execution."""
 
 LIST_FAILPOINTS = (
     "entry_written",  # the entry of a table in the store's list is complete under its scratch name
-    "table_listed",  # it has its name
+    "table_listed",  # the entry has its final name
 )
-"""Every place on the way of a published table into the list."""
+"""Failpoints of listing a published table."""
 
 REPAIR_FAILPOINTS = (
-    "file_set_aside",  # one more file of a damaged chunk is in its folder aside
-    "log_copied",  # the row log of a chunk with sound rows is copied, and the new one written
-    "log_replaced",  # the new one has the name
+    "file_set_aside",  # one more file of a damaged chunk is moved to its set-aside folder
+    "log_copied",  # the row log of a chunk with sound rows is copied and the new log is written
+    "log_replaced",  # the new log has replaced the old one
 )
-"""Every place on the way of a repair."""
+"""Failpoints of a repair."""
 
-DROP_FAILPOINTS = ("table_renamed",)  # a dropped table has lost its name, and is still there
-"""Every place on the way of dropping a table."""
+DROP_FAILPOINTS = ("table_renamed",)  # a dropped table is renamed but not deleted
+"""Failpoints of dropping a table."""
 
 GROWTH_FAILPOINTS = (
-    "growth_announced",  # the table says to what size it grows, and has the old one
+    "growth_announced",  # the table records the size it grows to, and still has the old size
     "array_grown",  # one more of its arrays has the new size
     "table_grown",  # the table has the new size
-    "outgrown_rows_noted",  # the rows of its last commit are in the row log, the files have their final names
+    "outgrown_rows_noted",  # the rows of its last commit are in the row log; the files have their final names
 )
-"""Every place on the way of a growing table."""
+"""Failpoints of growing a table."""
 
 REMOTE_FAILPOINTS = (
-    "table_put",  # the documents of a table are in the object store, its entry in the list is not
-    "object_put",  # one more column of a complete chunk is in the object store, or something else was there
-    "commit_put",  # its commit record is
-    "leftover_replaced",  # one more object that a dead writer had left has the bytes of the record
-    "staged_file_removed",  # one more staged file of a chunk that is committed there is gone
+    "table_put",  # the documents of a table are in the object store; its list entry is not
+    "object_put",  # one more column of a complete chunk is in the object store, or another object was
+    "commit_put",  # its commit record is in the object store
+    "leftover_replaced",  # one more object left by a killed writer is replaced by the bytes of the record
+    "staged_file_removed",  # one more staged file of a chunk committed remotely is deleted
 )
-"""Every place on the way of a complete chunk to an object store."""
+"""Failpoints of creating a table in an object store and committing a chunk there."""
 
 
 def failpoint(name: str) -> None:
-    """Die here by SIGKILL if the environment says so."""
+    """Kill the process with SIGKILL if this failpoint is armed in the environment."""
     armed = os.environ.get(_VARIABLE)
     if armed is None:
         return

@@ -1,4 +1,4 @@
-"""The row grid of a table: which specs are possible, how many rows a chunk has, and where rows fall in it."""
+"""Chunk grid of a table: spec validation, chunk size, and the mapping of rows to chunks."""
 
 from __future__ import annotations
 
@@ -29,21 +29,21 @@ __all__ = [
 
 _CHUNK_BYTES = 64 << 20
 _FEWEST_CHUNK_ROWS = 32
-_FEWEST_ROWS_PER_COMMIT = 256  # a commit waits for the disk eight times
+_FEWEST_ROWS_PER_COMMIT = 256  # a commit syncs to the disk eight times
 _CHUNKS_OF_A_SMALL_TABLE = 64
 _MOST_ROWS = 1 << 32
-_MOST_CHUNK_ROWS = 1 << 26  # of these two, lists are held in memory
-_MOST_CHUNK_BYTES = 1 << 46  # what can be mapped
-_DEEPEST = 96  # under the few levels that zarr adds
+_MOST_CHUNK_ROWS = 1 << 26  # lists of this length and of _MOST_ROWS are held in memory
+_MOST_CHUNK_BYTES = 1 << 46  # limit of memory mapping
+_DEEPEST = 96  # zarr adds a few levels
 
 
 def chunk_rows_for(num_rows: int, row_bytes: int) -> int:
-    """Return how many rows a chunk should have: about 64 MiB, fewer for small tables, a power of two, at least 32.
+    """Return the number of rows per chunk: a power of two, at least 32, for chunks of about 64 MiB.
 
-    Below 64 MiB it has at least 256 rows, if the table has as many: a batch never reaches over the end of a chunk.
+    Small tables have smaller chunks, but of at least 256 rows if the table has as many and 64 MiB hold as many, so
+    that a batch does not span the end of a chunk.
 
-    It depends on the table alone, never on the batch size or the number of processes, so that both may change when
-    a run resumes.
+    The result does not depend on the batch size or the number of processes, so both may change when a run resumes.
 
     Args:
         num_rows: Rows N of the table.
@@ -62,7 +62,7 @@ def chunk_rows_for(num_rows: int, row_bytes: int) -> int:
 
 
 def plain_json(value: Any, *, what: str) -> Any:
-    """Return the value as JSON gives it back (tuples become lists).
+    """Return the value after a JSON round trip (tuples become lists).
 
     Raises:
         InvalidInputError: If the value has no JSON form.
@@ -79,10 +79,10 @@ def plain_json(value: Any, *, what: str) -> Any:
 
 
 def check_spec(spec: TableSpec) -> TableSpec:
-    """Return the spec with its fingerprint in plain JSON, if a table of that shape can exist.
+    """Validate a spec and return it with its fingerprint in plain JSON.
 
     Raises:
-        InvalidInputError: For sizes below 1, no columns, bad, repeated or unknown names and dtypes.
+        InvalidInputError: For sizes below 1 or too large, no columns, bad or repeated names, or unknown dtypes.
     """
     positive_int(num_rows=spec.num_rows)
     positive_int(chunk_rows=spec.chunk_rows)
@@ -122,7 +122,7 @@ def _refuse_endless(what: str, number: int, most: int) -> None:
 
 
 def spec_to_json(spec: TableSpec) -> dict[str, Any]:
-    """Return the spec as the table's ``zarr.json`` records it."""
+    """Return the JSON form of a spec, as stored in the table's ``zarr.json``."""
     return {
         "num_rows": spec.num_rows,
         "chunk_rows": spec.chunk_rows,
@@ -132,10 +132,10 @@ def spec_to_json(spec: TableSpec) -> dict[str, Any]:
 
 
 def spec_from_json(record: Mapping[str, Any], *, where: str) -> TableSpec:
-    """Read what :func:`spec_to_json` wrote.
+    """Return the spec for a JSON record; the inverse of :func:`spec_to_json`.
 
     Raises:
-        CorruptStoreError: If something else stands there, or rows that a newer version has quantised.
+        CorruptStoreError: If the record is not a spec, or has an unknown version of the quantisation.
     """
     try:
         fingerprint = dict(record["fingerprint"].items())
@@ -162,7 +162,7 @@ def grown_spec(spec: TableSpec, num_rows: int) -> TableSpec:
     """Return the spec of a table with more rows.
 
     Raises:
-        InvalidInputError: If it has more rows already.
+        InvalidInputError: If the table has more rows than ``num_rows``.
     """
     positive_int(num_rows=num_rows)
     if num_rows < spec.num_rows:
@@ -173,7 +173,7 @@ def grown_spec(spec: TableSpec, num_rows: int) -> TableSpec:
 
 
 def compare_specs(stored: TableSpec, given: TableSpec, *, where: str) -> None:
-    """Raise if rows of ``given`` cannot go into the stored table.
+    """Raise if two specs differ in shape or fingerprint.
 
     Raises:
         ManifestMismatchError: Names every differing key with its stored and given value.
@@ -182,7 +182,7 @@ def compare_specs(stored: TableSpec, given: TableSpec, *, where: str) -> None:
 
 
 def flat_spec(spec: TableSpec) -> dict[str, Any]:
-    """Return shape and fingerprint of a table as one mapping, for comparing key by key."""
+    """Return shape and fingerprint of a spec as one mapping, for comparison key by key."""
     shape = {key: value for key, value in spec_to_json(spec).items() if key != "fingerprint"}
     return {**{f"table {key}": value for key, value in shape.items()}, **spec.fingerprint}
 
@@ -195,11 +195,11 @@ class Run:
     start: int
     """First row, counted inside the chunk."""
     source: slice
-    """Where the rows stand among the values that were given."""
+    """Position of the rows in the given values."""
 
 
 def contiguous_runs(first: int, count: int, chunk_rows: int, *, offset: int = 0) -> Iterator[Run]:
-    """Cut the rows ``first:first + count`` at the borders of chunks.
+    """Split the rows ``first:first + count`` at chunk boundaries.
 
     Example:
         >>> [(run.chunk, run.start, run.source) for run in contiguous_runs(3, 4, 5)]

@@ -1,4 +1,4 @@
-"""Which names may become folders, and how they sort."""
+"""Validation and ordering of table and column names."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ __all__ = ["check_name", "is_name", "natural_order", "path_parts"]
 
 _NAME = re.compile(r"[A-Za-z0-9_-][A-Za-z0-9._-]{0,63}")
 _RESERVED = "zarr.json"
-_LONGEST_PATH = 200  # joined it names a file, and file systems allow 255 bytes
+_LONGEST_PATH = 200  # the joined path is also a file name; file systems allow 255 bytes
 
 
 def check_name(name: object, *, what: str) -> str:
-    """Return a name that is safe as a folder name on every file system, under any root.
+    """Return the name if it is safe as a folder name on every file system; raise otherwise.
 
     Example:
         >>> check_name("ckpt-0", what="table")

@@ -1,14 +1,18 @@
-"""Rows as small integers with one float32 scale each: the numbers of ``int8`` and ``int4`` columns.
+"""Quantisation of rows to small integers with one float32 scale per row, for ``int8`` and ``int4`` columns.
 
 A row x is stored as integers q and a scale s, and read as ``q * s``. The scale is ``max|x| / 127`` (int4: ``/ 7``) with
-the last 8 of its 24 bits cleared, and q is ``x / s`` rounded half to even. Clearing costs nothing that can be seen
-(the largest entry is off by 0.004 s) and buys three laws, which hold without a tolerance: ``q * s`` is exact in
-float32, whoever computes it and in whatever order; ``|x - q * s| <= s / 2``; and rows that were read are stored again
-as the same bytes. Rows whose scale would be no normal float32 (``max|x|`` below 1.5e-36; 8.2e-38 in int4) are zero,
-with a scale of zero.
+the last 8 of its 24 significand bits cleared, and q is ``x / s`` rounded half to even. Clearing the bits shifts the
+largest entry by at most 0.004 s. It gives three exact guarantees:
 
-int4 is packed two per byte: entry 2j of a row is the low half of byte j, entry 2j + 1 the high half, each plus 8. What
-is left over in the last byte of a row of odd width stands for zero, an 8.
+- ``q * s`` is exact in float32, independent of implementation and order of operations.
+- ``|x - q * s| <= s / 2``.
+- Quantising rows that were read gives the same bytes again.
+
+Rows whose scale would be below the smallest normal float32 (``max|x|`` below 1.5e-36; 8.2e-38 in int4) are stored as
+zero, with a scale of zero.
+
+int4 packs two entries per byte: entry 2j of a row is the low half of byte j, entry 2j + 1 the high half, each plus 8.
+For odd widths, the unused high half of the last byte is 8, which decodes to zero.
 """
 
 from __future__ import annotations
@@ -21,20 +25,22 @@ from numpy.typing import NDArray
 __all__ = ["QUANTISATION", "QUANTISED", "dequantise", "quantise"]
 
 QUANTISATION = 1
-"""Version of how rows become integers; part of every fingerprint that depends on it."""
+"""Version of the quantisation; part of the fingerprints of quantised columns."""
 
 QUANTISED = {"int8": 127, "int4": 7}
-"""The largest integer of each dtype; the smallest is its negative."""
+"""Largest integer of each dtype; the smallest is its negative."""
 
-_SCALE_BITS = np.uint32(0xFFFFFF00)  # 16 significant bits: times an integer of up to 8 bits, exact in 24
+_SCALE_BITS = np.uint32(
+    0xFFFFFF00
+)  # 16 significant bits; the product with an 8-bit integer fits into the 24 bits of float32
 _OFFSET = 8
 _BYTES = np.arange(256)
 _PAIRS = ((_BYTES & 15) - _OFFSET + 1j * ((_BYTES >> 4) - _OFFSET)).astype(np.complex64)
-"""Both entries of every byte, as a complex number: one look-up gives two neighbouring float32."""
+"""Both entries of each byte value as a complex number, so that one table look-up gives two adjacent float32."""
 
 
 def quantise(rows: NDArray[Any], dtype: str) -> tuple[NDArray[Any], NDArray[np.float32]]:
-    """Return integers and scales of rows.
+    """Quantise rows to integers and scales.
 
     Args:
         rows: ``(b, K)`` float32, finite.
@@ -60,17 +66,17 @@ def quantise(rows: NDArray[Any], dtype: str) -> tuple[NDArray[Any], NDArray[np.f
 def dequantise(
     numbers: NDArray[Any], scales: NDArray[Any], dtype: str, width: int, out: NDArray[np.float32]
 ) -> NDArray[np.float32]:
-    """Return the rows that integers and scales stand for.
+    """Dequantise integers and scales to rows.
 
     Args:
         numbers: ``(b, K)`` int8, or ``(b, ceil(K / 2))`` uint8 for int4.
         scales: ``(b,)``.
         dtype: ``"int8"`` or ``"int4"``.
         width: K.
-        out: C-contiguous, at least b rows of K entries; for int4 K rounded up to an even number.
+        out: Output buffer, C-contiguous, at least b rows of K entries; for int4, K rounded up to an even number.
 
     Returns:
-        ``(b, K)``, a part of ``out``.
+        ``(b, K)``, a view of ``out``.
 
     Example:
         >>> packed, scales = quantise(np.array([[7.0, -2.4, 0.6]], np.float32), "int4")
@@ -83,7 +89,7 @@ def dequantise(
     else:
         np.take(
             _PAIRS, numbers, out=filled.view(np.complex64), mode="clip"
-        )  # "raise" would fill a copy first
+        )  # mode="raise" would write to a temporary copy first
         filled *= scales[:, None]
     return filled[:, :width]
 

@@ -1,4 +1,4 @@
-"""What stores of every kind say of a table that is not there, and of one that takes no rows."""
+"""Error messages shared by all stores: missing tables, name conflicts and tables closed for writing."""
 
 from __future__ import annotations
 
@@ -11,28 +11,28 @@ __all__ = ["group_of_tables", "inside_a_table", "missing_table", "require_writab
 
 
 def missing_table(path: str, *, where: str, tables: Sequence[str]) -> MissingStoreError:
-    """Return the error of a table that is not in the store."""
+    """Return the error for a table that does not exist."""
     return MissingStoreError(
         f"There is no table {path!r} in {where}. Tables there: {some_of(tables) or 'none'}."
     )
 
 
 def inside_a_table(path: str, *, above: str) -> InvalidInputError:
-    """Return the error of a path that goes through a table."""
+    """Return the error for a path that lies inside a table."""
     return InvalidInputError(f"{above!r} is a table, so there is no table {path!r} inside it. Rename it.")
 
 
 def group_of_tables(path: str, *, tables: Sequence[str]) -> InvalidInputError:
-    """Return the error of a path that names the group of some tables."""
+    """Return the error for a path that is a group of tables."""
     return InvalidInputError(f"{path!r} is a group of tables, not a table. Choose one of {some_of(tables)}.")
 
 
 def require_writable_table(where: str, *, writable: bool, closed: bool) -> None:
-    """Raise unless rows can be put into a table.
+    """Raise unless a table is open for writing.
 
     Raises:
-        ReadOnlyStoreError: If it was opened for reading.
-        StateError: If it was closed or dropped.
+        ReadOnlyStoreError: If the table was opened for reading.
+        StateError: If the table was closed or dropped.
     """
     if not writable:
         raise ReadOnlyStoreError(

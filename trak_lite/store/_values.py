@@ -1,4 +1,4 @@
-"""Checks on what is put into a table: everything is known to be right before the first byte is written."""
+"""Validation of rows and arrays before anything is written."""
 
 from __future__ import annotations
 
@@ -27,23 +27,23 @@ _Rows = range | NDArray[np.int64]
 
 @dataclass(frozen=True, slots=True)
 class RowBlock:
-    """Rows that may be written as they are."""
+    """Validated and encoded rows, ready to be written."""
 
     runs: Mapping[int, Sequence[Run]]
     """Runs of consecutive rows, by chunk."""
     arrays: tuple[NDArray[Any], ...]
-    """The arrays of the table, as they are stored, C-contiguous, in the order of the runs."""
+    """Stored arrays of the table, C-contiguous, with rows in the order of the runs."""
 
 
 def check_block(
     rows: int | Sequence[int] | NDArray[np.integer], values: Mapping[str, NDArray[Any]], spec: TableSpec
 ) -> RowBlock:
-    """Return rows and values in the form in which they are written.
+    """Validate rows and values and return them in stored form.
 
     Args:
         rows: First row of a contiguous run, or the row of each value (distinct, any order).
         values: For each column an array ``(b, width)`` or ``(b,)``.
-        spec: The table they go into.
+        spec: Spec of the table.
 
     Raises:
         InvalidInputError: For wrong columns, shapes or dtypes, rows out of range or repeated.
@@ -64,7 +64,7 @@ def check_block(
 
 
 def short_list(items: Sequence[Any] | NDArray[Any], *, limit: int = 10) -> str:
-    """Return the first items as text, and how many there are in all.
+    """Return the first items as text, followed by the total count if items were omitted.
 
     Example:
         >>> short_list(range(4), limit=2)
@@ -105,7 +105,7 @@ def _given_array(array: object, column: Column) -> NDArray[Any]:
 
 
 def _row_index(rows: object, count: int, num_rows: int) -> _Rows:
-    """Return the row of each value: a range where the rows are consecutive, else an array."""
+    """Return the row of each value: a range if the rows are consecutive, else an array."""
     index: _Rows
     if isinstance(rows, int | np.integer) and not isinstance(rows, bool):
         index = range(int(rows), int(rows) + count)
@@ -138,9 +138,9 @@ def _listed_rows(rows: Any, count: int) -> _Rows:
 
 
 def _cast(array: NDArray[Any], column: Column, index: _Rows) -> NDArray[Any]:
-    """Return the values in the dtype that is read, little-endian on every machine."""
+    """Cast values to the column's ``value_dtype``, little-endian on every machine."""
     dtype = np.dtype(column.value_dtype).newbyteorder("<")
-    with np.errstate(over="ignore", invalid="ignore"):  # what becomes infinite is reported below, by row
+    with np.errstate(over="ignore", invalid="ignore"):  # overflow is reported below, with row numbers
         cast: NDArray[Any] = np.ascontiguousarray(array, dtype=dtype)
     if not _all_finite(cast):
         _raise_non_finite(array, cast, column, np.asarray(index))
@@ -150,7 +150,7 @@ def _cast(array: NDArray[Any], column: Column, index: _Rows) -> NDArray[Any]:
 def _all_finite(array: NDArray[Any]) -> bool:
     if (
         array.dtype.itemsize == 2
-    ):  # NumPy emulates isfinite of float16: the exponent bits tell it 20 times faster
+    ):  # NumPy emulates isfinite for float16; testing the exponent bits is 20 times faster
         return int((array.view("<u2") & 0x7FFF).max()) < 0x7C00
     return bool(np.isfinite(array).all())
 
@@ -187,10 +187,10 @@ def _scattered_runs(ascending: NDArray[np.int64], chunk_rows: int) -> Iterable[R
 
 
 def check_derived(name: str, key: str, array: NDArray[Any]) -> None:
-    """Raise unless the array can be kept under the name and the key.
+    """Raise unless the array can be stored under the name and key.
 
     Raises:
-        InvalidInputError: For a bad name, a key that is too long, or an array that only pickle could hold.
+        InvalidInputError: For a bad name, a key that is too long, or a non-numeric array.
     """
     path_parts(name, what="cache")
     if not isinstance(key, str) or len(key) > _LONGEST_KEY:

@@ -1,4 +1,4 @@
-"""The manifest: which settings a store was made with, compared key by key."""
+"""The manifest: the settings that a store was created with."""
 
 from __future__ import annotations
 
@@ -24,20 +24,20 @@ __all__ = [
 ]
 
 FORMAT = 3
-"""Version of the layout on disk; others are refused."""
+"""Version of the layout on disk; stores of other versions are rejected."""
 _MOST_NAMED = 50
-"""Differing keys that a message names: another model differs in every parameter."""
+"""Maximum number of differing keys in a message, because another model differs in every parameter."""
 
 
 def kept_json(kept: NDArray[Any], *, what: str) -> dict[str, Any]:
-    """Return the JSON object that a derived array of a store holds.
+    """Return the JSON object that is encoded in a stored array.
 
     Args:
-        kept: Its text, as bytes.
-        what: How the message names it.
+        kept: The JSON text as an array of bytes.
+        what: Name of the array in error messages.
 
     Raises:
-        CorruptStoreError: If it holds something else.
+        CorruptStoreError: If the array does not hold a JSON object.
     """
     try:
         value = parse_json(kept, finite=False)
@@ -49,7 +49,7 @@ def kept_json(kept: NDArray[Any], *, what: str) -> dict[str, Any]:
 
 
 def canonical_json(value: Any) -> str:
-    """Return the one JSON text of a value: sorted keys, no spaces, no NaN.
+    """Return the canonical JSON text of a value: sorted keys, no spaces, no NaN.
 
     Example:
         >>> canonical_json({"b": 1, "a": [1.5, None]})
@@ -60,7 +60,7 @@ def canonical_json(value: Any) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Manifest:
-    """Settings that determine the rows, and a note of what made them."""
+    """Settings that determine the rows, and the versions that produced them."""
 
     fingerprint: Mapping[str, Any]
     """JSON values that determine every number in the store."""
@@ -75,7 +75,7 @@ class Manifest:
         ).hexdigest()
 
     def check_same(self, given: Manifest, *, where: str) -> None:
-        """Raise if ``given`` would write other numbers than the ones stored.
+        """Raise if the fingerprint of ``given`` differs from this one.
 
         Raises:
             ManifestMismatchError: Names every differing key with its stored and given value.
@@ -93,10 +93,10 @@ def compare_fingerprints(
     """Raise if two fingerprints differ.
 
     Args:
-        stored: What is on disk.
-        given: What was asked for.
-        where: How the message names the place.
-        remedy: The message's last sentence: what to do.
+        stored: Stored fingerprint.
+        given: Requested fingerprint.
+        where: Name of the store or table in the error message.
+        remedy: Last sentence of the error message.
 
     Raises:
         ManifestMismatchError: Names every differing key, up to fifty, with its stored and given value.
@@ -119,10 +119,10 @@ Use the stored settings (Attributor.open), or another path.
 def replaced_fingerprint(
     manifest: Manifest, known: Mapping[str, Any], given: Mapping[str, Any], *, where: str
 ) -> Manifest:
-    """Return the manifest with another fingerprint, if it has the one that is known, or the other one already.
+    """Return the manifest with the fingerprint ``given``, if its current one equals ``known`` or ``given``.
 
     Raises:
-        ManifestMismatchError: If it has a third one; names every key in which that differs from the known one.
+        ManifestMismatchError: Otherwise; names every key that differs from ``known``.
     """
     if differing_keys(manifest.fingerprint, given):
         compare_fingerprints(manifest.fingerprint, known, where=where)
@@ -130,7 +130,7 @@ def replaced_fingerprint(
 
 
 def differing_keys(stored: Mapping[str, Any], given: Mapping[str, Any]) -> list[tuple[str, Any, Any]]:
-    """Return the keys in which two fingerprints differ, with both values; what is not there is ``"absent"``.
+    """Return ``(key, stored, given)`` for each differing key; a missing value is ``"absent"``.
 
     Example:
         >>> differing_keys({"projector": {"seed": 0, "kind": "mask"}}, {"projector": {"seed": 1, "kind": "mask"}})
@@ -146,7 +146,7 @@ def differing_keys(stored: Mapping[str, Any], given: Mapping[str, Any]) -> list[
 
 
 def _flatten(value: Any, prefix: str = "") -> dict[str, Any]:
-    """Return ``{"projector.seed": 0, ...}`` so that an error can name the one key that differs."""
+    """Return nested mappings as one with dotted keys, ``{"projector.seed": 0, ...}``."""
     if isinstance(value, Mapping) and value:
         flat: dict[str, Any] = {}
         for key, item in value.items():

@@ -1,4 +1,4 @@
-"""The store in memory: the same contract with nothing on disk, for tests and for runs that nobody will resume."""
+"""Feature store in memory, for tests and for runs that need not be resumed."""
 
 from __future__ import annotations
 
@@ -32,15 +32,15 @@ __all__ = ["MemoryFeatureStore"]
 
 @dataclass(frozen=True, slots=True)
 class MemoryRows:
-    """What all handles of a table share."""
+    """State shared by all handles of a table."""
 
     spec: TableSpec
     attributes: dict[str, Any]
     arrays: dict[str, NDArray[Any]]
-    """Whole chunks of every array on disk, ``(num_chunks * chunk_rows, width)``, its fill where nothing was put."""
+    """Stored arrays, ``(num_chunks * chunk_rows, width)`` each; pending rows and padding hold the fill value."""
     done: NDArray[np.bool_]
     claims: dict[int, MemoryFeatureStore] = field(default_factory=dict)
-    """Chunks that are held, and by which handle."""
+    """Claimed chunks, each with the store handle that claimed it."""
 
     @classmethod
     def empty(cls, spec: TableSpec, attributes: dict[str, Any]) -> MemoryRows:
@@ -51,7 +51,7 @@ class MemoryRows:
 
 @dataclass(slots=True)
 class _Contents:
-    """What all handles of a store share."""
+    """State shared by all handles of a store."""
 
     manifest: Manifest
     tables: dict[str, MemoryRows] = field(default_factory=dict)
@@ -76,7 +76,7 @@ class MemoryRowTable(AbstractRowTable):
     def put(
         self, rows: int | Sequence[int] | NDArray[np.integer], values: Mapping[str, NDArray[Any]]
     ) -> None:
-        """Keep rows; see :meth:`AbstractRowTable.put`."""
+        """Store rows; see :meth:`AbstractRowTable.put`."""
         self._store.require_writable()
         self._store.require_table(self._path, self._rows)
         block = check_block(rows, values, self.spec)
@@ -100,7 +100,7 @@ class MemoryRowTable(AbstractRowTable):
 
     @contextlib.contextmanager
     def claim(self, chunk: int) -> Iterator[NDArray[np.int64]]:
-        """Hold a chunk while the block runs; see :meth:`AbstractRowTable.claim`."""
+        """Lock a chunk until the context exits; see :meth:`AbstractRowTable.claim`."""
         self._store.require_writable()
         self._store.require_table(self._path, self._rows)
         first, stop = self.chunk_range(chunk)
@@ -116,7 +116,7 @@ class MemoryRowTable(AbstractRowTable):
             self._rows.claims.pop(chunk, None)
 
     def done(self) -> NDArray[np.bool_]:
-        """Return which rows are done, ``(num_rows,)``."""
+        """Return a mask of the done rows, ``(num_rows,)``."""
         return self._rows.done.copy()
 
     def committed_chunks(self) -> list[int]:
@@ -143,13 +143,13 @@ class MemoryRowTable(AbstractRowTable):
         return {name: crc32c(array[rows]) for name, array in self._rows.arrays.items()}
 
     def read_done(self, chunk: int) -> tuple[NDArray[np.int64], dict[str, NDArray[Any]]]:
-        """Return the rows of a chunk that are done, and their values; see :meth:`AbstractRowTable.read_done`."""
+        """Return the done rows of a chunk and their values; see :meth:`AbstractRowTable.read_done`."""
         first, stop = self.chunk_range(chunk)
         rows = np.flatnonzero(self._rows.done[first:stop]) + first
         return rows, {column.name: self._stored(column)[rows].decode() for column in self.spec.columns}
 
     def content_key(self) -> str:
-        """Return a digest of the contents, equal to that of the same rows on disk."""
+        """Return a digest of the contents, equal to that of a disk store with the same rows."""
         for chunk in range(self.num_chunks):
             if not self._is_complete(chunk):
                 raise_incomplete(self, chunk, where=self._path)
@@ -173,7 +173,7 @@ class MemoryRowTable(AbstractRowTable):
 
 @final
 class MemoryFeatureStore(AbstractFeatureStore):
-    """Tables that live as long as the store, or a handle that was reopened from it.
+    """Feature store in memory. Its tables exist while the store or a reopened handle exists.
 
     Example:
         >>> store = MemoryFeatureStore(Manifest({"seed": 0}))
@@ -198,25 +198,25 @@ class MemoryFeatureStore(AbstractFeatureStore):
 
     @property
     def manifest(self) -> Manifest:
-        """The settings that the store was made with."""
+        """Settings that the store was created with."""
         return self._contents.manifest
 
     @property
     def path(self) -> None:
-        """``None``: it lives in memory."""
+        """``None``, because the store is in memory."""
         return
 
     @property
     def writable(self) -> bool:
-        """Whether tables can be created and rows put."""
+        """Whether the store is open for writing."""
         return self._writable
 
     def require_writable(self) -> None:
-        """Raise unless rows can be put through this handle.
+        """Raise unless this handle is open for writing.
 
         Raises:
-            ReadOnlyStoreError: If it was opened for reading.
-            StateError: If it was closed.
+            ReadOnlyStoreError: If the handle was opened for reading.
+            StateError: If the handle was closed.
         """
         if not self._writable:
             raise ReadOnlyStoreError("The store was opened for reading. Reopen it with mode='r+'.")
@@ -226,7 +226,7 @@ class MemoryFeatureStore(AbstractFeatureStore):
     def create_table(
         self, path: str, spec: TableSpec, attributes: Mapping[str, Any] | None = None
     ) -> AbstractRowTable:
-        """Open a table for writing, and create it first where it does not exist."""
+        """Open a table for writing; create it if it does not exist."""
         self.require_writable()
         spec = check_spec(spec)
         noted = plain_json(dict(attributes or {}), what="A table's attributes")
@@ -242,22 +242,22 @@ class MemoryFeatureStore(AbstractFeatureStore):
         return MemoryRowTable(path, self._find(path), self)
 
     def require_table(self, path: str, rows: MemoryRows) -> None:
-        """Raise unless these are still the rows of the table.
+        """Raise unless ``rows`` is still the current state of the table.
 
         Raises:
-            StateError: If the table was dropped since, or has grown.
+            StateError: If the table has been dropped or has grown.
         """
         if self._contents.tables.get(path) is not rows:
             raise StateError(f"{path} was dropped or has grown. Open the table again.")
 
     def drop_table(self, path: str) -> None:
-        """Remove a table and all its rows, for good."""
+        """Delete a table and all its rows."""
         self.require_writable()
         self._find(path)
         del self._contents.tables[path]
 
     def grow_table(self, path: str, num_rows: int) -> AbstractRowTable:
-        """Give a table more rows; the new ones are pending."""
+        """Append pending rows to a table."""
         self.require_writable()
         rows = self._find(path)
         spec = grown_spec(rows.spec, num_rows)
@@ -270,7 +270,7 @@ class MemoryFeatureStore(AbstractFeatureStore):
         return self.open_table(path)
 
     def replace_fingerprint(self, known: Mapping[str, Any], given: Mapping[str, Any]) -> None:
-        """Give the manifest another fingerprint; see :meth:`AbstractFeatureStore.replace_fingerprint`."""
+        """Replace the fingerprint of the manifest; see :meth:`AbstractFeatureStore.replace_fingerprint`."""
         self.require_writable()
         given = plain_json(dict(given), what="The manifest's fingerprint")
         self._contents.manifest = replaced_fingerprint(
@@ -278,16 +278,16 @@ class MemoryFeatureStore(AbstractFeatureStore):
         )
 
     def diff(self, other: AbstractFeatureStore) -> tuple[Difference, ...]:
-        """Return what differs between this store and another one."""
+        """Return the differences between this store and another one."""
         return diff_stores(self, other)
 
     def merge(self, parts: Iterable[AbstractFeatureStore]) -> dict[str, int]:
-        """Put the rows that this store misses and others have."""
+        """Copy the rows that are missing here from other stores."""
         self.require_writable()
         return merge_stores(self, parts)
 
     def attributes(self, path: str) -> dict[str, Any]:
-        """Return what was recorded beside a table when it was created."""
+        """Return the attributes recorded when the table was created."""
         return dict(self._find(path).attributes)
 
     def table_names(self, prefix: str = "") -> list[str]:
@@ -296,25 +296,25 @@ class MemoryFeatureStore(AbstractFeatureStore):
         return sorted((path for path in self._contents.tables if path.startswith(start)), key=natural_order)
 
     def cached(self, name: str, key: str) -> NDArray[Any] | None:
-        """Return a derived array that was kept under this name and key, or ``None``."""
+        """Return the cached array with this name and key, or ``None``."""
         path_parts(name, what="cache")
         kept = self._contents.cache.get(name)
         return kept[1].copy() if kept is not None and kept[0] == key else None
 
     def cache(self, name: str, key: str, array: NDArray[Any]) -> None:
-        """Keep a derived array; a later one under the same name replaces it."""
+        """Cache a derived array, replacing any array of the same name."""
         check_derived(name, key, array)
         if self._writable:
             self._contents.cache[name] = key, array.copy()
 
     def entry(self, name: str, key: str) -> NDArray[Any] | None:
-        """Return the entry that was put under this name and key, or ``None``."""
+        """Return the entry with this name and key, or ``None``."""
         path_parts(name, what="entry")
         found = self._contents.entries.get(name)
         return found[1].copy() if found is not None and found[0] == key else None
 
     def put_entry(self, name: str, key: str, array: NDArray[Any]) -> None:
-        """Put an array that cannot be computed again; a later one under the same name replaces it."""
+        """Store an array that cannot be recomputed, replacing any entry of the same name."""
         check_derived(name, key, array)
         self.require_writable()
         self._contents.entries[name] = key, array.copy()
@@ -325,12 +325,12 @@ class MemoryFeatureStore(AbstractFeatureStore):
         return sorted(name for name in self._contents.entries if name.startswith(start))
 
     def drop_entry(self, name: str) -> None:
-        """Remove an entry if there is one."""
+        """Delete an entry if it exists."""
         self.require_writable()
         self._contents.entries.pop(name, None)
 
     def close(self) -> None:
-        """Refuse further writing through this handle; the rows stay for others."""
+        """Close this handle for writing; other handles keep the rows."""
         self._closed = True
 
     def _find(self, path: str) -> MemoryRows:

@@ -1,4 +1,4 @@
-"""Stores by where they are: a folder on this machine, or an address in an object store."""
+"""Create, open and verify stores in a local folder or in an object store."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ __all__ = ["create_store", "open_store", "verify_store"]
 
 
 def create_store(place: str | RemotePlace, manifest: Manifest) -> ZarrFeatureStore | RemoteFeatureStore:
-    """Make a store at a place, or open the one that is there for writing if it was made with the same settings."""
+    """Create a store, or open an existing one with the same settings for writing."""
     if isinstance(place, RemotePlace):
         return RemoteFeatureStore.create(place, manifest)
     return ZarrFeatureStore.create(place, manifest)
@@ -26,33 +26,33 @@ def create_store(place: str | RemotePlace, manifest: Manifest) -> ZarrFeatureSto
 def open_store(
     place: str | RemotePlace, mode: Literal["r", "r+"] = "r"
 ) -> ZarrFeatureStore | RemoteFeatureStore:
-    """Open the store at a place."""
+    """Open an existing store."""
     if isinstance(place, RemotePlace):
         return RemoteFeatureStore.open(place, mode)
     return ZarrFeatureStore.open(place, mode)
 
 
 def verify_store(path: str | os.PathLike[str] | RemotePlace, *, repair: bool = False) -> Report:
-    """Compare a store's rows, records and metadata with their checksums, and the tables with the list of tables.
+    """Check a store: rows, records and metadata against their checksums, and tables against the list of tables.
 
-    Takes no lock and writes nothing, unless it repairs; works beside writers, whose rows in flight are no finding,
-    and on a store so damaged that it cannot be opened. Costs one pass over the committed and staged bytes.
+    Without ``repair`` it takes no lock and writes nothing. It can run while writers are active, whose unfinished rows
+    are not reported, and on a store that is too damaged to open. It reads the committed and staged bytes once.
 
     Args:
-        path: Folder of the store, or its address in an object store, where nothing can be repaired.
-        repair: Whether to rename damaged chunks into ``.set-aside/`` of their table's first column. Their rows are
-            pending then, and the next featurize computes exactly those. A table that the store lists and that is lost
-            is taken from the list. Nothing is deleted; chunks that a writer holds are left alone. May be killed at any
-            moment, and repeated.
+        path: Folder of the store, or its address in an object store. Repair works only in a folder.
+        repair: Whether to move damaged chunks into ``.set-aside/`` of their table's first column. Their rows become
+            pending, and the next featurize recomputes exactly those. A listed table whose folder is lost is removed
+            from the list. Nothing is deleted; chunks locked by a writer are skipped. If killed, repeat the call.
 
     Returns:
-        What is found; after a repair, what is still found and what was set aside.
+        The findings; after a repair, the remaining findings and what was set aside.
 
     Raises:
         MissingStoreError: If there is no store.
-        ManifestMismatchError: If another version of trak_lite made it, with another format.
-        ReadOnlyStoreError, UnsupportedStoreError, StoreError: If it is to be repaired and cannot be written, is in an
-            object store, or a file cannot be renamed.
+        ManifestMismatchError: If the store has the format of another trak_lite version.
+        ReadOnlyStoreError: If ``repair`` is set and the store cannot be written.
+        UnsupportedStoreError: If ``repair`` is set and the store is in an object store.
+        StoreError: If ``repair`` is set and a file cannot be renamed.
     """
     if isinstance(place := resolve_place(path), RemotePlace):
         return verify_remote(place.objects, repair=repair)

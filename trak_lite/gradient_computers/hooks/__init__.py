@@ -1,1 +1,1 @@
-"""The machinery of :class:`HookGradientComputer`: a plan of where parameters are used, rules, and one pass."""
+"""Implementation of :class:`HookGradientComputer`: plans, gradient rules, and the gradient pass."""

@@ -1,4 +1,4 @@
-"""One use of kept parameters by one operation, and what it contributes to their per-sample gradients."""
+"""One operation that reads kept parameters, and its contributions to their per-sample gradients."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ class Factors(NamedTuple):
 
 
 class Lookups(NamedTuple):
-    """Per-sample gradients of a table ``(V, d)`` of which each sample read a few rows."""
+    """Per-sample gradients of an embedding table ``(V, d)``, as the rows that each sample reads."""
 
     rows: Tensor
     """``(B, T)`` int64."""
@@ -47,19 +47,19 @@ class Lookups(NamedTuple):
 
 
 class Summed(NamedTuple):
-    """Per-sample gradients of a matrix that is looked up and multiplied with: a tied embedding and head."""
+    """Per-sample gradients of a matrix used as a table and in a product: a tied embedding and head."""
 
     lookups: Lookups
     factors: Factors
 
 
 Contribution: TypeAlias = Tensor | Factors | Lookups | Summed
-"""``(B, *parameter.shape)``, its factors, its rows that are not zero, or the sum of these two."""
+"""A dense gradient ``(B, *parameter.shape)``, factors, rows of a table, or a sum of rows and factors."""
 
 
 @dataclass(slots=True)
 class OperationCall:
-    """An operation that read kept parameters and wrote a tensor with a batch axis. Everything is detached."""
+    """An operation that reads kept parameters and whose result has a batch axis. All tensors are detached."""
 
     function: Callable[..., Any]
     args: tuple[Any, ...]
@@ -67,29 +67,29 @@ class OperationCall:
     num_samples: int
     """B."""
     targets: dict[int, Tensor]
-    """The parameters (or tensors made of them) to differentiate, by ``id`` of the argument that stands for them."""
+    """The parameters (or tensors computed from them) to differentiate, by ``id`` of the argument in their place."""
     axes: dict[int, BatchAxis | None]
     """Batch axis of every tensor argument, by ``id``."""
     output_axes: tuple[BatchAxis | None, ...]
     """Batch axis of every differentiable result."""
     spec: TreeSpec | None = None
     keep_factors: bool = False
-    """Whether factors are wanted where the gradients they stand for are fewer numbers."""
+    """Whether to return factors even if the gradients have fewer entries."""
     sliceable: bool = True
     """Whether the operation on one sample's slices is the same operation (no argument counts the samples)."""
     outputs: tuple[Any, ...] = ()
-    """Results that a rule needs besides the arguments (the winners of a max)."""
+    """Results that a rule needs besides the arguments (the argmax of a max)."""
     in_place: bool = False
     random: RandomState | None = None
-    """What it drew random numbers from, if it drew any."""
+    """Generator states before the operation, if it drew random numbers."""
     method: str = ""
-    """What gave the gradients, for the report."""
+    """How the gradients were computed, for the report."""
     versions: list[tuple[Tensor, int]] = field(default_factory=list)
-    """Tensors that the rule reads, with the version that they had in the forward pass."""
+    """Tensors that the rule reads, with their version counters in the forward pass."""
 
     @property
     def output_axis(self) -> BatchAxis:
-        """Batch axis of the first differentiable result, the only one for all but a few operations."""
+        """Batch axis of the first differentiable result; few operations have more than one."""
         axis = self.output_axes[0]
         assert axis is not None
         return axis
@@ -121,11 +121,11 @@ class OperationCall:
 
 
 OperationRule: TypeAlias = Callable[[OperationCall, Tensor], Iterator[tuple[Tensor, Contribution]] | None]
-"""``rule(call, output_grad)`` -> pairs of argument and contribution, or ``None`` where it does not apply."""
+"""``rule(call, output_grad)`` -> pairs of argument and contribution, or ``None`` if it does not apply."""
 
 
 def dense_of(part: Contribution) -> Tensor:
-    """Return a contribution as one tensor ``(B, ...)``; of factors, ``(B, d_out, d_in)``."""
+    """Return a contribution as one tensor ``(B, ...)``; factors give ``(B, d_out, d_in)``."""
     if isinstance(part, Tensor):
         return part
     if isinstance(part, Lookups):
@@ -136,14 +136,14 @@ def dense_of(part: Contribution) -> Tensor:
 
 
 def transposed(part: Contribution) -> Contribution:
-    """Return what contributes to a matrix, given what contributes to its transpose."""
+    """Convert a contribution to a matrix's transpose into one to the matrix."""
     if not isinstance(part, Factors):
         return dense_of(part).transpose(1, 2)
     return Factors(part.output_grads, part.inputs)
 
 
 def merged(parts: list[Contribution], shape: torch.Size, *, keep_factors: bool = False) -> Contribution:
-    """Return the sum of the contributions to one parameter; factors and rows are laid side by side, not added up."""
+    """Return the sum of the contributions to one parameter; factors and rows are concatenated, not summed."""
     if len(parts) == 1:
         return parts[0]
     lookups = _one_lookup([part for part in parts if isinstance(part, Lookups)])
@@ -161,7 +161,7 @@ def merged(parts: list[Contribution], shape: torch.Size, *, keep_factors: bool =
 
 
 def _one_lookup(parts: list[Lookups]) -> Lookups | None:
-    """Return the rows of all look-ups, side by side."""
+    """Concatenate the rows of all look-ups."""
     if not parts:
         return None
     rows, values, num_rows = zip(*parts, strict=True)
@@ -169,7 +169,7 @@ def _one_lookup(parts: list[Lookups]) -> Lookups | None:
 
 
 def _one_product(parts: list[Factors], shape: torch.Size, keep_factors: bool) -> Factors | Tensor | None:
-    """Return all factors side by side, or contracted where that is the smaller form and factors are not to be kept."""
+    """Concatenate all factors; contract them if that is smaller, unless ``keep_factors``."""
     if len(parts) <= 1:
         return parts[0] if parts else None
     inputs, grads = zip(*parts, strict=True)

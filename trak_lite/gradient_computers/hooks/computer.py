@@ -1,7 +1,7 @@
 """Per-sample gradients at about the cost of one backward pass.
 
-Source: the idea of catching a layer's input and output gradient is Goodfellow, "Efficient Per-Example Gradient
-Computations" (arXiv:1510.01799); here it is applied to operations rather than to modules.
+Source: Goodfellow, "Efficient Per-Example Gradient Computations" (arXiv:1510.01799), captures each layer's input and
+output gradient; this module captures those of operations instead of modules.
 """
 
 from __future__ import annotations
@@ -50,32 +50,32 @@ __all__ = ["HookGradientComputer"]
 logger = logging.getLogger(__name__)
 
 _MAX_PLANS = 64
-"""Plans that are kept: structures of batches, such as lengths of sequences, of which there may be many."""
+"""Largest number of cached plans; each batch structure, such as a sequence length, has a plan."""
 
 
 class HookGradientComputer(AbstractStreamingComputer):
     """Per-sample gradients by hooks on the operations that read parameters: one forward and one backward pass.
 
-    Works in whatever mode the model is in, wraps nothing and leaves nothing behind. Blocks reach the sink during the
-    backward pass; those of linear and convolution weights stay factored. The first batch of every structure (shapes
-    without the samples' axis, dtypes, and flags beside the tensors) is examined for the axis of each tensor that has
-    the samples. A kept parameter that f does not depend on is zero, and :meth:`explain` lists it.
+    The model may be in train or eval mode; no module is wrapped, and all hooks are removed after a pass. Blocks reach
+    the sink during the backward pass; those of linear and convolution weights stay factored. The first batch of every
+    structure (shapes without the sample axis, dtypes, and flags beside the tensors) is probed to find each tensor's
+    sample axis. A kept parameter that f does not depend on has gradient zero, and :meth:`explain` lists it.
 
-    Samples are compared as :class:`AbstractStreamingComputer` says. Where rows of samples are flattened into one axis
-    or the forward pass reads values, one in turn is of every batch; and where it reads values, all of the first batch.
+    The self-check is that of :class:`AbstractStreamingComputer`, with two additions. If samples are flattened into one
+    axis, or the forward pass reads values in Python, one sample of every batch is compared. If the forward pass reads
+    values, all samples of the first batch of every size are compared.
 
-    Where rows are chosen, ordered or moved by values (routed experts, masks, sorted or ragged samples), one more
-    backward pass per factor of 64 in the batch size finds the sample of every row; rows that mix samples are refused.
-    An index into an axis that does not grow with the batch (a label's logit, the last token) costs nothing.
+    If rows are selected, sorted or moved by values (routed experts, masks, sorted or ragged samples), additional
+    backward passes find the sample of every row: one per factor of 64 in the batch size. Rows that mix samples are
+    refused. An index into an axis that does not grow with the batch (a label's logit, the last token) needs none.
 
-    The model runs more often than once per batch: twice when a structure is new, and for every sample that is compared.
-    What its forward pass writes in eval mode (a counter, the table of an embedding with ``max_norm``) is written each
+    The model runs more than once per batch: twice more for a new structure, and once for every compared sample. State
+    that its forward pass writes in eval mode (a counter, the table of an embedding with ``max_norm``) is written each
     time; in train mode buffers are restored.
 
-    A model that is sharded by FSDP2 (``fully_shard``) takes the same passes on every rank that holds a part of it: all
-    of them have to call each method equally often, each with samples of its own. Its gradients are not compared with
-    plain autograd's, which would take a gradient as large as the model: look at a small model of the same kind that is
-    not sharded. Routed rows are refused there.
+    If the model is sharded by FSDP2 (``fully_shard``), every rank that holds a shard must call each method equally
+    often, each with its own samples. The self-check does not run, because its reference is a gradient as large as the
+    model; check a small model of the same kind that is not sharded. Routed rows are refused for a sharded model.
     """
 
     runs_sharded: ClassVar[bool] = True
@@ -104,34 +104,34 @@ class HookGradientComputer(AbstractStreamingComputer):
             model: The module whose parameters are differentiated; it is not copied.
             task: Model output function.
             grad_dim: P, if the caller wants it checked.
-            dtype: Accepted as in the original: gradients keep their parameter's dtype.
-            device: Accepted as in the original: gradients live where the model lives.
-            grad_wrt: What to keep gradients for (:func:`select_parameters`); ``None``: what requires grad.
-            chunk_size: Samples that go through the model at once; bounds the memory of a large batch.
+            dtype: Accepted for the original's signature; gradients keep their parameter's dtype.
+            device: Accepted for the original's signature; gradients live where the model lives.
+            grad_wrt: Parameters to keep (:func:`select_parameters`); ``None`` keeps those that require grad.
+            chunk_size: Number of samples per pass; bounds the memory of a large batch.
             autocast_dtype: Run the forward pass under autocast in this dtype (float16 or bfloat16).
-            strict: ``True``: raise for every kept parameter without a gradient of its own; ``False``: its gradient is
-                zero, and :meth:`explain` says so. ``None`` raises where f depends on the parameter in a way that cannot
-                be split, and takes one that f does not depend on (an unused layer) as zero. What a routed batch leaves
-                out (an expert without rows) is zero in all three cases: other batches may reach it.
-            self_check: Compare some samples' gradients with autograd's on each of them alone, as said above.
-            keep_factors: Stream the factors of a convolution even where its gradients are fewer numbers, for those
-                who want the layer's inputs and output gradients themselves. Slower.
+            strict: ``True`` raises for every kept parameter without a per-sample gradient. ``False`` sets its gradient
+                to zero, and :meth:`explain` reports it. ``None`` raises if f depends on the parameter in a way that
+                hooks cannot split by sample, and sets it to zero if f does not depend on it (an unused layer). A
+                parameter that a routed batch does not reach (an expert without rows) is zero in all three cases.
+            self_check: Compare some samples' gradients with autograd's on each sample alone (see the class docstring).
+            keep_factors: Stream a convolution's inputs and output gradients as factors even if its gradients have
+                fewer entries. Slower.
         """
         given = (model, task, grad_dim, dtype, device, grad_wrt)
         super().__init__(*given, chunk_size=chunk_size, autocast_dtype=autocast_dtype, self_check=self_check)
         self.strict, self.keep_factors = strict, keep_factors
         self._plans: dict[Any, Plan] = {}
         self._sharded: ShardedModel | None = None
-        """What is known of the model's shards, once it has run."""
+        """The model's shards; set in the first pass of a sharded model."""
 
     def load_model_params(self, model: nn.Module) -> None:
         """Differentiate this model's parameters from now on; values are looked up at every call."""
         super().load_model_params(model)
-        self._plans.clear()  # weights of zero can hide which sample a row belongs to
+        self._plans.clear()  # a plan depends on the weights: zero weights hide which sample a row belongs to
         self._sharded = None
 
     def repeated(self, batch: Batch, positions: Sequence[int]) -> Iterator[tuple[Self, Batch, list[int]]]:
-        """Yield a computer that streams the whole batch again, unchecked, as its samples may be mixed."""
+        """Yield one computer without self-check for the whole batch, because its samples may be mixed."""
         again = self._unchecked()
         again._plans = {}
         yield again, batch, list(positions)
@@ -139,7 +139,7 @@ class HookGradientComputer(AbstractStreamingComputer):
     def _stream_checked(
         self, batch: Batch, count: int, kept: Mapping[str, nn.Parameter], sink: BlockSink
     ) -> OutputTerms:
-        return self._stream_samples(batch, count, kept, sink)  # which compares chunk by chunk
+        return self._stream_samples(batch, count, kept, sink)  # it compares chunk by chunk
 
     def _stream_samples(
         self, batch: Batch, count: int, kept: Mapping[str, nn.Parameter], sink: BlockSink
@@ -157,22 +157,24 @@ class HookGradientComputer(AbstractStreamingComputer):
         return joined_terms(found)
 
     def _planned(self, key: Any, read: Mapping[str, nn.Parameter], batch: Batch) -> Plan:
-        """Return the plan of batches of this structure, made now if there is none."""
+        """Return the plan of this batch structure; make it if there is none."""
         known = self._plans.pop(key, None)
         if known is None:
             self.checks.forget(key)
         if self._sharded is not None and self._sharded.lockstep.any(known is None):
             made = self._plan_in_step(
                 self._sharded, read, batch
-            )  # also where it is known: others need the passes
+            )  # also if this rank has a plan: other ranks need the collective passes
             return known or made
         return known or make_plan(self.model, read, batch, self._output)
 
     def _plan_in_step(self, sharded: ShardedModel, read: Mapping[str, nn.Parameter], batch: Batch) -> Plan:
-        """Make a plan on all ranks at once, as some of them need one; raise on all of them if one is refused."""
+        """Make a plan on all ranks at once; raise on all of them if one rank refuses its samples."""
         plan, refusal = Plan(), None
         with torch.no_grad():
-            self._output(take_rows(batch, [0]))  # FSDP2 completes itself in the first pass; here nobody looks
+            self._output(
+                take_rows(batch, [0])
+            )  # FSDP2 initialises in its first pass, so this one is not recorded
         try:
             plan = make_plan(self.model, read, batch, self._output)
             if plan.routed:
@@ -191,7 +193,7 @@ class HookGradientComputer(AbstractStreamingComputer):
     def weighted_sum(self, batch: Batch, weights: Tensor) -> dict[str, Tensor]:
         """Return ``sum_i w_i grad f(z_i)`` by parameter name, by one plain backward pass per chunk.
 
-        Batches are planned and checked as in :meth:`stream_gradients`; one that is checked is streamed as well.
+        Batches are planned and checked as in :meth:`stream_gradients`; a batch that is due for a check is streamed.
 
         Args:
             batch: At least one sample.
@@ -199,7 +201,7 @@ class HookGradientComputer(AbstractStreamingComputer):
 
         Raises:
             InvalidInputError: If the batch or the output function's result has the wrong form.
-            UnsupportedModelError: If the model mixes samples, or its gradients cannot be told apart.
+            UnsupportedModelError: If the model mixes samples, or its gradients cannot be split by sample.
         """
         refuse_sharded(self.model, "weighted_sum", "Sum the blocks of stream_gradients")
         kept = select_parameters(self.model, self.grad_wrt)
@@ -228,10 +230,10 @@ class HookGradientComputer(AbstractStreamingComputer):
             return gradients_of((output * weights.to(output)).sum() + zero, kept)
 
     def explain(self, batch: Batch) -> Coverage:
-        """Return, for each kept parameter, how its gradient comes about; ``print`` it for a table.
+        """Return how each kept parameter's gradient is computed; ``print`` the result for a table.
 
         Args:
-            batch: At least one sample; two are used, and compared with plain autograd as in a run.
+            batch: At least one sample; two are used, and compared with plain autograd by the self-check.
 
         Raises:
             InvalidInputError: If the batch is empty, or it or the output function's result has the wrong form.
@@ -263,7 +265,7 @@ class HookGradientComputer(AbstractStreamingComputer):
 
     @contextmanager
     def _naming_failures(self, batch: Batch) -> Iterator[None]:
-        """Turn a failure of the hooks, not of the model, into one that says what to do."""
+        """Raise UnsupportedModelError with advice if the hooks fail and the model itself runs."""
         try:
             yield
         except (TrakLiteError, torch.OutOfMemoryError):
@@ -272,7 +274,7 @@ class HookGradientComputer(AbstractStreamingComputer):
             refuse_machine_failure(error)
             if self._sharded is not None:
                 raise  # another forward pass would need the other ranks
-            # If the plain forward pass fails too, its own error is the one to show.
+            # If the plain forward pass fails too, raise its error instead.
             with torch.no_grad():
                 self.terms(batch)
             first = next(iter(str(error).splitlines()), "no message")
@@ -283,13 +285,13 @@ class HookGradientComputer(AbstractStreamingComputer):
 
     @contextmanager
     def _prepared(self, kept: Mapping[str, nn.Parameter]) -> Iterator[Mapping[str, nn.Parameter]]:
-        """Let the kept parameters require grad, and run compiled parts of the model as they were written.
+        """Let only the kept parameters require grad, and run compiled parts of the model eagerly.
 
         Yields:
-            What operations read in place of the kept parameters: these themselves, unless the model is sharded.
+            The tensors that operations read: the kept parameters, or their gathered tensors if the model is sharded.
         """
         with ExitStack() as stack:
-            if "torch._dynamo" in sys.modules:  # nothing is compiled before that is imported
+            if "torch._dynamo" in sys.modules:  # without this import, nothing is compiled
                 stack.enter_context(torch.compiler.set_stance("force_eager"))
             stack.enter_context(differentiating_only(self.model, kept))
             stack.enter_context(torch.enable_grad())
@@ -306,11 +308,11 @@ class HookGradientComputer(AbstractStreamingComputer):
         return ShardedModel(self.model)
 
     def _output(self, batch: Batch) -> Tensor:
-        reshard(self.model)  # or a pass would depend on the one before it
+        reshard(self.model)  # otherwise a pass would depend on the previous one
         return self.terms(batch).output
 
     def _keep(self, key: Any, plan: Plan) -> None:
-        """Keep a plan that was run to its end, as the newest; forget the oldest of too many."""
+        """Cache a plan that ran to its end as the newest; drop the oldest if there are too many."""
         self._plans[key] = plan
         if len(self._plans) > _MAX_PLANS:
             del self._plans[next(iter(self._plans))]
@@ -325,7 +327,7 @@ class HookGradientComputer(AbstractStreamingComputer):
         grad_pass: GradientPass,
         escaped: Mapping[str, Tensor],
     ) -> None:
-        """Raise for parameters without a gradient of their own, as ``strict`` says."""
+        """Raise for parameters without a per-sample gradient, according to ``strict``."""
         if escaped and self.strict is not False:
             raise UnsupportedModelError(
                 f"f depends on {list(escaped)[:5]} in a way that hooks cannot see: an autograd.Function, a scripted "
@@ -342,7 +344,7 @@ class HookGradientComputer(AbstractStreamingComputer):
     def _pass(
         self, plan: Plan, kept: Mapping[str, nn.Parameter], batch: Batch, sink: BlockSink, start: int
     ) -> tuple[OutputTerms, GradientPass, dict[str, Tensor]]:
-        """Run forward and backward; where the rows are not as many as expected, find their samples instead."""
+        """Run forward and backward; after an unexpected number of rows, run again and find the rows' samples."""
         try:
             return self._single_pass(plan, kept, batch, sink, start)
         except UnexpectedRowsError as error:
@@ -353,13 +355,13 @@ class HookGradientComputer(AbstractStreamingComputer):
                     "tell their samples. Use a model that is whole."
                 ) from error
             logger.info("%s", error)
-            plan.doubt()  # nothing that the second pass does depends on a number of rows
+            plan.doubt()  # the second pass does not assume a number of rows
             return self._single_pass(plan, kept, batch, sink, start)
 
     def _single_pass(
         self, plan: Plan, kept: Mapping[str, nn.Parameter], batch: Batch, sink: BlockSink, start: int
     ) -> tuple[OutputTerms, GradientPass, dict[str, Tensor]]:
-        """Run forward and backward once; hooks are gone afterwards."""
+        """Run forward and backward once, and remove the hooks."""
         grad_pass = GradientPass(
             plan,
             kept,
@@ -389,11 +391,11 @@ class HookGradientComputer(AbstractStreamingComputer):
         sink: BlockSink,
         start: int,
     ) -> OutputTerms:
-        """Run, and compare some samples with one plain backward pass each where that is due."""
+        """Run a pass; if a check is due, compare some samples, with one plain backward pass each."""
         size = batch_size(batch)
         often = plan.flattened or plan.chooses_in_python
         positions = (
-            # Where the forward pass reads values, a branch may go by any sample of the batch.
+            # If the forward pass reads values, a branch may depend on any sample of the batch.
             self.checks.positions(key, size, kept, always=often, whole=plan.chooses_in_python)
             if self._compares()
             else []
@@ -421,16 +423,16 @@ class HookGradientComputer(AbstractStreamingComputer):
         return terms, grad_pass, escaped
 
     def _is_due(self, key: Any, plan: Plan, size: int) -> bool:
-        """Whether samples of a batch of this size are to be compared.
+        """Whether a self-check of a batch of this size is due.
 
-        Those of every batch are where the forward pass reads values or rows are flattened, as values and ragged rows
+        Every batch is checked if the forward pass reads values or rows are flattened, because values and ragged rows
         change from batch to batch.
         """
         often = plan.flattened or plan.chooses_in_python
         return self._compares() and self.checks.is_due(key, size, always=often)
 
     def _compares(self) -> bool:
-        """Whether samples are compared at all."""
+        """Whether the self-check runs: it is on, the model is not sharded, and dropout is not active."""
         return self.self_check and self._sharded is None and not draws_masks(self.model)
 
 

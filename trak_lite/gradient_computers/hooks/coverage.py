@@ -1,4 +1,4 @@
-"""What a hook computer does for each parameter, as a value and as a table."""
+"""Report of how a hook computer gets each parameter's gradient."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ __all__ = ["Coverage", "ParameterCoverage"]
 
 @dataclass(frozen=True, slots=True)
 class ParameterCoverage:
-    """How the gradient of one parameter comes about."""
+    """How the gradient of one parameter is computed."""
 
     name: str
     """Canonical parameter name."""
@@ -19,7 +19,7 @@ class ParameterCoverage:
     """``rule``: exact formulas; ``fallback``: an operation is run again per sample; ``zero``: f does not depend on it;
     ``refused``: no per-sample gradient."""
     why: str
-    """The rules that take part, or the reason."""
+    """The rules used, or the reason."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,7 +30,7 @@ class Coverage:
 
     @property
     def complete(self) -> bool:
-        """Whether every kept parameter gets its gradient."""
+        """Whether no kept parameter is refused."""
         return all(line.how != "refused" for line in self.parameters)
 
     def __iter__(self) -> Iterator[ParameterCoverage]:

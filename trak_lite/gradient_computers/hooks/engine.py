@@ -1,9 +1,9 @@
-"""One forward and one backward pass that give the gradients of every sample.
+"""Per-sample gradients in one forward and one backward pass.
 
-Each operation that reads a kept parameter is given the parameter detached, so that autograd forms no summed weight
-gradient; a hook on the operation's result catches the gradient, and a rule makes per-sample gradients of it and of the
-operation's inputs. Whatever escapes this shows as an ordinary gradient of the parameter itself: nothing is lost in
-silence.
+Each operation that reads a kept parameter receives it detached, so that autograd forms no summed weight gradient. A
+hook on the operation's result receives the output gradient. A rule computes per-sample gradients from the output
+gradient and the operation's inputs. A use of a parameter that is not intercepted gives the parameter an ordinary
+gradient, which is reported as escaped.
 """
 
 from __future__ import annotations
@@ -46,13 +46,13 @@ _TRANSPOSITIONS = frozenset(
 
 
 class UnexpectedRowsError(UnsupportedModelError):
-    """The forward pass met another number of rows than the plan says; nothing has been streamed yet."""
+    """A tensor has another number of rows than the plan expects; raised before any block is streamed."""
 
 
 class GradientPass(AbstractInterceptor):
-    """Catches what each kept parameter does in one forward pass, then streams blocks during the backward pass.
+    """Intercepts the uses of kept parameters in one forward pass, and streams blocks during the backward pass.
 
-    Use it as a context around both, with the handles of :meth:`install` removed afterwards.
+    Use it as a context manager around both passes. Remove the handles of :meth:`install` afterwards.
     """
 
     def __init__(
@@ -68,12 +68,12 @@ class GradientPass(AbstractInterceptor):
         """Prepare a pass.
 
         Args:
-            plan: What the model does, by :func:`make_plan`.
+            plan: The model's plan from :func:`make_plan`.
             kept: Parameters to keep gradients for, by name; they require grad.
             num_samples: B.
-            sink: Takes the blocks.
-            start: Row of the batch that sample 0 of this pass has.
-            keep_factors: Stream the factors of matrices and convolutions even where the gradients are smaller.
+            sink: Receives the blocks.
+            start: Row in the batch of this pass's sample 0.
+            keep_factors: Stream the factors of matrices and convolutions even if the gradients are smaller.
         """
         super().__init__()
         self._keep_factors = keep_factors
@@ -92,13 +92,13 @@ class GradientPass(AbstractInterceptor):
 
     @property
     def methods(self) -> Mapping[str, Mapping[str, None]]:
-        """The rules that gave each parameter's gradient."""
+        """The rules that computed each parameter's gradient."""
         return self._ledger.methods
 
     # Forward
 
     def operation(self, function: Function, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
-        """Run an operation on parameters: detached where it reads samples, tracked where it does not."""
+        """Run an operation on parameters; detach them if it reads samples, otherwise track its result."""
         if self.inside:
             args, kwargs = tree_map(self._detached, (args, dict(kwargs)))
             return function(*args, **kwargs)
@@ -107,7 +107,7 @@ class GradientPass(AbstractInterceptor):
             return self._unplanned(function, args, kwargs)
         if site.batched:
             return self._use(site, function, args, kwargs)
-        # A checkpoint around it keeps no value, and would run its whole part again to carry a gradient back.
+        # Save tensors even inside a checkpoint, which would otherwise recompute its whole part for this gradient.
         with torch.autograd.graph.saved_tensors_hooks(_itself, _itself):
             result = function(*args, **kwargs)
         for tensor in differentiable(written(function, args, result)):
@@ -116,8 +116,8 @@ class GradientPass(AbstractInterceptor):
         return result
 
     def hide(self, module: nn.Module) -> None:
-        """Keep the module's own forward pass from differentiating its parameters."""
-        # Its parameters may be read by what is no operation of torch, so they cannot be replaced one by one.
+        """Exclude the module's parameters from autograd during its forward pass."""
+        # Code outside torch's operations may read the parameters, so they cannot be detached per operation.
         for parameter in module.parameters():
             parameter.requires_grad_(False)
 
@@ -138,18 +138,18 @@ class GradientPass(AbstractInterceptor):
         )
 
     def _unplanned(self, function: Function, args: Any, kwargs: Mapping[str, Any]) -> Any:
-        """Run what the plan leaves out: a shape, a device, a detached value; nothing that carries a gradient."""
+        """Run an operation outside the plan; raise if its result requires grad (unlike a shape or a detached value)."""
         result = function(*args, **kwargs)
         if any(tensor.requires_grad for tensor in differentiable(written(function, args, result))):
             raise self._another_path(function)
         return result
 
     def _next_site(self, function: Any, args: Any, kwargs: Mapping[str, Any]) -> Site | None:
-        """Return the plan's entry for the operation that comes now, if it is the one that the plan expects."""
+        """Return the plan's site for the current operation, or ``None`` if the plan expects another one."""
         if self._plan.routed:
             return self._site_of_use(function, args, kwargs)
         key = (function, tuple(_signature(args)), tuple(_signature(tuple(kwargs.values()))))
-        if self._in_backward:  # a checkpointed part runs again
+        if self._in_backward:  # a checkpoint recomputes its part
             return self._shared.get(key)
         sites = self._plan.sites
         if self._cursor >= len(sites) or sites[self._cursor].function != function:
@@ -160,7 +160,7 @@ class GradientPass(AbstractInterceptor):
         return site
 
     def _site_of_use(self, function: Any, args: Any, kwargs: Mapping[str, Any]) -> Site:
-        """Return what the plan knows of such a use; an expert that it never saw has rows that may be anyone's."""
+        """Return the plan's site for this use; a use that is not in the plan (a new expert) gets a routed site."""
         leaves = [leaf for leaf in tree_flatten((args, dict(kwargs)))[0] if isinstance(leaf, Tensor)]
         if isinstance(function, nn.Module):
             read = [id(p) for p in function.parameters() if id(p) in self.watched]
@@ -175,7 +175,7 @@ class GradientPass(AbstractInterceptor):
         return site if reads_samples and not known.batched else known
 
     def _share(self, function: Function, args: Any, kwargs: Mapping[str, Any], tensor: Tensor) -> None:
-        """Watch a value made of parameters alone."""
+        """Watch a value computed from parameters only."""
         if id(tensor) in self.watched:
             return
         parents = [
@@ -187,7 +187,7 @@ class GradientPass(AbstractInterceptor):
         self.watched[id(tensor)] = tensor
 
     def _use(self, site: Site, function: Function, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
-        """Run an operation with its parameters detached, and catch what their gradients will need."""
+        """Run an operation with its parameters detached, and save what their gradients need."""
         leaves, spec = tree_flatten((args, dict(kwargs)))
         run = [self._detached(leaf) for leaf in leaves]
         targets = {id(new): old for new, old in zip(run, leaves, strict=True) if new is not old}
@@ -197,7 +197,7 @@ class GradientPass(AbstractInterceptor):
         in_place = is_in_place(function)
         lean = not site.routed and reads_nothing(function, run_args)
         saved = _saved(run, targets, lean, in_place)
-        # An operation without a rule runs again in the backward pass, and has to draw the same numbers.
+        # An operation without a rule runs again in the backward pass with the same random numbers.
         before = RandomState.of(run) if function not in RULES and not self._in_backward else None
         result = function(*run_args, **run_kwargs)
         results = written(function, run_args, result)
@@ -242,7 +242,7 @@ class GradientPass(AbstractInterceptor):
         return call
 
     def _fitted(self, site: Site, axis: BatchAxis | None, shape: Sequence[int]) -> BatchAxis | None:
-        """Return the batch axis of a tensor of this shape, or raise where the plan does not fit."""
+        """Return the batch axis of a tensor of this shape, or raise if the shape does not match the plan."""
         if axis is None:
             return None
         fitted = axis.for_size(shape[axis.axis], self._num_samples) if axis.axis < len(shape) else None
@@ -255,7 +255,7 @@ class GradientPass(AbstractInterceptor):
         return fitted
 
     def _tapped(self, results: Any, in_place: bool) -> Any:
-        """Make results part of autograd's graph where nothing before them is."""
+        """Add results to autograd's graph if they do not require grad yet."""
         if in_place:
             return results if results.requires_grad else results.add_(self._tap(results))
         if isinstance(results, Tensor):
@@ -265,16 +265,16 @@ class GradientPass(AbstractInterceptor):
                 else results + self._tap(results)
             )
         leaves, spec = tree_flatten(results)
-        # One result may be computed from another (the state of an LSTM cell): a view has only its own gradient.
+        # One result may be computed from another (the states of an LSTM cell); a view receives only its own gradient.
         tapped = [self._tapped(leaf, False) if isinstance(leaf, Tensor) else leaf for leaf in leaves]
         return tree_unflatten(
             [t.view_as(t) if isinstance(t, Tensor) and t.is_floating_point() else t for t in tapped], spec
         )
 
     def _tap(self, like: Tensor) -> Tensor:
-        """Return the zero on this tensor's device that the backward pass leads to.
+        """Return a zero that requires grad, on this tensor's device; it makes a result part of autograd's graph.
 
-        It has the tensor's dtype: the self-check takes a model that computes in float64 alone at its word.
+        It has the tensor's dtype, because the self-check trusts float64 results only if no other dtype occurs.
         """
         key = like.device, like.dtype
         if key not in self._taps:
@@ -282,10 +282,10 @@ class GradientPass(AbstractInterceptor):
         return self._taps[key]
 
     def _catch(self, site: Site, call: OperationCall, outputs: list[Tensor]) -> None:
-        """Hook the results; the gradient sets the rule off."""
+        """Hook the results; their gradients trigger the rule."""
         layout = row_layout(call, outputs[0]) if site.routed and len(outputs) == 1 else None
         tags = self._new_tags(site, outputs, 0 if layout is None else layout.trailing)
-        del layout  # it holds the arguments, which are freed during the backward pass
+        del layout  # it references the arguments, which are freed during the backward pass
         if not site.routed:
             axes = zip(call.output_axes, outputs, strict=True)
             call.output_axes = tuple(self._fitted(site, axis, tensor.shape) for axis, tensor in axes)
@@ -309,14 +309,14 @@ class GradientPass(AbstractInterceptor):
         rows: Callable[[Sequence[Tensor | None]], Sequence[Tensor | None]] | None = None,
         call: OperationCall | None = None,
     ) -> None:
-        """Call ``take`` with the gradients of results; in a weighted pass, keep what tells the samples of their rows.
+        """Call ``take`` with the gradients of results; in a weighted pass, store them as tags of their rows.
 
         Args:
             outputs: The differentiable results of one operation.
-            tags: Takes the gradients of a weighted pass.
+            tags: Stores the gradients of the weighted passes.
             take: Called once, with the gradients of the plain pass.
-            rows: Gives what a weighted pass keeps; without it, the gradients.
-            call: The operation, if it is one.
+            rows: Converts the gradients of a weighted pass to what is stored; by default, the gradients.
+            call: The operation; ``None`` for modules and recurrent layers.
         """
 
         def arrived(*grads: Tensor | None) -> None:
@@ -342,7 +342,7 @@ class GradientPass(AbstractInterceptor):
             )
 
     def _new_tags(self, site: Site, outputs: Sequence[Tensor], trailing: int) -> RowTags:
-        """Return what will keep the tags of an operation's rows, if these may be anyone's."""
+        """Return the storage for the tags of an operation's rows; it is registered if the site is routed."""
         tags = RowTags(site, tuple(tensor.dtype for tensor in outputs), trailing)
         if site.routed:
             self._tags.append(tags)
@@ -368,9 +368,7 @@ class GradientPass(AbstractInterceptor):
             tags = self._new_tags(site, [value], 2)
 
             def rows_of(grads: Sequence[Tensor | None]) -> list[Tensor | None]:
-                return [
-                    parts(_only(grads))[0].output_grads
-                ]  # of the input's part, whatever axis has the sequences
+                return [parts(_only(grads))[0].output_grads]  # of the input's part, in (B, T, d)
 
             def take(grads: Sequence[Tensor | None]) -> None:
                 every = parts(_only(grads))
@@ -388,7 +386,7 @@ class GradientPass(AbstractInterceptor):
     def ruled_module(
         self, module: nn.Module, rule: GradientRule, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any
     ) -> Any:
-        """Catch the gradient of a module's result for the module's rule."""
+        """Hook the result of a module, and apply the module's rule to its gradient."""
         own = {name: p for name, p in module.named_parameters() if id(p) in self.watched}
         if not own:
             return out
@@ -419,7 +417,7 @@ class GradientPass(AbstractInterceptor):
         return out
 
     def _summed(self, parts: list[Contribution], tags: RowTags, grad: Tensor) -> list[Contribution]:
-        """Sum per-row contributions over the rows of each sample, where rows are not the samples one by one."""
+        """Sum per-row contributions over the rows of each sample if the site is routed."""
         if not tags.site.routed:
             return parts
         (owner,) = tags.owners([grad], self._code)
@@ -429,10 +427,10 @@ class GradientPass(AbstractInterceptor):
     # Backward
 
     def backward(self, output: Tensor) -> dict[str, Tensor]:
-        """Run the backward pass of ``output.sum()``; return the gradients that escaped, by parameter name.
+        """Run the backward pass of ``output.sum()``; return ordinary gradients of parameters (escaped), by name.
 
         Raises:
-            UnsupportedModelError: If the plan was not run to its end, or an operation cannot be split.
+            UnsupportedModelError: If the model ran other operations than planned, or one cannot be split by sample.
         """
         if self._cursor != len(self._plan.sites) and not self._plan.routed:
             raise UnsupportedModelError(
@@ -452,7 +450,7 @@ class GradientPass(AbstractInterceptor):
         return escaped
 
     def _tag_rows(self, output: Tensor, inputs: list[Tensor]) -> None:
-        """Run the weighted backward passes that tell whose rows are whose, where that is not known."""
+        """Run the weighted backward passes that identify the samples of routed rows."""
         if not self._tags:
             return
         dtypes = [dtype for tags in self._tags for dtype in tags.dtypes]
@@ -473,7 +471,7 @@ class GradientPass(AbstractInterceptor):
     def _contributions(
         self, call: OperationCall, grads: Sequence[Tensor | None], tags: RowTags
     ) -> list[tuple[Tensor, Contribution]]:
-        """Return what the operation gives to each parameter that it read."""
+        """Return the operation's contribution to each parameter that it read."""
         _refuse_changes(call.function, call.versions)
         if tags.site.routed:
             method, routed = routed_contributions(call, grads, tags.owners(grads, self._code))
@@ -492,7 +490,7 @@ class GradientPass(AbstractInterceptor):
 
 
 def _saved(run: list[Any], targets: Mapping[int, Tensor], lean: bool, in_place: bool) -> list[Any]:
-    """Return the arguments as the rule will want them: detached, old values where the operation overwrites them."""
+    """Return the arguments for the rule: detached, and a copy of one that the operation overwrites."""
     if lean:
         return [leaf if not isinstance(leaf, Tensor) or id(leaf) in targets else None for leaf in run]
     saved = [leaf.detach() if isinstance(leaf, Tensor) and id(leaf) not in targets else leaf for leaf in run]
@@ -502,18 +500,18 @@ def _saved(run: list[Any], targets: Mapping[int, Tensor], lean: bool, in_place: 
 
 
 def _hook(result: Tensor, arrived: Callable[[Tensor], None], call: OperationCall | None) -> None:
-    """Hook the gradient of a result as it is now, whatever is written into it later."""
+    """Hook the gradient of a result's current value, even if the result is written into later."""
     base = result._base
     if base is None or call is None or not _is_whole_of_new(result, base, call):
         result.register_hook(arrived)  # type: ignore[no-untyped-call]
         return
-    # What writes into a view (`x += y`) replaces its history, and a hook on it would never be called.
+    # A write into a view (`x += y`) replaces its autograd history, so a hook on the view would not be called.
     size, stride = result.size(), result.stride()
     base.register_hook(lambda grad: arrived(grad.contiguous().as_strided(size, stride)))  # type: ignore[no-untyped-call]
 
 
 def _is_whole_of_new(result: Tensor, base: Tensor, call: OperationCall) -> bool:
-    """Whether a view shows all of a tensor that the operation itself has made."""
+    """Whether a view covers all of a tensor that the operation itself allocated."""
     if not base.is_contiguous() or base.numel() != result.numel():
         return False
     memory = base.untyped_storage().data_ptr()
@@ -535,7 +533,7 @@ def _only(grads: Sequence[Tensor | None]) -> Tensor:
 def _parts_of(
     module: nn.Module, own: Mapping[str, Tensor], found: Mapping[str, Tensor | tuple[Tensor, Tensor]]
 ) -> dict[str, Contribution]:
-    """Return what a module's rule gave to each of its kept parameters, if that is all of them."""
+    """Return the rule's contributions to the module's kept parameters; raise if one is missing."""
     missing = sorted(set(own) - set(found))
     if missing:
         raise UnsupportedModelError(
@@ -551,7 +549,7 @@ def _parts_of(
 
 def _num_sequences(args: Sequence[Any]) -> int:
     """Return how many sequences a recurrent operation reads."""
-    if isinstance(args[3], list | tuple):  # packed: the first step has all of them
+    if isinstance(args[3], list | tuple):  # packed: all sequences are in the first step
         return int(args[1][0])
     return int(args[0].shape[int(not args[-1])])
 
@@ -565,7 +563,7 @@ def _is_transpose(function: Function, args: Any, result: Tensor) -> bool:
 
 
 def _signature(values: Any) -> list[Any]:
-    """Return what tells one operation from another when a part of the model runs again."""
+    """Return the shapes of the tensors, which identify an operation when a checkpoint recomputes it."""
     found: list[Any] = []
     for value in values:
         if isinstance(value, Tensor):

@@ -1,7 +1,7 @@
-"""What parameters wait for, and what came: a block leaves as soon as the last use of its parameter has given its part.
+"""Bookkeeping of parameter uses: a block is streamed as soon as all uses of its parameter have contributed.
 
-A value that is made of parameters alone (a transposed or merged weight) collects the gradients of its own uses first,
-and hands them on to what it is made of.
+A value computed from parameters only (a transposed or merged weight) first collects the gradients of its own uses, then
+propagates them to its parameters.
 """
 
 from __future__ import annotations
@@ -28,21 +28,21 @@ __all__ = ["GradientLedger"]
 
 @dataclass(slots=True)
 class _Uses:
-    """What is known of one parameter, or of a value made of parameters, during a pass."""
+    """State of one parameter, or of a value computed from parameters, during a pass."""
 
     tensor: Tensor
     name: str | None
-    """The parameter's name; ``None`` for a value made of parameters."""
+    """The parameter's name; ``None`` for a value computed from parameters."""
     roots: list[int] = field(default_factory=list)
-    """``id`` of the parameters that a value is made of."""
+    """``id`` of the parameters that a value is computed from."""
     transpose_of: int | None = None
     pending: int = 0
-    """Uses whose gradient has not come yet."""
+    """Number of uses whose gradient has not arrived yet."""
     parts: list[Contribution] = field(default_factory=list)
 
 
 class GradientLedger:
-    """Counts the uses of parameters in one forward pass, and books their gradients in the backward pass."""
+    """Counts the uses of parameters in one forward pass, and collects their gradients in the backward pass."""
 
     def __init__(
         self,
@@ -53,18 +53,18 @@ class GradientLedger:
         start: int,
         keep_factors: bool = False,
     ) -> None:
-        """Open the books.
+        """Start a pass.
 
         Args:
             kept: Parameters to keep gradients for, by name.
             num_samples: B.
-            sink: Takes the blocks.
-            start: Row of the batch that sample 0 of this pass has.
-            keep_factors: Contract no factors.
+            sink: Receives the blocks.
+            start: Row in the batch of this pass's sample 0.
+            keep_factors: Never contract factors.
         """
         self._keep_factors = keep_factors
         self.methods: dict[str, dict[str, None]] = {name: {} for name in kept}
-        """The rules that gave each parameter's gradient."""
+        """The rules that computed each parameter's gradient."""
         self._kept = kept
         self._num_samples = num_samples
         self._sink = sink
@@ -73,12 +73,12 @@ class GradientLedger:
         self._emitted: set[str] = set()
 
     def names_of(self, read: Sequence[int]) -> tuple[str, ...]:
-        """Return the names of the parameters behind these watched tensors."""
+        """Return the names of the parameters that these watched tensors are, or are computed from."""
         roots = [root for tensor in read for root in self._uses[tensor].roots or [tensor]]
         return tuple(dict.fromkeys(name for root in roots if (name := self._uses[root].name) is not None))
 
     def share(self, tensor: Tensor, parents: Sequence[int], *, is_transpose: bool) -> None:
-        """Know a value made of parameters, or of other such values, alone."""
+        """Register a value computed only from parameters or other such values."""
         uses = _Uses(tensor, None)
         for parent in parents:
             known = self._uses[parent]
@@ -88,7 +88,7 @@ class GradientLedger:
         self._uses[id(tensor)] = uses
 
     def note(self, target: Tensor, method: str) -> None:
-        """Remember what gave a gradient, for the report."""
+        """Record the method that computed a gradient, for the report."""
         uses = self._uses[id(target)]
         for root in uses.roots or [id(target)]:
             name = self._uses[root].name
@@ -98,7 +98,7 @@ class GradientLedger:
                 )
 
     def expect(self, target: Tensor) -> None:
-        """Count one more use; the first use of a shared value is one use of what it is made of."""
+        """Count one more use; the first use of a shared value counts as one use of each of its parameters."""
         uses = self._uses[id(target)]
         uses.pending += 1
         if uses.transpose_of is not None:
@@ -108,7 +108,7 @@ class GradientLedger:
                 self.expect(self._uses[root].tensor)
 
     def deposit(self, targets: Sequence[Tensor], parts: Sequence[tuple[Tensor, Contribution]]) -> None:
-        """Book one use of every target, with what it gave."""
+        """Add the contributions of one use of every target."""
         for target, part in parts:
             place, value = self._uses[id(target)], part
             while place.transpose_of is not None:
@@ -125,7 +125,7 @@ class GradientLedger:
             self._settle(uses)
 
     def _settle(self, uses: _Uses) -> None:
-        """Emit a parameter's block, or hand the gradients of a shared value on to what it is made of."""
+        """Emit a parameter's block, or propagate the gradients of a shared value to its parameters."""
         parts, uses.parts = uses.parts, []
         if uses.name is not None:
             if parts and uses.name not in self._emitted:
@@ -157,7 +157,7 @@ class GradientLedger:
             self._sink(DenseBlock(name, part.reshape(self._num_samples, *shape), self._start))
 
     def finish(self) -> None:
-        """Settle what waits for gradients that never came: those uses do not reach f."""
+        """Settle uses without a gradient, on which f does not depend, and emit zeros for parameters without a block."""
         with torch.no_grad(), torch._C.DisableTorchFunction():
             waiting = [uses for uses in self._uses.values() if uses.name is None and uses.pending > 0]
             for uses in reversed(waiting):
@@ -190,14 +190,14 @@ def _cast(part: Contribution, dtype: torch.dtype) -> Contribution:
 
 
 def _pulled_back(value: Tensor, roots: Sequence[Tensor], grads: Tensor) -> tuple[Tensor | None, ...]:
-    """Carry per-sample gradients ``(B, *value.shape)`` of a shared value back to the parameters it is made of."""
+    """Backpropagate per-sample gradients ``(B, *value.shape)`` of a shared value to its parameters."""
     try:
         return torch.autograd.grad(
             value, list(roots), grads, retain_graph=True, allow_unused=True, is_grads_batched=True
         )
     except RuntimeError:
-        # An operation without a batching rule (a sparse gradient): torch raises no narrower type. The loop gives the
-        # same numbers, or the operation's own error.
+        # An operation without a batching rule (a sparse gradient); torch raises no narrower type. The loop gives the
+        # same gradients, or raises the operation's own error.
         rows = [
             torch.autograd.grad(value, list(roots), grad, retain_graph=True, allow_unused=True)
             for grad in grads

@@ -1,7 +1,8 @@
-"""Which sample each row of a gradient belongs to, where shapes cannot tell.
+"""Identification of the sample that each row of a gradient belongs to, from weighted backward passes.
 
-A backward pass of ``sum_i c_i f(z_i)`` gives the rows of sample i their plain gradient times ``c_i``. Powers of two as
-``c`` scale exactly in floating point, so the ratio of the two gradients names the sample without rounding.
+In a backward pass of ``sum_i c_i f(z_i)``, the gradient of sample i's rows is their plain gradient times ``c_i``. The
+``c_i`` are powers of two, which scale exactly in floating point, so the ratio of the two gradients identifies the
+sample without rounding.
 """
 
 from __future__ import annotations
@@ -18,17 +19,19 @@ from trak_lite._devices import float64_device
 __all__ = ["Arrangement", "SampleCode", "sketch"]
 
 _TOLERANCES = {torch.float64: 1e-9, torch.float32: 1e-4}
-"""Relative deviation from a power of two that counts as rounding: kernels that sum in any order cause it."""
+"""Relative deviation from a power of two that counts as rounding (kernels with varying summation order)."""
 
 _BASE, _BASES = 64, {torch.float16: 4}
-"""Powers of two for one digit of a code; few where the range of a dtype is small."""
+"""Number of powers of two per digit of a code; fewer for float16 because of its range."""
 
 _NEGLIGIBLE = 64
-"""Multiples of the machine precision, relative to the largest row, below which a row is rounding noise."""
+"""A row below this multiple of the machine precision times the largest row is rounding noise."""
 
 
 def sketch(rows: Tensor) -> Tensor:
-    """Return a few numbers per row, linear in the row and zero only where it is: ``(N, d)`` to ``(N, min(d, 4))``.
+    """Return up to four numbers per row, linear in the row: ``(N, d)`` to ``(N, min(d, 4))``.
+
+    In general they are all zero only for a row of zeros.
 
     Example:
         >>> sketch(torch.eye(3, 50)).shape
@@ -50,12 +53,12 @@ def _largest_entries(rows: Tensor) -> Tensor:
 
 @dataclass(frozen=True, slots=True)
 class SampleCode:
-    """Every sample's number in digits; one weighted backward pass tells one digit."""
+    """Code of every sample's number in base ``base``; each weighted backward pass determines one digit."""
 
     count: int
     """B."""
     base: int = _BASE
-    """Powers of two in use."""
+    """Number of powers of two per digit."""
 
     @classmethod
     def for_gradients(cls, count: int, dtypes: Sequence[torch.dtype]) -> SampleCode:
@@ -63,7 +66,7 @@ class SampleCode:
         return cls(count, min((_BASES.get(dtype, _BASE) for dtype in dtypes), default=_BASE))
 
     def weights(self, like: Tensor) -> list[Tensor]:
-        """Return what to weight f with in each pass, ``(B,)`` each; none where there is one sample.
+        """Return the weights of f for each pass, ``(B,)`` each; an empty list for one sample.
 
         Example:
             >>> SampleCode(3, base=4).weights(torch.zeros(1))
@@ -77,11 +80,11 @@ class SampleCode:
         return found
 
     def owners(self, plain: Tensor, tagged: Sequence[Tensor], dtype: torch.dtype) -> Tensor | None:
-        """Return the sample of every row ``(N,)``, -1 for a row of zeros, or ``None`` where a row has several.
+        """Return the sample of every row ``(N,)``, -1 for a row of zeros; ``None`` if a row has several samples.
 
         Args:
-            plain: ``(N, s)``, the rows' gradients or a sketch of them.
-            tagged: The same in each weighted pass.
+            plain: The rows' gradients or sketches of them, ``(N, s)``.
+            tagged: The same for each weighted pass.
             dtype: Dtype of the gradients.
         """
         wide = float64_device(plain.device)
@@ -116,7 +119,7 @@ class SampleCode:
         return found
 
     def _cancelled(self, plain: Tensor, tagged: Sequence[Tensor], dtype: torch.dtype) -> bool:
-        """Whether samples share a row in which their gradients cancel: a power of two would only have scaled it."""
+        """Whether a row with zero plain gradient has a nonzero weighted one: several samples cancel in it."""
         sizes = _largest_entries(plain)
         if not len(sizes):
             return False
@@ -127,19 +130,19 @@ class SampleCode:
 
 @dataclass(frozen=True, slots=True)
 class Arrangement:
-    """Rows put together by sample, as many for each: ``(K * length, ...)`` for the K samples that have any."""
+    """Rows grouped by sample, padded to equal numbers: ``(K * length, ...)`` for the K samples with rows."""
 
     samples: Tensor
-    """``(K,)``, rising."""
+    """The samples, ``(K,)``, ascending."""
     rows: Tensor
-    """``(K * length,)``: the row at each place; a sample with fewer rows has its first one again."""
+    """Row at each position, ``(K * length,)``; a sample with fewer rows is padded with its first row."""
     real: Tensor
-    """``(K * length,)``: False where a row is there again."""
+    """``(K * length,)``, False for padding."""
     length: int
 
     @classmethod
     def of(cls, owners: Tensor) -> Arrangement:
-        """Arrange rows by their owners ``(N,)``; those of nobody (-1) are left out.
+        """Group rows by their samples ``(N,)``; rows with -1 are left out.
 
         Example:
             >>> Arrangement.of(torch.tensor([2, 0, -1, 2])).rows
@@ -157,18 +160,18 @@ class Arrangement:
     def take(self, rows: Tensor) -> Tensor:
         """Return ``(N, ...)`` as ``(K * length, ...)``."""
         if len(rows) == len(self.rows) and bool((self.rows.diff() == 1).all()):
-            return rows  # in order already
+            return rows  # already in order
         return rows.index_select(0, self.rows)
 
     def take_gradients(self, rows: Tensor) -> Tensor:
-        """Return gradients ``(N, ...)`` as ``(K * length, ...)``, zero where a row is there again."""
+        """Return gradients ``(N, ...)`` as ``(K * length, ...)``, with zeros for padding."""
         taken = self.take(rows)
         if bool(self.real.all()):
             return taken
         return taken.masked_fill(~self.real.view(-1, *(1,) * (taken.dim() - 1)), 0.0)
 
     def placed(self, parts: Tensor, count: int) -> Tensor:
-        """Return what the K samples have, ``(K, ...)``, as ``(B, ...)``."""
+        """Return values of the K samples, ``(K, ...)``, as ``(B, ...)`` with zeros for the others."""
         if len(self.samples) == count:
             return parts
         return parts.new_zeros(count, *parts.shape[1:]).index_copy_(0, self.samples, parts)

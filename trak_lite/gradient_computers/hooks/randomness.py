@@ -1,4 +1,4 @@
-"""Random numbers that an operation drew, drawn again."""
+"""Replay of the random numbers that an operation drew."""
 
 from __future__ import annotations
 
@@ -23,17 +23,17 @@ class RandomState:
 
     @classmethod
     def of(cls, values: Iterable[Any]) -> RandomState:
-        """Return the state that an operation on these values draws from."""
+        """Return the generator states of these values' devices."""
         devices = {value.device for value in values if isinstance(value, Tensor)}
         return cls({device: rng_state(device) for device in devices if device.type != "meta"})
 
     def has_moved(self) -> bool:
-        """Whether numbers were drawn since."""
+        """Whether random numbers were drawn since the state was saved."""
         return any(not torch.equal(state, rng_state(device)) for device, state in self.states.items())
 
     @contextmanager
     def replayed(self) -> Iterator[None]:
-        """Draw the same numbers again inside the block."""
+        """Restore the saved states inside the block, so that the same numbers are drawn."""
         now = RandomState({device: rng_state(device) for device in self.states})
         try:
             self._set()

@@ -1,8 +1,8 @@
-"""Gradient rules for module classes: how to get per-sample gradients from a layer's input and output gradient.
+"""Gradient rules for module classes: per-sample gradients from a layer's input and output gradient.
 
-The operations of torch have rules of their own (:mod:`trak_lite.gradient_computers.hooks.rules.operations`), so a
-module made of them needs none. A rule for a module is for what torch cannot see into (a custom kernel, an
-``autograd.Function``) or for a shortcut.
+Modules made of torch operations need no rule, because the operations have rules
+(:mod:`trak_lite.gradient_computers.hooks.rules.operations`). Register a rule for a module that hooks on operations
+cannot follow (a custom kernel, an ``autograd.Function``), or for speed.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ __all__ = ["GradientRule", "register_gradient_rule", "rule_for", "unregister_gra
 GradientRule: TypeAlias = Callable[
     [Any, tuple[Any, ...], dict[str, Any], Tensor], Mapping[str, Tensor | tuple[Tensor, Tensor]]
 ]
-"""``rule(module, args, kwargs, output_grad)`` with the samples on axis 0 of ``output_grad`` ``(B, ...)``, and detached
-arguments. Returns, by name within the module, per-sample gradients ``(B, *parameter.shape)`` or, for a matrix
+"""``rule(module, args, kwargs, output_grad)``. The arguments are detached, and ``output_grad`` ``(B, ...)`` has the
+samples on axis 0. Returns, by name within the module, per-sample gradients ``(B, *parameter.shape)`` or, for a matrix
 ``(d_out, d_in)``, the pair of factors ``(B, T, d_in), (B, T, d_out)``."""
 
 _Rule = TypeVar("_Rule", bound=GradientRule)
@@ -28,16 +28,16 @@ _RULES: dict[type[nn.Module], GradientRule] = {}
 
 
 def register_gradient_rule(module_class: type[nn.Module]) -> Callable[[_Rule], _Rule]:
-    """Return a decorator that makes a function the gradient rule of a module class.
+    """Return a decorator that registers a function as the gradient rule of a module class.
 
-    The rule holds for subclasses as well, unless they override ``forward``. It must give every parameter of the
-    module that gradients are kept for, and the module must return one tensor with the samples on axis 0.
+    The rule also applies to subclasses that do not override ``forward``. It must return a gradient for every kept
+    parameter of the module. The module must return one tensor with the samples on axis 0.
 
     Args:
         module_class: Class of the layer.
 
     Raises:
-        InvalidInputError: If it is not a class of modules.
+        InvalidInputError: If ``module_class`` is not a subclass of ``nn.Module``.
 
     Example:
         >>> import torch
@@ -66,7 +66,7 @@ def register_gradient_rule(module_class: type[nn.Module]) -> Callable[[_Rule], _
 
 
 def unregister_gradient_rule(module_class: type[nn.Module]) -> None:
-    """Forget the rule of a module class, if it has one."""
+    """Remove the rule of a module class, if it has one."""
     _RULES.pop(module_class, None)
 
 

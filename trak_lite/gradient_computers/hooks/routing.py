@@ -1,8 +1,8 @@
-"""Operations whose rows may be anyone's: experts that tokens are routed to, masked, sorted or ragged samples.
+"""Operations whose rows may belong to any sample: routed experts, masked, sorted or ragged samples.
 
-The gradient itself tells the sample of every row (:mod:`trak_lite.gradient_computers.hooks.owners`). Rows are then put
-together by sample, and the operation's rule applies as if they had always been; an operation whose rows no rule knows
-is differentiated once for each sample.
+The sample of every row is identified from its gradient (:mod:`trak_lite.gradient_computers.hooks.owners`). Rows are
+then grouped by sample, and the operation's rule is applied to the groups. An operation without a known row layout is
+differentiated once per sample.
 """
 
 from __future__ import annotations
@@ -30,29 +30,29 @@ __all__ = ["RowLayout", "RowTags", "routed_contributions", "row_layout", "summed
 
 @dataclass(frozen=True, slots=True)
 class RowLayout:
-    """How the result of an operation divides into rows, and which arguments have the same rows."""
+    """The rows of an operation's result, and the arguments with the same rows."""
 
     trailing: int
-    """Axes of the result, counted from the last, that lie within one row."""
+    """Number of last axes of the result that lie within one row."""
     read: tuple[tuple[Tensor, int], ...] = ()
-    """Arguments with these rows, each with its own number of axes within a row."""
+    """Arguments with these rows, each with its number of axes within a row."""
     broadcast: bool = False
-    """Whether arguments are broadcast against the result first."""
+    """Whether to broadcast arguments to the result's shape first."""
 
 
 @dataclass(slots=True)
 class RowTags:
-    """What the weighted backward passes gave for the results of one operation."""
+    """Gradients of one operation's results in the weighted backward passes."""
 
     site: Site
     dtypes: tuple[torch.dtype, ...]
-    """Of the differentiable results."""
+    """Dtypes of the differentiable results."""
     trailing: int = 0
-    """Axes of a result within one row; 0 where every entry is a row."""
+    """Number of axes of a result within one row; 0 if every entry is a row."""
     passes: list[list[Tensor | None]] = field(default_factory=list)
 
     def add(self, grads: Sequence[Tensor | None]) -> None:
-        """Keep what is needed of the gradients of one weighted pass; nothing where rows are in known places."""
+        """Store sketches of the gradients of one weighted pass; does nothing if the site is not routed."""
         if not self.site.routed:
             return
         self.passes.append([None if grad is None else sketch(self.rows(grad)) for grad in grads])
@@ -63,7 +63,7 @@ class RowTags:
         return grad.reshape(math.prod(lead), math.prod(grad.shape[len(lead) :]))
 
     def owners(self, grads: Sequence[Tensor | None], code: SampleCode) -> list[Tensor | None]:
-        """Return the sample of every row of each result, ``(N,)``; -1 where its gradient is zero.
+        """Return the sample of every row of each result, ``(N,)``; -1 if the row's gradient is zero.
 
         Raises:
             UnsupportedModelError: If a row belongs to several samples, or a gradient is not finite.
@@ -90,7 +90,7 @@ class RowTags:
 
 
 def row_layout(call: OperationCall, result: Tensor) -> RowLayout | None:
-    """Return the rows of an operation that has a rule, or ``None`` where none are known."""
+    """Return the row layout of an operation, or ``None`` if it is not known."""
     kind, _ = RULES.get(call.function, ("", None))
     find = _LAYOUTS.get(kind)
     return None if find is None else find(call, result)
@@ -99,12 +99,12 @@ def row_layout(call: OperationCall, result: Tensor) -> RowLayout | None:
 def routed_contributions(
     call: OperationCall, grads: Sequence[Tensor | None], owners: Sequence[Tensor | None]
 ) -> tuple[str, list[tuple[Tensor, Contribution]]]:
-    """Return how the gradients come about, and what the operation gives to each parameter that it read.
+    """Return the name of the method, and the operation's contribution to each parameter that it read.
 
     Args:
         call: The operation.
         grads: Gradients of its differentiable results.
-        owners: The sample of every row of each.
+        owners: The sample of every row of each result.
     """
     grad, owner = grads[0], owners[0]
     layout = row_layout(call, grad) if grad is not None and len(grads) == 1 else None
@@ -134,7 +134,7 @@ def summed_by_owner(part: Contribution, owners: Tensor, count: int) -> Contribut
 def _one_by_one(
     call: OperationCall, trailing: int, grads: Sequence[Tensor | None], owners: Sequence[Tensor | None]
 ) -> list[tuple[Tensor, Contribution]]:
-    """Differentiate the operation once for each sample that has a row, with the other samples' gradients zero."""
+    """Differentiate the operation once per sample that has a row, with the other samples' gradients set to zero."""
     every = torch.cat([owner for owner in owners if owner is not None])
     found = torch.unique(every).tolist()
 
@@ -155,7 +155,7 @@ def _one_by_one(
 def _by_rule(
     call: OperationCall, layout: RowLayout, grad: Tensor, arranged: Arrangement
 ) -> list[tuple[Tensor, Contribution]] | None:
-    """Apply the operation's rule to its rows, put together by sample."""
+    """Apply the operation's rule to its rows, grouped by sample."""
     if not arranged.length:
         return []
     count = call.num_samples
@@ -181,7 +181,7 @@ def _by_rule(
 def _arranged_call(
     call: OperationCall, layout: RowLayout, shape: torch.Size, arranged: Arrangement
 ) -> OperationCall:
-    """Return the call on the rows of the K samples that have any, ``length`` of each on axis 0."""
+    """Return the call on the rows of the K samples that have rows, with ``length`` rows each on axis 0."""
     axis = BatchAxis(0, arranged.length)
     trailing = {id(argument): number for argument, number in layout.read}
     axes: dict[int, BatchAxis | None] = {}
@@ -194,7 +194,7 @@ def _arranged_call(
             new = arranged.take(full.reshape(-1, *full.shape[full.dim() - trailing[id(leaf)] :]))
             axes[id(new)] = axis
         elif id(leaf) in call.targets:
-            if layout.broadcast:  # the axes before a row's own have size 1
+            if layout.broadcast:  # the axes before those of a row have size 1
                 new = leaf.reshape(leaf.shape[max(leaf.dim() - layout.trailing, 0) :])
             targets[id(new)] = call.targets[id(leaf)]
         return new
@@ -245,7 +245,7 @@ def _of_embedding(call: OperationCall, result: Tensor) -> RowLayout | None:
 
 
 def _of_elementwise(call: OperationCall, result: Tensor) -> RowLayout | None:
-    """The leading axes that no parameter extends along number the rows."""
+    """Rows are indexed by the leading axes along which all parameters are broadcast."""
     tensors = [leaf for leaf in tree_flatten((call.args, dict(call.kwargs)))[0] if isinstance(leaf, Tensor)]
     trailing = max(
         (leaf.dim() - _leading_ones(leaf.shape) for leaf in tensors if call.wants(leaf)), default=0
@@ -274,4 +274,4 @@ _LAYOUTS: dict[str, _Find] = {
     "elementwise": _of_elementwise,
     "expansion": _of_elementwise,
 }
-"""By the name of the operation's rule."""
+"""Functions that find the row layout, by the name of the operation's rule."""

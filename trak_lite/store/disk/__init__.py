@@ -1,1 +1,1 @@
-"""The store on a disk: zarr arrays, staged chunks, commit records, checks and repair."""
+"""Feature store on disk: zarr arrays, staged chunks, commit records, checks and repair."""

@@ -1,7 +1,7 @@
-"""A look at a whole store, with no lock and nothing written, that reports whatever it finds and stops at nothing.
+"""Read-only, lock-free check of a whole disk store.
 
-It works beside living writers (what is in flight is no finding) and on a store in which nothing can be opened. The
-checks of a chunk are in ``check_chunk``; here are the tree, the metadata, and the files that belong to nothing.
+It can run while writers are active, whose unfinished rows are not reported, and on a store that is too damaged to open.
+This module checks the folder tree, the metadata and unknown files; ``check_chunk`` checks the chunks.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ _RESTORE = "restore zarr.json from a backup, or use another path"
 
 
 def missing_store(root: str) -> MissingStoreError:
-    """Return the error of a path at which there is no store."""
+    """Return the error for a path without a store."""
     return MissingStoreError(
         f"There is no store at {root}: no zarr.json in it. Check the path, or featurize first."
     )
@@ -63,33 +63,33 @@ def missing_store(root: str) -> MissingStoreError:
 @final
 @dataclass(slots=True)
 class StoreLook:
-    """What a look at the tree found."""
+    """Check of a store: the folder tree, the metadata and all tables."""
 
     root: str
     findings: list[Finding] = field(default_factory=list)
     tally: Tally = field(default_factory=Tally)
     tables: dict[str, TableLook] = field(default_factory=dict)
-    """Looks at every table whose description can be read."""
+    """Checks of the tables with valid metadata, by path."""
     entries: list[str] = field(default_factory=list)
-    """Entries of the list of tables that a repair sets aside: damaged ones, and those of lost tables."""
+    """Tables whose list entry a repair sets aside: damaged entries, and those of lost tables."""
     list_damaged: bool = False
-    """Whether the folder of the list has to be made anew."""
+    """Whether the folder of the list must be recreated."""
     origin: str | None = None
-    """What every table is bound to; ``None`` where the store's own record cannot be read."""
+    """Origin of the store, recorded in each table; ``None`` if the store's own metadata is damaged."""
     _identities: dict[str, str] = field(default_factory=dict)
 
     @classmethod
     def at(cls, root: str) -> StoreLook:
-        """Look at a store.
+        """Check a store.
 
         Raises:
-            MissingStoreError: If there is no store: neither metadata nor a table.
-            ManifestMismatchError: If a newer version of trak_lite made it.
+            MissingStoreError: If there is neither store metadata nor a table.
+            ManifestMismatchError: If the store has the format of another trak_lite version.
         """
         look = cls(root)
         look._root()
         if os.path.isdir(root):
-            # the list before the folders: what is created from here on is not missed
+            # Read the list before the folders, so that the folder of each listed table is visited.
             listed = set(TableList(root).paths()) if os.path.isdir(f"{root}/{TABLES}") else set()
             look._group(root, ())
             look._list(listed)
@@ -102,7 +102,7 @@ class StoreLook:
         return look
 
     def _leftovers(self) -> None:
-        """Tell of tables whose rows were needed for others, which are complete."""
+        """Report intermediate tables that are no longer needed because the tables computed from them are complete."""
         for path, table in self.tables.items():
             until = self.tables.get(str(table.files.attributes().get(NEEDED_UNTIL)))
             if until is not None and not until.tally.pending_rows:
@@ -126,7 +126,7 @@ class StoreLook:
             manifest_from_json(record, self.root)
             self.origin = record["origin"]
         except ManifestMismatchError:
-            raise  # a layout that this version does not know is not judged by it
+            raise  # an unknown format cannot be checked
         except StoreError as error:
             self._damage(None, str(error), _RESTORE)
 
@@ -141,7 +141,7 @@ class StoreLook:
     def _entry(self, path: str, inside: tuple[str, ...]) -> None:
         name = inside[-1]
         if name == _METADATA:
-            return  # read by the one who came here
+            return  # already read by the caller
         if os.path.islink(path):
             self._damage("/".join(inside), "a symbolic link, and none is followed", _PUT_BACK)
         elif inside == (CACHE,):
@@ -149,7 +149,7 @@ class StoreLook:
         elif inside == (ENTRIES,):
             self._entries(path)
         elif inside == (TABLES,):
-            pass  # looked at last
+            pass  # checked last
         elif os.path.isdir(path) and is_name(name):
             self._folder(path, inside)
         elif not name.startswith("."):
@@ -159,7 +159,7 @@ class StoreLook:
             self._stray(path)
 
     def _list(self, listed: set[str]) -> None:
-        """Compare the list of tables with those that were found."""
+        """Compare the list of tables with the tables found."""
         tables = TableList(self.root)
         try:
             check_hidden(tables.folder)
@@ -194,7 +194,7 @@ class StoreLook:
                 )
 
     def _is_damaged(self, path: str) -> bool:
-        """Whether something stands where a table should be, and its own metadata are what is wrong."""
+        """Whether the folder of a table exists but its metadata is damaged."""
         return path not in self._identities and os.path.lexists(f"{self.root}/{path}")
 
     def _cache(self, path: str) -> None:
@@ -241,17 +241,17 @@ class StoreLook:
         if any(os.path.lexists(f"{path}/{name}/{_METADATA}") for name in names):
             self._damage("/".join(inside), f"{path}/{_METADATA} is missing", _RESTORE)
             if not any(os.path.isdir(f"{path}/{name}/{COMMITS}") for name in names):
-                self._group(path, inside)  # it held tables, and was none
-        elif links:  # where tables stood, perhaps
+                self._group(path, inside)  # a group of tables, not a table
+        elif links:  # links may replace tables
             for name in links:
                 self._damage("/".join((*inside, name)), "a symbolic link, and none is followed", _PUT_BACK)
-        elif os.path.isdir(path):  # not so where it was dropped just now
+        elif os.path.isdir(path):  # False if it has just been dropped
             self._stray(path)
 
     def _table(self, path: str, inside: tuple[str, ...], record: dict[str, Any]) -> None:
         table = "/".join(inside)
         try:
-            # the table's own word where the store's is damaged, which is a finding already
+            # if the store's metadata is damaged (already reported), trust the table's
             origin = self.origin or str(record.get("store"))
             spec = table_from_json(record, table, origin, where=f"{path}/{_METADATA}")
             self._identities[table] = identity_of(record)
@@ -272,7 +272,7 @@ class StoreLook:
             for size in sizes_under_way(record):
                 text = f"growing it to {size} rows was interrupted, or is under way"
                 self.findings.append(Finding("note", table, text, "grow it again, or leave it as it is"))
-        else:  # against a shape that may be wrong, sound chunks would look damaged, and be set aside
+        else:  # with a wrong shape, valid chunks would look damaged and be set aside
             text = "its chunks were not looked at: first its metadata must be right"
             self.findings.append(Finding("note", table, text, "verify again then"))
 
@@ -307,21 +307,21 @@ class StoreLook:
 
 @final
 class TableLook:
-    """What a look at one table finds."""
+    """Check of one table."""
 
     def __init__(self, path: str, files: TableFiles) -> None:
         self.files = files
         self.tally = Tally(tables=1, pending_rows=files.spec.num_rows)
         self.damaged: dict[int, tuple[Finding, ...]] = {}
-        """Findings of the chunks that a repair has to look at."""
+        """Findings of the damaged chunks, by chunk."""
         self.strangers: list[str] = []
-        """Files with the name of a chunk that the table does not have, and commit logs that cannot be read."""
+        """Files of chunks outside the grid, and commit logs that are unreadable or contain foreign records."""
         self.path = path
         self._logs = CommitLogs(files.commits, files.identity)
         self._look = ChunkLook(path, files, self._logs)
 
     def findings(self) -> list[Finding]:
-        """Look at everything, once; the folders first and the logs second, as every reader does."""
+        """Check the table once and return all findings. Lists the folders before reading the logs, as readers do."""
         found: list[Finding] = []
         chunks: set[int] = set()
         try:
@@ -355,7 +355,7 @@ class TableLook:
                 yield self._finding("note", f"{name!r} is no chunk", _NOT_OURS, column=column.name)
             elif chunk < self.files.num_chunks:
                 chunks.add(chunk)
-            elif not self.files.rows_on_disk(chunk):  # else the table has grown since it was looked at
+            elif not self.files.rows_on_disk(chunk):  # otherwise the table has grown during the check
                 self.strangers.append(column.visible(chunk))
                 text = f"{name}: the table has {self.files.num_chunks} chunks"
                 yield self._finding("damage", text, REPAIR, column=column.name, chunk=chunk)

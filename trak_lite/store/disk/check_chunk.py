@@ -1,7 +1,7 @@
-"""One chunk, looked at without a lock and without writing: what of it is done, and what is not as it should be.
+"""Read-only, lock-free check of single chunks: which rows are done and which files are damaged.
 
-Files are read, never mapped: a file that shrinks or cannot be read is a finding here, and would kill the process as a
-map.
+Checksums of chunk files are computed by reading, not mapping: a file that shrinks or cannot be read must give a
+finding, but with a map it would kill the process.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ _FINISH = "nothing: the next writer finishes it"
 
 @dataclass(frozen=True, slots=True)
 class ChunkState:
-    """What a look at a chunk found."""
+    """Result of checking a chunk."""
 
     findings: tuple[Finding, ...]
     done: NDArray[np.bool_]
@@ -49,16 +49,16 @@ class ChunkState:
     visible: bool
     """Whether every column has its final name."""
     bytes: int = 0
-    """That were compared with the commit record."""
+    """Number of bytes compared with the commit record."""
 
     @property
     def damaged(self) -> bool:
-        """Whether something more than a leftover was found."""
+        """Whether there is a finding of level ``damage``."""
         return any(finding.level == "damage" for finding in self.findings)
 
 
 def stored_checksum(path: str, size: int) -> int:
-    """Return the CRC-32C of the first bytes of a file, read piece by piece."""
+    """Return the CRC-32C of the first ``size`` bytes of a file, read in pieces."""
     checksum, left = 0, size
     with os.fdopen(open_file(path, os.O_RDONLY), "rb", buffering=0) as file:
         while left and (piece := file.read(min(left, _PIECE))):
@@ -69,31 +69,31 @@ def stored_checksum(path: str, size: int) -> int:
 
 @final
 class ChunkLook:
-    """Looks at the chunks of a table, one at a time."""
+    """Checks single chunks of a table."""
 
     def __init__(self, table: str, files: TableFiles, logs: CommitLogs) -> None:
-        """Remember where to look.
+        """Initialize; performs no I/O.
 
         Args:
-            table: Path of the table in the tree, for the findings.
-            files: Its files.
-            logs: Its commit logs, polled after the folders were listed.
+            table: Path of the table, for the findings.
+            files: Files of the table.
+            logs: Commit logs of the table, polled after the folders were listed.
         """
         self._table = table
         self._files = files
         self._logs = logs
 
     def settled(self, chunk: int) -> ChunkState:
-        """Return the state of a chunk in which a writer may be at work.
+        """Return the state of a chunk that a writer may be changing.
 
-        A look during which the chunk was committed or taken back does not count, and what is found must be found
-        twice in a row.
+        A check is repeated if the chunk was committed or moved back to the stage meanwhile. Findings are reported only
+        if two consecutive checks agree.
         """
         found: tuple[Finding, ...] | None = None
         while True:
             before = self._names(chunk)
             state = self.state(chunk)
-            # A chunk that is committed between two steps of a look has neither a row log nor a visible file for it.
+            # A chunk that is committed during the check could seem to have neither a row log nor a visible file.
             same = self._names(chunk) == before
             if same and state.findings in ((), found):
                 return state
@@ -107,7 +107,7 @@ class ChunkLook:
         try:
             with named_errors("Reading", self._files.describe(chunk)):
                 for path in self._files.staged_paths(chunk):
-                    file_size(path)  # raises where it is no plain file
+                    file_size(path)  # raises if it is not a plain file
                 if len(visible) == len(self._files.columns):
                     return self._visible_state(chunk, record)
                 return self._staged_state(chunk, record, visible)
@@ -115,7 +115,7 @@ class ChunkLook:
             return self._unreadable(chunk, str(error))
 
     def _names(self, chunk: int) -> list[bool]:
-        """Return which files of a chunk have their final name, and whether it has a row log."""
+        """Return for each file of a chunk whether it has its final name, and whether there is a row log."""
         paths = [*(column.visible(chunk) for column in self._files.columns), self._files.row_log(chunk)]
         return [_exists(path) for path in paths]
 
@@ -132,12 +132,12 @@ class ChunkLook:
         if findings:
             return ChunkState(tuple(findings), none, visible=True)
         none[: record.rows] = True
-        whole = record.rows >= len(none)  # not so where the table has grown since
+        whole = record.rows >= len(none)  # False if the table has grown since the commit
         size = sum(column.chunk_bytes for column in self._files.columns)
         return ChunkState(tuple(self._leftovers(chunk)) if whole else (), none, visible=True, bytes=size)
 
     def _problem(self, column: ColumnFiles, record: CommitRecord) -> str | None:
-        """Return what contradicts the commit record in the file of a column."""
+        """Return how the file of a column contradicts the commit record, or ``None``."""
         path, expected = column.visible(record.chunk), column.chunk_bytes
         size, checksum = record.columns.get(column.name, (None, None))
         try:
@@ -184,7 +184,7 @@ class ChunkLook:
     def _claimed(
         self, chunk: int, log: bytes, record: CommitRecord | None, visible: list[ColumnFiles]
     ) -> NDArray[np.bool_]:
-        """Return the rows that were done: by a sound record of the row log, or by a commit that began or ended."""
+        """Return a mask of the rows that should be done, by a valid row record or by a started or finished commit."""
         named = np.zeros(self._files.rows_in(chunk), np.bool_)
         for entry in decode_rows(log, seed=self._files.row_seed):
             if entry.chunk == chunk and entry.start + entry.count <= len(named):

@@ -1,8 +1,8 @@
-"""Where the files of a table are, and which of its chunks are committed.
+"""Paths of a table's files, and the index of its committed chunks.
 
-A chunk is committed when each of its column files has its final name and a commit record stands in a log. The record
-reaches the disk before the first file gets its name, so whoever lists the folders first and reads the logs second
-finds a record for every file seen.
+A chunk is committed when each of its column files has its final name and a log holds its commit record. The record is
+synced before the first file gets its final name. A reader that lists the folders before it reads the logs therefore
+finds a record for every listed file.
 """
 
 from __future__ import annotations
@@ -37,8 +37,8 @@ from trak_lite.store.disk.records import CommitLogs, CommitRecord
 
 __all__ = ["COMMITS", "SET_ASIDE", "STAGE", "ChunkIndex", "ColumnFiles", "TableFiles"]
 
-# All live in the folder of the first column: zarr's tools list the folders of groups and complain about strangers
-# there; they never list the folder of an array.
+# These are subfolders of the first column: zarr tools list the folder of a group and complain about unknown names,
+# but they never list the folder of an array.
 STAGE = ".stage"
 COMMITS = ".commits"
 SET_ASIDE = ".set-aside"
@@ -50,29 +50,29 @@ _VECTOR_KEY = re.compile(r"c\.(0|[1-9][0-9]{0,17})")
 
 @dataclass(frozen=True, slots=True)
 class ColumnFiles:
-    """Files of one array of a table: one per chunk, each of the same size, the last one padded."""
+    """Files of one stored array of a table: one per chunk, all of the same size; the last one is padded."""
 
     name: str
     folder: str
     stage: str
     shape: tuple[int, ...]
-    """Of a chunk."""
+    """Shape of a chunk."""
     dtype: np.dtype[Any]
     row_bytes: int
     fill: float
-    """What the last chunk is padded with."""
+    """Fill value of the padding."""
 
     @property
     def chunk_bytes(self) -> int:
-        """Size of each file."""
+        """Size of each file in bytes."""
         return self.shape[0] * self.row_bytes
 
     def visible(self, chunk: int) -> str:
-        """Return the final name of a chunk: its zarr key."""
+        """Return the final path of a chunk; the file name is its zarr key."""
         return f"{self.folder}/c.{chunk}" + (".0" if len(self.shape) == 2 else "")
 
     def staged(self, chunk: int) -> str:
-        """Return the name of a chunk while it is being filled."""
+        """Return the path of a chunk while it is staged."""
         return f"{self.stage}/{chunk}-{self.name}"
 
     def list_visible(self) -> set[int]:
@@ -82,7 +82,7 @@ class ColumnFiles:
             return {chunk for chunk in numbers if chunk is not None}
 
     def chunk_of(self, name: str) -> int | None:
-        """Return the chunk whose final name this is, ``None`` if it is none."""
+        """Return the chunk with this final file name, or ``None`` if it is not the name of a chunk."""
         found = (_MATRIX_KEY if len(self.shape) == 2 else _VECTOR_KEY).fullmatch(name)
         return None if found is None else int(found[1])
 
@@ -92,20 +92,20 @@ class TableFiles:
     """Paths of a table."""
 
     def __init__(self, folder: str, spec: TableSpec, *, root: str, identity: str) -> None:
-        """Work out the paths; nothing is looked at.
+        """Compute the paths; performs no I/O.
 
         Args:
-            folder: Of the table.
-            spec: Its shape.
-            root: Folder of the store, for the messages that say how to repair it.
-            identity: Of the table; its records carry it, and those of other tables count for nothing.
+            folder: Folder of the table.
+            spec: Spec of the table.
+            root: Folder of the store, for messages that explain how to repair it.
+            identity: Identity of the table. Row and commit records contain it; records of other tables are ignored.
         """
         self.folder = folder
         self.spec = spec
         self.root = root
         self.identity = identity
         self.row_seed = crc32c(identity.encode())
-        """What the checksums of row records start with."""
+        """Initial value of the checksums of row records."""
         self._record: tuple[bytes, dict[str, Any]] = (b"", {})
         first = f"{folder}/{spec.columns[0].name}"
         self.stage = f"{first}/{STAGE}"
@@ -121,11 +121,11 @@ class TableFiles:
         return ColumnFiles(array.name, folder, self.stage, shape, dtype, array.row_bytes, array.fill)
 
     def rows_in(self, chunk: int) -> int:
-        """Return the number of rows of a chunk."""
+        """Return the number of rows of a chunk, according to the spec."""
         return min(self.spec.chunk_rows, self.spec.num_rows - chunk * self.spec.chunk_rows)
 
     def rows_on_disk(self, chunk: int) -> int:
-        """Return the number of rows that a chunk has by now, 0 if there is none: the table may have grown."""
+        """Return the number of rows of a chunk in ``zarr.json``, which may have grown; 0 if there is no such chunk."""
         num_rows = self.record().get("num_rows")
         rows = num_rows if isinstance(num_rows, int) else self.spec.num_rows
         return max(min(self.spec.chunk_rows, rows - chunk * self.spec.chunk_rows), 0)
@@ -136,10 +136,10 @@ class TableFiles:
         return range(first, first + self.rows_in(chunk))
 
     def record(self) -> dict[str, Any]:
-        """Return what the table's ``zarr.json`` records at this moment, nothing where there is none.
+        """Return the current record in the table's ``zarr.json``; empty if there is no file.
 
         Raises:
-            CorruptStoreError: If it is damaged.
+            CorruptStoreError: If the file is damaged.
         """
         text = read_zarr_bytes(self.folder) or b""
         if text != self._record[0]:
@@ -150,42 +150,42 @@ class TableFiles:
         return self._record[1]
 
     def attributes(self) -> dict[str, Any]:
-        """Return what was recorded beside the table when it was created, nothing where it is gone."""
+        """Return the attributes recorded when the table was created; empty if the table no longer exists."""
         return attributes_from_json(self.record(), where=f"{self.folder}/zarr.json")
 
     def row_log(self, chunk: int) -> str:
-        """Return the path of the row log of a staged chunk; its lock is the lock of the chunk."""
+        """Return the path of the row log of a staged chunk, which is also its lock file."""
         return f"{self.stage}/{chunk}.log"
 
     def staged_paths(self, chunk: int) -> list[str]:
-        """Return where the row log and the staged files of a chunk are, or would be."""
+        """Return the paths of the row log and the staged files of a chunk."""
         return [self.row_log(chunk), *(column.staged(chunk) for column in self.columns)]
 
     def describe(self, chunk: int) -> str:
-        """Return how an error names a chunk."""
+        """Return a description of a chunk for error messages."""
         rows = self.rows_of(chunk)
         return f"rows {rows.start} to {rows.stop - 1} (chunk {chunk}) of {self.folder}"
 
     def staged_chunks(self) -> set[int]:
-        """Return the chunks that have files in the stage."""
+        """Return the chunks that have staged files."""
         found = (_STAGED_NAME.fullmatch(name) for name in names_in(self.stage))
         return {int(match[1]) for match in found if match and int(match[1]) < self.num_chunks}
 
     def marks(self) -> NDArray[np.bool_]:
-        """Return a mark for each row of the table, none of them set, ``(num_rows,)``.
+        """Return a mask of all rows, filled with ``False``, ``(num_rows,)``.
 
         Raises:
-            CorruptStoreError: If there is no room for them and for a list of the rows.
+            CorruptStoreError: If memory does not suffice for the mask and a list of all rows.
         """
         rows = self.spec.num_rows
         what = f"A list of the {rows} rows of {self.folder}"
         return zeros(rows, what=what, besides=8 * rows).view(np.bool_)
 
     def make_folders(self) -> None:
-        """Make the folders that copying a store may have dropped because they were empty.
+        """Create the stage and commit folders if they are missing; some tools do not copy empty folders.
 
         Raises:
-            FileNotFoundError: If the table was dropped meanwhile: no folder above them is made again.
+            StoreError: If the table was dropped meanwhile; parent folders are not created.
         """
         for folder in (self.stage, self.commits):
             with named_errors("Making", folder), contextlib.suppress(FileExistsError):
@@ -195,23 +195,23 @@ class TableFiles:
 
 @final
 class ChunkIndex:
-    """What is committed, as far as this process has looked."""
+    """Index of the committed chunks, as of the last refresh."""
 
     def __init__(self, files: TableFiles) -> None:
         self._files = files
         self._logs = CommitLogs(files.commits, files.identity)
         self.committed: dict[int, CommitRecord] = {}
         self.half_visible: set[int] = set()
-        """Chunks of which some columns have their final name: killed in the middle, or partly deleted."""
+        """Chunks of which only some columns have their final name, because of a kill or a partial deletion."""
         self.outgrown: set[int] = set()
-        """Chunks that were committed with fewer rows than they have now: the last one, before the table grew."""
+        """Chunks that were committed with fewer rows than they have now, because the table has grown."""
 
     def refresh(self) -> None:
-        """Look again at folders and logs.
+        """Update the index from the folders and logs.
 
         Raises:
-            CorruptStoreError: If a chunk file has no commit record, or not the size that the record says.
-            StateError: If the table is another one by now.
+            CorruptStoreError: If a chunk file has no commit record or differs from it in size.
+            StateError: If the table was dropped and created again with other settings.
         """
         visible = [column.list_visible() for column in self._files.columns]
         self._logs.poll()
@@ -230,16 +230,16 @@ class ChunkIndex:
         self.outgrown = {chunk for chunk in uncommitted if self.outgrown_record(chunk) is not None}
 
     def record(self, chunk: int) -> CommitRecord | None:
-        """Return the latest commit record of a chunk, whether or not its files are there."""
+        """Return the latest commit record of a chunk, even if its files do not exist."""
         return self._logs.latest.get(chunk)
 
     def outgrown_record(self, chunk: int) -> CommitRecord | None:
-        """Return the latest commit record of a chunk if it counts fewer rows than the chunk has now."""
+        """Return the latest commit record of a chunk if it has fewer rows than the chunk has now."""
         record = self.record(chunk)
         return record if record is not None and record.rows < self._files.rows_in(chunk) else None
 
     def look_at(self, chunk: int) -> tuple[CommitRecord | None, list[ColumnFiles]]:
-        """Return the latest record of one chunk, and its columns that have their final name."""
+        """Read one chunk's state: return its latest record and the columns that have their final name."""
         visible = [c for c in self._files.columns if file_size(c.visible(chunk)) is not None]
         self._logs.poll()
         self._refuse_remade()
@@ -248,12 +248,12 @@ class ChunkIndex:
         return self.record(chunk), visible
 
     def add(self, record: CommitRecord) -> None:
-        """Note a chunk that this process has committed."""
+        """Add a chunk that this process has committed."""
         self.committed[record.chunk] = record
         self.half_visible.discard(record.chunk)
 
     def _refuse_remade(self) -> None:
-        """Raise if the table was dropped and made anew, for other rows: they have the same names."""
+        """Raise if the table was dropped and created again with another identity; file names would be the same."""
         stored = self._files.record()
         if stored and identity_of(stored) != self._files.identity:
             raise StateError(
@@ -262,7 +262,7 @@ class ChunkIndex:
             )
 
     def _in_grid(self, chunks: set[int]) -> set[int]:
-        """Leave out the chunks that the table has only since it was opened here."""
+        """Remove chunks that were added after the table was opened here."""
         if not chunks or max(chunks) < self._files.num_chunks or not self._files.rows_on_disk(max(chunks)):
             return chunks
         return {chunk for chunk in chunks if chunk < self._files.num_chunks}
@@ -287,7 +287,7 @@ class ChunkIndex:
         expected = {column.name: column.chunk_bytes for column in self._files.columns}
         recorded = {name: size for name, (size, _) in record.columns.items()}
         if None in sizes.values():
-            return False  # removed since it was listed
+            return False  # removed after it was listed
         if sizes == expected == recorded and self._counts_its_rows(record):
             return record.rows >= self._files.rows_in(chunk)
         raise CorruptStoreError(
@@ -300,7 +300,7 @@ class ChunkIndex:
         return 0 < record.rows <= rows or rows < record.rows <= self._files.rows_on_disk(record.chunk)
 
     def remedy(self, chunk: int) -> str:
-        """Return what to do about a damaged chunk."""
+        """Return instructions for repairing a damaged chunk."""
         paths = ", ".join(column.visible(chunk) for column in self._files.columns)
         return (
             f"Remove {paths}: the rows become pending, and running again computes them anew. "

@@ -1,4 +1,4 @@
-"""Committed chunks as arrays that are mapped (on a network file system: read), checked once, kept for a while."""
+"""Cache of committed chunks as memory-mapped arrays (on a network file system: read), with checksum verification."""
 
 from __future__ import annotations
 
@@ -20,32 +20,32 @@ from trak_lite.store.disk.records import CommitRecord
 
 __all__ = ["ChunkMaps"]
 
-_KEPT_BYTES = 256 << 20  # a pass over a table that is mapped already costs no page fault
-_KEPT = 4096  # maps; Linux allows a process 65530
-_KEPT_WHERE_READ = 4  # each takes memory of its own; buffers are not reused, as arrays may outlive their turn
+_KEPT_BYTES = 256 << 20  # another pass over a mapped table costs no page faults
+_KEPT = 4096  # maximum number of maps; Linux allows 65530 per process
+_KEPT_WHERE_READ = 4  # each copy takes memory; buffers are not reused, because callers may keep the arrays
 
 
 @final
 class ChunkMaps:
-    """The last few mapped chunks of a table.
+    """LRU cache of the mapped chunks of a table.
 
-    Each chunk's checksum is compared the first time that it is touched, and again where it was committed anew or its
-    file has another inode, size or modification time since: whoever asks for it again is not given bytes that were
-    written into the file meanwhile. An array that was handed out before shows them, as it is a map of the file. Bytes
-    that change below the file system are found by the first touch of another table, or by verifying. The pages are
-    private: whatever happens to an array, the file keeps its bytes.
+    The checksum of a chunk is compared on first use, and again if the chunk was recommitted or the inode, size or
+    modification time of its file changed. Later requests therefore never return bytes that were written to the file
+    meanwhile; an array returned earlier may show them, because it maps the file. Changes below the file system are
+    detected only when the store is reopened or verified. The pages are private: writes to an array do not change the
+    file.
     """
 
     def __init__(
         self, files: TableFiles, index: ChunkIndex, *, check: bool = True, mapped: bool | None = None
     ) -> None:
-        """Hold no chunk yet.
+        """Initialize an empty cache.
 
         Args:
-            files: Of the table.
-            index: What is committed.
-            check: Whether checksums are compared.
-            mapped: Whether files are mapped; ``None`` reads them where they are on a network file system.
+            files: Files of the table.
+            index: Index of committed chunks.
+            check: Whether to compare checksums.
+            mapped: Whether to map files; ``None`` maps them except on a network file system.
         """
         self._files = files
         self._index = index
@@ -55,10 +55,10 @@ class ChunkMaps:
         self._maps: OrderedDict[tuple[str, int, int], NDArray[Any]] = OrderedDict()
         self._kept_bytes = 0
         self._seen: dict[tuple[str, int, int], tuple[int, ...]] = {}
-        """State of each file when it was mapped last, or its checksum compared."""
+        """State of each file when its checksum was last compared."""
 
     def get(self, column: ColumnFiles, record: CommitRecord) -> NDArray[Any]:
-        """Return the rows of a committed chunk, ``(rows, width)`` or ``(rows,)``, not writable.
+        """Return the rows of a committed chunk, ``(rows, width)`` or ``(rows,)``, read-only.
 
         Raises:
             CorruptStoreError: If size or checksum contradict the commit record.
@@ -78,15 +78,15 @@ class ChunkMaps:
         self._maps.move_to_end(key)
         if self._mapped:
             _RECENT.use(self, key)
-        return array.view()  # a flag that the caller sets is the caller's
+        return array.view()  # so that flags set by the caller do not affect the cache
 
     def clear(self) -> None:
-        """Let go of the maps; arrays that were handed out stay valid."""
+        """Release all maps; arrays returned earlier stay valid."""
         self._maps.clear()
         self._kept_bytes = 0
 
     def forget(self, key: tuple[str, int, int]) -> None:
-        """Let go of one map, if it is still kept."""
+        """Release one map if it is cached."""
         array = self._maps.pop(key, None)
         self._kept_bytes -= 0 if array is None else array.nbytes
 
@@ -94,7 +94,7 @@ class ChunkMaps:
         path = column.visible(record.chunk)
         size, checksum = record.columns[column.name]
         with named_errors("Mapping", path):
-            state = _state(path)  # before the bytes: what is written from here on changes it again
+            state = _state(path)  # taken before mapping, so that later writes change it
             content = self._whole(path, size, record.chunk)
         if self._check and self._seen.get(key) != state:
             found = crc32c(content)
@@ -123,7 +123,7 @@ class ChunkMaps:
 
 
 def _state(path: str) -> tuple[int, ...]:
-    """Return what changes with the bytes of a file: device, inode, size, modification time; nothing if it is gone."""
+    """Return device, inode, size and modification time of a file; empty if it does not exist."""
     try:
         found = os.lstat(path)
     except FileNotFoundError:
@@ -133,17 +133,17 @@ def _state(path: str) -> tuple[int, ...]:
 
 @final
 class _Recent:
-    """The maps of all tables that the running thread has, in the order of their last use.
+    """LRU order of the maps of all tables, for each thread.
 
-    A map holds a file descriptor (Python's mmap keeps a copy of it), and a process may have a thousand and twenty-four:
-    without a bound over all tables, those of some hundred checkpoints would take them all.
+    Each map holds a file descriptor, because Python's mmap duplicates it. A process often has a limit of 1024; without
+    a bound over all tables, those of some hundred checkpoints would exhaust it.
     """
 
     def __init__(self) -> None:
         self._of_thread = threading.local()
 
     def use(self, maps: ChunkMaps, key: tuple[str, int, int]) -> None:
-        """Note that a map is used now, and let go of those that were not used for longest, of any table."""
+        """Mark a map as used and release the least recently used maps of any table above the limit."""
         order: OrderedDict[tuple[int, tuple[str, int, int]], weakref.ref[ChunkMaps]]
         order = self._of_thread.__dict__.setdefault("order", OrderedDict())
         order[id(maps), key] = weakref.ref(maps)
@@ -156,7 +156,7 @@ class _Recent:
 
 
 def _most_maps() -> int:
-    """Return how many maps are kept: a quarter of the file descriptors that the process may have."""
+    """Return the maximum number of maps: a quarter of the process's file descriptor limit, at most ``_KEPT``."""
     allowed = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
     return _KEPT if allowed < 0 else max(min(allowed // 4, _KEPT), 1)
 

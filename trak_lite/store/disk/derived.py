@@ -1,7 +1,7 @@
-"""Single arrays, each under a name and a key.
+"""Storage of single arrays by name and key.
 
-The folder ``.cache`` has those that can be computed again, ``.entries`` those that cannot: verdicts, fits, records of
-runs. One safetensors file each, replaced as a whole or not at all.
+The folder ``.cache`` holds arrays that can be recomputed, ``.entries`` those that cannot, such as fits and run records.
+Each array is one safetensors file, which is replaced atomically.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ __all__ = ["CACHE", "ENTRIES", "ArrayFolder", "damaged_arrays"]
 
 CACHE, ENTRIES = ".cache", ".entries"
 _LONGEST_HEAD = 4096
-"""Bytes of a file that say how long it is, at most."""
+"""Maximum size in bytes of the header from which the file size is read."""
 
 
 @final
@@ -37,11 +37,11 @@ class ArrayFolder:
     """The arrays in one folder."""
 
     def __init__(self, folder: str) -> None:
-        """Hold where they are."""
+        """Initialize; performs no I/O."""
         self._folder = folder
 
     def get(self, name: str, key: str) -> NDArray[Any] | None:
-        """Return the array under the name and key, ``None`` if there is none that is whole."""
+        """Return the array with this name and key, or ``None`` if it is missing or damaged."""
         path = self._path(name)
         with named_errors("Reading", path):
             return decode_array(_content(path), name, key)
@@ -52,12 +52,12 @@ class ArrayFolder:
         return sorted(array_name(name) for name in found if name.endswith(ARRAY_SUFFIX))
 
     def is_damaged(self, name: str) -> bool:
-        """Whether there is a file of that name, and no array that is whole in it."""
+        """Whether the file of an array exists but is damaged."""
         path = self._path(name)
         return os.path.lexists(path) and not _is_whole(path)
 
     def put(self, name: str, key: str, array: NDArray[Any]) -> None:
-        """Write an array; one under the same name is replaced."""
+        """Write an array, replacing any array of the same name."""
         path = self._path(name)
         scratch = f"{path}.new-{uuid.uuid4().hex}"
         with named_errors("Keeping", path):
@@ -68,12 +68,12 @@ class ArrayFolder:
                 os.rename(scratch, path)
             finally:
                 os.close(fd)
-                with contextlib.suppress(FileNotFoundError):  # it has its final name
+                with contextlib.suppress(FileNotFoundError):  # already renamed
                     os.unlink(scratch)
             sync_folder(self._folder)
 
     def remove(self, name: str) -> None:
-        """Remove an array if there is one."""
+        """Delete an array if it exists."""
         path = self._path(name)
         with named_errors("Removing", path), contextlib.suppress(FileNotFoundError):
             os.unlink(path)
@@ -84,7 +84,7 @@ class ArrayFolder:
 
 
 def damaged_arrays(folder: str) -> list[str]:
-    """Return the names of the files of arrays in a folder that are not whole."""
+    """Return the names of the damaged array files in a folder."""
     names = sorted(name for name in names_in(folder) if name.endswith(ARRAY_SUFFIX))
     return [name for name in names if not _is_whole(f"{folder}/{name}")]
 
@@ -98,7 +98,7 @@ def _is_whole(path: str) -> bool:
 
 
 def _content(path: str) -> bytes:
-    """Return what is in a file; nothing if there is none, or no plain file, or it has another size than it says."""
+    """Return the content of a file; empty if it is missing, not a regular file, or its header implies another size."""
     try:
         size = file_size(path) or 0
         with os.fdopen(open_file(path, os.O_RDONLY), "rb") as file:
@@ -106,4 +106,4 @@ def _content(path: str) -> bytes:
                 return b""
         return read_file(path, most=size, remedy="Another process is writing it.")
     except (FileNotFoundError, CorruptStoreError):
-        return b""  # absent, a link or a folder, or replaced at this moment
+        return b""  # missing, a link or folder, or being replaced

@@ -1,8 +1,8 @@
-"""The ``zarr.json`` documents of a store as they are written, and the identity of a table.
+"""The ``zarr.json`` documents that a store writes, and the identity of a table.
 
-The store writes them itself, so that what is read can be compared with what would be written: the document of an array
-follows from the record of its table, and the records of tables and of the store (``attributes.trak_lite`` of their
-groups) carry a checksum. Plain zarr reads them; keys that it adds elsewhere are left alone.
+The store writes these documents itself, so that a document read can be compared with the expected one. The document of
+an array follows from the record of its table. The records of tables and of the store (``attributes.trak_lite`` of their
+groups) contain a checksum. Plain zarr can read the documents; keys that other tools add elsewhere are ignored.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ __all__ = [
 CHECKSUM = "checksum"
 GROWS_TO = "grows_to"
 _NOT_IDENTITY = {"num_rows", GROWS_TO, "attributes", CHECKSUM}
-"""What of a table's record may change while its rows stay as they are."""
+"""Keys of a table's record that may change without changing any row."""
 
 
 def record_checksum(record: Mapping[str, Any]) -> str:
@@ -51,15 +51,15 @@ def record_checksum(record: Mapping[str, Any]) -> str:
 
 
 def sealed(record: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a record with its checksum."""
+    """Return a copy of the record with its checksum."""
     return {**record, CHECKSUM: record_checksum(record)}
 
 
 def identity_of(record: Mapping[str, Any]) -> str:
     """Return the identity of the table with this record: 32 hex digits.
 
-    It covers the path, the settings that the store was made with, the fingerprint, the columns and the rows of a
-    chunk; not the number of rows, which may grow.
+    It covers the path, the origin of the store, the fingerprint, the columns and the number of rows per chunk. It does
+    not cover the number of rows, which may grow.
     """
     return _digest({key: value for key, value in record.items() if key not in _NOT_IDENTITY})
 
@@ -68,8 +68,8 @@ def table_identity(path: str, origin: str, spec: TableSpec) -> str:
     """Return the identity of a table; see :func:`identity_of`.
 
     Args:
-        path: Of the table in the tree.
-        origin: Of the store; see :func:`store_record`.
+        path: Path of the table.
+        origin: Origin of the store; see :func:`store_record`.
         spec: Shape and fingerprint of the table.
     """
     return identity_of(_bare_record(path, origin, spec))
@@ -79,9 +79,9 @@ def store_record(manifest: Manifest, *, origin: str | None = None) -> dict[str, 
     """Return the record of a store.
 
     Args:
-        manifest: Its settings.
-        origin: Digest of the fingerprint that the store was created with, to which every table is bound; ``None``
-            takes that of the manifest.
+        manifest: Settings of the store.
+        origin: Digest of the fingerprint that the store was created with, recorded in every table; ``None`` is the
+            digest of ``manifest``.
     """
     return sealed(
         {
@@ -101,7 +101,7 @@ def table_record(path: str, origin: str, spec: TableSpec, attributes: Mapping[st
 def table_documents(
     path: str, origin: str, spec: TableSpec, attributes: Mapping[str, Any]
 ) -> dict[str, dict[str, Any]]:
-    """Return the documents of a table by their folder inside it, the table's own (``""``) last."""
+    """Return the documents of a table by subfolder; the table's own (``""``) is last."""
     arrays = {
         array.name: array_document(column, array, spec) for column in spec.columns for array in column.arrays
     }
@@ -109,13 +109,13 @@ def table_documents(
 
 
 def group_document(record: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the document of a group with a record; that of a group of tables is empty."""
+    """Return the document of a group with this record, which is empty for a group of tables."""
     return {"attributes": {"trak_lite": dict(record)}, "zarr_format": 3, "node_type": "group"}
 
 
 def array_document(column: Column, array: StoredArray, spec: TableSpec) -> dict[str, Any]:
     """Return the document of an array of a table."""
-    one_byte = array.stored_dtype.itemsize == 1  # has no byte order
+    one_byte = array.stored_dtype.itemsize == 1  # a one-byte dtype has no byte order
     return {
         "shape": list(array.shape(spec.num_rows)),
         "data_type": array.dtype,
@@ -124,7 +124,7 @@ def array_document(column: Column, array: StoredArray, spec: TableSpec) -> dict[
             "configuration": {"chunk_shape": list(array.shape(spec.chunk_rows))},
         },
         "chunk_key_encoding": {"name": "default", "configuration": {"separator": "."}},
-        # an unguarded reader sees NaN (quantised: by the scale), never plausible zeros
+        # plain zarr reads missing rows as NaN (quantised: via the scale), never as plausible zeros
         "fill_value": "NaN" if math.isnan(array.fill) else array.fill,
         "codecs": [{"name": "bytes", **({} if one_byte else {"configuration": {"endian": "little"}})}],
         "attributes": _how_to_read(column) if array.name == column.name else {},
@@ -136,7 +136,7 @@ def array_document(column: Column, array: StoredArray, spec: TableSpec) -> dict[
 
 
 def hidden_document(name: str) -> dict[str, Any]:
-    """Return the document of a folder that zarr's tools do not look into: that of an empty array."""
+    """Return the document of an empty array, which keeps zarr tools from listing the folder."""
     return {
         "shape": [0],
         "data_type": "uint8",
@@ -162,7 +162,7 @@ def _bare_record(path: str, origin: str, spec: TableSpec) -> dict[str, Any]:
 
 
 def _how_to_read(column: Column) -> dict[str, Any]:
-    """Return the attributes that tell a reader of a quantised array what its integers stand for."""
+    """Return the attributes that explain how to decode a quantised array; empty if not quantised."""
     if not column.quantised:
         return {}
     note = "NumPy lines that make float32 rows; group is the zarr group that this array is in"

@@ -1,4 +1,4 @@
-"""The locks that a table is dropped under: those of all chunks that are being filled."""
+"""Locking of all staged chunks of a table, to drop it."""
 
 from __future__ import annotations
 
@@ -18,15 +18,15 @@ __all__ = ["stage_locked"]
 
 @contextlib.contextmanager
 def stage_locked(folder: str) -> Iterator[None]:
-    """Hold the locks of all chunks of a table that are being filled; needs no more of it than its folders.
+    """Hold the locks of all staged chunks of a table; its metadata may be damaged.
 
     Raises:
-        BusyError: If another writer holds one of them; names the writer.
+        BusyError: If another writer holds one of the locks; names the writer.
     """
     held = Descriptors()
     try:
         for path in _row_logs(folder):
-            with contextlib.suppress(FileNotFoundError):  # its chunk was committed just now
+            with contextlib.suppress(FileNotFoundError):  # the chunk has just been committed
                 _lock(held, path, folder)
         yield
     finally:
@@ -42,7 +42,7 @@ def _row_logs(folder: str) -> Iterator[str]:
 
 
 def _lock(held: Descriptors, path: str, folder: str) -> None:
-    fd = held.open(path, os.O_RDWR)  # NFS locks what is open for writing only
+    fd = held.open(path, os.O_RDWR)  # NFS grants exclusive locks only on files opened for writing
     try:
         fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:

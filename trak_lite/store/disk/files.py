@@ -1,4 +1,4 @@
-"""Files: what reaches the disk when, and which error a failing call becomes. No symbolic link is followed."""
+"""File operations: syncing, locking, mapping and conversion of errors. Symbolic links are not followed."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ _ZEROS = bytes(1 << 20)
 
 @contextlib.contextmanager
 def named_errors(doing: str, path: str) -> Iterator[None]:
-    """Turn an :class:`OSError` into the named error that says what failed, where and what to do."""
+    """Convert an :class:`OSError` to the matching :class:`StoreError`, with the failed operation and a remedy."""
     try:
         yield
     except StoreError:
@@ -83,7 +83,7 @@ def named_errors(doing: str, path: str) -> Iterator[None]:
 
 
 def _may_not_be_read(path: str | None) -> bool:
-    """Return whether a call failed because this user may not read what is there, or not look into its folder."""
+    """Return whether the user lacks permission to read the file or to access its folder."""
     if path is None:
         return False
     return not os.access(os.path.dirname(path) or ".", os.X_OK) or (
@@ -92,10 +92,10 @@ def _may_not_be_read(path: str | None) -> bool:
 
 
 def open_file(path: str, flags: int) -> int:
-    """Open a plain file without following a link, waiting for a pipe, or passing it on to child programs.
+    """Open a regular file; does not follow links, block on pipes, or let child programs inherit the descriptor.
 
     Raises:
-        CorruptStoreError: If a pipe, a device or a folder is there instead.
+        CorruptStoreError: If the path is a pipe, a device or a folder.
     """
     fd = os.open(path, flags | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK, 0o666)
     if not stat.S_ISREG(os.fstat(fd).st_mode):
@@ -105,15 +105,15 @@ def open_file(path: str, flags: int) -> int:
 
 
 def read_file(path: str, *, most: int, remedy: str) -> bytes:
-    """Return the bytes of a file that is small by its nature.
+    """Return the bytes of a small file.
 
     Args:
-        path: Of the file.
-        most: Bytes that it may have; of a larger one nothing is read.
-        remedy: What to do where it is larger.
+        path: Path of the file.
+        most: Maximum size in bytes; a larger file is not read.
+        remedy: Advice in the error message for a larger file.
 
     Raises:
-        CorruptStoreError: If it is larger, or no plain file.
+        CorruptStoreError: If the file is larger, or not a regular file.
     """
     with os.fdopen(open_file(path, os.O_RDONLY), "rb") as file:
         seen = os.fstat(file.fileno()).st_size
@@ -123,15 +123,15 @@ def read_file(path: str, *, most: int, remedy: str) -> bytes:
 
 
 def zeros(size: int, *, what: str, besides: int = 0) -> NDArray[np.uint8]:
-    """Return that many bytes, of which nothing is in use before it is written.
+    """Return a zero-filled array; its pages take no memory until they are written.
 
     Args:
-        size: In bytes.
-        what: For the message.
-        besides: Bytes that there must be room for as well.
+        size: Size in bytes.
+        what: Name of the array in the error message.
+        besides: Further bytes that must be allocatable.
 
     Raises:
-        CorruptStoreError: If there is no room for them: a size that was read from a file may be anything.
+        CorruptStoreError: If memory does not suffice; the size may come from damaged metadata.
     """
     try:
         np.empty(besides, np.uint8)
@@ -145,26 +145,26 @@ def zeros(size: int, *, what: str, besides: int = 0) -> NDArray[np.uint8]:
 
 @final
 class Descriptors:
-    """File descriptors that are closed together, at the latest when their owner is collected."""
+    """File descriptors that are closed together, at the latest when this object is garbage-collected."""
 
     def __init__(self) -> None:
         self._fds: list[int] = []
-        # Not at exit: finalizers run newest first there, and the owner's own one still needs the files. The operating
-        # system closes them, and drops their locks.
+        # Not at exit: finalizers then run newest first, and the owner's finalizer still needs the files. The operating
+        # system closes them and releases their locks.
         weakref.finalize(self, _close_all, self._fds).atexit = False
 
     def __bool__(self) -> bool:
-        """Whether any is open."""
+        """Whether any descriptor is open."""
         return bool(self._fds)
 
     def open(self, path: str, flags: int) -> int:
-        """Open one more file."""
+        """Open a file and return its descriptor."""
         fd = open_file(path, flags)
         self._fds.append(fd)
         return fd
 
     def close(self) -> None:
-        """Close all; closing drops the locks that were taken on them."""
+        """Close all descriptors, which releases their locks."""
         _close_all(self._fds)
 
 
@@ -174,7 +174,7 @@ def _close_all(fds: list[int]) -> None:
 
 
 def is_named(path: str, fd: int) -> bool:
-    """Return whether the open file is still the one that has the name."""
+    """Return whether ``path`` still refers to the open file."""
     try:
         found = os.lstat(path)
     except FileNotFoundError:
@@ -184,18 +184,18 @@ def is_named(path: str, fd: int) -> bool:
 
 @contextlib.contextmanager
 def locked_file(path: str) -> Iterator[None]:
-    """Wait for the lock of a file that its holders may replace, and hold it while the block runs."""
+    """Hold the lock of a file until the context exits; waits for other holders, which may replace the file."""
     while True:
         held = Descriptors()
-        fd = held.open(path, os.O_RDWR)  # NFS locks what is open for writing only
+        fd = held.open(path, os.O_RDWR)  # NFS grants exclusive locks only on files opened for writing
         fcntl.flock(fd, fcntl.LOCK_EX)
         if is_named(path, fd):
             break
-        held.close()  # its last holder replaced it before the lock was taken
+        held.close()  # the previous holder replaced the file: try again
     try:
         yield
     finally:
-        fcntl.flock(fd, fcntl.LOCK_UN)  # also for a child that was forked meanwhile
+        fcntl.flock(fd, fcntl.LOCK_UN)  # explicit, because a child forked meanwhile shares the lock
         held.close()
 
 
@@ -208,7 +208,7 @@ def write_all(fd: int, data: NDArray[Any] | bytes, offset: int) -> None:
 
 
 def reserve(fd: int, size: int) -> None:
-    """Give a file its size and its room on the disk, so that a full disk shows now and as an error."""
+    """Set the size of a file and reserve its disk space, so that a full disk raises now."""
     if os.fstat(fd).st_size > size:
         os.ftruncate(fd, size)
     if hasattr(os, "posix_fallocate"):
@@ -224,10 +224,10 @@ def reserve(fd: int, size: int) -> None:
 
 
 def sync_file(fd: int, path: str) -> None:
-    """Bring a file's bytes to the disk.
+    """Sync a file to the disk.
 
-    After a failed sync Linux holds the bytes for clean: a later sync would succeed without writing them. They are
-    written once more here, so that it does not.
+    After a failed sync, Linux marks the pages as clean, so a later sync would succeed without writing them. On failure
+    this function therefore writes the bytes again, which marks the pages as dirty, and re-raises.
     """
     try:
         os.fsync(fd)
@@ -239,7 +239,7 @@ def sync_file(fd: int, path: str) -> None:
 
 
 def sync_folder(path: str) -> None:
-    """Bring a folder's names to the disk."""
+    """Sync a folder, so that created, renamed and removed names reach the disk."""
     fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     try:
         os.fsync(fd)
@@ -248,16 +248,16 @@ def sync_folder(path: str) -> None:
 
 
 def map_file(path: str, size: int, *, mapped: bool | None = None) -> NDArray[np.uint8]:
-    """Map the first bytes of a file as an array; the file keeps its bytes whatever is written to the array.
+    """Return the first bytes of a file as a copy-on-write memory map; writes to the array do not change the file.
 
     Args:
-        path: The file.
-        size: How many bytes.
-        mapped: ``False`` reads them instead; ``None`` reads them where the file is on a network file system, because
-            an I/O error on a map would kill the process.
+        path: Path of the file.
+        size: Number of bytes.
+        mapped: ``False`` reads the bytes instead; ``None`` reads them on a network file system, where an I/O error on
+            a map would kill the process.
 
     Raises:
-        CorruptStoreError: If the file is shorter: touching the missing pages would kill the process.
+        CorruptStoreError: If the file is shorter, because touching the missing pages would kill the process.
     """
     if size == 0:
         return np.empty(0, np.uint8)
@@ -291,10 +291,10 @@ def _read(fd: int, path: str, size: int) -> NDArray[np.uint8]:
 
 
 def file_size(path: str) -> int | None:
-    """Return the size of a file, ``None`` where there is none.
+    """Return the size of a file in bytes, or ``None`` if it does not exist.
 
     Raises:
-        CorruptStoreError: If it is anything but a plain file.
+        CorruptStoreError: If the path is not a regular file.
     """
     try:
         found = os.lstat(path)

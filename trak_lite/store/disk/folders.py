@@ -1,4 +1,4 @@
-"""Folders: built under a scratch name, synced and renamed, so that each is either absent or complete."""
+"""Atomic creation of folders: built under a scratch name, synced and renamed."""
 
 from __future__ import annotations
 
@@ -28,11 +28,11 @@ __all__ = [
 ]
 
 _TAKEN = {errno.ENOTEMPTY, errno.EEXIST}
-ABANDONED_AFTER = 60.0  # seconds; a creator locks its scratch folder within microseconds of making it
+ABANDONED_AFTER = 60.0  # seconds; a creator locks its scratch folder within microseconds
 
 
 def names_in(folder: str) -> list[str]:
-    """Return the names in a folder, none if there is no folder (an empty one does not survive every copy)."""
+    """Return the names in a folder; empty if there is no folder, because some tools do not copy empty folders."""
     with named_errors("Listing", folder):
         try:
             return os.listdir(folder)
@@ -41,12 +41,12 @@ def names_in(folder: str) -> list[str]:
 
 
 def make_folders(path: str) -> None:
-    """Make a folder and those above it, and bring their names to the disk."""
+    """Create a folder and its parents, and sync their names to the disk."""
     if os.path.isdir(path):
         return
     parent = os.path.dirname(path)
     make_folders(parent)
-    with contextlib.suppress(FileExistsError):  # somebody else was first
+    with contextlib.suppress(FileExistsError):  # another process was first
         os.mkdir(path)
     sync_folder(parent)
 
@@ -64,7 +64,7 @@ def refuse_links(root: str, parts: tuple[str, ...]) -> None:
 
 @contextlib.contextmanager
 def scratch_folder(final: str) -> Iterator[str]:
-    """Give a new folder beside ``final``, locked while it is built, for :func:`publish_folder` to rename."""
+    """Yield a new scratch folder next to ``final``, locked until the context exits; see :func:`publish_folder`."""
     parent, name = os.path.split(final)
     prefix = f".{name}.new-"
     _remove_abandoned(parent, prefix)
@@ -75,11 +75,11 @@ def scratch_folder(final: str) -> Iterator[str]:
 
 @contextlib.contextmanager
 def building(scratch: str, lock: AbstractContextManager[None]) -> Iterator[None]:
-    """Make a folder and hold its lock while it is built; an interrupted block leaves nothing of it.
+    """Create a folder and lock it until the context exits; delete it if the block raises.
 
     Args:
         scratch: Path of the folder.
-        lock: Held until the folder has its own lock, against those who sweep: see :func:`is_free`.
+        lock: Held until the folder is locked, so that a sweep does not delete it; see :func:`is_free`.
     """
     with lock:
         os.mkdir(scratch)
@@ -88,16 +88,14 @@ def building(scratch: str, lock: AbstractContextManager[None]) -> Iterator[None]
     try:
         yield
     except BaseException:
-        shutil.rmtree(
-            scratch, ignore_errors=True
-        )  # an interrupted creation leaves nothing; the cause is re-raised
+        shutil.rmtree(scratch, ignore_errors=True)  # errors ignored, because the cause is re-raised
         raise
     finally:
         os.close(fd)
 
 
 def is_free(path: str) -> bool:
-    """Return whether nobody holds the lock of a file or folder; ``False`` also where there is none, or no locks."""
+    """Return whether a file or folder exists and is unlocked; ``False`` if the file system has no locks."""
     try:
         fd = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK)
     except OSError:
@@ -109,7 +107,7 @@ def is_free(path: str) -> bool:
 
 
 def publish_folder(scratch: str, final: str) -> bool:
-    """Rename a finished folder onto its name; return whether it is ours, ``False`` if somebody else was first."""
+    """Sync a finished folder and rename it to ``final``; return ``False`` and delete it if ``final`` exists."""
     for folder, _, files in os.walk(scratch, topdown=False):
         for file in files:
             fd = open_file(os.path.join(folder, file), os.O_RDONLY)
@@ -132,7 +130,7 @@ def publish_folder(scratch: str, final: str) -> bool:
 
 
 def _remove_abandoned(parent: str, prefix: str) -> None:
-    """Remove scratch folders whose creator died: old, and locked by nobody."""
+    """Delete scratch folders of killed creators: those that are old and unlocked."""
     with os.scandir(parent) as entries:
         found = [e.path for e in entries if e.name.startswith(prefix) and e.is_dir(follow_symlinks=False)]
     for scratch in found:
@@ -143,7 +141,7 @@ def _remove_abandoned(parent: str, prefix: str) -> None:
         try:
             old = time.time() - os.fstat(fd).st_mtime > ABANDONED_AFTER
             if old and _lock_if_possible(fd):
-                shutil.rmtree(scratch, ignore_errors=True)  # somebody else may be removing it too
+                shutil.rmtree(scratch, ignore_errors=True)  # another process may be removing it too
         finally:
             os.close(fd)
 
@@ -152,5 +150,5 @@ def _lock_if_possible(fd: int) -> bool:
     try:
         fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except OSError:
-        return False  # held by a living creator, or a file system without locks: then nothing is ever removed
+        return False  # held by a running creator, or no lock support: never delete
     return True

@@ -1,8 +1,9 @@
-"""Giving a table more rows: its metadata is replaced file by file, and the table's own ``zarr.json`` is the law.
+"""Appending rows to a table by replacing its metadata; the table's own ``zarr.json`` is authoritative.
 
-It announces the new size, the arrays take it, it takes it as well. A kill in between leaves the old number of rows; an
-array may have either. What was the last chunk, and not full, stays as it is until somebody puts rows into it: its
-commit record counts fewer rows than the chunk has now, so it is not committed any more and its rows are done.
+Growing takes three steps: record the target size in the table's ``zarr.json``, resize the arrays, then set the new size
+in the table's ``zarr.json``. If the process is killed in between, the table has the old size; arrays may have either. A
+partial last chunk is not rewritten until rows are put into it. Its commit record has fewer rows than the chunk has now,
+so the chunk is no longer committed, but its rows are done.
 """
 
 from __future__ import annotations
@@ -25,10 +26,10 @@ __all__ = ["changed_metadata", "grow"]
 
 
 def grow(files: TableFiles, num_rows: int) -> None:
-    """Give a table more rows, under the lock of its last chunk.
+    """Append pending rows to a table, holding the lock of its last chunk.
 
     Raises:
-        BusyError: If another writer holds that chunk, or has changed the size of the table just now.
+        BusyError: If another writer holds that chunk, or the size of the table has just changed.
     """
     last = files.num_chunks - 1
     lock = StagedChunk.lock(files, last)
@@ -45,7 +46,7 @@ def grow(files: TableFiles, num_rows: int) -> None:
         _change(files.folder, files.commits, lambda group: _settle(group, num_rows))
         failpoint("table_grown")
         if os.path.getsize(files.row_log(last)) == 0:
-            lock.discard_log()  # made by the locking
+            lock.discard_log()  # created by the lock
     finally:
         lock.close()
 
@@ -70,7 +71,7 @@ def _settle(group: dict[str, Any], num_rows: int) -> None:
 
 @contextlib.contextmanager
 def changed_metadata(folder: str) -> Iterator[dict[str, Any]]:
-    """Give the record of a group for changing, and replace it when the block ends; one process at a time."""
+    """Yield the record of a group for modification and write it when the context exits; locked against others."""
     with locked_file(f"{folder}/zarr.json"):
         document = _read(folder)
         yield document["attributes"]["trak_lite"]
@@ -78,7 +79,7 @@ def changed_metadata(folder: str) -> Iterator[dict[str, Any]]:
 
 
 def _change(folder: str, scratch: str, change: Callable[[dict[str, Any]], None]) -> None:
-    """Replace the ``zarr.json`` of a folder at once or not at all."""
+    """Atomically modify the ``zarr.json`` of a folder."""
     document = _read(folder)
     change(document)
     _replace(folder, scratch, document)
@@ -104,6 +105,6 @@ def _replace(folder: str, scratch_folder: str, document: dict[str, Any]) -> None
         os.rename(scratch, path)
     finally:
         os.close(fd)
-        with contextlib.suppress(FileNotFoundError):  # it has its final name
+        with contextlib.suppress(FileNotFoundError):  # already renamed
             os.unlink(scratch)
     sync_folder(folder)

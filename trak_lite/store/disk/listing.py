@@ -1,11 +1,11 @@
-"""The list of a store's tables: one entry each in ``.tables/``, named after the path and bound to its identity.
+"""The list of a store's tables: one entry per table in ``.tables/``, with the table's path and identity.
 
-A table is listed once its folder is published, before a row is put into it, and is taken from the list together with
-its folder. So a listed table without its folder is lost, and is reported instead of being passed over. An unlisted one
-is a creation that was interrupted: it is a table, and the next writer lists it.
+A table is listed after its folder is published and before its first row is written; dropping it also removes the
+entry. A listed table without a folder is therefore lost, which is reported as an error. A table that is not listed
+results from an interrupted creation; it is valid, and the next writer lists it.
 
-What is being built or removed stands in ``.tables/`` as well (``.new-*``, ``.dropped-*``): for zarr's tools it is an
-array without chunks, which they do not look into.
+``.tables/`` also holds folders that are being created or removed (``.new-*``, ``.dropped-*``). Its ``zarr.json``
+describes an empty array, so zarr tools do not list its contents.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ _MOST_BYTES = 4096
 
 
 def entry_name(path: str) -> str:
-    """Return the name of a table's entry: '%' is in no name of a table.
+    """Return the file name of a table's entry; unique because no table name contains ``%``.
 
     Example:
         >>> entry_name("targets/test/ckpt-0")
@@ -63,12 +63,12 @@ def entry_name(path: str) -> str:
 
 
 def listed_path(name: str) -> str | None:
-    """Return the path of the table whose entry has this name, ``None`` if it is no entry."""
+    """Return the table path of an entry's file name, or ``None`` if it is not an entry."""
     return name.replace("%", "/") if all(map(is_name, name.split("%"))) else None
 
 
 def encode_entry(path: str, identity: str) -> bytes:
-    """Return the entry of a table: JSON, a tab, its CRC-32C in hex, a newline.
+    """Return the content of a table's entry: JSON, a tab, the CRC-32C of the JSON in hex, a newline.
 
     Example:
         >>> decode_entry(encode_entry("ckpt-0", "ab"), "ckpt-0", where="here")
@@ -79,10 +79,10 @@ def encode_entry(path: str, identity: str) -> bytes:
 
 
 def decode_entry(text: bytes, path: str, *, where: str) -> str:
-    """Return the identity that the entry of a table holds.
+    """Return the identity stored in a table's entry.
 
     Raises:
-        CorruptStoreError: If it is damaged, or the entry of another table.
+        CorruptStoreError: If the entry is damaged or belongs to another table.
     """
     body, _, checksum = text.rpartition(b"\t")
     try:
@@ -90,7 +90,7 @@ def decode_entry(text: bytes, path: str, *, where: str) -> str:
         if isinstance(entry, dict) and entry["table"] == path and isinstance(entry["identity"], str):
             return entry["identity"]
     except (ValueError, KeyError, RecursionError):
-        pass  # a right checksum under somebody else's line
+        pass  # valid checksum, but not an entry
     raise CorruptStoreError(
         f"{where} is not the entry of the table {path!r} in the store's list: it was damaged, or is that of another "
         "table. Restore it from a backup, or verify the store with repair=True, which lists the table anew."
@@ -98,7 +98,7 @@ def decode_entry(text: bytes, path: str, *, where: str) -> str:
 
 
 def lost_table(path: str, *, where: str) -> CorruptStoreError:
-    """Return the error of a table that is listed and not there."""
+    """Return the error for a table that is listed but missing."""
     return CorruptStoreError(
         f"The table {path!r} of {where} is lost: the store lists it, and {path}/{_METADATA} is missing. Restore the "
         "folder from a backup. To do without its rows, verify the store with repair=True, then featurize again."
@@ -107,10 +107,10 @@ def lost_table(path: str, *, where: str) -> CorruptStoreError:
 
 @final
 class TableList:
-    """The list of the tables of one store on disk."""
+    """The list of tables of one disk store."""
 
     def __init__(self, root: str) -> None:
-        """Remember where it is.
+        """Initialize; performs no I/O.
 
         Args:
             root: Folder of the store.
@@ -119,10 +119,10 @@ class TableList:
         self._root = root
 
     def require(self) -> None:
-        """Raise if there is no list: a lost table would not be noticed.
+        """Raise if the list is missing; without it, lost tables would go unnoticed.
 
         Raises:
-            CorruptStoreError: Says how to make it anew.
+            CorruptStoreError: If the list is missing; says how to recreate it.
         """
         with named_errors("Reading", self.folder):
             found = file_size(f"{self.folder}/{_METADATA}")
@@ -133,11 +133,11 @@ class TableList:
             )
 
     def paths(self) -> list[str]:
-        """Return the paths of the listed tables, in no order."""
+        """Return the paths of the listed tables, unordered."""
         return [path for path in map(listed_path, names_in(self.folder)) if path is not None]
 
     def identity(self, path: str) -> str | None:
-        """Return the identity of a listed table, ``None`` if it is not listed.
+        """Return the identity of a listed table, or ``None`` if it is not listed.
 
         Raises:
             CorruptStoreError: If the entry is damaged.
@@ -151,26 +151,26 @@ class TableList:
         return decode_entry(text, path, where=entry)
 
     def entry(self, path: str) -> str:
-        """Return where the entry of a table is, or would be."""
+        """Return the path of the file of a table's entry."""
         return f"{self.folder}/{entry_name(path)}"
 
     def is_lost(self, path: str) -> bool:
-        """Whether a table is listed and not there; takes no lock, and is right beside those who drop and create."""
+        """Whether a table is listed but missing; takes no lock, and is correct during drops and creations."""
         entry = self._stamp(path)
         if entry is None or self._is_there(path) or self.dropped(path):
             return False
-        # An entry is made after its folder, and removed between the renaming and the removal of the folder. So while
-        # one and the same entry is there, there is a folder in one of the two places, unless it was lost.
+        # An entry is created after its folder, and removed after the folder is renamed but before it is removed. While
+        # the same entry exists, the folder must be in one of the two places, or the table is lost.
         return self._stamp(path) == entry
 
     @contextlib.contextmanager
     def locked(self) -> Iterator[None]:
-        """Hold the lock of the list; waits for others, who hold it for a moment."""
+        """Hold the lock of the list; waits for other holders, which release it quickly."""
         with locked_file(f"{self._root}/{_METADATA}"):
             yield
 
     def add(self, path: str, identity: str) -> bool:
-        """List a table whose folder is published; return ``False`` if it was dropped meanwhile."""
+        """Add a table whose folder is published; return ``False`` if the table was dropped meanwhile."""
         with self.locked():
             if not self._is_there(path):
                 return False
@@ -183,14 +183,14 @@ class TableList:
                 os.rename(scratch, entry)
             finally:
                 os.close(fd)
-                with contextlib.suppress(FileNotFoundError):  # it has its final name
+                with contextlib.suppress(FileNotFoundError):  # already renamed
                     os.unlink(scratch)
             sync_folder(self.folder)
         failpoint("table_listed")
         return True
 
     def drop(self, path: str) -> None:
-        """Take a table, if it is there, from its place and from the list; :meth:`remove_dropped` removes it."""
+        """Rename a table's folder, if it exists, and delete its entry; see :meth:`remove_dropped`."""
         folder = f"{self._root}/{path}"
         with self.locked():
             with contextlib.suppress(FileNotFoundError):  # dropped by another process, or lost
@@ -201,25 +201,25 @@ class TableList:
             self._unlist(path)
 
     def dropped(self, path: str) -> list[str]:
-        """Return what is left of a table that was dropped."""
+        """Return the renamed folders of a dropped table."""
         prefix = f"{_DROPPED}{entry_name(path)}-"
         names = (name for name in names_in(self.folder) if name.startswith(prefix))
         return [f"{self.folder}/{name}" for name in names if len(name) == len(prefix) + 32]
 
     def remove_dropped(self, path: str) -> None:
-        """Remove what is left of a table that was dropped."""
+        """Delete the renamed folders of a dropped table."""
         for folder in self.dropped(path):
             _remove(folder)
 
     @contextlib.contextmanager
     def scratch(self) -> Iterator[str]:
-        """Give a new folder, locked while it is built, for :func:`publish_folder` to rename."""
+        """Yield a new scratch folder, locked until the context exits, to be renamed by :func:`publish_folder`."""
         path = f"{self.folder}/{_NEW}{uuid.uuid4().hex}"
         with building(path, self.locked()):
             yield path
 
     def sweep(self) -> None:
-        """Remove what killed processes have left half built or half dropped; living ones hold their locks."""
+        """Delete partly created or partly dropped folders of killed processes; running processes lock theirs."""
         names = names_in(self.folder)
         if not any(name.startswith((_NEW, _DROPPED)) for name in names):
             return
@@ -237,13 +237,13 @@ class TableList:
             _remove(path)
 
     def set_aside(self, path: str, folder: str) -> None:
-        """Rename the entry of a table into a folder."""
+        """Move the entry of a table to a folder."""
         with self.locked(), contextlib.suppress(FileNotFoundError):  # another process was first
             os.rename(self.entry(path), f"{folder}/{entry_name(path)}")
             sync_folder(self.folder)
 
     def make(self) -> None:
-        """Make the folder of the list, if it is missing, and the document that hides it from zarr's tools."""
+        """Create the folder of the list, if missing, and the ``zarr.json`` that hides it from zarr tools."""
         with contextlib.suppress(FileExistsError):
             os.mkdir(self.folder)
         scratch = f"{self.folder}/{_NEW}{uuid.uuid4().hex}"
@@ -258,7 +258,7 @@ class TableList:
         sync_folder(self._root)
 
     def _stamp(self, path: str) -> tuple[int, int] | None:
-        """Return what tells the entry of a table from a later one; ``None`` if there is none."""
+        """Return inode and change time of a table's entry, which differ if it is replaced, or ``None``."""
         try:
             found = os.lstat(self.entry(path))
         except (FileNotFoundError, NotADirectoryError):
@@ -275,11 +275,11 @@ class TableList:
 
 
 def publish_hidden(folder: str, scratch: str) -> None:
-    """Make a folder that zarr's tools do not look into, unless there is one.
+    """Publish a folder that zarr tools do not list, if it does not exist.
 
     Args:
-        folder: Its final name.
-        scratch: A new folder; see :meth:`TableList.scratch`.
+        folder: Final path of the folder.
+        scratch: Scratch folder; see :meth:`TableList.scratch`.
     """
     with open(f"{scratch}/{_METADATA}", "wb") as file:
         file.write(encode_document(hidden_document(os.path.basename(folder).removeprefix("."))))
@@ -288,7 +288,7 @@ def publish_hidden(folder: str, scratch: str) -> None:
 
 def _remove(path: str) -> None:
     while os.path.lexists(path):
-        with contextlib.suppress(FileNotFoundError):  # another process removes it as well
+        with contextlib.suppress(FileNotFoundError):  # another process is removing it too
             if os.path.isdir(path) and not os.path.islink(path):
                 shutil.rmtree(path)
             else:

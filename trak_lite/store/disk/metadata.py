@@ -1,4 +1,4 @@
-"""What the ``zarr.json`` files say: read with care, because everything else is trusted after them."""
+"""Reading and validation of ``zarr.json`` files, on which all other reads rely."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ _RESTORE = "Restore the file from a backup, or use another path."
 
 
 def read_attributes(folder: str) -> dict[str, Any] | None:
-    """Return what a zarr group records under ``trak_lite``, ``None`` where the folder holds no ``zarr.json``.
+    """Return the ``trak_lite`` attributes of a zarr group, or ``None`` if the folder has no ``zarr.json``.
 
     Raises:
         CorruptStoreError: If the file is not the JSON of a zarr group.
@@ -55,10 +55,10 @@ def read_attributes(folder: str) -> dict[str, Any] | None:
 
 
 def own_attributes(document: Mapping[str, Any], folder: str) -> dict[str, Any]:
-    """Return what the ``zarr.json`` of a group records under ``trak_lite``; nothing for a group of tables.
+    """Return the ``trak_lite`` attributes in the ``zarr.json`` of a group; empty for a group of tables.
 
     Raises:
-        CorruptStoreError: If it is not the JSON of a zarr group, or does not match its own checksum.
+        CorruptStoreError: If the document is not that of a zarr group, or its checksum is wrong.
     """
     attributes = document.get("attributes")
     own = attributes.get("trak_lite") if isinstance(attributes, dict) else None
@@ -76,11 +76,11 @@ def own_attributes(document: Mapping[str, Any], folder: str) -> dict[str, Any]:
 
 
 def manifest_from_json(record: Mapping[str, Any], root: str) -> Manifest:
-    """Return the manifest that a store's ``zarr.json`` records.
+    """Return the manifest recorded in a store's ``zarr.json``.
 
     Raises:
         ManifestMismatchError: If another version of trak_lite made the store, with another format.
-        CorruptStoreError: If something else stands there.
+        CorruptStoreError: If the record is not that of a store.
     """
     version = record.get("format")
     if type(version) is int and version != FORMAT:
@@ -103,10 +103,10 @@ def manifest_from_json(record: Mapping[str, Any], root: str) -> Manifest:
 
 
 def attributes_from_json(record: Mapping[str, Any], *, where: str) -> dict[str, Any]:
-    """Return what a table's ``zarr.json`` records beside its shape.
+    """Return the table attributes recorded in a table's ``zarr.json``.
 
     Raises:
-        CorruptStoreError: If something else stands there.
+        CorruptStoreError: If they are not a mapping.
     """
     found = record.get("attributes", {})
     if not isinstance(found, dict):
@@ -117,16 +117,16 @@ def attributes_from_json(record: Mapping[str, Any], *, where: str) -> dict[str, 
 
 
 def table_from_json(record: Mapping[str, Any], path: str, origin: str, *, where: str) -> TableSpec:
-    """Return the shape of the table that a ``zarr.json`` describes.
+    """Return the spec recorded in a table's ``zarr.json``.
 
     Args:
-        record: What it records.
-        path: Of the table in the tree.
-        origin: Of the store; see :func:`~trak_lite.store.disk.documents.store_record`.
-        where: How the message names the file.
+        record: Record in the file.
+        path: Path of the table.
+        origin: Origin of the store; see :func:`~trak_lite.store.disk.documents.store_record`.
+        where: Name of the file in error messages.
 
     Raises:
-        CorruptStoreError: If it describes no table, or one of another place or another store.
+        CorruptStoreError: If the record is not that of a table, or has another path or store.
     """
     if (record.get("table"), record.get("store")) != (path, origin):
         other = "another store" if record.get("table") == path else repr(record.get("table"))
@@ -138,10 +138,10 @@ def table_from_json(record: Mapping[str, Any], path: str, origin: str, *, where:
 
 
 def refuse_undescribed(folder: str, spec: TableSpec) -> None:
-    """Raise if a table's folder holds an array that its ``zarr.json`` does not name: it has lost a column.
+    """Raise if a table's folder holds an array that is missing in the table's ``zarr.json``.
 
     Raises:
-        CorruptStoreError: Names the arrays. Its chunks are sound, and must not be judged by what is left.
+        CorruptStoreError: If so; names the arrays. The chunks may be valid; they must not be checked against this spec.
     """
     others = set(names_in(folder)) - {array.name for array in spec.arrays}
     arrays = sorted(name for name in others if os.path.lexists(f"{folder}/{name}/zarr.json"))
@@ -152,17 +152,17 @@ def refuse_undescribed(folder: str, spec: TableSpec) -> None:
 
 
 def refuse_misnamed(folder: str) -> None:
-    """Raise if a folder whose name no table can have holds a ``zarr.json``: its rows would be missed without a word.
+    """Raise if a folder with an invalid table name holds a ``zarr.json``; its rows would be silently missed.
 
     Raises:
-        CorruptStoreError: If it does.
+        CorruptStoreError: If there is such a file.
     """
     if os.path.lexists(f"{folder}/zarr.json"):
         raise misnamed(folder)
 
 
 def misnamed(folder: str) -> CorruptStoreError:
-    """Return the error of a table or group that has a name which none can have."""
+    """Return the error for a table or group with an invalid name."""
     return CorruptStoreError(
         f"{folder} holds a zarr.json, and no table or group can have the name {os.path.basename(folder)!r}. Give it "
         "the name that it had, or move it out of the store."
@@ -170,7 +170,7 @@ def misnamed(folder: str) -> CorruptStoreError:
 
 
 def sizes_under_way(record: Mapping[str, Any]) -> list[int]:
-    """Return the numbers of rows to which the growing of a table was begun and not finished."""
+    """Return the target row counts of unfinished ``grow_table`` calls."""
     sizes = record.get(GROWS_TO, [])
     return [size for size in sizes if isinstance(size, int)] if isinstance(sizes, list) else []
 
@@ -178,14 +178,14 @@ def sizes_under_way(record: Mapping[str, Any]) -> list[int]:
 def check_array(
     folder: str, column: Column, array: StoredArray, spec: TableSpec, *, under_way: Sequence[int] = ()
 ) -> None:
-    """Raise unless an array is laid out as the table says: sizes are known before anything is mapped.
+    """Raise unless the metadata of an array matches the table, so that sizes are verified before mapping.
 
     Args:
-        folder: Of the table.
-        column: One of the table's.
-        array: One of the column's.
-        spec: Shape of the table.
-        under_way: Numbers of rows that the array may have instead; see :func:`sizes_under_way`.
+        folder: Folder of the table.
+        column: Column of the table.
+        array: Stored array of the column.
+        spec: Spec of the table.
+        under_way: Other allowed row counts; see :func:`sizes_under_way`.
 
     Raises:
         CorruptStoreError: Names every differing key.
@@ -203,9 +203,9 @@ def check_array_document(
     *,
     under_way: Sequence[int] = (),
 ) -> None:
-    """Raise unless the ``zarr.json`` of an array is what the store would write; see :func:`check_array`.
+    """Raise unless the ``zarr.json`` of an array equals what the store would write; see :func:`check_array`.
 
-    Keys and attributes that other tools have added are left alone.
+    Keys and attributes added by other tools are ignored.
 
     Raises:
         CorruptStoreError: Names every differing key.
@@ -227,7 +227,7 @@ def check_array_document(
 
 
 def check_hidden(folder: str) -> None:
-    """Raise unless the ``zarr.json`` of a folder without arrays is what the store would write.
+    """Raise unless the ``zarr.json`` of a hidden folder equals what the store would write.
 
     Raises:
         CorruptStoreError: Names every differing key.
@@ -248,12 +248,12 @@ def _differing(expected: Mapping[str, Any], found: Mapping[str, Any]) -> list[st
 
 
 def _same(expected: Any, found: Any) -> bool:
-    """Return whether two JSON values are the same; for Python 1, 1.0 and true are."""
+    """Return whether two JSON values are equal; unlike ``==``, distinguishes 1, 1.0 and true."""
     return canonical_json(expected) == canonical_json(found)
 
 
 def read_zarr_json(folder: str) -> dict[str, Any] | None:
-    """Return the ``zarr.json`` of a folder, ``None`` where there is none.
+    """Return the ``zarr.json`` of a folder, or ``None`` if there is none.
 
     Raises:
         CorruptStoreError: If it is not a JSON object.
@@ -263,7 +263,7 @@ def read_zarr_json(folder: str) -> dict[str, Any] | None:
 
 
 def read_zarr_bytes(folder: str) -> bytes | None:
-    """Return the bytes of the ``zarr.json`` of a folder, ``None`` where there is none."""
+    """Return the bytes of the ``zarr.json`` of a folder, or ``None`` if there is none."""
     path = os.path.join(folder, "zarr.json")
     with named_errors("Reading", path):
         try:
@@ -273,7 +273,7 @@ def read_zarr_bytes(folder: str) -> bytes | None:
 
 
 def parse_zarr_json(text: bytes, path: str) -> dict[str, Any]:
-    """Return the JSON object that a ``zarr.json`` holds.
+    """Parse the text of a ``zarr.json``.
 
     Raises:
         CorruptStoreError: If it is not a JSON object.

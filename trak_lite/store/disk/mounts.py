@@ -1,4 +1,4 @@
-"""Which file systems belong to a network: there a file is read, because an I/O error on a map kills the process."""
+"""Detection of network file systems, where files are read, not mapped: an I/O error on a map kills the process."""
 
 from __future__ import annotations
 
@@ -35,10 +35,10 @@ _NETWORK = {
 def network_devices(mountinfo: str) -> frozenset[int]:
     """Return the device numbers of the network file systems in a mount table.
 
-    File systems in user space count: what is behind them (s3fs, sshfs, gcsfuse) mostly is a network.
+    FUSE file systems count as network file systems, because most of them are (s3fs, sshfs, gcsfuse).
 
     Args:
-        mountinfo: Text as in ``/proc/self/mountinfo``; lines that are not like that are passed over.
+        mountinfo: Text in the format of ``/proc/self/mountinfo``; other lines are ignored.
 
     Example:
         >>> table = "36 35 0:52 / /home rw,relatime shared:1 - nfs4 server:/home rw,hard"
@@ -59,7 +59,7 @@ def network_devices(mountinfo: str) -> frozenset[int]:
 
 @functools.lru_cache(maxsize=256)
 def is_network(device: int) -> bool:
-    """Return whether a device number (``st_dev``) is that of a network file system; ``False`` where nobody knows."""
+    """Return whether a device number (``st_dev``) is a network file system; ``False`` if the mount table is missing."""
     try:
         with open(_MOUNTS, encoding="utf-8", errors="replace") as file:
             return device in network_devices(file.read())

@@ -1,12 +1,14 @@
-"""Records of what is done: rows of a staged chunk, and committed chunks.
+"""Row records of staged chunks and commit records of committed chunks.
 
-Row record: 24 bytes, little-endian: chunk (8), first row in the chunk (4), rows (4), CRC-32C of the rows' bytes over
-all columns (4), CRC-32C of the record (4), which starts with that of the table's identity. They follow a 64-byte line
-that names the process holding the chunk.
-Commit record: one line of JSON with the table's identity, a tab, its CRC-32C in hex; one log per writer, only ever
-appended to.
-A record that does not match its own checksum does not exist, nor does one of another table: torn tails, flipped bits
-and exchanged files cost rows, never wrong ones.
+A row log is a 64-byte line that names the process holding the chunk, followed by row records. A row record has 24
+bytes, little-endian: chunk (8), first row in the chunk (4), number of rows (4), CRC-32C of the rows' bytes over all
+stored arrays (4), CRC-32C of the record (4). The last checksum is seeded with the CRC-32C of the table's identity.
+
+A commit record is one line: JSON that includes the table's identity, a tab, and the CRC-32C of the JSON in hex. Each
+writer appends to its own commit log.
+
+Records with a wrong checksum or of another table are ignored. Torn writes, flipped bits and exchanged files can
+therefore make rows pending, but never yield wrong rows.
 """
 
 from __future__ import annotations
@@ -57,7 +59,7 @@ _CHECK = struct.Struct("<I")
 RECORD_BYTES = _ROW.size + _CHECK.size
 HOLDER_BYTES = 64
 _HIGHEST_PID = (1 << 31) - 1
-_LONGEST_LINE = 1 << 20  # a commit record has a hundred bytes and a hundred more for each column
+_LONGEST_LINE = 1 << 20  # a commit record has about 100 bytes plus 100 per column
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,9 +93,9 @@ def decode_rows(log: bytes, *, seed: int) -> Iterator[RowRecord]:
 
 
 def damaged_records(log: bytes, *, seed: int) -> int:
-    """Return how many records of a row log do not match their own checksum; a torn tail is no record.
+    """Return the number of records in a row log with a wrong checksum.
 
-    Zeros are none either: a power cut may leave them where a record was not written yet.
+    An incomplete record at the end does not count. Neither do records of zeros, which a power cut may leave.
 
     Example:
         >>> damaged_records(bytes(64) + encode_row(0, 0, 2, 7, seed=1) + bytes(24) + b"x" * 24 + b"torn", seed=1)
@@ -106,7 +108,7 @@ def damaged_records(log: bytes, *, seed: int) -> int:
 
 
 def read_holder(path: str) -> bytes:
-    """Return the line of a row log that names the process holding the chunk, nothing where there is no log."""
+    """Return the holder line of a row log; empty if there is no log."""
     try:
         fd = open_file(path, os.O_RDONLY)
     except FileNotFoundError:
@@ -116,7 +118,7 @@ def read_holder(path: str) -> bytes:
 
 
 def holder_lives(log: bytes) -> bool:
-    """Return whether the process that a row log names runs on this machine; it may be writing at this moment."""
+    """Return whether the process named in a row log is running on this machine."""
     found = re.fullmatch(rb"pid ([0-9]{1,10}) on .*", log[:HOLDER_BYTES].strip())
     if found is None or not 0 < (pid := int(found[1])) <= _HIGHEST_PID:
         return False
@@ -127,15 +129,15 @@ def holder_lives(log: bytes) -> bool:
     except ProcessLookupError:
         return False
     except OSError:
-        return True  # it runs, and belongs to somebody else
+        return True  # it is running, as another user
     return True
 
 
 def holder_line(pid: int | None = None) -> bytes:
-    """Return the line that names a process in a row log: for people, and for the message of a busy chunk.
+    """Return the line that names a process in a row log, for use in messages.
 
     Args:
-        pid: Of the process, on this machine; ``None`` is this one.
+        pid: Process id on this machine; ``None`` is this process.
     """
     line = f"pid {os.getpid() if pid is None else pid} on {socket.gethostname()}".encode("ascii", "replace")
     return line[: HOLDER_BYTES - 1].ljust(HOLDER_BYTES - 1) + b"\n"
@@ -143,18 +145,18 @@ def holder_line(pid: int | None = None) -> bytes:
 
 @dataclass(frozen=True, slots=True)
 class CommitRecord:
-    """One complete chunk: what every column file must be."""
+    """Record of a committed chunk: size and checksum of each of its files."""
 
     chunk: int
     generation: int
-    """Counts the commits of this chunk; the highest is the law (a chunk that was deleted is committed again)."""
+    """Number of commits of this chunk so far; the highest is valid. It grows if a deleted chunk is committed again."""
     rows: int
     columns: Mapping[str, tuple[int, int]]
-    """Bytes and CRC-32C of each column file."""
+    """Size in bytes and CRC-32C of each file, by array name."""
     table: str
-    """Identity of the table that the rows were put into."""
+    """Identity of the table."""
     writer: str | None = None
-    """Who committed it, where no lock says so: for people, never compared with anything."""
+    """Process that committed the chunk (remote stores only); used in messages, never compared."""
 
     def encode(self) -> bytes:
         """Return the record as a line of a commit log."""
@@ -173,19 +175,19 @@ class CommitRecord:
 
     @classmethod
     def decode(cls, line: bytes) -> CommitRecord | None:
-        """Return the record of a line, ``None`` if the line does not match its checksum."""
+        """Return the record of a line, or ``None`` if the line is invalid."""
         body, _, checksum = line.rpartition(b"\t")
         if not body or len(body) > _LONGEST_LINE or checksum != b"%08x" % crc32c(body):
             return None
         try:
-            found = json.loads(body.decode())  # of bytes it would look for their encoding, line by line
+            found = json.loads(body.decode())  # str, so that json.loads need not detect the encoding
             columns = {name: (_count(size), _count(crc)) for name, (size, crc) in found["columns"].items()}
             writer = None if found.get("writer") is None else str(found["writer"])
             chunk, generation, rows = (_count(found[key]) for key in ("chunk", "generation", "rows"))
             table = found["table"]
             return cls(chunk, generation, rows, columns, table, writer) if isinstance(table, str) else None
         except (KeyError, TypeError, ValueError, AttributeError, RecursionError):
-            return None  # somebody else's line under a right checksum: no record of ours
+            return None  # valid checksum, but not a commit record
 
 
 def _count(value: object) -> int:
@@ -196,7 +198,7 @@ def _count(value: object) -> int:
 
 @contextlib.contextmanager
 def _no_collection() -> Iterator[None]:
-    """Let the garbage collector rest: it would look at all records again and again, and take half of the time."""
+    """Disable the garbage collector, which would take half of the time to read many records."""
     active = gc.isenabled()
     gc.disable()
     try:
@@ -208,32 +210,32 @@ def _no_collection() -> Iterator[None]:
 
 @final
 class CommitLogs:
-    """The commit logs of all writers of a table, read as they grow."""
+    """Incremental reader of the commit logs of all writers of a table."""
 
     def __init__(self, folder: str, table: str) -> None:
-        """Read nothing yet.
+        """Initialize; performs no I/O.
 
         Args:
-            folder: Of the logs.
-            table: Identity of the table; records of others are counted, and passed over.
+            folder: Folder of the logs.
+            table: Identity of the table; records of other tables are counted but ignored.
         """
         self._folder = folder
         self._table = table
         self._read_to: dict[str, int] = {}
         self.latest: dict[int, CommitRecord] = {}
         self.damaged: dict[str, int] = {}
-        """How many lines of each log, by name, do not match their checksum."""
+        """Number of invalid lines of each log, by file name."""
         self.foreign: dict[str, int] = {}
-        """How many lines of each log are records of another table."""
+        """Number of records of other tables in each log, by file name."""
 
     def poll(self) -> None:
-        """Read what has been appended since the last time."""
+        """Read what was appended since the last poll."""
         with named_errors("Reading the commit logs in", self._folder), _no_collection():
             for name in self._names():
                 self._read_on(name)
 
     def poll_each(self) -> dict[str, StoreError]:
-        """Read what has been appended; return what is wrong with the logs that cannot be read, by name."""
+        """Read what was appended since the last poll; return the errors of unreadable logs, by file name."""
         failures: dict[str, StoreError] = {}
         for name in self._names():
             try:
@@ -255,12 +257,12 @@ class CommitLogs:
                 pass
 
     def _read_lines(self, name: str, file: BinaryIO) -> bool:
-        """Read the next whole lines of a log; return whether there may be more of them."""
+        """Read the next complete lines of a log; return whether there may be more."""
         offset = self._read_to.get(name, 0)
         size = os.fstat(file.fileno()).st_size
         file.seek(offset)
         text = file.read(max(min(size - offset, _LONGEST_LINE), 0))
-        whole = text.rfind(b"\n") + 1  # a line still being written, or torn, is looked at again next time
+        whole = text.rfind(b"\n") + 1  # an incomplete last line is read again by the next poll
         for line in text[:whole].splitlines():
             record = CommitRecord.decode(line)
             if record is None:
@@ -270,7 +272,7 @@ class CommitLogs:
             else:
                 self._add(record)
         self._read_to[name] = offset + whole
-        if len(text) == _LONGEST_LINE and not whole:  # this is no line of ours, and nothing behind it is read
+        if len(text) == _LONGEST_LINE and not whole:  # too long for a record: ignore the rest of the log
             self.damaged[name] = self.damaged.get(name, 0) + 1
             self._read_to[name] = size
         return whole > 0
@@ -283,7 +285,7 @@ class CommitLogs:
 
 @final
 class CommitLog:
-    """The commit log of this writer, made when the first chunk is committed."""
+    """Commit log of this writer; the file is created by the first commit."""
 
     def __init__(self, folder: str) -> None:
         self._folder = folder
@@ -293,9 +295,9 @@ class CommitLog:
         self._size = 0
 
     def append(self, record: CommitRecord) -> None:
-        """Write a record and bring it to the disk."""
+        """Append a record and sync it to the disk."""
         if self._fd is not None and not is_named(self._path, self._fd):
-            self.close()  # a repair has set it aside, or the table was dropped: nobody would read what is added
+            self.close()  # set aside by a repair, or table dropped: nobody reads this file
         if self._fd is None:
             self._path = os.path.join(self._folder, f"{uuid.uuid4().hex}.log")
             self._fd = self._files.open(self._path, os.O_WRONLY | os.O_CREAT | os.O_EXCL)
@@ -307,10 +309,10 @@ class CommitLog:
             failpoint("commit_written")
             os.fsync(self._fd)
         except BaseException:
-            self.close()  # readers may have seen the line, whole or torn: the next record starts another log
+            self.close()  # readers may have seen the line, so the next record starts a new log
             raise
 
     def close(self) -> None:
-        """Close the log; the next record starts another one."""
+        """Close the log; the next record starts a new one."""
         self._files.close()
         self._fd, self._size = None, 0

@@ -1,8 +1,8 @@
-"""Setting aside what cannot be used, so that its rows are pending again; nothing is deleted.
+"""Repair of a disk store: damaged chunks are set aside, so that their rows become pending; nothing is deleted.
 
-Files are renamed into a folder of their own under ``.set-aside/`` of the first column, chunk by chunk and under the
-lock of the chunk. Where some rows of a staged chunk are sound they stay: only its row log is replaced, by one that
-names them alone. A kill between any two steps leaves what a writer resumes from, and what a second repair finishes.
+For each damaged chunk, its files are moved to a new folder under ``.set-aside/`` of the first column, under the lock of
+the chunk. If some rows of a staged chunk are undamaged, its files stay and only its row log is replaced, by one that
+lists these rows. If the repair is killed at any step, a writer can still resume, and a second repair finishes it.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ __all__ = ["check_folder"]
 
 
 def repair_list(root: str, look: StoreLook) -> list[SetAside]:
-    """Make the list of tables that of the tables that are there; return which entries were set aside.
+    """Set aside damaged entries of the list of tables and those of lost tables; return them.
 
     Raises:
         StoreError: If files cannot be renamed.
@@ -50,24 +50,24 @@ def repair_list(root: str, look: StoreLook) -> list[SetAside]:
 
 @final
 class TableRepair:
-    """Makes the damaged rows of one table pending."""
+    """Repairs one table by making its damaged rows pending."""
 
     def __init__(self, path: str, look: TableLook) -> None:
-        """Remember what a look has found.
+        """Initialize with the result of a check.
 
         Args:
-            path: Of the table in the tree.
-            look: A finished look at it.
+            path: Path of the table.
+            look: Completed check of the table.
         """
         self.set_aside: list[SetAside] = []
         self.busy: list[Finding] = []
-        """Chunks that were left alone because a writer holds them."""
+        """Notes on chunks that were skipped because a writer holds them."""
         self._path = path
         self._look = look
         self._files = look.files
 
     def run(self) -> None:
-        """Set aside what the look has found damaged, where it still is.
+        """Set aside the damaged chunks and foreign files that the check found and that are still damaged.
 
         Raises:
             StoreError: If files cannot be renamed.
@@ -77,7 +77,7 @@ class TableRepair:
             if self._look.strangers:
                 self._move(self._look.strangers, None, ())
                 self._look = TableLook(self._path, self._files)
-                self._look.findings()  # chunks may have lost their record with a commit log
+                self._look.findings()  # moving a commit log may leave chunks without a record
             for chunk in sorted(self._look.damaged):
                 self._repair(chunk)
 
@@ -103,9 +103,9 @@ class TableRepair:
         state = look.state(chunk)
         if not state.damaged:
             if not file_size(self._files.row_log(chunk)):
-                stage.discard_log()  # made by the locking
+                stage.discard_log()  # created by the lock
         elif state.visible or not state.done.any():
-            # the row log last: whoever finds it locks the chunk by it
+            # move the row log last, because it is the lock file of the chunk
             made_by_locking = not file_size(self._files.row_log(chunk))
             self._move(paths[: -1 if made_by_locking else None], chunk, (self._files.rows_of(chunk),))
             if made_by_locking:
@@ -114,7 +114,7 @@ class TableRepair:
             self._keep_sound_rows(chunk, state, stage)
 
     def _keep_sound_rows(self, chunk: int, state: ChunkState, stage: StagedChunk) -> None:
-        """Replace the row log by one that names the sound rows alone; the old one is kept aside."""
+        """Replace the row log by one that lists only the undamaged rows; the old one is set aside."""
         visible = [c for c in self._files.columns if os.path.lexists(c.visible(chunk))]
         self._move([c.visible(chunk) for c in visible if os.path.lexists(c.staged(chunk))], chunk, ())
         stage.take_back([c for c in visible if os.path.lexists(c.visible(chunk))])
@@ -130,13 +130,13 @@ class TableRepair:
         finally:
             os.close(fd)
         failpoint("log_copied")
-        # another file under the name: whoever knew the old log by heart reads the new one
+        # A new inode under the same name makes other processes discard what they remember of the old log.
         os.rename(fresh, log)
         failpoint("log_replaced")
         self.set_aside.append(SetAside(self._path, chunk, tuple(pending), folder))
 
     def _move(self, paths: Sequence[str], chunk: int | None, rows: tuple[range, ...]) -> None:
-        """Rename those of the files that exist into a new folder."""
+        """Move the existing files among ``paths`` to a new folder."""
         found = [path for path in paths if os.path.lexists(path)]
         if not found:
             return
@@ -167,7 +167,7 @@ def _is_no_file(path: str) -> bool:
 
 
 def check_folder(folder: str | os.PathLike[str], *, repair: bool) -> Report:
-    """Do what :func:`~trak_lite.store.verify_store` does, for a store on a disk."""
+    """Check and optionally repair a disk store; see :func:`~trak_lite.store.verify_store`."""
     root = os.path.realpath(folder)
     look = StoreLook.at(root)
     if not repair:

@@ -1,10 +1,10 @@
-"""One chunk on its way from nothing to committed.
+"""Staged chunks: writing rows and committing complete chunks.
 
-The rows of a chunk collect in one staged file per column. A row log beside them says which rows are there; the lock on
-the log is the lock on the chunk. Once every row is done: sync the files, write and sync the commit record, give the
-files their final names, remove the log. A kill between any two of these steps is repaired by whoever opens the chunk
-next for writing: columns that already have their final name are taken back, the rows are proven against their
-records, and the chunk is committed again if all are there.
+The rows of a chunk are written to one staged file per stored array. A row log next to these files records which rows
+are written; the lock on the log is the lock on the chunk. Once every row is done, a commit performs these steps: sync
+the files, write and sync the commit record, rename the files to their final names, remove the log. If the process is
+killed between two steps, the next writer of the chunk recovers it: it moves files that have their final name back to
+the stage, compares the rows with their records, and commits the chunk if all rows are valid.
 """
 
 from __future__ import annotations
@@ -55,10 +55,10 @@ _LARGEST_LOG = 1 << 30
 
 
 def read_row_log(files: TableFiles, chunk: int) -> bytes:
-    """Return the bytes of the row log of a chunk, none where there is no log.
+    """Return the bytes of the row log of a chunk; empty if there is no log.
 
     Raises:
-        CorruptStoreError: If it is longer than any log of so many rows.
+        CorruptStoreError: If the log is longer than possible for the number of rows.
     """
     most = min(HOLDER_BYTES + RECORD_BYTES * _most_recorded(files), _LARGEST_LOG)
     try:
@@ -68,7 +68,7 @@ def read_row_log(files: TableFiles, chunk: int) -> bytes:
 
 
 def _most_recorded(files: TableFiles) -> int:
-    """Return how many rows the records of a chunk can name: each once, and again after each loss of staged bytes."""
+    """Return the maximum total of rows in a row log; rows recur if staged bytes are lost and written again."""
     return 8 * files.spec.chunk_rows + 1024
 
 
@@ -80,10 +80,10 @@ def _set_aside(files: TableFiles, chunk: int) -> str:
 
 
 def proven_rows(files: TableFiles, chunk: int, log: bytes, record: CommitRecord | None) -> NDArray[np.bool_]:
-    """Return which rows of an uncommitted chunk are done: their bytes match a row record.
+    """Return a mask of the done rows of an uncommitted chunk: those whose bytes match a row record.
 
-    With a commit record that all bytes match, every row that it counts is done as well: a power cut may have taken
-    the row log, which is never synced. Needs no lock and writes nothing.
+    If all bytes match the commit record, its rows are done as well, because a power cut may have lost the row log,
+    which is not synced. Needs no lock and writes nothing.
     """
     return _proven(files, chunk, log, record, _map_columns(files, chunk))
 
@@ -91,7 +91,7 @@ def proven_rows(files: TableFiles, chunk: int, log: bytes, record: CommitRecord 
 def done_values(
     files: TableFiles, chunk: int, log: bytes, record: CommitRecord | None
 ) -> tuple[NDArray[np.bool_], dict[str, NDArray[Any]]]:
-    """Return which rows of an uncommitted chunk are done, and a copy of those rows for each column."""
+    """Return a mask of the done rows of an uncommitted chunk, and a copy of these rows for each stored array."""
     views = _map_columns(files, chunk)
     done = _proven(files, chunk, log, record, views)
     values = {
@@ -115,9 +115,9 @@ def _proven(
 
 
 def _map_columns(files: TableFiles, chunk: int) -> list[NDArray[np.uint8]]:
-    """Return the bytes of an uncommitted chunk, for each column ``(chunk_rows, bytes of a row)``.
+    """Return the bytes of an uncommitted chunk, for each stored array ``(chunk_rows, row_bytes)``.
 
-    What is missing of a file counts as zeros: that is how the next writer fills it up.
+    A short file is padded with zeros, as the next writer would do.
     """
     views = []
     for column in files.columns:
@@ -131,7 +131,7 @@ def _map_columns(files: TableFiles, chunk: int) -> list[NDArray[np.uint8]]:
 
 
 def _present_bytes(column: ColumnFiles, chunk: int) -> NDArray[np.uint8]:
-    # Read without the lock: the writer may rename the file, either way, between any two looks at it.
+    # Without the lock, the writer may rename the file in either direction between two attempts.
     for path in (column.staged(chunk), column.visible(chunk), column.staged(chunk)):
         size = file_size(path)
         if size is not None:
@@ -159,10 +159,10 @@ def _replay(
 def _sound_records(
     files: TableFiles, chunk: int, log: bytes, views: Sequence[NDArray[np.uint8]]
 ) -> Iterator[RowRecord]:
-    """Yield the records that the bytes match, but for those that add no row to the ones before.
+    """Yield the records whose rows match their checksum, except those that add no new row.
 
     Raises:
-        CorruptStoreError: If they name rows without end: each is compared with its bytes, which takes time.
+        CorruptStoreError: If the records list the same rows too often; verifying them all would take too long.
     """
     done = np.zeros(files.rows_in(chunk), np.bool_)
     left = _most_recorded(files)
@@ -181,7 +181,7 @@ def _sound_records(
 
 
 def sound_log(files: TableFiles, chunk: int, log: bytes) -> bytes:
-    """Return a row log that names the rows of an uncommitted chunk whose bytes match, and nothing else."""
+    """Return a row log with only the valid records of an uncommitted chunk."""
     records = _sound_records(files, chunk, log, _map_columns(files, chunk))
     seed = files.row_seed
     lines = (
@@ -192,7 +192,7 @@ def sound_log(files: TableFiles, chunk: int, log: bytes) -> bytes:
 
 @dataclass(frozen=True, slots=True)
 class Progress:
-    """What was known of a staged chunk when its lock was given up; holds as long as the log is the same."""
+    """Progress of a staged chunk when its lock was released; valid as long as the row log is unchanged."""
 
     log_inode: int
     log_size: int
@@ -201,7 +201,7 @@ class Progress:
 
 @final
 class StagedChunk:
-    """A chunk that this process is filling, under its lock."""
+    """A staged chunk that this process has locked for writing."""
 
     def __init__(self, files: TableFiles, chunk: int, log: Descriptors, log_fd: int) -> None:
         self.chunk = chunk
@@ -216,11 +216,11 @@ class StagedChunk:
 
     @classmethod
     def lock(cls, files: TableFiles, chunk: int) -> StagedChunk:
-        """Take the lock of a chunk.
+        """Lock a chunk.
 
         Raises:
-            BusyError: If another writer holds it; names the writer.
-            HeldHereError: If it is this process.
+            BusyError: If another writer holds the lock; names the writer.
+            HeldHereError: If this process already holds the lock.
         """
         path = files.row_log(chunk)
         while True:
@@ -236,10 +236,10 @@ class StagedChunk:
                 stage = cls(files, chunk, log, fd)
                 _HELD.add(stage)
                 return stage
-            log.close()  # its last holder committed the chunk and removed the log before the lock was taken
+            log.close()  # the previous holder committed the chunk and removed the log: try again
 
     def holds(self, fd: int) -> bool:
-        """Return whether this is the lock of the row log that is open."""
+        """Return whether this object holds the lock of the row log opened as ``fd``."""
         return bool(self._open) and os.path.samestat(os.fstat(self._log_fd), os.fstat(fd))
 
     @property
@@ -249,25 +249,25 @@ class StagedChunk:
 
     @property
     def progress(self) -> Progress:
-        """What is known of the chunk, to be remembered beyond the lock."""
+        """Progress of the chunk, to be kept after its lock is released."""
         return Progress(os.fstat(self._log_fd).st_ino, self.log_size, self.done)
 
     def take_back(self, visible: Sequence[ColumnFiles]) -> None:
-        """Move columns of a chunk that is not committed from their final names back to the stage."""
+        """Move files of an uncommitted chunk from their final names back to the stage."""
         for column in visible:
             if file_size(column.staged(self.chunk)) is None:
                 os.rename(column.visible(self.chunk), column.staged(self.chunk))
             else:
-                os.unlink(column.visible(self.chunk))  # a leftover: the staged file is the one being filled
+                os.unlink(column.visible(self.chunk))  # a leftover; the staged file is current
             failpoint("column_taken_back")
 
     def note_committed(self, record: CommitRecord, visible: Sequence[ColumnFiles]) -> None:
-        """Note the rows of a commit that the chunk has outgrown in its row log, before its files lose their names.
+        """Record the committed rows of a grown chunk in its row log, before its files move back to the stage.
 
-        Synced, unlike other row records: what was committed must outlive a power cut also from here on.
+        Unlike other row records, this one is synced, so that committed rows still survive a power cut.
 
         Raises:
-            CorruptStoreError: If the bytes contradict the commit record.
+            CorruptStoreError: If the files do not match the commit record.
         """
         log = read_row_log(self._files, self.chunk)
         views = _map_columns(self._files, self.chunk)
@@ -275,7 +275,7 @@ class StagedChunk:
             return
         if record.columns != _checksums(self._files, views):
             if len(visible) < len(self._files.columns):
-                return  # taken back before, and filled since: what the row log proves is what there is
+                return  # an earlier call moved files back and rows were added; the row log decides
             raise CorruptStoreError(
                 f"The files of {self._files.describe(self.chunk)} contradict their commit record. "
                 "Verify the store with repair=True: the rows become pending, and running again computes them anew."
@@ -292,13 +292,13 @@ class StagedChunk:
     def prepare(
         self, record: CommitRecord | None, known: Progress | None, *, roll_forward: bool = False
     ) -> None:
-        """Open and reserve the staged files and find out which rows are done.
+        """Open the staged files, reserve their disk space and determine which rows are done.
 
         Args:
             record: Latest commit record of the chunk, if there is one.
-            known: What this process knew when it last held the lock.
-            roll_forward: Whether bytes that match ``record`` are done as well. Not so where a failed commit has been
-                reported: its rows were promised to stay pending.
+            known: Progress when this process last held the lock.
+            roll_forward: Whether rows are also done if all bytes match ``record``. ``False`` after a failed commit,
+                because the error reported its rows as pending.
         """
         log = read_row_log(self._files, self.chunk)
         try:
@@ -309,7 +309,7 @@ class StagedChunk:
                 self._column_fds.append(fd)
         except OSError:
             if len(log) <= HOLDER_BYTES and record is None:
-                self._remove()  # nothing is done in it: do not keep a full disk full
+                self._remove()  # no row is done: remove the files to free the full disk
             raise
         failpoint("stage_reserved")
         self._generation = 1 if record is None else record.generation + 1
@@ -322,7 +322,7 @@ class StagedChunk:
             self.done = proven_rows(self._files, self.chunk, log, self._proof)
 
     def write(self, start: int, arrays: Sequence[NDArray[Any]]) -> None:
-        """Write consecutive rows, one array per column; when it returns, a kill cannot lose them."""
+        """Write consecutive rows, given as one block per stored array. Once this returns, they survive a kill."""
         count = len(arrays[0])
         for fd, column, array in zip(self._column_fds, self._files.columns, arrays, strict=True):
             write_all(fd, array, start * column.row_bytes)
@@ -335,7 +335,7 @@ class StagedChunk:
         self.done[start : start + count] = True
 
     def forget(self, log_size: int, runs: Sequence[Run]) -> None:
-        """Make rows pending again whose writing failed half way."""
+        """Make rows pending again after writing them failed."""
         if self._open:
             os.ftruncate(self._log_fd, log_size)
             self.log_size = log_size
@@ -343,10 +343,10 @@ class StagedChunk:
             self.done[run.start : run.start + run.source.stop - run.source.start] = False
 
     def commit(self, log: CommitLog) -> CommitRecord:
-        """Make the complete chunk visible, and give up the lock.
+        """Commit the complete chunk and release its lock.
 
         Raises:
-            CorruptStoreError: If staged bytes no longer match their records; those rows are pending again.
+            CorruptStoreError: If staged bytes no longer match their records; those rows become pending.
         """
         self._pad()
         record = self._proven_record()
@@ -366,12 +366,12 @@ class StagedChunk:
         return record
 
     def discard_log(self) -> None:
-        """Remove the row log of a committed chunk, and give up the lock."""
+        """Delete the row log and release the lock."""
         os.unlink(self._files.row_log(self.chunk))
         self.close()
 
     def close(self) -> None:
-        """Give up the lock; rows that are done stay done."""
+        """Release the lock; done rows stay done."""
         self._open.close()
 
     def _pad(self) -> None:
@@ -406,7 +406,7 @@ _HELD: weakref.WeakSet[StagedChunk] = weakref.WeakSet()
 
 
 def _busy_error(where: str, log_fd: int) -> BusyError:
-    # Not by the name in the log: a new holder has not written its own at once, and containers share host and pid.
+    # The holder line in the log is unreliable: a new holder writes it late, and containers may share host and pid.
     if any(stage.holds(log_fd) for stage in list(_HELD)):
         return HeldHereError(
             f"{where}: this process already writes them through another open store. Close that one first."

@@ -1,8 +1,8 @@
-"""The store on disk: a zarr v3 hierarchy of uncompressed arrays, written by a commit protocol of its own.
+"""Feature store on disk: a zarr v3 hierarchy of uncompressed arrays, written by a crash-safe commit protocol.
 
-Every chunk file is the raw little-endian C-order block of whole rows, so plain zarr, xarray and ``numpy.memmap`` read
-a finished store. Neither rows nor metadata pass through zarr: its own writes are not synced, lose concurrent rows of a
-chunk and read missing chunks as fill values without a word.
+Each chunk file is a raw little-endian C-order block of whole rows, so plain zarr, xarray and ``numpy.memmap`` can
+read a finished store. The store does not write through zarr, because zarr does not sync its writes, loses rows that
+are written concurrently to one chunk, and silently reads missing chunks as fill values.
 """
 
 from __future__ import annotations
@@ -70,15 +70,15 @@ __all__ = ["ZarrFeatureStore"]
 logger = logging.getLogger(__name__)
 
 Verify = Literal["first_touch", "never"]
-"""When the checksum of a chunk is compared with its commit record."""
+"""When chunk checksums are compared with the commit records."""
 
 MapFiles = Literal["auto", "always", "never"]
-"""Whether the files of chunks are mapped or read."""
+"""Whether chunk files are memory-mapped or read."""
 
 
 @final
 class ZarrFeatureStore(AbstractFeatureStore):
-    """Tables of feature rows under one folder; use :meth:`create` and :meth:`open`.
+    """Feature store in a local folder. Use :meth:`create` or :meth:`open` to construct it.
 
     Example:
         >>> import tempfile, numpy as np
@@ -118,17 +118,17 @@ class ZarrFeatureStore(AbstractFeatureStore):
 
     @classmethod
     def create(cls, path: str | os.PathLike[str], manifest: Manifest) -> Self:
-        """Make a store, or open the one that is there for writing if it was made with the same settings.
+        """Create a store, or open an existing one with the same settings for writing.
 
-        Of several processes that create at once, one makes the store and the others open it.
+        If several processes call this at once, one creates the store and the others open it.
 
         Args:
-            path: Folder of the store; absent or empty, or a store. A symbolic link here is followed once.
-            manifest: Its fingerprint is compared key by key with the stored one.
+            path: Folder of the store: absent, empty, or an existing store. Symbolic links in this path are resolved.
+            manifest: Settings; the fingerprint is compared key by key with that of an existing store.
 
         Raises:
-            ManifestMismatchError: If the store was made with other settings; names every differing key.
-            CorruptStoreError: If something else is in the folder, or the stored metadata is damaged.
+            ManifestMismatchError: If the store was created with other settings; names every differing key.
+            CorruptStoreError: If the folder is not empty and not a store, or the stored metadata is damaged.
             ReadOnlyStoreError: If the folder cannot be written.
         """
         if manifest.format != FORMAT:
@@ -164,19 +164,18 @@ class ZarrFeatureStore(AbstractFeatureStore):
 
         Args:
             path: Folder of the store.
-            mode: ``"r"`` writes nothing, takes no lock and works beside a writer; ``"r+"`` is for writing.
-            verify: ``"first_touch"`` compares the checksum of each chunk when this store first reads it, one pass
-                over its bytes; ``"never"`` trusts the bytes (right after :meth:`verify`, say). Sizes are always
-                compared.
-            mapping: ``"auto"`` maps the files of chunks, and reads them where they are on a network file system,
-                where an I/O error on a map would kill the process; ``"always"`` maps and ``"never"`` reads them
-                everywhere.
+            mode: ``"r"`` for reading: writes nothing, takes no lock, and works while another process writes.
+                ``"r+"`` for reading and writing.
+            verify: ``"first_touch"`` compares the checksum of each chunk when it is first read, at the cost of one pass
+                over its bytes. ``"never"`` compares only sizes, for example right after :meth:`verify`.
+            mapping: ``"auto"`` memory-maps chunk files on local file systems and reads them on network file systems,
+                where an I/O error on a map would kill the process. ``"always"`` always maps, ``"never"`` always reads.
 
         Raises:
             MissingStoreError: If there is no store.
-            ManifestMismatchError: If another version of trak_lite made it, with another format.
+            ManifestMismatchError: If the store has the format of another trak_lite version.
             CorruptStoreError: If its metadata is damaged.
-            ReadOnlyStoreError: If it is to be written and its folder cannot be.
+            ReadOnlyStoreError: If ``mode`` is ``"r+"`` and the folder is not writable.
         """
         one_of(("r", "r+"), mode=mode)
         one_of(("first_touch", "never"), verify=verify)
@@ -201,23 +200,23 @@ class ZarrFeatureStore(AbstractFeatureStore):
 
     @property
     def manifest(self) -> Manifest:
-        """The settings that the store was made with."""
+        """Settings that the store was created with."""
         return self._manifest
 
     @property
     def path(self) -> str:
-        """Folder of the store, with no link in it."""
+        """Folder of the store, with symbolic links resolved."""
         return self._root
 
     @property
     def writable(self) -> bool:
-        """Whether tables can be created and rows put."""
+        """Whether the store is open for writing."""
         return self._writable
 
     def create_table(
         self, path: str, spec: TableSpec, attributes: Mapping[str, Any] | None = None
     ) -> AbstractRowTable:
-        """Open a table for writing, and create it first where it does not exist."""
+        """Open a table for writing; create it if it does not exist."""
         self._require_writable()
         parts = path_parts(path, what="table")
         spec = check_spec(spec)
@@ -235,9 +234,9 @@ class ZarrFeatureStore(AbstractFeatureStore):
             try:
                 table = self._open(path)
             except MissingStoreError:
-                if os.path.lexists(f"{self._root}/{path}"):  # something that is no table
+                if os.path.lexists(f"{self._root}/{path}"):  # the path is not a table
                     raise
-                # else another process has dropped it just now
+                # otherwise another process has just dropped it: create it again
         compare_specs(table.spec, spec, where=f"{self._root}/{path}")
         return table
 
@@ -246,10 +245,9 @@ class ZarrFeatureStore(AbstractFeatureStore):
         return self._open(path)
 
     def drop_table(self, path: str) -> None:
-        """Remove a table and all its rows, for good; see :meth:`AbstractFeatureStore.drop_table`.
+        """Delete a table and all its rows; see :meth:`AbstractFeatureStore.drop_table`.
 
-        The folder is renamed first and removed then. Where that was interrupted, dropping the table again removes
-        the rest.
+        The folder is first renamed, then removed. After an interruption, calling this again removes the rest.
         """
         self._require_writable()
         parts = path_parts(path, what="table")
@@ -269,9 +267,9 @@ class ZarrFeatureStore(AbstractFeatureStore):
             self._list.remove_dropped(path)
 
     def grow_table(self, path: str, num_rows: int) -> AbstractRowTable:
-        """Give a table more rows; see :meth:`AbstractFeatureStore.grow_table`."""
+        """Append pending rows to a table; see :meth:`AbstractFeatureStore.grow_table`."""
         self._require_writable()
-        self._open(path)  # which looks at its folders and arrays
+        self._open(path)  # validates its folders and arrays
         folder, record = f"{self._root}/{path}", self._require_table(path)
         spec = table_from_json(record, path, self._origin, where=f"{folder}/zarr.json")
         if grown_spec(spec, num_rows) == self._tables[path].spec and not sizes_under_way(record):
@@ -283,7 +281,7 @@ class ZarrFeatureStore(AbstractFeatureStore):
         return self._open(path)
 
     def replace_fingerprint(self, known: Mapping[str, Any], given: Mapping[str, Any]) -> None:
-        """Give the manifest another fingerprint; see :meth:`AbstractFeatureStore.replace_fingerprint`."""
+        """Replace the fingerprint of the manifest; see :meth:`AbstractFeatureStore.replace_fingerprint`."""
         self._require_writable()
         given = plain_json(dict(given), what="The manifest's fingerprint")
         with named_errors("Changing", f"{self._root}/zarr.json"), changed_metadata(self._root) as record:
@@ -293,16 +291,16 @@ class ZarrFeatureStore(AbstractFeatureStore):
         self._manifest = manifest
 
     def diff(self, other: AbstractFeatureStore) -> tuple[Difference, ...]:
-        """Return what differs between this store and another one."""
+        """Return the differences between this store and another one."""
         return diff_stores(self, other)
 
     def merge(self, parts: Iterable[AbstractFeatureStore]) -> dict[str, int]:
-        """Put the rows that this store misses and others have."""
+        """Copy the rows that are missing here from other stores."""
         self._require_writable()
         return merge_stores(self, parts)
 
     def attributes(self, path: str) -> dict[str, Any]:
-        """Return what was recorded beside a table when it was created."""
+        """Return the attributes recorded when the table was created."""
         return attributes_from_json(self._require_table(path), where=f"{self._root}/{path}/zarr.json")
 
     def table_names(self, prefix: str = "") -> list[str]:
@@ -312,16 +310,16 @@ class ZarrFeatureStore(AbstractFeatureStore):
         start = f"{prefix}/" if prefix else ""
         for path in self._list.paths():
             if path.startswith(start) and path not in found and self._table_record(tuple(path.split("/"))):
-                found.append(path)  # created just now, or the metadata of a group above it are missing
+                found.append(path)  # just created, or the metadata of a parent group is missing
         return sorted(found, key=natural_order)
 
     def cached(self, name: str, key: str) -> NDArray[Any] | None:
-        """Return a derived array that was kept under this name and key, or ``None``."""
+        """Return the cached array with this name and key, or ``None``."""
         refuse_links(self._root, (CACHE,))
         return self._derived.get(name, key)
 
     def cache(self, name: str, key: str, array: NDArray[Any]) -> None:
-        """Keep a derived array; a later one under the same name replaces it."""
+        """Cache a derived array, replacing any array of the same name."""
         check_derived(name, key, array)
         if not self._writable:
             return
@@ -329,7 +327,7 @@ class ZarrFeatureStore(AbstractFeatureStore):
         self._derived.put(name, key, array)
 
     def entry(self, name: str, key: str) -> NDArray[Any] | None:
-        """Return the entry that was put under this name and key, or ``None``; see :class:`AbstractFeatureStore`."""
+        """Return the entry with this name and key, or ``None``; see :class:`AbstractFeatureStore`."""
         refuse_links(self._root, (ENTRIES,))
         found = self._entries.get(name, key)
         if found is None and self._entries.is_damaged(name):
@@ -340,7 +338,7 @@ class ZarrFeatureStore(AbstractFeatureStore):
         return found
 
     def put_entry(self, name: str, key: str, array: NDArray[Any]) -> None:
-        """Put an array that cannot be computed again; a later one under the same name replaces it."""
+        """Store an array that cannot be recomputed, replacing any entry of the same name."""
         check_derived(name, key, array)
         self._require_writable()
         self._make_hidden(ENTRIES)
@@ -353,13 +351,13 @@ class ZarrFeatureStore(AbstractFeatureStore):
         return [name for name in self._entries.names() if name.startswith(start)]
 
     def drop_entry(self, name: str) -> None:
-        """Remove an entry if there is one."""
+        """Delete an entry if it exists."""
         self._require_writable()
         refuse_links(self._root, (ENTRIES,))
         self._entries.remove(name)
 
     def _make_hidden(self, folder: str) -> None:
-        """Make a folder that zarr's tools do not look into, unless there is one."""
+        """Create a folder that zarr tools do not list, if it does not exist."""
         refuse_links(self._root, (folder,))
         with named_errors("Keeping an array in", self._root):
             if not os.path.isdir(f"{self._root}/{folder}"):
@@ -370,10 +368,10 @@ class ZarrFeatureStore(AbstractFeatureStore):
         """Compare rows, records and metadata with their checksums; see :func:`~trak_lite.store.verify_store`.
 
         Args:
-            repair: Whether to set damaged chunks aside, so that their rows are pending.
+            repair: Whether to set damaged chunks aside, so that their rows become pending.
 
         Raises:
-            ReadOnlyStoreError: If it is to be repaired and was opened for reading.
+            ReadOnlyStoreError: If ``repair`` is set and the store was opened for reading.
         """
         if not repair:
             return check_folder(self._root, repair=False)
@@ -383,7 +381,7 @@ class ZarrFeatureStore(AbstractFeatureStore):
         return check_folder(self._root, repair=True)
 
     def close(self) -> None:
-        """Release files and locks; rows put so far are safe."""
+        """Release files and locks. Rows already put are safe."""
         self._closed = True
         for table in self._tables.values():
             table.close()
@@ -395,7 +393,7 @@ class ZarrFeatureStore(AbstractFeatureStore):
             raise StateError(f"{self._root} was closed. Open it again.")
 
     def _open(self, path: str) -> ZarrRowTable:
-        """Open a table once: a second one in this process would find the chunks of the first one locked."""
+        """Return the table, opened at most once: a second handle would find chunks locked by the first one."""
         while path not in self._tables:
             record = self._require_table(path)
             place = self._place(path)
@@ -404,11 +402,11 @@ class ZarrFeatureStore(AbstractFeatureStore):
             except (StoreError, FileNotFoundError):
                 self._require_table(path)
                 if self._place(path) == place:
-                    raise  # else it was dropped, and made anew, while it was looked at
+                    raise  # otherwise the table was replaced while it was being opened: try again
         return self._tables[path]
 
     def _place(self, path: str) -> tuple[int, ...]:
-        """Return what tells a table's folder from one that has taken its name."""
+        """Return inode and change time of a table's folder, which differ if the folder is replaced."""
         try:
             found = os.stat(f"{self._root}/{path}")
         except FileNotFoundError:
@@ -438,10 +436,11 @@ class ZarrFeatureStore(AbstractFeatureStore):
         return TableFiles(f"{self._root}/{path}", spec, root=self._root, identity=identity)
 
     def _require_listed(self, path: str, spec: TableSpec) -> None:
-        """Raise if the list of tables names another one of that path; list it where its creation was interrupted.
+        """Check a table against the list of tables; add it if an interrupted creation left it unlisted.
 
         Raises:
-            MissingStoreError: If it was dropped meanwhile.
+            CorruptStoreError: If the list has another table under this path.
+            MissingStoreError: If the table was dropped meanwhile.
         """
         identity = table_identity(path, self._origin, spec)
         listed = self._list.identity(path)
@@ -468,11 +467,11 @@ class ZarrFeatureStore(AbstractFeatureStore):
         return record
 
     def _table_record(self, parts: tuple[str, ...]) -> dict[str, Any] | None:
-        """Return what a table's ``zarr.json`` says; ``None`` if there is no table of that name.
+        """Return the record in a table's ``zarr.json``; ``None`` if there is no such table.
 
         Raises:
             InvalidInputError: If a part of the path is a table, or the path is a group of tables.
-            CorruptStoreError: If one of them is so by its metadata alone.
+            CorruptStoreError: If the table is listed but its metadata is missing or does not describe a table.
         """
         refuse_links(self._root, parts)
         for depth in range(1, len(parts)):
@@ -503,12 +502,12 @@ class ZarrFeatureStore(AbstractFeatureStore):
     def _publish(
         self, path: str, documents: Mapping[str, Mapping[str, Any]], first: str | None = None
     ) -> None:
-        """Make a folder with these documents at once, unless there is one.
+        """Atomically create a folder with its ``zarr.json`` documents, if it does not exist.
 
         Args:
-            path: Of the folder in the tree.
-            documents: By folder inside it.
-            first: Folder of the first column of a table, where records and staged rows are.
+            path: Path of the folder, relative to the store.
+            documents: Documents by subfolder.
+            first: For a table, the folder of its first column, which holds commit records and staged rows.
         """
         with self._list.scratch() as scratch:
             for name, document in documents.items():
@@ -543,7 +542,7 @@ def _refuse_occupied(root: str) -> None:
     occupied = os.path.lexists(root) and (not os.path.isdir(root) or os.listdir(root))
     if (
         occupied and read_attributes(root) is None
-    ):  # looked at again: another process may just have created the store
+    ):  # checked again: another process may just have created the store
         raise CorruptStoreError(
             f"{root} exists and is not a store: it has no zarr.json. Nothing was written. "
             "Use another path, or remove it."

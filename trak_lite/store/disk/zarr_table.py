@@ -1,4 +1,4 @@
-"""A table on disk: rows go into staged chunks, complete chunks become the chunks of zarr arrays."""
+"""Table on disk. Rows are written to staged chunks; a complete chunk becomes a chunk of the zarr arrays."""
 
 from __future__ import annotations
 
@@ -30,15 +30,15 @@ __all__ = ["ZarrRowTable"]
 
 logger = logging.getLogger(__name__)
 
-_OPEN_CHUNKS = 32  # staged at a time: each holds a lock and a file per column
+_OPEN_CHUNKS = 32  # maximum number of open staged chunks; each holds a lock and one file per column
 
 
 @final
 class ZarrRowTable(AbstractRowTable):
     """Rows of one table of a :class:`~trak_lite.store.ZarrFeatureStore`.
 
-    What other processes commit is seen by ``done``, ``pending`` and ``committed_chunks`` each time they are called,
-    and by reading when it is asked for a chunk that it has not seen yet.
+    Each call of ``done``, ``pending`` or ``committed_chunks`` sees the commits of other processes. Reading looks for
+    new commits only if the requested chunk is not known to be committed.
     """
 
     def __init__(
@@ -70,8 +70,8 @@ class ZarrRowTable(AbstractRowTable):
     ) -> None:
         """Write rows; see :meth:`AbstractRowTable.put`.
 
-        All staged files are reserved before the first byte is written, so a full disk refuses the whole call. A
-        failure later than that leaves the rows of the chunk in hand pending, and those of earlier chunks done.
+        Disk space for all staged files is reserved before the first byte is written, so a full disk fails the whole
+        call. After a later failure, the rows of the current chunk are pending and those of earlier chunks are done.
         """
         self._require_writable()
         block = check_block(rows, values, self._spec)
@@ -85,7 +85,7 @@ class ZarrRowTable(AbstractRowTable):
 
     @contextlib.contextmanager
     def claim(self, chunk: int) -> Iterator[NDArray[np.int64]]:
-        """Hold a chunk while the block runs; see :meth:`AbstractRowTable.claim`."""
+        """Lock a chunk until the context exits; see :meth:`AbstractRowTable.claim`."""
         self._require_writable()
         first, _ = self.chunk_range(chunk)
         if chunk in self._claimed:
@@ -102,13 +102,13 @@ class ZarrRowTable(AbstractRowTable):
                 self._release(chunk)
 
     def done(self) -> NDArray[np.bool_]:
-        """Return which rows are done, ``(num_rows,)``."""
+        """Return a mask of the done rows, ``(num_rows,)``."""
         mask = self._files.marks()
-        # the stage first, the index second: a chunk that is committed in between is seen by the second look
+        # Read the stage before the index: a chunk that is committed in between is then found in the index.
         staged = self._files.staged_chunks() - self._index.committed.keys()
         self._mark_staged(mask, staged)
         self._refresh()
-        # and both once more: a chunk that the table has outgrown may just have been taken back
+        # Read both again: the last chunk of a grown table may just have been moved back to the stage.
         late = self._index.outgrown | self._files.staged_chunks()
         late -= staged | self._index.committed.keys()
         self._mark_staged(mask, late)
@@ -125,10 +125,10 @@ class ZarrRowTable(AbstractRowTable):
         return sorted(self._index.committed)
 
     def stored_chunk(self, chunk: int, column: str) -> StoredRows:
-        """Return the rows of a committed chunk as mapped arrays; see :meth:`AbstractRowTable.stored_chunk`.
+        """Return the rows of a committed chunk, memory-mapped; see :meth:`AbstractRowTable.stored_chunk`.
 
-        The arrays are marked as not writable; their pages are private, so marking them writable (as torch wants an
-        array that it shares) cannot change the file.
+        The arrays are read-only. Their pages are private, so the file cannot change even if a caller marks an array
+        writable (as torch requires for arrays that it shares).
         """
         found = self.column(column)
         record = self._record_of(chunk)
@@ -138,19 +138,19 @@ class ZarrRowTable(AbstractRowTable):
             newer, visible = self._index.look_at(chunk)
             if newer is None or newer == record or len(visible) < len(self._files.columns):
                 raise
-            self._index.add(newer)  # set aside and committed again since this table looked
+            self._index.add(newer)  # a repair set the chunk aside and it was committed again
             return self._mapped(found, newer)
 
     def checksums(self, chunk: int) -> dict[str, int]:
-        """Return the CRC-32C of each column of a committed chunk, as its commit record says."""
+        """Return the CRC-32C of each array of a committed chunk from its commit record."""
         record = self._record_of(chunk)
         return {name: checksum for name, (_, checksum) in record.columns.items()}
 
     def read_done(self, chunk: int) -> tuple[NDArray[np.int64], dict[str, NDArray[Any]]]:
-        """Return the rows of a chunk that are done, and their values; see :meth:`AbstractRowTable.read_done`."""
+        """Return the done rows of a chunk and their values; see :meth:`AbstractRowTable.read_done`."""
         first, stop = self.chunk_range(chunk)
         if chunk not in self._index.committed:
-            # the stage first, the index second, as in done()
+            # stage before index, as in done()
             with named_errors("Reading staged rows in", self._files.stage):
                 log = read_row_log(self._files, chunk)
                 done, values = done_values(self._files, chunk, log, self._index.record(chunk))
@@ -173,19 +173,19 @@ class ZarrRowTable(AbstractRowTable):
         return content_digest(self._spec, sums)
 
     def close(self) -> None:
-        """Give up locks and files; rows put so far are safe, and reading stays possible."""
+        """Release locks and files. Rows already put are safe, and reading remains possible."""
         self._closed = True
         self.give_up_locks()
         self._maps.clear()
 
     def forget(self) -> None:
-        """Give up locks, maps and what is remembered of staged chunks: somebody is about to change them."""
+        """Release locks and maps and forget the progress of staged chunks, because a repair may change them."""
         self.give_up_locks()
         self._known.clear()
         self._maps.clear()
 
     def give_up_locks(self) -> None:
-        """Close the staged chunks and the commit log; the next put takes them up again."""
+        """Close the staged chunks and the commit log; the next put reopens them."""
         while self._staged:
             self._release(next(iter(self._staged)))
         self._claimed.clear()
@@ -196,7 +196,7 @@ class ZarrRowTable(AbstractRowTable):
         return StoredRows(column, tuple(self._maps.get(each, record) for each in files))
 
     def _decoded(self, stored: Mapping[str, NDArray[Any]]) -> dict[str, NDArray[Any]]:
-        """Return the values of each column from those of each array."""
+        """Decode the stored arrays to the values of each column."""
         return {
             column.name: StoredRows(column, tuple(stored[array.name] for array in column.arrays)).decode()
             for column in self._spec.columns
@@ -215,7 +215,7 @@ class ZarrRowTable(AbstractRowTable):
         require_writable_table(self._files.folder, writable=self._writable, closed=self._closed)
 
     def _stage(self, chunk: int) -> StagedChunk:
-        """Return a chunk ready for writing, and keep at most a few of them open."""
+        """Return a staged chunk ready for writing; close the oldest one if too many are open."""
         if chunk not in self._staged:
             stage = self._take(chunk)
             if stage is None:
@@ -228,12 +228,12 @@ class ZarrRowTable(AbstractRowTable):
         return self._staged[chunk]
 
     def _claim(self, chunk: int) -> NDArray[np.bool_]:
-        """Take a chunk and keep it; return which of its rows are pending."""
+        """Lock a chunk and keep it open; return a mask of its pending rows."""
         stage = self._staged.get(chunk) or self._take(chunk)
         if stage is None:
             return np.zeros(0, np.bool_)
         self._staged[chunk] = stage
-        if stage.complete:  # its writer died between the last row and the commit
+        if stage.complete:  # its writer was killed between the last row and the commit
             try:
                 self._commit(stage)
             except BaseException:
@@ -244,7 +244,7 @@ class ZarrRowTable(AbstractRowTable):
         return ~stage.done
 
     def _take(self, chunk: int, *, roll_forward: bool = False) -> StagedChunk | None:
-        """Take the lock of a chunk and repair what a killed writer left; ``None`` if it is committed."""
+        """Lock a chunk and recover what a killed writer left; return ``None`` if it is committed."""
         stage = StagedChunk.lock(self._files, chunk)
         try:
             self._refuse_grown(chunk)
@@ -264,7 +264,7 @@ class ZarrRowTable(AbstractRowTable):
         return stage
 
     def _refuse_grown(self, chunk: int) -> None:
-        """Raise if the chunk, under its lock, has more rows than this table knows of: its padding would be theirs."""
+        """Raise if the locked chunk has grown since the table was opened: padding would overwrite the new rows."""
         rows = self._files.rows_in(chunk)
         if rows < self._spec.chunk_rows and self._files.rows_on_disk(chunk) > rows:
             raise StateError(
@@ -305,7 +305,7 @@ class ZarrRowTable(AbstractRowTable):
             raise
 
     def _abandon(self, stage: StagedChunk) -> None:
-        """Give up a chunk in doubt: the next put takes it anew and repairs what is half done."""
+        """Close a chunk after a failure; the next put locks and recovers it."""
         stage.close()
         self._staged.pop(stage.chunk, None)
 
@@ -315,12 +315,12 @@ class ZarrRowTable(AbstractRowTable):
         self._close_finished_log()
 
     def _refresh(self) -> None:
-        """Look at what is committed by now, by whomever."""
+        """Update the index with the commits of all processes."""
         self._index.refresh()
         self._close_finished_log()
 
     def _close_finished_log(self) -> None:
-        """Close the commit log where nothing is left to commit: each table of a run would keep a descriptor open."""
+        """Close the commit log of a complete table, so that it does not keep a file descriptor open."""
         if len(self._index.committed) >= self._files.num_chunks:
             self._log.close()
 
@@ -337,9 +337,9 @@ class ZarrRowTable(AbstractRowTable):
             return proven_rows(self._files, chunk, log, record)
 
     def _recover(self) -> None:
-        """Finish what killed writers left complete: chunks without a final name, logs of committed chunks."""
+        """Commit complete chunks that killed writers left uncommitted; remove row logs of committed chunks."""
         for chunk in sorted(self._files.staged_chunks() | self._index.half_visible):
-            # looked at without a lock, so that no living writer finds the chunk busy
+            # no lock here, so that a running writer does not find the chunk busy
             if chunk in self._index.committed or self._staged_rows(chunk, self._index.record(chunk)).all():
                 with named_errors("Recovering", self._files.describe(chunk)):
                     self._finish(chunk)
@@ -363,7 +363,7 @@ _TABLES: weakref.WeakSet[ZarrRowTable] = weakref.WeakSet()
 
 
 def _give_up_inherited_locks() -> None:
-    """Let go, in a forked child such as a data loader's worker, of what its parent has locked."""
+    """Release the parent's locks in a forked child process, such as a data loader worker."""
     for table in _TABLES:
         table.give_up_locks()
 

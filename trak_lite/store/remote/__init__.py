@@ -1,1 +1,1 @@
-"""The store in an object store: the same tables, committed by conditional requests."""
+"""Feature store in an object store; chunks are committed by conditional requests."""

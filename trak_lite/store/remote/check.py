@@ -1,4 +1,4 @@
-"""A look at a whole remote store, with nothing put, that reports whatever it finds."""
+"""Read-only check of a remote store."""
 
 from __future__ import annotations
 
@@ -40,8 +40,8 @@ def verify_remote(objects: AbstractObjects, *, repair: bool) -> Report:
 
     Raises:
         MissingStoreError: If there is no store.
-        ManifestMismatchError: If a newer version of trak_lite made it.
-        UnsupportedStoreError: If it is to be repaired.
+        ManifestMismatchError: If the store has the format of another trak_lite version.
+        UnsupportedStoreError: If ``repair`` is set.
     """
     if repair:
         raise UnsupportedStoreError(
@@ -53,13 +53,13 @@ def verify_remote(objects: AbstractObjects, *, repair: bool) -> Report:
 
 @final
 class RemoteLook:
-    """Looks at the objects of one store, from one listing."""
+    """Checks one remote store from a single listing of its objects."""
 
     def __init__(self, objects: AbstractObjects) -> None:
-        """Remember where to look.
+        """Initialize; performs no I/O.
 
         Args:
-            objects: Where the store is.
+            objects: Objects of the store.
         """
         self._objects = objects
         self._findings: list[Finding] = []
@@ -69,11 +69,11 @@ class RemoteLook:
         self._identities: dict[str, str] = {}
 
     def report(self) -> Report:
-        """List every object, fetch every chunk, and compare them with the records.
+        """List all objects, fetch all chunks, and compare them with the records.
 
         Raises:
             MissingStoreError: If there is no store.
-            ManifestMismatchError: If a newer version of trak_lite made it.
+            ManifestMismatchError: If the store has the format of another trak_lite version.
         """
         text = self._objects.get(_METADATA)
         if text is None:
@@ -113,7 +113,7 @@ class RemoteLook:
             )
 
     def _tables(self) -> dict[str, TableSpec]:
-        """Return the tables whose description can be read; tell of the others."""
+        """Return the specs of the tables with valid metadata; report the others."""
         keys = sorted(key for key in self._sizes if key.endswith(f"/{_METADATA}"))
         documents, tables = {}, {}
         for key, text in self._objects.get_many(keys).items():
@@ -131,7 +131,7 @@ class RemoteLook:
                     raise misnamed(self._where(folder))
                 if "columns" in record:
                     where = self._where(f"{folder}/{_METADATA}")
-                    # the table's own word where the store's is damaged, which is a finding already
+                    # if the store's metadata is damaged (already reported), trust the table's
                     spec = table_from_json(
                         record, folder, self._origin or str(record.get("store")), where=where
                     )
@@ -149,7 +149,7 @@ class RemoteLook:
         return TableFiles(path, spec, root=self._objects.url, identity=self._identities[path])
 
     def _list(self) -> None:
-        """Compare the list of tables with those that were found."""
+        """Compare the list of tables with the tables found."""
         if f"{TABLES}/{_METADATA}" not in self._sizes:
             self._add("damage", None, f"{TABLES}/{_METADATA}, the list of tables, is missing", _RESTORE)
         start = f"{TABLES}/"
@@ -208,7 +208,7 @@ class RemoteLook:
         return latest
 
     def _chunk(self, path: str, files: TableFiles, record: CommitRecord) -> bool:
-        """Compare every column of a committed chunk; return whether all are as recorded."""
+        """Compare every column of a committed chunk with its record; return whether all match."""
         problems = list(self._problems(files, record))
         for column, text in problems:
             key = next(c.visible(record.chunk) for c in files.columns if c.name == column)
@@ -250,7 +250,7 @@ class RemoteLook:
 
 
 def _belongs(key: str, files: TableFiles) -> bool:
-    """Return whether a table has an object of that name: a chunk of its grid, or a commit record."""
+    """Return whether a key is a chunk of the table's grid or in its folder of commit records."""
     folder, _, name = key.rpartition("/")
     chunks = [column.chunk_of(name) for column in files.columns if folder == column.folder]
     return folder == files.commits or any(chunk is not None and chunk < files.num_chunks for chunk in chunks)

@@ -1,17 +1,16 @@
-"""What of a remote table is committed, and how a chunk comes to be.
+"""Index of the committed chunks of a remote table, and the commit protocol.
 
-The objects have the names that a local store gives its files; every commit record is an object of its own,
-``.commits/c.<chunk>.<generation>.log``. A finished store that is copied to a disk is a local store, and the other way
-round.
+Objects have the same names as the files of a local store. Each commit record is a separate object,
+``.commits/c.<chunk>.<generation>.log``. A finished store can be copied between a disk and an object store.
 
-A writer creates the column objects where there are none, then creates the commit record: whoever creates the record
-has the chunk. Column objects are replaced by the writer that has the record, and by nobody else: an object that was
-left by a writer that died is replaced after the record is won, and one that belongs to a record is never touched by
-the writer that lost. A chunk is committed when its record and all its column objects are there.
+To commit a chunk, a writer creates the column objects that do not exist, then creates the commit record. The writer
+whose record is created owns the chunk. Only the owner may replace column objects: after creating the record, it
+replaces objects that a killed writer left. A writer that loses never modifies objects of the owner. A chunk is
+committed when its record and all its column objects exist.
 
-What remains: a writer that has won the record over a leftover and dies while it replaces that. Its own staging folder
-finishes it; until then, and for good if the folder is lost, the checksum of the chunk is wrong, which every reader and
-``verify`` report. Removing the objects that they name makes the rows pending.
+Known limitation: if the owner is killed while it replaces leftover objects, the checksum of the chunk is wrong. Readers
+and ``verify`` report this. The owner's next run finishes the commit from its staging folder. If that folder is lost,
+remove the reported objects; the rows then become pending.
 """
 
 from __future__ import annotations
@@ -33,14 +32,14 @@ __all__ = ["RemoteIndex", "decode_log"]
 
 @final
 class RemoteIndex:
-    """Committed chunks of a remote table, as far as this process has looked."""
+    """Committed chunks of a remote table, as of the last refresh."""
 
     def __init__(self, objects: AbstractObjects, files: TableFiles) -> None:
-        """Remember where to look.
+        """Initialize; performs no I/O.
 
         Args:
-            objects: Where the store is.
-            files: Names of the table's objects: its folder is the path of the table.
+            objects: Objects of the store.
+            files: Names of the table's objects; ``folder`` is the path of the table.
         """
         self.committed: dict[int, CommitRecord] = {}
         self._objects = objects
@@ -49,10 +48,10 @@ class RemoteIndex:
         self._read: dict[str, int] = {}
 
     def refresh(self) -> None:
-        """List the table's objects, and read the commit records that are new.
+        """List the table's objects and read new commit records.
 
         Raises:
-            CorruptStoreError: If an object has not the size that its record says.
+            CorruptStoreError: If the size of an object differs from its record.
         """
         sizes = self._objects.sizes(self._files.folder)
         start = f"{self._files.commits}/"
@@ -71,7 +70,7 @@ class RemoteIndex:
         }
 
     def is_committed(self, chunk: int) -> bool:
-        """Return whether a chunk is committed by now; asks for one object, and lists nothing if it is not."""
+        """Return whether a chunk is committed; if not, this costs one request and no listing."""
         if chunk in self.committed:
             return True
         if self._objects.get(self._log_key(chunk, self._next_generation(chunk))) is None:
@@ -80,14 +79,14 @@ class RemoteIndex:
         return chunk in self.committed
 
     def publish(self, chunk: int, contents: Sequence[NDArray[Any]]) -> None:
-        """Put the columns of a complete chunk and commit it; repeating what was interrupted finishes it.
+        """Upload the columns of a complete chunk and commit it. After an interruption, repeat the call.
 
         Args:
-            chunk: Which one.
-            contents: For each column its bytes, whole and padded.
+            chunk: Index of the chunk.
+            contents: Bytes of each stored array, including padding.
 
         Raises:
-            BusyError: If another writer has committed the chunk with other bytes, which stay as they are.
+            BusyError: If another writer has committed the chunk with other bytes; those are not changed.
         """
         record = self._record_for(chunk, contents)
         known = self.committed.get(chunk)
@@ -107,20 +106,20 @@ class RemoteIndex:
         self.committed[chunk] = record
 
     def describe(self, chunk: int) -> str:
-        """Return how an error names a chunk."""
+        """Return a description of a chunk for error messages."""
         rows = self._files.rows_of(chunk)
         return (
             f"rows {rows.start} to {rows.stop - 1} (chunk {chunk}) of {self._files.root}/{self._files.folder}"
         )
 
     def remedy(self, chunk: int) -> str:
-        """Return what to do about a damaged chunk."""
+        """Return instructions for repairing a damaged chunk."""
         keys = ", ".join(column.visible(chunk) for column in self._files.columns)
         return f"Remove {keys} below {self._files.root}: the rows become pending, and running again computes them anew."
 
     def _is_there(self, record: CommitRecord, sizes: Mapping[str, int]) -> bool:
         if not 0 <= record.chunk < self._files.num_chunks:
-            return False  # of a table that was larger: verify reports it
+            return False  # not a chunk of this table; verify reports it
         seen = {c.name: sizes.get(c.visible(record.chunk)) for c in self._files.columns}
         if None in seen.values():
             return False
@@ -147,7 +146,7 @@ class RemoteIndex:
         )
 
     def _create_column(self, column: ColumnFiles, record: CommitRecord, content: NDArray[Any]) -> bool:
-        """Create the object of a column; return whether it has our bytes now."""
+        """Create the object of a column; return whether it now has the given content."""
         key = column.visible(record.chunk)
         if self._objects.create(key, content.data):
             return True
@@ -155,7 +154,7 @@ class RemoteIndex:
         return found is not None and (len(found), crc32c(found)) == record.columns[column.name]
 
     def _win(self, record: CommitRecord) -> None:
-        """Create the commit record, or raise unless the one that is there says the same."""
+        """Create the commit record; raise if a different one exists."""
         key = self._log_key(record.chunk, record.generation)
         if self._objects.create(key, record.encode()):
             return
@@ -196,7 +195,7 @@ class RemoteIndex:
 
 
 def decode_log(text: bytes) -> tuple[list[CommitRecord], int]:
-    """Return the records of a commit log, and how many of its lines are none."""
+    """Return the records of a commit log and the number of invalid lines."""
     found = [CommitRecord.decode(line) for line in text.splitlines()]
     records = [record for record in found if record is not None]
     return records, len(found) - len(records)

@@ -1,7 +1,7 @@
-"""Places that keep whole objects under keys, such as a bucket: the five things that a remote store asks of them.
+"""Interface to object stores, such as a bucket.
 
-An object is put as a whole or not at all, and is seen by everybody once putting it has returned. Nothing is appended,
-renamed or locked: what decides between writers is :meth:`AbstractObjects.create`, which only one of them wins.
+Writes are atomic, and an object is visible to everybody once the write has returned. Objects are never appended to,
+renamed or locked. Concurrent writers are arbitrated by :meth:`AbstractObjects.create`, which succeeds for only one.
 """
 
 from __future__ import annotations
@@ -17,67 +17,67 @@ from trak_lite.errors import UnsupportedStoreError
 __all__ = ["AbstractObjects", "Content", "require_exclusive"]
 
 Content: TypeAlias = bytes | memoryview
-"""Of an object; a memory view is of single bytes, contiguous, and not changed while it is put."""
+"""Content of an object. A memoryview must be contiguous, have itemsize 1, and not change during the upload."""
 
 _REQUESTS_AT_ONCE = 16
 
 
 class AbstractObjects(ABC):
-    """Objects below one address. Keys are ``/``-separated, relative to it, with no leading or trailing ``/``."""
+    """Objects below one address. Keys are relative to the address, without leading or trailing ``/``."""
 
     @property
     @abstractmethod
     def url(self) -> str:
-        """The address, for messages and for the name of the staging folder."""
+        """The address; used in messages and to derive the name of the staging folder."""
 
     def name(self, key: str) -> str:
-        """Return how messages name an object."""
+        """Return the name of an object for messages."""
         return f"{self.url}/{key}"
 
     @abstractmethod
     def get(self, key: str) -> bytes | None:
-        """Return an object, ``None`` if there is none.
+        """Return the content of an object, or ``None`` if it does not exist.
 
         Raises:
-            StoreError: If the place cannot be reached, or refuses.
+            StoreError: If the request fails.
         """
 
     @abstractmethod
     def put(self, key: str, content: Content) -> None:
-        """Put an object; one that is there already is replaced.
+        """Write an object, replacing an existing one.
 
         Raises:
-            ReadOnlyStoreError: If that is not permitted.
-            StoreError: If the place cannot be reached, or refuses.
+            ReadOnlyStoreError: If writing is not permitted.
+            StoreError: If the request fails.
         """
 
     @abstractmethod
     def create(self, key: str, content: Content) -> bool:
-        """Put an object unless there is one; of several callers at once, one wins.
+        """Write an object only if it does not exist; of several concurrent calls, one succeeds.
 
         Returns:
-            Whether it is ours now; ``False`` if there was one.
+            Whether the object was written; ``False`` if it existed.
 
         Raises:
-            UnsupportedStoreError: If the place cannot do this.
-            ReadOnlyStoreError: If that is not permitted.
-            StoreError: If the place cannot be reached, or refuses.
+            UnsupportedStoreError: If the object store does not support this.
+            ReadOnlyStoreError: If writing is not permitted.
+            StoreError: If the request fails.
         """
 
     @abstractmethod
     def sizes(self, folder: str) -> dict[str, int]:
-        """Return key and bytes of every object below ``folder/``, none where there is no such folder."""
+        """Return key and size in bytes of each object below ``folder/``; empty if there are none."""
 
     @abstractmethod
     def folders(self, folder: str) -> list[str]:
-        """Return the names directly below ``folder/`` (or below the address, if empty) that have objects below them."""
+        """Return the names of the folders directly below ``folder/`` (below the address, if ``folder`` is empty)."""
 
     @abstractmethod
     def delete(self, key: str) -> None:
-        """Remove an object if there is one."""
+        """Delete an object if it exists."""
 
     def get_many(self, keys: Iterable[str]) -> dict[str, bytes | None]:
-        """Return several small objects, asked for at the same time."""
+        """Return several small objects by key, fetched concurrently; ``None`` for those that do not exist."""
         wanted = list(keys)
         if len(wanted) < 2:
             return {key: self.get(key) for key in wanted}
@@ -86,11 +86,11 @@ class AbstractObjects(ABC):
 
 
 def require_exclusive(objects: AbstractObjects) -> None:
-    """Raise unless the place refuses to create an object twice: two writers would overwrite each other's rows.
+    """Raise unless creating an existing object fails; otherwise two writers could overwrite each other's rows.
 
     Raises:
-        UnsupportedStoreError: If it does not.
-        ReadOnlyStoreError: If nothing can be put there.
+        UnsupportedStoreError: If an object can be created twice.
+        ReadOnlyStoreError: If writing is not permitted.
     """
     key = f".probe-{uuid.uuid4().hex}"
     try:

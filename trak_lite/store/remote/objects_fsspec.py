@@ -1,4 +1,4 @@
-"""Objects in an fsspec file system: memory, and whatever has a file system of its own and can create exclusively."""
+"""Objects in an fsspec file system that supports exclusive creation, such as ``memory://``."""
 
 from __future__ import annotations
 
@@ -37,9 +37,9 @@ class FsspecObjects(AbstractObjects):
         """Wrap a file system.
 
         Args:
-            filesystem: Any whose ``pipe_file`` knows the mode ``"create"``.
-            root: Path in it.
-            url: How messages name it.
+            filesystem: File system; writing needs one whose ``pipe_file`` supports ``mode="create"``.
+            root: Path in the file system.
+            url: Address to use in messages.
         """
         self._filesystem = filesystem
         self._root = root.rstrip("/")
@@ -47,11 +47,11 @@ class FsspecObjects(AbstractObjects):
 
     @property
     def url(self) -> str:
-        """How messages name it."""
+        """The address, as used in messages."""
         return self._url
 
     def get(self, key: str) -> bytes | None:
-        """Return an object, ``None`` if there is none."""
+        """Return the content of an object, or ``None`` if it does not exist."""
         with _named_errors("Getting", self.name(key)):
             try:
                 return bytes(self._filesystem.cat_file(self._path(key)))
@@ -59,12 +59,12 @@ class FsspecObjects(AbstractObjects):
                 return None
 
     def put(self, key: str, content: Content) -> None:
-        """Put an object; one that is there already is replaced."""
+        """Write an object, replacing an existing one."""
         with _named_errors("Putting", self.name(key)):
             self._filesystem.pipe_file(self._path(key), bytes(content))
 
     def create(self, key: str, content: Content) -> bool:
-        """Put an object unless there is one."""
+        """Write an object only if it does not exist; return whether it was written."""
         if not _creates_exclusively(self._filesystem):
             raise UnsupportedStoreError(
                 f"fsspec's {type(self._filesystem).__name__} cannot create an object only where there is none, so two "
@@ -79,15 +79,15 @@ class FsspecObjects(AbstractObjects):
         return True
 
     def sizes(self, folder: str) -> dict[str, int]:
-        """Return key and bytes of every object below a folder."""
+        """Return key and size in bytes of each object below a folder."""
         with _named_errors("Listing", self.name(folder)):
-            self._filesystem.invalidate_cache()  # a remembered listing lacks what others have put since
+            self._filesystem.invalidate_cache()  # a cached listing lacks objects that others have written since
             found = self._filesystem.find(self._path(folder), detail=True)
         start = len(self._filesystem._strip_protocol(self._root)) + 1
         return {path[start:]: int(entry["size"]) for path, entry in found.items()}
 
     def folders(self, folder: str) -> list[str]:
-        """Return the names directly below a folder that have objects below them."""
+        """Return the names of the folders directly below a folder."""
         with _named_errors("Listing", self.name(folder)):
             self._filesystem.invalidate_cache()
             try:
@@ -97,7 +97,7 @@ class FsspecObjects(AbstractObjects):
         return [e["name"].rstrip("/").rpartition("/")[2] for e in found if e["type"] == "directory"]
 
     def delete(self, key: str) -> None:
-        """Remove an object if there is one."""
+        """Delete an object if it exists."""
         with _named_errors("Deleting", self.name(key)), contextlib.suppress(FileNotFoundError):
             self._filesystem.rm_file(self._path(key))
 
@@ -106,7 +106,7 @@ class FsspecObjects(AbstractObjects):
 
 
 def _creates_exclusively(filesystem: AbstractFileSystem) -> bool:
-    """Return whether a file system has a ``create`` of its own: the inherited one looks first and writes then."""
+    """Return whether a file system overrides ``mode="create"``; the inherited one is check-then-write, not atomic."""
     import fsspec
     from fsspec.asyn import AsyncFileSystem
 

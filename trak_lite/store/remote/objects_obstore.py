@@ -17,7 +17,7 @@ __all__ = ["ObstoreObjects", "is_obstore", "open_obstore"]
 
 
 def is_obstore(where: object) -> bool:
-    """Return whether an object is a store of obstore's."""
+    """Return whether an object is an obstore store."""
     return type(where).__module__.partition(".")[0] == "obstore"
 
 
@@ -26,7 +26,7 @@ def open_obstore(url: str, options: dict[str, object]) -> ObstoreObjects:
 
     Raises:
         ImportError: If obstore is not installed.
-        StoreError: If there can be no store at the URL.
+        StoreError: If obstore rejects the URL.
     """
     from obstore.store import from_url
 
@@ -36,27 +36,27 @@ def open_obstore(url: str, options: dict[str, object]) -> ObstoreObjects:
 
 @final
 class ObstoreObjects(AbstractObjects):
-    """Objects in a store of obstore's."""
+    """Objects in an obstore store."""
 
     def __init__(self, store: ObjectStore, *, url: str | None = None) -> None:
         """Wrap a store.
 
         Args:
-            store: With its prefix set to where the objects are.
-            url: How messages name it; ``None`` takes the store's own description.
+            store: Store whose prefix is the folder of the objects.
+            url: Address to use in messages; ``None`` is the ``repr`` of the store.
         """
         described = repr(store)
-        # an address in memory means nothing to another process
+        # a memory address in the repr is unique only within this process
         self._url = url or (f"{described} of pid {os.getpid()}" if " at 0x" in described else described)
         self._store = store
 
     @property
     def url(self) -> str:
-        """How messages name it."""
+        """The address, as used in messages."""
         return self._url
 
     def get(self, key: str) -> bytes | None:
-        """Return an object, ``None`` if there is none."""
+        """Return the content of an object, or ``None`` if it does not exist."""
         import obstore
 
         with _named_errors("Getting", self.name(key)):
@@ -66,27 +66,27 @@ class ObstoreObjects(AbstractObjects):
                 return None
 
     def put(self, key: str, content: Content) -> None:
-        """Put an object; one that is there already is replaced."""
+        """Write an object, replacing an existing one."""
         import obstore
 
         with _named_errors("Putting", self.name(key)):
             obstore.put(self._store, key, content)
 
     def create(self, key: str, content: Content) -> bool:
-        """Put an object unless there is one."""
+        """Write an object only if it does not exist; return whether it was written."""
         import obstore
         from obstore.exceptions import AlreadyExistsError
 
         with _named_errors("Creating", self.name(key)):
             try:
-                # in one request, which is what can be made conditional
+                # only single-request uploads can be conditional
                 obstore.put(self._store, key, content, mode="create", use_multipart=False)
             except AlreadyExistsError:
                 return False
         return True
 
     def sizes(self, folder: str) -> dict[str, int]:
-        """Return key and bytes of every object below a folder."""
+        """Return key and size in bytes of each object below a folder."""
         import obstore
 
         with _named_errors("Listing", self.name(folder)):
@@ -94,7 +94,7 @@ class ObstoreObjects(AbstractObjects):
         return {entry["path"]: entry["size"] for page in pages for entry in page}
 
     def folders(self, folder: str) -> list[str]:
-        """Return the names directly below a folder that have objects below them."""
+        """Return the names of the folders directly below a folder."""
         import obstore
 
         with _named_errors("Listing", self.name(folder)):
@@ -102,7 +102,7 @@ class ObstoreObjects(AbstractObjects):
         return [path.rstrip("/").rpartition("/")[2] for path in found]
 
     def delete(self, key: str) -> None:
-        """Remove an object if there is one."""
+        """Delete an object if it exists."""
         import obstore
 
         with _named_errors("Deleting", self.name(key)), contextlib.suppress(FileNotFoundError):

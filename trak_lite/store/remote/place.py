@@ -1,4 +1,4 @@
-"""Where a remote store is, and where its rows are staged on the way there."""
+"""Address of a remote store and its local staging folder."""
 
 from __future__ import annotations
 
@@ -22,11 +22,11 @@ _OF_OBSTORE = {"s3", "s3a", "gs", "az", "adl", "azure", "abfs", "abfss", "http",
 
 @final
 class RemotePlace:
-    """An address in an object store, and a folder on this machine for the rows of chunks that are not complete.
+    """An address in an object store, with a local staging folder for incomplete chunks.
 
-    Rows go to the staging folder first, by the protocol of a local store; a complete chunk is put to the address as a
-    whole and removed from the folder. A run that was killed finds its rows in the folder again; on another machine
-    only what is at the address counts.
+    Rows are first written to the staging folder, which is a local store. A complete chunk is uploaded to the address
+    and removed from the folder. A killed run that is resumed on the same machine finds its rows in the folder. Another
+    machine sees only what is at the address.
 
     Example:
         >>> place = RemotePlace("memory://bucket/run.zarr", staging="/scratch/me")
@@ -41,25 +41,26 @@ class RemotePlace:
         staging: str | os.PathLike[str] | None = None,
         options: Mapping[str, Any] | None = None,
     ) -> None:
-        """Connect to the address; nothing is asked of it yet.
+        """Create a client for the address; sends no request.
 
         Args:
-            where: A URL (``s3://bucket/run.zarr``), a store of obstore's with the prefix of the run, or an
-                :class:`~trak_lite.store.AbstractObjects` of one's own.
-            staging: Folder on a local disk, for any number of stores; ``None`` takes ``trak_lite`` in the user's cache
-                folder. Another folder each time loses the rows of chunks that were not complete.
-            options: Keywords for ``obstore.store.from_url`` or ``fsspec.url_to_fs``: credentials, region, endpoint.
+            where: A URL (``s3://bucket/run.zarr``), an obstore store with the prefix of the run, or a custom
+                :class:`~trak_lite.store.AbstractObjects`.
+            staging: Folder on a local disk, which stores may share; ``None`` is ``trak_lite/staging`` in the user's
+                cache folder. Use the same folder when resuming, or the rows of incomplete chunks are lost.
+            options: Keyword arguments of ``obstore.store.from_url`` or ``fsspec.url_to_fs``, such as credentials,
+                region and endpoint.
 
         Raises:
-            InvalidInputError: If ``where`` is none of these.
-            UnsupportedStoreError: If the package that the address needs is not installed.
+            InvalidInputError: If ``where`` has another type or is not a remote URL.
+            UnsupportedStoreError: If the package for the URL scheme is not installed.
         """
         self.objects = _connect(where, dict(options or {}))
         self._staging = os.fspath(_default_staging() if staging is None else staging)
 
     @property
     def url(self) -> str:
-        """The address, as messages name it."""
+        """The address, as used in messages."""
         return self.objects.url
 
     def __str__(self) -> str:
@@ -67,16 +68,16 @@ class RemotePlace:
         return self.url
 
     def staging_root(self, manifest: Manifest) -> str:
-        """Return the folder of the local store in which rows with these settings are staged for this address."""
+        """Return the folder of the local staging store for this address and these settings."""
         key = hashlib.sha256(f"{self.url}\n{manifest.digest()}".encode()).hexdigest()[:32]
         return os.path.join(os.path.realpath(self._staging), f"{key}.zarr")
 
 
 def resolve_place(where: object) -> str | RemotePlace:
-    """Return a local path, or the remote place that ``where`` stands for.
+    """Return a local path unchanged; convert anything else to a :class:`RemotePlace`.
 
     Raises:
-        InvalidInputError: If it is neither.
+        InvalidInputError: If ``where`` is neither a local path nor a remote address.
 
     Example:
         >>> resolve_place("runs/digits.zarr"), str(resolve_place("memory://digits.zarr"))

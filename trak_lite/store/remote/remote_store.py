@@ -1,8 +1,7 @@
-"""The store in an object store: the layout of the store on disk, chunk by chunk as whole objects.
+"""Feature store in an object store, with the layout of the disk store; each chunk file is one object.
 
-Rows are staged in a local store with the same settings; see ``index`` for how a chunk is committed. zarr's
-documents are those that a local store would write, so plain zarr reads a finished store through its FsspecStore or
-ObjectStore.
+Rows are staged in a local store with the same settings; see ``index`` for the commit protocol. The zarr metadata is the
+same as on disk, so plain zarr can read a finished store through its FsspecStore or ObjectStore.
 """
 
 from __future__ import annotations
@@ -78,10 +77,10 @@ _DROPPED = "dropped"
 
 @final
 class RemoteFeatureStore(AbstractFeatureStore):
-    """Tables of feature rows below one address of an object store; use :meth:`create` and :meth:`open`.
+    """Feature store in an object store. Use :meth:`create` or :meth:`open` to construct it.
 
-    Several machines may write one store: of two that compute the same chunk, the first to commit it has it. Derived
-    arrays are kept in the staging folder of each machine.
+    Several machines may write to one store. If two compute the same chunk, the first commit wins. Cached arrays are
+    stored in the staging folder of each machine.
 
     Example:
         >>> import tempfile, numpy as np
@@ -119,17 +118,17 @@ class RemoteFeatureStore(AbstractFeatureStore):
 
     @classmethod
     def create(cls, where: object, manifest: Manifest) -> Self:
-        """Make a store, or open the one that is there for writing if it was made with the same settings.
+        """Create a store, or open an existing one with the same settings for writing.
 
         Args:
-            where: What :class:`~trak_lite.store.RemotePlace` takes, or one.
-            manifest: Its fingerprint is compared key by key with the stored one.
+            where: A :class:`~trak_lite.store.RemotePlace`, or its first argument.
+            manifest: Settings; the fingerprint is compared key by key with that of an existing store.
 
         Raises:
-            ManifestMismatchError: If the store was made with other settings; names every differing key.
-            CorruptStoreError: If something else is at the address, or the stored metadata is damaged.
-            UnsupportedStoreError: If the place cannot create an object only where there is none.
-            ReadOnlyStoreError: If nothing can be put there.
+            ManifestMismatchError: If the store was created with other settings; names every differing key.
+            CorruptStoreError: If the address holds other objects but no store, or the stored metadata is damaged.
+            UnsupportedStoreError: If the object store does not support conditional creation of objects.
+            ReadOnlyStoreError: If the address is not writable.
         """
         place = _as_place(where)
         made_with = plain_json(dict(manifest.made_with), what="The manifest's made_with")
@@ -157,18 +156,18 @@ class RemoteFeatureStore(AbstractFeatureStore):
         """Open an existing store.
 
         Args:
-            where: What :class:`~trak_lite.store.RemotePlace` takes, or one.
-            mode: ``"r"`` writes nothing and works beside writers; ``"r+"`` is for writing.
-            verify: ``"first_touch"`` compares the checksum of each chunk whenever it is fetched; ``"never"`` trusts
-                the bytes. Sizes are always compared.
+            where: A :class:`~trak_lite.store.RemotePlace`, or its first argument.
+            mode: ``"r"`` for reading: writes nothing and works while others write. ``"r+"`` for reading and writing.
+            verify: ``"first_touch"`` compares the checksum of each chunk whenever it is fetched; ``"never"`` compares
+                only sizes.
 
         Raises:
             MissingStoreError: If there is no store.
-            ManifestMismatchError: If another version of trak_lite made it, with another format.
+            ManifestMismatchError: If the store has the format of another trak_lite version.
             CorruptStoreError: If its metadata is damaged.
-            UnsupportedStoreError: If it is to be written, and the place cannot create an object only where there is
-                none.
-            ReadOnlyStoreError: If it is to be written, and nothing can be put there.
+            UnsupportedStoreError: If ``mode`` is ``"r+"`` and the object store does not support conditional creation
+                of objects.
+            ReadOnlyStoreError: If ``mode`` is ``"r+"`` and the address is not writable.
         """
         one_of(("r", "r+"), mode=mode)
         one_of(("first_touch", "never"), verify=verify)
@@ -188,7 +187,7 @@ class RemoteFeatureStore(AbstractFeatureStore):
 
     @property
     def manifest(self) -> Manifest:
-        """The settings that the store was made with."""
+        """Settings that the store was created with."""
         return self._manifest
 
     @property
@@ -198,7 +197,7 @@ class RemoteFeatureStore(AbstractFeatureStore):
 
     @property
     def writable(self) -> bool:
-        """Whether tables can be created and rows put."""
+        """Whether the store is open for writing."""
         return self._writable
 
     @property
@@ -209,7 +208,7 @@ class RemoteFeatureStore(AbstractFeatureStore):
     def create_table(
         self, path: str, spec: TableSpec, attributes: Mapping[str, Any] | None = None
     ) -> AbstractRowTable:
-        """Open a table for writing, and create it first where it does not exist."""
+        """Open a table for writing; create it if it does not exist."""
         local = self._require_writable()
         parts = path_parts(path, what="table")
         spec = check_spec(spec)
@@ -218,9 +217,9 @@ class RemoteFeatureStore(AbstractFeatureStore):
             with self._staging_locked():
                 if (
                     self._table_record(parts) is None
-                ):  # not created by another process of this machine meanwhile
+                ):  # checked again: another process of this machine may just have created it
                     self._finish_dropping(path)
-                    _drop_staged(local, path)  # of a table that is gone: what it staged must not come back
+                    _drop_staged(local, path)  # staged rows of a dropped table must not reappear
                     self._put_documents(parts, spec, noted)
         table = self._open(path)
         compare_specs(table.spec, spec, where=f"{self.path}/{path}")
@@ -231,10 +230,10 @@ class RemoteFeatureStore(AbstractFeatureStore):
         return self._open(path)
 
     def drop_table(self, path: str) -> None:
-        """Remove a table and all its rows, for good; see :meth:`AbstractFeatureStore.drop_table`.
+        """Delete a table and all its rows; see :meth:`AbstractFeatureStore.drop_table`.
 
-        A table that is being removed counts as none; creating it anew finishes that. Writers on other machines are
-        not seen: stop them first.
+        A partly deleted table does not exist any more; creating it again first completes the deletion. Writers on other
+        machines are not detected: stop them first.
         """
         local = self._require_writable()
         self._require_table(path)
@@ -248,10 +247,10 @@ class RemoteFeatureStore(AbstractFeatureStore):
             _drop_staged(local, path)
 
     def grow_table(self, path: str, num_rows: int) -> AbstractRowTable:
-        """Refuse: a table in an object store keeps its size.
+        """Return the table if it has ``num_rows`` rows; tables in an object store cannot grow.
 
         Raises:
-            UnsupportedStoreError: Always, but for a table that has that many rows.
+            UnsupportedStoreError: If the table has another number of rows.
         """
         self._require_writable()
         table = self._open(path)
@@ -263,7 +262,7 @@ class RemoteFeatureStore(AbstractFeatureStore):
         )
 
     def replace_fingerprint(self, known: Mapping[str, Any], given: Mapping[str, Any]) -> None:
-        """Refuse: the manifest in an object store stays as it is.
+        """Not supported: the manifest in an object store cannot change.
 
         Raises:
             UnsupportedStoreError: Always.
@@ -275,16 +274,16 @@ class RemoteFeatureStore(AbstractFeatureStore):
         )
 
     def diff(self, other: AbstractFeatureStore) -> tuple[Difference, ...]:
-        """Return what differs between this store and another one."""
+        """Return the differences between this store and another one."""
         return diff_stores(self, other)
 
     def merge(self, parts: Iterable[AbstractFeatureStore]) -> dict[str, int]:
-        """Put the rows that this store misses and others have."""
+        """Copy the rows that are missing here from other stores."""
         self._require_writable()
         return merge_stores(self, parts)
 
     def attributes(self, path: str) -> dict[str, Any]:
-        """Return what was recorded beside a table when it was created."""
+        """Return the attributes recorded when the table was created."""
         return dict(self._require_table(path).get("attributes") or {})
 
     def table_names(self, prefix: str = "") -> list[str]:
@@ -294,23 +293,23 @@ class RemoteFeatureStore(AbstractFeatureStore):
         start = f"{folder}/" if folder else ""
         for path in self._listed_paths():
             if path.startswith(start) and path not in found and self._table_record(tuple(path.split("/"))):
-                found.append(path)  # created just now, or the metadata of a group above it are missing
+                found.append(path)  # just created, or the metadata of a parent group is missing
         return sorted(found, key=natural_order)
 
     def cached(self, name: str, key: str) -> NDArray[Any] | None:
-        """Return a derived array that this machine has kept under this name and key, or ``None``."""
+        """Return the array cached on this machine with this name and key, or ``None``."""
         path_parts(name, what="cache")
         local = self._local_store()
         return None if local is None else local.cached(name, key)
 
     def cache(self, name: str, key: str, array: NDArray[Any]) -> None:
-        """Keep a derived array on this machine; a later one under the same name replaces it."""
+        """Cache a derived array on this machine, replacing any array of the same name."""
         check_derived(name, key, array)
         if self._local is not None:
             self._local.cache(name, key, array)
 
     def entry(self, name: str, key: str) -> NDArray[Any] | None:
-        """Return the entry that was put under this name and key, or ``None``; see :class:`AbstractFeatureStore`."""
+        """Return the entry with this name and key, or ``None``; see :class:`AbstractFeatureStore`."""
         content = self._objects.get(f"{ENTRIES}/{array_file_name(name)}")
         if content is None:
             return None
@@ -322,7 +321,7 @@ class RemoteFeatureStore(AbstractFeatureStore):
         return decode_array(content, name, key)
 
     def put_entry(self, name: str, key: str, array: NDArray[Any]) -> None:
-        """Put an array that cannot be computed again; a later one under the same name replaces it."""
+        """Store an array that cannot be recomputed, replacing any entry of the same name."""
         check_derived(name, key, array)
         self._require_writable()
         self._objects.put(f"{ENTRIES}/{array_file_name(name)}", encode_array(name, key, array))
@@ -334,7 +333,7 @@ class RemoteFeatureStore(AbstractFeatureStore):
         return sorted(name for name in names if name.startswith(start))
 
     def drop_entry(self, name: str) -> None:
-        """Remove an entry if there is one."""
+        """Delete an entry if it exists."""
         self._require_writable()
         self._objects.delete(f"{ENTRIES}/{array_file_name(name)}")
 
@@ -342,12 +341,12 @@ class RemoteFeatureStore(AbstractFeatureStore):
         """Fetch every chunk and compare it with its commit record; see :func:`~trak_lite.store.verify_store`.
 
         Raises:
-            UnsupportedStoreError: If it is to be repaired.
+            UnsupportedStoreError: If ``repair`` is set.
         """
         return verify_remote(self._objects, repair=repair)
 
     def close(self) -> None:
-        """Release the staging folder; rows put so far are safe."""
+        """Release the staging folder. Rows already put are safe."""
         self._closed = True
         for table in self._tables.values():
             table.close()
@@ -363,7 +362,7 @@ class RemoteFeatureStore(AbstractFeatureStore):
         return self._local
 
     def _local_store(self) -> ZarrFeatureStore | None:
-        """Return the local store in which rows are staged; for reading, ``None`` where there is none yet."""
+        """Return the local store in which rows are staged; ``None`` if a reader finds none."""
         if self._local is None and os.path.isdir(self._staging_root):
             self._local = ZarrFeatureStore.open(self._staging_root, "r")
         return self._local
@@ -414,7 +413,7 @@ class RemoteFeatureStore(AbstractFeatureStore):
         return record
 
     def _table_record(self, parts: tuple[str, ...]) -> dict[str, Any] | None:
-        """Return what a table's ``zarr.json`` says; ``None`` if there is no table of that name.
+        """Return the record in a table's ``zarr.json``; ``None`` if there is no such table.
 
         Raises:
             InvalidInputError: If a part of the path is a table, or the path is a group of tables.
@@ -439,7 +438,7 @@ class RemoteFeatureStore(AbstractFeatureStore):
         return record
 
     def _put_documents(self, parts: tuple[str, ...], spec: TableSpec, attributes: Mapping[str, Any]) -> None:
-        """Put the documents of a table: of the groups above it, of its arrays, and, last, its own."""
+        """Create the ``zarr.json`` documents of the parent groups, the arrays, and, last, the table itself."""
         path = "/".join(parts)
         above = {"/".join(parts[:depth]): group_document({}) for depth in range(1, len(parts))}
         documents = table_documents(path, self._origin, spec, attributes)
@@ -449,7 +448,7 @@ class RemoteFeatureStore(AbstractFeatureStore):
         failpoint("table_put")
 
     def _require_listed(self, path: str, identity: str) -> None:
-        """Raise if the list of tables names another one of that path; list it where its creation was interrupted."""
+        """Check a table against the list of tables; add it if an interrupted creation left it unlisted."""
         entry = _entry(path)
         text = self._objects.get(entry)
         if text is None:
@@ -467,7 +466,7 @@ class RemoteFeatureStore(AbstractFeatureStore):
         return [path for path in map(listed_path, names) if path is not None]
 
     def _is_lost(self, path: str) -> bool:
-        """Whether a table is listed and not there, as the second look confirms: others may be dropping it."""
+        """Whether a table is listed but missing; checked twice, because others may be dropping it."""
         document = f"{path}/{_METADATA}"
         return all(
             self._objects.get(_entry(path)) is not None and self._objects.get(document) is None
@@ -476,7 +475,7 @@ class RemoteFeatureStore(AbstractFeatureStore):
 
     @contextlib.contextmanager
     def _staging_locked(self) -> Iterator[None]:
-        """Hold the lock under which the processes of this machine create and drop tables, here and in the stage."""
+        """Hold this machine's lock for creating and dropping tables, in the object store and in the staging folder."""
         path = f"{self._staging_root}.lock"
         with named_errors("Locking", path):
             os.close(open_file(path, os.O_RDWR | os.O_CREAT))
@@ -484,7 +483,7 @@ class RemoteFeatureStore(AbstractFeatureStore):
                 yield
 
     def _finish_dropping(self, path: str) -> None:
-        """Remove the objects of a table that was marked as dropped, the mark last."""
+        """Delete the objects of a table that is marked as dropped; the mark itself last."""
         if _DROPPED in (_read_group(self._objects, path) or {}):
             self._objects.delete(_entry(path))
             mark = f"{path}/{_METADATA}"
@@ -538,8 +537,8 @@ def _drop_staged(local: ZarrFeatureStore, path: str) -> None:
 def _refuse_occupied(objects: AbstractObjects) -> None:
     occupied = objects.folders("")
     if occupied == [TABLES] and list(objects.sizes(TABLES)) == [f"{TABLES}/{_METADATA}"]:
-        return  # all that a process had put which was killed while it made the store, or makes it at this moment
-    # looked at again: somebody may just have created the store
+        return  # left by a creation that was killed or is still running
+    # checked again: another process may just have created the store
     if occupied and objects.get(_METADATA) is None:
         raise CorruptStoreError(
             f"{objects.url} has {occupied[:5]} in it and is not a store: it has no zarr.json. Nothing was put there. "

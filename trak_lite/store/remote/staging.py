@@ -1,4 +1,4 @@
-"""Chunks of a staging folder on their way to a remote store: given out when complete, removed when committed there."""
+"""Chunks in the staging folder of a remote store: listing, reading and removing them."""
 
 from __future__ import annotations
 
@@ -32,10 +32,10 @@ def is_complete(files: TableFiles, chunk: int) -> bool:
 
 
 def staged_contents(files: TableFiles, table: AbstractRowTable, chunk: int) -> list[NDArray[Any]]:
-    """Return the bytes of each column of a complete chunk, compared with their commit record.
+    """Return the bytes of each stored array of a complete chunk, after checking them against the commit record.
 
     Raises:
-        CorruptStoreError: If they contradict it.
+        CorruptStoreError: If a checksum differs.
     """
     recorded = table.checksums(chunk)
     contents = []
@@ -53,9 +53,9 @@ def staged_contents(files: TableFiles, table: AbstractRowTable, chunk: int) -> l
 
 
 def remove_chunk(files: TableFiles, chunk: int) -> None:
-    """Remove whatever a staging folder has of a chunk that is committed where it belongs.
+    """Delete the staged files of a chunk that is committed remotely.
 
-    A chunk that another process is filling is left alone: that process finds out when it is about to put it.
+    If another process holds the chunk, nothing is deleted; that process detects the commit when it uploads the chunk.
     """
     with named_errors("Removing staged files of", files.describe(chunk)):
         try:

@@ -1,4 +1,4 @@
-"""A table in an object store: rows are staged on a local disk, complete chunks are put as objects."""
+"""Table in an object store. Rows are staged on a local disk; complete chunks are uploaded."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ _KEPT_BYTES = 256 << 20
 class RemoteRowTable(AbstractRowTable):
     """Rows of one table of a :class:`~trak_lite.store.RemoteFeatureStore`.
 
-    Rows are done when they are committed at the address, or staged on this machine.
+    A row is done if it is committed in the object store or staged on this machine.
     """
 
     def __init__(
@@ -54,15 +54,16 @@ class RemoteRowTable(AbstractRowTable):
         writable: bool,
         check: bool,
     ) -> None:
-        """Look at what is there; for writing, put what an earlier run has completed and not put.
+        """Read the commit records; if writable, upload chunks that an earlier run completed but did not upload.
 
         Args:
-            objects: Where the store is.
+            objects: Objects of the store.
             files: Names of the table's objects.
-            staging: Files of its staging folder.
-            staged: Returns the local table in that folder, ``None`` if there is none; a writer always has one.
+            staging: Files in the staging folder.
+            staged: Function that returns the local table in the staging folder, or ``None`` if there is none; for a
+                writer it always returns a table.
             writable: Whether rows can be put.
-            check: Whether the checksum of every chunk is compared that is fetched.
+            check: Whether to compare the checksum of each fetched chunk.
         """
         self._objects = objects
         self._files = files
@@ -87,11 +88,11 @@ class RemoteRowTable(AbstractRowTable):
     def put(
         self, rows: int | Sequence[int] | NDArray[np.integer], values: Mapping[str, NDArray[Any]]
     ) -> None:
-        """Stage rows, and put the chunks that are complete; see :meth:`AbstractRowTable.put`.
+        """Stage rows and upload complete chunks; see :meth:`AbstractRowTable.put`.
 
         Raises:
-            StoreError: Also if a complete chunk cannot be put at the address. Its rows are done and stay staged; the
-                next time that the table is opened for writing, it is put again.
+            StoreError: If the upload of a complete chunk fails. Its rows are done and remain staged; the upload is
+                repeated when the table is next opened for writing.
         """
         self._require_writable()
         chunks = sorted(check_block(rows, values, self.spec).runs)
@@ -104,14 +105,14 @@ class RemoteRowTable(AbstractRowTable):
 
     @contextlib.contextmanager
     def claim(self, chunk: int) -> Iterator[NDArray[np.int64]]:
-        """Hold a chunk among the processes of this machine; see :meth:`AbstractRowTable.claim`.
+        """Lock a chunk against other processes of this machine; see :meth:`AbstractRowTable.claim`.
 
-        Other machines do not see it: of two that fill the same chunk, the first to commit it has it.
+        The lock does not affect other machines. If two machines fill the same chunk, the first commit wins.
         """
         self._require_writable()
         self.chunk_range(chunk)
         with self._local().claim(chunk) as pending:
-            # asked under the lock: another process of this machine has committed it before, or never will
+            # Check under the lock: other processes of this machine cannot commit the chunk from here on.
             committed = self._index.is_committed(chunk)
             self._asked.add(chunk)
             if not committed and is_complete(self._staging, chunk):
@@ -121,10 +122,10 @@ class RemoteRowTable(AbstractRowTable):
             remove_chunk(self._staging, chunk)
 
     def done(self) -> NDArray[np.bool_]:
-        """Return which rows are done, ``(num_rows,)``: committed at the address, or staged on this machine."""
+        """Return a mask of the done rows, ``(num_rows,)``: committed in the object store or staged on this machine."""
         staged = self._staged()
         mask = np.zeros(self.spec.num_rows, np.bool_) if staged is None else staged.done()
-        # the address second: a chunk that was put and removed from the stage in between is seen there
+        # Read the index after the stage: a chunk that is uploaded and unstaged in between is then found in the index.
         self._index.refresh()
         for chunk in self._index.committed:
             first, stop = self.chunk_range(chunk)
@@ -132,12 +133,12 @@ class RemoteRowTable(AbstractRowTable):
         return mask
 
     def committed_chunks(self) -> list[int]:
-        """Return the chunks that are complete at the address, ascending."""
+        """Return the chunks that are committed in the object store, ascending."""
         self._index.refresh()
         return sorted(self._index.committed)
 
     def stored_chunk(self, chunk: int, column: str) -> StoredRows:
-        """Return the rows of a committed chunk, fetched as a whole; see :meth:`AbstractRowTable.stored_chunk`."""
+        """Return the rows of a committed chunk, downloading all of it; see :meth:`AbstractRowTable.stored_chunk`."""
         found = self.column(column)
         record = self._record_of(chunk)
         try:
@@ -147,14 +148,14 @@ class RemoteRowTable(AbstractRowTable):
             newer = self._index.committed.get(chunk)
             if newer is None or newer == record:
                 raise
-            return self._get_rows(found, newer)  # removed and committed again since this table looked
+            return self._get_rows(found, newer)  # the chunk was removed and committed again
 
     def checksums(self, chunk: int) -> dict[str, int]:
-        """Return the CRC-32C of each column of a committed chunk, as its commit record says."""
+        """Return the CRC-32C of each array of a committed chunk from its commit record."""
         return {name: checksum for name, (_, checksum) in self._record_of(chunk).columns.items()}
 
     def read_done(self, chunk: int) -> tuple[NDArray[np.int64], dict[str, NDArray[Any]]]:
-        """Return the rows of a chunk that are done, and their values; see :meth:`AbstractRowTable.read_done`."""
+        """Return the done rows of a chunk and their values; see :meth:`AbstractRowTable.read_done`."""
         first, stop = self.chunk_range(chunk)
         names = [column.name for column in self.spec.columns]
         staged = self._staged()
@@ -167,7 +168,7 @@ class RemoteRowTable(AbstractRowTable):
         return np.arange(first, stop), {name: self.read_chunk(chunk, name).copy() for name in names}
 
     def content_key(self) -> str:
-        """Return a digest of the committed contents, equal to that of the same rows on disk."""
+        """Return a digest of the committed contents, equal to that of a disk store with the same rows."""
         committed = set(self.committed_chunks())
         for chunk in range(self.num_chunks):
             if chunk not in committed:
@@ -175,7 +176,7 @@ class RemoteRowTable(AbstractRowTable):
         return content_digest(self.spec, map(self.checksums, range(self.num_chunks)))
 
     def close(self) -> None:
-        """Put no more rows, and let go of what was fetched."""
+        """Close the table for writing and release downloaded chunks."""
         self._closed = True
         self._fetched.clear()
 
@@ -187,7 +188,7 @@ class RemoteRowTable(AbstractRowTable):
         require_writable_table(self._where, writable=self._writable, closed=self._closed)
 
     def _staged(self) -> AbstractRowTable | None:
-        """Return the local table, ``None`` if there is none; a reader looks again each time."""
+        """Return the local table, or ``None``; only a writer remembers it."""
         if self._own is not None:
             return self._own
         found = self._find_staged()
@@ -196,14 +197,14 @@ class RemoteRowTable(AbstractRowTable):
         return found
 
     def _local(self) -> AbstractRowTable:
-        """Return the local table of a writer."""
+        """Return the local table; raise if there is none."""
         table = self._staged()
         if table is None:
             raise StateError(f"{self._staging.folder}: the staging folder was removed. Open the store again.")
         return table
 
     def _refuse_committed(self, chunk: int) -> None:
-        """Raise if a chunk is committed; asks the address once for each chunk."""
+        """Raise if a chunk is committed; sends at most one query per chunk."""
         committed = chunk in self._index.committed
         if not committed and chunk not in self._asked:
             committed = self._index.is_committed(chunk)
@@ -214,12 +215,12 @@ class RemoteRowTable(AbstractRowTable):
             )
 
     def _publish(self, chunk: int) -> None:
-        """Put a chunk that is complete in the staging folder, and remove it there."""
+        """Upload a complete chunk from the staging folder, then remove it from the folder."""
         try:
             contents = staged_contents(self._staging, self._local(), chunk)
         except StoreError:
             if self._index.is_committed(chunk):
-                return  # another process of this machine has put it, and removed it from the stage
+                return  # another process of this machine has uploaded and unstaged it
             raise
         try:
             self._index.publish(chunk, contents)
@@ -229,8 +230,8 @@ class RemoteRowTable(AbstractRowTable):
         remove_chunk(self._staging, chunk)
 
     def _recover(self) -> None:
-        """Put what a killed writer has completed, and remove what is staged in vain."""
-        self._local()  # which finishes chunks that lack nothing but their name
+        """Upload chunks that a killed writer completed; remove staged chunks that are already committed."""
+        self._local()  # opening it commits complete staged chunks locally
         for chunk in complete_chunks(self._staging):
             try:
                 self._publish(chunk)
@@ -259,7 +260,7 @@ class RemoteRowTable(AbstractRowTable):
             while len(self._fetched) > 1 and sum(a.nbytes for a in self._fetched.values()) > _KEPT_BYTES:
                 self._fetched.popitem(last=False)
         self._fetched.move_to_end(key)
-        return self._fetched[key].view()  # a flag that the caller sets is the caller's
+        return self._fetched[key].view()  # so that flags set by the caller do not affect the cache
 
     def _fetch(self, column: ColumnFiles, record: CommitRecord) -> NDArray[Any]:
         chunk, (size, checksum) = record.chunk, record.columns[column.name]

@@ -1,1 +1,1 @@
-"""Plan of a hooked call: which rows of which tensors belong to which sample."""
+"""Plan of a model's pass: the sample to which each row of each tensor belongs."""

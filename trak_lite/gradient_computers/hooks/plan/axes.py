@@ -1,4 +1,4 @@
-"""Where the samples of a batch lie in a tensor: found by comparing two batch sizes, never assumed."""
+"""Batch axes of tensors, found by comparing two batch sizes."""
 
 from __future__ import annotations
 
@@ -13,16 +13,16 @@ __all__ = ["BatchAxis", "batch_axis", "by_sample", "sum_to_parameter"]
 
 @dataclass(frozen=True, slots=True)
 class BatchAxis:
-    """One axis of a tensor holds the samples: B of them, each ``multiple`` times."""
+    """The axis of a tensor that holds the B samples, with ``multiple`` entries each."""
 
     axis: int
     multiple: int = 1
-    """Entries per sample on the axis: 1 for a plain batch axis, T where tokens are flattened into it."""
+    """Entries per sample on the axis: 1 for a plain batch axis, T if tokens are flattened into it."""
     sample_major: bool = True
     """Whether a flattened axis is ``(B, T)``, samples together, or ``(T, B)``."""
 
     def for_size(self, size: int, num_samples: int) -> BatchAxis | None:
-        """Return this axis for another batch, or ``None`` where its size does not belong to one."""
+        """Return this axis for ``num_samples``, or ``None`` if ``size`` does not fit them."""
         if self.multiple == 1:
             return self if size == num_samples else None
         multiple, rest = divmod(size, num_samples)
@@ -30,10 +30,10 @@ class BatchAxis:
 
 
 def batch_axis(two: Sequence[int], three: Sequence[int]) -> BatchAxis | str | None:
-    """Compare the shapes that one tensor has in a batch of two and in a batch of three equal samples.
+    """Find the batch axis from a tensor's shapes in a batch of two and in a batch of three equal samples.
 
     Returns:
-        The batch axis, ``None`` where the shape does not depend on the batch, or what is odd about it.
+        The batch axis, ``None`` if the shape does not depend on the batch, or a message why there is none.
 
     Example:
         >>> batch_axis((2, 7), (3, 7))
@@ -58,7 +58,7 @@ def batch_axis(two: Sequence[int], three: Sequence[int]) -> BatchAxis | str | No
 
 
 def by_sample(tensor: Tensor, axis: BatchAxis, num_samples: int) -> Tensor:
-    """Return a view ``(B, *sample)`` in which ``sample`` has ``multiple`` entries where the batch axis was.
+    """Return a view ``(B, *sample)``; ``sample`` has an axis of size ``multiple`` in place of the batch axis.
 
     Example:
         >>> by_sample(torch.zeros(4, 6, 5), BatchAxis(1, multiple=2), 3).shape

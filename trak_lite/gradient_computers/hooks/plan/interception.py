@@ -1,7 +1,7 @@
-"""Seeing every torch operation that reads certain tensors.
+"""Interception of every torch operation that reads given tensors.
 
-Module hooks see a layer's call and nothing else; a parameter may as well be used by the model itself, by another
-module or by the output function. A ``TorchFunctionMode`` sees all of them the same way.
+A module hook only covers calls of its module, but another module or the output function may also use the parameter. A
+``TorchFunctionMode`` intercepts all of these uses.
 """
 
 from __future__ import annotations
@@ -27,20 +27,20 @@ Function = Callable[..., Any]
 class AbstractInterceptor(TorchFunctionMode, ABC):
     """Passes every operation with a watched tensor among its arguments to :meth:`operation`.
 
-    The functions of ``torch.nn.functional`` that are written in Python are entered, so that what arrives are the
-    primitive operations inside them. A module that has a gradient rule of its own is one operation.
+    Functions of ``torch.nn.functional`` written in Python are entered, so that :meth:`operation` receives the primitive
+    operations inside them. A module with a registered gradient rule counts as one operation.
     """
 
     def __init__(self) -> None:
         super().__init__()
         self.watched: dict[int, Tensor] = {}
-        """Tensors by ``id``; held, so that no ``id`` is given twice."""
+        """Tensors by ``id``; the references prevent Python from reusing an ``id``."""
         self.inside: list[nn.Module] = []
-        """The module with a rule of its own that is running, if any."""
+        """Stack of the running modules that have a registered rule."""
         self.packed_order: Tensor | None = None
         """``sorted_indices`` of the packed sequence that a recurrent module reads."""
         self.looks_away = False
-        """Whether what comes now is no operation of the model, but FSDP2 at work around a module of it."""
+        """Whether to ignore operations, because FSDP2 runs them around a module."""
 
     @abstractmethod
     def operation(self, function: Function, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
@@ -50,7 +50,7 @@ class AbstractInterceptor(TorchFunctionMode, ABC):
     def ruled_module(
         self, module: nn.Module, rule: GradientRule, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any
     ) -> Any:
-        """Take the finished call of a module that has a rule; return its result."""
+        """Handle the finished call of a module with a rule; return its result."""
 
     def hide(self, module: nn.Module) -> None:
         """Prepare the parameters of a module with a rule for its forward pass."""
@@ -59,12 +59,12 @@ class AbstractInterceptor(TorchFunctionMode, ABC):
         """Undo :meth:`hide`."""
 
     def renamed(self, old: Tensor, new: Tensor) -> None:
-        """Know an input of a sharded module under the tensor that takes its place."""
+        """Track ``new`` in place of ``old``, an input of a sharded module."""
 
     def __torch_function__(
         self, func: Function, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
-        """Run any operation of torch; those on watched tensors by way of :meth:`operation`."""
+        """Run a torch operation; pass it to :meth:`operation` if it reads a watched tensor."""
         kwargs = kwargs or {}
         if self.looks_away or not torch.is_grad_enabled() or not self.touches(args, kwargs):
             return func(*args, **kwargs)
@@ -86,14 +86,14 @@ class AbstractInterceptor(TorchFunctionMode, ABC):
         return bool(kwargs) and self.touches(tuple(kwargs.values()), {})
 
     def install(self, model: nn.Module) -> list[Any]:
-        """Hook the modules that need to be seen as such; the handles undo it."""
+        """Hook modules with rules, recurrent and sharded modules; return the handles."""
         handles = watch_borders(model, self)
         for module in model.modules():
             rule = rule_for(module)
             if rule is not None:
                 refuse_sharded_parts(module)
                 handles.append(module.register_forward_pre_hook(self._enter))
-                leave = self._leave(rule)  # before the parameters of a module that is sharded are given up
+                leave = self._leave(rule)  # prepended: runs before FSDP2 frees the parameters
                 handles.append(
                     module.register_forward_hook(leave, with_kwargs=True, prepend=is_sharded(module))
                 )
@@ -126,7 +126,7 @@ class AbstractInterceptor(TorchFunctionMode, ABC):
 
 @cache
 def _body(function: Function) -> Function | None:
-    """Return a Python function of ``torch.nn.functional`` without its dispatch, so that a mode sees inside it."""
+    """Return a copy of a ``torch.nn.functional`` function without dispatch, so that a mode sees its operations."""
     if not isinstance(function, types.FunctionType) or function.__module__ not in (
         "torch.nn.functional",
         "torch.functional",
@@ -134,8 +134,8 @@ def _body(function: Function) -> Function | None:
     ):
         return None
     if not any(name.startswith("has_torch_function") for name in function.__code__.co_names):
-        return None  # it hands calls on to a function that dispatches itself
-    # The body asks whether a mode is active and, if so, hands the call back to it: here the answer is no.
+        return None  # it calls a function that dispatches itself
+    # The body would pass the call back to an active mode; these replacements report that none is active.
     names = ("has_torch_function", "has_torch_function_unary", "has_torch_function_variadic")
     scope = {**function.__globals__, **dict.fromkeys(names, lambda *_: False)}
     body = types.FunctionType(

@@ -1,8 +1,8 @@
-"""The plan of a model: which operations use kept parameters, and where each one has its samples.
+"""Plan of a model: the operations that use kept parameters, and the batch axis of their tensors.
 
-The model runs on two and on three copies of one sample. Operations are compared one by one: an axis that grows
-with the batch is the batch axis, a result without one is a value that all samples share (a transposed weight,
-the positions' embedding), and the gradient of each f(z_i) shows whose entries are whose.
+The model runs on two and on three copies of one sample, and the operations of both runs are compared. An axis that
+grows with the batch is the batch axis. A result without a batch axis is shared by all samples (a transposed weight,
+position embeddings). The gradient of each f(z_i) shows which entries belong to sample i.
 """
 
 from __future__ import annotations
@@ -35,14 +35,14 @@ __all__ = [
 
 @dataclass(slots=True)
 class Site:
-    """One place of the forward pass at which kept parameters are read."""
+    """One operation of the forward pass that reads kept parameters."""
 
     function: Any
-    """The operation; for a module with a rule of its own, the module."""
+    """The operation; the module if a gradient rule is registered for it."""
     names: tuple[str, ...]
     """The kept parameters that reach it."""
     batched: bool
-    """Whether its result has a batch axis; without one it makes a value that all samples share."""
+    """Whether its result has a batch axis; a result without one is shared by all samples."""
     leaf_axes: tuple[BatchAxis | None, ...] = ()
     """Batch axis of every tensor argument, in order."""
     output_axes: tuple[BatchAxis | None, ...] = ()
@@ -50,45 +50,45 @@ class Site:
     sliceable: bool = True
     """Whether no argument counts the samples."""
     routed: bool = False
-    """Whether its rows may be anyone's, so that the gradient has to tell their samples."""
+    """Whether its rows may belong to any sample, so that weighted backward passes have to identify them."""
     dims: tuple[int, ...] = ()
     """Number of axes of every tensor argument of an operation."""
 
     @property
     def use(self) -> Any:
-        """What tells this use of parameters from others where operations do not come in a fixed order."""
+        """Key of this use of parameters if operations do not run in a fixed order."""
         return self.function, frozenset(self.names), self.dims
 
 
 @dataclass(slots=True)
 class Plan:
-    """What a run of the model on one structure of batch will do with the kept parameters.
+    """The operations on kept parameters in a forward pass, for one batch structure.
 
-    The operations come in the order of ``sites``, unless rows are routed: then experts without rows may be left out,
-    others may appear, and an operation is known by its function and its parameters.
+    The operations run in the order of ``sites``. If rows are routed, experts without rows may be missing and others may
+    appear; operations are then identified by ``Site.use``.
     """
 
     sites: list[Site] = field(default_factory=list)
     routed: bool = False
-    """Whether some operation's rows may be anyone's."""
+    """Whether the rows of some operation may belong to any sample."""
     uses: dict[Any, Site] = field(default_factory=dict)
-    """Where rows are routed, what is known of each use."""
+    """Sites by ``Site.use``; filled if rows are routed."""
     chooses_in_python: bool = False
     """Whether the model's forward pass reads values, so that a branch may depend on the other samples."""
     dtypes: frozenset[torch.dtype] = frozenset()
-    """Dtypes of what operations on parameters wrote."""
+    """Dtypes of the results of operations on parameters."""
 
     @property
     def flattened(self) -> bool:
-        """Whether positions of samples are rows of some tensor, so that rows of unequal samples could be mixed up."""
+        """Whether several rows of some tensor belong to one sample, so that a wrong plan could misassign them."""
         axes = [axis for site in self.sites for axis in (*site.leaf_axes, *site.output_axes)]
         return self.routed or any(axis is not None and axis.multiple > 1 for axis in axes)
 
     def route(self) -> None:
-        """Know operations by what they read from now on.
+        """Identify operations by ``Site.use`` instead of their order from now on.
 
         Raises:
-            UnsupportedModelError: If the same use has samples once, and none another time.
+            UnsupportedModelError: If the same use has a batch axis at one site and none at another.
         """
         self.routed = True
         for site in self.sites:
@@ -99,7 +99,7 @@ class Plan:
                 known.routed = True
 
     def doubt(self) -> None:
-        """Let the gradient tell the samples of all rows, as shapes do not."""
+        """Mark all sites as routed, because shapes do not identify the samples of their rows."""
         for site in self.sites:
             site.routed = site.batched
         self.route()
@@ -115,10 +115,10 @@ def make_plan(model: nn.Module, kept: Mapping[str, nn.Parameter], batch: Batch, 
         model: The module; its kept parameters require grad.
         kept: The parameters to keep gradients for, by name.
         batch: At least one sample.
-        evaluate: Gives f, ``(B,)``, of a batch.
+        evaluate: Returns f, ``(B,)``, of a batch.
 
     Raises:
-        UnsupportedModelError: If samples are mixed, or their place cannot be found.
+        UnsupportedModelError: If samples are mixed, or their batch axis cannot be found.
     """
     with torch.enable_grad():
         two, _ = _recorded(model, kept, take_rows(batch, [0, 0]), evaluate)
@@ -126,13 +126,13 @@ def make_plan(model: nn.Module, kept: Mapping[str, nn.Parameter], batch: Batch, 
         plan = Plan(chooses_in_python=two.read_by_model > 0, dtypes=_dtypes(three))
         pairs = _relevant(two, three, plan)
         if not _is_same_path(two, three):
-            plan.doubt()  # a loop over samples between the operations on parameters, which may move their rows
+            plan.doubt()  # a loop over samples outside the operations on parameters may move their rows
         _assign_owners(plan, [three.records[place] for _, place in pairs], outputs)
         if any(site.routed for site in plan.sites):
             plan.route()
         last_of_two, last_of_three = pairs[-1] if pairs else (-1, -1)
         if _numbers_before(two, last_of_two) != _numbers_before(three, last_of_three):
-            plan.doubt()  # Python saw a number of every sample, by which it may have cut or ordered their rows
+            plan.doubt()  # Python read values per sample, and may have sliced or ordered rows by them
     return plan
 
 
@@ -141,7 +141,7 @@ def _dtypes(recorder: Recorder) -> frozenset[torch.dtype]:
 
 
 def _numbers_before(recorder: Recorder, last: int) -> int:
-    """Return how many numbers Python saw before parameters were read for the last time, by that record."""
+    """Return how many tensor values Python read before record ``last``, the last one that reads parameters."""
     return sum(count for place, count in recorder.reads if place <= last)
 
 
@@ -163,15 +163,15 @@ def _recorded(
 
 
 def _is_same_path(two: Recorder, three: Recorder) -> bool:
-    """Whether the same operations depend on parameters for both numbers of samples."""
+    """Whether the same operations depend on parameters for both batch sizes."""
     return [record.function for record in two.records] == [record.function for record in three.records]
 
 
 def _relevant(two: Recorder, three: Recorder, plan: Plan) -> list[tuple[int, int]]:
-    """Add the operations that read a parameter, or a value made of parameters alone; return their records' places.
+    """Add a site for each operation that reads a parameter or shared value; return the record indices of both runs.
 
     Raises:
-        UnsupportedModelError: If these are not the same for both numbers of samples, or mix samples.
+        UnsupportedModelError: If the operations differ between the batch sizes, or mix samples.
     """
     shared: tuple[dict[int, tuple[str, ...]], ...] = ({}, {})
     reading = _reading_parameters(two.records, shared[0]), _reading_parameters(three.records, shared[1])
@@ -195,9 +195,8 @@ def _relevant(two: Recorder, three: Recorder, plan: Plan) -> list[tuple[int, int
             shared[0][first] = shared[1][second] = names
         of_no_sample = all(part or free for part, free in zip(roots, b.value_free, strict=True))
         if site.batched and of_no_sample and three.moves_rows:
-            site.routed = (
-                True  # what it makes for row i may meet the row of another sample that was moved there
-            )
+            # Its row i comes from no sample, and may be combined with a row moved there from another sample.
+            site.routed = True
         plan.sites.append(site)
         pairs.append((first, second))
     return pairs
@@ -206,7 +205,7 @@ def _relevant(two: Recorder, three: Recorder, plan: Plan) -> list[tuple[int, int
 def _reading_parameters(
     records: Sequence[Record], shared: Mapping[int, tuple[str, ...]]
 ) -> Iterator[tuple[int, Record]]:
-    """Yield the records that read a parameter or one of the shared values, which are noted while this goes on."""
+    """Yield the records that read a parameter or a shared value; the caller adds to ``shared`` meanwhile."""
     for place, record in enumerate(records):
         if any(_roots(source, shared) for source in record.sources):
             yield place, record
@@ -240,7 +239,7 @@ def _dims(record: Record) -> tuple[int, ...]:
 
 
 def _routed_site(two: Record, three: Record, names: tuple[str, ...], reads_samples: bool) -> Site:
-    """Return the site of an operation whose rows may be anyone's, or of one that only looks as if."""
+    """Return the site of an operation with unknown rows; it is not routed if it depends on no sample."""
     grows = two.output_shapes != three.output_shapes
     empty = any(0 in shape for shape in three.output_shapes)
     routed = grows or empty or reads_samples
@@ -252,7 +251,7 @@ def _routed_site(two: Record, three: Record, names: tuple[str, ...], reads_sampl
 
 
 def _sequences_are_samples(record: Record, axis: BatchAxis | str | None) -> bool:
-    """Whether a recurrent layer's sequences are the samples, one by one; a packed sequence keeps their order."""
+    """Whether a recurrent layer's sequences are the samples in order; true for packed sequences."""
     return len(record.shapes[0]) == 2 or axis == BatchAxis(int(not record.others[-1]))
 
 
@@ -265,12 +264,12 @@ def mixed(site: Site, reason: str) -> UnsupportedModelError:
 
 
 def describe(function: Any) -> str:
-    """Return the name of an operation or of a module with a rule of its own."""
+    """Return the name of an operation, or the class name of a module with a rule."""
     return getattr(function, "__name__", None) or type(function).__name__
 
 
 def _assign_owners(plan: Plan, records: Sequence[Record], outputs: Tensor) -> None:
-    """Check with the gradient of each f that entries belong to the sample they are taken for; order flattened axes."""
+    """Check the batch axes with the gradient of each f; find the order of flattened axes."""
     batched = [
         (site, record)
         for site, record in zip(plan.sites, records, strict=True)
@@ -299,7 +298,7 @@ def _assign_owners(plan: Plan, records: Sequence[Record], outputs: Tensor) -> No
 
 @contextmanager
 def refusing_reentrant_checkpoints() -> Iterator[None]:
-    """Turn torch's error for a reentrant checkpoint into one that says what to do."""
+    """Replace torch's error for a reentrant checkpoint by one with advice."""
     try:
         yield
     except RuntimeError as error:
@@ -312,7 +311,7 @@ def refusing_reentrant_checkpoints() -> Iterator[None]:
 
 
 def _first(site: Site) -> int:
-    """Return the place of the first result with a batch axis."""
+    """Return the index of the first result with a batch axis."""
     return next(place for place, axis in enumerate(site.output_axes) if axis is not None)
 
 
@@ -323,7 +322,7 @@ def _orders(site: Site) -> list[BatchAxis]:
 
 
 def _owned(grad: Tensor, axis: BatchAxis, sample: int, count: int) -> bool:
-    """Whether a gradient of one sample's f is zero for all others, NaN and infinity aside."""
+    """Whether the gradient of one sample's f is zero at all other samples; NaN and infinity are ignored."""
     others = [i for i in range(count) if i != sample]
     return not bool(by_sample(grad.detach(), axis, count)[others].nan_to_num(0.0, 0.0, 0.0).any())
 

@@ -1,9 +1,9 @@
-"""Operations that choose, order or move rows by values, after which no shape tells whose rows they are.
+"""Detection of operations that select, sort or move rows by values; shapes cannot identify such rows' samples.
 
-An index that no sample's value enters (``arange(B)``) keeps every row where it was, whatever the batch holds. An index
-into an axis that does not grow with the batch (the label's logit, the last token, a word's row of a table) moves no
-sample's rows. What is left here reports the sizes of the axes along which it moves rows; whether they grow with the
-batch is seen by comparing two batches.
+Two kinds of indices move no sample's rows: an index that does not depend on sample values (``arange(B)``), and an index
+into an axis that does not grow with the batch (the label's logit, the last token, a word's row of a table). For other
+operations, :func:`moved_sizes` returns the sizes of the axes along which rows move. A comparison of two batch sizes
+shows whether these axes grow with the batch.
 """
 
 from __future__ import annotations
@@ -37,19 +37,19 @@ RECURRENT: dict[Any, str] = {
 }
 """Kind of recurrence by operation."""
 PACKED = frozenset(RECURRENT)
-"""Operations whose rows may be those of a packed sequence, in an order that shapes do not tell."""
+"""Operations that may read the rows of a packed sequence, whose order shapes do not show."""
 
 
 ValueFree = Callable[[Any], bool]
-"""Whether an index is the same for all batches of a size."""
+"""Predicate: whether an index is the same for all batches of equal size."""
 
 
 _ENTRIES = frozenset({int, float, bool, str, type(None), type(...), torch.dtype, torch.device})
-"""Types of arguments that hold nothing else."""
+"""Types of arguments that are leaves."""
 
 
 def leaves_of(values: Any) -> list[Any]:
-    """Return the leaves of nested containers as ``tree_flatten`` does, which takes ten times as long."""
+    """Return the leaves of nested containers, like ``tree_flatten`` but ten times as fast."""
     kind = type(values)
     if kind is tuple or kind is list:
         return [leaf for value in values for leaf in leaves_of(value)]
@@ -59,7 +59,7 @@ def leaves_of(values: Any) -> list[Any]:
 
 
 def _name(function: Callable[..., Any]) -> str:
-    """Return an operation's name, the same for ``torch.f``, ``Tensor.f``, ``Tensor.f_`` and ``aten.f``."""
+    """Return an operation's name; ``torch.f``, ``Tensor.f``, ``Tensor.f_`` and ``aten.f`` have the same name."""
     return _plain(getattr(function, "__name__", ""))
 
 
@@ -84,7 +84,7 @@ _BY_VALUE = frozenset(
 
 
 def chooses_by_value(function: Callable[..., Any], args: tuple[Any, ...]) -> bool:
-    """Whether the operation gives a shape that depends on values: the rows of a later tensor may be anyone's."""
+    """Whether the result's shape depends on values, so that its rows may belong to any sample."""
     name = _name(function)
     if name == "__getitem__" and len(args) == 2:
         parts = args[1] if isinstance(args[1], tuple) else (args[1],)
@@ -115,20 +115,20 @@ _WRITING_AT = frozenset(
 def moved_sizes(
     function: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any], value_free: ValueFree
 ) -> tuple[int, ...]:
-    """Return the sizes of the axes along which the operation orders or moves entries by values; none if it does not.
+    """Return the sizes of the axes along which the operation sorts or moves entries by values; empty if there are none.
 
-    The order in which torch's recurrent layers put their samples does not count: they put them back.
+    Sorting inside torch's recurrent layers does not count, because they restore the order.
 
     Args:
         function: The operation.
         args: Its arguments.
-        kwargs: Those given by name.
-        value_free: Tells which indices no value enters.
+        kwargs: Its keyword arguments.
+        value_free: Whether an index does not depend on values.
     """
     name = _name(function)
     find = _FINDERS.get(name)
     if name == "embedding" and function is not torch.embedding:
-        return ()  # of torch.nn.functional, around that one, with its arguments the other way round
+        return ()  # torch.nn.functional.embedding wraps torch.embedding, with its arguments in the other order
     if find is None or _called_by("torch.nn.utils.rnn", "torch.nn.modules.rnn"):
         return ()
     return find(name, args, kwargs, value_free)
@@ -151,7 +151,7 @@ def _along_one_axis(
     values, dim, index = given["input"], given.get("dim"), given.get("indices", given.get("index"))
     if not isinstance(index, Tensor) or value_free(index):
         return ()
-    if dim is None:  # of take_along_dim: all axes flattened
+    if dim is None:  # take_along_dim without dim: all axes flattened
         return (int(values.numel()),)
     read = (_size(values, dim),)
     return (*read, _size(index, dim if index.dim() > 1 else 0)) if name in _WRITING_AT else read
@@ -195,14 +195,14 @@ def _by_subscript(
 
 
 def _axes_of(part: Any, by_name: bool) -> int:
-    """Return how many axes one part of a subscript takes."""
+    """Return how many axes one part of a subscript consumes."""
     if part is Ellipsis or isinstance(part, bool) or (part is None and not by_name):
         return 0
     return part.dim() if isinstance(part, Tensor) and part.dtype in (torch.bool, torch.uint8) else 1
 
 
 def _is_index(part: Any) -> bool:
-    """Whether a part of a subscript picks several entries by number."""
+    """Whether a part of a subscript is an integer index of several entries."""
     if isinstance(part, Tensor):
         return part.dtype not in (torch.bool, torch.uint8)
     return isinstance(part, Sequence) or bool(getattr(part, "ndim", 0))
@@ -224,7 +224,7 @@ _FINDERS: dict[str, Callable[[str, tuple[Any, ...], Mapping[str, Any], ValueFree
     "embedding": _rows_of_a_table,
 }
 
-# What Python gets to see
+# Values that Python reads
 
 _READING_OUT = frozenset(
     {
@@ -276,9 +276,9 @@ _TAKING_SIZES = frozenset(
 
 
 def num_read_out(function: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> int:
-    """Return how many numbers the operation hands from tensors to Python, which may slice samples by them.
+    """Return how many tensor values the operation passes to Python, which may slice samples by them.
 
-    A tensor that stands for the bound of a slice, or for a size, is read by the operation itself.
+    Tensors used as slice bounds or sizes count too, because the operation reads their values.
     """
     if function in _READING_OUT:
         return int(args[0].numel())
@@ -296,7 +296,7 @@ def num_read_out(function: Callable[..., Any], args: tuple[Any, ...], kwargs: Ma
     )
 
 
-# What no value enters
+# Results that do not depend on values
 
 _LIKE = frozenset(
     {
@@ -332,14 +332,14 @@ def is_made_of_sizes(
     known: ValueFree,
     read: bool,
 ) -> bool:
-    """Whether a result is the same for all batches of a size.
+    """Whether a result is the same for all batches of equal size.
 
     Args:
         function: The operation.
         args: Its arguments.
-        kwargs: Those given by name.
-        known: Tells which arguments are.
-        read: Whether Python has seen values, which it may hand back in a list.
+        kwargs: Its keyword arguments.
+        known: Whether an argument is the same for all batches of equal size.
+        read: Whether Python has read tensor values, which arguments that are no tensors may contain.
     """
     name = _name(function)
     if name in _RANDOM:
@@ -353,7 +353,7 @@ def is_made_of_sizes(
 
 
 def _called_by(*modules: str) -> bool:
-    """Whether a function of these modules is among the nearest callers."""
+    """Whether one of the nearest eight stack frames belongs to these modules."""
     frame: types.FrameType | None = sys._getframe(1)
     for _ in range(8):
         if frame is None:

@@ -1,4 +1,4 @@
-"""A forward pass written down: the operations that have a kept parameter behind them, and whose rows they read."""
+"""Recording of a forward pass: the operations that depend on kept parameters, and what is known of their rows."""
 
 from __future__ import annotations
 
@@ -33,49 +33,49 @@ def differentiable(result: Any) -> list[Tensor]:
 
 
 def written(function: Function, args: Sequence[Any], result: Any) -> Any:
-    """Return what an operation wrote: its result, or its first argument where it works in place."""
+    """Return an operation's output: its result, or its first argument if it works in place."""
     return args[0] if is_in_place(function) and isinstance(args[0], Tensor) else result
 
 
 @dataclass(slots=True)
 class Record:
-    """One operation with a kept parameter behind it."""
+    """One operation that depends on a kept parameter."""
 
     function: Any
     sources: list[Any]
-    """Per tensor argument: the record that made it, a parameter name, or None."""
+    """Per tensor argument: the index of the record that computed it, a parameter name, or None."""
     shapes: list[tuple[int, ...]]
     others: list[Any]
     outputs: list[Tensor]
     output_shapes: list[tuple[int, ...]]
     taints: frozenset[str]
-    """Why the rows of what it read may be anyone's."""
+    """Reasons why the rows of its arguments may belong to any sample."""
     value_free: list[bool]
-    """Per tensor argument: whether it is the same for all batches of a size."""
+    """Per tensor argument: whether it is the same for all batches of equal size."""
 
     @property
     def has_unknown_rows(self) -> bool:
-        """Whether equal samples, as are probed with, cannot tell whose rows it will read in another batch."""
+        """Whether the probe's equal samples cannot show which samples' rows it reads in other batches."""
         packed = _PACKED_ROWS in self.taints and self.function not in PACKED
         return packed or _MOVED in self.taints
 
 
 @dataclass(frozen=True, slots=True)
 class _Seen:
-    """What is compared between two batch sizes, of every operation, whether it has a parameter behind it or not."""
+    """Data of one operation, with or without parameters, for the comparison of two batch sizes."""
 
     function: Any
     moved: tuple[int, ...]
     """Sizes of the axes along which it moves entries by values."""
     shapes: list[tuple[int, ...]]
-    """Of its results."""
+    """Shapes of its results."""
 
     def moves_samples(self, other: _Seen | None) -> bool:
         """Whether it moves entries along an axis that grows with the batch."""
         return bool(self.moved) and (other is None or self.moved != other.moved)
 
     def pairs_samples(self, other: _Seen | None) -> bool:
-        """Whether a result has two axes that grow: a matrix product with it puts rows wherever its values say."""
+        """Whether a result has two axes that grow; a matrix product with it moves rows according to its values."""
         if other is None or len(self.shapes) != len(other.shapes):
             return False
         return any(
@@ -85,38 +85,38 @@ class _Seen:
 
 
 class Recorder(AbstractInterceptor):
-    """Writes down every operation that has a kept parameter behind it, and runs it as it is."""
+    """Records every operation that depends on a kept parameter, and runs it unchanged."""
 
     def __init__(self, kept: Mapping[str, nn.Parameter], smaller: Recorder | None = None) -> None:
         """Prepare a forward pass.
 
         Args:
             kept: Parameters to keep gradients for, by name.
-            smaller: What was written down for a smaller batch: it shows what grows with the batch.
+            smaller: The recorder of a smaller batch, compared to find the axes that grow with the batch.
         """
         super().__init__()
         self.records: list[Record] = []
         self.sources: dict[int, Any] = {}
         self.taints: dict[int, tuple[Any, frozenset[str]]] = {}
-        """Tensors whose rows may be anyone's, and what is computed from them, each with the reasons; and memory that
-        was written into, by its address."""
+        """Tensors whose rows may belong to any sample, and tensors computed from them, with the reasons; by ``id``, and
+        for tensors written in place also by memory key."""
         self.seen: list[_Seen] = []
         self.reads: list[tuple[int, int]] = []
-        """Each time that Python got to see numbers: how many records there were, and how many numbers it saw."""
+        """One entry per read of tensor values by Python: the number of records so far, and the number of values."""
         self.read_by_model = 0
-        """Numbers that Python got to see while the model ran, not the output function."""
+        """Number of values that Python read while the model ran, not the output function."""
         self._smaller = smaller.seen if smaller is not None else None
         self.moves_rows = False
-        """Whether some operation has chosen or moved rows by values."""
+        """Whether some operation selected or moved rows by values."""
         self._value_free: dict[int, tuple[Tensor, int]] = {}
-        """Tensors that no value enters, and the versions for which that is so."""
+        """Tensors that do not depend on values, with the version counters for which this holds."""
         self._running = False
         for name, parameter in kept.items():
             self.watched[id(parameter)] = parameter
             self.sources[id(parameter)] = name
 
     def install(self, model: nn.Module) -> list[Any]:
-        """Hook the modules, and the model to know when it runs; the handles undo it."""
+        """Hook the modules, and the model to track when it runs; return the handles."""
 
         def starts(module: nn.Module, args: Any) -> None:
             self._running = True
@@ -130,7 +130,7 @@ class Recorder(AbstractInterceptor):
     def __torch_function__(
         self, func: Function, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
-        """Run any operation of torch, and look at what it does with rows."""
+        """Run a torch operation, and record how it moves rows."""
         kwargs = kwargs or {}
         if self.looks_away:
             return func(*args, **kwargs)
@@ -153,7 +153,7 @@ class Recorder(AbstractInterceptor):
         return result
 
     def renamed(self, old: Tensor, new: Tensor) -> None:
-        """Know an input of a sharded module under the tensor that takes its place."""
+        """Track ``new`` in place of ``old``, an input of a sharded module."""
         if id(old) in self.taints:
             self.taints[id(new)] = (new, self.taints[id(old)][1])
         if id(old) in self.watched:
@@ -161,25 +161,25 @@ class Recorder(AbstractInterceptor):
             self.sources[id(new)] = self.sources[id(old)]
 
     def _note_numbers(self, count: int) -> None:
-        """Remember that Python got to see some numbers."""
+        """Record that Python read ``count`` values."""
         if count:
             self.reads.append((len(self.records), count))
             self.read_by_model += count if self._running else 0
 
     def _moves(self, seen: _Seen, same_in_all: bool) -> bool:
-        """Whether an operation moves samples' rows by values, next to the same one in the smaller batch."""
+        """Whether an operation moves samples' rows by values, compared with the same operation in the smaller batch."""
         place = len(self.seen)
         self.seen.append(seen)
         if self._smaller is None:
             return False
         other = self._smaller[place] if place < len(self._smaller) else None
         if other is not None and other.function != seen.function:
-            self._smaller = self._smaller[:place]  # from here on the two cannot be compared
+            self._smaller = self._smaller[:place]  # later operations cannot be compared
             other = None
         return seen.moves_samples(other) or (seen.pairs_samples(other) and not same_in_all)
 
     def _is_value_free(self, index: Any) -> bool:
-        """Whether an index is the same for all batches of a size, as far as is known."""
+        """Whether an index is known to be the same for all batches of equal size."""
         if not isinstance(index, Tensor):
             return not self.reads
         known = self._value_free.get(id(index))
@@ -191,7 +191,7 @@ class Recorder(AbstractInterceptor):
             own = reasons - {_PACKED_ROWS} if function in PACKED and place else reasons
             if own:
                 self.taints[id(tensor)] = (tensor, own)
-            if own and is_in_place(function):  # what else looks at this memory holds the same rows
+            if own and is_in_place(function):  # other tensors on this memory hold the same rows
                 self.taints[_memory(tensor)] = (tensor, own)
 
     def _taints_of(self, arguments: Any) -> frozenset[str]:
@@ -202,7 +202,7 @@ class Recorder(AbstractInterceptor):
         return frozenset().union(*(self.taints[key][1] for key in keys))
 
     def operation(self, function: Function, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
-        """Write an operation down if its result carries a gradient."""
+        """Record an operation if its result requires grad."""
         if self.inside:
             return function(*args, **kwargs)
         leaves = leaves_of((args, dict(kwargs)))
@@ -224,13 +224,13 @@ class Recorder(AbstractInterceptor):
     def ruled_module(
         self, module: nn.Module, rule: GradientRule, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any
     ) -> Any:
-        """Write a module with a rule of its own down as one operation."""
+        """Record a module with a rule as one operation."""
         names = [self.sources[id(p)] for p in module.parameters() if id(p) in self.sources]
         if names:
             shapes = [tuple(p.shape) for p in module.parameters() if id(p) in self.sources]
             outputs = differentiable(out)
             taints = self._taints_of((args, kwargs))
-            value_free = [False] * len(names)  # of parameters; what the module reads is not looked at
+            value_free = [False] * len(names)  # for the parameters; the module's inputs are not inspected
             self._record(Record(module, names, shapes, [], outputs, _shapes(outputs), taints, value_free))
         return out
 
@@ -244,7 +244,7 @@ class Recorder(AbstractInterceptor):
 
 
 def _refuse_nested(function: Function, tensors: Sequence[Tensor]) -> None:
-    """Raise for nested tensors, whose rows have no place that shapes or gradients could tell."""
+    """Raise for nested tensors, because neither shapes nor gradients identify the samples of their rows."""
     if any(tensor.is_nested for tensor in tensors):
         raise UnsupportedModelError(
             f"{getattr(function, '__name__', function)} works with a nested tensor (torch.nested), whose samples hooks "
@@ -258,5 +258,5 @@ def _shapes(tensors: Sequence[Tensor]) -> list[tuple[int, ...]]:
 
 
 def _memory(tensor: Tensor) -> int:
-    """Return a key for the memory that a tensor looks at; negative, unlike any ``id``."""
+    """Return a key for a tensor's memory; it is negative, so that it differs from every ``id``."""
     return -1 - tensor.untyped_storage().data_ptr()

@@ -1,4 +1,4 @@
-"""Per-sample gradients of table look-ups: a sample's gradient has rows only where its ids point."""
+"""Per-sample gradients of embedding tables; a sample's gradient is nonzero only in the rows of its ids."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _Parts = Iterator[tuple[Tensor, Contribution]]
 
 
 def embedding_rule(call: OperationCall, grad: Tensor) -> _Parts | None:
-    """``weight[ids]``; the padding row gets no gradient."""
+    """Rule of ``weight[ids]``; the padding row has gradient zero."""
     weight, ids, padding, by_frequency = call.bind("weight", "indices", "padding_idx", "scale_grad_by_freq")
     _refuse_frequency(by_frequency)
     if call.axis_of(ids) is None:
@@ -36,7 +36,7 @@ def _table(call: OperationCall, grad: Tensor, weight: Tensor, ids: Tensor, paddi
 
 
 def embedding_bag_rule(call: OperationCall, grad: Tensor) -> _Parts | None:
-    """Sums, means or maxima of bags of rows."""
+    """Rule of sums, means or maxima of bags of rows."""
     weight, ids, offsets, by_frequency, mode, _, scales, last_offset, padding = call.bind(
         "weight",
         "indices",
@@ -66,13 +66,12 @@ def _shares(
     if mode == 0:
         return kept if scales is None else kept * scales
     sizes = torch.zeros(num_bags, dtype=ids.dtype, device=ids.device).index_add_(0, bags, kept)
-    return (
-        kept.to(wide_dtype(kept.device)) / sizes.clamp(min=1)[bags]
-    )  # whole numbers would divide to float32
+    # Division of integer tensors would give float32.
+    return kept.to(wide_dtype(kept.device)) / sizes.clamp(min=1)[bags]
 
 
 def _owner_of_bags(call: OperationCall, num_bags: int, device: torch.device) -> Tensor:
-    """Return the sample of every bag: ``(num_bags,)``."""
+    """Return the sample of every bag, ``(num_bags,)``."""
     axis, count = call.output_axis, call.num_samples
     bag = torch.arange(num_bags, device=device)
     return bag // axis.multiple if axis.sample_major else bag % count
@@ -81,7 +80,7 @@ def _owner_of_bags(call: OperationCall, num_bags: int, device: torch.device) -> 
 def _bags(
     call: OperationCall, grad: Tensor, weight: Tensor, ids: Tensor, bags: Tensor, shares: Tensor
 ) -> _Parts:
-    """Bags of unequal sizes are filled up with row 0 and values of zero."""
+    """Yield the look-ups of sums or means; samples with fewer ids are padded with values of zero."""
     values = grad[bags] * shares.to(grad.dtype).unsqueeze(1)
     by_sample = Arrangement.of(_owner_of_bags(call, len(grad), ids.device)[bags])
     shape = (len(by_sample.samples), by_sample.length)
@@ -92,11 +91,11 @@ def _bags(
 
 
 def _largest(call: OperationCall, grad: Tensor, weight: Tensor) -> _Parts:
-    """The gradient of each coordinate of a bag goes to the row that holds its maximum."""
+    """Yield the gradient of maxima: each coordinate of a bag contributes to the row with its maximum."""
     sizes, winners = call.outputs[2:]
     size, width = weight.shape
     owner = _owner_of_bags(call, len(grad), grad.device).unsqueeze(1)
-    empty = (sizes == 0).unsqueeze(1) | (winners < 0)  # torch may name row 0 as the winner of an empty bag
+    empty = (sizes == 0).unsqueeze(1) | (winners < 0)  # torch may return row 0 as the argmax of an empty bag
     rows = owner * size + winners.clamp(min=0)
     entries = (rows * width + torch.arange(width, device=grad.device)).flatten()
     table = grad.new_zeros(call.num_samples * size * width)

@@ -1,7 +1,8 @@
-"""Per-sample gradients of any operation, by running it again on each sample.
+"""Per-sample gradients of any operation, by running the operation again.
 
-First choice: ``vmap`` over the samples of the operation's vector-Jacobian product. Where an argument counts the
-samples or ``vmap`` has no rule, the operation runs once more on the whole batch and is differentiated sample by sample.
+The first choice is ``vmap`` of the operation's vector-Jacobian product over the samples. If an argument contains the
+number of samples, the operation is random, or ``vmap`` has no rule, the operation runs once more on the whole batch and
+is differentiated sample by sample.
 """
 
 from __future__ import annotations
@@ -25,13 +26,13 @@ __all__ = ["generic_rule", "looped"]
 def generic_rule(
     call: OperationCall, grads: Sequence[Tensor | None]
 ) -> Iterator[tuple[Tensor, Contribution]]:
-    """Yield the contributions to all wanted arguments, given the gradients of the differentiable results."""
+    """Yield the contributions to all kept arguments, given the gradients of the differentiable results."""
     if call.sliceable and call.random is None:
         try:
             found = _vectorised(call, grads)
         except RuntimeError:
-            # torch raises no narrower type where vmap cannot run an operation; the loop below either gives
-            # the right numbers or raises the operation's own error.
+            # torch raises no narrower type if vmap cannot run an operation. The loop below either gives the right
+            # gradients or raises the operation's own error.
             call.sliceable = False
         else:
             call.method = "vmap of the operation"
@@ -46,13 +47,13 @@ def generic_rule(
 
 
 def _leaves(call: OperationCall) -> tuple[list[Any], list[int]]:
-    """Return the flat arguments and the places of the wanted ones."""
+    """Return the flat arguments and the indices of those that gradients are kept for."""
     leaves, call.spec = tree_flatten((call.args, dict(call.kwargs)))
     return leaves, [place for place, leaf in enumerate(leaves) if call.wants(leaf)]
 
 
 def _runner(call: OperationCall, places: Sequence[int]) -> Callable[..., tuple[Tensor, ...]]:
-    """Return (leaves, wanted values) -> differentiable results of the operation."""
+    """Return a function (leaves, kept arguments) -> differentiable results of the operation."""
     spec = call.spec
     assert spec is not None
 
@@ -98,14 +99,14 @@ def _vectorised(call: OperationCall, grads: Sequence[Tensor | None]) -> list[tup
         return parts_of_sample
 
     with warnings.catch_warnings():
-        # vmap runs some operations slice by slice and says so; here that is as good as the loop.
+        # vmap warns if it runs an operation slice by slice; this is no slower than the loop.
         warnings.filterwarnings("ignore", message="There is a performance drop", category=UserWarning)
         found = vmap(one)(slices, cotangents)
     return [(leaves[place], value) for place, value in zip(places, found, strict=True)]
 
 
 def _of_one(call: OperationCall, grad: Tensor | None, axis: BatchAxis | None, sample: int) -> Tensor | None:
-    """Return the gradient of a result with the entries of all other samples set to zero."""
+    """Return the gradient of a result, with all samples but one set to zero."""
     if grad is None or axis is None:
         return None
     alone = torch.zeros_like(grad, memory_format=torch.contiguous_format)
@@ -116,12 +117,12 @@ def _of_one(call: OperationCall, grad: Tensor | None, axis: BatchAxis | None, sa
 def looped(
     call: OperationCall, samples: Iterable[int], alone: Callable[[int], Sequence[Tensor | None]]
 ) -> Iterator[tuple[Tensor, Contribution]]:
-    """Run the operation once and differentiate it for each of these samples; the others' gradients are zero.
+    """Run the operation once and differentiate it once per given sample; other samples have gradient zero.
 
     Args:
         call: The operation.
-        samples: Numbers below B.
-        alone: Gives the gradients of the differentiable results for one sample.
+        samples: Indices of samples, below B.
+        alone: Returns the gradients of the differentiable results for one sample.
     """
     leaves, places = _leaves(call)
     with torch.enable_grad(), nullcontext() if call.random is None else call.random.replayed():

@@ -1,8 +1,8 @@
-"""Per-sample gradients of torch's operations: exact, and without running the operation again.
+"""Exact per-sample gradients of torch's operations, without running the operation again.
 
-Every rule takes one :class:`OperationCall` and the gradient of its result, and gives what each parameter among
-its arguments receives from every sample. An operation without a rule, or a form of it that the rule does not
-know, falls to :mod:`trak_lite.gradient_computers.hooks.rules.generic`.
+Every rule takes one :class:`OperationCall` and the gradient of its result, and returns the per-sample gradients of the
+parameters among its arguments. :mod:`trak_lite.gradient_computers.hooks.rules.generic` handles operations without a
+rule, and calls that a rule does not support.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ def matmul_rule(call: OperationCall, grad: Tensor) -> _Parts | None:
 
 
 def matrices_of(call: OperationCall) -> tuple[Any, Any]:
-    """Return the two factors of a matrix product in their order, also where they were passed by name."""
+    """Return the left and the right factor of a matrix product; they may be keyword arguments."""
     named = [call.kwargs[name] for name in ("input", "other", "mat2", "tensor2") if name in call.kwargs]
     left, right = (*call.args, *named)
     return left, right
@@ -135,7 +135,7 @@ def _of_reflected_difference(call: OperationCall, place: int, grad: Tensor) -> T
 
 
 def _operands(call: OperationCall) -> tuple[Any, ...]:
-    """Return both operands in their order, also where they were passed by name."""
+    """Return both operands in order; they may be keyword arguments."""
     return (*call.args, *(call.kwargs[name] for name in ("input", "other") if name in call.kwargs))[:2]
 
 
@@ -157,7 +157,7 @@ def _of_quotient(call: OperationCall, place: int, grad: Tensor) -> Tensor | None
 
 
 def expand_rule(call: OperationCall, grad: Tensor) -> _Parts:
-    """``parameter.expand(B, ...)``: a class token, a learned query."""
+    """``parameter.expand(B, ...)``, for example a class token or a learned query."""
     value = call.args[0]
     yield value, sum_to_parameter(call.output_samples(grad), value.shape)
 
@@ -165,7 +165,7 @@ def expand_rule(call: OperationCall, grad: Tensor) -> _Parts:
 def _affine(
     call: OperationCall, grad: Tensor, normalised: Tensor, weight: Any, bias: Any, axes: range
 ) -> _Parts:
-    """``normalised * weight + bias`` with the parameters on these axes of the result."""
+    """``normalised * weight + bias``, where the parameters have these axes of the result."""
 
     def reduced(value: Tensor) -> Tensor:
         samples = call.output_samples(value)
@@ -179,7 +179,7 @@ def _affine(
 
 
 def layer_norm_rule(call: OperationCall, grad: Tensor) -> _Parts | None:
-    """Layer normalisation; the normalised input is computed again."""
+    """Layer normalisation; recomputes the normalised input."""
     x, shape, weight, bias, eps = call.bind("input", "normalized_shape", "weight", "bias", "eps")
     axes = range(x.dim() - len(shape), x.dim())
     axis = call.axis_of(x)
@@ -242,7 +242,7 @@ def instance_norm_rule(call: OperationCall, grad: Tensor) -> _Parts | None:
     axis = call.axis_of(x)
     if axis is None or axis.axis != 0 or call.wants(x):
         return None
-    if own_statistics:  # the running ones are only written then, and must not be written twice
+    if own_statistics:  # running statistics would only be updated, and they must not be updated twice
         mean = variance = None
     normalised = torch.instance_norm(x, None, None, mean, variance, own_statistics, momentum, eps, False)
     return _affine(call, grad, normalised, weight, bias, range(1, 2))
@@ -285,7 +285,7 @@ RULES: dict[Any, tuple[str, OperationRule]] = {
     **dict.fromkeys((torch.div, T.div, T.div_, torch.true_divide), ("elementwise", _QUOTIENT)),
     **dict.fromkeys((T.expand, T.expand_as), ("expansion", expand_rule)),
 }
-"""Name and rule by operation; the same operation is known by several functions."""
+"""Name and rule by function; several functions may run the same operation."""
 
 _READING_NOTHING = frozenset(
     {torch.add, T.add, T.add_, torch.sub, T.sub, T.sub_, T.__rsub__, T.expand, T.expand_as}
@@ -293,6 +293,6 @@ _READING_NOTHING = frozenset(
 
 
 def reads_nothing(function: Callable[..., Any], args: tuple[Any, ...]) -> bool:
-    """Whether an operation's rule needs no value: its inputs may be freed, or written into, after the call."""
-    expands = function in (T.expand, T.expand_as)  # to any number of sizes
+    """Whether an operation's rule reads no input values, so that inputs may be freed or overwritten after the call."""
+    expands = function in (T.expand, T.expand_as)  # takes any number of sizes
     return function in _READING_NOTHING and (expands or len(args) <= 2)

@@ -1,7 +1,7 @@
-"""Recurrent layers, run so that their per-sample gradients stay factored.
+"""Recurrent layers with factored per-sample gradients.
 
-All gates of a step are one affine map of the input and of the last state. The gradient with respect to
-the input's part, for all steps at once, is therefore enough for every weight of the layer.
+All gates of a step are one affine map of the input and of the previous state. The gradient of the input's part at all
+steps therefore determines the gradients of all weights of the layer.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ __all__ = ["Tap", "run_recurrent"]
 
 
 Tap = Callable[[Tensor, Sequence[Any], Callable[[Tensor], list[Any]]], Tensor]
-"""``tap(value, weights, parts)``: once the gradient of ``value`` is known, ``parts(gradient)`` gives one contribution
-per weight. Returns the value to go on with."""
+"""``tap(value, weights, parts)``: once the gradient of ``value`` is known, ``parts(gradient)`` returns one contribution
+per weight. The caller continues with the value that ``tap`` returns."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,15 +31,15 @@ class _Steps:
     """The time steps of a sequence."""
 
     sizes: list[int]
-    """Samples at each step; falling for a packed sequence."""
+    """Number of samples at each step; it does not increase in a packed sequence."""
     num_samples: int
     order: Tensor | None
     """The sample of each row of a packed sequence, if not the row itself."""
     axis: int | None
-    """The axis that has the steps; ``None`` where the sequence is packed."""
+    """The axis of the steps; ``None`` if the sequence is packed."""
 
     def by_sample(self, rows: Tensor) -> Tensor:
-        """Return ``(B, T, d)`` in one piece, with zeros where a sample has ended."""
+        """Return rows as a contiguous ``(B, T, d)``, with zeros after the end of a sample."""
         if self.axis is not None:
             return rows.movedim(self.axis, 1).contiguous()
         samples = rows.new_zeros(self.num_samples, len(self.sizes), rows.shape[-1])
@@ -51,7 +51,7 @@ class _Steps:
 def run_recurrent(
     kind: str, args: Sequence[Any], *, num_samples: int, order: Tensor | None, tap: Tap
 ) -> tuple[Tensor, ...]:
-    """Run ``torch.lstm`` and its relatives.
+    """Run ``torch.lstm``, ``torch.gru``, ``torch.rnn_tanh`` or ``torch.rnn_relu``.
 
     Args:
         kind: A value of :data:`RECURRENT`.
@@ -105,7 +105,7 @@ def _run_cell(
     """Run one layer in one direction; return its outputs and its last state."""
     w_in, w_state, *biases = weights
     b_in, b_state = biases or (None, None)
-    gru = kind == "gru"  # alone it scales its state's part, bias included, by a gate
+    gru = kind == "gru"  # only a GRU scales the state's part, including its bias, by a gate
     bias = b_in if gru or not biases else torch.add(*biases)
     inputs, version = x.detach(), x._version
 
@@ -122,7 +122,7 @@ def _run_cell(
         return found + ([grads.sum(1), state_grads.sum(1)] if biases else [])
 
     pre = tap(functional.linear(x, w_in, bias), weights, parts)
-    # Autocast rounds the input's part; the recurrence keeps the precision of its state.
+    # Autocast rounds the input's part; the recurrence runs in the precision of its state.
     dtype = torch.promote_types(pre.dtype, state[0].dtype)
     offset = b_state.to(dtype) if gru and b_state is not None else None
     walk = Walk(steps.sizes, steps.axis, backward)

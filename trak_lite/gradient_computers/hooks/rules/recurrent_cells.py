@@ -1,11 +1,12 @@
-"""One recurrent layer in one direction as a single operation of autograd, with its derivative by hand.
+"""One recurrent layer in one direction as a single autograd function with a hand-written derivative.
 
-Autograd's own graph of an unrolled recurrence has some ten nodes per step, and each of them makes and keeps tensors. By
-hand, whatever does not depend on the gradient is found for all steps at once: what a gate's input receives is a *slope*
-times the gradient of the state, so that a step back is one matrix product and a few products in place.
+Autograd's graph of an unrolled recurrence has about ten nodes per step, each of which allocates and saves tensors. The
+hand-written derivative computes the terms that do not depend on the gradient for all steps at once: the gradient of a
+gate's input is a *slope* times the gradient of the state. A backward step is one matrix product and a few in-place
+products.
 
-Shapes: B samples, T steps, H units, G gates. *Rows* are those of all steps and samples: ``(B, T, d)``, ``(T, B, d)``,
-or, of a packed sequence, ``(N, d)`` with the steps one after the other, each with as many samples as the last or fewer.
+Shapes: B samples, T steps, H units, G gates. *Rows* hold all steps and samples: ``(B, T, d)``, ``(T, B, d)`` or, for a
+packed sequence, ``(N, d)`` with the steps one after the other; the number of samples per step does not increase.
 """
 
 from __future__ import annotations
@@ -25,12 +26,12 @@ __all__ = ["Trace", "Walk", "run_cell"]
 
 @dataclass(frozen=True, slots=True)
 class Walk:
-    """The steps in the order in which a recurrence takes them."""
+    """The steps of a recurrence, and their order."""
 
     sizes: list[int]
-    """Samples at each step."""
+    """Number of samples at each step."""
     axis: int | None
-    """The axis of rows that has the steps; ``None`` where the sequence is packed."""
+    """The axis of the steps in rows; ``None`` if the sequence is packed."""
     backward: bool
     """Whether the recurrence starts at the last step."""
 
@@ -39,16 +40,16 @@ class Walk:
         return rows.split_with_sizes(self.sizes) if self.axis is None else rows.unbind(self.axis)
 
     def join(self, steps: Sequence[Tensor]) -> Tensor:
-        """Undo :meth:`split`, in new memory."""
+        """Undo :meth:`split`; the result has new memory."""
         return torch.cat(list(steps)) if self.axis is None else torch.stack(list(steps), self.axis)
 
     def run(
         self, step: Callable[..., tuple[Tensor, ...]], state: tuple[Tensor, ...]
     ) -> tuple[list[Tensor], list[Tensor]]:
-        """Take all steps.
+        """Run all steps.
 
         Args:
-            step: ``step(t, *state)`` of the samples that are running gives their next state.
+            step: ``step(t, *state)`` returns the next state of the samples that are still running.
             state: The first state, ``(B, H)`` each.
 
         Returns:
@@ -69,11 +70,11 @@ class Walk:
         return list(state), [self.join(values) for values in zip(*before, strict=True)]
 
     def run_back(self, step: Callable[..., None], carry: list[Tensor], grads: Tensor | None) -> None:
-        """Take all steps the other way round.
+        """Run all steps in reverse order.
 
         Args:
-            step: ``step(t, *carry)`` turns the gradient of the state after a step into that before it, in place.
-            carry: The gradient of the last state, ``(B, H)`` each; becomes that of the first.
+            step: ``step(t, *carry)`` replaces the gradient of the state after step t by that before it, in place.
+            carry: The gradient of the last state, ``(B, H)`` each; overwritten with that of the first state.
             grads: The gradient of the outputs.
         """
         of_steps = None if grads is None else self.split(grads)
@@ -92,18 +93,18 @@ class Walk:
 
 
 class Trace(NamedTuple):
-    """What a layer computed in one direction."""
+    """Results of a layer in one direction."""
 
     outputs: Tensor
     """Rows of h."""
     last: list[Tensor]
     """The last state: ``(B, H)`` each."""
     seen: Tensor
-    """Rows of the h that every step read."""
+    """Rows with the h that every step reads."""
     slopes: tuple[Tensor, ...]
-    """What the steps back need."""
+    """Tensors for the backward steps."""
     resets: Tensor | None = None
-    """Rows of the factor that the state's part of the last gate has, where there is one."""
+    """Rows with the factor of the state's part of the last gate; ``None`` if there is no such factor."""
 
 
 class _AbstractCell(ABC):
@@ -113,7 +114,7 @@ class _AbstractCell(ABC):
     def forward(
         self, pre: Tensor, weight: Tensor, bias: Tensor | None, walk: Walk, state: tuple[Tensor, ...]
     ) -> Trace:
-        """Run all steps; see :func:`run_cell`. The memory of ``pre`` is used."""
+        """Run all steps; see :func:`run_cell`. ``pre`` is overwritten."""
 
     @abstractmethod
     def backward(
@@ -124,7 +125,7 @@ class _AbstractCell(ABC):
         carry: list[Tensor],
         grads: Tensor | None,
     ) -> tuple[Tensor, Tensor]:
-        """Run all steps back; ``carry`` becomes the gradient of the first state.
+        """Run all backward steps; ``carry`` is overwritten with the gradient of the first state.
 
         Returns:
             Rows with the gradients of the input's and of the state's part of the gates, ``G * H`` wide.
@@ -135,7 +136,7 @@ class _Plain(_AbstractCell):
     """``h' = f(a + W h)`` (Elman, "Finding Structure in Time", 1990)."""
 
     def __init__(self, f: Callable[..., Tensor], slope: Callable[[Tensor], Tensor]) -> None:
-        """Take f and its derivative as a function of its value."""
+        """Store f and ``slope``, the derivative of f as a function of its value."""
         self._f = f
         self._slope = slope
 
@@ -183,7 +184,7 @@ class _Lstm(_AbstractCell):
         def step(t: int, h: Tensor, c: Tensor) -> tuple[Tensor, ...]:
             gates[t].addmm_(h, transposed)
             torch.tanh(u_in[t], out=u_new[t])
-            gates[t].sigmoid_()  # one call for all four; u's is not used
+            gates[t].sigmoid_()  # one call for all four gates; the one of u is not used
             torch.mul(f[t], c, out=c_new[t]).addcmul_(i[t], u_new[t])
             torch.tanh(c_new[t], out=tanh_new[t])
             torch.mul(o[t], tanh_new[t], out=h_new[t])
@@ -194,7 +195,7 @@ class _Lstm(_AbstractCell):
 
     @staticmethod
     def _slopes(gates: Tensor, u: Tensor, tanh_c: Tensor, c_before: Tensor) -> tuple[Tensor, ...]:
-        """Turn the gates into their slopes, in place; return them, dc'/dc and dc'/dh'."""
+        """Replace the gates by their slopes in place; return them, dc'/dc and dh'/dc'."""
         i, f, of_u, o = gates.chunk(4, -1)
         keep, u_slope, of_c = f.clone(), i * u, o * tanh_c
         torch.addcmul(i, u_slope, u, value=-1, out=u_slope)
@@ -261,7 +262,7 @@ class _Gru(_AbstractCell):
 
     @staticmethod
     def _slopes(r: Tensor, z: Tensor, n: Tensor, of_n: Tensor, h_before: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the slopes of r, z, the state's part of n and n itself, side by side, and dh'/dh for fixed gates."""
+        """Return the concatenated slopes of r, z, the state's part of n, and n; and dh'/dh for fixed gates."""
         rest = 1 - z
         n_slope = torch.addcmul(rest, rest * n, n, value=-1)
         r_slope = torch.addcmul(r, r, r, value=-1).mul_(of_n).mul_(n_slope)
@@ -301,23 +302,23 @@ _CELLS: dict[str, _AbstractCell] = {
 def run_cell(
     kind: str, pre: Tensor, weight: Tensor, bias: Tensor | None, walk: Walk, state: Sequence[Tensor]
 ) -> tuple[Trace, tuple[Tensor, ...]]:
-    """Run a layer in one direction, as one operation of autograd.
+    """Run a layer in one direction, as one autograd function.
 
     Args:
         kind: ``"lstm"``, ``"gru"``, ``"tanh"`` or ``"relu"``.
         pre: Rows of the input's part of the gates, ``G * H`` wide. It is overwritten.
         weight: The state's weight, ``(G * H, H)``.
-        bias: The bias of the state's part, ``(G * H,)``, where it is not in ``pre``.
+        bias: The bias of the state's part, ``(G * H,)``; ``None`` if it is included in ``pre``.
         walk: The steps.
         state: The first state, ``(B, H)`` each.
 
     Returns:
-        What was computed, outside autograd's graph; the rows of outputs and the last state, in the graph. A backward
-        pass with ``create_graph=True`` raises :class:`UnsupportedModelError`.
+        The trace, outside autograd's graph; and the rows of outputs and the last state, in the graph. A backward pass
+        with ``create_graph=True`` raises :class:`UnsupportedModelError`.
     """
     cell = _CELLS[kind]
     with torch.no_grad():
-        # Not detach(): that tells autograd of the change, which then makes the node of pre anew, without its hooks.
+        # .data, not detach(): with detach(), autograd sees the in-place change and replaces pre's node, without hooks.
         trace = cell.forward(pre.data, weight, bias, walk, tuple(state))
     results = _Recurrence.apply(cell, walk, trace, pre, weight, bias, *state)  # type: ignore[no-untyped-call]
     return trace, results
@@ -344,7 +345,7 @@ class _Recurrence(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grads: Tensor | None, *last: Tensor | None) -> tuple[Any, ...]:
-        # Not once_differentiable, which raises only where a path leads on from it to what is differentiated.
+        # once_differentiable is not enough: it raises only if its node leads to the differentiated inputs.
         if torch.is_grad_enabled():
             raise UnsupportedModelError(
                 "The gradient of a recurrent layer is to be differentiated itself (create_graph=True). Expected f to "
