@@ -1,9 +1,9 @@
-r"""``TRAKer``: the original TRAK's interface over the same rooms, so that porting is a change of import.
+r"""``TRAKer``: the interface of the original TRAK package. To port code, change the import.
 
-The numbers are those of release 0.3.2 (arXiv:2303.14186): features :math:`X = G R / \sqrt P` with an
+The formulas are those of release 0.3.2 (arXiv:2303.14186): features :math:`X = G R / \sqrt P` with an
 unscaled R, kernel :math:`X^\top X + \lambda I`, its inverse divided by the mean of its absolute entries,
 scores (mean over checkpoints of products) times (mean over checkpoints of q). Sums are accumulated in
-float64 where the original uses the storage dtype; steps out of order raise, where the original goes on.
+float64, where the original uses the storage dtype. Steps out of order raise, where the original continues.
 
 Shapes: N train rows, M targets, B samples of a batch, P parameters that gradients are kept for, K ``proj_dim``.
 """
@@ -81,20 +81,20 @@ __all__ = ["TRAKer"]
 logger = logging.getLogger(__name__)
 
 RowIndices: TypeAlias = Sequence[int] | NDArray[Any] | Tensor
-"""Rows that the samples of a batch go to: integers in any order, no row twice."""
+"""Row numbers of the samples of a batch: distinct integers in any order."""
 
 _SAMPLE_KEYS = "sample_keys"
 
 
 class TRAKer:
-    """The original TRAK's constructor and six verbs. Open to subclassing, because public code does.
+    """The constructor and the six main methods of the original TRAK. It may be subclassed, as public code does.
 
     As in the original, loading a checkpoint puts the model in eval mode and leaves the weights in it.
 
-    Deliberate differences: every step out of order, and every mismatch with what is on disk, raises; a
-    partly featurized batch resumes; targets that were scored stay as they are; the projection is Rademacher
-    on every device and not bit-equal to the original's; the scores are float32; ``saver``, ``score_computer``
-    and save folders of the original are not supported.
+    Differences: every step out of order, and every mismatch with stored data, raises. A partly featurized batch
+    resumes. Scored targets cannot be overwritten. The projection is Rademacher on every device and not bitwise equal
+    to the original's. Scores are float32. ``saver``, ``score_computer`` and save folders of the original are not
+    supported.
     """
 
     def __init__(
@@ -117,31 +117,32 @@ class TRAKer:
         grad_wrt: Iterable[str] | None = None,
         lambda_reg: float = 0.0,
     ) -> None:
-        """Check the settings and open what is in ``save_dir``, if anything; nothing is written yet.
+        """Check the settings and open the store in ``save_dir`` if it exists. Nothing is written yet.
 
         Args:
-            model: The module; it is moved nowhere, and batches are moved to where it is.
+            model: The module. It is not moved; batches are moved to its device.
             task: Name, class or instance of a model output function, or a function ``f(model_call, batch)``.
             train_set_size: N.
-            save_dir: Folder that holds the store.
+            save_dir: Folder of the store.
             load_from_save_dir: Accepted for the original's signature; opening is safe from any process.
-            device: Where projections and kernels are computed; ``"auto"`` is where the model is.
-            gradient_computer: Class or partial of one. Where ``vmap`` cannot transform the model, another one takes the
-                place of ``FunctionalGradientComputer``, with a warning.
-            projector: A projector of one's own; ``None`` makes a Rademacher one.
-            saver: Not supported; the rows are kept in the store.
+            device: Device of projections and kernels; ``"auto"`` is the model's device.
+            gradient_computer: Class or partial of one. If ``vmap`` cannot transform the model, another one replaces
+                ``FunctionalGradientComputer``, with a warning.
+            projector: A custom projector; ``None`` creates a Rademacher one.
+            saver: Not supported; the rows are stored in the store.
             score_computer: Not supported; the kernel is solved in float64.
             proj_dim: K; not used if ``projector`` is given.
             logging_level: Level of this module's logger.
             use_half_precision: Store features in float16, else float32.
             proj_max_batch_size: Accepted for the original's signature; batches of any size are projected.
             projector_seed: Seed of the projection; not used if ``projector`` is given.
-            grad_wrt: Names of the parameters to keep, in any order; ``None`` keeps all. Frozen ones count.
+            grad_wrt: Names of the parameters to differentiate, in any order; ``None`` selects all, including frozen
+                ones.
             lambda_reg: Absolute ridge term, in units of a squared feature.
 
         Raises:
             InvalidInputError: If a setting is not allowed, or a name in ``grad_wrt`` is unknown.
-            ManifestMismatchError: If ``save_dir`` holds features of other settings; names every difference.
+            ManifestMismatchError: If ``save_dir`` has features of other settings; names every difference.
             UnsupportedModelError: If the model is sharded.
         """
         _refuse_replacements(saver=saver, score_computer=score_computer)
@@ -168,17 +169,17 @@ class TRAKer:
         self._train: _Cursor | None = None
         self._target: _Cursor | None = None
         self._singular: dict[int, int] = {}
-        """Rank of the kernel of every id whose pseudo-inverse was taken."""
+        """Rank of the kernel, for every model id whose kernel was pseudo-inverted."""
         self._warned: set[int] = set()
         self._workspace = Workspace(str(self.save_dir / "trak.zarr"))
-        # A notebook builds a second TRAKer over the first: the first must let go of its locks when it is gone.
+        # Release the locks on garbage collection: notebooks create a second TRAKer under the same variable name.
         self._closer = weakref.finalize(self, self._workspace.close)
         self._workspace.open(self._manifest())
 
     def init_projector(
         self, projector: AbstractProjector | None, proj_dim: int, proj_max_batch_size: int
     ) -> None:
-        """Set ``self.projector``; a subclass may choose another default.
+        """Set ``self.projector``. A subclass may override the default.
 
         Args:
             projector: The projector that was passed to the constructor.
@@ -206,7 +207,7 @@ class TRAKer:
         )
 
     def close(self) -> None:
-        """Release the store's files and locks for good; rows put so far are safe."""
+        """Release the store's files and locks permanently. Rows written so far remain stored."""
         self._closer()
 
     # ---------------------------------------------------------------- featurizing

@@ -1,6 +1,6 @@
-"""Small public functions under the names that the original TRAK gives them.
+"""Small public functions of the original TRAK, under their original names.
 
-What only served the original's score computer (``get_matrix_mult`` and its kind) has no place here.
+Helpers of the original's score computer, such as ``get_matrix_mult``, are not included.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ _BUFFERS = ("running_mean", "running_var", "num_batches_tracked")
 
 
 def test_install(use_fast_jl: bool = False) -> None:  # noqa: PT028 - not a test
-    """Featurize and score twenty random samples, on the GPU if there is one; raises if anything fails.
+    """Featurize and score twenty random samples, on the GPU if there is one. Raises if anything fails.
 
     Args:
         use_fast_jl: Accepted for the original's signature; no compiled extension is needed.

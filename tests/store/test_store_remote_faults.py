@@ -21,6 +21,7 @@ from trak_lite.errors import (
 )
 from trak_lite.store import AbstractObjects, RemotePlace
 from trak_lite.store.disk.records import CommitRecord
+from trak_lite.store.disk.zarr_table import ZarrRowTable
 from trak_lite.store.remote.remote_store import RemoteFeatureStore
 
 FIRST = f"{NAME}/features/c.0.0"
@@ -394,6 +395,27 @@ def test_a_place_with_something_else_in_it_is_refused(bucket, here):
         here.table()
     with pytest.raises(MissingStoreError):
         RemoteFeatureStore.open(here.place)
+
+
+def test_rows_that_are_uploaded_and_unstaged_while_they_are_read_are_read_from_the_place(here, monkeypatch):
+    """Another process of this machine completes the chunk between two looks."""
+    table = here.table()
+    table.put(0, values([0]))
+    read_done = ZarrRowTable.read_done
+
+    def read_late(staged, chunk):
+        if staged is table._staged():
+            monkeypatch.setattr(ZarrRowTable, "read_done", read_done)
+            rest = table.pending()
+            table.put(rest, values(rest))
+            raise IncompleteStoreError("the file was removed after it was committed")
+        return read_done(staged, chunk)
+
+    monkeypatch.setattr(ZarrRowTable, "read_done", read_late)
+    rows, found = table.read_done(0)
+    assert rows.tolist() == list(range(*table.chunk_range(0)))
+    for name, expected in values(rows).items():
+        np.testing.assert_array_equal(found[name], expected)
 
 
 def test_a_place_where_a_creator_was_killed_becomes_a_store(bucket, here):

@@ -121,8 +121,7 @@ def seed_noise_ceiling(outputs: ArrayLike) -> NoiseCeiling:
         _mean(_correlations(ranked[a], ranked[b], ones), np.ones(values.shape[2]))
         for a in range(num_seeds)
         for b in range(num_seeds)
-        if a
-        != b  # both ways: a target that is constant for one of the two counts only as the other's prediction
+        if a != b  # both orders: a target that is constant for one seed counts only as the prediction
     ]
     between = float(np.mean(pairs))
     reliability = num_seeds * between / (1 + (num_seeds - 1) * between) if between > 0 else 0.0

@@ -1,4 +1,4 @@
-"""One batch to features, one dataset to a table: where the rooms meet. Knows only their contracts.
+"""Compute the features of a batch, and fill a table with the features of a dataset.
 
 Shapes: N train rows, B samples of a batch, K feature width.
 Source: TRAK (arXiv:2303.14186), section 3; numbers as in the native method of trak_lite.
@@ -39,10 +39,10 @@ _MAX_ROUNDING = 1e-2  # relative to a row's norm; float16 itself rounds to 5e-4
 
 
 class SampleRows(Protocol):
-    """Samples that are known by their row: a :class:`~trak_lite.data.datasets.Rows`, or what is made of one."""
+    """Samples identified by row: a :class:`~trak_lite.data.datasets.Rows`, or samples derived from one."""
 
     what: str
-    """How messages name them."""
+    """Name of the samples in messages."""
     batch_size: int
     """Samples per batch."""
 
@@ -50,10 +50,10 @@ class SampleRows(Protocol):
         """Yield every list of rows in the plan with its batch."""
 
     def prepared(self, batch: Batch, rows: NDArray[np.int64], /) -> Batch:
-        """Return a batch, on the model's device, with what the model itself has to make of it."""
+        """Return a batch, on the model's device, after any preparation that needs the model (such as drawn labels)."""
 
     def numbers(self, rows: NDArray[np.int64], /) -> NDArray[np.int64]:
-        """Return the rows by which messages name some of them."""
+        """Return the row numbers to use in messages for some rows."""
 
 
 def compute_features(
@@ -69,22 +69,22 @@ def compute_features(
     """Return the feature rows of a batch and its f, q and w.
 
     Args:
-        computer: Gives the gradient blocks.
-        projector: Turns them into features.
+        computer: Computes the gradient blocks.
+        projector: Projects them to features.
         batch: B samples, on the model's device.
-        model_id: The checkpoint.
+        model_id: Number of the checkpoint.
         rows: ``(B,)`` the samples' rows in the dataset, for messages.
-        what: How messages name the dataset.
-        normalizer: Normalises the rows and measures the gradients of this batch in the same pass; ``None`` takes the
-            gradients as they are.
+        what: Name of the dataset in messages.
+        normalizer: Normalises the rows and measures the gradient norms of this batch in the same pass; ``None`` does
+            neither.
 
     Returns:
         Features ``(B, K)`` in float32 or better, and terms of shape ``(B,)``, which are never normalised.
 
     Raises:
         InvalidInputError: If a sample is not what the task or the model expects; names its row.
-        UnsupportedModelError: If the gradient computer refuses the batch. Where its self-check does, the rows of the
-            batches since the last check that passed are named, and in the error's ``rows``.
+        UnsupportedModelError: If the gradient computer does not support the batch. If its self-check fails, the error
+            and its ``rows`` name the rows of all batches since the last check that passed.
     """
     accumulator = projector.accumulator(batch_size(batch), model_id=model_id, parameters=computer.parameters)
     computer.name_rows(f"{what} (model id {model_id})", rows)
@@ -114,26 +114,26 @@ def featurize_rows(
     leads: Callable[[], bool] = always,
     lockstep: Lockstep = ALONE,
 ) -> int:
-    """Featurize the rows that a table still lacks, and put them batch by batch, until all of them are there.
+    """Featurize the pending rows of a table and write them batch by batch, until the table is complete.
 
-    Other processes may do the same at the same time: each takes chunks that no other one holds, and waits in the end
-    for those that others hold.
+    Other processes may do the same at the same time. Each claims chunks that no other process holds, and finally waits
+    for the chunks of the others.
 
-    The norms of the gradients, as they were before any normalisation, are put beside them if the table has the column.
+    If the table has a column of gradient norms, the norms before normalisation are written too.
 
     Args:
-        table: Made by :func:`feature_table_spec`; one row per row of ``rows``. It comes to be with the first
-            batch that is in order, so that bad input leaves nothing on disk.
+        table: Table with a spec of :func:`feature_table_spec`; one row per row of ``rows``. The first valid batch
+            creates it, so invalid input leaves nothing on disk.
         rows: The data; only pending rows are loaded.
-        computer_for: Returns what gives the gradient blocks of a batch, from the batch and its rows.
-        projector: Turns them into features.
-        model_id: The checkpoint.
-        device: Where the model is.
-        label: What the progress bar is called.
-        normalization: What the gradients are divided by.
+        computer_for: Returns the gradient computer for a batch and its rows.
+        projector: Projects gradients to features.
+        model_id: Number of the checkpoint.
+        device: Device of the model.
+        label: Label of the progress bar.
+        normalization: Normalisation of the gradients.
         progress: Show the bar; ``None`` shows it on a terminal only.
         watch: See :class:`~trak_lite.parallel.sharing.SharedRows`.
-        wait: Otherwise leave to others what they hold, and return.
+        wait: Wait for chunks that other processes hold. ``False`` returns without them.
         leads: See :class:`~trak_lite.parallel.sharing.SharedRows`.
         lockstep: The ranks that hold parts of the model and fill the same table.
 
@@ -144,8 +144,7 @@ def featurize_rows(
         NonFiniteError: If f, q, w or a feature is NaN or infinite; names the rows.
         PrecisionError: If the table's dtype cannot hold a row; names the rows.
         InvalidInputError: If a batch is not what the task expects.
-        ManifestMismatchError: If rows that are done, computed again, are not what the table holds: see
-            :func:`check_rows`.
+        ManifestMismatchError: If recomputed rows differ from the stored ones; see :func:`check_rows`.
         RankError: If another rank of a sharded model has failed.
     """
     made = _BatchWork(table, rows, computer_for, projector, model_id, device, normalization, label)
@@ -154,7 +153,7 @@ def featurize_rows(
         table, rows.batch_size, label=label, progress=progress, watch=watch, pause=turns.pause, leads=leads
     )
     own: set[int] = set()
-    """Chunks that this process puts rows into: what it computed itself need not be compared."""
+    """Chunks that this process writes. Their rows are not compared, because it computed them itself."""
     with shared as work, turns:
         table.look()
         compared = made.check(turns, own)

@@ -221,7 +221,7 @@ class FeaturizingSession:
 
     def _featurize_train(self, checkpoint: Checkpoint, digest: str, rows: Rows, *, wait: bool) -> int:
         """Featurize the train rows of the loaded checkpoint, and fit its kernel; see :meth:`featurize`."""
-        # Do not wait here while earlier checkpoints are unfinished: rows of theirs may become free. The ranks of a
+        # Do not wait here while earlier checkpoints are unfinished: their rows may become free. The ranks of a
         # sharded model work in lockstep on the same rows, so they always wait.
         wait = (wait and not self._unfinished) or not self._lockstep.is_alone
         method = self._settings.method
@@ -342,7 +342,7 @@ class FeaturizingSession:
                 if digest in there:
                     self._fill_targets(targets, train, digest, checkpoint.name)
                     return
-        except CheckpointError as error:  # a checkpoint file is gone, but it is needed for this comparison only
+        except CheckpointError as error:  # a missing file, needed for this comparison only
             logger.info("Stored targets are not compared: %s", error)
 
     def _fill_targets(

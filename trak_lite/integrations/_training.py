@@ -19,9 +19,9 @@ __all__ = ["refuse_other_model", "undisturbed"]
 
 @contextmanager
 def undisturbed() -> Iterator[None]:
-    """Give every random state back as it was before the block, also after an error.
+    """Restore all random states after the block, also after an error.
 
-    The random states are those of Python, NumPy and torch, the latter on the CPU and every CUDA device.
+    These are the states of Python, NumPy and torch, the latter on the CPU and every CUDA device.
     """
     python, numpy = random.getstate(), np.random.get_state()  # noqa: NPY002 - the state that others draw from
     with torch.random.fork_rng(devices=range(torch.cuda.device_count())):
@@ -33,10 +33,10 @@ def undisturbed() -> Iterator[None]:
 
 
 def refuse_other_model(attributor: Attributor, trained: nn.Module) -> None:
-    """Raise unless the weights that are attributed are those being trained, on the device where they are trained.
+    """Raise unless the attributor's parameters are among those of the trained model, on the same device.
 
     Raises:
-        InvalidInputError: If they are another model's, or were replaced (sharded) or moved when training began.
+        InvalidInputError: If they belong to another model, or training has replaced (sharded) or moved them.
     """
     own = {id(p) for p in trained.parameters()}
     strange = [name for name, p in attributor.model.named_parameters() if id(p) not in own]

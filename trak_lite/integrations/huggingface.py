@@ -42,51 +42,51 @@ from trak_lite.types import Batch
 __all__ = ["FeaturizeCallback", "attributor_from_trainer", "task_of"]
 
 _NUM_PROBES = 32
-"""First rows of a dataset, the shortest and the longest of which are tried together and alone."""
+"""Number of first rows of a dataset, of which the shortest and the longest are tried together and alone."""
 
 
 @final
 class FeaturizeCallback(TrainerCallback):
     """Featurizes the train rows at each checkpoint that a ``transformers.Trainer`` saves.
 
-    It runs on the trainer's model in place, right after the checkpoint is on disk. Training goes on bitwise as
-    without it: weights, mode and every random state are given back. A run that is resumed finds the rows that are
-    there. To score new targets later the saved weights are needed: keep the checkpoints (``save_total_limit``).
+    It runs on the trainer's model in place, after each checkpoint is saved. It restores weights, mode and all random
+    states, so training is bitwise the same as without it. A resumed run finds the stored rows. Scoring new targets
+    later needs the saved weights, so keep the checkpoints (``save_total_limit``).
     """
 
     def __init__(self, attributor: Attributor, data: Any) -> None:
-        """Hold what is to be featurized.
+        """Check the data and store the arguments.
 
         Args:
-            attributor: Of the model that is trained: ``attributor_from_trainer(trainer, ...)``.
+            attributor: Attributor of the trained model: ``attributor_from_trainer(trainer, ...)``.
             data: The train rows, as for :meth:`~trak_lite.Attributor.featurize`.
 
         Raises:
-            InvalidInputError: If the data are not rows with an order of their own.
+            InvalidInputError: If the data have no fixed order of rows.
         """
-        rows_of(data, what="the train data")  # now, and not when the first checkpoint has been trained
+        rows_of(data, what="the train data")  # raise here, not after the first checkpoint has been trained
         self._attributor = attributor
         self._data = data
 
     def on_train_begin(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
-        """Refuse to train anything but the attributor's model.
+        """Check that the trained model is the attributor's.
 
         Raises:
-            InvalidInputError: If it is another one, sharded, or on another device.
+            InvalidInputError: If it is another model, sharded, or on another device.
         """
         refuse_other_model(self._attributor, kwargs["model"])
 
     def on_save(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
-        """Featurize the weights that were saved just now."""
+        """Featurize the checkpoint that was just saved."""
         folder = Path(str(args.output_dir)) / f"{PREFIX_CHECKPOINT_DIR}-{state.global_step}"
         weights = weights_inside(folder)
         checkpoint = Checkpoint(folder.name, None if weights is None else str(weights.absolute()), None)
         with undisturbed():
-            # An iterator: the model's weights of now are no place to look for these later.
+            # Pass an iterator, so that the attributor does not search the model's changing weights for this checkpoint.
             self._attributor.featurize(self._data, iter([checkpoint]))
 
 
@@ -96,22 +96,22 @@ def attributor_from_trainer(
     task: Task | None = None,
     **settings: Any,
 ) -> Attributor:
-    """Return an attributor for what a ``transformers.Trainer`` trains, before, during or after training.
+    """Return an attributor for the model of a ``transformers.Trainer``, before, during or after training.
 
-    Model, collator and batch size are the trainer's; rows are those of its train dataset in their own order,
-    whatever order they are trained in: ``attributor.featurize(trainer.train_dataset, checkpoints=...)``. With a
-    PEFT adapter the parameters are the adapter's, as for every model those that are trained.
+    Model, collator and batch size are the trainer's. Rows are those of its train dataset in dataset order, regardless
+    of the training order: ``attributor.featurize(trainer.train_dataset, checkpoints=...)``. Only trainable parameters
+    are used; with a PEFT adapter these are the adapter's.
 
     Args:
         trainer: A ``transformers.Trainer`` with a train dataset.
         path: As for :class:`~trak_lite.Attributor`.
-        task: ``None`` takes the one of the model's class: classification of sequences, with one label or several,
-            regression, or causal language modelling.
-        **settings: Further arguments of the attributor, which come before the trainer's.
+        task: ``None`` uses the task of the model's class: single- or multi-label sequence classification, regression,
+            or causal language modeling.
+        **settings: Further arguments of the attributor. They override the trainer's.
 
     Raises:
-        InvalidInputError: If the model is sharded, its class stands for no task, there is no train dataset, or a row
-            of it would depend on chance or on the rows beside it in a batch.
+        InvalidInputError: If the model is sharded, its class has no known task, there is no train dataset, or a row
+            is random or depends on the other rows of its batch.
     """
     if not isinstance(trainer, Trainer):
         raise InvalidInputError(
@@ -119,7 +119,7 @@ def attributor_from_trainer(
             "Attributor from the model, the task and collate=...."
         )
     _refuse_sharded(trainer)
-    # Of the trainer's own, as subclasses decide there which columns the model does not take.
+    # Use the trainer's private method, because subclasses override which columns to remove.
     collate = trainer._get_collator_with_removed_columns(trainer.data_collator)
     given = {"collate": collate, "batch_size": trainer.args.per_device_train_batch_size, **settings}
     attributor = Attributor(
@@ -132,13 +132,13 @@ def attributor_from_trainer(
 
 
 def task_of(model: nn.Module) -> str:
-    """Return the task that the class of a Hugging Face model stands for, with its ``problem_type``.
+    """Return the task for the class and the ``problem_type`` of a Hugging Face model.
 
     Args:
         model: A ``transformers.PreTrainedModel``, alone or in a ``peft.PeftModel``.
 
     Raises:
-        InvalidInputError: If it stands for none.
+        InvalidInputError: If there is no task for the class.
     """
     base: Any = _base_model(model)
     names = {cls.__name__ for cls in type(base).__mro__}
@@ -146,7 +146,7 @@ def task_of(model: nn.Module) -> str:
         kind = base.config.problem_type
         if kind == "multi_label_classification":
             return "multilabel_classification"
-        # Where nothing is said, transformers takes a single number for a regression, too.
+        # Without a problem_type, transformers also treats a single label as regression.
         single = kind is None and base.config.num_labels == 1
         return "regression" if kind == "regression" or single else "text_classification"
     if names & set(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values()):

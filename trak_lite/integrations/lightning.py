@@ -1,4 +1,4 @@
-"""Lightning: features at each checkpoint that a ``lightning`` trainer saves, and weights out of ``.ckpt`` files.
+"""Lightning: featurize at each checkpoint that a ``lightning`` trainer saves, and read weights of ``.ckpt`` files.
 
 Example::
 
@@ -30,32 +30,32 @@ __all__ = ["FeaturizeCallback", "ckpt_weights"]
 class FeaturizeCallback(Callback):
     """Featurizes the train rows at each checkpoint that a ``ModelCheckpoint`` of the same trainer saves.
 
-    A file that was saved is featurized before the next batch is trained on, or when training is done; of two that are
-    saved to the same path in between, the later one. Training goes on bitwise as without it: weights, modes and every
-    random state are given back. To score new targets later the files are needed: keep them (``save_top_k=-1``).
+    A saved file is featurized before the next training batch, or at the end of training. If a path is overwritten in
+    between, only the last file is featurized. The callback restores weights, modes and all random states, so training
+    is bitwise the same as without it. Scoring new targets later needs the files, so keep them (``save_top_k=-1``).
     """
 
     def __init__(self, attributor: Attributor, data: Any) -> None:
-        """Hold what is to be featurized.
+        """Check the data and store the arguments.
 
         Args:
-            attributor: Of the ``LightningModule`` that is trained, or of a module inside it.
+            attributor: Attributor of the trained ``LightningModule``, or of a module inside it.
             data: The train rows, as for :meth:`~trak_lite.Attributor.featurize`.
 
         Raises:
-            InvalidInputError: If the data are not rows with an order of their own.
+            InvalidInputError: If the data have no fixed order of rows.
         """
-        rows_of(data, what="the train data")  # now, and not when the first checkpoint has been trained
+        rows_of(data, what="the train data")  # raise here, not after the first checkpoint has been trained
         self._attributor = attributor
         self._data = data
         self._prefix = ""
         self._seen: set[tuple[Path, int]] = set()
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Refuse to train anything but the attributor's model, or without saving it.
+        """Check that the attributor's model is trained, and saved by a ``ModelCheckpoint``.
 
         Raises:
-            InvalidInputError: If it is another one, sharded, on another device, or never saved by a
+            InvalidInputError: If another model is trained, it is sharded or on another device, or there is no
                 ``ModelCheckpoint``.
         """
         refuse_other_model(self._attributor, pl_module)
@@ -72,11 +72,11 @@ class FeaturizeCallback(Callback):
     def on_train_batch_start(
         self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int
     ) -> None:
-        """Featurize what was saved since the last batch."""
+        """Featurize the checkpoints that were saved since the last batch."""
         self._featurize_new(trainer)
 
     def on_fit_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Featurize what was saved when training ended."""
+        """Featurize the checkpoints that were saved at the end of training."""
         self._featurize_new(trainer)
 
     def _featurize_new(self, trainer: Trainer) -> None:

@@ -65,7 +65,8 @@ class AbstractMethod(ABC):
     def transform(self, rows: Tensor, layout: FeatureLayout) -> Tensor:
         """Return transformed feature rows, which replace ``rows`` in the products, ``(b, K) -> (b, K)``.
 
-        Called on train rows and on targets, only if :attr:`kernel` is ``None``. The default returns ``rows``.
+        Called on train rows, and on targets unless :meth:`transform_targets` is overridden, only if :attr:`kernel` is
+        ``None``. The default returns ``rows``.
 
         Args:
             rows: Features of train rows or of targets, any float dtype.
@@ -75,10 +76,10 @@ class AbstractMethod(ABC):
         return rows
 
     def transform_targets(self, rows: Tensor, layout: FeatureLayout) -> Tensor:
-        """Return the features of targets as they enter the product with train rows, ``(m, K) -> (m, K)``.
+        """Return transformed target rows, which replace ``rows`` in the products, ``(m, K) -> (m, K)``.
 
-        The default applies :meth:`transform`: train rows and targets are treated alike. Override it for a method that
-        changes one side only. Applied only where :attr:`kernel` is ``None``.
+        Called only if :attr:`kernel` is ``None``. The default calls :meth:`transform`. Override it for a method that
+        transforms train rows and targets differently.
         """
         return self.transform(rows, layout)
 

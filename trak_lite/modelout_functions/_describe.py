@@ -155,7 +155,7 @@ class _Description:
             return {type(value).__name__: sha256(bytes(value))}
         if isinstance(value, ModuleType):
             return {"module": value.__name__}
-        if id(value) in self._open:  # a reference cycle: the distance to the enclosing object, not its address
+        if id(value) in self._open:  # a reference cycle: describe it by depth, not by address
             return {"cycle": len(self._open) - self._open.index(id(value))}
         if len(self._open) >= _MAX_DEPTH:
             return self._refused(value, path, f"it lies more than {_MAX_DEPTH} objects deep")

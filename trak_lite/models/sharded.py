@@ -1,8 +1,8 @@
-"""Models that are spread over several devices by FSDP2 (``torch.distributed.fsdp.fully_shard``).
+"""Support for models sharded by FSDP2 (``torch.distributed.fsdp.fully_shard``).
 
-Every parameter is a ``DTensor`` of which each rank holds a part. A module's parameters are gathered for its part of the
-forward pass, and again for its part of the backward pass: so every pass is a collective of all ranks, and they must
-make the same passes in the same order, although each of them has rows of its own.
+Every parameter is a ``DTensor`` of which each rank holds a part. A module's parameters are gathered for its forward
+pass and again for its backward pass, so every pass is a collective operation: all ranks must make the same passes in
+the same order, although each processes different rows.
 
 Source: Zhao et al., "PyTorch FSDP: Experiences on Scaling Fully Sharded Data Parallel" (arXiv:2304.11277).
 """
@@ -57,13 +57,13 @@ def sharded_modules(model: nn.Module) -> list[Any]:
 
 
 def class_of(module: nn.Module) -> type[nn.Module]:
-    """Return the class of a module as it was written, from which ``fully_shard`` has derived another one."""
+    """Return the original class of a module, which ``fully_shard`` replaces by a subclass."""
     kinds: list[type[nn.Module]] = [kind for kind in type(module).__mro__ if issubclass(kind, nn.Module)]
     return kinds[1] if sharded_modules(module)[:1] == [module] else kinds[0]
 
 
 def is_sharded(model: nn.Module) -> bool:
-    """Whether parameters of a model are spread over devices, in whatever way."""
+    """Return whether parameters of a model are sharded over devices in any way."""
     if "torch.distributed.fsdp" not in sys.modules and "torch.distributed.tensor" not in sys.modules:
         return False
     return (
@@ -74,7 +74,7 @@ def is_sharded(model: nn.Module) -> bool:
 
 
 def reshard(model: nn.Module) -> None:
-    """Free what a forward pass has left gathered, so that the model has its sharded parameters everywhere."""
+    """Free parameters that a forward pass left gathered, so that all modules hold their sharded parameters."""
     modules = sharded_modules(model)
     if modules:
         with torch._C.DisableTorchFunction():  # no part of the model's own operations
@@ -83,7 +83,7 @@ def reshard(model: nn.Module) -> None:
 
 
 def reset_passes(model: nn.Module) -> None:
-    """Let a pass that an error has ended halfway be as if it had never begun; needs torch 2.13 or newer."""
+    """Reset FSDP2's state after an error interrupted a pass; needs torch 2.13 or newer."""
     inside: set[int] = set()
     for module in sharded_modules(model):
         if id(module) not in inside and hasattr(module, "reset_iter_state"):
@@ -96,15 +96,15 @@ def reset_passes(model: nn.Module) -> None:
 
 
 def refuse_sharded(model: nn.Module, what: str, instead: str) -> None:
-    """Raise if a model is sharded, for what does not work then.
+    """Raise if a model is sharded, for functions that do not support sharded models.
 
     Args:
         model: The module.
-        what: What was called.
-        instead: What to do, as a sentence without its full stop.
+        what: Name of the called function.
+        instead: Advice for the user, a sentence without its full stop.
 
     Raises:
-        UnsupportedModelError: If it is.
+        UnsupportedModelError: If the model is sharded.
     """
     if is_sharded(model):
         raise UnsupportedModelError(
@@ -114,10 +114,12 @@ def refuse_sharded(model: nn.Module, what: str, instead: str) -> None:
 
 
 def refuse_sharded_parts(module: nn.Module) -> None:
-    """Raise if parts of a module with a gradient rule are sharded apart from it, and gone when the rule needs them.
+    """Raise if submodules of a module with a gradient rule are sharded separately.
+
+    Their parameters would not be gathered when the rule needs them.
 
     Raises:
-        UnsupportedModelError: If they are.
+        UnsupportedModelError: If submodules are sharded separately.
     """
     if any(part is not module for part in sharded_modules(module)):
         raise UnsupportedModelError(
@@ -127,10 +129,10 @@ def refuse_sharded_parts(module: nn.Module) -> None:
 
 
 def refuse_unsupported_sharding(model: nn.Module) -> None:
-    """Raise if a model is sharded in another way than by FSDP2 over one axis of devices, with copies or without.
+    """Raise unless the model is unsharded or sharded by FSDP2 over one mesh axis, with or without replication.
 
     Raises:
-        UnsupportedModelError: Names what was found.
+        UnsupportedModelError: If the sharding is unsupported; the message names it.
     """
     if not is_sharded(model):
         return
@@ -153,10 +155,10 @@ def refuse_unsupported_sharding(model: nn.Module) -> None:
 
 
 def refuse_other_device(model: nn.Module, device: torch.device, home: torch.device) -> None:
-    """Raise if a sharded model is to be moved.
+    """Raise if a sharded model would have to be moved.
 
     Raises:
-        InvalidInputError: If the device is another one than this rank's.
+        InvalidInputError: If the model is sharded and the device is not this rank's.
     """
     if is_sharded(model) and (device.type != home.type or device.index not in (None, home.index)):
         raise InvalidInputError(
@@ -183,7 +185,7 @@ def _is_dtensor(value: Any) -> bool:
 
 
 def _is_split_once(parameter: Any) -> bool:
-    """Whether a parameter is split along the last axis of its mesh and copied along the others."""
+    """Return whether a parameter is sharded along the last mesh axis and replicated along the others."""
     from torch.distributed.tensor import Shard
 
     *others, last = parameter.placements
@@ -202,21 +204,21 @@ def _has_flat_shards(model: nn.Module) -> bool:
 
 
 def of_all_ranks(tensor: Tensor) -> Tensor:
-    """Return a whole tensor, gathered from all ranks if it is sharded: all of them have to ask for it."""
+    """Return a whole tensor, gathered from all ranks if it is sharded; all ranks must call this."""
     return tensor.full_tensor() if _is_dtensor(tensor) else tensor  # type: ignore[attr-defined]
 
 
 def copied(tensor: Tensor) -> Tensor:
-    """Return a copy of a tensor on the CPU: of this rank's part, where it is sharded."""
+    """Return a CPU copy of a tensor, or of this rank's part if it is sharded."""
     return tensor.detach().cpu().clone()
 
 
 def shard_like(value: Any, held: Any) -> Any:
-    """Return a weight as a model holds it: this rank's part of a whole one, or the whole of a sharded one.
+    """Return a checkpoint's weight in the model's form: sharded like ``held``, or whole if ``held`` is.
 
     Args:
-        value: From a checkpoint, of the same shape; the same on all ranks if it is whole.
-        held: The model's own.
+        value: Weight of a checkpoint, of the same shape; if whole, identical on all ranks.
+        held: The model's weight.
     """
     if not _is_dtensor(held):
         return of_all_ranks(value)
@@ -233,13 +235,13 @@ def shard_like(value: Any, held: Any) -> Any:
 
 @final
 class ShardedModel:
-    """What hooks need of a sharded model: the parameters that its operations read, and the other ranks."""
+    """Access for hooks to a sharded model: the gathered parameters that its operations read, and the ranks."""
 
     def __init__(self, model: nn.Module) -> None:
-        """Gather one module after the other, to know its parameters; all ranks have to.
+        """Gather each module once to find its parameters; all ranks must call this.
 
         Raises:
-            UnsupportedModelError: If it is sharded in a way that would change numbers, or is not known.
+            UnsupportedModelError: If the sharding is unsupported or would change the results.
         """
         refuse_unsupported_sharding(model)
         self.lockstep = Lockstep.of(model)
@@ -250,7 +252,7 @@ class ShardedModel:
             raise _unsupported("gathering a parameter twice gave two parameters")
 
     def gathered(self, kept: Mapping[str, nn.Parameter]) -> dict[str, nn.Parameter]:
-        """Return the parameters that operations read in place of these; their values are there in a pass only."""
+        """Return the gathered parameters that operations read; their values exist only during a pass."""
         found = {name: self._gathered.get(name, p) for name, p in kept.items()}
         for p in found.values():
             p.requires_grad_(True)  # as FSDP2 sets it from the sharded one whenever it gathers
@@ -275,26 +277,26 @@ class ShardedModel:
 
 
 class Watcher(Protocol):
-    """Sees the operations of a forward pass."""
+    """Observes the operations of a forward pass."""
 
     looks_away: bool
-    """Whether what comes now is no operation of the model."""
+    """Whether to ignore the current operations because they are FSDP2's, not the model's."""
 
     def renamed(self, old: Tensor, new: Tensor, /) -> None:
-        """Know an input of a sharded module under the tensor that takes its place."""
+        """Record that tensor ``new`` replaces ``old``, an input or result of a sharded module."""
 
 
 def watch_borders(model: nn.Module, watcher: Watcher) -> list[Any]:
-    """Hook sharded modules such that what FSDP2 does around them hides nothing; the handles undo it.
+    """Hook sharded modules so that the watcher ignores FSDP2's own operations; return the hooks' handles.
 
-    Nothing is hooked in a model that is not sharded.
+    An unsharded model gets no hooks.
     """
     return [handle for module in sharded_modules(model) for handle in _Border(watcher).install(module)]
 
 
 @final
 class _Border:
-    """What comes into a sharded module and goes out of it, before and after FSDP2's own hooks."""
+    """Hooks on the inputs and outputs of a sharded module, before and after FSDP2's own hooks."""
 
     def __init__(self, watcher: Watcher) -> None:
         self._watcher = watcher
@@ -320,8 +322,9 @@ class _Border:
                 self._watcher.renamed(old, new)
 
     def _goes(self, module: nn.Module, args: Any, result: Any) -> Any:
-        # FSDP2 gathers the parameters when the gradient of the module's result comes. It has to come before that of the
-        # operation that made the result, whose rule may want the parameters. (A view would be as good but for `+=`.)
+        # FSDP2 gathers the parameters in a backward hook on the module's result. Clone the result, so that this hook
+        # runs before the gradient rule of the operation that made it, which may need the parameters. (A view would
+        # break with `+=`.)
         result = tree_map_only(Tensor, lambda t: t.clone() if t.requires_grad else t, result)
         self._watcher.looks_away = True
         self._going.append(_tensors(result))
@@ -346,16 +349,16 @@ def _tensors(values: Any) -> list[Tensor]:
 
 @final
 class Lockstep:
-    """The ranks that hold the parts of one model; a model that is whole has no others."""
+    """Collective operations among the ranks that share one sharded model; no-ops for an unsharded model."""
 
     def __init__(self, group: Any = None, device: torch.device | None = None) -> None:
-        """Hold their process group, and the device that it works on; without a group there is one rank."""
+        """Store the process group and its device; without a group there is one rank."""
         self._group = group
         self._device = device
 
     @classmethod
     def of(cls, model: nn.Module) -> Self:
-        """Return the ranks over which the parts of a model are spread."""
+        """Return the lockstep of the ranks over which a model is sharded."""
         if not is_sharded(model):
             return cls()
         reshard(model)
@@ -367,11 +370,11 @@ class Lockstep:
 
     @property
     def is_alone(self) -> bool:
-        """Whether there is one rank only, without a process group."""
+        """Whether there is only one rank, without a process group."""
         return self._group is None
 
     def sums(self, *mine: bool) -> list[int]:
-        """Return for each flag how many ranks have it set; all of them have to ask."""
+        """Return for each flag the number of ranks that set it; all ranks must call this."""
         if self._group is None:
             return [int(flag) for flag in mine]
         counts = torch.tensor(mine, dtype=torch.int64, device=self._device)
@@ -380,11 +383,11 @@ class Lockstep:
         return found
 
     def any(self, flag: bool) -> bool:
-        """Whether a flag is set on any rank; all of them have to ask."""
+        """Return whether a flag is set on any rank; all ranks must call this."""
         return self.sums(flag)[0] > 0
 
     def all(self, flag: bool) -> bool:
-        """Whether a flag is set on every rank; all of them have to ask."""
+        """Return whether a flag is set on every rank; all ranks must call this."""
         return not self.any(not flag)
 
 
@@ -393,24 +396,24 @@ ALONE = Lockstep()
 
 @final
 class Turns:
-    """Lets all ranks make the same number of passes, however many batches each of them has.
+    """Makes all ranks run the same number of passes, although they may have different numbers of batches.
 
-    Before every pass all ranks tell whether they have a batch. One that has none, as others hold all that is left,
-    makes a pass that is thrown away; it is never asleep while another one waits for it. Use it as a context around the
-    batches of one table.
+    Before every pass the ranks exchange whether they have a batch. A rank without a batch runs a pass whose result is
+    discarded; it never sleeps while another rank waits for it. Use it as a context manager around the batches of one
+    table.
     """
 
     def __init__(self, lockstep: Lockstep, repeat: Callable[[], object]) -> None:
-        """Hold the ranks, and how to make a pass whose result is thrown away."""
+        """Store the ranks and a function that runs a pass whose result is discarded."""
         self._lockstep = lockstep
         self._repeat = repeat
         self._in_pass = False
         self._is_told = False
-        """Whether another rank has said that it failed."""
+        """Whether another rank has signalled a failure."""
 
     @contextmanager
     def batch(self) -> Iterator[None]:
-        """Make the pass of a batch of one's own inside the block.
+        """Run the pass of this rank's own batch inside the block.
 
         Raises:
             RankError: If another rank has failed.
@@ -421,7 +424,7 @@ class Turns:
         self._in_pass = False
 
     def pause(self, seconds: float) -> None:
-        """Wait for what others do; help them with a pass if they have a batch.
+        """Wait for other ranks; if one has a batch, join its pass.
 
         Raises:
             RankError: If another rank has failed.
@@ -438,7 +441,7 @@ class Turns:
         error: BaseException | None,
         traceback: TracebackType | None,
     ) -> None:
-        """Help the others until all are done; after an error outside of a pass, tell them of it."""
+        """Join the other ranks' passes until all are done; after an error outside a pass, signal it to them."""
         if self._lockstep.is_alone:
             return
         if kind is None:
@@ -448,7 +451,7 @@ class Turns:
             self._lockstep.sums(False, False, True)
 
     def _idle(self, seconds: float, *, unfinished: bool) -> bool:
-        """Make the pass of a rank without a batch, or sleep if no rank has one; return whether any is unfinished."""
+        """Join a pass without a batch, or sleep if no rank has one; return whether any rank is unfinished."""
         working, left = self._tell(working=False, unfinished=unfinished)
         if working:
             self._in_pass = True

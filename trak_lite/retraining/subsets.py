@@ -44,19 +44,19 @@ __all__ = ["OutputFunction", "Retrained", "TrainFunction", "retrain", "retrain_i
 logger = logging.getLogger(__name__)
 
 TrainFunction: TypeAlias = Callable[[NDArray[np.int64], int], Any]
-"""``train_fn(indices, seed)``: trains on these rows and returns a state dict, a module or what ``output_fn`` takes."""
+"""``train_fn(indices, seed)``: trains on these rows and returns the argument of ``output_fn``, such as a module."""
 OutputFunction: TypeAlias = Callable[[Any], Tensor | ArrayLike]
 """``output_fn(trained)``: M numbers, the model output of every target."""
 
 OUTPUTS = "outputs"
 _MOST_CHUNKS = 1024
 _SAME_TRAINING = 1e-2
-"""Share of the spread of outputs by which a repeated training may differ: a rounding grows with every step."""
+"""Tolerance of a repeated training, relative to the spread of outputs: rounding errors grow with every step."""
 _VALUES = "carried values"
 _confirmed: dict[tuple[str, str], dict[str, str]] = {}
-"""What the functions carried when this process trained into a table, or repeated one of its trainings, by its place."""
+"""By table: values carried by the functions when this process trained into it or repeated one of its trainings."""
 _FAILURES = (*MODEL_FAILURES, OSError, ArithmeticError, AssertionError)
-"""What a user's training raises when it fails."""
+"""Exceptions that are treated as failures of the user's training."""
 
 
 @final
@@ -73,15 +73,15 @@ class Retrained:
 
     @property
     def mean(self) -> NDArray[np.float64]:
-        """``(S, M)`` mean over seeds: what scores are compared with."""
+        """``(S, M)`` mean over seeds, which scores are compared with."""
         mean: NDArray[np.float64] = self.outputs.mean(axis=1, dtype=np.float64)
         return mean
 
     def noise_ceiling(self) -> NoiseCeiling:
-        """Return what a perfect method would score on these outputs, as the noise of seeds allows.
+        """Return the LDS that a perfect method would reach, given the noise between seeds.
 
         Raises:
-            InvalidInputError: If there is one seed only.
+            InvalidInputError: If there is only one seed.
         """
         return seed_noise_ceiling(self.outputs)
 
@@ -100,7 +100,7 @@ class _Job:
 @final
 @dataclass(frozen=True, slots=True, eq=False)
 class _Plan:
-    """All models of a retraining, and what its results are recognised by."""
+    """All models of a retraining, and the fingerprint of its results."""
 
     masks: NDArray[np.bool_]
     seeds: tuple[int, ...]
@@ -110,12 +110,12 @@ class _Plan:
     """``train_fn`` and ``output_fn``."""
 
     def values(self) -> dict[str, str]:
-        """Return what the functions carry at this moment; nothing where the user has named the training."""
+        """Return the current captured values of the functions; empty if the user passed ``train_id``."""
         return {} if self.train_id is not None else carried_values(*self.functions)
 
     @property
     def num_rows(self) -> int:
-        """Models to train: S times R."""
+        """Number of models to train: S times R."""
         return len(self.masks) * len(self.seeds)
 
     def jobs(self, rows: Iterable[int]) -> Iterator[_Job]:
@@ -125,9 +125,9 @@ class _Plan:
             yield _Job(row, subset, self.seeds[place], np.flatnonzero(self.masks[subset]))
 
     def spec(self, num_targets: int) -> TableSpec:
-        """Return the table of outputs: row = subset * R + place of the seed."""
+        """Return the spec of the table of outputs: row = subset * R + index of the seed."""
         columns = (Column(OUTPUTS, num_targets, "float32"),)
-        # A chunk is what a process takes: one model, as long as that does not make too many files.
+        # Processes claim whole chunks: use one model per chunk, unless that makes too many files.
         return TableSpec(self.num_rows, columns, -(-self.num_rows // _MOST_CHUNKS), self.fingerprint)
 
 
@@ -146,20 +146,20 @@ def retrain(
     train_id: str | None = None,
     progress: bool | None = None,
 ) -> Retrained:
-    """Train a model on every subset with every seed, and keep what it says about the targets.
+    """Train a model on every subset with every seed, and store its outputs for the targets.
 
-    Every model's outputs are on disk before the next one is trained: the same call again returns them, or continues
+    The outputs of every model are stored before the next one is trained. The same call again returns them, or resumes
     after a kill.
 
     Args:
         train_fn: ``train_fn(indices, seed)`` trains from scratch on these rows and returns a state dict or a module.
-        masks: ``(S, N)`` from :func:`~trak_lite.evaluation.subset_masks` and its like.
-        output_fn: Turns what ``train_fn`` returned into M numbers: the model output of every target, by the same
-            function that is attributed.
+        masks: ``(S, N)``, for example from :func:`~trak_lite.evaluation.subset_masks`.
+        output_fn: Converts the result of ``train_fn`` into M numbers: the model output of every target. Use the
+            attributed model output function.
         path: Folder for the results, or their address in an object store; ``None`` keeps them in memory.
-        seeds: Passed on to ``train_fn``; with two or more the noise of training is averaged and known.
-        train_id: The user's own name for training and outputs, instead of the source of both functions (which a new
-            comment changes too).
+        seeds: Passed to ``train_fn``. Two or more average the noise of training and allow its estimation.
+        train_id: A name that identifies training and outputs, instead of the source code of both functions (which
+            changes even with a comment).
         progress: Show a bar; ``None`` shows it on a terminal only.
 
     Returns:

@@ -79,7 +79,7 @@ Task = str | AbstractModelOutput | type[AbstractModelOutput] | Callable[..., Ten
 
 @final
 class AttributorSettings:
-    """The resolved settings of rows and scores. Only the gradient computer may be chosen later, on the first samples."""
+    """Resolved settings of rows and scores. Only the gradient computer may be chosen later, on the first samples."""
 
     def __init__(
         self,

@@ -1,13 +1,12 @@
-"""Projections by an installed ``fast_jl``, the CUDA extension that the original TRAK uses (extra ``fast``).
+"""Projections by ``fast_jl``, the CUDA extension of the original TRAK (extra ``fast``).
 
-The extension draws its matrix inside the kernel and casts gradients to float16. It is used on CUDA, after a
-self-test, and never required. What it cannot do by itself is done around it here: any K (the first K columns of
-the next multiple of 512), any number of rows (8, 16 or 32 at a time), parameters with more than 2**32 entries in
-a batch (chunks with seeds of their own), gradients beyond float16's range (a power of two per row), streams other
-than the default one.
+The extension generates its matrix inside the kernel and casts gradients to float16. It is optional and used on CUDA
+after a self-test. This module adds what it lacks: any K (the first K columns of the next multiple of 512), any number
+of rows (8, 16 or 32 at a time), parameters with more than 2**32 entries in a batch (chunks with different seeds),
+gradients beyond float16's range (a power of two per row), and streams other than the default one.
 
-Its matrix is not this package's, and it depends on the number of multiprocessors of the GPU: a store made with
-one is not continued with another.
+Its matrix differs from this package's and depends on the number of multiprocessors of the GPU: a store made with
+one number cannot be continued with another.
 
 Numerics: gradients have 11 significant bits, products are summed in float32.
 """
@@ -340,12 +339,12 @@ def _concrete(device: str | torch.device | None) -> torch.device:
 class FastJLProjector(AbstractDenseProjector):
     """Dense projection by an installed ``fast_jl`` on CUDA, scaled by ``1/sqrt(K)``.
 
-    Gradients count with float16's 11 significant bits, relative to the largest of their row: features are off by
-    about 2e-4 of their size.
+    Gradients are rounded to float16's 11 significant bits, scaled by the largest entry of their row: the relative
+    error of features is about 2e-4.
 
-    Where the extension is missing, fails its self-test or the device is not an NVIDIA GPU, one warning is logged
-    and this is :class:`~trak_lite.projectors.RademacherProjector` (``GaussianProjector`` for normal entries), by
-    its fingerprint too: the two are different matrices, and a store made with one refuses the other.
+    If the extension is missing, fails its self-test, or the device is not an NVIDIA GPU, one warning is logged and
+    the projector computes the map of :class:`~trak_lite.projectors.RademacherProjector` (``GaussianProjector`` for
+    normal entries) and has its fingerprint. The matrices differ, so a store made with one is not usable with the other.
 
     Example:
         >>> FastJLProjector(512, device="cpu").fingerprint()["kind"]
@@ -362,15 +361,15 @@ class FastJLProjector(AbstractDenseProjector):
         proj_type: str | ProjectionType = ProjectionType.rademacher,
         memory_budget: int = DEFAULT_MEMORY_BUDGET,
     ) -> None:
-        """Find the extension and test it, once per process and device.
+        """Find and test the extension, once per process, device and distribution.
 
         Args:
-            proj_dim: K, number of features per sample; any number, though multiples of 512 waste nothing.
+            proj_dim: K, number of features per sample; the extension's cost is rounded up to a multiple of 512.
             seed: Any integer.
             device: Where the projection runs; ``None`` for the current GPU.
             dtype: Dtype of the features; ``None`` gives float32.
             proj_type: ``"rademacher"`` or ``"normal"``.
-            memory_budget: Bytes that matrices may take where the extension cannot be used.
+            memory_budget: Limit of matrices in bytes if the extension cannot be used.
 
         Raises:
             InvalidInputError: If an argument is out of range.

@@ -57,7 +57,7 @@ class MatrixCache:
         self.clear()
 
     def clear(self) -> None:
-        """Drop all matrices and workspaces."""
+        """Free all matrices and workspaces."""
         self._owner: tuple[int, torch.device] | None = None
         self._resident: dict[str, Tensor] = {}
         self._entries: AbstractEntries | None = None

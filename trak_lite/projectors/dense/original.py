@@ -1,10 +1,10 @@
-"""The original TRAK's dense projectors: its names, its constructors, its scale, on this package's matrices.
+"""Dense projectors with the original TRAK's names, constructors and scale, but this package's matrices.
 
-All of them compute ``g @ R`` with entries of variance 1 and no ``1/sqrt(K)``, as the original does. The
-entries come from the hash, so they are not the original's numbers; they are the same on CPU and CUDA, the
-same for each of these classes, and different for each seed, model_id and parameter. The original repeats
-columns (block 100 of model 0 is block 0 of model 1); these do not.
-``CudaProjector`` uses the original's compiled extension where it is asked to.
+All classes compute ``g @ R`` with entries of variance 1 and without ``1/sqrt(K)``, like the original. The
+entries come from the hash, so they differ from the original's. They are the same on CPU and CUDA and in all of
+these classes, and different for each seed, model_id and parameter. The original repeats columns (block 100 of
+model 0 is block 0 of model 1); these classes do not.
+``CudaProjector`` can use the original's compiled extension.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ def _unscaled_map(
     memory_budget: int,
     make: Callable[..., AbstractMatrixMap] = DenseMap,
 ) -> AbstractMatrixMap:
-    """Return the map that the original's dense classes share."""
+    """Return the unscaled map that these classes share."""
     return make(
         positive_int(proj_dim=proj_dim),
         projection_type(proj_type),
@@ -63,7 +63,7 @@ def _unscaled_map(
 
 @final
 class BasicProjector(AbstractDenseProjector):
-    """Dense projection without ``1/sqrt(K)``, under the original TRAK's name and constructor.
+    """Dense projection without ``1/sqrt(K)``, with the original TRAK's name and constructor.
 
     Example:
         >>> projector = BasicProjector(2, 4, 0, "rademacher", "cpu")
@@ -92,12 +92,12 @@ class BasicProjector(AbstractDenseProjector):
             proj_dim: K, number of features per sample.
             seed: Any integer.
             proj_type: ``"normal"`` or ``"rademacher"``.
-            device: Where the projection runs; ``None`` for where the gradients are.
-            block_size: Checked and kept; memory is bounded by ``memory_budget`` instead.
-            dtype: Dtype of the features, and of the products where it is float64.
-            model_id: Kept; the model_id of :meth:`project` decides.
-            memory_budget: Bytes that matrices and workspaces may take together.
-            **kwargs: Arguments of other projectors, without effect.
+            device: Device of the projection; ``None`` for the gradients' device.
+            block_size: Validated and stored, but not used; ``memory_budget`` limits memory instead.
+            dtype: Dtype of the features; float64 also computes the products in float64.
+            model_id: Stored, but not used; :meth:`project` takes the model_id.
+            memory_budget: Limit of matrices and workspaces in bytes.
+            **kwargs: Ignored; accepts the arguments of other projectors.
 
         Raises:
             InvalidInputError: If an argument is out of range.
@@ -112,7 +112,7 @@ class BasicProjector(AbstractDenseProjector):
 
 @final
 class BasicSingleBlockProjector(AbstractDenseProjector):
-    """The same map as :class:`BasicProjector`, under the original TRAK's name and constructor."""
+    """The same map as :class:`BasicProjector`, with the original TRAK's name and constructor."""
 
     def __init__(
         self,
@@ -141,10 +141,10 @@ class BasicSingleBlockProjector(AbstractDenseProjector):
 
 @final
 class CudaProjector(AbstractDenseProjector):
-    """The same map as :class:`BasicProjector` on the device it is given: the same entries on CUDA and on CPU.
+    """The same map as :class:`BasicProjector`, with the same entries on CUDA and CPU.
 
-    It takes any K, any number of rows and any floating-point dtype, and needs no compiled extension. With
-    ``use_fast_jl=True`` it is the original's extension instead, where that can be used.
+    It supports any K, any number of rows and any floating-point dtype, and needs no compiled extension. With
+    ``use_fast_jl=True`` it uses the original's extension if available.
     """
 
     def __init__(
@@ -168,12 +168,12 @@ class CudaProjector(AbstractDenseProjector):
             proj_dim: K, number of features per sample.
             seed: Any integer.
             proj_type: ``"normal"`` or ``"rademacher"``.
-            device: Where the projection runs.
-            max_batch_size: Rows that ``fast_jl`` takes at a time: 8, 16 or 32. Without it, checked and kept.
-            dtype: Dtype of the features, and of the products where it is float64.
-            memory_budget: Bytes that matrices and workspaces may take together.
-            use_fast_jl: Use an installed ``fast_jl``; where it cannot be used, log a warning and change nothing.
-            **kwargs: Arguments of other projectors, without effect.
+            device: Device of the projection.
+            max_batch_size: Rows per call of ``fast_jl``: 8, 16 or 32. Without ``fast_jl`` validated and stored only.
+            dtype: Dtype of the features; float64 also computes the products in float64.
+            memory_budget: Limit of matrices and workspaces in bytes.
+            use_fast_jl: Use an installed ``fast_jl``; if it cannot be used, log a warning and use this package's map.
+            **kwargs: Ignored; accepts the arguments of other projectors.
 
         Raises:
             InvalidInputError: If an argument is out of range.
@@ -188,9 +188,9 @@ class CudaProjector(AbstractDenseProjector):
 
 @final
 class ChunkedCudaProjector(AbstractProjector):
-    """Sum of several projectors, each over a run of consecutive parameters (the original TRAK's class).
+    """Sum of several projectors, each for a chunk of consecutive parameters (the original TRAK's class).
 
-    Gradients stream to the projector of their chunk; they are not copied to a common buffer.
+    Each gradient goes directly to the projector of its chunk; no common buffer is allocated.
     """
 
     def __init__(
@@ -206,10 +206,10 @@ class ChunkedCudaProjector(AbstractProjector):
 
         Args:
             projector_per_chunk: One projector per chunk, all with the same ``proj_dim``.
-            max_chunk_size: Kept; no buffer is allocated.
-            params_per_chunk: Gradient entries of each chunk; chunks end where parameters end.
-            feat_bs: Kept; batches of any size are accepted.
-            device: Where the features go; ``None`` for where the chunks' projectors leave them.
+            max_chunk_size: Stored, but not used; no buffer is allocated.
+            params_per_chunk: Gradient entries of each chunk; chunk boundaries must be parameter boundaries.
+            feat_bs: Stored, but not used; batches of any size are accepted.
+            device: Device of the features; ``None`` for the device of the chunks' features.
             dtype: Dtype of the features.
 
         Raises:
@@ -246,16 +246,16 @@ class ChunkedCudaProjector(AbstractProjector):
                 "Compute params_per_chunk from these gradients."
             )
         columns = torch.split(whole, self.params_per_chunk, dim=1)
-        # Names keep chunks apart even where their projectors share a seed.
+        # Different names give chunks different matrices even if their projectors share a seed.
         return project_named(self, {f"chunk {i}": part for i, part in enumerate(columns)}, model_id)
 
     def accumulator(
         self, num_samples: int, *, model_id: int, parameters: ParameterShapes
     ) -> AbstractFeatureAccumulator:
-        """Return a fresh accumulator for one batch of ``num_samples`` rows.
+        """Return a new accumulator for one batch of ``num_samples`` rows.
 
         Raises:
-            InvalidInputError: If the parameters, in model order, do not end where the chunks end.
+            InvalidInputError: If chunk boundaries are not parameter boundaries, in model order.
         """
         by_name: dict[str, AbstractFeatureAccumulator] = {}
         for projector, chunk in zip(self.projector_per_chunk, self._chunks(parameters), strict=True):
@@ -264,7 +264,7 @@ class ChunkedCudaProjector(AbstractProjector):
         return _ChunkedAccumulator(by_name, self.device, self.dtype)
 
     def fingerprint(self) -> dict[str, Any]:
-        """Return the chunks' sizes and fingerprints beside the usual entries."""
+        """Return the usual entries plus the chunks' sizes and fingerprints."""
         return {
             "kind": "chunked",
             "proj_dim": self.proj_dim,
@@ -275,7 +275,7 @@ class ChunkedCudaProjector(AbstractProjector):
         }
 
     def free_memory(self) -> None:
-        """Drop the matrices of every chunk."""
+        """Free the matrices of every chunk."""
         for projector in self.projector_per_chunk:
             projector.free_memory()
 
@@ -300,7 +300,7 @@ class ChunkedCudaProjector(AbstractProjector):
 
 @final
 class _ChunkedAccumulator(AbstractFeatureAccumulator):
-    """Hands each block to the accumulator of its chunk and adds up their features."""
+    """Passes each block to the accumulator of its chunk and sums the chunks' features."""
 
     def __init__(
         self,
@@ -313,7 +313,7 @@ class _ChunkedAccumulator(AbstractFeatureAccumulator):
         self._dtype = dtype
 
     def add(self, block: GradientBlock) -> None:
-        """Take one block; raises InvalidInputError if its parameter is in no chunk."""
+        """Add one block; raises InvalidInputError if its parameter is in no chunk."""
         if block.name not in self._by_name:
             raise InvalidInputError(
                 f"A gradient block came for parameter {block.name!r}, which is in none of the chunks. "

@@ -1,7 +1,7 @@
-r"""Masks: features are a random subset of the gradient's entries, as they are or sketched once more.
+r"""Mask projections: features are a random subset of the gradient's entries, optionally sketched again.
 
-Cheap, because most of the gradient is never read, and noisy: an inner product has variance
-:math:`(P/K') \sum_i x_i^2 y_i^2`, without bound where a few coordinates are heavy. For comparison with the others.
+They are cheap, because most of the gradient is never read, but noisy: inner products have variance
+:math:`(P/K') \sum_i x_i^2 y_i^2`, which is unbounded if a few coordinates dominate. Provided for comparison.
 
 Shapes: B samples, b of a block, P gradient entries, K' chosen entries (``mask_dim``), K features (``proj_dim``).
 Numerics: float64 gradients give float64 features, all others float32. Sums run in a fixed order: formed gradients give
@@ -38,7 +38,7 @@ __all__ = ["AbstractMaskProjector", "GraSSProjector", "MaskProjector"]
 
 
 class AbstractMaskProjector(AbstractProjector):
-    """Chooses ``mask_dim`` entries and adds them up to ``proj_dim`` features; a subclass defines its constructor.
+    """Base class: chooses ``mask_dim`` entries and sums them into ``proj_dim`` features.
 
     The entries are a uniform sample without replacement, a function of (seed, model_id, parameter names and sizes) but
     not of the order of the parameters. A larger ``mask_dim`` only appends entries.
@@ -71,7 +71,7 @@ class AbstractMaskProjector(AbstractProjector):
         Args:
             grads: Per-sample gradients by parameter name, each ``(B, *parameter.shape)``, or one ``(B, P)``
                 tensor, which counts as one parameter without a name.
-            model_id: The checkpoint; every checkpoint has entries of its own.
+            model_id: Number of the checkpoint; each checkpoint has its own choice of entries.
 
         Returns:
             Features ``(B, K)``; of a segment with fewer than K entries, its entries.
@@ -84,7 +84,7 @@ class AbstractMaskProjector(AbstractProjector):
     def accumulator(
         self, num_samples: int, *, model_id: int, parameters: ParameterShapes
     ) -> AbstractFeatureAccumulator:
-        """Return a fresh accumulator for one batch of ``num_samples`` rows; entries are chosen once per model."""
+        """Return a new accumulator for one batch of ``num_samples`` rows; entries are chosen once per model."""
         owner = (model_id, tuple((name, tuple(shape)) for name, shape in parameters.items()))
         if self._plan is None or self._owner != owner:
             self._owner = owner
@@ -155,7 +155,7 @@ class MaskProjector(AbstractMaskProjector):
         Args:
             proj_dim: K, number of entries that are kept, of all parameters together or of every module.
             seed: Any integer.
-            device: Where the features go; ``None`` for where the gradients are.
+            device: Device of the features; ``None`` for the gradients' device.
             layout: ``"joint"`` for one segment of K features, ``"module"`` for one per module (the parameters whose
                 names agree up to the last dot).
 
@@ -195,9 +195,9 @@ class GraSSProjector(AbstractMaskProjector):
 
         Args:
             proj_dim: K, number of features, of all parameters together or of every module.
-            mask_dim: K', number of entries that are kept, likewise; ``None`` for 4K.
+            mask_dim: K', number of entries to keep, per segment; ``None`` for 4K.
             seed: Any integer.
-            device: Where the features go; ``None`` for where the gradients are.
+            device: Device of the features; ``None`` for the gradients' device.
             layout: ``"joint"`` for one segment of K features, ``"module"`` for one per module (the parameters whose
                 names agree up to the last dot).
 

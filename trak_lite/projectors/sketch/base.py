@@ -1,4 +1,4 @@
-"""What the sketches of single parameters share: keys, the contract, and memory that is used again.
+"""Base class of the sketches of single parameters, with hash keys and shared helpers.
 
 Shapes: b rows (samples), n gradient entries of a parameter, K columns (``proj_dim``).
 """
@@ -42,8 +42,8 @@ class Keys:
 class AbstractSketch(ABC):
     """A sparse random linear map from one parameter's gradient (n entries) to K features, entries +1 and -1.
 
-    Law: the features of a row given as dense gradient are the same bits on every device, whatever other rows there
-    are; given as factors or as rows of a table they agree up to rounding.
+    Requirement: the features of a dense gradient row are bitwise the same on every device and for any other rows;
+    those of the same gradient as factors or table rows agree up to rounding.
     """
 
     @abstractmethod
@@ -60,14 +60,14 @@ class AbstractSketch(ABC):
 
 
 def triton_kernels(rows: Tensor) -> ModuleType | None:
-    """Return the module of the sketches' Triton kernels, or ``None`` where they cannot read these gradients."""
+    """Return the module of the sketches' Triton kernels, or ``None`` if they do not support these gradients."""
     kernels = _usable_kernels(rows.device) if rows.device.type in _KERNEL_DEVICES else None
     return kernels if kernels is not None and rows.dtype in kernels.DTYPES else None
 
 
 @functools.cache
 def _usable_kernels(device: torch.device) -> ModuleType | None:
-    """Return the kernels' module, or ``None``, with one logged line, where it cannot be used."""
+    """Return the kernels' module; if it cannot be used, log one warning and return ``None``."""
     try:
         from trak_lite.projectors.sketch import triton as _triton_sketch
     except ImportError as error:

@@ -1,13 +1,14 @@
-r"""The default projection: a CountSketch that costs one read of the gradient, or less.
+r"""The default projection: a CountSketch that reads each gradient entry at most once.
 
-phi = sum over parameters of a sketch of the parameter's gradient: every entry is added to one of the K features with a
-random sign (s of them, scaled by :math:`1/\sqrt s`, if asked for). Inner products are unbiased, with variance at most
-:math:`(\|x\|^2\|y\|^2 + \langle x, y\rangle^2 - \frac2s\sum_i x_i^2 y_i^2)/K`: for s = 1 that of a dense matrix of
-signs, which costs 2K operations for every entry. (Matrices have a variance of their own, smaller but for a part 1/K of
-it: ``matrix``.) A matrix that comes in factors, or as rows of a table, is never formed as a whole.
+phi is the sum over parameters of a sketch of the parameter's gradient: every entry is added with a random sign to one
+of the K features (with ``copies=s``, to s features, scaled by :math:`1/\sqrt s`). Inner products are unbiased, with
+variance at most :math:`(\|x\|^2\|y\|^2 + \langle x, y\rangle^2 - \frac2s\sum_i x_i^2 y_i^2)/K`. For s = 1 this is the
+variance of a dense sign matrix, which costs 2K operations per entry. (The sketch of a matrix has a different variance,
+smaller except for a relative term of order 1/K, see ``matrix``.) Gradients given as factors or as table rows are never
+formed as a whole.
 
 Shapes: B samples, K features (``proj_dim``), P gradient entries per sample.
-Numerics: float64 gradients are added up in float64, all others in float32, in an order that is part of the definition.
+Numerics: float64 gradients are summed in float64, all others in float32, in an order that is part of the definition.
 """
 
 from __future__ import annotations
@@ -50,15 +51,15 @@ __all__ = ["CountSketchProjector"]
 
 _SingleBlock: TypeAlias = DenseBlock | FactoredBlock | LookupBlock
 _NARROW = 64
-"""Columns from which a parameter is sketched as a matrix; part of the definition."""
+"""Minimum number of columns for sketching a parameter as a matrix; part of the definition."""
 
 
 @final
 class CountSketchProjector(AbstractProjector):
-    """Adds every gradient entry to a few of the K features, with random signs.
+    """CountSketch: adds every gradient entry to a few of the K features, with random signs.
 
-    A row given densely has the same bits whatever the batch, the order of blocks, the number of threads and the device.
-    Not safe for use by several threads at once.
+    The features of dense gradients are bitwise independent of batch, block order, number of threads and device.
+    Not thread-safe.
 
     Example:
         >>> projector = CountSketchProjector(512)
@@ -80,11 +81,11 @@ class CountSketchProjector(AbstractProjector):
         Args:
             proj_dim: K, number of features per sample.
             seed: Any integer.
-            copies: s, features that every entry is added to. More cost time in proportion, and help where a few
-                entries make up a gradient.
-            device: Where the projection runs; ``None`` for where the gradients are.
-            factors: How a gradient in factors is sketched: ``"form"`` forms some of its rows at a time, ``"fourier"``
-                none, ``"auto"`` takes what is cheaper. The map is the same.
+            copies: s, number of features that every entry is added to. Time is proportional to s; larger values help
+                if a few entries dominate the gradients.
+            device: Device of the projection; ``None`` for the gradients' device.
+            factors: Method for gradients given as factors: ``"form"`` forms some rows at a time, ``"fourier"`` uses
+                Fourier transforms without forming any, ``"auto"`` uses the cheaper one. The map is the same.
 
         Raises:
             InvalidInputError: If a setting is not allowed.
@@ -98,7 +99,7 @@ class CountSketchProjector(AbstractProjector):
         self._drawn_for: tuple[int, torch.device] | None = None
 
     def __getstate__(self) -> dict[str, Any]:
-        """Leave out what is drawn when it is needed, so that a copy can be sent to another process."""
+        """Leave out generated hash functions, so that the projector can be pickled."""
         return {**self.__dict__, "_sketches": {}, "_drawn_for": None}
 
     def project(self, grads: Mapping[str, Tensor] | Tensor, model_id: int) -> Tensor:
@@ -106,25 +107,25 @@ class CountSketchProjector(AbstractProjector):
 
         Args:
             grads: Per-sample gradients by parameter name, each ``(B, *parameter.shape)``, or one ``(B, P)``
-                tensor, which counts as one parameter without a name.
-            model_id: The checkpoint; every checkpoint has a sketch of its own.
+                tensor, which counts as one parameter with an empty name.
+            model_id: Number of the checkpoint; each checkpoint has its own sketch.
 
         Returns:
-            Features ``(B, K)``, on the projector's device, or where the gradients are if it has none.
+            Features ``(B, K)`` on the projector's device, or on the gradients' device if it has none.
 
         Raises:
-            InvalidInputError: If there is no gradient, or the gradients disagree on B or are not floating point.
+            InvalidInputError: If there is no gradient, or the gradients differ in B or are not floating point.
         """
         return project_named(self, grads, model_id)
 
     def accumulator(
         self, num_samples: int, *, model_id: int, parameters: ParameterShapes
     ) -> AbstractFeatureAccumulator:
-        """Return a fresh accumulator for one batch of ``num_samples`` rows."""
+        """Return a new accumulator for one batch of ``num_samples`` rows."""
         return _SketchAccumulator(self, num_samples, model_id, parameters)
 
     def fingerprint(self) -> dict[str, Any]:
-        """Return what determines the features."""
+        """Return the JSON values that determine the features."""
         return {
             "kind": "countsketch",
             "proj_dim": self.proj_dim,
@@ -134,7 +135,7 @@ class CountSketchProjector(AbstractProjector):
         }
 
     def free_memory(self) -> None:
-        """Drop hash functions, scratch memory and threads; they come back when needed."""
+        """Free hash functions, scratch memory and threads; they are created again when needed."""
         self._sketches.clear()
         self._workers.clear()
 
@@ -211,9 +212,9 @@ def _a_tensor_of(block: _SingleBlock) -> Tensor:
 
 @final
 class _SketchAccumulator(AbstractFeatureAccumulator):
-    """Adds up the sketches of a batch's blocks in one order, that of a backward pass, however they come.
+    """Sums the sketches of a batch's blocks in reverse model order, whatever order they arrive in.
 
-    A sketch whose turn has not come waits; in the order of a backward pass hardly any does.
+    Sketches that arrive early are buffered; in a backward pass few do.
     """
 
     def __init__(

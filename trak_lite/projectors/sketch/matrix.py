@@ -1,4 +1,4 @@
-r"""CountSketch of a matrix that also takes the matrix in factors, without ever forming it.
+r"""CountSketch of a matrix, which can also be given as factors and is then not formed.
 
 The matrix ``(d_out, d_in)`` is cut in blocks of at most K x K. Within a block, entry (i, j) has the bucket
 :math:`(h(i) + j) \bmod K` and the sign :math:`r(i) c(j)`, where h is a random injective map of the block's rows to the
@@ -6,12 +6,12 @@ buckets and r, c are random signs; every block has its own. So a row of the matr
 and for a sum of outer products :math:`\sum_t g_t \otimes x_t` the sketch is a sum of circular convolutions of two
 sketches (TensorSketch: Pham and Pagh, KDD 2013), which the Fourier transform makes in :math:`O(K \log K)`.
 
-Two entries of one row or one column of a block never meet, any other two with probability 1/(K - 1), entries of two
-blocks with probability 1/K. Inner products are unbiased, and vary as those of any CountSketch (projection of a vector)
-or less: because h is injective, no two rows lie over each other column by column, which in the original construction
-multiplies the variance by up to 1 + cos^2 of the inputs. What is left of that, for even K, are columns just K/2 apart:
-their entries meet in twos. For a squared norm the entries that never meet outweigh it, and the variance is at most
-K/(K - 1) times that of a vector.
+Two entries of one row or one column of a block never collide, any other two entries of a block collide with
+probability 1/(K - 1), and entries of different blocks with probability 1/K. Inner products are unbiased, with at most
+about the variance of the CountSketch of a vector. Because h is injective, no two rows overlap in all columns; in the
+original construction such overlaps multiply the variance by up to 1 + cos^2 of the inputs. A remainder of this effect
+exists for even K: entries in columns exactly K/2 apart collide in pairs. For a squared norm the entries that never
+collide outweigh it, and the variance is at most K/(K - 1) times that of a vector.
 
 Shapes: b rows (samples), T positions, K columns.
 """
@@ -39,7 +39,7 @@ if TYPE_CHECKING:
 __all__ = ["FactorMethod", "MatrixSketch", "fourier_is_cheaper"]
 
 FactorMethod: TypeAlias = Literal["auto", "form", "fourier"]
-"""How factors are sketched: by forming the gradient's rows a few at a time, or by Fourier transforms."""
+"""Method for gradients given as factors: form a few rows at a time, or use Fourier transforms."""
 
 
 _FEWEST_ROWS = 128

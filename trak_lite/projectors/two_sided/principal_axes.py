@@ -40,11 +40,11 @@ _SUFFIXES = {
 
 
 class GradientStream(Protocol):
-    """What the axes are fitted on: any gradient computer."""
+    """Protocol of the gradient computers that axes are fitted with."""
 
     @property
     def parameters(self) -> ParameterShapes:
-        """Shapes of the kept parameters by canonical name, in model order."""
+        """Shapes of the differentiated parameters by canonical name, in model order."""
         ...
 
     def stream_gradients(self, batch: Batch, sink: BlockSink) -> OutputTerms:
@@ -56,7 +56,7 @@ class GradientStream(Protocol):
 class PrincipalAxes:
     """Orthonormal axes per matrix parameter and side, for a :class:`~trak_lite.projectors.TwoSidedProjector`.
 
-    A side of at most k entries has no axes: it is kept whole.
+    A side with at most k entries has no axes and is not projected.
 
     Example:
         >>> axes = PrincipalAxes({"w": (2, 1)}, {"w:out": torch.tensor([[0.6], [0.8]])}, k_in=1, k_out=1)
@@ -72,7 +72,7 @@ class PrincipalAxes:
         k_in: int,
         k_out: int,
     ) -> None:
-        """Store axes that were fitted; :meth:`fit` and :meth:`load` are the usual ways to get some.
+        """Store fitted axes; use :meth:`fit` or :meth:`load` to obtain them.
 
         Args:
             shapes: ``(d_out, d_in)`` of the matrix parameters by name.
@@ -82,7 +82,7 @@ class PrincipalAxes:
             k_out: Axes of an output side.
 
         Raises:
-            InvalidInputError: If axes are missing, superfluous or of another shape, or not finite.
+            InvalidInputError: If axes are missing, superfluous, of a wrong shape, or not finite.
         """
         self.k_in = positive_int(k_in=k_in)
         self.k_out = positive_int(k_out=k_out)
@@ -105,7 +105,7 @@ class PrincipalAxes:
                 f"Principal axes {infinite[:3]} hold NaN or infinity. Fit the axes again."
             )
         self.digest = _digest(self._header(), self._columns)
-        """SHA-256 of the sizes and of every bit of the axes."""
+        """SHA-256 of the sizes and the bytes of the axes."""
 
     @classmethod
     def fit(
@@ -120,22 +120,22 @@ class PrincipalAxes:
     ) -> Self:
         r"""Fit axes on the gradients of some batches.
 
-        Holds ``d^2`` numbers for every side d that has more than k entries.
+        Memory: ``d^2`` numbers for every side with d > k entries.
 
         Args:
-            computer: Gives the gradient blocks; any gradient computer.
-            batches: Batches as the computer takes them, on the model's device; a few thousand positions are plenty.
+            computer: Any gradient computer.
+            batches: Batches for the computer, on the model's device; a few thousand positions suffice.
             k_in: Axes of an input side.
             k_out: Axes of an output side; ``None`` for ``k_in``.
             max_side: Matrices with a longer side get no axes.
-            covariances: ``"factors"`` sums :math:`x x^\top` and :math:`g g^\top` over all positions as they come, and
-                the covariances of the gradients where a parameter's gradients come unfactored. ``"gradients"`` sums
-                :math:`G^\top G` and :math:`G G^\top` over samples for every parameter: the same axes from every
-                gradient computer, and positions without a gradient count for nothing.
+            covariances: ``"factors"`` sums :math:`x x^\top` and :math:`g g^\top` over all positions, and the
+                covariances of the gradients for parameters whose gradients are not factored. ``"gradients"`` sums
+                :math:`G^\top G` and :math:`G G^\top` over samples for every parameter: the axes do not depend on the
+                gradient computer, and positions without a gradient have no effect.
 
         Raises:
-            InvalidInputError: If there is no gradient of a parameter, or with ``"factors"`` a parameter's
-                gradients come factored in one block and formed in another.
+            InvalidInputError: If a parameter has no gradient, or, with ``"factors"``, its gradients are factored in
+                one block and dense in another.
             NonFiniteError: If a covariance is not finite.
         """
         shapes = matrix_shapes(computer.parameters, positive_int(max_side=max_side))
@@ -154,7 +154,7 @@ class PrincipalAxes:
         return self._columns[name + _SUFFIXES[side]]
 
     def save(self, path: str | os.PathLike[str]) -> None:
-        """Write the axes to a safetensors file, which appears complete or not at all."""
+        """Write the axes atomically to a safetensors file."""
         partial = Path(f"{os.fspath(path)}.partial")
         metadata = {"format": _FORMAT, "sizes": json.dumps(self._header()), "digest": self.digest}
         safetensors.torch.save_file(self._columns, partial, metadata)
@@ -162,10 +162,10 @@ class PrincipalAxes:
 
     @classmethod
     def load(cls, path: str | os.PathLike[str]) -> Self:
-        """Read what :meth:`save` wrote, bit by bit.
+        """Load axes that :meth:`save` wrote, bitwise equal.
 
         Raises:
-            InvalidInputError: If the file is missing, unreadable or holds something else.
+            InvalidInputError: If the file is missing, unreadable, of another format or modified.
         """
         try:
             with safetensors.safe_open(os.fspath(path), framework="pt") as file:
@@ -197,7 +197,7 @@ class PrincipalAxes:
 
 @final
 class FittedSides(AbstractSides):
-    """Principal axes as side matrices: the same for every model_id, and orthonormal, so not scaled."""
+    """Principal axes as side matrices: the same for every model_id, orthonormal and therefore not scaled."""
 
     def __init__(self, axes: PrincipalAxes) -> None:
         """Store the axes."""
@@ -237,7 +237,7 @@ class _Covariances:
 
     @torch.no_grad()
     def add(self, block: GradientBlock) -> None:
-        """Take one block of a batch."""
+        """Add one block of a batch."""
         if block.name not in self._shapes:
             return
         wanted = [block.name + suffix in self._axes_shapes for suffix in _SUFFIXES.values()]
@@ -267,7 +267,7 @@ class _Covariances:
 def _covariances(
     block: GradientBlock, shape: tuple[int, int], wanted: list[bool], *, from_factors: bool
 ) -> list[Tensor | None]:
-    """Return the covariances ``(d_out, d_out)`` and ``(d_in, d_in)`` of a block, those that are wanted."""
+    """Return the wanted covariances ``(d_out, d_out)`` and ``(d_in, d_in)`` of a block, ``None`` for the others."""
     if not isinstance(block, FactoredBlock):
         grads = block.dense().reshape(-1, *shape)
         grads = grads.to(sum_dtype(grads.dtype))
@@ -292,7 +292,7 @@ def _leading(key: str, covariance: Tensor, count: int) -> Tensor:
         )
     matrix = covariance.to("cpu", torch.float64)
     vectors = eigh_of_positive((matrix + matrix.T) / 2)[1][:, -count:].flip(1)
-    # An eigenvector is known up to its sign only.
+    # An eigenvector's sign is arbitrary: make it deterministic.
     largest = vectors.gather(0, vectors.abs().argmax(0, keepdim=True))
     axes: Tensor = (vectors * largest.sign()).to(torch.float32)
     return axes

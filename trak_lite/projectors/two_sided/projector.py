@@ -2,8 +2,8 @@ r"""Two-sided projection: each matrix gradient G becomes :math:`P_{out} G P_{in}
 
 The projection of LoGra (Choe et al., "What is Your Data Worth to GPT?", arXiv:2405.13954): a Kronecker
 product of two small matrices per parameter, applied to the factors :math:`G = \sum_t g_t x_t^\top` that a backward pass
-has anyway. It costs ``2T(d_in k_in + d_out k_out + k_in k_out)`` flops a sample. At equal width its inner products are
-noisier than a joint sketch's: choose it where gradients are too large to form.
+provides. It costs ``2T(d_in k_in + d_out k_out + k_in k_out)`` flops per sample. At equal width its inner products are
+noisier than those of a joint sketch: use it if gradients are too large to form.
 
 Shapes: B samples, b of a block, T positions, a matrix parameter ``(d_out, d_in)``, its features ``(k_out, k_in)``.
 Numerics: float64 gradients are projected in float64, all others in float32.
@@ -68,15 +68,15 @@ class _Matrix:
 
 @final
 class TwoSidedProjector(AbstractProjector):
-    r"""Keeps ``k_out x k_in`` numbers :math:`P_{out} G P_{in}^\top` of every matrix gradient, and a sketch of the rest.
+    r"""Projects every matrix gradient G to ``k_out x k_in`` numbers :math:`P_{out} G P_{in}^\top`.
 
-    Parameters with at least two axes count as matrices ``(d_out, d_in)``, convolutions with all axes but the first as
-    the input side. Biases, norms and matrices with a side longer than ``max_side`` (the embeddings of a large
-    vocabulary) are the rest: another projector sketches them into columns of their own, the last ones. A side with no
-    more entries than features is kept whole: small matrices come out exactly.
+    Parameters with at least two axes are treated as matrices ``(d_out, d_in)``; for convolutions all axes but the first
+    form the input side. All other parameters (biases, norms) and matrices with a side longer than ``max_side`` (the
+    embeddings of a large vocabulary) are the rest, which another projector sketches into the last columns. A side with
+    no more entries than features is not projected, so small matrices are preserved exactly.
 
-    Laws: for random matrices :math:`E\langle \phi(x), \phi(y)\rangle = \langle x, y\rangle`, over the whole row and in
-    each segment; entries depend on (seed, model_id, parameter name, side, coordinates) only.
+    For random matrices :math:`E\langle \phi(x), \phi(y)\rangle = \langle x, y\rangle`, over the whole row and in
+    each segment. Entries depend only on (seed, model_id, parameter name, side, coordinates).
 
     Example:
         >>> projector = TwoSidedProjector(2, rest_dim=3)
@@ -99,7 +99,7 @@ class TwoSidedProjector(AbstractProjector):
     ) -> None:
         """Store the settings; nothing is drawn.
 
-        The attribute ``proj_dim`` is ``k_in * k_out``, the features of one matrix; :meth:`layout` tells K.
+        The attribute ``proj_dim`` is ``k_in * k_out``, the features of one matrix; K is ``layout(...).width``.
 
         Args:
             k_in: Features along the input side of a matrix.
@@ -107,11 +107,11 @@ class TwoSidedProjector(AbstractProjector):
             rest_dim: Features of the rest; ``None`` for ``k_in * k_out``.
             matrices: ``"rademacher"``, ``"gaussian"``, or fitted :class:`PrincipalAxes`.
             seed: Any integer.
-            device: Where the projection runs; ``None`` for where the gradients are.
+            device: Device of the projection; ``None`` for the gradients' device.
             rest: Projector of the rest, instead of a :class:`CountSketchProjector` with ``rest_dim`` features.
-            layout: ``"module"`` gives every matrix and the rest a segment, and so a kernel, of its own; ``"joint"``
-                makes one segment of the same columns.
-            max_side: Longest side of a matrix that is projected from two sides.
+            layout: ``"module"`` gives every matrix and the rest a separate segment, hence a separate kernel;
+                ``"joint"`` makes all columns one segment.
+            max_side: Longest side of a matrix that is projected on both sides.
 
         Raises:
             InvalidInputError: If an argument is out of range, ``rest`` and ``rest_dim`` are both given, or the axes
@@ -142,7 +142,7 @@ class TwoSidedProjector(AbstractProjector):
         device: str | torch.device | None = None,
         layout: str = "module",
     ) -> Self:
-        """Return the projector with about ``proj_dim`` features per matrix: ``k_in = k_out = floor(sqrt(proj_dim))``.
+        """Return a projector with about ``proj_dim`` features per matrix: ``k_in = k_out = floor(sqrt(proj_dim))``.
 
         Example:
             >>> TwoSidedProjector.of_width(2048).k_in
@@ -155,7 +155,7 @@ class TwoSidedProjector(AbstractProjector):
 
         Args:
             grads: Per-sample gradients by parameter name, each ``(B, *parameter.shape)``.
-            model_id: The checkpoint; every checkpoint has random matrices of its own, and the same principal axes.
+            model_id: Number of the checkpoint; random matrices differ per checkpoint, principal axes do not.
 
         Returns:
             Features ``(B, K)`` in the order of :meth:`layout`.
@@ -173,7 +173,7 @@ class TwoSidedProjector(AbstractProjector):
     def accumulator(
         self, num_samples: int, *, model_id: int, parameters: ParameterShapes
     ) -> AbstractFeatureAccumulator:
-        """Return a fresh accumulator for one batch of ``num_samples`` rows.
+        """Return a new accumulator for one batch of ``num_samples`` rows.
 
         Raises:
             InvalidInputError: If the principal axes were fitted for other matrices.
@@ -184,7 +184,7 @@ class TwoSidedProjector(AbstractProjector):
         return _TwoSidedAccumulator(self, matrices, rest_accumulator, num_samples, model_id, parameters)
 
     def layout(self, parameters: ParameterShapes) -> FeatureLayout:
-        """Return a segment per matrix in model order and one for the rest, or one for all.
+        """Return one segment per matrix in model order plus the rest; with ``layout="joint"``, a single segment.
 
         Raises:
             InvalidInputError: If the principal axes were fitted for other matrices.
@@ -206,7 +206,7 @@ class TwoSidedProjector(AbstractProjector):
         return FeatureLayout.joint(whole.width) if self.layout_kind == "joint" and whole.width else whole
 
     def fingerprint(self) -> dict[str, Any]:
-        """Return what determines the features, a digest of fitted axes included, as JSON values."""
+        """Return the JSON values that determine the features, including a digest of fitted axes."""
         return {
             "kind": "two_sided",
             "proj_dim": self.proj_dim,
@@ -221,7 +221,7 @@ class TwoSidedProjector(AbstractProjector):
         }
 
     def free_memory(self) -> None:
-        """Drop all matrices; they are drawn or copied again when needed."""
+        """Free all matrices; they are generated or copied again when needed."""
         self._sides.clear()
         self.rest.free_memory()
 

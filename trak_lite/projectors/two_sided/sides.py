@@ -1,4 +1,4 @@
-"""The matrices that multiply a gradient from its two sides, and which parameters have two sides.
+"""Side matrices of two-sided projections, and the selection of parameters that are projected on both sides.
 
 Shapes: a matrix parameter is ``(d_out, d_in)``; the side matrices are ``(d_in, k_in)`` and ``(d_out, k_out)``.
 Numerics: entries are float32 numbers; a float64 product uses the same numbers, widened.
@@ -21,8 +21,8 @@ from trak_lite.types import ParameterShapes
 __all__ = ["DEFAULT_MAX_SIDE", "RANDOM_SIDES", "AbstractSides", "RandomSides", "matrix_shapes"]
 
 DEFAULT_MAX_SIDE: Final = 16384
-"""Longest side of a matrix that is projected from two sides: the layers of language models up to about 8 billion
-parameters are within it, the vocabularies of their embeddings and heads are beyond it."""
+"""Longest side of a matrix that is projected on both sides. It includes the layers of language models of up to about
+8 billion parameters and excludes their embeddings and heads, whose vocabulary side is longer."""
 
 RANDOM_SIDES: Final[dict[str, type[AbstractEntries]]] = {
     entries.kind: entries for entries in (RademacherEntries, GaussianEntries)
@@ -33,10 +33,10 @@ _DRAW_BYTES = 4 << 20  # scratch of a draw: stays in a core's cache
 
 
 def matrix_shapes(parameters: ParameterShapes, max_side: int) -> dict[str, tuple[int, int]]:
-    """Return ``(d_out, d_in)`` of every parameter that is projected from two sides, in model order.
+    """Return ``(d_out, d_in)`` of every parameter that is projected on both sides, in model order.
 
-    Those are the parameters with at least two axes, no empty one, whose two sides are at most ``max_side``; all
-    axes but the first make the input side, as in the factors of a convolution.
+    These are the non-empty parameters with at least two axes whose sides are at most ``max_side``. All axes but the
+    first form the input side, as in the factors of a convolution.
 
     Example:
         >>> matrix_shapes({"conv": (8, 3, 5, 5), "bias": (8,), "embedding": (50257, 64)}, max_side=16384)
@@ -47,7 +47,7 @@ def matrix_shapes(parameters: ParameterShapes, max_side: int) -> dict[str, tuple
 
 
 class AbstractSides(ABC):
-    """Gives side matrices and keeps those of one model and device at a time."""
+    """Provides side matrices and caches those of one model and device at a time."""
 
     def __init__(self) -> None:
         """Start with nothing kept."""
@@ -82,17 +82,17 @@ class AbstractSides(ABC):
 
     @abstractmethod
     def scale(self, width: int) -> float:
-        """Return what the product with a matrix of ``width`` columns is multiplied by."""
+        """Return the scale of products with a matrix of ``width`` columns."""
 
     @abstractmethod
     def fingerprint(self) -> Any:
-        """Return what determines the matrices besides the seed, as JSON values."""
+        """Return the JSON values that, with the seed, determine the matrices."""
 
     @abstractmethod
     def _make(
         self, name: str, side: Stream, shape: tuple[int, int], model_id: int, device: torch.device
     ) -> Tensor:
-        """Make what :meth:`matrix` returns."""
+        """Compute the result of :meth:`matrix`."""
 
 
 @final

@@ -84,7 +84,8 @@ class RemoteFeatureStore(AbstractFeatureStore):
 
     Example:
         >>> import tempfile, numpy as np
-        >>> from trak_lite.store import Column, Manifest, RemoteFeatureStore, RemotePlace, TableSpec
+        >>> from trak_lite.store import Column, Manifest, RemotePlace, TableSpec
+        >>> from trak_lite.store.remote.remote_store import RemoteFeatureStore
         >>> spec = TableSpec(num_rows=3, columns=(Column("features", 2, "float16"),), chunk_rows=2)
         >>> with tempfile.TemporaryDirectory() as folder:
         ...     place = RemotePlace("memory://example.zarr", staging=folder)

@@ -160,9 +160,14 @@ class RemoteRowTable(AbstractRowTable):
         names = [column.name for column in self.spec.columns]
         staged = self._staged()
         if chunk not in self._index.committed and staged is not None:
-            rows, values = staged.read_done(chunk)
-            if len(rows):
-                return rows, values
+            try:
+                rows, values = staged.read_done(chunk)
+                if len(rows):
+                    return rows, values
+            except StoreError:
+                # Unless another process of this machine has uploaded and unstaged the chunk meanwhile.
+                if not self._index.is_committed(chunk):
+                    raise
         if not self._index.is_committed(chunk):
             return np.empty(0, np.int64), {name: self._empty(name, 0) for name in names}
         return np.arange(first, stop), {name: self.read_chunk(chunk, name).copy() for name in names}
