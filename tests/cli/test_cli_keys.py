@@ -73,7 +73,7 @@ def test_the_methods_arguments_are_keys_of_their_section() -> None:
 
 
 def test_the_help_is_that_of_the_docstrings() -> None:
-    assert KEYS["proj_dim"].help.startswith("K, numbers per stored row")
+    assert KEYS["proj_dim"].help.startswith("K, the number of features per stored row")
     assert "Random subsets" in KEYS["verify.budget"].help
 
 
