@@ -74,7 +74,7 @@ def test_the_methods_arguments_are_keys_of_their_section() -> None:
 
 def test_the_help_is_that_of_the_docstrings() -> None:
     assert KEYS["proj_dim"].help.startswith("K, the number of features per stored row")
-    assert "Random subsets" in KEYS["verify.budget"].help
+    assert "random subsets" in KEYS["verify.budget"].help
 
 
 def test_a_mapping_stands_for_a_dataclass_of_plain_fields() -> None:
