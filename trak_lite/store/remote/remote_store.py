@@ -314,12 +314,13 @@ class RemoteFeatureStore(AbstractFeatureStore):
         content = self._objects.get(f"{ENTRIES}/{array_file_name(name)}")
         if content is None:
             return None
-        if decode_array(content, name) is None:
+        found = decode_array(content, name, key)
+        if found is None and decode_array(content, name) is None:
             raise CorruptStoreError(
                 f"The entry {name!r} of {self.path} is damaged. Restore the object below {ENTRIES} from a backup, or "
                 "remove it, and make the entry again by the call that made it."
             )
-        return decode_array(content, name, key)
+        return found
 
     def put_entry(self, name: str, key: str, array: NDArray[Any]) -> None:
         """Store an array that cannot be recomputed, replacing any entry of the same name."""
