@@ -481,7 +481,9 @@ class Kills:
         try:
             self._run(name, folder, pick, counts)
         except AssertionError as error:
-            self.broken.append({"run": number, "path": name, "error": str(error)[-2000:]})
+            self.broken.append(
+                {"run": number, "path": name, "error": str(error).replace(f"{os.getcwd()}/", "")[-2000:]}
+            )
         counts["runs"] += 1
         shutil.rmtree(folder, ignore_errors=True)
 
