@@ -122,11 +122,7 @@ def verify(
     run, name = scores.run, scores.name
     refuse_sharded(run.model, "verify", "Verify with a whole model of the same store")
     _check_budget(budget, calibrate=calibrate)
-    if not scores.stored:
-        raise StateError(
-            f"The scores {name!r} are computed when they are read, and a verdict is about a stored matrix. Call "
-            "score(..., dense=True)."
-        )
+    _require_stored(scores)
     rows = run.rows(targets, "the targets")
 
     def decide() -> str:
@@ -134,14 +130,7 @@ def verify(
         path = score_path(name, scores.method, run.settings.method)
         with run.workspace.opened(run.settings.manifest(None)) as workspace:
             store = workspace.store()
-            scored = dict(store.open_table(path).spec.fingerprint["targets"])
-            scored.pop("curvature", None)  # belongs to the scores, not to the data
-            compare_fingerprints(
-                {"targets": scored},
-                {"targets": identity},
-                where=path,
-                remedy="Pass the targets that were scored under this name.",
-            )
+            _refuse_other_targets(store, path, identity)
             source = scored_rows(store, scores, run.settings)
             if calibrate:
                 source.require_kernel()
@@ -166,6 +155,27 @@ def verify(
     # Rank 0 computes the verdict; the other ranks wait and receive it.
     with run.joined(f"verify {name!r}") as ranks:
         return Verdict.from_json(json.loads(ranks.broadcast("the verdict", decide, takes_long=True)))
+
+
+def _require_stored(scores: Scores) -> None:
+    """Refuse scores without a stored matrix."""
+    if not scores.stored:
+        raise StateError(
+            f"The scores {scores.name!r} are computed when they are read, and a verdict is about a stored matrix. Call "
+            "score(..., dense=True)."
+        )
+
+
+def _refuse_other_targets(store: AbstractFeatureStore, path: str, identity: Mapping[str, Any]) -> None:
+    """Refuse targets that differ from those of a table of scores."""
+    scored = dict(store.open_table(path).spec.fingerprint["targets"])
+    scored.pop("curvature", None)  # belongs to the scores, not to the data
+    compare_fingerprints(
+        {"targets": scored},
+        {"targets": identity},
+        where=path,
+        remedy="Pass the targets that were scored under this name.",
+    )
 
 
 def calibrated_scores(scores: Scores) -> NDArray[np.float32]:
