@@ -41,6 +41,11 @@ def as_method(method: Method) -> AbstractMethod:
         0.1
     """
     if isinstance(method, AbstractMethod):
+        if METHODS.get(method.name, type(method)) is not type(method):
+            raise InvalidInputError(
+                f"{type(method).__module__}.{method.name} has the name of a method of trak_lite, by which scores are "
+                "stored. Rename the class."
+            )
         return method
     values = {"name": method} if isinstance(method, str) else method
     given = values.get("name") if isinstance(values, Mapping) else None
