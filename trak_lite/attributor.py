@@ -325,14 +325,15 @@ class Attributor:
         with (
             self._run.joined(f"score {name!r}") as ranks,
             self._run.session(ranks=ranks, train=self._held) as session,
-            naming_dropped(session.store),
+            naming_dropped(session.store) as paths,
         ):
             target_set = session.target_set(targets, name, chosen)
             used: list[str] | None = None
             if checkpoints is not None:
                 found = iterate_checkpoints(checkpoints, checkpoint_loader)
                 used = [session.add_targets(target_set, checkpoint) for checkpoint in found]
-            train = complete_tables(session.store, used)
+            # An iterable of the caller may have featurized its checkpoints meanwhile.
+            train = complete_tables(session.store, used, paths if used is None else None)
             result = ScoreResult(
                 session.store, train, name, chosen, self.method, target_set.identity, len(targets)
             )
@@ -350,11 +351,7 @@ class Attributor:
             if dense and not finished:
                 result.fill(source, device=self.device, progress=self._run.progress, watch=ranks.watch)
             ends = None if k is None else result.top_and_bottom(source, k, ranks=ranks)
-        if dense:
-            return stored_scores(self._workspace, self._settings, name, chosen, run=self._run)
-        return streamed_scores(
-            self._workspace, self._settings, name, chosen, list(train), ends, run=self._run
-        )
+            return result.scores(self._run, dense=dense, ends=ends)
 
     def scores(self, name: str = "targets", *, method: Method | None = None, dense: bool = True) -> Scores:
         """Return the scores of a target set from the store, without the data and without computing gradients.

@@ -168,6 +168,8 @@ class FeaturizingSession:
         self._unfinished: list[tuple[Checkpoint, str]] = []
         self._is_first = True
         self._lockstep = Lockstep.of(run.model)
+        self._computer: AbstractGradientComputer | None = None
+        """Of the loaded checkpoint. Its plans and self-checks hold for train rows and targets alike."""
 
     @property
     def store(self) -> AbstractFeatureStore:
@@ -573,6 +575,7 @@ class FeaturizingSession:
     def _load(self, checkpoint: Checkpoint) -> str:
         """Load a checkpoint, let the task prepare for it, and return the digest of its weights."""
         load_into(self._model, checkpoint, self._own)
+        self._computer = None
         self._settings.task.prepare(self._model)
         return weights_digest(self._model)
 
@@ -622,18 +625,20 @@ class FeaturizingSession:
         )
 
     def _computers(self, what: str) -> Callable[[Batch, NDArray[np.int64]], AbstractGradientComputer]:
-        """Return a function that returns the gradient computer; its first batch may decide ``"auto"``."""
+        """Return a function that returns the gradient computer of the loaded checkpoint.
+
+        The first batch may decide ``"auto"``.
+        """
         settings = self._settings
-        found: list[AbstractGradientComputer] = []
 
         def computer_for(batch: Batch, wanted: NDArray[np.int64]) -> AbstractGradientComputer:
-            if not found and not settings.computer_is_chosen:
+            if self._computer is None and not settings.computer_is_chosen:
                 with naming_rows(self._model, settings.task, batch, wanted, what):
-                    found.append(settings.choose_computer(batch))
-            elif not found:
-                found.append(settings.computer())
-                found[0].load_model_params(self._model)
-            return found[0]
+                    self._computer = settings.choose_computer(batch)
+            elif self._computer is None:
+                self._computer = settings.computer()
+                self._computer.load_model_params(self._model)
+            return self._computer
 
         return computer_for
 

@@ -227,14 +227,19 @@ def checkpoint_tables(store: AbstractFeatureStore) -> dict[str, str]:
 
 
 def complete_tables(
-    store: AbstractFeatureStore, digests: Sequence[str] | None
+    store: AbstractFeatureStore, digests: Sequence[str] | None, paths: Mapping[str, str] | None = None
 ) -> dict[str, AbstractRowTable]:
-    """Return the finished train tables by weights digest, all of them or those asked for.
+    """Return the finished train tables by weights digest.
+
+    Args:
+        store: The store.
+        digests: Weights digests of the checkpoints; ``None`` returns the tables of all checkpoints.
+        paths: The result of :func:`checkpoint_tables`, if the caller has it.
 
     Raises:
         StateError: If there is none, one asked for is not there, or rows are pending.
     """
-    paths = checkpoint_tables(store)
+    paths = checkpoint_tables(store) if paths is None else paths
     unknown = [] if digests is None else [digest[:12] for digest in digests if digest not in paths]
     if unknown:
         raise StateError(

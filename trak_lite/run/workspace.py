@@ -254,15 +254,18 @@ class Workspace:
 
 
 @contextmanager
-def naming_dropped(store: AbstractFeatureStore) -> Iterator[None]:
-    """Name the checkpoints that another process drops while the block reads their rows.
+def naming_dropped(store: AbstractFeatureStore) -> Iterator[dict[str, str]]:
+    """Context manager that names the checkpoints that another process drops while the block reads their rows.
+
+    Yields:
+        Paths of the train tables by the digest of the checkpoint's weights.
 
     Raises:
         StateError: If the block failed, and checkpoints are not in the store any more that were in it before.
     """
     known = checkpoint_tables(store)
     try:
-        yield
+        yield known
     except (StoreError, KeyError) as error:
         gone = sorted(set(known.values()) - set(checkpoint_tables(store).values()), key=model_id_of)
         if not gone:

@@ -27,7 +27,6 @@ from trak_lite.run.settings import AttributorSettings, StoredSettings
 from trak_lite.run.tables import (
     FEATURES,
     OUT_TO_LOSS,
-    checkpoint_tables,
     complete_tables,
     plain_target_folder,
     preconditioned_folder,
@@ -90,21 +89,10 @@ def stored_scores(
         ManifestMismatchError: If an attributor with another method made the scores.
     """
     store = workspace.reader()
-    path = score_path(name, method, settings.method)
-    with naming_dropped(store):
-        table = _finished_scores(store, name, method, settings.method)
-        train = list(complete_tables(store, list(table.spec.fingerprint["checkpoints"])).values())
-    source = score_source(store, train, name, method, settings)
-    return _scores(
-        workspace,
-        settings,
-        StoredMatrix(table),
-        source,
-        path,
-        run=run,
-        verdict=partial(stored_verdict, store, path),
-        predictions=partial(stored_predictions, store, path),
-    )
+    with naming_dropped(store) as paths:
+        table, train = _finished_scores(store, name, method, settings.method, paths)
+    source = score_source(store, list(train.values()), name, method, settings)
+    return _scores_of_table(workspace, settings, table, source, store, run=run)
 
 
 def streamed_scores(
@@ -112,31 +100,26 @@ def streamed_scores(
     settings: AttributorSettings | StoredSettings,
     name: str,
     method: AbstractMethod,
-    digests: Sequence[str] | None = None,
-    ends: Array | None = None,
     *,
     run: Run | None = None,
 ) -> Scores:
-    """Return scores that are computed from the stored rows on access.
+    """Return scores that are computed from the stored rows on access, with the checkpoints of the targets.
 
     Args:
         workspace: Location of the store.
         settings: Layout, device and default method.
         name: Name of the target set.
         method: The method of the scores.
-        digests: Weights digests of the checkpoints; ``None`` uses those that the targets were featurized with.
-        ends: The most helpful and most harmful rows of every target, if known.
         run: The model, settings and store of the scores; ``None`` without a model.
 
     Raises:
         StateError: If the targets have no features, or train rows are pending.
     """
     store = workspace.reader()
-    with naming_dropped(store):
-        train = _scorable_tables(store, name, method, digests)
+    with naming_dropped(store) as paths:
+        train = _scorable_tables(store, name, method, paths)
     source = score_source(store, train, name, method, settings)
-    matrix = StreamedMatrix(source, ends)
-    return _scores(workspace, settings, matrix, source, target_folder(name, method), run=run)
+    return _scores(workspace, settings, StreamedMatrix(source), source, target_folder(name, method), run=run)
 
 
 def score_source(
@@ -168,6 +151,29 @@ def scored_rows(
         method=method,
         layout=method.layout_of(settings.layout),
         device=float64_device(settings.device),
+    )
+
+
+def _scores_of_table(
+    workspace: Workspace,
+    settings: AttributorSettings | StoredSettings,
+    table: AbstractRowTable,
+    source: ScoreSource,
+    store: AbstractFeatureStore,
+    *,
+    run: Run | None,
+) -> Scores:
+    """Return the scores in a complete table."""
+    path = score_path(source.name, source.method, settings.method)
+    return _scores(
+        workspace,
+        settings,
+        StoredMatrix(table),
+        source,
+        path,
+        run=run,
+        verdict=partial(stored_verdict, store, path),
+        predictions=partial(stored_predictions, store, path),
     )
 
 
@@ -204,9 +210,20 @@ def _widths(layout: FeatureLayout) -> int | str:
 
 
 def _finished_scores(
-    store: AbstractFeatureStore, name: str, method: AbstractMethod, base: AbstractMethod
-) -> AbstractRowTable:
-    """Return the complete table of the scores of a target set.
+    store: AbstractFeatureStore,
+    name: str,
+    method: AbstractMethod,
+    base: AbstractMethod,
+    paths: Mapping[str, str],
+) -> tuple[AbstractRowTable, dict[str, AbstractRowTable]]:
+    """Return the complete table of the scores of a target set, and the train tables by weights digest.
+
+    Args:
+        store: The store.
+        name: Name of the target set.
+        method: The method of the scores.
+        base: The attributor's method.
+        paths: Paths of the train tables by weights digest.
 
     Raises:
         StateError: If the scores were never computed, are not finished, or train rows were appended since.
@@ -228,9 +245,9 @@ def _finished_scores(
     )
     if not table.complete:
         raise StateError(f"The scores {name!r} are not finished. Call score(...) again; it resumes.")
-    train = complete_tables(store, list(table.spec.fingerprint["checkpoints"]))
+    train = complete_tables(store, list(table.spec.fingerprint["checkpoints"]), paths)
     _refuse_outgrown(name, table.spec, next(iter(train.values())).spec)
-    return table
+    return table, train
 
 
 def drop_scores(store: AbstractFeatureStore, name: str) -> None:
@@ -265,7 +282,7 @@ def _refuse_outgrown(name: str, scores: TableSpec, train: TableSpec) -> None:
 
 
 def _scorable_tables(
-    store: AbstractFeatureStore, name: str, method: AbstractMethod, digests: Sequence[str] | None
+    store: AbstractFeatureStore, name: str, method: AbstractMethod, paths: Mapping[str, str]
 ) -> list[AbstractRowTable]:
     """Return the train tables of the checkpoints that a target set has features for.
 
@@ -273,25 +290,24 @@ def _scorable_tables(
         store: The store.
         name: Name of the target set.
         method: The method of the scores. It determines which features of the targets are used.
-        digests: Weights digests of the checkpoints; ``None`` uses all that have complete target features.
+        paths: Paths of the train tables by weights digest.
 
     Raises:
         StateError: If no checkpoint has such features, or train rows are pending.
     """
     folder = target_folder(name, method)
     known = store.table_names(folder.split("/")[0])
-    if digests is None:
-        digests = [
-            digest
-            for digest, path in checkpoint_tables(store).items()
-            if f"{folder}/{path}" in known and store.open_table(f"{folder}/{path}").complete
-        ]
+    digests = [
+        digest
+        for digest, path in paths.items()
+        if f"{folder}/{path}" in known and store.open_table(f"{folder}/{path}").complete
+    ]
     if not digests:
         names = sorted({path.split("/")[1] for path in known})
         raise StateError(
             f"There are no features of targets {name!r}; there are those of {names}. Call score(data, name={name!r})."
         )
-    return list(complete_tables(store, digests).values())
+    return list(complete_tables(store, digests, paths).values())
 
 
 @final
@@ -327,7 +343,9 @@ class ScoreResult:
             "method": method.to_json(),
         }
         self._store = store
+        self._train = train
         self._name = name
+        self._method = method
         self._path = score_path(name, method, base)
         self._spec = score_table_spec(tables[0].spec.num_rows, num_targets, fingerprint)
 
@@ -388,6 +406,22 @@ class ScoreResult:
             if ranks.rank == 0:
                 self._store.cache(name, key, kept)
         return np.array(kept)
+
+    def scores(self, run: Run, *, dense: bool, ends: Array | None = None) -> Scores:
+        """Return the scores. They read from the store, also after it is closed.
+
+        Args:
+            run: The model, settings and store of the scores.
+            dense: Return the stored matrix, which must be complete. ``False`` computes scores on access.
+            ends: The most helpful and most harmful rows of every target, if known.
+        """
+        store, settings = self._store, run.settings
+        source = score_source(store, list(self._train.values()), self._name, self._method, settings)
+        if dense:
+            table = store.open_table(self._path)
+            return _scores_of_table(run.workspace, settings, table, source, store, run=run)
+        path = target_folder(self._name, self._method)
+        return _scores(run.workspace, settings, StreamedMatrix(source, ends), source, path, run=run)
 
     def digest(self) -> str:
         """Return a digest of everything that the scores depend on."""

@@ -20,10 +20,10 @@ from trak_lite.gradient_computers.hooks.calls import Contribution, Factors, Oper
 from trak_lite.gradient_computers.hooks.ledger import GradientLedger
 from trak_lite.gradient_computers.hooks.owners import SampleCode
 from trak_lite.gradient_computers.hooks.plan.axes import BatchAxis
-from trak_lite.gradient_computers.hooks.plan.interception import AbstractInterceptor, Function, is_in_place
+from trak_lite.gradient_computers.hooks.plan.interception import AbstractInterceptor, Function
 from trak_lite.gradient_computers.hooks.plan.probe import Plan, Site, describe, refusing_reentrant_checkpoints
 from trak_lite.gradient_computers.hooks.plan.rearranging import RECURRENT
-from trak_lite.gradient_computers.hooks.plan.recorder import differentiable, written
+from trak_lite.gradient_computers.hooks.plan.recorder import differentiable, is_in_place, written
 from trak_lite.gradient_computers.hooks.randomness import RandomState
 from trak_lite.gradient_computers.hooks.registry import GradientRule
 from trak_lite.gradient_computers.hooks.routing import (

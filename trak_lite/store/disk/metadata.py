@@ -240,6 +240,8 @@ def check_hidden(folder: str) -> None:
 
 
 def _differing(expected: Mapping[str, Any], found: Mapping[str, Any]) -> list[str]:
+    if _same(expected, {key: found.get(key) for key in expected}):
+        return []
     return [
         f"{key} is {found.get(key)!r}, expected {value!r}"
         for key, value in expected.items()

@@ -211,7 +211,7 @@ class ZarrFeatureStore(AbstractFeatureStore):
     @property
     def writable(self) -> bool:
         """Whether the store is open for writing."""
-        return self._writable
+        return self._writable and not self._closed
 
     def create_table(
         self, path: str, spec: TableSpec, attributes: Mapping[str, Any] | None = None
@@ -321,7 +321,7 @@ class ZarrFeatureStore(AbstractFeatureStore):
     def cache(self, name: str, key: str, array: NDArray[Any]) -> None:
         """Cache a derived array, replacing any array of the same name."""
         check_derived(name, key, array)
-        if not self._writable:
+        if not self.writable:
             return
         self._make_hidden(CACHE)
         self._derived.put(name, key, array)
@@ -426,7 +426,7 @@ class ZarrFeatureStore(AbstractFeatureStore):
         refuse_links(f"{folder}/{spec.columns[0].name}", (COMMITS,))
         return ZarrRowTable(
             self._files(path, spec),
-            writable=self._writable and not self._closed,
+            writable=self.writable,
             check=self._verify == "first_touch",
             mapped=self._mapped,
         )

@@ -199,7 +199,7 @@ class RemoteFeatureStore(AbstractFeatureStore):
     @property
     def writable(self) -> bool:
         """Whether the store is open for writing."""
-        return self._writable
+        return self._writable and not self._closed
 
     @property
     def objects(self) -> AbstractObjects:
@@ -403,7 +403,7 @@ class RemoteFeatureStore(AbstractFeatureStore):
                 TableFiles(path, spec, root=self.path, identity=identity),
                 staging=TableFiles(f"{root}/{path}", spec, root=root, identity=staged),
                 staged=lambda: self._staged_table(path, spec),
-                writable=self._writable and not self._closed,
+                writable=self.writable,
                 check=self._verify == "first_touch",
             )
         return self._tables[path]

@@ -19,7 +19,7 @@ from torch.overrides import TorchFunctionMode
 from trak_lite.gradient_computers.hooks.registry import GradientRule, rule_for
 from trak_lite.models.sharded import is_sharded, refuse_sharded_parts, watch_borders
 
-__all__ = ["AbstractInterceptor", "Function", "is_in_place"]
+__all__ = ["AbstractInterceptor", "Function"]
 
 Function = Callable[..., Any]
 
@@ -143,9 +143,3 @@ def _body(function: Function) -> Function | None:
     )
     body.__kwdefaults__ = function.__kwdefaults__
     return body
-
-
-def is_in_place(function: Function) -> bool:
-    """Whether the operation writes into its first argument."""
-    name = getattr(function, "__name__", "")
-    return name == "__setitem__" or (name.endswith("_") and not name.endswith("__"))

@@ -2,7 +2,7 @@
 
 Two kinds of indices move no sample's rows: an index that does not depend on sample values (``arange(B)``), and an index
 into an axis that does not grow with the batch (the label's logit, the last token, a word's row of a table). For other
-operations, :func:`moved_sizes` returns the sizes of the axes along which rows move. A comparison of two batch sizes
+operations, :attr:`Examined.moved` has the sizes of the axes along which rows move. A comparison of two batch sizes
 shows whether these axes grow with the batch.
 """
 
@@ -12,22 +12,13 @@ import functools
 import sys
 import types
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 from torch.utils._pytree import tree_flatten
 
-__all__ = [
-    "PACKED",
-    "RECURRENT",
-    "ValueFree",
-    "chooses_by_value",
-    "is_made_of_sizes",
-    "leaves_of",
-    "moved_sizes",
-    "num_read_out",
-]
+__all__ = ["PACKED", "RECURRENT", "Examined", "ValueFree", "examine", "leaves_of"]
 
 RECURRENT: dict[Any, str] = {
     torch.lstm: "lstm",
@@ -42,6 +33,44 @@ PACKED = frozenset(RECURRENT)
 
 ValueFree = Callable[[Any], bool]
 """Predicate: whether an index is the same for all batches of equal size."""
+
+
+class Examined(NamedTuple):
+    """What one operation does to the order of samples' rows."""
+
+    moved: tuple[int, ...]
+    """Sizes of the axes along which it sorts or moves entries by values; empty if there are none."""
+    chooses_by_value: bool
+    """Whether the result's shape depends on values, so that its rows may belong to any sample."""
+    num_read: int
+    """Number of tensor values that it passes to Python, which may slice samples by them."""
+    is_value_free: bool
+    """Whether the result is the same for all batches of equal size."""
+
+
+def examine(
+    function: Callable[..., Any],
+    args: tuple[Any, ...],
+    kwargs: Mapping[str, Any],
+    value_free: ValueFree,
+    read: bool,
+) -> Examined:
+    """Examine an operation before it runs.
+
+    Args:
+        function: The operation.
+        args: Its arguments.
+        kwargs: Its keyword arguments.
+        value_free: Whether an argument is the same for all batches of equal size.
+        read: Whether Python has read tensor values, which arguments that are no tensors may contain.
+    """
+    name = _name(function)
+    return Examined(
+        _moved_sizes(function, name, args, kwargs, value_free),
+        _chooses_by_value(function, name, args),
+        _num_read(function, name, args, kwargs),
+        _is_made_of_sizes(name, args, kwargs, value_free, read),
+    )
 
 
 _ENTRIES = frozenset({int, float, bool, str, type(None), type(...), torch.dtype, torch.device})
@@ -83,9 +112,7 @@ _BY_VALUE = frozenset(
 )
 
 
-def chooses_by_value(function: Callable[..., Any], args: tuple[Any, ...]) -> bool:
-    """Whether the result's shape depends on values, so that its rows may belong to any sample."""
-    name = _name(function)
+def _chooses_by_value(function: Callable[..., Any], name: str, args: tuple[Any, ...]) -> bool:
     if name == "__getitem__" and len(args) == 2:
         parts = args[1] if isinstance(args[1], tuple) else (args[1],)
         return any(isinstance(part, Tensor) and part.dtype == torch.bool for part in parts)
@@ -112,23 +139,17 @@ _WRITING_AT = frozenset(
 )
 
 
-def moved_sizes(
-    function: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any], value_free: ValueFree
+def _moved_sizes(
+    function: Callable[..., Any],
+    name: str,
+    args: tuple[Any, ...],
+    kwargs: Mapping[str, Any],
+    value_free: ValueFree,
 ) -> tuple[int, ...]:
-    """Return the sizes of the axes along which the operation sorts or moves entries by values; empty if there are none.
-
-    Sorting inside torch's recurrent layers does not count, because they restore the order.
-
-    Args:
-        function: The operation.
-        args: Its arguments.
-        kwargs: Its keyword arguments.
-        value_free: Whether an index does not depend on values.
-    """
-    name = _name(function)
     find = _FINDERS.get(name)
     if name == "embedding" and function is not torch.embedding:
         return ()  # torch.nn.functional.embedding wraps torch.embedding, with its arguments in the other order
+    # Torch's recurrent layers restore the order of what they sort.
     if find is None or _called_by("torch.nn.utils.rnn", "torch.nn.modules.rnn"):
         return ()
     return find(name, args, kwargs, value_free)
@@ -275,15 +296,12 @@ _TAKING_SIZES = frozenset(
 )
 
 
-def num_read_out(function: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> int:
-    """Return how many tensor values the operation passes to Python, which may slice samples by them.
-
-    Tensors used as slice bounds or sizes count too, because the operation reads their values.
-    """
+def _num_read(
+    function: Callable[..., Any], name: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]
+) -> int:
     if function in _READING_OUT:
         return int(args[0].numel())
-    name = _name(function)
-    sizes: Any = ()
+    sizes: Any = ()  # the operation reads the values of tensors that are slice bounds or sizes
     if name in ("__getitem__", "__setitem__"):
         parts = args[1] if isinstance(args[1], tuple) else (args[1],)
         sizes = [(part.start, part.stop, part.step) for part in parts if isinstance(part, slice)]
@@ -325,23 +343,9 @@ _RANDOM = frozenset(
 )
 
 
-def is_made_of_sizes(
-    function: Callable[..., Any],
-    args: tuple[Any, ...],
-    kwargs: Mapping[str, Any],
-    known: ValueFree,
-    read: bool,
+def _is_made_of_sizes(
+    name: str, args: tuple[Any, ...], kwargs: Mapping[str, Any], value_free: ValueFree, read: bool
 ) -> bool:
-    """Whether a result is the same for all batches of equal size.
-
-    Args:
-        function: The operation.
-        args: Its arguments.
-        kwargs: Its keyword arguments.
-        known: Whether an argument is the same for all batches of equal size.
-        read: Whether Python has read tensor values, which arguments that are no tensors may contain.
-    """
-    name = _name(function)
     if name in _RANDOM:
         return False
     if name in _LIKE:
@@ -349,7 +353,7 @@ def is_made_of_sizes(
     tensors = [leaf for leaf in leaves_of((args, dict(kwargs))) if isinstance(leaf, Tensor)]
     if not tensors:
         return name in _FACTORIES or not read
-    return all(known(tensor) for tensor in tensors)
+    return all(value_free(tensor) for tensor in tensors)
 
 
 def _called_by(*modules: str) -> bool:

@@ -10,18 +10,11 @@ import torch
 from torch import Tensor, nn
 
 from trak_lite.errors import UnsupportedModelError
-from trak_lite.gradient_computers.hooks.plan.interception import AbstractInterceptor, Function, is_in_place
-from trak_lite.gradient_computers.hooks.plan.rearranging import (
-    PACKED,
-    chooses_by_value,
-    is_made_of_sizes,
-    leaves_of,
-    moved_sizes,
-    num_read_out,
-)
+from trak_lite.gradient_computers.hooks.plan.interception import AbstractInterceptor, Function
+from trak_lite.gradient_computers.hooks.plan.rearranging import PACKED, examine, leaves_of
 from trak_lite.gradient_computers.hooks.registry import GradientRule
 
-__all__ = ["Record", "Recorder", "differentiable", "written"]
+__all__ = ["Record", "Recorder", "differentiable", "is_in_place", "written"]
 
 _MOVED, _PACKED_ROWS = "chosen or moved by value", "packed"
 
@@ -30,6 +23,12 @@ def differentiable(result: Any) -> list[Tensor]:
     """Return the floating-point tensors of a result, in order."""
     leaves = leaves_of(result)
     return [t for t in leaves if isinstance(t, Tensor) and (t.is_floating_point() or t.is_complex())]
+
+
+def is_in_place(function: Function) -> bool:
+    """Whether the operation writes into its first argument."""
+    name = getattr(function, "__name__", "")
+    return name == "__setitem__" or (name.endswith("_") and not name.endswith("__"))
 
 
 def written(function: Function, args: Sequence[Any], result: Any) -> Any:
@@ -134,15 +133,15 @@ class Recorder(AbstractInterceptor):
         kwargs = kwargs or {}
         if self.looks_away:
             return func(*args, **kwargs)
-        moved = moved_sizes(func, args, kwargs, self._is_value_free)
-        same_in_all = is_made_of_sizes(func, args, kwargs, self._is_value_free, bool(self.reads))
+        found = examine(func, args, kwargs, self._is_value_free, bool(self.reads))
         reasons = set(self._taints_of((args, dict(kwargs))))
         result = super().__torch_function__(func, types, args, kwargs)
         tensors = [t for t in leaves_of(written(func, args, result)) if isinstance(t, Tensor)]
-        self._note_numbers(num_read_out(func, args, kwargs))
-        if same_in_all:
+        self._note_numbers(found.num_read)
+        if found.is_value_free:
             self._value_free.update((id(t), (t, t._version)) for t in tensors)
-        if self._moves(_Seen(func, moved, _shapes(tensors)), same_in_all) or chooses_by_value(func, args):
+        seen = _Seen(func, found.moved, _shapes(tensors))
+        if self._moves(seen, found.is_value_free) or found.chooses_by_value:
             reasons.add(_MOVED)
             self.moves_rows = True
         if func is torch._pack_padded_sequence:
