@@ -1,14 +1,14 @@
-"""Measures and draws the architecture from the imports: ``python docs/architecture.py [FOLDER] [--draw | --trace]``.
+"""Measures and draws the architecture: ``python docs/architecture.py [FOLDER] [--draw | --trace]``.
 
-FOLDER is a checkout, this one by default. A *room* of a package is a module or a subpackage directly in it; its
-``__init__`` is one too. An *arrow* leads from a room to another one that any file in it imports, at the top of the file
-or anywhere else. A room's *floor* is the number of rooms on the longest chain of arrows down from it; rooms of one
-*circle* lead to each other and stand on one floor. An arrow of the whole package is *upward* if the list ``FLOORS`` of
-tests/test_architecture.py has its end not below its start.
+FOLDER is a checkout, by default this one. A *room* of a package is a module or a subpackage directly in it, including
+its ``__init__``. An *arrow* leads from a room to another room that any of its files imports, anywhere in the file.
+The *floor* of a room is the number of rooms on the longest chain of arrows down from it. A *circle* is a set of rooms
+that import each other; they have the same floor. An arrow is *upward* if its end is not below its start in the list
+``FLOORS`` of tests/test_architecture.py.
 
-``--draw`` writes docs/images/architecture.svg: the rooms on the floors of that list, and the arrows that no chain of
-other arrows replaces. ``--trace`` runs a featurize of one batch and a score of five targets, and counts the files of
-the package that they pass through, the calls from one file to another, and the depth of these calls.
+``--draw`` writes docs/images/architecture.svg: the rooms on the floors of that list, without arrows that a chain of
+other arrows implies. ``--trace`` runs ``featurize`` on one batch and ``score`` on five targets, and counts the files
+of the package that they execute, the calls from one file to another, and the depth of these calls.
 """
 
 from __future__ import annotations
@@ -28,14 +28,14 @@ _WIDTH, _STEP = 1100, 78
 
 
 class Drawing(NamedTuple):
-    """The rooms of one package and what they import of each other."""
+    """The rooms of one package and their imports of each other."""
 
     arrows: dict[str, set[str]]
-    """Rooms that a room imports, for every room."""
+    """Rooms that each room imports."""
 
     @property
     def circles(self) -> list[set[str]]:
-        """Sets of rooms that lead to each other."""
+        """Sets of rooms that import each other, directly or through others."""
         below = {room: self._reached(room) for room in self.arrows}
         found = {frozenset(r for r in below[room] if room in below[r]) for room in self.arrows}
         return [set(circle) for circle in sorted(found, key=sorted) if circle]
@@ -76,7 +76,7 @@ def modules(root: Path) -> dict[str, Path]:
 
 
 def imported(path: Path, known: dict[str, Path]) -> Iterator[str]:
-    """Yield the modules of the package that a file imports, wherever in the file it does."""
+    """Yield the modules of the package that a file imports, anywhere in the file."""
     for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
         names: list[str] = []
         if isinstance(node, ast.Import):
@@ -93,7 +93,7 @@ def imported(path: Path, known: dict[str, Path]) -> Iterator[str]:
 
 
 def drawn(package: str, known: dict[str, Path], imports: dict[str, set[str]]) -> Drawing:
-    """Draw one package."""
+    """Return the drawing of one package."""
 
     def room(module: str) -> str:
         return module.removeprefix(package).strip(".").partition(".")[0] or "__init__"
@@ -137,7 +137,7 @@ def floors_of(root: Path) -> list[set[str]]:
 
 
 def reduced(arrows: dict[str, set[str]]) -> dict[str, set[str]]:
-    """Return the arrows without those that a chain of others replaces."""
+    """Return the arrows without those that a chain of others implies."""
     whole = Drawing(arrows)
     below = {room: whole._reached(room) for room in arrows}
     return {
@@ -180,17 +180,17 @@ def svg(root: Path) -> str:
 
 
 class Journey(NamedTuple):
-    """What a call passes through in the package."""
+    """Files and calls of the package that a call executes."""
 
     files: int
     calls: int
-    """From one file of the package to another one."""
+    """Calls from one file of the package to another."""
     depth: int
-    """Of files that call each other, in the deepest chain."""
+    """Number of files in the deepest chain of calls."""
 
 
 def traced(call: Callable[[], object], folder: Path) -> Journey:
-    """Run a call and count what it passes through in a package's folder, in this thread."""
+    """Run a call, and count the files and calls in a package's folder, in this thread."""
     files: set[str] = set()
     chain: list[str] = []
     counts = [0, 0]
@@ -219,7 +219,7 @@ def traced(call: Callable[[], object], folder: Path) -> Journey:
 
 
 def journeys(root: Path) -> dict[str, Journey]:
-    """Trace a featurize of one batch and a score of five targets, with default settings and a store on disk."""
+    """Trace ``featurize`` of one batch and ``score`` of five targets, with default settings and a store on disk."""
     sys.path.insert(0, str(root))
     import torch
     from torch import nn
@@ -233,7 +233,7 @@ def journeys(root: Path) -> dict[str, Journey]:
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(4, 6), nn.Tanh(), nn.Linear(6, 3))
     with tempfile.TemporaryDirectory() as path:
-        for turn in ("warm", "traced"):  # the first one imports
+        for turn in ("warm", "traced"):  # the first turn imports modules
             attributor = Attributor(
                 model, "image_classification", f"{path}/{turn}.zarr", proj_dim=8, progress=False
             )

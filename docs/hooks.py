@@ -1,4 +1,4 @@
-"""What the site needs beyond Markdown: files of the repository that pages link to, and formulas without a script."""
+"""mkdocs hooks: copy files of the repository that pages link to, and convert formulas to MathML."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from mkdocs.structure.files import File
 
 ROOT = Path(__file__).parents[1]
 FOLDER = "docs/pages"
-PLAN = "docs/scale.md"  # a page that lies above the others, where people look for it
+PLAN = "docs/scale.md"  # a page outside the folder of pages, where people look for it
 _LINK = re.compile(r"(?<=\]\()(\.\./[^)#\s]+)")
 _FORMULA = re.compile(r'<(span|div) class="arithmatex">\\([(\[])(.*?)\\[)\]]</\1>', re.DOTALL)
 
@@ -24,18 +24,18 @@ def _target(source: str, link: str) -> str:
 
 
 def _place(target: str) -> str:
-    """Return where the site has a copy: as plain text, but for pictures, so that a browser shows it."""
+    """Return the path of the copy in the site: a plain text file, or a picture, so that browsers show it."""
     return f"source/{target}" if target.endswith((".png", ".svg")) else f"source/{target}.txt"
 
 
 def _moved_plan() -> str:
-    """Return the plan with links as they would be if it lay among the pages."""
+    """Return the plan with its links relative to the folder of pages."""
     text = (ROOT / PLAN).read_text(encoding="utf-8")
     return re.sub(r"(?<=\]\()pages/", "", re.sub(r"(?<=\]\()\.\./", "../../", text))
 
 
 def on_files(files: Any, config: Any) -> Any:
-    """Take the plan and every linked file outside the pages into the site, the latter under ``source/``."""
+    """Add the plan to the site, and every linked file outside the pages under ``source/``."""
     files.append(File.generated(config, posixpath.basename(PLAN), content=_moved_plan()))
     for page in list(files.documentation_pages()):
         for link in _LINK.findall(page.content_string):
@@ -47,7 +47,7 @@ def on_files(files: Any, config: Any) -> Any:
 
 
 def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
-    """Point links that lead out of the pages at those copies."""
+    """Change links to files outside the pages into links to their copies."""
 
     def moved(match: re.Match[str]) -> str:
         target = _target(page.file.src_uri, match[1])
@@ -60,7 +60,7 @@ def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
 
 
 def on_page_content(content: str, **_: Any) -> str:
-    """Turn formulas into MathML, which every browser draws by itself."""
+    """Convert formulas to MathML, which browsers display without a script."""
 
     def drawn(match: re.Match[str]) -> str:
         return convert(html.unescape(match[3]), display="block" if match[2] == "[" else "inline")

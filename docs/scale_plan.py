@@ -1,7 +1,7 @@
-"""Cost, bytes and hours of large runs, from what was measured and what is assumed; the tables of docs/scale.md.
+"""Estimates cost, bytes and hours of large runs, and makes the tables of docs/scale.md.
 
-Rates without a GPU are read from benchmarks/results. No GPU was measured: what is assumed of one is an argument of its
-own, with a default that the page names.
+Rates without a GPU are read from benchmarks/results. No GPU was measured: its rates are assumptions, each an argument
+with a default that the page lists.
 
 Run:  python docs/scale_plan.py --rows 1e7 --gpus 8 --width 1024 --segments 12 --gpu-price 2
       python docs/tables.py        (rewrites the tables of the pages)
@@ -23,7 +23,7 @@ HOUR, GB, TB = 3600.0, 1e9, 1e12
 ROWS = (10**6, 10**8, 10**9)
 GPUS = (1, 64, 1024)
 SHAPES = ((1, 512), (1, 2048), (16, 512), (16, 2048), (1, 16384))
-"""Segments and K of the tables: a joint kernel, one for each module, and one that is too wide."""
+"""Segments and K of the tables: one joint kernel, one kernel per module, and one kernel that is too wide."""
 MODELS = (
     ("1e7 parameters, 64 tokens", 1e7, 64),
     ("2.5e7 parameters, 256 tokens", 2.5e7, 256),
@@ -35,57 +35,57 @@ MODELS = (
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Assumed:
-    """What no machine of ours has measured."""
+    """Assumed rates and sizes, which were not measured."""
 
     parameters: float = 124e6
-    """Of the model."""
+    """Number of parameters of the model."""
     tokens: float = 512
-    """Of a row; a forward and a backward pass take 6 FLOP per parameter and token."""
+    """Tokens per row; a forward and a backward pass take 6 FLOP per parameter and token."""
     gpu_model_flops: float = 1e14
     """FLOP/s that a GPU sustains in forward and backward passes."""
     gpu_float32_flops: float = 3e13
     """FLOP/s that a GPU sustains in float32 products: scores."""
     gpu_float64_flops: float = 2e13
-    """FLOP/s that a GPU sustains in float64 products: grams and their factorisation."""
+    """FLOP/s that a GPU sustains in float64 products: gram matrices and their factorisation."""
     gpu_top_rate: float = 1e10
-    """Scores per second that pass through a GPU's search for the strongest rows."""
+    """Scores per second that a GPU searches for the top rows."""
     disk: float = 2e10
-    """Bytes per second of the common file system, for all processes together."""
+    """Bytes per second of the shared file system, for all processes together."""
     network: float = 1e9
-    """Bytes per second that a process sends in an all-reduce: sums are made on the CPU, by gloo over TCP."""
+    """Bytes per second that a process sends in an all-reduce, by gloo over TCP from the CPU."""
     gpu_price: float = 2.5
-    """Of an hour of a GPU, in any currency."""
+    """Price of a GPU hour, in any currency."""
     targets: float = 1000
-    """M, scored at once."""
+    """Number of targets M that are scored at once."""
 
 
 @dataclass(frozen=True, slots=True)
 class Measured:
-    """Rates of one CPU thread, and ratios."""
+    """Measured rates of one CPU thread, and ratios."""
 
     to_plain: float
-    """Featurizing over forward and backward, for each further batch of the GPT (featurize.json)."""
+    """Time of featurizing divided by that of forward and backward, per further batch of the GPT (featurize.json)."""
     write: float
-    """Bytes of rows per CPU second that a process puts into a store (store.json)."""
+    """Bytes of rows per CPU second that a process writes to a store (store.json)."""
     read: float
     """Bytes of rows per CPU second that a process reads and multiplies with one target (store.json)."""
     claim: float
-    """CPU seconds of claiming a chunk (scale_out.json)."""
+    """CPU seconds to claim a chunk (scale_out.json)."""
     look: float
-    """CPU seconds per chunk of the store of one look at what is committed (scale_out.json)."""
+    """CPU seconds, per chunk of the store, to list what is committed once (scale_out.json)."""
     files_per_chunk: float
-    """In a finished table (scale_out.json)."""
+    """Files per chunk of a finished table (scale_out.json)."""
     cpu_gram: float
-    """FLOP per CPU second of a gram with K = 2048 (scale_out.json)."""
+    """FLOP per CPU second of a gram matrix with K = 2048 (scale_out.json)."""
     cpu_score: float
     """FLOP per CPU second of scores for 512 targets (scale_out.json)."""
     cpu_top: float
-    """Scores per CPU second of the search for the strongest rows (scale_out.json)."""
+    """Scores per CPU second of the search for the top rows (scale_out.json)."""
 
 
 @dataclass(frozen=True, slots=True)
 class Run:
-    """What is featurized and scored: one checkpoint; more of them cost as much each."""
+    """A run with one checkpoint; each further checkpoint costs as much again."""
 
     rows: int
     gpus: int
@@ -102,7 +102,7 @@ def parts(name: str) -> dict[str, Any]:
 
 
 def measured() -> Measured:
-    """Return the rates as they were measured last."""
+    """Return the rates of the last measurement."""
     gpt = parts("featurize")["gpt-512"]["tools"]["trak_lite"]
     store, rates = parts("store"), parts("scale_out")["rates"]
     return Measured(
@@ -124,19 +124,19 @@ def row_bytes(run: Run) -> int:
 
 
 def chunk_rows(run: Run) -> int:
-    """Return how many rows a process takes at a time."""
+    """Return the number of rows of a chunk."""
     return feature_table_spec(run.rows, run.segments * run.width, run.dtype, {}).chunk_rows
 
 
 def chunks(run: Run) -> int:
-    """Return into how many chunks the rows are divided."""
+    """Return the number of chunks."""
     return -(-run.rows // chunk_rows(run))
 
 
 def stages(run: Run, found: Measured, assumed: Assumed) -> dict[str, float]:
-    """Return the seconds of every stage, as if none overlapped another.
+    """Return the seconds of every stage, without overlap of stages.
 
-    The gram and the scores are divided among all GPUs, the gradients in whole chunks; the factorisation is not.
+    Gram matrices and scores are divided among all GPUs, gradients by whole chunks. The factorisation is not divided.
     """
     total = run.rows * row_bytes(run)
     turns = -(-chunks(run) // run.gpus)
@@ -158,7 +158,7 @@ def stages(run: Run, found: Measured, assumed: Assumed) -> dict[str, float]:
 
 
 def cost(run: Run, seconds: dict[str, float], assumed: Assumed) -> float:
-    """Return what the GPUs cost while all stages run."""
+    """Return the cost of the GPUs for the time of all stages."""
     return sum(seconds.values()) / HOUR * run.gpus * assumed.gpu_price
 
 
@@ -172,12 +172,12 @@ def markdown(head: Iterable[str], rows: Iterable[Iterable[str]]) -> str:
 
 
 def number(value: float) -> str:
-    """Return a figure with two digits that count, or in whole numbers with separators."""
+    """Return a number with two significant digits, or as a whole number with separators from 10 on."""
     return f"{value:,.0f}" if value >= 10 else f"{value:.2g}"
 
 
 def duration(seconds: float) -> str:
-    """Return seconds, minutes, hours or days, whichever gives a readable figure."""
+    """Return a duration in seconds, minutes, hours or days."""
     if seconds < 1e-3:
         return "< 1 ms"
     for limit, unit, name in ((90, 1, "s"), (5400, 60, "min"), (100 * HOUR, HOUR, "h")):
@@ -187,20 +187,20 @@ def duration(seconds: float) -> str:
 
 
 def shape(run: Run) -> str:
-    """Return segments and K."""
+    """Return segments and K as text."""
     return f"{run.width:,}" if run.segments == 1 else f"{run.segments} x {run.width:,}"
 
 
 def scale_rates() -> str:
-    """Return what was measured, and what is assumed."""
+    """Return the table of measured and assumed rates."""
     found, assumed = measured(), Assumed()
     lines = [
-        ("featurizing over forward and backward, GPT", f"{found.to_plain:.2f}", "featurize.json"),
+        ("featurizing / (forward and backward), GPT", f"{found.to_plain:.2f}", "featurize.json"),
         ("rows put into a store, per CPU second", f"{found.write / GB:.1f} GB", "store.json"),
         ("rows read and multiplied, per CPU second", f"{found.read / GB:.1f} GB", "store.json"),
         ("claiming a chunk", f"{1e6 * found.claim:.0f} µs", "scale_out.json"),
-        ("a look at 10,000 chunks", f"{1e7 * found.look:.0f} ms", "scale_out.json"),
-        ("files for each chunk", f"{found.files_per_chunk:.1f}", "scale_out.json"),
+        ("listing the commits of 10,000 chunks", f"{1e7 * found.look:.0f} ms", "scale_out.json"),
+        ("files per chunk", f"{found.files_per_chunk:.1f}", "scale_out.json"),
         ("gram, one CPU thread", f"{found.cpu_gram / 1e9:.0f} GFLOP/s", "scale_out.json"),
         ("scores, one CPU thread", f"{found.cpu_score / 1e9:.0f} GFLOP/s", "scale_out.json"),
         (
@@ -209,21 +209,21 @@ def scale_rates() -> str:
             "scale_out.json",
         ),
         ("parameters of the model", f"{assumed.parameters:.3g}", "assumed"),
-        ("tokens of a row", f"{assumed.tokens:g}", "assumed"),
-        ("a GPU in forward and backward", f"{assumed.gpu_model_flops:.0e} FLOP/s", "assumed"),
-        ("a GPU in float32 products", f"{assumed.gpu_float32_flops:.0e} FLOP/s", "assumed"),
-        ("a GPU in float64 products", f"{assumed.gpu_float64_flops:.0e} FLOP/s", "assumed"),
-        ("a GPU in the search for top rows", f"{assumed.gpu_top_rate:.0e} scores/s", "assumed"),
-        ("the common file system", f"{assumed.disk / GB:.0f} GB/s", "assumed"),
-        ("the network, for each process", f"{assumed.network / GB:.0f} GB/s", "assumed"),
-        ("an hour of a GPU", f"{assumed.gpu_price:g}", "assumed"),
+        ("tokens per row", f"{assumed.tokens:g}", "assumed"),
+        ("GPU, forward and backward", f"{assumed.gpu_model_flops:.0e} FLOP/s", "assumed"),
+        ("GPU, float32 products", f"{assumed.gpu_float32_flops:.0e} FLOP/s", "assumed"),
+        ("GPU, float64 products", f"{assumed.gpu_float64_flops:.0e} FLOP/s", "assumed"),
+        ("GPU, search for top rows", f"{assumed.gpu_top_rate:.0e} scores/s", "assumed"),
+        ("shared file system", f"{assumed.disk / GB:.0f} GB/s", "assumed"),
+        ("network, per process", f"{assumed.network / GB:.0f} GB/s", "assumed"),
+        ("price of a GPU hour", f"{assumed.gpu_price:g}", "assumed"),
         ("targets", f"{assumed.targets:g}", "assumed"),
     ]
     return markdown(["rate", "figure", "from"], lines)
 
 
 def scale_bytes() -> str:
-    """Return bytes, chunks and files for all numbers of rows and shapes."""
+    """Return the table of bytes, chunks and files for all numbers of rows and shapes."""
     files = measured().files_per_chunk
     lines = []
     for segments, width in SHAPES:
@@ -240,11 +240,11 @@ def scale_bytes() -> str:
                     f"{chunks(run) * files:,.0f}",
                 ]
             )
-    return markdown(["K", "rows", "bytes of a row", "float16", "int4", "chunks", "files"], lines)
+    return markdown(["K", "rows", "bytes per row", "float16", "int4", "chunks", "files"], lines)
 
 
 def scale_hours() -> str:
-    """Return times and cost for all numbers of rows and GPUs, K = 2048 in one segment."""
+    """Return the table of times and cost for all numbers of rows and GPUs, K = 2048 in one segment."""
     found, assumed, lines = measured(), Assumed(), []
     for rows in ROWS:
         for gpus in GPUS:
@@ -265,7 +265,7 @@ def scale_hours() -> str:
 
 
 def scale_widths() -> str:
-    """Return where the time goes for 1e8 rows on 64 GPUs, shape by shape."""
+    """Return the table of times by shape, for 1e8 rows on 64 GPUs."""
     found, assumed, lines = measured(), Assumed(), []
     names = ("gradients", "writing", "gram", "all-reduce", "factorisation", "reading", "scores")
     for segments, width in SHAPES:
@@ -277,7 +277,7 @@ def scale_widths() -> str:
 
 
 def scale_models() -> str:
-    """Return where the time goes for models of other sizes: 1e8 rows on 64 GPUs, 16 segments of K = 2048."""
+    """Return the table of times by model, for 1e8 rows on 64 GPUs and 16 segments of K = 2048."""
     found, lines = measured(), []
     names = ("gradients", "writing", "gram", "reading", "scores", "top rows")
     for name, parameters, tokens in MODELS:
@@ -287,7 +287,7 @@ def scale_models() -> str:
         lines.append(
             [name, f"{6 * parameters * tokens:.0e}", *(duration(seconds[n]) for n in names), slowest]
         )
-    return markdown(["model", "FLOP of a row", *names, "slowest"], lines)
+    return markdown(["model", "FLOP per row", *names, "slowest"], lines)
 
 
 TABLES = (scale_rates, scale_bytes, scale_hours, scale_widths, scale_models)
@@ -299,7 +299,7 @@ def main() -> None:
     parser.add_argument("--rows", type=float, default=1e8)
     parser.add_argument("--gpus", type=int, default=64)
     parser.add_argument(
-        "--segments", type=int, default=1, help="1 is layout='joint'; else one for each module"
+        "--segments", type=int, default=1, help="1 is layout='joint'; otherwise one per module"
     )
     parser.add_argument("--width", type=int, default=2048, help="K of a segment")
     parser.add_argument("--dtype", choices=("float32", "float16", "int8", "int4"), default="float16")

@@ -1,6 +1,6 @@
-"""The tables of measured figures in the pages, made from benchmarks/results; a test holds the pages to them.
+"""Makes the tables of measured figures in the pages from benchmarks/results. A test compares the pages with them.
 
-Run:  python docs/tables.py        (rewrites what stands between the markers; takes seconds)
+Run:  python docs/tables.py        (rewrites the text between the markers; takes seconds)
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ SETTINGS = {"digits_mlp": "digits, MLP", "digits_cnn": "digits, CNN", "python_lm
 
 
 def measured_methods() -> dict[str, dict[str, Any]]:
-    """Return for each method what every setting gave, leaving out ceilings and methods that failed."""
+    """Return the results of each method by setting, without ceilings and methods that failed."""
     found: dict[str, dict[str, Any]] = {}
     for key, figures in parts("lds").items():
         setting, method = key.split(" / ", 1)
@@ -34,7 +34,7 @@ def measured_methods() -> dict[str, dict[str, Any]]:
 
 
 def lds() -> str:
-    """Return the LDS of every method with its interval: first those measured on every setting, best mean on top."""
+    """Return the LDS of every method with its interval: methods measured on every setting first, ordered by mean."""
     methods = measured_methods()
 
     def order(method: str) -> tuple[int, float]:
@@ -54,7 +54,7 @@ def lds() -> str:
 
 
 def cost() -> str:
-    """Return what methods cost on one setting: disk per train row, and CPU seconds."""
+    """Return the cost of methods on one setting: disk per train row, and CPU seconds."""
     setting = "digits_mlp"
     found = {name: given[setting] for name, given in measured_methods().items() if setting in given}
     rows = [
@@ -73,7 +73,7 @@ def cost() -> str:
 
 
 def projection() -> str:
-    """Return how far scores from features agree with scores from whole gradients."""
+    """Return the agreement of scores from features with scores from unprojected gradients."""
 
     def cell(figures: dict[str, float]) -> str:
         return f"{figures['mean']:.3f} ± {figures['std']:.3f}"
@@ -91,7 +91,7 @@ def projection() -> str:
 
 
 def damping() -> str:
-    """Return how the agreement of projected EK-FAC with that of whole gradients grows with damping and K."""
+    """Return the agreement of projected with unprojected EK-FAC, by damping and K."""
     models = parts("ekfac_parity")
     sizes = [key for key in models["mlp"]["projected"][0] if key != "damping"]
     rows = [
@@ -103,15 +103,15 @@ def damping() -> str:
 
 
 def reliability() -> str:
-    """Return what standard errors and reliability foretold, and what other runs then scored."""
+    """Return the predictions of standard errors and reliability, and the actual values of other runs."""
     found = parts("score_reliability")
-    columns = {"expected": "expected", "actual": "other runs agreed by", "error ratio": "error ratio"}
+    columns = {"expected": "expected", "actual": "actual", "error ratio": "error ratio"}
     rows = [[name, *(f"{figures[key]:.2f}" for key in columns)] for name, figures in found.items()]
     return markdown(["over", *columns.values()], rows)
 
 
 def zoo_rows() -> dict[str, dict[str, Any]]:
-    """Return what came of every architecture, by name, in the order of the file: by domain, then by name."""
+    """Return the result of every architecture by name, in the order of the file: by domain, then by name."""
     found: dict[str, dict[str, Any]] = json.loads((RESULTS / "zoo.json").read_text(encoding="utf-8"))[
         "models"
     ]
@@ -132,7 +132,7 @@ def zoo() -> str:
 
 
 def zoo_refusals() -> str:
-    """Return what was refused, and what the error says."""
+    """Return the refused architectures and the error messages."""
     rows = [
         [name, f"`{row['error']}`", row["message"].replace("|", "\\|")]
         for name, row in zoo_rows().items()
@@ -148,7 +148,7 @@ TABLES: dict[str, Callable[[], str]] = {
 
 
 def refreshed(text: str) -> str:
-    """Return a page with every marked table as it was measured last."""
+    """Return a page with every marked table made again from the last measurement."""
     return MARKED.sub(lambda match: f"{match[1]}{match[2]}{TABLES[match[1]]()}", text)
 
 
