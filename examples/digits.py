@@ -1,11 +1,10 @@
-"""Which training digits made the model say this? Real scans, wrong labels planted, found again.
+"""Data attribution on scikit-learn's digits: find train rows with wrong labels.
 
-Trains a small CNN on scikit-learn's digits with 10 % of the train labels flipped, attributes what it says
-about held-out digits to train rows, and checks the answer where the truth is known: are the flipped labels
-the rows that stand out? Kill it at any moment and start it again: it continues.
-Measured: AUC 0.998 for self-influence, 0.918 for the loss of the final model.
+Trains a small CNN with 10 % of the train labels flipped, scores the train rows for held-out digits, and checks
+whether self-influence finds the flipped labels. If it is killed, start it again: it resumes. Measured: AUC 0.998 for
+self-influence, 0.918 for the loss of the final model.
 
-Data, model and training are in ``recipes/digits.py``, which ``trak-lite run configs/digits.yaml`` uses as well.
+Data, model and training are in ``recipes/digits.py``, which ``trak-lite run configs/digits.yaml`` also uses.
 
 Run:  python examples/digits.py            (about half a minute on two cores; results in runs/digits/)
 """
@@ -34,7 +33,7 @@ from trak_lite.evaluation import auc
 def save_checkpoints(
     train_set: TensorDataset, folder: Path, *, epochs: int, num_checkpoints: int, seed: int
 ) -> None:
-    """Train one model and save checkpoints along the run; a finished run is not repeated."""
+    """Train one model and save checkpoints along the run, unless a finished run exists."""
     settings = json.dumps({"epochs": epochs, "num_checkpoints": num_checkpoints, "seed": seed})
     begun, done = folder / "begun", folder / "done"
     if begun.exists() and begun.read_text() != settings:
@@ -47,7 +46,7 @@ def save_checkpoints(
     rows = np.arange(len(train_set))
     states = train(rows, seed, data_seed=seed, epochs=epochs, num_checkpoints=num_checkpoints)
     for number, state in enumerate(states, start=1):
-        # Written aside and renamed, so that a kill never leaves half a file under the name.
+        # Write to another name and rename, so that a kill never leaves an incomplete checkpoint file.
         save_file(state, folder / "unfinished")
         (folder / "unfinished").rename(folder / f"checkpoint-{number}.safetensors")
         print(f"saved {folder}/checkpoint-{number}.safetensors")
@@ -56,7 +55,7 @@ def save_checkpoints(
 
 @torch.no_grad()
 def final_loss(train_set: TensorDataset, folder: Path) -> np.ndarray:
-    """Return each train row's loss under the last checkpoint: the plain baseline."""
+    """Return each train row's loss under the last checkpoint, as a baseline."""
     model = build_model().eval()
     model.load_state_dict(
         load_file(max(folder.glob("*.safetensors"), key=lambda p: int(p.stem.split("-")[1])))
@@ -66,7 +65,7 @@ def final_loss(train_set: TensorDataset, folder: Path) -> np.ndarray:
 
 
 def explain(scores: Scores, train_set: TensorDataset, held_out: TensorDataset, path: Path, show: int) -> None:
-    """Print the strongest train rows of the first targets, and write those of all of them to a file."""
+    """Print the top train rows of the first targets, and write those of all targets to a file."""
     train_labels, labels = train_set.tensors[1], held_out.tensors[1]
     helpful, harmful = scores.top(5, sign="helpful"), scores.top(5, sign="harmful")
 
@@ -87,7 +86,7 @@ def explain(scores: Scores, train_set: TensorDataset, held_out: TensorDataset, p
 def draw_gallery(
     scores: Scores, train_set: TensorDataset, held_out: TensorDataset, flipped: np.ndarray, path: Path
 ) -> None:
-    """Draw targets on the left, their most helpful and most harmful train rows on the right."""
+    """Draw targets on the left, and their most helpful and most harmful train rows on the right."""
     targets = range(0, 6)
     shown = 5
     figure, axes = plt.subplots(
@@ -121,11 +120,9 @@ def draw_gallery(
 
 
 def main() -> None:
-    """Run the whole job."""
+    """Run the whole example."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument(
-        "--out", type=Path, default=Path("runs/digits"), help="folder for everything that is made"
-    )
+    parser.add_argument("--out", type=Path, default=Path("runs/digits"), help="folder for all results")
     parser.add_argument("--epochs", type=int, default=30)
     parser.add_argument("--proj-dim", type=int, default=1024)
     parser.add_argument("--show", type=int, default=6, help="targets to print")

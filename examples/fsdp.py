@@ -1,7 +1,8 @@
-"""A model that no single device has to hold: trained and explained in shards, each rank with rows of its own.
+"""FSDP2: train a sharded model, and score with its shards.
 
-Three residual blocks learn scikit-learn's digits under FSDP2, and the scores of 300 train rows for 5 targets are made
-with the shards as they are. Asserts that they are those of the whole model in one process.
+Three residual blocks learn scikit-learn's digits under FSDP2. Each rank featurizes different rows with the sharded
+model, and the scores of 300 train rows for 5 targets are computed. The script asserts that they equal the scores of
+the unsharded model in one process.
 
 Run:  torchrun --nproc-per-node=2 examples/fsdp.py
 """
@@ -26,7 +27,7 @@ from trak_lite import Attributor
 
 
 class Block(nn.Module):
-    """A residual layer, which is gathered and given up as one."""
+    """A residual layer, which FSDP2 gathers and frees as a unit."""
 
     def __init__(self, width: int) -> None:
         super().__init__()
@@ -37,7 +38,7 @@ class Block(nn.Module):
         )
 
     def forward(self, x: Tensor) -> Tensor:
-        """Return what the next block reads, ``(B, width)``."""
+        """Return the input of the next block, ``(B, width)``."""
         return x + self.down(F.gelu(self.up(self.norm(x))))
 
 
@@ -47,7 +48,7 @@ def build_model(width: int = 32, depth: int = 3) -> nn.Sequential:
 
 
 def digits() -> tuple[TensorDataset, TensorDataset]:
-    """Return 300 digits to train with, and 5 others."""
+    """Return 300 train rows and 5 targets."""
     images, labels = load_digits(return_X_y=True)
     inputs, classes = torch.tensor(images / 16, dtype=torch.float32), torch.tensor(labels)
     return TensorDataset(inputs[:300], classes[:300]), TensorDataset(inputs[300:305], classes[300:305])
@@ -63,7 +64,7 @@ def train(model: nn.Module, data: TensorDataset, steps: int) -> None:
 
 
 def explain(model: nn.Module, path: Path, *, distributed: bool | None = None) -> np.ndarray:
-    """Return the scores of all train rows for the targets; with a sharded model all ranks have to call this."""
+    """Return the scores of all train rows for the targets; with a sharded model, all ranks must call this."""
     rows, targets = digits()
     attributor = Attributor(
         model, "image_classification", path, proj_dim=64, projector="two_sided", distributed=distributed
@@ -73,7 +74,7 @@ def explain(model: nn.Module, path: Path, *, distributed: bool | None = None) ->
 
 
 def main(steps: int = 30) -> None:
-    """Train in shards, score in shards, and compare with the whole model on rank 0."""
+    """Train and score the sharded model, and compare with the unsharded model on rank 0."""
     device = "cuda" if torch.cuda.is_available() else "cpu"
     dist.init_process_group("nccl" if device == "cuda" else "gloo")
     mesh = init_device_mesh(device, (dist.get_world_size(),))
@@ -95,7 +96,7 @@ def main(steps: int = 30) -> None:
         np.testing.assert_allclose(scores, expected, rtol=1e-3, atol=1e-4 * np.abs(expected).max())
         parts = f"{dist.get_world_size()} ranks"
         print(
-            f"{scores.shape[0]} rows scored for {scores.shape[1]} targets on {parts}, as by the whole model."
+            f"{scores.shape[0]} rows scored for {scores.shape[1]} targets on {parts}, equal to the unsharded model."
         )
     dist.destroy_process_group()
 

@@ -1,11 +1,11 @@
-"""Finding wrong labels: the train rows that the model can only explain by memorising them.
+"""Mislabelled data: find train rows with wrong labels by their self-influence.
 
-A tenth of the train labels of scikit-learn's digits is replaced by wrong ones, and a small network is trained on all of
-them. Four rankings of the train rows are then asked for the wrong labels: self-influence, the harm that a row does to
-clean held-out digits, and two that need no attribution, the loss of the row under the last and under all checkpoints.
+A tenth of the train labels of scikit-learn's digits is replaced by wrong labels, and a small network is trained on
+all rows. Four rankings of the train rows are compared: self-influence, the harm of a row to clean held-out digits,
+and two that need no attribution: the loss of the row under the last checkpoint, and its mean under all checkpoints.
 
-Measured: self-influence has AUC 0.997, and 92 of the 100 rows that it puts first have one of the 100 wrong labels; the
-harm has 0.986 and 91. So small a network barely memorises, and the loss of a row tells as much here (0.997 and 93).
+Measured: self-influence has AUC 0.997, and 92 of its 100 top rows have one of the 100 wrong labels. Harm has AUC
+0.986 and 91 rows. A network this small hardly memorises, so the loss of a row is as good here (0.997 and 93).
 
 Run:  python examples/mislabelled.py      (7 seconds of CPU time)
 """
@@ -26,7 +26,7 @@ NUM_TRAIN, FLIPPED = 1000, 0.10
 
 
 def load_data(seed: int) -> tuple[TensorDataset, TensorDataset, np.ndarray]:
-    """Return train rows, clean held-out rows, and which train labels are wrong, ``(N,)``."""
+    """Return train rows, clean held-out rows, and a mask of the wrong train labels, ``(N,)``."""
     rng = np.random.default_rng(seed)
     pixels, labels = load_digits(return_X_y=True)
     order = rng.permutation(len(labels))
@@ -59,7 +59,7 @@ def train(
 
 
 def main(epochs: int = 20, proj_dim: int = 512, seed: int = 0) -> dict[str, MislabelDetection]:
-    """Return how well each ranking finds the wrong labels."""
+    """Return the detection rates of each ranking."""
     data, held_out, wrong = load_data(seed)
     model, checkpoints, losses = train(data, epochs, seed)
 
@@ -74,9 +74,9 @@ def main(epochs: int = 20, proj_dim: int = 512, seed: int = 0) -> dict[str, Misl
         "loss, last checkpoint": mislabel_detection(losses[-1], wrong),
         "loss, mean of checkpoints": mislabel_detection(losses.mean(axis=0), wrong),
     }
-    print(f"{wrong.sum()} of {len(wrong)} labels are wrong; looking at the {wrong.sum()} rows ranked first:")
+    print(f"{wrong.sum()} of {len(wrong)} labels are wrong; of the {wrong.sum()} rows ranked first:")
     for name, one in found.items():
-        print(f"  {name:26s} AUC {one.auc:.3f}   {one.precision:.0%} of them are wrong")
+        print(f"  {name:26s} AUC {one.auc:.3f}   {one.precision:.0%} are wrong")
     assert found["self-influence"].auc > 0.9
     assert found["self-influence"].precision > 5 * FLIPPED
     return found

@@ -1,12 +1,12 @@
-"""A model output function of your own: counts, with a Poisson loss that trak_lite does not know.
+"""A custom model output function: counts with a Poisson loss.
 
-Write f, its q and its w in one method; ``trak_lite.testing`` holds them to the laws (``pytest
-examples/own_model_output.py`` runs these: that q is minus the derivative of the loss by f, for example, is checked by
-differentiating your own loss). Then ``verify`` tests the scores against retrained networks.
+One method returns f, q and w. ``trak_lite.testing`` checks the laws of model output functions, for example that q is
+minus the derivative of the loss by f, by differentiating the given loss (``pytest examples/own_model_output.py``).
+Then ``verify`` compares the scores with retrained networks.
 
-The data are scikit-learn's diabetes patients, whose points of disease progression are taken for counts.
+The data are scikit-learn's diabetes patients; their disease progression is used as a count.
 
-Measured: LDS 0.657 [0.582, 0.731] on 12 subsets, 0.158 [0.041, 0.274] more than plain products of gradients.
+Measured: LDS 0.657 [0.582, 0.731] on 12 subsets, 0.158 [0.041, 0.274] more than dot products of gradients.
 
 Run:  python examples/own_model_output.py      (6 seconds of CPU time; needs pytest: pip install 'trak-lite[test]')
 """
@@ -29,7 +29,7 @@ NUM_TRAIN = 300
 
 
 class PoissonModelOutput(AbstractModelOutput):
-    """f is the log of the predicted rate, and the loss of a count y is L = exp(f) - y f."""
+    """f is the log of the predicted rate; the loss of a count y is L = exp(f) - y f."""
 
     def evaluate(self, model_call: ModelCall, batch: tuple[Tensor, Tensor]) -> OutputTerms:
         """Return f, q = y - exp(f) and w = exp(f) of every sample, ``(B,)`` each."""
@@ -40,10 +40,10 @@ class PoissonModelOutput(AbstractModelOutput):
 
 
 class TestPoissonModelOutput(ModelOutputTests):
-    """The laws, in float64, on a small model: this is all that pytest needs."""
+    """Checks the laws, in float64, on a small model. pytest needs no more than this class."""
 
     def make_case(self) -> ModelOutputCase:
-        """Return a model, a batch, and the loss by PyTorch."""
+        """Return a model, a batch, and the loss of PyTorch."""
         torch.manual_seed(0)
         inputs, counts = torch.randn(4, 3).double(), torch.tensor([0.0, 1.0, 2.0, 5.0]).double()
         loss = nn.PoissonNLLLoss(reduction="none")
@@ -57,7 +57,7 @@ class TestPoissonModelOutput(ModelOutputTests):
 
 
 def main(epochs: int = 30, budget: int = 12) -> Verdict:
-    """Return what retraining says about the scores."""
+    """Return the verdict of ``verify`` on the scores."""
     inputs, points = load_diabetes(return_X_y=True, scaled=False)
     inputs = (inputs - inputs.mean(axis=0)) / inputs.std(axis=0)
     order = np.random.default_rng(0).permutation(len(points))
@@ -70,7 +70,7 @@ def main(epochs: int = 30, budget: int = 12) -> Verdict:
     def train(rows: np.ndarray, seed: int) -> nn.Module:
         torch.manual_seed(seed)
         model = nn.Sequential(nn.Linear(10, 16), nn.Tanh(), nn.Linear(16, 1))
-        nn.init.constant_(model[-1].bias, 5.0)  # the log of the mean
+        nn.init.constant_(model[-1].bias, 5.0)  # about the log of the mean count
         optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
         for _ in range(epochs):
             for batch in torch.from_numpy(rows)[torch.randperm(len(rows))].split(30):

@@ -1,9 +1,9 @@
-"""A projector of your own: few lines, held to the laws of random projections, and compared with no projection.
+"""A custom projector: Achlioptas' sparse random projection.
 
-Achlioptas' matrix has entries 0 with probability 2/3 and else plus or minus the square root of 3: two thirds of the
-work of a random projection can be left out. ``trak_lite.testing`` holds it to the laws: linear, unbiased, of no more
-variance than a Gaussian matrix, the same on every call (``pytest examples/own_projector.py`` runs them). Then scores
-made with it are compared with those of the gradients themselves.
+Entries of the matrix are 0 with probability 2/3, and otherwise plus or minus the square root of 3, so two thirds of
+the products can be omitted. ``trak_lite.testing`` checks the laws of random projections: linear, unbiased, no more
+variance than a Gaussian matrix, the same on every call (``pytest examples/own_projector.py``). Then the script
+compares scores from projected gradients with those from unprojected gradients.
 
 Source: D. Achlioptas, "Database-friendly random projections" (2003).
 
@@ -32,7 +32,7 @@ from trak_lite.testing import RandomProjectorTests
 
 
 class AchlioptasProjector(AbstractProjector):
-    """Multiplies the gradient of each parameter by a matrix of its own and adds up the products."""
+    """Multiplies the gradient of each parameter by a different matrix and sums the products."""
 
     def __init__(self, proj_dim: int, *, seed: int = 0) -> None:
         super().__init__(grad_dim=0, proj_dim=proj_dim, seed=seed, proj_type="sparse", device=None)
@@ -46,7 +46,7 @@ class AchlioptasProjector(AbstractProjector):
         return torch.stack(features).sum(0)
 
     def matrix(self, name: str, size: int, model_id: int) -> Tensor:
-        """Return ``(size, K)``, drawn anew each time from nothing but seed, checkpoint and name."""
+        """Return ``(size, K)``, which depends only on seed, checkpoint and name."""
         key = hashlib.sha256(f"{self.seed}/{model_id}/{name}".encode()).digest()
         generator = torch.Generator().manual_seed(int.from_bytes(key[:8], "little", signed=True))
         die = torch.randint(6, (size, self.proj_dim), generator=generator)
@@ -54,7 +54,7 @@ class AchlioptasProjector(AbstractProjector):
 
 
 class TestAchlioptasProjector(RandomProjectorTests):
-    """The laws: this is all that pytest needs."""
+    """Checks the laws. pytest needs no more than this class."""
 
     def make_projector(self, proj_dim: int, *, seed: int) -> AchlioptasProjector:
         """Return a new projector."""
@@ -62,7 +62,7 @@ class TestAchlioptasProjector(RandomProjectorTests):
 
 
 def main(epochs: int = 5, proj_dims: tuple[int, ...] = (64, 256, 1024)) -> list[float]:
-    """Return, for each K, how well the scores rank train rows as the unprojected gradients do."""
+    """Return, for each K, the rank correlation of the scores with those from unprojected gradients."""
     pixels, digits = (torch.from_numpy(array) for array in load_digits(return_X_y=True))
     train_set = TensorDataset(pixels[:500].float() / 16, digits[:500])
     targets = TensorDataset(pixels[500:600].float() / 16, digits[500:600])

@@ -1,11 +1,11 @@
-"""Which module taught the model this line? A byte-level language model on Python's standard library.
+"""A byte-level language model on Python's standard library: find the module that a target comes from.
 
-A small causal convolution network learns to predict the next byte of twelve modules. Scores then say which pieces of
-which module helped it most to predict pieces that it has not seen. Nobody told it about modules: if the top rows come
-from the right one, the scores found where the knowledge came from.
+A small causal convolution network learns to predict the next byte of twelve modules. Scores show which train rows
+helped it most to predict held-out rows. The model does not know the modules. If the top rows come from the target's
+module, the scores found the source.
 
-Measured with the library of Python 3.11: of the 10 top rows of 60 targets, 48 % come from the target's own module, by
-chance 8 %. Words in common find about as many (BM25, 48 %), as names give modules away; of the model they say nothing.
+Measured with the library of Python 3.11: of the 10 top rows of 60 targets, 48 % come from the target's own module (8
+% by chance). Words in common find as many (BM25, 48 %), because names identify modules; BM25 does not use the model.
 
 Run:  python examples/stdlib_lm.py      (36 seconds of CPU time, half of it to fit the Fisher method)
 """
@@ -26,7 +26,7 @@ from trak_lite.evaluation import bm25
 MODULES = ["argparse", "calendar", "colorsys", "csv", "difflib", "fractions"]
 MODULES += ["heapq", "mailbox", "sched", "statistics", "tarfile", "textwrap"]
 LENGTH = 128  # bytes of a row
-TARGETS = 5  # rows of each module that are kept from training
+TARGETS = 5  # held-out rows of each module
 
 
 class CausalConvolutions(nn.Module):
@@ -48,7 +48,7 @@ class CausalConvolutions(nn.Module):
 
 
 def load_rows(rows_per_module: int, seed: int) -> tuple[Tensor, np.ndarray, Tensor, np.ndarray]:
-    """Return train rows ``(N, 128)`` with the number of each one's module ``(N,)``, and targets likewise."""
+    """Return train rows ``(N, 128)`` and the index of their module ``(N,)``, and the same for targets."""
     rng = np.random.default_rng(seed)
     folder = Path(sysconfig.get_path("stdlib"))
     train, targets = [], []
@@ -116,7 +116,7 @@ def main(epochs: int = 18, rows_per_module: int = 50, proj_dim: int = 512, seed:
     print(
         f"\nof the 10 top rows of {len(target_ids)} targets, {share:.0%} come from the target's own module;"
     )
-    print(f"by chance {chance:.0%}, by words in common (BM25, which no model is asked for) {same_words:.0%}")
+    print(f"by chance {chance:.0%}, by words in common (BM25, without the model) {same_words:.0%}")
     assert share > 2 * chance
     return share
 

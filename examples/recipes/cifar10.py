@@ -1,7 +1,7 @@
-"""CIFAR-10 with the ResNet-9 of TRAK's quickstart, batch normalisation replaced by group normalisation.
+"""CIFAR-10 with the ResNet-9 of TRAK's quickstart, with group instead of batch normalisation.
 
-The data come by torchvision, which downloads them on first use. ``source: stand-in`` makes noise of the same shape
-instead, to try the whole job in seconds.
+torchvision downloads the data on first use. ``source: stand-in`` generates noise of the same shape instead, to try
+the whole run in seconds.
 """
 
 from __future__ import annotations
@@ -87,7 +87,7 @@ def train_data(
     Args:
         source: ``torchvision``, or ``stand-in`` for noise.
         root: Folder for the downloaded files.
-        num_train: Images to take, the first ones; null takes all 50,000.
+        num_train: Number of images, from the first; null uses all 50,000.
     """
     return tensors(source, root, "train", num_train)
 
@@ -100,7 +100,7 @@ def target_data(
     Args:
         source: ``torchvision``, or ``stand-in`` for noise.
         root: Folder for the downloaded files.
-        num_targets: Images to take, the first ones; null takes all 10,000.
+        num_targets: Number of images, from the first; null uses all 10,000.
     """
     return tensors(source, root, "test", num_targets)
 
@@ -123,10 +123,10 @@ def train(
         seed: Seed of weights and order.
         source: ``torchvision``, or ``stand-in`` for noise.
         root: Folder for the downloaded files.
-        num_train: Images to take.
+        num_train: Number of images.
         width: Channels of the first layer.
         epochs: Passes over the rows.
-        num_checkpoints: How many weights to yield, evenly spaced; the last ones are final.
+        num_checkpoints: Number of checkpoints to yield, evenly spaced; the last has the final weights.
     """
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     rows = torch.as_tensor(indices)

@@ -1,4 +1,4 @@
-"""Real scans of digits with wrong labels planted: a small CNN on scikit-learn's digits, 10 % of the labels flipped."""
+"""A small CNN on scikit-learn's digits with 10 % of the train labels flipped."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ FLIPPED = 0.10
 
 @cache
 def load_data(data_seed: int) -> tuple[TensorDataset, TensorDataset, NDArray[np.bool_]]:
-    """Return train set with flipped labels, held-out set, and which train labels were flipped."""
+    """Return the train set with flipped labels, the held-out set, and a mask of the flipped train labels."""
     digits = load_digits()
     rng = np.random.default_rng(data_seed)
     order = rng.permutation(len(digits.target))
@@ -73,7 +73,7 @@ def train(
         seed: Seed of weights and order.
         data_seed: Seed of the split and of the flipped labels.
         epochs: Passes over the rows.
-        num_checkpoints: How many weights to yield, evenly spaced; the last ones are final.
+        num_checkpoints: Number of checkpoints to yield, evenly spaced; the last has the final weights.
     """
     rows = torch.as_tensor(indices)
     images, labels = (tensor[rows] for tensor in train_data(data_seed).tensors)

@@ -1,7 +1,7 @@
-"""GPT-2 fine-tuned on WikiText-2: which paragraphs taught the model this one?
+"""GPT-2 fine-tuned on WikiText-2: find the train paragraphs behind a target paragraph.
 
-Model and data come by transformers and datasets, which download them on first use. ``source: stand-in`` takes a GPT-2
-of two narrow layers with random weights, and random tokens, to try the whole job in seconds.
+transformers and datasets download model and data on first use. ``source: stand-in`` uses a GPT-2 of two narrow
+layers with random weights, and random tokens, to try the whole run in seconds.
 """
 
 from __future__ import annotations
@@ -22,10 +22,10 @@ NUM_STAND_IN, STAND_IN_VOCABULARY = 24, 100
 
 
 class Chunks(Dataset):
-    """Token ids ``(N, T)`` as rows that a causal language model of transformers takes."""
+    """Token ids ``(N, T)`` as input rows of a causal language model of transformers."""
 
     def __init__(self, ids: Tensor) -> None:
-        """Hold the ids."""
+        """Store the ids."""
         self.ids = ids
 
     def __len__(self) -> int:
@@ -39,7 +39,7 @@ class Chunks(Dataset):
 
 @cache
 def token_ids(source: Source, part: str, length: int) -> Tensor:
-    """Return the tokens of a part of the texts, cut to rows ``(N, length)``."""
+    """Return the tokens of a part of the texts as rows ``(N, length)``."""
     if source == "stand-in":
         generator = torch.Generator().manual_seed(["train", "validation"].index(part))
         return torch.randint(STAND_IN_VOCABULARY, (NUM_STAND_IN, length), generator=generator)
@@ -59,7 +59,7 @@ def tokenizer():  # noqa: ANN201  # transformers is imported on use only
 
 
 def build_model(source: Source = "hub") -> nn.Module:
-    """Return GPT-2 as it was released.
+    """Return the released GPT-2.
 
     Args:
         source: ``hub``, or ``stand-in`` for a tiny model and random tokens.
@@ -78,7 +78,7 @@ def train_data(source: Source = "hub", length: int = 512, num_train: int | None 
     Args:
         source: ``hub``, or ``stand-in`` for a tiny model and random tokens.
         length: Tokens of a chunk.
-        num_train: Chunks to take, the first ones; null takes all.
+        num_train: Number of chunks, from the first; null uses all.
     """
     return Chunks(token_ids(source, "train", length)[:num_train])
 
@@ -89,7 +89,7 @@ def target_data(source: Source = "hub", length: int = 512, num_targets: int | No
     Args:
         source: ``hub``, or ``stand-in`` for a tiny model and random tokens.
         length: Tokens of a chunk.
-        num_targets: Chunks to take, the first ones; null takes all.
+        num_targets: Number of chunks, from the first; null uses all.
     """
     return Chunks(token_ids(source, "validation", length)[:num_targets])
 
@@ -111,9 +111,9 @@ def train(
         seed: Seed of the order.
         source: ``hub``, or ``stand-in`` for a tiny model and random tokens.
         length: Tokens of a chunk.
-        num_train: Chunks to take.
+        num_train: Number of chunks.
         epochs: Passes over the chunks.
-        batch: Chunks of a step.
+        batch: Chunks per step.
     """
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     ids = train_data(source, length, num_train).ids[torch.as_tensor(indices)]

@@ -1,4 +1,4 @@
-"""A byte-level language model on the source of Python's standard library: which module taught the model this line?"""
+"""A byte-level language model on the source of Python's standard library."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ MODULES = (
 
 @cache
 def chunks(folder: str | None, num_train: int, num_targets: int) -> tuple[Tensor, Tensor, tuple[str, ...]]:
-    """Return train chunks ``(N, 128)`` and target chunks ``(M, 128)`` of bytes, and where each of them stands."""
+    """Return train chunks ``(N, 128)`` and target chunks ``(M, 128)`` of bytes, and the position of each chunk."""
     sources = Path(folder or sysconfig.get_path("stdlib"))
     texts = {module: (sources / f"{module}.py").read_bytes() for module in MODULES.split()}
     places = [
@@ -37,7 +37,7 @@ def chunks(folder: str | None, num_train: int, num_targets: int) -> tuple[Tensor
 
 
 class Block(nn.Module):
-    """Attention, by plain matrix products that every gradient engine knows, and a perceptron."""
+    """Attention, as plain matrix products that every gradient computer supports, and a perceptron."""
 
     def __init__(self, width: int, heads: int) -> None:
         """Make the layers."""
@@ -76,29 +76,29 @@ class GPT(nn.Module):
 
 
 def build_model(width: int = 64, layers: int = 2) -> nn.Module:
-    """Return the model, before any training.
+    """Return the untrained model.
 
     Args:
-        width: Numbers per byte.
-        layers: Blocks.
+        width: Features per byte.
+        layers: Number of blocks.
     """
     return GPT(width, layers)
 
 
 def train_data(folder: str | None = None, num_train: int = 600, num_targets: int = 50) -> TensorDataset:
-    """Return chunks of source, each with itself as labels.
+    """Return train chunks of source code; the labels are the chunks themselves.
 
     Args:
-        folder: Of the library's source; null takes the running Python's.
-        num_train: Chunks to train on.
-        num_targets: Chunks to explain.
+        folder: Folder of the library's source; null uses that of the running Python.
+        num_train: Number of train chunks.
+        num_targets: Number of target chunks.
     """
     ids = chunks(folder, num_train, num_targets)[0]
     return TensorDataset(ids, ids)
 
 
 def target_data(folder: str | None = None, num_train: int = 600, num_targets: int = 50) -> TensorDataset:
-    """Return chunks that were not trained on."""
+    """Return target chunks, which are not in the train data."""
     ids = chunks(folder, num_train, num_targets)[1]
     return TensorDataset(ids, ids)
 
@@ -120,13 +120,13 @@ def train(
     Args:
         indices: Rows of the train data.
         seed: Seed of weights and order.
-        folder: Of the library's source.
-        num_train: Chunks to train on.
-        num_targets: Chunks to explain.
-        width: Numbers per byte.
-        layers: Blocks.
-        steps: Batches of 16 chunks.
-        num_checkpoints: How many weights to yield, evenly spaced; the last ones are final.
+        folder: Folder of the library's source.
+        num_train: Number of train chunks.
+        num_targets: Number of target chunks.
+        width: Features per byte.
+        layers: Number of blocks.
+        steps: Number of batches of 16 chunks.
+        num_checkpoints: Number of checkpoints to yield, evenly spaced; the last has the final weights.
     """
     ids = train_data(folder, num_train, num_targets).tensors[0][torch.as_tensor(indices)]
     torch.manual_seed(seed)
@@ -145,7 +145,7 @@ def train(
 
 
 def render(index: int, *, folder: str | None = None, num_train: int = 600, num_targets: int = 50) -> str:
-    """Return where a train chunk stands, and its text."""
+    """Return the position of a train chunk and its text."""
     ids, _, titles = chunks(folder, num_train, num_targets)
     return _text(ids[index], titles[index])
 
@@ -153,7 +153,7 @@ def render(index: int, *, folder: str | None = None, num_train: int = 600, num_t
 def render_target(
     index: int, *, folder: str | None = None, num_train: int = 600, num_targets: int = 50
 ) -> str:
-    """Return where a target chunk stands, and its text."""
+    """Return the position of a target chunk and its text."""
     _, ids, titles = chunks(folder, num_train, num_targets)
     return _text(ids[index], titles[num_train + index])
 
