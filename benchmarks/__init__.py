@@ -1,1 +1,1 @@
-"""Benchmarks: run by hand, never by the tests; summaries are kept under results/."""
+"""Benchmarks. Run them by hand; tests do not. Results are stored in results/."""

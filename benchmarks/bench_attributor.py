@@ -1,8 +1,9 @@
-"""Whole featurize runs of trak_lite's Attributor and of the original TRAK 0.3.2, in turn, on one thread.
+"""CPU time and memory of whole featurize runs of trak_lite and of the original TRAK 0.3.2, on one thread.
 
-Each run is a process of its own: model, data, gradients, projection and store, one checkpoint. CPU seconds are those of
-construction and the featurize call; peak memory is the process's. Both use the same model, data, K and batch size and
-store float16. ``bench_featurize`` compares more models and tools, per sample and without libraries.
+Each run is a separate process: model, data, gradients, projection and store, one checkpoint. CPU seconds include
+construction and the featurize call; peak memory is that of the process. Both tools use the same model, data, K and
+batch size, and store float16. ``bench_featurize`` compares more models and tools, per sample and without loading
+libraries.
 
 Run:  python -m benchmarks.bench_attributor [--rounds 3] [--cases digits-512 ...]
 """
@@ -63,7 +64,7 @@ def worker(tool: str, name: str) -> None:
 
 
 def measure(tool: str, name: str) -> dict[str, float]:
-    """Run a worker in a process of its own."""
+    """Run a worker in a separate process."""
     figures = run_worker("benchmarks.bench_attributor", "--worker", tool, name)
     if "fails" in figures:
         raise RuntimeError(f"{tool} failed on {name}: {figures['fails']}")
@@ -71,7 +72,7 @@ def measure(tool: str, name: str) -> dict[str, float]:
 
 
 def compare(name: str, rounds: int) -> dict[str, Any]:
-    """Run both tools in turn and return medians and pairwise ratios."""
+    """Run both tools alternately; return medians and pairwise ratios."""
     found: dict[str, list[dict[str, float]]] = {tool: [] for tool in TOOLS}
     for _ in range(rounds):
         for tool in TOOLS:

@@ -1,21 +1,20 @@
-"""Whole featurize runs (gradients, q, projection, storage) of ours, the original TRAK and dattri, on one thread.
+"""Featurize runs (gradients, q, projection, storage) of trak_lite, the original TRAK and dattri, on one thread.
 
-Every run of a tool is a process of its own, in the order ours, peers, ours; figures are CPU time, medians. A tool has
-featurized two samples to 16 numbers before, so that libraries are loaded. "x plain" is the time of a featurize call, as
-a multiple of a plain forward and backward pass over the same batches, which follows it in the same process. For ours it
-holds all that a call does: digests of data and weights, choosing and checking the gradient computer, making the store,
-writing to disk, for 500 to 12,000 samples, a short run; a second figure leaves out what happens once (a call with the
-first batch only). Peak memory is the
-growth of the resident set during the first call, the tool's construction included, beyond model, data and libraries
-(Linux only).
+Every run is a separate process, in the order trak_lite, peers, trak_lite. Figures are medians of CPU time. Each tool
+first featurizes two samples to 16 numbers, to load libraries. "x plain" is the time of a featurize call divided by
+that of a plain forward and backward pass over the same batches, which follows in the same process. For trak_lite it
+includes everything a call does: digests of data and weights, choosing and checking the gradient computer, creating
+the store, and writing to disk, for 500 to 12,000 samples (a short run). A second figure excludes what happens once
+(a call with the first batch only). Peak memory is the growth of the resident set during the first call, including
+construction of the tool, beyond model, data and libraries (Linux only).
 
-The peers' construction is left out of their times, and they get few batches, as they take so long. Each has its
-defaults on a CPU, which for traker 0.3.2 is a dense normal projection in float16, features on disk. Where a processor
-has no float16 products, that takes 7 to 20 times as long as float32 (``use_half_precision=False``): both are measured
-where parameters are few, float32 alone where they are many (``--half`` measures both everywhere), and the goals are
-held against the faster of the two. dattri 0.3.0 (``TRAKAttributor.cache``) projects with a dense normal matrix in
-float32, keeps features in memory and solves with their kernel, damped by 1 here, as there are fewer rows than K. The
-GPT's f is the mean log-likelihood, with q = 1; all others are classifiers with the margin and its q.
+Times of the peers exclude their construction. They get few batches, because they are slow. Each uses its CPU
+defaults. For traker 0.3.2 these are a dense normal projection in float16 and features on disk. On processors without
+float16 products this takes 7 to 20 times as long as float32 (``use_half_precision=False``): both are measured for
+models with few parameters, only float32 for models with many (``--half`` measures both everywhere), and the goals
+refer to the faster one. dattri 0.3.0 (``TRAKAttributor.cache``) projects with a dense normal matrix in float32,
+holds features in memory and solves with their kernel, here damped by 1, because there are fewer rows than K. f of
+the GPT is the mean log-likelihood, with q = 1; all other models are classifiers with the margin and its q.
 
 Run:  python -m benchmarks.bench_featurize [--rounds 1] [--half] [--cases digits-512 ...] [--tools original ...]
 """
@@ -65,7 +64,7 @@ def digit_batches(count: int) -> Batches:
 
 
 def drawn(name: str) -> Callable[[int], Batches]:
-    """Return what draws batches of a case of the gradient benchmark."""
+    """Return a function that draws batches of a case of the gradient benchmark."""
     return lambda count: [GRADIENT_CASES[name][1]() for _ in range(count)]
 
 
@@ -76,7 +75,7 @@ def dataset(batches: Batches) -> TensorDataset:
 
 @dataclass(frozen=True, slots=True)
 class Case:
-    """What all tools featurize."""
+    """Model, data and settings that all tools featurize."""
 
     model: Callable[[], nn.Module]
     batches: Callable[[int], Batches]
@@ -123,12 +122,12 @@ class Job:
 
     @property
     def is_classifier(self) -> bool:
-        """Whether f is the margin of a label, whose q all tools know."""
+        """Whether f is the margin of a label, for which all tools define q."""
         return self.output is margin
 
 
 def trak_lite(job: Job) -> Callable[[], Any]:
-    """Ours: the native facade and its defaults."""
+    """trak_lite: ``Attributor`` with its defaults."""
     from trak_lite import Attributor
 
     task = "image_classification" if job.is_classifier else job.output
@@ -184,13 +183,13 @@ def _original_output(output: ModelOutput) -> Any:
 
 
 def of_one_sample(output: ModelOutput, model: nn.Module, weights: Any, sample: tuple[Tensor, ...]) -> Tensor:
-    """Return f of one sample as a scalar, a function of the weights."""
+    """Return f of one sample as a scalar function of the weights."""
     parts = tuple(part.unsqueeze(0) for part in sample)
     return output(lambda x: functional_call(model, weights, x), parts).squeeze(0)
 
 
 def dattri(job: Job) -> Callable[[], Any]:
-    """The TRAK of dattri and its defaults on a CPU, with the same f."""
+    """The TRAK of dattri with its CPU defaults, with the same f."""
     from dattri.algorithm import TRAKAttributor
     from dattri.task import AttributionTask
 
@@ -231,7 +230,7 @@ class Runs:
         self.batches = case.batches(case.ours if tool == OURS else case.peers)
 
     def prepare(self, batches: Batches, proj_dim: int, folder: str) -> Callable[[], Any]:
-        """Construct the tool; return what featurizes the batches."""
+        """Construct the tool; return a function that featurizes the batches."""
         job = Job(self.model, self.case.output, dataset(batches), len(batches[0][0]), proj_dim, folder)
         return TOOLS[self.tool](job)
 
@@ -287,7 +286,7 @@ def worker(tool: str, name: str) -> dict[str, Any]:
 
 
 def compare(name: str, peers: list[str], rounds: int) -> dict[str, Any]:
-    """Run ours and the peers in turn; return the medians of every tool's runs, and how they compare."""
+    """Run trak_lite and the peers in turn; return the medians of every tool and their ratios."""
     case = CASES[name]
     found: dict[str, list[dict[str, Any]]] = {}
     for tool in [OURS, *peers] * rounds + [OURS]:
@@ -306,7 +305,7 @@ def compare(name: str, peers: list[str], rounds: int) -> dict[str, Any]:
 
 
 def _medians(runs: list[dict[str, Any]]) -> dict[str, Any]:
-    """Return the median of every figure, or why a run failed."""
+    """Return the median of every figure, or the reason why a run failed."""
     failed = [run for run in runs if "fails" in run]
     if failed:
         return failed[0]
@@ -317,7 +316,7 @@ def _medians(runs: list[dict[str, Any]]) -> dict[str, Any]:
 
 
 def _median(key: str, runs: list[dict[str, Any]]) -> float | None:
-    """Return the median of a figure, ``None`` where the system does not tell."""
+    """Return the median of a figure, ``None`` if the system does not report it."""
     return None if runs[0][key] is None else statistics.median(run[key] for run in runs)
 
 

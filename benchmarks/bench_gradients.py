@@ -1,20 +1,20 @@
-"""Per-sample gradient engines: time as a multiple of a plain forward and backward pass, and peak memory.
+"""Per-sample gradient engines: time relative to a plain forward and backward pass, and peak memory.
 
-Every (model, engine) runs in a process of its own, on one thread. Time is CPU time; the ratio is the median over
-interleaved pairs (engine, plain forward and backward pass on the same batch). It can be below 1.00: the plain pass sums
-the weight gradients over the batch, which ``stream`` never does. Peak memory is the growth of the resident set while
-the engine runs once, gradients included, beyond model, batch and libraries; the engine has then run on two samples
-before (Linux only). Error: the largest relative error, over parameters and in the Frobenius norm, against one plain
-backward pass per sample; an engine above 2 % has failed.
+Every (model, engine) runs in a separate process, on one thread. Time is CPU time. The ratio is the median over
+interleaved pairs (engine, plain forward and backward pass on the same batch). It can be below 1.00, because the
+plain pass sums the weight gradients over the batch and ``stream`` does not. Peak memory is the growth of the
+resident set during one run of the engine, including gradients, beyond model, batch and libraries; the engine has run
+on two samples before (Linux only). Error: the largest relative error over parameters, in the Frobenius norm, against
+one plain backward pass per sample. An engine above 2 % has failed.
 
-``stream`` hands blocks to a sink that drops them; linear weights stay factored there, so it is what a projector that
-takes factors starts from, not a materialised gradient. Every other engine materialises (B, P). ``dense`` is ``stream``
-with a sink that contracts factors into memory that it keeps from batch to batch; ``collect`` is ``collect_gradients``,
-which like every peer returns new tensors. Opacus cannot
-differentiate ``nn.LSTM``: there it runs its own replacement, which its ``ModuleValidator`` puts in.
+``stream`` passes blocks to a sink that discards them. Linear weights stay factored there, so it measures the input
+of a projector that accepts factors, not a materialised gradient. All other engines materialise (B, P). ``dense`` is
+``stream`` with a sink that contracts factors into memory that is reused for every batch. ``collect`` is
+``collect_gradients``, which returns new tensors, like every peer. Opacus cannot differentiate ``nn.LSTM``; its
+``ModuleValidator`` replaces it.
 
-Peers (all but ``stream``, ``dense``, ``collect``, ``functional``, ``iterative``): traker 0.3.2, Opacus, torch's private
-ExpandedWeights, BackPACK. One that is not installed, or that fails, is reported so.
+Peers (all but ``stream``, ``dense``, ``collect``, ``functional``, ``iterative``): traker 0.3.2, Opacus, torch's
+private ExpandedWeights, BackPACK. A peer that is not installed, or that fails, is reported as such.
 
 Run:  python -m benchmarks.bench_gradients [--models cnn ...] [--engines dense ...] [--rounds 5]
 """
@@ -94,7 +94,7 @@ SLOW = ("gpt768",)
 
 
 def stream(model: nn.Module, output: Callable[..., Tensor]) -> Engine:
-    """Ours: blocks to a sink that drops them."""
+    """trak_lite: passes blocks to a sink that discards them."""
     computer = HookGradientComputer(model, CallableModelOutput(output))
 
     def run(batch: Any) -> None:
@@ -104,7 +104,7 @@ def stream(model: nn.Module, output: Callable[..., Tensor]) -> Engine:
 
 
 def dense(model: nn.Module, output: Callable[..., Tensor]) -> Engine:
-    """Ours: every block dense, factors contracted into memory that is used again."""
+    """trak_lite: every block dense, with factors contracted into reused memory."""
     computer = HookGradientComputer(model, CallableModelOutput(output))
     shapes = computer.parameters
     kept: Gradients = {}
@@ -148,7 +148,7 @@ def contracted(block: GradientBlock, kept: Gradients, shape: tuple[int, ...]) ->
 
 
 def collecting(kind: Any) -> Callable[..., Engine]:
-    """Ours: ``collect_gradients`` of a computer of this kind."""
+    """trak_lite: ``collect_gradients`` of a gradient computer of this kind."""
 
     def prepare(model: nn.Module, output: Callable[..., Tensor]) -> Engine:
         computer = kind(model, CallableModelOutput(output))
@@ -258,7 +258,7 @@ def _cut(rows: Tensor, model: nn.Module) -> Gradients:
 
 
 def _taken(model: nn.Module, attribute: str) -> Iterator[tuple[str, Tensor]]:
-    """Yield what an engine left on the parameters, and take it away."""
+    """Yield the gradients that an engine stored on the parameters, and remove them."""
     for name, p in model.named_parameters():
         grad = getattr(p, attribute, None)
         if grad is None:
@@ -269,7 +269,7 @@ def _taken(model: nn.Module, attribute: str) -> Iterator[tuple[str, Tensor]]:
 
 
 def largest_error(engine: Engine, case: tuple[nn.Module, Any, Callable[..., Tensor]]) -> float | None:
-    """Compare with one backward pass per sample; for ``stream``, which keeps nothing, its blocks are collected."""
+    """Compare with one backward pass per sample; the blocks of ``stream`` are collected."""
     model, batch, output = case
     found = engine(batch)
     if found is None:
@@ -332,7 +332,7 @@ def worker(name: str, engine_name: str, rounds: int) -> None:
 
 
 def measure(name: str, engine: str, rounds: int) -> dict[str, Any]:
-    """Run a worker in a process of its own; an engine that fails is a figure too."""
+    """Run a worker in a separate process; a failure of the engine is a result too."""
     return run_worker("benchmarks.bench_gradients", "--rounds", str(rounds), "--worker", name, engine)
 
 
@@ -345,7 +345,7 @@ def cell(figures: dict[str, Any]) -> str:
 
 
 def print_table(found: dict[str, dict[str, dict[str, Any]]], engines: list[str]) -> None:
-    """Print the Markdown table: ratio to forward and backward / peak MiB; then what failed, and why."""
+    """Print the Markdown table (ratio to forward and backward / peak MiB), then the failures and their reasons."""
     print("| engine | " + " | ".join(found) + " |")
     print("|---" + "|--:" * len(found) + "|")
     for engine in engines:
@@ -365,7 +365,7 @@ def versions() -> dict[str, str]:
 
 
 def save(found: dict[str, dict[str, dict[str, Any]]], path: Path) -> None:
-    """Write JSON; what the file has of other models and engines, measured in the same surroundings, stays."""
+    """Write JSON; keep results of other models and engines that were measured in the same environment."""
     here = {"machine": platform.machine(), "torch": torch.__version__, "threads": 1, "peers": versions()}
     before = json.loads(path.read_text()) if path.exists() else {}
     old = before["models"] if all(before.get(name) == value for name, value in here.items()) else {}

@@ -1,20 +1,20 @@
-"""Projectors alone: one-thread CPU time, as a multiple of one read of the gradients, and peak memory.
+"""Projectors alone: one-thread CPU time relative to one read of the gradients, and peak memory.
 
-All projectors of one K take turns in one process, on the same 64 gradients of p entries; a figure is the median of its
-rounds, a ratio to a floor the median of the ratios within a round. The read floor is ``x.sum()``; the copy, into memory
-that exists, is what any method pays that writes the gradients once. "From factors" the gradients are never given: their
-floor is still that of the formed ones. Peak memory is the growth of the resident set while a projector is made and runs
-once, in a process of its own, beyond the gradients (Linux only).
+All projectors of one K run alternately in one process, on the same 64 gradients of p entries. A figure is the median
+of its rounds, and a ratio to a floor is the median of the ratios within a round. The read floor is ``x.sum()``. The
+copy, into existing memory, is the minimum for any method that writes the gradients once. "From factors", the
+gradients are never formed; the floor is still that of the formed gradients. Peak memory is the growth of the
+resident set while a projector is created and runs once, in a separate process, beyond the gradients (Linux only).
 
-Dense projections take time and memory in proportion to p: they are measured on fewer entries (ours with as much less
-memory to keep its matrix in) in the first two rounds, and multiplied; ``scaled_from`` says so.
+Time and memory of dense projections are proportional to p. They are measured on fewer entries (trak_lite's with
+proportionally less memory for its matrix) in the first two rounds, and scaled; ``scaled_from`` records this.
 
-``--threads 2`` compares by the wall clock: one thread; two threads within each operation of torch (the sketch called
-without its row workers); two row workers of one thread each. ``--factors`` measures both ways to sketch factors, beside
-what the cost model of the sketch takes, and fits the model's constants.
+``--threads 2`` compares wall time: one thread; two threads within each operation of torch (the sketch called without
+its row workers); two row workers of one thread each. ``--factors`` measures both ways to sketch factors, beside the
+choice of the sketch's cost model, and fits the model's constants.
 
-Peers: traker 0.3.2, whose CPU default is ``BasicProjector`` normal (the class's default is float32, ``TRAKer``'s
-float16), and dattri 0.3.0 (CPU default: normal), made anew for every batch as dattri does.
+Peers: traker 0.3.2, whose CPU default is ``BasicProjector`` normal (the default of the class is float32, that of
+``TRAKer`` float16), and dattri 0.3.0 (CPU default: normal), created again for every batch as dattri does.
 
 Run:  python -m benchmarks.bench_projection [--large | --threads 2 | --factors] [--rounds 5] [--proj-dims 512 2048 8192]
 """
@@ -82,7 +82,7 @@ class Inputs:
 
     @classmethod
     def draw(cls, entries: int, p: int) -> Inputs:
-        """Draw gradients of some entries, the same in every process, that stand for gradients of p."""
+        """Draw gradients of some entries, the same in every process, to represent gradients of p entries."""
         torch.manual_seed(0)
         return cls(torch.randn(BATCH, entries), SHAPES.get(entries, (1, entries)), p / entries)
 
@@ -95,38 +95,38 @@ class Inputs:
 
 
 def project(projector: AbstractProjector, block: GradientBlock, shape: tuple[int, ...]) -> Tensor:
-    """Project one block, which is all there is of a batch."""
+    """Project a batch that consists of one block."""
     accumulator = projector.accumulator(block.num_samples, model_id=0, parameters={block.name: shape})
     accumulator.add(block)
     return accumulator.features()
 
 
 def on_vector(make: Callable[[int], AbstractProjector]) -> Callable[[Inputs, int], Call]:
-    """Ours: gradients of a parameter without rows and columns."""
+    """trak_lite: gradients of a parameter without rows and columns."""
     return lambda inputs, proj_dim: partial(
         project, make(proj_dim), DenseBlock("weight", inputs.rows), inputs.rows.shape[1:]
     )
 
 
 def on_matrix(inputs: Inputs, proj_dim: int) -> Call:
-    """Ours: the same numbers as gradients of a matrix."""
+    """trak_lite: the same numbers as gradients of a matrix."""
     block = DenseBlock("weight", inputs.rows.unflatten(1, inputs.shape))
     return partial(project, CountSketchProjector(proj_dim), block, inputs.shape)
 
 
 def on_factors(make: Callable[[int], AbstractProjector], positions: int) -> Callable[[Inputs, int], Call]:
-    """Ours: gradients of a matrix in factors."""
+    """trak_lite: gradients of a matrix in factors."""
     return lambda inputs, proj_dim: partial(project, make(proj_dim), inputs.factors(positions), inputs.shape)
 
 
 def rademacher(inputs: Inputs, proj_dim: int) -> Call:
-    """Ours: dense, of which it keeps the same share in memory as for all p entries."""
+    """trak_lite: dense; the same share of the matrix is in memory as for all p entries."""
     budget = round(DEFAULT_MEMORY_BUDGET / inputs.stand_for)
     return on_vector(partial(RademacherProjector, memory_budget=budget))(inputs, proj_dim)
 
 
 def traker(kind: str, dtype: torch.dtype = torch.float32) -> Callable[[Inputs, int], Call]:
-    """The original's projector; it keeps the block of its matrix and draws it anew."""
+    """The original's projector, which stores the block of its matrix and draws it again."""
 
     def prepare(inputs: Inputs, proj_dim: int) -> Call:
         from trak.projectors import BasicProjector, ProjectionType
@@ -139,7 +139,7 @@ def traker(kind: str, dtype: torch.dtype = torch.float32) -> Callable[[Inputs, i
 
 
 def dattri(kind: str) -> Callable[[Inputs, int], Call]:
-    """The projection of dattri's TRAK, which makes a projector for every batch."""
+    """The projection of dattri's TRAK, which creates a projector for every batch."""
 
     def prepare(inputs: Inputs, proj_dim: int) -> Call:
         from dattri.func.projection import random_project
@@ -191,7 +191,7 @@ SLOW = ("rademacher", *PEERS_SLOW)
 
 
 def repeats_for(call: Call) -> int:
-    """Return how many calls take about ``BATCH_SECONDS``; the call has run once."""
+    """Return the number of calls that take about ``BATCH_SECONDS``; the call has run once."""
     return max(1, min(10, round(BATCH_SECONDS / max(1e-4, cpu_seconds(call)))))
 
 
@@ -223,7 +223,7 @@ def time_worker(p: int, proj_dim: int, rounds: int) -> dict[str, Any]:
 
 
 def memory_worker(name: str, p: int, proj_dims: list[int]) -> dict[str, float | None]:
-    """Return the growth of memory by K while a method is made and runs once, for all p entries."""
+    """Return the growth of memory by K while a method is created and runs once, for all p entries."""
     torch.set_num_threads(1)
     inputs = Inputs.draw(min(p, SCALED_MEMORY) if name in SLOW else p, p)
     METHODS[name](Inputs.draw(512, 512), 8)()  # libraries
@@ -255,7 +255,7 @@ def summary(
 
 
 def one_thread(p: int, proj_dims: list[int], rounds: int) -> dict[str, Any]:
-    """Measure all methods for all K, print tables, return the part of the file."""
+    """Measure all methods for all K, print tables, and return the results."""
     memory = {}
     for name in METHODS:
         if name in (READ, COPY):
@@ -310,7 +310,7 @@ def print_rows(rows: Mapping[str, Any], fails: Mapping[str, str], p: int, proj_d
 
 
 def threaded_calls(inputs: Inputs, proj_dim: int) -> dict[str, tuple[Call, Call]]:
-    """Return, by what is sketched, the sketch without row workers and the projector with them."""
+    """Return, by kind of input, the sketch without row workers and the projector with them."""
     keys, scratch, device = Keys(0, 0, "weight"), Scratch(), torch.device("cpu")
     vector = VectorSketch(inputs.rows.shape[1], proj_dim, keys, device=device)
     matrix = MatrixSketch(inputs.shape, proj_dim, keys, device=device)
@@ -327,7 +327,7 @@ def threaded_calls(inputs: Inputs, proj_dim: int) -> dict[str, tuple[Call, Call]
 
 
 def threads_worker(p: int, proj_dim: int, rounds: int, threads: int) -> dict[str, Any]:
-    """Return wall milliseconds of every round, by what is sketched and how it is spread over threads."""
+    """Return wall milliseconds of every round, by kind of input and distribution over threads."""
     inputs = Inputs.draw(p, p)
     found: dict[str, Any] = {}
     with torch.no_grad():
@@ -349,7 +349,7 @@ def threads_worker(p: int, proj_dim: int, rounds: int, threads: int) -> dict[str
 
 
 def several_threads(p: int, proj_dims: list[int], rounds: int, threads: int) -> dict[str, Any]:
-    """Measure the ways to use threads for all K, print a table, return the part of the file."""
+    """Measure the ways to use threads for all K, print a table, and return the results."""
     part: dict[str, Any] = {"batch": BATCH, "rounds": rounds, "clock": "wall", "proj_dims": {}}
     print("| sketch | K | threads | median ms | shortest | longest | faster than one thread |")
     print("|---|--:|---|--:|--:|--:|--:|")
@@ -402,7 +402,7 @@ FACTORS_BATCH = 32
 
 
 def factors_worker(rounds: int) -> list[dict[str, Any]]:
-    """Return the milliseconds of both ways for every (shape, T, K), and what the model takes."""
+    """Return the milliseconds of both ways for every (shape, T, K), and the choice of the model."""
     torch.set_num_threads(1)
     torch.manual_seed(0)
     found = []
@@ -431,7 +431,7 @@ def factors_worker(rounds: int) -> list[dict[str, Any]]:
 
 
 def fitted_constants(rows: list[dict[str, Any]]) -> dict[str, float]:
-    """Return the cost model's constants (nanoseconds) that fit the relative errors of the measured times best."""
+    """Return the cost model's constants (nanoseconds) with the smallest relative errors of the measured times."""
     form, transforms = [], []
     for row in rows:
         (d_out, d_in), size = row["shape"], row["proj_dim"]
@@ -490,7 +490,7 @@ def run_as_worker(args: argparse.Namespace) -> None:
 
 
 def main() -> None:
-    """Measure what was asked for, print tables, write JSON."""
+    """Run the requested measurements, print tables, write JSON."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--large", action="store_true", help="10 million entries instead of 1 million")
     parser.add_argument("--threads", type=int, default=1, help="wall time of the sketch on so many threads")

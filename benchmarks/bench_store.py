@@ -1,16 +1,17 @@
-"""What the store costs beside bare NumPy: writing rows, reading them for scoring, opening a large table, memory.
+"""Cost of the store compared with plain NumPy: writing rows, reading them for scoring, opening a large table, memory.
 
-Every figure is a ratio to something measured in the same run, or a time next to its goal, on one thread. Files lie in
-the temporary folder (``TMPDIR``, whose file system is noted) and in the page cache: the disk is not measured.
+Every figure is a ratio to another measurement of the same run, or a time beside its goal, on one thread. Files are
+in the temporary folder (``TMPDIR``, whose file system is recorded) and in the page cache: the disk is not measured.
 
-- write: CPU time per batch of 32 rows of 8 KiB, put and committed, over that of assigning to slices of a
-  ``numpy.memmap``. The chunks are those of a large table, 64 MiB; the chunks of a small one cost more per row, because
-  each has its own commit.
-- read: CPU time of scoring a table against 1, 32 and 512 targets over that of the same rows in memory: once it was
-  read (``ratio``), through new maps without checksums, as every pass over more than 256 MiB is
-  (``ratio_mapped_anew``), and the first time, when every checksum is compared; and over a float32 matrix product.
-- open: time until every chunk of a finished table of 100,000 chunks is known, and how long that is after.
-- memory: growth of the resident set while a table is written and read, at two numbers of rows.
+- write: CPU time per batch of 32 rows of 8 KiB, put and committed, divided by that of assignments to slices of a
+  ``numpy.memmap``. The chunks have 64 MiB, as in a large table. Small chunks cost more per row, because each has a
+  commit.
+- read: CPU time of scoring a table against 1, 32 and 512 targets, divided by that of the same rows in memory: after
+  it was read (``ratio``); through new maps without checksums, as in every pass over more than 256 MiB
+  (``ratio_mapped_anew``); and at the first read, which compares every checksum. Also divided by that of a float32
+  matrix product.
+- open: time until every chunk of a finished table of 100,000 chunks is known, and the time of the next look.
+- memory: growth of the resident set while a table is written and read, for two numbers of rows.
 
 Run:  python -m benchmarks.bench_store [--rounds 5] [--parts write read ...]
 """
@@ -73,7 +74,7 @@ def make_table(folder: str, spec: TableSpec) -> AbstractRowTable:
 
 
 def batch_of(spec: TableSpec) -> dict[str, np.ndarray]:
-    """Return one batch of seeded rows, as the pipeline gives them."""
+    """Return one batch of seeded rows, as the pipeline provides them."""
     draw = np.random.default_rng(0).standard_normal
     return {
         column.name: draw((BATCH,) if column.width is None else (BATCH, column.width)).astype(column.dtype)
@@ -82,21 +83,21 @@ def batch_of(spec: TableSpec) -> dict[str, np.ndarray]:
 
 
 def fill(table: AbstractRowTable) -> None:
-    """Put every row."""
+    """Write every row."""
     values = batch_of(table.spec)
     for start in range(0, table.spec.num_rows, BATCH):
         table.put(start, values)
 
 
 def fill_memmap(path: str, rows: np.ndarray, count: int) -> None:
-    """Write as many rows to a bare file."""
+    """Write the same number of rows to a plain file."""
     mapped = np.memmap(path, rows.dtype, "w+", shape=(count, rows.shape[1]))
     for start in range(0, count, BATCH):
         mapped[start : start + BATCH] = rows
 
 
 def write_round() -> dict[str, Any]:
-    """Return microseconds of CPU per batch, of a memmap and of the store, in turn."""
+    """Return microseconds of CPU per batch, of a memmap and of the store."""
     spec = replace(feature_table_spec(WRITE_ROWS, WRITE_WIDTH, "float16", {}), chunk_rows=LARGE_CHUNK)
     rows = batch_of(spec)[FEATURES]
 
@@ -120,7 +121,7 @@ def write_round() -> dict[str, Any]:
 
 
 def seconds_in_new_folder(prepare: Callable[[str], Callable[[], None]]) -> float:
-    """Return the CPU seconds of a call that writes into a folder, which is removed: the next one finds free pages."""
+    """Return the CPU seconds of a call that writes into a new folder, and remove the folder, which frees its pages."""
     with tempfile.TemporaryDirectory() as folder:
         return cpu_seconds(prepare(folder))
 
@@ -168,13 +169,13 @@ def read_figures(path: str, count: int) -> dict[str, float]:
 
 
 def in_turn(*calls: Callable[[], Any]) -> list[float]:
-    """Return the median CPU seconds of each call, measured in turn after one turn that does not count."""
+    """Return the median CPU seconds of each call, measured alternately after one warm-up turn."""
     seconds = [[cpu_seconds(call) for call in calls] for _ in range(TURNS + 1)]
     return [statistics.median(each) for each in zip(*seconds[1:], strict=True)]
 
 
 def forge(folder: str, spec: TableSpec) -> None:
-    """Make every chunk of a table by hand, committed by one log: what as many writers would have left."""
+    """Write every chunk of a table directly, committed by one log, as many writers would have left it."""
     make_table(folder, spec)
     identity = table_identity("ckpt-0", Manifest({}).digest(), spec)
     files = TableFiles(f"{folder}/run.zarr/ckpt-0", spec, root=folder, identity=identity)
@@ -188,7 +189,7 @@ def forge(folder: str, spec: TableSpec) -> None:
 
 
 def open_round() -> dict[str, float]:
-    """Return the seconds until 100,000 chunks are known, and until they were looked at once more."""
+    """Return the seconds until 100,000 chunks are known, and until they are checked once more."""
     spec = replace(feature_table_spec(4 * CHUNKS, 4, "float16", {}), chunk_rows=4)
     with tempfile.TemporaryDirectory() as folder:
         forge(folder, spec)
@@ -203,7 +204,7 @@ def open_round() -> dict[str, float]:
 
 
 def memory_round(num_rows: int) -> dict[str, float | None]:
-    """Return by how many MiB the resident set grows while a table is written, and while it is read."""
+    """Return the growth of the resident set in MiB while a table is written, and while it is read."""
     columns = feature_table_spec(num_rows, WRITE_WIDTH, "float16", {}).columns
     spec = TableSpec(num_rows, columns, 128)
     with tempfile.TemporaryDirectory() as folder:
@@ -225,7 +226,7 @@ ROUNDS: dict[str, Callable[..., dict[str, Any]]] = {
 
 
 def median_of(rounds: list[dict[str, Any]]) -> dict[str, Any]:
-    """Return the medians of figures that stand at the same place, with the range of each ratio."""
+    """Return the medians of figures at the same position, with the range of each ratio."""
     found: dict[str, Any] = {}
     for key, first in rounds[0].items():
         values = [figures[key] for figures in rounds]
@@ -236,7 +237,7 @@ def median_of(rounds: list[dict[str, Any]]) -> dict[str, Any]:
 
 
 def measure(part: str, rounds: int) -> dict[str, Any]:
-    """Run the rounds of a part, each in a process of its own."""
+    """Run the rounds of a part, each in a separate process."""
     if part == "memory":
         figures = {str(rows): [run(part, str(rows)) for _ in range(rounds)] for rows in MEMORY_ROWS}
         return {rows: median_of(found) for rows, found in figures.items()}
@@ -244,7 +245,7 @@ def measure(part: str, rounds: int) -> dict[str, Any]:
 
 
 def run(part: str, *arguments: str) -> dict[str, Any]:
-    """Run one round in a process of its own."""
+    """Run one round in a separate process."""
     figures = run_worker("benchmarks.bench_store", "--worker", part, *arguments)
     if "fails" in figures:
         raise RuntimeError(f"{part} failed: {figures['fails']}")
@@ -258,7 +259,7 @@ def file_system(folder: str) -> str:
 
 
 def main() -> None:
-    """Measure the parts, print what was found, write JSON."""
+    """Measure the parts, print the results, write JSON."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--parts", nargs="*", default=list(ROUNDS), choices=list(ROUNDS))

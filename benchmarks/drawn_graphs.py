@@ -1,8 +1,8 @@
-"""Layers that the fuzzer puts together: each keeps the shape of what it reads, so that any may be left out.
+"""Layers that the fuzzer combines. Each keeps the shape of its input, so any layer can be omitted.
 
-Vectors are ``(B, 6)``, sequences ``(B, 4, 6)``, images ``(B, 4, 5, 5)``. What stands under ``MIXING`` makes the
-samples of a batch depend on each other: its gradient is defined for a sample alone, and an engine that runs whole
-batches has to refuse it.
+Vectors are ``(B, 6)``, sequences ``(B, 4, 6)``, images ``(B, 4, 5, 5)``. The layers in ``MIXING`` make the samples
+of a batch depend on each other: the gradient is defined for a sample alone, and an engine that runs whole batches
+must refuse it.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ WIDTH, LENGTH, SIDE, CHANNELS, VOCABULARY, CLASSES = 6, 4, 5, 4, 11, 3
 
 
 class Call(nn.Module):
-    """A layer made of parts and a function of them."""
+    """A layer that applies a function to its parts."""
 
     def __init__(self, function: Callable[..., Tensor], **parts: Any) -> None:
         super().__init__()
@@ -41,7 +41,7 @@ def parameter(*shape: int, scale: float = 0.4) -> nn.Parameter:
 
 
 class Square(torch.autograd.Function):
-    """A function of one's own, without parameters."""
+    """A custom autograd function without parameters."""
 
     generate_vmap_rule = True
 
@@ -59,7 +59,7 @@ class Square(torch.autograd.Function):
 
 
 class OwnLinear(torch.autograd.Function):
-    """A function of one's own that reads a parameter, which no operation of torch shows."""
+    """A custom autograd function that reads a parameter, which no torch operation shows."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor) -> Tensor:
@@ -73,7 +73,7 @@ class OwnLinear(torch.autograd.Function):
 
 
 class TiedByReference(nn.Module):
-    """A list holds the other's parameter: no name of this module says so."""
+    """A module with a list that holds another module's parameter, without a name for it."""
 
     def __init__(self, width: int) -> None:
         super().__init__()
@@ -85,7 +85,7 @@ class TiedByReference(nn.Module):
 
 
 class TiedByClosure(nn.Module):
-    """A partial holds the parameter."""
+    """A module with a partial that holds the parameter."""
 
     def __init__(self, width: int) -> None:
         super().__init__()
@@ -120,7 +120,7 @@ class TiedWeights(nn.Module):
 
 
 class Experts(nn.Module):
-    """Rows go to the expert with the largest gate; the order of rows in an expert is that of the batch."""
+    """Routes each row to the expert with the largest gate; the order of rows in an expert is that of the batch."""
 
     def __init__(self, width: int, count: int = 3) -> None:
         super().__init__()
@@ -140,7 +140,7 @@ class Experts(nn.Module):
 
 
 class Attention(nn.Module):
-    """Scaled dot products, written out."""
+    """Scaled dot-product attention in plain operations."""
 
     def __init__(self, width: int, causal: bool) -> None:
         super().__init__()
@@ -153,7 +153,7 @@ class Attention(nn.Module):
 
 
 class TimeFirst(nn.Module):
-    """A module that has the samples on axis 1."""
+    """A module with the samples on axis 1."""
 
     def __init__(self, module: nn.Module) -> None:
         super().__init__()
@@ -202,17 +202,17 @@ def in_place(layer: Call, x: Tensor) -> Tensor:
 
 
 def by_row(layer: Call, x: Tensor) -> Tensor:
-    """Sample by sample in Python."""
+    """Apply a layer sample by sample in Python."""
     return torch.stack([torch.tanh(layer.linear(row)) for row in x])
 
 
 def flattened(layer: Call, x: Tensor) -> Tensor:
-    """Several rows per sample, merged into the batch's axis."""
+    """Merge several rows per sample into the batch axis."""
     return layer.linear(x.reshape(-1, 3)).view_as(x)
 
 
 def branch(layer: Call, x: Tensor) -> Tensor:
-    """Either of two layers, by each sample's value."""
+    """Apply one of two layers, depending on each sample's value."""
     chosen = x.flatten(1).sum(1) > 0
     return torch.where(chosen.view(-1, *(1,) * (x.dim() - 1)), layer.one(x), layer.other(x))
 
@@ -414,7 +414,7 @@ READS_AHEAD = {
 
 
 class Graph(nn.Module):
-    """Drawn layers between an optional table and a head."""
+    """Random layers between an optional table and a head."""
 
     def __init__(self, modality: str, layers: Sequence[str]) -> None:
         super().__init__()
@@ -437,7 +437,7 @@ class Graph(nn.Module):
 
 
 def drawn_model(modality: str, layers: Sequence[str], seed: int) -> Graph:
-    """Return the model of this seed in eval mode; running statistics and gains are drawn too."""
+    """Return the model of this seed in eval mode; running statistics and gains are random too."""
     torch.manual_seed(seed)
     model = Graph(modality, layers)
     with torch.no_grad():

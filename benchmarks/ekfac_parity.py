@@ -1,16 +1,17 @@
-"""EK-FAC and K-FAC influence: agreement with kronfluence 1.0.1, what a projection keeps, and what fitting costs.
+"""EK-FAC and K-FAC influence: agreement with kronfluence 1.0.1, effect of a projection, and cost of fitting.
 
-Digits, an MLP and a CNN (linear and convolution layers with biases, nothing else), trained briefly. ``parity``: both
-sides take the same gradients (TRAK's margin of the targets, cross-entropy of the train rows), the same damping of 0.1
-mean eigenvalues per layer, and no projection. ``error`` is the largest difference over the largest score, ``pearson``
-the correlation over all pairs. With the empirical Fisher both sides are deterministic; otherwise each draws its own
-labels, and ``redrawn`` is kronfluence's own correlation with itself under another seed. kronfluence's scores are means
-over rows, of the loss: they are multiplied by -1/N. Its K-FAC averages both factors of a convolution over positions,
-where Grosse & Martens (arXiv:1602.01407) sum one of them: a factor per layer, which ``pearson`` sees in the CNN.
+Digits, an MLP and a CNN (linear and convolution layers with biases only), trained briefly. ``parity``: both packages
+use the same gradients (TRAK's margin of the targets, cross-entropy of the train rows), the same damping of 0.1 mean
+eigenvalues per layer, and no projection. ``error`` is the largest difference divided by the largest score,
+``pearson`` the correlation over all pairs. With the empirical Fisher both packages are deterministic. Otherwise each
+draws its own labels, and ``redrawn`` is the correlation of kronfluence with itself under another seed. kronfluence's
+scores are means over rows, of the loss: they are multiplied by -1/N. Its K-FAC averages both factors of a
+convolution over positions; Grosse & Martens (arXiv:1602.01407) sum one of them. This is a factor per layer, which
+affects ``pearson`` of the CNN.
 
 ``projected``: correlation over all pairs of scores from rows of K numbers, as the Attributor stores them, with those
-from whole gradients. ``fit``: CPU time of an EK-FAC fit with the empirical Fisher, all rows 16 times over, in plain
-passes (forward and summed backward); kronfluence's includes writing its factors.
+from unprojected gradients. ``fit``: CPU time of an EK-FAC fit with the empirical Fisher, for all rows repeated 16
+times, in units of plain passes (forward and summed backward). The time of kronfluence includes writing its factors.
 
 Run:  python -m benchmarks.ekfac_parity
 """
@@ -108,14 +109,14 @@ def our_scores(
     projector: AbstractProjector,
     damping: float,
 ) -> Tensor:
-    """Return the scores ``(N, M)``: train rows as they are stored, targets behind the curvature."""
+    """Return the scores ``(N, M)``: stored train rows times targets multiplied by the inverse curvature."""
     rows, q = features(model, *data, projector)
     preconditioned = PreconditionedProjector(projector, Preconditioner(curvature, damping=damping))
     return q[:, None] * (rows @ features(model, *targets, preconditioned)[0].T)
 
 
 def margin_task() -> Any:
-    """Return kronfluence's view of the task."""
+    """Return the task in kronfluence's interface."""
     from kronfluence import Task
 
     class Margin(Task):
@@ -131,7 +132,7 @@ def margin_task() -> Any:
 
 
 def their_fit(model: nn.Module, data: Pair, fisher: str, strategy: str, folder: str) -> Any:
-    """Return kronfluence's analyzer with its factors fitted."""
+    """Return kronfluence's analyzer after fitting its factors."""
     from kronfluence import Analyzer, FactorArguments, prepare_model
 
     task = margin_task()
@@ -150,7 +151,7 @@ def their_fit(model: nn.Module, data: Pair, fisher: str, strategy: str, folder: 
 def their_scores(
     model: nn.Module, data: Pair, targets: Pair, fisher: str, strategy: str, seed: int = 1
 ) -> Tensor:
-    """Return kronfluence's scores, in our units and order."""
+    """Return kronfluence's scores in the units and order of trak_lite."""
     from kronfluence import ScoreArguments
 
     torch.manual_seed(seed)

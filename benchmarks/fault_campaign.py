@@ -1,22 +1,22 @@
-"""The fault campaign: as many random faults as fit into some minutes, done to real stores by real processes.
+"""The fault campaign: random faults in real stores and real processes, for a given number of minutes.
 
-Rounds of every kind take turns: kill -9 at random moments and at every named step; Ctrl-C and SIGTERM inside a write;
-power cuts (replayed from a record of every change of a file, and, where mounting is allowed, copies of a live ext4
-image); disks that are full or fail; racing writers with a polling reader; forks; racing creators by clocks that are
-off; refused and read-only writes; flipped, torn, cut, foreign and hostile bytes in every kind of file; stores mutated
-in any way that hypothesis can draw; every bit of all metadata flipped (with --size 500); files and folders exchanged,
-copied, removed and edited. After each fault the run is resumed to its end: no acknowledged row is lost, none is wrong,
-and the final scores equal those of an undisturbed run bitwise; a mutated store gives a named error or exactly the right
-numbers. The quick part of the same rounds is tests/faults, and its README tells which test shows which fault.
+Rounds of every kind alternate: kill -9 at random moments and at every named step; Ctrl-C and SIGTERM inside a write;
+power cuts (replayed from a record of every file change, and, where mounting is allowed, copies of a live ext4
+image); full or failing disks; racing writers with a polling reader; forks; racing creators with wrong clocks;
+refused and read-only writes; flipped, torn, cut, foreign and hostile bytes in every kind of file; stores mutated by
+hypothesis; every bit of all metadata flipped (with --size 500); files and folders exchanged, copied, removed and
+edited. After each fault the run is resumed to its end. No acknowledged row is lost, none is wrong, and the final
+scores equal those of an undisturbed run bitwise. A mutated store gives a named error or exactly the right numbers.
+tests/faults runs a quick part of the same rounds, and its README lists the tests of each fault.
 
-The exit status is 1 if a promise was broken; the round is printed with the command that runs it alone.
+The exit status is 1 if a guarantee was broken. The round is then printed with the command that repeats it.
 
 Run:  python -m benchmarks.fault_campaign --minutes 30 [--seed 0] [--out benchmarks/results/fault_campaign.json]
-      python -m benchmarks.fault_campaign --minutes 0 --mutations 10000      (the mutations alone)
+      python -m benchmarks.fault_campaign --minutes 0 --mutations 10000      (only mutations)
       python -m benchmarks.fault_campaign --minutes 0.01 --size 500 --kinds metadata_flips exchange
           --out benchmarks/results/fault_metadata.json      (all bits of metadata, 1,000 exchanges)
-      python -m benchmarks.fault_campaign --kills 2000 [--paths NAME ...]    (whole runs alone, on every path; goes on
-                                                                              where an earlier one stopped)
+      python -m benchmarks.fault_campaign --kills 2000 [--paths NAME ...]    (only whole runs, on every public path;
+                                                                              resumes an earlier campaign)
 """
 
 from __future__ import annotations
@@ -84,7 +84,7 @@ def arguments() -> argparse.Namespace:
 
 
 def rounds(kinds: list[str], mounts: bool) -> Iterator[tuple[str, int]]:
-    """Yield (kind, number) for ever, all kinds in turn."""
+    """Yield (kind, number) forever, alternating over all kinds."""
     for number in itertools.count():
         for kind in kinds:
             if (mounts or kind not in NEED_MOUNTS) and (number == 0 or kind not in ONCE):
@@ -92,7 +92,7 @@ def rounds(kinds: list[str], mounts: bool) -> Iterator[tuple[str, int]]:
 
 
 def due(campaign: Campaign, options: argparse.Namespace, mounts: bool) -> Iterator[tuple[str, int]]:
-    """Yield the rounds to run: one that was asked for, or all that fit into the time, and then more mutations."""
+    """Yield the rounds to run: a requested one, or all that fit into the time, followed by mutations."""
     if options.round is not None:
         yield options.kinds[0], options.round
         return
@@ -110,7 +110,7 @@ def due(campaign: Campaign, options: argparse.Namespace, mounts: bool) -> Iterat
 
 
 def report(broken: Broken, options: argparse.Namespace) -> str:
-    """Print what was broken; return the command that does it again."""
+    """Print a broken guarantee; return the command that repeats its round."""
     command = (
         f"python -m benchmarks.fault_campaign --seed {options.seed} --size {options.size} "
         f"--kinds {broken.kind} --round {broken.number}"
@@ -140,7 +140,7 @@ def surroundings(folder: str) -> dict[str, Any]:
 def summary(
     campaign: Campaign, options: argparse.Namespace, minutes: float, commands: list[str]
 ) -> dict[str, Any]:
-    """Return what goes into the file."""
+    """Return the content of the result file."""
     totals = {name: campaign.totals[name] for name in sorted({*campaign.totals, *MUST_BE_ZERO, *COUNTED})}
     return {
         **surroundings(campaign.folder),
@@ -161,7 +161,7 @@ def summary(
 
 
 def kill_runs(options: argparse.Namespace) -> int:
-    """Kill whole runs until there were as many kills as asked for; go on from the summary that is there."""
+    """Kill whole runs until the requested number of kills is reached; continue from an existing summary."""
     from fault_paths import PATHS, Kills  # imports torch, which the other faults need not
 
     out = options.out or KILL_RESULTS

@@ -1,14 +1,14 @@
-"""A fuzzer of drawn module graphs: layers x engines x dtypes x batch sizes x settings, through the whole public path.
+"""A fuzzer of random module graphs: layers x engines x dtypes x batch sizes x settings, through all public calls.
 
-Each case is featurized, scored, interrupted and resumed. Its stored rows are compared with the projected gradients of
-a loop over samples in float64, these with finite differences; rows of batch size 1 with those of a larger one; scores
-with dense NumPy; a resumed store bit by bit; the model with what it was. A case is right, refused by a named error, or
-WRONG; an error without a name, or a case that does not end, is WRONG too. What is wrong is drawn again with fewer
-layers and plainer settings as long as it stays wrong. The exit status is 1 if anything was wrong.
+Each case is featurized, scored, interrupted and resumed. Its stored rows are compared with the projected gradients
+of a loop over samples in float64; these with finite differences; rows of batch size 1 with those of a larger batch;
+scores with dense NumPy; a resumed store bit by bit; the model with its original state. A case is right, refused by a
+named error, or WRONG. An error without a name, or a case that does not end, is WRONG too. A wrong case is repeated
+with fewer layers and simpler settings while it stays wrong. The exit status is 1 if any case was wrong.
 
 Run:  python -m benchmarks.fuzz_graphs --minutes 60 --seed 0       (writes benchmarks/results/fuzz_graphs.json)
       python -m benchmarks.fuzz_graphs --seed 0 --case 17          (one case again, with its traceback)
-      python -m benchmarks.fuzz_graphs --spec '{...}'              (one case as it stands in the results)
+      python -m benchmarks.fuzz_graphs --spec '{...}'              (one case from the results)
 """
 
 from __future__ import annotations
@@ -87,7 +87,7 @@ MOST_SHRINKS = 60
 
 @dataclass(frozen=True)
 class Spec:
-    """Everything that a case is made of."""
+    """Everything that determines a case."""
 
     modality: str = "vector"
     layers: tuple[str, ...] = ()
@@ -116,7 +116,7 @@ class Spec:
 
 
 def drawn(seed: int, number: int) -> Spec:
-    """Return the case of this number."""
+    """Return the case with this number."""
     chance = random.Random(f"{seed}:{number}")
     modality = chance.choice(list(KINDS))
     known = [name for name in KINDS[modality] if modality != "language" or name not in READS_AHEAD]
@@ -160,7 +160,7 @@ def drawn(seed: int, number: int) -> Spec:
 
 
 def own_f(call: Any, batch: Any) -> Tensor:
-    """A number that every logit enters differently."""
+    """Return a custom f that every logit affects differently."""
     logits = call(batch[0]).flatten(1)
     weights = torch.arange(1, logits.shape[1] + 1, dtype=logits.dtype)
     return (logits * weights.cos() + (logits * weights).sin()).sum(1)
@@ -223,7 +223,7 @@ def attributor_of(spec: Spec, path: Path, model: nn.Module | None = None) -> Att
 
 
 def normalized(spec: Spec, gradients: Mapping[str, Array]) -> dict[str, Array]:
-    """Divide every sample's gradient by what its norm, or that of the module's part, asks for."""
+    """Divide each sample's gradient by the factor for its norm, or for the norm of the module's part."""
     if spec.normalize == "none":
         return dict(gradients)
 
@@ -266,9 +266,9 @@ def slope(
 def arbitrated(
     spec: Spec, model: nn.Module, samples: Samples, gradients: dict[str, Array]
 ) -> tuple[dict[str, Array], bool]:
-    """Return the loop's gradients, or finite differences where these say that torch's own backward pass is wrong.
+    """Return the loop's gradients, or finite differences if these show that torch's backward pass is wrong.
 
-    torch's backward of one sample is wrong on some channels-last strides, so that a loop is no last instance.
+    torch's backward pass of one sample is wrong for some channels-last strides, so a loop is not always right.
     """
     if not spec.differentiable:
         return gradients, False
@@ -320,7 +320,7 @@ def differences(
 
 
 def storage_rounding(rows: str, values: Array) -> Array:
-    """Return how far stored rows may be from what they were made of, ``(N,)``, by the format alone."""
+    """Return the largest difference ``(N,)`` of stored rows from their values that the format explains."""
     norms, root = np.linalg.norm(values, axis=1), np.sqrt(values.shape[1])
     if rows in LEVELS:  # half a step of each entry, in units of the largest one
         return 0.51 * np.abs(values).max(1) / LEVELS[rows] * root
@@ -328,7 +328,7 @@ def storage_rounding(rows: str, values: Array) -> Array:
 
 
 def own_rounding(spec: Spec, model: nn.Module, samples: Samples, gradients: Mapping[str, Array]) -> float:
-    """Return how far a plain loop in the model's own dtype is from the reference."""
+    """Return the difference of a plain loop in the model's dtype from the reference."""
     if spec.dtype == "float64":
         return 1e-9
     singles = [samples.batch([row]) for row in range(len(samples))]
@@ -343,7 +343,7 @@ def own_rounding(spec: Spec, model: nn.Module, samples: Samples, gradients: Mapp
 
 
 def float32_rounding(scores: Any, train: Mapping[str, Array]) -> Array:
-    """Return how far the products of rows and preconditioned targets may be off, ``(N, M)``: 4 ulp of their lengths."""
+    """Return the allowed error ``(N, M)`` of products of rows and preconditioned targets: 4 ulp of their lengths."""
     (term,) = scores.source.terms()
     targets = np.linalg.norm(term.targets.double().cpu().numpy(), axis=1)
     rows = np.linalg.norm(train["features"].astype(np.float64), axis=1)
@@ -372,7 +372,7 @@ def check_engine(
 
 
 def run_case(spec: Spec, folder: Path) -> dict[str, Any]:
-    """Check one case; return what is worth counting of it.
+    """Check one case; return counts for the summary.
 
     Raises:
         TrakLiteError: If it is refused.
@@ -425,7 +425,7 @@ def run_case(spec: Spec, folder: Path) -> dict[str, Any]:
 
 @dataclass(frozen=True)
 class Outcome:
-    """What came of a case."""
+    """Result of a case."""
 
     result: str
     """``right``, ``refused`` or ``WRONG``."""
@@ -436,13 +436,13 @@ class Outcome:
 
 
 def kind_of(error: BaseException) -> str:
-    """Return the error's class and the beginning of its message without names and numbers."""
+    """Return the class of an error and the beginning of its message, without names and numbers."""
     text = re.sub(r"\[.*?\]|'[^']*'|\b[\w]+\.[\w.]+\b|-?\b\d[\w.+-]*", "_", str(error).split("\n")[0])
     return f"{type(error).__name__}: {text[:90]}"
 
 
 class TooSlow(Exception):
-    """A case did not end."""
+    """Raised if a case does not end."""
 
 
 def _stop(signal_number: int, frame: FrameType | None) -> None:
@@ -450,7 +450,7 @@ def _stop(signal_number: int, frame: FrameType | None) -> None:
 
 
 def outcome_of(spec: Spec, *, show: bool = False) -> Outcome:
-    """Run a case in a folder of its own; every warning that trak_lite does not mean is an error."""
+    """Run a case in a separate folder; unexpected warnings of trak_lite are errors."""
     signal.signal(signal.SIGALRM, _stop)
     signal.alarm(SECONDS_PER_CASE)
     try:
@@ -473,7 +473,7 @@ def outcome_of(spec: Spec, *, show: bool = False) -> Outcome:
 
 
 def plainer(spec: Spec) -> Iterator[Spec]:
-    """Yield cases with a layer less, or a setting as it is by default."""
+    """Yield cases with one layer less, or with one setting at its default."""
     for place in range(len(spec.layers)):
         yield replace(spec, layers=spec.layers[:place] + spec.layers[place + 1 :])
     plain = Spec()
@@ -495,7 +495,7 @@ def plainer(spec: Spec) -> Iterator[Spec]:
 
 
 def shrunk(spec: Spec) -> Spec:
-    """Return the plainest case found that is wrong as well."""
+    """Return the simplest case found that is also wrong."""
     tries = 0
     while True:
         for candidate in plainer(spec):
@@ -515,7 +515,7 @@ def spec_from(text: str) -> Spec:
 
 
 class Campaign:
-    """Counts what comes of many cases."""
+    """Counts the results of many cases."""
 
     def __init__(self, seed: int) -> None:
         self.seed = seed

@@ -1,12 +1,13 @@
-"""Which scores predict retraining: the linear datamodeling score (LDS) of our methods, of peers' and of baselines.
+"""Linear datamodeling score (LDS) of the methods of trak_lite, of other packages and of baselines.
 
-Ground truth: outputs of models retrained on random halves of the train rows (``benchmarks.lds.truth``), the mean over
-seeds, under ``benchmarks/data``. Every method gets the same models trained on all data, the same train rows and
-targets. ``chosen on`` is the LDS on even subsets and even targets, by which our defaults were chosen; ``LDS`` is the
-one on odd subsets and odd targets, with its 95 % bootstrap interval over subsets and targets. ``final model`` is the
-end of one run, ``run`` all its checkpoints. Seconds are CPU seconds on one thread for features and scores, without the
-training of these models. ``ceiling`` is what a perfect method would reach, as the noise of seeds allows. The datamodel
-is a regression on the very retrainings that defaults were chosen by: as many trainings, where others need one.
+Ground truth: outputs of models retrained on random halves of the train rows (``benchmarks.lds.truth``), averaged
+over seeds, in ``benchmarks/data``. All methods use the same models trained on all data, the same train rows and
+targets. ``chosen on`` is the LDS on even subsets and even targets, by which the defaults of trak_lite were chosen.
+``LDS`` is that on odd subsets and odd targets, with its 95 % bootstrap interval over subsets and targets. ``final
+model`` is the end of one run, ``run`` all its checkpoints. Seconds are CPU seconds on one thread for features and
+scores, without the training of these models. ``ceiling`` is the LDS of a perfect method, given the noise between
+seeds. The datamodel is a regression on the retrainings that defaults were chosen on: it needs many trainings, where
+the other methods need one.
 
 Run:  python -m benchmarks.lds_digits [--settings digits_mlp ...] [--methods default ...]
 """
@@ -50,7 +51,7 @@ def worker(setting_name: str, method: str, out: str) -> None:
 
 
 def halves(truth: Truth) -> dict[str, tuple[np.ndarray, np.ndarray, np.ndarray]]:
-    """Return masks, outputs and target numbers of the half to choose by and of the half to report."""
+    """Return masks, outputs and target numbers of the half for choosing and of the half for reporting."""
     found = {}
     for name, first in (("chosen_on", 0), ("lds", 1)):
         targets = np.arange(first, truth.outputs.shape[2], 2)
@@ -68,7 +69,7 @@ def judged(truth: Truth, scores: np.ndarray) -> dict[str, Any]:
 
 
 def row(setting: str, method: str, truth: Truth) -> dict[str, Any]:
-    """Run a method in a process of its own and judge its scores; one that fails is a row too."""
+    """Run a method in a separate process and evaluate its scores; a failure is a row too."""
     if method == DATAMODEL:
         masks, _, _ = halves(truth)["chosen_on"]
         datamodel = fitted_datamodel(masks, truth.outputs[::2].mean(1))

@@ -1,4 +1,4 @@
-"""How the benchmarks measure: workers in processes of their own, time, growth of memory, and the surroundings."""
+"""Measurements of benchmarks: worker processes, time, growth of memory, and the environment."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ PEERS = ("traker", "dattri", "opacus", "backpack-for-pytorch", "kronfluence")
 
 @dataclass(slots=True)
 class Growth:
-    """How far memory grew over a block of code."""
+    """Growth of memory during a block of code."""
 
     mib: float | None = None
     """Growth of the resident set at its highest, in MiB; ``None`` where the system does not tell (not Linux)."""
@@ -31,7 +31,7 @@ class Growth:
 
 @contextmanager
 def memory_growth() -> Iterator[Growth]:
-    """Measure how far the resident set grows while the block runs; known when it has ended."""
+    """Measure the growth of the resident set during the block; the result is set when the block ends."""
     growth = Growth()
     if not Path("/proc/self/clear_refs").exists():
         yield growth
@@ -53,7 +53,7 @@ def cpu_seconds(function: Callable[[], Any], repeats: int = 1) -> float:
 
 
 def wall_seconds(function: Callable[[], Any], repeats: int = 1) -> float:
-    """Return the mean time of a call by the clock on the wall."""
+    """Return the mean wall time of a call."""
     return _seconds(time.perf_counter, function, repeats)
 
 
@@ -67,16 +67,16 @@ def _seconds(clock: Callable[[], float], function: Callable[[], Any], repeats: i
 def run_worker(
     module: str, *arguments: str, threads: int = 1, environment: Mapping[str, str] | None = None
 ) -> dict[str, Any]:
-    """Run ``python -m module arguments`` and return the JSON of its last line; one that fails is a figure too.
+    """Run ``python -m module arguments`` and return the JSON of its last line; a failure is a result too.
 
     Args:
-        module: To run, in a process of its own.
-        *arguments: Of its command line.
-        threads: That OpenMP and MKL may start.
-        environment: Variables to set besides.
+        module: Module to run, in a separate process.
+        *arguments: Its command-line arguments.
+        threads: Number of threads of OpenMP and MKL.
+        environment: Additional environment variables.
 
     Returns:
-        What the worker printed, or ``{"fails": its last error}``.
+        The printed JSON, or ``{"fails": its last error}``.
     """
     limits = {"OMP_NUM_THREADS": str(threads), "MKL_NUM_THREADS": str(threads), "TQDM_DISABLE": "1"}
     done = subprocess.run(
@@ -95,7 +95,7 @@ def run_worker(
 
 
 def surroundings(threads: int = 1) -> dict[str, Any]:
-    """Return the machine and the versions that figures belong to."""
+    """Return the machine and the versions for which figures were measured."""
     import torch
 
     installed = {dist.metadata["Name"].lower(): dist.version for dist in importlib.metadata.distributions()}
@@ -109,14 +109,14 @@ def surroundings(threads: int = 1) -> dict[str, Any]:
 
 
 def _processor() -> str:
-    """Return what the processor calls itself."""
+    """Return the name of the processor."""
     path = Path("/proc/cpuinfo")
     found = re.search(r"model name\s*:\s*(.+)", path.read_text()) if path.exists() else None
     return found.group(1) if found else platform.processor()
 
 
 def save_parts(path: Path, here: Mapping[str, Any], parts: Mapping[str, Any]) -> None:
-    """Write JSON; other parts that the file has, measured in the same surroundings, stay."""
+    """Write JSON; keep other parts of the file that were measured in the same environment."""
     before = json.loads(path.read_text()) if path.exists() else {}
     old = before["parts"] if all(before.get(name) == value for name, value in here.items()) else {}
     path.parent.mkdir(parents=True, exist_ok=True)

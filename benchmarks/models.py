@@ -71,7 +71,7 @@ class SimpleCNN(nn.Module):
 
 
 class _Attention(nn.Module):
-    """Attention by plain matrix products: ``torch.func`` runs the fused kernel sample by sample."""
+    """Attention in plain matrix products; ``torch.func`` runs the fused kernel sample by sample."""
 
     def __init__(self, width: int, heads: int, causal: bool) -> None:
         super().__init__()
@@ -102,7 +102,7 @@ class _Block(nn.Module):
 
 
 class _Positions(nn.Module):
-    """Learned positions, looked up per sample: the form that all gradient engines get right."""
+    """Learned positions, looked up per sample, which all gradient engines support."""
 
     def __init__(self, tokens: int, width: int) -> None:
         super().__init__()

@@ -1,13 +1,13 @@
-"""What a projection keeps: agreement of scores from features with exact scores from whole gradients.
+"""Accuracy of projections: agreement of scores from features with exact scores from unprojected gradients.
 
 Real per-sample gradients of the digits CNN: TRAK's margin, the 600 rows it was trained on, 150 held-out targets. For
-every projector and K: the mean over targets of Spearman's rank correlation with the exact scores; its mean and standard
-deviation over seeds of the projection. Scores: ``grad-dot``, the inner product of gradients, and ``ridge``, TRAK's
-kernel with lambda = 0.1 times the mean squared norm, solved in its N x N form. Beside it what the design study measured
-(same model and counts, another training run). ``rms`` is the root mean square error of inner products over |x||y|,
-times sqrt(K): by the law of a dense matrix of signs sqrt(1 + cos^2), averaged over pairs.
+every projector and K: the mean over targets of Spearman's rank correlation with the exact scores; its mean and
+standard deviation over seeds of the projection. Scores: ``grad-dot``, the inner product of gradients, and ``ridge``,
+TRAK's kernel with lambda = 0.1 times the mean squared norm, solved in its N x N form. The table also has the results
+of the design study (same model and counts, another training run). ``rms`` is the root mean square error of inner
+products over |x||y|, times sqrt(K); for a dense matrix of signs it is sqrt(1 + cos^2), averaged over pairs.
 
-``two_sided`` keeps about K numbers of every matrix, so its rows are wider; ``width`` tells.
+``two_sided`` stores about K numbers of every matrix, so its rows are wider; see ``width``.
 
 Run:  python -m benchmarks.projection_quality [--projectors countsketch ...] [--proj-dims 512 2048] [--seeds 3]
 """

@@ -1,15 +1,16 @@
-"""Several processes on one store: what kills leave, two hosts, speed, memory of a rank, and the rates of a plan.
+"""Several processes on one store: kills, two hosts, speed, memory per rank, and the rates of a plan.
 
-- kills: ranks and agents of torchrun are killed at random moments, and another number of ranks goes on.
-- hosts: two network namespaces as two hosts, of which one is lost and comes back.
-- speed: featurizing with one and with two processes, in turn, one thread each.
-- memory: how far the memory of a rank grows, for three numbers of rows and three of ranks.
-- rates: what a plan for large runs is made of (docs/scale.md): grams, factorisations, scores, top rows, claims.
+- kills: ranks and agents of torchrun are killed at random moments, and another number of ranks resumes.
+- hosts: two network namespaces act as two hosts; one is lost and comes back.
+- speed: featurizing with one and with two processes alternately, one thread each.
+- memory: growth of the memory of a rank, for three numbers of rows and three of ranks.
+- rates: the rates for the plan of large runs (docs/scale.md): gram matrices, factorisations, scores, top rows,
+  claims.
 
-Each part is kept in benchmarks/results/scale_out.json beside the others, if they were measured on the same machine.
+benchmarks/results/scale_out.json stores each part beside the others, if they were measured on the same machine.
 
 Run:  python -m benchmarks.scale_out kills [--rounds 20] [--seed 0]
-      python -m benchmarks.scale_out speed      (on a machine that does nothing else)
+      python -m benchmarks.scale_out speed      (on an otherwise idle machine)
 """
 
 from __future__ import annotations
@@ -38,7 +39,7 @@ def arguments() -> argparse.Namespace:
 
 
 def main() -> int:
-    """Measure one part; the exit status is 1 if a promise was broken."""
+    """Measure one part; the exit status is 1 if a guarantee was broken."""
     options = arguments()
     found = PARTS[options.part].run(options)
     print(json.dumps(found, indent=1))

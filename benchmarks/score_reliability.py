@@ -1,12 +1,12 @@
-"""How well standard errors and reliability tell what other training runs would score.
+"""Accuracy of standard errors and reliability: comparison with the scores of other training runs.
 
-Digits with noise and 10 % flipped labels, an MLP, 6 runs that differ in their seed, 5 checkpoints each. The truth here
-is what other runs score, not what retraining without some rows would do.
+Digits with noise and 10 % flipped labels, an MLP, 6 runs with different seeds, 5 checkpoints each. The ground truth
+is the scores of other runs, not the effect of retraining without some rows.
 
-``expected``: the correlation that ``Scores.reliability`` predicts, mean over targets; ``actual``: Spearman's between
-the rankings of disjoint runs; ``told``: Spearman's between the two across targets. ``error ratio``: root mean
-square of the difference of two disjoint halves over what the standard errors say of it; ``within two``: share of
-differences that are at most two of them.
+``expected``: the correlation that ``Scores.reliability`` predicts, mean over targets; ``actual``: Spearman's
+correlation between the rankings of disjoint runs; ``told``: Spearman's correlation between the two across targets.
+``error ratio``: root mean square of the difference of two disjoint halves, divided by the one that the standard
+errors predict; ``within two``: share of differences of at most two standard errors.
 
 Run:  python -m benchmarks.score_reliability
 """
@@ -74,7 +74,7 @@ def correlations(here: np.ndarray, there: np.ndarray) -> np.ndarray:
 
 
 def compared(here: Scores, there: Scores, runs: list[int] | None) -> dict[str, float]:
-    """Return what two disjoint halves tell of each other, beside what each says of itself."""
+    """Return the agreement of two disjoint halves, and the prediction of each half."""
     difference = here.numpy() - there.numpy()
     errors = np.hypot(here.standard_error(runs=runs), there.standard_error(runs=runs))
     actual = correlations(here.numpy(), there.numpy())

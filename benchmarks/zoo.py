@@ -1,9 +1,9 @@
-"""The zoo: published architectures through the whole public path with default settings.
+"""The zoo: published architectures through all public calls with default settings.
 
-Each is featurized, scored, interrupted and resumed, ranked and reported; its per-sample gradients are compared with a
-loop over samples in float64, its rows with the projected gradients of that loop, its scores with dense NumPy
-(tests/zoo/zoo_path.py). What is not right is refused by a named error, or the exit status is 1. transformers and peft
-are needed (extra zoo); timm's models are run where timm is installed. Each runs in a process of its own.
+Each architecture is featurized, scored, interrupted and resumed, ranked and reported. Its per-sample gradients are
+compared with a loop over samples in float64, its rows with the projected gradients of that loop, its scores with
+dense NumPy (tests/zoo/zoo_path.py). The exit status is 1 unless each is right or refused by a named error. Requires
+transformers and peft (extra zoo); timm's models run if timm is installed. Each runs in a separate process.
 
 Run:  python -m benchmarks.zoo [--only NAME ...] [--jobs 2]      (writes benchmarks/results/zoo.json; about 20 minutes)
 """
@@ -44,7 +44,7 @@ DIGITS = 2
 
 
 def architectures() -> dict[str, Architecture]:
-    """Return every entry by name; timm's only where it is installed."""
+    """Return every entry by name; timm's only if it is installed."""
     let_torchvision_import()
     from zoo_hub import HUB
 
@@ -57,7 +57,7 @@ def architectures() -> dict[str, Architecture]:
 
 
 def measured(name: str) -> dict[str, Any]:
-    """Run one architecture; say what came of it."""
+    """Run one architecture; return the result."""
     torch.set_num_threads(1)
     entry = architectures()[name]
     start = time.process_time()
@@ -92,7 +92,7 @@ def measured(name: str) -> dict[str, Any]:
 
 
 def all_measured(names: list[str], jobs: int) -> Iterator[tuple[str, dict[str, Any]]]:
-    """Yield what came of each, in processes that are used again, as they finish."""
+    """Yield the results as they finish, from reused processes."""
     with ProcessPoolExecutor(jobs, mp_context=get_context("spawn")) as pool:
         futures = {pool.submit(measured, name): name for name in names}
         for future in as_completed(futures):
@@ -100,7 +100,7 @@ def all_measured(names: list[str], jobs: int) -> Iterator[tuple[str, dict[str, A
 
 
 def save(path: Path, rows: dict[str, dict[str, Any]]) -> None:
-    """Write the table, sorted by domain and name; rows of architectures that were not run stay."""
+    """Write the table, sorted by domain and name; keep rows of architectures that were not run."""
     before = json.loads(path.read_text())["models"] if path.exists() else {}
     models = {**before, **rows}
     versions = {

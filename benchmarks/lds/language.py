@@ -1,8 +1,9 @@
 """The language-model setting: a byte-level GPT, trained on Python's own library, then fine-tuned on other parts of it.
 
-The weights before fine-tuning stand in ``benchmarks/data`` as float16, so that every machine fine-tunes the same model.
+The weights before fine-tuning are stored in ``benchmarks/data`` as float16, so that every machine fine-tunes the
+same model.
 
-Run:  python -m benchmarks.lds.language   (makes these weights anew: minutes)
+Run:  python -m benchmarks.lds.language   (trains these weights again: minutes)
 """
 
 from __future__ import annotations
@@ -34,7 +35,7 @@ BASE = Path(__file__).parents[1] / "data" / "lds_python_lm_base.npz"
 
 
 def source(module: str) -> bytes:
-    """Return the text of a module of the standard library; a package by now gives its ``__init__``."""
+    """Return the source of a module of the standard library; of a package, its ``__init__``."""
     folder = Path(sysconfig.get_path("stdlib"))
     file = folder / f"{module}.py"
     return (file if file.exists() else folder / module / "__init__.py").read_bytes()
@@ -42,7 +43,7 @@ def source(module: str) -> bytes:
 
 @cache
 def chunks() -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Return train chunks of bytes ``(N, 128)``, their labels (the same), and targets ``(M, 128)`` likewise."""
+    """Return train chunks of bytes ``(N, 128)``, their labels (the same), and targets ``(M, 128)`` with labels."""
     texts = [source(module) for module in FINE_TUNED_ON.split()]
     cut = [text[i : i + CHUNK] for text in texts for i in range(0, len(text) - CHUNK + 1, CHUNK)]
     order = np.random.default_rng(0).permutation(len(cut))[: NUM_TRAIN + NUM_TARGETS]
@@ -51,7 +52,7 @@ def chunks() -> tuple[Tensor, Tensor, Tensor, Tensor]:
 
 
 def gpt() -> nn.Module:
-    """Return a GPT over bytes of width 64 with 2 layers and 4 heads, as it is before any training."""
+    """Return an untrained GPT over bytes of width 64 with 2 layers and 4 heads."""
     model = models.GPT(256, CHUNK, 64, 2, 4)
     model.head = nn.Linear(64, 256, bias=False)  # not tied: every tool takes a plain linear layer
     nn.init.normal_(model.tokens.weight, std=0.2)
@@ -60,7 +61,7 @@ def gpt() -> nn.Module:
 
 
 def pretrained_gpt() -> nn.Module:
-    """Return the model that fine-tuning starts from."""
+    """Return the model before fine-tuning."""
     model = gpt()
     with np.load(BASE) as stored:
         model.load_state_dict({name: torch.from_numpy(stored[name]).float() for name in stored.files})
@@ -73,7 +74,7 @@ def next_byte_loss(logits: Tensor, ids: Tensor) -> Tensor:
 
 
 def main() -> None:
-    """Train the model that fine-tuning starts from."""
+    """Train the model that is fine-tuned later."""
     torch.set_num_threads(1)
     torch.manual_seed(0)
     text = torch.frombuffer(bytearray(b"".join(map(source, TRAINED_ON.split()))), dtype=torch.uint8).long()

@@ -1,6 +1,6 @@
-"""Methods of trak_lite, by its public API alone, and what everything has to beat. Shapes: N train rows, M targets.
+"""Methods of trak_lite, through its public API, and baselines. Shapes: N train rows, M targets.
 
-A method takes a :class:`Problem` and returns scores ``(N, M)``. All see the same models, data and targets.
+A method takes a :class:`Problem` and returns scores ``(N, M)``. All methods use the same models, data and targets.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ CALIBRATION_SEED = 20_000_000
 
 @dataclass(frozen=True, slots=True)
 class Problem:
-    """What every method is given."""
+    """Input of every method."""
 
     setting: Setting
     runs: list[list[Weights]]
@@ -37,7 +37,7 @@ class Problem:
     """What to attribute; ``None`` is what is measured."""
 
     def measured(self) -> AbstractModelOutput:
-        """Return the model output function that other packages are given."""
+        """Return the model output function that the other packages use."""
         return self.setting.measured() if self.output is None else self.output
 
     @property
@@ -51,7 +51,7 @@ class Problem:
         return TensorDataset(*self.setting.data()[2:])
 
     def model(self, weights: Weights | None = None) -> nn.Module:
-        """Return the network with the weights, by default those of the first run's end."""
+        """Return the network with the given weights, by default the final weights of the first run."""
         model = self.setting.make_model().eval()
         model.load_state_dict(self.runs[0][-1] if weights is None else weights)
         return model
@@ -64,7 +64,7 @@ class Problem:
 
 @dataclass(frozen=True, slots=True)
 class Attribution:
-    """What a method gives."""
+    """Result of a method."""
 
     scores: np.ndarray
     """``(N, M)``; positive is helpful."""
@@ -92,10 +92,10 @@ def ours(
     """Featurize and score.
 
     Args:
-        problem: What is attributed.
+        problem: The problem to attribute.
         checkpoints: As in :meth:`Problem.checkpoints`.
-        fields: Of the attributor's method, which ``score`` is given with these in place of its own.
-        task: In place of the setting's.
+        fields: Fields of the attributor's method to replace in ``score``.
+        task: Replaces the task of the setting.
         **settings: Arguments of ``Attributor``.
     """
     states = problem.checkpoints(checkpoints)
@@ -123,9 +123,9 @@ def averaged(problem: Problem, parts: tuple[Method, ...]) -> Attribution:
 
 
 def calibrated(problem: Problem, **settings: Any) -> Attribution:
-    """Retrain a few subsets (none of the ground truth), fit the kernel's weights on half of them, and score.
+    """Retrain on a few subsets (none of the ground truth), fit the kernel's weights on half of them, and score.
 
-    The calibrated kernel is used if the other half speaks for it, as a user would.
+    The calibrated kernel is used if it is better on the other half, as for a user.
     """
     setting, states = problem.setting, problem.checkpoints("run")
 
@@ -151,7 +151,7 @@ def calibrated(problem: Problem, **settings: Any) -> Attribution:
 
 
 def word_overlap(problem: Problem) -> Attribution:
-    """Return BM25 of the texts, which asks no model; only where there are texts."""
+    """Return BM25 of the texts, which does not use the model; only for settings with texts."""
     from trak_lite.evaluation import bm25
 
     texts = [[bytes(row).decode("latin-1") for row in ids.tolist()] for ids in problem.setting.data()[::2]]
@@ -159,7 +159,7 @@ def word_overlap(problem: Problem) -> Attribution:
 
 
 def fitted_datamodel(masks: np.ndarray, values: np.ndarray) -> Attribution:
-    """Return a ridge regression of outputs on membership, from the very retrainings that others are chosen by."""
+    """Return a ridge regression of outputs on membership, fitted to the retrainings that defaults were chosen on."""
     x, y = masks - masks.mean(0), values - values.mean(0)
     gram = x @ x.T
     gram[np.diag_indices_from(gram)] += np.trace(gram) / len(gram)

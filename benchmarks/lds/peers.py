@@ -1,7 +1,7 @@
 """Other packages as released: traker 0.3.2, dattri 0.3.0 and kronfluence 1.0.1, on the same models, data and targets.
 
-All attribute the output f that is measured (for the language model the sum of the tokens' margins; "of log p", the sum
-of log p, which ours takes by default). Where a package wants a loss, it is the summed cross-entropy of a sample.
+All attribute the measured output f (for the language model the sum of the tokens' margins; "of log p" the sum of log
+p, which is the default of trak_lite). If a package needs a loss, it is the summed cross-entropy of a sample.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ PROJ_DIM = 512
 
 
 def _as_batch(problem: Problem, sample: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
-    """Return a batch: packages call a function with one sample here and with a batch there."""
+    """Return a batch; packages call a function with one sample in some places and with a batch in others."""
     is_one = sample[1].dim() < problem.setting.data()[1].dim()
     return tuple(part.unsqueeze(0) for part in sample) if is_one else tuple(sample)
 
@@ -50,7 +50,7 @@ def loss_of(problem: Problem, model: nn.Module, weights: Any, sample: tuple[Tens
 
 
 def traker(problem: Problem, *, checkpoints: str = "final", lambda_reg: float = 0.0) -> Attribution:
-    """Return the scores of the original TRAK, in float32: its float16 is beyond use on many processors."""
+    """Return the scores of the original TRAK, in float32; its float16 is too slow on many processors."""
     from trak import TRAKer
 
     states = problem.checkpoints(checkpoints)
@@ -100,7 +100,7 @@ def _traker_output(problem: Problem) -> Any:
 
 
 def _attribution_task(problem: Problem, checkpoints: str, *, of_loss: bool) -> Any:
-    """Return dattri's view: train rows by f or by their loss, targets by f."""
+    """Return the task in dattri's interface: train rows by f or by their loss, targets by f."""
     from dattri.task import AttributionTask
 
     model = problem.model()
@@ -152,7 +152,7 @@ def dattri_influence(
 
 
 def kronfluence(problem: Problem, *, checkpoints: str = "final", strategy: str = "ekfac") -> Attribution:
-    """Return kronfluence's scores at its default damping, the mean over checkpoints."""
+    """Return kronfluence's scores at its default damping, averaged over checkpoints."""
     states = problem.checkpoints(checkpoints)
     parts = [_kronfluence_of_one(problem, problem.model(state), strategy) for state in states]
     return Attribution(np.mean(parts, axis=0), len(states))

@@ -1,8 +1,8 @@
-"""What the table is measured on: data, models and how they are trained. Shapes: N train rows, M targets.
+"""The problems of the benchmark: data, models and training. Shapes: N train rows, M targets.
 
-``digits_mlp`` and ``digits_cnn``: scikit-learn's digits with noise of deviation 0.3 and 10 % of the train labels moved
-to another class, N = 1200, M = 300 with clean labels. ``python_lm``: a byte-level GPT fine-tuned on chunks of 20
-modules of Python's standard library, N = 600, M = 150 other chunks of them.
+``digits_mlp`` and ``digits_cnn``: scikit-learn's digits with noise of standard deviation 0.3 and 10 % of the train
+labels changed to another class, N = 1200, M = 300 with clean labels. ``python_lm``: a byte-level GPT fine-tuned on
+chunks of 20 modules of Python's standard library, N = 600; M = 150 other chunks of the same modules.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ NOISE, FLIPPED = 0.3, 0.1
 
 @dataclass(frozen=True, slots=True)
 class Setting:
-    """One problem: what is trained on what, and how."""
+    """One problem: data, model and training."""
 
     name: str
     task: str
@@ -56,7 +56,7 @@ class Setting:
 
 
 def digest(*arrays: Tensor) -> str:
-    """Return a digest of the values, which tells whether cached ground truth belongs to them."""
+    """Return a digest of the values, which identifies the cached ground truth."""
     found = hashlib.sha256()
     for array in arrays:
         found.update(str(tuple(array.shape)).encode() + array.numpy().tobytes())
@@ -65,7 +65,7 @@ def digest(*arrays: Tensor) -> str:
 
 @cache
 def digits() -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Return noisy images ``(N, 1, 8, 8)`` with labels of which a tenth is wrong, and targets with right ones."""
+    """Return noisy images ``(N, 1, 8, 8)`` with labels of which a tenth is wrong, and targets with clean labels."""
     from sklearn.datasets import load_digits
 
     found, rng = load_digits(), np.random.default_rng(0)
@@ -80,7 +80,7 @@ def digits() -> tuple[Tensor, Tensor, Tensor, Tensor]:
 
 @cache
 def flipped_rows() -> np.ndarray:
-    """Return for each train row whether its label is wrong, ``(N,)``."""
+    """Return a mask of the train rows with wrong labels, ``(N,)``."""
     from sklearn.datasets import load_digits
 
     order = np.random.default_rng(0).permutation(len(load_digits().target))[:NUM_TRAIN]

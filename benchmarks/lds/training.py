@@ -1,7 +1,7 @@
 """Training of many small models at once: weights stacked, one vmapped gradient per step.
 
-Model k sees only the rows of its own mask, in an order and from first weights of its own seed: elementwise optimizers
-treat a stack of weights as they treat each of them.
+Model k uses only the rows of its mask; its order of rows and initial weights depend on its seed. Elementwise
+optimizers treat stacked weights like separate ones.
 """
 
 from __future__ import annotations
@@ -21,12 +21,12 @@ Weights = dict[str, Tensor]
 
 
 def train(setting: Setting, masks: np.ndarray, seeds: Sequence[int]) -> list[list[Weights]]:
-    """Train one model per mask, all of them together.
+    """Train one model per mask, all at once.
 
     Args:
-        setting: What is trained, and how.
-        masks: ``(m, N)`` booleans with one count of rows.
-        seeds: One for each model.
+        setting: The problem.
+        masks: ``(m, N)`` booleans with equal numbers of rows.
+        seeds: One seed per model.
 
     Returns:
         For each model its weights at the setting's checkpoints.
@@ -67,7 +67,7 @@ def _loss(setting: Setting, module):
 
 
 def _stepper(setting: Setting, stacked: Weights, steps: int):
-    """Return the optimizer's step, and the step of a rate that falls to zero by a cosine."""
+    """Return the step of the optimizer, and the schedule of the learning rate: a cosine that falls to zero."""
     settings = {"lr": setting.learning_rate, "weight_decay": setting.weight_decay}
     if setting.optimizer == "SGD":
         optimizer: torch.optim.Optimizer = torch.optim.SGD(stacked.values(), momentum=0.9, **settings)

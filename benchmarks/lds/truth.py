@@ -1,7 +1,7 @@
 """Ground truth: outputs of models retrained on half-subsets, and the weights of runs on all data.
 
-Outputs are cached as ``benchmarks/data/lds_<setting>.npz`` with what they were made with; weights of the runs on all
-data are made anew, in seconds to minutes, and kept in ``runs/lds``, which git ignores.
+Outputs are cached in ``benchmarks/data/lds_<setting>.npz`` with the values that determine them. The weights of runs
+on all data are trained again, in seconds to minutes, and stored in ``runs/lds``, which git ignores.
 
 Run:  python -m benchmarks.lds.truth [--settings digits_mlp ...] [--seeds 3]
 """
@@ -28,7 +28,7 @@ FULL_RUN_SEED = 10_000_000
 
 
 class Truth(NamedTuple):
-    """What scores are held against. S subsets, R seeds, N train rows, M targets."""
+    """The ground truth for scores. S subsets, R seeds, N train rows, M targets."""
 
     masks: np.ndarray
     """``(S, N)`` booleans."""
@@ -37,7 +37,7 @@ class Truth(NamedTuple):
 
 
 def subset_masks(num_rows: int, num_subsets: int) -> np.ndarray:
-    """Return random halves, ``(S, N)`` booleans; the first rows stay the same when more are asked for."""
+    """Return random halves, ``(S, N)`` booleans; a larger S keeps the first masks."""
     masks = np.zeros((num_subsets, num_rows), dtype=bool)
     for k, mask in enumerate(masks):
         mask[np.random.default_rng((k, 2)).permutation(num_rows)[: num_rows // 2]] = True
@@ -45,7 +45,7 @@ def subset_masks(num_rows: int, num_subsets: int) -> np.ndarray:
 
 
 def identity(setting: Setting) -> str:
-    """Return what the ground truth depends on, as JSON: data, model and training."""
+    """Return the values that determine the ground truth, as JSON: data, model and training."""
     weights = setting.make_model().named_parameters()
     fields = {name: getattr(setting, name) for name in ("task", "optimizer", "learning_rate", "weight_decay")}
     fields |= {"batch_size": setting.batch_size, "epochs": setting.epochs, "data": digest(*setting.data())}
@@ -101,7 +101,7 @@ def generate(setting: Setting, num_seeds: int) -> Path:
 
 
 def full_runs(setting: Setting, num_runs: int) -> list[list[Weights]]:
-    """Return the checkpoints of runs on all data, made where they are not kept yet; a run's last is its final model."""
+    """Return the checkpoints of runs on all data; train those that are not stored. The last is the final model."""
     path = RUNS / f"{setting.name}.pt"
     key = identity(setting) + str(setting.checkpoint_epochs)
     kept = torch.load(path) if path.exists() else {"key": key, "runs": []}
@@ -115,7 +115,7 @@ def full_runs(setting: Setting, num_runs: int) -> list[list[Weights]]:
 
 
 def main() -> None:
-    """Make the ground truth of the settings."""
+    """Generate the ground truth of the settings."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--settings", nargs="*", default=list(SETTINGS), choices=list(SETTINGS))
     parser.add_argument("--seeds", type=int, default=3)

@@ -1,18 +1,18 @@
-"""hosts: two hosts with a common disk, of which one is lost and comes back, under torchrun's c10d rendezvous.
+"""hosts: two hosts with a shared disk, of which one is lost and comes back, under torchrun's c10d rendezvous.
 
-The hosts are two network namespaces joined by a veth pair; making them needs root. Elsewhere, or with ``--loopback``,
-both are agents on the loopback interface, and a loss is a kill alone. Both share one kernel and its file locks: a
-network file system is not tested by this.
+The hosts are two network namespaces joined by a veth pair, which requires root. Without root, or with
+``--loopback``, both are agents on the loopback interface, and a loss is only a kill. Both share one kernel and its
+file locks: no network file system is tested.
 
-Losing a host is: its link goes down, and every process of it is killed with SIGKILL at once. Scenarios:
+To lose a host, its link is taken down, and all its processes are killed with SIGKILL at once. Scenarios:
 
 - second: the host without the rendezvous is lost after a part of the rows, and comes back (``--nnodes=1:2
-  --max-restarts=3``); the agents are told not to share the rendezvous' own store with the ranks, without which torch
-  2.13 does not let in a host that comes back.
-- second_by_default: the same as torchrun does it by default.
+  --max-restarts=3``). An environment variable prevents the agents from sharing the store of the rendezvous with the
+  ranks; otherwise torch 2.13 does not let a host come back.
+- second_by_default: the same without the variable.
 - first: the host with the rendezvous is lost.
 
-What the agents do is written down. Where one does not end well, both are started anew on the same store.
+The behaviour of the agents is recorded. If an agent does not end well, both are started again on the same store.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ PATIENCE = 600.0  # seconds for everything that has to end by itself; agents wai
 
 @dataclass(slots=True)
 class Host:
-    """A network namespace, or the loopback interface, and the agent that was last started there."""
+    """A network namespace or the loopback interface, and the last agent that was started there."""
 
     name: str
     address: str
@@ -93,7 +93,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(options: argparse.Namespace) -> dict[str, Any]:
-    """Play the scenarios; return what happened when, and what was counted."""
+    """Run the scenarios; return events with times, and counts."""
     job = Job(rows=options.rows, chunk_rows=256, batch=32, width=256, proj_dim=128, targets=64)
     namespaces = os.geteuid() == 0 and shutil.which("ip") is not None and not options.loopback
     if not namespaces:
@@ -118,7 +118,7 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
 
 @contextmanager
 def two_hosts(namespaces: bool) -> Iterator[tuple[Host, Host]]:
-    """Make two hosts that reach each other; whatever happens, nothing of them stays."""
+    """Create two connected hosts, and remove them in any case."""
     if not namespaces:
         hosts = (Host("a", "127.0.0.1"), Host("b", "127.0.0.1"))
         try:
@@ -152,7 +152,7 @@ def ip(*arguments: str | None) -> None:
 
 @dataclass(slots=True)
 class Play:
-    """Two hosts, one store, and what happened."""
+    """Two hosts, one store, and the recorded events."""
 
     folder: Path
     job: Job
@@ -162,7 +162,7 @@ class Play:
     begun: float = field(default_factory=time.monotonic)
 
     def say(self, event: str) -> None:
-        """Write down what happens, with the time and how far the rows are."""
+        """Record an event with the time and the share of stored rows."""
         done = int(killed_ranks.on_disk(self.folder, self.job).sum())
         seconds = time.monotonic() - self.begun
         self.events.append(f"{seconds:.0f} s, {done} of {self.job.rows_of_all} rows on disk: {event}")
@@ -185,7 +185,7 @@ class Play:
             time.sleep(0.1)
 
     def ended(self, host: Host, seconds: float = PATIENCE) -> int | None:
-        """Wait for an agent; return its exit status, ``None`` if it still runs."""
+        """Wait for an agent; return its exit status, or ``None`` if it still runs."""
         try:
             status = host.agent.wait(seconds)
         except subprocess.TimeoutExpired:
@@ -195,7 +195,7 @@ class Play:
         return status
 
     def finish(self, name: str) -> None:
-        """Wait for both agents; where one does not end well, start both anew and expect that they do."""
+        """Wait for both agents; if one does not end well, start both again and require that they do."""
         if [self.ended(host) for host in self.hosts] == [0, 0]:
             return
         for host in self.hosts:
@@ -208,7 +208,7 @@ class Play:
             raise killed_ranks.Violated(f"Started anew, the agents do not end well:\n{said}")
 
     def check(self) -> None:
-        """Compare store and logs with one undisturbed process: all but the last four ranks may have been killed."""
+        """Compare store and logs with one undisturbed process; all but the last four ranks may have been killed."""
         started = len(list((self.folder / LOGS).iterdir()))
         self.round.ended_ranks = started - 4
         self.round.counts["ranks started"] = started
@@ -218,7 +218,7 @@ class Play:
 
 
 def second_is_lost(play: Play) -> None:
-    """The second host goes at a tenth of the rows, and is back at a fifth."""
+    """The second host is lost at a tenth of the rows, and comes back at a fifth."""
     for host in play.hosts:
         host.settings["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"
     second_is_lost_by_default(play)
@@ -240,7 +240,7 @@ def second_is_lost_by_default(play: Play) -> None:
 
 
 def first_is_lost(play: Play) -> None:
-    """The host with the rendezvous goes, and is back when the other one has ended, or has every row for a while."""
+    """The host with the rendezvous is lost, and comes back when the other has ended or has had all rows a while."""
     first, second = play.hosts
     for host in play.hosts:
         play.start(host, "first")

@@ -1,7 +1,7 @@
-"""kills: ranks, agents and all at once are killed at random moments, and another number of ranks goes on.
+"""kills: ranks, agents or all processes are killed at random moments, and another number of ranks resumes.
 
-Every round has a store of its own and two kills. Some kills come while processes start, some while they featurize, some
-while they score. The exit status is 1 if a promise was broken; its round is printed and kept.
+Every round has a separate store and two kills. Some kills happen while processes start, some during featurizing,
+some during scoring. The exit status is 1 if a guarantee was broken; the round is printed and kept.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(options: argparse.Namespace) -> dict[str, Any]:
-    """Run the rounds; return what was counted, and which were broken."""
+    """Run the rounds; return counts and the broken rounds."""
     job = Job(rows=options.rows, chunk_rows=256, batch=32, width=32, proj_dim=1024, targets=256)
     counts: Counter[str] = Counter()
     broken, worst, begun = [], 0.0, time.monotonic()
@@ -60,7 +60,7 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
 
 
 def play(round_: killed_ranks.Round, seed: int, number: int, strikes: int) -> str | None:
-    """Run one round; return what was wrong."""
+    """Run one round; return its errors."""
     round_.folder.mkdir()
     try:
         round_.run(*killed_ranks.drawn_strikes(random.Random(f"{seed}/{number}"), strikes))

@@ -1,4 +1,4 @@
-"""The kill loop of ``tests/parallel`` for a benchmark: one undisturbed run, and where the rounds are found."""
+"""The kill loop of ``tests/parallel`` for a benchmark: one undisturbed run, and the import of the rounds."""
 
 from __future__ import annotations
 
@@ -16,6 +16,6 @@ SCRIPT = killed_ranks.SCRIPT
 
 
 def alone(folder: Path, job: Job) -> killed_ranks.Undisturbed:
-    """Return what one rank computes that nobody disturbs."""
+    """Return the results of one undisturbed rank."""
     (folder / "alone").mkdir()
     return killed_ranks.undisturbed(folder / "alone", job)

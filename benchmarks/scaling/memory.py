@@ -1,9 +1,10 @@
-"""memory: growth of a rank's memory over featurizing and scoring, for three numbers of rows and three of ranks.
+"""memory: growth of the memory of a rank during featurizing and scoring, for three numbers of rows and three of ranks.
 
-Counted from when libraries, model and data are there and a small store was featurized and scored. ``peak_mib`` is the
-growth of the resident set at its highest. It holds pages of mapped files: rows of the store that are being read or
-were written last, which the system takes back when others want the memory. ``anonymous_mib`` is the part that no
-file backs, sampled every 5 ms: what a rank needs. Given is the rank that needs most.
+The growth is counted after libraries, model and data are loaded and a small store was featurized and scored.
+``peak_mib`` is the largest growth of the resident set. It includes pages of mapped files (rows of the store that are
+being read or were written last), which the system reclaims if other processes need memory. ``anonymous_mib`` is the
+part that no file backs, sampled every 5 ms: the memory that a rank needs. The figures are those of the rank that
+needs most.
 """
 
 from __future__ import annotations
@@ -39,7 +40,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(options: argparse.Namespace) -> dict[str, Any]:
-    """Measure every number of rows with one rank and with the most, and every number of ranks on most rows."""
+    """Measure all numbers of rows with one rank and with most ranks, and all numbers of ranks with most rows."""
     cases = [(options.rows * factor, world) for factor in FACTORS for world in (WORLDS[0], WORLDS[1])]
     cases += [(options.rows * FACTORS[-1], world) for world in WORLDS[2:]]
     found = {}
@@ -54,14 +55,14 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
 
 
 def measure(rows: int, world: int) -> dict[str, float]:
-    """Featurize and score a new store; return the most of any rank."""
+    """Featurize and score a new store; return the maximum over ranks."""
     with tempfile.TemporaryDirectory() as folder:
         _, ranks = start(world, MODULE, Path(folder), str(rows))
     return {key: max(rank[key] for rank in ranks) for key in ranks[0]}
 
 
 def rank(folder: Path, rows: int) -> None:
-    """Featurize and score, and keep how far memory grew in each."""
+    """Featurize and score, and store the growth of memory in each."""
     warm_up(folder)
     made, data, targets = attributor(folder / "run.zarr"), digits(rows), digits(TARGETS)
     figures = {}

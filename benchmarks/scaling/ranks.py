@@ -1,4 +1,4 @@
-"""What the ranks of ``speed`` and ``memory`` do, and how they are started under torchrun."""
+"""The ranks of ``speed`` and ``memory``, and their start under torchrun."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ _SAMPLING = 0.005  # seconds
 
 
 def start(world: int, module: str, folder: Path, *arguments: str) -> tuple[float, list[dict[str, Any]]]:
-    """Run ``python -m module folder arguments`` in ranks of one thread; return wall seconds and what each kept.
+    """Run ``python -m module folder arguments`` in one-thread ranks; return wall seconds and each rank's figures.
 
     Raises:
         RuntimeError: If a rank fails.
@@ -49,19 +49,19 @@ def start(world: int, module: str, folder: Path, *arguments: str) -> tuple[float
 
 
 def keep(folder: Path, figures: dict[str, Any]) -> None:
-    """Leave this rank's figures to the process that started it."""
+    """Save the figures of this rank for the process that started it."""
     (folder / f"rank-{os.environ['RANK']}.json").write_text(json.dumps(figures))
 
 
 def digits(rows: int) -> TensorDataset:
-    """Return so many rows of the 1797 digits, over and over."""
+    """Return the given number of rows, by repeating the 1797 digits."""
     images, labels = dataset(digit_batches(57)).tensors
     index = torch.arange(rows) % len(images)
     return TensorDataset(images[index], labels[index])
 
 
 def attributor(path: Path) -> Attributor:
-    """Return what all measurements use: the digits CNN, one kernel of K = 512."""
+    """Return the attributor of all measurements: the digits CNN, one kernel of K = 512."""
     torch.set_num_threads(1)
     torch.manual_seed(0)
     model = models.digits_cnn().eval()
@@ -84,7 +84,7 @@ def warm_up(folder: Path) -> None:
 
 
 def wait_for_all(folder: Path, what: str) -> None:
-    """Wait until every rank has come here."""
+    """Wait until every rank has reached this call."""
     (folder / f"{what}-{os.environ['RANK']}").touch()
     while len(list(folder.glob(f"{what}-*"))) < int(os.environ["WORLD_SIZE"]):
         time.sleep(0.002)
@@ -92,7 +92,7 @@ def wait_for_all(folder: Path, what: str) -> None:
 
 @contextmanager
 def anonymous_growth() -> Iterator[tuple[Growth, Growth]]:
-    """Measure how far the resident set grows, and the part of it that no file backs, sampled every 5 ms."""
+    """Measure the growth of the resident set, and of the part that no file backs, sampled every 5 ms."""
     anonymous, before, most, ended = Growth(), _anonymous_kib(), 0, threading.Event()
 
     def sample() -> None:

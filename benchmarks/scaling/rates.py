@@ -1,14 +1,14 @@
-"""rates: what a plan for large runs is made of, on one thread, in CPU time, from rows in memory.
+"""rates: the rates for a plan of large runs, on one thread, in CPU time, from rows in memory.
 
-- gram: of float16 rows, float64 products, for several K; floating point operations are counted as 2 N K^2.
+- gram: float64 products of float16 rows, for several K; counted as 2 N K^2 floating point operations.
 - factorise: damping and Cholesky, counted as K^3 / 3.
-- score: float16 rows against M targets behind their kernel, counted as 2 N K M.
-- top: scores per second that pass through the search for the 20 most helpful and most harmful rows of every target.
-- claim: a chunk claimed and given up; look: which of 10,000 chunks are committed.
-- files: by which a finished table grows with a chunk.
-- all_reduce: bytes of a gram per second of wall time, between two processes of this machine (gloo).
+- score: float16 rows times M targets multiplied by the inverse kernel, counted as 2 N K M.
+- top: scores per second in the search for the 20 most helpful and most harmful rows of every target.
+- claim: claiming a chunk and releasing it; look: listing which of 10,000 chunks are committed.
+- files: number of files per chunk of a finished table.
+- all_reduce: bytes of a gram matrix per second of wall time, between two processes of this machine (gloo).
 
-Reading and writing rows is measured by ``benchmarks.bench_store``.
+``benchmarks.bench_store`` measures reading and writing rows.
 """
 
 from __future__ import annotations
@@ -71,7 +71,7 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
 
 
 def seconds(call: Callable[[], Any], turns: int) -> float:
-    """Return the median CPU time of a call, after one that does not count."""
+    """Return the median CPU time of a call, after one warm-up call."""
     call()
     return statistics.median(cpu_seconds(call) for _ in range(turns))
 
@@ -82,13 +82,13 @@ def some_rows(count: int, width: int) -> torch.Tensor:
 
 
 def gram_rate(width: int, turns: int) -> float:
-    """Return GFLOP/s of summing up a gram."""
+    """Return GFLOP/s of summing a gram matrix."""
     rows, layout, weights = some_rows(ROWS, width), FeatureLayout.joint(width), torch.ones(ROWS)
     return 2e-9 * ROWS * width**2 / seconds(lambda: gram([rows], weights, layout=layout), turns)
 
 
 def factorise_rate(width: int, turns: int) -> float:
-    """Return GFLOP/s of damping and factorising a gram."""
+    """Return GFLOP/s of damping and factorising a gram matrix."""
     matrix = gram([some_rows(2 * width, width)], layout=FeatureLayout.joint(width))[0]
     settings = KernelSettings()
     return 1e-9 * width**3 / 3 / seconds(lambda: factorise(matrix, settings, num_rows=2 * width), turns)
@@ -102,7 +102,7 @@ def score_rate(count: int, turns: int) -> float:
 
 
 def top_rate(turns: int) -> float:
-    """Return how many scores per second are searched for the strongest rows at both ends."""
+    """Return the number of scores per second in the search for the most helpful and most harmful rows."""
     tiles = torch.randn(ROWS, 512, generator=torch.Generator().manual_seed(0)).split(TILE)
 
     def search() -> None:
@@ -121,7 +121,7 @@ def many_chunks() -> TableSpec:
 
 
 def claim_microseconds(turns: int) -> float:
-    """Return the CPU time of claiming a chunk and giving it up, in microseconds."""
+    """Return the CPU time of claiming a chunk and releasing it, in microseconds."""
     with tempfile.TemporaryDirectory() as folder:
         table = make_table(folder, many_chunks())
 
@@ -134,7 +134,7 @@ def claim_microseconds(turns: int) -> float:
 
 
 def look_milliseconds(turns: int) -> float:
-    """Return the CPU time of finding out which of 10,000 chunks are committed, once most are known."""
+    """Return the CPU time of listing which of 10,000 chunks are committed, when most are known."""
     with tempfile.TemporaryDirectory() as folder:
         table = make_table(folder, many_chunks())
         fill(table)
@@ -142,7 +142,7 @@ def look_milliseconds(turns: int) -> float:
 
 
 def files_per_chunk(_: int) -> float:
-    """Return by how many files a finished table grows with a chunk."""
+    """Return the number of files that a chunk adds to a finished table."""
     counts = []
     for chunks in (8, 16):
         with tempfile.TemporaryDirectory() as folder:
@@ -152,14 +152,14 @@ def files_per_chunk(_: int) -> float:
 
 
 def all_reduce_rate(_: int) -> float:
-    """Return GB of a gram per second of an all-reduce between two processes of this machine."""
+    """Return GB/s of an all-reduce of a gram matrix between two processes of this machine."""
     with tempfile.TemporaryDirectory() as folder:
         _, ranks = start(2, MODULE, Path(folder))
     return REDUCED_MIB / 1024 * 1.073741824 / max(rank["seconds"] for rank in ranks)
 
 
 def rank(folder: Path) -> None:
-    """Reduce a gram over all ranks, some times."""
+    """Reduce a gram matrix over all ranks, several times."""
     torch.set_num_threads(1)
     distributed.init_process_group("gloo", timeout=timedelta(seconds=60))
     gram_like = torch.ones(REDUCED_MIB << 17, dtype=torch.float64)

@@ -1,8 +1,8 @@
-"""speed: wall time of featurizing the digits CNN with one and with two processes of one thread, in turn.
+"""speed: wall time of featurizing the digits CNN with one and with two processes of one thread, alternately.
 
-The time of the featurize part runs from the moment when every rank has imported, built its model and featurized
-256 rows of another store, until the last rank returns, when all rows are on disk. The time of the whole command, with
-starting torchrun, imports and warming up, is given beside it.
+The time of featurizing starts when every rank has imported, built its model and featurized 256 rows of another
+store. It ends when the last rank returns and all rows are on disk. The time of the whole command, including the
+start of torchrun, imports and warm-up, is also reported.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(options: argparse.Namespace) -> dict[str, Any]:
-    """Measure in turn; return medians, and ratios turn by turn."""
+    """Measure alternately; return medians, and ratios per turn."""
     turns: list[dict[int, dict[str, float]]] = []
     for _ in range(options.turns):
         turns.append({world: measure(world, options.rows) for world in options.worlds})
@@ -58,7 +58,7 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
 
 
 def measure(world: int, rows: int) -> dict[str, float]:
-    """Featurize a new store with so many processes."""
+    """Featurize a new store with the given number of processes."""
     with tempfile.TemporaryDirectory() as folder:
         wall, ranks = start(world, MODULE, Path(folder), str(rows))
     seconds = max(rank["end"] for rank in ranks) - min(rank["begin"] for rank in ranks)
@@ -72,7 +72,7 @@ def measure(world: int, rows: int) -> dict[str, float]:
 
 
 def rank(folder: Path, rows: int) -> None:
-    """Featurize, and keep when it began and ended by the clock that all processes share."""
+    """Featurize, and store the start and end by a clock that all processes share."""
     warm_up(folder)
     made, data = attributor(folder / "run.zarr"), digits(rows)
     wait_for_all(folder, "ready")
