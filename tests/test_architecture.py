@@ -32,7 +32,7 @@ FLOORS = [
 """From the ground up: a module imports only from lower floors or from its own room."""
 FILE_OF = {
     "docstring_parser": "cli/keys.py",
-    "jsonargparse": "cli/parsing.py",
+    "jsonargparse": "cli/configs.py",
     "yaml": "cli/configs.py",
     "datasets": "integrations/huggingface.py",
     "peft": "integrations/huggingface.py",

@@ -408,8 +408,8 @@ def test_the_report_gets_scores_renders_and_a_place(
             "run takes one of a config and a store, the config first. Usage: trak-lite run (CONFIG | --from",
         ),
         (["run", "a.yaml", "--from", "b"], "run takes one of"),
-        (["run", "--from"], "--from has no value. Expected --from PATH."),
-        (["report", "a.zarr", "--out"], "--out has no value. Expected --out PATH."),
+        (["run", "--from"], "--from has no value. Expected --from VALUE."),
+        (["report", "a.zarr", "--out"], "--out has no value. Expected --out VALUE."),
         (["report"], "report takes one of"),
         (["run", "no/such.yaml"], "There is no config at no/such.yaml"),
     ],
@@ -447,7 +447,7 @@ def test_without_the_extra_the_store_can_be_looked_at_and_the_rest_says_what_to_
     assert ended.stdout.splitlines()[0] == "set()"
     assert ended.stdout.splitlines()[-1] == "0 0 2"
     assert ended.stderr == (
-        "trak-lite: run needs docstring_parser, which is not installed. Install it with pip install 'trak-lite[cli]'.\n"
+        "trak-lite: run needs jsonargparse, which is not installed. Install it with pip install 'trak-lite[cli]'.\n"
     )
 
 
@@ -459,5 +459,5 @@ def test_every_run_of_a_record_is_checked_like_a_config(copied: Path) -> None:
         store, RunRecord("run", "", {**record.config, "sead": 1}, record.recipe_digest, record.versions)
     )
 
-    with pytest.raises(InvalidInputError, match=r"The run kept in .*run\.zarr: unknown key 'sead'"):
-        read_config("run", last_record(store) or record, [])
+    with pytest.raises(InvalidInputError, match=r"The run stored in .*run\.zarr: unknown key 'sead'"):
+        read_config(last_record(store) or record, [("recipe", str(copied / "recipe.py"))])

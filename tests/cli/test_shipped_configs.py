@@ -109,5 +109,5 @@ def test_an_unknown_source_is_refused_with_the_known_ones(capsys: pytest.Capture
         cli.main(["run", str(ROOT / "configs" / "cifar10.yaml"), "--recipe_arguments.source=stand-on"]) == 2
     )
 
-    said = "source must be 'torchvision' or 'stand-in', got 'stand-on'. Did you mean 'stand-in'?"
+    said = "source must be Literal['torchvision', 'stand-in'], got 'stand-on'."
     assert said in capsys.readouterr().err

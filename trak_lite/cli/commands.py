@@ -15,7 +15,7 @@ from safetensors.torch import save_file
 
 from trak_lite.attributor import Attributor, FeaturizeSummary
 from trak_lite.cli.configs import RunConfig
-from trak_lite.cli.recipes import Recipe, last_trained, trained_states
+from trak_lite.cli.recipes import SECTION, Recipe, last_trained, trained_states
 from trak_lite.cli.records import RunRecord, store_record_of_run
 from trak_lite.data.datasets import Rows
 from trak_lite.errors import CheckpointError, InvalidInputError, MissingStoreError
@@ -44,13 +44,13 @@ class Job:
         """Build the model and decide every setting; nothing is written yet."""
         self.config = config
         self.recipe = recipe
-        model = recipe.call("build_model", config.recipe_arguments)
+        model = recipe.call("build_model", config.section(SECTION))
         self.attributor = Attributor(model, **config.attributor_arguments())
 
     @cached_property
     def train_data(self) -> Any:
         """The recipe's train data."""
-        return self.recipe.call("train_data", self.config.recipe_arguments)
+        return self.recipe.call("train_data", self.config.section(SECTION))
 
     @cached_property
     def train_rows(self) -> Rows:
@@ -60,7 +60,7 @@ class Job:
     @cached_property
     def target_rows(self) -> Rows:
         """The rows of the recipe's targets that the config chooses."""
-        data = self.recipe.call("target_data", self.config.recipe_arguments)
+        data = self.recipe.call("target_data", self.config.section(SECTION))
         return Rows(data, **self.config.section("target_data"), what="the targets")
 
     def train(self) -> int:
@@ -72,10 +72,10 @@ class Job:
             CheckpointError: If there is none at the path that a store has recorded: a store chooses no place to write.
         """
         folder = self.config.values["checkpoints"]
-        train = self.recipe.bound("train", self.config.recipe_arguments)
+        train = self.recipe.bound("train", self.config.section(SECTION))
         if train is None or not isinstance(folder, str) or _has_entries(folder):
             return 0
-        if "checkpoints" in self.config.recorded:
+        if self.config.recorded:
             raise CheckpointError(
                 f"There is no checkpoint at {folder}, which the run kept in {self.config.path} names. To train, and "
                 "write checkpoints there, pass --checkpoints PATH: a store chooses no place to write."
@@ -123,7 +123,7 @@ class Job:
         Raises:
             InvalidInputError: If the recipe cannot train.
         """
-        train = self.recipe.bound("train", self.config.recipe_arguments)
+        train = self.recipe.bound("train", self.config.section(SECTION))
         if train is None:
             raise InvalidInputError(
                 f"The recipe {self.recipe.path} defines no train(indices, seed), which verify calls for every random "
@@ -219,7 +219,7 @@ def report(config: RunConfig, out: str | None) -> Iterator[str]:
     read = stored_scores if chosen["dense"] else streamed_scores
     scores = read(Workspace(config.path), settings, name, settings.scored_by(chosen["method"]))
     render, render_target = (
-        None if recipe is None else recipe.bound(function, config.recipe_arguments)
+        None if recipe is None else recipe.bound(function, config.section(SECTION))
         for function in ("render", "render_target")
     )
     place = _report_path(config) if out is None else out

@@ -1,230 +1,274 @@
-"""Configs: YAML from a file or from a store, with what the command line says in its place, checked and made whole.
+"""Configs: YAML from a file, or the config that a store recorded, combined with the options of the command line.
 
-The keys are the arguments of :class:`~trak_lite.Attributor`, those of its methods and of :func:`~trak_lite.verify` in
-a section of that name (``score.method``), those of :class:`~trak_lite.Rows` in ``train_data`` and ``target_data``, and
-those of the recipe's functions in ``recipe_arguments``.
+The keys are the arguments of :class:`~trak_lite.Attributor`. The arguments of its methods and of
+:func:`~trak_lite.verify` are in sections of these names (``score.method``), those of :class:`~trak_lite.Rows` in
+``train_data`` and ``target_data``, and those of the recipe's functions in ``recipe_arguments``.
 """
 
 from __future__ import annotations
 
+import difflib
 import os
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass, fields
 from functools import cache, partial
+from inspect import formatannotation
 from pathlib import Path
-from typing import Any, final
+from typing import Any, TypeAlias, final, get_args
 
 import yaml
+from jsonargparse import SUPPRESS, ArgumentError, ArgumentParser, Namespace
 
-from trak_lite._validate import check_depth
+from trak_lite._validate import check_depth, known_names
 from trak_lite.attributor import Attributor
-from trak_lite.cli.keys import REQUIRED, Key, keys_of
-from trak_lite.cli.parsing import ConfigParser, overrides, refuse_unknown
+from trak_lite.cli.keys import REQUIRED, Key, is_plain, keys_of
 from trak_lite.cli.recipes import SECTION, Recipe, load_recipe
 from trak_lite.cli.records import RunRecord
 from trak_lite.data.datasets import Rows
 from trak_lite.errors import InvalidInputError
+from trak_lite.gradient_computers.normalization import Normalization
 from trak_lite.methods import as_method
 from trak_lite.retraining.verify import verify
 from trak_lite.store import RemotePlace
 from trak_lite.store.remote.place import resolve_place
 
-__all__ = ["RunConfig", "config_parser", "read_config"]
+__all__ = ["RunConfig", "help_text", "read_config", "run_keys"]
+
+Option: TypeAlias = tuple[str, str]
+"""Name and text of an option of the command line."""
 
 _OWN_KEYS = (
-    Key(
-        "recipe",
-        str,
-        REQUIRED,
-        "Python file that gives model and data; beside a config, relative to its folder.",
-    ),
+    Key("recipe", str, REQUIRED, "Python file of the recipe. In a config: relative to the config's folder."),
     Key("path", str, REQUIRED, "Folder of the store (runs/digits.zarr), or its address in an object store."),
     Key(
         "checkpoints",
         str | list[str] | None,
         None,
-        "File or folder of checkpoints, or several; null takes the model as build_model() gives it.",
+        "File or folder of checkpoints, or a list of them. null uses the model as build_model() returns it.",
     ),
-    Key(
-        "train_seed",
-        int,
-        0,
-        "Passed to the recipe's train(indices, seed), which run calls if there is no checkpoint.",
-    ),
+    Key("train_seed", int, 0, "Seed for the recipe's train(indices, seed), if run calls it."),
 )
 
 
 @final
 @dataclass(frozen=True, slots=True)
 class RunConfig:
-    """A config with every value decided, and its recipe."""
+    """A config with a value for every key, and its recipe."""
 
     values: Mapping[str, Any]
-    """By dotted name; JSON values."""
+    """JSON values by dotted name."""
     recipe: Recipe | None
-    """``None`` for a command that can do without, if the command line names none."""
-    recorded: frozenset[str] = frozenset()
-    """Names of the values that a store has recorded, and neither a file nor the command line of the user's says."""
+    """``None`` if the command needs no recipe and none is given."""
+    recorded: bool
+    """Whether ``checkpoints`` comes from the record of a store, not from the user."""
 
     @property
     def path(self) -> str | RemotePlace:
-        """Where the store is."""
+        """Path or address of the store."""
         return resolve_place(self.values["path"])
 
-    @property
-    def recipe_arguments(self) -> dict[str, Any]:
-        """What the recipe's functions take."""
-        return self.section(SECTION)
-
     def attributor_arguments(self) -> dict[str, Any]:
-        """Return the keywords of an attributor, all but the model."""
-        chosen = {key.name: _built(key, self.values[key.name]) for key in _attributor_keys()}
-        return {**chosen, "path": self.values["path"]}
+        """Return the keyword arguments of an :class:`~trak_lite.Attributor`, except the model."""
+        chosen = {key.name: self.values[key.name] for key in keys_of(Attributor.__init__)}
+        return {**chosen, "normalize": _normalization(chosen["normalize"])}
 
     def section(self, name: str) -> dict[str, Any]:
-        """Return the values of a section, by the name of the argument."""
-        prefix = f"{name}."
+        """Return the values of a section by argument name."""
         return {
-            key.removeprefix(prefix): value for key, value in self.values.items() if key.startswith(prefix)
+            key.removeprefix(f"{name}."): value
+            for key, value in self.values.items()
+            if key.startswith(f"{name}.")
         }
 
     def to_json(self) -> dict[str, Any]:
-        """Return the config as a YAML file would say it, every value written out and every path absolute."""
-        nested: dict[str, Any] = {}
-        for name, value in self.values.items():
-            section, _, key = name.rpartition(".")
-            (nested.setdefault(section, {}) if section else nested)[key] = value
-        return nested
+        """Return the config as a YAML file states it, with every key and absolute paths."""
+        sections = {key.partition(".")[0] for key in self.values if "." in key}
+        single = {key: value for key, value in self.values.items() if "." not in key}
+        return {**single, **{name: self.section(name) for name in sections}}
 
 
-def config_parser(command: str, text: str, usage: str) -> ConfigParser:
-    """Return what reads a config's keys, all but those of the recipe's functions."""
-    return ConfigParser(command, _keys(), usage=usage, text=text)
+def help_text(usage: str, text: str) -> str:
+    """Return the help page of a command, with all keys except those of a recipe's functions."""
+    return _parser(run_keys(), usage=usage, description=text).format_help()
 
 
-def read_config(
-    command: str, source: str | RunRecord, arguments: Sequence[str], *, runs: bool = True
-) -> RunConfig:
-    """Return a config, from a file or a run that a store has kept, with some values overridden.
+def read_config(source: str | RunRecord, options: Sequence[Option], *, runs: bool = True) -> RunConfig:
+    """Return a config from a file or from the record of a run, with the values of the command line.
 
-    Everything but the recipe's own arguments is checked before a line of the recipe is run. The recipe that a record
-    names is never run: a store may be of somebody else's, and a digest that it records says nothing of its code.
+    All other keys are checked before the recipe is executed. The recipe named in a record is never executed: a store
+    may come from someone else, and the recorded digest says nothing about what the code does.
 
     Args:
-        command: Name of the command, for messages.
         source: Path of the YAML file, or the record of a run.
-        arguments: Overrides, as the command line gives them.
-        runs: Whether the command needs model and data; one that only looks may have no recipe.
+        options: Names and texts of the options of the command line.
+        runs: Whether the command needs model and data; without them the recipe is optional.
 
     Raises:
-        InvalidInputError: If the file cannot be read, a key is unknown, a value is of the wrong type or missing, the
-            recipe cannot be run, or none is named on the command line where the source is a record.
+        InvalidInputError: If the file cannot be read, a key is unknown, a value is missing or has the wrong type, the
+            recipe cannot be executed, or the source is a record and the command line names no recipe.
     """
-    given, where, folder = _given(source)
-    is_record = isinstance(source, RunRecord)
-    parser = ConfigParser(command, _keys())
-    of_recipe = given.pop(SECTION, None) or {}
-    if not isinstance(of_recipe, Mapping):
-        raise InvalidInputError(f"{where}: {SECTION} must be a mapping, got {of_recipe!r}.")
-    texts = list(overrides(arguments))
-    values = {key.name: key.default for key in parser.keys.values()}
-    for name, value in _flat(given, parser.keys, where=where, command=command):
-        values[name] = parser.value(name, value, where=where)
-    recorded = frozenset(values if is_record else ()) - {name for name, _ in texts}
-    recipe_there, values["recipe"] = values["recipe"], REQUIRED
-    if not is_record and recipe_there is not REQUIRED:
-        values["recipe"] = str(folder / recipe_there)
-    for name, text in texts:
-        if not name.startswith(f"{SECTION}."):
-            values[name] = parser.text(name, text)
-    if is_record and runs and values["recipe"] is REQUIRED:
-        raise _unnamed_recipe(where, recipe_there)
-    _refuse_missing({name: value for name, value in values.items() if runs or name == "path"}, where)
-    recipe = None if values["recipe"] is REQUIRED else load_recipe(Path(values["recipe"]))
-    if recipe is None:
-        values |= _recipe_values(ConfigParser(command, ()), {}, texts, where)
+    typed = dict(options)
+    if isinstance(source, RunRecord):
+        given, where, folder = dict(source.config), f"The run stored in {source.where}", Path()
+        there = given.pop("recipe", None)
+        if runs and "recipe" not in typed:
+            raise InvalidInputError(
+                f"{where} can only be repeated with a recipe that you name: a store chooses no code. It was made with "
+                f"{there!r}. Pass --recipe FILE with a file that you trust."
+            )
     else:
-        values |= _recipe_values(ConfigParser(command, recipe.keys()), of_recipe, texts, where)
-    return RunConfig(_absolute(values, recipe), recipe, recorded)
-
-
-def _unnamed_recipe(where: str, recipe_there: Any) -> InvalidInputError:
-    """Return the error of a recorded run that is to be repeated without naming its code."""
-    there = "" if recipe_there is REQUIRED else f" It was made with {recipe_there!r}."
-    return InvalidInputError(
-        f"{where} is repeated with a recipe that you name: a store chooses no code.{there} Pass --recipe FILE with a "
-        "file that you trust."
-    )
-
-
-def _recipe_values(
-    parser: ConfigParser, given: Mapping[str, Any], texts: Sequence[tuple[str, str]], where: str
-) -> dict[str, Any]:
-    """Return the values of the recipe's arguments: what is given, else the defaults of its functions."""
-    values = {key.name: key.default for key in parser.keys.values()}
-    values |= {
-        name: parser.value(name, value, where=where)
-        for name, value in ((f"{SECTION}.{key}", value) for key, value in given.items())
-    }
-    values |= {name: parser.text(name, text) for name, text in texts if name.startswith(f"{SECTION}.")}
-    _refuse_missing(values, where)
-    # A default may be a tuple, which JSON has not.
-    return {name: list(value) if isinstance(value, tuple) else value for name, value in values.items()}
+        given, where, folder = _read_yaml(source), source, Path(source).parent
+    arguments = given.pop(SECTION, None) or {}
+    if not isinstance(arguments, Mapping):
+        raise InvalidInputError(f"{where}: {SECTION} must be a mapping, got {arguments!r}.")
+    of_recipe = [option for option in options if option[0].startswith(f"{SECTION}.")]
+    needed = [key if runs or key.name == "path" else key.optional() for key in run_keys()]
+    values = _parsed(needed, given, [option for option in options if option not in of_recipe], where)
+    recipe, keys, named = None, [], {}
+    if values["recipe"] is not None:
+        recipe = load_recipe((Path() if "recipe" in typed else folder) / values["recipe"])
+        keys, named = recipe.keys(), {f"{SECTION}.{name}": value for name, value in arguments.items()}
+    values |= _parsed(keys, named, of_recipe, where)
+    values["recipe"] = None if recipe is None else str(recipe.path)
+    return RunConfig(_absolute(values), recipe, isinstance(source, RunRecord) and "checkpoints" not in typed)
 
 
 @cache
-def _keys() -> tuple[Key, ...]:
-    """Return the keys of every config, from the signatures of the attributor."""
+def run_keys() -> tuple[Key, ...]:
+    """Return the keys of every config, except those of a recipe's functions."""
     rows = partial(keys_of, Rows.__init__, without=("data", "what"))
     return (
         *_OWN_KEYS,
-        *_attributor_keys(),
+        *(
+            key._replace(type=key.type | dict[str, float | str | None]) if key.name == "normalize" else key
+            for key in keys_of(Attributor.__init__, without=("path",))
+        ),
         *rows(section="train_data"),
         *rows(section="target_data"),
         *keys_of(Attributor.featurize, section="featurize"),
-        *_with_method(keys_of(Attributor.score, section="score")),
+        *keys_of(Attributor.score, section="score"),
         *keys_of(verify, section="verify", without=("strata", "texts")),
     )
 
 
-@cache
-def _attributor_keys() -> tuple[Key, ...]:
-    return tuple(_with_method(keys_of(Attributor.__init__, without=("path",))))
-
-
-def _with_method(keys: Iterable[Key]) -> Iterator[Key]:
-    """Yield keys, the one of a method with the check that its name and fields are known."""
+def _parser(keys: Sequence[Key], **texts: Any) -> ArgumentParser:
+    parser = ArgumentParser(
+        exit_on_error=False, default_env=False, allow_abbrev=False, add_help=False, **texts
+    )
     for key in keys:
-        yield replace(key, check=_check_method) if key.argument == "method" else key
+        default = SUPPRESS if key.default is REQUIRED else key.default
+        parser.add_argument(f"--{key.name}", type=key.type, default=default, help=key.help)
+    return parser
 
 
-def _check_method(value: Any) -> None:
-    if value != "auto":
-        as_method(value)
+def _parsed(
+    keys: Sequence[Key], given: Mapping[Any, Any], options: Sequence[Option], where: str
+) -> dict[str, Any]:
+    """Return the values of keys by dotted name: defaults, replaced by values of a file, replaced by options."""
+    known, parser = {key.name: key for key in keys}, _parser(keys)
+    steps: list[tuple[str, str, Any, Callable[..., Namespace]]] = [
+        *(
+            (where, name, value, partial(parser.parse_object, {name: value}))
+            for name, value in _flat(given, known, where)
+        ),
+        *(
+            ("Command line", name, text, partial(parser.parse_args, [f"--{name}={text}"]))
+            for name, text in options
+        ),
+    ]
+    config = parser.get_defaults()
+    for place, name, value, parse in steps:
+        try:
+            config = _with_value(config, known, name, value, parse)
+        except InvalidInputError as error:
+            raise InvalidInputError(f"{place}: {error}") from error
+    values = dict(vars(config.as_flat()))
+    missing = [name for name in known if name not in values]
+    if missing:
+        raise InvalidInputError(
+            f"{where}: {', '.join(missing)} must be given. Add it, or pass --{missing[0]} VALUE."
+        )
+    return values
 
 
-def _given(source: str | RunRecord) -> tuple[dict[str, Any], str, Path]:
-    """Return what a source says, its name in messages, and the folder that its recipe is relative to."""
-    if isinstance(source, RunRecord):
-        return dict(source.config), f"The run kept in {source.where}", Path()
-    return _read_yaml(source), source, Path(source).parent
+def _with_value(
+    config: Namespace, known: Mapping[str, Key], name: str, given: Any, parse: Callable[..., Namespace]
+) -> Namespace:
+    """Return a config with one more value, after checking the value."""
+    key = known.get(name.removesuffix("+"))  # "--grad_wrt+ x" appends to a list
+    if key is None:
+        same = [other for other in known if other.rpartition(".")[2] == name.rpartition(".")[2]]
+        near = same or difflib.get_close_matches(name, known, n=1)
+        hint = (
+            f"Did you mean {' or '.join(map(repr, near))}?" if near else "The option --help lists the keys."
+        )
+        raise InvalidInputError(f"unknown key {name!r}. {hint}")
+    try:
+        config = parse(namespace=config)
+        value = config[key.name]
+        # jsonargparse accepts null for every type, NaN as a number and a set as a list.
+        fits = is_plain([given, value]) and (value is not None or type(None) in get_args(key.type))
+    except (ArgumentError, OverflowError):
+        fits = False
+    if not fits:
+        raise InvalidInputError(f"{name} must be {formatannotation(key.type)}, got {given!r:.100}.")
+    try:
+        if key.name in ("method", "score.method") and value not in ("auto", None):
+            as_method(value)
+        if key.name == "normalize":
+            _normalization(value)
+    except InvalidInputError as error:
+        raise InvalidInputError(f"{name}: {error}") from error
+    return config
 
 
-def _read_yaml(path: str) -> dict[str, Any]:
+def _flat(given: Mapping[Any, Any], known: Collection[str], where: str) -> Iterator[tuple[str, Any]]:
+    """Yield dotted names and values. A section is split into its keys; other mappings are values."""
+    sections = {name.rpartition(".")[0] for name in known} - {""}
+    for name, value in given.items():
+        if name not in sections:
+            yield str(name), value
+        elif isinstance(value, Mapping):
+            yield from ((f"{name}.{key}", inner) for key, inner in value.items())
+        elif value is not None:
+            raise InvalidInputError(f"{where}: {name} must be a mapping of keys, got {value!r}.")
+
+
+def _normalization(value: Any) -> Any:
+    """Return ``normalize=...`` of the attributor; a mapping becomes a :class:`Normalization`."""
+    if not isinstance(value, Mapping):
+        return value
+    known_names(value, [field.name for field in fields(Normalization)], what="fields of normalize")
+    return Normalization(**value)
+
+
+def _absolute(values: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the values with absolute paths of store and checkpoints."""
+    checkpoints, place = values["checkpoints"], resolve_place(values["path"])
+    if isinstance(checkpoints, str):
+        checkpoints = os.path.abspath(checkpoints)
+    elif checkpoints is not None:
+        checkpoints = [os.path.abspath(path) for path in checkpoints]
+    path = values["path"] if isinstance(place, RemotePlace) else os.path.abspath(place)
+    return {**values, "checkpoints": checkpoints, "path": path}
+
+
+def _read_yaml(path: str) -> dict[Any, Any]:
     try:
         text = Path(path).read_text(encoding="utf-8")
+        content = yaml.load(text, Loader=_Loader)  # a SafeLoader
+        # After the load, which refuses deep nesting: the time of a scan is quadratic in the depth.
+        for token in yaml.scan(text):
+            if isinstance(token, yaml.AliasToken):  # an alias inside its own value makes an endless structure
+                raise yaml.MarkedYAMLError(problem="aliases are not allowed", problem_mark=token.start_mark)
+        check_depth(content)
     except OSError as error:
         raise InvalidInputError(
             f"There is no config at {path} ({error.strerror}). Name a YAML file, such as configs/digits.yaml."
         ) from error
-    except UnicodeDecodeError as error:
-        raise InvalidInputError(f"{path} is no YAML: it is not text in UTF-8. Name a YAML file.") from error
-    try:
-        content = yaml.load(text, Loader=_Loader)  # a SafeLoader
-        check_depth(content)
     except (yaml.YAMLError, RecursionError, ValueError) as error:
         what = " ".join(str(error).split()) or "nested too deeply"
-        raise InvalidInputError(f"{path} is no YAML that can be read: {what}. Correct it.") from error
+        raise InvalidInputError(f"{path} cannot be read as YAML: {what}. Correct it.") from error
     if not isinstance(content, dict):
         raise InvalidInputError(
             f"{path} holds {type(content).__name__}, expected keys with values (key: value)."
@@ -234,64 +278,14 @@ def _read_yaml(path: str) -> dict[str, Any]:
 
 @final
 class _Loader(yaml.SafeLoader):  # type: ignore[misc]
-    """Plain YAML: a key twice is an error and not silently the last one, and nothing refers to another part."""
-
-    def compose_node(self, parent: yaml.Node | None, index: int) -> yaml.Node | None:
-        """Refuse aliases, which may be endless."""
-        if self.check_event(yaml.AliasEvent):
-            mark = self.peek_event().start_mark
-            raise yaml.composer.ComposerError(None, None, "aliases are not allowed", mark)
-        return super().compose_node(parent, index)
+    """Loader that refuses a repeated key; PyYAML uses the last value without a warning."""
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
-        """Refuse a key that was there before."""
-        seen = set()
-        for key in (key for key, _ in node.value if isinstance(key, yaml.ScalarNode)):
-            if key.value in seen:
-                raise yaml.constructor.ConstructorError(
-                    None, None, f"the key {key.value!r} is there twice", key.start_mark
-                )
-            seen.add(key.value)
+        """Refuse repeated keys."""
+        names = [key.value for key, _ in node.value]
+        twice = [key for key, _ in node.value if names.count(key.value) > 1]
+        if twice:
+            problem = f"the key {twice[0].value!r} is there twice"
+            raise yaml.constructor.ConstructorError(None, None, problem, twice[0].start_mark)
         mapping: dict[Any, Any] = super().construct_mapping(node, deep)
         return mapping
-
-
-def _flat(
-    given: Mapping[Any, Any], known: Collection[str], *, where: str, command: str, prefix: str = ""
-) -> Iterator[tuple[str, Any]]:
-    """Yield dotted names and values; what is below a section is taken apart, everything else left as it is."""
-    sections = {name.rpartition(".")[0] for name in known} - {""}
-    for key, value in given.items():
-        name = f"{prefix}{key}"
-        if name not in sections:
-            refuse_unknown(name, known, where=where, command=command)
-            yield name, value
-        elif isinstance(value, Mapping):
-            yield from _flat(value, known, where=where, command=command, prefix=f"{name}.")
-        elif value is not None:
-            raise InvalidInputError(f"{where}: {name} must be a mapping of keys, got {value!r}.")
-
-
-def _refuse_missing(values: Mapping[str, Any], where: str) -> None:
-    missing = [name for name, value in values.items() if value is REQUIRED]
-    if missing:
-        raise InvalidInputError(
-            f"{where}: {', '.join(missing)} must be given. Add it, or pass --{missing[0]} VALUE."
-        )
-
-
-def _absolute(values: Mapping[str, Any], recipe: Recipe | None) -> dict[str, Any]:
-    """Return the values with the paths of files as they are from everywhere."""
-    checkpoints, place = values["checkpoints"], resolve_place(values["path"])
-    if isinstance(checkpoints, str):
-        checkpoints = os.path.abspath(checkpoints)
-    elif checkpoints is not None:
-        checkpoints = [os.path.abspath(path) for path in checkpoints]
-    path = values["path"] if isinstance(place, RemotePlace) else os.path.abspath(place)
-    named = None if recipe is None else str(recipe.path)
-    return {**values, "recipe": named, "checkpoints": checkpoints, "path": path}
-
-
-def _built(key: Key, value: Any) -> Any:
-    """Return the argument that a value stands for."""
-    return key.build(value) if key.build is not None and isinstance(value, Mapping) else value

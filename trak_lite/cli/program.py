@@ -9,7 +9,7 @@ from __future__ import annotations
 import argparse
 import shlex
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, NoReturn, TextIO, final
 
 from trak_lite._version import __version__
@@ -33,10 +33,6 @@ _WITH_CONFIG = {
     "verify": "retrain on random subsets and say how well the scores predict the outcome",
     "report": "write the scores of a store as one page of HTML",
 }
-_SOURCES = {"report": "STORE"}
-"""What stands behind a command, where it is not ``CONFIG``."""
-_OPTIONS = {"report": " [--out PATH]"}
-"""Options of one command only."""
 
 
 @final
@@ -82,7 +78,7 @@ def _with_config(command: str, arguments: list[str]) -> int:
     """Run a command that a config describes."""
     try:
         from trak_lite.cli.commands import COMMANDS, Job, report
-        from trak_lite.cli.configs import config_parser, read_config
+        from trak_lite.cli.configs import help_text, read_config
         from trak_lite.run.settings import versions
     except ImportError as error:
         if error.name is None or error.name.partition(".")[0] not in _EXTRA:
@@ -90,16 +86,17 @@ def _with_config(command: str, arguments: list[str]) -> int:
         raise InvalidInputError(
             f"{command} needs {error.name}, which is not installed. Install it with pip install 'trak-lite[cli]'."
         ) from error
-    source = _SOURCES.get(command, "CONFIG")
-    usage = f"{_PROGRAM} {command} ({source} | --from STORE){_OPTIONS.get(command, '')} [--key value ...]"
+    source, more = ("STORE", " [--out PATH]") if command == "report" else ("CONFIG", "")
+    usage = f"{_PROGRAM} {command} ({source} | --from STORE){more} [--key value ...]"
     if "--help" in arguments or "-h" in arguments:
-        _say(config_parser(command, f"{_WITH_CONFIG[command].capitalize()}.", usage).help().rstrip("\n"))
+        _say(help_text(usage, f"{_WITH_CONFIG[command].capitalize()}.").rstrip("\n"))
         return 0
-    rest = list(arguments)
-    out = _taken(rest, "--out") if command == "report" else None
-    place = _source(command, rest, usage)
-    config = read_config(command, place, rest, runs=command in COMMANDS)
-    recorded = None if isinstance(place, str) else place
+    named = arguments[0] if arguments and not arguments[0].startswith("-") else None
+    options = list(_options(arguments if named is None else arguments[1:]))
+    out = _taken(options, "out") if command == "report" else None
+    origin = _source(command, named, _taken(options, "from"), usage)
+    config = read_config(origin, options, runs=command in COMMANDS)
+    recorded = None if isinstance(origin, str) else origin
     try:
         if config.recipe is not None and recorded is not None:
             _warn(recorded.other_recipe(str(config.recipe.path), config.recipe.digest))
@@ -120,16 +117,14 @@ def _with_config(command: str, arguments: list[str]) -> int:
     return 0
 
 
-def _source(command: str, arguments: list[str], usage: str) -> str | RunRecord:
-    """Remove the config or the store from the arguments; return the config's path or the record of the store's run.
+def _source(command: str, named: str | None, store: str | None, usage: str) -> str | RunRecord:
+    """Return the path of the config, or the record of the last run in the store.
 
     Raises:
-        InvalidInputError: If there is neither or both, or the store keeps no run that could be repeated.
+        InvalidInputError: If neither or both are given, or the store has no record of a run.
     """
     from trak_lite.cli.records import RunRecord, last_record
 
-    store = _taken(arguments, "--from")
-    named = arguments.pop(0) if arguments and not arguments[0].startswith("-") else None
     if command == "report" and store is None:
         store, named = named, None
     if (store is None) == (named is None):
@@ -170,23 +165,30 @@ def _shown(text: str, stream: TextIO) -> str:
     return printable(text).encode(encoding, "backslashreplace").decode(encoding)
 
 
-def _taken(arguments: list[str], option: str) -> str | None:
-    """Remove an option from the arguments and return its value; ``None`` if it is not there.
+def _options(arguments: Sequence[str]) -> Iterator[tuple[str, str]]:
+    """Yield name and text of every ``--name text`` or ``--name=text``.
 
     Raises:
-        InvalidInputError: If it has no value.
+        InvalidInputError: If an argument is not an option, or an option has no value.
     """
-    for place, argument in enumerate(arguments):
-        name, equals, value = argument.partition("=")
-        if name != option:
-            continue
-        del arguments[place]
-        if equals:
-            return value
-        if place == len(arguments):
-            raise InvalidInputError(f"{option} has no value. Expected {option} PATH.")
-        return arguments.pop(place)
-    return None
+    rest = iter(arguments)
+    for argument in rest:
+        name, equals, text = argument.removeprefix("--").partition("=")
+        if not argument.startswith("--") or not name:
+            raise InvalidInputError(
+                f"Command line: unexpected {argument!r}. Expected --key value, after the config."
+            )
+        value = text if equals else next(rest, None)
+        if value is None:
+            raise InvalidInputError(f"Command line: --{name} has no value. Expected --{name} VALUE.")
+        yield name, value
+
+
+def _taken(options: list[tuple[str, str]], name: str) -> str | None:
+    """Remove an option and return its last value; ``None`` if it is not there."""
+    texts = [text for option, text in options if option == name]
+    options[:] = [option for option in options if option[0] != name]
+    return texts[-1] if texts else None
 
 
 def _interrupted(place: str | RemotePlace, arguments: Sequence[str]) -> str:

@@ -162,7 +162,7 @@ def last_trained(train: Callable[..., Any], indices: NDArray[np.int64], seed: in
 def _keys(name: str, function: Callable[..., Any]) -> list[Key]:
     """Return the keys of a function's arguments; those that only Python can say keep their defaults."""
     keys = keys_of(function, section=SECTION, without=_GIVEN.get(name, ()))
-    return [key for key in keys if key.build is None and (key.default is REQUIRED or is_plain(key.default))]
+    return [key for key in keys if key.default is REQUIRED or is_plain(key.default)]
 
 
 def _run(path: Path, content: bytes, name: str) -> ModuleType:
