@@ -146,7 +146,7 @@ def test_a_training_that_fails_leaves_no_checkpoint(tmp_path: Path) -> None:
 def test_a_training_without_weights_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     config = write_case(tmp_path, recipe=RECIPE.replace("range(steps)", "range(0 * steps)"))
 
-    assert "gave no weights" in refused(["run", config], capsys)
+    assert "returned no weights" in refused(["run", config], capsys)
 
 
 def test_the_checkpoints_of_another_process_that_was_faster_are_taken(
@@ -340,7 +340,7 @@ def test_a_store_without_a_record_says_how_to_go_on(
     with ZarrFeatureStore.create(tmp_path / "a.zarr", Manifest({})):
         pass
 
-    assert "keeps no run of the command line" in refused(["run", "--from", str(tmp_path / "a.zarr")], capsys)
+    assert "has no record of a run" in refused(["run", "--from", str(tmp_path / "a.zarr")], capsys)
     assert "There is no store at" in refused(["report", str(tmp_path / "b.zarr")], capsys)
 
 
@@ -405,12 +405,12 @@ def test_the_report_gets_scores_renders_and_a_place(
     [
         (
             ["run"],
-            "run takes one of a config and a store, the config first. Usage: trak-lite run (CONFIG | --from",
+            "run takes either a config or --from STORE; the config comes first. Usage: trak-lite run (CONFIG | --from",
         ),
-        (["run", "a.yaml", "--from", "b"], "run takes one of"),
+        (["run", "a.yaml", "--from", "b"], "run takes either"),
         (["run", "--from"], "--from has no value. Expected --from VALUE."),
         (["report", "a.zarr", "--out"], "--out has no value. Expected --out VALUE."),
-        (["report"], "report takes one of"),
+        (["report"], "report takes either"),
         (["run", "no/such.yaml"], "There is no config at no/such.yaml"),
     ],
 )

@@ -52,6 +52,11 @@ def read(folder: Path, more: str = "", **options: str) -> RunConfig:
             "recipe_arguments: {step: 2}",
             "unknown key 'recipe_arguments.step'. Did you mean 'recipe_arguments.steps'?",
         ),
+        (
+            "train_data: {indices+: 1}",
+            "unknown key 'train_data.indices+'. Did you mean 'train_data.indices'?",
+        ),
+        ("recipe+: a.py", "unknown key 'recipe+'. Did you mean 'recipe'?"),
         ("proj_dims: 4", "unknown key 'proj_dims'. Did you mean 'proj_dim'?"),
         ("verify: {bugdet: 4}", "unknown key 'verify.bugdet'. Did you mean 'verify.budget'?"),
         ("budget: 4", "unknown key 'budget'. Did you mean 'verify.budget'?"),
@@ -149,26 +154,26 @@ def test_the_command_line_comes_before_the_file_and_the_file_before_the_default(
         },
     ).values
 
-    assert (values["seed"], values["verify.budget"], values["proj_dim"]) == (5, 4, 16)
-    assert values["score.method"] == {"name": "graddot", "checkpoint_weights": [1, -1]}
+    assert (values["seed"], values["verify"]["budget"], values["proj_dim"]) == (5, 4, 16)
+    assert values["score"]["method"] == {"name": "graddot", "checkpoint_weights": [1, -1]}
     assert (values["grad_wrt"], values["store_norms"]) == ("0.*", True)
     assert values["method"] == {"name": "Fisher"}  # not merged with the fields of the file
-    assert values["verify.alpha"] == 0.5
-    assert [values[f"recipe_arguments.{name}"] for name in ("steps", "width", "num_train")] == [2, 8, 40]
+    assert values["verify"]["alpha"] == 0.5
+    assert [values["recipe_arguments"][name] for name in ("steps", "width", "num_train")] == [2, 8, 40]
 
 
 def test_an_option_with_a_plus_appends_to_the_list_of_the_file(tmp_path: Path) -> None:
     config = read(tmp_path, "train_data: {indices: [3]}\n", **{"train_data.indices+": "5"})
 
-    assert config.values["train_data.indices"] == [3, 5]
+    assert config.values["train_data"]["indices"] == [3, 5]
 
 
 def test_a_recipes_argument_may_have_the_name_of_a_key_of_the_attributor(tmp_path: Path) -> None:
     recipe = RECIPE.replace("steps: int = 3", "steps: int = 3, method: str = 'sgd', normalize: str = 'rows'")
     config = read_config(write_case(tmp_path, recipe=recipe), [("recipe_arguments.method", "adam")])
 
-    assert config.section("recipe_arguments")["method"] == "adam"
-    assert config.section("recipe_arguments")["normalize"] == "rows"
+    assert config.recipe_arguments["method"] == "adam"
+    assert config.recipe_arguments["normalize"] == "rows"
 
 
 def test_the_default_number_of_features_can_be_asked_for(tmp_path: Path) -> None:
@@ -177,7 +182,7 @@ def test_the_default_number_of_features_can_be_asked_for(tmp_path: Path) -> None
 
 def test_a_config_written_out_is_the_same_config(tmp_path: Path) -> None:
     config = read(tmp_path, "normalize: {kind: clip, threshold: 2}\nverify: {seeds: [0, 1]}\n")
-    (tmp_path / "again.yaml").write_text(yaml.safe_dump(config.to_json()))
+    (tmp_path / "again.yaml").write_text(yaml.safe_dump(dict(config.values)))
 
     assert read_config(str(tmp_path / "again.yaml"), []).values == config.values
 

@@ -73,8 +73,8 @@ def test_an_interrupted_run_says_what_is_safe_and_goes_on_there(
 
     assert cli.main(command) == 130
     said = capsys.readouterr().err
-    assert "interrupted. The same command goes on at the first missing row." in said
-    assert f"Safe in {tmp_path}/broken/run.zarr:\n  ckpt-0  16 of 40 rows done" in said
+    assert "interrupted. The same command continues at the first missing row." in said
+    assert f"Stored in {tmp_path}/broken/run.zarr:\n  ckpt-0  16 of 40 rows done" in said
     assert f"To continue: trak-lite {' '.join(command)}\n" in said
 
     assert cli.main(command) == 0
@@ -84,7 +84,7 @@ def test_an_interrupted_run_says_what_is_safe_and_goes_on_there(
 
 @pytest.mark.parametrize(
     ("where", "said"),
-    [("def target_data():", "Safe in"), ("def build_model(width: int = 4):", "Nothing was written to")],
+    [("def target_data():", "Stored in"), ("def build_model(width: int = 4):", "Nothing was written to")],
 )
 def test_an_interrupt_in_the_recipe_is_told_as_well(
     where: str, said: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
@@ -100,4 +100,4 @@ def test_an_interrupt_before_anything_was_begun_is_told(
 ) -> None:
     assert cli.main(["run", write_case(tmp_path, recipe="raise KeyboardInterrupt")]) == 130
 
-    assert capsys.readouterr().err == "\ntrak-lite: interrupted before anything was begun.\n"
+    assert capsys.readouterr().err == "\ntrak-lite: interrupted before the command started.\n"

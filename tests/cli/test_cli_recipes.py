@@ -35,11 +35,11 @@ def recipe(folder: Path, text: str = RECIPE) -> Recipe:
             r"defines no function build_model\(\), train_data\(\)",
         ),
         (RECIPE + "\nrender = 'text'\n", r"defines no function render\(\)"),
-        ("x = 1\ndef broken(:\n", r"cannot be run: line 2: .*Correct it"),
+        ("x = 1\ndef broken(:\n", r"cannot be executed: line 2: .*Correct it"),
         ("import no_such_package\n", "No module named 'no_such_package'. Correct it, or install"),
         (
             RECIPE + "\ndef render_target(index, width: int = 9): ...\n",
-            r"'width' of render_target\(\) has another type or default",
+            r"'width' of render_target\(\) has another type or default than in another",
         ),
     ],
 )
@@ -129,7 +129,7 @@ def test_a_module_a_state_dict_and_a_generator_are_checkpoints() -> None:
 
 @pytest.mark.parametrize("form", [3, "weights", torch.ones(2), [3]])
 def test_other_results_of_training_are_refused(form: Any) -> None:
-    with pytest.raises(InvalidInputError, match=r"train\(\) gave (int|str|Tensor)\. Expected a module"):
+    with pytest.raises(InvalidInputError, match=r"train\(\) returned (int|str|Tensor)\. Expected a module"):
         list(trained_states(form))
 
 
@@ -137,7 +137,7 @@ def test_the_final_weights_are_the_last_that_training_gives() -> None:
     states = [{"w": torch.tensor([float(i)])} for i in range(3)]
 
     assert last_trained(lambda rows, seed: states, np.arange(2), 0)["w"].item() == 2
-    with pytest.raises(InvalidInputError, match="gave no weights"):
+    with pytest.raises(InvalidInputError, match="returned no weights"):
         last_trained(lambda rows, seed: [], np.arange(2), 0)
 
 

@@ -274,7 +274,7 @@ def test_a_recorded_run_is_repeated_with_a_recipe_that_is_typed_only(
 ) -> None:
     line = refused([command, "--from", str(copied / "run.zarr")], capsys)
 
-    assert "a store chooses no code" in line
+    assert "a recipe that a store names is never executed" in line
     assert "recipe.py'" in line  # which one it was
     assert "Pass --recipe FILE" in line
 
@@ -293,7 +293,7 @@ def test_a_typed_recipe_that_differs_from_the_recorded_one_is_told(
     for arguments in (["run", "--from", store], ["report", store]):
         assert cli.main([*arguments, "--recipe", str(recipe)]) == 0
         err = capsys.readouterr().err
-        assert f"The recipe {recipe} is not the one of the run kept in {store}" in err
+        assert f"The recipe {recipe} is not the one of the run stored in {store}" in err
         assert f"its SHA-256 is {digests[0]}, was {digests[1]}" in err
         put_record(copied, hashlib.sha256(RECIPE.encode()).hexdigest())
 
@@ -306,7 +306,7 @@ def test_a_record_chooses_no_folder_to_write_checkpoints_to(
     arguments = ["run", "--from", str(copied / "run.zarr"), "--recipe", str(copied / "recipe.py")]
 
     assert cli.main(arguments) == 2
-    assert "pass --checkpoints PATH: a store chooses no place to write" in capsys.readouterr().err
+    assert "pass --checkpoints PATH: a path that a store names is never written to" in capsys.readouterr().err
     assert not elsewhere.parent.exists()
     assert not (copied / "other.zarr").exists()
 
@@ -321,7 +321,7 @@ def test_a_report_without_a_recipe_shows_rows_by_number_and_needs_no_model(
     shutil.rmtree(copied / "trained")
 
     assert cli.main(["report", str(copied / "run.zarr")]) == 0
-    assert "Rows are shown by their numbers; --recipe FILE shows them" in capsys.readouterr().out
+    assert "Rows are shown by number. With --recipe FILE they are shown" in capsys.readouterr().out
     page = (copied / "run.html").read_text()
     model = load_recipe(Path(write_case(copied)).with_name("recipe.py")).call("build_model", {})
     top = Attributor.open(copied / "run.zarr", model).scores("held-out").top(1, target=0).indices[0]

@@ -1,4 +1,4 @@
-"""The commands that need a config, and the report: train, featurize, score, verify."""
+"""The commands ``run``, ``featurize``, ``score``, ``verify`` and ``report``."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from safetensors.torch import save_file
 
 from trak_lite.attributor import Attributor, FeaturizeSummary
 from trak_lite.cli.configs import RunConfig
-from trak_lite.cli.recipes import SECTION, Recipe, last_trained, trained_states
+from trak_lite.cli.recipes import Recipe, last_trained, trained_states
 from trak_lite.cli.records import RunRecord, store_record_of_run
 from trak_lite.data.datasets import Rows
 from trak_lite.errors import CheckpointError, InvalidInputError, MissingStoreError
@@ -38,57 +38,60 @@ _SHOWN_TARGETS, _SHOWN_ROWS = 3, 5
 
 @final
 class Job:
-    """What a config and its recipe describe, done step by step; every step resumes."""
+    """The steps that a config and its recipe describe. Every step resumes."""
 
     def __init__(self, config: RunConfig, recipe: Recipe) -> None:
-        """Build the model and decide every setting; nothing is written yet."""
+        """Build the model and resolve every setting. Nothing is written yet."""
         self.config = config
         self.recipe = recipe
-        model = recipe.call("build_model", config.section(SECTION))
+        model = recipe.call("build_model", config.recipe_arguments)
         self.attributor = Attributor(model, **config.attributor_arguments())
 
     @cached_property
     def train_data(self) -> Any:
         """The recipe's train data."""
-        return self.recipe.call("train_data", self.config.section(SECTION))
+        return self.recipe.call("train_data", self.config.recipe_arguments)
 
     @cached_property
     def train_rows(self) -> Rows:
-        """The rows of the train data that the config chooses."""
-        return Rows(self.train_data, **self.config.section("train_data"), what="the train data")
+        """The rows of the train data that the config selects."""
+        return Rows(self.train_data, **self.config.values["train_data"], what="the train data")
 
     @cached_property
     def target_rows(self) -> Rows:
-        """The rows of the recipe's targets that the config chooses."""
-        data = self.recipe.call("target_data", self.config.section(SECTION))
-        return Rows(data, **self.config.section("target_data"), what="the targets")
+        """The rows of the recipe's targets that the config selects."""
+        data = self.recipe.call("target_data", self.config.recipe_arguments)
+        return Rows(data, **self.config.values["target_data"], what="the targets")
 
     def train(self) -> int:
-        """Train if the recipe can and there is no checkpoint; return how many were written.
+        """Train if the recipe defines ``train`` and there is no checkpoint; return the number of checkpoints written.
 
-        Checkpoints come under their names when the training has ended, so that a part of a run is never taken for it.
+        The checkpoints are moved to their path after the training, so that an interrupted training leaves none there.
 
         Raises:
-            CheckpointError: If there is none at the path that a store has recorded: a store chooses no place to write.
+            CheckpointError: If there is no checkpoint and the path comes from the record of a store.
+            InvalidInputError: If the training returned no weights.
         """
         folder = self.config.values["checkpoints"]
-        train = self.recipe.bound("train", self.config.section(SECTION))
+        train = self.recipe.bound("train", self.config.recipe_arguments)
         if train is None or not isinstance(folder, str) or _has_entries(folder):
             return 0
-        if self.config.recorded:
+        if self.config.checkpoints_recorded:
             raise CheckpointError(
-                f"There is no checkpoint at {folder}, which the run kept in {self.config.path} names. To train, and "
-                "write checkpoints there, pass --checkpoints PATH: a store chooses no place to write."
+                f"There is no checkpoint at {folder}, the path in the run stored in {self.config.path}. To train and "
+                "write checkpoints, pass --checkpoints PATH: a path that a store names is never written to."
             )
         os.makedirs(os.path.dirname(folder), exist_ok=True)
-        with scratch_folder(folder) as scratch:  # also removes those of killed trainings
+        with scratch_folder(folder) as scratch:  # also removes the folders of killed trainings
             number = 0
             trained = train(np.arange(_num_samples(self.train_data)), self.config.values["train_seed"])
             for number, state in enumerate(trained_states(trained), start=1):
                 save_file(state, f"{scratch}/checkpoint-{number}.safetensors")
             if not number:
-                raise InvalidInputError("The recipe's train() gave no weights. Return or yield a state dict.")
-            if _has_entries(folder):  # another process was faster
+                raise InvalidInputError(
+                    "The recipe's train() returned no weights. Return or yield a state dict."
+                )
+            if _has_entries(folder):  # another process has written them
                 shutil.rmtree(scratch)
             else:
                 os.replace(scratch, folder)
@@ -104,46 +107,46 @@ class Job:
         if isinstance(checkpoints, str) and not _has_entries(checkpoints):
             raise CheckpointError(
                 f"There is no checkpoint at {checkpoints}. Put the model's .safetensors or .pt files there, name "
-                "another place with --checkpoints PATH, or let a recipe with train(indices, seed) make them: "
-                "trak-lite run CONFIG."
+                "another path with --checkpoints PATH, or train with trak-lite run CONFIG and a recipe that defines "
+                "train(indices, seed)."
             )
-        return self.attributor.featurize(self.train_rows, checkpoints, **self.config.section("featurize"))
+        return self.attributor.featurize(self.train_rows, checkpoints, **self.config.values["featurize"])
 
     def score(self) -> Scores:
-        """Score the targets. A method that has to be fitted is fitted to the rows of the recipe's train data."""
-        arguments = self.config.section("score")
+        """Score the targets. A method that must be fitted is fitted to the recipe's train data."""
+        arguments = self.config.values["score"]
         chosen = self.attributor.method if arguments["method"] is None else as_method(arguments["method"])
         if isinstance(chosen, Fisher | EKFAC):
-            self.featurize()  # finds the rows, so that the method can be fitted to them
+            self.featurize()  # gives the attributor the train data, to which the method is fitted
         return self.attributor.score(self.target_rows, **arguments)
 
     def verify(self) -> Verdict:
         """Test the scores against models that the recipe retrains on random subsets.
 
         Raises:
-            InvalidInputError: If the recipe cannot train.
+            InvalidInputError: If the recipe does not define ``train``.
         """
-        train = self.recipe.bound("train", self.config.section(SECTION))
+        train = self.recipe.bound("train", self.config.recipe_arguments)
         if train is None:
             raise InvalidInputError(
                 f"The recipe {self.recipe.path} defines no train(indices, seed), which verify calls for every random "
                 "subset. Add it; it returns the trained module or its state dict."
             )
-        rows = self.config.section("train_data")["indices"]
+        rows = self.config.values["train_data"]["indices"]
         train_fn = partial(last_trained, train if rows is None else partial(_chosen, tuple(rows), train))
-        score = self.config.section("score")
+        score = self.config.values["score"]
         scores = self.attributor.scores(score["name"], method=score["method"])
-        return verify(scores, train_fn, self.target_rows, **self.config.section("verify"))
+        return verify(scores, train_fn, self.target_rows, **self.config.values["verify"])
 
     @contextmanager
     def recorded(self, command: str) -> Iterator[None]:
-        """Keep the record of a command in the store when it ends.
+        """Write the record of a command into the store at the end of the command.
 
-        A command that ends early is recorded only if it made the store: one that was there may be of other settings.
+        A command that fails is recorded only if it created the store: an existing store may have other settings.
         """
         config = self.config
         made_with = versions(self.attributor.device)
-        record = RunRecord.now(command, config.to_json(), self.recipe.digest, made_with)
+        record = RunRecord.now(command, config.values, self.recipe.digest, made_with)
         accepted = not _is_store(config.path)
         try:
             yield
@@ -154,7 +157,7 @@ class Job:
 
 
 def run(job: Job) -> Iterator[str]:
-    """Train if need be, featurize, score, and say what came of it."""
+    """Train if there are no checkpoints, featurize and score. Yield the lines to print."""
     num_trained = job.train()
     if num_trained:
         yield f"trained: {num_trained} checkpoints in {job.config.values['checkpoints']}"
@@ -163,7 +166,7 @@ def run(job: Job) -> Iterator[str]:
 
 
 def featurize(job: Job) -> Iterator[str]:
-    """Featurize the train rows."""
+    """Featurize the train rows. Yield the lines to print."""
     done = job.featurize()
     yield (
         f"featurized: {done.rows_written} rows written, {done.rows_found} found, checkpoints "
@@ -172,7 +175,7 @@ def featurize(job: Job) -> Iterator[str]:
 
 
 def score(job: Job) -> Iterator[str]:
-    """Score the targets."""
+    """Score the targets. Yield the lines to print."""
     scores = job.score()
     yield str(scores)
     for target in range(min(_SHOWN_TARGETS, scores.shape[1])):
@@ -185,28 +188,28 @@ def score(job: Job) -> Iterator[str]:
 
 
 def verify_scores(job: Job) -> Iterator[str]:
-    """Say how well the scores predict retraining."""
+    """Test the scores by retraining. Yield the lines to print."""
     yield str(job.verify())
 
 
 COMMANDS = {"run": run, "featurize": featurize, "score": score, "verify": verify_scores}
-"""What is done with model and data."""
+"""The commands that need model and data."""
 
 
 def report(config: RunConfig, out: str | None) -> Iterator[str]:
-    """Write the report of the scores in a store as one page of HTML.
+    """Write the scores of a store as one page of HTML. Yield the lines to print.
 
-    The store is read without model or data. A recipe shows what rows look like; without one they are numbers.
+    The store is read without model and data. The page shows a row by the recipe's ``render``, or else by its number.
 
     Args:
-        config: Says which store and which scores.
-        out: Path of the page; ``None`` is beside the store.
+        config: Names the store and the scores.
+        out: Path of the page; with ``None``, the page is written beside the store.
 
     Raises:
         StateError: If there are no such scores.
         StoreError: If the store cannot be read, or an older version of trak_lite wrote it.
     """
-    from trak_lite.report import write_report  # needed here only
+    from trak_lite.report import write_report  # imported late: no other command needs it
 
     with open_store(config.path) as store:
         settings = StoredSettings.of(
@@ -214,30 +217,30 @@ def report(config: RunConfig, out: str | None) -> Iterator[str]:
             device=resolve_device(config.values["device"]),
             where=str(config.path),
         )
-    chosen, recipe = config.section("score"), config.recipe
+    chosen, recipe = config.values["score"], config.recipe
     name = check_name(chosen["name"], what="target set")
     read = stored_scores if chosen["dense"] else streamed_scores
     scores = read(Workspace(config.path), settings, name, settings.scored_by(chosen["method"]))
     render, render_target = (
-        None if recipe is None else recipe.bound(function, config.section(SECTION))
+        None if recipe is None else recipe.bound(function, config.recipe_arguments)
         for function in ("render", "render_target")
     )
     place = _report_path(config) if out is None else out
     page = write_report(scores, place, train_render=render, target_render=render_target)
     yield f"report: {page}"
     if recipe is None:
-        yield "Rows are shown by their numbers; --recipe FILE shows them by its render(index)."
+        yield "Rows are shown by number. With --recipe FILE they are shown by its render(index)."
 
 
 def _chosen(
     rows: tuple[int, ...], train: Any, indices: np.ndarray[Any, np.dtype[np.int64]], seed: int
 ) -> Any:
-    """Train on rows that are numbered as in the scores, not as in the dataset."""
+    """Train on rows that are numbered as in the scores, and not as in the dataset."""
     return train(np.asarray(rows, np.int64)[indices], seed)
 
 
 def _report_path(config: RunConfig) -> Path:
-    """Return where the report goes: beside the store, or here if that is in an object store."""
+    """Return the default path of the report: beside the store, or in the current folder for an object store."""
     place = config.path
     return Path("report.html") if isinstance(place, RemotePlace) else Path(place).with_suffix(".html")
 
@@ -251,10 +254,10 @@ def _is_store(place: str | RemotePlace) -> bool:
 
 
 def _has_entries(path: str) -> bool:
-    """Whether there is a file, or a folder with something in it."""
+    """Whether the path is a file or a folder that is not empty."""
     return os.path.isfile(path) or (os.path.isdir(path) and bool(os.listdir(path)))
 
 
 def _num_samples(data: Any) -> int:
-    """Return N of a dataset or of a DataLoader, whose own length is that of its batches."""
+    """Return the number of samples of a dataset or a DataLoader. The length of a DataLoader counts batches."""
     return len(getattr(data, "dataset", data))

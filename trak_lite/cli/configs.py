@@ -1,4 +1,4 @@
-"""Configs: YAML from a file, or the config that a store recorded, combined with the options of the command line.
+"""Configs: YAML from a file or the config in the record of a run, combined with the options of the command line.
 
 The keys are the arguments of :class:`~trak_lite.Attributor`. The arguments of its methods and of
 :func:`~trak_lite.verify` are in sections of these names (``score.method``), those of :class:`~trak_lite.Rows` in
@@ -56,10 +56,10 @@ class RunConfig:
     """A config with a value for every key, and its recipe."""
 
     values: Mapping[str, Any]
-    """JSON values by dotted name."""
+    """JSON values by key, as a YAML file nests them, with every key and absolute paths."""
     recipe: Recipe | None
     """``None`` if the command needs no recipe and none is given."""
-    recorded: bool
+    checkpoints_recorded: bool
     """Whether ``checkpoints`` comes from the record of a store, not from the user."""
 
     @property
@@ -67,24 +67,15 @@ class RunConfig:
         """Path or address of the store."""
         return resolve_place(self.values["path"])
 
+    @property
+    def recipe_arguments(self) -> dict[str, Any]:
+        """Arguments of the recipe's functions."""
+        return dict(self.values.get(SECTION, {}))
+
     def attributor_arguments(self) -> dict[str, Any]:
         """Return the keyword arguments of an :class:`~trak_lite.Attributor`, except the model."""
         chosen = {key.name: self.values[key.name] for key in keys_of(Attributor.__init__)}
         return {**chosen, "normalize": _normalization(chosen["normalize"])}
-
-    def section(self, name: str) -> dict[str, Any]:
-        """Return the values of a section by argument name."""
-        return {
-            key.removeprefix(f"{name}."): value
-            for key, value in self.values.items()
-            if key.startswith(f"{name}.")
-        }
-
-    def to_json(self) -> dict[str, Any]:
-        """Return the config as a YAML file states it, with every key and absolute paths."""
-        sections = {key.partition(".")[0] for key in self.values if "." in key}
-        single = {key: value for key, value in self.values.items() if "." not in key}
-        return {**single, **{name: self.section(name) for name in sections}}
 
 
 def help_text(usage: str, text: str) -> str:
@@ -113,8 +104,8 @@ def read_config(source: str | RunRecord, options: Sequence[Option], *, runs: boo
         there = given.pop("recipe", None)
         if runs and "recipe" not in typed:
             raise InvalidInputError(
-                f"{where} can only be repeated with a recipe that you name: a store chooses no code. It was made with "
-                f"{there!r}. Pass --recipe FILE with a file that you trust."
+                f"{where} can only be repeated with a recipe that you name: a recipe that a store names is never "
+                f"executed. It was made with {there!r}. Pass --recipe FILE with a file that you trust."
             )
     else:
         given, where, folder = _read_yaml(source), source, Path(source).parent
@@ -122,7 +113,10 @@ def read_config(source: str | RunRecord, options: Sequence[Option], *, runs: boo
     if not isinstance(arguments, Mapping):
         raise InvalidInputError(f"{where}: {SECTION} must be a mapping, got {arguments!r}.")
     of_recipe = [option for option in options if option[0].startswith(f"{SECTION}.")]
-    needed = [key if runs or key.name == "path" else key.optional() for key in run_keys()]
+    needed = [
+        key if runs or key.name == "path" or key.default is not REQUIRED else key._replace(default=None)
+        for key in run_keys()
+    ]
     values = _parsed(needed, given, [option for option in options if option not in of_recipe], where)
     recipe, keys, named = None, [], {}
     if values["recipe"] is not None:
@@ -164,61 +158,50 @@ def _parser(keys: Sequence[Key], **texts: Any) -> ArgumentParser:
 def _parsed(
     keys: Sequence[Key], given: Mapping[Any, Any], options: Sequence[Option], where: str
 ) -> dict[str, Any]:
-    """Return the values of keys by dotted name: defaults, replaced by values of a file, replaced by options."""
+    """Return the values of keys, nested by section. Options replace values of a file, which replace defaults."""
     known, parser = {key.name: key for key in keys}, _parser(keys)
-    steps: list[tuple[str, str, Any, Callable[..., Namespace]]] = [
-        *(
-            (where, name, value, partial(parser.parse_object, {name: value}))
-            for name, value in _flat(given, known, where)
-        ),
-        *(
-            ("Command line", name, text, partial(parser.parse_args, [f"--{name}={text}"]))
-            for name, text in options
-        ),
-    ]
     config = parser.get_defaults()
-    for place, name, value, parse in steps:
-        try:
-            config = _with_value(config, known, name, value, parse)
-        except InvalidInputError as error:
-            raise InvalidInputError(f"{place}: {error}") from error
-    values = dict(vars(config.as_flat()))
-    missing = [name for name in known if name not in values]
+    for name, value in _flat(given, known, where):
+        config = _with_value(known, where, name, value, partial(parser.parse_object, {name: value}, config))
+    for name, text in options:
+        parse = partial(parser.parse_args, [f"--{name}={text}"], config)
+        # "--grad_wrt+ x" appends to the list grad_wrt.
+        config = _with_value(known, "Command line", name.removesuffix("+"), text, parse)
+    missing = [name for name in known if name not in config]
     if missing:
         raise InvalidInputError(
             f"{where}: {', '.join(missing)} must be given. Add it, or pass --{missing[0]} VALUE."
         )
-    return values
+    return config.as_dict()
 
 
 def _with_value(
-    config: Namespace, known: Mapping[str, Key], name: str, given: Any, parse: Callable[..., Namespace]
+    known: Mapping[str, Key], where: str, name: str, given: Any, parse: Callable[[], Namespace]
 ) -> Namespace:
-    """Return a config with one more value, after checking the value."""
-    key = known.get(name.removesuffix("+"))  # "--grad_wrt+ x" appends to a list
+    """Return the config that ``parse`` returns, after checking the value of one key."""
+    key = known.get(name)
     if key is None:
         same = [other for other in known if other.rpartition(".")[2] == name.rpartition(".")[2]]
-        near = same or difflib.get_close_matches(name, known, n=1)
-        hint = (
-            f"Did you mean {' or '.join(map(repr, near))}?" if near else "The option --help lists the keys."
-        )
-        raise InvalidInputError(f"unknown key {name!r}. {hint}")
+        near = " or ".join(map(repr, same or difflib.get_close_matches(name, known, n=1)))
+        hint = f"Did you mean {near}?" if near else "The option --help lists the keys."
+        raise InvalidInputError(f"{where}: unknown key {name!r}. {hint}")
     try:
-        config = parse(namespace=config)
-        value = config[key.name]
+        config = parse()
         # jsonargparse accepts null for every type, NaN as a number and a set as a list.
-        fits = is_plain([given, value]) and (value is not None or type(None) in get_args(key.type))
+        fits = is_plain([given, config[name]]) and (
+            config[name] is not None or type(None) in get_args(key.type)
+        )
     except (ArgumentError, OverflowError):
         fits = False
     if not fits:
-        raise InvalidInputError(f"{name} must be {formatannotation(key.type)}, got {given!r:.100}.")
+        raise InvalidInputError(f"{where}: {name} must be {formatannotation(key.type)}, got {given!r:.100}.")
     try:
-        if key.name in ("method", "score.method") and value not in ("auto", None):
-            as_method(value)
-        if key.name == "normalize":
-            _normalization(value)
+        if name in ("method", "score.method") and config[name] not in ("auto", None):
+            as_method(config[name])
+        if name == "normalize":
+            _normalization(config[name])
     except InvalidInputError as error:
-        raise InvalidInputError(f"{name}: {error}") from error
+        raise InvalidInputError(f"{where}: {name}: {error}") from error
     return config
 
 
@@ -282,10 +265,9 @@ class _Loader(yaml.SafeLoader):  # type: ignore[misc]
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
         """Refuse repeated keys."""
-        names = [key.value for key, _ in node.value]
-        twice = [key for key, _ in node.value if names.count(key.value) > 1]
-        if twice:
-            problem = f"the key {twice[0].value!r} is there twice"
-            raise yaml.constructor.ConstructorError(None, None, problem, twice[0].start_mark)
+        names = [key.value for key, _ in node.value if isinstance(key, yaml.ScalarNode)]
+        if len(set(names)) < len(names):
+            problem = f"the key {next(name for name in names if names.count(name) > 1)!r} is there twice"
+            raise yaml.constructor.ConstructorError(None, None, problem, node.start_mark)
         mapping: dict[Any, Any] = super().construct_mapping(node, deep)
         return mapping

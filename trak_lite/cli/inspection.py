@@ -1,4 +1,4 @@
-"""What a store holds, in text: settings, tables and rows done, verdicts, runs. Reads only, and takes no lock."""
+"""The content of a store as text: settings, tables, rows done, verdicts, runs. Stores are read without a lock."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ __all__ = ["done_lines", "inspection"]
 
 
 def inspection(place: str | RemotePlace) -> str:
-    """Return what the store at a place holds.
+    """Return the content of the store at a path or address.
 
     Raises:
         MissingStoreError: If there is no store.
@@ -36,7 +36,7 @@ def inspection(place: str | RemotePlace) -> str:
 
 
 def done_lines(store: AbstractFeatureStore) -> Iterator[str]:
-    """Yield a line for every table: its path, how many rows are done, and the checkpoint if it is of one."""
+    """Yield a line per table: its path, the number of rows done, and its checkpoint if it has one."""
     paths = store.table_names()
     width = max(map(len, paths), default=0)
     for path in paths:
@@ -107,5 +107,5 @@ def _json(value: Any) -> str:
 
 
 def _line(text: str) -> str:
-    """Return a text of a store's as a part of one line, which no newline in it ends."""
+    """Return a text of a store with its newlines escaped, so that it stays on one line."""
     return printable(text).replace("\n", "\\n")

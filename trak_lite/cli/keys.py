@@ -46,10 +46,6 @@ class Key(NamedTuple):
         """Name of the argument."""
         return self.name.rpartition(".")[2]
 
-    def optional(self) -> Key:
-        """Return the key with the default ``None`` if it has no default."""
-        return self._replace(default=None) if self.default is REQUIRED else self
-
 
 def keys_of(function: Callable[..., Any], *, section: str = "", without: Collection[str] = ()) -> list[Key]:
     """Return a key for every argument of a function that JSON values can set.

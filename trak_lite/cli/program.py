@@ -1,6 +1,6 @@
-"""The program ``trak-lite``: commands, options and what is said when something is wrong.
+"""The program ``trak-lite``: commands, options and error messages.
 
-Exit status: 0 where all is well, 1 where something is damaged, 2 for wrong use or a path that holds no store, 130 after
+Exit status: 0 for success, 1 if ``check`` finds damage, 2 for wrong use or any other error of the package, 130 after
 Ctrl-C.
 """
 
@@ -30,14 +30,14 @@ _WITH_CONFIG = {
     "run": "train if there are no checkpoints, featurize, score",
     "featurize": "compute the features of the train rows",
     "score": "score every train row for every target",
-    "verify": "retrain on random subsets and say how well the scores predict the outcome",
+    "verify": "test the scores against models that are retrained on random subsets",
     "report": "write the scores of a store as one page of HTML",
 }
 
 
 @final
 class _Parser(argparse.ArgumentParser):
-    """A parser that says what is wrong in one line."""
+    """A parser with error messages of one line."""
 
     def error(self, message: str) -> NoReturn:
         """Print the message and exit with status 2."""
@@ -49,7 +49,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Run one command and return its exit status.
 
     Args:
-        arguments: Of the command line; ``None`` takes those of the process.
+        arguments: Arguments of the command line; ``None`` uses those of the process.
     """
     given = list(sys.argv[1:] if arguments is None else arguments)
     try:
@@ -60,12 +60,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
         _warn(f"{_PROGRAM}: {' '.join(str(error).splitlines())}\n")
         return _WRONG_USE
     except KeyboardInterrupt:
-        _warn(f"\n{_PROGRAM}: interrupted before anything was begun.\n")
+        _warn(f"\n{_PROGRAM}: interrupted before the command started.\n")
         return _INTERRUPTED
 
 
 def _on_store(parsed: argparse.Namespace) -> int:
-    """Run a command that looks at a store and needs no config."""
+    """Run a command that reads a store and needs no config."""
     if parsed.command == "inspect":
         _say(inspection(resolve_place(parsed.path)))
         return 0
@@ -75,7 +75,7 @@ def _on_store(parsed: argparse.Namespace) -> int:
 
 
 def _with_config(command: str, arguments: list[str]) -> int:
-    """Run a command that a config describes."""
+    """Run a command that needs a config, or ``report``."""
     try:
         from trak_lite.cli.commands import COMMANDS, Job, report
         from trak_lite.cli.configs import help_text, read_config
@@ -104,7 +104,7 @@ def _with_config(command: str, arguments: list[str]) -> int:
             for line in report(config, out):
                 _say(line)
             return 0
-        assert config.recipe is not None  # read_config has refused it
+        assert config.recipe is not None  # read_config requires it
         job = Job(config, config.recipe)
         if recorded is not None:
             _warn(recorded.other_versions(versions(job.attributor.device)))
@@ -129,7 +129,7 @@ def _source(command: str, named: str | None, store: str | None, usage: str) -> s
         store, named = named, None
     if (store is None) == (named is None):
         raise InvalidInputError(
-            f"{command} takes one of a config and a store, the config first. Usage: {usage}."
+            f"{command} takes either a config or --from STORE; the config comes first. Usage: {usage}."
         )
     if named is not None:
         return named
@@ -139,8 +139,8 @@ def _source(command: str, named: str | None, store: str | None, usage: str) -> s
         return RunRecord(command, "", {"path": store}, "", {}, store)
     if record is None:
         raise InvalidInputError(
-            f"{store} keeps no run of the command line: it was made in Python, or the run was killed. Name the "
-            "config: trak-lite run CONFIG."
+            f"{store} has no record of a run: it was created in Python, or the run was killed. Name the config: "
+            "trak-lite run CONFIG."
         )
     return record
 
@@ -157,9 +157,9 @@ def _warn(text: str) -> None:
 
 
 def _shown(text: str, stream: TextIO) -> str:
-    """Return a text as a terminal may have it: what a store or a config says tells it nothing to do.
+    """Escape control characters, so that text from a store or a config cannot control the terminal.
 
-    All that the program writes goes through here.
+    All output of the program goes through this function.
     """
     encoding = stream.encoding or "utf-8"
     return printable(text).encode(encoding, "backslashreplace").decode(encoding)
@@ -192,15 +192,15 @@ def _taken(options: list[tuple[str, str]], name: str) -> str | None:
 
 
 def _interrupted(place: str | RemotePlace, arguments: Sequence[str]) -> str:
-    """Return what is safe on disk, and how to continue."""
+    """Return the message after Ctrl-C: the rows on disk, and the command that continues."""
     try:
         with open_store(place) as store:
-            safe = [f"Safe in {place}:", *(f"  {line}" for line in done_lines(store))]
+            safe = [f"Stored in {place}:", *(f"  {line}" for line in done_lines(store))]
     except MissingStoreError:
         safe = [f"Nothing was written to {place} yet."]
     again = f"To continue: {shlex.join([_PROGRAM, *arguments])}"
     return "\n".join(
-        [f"\n{_PROGRAM}: interrupted. The same command goes on at the first missing row.", *safe, again, ""]
+        [f"\n{_PROGRAM}: interrupted. The same command continues at the first missing row.", *safe, again, ""]
     )
 
 
@@ -209,22 +209,22 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--version", action="version", version=f"{_PROGRAM} {__version__}")
     commands = parser.add_subparsers(title="commands", required=True, metavar="COMMAND", dest="command")
     for name, text in _WITH_CONFIG.items():
-        commands.add_parser(name, help=text)  # these are parsed by their config's keys
+        commands.add_parser(name, help=text)  # for the help only; _with_config parses their options
     check = commands.add_parser(
         "check",
         help="compare rows, records and metadata of a store with their checksums",
-        description="Compare rows, records and metadata of a store with their checksums. Takes no lock and writes "
-        "nothing, unless it repairs; exits with 0 where nothing is damaged, else with 1.",
+        description="Compare rows, records and metadata of a store with their checksums. Without --repair, takes no "
+        "lock and writes nothing. Exits with 0 if nothing is damaged, else with 1.",
     )
     check.add_argument(
         "--repair",
         action="store_true",
-        help="rename damaged chunks into .set-aside/ (nothing is deleted), so that their rows are pending and the "
-        "next featurize computes exactly those",
+        help="move damaged chunks to .set-aside/ (nothing is deleted); their rows become pending, and the next "
+        "featurize computes only these",
     )
     inspect = commands.add_parser(
         "inspect",
-        help="show what a store holds",
+        help="show the content of a store",
         description="Show a store's settings, tables, rows done, verdicts and runs. Takes no lock and writes nothing.",
     )
     for command in (check, inspect):

@@ -1,17 +1,18 @@
-"""Recipes: Python files of the user's that give model, data and training. The only code that a config can name.
+"""Recipes: Python files of the user that define model, data and training. They are the only code that a config names.
 
-Configs are files of the user's; what a store has recorded of a run is none, and names no recipe.
+A recipe is executed if a config file or the command line names it. The recipe in a record of a store is never executed.
 """
 
 from __future__ import annotations
 
 import hashlib
-import importlib.util
 import os
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
+from importlib.machinery import ModuleSpec
+from importlib.util import module_from_spec
 from pathlib import Path
 from types import ModuleType
 from typing import Any, final
@@ -27,10 +28,10 @@ from trak_lite.models.checkpoints import module_versions, with_versions
 __all__ = ["SECTION", "Recipe", "last_trained", "load_recipe", "trained_states"]
 
 SECTION = "recipe_arguments"
-"""Section of a config with the arguments of the recipe's functions."""
+"""Section of a config for the arguments of the recipe's functions."""
 _NEEDED = ("build_model", "train_data", "target_data")
 _GIVEN = {"train": ("indices", "seed"), "render": ("index",), "render_target": ("index",)}
-"""Functions that a recipe may leave out, and the arguments that they are called with."""
+"""Optional functions of a recipe, and the arguments that the program passes to them."""
 
 
 @final
@@ -39,17 +40,17 @@ class Recipe:
     """The functions of a recipe."""
 
     path: Path
-    """The file, absolute."""
+    """Absolute path of the file."""
     digest: str
     """SHA-256 of its bytes."""
     functions: Mapping[str, Callable[..., Any]]
-    """Those of the known names that it defines."""
+    """The functions that the recipe defines, by name."""
 
     def keys(self) -> list[Key]:
-        """Return a key for every argument of the functions that the user may set.
+        """Return a key for every argument of the functions that a config can set.
 
         Raises:
-            InvalidInputError: If two functions have an argument of one name with another type or default.
+            InvalidInputError: If two functions have an argument of the same name with different types or defaults.
         """
         found: dict[str, Key] = {}
         for name, function in self.functions.items():
@@ -57,42 +58,43 @@ class Recipe:
                 known = found.setdefault(key.name, key)
                 if (known.type, known.default) != (key.type, key.default):
                     raise InvalidInputError(
-                        f"{self.path}: {key.argument!r} of {name}() has another type or default than that of another "
-                        "function. Arguments of one name are one key; give them the same, or rename one."
+                        f"{self.path}: {key.argument!r} of {name}() has another type or default than in another "
+                        "function. Arguments with the same name are one key. Give them the same type and default, "
+                        "or rename one."
                     )
         return list(found.values())
 
     def bound(self, name: str, arguments: Mapping[str, Any]) -> Callable[..., Any] | None:
-        """Return a function with those of the arguments that it takes; ``None`` if the recipe leaves it out."""
+        """Return a function with the arguments that it accepts; ``None`` if the recipe does not define it."""
         function = self.functions.get(name)
         if function is None:
             return None
         taken = [key.argument for key in _keys(name, function)]
-        # Tuples, so that retrained models are recognised by the values: lists count by their class only.
+        # Lists become tuples: verify identifies a training by its arguments, and of a list only by its class.
         values = {key: _tuple(arguments[key]) for key in taken if key in arguments}
         return partial(function, **values)
 
     def call(self, name: str, arguments: Mapping[str, Any]) -> Any:
-        """Call one of the functions that every recipe has.
+        """Call one of the required functions.
 
         Raises:
-            InvalidInputError: If a package that it imports is not installed.
+            InvalidInputError: If a package that the function imports is not installed.
         """
         function = self.bound(name, arguments)
-        assert function is not None  # load_recipe has looked
+        assert function is not None  # load_recipe has checked it
         try:
             return function()
         except ImportError as error:
             raise InvalidInputError(
-                f"{name}() of the recipe {self.path} cannot be run: {error}. Install what it imports."
+                f"{name}() of the recipe {self.path} failed: {error}. Install what it imports."
             ) from error
 
 
 def load_recipe(path: Path) -> Recipe:
-    """Run a recipe and return its functions. Modules beside it can be imported by it.
+    """Execute a recipe and return its functions. The recipe can import modules from its folder.
 
     Args:
-        path: Of the Python file.
+        path: Path of the Python file.
 
     Raises:
         InvalidInputError: If there is no such file, it does not compile, a module that it imports is not installed,
@@ -112,20 +114,20 @@ def load_recipe(path: Path) -> Recipe:
     wrong = [name for name, function in functions.items() if not callable(function)]
     if missing or wrong:
         raise InvalidInputError(
-            f"The recipe {path} defines no function {_listed(missing or wrong)}. Expected {_listed(_NEEDED)}, and if "
-            "wanted train(indices, seed), render(index) and render_target(index)."
+            f"The recipe {path} defines no function {_listed(missing or wrong)}. Expected {_listed(_NEEDED)}, and "
+            "optionally train(indices, seed), render(index) and render_target(index)."
         )
     return Recipe(path, digest, functions)
 
 
 def trained_states(trained: Any) -> Iterator[dict[str, Tensor]]:
-    """Yield copies of the weights that ``train`` returned, or yields while it trains: the checkpoints of a run.
+    """Yield copies of the weights that ``train`` returned or yields: the checkpoints of a run.
 
     Args:
         trained: A module, its state dict, or an iterable of these.
 
     Raises:
-        InvalidInputError: If it is something else.
+        InvalidInputError: If it has another type.
     """
     state = trained.state_dict() if isinstance(trained, nn.Module) else trained
     if isinstance(state, Mapping):
@@ -140,38 +142,38 @@ def trained_states(trained: Any) -> Iterator[dict[str, Tensor]]:
             yield from trained_states(one)
     else:
         raise InvalidInputError(
-            f"The recipe's train() gave {type(trained).__name__}. Expected a module or its state dict, or yield one "
-            "for every checkpoint."
+            f"The recipe's train() returned {type(trained).__name__}. Expected a module, its state dict, or an "
+            "iterable of these with one item per checkpoint."
         )
 
 
 def last_trained(train: Callable[..., Any], indices: NDArray[np.int64], seed: int) -> dict[str, Tensor]:
-    """Train on some rows and return the final weights: what a retrained model is judged by.
+    """Train on the given rows and return the final weights.
 
     Raises:
-        InvalidInputError: If ``train`` gave no weights.
+        InvalidInputError: If ``train`` returned no weights.
     """
     last: dict[str, Tensor] = {}
-    for last in trained_states(train(indices, seed)):  # noqa: B007  # the last one is wanted
+    for last in trained_states(train(indices, seed)):  # noqa: B007  # only the last one is used
         pass
     if not last:
-        raise InvalidInputError("The recipe's train() gave no weights. Return or yield a state dict.")
+        raise InvalidInputError("The recipe's train() returned no weights. Return or yield a state dict.")
     return last
 
 
 def _keys(name: str, function: Callable[..., Any]) -> list[Key]:
-    """Return the keys of a function's arguments; those that only Python can say keep their defaults."""
+    """Return the keys of a function's arguments. Arguments that JSON cannot represent keep their defaults."""
     keys = keys_of(function, section=SECTION, without=_GIVEN.get(name, ()))
     return [key for key in keys if key.default is REQUIRED or is_plain(key.default)]
 
 
 def _run(path: Path, content: bytes, name: str) -> ModuleType:
-    spec = importlib.util.spec_from_loader(name, loader=None, origin=str(path))
-    assert spec is not None  # it is made from a name alone
-    module = importlib.util.module_from_spec(spec)
+    module = module_from_spec(ModuleSpec(name, None, origin=str(path)))
     module.__file__ = str(path)
     if str(path.parent) not in sys.path:
-        sys.path.append(str(path.parent))  # behind all else: a recipe hides no installed package
+        sys.path.append(
+            str(path.parent)
+        )  # at the end, so that no module beside the recipe hides an installed package
     sys.modules[name] = module
     try:
         exec(compile(content, str(path), "exec"), module.__dict__)
@@ -180,7 +182,7 @@ def _run(path: Path, content: bytes, name: str) -> ModuleType:
         line = f" line {error.lineno}:" if isinstance(error, SyntaxError) else ""
         what = error.msg or str(error)
         raise InvalidInputError(
-            f"The recipe {path} cannot be run:{line} {what}. Correct it, or install what it imports."
+            f"The recipe {path} cannot be executed:{line} {what}. Correct it, or install what it imports."
         ) from error
     return module
 

@@ -1,14 +1,14 @@
-"""Records of runs: the config of every run with all values written out, its recipe's digest and the versions.
+"""Records of runs: the complete config of a run, the digest of its recipe and the versions of the packages.
 
-They are kept in the store that the run fills, so that the run can be repeated from there. A store may come from
-elsewhere, so a record chooses neither code nor a place to write: the recipe that it names is never run.
+They are stored in the store of the run, so that the run can be repeated from there. A store may come from someone else.
+A record therefore chooses neither code nor a place to write: the recipe that it names is never executed.
 """
 
 from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from datetime import UTC, datetime
 from typing import Any, final
 
@@ -23,82 +23,79 @@ __all__ = ["RunRecord", "last_record", "store_record_of_run", "stored_records"]
 
 _NAME, _KEY = "runs", "run records, format 1"
 _MOST = 100
-"""Records that are kept; the oldest go first."""
-_UNREADABLE = (ValueError, TypeError, KeyError)
+"""Number of records that a store holds; the oldest are dropped first."""
 
 
 @final
 @dataclass(frozen=True, slots=True)
 class RunRecord:
-    """What one command was told to do."""
+    """The record of one command."""
 
     command: str
     """``run``, ``featurize``, ``score`` or ``verify``."""
     time: str
-    """When it began, UTC."""
+    """Start of the command, UTC."""
     config: Mapping[str, Any]
-    """The config with every value written out."""
+    """The config with a value for every key."""
     recipe_digest: str
     """SHA-256 of the recipe."""
     versions: Mapping[str, Any]
-    """Of this package and those that compute."""
+    """Versions of this package and of the packages that compute."""
     where: str = ""
-    """The store that it was read from."""
+    """The store from which the record was read."""
+
+    def __post_init__(self) -> None:
+        """Check the types, because stores hold arbitrary JSON. The config is checked when it is used.
+
+        Raises:
+            TypeError: If a value has the wrong type.
+        """
+        texts = (self.command, self.time, self.recipe_digest)
+        if not (
+            all(isinstance(value, str) for value in texts)
+            and all(isinstance(value, dict) for value in (self.config, self.versions))
+        ):
+            raise TypeError("a value of a record has the wrong type")
 
     @classmethod
     def now(
         cls, command: str, config: Mapping[str, Any], recipe_digest: str, versions: Mapping[str, Any]
     ) -> RunRecord:
-        """Return the record of a command that begins now."""
+        """Return the record of a command that starts now."""
         time = datetime.now(UTC).isoformat(timespec="seconds")
         return cls(command, time, config, recipe_digest, versions)
 
     def other_recipe(self, path: str, digest: str) -> str:
-        """Return a line on the recipe that is run, if it is not the recorded one byte for byte; else nothing.
+        """Return a line if the recipe differs from the recorded one in any byte, else an empty text.
 
         Args:
-            path: Of the recipe that the user named.
+            path: Path of the recipe that the user named.
             digest: SHA-256 of its bytes.
         """
         if digest == self.recipe_digest:
             return ""
         return (
-            f"The recipe {path} is not the one of the run kept in {self.where}: its SHA-256 is {digest[:12]}, was "
+            f"The recipe {path} is not the one of the run stored in {self.where}: its SHA-256 is {digest[:12]}, was "
             f"{self.recipe_digest[:12]}.\n"
         )
 
     def other_versions(self, here: Mapping[str, Any]) -> str:
-        """Return a line on the versions that are not those of the record, nothing if all are the same."""
+        """Return a line with the versions that differ from the recorded ones, or an empty text."""
         other = [
             f"{name} is {there!r} there, {now!r} here"
             for name, there, now in differing_keys(self.versions, here)
         ]
-        return f"The run kept in {self.where} was made with others: {'; '.join(other)}.\n" if other else ""
-
-    def replayed(self) -> RunRecord:
-        """Return the record with the store where it is now, which may have been moved."""
-        return RunRecord(
-            self.command,
-            self.time,
-            {**self.config, "path": self.where},
-            self.recipe_digest,
-            self.versions,
-            self.where,
-        )
-
-    def same_run(self, other: RunRecord) -> bool:
-        """Whether two records say the same but for the time."""
-        return {**asdict(self), "time": "", "where": ""} == {**asdict(other), "time": "", "where": ""}
+        return f"The run stored in {self.where} used other versions: {'; '.join(other)}.\n" if other else ""
 
 
 def store_record_of_run(place: str | RemotePlace, record: RunRecord) -> None:
-    """Add a record to those of a store, unless the last one says the same."""
+    """Append a record to those of a store, unless the last one differs only in its time."""
     with open_store(place, "r+") as store:
         records = stored_records(store)
-        if records and records[-1].same_run(record):
+        if records and replace(records[-1], time="", where="") == replace(record, time="", where=""):
             return
-        kept = [asdict(one) for one in (*records, record)][-_MOST:]
-        text = json.dumps(kept, allow_nan=False).encode()
+        content = [asdict(one) for one in (*records, record)][-_MOST:]
+        text = json.dumps(content, allow_nan=False).encode()
         store.put_entry(_NAME, _KEY, np.frombuffer(text, np.uint8).copy())
 
 
@@ -108,21 +105,19 @@ def stored_records(store: AbstractFeatureStore) -> list[RunRecord]:
     Raises:
         CorruptStoreError: If they cannot be read.
     """
-    kept = store.entry(_NAME, _KEY)
-    if kept is None:
+    stored = store.entry(_NAME, _KEY)
+    if stored is None:
         return []
     try:
-        content = parse_json(kept)
-        records = [RunRecord(**{**one, "where": str(store.path)}) for one in content]
-    except _UNREADABLE as error:
-        raise _unreadable(store.path) from error
-    if not all(_is_sound(record) for record in records):
-        raise _unreadable(store.path)
-    return records
+        return [RunRecord(**{**one, "where": str(store.path)}) for one in parse_json(stored)]
+    except (ValueError, TypeError) as error:
+        raise CorruptStoreError(
+            f"The records of runs in {store.path} cannot be read. Name the config: trak-lite run CONFIG."
+        ) from error
 
 
 def last_record(place: str | RemotePlace) -> RunRecord | None:
-    """Return the last record of a store, with the store where it is now; ``None`` if no run was recorded in it.
+    """Return the last record of a store, with the present path of the store; ``None`` if there is no record.
 
     Raises:
         MissingStoreError: If there is no store.
@@ -130,18 +125,5 @@ def last_record(place: str | RemotePlace) -> RunRecord | None:
     """
     with open_store(place) as store:
         records = stored_records(store)
-    return records[-1].replayed() if records else None
-
-
-def _is_sound(record: RunRecord) -> bool:
-    """Whether the values of a record are of their types; those of its config are checked as any config's."""
-    texts = (record.command, record.time, record.recipe_digest)
-    return all(isinstance(value, str) for value in texts) and all(
-        isinstance(value, dict) for value in (record.config, record.versions)
-    )
-
-
-def _unreadable(path: str | None) -> CorruptStoreError:
-    return CorruptStoreError(
-        f"The records of runs in {path} cannot be read. Name the config: trak-lite run CONFIG."
-    )
+    # A store may have been moved since the run.
+    return replace(records[-1], config={**records[-1].config, "path": records[-1].where}) if records else None
