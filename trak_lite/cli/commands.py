@@ -6,6 +6,7 @@ import os
 import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
+from datetime import UTC, datetime
 from functools import cached_property, partial
 from pathlib import Path
 from typing import Any, final
@@ -145,8 +146,9 @@ class Job:
         A command that fails is recorded only if it created the store: an existing store may have other settings.
         """
         config = self.config
+        time = datetime.now(UTC).isoformat(timespec="seconds")
         made_with = versions(self.attributor.device)
-        record = RunRecord.now(command, config.values, self.recipe.digest, made_with)
+        record = RunRecord(command, time, config.values, self.recipe.digest, made_with)
         accepted = not _is_store(config.path)
         try:
             yield

@@ -9,7 +9,6 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
-from datetime import UTC, datetime
 from typing import Any, final
 
 import numpy as np
@@ -51,19 +50,9 @@ class RunRecord:
             TypeError: If a value has the wrong type.
         """
         texts = (self.command, self.time, self.recipe_digest)
-        if not (
-            all(isinstance(value, str) for value in texts)
-            and all(isinstance(value, dict) for value in (self.config, self.versions))
-        ):
+        mappings = (self.config, self.versions)
+        if {type(value) for value in texts} != {str} or {type(value) for value in mappings} != {dict}:
             raise TypeError("a value of a record has the wrong type")
-
-    @classmethod
-    def now(
-        cls, command: str, config: Mapping[str, Any], recipe_digest: str, versions: Mapping[str, Any]
-    ) -> RunRecord:
-        """Return the record of a command that starts now."""
-        time = datetime.now(UTC).isoformat(timespec="seconds")
-        return cls(command, time, config, recipe_digest, versions)
 
     def other_recipe(self, path: str, digest: str) -> str:
         """Return a line if the recipe differs from the recorded one in any byte, else an empty text.
