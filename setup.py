@@ -11,6 +11,7 @@ VERSION = re.search(r'__version__ = "(.+)"', (HERE / "trak_lite" / "_version.py"
 DEMO = ["scikit-learn", "matplotlib"]
 TABLES = ["pandas", "xarray"]
 REMOTE = ["obstore", "fsspec"]
+REPORT = ["Jinja2>=3.1", "Pillow", "matplotlib>=3.9"]
 CLI = ["jsonargparse[signatures]>=4.53", "PyYAML"]
 HF = ["transformers>=5", "accelerate", "datasets", "peft"]
 ZOO = ["transformers>=5", "peft", "timm"]
@@ -39,21 +40,22 @@ setup(
     license_files=["LICENSE"],
     python_requires=">=3.11",
     packages=find_packages(include=["trak_lite", "trak_lite.*"]),
-    package_data={"trak_lite": ["py.typed"]},
+    package_data={"trak_lite": ["py.typed"], "trak_lite.report": ["templates/*"]},
     install_requires=["torch>=2.10", "numpy", "zarr>=3.1.3", "google-crc32c", "tqdm", "safetensors"],
     extras_require={
         "fast": ["fast-jl"],
         "demo": DEMO,
         "tables": TABLES,
         "remote": REMOTE,
+        "report": REPORT,
         "cli": CLI,
         "hf": HF,
         "lightning": LIGHTNING,
         "zoo": ZOO,
         "benchmark": BENCHMARK,
         "docs": DOCS,
-        "test": [*TEST, *DOCS, *DEMO, *TABLES, *REMOTE, *CLI, *HF],
-        "dev": [*DEV, *TEST, *DOCS, *DEMO, *TABLES, *REMOTE, *CLI, *HF],
+        "test": [*TEST, *DOCS, *DEMO, *TABLES, *REMOTE, *REPORT, *CLI, *HF],
+        "dev": [*DEV, *TEST, *DOCS, *DEMO, *TABLES, *REMOTE, *REPORT, *CLI, *HF],
     },
     entry_points={"console_scripts": ["trak-lite = trak_lite.cli:main"]},
     classifiers=[

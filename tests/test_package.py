@@ -31,7 +31,8 @@ def test_a_wheel_builds_with_every_module_and_no_tests(wheel: zipfile.ZipFile) -
 
     assert {name.split("/")[0] for name in names} == {"trak_lite"}
     modules = {p.relative_to(ROOT).as_posix() for p in (ROOT / "trak_lite").rglob("*.py")}
-    assert modules | {"trak_lite/py.typed"} == set(names)
+    templates = {p.relative_to(ROOT).as_posix() for p in (ROOT / "trak_lite/report/templates").iterdir()}
+    assert modules | templates | {"trak_lite/py.typed"} == set(names)
     assert "py3-none-any" in wheel.filename
 
 
@@ -54,6 +55,7 @@ def test_pyproject_holds_tool_settings_only() -> None:
 
 def test_optional_packages_are_not_imported_with_the_package() -> None:
     optional = {"matplotlib", "pandas", "xarray", "pytest", "triton", "fast_jl", "jsonargparse"}
+    optional |= {"jinja2", "markupsafe", "PIL"}
     optional |= {"transformers", "peft", "datasets", "accelerate", "lightning"}
     code = f"import sys, trak_lite; print(sorted({optional} & set(sys.modules)))"
 

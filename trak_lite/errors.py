@@ -20,6 +20,7 @@ __all__ = [
     "IncompleteStoreError",
     "InvalidInputError",
     "ManifestMismatchError",
+    "MissingPackageError",
     "MissingStoreError",
     "NonFiniteError",
     "PrecisionError",
@@ -103,6 +104,10 @@ class CheckpointError(InvalidInputError, RuntimeError):
 
 class UnsupportedModelError(TrakLiteError, RuntimeError):
     """The gradient computer cannot differentiate this model sample by sample."""
+
+
+class MissingPackageError(TrakLiteError, ImportError):
+    """An optional package is not installed; the message names the extra that installs it."""
 
 
 class StateError(TrakLiteError, RuntimeError, AssertionError):

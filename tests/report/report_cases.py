@@ -13,6 +13,8 @@ from trak_lite import Scores
 from trak_lite.evaluation import Verdict
 from trak_lite.evaluation.verdict import Baseline, Estimate, Predictions
 from trak_lite.methods import AbstractMethod, GaussNewton
+from trak_lite.report._template import environment
+from trak_lite.report.content import rendered
 from trak_lite.run.tables import FEATURES, LOSS_CURVATURE, OUT_TO_LOSS
 from trak_lite.scoring.matrix import StreamedMatrix
 from trak_lite.scoring.source import ScoreSource
@@ -82,12 +84,13 @@ def _table(store: MemoryFeatureStore, path: str, model_id: int, features: np.nda
 
 
 class Parsed(HTMLParser):
-    """Elements, attributes and text of a page; text of ``script`` and ``style`` is kept apart."""
+    """Elements, attributes and text of a page, without the text of ``script``, ``style`` and ``title``."""
 
     def __init__(self, page: str | Path) -> None:
         super().__init__(convert_charrefs=True)
         self.elements: list[tuple[str, dict[str, str | None]]] = []
         self.inside: dict[str, str] = {"script": "", "style": "", "title": ""}
+        """Text of the elements that :attr:`text` leaves out."""
         self.text = ""
         self._open: list[str] = []
         self.feed(page.read_text(encoding="utf-8") if isinstance(page, Path) else page)
@@ -118,3 +121,9 @@ class Parsed(HTMLParser):
     @property
     def is_closed(self) -> bool:
         return not self._open
+
+
+def parsed_content(content: Any, what: str = "row 0") -> Parsed:
+    """Return the HTML of the result of a render."""
+    template = environment().from_string("{% from 'parts.html' import content %}{{ content(shown) }}")
+    return Parsed(template.render(shown=rendered(content, what)))

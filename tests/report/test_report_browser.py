@@ -156,6 +156,21 @@ def test_text_can_be_read_in_light_and_in_dark(page: Page, report: Path) -> None
     assert grounds[1] < 0.1
 
 
+def test_charts_have_the_colours_of_the_page(page: Page, report: Path) -> None:
+    for dark in (False, True):
+        page.open(report, dark=dark)
+        style = "getComputedStyle(document.querySelector('{}')).{}"
+        bar = page.run(style.format('svg path[fill="var(--high)"]', "fill"))
+        ground = luminance(page.run(style.format("figure", "backgroundColor")))
+        assert bar == page.run(style.format("h4.high", "color"))
+        assert contrast(luminance(bar), ground) >= 3.0  # WCAG 2.1, success criterion 1.4.11
+        texts = page.run("[...document.querySelectorAll('svg text')].map(e => getComputedStyle(e).fill)")
+        assert min(contrast(luminance(text), ground) for text in set(texts)) >= 4.5
+    assert page.run(
+        "[...document.querySelectorAll('svg')].every(e => e.getBoundingClientRect().height > 100)"
+    )
+
+
 def luminance(colour: str) -> float:
     numbers = np.array([float(part) for part in colour.removeprefix("rgb(").rstrip(")").split(",")]) / 255
     linear = np.where(numbers <= 0.04045, numbers / 12.92, ((numbers + 0.055) / 1.055) ** 2.4)

@@ -1,4 +1,4 @@
-"""What a row looks like: pixels against PIL's own reading of the PNG, means over blocks, shades of tokens."""
+"""Content of rows: pixels of the decoded PNG, means over blocks, shades of tokens."""
 
 from __future__ import annotations
 
@@ -8,23 +8,19 @@ import io
 import numpy as np
 import pytest
 import torch
-from report_cases import Parsed
-
-from trak_lite.report.content import rendered
+from PIL import Image
+from report_cases import parsed_content
 
 pytestmark = pytest.mark.quick
 
-PIL_Image = pytest.importorskip(
-    "PIL.Image", reason="needs Pillow, which comes with matplotlib, to read PNG files"
-)
 GENERATOR = np.random.default_rng(0)
 BYTES = GENERATOR.integers(0, 256, (5, 7, 3), dtype=np.uint8)
 
 
 def pixels(content) -> np.ndarray:
-    (found,) = Parsed(rendered(content, "row 0")).all("img")
+    (found,) = parsed_content(content).all("img")
     png = base64.b64decode(str(found["src"]).removeprefix("data:image/png;base64,"))
-    return np.asarray(PIL_Image.open(io.BytesIO(png)))
+    return np.asarray(Image.open(io.BytesIO(png)))
 
 
 @pytest.mark.parametrize(
@@ -38,8 +34,8 @@ def pixels(content) -> np.ndarray:
         (torch.from_numpy(BYTES).float() / 255, BYTES),
         (BYTES.astype(np.int64), BYTES),
         (np.dstack([BYTES, BYTES[:, :, :1]]), np.dstack([BYTES, BYTES[:, :, :1]])),
-        (PIL_Image.fromarray(BYTES), BYTES),
-        (PIL_Image.fromarray(BYTES[:, :, 0]).convert("P"), np.repeat(BYTES[:, :, :1], 3, axis=2)),
+        (Image.fromarray(BYTES), BYTES),
+        (Image.fromarray(BYTES[:, :, 0]).convert("P"), np.repeat(BYTES[:, :, :1], 3, axis=2)),
         (np.array([[True, False]]), np.array([[255, 0]])),
         (np.array([[-1.0, 0.0, 3.0]]), np.array([[0, 64, 255]])),
         (torch.tensor([[0.0, 0.5]], dtype=torch.bfloat16), np.array([[0, 128]])),
@@ -60,15 +56,23 @@ def test_large_images_are_shrunk_to_means_of_blocks() -> None:
     assert np.abs(found - np.array(expected)).max() <= 0.5
 
 
+@pytest.mark.parametrize("shape", [(1, 5000), (5000, 1), (161, 160, 3), (1000, 2, 4)])
+def test_long_and_narrow_images_are_shrunk_too(shape: tuple[int, ...]) -> None:
+    found = pixels(np.full(shape, 200, np.uint8))
+
+    assert max(found.shape[:2]) <= 160
+    assert (found == 200).all()
+
+
 def test_an_image_keeps_its_proportions_on_the_page() -> None:
-    (image,) = Parsed(rendered(np.zeros((20, 40)), "train row 3")).all("img")
+    (image,) = parsed_content(np.zeros((20, 40)), "train row 3").all("img")
 
     assert (image["width"], image["height"]) == ("96", "48")
     assert (image["alt"], image["class"]) == ("train row 3", "coarse")
 
 
 def test_images_among_fields_stand_above_the_others() -> None:
-    page = Parsed(rendered({"scan": BYTES, "label": 3, "ratio": 0.123456789}, "row 0"))
+    page = parsed_content({"scan": BYTES, "label": 3, "ratio": 0.123456789})
 
     assert [name for name, _ in page.elements][:2] == ["img", "table"]
     assert page.text == "label3ratio0.123457"
@@ -76,7 +80,7 @@ def test_images_among_fields_stand_above_the_others() -> None:
 
 @pytest.mark.parametrize("name", ['" onerror="alert(1)', "'><script>", "a & b\n<"])
 def test_names_of_images_stay_text_in_the_attribute(name: str) -> None:
-    page = Parsed(rendered({name: BYTES}, "row 0"))
+    page = parsed_content({name: BYTES})
 
     ((tag, found),) = page.elements
     assert tag == "img"
@@ -85,14 +89,12 @@ def test_names_of_images_stay_text_in_the_attribute(name: str) -> None:
 
 
 def test_tokens_are_shaded_by_sign_and_share_of_the_largest_weight() -> None:
-    page = Parsed(
-        rendered([("a", 2.0), ("b", -2.0), ("c", 1.0), ("d", 0.0), ["e", np.float32(-0.6)]], "row 0")
-    )
+    page = parsed_content([("a", 2.0), ("b", -2.0), ("c", 1.0), ("d", 0.0), ["e", np.float32(-0.6)]])
 
     assert [found.get("class") for found in page.all("span")] == ["p7", "n7", "p4", None, "n2"]
     assert [found["title"] for found in page.all("span")][1:3] == ["-2", "+1"]
 
 
 def test_tokens_without_weight_have_no_shade() -> None:
-    assert [found.get("class") for found in Parsed(rendered([("a", 0.0)], "row 0")).all("span")] == [None]
-    assert Parsed(rendered([], "row 0")).all("span") == []
+    assert [found.get("class") for found in parsed_content([("a", 0.0)]).all("span")] == [None]
+    assert parsed_content([]).all("span") == []

@@ -43,7 +43,7 @@ def test_the_summary_shows_settings_verdict_and_the_top_rows_of_the_first_target
 
 def test_the_summary_reads_no_scores_where_that_is_dear(monkeypatch: pytest.MonkeyPatch) -> None:
     scores = stored_scores()
-    monkeypatch.setattr(notebook, "_CHEAP", 100)
+    monkeypatch.setattr(notebook, "_MOST_SCORES", 100)
 
     assert "Top rows: scores.top(k)" in scores._repr_html_()
     assert "Top rows: scores.top(k)" in drawn_scores()._repr_html_()  # not kept: every look computes them

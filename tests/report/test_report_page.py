@@ -4,18 +4,21 @@ from __future__ import annotations
 
 import base64
 import hashlib
+import os
 import re
 import shutil
 import subprocess
+import sys
 from pathlib import Path
 
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from report_cases import VERDICT, Parsed, drawn_scores
+from report_cases import VERDICT, Parsed, drawn_scores, parsed_content
 
-from trak_lite.errors import InvalidInputError, NonFiniteError
+from trak_lite.errors import InvalidInputError, MissingPackageError, NonFiniteError
+from trak_lite.evaluation.verdict import Predictions
 from trak_lite.methods import GaussNewton, GradDot
 from trak_lite.report import write_report
 
@@ -93,10 +96,8 @@ def test_hostile_text_stays_text_wherever_it_comes_in(tmp_path: Path, text: str)
 @settings(max_examples=60, deadline=None)
 @given(text=st.text(st.characters(), max_size=40))
 def test_any_text_is_shown_as_it_is(text: str) -> None:
-    from trak_lite.report.content import rendered
-
     for content in (text, {"k": text}, [(text, 0.5)]):
-        page = Parsed(rendered(content, "row 0"))
+        page = parsed_content(content)
         assert shown(text) in page.text
         assert page.names <= {"p", "span", "table", "tbody", "tr", "th", "td"}
 
@@ -127,6 +128,21 @@ def test_the_page_names_no_other_place_and_its_policy_forbids_every_request(tmp_
         "style-src": digest(page.inside["style"]),
         "script-src": digest(page.inside["script"]),
     }
+
+
+def test_a_page_with_every_figure_has_no_identifier_twice_and_is_the_same_every_time(tmp_path: Path) -> None:
+    generator = np.random.default_rng(0)
+    predictions = Predictions(generator.normal(size=(6, 4)), generator.normal(size=(6, 4)))
+    scores = drawn_scores(verdict=VERDICT, predictions=predictions)
+
+    one, other = (write_report(scores, tmp_path / name) for name in ("a.html", "b.html"))
+
+    page = Parsed(one)
+    assert len(page.all("svg", role="img")) == 4
+    identifiers = [found["id"] for _, found in page.elements if "id" in found]
+    assert len(set(identifiers)) == len(identifiers)
+    assert {str(found["href"]) for found in page.all("use")} <= {f"#{name}" for name in identifiers}
+    assert one.read_bytes() == other.read_bytes()
 
 
 def digest(text: str) -> str:
@@ -265,3 +281,58 @@ def test_scores_that_are_not_finite_are_refused(tmp_path: Path) -> None:
 def test_a_folder_is_no_page(tmp_path: Path) -> None:
     with pytest.raises(InvalidInputError, match=r"is a folder. Name a file in it"):
         write_report(drawn_scores(), tmp_path)
+
+
+@pytest.mark.parametrize("module", ["jinja2", "PIL", "matplotlib"])
+def test_a_missing_package_is_named_with_the_extra_that_installs_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, module: str
+) -> None:
+    scores = drawn_scores()
+    monkeypatch.setitem(sys.modules, module, None)
+
+    with pytest.raises(
+        MissingPackageError, match=rf"need {module}.*pip install 'trak-lite\[report\]'"
+    ) as caught:
+        write_report(scores, tmp_path / "r.html", train_render=lambda row: np.zeros((2, 2)))
+
+    assert isinstance(caught.value, ImportError)
+    assert caught.value.name == module
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_missing_package_is_found_before_the_scores_are_read(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    scores = drawn_scores()
+    monkeypatch.setattr(type(scores), "tiles", lambda self: pytest.fail("the scores were read"))
+    for module in ("matplotlib", "jinja2"):
+        monkeypatch.setitem(sys.modules, module, None)
+        with pytest.raises(MissingPackageError, match=module):
+            write_report(scores, tmp_path / "r.html")
+
+
+def test_without_figures_and_images_jinja2_is_enough(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for module in ("matplotlib", "PIL"):
+        monkeypatch.setitem(sys.modules, module, None)
+
+    page = write_report(drawn_scores(), tmp_path / "r.html", train_render=lambda row: {"n": row}, figures=())
+
+    assert Parsed(page).is_closed
+
+
+def test_without_the_extra_the_package_is_imported_and_a_notebook_names_what_is_missing() -> None:
+    code = (
+        "import sys; sys.modules.update(dict.fromkeys(['jinja2', 'markupsafe', 'PIL', 'matplotlib']))\n"
+        "import trak_lite.report\n"
+        "from report_cases import drawn_scores\n"
+        "for shown in (drawn_scores(), drawn_scores().gallery()):\n"
+        "    try: shown._repr_html_()\n"
+        "    except trak_lite.errors.MissingPackageError as error: print(error)"
+    )
+    environ = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
+    ended = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, check=True, env=environ
+    )
+
+    message = "Reports need jinja2, which is not installed. Install it with pip install 'trak-lite[report]'."
+    assert ended.stdout.splitlines() == [message, message]

@@ -79,8 +79,8 @@ def test_a_report_of_an_opened_store_shows_its_verdict_points_and_manifest(
     page = Parsed(write_report(opened, tmp_path / "r.html"))
 
     assert f"LDS {opened.verdict.lds}" in page.text
-    assert len(page.all("circle")) == 4 * 3
-    assert f"kept in{opened.location}" in page.text
+    assert len(page.all("use", fill="var(--high)", fill_opacity="0.45")) == 4 * 3
+    assert f"stored in{opened.location}" in page.text
     assert "rows: projector" in page.text
     assert "Not drawn. Uncertainty needs at least 2 checkpoints" in page.text
 

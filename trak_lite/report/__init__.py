@@ -1,7 +1,7 @@
-"""Pictures of scores: galleries, figures and one HTML page that works offline.
+"""Reports on scores: galleries, figures and one HTML page that works offline.
 
-No package is needed beside the core's own: images are written as PNG with zlib, figures as inline SVG that follows the
-reader's light or dark theme. All text that is not the report's own is escaped as it enters the page.
+Needs ``pip install trak-lite[report]``. Jinja2 fills the page and escapes all text. matplotlib draws the figures as
+inline SVG, in the light or dark colours of the page. Pillow encodes images as PNG. Each is imported when it is needed.
 """
 
 from trak_lite.report.content import Render as Render

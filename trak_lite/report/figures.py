@@ -1,4 +1,4 @@
-"""What a report draws of scores: how they are distributed, how far damping and checkpoints matter, how true they are.
+"""Figures of a report: distribution of the scores, effect of damping and checkpoints, agreement with retraining.
 
 Shapes: N train rows, M targets, C checkpoints, S subsets, L dampings.
 """
@@ -6,7 +6,8 @@ Shapes: N train rows, M targets, C checkpoints, S subsets, L dampings.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, Final
+from dataclasses import dataclass
+from typing import Any, Final, final
 
 import numpy as np
 from numpy.typing import NDArray
@@ -15,7 +16,6 @@ from trak_lite.data.datasets import every_nth
 from trak_lite.errors import InvalidInputError, SingularKernelError
 from trak_lite.evaluation import spearman
 from trak_lite.report import _charts
-from trak_lite.report._html import Html, tag
 from trak_lite.report.content import ReportedScores
 from trak_lite.report.survey import Histogram
 
@@ -30,19 +30,34 @@ _RANKED_TARGETS: Final = 16
 _MOST_POINTS: Final = 800
 _MOST_CHECKPOINTS: Final = 32
 
-Figure = tuple[Html, str]
-"""A drawing and the sentence below it."""
+Drawing = tuple[str, str]
+"""SVG and caption."""
 
 
-def drawn_figures(scores: ReportedScores, histogram: Histogram, names: Sequence[str]) -> Iterator[Html]:
-    """Yield the figures; one that these scores cannot have says why in its place.
+@final
+@dataclass(frozen=True, slots=True)
+class Figure:
+    """A figure of the page."""
+
+    title: str
+    svg: str | None
+    """The drawing as markup, ``None`` if these scores do not have it."""
+    caption: str
+    """Describes the drawing, or says why there is none."""
+
+
+def drawn_figures(scores: ReportedScores, histogram: Histogram, names: Sequence[str]) -> Iterator[Figure]:
+    """Yield figures in the order of ``FIGURES``.
 
     Args:
-        scores: What they are about.
-        histogram: Of the scores, from the pass that found the top rows.
-        names: Which of ``FIGURES``.
+        scores: Scores of a target set.
+        histogram: Histogram of the scores.
+        names: Names of figures, from ``FIGURES``.
+
+    Raises:
+        MissingPackageError: If matplotlib is not installed.
     """
-    makers: dict[str, tuple[str, Callable[[], Figure]]] = {
+    makers: dict[str, tuple[str, Callable[[], Drawing]]] = {
         "histogram": ("Scores", lambda: _histogram(histogram)),
         "damping": ("Damping path", lambda: _damping(scores)),
         "retrained": ("Prediction and retraining", lambda: _retrained(scores)),
@@ -51,18 +66,15 @@ def drawn_figures(scores: ReportedScores, histogram: Histogram, names: Sequence[
     for name in FIGURES:
         if name in names:
             title, make = makers[name]
-            yield _figure(title, make)
+            try:
+                figure = Figure(title, *make())
+            except (InvalidInputError, SingularKernelError) as reason:
+                figure = Figure(title, None, str(reason))
+            yield figure
 
 
-def _figure(title: str, make: Callable[[], Figure]) -> Html:
-    try:
-        drawing, caption = make()
-    except (InvalidInputError, SingularKernelError) as reason:  # said to the reader in place of the drawing
-        return tag("figure", tag("h3", title), tag("p", f"Not drawn. {reason}", class_="note"))
-    return tag("figure", tag("h3", title), drawing, tag("figcaption", caption))
-
-
-def _histogram(histogram: Histogram) -> Figure:
+def _histogram(histogram: Histogram) -> Drawing:
+    """Draw the histogram of all scores."""
     counts, edges = histogram.bars(_NUM_BARS)
     total = f"{counts.sum():,}"
     return (
@@ -71,9 +83,9 @@ def _histogram(histogram: Histogram) -> Figure:
     )
 
 
-def _damping(scores: ReportedScores) -> Figure:
-    """Draw the rank correlation of scores at other dampings with those in force."""
-    own = scores.settings.get("damping")  # methods without a kernel have none, and path() refuses them
+def _damping(scores: ReportedScores) -> Drawing:
+    """Draw the rank correlation of the scores with the scores at other dampings."""
+    own = scores.settings.get("damping")  # without a kernel there is none, and damping_path raises
     dampings = sorted({*_DAMPINGS, *([float(own)] if own else [])})
     path = scores.damping_path(dampings, targets=every_nth(scores.shape[1], _RANKED_TARGETS))
     num_rows = scores.shape[0]
@@ -86,8 +98,9 @@ def _damping(scores: ReportedScores) -> Figure:
     middle, low, high = found.mean(1), found.min(1), found.max(1)
     return (
         _charts.curve(dampings, middle, low, high, mark=float(own), label="Rank correlation over dampings"),
-        f"Rank correlation of the scores at other dampings with those in force ({own:g}), over {len(rows):,} train "
-        f"rows: mean and range of {found.shape[1]} targets. Where it is flat, damping hardly matters.",
+        f"Rank correlation of the scores, whose damping is {own:g}, with the scores at other dampings, over "
+        f"{len(rows):,} train rows: mean and range of {found.shape[1]} targets. Where the line is flat and near 1, "
+        "damping changes the ranking little.",
     )
 
 
@@ -96,22 +109,22 @@ def _correlations(one: NDArray[np.float64], other: NDArray[np.float64]) -> list[
     return [float(spearman(a, b)) for a, b in zip(one.T, other.T, strict=True)]
 
 
-def _retrained(scores: ReportedScores) -> Figure:
-    """Draw what scores predicted for subsets against what retrained models said, both standardised by target."""
-    kept = scores.predictions
-    if kept is None:
+def _retrained(scores: ReportedScores) -> Drawing:
+    """Draw predicted outputs against the outputs of retrained models, both standardised by target."""
+    predictions = scores.predictions
+    if predictions is None:
         raise InvalidInputError(
-            "There are no outputs of retrained models beside these scores. Call trak_lite.verify(scores, train_fn, "
-            "targets); a few trainings on subsets are enough, and those that were kept are not repeated."
+            "There are no outputs of retrained models for these scores. Call trak_lite.verify(scores, train_fn, "
+            "targets), which trains on a few subsets and does not repeat finished trainings."
         )
-    most = max(1, _MOST_POINTS // len(kept.summed))
-    some = every_nth(kept.summed.shape[1], most)
-    predicted, retrained = (_standardised(part[:, some]) for part in kept)
+    most = max(1, _MOST_POINTS // len(predictions.summed))
+    some = every_nth(predictions.summed.shape[1], most)
+    predicted, retrained = (_standardised(part[:, some]) for part in predictions)
     num_subsets, num_targets = predicted.shape
     return (
         _charts.points(predicted, retrained, label="Predicted outputs against those of retrained models"),
-        f"Models retrained on {num_subsets} random subsets, {num_targets} targets: their outputs against the sum of "
-        "the scores of the rows they were trained on, each target in its own standard deviations.",
+        f"Outputs of models retrained on {num_subsets} random subsets, for {num_targets} targets, against the sums of "
+        "the scores of the rows in the subsets, in standard deviations of each target.",
     )
 
 
@@ -122,7 +135,8 @@ def _standardised(values: NDArray[np.float64]) -> NDArray[np.float64]:
     return centred / np.where(deviation > 0, deviation, 1.0)
 
 
-def _checkpoints(scores: ReportedScores) -> Figure:
+def _checkpoints(scores: ReportedScores) -> Drawing:
+    """Draw the rank correlations between the scores of every two checkpoints."""
     count = scores.settings["checkpoints"]
     if count > _MOST_CHECKPOINTS:
         raise InvalidInputError(
@@ -133,6 +147,6 @@ def _checkpoints(scores: ReportedScores) -> Figure:
     off: NDArray[Any] = found[~np.eye(len(found), dtype=bool)]
     return (
         _charts.matrix(found, label="Rank correlation between checkpoints"),
-        f"Rank correlation between what two checkpoints alone would score: {off.mean():.2f} in the mean. Where they "
-        "do not agree, the ranking of train rows is mostly noise.",
+        f"Rank correlation between the scores of two checkpoints alone; the mean is {off.mean():.2f}. Near 0, the "
+        "ranking of train rows is mostly noise.",
     )

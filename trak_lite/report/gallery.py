@@ -1,4 +1,4 @@
-"""Targets side by side with the train rows that helped and harmed them most."""
+"""Targets with their most helpful and most harmful train rows."""
 
 from __future__ import annotations
 
@@ -6,79 +6,59 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from os import PathLike
 from pathlib import Path
-from typing import Self, final
+from typing import Any, Self, final
 
-from trak_lite.linalg.topk import TopRows
-from trak_lite.report._html import Html, tag
-from trak_lite.report._look import STYLE
+from trak_lite.report._template import fragment, write_page
 from trak_lite.report.content import Renders, ReportedScores
-from trak_lite.report.document import written
 from trak_lite.report.survey import Survey
 
 __all__ = ["Gallery", "cards"]
 
 
-def cards(survey: Survey, renders: Renders) -> Iterator[Html]:
-    """Yield one element per target: the target, its most helpful and its most harmful train rows."""
+def cards(survey: Survey, renders: Renders) -> Iterator[dict[str, Any]]:
+    """Yield the values of the macro ``card``, one target at a time."""
+    ends = (("Most helpful", "high", survey.helpful), ("Most harmful", "low", survey.harmful))
     for place, target in enumerate(survey.targets):
-        shown = renders.of_target(target)
-        yield tag(
-            "article",
-            tag("h3", f"Target {target}"),
-            None if shown is None else tag("div", shown, class_="target content"),
-            tag(
-                "div",
-                _end("Most helpful", "high", survey.helpful, place, target, renders),
-                _end("Most harmful", "low", survey.harmful, place, target, renders),
-                class_="ends",
-            ),
-            class_="card",
-            data_target=target,
-        )
+        shown = []
+        for title, class_, top in ends:
+            pairs = zip(top.indices[place].tolist(), top.scores[place].tolist(), strict=True)
+            rows = [
+                {"number": row, "score": f"{score:+.3g}", "content": renders.of_row(row, target)}
+                for row, score in pairs
+            ]
+            shown.append((title, class_, rows))
+        yield {"target": target, "content": renders.of_target(target), "ends": shown}
 
 
 @final
 @dataclass(frozen=True, slots=True, eq=False)
 class Gallery:
-    """What :meth:`trak_lite.Scores.gallery` returns: shown by notebooks, saved as a page."""
+    """Targets with their strongest train rows; notebooks display it, :meth:`save` writes it as a page."""
 
     name: str
     """Name of the target set."""
     survey: Survey
     """The targets and their strongest train rows."""
     renders: Renders
-    """What shows them."""
+    """Functions that return the content of rows."""
 
     @classmethod
     def of(cls, scores: ReportedScores, targets: Sequence[int] | None, renders: Renders, *, k: int) -> Self:
-        """Find the rows to show; see :meth:`trak_lite.Scores.gallery`."""
+        """Find the rows; see :meth:`trak_lite.Scores.gallery`."""
         return cls(scores.name, Survey.of(scores, targets, k=k), renders)
 
     def save(self, path: str | PathLike[str]) -> Path:
-        """Write the gallery as one page that needs nothing else, and return its path.
+        """Write the gallery as one offline HTML file and return its path.
 
         Raises:
-            InvalidInputError: If the path is a folder, or what a render returned cannot be shown.
+            InvalidInputError: If the path is a folder, or the result of a render cannot be displayed.
+            MissingPackageError: If a package of the extra ``report`` is not installed.
         """
-        return written(path, f"Targets {self.name!r}", cards(self.survey, self.renders))
+        shown = cards(self.survey, self.renders)
+        return write_page(
+            path, "gallery.html", title=f"Targets {self.name!r}", layout="page.html", cards=shown
+        )
 
     def _repr_html_(self) -> str:
-        """Return the markup for notebooks."""
-        return tag("div", tag("style", STYLE), cards(self.survey, self.renders), class_="trak-lite")
-
-
-def _end(title: str, class_: str, top: TopRows, place: int, target: int, renders: Renders) -> Html:
-    """Return one end of a target's scores."""
-    pairs = zip(top.indices[place].tolist(), top.scores[place].tolist(), strict=True)
-    rows = [_row(row, score, renders.of_row(row, target)) for row, score in pairs]
-    return tag("section", tag("h4", title, class_=class_), tag("ol", rows))
-
-
-def _row(row: int, score: float, shown: Html | None) -> Html:
-    return tag(
-        "li",
-        None if shown is None else tag("div", shown, class_="content"),
-        tag("span", f"row {row} ", class_="number"),
-        tag("span", f"{score:+.3g}", class_="score"),
-        data_row=row,
-    )
+        """Return the HTML for notebooks."""
+        return fragment("gallery.html", layout="notebook.html", cards=cards(self.survey, self.renders))

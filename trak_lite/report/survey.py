@@ -1,4 +1,4 @@
-"""One pass over the scores: the top rows of the targets that are shown, and how all scores are distributed."""
+"""One pass over the scores: the top rows of the targets on the page, and the histogram of all scores."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from trak_lite.report.content import ReportedScores
 __all__ = ["Histogram", "Survey", "chosen_targets"]
 
 MOST_TARGETS: Final = 100
-"""Targets that are shown where the user names none."""
+"""Number of targets on the page if the user selects none."""
 _HALF: Final = 512
 """Bins on either side of 0."""
 _SMALLEST: Final = 2.0**-149
@@ -26,10 +26,10 @@ _SMALLEST: Final = 2.0**-149
 
 
 def chosen_targets(scores: ReportedScores, targets: Sequence[int] | None) -> list[int]:
-    """Return the targets to show: those named, or the first ones.
+    """Return the selected targets, by default the first ones.
 
     Raises:
-        InvalidInputError: If none is named, there is no such target, or one is named twice.
+        InvalidInputError: If the selection is empty, has a target twice, or has one that does not exist.
     """
     count = scores.shape[1]
     if targets is None:
@@ -44,7 +44,7 @@ def chosen_targets(scores: ReportedScores, targets: Sequence[int] | None) -> lis
 
 @final
 class Histogram:
-    """Counts of numbers in bins of one width, which doubles as larger numbers come: no range is needed before.
+    """Counts of numbers in bins of equal width, which doubles when a number lies outside of all bins.
 
     Example:
         >>> histogram = Histogram()
@@ -55,7 +55,7 @@ class Histogram:
     """
 
     def __init__(self) -> None:
-        """Begin with the narrowest bins."""
+        """Start with the narrowest bins."""
         self._half_range = _SMALLEST
         self._counts = np.zeros(2 * _HALF, np.int64)
 
@@ -78,7 +78,7 @@ class Histogram:
         self._counts += np.bincount(bins, minlength=2 * _HALF)
 
     def bars(self, most: int) -> tuple[NDArray[np.int64], NDArray[np.float64]]:
-        """Return the counts of at most ``most`` bins, and the edges left of them; empty ends are left out."""
+        """Return the counts of at most ``most`` bins and their left edges, without empty bins at the ends."""
         filled = np.flatnonzero(self._counts)
         if not filled.size:
             return np.zeros(0, np.int64), np.zeros(0)
@@ -91,7 +91,7 @@ class Histogram:
         return counts, -self._half_range + width * np.arange(first, last)
 
     def _double(self) -> None:
-        """Make every bin twice as wide; 0 stays an edge."""
+        """Double the width of every bin; 0 stays an edge."""
         pairs = self._counts.reshape(-1, 2).sum(1)
         self._counts = np.pad(pairs, (_HALF // 2, _HALF // 2))
         self._half_range *= 2
@@ -100,23 +100,23 @@ class Histogram:
 @final
 @dataclass(frozen=True, slots=True, eq=False)
 class Survey:
-    """What a report shows of the scores."""
+    """Scores that a report displays."""
 
     targets: list[int]
-    """The m targets that are shown."""
+    """The m targets on the page."""
     helpful: TopRows
     """Their most helpful rows, ``(m, k)``."""
     harmful: TopRows
     """Their most harmful rows, ``(m, k)``."""
     histogram: Histogram
-    """Of the scores of all targets."""
+    """Histogram of the scores of all targets."""
 
     @classmethod
     def of(cls, scores: ReportedScores, targets: Sequence[int] | None, *, k: int) -> Self:
         """Read the scores once. Memory: one tile, and ``4 k`` numbers per target.
 
         Raises:
-            InvalidInputError: If ``k`` is not a positive integer, or a target is not there.
+            InvalidInputError: If ``k`` is not a positive integer, or a target does not exist.
             NonFiniteError: If a score is NaN or infinite.
         """
         shown = chosen_targets(scores, targets)
