@@ -46,7 +46,7 @@ FILE_OF = {
     "fsspec": "store/remote/objects_fsspec.py",
     "jinja2": "report/_template.py",
     "markupsafe": "report/_template.py",
-    "matplotlib": "report/_charts.py",
+    "matplotlib": "report/figures.py",
     "PIL": "report/_images.py",
     "obstore": "store/remote/objects_obstore.py",
     "pytest": "testing/*.py",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import importlib.util
 import json
 import math
 from collections.abc import Collection, Iterable
@@ -11,7 +12,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from trak_lite.errors import InvalidInputError, UnknownNameError
+from trak_lite.errors import InvalidInputError, MissingPackageError, UnknownNameError
 
 __all__ = [
     "check_depth",
@@ -20,6 +21,7 @@ __all__ = [
     "parse_json",
     "positive_int",
     "real_at_least",
+    "require_packages",
     "some_of",
     "target_number",
 ]
@@ -85,6 +87,24 @@ def known_names(given: Iterable[str], allowed: Collection[str], *, what: str) ->
         )
         raise UnknownNameError(f"Unknown {what}: [{some_of(map(repr, unknown))}].{hint}")
     return names
+
+
+def require_packages(*modules: str, extra: str) -> None:
+    """Raise :class:`MissingPackageError` if an optional package is not installed; none is imported.
+
+    Example:
+        >>> require_packages("no_such_package", extra="report")
+        Traceback (most recent call last):
+        ...
+        trak_lite.errors.MissingPackageError: This needs no_such_package, which is not installed. Install it with pip \
+install 'trak-lite[report]'.
+    """
+    for module in modules:
+        if importlib.util.find_spec(module) is None:
+            raise MissingPackageError(
+                f"This needs {module}, which is not installed. Install it with pip install 'trak-lite[{extra}]'.",
+                name=module,
+            )
 
 
 def some_of(texts: Iterable[str], *, most: int = 10) -> str:

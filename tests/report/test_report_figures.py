@@ -8,6 +8,7 @@ import sys
 from collections import Counter
 from dataclasses import replace
 from pathlib import Path
+from typing import NamedTuple
 from xml.etree import ElementTree
 
 import matplotlib
@@ -22,16 +23,22 @@ from trak_lite import Scores
 from trak_lite.errors import InvalidInputError
 from trak_lite.evaluation.verdict import Predictions
 from trak_lite.methods import GaussNewton, GradDot
-from trak_lite.report import _charts, write_report
-from trak_lite.report.figures import FIGURES, Figure, drawn_figures
+from trak_lite.report import write_report
+from trak_lite.report.figures import FIGURES, chart, drawn_figures
 from trak_lite.report.survey import Histogram
+
+
+class Figure(NamedTuple):
+    title: str
+    svg: str | None
+    caption: str
 
 
 def figure(scores: Scores, name: str) -> Figure:
     histogram = Histogram()
     histogram.add(scores.numpy())
     (found,) = drawn_figures(scores, histogram, [name])
-    return found
+    return Figure(*found)
 
 
 class Chart:
@@ -207,33 +214,37 @@ def test_bars_hold_all_scores_and_end_where_the_scores_do() -> None:
 
 
 def test_a_logarithmic_axis_names_counts_in_full() -> None:
-    svg = _charts.bars(np.array([1, 12_345]), np.array([0.0, 1.0]), label="Histogram")
+    histogram = Histogram()
+    histogram.add(np.repeat([0.0, 1.0], [1, 12_345]))
+
+    ((_, svg, _),) = drawn_figures(drawn_scores(), histogram, ["histogram"])
 
     assert {"1", "10", "100", "1,000", "10,000"} <= set(re.findall(">([^<]+)</text>", svg))
 
 
 def test_text_of_a_chart_is_escaped_and_stays_text() -> None:
-    hostile = "</svg><script>\"'&$x_2$"
+    hostile = "</svg><script>\"'& $x_2$"
 
-    svg = _charts.matrix(np.eye(2), label=hostile)
+    svg = chart(
+        lambda axes: axes.text(0.5, 0.5, hostile).set_gid(f"title:{hostile}"), hostile, hostile, hostile
+    )
 
     page = Parsed(svg)
     assert page.is_closed
-    assert page.names == {"svg", "g", "path", "defs", "text", "title"}
+    assert page.names == {"svg", "g", "path", "defs", "use", "text", "title"}
     assert page.all("svg") == [{"viewbox": "0 0 360 230.4", "role": "img", "aria-label": hostile}]
-    assert page.text.count("checkpoint") == 2
+    assert page.text.count(hostile) == 3
+    assert page.inside["title"] == hostile
 
 
-def test_a_chart_takes_its_colours_from_the_page() -> None:
+def test_charts_take_their_colours_from_the_page() -> None:
     """The policy of the page forbids styles and ``url()``; fixed colours would not follow the colour scheme."""
-    counts, edges = np.array([3, 1]), np.array([-1.0, 0.0])
-    line = np.array([0.1, 0.9])
-    for svg in (
-        _charts.bars(counts, edges, label="a"),
-        _charts.curve([0.1, 1.0], line, line, line, mark=1.0, label="b"),
-        _charts.points(line, line, label="c"),
-        _charts.matrix(np.eye(3), label="d"),
-    ):
+    generator = np.random.default_rng(0)
+    scores = drawn_scores(
+        predictions=Predictions(generator.normal(size=(6, 3)), generator.normal(size=(6, 3)))
+    )
+    for name in FIGURES:
+        svg = figure(scores, name).svg
         attributes = [found for _, found in Parsed(svg).elements]
         colours = {found[key] for found in attributes for key in ("fill", "stroke") if key in found}
         assert colours <= {"none", "var(--high)", "var(--low)", "var(--ink)", "var(--soft)", "var(--rule)"}
@@ -242,21 +253,21 @@ def test_a_chart_takes_its_colours_from_the_page() -> None:
 
 
 def test_charts_are_the_same_whatever_the_user_set_and_leave_the_settings_alone() -> None:
-    plain = _charts.points(np.eye(3), np.eye(3), label="points")
+    plain = figure(drawn_scores(), "damping")
     with matplotlib.rc_context(
         {"axes.facecolor": "red", "axes.grid": True, "svg.fonttype": "path", "font.size": 30}
     ):
         before = dict(matplotlib.rcParams)
-        drawn = _charts.points(np.eye(3), np.eye(3), label="points")
+        drawn = figure(drawn_scores(), "damping")
         assert dict(matplotlib.rcParams) == before
 
     assert drawn == plain
 
 
-def test_drawing_uses_no_global_figure() -> None:
+def test_matplotlib_is_imported_to_draw_and_has_no_global_figure() -> None:
     code = (
-        "import sys, numpy as np; from trak_lite.report import _charts; print('matplotlib' in sys.modules); "
-        "_charts.points(np.eye(2), np.eye(2), label='x'); print('matplotlib.pyplot' in sys.modules)"
+        "import sys; from trak_lite.report.figures import chart; print('matplotlib' in sys.modules); "
+        "chart(lambda axes: axes.plot([1, 2]), 'a', 'b', 'c'); print('matplotlib.pyplot' in sys.modules)"
     )
     ended = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert ended.stdout.split() == ["False", "False"]

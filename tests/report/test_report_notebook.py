@@ -13,7 +13,7 @@ from torch.utils.data import TensorDataset
 from trak_lite import Attributor
 from trak_lite.errors import InvalidInputError
 from trak_lite.methods import GaussNewton
-from trak_lite.report import notebook
+from trak_lite.report import page as page_module
 
 
 def stored_scores():
@@ -43,7 +43,7 @@ def test_the_summary_shows_settings_verdict_and_the_top_rows_of_the_first_target
 
 def test_the_summary_reads_no_scores_where_that_is_dear(monkeypatch: pytest.MonkeyPatch) -> None:
     scores = stored_scores()
-    monkeypatch.setattr(notebook, "_MOST_SCORES", 100)
+    monkeypatch.setattr(page_module, "_SUMMARY_SCORES", 100)
 
     assert "Top rows: scores.top(k)" in scores._repr_html_()
     assert "Top rows: scores.top(k)" in drawn_scores()._repr_html_()  # not kept: every look computes them

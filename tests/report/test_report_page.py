@@ -291,7 +291,7 @@ def test_a_missing_package_is_named_with_the_extra_that_installs_it(
     monkeypatch.setitem(sys.modules, module, None)
 
     with pytest.raises(
-        MissingPackageError, match=rf"need {module}.*pip install 'trak-lite\[report\]'"
+        MissingPackageError, match=rf"needs {module}.*pip install 'trak-lite\[report\]'"
     ) as caught:
         write_report(scores, tmp_path / "r.html", train_render=lambda row: np.zeros((2, 2)))
 
@@ -334,5 +334,5 @@ def test_without_the_extra_the_package_is_imported_and_a_notebook_names_what_is_
         [sys.executable, "-c", code], capture_output=True, text=True, check=True, env=environ
     )
 
-    message = "Reports need jinja2, which is not installed. Install it with pip install 'trak-lite[report]'."
+    message = "This needs jinja2, which is not installed. Install it with pip install 'trak-lite[report]'."
     assert ended.stdout.splitlines() == [message, message]

@@ -5,7 +5,7 @@ inline SVG, in the light or dark colours of the page. Pillow encodes images as P
 """
 
 from trak_lite.report.content import Render as Render
-from trak_lite.report.gallery import Gallery as Gallery
+from trak_lite.report.page import Gallery as Gallery
 from trak_lite.report.page import write_report as write_report
 
 __all__ = ["Gallery", "Render", "write_report"]

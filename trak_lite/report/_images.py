@@ -5,17 +5,16 @@ from __future__ import annotations
 import base64
 import io
 import sys
-from dataclasses import dataclass
-from typing import Any, Final, Self, final
+from typing import Any, Final
 
 import numpy as np
 from numpy.typing import NDArray
 from torch import Tensor
 
+from trak_lite._validate import require_packages
 from trak_lite.errors import InvalidInputError, NonFiniteError
-from trak_lite.report._extra import require
 
-__all__ = ["Image", "image_array"]
+__all__ = ["encoded", "image_array"]
 
 _CHANNELS: Final = (1, 3, 4)
 _STORED_SIDE: Final = 160
@@ -39,51 +38,34 @@ def image_array(content: Any) -> NDArray[Any] | None:
     return None
 
 
-@final
-@dataclass(frozen=True, slots=True)
-class Image:
-    """Attributes of an ``img`` element."""
+def encoded(array: NDArray[Any], what: str) -> dict[str, Any]:
+    """Return an image as the attributes of an ``img`` element, reduced to means over blocks of pixels if it is large.
 
-    uri: str
-    """PNG as a data URI."""
-    alt: str
-    """Alternative text."""
-    width: int
-    """CSS pixels."""
-    height: int
-    """CSS pixels."""
-    coarse: bool
-    """Whether it is displayed without smoothing."""
+    uint8 stays as it is, booleans become black and white. Other values are scaled from [0, 1] if all lie there, from
+    [0, 255] if they are integers that lie there, and from their own range otherwise (normalised inputs).
 
-    @classmethod
-    def of(cls, array: NDArray[Any], what: str) -> Self:
-        """Encode an array; a large one is reduced to means over square blocks of pixels.
+    Args:
+        array: ``(H, W)``, ``(H, W, C)`` or ``(C, H, W)`` with 1, 3 or 4 channels; the last axis is tried first.
+        what: Name of the row in messages, and the alternative text.
 
-        uint8 stays as it is, booleans become black and white. Other values are scaled from [0, 1] if all lie there,
-        from [0, 255] if they are integers that lie there, and from their own range otherwise (normalised inputs).
+    Raises:
+        InvalidInputError: If it has another shape, or its values are not real numbers.
+        NonFiniteError: If a value is NaN or infinite.
+        MissingPackageError: If Pillow is not installed.
+    """
+    require_packages("PIL", extra="report")
+    from PIL.Image import fromarray
 
-        Args:
-            array: ``(H, W)``, ``(H, W, C)`` or ``(C, H, W)`` with 1, 3 or 4 channels; the last axis is tried first.
-            what: Name of the row in messages, and the alternative text.
-
-        Raises:
-            InvalidInputError: If it has another shape, or its values are not real numbers.
-            NonFiniteError: If a value is NaN or infinite.
-            MissingPackageError: If Pillow is not installed.
-        """
-        require("PIL")
-        from PIL.Image import fromarray
-
-        image = fromarray(_bytes_of(_channels_last(array, what), what))
-        step = -(-max(image.size) // _STORED_SIDE)
-        if step > 1:
-            image = image.reduce(step)
-        file = io.BytesIO()
-        image.save(file, "png", optimize=True)
-        longest = max(image.size)
-        width, height = (max(1, round(_SHOWN_SIDE * side / longest)) for side in image.size)
-        uri = "data:image/png;base64," + base64.b64encode(file.getvalue()).decode("ascii")
-        return cls(uri, what, width, height, longest < _COARSE_SIDE)
+    image = fromarray(_bytes_of(_channels_last(array, what), what))
+    step = -(-max(image.size) // _STORED_SIDE)
+    if step > 1:
+        image = image.reduce(step)
+    file = io.BytesIO()
+    image.save(file, "png", optimize=True)
+    longest = max(image.size)
+    width, height = (max(1, round(_SHOWN_SIDE * side / longest)) for side in image.size)
+    uri = "data:image/png;base64," + base64.b64encode(file.getvalue()).decode("ascii")
+    return {"src": uri, "alt": what, "width": width, "height": height, "coarse": longest < _COARSE_SIDE}
 
 
 def _channels_last(array: NDArray[Any], what: str) -> NDArray[Any]:

@@ -5,25 +5,27 @@ from __future__ import annotations
 import base64
 import functools
 import hashlib
-import re
 import secrets
 from os import PathLike
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
+from trak_lite._validate import require_packages
 from trak_lite._version import __version__
 from trak_lite.errors import InvalidInputError
-from trak_lite.report._extra import require
+from trak_lite.report.content import LEVELS
 
 if TYPE_CHECKING:
     from jinja2 import Environment
 
-__all__ = ["LEVELS", "environment", "fragment", "write_page"]
+__all__ = ["environment", "fragment", "write_page"]
 
-LEVELS: Final = 7
-"""Shades of a token weight, for each sign."""
-# C0 and C1 control characters except tab and newline, and lone surrogates, which UTF-8 cannot encode.
-_CONTROLS: Final = re.compile("[\x00-\x08\x0b\x0c\x0e-\x1f\x7f-\x9f\ud800-\udfff]")
+_SYMBOLS: Final = {
+    **{code: 0x2400 + code for code in range(0x20) if chr(code) not in "\t\n"},
+    0x7F: 0x2421,
+    **dict.fromkeys([*range(0x80, 0xA0), *range(0xD800, 0xE000)], 0xFFFD),
+}
+"""Visible characters for control characters, and for lone surrogates, which UTF-8 cannot encode."""
 
 
 @functools.cache
@@ -33,7 +35,7 @@ def environment() -> Environment:
     Raises:
         MissingPackageError: If Jinja2 is not installed.
     """
-    require("jinja2")
+    require_packages("jinja2", extra="report")
     from jinja2 import Environment, PackageLoader, StrictUndefined
     from markupsafe import Markup
 
@@ -52,25 +54,17 @@ def environment() -> Environment:
 
 
 def fragment(template: str, **values: Any) -> str:
-    """Return a filled template.
-
-    Raises:
-        MissingPackageError: If Jinja2 is not installed.
-    """
+    """Return a filled template."""
     return environment().get_template(template).render(values)
 
 
-def write_page(
-    path: str | PathLike[str], template: str, *, title: str, searchable: bool = False, **values: Any
-) -> Path:
+def write_page(path: str | PathLike[str], template: str, **values: Any) -> Path:
     """Write a page piece by piece and return its path; an existing file is replaced when the new one is complete.
 
     Args:
         path: Path of the file.
         template: Name of the template.
-        title: Title and heading.
-        searchable: Whether the page has the search script.
-        **values: Other values of the template. Iterators are consumed while the page is written.
+        **values: Values of the template. Iterators are consumed while the page is written.
 
     Raises:
         InvalidInputError: If the path is a folder.
@@ -79,7 +73,7 @@ def write_page(
     out = Path(path)
     if out.is_dir():
         raise InvalidInputError(f"{out} is a folder. Name a file in it, such as {out / 'report.html'}.")
-    pieces = environment().get_template(template).generate(values, title=title, searchable=searchable)
+    pieces = environment().get_template(template).generate(values)
     out.parent.mkdir(parents=True, exist_ok=True)
     unfinished = out.with_name(f".{out.name}-{secrets.token_hex(4)}")
     try:
@@ -92,16 +86,10 @@ def write_page(
 
 
 def _visible(value: Any) -> Any:
-    """Return a value of a template; in text, a control character becomes a printable symbol."""
+    """Return a value of a template; in text, line ends become newlines and control characters visible."""
     if not isinstance(value, str) or hasattr(value, "__html__"):
         return value
-    return _CONTROLS.sub(_symbol, value.replace("\r\n", "\n").replace("\r", "\n"))
-
-
-def _symbol(found: re.Match[str]) -> str:
-    """Return the Unicode symbol of an ASCII control character, else the replacement character."""
-    code = ord(found[0])
-    return chr(0x2400 + code) if code < 0x20 else "\u2421" if code == 0x7F else "\ufffd"
+    return value.replace("\r\n", "\n").replace("\r", "\n").translate(_SYMBOLS)
 
 
 def _digest(text: str) -> str:

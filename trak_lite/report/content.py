@@ -13,17 +13,20 @@ from trak_lite.errors import InvalidInputError, NonFiniteError
 from trak_lite.evaluation import Verdict
 from trak_lite.evaluation.verdict import Predictions
 from trak_lite.linalg.topk import TopRows
-from trak_lite.report._images import Image, image_array
-from trak_lite.report._template import LEVELS
+from trak_lite.report._images import encoded, image_array
 from trak_lite.store import Manifest
 
-__all__ = ["Content", "PairRender", "Render", "Renders", "ReportedScores", "Token", "cut", "rendered"]
+__all__ = ["LEVELS", "Content", "PairRender", "Render", "Renders", "ReportedScores", "cut", "rendered"]
 
 Render: TypeAlias = Callable[[int], Any]
 """Returns the content of a row from its number; :func:`rendered` lists the types of content."""
 PairRender: TypeAlias = Callable[[int, int], Any]
 """Returns the content of a train row for one target, from the numbers of both."""
+Content: TypeAlias = dict[str, Any]
+"""Values of the macro ``content`` in ``parts.html``."""
 
+LEVELS: Final = 7
+"""Shades of the weight of a token, for each sign."""
 _TEXT_LENGTH: Final = 1500
 _FIELD_LENGTH: Final = 200
 _NUM_TOKENS: Final = 400
@@ -84,32 +87,6 @@ class ReportedScores(Protocol):
 
 @final
 @dataclass(frozen=True, slots=True)
-class Token:
-    """A token of a text."""
-
-    text: str
-    weight: str
-    """With its sign, three digits."""
-    shade: str | None
-    """Class of the background, ``"p1"`` to ``"p7"`` or ``"n1"`` to ``"n7"``; ``None`` next to 0."""
-
-
-@final
-@dataclass(frozen=True, slots=True)
-class Content:
-    """Content of a row as the template displays it."""
-
-    text: str | None = None
-    images: Sequence[Image] = ()
-    fields: Sequence[tuple[str, str]] = ()
-    """Names and values."""
-    tokens: Sequence[Token] | None = None
-    rest: str | None = None
-    """Note on fields or tokens that are left out."""
-
-
-@final
-@dataclass(frozen=True, slots=True)
 class Renders:
     """Functions that return the content of train rows and targets; without one, a row is its number."""
 
@@ -131,7 +108,7 @@ class Renders:
 
 
 def rendered(content: Any, what: str) -> Content:
-    """Return the result of a render as the template displays it.
+    """Return the result of a render as values of the template.
 
     Args:
         content: An image (array or tensor ``(H, W)``, ``(H, W, C)`` or ``(C, H, W)``, or a Pillow image), a string, a
@@ -144,12 +121,12 @@ def rendered(content: Any, what: str) -> Content:
         MissingPackageError: If it has an image and Pillow is not installed.
     """
     if isinstance(content, str):
-        return Content(text=cut(content, _TEXT_LENGTH))
+        return {"text": cut(content, _TEXT_LENGTH)}
     if isinstance(content, Mapping):
         return _fields(content, what)
     array = image_array(content)
     if array is not None:
-        return Content(images=[Image.of(array, what)])
+        return {"images": [encoded(array, what)]}
     if isinstance(content, Sequence) and not isinstance(content, bytes):
         return _tokens(content, what)
     raise InvalidInputError(
@@ -175,12 +152,12 @@ def _fields(row: Mapping[Any, Any], what: str) -> Content:
         name = cut(str(key), _FIELD_LENGTH)
         array = image_array(value)
         if array is not None and array.ndim >= 2:
-            images.append(Image.of(array, f"{what}: {name}"))
+            images.append(encoded(array, f"{what}: {name}"))
         else:
             real = isinstance(value, float | np.floating)
             fields.append((name, f"{value:.6g}" if real else cut(str(value), _FIELD_LENGTH)))
-    rest = f"… ({len(row):,} fields in all)" if len(row) > _NUM_FIELDS else None
-    return Content(images=images, fields=fields, rest=rest)
+    rest = f"… ({len(row):,} fields in all)" if len(row) > _NUM_FIELDS else ""
+    return {"images": images, "fields": fields, "rest": rest}
 
 
 def _tokens(pairs: Sequence[Any], what: str) -> Content:
@@ -198,14 +175,14 @@ def _tokens(pairs: Sequence[Any], what: str) -> Content:
         )
     largest = float(np.abs(weights).max(initial=0.0))
     tokens = [
-        Token(cut(text, _FIELD_LENGTH), f"{weight:+.3g}", _shade(weight, largest))
+        (cut(text, _FIELD_LENGTH), f"{weight:+.3g}", _shade(weight, largest))
         for (text, _), weight in zip(pairs[:_NUM_TOKENS], weights.tolist(), strict=False)
     ]
-    rest = f"… ({len(pairs):,} tokens in all)" if len(pairs) > _NUM_TOKENS else None
-    return Content(tokens=tokens, rest=rest)
+    rest = f"… ({len(pairs):,} tokens in all)" if len(pairs) > _NUM_TOKENS else ""
+    return {"tokens": tokens, "rest": rest}
 
 
 def _shade(weight: float, largest: float) -> str | None:
-    """Return :attr:`Token.shade`."""
+    """Return the class of the background, ``"p1"`` to ``"p7"`` or ``"n1"`` to ``"n7"``; ``None`` near 0."""
     level = round(LEVELS * abs(weight) / largest) if largest else 0
     return f"{'p' if weight > 0 else 'n'}{level}" if level else None

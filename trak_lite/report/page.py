@@ -1,24 +1,28 @@
-"""The report on the scores of a target set: verdict, figures, targets with their top rows, settings, on one page."""
+"""What users see of scores: the report, the gallery, and the summary in notebooks."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from os import PathLike
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, Self, final
 
-from trak_lite._validate import known_names
-from trak_lite.report._extra import require
-from trak_lite.report._template import write_page
+from trak_lite._validate import known_names, require_packages
+from trak_lite.linalg.topk import TopRows
+from trak_lite.report._template import fragment, write_page
 from trak_lite.report.content import PairRender, Render, Renders, ReportedScores, cut
 from trak_lite.report.figures import FIGURES, drawn_figures
-from trak_lite.report.gallery import cards
 from trak_lite.report.survey import Survey
 
-__all__ = ["write_report"]
+__all__ = ["Gallery", "notebook_summary", "write_report"]
 
 _SETTING_LENGTH: Final = 600
+_SUMMARY_TARGETS: Final = 5
+_SUMMARY_ROWS: Final = 3
+_SUMMARY_SCORES: Final = 1 << 24
+"""Largest number of scores that the summary reads."""
 
 
 def write_report(
@@ -60,7 +64,9 @@ def write_report(
             Pillow (for images).
     """
     names = known_names(figures, FIGURES, what="figures")
-    require("jinja2", *(["matplotlib"] if names else []))  # before the scores are read
+    require_packages(
+        "jinja2", *(["matplotlib"] if names else []), extra="report"
+    )  # before the scores are read
     survey = Survey.of(scores, targets, k=k)
     return write_page(
         out,
@@ -70,14 +76,92 @@ def write_report(
         scores=scores,
         figures=drawn_figures(scores, survey.histogram, names),
         which=_which(len(survey.targets), scores.shape[1]),
-        cards=cards(survey, Renders(train_render, target_render, pair_render)),
+        cards=_cards(survey, Renders(train_render, target_render, pair_render)),
         settings=_settings(scores),
     )
 
 
+@final
+@dataclass(frozen=True, slots=True, eq=False)
+class Gallery:
+    """Targets with their most helpful and most harmful train rows; notebooks display it."""
+
+    name: str
+    """Name of the target set."""
+    survey: Survey
+    """The targets and their strongest train rows."""
+    renders: Renders
+    """Functions that return the content of rows."""
+
+    @classmethod
+    def of(cls, scores: ReportedScores, targets: Sequence[int] | None, renders: Renders, *, k: int) -> Self:
+        """Find the rows; see :meth:`trak_lite.Scores.gallery`."""
+        return cls(scores.name, Survey.of(scores, targets, k=k), renders)
+
+    def save(self, path: str | PathLike[str]) -> Path:
+        """Write the gallery as one offline HTML file and return its path.
+
+        Raises:
+            InvalidInputError: If the path is a folder, or the result of a render cannot be displayed.
+            MissingPackageError: If a package of the extra ``report`` is not installed.
+        """
+        values = {"title": f"Targets {self.name!r}", "searchable": False, "layout": "page.html"}
+        return write_page(path, "gallery.html", cards=_cards(self.survey, self.renders), **values)
+
+    def _repr_html_(self) -> str:
+        """Return the HTML for notebooks."""
+        return fragment("gallery.html", layout="notebook.html", cards=_cards(self.survey, self.renders))
+
+
+def notebook_summary(scores: ReportedScores) -> str:
+    """Return sizes, settings, verdict and the top rows of the first targets as HTML.
+
+    Scores that are many, or not in the store, are not read: their summary has no top rows.
+
+    Raises:
+        MissingPackageError: If Jinja2 is not installed.
+    """
+    place, top = scores.location or "memory", None
+    if scores.stored and scores.shape[0] * scores.shape[1] <= _SUMMARY_SCORES:
+        helpful, harmful = (scores.top(_SUMMARY_ROWS, sign=sign) for sign in ("helpful", "harmful"))
+        shown = range(min(scores.shape[1], _SUMMARY_TARGETS))
+        top = [(target, _listed(helpful, target), _listed(harmful, target)) for target in shown]
+    return fragment(
+        "summary.html",
+        scores=scores,
+        settings=[(key, str(value)) for key, value in scores.settings.items() if value is not None],
+        top=top,
+        place=f"stored in {place}" if scores.stored else f"not stored, computed from the rows in {place}",
+    )
+
+
+def _cards(survey: Survey, renders: Renders) -> Iterator[dict[str, Any]]:
+    """Yield the values of the macro ``card`` in ``parts.html``, one target at a time."""
+    ends = (("Most helpful", "high", survey.helpful), ("Most harmful", "low", survey.harmful))
+    for place, target in enumerate(survey.targets):
+        shown = [
+            (
+                title,
+                side,
+                [(row, f"{score:+.3g}", renders.of_row(row, target)) for row, score in _pairs(top, place)],
+            )
+            for title, side, top in ends
+        ]
+        yield {"target": target, "content": renders.of_target(target), "ends": shown}
+
+
+def _pairs(top: TopRows, place: int) -> Iterator[tuple[int, float]]:
+    """Return the strongest rows of one target with their scores."""
+    return zip(top.indices[place].tolist(), top.scores[place].tolist(), strict=True)
+
+
+def _listed(top: TopRows, target: int) -> str:
+    return ", ".join(f"{row} ({score:+.2g})" for row, score in _pairs(top, target))
+
+
 def _settings(scores: ReportedScores) -> list[tuple[str, str]]:
     """Return names and values of the settings of the scores and of the features, and the location of the scores."""
-    groups: tuple[tuple[str, Mapping[str, Any]], ...] = (
+    groups = (
         ("scores", {**scores.settings, "stored in": scores.location or "memory"}),
         ("rows", scores.manifest.fingerprint),
         ("made with", scores.manifest.made_with),

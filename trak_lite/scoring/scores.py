@@ -17,7 +17,7 @@ from trak_lite.linalg.topk import TopRows
 from trak_lite.methods import AbstractMethod
 from trak_lite.report import Gallery, Render
 from trak_lite.report.content import PairRender, Renders
-from trak_lite.report.notebook import notebook_summary
+from trak_lite.report.page import notebook_summary
 from trak_lite.scoring.matrix import AbstractScoreMatrix, DampingPath, GroupSums, group_sums, top_rows
 from trak_lite.scoring.source import Reliability, ScoreSource
 from trak_lite.store import Manifest
