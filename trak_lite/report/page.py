@@ -1,4 +1,4 @@
-"""What users see of scores: the report, the gallery, and the summary in notebooks."""
+"""The report on scores, the gallery, and the summary for notebooks."""
 
 from __future__ import annotations
 
