@@ -1,8 +1,8 @@
-"""Conformance kits for what third parties write: subclass one, say how to build yours, run pytest.
+"""Conformance kits for third-party extensions: subclass a kit, return your object, run pytest.
 
 ``StoreTests``, ``ProjectorTests``, ``RandomProjectorTests``, ``ModelOutputTests``, ``GradientComputerTests``,
-``GradientRuleTests`` and ``MethodTests`` hold the laws that the package's own classes are held to. They need pytest,
-which the package does not install; nothing outside this room imports it.
+``GradientRuleTests`` and ``MethodTests`` test the same laws that the package's own classes obey. They need pytest,
+which the package does not install; no other module of the package imports pytest.
 """
 
 from trak_lite.testing.gradients import GradientComputerTests as GradientComputerTests

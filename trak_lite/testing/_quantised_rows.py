@@ -1,4 +1,4 @@
-"""Laws of quantised columns, a part of the conformance kit for stores; the reference computes with fractions."""
+"""Laws of quantised columns, in the conformance kit for stores; the reference uses exact fractions."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def _spec(dtype: str, width: int = 5, num_rows: int = 11, chunk_rows: int = 4) -
 
 
 def _values(rows: Any, width: int = 5, num_rows: int = 11, seed: int = 0) -> dict[str, NDArray[Any]]:
-    """Return some of ``num_rows`` rows of all magnitudes, one of them zero, others half way between integers."""
+    """Return rows of many magnitudes, one of them zero, others half way between two integers."""
     rng = np.random.default_rng(seed)
     matrix = rng.standard_normal((num_rows, width)) * 10.0 ** rng.integers(-30, 37, (num_rows, 1))
     matrix[1::4] = 0.5 * rng.integers(-13, 14, (len(matrix[1::4]), width))
@@ -56,7 +56,7 @@ def _fill(table: AbstractRowTable, width: int = 5) -> AbstractRowTable:
 
 
 class QuantisedRowTests(AbstractStoreTests):
-    """Laws of columns that are stored as integers with a scale for every row."""
+    """Laws of columns that are stored as integers with one scale per row."""
 
     @_DTYPES
     @pytest.mark.parametrize("width", [1, 4, 5])
@@ -64,7 +64,7 @@ class QuantisedRowTests(AbstractStoreTests):
     def test_a_quantised_row_is_its_integers_times_its_scale(
         self, path: str, store: AbstractFeatureStore, dtype: str, width: int, batch: int
     ) -> None:
-        """Bit for bit what the reference says, by every way of reading; the other column is as it was put."""
+        """All ways of reading give the reference's bits; the column that is not quantised is unchanged."""
         table = store.create_table("ckpt-0", _spec(dtype, width))
         for start in range(0, 11, batch):
             table.put(start, _values(slice(start, start + batch), width))
@@ -84,7 +84,7 @@ class QuantisedRowTests(AbstractStoreTests):
     def test_a_quantised_entry_is_off_by_half_the_scale_at_most(
         self, store: AbstractFeatureStore, dtype: str
     ) -> None:
-        """Exactly so, with no tolerance, also in the largest rows that float32 holds."""
+        """The bound holds without a tolerance, also for the largest rows of float32."""
         rows = _values(slice(0, 400), 5, 400)
         rows["features"][3] = np.finfo(np.float32).max * np.array([1, -1, 0.5, 0.01, -0.3], np.float32)
         table = store.create_table("ckpt-0", _spec(dtype, 5, 400, 64))
@@ -97,7 +97,7 @@ class QuantisedRowTests(AbstractStoreTests):
 
     @_DTYPES
     def test_rows_too_small_for_a_scale_are_zero(self, store: AbstractFeatureStore, dtype: str) -> None:
-        """Below the largest integer times the smallest normal float32; at it they are not."""
+        """Rows below the largest integer times the smallest normal float32 are zero; rows at this limit are not."""
         edge = np.float32(_LARGEST[dtype] * 2.0**-126)
         rows = np.array([[edge, -edge], [np.nextafter(edge, np.float32(0)), 0], [1e-45, 0]], np.float32)
         table = store.create_table("ckpt-0", _spec(dtype, 2, 3))
@@ -107,7 +107,7 @@ class QuantisedRowTests(AbstractStoreTests):
 
     @_DTYPES
     def test_what_was_read_is_stored_as_the_same_bytes(self, store: AbstractFeatureStore, dtype: str) -> None:
-        """A table that is copied by reading and putting has the same content key."""
+        """Reading a table and putting its values into another one gives the same content key and checksums."""
         table = _fill(store.create_table("ckpt-0", _spec(dtype)))
         copy = store.create_table("ckpt-1", _spec(dtype))
         copy.put(0, {name: table.read(name) for name in ("features", "q")})
@@ -119,7 +119,7 @@ class QuantisedRowTests(AbstractStoreTests):
     def test_values_are_cast_to_float32_before_they_are_quantised(
         self, store: AbstractFeatureStore, dtype: str
     ) -> None:
-        """float64 in any order of memory; a reused buffer changes nothing."""
+        """Input may be float64 in any memory order; changing the buffer after ``put`` has no effect."""
         wide = np.asfortranarray(np.random.default_rng(0).standard_normal((11, 5)))
         expected = _expected(wide.astype(np.float32), dtype)
         table = store.create_table("ckpt-0", _spec(dtype))
@@ -140,7 +140,7 @@ class QuantisedRowTests(AbstractStoreTests):
     def test_rows_without_a_finite_scale_are_refused(
         self, store: AbstractFeatureStore, dtype: str, number: float, message: str
     ) -> None:
-        """By their numbers, and nothing is written."""
+        """The error names the rows, and nothing is written."""
         values = {name: array.astype(np.float64) for name, array in _values(slice(2, 4)).items()}
         values["features"][1, 2] = number
         table = store.create_table("ckpt-0", _spec(dtype))
@@ -155,7 +155,7 @@ class QuantisedRowTests(AbstractStoreTests):
     def test_blocks_are_the_rows_asked_for(
         self, store: AbstractFeatureStore, dtype: str, start: int, stop: int
     ) -> None:
-        """In order and without a gap, whether or not they share a buffer; nobody may write to them."""
+        """Blocks cover the rows in order without a gap, and are read-only."""
         table = store.create_table("ckpt-0", _spec(dtype, 5, 700, 600))
         rows = np.random.default_rng(0).standard_normal((700, 5))
         table.put(0, {"features": rows, "q": rows[:, 0]})
@@ -173,14 +173,14 @@ class QuantisedRowTests(AbstractStoreTests):
     def test_blocks_beyond_the_table_are_refused(
         self, store: AbstractFeatureStore, start: int, stop: int
     ) -> None:
-        """And not cut short in silence."""
+        """Rows outside the table raise an error; the range is not cut."""
         table = _fill(store.create_table("ckpt-0", _spec("int8")))
         with pytest.raises(InvalidInputError, match="has rows 0 to 10"):
             list(table.blocks("features", start, stop))
 
     @_DTYPES
     def test_quantised_rows_are_not_for_writing(self, store: AbstractFeatureStore, dtype: str) -> None:
-        """A reader cannot change them by accident, nor the integers and scales that they are made of."""
+        """Rows that were read, their integers and their scales are read-only arrays."""
         table = _fill(store.create_table("ckpt-0", _spec(dtype)))
         for array in (table.read_chunk(0, "features"), *table.stored_chunk(0, "features").arrays):
             with pytest.raises(ValueError, match="read-only"):
@@ -188,7 +188,7 @@ class QuantisedRowTests(AbstractStoreTests):
 
     @_DTYPES
     def test_the_scale_is_no_column_of_its_own(self, store: AbstractFeatureStore, dtype: str) -> None:
-        """It is neither put nor read, and has a checksum."""
+        """The scale can be neither put nor read, and has a checksum."""
         table = _fill(store.create_table("ckpt-0", _spec(dtype)))
         with pytest.raises(InvalidInputError, match="no column 'features_scale'"):
             table.read("features_scale")
@@ -196,7 +196,7 @@ class QuantisedRowTests(AbstractStoreTests):
 
     @_DTYPES
     def test_a_quantised_table_grows(self, path: str, store: AbstractFeatureStore, dtype: str) -> None:
-        """Into the same contents as one that was made with all its rows."""
+        """A grown table has the same contents as a table created with all rows."""
         whole = _fill(store.create_table("whole", _spec(dtype)))
         store.create_table("ckpt-0", _spec(dtype, num_rows=6)).put(0, _values(slice(0, 6)))
         grown = store.grow_table("ckpt-0", 11)
@@ -211,7 +211,7 @@ class QuantisedRowTests(AbstractStoreTests):
     def test_quantised_stores_are_merged_bitwise(
         self, path: str, store: AbstractFeatureStore, dtype: str
     ) -> None:
-        """From committed and from unfinished chunks; overlapping rows agree, and a changed one is named."""
+        """Committed and incomplete chunks are merged; equal overlapping rows pass, and a changed row is named."""
         whole = self.create(f"{path}-whole", MANIFEST)
         expected = _fill(whole.create_table("ckpt-0", _spec(dtype)))
         store.create_table("ckpt-0", _spec(dtype)).put(0, _values(slice(0, 5)))
@@ -231,7 +231,7 @@ class QuantisedRowTests(AbstractStoreTests):
     def test_done_quantised_rows_of_an_unfinished_chunk_can_be_copied(
         self, path: str, store: AbstractFeatureStore, dtype: str
     ) -> None:
-        """As float32, as they would be read."""
+        """``read_done`` returns the done rows as float32."""
         store.create_table("ckpt-0", _spec(dtype)).put([9, 0, 2], _values([9, 0, 2]))
         reader = self.open(path, "r").open_table("ckpt-0")
         rows, values = reader.read_done(0)

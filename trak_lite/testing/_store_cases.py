@@ -1,4 +1,4 @@
-"""How the conformance kit for stores makes the store that a test is about."""
+"""Fixtures of the conformance kit for stores."""
 
 from __future__ import annotations
 
@@ -20,15 +20,15 @@ class AbstractStoreTests(ABC):
 
     @abstractmethod
     def create(self, path: str, manifest: Manifest) -> AbstractFeatureStore:
-        """Make a store at the path, or open the one that is there for writing."""
+        """Create a store at the path, or open an existing one for writing."""
 
     @abstractmethod
     def open(self, path: str, mode: Literal["r", "r+"]) -> AbstractFeatureStore:
-        """Open the store that was made at the path."""
+        """Open the existing store at the path."""
 
     @pytest.fixture
     def path(self, tmp_path: Path) -> str:
-        """Where the store goes."""
+        """Path of the store."""
         return str(tmp_path / "run.zarr")
 
     @pytest.fixture

@@ -1,6 +1,6 @@
 """Conformance kits for gradient computers and for gradient rules: per-sample gradients are those of plain autograd.
 
-Subclass one of them in a test file, say how the thing is made, and pytest runs the laws::
+Subclass a kit in a test file and return the object under test; pytest runs the laws::
 
     class TestMyComputer(GradientComputerTests):
         def make_computer(self, model, task):
@@ -37,7 +37,7 @@ __all__ = ["GradientComputerTests", "GradientRuleTests"]
 
 
 class GradientComputerTests(ABC):
-    """Laws of every gradient computer: row i belongs to sample i, and the model comes back as it was."""
+    """Laws of every gradient computer: row i is the gradient of sample i, and the model is unchanged afterwards."""
 
     @abstractmethod
     def make_computer(self, model: nn.Module, task: AbstractModelOutput) -> AbstractGradientComputer:
@@ -50,7 +50,7 @@ class GradientComputerTests(ABC):
         _assert_same(self._gradients(model, batch), _by_loop(model, batch))
 
     def test_a_row_does_not_depend_on_its_batch(self) -> None:
-        """Other company and another order give the same rows."""
+        """A subset of the batch in another order gives the same rows."""
         model, batch = _network(), _images(5)
         order = [3, 0, 4]
 
@@ -58,13 +58,13 @@ class GradientComputerTests(ABC):
         _assert_same(self._gradients(model, take_rows(batch, order)), {n: g[order] for n, g in whole.items()})
 
     def test_parameters_come_in_model_order_and_tied_weights_once(self) -> None:
-        """Names are the canonical ones."""
+        """Names are those of ``model.named_parameters()``."""
         model, batch = _network(), _images(2)
 
         assert list(self._gradients(model, batch)) == [name for name, _ in model.named_parameters()]
 
     def test_a_parameter_that_f_ignores_has_gradient_zero(self) -> None:
-        """It is neither missing nor refused."""
+        """The parameter is not left out, and no error is raised."""
         assert not self._gradients(_network(), _images(3))["ignored"].any()
 
     def test_one_pass_gives_f_as_well(self) -> None:
@@ -92,15 +92,15 @@ class GradientComputerTests(ABC):
 
 
 class GradientRuleTests(ABC):
-    """Laws of a layer and its gradient rule: the hook computer covers it by rule, and exactly."""
+    """Laws of a layer and its gradient rule: the hook computer uses the rule, and the gradients are exact."""
 
     @abstractmethod
     def make_layer(self) -> nn.Module:
-        """Return a new layer; its parameters are drawn anew."""
+        """Return a new layer; the kit draws its parameters."""
 
     @abstractmethod
     def make_input(self, count: int) -> tuple[Any, ...]:
-        """Return the arguments of a call with ``count`` samples, on axis 0 of every tensor."""
+        """Return the arguments of a call with ``count`` samples; axis 0 of every tensor is the sample axis."""
 
     def test_gradients_of_a_batch_are_those_of_its_samples(self) -> None:
         """Every row equals one backward pass over that sample alone."""
@@ -109,13 +109,13 @@ class GradientRuleTests(ABC):
         _assert_same(self._gradients(layer, batch), _by_loop(layer, batch))
 
     def test_a_single_sample_is_a_batch(self) -> None:
-        """B = 1 is no special case."""
+        """A batch of one sample works as any other batch."""
         layer, batch = self._layer(), self._input(1)
 
         _assert_same(self._gradients(layer, batch), _by_loop(layer, batch))
 
     def test_the_layer_below_gets_its_gradient_too(self) -> None:
-        """The rule catches gradients without cutting them off."""
+        """The rule does not stop gradients from reaching the layer below."""
         layer, batch = self._layer(), self._input(3)
         if not batch[0].is_floating_point():
             return
@@ -124,7 +124,7 @@ class GradientRuleTests(ABC):
         _assert_same(self._gradients(model, batch), _by_loop(model, batch))
 
     def test_every_parameter_is_covered_by_a_rule(self) -> None:
-        """Nothing falls back to running an operation again."""
+        """No parameter needs the fallback that runs an operation again."""
         layer, batch = self._layer(), self._input(2)
 
         coverage = HookGradientComputer(layer, _TASK).explain(batch)
@@ -147,7 +147,7 @@ class GradientRuleTests(ABC):
 
 
 class _Scaled(nn.Module):
-    """A parameter below a layer."""
+    """A layer whose input is multiplied by a parameter."""
 
     def __init__(self, layer: nn.Module) -> None:
         super().__init__()
@@ -159,7 +159,7 @@ class _Scaled(nn.Module):
 
 
 class _Network(nn.Module):
-    """A convolution, a normalisation, a tied weight, a bare parameter and one that f ignores."""
+    """A convolution, a normalisation, a tied weight, a parameter outside any layer and one that f ignores."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -186,7 +186,7 @@ def _images(count: int) -> tuple[Tensor]:
 
 
 def _output(call: ModelCall, batch: Any) -> Tensor:
-    """A number per sample in which every entry of the first result counts differently."""
+    """Return one number per sample, to which every entry of the first result contributes differently."""
     out = call(*batch)
     out = out[0] if isinstance(out, tuple) else out
     total: Tensor = (out * torch.cos(3 * out)).flatten(1).sum(1)
@@ -198,14 +198,16 @@ _TASK = resolve_task(_output)
 
 def _by_loop(model: nn.Module, batch: Batch) -> dict[str, Tensor]:
     """Per-sample gradients by one forward and one backward pass per sample."""
-    kept = dict(model.named_parameters())
+    parameters = dict(model.named_parameters())
     rows = [
         torch.autograd.grad(
-            _output(ModelCall(model), take_rows(batch, [i])).sum(), list(kept.values()), allow_unused=True
+            _output(ModelCall(model), take_rows(batch, [i])).sum(),
+            list(parameters.values()),
+            allow_unused=True,
         )
         for i in range(batch_size(batch))
     ]
-    columns = zip(kept.items(), zip(*rows, strict=True), strict=True)
+    columns = zip(parameters.items(), zip(*rows, strict=True), strict=True)
     return {
         name: torch.stack([torch.zeros_like(p) if g is None else g for g in column])
         for (name, p), column in columns

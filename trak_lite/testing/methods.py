@@ -1,12 +1,12 @@
 """Conformance kit for attribution methods: the laws that a subclass of ``AbstractMethod`` must obey.
 
-Subclass it in a test file, say how the method is made, and pytest runs the laws::
+Subclass it in a test file and return the method; pytest runs the laws::
 
     class TestMyMethod(MethodTests):
         def make_method(self):
             return MyMethod(strength=0.5)
 
-Scores are those of a small classifier, from rows that are stored in float32.
+The scores come from a small classifier whose rows are stored in float32.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ _NUM_ROWS, _NUM_TARGETS, _CLASSES = 40, 6, 3
 
 
 class MethodTests(ABC):
-    """Laws of every method: a value with an identity, and scores that depend on rows, targets and fields alone."""
+    """Laws of every method: an immutable value whose scores depend only on rows, targets and its fields."""
 
     @abstractmethod
     def make_method(self) -> AbstractMethod:
@@ -74,7 +74,7 @@ class MethodTests(ABC):
         torch.testing.assert_close(alone, whole)
 
     def test_scores_are_finite_and_not_all_zero(self) -> None:
-        """Every train row has a finite score for every target."""
+        """Every train row has a finite score for every target, and some score is not zero."""
         scores = self._scores().numpy()
 
         assert scores.shape == (_NUM_ROWS, _NUM_TARGETS)
@@ -82,7 +82,7 @@ class MethodTests(ABC):
         assert scores.any()
 
     def test_scores_computed_when_read_are_those_that_are_stored(self) -> None:
-        """``dense=False`` gives the same bits."""
+        """Scores with ``dense=False`` are bitwise equal to stored scores."""
         assert self._scores(dense=False).numpy().tobytes() == self._scores().numpy().tobytes()
 
     def test_a_target_has_the_same_scores_beside_others(self) -> None:
@@ -92,7 +92,7 @@ class MethodTests(ABC):
         np.testing.assert_allclose(alone, self._scores().numpy()[:, 2:3], rtol=1e-4, atol=_small(alone))
 
     def test_self_influence_is_the_score_of_a_row_for_itself(self) -> None:
-        """It is the diagonal of the scores of the train rows as targets; EK-FAC has none."""
+        """Self-influence is the diagonal of the scores with the train rows as targets; EK-FAC does not have it."""
         method = self.make_method()
         if isinstance(method, EKFAC):
             pytest.skip("self-influence needs train rows that were multiplied by the inverse curvature")

@@ -1,13 +1,13 @@
 """Conformance kit for model output functions: the laws that every f, q and w must obey.
 
-Subclass :class:`ModelOutputTests` in a test file, give it a case, and pytest runs the laws::
+Subclass :class:`ModelOutputTests` in a test file and return a case; pytest runs the laws::
 
     class TestMyTask(ModelOutputTests):
         def make_case(self):
             return ModelOutputCase(task=MyTask(), model=..., batch=..., loss=..., loss_of_output=...)
 
-Everything is checked in float64 against the case's own loss, which should be written another way than the
-task. Needs pytest (the ``test`` extra).
+Everything is checked in float64 against the loss of the case. Write this loss independently of the task. Needs
+pytest (the ``test`` extra).
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ _RTOL, _ATOL = 1e-9, 1e-11
 
 @dataclass(frozen=True)
 class ModelOutputCase:
-    """A task with all that is needed to hold it to the laws."""
+    """A task with the model, data and losses that its laws are tested with."""
 
     task: AbstractModelOutput
     model: nn.Module
@@ -44,15 +44,15 @@ class ModelOutputCase:
     batch: Batch
     """At least two samples."""
     loss: Callable[[nn.Module, Batch], Tensor]
-    """L of every sample ``(B,)`` from the model, written another way than the task."""
+    """L of every sample ``(B,)`` from the model, written independently of the task."""
     loss_of_output: Callable[[Tensor], Tensor]
     """L of every sample of ``batch`` as a function of f, ``(B,) -> (B,)``, twice differentiable."""
     invalid: Sequence[tuple[Batch, int]] = ()
-    """Batches of the right form in which exactly the one sample, given by its index, has no valid terms."""
+    """Batches of the right structure in which only the sample with the given index has no valid terms."""
 
 
 class ModelOutputTests:
-    """The laws; a subclass defines :meth:`make_case` or overrides the ``case`` fixture."""
+    """Laws of model output functions; a subclass defines :meth:`make_case` or overrides the fixture ``case``."""
 
     def make_case(self) -> ModelOutputCase:
         """Return a fresh case."""
@@ -87,7 +87,7 @@ class ModelOutputTests:
         assert torch.autograd.gradcheck(output, inputs)
 
     def test_loss_gradient_is_minus_q_times_output_gradient(self, case: ModelOutputCase) -> None:
-        """Grad L == -q * grad f for every sample, L being the case's own loss."""
+        """For every sample, grad L == -q * grad f, where L is the loss of the case."""
         terms = _evaluate(case)
         losses = case.loss(case.model, case.batch)
 
@@ -97,7 +97,7 @@ class ModelOutputTests:
             torch.testing.assert_close(of_loss, -q * of_output, rtol=_RTOL, atol=_ATOL)
 
     def test_q_and_w_are_the_derivatives_of_the_loss_by_the_output(self, case: ModelOutputCase) -> None:
-        """Q = -dL/df and w = d2L/df2, by differentiating the loss twice."""
+        """Differentiating the loss twice gives q = -dL/df and w = d2L/df2."""
         terms = _evaluate(case)
         value = terms.output.detach().requires_grad_()
         (slope,) = torch.autograd.grad(case.loss_of_output(value).sum(), value, create_graph=True)
@@ -111,7 +111,7 @@ class ModelOutputTests:
             assert not terms.loss_curvature.any(), "has_curvature is False, but w is not zero"
 
     def test_a_sample_does_not_depend_on_its_batch(self, case: ModelOutputCase) -> None:
-        """Terms are the same for a sample alone, and after a permutation of the batch."""
+        """A sample has the same terms alone, in its batch and in a permuted batch."""
         whole = _evaluate(case)
         count = batch_size(case.batch)
         order = list(reversed(range(count)))
@@ -135,14 +135,14 @@ class ModelOutputTests:
             torch.testing.assert_close(row, expected, rtol=_RTOL, atol=_ATOL)
 
     def test_an_invalid_sample_is_named_when_run_eagerly(self, case: ModelOutputCase) -> None:
-        """The error tells which sample it is."""
+        """The error names the sample."""
         _skip_without_invalid(case)
         for batch, sample in case.invalid:
             with pytest.raises(InvalidInputError, match=rf"[Ss]ample {sample}\b"):
                 _evaluate(case, batch)
 
     def test_an_invalid_sample_is_nan_under_vmap_and_the_others_are_not(self, case: ModelOutputCase) -> None:
-        """Neither f nor its gradient can pass for a valid one."""
+        """Both f and its gradient are NaN for the invalid sample only."""
         _skip_without_invalid(case)
         for batch, sample in case.invalid:
             gradients, terms = _transformed(case, batch)
@@ -154,7 +154,7 @@ class ModelOutputTests:
             assert bool(gradients[others].isfinite().all())
 
     def test_original_out_to_loss_grad_is_q_as_a_column(self, case: ModelOutputCase) -> None:
-        """The original TRAK's method and ``evaluate`` tell the same q."""
+        """The original TRAK's method and ``evaluate`` return the same q."""
         weights, buffers = dict(case.model.named_parameters()), dict(case.model.named_buffers())
         column = case.task.get_out_to_loss_grad(case.model, weights, buffers, case.batch)
 
@@ -162,18 +162,18 @@ class ModelOutputTests:
         torch.testing.assert_close(column.reshape(-1), _evaluate(case).out_to_loss_grad)
 
     def test_evaluate_leaves_the_batch_as_it_was(self, case: ModelOutputCase) -> None:
-        """No key is popped from the caller's batch and no tensor is written to."""
+        """``evaluate`` removes no key from the caller's batch and writes to no tensor."""
         before = copy.deepcopy(case.batch)
         _evaluate(case)
 
         assert type(case.batch) is type(before)
-        kept, _ = flatten_batch(case.batch)
-        given, _ = flatten_batch(before)
-        assert len(kept) == len(given)
-        assert all(torch.equal(one, other) for one, other in zip(kept, given, strict=True))
+        found, _ = flatten_batch(case.batch)
+        expected, _ = flatten_batch(before)
+        assert len(found) == len(expected)
+        assert all(torch.equal(one, other) for one, other in zip(found, expected, strict=True))
 
     def test_the_description_is_json_and_stable(self, case: ModelOutputCase) -> None:
-        """A copy of the task has the same fingerprint, and working does not change it."""
+        """A copy of the task has the same description, and evaluating the task does not change it."""
         before = describe_task(case.task)
         _evaluate(case)
 
@@ -193,7 +193,7 @@ def _evaluate(case: ModelOutputCase, batch: Batch = None) -> OutputTerms:
 
 
 def _gradient(value: Tensor, model: nn.Module) -> Tensor:
-    """Return the flat gradient of a scalar by all parameters; zeros for one it does not reach."""
+    """Return the flat gradient of a scalar by all parameters; zeros for parameters that it does not depend on."""
     parameters = list(model.parameters())
     parts = torch.autograd.grad(value, parameters, retain_graph=True, allow_unused=True)
     flat = [torch.zeros_like(p) if g is None else g for g, p in zip(parts, parameters, strict=True)]

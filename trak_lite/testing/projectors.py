@@ -1,15 +1,14 @@
-"""Conformance kits for projectors: the laws that every linear map from gradients to features must obey.
+"""Conformance kits for projectors: laws of linear maps from gradients to features.
 
-Subclass one of them in a test file, say how a projector is made, and pytest runs the laws::
+Subclass a kit in a test file and return a projector; pytest runs the laws::
 
     class TestMyProjector(RandomProjectorTests):
         def make_projector(self, proj_dim, *, seed):
             return MyProjector(proj_dim, seed=seed)
 
-:class:`ProjectorTests` holds for every projector, :class:`RandomProjectorTests` adds what makes a random one
-a Johnson-Lindenstrauss map with one joint segment. Gradients are float64; a projector that gives float32
-features is held to 1e-4, one that gives float64 features to 1e-10. Every seed is fixed, so that a verdict
-does not change from run to run.
+:class:`ProjectorTests` holds for every projector. :class:`RandomProjectorTests` adds the laws of a random projector
+that is a Johnson-Lindenstrauss map with one joint segment. Gradients are float64. The relative tolerance is 1e-4 for
+float32 features and 1e-10 for float64 features. Every seed is fixed, so results do not change from run to run.
 """
 
 from __future__ import annotations
@@ -38,17 +37,17 @@ _NUM_SAMPLES = 6
 
 
 class ProjectorTests(ABC):
-    """Laws of every projector: linear, row by row, and blind to how gradients arrive."""
+    """Laws of every projector: linear, row by row, and independent of the order and chunks of gradient blocks."""
 
     proj_dim: ClassVar[int] = 24
-    """K of the projectors under test; projectors that choose their own K are passed it all the same."""
+    """K that :meth:`make_projector` is called with; a projector may choose another K."""
 
     @abstractmethod
     def make_projector(self, proj_dim: int, *, seed: int) -> AbstractProjector:
         """Return a new projector."""
 
     def test_features_fill_the_layout(self) -> None:
-        """K columns for the K of the layout, one row per sample, all finite."""
+        """Features are finite, with one row per sample and as many columns as the layout is wide."""
         projector = self.make_projector(self.proj_dim, seed=0)
         features = _project(projector, _gradients(0))
 
@@ -67,7 +66,7 @@ class ProjectorTests(ABC):
         )
 
     def test_a_row_does_not_depend_on_its_batch(self) -> None:
-        """Each sample alone gives the row that it has in the batch."""
+        """A sample has the same feature row alone and in a batch."""
         projector = self.make_projector(self.proj_dim, seed=0)
         grads = _gradients(0)
         alone = [
@@ -78,7 +77,7 @@ class ProjectorTests(ABC):
         _assert_close(torch.cat(alone), _project(projector, grads))
 
     def test_the_order_of_blocks_does_not_matter(self) -> None:
-        """Blocks may come in backward order."""
+        """Blocks in reverse order give the same features."""
         projector = self.make_projector(self.proj_dim, seed=0)
         grads = _gradients(0)
         backward = [DenseBlock(name, grads[name]) for name in reversed(grads)]
@@ -86,7 +85,7 @@ class ProjectorTests(ABC):
         _assert_close(_accumulate(projector, backward), _project(projector, grads))
 
     def test_rows_may_come_in_chunks(self) -> None:
-        """Blocks that cover parts of the batch give what whole blocks give."""
+        """Blocks that cover parts of the batch give the same features as whole blocks."""
         projector = self.make_projector(self.proj_dim, seed=0)
         grads = _gradients(0)
         chunks = [
@@ -98,7 +97,7 @@ class ProjectorTests(ABC):
         _assert_close(_accumulate(projector, chunks), _project(projector, grads))
 
     def test_a_factored_block_counts_as_its_dense_gradient(self) -> None:
-        """Factors of a matrix parameter give what their product gives."""
+        """Factors of a matrix parameter give the same features as their product."""
         projector = self.make_projector(self.proj_dim, seed=0)
         inputs, output_grads = _random(0, _NUM_SAMPLES, 4, 3), _random(1, _NUM_SAMPLES, 4, 5)
         product = torch.einsum("bto,bti->boi", output_grads, inputs)
@@ -107,7 +106,7 @@ class ProjectorTests(ABC):
         _assert_close(factored, _accumulate(projector, [DenseBlock("embed", product)]))
 
     def test_a_missing_parameter_counts_as_zero(self) -> None:
-        """A parameter that never comes and one with zero gradient give the same features."""
+        """A parameter without a block gives the same features as one with zero gradient."""
         projector = self.make_projector(self.proj_dim, seed=0)
         grads = _gradients(0)
         some = [DenseBlock(name, grad) for name, grad in grads.items() if name != "body.weight"]
@@ -116,14 +115,14 @@ class ProjectorTests(ABC):
         _assert_close(_accumulate(projector, some), _project(projector, zero))
 
     def test_project_gives_what_the_accumulator_gives(self) -> None:
-        """Collected gradients and streamed blocks are one map."""
+        """Collected gradients and streamed blocks give the same features."""
         projector = self.make_projector(self.proj_dim, seed=0)
         grads = _gradients(0)
 
         _assert_close(projector.project(grads, 3), _project(projector, grads, model_id=3))
 
     def test_a_batch_without_samples_gives_no_rows(self) -> None:
-        """B = 0 keeps the width."""
+        """For B = 0 the features have shape (0, K)."""
         projector = self.make_projector(self.proj_dim, seed=0)
         empty = [DenseBlock(name, torch.zeros(0, *shape)) for name, shape in _SHAPES.items()]
         accumulator = projector.accumulator(0, model_id=0, parameters=_SHAPES)
@@ -133,7 +132,7 @@ class ProjectorTests(ABC):
         assert accumulator.features().shape == (0, projector.layout(_SHAPES).width)
 
     def test_memory_can_be_freed_at_any_time(self) -> None:
-        """After ``free_memory`` the same numbers come again."""
+        """Features are bitwise the same after ``free_memory``."""
         projector = self.make_projector(self.proj_dim, seed=0)
         before = _project(projector, _gradients(0))
         projector.free_memory()
@@ -141,15 +140,15 @@ class ProjectorTests(ABC):
         assert torch.equal(_project(projector, _gradients(0)), before)
 
     def test_two_projectors_with_equal_settings_are_one_map(self) -> None:
-        """Nothing but the settings enters, and the fingerprint tells that they agree."""
+        """Features and fingerprint depend only on the settings."""
         one, other = (self.make_projector(self.proj_dim, seed=5) for _ in range(2))
-        _project(one, _gradients(1), model_id=9)  # what was projected before leaves no trace
+        _project(one, _gradients(1), model_id=9)  # must not change later features
 
         assert torch.equal(_project(one, _gradients(0)), _project(other, _gradients(0)))
         assert one.fingerprint() == other.fingerprint()
 
     def test_the_fingerprint_survives_json(self) -> None:
-        """A manifest can hold it and compare it."""
+        """The fingerprint can be stored in a manifest and compared."""
         fingerprint = self.make_projector(self.proj_dim, seed=-1).fingerprint()
 
         assert json.loads(json.dumps(fingerprint, allow_nan=False)) == fingerprint
@@ -160,16 +159,16 @@ class RandomProjectorTests(ProjectorTests):
     """Laws of a random projector with one joint segment: unbiased, concentrated, independent per name."""
 
     num_seeds: ClassVar[int] = 400
-    """Seeds of the tests of the mean and the variance."""
+    """Number of seeds in the test of mean and variance."""
 
     def gain(self, proj_dim: int) -> float:
         """Return E||phi||^2 / ||g||^2: 1 unless the projector is not scaled."""
         return 1.0
 
     def test_inner_products_are_unbiased_with_variance_of_order_one_over_k(self) -> None:
-        """Over many seeds, for <phi x, phi y>, ||phi x||^2 and ||phi y||^2.
+        """Test <phi x, phi y>, ||phi x||^2 and ||phi y||^2 over many seeds.
 
-        The mean is within 4 standard errors of the truth, the variance at most a dense Gaussian matrix's.
+        The mean is within 4 standard errors of the true value; the variance is at most that of a dense Gaussian matrix.
         """
         x, y = _gradients(0, 1), _gradients(1, 1)
         y = {name: grad + 0.7 * x[name] for name, grad in y.items()}
@@ -191,7 +190,7 @@ class RandomProjectorTests(ProjectorTests):
         assert bool((errors.var(0) < slack * gaussian).all())
 
     def test_inner_products_obey_the_johnson_lindenstrauss_bound(self) -> None:
-        """For several seeds, all pairs of 24 vectors: error at most 0.35 |x||y| at K = 1024.
+        """For all pairs of 24 vectors and 5 seeds, the error at K = 1024 is at most 0.35 |x||y|.
 
         The bound fails with probability below 4 * pairs * exp(-K (eps^2 - eps^3) / 4) = 2e-6 per seed.
         """
@@ -244,7 +243,7 @@ class RandomProjectorTests(ProjectorTests):
         assert float(cosines.abs().max()) < 0.5
 
     def test_a_name_keeps_its_matrix_among_other_parameters(self) -> None:
-        """The contribution of a parameter does not depend on which others there are, or in which order."""
+        """The contribution of a parameter does not depend on the other parameters or on their order."""
         projector = self.make_projector(self.proj_dim, seed=0)
         grads = _gradients(0)
         order = dict(reversed(_SHAPES.items()))
@@ -256,7 +255,7 @@ class RandomProjectorTests(ProjectorTests):
         _assert_close(accumulator.features(), torch.stack(parts).sum(0))
 
     def test_the_fingerprint_tells_seeds_and_sizes_apart(self) -> None:
-        """Other settings have another fingerprint."""
+        """Different settings have different fingerprints."""
         settings = [(self.proj_dim, 0), (self.proj_dim, 1), (2 * self.proj_dim, 0)]
         fingerprints = [
             json.dumps(self.make_projector(proj_dim, seed=seed).fingerprint(), sort_keys=True)
@@ -284,7 +283,7 @@ def _project(projector: AbstractProjector, grads: Mapping[str, Tensor], model_id
 
 
 def _accumulate(projector: AbstractProjector, blocks: Iterable[GradientBlock], model_id: int = 0) -> Tensor:
-    """Give the blocks to one accumulator, in this order."""
+    """Add the blocks to one accumulator in this order and return the features."""
     blocks = list(blocks)
     num_samples = max(block.start + block.num_samples for block in blocks)
     accumulator = projector.accumulator(num_samples, model_id=model_id, parameters=_SHAPES)
@@ -294,7 +293,7 @@ def _accumulate(projector: AbstractProjector, blocks: Iterable[GradientBlock], m
 
 
 def _assert_close(actual: Tensor, expected: Tensor) -> None:
-    """Compare features, relative to the largest of them, as closely as their dtype allows."""
+    """Compare features relative to the largest one, with a tolerance that depends on their dtype."""
     tolerance = 1e-10 if actual.dtype == torch.float64 else 1e-4
     scale = float(expected.abs().max()) if expected.numel() else 1.0
     torch.testing.assert_close(actual, expected, rtol=tolerance, atol=tolerance * max(scale, 1e-300))

@@ -1,6 +1,6 @@
-"""Conformance kit for feature stores: the laws that every store must obey, on disk or anywhere else.
+"""Conformance kit for feature stores: laws of every store, wherever its rows are.
 
-Subclass it in a test file, say how a store is made and opened again, and pytest runs the laws::
+Subclass it in a test file and define how a store is created and opened; pytest runs the laws::
 
     class TestMyStore(StoreTests):
         def create(self, path, manifest):
@@ -9,7 +9,7 @@ Subclass it in a test file, say how a store is made and opened again, and pytest
         def open(self, path, mode):
             return MyStore.open(path, mode)
 
-What only a store on disk can promise (kills, full disks, damaged files) is not in here.
+The kit does not cover what only a store on disk guarantees (kills, full disks, damaged files).
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ _BAD_NAMES = ["", "..", ".hidden", "a/../b", "/a", "a//b", "a b", "é", "x" * 65
 
 
 def _values(rows: Any, seed: int = 0) -> dict[str, NDArray[Any]]:
-    """Return values of the given rows: a function of row and seed, exact in the stored dtypes."""
+    """Return values for the given rows; they depend on row and seed, and are exact in the stored dtypes."""
     matrix = np.random.default_rng(seed).standard_normal((_SPEC.num_rows, 3)).astype(np.float16)
     vector = np.random.default_rng(seed + 1).standard_normal(_SPEC.num_rows).astype(np.float32)
     return {"features": matrix[rows], "q": vector[rows]}
@@ -66,38 +66,38 @@ def _poisoned(values: dict[str, NDArray[Any]], number: float) -> dict[str, NDArr
 
 
 class StoreTests(QuantisedRowTests):
-    """Laws of every store; each test gets a fresh folder."""
+    """Laws of every store; each test gets a new folder."""
 
     @pytest.fixture
     def table(self, store: AbstractFeatureStore) -> AbstractRowTable:
-        """A table of 11 rows, none of them done."""
+        """A table of 11 pending rows."""
         return store.create_table("ckpt-0", _SPEC)
 
     def test_settings_come_back_as_they_were_given(self, path: str, store: AbstractFeatureStore) -> None:
-        """The manifest that is read equals the one that was written."""
+        """The manifest that is read equals the manifest that was written."""
         assert self.open(path, "r").manifest == store.manifest == MANIFEST
 
     def test_creating_again_opens_the_same_store(self, path: str, table: AbstractRowTable) -> None:
-        """Rows put before are there after a second ``create``; what made them is not compared."""
+        """Rows survive a second ``create``; ``made_with`` is not compared."""
         table.put(0, _values(slice(0, 4)))
 
         again = self.create(path, Manifest(MANIFEST.fingerprint, {"trak_lite": "other"}))
         assert again.create_table("ckpt-0", _SPEC).committed_chunks() == [0]
 
     def test_other_settings_are_refused_key_by_key(self, path: str, store: AbstractFeatureStore) -> None:
-        """The error names the key that differs, however deep, with both values, and no other key."""
+        """The error names only the key that differs, at any depth, with both values."""
         with pytest.raises(ManifestMismatchError, match=r"projector\.seed is 0 there, 1 here\.") as caught:
             self.create(path, Manifest({"proj_dim": 3, "projector": {"kind": "rademacher", "seed": 1}}))
         assert "proj_dim" not in str(caught.value)
 
     def test_settings_without_a_json_form_are_refused(self, path: str) -> None:
-        """A fingerprint must be comparable after it was read back."""
+        """A fingerprint that is no JSON value is refused."""
         with pytest.raises(InvalidInputError, match="JSON"):
             self.create(path, Manifest({"seed": float("nan")}))
 
     @pytest.mark.parametrize("batch", [1, 2, 3, 4, 5, 11])
     def test_what_is_put_is_what_is_read(self, path: str, table: AbstractRowTable, batch: int) -> None:
-        """Bitwise, for every batch size, also where a batch crosses chunks, by every way of reading."""
+        """All ways of reading give the bits that were put, for every batch size, also where a batch crosses chunks."""
         for start in range(0, 11, batch):
             table.put(start, _values(slice(start, min(start + batch, 11))))
 
@@ -113,7 +113,7 @@ class StoreTests(QuantisedRowTests):
 
     @pytest.mark.parametrize("seed", range(4))
     def test_rows_come_in_any_order(self, table: AbstractRowTable, seed: int) -> None:
-        """Values follow their row numbers, whatever the order and the grouping."""
+        """Values belong to their row numbers for every order and grouping of the rows."""
         order = np.random.default_rng(seed).permutation(11)
         for rows in np.array_split(order, 1 + seed):
             table.put(rows if seed % 2 else rows.tolist(), _values(rows))
@@ -122,7 +122,7 @@ class StoreTests(QuantisedRowTests):
             np.testing.assert_array_equal(table.read(name), values)
 
     def test_values_are_cast_to_the_column(self, table: AbstractRowTable) -> None:
-        """float64 in, the column's dtype out, rounded once; the order in memory does not matter."""
+        """Values are rounded once to the dtype of the column; their memory order does not matter."""
         wide = np.asfortranarray(np.random.default_rng(0).standard_normal((11, 3)))
         table.put(0, {"features": wide, "q": wide[:, 0]})
 
@@ -130,7 +130,7 @@ class StoreTests(QuantisedRowTests):
         np.testing.assert_array_equal(table.read("q"), wide[:, 0].astype(np.float32))
 
     def test_values_are_copied(self, table: AbstractRowTable) -> None:
-        """Reusing a buffer after ``put`` changes nothing that was put."""
+        """Changing the buffer after ``put`` does not change the stored rows."""
         buffer = _values(slice(0, 11))
         table.put(0, buffer)
         buffer["features"][:] = 0
@@ -138,7 +138,7 @@ class StoreTests(QuantisedRowTests):
         np.testing.assert_array_equal(table.read("features"), _values(slice(0, 11))["features"])
 
     def test_rows_are_done_as_soon_as_they_are_put(self, path: str, table: AbstractRowTable) -> None:
-        """Every handle sees them, also one that is opened while the chunk is half full."""
+        """Every handle sees the rows, also a handle that is opened while the chunk is incomplete."""
         table.put([2, 9], _values([2, 9]))
 
         for seen in (table, self.open(path, "r").open_table("ckpt-0")):
@@ -148,7 +148,7 @@ class StoreTests(QuantisedRowTests):
             assert not seen.complete
 
     def test_an_open_reader_sees_what_is_put_later(self, path: str, table: AbstractRowTable) -> None:
-        """Reading goes on beside a writer."""
+        """A reader that was opened earlier sees rows that a writer puts later."""
         reader = self.open(path, "r").open_table("ckpt-0")
         _fill(table)
 
@@ -156,7 +156,7 @@ class StoreTests(QuantisedRowTests):
         np.testing.assert_array_equal(reader.read("q"), table.read("q"))
 
     def test_pending_rows_are_not_readable(self, table: AbstractRowTable) -> None:
-        """A chunk is readable once all its rows are done, never as fill values."""
+        """A chunk is readable only when all its rows are done; fill values are never returned."""
         table.put(0, _values(slice(0, 7)))
 
         assert table.committed_chunks() == [0]
@@ -171,7 +171,7 @@ class StoreTests(QuantisedRowTests):
             table.content_key()
 
     def test_work_goes_on_where_it_stopped(self, path: str, store: AbstractFeatureStore) -> None:
-        """Rows put through one handle are done for the next one, which adds the rest."""
+        """A second handle finds the rows of the first one and adds the others."""
         store.create_table("ckpt-0", _SPEC).put(0, _values(slice(0, 6)))
         store.close()
 
@@ -180,7 +180,7 @@ class StoreTests(QuantisedRowTests):
         np.testing.assert_array_equal(again.read("features"), _values(slice(0, 11))["features"])
 
     def test_a_done_row_never_changes(self, table: AbstractRowTable) -> None:
-        """Neither in a complete chunk nor in one that is half full."""
+        """A done row can be put again neither in a complete nor in an incomplete chunk."""
         table.put(0, _values(slice(0, 6)))
         for rows in (0, 5, [6, 5], [10, 3]):
             index = range(rows, rows + 1) if isinstance(rows, int) else rows
@@ -223,7 +223,7 @@ class StoreTests(QuantisedRowTests):
     def test_a_refused_put_changes_nothing(
         self, path: str, table: AbstractRowTable, rows: Any, change: Any
     ) -> None:
-        """What does not fit is refused as a whole, and the same rows can be put right afterwards."""
+        """An invalid ``put`` writes nothing, and valid values for the same rows can be put afterwards."""
         with pytest.raises(InvalidInputError):
             table.put(rows, change(_values([0, 1])))
 
@@ -233,19 +233,19 @@ class StoreTests(QuantisedRowTests):
 
     @pytest.mark.parametrize("number", [np.nan, np.inf])
     def test_rows_that_are_not_finite_are_named(self, table: AbstractRowTable, number: float) -> None:
-        """By their numbers in the table, not in the batch."""
+        """The error names the row numbers of the table, not the positions in the batch."""
         with pytest.raises(NonFiniteError, match=r"q is NaN or infinite in rows 4\."):
             table.put([9, 4], _poisoned(_values([9, 4]), number))
 
     def test_float16_overflow_names_the_row_and_the_way_out(self, table: AbstractRowTable) -> None:
-        """Finite before the cast and infinite after it is an error that says which dtype would do."""
+        """A value that overflows in float16 raises an error that suggests float32."""
         with pytest.raises(
             NonFiniteError, match=r"in rows 6: the largest magnitude is 1e\+06, .*Use dtype float32"
         ):
             table.put(5, _overflowing(_values([5, 6])))
 
     def test_read_arrays_are_not_for_writing(self, table: AbstractRowTable) -> None:
-        """A reader cannot change rows by accident; ``read`` and ``read_rows`` give the caller its own."""
+        """``read_chunk`` returns read-only arrays; ``read`` and ``read_rows`` return copies."""
         _fill(table)
 
         with pytest.raises(ValueError, match="read-only"):
@@ -255,7 +255,7 @@ class StoreTests(QuantisedRowTests):
         np.testing.assert_array_equal(table.read("q"), _values(slice(0, 11))["q"])
 
     def test_reading_what_does_not_exist_is_refused(self, table: AbstractRowTable) -> None:
-        """Unknown columns, chunks and rows are errors, never other rows."""
+        """Unknown columns, chunks and rows raise an error."""
         _fill(table)
 
         with pytest.raises(InvalidInputError, match=r"no column 'p'.*features"):
@@ -269,7 +269,7 @@ class StoreTests(QuantisedRowTests):
         assert table.read_rows("features", []).shape == (0, 3)
 
     def test_tables_are_listed_in_natural_order(self, store: AbstractFeatureStore) -> None:
-        """Number by number, at every depth; a prefix is a group of tables."""
+        """Numbers in names are compared as numbers at every depth; a prefix selects a group of tables."""
         names = ["ckpt-2", "ckpt-10", "targets/b/ckpt-1", "targets/a/ckpt-10", "targets/a/ckpt-9"]
         for name in names[::-1]:
             store.create_table(name, _SPEC)
@@ -280,22 +280,22 @@ class StoreTests(QuantisedRowTests):
         assert store.table_names("scores") == []
 
     def test_a_missing_table_is_an_error_that_names_the_others(self, store: AbstractFeatureStore) -> None:
-        """So that a typing error is seen at once."""
+        """The error lists the existing tables."""
         store.create_table("ckpt-7", _SPEC)
         for ask in (store.open_table, store.attributes):
             with pytest.raises(MissingStoreError, match=r"'ckpt-8'.*ckpt-7"):
                 ask("ckpt-8")
 
     def test_a_table_is_opened_as_it_was_created(self, path: str, store: AbstractFeatureStore) -> None:
-        """Shape, fingerprint and attributes come back."""
+        """Shape, fingerprint and attributes are stored."""
         store.create_table("ckpt-0", _SPEC, {"source": ("a.pt", 1)})
 
         again = self.open(path, "r")
         assert again.open_table("ckpt-0").spec == _SPEC
         assert again.attributes("ckpt-0") == {"source": ["a.pt", 1]}
 
-    def test_attributes_are_kept_and_not_compared(self, store: AbstractFeatureStore) -> None:
-        """What was recorded first stays."""
+    def test_attributes_are_stored_and_not_compared(self, store: AbstractFeatureStore) -> None:
+        """The attributes of the first ``create_table`` stay."""
         store.create_table("ckpt-0", _SPEC, {"source": "a.pt"})
         store.create_table("ckpt-0", _SPEC, {"source": "b.pt"})
         assert store.attributes("ckpt-0") == {"source": "a.pt"}
@@ -334,14 +334,14 @@ class StoreTests(QuantisedRowTests):
         ],
     )
     def test_a_table_that_cannot_exist_is_refused(self, store: AbstractFeatureStore, spec: TableSpec) -> None:
-        """Nothing is made for it."""
+        """An invalid spec creates nothing."""
         with pytest.raises(InvalidInputError):
             store.create_table("ckpt-0", spec)
         assert store.table_names() == []
 
     @pytest.mark.parametrize("name", _BAD_NAMES)
     def test_names_that_are_no_folder_names_are_refused(self, store: AbstractFeatureStore, name: Any) -> None:
-        """Wherever a name is given."""
+        """All methods that take a name refuse it."""
         with pytest.raises(InvalidInputError):
             store.create_table(name, _SPEC)
         with pytest.raises(InvalidInputError):
@@ -352,7 +352,7 @@ class StoreTests(QuantisedRowTests):
             store.put_entry(name, "key", np.zeros(1))
 
     def test_a_table_is_no_group_and_a_group_no_table(self, store: AbstractFeatureStore) -> None:
-        """Nothing is put inside a table, and no table around others."""
+        """A table contains no tables, and a group of tables cannot become a table."""
         store.create_table("targets/test", _SPEC)
         for name in ("targets/test/ckpt-0", "targets/test/features"):
             with pytest.raises(InvalidInputError, match="is a table"):
@@ -363,7 +363,7 @@ class StoreTests(QuantisedRowTests):
             store.open_table("targets")
 
     def test_a_store_for_reading_refuses_to_write(self, path: str, table: AbstractRowTable) -> None:
-        """Tables, rows; a derived array is simply not kept."""
+        """Creating tables and putting rows raise an error; a derived array is not stored, without an error."""
         table.put(0, _values(slice(0, 2)))
         reader = self.open(path, "r")
 
@@ -377,7 +377,7 @@ class StoreTests(QuantisedRowTests):
         assert table.done().sum() == 2
 
     def test_a_closed_store_refuses_to_write(self, path: str, table: AbstractRowTable) -> None:
-        """``with`` closes; what was put is there."""
+        """Leaving a ``with`` block closes the store; its rows stay."""
         with self.open(path, "r+") as store:
             other = store.create_table("ckpt-1", _SPEC)
             _fill(other)
@@ -388,7 +388,7 @@ class StoreTests(QuantisedRowTests):
         assert self.open(path, "r").open_table("ckpt-1").complete
 
     def test_the_content_key_depends_on_the_contents_alone(self, store: AbstractFeatureStore) -> None:
-        """Not on order or batch size; a changed value changes it."""
+        """The key does not depend on the order of rows or on the batch size; a changed value changes it."""
         keys = []
         for name, order, seed in (("a", range(11), 0), ("b", range(10, -1, -1), 0), ("c", range(11), 1)):
             table = store.create_table(name, _SPEC)
@@ -399,7 +399,7 @@ class StoreTests(QuantisedRowTests):
         assert keys[0] == keys[1] != keys[2]
 
     def test_a_dropped_table_is_gone(self, path: str, store: AbstractFeatureStore) -> None:
-        """It and no other; a table of that name can be made anew, and handles on the old one put nothing into it."""
+        """Other tables stay, a new table can have the name, and old handles cannot write into the new table."""
         old = store.create_table("ckpt-0", _SPEC)
         old.put(0, _values(slice(0, 6)))
         _fill(store.create_table("ckpt-1", _SPEC))
@@ -419,7 +419,7 @@ class StoreTests(QuantisedRowTests):
     def test_a_grown_table_keeps_its_rows(
         self, path: str, store: AbstractFeatureStore, done: int, more: int
     ) -> None:
-        """Whether its last chunk was full, half full or empty; the new rows are pending."""
+        """Rows stay and new rows are pending, for a full, partly filled or empty last chunk."""
         table = store.create_table("ckpt-0", _SPEC)
         if done:
             table.put(0, _values(slice(0, done)))
@@ -437,7 +437,7 @@ class StoreTests(QuantisedRowTests):
         assert store.grow_table("ckpt-0", 11 + more).complete
 
     def test_a_grown_table_equals_one_made_with_all_its_rows(self, store: AbstractFeatureStore) -> None:
-        """Its contents have the same key: nothing tells how they came about."""
+        """A grown table has the same spec and content key as a table created with all rows."""
         whole = store.create_table("ckpt-1", _SPEC)
         _fill(whole)
         small = TableSpec(6, _SPEC.columns, 4, _SPEC.fingerprint)
@@ -449,7 +449,7 @@ class StoreTests(QuantisedRowTests):
         assert grown.content_key() == whole.content_key()
 
     def test_a_table_never_loses_rows(self, path: str, table: AbstractRowTable) -> None:
-        """Nor does a handle from before the growing put rows."""
+        """A table cannot shrink, and a handle that was opened before growing cannot put rows."""
         store = self.open(path, "r+")
         with pytest.raises(InvalidInputError, match="has 11 rows and never loses one"):
             store.grow_table("ckpt-0", 10)
@@ -461,7 +461,7 @@ class StoreTests(QuantisedRowTests):
             store.grow_table("ckpt-1", 12)
 
     def test_a_store_for_reading_refuses_to_change_tables(self, path: str, table: AbstractRowTable) -> None:
-        """No dropping, growing or merging."""
+        """Dropping, growing and merging raise an error."""
         reader = self.open(path, "r")
         for change in (
             lambda: reader.drop_table("ckpt-0"),
@@ -473,7 +473,7 @@ class StoreTests(QuantisedRowTests):
         assert table.spec == _SPEC
 
     def test_done_rows_of_an_unfinished_chunk_can_be_copied(self, path: str, table: AbstractRowTable) -> None:
-        """They alone, and as new arrays."""
+        """``read_done`` returns only done rows, as new arrays."""
         table.put([9, 0, 2], _values([9, 0, 2]))
         table.put(4, _values(slice(4, 8)))
         reader = self.open(path, "r").open_table("ckpt-0")
@@ -490,7 +490,7 @@ class StoreTests(QuantisedRowTests):
             reader.read_done(3)
 
     def test_checksums_are_those_of_committed_chunks(self, table: AbstractRowTable) -> None:
-        """They tell contents apart, and there are none of a chunk that is not committed."""
+        """Equal contents have equal checksums; a chunk that is not committed has none."""
         table.put(0, _values(slice(0, 4)))
         table.put(4, _values(slice(0, 4)))
         assert table.checksums(0) == table.checksums(1)
@@ -499,7 +499,7 @@ class StoreTests(QuantisedRowTests):
             table.checksums(2)
 
     def test_equal_stores_do_not_differ(self, path: str, store: AbstractFeatureStore) -> None:
-        """Whatever the order in which their rows were put, committed or not."""
+        """``diff`` is empty for equal rows, in any order of putting and in committed and incomplete chunks."""
         other = self.create(f"{path}-other", MANIFEST)
         for each, order in ((store, [0, 9, 4, 6]), (other, [6, 4, 9, 0])):
             table = each.create_table("ckpt-0", _SPEC)
@@ -508,7 +508,7 @@ class StoreTests(QuantisedRowTests):
         assert store.diff(other) == other.diff(store) == ()
 
     def test_differences_are_named(self, path: str, store: AbstractFeatureStore) -> None:
-        """Settings, tables, fingerprints, rows done here and not there, bytes of chunks and of rows."""
+        """``diff`` names different settings, tables, fingerprints, done rows, and bytes of chunks and rows."""
         other = self.create(f"{path}-other", Manifest({**MANIFEST.fingerprint, "proj_dim": 4}))
         for each, seed, rows in ((store, 0, 10), (other, 1, 9)):
             each.create_table("ckpt-0", _SPEC).put(0, _values(slice(0, rows), seed=seed))
@@ -536,7 +536,7 @@ class StoreTests(QuantisedRowTests):
         ]
 
     def test_a_merge_takes_what_is_missing(self, path: str, store: AbstractFeatureStore) -> None:
-        """Of tables that are here and of those that are not, finished or not, overlapping or not; once."""
+        """Missing rows and tables come from complete, incomplete and overlapping parts; merging twice adds nothing."""
         store.create_table("ckpt-0", _SPEC, {"source": "here"}).put(0, _values(slice(0, 3)))
         parts = [self.create(f"{path}-{number}", MANIFEST) for number in range(2)]
         parts[0].create_table("ckpt-0", _SPEC).put(2, _values(slice(2, 7)))
@@ -554,7 +554,7 @@ class StoreTests(QuantisedRowTests):
         assert store.merge(parts) == {"ckpt-0": 0, "targets/a": 0}
 
     def test_a_claimed_chunk_takes_rows_of_its_holder_alone(self, path: str, table: AbstractRowTable) -> None:
-        """Others are told, can put rows elsewhere, and have it when it is given up."""
+        """Other handles get ``BusyError``, can put rows into other chunks, and can claim the chunk afterwards."""
         with table.claim(1) as pending:
             assert pending.tolist() == [4, 5, 6, 7]
             table.put(4, _values(slice(4, 5)))
@@ -575,7 +575,7 @@ class StoreTests(QuantisedRowTests):
         np.testing.assert_array_equal(table.read_chunk(1, "q"), _values(slice(4, 8))["q"])
 
     def test_a_chunk_is_given_up_when_the_block_fails(self, path: str, table: AbstractRowTable) -> None:
-        """What was put stays."""
+        """An error inside the block releases the chunk; its rows stay."""
         table.put(9, _values(slice(9, 10)))
         with pytest.raises(StateError, match="done already"), table.claim(2):
             table.put(9, _values(slice(9, 10)))
@@ -583,7 +583,7 @@ class StoreTests(QuantisedRowTests):
             assert pending.tolist() == [8, 10]
 
     def test_only_a_writer_claims_a_chunk_that_there_is(self, path: str, table: AbstractRowTable) -> None:
-        """A reader takes no lock."""
+        """A missing chunk and a store opened for reading raise an error."""
         with pytest.raises(InvalidInputError, match="no chunk 3"), table.claim(3):
             pass
         reader = self.open(path, "r").open_table("ckpt-0")
@@ -593,7 +593,7 @@ class StoreTests(QuantisedRowTests):
     def test_the_fingerprint_is_replaced_where_it_is_the_one_that_is_known(
         self, path: str, store: AbstractFeatureStore
     ) -> None:
-        """Twice is as good as once; whoever knows another one is told the key."""
+        """Repeating the call has no effect; if the known fingerprint differs, the error names the key."""
         known = dict(MANIFEST.fingerprint)
         given = {**known, "dataset": {"num_rows": 12}}
         store.replace_fingerprint(known, given)
@@ -612,7 +612,7 @@ class StoreTests(QuantisedRowTests):
     def test_a_merge_refuses_rows_that_contradict(
         self, path: str, store: AbstractFeatureStore, rows: int
     ) -> None:
-        """It names them, and takes nothing from that part."""
+        """The error names the rows, and nothing is copied from that part."""
         store.create_table("ckpt-0", _SPEC).put(0, _values(slice(0, rows)))
         part = self.create(f"{path}-part", MANIFEST)
         part.create_table("ckpt-1", _SPEC)
@@ -626,7 +626,7 @@ class StoreTests(QuantisedRowTests):
         assert store.open_table("ckpt-0").done().sum() == rows
 
     def test_a_merge_refuses_other_settings(self, path: str, store: AbstractFeatureStore) -> None:
-        """Of the store or of a table; it names the key."""
+        """Different settings of the store or of a table raise an error that names the key."""
         store.create_table("ckpt-0", _SPEC)
         other = self.create(f"{path}-other", Manifest({**MANIFEST.fingerprint, "proj_dim": 4}))
         with pytest.raises(ManifestMismatchError, match="proj_dim is 3 there, 4 here"):
@@ -646,10 +646,10 @@ class StoreTests(QuantisedRowTests):
             np.array([True, False]),
         ],
     )
-    def test_a_derived_array_is_kept_under_its_key(
+    def test_a_derived_array_is_stored_under_its_key(
         self, path: str, store: AbstractFeatureStore, array: NDArray[Any]
     ) -> None:
-        """Same shape, dtype and values; another key or name finds nothing; a later array replaces it."""
+        """Shape, dtype and values are stored; another key or name finds nothing; a later array replaces it."""
         store.cache("ckpt-0/gram", "v1", np.zeros(7))
         store.cache("ckpt-0/gram", "v2", array)
 
@@ -663,7 +663,7 @@ class StoreTests(QuantisedRowTests):
     def test_an_entry_is_there_for_every_handle_until_it_is_dropped(
         self, path: str, store: AbstractFeatureStore
     ) -> None:
-        """Under its key alone; a later entry replaces it; names are listed below a prefix."""
+        """An entry is found only under its key, replaced by a later one, and listed by prefix."""
         array = np.arange(6, dtype=np.float32).reshape(2, 3)
         store.put_entry("verdicts/a", "v1", np.zeros(7))
         store.put_entry("verdicts/a", "v2", array)
@@ -689,8 +689,8 @@ class StoreTests(QuantisedRowTests):
         assert self.open(path, "r").entry("verdicts/a", "v2") is None
         assert store.entry_names() == ["runs"]
 
-    def test_only_numbers_are_kept_as_derived_arrays(self, store: AbstractFeatureStore) -> None:
-        """Nothing that would need pickle, and no endless key."""
+    def test_only_numbers_are_stored_as_derived_arrays(self, store: AbstractFeatureStore) -> None:
+        """Arrays of objects and keys that are too long raise an error."""
         with pytest.raises(InvalidInputError, match="arrays of numbers"):
             store.cache("gram", "key", np.array([object()]))
         with pytest.raises(InvalidInputError, match="cache key"):
