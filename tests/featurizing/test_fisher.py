@@ -253,7 +253,7 @@ def test_a_fit_that_was_killed_is_made_by_the_next_call(
         with pytest.raises(KeyboardInterrupt):
             attributor(tmp_path / "a.zarr").featurize(TRAIN)
     made = attributor(tmp_path / "a.zarr")
-    with pytest.raises(StateError, match=r"of ckpt-0 was not fitted with"):
+    with pytest.raises(StateError, match=r"of ckpt-0 is not fitted with"):
         grams(made)
     with pytest.raises(StateError, match=r"Fisher has to be fitted .* Call featurize\(train_data"):
         made.score(TARGETS)
@@ -468,10 +468,10 @@ def test_a_store_that_cannot_be_written_is_refused_before_a_gradient(
     monkeypatch.setattr(ZarrFeatureStore, "writable", property(lambda _: False))
     monkeypatch.setattr(FisherFits, "_late", lambda *_, **__: pytest.fail("a table of drawn labels"))
 
-    with pytest.raises(ReadOnlyStoreError, match="could not be kept"):
+    with pytest.raises(ReadOnlyStoreError, match="open for reading only, and a fit must be stored"):
         made.score(TARGETS, "test", method=Fisher(seed=1))
     monkeypatch.setattr(pipeline, "compute_features", lambda *_, **__: pytest.fail("a gradient"))
-    with pytest.raises(ReadOnlyStoreError, match="could not be kept"):
+    with pytest.raises(ReadOnlyStoreError, match="open for reading only, and a fit must be stored"):
         other.featurize(TRAIN)
 
 

@@ -271,7 +271,7 @@ def test_a_store_that_cannot_be_written_is_refused(tmp_path: Path, monkeypatch: 
     made.featurize(TRAIN)
     monkeypatch.setattr(ZarrFeatureStore, "writable", property(lambda _: False))
 
-    with pytest.raises(ReadOnlyStoreError, match="could not be kept"):
+    with pytest.raises(ReadOnlyStoreError, match="open for reading only, and a fit must be stored"):
         made.score(TARGETS, method="EKFAC")
 
 

@@ -1,4 +1,4 @@
-"""Saying which row is at fault when a batch fails, and what is wrong with it."""
+"""Finds which row makes a batch fail, and why."""
 
 from __future__ import annotations
 
@@ -34,14 +34,14 @@ def naming_rows(
     """Name the dataset's row in an error about a sample, and the tensors in an error of the model itself.
 
     Args:
-        model: What runs inside the block.
-        task: Model output function, likewise.
+        model: The model that runs inside the block.
+        task: The model output function that runs inside the block.
         batch: B samples.
-        rows: ``(B,)`` their rows in the dataset.
-        what: How messages name the dataset.
+        rows: ``(B,)`` rows of the samples in the dataset.
+        what: Name of the dataset in messages.
 
     Raises:
-        InvalidInputError: In place of the model's own error, which stays as its cause.
+        InvalidInputError: If the model raises an error, which becomes the cause.
         UnsupportedModelError: If the block changes parameters of the model.
     """
     versions = {} if is_sharded(model) else {name: p._version for name, p in model.named_parameters()}
@@ -69,9 +69,9 @@ def naming_rows(
 
 
 def _refuse_changed_parameters(model: nn.Module, versions: Mapping[str, int]) -> None:
-    """Raise if the forward pass writes into parameters: rows of one checkpoint would be those of two models.
+    """Raise if the forward pass writes into parameters: rows of one checkpoint would belong to two models.
 
-    RWKV does so in its first pass in eval mode, and notes in an attribute that it has.
+    RWKV does this in its first pass in eval mode, and records it in an attribute.
     """
     changed = [name for name, p in model.named_parameters() if versions.get(name, p._version) != p._version]
     if changed:
@@ -90,15 +90,15 @@ def refuse_non_finite(
     computer: AbstractGradientComputer,
     batch: Batch,
 ) -> None:
-    """Raise the most telling error if any number of a batch is NaN or infinite.
+    """Raise the most specific error if any number of a batch is NaN or infinite.
 
     Args:
         features: ``(B, K)``.
         terms: f, q and w, each ``(B,)``.
-        rows: ``(B,)`` the samples' rows in the dataset.
-        what: How messages name the dataset.
-        computer: What made the numbers.
-        batch: What they were made from.
+        rows: ``(B,)`` rows of the samples in the dataset.
+        what: Name of the dataset in messages.
+        computer: The gradient computer of the batch.
+        batch: The samples.
 
     Raises:
         InvalidInputError: If the output function itself refuses a sample (a label out of range).
@@ -122,7 +122,7 @@ def refuse_non_finite(
 def _refuse_the_row(
     model: nn.Module, task: AbstractModelOutput, batch: Batch, rows: NDArray[np.int64], what: str
 ) -> None:
-    """Run the output function eagerly on each sample alone; raise for the first that it refuses."""
+    """Run the output function eagerly on each sample alone; raise for the first sample that it refuses."""
     if is_sharded(model):
         return  # the other ranks would have to run it too
     for position, row in enumerate(rows):

@@ -1,13 +1,13 @@
-r"""The Fisher information of a checkpoint in the space of its features: a kernel for losses of many outputs.
+r"""The Fisher information of a checkpoint in feature space: a kernel for losses with several outputs per sample.
 
-The curvature w of a sample's loss as a function of f alone is all there is to know where the model predicts one label
-per sample. A language model predicts one per token: the gradients of the tokens are added up in f, and no weight of the
-sum gives back the curvature :math:`\sum_t \nabla f_t (\cdot) \nabla f_t^\top` that each of them has. Labels that
-the model draws itself do: :math:`E[g g^\top]` of the gradient g of their log-likelihood is the Fisher information,
-which for these losses is the Gauss-Newton matrix (Martens, arXiv:1412.1193, section 9), as the tokens' labels are
-independent given the text. So some thousands of these gradients are projected as the train rows are, into a table of
-the store, and then their gram matrices into another one, after which the first is dropped. Both are filled as every
-table is: chunk by chunk, by as many processes as there are, continuing after a kill.
+For one label per sample, the curvature w of the loss in f gives the Gauss-Newton matrix. A language model predicts one
+label per token: f is a sum over tokens, and no weight of the gradient of the sum gives the curvature
+:math:`\sum_t \nabla f_t (\cdot) \nabla f_t^\top` of the single tokens. Labels drawn from the model give it. With g the
+gradient of their log-likelihood, :math:`E[g g^\top]` is the Fisher information, which for these losses is the
+Gauss-Newton matrix (Martens, arXiv:1412.1193, section 9), because the labels of the tokens are independent given the
+text. A fit projects some thousands of these gradients, as train rows are projected, into a table of the store. It then
+writes their gram matrices into a second table and drops the first. Both tables are filled chunk by chunk, by any number
+of processes, and continue after a kill.
 
 Shapes: N train rows, n drawn samples, K feature width, k columns of one segment.
 """
@@ -54,31 +54,31 @@ __all__ = ["FisherFits", "split_squares"]
 _VERSION = 2
 _GRAM = "gram"
 _GRAM_ROWS = 512
-"""Rows of the gram matrices that are made at once: the share that a process takes."""
+"""Rows of the gram matrices that are computed at once; a process claims this many."""
 _PRODUCT_ROWS = 1024
-"""Samples whose float32 products are added up in float64 at once."""
+"""Samples per float32 product; the products are summed in float64."""
 
 
 @final
 class FisherFits:
-    """The gram matrices of one store's checkpoints, fitted as a method says."""
+    """Gram matrices of the checkpoints of a store, fitted with the settings of a method."""
 
     def __init__(self, store: AbstractFeatureStore, method: Fisher) -> None:
-        """Hold where they are stored.
+        """Store the arguments.
 
         Args:
-            store: The store, open.
-            method: Its fields say how closely the Fisher information is estimated.
+            store: The open store.
+            method: Its fields set the accuracy of the estimate of the Fisher information.
         """
         self._store = store
         self._method = method
 
     def has(self, path: str, layout: FeatureLayout) -> bool:
-        """Whether the checkpoint with this table is fitted."""
+        """Whether the checkpoint with this table of train rows is fitted."""
         return self._fitted(path, layout) is not None
 
     def is_left_alone(self, path: str, layout: FeatureLayout) -> bool:
-        """Whether the checkpoint with this table is not fitted, and something of it that nobody does."""
+        """Whether the fit of the checkpoint with this table is incomplete, and no process works on the rest."""
         if self.has(path, layout):
             return False
         folder = _folder(path, self._fingerprint(path, layout))
@@ -87,7 +87,7 @@ class FisherFits:
             table = found.get(f"{folder}/gram", found.get(f"{folder}/drawn"))
             return table is None or table.complete or has_free_rows(table)
         except (StoreError, StateError):
-            # Others have dropped what the matrices are made of, as they are complete since.
+            # Another process has completed the matrices and dropped the table that they are computed from.
             if not self.has(path, layout):
                 raise
             return False
@@ -98,7 +98,7 @@ class FisherFits:
         Args:
             path: Table of its train rows.
             layout: Segments of the stored rows.
-            device: Where to put them.
+            device: Device of the result.
 
         Raises:
             StateError: If it was not fitted with these settings and segments, or train rows were appended since.
@@ -106,8 +106,8 @@ class FisherFits:
         table = self._fitted(path, layout)
         if table is None:
             raise StateError(
-                f"The Fisher information of {path} was not fitted with {self._method.fit_json()} on the train rows "
-                "that there are by now. Call score(targets, method=...) with this method, which fits it."
+                f"The Fisher information of {path} is not fitted with the settings {self._method.fit_json()} on the "
+                "present train rows. Call score(targets, method=...) with this method, which fits it."
             )
         dtype = accumulation_dtype(device)
         return [
@@ -137,21 +137,21 @@ class FisherFits:
         wait: bool = True,
         leads: Callable[[], bool] = always,
     ) -> None:
-        """Fit the checkpoint that the model holds, or what is missing of it, together with whoever else does.
+        """Fit the checkpoint that is loaded in the model, or the missing part, together with other processes.
 
         Args:
             path: Table of its train rows.
             task: Draws the labels.
-            computer: Gives the gradients of :func:`fisher_task`.
-            projector: What the train rows were projected with.
+            computer: Computes the gradients of :func:`fisher_task`.
+            projector: The projector of the train rows.
             rows: The train rows.
             layout: Segments of the stored rows.
-            model_id: The checkpoint's number, which the projection depends on.
-            device: Where the model is.
-            label: What the progress bar is called.
+            model_id: Number of the checkpoint; the projection depends on it.
+            device: Device of the model.
+            label: Label of the progress bar.
             progress: Show the bar; ``None`` shows it on a terminal only.
             watch: See :class:`~trak_lite.parallel.sharing.SharedRows`.
-            wait: Otherwise leave to others what they hold, and return.
+            wait: Wait for chunks that other processes hold. ``False`` returns without them.
             leads: See :class:`~trak_lite.parallel.sharing.SharedRows`.
 
         Raises:
@@ -191,19 +191,24 @@ class FisherFits:
                     f"{folder}/gram", drawn, layout, len(rows), device=device, watch=watch, wait=wait
                 )
         except (_FittedByOthersError, StoreError, StateError):
-            # The process that completes the matrices drops the table they are computed from, also from under others.
+            # The process that completes the matrices drops the table that they are computed from, while others use it.
             if self._fitted(path, layout) is None:
                 raise
         self.sweep(path, layout)
 
     def sweep(self, path: str, layout: FeatureLayout) -> None:
-        """Drop what a finished fit was computed from, and fits to fewer train rows: a kill may have left them."""
+        """Drop tables that a kill may have left: inputs of a finished fit, and fits to fewer train rows."""
         if not self._store.writable or not self.has(path, layout):
             return
-        kept = f"{_folder(path, self._fingerprint(path, layout))}/{_GRAM}"
+        current = f"{_folder(path, self._fingerprint(path, layout))}/{_GRAM}"
         for table in self._store.table_names(fisher_folder(path)):
-            with contextlib.suppress(BusyError, MissingStoreError):  # others write it, or have dropped it
-                if table != kept and self._store.open_table(table).spec.fingerprint["fisher"] == self._record:
+            with contextlib.suppress(
+                BusyError, MissingStoreError
+            ):  # another process writes or has dropped it
+                if (
+                    table != current
+                    and self._store.open_table(table).spec.fingerprint["fisher"] == self._record
+                ):
                     self._store.drop_table(table)
 
     def _sum_up(
@@ -217,15 +222,15 @@ class FisherFits:
         watch: Callable[[], None],
         wait: bool,
     ) -> None:
-        """Fill the table of the gram matrices: row i is what feature i has in common with those of its segment."""
+        """Fill the table of gram matrices: row i has the products of feature i with the features of its segment."""
         widest = max(segment.width for segment in layout.segments)
         spec = TableSpec(
             layout.width,
-            (Column(_GRAM, widest, "float32"),),  # holds an estimate well below its own error
+            (Column(_GRAM, widest, "float32"),),  # rounds less than the error of the estimate
             _GRAM_ROWS,
             drawn.spec.fingerprint,
         )
-        scale = num_rows / drawn.spec.num_rows  # a sum over the train rows
+        scale = num_rows / drawn.spec.num_rows  # from drawn samples to a sum over the train rows
         table = self._store.create_table(path, spec)
         with SharedRows(table, _GRAM_ROWS, label="Gram matrices", progress=False, watch=watch) as work:
             for wanted in (wanted for batches in work.rounds(wait=wait) for wanted in batches):
@@ -245,14 +250,14 @@ class FisherFits:
         return LazyTable(spec, find(), lambda: self._store.create_table(path, spec, attributes), find)
 
     def require_writable(self) -> None:
-        """Refuse a store that a fit could not be kept in.
+        """Raise if a fit cannot be stored.
 
         Raises:
             ReadOnlyStoreError: If the store was opened for reading.
         """
         if not self._store.writable:
             raise ReadOnlyStoreError(
-                f"The store at {self._store.path} was opened for reading, so a fit could not be kept. Make it writable."
+                f"The store at {self._store.path} is open for reading only, and a fit must be stored. Make it writable."
             )
 
     @property
@@ -277,18 +282,18 @@ class FisherFits:
 
 
 def _folder(path: str, fingerprint: Mapping[str, Any]) -> str:
-    """Return the group of tables of a fit; that of another one is another one."""
+    """Return the group of tables of a fit; different fingerprints have different groups."""
     return f"{fisher_folder(path)}/{Manifest(fingerprint).digest()[:16]}"
 
 
 @final
 class _FittedByOthersError(Exception):
-    """The matrices are complete, and what this process was about to compute is not needed any more."""
+    """Another process has completed the matrices, so this process need not continue."""
 
 
 @final
 class _DrawnRows:
-    """The train rows that labels are drawn for, each as often as is needed: n rows, made when they are asked for."""
+    """The n samples of a fit: train rows with drawn labels, each train row as often as the method needs."""
 
     def __init__(
         self,
@@ -308,11 +313,11 @@ class _DrawnRows:
         return self._draws * len(self._chosen)
 
     def numbers(self, rows: NDArray[np.int64]) -> NDArray[np.int64]:
-        """Return the train rows that drawn ones are of."""
+        """Return the train rows of some drawn samples."""
         return self._chosen[rows % len(self._chosen)]
 
     def batches(self, plan: Iterable[NDArray[np.int64]]) -> Iterator[tuple[NDArray[np.int64], Batch]]:
-        """Yield every list of rows in the plan with its batch, which has the labels that it was given."""
+        """Yield every list of rows in the plan with its batch; labels are those of the data."""
         planned: deque[NDArray[np.int64]] = deque()
 
         def train_rows() -> Iterator[NDArray[np.int64]]:
@@ -320,14 +325,14 @@ class _DrawnRows:
                 planned.append(wanted)
                 yield self.numbers(wanted)
 
-        # A plan of one batch stays one: no worker is started for it.
+        # A plan that is a list stays a list, so that one batch starts no worker.
         loaded = self._rows.batches([*train_rows()] if isinstance(plan, list) else train_rows())
         for _, batch in loaded:
             yield planned.popleft(), batch
 
     @torch.no_grad()
     def prepared(self, batch: Batch, rows: NDArray[np.int64]) -> Batch:
-        """Return the batch with labels that the model draws."""
+        """Return the batch with labels drawn from the model."""
         noise = row_noise(self.numbers(rows), seed=self._seed, draw=rows // len(self._chosen))
         return self._task.sample_labels(ModelCall(self._computer.model), batch, noise)
 
@@ -336,7 +341,7 @@ class _DrawnRows:
 def _gram_rows(
     drawn: AbstractRowTable, wanted: NDArray[np.int64], layout: FeatureLayout, device: torch.device
 ) -> Tensor:
-    """Return rows of the gram matrices of drawn features, ``(b, k)`` with the k of the widest, zeros beyond its own."""
+    """Return rows of the gram matrices of drawn features, ``(b, k)``; k of the widest segment, others end in zeros."""
     widest = max(segment.width for segment in layout.segments)
     rows = torch.zeros(len(wanted), widest, dtype=accumulation_dtype(device), device=device)
     for segment in layout.segments:
@@ -354,7 +359,7 @@ def _gram_rows(
 
 
 def split_squares(flat: NDArray[Any], layout: FeatureLayout, *, device: torch.device) -> list[Tensor]:
-    """Return the square matrices of all segments that follow each other in one array."""
+    """Return the square matrices of all segments from one flat array that holds them in order."""
     sizes = [segment.width**2 for segment in layout.segments]
     parts = np.split(flat, np.cumsum(sizes)[:-1])
     return [

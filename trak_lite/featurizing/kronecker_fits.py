@@ -1,7 +1,7 @@
-"""Kronecker-factored curvatures of a store's checkpoints: fitted on its train rows, and kept beside them.
+"""Kronecker-factored curvatures of the checkpoints of a store, fitted on its train rows and stored beside them.
 
-Arrays are entries of the store, keyed by the checkpoint's weights, the train rows and the settings of the fit;
-one fit is kept per checkpoint, and a fit that was cut off goes on at the pass that it was in.
+The arrays are entries of the store. Their key is made of the weights, the train rows and the settings of the fit. One
+fit is stored per checkpoint. An interrupted fit continues at the interrupted pass.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ _VERSION = 1
 
 @final
 class KroneckerFits:
-    """The curvatures of one store's checkpoints, fitted as a method says. One fit is stored per checkpoint."""
+    """Curvatures of the checkpoints of a store, fitted with the settings of a method; one fit per checkpoint."""
 
     def __init__(
         self,
@@ -43,17 +43,17 @@ class KroneckerFits:
         method: EKFAC,
         task: AbstractModelOutput,
     ) -> None:
-        """Hold where the fits are, and of what.
+        """Store the arguments.
 
         Args:
-            store: The store, open.
-            model: Holds the weights of a checkpoint when it is fitted.
+            store: The open store.
+            model: Has the weights of a checkpoint loaded when it is fitted.
             parameters: The kept parameters.
-            method: Its fields say which curvature, and how closely it is fitted.
-            task: Its loss is the one whose curvature is fitted.
+            method: Its fields set which curvature is fitted, and how accurately.
+            task: Defines the loss whose curvature is fitted.
 
         Raises:
-            InvalidInputError: If the task does not have what the method asks for.
+            InvalidInputError: If the task does not support the settings of the method.
         """
         self._store = store
         self._model = model
@@ -62,7 +62,7 @@ class KroneckerFits:
         self._task = task
 
     def record(self) -> dict[str, Any]:
-        """Return what determines the fits, as JSON values: the settings, and the train rows there are now."""
+        """Return what determines the fits, as JSON values: the settings and the present train rows."""
         dataset = self._store.manifest.fingerprint.get("dataset", {})
         return {
             "version": _VERSION,
@@ -71,19 +71,20 @@ class KroneckerFits:
         }
 
     def has(self, digest: str) -> bool:
-        """Whether the checkpoint with these weights is fitted to the end."""
+        """Whether the fit of the checkpoint with these weights is complete."""
         return is_fitted(kept_units(self._model, self._names), self._keeper(digest))
 
     def curvature(self, digest: str, device: torch.device) -> KroneckerCurvature:
         """Return the curvature of the checkpoint with these weights.
 
         Raises:
-            StateError: If it was not fitted, or not to the end.
+            StateError: If there is no fit, or it is incomplete.
         """
         if not self.has(digest):
             raise StateError(
-                f"The curvature of the checkpoint with weights {digest[:12]} was not fitted with "
-                f"{self._method.fit_json()} on the train rows that there are by now."
+                f"The curvature of the checkpoint with weights {digest[:12]} is not fitted with the settings "
+                f"{self._method.fit_json()} on the present train rows. Call score(targets, method=...) with this "
+                "method, which fits it."
             )
         return loaded(kept_units(self._model, self._names), self._keeper(digest), device)
 
@@ -96,13 +97,13 @@ class KroneckerFits:
         label: str,
         progress: bool | None,
     ) -> None:
-        """Fit the checkpoint that the model holds, or what is missing of it.
+        """Fit the checkpoint that is loaded in the model, or the missing part of the fit.
 
         Args:
-            digest: Of its weights.
+            digest: Digest of its weights.
             rows: The train rows.
-            device: Where the model is.
-            label: What the progress bar is called.
+            device: Device of the model.
+            label: Label of the progress bar.
             progress: Show the bar; ``None`` shows it on a terminal only.
 
         Raises:
@@ -111,7 +112,7 @@ class KroneckerFits:
         """
         if not self._store.writable:
             raise ReadOnlyStoreError(
-                f"The store at {self._store.path} was opened for reading, so a fit could not be kept. Make it writable."
+                f"The store at {self._store.path} is open for reading only, and a fit must be stored. Make it writable."
             )
         wanted = spread_rows(len(rows), self._method.max_rows)
 
@@ -139,7 +140,7 @@ class KroneckerFits:
 
 @final
 class _StoredArrays:
-    """An array keeper: derived arrays of a store, under one key."""
+    """An :class:`ArrayKeeper` whose arrays are entries of a store under one key."""
 
     def __init__(self, store: AbstractFeatureStore, folder: str, key: str) -> None:
         self._store = store

@@ -1,8 +1,8 @@
-"""Stored rows that are computed again: whether data, model and code still give what a store holds.
+"""Recomputes stored rows to check that data, model and code still give the same numbers.
 
 Digests of samples, weights and settings do not cover everything that a row depends on: a forward method, an attribute
-or an unsaved buffer of the model, a helper of the task, the collate function. All of it shows in the numbers of a row,
-so a few finished rows are computed again whenever a table is continued, and compared within rounding.
+or an unsaved buffer of the model, a helper of the task, the collate function. All of these change the numbers of a row.
+So a few done rows are recomputed whenever a table is continued, and compared within rounding.
 
 Shapes: n rows that are compared, K feature width.
 """
@@ -24,21 +24,21 @@ from trak_lite.store import AbstractRowTable, Column
 __all__ = ["PROBED_ROWS", "Computed", "DoneRows", "compare_rows", "done_rows", "rounding_of"]
 
 PROBED_ROWS: Final = 8
-"""Rows of a table that are computed again at most: one pass where the batch size allows it."""
+"""Largest number of rows of a table that are recomputed."""
 
 _ROUNDING: Final = {torch.float64: 1e-6, torch.float32: 1e-3, torch.float16: 5e-2, torch.bfloat16: 2e-1}
-"""Share of a row by which it may differ between processors, batch sizes and gradient computers, by dtype.
+"""Allowed relative difference of a row between processors, batch sizes and gradient computers, by dtype.
 
-About three times the square root of the dtype's precision: rounding alone moves float32 rows by 1e-6 to 1e-5 of their
-norm, but a ReLU or a maximum that falls to the other side moves them further."""
+About three times the square root of the dtype's precision. Rounding alone changes float32 rows by 1e-6 to 1e-5 of their
+norm; a ReLU or a maximum that takes the other branch changes them more."""
 _REDUCED: Final = 2e-2
-"""The same in float32 on an accelerator, whose products may be rounded to the 11 bits of TF32."""
+"""The same for float32 on an accelerator, whose products may be rounded to the 11 bits of TF32."""
 _MOST_NOISE: Final = 1e-1
-"""Share of a row up to which its own rounding, as measured, is let pass."""
+"""Largest relative difference that the measured rounding of a row may excuse."""
 _NOISE_FACTOR: Final = 16.0
 _SCALAR_ROUNDING: Final = 64 * float(np.finfo(np.float32).eps)
 _SCALE_BITS: Final = 2.0**-15
-"""Quantised rows keep their largest entry to this share."""
+"""Relative rounding of the largest entry of a quantised row."""
 _STEPS: Final = {"int8": 127, "int4": 7}
 _HALF_SPACING: Final = {"float16": (2.0**-11, 2.0**-25), "float32": (2.0**-24, 0.0)}
 """Relative and absolute rounding of a stored entry."""
@@ -49,24 +49,24 @@ Values = Mapping[str, NDArray[Any]]
 @final
 @dataclass(frozen=True, slots=True)
 class DoneRows:
-    """Some rows that a table holds."""
+    """Stored rows of a table."""
 
     rows: NDArray[np.int64]
     """``(n,)`` ascending."""
     values: Values
-    """Their values, by column."""
+    """Values by column."""
     columns: tuple[Column, ...]
 
 
 @final
 @dataclass(frozen=True, slots=True)
 class Computed:
-    """The same rows, computed now."""
+    """The same rows, recomputed."""
 
     values: Values
-    """By column; ``(n, K)`` float features as they are before they are rounded for storage."""
+    """Values by column; features ``(n, K)`` are floats before they are rounded for storage."""
     outputs: NDArray[Any]
-    """``(n,)`` f, which says how far q and w can be rounded."""
+    """f ``(n,)``; the allowed rounding of q and w depends on it."""
 
 
 def done_rows(
@@ -77,11 +77,11 @@ def done_rows(
 ) -> DoneRows | None:
     """Return up to ``PROBED_ROWS`` rows of a table that are done, from its first and its last chunk.
 
-    A chunk is compared with its checksum, and fetched from an object store, as a whole: so there are two of them.
+    Reading a row reads its whole chunk (checksum, object store), so only two chunks are used.
 
     Args:
         table: Complete or not.
-        wanted: Rows that are committed, to take these.
+        wanted: Committed rows to return instead.
         without: Chunks to leave out.
 
     Returns:
@@ -108,7 +108,7 @@ def done_rows(
 
 
 def rounding_of(model: nn.Module, device: torch.device) -> float:
-    """Return the share of a row by which it may differ between two places that compute it."""
+    """Return the allowed relative difference between two computations of a row."""
     dtypes = {p.dtype for p in model.parameters() if p.dtype in _ROUNDING}
     found = max((_ROUNDING[dtype] for dtype in dtypes), default=_ROUNDING[torch.float32])
     return max(found, _REDUCED) if device.type != "cpu" and dtypes != {torch.float64} else found
@@ -125,20 +125,20 @@ def compare_rows(
     label: str,
     why: Callable[[int], str],
 ) -> None:
-    """Raise if rows that are computed now are not the stored ones.
+    """Raise if recomputed rows differ from stored ones by more than rounding.
 
     Args:
-        stored: What the table holds.
-        computed: The same rows.
-        alone: Computes one of them again, by its place, in a batch of its own: by how much that differs is rounding.
+        stored: Rows of the table.
+        computed: The same rows, recomputed.
+        alone: Recomputes the row at a position in a batch of one; the difference measures the rounding of this row.
         rounding: See :func:`rounding_of`.
-        named: ``(n,)`` rows by which the message names them.
-        what: How the message names the data.
-        label: How it names the table.
-        why: Returns what the message adds on the row at a place: what is known of the cause.
+        named: ``(n,)`` row numbers for the message.
+        what: Name of the data in the message.
+        label: Name of the table in the message.
+        why: Returns the sentence on the cause that the message adds for the row at a position.
 
     Raises:
-        ManifestMismatchError: Names the first row and every quantity of it that differs.
+        ManifestMismatchError: If a row differs; names the first one and every quantity of it that differs.
     """
     errors = _errors(stored, computed)
     suspects = np.flatnonzero(np.any([~(error <= rounding) for error in errors.values()], axis=0))
@@ -157,29 +157,29 @@ def compare_rows(
     if not worst:
         return
     place, wrong = next(iter(worst.items()))
-    told = [_difference(name, error, stored, computed, place) for name, error in wrong.items()]
+    differences = [_difference(name, error, stored, computed, place) for name, error in wrong.items()]
     raise ManifestMismatchError(
-        f"{label}: row {named[place]} of {what} is stored with other numbers than it has now: {', '.join(told)} "
-        f"(rounding here is up to {rounding:g}; {len(worst)} of {len(named)} rows that were computed again differ). "
+        f"{label}: row {named[place]} of {what}, computed again, differs from the stored row: {', '.join(differences)} "
+        f"(allowed rounding: {rounding:g}; {len(worst)} of {len(named)} recomputed rows differ). "
         f"{why(place)}"
     )
 
 
 def _spread(rows: NDArray[np.int64], most: int) -> NDArray[np.int64]:
-    """Return at most that many of some rows, the first and the last among them."""
+    """Return at most ``most`` evenly spread rows, with the first and the last one."""
     places = np.linspace(0, len(rows) - 1, min(most, len(rows))).round().astype(np.int64)
     return rows[np.unique(places)]
 
 
 def _taken(stored: DoneRows, place: int, values: Values) -> DoneRows:
-    """Return one row with the values given, as if it were stored unrounded."""
+    """Return one row with the given values, as if it were stored without rounding."""
     columns = tuple(Column(column.name, column.width, "float32") for column in stored.columns)
     some = {name: column[place : place + 1] for name, column in values.items()}
     return DoneRows(stored.rows[place : place + 1], some, columns)
 
 
 def _errors(stored: DoneRows, computed: Computed) -> dict[str, NDArray[np.float64]]:
-    """Return for each column by which share every row differs beyond what storing it rounds, ``(n,)``."""
+    """Return, per column, the relative difference ``(n,)`` of every row beyond the rounding of storage."""
     curvature = np.abs(np.asarray(stored.values.get("loss_curvature", 0.0), np.float64))
     slack = _SCALAR_ROUNDING * (1 + np.abs(computed.outputs.astype(np.float64))) * (1 + curvature)
     found = {}
@@ -203,7 +203,7 @@ def _scalar_errors(
 
 def _row_errors(there: NDArray[np.float64], here: NDArray[np.float64], column: Column) -> NDArray[np.float64]:
     norms = np.linalg.norm(there, axis=1)
-    size = np.maximum(norms, np.median(norms))  # a row that is next to nothing is mostly rounding
+    size = np.maximum(norms, np.median(norms))  # a very small row is mostly rounding
     largest = np.abs(there).max(axis=1)
     if column.quantised:
         rounded = 0.5 * largest[:, None] / _STEPS[column.dtype]
@@ -218,7 +218,7 @@ def _row_errors(there: NDArray[np.float64], here: NDArray[np.float64], column: C
 
 
 def _ratio(part: NDArray[np.float64], whole: NDArray[np.float64]) -> NDArray[np.float64]:
-    """Return shares; of nothing, anything is infinitely much."""
+    """Return ``part / whole``: infinity where only ``whole`` is 0, and 0 where both are."""
     return np.divide(part, whole, out=np.where(part > 0, np.inf, 0.0), where=whole > 0)
 
 

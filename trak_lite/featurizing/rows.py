@@ -190,24 +190,24 @@ def check_rows(
     normalization: Normalization,
     lockstep: Lockstep = ALONE,
 ) -> None:
-    """Compute a few rows of a table that are done again, and compare them with what it holds, within rounding.
+    """Recompute a few done rows of a table, and compare them with the stored ones within rounding.
 
-    Costs one pass over at most eight samples; :func:`featurize_rows` does this by itself.
+    The cost is one pass over at most eight samples. :func:`featurize_rows` calls this itself.
 
     Args:
         table: As for :func:`featurize_rows`; it exists.
-        rows: Likewise.
-        wanted: Which rows, all of them committed; ``None`` takes some that are done.
+        rows: As for :func:`featurize_rows`.
+        wanted: Committed rows to compare; ``None`` chooses some done rows.
         computer_for: As for :func:`featurize_rows`.
-        projector: Likewise.
-        model_id: Likewise.
-        device: Likewise.
-        label: How the message names the table.
+        projector: As for :func:`featurize_rows`.
+        model_id: As for :func:`featurize_rows`.
+        device: As for :func:`featurize_rows`.
+        label: Name of the table in the message.
         normalization: As for :func:`featurize_rows`.
-        lockstep: Likewise.
+        lockstep: As for :func:`featurize_rows`.
 
     Raises:
-        ManifestMismatchError: If a row differs; names it, and each quantity that does.
+        ManifestMismatchError: If a row differs; names the row and every quantity that differs.
     """
     made = _BatchWork(table, rows, computer_for, projector, model_id, device, normalization, label)
     with Turns(lockstep, made.repeat) as turns:
@@ -216,7 +216,7 @@ def check_rows(
 
 @dataclass(frozen=True, slots=True)
 class _Computed:
-    """What came of one batch."""
+    """Results of one batch."""
 
     batch: Batch
     computer: AbstractGradientComputer
@@ -228,7 +228,7 @@ class _Computed:
 @final
 @dataclass(frozen=True)
 class _BatchWork:
-    """What is done with every batch of a table; the arguments are those of :func:`featurize_rows`."""
+    """Computes and writes batches of a table; the fields are arguments of :func:`featurize_rows`."""
 
     table: LazyTable
     rows: SampleRows
@@ -240,7 +240,7 @@ class _BatchWork:
     label: str
 
     def check(self, turns: Turns, own: Collection[int], wanted: NDArray[np.int64] | None = None) -> bool:
-        """Compare a few rows that are done, outside of some chunks; return whether there were any."""
+        """Compare a few done rows outside the chunks ``own``; return whether there were any."""
         table = self.table.table
         stored = None if table is None else done_rows(table, wanted, without=frozenset(own))
         if stored is None:
@@ -272,23 +272,23 @@ class _BatchWork:
         return True
 
     def _why(self, row: NDArray[np.int64], sample: Batch) -> str:
-        """Return what is known of the cause of a row that is not the stored one."""
+        """Return the sentence of the message that explains why a row differs from the stored one."""
         _, again = next(self.rows.batches([row]))
         pairs = zip(flatten_batch(sample)[0], flatten_batch(again)[0], strict=False)
         if not all(one.shape == other.shape and bool((one == other).all()) for one, other in pairs):
             return (
-                "The sample itself changes from one access to the next (augmentation, noise, a random mask), so no row "
-                "of it can be continued or recognised. Switch that off, or draw it from a generator that is seeded "
-                "with the index of the row."
+                "The sample itself changes from one access to the next (augmentation, noise, a random mask), so its "
+                "rows cannot be compared with stored ones. Switch the randomness off, or draw it from a generator that "
+                "is seeded with the index of the row."
             )
         return (
-            "What rows depend on was changed since: the samples, their transform or collation, the model's code, "
-            "attributes or unsaved buffers, the task, or what one of these reads. Undo the change, or use another path "
-            "(of targets: another name)."
+            "Something that rows depend on has changed: the samples, their transform or collation, the model's code, "
+            "attributes or unsaved buffers, the task, or something that one of these reads. Undo the change, or use "
+            "another path (for targets: another name)."
         )
 
     def compute(self, wanted: NDArray[np.int64], batch: Batch) -> _Computed:
-        """Return the features of a batch, the table's rows ``wanted``; every pass of the model is in here."""
+        """Compute the features of a batch, rows ``wanted`` of the table; all passes of the model happen here."""
         batch = self.rows.prepared(move_batch(batch, self.device), wanted)
         numbers = self.rows.numbers(wanted)
         computer = self.computer_for(batch, numbers)
@@ -305,7 +305,7 @@ class _BatchWork:
         return _Computed(batch, computer, features, terms, _norm_column(self.table, normalizer))
 
     def put(self, work: SharedRows, wanted: NDArray[np.int64], found: _Computed) -> None:
-        """Write what came of a batch."""
+        """Write the results of a batch."""
         put_features(
             work,
             wanted,
@@ -319,7 +319,7 @@ class _BatchWork:
         )
 
     def repeat(self) -> None:
-        """Make the passes of a batch of one row, of which nothing is kept."""
+        """Run the passes of a batch of one row and discard the results."""
         self.compute(*self._first)
 
     @functools.cached_property
@@ -328,7 +328,7 @@ class _BatchWork:
 
 
 def _joined(parts: Sequence[_Computed]) -> Computed:
-    """Return what came of some batches by column, in the dtype in which it was computed."""
+    """Return the results of some batches by column, without the rounding of storage."""
     columns = {
         FEATURES: [part.features for part in parts],
         OUT_TO_LOSS: [part.terms.out_to_loss_grad for part in parts],
@@ -341,14 +341,14 @@ def _joined(parts: Sequence[_Computed]) -> Computed:
 
 
 def _normalizer(table: LazyTable, normalization: Normalization, num_samples: int) -> RowNormalizer | None:
-    """Return what normalises and measures a batch, or ``None`` where neither is wanted."""
+    """Return the object that normalises and measures a batch, or ``None`` if neither is wanted."""
     if normalization.kind == "none" and not table.has_column(GRADIENT_NORM):
         return None
     return RowNormalizer(normalization, num_samples)
 
 
 def _norm_column(table: LazyTable, normalizer: RowNormalizer | None) -> dict[str, NDArray[Any]]:
-    """Return the norms of a batch that was streamed as the values of the table's column, if it has one."""
+    """Return the gradient norms of a streamed batch as a column, or nothing if the table has no such column."""
     if normalizer is None or not table.has_column(GRADIENT_NORM):
         return {}
     return {GRADIENT_NORM: normalizer.norms().float().cpu().numpy()}
@@ -366,18 +366,18 @@ def put_features(
     *,
     numbers: NDArray[np.int64] | None = None,
 ) -> None:
-    """Write the features of a batch, and its q and w, if every number is in order.
+    """Check the features, q and w of a batch, and write them.
 
     Args:
-        table: Where they go.
+        table: The table to write to.
         rows: ``(B,)`` rows of the table.
         features: ``(B, K)``.
         terms: f, q and w, each ``(B,)``.
-        computer: What made them, to name the cause of a number that is not.
-        batch: What they were made from, likewise.
-        what: How messages name the data.
-        more: Values of further columns that the table has, ``(B,)`` each.
-        numbers: ``(B,)`` rows by which messages name them, where these are others than the table's.
+        computer: The gradient computer; used to find the cause of a number that is not finite.
+        batch: The samples; used in the same way.
+        what: Name of the data in messages.
+        more: Values of further columns of the table, ``(B,)`` each.
+        numbers: ``(B,)`` row numbers for messages; ``None`` uses ``rows``.
 
     Raises:
         NonFiniteError: If f, q, w, a feature or a further value is NaN or infinite; names the rows.
@@ -398,13 +398,13 @@ def put_features(
         table.put(rows, values)
     except StateError as error:
         raise BusyError(
-            f"Another run wrote rows of {what} at the same time ({error}). Nothing is lost: wait until it is done, "
-            "then run again, which finds its rows."
+            f"Another run wrote rows of {what} at the same time ({error}). Nothing is lost: wait until that run ends, "
+            "then run again; its rows are found."
         ) from error
 
 
 def _refuse_non_finite_column(name: str, values: NDArray[Any], rows: NDArray[np.int64], what: str) -> None:
-    """Raise if a value is NaN or infinite, before a table comes to be that would refuse it."""
+    """Raise if a value is NaN or infinite, before the table is created."""
     wrong = rows[~np.isfinite(values)]
     if wrong.size:
         raise NonFiniteError(
@@ -416,9 +416,9 @@ def _refuse_non_finite_column(name: str, values: NDArray[Any], rows: NDArray[np.
 def _in_storage_dtype(features: Tensor, spec: TableSpec, rows: NDArray[np.int64]) -> Tensor:
     """Cast features to the dtype that the table takes, if that keeps them to 1 % of each row's norm.
 
-    A row that is next to nothing beside the others of its batch (one that the model fits exactly) may lose more.
-    Quantised tables take float32. What quantising loses is not judged here: up to half the row's scale in every entry
-    is what whoever chose int8 or int4 has chosen, and no row can be out of range, as its scale is its own.
+    A row that is very small compared with its batch (a sample that the model fits exactly) may lose more. Quantised
+    tables take float32. The error of quantisation, at most half the row's scale per entry, is not checked: int8 and
+    int4 accept it, and no row can overflow because each row has its own scale.
     """
     dtype = next(column.value_dtype for column in spec.columns if column.name == FEATURES)
     stored = features.to(getattr(torch, dtype))
@@ -437,7 +437,7 @@ def _in_storage_dtype(features: Tensor, spec: TableSpec, rows: NDArray[np.int64]
 
 
 def _norms(rows: Tensor) -> Tensor:
-    """Return the Euclidean norms of rows, in float64; the squares are formed in it only where float32 ends."""
+    """Return the Euclidean norms of rows in float64; squares use float64 only where float32 under- or overflows."""
     norms: Tensor = rows.norm(dim=1)
     if bool(((norms < _SQUARES_UNDERFLOW) | ~norms.isfinite()).any()):
         norms = in_float64(rows).norm(dim=1)

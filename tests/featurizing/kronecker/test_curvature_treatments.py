@@ -265,7 +265,7 @@ def test_a_fisher_that_the_task_does_not_have_is_refused_and_auto_avoids_it() ->
 
 
 def test_no_rows_are_refused() -> None:
-    with pytest.raises(InvalidInputError, match="There is no row to fit a curvature on"):
+    with pytest.raises(InvalidInputError, match="There are no rows to fit a curvature on"):
         fitted(nn.Linear(6, 3), LABELS, lambda: [])
 
 
@@ -275,9 +275,11 @@ def test_a_damping_of_zero_and_unknown_parameters_are_refused() -> None:
 
     with pytest.raises(InvalidInputError, match="Expected a number above 0"):
         Preconditioner(curvature, damping=0.0)
-    with pytest.raises(InvalidInputError, match="fitted without \\['other'\\]"):
+    with pytest.raises(InvalidInputError, match="fitted without the parameters \\['other'\\]"):
         Preconditioner(curvature, damping=0.1).stream({"other": (2,)}, lambda _: None)
-    with pytest.raises(InvalidInputError, match="do not tell their parameters"):
+    with pytest.raises(
+        InvalidInputError, match=r"one tensor of shape \(2, 21\), which does not name the parameters"
+    ):
         PreconditionedProjector(NoOpProjector(), Preconditioner(curvature, damping=0.1)).project(
             torch.zeros(2, 21), 0
         )
@@ -293,7 +295,7 @@ def test_gradients_in_two_forms_are_refused() -> None:
 
     sums.add(DenseBlock("weight", torch.ones(2, 3, 6)))
 
-    with pytest.raises(InvalidInputError, match="came factored in one block"):
+    with pytest.raises(InvalidInputError, match="factored in some blocks and dense in others"):
         assert sums.units[unit].is_factored
 
 
@@ -323,7 +325,8 @@ def test_a_fit_goes_on_where_it_was_cut_off_and_says_what_is_missing() -> None:
     with pytest.raises(KeyboardInterrupt):
         fit_curvature(*arguments, batches, method=EKFAC(), keeper=keeper)
     units = kept_units(model, None)
-    with pytest.raises(StateError, match="was not fitted, or not to the end"):
+    message = "'values' of the curvature of 'weight' is missing: the fit was not made, or was interrupted"
+    with pytest.raises(StateError, match=message):
         loaded(units, keeper, torch.device("cpu"))
     found = fit_curvature(*arguments, batches, method=EKFAC(), keeper=keeper)
 

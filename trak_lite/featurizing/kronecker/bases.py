@@ -1,4 +1,4 @@
-"""Eigenbases of the factors, and gradients in their coordinates.
+"""Eigenbases of the factors, and gradients in eigenbasis coordinates.
 
 Shapes: b samples, T positions, a unit's matrix ``(rows, width)``.
 """
@@ -22,14 +22,14 @@ __all__ = ["Eigenbasis", "GradientJoiner", "UnitGradient", "decomposed"]
 
 
 def decomposed(factor: Tensor, *, what: str) -> tuple[Tensor, Tensor | None]:
-    """Return the eigenvalues and eigenvectors of a factor, or the diagonal and ``None`` of one that is diagonal.
+    """Return the eigenvalues and eigenvectors of a factor, or the diagonal and ``None`` for a diagonal factor.
 
     Args:
-        factor: ``(d, d)``, or ``(d,)``.
-        what: How messages name it.
+        factor: ``(d, d)``, or ``(d,)`` for a diagonal factor.
+        what: Name of the factor in messages.
 
     Returns:
-        Values ``(d,)``, never below 0, and vectors ``(d, d)`` as columns, in the dtype and on the device of the factor.
+        Values ``(d,)``, at least 0, and vectors ``(d, d)`` as columns, in the dtype and on the device of the factor.
 
     Raises:
         NonFiniteError: If an entry is NaN or infinite.
@@ -48,13 +48,13 @@ def decomposed(factor: Tensor, *, what: str) -> tuple[Tensor, Tensor | None]:
 @final
 @dataclass(frozen=True, slots=True)
 class UnitGradient:
-    """The gradients of a unit's matrix for some samples."""
+    """Gradients of a unit's matrix for some samples."""
 
     unit: Unit
     block: GradientBlock
-    """Of the weight."""
+    """Block of the weight."""
     bias: Tensor | None
-    """``(b, rows)`` of the bias, where the block does not tell it: output gradients, summed over positions, are it."""
+    """Gradient of the bias ``(b, rows)``; ``None`` for a factored block, whose output gradients sum up to it."""
 
     def matrices(self, samples: slice) -> Tensor:
         """Return the gradients ``(b, rows, width)`` of some of the samples."""
@@ -71,22 +71,22 @@ class UnitGradient:
 
 @final
 class Eigenbasis:
-    """The coordinates in which a unit's curvature is taken to be diagonal."""
+    """Coordinates in which the curvature of a unit is approximated by a diagonal."""
 
     def __init__(self, unit: Unit, outputs: Tensor | None, inputs: Tensor | None) -> None:
         """Store the eigenvectors.
 
         Args:
             unit: The unit.
-            outputs: ``(rows, rows)`` as columns; ``None`` keeps that side's own coordinates.
-            inputs: ``(width, width)`` likewise.
+            outputs: ``(rows, rows)`` eigenvectors as columns; ``None`` does not rotate this side.
+            inputs: ``(width, width)`` in the same form.
         """
         self.unit = unit
         self.outputs = outputs
         self.inputs = inputs
 
     def rotated(self, gradient: UnitGradient) -> Iterator[tuple[slice, Tensor]]:
-        """Yield samples and their gradients ``(b, rows, width)`` in these coordinates, a few samples at a time."""
+        """Yield samples and their gradients ``(b, rows, width)`` in this basis, a few samples at a time."""
         block = gradient.block
         rows, width = self.unit.rows, self.unit.width
         for samples in sample_slices(block.num_samples, rows * width):
@@ -97,7 +97,7 @@ class Eigenbasis:
                 yield samples, self._turn(gradient.matrices(samples))
 
     def factors(self, block: FactoredBlock, samples: slice) -> tuple[Tensor, Tensor]:
-        """Return the factors ``(b, T, width)`` and ``(b, T, rows)`` of a weight and its bias in these coordinates."""
+        """Return the factors ``(b, T, width)`` and ``(b, T, rows)`` of a weight and its bias in this basis."""
         x, g = precise(block.inputs[samples]), precise(block.output_grads[samples])
         if self.outputs is not None:
             g = g @ self.outputs.to(g)
@@ -109,7 +109,7 @@ class Eigenbasis:
         return (turned if self.unit.bias is None else turned.add_(vectors[-1])), g
 
     def back(self, matrices: Tensor) -> Tensor:
-        """Return matrices ``(b, rows, width)`` of these coordinates in those of the parameters."""
+        """Transform matrices ``(b, rows, width)`` from this basis to parameter coordinates."""
         if self.outputs is not None:
             matrices = self.outputs.to(matrices) @ matrices
         return matrices if self.inputs is None else matrices @ self.inputs.to(matrices).T
@@ -126,19 +126,19 @@ class Eigenbasis:
 
 @final
 class GradientJoiner:
-    """A block sink that puts the blocks of a unit together, as they come."""
+    """A block sink that joins the weight and bias blocks of a unit."""
 
     def __init__(self, units: Sequence[Unit], take: Callable[[UnitGradient], None]) -> None:
-        """Wait for blocks.
+        """Store the arguments.
 
         Args:
-            units: Those whose blocks are wanted; blocks of other parameters are left out.
-            take: Called with every unit's gradients, for each chunk of samples.
+            units: Units whose blocks are used; blocks of other parameters are ignored.
+            take: Called with the gradients of a unit for each chunk of samples.
         """
         self._units = {name: unit for unit in units for name in unit.names}
         self._take = take
         self._waiting: dict[tuple[Unit, int], GradientBlock] = {}
-        self._told: set[tuple[Unit, int]] = set()
+        self._complete: set[tuple[Unit, int]] = set()
 
     def add(self, block: GradientBlock) -> None:
         """Take one block of a batch."""
@@ -148,21 +148,21 @@ class GradientJoiner:
         key = (unit, block.start)
         if unit.bias is None:
             self._take(UnitGradient(unit, block, None))
-        elif isinstance(block, FactoredBlock):  # whose output gradients tell the bias's
-            self._told.add(key)
+        elif isinstance(block, FactoredBlock):  # its output gradients sum up to the gradient of the bias
+            self._complete.add(key)
             self._waiting.pop(key, None)
             self._take(UnitGradient(unit, block, None))
         elif key in self._waiting:
             other = self._waiting.pop(key)
             weight, bias = (other, block) if block.name == unit.bias else (block, other)
             self._take(UnitGradient(unit, weight, bias.dense()))
-        elif key not in self._told:
+        elif key not in self._complete:
             self._waiting[key] = block
 
     def finish(self) -> None:
-        """Hand out what never got its other half, with zeros in its place; ready for the next batch."""
+        """Pass on blocks without a partner, with zeros for the missing one, and reset for the next batch."""
         waiting, self._waiting = self._waiting, {}
-        self._told.clear()
+        self._complete.clear()
         for (unit, start), block in waiting.items():
             if block.name == unit.weight:
                 self._take(UnitGradient(unit, block, None))

@@ -1,9 +1,9 @@
-r"""The two factors of every unit, summed over rows and positions: the first pass of a fit.
+r"""Sums the two factors of every unit over rows and positions, in the first pass of a fit.
 
 For a linear layer the factors are :math:`\sum a a^\top` of its inputs and :math:`\sum g g^\top` of its output gradients
-(Martens & Grosse, arXiv:1503.05671); for a convolution the inputs are patches, and both sums go over positions too
-(Grosse & Martens, arXiv:1602.01407). A parameter whose gradients do not come in factors has the sum of their squares,
-entry by entry.
+(Martens & Grosse, arXiv:1503.05671); for a convolution the inputs are patches, and both sums also go over positions
+(Grosse & Martens, arXiv:1602.01407). For a parameter without factored gradients, the squares of its gradients are
+summed per entry.
 
 Numerics: products in the gradients' dtype, at least float32; sums in float64 where the device has it.
 """
@@ -26,10 +26,10 @@ from trak_lite.types import FactoredBlock, GradientBlock, LookupBlock, samples_o
 __all__ = ["CurvatureSums", "UnitSums", "precise", "sample_slices"]
 
 _SCRATCH = 1 << 22
-"""Entries of gradients that are formed at once."""
+"""Number of gradient entries that are formed at once."""
 
 _SAME = 1e-3
-"""Relative difference up to which a bias's gradient is taken for the sum of the weight's output gradients."""
+"""Relative difference up to which the gradient of a bias equals the sum of the weight's output gradients."""
 
 
 def precise(tensor: Tensor) -> Tensor:
@@ -38,61 +38,62 @@ def precise(tensor: Tensor) -> Tensor:
 
 
 def sample_slices(num_samples: int, entries: int) -> Iterator[slice]:
-    """Yield the samples whose gradients of ``entries`` numbers are formed at once."""
+    """Return slices of samples, such that gradients of ``entries`` numbers per sample fit into the scratch."""
     step = max(1, _SCRATCH // max(entries, 1))
     return (slice(start, min(start + step, num_samples)) for start in range(0, num_samples, step))
 
 
 @final
 class UnitSums:
-    """What the first pass collects of one unit."""
+    """Sums of one unit in the first pass."""
 
     def __init__(self, unit: Unit, *, max_side: int) -> None:
         """Start at zero.
 
         Args:
             unit: The unit.
-            max_side: Of a longer side only the diagonal is summed; where both are longer, squares of gradients are.
+            max_side: A longer side has only its diagonal summed. If both sides are longer, squares of gradients are
+                summed.
         """
         self.unit = unit
         self.num_positions = 0.0
         self.outputs: Tensor | None = None
-        """``(rows, rows)``, or ``(rows,)`` of a long side; ``None`` where no factors came."""
+        """``(rows, rows)``, or ``(rows,)`` for a long side; ``None`` if there are no factors."""
         self.inputs: Tensor | None = None
         """``(width, width)`` or ``(width,)``."""
         self.squares: Tensor | None = None
-        """``(rows, columns)`` of gradients that came in no factors."""
+        """``(rows, columns)`` for gradients without factors."""
         self.bias_squares: Tensor | None = None
         """``(1, rows)``."""
         self.dtype = torch.float32
-        """Of the products."""
+        """Dtype of the products."""
         self._max_side = max_side
         self._apart: tuple[Tensor, Tensor] | None = None
 
     @property
     def is_factored(self) -> bool:
-        """Whether there are factors.
+        """Whether the gradients are factored.
 
         Raises:
-            InvalidInputError: If gradients came in factors in some batches and without in others.
+            InvalidInputError: If gradients are factored in some blocks and dense in others.
         """
         if self.inputs is not None and self.squares is not None and bool(self.squares.any()):
             raise InvalidInputError(
-                f"The gradients of {self.unit.weight!r} came factored in one block and formed in another, and no pair "
-                "of factors stands for both. Use batches of one structure."
+                f"The gradients of {self.unit.weight!r} are factored in some blocks and dense in others, which one "
+                "pair of factors cannot represent. Use batches of one structure."
             )
         return self.inputs is not None
 
     @property
     def is_joint(self) -> bool:
-        """Whether the bias's gradient is the sum of the weight's output gradients, so that both are one matrix."""
+        """Whether the gradient of the bias is the sum of the weight's output gradients, so both are one matrix."""
         if self.unit.bias is None or not self.is_factored or self._apart is None:
             return False
         gap, size = self._apart
         return bool((gap.abs() <= _SAME * size).all())
 
     def add_factors(self, block: FactoredBlock) -> None:
-        """Add the factors of some samples' weight gradients."""
+        """Add the factors of the weight gradients of some samples."""
         x, g = precise(block.inputs).flatten(0, 1), precise(block.output_grads).flatten(0, 1)
         self.dtype = torch.promote_types(self.dtype, torch.promote_types(x.dtype, g.dtype))
         used = self._num_used(block, x, g)
@@ -108,7 +109,7 @@ class UnitSums:
             self._compare(g.sum(0, dtype=wide), g.abs().sum(0, dtype=wide))
 
     def add_bias(self, block: GradientBlock) -> None:
-        """Add some samples' bias gradients."""
+        """Add the bias gradients of some samples."""
         grads = precise(block.dense())
         self.dtype = torch.promote_types(self.dtype, grads.dtype)
         wide = accumulation_dtype(grads.device)
@@ -118,7 +119,7 @@ class UnitSums:
         self._compare(-total, torch.zeros_like(total))
 
     def add_squares(self, block: GradientBlock) -> None:
-        """Add the squares of some samples' weight gradients, entry by entry."""
+        """Add the squares of the weight gradients of some samples, per entry."""
         shape = (self.unit.rows, self.unit.columns)
         none = samples_of(block, slice(0, 0)).dense()
         self.dtype = torch.promote_types(self.dtype, precise(none).dtype)
@@ -138,7 +139,7 @@ class UnitSums:
         return torch.zeros(shape, dtype=accumulation_dtype(device), device=device)
 
     def _num_used(self, block: FactoredBlock, x: Tensor, g: Tensor) -> float:
-        """Return the number of positions, without the padding of samples that have fewer than others."""
+        """Return the number of positions, without padding."""
         if block.inputs.shape[1] == 1 or not self.unit.has_gaps:
             return float(len(x))
         return float((x.any(1) | g.any(1)).sum())
@@ -171,13 +172,13 @@ class CurvatureSums:
             sums.add_squares(block)
 
     def _has_short_side(self, unit: Unit, block: FactoredBlock) -> bool:
-        # The factors of a parameter of another form than (rows, columns) belong to no unit's matrix.
+        # Factors of other shapes are not factors of the matrix (rows, columns) of the unit.
         fits = (block.output_grads.shape[2], block.inputs.shape[2]) == (unit.rows, unit.columns)
         return fits and min(unit.rows, unit.width) <= self._max_side
 
 
 def _add_second_moments(total: Tensor, rows: Tensor) -> None:
-    """Add those of rows ``(p, d)`` to the first d entries of each axis of a total, which may be a diagonal."""
+    """Add the second moments of rows ``(p, d)`` to the first d entries of each axis of ``total``, full or diagonal."""
     width = rows.shape[1]
     if total.dim() == 1:
         total[:width] += rows.square().sum(0, dtype=total.dtype)
@@ -186,7 +187,7 @@ def _add_second_moments(total: Tensor, rows: Tensor) -> None:
 
 
 def _add_ones(total: Tensor, rows_sum: Tensor, count: float) -> None:
-    """Add what a 1 at the end of every row adds to a total, given the rows' sum and their number."""
+    """Add to ``total`` the second moments of a column of ones at the end of the rows."""
     if total.dim() == 1:
         total[-1] += count
         return

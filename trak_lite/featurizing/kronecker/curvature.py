@@ -1,7 +1,8 @@
-r"""A fitted curvature: per unit an eigenbasis and the curvature in its coordinates.
+r"""A fitted curvature: an eigenbasis per unit, and the curvature in this basis.
 
-The curvature of a unit is taken as :math:`(Q_S \otimes Q_A)\,\mathrm{diag}(\Lambda)\,(Q_S \otimes Q_A)^\top`, and that
-between units as zero (George et al., arXiv:1806.03884).
+The curvature of a unit is approximated by
+:math:`(Q_S \otimes Q_A)\,\mathrm{diag}(\Lambda)\,(Q_S \otimes Q_A)^\top`, and the curvature between units by zero
+(George et al., arXiv:1806.03884).
 """
 
 from __future__ import annotations
@@ -24,14 +25,14 @@ __all__ = ["ArrayKeeper", "KroneckerCurvature", "Treatment", "UnitArrays", "Unit
 
 
 class ArrayKeeper(Protocol):
-    """Where the arrays of a fit are kept: a ``dict`` will do."""
+    """A mapping that stores the arrays of a fit, such as a ``dict``."""
 
     def get(self, name: str, /) -> NDArray[Any] | None:
-        """Return an array, or ``None``."""
+        """Return an array, or ``None`` if it is not stored."""
         ...
 
     def __setitem__(self, name: str, array: NDArray[Any], /) -> None:
-        """Keep an array."""
+        """Store an array."""
         ...
 
 
@@ -40,9 +41,9 @@ class Treatment(NamedTuple):
 
     name: str
     how: Literal["kronecker", "one side", "diagonal"]
-    """Both factors' eigenbases, that of the shorter side alone, or the parameter's own coordinates."""
+    """The basis: eigenbases of both factors, of the shorter side only, or parameter coordinates."""
     unit: str
-    """Name of the weight that it shares a matrix with; its own name where there is none."""
+    """Name of the weight that it shares a matrix with; its own name if it shares none."""
 
 
 @final
@@ -52,7 +53,7 @@ class UnitCurvature:
 
     basis: Eigenbasis
     values: Tensor
-    """Lambda ``(rows, width)``: sums over the train rows."""
+    """Lambda ``(rows, width)``, a sum over the train rows."""
 
     @property
     def unit(self) -> Unit:
@@ -61,14 +62,14 @@ class UnitCurvature:
 
     @property
     def treatment(self) -> Literal["kronecker", "one side", "diagonal"]:
-        """How it is approximated."""
+        """How the curvature is approximated."""
         sides = sum(side is not None for side in (self.basis.outputs, self.basis.inputs))
         return ("diagonal", "one side", "kronecker")[sides]
 
     def inverse(self, damping: float) -> Tensor:
         """Return ``1 / (Lambda + damping * mean(Lambda))``, ``(rows, width)``.
 
-        Zero, where no train row has curvature at all: no train row has a gradient there either.
+        The result is 0 where no train row has curvature, because no train row has a gradient there.
         """
         damped = self.values + damping * self.values.mean(dtype=wide_dtype(self.values.device)).to(
             self.values
@@ -95,15 +96,15 @@ class KroneckerCurvature:
 
 @final
 class UnitArrays:
-    """The arrays that stand for one unit in a keeper, under names of their own."""
+    """The arrays of one unit in a keeper, under separate names."""
 
     def __init__(self, keeper: ArrayKeeper, number: int, unit: Unit) -> None:
-        """Name the arrays.
+        """Store the arguments.
 
         Args:
-            keeper: Where they are.
-            number: Of the unit, in order.
-            unit: As :func:`find_units` found it; a bias may turn out to be a unit of its own.
+            keeper: Stores the arrays.
+            number: Position of the unit.
+            unit: A unit from :func:`find_units`; its bias may become a separate unit in the first pass.
         """
         self.unit = unit
         self._keeper = keeper
@@ -114,13 +115,13 @@ class UnitArrays:
         return self._get("inputs") is not None
 
     def is_complete(self) -> bool:
-        """Whether nothing is missing."""
+        """Whether all arrays of the unit are stored."""
         return self.has_basis() and self._get("values") is not None
 
     def put_basis(
         self, outputs: Tensor | None, inputs: Tensor | None, *, bias_values: Tensor | None, joint: bool
     ) -> None:
-        """Keep the eigenvectors, whether the bias is in them, and the curvature of a bias that is not."""
+        """Store the eigenvectors, whether they include the bias, and the curvature of a bias that they exclude."""
         empty = torch.empty(0, 0, device="cpu")
         self._put("joint", torch.tensor(float(joint), device="cpu"))
         self._put("bias", empty if bias_values is None else bias_values)
@@ -128,7 +129,7 @@ class UnitArrays:
         self._put("inputs", empty if inputs is None else inputs)
 
     def put_values(self, values: Tensor) -> None:
-        """Keep the eigenvalues; the last array of a unit."""
+        """Store the eigenvalues, the last array of a unit."""
         self._put("values", values)
 
     def basis(self, device: torch.device) -> Eigenbasis:
@@ -153,8 +154,8 @@ class UnitArrays:
         array = self._get(name)
         if array is None:
             raise StateError(
-                f"The {name} of {self.unit.weight!r} are not there: the curvature was not fitted, or not to the end. "
-                "Fit it on the train rows first."
+                f"The array {name!r} of the curvature of {self.unit.weight!r} is missing: the fit was not made, or was "
+                "interrupted. Fit the curvature on the train rows first."
             )
         return array
 
@@ -166,10 +167,10 @@ class UnitArrays:
 
 
 def loaded(units: Sequence[Unit], keeper: ArrayKeeper, device: torch.device) -> KroneckerCurvature:
-    """Return the curvature that a fit left in a keeper.
+    """Return the curvature from the arrays of a keeper.
 
     Raises:
-        StateError: If a part of it is missing.
+        StateError: If an array is missing.
     """
     arrays = [UnitArrays(keeper, number, unit) for number, unit in enumerate(units)]
     return KroneckerCurvature([found for unit in arrays for found in unit.curvatures(device)])

@@ -1,11 +1,11 @@
-"""Fitting a curvature: one pass for the factors, one for the eigenvalues in their basis.
+"""Fits a curvature: a first pass for the factors, a second pass for the eigenvalues in their eigenbasis.
 
 Source: George et al., "Fast Approximate Natural Gradient Descent in a Kronecker-factored Eigenbasis"
 (arXiv:1806.03884); Grosse et al., "Studying Large Language Model Generalization with Influence Functions"
 (arXiv:2308.03296).
 
-Memory: in the first pass ``rows^2 + width^2`` float64 numbers for every unit, in the second the eigenvectors and
-eigenvalues; between them one unit is decomposed at a time.
+Memory: the first pass has ``rows^2 + width^2`` float64 numbers for every unit, the second pass the eigenvectors and
+eigenvalues. Units are decomposed one at a time between the passes.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ __all__ = ["NumberedBatches", "fit_curvature", "kept_units"]
 logger = logging.getLogger(__name__)
 
 NumberedBatches: TypeAlias = Callable[[], Iterable[tuple[NDArray[np.int64], Batch]]]
-"""Gives, anew at every call, batches on the model's device with the numbers ``(B,)`` of their rows."""
+"""Returns a new iterator over pairs of row numbers ``(B,)`` and their batch on the model's device."""
 
 
 def kept_units(model: nn.Module, grad_wrt: ParameterChoice | None) -> tuple[Unit, ...]:
@@ -65,19 +65,20 @@ def fit_curvature(
 ) -> KroneckerCurvature:
     """Fit the curvature of the training loss at the model's weights.
 
-    What a keeper already has is not computed: a fit that was cut off between its passes goes on there.
+    Arrays that the keeper already has are not computed again, so a fit that was interrupted between its passes
+    continues there.
 
     Args:
         model: In the mode that its gradients are taken in.
-        task: Its loss is the one whose curvature is fitted.
-        batches: The rows to fit on; gone through once per pass.
-        method: Says which curvature, and how it is fitted.
+        task: Defines the loss whose curvature is fitted.
+        batches: The rows to fit on; read once per pass.
+        method: Sets which curvature is fitted, and how.
         grad_wrt: As for a gradient computer.
-        keeper: Where the arrays go; by default they stay in memory.
-        num_rows: Rows that the sums are for, where they are fitted on a part of them.
+        keeper: Stores the arrays; ``None`` keeps them in memory.
+        num_rows: Number of rows that the sums are scaled to; ``None`` uses the number of rows in ``batches``.
 
     Raises:
-        InvalidInputError: If the task does not have what the method asks for, or there is no batch.
+        InvalidInputError: If the task does not support the settings of the method, or there is no batch.
         UnsupportedModelError: If hooks cannot differentiate the model sample by sample.
         NonFiniteError: If a sum is NaN or infinite.
     """
@@ -96,7 +97,7 @@ def fit_curvature(
 
 @final
 class _LossGradients:
-    """The gradients whose second moments are the curvature, for all rows to fit on."""
+    """Gradients of all rows to fit on; their second moments are the curvature."""
 
     def __init__(
         self,
@@ -118,9 +119,9 @@ class _LossGradients:
 
     @property
     def scale(self) -> float:
-        """What the sums of the last pass are multiplied by: the rows that they stand for by those that were drawn."""
+        """Factor of the sums of the last pass: number of rows that they represent / number of drawn gradients."""
         if not self._seen:
-            raise InvalidInputError("There is no row to fit a curvature on. Pass at least one batch.")
+            raise InvalidInputError("There are no rows to fit a curvature on. Pass at least one batch.")
         return (self._num_rows or self._seen) / (self._seen * self.method.draws)
 
     def stream(
@@ -173,7 +174,8 @@ def _keep_basis(found: UnitArrays, sums: UnitSums, rows: _LossGradients) -> None
     out_values, out_vectors = decomposed(sums.outputs, what=f"the output gradients of {unit.weight!r}")
     vectors = [None if side is None else side.to(sums.dtype) for side in (out_vectors, in_vectors)]
     if not rows.method.correct_eigenvalues:
-        # Both sums go over the same rows, draws and positions: one of them is made a mean (arXiv:1602.01407).
+        # Both factors are sums over the same rows, draws and positions, so one is divided by their number
+        # (arXiv:1602.01407).
         products = scale * torch.outer(out_values, in_values) / sums.num_positions
         found.put_values(products.to(sums.dtype))
     found.put_basis(*vectors, bias_values=bias_values, joint=joint)
@@ -191,7 +193,7 @@ def _fit_values(arrays: Sequence[UnitArrays], rows: _LossGradients) -> None:
         basis = found.basis(rows.device)
         sums[basis.unit] = _SquaredSums(basis, rows.device)
     joiner = GradientJoiner(list(sums), lambda gradient: sums[gradient.unit].add(gradient))
-    # Labels of their own: in a basis fitted to the same ones, large values would come out too large.
+    # New labels: with the labels that the basis was fitted to, large eigenvalues would be overestimated.
     rows.stream(joiner.add, after_batch=joiner.finish, keep_factors=False, first_draw=rows.method.draws)
     for found, total in zip(waiting, sums.values(), strict=True):
         found.put_values((rows.scale * total.values).to(total.dtype))
@@ -199,7 +201,7 @@ def _fit_values(arrays: Sequence[UnitArrays], rows: _LossGradients) -> None:
 
 @final
 class _SquaredSums:
-    """Sums the squared gradients of a unit in its eigenbasis."""
+    """Sum of the squared gradients of a unit in its eigenbasis."""
 
     def __init__(self, basis: Eigenbasis, device: torch.device) -> None:
         unit = basis.unit
@@ -221,9 +223,11 @@ class _SquaredSums:
 
 
 def _report(curvature: KroneckerCurvature) -> None:
-    """Log what is not approximated by Kronecker factors."""
+    """Log the parameters that are not approximated by two Kronecker factors."""
     others = [line for line in curvature.treatments() if line.how != "kronecker"]
     for how in ("one side", "diagonal"):
         names = [line.name for line in others if line.how == how]
         if names:
-            logger.info("Curvature of %d parameters is %s: %s.", len(names), how, names[:10])
+            logger.info(
+                "The curvature of %d parameters has the treatment '%s': %s.", len(names), how, names[:10]
+            )

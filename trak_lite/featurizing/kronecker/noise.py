@@ -1,4 +1,4 @@
-"""Random numbers that belong to a row, not to the batch that it came in."""
+"""Random numbers that depend on the row, not on its batch."""
 
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ _HALF_STEP = 2.0**-54  # the numbers are multiples of 2^-53, zero included
 def row_noise(rows: NDArray[np.int64], *, seed: int, draw: int | NDArray[np.int64]) -> UniformNoise:
     """Return a source of uniform numbers in (0, 1) for these rows.
 
-    Those of a row are the first ones of its own stream (SplitMix64: Steele, Lea and Flood, "Fast Splittable
-    Pseudorandom Number Generators", 2014), so a longer shape continues a shorter one.
+    Each row has its own stream (SplitMix64: Steele, Lea and Flood, "Fast Splittable Pseudorandom Number Generators",
+    2014) and gets the first numbers of it, so a longer shape continues a shorter one.
 
     Args:
         rows: ``(B,)`` numbers of the rows.
         seed: Seed of all rows.
-        draw: Which of several draws for the same rows; one for all, or one each ``(B,)``.
+        draw: Number of the draw, for repeated draws of the same rows: one for all rows, or one per row ``(B,)``.
 
     Example:
         >>> one, both = (row_noise(np.array(rows), seed=0, draw=0)((2,)) for rows in ([7], [3, 7]))

@@ -1,4 +1,4 @@
-r"""Gradients times the inverse of the curvature, block by block, on their way to a projector.
+r"""Multiplies gradient blocks by the inverse of the curvature before they are projected.
 
 :math:`(H + \lambda I)^{-1} g` is :math:`Q_S \left[(Q_S^\top G Q_A) \oslash (\Lambda + \lambda)\right] Q_A^\top` for a
 unit's gradient as a matrix G (arXiv:2308.03296, equation 20).
@@ -34,14 +34,14 @@ __all__ = ["PreconditionedProjector", "Preconditioner"]
 
 @final
 class Preconditioner:
-    """Multiplies gradients with the inverse of a curvature, damped by a share of each unit's mean eigenvalue."""
+    """Multiplies gradients by the inverse of a curvature, damped relative to the mean eigenvalue of each unit."""
 
     def __init__(self, curvature: KroneckerCurvature, *, damping: float) -> None:
         """Invert the eigenvalues.
 
         Args:
-            curvature: Of all parameters whose gradients come.
-            damping: Lambda in units of a unit's mean eigenvalue, above 0.
+            curvature: Curvature of all parameters that have gradients.
+            damping: Lambda in units of the mean eigenvalue of a unit, above 0.
 
         Raises:
             InvalidInputError: If the damping is not above 0.
@@ -49,7 +49,7 @@ class Preconditioner:
         if not damping > 0:
             raise InvalidInputError(
                 f"The damping of a Kronecker-factored curvature is {damping!r}. Expected a number above 0: without "
-                "damping, directions that no train row has curvature in would be divided by zero."
+                "damping, directions in which no train row has curvature would be divided by zero."
             )
         self.damping = damping
         self._inverses = {found.unit: _Inverse(found, damping) for found in curvature.units}
@@ -63,13 +63,12 @@ class Preconditioner:
             sink: Takes the preconditioned blocks, a few samples at a time.
 
         Raises:
-            InvalidInputError: If the curvature does not have a parameter.
+            InvalidInputError: If the curvature lacks a parameter.
         """
         unknown = [name for name in parameters if name not in self._known]
         if unknown:
             raise InvalidInputError(
-                f"The curvature was fitted without {unknown[:5]}. Fit it for the parameters that gradients are kept "
-                "for."
+                f"The curvature was fitted without the parameters {unknown[:5]}. Fit it for all parameters in grad_wrt."
             )
         return GradientJoiner(
             list(self._inverses),
@@ -88,7 +87,7 @@ class _Inverse:
 
     @torch.no_grad()
     def apply(self, gradient: UnitGradient, parameters: ParameterShapes, sink: BlockSink) -> None:
-        """Pass the preconditioned gradients on."""
+        """Multiply the gradients by the inverse and pass them to the sink."""
         if self._is_diagonal:
             self._scale(gradient.block, parameters, sink)
             return
@@ -117,18 +116,18 @@ class _Inverse:
 
 @final
 class PreconditionedProjector(AbstractProjector):
-    r"""Projects gradients that were multiplied with the inverse of a curvature.
+    r"""Multiplies gradients by the inverse of a curvature, then projects them.
 
-    The projection is that of the projector inside, so the features stand beside those of plain gradients: their dot
-    products estimate :math:`g^\top (H + \lambda I)^{-1} g'`.
+    The projection is that of the inner projector, so dot products of these features with features of plain gradients
+    estimate :math:`g^\top (H + \lambda I)^{-1} g'`.
     """
 
     def __init__(self, projector: AbstractProjector, preconditioner: Preconditioner) -> None:
         """Wrap a projector.
 
         Args:
-            projector: What the train rows were projected with.
-            preconditioner: Of the checkpoint whose gradients come.
+            projector: The projector of the train rows.
+            preconditioner: Preconditioner of the checkpoint.
         """
         super().__init__(
             projector.grad_dim,
@@ -144,12 +143,12 @@ class PreconditionedProjector(AbstractProjector):
         """Precondition and project collected gradients, by parameter name.
 
         Raises:
-            InvalidInputError: If the gradients are one tensor, of which the parameters cannot be told.
+            InvalidInputError: If the gradients are one tensor, which does not name the parameters.
         """
         if isinstance(grads, Tensor):
             raise InvalidInputError(
-                "Gradients in one (B, P) tensor do not tell their parameters, which have curvatures of their own. "
-                "Pass a mapping from parameter names to gradients."
+                f"The gradients are one tensor of shape {tuple(grads.shape)}, which does not name the parameters, and "
+                "every parameter has its own curvature. Pass a mapping from parameter names to gradients."
             )
         shapes = {name: tuple(grad.shape[1:]) for name, grad in grads.items()}
         count = next(iter(grads.values())).shape[0]
@@ -166,21 +165,21 @@ class PreconditionedProjector(AbstractProjector):
         return _PreconditionedAccumulator(inner, self._preconditioner.stream(parameters, inner.add))
 
     def layout(self, parameters: ParameterShapes) -> FeatureLayout:
-        """Return the layout of the projector inside."""
+        """Return the layout of the inner projector."""
         return self._projector.layout(parameters)
 
     def fingerprint(self) -> dict[str, Any]:
-        """Return what determines the features, but for the curvature, which its owner tells."""
+        """Return what determines the features, without the curvature, which the caller records."""
         return {**self._projector.fingerprint(), "preconditioned": True}
 
     def free_memory(self) -> None:
-        """Drop cached matrices of the projector inside."""
+        """Drop cached matrices of the inner projector."""
         self._projector.free_memory()
 
 
 @final
 class _PreconditionedAccumulator(AbstractFeatureAccumulator):
-    """Preconditions blocks on their way to another accumulator."""
+    """Preconditions blocks and adds them to another accumulator."""
 
     def __init__(self, inner: AbstractFeatureAccumulator, joiner: GradientJoiner) -> None:
         self._inner = inner

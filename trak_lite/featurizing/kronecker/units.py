@@ -1,6 +1,6 @@
-"""What shares one pair of Kronecker factors: the weight of a layer, with its bias where the two can go together.
+"""Units: parameters that share one pair of Kronecker factors, such as the weight and bias of a layer.
 
-A bias is the weight of one more input that is always 1 (the homogeneous coordinate of Martens & Grosse,
+A bias is the weight of an additional input that is always 1 (the homogeneous coordinate of Martens & Grosse,
 arXiv:1503.05671, section 2.1), so a weight ``(d_out, d_in)`` and its bias are one matrix ``(d_out, d_in + 1)``.
 """
 
@@ -31,13 +31,13 @@ class Unit:
     columns: int
     """d_in: all other axes of the weight together, without the bias."""
     bias: str | None = None
-    """Canonical name of the bias that is the matrix's last column."""
+    """Canonical name of the bias, the last column of the matrix; ``None`` for a unit without one."""
     has_gaps: bool = True
-    """Whether positions at which input and output gradient are zero may be padding of ours, and count for nothing."""
+    """Whether positions with zero input and zero output gradient may be padding, and are not counted."""
 
     @property
     def width(self) -> int:
-        """Columns of the matrix, that of the bias included."""
+        """Columns of the matrix, including the column of the bias."""
         return self.columns + (self.bias is not None)
 
     @property
@@ -46,16 +46,16 @@ class Unit:
         return (self.weight,) if self.bias is None else (self.weight, self.bias)
 
     def apart(self) -> tuple[Unit, ...]:
-        """Return the weight and the bias as units of their own."""
+        """Return the weight and the bias as separate units."""
         alone = replace(self, bias=None)
         return (alone,) if self.bias is None else (alone, Unit(self.bias, 1, self.rows))
 
 
 def find_units(model: nn.Module, parameters: ParameterShapes) -> tuple[Unit, ...]:
-    """Return the units of all kept parameters, each of which is in exactly one.
+    """Return the units of all kept parameters; every parameter is in exactly one unit.
 
-    A bias goes with the weight where both belong to one linear or convolution layer alone. Everything else is a unit
-    of its own.
+    A bias is joined with its weight if both belong to one linear or convolution layer only. Every other parameter is a
+    separate unit.
 
     Args:
         model: The module.
