@@ -178,7 +178,7 @@ def test_a_ctrl_c_tells_how_many_rows_are_done_and_how_to_continue(tmp_path: Pat
 
     assert caught.value.__notes__ == [
         f"Featurizing current: at least 96 of {N} rows are done.",
-        f"What was done is safe in {path}. Make the same call again: it continues where this one stopped.",
+        f"Finished rows are stored in {path}. Make the same call again to continue.",
     ]
     assert rows_done(path) == 96
     assert featurize(attributor(path)).rows_written == N - 96
@@ -199,7 +199,7 @@ def test_without_a_path_a_ctrl_c_says_that_nothing_is_on_disk() -> None:
     with pytest.raises(KeyboardInterrupt) as caught:
         featurize(made, Stopping())
 
-    assert "Nothing is on disk, because there is no path" in caught.value.__notes__[1]
+    assert "Nothing was stored on disk, because no path was given" in caught.value.__notes__[1]
     assert featurize(made).rows_found == 96
 
 
@@ -261,7 +261,7 @@ def test_a_real_sigint_stops_within_the_batch_and_what_it_says_is_on_disk(tmp_pa
     assert err.splitlines()[-3:] == [
         "KeyboardInterrupt",
         f"Featurizing current: at least 96 of {N} rows are done.",
-        f"What was done is safe in {path}. Make the same call again: it continues where this one stopped.",
+        f"Finished rows are stored in {path}. Make the same call again to continue.",
     ]
     assert rows_done(path) == 96
     assert featurize(attributor(path)).rows_found == 96

@@ -343,7 +343,10 @@ def test_new_targets_are_not_scored_with_a_model_that_was_changed_since(
     attributor = script.featurize(tmp_path / "a.zarr")
     KINDS[name][1](script)
 
-    with pytest.raises(ManifestMismatchError, match=r"ckpt-0: row 0 of the train data .* features by"):
+    with pytest.raises(
+        ManifestMismatchError,
+        match=r"ckpt-0: row 0 of the train data, computed again, differs from the stored row: features by",
+    ):
         script.score(attributor)
 
 
@@ -354,8 +357,9 @@ def test_the_error_names_the_row_and_each_quantity(tmp_path: Path) -> None:
 
     with pytest.raises(
         ManifestMismatchError,
-        match=r"row 0 of the train data .* features by 0\.\d+ of their norm .* out_to_loss is .* there, .* here.*"
-        r"loss_curvature .*8 of 8 rows .* attributes or unsaved buffers",
+        match=r"row 0 of the train data, computed again, differs from the stored row: "
+        r"features by 0\.\d+ of their norm .* out_to_loss is .* there, .* here.*"
+        r"loss_curvature .*8 of 8 recomputed rows differ.* attributes or unsaved buffers",
     ):
         script.featurize(tmp_path / "a.zarr")
 

@@ -1,4 +1,4 @@
-"""Tables of a run: their names, paths, columns and identities. No other module spells them."""
+"""Names, paths, columns and specs of the tables of a run. No other module builds them."""
 
 from __future__ import annotations
 
@@ -60,14 +60,14 @@ SCORES = "scores"
 def feature_table_spec(
     num_rows: int, width: int, dtype: str, fingerprint: Mapping[str, Any], *, norms: bool = False
 ) -> TableSpec:
-    """Return the table of one checkpoint's features ``(num_rows, width)`` with q and w beside them.
+    """Return the spec of the table of one checkpoint's features ``(num_rows, width)``, q and w.
 
     Args:
         num_rows: N.
         width: K.
-        dtype: Of the features, one of ``trak_lite.store.DTYPES``.
+        dtype: Dtype of the features, one of ``trak_lite.store.DTYPES``.
         fingerprint: What determines the rows.
-        norms: Keep the norm of every sample's gradient too.
+        norms: Add a column of gradient norms.
     """
     features = Column(FEATURES, width, dtype)
     columns = (
@@ -80,9 +80,9 @@ def feature_table_spec(
 
 
 def target_table_spec(num_rows: int, width: int, dtype: str, fingerprint: Mapping[str, Any]) -> TableSpec:
-    """Return the table of a target set, for train rows of a dtype: the same, but never quantised.
+    """Return the spec of the table of a target set, for train rows of a dtype; the columns are never quantised.
 
-    Targets are few, and the inverse kernel magnifies what rounding does to them.
+    There are few targets, and the inverse kernel amplifies rounding errors of targets.
     """
     return feature_table_spec(num_rows, width, Column(FEATURES, width, dtype).value_dtype, fingerprint)
 
@@ -90,9 +90,9 @@ def target_table_spec(num_rows: int, width: int, dtype: str, fingerprint: Mappin
 def as_tensor(array: NDArray[Any], device: torch.device) -> Tensor:
     """Return an array of the store as a tensor on a device; on the CPU it shares the mapped memory."""
     if not array.flags.writeable:
-        # torch warns about read-only arrays, as it might write to them; nothing that gets this tensor does.
+        # torch warns about read-only arrays, because writing to the tensor is undefined; no caller writes to it.
         array = array.view()
-        with contextlib.suppress(ValueError):  # memory that cannot be written at all: copied below
+        with contextlib.suppress(ValueError):  # memory that is mapped read-only: copied below
             array.flags.writeable = True
     if not array.flags.writeable:
         array = array.copy()
@@ -100,7 +100,7 @@ def as_tensor(array: NDArray[Any], device: torch.device) -> Tensor:
 
 
 def score_table_spec(num_rows: int, num_targets: int, fingerprint: Mapping[str, Any]) -> TableSpec:
-    """Return the table of scores ``(num_rows, num_targets)`` in float32."""
+    """Return the spec of the table of scores ``(num_rows, num_targets)`` in float32."""
     return TableSpec(
         num_rows,
         (Column(SCORES, num_targets, "float32"),),
@@ -110,34 +110,34 @@ def score_table_spec(num_rows: int, num_targets: int, fingerprint: Mapping[str, 
 
 
 def target_folder(name: str, method: AbstractMethod) -> str:
-    """Return where the features of a target set are kept that a method reads, one table per checkpoint."""
+    """Return the folder of the features of a target set that a method reads, with one table per checkpoint."""
     if isinstance(method, EKFAC):
         return f"{preconditioned_folder(name)}/{Manifest(method.target_json()).digest()[:16]}"
     return plain_target_folder(name)
 
 
 def preconditioned_folder(name: str) -> str:
-    """Return where the features of a target set are kept that were multiplied by an inverse curvature."""
+    """Return the folder of the features of a target set that were multiplied by an inverse curvature."""
     return f"preconditioned/{name}"
 
 
 def plain_target_folder(name: str) -> str:
-    """Return where the features of a target set are kept as they were projected, one table per checkpoint."""
+    """Return the folder of the plain features of a target set, with one table per checkpoint."""
     return f"targets/{name}"
 
 
 def target_path(name: str, model_id: int) -> str:
-    """Return the path of a checkpoint's table in that folder."""
+    """Return the path of a checkpoint's table in :func:`plain_target_folder`."""
     return f"{plain_target_folder(name)}/{checkpoint_path(model_id)}"
 
 
 def target_table_path(name: str, method: AbstractMethod, train: AbstractRowTable) -> str:
-    """Return the path of the features of a target set that a method reads, for the checkpoint of these train rows."""
+    """Return the path of the features of a target set that a method reads, for the checkpoint of a train table."""
     return f"{target_folder(name, method)}/{table_path(train)}"
 
 
 def traker_score_path(exp_name: str, fingerprint: Mapping[str, Any]) -> str:
-    """Return where TRAKer keeps scores; other checkpoints or targets have another path."""
+    """Return the path of TRAKer's scores; it depends on checkpoints and targets."""
     return f"scores/{exp_name}/{Manifest(fingerprint).digest()[:16]}"
 
 
@@ -152,12 +152,12 @@ def table_path(table: AbstractRowTable) -> str:
 
 
 def score_path(name: str, method: AbstractMethod, base: AbstractMethod) -> str:
-    """Return where the scores of a target set are kept.
+    """Return the path of the scores of a target set.
 
     Args:
         name: Name of the target set.
         method: How the scores are computed.
-        base: The attributor's method, whose scores have the short path.
+        base: The method of the attributor; its scores have the short path.
     """
     if method == base:
         return f"scores/{name}"
@@ -184,32 +184,32 @@ def scored_names(store: AbstractFeatureStore) -> list[str]:
 
 
 def verdict_path(scores: str) -> str:
-    """Return where the verdict on a table of scores is kept."""
+    """Return the path of the verdict on a table of scores."""
     return f"verdicts/{scores}"
 
 
 def predictions_path(scores: str) -> str:
-    """Return where the predictions that a verdict is about are kept."""
+    """Return the path of the predictions that a verdict is computed from."""
     return f"predictions/{scores}"
 
 
 def fisher_folder(path: str) -> str:
-    """Return where the Fisher information of the checkpoint with this table is kept."""
+    """Return the folder of the Fisher information of the checkpoint with this table of train rows."""
     return f"fisher/{path}"
 
 
 def curvature_path(digest: str) -> str:
-    """Return where the Kronecker-factored curvature of a checkpoint is kept, from the digest of its weights."""
+    """Return the path of the Kronecker-factored curvature of the checkpoint whose weights have this digest."""
     return f"ekfac/{digest[:16]}"
 
 
 def top_path(name: str) -> str:
-    """Return where the best rows of a target set are kept."""
+    """Return the path of the top rows of a target set."""
     return f"top/{name}"
 
 
 def retrain_path(name: str) -> str:
-    """Return where the models retrained for a target set are kept."""
+    """Return the path of the outputs of models retrained for a target set."""
     return f"retrains/{name}"
 
 
@@ -221,7 +221,7 @@ def checkpoint_tables(store: AbstractFeatureStore) -> dict[str, str]:
         try:
             found[store.open_table(path).spec.fingerprint["weights"]] = path
         except StoreError:
-            if path in store.table_names():  # else another process has dropped it just now
+            if path in store.table_names():  # otherwise another process has dropped it meanwhile
                 raise
     return found
 
@@ -237,14 +237,14 @@ def complete_tables(
         paths: The result of :func:`checkpoint_tables`, if the caller has it.
 
     Raises:
-        StateError: If there is none, one asked for is not there, or rows are pending.
+        StateError: If there is none, a digest has no table, or rows are pending.
     """
     paths = checkpoint_tables(store) if paths is None else paths
     unknown = [] if digests is None else [digest[:12] for digest in digests if digest not in paths]
     if unknown:
         raise StateError(
-            f"The store has no features for {len(unknown)} of the {len(digests or ())} checkpoints (weights "
-            f"{unknown[:5]}). Featurize them first: featurize(train_data, checkpoints=...)."
+            f"The store has no features for {len(unknown)} of the {len(digests or ())} checkpoints (digests of "
+            f"weights: {unknown[:5]}). Featurize them first: featurize(train_data, checkpoints=...)."
         )
     tables = {digest: store.open_table(paths[digest]) for digest in (paths if digests is None else digests)}
     if not tables:
@@ -254,20 +254,20 @@ def complete_tables(
         if not table.complete or table.spec.num_rows < num_rows:
             raise StateError(
                 f"{paths[digest]} has {int(table.done().sum())} of {num_rows} train rows. Call featurize(...) again "
-                "with the same data, which continues there, or name finished checkpoints: score(..., checkpoints=...)."
+                "with the same data to continue, or name complete checkpoints: score(..., checkpoints=...)."
             )
     return tables
 
 
 def drop_checkpoint(store: AbstractFeatureStore, name: str) -> None:
-    """Remove the rows of a checkpoint, of train data and of targets, for good.
+    """Delete the rows of a checkpoint, of train data and of targets.
 
     Args:
         store: Open for writing.
-        name: As the checkpoint was called when it was featurized, or its table: ``ckpt-0``.
+        name: Name of the checkpoint when it was featurized, or its table: ``ckpt-0``.
 
     Raises:
-        InvalidInputError: If no checkpoint, or more than one, is called that.
+        InvalidInputError: If no checkpoint, or more than one, has this name.
         BusyError: If another process writes rows of it.
         ReadOnlyStoreError: If the store cannot be written.
     """
@@ -275,11 +275,11 @@ def drop_checkpoint(store: AbstractFeatureStore, name: str) -> None:
     found = [path for path, known in names.items() if name in (path, known)]
     if len(found) != 1:
         raise InvalidInputError(
-            f"{len(found)} checkpoints are called {name!r}. Expected one table of "
+            f"{len(found)} checkpoints have the name {name!r}. Expected one of the tables "
             + some_of(f"{path} ({known})" for path, known in names.items())
             + "."
         )
-    # Its targets first: without the train rows nothing would say whose they are.
+    # Targets first: without the train rows, their checkpoint could not be identified after a kill.
     features = [path for group in ("targets", "preconditioned") for path in store.table_names(group)]
     targets = [path for path in features if path.endswith(f"/{found[0]}")]
     weights = str(store.open_table(found[0]).spec.fingerprint["weights"])
@@ -290,10 +290,10 @@ def drop_checkpoint(store: AbstractFeatureStore, name: str) -> None:
 
 
 def num_train_rows(manifest: Manifest) -> int:
-    """Return the number of rows of the train data; 0 where the manifest does not say."""
+    """Return the number of rows of the train data; 0 if the manifest does not contain it."""
     return int(manifest.fingerprint.get("dataset", {}).get("num_rows", 0))
 
 
 def model_id_of(path: str) -> int:
-    """Return the checkpoint whose train rows have a path."""
+    """Return the model id of the checkpoint whose train rows have a path."""
     return int(path.removeprefix("ckpt-"))

@@ -1,4 +1,4 @@
-"""Where one attributor keeps its store: opened and compared when needed, created by the first good rows."""
+"""Opens the store of an attributor, compares its settings, and creates it with the first valid rows."""
 
 from __future__ import annotations
 
@@ -37,29 +37,29 @@ __all__ = ["FirstRows", "Workspace", "naming_dropped"]
 logger = logging.getLogger(__name__)
 
 FirstRows = Callable[[int], Mapping[str, Any]]
-"""Gives the identity of the first rows of a data set, from their number."""
+"""Returns the identity of the first rows of a dataset, given their number."""
 
 
 class Workspace:
-    """A store on disk, in an object store or in memory, that may not exist yet."""
+    """A store on disk, in an object store or in memory; it may not exist yet."""
 
     def __init__(self, path: str | RemotePlace | None) -> None:
-        """Remember where the store is.
+        """Store the address; nothing is opened.
 
         Args:
-            path: Folder of the store, or its place in an object store; ``None`` keeps it in memory, for the
-                life of this object.
+            path: Folder of the store, or its place in an object store; ``None`` keeps the store in memory, for the
+                lifetime of this object.
         """
         self.path = path
         self.place = os.path.abspath(path) if isinstance(path, str) else path
-        """The same wherever the current folder is at a later call; messages name the path as it was given."""
+        """Absolute path, so a later change of the current folder has no effect; messages use ``path``."""
         self._memory: MemoryFeatureStore | None = None
         self._store: AbstractFeatureStore | None = None
         self._manifest = Manifest({})
 
     @contextmanager
     def opened(self, manifest: Manifest, *, appended_to: FirstRows | None = None) -> Iterator[Self]:
-        """Hold the store open for writing inside the block, and tell a Ctrl-C how to continue; see :meth:`open`."""
+        """Open the store for writing in the block, and add to a Ctrl-C how to continue; see :meth:`open`."""
         self.open(manifest, appended_to=appended_to)
         try:
             yield self
@@ -73,9 +73,9 @@ class Workspace:
         """Open the store for writing, if there is one, and compare its manifest.
 
         Args:
-            manifest: The settings in force.
-            appended_to: Identity of the first rows of the data. Where the store has fewer rows, and they are these, the
-                data in the manifest is replaced, and each table grows when it is opened for writing.
+            manifest: The present settings.
+            appended_to: Returns the identity of the first rows of the data. If these are the rows of the store, the
+                manifest is updated to the longer data, and each table grows when it is opened for writing.
 
         Raises:
             ManifestMismatchError: If the store was made with other settings; names every difference.
@@ -93,7 +93,7 @@ class Workspace:
             raise
 
     def close(self) -> None:
-        """Release the store's files and locks; rows put so far are safe."""
+        """Release the files and locks of the store; rows that were put stay."""
         store, self._store = self._store, None
         if store is not None:
             self._release(store)
@@ -106,14 +106,14 @@ class Workspace:
 
     @property
     def exists(self) -> bool:
-        """Whether there is a store, and it is open."""
+        """Whether the store exists and is open."""
         return self._store is not None
 
     def store(self) -> AbstractFeatureStore:
         """Return the open store.
 
         Raises:
-            StateError: If there is none yet.
+            StateError: If the store does not exist yet.
         """
         if self._store is None:
             raise StateError(
@@ -127,7 +127,7 @@ class Workspace:
         """Return the store, opened for reading.
 
         Raises:
-            StateError: If nothing was featurized into memory yet.
+            StateError: If the store is in memory and has no rows yet.
             MissingStoreError: If there is no store at the path.
         """
         if self.place is not None:
@@ -138,7 +138,7 @@ class Workspace:
 
     @contextmanager
     def reading(self) -> Iterator[AbstractFeatureStore]:
-        """Hold the store open for reading inside the block; see :meth:`reader`."""
+        """Open the store for reading in the block; see :meth:`reader`."""
         store = self.reader()
         try:
             yield store
@@ -146,7 +146,7 @@ class Workspace:
             self._release(store)
 
     def model_id(self, digest: str) -> int:
-        """Return the id of the checkpoint with these weights, a fresh one if they are new."""
+        """Return the id of the checkpoint with these weights, or an unused id if they are new."""
         known = {} if self._store is None else checkpoint_tables(self._store)
         if digest in known:
             return model_id_of(known[digest])
@@ -158,7 +158,7 @@ class Workspace:
         spec: TableSpec,
         attributes: Mapping[str, Any] | None = None,
     ) -> LazyTable:
-        """Return a table that is created, with the store if need be, when its first rows are put.
+        """Return a table that is created when its first rows are put, with the store if it does not exist.
 
         Raises:
             ManifestMismatchError: If it exists with another shape or fingerprint.
@@ -168,8 +168,8 @@ class Workspace:
             compare_fingerprints(existing.spec.fingerprint, spec.fingerprint, where=f"{self.path}:{path}")
             if existing.spec.num_rows > spec.num_rows:
                 raise StateError(
-                    f"{self.path}:{path} has {existing.spec.num_rows} rows by now, and the data {spec.num_rows}: "
-                    "another process has appended rows meanwhile. Call again with the longer data."
+                    f"{self.path}:{path} has {existing.spec.num_rows} rows, and the data has {spec.num_rows}: another "
+                    "process has appended rows. Call again with the longer data."
                 )
             if existing.spec.num_rows < spec.num_rows:
                 existing = _grown(self.store(), path, spec.num_rows)
@@ -188,10 +188,12 @@ class Workspace:
         return LazyTable(spec, None, create, find)
 
     def _how_to_continue(self) -> str:
-        """Return what a Ctrl-C is told about what was done before it."""
+        """Return the note on finished work that is added to a Ctrl-C."""
         if self.path is None:
-            return "Nothing is on disk, because there is no path. With path=..., the same call again would continue."
-        return f"What was done is safe in {self.path}. Make the same call again: it continues where this one stopped."
+            return (
+                "Nothing was stored on disk, because no path was given. Pass path=... to be able to continue."
+            )
+        return f"Finished rows are stored in {self.path}. Make the same call again to continue."
 
     def _open(self) -> AbstractFeatureStore | None:
         if self.place is None:
@@ -204,7 +206,7 @@ class Workspace:
             return open_store(self.place, "r")
 
     def _release(self, store: AbstractFeatureStore) -> None:
-        if store is not self._memory:  # which nothing could open again
+        if store is not self._memory:  # a closed store in memory cannot be opened again
             store.close()
 
     def _create(self) -> AbstractFeatureStore:
@@ -214,7 +216,7 @@ class Workspace:
         return create_store(self.place, self._manifest)
 
     def _take_up_appended_rows(self, store: AbstractFeatureStore, first_rows: FirstRows) -> None:
-        """Note the data in the manifest if the stored rows are its first ones and every setting is the same."""
+        """Update the manifest to the longer data if its first rows are the stored ones and all settings agree."""
         stored, given = store.manifest.fingerprint, self._manifest.fingerprint
         num_rows = num_train_rows(store.manifest)
         if not 0 < num_rows < given["dataset"]["num_rows"]:
@@ -223,11 +225,11 @@ class Workspace:
             stored,
             {**given, "dataset": dict(first_rows(num_rows))},
             where=str(self.path or "the store in memory"),
-            remedy="Rows are appended to the very data, in the very order, that was featurized with these settings.",
+            remedy="Rows can only be appended to the same data in the same order, featurized with the same settings.",
         )
         store.replace_fingerprint(stored, given)
         logger.info(
-            "%d rows were appended to the %d train rows.", given["dataset"]["num_rows"] - num_rows, num_rows
+            "Appended %d rows to the %d train rows.", given["dataset"]["num_rows"] - num_rows, num_rows
         )
 
     def _compare(self, stored: Manifest) -> None:
@@ -241,12 +243,12 @@ class Workspace:
         except ManifestMismatchError as error:
             if "dataset." in str(error) and "dataset.num_rows" not in str(error):
                 raise ManifestMismatchError(
-                    f"{error} If its samples are drawn anew at each access (augmentation, noise, a random mask), "
-                    "switch that off, or seed it with the index of the row. If it is the same data whose bytes differ "
-                    "from one machine to the next (another decoder), pass Rows(data, name=...) at every call."
+                    f"{error} If the samples change from one access to the next (augmentation, noise, a random mask), "
+                    "switch the randomness off, or seed it with the index of the row. If it is the same data with "
+                    "other bytes on another machine (another decoder), pass Rows(data, name=...) at every call."
                 ) from None
             longer = 0 < num_train_rows(stored) < num_train_rows(self._manifest)
-            if longer and "indices" in given["dataset"]:  # the Attributor's
+            if longer and "indices" in given["dataset"]:  # only the Attributor can append rows
                 raise ManifestMismatchError(
                     f"{error} If rows were appended to the same data, pass append=True."
                 ) from None
@@ -255,13 +257,13 @@ class Workspace:
 
 @contextmanager
 def naming_dropped(store: AbstractFeatureStore) -> Iterator[dict[str, str]]:
-    """Context manager that names the checkpoints that another process drops while the block reads their rows.
+    """Raise an error that names the checkpoints that another process drops while the block reads their rows.
 
     Yields:
         Paths of the train tables by the digest of the checkpoint's weights.
 
     Raises:
-        StateError: If the block failed, and checkpoints are not in the store any more that were in it before.
+        StateError: If the block fails, and checkpoints that were in the store before are missing now.
     """
     known = checkpoint_tables(store)
     try:
@@ -271,13 +273,13 @@ def naming_dropped(store: AbstractFeatureStore) -> Iterator[dict[str, str]]:
         if not gone:
             raise
         raise StateError(
-            f"Another process has dropped {', '.join(gone)} while its rows were read. Make the same call again: it "
-            "takes the checkpoints that are left."
+            f"Another process has dropped {', '.join(gone)} while its rows were read. Make the same call again to use "
+            "the other checkpoints."
         ) from error
 
 
 def _grown(store: AbstractFeatureStore, path: str, num_rows: int) -> AbstractRowTable:
-    """Give a table more rows, and wait for whoever still fills its last chunk or grows it at this moment."""
+    """Grow a table; wait while another process writes its last chunk or grows it."""
     patience = Patience()
     while True:
         try:
