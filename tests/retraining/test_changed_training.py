@@ -193,7 +193,9 @@ def test_a_training_that_is_not_deterministic_is_said_to_be(tmp_path, monkeypatc
     first = verify(made, never_the_same)
     as_another_process(monkeypatch)
 
-    with pytest.warns(RuntimeWarning, match="other outputs each time.*Seed everything"):
+    with pytest.warns(
+        RuntimeWarning, match="not deterministic: .* give different outputs .*Seed all random numbers"
+    ):
         again = verify(attributor(tmp_path / "a.zarr"), never_the_same)
 
     assert again == first
@@ -210,7 +212,7 @@ def test_retraining_into_one_path_refuses_another_training(tmp_path):
     retraining.retrain(partial(train, config=config), masks, outputs, path=tmp_path / "r")
     config["lr"] = -0.1
 
-    with pytest.raises(ManifestMismatchError, match=r"1 values that it carries were changed: .*config\.lr"):
+    with pytest.raises(ManifestMismatchError, match=r"1 captured values have changed: .*config\.lr"):
         retraining.retrain(partial(train, config=config), masks, outputs, path=tmp_path / "r")
 
 

@@ -113,18 +113,18 @@ def test_a_failing_output_function_names_subset_and_seed():
 
 
 def test_outputs_that_are_not_finite_name_subset_seed_and_target():
-    with pytest.raises(NonFiniteError, match=r"1 of 2 outputs .* subset 0, seed 0 .* first of target 1"):
+    with pytest.raises(NonFiniteError, match=r"1 of 2 outputs .* subset 0, seed 0 .* the first for target 1"):
         retrain(Recording(), MASKS, lambda total: [total, np.nan])
 
 
 @pytest.mark.parametrize("outputs", [1.0, [], [[1.0]]])
 def test_outputs_must_be_one_number_per_target(outputs):
-    with pytest.raises(InvalidInputError, match=r"output_fn gave shape .* one number per target"):
+    with pytest.raises(InvalidInputError, match=r"output_fn returned shape .* one number per target"):
         retrain(Recording(), MASKS, lambda total: outputs)
 
 
 def test_outputs_must_not_change_in_number():
-    with pytest.raises(InvalidInputError, match="output_fn gave 2 numbers for subset 0, seed 1"):
+    with pytest.raises(InvalidInputError, match="output_fn returned 2 numbers for subset 0, seed 1"):
         retrain(lambda indices, seed: seed, MASKS, lambda seed: [1.0] * (seed + 1))
 
 

@@ -1,4 +1,4 @@
-"""What a user's function is, by its source: for recognising the training that made a result."""
+"""Describes functions by source and values, to recognise the training that computed a result."""
 
 from __future__ import annotations
 
@@ -23,12 +23,12 @@ _SIMPLE = (type(None), bool, int, float, str)
 
 
 def describe_source(function: Any) -> Any:
-    """Return JSON values that differ where two functions have other source, settings or data.
+    """Return JSON values that differ for functions with different source, settings or data.
 
-    Followed are closures, defaults, ``functools.partial``, bound methods, frozen dataclasses and tuples; numbers and
-    strings in them count by value, tensors and arrays by content, functions and classes of torch, NumPy and Python by
-    name. Whatever may change while a training runs (lists, dicts, modules, other objects) counts by its class only,
-    and global variables are not followed: :func:`carried_values` tells these.
+    The description includes closures, defaults, ``functools.partial``, bound methods, frozen dataclasses and tuples.
+    Numbers and strings are described by value, tensors and arrays by content, functions and classes of torch, NumPy
+    and Python by name. Objects that may change during a training (lists, dicts, modules, other objects) are described
+    by class only, and global variables are left out; :func:`carried_values` returns their digests.
 
     Example:
         >>> from functools import partial
@@ -45,7 +45,7 @@ def _describe(value: Any, seen: set[int]) -> Any:
         return tensor_json(value) or {"object": _name(type(value))}
     if isinstance(value, np.ndarray) and not value.dtype.hasobject:
         return array_json(value)
-    if id(value) in seen:  # a function that calls itself
+    if id(value) in seen:  # a recursive function
         return {"again": _name(value if isinstance(value, FunctionType | type) else type(value))}
     seen = {*seen, id(value)}
     if isinstance(value, tuple):
@@ -81,14 +81,14 @@ def _function(function: FunctionType, seen: set[int]) -> dict[str, Any]:
             carried.append("empty")
     return {
         "function": _name(function),
-        # The code too: two lambdas of one line have the same source text.
+        # Add the code: two lambdas on one line have the same source text.
         "source": sha256(source_bytes(code) + b"\0" + code_bytes(code)),
         "values": [_describe(item, seen) for item in carried],
     }
 
 
 def _object(value: Any, seen: set[int]) -> dict[str, Any]:
-    """Return the class of an object, and what a frozen dataclass holds."""
+    """Return the class of an object, and the fields of a frozen dataclass."""
     cls: Any = type(value)
     described = {"object": _describe(cls, seen)}
     parameters: Any = getattr(cls, "__dataclass_params__", None)
@@ -100,24 +100,24 @@ def _object(value: Any, seen: set[int]) -> dict[str, Any]:
 
 
 def _name(thing: Any) -> str:
-    """Return the qualified name; things written in C may have no module."""
+    """Return the qualified name; objects written in C may have no module."""
     return f"{getattr(thing, '__module__', None) or 'builtins'}.{thing.__qualname__}"
 
 
 _DEEPEST = 8
-"""How far objects inside objects are followed."""
+"""Largest depth of nested objects."""
 _MOST_VALUES = 1024
-"""Values of one container or object that are told apart; of more, all are one."""
+"""Largest number of values of a container or object with separate digests; more values share one digest."""
 _MOST_IN_ALL = 1024
-"""Values that are told apart in all."""
+"""Largest number of digests in all."""
 
 
 def carried_values(*functions: Any) -> dict[str, str]:
-    """Return a digest of every value that functions carry and :func:`describe_source` leaves out, by its path.
+    """Return a digest of every value that functions capture, by path, with those that :func:`describe_source` omits.
 
-    Followed are closures, defaults, ``functools.partial``, bound methods, the attributes of objects, containers,
-    datasets, modules (``nn.Module``), and the global variables that a function or one that it calls names. Some of
-    these may change while a training runs: compare what a call gives before and after.
+    The walk includes closures, defaults, ``functools.partial``, bound methods, attributes of objects, containers,
+    datasets, modules (``nn.Module``), and global variables named by a function or by a function that it calls. Some of
+    these values may change during a training: compare the digests before and after.
 
     Example:
         >>> from functools import partial
@@ -131,14 +131,14 @@ def carried_values(*functions: Any) -> dict[str, str]:
 
 
 class _Walk:
-    """One walk through what functions carry."""
+    """One walk through the values that functions capture."""
 
     def __init__(self) -> None:
         self.found: dict[str, str] = {}
-        self._seen: dict[int, tuple[str, Any]] = {}  # held, so that no other object gets the same address
+        self._seen: dict[int, tuple[str, Any]] = {}  # keeps the object alive, so its id stays unique
 
     def visit(self, value: Any, path: str, depth: int) -> None:
-        """Note a value, or what is inside it."""
+        """Record the digest of a value, or of the values inside it."""
         plain = _plain_json(value)
         if plain is not None:
             self._note(path, json.dumps(plain))
@@ -165,15 +165,15 @@ class _Walk:
 
 
 def _text(inside: list[tuple[str, Any]]) -> str:
-    """Return a text of many values and of what lists and mappings among them hold."""
+    """Return a text that determines many values, including the contents of lists and mappings among them."""
     try:
         return json.dumps(inside, default=lambda item: _plain_json(item) or _name(type(item)))
-    except (TypeError, ValueError):  # keys that are no strings, or a list that holds itself
+    except (TypeError, ValueError):  # keys that are no strings, or a list that contains itself
         return json.dumps([[name, _plain_json(item) or _name(type(item))] for name, item in inside])
 
 
 def _plain_json(value: Any) -> Any:
-    """Return JSON values for a number, a string, a tensor or an array; ``None`` for what holds others."""
+    """Return JSON values for a number, a string, a tensor or an array; ``None`` for other objects."""
     if isinstance(value, (*_SIMPLE, complex, bytes)):
         return [type(value).__name__, repr(value)]
     if isinstance(value, Tensor):
@@ -184,7 +184,7 @@ def _plain_json(value: Any) -> Any:
 
 
 def _inside(value: Any) -> Iterator[tuple[str, Any]]:
-    """Yield what a value holds, each with what its path is continued by."""
+    """Yield the values inside a value, each with the suffix of its path."""
     if isinstance(value, functools.partial):
         yield ".func", value.func
         yield ".args", value.args
@@ -223,7 +223,7 @@ def _inside_function(function: FunctionType) -> Iterator[tuple[str, Any]]:
     names = sorted(_names_in(function.__code__))
     for name in names:
         item = function.__globals__.get(name)
-        if isinstance(item, ModuleType):  # of a module of the user's own, what is named along with it
+        if isinstance(item, ModuleType):  # a module of the user: only attributes that the code names
             if item.__name__.partition(".")[0] not in FOREIGN:
                 attributes = {key: vars(item)[key] for key in names if key in vars(item)}
                 yield f".{name}", attributes
@@ -232,7 +232,7 @@ def _inside_function(function: FunctionType) -> Iterator[tuple[str, Any]]:
 
 
 def _names_in(code: CodeType) -> set[str]:
-    """Return the global names and attributes that a function's code names, those of functions inside it too."""
+    """Return the global names and attributes in the code of a function and of its inner functions."""
     inner = (item for item in code.co_consts if isinstance(item, CodeType))
     return set(code.co_names).union(*map(_names_in, inner))
 
@@ -242,7 +242,7 @@ def _is_member(name: str, item: Any) -> bool:
 
 
 def _inside_object(value: Any) -> Iterator[tuple[str, Any]]:
-    """Yield the class and the attributes of an object: of a foreign class, only of datasets and modules."""
+    """Yield the class and attributes of an object; for foreign classes, only of datasets and modules."""
     known = isinstance(value, Dataset | nn.Module)
     if is_foreign(type(value)) and not known:
         return

@@ -1,7 +1,7 @@
-"""Training many small models at once: their weights stacked, one vmapped pass for all of them.
+"""Trains many small models at once, with stacked weights and one vmapped pass.
 
-Retraining on subsets trains the same architecture again and again. For small models most of that time is overhead of
-single operations, which stacking shares.
+Retraining on subsets trains one architecture many times. For small models most of the time is overhead per operation,
+which stacked models share.
 """
 
 from __future__ import annotations
@@ -25,13 +25,13 @@ __all__ = ["VectorisedTraining"]
 @final
 @dataclass(frozen=True, kw_only=True, eq=False)
 class VectorisedTraining:
-    """A training recipe that can run for one model, as a plain loop, or for many side by side.
+    """A training recipe that trains one model in a plain loop, or many models side by side.
 
-    Called with indices and a seed it is a ``train_fn`` for :func:`~trak_lite.retraining.retrain`;
-    :func:`~trak_lite.retraining.retrain_many` runs the same recipe for several subsets and seeds at once. Both see
-    the same initial weights and the same batches and agree up to rounding.
+    An instance is a ``train_fn`` for :func:`~trak_lite.retraining.retrain`.
+    :func:`~trak_lite.retraining.retrain_many` runs the same recipe for several subsets and seeds at once. Both use the
+    same initial weights and the same batches, and agree up to rounding.
 
-    The seed decides the initial weights (torch's generator is seeded before ``build_model``) and the order of rows.
+    The seed determines the initial weights (torch's generator is seeded before ``build_model``) and the order of rows.
     Each epoch visits the subset in a new order; the last batch may be smaller.
 
     Raises:
@@ -39,7 +39,7 @@ class VectorisedTraining:
     """
 
     build_model: Callable[[int], nn.Module]
-    """Makes a fresh model from a seed."""
+    """Returns a new model for a seed."""
     loss: Callable[[Tensor, Tensor], Tensor]
     """Mean loss of a batch from ``model(inputs)`` and labels."""
     inputs: Tensor
@@ -53,14 +53,14 @@ class VectorisedTraining:
     lr: float
     """Learning rate."""
     optimizer: Literal["sgd", "adam"] = "sgd"
-    """Which of torch's optimizers; each treats every weight by itself, so stacked models do not see each other."""
+    """Optimizer of torch; it updates every weight separately, so stacked models do not interact."""
     momentum: float = 0.0
-    """Of SGD."""
+    """Momentum of SGD."""
     weight_decay: float = 0.0
     """L2 penalty."""
 
     def __post_init__(self) -> None:
-        """Refuse settings that no training can run with."""
+        """Raise if a setting is out of range."""
         positive_int(epochs=self.epochs)
         positive_int(batch_size=self.batch_size)
         real_at_least(0.0, lr=self.lr)
@@ -72,7 +72,7 @@ class VectorisedTraining:
             )
         if len(self.inputs) != len(self.labels):
             raise InvalidInputError(
-                f"inputs have {len(self.inputs)} rows and labels {len(self.labels)}; they must be paired."
+                f"inputs have {len(self.inputs)} rows and labels {len(self.labels)}. Give one label per input."
             )
 
     def __call__(self, indices: NDArray[np.int64], seed: int) -> nn.Module:
@@ -98,11 +98,11 @@ class VectorisedTraining:
     def train_many(self, subsets: Sequence[NDArray[np.int64]], seeds: Sequence[int]) -> list[nn.Module]:
         """Train one model per subset and seed, all of them side by side.
 
-        Every step gathers one batch per model; memory is that of all models, their gradients and optimizer state,
-        and of the activations of all batches.
+        Every step gathers one batch per model. The memory holds all models, their gradients and optimizer states,
+        and the activations of all batches.
 
         Args:
-            subsets: Rows of each model, as many for one as for another.
+            subsets: Rows of each model; all subsets have one size.
             seeds: Seed of each model.
 
         Returns:
@@ -111,7 +111,7 @@ class VectorisedTraining:
         Raises:
             InvalidInputError: If subsets differ in size, or are not one per seed.
             UnsupportedModelError: If the model cannot be stacked: it draws random numbers (dropout), keeps running
-                statistics (batch normalisation), or uses an operation that ``vmap`` does not know.
+                statistics (batch normalisation), or uses an operation that ``vmap`` does not support.
         """
         sizes = {len(indices) for indices in subsets}
         if len(sizes) != 1 or len(subsets) != len(seeds):
@@ -138,8 +138,10 @@ class VectorisedTraining:
     ) -> Tensor:
         """Return the loss of every model, ``(models,)``, each on its own rows of ``batch``."""
 
-        def loss_of(own: dict[str, Any], held: dict[str, Any], inputs: Tensor, labels: Tensor) -> Tensor:
-            return self.loss(functional_call(base, (own, held), (inputs,)), labels)
+        def loss_of(
+            weights: dict[str, Any], states: dict[str, Any], inputs: Tensor, labels: Tensor
+        ) -> Tensor:
+            return self.loss(functional_call(base, (weights, states), (inputs,)), labels)
 
         try:
             losses: Tensor = vmap(loss_of)(parameters, buffers, self.inputs[batch], self.labels[batch])
@@ -152,7 +154,7 @@ class VectorisedTraining:
         return losses
 
     def _fresh_model(self, seed: int) -> nn.Module:
-        """Return a new model in train mode; torch's own generator is left as it was."""
+        """Return a new model in train mode; the state of torch's generator is restored."""
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(seed)
             model = self.build_model(seed)
@@ -164,7 +166,7 @@ class VectorisedTraining:
         return torch.optim.SGD(parameters, lr=self.lr, momentum=self.momentum, weight_decay=self.weight_decay)
 
     def _batches(self, size: int, seed: int) -> Iterator[Tensor]:
-        """Yield the places in a subset of ``size`` rows that each step takes."""
+        """Yield the positions of each step's batch in a subset of ``size`` rows."""
         generator = torch.Generator().manual_seed(seed)
         for _ in range(self.epochs):
             yield from torch.split(torch.randperm(size, generator=generator, device="cpu"), self.batch_size)
@@ -181,8 +183,8 @@ def _refuse_unstackable(model: nn.Module) -> None:
         if random or changing:
             what = "draws random numbers" if random else "keeps running statistics"
             raise UnsupportedModelError(
-                f"{name or 'The model'} ({type(module).__name__}) {what} while it trains, which stacked models "
-                "cannot. Train one by one: retrain(training, masks, output_fn)."
+                f"{name or 'The model'} ({type(module).__name__}) {what} in training, which stacked models do not "
+                "support. Train one by one: retrain(training, masks, output_fn)."
             )
 
 

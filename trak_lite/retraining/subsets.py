@@ -1,4 +1,4 @@
-"""Retraining on subsets of the train rows: the ground truth that attribution is measured against.
+"""Retrains models on subsets of the train rows, as ground truth for attribution scores.
 
 Shapes: N train rows, S subsets, R seeds, M targets.
 """
@@ -67,7 +67,7 @@ class Retrained:
     outputs: NDArray[np.float32]
     """``(S, R, M)``."""
     masks: NDArray[np.bool_]
-    """``(S, N)`` rows that each subset keeps."""
+    """``(S, N)`` rows of each subset."""
     seeds: tuple[int, ...]
     """The R seeds."""
 
@@ -196,16 +196,16 @@ def retrain_many(
     train_id: str | None = None,
     progress: bool | None = None,
 ) -> Retrained:
-    """Do as :func:`retrain` does, with many small models trained at once.
+    """Train as :func:`retrain` does, with many small models at once.
 
-    Outputs agree with ``retrain(training, ...)`` up to rounding, and either continues what the other began. Models
-    that cannot be stacked (dropout, batch normalisation with running statistics) are refused.
+    Outputs agree with ``retrain(training, ...)`` up to rounding, and each of the two functions continues the work of
+    the other. Models that cannot be stacked (dropout, batch normalisation with running statistics) raise an error.
 
     Args:
         training: The recipe.
         masks: ``(S, N)``; subsets of one size are trained together.
-        output_fn: Turns a trained module, in eval mode, into M numbers.
-        models_at_once: Models that are trained side by side, and lost together by a kill.
+        output_fn: Converts a trained module, in eval mode, into M numbers.
+        models_at_once: Number of models that are trained side by side; a kill loses all of them.
         path: Folder for the results, or their address in an object store; ``None`` keeps them in memory.
         seeds: Seeds of weights and order.
         train_id: As in :func:`retrain`.
@@ -241,18 +241,18 @@ def retrain_into(
     progress: bool | None,
     settings: Mapping[str, Any],
 ) -> Retrained:
-    """Do as :func:`retrain` does, into a table of an open store that other trainings may share.
+    """Train as :func:`retrain` does, and write to a table of an open store that other trainings may share.
 
     Args:
         workspace: Open for writing.
-        group: Group of tables; each set of masks, seeds and functions has a table of its own in it.
+        group: Group of tables; each combination of masks, seeds and functions has its own table.
         train_fn: As in :func:`retrain`.
         masks: ``(S, N)``.
         output_fn: As in :func:`retrain`.
         seeds: As in :func:`retrain`.
         train_id: As in :func:`retrain`.
         progress: As in :func:`retrain`.
-        settings: More JSON values that the results are recognised by.
+        settings: Further JSON values that identify the results.
     """
     plan = _plan(train_fn, masks, output_fn, seeds, train_id, settings)
 
@@ -293,10 +293,10 @@ def _plan(
 
 
 def _own_table(workspace: Workspace, group: str, plan: _Plan, run: _Run) -> str:
-    """Return the table of this very training: one that is there, or the name of a new one.
+    """Return the path of this training's table: of an existing one, or of a new one.
 
     Raises:
-        ManifestMismatchError: If the training has the user's name of another one.
+        ManifestMismatchError: If ``train_id`` names another training.
     """
     base = f"{group}/{Manifest(plan.fingerprint).digest()[:16]}"
     known = workspace.store().table_names(group) if workspace.exists else []
@@ -307,16 +307,16 @@ def _own_table(workspace: Workspace, group: str, plan: _Plan, run: _Run) -> str:
             return path
         if plan.train_id is not None:
             raise ManifestMismatchError(why)
-        logger.info("%s It is trained anew.", why)
+        logger.info("%s The models are trained again.", why)
         number += 1
     return path
 
 
 def _refuse_other_training(workspace: Workspace, path: str, plan: _Plan, run: _Run) -> None:
-    """Raise if a table is that of another training.
+    """Raise if a table belongs to another training.
 
     Raises:
-        ManifestMismatchError: Says what differs.
+        ManifestMismatchError: If it does; names what differs.
     """
     why = _why_another(workspace, path, plan, run)
     if why is not None:
@@ -324,12 +324,12 @@ def _refuse_other_training(workspace: Workspace, path: str, plan: _Plan, run: _R
 
 
 def _why_another(workspace: Workspace, path: str, plan: _Plan, run: _Run) -> str | None:
-    """Return why a table is not that of this training, ``None`` if it is, or does not exist.
+    """Return why a table belongs to another training; ``None`` if it belongs to this one or does not exist.
 
-    Where another process has filled it, or what the functions carry has changed, one of its trainings is repeated.
+    One of its trainings is repeated if another process has filled the table or captured values have changed.
 
     Raises:
-        ManifestMismatchError: If it was made with other masks, seeds or functions.
+        ManifestMismatchError: If the table was made with other masks, seeds or functions.
     """
     table = workspace.table(path)
     if table is None:
@@ -355,18 +355,18 @@ def _why_another(workspace: Workspace, path: str, plan: _Plan, run: _Run) -> str
     one = _repeated(plan, row, run)
     if not _is_same(one, outputs):
         job = next(plan.jobs([row]))
-        said = (
+        message = (
             f"{where} holds outputs of another training: repeated for {_place(job)}, it gives outputs that differ by "
             f"{_distance(one, outputs):.2g} of their spread"
-            f"{f' ({len(changed)} values that it carries were changed: {_short(changed)})' if changed else ''}. Undo "
-            "the change, or retrain under another path or train_id."
+            f"{f' ({len(changed)} captured values have changed: {_short(changed)})' if changed else ''}. Undo the "
+            "change, or retrain under another path or train_id."
         )
         if changed or _is_same(_repeated(plan, row, run), one):
-            return said
+            return message
         warnings.warn(
-            f"The training gives other outputs each time, with the same rows and seed (for {_place(job)} they differ "
-            f"by {_distance(one, outputs):.2g} of their spread), so whether it is the one behind the outputs in "
-            f"{where} cannot be told. Seed everything that it draws.",
+            f"The training is not deterministic: two runs with the same rows and seed give different outputs (for "
+            f"{_place(job)} they differ by {_distance(one, outputs):.2g} of their spread). So it cannot be checked "
+            f"that the outputs in {where} belong to this training. Seed all random numbers of the training.",
             RuntimeWarning,
             stacklevel=5,
         )
@@ -375,7 +375,7 @@ def _why_another(workspace: Workspace, path: str, plan: _Plan, run: _Run) -> str
 
 
 def _repeated(plan: _Plan, row: int, run: _Run) -> NDArray[np.float64]:
-    """Return what the model of one row gives, trained now."""
+    """Train the model of one row again and return its outputs."""
     ((_, outputs),) = run(plan.jobs([row]))
     return outputs
 
@@ -385,7 +385,7 @@ def _is_same(one: NDArray[np.float64], other: NDArray[np.float64]) -> bool:
 
 
 def _distance(one: NDArray[np.float64], other: NDArray[np.float64]) -> float:
-    """Return by how much outputs differ, as a share of how far they spread over targets and around zero."""
+    """Return the distance of two outputs relative to their spread over targets, or to their norm if constant."""
     if one.shape != other.shape:
         return float("inf")
     size = float(np.linalg.norm(other - other.mean())) or float(np.linalg.norm(other)) or 1.0
@@ -393,7 +393,7 @@ def _distance(one: NDArray[np.float64], other: NDArray[np.float64]) -> float:
 
 
 def _unchanged(before: Mapping[str, str], after: Mapping[str, str]) -> dict[str, str]:
-    """Return the values that are the same before and after a training: the others are what it counts or notes."""
+    """Return the values that a training does not change; the others are, for example, its counters."""
     return {name: value for name, value in before.items() if after.get(name) == value}
 
 
@@ -407,7 +407,7 @@ def _short(names: Sequence[str]) -> str:
 
 
 def _begun(workspace: Workspace, path: str, plan: _Plan, run: _Run, at_once: int) -> LazyTable:
-    """Train the first models, of which it is known how many targets there are, and return the table with them."""
+    """Train the first models, whose outputs give the number of targets, and return the table with them."""
     before = plan.values()
     first = range(min(at_once, plan.num_rows))
     late: LazyTable | None = None
@@ -419,7 +419,7 @@ def _begun(workspace: Workspace, path: str, plan: _Plan, run: _Run, at_once: int
         try:
             late.put(np.array([job.row]), {OUTPUTS: outputs[None]})
         except (BusyError, StateError) as error:
-            logger.info("Trained in vain: %s", error)
+            logger.info("Discarded the outputs of a training, because another process has them: %s", error)
         else:
             _confirmed[(str(workspace.place), path)] = stable
     assert late is not None  # a plan has at least one model
@@ -430,14 +430,14 @@ def _require_width(late: LazyTable, job: _Job, outputs: NDArray[np.float64]) -> 
     width = late.spec.columns[0].width
     if len(outputs) != width:
         raise InvalidInputError(
-            f"output_fn gave {len(outputs)} numbers for {_place(job)}, and {width} before. It must give one per target."
+            f"output_fn returned {len(outputs)} numbers for {_place(job)}, and {width} before. Return one per target."
         )
 
 
 def _fill(
     workspace: Workspace, path: str, plan: _Plan, run: _Run, progress: bool | None, *, at_once: int = 1
 ) -> Retrained:
-    """Train the models that the table lacks, together with whoever else does; each one's outputs are put at once."""
+    """Train the pending models of the table, together with other processes; outputs are put after each training."""
     table = workspace.table(path)
     late = (
         _begun(workspace, path, plan, run, at_once)
@@ -499,21 +499,21 @@ def _checked(outputs: Tensor | ArrayLike, job: _Job) -> NDArray[np.float64]:
     values = np.asarray(plain, dtype=np.float64)
     if values.ndim != 1 or not values.size:
         raise InvalidInputError(
-            f"output_fn gave shape {values.shape} for {_place(job)}. Expected one number per target, (M,)."
+            f"output_fn returned shape {values.shape} for {_place(job)}. Expected one number per target, (M,)."
         )
     bad = np.flatnonzero(~np.isfinite(values))
     if len(bad):
         raise NonFiniteError(
-            f"{len(bad)} of {len(values)} outputs are NaN or infinite for {_place(job)}, first of target {bad[0]}. "
-            "The training may have diverged; lower its learning rate."
+            f"{len(bad)} of {len(values)} outputs are NaN or infinite for {_place(job)}, the first for target "
+            f"{bad[0]}. The training may have diverged; lower its learning rate."
         )
     return values
 
 
 def _failed(where: str, error: BaseException) -> RetrainingError:
     return RetrainingError(
-        f"Training for {where} failed ({type(error).__name__}: {error}). What was trained before is kept; the same "
-        "call continues there."
+        f"Training for {where} failed ({type(error).__name__}: {error}). The outputs of finished trainings are stored. "
+        "Make the same call again to continue."
     )
 
 

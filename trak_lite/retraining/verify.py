@@ -158,16 +158,16 @@ def verify(
 
 
 def _require_stored(scores: Scores) -> None:
-    """Refuse scores without a stored matrix."""
+    """Raise if the scores have no stored matrix."""
     if not scores.stored:
         raise StateError(
-            f"The scores {scores.name!r} are computed when they are read, and a verdict is about a stored matrix. Call "
+            f"The scores {scores.name!r} are computed when they are read, and verify needs a stored matrix. Call "
             "score(..., dense=True)."
         )
 
 
 def _refuse_other_targets(store: AbstractFeatureStore, path: str, identity: Mapping[str, Any]) -> None:
-    """Refuse targets that differ from those of a table of scores."""
+    """Raise if targets differ from those of a table of scores."""
     scored = dict(store.open_table(path).spec.fingerprint["targets"])
     scored.pop("curvature", None)  # belongs to the scores, not to the data
     compare_fingerprints(
@@ -204,13 +204,13 @@ class SubsetSums:
             rows: The stored rows.
             masks: Rows of each subset, ``(S, N)``.
         """
-        kept = torch.from_numpy(masks.astype(np.float64)).to(rows.device)
+        members = torch.from_numpy(masks.astype(np.float64)).to(rows.device)
         mean = torch.from_numpy(rows.mean_out_to_loss()).to(rows.device)
         self.by_checkpoint: list[dict[str, Tensor]] = []
         """For each checkpoint the sums by view, ``(S, K)``; ``"unit"`` sums rows scaled to norm 1."""
         for table in rows.train.values():
             own = torch.from_numpy(table.read(OUT_TO_LOSS)).to(mean)
-            weights = {"outside": kept * mean, "inside": kept * own, "off": kept}
+            weights = {"outside": members * mean, "inside": members * own, "off": members}
             self.by_checkpoint.append(_sums(table, weights, rows.layout.width, rows.device))
 
     def predict(self, targets: Sequence[Tensor], view: str) -> Array:
@@ -345,8 +345,8 @@ def _store_predictions(store: AbstractFeatureStore, path: str, scores: Scores, r
         retrained: Models trained on subsets, and their outputs for the M targets.
     """
     some = every_nth(scores.shape[1], _KEPT_TARGETS)
-    kept = np.stack([_summed(scores, retrained.masks)[:, some], retrained.mean[:, some]])
-    store.put_entry(predictions_path(path), verdict_key(store, path), kept)
+    pairs = np.stack([_summed(scores, retrained.masks)[:, some], retrained.mean[:, some]])
+    store.put_entry(predictions_path(path), verdict_key(store, path), pairs)
 
 
 def _calibrated_scores(rows: ScoredRows, calibration: Calibration) -> NDArray[np.float32]:
@@ -357,8 +357,8 @@ def _calibrated_scores(rows: ScoredRows, calibration: Calibration) -> NDArray[np
     """
     if not calibration.kept:
         raise StateError(
-            f"The calibrated kernel did not pass its test (gain {calibration.gain}), so it was not kept. Use the "
-            "scores as they are, or verify with a larger budget."
+            f"The calibrated kernel was not significantly better (gain {calibration.gain}), so it was not stored. Use "
+            "the scores without calibration, or verify with a larger budget."
         )
     targets = _calibrated_targets(rows, calibration, np.array(calibration.weights))
     mean = rows.mean_out_to_loss()
