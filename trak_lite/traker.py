@@ -87,7 +87,7 @@ _SAMPLE_KEYS = "sample_keys"
 
 
 class TRAKer:
-    """The constructor and the six main methods of the original TRAK. It may be subclassed, as public code does.
+    """The constructor and the six main methods of the original TRAK. Subclassing is supported.
 
     As in the original, loading a checkpoint puts the model in eval mode and leaves the weights in it.
 
@@ -192,7 +192,7 @@ class TRAKer:
         if projector is not None and not isinstance(projector, AbstractProjector):
             raise InvalidInputError(
                 f"projector is a {_type_name(projector)}, expected an instance of a subclass of "
-                "trak_lite.projectors.AbstractProjector. Derive it from that class; its methods may stay."
+                "trak_lite.projectors.AbstractProjector. Derive it from that class; its methods need no change."
             )
         self.projector = (
             BasicProjector(
@@ -218,11 +218,11 @@ class TRAKer:
         model_id: int,
         _allow_featurizing_already_registered: bool = False,
     ) -> None:
-        """Load a state dict and make ready to featurize under ``model_id``; the cursor starts at row 0.
+        """Load a state dict and prepare to featurize under ``model_id``; the cursor starts at row 0.
 
         Args:
             checkpoint: State dict of the model.
-            model_id: Id of the checkpoint, at least 0. An id that has rows continues where it was.
+            model_id: Id of the checkpoint, at least 0. An id with rows continues with its pending rows.
             _allow_featurizing_already_registered: Accepted for the original's signature.
 
         Raises:
@@ -232,7 +232,7 @@ class TRAKer:
             StateError: If this object was closed.
         """
         self._require_open()
-        self._train = None  # a refusal must not leave the cursor of another checkpoint
+        self._train = None  # an error must not leave the cursor of another checkpoint
         model_id = _id(model_id)
         digest = self._load(checkpoint)
         existing = self._workspace.table(checkpoint_path(model_id))
@@ -242,7 +242,7 @@ class TRAKer:
         self._train = _Cursor(checkpoint_path(model_id), spec, f"the train data (model id {model_id})")
 
     def featurize(self, batch: Batch, inds: RowIndices | None = None, num_samples: int | None = None) -> None:
-        """Compute and keep the features of a batch; rows that are done already are skipped.
+        """Compute and store the features of a batch; rows that are done already are skipped.
 
         Args:
             batch: B train samples.
@@ -257,18 +257,18 @@ class TRAKer:
             PrecisionError: If float16 cannot hold a row; names the rows.
         """
         if self._train is None:
-            # Scripts match the words of the original.
+            # The message is the original's, because scripts match it.
             raise StateError(
                 "No checkpoint is loaded. Load a checkpoint using traker.load_checkpoint before featurizing."
             )
         self._put(self._train, batch, inds, num_samples)
 
     def finalize_features(self, model_ids: Iterable[int] | None = None, del_grads: bool = False) -> None:
-        """Check that the ids are complete and make their kernels; may be called again.
+        """Check that the ids are complete and compute their kernels; may be called again.
 
         Args:
             model_ids: Ids to finalize; ``None`` takes all that have rows.
-            del_grads: Accepted for the original's signature; the rows serve both purposes and are kept.
+            del_grads: Accepted for the original's signature. Gradients and features are the same rows, which stay.
 
         Raises:
             StateError: If an id was never featurized or not fully, or this object was closed.
@@ -277,7 +277,9 @@ class TRAKer:
         """
         self._require_open()
         if del_grads:
-            logger.warning("del_grads=True: the same rows are gradients and features here, so they are kept.")
+            logger.warning(
+                "del_grads=True has no effect: the features are the stored gradients, so the rows stay."
+            )
         ids = self._known_ids() if model_ids is None else _ids(model_ids)
         for model_id in ids:
             self._train_table(model_id)
@@ -292,7 +294,7 @@ class TRAKer:
     def start_scoring_checkpoint(
         self, exp_name: str, checkpoint: Mapping[str, Tensor], model_id: int, num_targets: int
     ) -> None:
-        """Load a featurized checkpoint and make ready for the targets of an experiment; the cursor starts at 0.
+        """Load a featurized checkpoint and prepare for the targets of an experiment; the cursor starts at 0.
 
         Args:
             exp_name: Name of the experiment: one set of targets.
@@ -323,7 +325,7 @@ class TRAKer:
         self._target = _Cursor(target_path(exp_name, model_id), spec, label)
 
     def score(self, batch: Batch, inds: RowIndices | None = None, num_samples: int | None = None) -> None:
-        """Compute and keep the features of a batch of targets; targets that are done already are skipped.
+        """Compute and store the features of a batch of targets; targets that are done already are skipped.
 
         Args:
             batch: B targets.
@@ -374,7 +376,7 @@ class TRAKer:
             "targets": [table.content_key() for table in targets],
             "train_rows": [table.content_key() for table in train],
         }
-        # Rows are written once; another choice of checkpoints or of lambda is another result of the experiment.
+        # Rows are written once, so another choice of checkpoints or lambda needs another path.
         path = traker_score_path(exp_name, fingerprint)
         spec = score_table_spec(self.train_set_size, targets[0].spec.num_rows, fingerprint)
         scores = self._workspace.table(path) or store.create_table(path, spec)
@@ -427,9 +429,9 @@ class TRAKer:
         )
         if not isinstance(computer, AbstractGradientComputer):
             raise InvalidInputError(
-                f"gradient_computer made a {_type_name(computer)}, expected an instance of a subclass of "
+                f"gradient_computer returned a {_type_name(computer)}, expected an instance of a subclass of "
                 "trak_lite.gradient_computers.AbstractGradientComputer. Derive it from that class; its methods "
-                "may stay."
+                "need no change."
             )
         if (
             computer.grad_wrt is None
@@ -470,17 +472,17 @@ class TRAKer:
         loaded = self._loaded
         if loaded is None or loaded.digest != cursor.spec.fingerprint["weights"]:
             raise StateError(
-                f"The model holds the weights of another checkpoint than {cursor.label} is for. Load that checkpoint "
+                f"The model has the weights of another checkpoint, not those for {cursor.label}. Load that checkpoint "
                 "again (load_checkpoint or start_scoring_checkpoint)."
             )
         if loaded.changed_since(self.model):
             raise StateError(
-                "The model's weights were changed after the checkpoint was loaded. Load the checkpoint again."
+                "The weights of the model have changed since the checkpoint was loaded. Load the checkpoint again."
             )
         if any(module.training for module in self.model.modules()):
             raise StateError(
-                "The model is in train mode; rows are made in eval mode, as loading a checkpoint sets it. Call "
-                "model.eval(), or load the checkpoint again."
+                "The model is in train mode, but rows must be computed in eval mode. Call model.eval(), or load the "
+                "checkpoint again, which sets eval mode."
             )
 
     # ---------------------------------------------------------------- rows
@@ -497,7 +499,7 @@ class TRAKer:
             cursor.position += len(rows)
 
     def _attach(self, cursor: _Cursor) -> None:
-        """Open the cursor's table, for the state that the task has now: negatives may be set after loading."""
+        """Open the cursor's table for the present state of the task; negatives may be set after loading."""
         state = self.task.state_digest()
         if cursor.table is not None and cursor.state == state:
             return
@@ -537,7 +539,7 @@ class TRAKer:
             cursor.refuse_other_samples(rows, keys)
 
     def _compare(self, cursor: _Cursor, batch: Batch, rows: NDArray[np.int64]) -> None:
-        """Compute a few rows of the first batch that has rows which are done, and compare them with what is stored.
+        """Recompute a few rows of the first batch with done rows, and compare them with the stored ones.
 
         Raises:
             ManifestMismatchError: If they differ beyond rounding.
@@ -567,8 +569,8 @@ class TRAKer:
             what=cursor.label,
             label=cursor.path,
             why=lambda place: (
-                "What rows depend on was changed since: the samples (drawn anew each time?), the model's code, "
-                "attributes or unsaved buffers, the task, the projector. Undo the change, or use another save_dir (of "
+                "Something that rows depend on has changed: the samples (are they random?), the model's code, "
+                "attributes or unsaved buffers, the task, the projector. Undo the change, or use another save_dir (for "
                 "targets: another exp_name)."
             ),
         )
@@ -587,19 +589,19 @@ class TRAKer:
         except SelfCheckError:
             raise
         except UnsupportedModelError as error:
-            # Only vmap refuses such models, and not with every release of what they are made of.
+            # The failure is of vmap, and depends on the release of the libraries that the model uses.
             if type(self.gradient_computer) is not FunctionalGradientComputer:
                 raise
             chosen = choose_gradient_computer(self.model, self.task, batch, list(self.parameters))
             logger.warning(
-                "%s is used, which is exact for this model. %s", type(chosen.computer).__name__, error
+                "Using %s instead, which is exact for this model. %s", type(chosen.computer).__name__, error
             )
             self.gradient_computer = chosen.computer
             return compute()
 
     @contextmanager
     def _locks_for_success_only(self) -> Iterator[None]:
-        """Give up all locks on an error: its traceback keeps this object alive (Ctrl-C in a notebook)."""
+        """Release all locks on an error, because its traceback keeps this object alive (Ctrl-C in a notebook)."""
         try:
             yield
         except BaseException:
@@ -612,7 +614,7 @@ class TRAKer:
 
     def _require_open(self) -> None:
         if not self._closer.alive:
-            raise StateError("This TRAKer was closed. Build another one on the same save_dir to go on.")
+            raise StateError("This TRAKer was closed. Create another one with the same save_dir to continue.")
 
     # ---------------------------------------------------------------- ids
 
@@ -631,7 +633,7 @@ class TRAKer:
         if not table.complete:
             raise StateError(
                 f"Model id {model_id} has {int(table.done().sum())} of {self.train_set_size} train rows. "
-                "Featurize the others before finalizing or scoring."
+                "Featurize the other rows before finalizing or scoring."
             )
         return table
 
@@ -666,12 +668,12 @@ class TRAKer:
         return usable
 
     def _precondition(self, model_id: int, targets: AbstractRowTable) -> Tensor:
-        """Return the targets of an id behind its kernel, ``(M, K)`` float32."""
+        """Return the targets of an id multiplied by its inverse kernel, ``(M, K)`` float32."""
         rows = torch.from_numpy(targets.read(FEATURES)).to(self.device)
         return precondition(rows, self._kernels(model_id), layout=self._layout).float()
 
     def _kernels(self, model_id: int) -> list[SegmentKernel]:
-        """Return the kernel of an id, segment by segment; note it if it is a pseudo-inverse."""
+        """Return the kernel of an id, one per segment; record the rank of a pseudo-inverse."""
         kernels = kernels_of(
             self._workspace.store(),
             checkpoint_path(model_id),
@@ -685,13 +687,13 @@ class TRAKer:
         return kernels
 
     def _warn_of_singular_kernels(self) -> None:
-        """Warn, once of every id, of kernels whose pseudo-inverse was taken."""
+        """Warn of kernels that were pseudo-inverted, once per id."""
         new = {model_id: rank for model_id, rank in self._singular.items() if model_id not in self._warned}
         self._warned.update(new)
         if new:
             logger.warning(
                 "The kernels of model ids %s have no inverse at lambda_reg=%g: ranks %s, of %d features from %d train "
-                "rows. Their pseudo-inverses were used. For better scores set lambda_reg > 0 (in units of a squared "
+                "rows. Their pseudo-inverses are used. For better scores set lambda_reg > 0 (in units of a squared "
                 "feature), or proj_dim well below the number of train rows.",
                 list(new),
                 self.lambda_reg,
@@ -703,14 +705,14 @@ class TRAKer:
 
 @final
 class _LoadedWeights:
-    """Which weights were loaded, and whether the model still holds them."""
+    """The loaded weights; detects whether the model still has them."""
 
     def __init__(self, model: nn.Module) -> None:
         self.digest = weights_digest(model)
         self._versions = self._read(model)
 
     def changed_since(self, model: nn.Module) -> bool:
-        """Whether a parameter was written to; autograd counts writes, so no weight is read."""
+        """Whether a parameter was written to, by autograd's write counters; no weight is read."""
         return self._read(model) != self._versions
 
     @staticmethod
@@ -720,12 +722,12 @@ class _LoadedWeights:
 
 @final
 class _Cursor:
-    """The rows of one checkpoint: which are pending, and where a batch goes that names no rows."""
+    """The rows of one checkpoint: which are pending, and the row of the next batch without ``inds``."""
 
     def __init__(self, path: str, spec: TableSpec, label: str) -> None:
         self.path = path
         self.spec = spec
-        """Without the task's state, which may change until the first batch."""
+        """Without the state of the task, which may change until the first batch."""
         self.label = label
         self.position = 0
         self.table: LazyTable | None = None
@@ -735,13 +737,13 @@ class _Cursor:
         self._keys: NDArray[np.float32] = np.full(spec.num_rows, np.nan, np.float32)
 
     def attach(self, table: LazyTable, state: str | None) -> None:
-        """Take a table, and which of its rows are pending."""
+        """Store a table and its pending rows."""
         self.table, self.state = table, state
         self.waiting[:] = False
         self.waiting[table.pending()] = True
 
     def take_done(self, rows: NDArray[np.int64]) -> tuple[DoneRows, list[int]] | None:
-        """Return a few of some rows that are done, and their places among them; once, and ``None`` ever after."""
+        """Return a few done rows of ``rows`` with their positions, at the first call that has any; ``None`` later."""
         table = self.attached().table
         done = np.flatnonzero(~self.waiting[rows])
         if self._is_compared or table is None or not len(done):
@@ -752,38 +754,37 @@ class _Cursor:
         if not some:
             return None
         self._is_compared = True
-        kept = {name: column[some] for name, column in values.items()}
+        chosen = {name: column[some] for name, column in values.items()}
         places = [place_of[row] for row in found[some].tolist()]
-        return DoneRows(found[some], kept, table.spec.columns), places
+        return DoneRows(found[some], chosen, table.spec.columns), places
 
     def attached(self) -> LazyTable:
         """Return the table."""
-        assert self.table is not None, "attach() comes first"
+        assert self.table is not None, "call attach() first"
         return self.table
 
     def rows(self, inds: RowIndices | None, num_samples: int | None, batch_rows: int) -> NDArray[np.int64]:
-        """Return the rows that a batch goes to."""
+        """Return the row numbers of a batch."""
         if (inds is None) == (num_samples is None):
-            raise AssertedInputError(  # scripts match the words of the original
+            raise AssertedInputError(  # the message is the original's, because scripts match it
                 "Exactly one of num_samples and inds should be specified, got "
                 + ("neither." if inds is None else "both.")
             )
         rows = self._next(num_samples) if inds is None else _integers(inds)
         if len(rows) != batch_rows:
             raise InvalidInputError(
-                f"The batch holds {batch_rows} samples, but {len(rows)} rows were named. They must agree."
+                f"The batch has {batch_rows} samples, but {len(rows)} rows were given. Give one row per sample."
             )
         outside = rows[(rows < 0) | (rows >= self.spec.num_rows)]
         if outside.size:
             raise InvalidInputError(
                 f"Rows {outside[:5].tolist()} of {self.label} do not exist: there are rows 0 to "
-                f"{self.spec.num_rows - 1}. Check the number of rows, and that the cursor was set back by loading "
-                "the checkpoint."
+                f"{self.spec.num_rows - 1}. Check the number of rows. To start again at row 0, load the checkpoint."
             )
         values, counts = np.unique(rows, return_counts=True)
         if len(values) < len(rows):
             raise InvalidInputError(
-                f"Rows {values[counts > 1][:5].tolist()} are named more than once. Name each row once."
+                f"Rows {values[counts > 1][:5].tolist()} are given more than once. Give each row once."
             )
         return rows
 
@@ -791,22 +792,22 @@ class _Cursor:
         return self.position + np.arange(_count(num_samples=num_samples))
 
     def refuse_other_samples(self, rows: NDArray[np.int64], keys: NDArray[np.float32]) -> None:
-        """Raise if finished targets, all of those seen so far, were made from other samples."""
+        """Raise if complete stored targets were computed from other samples than those seen so far."""
         seen = self._keys.copy()
         seen[rows] = keys
         stored = self.attached().read_if_complete(_SAMPLE_KEYS)
         differing = [] if stored is None else np.flatnonzero(~np.isnan(seen) & (seen != stored)).tolist()
         if differing:
             raise InvalidInputError(
-                f"Rows {differing[:5]} of {self.label} were scored before, as other samples. One experiment is one set "
-                "of targets: use another exp_name for another set. If it is the same set and its samples are drawn "
-                "anew each time (augmentation, noise), switch that off."
+                f"Rows {differing[:5]} of {self.label} were scored before with other samples. One experiment is one "
+                "set of targets: use another exp_name for another set. If it is the same set and its samples change "
+                "from one access to the next (augmentation, noise), switch the randomness off."
             )
         self._keys = seen
 
 
 def _sample_keys(batch: Batch) -> NDArray[np.float32]:
-    """Return 24 bits of the checksum of every sample ``(B,)``: what float32 holds exactly."""
+    """Return 24 bits of the checksum of every sample ``(B,)``; float32 holds them exactly."""
     leaves, _ = flatten_batch(batch)
     arrays = [leaf.detach().cpu().contiguous().reshape(len(leaf), *leaf.shape[1:], 1) for leaf in leaves]
     keys = [0] * len(leaves[0])
@@ -817,7 +818,7 @@ def _sample_keys(batch: Batch) -> NDArray[np.float32]:
 
 
 def _kept_parameters(model: nn.Module, grad_wrt: Iterable[str] | None) -> ParameterShapes:
-    """Return the shapes of the parameters to keep, in model order; all of them, frozen or not, by default."""
+    """Return the shapes of the parameters in ``grad_wrt``, in model order; ``None`` selects all, with frozen ones."""
     names = [name for name, _ in model.named_parameters()] if grad_wrt is None else grad_wrt
     return {name: tuple(p.shape) for name, p in select_parameters(model, names).items()}
 
@@ -826,7 +827,7 @@ def _refuse_replacements(**given: object) -> None:
     for name, value in given.items():
         if value is not None:
             raise InvalidInputError(
-                f"{name}={value!r} is not supported: rows are kept in the store and scored in float64. Leave it out."
+                f"{name}={value!r} is not supported: rows are stored in the store and scored in float64. Leave it out."
             )
 
 
@@ -834,13 +835,13 @@ def _refuse_other_weights(model_id: int, table: AbstractRowTable, digest: str) -
     stored = str(table.spec.fingerprint["weights"])
     if stored != digest:
         raise ManifestMismatchError(
-            f"Model id {model_id} was featurized with other weights: their digest is {stored[:12]} there, "
-            f"{digest[:12]} here. Pass the checkpoint that the id was featurized with, or another model_id."
+            f"Model id {model_id} was featurized with other weights: the stored digest is {stored[:12]}, the given one "
+            f"{digest[:12]}. Pass the checkpoint that the id was featurized with, or another model_id."
         )
 
 
 def _name(exp_name: str) -> str:
-    """Return the name of an experiment; what else a name may hold, the store checks."""
+    """Return the name of an experiment; the store checks its characters."""
     if not isinstance(exp_name, str) or "/" in exp_name:
         raise InvalidInputError(f"exp_name must be a string without '/', got {exp_name!r}.")
     return exp_name
@@ -852,7 +853,7 @@ def _type_name(value: object) -> str:
 
 
 def _plain(value: Any) -> Any:
-    """Return an integer of NumPy or torch as an ``int``, anything else as it is."""
+    """Return an integer of NumPy or torch as an ``int``, and any other value unchanged."""
     if isinstance(value, bool | int) or not hasattr(value, "__index__"):
         return value
     return operator.index(value)

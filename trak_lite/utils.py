@@ -50,16 +50,16 @@ def test_install(use_fast_jl: bool = False) -> None:  # noqa: PT028 - not a test
         traker.close()
 
 
-test_install.__test__ = False  # type: ignore[attr-defined]  # its name is the original's; pytest must not take it
+test_install.__test__ = False  # type: ignore[attr-defined]  # the name is the original's; pytest must not collect it
 
 
 def parameters_to_vector(parameters: Iterable[Tensor]) -> Tensor:
-    """Return parameters as one vector ``(P,)``, in the order given."""
+    """Return parameters as one vector ``(P,)``, in the given order."""
     return torch.cat([parameter.reshape(-1) for parameter in parameters])
 
 
 def get_num_params(model: nn.Module) -> int:
-    """Return the number of entries of all parameters, tied ones once.
+    """Return the number of entries of all parameters; tied parameters count once.
 
     Example:
         >>> get_num_params(nn.Linear(3, 2))
@@ -69,26 +69,26 @@ def get_num_params(model: nn.Module) -> int:
 
 
 def is_not_buffer(ind: int, params_dict: Sequence[str]) -> bool:
-    """Return whether the name at ``ind`` is not that of a batch normalisation's statistic."""
+    """Return whether the name at ``ind`` is not the name of a batch normalisation statistic."""
     return not any(buffer in params_dict[ind] for buffer in _BUFFERS)
 
 
 def vectorize(
     g: Mapping[str, Tensor], arr: Tensor | None = None, device: str | torch.device | None = None
 ) -> Tensor:
-    """Return per-sample gradients side by side.
+    """Concatenate per-sample gradients of all parameters.
 
     Args:
         g: Gradients ``(B, *parameter.shape)`` by parameter name.
-        arr: ``(B, P)`` tensor to write into; ``None`` makes a new one.
-        device: Where a new one goes; ``None`` is where the gradients are.
+        arr: ``(B, P)`` tensor to write into; ``None`` creates a new one.
+        device: Device of a new tensor; ``None`` is the device of the gradients.
 
     Returns:
         ``(B, P)``, parameters in the order of the mapping.
 
     Raises:
-        InvalidInputError: If there is no gradient.
-        AssertedInputError: If they disagree on B.
+        InvalidInputError: If ``g`` is empty.
+        AssertedInputError: If the gradients have different B.
 
     Example:
         >>> vectorize({"weight": torch.ones(1, 2), "bias": torch.zeros(1)})
@@ -97,7 +97,8 @@ def vectorize(
     counts = sorted({len(rows) for rows in g.values()})
     if len(counts) > 1:
         raise AssertedInputError(
-            f"The gradients are of {counts} samples. Give those of the same samples for every parameter."
+            f"The gradients have different numbers of samples: {counts}. Give gradients of the same samples for all "
+            "parameters."
         )
     rows = NoOpProjector(device=device).project(g, model_id=0)
     return rows if arr is None else arr.copy_(rows)
@@ -111,7 +112,7 @@ def get_parameter_chunk_sizes(model: nn.Module, batch_size: int) -> tuple[int, l
         batch_size: Rows that are projected at once.
 
     Returns:
-        The limit, and the number of entries of each chunk; a parameter above the limit is a chunk of its own.
+        The limit, and the number of entries of each chunk; a parameter above the limit is a separate chunk.
     """
     limit = _MAX_ENTRIES // batch_size
     chunks: list[int] = []

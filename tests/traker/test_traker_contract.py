@@ -235,7 +235,11 @@ def test_rows_of_other_samples_or_another_model_are_not_added(tmp_path, change):
     else:
         traker.model.register_forward_hook(lambda module, inputs, output: output * 1.5)
 
-    with pytest.raises(ManifestMismatchError, match=r"ckpt-0: row 0 of the train data .* features by"):
+    with pytest.raises(
+        ManifestMismatchError,
+        match=r"ckpt-0: row 0 of the train data \(model id 0\), computed again, "
+        r"differs from the stored row: features by",
+    ):
         traker.featurize((images, labels), num_samples=N)
 
 
@@ -493,7 +497,11 @@ class Foreign:
             InvalidInputError,
             r"projector is a .*Foreign, expected .*AbstractProjector",
         ),
-        ({"gradient_computer": Foreign}, InvalidInputError, r"gradient_computer made a .*Foreign, expected"),
+        (
+            {"gradient_computer": Foreign},
+            InvalidInputError,
+            r"gradient_computer returned a .*Foreign, expected",
+        ),
     ],
 )
 def test_a_bad_setting_is_refused(tmp_path, changes, error, match):
@@ -558,9 +566,9 @@ def test_prefixes_of_wrappers_are_ignored(tmp_path, expected, prefix):
             "Exactly one of num_samples and inds should be specified, got both",
         ),
         ({"num_samples": 0}, "num_samples must be an integer of at least 1, got 0"),
-        ({"num_samples": 3}, "The batch holds 2 samples, but 3 rows were named"),
-        ({"inds": [0]}, "The batch holds 2 samples, but 1 rows were named"),
-        ({"inds": [0, 0]}, r"Rows \[0\] are named more than once"),
+        ({"num_samples": 3}, "The batch has 2 samples, but 3 rows were given"),
+        ({"inds": [0]}, "The batch has 2 samples, but 1 rows were given"),
+        ({"inds": [0, 0]}, r"Rows \[0\] are given more than once"),
         ({"inds": [0, N]}, rf"Rows \[{N}\] of the .* do not exist: there are rows 0 to"),
         ({"inds": [-1, 0]}, r"Rows \[-1\] of the .* do not exist"),
         ({"inds": [0.0, 1.0]}, "inds must be integers, got float64"),
@@ -616,7 +624,7 @@ def test_steps_before_their_time_are_refused(tmp_path):
     check(lambda: traker.finalize_scores("test"), "There is no store at")
     traker.load_checkpoint(state, 0)
     traker.featurize(batch, num_samples=2)
-    check(traker.finalize_features, rf"Model id 0 has 2 of {N} train rows. Featurize the others")
+    check(traker.finalize_features, rf"Model id 0 has 2 of {N} train rows. Featurize the other rows")
     check(lambda: traker.finalize_features([3]), "Model id 3 was never featurized")
     check(start, f"Model id 0 has 2 of {N} train rows")
     traker.load_checkpoint(state, 0)
@@ -663,7 +671,9 @@ def test_rows_are_not_made_from_another_checkpoint_than_theirs(tmp_path):
     traker.load_checkpoint(second, 1)
     traker.start_scoring_checkpoint("test", first, 0, num_targets=M)
     with refused(
-        tmp_path, StateError, r"holds the weights of another checkpoint than the train data \(model id 1\)"
+        tmp_path,
+        StateError,
+        r"has the weights of another checkpoint, not those for the train data \(model id 1\)",
     ):
         traker.featurize(train_batch(), num_samples=N)
 
@@ -675,7 +685,7 @@ def test_rows_are_not_made_from_weights_that_were_changed(tmp_path):
     images, labels = train_batch()
     nn.functional.cross_entropy(traker.model(images), labels).backward()
     optimizer.step()
-    with refused(tmp_path, StateError, "weights were changed after the checkpoint was loaded"):
+    with refused(tmp_path, StateError, "weights of the model have changed since the checkpoint was loaded"):
         traker.featurize(part(train_batch(), slice(10, 20)), num_samples=10)
 
 
@@ -733,7 +743,7 @@ def test_del_grads_keeps_the_rows_and_says_so(tmp_path, caplog, expected):
     featurize(traker, checkpoints(count=1), train_batch())
     traker.finalize_features(del_grads=True)
 
-    assert "so they are kept" in caplog.text
+    assert "so the rows stay" in caplog.text
     assert_same(stored(traker), expected[0])
 
 

@@ -197,7 +197,7 @@ def test_resuming_with_another_checkpoint_is_refused_naming_the_weights(tmp_path
     traker.featurize(part(train_batch(), slice(0, 4)), num_samples=4)
 
     with refused(
-        tmp_path, ManifestMismatchError, "Model id 0 was featurized with other weights: their digest"
+        tmp_path, ManifestMismatchError, "Model id 0 was featurized with other weights: the stored digest"
     ):
         traker.load_checkpoint(second, 0)
     with refused(tmp_path, StateError, "No checkpoint is loaded"):
@@ -226,7 +226,7 @@ def test_a_batch_of_one_is_refused_for_more_rows(tmp_path):
     traker, (state,) = make_traker(tmp_path / "ours"), checkpoints(count=1)
     traker.load_checkpoint(state, 0)
     one = part(train_batch(), slice(0, 1))
-    with refused(tmp_path, InvalidInputError, "The batch holds 1 samples, but 4 rows were named"):
+    with refused(tmp_path, InvalidInputError, "The batch has 1 samples, but 4 rows were given"):
         traker.featurize(one, num_samples=4)
 
     theirs = make_original(tmp_path / "original")
@@ -377,7 +377,7 @@ def test_fewer_rows_than_features_without_lambda_give_scores_that_mean_something
         found.append(traker.finalize_scores("test")[order])
         (warning,) = [record.getMessage() for record in caplog.records if record.levelname == "WARNING"]
         assert f"model ids [0, 1] have no inverse at lambda_reg=0: ranks [{K - 2}, {K - 2}]" in warning
-        assert f"of {K} features from {K - 2} train rows. Their pseudo-inverses were used" in warning
+        assert f"of {K} features from {K - 2} train rows. Their pseudo-inverses are used" in warning
         assert "set lambda_reg > 0" in warning
         expected = scores_of_pseudo_inverses(traker, 2)[order]
         np.testing.assert_allclose(found[-1], expected, rtol=0, atol=1e-5 * np.abs(expected).max())

@@ -139,7 +139,7 @@ def test_five_rows_are_scored(
     assert scores.shape == (5, 5)
     assert np.isfinite(scores).all()
     assert np.abs(scores).max() > 0
-    assert caplog.text.count("Their pseudo-inverses were used") == (2 if anew else 1)
+    assert caplog.text.count("Their pseudo-inverses are used") == (2 if anew else 1)
     np.testing.assert_array_equal(open_memmap(tmp_path / "scores" / "test_experiment.mmap"), scores)
 
 
@@ -481,7 +481,7 @@ def test_a_model_that_vmap_cannot_transform_is_featurized_by_another_computer(
 
     np.testing.assert_allclose(*rows, rtol=1e-5, atol=1e-6 * np.abs(rows[0]).max())
     (warning,) = [record.getMessage() for record in caplog.records if record.levelname == "WARNING"]
-    assert "HookGradientComputer is used" in warning
+    assert "Using HookGradientComputer instead" in warning
     assert "vmap cannot transform Asking" in warning
 
 

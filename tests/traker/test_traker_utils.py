@@ -44,7 +44,7 @@ def test_vectorize_writes_into_a_given_tensor(theirs):
 
 
 def test_vectorize_refuses_gradients_that_disagree():
-    with pytest.raises(InvalidInputError, match=r"gradients are of \[2, 3\] samples"):
+    with pytest.raises(InvalidInputError, match=r"different numbers of samples: \[2, 3\]"):
         utils.vectorize({"a": torch.zeros(2, 3), "b": torch.zeros(3, 3)})
 
 
