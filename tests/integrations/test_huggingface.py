@@ -106,7 +106,7 @@ def test_a_class_without_a_task_needs_one(tmp_path: Path) -> None:
     rows = hub.texts(hub.gpt2()).map(lambda row: {"labels": [max(label, 0) % 3 for label in row["labels"]]})
     trainer = hub.trainer_of(model, tmp_path, rows=rows)
 
-    with pytest.raises(InvalidInputError, match="BertForTokenClassification does not say which task"):
+    with pytest.raises(InvalidInputError, match="task of the class BertForTokenClassification is unknown"):
         attributor_from_trainer(trainer, None)
 
     def first_logit(call: Any, batch: Any) -> Tensor:

@@ -214,7 +214,7 @@ def test_an_attributor_on_another_device_is_refused(tmp_path: Path) -> None:
     attributor = Attributor(module, "image_classification", None)
     attributor.device = torch.device("cuda")
 
-    with pytest.raises(InvalidInputError, match="runs on cuda, and the model is trained on cpu"):
+    with pytest.raises(InvalidInputError, match="runs on cuda, but the model is trained on cpu"):
         fit(module, tmp_path, keeping_all(tmp_path), FeaturizeCallback(attributor, rows()))
 
 
@@ -222,7 +222,7 @@ def test_a_module_around_the_trained_one_is_not_the_attributors(tmp_path: Path) 
     module = built()
     around = nn.Sequential(module.model)
 
-    with pytest.raises(InvalidInputError, match="has no Sequential of the attributor's in it"):
+    with pytest.raises(InvalidInputError, match="has a model without the Sequential of the attributor"):
         fit(
             module,
             tmp_path,
@@ -237,5 +237,7 @@ def test_checkpoints_that_are_saved_elsewhere_are_refused(tmp_path: Path) -> Non
     attributor = Attributor(module, "image_classification", None)
     saver.last_model_path = "s3://bucket/last.ckpt"
 
-    with pytest.raises(CheckpointError, match=r"saved to s3://bucket/last\.ckpt, which is no path on a disk"):
+    with pytest.raises(
+        CheckpointError, match=r"saves checkpoints to s3://bucket/last\.ckpt, which is not a local path"
+    ):
         fit(module, tmp_path, saver, FeaturizeCallback(attributor, rows()))

@@ -1,4 +1,4 @@
-"""Other people's training loops: Hugging Face (``huggingface``) and Lightning (``lightning``).
+"""Integrations with training libraries: Hugging Face (``huggingface``) and Lightning (``lightning``).
 
-Neither is imported with the package: each needs what it integrates (``pip install trak-lite[hf]``, ``[lightning]``).
+Importing the package imports neither, because each needs its library (``pip install trak-lite[hf]``, ``[lightning]``).
 """

@@ -1,4 +1,4 @@
-"""In the middle of somebody else's training: what must be as it was before, and what must be true."""
+"""Helpers for code that runs during a training: restore random states, check the trained model."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def undisturbed() -> Iterator[None]:
 
     These are the states of Python, NumPy and torch, the latter on the CPU and every CUDA device.
     """
-    python, numpy = random.getstate(), np.random.get_state()  # noqa: NPY002 - the state that others draw from
+    python, numpy = random.getstate(), np.random.get_state()  # noqa: NPY002 - the global state, which training uses
     with torch.random.fork_rng(devices=range(torch.cuda.device_count())):
         try:
             yield
@@ -43,13 +43,13 @@ def refuse_other_model(attributor: Attributor, trained: nn.Module) -> None:
     if strange:
         raise InvalidInputError(
             f"{len(strange)} parameters of the attributor's {type(attributor.model).__name__} ({strange[:3]}) are not "
-            f"among those of the {type(trained).__name__} that is being trained. Expected an attributor on that very "
-            "model, not sharded (FSDP, DeepSpeed). Build it from this trainer, or featurize the saved checkpoints "
+            f"among those of the {type(trained).__name__} that is trained. Expected an attributor on the same model "
+            "object, not sharded (FSDP, DeepSpeed). Build it from this trainer, or featurize the saved checkpoints "
             "afterwards."
         )
     here, there = attributor.device, model_device(attributor.model)
     if here.type != there.type or (here.index is not None and here != there):
         raise InvalidInputError(
-            f"The attributor runs on {here}, and the model is trained on {there}. Expected one device, or the model "
-            f"would be moved at every checkpoint. Pass device={str(there)!r} to the attributor."
+            f"The attributor runs on {here}, but the model is trained on {there}, so every checkpoint would move the "
+            f"model. Pass device={str(there)!r} to the attributor."
         )

@@ -152,8 +152,8 @@ def task_of(model: nn.Module) -> str:
     if names & set(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values()):
         return "causal_language_modeling"
     raise InvalidInputError(
-        f"The class {type(base).__name__} does not say which task it is for. Expected a model for sequence "
-        "classification or for causal language modelling. Pass task=..., a name or a function "
+        f"The task of the class {type(base).__name__} is unknown. Expected a model for sequence classification or "
+        "causal language modelling. Pass task=..., a name or a function "
         "f(model_call, batch) -> (B,)."
     )
 
@@ -172,7 +172,7 @@ def _base_model(model: nn.Module) -> nn.Module:
 def _refuse_sharded(trainer: Trainer) -> None:
     if trainer.is_fsdp_enabled or trainer.is_deepspeed_enabled:
         raise InvalidInputError(
-            "The trainer shards its model (FSDP or DeepSpeed), so that no process has whole weights. Featurize the "
+            "The trainer shards its model (FSDP or DeepSpeed), so no process has all weights. Featurize the "
             "saved checkpoints afterwards: Attributor(model, task, path).featurize(data, checkpoints=...)."
         )
 
@@ -180,26 +180,27 @@ def _refuse_sharded(trainer: Trainer) -> None:
 def _without_autocast(model: nn.Module) -> nn.Module:
     """Return a module of the same class with the same submodules, parameters and buffers, and its own forward.
 
-    For mixed precision the trainer puts another forward into the model, when training begins, and leaves it there.
-    Gradients of single samples are to be those of the weights, not of what a 16 bit forward makes of them.
+    For mixed precision, the trainer replaces the forward method of the model when training begins and does not restore
+    it. Per-sample gradients need the original forward in the dtype of the weights.
     """
     twin = type(model).__new__(type(model))
     vars(twin).update(vars(model))
     own = vars(twin).pop("_original_forward", None)
     if own is not None:
         del vars(twin)["forward"]
-        if getattr(own, "__func__", None) is not type(model).forward:  # somebody else's, as of fused kernels
+        # Keep a forward method of another library, for example of fused kernels.
+        if getattr(own, "__func__", None) is not type(model).forward:
             vars(twin)["forward"] = own
     return twin
 
 
 def _refuse_unstable(attributor: Attributor, rows: Rows, *, alone: bool) -> None:
-    """Raise if a row depends on chance, or on the rows beside it.
+    """Raise if a row is random or depends on other rows of its batch.
 
     Args:
-        attributor: With the model in eval mode.
-        rows: The train rows, of which two are tried.
-        alone: No row will ever have others beside it.
+        attributor: Its model is in eval mode.
+        rows: The train rows; two of them are tested.
+        alone: Whether all batches have one row.
     """
     pair = _two_rows(rows)
     plan = [pair, pair, *([row] for row in pair)]
@@ -217,14 +218,14 @@ def _refuse_unstable(attributor: Attributor, rows: Rows, *, alone: bool) -> None
 
 
 def _two_rows(rows: Rows) -> list[int]:
-    """Return the shortest and the longest of the first rows; one row, where there is no other."""
+    """Return the shortest and the longest of the first rows; one row if they are the same."""
     first = range(min(_NUM_PROBES, len(rows)))
     by_length = sorted(first, key=lambda row: _length(rows.dataset[row]))
     return list(dict.fromkeys([by_length[0], by_length[-1]]))
 
 
 def _length(sample: Any) -> int:
-    """Return the number of tokens of a sample; 0 for one that is not of tokens."""
+    """Return the number of tokens of a sample; 0 for a sample without tokens."""
     ids = sample.get("input_ids") if isinstance(sample, Mapping) else None
     return 0 if ids is None else len(ids)
 
@@ -240,8 +241,8 @@ def _refuse_chance(batch: Batch, again: Batch, pair: list[int], what: str) -> No
     first, second = (flatten_batch(part)[0] for part in (batch, again))
     if len(first) != len(second) or not all(map(torch.equal, first, second)):
         raise InvalidInputError(
-            f"Loading and collating rows {pair} of {what} twice gave different batches. Expected rows that do not "
-            "depend on chance. Pass collate=... without random masking or augmentation, or mask once beforehand."
+            f"Loading and collating rows {pair} of {what} twice gave different batches. Expected rows that are not "
+            "random. Pass collate=... without random masking or augmentation, or mask once beforehand."
         )
 
 
@@ -253,12 +254,12 @@ def _refuse_neighbours(
         if bool(wrong[pair.index(row)]):
             raise InvalidInputError(
                 f"Row {row} of {what} gives f = {own:.6g} alone and {beside:.6g} in a batch with rows {pair}, so its "
-                "gradient would depend on its neighbours. Expected padding that the model does not see: pad on the "
+                "gradient would depend on the other rows. Expected padding that the model ignores: pad on the "
                 "right (tokenizer.padding_side = 'right'), give an attention_mask, or pass batch_size=1."
             )
 
 
 def _tolerance(model: nn.Module) -> float:
-    """Return half the digits of the least exact floating point dtype among the weights."""
+    """Return the square root of the largest machine epsilon of the dtypes of the weights."""
     dtypes = {p.dtype for p in model.parameters() if p.is_floating_point()} or {torch.float32}
     return math.sqrt(max(torch.finfo(dtype).eps for dtype in dtypes))

@@ -1,4 +1,4 @@
-"""Lightning: featurize at each checkpoint that a ``lightning`` trainer saves, and read weights of ``.ckpt`` files.
+"""Lightning: featurizes at each checkpoint that a ``lightning`` trainer saves, and reads weights of ``.ckpt`` files.
 
 Example::
 
@@ -62,9 +62,9 @@ class FeaturizeCallback(Callback):
         names = [name for name, module in pl_module.named_modules() if module is self._attributor.model]
         if not names or not _savers(trainer):
             module = type(self._attributor.model).__name__
-            missing = "no ModelCheckpoint" if names else f"no {module} of the attributor's"
+            missing = "no ModelCheckpoint" if names else f"a model without the {module} of the attributor"
             raise InvalidInputError(
-                f"The trainer has {missing} in it, so that no checkpoint can be featurized when it is saved. Expected "
+                f"The trainer has {missing}, so no checkpoint can be featurized when it is saved. Expected "
                 "an attributor on the LightningModule or a module inside it, and callbacks=[ModelCheckpoint(...), ...]."
             )
         self._prefix = f"{names[0]}." if names[0] else ""
@@ -89,16 +89,16 @@ class FeaturizeCallback(Callback):
 
 
 def ckpt_weights(path: str | Path, *, prefix: str = "", weights_only: bool = True) -> dict[str, Tensor]:
-    """Return the weights of a module out of a Lightning checkpoint.
+    """Return the weights of a module from a Lightning checkpoint.
 
-    For ``checkpoint_loader=partial(ckpt_weights, prefix="model.")``, where the attributor's model is ``self.model`` of
-    the ``LightningModule``. Where it is the ``LightningModule`` itself, ``checkpoints="a.ckpt"`` needs no loader.
+    Use ``checkpoint_loader=partial(ckpt_weights, prefix="model.")`` if the attributor's model is ``self.model`` of the
+    ``LightningModule``. If it is the ``LightningModule`` itself, ``checkpoints="a.ckpt"`` needs no loader.
 
     Args:
         path: A ``.ckpt`` file.
-        prefix: Of the names to take, which is cut off (``"model."``); all other weights are left out.
-        weights_only: Run no code from the file. Checkpoints with hyperparameters of one's own classes need ``False``,
-            which unpickles whatever the file holds: only for files that one trusts as one's own code.
+        prefix: Prefix of the names to return (``"model."``), which is removed; other weights are left out.
+        weights_only: Run no code from the file. Checkpoints with hyperparameters of custom classes need ``False``,
+            which unpickles the whole file and can run any code in it: use it only for files that you trust.
 
     Raises:
         CheckpointError: If the file cannot be read, or has no weight with the prefix.
@@ -107,7 +107,7 @@ def ckpt_weights(path: str | Path, *, prefix: str = "", weights_only: bool = Tru
     found = {name.removeprefix(prefix): value for name, value in state.items() if name.startswith(prefix)}
     if not found:
         raise CheckpointError(
-            f"{path} has no weight whose name begins with {prefix!r}: found {list(state)[:5]}. Pass the name of the "
+            f"{path} has no weight with the prefix {prefix!r}: found {list(state)[:5]}. Pass the name of the "
             "attributor's model inside the LightningModule, with a dot at the end."
         )
     versions = {
@@ -123,10 +123,10 @@ def _savers(trainer: Trainer) -> list[ModelCheckpoint]:
 
 
 def _saved_files(trainer: Trainer) -> set[tuple[Path, int]]:
-    """Return the files that the trainer has saved and not removed again, with their times of change.
+    """Return the existing files that the trainer has saved, with their modification times.
 
     Raises:
-        CheckpointError: If they are not saved to a disk.
+        CheckpointError: If the trainer saves to a remote address.
     """
     paths = {
         path
@@ -137,8 +137,8 @@ def _saved_files(trainer: Trainer) -> set[tuple[Path, int]]:
     remote = [path for path in paths if "://" in path]
     if remote:
         raise CheckpointError(
-            f"Checkpoints are saved to {remote[0]}, which is no path on a disk. Save them to a folder, or featurize "
-            "them afterwards with checkpoint_loader=...."
+            f"The trainer saves checkpoints to {remote[0]}, which is not a local path. Save them to a folder, or "
+            "featurize them afterwards with checkpoint_loader=...."
         )
     files = {Path(path).resolve() for path in paths}
     return {(file, file.stat().st_mtime_ns) for file in files if file.exists()}
