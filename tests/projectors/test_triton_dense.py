@@ -307,7 +307,7 @@ def test_a_kernel_that_cannot_run_is_replaced_by_torch_with_one_logged_line(
         features = [RademacherProjector(40).project(rows, 0) for _ in range(2)]
 
     assert len(caplog.records) == 1
-    assert "does not run there (RuntimeError: Failed to find C compiler.)" in caplog.text
+    assert "it does not run on this device (RuntimeError: Failed to find C compiler.)" in caplog.text
     assert torch.equal(features[0], features[1])
     expected = reference.matrix("rademacher", (30, 40), seed=0, model_id=0, name="") / math.sqrt(40)
     np.testing.assert_allclose(features[0].numpy(), rows.numpy() @ expected, rtol=1e-5, atol=1e-5)
@@ -317,7 +317,7 @@ def test_a_kernel_that_cannot_run_is_replaced_by_torch_with_one_logged_line(
 def test_a_kernel_that_draws_other_signs_is_not_used(kernel, monkeypatch):
     monkeypatch.setattr(kernel, "_launch", lambda *args: None)
 
-    assert kernel.why_unusable(CPU) == "it draws other signs there than torch does"
+    assert kernel.why_unusable(CPU) == "it draws other signs on this device than the torch operations"
 
 
 def test_without_triton_torch_makes_the_product_with_one_logged_line(monkeypatch, caplog):

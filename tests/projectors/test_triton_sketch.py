@@ -338,7 +338,7 @@ def test_kernels_that_give_other_features_are_not_used(kernels, monkeypatch, lau
         kernels, launcher, Zeros if launcher == "MatrixKernel" else lambda sums, *_, **__: sums.zero_()
     )
 
-    assert kernels.why_unusable(CPU) == "they give other features there than torch does"
+    assert kernels.why_unusable(CPU) == "they give other features on this device than the torch operations"
 
 
 @interpreted
@@ -354,7 +354,7 @@ def test_kernels_that_cannot_run_are_replaced_by_torch_with_one_logged_line(
         made = [features(sketch, random(2, n)) for sketch, n in zip(sketches, (30, 210), strict=True)]
 
     assert len(caplog.records) == 1
-    assert "they do not run there (RuntimeError: Failed to find C compiler.)" in caplog.text
+    assert "they do not run on this device (RuntimeError: Failed to find C compiler.)" in caplog.text
     assert torch.equal(made[0], by_torch(sketches[0], random(2, 30)))
     assert torch.equal(made[1], by_torch(sketches[1], random(2, 210)))
 

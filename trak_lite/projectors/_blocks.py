@@ -1,4 +1,4 @@
-"""Checks and small steps that every projector takes on gradient blocks."""
+"""Checks and helpers for gradient blocks, shared by all projectors."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ __all__ = ["block_rows", "check_block", "check_grad_dim"]
 
 
 def block_rows(block: GradientBlock, num_samples: int, parameters: ParameterShapes) -> Tensor:
-    """Return the gradient rows of a block, checked against what the accumulator was made for.
+    """Check a block and return its gradient rows.
 
     Args:
         block: One block of the batch.
@@ -32,16 +32,16 @@ def block_rows(block: GradientBlock, num_samples: int, parameters: ParameterShap
     """
     check_block(block, num_samples, parameters)
     rows = block.grad if isinstance(block, DenseBlock) else block.dense()
-    # With no samples or no entries, reshape(b, -1) has no answer; the parameter's own size always has.
+    # reshape(b, -1) fails without samples or entries, so give the size of the parameter.
     return rows.detach().reshape(block.num_samples, math.prod(parameters[block.name]))
 
 
 def check_block(block: GradientBlock, num_samples: int, parameters: ParameterShapes) -> None:
-    """Refuse a block that does not fit what the accumulator was made for.
+    """Raise if a block does not fit the parameters and the batch of the accumulator.
 
     Raises:
-        InvalidInputError: If the name is unknown, the shape is not the parameter's, the rows do not lie
-            in the batch, or the gradient is not real floating point.
+        InvalidInputError: If the name is unknown, the shape is not the parameter's, rows are outside the
+            batch, or the gradient is not real floating point.
     """
     _check_place(block, num_samples, parameters)
     shape = tuple(parameters[block.name])
@@ -55,7 +55,7 @@ def check_block(block: GradientBlock, num_samples: int, parameters: ParameterSha
         seen, rows = (block.num_rows, block.values.shape[-1]), block.values
     else:
         seen, rows = (block.output_grads.shape[-1], block.inputs.shape[-1]), block.inputs
-    as_matrix = (shape[0], math.prod(shape[1:])) if shape else ()  # how the factors of a convolution lie
+    as_matrix = (shape[0], math.prod(shape[1:])) if shape else ()  # shape of the factors of a convolution
     if seen not in (shape, (math.prod(shape),), as_matrix):
         raise InvalidInputError(
             f"The gradient of {block.name!r} has shape {seen} per sample, expected {shape}. "
@@ -68,21 +68,21 @@ def check_block(block: GradientBlock, num_samples: int, parameters: ParameterSha
 
 
 def _check_place(block: GradientBlock, num_samples: int, parameters: ParameterShapes) -> None:
-    """Refuse a block of an unknown parameter or of rows outside the batch."""
+    """Raise if a block has an unknown parameter or rows outside the batch."""
     if block.name not in parameters:
         raise InvalidInputError(
-            f"A gradient block came for parameter {block.name!r}, which is not among the {len(parameters)} "
+            f"Got a gradient block of parameter {block.name!r}, which is not among the {len(parameters)} "
             "parameters of this accumulator. Pass its shape in `parameters`."
         )
     if not 0 <= block.start <= block.start + block.num_samples <= num_samples:
         raise InvalidInputError(
             f"A block of {block.name!r} covers rows {block.start} to {block.start + block.num_samples} "
-            f"of a batch of {num_samples}. Set `start` to the row of the batch that its first sample has."
+            f"of a batch of {num_samples}. Set `start` to the position of its first sample in the batch."
         )
 
 
 def check_grad_dim(grad_dim: int, parameters: ParameterShapes) -> None:
-    """Refuse parameters whose entries are not the P that the projector was made for; 0 accepts any.
+    """Raise if the number of entries of the parameters is not ``grad_dim``; 0 accepts any number.
 
     Raises:
         InvalidInputError: If the numbers differ.
@@ -91,5 +91,5 @@ def check_grad_dim(grad_dim: int, parameters: ParameterShapes) -> None:
     if grad_dim and entries != grad_dim:
         raise InvalidInputError(
             f"The gradients have {entries} entries per sample, but the projector has grad_dim={grad_dim}. "
-            "Pass grad_dim = the number of entries of the parameters that gradients are kept for."
+            "Pass grad_dim = the number of entries of all parameters in grad_wrt."
         )

@@ -1,4 +1,4 @@
-"""Small steps on factored blocks that leave the gradient unformed."""
+"""Helpers for factored blocks that do not form the gradient."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from trak_lite.types import FactoredBlock, ParameterShapes
 
 __all__ = ["check_factors", "sample_pieces"]
 
-_PIECE_BYTES = 64 << 20  # temporaries of a block are made for about this many bytes of samples at a time
+_PIECE_BYTES = 64 << 20  # size of the temporaries of a block that exist at once
 
 
 def check_factors(block: FactoredBlock, num_samples: int, parameters: ParameterShapes) -> None:
-    """Refuse a factored block that does not fit what the accumulator was made for.
+    """Raise if a factored block does not fit the parameters and the batch of the accumulator.
 
     Raises:
         InvalidInputError: As :func:`check_block`, or if the factors disagree.
@@ -30,6 +30,6 @@ def check_factors(block: FactoredBlock, num_samples: int, parameters: ParameterS
 
 
 def sample_pieces(num_samples: int, bytes_per_sample: int) -> Iterator[slice]:
-    """Yield consecutive runs of samples, each of about 64 MiB at most, or of a single sample."""
+    """Yield consecutive slices of samples, each of at most about 64 MiB, or of one sample."""
     step = max(1, _PIECE_BYTES // max(1, bytes_per_sample))
     return (slice(start, min(start + step, num_samples)) for start in range(0, num_samples, step))

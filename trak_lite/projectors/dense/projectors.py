@@ -262,7 +262,7 @@ def _sign_kernel(device: torch.device) -> ModuleType | None:
             return _triton_dense
     logger.warning(
         "Dense Rademacher projections on %s use torch operations instead of the Triton kernel: %s. "
-        "The features are the same; it takes longer.",
+        "The features are the same, but the projection is slower.",
         device,
         reason,
     )

@@ -1,10 +1,10 @@
-"""Products with a Rademacher matrix on CUDA: signs are drawn inside the kernel, and no matrix exists in memory.
+"""Products with a Rademacher matrix on CUDA; the kernel draws the signs, and no matrix is stored in memory.
 
-The signs are those of :class:`~trak_lite.projectors.random.entries.RademacherEntries`, bit for bit: entry (i, j) is -1
-where bit ``j % 32`` of word (i, j // 32) is set. Sums are float32 and made without atomic additions: a call that is
-repeated gives the same bits.
+The signs are those of :class:`~trak_lite.projectors.random.entries.RademacherEntries`: entry (i, j) is -1 where bit
+``j % 32`` of word (i, j // 32) is set. Sums are float32 without atomic additions, so a repeated call gives the same
+bits.
 
-Import this module only where gradients are on CUDA: triton is an optional package.
+Import this module only for gradients on CUDA, because triton is an optional package.
 
 Shapes: b gradient rows, n entries of a parameter from ``start`` on, K columns (``proj_dim``).
 """
@@ -32,16 +32,16 @@ _BLOCK_COLUMNS = 128
 _BLOCK_ENTRIES = 32
 _NUM_WARPS = 4
 _STEPS = (4, 32, 256)
-"""Blocks of entries per program: few choices, because each is compiled; a constant loop can be pipelined."""
-_PROGRAMS = 1024  # per block of rows; several for each multiprocessor of a large GPU
-_MOST_ROWS = 256  # bounds the partial sums at 128 MiB
+"""Choices for the number of entry blocks per program. A constant can be pipelined; every choice is compiled."""
+_PROGRAMS = 1024  # per block of rows: several per multiprocessor of a large GPU
+_MOST_ROWS = 256  # limits the partial sums to 128 MiB
 
 
 @jit()
 def _sign_tile(
     row_words: tl.tensor, words: tl.tensor, block_columns: tl.constexpr, block_entries: tl.constexpr
 ) -> tl.tensor:
-    """Return signs ``(block_columns, block_entries)``: the transposed rows whose hash words are given."""
+    """Return signs ``(block_columns, block_entries)``: the transposed rows with the given hash words."""
     drawn = rademacher_word(row_words[None, :], words.to(tl.uint32)[:, None])
     shifts = (31 - tl.arange(0, 32)).to(tl.uint32)
     return tl.reshape(sign_floats(drawn[:, None, :], shifts[None, :, None]), (block_columns, block_entries))
@@ -108,12 +108,12 @@ def add_signed_product_(
 
 
 def _add_rows_(total: Tensor, rows: Tensor, key: int, start: int, precision: str) -> None:
-    """Add the product for at most ``_MOST_ROWS`` rows, in launches of bounded size."""
+    """Add the product for at most ``_MOST_ROWS`` rows, in launches of limited size."""
     num_entries = rows.shape[1]
     steps, splits = _launch_shape(num_entries, total.shape[1])
     sums = torch.zeros(splits, *total.shape, dtype=torch.float32, device=total.device)
     done = 0
-    while done < num_entries:  # indices in a launch fit in int32, and all have one high half
+    while done < num_entries:  # the indices of a launch fit into int32 and have the same high half
         index = start + done
         width = min(num_entries - done, splits * steps * _BLOCK_ENTRIES, (1 << 32) - (index & 0xFFFFFFFF))
         _launch(sums, rows[:, done : done + width], key, index, steps, precision)
@@ -122,7 +122,7 @@ def _add_rows_(total: Tensor, rows: Tensor, key: int, start: int, precision: str
 
 
 def _launch_shape(num_entries: int, proj_dim: int) -> tuple[int, int]:
-    """Return (steps, splits): enough programs to fill a GPU, and no more steps than there are entries."""
+    """Return (steps, splits), with enough programs to fill a GPU and not more steps than the entries need."""
     most_splits = max(1, _PROGRAMS // triton.cdiv(proj_dim, _BLOCK_COLUMNS))
     blocks = triton.cdiv(num_entries, _BLOCK_ENTRIES)
     steps = next((steps for steps in _STEPS if steps * most_splits >= blocks), _STEPS[-1])
@@ -130,7 +130,7 @@ def _launch_shape(num_entries: int, proj_dim: int) -> tuple[int, int]:
 
 
 def _launch(sums: Tensor, rows: Tensor, key: int, index: int, steps: int, precision: str) -> None:
-    """Run the kernel once, on the device that the tensors are on."""
+    """Run the kernel once on the device of the tensors."""
     splits, num_rows, proj_dim = sums.shape
     grid = (triton.cdiv(proj_dim, _BLOCK_COLUMNS), splits, triton.cdiv(num_rows, _BLOCK_ROWS))
     with torch.cuda.device(rows.device) if rows.is_cuda else contextlib.nullcontext():
@@ -154,9 +154,9 @@ def _launch(sums: Tensor, rows: Tensor, key: int, index: int, steps: int, precis
 
 
 def why_unusable(device: torch.device) -> str | None:
-    """Return why the kernel cannot be used on a device, or ``None``: it runs there and draws the right signs.
+    """Return why the kernel cannot be used on a device; ``None`` if it runs there and draws the right signs.
 
-    A CUDA device is not enough: Triton needs a C compiler at run time and knows no old GPUs.
+    A CUDA device is not sufficient: Triton needs a C compiler at run time and does not support old GPUs.
     """
     num_entries, proj_dim, key = 40, 33, 5
     entries = RademacherEntries(proj_dim, num_entries, device)
@@ -166,6 +166,6 @@ def why_unusable(device: torch.device) -> str | None:
     try:
         add_signed_product_(signs, torch.eye(num_entries, device=device), key)
         equal = torch.equal(signs, expected)
-    except Exception as error:  # compilers and drivers of all makers fail in ways of their own
-        return f"it does not run there ({type(error).__name__}: {error})"
-    return None if equal else "it draws other signs there than torch does"
+    except Exception as error:  # every compiler and driver raises other exceptions
+        return f"it does not run on this device ({type(error).__name__}: {error})"
+    return None if equal else "it draws other signs on this device than the torch operations"

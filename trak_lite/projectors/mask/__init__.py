@@ -1,1 +1,1 @@
-"""Masks: projections that keep some of the coordinates."""
+"""Masks: projections that select some of the coordinates."""

@@ -1,9 +1,9 @@
-"""Which entries of a gradient a mask keeps, and where they go.
+"""Selects the gradient entries of a mask, and the features that they are added to.
 
-The K' chosen entries of a segment are those with the smallest 32-bit words h(i), a function of (seed, model_id,
-parameter name, local index i): a uniform sample without replacement that does not depend on the order of the
-parameters. The j-th chosen entry is the one with the j-th smallest word. Words are drawn in tiles and only those below
-a bound are kept, so choosing takes memory for K' entries and one tile.
+The K' chosen entries of a segment are those with the smallest 32-bit words h(i), which depend on (seed, model_id,
+parameter name, local index i). They are a uniform sample without replacement, independent of the order of the
+parameters. The j-th chosen entry has the j-th smallest word. Words are drawn in tiles, and only words below a bound are
+stored, so the memory holds K' entries and one tile.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from trak_lite.types import ParameterShapes, num_entries
 
 __all__ = ["ChosenEntries", "Fold", "MaskPlan", "make_plan"]
 
-# One more number in a key makes it another key than any that a stream has by itself.
+# These numbers are appended to the keys of the stream, which gives separate keys.
 _STREAM: Final = Stream.MASK
 _CHOICE, _BUCKET, _SIGN = 1, 2, 3
 _TILE: Final = 1 << 20
@@ -44,32 +44,32 @@ class ChosenEntries:
     index: Tensor
     """``(n,)`` int64 local indices."""
     column: Tensor
-    """``(n,)`` int64 places among all chosen entries."""
+    """``(n,)`` int64 positions among all chosen entries."""
 
 
 @dataclass(frozen=True, slots=True)
 class Fold:
     """A sparse sketch in gather form: feature k is the sum over r of ``sign[r, k] * chosen[index[r, k]]``.
 
-    Gathering adds in a fixed order on every device; scattering would need atomic additions on a GPU.
+    Gathering has a fixed order of additions on every device; scattering would need atomic additions on a GPU.
     """
 
     index: Tensor
-    """``(R, K)`` int64; one past the last chosen entry stands for a zero."""
+    """``(R, K)`` int64; the index after the last chosen entry selects a zero."""
     sign: Tensor
     """``(R, K)`` float32."""
 
 
 @dataclass(frozen=True, slots=True)
 class MaskPlan:
-    """What the gradients of one model go through."""
+    """Chosen entries, scales and sketch for the gradients of one model."""
 
     entries: Mapping[str, ChosenEntries]
-    """By parameter name; a parameter without a chosen entry is missing."""
+    """Chosen entries by parameter name, without parameters that have none."""
     scale: Tensor
-    """``(K',)`` float64: what the chosen entries are multiplied by."""
+    """``(K',)`` float64 factors of the chosen entries."""
     fold: Fold | None
-    """Sketch of the scaled entries, if there is one."""
+    """Sketch of the scaled entries; ``None`` if the entries are the features."""
 
 
 def make_plan(
@@ -79,8 +79,8 @@ def make_plan(
 
     Args:
         segments: Parameters by segment, each with at least one entry.
-        mask_dim: Chosen entries of a segment, or all where it has fewer.
-        proj_dim: Features of a segment, or as many as it has entries where those are fewer.
+        mask_dim: Number of chosen entries of a segment; all entries if it has fewer.
+        proj_dim: Number of features of a segment; its number of entries if that is smaller.
         seed: Any integer.
         model_id: The checkpoint.
     """
@@ -102,11 +102,11 @@ def make_plan(
 def _choose(
     parameters: ParameterShapes, count: int, *, start: int, seed: int, model_id: int
 ) -> dict[str, ChosenEntries]:
-    """Return the ``count`` entries with the smallest words, in places ``start, start + 1, ...``."""
+    """Return the ``count`` entries with the smallest words, at positions ``start, start + 1, ...``."""
     names = sorted(parameters)
     sizes = [num_entries({name: parameters[name]}) for name in names]
     keys = [parameter_key(seed, model_id, name, _STREAM, _CHOICE) for name in names]
-    expected = count + 8 * math.isqrt(count) + 16  # fewer than count are found once in 1e15 choices
+    expected = count + 8 * math.isqrt(count) + 16  # fewer than count are found with probability 1e-15
     found: list[tuple[NDArray[np.int64], NDArray[np.int64]]] = []
     while sum(len(index) for _, index in found) < count:
         bound = min(_WORDS, expected * _WORDS // sum(sizes) + 1)
@@ -124,13 +124,13 @@ def _choose(
 
 
 def _words_below(bound: int, key: int, size: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-    """Return the words below ``bound`` of ``h(key, 0) .. h(key, size - 1)``, less 2**31, and their indices."""
+    """Return the words of ``h(key, 0) .. h(key, size - 1)`` below ``bound``, minus 2**31, and their indices."""
     words, indices = [np.empty(0, np.int64)], [np.empty(0, np.int64)]
     tile, scratch = (torch.empty(min(size, _TILE), dtype=torch.int32, device="cpu") for _ in range(2))
     for start in range(0, size, _TILE):
         count = min(_TILE, size - start)
         drawn = hash_words_(tile[:count], key, start, scratch=scratch[:count])
-        drawn.add_(wrap32(1 << 31))  # now the order of signed numbers is that of the unsigned words
+        drawn.add_(wrap32(1 << 31))  # the signed numbers now have the order of the unsigned words
         (index,) = torch.nonzero(drawn <= bound - 1 - (1 << 31), as_tuple=True)
         words.append(drawn[index].numpy().astype(np.int64))
         indices.append(index.numpy() + start)
@@ -140,10 +140,10 @@ def _words_below(bound: int, key: int, size: int) -> tuple[NDArray[np.int64], ND
 def _rounds(
     segment: str, count: int, width: int, *, start: int, seed: int, model_id: int
 ) -> tuple[NDArray[np.int64], NDArray[np.float32]]:
-    """Return which chosen entries are added to each of a segment's features, ``(R, width)``, and with which signs.
+    """Return the chosen entries that are added to each feature of a segment, ``(R, width)``, and their signs.
 
-    Entry j goes to feature ``floor(h(j) * width / 2**32)``, in round r if r entries went there before it; without more
-    entries than features, to feature j. The sign 0 marks a place without an entry.
+    Entry j is added to feature ``floor(h(j) * width / 2**32)``, in round r if r earlier entries have this feature. If
+    there are not more entries than features, entry j is feature j. The sign 0 marks a position without an entry.
     """
     if count <= width:
         return np.arange(start, start + width)[None], np.ones((1, width), np.float32)
@@ -160,7 +160,7 @@ def _rounds(
 
 
 def _joined(rounds: Sequence[tuple[NDArray[np.int64], NDArray[np.float32]]], count: int) -> Fold:
-    """Lay the segments' features side by side; what a segment has fewer rounds of is filled with zeros."""
+    """Concatenate the features of the segments; missing rounds of a segment are filled with zeros."""
     most = max(len(index) for index, _ in rounds)
     sign = np.concatenate([np.pad(s, ((0, most - len(s)), (0, 0))) for _, s in rounds], 1)
     index = np.concatenate([np.pad(i, ((0, most - len(i)), (0, 0))) for i, _ in rounds], 1)

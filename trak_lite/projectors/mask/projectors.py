@@ -1,10 +1,10 @@
-r"""Mask projections: features are a random subset of the gradient's entries, optionally sketched again.
+r"""Mask projections: features are a random subset of the gradient entries, optionally sketched.
 
-They are cheap, because most of the gradient is never read, but noisy: inner products have variance
-:math:`(P/K') \sum_i x_i^2 y_i^2`, which is unbounded if a few coordinates dominate. Provided for comparison.
+They are fast, because most of the gradient is not read. But inner products have a large variance,
+:math:`(P/K') \sum_i x_i^2 y_i^2`, which has no bound if a few coordinates dominate. Provided for comparison.
 
 Shapes: B samples, b of a block, P gradient entries, K' chosen entries (``mask_dim``), K features (``proj_dim``).
-Numerics: float64 gradients give float64 features, all others float32. Sums run in a fixed order: formed gradients give
+Numerics: float64 gradients give float64 features, all others float32. Sums have a fixed order, so dense gradients give
 the same bits on every device.
 """
 
@@ -40,8 +40,8 @@ __all__ = ["AbstractMaskProjector", "GraSSProjector", "MaskProjector"]
 class AbstractMaskProjector(AbstractProjector):
     """Base class: chooses ``mask_dim`` entries and sums them into ``proj_dim`` features.
 
-    The entries are a uniform sample without replacement, a function of (seed, model_id, parameter names and sizes) but
-    not of the order of the parameters. A larger ``mask_dim`` only appends entries.
+    The entries are a uniform sample without replacement. They depend on (seed, model_id, parameter names and sizes),
+    but not on the order of the parameters. A larger ``mask_dim`` only appends entries.
     """
 
     kind: ClassVar[str]
@@ -74,7 +74,7 @@ class AbstractMaskProjector(AbstractProjector):
             model_id: Number of the checkpoint; each checkpoint has its own choice of entries.
 
         Returns:
-            Features ``(B, K)``; of a segment with fewer than K entries, its entries.
+            Features ``(B, K)``; a segment with fewer than K entries has its entries as features.
 
         Raises:
             InvalidInputError: If there is no gradient, the gradients disagree on B, or are not floating point.
@@ -98,7 +98,7 @@ class AbstractMaskProjector(AbstractProjector):
         return _MaskAccumulator(self._plan, num_samples, parameters, self.device)
 
     def layout(self, parameters: ParameterShapes) -> FeatureLayout:
-        """Return one segment, or one per module; each of K columns, or of its entries where those are fewer."""
+        """Return one segment, or one per module; each has K columns, or its number of entries if that is smaller."""
         segments: list[Segment] = []
         start = 0
         for name, shapes in self._segments(parameters).items():
@@ -119,7 +119,7 @@ class AbstractMaskProjector(AbstractProjector):
         }
 
     def free_memory(self) -> None:
-        """Forget the chosen entries; they are chosen again when needed."""
+        """Free the chosen entries; they are chosen again when needed."""
         self._plan = self._owner = None
 
     def _segments(self, parameters: ParameterShapes) -> dict[str, ParameterShapes]:
@@ -133,7 +133,7 @@ class AbstractMaskProjector(AbstractProjector):
 
 @final
 class MaskProjector(AbstractMaskProjector):
-    r"""Keeps K random entries of the gradient, scaled by :math:`\sqrt{P/K}`, so that inner products are unbiased.
+    r"""Selects K random entries of the gradient, scaled by :math:`\sqrt{P/K}`, so that inner products are unbiased.
 
     Example:
         >>> MaskProjector(2).project({"w": torch.ones(1, 8)}, model_id=0)
@@ -153,7 +153,7 @@ class MaskProjector(AbstractMaskProjector):
         """Store the settings; nothing is chosen.
 
         Args:
-            proj_dim: K, number of entries that are kept, of all parameters together or of every module.
+            proj_dim: K, number of selected entries, of all parameters together or of every module.
             seed: Any integer.
             device: Device of the features; ``None`` for the gradients' device.
             layout: ``"joint"`` for one segment of K features, ``"module"`` for one per module (the parameters whose
@@ -168,9 +168,9 @@ class MaskProjector(AbstractMaskProjector):
 
 @final
 class GraSSProjector(AbstractMaskProjector):
-    """Keeps K' random entries, scaled, and adds each with a random sign to one of K features at random.
+    """Selects K' random entries, scales them, and adds each with a random sign to one of K random features.
 
-    Inner products are unbiased. Where a segment has no more chosen entries than features, they are the features.
+    Inner products are unbiased. If a segment has not more chosen entries than features, the entries are the features.
 
     Source: Hu et al., "GraSS: Scalable Data Attribution with Gradient Sparsification and Sparse Projection"
     (arXiv:2505.18976), with the random mask.
@@ -195,7 +195,7 @@ class GraSSProjector(AbstractMaskProjector):
 
         Args:
             proj_dim: K, number of features, of all parameters together or of every module.
-            mask_dim: K', number of entries to keep, per segment; ``None`` for 4K.
+            mask_dim: K', number of selected entries per segment; ``None`` for 4K.
             seed: Any integer.
             device: Device of the features; ``None`` for the gradients' device.
             layout: ``"joint"`` for one segment of K features, ``"module"`` for one per module (the parameters whose
@@ -215,7 +215,7 @@ class GraSSProjector(AbstractMaskProjector):
 
 @final
 class _MaskAccumulator(AbstractFeatureAccumulator):
-    """Reads the chosen entries of each block; they are sketched at the end."""
+    """Collects the chosen entries of each block, and sketches them at the end."""
 
     def __init__(
         self,
@@ -246,7 +246,7 @@ class _MaskAccumulator(AbstractFeatureAccumulator):
             rows.index_add_(1, entries.column.to(rows.device), values.to(rows))
 
     def features(self) -> Tensor:
-        """Return ``(B, K)``; float64 where a gradient was."""
+        """Return ``(B, K)``, in float64 if a gradient was float64."""
         chosen = self._chosen
         if chosen is None:
             chosen = self._zeros(torch.float32, torch.device("cpu"))
@@ -254,7 +254,7 @@ class _MaskAccumulator(AbstractFeatureAccumulator):
         return scaled if self._plan.fold is None else _folded(scaled, self._plan.fold)
 
     def _chosen_for(self, values: Tensor) -> Tensor:
-        """Return the chosen entries of all rows ``(B, K')``, in a dtype that holds these values too."""
+        """Return the buffer of chosen entries ``(B, K')``, promoted to the dtype of these values."""
         if self._chosen is None:
             self._chosen = self._zeros(values.dtype, values.device)
         self._chosen = self._chosen.to(torch.promote_types(self._chosen.dtype, values.dtype))
@@ -271,7 +271,7 @@ def _entries_of_rows(rows: Tensor, index: Tensor) -> Tensor:
 
 
 def _entries_of_factors(block: FactoredBlock, index: Tensor) -> Tensor:
-    """Return the entries ``(b, n)`` of a gradient in factors: only these entries are formed."""
+    """Return the entries ``(b, n)`` of a factored gradient; no other entries are formed."""
     inputs, output_grads = block.inputs.detach(), block.output_grads.detach()
     dtype = sum_dtype(torch.promote_types(inputs.dtype, output_grads.dtype))
     index = index.to(inputs.device)

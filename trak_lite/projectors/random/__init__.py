@@ -1,1 +1,1 @@
-"""Random numbers of projections: a function of seed, model_id, parameter and coordinates alone."""
+"""Random numbers of projections; they depend only on seed, model_id, parameter and coordinates."""

@@ -1,8 +1,8 @@
-"""Entries of dense random matrices, drawn from the hash with torch integer ops.
+"""Entries of dense random matrices, computed from the hash with torch integer operations.
 
-Entry (i, j) of a parameter's matrix is a function of (seed, model_id, parameter name, i, j) alone, so a
-matrix with more rows or more columns begins with the same numbers. Every entry is exact or rounded once:
-CPU and CUDA give the same bits.
+Entry (i, j) of the matrix of a parameter depends only on (seed, model_id, parameter name, i, j), so a matrix
+with more rows or columns begins with the same numbers. Every entry is exact or rounded once, so CPU and CUDA
+give the same bits.
 
 Shapes: n rows of a block (gradient entries), K columns (``proj_dim``).
 """
@@ -22,13 +22,13 @@ from trak_lite.projectors.random.hash import Stream, hash_words_, mix32_, wrap32
 
 __all__ = ["AbstractEntries", "GaussianEntries", "RademacherEntries", "normal_quantiles"]
 
-_COLUMN_STEP = 0x9E3779B1  # odd, so that the column words are distinct
+_COLUMN_STEP = 0x9E3779B1  # odd, so the column words are distinct
 _SIGN_BIT = wrap32(0x80000000)
 _ONE = 0x3F800000  # 1.0 as float32 bits
 
 
 class AbstractEntries(ABC):
-    """Draws rows of a matrix whose entries have mean 0 and variance 1, with its own scratch memory."""
+    """Draws rows of a matrix whose entries have mean 0 and variance 1. An instance has its own scratch memory."""
 
     kind: ClassVar[str]
     """Name of the distribution in the store's manifest."""
@@ -47,12 +47,12 @@ class AbstractEntries(ABC):
     @classmethod
     @abstractmethod
     def words_per_row(cls, proj_dim: int) -> int:
-        """Return how many hash words one row takes."""
+        """Return the number of hash words per row."""
 
     @classmethod
     @abstractmethod
     def width(cls, proj_dim: int) -> int:
-        """Return the number of columns that are drawn: K, padded to what one word fills."""
+        """Return the number of columns that are drawn: K, rounded up to full words."""
 
     @classmethod
     @abstractmethod
@@ -61,7 +61,7 @@ class AbstractEntries(ABC):
 
     @classmethod
     def scratch_bytes(cls, proj_dim: int, num_rows: int) -> int:
-        """Return the bytes that an instance holds."""
+        """Return the bytes of scratch memory and tables of an instance."""
         num_words = cls.words_per_row(proj_dim)
         return 4 * (2 * num_rows * (num_words + 1) + num_words) + cls.constant_bytes()
 
@@ -126,10 +126,10 @@ class RademacherEntries(AbstractEntries):
 
 @final
 class GaussianEntries(AbstractEntries):
-    """Normal entries: both 16-bit halves of word (i, j) index one table of quantiles; their sum is scaled.
+    """Normal entries: the scaled sum of two table quantiles, indexed by the 16-bit halves of word (i, j).
 
     The logarithm and cosine of the usual transforms round differently on CPU and CUDA. Here the quantiles are
-    integers, their sum is exact in float32, and one multiplication makes the variance 1. The largest
+    integers, their sum is exact in float32, and one multiplication scales the variance to 1. The largest
     entry is 6.1.
     """
 
@@ -165,7 +165,9 @@ class GaussianEntries(AbstractEntries):
         torch.index_select(self._quantiles, 0, half.view(-1), out=out.view(-1))
         torch.bitwise_right_shift(words, 16, out=half)
         half.bitwise_and_(0xFFFF)
-        second = words.view(torch.float32)  # both halves are read: the words' memory is free
+        second = words.view(
+            torch.float32
+        )  # both halves are read, so the memory of the words can be overwritten
         torch.index_select(self._quantiles, 0, half.view(-1), out=second.view(-1))
         return out.add_(second).mul_(_quantile_scale())
 
@@ -174,7 +176,7 @@ class GaussianEntries(AbstractEntries):
 def normal_quantiles() -> Tensor:
     """Return ``round(2**16 * quantile((a + 1/2) / 2**16))`` for ``a = 0 .. 2**16 - 1`` as int32.
 
-    No value lies within 1e-6 of a rounding boundary, and double precision is good to 1e-10 here, so every
+    No value is within 1e-6 of a rounding boundary, and the error in double precision is at most 1e-10, so every
     implementation of the normal quantile gives the same integers.
     """
     with torch.inference_mode(False):

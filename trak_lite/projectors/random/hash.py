@@ -1,11 +1,11 @@
-"""A counter-based 32-bit hash: random words as a pure function of a key and an index.
+"""A counter-based 32-bit hash: random words as a function of a key and an index.
 
 Every random number of a projection is ``h(key, i)`` for a key made of (seed, model_id, parameter name,
-stream) and a local index i, so any entry can be drawn anywhere, in any order, on any device, with the same
-bits. ``torch.Generator`` cannot do that: its CPU and CUDA streams differ, and a longer draw changes the rest.
+stream) and a local index i. So any entry can be drawn in any order and on any device with the same bits.
+``torch.Generator`` does not allow this: its CPU and CUDA streams differ, and a longer draw changes the rest.
 
-The mixer is a two-round multiply-xorshift finaliser. torch has no arithmetic on ``uint32``, so words live in
-int32 tensors: multiplication and addition wrap, and a logical right shift is an arithmetic one plus a mask.
+The mixer is a two-round multiply-xorshift finaliser. torch has no arithmetic on ``uint32``, so words are stored
+in int32 tensors: multiplication and addition wrap, and a logical right shift is an arithmetic one plus a mask.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ _WORD = 0xFFFFFFFF
 
 
 class Stream(IntEnum):
-    """What the words of a key are used for, so that no two uses of one parameter share a word."""
+    """Use of the words of a key; different uses for one parameter have different words."""
 
     RADEMACHER = 1
     GAUSSIAN = 2
@@ -127,7 +127,7 @@ def parameter_key(seed: int, model_id: int, name: str, stream: Stream, *parts: i
         model_id: The checkpoint.
         name: The parameter's canonical name; its 64-bit BLAKE2b digest enters the key.
         stream: What the words are used for.
-        *parts: Numbers of what the stream is used for more than once.
+        *parts: Further numbers, for several uses of one stream.
     """
     digest = hashlib.blake2b(name.encode(), digest_size=8).digest()
     return key32(seed, model_id, int.from_bytes(digest, "little"), int(stream), *parts)

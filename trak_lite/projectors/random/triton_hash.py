@@ -1,8 +1,8 @@
-"""The counter-based hash of ``hash.py`` for Triton kernels: the same words, bit for bit.
+"""The hash of ``hash.py`` for Triton kernels, with bitwise the same words.
 
-Triton has ``uint32``, so multiplication wraps and shifts are logical. Import this module only where a kernel is
-about to run: triton is an optional package, and with ``TRITON_INTERPRET=1`` in the environment at import the
-kernels run on CPU tensors.
+Triton has ``uint32``, so multiplication wraps and shifts are logical. Import this module only before a kernel runs,
+because triton is an optional package. With ``TRITON_INTERPRET=1`` in the environment at import, the kernels run on CPU
+tensors.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ def jit(*, do_not_specialize: Sequence[str] = ()) -> Callable[[Callable[..., Non
     """Return Triton's decorator with a type.
 
     Args:
-        do_not_specialize: Arguments whose value must not choose the compiled variant: keys, above all.
+        do_not_specialize: Arguments, such as keys, whose values must not select a compiled variant.
     """
     return triton.jit(do_not_specialize=list(do_not_specialize))  # type: ignore[no-any-return]
 
@@ -50,7 +50,7 @@ def hash_word(index: tl.tensor, key: tl.tensor, high_key: tl.tensor) -> tl.tenso
     Args:
         index: The low 32 bits of i, uint32.
         key: The key, int32 or uint32.
-        high_key: ``key32(key, i >> 32)``, from the host: a launch must not cross a multiple of 2**32.
+        high_key: ``key32(key, i >> 32)``, computed on the host, so a launch must not cross a multiple of 2**32.
     """
     return mix32(mix32(index ^ high_key.to(tl.uint32)) + key.to(tl.uint32))
 

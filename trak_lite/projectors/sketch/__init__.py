@@ -1,1 +1,1 @@
-"""CountSketch, in torch and in Triton."""
+"""CountSketch in torch and Triton."""

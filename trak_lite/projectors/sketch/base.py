@@ -35,15 +35,15 @@ class Keys:
     copy: int = 0
 
     def __call__(self, stream: Stream, *parts: int) -> int:
-        """Return the key of a stream, and of a part of it where it has several."""
+        """Return the key of a stream, or of a part of a stream with several parts."""
         return parameter_key(self.seed, self.model_id, self.name, stream, self.copy, *parts)
 
 
 class AbstractSketch(ABC):
     """A sparse random linear map from one parameter's gradient (n entries) to K features, entries +1 and -1.
 
-    Requirement: the features of a dense gradient row are bitwise the same on every device and for any other rows;
-    those of the same gradient as factors or table rows agree up to rounding.
+    Requirement: the features of a dense gradient row are bitwise the same on every device and in every batch. Features
+    of the same gradient as factors or table rows agree up to rounding.
     """
 
     @abstractmethod
@@ -78,7 +78,7 @@ def _usable_kernels(device: torch.device) -> ModuleType | None:
             return _triton_sketch
     logger.warning(
         "Sketches on %s use torch operations instead of the Triton kernels: %s. "
-        "The features are the same; it takes longer.",
+        "The features are the same, but the projection is slower.",
         device,
         reason,
     )
@@ -86,7 +86,7 @@ def _usable_kernels(device: torch.device) -> ModuleType | None:
 
 
 def form_tables(sketch: AbstractSketch, block: LookupBlock, scratch: Scratch) -> Tensor:
-    """Return features ``(b, K)`` of gradients of table rows that are formed a few samples at a time."""
+    """Return features ``(b, K)`` of gradients of table rows; dense gradients are formed for a few samples at a time."""
     dtype = sum_dtype(block.values.dtype)
     entries = max(1, block.num_rows * block.values.shape[2])
     step = max(1, scratch_bytes(block.values.device) // (dtype.itemsize * entries))

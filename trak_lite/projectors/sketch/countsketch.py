@@ -143,8 +143,8 @@ class CountSketchProjector(AbstractProjector):
         """Return the features ``(b, K)`` of one block, not yet scaled.
 
         Args:
-            block: b samples' gradients of one parameter of this shape.
-            shape: Of the parameter.
+            block: Gradients of b samples of one parameter.
+            shape: Shape of the parameter.
             model_id: The checkpoint.
         """
         if isinstance(block, SummedBlock):
@@ -164,7 +164,7 @@ class CountSketchProjector(AbstractProjector):
     def _sketches_of(
         self, name: str, shape: tuple[int, ...], model_id: int, device: torch.device
     ) -> list[AbstractSketch]:
-        """Return the parameter's sketches, one per copy, drawn when they are first needed."""
+        """Return the sketches of a parameter, one per copy, drawn at the first call."""
         if self._drawn_for != (model_id, device):
             self._sketches.clear()
             self._drawn_for = (model_id, device)
@@ -180,19 +180,19 @@ class CountSketchProjector(AbstractProjector):
 
 
 def _applied_to(block: _SingleBlock, rows: slice, scratch: Scratch) -> Callable[[AbstractSketch], Tensor]:
-    """Return what applies a sketch to these samples of a block."""
+    """Return a function that applies a sketch to these samples of a block."""
     if isinstance(block, FactoredBlock):
         some = FactoredBlock(block.name, block.inputs[rows], block.output_grads[rows])
         return lambda sketch: sketch.factored(some, scratch)
     if isinstance(block, LookupBlock):
         lookups = LookupBlock(block.name, block.rows[rows], block.values[rows], block.num_rows)
         return lambda sketch: sketch.looked_up(lookups, scratch)
-    entries = DenseBlock(block.name, block.grad[rows]).dense()  # strided rows are copied: these alone, once
+    entries = DenseBlock(block.name, block.grad[rows]).dense()  # copies strided rows, once
     return lambda sketch: sketch.dense(entries, scratch)
 
 
 def _moved(block: _SingleBlock, device: str | torch.device | None) -> _SingleBlock:
-    """Return the block without its graph, on the device that is wanted."""
+    """Return the block without its graph, on the given device."""
     device = device or _a_tensor_of(block).device
     if isinstance(block, FactoredBlock):
         x, g = (factor.detach().to(device) for factor in (block.inputs, block.output_grads))
@@ -204,7 +204,7 @@ def _moved(block: _SingleBlock, device: str | torch.device | None) -> _SingleBlo
 
 
 def _a_tensor_of(block: _SingleBlock) -> Tensor:
-    """Return a tensor that says where the block is."""
+    """Return a tensor of the block, for its device."""
     if isinstance(block, FactoredBlock):
         return block.inputs
     return block.values if isinstance(block, LookupBlock) else block.grad
@@ -212,9 +212,9 @@ def _a_tensor_of(block: _SingleBlock) -> Tensor:
 
 @final
 class _SketchAccumulator(AbstractFeatureAccumulator):
-    """Sums the sketches of a batch's blocks in reverse model order, whatever order they arrive in.
+    """Sums the sketches of a batch's blocks in reverse model order, for any order of arrival.
 
-    Sketches that arrive early are buffered; in a backward pass few do.
+    Sketches that arrive early are buffered; in a backward pass they are few.
     """
 
     def __init__(
@@ -245,8 +245,8 @@ class _SketchAccumulator(AbstractFeatureAccumulator):
 
     @torch.no_grad()
     def features(self) -> Tensor:
-        """Return ``(B, K)`` in float32, or in float64 if gradients were."""
-        for name in self._order:  # also what came for rows that had been added before
+        """Return ``(B, K)`` in float32, or in float64 if gradients were float64."""
+        for name in self._order:  # also blocks of rows that already had been added
             self._merge(name)
         if not self._sums:
             self._sum(torch.float32, torch.device("cpu"))

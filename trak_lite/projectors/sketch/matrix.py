@@ -1,10 +1,11 @@
-r"""CountSketch of a matrix, which can also be given as factors and is then not formed.
+r"""CountSketch of a matrix; a matrix that is given as factors is not formed.
 
-The matrix ``(d_out, d_in)`` is cut in blocks of at most K x K. Within a block, entry (i, j) has the bucket
+The matrix ``(d_out, d_in)`` is cut into blocks of at most K x K. Within a block, entry (i, j) has the bucket
 :math:`(h(i) + j) \bmod K` and the sign :math:`r(i) c(j)`, where h is a random injective map of the block's rows to the
-buckets and r, c are random signs; every block has its own. So a row of the matrix is added to K numbers in one piece,
-and for a sum of outer products :math:`\sum_t g_t \otimes x_t` the sketch is a sum of circular convolutions of two
-sketches (TensorSketch: Pham and Pagh, KDD 2013), which the Fourier transform makes in :math:`O(K \log K)`.
+buckets and r, c are random signs; every block has its own h, r and c. So a row of the matrix is added to K numbers as
+one contiguous piece. For a sum of outer products :math:`\sum_t g_t \otimes x_t` the sketch is a sum of circular
+convolutions of two sketches (TensorSketch: Pham and Pagh, KDD 2013), computed by Fourier transforms in
+:math:`O(K \log K)`.
 
 Two entries of one row or one column of a block never collide, any other two entries of a block collide with
 probability 1/(K - 1), and entries of different blocks with probability 1/K. Inner products are unbiased, with at most
@@ -59,11 +60,11 @@ class _Block:
     column_signs: Tensor
     """``(w,)`` float32."""
     starts: list[int]
-    """``shifts`` as numbers."""
+    """``shifts`` as a list."""
     signs: list[float]
-    """``row_signs`` as numbers."""
+    """``row_signs`` as a list."""
     number: int
-    """Tells one block from another, whatever the parameter."""
+    """Unique number of the block among all parameters."""
 
     @property
     def width(self) -> int:
@@ -74,7 +75,7 @@ class _Block:
 
 @final
 class MatrixSketch(AbstractSketch):
-    """Sketch of a matrix parameter; a convolution's weight counts as ``(channels out, all the rest)``."""
+    """Sketch of a matrix parameter; the weight of a convolution is reshaped to ``(out_channels, -1)``."""
 
     def __init__(
         self,
@@ -88,11 +89,11 @@ class MatrixSketch(AbstractSketch):
         """Draw the hash functions.
 
         Args:
-            shape: Of the parameter.
+            shape: Shape of the parameter.
             proj_dim: K.
-            keys: Of this parameter.
-            device: Where the gradients are.
-            method: How factors are sketched; ``"auto"`` takes what is cheaper for a block's number of positions.
+            keys: Hash keys of this parameter.
+            device: Device of the gradients.
+            method: How factors are sketched; ``"auto"`` uses the cheaper method for the number of positions.
         """
         self.shape = (shape[0], math.prod(shape[1:]))
         self._proj_dim = proj_dim
@@ -129,7 +130,7 @@ class MatrixSketch(AbstractSketch):
         return self._convolved(block) if fourier else self._formed(block, scratch)
 
     def looked_up(self, block: LookupBlock, scratch: Scratch) -> Tensor:
-        """Return features ``(b, K)`` of table rows, added to their places one position after the other."""
+        """Return features ``(b, K)`` of gradients of table rows, added position by position."""
         count, positions = block.rows.shape
         if positions >= self.shape[0]:
             return form_tables(self, block, scratch)
@@ -144,14 +145,14 @@ class MatrixSketch(AbstractSketch):
                 values = values * row_signs[rows].to(dtype).unsqueeze(2)
                 values = values * column_signs[rows // self._proj_dim].to(dtype)
                 places = shifts[rows].unsqueeze(2) + steps
-                # One position at a time: within it no two numbers have one place, so their order is given.
+                # Add one position at a time: within a position no two entries collide, so the order is fixed.
                 for place, value in zip(places.unbind(1), values.unbind(1), strict=True):
                     total.scatter_add_(1, place, value)
         return self._wrapped(total)
 
     @functools.cached_property
     def _tables(self) -> list[tuple[list[_Block], Tensor, Tensor, Tensor]]:
-        """The blocks that have the same columns, with their shifts, row signs and column signs, first rows first."""
+        """Blocks with the same columns, in row order, with their shifts, row signs and column signs."""
         across = -(-self.shape[1] // self._proj_dim)
         return [
             (
@@ -164,14 +165,16 @@ class MatrixSketch(AbstractSketch):
         ]
 
     def _formed(self, block: FactoredBlock, scratch: Scratch) -> Tensor:
-        """Form some rows of the matrix, of some samples, in memory that stays in the cache; add each to its place."""
+        """Form some rows of the matrix for some samples, in memory that fits into the cache, and add them."""
         kernels = triton_kernels(block.inputs)
         if kernels is not None:
             return self._made_by(kernels).formed(block.inputs, block.output_grads, scratch)
         budget = scratch_bytes(block.inputs.device) // block.inputs.element_size()
         columns = max(1, self._most_columns)
         count = max(1, len(block.inputs))
-        rows = max(_FEWEST_ROWS, budget // (count * columns))  # with fewer the inputs are read too often
+        rows = max(
+            _FEWEST_ROWS, budget // (count * columns)
+        )  # with fewer rows, the inputs are read too often
         step = max(1, budget // (min(rows, self.shape[0]) * columns))
         parts = [
             self._formed_rows(x, g, rows, scratch)
@@ -182,7 +185,7 @@ class MatrixSketch(AbstractSketch):
         return parts[0] if len(parts) == 1 else torch.cat(parts)
 
     def _made_by(self, kernels: ModuleType) -> MatrixKernel:
-        """Return the kernel of this sketch, made at the first call."""
+        """Return the kernel of this sketch, created at the first call."""
         if self._kernel is None:
             parts = [
                 kernels.MatrixPart(part.rows, part.columns, part.shifts, part.row_signs, part.column_signs)
@@ -204,12 +207,12 @@ class MatrixSketch(AbstractSketch):
         return self._wrapped(total)
 
     def _convolved(self, block: FactoredBlock) -> Tensor:
-        """Multiply the Fourier transforms of the factors' sketches; no gradient is formed."""
+        """Multiply the Fourier transforms of the sketches of the factors; no gradient is formed."""
         size = self._proj_dim
         count, positions, _ = block.inputs.shape
         dtype = sum_dtype(block.inputs.dtype, block.output_grads.dtype)
         features = torch.zeros(count, size, dtype=dtype, device=block.inputs.device)
-        if positions == 0:  # not all transforms take nothing
+        if positions == 0:  # some FFT backends fail for empty input
             return features
         step = max(1, 8 * scratch_bytes(features.device) // (dtype.itemsize * size * positions))
         for start in range(0, count, step):
@@ -234,12 +237,12 @@ class MatrixSketch(AbstractSketch):
         return x, g
 
     def _zeros(self, scratch: Scratch, count: int, dtype: torch.dtype, device: torch.device) -> Tensor:
-        """Return zeros ``(b, K + w - 1)``, in which no row of the matrix wraps around."""
+        """Return zeros ``(b, K + w - 1)``, wide enough that no row of the matrix wraps around."""
         width = self._proj_dim + self._most_columns - 1
         return scratch.get("sum", (count, width), dtype, device).zero_()
 
     def _wrapped(self, extended: Tensor) -> Tensor:
-        """Add what lies beyond bucket K - 1 to the first buckets: ``(b, K)``."""
+        """Add the columns from K on to the first columns: ``(b, K)``."""
         size = self._proj_dim
         features = extended[:, :size].clone()
         features[:, : extended.shape[1] - size] += extended[:, size:]
@@ -265,23 +268,23 @@ class MatrixSketch(AbstractSketch):
 
 
 def _add_each(places: list[Tensor], rows: tuple[Tensor, ...]) -> None:
-    """Add every row to its place, one after the other: places overlap."""
+    """Add every row to its place, one after the other, because places overlap."""
     if rows[0].device.type == "cpu":
-        torch._foreach_add_(places, rows)  # on a CPU a loop, in order, without Python's time
+        torch._foreach_add_(places, rows)  # on a CPU this is an ordered loop without Python overhead
         return
     for place, row in zip(places, rows, strict=True):
         place.add_(row)
 
 
-# Nanoseconds on one thread of a CPU, by benchmarks/bench_projection.py; only their ratios matter.
-_PRODUCT = 0.01  # one multiplication and addition of the product that forms an entry
+# Nanoseconds on one CPU thread, measured by benchmarks/bench_projection.py; only their ratios matter.
+_PRODUCT = 0.01  # one multiplication and addition when an entry is formed
 _ADDITION = 0.15  # adding an entry to its place
-_ROW = 1500.0  # adding a row, whatever its length, for all samples of a batch of 32
-_TRANSFORM = 0.2  # per K log2(K) of one Fourier transform, with the memory that it reads and writes
+_ROW = 1500.0  # adding a row of any length, for all samples of a batch of 32
+_TRANSFORM = 0.2  # one Fourier transform per K log2(K), including its memory traffic
 
 
 def fourier_is_cheaper(shape: tuple[int, int], positions: int, *, proj_dim: int) -> bool:
-    """Return whether a sample's sketch takes less time by Fourier transforms than by forming the gradient.
+    """Return whether Fourier transforms are faster than forming the gradient, for the sketch of one sample.
 
     Args:
         shape: ``(d_out, d_in)``.

@@ -1,7 +1,7 @@
-"""Rows of a batch, sliced over threads that each run on one core.
+"""Runs a function on slices of rows, in threads that use one core each.
 
-A sketch is many short operations. Split within each operation over two OpenMP threads, one of which the system has
-put aside, they take up to a hundred times longer; split over rows, each thread works on its own.
+A sketch is many short operations. If OpenMP splits each operation over two threads, and the system suspends one of
+them, the operations take up to a hundred times longer. Split over rows, the threads do not wait for each other.
 """
 
 from __future__ import annotations
@@ -21,28 +21,28 @@ __all__ = ["RowWorkers"]
 
 _T = TypeVar("_T")
 _FEWEST_ROWS = 8
-"""Rows below which a slice costs more in calls than the other core gives back."""
+"""Smallest number of rows of a slice; with fewer, the overhead of calls exceeds the gain of another core."""
 
 
 @final
 class RowWorkers:
-    """Runs a function on slices of rows, on as many threads as torch may use. Not for several callers at once."""
+    """Runs a function on slices of rows, in at most ``torch.get_num_threads()`` threads. Not thread-safe."""
 
     def __init__(self) -> None:
-        """Start no thread yet."""
+        """Start without threads."""
         self._pool: ThreadPoolExecutor | None = None
         self._size = 0
         self._process = os.getpid()
         self._local = threading.local()
 
     def __reduce__(self) -> tuple[type[RowWorkers], tuple[()]]:
-        """Copy as new: threads and scratch memory do not travel."""
+        """Copy and pickle without threads and scratch memory."""
         return RowWorkers, ()
 
     def run(self, count: int, function: Callable[[slice, Scratch], _T]) -> list[_T]:
         """Return ``function(rows, scratch)`` for slices that cover ``count`` rows, in order.
 
-        An exception of the function is raised when all slices have come to an end, that of the first slice first.
+        An exception of the function is raised after all slices have ended; with several, that of the first slice.
         """
         threads = min(torch.get_num_threads(), count // _FEWEST_ROWS)
         if threads <= 1:
@@ -56,7 +56,9 @@ class RowWorkers:
 
     def clear(self) -> None:
         """Drop threads and scratch memory."""
-        if self._pool is not None and self._process == os.getpid():  # a fork has no threads that could end
+        if (
+            self._pool is not None and self._process == os.getpid()
+        ):  # a forked process does not have the threads
             self._pool.shutdown()
         self._pool, self._size, self._local = None, 0, threading.local()
 
@@ -67,7 +69,7 @@ class RowWorkers:
         return self._pool
 
     def _call(self, function: Callable[[slice, Scratch], _T], rows: slice) -> _T:
-        with torch.no_grad():  # the mode is each thread's own
+        with torch.no_grad():  # the grad mode is per thread
             return function(rows, self._workspace())
 
     def _workspace(self) -> Scratch:
@@ -78,7 +80,7 @@ class RowWorkers:
 
 
 def _single_core_threads(count: int) -> ThreadPoolExecutor:
-    """Return a pool of threads that have all been started and told to use one core each."""
+    """Return a pool of started threads, each set to use one core."""
     own = torch.get_num_threads()
     started = threading.Barrier(count)
     pool = ThreadPoolExecutor(count, thread_name_prefix="sketch")
@@ -86,12 +88,12 @@ def _single_core_threads(count: int) -> ThreadPoolExecutor:
         for ready in [pool.submit(_use_one_core, started) for _ in range(count)]:
             ready.result()
     finally:
-        started.abort()  # if one could not be started, the others do not wait for it
-        torch.set_num_threads(own)  # what the workers set is what threads that start later would begin with
+        started.abort()  # if a thread could not be started, the others must not wait for it
+        torch.set_num_threads(own)  # the workers change the default of threads that start later
     return pool
 
 
 def _use_one_core(started: threading.Barrier) -> None:
-    torch.get_num_threads()  # a thread that never asked takes the caller's number at its first operation
+    torch.get_num_threads()  # without this call, the first operation of a thread resets its number to the caller's
     torch.set_num_threads(1)
-    started.wait()  # so that every thread of the pool comes by here
+    started.wait()  # every thread of the pool must run this function

@@ -1,13 +1,13 @@
-"""The sketches of single parameters on CUDA: the features of the torch operations, bit for bit, in one read.
+"""Sketches of single parameters on CUDA, bitwise equal to the torch operations; gradients are read once.
 
-A term is a gradient entry times +1 or -1, which is exact, so only the order of additions decides the bits: every sum
-here adds the terms that the torch operations of ``vector.py`` and ``matrix.py`` add, in their order,
-in one program, without atomic additions. A lane that has no term adds zero.
+A term is a gradient entry times +1 or -1, which is exact, so the bits depend only on the order of additions. Every sum
+here adds the same terms in the same order as the torch operations of ``vector.py`` and ``matrix.py``, in one program,
+without atomic additions. A lane without a term adds zero.
 
-Import this module only where gradients are on CUDA: triton is an optional package.
+Import this module only for gradients on CUDA, because triton is an optional package.
 
 Shapes: b gradient rows (samples), n entries of a parameter, K columns (``proj_dim``).
-Numerics: float64 gradients are added up in float64, all others in float32.
+Numerics: float64 gradients are summed in float64, all others in float32.
 """
 
 from __future__ import annotations
@@ -35,14 +35,16 @@ _TILE_COLUMNS = 128
 _TILE_WARPS = 4  # with twice the rows and as many warps, registers are spilled
 _MATRIX_ROWS = 8
 _MATRIX_COLUMNS = 64
-_MATRIX_WARPS = 2  # few sums per program, for many programs: an order of additions cannot be split
+_MATRIX_WARPS = (
+    2  # few sums per program give many programs: one sum cannot be split, because its order is fixed
+)
 _MATRIX_UNROLL = 8  # rows of the matrix that are read before they are added
 _REGISTERS = {} if torch.version.hip else {"maxnreg": 224}
-"""Registers that a thread may use: without a number NVIDIA's assembler saves some and delays the reads. AMD's compiler
-does not know the option."""
+"""Registers per thread: without this option, NVIDIA's assembler uses fewer registers and delays the reads. AMD's
+compiler does not have the option."""
 _GROUP = 128
-"""Rows of a matrix that are formed together at least: lists of rows can be cut at its multiples."""
-_WORD_ENTRIES = 37  # log2 of the entries after which the index of a sign's word needs another high half
+"""Smallest number of matrix rows that are formed together; lists of rows can be cut at its multiples."""
+_WORD_ENTRIES = 37  # log2 of the number of entries with one high half of the index of their sign words
 
 
 # ---- vectors
@@ -92,10 +94,10 @@ def _ring_sums(
     block_rows: tl.constexpr,
     block_columns: tl.constexpr,
 ) -> None:
-    """Write ``sums[segment]``: the tiles of a segment, one after the other, each rotated by its offset and signed.
+    """Write ``sums[segment]``: the sum of the segment's tiles in order, each rotated by its offset and signed.
 
-    The grid is (blocks of the ring's columns, segments, blocks of rows). ``offsets`` and ``num_tiles`` are those of the
-    launch, whose first tile has the number ``first_tile`` in the vector.
+    The grid is (blocks of the ring's columns, segments, blocks of rows). ``offsets`` and ``num_tiles`` belong to the
+    launch; its first tile is tile ``first_tile`` of the vector.
     """
     segment = tl.program_id(1)
     columns = tl.program_id(0) * block_columns + tl.arange(0, block_columns)
@@ -107,8 +109,8 @@ def _ring_sums(
     while tile < stop:
         places = columns - tl.load(offsets_ptr + tile)
         places = tl.where(places < 0, places + width, places)
-        # Without the hint, which is wrong in one place, Triton makes rows the fastest axis: reads are scattered and
-        # every sign is hashed for every row. No wide read can follow from it: the alignment stays unknown.
+        # Without this hint, Triton makes rows the fastest axis: reads are scattered, and every sign is hashed for every
+        # row. The hint is wrong where the ring wraps, but harmless: the alignment is unknown, so no read is widened.
         entries = tl.max_contiguous((first_tile.to(tl.int64) + tile) * width + places, block_columns)
         signs = _entry_signs(entries, key, high_key, next_high_key, crossing)
         read = (rows < num_rows)[:, None] & ((columns < width) & (entries < num_entries))[None, :]
@@ -125,7 +127,7 @@ def _ring_sums(
 
 @final
 class VectorKernel:
-    """The map of one :class:`~trak_lite.projectors.sketch.vector.VectorSketch`."""
+    """Triton implementation of a :class:`~trak_lite.projectors.sketch.vector.VectorSketch`."""
 
     def __init__(
         self,
@@ -142,12 +144,12 @@ class VectorKernel:
 
         Args:
             width: W, length of the ring and of a tile.
-            segment: Tiles that are added one after the other.
-            offsets: Of every tile.
-            sign_key: Of the entries' signs.
-            fold_offsets: Of every block of K numbers of the ring.
-            fold_key: Of the signs of the ring.
-            device: Where the gradients are.
+            segment: Number of tiles per segment.
+            offsets: Offset of every tile.
+            sign_key: Key of the signs of the entries.
+            fold_offsets: Offset of every block of K numbers of the ring.
+            fold_key: Key of the signs of the ring.
+            device: Device of the gradients.
         """
         self._width = width
         self._segment = segment
@@ -168,7 +170,7 @@ class VectorKernel:
         return folded[0]
 
     def _ring(self, rows: Tensor) -> Tensor:
-        """Return the ring ``(b, W)``: the sum of all segments, one after the other."""
+        """Return the ring ``(b, W)``: the sum of all segments in order."""
         shape, dtype = (len(rows), self._width), sum_dtype(rows.dtype)
         row_bytes = max(1, len(rows)) * self._width * dtype.itemsize
         step = self._segment * max(1, scratch_bytes(rows.device) // row_bytes)
@@ -184,14 +186,14 @@ class VectorKernel:
 
 
 def ring_sums(sums: Tensor, rows: Tensor, offsets: Tensor, key: int, *, segment: int, first: int = 0) -> None:
-    """Write sums of rotated and signed tiles, one launch; entries must span less than ``2**37``.
+    """Write sums of rotated and signed tiles in one launch, which must have fewer than ``2**37`` entries.
 
     Args:
         sums: ``(number of segments, b, W)``, contiguous, overwritten.
         rows: ``(b, n)``, with any strides.
-        offsets: Of the tiles of W entries from tile ``first`` on, int32.
-        key: Of the signs.
-        segment: Tiles per segment.
+        offsets: Offsets of the tiles of W entries from tile ``first`` on, int32.
+        key: Key of the signs.
+        segment: Number of tiles per segment.
         first: Number of the first tile.
     """
     segments, num_rows, width = sums.shape
@@ -233,17 +235,17 @@ def _row_terms(
     row_stride: tl.tensor,
     entry_stride: tl.tensor,
 ) -> tl.tuple:
-    """Return what of one row of a block falls into the columns: entries of the gradients, and their signs.
+    """Return the entries of one row of a block that belong to the columns, and their signs.
 
     Args:
         grads_ptr: ``(block_rows, 1)``, the first entry of the block's columns in row 0 of the matrix.
-        listed: The row's number in the high half, twice its shift in the low half, plus one for the sign -1.
+        listed: High half: number of the row. Low half: twice its shift, plus 1 for the sign -1.
         columns: Columns of the extended sums.
-        inside: Which lanes may read.
+        inside: Mask of the lanes that may read.
         signs_ptr: Signs of the block's columns.
         width: Number of the block's columns.
         row_stride: Entries between two rows of the matrix in memory.
-        entry_stride: Entries between two columns of it.
+        entry_stride: Entries between two columns of the matrix in memory.
     """
     code = listed.to(tl.uint32)
     places = columns - (code >> 1).to(tl.int32)
@@ -268,9 +270,9 @@ def _add_rows(
     entry_stride: tl.tensor,
     unroll: tl.constexpr,
 ) -> tl.tensor:
-    """Return ``total`` with the next ``unroll`` rows of a list added, in order, or with ``count`` if that is less.
+    """Add the next ``unroll`` rows of a list in order, or ``count`` rows if that is less, and return ``total``.
 
-    All rows are read before the first is added, to have many reads under way: the compiler keeps their order.
+    All rows are read before the first is added, so that many reads run at once; the compiler keeps this order.
     """
     listed: tl.tuple = ()
     for ahead in tl.static_range(unroll):
@@ -324,7 +326,7 @@ def _matrix_sums(
     """Add rows of blocks of the matrix to the extended sums, in the order of their lists.
 
     The grid is (blocks of columns, blocks of samples). ``sums`` is ``(2, b, K)``: the extended columns below K, and
-    those from K on. A program has the same columns of both halves, which makes all programs equally long.
+    those from K on. A program computes the same columns of both halves, so all programs take equally long.
     """
     columns = tl.program_id(0) * block_columns + tl.arange(0, block_columns)
     samples = tl.program_id(1) * block_rows + tl.arange(0, block_rows)
@@ -379,10 +381,10 @@ class MatrixPart(NamedTuple):
 
 @final
 class MatrixKernel:
-    """The map of one :class:`~trak_lite.projectors.sketch.matrix.MatrixSketch`."""
+    """Triton implementation of a :class:`~trak_lite.projectors.sketch.matrix.MatrixSketch`."""
 
     def __init__(self, num_columns: int, proj_dim: int, parts: Sequence[MatrixPart]) -> None:
-        """List, for every block of columns of the sums, the rows that fall into it.
+        """Create lists of the rows that have entries in each block of columns of the sums.
 
         Args:
             num_columns: ``d_in``.
@@ -422,7 +424,7 @@ class MatrixKernel:
 
     @torch.no_grad()
     def formed(self, inputs: Tensor, output_grads: Tensor, scratch: Scratch) -> Tensor:
-        """Return features ``(b, K)`` of gradients in factors, formed in pieces: some rows of a block at a time.
+        """Return features ``(b, K)`` of factored gradients, formed for some rows of a block at a time.
 
         Args:
             inputs: ``(b, T, d_in)``.
@@ -452,7 +454,7 @@ class MatrixKernel:
         groups: int,
         scratch: Scratch,
     ) -> None:
-        """Form one block, ``groups`` groups of rows at a time, and add it."""
+        """Form one block of the matrix, ``groups`` groups of rows at a time, and add it."""
         part = self._parts[number]
         x = inputs[:, :, part.columns].to(sums.dtype)
         columns = output_grads[:, :, part.rows].to(sums.dtype).transpose(1, 2)
@@ -482,15 +484,15 @@ class MatrixKernel:
         groups: tuple[int, int] = (0, 1 << 30),
         origin: int = 0,
     ) -> None:
-        """Add some groups of rows of some blocks: one launch.
+        """Add some groups of rows of some blocks in one launch.
 
         Args:
             sums: ``(2, b, K)``, the extended sums.
             grads: The gradient, or a piece of it.
-            strides: Of samples, rows of the matrix and columns of it.
-            parts: First and last block, the last not included.
-            groups: First and last group of rows within each, the last not included.
-            origin: Where in ``grads`` the matrix would have started, counted backwards.
+            strides: Strides of samples, matrix rows and matrix columns.
+            parts: First block, and the block after the last.
+            groups: First group of rows in each block, and the group after the last.
+            origin: Index in the whole matrix of the first entry of ``grads``.
         """
         num_rows = sums.shape[1]
         grid = (triton.cdiv(self._size, _MATRIX_COLUMNS), triton.cdiv(num_rows, _MATRIX_ROWS))
@@ -517,11 +519,11 @@ class MatrixKernel:
 
 
 def _row_lists(part: MatrixPart, proj_dim: int) -> tuple[Tensor, Tensor, int]:
-    """Return the rows of a block that fall into each block of columns of the extended sums, in natural order.
+    """Return the rows of a matrix block with entries in each block of columns of the extended sums, in order.
 
     Returns:
-        The lists, one after the other, as :func:`_listed_row` reads them; where in them each block of columns and
-        each group of rows begins, and the end; the number of groups.
+        The concatenated lists, encoded for :func:`_row_terms`; the start of each block of columns and group of rows
+        in them, and the end; the number of groups.
     """
     shifts = part.shifts.cpu()
     width = part.columns.stop - part.columns.start
@@ -540,24 +542,24 @@ def _row_lists(part: MatrixPart, proj_dim: int) -> tuple[Tensor, Tensor, int]:
 
 
 def _on_device_of(tensor: Tensor) -> contextlib.AbstractContextManager[Any]:
-    """Return a context in which a kernel runs where a tensor is."""
+    """Return a context in which kernels run on the device of a tensor."""
     return torch.cuda.device(tensor.device) if tensor.is_cuda else contextlib.nullcontext()
 
 
 def why_unusable(device: torch.device) -> str | None:
-    """Return why the kernels cannot be used on a device, or ``None``: they run there and put entries where they belong.
+    """Return why the kernels cannot be used on a device; ``None`` if they run there and give the right features.
 
-    A CUDA device is not enough: Triton needs a C compiler at run time and knows no old GPUs.
+    A CUDA device is not sufficient: Triton needs a C compiler at run time and does not support old GPUs.
     """
     try:
         right = _vector_entries_are_right(device) and _matrix_entries_are_right(device)
-    except Exception as error:  # compilers and drivers of all makers fail in ways of their own
-        return f"they do not run there ({type(error).__name__}: {error})"
-    return None if right else "they give other features there than torch does"
+    except Exception as error:  # every compiler and driver raises other exceptions
+        return f"they do not run on this device ({type(error).__name__}: {error})"
+    return None if right else "they give other features on this device than the torch operations"
 
 
 def _vector_entries_are_right(device: torch.device) -> bool:
-    """Compare with a vector of two segments whose entries are known: row i of the identity is entry i alone."""
+    """Compare with a vector of two segments; row i of the identity selects entry i."""
     width, offsets, key = 8, [3, 0, 7], 5
     num_entries = 20
     kernel = VectorKernel(

@@ -1,11 +1,11 @@
-"""CountSketch of a vector whose buckets are contiguous tiles at hashed offsets of a ring.
+"""CountSketch of a vector by contiguous tiles at hashed offsets of a ring.
 
-The vector is cut in tiles of W = mK entries, m = 32768 // K, or as many as it fills if that is less, and at least 1.
-Tile t is added to a ring of W numbers, rotated by a hashed offset, each entry with its own sign; at the end the m
-blocks of the ring, if there are several, are added to K numbers, rotated by hashed offsets and signed anew. Two entries
-of different tiles meet with probability 1/K, two of one tile at most with that. Compared with a hashed bucket per entry
-(Charikar et al. 2002; sparse JL, Kane and Nelson, arXiv:1012.1577) the variance is the same, and memory is read and
-written in order: no table of indices, no atomic additions.
+The vector is cut into tiles of W = mK entries, with m = 32768 // K, at most the number of blocks of K entries in the
+vector, and at least 1. Tile t is rotated by a hashed offset and added to a ring of W numbers, each entry with its own
+sign. At the end, if m > 1, the m blocks of the ring are rotated by hashed offsets, get new signs, and are added to K
+numbers. Two entries of different tiles collide with probability 1/K, two entries of one tile with at most this
+probability. The variance is that of a sketch with a hashed bucket per entry (Charikar et al. 2002; sparse JL, Kane and
+Nelson, arXiv:1012.1577), but memory is read and written in order, without a table of indices or atomic additions.
 
 Shapes: b rows, n entries, K columns.
 """
@@ -30,21 +30,21 @@ __all__ = ["VectorSketch"]
 
 _WIDE = 32768
 _SEGMENT = 64
-"""Tiles that are added one after the other; the sums of segments are added after that. Part of the definition."""
+"""Number of tiles per segment: tiles are summed in order, then the segments. Part of the definition."""
 
 
 @final
 class VectorSketch(AbstractSketch):
-    """Sketch of a parameter that is no matrix, or a small one."""
+    """Sketch of a parameter that is not a matrix or is a small matrix."""
 
     def __init__(self, num_entries: int, proj_dim: int, keys: Keys, *, device: torch.device) -> None:
-        """Draw offsets; signs are drawn when a tile comes.
+        """Draw the offsets; signs are drawn when they are needed.
 
         Args:
             num_entries: n.
             proj_dim: K.
-            keys: Of this parameter.
-            device: Where the gradients are.
+            keys: Hash keys of this parameter.
+            device: Device of the gradients.
         """
         self._proj_dim = proj_dim
         self._num_entries = num_entries
@@ -78,7 +78,7 @@ class VectorSketch(AbstractSketch):
         return self._folded(ring)
 
     def factored(self, block: FactoredBlock, scratch: Scratch) -> Tensor:
-        """Return features ``(b, K)`` of gradients that are formed a few samples at a time."""
+        """Return features ``(b, K)`` of factored gradients, which are formed for a few samples at a time."""
         dtype = sum_dtype(block.inputs.dtype, block.output_grads.dtype)
         step = max(1, scratch_bytes(block.inputs.device) // max(1, dtype.itemsize * self._num_entries))
         parts = [
@@ -90,11 +90,11 @@ class VectorSketch(AbstractSketch):
         return parts[0] if len(parts) == 1 else torch.cat(parts)
 
     def looked_up(self, block: LookupBlock, scratch: Scratch) -> Tensor:
-        """Return features ``(b, K)`` of tables that are formed a few samples at a time."""
+        """Return features ``(b, K)`` of gradients of table rows, which are formed for a few samples at a time."""
         return form_tables(self, block, scratch)
 
     def _made_by(self, kernels: ModuleType) -> VectorKernel:
-        """Return the kernel of this sketch, made at the first call."""
+        """Return the kernel of this sketch, created at the first call."""
         if self._kernel is None:
             self._kernel = kernels.VectorKernel(
                 width=self._width,
@@ -108,7 +108,7 @@ class VectorSketch(AbstractSketch):
         return self._kernel
 
     def _add_tiles(self, ring: Tensor, rows: Tensor, signs: Tensor, first: int) -> None:
-        """Add a segment, whose first tile is ``first``, to a ring ``(b, W)``."""
+        """Add the segment that begins with tile ``first`` to a ring ``(b, W)``."""
         width = self._width
         for tile in range(first, min(first + _SEGMENT, len(self._offsets))):
             offset = self._offsets[tile]
