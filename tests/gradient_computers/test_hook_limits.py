@@ -67,7 +67,7 @@ def test_a_gradient_taken_inside_f_is_refused_whether_or_not_samples_are_checked
     for settings in ({}, {"self_check": False}):
         model, computer = made(force, **settings)
 
-        with pytest.raises(UnsupportedModelError, match=r"gradient of its own through linear"):
+        with pytest.raises(UnsupportedModelError, match=r"itself computes a gradient through linear"):
             collect_gradients(computer, (rows(3, 4),))
 
     assert choose_gradient_computer(model, resolve_task(output), (rows(3, 4),))[0] != "hook"

@@ -315,7 +315,7 @@ def test_after_a_failed_check_no_later_batch_is_taken() -> None:
     assert messages[0].startswith("The self-check failed")
 
     for batch in (fits, take_rows(fits, slice(0, 2))):
-        with pytest.raises(UnsupportedModelError, match="A batch before this one was refused"):
+        with pytest.raises(UnsupportedModelError, match="The self-check failed for an earlier batch"):
             collect_gradients(computer, batch)
 
     computer.load_model_params(model)

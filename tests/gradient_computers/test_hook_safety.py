@@ -304,9 +304,7 @@ def test_samples_that_reach_each_other_are_refused() -> None:
             y = self.layer(x)
             return y - y.mean(0)
 
-    with pytest.raises(
-        UnsupportedModelError, match="f of one sample depends on what it computes for another"
-    ):
+    with pytest.raises(UnsupportedModelError, match="f of one sample depends on values of another sample"):
         exact(*double(Centred(), 4, 3))
 
 
@@ -411,7 +409,10 @@ def test_a_ruled_layer_on_another_path_is_refused() -> None:
         model, _ = double(Branching(), 1, 3)
         computer = HookGradientComputer(model, resolve_task(squares))
         collect_gradients(computer, (torch.ones(4, 3).double(),))
-        with pytest.raises(UnsupportedModelError, match=r"took another path.*Opaque"):
+        with pytest.raises(
+            UnsupportedModelError,
+            match=r"operations of the model differ from those of the first batch.*Opaque",
+        ):
             collect_gradients(computer, (-torch.ones(4, 3).double(),))
     finally:
         unregister_gradient_rule(Opaque)
@@ -443,7 +444,9 @@ def test_another_path_than_the_examined_one_is_refused() -> None:
     computer = HookGradientComputer(model, resolve_task(squares))
     collect_gradients(computer, (torch.ones(4, 3).double(),))
 
-    with pytest.raises(UnsupportedModelError, match="took another path"):
+    with pytest.raises(
+        UnsupportedModelError, match="operations of the model differ from those of the first batch"
+    ):
         collect_gradients(computer, (-torch.ones(4, 3).double(),))
 
 
@@ -460,7 +463,9 @@ def test_a_shorter_path_than_the_examined_one_is_refused() -> None:
     computer = HookGradientComputer(model, resolve_task(squares))
     collect_gradients(computer, (torch.ones(4, 3).double(),))
 
-    with pytest.raises(UnsupportedModelError, match="ran 1 operations on its parameters, and 2"):
+    with pytest.raises(
+        UnsupportedModelError, match="ran 1 operations on its parameters, but 2 for the first batch"
+    ):
         collect_gradients(computer, (-torch.ones(4, 3).double(),))
 
 

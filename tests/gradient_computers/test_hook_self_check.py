@@ -211,8 +211,8 @@ def test_a_later_batch_of_a_model_that_branches_is_checked_at_one_sample_in_turn
             found.append(str(error))
 
     assert "The self-check failed" in found[0]
-    assert all("batch before this one was refused" in message for message in found[1:])
-    with pytest.raises(UnsupportedModelError, match="batch before this one was refused"):
+    assert all("self-check failed for an earlier batch" in message for message in found[1:])
+    with pytest.raises(UnsupportedModelError, match="self-check failed for an earlier batch"):
         computer.stream_gradients((alike,), lambda _: None)
 
 

@@ -75,7 +75,7 @@ def test_a_model_that_takes_one_sample_at_a_time_is_never_run_on_more() -> None:
     ids=["squeezed", "group of one entry"],
 )
 def test_a_model_that_cannot_run_on_one_sample_is_named(after: Callable[..., Tensor], cause: str) -> None:
-    with pytest.raises(UnsupportedModelError, match=rf"Layer runs on a batch and not on one .*{cause}"):
+    with pytest.raises(UnsupportedModelError, match=rf"Layer runs on a batch, but not on one .*{cause}"):
         gradients(Layer(after), IMAGES)
 
 

@@ -417,7 +417,9 @@ def test_a_model_that_keeps_a_graph_for_the_next_pass_is_refused_by_name(kind: A
     with pytest.raises(UnsupportedModelError):
         collect_gradients(kind(Caching(), resolve_task(squares)), (x,))
     model = Caching()
-    with pytest.raises(UnsupportedModelError, match="iterative: Caching keeps a tensor of one forward pass"):
+    with pytest.raises(
+        UnsupportedModelError, match="iterative: Caching stores a tensor with its graph in one forward pass"
+    ):
         choose_gradient_computer(model, resolve_task(squares), (x,))
 
 

@@ -404,8 +404,8 @@ def select_parameters(model: nn.Module, grad_wrt: ParameterChoice | None) -> dic
         selected = {name: p for name, p in canonical.items() if p.requires_grad}
         if not selected:
             raise InvalidInputError(
-                f"No parameter of {type(model).__name__} requires grad, so there is nothing to differentiate. "
-                "Name the parameters to keep in grad_wrt; frozen ones are allowed there."
+                f"No parameter of {type(model).__name__} requires grad, so there is nothing to differentiate. Name "
+                "parameters in grad_wrt; these may be frozen."
             )
         return selected
     choices = _choices(grad_wrt)
@@ -413,9 +413,7 @@ def select_parameters(model: nn.Module, grad_wrt: ParameterChoice | None) -> dic
     wanted = {id(p) for module_class in by_class for p in _owned_by(model, module_class)}
     wanted |= _named(model, [choice for choice in choices if choice not in by_class])
     if not wanted:
-        raise InvalidInputError(
-            "grad_wrt is empty. Name at least one parameter, or leave it out to keep all."
-        )
+        raise InvalidInputError("grad_wrt is empty. Name at least one parameter, or leave it out to use all.")
     return {name: p for name, p in canonical.items() if id(p) in wanted}
 
 
@@ -500,7 +498,7 @@ def refuse_batch_statistics(model: nn.Module) -> None:
     ]
     if mixing:
         raise UnsupportedModelError(
-            f"{mixing[:5]} normalise over the batch, so a sample's gradient would depend on the other samples. "
+            f"{mixing[:5]} normalise over the batch, so the gradient of a sample would depend on the other samples. "
             "Call model.eval() and keep running statistics, or replace these layers (nn.GroupNorm)."
         )
 

@@ -104,5 +104,5 @@ def _failure(computer: AbstractGradientComputer, few: Batch) -> Exception | None
 
 
 def _decided(name: str, reason: str, computer: AbstractGradientComputer) -> ChosenComputer:
-    logger.info("gradient_computer='auto' is %r: %s", name, reason)
+    logger.info("gradient_computer='auto' selects %r: %s", name, reason)
     return ChosenComputer(name, reason, computer)

@@ -173,9 +173,8 @@ class FunctionalGradientComputer(AbstractStreamingComputer):
             with torch.no_grad():
                 self.terms(rebuild(rows))
             raise UnsupportedModelError(
-                f"torch.func.vmap cannot transform {type(self.model).__name__}: {_operation(error)}. "
-                "The model itself runs. Use IterativeGradientComputer (gradient_computer='iterative'), "
-                "which needs nothing but autograd."
+                f"torch.func.vmap cannot transform {type(self.model).__name__}: {_operation(error)}. The model itself "
+                "runs. Use IterativeGradientComputer (gradient_computer='iterative'), which needs only autograd."
             ) from error
         return dict(grads), terms
 

@@ -120,9 +120,9 @@ class IterativeGradientComputer(AbstractStreamingComputer):
             with torch.no_grad():
                 self.terms(batch)
             raise UnsupportedModelError(
-                f"{type(self.model).__name__} runs on a batch and not on one of its samples alone ({_named(error)}). "
-                "Expected a batch of one to be a batch: keep the sample axis (no squeeze() without an axis), and take "
-                "no statistics over the batch."
+                f"{type(self.model).__name__} runs on a batch, but not on one of its samples alone ({_named(error)}). "
+                "Expected a model that accepts a batch of one: keep the sample axis (no squeeze() without an axis), "
+                "and compute no statistics over the batch."
             ) from error
 
 

@@ -43,8 +43,8 @@ class Normalization:
         if self.kind != "clip":
             if self.threshold is not None:
                 raise InvalidInputError(
-                    f"threshold={self.threshold!r} was given with kind={self.kind!r}, which has none. "
-                    "Expected kind='clip'."
+                    f"threshold={self.threshold!r} was given with kind={self.kind!r}, which has no threshold. Leave it "
+                    "out, or pass kind='clip'."
                 )
             return
         threshold = self.threshold
@@ -154,7 +154,7 @@ def clipping_threshold(norms: Tensor | NDArray[np.floating], *, quantile: float 
     threshold = float(np.quantile(values, quantile))
     if threshold <= 0:
         raise InvalidInputError(
-            f"The {quantile} quantile of the norms is {threshold}, and a threshold must be above 0. "
-            "Most gradients are zero: check grad_wrt and the output function, or take a larger quantile."
+            f"The {quantile} quantile of the norms is {threshold}, and a threshold must be above 0. Most gradients are "
+            "zero: check grad_wrt and the output function, or use a larger quantile."
         )
     return threshold

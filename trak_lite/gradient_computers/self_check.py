@@ -134,8 +134,8 @@ class SelfCheck:
         known = self._failed.get(conditions)
         if known is not None:
             raise UnsupportedModelError(
-                f"A batch before this one was refused, and with it the model: {known} Expected no further batch; "
-                "load_model_params and another mode of the model start anew."
+                f"The self-check failed for an earlier batch, so this computer cannot be used with the model: {known} "
+                "To start again, call load_model_params or change the mode of the model."
             )
 
     def is_due(self, structure: Any, size: int, *, always: bool = False) -> bool:
@@ -225,9 +225,8 @@ def _named_rows(suspected: Mapping[str, NDArray[np.int64]]) -> str:
     if not parts:
         return ""
     return (
-        " Batches since the last check that passed were not compared, and may be wrong as well: "
-        f"{' and '.join(parts)}. The error's attribute rows has all of them; remove what was stored of them before "
-        "you go on."
+        f" Batches after the last check that passed were not compared, and may be wrong too: {' and '.join(parts)}. "
+        "The attribute rows of this error lists them; remove their stored rows before you continue."
     )
 
 
@@ -685,9 +684,9 @@ def naming_kept_graphs(model: nn.Module) -> Iterator[None]:
         if "through the graph a second time" not in str(error):
             raise
         raise UnsupportedModelError(
-            f"{type(model).__name__} keeps a tensor of one forward pass for the next one, with the graph that made it, "
-            "such as a bias that it computes once in eval mode. Expected passes that do not depend on each other. "
-            "Detach what it keeps, or clear it in the output function."
+            f"{type(model).__name__} stores a tensor with its graph in one forward pass and uses it in the next, such "
+            "as a bias that it computes once in eval mode. Expected independent passes. Detach the tensor, or clear "
+            "it in the output function."
         ) from error
 
 

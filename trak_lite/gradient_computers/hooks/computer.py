@@ -179,14 +179,15 @@ class HookGradientComputer(AbstractStreamingComputer):
             plan = make_plan(self.model, read, batch, self._output)
             if plan.routed:
                 refusal = UnsupportedModelError(
-                    "The model is sharded, and chooses, orders or moves rows by values. Expected rows that stay in "
-                    "place, as weighted backward passes would have to tell their samples. Use a model that is whole."
+                    "The model is sharded, and selects, sorts or moves rows depending on values, which hooks support "
+                    "only for a model that is not sharded. Use a whole model on one device."
                 )
         except UnsupportedModelError as error:
             refusal = error
         if sharded.lockstep.any(refusal is not None):
             raise refusal or UnsupportedModelError(
-                "Another rank refused its samples, which are told there. Expected samples that all ranks can take."
+                "The samples of another rank were refused. See the error of that rank, and pass valid samples on all "
+                "ranks."
             )
         return plan
 
@@ -241,9 +242,7 @@ class HookGradientComputer(AbstractStreamingComputer):
         reshard(self.model)
         kept = select_parameters(self.model, self.grad_wrt)
         if not batch_size(batch):
-            raise InvalidInputError(
-                "The batch is empty. Expected at least one sample to explain gradients with."
-            )
+            raise InvalidInputError("The batch is empty. Pass at least one sample.")
         rows = [0, min(1, batch_size(batch) - 1)]
         part = map_tensors(Tensor.detach, take_rows(batch, rows))
         try:
@@ -302,8 +301,8 @@ class HookGradientComputer(AbstractStreamingComputer):
     def _look_at_shards(self) -> ShardedModel:
         if self.chunk_size is not None:
             raise UnsupportedModelError(
-                f"chunk_size={self.chunk_size} was given with a sharded model, all ranks of which make one pass per "
-                "batch. Expected no chunks. Leave chunk_size out, and lower batch_size instead."
+                f"chunk_size={self.chunk_size} is not supported for a sharded model, because all its ranks make one "
+                "pass per batch. Leave chunk_size out, and use a smaller batch_size."
             )
         return ShardedModel(self.model)
 
@@ -330,15 +329,16 @@ class HookGradientComputer(AbstractStreamingComputer):
         """Raise for parameters without a per-sample gradient, according to ``strict``."""
         if escaped and self.strict is not False:
             raise UnsupportedModelError(
-                f"f depends on {list(escaped)[:5]} in a way that hooks cannot see: an autograd.Function, a scripted "
-                "module or another part outside torch's operations reads them. Register a gradient rule for the module "
-                "(register_gradient_rule), use another gradient computer, or pass strict=False to leave that part out."
+                f"f depends on {list(escaped)[:5]} through operations that hooks cannot see: an autograd.Function, a "
+                "scripted module or other code that does not use torch operations reads them. Register a gradient "
+                "rule for the module (register_gradient_rule), use another gradient computer, or pass strict=False to "
+                "leave that part out."
             )
         unread = [name for name in kept if not grad_pass.methods[name] and name not in escaped]
         if self.strict and unread and not plan.routed:
             raise UnsupportedModelError(
-                f"f depends on no operation that reads {unread[:5]}, so they have no gradient. strict=True expects "
-                "one for every kept parameter. Leave them out of grad_wrt, or drop strict=True to take zeros for them."
+                f"f depends on no operation that reads {unread[:5]}, so they have no gradient. strict=True expects one "
+                "for every kept parameter. Leave them out of grad_wrt, or pass strict=False to use zeros for them."
             )
 
     def _pass(
@@ -350,9 +350,8 @@ class HookGradientComputer(AbstractStreamingComputer):
         except UnexpectedRowsError as error:
             if self._sharded is not None:
                 raise UnsupportedModelError(
-                    "The model is sharded, and a batch has another number of rows than the samples that it was "
-                    "examined with. Expected as many rows of every sample, as weighted backward passes would have to "
-                    "tell their samples. Use a model that is whole."
+                    "The model is sharded, and the number of rows per sample differs from the first batch, which "
+                    "hooks support only for a model that is not sharded. Use a whole model on one device."
                 ) from error
             logger.info("%s", error)
             plan.doubt()  # the second pass does not assume a number of rows
@@ -441,8 +440,8 @@ def _refuse_complex(kept: Mapping[str, nn.Parameter]) -> None:
     found = [name for name, p in kept.items() if p.is_complex()]
     if found:
         raise UnsupportedModelError(
-            f"{found[:5]} are complex. Expected real parameters, whose gradients the rules are for. Keep two real "
-            "parameters and torch.view_as_complex, or use gradient_computer='functional' or 'iterative'."
+            f"{found[:5]} are complex, but gradient rules need real parameters. Use two real parameters with "
+            "torch.view_as_complex, or use gradient_computer='functional' or 'iterative'."
         )
 
 

@@ -132,9 +132,9 @@ class GradientPass(AbstractInterceptor):
 
     def _another_path(self, function: Any) -> UnsupportedModelError:
         return UnsupportedModelError(
-            "The model took another path than with the batch that it was examined with: "
-            f"{describe(function)} came as operation {self._cursor} on the parameters. "
-            "Expected the same operations for every batch. Use another gradient computer."
+            f"The operations of the model differ from those of the first batch: operation {self._cursor} on the "
+            f"parameters is {describe(function)} now. Expected the same operations for every batch. Use another "
+            "gradient computer."
         )
 
     def _unplanned(self, function: Function, args: Any, kwargs: Mapping[str, Any]) -> Any:
@@ -250,7 +250,7 @@ class GradientPass(AbstractInterceptor):
             raise UnexpectedRowsError(
                 f"{describe(site.function)}, which uses {list(site.names)[:3]}, has shape {tuple(shape)} for "
                 f"{self._num_samples} samples, expected them on axis {axis.axis}"
-                + ". Which row belongs to which sample is found by weighted backward passes from now on."
+                + ". From now on, weighted backward passes find the sample of each row."
             )
         return fitted
 
@@ -299,9 +299,9 @@ class GradientPass(AbstractInterceptor):
                 call.targets, call.args, call.kwargs, call.versions = {}, (), {}, []
                 self._ledger.deposit(targets, parts)
 
-        self._when_known(outputs, tags, take, call=call)
+        self._on_gradients(outputs, tags, take, call=call)
 
-    def _when_known(
+    def _on_gradients(
         self,
         outputs: Sequence[Tensor],
         tags: RowTags,
@@ -322,9 +322,9 @@ class GradientPass(AbstractInterceptor):
         def arrived(*grads: Tensor | None) -> None:
             if not self._in_backward:
                 raise UnsupportedModelError(
-                    f"The model takes a gradient of its own through {describe(tags.site.function)}, which uses "
-                    f"{list(tags.site.names)[:3]}, before f is known (torch.autograd.grad in the forward pass), so "
-                    "this is no gradient of f. Use gradient_computer='functional' or 'iterative'."
+                    f"The model itself computes a gradient through {describe(tags.site.function)}, which uses "
+                    f"{list(tags.site.names)[:3]}, before f is known (torch.autograd.grad in the forward pass). This "
+                    "gradient is not a gradient of f. Use gradient_computer='functional' or 'iterative'."
                 )
             if self._tagging and not tags.site.routed:
                 return
@@ -378,7 +378,7 @@ class GradientPass(AbstractInterceptor):
                     self._ledger.note(target, "recurrence")
                 self._ledger.deposit([t for t in wanted if t is not None], found)
 
-            self._when_known([value], tags, take, rows_of)
+            self._on_gradients([value], tags, take, rows_of)
             return value
 
         return run_recurrent(RECURRENT[function], args, num_samples=rows, order=self.packed_order, tap=tap)
@@ -413,7 +413,7 @@ class GradientPass(AbstractInterceptor):
                 self._ledger.note(parameter, f"rule of {class_of(module).__name__}")
             self._ledger.deposit(list(own.values()), [(own[n], p) for n, p in zip(found, parts, strict=True)])
 
-        self._when_known([out], tags, take)
+        self._on_gradients([out], tags, take)
         return out
 
     def _summed(self, parts: list[Contribution], tags: RowTags, grad: Tensor) -> list[Contribution]:
@@ -434,8 +434,8 @@ class GradientPass(AbstractInterceptor):
         """
         if self._cursor != len(self._plan.sites) and not self._plan.routed:
             raise UnsupportedModelError(
-                f"The model ran {self._cursor} operations on its parameters, and {len(self._plan.sites)} when it was "
-                "examined. Expected the same for every batch. Use another gradient computer."
+                f"The model ran {self._cursor} operations on its parameters, but {len(self._plan.sites)} for the first "
+                "batch. Expected the same operations for every batch. Use another gradient computer."
             )
         escaped: dict[str, Tensor] = {}
         if output.requires_grad:
@@ -537,8 +537,8 @@ def _parts_of(
     missing = sorted(set(own) - set(found))
     if missing:
         raise UnsupportedModelError(
-            f"The gradient rule of {type(module).__name__} gave no gradient for {missing}. "
-            "Expected one for every parameter that gradients are kept for."
+            f"The gradient rule of {type(module).__name__} returned no gradient for {missing}. Expected one for every "
+            "kept parameter."
         )
     return {
         name: Factors(*part) if isinstance(part, tuple) else part
@@ -581,8 +581,8 @@ def _is_recurrence(function: Any, args: Sequence[Any]) -> bool:
         return True
     if packed:
         raise UnsupportedModelError(
-            "An LSTM with proj_size reads a packed sequence, whose rows cannot be told apart here. "
-            "Pad the sequence, or use another gradient computer."
+            "An LSTM with proj_size reads a packed sequence, whose rows hooks cannot assign to samples. Pad the "
+            "sequence, or use another gradient computer."
         )
     return False
 

@@ -79,8 +79,8 @@ class RowTags:
         if not bool(plain.isfinite().all()):
             raise UnsupportedModelError(
                 f"The gradient of the result of {describe(self.site.function)}, which uses "
-                f"{list(self.site.names)[:3]}, is not finite, so it cannot tell which sample its rows belong to. "
-                "Expected finite gradients; look for the sample, or use another gradient computer."
+                f"{list(self.site.names)[:3]}, is not finite, so the samples of its rows cannot be found. Expected "
+                "finite gradients; look for the sample that causes this, or use another gradient computer."
             )
         tagged = [grads[place] for grads in self.passes]
         found = code.owners(plain, [values for values in tagged if values is not None], grad.dtype)

@@ -179,9 +179,9 @@ def _relevant(two: Recorder, three: Recorder, plan: Plan) -> list[tuple[int, int
     for (first, a), (second, b) in itertools.zip_longest(*reading, fillvalue=(-1, None)):
         if a is None or b is None or a.function != b.function:
             raise UnsupportedModelError(
-                f"The model runs other operations on its parameters for 2 samples ({len(two.records)} in all) than for "
-                f"3 ({len(three.records)}), so an operation cannot be told from its samples. Expected a forward pass "
-                "over the whole batch, without a loop over samples. Use another gradient computer."
+                f"The model runs different operations on its parameters for 2 samples ({len(two.records)} in all) and "
+                f"for 3 ({len(three.records)}), so operations cannot be matched between batches. Expected a forward "
+                "pass over the whole batch, without a loop over samples. Use another gradient computer."
             )
         roots = [_roots(source, shared[1]) for source in b.sources]
         names = tuple(dict.fromkeys(name for part in roots for name in part))
@@ -258,8 +258,8 @@ def _sequences_are_samples(record: Record, axis: BatchAxis | str | None) -> bool
 def mixed(site: Site, reason: str) -> UnsupportedModelError:
     """Return the error for an operation that cannot be split into samples."""
     return UnsupportedModelError(
-        f"The operation {describe(site.function)}, which uses {list(site.names)[:3]}, cannot be split into "
-        f"samples: {reason}. Use another gradient computer, or keep no gradients for these parameters."
+        f"The operation {describe(site.function)}, which uses {list(site.names)[:3]}, cannot be split into samples: "
+        f"{reason}. Use another gradient computer, or leave these parameters out of grad_wrt."
     )
 
 
@@ -290,7 +290,7 @@ def _assign_owners(plan: Plan, records: Sequence[Record], outputs: Tensor) -> No
                 orders[place] = [axis for axis in orders[place] if _owned(grad, axis, sample, len(outputs))]
     for (site, _), possible in zip(batched, orders, strict=True):
         if not possible:
-            raise mixed(site, "f of one sample depends on what it computes for another")
+            raise mixed(site, "f of one sample depends on values of another sample")
         if possible[0].multiple > 1 or not possible[0].sample_major:
             site.output_axes = tuple(_ordered(axis, possible[0]) for axis in site.output_axes)
         site.leaf_axes = tuple(_ordered(axis, possible[0]) for axis in site.leaf_axes)

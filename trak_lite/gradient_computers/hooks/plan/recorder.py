@@ -246,9 +246,9 @@ def _refuse_nested(function: Function, tensors: Sequence[Tensor]) -> None:
     """Raise for nested tensors, because neither shapes nor gradients identify the samples of their rows."""
     if any(tensor.is_nested for tensor in tensors):
         raise UnsupportedModelError(
-            f"{getattr(function, '__name__', function)} works with a nested tensor (torch.nested), whose samples hooks "
-            "cannot tell. Pad the samples, or keep their rows in one tensor and add them up by sample (index_add), "
-            "or use gradient_computer='iterative'."
+            f"{getattr(function, '__name__', function)} works with a nested tensor (torch.nested), whose rows hooks "
+            "cannot assign to samples. Pad the samples, or put their rows into one tensor and sum them by sample "
+            "(index_add), or use gradient_computer='iterative'."
         )
 
 

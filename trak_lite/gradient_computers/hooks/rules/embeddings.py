@@ -62,12 +62,12 @@ def _shares(
     ids: Tensor, bags: Tensor, num_bags: int, mode: int, scales: Tensor | None, padding: int | None
 ) -> Tensor:
     """Return the weight ``(n,)`` of each id in its bag."""
-    kept = torch.ones_like(ids) if padding is None or padding < 0 else (ids != padding).to(ids.dtype)
+    counted = torch.ones_like(ids) if padding is None or padding < 0 else (ids != padding).to(ids.dtype)
     if mode == 0:
-        return kept if scales is None else kept * scales
-    sizes = torch.zeros(num_bags, dtype=ids.dtype, device=ids.device).index_add_(0, bags, kept)
+        return counted if scales is None else counted * scales
+    sizes = torch.zeros(num_bags, dtype=ids.dtype, device=ids.device).index_add_(0, bags, counted)
     # Division of integer tensors would give float32.
-    return kept.to(wide_dtype(kept.device)) / sizes.clamp(min=1)[bags]
+    return counted.to(wide_dtype(counted.device)) / sizes.clamp(min=1)[bags]
 
 
 def _owner_of_bags(call: OperationCall, num_bags: int, device: torch.device) -> Tensor:
@@ -107,5 +107,5 @@ def _refuse_frequency(by_frequency: bool | None) -> None:
     if by_frequency:
         raise UnsupportedModelError(
             "An embedding has scale_grad_by_freq=True, which divides its gradient by counts over the whole batch. "
-            "Expected gradients that belong to one sample; build it without scale_grad_by_freq."
+            "Create the embedding without scale_grad_by_freq."
         )

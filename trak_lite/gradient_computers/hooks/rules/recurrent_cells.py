@@ -348,8 +348,8 @@ class _Recurrence(torch.autograd.Function):
         # once_differentiable is not enough: it raises only if its node leads to the differentiated inputs.
         if torch.is_grad_enabled():
             raise UnsupportedModelError(
-                "The gradient of a recurrent layer is to be differentiated itself (create_graph=True). Expected f to "
-                "read values only. Use gradient_computer='functional' or 'iterative'."
+                "f needs a second derivative of a recurrent layer (create_graph=True), which its gradient rule does "
+                "not support. Use gradient_computer='functional' or 'iterative'."
             )
         weight, seen, *slopes = ctx.saved_tensors
         with torch._C.DisableTorchFunction():
