@@ -408,9 +408,15 @@ def normalising_computer(**settings: Any) -> NormalizedGradientComputer:
 @pytest.mark.parametrize(
     ("changes", "said"),
     [
-        ({"task": lambda model_call, batch: model_call(batch[0]).sum((1, 2))}, "does not say how they are"),
-        ({"normalize": "unit"}, "the rows are normalised"),
-        ({"gradient_computer": normalising_computer}, "the rows are normalised"),
+        (
+            {"task": lambda model_call, batch: model_call(batch[0]).sum((1, 2))},
+            "does not define their distribution",
+        ),
+        ({"normalize": "unit"}, "The rows are normalised, and Fisher needs gradients that are not"),
+        (
+            {"gradient_computer": normalising_computer},
+            "The rows are normalised, and Fisher needs gradients that are not",
+        ),
     ],
     ids=["no-labels", "normalised", "normalised-by-the-computer"],
 )
@@ -466,7 +472,7 @@ def test_a_store_that_cannot_be_written_is_refused_before_a_gradient(
     made.featurize(TRAIN)
     made.score(TARGETS, "test")
     monkeypatch.setattr(ZarrFeatureStore, "writable", property(lambda _: False))
-    monkeypatch.setattr(FisherFits, "_late", lambda *_, **__: pytest.fail("a table of drawn labels"))
+    monkeypatch.setattr(FisherFits, "_lazy_table", lambda *_, **__: pytest.fail("a table of drawn labels"))
 
     with pytest.raises(ReadOnlyStoreError, match="open for reading only, and a fit must be stored"):
         made.score(TARGETS, "test", method=Fisher(seed=1))

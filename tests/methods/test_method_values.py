@@ -216,5 +216,5 @@ def test_a_transform_that_changes_the_shape_is_refused():
 def test_a_class_with_the_name_of_a_method_of_the_package_is_refused():
     """Its scores would be stored as, and taken for, those of the other one."""
     own = dataclasses.dataclass(frozen=True, kw_only=True)(type("GradDot", (methods.GradDot,), {}))
-    with pytest.raises(InvalidInputError, match="Rename the class"):
+    with pytest.raises(InvalidInputError, match="rename the class"):
         attributor(method=own())

@@ -76,8 +76,8 @@ def test_a_function_becomes_a_task():
     [
         ("image_clasification", "Did you mean 'image_classification'.*Known names"),
         ("?", "Known names: .*'binary_classification'"),
-        (nn.Linear(1, 1), "is a torch.nn.modules.linear.Linear.*model goes into its own argument"),
-        (nn.Linear, "is the class torch.nn.modules.linear.Linear.*model goes into its own argument"),
+        (nn.Linear(1, 1), "is a torch.nn.modules.linear.Linear.*Pass the model as the argument `model`"),
+        (nn.Linear, "is the class torch.nn.modules.linear.Linear.*Pass the model as the argument `model`"),
         (3, "is a builtins.int"),
         (None, "is a builtins.NoneType"),
         (AbstractModelOutput, "is the class .*AbstractModelOutput"),
@@ -464,20 +464,20 @@ def nested(levels):
 @pytest.mark.parametrize(
     ("function", "seen"),
     [
-        (scaled(threading.Lock()), "carries factor, a _thread.lock"),
-        (scaled({"a": [threading.Lock()]}), r"carries factor\['a'\]\[0\], a _thread.lock"),
-        (scaled(x for x in "ab"), "carries factor, a builtins.generator"),
-        (scaled(torch.ones(1).to_sparse()), "carries factor, a torch.Tensor.*no plain values"),
-        (scaled(torch.ones(1, device="meta")), "carries factor, a torch.Tensor.*no plain values"),
-        (scaled(nested(40)), r"carries factor\[0\].*, a builtins.list.*more than 32 objects deep"),
-        (Weighted(threading.Lock()), "carries function.weight, a _thread.lock"),
-        (Weighted(threading.Lock()).output, "carries function.__self__.weight, a _thread.lock"),
-        (functools.partial(powered, weights=threading.Lock()), "carries weights, a _thread.lock"),
-        (with_attribute(threading.Lock()), "carries function.weight, a _thread.lock"),
+        (scaled(threading.Lock()), "captures factor, a _thread.lock"),
+        (scaled({"a": [threading.Lock()]}), r"captures factor\['a'\]\[0\], a _thread.lock"),
+        (scaled(x for x in "ab"), "captures factor, a builtins.generator"),
+        (scaled(torch.ones(1).to_sparse()), "captures factor, a torch.Tensor.*no plain values"),
+        (scaled(torch.ones(1, device="meta")), "captures factor, a torch.Tensor.*no plain values"),
+        (scaled(nested(40)), r"captures factor\[0\].*, a builtins.list.*nested in more than 32 objects"),
+        (Weighted(threading.Lock()), "captures function.weight, a _thread.lock"),
+        (Weighted(threading.Lock()).output, "captures function.__self__.weight, a _thread.lock"),
+        (functools.partial(powered, weights=threading.Lock()), "captures weights, a _thread.lock"),
+        (with_attribute(threading.Lock()), "captures function.weight, a _thread.lock"),
     ],
 )
 def test_what_cannot_be_described_is_refused_by_its_name(function, seen):
-    with pytest.raises(InvalidInputError, match=seen + r".*AbstractModelOutput and return .*settings\(\)"):
+    with pytest.raises(InvalidInputError, match=seen + r".*AbstractModelOutput, and return .*settings\(\)"):
         describe(function)
 
 

@@ -171,7 +171,7 @@ class FisherFits:
         spec = feature_table_spec(len(samples), layout.width, "float32", fingerprint)
         try:
             featurize_rows(
-                self._late(f"{folder}/drawn", spec, {NEEDED_UNTIL: f"{folder}/{_GRAM}"}),
+                self._lazy_table(f"{folder}/drawn", spec, {NEEDED_UNTIL: f"{folder}/{_GRAM}"}),
                 samples,
                 lambda *_: computer,
                 projector,
@@ -237,7 +237,7 @@ class FisherFits:
                 found = scale * _gram_rows(drawn, wanted, layout, device)
                 work.put(wanted, {_GRAM: found.float().cpu().numpy()})
 
-    def _late(self, path: str, spec: TableSpec, attributes: Mapping[str, Any]) -> LazyTable:
+    def _lazy_table(self, path: str, spec: TableSpec, attributes: Mapping[str, Any]) -> LazyTable:
         """Return a table that is created when its first rows are put."""
 
         def find() -> AbstractRowTable | None:

@@ -89,8 +89,8 @@ class EKFAC(AbstractMethod):
             fisher = "sampled" if task.can_sample else "curvature" if task.has_curvature else "empirical"
         if fisher == "sampled" and not task.can_sample:
             raise InvalidInputError(
-                f"fisher='sampled' draws labels from the model, and {type(task).__name__} does not say how they are "
-                "distributed. Use fisher='empirical', or define sample_labels."
+                f"fisher='sampled' draws labels from the model, and {type(task).__name__} does not define their "
+                "distribution. Use fisher='empirical', or define sample_labels."
             )
         if fisher == "curvature" and not task.has_curvature:
             raise InvalidInputError(

@@ -43,8 +43,8 @@ def as_method(method: Method) -> AbstractMethod:
     if isinstance(method, AbstractMethod):
         if METHODS.get(method.name, type(method)) is not type(method):
             raise InvalidInputError(
-                f"{type(method).__module__}.{method.name} has the name of a method of trak_lite, by which scores are "
-                "stored. Rename the class."
+                f"{type(method).__module__}.{method.name} has the name of a method of trak_lite. Scores are stored by "
+                "this name, so rename the class."
             )
         return method
     values = {"name": method} if isinstance(method, str) else method
@@ -63,7 +63,7 @@ def as_method(method: Method) -> AbstractMethod:
     known_names(chosen, [field.name for field in fields(cls) if field.init], what=f"fields of {cls.__name__}")
     if values.get("version", 1) != cls.version:
         raise InvalidInputError(
-            f"{cls.__name__} has version {cls.version}, and {values.get('version', 1)!r} was asked for. The code of "
-            "the method was changed since: score again with the present one."
+            f"{cls.__name__} has version {cls.version}, and {values.get('version', 1)!r} was requested. The method has "
+            "changed since: score again with the present version."
         )
     return cls(**chosen)  # type: ignore[arg-type]  # every class checks its own fields

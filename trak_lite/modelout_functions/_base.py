@@ -193,7 +193,7 @@ class AbstractModelOutput(ABC):  # noqa: B024 - a subclass defines either of two
             InvalidInputError: If the task has no distribution of labels, or the batch is not what it expects.
         """
         raise InvalidInputError(
-            f"{type(self).__name__} does not say how its labels are distributed, so none can be drawn. Use "
+            f"{type(self).__name__} does not define the distribution of its labels, so none can be drawn. Use "
             "fisher='empirical', which takes the labels of the data, or define sample_labels."
         )
 

@@ -158,7 +158,7 @@ class _Description:
         if id(value) in self._open:  # a reference cycle: describe it by depth, not by address
             return {"cycle": len(self._open) - self._open.index(id(value))}
         if len(self._open) >= _MAX_DEPTH:
-            return self._refused(value, path, f"it lies more than {_MAX_DEPTH} objects deep")
+            return self._refused(value, path, f"it is nested in more than {_MAX_DEPTH} objects")
         with self._inside(value):
             described = self._holder(value, path)
         text = json.dumps(described)
@@ -178,10 +178,10 @@ class _Description:
         if self._lenient:
             return {"undescribed": _name(type(value))}
         raise InvalidInputError(
-            f"The task carries {path}, a {_name(type(value))}, which cannot be described ({why}), so that its "
-            "rows could not be told from those of another task. Expected numbers, strings, tensors, arrays, "
-            "functions, and containers and objects of these. Write a class with AbstractModelOutput and return "
-            "what matters from settings()."
+            f"The task captures {path}, a {_name(type(value))}, which cannot be described ({why}), so its rows could "
+            "not be distinguished from rows of another task. Expected numbers, strings, tensors, arrays, functions, "
+            "and containers and objects of these. Derive a class from AbstractModelOutput, and return the values that "
+            "f depends on from settings()."
         )
 
     def _holder(self, value: Any, path: str) -> Any:

@@ -108,7 +108,7 @@ def _type_name(cls: type) -> str:
 def _hint(cls: type) -> str:
     """Return a hint for the error message if the mistake is a known one."""
     if issubclass(cls, nn.Module):
-        return " The model goes into its own argument."
+        return " Pass the model as the argument `model`."
     if callable(getattr(cls, "get_output", None)):
-        return " Derive it from trak_lite.modelout_functions.AbstractModelOutput; the methods may stay."
+        return " Derive it from trak_lite.modelout_functions.AbstractModelOutput; its methods need no change."
     return ""

@@ -119,7 +119,7 @@ def fisher_task(task: AbstractModelOutput) -> AbstractModelOutput:
     """
     if not task.can_sample:
         raise InvalidInputError(
-            f"method='Fisher' draws labels from the model, and {type(task).__name__} does not say how they are "
-            "distributed. Use method='GaussNewton' or 'TRAK', or define sample_labels."
+            f"method='Fisher' draws labels from the model, and {type(task).__name__} does not define their "
+            "distribution. Use method='GaussNewton' or 'TRAK', or define sample_labels."
         )
     return LossModelOutput(task)

@@ -50,7 +50,7 @@ def resolve_device(device: str | torch.device, model: nn.Module | None = None) -
         ) from error
     if resolved.type == "cuda" and not torch.cuda.is_available():
         raise InvalidInputError(
-            f"device={str(device)!r} was asked for, but torch sees no CUDA GPU. Use 'cpu' or 'auto'."
+            f"device={str(device)!r} was given, but torch finds no CUDA GPU. Use 'cpu' or 'auto'."
         )
     return resolved
 

@@ -162,9 +162,9 @@ def refuse_other_device(model: nn.Module, device: torch.device, home: torch.devi
     """
     if is_sharded(model) and (device.type != home.type or device.index not in (None, home.index)):
         raise InvalidInputError(
-            f"device={str(device)!r} was asked for, and this rank's shards of {class_of(model).__name__} are on "
-            f"{str(home)!r}. Expected the device that they are on. Use device='auto'; every rank needs a GPU of its "
-            "own, by torch.cuda.set_device before the model is sharded."
+            f"device={str(device)!r} was given, but the shards of {class_of(model).__name__} on this rank are on "
+            f"{str(home)!r}. Use device='auto'. Every rank needs its own GPU: call torch.cuda.set_device before the "
+            "model is sharded."
         )
 
 
@@ -251,9 +251,9 @@ class ShardedModel:
         if any(again[name] is not p for name, p in self._gathered.items()):
             raise _unsupported("gathering a parameter twice gave two parameters")
 
-    def gathered(self, kept: Mapping[str, nn.Parameter]) -> dict[str, nn.Parameter]:
+    def gathered(self, parameters: Mapping[str, nn.Parameter]) -> dict[str, nn.Parameter]:
         """Return the gathered parameters that operations read; their values exist only during a pass."""
-        found = {name: self._gathered.get(name, p) for name, p in kept.items()}
+        found = {name: self._gathered.get(name, p) for name, p in parameters.items()}
         for p in found.values():
             p.requires_grad_(True)  # as FSDP2 sets it from the sharded one whenever it gathers
         return found
@@ -335,8 +335,8 @@ class _Border:
         for old, new in zip(self._going.pop(), _tensors(result), strict=False):
             if new.dtype != old.dtype:
                 raise _unsupported(
-                    f"its MixedPrecisionPolicy makes {new.dtype} of a result of {class_of(module).__name__} that is "
-                    f"{old.dtype}"
+                    f"its MixedPrecisionPolicy converts a result of {class_of(module).__name__} from {old.dtype} to "
+                    f"{new.dtype}"
                 )
 
 
@@ -408,7 +408,7 @@ class Turns:
         self._lockstep = lockstep
         self._repeat = repeat
         self._in_pass = False
-        self._is_told = False
+        self._knows_failure = False
         """Whether another rank has signalled a failure."""
 
     @contextmanager
@@ -418,7 +418,7 @@ class Turns:
         Raises:
             RankError: If another rank has failed.
         """
-        self._tell(working=True, unfinished=True)
+        self._exchange(working=True, unfinished=True)
         self._in_pass = True
         yield
         self._in_pass = False
@@ -447,12 +447,12 @@ class Turns:
         if kind is None:
             while self._idle(_PAUSE, unfinished=False):
                 pass
-        elif not (self._in_pass or self._is_told):
+        elif not (self._in_pass or self._knows_failure):
             self._lockstep.sums(False, False, True)
 
     def _idle(self, seconds: float, *, unfinished: bool) -> bool:
         """Join a pass without a batch, or sleep if no rank has one; return whether any rank is unfinished."""
-        working, left = self._tell(working=False, unfinished=unfinished)
+        working, left = self._exchange(working=False, unfinished=unfinished)
         if working:
             self._in_pass = True
             self._repeat()
@@ -461,14 +461,14 @@ class Turns:
             time.sleep(seconds)
         return left > 0
 
-    def _tell(self, *, working: bool, unfinished: bool) -> tuple[int, int]:
+    def _exchange(self, *, working: bool, unfinished: bool) -> tuple[int, int]:
         if self._lockstep.is_alone:
             return 0, 1
         with_batch, left, failed = self._lockstep.sums(working, unfinished, False)
         if failed:
-            self._is_told = True
+            self._knows_failure = True
             raise RankError(
-                f"{failed} other rank(s) that hold parts of the same model failed, and their passes are needed for "
-                "those of this one. Look at their errors; rows that were written stay, and the same call goes on."
+                f"{failed} other rank(s) that hold parts of the same model failed, and this rank cannot compute "
+                "without them. See their errors. Rows that were written stay; make the same call again to continue."
             )
         return with_batch, left

@@ -48,9 +48,9 @@ NumberedBatches: TypeAlias = Callable[[], Iterable[tuple[NDArray[np.int64], Batc
 
 
 def kept_units(model: nn.Module, grad_wrt: ParameterChoice | None) -> tuple[Unit, ...]:
-    """Return the units of the parameters that gradients are kept for."""
-    kept = select_parameters(model, grad_wrt)
-    return find_units(model, {name: tuple(p.shape) for name, p in kept.items()})
+    """Return the units of the parameters that gradients are parameters for."""
+    parameters = select_parameters(model, grad_wrt)
+    return find_units(model, {name: tuple(p.shape) for name, p in parameters.items()})
 
 
 def fit_curvature(
