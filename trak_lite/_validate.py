@@ -178,7 +178,7 @@ def _finite(text: str) -> float:
     """Return a finite number of a JSON text; Python's parser also accepts NaN and infinities."""
     number = float(text)
     if not math.isfinite(number):
-        raise ValueError(f"{text} is no finite number")
+        raise ValueError(f"{text} is not a finite number")
     return number
 
 

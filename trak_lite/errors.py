@@ -181,7 +181,7 @@ class StoreFullError(StoreError):
 MODEL_FAILURES = (RuntimeError, TypeError, ValueError, IndexError, KeyError, AttributeError)
 """Exceptions that a user's model or output function may raise for a batch that does not fit it."""
 
-_DONE_STAYS = "Finished rows are kept; the same call computes the others."
+_DONE_STAYS = "Finished rows are stored; the same call computes the others."
 
 
 def refuse_machine_failure(error: BaseException) -> None:
@@ -199,20 +199,20 @@ def refuse_machine_failure(error: BaseException) -> None:
     no_room = isinstance(error, MemoryError) or (isinstance(error, OSError) and error.errno == errno.ENOMEM)
     if no_room or "can't allocate memory" in first:
         raise ShortageError(
-            f"There is no room in memory ({type(error).__name__}: {first or 'no message'}). {_DONE_STAYS} Use a "
+            f"There is not enough memory ({type(error).__name__}: {first or 'no message'}). {_DONE_STAYS} Use a "
             "smaller batch_size or proj_dim, fewer processes on this machine, or raise its limit (ulimit -v)."
         ) from error
     if isinstance(error, RuntimeError) and "can't start new thread" in first:
         raise ShortageError(
-            f"No thread could be started ({first}): memory, or the number of processes (ulimit -u), is used up. "
+            f"No thread could be started ({first}): memory, or the number of processes (ulimit -u), is exhausted. "
             f"{_DONE_STAYS} Use fewer processes on this machine, or raise the limit."
         ) from error
     if isinstance(error, OSError) and error.errno in (errno.EMFILE, errno.ENFILE):
         raise ShortageError(
-            f"No file descriptor is left ({first}). {_DONE_STAYS} Close what is open, or raise the limit (ulimit -n)."
+            f"No file descriptor is left ({first}). {_DONE_STAYS} Close open files, or raise the limit (ulimit -n)."
         ) from error
     if isinstance(error, RuntimeError) and first.startswith("DataLoader worker"):
         raise WorkerLostError(
-            f"A process of the DataLoader that loads the samples was lost ({first}). Out of memory is the most common "
-            f"cause. {_DONE_STAYS} Use fewer workers (num_workers), or look at the system's log."
+            f"A worker process of the DataLoader ended unexpectedly ({first}). Out of memory is the most common cause. "
+            f"{_DONE_STAYS} Use fewer workers (num_workers), or look at the system's log."
         ) from error

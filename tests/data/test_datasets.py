@@ -205,7 +205,7 @@ def test_samples_of_many_kinds_can_be_told_apart() -> None:
 
 
 def test_samples_that_cannot_be_told_apart_ask_for_a_name() -> None:
-    with pytest.raises(InvalidInputError, match=r"Cannot tell one object from another.*Rows\(data, name="):
+    with pytest.raises(InvalidInputError, match=r"Cannot compute a digest of a object.*Rows\(data, name="):
         Rows([object()]).identity()
 
 

@@ -57,7 +57,7 @@ def test_seeds_draw_different_subsets():
 
 @pytest.mark.parametrize("alpha", [0.0, 1.0, -0.5, 0.01, 0.99, float("nan")])
 def test_a_subset_must_be_a_proper_one(alpha):
-    with pytest.raises(InvalidInputError, match="alpha must lie between 0 and 1 and keep at least one"):
+    with pytest.raises(InvalidInputError, match="alpha must lie between 0 and 1 and select at least one"):
         subset_masks(10, 2, alpha=alpha)
 
 

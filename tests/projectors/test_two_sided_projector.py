@@ -581,7 +581,7 @@ def test_a_file_without_its_sizes_is_refused(tmp_path, sizes):
     metadata = {"format": "trak_lite.principal_axes.1", **({} if sizes is None else {"sizes": sizes})}
     save_file({"w": torch.zeros(2)}, tmp_path / "axes.safetensors", metadata)
 
-    with pytest.raises(InvalidInputError, match="does not tell the sizes"):
+    with pytest.raises(InvalidInputError, match="does not contain the sizes"):
         PrincipalAxes.load(tmp_path / "axes.safetensors")
 
 
@@ -645,9 +645,9 @@ def test_an_unknown_kind_of_covariance_is_refused():
 def test_axes_of_other_matrices_are_refused(parameters):
     projector = TwoSidedProjector(3, matrices=fitted_axes(3))
 
-    with pytest.raises(InvalidInputError, match="The principal axes know"):
+    with pytest.raises(InvalidInputError, match="The principal axes have the shape"):
         projector.layout(parameters)
-    with pytest.raises(InvalidInputError, match="The principal axes know"):
+    with pytest.raises(InvalidInputError, match="The principal axes have the shape"):
         projector.accumulator(2, model_id=0, parameters=parameters)
 
 

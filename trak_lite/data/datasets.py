@@ -118,7 +118,7 @@ class Rows:
         size = len(self.dataset)
         if self._indices is None and size != self._size:
             raise InvalidInputError(
-                f"{self.what} had {self._size} rows when the call began, and {size} now: which rows there are must not "
+                f"{self.what} had {self._size} rows when the call began, and has {size} now, but the rows must not "
                 "change during a call. Pass a dataset of fixed length, or indices=range(...), and append new rows by "
                 "another call: featurize(..., append=True)."
             )
@@ -325,8 +325,8 @@ def spread_rows(num_rows: int, most: int | None) -> _RowNumbers:
 def _refuse_unordered(loader: DataLoader[Any], indices: Sequence[int] | None, what: str) -> None:
     if loader.batch_sampler is None:
         raise InvalidInputError(
-            f"The loader of {what} has batching switched off (batch_size=None), so rows cannot be told apart. "
-            "Pass its dataset instead."
+            f"The loader of {what} has batching switched off (batch_size=None), so its rows cannot be numbered. Pass "
+            "its dataset instead."
         )
     if indices is not None:
         return
@@ -348,7 +348,7 @@ def _refuse_unordered(loader: DataLoader[Any], indices: Sequence[int] | None, wh
 def _refuse_unindexed(dataset: Any, what: str) -> None:
     if isinstance(dataset, IterableDataset):
         raise InvalidInputError(
-            f"{what} is an IterableDataset, whose rows have no index to be identified by. Pass a map-style dataset."
+            f"{what} is an IterableDataset, whose rows have no index. Pass a map-style dataset."
         )
     if isinstance(dataset, Tensor | Mapping) or (
         isinstance(dataset, tuple) and any(isinstance(part, Tensor) for part in dataset)
@@ -422,8 +422,8 @@ def _digest_value(value: Any, digest: hashlib._Hash) -> None:
         array = np.asarray(value)
         if array.dtype == object:
             raise InvalidInputError(
-                f"Cannot tell one {type(value).__name__} from another, so the dataset cannot be recognised on "
-                "resume. Pass Rows(data, name='a name of your own for this data')."
+                f"Cannot compute a digest of a {type(value).__name__}, so the dataset cannot be recognised on resume. "
+                "Pass Rows(data, name='a unique name of this data')."
             )
         _digest_value(array, digest)
 

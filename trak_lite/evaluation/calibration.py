@@ -47,16 +47,18 @@ def fit_weights(predictions: Array, outputs: Array, prior: Array) -> Array:
     spread, default_spread = outputs.std(axis=0), default.std(axis=0)
     usable = (spread > 0) & (default_spread > 0)
     if not usable.any():
-        raise InvalidInputError("No target changes with the subset, so there is nothing to calibrate on.")
+        raise InvalidInputError(
+            "The outputs of every target are the same for all subsets, so there is nothing to calibrate on."
+        )
     y = outputs[:, usable] / spread[usable]
     parts = predictions[:, :, usable] / default_spread[usable]
     errors = np.zeros(len(_PENALTIES))
     everything = np.arange(len(y))
     for left_out in everything:
-        kept = everything != left_out
-        path = _ridge_path(parts[:, kept], y[kept], prior)
-        truth = y[left_out] - y[kept].mean(axis=0)
-        seen = parts[:, left_out] - parts[:, kept].mean(axis=1)
+        fitted = everything != left_out
+        path = _ridge_path(parts[:, fitted], y[fitted], prior)
+        truth = y[left_out] - y[fitted].mean(axis=0)
+        seen = parts[:, left_out] - parts[:, fitted].mean(axis=1)
         errors += ((truth - path @ seen) ** 2).sum(axis=1)
     best = int(np.flatnonzero(errors == errors.min())[-1])
     scale = _scale(parts, y, prior)

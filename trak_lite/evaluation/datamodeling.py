@@ -112,7 +112,7 @@ def seed_noise_ceiling(outputs: ArrayLike) -> NoiseCeiling:
     if values.ndim != 3 or values.shape[1] < 2:
         raise InvalidInputError(
             f"outputs must be (subsets, seeds, targets) with at least 2 seeds, got shape {values.shape}. Retrain with "
-            "seeds=(0, 1), say."
+            "several seeds, such as seeds=(0, 1)."
         )
     num_seeds = values.shape[1]
     ranked = [_ranked_outputs([], values[:, place]) for place in range(num_seeds)]
@@ -147,13 +147,17 @@ def summed_scores(scores: ArrayLike, masks: ArrayLike) -> NDArray[np.float64]:
         >>> summed_scores([[1.0], [2.0], [4.0]], np.array([[True, False, True]])).tolist()
         [[5.0]]
     """
-    values, kept = finite_matrix(scores, "scores"), boolean_masks(masks)
-    if len(values) != kept.shape[1]:
-        hint = " For scores that are summed already pass masks=None." if len(values) == len(kept) else ""
-        raise InvalidInputError(
-            f"scores have {len(values)} train rows, masks {kept.shape[1]}; they must agree.{hint}"
+    values, members = finite_matrix(scores, "scores"), boolean_masks(masks)
+    if len(values) != members.shape[1]:
+        hint = (
+            " If the scores are summed over subsets already, pass masks=None."
+            if len(values) == len(members)
+            else ""
         )
-    return kept.astype(np.float64) @ values
+        raise InvalidInputError(
+            f"scores have {len(values)} train rows, masks {members.shape[1]}; they must agree.{hint}"
+        )
+    return members.astype(np.float64) @ values
 
 
 def linear_datamodeling_score(

@@ -56,7 +56,7 @@ def subset_masks(
     size = _subset_size(num_rows, alpha)
     groups = _groups(num_rows, strata)
     sizes = _apportion([len(group) for group in groups], alpha, size)
-    possible = math.prod(math.comb(len(group), kept) for group, kept in zip(groups, sizes, strict=True))
+    possible = math.prod(math.comb(len(group), count) for group, count in zip(groups, sizes, strict=True))
     rng = np.random.default_rng(seed)
     masks = np.zeros((num_subsets, num_rows), np.bool_)
     seen: set[bytes] = set()
@@ -65,8 +65,8 @@ def subset_masks(
             seen.clear()  # all subsets were drawn: restart, so that all occur about equally often
         while not mask.any() or np.packbits(mask).tobytes() in seen:
             mask[:] = False
-            for group, kept in zip(groups, sizes, strict=True):
-                mask[rng.permutation(group)[:kept]] = True
+            for group, count in zip(groups, sizes, strict=True):
+                mask[rng.permutation(group)[:count]] = True
         seen.add(np.packbits(mask).tobytes())
     return masks
 
@@ -96,7 +96,9 @@ def removal_masks(
     values = finite_matrix(scores, "scores")
     one_of(("helpful", "harmful"), sign=sign)
     if positive_int(k=k) >= len(values):
-        raise InvalidInputError(f"k must leave a train row: there are {len(values)} rows, got k = {k}.")
+        raise InvalidInputError(
+            f"k must be smaller than the number of train rows: there are {len(values)} rows, got k = {k}."
+        )
     order = np.argsort(-values if sign == "helpful" else values, axis=0, kind="stable")[:k]
     masks = np.ones(values.T.shape, np.bool_)
     np.put_along_axis(masks, order.T, False, axis=1)
@@ -135,7 +137,7 @@ def row_numbers(rows: Sequence[int] | NDArray[np.integer], num_rows: int) -> NDA
         )
     if not len(numbers) or numbers.min() < 0 or numbers.max() >= num_rows:
         raise InvalidInputError(
-            f"rows must name at least one of the rows 0 to {num_rows - 1}, got {numbers[:5].tolist()}."
+            f"rows must contain at least one of the rows 0 to {num_rows - 1}, got {numbers[:5].tolist()}."
         )
     return numbers.astype(np.int64)
 
@@ -145,7 +147,7 @@ def _subset_size(num_rows: int, alpha: float) -> int:
     size = round(alpha * num_rows) if 0.0 < alpha < 1.0 else 0
     if not 0 < size < num_rows:
         raise InvalidInputError(
-            f"alpha must lie between 0 and 1 and keep at least one of the {num_rows} rows but not all, got {alpha!r}."
+            f"alpha must lie between 0 and 1 and select at least one of the {num_rows} rows but not all, got {alpha!r}."
         )
     return size
 
@@ -167,4 +169,4 @@ def _apportion(counts: Sequence[int], alpha: float, size: int) -> list[int]:
     sizes = np.floor(quotas).astype(np.int64)
     first = np.argsort(sizes - quotas, kind="stable")[: size - int(sizes.sum())]
     sizes[first] += 1
-    return [int(kept) for kept in sizes]
+    return [int(size) for size in sizes]

@@ -560,8 +560,8 @@ def _pseudo_inverse(gram: Tensor, settings: KernelSettings, lambda_reg: float) -
     """Return the pseudo-inverse of ``gram + lambda I``; eigenvalues that are rounding noise count as zero."""
     eigenvalues, eigenvectors = eigh_of_positive(gram)
     damped = eigenvalues + lambda_reg
-    kept = damped > _noise_floor(damped) * damped[-1]
-    root = eigenvectors[:, kept] / damped[kept].sqrt()
+    large = damped > _noise_floor(damped) * damped[-1]
+    root = eigenvectors[:, large] / damped[large].sqrt()
     multiplier = 1.0 / float((root @ root.T).abs_().mean()) if settings.rescale_inverse else 1.0
     return SegmentKernel(root, lambda_reg, multiplier, is_pseudo_inverse=True)
 

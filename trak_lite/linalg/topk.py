@@ -159,8 +159,8 @@ def _lowest_rows_of_highest(keys: Tensor, k: int) -> tuple[Tensor, Tensor]:
     above = keys > cut
     tied = keys == cut
     room = k - above.sum(1, keepdim=True)
-    kept = above | (tied & (tied.cumsum(1, dtype=torch.int32) <= room))
-    rows = kept.nonzero()[:, 1].reshape(keys.shape[0], k)
+    selected = above | (tied & (tied.cumsum(1, dtype=torch.int32) <= room))
+    rows = selected.nonzero()[:, 1].reshape(keys.shape[0], k)
     return rows, keys.gather(1, rows)
 
 

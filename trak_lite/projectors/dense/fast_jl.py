@@ -145,8 +145,8 @@ def fast_jl_engine(device: torch.device, proj_type: ProjectionType) -> FastJLEng
     if isinstance(found, FastJLEngine):
         return found
     logger.warning(
-        "fast_jl is not used on %s: %s. Features come from this package's own dense projection instead, "
-        "which is another matrix; the store's manifest says which one it was.",
+        "fast_jl is not used on %s: %s. The dense projection of trak_lite is used instead, which has another matrix; "
+        "the manifest of the store records which one was used.",
         device,
         found,
     )

@@ -89,13 +89,13 @@ class MatrixCache:
         self._prepare(model_id, device)
         key = parameter_key(self._seed, model_id, name, self._entries_type.stream)
         resident = self._resident_rows(name, num_rows, key)
-        kept = resident.shape[0]
-        if dtype == torch.float32 and kept:
+        num_resident = resident.shape[0]
+        if dtype == torch.float32 and num_resident:
             yield 0, resident[:, : self._proj_dim]
-        elif kept:
-            for start in range(0, kept, self._num_rows):
+        elif num_resident:
+            for start in range(0, num_resident, self._num_rows):
                 yield start, self._widened(resident[start : start + self._num_rows], dtype)
-        for start in range(kept, num_rows, self._num_rows):
+        for start in range(num_resident, num_rows, self._num_rows):
             out = self._block_rows(min(self._num_rows, num_rows - start))
             yield start, self._widened(self._draw_(out, key, start), dtype)
 
@@ -121,9 +121,9 @@ class MatrixCache:
         """Return the rows ``(r, width)`` of the parameter that stay in memory, drawn on the first call."""
         if name not in self._resident:
             free = self._memory_budget - self.held_bytes
-            kept = min(num_rows, free // (4 * self._width))
-            matrix = self._empty(kept, torch.float32)
-            for start in range(0, kept, self._num_rows):
+            num_resident = min(num_rows, free // (4 * self._width))
+            matrix = self._empty(num_resident, torch.float32)
+            for start in range(0, num_resident, self._num_rows):
                 self._draw_(matrix[start : start + self._num_rows], key, start)
             self._resident[name] = matrix
             self.peak_bytes = max(self.peak_bytes, self.held_bytes)
@@ -131,7 +131,7 @@ class MatrixCache:
 
     def _draw_(self, out: Tensor, key: int, start: int) -> Tensor:
         """Draw rows into ``out (n, width)`` and count them."""
-        assert self._entries is not None, "blocks() prepares the scratch before it draws"
+        assert self._entries is not None, "blocks() must prepare the scratch before drawing"
         self.rows_drawn += out.shape[0]
         return self._entries.draw_(out, key, start)
 
@@ -150,5 +150,5 @@ class MatrixCache:
         return self._wide[: rows.shape[0]].copy_(rows)[:, : self._proj_dim]
 
     def _empty(self, num_rows: int, dtype: torch.dtype) -> Tensor:
-        assert self._owner is not None, "blocks() names the device before it allocates"
+        assert self._owner is not None, "blocks() must set the device before allocating"
         return empty_buffer(num_rows, self._width, dtype=dtype, device=self._owner[1])

@@ -316,8 +316,8 @@ class _ChunkedAccumulator(AbstractFeatureAccumulator):
         """Add one block; raises InvalidInputError if its parameter is in no chunk."""
         if block.name not in self._by_name:
             raise InvalidInputError(
-                f"A gradient block came for parameter {block.name!r}, which is in none of the chunks. "
-                "Pass its shape in `parameters`."
+                f"Got a gradient block of parameter {block.name!r}, which is in none of the chunks. Pass its shape in "
+                "`parameters`."
             )
         self._by_name[block.name].add(block)
 

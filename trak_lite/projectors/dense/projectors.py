@@ -243,7 +243,7 @@ class _KernelProducts(_AbstractProducts):
 
     def add_(self, total: Tensor, rows: Tensor, *, name: str, model_id: int) -> None:
         kernel = _sign_kernel(total.device)
-        assert kernel is not None, "takes() comes first"
+        assert kernel is not None, "call takes() first"
         key = parameter_key(self._seed, model_id, name, Stream.RADEMACHER)
         for start, piece in _pieces_on(rows, total.device):
             kernel.add_signed_product_(total, piece, key, start, precision=self._precision)

@@ -258,8 +258,8 @@ class _Covariances:
         missing = [key for key in self._axes_shapes if key not in self._sums]
         if missing:
             raise InvalidInputError(
-                f"No gradient of {missing[:3]} came from the batches, so there is nothing to fit axes on. Pass at "
-                "least one batch, with a computer that keeps these parameters."
+                f"The batches gave no gradient of {missing[:3]}, so no axes can be fitted. Pass at least one batch, "
+                "and a computer with these parameters in grad_wrt."
             )
         return {key: _leading(key, self._sums[key], shape[1]) for key, shape in self._axes_shapes.items()}
 
@@ -317,7 +317,7 @@ def _sizes(text: str, path: str | os.PathLike[str]) -> dict[str, Any]:
         return {"k_in": int(sizes["k_in"]), "k_out": int(sizes["k_out"]), "shapes": shapes}
     except (AttributeError, KeyError, TypeError, ValueError) as error:
         raise InvalidInputError(
-            f"{os.fspath(path)} does not tell the sizes of its matrices: {text[:80]!r}. Pass a file that "
+            f"{os.fspath(path)} does not contain the sizes of its matrices: {text[:80]!r}. Pass a file that "
             "PrincipalAxes.save wrote."
         ) from error
 

@@ -242,8 +242,8 @@ class TwoSidedProjector(AbstractProjector):
         for name, (d_out, d_in) in shapes.items():
             if self._axes is not None and self._axes.shapes.get(name) != (d_out, d_in):
                 raise InvalidInputError(
-                    f"The principal axes know {name!r} as {self._axes.shapes.get(name)}, expected {(d_out, d_in)}. "
-                    "Fit them on this model, with the same parameters and the same max_side."
+                    f"The principal axes have the shape {self._axes.shapes.get(name)} for {name!r}, expected "
+                    f"{(d_out, d_in)}. Fit them on this model, with the same parameters and the same max_side."
                 )
             matrices.append(_Matrix(name, d_out, d_in, min(d_out, self.k_out), min(d_in, self.k_in), start))
             start = matrices[-1].stop
@@ -259,7 +259,7 @@ def _decide_sides(
     if (matrices.k_in, matrices.k_out) != (k_in, k_out):
         raise InvalidInputError(
             f"The principal axes were fitted with k_in={matrices.k_in} and k_out={matrices.k_out}, expected {k_in} and "
-            f"{k_out}. Fit them with these numbers, or pass theirs."
+            f"{k_out}. Fit them with these numbers, or pass the numbers that they were fitted with."
         )
     return FittedSides(matrices), matrices
 
@@ -337,7 +337,7 @@ class _TwoSidedAccumulator(AbstractFeatureAccumulator):
 
     def _add(self, matrix: _Matrix, start: int, features: Tensor, scale: float) -> None:
         """Add features ``(b, k_out, k_in)`` to the rows from ``start`` on."""
-        assert self._total is not None, "a block makes room before it is projected"
+        assert self._total is not None, "room must be made before a block is projected"
         rows = self._total[start : start + features.shape[0], matrix.start : matrix.stop]
         rows.add_(features.reshape(features.shape[0], -1), alpha=scale)
 

@@ -56,7 +56,7 @@ class AbstractSides(ABC):
     def clear(self) -> None:
         """Drop all matrices."""
         self._owner: tuple[int, torch.device] | None = None
-        self._kept: dict[tuple[str, Stream], Tensor] = {}
+        self._made: dict[tuple[str, Stream], Tensor] = {}
 
     def matrix(
         self, name: str, side: Stream, shape: tuple[int, int], *, model_id: int, device: torch.device
@@ -76,9 +76,9 @@ class AbstractSides(ABC):
         if self._owner != (model_id, device):
             self.clear()
             self._owner = (model_id, device)
-        if (name, side) not in self._kept:
-            self._kept[name, side] = self._make(name, side, shape, model_id, device)
-        return self._kept[name, side]
+        if (name, side) not in self._made:
+            self._made[name, side] = self._make(name, side, shape, model_id, device)
+        return self._made[name, side]
 
     @abstractmethod
     def scale(self, width: int) -> float:
