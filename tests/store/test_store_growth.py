@@ -367,7 +367,7 @@ def test_of_two_who_grow_a_table_at_once_one_is_told(full, monkeypatch):
     store = ZarrFeatureStore.open(full, "r+")
     store.open_table(NAME)
     monkeypatch.setattr(fcntl, "flock", late)
-    with pytest.raises(BusyError, match="another number of rows just now"):
+    with pytest.raises(BusyError, match="another number of rows now, because another process has grown it"):
         store.grow_table(NAME, 15)
     assert store.open_table(NAME).spec.num_rows == 20
     assert store.grow_table(NAME, 21).spec.num_rows == 21
@@ -599,10 +599,10 @@ def _made_anew(path, fingerprint):
 def test_no_row_goes_into_and_none_comes_from_another_table_under_the_old_name(path):
     with writing(path) as writer, reading(path) as reader:
         _made_anew(path, {"checkpoint": "another"})
-        with pytest.raises(StateError, match="made anew for other rows"):
+        with pytest.raises(StateError, match="created again for other rows"):
             writer.put(0, values(range(4)))
         for look in (reader.done, lambda: reader.read_chunk(1, "q")):
-            with pytest.raises(StateError, match="made anew for other rows"):
+            with pytest.raises(StateError, match="created again for other rows"):
                 look()
 
 

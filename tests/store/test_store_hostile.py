@@ -502,7 +502,7 @@ def test_nothing_is_allocated_for_rows_that_are_not_there(path):
 
 
 def test_memory_that_there_is_not_is_an_error_of_the_store():
-    with pytest.raises(CorruptStoreError, match=r"A list takes 1152921504606846978 bytes.*restore"):
+    with pytest.raises(CorruptStoreError, match=r"A list needs 1152921504606846978 bytes of memory.*restore"):
         zeros(2, what="A list", besides=1 << 60)
 
 
@@ -526,7 +526,7 @@ def test_a_row_log_that_names_rows_without_end_is_refused(mixed):
     """Each record is compared with its bytes: a small log could keep a reader busy for hours."""
     log = bytes(HOLDER_BYTES) + encode_row(2, 0, 3, 0, seed=SEED) * 400
     overwrite(row_log(mixed, 2), log)
-    with pytest.raises(CorruptStoreError, match=r"names 3 rows over and over.*--repair"):
+    with pytest.raises(CorruptStoreError, match=r"lists 3 rows more than once.*--repair"):
         ZarrFeatureStore.open(mixed).open_table(NAME).done()
     assert verify_store(mixed, repair=True).ok
     finish(mixed)
@@ -639,7 +639,9 @@ def test_a_pipe_for_a_row_log_is_never_written_to(mixed):
 def test_a_file_for_a_folder_is_refused(mixed):
     shutil.rmtree(folder(mixed, "features/.commits"))
     overwrite(folder(mixed, "features/.commits"), b"x")
-    with pytest.raises(CorruptStoreError, match=r"Listing .*\.commits failed.* Put that there, or remove it"):
+    with pytest.raises(
+        CorruptStoreError, match=r"Listing .*\.commits failed.* Restore the right one, or remove it"
+    ):
         ZarrFeatureStore.open(mixed).open_table(NAME)
 
 
@@ -825,7 +827,7 @@ def test_the_store_is_whole_again_without_the_link(mixed):
     """Following the advice: put the folder itself there."""
     shutil.move(folder(mixed), f"{mixed}-outside")
     os.symlink(f"{mixed}-outside", folder(mixed))
-    with pytest.raises(CorruptStoreError, match="Put the folder itself there"), writing(mixed):
+    with pytest.raises(CorruptStoreError, match="Replace it by the folder itself"), writing(mixed):
         pass
     os.unlink(folder(mixed))
     shutil.move(f"{mixed}-outside", folder(mixed))
@@ -845,8 +847,8 @@ ESCAPE = "\x1b]0;title\x07\x1b[2J\u202e\r\n"
         (b"{" + b",".join(b'"%d":0' % i for i in range((1 << 20) + 1)) + b"}", "more than 2097152 values"),
         (b"[" * 100_000 + b"]" * 100_000, "nested more than 128 levels deep"),
         (b"[" * 200 + b"]" * 200, "nested more than 128 levels deep"),
-        (b"[1e999]", "1e999 is no finite number"),
-        (b"[NaN]", "NaN is no finite number"),
+        (b"[1e999]", "1e999 is not a finite number"),
+        (b"[NaN]", "NaN is not a finite number"),
         (b"[" + b"9" * 5000 + b"]", "integer string conversion"),
         (b"\xff", "utf-8"),
         (b"", "Expecting value"),

@@ -122,7 +122,7 @@ def test_the_command_checks_an_address(url, cache, capsys):
     assert main(["check", url]) == 0
     assert "11 rows done, 0 pending, 3 chunks" in capsys.readouterr().out
     assert main(["check", url, "--repair"]) == 2
-    assert "cannot be repaired where it is" in capsys.readouterr().err
+    assert "cannot be repaired in an object store" in capsys.readouterr().err
     assert main(["check", f"{url}-none"]) == 2
 
 
@@ -280,5 +280,5 @@ def test_a_file_that_shrinks_while_it_is_read_is_an_error(tmp_path, monkeypatch)
         return os.stat_result((*found[:6], 6, *found[7:10]))
 
     monkeypatch.setattr(files.os, "fstat", longer)
-    with pytest.raises(StoreError, match="cut short while it was read, 1 bytes before its end"):
+    with pytest.raises(StoreError, match="was truncated while it was read, 1 bytes before its end"):
         files.map_file(str(path), 6, mapped=False)

@@ -301,7 +301,7 @@ def test_verifying_tells_what_is_in_flight_and_what_is_not_ours(bucket, here):
     report = store.verify()
     assert report.ok
     assert [f.finding for f in report.findings] == [
-        "put and not committed: a writer is at work, or died",
+        "put and not committed: a writer is running, or was killed",
         "'notes.txt' belongs to no table",
     ]
     assert (report.tally.tables, report.tally.pending_rows) == (1, 11)
@@ -311,7 +311,7 @@ def test_verifying_tells_what_is_in_flight_and_what_is_not_ours(bucket, here):
     found = store.verify()
     assert not found.ok
     assert [f.table for f in found.findings if f.level == "damage"] == ["ckpt-9", NAME]
-    with pytest.raises(CorruptStoreError, match=f"{RECORD} is no commit record. Remove it"):
+    with pytest.raises(CorruptStoreError, match=f"{RECORD} is not a commit record. Remove it"):
         here.table()
     with pytest.raises(UnsupportedStoreError, match="remove the objects that the report names"):
         store.verify(repair=True)

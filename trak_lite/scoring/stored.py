@@ -48,7 +48,7 @@ from trak_lite.scoring.scores import Scores
 from trak_lite.scoring.source import ScoreSource
 from trak_lite.scoring.tiles import score_rows
 from trak_lite.store import AbstractFeatureStore, AbstractRowTable, Manifest, TableSpec
-from trak_lite.store.manifest import compare_fingerprints, kept_json
+from trak_lite.store.manifest import compare_fingerprints, stored_json
 from trak_lite.types import FeatureLayout
 
 __all__ = [
@@ -241,7 +241,8 @@ def _finished_scores(
         {"method": table.spec.fingerprint.get("method", {})},
         {"method": method.to_json()},
         where=path,
-        remedy="Open the store with the method of that time: Attributor.open(path, model, method=...).",
+        remedy="Open the store with the method that the scores were computed with: Attributor.open(path, model, "
+        "method=...).",
     )
     if not table.complete:
         raise StateError(f"The scores {name!r} are not finished. Call score(...) again; it resumes.")
@@ -276,8 +277,8 @@ def _refuse_outgrown(name: str, scores: TableSpec, train: TableSpec) -> None:
     """Raise if train rows were appended after the scores were computed, because that changes the kernel."""
     if scores.num_rows < train.num_rows:
         raise StateError(
-            f"The scores {name!r} are those of {scores.num_rows} train rows, and there are {train.num_rows} by now. "
-            f"Score under another name, or drop_scores({name!r}) and score again."
+            f"The scores {name!r} have {scores.num_rows} train rows, but the store has {train.num_rows} now. Score "
+            f"under another name, or drop_scores({name!r}) and score again."
         )
 
 
@@ -305,7 +306,7 @@ def _scorable_tables(
     if not digests:
         names = sorted({path.split("/")[1] for path in known})
         raise StateError(
-            f"There are no features of targets {name!r}; there are those of {names}. Call score(data, name={name!r})."
+            f"There are no features of targets {name!r}; stored targets: {names}. Call score(data, name={name!r})."
         )
     return list(complete_tables(store, digests, paths).values())
 
@@ -362,12 +363,15 @@ class ScoreResult:
         _refuse_outgrown(self._name, table.spec, self._spec)
         there, here = table.spec.fingerprint, self._spec.fingerprint
         stored, given = len(there["checkpoints"]), len(here["checkpoints"])
-        counts = "" if stored == given else f" ({stored} checkpoints were used there, {given} here)"
+        counts = (
+            "" if stored == given else f" (the stored scores use {stored} checkpoints, this call {given})"
+        )
         compare_fingerprints(
             there,
             here,
             where=f"{self._path}{counts}",
-            remedy="Score these under another name, or pass the targets, checkpoints and method of that time.",
+            remedy="Score these under another name, or pass the targets, checkpoints and method that they were "
+            "computed with.",
         )
         return table.complete
 
@@ -398,14 +402,14 @@ class ScoreResult:
         caches nothing.
         """
         name, key = top_path(self._name), self.digest()
-        kept = self._store.cached(name, key)
-        enough = kept is not None and kept.shape[-1] >= min(k, source.num_rows)
+        rows = self._store.cached(name, key)
+        enough = rows is not None and rows.shape[-1] >= min(k, source.num_rows)
         # In an object store, the ranks may have different caches: compute unless all ranks have the rows.
         if not ranks.merged(enough, operator.and_):
-            kept = top_and_bottom(source, k, ranks=ranks)
+            rows = top_and_bottom(source, k, ranks=ranks)
             if ranks.rank == 0:
-                self._store.cache(name, key, kept)
-        return np.array(kept)
+                self._store.cache(name, key, rows)
+        return np.array(rows)
 
     def scores(self, run: Run, *, dense: bool, ends: Array | None = None) -> Scores:
         """Return the scores. They read from the store, also after it is closed.
@@ -501,12 +505,12 @@ def stored_verdict(store: AbstractFeatureStore, path: str) -> Verdict | None:
     Raises:
         CorruptStoreError: If the stored entry is not a verdict.
     """
-    kept = store.entry(verdict_path(path), verdict_key(store, path))
-    if kept is None:
+    found = store.entry(verdict_path(path), verdict_key(store, path))
+    if found is None:
         return None
     what = f"The verdict on {path} in {store.path}"
     try:
-        return Verdict.from_json(kept_json(kept, what=what))
+        return Verdict.from_json(stored_json(found, what=what))
     except (KeyError, TypeError, ValueError, AttributeError) as error:
         raise CorruptStoreError(
             f"{what} cannot be read ({error!r:.200}). Verify the scores again."
@@ -515,8 +519,8 @@ def stored_verdict(store: AbstractFeatureStore, path: str) -> Verdict | None:
 
 def stored_predictions(store: AbstractFeatureStore, path: str) -> Predictions | None:
     """Return the predictions that ``verify`` stored for the scores in a table, ``None`` if not verified."""
-    kept = store.entry(predictions_path(path), verdict_key(store, path))
-    return None if kept is None else Predictions(*kept)
+    found = store.entry(predictions_path(path), verdict_key(store, path))
+    return None if found is None else Predictions(*found)
 
 
 def verdict_key(store: AbstractFeatureStore, path: str) -> str:

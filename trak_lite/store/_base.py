@@ -216,7 +216,7 @@ class AbstractRowTable(ABC):
         size, stop = self.spec.chunk_rows, self.spec.num_rows if stop is None else stop
         if not 0 <= start <= stop <= self.spec.num_rows:
             raise InvalidInputError(
-                f"Rows {start} to {stop - 1} were asked for, the table has rows 0 to {self.spec.num_rows - 1}."
+                f"Rows {start} to {stop - 1} are not all in the table, which has rows 0 to {self.spec.num_rows - 1}."
             )
         for chunk in range(start // size, -(-stop // size)):
             first, last = max(start - chunk * size, 0), min(stop - chunk * size, size)
@@ -255,8 +255,8 @@ class AbstractRowTable(ABC):
             )
         if wanted.min() < 0 or wanted.max() >= self.spec.num_rows:
             raise InvalidInputError(
-                f"Rows {wanted.min()} to {wanted.max()} were asked for, "
-                f"the table has rows 0 to {self.spec.num_rows - 1}."
+                f"Rows {wanted.min()} to {wanted.max()} are not all in the table, which has rows 0 to "
+                f"{self.spec.num_rows - 1}."
             )
         out = self._empty(column, len(wanted))
         chunk_of, row_in = np.divmod(wanted.astype(np.int64), self.spec.chunk_rows)

@@ -88,7 +88,7 @@ def _refuse_conflicts(
     if conflicts:
         raise InvalidInputError(
             f"{path}: rows {short_list(conflicts)} of {part.path or 'a store in memory'} differ in their bytes from "
-            "those that are here already. Nothing was taken from that part. Compare how the two were made (versions, "
+            "the same rows of this store. Nothing was copied from that part. Compare how the two were made (versions, "
             "device, data), and leave one of them out."
         )
 

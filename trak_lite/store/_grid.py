@@ -72,8 +72,8 @@ def plain_json(value: Any, *, what: str) -> Any:
         check_depth(plain, deepest=_DEEPEST)
     except (TypeError, ValueError, RecursionError) as error:
         raise InvalidInputError(
-            f"{what} must consist of JSON values (strings, finite numbers, booleans, None, lists, mappings): "
-            f"{error}. Convert what is not."
+            f"{what} must consist of JSON values (strings, finite numbers, booleans, None, lists, mappings): {error}. "
+            "Convert the others."
         ) from error
     return plain
 
@@ -107,7 +107,7 @@ def _check_column(column: Column) -> None:
         positive_int(width=column.width)
     elif column.quantised:
         raise InvalidInputError(
-            f"{column.name} has one number per row, and {column.dtype} would keep a scale beside each. Use float32."
+            f"{column.name} has one number per row, and {column.dtype} would store a scale for each. Use float32."
         )
     check_name(column.name, what="column")
     for array in column.arrays:
@@ -117,7 +117,7 @@ def _check_column(column: Column) -> None:
 def _refuse_endless(what: str, number: int, most: int) -> None:
     if number > most:
         raise InvalidInputError(
-            f"A table can have {what} up to {most}, got {number}. Make several tables of it."
+            f"A table can have {what} up to {most}, got {number}. Split it into several tables."
         )
 
 
@@ -153,7 +153,7 @@ def _column_from_json(record: Mapping[str, Any]) -> Column:
     expected, found = dtype_fingerprint(column.dtype).get("quantisation"), record.get("quantisation")
     if found != expected:
         raise InvalidInputError(
-            f"the quantisation of {column.name} is {found!r}, this version of trak_lite knows {expected!r}"
+            f"the quantisation of {column.name} is {found!r}, this version of trak_lite expects {expected!r}"
         )
     return column
 
@@ -167,7 +167,7 @@ def grown_spec(spec: TableSpec, num_rows: int) -> TableSpec:
     positive_int(num_rows=num_rows)
     if num_rows < spec.num_rows:
         raise InvalidInputError(
-            f"The table has {spec.num_rows} rows and never loses one, got num_rows={num_rows}. Make another table."
+            f"A table cannot shrink: it has {spec.num_rows} rows, got num_rows={num_rows}. Create another table."
         )
     return replace(spec, num_rows=num_rows)
 

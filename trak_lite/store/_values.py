@@ -78,11 +78,15 @@ def _given_arrays(values: Mapping[str, NDArray[Any]], spec: TableSpec) -> list[N
     names = [column.name for column in spec.columns]
     if not isinstance(values, Mapping) or set(values) != set(names):
         seen = sorted(map(str, values)) if isinstance(values, Mapping) else type(values).__name__
-        raise InvalidInputError(f"Expected values for the columns {names}, got {seen}. Give each one array.")
+        raise InvalidInputError(
+            f"Expected values for the columns {names}, got {seen}. Give one array per column."
+        )
     arrays = [_given_array(values[column.name], column) for column in spec.columns]
     counts = {column.name: len(array) for column, array in zip(spec.columns, arrays, strict=True)}
     if len(set(counts.values())) > 1:
-        raise InvalidInputError(f"The columns disagree on the number of rows: {counts}. Give each the same.")
+        raise InvalidInputError(
+            f"The columns have different numbers of rows: {counts}. Give the same rows for all columns."
+        )
     if not len(arrays[0]):
         raise InvalidInputError("There is no row in the values. Put at least one row at a time.")
     return arrays
@@ -199,5 +203,5 @@ def check_derived(name: str, key: str, array: NDArray[Any]) -> None:
         )
     if not isinstance(array, np.ndarray) or array.dtype.kind not in _KINDS:
         raise InvalidInputError(
-            f"Only arrays of numbers can be kept, got {getattr(array, 'dtype', type(array))}."
+            f"Only arrays of numbers can be stored, got {getattr(array, 'dtype', type(array))}."
         )

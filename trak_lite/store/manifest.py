@@ -19,8 +19,8 @@ __all__ = [
     "canonical_json",
     "compare_fingerprints",
     "differing_keys",
-    "kept_json",
     "replaced_fingerprint",
+    "stored_json",
 ]
 
 FORMAT = 3
@@ -29,22 +29,24 @@ _MOST_NAMED = 50
 """Maximum number of differing keys in a message, because another model differs in every parameter."""
 
 
-def kept_json(kept: NDArray[Any], *, what: str) -> dict[str, Any]:
+def stored_json(array: NDArray[Any], *, what: str) -> dict[str, Any]:
     """Return the JSON object that is encoded in a stored array.
 
     Args:
-        kept: The JSON text as an array of bytes.
+        array: The JSON text as an array of bytes.
         what: Name of the array in error messages.
 
     Raises:
         CorruptStoreError: If the array does not hold a JSON object.
     """
     try:
-        value = parse_json(kept, finite=False)
+        value = parse_json(array, finite=False)
     except ValueError as error:
-        raise CorruptStoreError(f"{what} cannot be read ({error}). Make it anew.") from error
+        raise CorruptStoreError(f"{what} cannot be read ({error}). Create it again.") from error
     if not isinstance(value, dict):
-        raise CorruptStoreError(f"{what} holds {type(value).__name__}, expected a JSON object. Make it anew.")
+        raise CorruptStoreError(
+            f"{what} holds {type(value).__name__}, expected a JSON object. Create it again."
+        )
     return value
 
 
@@ -110,9 +112,9 @@ Use the stored settings (Attributor.open), or another path.
     """
     differing = differing_keys(stored, given)
     if differing:
-        said = [f"{key} is {_short(there)} there, {_short(here)} here" for key, there, here in differing]
-        more = [f"and {len(said) - _MOST_NAMED} more"] if len(said) > _MOST_NAMED else []
-        text = "; ".join(said[:_MOST_NAMED] + more)
+        changes = [f"{key} is {_short(there)} there, {_short(here)} here" for key, there, here in differing]
+        more = [f"and {len(changes) - _MOST_NAMED} more"] if len(changes) > _MOST_NAMED else []
+        text = "; ".join(changes[:_MOST_NAMED] + more)
         raise ManifestMismatchError(f"{where} was made with other settings: {text}. {remedy}")
 
 

@@ -94,8 +94,8 @@ class MemoryRowTable(AbstractRowTable):
                 "Put pending rows only; pending() lists them."
             )
         for place, run in zip(places_of, runs, strict=True):
-            for kept, array in zip(self._rows.arrays.values(), block.arrays, strict=True):
-                kept[place] = array[run.source]
+            for target, array in zip(self._rows.arrays.values(), block.arrays, strict=True):
+                target[place] = array[run.source]
             self._rows.done[place] = True
 
     @contextlib.contextmanager
@@ -229,10 +229,10 @@ class MemoryFeatureStore(AbstractFeatureStore):
         """Open a table for writing; create it if it does not exist."""
         self.require_writable()
         spec = check_spec(spec)
-        noted = plain_json(dict(attributes or {}), what="A table's attributes")
+        plain = plain_json(dict(attributes or {}), what="A table's attributes")
         self._refuse_nesting(path)
         if path not in self._contents.tables:
-            self._contents.tables[path] = MemoryRows.empty(spec, noted)
+            self._contents.tables[path] = MemoryRows.empty(spec, plain)
         rows = self._contents.tables[path]
         compare_specs(rows.spec, spec, where=path)
         return MemoryRowTable(path, rows, self)
@@ -298,8 +298,8 @@ class MemoryFeatureStore(AbstractFeatureStore):
     def cached(self, name: str, key: str) -> NDArray[Any] | None:
         """Return the cached array with this name and key, or ``None``."""
         path_parts(name, what="cache")
-        kept = self._contents.cache.get(name)
-        return kept[1].copy() if kept is not None and kept[0] == key else None
+        found = self._contents.cache.get(name)
+        return found[1].copy() if found is not None and found[0] == key else None
 
     def cache(self, name: str, key: str, array: NDArray[Any]) -> None:
         """Cache a derived array, replacing any array of the same name."""

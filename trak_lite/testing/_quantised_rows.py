@@ -152,7 +152,7 @@ class QuantisedRowTests(AbstractStoreTests):
     @pytest.mark.parametrize(
         ("start", "stop"), [(0, 700), (0, 0), (3, 4), (255, 257), (290, 601), (699, 700)]
     )
-    def test_blocks_are_the_rows_asked_for(
+    def test_blocks_are_the_requested_rows(
         self, store: AbstractFeatureStore, dtype: str, start: int, stop: int
     ) -> None:
         """Blocks cover the rows in order without a gap, and are read-only."""

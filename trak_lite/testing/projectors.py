@@ -254,7 +254,7 @@ class RandomProjectorTests(ProjectorTests):
             accumulator.add(DenseBlock(name, grad))
         _assert_close(accumulator.features(), torch.stack(parts).sum(0))
 
-    def test_the_fingerprint_tells_seeds_and_sizes_apart(self) -> None:
+    def test_the_fingerprint_depends_on_seed_and_size(self) -> None:
         """Different settings have different fingerprints."""
         settings = [(self.proj_dim, 0), (self.proj_dim, 1), (2 * self.proj_dim, 0)]
         fingerprints = [

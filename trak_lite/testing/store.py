@@ -451,7 +451,7 @@ class StoreTests(QuantisedRowTests):
     def test_a_table_never_loses_rows(self, path: str, table: AbstractRowTable) -> None:
         """A table cannot shrink, and a handle that was opened before growing cannot put rows."""
         store = self.open(path, "r+")
-        with pytest.raises(InvalidInputError, match="has 11 rows and never loses one"):
+        with pytest.raises(InvalidInputError, match="cannot shrink: it has 11 rows"):
             store.grow_table("ckpt-0", 10)
         old = store.open_table("ckpt-0")
         store.grow_table("ckpt-0", 12)
@@ -590,7 +590,7 @@ class StoreTests(QuantisedRowTests):
         with pytest.raises(ReadOnlyStoreError), reader.claim(0):
             pass
 
-    def test_the_fingerprint_is_replaced_where_it_is_the_one_that_is_known(
+    def test_the_fingerprint_is_replaced_only_if_it_is_the_known_one(
         self, path: str, store: AbstractFeatureStore
     ) -> None:
         """Repeating the call has no effect; if the known fingerprint differs, the error names the key."""

@@ -42,14 +42,12 @@ __all__ = ["StoreLook", "TableLook", "missing_store"]
 _METADATA = "zarr.json"
 _SCRATCH = re.compile(r".+\.safetensors\.new-[0-9a-f]{32}")
 _LEFT = re.compile(r"\.(new|dropped-.+)-[0-9a-f]{32}")
-_LIST_AGAIN = "verify with --repair: then the tables count that are there"
-_NEXT_WRITER = "nothing: the next writer sees to it"
-_PUT_BACK_TABLE = "put the right folder back, or remove this one and verify with --repair"
-_NOT_OURS = "remove it if nobody needs it"
-_PUT_BACK = "put the folder itself there"
-_RESTORE_ENTRY = (
-    "restore the file from a backup, or remove it and make the entry again by the call that made it"
-)
+_LIST_AGAIN = "check with --repair, which lists the tables that exist"
+_NEXT_WRITER = "nothing: the next writer does it"
+_PUT_BACK_TABLE = "put the right folder back, or remove this one and check with --repair"
+_NOT_OURS = "remove it if it is not needed"
+_PUT_BACK = "replace it by the folder"
+_RESTORE_ENTRY = "restore the file from a backup, or remove it and repeat the call that stored the entry"
 _RESTORE = "restore zarr.json from a backup, or use another path"
 
 
@@ -143,7 +141,7 @@ class StoreLook:
         if name == _METADATA:
             return  # already read by the caller
         if os.path.islink(path):
-            self._damage("/".join(inside), "a symbolic link, and none is followed", _PUT_BACK)
+            self._damage("/".join(inside), "a symbolic link, which is not followed", _PUT_BACK)
         elif inside == (CACHE,):
             self._cache(path)
         elif inside == (ENTRIES,):
@@ -201,9 +199,9 @@ class StoreLook:
         try:
             check_hidden(path)
         except StoreError as error:
-            self._note(str(error), "remove the file: the next writer makes it anew")
+            self._note(str(error), "remove the file: the next writer creates it again")
         for name in damaged_arrays(path):
-            self._note(f"the derived array {name!r} is damaged", "nothing: it is as good as none")
+            self._note(f"the derived array {name!r} is damaged", "nothing: it is ignored")
         for name in sorted(names_in(path)):
             if _SCRATCH.fullmatch(name):
                 self._scratch(f"{path}/{name}")
@@ -212,7 +210,7 @@ class StoreLook:
         try:
             check_hidden(path)
         except StoreError as error:
-            self._note(str(error), "remove the file: the next writer makes it anew")
+            self._note(str(error), "remove the file: the next writer creates it again")
         for name in damaged_arrays(path):
             self._damage(None, f"the entry {name!r} is damaged", _RESTORE_ENTRY)
         for name in sorted(names_in(path)):
@@ -244,7 +242,7 @@ class StoreLook:
                 self._group(path, inside)  # a group of tables, not a table
         elif links:  # links may replace tables
             for name in links:
-                self._damage("/".join((*inside, name)), "a symbolic link, and none is followed", _PUT_BACK)
+                self._damage("/".join((*inside, name)), "a symbolic link, which is not followed", _PUT_BACK)
         elif os.path.isdir(path):  # False if it has just been dropped
             self._stray(path)
 
@@ -273,8 +271,8 @@ class StoreLook:
                 text = f"growing it to {size} rows was interrupted, or is under way"
                 self.findings.append(Finding("note", table, text, "grow it again, or leave it as it is"))
         else:  # with a wrong shape, valid chunks would look damaged and be set aside
-            text = "its chunks were not looked at: first its metadata must be right"
-            self.findings.append(Finding("note", table, text, "verify again then"))
+            text = "its chunks were not checked: its metadata must be restored first"
+            self.findings.append(Finding("note", table, text, "check again afterwards"))
 
     def _array(
         self,
@@ -292,7 +290,7 @@ class StoreLook:
             self._damage(table, str(error), _RESTORE, column=array.name)
         for name in (STAGE, COMMITS) if array.name == spec.columns[0].name else ():
             if os.path.islink(f"{path}/{array.name}/{name}"):
-                text = f"{array.name}/{name} is a symbolic link, and none is followed"
+                text = f"{array.name}/{name} is a symbolic link, which is not followed"
                 self._damage(table, text, _PUT_BACK)
 
     def _damage(self, table: str | None, text: str, next_step: str, *, column: str | None = None) -> None:
@@ -352,7 +350,7 @@ class TableLook:
         for name in sorted(set(names_in(column.folder)) - own):
             chunk = column.chunk_of(name)
             if chunk is None:
-                yield self._finding("note", f"{name!r} is no chunk", _NOT_OURS, column=column.name)
+                yield self._finding("note", f"{name!r} is not a chunk", _NOT_OURS, column=column.name)
             elif chunk < self.files.num_chunks:
                 chunks.add(chunk)
             elif not self.files.rows_on_disk(chunk):  # otherwise the table has grown during the check
@@ -373,7 +371,7 @@ class TableLook:
     def _commit_logs(self) -> Iterator[Finding]:
         for name in sorted(names_in(self.files.commits)):
             if not name.endswith(".log"):
-                yield self._finding("note", f"{COMMITS}/{name!r} is no commit log", _NOT_OURS)
+                yield self._finding("note", f"{COMMITS}/{name!r} is not a commit log", _NOT_OURS)
         for name, error in self._logs.poll_each().items():
             self.strangers.append(f"{self.files.commits}/{name}")
             yield self._finding("damage", str(error), REPAIR)
@@ -382,7 +380,7 @@ class TableLook:
             yield self._finding("damage", f"commit log {name}: {lines} records of another table", REPAIR)
         for name, lines in self._logs.damaged.items():
             text = f"commit log {name}: {lines} of its lines do not match their checksum"
-            yield self._finding("note", text, "nothing: a chunk that lost its record is named by itself")
+            yield self._finding("note", text, "nothing: a chunk without its record is reported separately")
 
     def _finding(
         self,

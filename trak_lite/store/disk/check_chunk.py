@@ -33,7 +33,7 @@ __all__ = ["AGAIN", "REPAIR", "ChunkLook", "ChunkState", "stored_checksum"]
 
 _PIECE = 1 << 20
 
-REPAIR = "verify with --repair, then featurize again"
+REPAIR = "check with --repair, then featurize again"
 AGAIN = "featurize again: these rows are pending"
 _UNRECORDED = "no commit record: not written by trak_lite, or a commit log is damaged"
 _FINISH = "nothing: the next writer finishes it"
@@ -144,7 +144,7 @@ class ChunkLook:
             with named_errors("Reading", path):
                 seen = file_size(path)
                 if seen is None:
-                    return "removed while it was looked at"
+                    return "removed during the check"
                 if seen != expected or seen != size:
                     return f"{seen} bytes, expected {expected}, the commit record says {size}"
                 found = stored_checksum(path, seen)

@@ -257,8 +257,8 @@ class ChunkIndex:
         stored = self._files.record()
         if stored and identity_of(stored) != self._files.identity:
             raise StateError(
-                f"{self._files.folder} was dropped since it was opened, and made anew for other rows. Open it again, "
-                "or, where these rows are still wanted, put them into another table."
+                f"{self._files.folder} was dropped after it was opened, and created again for other rows. Open it "
+                "again, or put these rows into another table."
             )
 
     def _in_grid(self, chunks: set[int]) -> set[int]:
@@ -303,8 +303,8 @@ class ChunkIndex:
         """Return instructions for repairing a damaged chunk."""
         paths = ", ".join(column.visible(chunk) for column in self._files.columns)
         return (
-            f"Remove {paths}: the rows become pending, and running again computes them anew. "
-            f"The command 'trak-lite check {shlex.quote(self._files.root)} --repair' does it without deleting."
+            f"Remove {paths}: the rows become pending, and running again computes them. The command 'trak-lite check "
+            f"{shlex.quote(self._files.root)} --repair' does it without deleting."
         )
 
     def records(self) -> Iterator[CommitRecord]:

@@ -71,11 +71,12 @@ def named_errors(doing: str, path: str) -> Iterator[None]:
             ) from error
         if error.errno == errno.ELOOP:
             raise CorruptStoreError(
-                f"{seen} It is a symbolic link, and inside a store none is followed. Put the file itself there."
+                f"{seen} It is a symbolic link, which a store does not follow. Replace it by the file itself."
             ) from error
         if error.errno in _NO_PLAIN_FILE:
             raise CorruptStoreError(
-                f"{seen} Something else stands where the store keeps a file or a folder. Put that there, or remove it."
+                f"{seen} Another kind of file is at the path of a file or folder of the store. Restore the right one, "
+                "or remove it."
             ) from error
         raise StoreError(
             f"{seen} Rows not reported as done stay pending; check the disk, then run again."
@@ -138,7 +139,7 @@ def zeros(size: int, *, what: str, besides: int = 0) -> NDArray[np.uint8]:
         return np.zeros(size, np.uint8)
     except MemoryError as error:
         raise CorruptStoreError(
-            f"{what} takes {size + besides} bytes, and there is no room for them. If its metadata was damaged, "
+            f"{what} needs {size + besides} bytes of memory, which are not available. If its metadata was damaged, "
             "restore it from a backup; else use a machine with more memory."
         ) from error
 
@@ -265,9 +266,7 @@ def map_file(path: str, size: int, *, mapped: bool | None = None) -> NDArray[np.
     try:
         found = os.fstat(fd)
         if found.st_size < size:
-            raise CorruptStoreError(
-                f"{path} has {found.st_size} bytes, expected {size}. Something cut it short."
-            )
+            raise CorruptStoreError(f"{path} has {found.st_size} bytes, expected {size}: it was truncated.")
         if mapped is False or (mapped is None and is_network(found.st_dev)):
             return _read(fd, path, size)
         pages = mmap.mmap(fd, size, access=mmap.ACCESS_COPY)
@@ -284,7 +283,7 @@ def _read(fd: int, path: str, size: int) -> NDArray[np.uint8]:
             count = file.readinto(rest)
             if not count:
                 raise CorruptStoreError(
-                    f"{path} was cut short while it was read, {len(rest)} bytes before its end."
+                    f"{path} was truncated while it was read, {len(rest)} bytes before its end."
                 )
             rest = rest[count:]
     return content

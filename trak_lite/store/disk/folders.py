@@ -58,7 +58,7 @@ def refuse_links(root: str, parts: tuple[str, ...]) -> None:
         folder = os.path.join(folder, part)
         if os.path.islink(folder):
             raise CorruptStoreError(
-                f"{folder} is a symbolic link, and inside a store none is followed. Put the folder itself there."
+                f"{folder} is a symbolic link, which a store does not follow. Replace it by the folder itself."
             )
 
 

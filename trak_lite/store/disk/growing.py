@@ -36,7 +36,8 @@ def grow(files: TableFiles, num_rows: int) -> None:
     try:
         if (read_attributes(files.folder) or {}).get("num_rows") != files.spec.num_rows:
             raise BusyError(
-                f"{files.folder} was given another number of rows just now. Look at it, then grow it again."
+                f"{files.folder} has another number of rows now, because another process has grown it. Open it again, "
+                "then grow it."
             )
         _announce(files, num_rows)
         failpoint("growth_announced")

@@ -92,16 +92,18 @@ def decode_entry(text: bytes, path: str, *, where: str) -> str:
     except (ValueError, KeyError, RecursionError):
         pass  # valid checksum, but not an entry
     raise CorruptStoreError(
-        f"{where} is not the entry of the table {path!r} in the store's list: it was damaged, or is that of another "
-        "table. Restore it from a backup, or verify the store with repair=True, which lists the table anew."
+        f"{where} is not the entry of the table {path!r} in the list of the store: it is damaged, or belongs to "
+        "another table. Restore it from a backup, or call verify_store(path, repair=True), which lists the table "
+        "again."
     )
 
 
 def lost_table(path: str, *, where: str) -> CorruptStoreError:
     """Return the error for a table that is listed but missing."""
     return CorruptStoreError(
-        f"The table {path!r} of {where} is lost: the store lists it, and {path}/{_METADATA} is missing. Restore the "
-        "folder from a backup. To do without its rows, verify the store with repair=True, then featurize again."
+        f"The table {path!r} of {where} is lost: the store lists it, but {path}/{_METADATA} is missing. Restore the "
+        "folder from a backup. To continue without its rows, call verify_store(path, repair=True), then featurize "
+        "again."
     )
 
 
@@ -129,7 +131,7 @@ class TableList:
         if found is None:
             raise CorruptStoreError(
                 f"{self.folder}/{_METADATA} is missing: the list of the store's tables. Restore the folder from a "
-                "backup, or verify the store with repair=True: then the tables count that are there."
+                "backup, or call verify_store(path, repair=True), which lists the tables that exist."
             )
 
     def paths(self) -> list[str]:
@@ -145,7 +147,7 @@ class TableList:
         entry = self.entry(path)
         with named_errors("Reading", entry):
             try:
-                text = read_file(entry, most=_MOST_BYTES, remedy="Verify the store with repair=True.")
+                text = read_file(entry, most=_MOST_BYTES, remedy="Call verify_store(path, repair=True).")
             except FileNotFoundError:
                 return None
         return decode_entry(text, path, where=entry)

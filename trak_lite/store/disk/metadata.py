@@ -70,7 +70,7 @@ def own_attributes(document: Mapping[str, Any], folder: str) -> dict[str, Any]:
     other_format = "columns" not in own and type(own.get("format")) is int and own["format"] != FORMAT
     if own and not other_format and own.get(CHECKSUM) != record_checksum(own):
         raise CorruptStoreError(
-            f"{folder}/zarr.json does not match its own checksum: it was changed after it was written. {_RESTORE}"
+            f"{folder}/zarr.json does not match its checksum: it was changed after it was written. {_RESTORE}"
         )
     return own
 
@@ -284,8 +284,8 @@ def parse_zarr_json(text: bytes, path: str) -> dict[str, Any]:
         document = parse_json(text)
     except ValueError as error:
         raise CorruptStoreError(
-            f"{path} is not JSON ({error}). It was damaged after it was written; it is not made anew over the rows. "
-            "Restore the file from a backup, or use another path."
+            f"{path} is not JSON ({error}). It was damaged after it was written, and is not created again, because "
+            "there are rows. Restore the file from a backup, or use another path."
         ) from error
     if not isinstance(document, dict):
         raise CorruptStoreError(

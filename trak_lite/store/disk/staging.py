@@ -75,7 +75,7 @@ def _most_recorded(files: TableFiles) -> int:
 def _set_aside(files: TableFiles, chunk: int) -> str:
     return (
         f"It is the row log of {files.describe(chunk)}. The command 'trak-lite check {shlex.quote(files.root)} "
-        "--repair' sets it aside: the rows become pending, and running again computes them anew."
+        "--repair' sets it aside: the rows become pending, and running again computes them."
     )
 
 
@@ -173,7 +173,7 @@ def _sound_records(
         left -= entry.count
         if left < 0:
             raise CorruptStoreError(
-                f"{files.row_log(chunk)} names {len(done)} rows over and over. {_set_aside(files, chunk)}"
+                f"{files.row_log(chunk)} lists {len(done)} rows more than once. {_set_aside(files, chunk)}"
             )
         if crc32c(*(view[rows] for view in views)) == entry.checksum:
             done[rows] = True
@@ -277,14 +277,14 @@ class StagedChunk:
             if len(visible) < len(self._files.columns):
                 return  # an earlier call moved files back and rows were added; the row log decides
             raise CorruptStoreError(
-                f"The files of {self._files.describe(self.chunk)} contradict their commit record. "
-                "Verify the store with repair=True: the rows become pending, and running again computes them anew."
+                f"The files of {self._files.describe(self.chunk)} contradict their commit record. Call "
+                "verify_store(path, repair=True): the rows become pending, and running again computes them."
             )
         end = HOLDER_BYTES + max(len(log) - HOLDER_BYTES, 0) // RECORD_BYTES * RECORD_BYTES
         write_all(self._log_fd, holder_line(), 0)
         checksum = crc32c(*(view[: record.rows] for view in views))
-        noted = encode_row(self.chunk, 0, record.rows, checksum, seed=self._files.row_seed)
-        write_all(self._log_fd, noted, end)
+        record_bytes = encode_row(self.chunk, 0, record.rows, checksum, seed=self._files.row_seed)
+        write_all(self._log_fd, record_bytes, end)
         os.fsync(self._log_fd)
         sync_folder(self._files.stage)
         failpoint("outgrown_rows_noted")
@@ -391,8 +391,8 @@ class StagedChunk:
         if proven.all() or (proof is not None and (proof.rows, proof.columns) == (len(self.done), sums)):
             return CommitRecord(self.chunk, self._generation, len(self.done), sums, self._files.identity)
         raise CorruptStoreError(
-            f"Staged bytes of {self._files.describe(self.chunk)} changed after they were written. "
-            "pending() lists the rows that have to be put again; check the disk."
+            f"Staged bytes of {self._files.describe(self.chunk)} changed after they were written. Check the disk, and "
+            "put the rows again that pending() lists."
         )
 
     def _remove(self) -> None:

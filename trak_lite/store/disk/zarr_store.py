@@ -194,7 +194,7 @@ class ZarrFeatureStore(AbstractFeatureStore):
         store = cls(root, manifest, origin=origin, writable=writable, verify=verify, mapping=mapping)
         store._list.require()
         if writable:
-            with named_errors("Removing what was left half built in", root):
+            with named_errors("Removing incomplete tables in", root):
                 store._list.sweep()
         return store
 
@@ -220,7 +220,7 @@ class ZarrFeatureStore(AbstractFeatureStore):
         self._require_writable()
         parts = path_parts(path, what="table")
         spec = check_spec(spec)
-        noted = plain_json(dict(attributes or {}), what="A table's attributes")
+        plain = plain_json(dict(attributes or {}), what="A table's attributes")
         table = None
         while table is None:
             if self._table_record(parts) is None:
@@ -229,7 +229,7 @@ class ZarrFeatureStore(AbstractFeatureStore):
                 with named_errors("Creating", f"{self._root}/{path}"):
                     self._make_parents(parts)
                     self._publish(
-                        path, table_documents(path, self._origin, spec, noted), spec.columns[0].name
+                        path, table_documents(path, self._origin, spec, plain), spec.columns[0].name
                     )
             try:
                 table = self._open(path)
@@ -333,7 +333,7 @@ class ZarrFeatureStore(AbstractFeatureStore):
         if found is None and self._entries.is_damaged(name):
             raise CorruptStoreError(
                 f"The entry {name!r} of {self._root} is damaged. Restore {self._root}/{ENTRIES} from a backup, or "
-                "remove the file, and make the entry again by the call that made it."
+                "remove the file and repeat the call that stored the entry."
             )
         return found
 
@@ -359,7 +359,7 @@ class ZarrFeatureStore(AbstractFeatureStore):
     def _make_hidden(self, folder: str) -> None:
         """Create a folder that zarr tools do not list, if it does not exist."""
         refuse_links(self._root, (folder,))
-        with named_errors("Keeping an array in", self._root):
+        with named_errors("Storing an array in", self._root):
             if not os.path.isdir(f"{self._root}/{folder}"):
                 with self._list.scratch() as scratch:
                     publish_hidden(f"{self._root}/{folder}", scratch)
@@ -457,7 +457,7 @@ class ZarrFeatureStore(AbstractFeatureStore):
             raise CorruptStoreError(
                 f"{self._root}/{path} is another table than the one that the store lists under this path: it was "
                 "replaced by one of other rows or another shape. Put the right folder back from a backup, or remove "
-                "this one and verify the store with repair=True."
+                "this one and call verify_store(path, repair=True)."
             )
 
     def _require_table(self, path: str) -> dict[str, Any]:
@@ -487,8 +487,8 @@ class ZarrFeatureStore(AbstractFeatureStore):
         if record is not None and "columns" not in record:
             if os.path.lexists(self._list.entry(path)):
                 raise CorruptStoreError(
-                    f"{self._root}/{path}/zarr.json describes no table, and the store lists one there. "
-                    "Restore the file from a backup, or use another path."
+                    f"{self._root}/{path}/zarr.json does not describe a table, but the store lists one there. Restore "
+                    "the file from a backup, or use another path."
                 )
             raise group_of_tables(path, tables=self.table_names(path))
         return record

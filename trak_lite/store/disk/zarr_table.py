@@ -348,7 +348,7 @@ class ZarrRowTable(AbstractRowTable):
         try:
             stage = self._take(chunk, roll_forward=True)
         except BusyError as error:
-            logger.info("Left to its writer: %s", error)
+            logger.info("Not written here, because another writer has it: %s", error)
             return
         if stage is None:
             return

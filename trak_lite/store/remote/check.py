@@ -45,8 +45,8 @@ def verify_remote(objects: AbstractObjects, *, repair: bool) -> Report:
     """
     if repair:
         raise UnsupportedStoreError(
-            f"{objects.url} cannot be repaired where it is: nothing can be renamed in an object store. Verify it "
-            "without repairing, and remove the objects that the report names, or copy the store to a local disk."
+            f"{objects.url} cannot be repaired in an object store, where nothing can be renamed. Check it without "
+            "repairing, and remove the objects that the report names, or copy the store to a local disk."
         )
     return RemoteLook(objects).report()
 
@@ -97,7 +97,7 @@ class RemoteLook:
                 continue
             known = listed or key.rpartition("/")[2] == _METADATA
             if not known and not any(_belongs(key, files) for files in tables.values()):
-                self._add("note", None, f"{key!r} belongs to no table", "remove it if nobody needs it")
+                self._add("note", None, f"{key!r} belongs to no table", "remove it if it is not needed")
         return Report(self._objects.url, tuple(self._findings), self._tally)
 
     def _entry(self, key: str) -> None:
@@ -109,7 +109,7 @@ class RemoteLook:
                 "damage",
                 None,
                 f"the entry {name!r} is damaged",
-                f"restore {key} from a backup, or remove it and make the entry again by the call that made it",
+                f"restore {key} from a backup, or remove it and repeat the call that stored the entry",
             )
 
     def _tables(self) -> dict[str, TableSpec]:
@@ -178,7 +178,7 @@ class RemoteLook:
             record = latest.pop(chunk, None)
             if record is None:
                 if present:
-                    text = "put and not committed: a writer is at work, or died"
+                    text = "put and not committed: a writer is running, or was killed"
                     self._add("note", path, text, "nothing: the next writer finishes it", files, chunk)
             elif len(present) < len(files.columns):
                 text = "committed once; objects of it were removed"
@@ -198,7 +198,7 @@ class RemoteLook:
         for key, text in self._objects.get_many(keys).items():
             records, damaged = decode_log(text or b"")
             if damaged or not records:
-                finding = f"{key} is no commit record, or damaged"
+                finding = f"{key} is not a commit record, or is damaged"
                 self._add("damage", path, finding, _REMOVE)
             for record in records:
                 if record.table != files.identity:

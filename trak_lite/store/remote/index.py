@@ -115,7 +115,7 @@ class RemoteIndex:
     def remedy(self, chunk: int) -> str:
         """Return instructions for repairing a damaged chunk."""
         keys = ", ".join(column.visible(chunk) for column in self._files.columns)
-        return f"Remove {keys} below {self._files.root}: the rows become pending, and running again computes them anew."
+        return f"Remove {keys} below {self._files.root}: the rows become pending, and running again computes them."
 
     def _is_there(self, record: CommitRecord, sizes: Mapping[str, int]) -> bool:
         if not 0 <= record.chunk < self._files.num_chunks:
@@ -161,7 +161,8 @@ class RemoteIndex:
         found = decode_log(self._objects.get(key) or b"")[0]
         if not found:
             raise CorruptStoreError(
-                f"{self._files.root}/{key} is no commit record. Remove it, then run again: the rows are still staged."
+                f"{self._files.root}/{key} is not a commit record. Remove it, then run again: the rows are still "
+                "staged."
             )
         self._refuse_foreign(found[0], key)
         if found[0].columns != record.columns:
@@ -171,14 +172,15 @@ class RemoteIndex:
         if record.table != self._files.identity:
             raise CorruptStoreError(
                 f"{self._files.root}/{key} is a commit record of another table: objects were exchanged or copied. Put "
-                "the right ones back, or remove this table's: the rows become pending, and running again computes them."
+                "the right ones back, or remove the objects of this table: the rows become pending, and running again "
+                "computes them."
             )
 
     def _lost(self, winner: CommitRecord) -> BusyError:
         return BusyError(
             f"Another writer ({winner.writer or 'unnamed'}) has committed {self.describe(winner.chunk)} with other "
-            "bytes. Its rows stay as they are, and ours were dropped. Run again for the rows that are still pending, "
-            "or give the writers different rows."
+            "bytes. Its rows stay, and the rows of this writer were discarded. Run again for the rows that are still "
+            "pending, or give the writers different rows."
         )
 
     def _next_generation(self, chunk: int) -> int:

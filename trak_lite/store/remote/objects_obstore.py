@@ -122,7 +122,7 @@ def _named_errors(doing: str, what: str) -> Iterator[None]:
         yield
     except (NotSupportedError, NotImplementedError) as error:
         raise UnsupportedStoreError(
-            f"{doing} {what} is not possible there: {_first_line(error)}. Use another place."
+            f"{doing} {what} is not supported there: {_first_line(error)}. Use another place."
         ) from error
     except (PermissionDeniedError, UnauthenticatedError, PermissionError) as error:
         raise ReadOnlyStoreError(

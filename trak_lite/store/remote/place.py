@@ -98,8 +98,8 @@ def _connect(where: object, options: dict[str, object]) -> AbstractObjects:
     scheme = _URL.fullmatch(where) if isinstance(where, str) else None
     if scheme is None or scheme[1].lower() == "file":
         raise InvalidInputError(
-            f"{where!r} is no place for a store. Expected a local path (a folder needs no 'file://'), a URL such as "
-            "'s3://bucket/run.zarr', or a store of obstore's."
+            f"{where!r} is not the address of a store. Expected a local path (a folder needs no 'file://'), a URL such "
+            "as 's3://bucket/run.zarr', or a store of obstore's."
         )
     return _connect_url(scheme[0], scheme[1].lower(), options)
 

@@ -213,7 +213,7 @@ class RemoteFeatureStore(AbstractFeatureStore):
         local = self._require_writable()
         parts = path_parts(path, what="table")
         spec = check_spec(spec)
-        noted = plain_json(dict(attributes or {}), what="A table's attributes")
+        plain = plain_json(dict(attributes or {}), what="A table's attributes")
         if self._table_record(parts) is None:
             with self._staging_locked():
                 if (
@@ -221,7 +221,7 @@ class RemoteFeatureStore(AbstractFeatureStore):
                 ):  # checked again: another process of this machine may just have created it
                     self._finish_dropping(path)
                     _drop_staged(local, path)  # staged rows of a dropped table must not reappear
-                    self._put_documents(parts, spec, noted)
+                    self._put_documents(parts, spec, plain)
         table = self._open(path)
         compare_specs(table.spec, spec, where=f"{self.path}/{path}")
         return table
@@ -258,8 +258,8 @@ class RemoteFeatureStore(AbstractFeatureStore):
         if table.spec.num_rows == num_rows:
             return table
         raise UnsupportedStoreError(
-            f"{self.path}/{path} has {table.spec.num_rows} rows, and a table in an object store cannot become one of "
-            f"{num_rows}. Copy the store to a local disk, grow it there and copy it back, or make another table."
+            f"{self.path}/{path} has {table.spec.num_rows} rows and cannot grow to {num_rows} in an object store. Copy "
+            "the store to a local disk, grow it there and copy it back, or create another table."
         )
 
     def replace_fingerprint(self, known: Mapping[str, Any], given: Mapping[str, Any]) -> None:
@@ -270,7 +270,7 @@ class RemoteFeatureStore(AbstractFeatureStore):
         """
         self._require_writable()
         raise UnsupportedStoreError(
-            f"{self.path}: in an object store the settings stay as they are, and rows cannot be appended to the data. "
+            f"{self.path}: in an object store the settings cannot change, and rows cannot be appended to the data. "
             "Copy the store to a local disk, append the rows there and copy it back, or featurize into another path."
         )
 
@@ -318,7 +318,7 @@ class RemoteFeatureStore(AbstractFeatureStore):
         if found is None and decode_array(content, name) is None:
             raise CorruptStoreError(
                 f"The entry {name!r} of {self.path} is damaged. Restore the object below {ENTRIES} from a backup, or "
-                "remove it, and make the entry again by the call that made it."
+                "remove it and repeat the call that stored the entry."
             )
         return found
 
@@ -433,8 +433,8 @@ class RemoteFeatureStore(AbstractFeatureStore):
         if "columns" not in record:
             if self._objects.get(_entry(path)) is not None:
                 raise CorruptStoreError(
-                    f"{self.path}/{path}/{_METADATA} describes no table, and the store lists one there. "
-                    "Restore it from a backup, or use another address."
+                    f"{self.path}/{path}/{_METADATA} does not describe a table, but the store lists one there. Restore "
+                    "it from a backup, or use another address."
                 )
             raise group_of_tables(path, tables=self.table_names(path))
         return record
@@ -543,6 +543,6 @@ def _refuse_occupied(objects: AbstractObjects) -> None:
     # checked again: another process may just have created the store
     if occupied and objects.get(_METADATA) is None:
         raise CorruptStoreError(
-            f"{objects.url} has {occupied[:5]} in it and is not a store: it has no zarr.json. Nothing was put there. "
-            "Use another address, or remove what is there."
+            f"{objects.url} contains {occupied[:5]} and is not a store: it has no zarr.json. Nothing was stored there. "
+            "Use another address, or remove these objects."
         )

@@ -61,7 +61,7 @@ def remove_chunk(files: TableFiles, chunk: int) -> None:
         try:
             stage = StagedChunk.lock(files, chunk)
         except BusyError as error:
-            logger.info("Left to its writer: %s", error)
+            logger.info("Not removed here, because another writer has it: %s", error)
             return
         try:
             for column in files.columns:
