@@ -267,13 +267,15 @@ class Attributor:
             written += session.finish(rows)
         if not names:
             raise InvalidInputError(
-                "checkpoints is empty. Pass at least one, or leave it out for the model as it is."
+                "checkpoints is empty. Pass at least one, or leave it out to use the present weights of the model."
             )
         self._held, self._run.train = rows.held, rows
         if not once:
             self._run.sources.append((checkpoints, checkpoint_loader))
         rows_found = len(names) * len(rows) - written
-        logger.info("Featurized %d rows, found %d, for checkpoints %s.", written, rows_found, names)
+        logger.info(
+            "Featurized %d rows and found %d stored rows, for checkpoints %s.", written, rows_found, names
+        )
         return FeaturizeSummary(tuple(names), written, rows_found)
 
     def score(
@@ -320,7 +322,9 @@ class Attributor:
         check_name(name, what="target set")
         chosen = self._settings.scored_by(method)
         if k is not None and positive_int(k=k) and dense:
-            raise InvalidInputError(f"k={k} is for dense=False; dense scores answer top(k) for any k.")
+            raise InvalidInputError(
+                f"k={k} needs dense=False. Leave k out: dense scores support top(k) for any k."
+            )
         targets = self._run.rows(data, "the targets")
         with (
             self._run.joined(f"score {name!r}") as ranks,

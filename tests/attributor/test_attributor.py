@@ -523,7 +523,7 @@ def test_wrong_settings_are_refused_before_anything_is_written(
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
 def test_a_gpu_that_is_not_there_is_refused() -> None:
-    with pytest.raises(InvalidInputError, match="torch sees no CUDA GPU"):
+    with pytest.raises(InvalidInputError, match="torch finds no CUDA GPU"):
         attributor(None, device="cuda")
 
 

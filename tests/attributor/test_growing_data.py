@@ -130,7 +130,9 @@ def test_scores_of_grown_data_are_those_of_the_whole_and_older_ones_are_refused(
     np.testing.assert_allclose(made.score(TARGETS, "new").numpy(), expected, rtol=1e-4, atol=1e-6)
     assert old.shape == (N, 5)
     for call in (lambda: made.scores("test"), lambda: made.score(TARGETS, "test")):
-        with pytest.raises(StateError, match=r"of 70 train rows, and there are 73 .* drop_scores\('test'\)"):
+        with pytest.raises(
+            StateError, match=r"have 70 train rows, but the store has 73 now.* drop_scores\('test'\)"
+        ):
             call()
     without_q = replace(made.method, q="off")
     made.score(TARGETS, "new", method=without_q)

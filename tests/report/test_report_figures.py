@@ -276,7 +276,7 @@ def test_matplotlib_is_imported_to_draw_and_has_no_global_figure() -> None:
 @pytest.mark.parametrize(
     ("name", "arguments", "reason"),
     [
-        ("damping", {"method": GradDot()}, "GradDot has no kernel to damp"),
+        ("damping", {"method": GradDot()}, "GradDot has no kernel, so it has no damping"),
         ("damping", {"method": GaussNewton(damping=0.0)}, "a damping above 0"),
         ("damping", {"num_rows": 1}, "at least two train rows"),
         ("retrained", {}, "no outputs of retrained models"),
@@ -285,7 +285,7 @@ def test_matplotlib_is_imported_to_draw_and_has_no_global_figure() -> None:
         (
             "checkpoints",
             {"num_checkpoints": 2, "method": GaussNewton(damping=1.0, checkpoint_weights=(1, -1), q="off")},
-            "subtract checkpoints",
+            "have both signs",
         ),
     ],
 )

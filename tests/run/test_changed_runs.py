@@ -491,7 +491,7 @@ class Growing(Plain):
 
 def test_a_dataset_whose_length_changes_during_a_call_is_refused(tmp_path: Path) -> None:
     script = Script()
-    with pytest.raises(InvalidInputError, match="37 rows when the call began, and 38 now"):
+    with pytest.raises(InvalidInputError, match="37 rows when the call began, and has 38 now"):
         script.attributor(tmp_path / "a.zarr").featurize(Growing(script.train))
 
     assert not (tmp_path / "a.zarr").exists()

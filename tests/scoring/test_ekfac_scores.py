@@ -281,7 +281,7 @@ def test_no_damping_no_path_and_no_self_influence_are_refused() -> None:
 
     with pytest.raises(InvalidInputError, match=r"EKFAC\(damping=0\) would divide by zero"):
         made.score(TARGETS, method=EKFAC(damping=0))
-    with pytest.raises(InvalidInputError, match="EKFAC has no kernel to damp"):
+    with pytest.raises(InvalidInputError, match="EKFAC has no kernel, so it has no damping"):
         made.score(TARGETS, method="EKFAC", dense=False).damping_path([0.1, 1])
     with pytest.raises(InvalidInputError, match="take the diagonal"):
         made.score(TARGETS, method="EKFAC").self_influence()
@@ -297,7 +297,7 @@ def test_a_curvature_of_fewer_train_rows_is_not_taken_for_that_of_all(
     made.featurize(LONGER, append=True)
     fresh.featurize(LONGER)
 
-    with pytest.raises(StateError, match=r"those of 40 train rows, and there are 43"):
+    with pytest.raises(StateError, match=r"have 40 train rows, but the store has 43 now"):
         made.scores(method="EKFAC")
     with pytest.raises((StateError, ManifestMismatchError), match="under another name"):
         made.score(TARGETS, method="EKFAC")

@@ -263,7 +263,7 @@ def test_a_segment_without_signal_adds_nothing_at_any_damping() -> None:
     [
         (GaussNewton(), [], "dampings is empty"),
         (GaussNewton(), [1, -1], "damping must be a finite number of at least 0"),
-        (GradDot(), [1], "GradDot has no kernel to damp"),
+        (GradDot(), [1], "GradDot has no kernel, so it has no damping"),
     ],
     ids=["none", "negative", "without-a-kernel"],
 )
@@ -342,7 +342,7 @@ def test_labels_that_are_not_one_per_row_are_refused(labels: Any) -> None:
 
     with pytest.raises(InvalidInputError, match=r"one per row, there are 20 train rows"):
         group_sums(matrix, labels, None)
-    with pytest.raises(InvalidInputError, match="nothing to group by"):
+    with pytest.raises(InvalidInputError, match="No labels were given to group by"):
         group_sums(matrix, None, None)
 
 

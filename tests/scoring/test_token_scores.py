@@ -155,7 +155,9 @@ def test_a_task_without_tokens_is_refused() -> None:
     made = Attributor(nn.Linear(3, 2), "image_classification", None, proj_dim=4)
     made.featurize(data)
 
-    with pytest.raises(InvalidInputError, match="'image_classification', whose output is no sum over tokens"):
+    with pytest.raises(
+        InvalidInputError, match="'image_classification', whose output is not a sum over tokens"
+    ):
         token_scores(made.score(data), data, [0])
 
 

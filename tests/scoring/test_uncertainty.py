@@ -206,7 +206,7 @@ def test_a_run_as_noisy_as_its_signal_agrees_by_half_and_three_of_them_by_three_
     [
         ({}, ["a", "b"], "runs has 2 labels, but 4 checkpoints"),
         ({}, ["a"] * 4, "at least 2 runs, got 1"),
-        ({"checkpoint_weights": (1, -1, 1, -1)}, None, "no repeats of one measurement"),
+        ({"checkpoint_weights": (1, -1, 1, -1)}, None, "the checkpoints are not repeats of one measurement"),
     ],
 )
 def test_groups_that_mean_nothing_are_refused(view: Any, runs: Any, message: str) -> None:

@@ -401,7 +401,7 @@ def test_questions_without_an_answer_are_refused(call: Callable[[Scores], Any], 
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({"k": 3}, "k=3 is for dense=False"),
+        ({"k": 3}, "k=3 needs dense=False"),
         ({"k": 0, "dense": False}, "k must be an integer of at least 1"),
         ({"method": "none"}, "method must be a name of"),
         ({"method": {"name": "GradDot", "damping": 1.0}}, "Unknown fields of GradDot"),
@@ -425,5 +425,5 @@ def test_scores_that_were_never_made_are_asked_for_by_name() -> None:
 
     with pytest.raises(StateError, match=r"no scores 'test' made with GradDot\(q='inside'"):
         made.scores("test", method="GradDot")
-    with pytest.raises(StateError, match=r"no features of targets 'other'; there are those of \['test'\]"):
+    with pytest.raises(StateError, match=r"no features of targets 'other'; stored targets: \['test'\]"):
         made.scores("other", dense=False)

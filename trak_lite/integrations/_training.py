@@ -39,10 +39,10 @@ def refuse_other_model(attributor: Attributor, trained: nn.Module) -> None:
         InvalidInputError: If they belong to another model, or training has replaced (sharded) or moved them.
     """
     own = {id(p) for p in trained.parameters()}
-    strange = [name for name, p in attributor.model.named_parameters() if id(p) not in own]
-    if strange:
+    foreign = [name for name, p in attributor.model.named_parameters() if id(p) not in own]
+    if foreign:
         raise InvalidInputError(
-            f"{len(strange)} parameters of the attributor's {type(attributor.model).__name__} ({strange[:3]}) are not "
+            f"{len(foreign)} parameters of the attributor's {type(attributor.model).__name__} ({foreign[:3]}) are not "
             f"among those of the {type(trained).__name__} that is trained. Expected an attributor on the same model "
             "object, not sharded (FSDP, DeepSpeed). Build it from this trainer, or featurize the saved checkpoints "
             "afterwards."

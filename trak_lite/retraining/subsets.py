@@ -271,25 +271,25 @@ def _plan(
     settings: Mapping[str, Any] | None = None,
 ) -> _Plan:
     """Check masks and seeds, and describe the training."""
-    kept = np.asarray(masks)
-    if kept.dtype != np.bool_ or kept.ndim != 2 or not kept.size or not kept.any(axis=1).all():
+    array = np.asarray(masks)
+    if array.dtype != np.bool_ or array.ndim != 2 or not array.size or not array.any(axis=1).all():
         raise InvalidInputError(
-            f"masks must be a boolean matrix (subsets, train rows) without an empty subset, got {kept.dtype} of "
-            f"shape {kept.shape}. Make them with trak_lite.evaluation.subset_masks."
+            f"masks must be a boolean matrix (subsets, train rows) without an empty subset, got {array.dtype} of "
+            f"shape {array.shape}. Make them with trak_lite.evaluation.subset_masks."
         )
     numbers = tuple(int(seed) for seed in seeds)
     if not numbers or len(set(numbers)) < len(numbers):
         raise InvalidInputError(f"seeds must be one or more different integers, got {tuple(seeds)}.")
     functions = {"train_fn": describe_source(train_fn), "output_fn": describe_source(output_fn)}
     fingerprint = {
-        "masks": hashlib.sha256(np.packbits(kept, axis=1).tobytes()).hexdigest(),
-        "num_subsets": len(kept),
-        "num_train_rows": kept.shape[1],
+        "masks": hashlib.sha256(np.packbits(array, axis=1).tobytes()).hexdigest(),
+        "num_subsets": len(array),
+        "num_train_rows": array.shape[1],
         "seeds": list(numbers),
         "training": functions if train_id is None else {"id": train_id},
         **(settings or {}),
     }
-    return _Plan(kept, numbers, fingerprint, train_id, (train_fn, output_fn))
+    return _Plan(array, numbers, fingerprint, train_id, (train_fn, output_fn))
 
 
 def _own_table(workspace: Workspace, group: str, plan: _Plan, run: _Run) -> str:
@@ -342,11 +342,11 @@ def _why_another(workspace: Workspace, path: str, plan: _Plan, run: _Run) -> str
         remedy="Retrain with the same masks, seeds and functions, or under another path.",
     )
     values, place = plan.values(), (str(workspace.place), path)
-    noted = workspace.store().attributes(path).get(_VALUES, {})
-    own = noted if workspace.place is None else _confirmed.get(place)
+    stored_values = workspace.store().attributes(path).get(_VALUES, {})
+    own = stored_values if workspace.place is None else _confirmed.get(place)
     if own is not None and not _differing(own, values):
         return None
-    changed = _differing(noted, values)
+    changed = _differing(stored_values, values)
     stored = done_rows(table)
     if stored is None:
         return None
@@ -410,24 +410,24 @@ def _begun(workspace: Workspace, path: str, plan: _Plan, run: _Run, at_once: int
     """Train the first models, whose outputs give the number of targets, and return the table with them."""
     before = plan.values()
     first = range(min(at_once, plan.num_rows))
-    late: LazyTable | None = None
+    lazy: LazyTable | None = None
     for job, outputs in run(plan.jobs(first)):
-        if late is None:
+        if lazy is None:
             stable = _unchanged(before, plan.values())
-            late = workspace.lazy_table(path, plan.spec(len(outputs)), {_VALUES: stable})
-        _require_width(late, job, outputs)
+            lazy = workspace.lazy_table(path, plan.spec(len(outputs)), {_VALUES: stable})
+        _require_width(lazy, job, outputs)
         try:
-            late.put(np.array([job.row]), {OUTPUTS: outputs[None]})
+            lazy.put(np.array([job.row]), {OUTPUTS: outputs[None]})
         except (BusyError, StateError) as error:
             logger.info("Discarded the outputs of a training, because another process has them: %s", error)
         else:
             _confirmed[(str(workspace.place), path)] = stable
-    assert late is not None  # a plan has at least one model
-    return late
+    assert lazy is not None  # a plan has at least one model
+    return lazy
 
 
-def _require_width(late: LazyTable, job: _Job, outputs: NDArray[np.float64]) -> None:
-    width = late.spec.columns[0].width
+def _require_width(lazy: LazyTable, job: _Job, outputs: NDArray[np.float64]) -> None:
+    width = lazy.spec.columns[0].width
     if len(outputs) != width:
         raise InvalidInputError(
             f"output_fn returned {len(outputs)} numbers for {_place(job)}, and {width} before. Return one per target."
@@ -439,16 +439,16 @@ def _fill(
 ) -> Retrained:
     """Train the pending models of the table, together with other processes; outputs are put after each training."""
     table = workspace.table(path)
-    late = (
+    lazy = (
         _begun(workspace, path, plan, run, at_once)
         if table is None
         else workspace.lazy_table(path, table.spec)
     )
-    with SharedRows(late, 1, label="Retraining", progress=progress, unit="model") as work:
+    with SharedRows(lazy, 1, label="Retraining", progress=progress, unit="model") as work:
         for batches in work.rounds():
             wanted = (int(row) for rows in batches for row in rows)
             for job, outputs in run(plan.jobs(wanted)):
-                _require_width(late, job, outputs)
+                _require_width(lazy, job, outputs)
                 work.put(np.array([job.row]), {OUTPUTS: outputs[None]})
     table = workspace.table(path)
     assert table is not None  # a plan has at least one model

@@ -199,7 +199,7 @@ class AttributorSettings:
     def _fisher_task(self) -> AbstractModelOutput:
         if self._is_normalised:
             raise InvalidInputError(
-                "Fisher is fitted to gradients as they are, and the rows are normalised. Use method='TRAK' or "
+                "The rows are normalised, and Fisher needs gradients that are not. Use method='TRAK' or "
                 "normalize='none'."
             )
         return fisher_task(self.task)
@@ -262,8 +262,8 @@ class AttributorSettings:
         computed, normalized = self.computer().fingerprint(), self.normalization.fingerprint()
         if computed.keys() & normalized.keys():
             raise InvalidInputError(
-                f"The gradient computer normalises already ({computed['normalization']}), and normalize="
-                f"{normalized['normalization']} would do it again. Leave out one of the two."
+                f"The gradient computer already normalises ({computed['normalization']}), and "
+                f"normalize={normalized['normalization']} would do it again. Leave out one of the two."
             )
         return {**computed, **normalized}
 
@@ -334,8 +334,8 @@ class StoredSettings:
             method = as_method(manifest.made_with["settings"]["method"])
         except (KeyError, TypeError, ValueError, AttributeError, OverflowError) as error:
             raise CorruptStoreError(
-                f"{where} does not say how its rows are laid out and how its scores are made ({error!r:.200}). Open it "
-                "in Python with the model: Attributor.open(path, model)."
+                f"The manifest of {where} does not contain a layout and a method ({error!r:.200}). Open the store in "
+                "Python with the model: Attributor.open(path, model)."
             ) from error
         return cls(layout, method, device)
 
@@ -391,7 +391,7 @@ def stored_arguments(
         needed.append("task")
     if found is None or needed:
         raise InvalidInputError(
-            f"{where} was made with {needed} of the user's own, which a store cannot keep. Pass "
+            f"{where} was made with custom objects, which a store does not contain: {needed}. Pass "
             f"{', '.join(f'{name}=...' for name in needed)} to Attributor.open."
         )
     return found, arguments

@@ -86,11 +86,11 @@ def make_grams(
     """
     if settings.weighting == "fisher" or ranks.size == 1:
         return
-    said = ranks.broadcast(
+    message = ranks.broadcast(
         "list of missing gram matrices",
         lambda: json.dumps([path for path in paths if not has_kernel(store, path, settings, layout)]),
     )
-    lacking, num_chunks = json.loads(said), store.open_table(paths[0]).num_chunks
+    lacking, num_chunks = json.loads(message), store.open_table(paths[0]).num_chunks
     at_once = max(1, ranks.size // num_chunks)
     for first in range(0, len(lacking), at_once):
         tables = [store.open_table(path) for path in lacking[first : first + at_once]]

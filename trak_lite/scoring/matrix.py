@@ -1,6 +1,6 @@
 """The ``(N, M)`` matrix of scores, stored or computed on access, and results that take one pass over it.
 
-Shapes: N train rows, M targets, b rows of a tile, k rows kept per target, L dampings.
+Shapes: N train rows, M targets, b rows of a tile, k top rows per target, L dampings.
 """
 
 from __future__ import annotations
@@ -116,10 +116,10 @@ class StoredMatrix(AbstractScoreMatrix):
 class StreamedMatrix(AbstractScoreMatrix):
     """Scores that are computed from the stored rows on every read. The best rows may be cached."""
 
-    def __init__(self, source: ScoreSource, kept: NDArray[np.float64] | None = None) -> None:
+    def __init__(self, source: ScoreSource, top: NDArray[np.float64] | None = None) -> None:
         """Take the source of the scores, and optionally the result of :func:`top_and_bottom`."""
         self._source = source
-        self._kept = kept
+        self._top = top
 
     @property
     def shape(self) -> tuple[int, int]:
@@ -142,9 +142,9 @@ class StreamedMatrix(AbstractScoreMatrix):
 
     def kept_top(self, k: int, sign: Sign) -> TopRows | None:
         """Return the k strongest rows of every target if at least k are cached, else ``None``."""
-        if self._kept is None or self._kept.shape[-1] < min(k, self.shape[0]):
+        if self._top is None or self._top.shape[-1] < min(k, self.shape[0]):
             return None
-        indices, scores = self._kept[_ENDS.index(sign)][:, :, :k]
+        indices, scores = self._top[_ENDS.index(sign)][:, :, :k]
         return TopRows(indices.astype(np.int64), scores.astype(np.float32))
 
 
@@ -214,7 +214,7 @@ def group_sums(
     """
     if train_labels is None and target_labels is None:
         raise InvalidInputError(
-            "There is nothing to group by. Give a label per train row, per target, or both."
+            "No labels were given to group by. Give a label per train row, per target, or both."
         )
     num_rows, num_targets = matrix.shape
     train_groups, train_of = _numbered(train_labels, num_rows, "train rows")

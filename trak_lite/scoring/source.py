@@ -93,8 +93,8 @@ class ScoreSource:
         """
         if method.kernel is not None and _transforms(method):
             raise InvalidInputError(
-                f"{method.name} has a kernel and overrides transform(), which applies only where there is none. "
-                "Return None as kernel, or leave out transform()."
+                f"{method.name} has a kernel and overrides transform(), which is used only without a kernel. Return "
+                "None as kernel, or remove transform()."
             )
         self.method = method
         self._store = store
@@ -163,7 +163,8 @@ class ScoreSource:
         kernel = self.method.kernel
         if kernel is None:
             raise InvalidInputError(
-                f"{self.method.name} has no kernel to damp. Take the path of scores of GaussNewton, Fisher or TRAK."
+                f"{self.method.name} has no kernel, so it has no damping. Use the damping path of scores of "
+                "GaussNewton, Fisher or TRAK."
             )
         terms = []
         for table, weight in zip(self._train, self._weights, strict=True):
@@ -220,8 +221,8 @@ class ScoreSource:
         """
         if isinstance(self.method, EKFAC):
             raise InvalidInputError(
-                "Self-influence with EKFAC needs every train row multiplied by the inverse curvature too, and only "
-                "targets are. Use another method for it, or score the train data as targets and take the diagonal."
+                "Self-influence with EKFAC needs train rows multiplied by the inverse curvature, but only targets "
+                "are. Use another method, or score the train data as targets and take the diagonal."
             )
         total = np.zeros(self.num_rows)
         out_to_loss = np.zeros(self.num_rows)
@@ -306,8 +307,8 @@ class ScoreSource:
         """
         if runs is None and min(self._weights) < 0 < max(self._weights):
             raise InvalidInputError(
-                f"checkpoint_weights {self._weights} subtract checkpoints from each other, so these are no repeats of "
-                "one measurement. Say which belong together: runs=[...], one label per checkpoint."
+                f"checkpoint_weights {self._weights} have both signs, so the checkpoints are not repeats of one "
+                "measurement. Group them: runs=[...], one label per checkpoint."
             )
         labels = list(range(len(self._train))) if runs is None else list(runs)
         if len(labels) != len(self._train):
@@ -396,7 +397,7 @@ def _same_shape(transformed: Tensor, rows: Tensor, method: AbstractMethod) -> Te
     """Return what a method made of rows, if it has their shape."""
     if transformed.shape != rows.shape:
         raise InvalidInputError(
-            f"{method.name}.transform made {tuple(transformed.shape)} of rows {tuple(rows.shape)}. Return as many rows "
-            "and features as it is given."
+            f"{method.name}.transform returned the shape {tuple(transformed.shape)} for rows {tuple(rows.shape)}. "
+            "Return the same shape."
         )
     return transformed

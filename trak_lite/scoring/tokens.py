@@ -94,12 +94,12 @@ def _token_scores(
     def visit(digest: str) -> None:
         place = places[digest]
         model_id = int(terms[place].train.spec.fingerprint["model_id"])
-        behind = in_float64(terms[place].targets)
+        preconditioned = in_float64(terms[place].targets)
         for row, factor in zip(found.values(), factors[place], strict=True):
             for positions, batch in row.batches(train.batch_size):
                 own = np.full(len(positions), row.number)
                 features = session.features(batch, own, model_id=model_id, what=train.what)
-                row.scores[positions] += (in_float64(features) @ behind.T).cpu().numpy() * factor
+                row.scores[positions] += (in_float64(features) @ preconditioned.T).cpu().numpy() * factor
 
     session.visit(train_tables, visit, purpose="to score tokens")
     return {number: row.scores.astype(np.float32) for number, row in found.items()}
@@ -152,14 +152,14 @@ def _shift_of_linear_rows(settings: AttributorSettings, scores: Scores) -> bool:
     task = settings.task
     if not isinstance(task, CausalLanguageModelingModelOutput):
         raise InvalidInputError(
-            f"The task is {task.name!r}, whose output is no sum over tokens. Token scores need "
+            f"The task is {task.name!r}, whose output is not a sum over tokens. Token scores need "
             "'causal_language_modeling'."
         )
     divided = "normalization" in scores.manifest.fingerprint.get("gradients", {})
     if divided or not scores.method.linear:
         raise InvalidInputError(
-            "These scores divide train rows by their norms, so tokens do not add up to them. Take scores of another "
-            f"method than {'GradCos' if scores.method.linear else scores.method.name}, of an attributor with "
+            "These scores divide train rows by their norms, so token scores do not add up to them. Use a method other "
+            f"than {'GradCos' if scores.method.linear else scores.method.name}, and an attributor with "
             "normalize='none'."
         )
     return task.shift
