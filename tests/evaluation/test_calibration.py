@@ -82,7 +82,10 @@ def test_the_path_is_ridge_regression_towards_the_default():
     ("outputs", "seen"),
     [
         (np.ones((2, 20)), "at least 3 subsets, got 2"),
-        (np.ones((30, 20)), "The outputs of every target are the same for all subsets"),
+        (
+            np.ones((30, 20)),
+            "For every target, the outputs or the default predictions are the same for all subsets",
+        ),
     ],
 )
 def test_what_cannot_be_calibrated_on_is_refused(outputs, seen):

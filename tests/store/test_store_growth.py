@@ -367,7 +367,7 @@ def test_of_two_who_grow_a_table_at_once_one_is_told(full, monkeypatch):
     store = ZarrFeatureStore.open(full, "r+")
     store.open_table(NAME)
     monkeypatch.setattr(fcntl, "flock", late)
-    with pytest.raises(BusyError, match="another number of rows now, because another process has grown it"):
+    with pytest.raises(BusyError, match="another number of rows now, because another writer has grown it"):
         store.grow_table(NAME, 15)
     assert store.open_table(NAME).spec.num_rows == 20
     assert store.grow_table(NAME, 21).spec.num_rows == 21

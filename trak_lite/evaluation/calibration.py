@@ -39,7 +39,7 @@ def fit_weights(predictions: Array, outputs: Array, prior: Array) -> Array:
         ``(F,)`` weights on the scale of the default weights; the default weights if no penalty is better.
 
     Raises:
-        InvalidInputError: If there are fewer than 3 subsets, or every target is constant over subsets.
+        InvalidInputError: If there are fewer than 3 subsets, or every target has constant outputs or predictions.
     """
     if len(outputs) < 3:
         raise InvalidInputError(f"Calibration needs at least 3 subsets, got {len(outputs)}.")
@@ -48,7 +48,8 @@ def fit_weights(predictions: Array, outputs: Array, prior: Array) -> Array:
     usable = (spread > 0) & (default_spread > 0)
     if not usable.any():
         raise InvalidInputError(
-            "The outputs of every target are the same for all subsets, so there is nothing to calibrate on."
+            "For every target, the outputs or the default predictions are the same for all subsets, so there is "
+            "nothing to calibrate on."
         )
     y = outputs[:, usable] / spread[usable]
     parts = predictions[:, :, usable] / default_spread[usable]

@@ -36,7 +36,7 @@ def grow(files: TableFiles, num_rows: int) -> None:
     try:
         if (read_attributes(files.folder) or {}).get("num_rows") != files.spec.num_rows:
             raise BusyError(
-                f"{files.folder} has another number of rows now, because another process has grown it. Open it again, "
+                f"{files.folder} has another number of rows now, because another writer has grown it. Open it again, "
                 "then grow it."
             )
         _announce(files, num_rows)
