@@ -431,7 +431,7 @@ def test_every_automatic_choice_is_logged_and_written_down(
     with caplog.at_level(logging.INFO, logger="trak_lite"):
         finished(tmp_path / "a.zarr")
 
-    assert "gradient_computer='auto' is 'hook': every kept parameter is covered" in caplog.text
+    assert "gradient_computer='auto' selects 'hook': every kept parameter is covered" in caplog.text
     assert "'projector': 'countsketch'" in caplog.text
     import json
 

@@ -322,7 +322,7 @@ def test_a_checkpoint_is_dropped_by_its_name_if_only_one_has_it(tmp_path: Path) 
     for state in states():
         made.featurize(rows(N), state)
     names = made.featurize(rows(N)).checkpoints
-    with pytest.raises(InvalidInputError, match=r"0 checkpoints are called 'epoch 9'.*ckpt-2"):
+    with pytest.raises(InvalidInputError, match=r"0 checkpoints have the name 'epoch 9'.*ckpt-2"):
         made.drop_checkpoint("epoch 9")
     with pytest.raises(InvalidInputError, match="2 checkpoints have the name"):
         made.drop_checkpoint(_shared_name(tmp_path / "a.zarr"))

@@ -178,7 +178,7 @@ def test_a_ctrl_c_tells_how_many_rows_are_done_and_how_to_continue(tmp_path: Pat
 
     assert caught.value.__notes__ == [
         f"Featurizing current: at least 96 of {N} rows are done.",
-        f"Finished rows are stored in {path}. Make the same call again to continue.",
+        f"Finished work is stored in {path}. Make the same call again to continue.",
     ]
     assert rows_done(path) == 96
     assert featurize(attributor(path)).rows_written == N - 96
@@ -217,7 +217,7 @@ def test_a_ctrl_c_while_retraining_counts_models(tmp_path: Path) -> None:
         retrain(train, masks, lambda model: [model], path=tmp_path / "r.zarr", seeds=(0, 1))
 
     assert caught.value.__notes__[0] == "Retraining: at least 3 of 8 models are done."
-    assert f"safe in {tmp_path}" in caught.value.__notes__[1]
+    assert f"Finished work is stored in {tmp_path}" in caught.value.__notes__[1]
 
 
 def test_other_errors_get_no_such_note() -> None:
@@ -261,7 +261,7 @@ def test_a_real_sigint_stops_within_the_batch_and_what_it_says_is_on_disk(tmp_pa
     assert err.splitlines()[-3:] == [
         "KeyboardInterrupt",
         f"Featurizing current: at least 96 of {N} rows are done.",
-        f"Finished rows are stored in {path}. Make the same call again to continue.",
+        f"Finished work is stored in {path}. Make the same call again to continue.",
     ]
     assert rows_done(path) == 96
     assert featurize(attributor(path)).rows_found == 96

@@ -615,7 +615,9 @@ def test_axes_that_are_not_finite_are_refused():
 
 
 def test_fitting_without_gradients_is_refused():
-    with pytest.raises(InvalidInputError, match=r"No gradient of \['w:out', 'w:in'\] came"):
+    with pytest.raises(
+        InvalidInputError, match=r"The batches gave no gradient of \['w:out', 'w:in'\], so no axes"
+    ):
         PrincipalAxes.fit(BlockStream({"w": (3, 4)}), [], k_in=2)
 
 

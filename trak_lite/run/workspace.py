@@ -193,7 +193,7 @@ class Workspace:
             return (
                 "Nothing was stored on disk, because no path was given. Pass path=... to be able to continue."
             )
-        return f"Finished rows are stored in {self.path}. Make the same call again to continue."
+        return f"Finished work is stored in {self.path}. Make the same call again to continue."
 
     def _open(self) -> AbstractFeatureStore | None:
         if self.place is None:
