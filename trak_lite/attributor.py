@@ -343,8 +343,8 @@ class Attributor:
             )
             chosen.weights(len(train))
             ranks.agree("scores to make (digest of rows, targets and settings)", result.digest())
-            said = ranks.broadcast("whether they are there", lambda: str(dense and result.is_finished()))
-            finished = session.agreed(said == "True")
+            is_there = ranks.broadcast("whether they are there", lambda: dense and result.is_finished())
+            finished = session.agreed(is_there)
             if not finished:
                 session.fit(chosen, train)
                 session.find_targets(target_set, train)
@@ -439,4 +439,4 @@ class Attributor:
                 drop(workspace.store())
 
         with self._run.joined(call) as ranks:
-            ranks.once("what is dropped", dropped)
+            ranks.broadcast("what is dropped", dropped)

@@ -18,12 +18,11 @@ from torch.utils.data import Dataset, TensorDataset
 
 from trak_lite import Attributor, Rows, verify
 from trak_lite.errors import RankError
-from trak_lite.models.checkpoints import weights_digest
 from trak_lite.parallel import ranks as distributed
 from trak_lite.parallel.ranks import joined_ranks
 from trak_lite.store import ZarrFeatureStore, _grid
 
-N, R, M = 300, 32, 5
+N, R, M, BATCH = 300, 32, 5, 7
 LM = "causal_language_modeling"
 
 
@@ -76,7 +75,7 @@ def states(net: nn.Module, count: int) -> list[dict[str, Tensor]]:
 def attributor(path: Any, net: nn.Module | None = None, **changes: Any) -> Attributor:
     settings = {"proj_dim": 16, "dtype": "float32", "progress": False, **changes}
     task = settings.pop("task", "image_classification")
-    return Attributor(network() if net is None else net, task, path, batch_size=7, **settings)
+    return Attributor(network() if net is None else net, task, path, batch_size=BATCH, **settings)
 
 
 # ------------------------------------------------------------------------ jobs
@@ -112,7 +111,10 @@ def keys() -> Any:
 
 
 class SlowOnRank0(Dataset[Any]):
-    """Data that take their time on rank 0 once rank 1 has come, and may be broken on rank 1."""
+    """Data that take their time on rank 0 once rank 1 has rows of its own, and may be broken on rank 1.
+
+    The first batch is as fast as any: a rank that waits for the table would be waited for.
+    """
 
     def __init__(self, rank_1: float) -> None:
         self.rank_1 = rank_1
@@ -122,10 +124,12 @@ class SlowOnRank0(Dataset[Any]):
 
     def __getitem__(self, index: int) -> tuple[Tensor, int]:
         if os.environ["RANK"] == "1":
-            keys().set("rank 1 loads", "")
+            if index >= BATCH:
+                keys().set("rank 1 loads", "")
             return torch.full((4,), self.rank_1), index % 3
-        keys().wait(["rank 1 loads"])
-        time.sleep(0.02)
+        if index >= BATCH:
+            keys().wait(["rank 1 loads"])
+            time.sleep(0.02)
         return torch.ones(4), index % 3
 
 
@@ -179,33 +183,24 @@ def scored_by_rank_0(path: str) -> None:
     if os.environ["RANK"] == "0":
         made.score(data(M, 2))
     else:
-        distributed._say_goodbye(distributed._meeting_place()[0], 1)  # as at the end of a script
+        distributed._record_end(distributed._meeting_place()[0], 1)  # as at the end of a script
 
 
-def rank_0_comes_late_with_other_weights(path: str) -> str:
-    """Return the digest of this rank's weights."""
-    rank = int(os.environ["RANK"])
+def rank_0_comes_late_with_other_weights(path: str) -> None:
     store = keys()
-    torch.manual_seed(rank)
-    net = network()
-    if rank == 0:
+    torch.manual_seed(int(os.environ["RANK"]))
+    made = attributor(path, network())
+    if os.environ["RANK"] == "0":
         store.wait(["rank 1 waits"])
     else:
-        wait_for, report = distributed._TorchRanks._wait_for, distributed._TorchRanks.report
+        miss = distributed._TorchRanks._miss
 
-        def wait(*what: Any, **settings: Any) -> None:
+        def missing(*given: Any) -> None:
             store.set("rank 1 waits", "")
-            wait_for(*what, **settings)
+            miss(*given)
 
-        def report_late(*what: Any) -> None:
-            store.wait(["rank 0 is done"])  # which would end for the same reason, if it heard of it before
-            report(*what)
-
-        distributed._TorchRanks._wait_for = wait  # type: ignore[method-assign]
-        distributed._TorchRanks.report = report_late  # type: ignore[method-assign]
-    attributor(path, net).featurize(data(N))
-    store.set("rank 0 is done", "")
-    return weights_digest(net)
+        distributed._TorchRanks._miss = missing  # type: ignore[method-assign]
+    made.featurize(data(N))
 
 
 def only_on_rank_0(path: str) -> int | None:
@@ -275,35 +270,55 @@ def fails_again_after_a_failure() -> list[str]:
 
     def second() -> None:
         with joined_ranks("second") as ranks:
-            if ranks.rank == 1:
-                keys().wait(["rank 0 has said its number"])
             ranks.agree("number", str(ranks.rank))
-            keys().set("rank 0 has said its number", "")
-            ranks.merged(0, max)
 
     return [told_of(first), told_of(second)]
 
 
 def fails_when_others_are_done() -> list[str]:
-    """Return what ended two calls of this rank; rank 0 fails in the first when rank 1 is in the second already."""
+    """Return what ended two calls of this rank; rank 0 fails in the first when rank 1 has done its part of it."""
 
     def first() -> None:
         with joined_ranks("first") as ranks:
             if ranks.rank == 0:
-                keys().wait(["rank 1 is in the second"])
+                keys().wait(["rank 1 is done"])
                 raise LookupError("not there")
+            keys().set("rank 1 is done", "")
 
     def second() -> None:
         with joined_ranks("second") as ranks:
-            keys().set("rank 1 is in the second", "")
             ranks.merged(0, max)
 
-    found = [told_of(first)]
-    if os.environ["RANK"] == "0":
-        keys().wait(["rank 1 was in the second"])
-    found.append(told_of(second))
-    keys().set("rank 1 was in the second", "")
-    return found
+    return [told_of(first), told_of(second)]
+
+
+def fails_beside_a_busy_rank() -> str:
+    """Return what ended the call of this rank: rank 2 fails, rank 0 looks for it only when rank 1 was told."""
+
+    def call() -> None:
+        with joined_ranks("a call") as ranks:
+            if ranks.rank == 1:
+                ranks.merged(0, max)
+            if ranks.rank == 0:
+                keys().wait(["rank 1 was told"])
+                while True:
+                    ranks.watch()
+            raise LookupError("not there")
+
+    said = told_of(call)
+    if os.environ["RANK"] == "1":
+        keys().set("rank 1 was told", "")
+    return said
+
+
+def makes_a_group_within_a_call() -> bool:
+    """Return whether the script can make and use a process group of its own while ranks are joined."""
+    with joined_ranks("a call") as ranks:
+        dist.init_process_group("gloo")
+        total = torch.ones(1)
+        dist.all_reduce(total)
+        dist.destroy_process_group()
+        return ranks.merged(1, lambda low, high: low + high) == total.item()
 
 
 def lost_in_a_sum() -> None:
@@ -311,7 +326,7 @@ def lost_in_a_sum() -> None:
         tensor = torch.ones(3)
         ranks.add_up([tensor])
         if ranks.rank == 1:
-            dist.reduce = lambda *_, **__: os._exit(0)
+            ranks._wait = lambda _: os._exit(0)
         ranks.add_up([tensor])
         ranks.add_up([tensor])
 

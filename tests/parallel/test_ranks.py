@@ -5,7 +5,6 @@ from __future__ import annotations
 import re
 import socket
 import threading
-import time
 from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
@@ -28,9 +27,9 @@ from trak_lite.linalg.topk import TopK, merged_top
 from trak_lite.models import borrowing as _session
 from trak_lite.models.checkpoints import Checkpoint
 from trak_lite.parallel import ranks as distributed
-from trak_lite.parallel.ranks import OneRank
+from trak_lite.parallel.ranks import Ranks
 from trak_lite.scoring.grams import _share
-from trak_lite.store import ZarrFeatureStore, verify_store
+from trak_lite.store import verify_store
 from trak_lite.types import FeatureLayout
 
 Answers = list[tuple[str, Any]]
@@ -162,12 +161,8 @@ def test_ranks_that_do_not_do_the_same_are_told(tmp_path: Path, job: Any, said: 
     found = on_ranks(2, job, str(tmp_path / "a.zarr"))
 
     failures = [message for kind, message in found if kind == "RankError"]
-    assert len(failures) in (1, 2), "a rank may be done before it looks"
-    assert any(
-        message.startswith(f"Rank {rank} has another ") and said in message
-        for message in failures
-        for rank in (0, 1)
-    )
+    assert len(failures) == 2
+    assert all(message.startswith("Rank 1 has another ") and said in message for message in failures)
 
 
 def test_a_call_after_one_that_failed_tells_of_errors_like_any_other() -> None:
@@ -175,16 +170,28 @@ def test_a_call_after_one_that_failed_tells_of_errors_like_any_other() -> None:
 
     assert own == "not there"
     assert re.match(r"Rank 1 failed in .* \(LookupError: not there\)\. ", first)
-    assert again.startswith("Rank 1 has another number than another rank")
-    assert second.startswith("Rank 1 has another number ")
+    assert again == second
+    assert second.startswith("Rank 1 has another number than another rank: '1', there '0'")
 
 
-def test_a_rank_that_fails_late_is_told_why_nobody_is_in_its_next_call() -> None:
-    (_, (own, after)), (_, (done, late)) = on_ranks(2, cases.fails_when_others_are_done)
+def test_an_error_after_others_are_done_ends_the_same_call_on_all_ranks() -> None:
+    (_, (own, after)), (_, (late, again)) = on_ranks(2, cases.fails_when_others_are_done)
 
-    assert (done, own) == ("no error", "not there")
-    assert re.match(r"Rank 0 failed in .* \(LookupError: not there\)\. ", late)
-    assert re.match(r"Rank 0 failed in .* \(LookupError: not there\)\. ", after)
+    assert own == "not there"
+    assert re.match(r"Rank 0 failed in first \(LookupError: not there\)\. ", late)
+    assert (after, again) == ("no error", "no error")
+
+
+def test_a_rank_that_waits_is_told_of_an_error_while_a_third_one_computes() -> None:
+    (_, computing), (_, waiting), (_, own) = on_ranks(3, cases.fails_beside_a_busy_rank)
+
+    assert own == "not there"
+    assert re.match(r"Rank 2 failed in a call \(LookupError: not there\)\. Rank 1 stops", waiting)
+    assert re.match(r"Rank 2 failed in a call \(LookupError: not there\)\. Rank 0 stops", computing)
+
+
+def test_a_call_leaves_process_groups_to_the_script() -> None:
+    assert on_ranks(2, cases.makes_a_group_within_a_call) == [("done", True)] * 2
 
 
 def test_a_rank_that_is_lost_in_the_middle_of_a_sum_is_missed() -> None:
@@ -217,8 +224,7 @@ def test_of_several_ranks_the_first_one_drops_when_all_have_come(tmp_path: Path)
 def test_checkpoints_of_one_name_are_compared_once_each(monkeypatch: pytest.MonkeyPatch) -> None:
     told: list[str] = []
     visits = iter([False, False])  # both are left to others at first, and then taken up
-    for compared in ("first_value", "value_of_rank_0"):
-        monkeypatch.setattr(OneRank, compared, lambda self, what, value: told.append(what) or value)
+    monkeypatch.setattr(Ranks, "agree", lambda self, what, value, wait=True: told.append(what))
     monkeypatch.setattr(FeaturizingSession, "_is_featurized", lambda *_: next(visits, True))
     monkeypatch.setattr(FeaturizingSession, "_is_left_alone", lambda *_: True)
     net = cases.network()
@@ -268,11 +274,22 @@ class SilentStore:
     def __init__(self) -> None:
         self.never = threading.Event()
 
-    def clone(self) -> SilentStore:
-        return self
-
     def check(self, keys: list[str]) -> bool:
         self.never.wait()
+        return False
+
+    def compare_set(self, key: str, expected: str, value: str) -> bytes:
+        self.never.wait()
+        return value.encode()
+
+
+class Pending:
+    """A group whose operations wait for a rank that does not come."""
+
+    def broadcast(self, tensor: torch.Tensor, root: int) -> Pending:
+        return self
+
+    def is_completed(self) -> bool:
         return False
 
 
@@ -284,67 +301,47 @@ def test_a_rank_whose_questions_are_not_answered_goes_on_with_rows_and_does_not_
     monkeypatch.setattr(distributed, "_LOOK_EVERY", 0.01)
     monkeypatch.setattr(distributed, "_part_of", lambda name, store: store)
     ranks = distributed._TorchRanks(store, 1, 2, number=1)
-    while not ranks._lookout.is_silent:
-        time.sleep(0.01)
+    ranks._group = Pending()
 
     ranks.watch()
-    ranks.agree("checkpoint", "this one")
-    assert "has heard nothing of the others" in caplog.text
-    with pytest.raises(RankError, match=r"Rank 1 cannot reach .*\(no answer for 0 s\)"):
+    ranks.agree("checkpoint", "this one", wait=False)
+    assert "Rank 1 has had no reply for 0 s, and continues." in caplog.text
+    ranks.watch()
+    with pytest.raises(RankError, match=r"key-value store does not reply for 0 s\. Rank 1 stops"):
         ranks.broadcast("whether", lambda: "yes")
     ranks.report(ValueError("of which nobody hears"))
     ranks.close()
     store.never.set()
 
 
-class Clock:
-    """Time that passes while this thread sleeps, and not otherwise."""
-
-    def __init__(self) -> None:
-        self.now = 0.0
-
-    def monotonic(self) -> float:
-        return self.now
-
-    def sleep(self, seconds: float) -> None:
-        self.now += seconds
-
-
 def test_a_rank_that_is_waited_for_is_asked_for_and_at_last_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
-    clock = Clock()
-    monkeypatch.setattr(distributed, "time", clock)
-    monkeypatch.setattr(distributed._Lookout, "is_silent", False)  # the keys answer, however slowly
-    monkeypatch.setattr(distributed, "_PATIENCE", 10.0)
-    monkeypatch.setattr(distributed.dist, "default_pg_timeout", timedelta(seconds=50))
+    monkeypatch.setattr(distributed, "_PATIENCE", 2.0)
+    monkeypatch.setattr(distributed, "_LONGEST_WAIT", timedelta(seconds=3))
     store = torch.distributed.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     ranks = distributed._TorchRanks(store, 0, 2, number=1)
+    said = r"Rank 0 of 2 waits for others to make the call a call\. Every rank must"
 
-    with (
-        pytest.warns(
-            RuntimeWarning, match=r"others to come to a sum over train rows, in a call\. Every rank must"
-        ),
-        pytest.raises(RankError, match=r"waited 50 s for all others to come to a sum over train rows"),
-    ):
-        ranks.add_up([torch.ones(1)])
+    with pytest.warns(RuntimeWarning, match=said) as warned, pytest.raises(RankError, match=said):
+        ranks.enter()
     ranks.close()
+    assert len(warned) == 1
 
 
 def test_a_rank_whose_script_has_ended_is_not_waited_for(tmp_path: Path) -> None:
     (waiting, reason), (ended, _) = on_ranks(2, cases.scored_by_rank_0, str(tmp_path / "a.zarr"))
 
     assert (waiting, ended) == ("RankError", "done")
-    assert "in score 'targets' (" in reason
-    assert "the scripts of ranks [1] have ended" in reason
+    assert "make the call score 'targets' (" in reason
+    assert "the scripts of ranks 1 have ended" in reason
     assert "Attributor(distributed=False)" in reason
 
 
-def test_no_rank_but_the_first_decides_which_model_it_is(tmp_path: Path) -> None:
+def test_no_rank_writes_rows_before_all_have_the_same_model(tmp_path: Path) -> None:
     found = on_ranks(2, cases.rank_0_comes_late_with_other_weights, str(tmp_path / "a.zarr"))
 
-    assert [kind for kind, _ in found] == ["done", "RankError"]
-    with ZarrFeatureStore.open(tmp_path / "a.zarr") as store:
-        assert store.table_names() == ["ckpt-0"]
-        assert store.open_table("ckpt-0").spec.fingerprint["weights"] == found[0][1]
+    assert [kind for kind, _ in found] == ["RankError", "RankError"]
+    assert all("Rank 1 has another checkpoint 'current'" in reason for _, reason in found)
+    assert not (tmp_path / "a.zarr").exists()
 
 
 # ------------------------------------------------------------------------ what they say
@@ -377,7 +374,8 @@ def test_a_sum_is_the_same_whenever_it_is_made() -> None:
 
 
 def test_one_rank_by_itself_says_everything() -> None:
-    ranks = OneRank()
+    ranks = Ranks()
+    ranks.watch()
     ranks.agree("call", "anything")
     tensor = torch.ones(2)
     ranks.add_up([tensor])
@@ -385,9 +383,8 @@ def test_one_rank_by_itself_says_everything() -> None:
 
     assert tensor.tolist() == [1, 1]
     assert ranks.broadcast("whether", lambda: "yes") == "yes"
-    done: list[str] = []
-    ranks.once("something", lambda: done.append("done"))
-    assert done == ["done"]
+    assert ranks.merged("own", lambda low, high: low + high) == "own"
+    assert ranks.comes_first("table")
 
 
 # ------------------------------------------------------------------------ arithmetic

@@ -35,7 +35,7 @@ from trak_lite.models.checkpoints import (
     weights_digest,
 )
 from trak_lite.models.sharded import Lockstep, refuse_sharded
-from trak_lite.parallel.ranks import AbstractRanks, OneRank, joined_ranks
+from trak_lite.parallel.ranks import Ranks, joined_ranks
 from trak_lite.parallel.sharing import LazyTable, Patience, has_free_rows, holder_of
 from trak_lite.projectors import AbstractProjector
 from trak_lite.run.settings import AttributorSettings
@@ -92,7 +92,7 @@ class Run:
         """Return the rows of a user's data; ``what`` is their name in messages."""
         return rows_of(data, what=what, batch_size=self._batch_size, collate=self._collate)
 
-    def joined(self, call: str) -> AbstractContextManager[AbstractRanks]:
+    def joined(self, call: str) -> AbstractContextManager[Ranks]:
         """Return the context of a call of all ranks. With a store in memory, each rank works alone."""
         path = self.workspace.path
         return joined_ranks(f"{call} ({path})", distributed=False if path is None else self._distributed)
@@ -102,7 +102,7 @@ class Run:
         self,
         dataset: Mapping[str, Any] | None = None,
         *,
-        ranks: AbstractRanks | None = None,
+        ranks: Ranks | None = None,
         appended_to: FirstRows | None = None,
         train: Rows | HeldRows | None = None,
     ) -> Iterator[FeaturizingSession]:
@@ -126,7 +126,7 @@ class Run:
                 self.workspace.opened(manifest, appended_to=appended_to),
                 borrow_model(self.model, self.settings.device) as own,
             ):
-                yield FeaturizingSession(self, own=own, ranks=ranks or OneRank(), train=train)
+                yield FeaturizingSession(self, own=own, ranks=ranks or Ranks(), train=train)
         except (MemoryError, OSError, RuntimeError) as error:
             refuse_machine_failure(error)
             raise
@@ -155,7 +155,7 @@ class FeaturizingSession:
         run: Run,
         *,
         own: Mapping[str, Tensor],
-        ranks: AbstractRanks,
+        ranks: Ranks,
         train: Rows | HeldRows | None,
     ) -> None:
         """Store the arguments; ``own`` are the model's original weights. Call :meth:`Run.session` instead."""
@@ -194,9 +194,9 @@ class FeaturizingSession:
                 other processes hold are left to :meth:`finish`.
         """
         digest = self._load(checkpoint)
-        # Compare the first checkpoint with rank 0's before writing, so that no rank writes rows of another model.
+        # Compare the first checkpoint on all ranks before writing, so that no rank writes rows of another model.
         what = f"checkpoint {checkpoint.name!r} (digest of its weights)"
-        self._ranks.agree(what, digest, with_rank_0=self._is_first)
+        self._ranks.agree(what, digest, wait=self._is_first)
         self._is_first = False
         self._warn_of_namesakes(checkpoint, digest)
         return self._featurize_train(checkpoint, digest, rows, wait=wait)

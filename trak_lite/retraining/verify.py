@@ -8,7 +8,6 @@ Shapes: N train rows, M targets, S subsets, K feature width, C checkpoints, V vi
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
@@ -125,7 +124,7 @@ def verify(
     _require_stored(scores)
     rows = run.rows(targets, "the targets")
 
-    def decide() -> str:
+    def decide() -> Verdict:
         identity = rows.identity()
         path = score_path(name, scores.method, run.settings.method)
         with run.workspace.opened(run.settings.manifest(None)) as workspace:
@@ -150,11 +149,11 @@ def verify(
             )
             store_verdict(store, path, verdict)
             _store_predictions(store, path, scores, retrained)
-        return json.dumps(verdict.to_json())
+        return verdict
 
     # Rank 0 computes the verdict; the other ranks wait and receive it.
     with run.joined(f"verify {name!r}") as ranks:
-        return Verdict.from_json(json.loads(ranks.broadcast("the verdict", decide, takes_long=True)))
+        return ranks.broadcast("the verdict", decide)
 
 
 def _require_stored(scores: Scores) -> None:

@@ -7,7 +7,6 @@ Source: TRAK (arXiv:2303.14186), section 3; numbers as in the native method of t
 from __future__ import annotations
 
 import hashlib
-import json
 from collections.abc import Sequence
 from typing import Any
 
@@ -19,7 +18,7 @@ from torch import Tensor
 from trak_lite.featurizing.fisher import FisherFits, split_squares
 from trak_lite.linalg.kernel import GramAccumulator, KernelSettings, SegmentKernel, factorise_segments
 from trak_lite.methods import AbstractMethod, Fisher
-from trak_lite.parallel.ranks import AbstractRanks
+from trak_lite.parallel.ranks import Ranks
 from trak_lite.run.tables import FEATURES, LOSS_CURVATURE, as_tensor
 from trak_lite.store import AbstractFeatureStore, AbstractRowTable
 from trak_lite.types import FeatureLayout
@@ -69,7 +68,7 @@ def make_grams(
     layout: FeatureLayout,
     *,
     device: torch.device,
-    ranks: AbstractRanks,
+    ranks: Ranks,
 ) -> None:
     """Compute and store the missing gram matrices, with all ranks. With one rank, :func:`grams_of` computes them.
 
@@ -86,11 +85,11 @@ def make_grams(
     """
     if settings.weighting == "fisher" or ranks.size == 1:
         return
-    message = ranks.broadcast(
+    lacking = ranks.broadcast(
         "list of missing gram matrices",
-        lambda: json.dumps([path for path in paths if not has_kernel(store, path, settings, layout)]),
+        lambda: [path for path in paths if not has_kernel(store, path, settings, layout)],
     )
-    lacking, num_chunks = json.loads(message), store.open_table(paths[0]).num_chunks
+    num_chunks = store.open_table(paths[0]).num_chunks
     at_once = max(1, ranks.size // num_chunks)
     for first in range(0, len(lacking), at_once):
         tables = [store.open_table(path) for path in lacking[first : first + at_once]]

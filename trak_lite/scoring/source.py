@@ -28,7 +28,7 @@ from trak_lite.linalg.kernel import (
 from trak_lite.linalg.products import self_scores
 from trak_lite.linalg.spread import agreement, expected_agreement
 from trak_lite.methods import EKFAC, AbstractMethod
-from trak_lite.parallel.ranks import AbstractRanks, OneRank
+from trak_lite.parallel.ranks import Ranks
 from trak_lite.run.tables import (
     FEATURES,
     OUT_TO_LOSS,
@@ -74,7 +74,7 @@ class ScoreSource:
         *,
         layout: FeatureLayout,
         device: torch.device,
-        ranks: AbstractRanks | None = None,
+        ranks: Ranks | None = None,
     ) -> None:
         """Store the arguments.
 
@@ -103,7 +103,7 @@ class ScoreSource:
         self._weights = method.weights(len(self._train))
         self._layout = method.layout_of(layout)
         self._device = device
-        self._ranks = ranks or OneRank()
+        self._ranks = ranks or Ranks()
 
     @property
     def manifest(self) -> Manifest:

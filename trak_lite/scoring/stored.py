@@ -21,7 +21,7 @@ from trak_lite.evaluation.verdict import Predictions
 from trak_lite.featurizing.session import Run
 from trak_lite.linalg.kernel import KernelSettings, precondition
 from trak_lite.methods import AbstractMethod
-from trak_lite.parallel.ranks import AbstractRanks
+from trak_lite.parallel.ranks import Ranks
 from trak_lite.parallel.sharing import unwatched
 from trak_lite.run.settings import AttributorSettings, StoredSettings
 from trak_lite.run.tables import (
@@ -129,7 +129,7 @@ def score_source(
     method: AbstractMethod,
     settings: AttributorSettings | StoredSettings,
     *,
-    ranks: AbstractRanks | None = None,
+    ranks: Ranks | None = None,
 ) -> ScoreSource:
     """Return the source that computes scores from the rows of an open store, with all ``ranks`` or alone."""
     return ScoreSource(
@@ -395,7 +395,7 @@ class ScoreResult:
             watch=watch,
         )
 
-    def top_and_bottom(self, source: ScoreSource, k: int, *, ranks: AbstractRanks) -> NDArray[np.float64]:
+    def top_and_bottom(self, source: ScoreSource, k: int, *, ranks: Ranks) -> NDArray[np.float64]:
         """Return the k most helpful and most harmful rows of every target, from the store's cache or from one pass.
 
         A cache miss costs one pass over the stored rows, which all ranks share. A store that is open for reading
