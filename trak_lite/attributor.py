@@ -353,8 +353,8 @@ class Attributor:
                 session.store, list(train.values()), name, chosen, self._settings, ranks=ranks
             )
             if dense and not finished:
-                result.fill(source, device=self.device, progress=self._run.progress, watch=ranks.watch)
-            ends = None if k is None else result.top_and_bottom(source, k, ranks=ranks)
+                result.fill(source, device=self.device, progress=self._run.progress)
+            ends = None if k is None else result.top_and_bottom(source, k)
             return result.scores(self._run, dense=dense, ends=ends)
 
     def scores(self, name: str = "targets", *, method: Method | None = None, dense: bool = True) -> Scores:

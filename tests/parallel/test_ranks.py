@@ -327,6 +327,18 @@ def test_a_rank_that_is_waited_for_is_asked_for_and_at_last_given_up(monkeypatch
     assert len(warned) == 1
 
 
+def test_a_rank_that_failed_after_it_arrived_is_not_connected_to() -> None:
+    store = torch.distributed.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    of_call = distributed._part_of("1", store)
+    of_call.add("arrived", 1)
+    of_call.set("failed", "Rank 1 was interrupted.")
+    ranks = distributed._TorchRanks(store, 0, 2, number=1)
+
+    with pytest.raises(RankError, match=r"Rank 1 was interrupted\. Rank 0 stops"):
+        ranks.enter()
+    ranks.close()
+
+
 def test_a_rank_whose_script_has_ended_is_not_waited_for(tmp_path: Path) -> None:
     (waiting, reason), (ended, _) = on_ranks(2, cases.scored_by_rank_0, str(tmp_path / "a.zarr"))
 

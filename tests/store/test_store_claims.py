@@ -13,6 +13,7 @@ from store_cases import LONG, SPEC, check_all, folder, open_for_writing, open_re
 
 from trak_lite.errors import BusyError, CorruptStoreError, HeldHereError, StateError
 from trak_lite.parallel import sharing
+from trak_lite.parallel.ranks import Ranks
 from trak_lite.parallel.sharing import LazyTable, SharedRows, plan_batches
 from trak_lite.store.disk import zarr_table as _zarr_table
 
@@ -247,6 +248,28 @@ def test_a_table_comes_to_be_with_the_first_batch_and_only_one_of_two_first_batc
             work.put(rows, values(rows, LONG))
     assert work.written == LONG.num_rows - 3
     assert late.read_if_complete("q").tolist() == values(range(LONG.num_rows), LONG)["q"].tolist()
+    store.close()
+
+
+class Second(Ranks):
+    """A rank that arrives after another one."""
+
+    def comes_first(self, what):
+        return False
+
+
+def test_a_rank_that_waited_for_the_table_leaves_the_first_chunk_to_its_creator(path):
+    store, table = open_for_writing(path, LONG)
+    found = iter([None, table])
+    late = LazyTable(LONG, None, lambda: pytest.fail("It waits for the table."), lambda: next(found))
+    with SharedRows(late, 3, label="rows", progress=False, ranks=Second()) as work:
+        batches = itertools.chain.from_iterable(work.rounds())
+        drawn = [next(batches)]
+        assert drawn[0].tolist() == list(range(LONG.chunk_rows, LONG.chunk_rows + 3))
+        work.put(drawn[0], values(drawn[0], LONG))
+        for rows in batches:  # the chunk is not lost if its creator was killed
+            work.put(rows, values(rows, LONG))
+    assert table.complete
     store.close()
 
 

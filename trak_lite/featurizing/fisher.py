@@ -17,7 +17,7 @@ from __future__ import annotations
 import contextlib
 import math
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any, final
 
 import numpy as np
@@ -41,8 +41,8 @@ from trak_lite.gradient_computers.normalization import Normalization
 from trak_lite.linalg.kernel import accumulation_dtype
 from trak_lite.methods import Fisher
 from trak_lite.modelout_functions import AbstractModelOutput, ModelCall
-from trak_lite.models.sharded import Lockstep
-from trak_lite.parallel.sharing import LazyTable, SharedRows, always, has_free_rows, unwatched
+from trak_lite.parallel.ranks import Ranks
+from trak_lite.parallel.sharing import LazyTable, SharedRows, has_free_rows
 from trak_lite.projectors import AbstractProjector
 from trak_lite.run.tables import FEATURES, as_tensor, feature_table_spec, fisher_folder
 from trak_lite.store import AbstractFeatureStore, AbstractRowTable, Column, Manifest, TableSpec
@@ -133,9 +133,8 @@ class FisherFits:
         device: torch.device,
         label: str,
         progress: bool | None,
-        watch: Callable[[], None] = unwatched,
+        ranks: Ranks,
         wait: bool = True,
-        leads: Callable[[], bool] = always,
     ) -> None:
         """Fit the checkpoint that is loaded in the model, or the missing part, together with other processes.
 
@@ -150,9 +149,8 @@ class FisherFits:
             device: Device of the model.
             label: Label of the progress bar.
             progress: Show the bar; ``None`` shows it on a terminal only.
-            watch: See :class:`~trak_lite.parallel.sharing.SharedRows`.
+            ranks: See :func:`~trak_lite.featurizing.rows.featurize_rows`.
             wait: Wait for chunks that other processes hold. ``False`` returns without them.
-            leads: See :class:`~trak_lite.parallel.sharing.SharedRows`.
 
         Raises:
             NonFiniteError: If a gradient is NaN or infinite; names the rows.
@@ -160,8 +158,7 @@ class FisherFits:
         """
         self.require_writable()
 
-        def watching() -> None:
-            watch()
+        def stop_when_fitted() -> None:
             if self._fitted(path, layout) is not None:
                 raise _FittedByOthersError
 
@@ -170,25 +167,24 @@ class FisherFits:
         samples = _DrawnRows(rows, task, computer, self._method, layout)
         spec = feature_table_spec(len(samples), layout.width, "float32", fingerprint)
         try:
-            featurize_rows(
-                self._lazy_table(f"{folder}/drawn", spec, {NEEDED_UNTIL: f"{folder}/{_GRAM}"}),
-                samples,
-                lambda *_: computer,
-                projector,
-                model_id=model_id,
-                device=device,
-                label=label,
-                normalization=Normalization(),
-                progress=progress,
-                watch=watching,
-                wait=wait,
-                leads=leads,
-                lockstep=Lockstep.of(computer.model),
-            )
+            with ranks.checking(stop_when_fitted):
+                featurize_rows(
+                    self._lazy_table(f"{folder}/drawn", spec, {NEEDED_UNTIL: f"{folder}/{_GRAM}"}),
+                    samples,
+                    lambda *_: computer,
+                    projector,
+                    model_id=model_id,
+                    device=device,
+                    label=label,
+                    normalization=Normalization(),
+                    progress=progress,
+                    ranks=ranks,
+                    wait=wait,
+                )
             drawn = self._store.open_table(f"{folder}/drawn")
             if drawn.complete:
                 self._sum_up(
-                    f"{folder}/gram", drawn, layout, len(rows), device=device, watch=watch, wait=wait
+                    f"{folder}/gram", drawn, layout, len(rows), device=device, ranks=ranks, wait=wait
                 )
         except (_FittedByOthersError, StoreError, StateError):
             # The process that completes the matrices drops the table that they are computed from, while others use it.
@@ -219,7 +215,7 @@ class FisherFits:
         num_rows: int,
         *,
         device: torch.device,
-        watch: Callable[[], None],
+        ranks: Ranks,
         wait: bool,
     ) -> None:
         """Fill the table of gram matrices: row i has the products of feature i with the features of its segment."""
@@ -232,7 +228,7 @@ class FisherFits:
         )
         scale = num_rows / drawn.spec.num_rows  # from drawn samples to a sum over the train rows
         table = self._store.create_table(path, spec)
-        with SharedRows(table, _GRAM_ROWS, label="Gram matrices", progress=False, watch=watch) as work:
+        with SharedRows(table, _GRAM_ROWS, label="Gram matrices", progress=False, ranks=ranks) as work:
             for wanted in (wanted for batches in work.rounds(wait=wait) for wanted in batches):
                 found = scale * _gram_rows(drawn, wanted, layout, device)
                 work.put(wanted, {_GRAM: found.float().cpu().numpy()})

@@ -24,8 +24,9 @@ from trak_lite.featurizing.row_checks import Computed, compare_rows, done_rows, 
 from trak_lite.gradient_computers import AbstractGradientComputer
 from trak_lite.gradient_computers.normalization import Normalization
 from trak_lite.gradient_computers.normalized import RowNormalizer
-from trak_lite.models.sharded import ALONE, Lockstep, Turns
-from trak_lite.parallel.sharing import LazyTable, SharedRows, always, unwatched
+from trak_lite.models.sharded import Turns
+from trak_lite.parallel.ranks import Ranks
+from trak_lite.parallel.sharing import LazyTable, SharedRows
 from trak_lite.projectors import AbstractProjector
 from trak_lite.run.tables import FEATURES, GRADIENT_NORM, LOSS_CURVATURE, OUT_TO_LOSS
 from trak_lite.store import TableSpec
@@ -109,10 +110,8 @@ def featurize_rows(
     label: str,
     normalization: Normalization,
     progress: bool | None = None,
-    watch: Callable[[], None] = unwatched,
+    ranks: Ranks | None = None,
     wait: bool = True,
-    leads: Callable[[], bool] = always,
-    lockstep: Lockstep = ALONE,
 ) -> int:
     """Featurize the pending rows of a table and write them batch by batch, until the table is complete.
 
@@ -132,10 +131,9 @@ def featurize_rows(
         label: Label of the progress bar.
         normalization: Normalisation of the gradients.
         progress: Show the bar; ``None`` shows it on a terminal only.
-        watch: See :class:`~trak_lite.parallel.sharing.SharedRows`.
+        ranks: The ranks that fill the same table; see :class:`~trak_lite.parallel.sharing.SharedRows`. They may hold
+            parts of the model.
         wait: Wait for chunks that other processes hold. ``False`` returns without them.
-        leads: See :class:`~trak_lite.parallel.sharing.SharedRows`.
-        lockstep: The ranks that hold parts of the model and fill the same table.
 
     Returns:
         Number of rows that this process wrote.
@@ -148,9 +146,10 @@ def featurize_rows(
         RankError: If another rank of a sharded model has failed.
     """
     made = _BatchWork(table, rows, computer_for, projector, model_id, device, normalization, label)
-    turns = Turns(lockstep, made.repeat)
+    ranks = Ranks() if ranks is None else ranks
+    turns = Turns(ranks.lockstep, made.repeat)
     shared = SharedRows(
-        table, rows.batch_size, label=label, progress=progress, watch=watch, pause=turns.pause, leads=leads
+        table, rows.batch_size, label=label, progress=progress, ranks=ranks, pause=turns.pause
     )
     own: set[int] = set()
     """Chunks that this process writes. Their rows are not compared, because it computed them itself."""
@@ -188,7 +187,7 @@ def check_rows(
     device: torch.device,
     label: str,
     normalization: Normalization,
-    lockstep: Lockstep = ALONE,
+    ranks: Ranks,
 ) -> None:
     """Recompute a few done rows of a table, and compare them with the stored ones within rounding.
 
@@ -204,13 +203,13 @@ def check_rows(
         device: As for :func:`featurize_rows`.
         label: Name of the table in the message.
         normalization: As for :func:`featurize_rows`.
-        lockstep: As for :func:`featurize_rows`.
+        ranks: As for :func:`featurize_rows`.
 
     Raises:
         ManifestMismatchError: If a row differs; names the row and every quantity that differs.
     """
     made = _BatchWork(table, rows, computer_for, projector, model_id, device, normalization, label)
-    with Turns(lockstep, made.repeat) as turns:
+    with Turns(ranks.lockstep, made.repeat) as turns:
         made.check(turns, (), wanted)
 
 

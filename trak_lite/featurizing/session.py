@@ -165,9 +165,9 @@ class FeaturizingSession:
         self._train = train
         self._own = own
         self._ranks = ranks
+        ranks.lockstep = Lockstep.of(run.model)
         self._unfinished: list[tuple[Checkpoint, str]] = []
         self._is_first = True
-        self._lockstep = Lockstep.of(run.model)
         self._computer: AbstractGradientComputer | None = None
         """Of the loaded checkpoint. Its plans and self-checks hold for train rows and targets alike."""
 
@@ -182,7 +182,7 @@ class FeaturizingSession:
 
     def agreed(self, flag: bool) -> bool:
         """Return whether ``flag`` is true on all ranks of a sharded model, which must take the same branch."""
-        return self._lockstep.all(flag)
+        return self._ranks.lockstep.all(flag)
 
     def featurize(self, checkpoint: Checkpoint, rows: Rows, *, wait: bool) -> int:
         """Load a checkpoint and featurize its missing train rows; return the number of rows this process wrote.
@@ -225,7 +225,7 @@ class FeaturizingSession:
         """Featurize the train rows of the loaded checkpoint, and fit its kernel; see :meth:`featurize`."""
         # Do not wait here while earlier checkpoints are unfinished: their rows may become free. The ranks of a
         # sharded model work in lockstep on the same rows, so they always wait.
-        wait = (wait and not self._unfinished) or not self._lockstep.is_alone
+        wait = (wait and not self._unfinished) or not self._ranks.lockstep.is_alone
         method = self._settings.method
         if isinstance(method, Fisher) and self._workspace.exists:
             known = digest in checkpoint_tables(self.store)
@@ -458,9 +458,8 @@ class FeaturizingSession:
             device=settings.device,
             label=f"Fitting the Fisher information of {label}",
             progress=self._progress,
-            watch=self._ranks.watch,
+            ranks=self._ranks,
             wait=wait,
-            leads=partial(self._ranks.comes_first, f"drawn labels of {digest}"),
         )
 
     def _inverse_curvature(self, digest: str, label: str, method: EKFAC) -> Preconditioner:
@@ -569,7 +568,7 @@ class FeaturizingSession:
             device=self._settings.device,
             label=table_path(table),
             normalization=self._settings.normalization,
-            lockstep=self._lockstep,
+            ranks=self._ranks,
         )
 
     def _load(self, checkpoint: Checkpoint) -> str:
@@ -618,10 +617,8 @@ class FeaturizingSession:
             label=label,
             normalization=settings.normalization,
             progress=self._progress,
-            watch=self._ranks.watch,
+            ranks=self._ranks,
             wait=wait,
-            leads=partial(self._ranks.comes_first, label),
-            lockstep=self._lockstep,
         )
 
     def _computers(self, what: str) -> Callable[[Batch, NDArray[np.int64]], AbstractGradientComputer]:

@@ -32,6 +32,7 @@ from torch import Tensor
 from torch import distributed as dist
 
 from trak_lite.errors import RankError
+from trak_lite.models.sharded import ALONE, Lockstep
 
 __all__ = ["Ranks", "joined_ranks"]
 
@@ -63,6 +64,9 @@ class Ranks:
     """Number of this process."""
     size: int = 1
     """Number of processes."""
+    lockstep: Lockstep = ALONE
+    """The ranks that hold parts of the same model and fill the same table. The code that borrows the model sets it."""
+    _check: Callable[[], None] | None = None
 
     def watch(self) -> None:
         """Raise if another rank failed.
@@ -70,6 +74,17 @@ class Ranks:
         Raises:
             RankError: If another rank failed; names the rank and the reason.
         """
+        if self._check is not None:
+            self._check()
+
+    @contextmanager
+    def checking(self, check: Callable[[], None]) -> Iterator[None]:
+        """Let :meth:`watch` also call a function, inside the block. Its exceptions end the work."""
+        self._check = check
+        try:
+            yield
+        finally:
+            self._check = None
 
     def agree(self, what: str, value: str, *, wait: bool = True) -> None:
         """Raise on all ranks if they have different values.
@@ -237,13 +252,14 @@ class _TorchRanks(Ranks):
         """Stop the background thread and disconnect."""
         self._closed.set()
         self._thread.join(_LOOK_EVERY)  # the store may not reply
-        if self._work is not None:
-            # The destructor of the group waits for a pending operation, and so for ranks that still compute.
-            group = [self._group]
+        is_pending = self._work is not None
+        group, self._group, self._work = [self._group], None, None
+        if is_pending:
+            # The destructor waits for the operation, and so for ranks that still compute: no reference may stay here.
             threading.Thread(target=group.clear, name="trak_lite close", daemon=True).start()
-        self._group = self._work = None
 
     def watch(self) -> None:
+        super().watch()
         if self._failure is not None or self._lost is not None:
             raise self._stopped(self._failure or str(self._lost))
 

@@ -24,18 +24,17 @@ from numpy.typing import NDArray
 
 from trak_lite._progress import KeptProgress
 from trak_lite.errors import BusyError, HeldHereError, StateError
+from trak_lite.parallel.ranks import Ranks
 from trak_lite.store import AbstractRowTable, TableSpec
 
 __all__ = [
     "LazyTable",
     "Patience",
     "SharedRows",
-    "always",
     "has_free_rows",
     "holder_of",
     "pauses",
     "plan_batches",
-    "unwatched",
 ]
 
 logger = logging.getLogger(__name__)
@@ -45,10 +44,6 @@ _LOOK_EVERY = 0.5  # seconds
 _LONGEST_FOLLOWING = 30.0  # seconds
 _SAID_AFTER = 30.0  # seconds
 _SAID_AGAIN_AFTER = 10  # times as long
-
-
-def unwatched() -> None:
-    """Do nothing: the default ``watch`` of a process that does not check other ranks."""
 
 
 def plan_batches(pending: NDArray[np.int64], chunk_rows: int, rows_per_batch: int) -> list[NDArray[np.int64]]:
@@ -149,11 +144,6 @@ def holder_of(table: AbstractRowTable) -> str | None:
     except BusyError as error:
         return str(error)
     return None
-
-
-def always() -> bool:
-    """Return True: the default ``leads``, with which this process creates the table."""
-    return True
 
 
 class LazyTable:
@@ -262,9 +252,8 @@ class SharedRows:
         *,
         label: str,
         progress: bool | None,
-        watch: Callable[[], None] = unwatched,
+        ranks: Ranks | None = None,
         pause: Callable[[float], None] | None = None,
-        leads: Callable[[], bool] = always,
         clock: Callable[[], float] = time.monotonic,
         unit: str = "row",
     ) -> None:
@@ -275,15 +264,14 @@ class SharedRows:
             rows_per_batch: Rows per batch of the grid.
             label: Label of the progress bar, which counts the finished rows of all processes.
             progress: Show the bar; ``None`` shows it on a terminal only.
-            watch: Called regularly while rows are put and while waiting for other processes. Its exceptions end the
-                work.
+            ranks: The ranks that fill the table, or ``None`` for a process that knows of no other. Their failures are
+                checked while rows are put and while waiting. The first of them to arrive creates the table.
             pause: Sleeps for some seconds while other processes hold all remaining chunks; ``None`` is ``time.sleep``.
-            leads: Called if the table does not exist. If it returns ``False``, another process computes the first batch
-                and creates the table.
             clock: Returns the time in seconds.
             unit: Name of a row in the progress bar.
         """
-        self._leads = leads
+        self._ranks = Ranks() if ranks is None else ranks
+        self._label = label
         self._clock = clock
         self._patience = Patience(sleep=pause, clock=clock)
         self._busy: BusyError | None = None
@@ -305,7 +293,6 @@ class SharedRows:
         self._put: dict[int, int] = {}
         """Number of rows put in this round, by chunk."""
         self._next = 0
-        self._watch = watch
         self._looked = self._clock()
         self._done = KeptProgress(
             self.spec.num_rows,
@@ -371,7 +358,7 @@ class SharedRows:
         self._put[chunk] = self._put.get(chunk, 0) + len(rows)
         self.written += len(rows)
         if self._clock() - self._looked > _LOOK_EVERY:
-            self._watch()
+            self._ranks.watch()
             self._look()
 
     def __enter__(self) -> Self:
@@ -390,13 +377,14 @@ class SharedRows:
 
     def _follow(self, table: LazyTable) -> bool:
         """Wait for the table if another process creates it; return whether the table exists."""
-        if table.look() or self._leads():
+        if table.look() or self._ranks.comes_first(self._label):
             return table.exists
+        self._next = 1  # chunk 0 is for the creator, which claims it only when the table exists
         end = self._clock() + _LONGEST_FOLLOWING  # the other process may have been killed
         for pause in pauses():
             if table.look() or self._clock() > end:
                 break
-            self._watch()
+            self._ranks.watch()
             self._pause(pause)
         return table.exists
 
@@ -465,6 +453,6 @@ class SharedRows:
         )
         before = len(self._left)
         if self._look():  # if no chunk is left, a failure of another rank no longer matters
-            self._watch()
+            self._ranks.watch()
         if len(self._left) < before:
             self._patience.reset()

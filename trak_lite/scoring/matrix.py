@@ -17,7 +17,6 @@ from torch import Tensor
 from trak_lite._validate import one_of, positive_int, real_at_least, target_number
 from trak_lite.errors import InvalidInputError
 from trak_lite.linalg.topk import TopK, TopRows, merged_top
-from trak_lite.parallel.ranks import Ranks
 from trak_lite.run.tables import SCORES
 from trak_lite.scoring.source import ScoreSource
 from trak_lite.store import AbstractRowTable
@@ -148,20 +147,19 @@ class StreamedMatrix(AbstractScoreMatrix):
         return TopRows(indices.astype(np.int64), scores.astype(np.float32))
 
 
-def top_and_bottom(source: ScoreSource, k: int, *, ranks: Ranks | None = None) -> NDArray[np.float64]:
+def top_and_bottom(source: ScoreSource, k: int) -> NDArray[np.float64]:
     """Return the k most helpful and most harmful rows of every target, from one pass over the train rows.
 
     Memory: one tile of scores and ``4 k`` numbers per target, for any N.
 
     Args:
-        source: Computes the scores.
+        source: Computes the scores. Its ranks share the pass: each reads consecutive tiles, and the results are merged.
         k: Number of helpful and of harmful rows.
-        ranks: Ranks that share the pass. Each reads consecutive tiles, and the results are merged.
 
     Returns:
         ``(2, 2, M, min(k, N))``: axis 0 is helpful, harmful; axis 1 is row numbers, scores.
     """
-    ranks = ranks or Ranks()
+    ranks = source.ranks
     ends = [TopK(source.num_targets, k, sign=sign) for sign in _ENDS]
     own = None
     for start, tile in source.tiles(share=(ranks.rank, ranks.size)):

@@ -103,7 +103,7 @@ class ScoreSource:
         self._weights = method.weights(len(self._train))
         self._layout = method.layout_of(layout)
         self._device = device
-        self._ranks = ranks or Ranks()
+        self.ranks = Ranks() if ranks is None else ranks
 
     @property
     def manifest(self) -> Manifest:
@@ -142,7 +142,7 @@ class ScoreSource:
         kernel = self.method.kernel
         if kernel is not None:
             paths = [table_path(table) for table in self._train]
-            make_grams(self._store, paths, kernel, self._layout, device=self._device, ranks=self._ranks)
+            make_grams(self._store, paths, kernel, self._layout, device=self._device, ranks=self.ranks)
         transform = self._transformed if _transforms(self.method) else None
         return [
             ScoreTerm(table, (self._behind_kernel(table, targets) * weight).float(), transform)
@@ -344,10 +344,10 @@ class ScoreSource:
         kernel = self.method.kernel
         if kernel is None:
             return _same_shape(self.method.transform_targets(rows, self._layout), rows, self.method).float()
-        if self._ranks.rank == 0:
+        if self.ranks.rank == 0:
             rows = precondition(rows, self._kernels(table, kernel), layout=self._layout)
         rows = rows.to(accumulation_dtype(self._device))
-        self._ranks.send_to_all(rows)
+        self.ranks.send_to_all(rows)
         return rows
 
     def _own_products(self, table: AbstractRowTable) -> Callable[[Tensor], Tensor]:

@@ -22,7 +22,6 @@ from trak_lite.featurizing.session import Run
 from trak_lite.linalg.kernel import KernelSettings, precondition
 from trak_lite.methods import AbstractMethod
 from trak_lite.parallel.ranks import Ranks
-from trak_lite.parallel.sharing import unwatched
 from trak_lite.run.settings import AttributorSettings, StoredSettings
 from trak_lite.run.tables import (
     FEATURES,
@@ -381,9 +380,8 @@ class ScoreResult:
         *,
         device: torch.device,
         progress: bool | None,
-        watch: Callable[[], None] = unwatched,
     ) -> None:
-        """Compute the pending rows of the score table."""
+        """Compute the pending rows of the score table, with the ranks of the source."""
         terms = source.terms()
         score_rows(
             self._store.create_table(self._path, self._spec),
@@ -392,22 +390,22 @@ class ScoreResult:
             device=device,
             label=f"Scoring {self._name!r}",
             progress=progress,
-            watch=watch,
+            ranks=source.ranks,
         )
 
-    def top_and_bottom(self, source: ScoreSource, k: int, *, ranks: Ranks) -> NDArray[np.float64]:
+    def top_and_bottom(self, source: ScoreSource, k: int) -> NDArray[np.float64]:
         """Return the k most helpful and most harmful rows of every target, from the store's cache or from one pass.
 
-        A cache miss costs one pass over the stored rows, which all ranks share. A store that is open for reading
-        caches nothing.
+        A cache miss costs one pass over the stored rows, which the ranks of the source share. A store that is open for
+        reading caches nothing.
         """
         name, key = top_path(self._name), self.digest()
         rows = self._store.cached(name, key)
         enough = rows is not None and rows.shape[-1] >= min(k, source.num_rows)
         # In an object store, the ranks may have different caches: compute unless all ranks have the rows.
-        if not ranks.merged(enough, operator.and_):
-            rows = top_and_bottom(source, k, ranks=ranks)
-            if ranks.rank == 0:
+        if not source.ranks.merged(enough, operator.and_):
+            rows = top_and_bottom(source, k)
+            if source.ranks.rank == 0:
                 self._store.cache(name, key, rows)
         return np.array(rows)
 

@@ -18,7 +18,8 @@ from torch import Tensor
 from trak_lite.linalg.kernel import accumulation_dtype
 from trak_lite.linalg.products import score_block
 from trak_lite.linalg.spread import Spread
-from trak_lite.parallel.sharing import SharedRows, unwatched
+from trak_lite.parallel.ranks import Ranks
+from trak_lite.parallel.sharing import SharedRows
 from trak_lite.run.tables import FEATURES, OUT_TO_LOSS, SCORES, as_tensor
 from trak_lite.store import AbstractRowTable
 
@@ -70,7 +71,7 @@ def score_rows(
     device: torch.device,
     label: str,
     progress: bool | None = None,
-    watch: Callable[[], None] = unwatched,
+    ranks: Ranks | None = None,
 ) -> int:
     r"""Fill the pending rows of a score table. Processes that run this at the same time share the rows.
 
@@ -83,12 +84,12 @@ def score_rows(
         device: Device of the products and of the terms' targets.
         label: Label of the progress bar.
         progress: Show the bar; ``None`` shows it on a terminal only.
-        watch: See :class:`~trak_lite.parallel.sharing.SharedRows`.
+        ranks: See :class:`~trak_lite.parallel.sharing.SharedRows`.
 
     Returns:
         Number of rows that this process wrote.
     """
-    with SharedRows(scores, _TILE_ROWS, label=label, progress=progress, watch=watch) as work:
+    with SharedRows(scores, _TILE_ROWS, label=label, progress=progress, ranks=ranks) as work:
         for rows in (rows for batches in work.rounds() for rows in batches):
             first, last = int(rows[0]), int(rows[-1]) + 1
             tile = score_tile(terms, range(first, last), q=q, device=device).cpu().numpy()
