@@ -4,13 +4,15 @@ All classes compute ``g @ R`` with entries of variance 1 and without ``1/sqrt(K)
 entries come from the hash, so they differ from the original's. They are the same on CPU and CUDA and in all of
 these classes, and different for each seed, model_id and parameter. The original repeats columns (block 100 of
 model 0 is block 0 of model 1); these classes do not.
-``CudaProjector`` can use the original's compiled extension.
 """
 
 from __future__ import annotations
 
 import functools
+import math
+from bisect import bisect_right
 from collections.abc import Callable, Mapping, Sequence
+from itertools import accumulate
 from typing import Any, final
 
 import torch
@@ -39,30 +41,60 @@ from trak_lite.types import GradientBlock, ParameterShapes, num_entries
 __all__ = ["BasicProjector", "BasicSingleBlockProjector", "ChunkedCudaProjector", "CudaProjector"]
 
 
-def _unscaled_map(
-    proj_dim: int,
-    seed: int,
-    proj_type: str | ProjectionType,
-    *,
-    device: str | torch.device | None,
-    dtype: torch.dtype | None,
-    memory_budget: int,
-    make: Callable[..., AbstractMatrixMap] = DenseMap,
-) -> AbstractMatrixMap:
-    """Return the unscaled map that these classes share."""
-    return make(
-        positive_int(proj_dim=proj_dim),
-        projection_type(proj_type),
-        seed=integer_seed(seed),
-        device=device,
-        dtype=dtype,
-        memory_budget=memory_budget,
-        scaled=False,
-    )
+class _UnscaledProjector(AbstractDenseProjector):
+    """Dense projection with entries of variance 1; subclasses add arguments of the original."""
+
+    _make: Callable[..., AbstractMatrixMap] = DenseMap
+
+    def __init__(
+        self,
+        grad_dim: int,
+        proj_dim: int,
+        seed: int,
+        proj_type: str | ProjectionType,
+        device: str | torch.device | None,
+        dtype: torch.dtype | None = torch.float32,
+        model_id: int = 0,
+        *,
+        memory_budget: int = DEFAULT_MEMORY_BUDGET,
+        **kwargs: object,
+    ) -> None:
+        """Store the settings; nothing is drawn.
+
+        Args:
+            grad_dim: P, number of gradient entries per sample; 0 accepts any.
+            proj_dim: K, number of features per sample.
+            seed: Any integer.
+            proj_type: ``"normal"`` or ``"rademacher"``.
+            device: Device of the projection; ``None`` for the gradients' device.
+            dtype: Dtype of the features; float64 also computes the products in float64.
+            model_id: Stored, but not used; :meth:`project` takes the model_id.
+            memory_budget: Limit of matrices and workspaces in bytes.
+            **kwargs: Ignored; accepts the arguments of other projectors.
+
+        Raises:
+            InvalidInputError: If an argument is out of range.
+        """
+        matrix_map = self._make(
+            positive_int(proj_dim=proj_dim),
+            projection_type(proj_type),
+            seed=integer_seed(seed),
+            device=device,
+            dtype=dtype,
+            memory_budget=memory_budget,
+            scaled=False,
+        )
+        super().__init__(grad_dim, matrix_map, proj_type)
+        self.model_id = model_id
 
 
 @final
-class BasicProjector(AbstractDenseProjector):
+class BasicSingleBlockProjector(_UnscaledProjector):
+    """The same map as :class:`BasicProjector`, with the original TRAK's name and constructor."""
+
+
+@final
+class BasicProjector(_UnscaledProjector):
     """Dense projection without ``1/sqrt(K)``, with the original TRAK's name and constructor.
 
     Example:
@@ -81,66 +113,18 @@ class BasicProjector(AbstractDenseProjector):
         block_size: int = 100,
         dtype: torch.dtype | None = torch.float32,
         model_id: int = 0,
-        *,
-        memory_budget: int = DEFAULT_MEMORY_BUDGET,
-        **kwargs: object,
+        **kwargs: Any,
     ) -> None:
-        """Store the settings; nothing is drawn.
+        """Store the settings; arguments as for :class:`BasicSingleBlockProjector`.
 
-        Args:
-            grad_dim: P, number of gradient entries per sample; 0 accepts any.
-            proj_dim: K, number of features per sample.
-            seed: Any integer.
-            proj_type: ``"normal"`` or ``"rademacher"``.
-            device: Device of the projection; ``None`` for the gradients' device.
-            block_size: Validated and stored, but not used; ``memory_budget`` limits memory instead.
-            dtype: Dtype of the features; float64 also computes the products in float64.
-            model_id: Stored, but not used; :meth:`project` takes the model_id.
-            memory_budget: Limit of matrices and workspaces in bytes.
-            **kwargs: Ignored; accepts the arguments of other projectors.
-
-        Raises:
-            InvalidInputError: If an argument is out of range.
+        ``block_size`` is validated and stored, but not used; ``memory_budget`` limits memory instead.
         """
-        dense_map = _unscaled_map(
-            proj_dim, seed, proj_type, device=device, dtype=dtype, memory_budget=memory_budget
-        )
-        super().__init__(grad_dim, dense_map, proj_type)
+        super().__init__(grad_dim, proj_dim, seed, proj_type, device, dtype, model_id, **kwargs)
         self.block_size = min(proj_dim, positive_int(block_size=block_size))
-        self.model_id = model_id
 
 
 @final
-class BasicSingleBlockProjector(AbstractDenseProjector):
-    """The same map as :class:`BasicProjector`, with the original TRAK's name and constructor."""
-
-    def __init__(
-        self,
-        grad_dim: int,
-        proj_dim: int,
-        seed: int,
-        proj_type: str | ProjectionType,
-        device: str | torch.device | None,
-        dtype: torch.dtype | None = torch.float32,
-        model_id: int = 0,
-        *,
-        memory_budget: int = DEFAULT_MEMORY_BUDGET,
-        **kwargs: object,
-    ) -> None:
-        """Store the settings; nothing is drawn. Arguments as for :class:`BasicProjector`.
-
-        Raises:
-            InvalidInputError: If an argument is out of range.
-        """
-        dense_map = _unscaled_map(
-            proj_dim, seed, proj_type, device=device, dtype=dtype, memory_budget=memory_budget
-        )
-        super().__init__(grad_dim, dense_map, proj_type)
-        self.model_id = model_id
-
-
-@final
-class CudaProjector(AbstractDenseProjector):
+class CudaProjector(_UnscaledProjector):
     """The same map as :class:`BasicProjector`, with the same entries on CUDA and CPU.
 
     It supports any K, any number of rows and any floating-point dtype, and needs no compiled extension. With
@@ -157,33 +141,19 @@ class CudaProjector(AbstractDenseProjector):
         max_batch_size: int,
         dtype: torch.dtype | None = torch.float32,
         *,
-        memory_budget: int = DEFAULT_MEMORY_BUDGET,
         use_fast_jl: bool = False,
-        **kwargs: object,
+        **kwargs: Any,
     ) -> None:
-        """Store the settings; nothing is drawn. Arguments as for :class:`BasicProjector`.
+        """Store the settings; arguments as for :class:`BasicSingleBlockProjector`.
 
-        Args:
-            grad_dim: P, number of gradient entries per sample; 0 accepts any.
-            proj_dim: K, number of features per sample.
-            seed: Any integer.
-            proj_type: ``"normal"`` or ``"rademacher"``.
-            device: Device of the projection.
-            max_batch_size: Rows per call of ``fast_jl``: 8, 16 or 32. Without ``fast_jl`` validated and stored only.
-            dtype: Dtype of the features; float64 also computes the products in float64.
-            memory_budget: Limit of matrices and workspaces in bytes.
-            use_fast_jl: Use an installed ``fast_jl``; if it cannot be used, log a warning and use this package's map.
-            **kwargs: Ignored; accepts the arguments of other projectors.
-
-        Raises:
-            InvalidInputError: If an argument is out of range.
+        ``max_batch_size`` is the number of rows per call of ``fast_jl``: 8, 16 or 32. Without ``fast_jl`` it is
+        validated and stored only. ``use_fast_jl`` uses an installed ``fast_jl``; if it cannot be used, a warning is
+        logged and this package's map is used.
         """
-        rows = positive_int(max_batch_size=max_batch_size)
-        make = functools.partial(fast_jl_map, most_rows=rows) if use_fast_jl else DenseMap
-        options: dict[str, Any] = {"device": device, "dtype": dtype, "memory_budget": memory_budget}
-        matrix_map = _unscaled_map(proj_dim, seed, proj_type, **options, make=make)
-        super().__init__(grad_dim, matrix_map, proj_type)
-        self.max_batch_size = rows
+        self.max_batch_size = positive_int(max_batch_size=max_batch_size)
+        if use_fast_jl:
+            self._make = functools.partial(fast_jl_map, most_rows=max_batch_size)
+        super().__init__(grad_dim, proj_dim, seed, proj_type, device, dtype, **kwargs)
 
 
 @final
@@ -206,7 +176,7 @@ class ChunkedCudaProjector(AbstractProjector):
 
         Args:
             projector_per_chunk: One projector per chunk, all with the same ``proj_dim``.
-            max_chunk_size: Stored, but not used; no buffer is allocated.
+            max_chunk_size: Stored, but not used.
             params_per_chunk: Gradient entries of each chunk; chunk boundaries must be parameter boundaries.
             feat_bs: Stored, but not used; batches of any size are accepted.
             device: Device of the features; ``None`` for the device of the chunks' features.
@@ -236,18 +206,17 @@ class ChunkedCudaProjector(AbstractProjector):
         Raises:
             InvalidInputError: If the gradients do not divide into the chunks.
         """
-        if not isinstance(grads, Tensor):
-            return project_named(self, grads, model_id)
         named, _ = named_gradients(grads)
-        (whole,) = named.values()
-        if whole.shape[1] != self.grad_dim:
-            raise InvalidInputError(
-                f"The gradients have {whole.shape[1]} entries per sample, the chunks {self.grad_dim}. "
-                "Compute params_per_chunk from these gradients."
-            )
-        columns = torch.split(whole, self.params_per_chunk, dim=1)
-        # Different names give chunks different matrices even if their projectors share a seed.
-        return project_named(self, {f"chunk {i}": part for i, part in enumerate(columns)}, model_id)
+        if isinstance(grads, Tensor):
+            if grads.shape[1] != self.grad_dim:
+                raise InvalidInputError(
+                    f"The gradients have {grads.shape[1]} entries per sample, the chunks {self.grad_dim}. "
+                    "Compute params_per_chunk from these gradients."
+                )
+            columns = torch.split(grads, self.params_per_chunk, dim=1)
+            # Different names give chunks different matrices even if their projectors share a seed.
+            named = {f"chunk {i}": part for i, part in enumerate(columns)}
+        return project_named(self, named, model_id)
 
     def accumulator(
         self, num_samples: int, *, model_id: int, parameters: ParameterShapes
@@ -257,11 +226,13 @@ class ChunkedCudaProjector(AbstractProjector):
         Raises:
             InvalidInputError: If chunk boundaries are not parameter boundaries, in model order.
         """
-        by_name: dict[str, AbstractFeatureAccumulator] = {}
-        for projector, chunk in zip(self.projector_per_chunk, self._chunks(parameters), strict=True):
-            accumulator = projector.accumulator(num_samples, model_id=model_id, parameters=chunk)
-            by_name.update(dict.fromkeys(chunk, accumulator))
-        return _ChunkedAccumulator(by_name, self.device, self.dtype)
+        chunks = self._chunks(parameters)
+        parts = [
+            projector.accumulator(num_samples, model_id=model_id, parameters=chunk)
+            for projector, chunk in zip(self.projector_per_chunk, chunks, strict=True)
+        ]
+        by_name = {name: part for part, chunk in zip(parts, chunks, strict=True) for name in chunk}
+        return _ChunkedAccumulator(parts, by_name, self.device, self.dtype)
 
     def fingerprint(self) -> dict[str, Any]:
         """Return the usual entries plus the chunks' sizes and fingerprints."""
@@ -279,17 +250,16 @@ class ChunkedCudaProjector(AbstractProjector):
         for projector in self.projector_per_chunk:
             projector.free_memory()
 
-    def _chunks(self, parameters: ParameterShapes) -> list[ParameterShapes]:
-        """Divide the parameters, in order, into the chunks."""
-        chunks: list[ParameterShapes] = []
-        names = iter(parameters)
-        for entries in self.params_per_chunk:
-            chunk: dict[str, tuple[int, ...]] = {}
-            while num_entries(chunk) < entries and (name := next(names, None)) is not None:
-                chunk[name] = parameters[name]
-            chunks.append(chunk)
+    def _chunks(self, parameters: ParameterShapes) -> list[dict[str, tuple[int, ...]]]:
+        """Divide the parameters, in order, into the chunks in which their first entries lie."""
+        chunks: list[dict[str, tuple[int, ...]]] = [{} for _ in self.params_per_chunk]
+        ends = list(accumulate(self.params_per_chunk))
+        start = 0
+        for name, shape in parameters.items():
+            chunks[min(bisect_right(ends, start), len(ends) - 1)][name] = shape
+            start += math.prod(shape)
         sizes = [num_entries(chunk) for chunk in chunks]
-        if sizes != self.params_per_chunk or next(names, None) is not None:
+        if sizes != self.params_per_chunk:
             raise InvalidInputError(
                 f"Parameters with {num_entries(parameters)} entries do not divide into chunks of "
                 f"{self.params_per_chunk}: cut where parameters end, they give {sizes}. "
@@ -304,10 +274,12 @@ class _ChunkedAccumulator(AbstractFeatureAccumulator):
 
     def __init__(
         self,
+        parts: Sequence[AbstractFeatureAccumulator],
         by_name: Mapping[str, AbstractFeatureAccumulator],
         device: str | torch.device | None,
         dtype: torch.dtype,
     ) -> None:
+        self._parts = parts
         self._by_name = by_name
         self._device = device
         self._dtype = dtype
@@ -323,8 +295,7 @@ class _ChunkedAccumulator(AbstractFeatureAccumulator):
 
     def features(self) -> Tensor:
         """Return the sum of the chunks' features ``(B, K)``."""
-        chunks = list({id(accumulator): accumulator for accumulator in self._by_name.values()}.values())
-        total = chunks[0].features()
-        for chunk in chunks[1:]:
-            total = total + chunk.features().to(total.device)
+        total, *others = (part.features() for part in self._parts)
+        for features in others:
+            total = total + features.to(total.device)
         return total.to(self._device, self._dtype)
