@@ -107,15 +107,15 @@ install 'trak-lite[report]'.
             )
 
 
-def some_of(texts: Iterable[str], *, most: int = 10) -> str:
-    """Return texts as a list for a message: the first ones, and the number of the others.
+def some_of(texts: Iterable[str]) -> str:
+    """Return texts as a list for a message: the first 10, and the number of the others.
 
     Example:
-        >>> some_of(["ckpt-0", "ckpt-1", "ckpt-2"], most=2)
-        'ckpt-0, ckpt-1 and 1 more'
+        >>> some_of(map(str, range(12)))
+        '0, 1, 2, 3, 4, 5, 6, 7, 8, 9 and 2 more'
     """
     found = list(texts)
-    return ", ".join(found[:most]) + (f" and {len(found) - most} more" if len(found) > most else "")
+    return ", ".join(found[:10]) + (f" and {len(found) - 10} more" if len(found) > 10 else "")
 
 
 def parse_json(text: bytes | NDArray[Any], *, finite: bool = True) -> Any:

@@ -27,7 +27,6 @@ from trak_lite.gradient_computers.normalization import (
     clipping_threshold,
 )
 from trak_lite.gradient_computers.normalized import RowNormalizer
-from trak_lite.gradient_computers.reductions import gradient_norms, weighted_gradient
 from trak_lite.modelout_functions import resolve_task
 from trak_lite.types import DenseBlock, FactoredBlock, GradientBlock, SummedBlock
 
@@ -190,34 +189,6 @@ def test_a_manifest_is_told_of_the_normalisation() -> None:
     }
 
 
-@pytest.mark.parametrize("normalization", [UNIT, BY_MODULE], ids=["global", "module"])
-def test_a_weighted_sum_is_that_of_the_scaled_rows(normalization: Normalization) -> None:
-    normalized, batch, _ = wrapped("GPT-2", normalization, chunk_size=3)
-    weights = torch.tensor([1.0, -2.0, 0.0, 0.5], dtype=torch.float64)
-
-    found = weighted_gradient(normalized, batch, weights)
-
-    for name, grads in collect_gradients(normalized, batch).items():
-        torch.testing.assert_close(found[name], torch.tensordot(weights, grads, 1), rtol=1e-9, atol=1e-12)
-
-
-def test_a_weighted_sum_is_that_of_an_overridden_computer_and_of_assigned_weights() -> None:
-    class Doubled(FunctionalGradientComputer):
-        def compute_per_sample_grad(self, batch):
-            return {name: 2 * grad for name, grad in super().compute_per_sample_grad(batch).items()}
-
-    case = CASES["small CNN"]
-    model, batch = make(case)
-    weights = torch.tensor([1.0, -2.0, 0.0, 0.5], dtype=torch.float64)
-    assigned = FunctionalGradientComputer(model, resolve_task(case.output))
-    assigned.func_weights = {name: 1.5 * p for name, p in model.named_parameters()}
-
-    for computer in (Doubled(model, resolve_task(case.output)), assigned):
-        found = weighted_gradient(computer, batch, weights)
-        for name, grads in collect_gradients(computer, batch).items():
-            torch.testing.assert_close(found[name], torch.tensordot(weights, grads, 1))
-
-
 def test_a_subclass_that_overrides_an_originals_method_is_normalised_as_overridden() -> None:
     class FirstParameterOnly(FunctionalGradientComputer):
         def compute_per_sample_grad(self, batch):
@@ -233,20 +204,6 @@ def test_a_subclass_that_overrides_an_originals_method_is_normalised_as_overridd
         found["0.weight"].flatten(1), first / first.norm(dim=1, keepdim=True), rtol=1e-9, atol=1e-12
     )
     assert not found["6.weight"].any()
-
-
-def test_the_norm_of_positions_that_cancel_keeps_its_digits() -> None:
-    torch.manual_seed(0)
-    x, g = torch.randn(2, 1, 64), torch.randn(2, 1, 64)
-    small = 1e-4 * torch.randn(2, 1, 64)
-    model = nn.Linear(64, 64, bias=False)
-    inputs, grads = torch.cat([x, x + small], 1), torch.cat([g, -g], 1)
-    task = resolve_task(lambda call, batch: (call(batch[0]) * batch[1]).sum((1, 2)))
-
-    norms = gradient_norms(HookGradientComputer(model, task), (inputs, grads))
-
-    expected = (grads.double().transpose(1, 2) @ inputs.double()).flatten(1).norm(dim=1)
-    torch.testing.assert_close(norms.double(), expected, rtol=1e-3, atol=0)
 
 
 def test_a_threshold_is_a_quantile_of_the_norms() -> None:

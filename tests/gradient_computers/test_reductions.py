@@ -1,4 +1,4 @@
-"""Norms and weighted sums of gradients, against the gradients themselves."""
+"""Norms of gradients, against the gradients themselves."""
 
 from __future__ import annotations
 
@@ -8,21 +8,17 @@ import torch
 from models import CASES, by_loop, make
 from torch import Tensor, nn
 
-from trak_lite.errors import InvalidInputError, UnsupportedModelError
-from trak_lite.gradient_computers import (
-    GRADIENT_COMPUTERS,
-    FunctionalGradientComputer,
-    HookGradientComputer,
-    IterativeGradientComputer,
-)
-from trak_lite.gradient_computers.reductions import (
-    GradientNorms,
-    gradient_norms,
-    squared_norms,
-    weighted_gradient,
-)
+from trak_lite.data.batches import batch_size
+from trak_lite.gradient_computers import HookGradientComputer
+from trak_lite.gradient_computers.reductions import GradientNorms, squared_norms
 from trak_lite.modelout_functions import resolve_task
-from trak_lite.types import DenseBlock, LookupBlock
+from trak_lite.types import Batch, DenseBlock, LookupBlock
+
+
+def gradient_norms(computer: HookGradientComputer, batch: Batch) -> Tensor:
+    norms = GradientNorms(batch_size(batch))
+    computer.stream_gradients(batch, norms.add)
+    return norms.squared().sqrt()
 
 
 @pytest.mark.parametrize("chunk_size", [None, 3])
@@ -62,24 +58,18 @@ def test_norms_of_blocks_in_any_order_and_precision_add_up() -> None:
     assert torch.equal(GradientNorms(3).squared(), torch.zeros(3))
 
 
-@pytest.mark.parametrize("computer", GRADIENT_COMPUTERS.values(), ids=GRADIENT_COMPUTERS.keys())
-def test_a_weighted_sum_is_the_sum_of_weighted_rows(computer) -> None:
-    case = CASES["small CNN"]
-    model, batch = make(case)
-    weights = torch.tensor([1.0, -2.0, 0.0, 0.5], dtype=torch.float64)
+def test_the_norm_of_positions_that_cancel_keeps_its_digits() -> None:
+    torch.manual_seed(0)
+    x, g = torch.randn(2, 1, 64), torch.randn(2, 1, 64)
+    small = 1e-4 * torch.randn(2, 1, 64)
+    model = nn.Linear(64, 64, bias=False)
+    inputs, grads = torch.cat([x, x + small], 1), torch.cat([g, -g], 1)
+    task = resolve_task(lambda call, batch: (call(batch[0]) * batch[1]).sum((1, 2)))
 
-    found = weighted_gradient(computer(model, resolve_task(case.output)), batch, weights)
+    norms = gradient_norms(HookGradientComputer(model, task), (inputs, grads))
 
-    for name, rows in by_loop(model, case.output, batch).items():
-        torch.testing.assert_close(found[name], torch.tensordot(weights, rows, 1), rtol=1e-9, atol=1e-12)
-
-
-def test_one_weight_per_sample_is_needed() -> None:
-    case = CASES["small CNN"]
-    model, batch = make(case)
-
-    with pytest.raises(InvalidInputError, match=r"shape \(3,\) for a batch of 4"):
-        weighted_gradient(HookGradientComputer(model, resolve_task(case.output)), batch, torch.ones(3))
+    expected = (grads.double().transpose(1, 2) @ inputs.double()).flatten(1).norm(dim=1)
+    torch.testing.assert_close(norms.double(), expected, rtol=1e-3, atol=0)
 
 
 def test_the_norm_of_a_table_adds_up_what_came_to_one_row_first():
@@ -99,69 +89,3 @@ def test_a_row_of_a_table_holds_the_sum_of_its_lookups():
     rows, values = torch.tensor([[2, 0, 2]]), torch.tensor([[[1.0, 2.0], [3.0, 4.0], [5.0, 6.0]]])
 
     assert LookupBlock("table", rows, values, 3).grad.tolist() == [[[3.0, 4.0], [0.0, 0.0], [6.0, 8.0]]]
-
-
-class Centred(nn.Module):
-    """Mixes the samples of a batch."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.a, self.b = nn.Linear(4, 4), nn.Linear(4, 3)
-
-    def forward(self, x: Tensor) -> Tensor:
-        hidden = self.a(x)
-        return self.b((hidden - hidden.mean(0) * 0.5).tanh())
-
-
-def test_a_weighted_sum_of_a_model_that_mixes_samples_is_that_of_its_rows_or_refused() -> None:
-    def output(call, batch):
-        return call(batch[0]).sin().sum(1)
-
-    torch.manual_seed(0)
-    model, batch = Centred().double(), (torch.randn(4, 4, dtype=torch.float64),)
-    weights = torch.randn(4, dtype=torch.float64)
-    rows = by_loop(model, output, batch)
-    for kind in (FunctionalGradientComputer, IterativeGradientComputer):
-        found = weighted_gradient(kind(model, resolve_task(output)), batch, weights)
-        for name, value in rows.items():
-            torch.testing.assert_close(found[name], torch.einsum("b,b...->...", weights, value))
-    with pytest.raises(UnsupportedModelError):
-        weighted_gradient(HookGradientComputer(model, resolve_task(output)), batch, weights)
-
-
-def test_a_weighted_sum_by_hooks_streams_its_first_batch_and_then_takes_one_pass() -> None:
-    model, batch = nn.Linear(4, 3).double(), (torch.randn(4, 4, dtype=torch.float64),)
-    seen: list[int] = []
-    task = resolve_task(lambda call, batch: (seen.append(len(batch[0])), call(batch[0]).sin().sum(1))[1])
-    computer = HookGradientComputer(model, task)
-    for _ in range(2):
-        weighted_gradient(computer, batch, torch.ones(4, dtype=torch.float64))
-    seen.clear()
-
-    weighted_gradient(computer, batch, torch.ones(4, dtype=torch.float64))
-
-    assert seen == [4]
-
-
-def test_chunks_of_a_weighted_sum_add_up() -> None:
-    case = CASES["GPT-2"]
-    model, batch = make(case, 5)
-    weights = torch.randn(5, dtype=torch.float64)
-    computer = HookGradientComputer(model, resolve_task(case.output), chunk_size=2)
-
-    found = weighted_gradient(computer, batch, weights)
-
-    for name, value in by_loop(model, case.output, batch).items():
-        torch.testing.assert_close(found[name], torch.einsum("b,b...->...", weights, value))
-
-
-def test_an_empty_batch_has_a_weighted_sum_of_zero() -> None:
-    for kind in GRADIENT_COMPUTERS.values():
-        model = nn.Linear(4, 3)
-        found = weighted_gradient(
-            kind(model, resolve_task(lambda call, batch: call(batch[0]).sum(1))),
-            (torch.zeros(0, 4),),
-            torch.zeros(0),
-        )
-        assert not any(value.any() for value in found.values())
-        assert found["weight"].shape == (3, 4)

@@ -444,7 +444,6 @@ def refused() -> dict[str, str]:
         "class": lambda: attributor(sharded, None, gradient_computer=partial(IterativeGradientComputer)),
         "iterative": lambda: IterativeGradientComputer(sharded, task).stream_gradients(batch, print),
         "chunks": lambda: stream(sharded, chunk_size=2),
-        "weighted": lambda: HookGradientComputer(sharded, task).weighted_sum(batch, torch.ones(4)),
         "TRAKer": lambda: TRAKer(sharded, "image_classification", 4),
         "verify": lambda: _verify(sharded),
         "device": lambda: _moved(sharded),

@@ -199,7 +199,6 @@ def test_what_is_not_supported_is_refused_by_name(looks: Any) -> None:
         "class": "IterativeGradientComputer",
         "iterative": "Use gradient_computer='hook'",
         "chunks": "use a smaller batch_size",
-        "weighted": "weighted_sum",
         "TRAKer": "Use Attributor",
         "verify": "verify was called",
         "device": "Use device='auto'",

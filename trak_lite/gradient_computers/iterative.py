@@ -27,9 +27,7 @@ from trak_lite.gradient_computers._base import (
     differentiating_only,
     gradients_of,
     joined_terms,
-    refuse_batch_statistics,
     refuse_detached,
-    select_parameters,
 )
 from trak_lite.gradient_computers.self_check import naming_kept_graphs
 from trak_lite.types import Batch, BlockSink, DenseBlock, OutputTerms
@@ -70,26 +68,6 @@ class IterativeGradientComputer(AbstractStreamingComputer):
                 for name in list(grads):
                     sink(DenseBlock(name, grads.pop(name), rows.start))
         return joined_terms(found)
-
-    def weighted_sum(self, batch: Batch, weights: Tensor) -> dict[str, Tensor]:
-        """Return ``sum_i w_i grad f(z_i)`` by parameter name; one sample's gradient is held at a time.
-
-        Args:
-            batch: At least one sample.
-            weights: ``(B,)``.
-
-        Raises:
-            InvalidInputError: If the batch or the output function's result has the wrong form.
-            UnsupportedModelError: If the model cannot run on a single sample.
-        """
-        refuse_batch_statistics(self.model)
-        kept = select_parameters(self.model, self.grad_wrt)
-        found = {name: p.detach().new_zeros(p.shape) for name, p in kept.items()}
-        with self._full_float32(), differentiating_only(self.model, kept), torch.enable_grad():
-            for row, weight in enumerate(weights.tolist()):
-                for name, grad in self._sample(_taken_out(batch, row), batch, kept)[1].items():
-                    found[name] += weight * grad
-        return found
 
     def _sample(
         self, one: Batch, batch: Batch, kept: Mapping[str, nn.Parameter]

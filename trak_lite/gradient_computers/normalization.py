@@ -131,7 +131,7 @@ def clipping_threshold(norms: Tensor | NDArray[np.floating], *, quantile: float 
     Source: Andrew et al., "Differentially Private Learning with Adaptive Clipping" (arXiv:1905.03871).
 
     Args:
-        norms: Gradient norms in any shape, from :func:`gradient_norms` or from a store.
+        norms: Gradient norms in any shape, from :meth:`trak_lite.Attributor.gradient_norms`.
         quantile: The share, above 0 and at most 1.
 
     Raises:

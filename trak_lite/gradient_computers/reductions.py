@@ -1,4 +1,4 @@
-"""Norms and weighted sums of a batch's gradients, computed without the matrix of gradients."""
+"""Norms of a batch's gradients, computed without the matrix of gradients."""
 
 from __future__ import annotations
 
@@ -8,14 +8,9 @@ import torch
 from torch import Tensor
 
 from trak_lite._devices import add_at_
-from trak_lite.data.batches import batch_size
-from trak_lite.errors import InvalidInputError
-from trak_lite.gradient_computers._base import AbstractGradientComputer
-from trak_lite.gradient_computers.hooks.computer import HookGradientComputer
-from trak_lite.gradient_computers.iterative import IterativeGradientComputer
-from trak_lite.types import Batch, DenseBlock, FactoredBlock, GradientBlock, LookupBlock, SummedBlock
+from trak_lite.types import DenseBlock, GradientBlock, LookupBlock, SummedBlock
 
-__all__ = ["GradientNorms", "gradient_norms", "squared_norms", "sums_by_row", "weighted_gradient"]
+__all__ = ["GradientNorms", "squared_norms", "sums_by_row"]
 
 _CANCELLED = 1e-3
 """A squared norm below this share of its upper bound (no cancellation) is too inexact in float32: recomputed."""
@@ -45,25 +40,14 @@ class GradientNorms:
         return torch.zeros(self._num_samples, device="cpu") if self._squares is None else self._squares
 
 
-def gradient_norms(computer: AbstractGradientComputer, batch: Batch) -> Tensor:
-    r"""Return the exact Euclidean norm of every sample's gradient over all kept parameters, ``(B,)``.
+@torch.no_grad()
+def squared_norms(block: GradientBlock) -> Tensor:
+    r"""Return the squared norms ``(b,)`` of one block's gradients, in at least float32.
 
     The gradient of a factored block is not formed where that is cheaper; the block's squared norm is
     :math:`\sum_{s,t} \langle g_s, g_t \rangle \langle x_s, x_t \rangle` (Goodfellow, arXiv:1510.01799; Li et al.,
     arXiv:2110.05679).
-
-    Args:
-        computer: Any gradient computer.
-        batch: B samples.
     """
-    norms = GradientNorms(batch_size(batch))
-    computer.stream_gradients(batch, norms.add)
-    return norms.squared().sqrt()
-
-
-@torch.no_grad()
-def squared_norms(block: GradientBlock) -> Tensor:
-    """Return the squared norms ``(b,)`` of one block's gradients, in at least float32."""
     if isinstance(block, DenseBlock | SummedBlock):
         rows = block.dense()
         return rows.to(_wide(rows.dtype)).square().sum(1)
@@ -106,55 +90,3 @@ def sums_by_row(block: LookupBlock) -> tuple[Tensor, Tensor]:
 
 def _wide(dtype: torch.dtype) -> torch.dtype:
     return torch.float64 if dtype == torch.float64 else torch.float32
-
-
-def weighted_gradient(computer: AbstractGradientComputer, batch: Batch, weights: Tensor) -> dict[str, Tensor]:
-    r"""Return :math:`\sum_i w_i \nabla f(z_i)` by parameter name.
-
-    The hook computer takes one ordinary backward pass per chunk, after a check that the model does not mix samples.
-    The iterative computer sums the samples' gradients one by one. The blocks of any other computer are streamed and
-    summed.
-
-    Args:
-        computer: Any gradient computer.
-        batch: B samples.
-        weights: ``(B,)``.
-
-    Returns:
-        Tensors of the parameters' shapes, in model order; zero if f does not depend on the parameter.
-
-    Raises:
-        InvalidInputError: If ``weights`` does not have shape ``(B,)``.
-        UnsupportedModelError: If the computer cannot differentiate the model sample by sample.
-    """
-    count = batch_size(batch)
-    if tuple(weights.shape) != (count,):
-        raise InvalidInputError(
-            f"weights have shape {tuple(weights.shape)} for a batch of {count} samples, expected ({count},)."
-        )
-    if (
-        isinstance(computer, HookGradientComputer | IterativeGradientComputer)
-        and computer.differentiates_the_model
-        and count
-    ):
-        return computer.weighted_sum(batch, weights)
-    return _streamed_sum(computer, batch, weights)
-
-
-def _streamed_sum(computer: AbstractGradientComputer, batch: Batch, weights: Tensor) -> dict[str, Tensor]:
-    shapes = computer.parameters
-    found: dict[str, Tensor] = {}
-
-    def add(block: GradientBlock) -> None:
-        own = weights[block.start : block.start + block.num_samples]
-        if isinstance(block, FactoredBlock):
-            g = block.output_grads * own.to(block.output_grads).view(-1, 1, 1)
-            part = g.flatten(0, 1).t() @ block.inputs.flatten(0, 1)
-        else:
-            rows = block.dense()
-            part = own.to(rows) @ rows
-        part = part.reshape(shapes[block.name])
-        found[block.name] = found[block.name] + part if block.name in found else part
-
-    computer.stream_gradients(batch, add)
-    return {name: found[name] for name in shapes}

@@ -176,13 +176,13 @@ class SelfCheck:
             error.args = (found,)
             self._failed[conditions] = found
             raise
-        self.done(structure, size, positions)
+        self._count(structure, size, positions)
         if positions:
             self._unconfirmed.pop(structure, None)
         elif rows is not None:
             self._unconfirmed.setdefault(structure, []).append(rows)
 
-    def done(self, structure: Any, size: int, positions: Sequence[int] = ()) -> None:
+    def _count(self, structure: Any, size: int, positions: Sequence[int]) -> None:
         """Count a batch that ran to its end."""
         known = self._progress.pop(structure, None) or _Progress()
         known.num_batches += 1

@@ -2,7 +2,7 @@
 
 Implements the last step of section 3.2 of Park et al. (arXiv:2303.14186) as one matrix product with targets that
 have been multiplied by (H + lambda I)^-1. Other scores from the same rows: gradient dot product (TracIn,
-arXiv:2002.08484), cosine, self-influence.
+arXiv:2002.08484) of the targets themselves, cosine of unit rows, self-influence.
 
 Shapes: b train rows of a block, M targets, K feature width.
 Numerics: products accumulate in float32, or in float64 if one side is float64; never in float16. A block of a
@@ -22,7 +22,7 @@ from trak_lite.errors import InvalidInputError
 from trak_lite.linalg.kernel import SegmentKernel
 from trak_lite.types import FeatureLayout
 
-__all__ = ["cosine", "dot_product", "score_block", "self_scores", "unit_segments"]
+__all__ = ["score_block", "self_scores", "unit_segments"]
 
 _TILE_ROWS: Final = 256
 """Rows upcast at a time."""
@@ -79,47 +79,6 @@ def score_block(
             else:
                 tile.copy_(rows @ columns)
     return out
-
-
-def dot_product(train: Tensor, targets: Tensor) -> Tensor:
-    """Return the gradient dot product of every train row with every target, without a kernel.
-
-    Args:
-        train: ``(b, K)`` train features of any floating dtype.
-        targets: ``(M, K)`` target features of any floating dtype.
-
-    Returns:
-        ``(b, M)`` float32, or float64 if one side is.
-
-    Raises:
-        InvalidInputError: If shapes, devices or dtypes do not fit.
-    """
-    return score_block(train, targets)
-
-
-@torch.no_grad()
-def cosine(train: Tensor, targets: Tensor) -> Tensor:
-    """Return the cosine of every train row with every target; 0 if one of them is zero.
-
-    Args:
-        train: ``(b, K)`` train features of any floating dtype.
-        targets: ``(M, K)`` target features of any floating dtype.
-
-    Returns:
-        ``(b, M)`` float32, or float64 if one side is.
-
-    Raises:
-        InvalidInputError: If shapes, devices or dtypes do not fit.
-    """
-    _check_pair(train, targets)
-    dtype = _product_dtype(train, targets)
-    scores = torch.empty(train.shape[0], targets.shape[0], dtype=dtype, device=train.device)
-    columns = _unit_rows(targets.to(dtype)).T
-    for start in range(0, train.shape[0], _TILE_ROWS):
-        rows = _unit_rows(train[start : start + _TILE_ROWS].to(dtype))
-        with full_float32(train.device):
-            torch.mm(rows, columns, out=scores[start : start + _TILE_ROWS])
-    return scores
 
 
 @torch.no_grad()

@@ -3,15 +3,11 @@
 from __future__ import annotations
 
 import math
-from typing import TYPE_CHECKING
 
 from torch import Tensor
 
 from trak_lite.errors import InvalidInputError
 from trak_lite.types import DenseBlock, GradientBlock, LookupBlock, ParameterShapes, SummedBlock, num_entries
-
-if TYPE_CHECKING:
-    pass
 
 __all__ = ["block_rows", "check_block", "check_grad_dim"]
 

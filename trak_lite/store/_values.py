@@ -63,15 +63,15 @@ def check_block(
     return RowBlock(_by_chunk(runs), tuple(np.ascontiguousarray(array[order]) for array in arrays))
 
 
-def short_list(items: Sequence[Any] | NDArray[Any], *, limit: int = 10) -> str:
-    """Return the first items as text, followed by the total count if items were omitted.
+def short_list(items: Sequence[Any] | NDArray[Any]) -> str:
+    """Return the first 10 items as text, followed by the total count if items were omitted.
 
     Example:
-        >>> short_list(range(4), limit=2)
-        '0, 1, ... (4 in all)'
+        >>> short_list(range(12))
+        '0, 1, 2, 3, 4, 5, 6, 7, 8, 9, ... (12 in all)'
     """
-    shown = ", ".join(str(item) for item in items[:limit])
-    return shown if len(items) <= limit else f"{shown}, ... ({len(items)} in all)"
+    shown = ", ".join(str(item) for item in items[:10])
+    return shown if len(items) <= 10 else f"{shown}, ... ({len(items)} in all)"
 
 
 def _given_arrays(values: Mapping[str, NDArray[Any]], spec: TableSpec) -> list[NDArray[Any]]:

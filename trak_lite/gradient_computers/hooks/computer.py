@@ -27,7 +27,6 @@ from trak_lite.gradient_computers._base import (
     AbstractStreamingComputer,
     ParameterChoice,
     differentiating_only,
-    gradients_of,
     joined_terms,
     refuse_batch_statistics,
     refuse_detached,
@@ -38,7 +37,7 @@ from trak_lite.gradient_computers.hooks.engine import GradientPass, UnexpectedRo
 from trak_lite.gradient_computers.hooks.plan.probe import Plan, make_plan
 from trak_lite.gradient_computers.self_check import Samples, compare, draws_masks, structure_of
 from trak_lite.modelout_functions import AbstractModelOutput
-from trak_lite.models.sharded import ShardedModel, is_sharded, refuse_sharded, reshard
+from trak_lite.models.sharded import ShardedModel, is_sharded, reshard
 from trak_lite.types import (
     Batch,
     BlockSink,
@@ -190,45 +189,6 @@ class HookGradientComputer(AbstractStreamingComputer):
                 "ranks."
             )
         return plan
-
-    def weighted_sum(self, batch: Batch, weights: Tensor) -> dict[str, Tensor]:
-        """Return ``sum_i w_i grad f(z_i)`` by parameter name, by one plain backward pass per chunk.
-
-        Batches are planned and checked as in :meth:`stream_gradients`; a batch that is due for a check is streamed.
-
-        Args:
-            batch: At least one sample.
-            weights: ``(B,)``.
-
-        Raises:
-            InvalidInputError: If the batch or the output function's result has the wrong form.
-            UnsupportedModelError: If the model mixes samples, or its gradients cannot be split by sample.
-        """
-        refuse_sharded(self.model, "weighted_sum", "Sum the blocks of stream_gradients")
-        kept = select_parameters(self.model, self.grad_wrt)
-        chunks = list(self._chunks(batch_size(batch)))
-        with self._prepared(kept):
-            self.checks.refuse_failed(self._conditions(kept))
-            key = self._structure(batch, kept)
-            plan = self._plans.get(key)
-        if plan is None or any(self._is_due(key, plan, rows.stop - rows.start) for rows in chunks):
-            self.stream_gradients(batch, lambda _: None)
-        else:
-            for rows in chunks:
-                self.checks.done(key, rows.stop - rows.start)
-        found: dict[str, Tensor] = {}
-        for rows in chunks:
-            part = self._weighted_backward(take_rows(batch, rows), weights[rows], kept)
-            found = {name: found[name] + grad if found else grad for name, grad in part.items()}
-        return found
-
-    def _weighted_backward(
-        self, batch: Batch, weights: Tensor, kept: Mapping[str, nn.Parameter]
-    ) -> dict[str, Tensor]:
-        with self._full_float32(), self._prepared(kept):
-            output = self._output(batch)
-            zero = torch.zeros((), device=output.device, requires_grad=True)
-            return gradients_of((output * weights.to(output)).sum() + zero, kept)
 
     def explain(self, batch: Batch) -> Coverage:
         """Return how each kept parameter's gradient is computed; ``print`` the result for a table.
@@ -420,15 +380,6 @@ class HookGradientComputer(AbstractStreamingComputer):
         if seen and samples.positions:
             compare(self, batch, seen, samples, list(plan.dtypes))
         return terms, grad_pass, escaped
-
-    def _is_due(self, key: Any, plan: Plan, size: int) -> bool:
-        """Whether a self-check of a batch of this size is due.
-
-        Every batch is checked if the forward pass reads values or rows are flattened, because values and ragged rows
-        change from batch to batch.
-        """
-        often = plan.flattened or plan.chooses_in_python
-        return self._compares() and self.checks.is_due(key, size, always=often)
 
     def _compares(self) -> bool:
         """Whether the self-check runs: it is on, the model is not sharded, and dropout is not active."""

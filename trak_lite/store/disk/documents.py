@@ -75,20 +75,17 @@ def table_identity(path: str, origin: str, spec: TableSpec) -> str:
     return identity_of(_bare_record(path, origin, spec))
 
 
-def store_record(manifest: Manifest, *, origin: str | None = None) -> dict[str, Any]:
-    """Return the record of a store.
+def store_record(manifest: Manifest) -> dict[str, Any]:
+    """Return the record of a new store.
 
-    Args:
-        manifest: Settings of the store.
-        origin: Digest of the fingerprint that the store was created with, recorded in every table; ``None`` is the
-            digest of ``manifest``.
+    Its ``origin`` is the digest of the fingerprint that the store was created with, recorded in every table.
     """
     return sealed(
         {
             "format": FORMAT,
             "fingerprint": dict(manifest.fingerprint),
             "made_with": dict(manifest.made_with),
-            "origin": manifest.digest() if origin is None else origin,
+            "origin": manifest.digest(),
         }
     )
 
