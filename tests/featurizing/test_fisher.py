@@ -25,7 +25,7 @@ from trak_lite.featurizing import fisher
 from trak_lite.featurizing import rows as pipeline
 from trak_lite.featurizing.fisher import FisherFits
 from trak_lite.featurizing.kronecker.noise import row_noise
-from trak_lite.gradient_computers import FunctionalGradientComputer, NormalizedGradientComputer
+from trak_lite.gradient_computers import FunctionalGradientComputer
 from trak_lite.methods import TRAK, Fisher, GaussNewton
 from trak_lite.modelout_functions import ModelCall, MultiLabelModelOutput
 from trak_lite.modelout_functions._sampling import LossModelOutput
@@ -401,8 +401,9 @@ def test_every_machine_finds_it_in_an_object_store(tmp_path: Path, fits: list[st
 # ------------------------------------------------------------------------ what is refused
 
 
-def normalising_computer(**settings: Any) -> NormalizedGradientComputer:
-    return NormalizedGradientComputer(FunctionalGradientComputer(**settings), Normalization("unit"))
+class NormalisingComputer(FunctionalGradientComputer):
+    def fingerprint(self) -> dict[str, Any]:
+        return {**super().fingerprint(), **Normalization("unit").fingerprint()}
 
 
 @pytest.mark.parametrize(
@@ -414,7 +415,7 @@ def normalising_computer(**settings: Any) -> NormalizedGradientComputer:
         ),
         ({"normalize": "unit"}, "The rows are normalised, and Fisher needs gradients that are not"),
         (
-            {"gradient_computer": normalising_computer},
+            {"gradient_computer": NormalisingComputer},
             "The rows are normalised, and Fisher needs gradients that are not",
         ),
     ],

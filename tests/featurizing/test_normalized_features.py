@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -22,10 +21,11 @@ from trak_lite.errors import (
     NonFiniteError,
     StateError,
 )
-from trak_lite.gradient_computers import HookGradientComputer, NormalizedGradientComputer
+from trak_lite.gradient_computers import FunctionalGradientComputer
 from trak_lite.methods import GaussNewton
 from trak_lite.store import ZarrFeatureStore
 from trak_lite.store.disk.documents import sealed
+from trak_lite.types import Batch
 
 N, M, K, CLASSES = 70, 5, 6, 3
 NONE, UNIT, UNIT_BY_MODULE = Normalization(), Normalization("unit"), Normalization("unit", scope="module")
@@ -333,20 +333,24 @@ def test_a_normalisation_that_means_nothing_is_refused_at_once(tmp_path: Path, n
     assert not (tmp_path / "a.zarr").exists()
 
 
-def computer_that_normalises(**settings: Any) -> NormalizedGradientComputer:
-    return NormalizedGradientComputer(HookGradientComputer(**settings), UNIT)
+class ComputerThatNormalises(FunctionalGradientComputer):
+    def compute_per_sample_grad(self, batch: Batch) -> dict[str, Tensor]:
+        grads = super().compute_per_sample_grad(batch)
+        norms = torch.cat([grad.flatten(1) for grad in grads.values()], 1).norm(dim=1)
+        return {name: (grad.flatten(1) / norms[:, None]).view_as(grad) for name, grad in grads.items()}
+
+    def fingerprint(self) -> dict[str, Any]:
+        return {**super().fingerprint(), **UNIT.fingerprint()}
 
 
 def test_normalising_twice_is_refused_and_once_in_the_computer_is_the_same(tmp_path: Path) -> None:
-    twice = attributor(
-        tmp_path / "a.zarr", normalize=CLIP, gradient_computer=partial(computer_that_normalises)
-    )
+    twice = attributor(tmp_path / "a.zarr", normalize=CLIP, gradient_computer=ComputerThatNormalises)
     with pytest.raises(InvalidInputError, match=r"already normalises .*Leave out one of the two"):
         twice.featurize(TRAIN)
     assert not (tmp_path / "a.zarr").exists()
 
     attributor(tmp_path / "a.zarr", normalize="unit").featurize(TRAIN)
-    other = attributor(tmp_path / "b.zarr", gradient_computer=partial(computer_that_normalises))
+    other = attributor(tmp_path / "b.zarr", gradient_computer=ComputerThatNormalises)
     other.featurize(TRAIN)
     np.testing.assert_allclose(
         columns(tmp_path / "b.zarr")["features"],

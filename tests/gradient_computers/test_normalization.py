@@ -11,13 +11,12 @@ import torch
 from models import CASES, by_loop, make
 from torch import Tensor, nn
 
-from trak_lite.errors import InvalidInputError, UnsupportedModelError
+from trak_lite.data.batches import batch_size
+from trak_lite.errors import InvalidInputError
 from trak_lite.gradient_computers import (
     GRADIENT_COMPUTERS,
     FunctionalGradientComputer,
     HookGradientComputer,
-    IterativeGradientComputer,
-    NormalizedGradientComputer,
     collect_gradients,
 )
 from trak_lite.gradient_computers.normalization import (
@@ -33,11 +32,28 @@ from trak_lite.types import DenseBlock, FactoredBlock, GradientBlock, SummedBloc
 UNIT, BY_MODULE = Normalization("unit"), Normalization("unit", scope="module")
 
 
-def wrapped(name: str, normalization: Normalization, computer: Any = HookGradientComputer, **settings: Any):
+def case_of(name: str, computer: Any = HookGradientComputer, **settings: Any):
+    """A computer, its batch, and the gradients of a plain loop."""
     case = CASES[name]
     model, batch = make(case)
-    inner = computer(model, resolve_task(case.output), **settings)
-    return NormalizedGradientComputer(inner, normalization), batch, by_loop(model, case.output, batch)
+    return computer(model, resolve_task(case.output), **settings), batch, by_loop(model, case.output, batch)
+
+
+def normalised(computer: Any, batch: Any, normalization: Normalization) -> dict[str, Tensor]:
+    """The gradients ``(B, p)`` of each parameter, as they reach a feature row."""
+    count = batch_size(batch)
+    normalizer, found = RowNormalizer(normalization, count), dict[str, Tensor]()
+
+    def take(block: GradientBlock) -> None:
+        part = block.dense()
+        whole = found.setdefault(block.name, part.new_zeros(count, part.shape[1]))
+        whole[block.start : block.start + len(part)] = part
+
+    normalizer.stream(computer, batch, take)
+    ordered = {name: found[name] for name in computer.parameters}
+    scaled = normalizer.scale(torch.cat(list(ordered.values()), 1))
+    widths = [grad.shape[1] for grad in ordered.values()]
+    return dict(zip(ordered, scaled.split(widths, 1), strict=True))
 
 
 def rows(grads: dict[str, Tensor], module: str | None = None) -> Tensor:
@@ -49,9 +65,9 @@ def rows(grads: dict[str, Tensor], module: str | None = None) -> Tensor:
 @pytest.mark.parametrize("chunk_size", [None, 3])
 @pytest.mark.parametrize("computer", GRADIENT_COMPUTERS.values(), ids=GRADIENT_COMPUTERS.keys())
 def test_unit_rows_are_the_gradients_over_their_norm(computer: Any, chunk_size: int | None) -> None:
-    normalized, batch, plain = wrapped("small CNN", UNIT, computer, chunk_size=chunk_size)
+    inner, batch, plain = case_of("small CNN", computer, chunk_size=chunk_size)
 
-    found = rows(collect_gradients(normalized, batch))
+    found = rows(normalised(inner, batch, UNIT))
 
     expected = rows(plain) / rows(plain).norm(dim=1, keepdim=True)
     torch.testing.assert_close(found, expected, rtol=1e-9, atol=1e-12)
@@ -61,9 +77,9 @@ def test_unit_rows_are_the_gradients_over_their_norm(computer: Any, chunk_size: 
 @pytest.mark.parametrize("chunk_size", [None, 3])
 @pytest.mark.parametrize("name", ["GPT-2", "U-Net"])
 def test_module_by_module_every_modules_part_has_norm_one(name: str, chunk_size: int | None) -> None:
-    normalized, batch, plain = wrapped(name, BY_MODULE, chunk_size=chunk_size)
+    inner, batch, plain = case_of(name, chunk_size=chunk_size)
 
-    found = collect_gradients(normalized, batch)
+    found = normalised(inner, batch, BY_MODULE)
 
     for module in {name.rpartition(".")[0] for name in plain}:
         part = rows(plain, module)
@@ -71,28 +87,13 @@ def test_module_by_module_every_modules_part_has_norm_one(name: str, chunk_size:
         torch.testing.assert_close(rows(found, module), expected, rtol=1e-9, atol=1e-12)
 
 
-def test_module_by_module_takes_one_pass_and_globally_two() -> None:
-    passes = []
-    for normalization in (BY_MODULE, UNIT, Normalization("none")):
-        normalized, batch, _ = wrapped("small CNN", normalization)
-        normalized.computer.self_check = False
-        normalized.stream_gradients(batch, lambda _: None)
-        calls = []
-        normalized.model.register_forward_hook(lambda *_, calls=calls: calls.append(1))
-        normalized.stream_gradients(batch, lambda _: None)
-        passes.append(len(calls))
-
-    assert passes == [1, 2, 1]
-
-
 def test_clipping_shortens_the_long_rows_and_keeps_the_bits_of_the_short() -> None:
-    normalized, batch, _ = wrapped("small CNN", Normalization("none"))
-    plain = rows(collect_gradients(normalized.computer, batch))
+    inner, batch, _ = case_of("small CNN")
+    plain = rows(collect_gradients(inner, batch))
     norms = plain.norm(dim=1)
     threshold = clipping_threshold(norms, quantile=0.5)
-    clipped = NormalizedGradientComputer(normalized.computer, Normalization("clip", threshold))
 
-    found = rows(collect_gradients(clipped, batch))
+    found = rows(normalised(inner, batch, clip(threshold)))
 
     short = norms <= threshold
     assert 0 < int(short.sum()) < 4
@@ -106,24 +107,23 @@ def test_a_gradient_of_zero_stays_zero(normalization: Normalization) -> None:
     batch = (torch.tensor([[1.0, 2.0, 3.0], [0.0, 0.0, 0.0]], dtype=torch.float64),)
     task = resolve_task(lambda call, batch: call(batch[0]).sum(1) * batch[0].abs().sum(1))
 
-    found = rows(
-        collect_gradients(NormalizedGradientComputer(HookGradientComputer(model, task), normalization), batch)
-    )
+    found = rows(normalised(HookGradientComputer(model, task), batch, normalization))
 
     assert found[0].any()
     assert torch.equal(found[1], torch.zeros(8, dtype=torch.float64))
 
 
-def test_blocks_keep_their_form() -> None:
-    plain, scaled = list[GradientBlock](), list[GradientBlock]()
-    normalized, batch, _ = wrapped("GPT-2", UNIT)
+@pytest.mark.parametrize("normalization", [UNIT, BY_MODULE], ids=["global", "module"])
+def test_blocks_keep_their_form(normalization: Normalization) -> None:
+    plain, passed = list[GradientBlock](), list[GradientBlock]()
+    inner, batch, _ = case_of("GPT-2")
 
-    normalized.computer.stream_gradients(batch, plain.append)
-    normalized.stream_gradients(batch, scaled.append)
+    inner.stream_gradients(batch, plain.append)
+    RowNormalizer(normalization, 4).stream(inner, batch, passed.append)
 
-    kinds = [type(block) for block in plain]
-    assert {DenseBlock, FactoredBlock, SummedBlock} == set(kinds)
-    assert [type(block) for block in scaled] == kinds
+    kinds = {block.name: type(block) for block in plain}
+    assert {DenseBlock, FactoredBlock, SummedBlock} == set(kinds.values())
+    assert {block.name: type(block) for block in passed} == kinds
 
 
 def test_a_norm_out_of_reach_gives_nan_and_not_a_short_row() -> None:
@@ -133,59 +133,36 @@ def test_a_norm_out_of_reach_gives_nan_and_not_a_short_row() -> None:
     assert factors[2] == 0.5
 
 
-def test_f_q_and_w_are_not_scaled() -> None:
-    normalized, batch, _ = wrapped("small CNN", UNIT)
+@pytest.mark.parametrize("normalization", [UNIT, BY_MODULE], ids=["global", "module"])
+def test_f_q_and_w_are_not_scaled(normalization: Normalization) -> None:
+    inner, batch, _ = case_of("small CNN")
 
-    found = normalized.stream_gradients(batch, lambda _: None)
+    found = RowNormalizer(normalization, 4).stream(inner, batch, lambda _: None)
 
-    for ours, theirs in zip(found, normalized.computer.stream_gradients(batch, lambda _: None), strict=True):
+    for ours, theirs in zip(found, inner.stream_gradients(batch, lambda _: None), strict=True):
         assert torch.equal(ours, theirs)
-    assert torch.equal(normalized.compute_loss_grad(batch)[:, 0], found.out_to_loss_grad)
-    assert normalized.compute_per_sample_grad(batch).keys() == normalized.parameters.keys()
 
 
-def test_a_model_that_draws_masks_is_refused_globally_and_right_by_module() -> None:
+def test_rows_of_a_model_that_draws_masks_are_divided_by_the_norms_of_the_same_masks() -> None:
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(4, 50), nn.Dropout(0.5), nn.Linear(50, 1)).train()
     inner = HookGradientComputer(model, resolve_task(lambda call, batch: call(batch[0])[:, 0]))
     batch = (torch.randn(3, 4),)
 
-    with pytest.raises(UnsupportedModelError, match=r"draws random numbers: call model\.eval\(\)"):
-        collect_gradients(NormalizedGradientComputer(inner, UNIT), batch)
-    found = collect_gradients(NormalizedGradientComputer(inner, BY_MODULE), batch)
-    torch.testing.assert_close(rows(found, "2").norm(dim=1), torch.ones(3))
+    torch.testing.assert_close(rows(normalised(inner, batch, UNIT)).norm(dim=1), torch.ones(3))
+    torch.testing.assert_close(rows(normalised(inner, batch, BY_MODULE), "2").norm(dim=1), torch.ones(3))
 
 
-def test_weights_loaded_later_are_the_ones_differentiated() -> None:
-    normalized, batch, _ = wrapped("small CNN", Normalization("clip", 1e9))
-    other, _ = make(CASES["small CNN"])
-    with torch.no_grad():
-        for parameter in other.parameters():
-            parameter.mul_(1.5)
-
-    normalized.load_model_params(other)
-
-    expected = rows(by_loop(other, CASES["small CNN"].output, batch))
-    torch.testing.assert_close(rows(collect_gradients(normalized, batch)), expected, rtol=1e-9, atol=1e-12)
-
-
-def test_an_empty_batch_gives_empty_blocks() -> None:
+def test_an_empty_batch_gives_no_rows() -> None:
     for normalization in (UNIT, BY_MODULE):
-        normalized, (images, labels), _ = wrapped("small CNN", normalization)
-        assert rows(collect_gradients(normalized, (images[:0], labels[:0]))).shape[0] == 0
+        inner, (images, labels), _ = case_of("small CNN")
+        assert rows(normalised(inner, (images[:0], labels[:0]), normalization)).shape[0] == 0
 
 
 def test_a_manifest_is_told_of_the_normalisation() -> None:
-    def settings_of(normalization: Normalization) -> Any:
-        inner = IterativeGradientComputer(
-            nn.Linear(1, 1), resolve_task("regression"), autocast_dtype=torch.bfloat16
-        )
-        return NormalizedGradientComputer(inner, normalization).fingerprint()
-
-    assert settings_of(Normalization("none")) == {"autocast_dtype": "bfloat16"}
-    assert settings_of(Normalization("clip", 2, scope="module")) == {
-        "autocast_dtype": "bfloat16",
-        "normalization": {"kind": "clip", "scope": "module", "threshold": 2.0},
+    assert Normalization("none").fingerprint() == {}
+    assert Normalization("clip", 2, scope="module").fingerprint() == {
+        "normalization": {"kind": "clip", "scope": "module", "threshold": 2.0}
     }
 
 
@@ -195,14 +172,13 @@ def test_a_subclass_that_overrides_an_originals_method_is_normalised_as_overridd
             grads = super().compute_per_sample_grad(batch)
             return {name: grad * (name == "0.weight") for name, grad in grads.items()}
 
-    normalized, batch, plain = wrapped("small CNN", UNIT, FirstParameterOnly)
+    inner, batch, plain = case_of("small CNN", FirstParameterOnly)
 
-    found = collect_gradients(normalized, batch)
+    found = normalised(inner, batch, UNIT)
 
     first = plain["0.weight"].flatten(1)
-    torch.testing.assert_close(
-        found["0.weight"].flatten(1), first / first.norm(dim=1, keepdim=True), rtol=1e-9, atol=1e-12
-    )
+    expected = first / first.norm(dim=1, keepdim=True)
+    torch.testing.assert_close(found["0.weight"], expected, rtol=1e-9, atol=1e-12)
     assert not found["6.weight"].any()
 
 
@@ -242,10 +218,10 @@ def test_module_by_module_the_rest_of_a_module_goes_on_where_a_parameter_never_c
         def compute_per_sample_grad(self, batch):
             return {"6.weight": super().compute_per_sample_grad(batch)["6.weight"]}
 
-    inner, batch, plain = wrapped("small CNN", Normalization("none"), WithoutBias)
+    inner, batch, plain = case_of("small CNN", WithoutBias)
     found: list[GradientBlock] = []
 
-    NormalizedGradientComputer(inner.computer, BY_MODULE).stream_gradients(batch, found.append)
+    RowNormalizer(BY_MODULE, 4).stream(inner, batch, found.append)
 
     part = plain["6.weight"].flatten(1)
     assert [block.name for block in found] == ["6.weight"]
@@ -255,23 +231,26 @@ def test_module_by_module_the_rest_of_a_module_goes_on_where_a_parameter_never_c
 @pytest.mark.parametrize(
     "normalization", [Normalization("none"), UNIT, BY_MODULE], ids=["none", "unit", "by module"]
 )
-def test_rows_are_normalised_and_gradients_measured_in_one_pass(normalization: Normalization) -> None:
-    normalized, batch, plain = wrapped("GPT-2", normalization, chunk_size=3)
-    expected = rows(collect_gradients(normalized, batch))
-    normalized.computer.self_check = False
+def test_gradients_are_measured_in_the_pass_that_normalises_them(normalization: Normalization) -> None:
+    inner, batch, plain = case_of("GPT-2", chunk_size=3)
+    inner.stream_gradients(batch, lambda _: None)  # makes the plan
+    inner.self_check = False
     passes: list[int] = []
-    normalized.model.register_forward_hook(lambda *_: passes.append(1))
-    normalizer, blocks = RowNormalizer(normalization, 4), dict[tuple[str, int], Tensor]()
+    inner.model.register_forward_hook(lambda *_: passes.append(1))
+    normalizer = RowNormalizer(normalization, 4)
 
-    def take(block: GradientBlock) -> None:
-        blocks[block.name, block.start] = block.dense()
+    normalizer.stream(inner, batch, lambda _: None)
 
-    normalizer.stream(normalized.computer, batch, take)
-
-    whole = torch.cat([torch.cat([blocks[name, start] for name in plain], 1) for start in (0, 3)])
-    torch.testing.assert_close(normalizer.scale(whole), expected, rtol=1e-9, atol=1e-12)
     torch.testing.assert_close(normalizer.norms(), rows(plain).norm(dim=1), rtol=1e-10, atol=0)
     assert len(passes) == 2  # one for each chunk
+
+
+def test_rows_that_are_not_to_be_normalised_are_the_plain_gradients() -> None:
+    inner, batch, plain = case_of("GPT-2", chunk_size=3)
+
+    found = rows(normalised(inner, batch, Normalization("none")))
+
+    torch.testing.assert_close(found, rows(plain), rtol=1e-9, atol=1e-12)
 
 
 @pytest.mark.parametrize(
@@ -305,12 +284,12 @@ def test_settings_that_mean_nothing_are_refused(settings: dict[str, Any], messag
         Normalization(**settings)
 
 
-def test_parameters_chosen_on_the_wrapper_are_those_of_the_wrapped_computer() -> None:
-    normalized, batch, plain = wrapped("small CNN", UNIT)
-    normalized.grad_wrt = ["6.bias"]
+def test_the_norm_is_that_of_the_kept_parameters() -> None:
+    inner, batch, plain = case_of("small CNN", grad_wrt=["6.bias"])
 
-    found = collect_gradients(normalized, batch)
+    found = normalised(inner, batch, UNIT)
 
     assert list(found) == ["6.bias"]
-    bias = plain["6.bias"]
-    torch.testing.assert_close(found["6.bias"], bias / bias.norm(dim=1, keepdim=True))
+    torch.testing.assert_close(
+        found["6.bias"], plain["6.bias"] / plain["6.bias"].norm(dim=1, keepdim=True), rtol=1e-9, atol=1e-12
+    )

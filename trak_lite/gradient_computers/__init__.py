@@ -20,9 +20,6 @@ from trak_lite.gradient_computers.hooks.registry import register_gradient_rule a
 from trak_lite.gradient_computers.iterative import (
     IterativeGradientComputer as IterativeGradientComputer,
 )
-from trak_lite.gradient_computers.normalized import (
-    NormalizedGradientComputer as NormalizedGradientComputer,
-)
 
 __all__ = [
     "GRADIENT_COMPUTERS",
@@ -30,7 +27,6 @@ __all__ = [
     "FunctionalGradientComputer",
     "HookGradientComputer",
     "IterativeGradientComputer",
-    "NormalizedGradientComputer",
     "choose_gradient_computer",
     "collect_gradients",
     "register_gradient_rule",
