@@ -19,11 +19,10 @@ from trak_lite.data.batches import flatten_batch
 from trak_lite.errors import MODEL_FAILURES, TrakLiteError, UnsupportedModelError, refuse_machine_failure
 from trak_lite.gradient_computers._base import (
     AbstractStreamingComputer,
-    ParameterChoice,
     joined_terms,
     refuse_detached,
 )
-from trak_lite.modelout_functions import AbstractModelOutput, ModelCall
+from trak_lite.modelout_functions import ModelCall
 from trak_lite.types import Batch, BlockSink, DenseBlock, OutputTerms
 
 __all__ = ["FunctionalGradientComputer"]
@@ -45,49 +44,10 @@ class FunctionalGradientComputer(AbstractStreamingComputer):
         "partial), where torch.func.functional_call does not replace it. Use HookGradientComputer "
         "(gradient_computer='hook') or IterativeGradientComputer ('iterative')."
     )
-
-    def __init__(
-        self,
-        model: nn.Module,
-        task: AbstractModelOutput,
-        grad_dim: int | None = None,
-        dtype: torch.dtype | None = None,
-        device: str | torch.device | None = None,
-        grad_wrt: ParameterChoice | None = None,
-        *,
-        chunk_size: int | None = None,
-        randomness: Literal["error", "different", "same"] = "different",
-        autocast_dtype: torch.dtype | None = None,
-        self_check: bool = True,
-    ) -> None:
-        """Store the settings.
-
-        Args:
-            model: The module whose parameters are differentiated; it is not copied.
-            task: Model output function.
-            grad_dim: P, if the caller wants it checked.
-            dtype: Accepted for the original's signature; gradients keep their parameter's dtype.
-            device: Accepted for the original's signature; gradients live where the model lives.
-            grad_wrt: Parameters to keep (:func:`select_parameters`); ``None`` keeps those that require grad.
-            chunk_size: Number of samples per ``vmap`` call; bounds the memory of a large batch.
-            randomness: The ``randomness`` of ``vmap``: how samples share random numbers (dropout in train mode).
-            autocast_dtype: Run the forward pass under autocast in this dtype (float16 or bfloat16).
-            self_check: Compare some samples' gradients with autograd's on each sample alone.
-        """
-        super().__init__(
-            model,
-            task,
-            grad_dim,
-            dtype,
-            device,
-            grad_wrt,
-            chunk_size=chunk_size,
-            autocast_dtype=autocast_dtype,
-            self_check=self_check,
-        )
-        self.randomness = randomness
-        self._weights: dict[str, Tensor] | None = None
-        self._buffers: dict[str, Tensor] | None = None
+    _randomness: Literal["different", "same"] = "different"
+    """How ``vmap`` shares random numbers among samples (dropout in train mode)."""
+    _weights: dict[str, Tensor] | None = None
+    _buffers: dict[str, Tensor] | None = None
 
     @property
     def func_weights(self) -> dict[str, Tensor]:
@@ -116,14 +76,14 @@ class FunctionalGradientComputer(AbstractStreamingComputer):
     def repeated(self, batch: Batch, positions: Sequence[int]) -> Iterator[tuple[Self, Batch, list[int]]]:
         """Yield computers that stream each sample alone, with the random numbers of a pass over that sample alone."""
         for again, part, places in super().repeated(batch, positions):
-            again.randomness = "same"
+            again._randomness = "same"
             yield again, part, places
 
     def _stream_samples(
         self, batch: Batch, count: int, kept: Mapping[str, nn.Parameter], sink: BlockSink
     ) -> OutputTerms:
         leaves, rebuild = flatten_batch(batch)
-        transformed = vmap(self._sample_gradient(rebuild), in_dims=(None, 0), randomness=self.randomness)
+        transformed = vmap(self._sample_gradient(rebuild), in_dims=(None, 0), randomness=self._randomness)
         weights = self.func_weights
         values = {name: weights[name] for name in kept}
         found: list[OutputTerms] = []

@@ -52,7 +52,7 @@ def squared_norms(block: GradientBlock) -> Tensor:
         rows = block.dense()
         return rows.to(_wide(rows.dtype)).square().sum(1)
     if isinstance(block, LookupBlock):
-        return _squared_norms_of_rows(block)
+        return sums_by_row(block)[1].square().sum((1, 2))
     x, g = (t.to(_wide(t.dtype)) for t in (block.inputs, block.output_grads))
     positions, d_in, d_out = x.shape[1], x.shape[2], g.shape[2]
     if positions * (d_in + d_out) >= 2 * d_in * d_out:
@@ -63,11 +63,6 @@ def squared_norms(block: GradientBlock) -> Tensor:
     if bool(cancelled.any()):
         found[cancelled] = (g[cancelled].transpose(1, 2) @ x[cancelled]).square().sum((1, 2))
     return found
-
-
-def _squared_norms_of_rows(block: LookupBlock) -> Tensor:
-    """Return the squared norms ``(b,)`` of an embedding table's gradients."""
-    return sums_by_row(block)[1].square().sum((1, 2))
 
 
 def sums_by_row(block: LookupBlock) -> tuple[Tensor, Tensor]:

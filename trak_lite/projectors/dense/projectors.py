@@ -170,8 +170,9 @@ class DenseMap(AbstractMatrixMap):
             )
         budget = positive_int(memory_budget=memory_budget)
         self.matrices = MatrixCache(entries, proj_dim, seed=seed, memory_budget=budget)
-        self._blocks = _BlockProducts(self.matrices)
-        self._kernel = _KernelProducts(seed, precision) if entries is RademacherEntries else None
+        self._seed = seed
+        self._precision = precision
+        self._has_signs = entries is RademacherEntries
         self._fingerprint = {
             "kind": f"dense_{entries.kind}",
             "proj_dim": proj_dim,
@@ -189,10 +190,17 @@ class DenseMap(AbstractMatrixMap):
 
     def add_product_(self, total: Tensor, rows: Tensor, *, name: str, model_id: int) -> None:
         """Add ``rows @ matrix``; see :meth:`AbstractMatrixMap.add_product_`."""
-        products: _AbstractProducts = self._blocks
-        if self._kernel is not None and self._kernel.takes(total, rows):
-            products = self._kernel
-        products.add_(total, rows, name=name, model_id=model_id)
+        kernel = self._kernel_for(total, rows)
+        if kernel is not None:  # it generates the signs on the fly, without a matrix in memory
+            key = parameter_key(self._seed, model_id, name, Stream.RADEMACHER)
+            for start, piece in _pieces_on(rows, total.device):
+                kernel.add_signed_product_(total, piece, key, start, precision=self._precision)
+            return
+        matrix_blocks = self.matrices.blocks(
+            name, rows.shape[1], model_id=model_id, dtype=total.dtype, device=total.device
+        )
+        for start, matrix in matrix_blocks:
+            _add_product_(total, rows[:, start : start + matrix.shape[0]], matrix)
 
     def fingerprint(self) -> dict[str, Any]:
         """Return the JSON values that determine the features."""
@@ -202,51 +210,12 @@ class DenseMap(AbstractMatrixMap):
         """Free all matrices and workspaces; they are generated again when needed."""
         self.matrices.clear()
 
-
-class _AbstractProducts(ABC):
-    """Implementation of the products of a :class:`DenseMap`."""
-
-    @abstractmethod
-    def add_(self, total: Tensor, rows: Tensor, *, name: str, model_id: int) -> None:
-        """Add ``rows (b, p) @ matrix (p, K)`` to ``total (b, K)``."""
-
-
-@final
-class _BlockProducts(_AbstractProducts):
-    """Matrix products with matrix blocks in memory, for every device, dtype and distribution."""
-
-    def __init__(self, matrices: MatrixCache) -> None:
-        self._matrices = matrices
-
-    def add_(self, total: Tensor, rows: Tensor, *, name: str, model_id: int) -> None:
-        matrix_blocks = self._matrices.blocks(
-            name, rows.shape[1], model_id=model_id, dtype=total.dtype, device=total.device
-        )
-        for start, matrix in matrix_blocks:
-            _add_product_(total, rows[:, start : start + matrix.shape[0]], matrix)
-
-
-@final
-class _KernelProducts(_AbstractProducts):
-    """Float32 products on CUDA by a Triton kernel that generates signs on the fly, without a matrix in memory."""
-
-    def __init__(self, seed: int, precision: str) -> None:
-        self._seed = seed
-        self._precision = precision
-
-    def takes(self, total: Tensor, rows: Tensor) -> bool:
-        """Return whether the kernel supports this product: float32, on a device where Triton runs."""
-        if total.device.type not in _KERNEL_DEVICES or total.dtype != torch.float32:
-            return False
+    def _kernel_for(self, total: Tensor, rows: Tensor) -> ModuleType | None:
+        """Return the Triton kernel's module if it supports this product: signs, float32, a device with Triton."""
+        if not self._has_signs or total.device.type not in _KERNEL_DEVICES or total.dtype != torch.float32:
+            return None
         kernel = _sign_kernel(total.device)
-        return kernel is not None and rows.dtype in kernel.DTYPES
-
-    def add_(self, total: Tensor, rows: Tensor, *, name: str, model_id: int) -> None:
-        kernel = _sign_kernel(total.device)
-        assert kernel is not None, "call takes() first"
-        key = parameter_key(self._seed, model_id, name, Stream.RADEMACHER)
-        for start, piece in _pieces_on(rows, total.device):
-            kernel.add_signed_product_(total, piece, key, start, precision=self._precision)
+        return kernel if kernel is not None and rows.dtype in kernel.DTYPES else None
 
 
 @functools.cache
