@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
+from projection_cases import LargestTensor, random
 
 from trak_lite.projectors import CountSketchProjector
 from trak_lite.projectors import _scratch as scratch_module
@@ -19,10 +19,6 @@ SHAPES = {
     "narrow": (40, 6),
 }
 METHODS = ("form", "fourier", "auto")
-
-
-def random(*shape: int, seed: int = 0, dtype: torch.dtype = torch.float64) -> torch.Tensor:
-    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64).to(dtype)
 
 
 def factors(
@@ -50,28 +46,6 @@ def assert_close(actual: torch.Tensor, expected: torch.Tensor, tolerance: float)
     """Relative to the largest feature: rounding of a transform is spread over all of them."""
     scale = float(expected.abs().max())
     torch.testing.assert_close(actual, expected, rtol=tolerance, atol=tolerance * max(scale, 1e-300))
-
-
-class Sizes(TorchDispatchMode):
-    """Remembers the largest number of entries of any tensor that an operator returned."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.most = 0
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        result = func(*args, **(kwargs or {}))
-        for tensor in result if isinstance(result, (list, tuple)) else [result]:
-            if isinstance(tensor, torch.Tensor):
-                self.most = max(self.most, tensor.numel())
-        return result
-
-
-@pytest.fixture
-def threads():
-    before = torch.get_num_threads()
-    yield torch.set_num_threads
-    torch.set_num_threads(before)
 
 
 # ---- factors
@@ -205,12 +179,12 @@ def test_the_gradient_of_factors_is_never_formed_as_a_whole(method, most, thread
     monkeypatch.setattr(scratch_module, "_CPU_SCRATCH_BYTES", 64 << 10)
     shape, block = (512, 192), factors((512, 192), 2, num_samples=8)
     projector = CountSketchProjector(256, factors=method)
-    with Sizes() as sizes:
+    with LargestTensor() as largest:
         accumulator = projector.accumulator(8, model_id=0, parameters={"w": shape})
         accumulator.add(block)
         accumulator.features()
 
-    assert sizes.most <= most
+    assert largest.entries <= most
     assert most <= shape[0] * shape[1] / 4  # of one sample's gradient
 
 
@@ -306,10 +280,10 @@ def test_rows_of_a_table_have_the_same_bits_in_any_batch(shape, positions, threa
 def test_a_large_table_is_never_formed(threads):
     threads(1)
     shape = (5000, 128)
-    with Sizes() as sizes:
+    with LargestTensor() as largest:
         project(lookups(shape, 6), shape, 256)
 
-    assert sizes.most < shape[0] * shape[1] / 10
+    assert largest.entries < shape[0] * shape[1] / 10
 
 
 @pytest.mark.parametrize("method", METHODS)

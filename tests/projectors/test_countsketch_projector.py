@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 import hashlib
 import json
 import math
@@ -12,6 +13,7 @@ import numpy as np
 import pytest
 import sketch_reference as reference
 import torch
+from projection_cases import accumulated, dense_blocks, random, random_gradients
 
 from trak_lite.errors import InvalidInputError
 from trak_lite.projectors import CountSketchProjector
@@ -30,36 +32,11 @@ SHAPES = {
     "narrow": (20, 5),
 }
 NUM_SAMPLES = 27  # three slices of eight and more
-
-
-def random(*shape: int, seed: int = 0, dtype: torch.dtype = torch.float64) -> torch.Tensor:
-    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64).to(dtype)
+accumulate = functools.partial(accumulated, num_samples=NUM_SAMPLES, parameters=SHAPES)
 
 
 def gradients(num_samples: int = NUM_SAMPLES, dtype: torch.dtype = torch.float32) -> dict[str, torch.Tensor]:
-    return {
-        name: random(num_samples, *shape, seed=i, dtype=dtype)
-        for i, (name, shape) in enumerate(SHAPES.items())
-    }
-
-
-def blocks_of(grads: dict[str, torch.Tensor]) -> list[DenseBlock]:
-    return [DenseBlock(name, grad) for name, grad in grads.items()]
-
-
-def accumulate(projector, blocks, num_samples: int = NUM_SAMPLES, parameters=SHAPES, model_id: int = 0):
-    accumulator = projector.accumulator(num_samples, model_id=model_id, parameters=parameters)
-    for block in blocks:
-        accumulator.add(block)
-    return accumulator.features()
-
-
-@pytest.fixture
-def threads():
-    """Sets the number of threads; a slice of rows per thread, from eight rows on."""
-    before = torch.get_num_threads()
-    yield torch.set_num_threads
-    torch.set_num_threads(before)
+    return random_gradients(SHAPES, num_samples, dtype=dtype)
 
 
 # ---- the map
@@ -236,11 +213,11 @@ def test_rows_have_the_same_bits_in_chunks():
         for name, grad in grads.items()
     ]
 
-    assert torch.equal(accumulate(projector, chunks), accumulate(projector, blocks_of(grads)))
+    assert torch.equal(accumulate(projector, chunks), accumulate(projector, dense_blocks(grads)))
 
 
 def test_features_have_the_same_bits_in_any_order_of_blocks():
-    blocks, projector = blocks_of(gradients()), CountSketchProjector(100)
+    blocks, projector = dense_blocks(gradients()), CountSketchProjector(100)
     forward = accumulate(projector, blocks)
     for order in (blocks[::-1], blocks[3:] + blocks[:3], blocks[::2] + blocks[1::2]):
         assert torch.equal(accumulate(projector, order), forward)
@@ -248,7 +225,7 @@ def test_features_have_the_same_bits_in_any_order_of_blocks():
 
 def test_another_order_of_parameters_is_the_same_map_up_to_rounding():
     """Parameters are added up in the order of the model: one model, one order."""
-    blocks, projector = blocks_of(gradients()), CountSketchProjector(100)
+    blocks, projector = dense_blocks(gradients()), CountSketchProjector(100)
     other = dict(reversed(SHAPES.items()))
 
     torch.testing.assert_close(
@@ -327,9 +304,9 @@ def test_inference_mode_of_the_caller_changes_nothing(count, threads):
     with torch.inference_mode():
         inside = projector.project(grads, 0)
         accumulator = projector.accumulator(NUM_SAMPLES, model_id=0, parameters=SHAPES)
-        for block in blocks_of(grads)[:4]:
+        for block in dense_blocks(grads)[:4]:
             accumulator.add(block)
-    for block in blocks_of(grads)[4:]:
+    for block in dense_blocks(grads)[4:]:
         accumulator.add(block)
 
     assert torch.equal(projector.project(grads, 0), inside)
@@ -352,7 +329,7 @@ def test_two_models_in_turn_keep_their_maps_apart():
     grads, projector = gradients(), CountSketchProjector(16)
     alone = [CountSketchProjector(16).project(grads, model_id) for model_id in (0, 1)]
     accumulators = [projector.accumulator(NUM_SAMPLES, model_id=i, parameters=SHAPES) for i in (0, 1)]
-    for block in blocks_of(grads):
+    for block in dense_blocks(grads):
         for accumulator in accumulators:
             accumulator.add(block)
 
@@ -376,7 +353,7 @@ def test_many_batch_sizes_do_not_mix_up_their_scratch_memory(monkeypatch):
 def test_parameters_of_mixed_precision_give_the_widest_features():
     grads = gradients(dtype=torch.float64)
     grads["tall"], grads["wide"] = grads["tall"].float(), grads["wide"].bfloat16()
-    blocks, projector = blocks_of(grads), CountSketchProjector(16)
+    blocks, projector = dense_blocks(grads), CountSketchProjector(16)
     features = accumulate(projector, blocks)
 
     assert features.dtype == torch.float64
@@ -387,7 +364,7 @@ def test_parameters_of_mixed_precision_give_the_widest_features():
 
 def test_rows_that_come_again_add_up():
     """A parameter that is used twice may come as two blocks, at any time."""
-    blocks, projector = blocks_of(gradients()), CountSketchProjector(16)
+    blocks, projector = dense_blocks(gradients()), CountSketchProjector(16)
     twice = accumulate(projector, [*reversed(blocks), blocks[-1], blocks[2]])
     again = accumulate(projector, [blocks[-1], blocks[2]])
 
@@ -395,7 +372,7 @@ def test_rows_that_come_again_add_up():
 
 
 def test_a_missing_parameter_counts_as_zero_whatever_comes_after_it():
-    blocks, projector = blocks_of(gradients()), CountSketchProjector(16)
+    blocks, projector = dense_blocks(gradients()), CountSketchProjector(16)
     zero = [DenseBlock("tall", torch.zeros(NUM_SAMPLES, 150, 70))]
     some = [block for block in blocks if block.name != "tall"]
 
@@ -404,7 +381,7 @@ def test_a_missing_parameter_counts_as_zero_whatever_comes_after_it():
 
 def test_a_sketch_in_the_order_of_a_backward_pass_does_not_wait():
     accumulator = CountSketchProjector(16).accumulator(NUM_SAMPLES, model_id=0, parameters=SHAPES)
-    for block in reversed(blocks_of(gradients())):
+    for block in reversed(dense_blocks(gradients())):
         accumulator.add(block)
         assert not accumulator._waiting
 

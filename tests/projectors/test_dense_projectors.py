@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 import weakref
 
@@ -9,7 +10,7 @@ import numpy as np
 import projection_reference as reference
 import pytest
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
+from projection_cases import LargestTensor, random, random_gradients
 
 from trak_lite.errors import InvalidInputError
 from trak_lite.projectors import GaussianProjector, RademacherProjector
@@ -20,22 +21,12 @@ from trak_lite.types import DenseBlock, FactoredBlock
 KINDS = {"rademacher": RademacherProjector, "gaussian": GaussianProjector}
 BUDGET = 600_000
 SHAPES = {"conv": (3, 2, 2), "scale": (), "bias": (5,), "empty": (0, 4)}
+gradients = functools.partial(random_gradients, SHAPES)
 
 
 @pytest.fixture(params=KINDS)
 def kind(request):
     return request.param
-
-
-def random(*shape: int, seed: int = 0, dtype: torch.dtype = torch.float64) -> torch.Tensor:
-    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64).to(dtype)
-
-
-def gradients(num_samples: int = 4, dtype: torch.dtype = torch.float64) -> dict[str, torch.Tensor]:
-    return {
-        name: random(num_samples, *shape, seed=i, dtype=dtype)
-        for i, (name, shape) in enumerate(SHAPES.items())
-    }
 
 
 def expected_features(
@@ -180,20 +171,6 @@ def test_features_can_be_read_twice(kind):
 
 
 # ---- memory
-
-
-class LargestTensor(TorchDispatchMode):
-    """Remembers the largest storage that an operator returned."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.nbytes = 0
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        result = func(*args, **(kwargs or {}))
-        if isinstance(result, torch.Tensor):
-            self.nbytes = max(self.nbytes, result.untyped_storage().nbytes())
-        return result
 
 
 @pytest.fixture

@@ -14,6 +14,7 @@ from types import ModuleType
 
 import pytest
 import torch
+from projection_cases import random32 as random
 
 from trak_lite.errors import InvalidInputError
 from trak_lite.projectors import (
@@ -97,10 +98,6 @@ def untested():
     wrapper.fast_jl_engine.cache_clear()
     yield
     wrapper.fast_jl_engine.cache_clear()
-
-
-def random(*shape: int, seed: int = 0, dtype: torch.dtype = torch.float32) -> torch.Tensor:
-    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed)).to(dtype)
 
 
 def matrix_of(call) -> torch.Tensor:

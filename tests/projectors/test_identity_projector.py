@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import functools
+
 import pytest
 import torch
+from projection_cases import random_gradients
 
 from trak_lite.errors import InvalidInputError
 from trak_lite.projectors import NoOpProjector
@@ -12,11 +15,7 @@ from trak_lite.types import DenseBlock, FeatureLayout
 pytestmark = pytest.mark.quick
 
 SHAPES = {"a": (2, 3), "b": (), "c": (4,)}
-
-
-def gradients(num_samples: int = 5) -> dict[str, torch.Tensor]:
-    generator = torch.Generator().manual_seed(0)
-    return {name: torch.randn(num_samples, *shape, generator=generator) for name, shape in SHAPES.items()}
+gradients = functools.partial(random_gradients, SHAPES, 5, dtype=torch.float32)
 
 
 def test_columns_are_the_gradients_in_model_order_whatever_order_they_come_in():

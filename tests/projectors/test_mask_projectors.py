@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import math
 from types import SimpleNamespace
@@ -9,7 +10,7 @@ from types import SimpleNamespace
 import projection_reference as reference
 import pytest
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
+from projection_cases import LargestTensor, accumulated, random, random_gradients
 
 from trak_lite.errors import InvalidInputError
 from trak_lite.projectors.mask.projectors import GraSSProjector, MaskProjector
@@ -18,6 +19,8 @@ from trak_lite.types import DenseBlock, FactoredBlock
 
 KINDS = {"mask": MaskProjector, "grass": GraSSProjector}
 SHAPES = {"b.weight": (5, 4), "a.weight": (3, 2, 3), "a.bias": (3,), "scale": (), "empty": (0, 2)}
+gradients = functools.partial(random_gradients, SHAPES)
+accumulate = functools.partial(accumulated, parameters=SHAPES)
 NUM_ENTRIES = 20 + 18 + 3 + 1
 STREAM, CHOICE, BUCKET, SIGN = 18, 1, 2, 3
 
@@ -25,24 +28,6 @@ STREAM, CHOICE, BUCKET, SIGN = 18, 1, 2, 3
 @pytest.fixture(params=KINDS)
 def kind(request):
     return request.param
-
-
-def random(*shape: int, seed: int = 0, dtype: torch.dtype = torch.float64) -> torch.Tensor:
-    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64).to(dtype)
-
-
-def gradients(num_samples: int = 4, seed: int = 0, dtype=torch.float64) -> dict[str, torch.Tensor]:
-    return {
-        name: random(num_samples, *shape, seed=10 * seed + i, dtype=dtype)
-        for i, (name, shape) in enumerate(SHAPES.items())
-    }
-
-
-def accumulate(projector, blocks, num_samples=4, parameters=SHAPES, model_id=0):
-    accumulator = projector.accumulator(num_samples, model_id=model_id, parameters=parameters)
-    for block in blocks:
-        accumulator.add(block)
-    return accumulator.features()
 
 
 # ---- the laws of every projector
@@ -269,20 +254,6 @@ def test_factors_give_what_their_gradient_gives(kind, piece_bytes, monkeypatch):
 
     from_factors = accumulate(projector, factors)
     torch.testing.assert_close(from_factors, accumulate(projector, grads), rtol=1e-10, atol=1e-12)
-
-
-class LargestTensor(TorchDispatchMode):
-    """Remembers the largest storage that an operator returned."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.nbytes = 0
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        result = func(*args, **(kwargs or {}))
-        if isinstance(result, torch.Tensor):
-            self.nbytes = max(self.nbytes, result.untyped_storage().nbytes())
-        return result
 
 
 def test_the_gradient_of_factors_is_never_formed(kind):

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import functools
 import zlib
 
 import pytest
 import torch
+from projection_cases import random_gradients
 
 from trak_lite.errors import InvalidInputError
 from trak_lite.projectors import AbstractProjector
@@ -13,6 +15,7 @@ from trak_lite.testing.projectors import RandomProjectorTests
 from trak_lite.types import DenseBlock, FactoredBlock
 
 SHAPES = {"a": (2, 3), "b": (), "c": (4,)}
+gradients = functools.partial(random_gradients, SHAPES, 5, dtype=torch.float32)
 
 
 class Recorder(AbstractProjector):
@@ -29,11 +32,6 @@ class Recorder(AbstractProjector):
 
 def recorder() -> Recorder:
     return Recorder(11, 11, 0, "na", "cpu")
-
-
-def gradients(num_samples: int = 5) -> dict[str, torch.Tensor]:
-    generator = torch.Generator().manual_seed(0)
-    return {name: torch.randn(num_samples, *shape, generator=generator) for name, shape in SHAPES.items()}
 
 
 def check_seen(projector: Recorder, expected: dict[str, torch.Tensor]) -> None:

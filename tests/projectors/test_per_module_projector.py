@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import functools
+
 import pytest
 import torch
+from projection_cases import random_gradients
 
 from trak_lite.errors import InvalidInputError
 from trak_lite.projectors import CountSketchProjector, GaussianProjector, NoOpProjector, TwoSidedProjector
@@ -12,6 +15,7 @@ from trak_lite.testing.projectors import ProjectorTests
 from trak_lite.types import DenseBlock
 
 SHAPES = {"a.weight": (3, 2), "head": (5,), "a.bias": (3,), "b.c.weight": (2, 70)}
+gradients = functools.partial(random_gradients, SHAPES, 4, dtype=torch.float32)
 INNER = {
     "countsketch": lambda k, seed: CountSketchProjector(k, seed=seed),
     "gaussian": lambda k, seed: GaussianProjector(k, seed=seed),
@@ -26,11 +30,6 @@ class TestPerModule(ProjectorTests):
 
     def make_projector(self, proj_dim, *, seed):
         return PerModuleProjector(self.make(proj_dim, seed))
-
-
-def gradients(num_samples=4):
-    generator = torch.Generator().manual_seed(0)
-    return {name: torch.randn(num_samples, *shape, generator=generator) for name, shape in SHAPES.items()}
 
 
 @pytest.mark.parametrize("inner", INNER)

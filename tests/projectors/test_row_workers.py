@@ -17,14 +17,6 @@ from trak_lite.projectors.sketch.row_workers import RowWorkers
 
 
 @pytest.fixture
-def threads():
-    """Sets the number of threads that torch may use."""
-    before = torch.get_num_threads()
-    yield torch.set_num_threads
-    torch.set_num_threads(before)
-
-
-@pytest.fixture
 def workers():
     made = RowWorkers()
     yield made

@@ -11,6 +11,7 @@ import numpy as np
 import projection_reference as reference
 import pytest
 import torch
+from projection_cases import random32 as random
 from triton_interpreter import fresh_kernels, interpreted
 
 from trak_lite.errors import InvalidInputError
@@ -46,10 +47,6 @@ def forget_choices():
     dense._sign_kernel.cache_clear()
     yield
     dense._sign_kernel.cache_clear()
-
-
-def random(*shape: int, seed: int = 0, dtype: torch.dtype = torch.float32) -> torch.Tensor:
-    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed)).to(dtype)
 
 
 def torch_signs(num_entries: int, proj_dim: int, start: int = 0, device: torch.device = CPU) -> torch.Tensor:

@@ -12,6 +12,7 @@ import sys
 import numpy as np
 import pytest
 import torch
+from projection_cases import random32 as random
 from triton_interpreter import fresh_kernels, interpreted
 
 from trak_lite.projectors import CountSketchProjector
@@ -59,10 +60,6 @@ def forget_choices():
     _sketch._usable_kernels.cache_clear()
     yield
     _sketch._usable_kernels.cache_clear()
-
-
-def random(*shape: int, seed: int = 0, dtype: torch.dtype = torch.float32) -> torch.Tensor:
-    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed)).to(dtype)
 
 
 def vector_sketch(num_entries: int, proj_dim: int, device: torch.device = CPU) -> VectorSketch:

@@ -10,10 +10,10 @@ import numpy as np
 import projection_reference as reference
 import pytest
 import torch
+from projection_cases import LargestTensor, accumulated, dense_blocks, random, random_gradients
 from safetensors import safe_open
 from safetensors.torch import save_file
 from torch import nn
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from trak_lite.errors import InvalidInputError, NonFiniteError
 from trak_lite.gradient_computers import FunctionalGradientComputer, HookGradientComputer
@@ -35,17 +35,8 @@ SHAPES = {
 }
 MATRICES = {"fc.weight": (6, 9), "conv.weight": (5, 12), "thin.weight": (2, 11), "small.weight": (3, 2)}
 STREAMS = {"in": 16, "out": 17}
-
-
-def random(*shape: int, seed: int = 0, dtype: torch.dtype = torch.float64) -> torch.Tensor:
-    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64).to(dtype)
-
-
-def gradients(num_samples: int = 4, seed: int = 0, shapes=SHAPES) -> dict[str, torch.Tensor]:
-    return {
-        name: random(num_samples, *shape, seed=10 * seed + i)
-        for i, (name, shape) in enumerate(shapes.items())
-    }
+gradients = functools.partial(random_gradients, SHAPES)
+accumulate = functools.partial(accumulated, parameters=SHAPES)
 
 
 class BlockStream:
@@ -59,12 +50,8 @@ class BlockStream:
             sink(block)
 
 
-def dense_blocks(grads):
-    return [DenseBlock(name, grad) for name, grad in grads.items()]
-
-
 def fitted_axes(k_in, k_out=None, *, seed=0, shapes=SHAPES, **options) -> PrincipalAxes:
-    batches = [dense_blocks(gradients(seed=100 * seed + i, shapes=shapes)) for i in range(3)]
+    batches = [dense_blocks(random_gradients(shapes, seed=100 * seed + i)) for i in range(3)]
     return PrincipalAxes.fit(BlockStream(shapes), batches, k_in=k_in, k_out=k_out, **options)
 
 
@@ -176,13 +163,6 @@ def factored_and_dense(dtype=torch.float64, num_samples=4, positions=6):
     return factors, grads
 
 
-def accumulate(projector, blocks, num_samples=4, parameters=SHAPES, model_id=0):
-    accumulator = projector.accumulator(num_samples, model_id=model_id, parameters=parameters)
-    for block in blocks:
-        accumulator.add(block)
-    return accumulator.features()
-
-
 @pytest.mark.parametrize("matrices", ["rademacher", "gaussian", "fitted"])
 @pytest.mark.parametrize("piece_bytes", [1, 3000, 1 << 26])
 def test_factors_give_what_their_gradient_gives(matrices, piece_bytes, monkeypatch):
@@ -204,20 +184,6 @@ def test_lower_precision_factors_are_multiplied_in_float32(dtype):
     assert features.dtype == torch.float32
     expected = accumulate(TwoSidedProjector(3), dense_blocks(grads))
     torch.testing.assert_close(features.double(), expected, rtol=1e-4, atol=1e-4)
-
-
-class LargestTensor(TorchDispatchMode):
-    """Remembers the largest storage that an operator returned."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.nbytes = 0
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        result = func(*args, **(kwargs or {}))
-        if isinstance(result, torch.Tensor):
-            self.nbytes = max(self.nbytes, result.untyped_storage().nbytes())
-        return result
 
 
 def test_the_gradient_of_factors_is_never_formed():
@@ -281,7 +247,7 @@ def test_hook_and_functional_gradients_give_the_same_features(matrices):
 def test_inner_products_are_unbiased_over_the_row_and_in_each_segment(kind):
     """400 seeds: the mean error is within 4 standard errors."""
     shapes = {"a": (5, 7), "b": (6, 2, 2), "bias": (9,)}
-    x, y = gradients(1, 0, shapes), gradients(1, 1, shapes)
+    x, y = random_gradients(shapes, 1, 0), random_gradients(shapes, 1, 1)
     both = {name: torch.cat([x[name], y[name] + 0.7 * x[name]]) for name in shapes}
     projectors = [TwoSidedProjector(3, 2, rest_dim=4, matrices=kind, seed=seed) for seed in range(400)]
     segments = projectors[0].layout(shapes).segments
@@ -467,7 +433,9 @@ def test_axes_keep_a_gradient_of_low_rank_without_loss(covariances):
     stream = BlockStream({"w": (8, 9)})
     axes = PrincipalAxes.fit(stream, [[low_rank_factors(0)]], k_in=2, k_out=3, covariances=covariances)
     block = low_rank_factors(7)
-    features = accumulate(TwoSidedProjector(2, 3, matrices=axes), [block], 5, stream.parameters)
+    features = accumulate(
+        TwoSidedProjector(2, 3, matrices=axes), [block], num_samples=5, parameters=stream.parameters
+    )
 
     rows = block.dense()
     scale = float(rows.square().sum(1).max())
