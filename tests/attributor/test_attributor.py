@@ -13,8 +13,9 @@ import numpy as np
 import pytest
 import torch
 from safetensors.torch import save_file
+from tiny_runs import Counting, contents, labelled, perceptron, random_states
 from torch import Tensor, nn
-from torch.utils.data import DataLoader, Dataset, TensorDataset
+from torch.utils.data import DataLoader, TensorDataset
 
 from trak_lite import Attributor, Rows, Scores
 from trak_lite.errors import (
@@ -35,43 +36,11 @@ from trak_lite.modelout_functions import ImageClassificationModelOutput
 from trak_lite.projectors import RademacherProjector
 
 N, M, CLASSES = 70, 6, 3
+model = perceptron
+states = partial(random_states, model)
 
 
-def model() -> nn.Module:
-    torch.manual_seed(0)
-    return nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, CLASSES))
-
-
-def dataset(count: int, seed: int = 0) -> TensorDataset:
-    generator = torch.Generator().manual_seed(seed)
-    return TensorDataset(
-        torch.randn(count, 4, generator=generator), torch.randint(CLASSES, (count,), generator=generator)
-    )
-
-
-TRAIN, TARGETS = dataset(N), dataset(M, seed=1)
-
-
-class Counting(Dataset[Any]):
-    """Remembers which rows were loaded, and fails on request."""
-
-    def __init__(self, inner: Dataset[Any] = TRAIN, fail_at: int | None = None) -> None:
-        self.inner, self.loaded, self.fail_at = inner, [], fail_at
-
-    def __len__(self) -> int:
-        return len(self.inner)  # type: ignore[arg-type]
-
-    def __getitem__(self, index: int) -> Any:
-        if index == self.fail_at:
-            raise KeyboardInterrupt
-        self.loaded.append(index)
-        return self.inner[index]
-
-
-def states(count: int = 2) -> list[dict[str, Tensor]]:
-    shapes = model().state_dict()
-    torch.manual_seed(1)
-    return [{name: torch.randn_like(value) for name, value in shapes.items()} for _ in range(count)]
+TRAIN, TARGETS = labelled(N), labelled(M, seed=1)
 
 
 def attributor(path: Path | None, **changes: Any) -> Attributor:
@@ -87,24 +56,20 @@ def finished(path: Path | None, **changes: Any) -> tuple[Attributor, Scores]:
     return made, made.score(TARGETS, name="test")
 
 
-def contents(folder: Path) -> dict[str, bytes]:
-    return {str(p.relative_to(folder)): p.read_bytes() for p in sorted(folder.rglob("*")) if p.is_file()}
-
-
 # ------------------------------------------------------------------------ resuming
 
 
 @pytest.mark.quick
 def test_a_second_run_finds_every_row_and_loads_a_few_to_compare(tmp_path: Path) -> None:
-    data = Counting()
+    data = Counting(TRAIN)
     attributor(tmp_path / "a.zarr").featurize(data, checkpoints=states())
-    again = Counting()
+    again = Counting(TRAIN)
 
     summary = attributor(tmp_path / "a.zarr").featurize(again, checkpoints=states())
 
     assert (summary.rows_written, summary.rows_found) == (0, 2 * N)
     assert len(again.loaded) == 64 + 2 * 8  # for the digest, and to compute again with each checkpoint
-    named = Counting()
+    named = Counting(TRAIN)
     attributor(tmp_path / "b.zarr").featurize(Rows(TRAIN, name="mine"), checkpoints=states())
     attributor(tmp_path / "b.zarr").featurize(Rows(named, name="mine"), checkpoints=states())
     assert len(named.loaded) == 2 * 8
@@ -118,8 +83,8 @@ def test_an_interrupted_run_loads_only_pending_rows_and_ends_with_the_same_bits(
     _, expected = finished(tmp_path / "whole.zarr")
     made = attributor(tmp_path / "a.zarr")
     with pytest.raises(KeyboardInterrupt):
-        made.featurize(Rows(Counting(fail_at=fail_at), name="d", batch_size=10), checkpoints=states())
-    rest = Counting()
+        made.featurize(Rows(Counting(TRAIN, fail_at=fail_at), name="d", batch_size=10), checkpoints=states())
+    rest = Counting(TRAIN)
 
     summary = attributor(tmp_path / "a.zarr").featurize(
         Rows(rest, name="d", batch_size=10), checkpoints=states(1)
@@ -177,9 +142,9 @@ def test_scoring_again_returns_the_result_and_another_target_set_is_refused(tmp_
 
     np.testing.assert_array_equal(again.numpy(), scores.numpy())
     with pytest.raises(ManifestMismatchError, match=r"scores/test.*targets\.tensors.*another name"):
-        made.score(dataset(M, seed=5), name="test")
+        made.score(labelled(M, seed=5), name="test")
     with pytest.raises(ManifestMismatchError, match=r"targets\.num_rows is 6 there, 4 here"):
-        made.score(dataset(4, seed=1), name="test")
+        made.score(labelled(4, seed=1), name="test")
     assert contents(tmp_path) == before
 
 
@@ -288,7 +253,7 @@ def test_the_model_comes_back_as_it_was_also_after_an_error(fail: bool) -> None:
 
     if fail:
         with pytest.raises(KeyboardInterrupt):
-            made.featurize(Counting(fail_at=40), checkpoints=others)
+            made.featurize(Counting(TRAIN, fail_at=40), checkpoints=others)
     else:
         made.featurize(TRAIN, checkpoints=others)
         made.score(TARGETS)
@@ -308,7 +273,7 @@ def test_positive_scores_mean_that_the_row_raises_the_output() -> None:
     """Retraining a convex model with a row counted a little more moves f(target) as the scores say."""
     torch.manual_seed(0)
     train, targets = (
-        TensorDataset(d.tensors[0], d.tensors[1] % 2) for d in (dataset(40), dataset(5, seed=3))
+        TensorDataset(d.tensors[0], d.tensors[1] % 2) for d in (labelled(40), labelled(5, seed=3))
     )
 
     def fit(weights: Tensor) -> nn.Module:
@@ -654,7 +619,7 @@ def test_other_train_data_is_refused_and_augmentation_is_suspected(tmp_path: Pat
     with pytest.raises(ManifestMismatchError, match=r"dataset\.tensors.*augmentation.*Rows\(data, name="):
         attributor(tmp_path / "a.zarr").featurize(with_input(0, 3.0), checkpoints=states())
     with pytest.raises(ManifestMismatchError, match=r"dataset\.num_rows is 70 there, 60 here"):
-        attributor(tmp_path / "a.zarr").featurize(dataset(60), checkpoints=states())
+        attributor(tmp_path / "a.zarr").featurize(labelled(60), checkpoints=states())
 
 
 def test_steps_out_of_order_are_refused(tmp_path: Path) -> None:
@@ -666,7 +631,7 @@ def test_steps_out_of_order_are_refused(tmp_path: Path) -> None:
     with pytest.raises(StateError, match="featurize"):
         attributor(None).scores()
     with pytest.raises(KeyboardInterrupt):
-        made.featurize(Rows(Counting(fail_at=40), name="d"))
+        made.featurize(Rows(Counting(TRAIN, fail_at=40), name="d"))
     with pytest.raises(StateError, match=r"ckpt-0 has 32 of 70 train rows.*featurize"):
         made.score(TARGETS)
     made.featurize(Rows(TRAIN, name="d"))
@@ -930,7 +895,7 @@ def test_rows_written_by_another_run_meanwhile_are_found(tmp_path: Path) -> None
                 attributor(tmp_path / "a.zarr").featurize(Rows(TRAIN, name="d"))
             return super().__getitem__(index)
 
-    summary = attributor(tmp_path / "a.zarr").featurize(Rows(Meanwhile(), name="d"))
+    summary = attributor(tmp_path / "a.zarr").featurize(Rows(Meanwhile(TRAIN), name="d"))
 
     assert (summary.rows_written, summary.rows_found) == (0, N)
 

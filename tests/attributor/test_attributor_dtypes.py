@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 import reference
 import torch
+from tiny_runs import labelled, perceptron
 from torch import Tensor, nn
 from torch.utils.data import TensorDataset
 
@@ -22,26 +23,16 @@ LARGEST = {"int8": 127, "int4": 7}
 DTYPES = pytest.mark.parametrize("dtype", list(LARGEST))
 
 
-def model() -> nn.Module:
-    torch.manual_seed(0)
-    return nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 3))
-
-
-def dataset(count: int, seed: int) -> TensorDataset:
-    generator = torch.Generator().manual_seed(seed)
-    return TensorDataset(
-        torch.randn(count, 4, generator=generator), torch.randint(3, (count,), generator=generator)
-    )
-
-
-TRAIN, TARGETS = dataset(N, 0), dataset(M, 1)
-STATES = [{name: (1 + epoch) * value for name, value in model().state_dict().items()} for epoch in range(2)]
+TRAIN, TARGETS = labelled(N, 0), labelled(M, 1)
+STATES = [
+    {name: (1 + epoch) * value for name, value in perceptron().state_dict().items()} for epoch in range(2)
+]
 
 
 def attributor(path: Path | None, dtype: Any, **changes: Any) -> Attributor:
     method = GaussNewton(damping=0.1)
     settings = {"task": "image_classification", "proj_dim": K, "method": method, "layout": "joint", **changes}
-    return Attributor(settings.pop("model", None) or model(), path=path, dtype=dtype, **settings)
+    return Attributor(settings.pop("model", None) or perceptron(), path=path, dtype=dtype, **settings)
 
 
 def scored(path: Path | None, dtype: str) -> np.ndarray:
@@ -117,7 +108,7 @@ def test_memory_and_disk_give_the_same_bits_and_a_killed_run_does(tmp_path: Path
 @DTYPES
 def test_open_goes_on_with_the_dtype_of_the_store(tmp_path: Path, dtype: str) -> None:
     expected = scored(tmp_path / "run.zarr", dtype)
-    opened = Attributor.open(tmp_path / "run.zarr", model())
+    opened = Attributor.open(tmp_path / "run.zarr", perceptron())
 
     assert opened.dtype == dtype
     np.testing.assert_array_equal(opened.score(TARGETS, name="again", checkpoints=STATES).numpy(), expected)

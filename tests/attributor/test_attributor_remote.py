@@ -4,9 +4,7 @@ import uuid
 
 import numpy as np
 import pytest
-import torch
-from torch import nn
-from torch.utils.data import Dataset, TensorDataset
+from tiny_runs import Counting, labelled, perceptron
 
 from trak_lite import Attributor, Rows
 from trak_lite.errors import ManifestMismatchError, StateError
@@ -16,44 +14,16 @@ from trak_lite.store import RemotePlace
 fsspec = pytest.importorskip("fsspec", reason="fsspec is not installed")
 obstore_store = pytest.importorskip("obstore.store", reason="obstore is not installed")
 
-N, M, CLASSES = 70, 6, 3
+N, M = 70, 6
 SETTINGS = {"proj_dim": 16, "progress": False}
 
 
-class Failing(Dataset):
-    """The train data, up to a row at which the run breaks off."""
-
-    def __init__(self, inner, fail_at):
-        self.inner, self.fail_at, self.loaded = inner, fail_at, []
-
-    def __len__(self):
-        return len(self.inner)
-
-    def __getitem__(self, row):
-        if row == self.fail_at:
-            raise KeyboardInterrupt
-        self.loaded.append(row)
-        return self.inner[row]
-
-
-def model(seed=0):
-    torch.manual_seed(seed)
-    return nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, CLASSES))
-
-
-def dataset(count, seed):
-    generator = torch.Generator().manual_seed(seed)
-    return TensorDataset(
-        torch.randn(count, 4, generator=generator), torch.randint(CLASSES, (count,), generator=generator)
-    )
-
-
-TRAIN, TARGETS = dataset(N, 0), dataset(M, 1)
-CHECKPOINTS = [model(seed).state_dict() for seed in (1, 2)]
+TRAIN, TARGETS = labelled(N, 0), labelled(M, 1)
+CHECKPOINTS = [perceptron(seed=seed).state_dict() for seed in (1, 2)]
 
 
 def attributor(path):
-    return Attributor(model(), "image_classification", path, **SETTINGS)
+    return Attributor(perceptron(), "image_classification", path, **SETTINGS)
 
 
 def run(path):
@@ -86,7 +56,7 @@ def test_scores_equal_those_of_a_local_run_bitwise(where, expected):
     np.testing.assert_array_equal(scores.self_influence(), expected.self_influence())
     assert scores.top(3, target=1).indices.tolist() == expected.top(3, target=1).indices.tolist()
 
-    again = Attributor.open(where, model(), progress=False)
+    again = Attributor.open(where, perceptron(), progress=False)
     found = again.featurize(Rows(TRAIN, name="train"), CHECKPOINTS)
     assert (found.rows_written, found.rows_found) == (0, 2 * N)
     np.testing.assert_array_equal(again.scores().numpy(), expected.numpy())
@@ -95,10 +65,10 @@ def test_scores_equal_those_of_a_local_run_bitwise(where, expected):
 
 def test_a_run_that_broke_off_goes_on_where_it_stopped(where, expected):
     """Rows of chunks that were not complete are on this machine; few are loaded again, to be compared."""
-    broken = Failing(TRAIN, fail_at=48)
+    broken = Counting(TRAIN, fail_at=48)
     with pytest.raises(KeyboardInterrupt):
         attributor(where).featurize(Rows(broken, name="train", batch_size=16), CHECKPOINTS)
-    resumed = Failing(TRAIN, fail_at=None)
+    resumed = Counting(TRAIN, fail_at=None)
     attributor(where).featurize(Rows(resumed, name="train", batch_size=16), CHECKPOINTS[:1])
     assert resumed.loaded[:PROBED_ROWS] == sorted(resumed.loaded[:PROBED_ROWS])
     assert max(resumed.loaded[:PROBED_ROWS]) < 48
@@ -108,7 +78,7 @@ def test_a_run_that_broke_off_goes_on_where_it_stopped(where, expected):
 
 def test_a_machine_that_has_nothing_computes_what_is_not_committed(where, expected, tmp_path, monkeypatch):
     with pytest.raises(KeyboardInterrupt):
-        attributor(where).featurize(Rows(Failing(TRAIN, 48), name="train", batch_size=16), CHECKPOINTS)
+        attributor(where).featurize(Rows(Counting(TRAIN, 48), name="train", batch_size=16), CHECKPOINTS)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "elsewhere"))
     np.testing.assert_array_equal(run(where).numpy(), expected.numpy())
 
@@ -120,7 +90,7 @@ def test_the_gram_matrix_is_kept_on_the_machine(where, expected, tmp_path):
 
 def test_other_settings_are_refused_by_name(where, expected):
     run(where)
-    other = Attributor(model(), "image_classification", where, seed=1, **SETTINGS)
+    other = Attributor(perceptron(), "image_classification", where, seed=1, **SETTINGS)
     with pytest.raises(ManifestMismatchError, match=r"projector\.seed is 0 there, 1 here"):
         other.featurize(Rows(TRAIN, name="train"), CHECKPOINTS)
 

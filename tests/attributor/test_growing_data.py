@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from torch import Tensor, nn
-from torch.utils.data import Dataset, Subset, TensorDataset
+from tiny_runs import Counting, contents, perceptron, random_states
+from torch import Tensor
+from torch.utils.data import Subset, TensorDataset
 
 from trak_lite import Attributor, Rows
 from trak_lite.errors import (
@@ -26,38 +28,15 @@ from trak_lite.store import MemoryFeatureStore, ZarrFeatureStore, _grid, verify_
 
 N, R = 70, 32
 MORE = [1, R - 1, R, R + 1]
+model = perceptron
+states = partial(random_states, model)
 generator = torch.Generator().manual_seed(0)
 INPUTS, LABELS = torch.randn(N + R + 1, 4, generator=generator), torch.arange(N + R + 1) % 3
 TARGETS = TensorDataset(torch.randn(5, 4, generator=generator), torch.arange(5) % 3)
 
 
-class Counting(Dataset[Any]):
-    """A dataset that is no TensorDataset, and remembers which rows were loaded."""
-
-    def __init__(self, count: int) -> None:
-        self.count, self.loaded = count, []
-
-    def __len__(self) -> int:
-        return self.count
-
-    def __getitem__(self, index: int) -> Any:
-        self.loaded.append(index)
-        return INPUTS[index], LABELS[index]
-
-
 def rows(count: int) -> TensorDataset:
     return TensorDataset(INPUTS[:count], LABELS[:count])
-
-
-def model() -> nn.Module:
-    torch.manual_seed(0)
-    return nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 3))
-
-
-def states(count: int = 2) -> list[dict[str, Tensor]]:
-    shapes = model().state_dict()
-    torch.manual_seed(1)
-    return [{name: torch.randn_like(value) for name, value in shapes.items()} for _ in range(count)]
 
 
 def attributor(path: Path | None, **changes: Any) -> Attributor:
@@ -69,10 +48,6 @@ def attributor(path: Path | None, **changes: Any) -> Attributor:
 def features(path: Path, table: str = "ckpt-0") -> np.ndarray:
     with ZarrFeatureStore.open(path) as store:
         return store.open_table(table).read("features")
-
-
-def contents(folder: Path) -> dict[str, bytes]:
-    return {str(p.relative_to(folder)): p.read_bytes() for p in sorted(folder.rglob("*")) if p.is_file()}
 
 
 @pytest.fixture(autouse=True)
@@ -93,12 +68,12 @@ def test_only_appended_rows_are_featurized_and_a_reader_from_before_sees_what_it
     tmp_path: Path, whole: Path, more: int
 ) -> None:
     path = tmp_path / "a.zarr"
-    attributor(path).featurize(Rows(Counting(N), name="d"), states())
+    attributor(path).featurize(Rows(Counting(rows(N)), name="d"), states())
     before = features(path)
     with ZarrFeatureStore.open(path) as store:
         held = list(store.open_table("ckpt-0").chunks("features"))
         assert [len(chunk) for _, chunk in held] == [R, R, N - 2 * R]
-        longer = Counting(N + more)
+        longer = Counting(rows(N + more))
 
         summary = attributor(path).featurize(Rows(longer, name="d"), states(), append=True)
 
@@ -212,7 +187,7 @@ def changed(row: int) -> TensorDataset:
         (changed(N - 1), {}, "dataset.tensors"),
         (rows(N + 3), {"indices": [1, 0, *range(2, N + 3)]}, "dataset.indices"),
         (rows(N + 3), {"name": "mine"}, "dataset.id"),
-        (Counting(N + 3), {}, "dataset.samples"),
+        (Counting(rows(N + 3)), {}, "dataset.samples"),
     ],
 )
 def test_data_that_does_not_begin_with_the_stored_rows_is_refused(
@@ -240,7 +215,7 @@ def test_other_settings_are_not_taken_up_with_appended_rows(tmp_path: Path) -> N
     ("shorter", "longer", "options"),
     [
         (rows(N), changed(N + 2), [{}, {}]),
-        (Counting(N), Counting(N + 3), [{}, {}]),
+        (Counting(rows(N)), Counting(rows(N + 3)), [{}, {}]),
         (rows(N + 3), rows(N + 3), [{"indices": range(2, N)}, {"indices": range(2, N + 3)}]),
         (Subset(rows(N), range(N)), Subset(changed(N + 1), range(N + 3)), [{}, {}]),
     ],
@@ -349,11 +324,14 @@ def test_two_who_begin_a_checkpoint_each_at_the_same_moment_get_a_number_each(tm
         def __getitem__(self, index: int) -> Any:
             if not self.loaded:
                 self.loaded.append(index)
-                attributor(tmp_path / "a.zarr").featurize(Rows(Counting(N), name="d"), first)
+                attributor(tmp_path / "a.zarr").featurize(Rows(Counting(rows(N)), name="d"), first)
             return super().__getitem__(index)
 
-    assert attributor(tmp_path / "a.zarr").featurize(Rows(Meanwhile(N), name="d"), second).rows_written == N
-    attributor(tmp_path / "b.zarr").featurize(Rows(Counting(N), name="d"), [first, second])
+    assert (
+        attributor(tmp_path / "a.zarr").featurize(Rows(Meanwhile(rows(N)), name="d"), second).rows_written
+        == N
+    )
+    attributor(tmp_path / "b.zarr").featurize(Rows(Counting(rows(N)), name="d"), [first, second])
     for table in ("ckpt-0", "ckpt-1"):
         np.testing.assert_array_equal(
             features(tmp_path / "a.zarr", table), features(tmp_path / "b.zarr", table)
@@ -367,11 +345,11 @@ def test_a_table_made_otherwise_meanwhile_is_refused(tmp_path: Path) -> None:
         def __getitem__(self, index: int) -> Any:
             if not self.loaded:
                 self.loaded.append(index)
-                attributor(tmp_path / "a.zarr", store_norms=True).featurize(Rows(Counting(N), name="d"))
+                attributor(tmp_path / "a.zarr", store_norms=True).featurize(Rows(Counting(rows(N)), name="d"))
             return super().__getitem__(index)
 
     with pytest.raises(ManifestMismatchError, match="table columns"):
-        attributor(tmp_path / "a.zarr").featurize(Rows(Meanwhile(N), name="d"))
+        attributor(tmp_path / "a.zarr").featurize(Rows(Meanwhile(rows(N)), name="d"))
 
 
 def test_rows_that_another_process_appends_meanwhile_are_told(tmp_path: Path) -> None:

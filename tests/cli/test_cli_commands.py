@@ -42,14 +42,6 @@ def scores(folder: Path, name: str = "held-out", path: str = "run.zarr") -> np.n
     return Attributor.open(folder / path, model).scores(name).numpy()
 
 
-@pytest.fixture(scope="module")
-def ran(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The folder of a run; tests leave it as it is, or copy it."""
-    folder = tmp_path_factory.mktemp("ran")
-    assert cli.main(["run", write_case(folder)]) == 0
-    return folder
-
-
 @pytest.fixture
 def copied(ran: Path, tmp_path: Path) -> Path:
     """A copy of the run in a folder of its own."""

@@ -74,13 +74,6 @@ class Boom:
         return os.system, ("touch ran",)
 
 
-@pytest.fixture(scope="module")
-def ran(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("ran")
-    assert cli.main(["run", write_case(folder)]) == 0
-    return folder
-
-
 @pytest.fixture
 def copied(ran: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     shutil.copytree(ran, tmp_path / "copy")

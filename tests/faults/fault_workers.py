@@ -38,6 +38,7 @@ from fault_cases import (
 from fault_damage import damage_many, look
 from fault_disk import Failing
 from fault_mutations import mutate_many
+from forking import serve
 
 from trak_lite.errors import (
     ManifestMismatchError,
@@ -346,34 +347,12 @@ def run(order, pipe):
 SYNC = os.fsync
 
 
-def main():
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-    os.fsync = lambda fd: None  # a kill leaves the page cache alone: no need to wait for the disk
-    pipes = {}
-    for line in sys.stdin:
-        order = json.loads(line)
-        if "wait" in order:
-            pid = order["wait"]
-            with os.fdopen(pipes.pop(pid), "rb") as answers:
-                answer = answers.read()
-            status = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
-            print(json.dumps([status, json.loads(answer or b"null")]), flush=True)
-            continue
-        ours, theirs = os.pipe()
-        pid = os.fork()
-        if pid == 0:
-            run(order, theirs)
-        os.close(theirs)
-        pipes[pid] = ours
-        print(pid, flush=True)
-
-
 class Workers:
     """Starts actions in processes of their own."""
 
     def __init__(self):
         here = Path(__file__).parent
-        paths = [str(here), str(here.parents[1]), os.environ.get("PYTHONPATH", "")]
+        paths = [str(here), str(here.parent), str(here.parents[1]), os.environ.get("PYTHONPATH", "")]
         single = {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}
         self._process = subprocess.Popen(
             [sys.executable, __file__],
@@ -417,4 +396,4 @@ class Workers:
 
 
 if __name__ == "__main__":
-    main()
+    serve(run)

@@ -12,7 +12,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from trak_lite.modelout_functions import ModelCall
+from trak_lite.gradient_computers import HookGradientComputer, IterativeGradientComputer, collect_gradients
+from trak_lite.modelout_functions import ModelCall, resolve_task
 
 Output = Callable[[ModelCall, Any], Tensor]
 
@@ -464,3 +465,29 @@ def by_loop(
         name: torch.stack([torch.zeros_like(p) if row[k] is None else row[k] for row in rows])
         for k, (name, p) in enumerate(kept.items())
     }
+
+
+def wavy(call: ModelCall, batch: Any) -> Tensor:
+    """An output function that no sum of linear ones is."""
+    out = call(*batch).flatten(1)
+    return (out * out.cos()).sum(1)
+
+
+def hooked(
+    net: Callable[..., nn.Module], forward: Callable[..., Tensor], *, output: Output = wavy, **settings: Any
+) -> tuple[Any, HookGradientComputer]:
+    """A network of this class with this forward pass, drawn from seed 0, and its hook computer."""
+    torch.manual_seed(0)
+    model = net(forward).double().eval()
+    return model, HookGradientComputer(model, resolve_task(output), **settings)
+
+
+def assert_equals_autograd(
+    model: nn.Module, found: dict[str, Tensor], batch: Any, output: Output = wavy, atol: float = 1e-11
+) -> None:
+    """Compare gradients with those of the iterative computer."""
+    expected = collect_gradients(IterativeGradientComputer(model, resolve_task(output)), batch)
+    for name, value in expected.items():
+        torch.testing.assert_close(
+            found[name], value, rtol=1e-10, atol=atol, msg=lambda m, n=name: f"{n}: {m}"
+        )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -9,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from models import by_loop
+from models import by_loop, hooked, wavy
 from torch import Tensor, nn
 
 from trak_lite.errors import InvalidInputError, UnsupportedModelError
@@ -19,11 +20,6 @@ from trak_lite.gradient_computers import (
     collect_gradients,
 )
 from trak_lite.modelout_functions import ModelCall, resolve_task
-
-
-def output(call: ModelCall, batch: Any) -> Tensor:
-    out = call(*batch).flatten(1)
-    return (out * out.cos()).sum(1)
 
 
 class Net(nn.Module):
@@ -37,10 +33,7 @@ class Net(nn.Module):
         return self.function(self, *inputs)
 
 
-def made(forward: Callable[..., Tensor], **settings: Any) -> tuple[Net, HookGradientComputer]:
-    torch.manual_seed(0)
-    model = Net(forward).double().eval()
-    return model, HookGradientComputer(model, resolve_task(output), **settings)
+made = functools.partial(hooked, Net)
 
 
 def rows(*shape: int) -> Tensor:
@@ -48,7 +41,7 @@ def rows(*shape: int) -> Tensor:
 
 
 def same(found: dict[str, Tensor], model: nn.Module, batch: Any) -> None:
-    for name, value in by_loop(model, output, batch).items():
+    for name, value in by_loop(model, wavy, batch).items():
         torch.testing.assert_close(found[name], value, rtol=1e-10, atol=1e-11)
 
 
@@ -70,7 +63,7 @@ def test_a_gradient_taken_inside_f_is_refused_whether_or_not_samples_are_checked
         with pytest.raises(UnsupportedModelError, match=r"itself computes a gradient through linear"):
             collect_gradients(computer, (rows(3, 4),))
 
-    assert choose_gradient_computer(model, resolve_task(output), (rows(3, 4),))[0] != "hook"
+    assert choose_gradient_computer(model, resolve_task(wavy), (rows(3, 4),))[0] != "hook"
 
 
 # What a batch carries beside its tensors
@@ -87,7 +80,7 @@ def test_a_flag_in_the_batch_makes_another_structure_of_it() -> None:
     for turn in (False, True, False):
         found = collect_gradients(computer, (x, turn))
         for i in range(4):
-            value = output(ModelCall(model), (x[i : i + 1], turn)).sum()
+            value = wavy(ModelCall(model), (x[i : i + 1], turn)).sum()
             (expected,) = torch.autograd.grad(value, [model.b.weight])
             torch.testing.assert_close(found["b.weight"][i], expected, rtol=1e-10, atol=1e-11)
 
@@ -152,13 +145,13 @@ class Attending(nn.Module):
 def test_an_operation_that_runs_again_draws_the_same_mask() -> None:
     torch.manual_seed(0)
     model, batch = Attending().double(), (rows(5, 4),)
-    computer = HookGradientComputer(model, resolve_task(output), self_check=False)
+    computer = HookGradientComputer(model, resolve_task(wavy), self_check=False)
     collect_gradients(computer, batch)  # the model is examined
     torch.manual_seed(5)
     found = collect_gradients(computer, batch)
     after = torch.rand(3)
     torch.manual_seed(5)
-    total = output(ModelCall(model), batch).sum()
+    total = wavy(ModelCall(model), batch).sum()
 
     assert torch.equal(torch.rand(3), after)
     for (name, _), grad in zip(
@@ -180,7 +173,7 @@ def test_without_strict_a_hidden_use_is_zero_also_where_samples_are_checked() ->
     found = collect_gradients(computer, (rows(3, 4),))
 
     assert not found["a.weight"].any()
-    expected = by_loop(model, output, (rows(3, 4),))["b.weight"]
+    expected = by_loop(model, wavy, (rows(3, 4),))["b.weight"]
     torch.testing.assert_close(found["b.weight"], expected, rtol=1e-10, atol=1e-12)
     line = computer.explain((rows(3, 4),))["a.weight"]
     assert line.how == "refused"
@@ -223,7 +216,7 @@ def test_complex_parameters_are_refused_by_name() -> None:
         def forward(self, x: Tensor) -> Tensor:
             return (torch.fft.fft(x) * self.weight).abs()
 
-    computer = HookGradientComputer(Complex(), resolve_task(output))
+    computer = HookGradientComputer(Complex(), resolve_task(wavy))
 
     with pytest.raises(UnsupportedModelError, match=r"\['weight'\] are complex"):
         collect_gradients(computer, (rows(3, 4),))
@@ -239,13 +232,13 @@ def test_a_parameter_that_is_also_used_in_a_lower_precision_is_not_refused(inner
 
     found = collect_gradients(computer, (rows(5, 4),))["a.weight"]
 
-    expected = by_loop(model, output, (rows(5, 4),))["a.weight"]
+    expected = by_loop(model, wavy, (rows(5, 4),))["a.weight"]
     assert float((found - expected).norm()) < 1e-2 * float(expected.norm())
 
 
 def test_a_computer_that_was_called_inside_anothers_sink_works_afterwards() -> None:
     model, outer = made(lambda s, x: s.b(s.a(x).tanh()))
-    inner = HookGradientComputer(model, resolve_task(output), grad_wrt="a.*")
+    inner = HookGradientComputer(model, resolve_task(wavy), grad_wrt="a.*")
     refused: list[UnsupportedModelError] = []
 
     def sink(block: Any) -> None:
@@ -258,5 +251,5 @@ def test_a_computer_that_was_called_inside_anothers_sink_works_afterwards() -> N
 
     assert refused
     found = collect_gradients(inner, (rows(3, 4),))
-    expected = by_loop(model, output, (rows(3, 4),), ["a.weight"])["a.weight"]
+    expected = by_loop(model, wavy, (rows(3, 4),), ["a.weight"])["a.weight"]
     torch.testing.assert_close(found["a.weight"], expected, rtol=1e-10, atol=1e-12)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import importlib
 from collections.abc import Callable
 from pathlib import Path
@@ -10,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from models import CASES, make
+from models import CASES, assert_equals_autograd, hooked, make, wavy
 from torch import Tensor, nn
 from torch.nn.utils.rnn import pack_padded_sequence
 
@@ -18,17 +19,11 @@ from trak_lite.data.batches import take_rows
 from trak_lite.errors import UnsupportedModelError
 from trak_lite.gradient_computers import (
     HookGradientComputer,
-    IterativeGradientComputer,
     collect_gradients,
 )
 from trak_lite.gradient_computers.hooks.owners import SampleCode
 from trak_lite.gradient_computers.hooks.plan.probe import Plan, make_plan
-from trak_lite.modelout_functions import ModelCall, resolve_task
-
-
-def output(call: ModelCall, batch: Any) -> Tensor:
-    out = call(*batch).flatten(1)
-    return (out * out.cos()).sum(1)
+from trak_lite.modelout_functions import ModelCall
 
 
 class Net(nn.Module):
@@ -43,10 +38,7 @@ class Net(nn.Module):
         return self.function(self, *inputs)
 
 
-def made(forward: Callable[..., Tensor], **settings: Any) -> tuple[Net, HookGradientComputer]:
-    torch.manual_seed(0)
-    model = Net(forward).double().eval()
-    return model, HookGradientComputer(model, resolve_task(output), **settings)
+made = functools.partial(hooked, Net)
 
 
 def rows(count: int, *shape: int) -> Tensor:
@@ -56,16 +48,11 @@ def rows(count: int, *shape: int) -> Tensor:
 
 
 def assert_equals_the_loop(model: nn.Module, computer: HookGradientComputer, batch: Any) -> None:
-    found = collect_gradients(computer, batch)
-    expected = collect_gradients(IterativeGradientComputer(model, resolve_task(output)), batch)
-    for name, value in expected.items():
-        torch.testing.assert_close(
-            found[name], value, rtol=1e-10, atol=1e-11, msg=lambda m, n=name: f"{n}: {m}"
-        )
+    assert_equals_autograd(model, collect_gradients(computer, batch), batch)
 
 
 def plan_of(
-    model: nn.Module, batch: Any, evaluate: Callable[..., Tensor] = output, call: Any = ModelCall
+    model: nn.Module, batch: Any, evaluate: Callable[..., Tensor] = wavy, call: Any = ModelCall
 ) -> Plan:
     kept = {name: p for name, p in model.named_parameters() if p.requires_grad}
     return make_plan(model, kept, batch, lambda part: evaluate(call(model), part))

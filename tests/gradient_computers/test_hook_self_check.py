@@ -7,13 +7,13 @@ from typing import Any
 
 import pytest
 import torch
+from models import assert_equals_autograd
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from trak_lite.errors import UnsupportedModelError
 from trak_lite.gradient_computers import (
     HookGradientComputer,
-    IterativeGradientComputer,
     choose_gradient_computer,
     collect_gradients,
 )
@@ -103,10 +103,7 @@ def test_weights_that_were_zero_when_first_seen_do_not_mix_up_rows_later() -> No
     computer.load_model_params(model)
     grads = collect_gradients(computer, batch)
 
-    for name, value in collect_gradients(
-        IterativeGradientComputer(model, resolve_task(output)), batch
-    ).items():
-        torch.testing.assert_close(grads[name], value, rtol=1e-10, atol=1e-12)
+    assert_equals_autograd(model, grads, batch, output, atol=1e-12)
 
 
 def ragged(s: Net, x: Tensor, lengths: Tensor) -> Tensor:
@@ -123,10 +120,7 @@ def test_rows_of_ragged_samples_are_not_mixed_up_where_their_number_divides() ->
 
     grads = collect_gradients(computer, batch)
 
-    for name, value in collect_gradients(
-        IterativeGradientComputer(model, resolve_task(output)), batch
-    ).items():
-        torch.testing.assert_close(grads[name], value, rtol=1e-10, atol=1e-12)
+    assert_equals_autograd(model, grads, batch, output, atol=1e-12)
 
 
 def test_what_hooks_cannot_follow_is_a_named_refusal_and_auto_moves_on() -> None:
@@ -156,9 +150,7 @@ def test_parameters_inside_a_checkpoint_are_right_or_refused_by_name() -> None:
         name, *_ = choose_gradient_computer(model, resolve_task(output), batch)
         assert name != "hook"
     else:
-        plain = collect_gradients(IterativeGradientComputer(model, resolve_task(output)), batch)
-        for name, value in plain.items():
-            torch.testing.assert_close(grads[name], value, rtol=1e-10, atol=1e-12)
+        assert_equals_autograd(model, grads, batch, output, atol=1e-12)
 
 
 def test_scalars_and_named_operands_keep_their_meaning() -> None:
@@ -170,10 +162,7 @@ def test_scalars_and_named_operands_keep_their_meaning() -> None:
 
     grads = collect_gradients(computer, batch)
 
-    for name, value in collect_gradients(
-        IterativeGradientComputer(model, resolve_task(output)), batch
-    ).items():
-        torch.testing.assert_close(grads[name], value, rtol=1e-10, atol=1e-12)
+    assert_equals_autograd(model, grads, batch, output, atol=1e-12)
 
 
 class _Branching(nn.Module):

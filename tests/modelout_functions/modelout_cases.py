@@ -3,23 +3,27 @@
 from collections.abc import Callable
 from dataclasses import dataclass
 from types import SimpleNamespace
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
 from trak_lite.modelout_functions import (
+    AbstractModelOutput,
     BinaryClassificationModelOutput,
     CallableModelOutput,
     CausalLanguageModelingModelOutput,
     CLIPModelOutput,
     ImageClassificationModelOutput,
     IterativeImageClassificationModelOutput,
+    ModelCall,
     MultiLabelModelOutput,
     RegressionModelOutput,
     TextClassificationModelOutput,
 )
 from trak_lite.testing.modelout import ModelOutputCase
+from trak_lite.types import OutputTerms
 
 B, C, D, T, V = 4, 3, 5, 6, 7
 
@@ -357,3 +361,8 @@ CASES: dict[str, dict[str, Callable[[], ModelOutputCase]]] = {
 
 BUILDERS = {f"{name}-{variant}": build for name, some in CASES.items() for variant, build in some.items()}
 BUILDERS["callable"] = callable_case
+
+
+def terms_of_logits(task: AbstractModelOutput, logits: Any, labels: Any) -> OutputTerms:
+    """Terms for a model that answers with its input."""
+    return task.evaluate(ModelCall(nn.Identity()), (logits, labels))

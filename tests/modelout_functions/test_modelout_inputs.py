@@ -6,7 +6,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from modelout_cases import C, LanguageModel, TextModel, mlp, prepared, randn, text_parts
+from modelout_cases import C, LanguageModel, TextModel, mlp, prepared, randn, terms_of_logits, text_parts
 from torch import nn
 
 from trak_lite.errors import InvalidInputError
@@ -26,11 +26,6 @@ from trak_lite.modelout_functions._inputs import logits_of, split_labels
 LOGITS = torch.tensor([[1.0, 2.0, 3.0], [0.0, 1.0, 0.0]])
 LABELS = torch.tensor([2, 0])
 Named = namedtuple("Named", ["logits", "hidden"])
-
-
-def evaluate(task, logits, labels):
-    """Evaluate for a model that answers with its input."""
-    return task.evaluate(ModelCall(nn.Identity()), (logits, labels))
 
 
 @pytest.mark.parametrize(
@@ -110,7 +105,7 @@ def test_a_refused_label_names_sample_value_and_range(task):
     logits = LOGITS if task.name.startswith("image") else LOGITS[:, 0]
 
     with pytest.raises(InvalidInputError, match=r"sample 1: labels\[1\] is 5\. Expected .*0 .*[12]"):
-        evaluate(task, logits, torch.tensor([1, 5]))
+        terms_of_logits(task, logits, torch.tensor([1, 5]))
 
 
 @pytest.mark.parametrize(
@@ -128,7 +123,7 @@ def test_a_refused_label_names_sample_value_and_range(task):
 )
 def test_class_labels_of_another_form_are_refused(labels, seen):
     with pytest.raises(InvalidInputError, match=seen):
-        evaluate(ImageClassificationModelOutput(), LOGITS, labels)
+        terms_of_logits(ImageClassificationModelOutput(), LOGITS, labels)
 
 
 @pytest.mark.parametrize(
@@ -141,7 +136,7 @@ def test_class_labels_of_another_form_are_refused(labels, seen):
 )
 def test_class_logits_of_another_form_are_refused(logits, seen):
     with pytest.raises(InvalidInputError, match=seen):
-        evaluate(ImageClassificationModelOutput(), logits, LABELS)
+        terms_of_logits(ImageClassificationModelOutput(), logits, LABELS)
 
 
 @pytest.mark.parametrize("value", [0.0, -1.0, float("nan"), "1", True])
@@ -175,9 +170,9 @@ def test_a_label_out_of_range_leaves_the_gpu_usable():
     logits = LOGITS.cuda()
 
     with pytest.raises(InvalidInputError, match=r"sample 0: labels\[0\] is 77"):
-        evaluate(ImageClassificationModelOutput(), logits, torch.tensor([77, 0], device="cuda"))
+        terms_of_logits(ImageClassificationModelOutput(), logits, torch.tensor([77, 0], device="cuda"))
 
-    assert evaluate(ImageClassificationModelOutput(), logits, LABELS.cuda()).output.isfinite().all()
+    assert terms_of_logits(ImageClassificationModelOutput(), logits, LABELS.cuda()).output.isfinite().all()
 
 
 def test_a_label_error_names_the_place_in_a_sequence():
@@ -199,12 +194,12 @@ def test_a_sample_without_any_token_to_predict_is_refused():
 @pytest.mark.parametrize("shape", [(2, 7), (2, 1, 7)])
 def test_language_logits_of_another_form_are_refused(shape):
     with pytest.raises(InvalidInputError, match=r"Expected \(B, T, V\) with at least 2 positions"):
-        evaluate(CausalLanguageModelingModelOutput(), torch.zeros(shape), torch.zeros(2, 1))
+        terms_of_logits(CausalLanguageModelingModelOutput(), torch.zeros(shape), torch.zeros(2, 1))
 
 
 def test_language_labels_of_another_shape_are_refused():
     with pytest.raises(InvalidInputError, match=r"shape \(2, 3\). Expected \(2, 4\)"):
-        evaluate(
+        terms_of_logits(
             CausalLanguageModelingModelOutput(), torch.zeros(2, 4, 7), torch.zeros(2, 3, dtype=torch.int64)
         )
 
@@ -226,7 +221,7 @@ def test_a_long_positional_language_batch_is_refused():
 )
 def test_binary_shapes_that_do_not_fit_are_refused(logits, labels, seen):
     with pytest.raises(InvalidInputError, match=seen):
-        evaluate(BinaryClassificationModelOutput(), logits, labels)
+        terms_of_logits(BinaryClassificationModelOutput(), logits, labels)
 
 
 @pytest.mark.parametrize(
@@ -240,7 +235,7 @@ def test_binary_shapes_that_do_not_fit_are_refused(logits, labels, seen):
 )
 def test_multilabel_input_that_does_not_fit_is_refused(logits, labels, seen):
     with pytest.raises(InvalidInputError, match=seen):
-        evaluate(MultiLabelModelOutput(), logits, labels)
+        terms_of_logits(MultiLabelModelOutput(), logits, labels)
 
 
 @pytest.mark.parametrize(
@@ -259,7 +254,7 @@ def test_multilabel_input_that_does_not_fit_is_refused(logits, labels, seen):
 @pytest.mark.parametrize("output", ["prediction", "neg_squared_error"])
 def test_regression_shapes_that_would_broadcast_are_refused(output, predictions, targets):
     with pytest.raises(InvalidInputError, match="Expected the same shape"):
-        evaluate(RegressionModelOutput(output=output), torch.zeros(predictions), torch.zeros(targets))
+        terms_of_logits(RegressionModelOutput(output=output), torch.zeros(predictions), torch.zeros(targets))
 
 
 @pytest.mark.parametrize("output", ["prediction", "neg_squared_error"])
@@ -268,9 +263,9 @@ def test_a_last_axis_of_one_is_taken_off_the_predictions_or_the_targets(output, 
     values, wanted = randn(predictions[0], seed=1), randn(predictions[0], seed=2)
     task = RegressionModelOutput(output=output)
 
-    terms = evaluate(task, values.reshape(predictions), wanted.reshape(targets))
+    terms = terms_of_logits(task, values.reshape(predictions), wanted.reshape(targets))
 
-    for term, expected in zip(terms, evaluate(task, values, wanted), strict=True):
+    for term, expected in zip(terms, terms_of_logits(task, values, wanted), strict=True):
         assert torch.equal(term, expected)
 
 
@@ -278,9 +273,9 @@ def test_a_last_axis_of_one_is_taken_off_under_transforms_too():
     values, wanted = randn(3, 1, seed=1), randn(3, seed=2)
 
     def squared_error(value, target):
-        return evaluate(RegressionModelOutput(output="neg_squared_error"), value[None], target[None]).output[
-            0
-        ]
+        return terms_of_logits(
+            RegressionModelOutput(output="neg_squared_error"), value[None], target[None]
+        ).output[0]
 
     gradients = torch.func.vmap(torch.func.grad(squared_error))(values, wanted)
 
@@ -322,7 +317,7 @@ def test_shapes_under_transforms_do_not_speak_of_a_batch_of_one(task, logits, la
     """A sample-by-sample computer gives each sample an axis of one, which the user has never seen."""
 
     def run(values, label):
-        return evaluate(task, values[None], label[None]).output[0]
+        return terms_of_logits(task, values[None], label[None]).output[0]
 
     arguments = torch.zeros(5, *logits), torch.zeros(5, *labels, dtype=torch.int64)
     with pytest.raises(InvalidInputError, match=seen):
@@ -334,23 +329,23 @@ def test_an_error_of_one_row_alone_still_names_sample_place_value_and_range():
     with pytest.raises(
         InvalidInputError, match=r"^sample 0: labels\[0\] is 5\. Expected an integer from 0 to 2"
     ):
-        evaluate(ImageClassificationModelOutput(), LOGITS[1:], torch.tensor([5]))
+        terms_of_logits(ImageClassificationModelOutput(), LOGITS[1:], torch.tensor([5]))
 
 
 def test_a_vector_prediction_is_no_scalar_output():
     with pytest.raises(InvalidInputError, match=r"\(2, 3\).*neg_squared_error"):
-        evaluate(RegressionModelOutput(), LOGITS, LOGITS)
+        terms_of_logits(RegressionModelOutput(), LOGITS, LOGITS)
 
 
 @pytest.mark.parametrize("dtype", [torch.bool, torch.complex64])
 def test_targets_that_are_no_real_numbers_are_refused(dtype):
     with pytest.raises(InvalidInputError, match="Expected real numbers"):
-        evaluate(RegressionModelOutput(), LOGITS[:, 0], torch.zeros(2, dtype=dtype))
+        terms_of_logits(RegressionModelOutput(), LOGITS[:, 0], torch.zeros(2, dtype=dtype))
 
 
 def test_an_infinite_target_is_refused():
     with pytest.raises(InvalidInputError, match=r"sample 1: targets\[1\] is inf. Expected a finite number"):
-        evaluate(RegressionModelOutput(), LOGITS[:, 0], torch.tensor([0.0, torch.inf]))
+        terms_of_logits(RegressionModelOutput(), LOGITS[:, 0], torch.tensor([0.0, torch.inf]))
 
 
 @pytest.mark.parametrize(

@@ -4,7 +4,7 @@ import math
 
 import pytest
 import torch
-from modelout_cases import LanguageModel, mlp, prepared, randint, randn
+from modelout_cases import LanguageModel, mlp, prepared, randint, randn, terms_of_logits
 from torch import Tensor, nn
 
 from trak_lite.modelout_functions import (
@@ -15,14 +15,8 @@ from trak_lite.modelout_functions import (
     MultiLabelModelOutput,
     RegressionModelOutput,
 )
-from trak_lite.types import OutputTerms
 
 pytestmark = pytest.mark.quick
-
-
-def terms_of_logits(task, logits: Tensor, labels: Tensor) -> OutputTerms:
-    """Terms for a model that answers with its input."""
-    return task.evaluate(ModelCall(nn.Identity()), (logits, labels))
 
 
 def close(actual: Tensor, expected: list[float], rtol: float = 1e-6) -> None:

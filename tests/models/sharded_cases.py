@@ -20,6 +20,7 @@ from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel, MixedPr
 from torch.distributed.tensor import DTensor, Replicate
 from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
 from torch.utils.data import Dataset, TensorDataset
+from versioned import Versioned
 
 from trak_lite import Attributor, Rows, TRAKer, token_scores, verify
 from trak_lite.errors import TrakLiteError
@@ -385,29 +386,13 @@ def own_checkpoint() -> bool:
     return all(found)
 
 
-class Versioned(nn.Linear):
-    """Refuses weights of an unknown version; version 1 held the bias negated."""
-
-    _version = 2
-
-    def _load_from_state_dict(
-        self, state_dict: Any, prefix: str, local_metadata: Any, *rest: Any, **named: Any
-    ) -> None:
-        version = local_metadata.get("version")
-        if version not in (1, 2):
-            raise ValueError(f"version should be 1 or 2, got {version}")
-        if version == 1:
-            state_dict[f"{prefix}bias"] = -state_dict[f"{prefix}bias"]
-        super()._load_from_state_dict(state_dict, prefix, local_metadata, *rest, **named)
-
-
 def versioned_checkpoint() -> bool:
     """Return whether a module that is sharded sees the version of whole and of sharded weights, or its own."""
     torch.manual_seed(0)
     model, other = nn.Sequential(Versioned(4, 4)), nn.Sequential(Versioned(4, 4))
     expected = weights_digest(other)
     old = other.state_dict()
-    old["0.bias"] = -old["0.bias"]
+    old["0.weight"] = -old["0.weight"]
     old._metadata["0"] = {"version": 1}  # type: ignore[attr-defined]
     states = [other.state_dict(), dict(other.state_dict()), old]
     fully_shard(other)

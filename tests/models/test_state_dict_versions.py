@@ -12,8 +12,10 @@ import numpy as np
 import pytest
 import torch
 from safetensors.torch import save_file
+from tiny_runs import labelled
 from torch import Tensor, nn
 from torch.utils.data import TensorDataset
+from versioned import Versioned
 
 from trak_lite import Attributor, TRAKer
 from trak_lite.cli.recipes import last_trained
@@ -21,22 +23,6 @@ from trak_lite.data.datasets import Rows
 from trak_lite.modelout_functions import ImageClassificationModelOutput, ModelCall
 from trak_lite.models.checkpoints import iterate_checkpoints, load_into
 from trak_lite.retraining.verify import _target_outputs
-
-
-class Versioned(nn.Linear):
-    """Refuses weights of an unknown version, as torchvision's MNASNet; version 1 held the weight negated."""
-
-    _version = 2
-
-    def _load_from_state_dict(
-        self, state_dict: Any, prefix: str, local_metadata: Any, *rest: Any, **named: Any
-    ) -> None:
-        version = local_metadata.get("version")
-        if version not in (1, 2):
-            raise ValueError(f"version should be 1 or 2, got {version}")
-        if version == 1:
-            state_dict[f"{prefix}weight"] = -state_dict[f"{prefix}weight"]
-        super()._load_from_state_dict(state_dict, prefix, local_metadata, *rest, **named)
 
 
 def build(seed: int = 0) -> nn.Module:
@@ -149,13 +135,6 @@ def version_1_of_both(outer: nn.Module) -> OrderedDict[str, Tensor]:
 # --- The whole path --------------------------------------------------------------------------------------
 
 
-def data(count: int, seed: int) -> TensorDataset:
-    generator = torch.Generator().manual_seed(seed)
-    return TensorDataset(
-        torch.randn(count, 4, generator=generator), torch.randint(3, (count,), generator=generator)
-    )
-
-
 class Plain(nn.Linear):
     """Has the weights of :class:`Versioned`, and no version to look at."""
 
@@ -180,15 +159,15 @@ def test_an_attributor_scores_a_model_that_looks_at_versions(tmp_path: Path, giv
     for model, known in ((build(), checkpoints), (without_versions(), checkpoints and states)):
         model.load_state_dict(build().state_dict())
         attributor = Attributor(model, "image_classification", None, proj_dim=4, layout="joint")
-        attributor.featurize(data(12, 0), known)
-        found.append(attributor.score(data(3, 1), name="test").numpy())
+        attributor.featurize(labelled(12, 0), known)
+        found.append(attributor.score(labelled(3, 1), name="test").numpy())
         assert_same_weights(model, build())
 
     np.testing.assert_array_equal(*found)
 
 
 def test_a_traker_loads_a_model_that_looks_at_versions(tmp_path: Path) -> None:
-    train, targets = data(12, 0).tensors, data(3, 1).tensors
+    train, targets = labelled(12, 0).tensors, labelled(3, 1).tensors
     for number, state in enumerate((build(1).state_dict(), version_1(build(1)), dict(build(1).state_dict()))):
         traker = TRAKer(
             build(), "image_classification", 12, save_dir=tmp_path / str(number), proj_dim=4, lambda_reg=0.1
@@ -215,7 +194,7 @@ def test_a_retrained_model_may_look_at_versions(form: str) -> None:
         "version 1": lambda: version_1(build(1)),
         "plain dict": lambda: dict(build(1).state_dict()),
     }[form]
-    targets, task = data(3, 1), ImageClassificationModelOutput()
+    targets, task = labelled(3, 1), ImageClassificationModelOutput()
     rows = Rows(targets)
     images, labels = targets.tensors
     expected = task.evaluate(ModelCall(build(1)), (images, labels)).output.detach().double()

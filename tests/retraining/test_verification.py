@@ -5,6 +5,7 @@ import copy
 import numpy as np
 import pytest
 import torch
+from tiny_runs import perceptron
 from torch import nn
 from torch.utils.data import TensorDataset
 
@@ -41,11 +42,6 @@ def dataset(count, seed):
 TRAIN, TARGETS = dataset(N, 0), dataset(M, 1)
 
 
-def build():
-    torch.manual_seed(0)
-    return nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 3))
-
-
 class Training:
     """Trains by a few steps of gradient descent, counts its calls and stops on request."""
 
@@ -56,8 +52,8 @@ class Training:
         if len(self.calls) == self.fail_at:
             raise self.error("no luck")
         self.calls.append((indices, seed))
-        model = build() if self.model is None else self.model
-        model.load_state_dict(build().state_dict())
+        model = perceptron() if self.model is None else self.model
+        model.load_state_dict(perceptron().state_dict())
         with torch.no_grad():
             for p in model.parameters():
                 p.add_(0.01 * seed)
@@ -87,13 +83,13 @@ def _few_resamples(monkeypatch):
 @pytest.fixture(scope="module")
 def trained():
     whole = Training()(np.arange(N), 0)
-    return [whole.state_dict(), build().state_dict()]
+    return [whole.state_dict(), perceptron().state_dict()]
 
 
 @pytest.fixture
 def attributor(tmp_path, trained):
     made = Attributor(
-        build(),
+        perceptron(),
         "image_classification",
         tmp_path / "a.zarr",
         proj_dim=K,
@@ -161,7 +157,7 @@ def test_the_verdict_stays_with_the_scores_and_is_printed_with_them(attributor, 
 
     verdict = verify(attributor.scores("test"), Training(), TARGETS, budget=3)
 
-    opened = Attributor.open(tmp_path / "a.zarr", build()).scores("test")
+    opened = Attributor.open(tmp_path / "a.zarr", perceptron()).scores("test")
     assert opened.verdict == before.verdict == verdict
     assert f"tested: LDS {verdict.lds} on 3 subsets x 1 seeds of 50% of the rows, 7 targets" in repr(opened)
     assert f"gradient dot product, no kernel: LDS {verdict.baselines[0].lds}" in repr(opened)
@@ -210,7 +206,7 @@ def test_after_a_kill_only_what_is_missing_is_trained(attributor):
 
 
 def test_scores_in_memory_can_be_verified(trained):
-    made = Attributor(build(), "image_classification", None, proj_dim=K, progress=False)
+    made = Attributor(perceptron(), "image_classification", None, proj_dim=K, progress=False)
     made.featurize(TRAIN, checkpoints=trained)
     scores = made.score(TARGETS, "test")
 
@@ -298,7 +294,7 @@ def test_quantised_rows_are_verified_as_the_scores_read_them(tmp_path, trained):
     verdicts = []
     for dtype in ("float32", "int8"):
         made = Attributor(
-            build(),
+            perceptron(),
             "image_classification",
             tmp_path / dtype,
             proj_dim=K,
@@ -436,7 +432,7 @@ def test_weights_of_the_default_kernel_give_the_scores_themselves(attributor):
 
 def test_modules_get_weights_of_their_own_unless_they_are_too_many(tmp_path, trained, monkeypatch):
     made = Attributor(
-        build(),
+        perceptron(),
         "image_classification",
         tmp_path / "m.zarr",
         proj_dim=6,
@@ -460,7 +456,7 @@ def test_modules_get_weights_of_their_own_unless_they_are_too_many(tmp_path, tra
 
 def test_a_damping_of_ones_own_is_among_those_tried(tmp_path, trained):
     made = Attributor(
-        build(),
+        perceptron(),
         "image_classification",
         tmp_path / "d.zarr",
         proj_dim=K,

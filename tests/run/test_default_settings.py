@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 import reference
 import torch
+from tiny_runs import labelled, perceptron
 from torch import nn
 from torch.utils.data import TensorDataset
 
@@ -25,23 +26,11 @@ pytestmark = pytest.mark.quick
 N, M = 30, 4
 
 
-def model() -> nn.Module:
-    torch.manual_seed(0)
-    return nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 3))
-
-
-def dataset(count: int, seed: int) -> TensorDataset:
-    generator = torch.Generator().manual_seed(seed)
-    return TensorDataset(
-        torch.randn(count, 4, generator=generator), torch.randint(3, (count,), generator=generator)
-    )
-
-
-TRAIN, TARGETS = dataset(N, 0), dataset(M, 1)
+TRAIN, TARGETS = labelled(N, 0), labelled(M, 1)
 
 
 def attributor(path: Path | None = None, task: Any = "image_classification", **changes: Any) -> Attributor:
-    return Attributor(model(), task, path, **{"proj_dim": 8, "dtype": "float32", **changes})
+    return Attributor(perceptron(), task, path, **{"proj_dim": 8, "dtype": "float32", **changes})
 
 
 @pytest.mark.parametrize(
@@ -63,7 +52,9 @@ def test_scores_by_default_are_those_of_a_share_of_the_trace_with_q_inside(
     tmp_path: Path, layout: Any, proj_dim: int
 ) -> None:
     made = attributor(tmp_path / "a.zarr", proj_dim=proj_dim, layout=layout)
-    made.featurize(TRAIN, [model().state_dict(), {k: -1.5 * v for k, v in model().state_dict().items()}])
+    made.featurize(
+        TRAIN, [perceptron().state_dict(), {k: -1.5 * v for k, v in perceptron().state_dict().items()}]
+    )
 
     scores = made.score(TARGETS, "test").numpy()
 
@@ -103,12 +94,12 @@ def test_another_method_has_its_own_default_damping_also_after_reopening(tmp_pat
     made = attributor(path, method=Fisher(damping=3.0))
     made.featurize(TRAIN)
 
-    opened = Attributor.open(path, model())
+    opened = Attributor.open(path, perceptron())
 
     assert opened.method == made.method == Fisher(damping=3.0)
-    assert Attributor.open(path, model(), method="Fisher").method == Fisher(damping=8 / 16384)
-    assert Attributor.open(path, model(), method=plain).method == replace(plain, damping=8 / 2048)
-    assert Attributor.open(path, model(), method=replace(plain, damping=2.0)).method.damping == 2.0
+    assert Attributor.open(path, perceptron(), method="Fisher").method == Fisher(damping=8 / 16384)
+    assert Attributor.open(path, perceptron(), method=plain).method == replace(plain, damping=8 / 2048)
+    assert Attributor.open(path, perceptron(), method=replace(plain, damping=2.0)).method.damping == 2.0
     assert opened.score(TARGETS, method="GaussNewton").settings["damping"] == 8 / 2048
     assert opened.score(TARGETS).settings["damping"] == 3.0
 
@@ -126,7 +117,7 @@ def test_what_older_stores_call_auto_is_what_it_was(projector: str, segments: in
         Manifest(older.fingerprint, {**older.made_with, "settings": settings}), None, {}, where="it"
     )
 
-    made = Attributor(model(), task, None, **arguments)
+    made = Attributor(perceptron(), task, None, **arguments)
     assert len(made.layout.segments) == segments
     assert made._settings.manifest(None).fingerprint == older.fingerprint
 

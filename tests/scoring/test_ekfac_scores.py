@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from tiny_runs import labelled, random_states
 from torch import Tensor, nn
 from torch.utils.data import TensorDataset
 
@@ -38,21 +40,11 @@ def model() -> nn.Module:
     return nn.Sequential(nn.Linear(4, 8), nn.LayerNorm(8), nn.Linear(8, 3))
 
 
-def dataset(count: int, seed: int) -> TensorDataset:
-    generator = torch.Generator().manual_seed(seed)
-    return TensorDataset(
-        torch.randn(count, 4, generator=generator), torch.randint(3, (count,), generator=generator)
-    )
-
-
-TRAIN, TARGETS = dataset(N, 0), dataset(M, 1)
+TRAIN, TARGETS = labelled(N, 0), labelled(M, 1)
 LONGER = TensorDataset(*(torch.cat([part, part[:3]]) for part in TRAIN.tensors))
 
 
-def states(count: int = 2) -> list[dict[str, Tensor]]:
-    shapes = model().state_dict()  # which seeds
-    torch.manual_seed(1)
-    return [{name: torch.randn_like(value) for name, value in shapes.items()} for _ in range(count)]
+states = partial(random_states, model)
 
 
 def attributor(path: Path | None, **changes: Any) -> Attributor:
@@ -258,7 +250,7 @@ def test_train_data_that_are_not_those_of_the_store_any_more_are_not_fitted_to(
     made, other = attributor(tmp_path / "store"), attributor(tmp_path / "store")
     made.featurize(TRAIN)
     with pytest.raises(ManifestMismatchError, match="dataset"):
-        made.featurize(dataset(N, 7))
+        made.featurize(labelled(N, 7))
     other.featurize(LONGER, append=True)
 
     with pytest.raises(ManifestMismatchError, match=r"dataset.*featurize"):

@@ -4,14 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from tiny_runs import labelled, perceptron, random_states
 from torch import Tensor, nn
-from torch.utils.data import TensorDataset
 
 from trak_lite import Attributor, Scores
 from trak_lite.errors import InvalidInputError, ManifestMismatchError, StateError
@@ -23,27 +24,11 @@ from trak_lite.projectors import NoOpProjector
 
 N, M = 30, 4
 DAMPED_TRAK = TRAK(damping=None, layout="stored")
+model = partial(perceptron, 5)
+states = partial(random_states, model, 3)
 
 
-def dataset(count: int, seed: int) -> TensorDataset:
-    generator = torch.Generator().manual_seed(seed)
-    return TensorDataset(
-        torch.randn(count, 4, generator=generator), torch.randint(3, (count,), generator=generator)
-    )
-
-
-TRAIN, TARGETS = dataset(N, 0), dataset(M, 1)
-
-
-def model() -> nn.Module:
-    torch.manual_seed(0)
-    return nn.Sequential(nn.Linear(4, 5), nn.Tanh(), nn.Linear(5, 3))
-
-
-def states(count: int = 3) -> list[dict[str, Tensor]]:
-    torch.manual_seed(1)
-    shapes = model().state_dict()
-    return [{name: torch.randn_like(value) for name, value in shapes.items()} for _ in range(count)]
+TRAIN, TARGETS = labelled(N, 0), labelled(M, 1)
 
 
 def featurized(path: Path | None = None, **changes: Any) -> Attributor:
@@ -170,7 +155,7 @@ def test_other_targets_are_refused_with_every_method() -> None:
 
     for view in ({"method": "GradDot"}, {"method": "TRAK"}, {"dense": False}):
         with pytest.raises(ManifestMismatchError, match=r"targets.*another name"):
-            made.score(dataset(M, 5), name="test", **view)
+            made.score(labelled(M, 5), name="test", **view)
 
 
 def test_a_store_opened_again_answers_with_any_method_without_data(tmp_path: Path, monkeypatch: Any) -> None:

@@ -15,7 +15,7 @@ class Victims:
 
     def __init__(self):
         here = Path(__file__).parent
-        paths = [str(here), str(here.parents[1]), os.environ.get("PYTHONPATH", "")]
+        paths = [str(here), str(here.parent), str(here.parents[1]), os.environ.get("PYTHONPATH", "")]
         self._process = subprocess.Popen(
             [sys.executable, str(here / "store_victims.py")],
             stdin=subprocess.PIPE,

@@ -138,3 +138,30 @@ def flipped(data, byte, bit):
     changed = bytearray(data)
     changed[byte] ^= 1 << bit
     return bytes(changed)
+
+
+def flip(path, byte=0):
+    """Turn one bit of a file over."""
+    overwrite(path, flipped(content(path), byte, 3))
+
+
+def done_rows(path):
+    with reading(path) as table:
+        return np.flatnonzero(table.done()).tolist()
+
+
+def allow_reading_alone(monkeypatch):
+    """Let every call fail that writes to a disk or takes a lock."""
+    real = os.open
+
+    def only_reading(name, flags, *mode, **keywords):
+        assert not flags & (os.O_WRONLY | os.O_RDWR | os.O_CREAT | os.O_TRUNC)
+        return real(name, flags, *mode, **keywords)
+
+    def forbidden(*arguments, **keywords):
+        raise AssertionError(arguments)
+
+    monkeypatch.setattr(os, "open", only_reading)
+    for name in ("mkdir", "rename", "unlink", "pwrite", "truncate", "ftruncate", "fsync", "posix_fallocate"):
+        monkeypatch.setattr(os, name, forbidden)
+    monkeypatch.setattr("fcntl.flock", forbidden)

@@ -15,6 +15,7 @@ if __name__ == "__main__":  # the package without its front door, which imports 
     package.__path__ = importlib.util.find_spec("trak_lite").submodule_search_locations
     sys.modules["trak_lite"] = package
 
+from forking import serve
 from store_cases import LONG, NAME, PACKED, SPEC, open_for_writing, open_remote, values
 
 from trak_lite.errors import BusyError, StoreError, StoreFullError
@@ -167,27 +168,5 @@ def run(order, pipe):
         os._exit(1)
 
 
-def main():
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-    os.fsync = lambda fd: None  # a kill leaves the page cache alone: no need to wait for the disk
-    pipes = {}
-    for line in sys.stdin:
-        order = json.loads(line)
-        if "wait" in order:
-            pid = order["wait"]
-            with os.fdopen(pipes.pop(pid), "rb") as answers:
-                answer = answers.read()
-            status = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
-            print(json.dumps([status, json.loads(answer or b"null")]), flush=True)
-            continue
-        ours, theirs = os.pipe()
-        pid = os.fork()
-        if pid == 0:
-            run(order, theirs)
-        os.close(theirs)
-        pipes[pid] = ours
-        print(pid, flush=True)
-
-
 if __name__ == "__main__":
-    main()
+    serve(run)

@@ -13,6 +13,7 @@ from store_cases import (
     check_all,
     commit_log,
     content,
+    done_rows,
     finish,
     flipped,
     folder,
@@ -54,11 +55,6 @@ def full(path):
     with writing(path) as table:
         table.put(0, values(range(11)))
     return path
-
-
-def done_rows(path):
-    with reading(path) as table:
-        return np.flatnonzero(table.done()).tolist()
 
 
 def remove_chunk(path, chunk):

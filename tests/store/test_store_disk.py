@@ -10,6 +10,7 @@ from store_cases import (
     MANIFEST,
     NAME,
     SPEC,
+    allow_reading_alone,
     check_all,
     content,
     finish,
@@ -221,19 +222,7 @@ def test_a_reader_writes_nothing_and_takes_no_lock(path, monkeypatch):
     with writing(path) as table:
         table.put(0, values(range(6)))
     before = snapshot(path)
-    real = os.open
-
-    def only_reading(name, flags, *mode, **keywords):
-        assert not flags & (os.O_WRONLY | os.O_RDWR | os.O_CREAT | os.O_TRUNC)
-        return real(name, flags, *mode, **keywords)
-
-    def forbidden(*arguments, **keywords):
-        raise AssertionError(arguments)
-
-    monkeypatch.setattr(os, "open", only_reading)
-    for name in ("mkdir", "rename", "unlink", "pwrite", "truncate", "ftruncate", "fsync", "posix_fallocate"):
-        monkeypatch.setattr(os, name, forbidden)
-    monkeypatch.setattr("fcntl.flock", forbidden)
+    allow_reading_alone(monkeypatch)
     with reading(path) as table:
         assert table.committed_chunks() == [0]
         assert table.pending().tolist() == [6, 7, 8, 9, 10]

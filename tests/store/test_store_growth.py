@@ -19,7 +19,8 @@ from store_cases import (
     check_all,
     commit_log,
     content,
-    flipped,
+    done_rows,
+    flip,
     folder,
     open_for_writing,
     overwrite,
@@ -87,15 +88,6 @@ def check_rows(path, num_rows):
     report = verify_store(path)
     assert report.findings == ()
     assert report.tally.pending_rows == 0
-
-
-def done_rows(path):
-    with reading(path) as table:
-        return np.flatnonzero(table.done()).tolist()
-
-
-def flip(path, byte=0):
-    overwrite(path, flipped(content(path), byte, 3))
 
 
 @pytest.mark.parametrize("more", MORE)

@@ -15,10 +15,13 @@ from store_cases import (
     MANIFEST,
     NAME,
     SPEC,
+    allow_reading_alone,
     check_all,
     commit_log,
     content,
+    done_rows,
     finish,
+    flip,
     flipped,
     folder,
     open_for_writing,
@@ -60,11 +63,6 @@ def make_mixed(path):
             table.put(start, values(range(start, start + count)))
 
 
-def done_rows(path):
-    with reading(path) as table:
-        return np.flatnonzero(table.done()).tolist()
-
-
 def places(report):
     return [
         (f.chunk, None if f.rows is None else list(f.rows), f.column)
@@ -101,10 +99,6 @@ def contents(path):
         for file in files
         if os.path.isfile(file) and not os.path.islink(file) and (whole := content(file))
     ]
-
-
-def flip(path, byte=0):
-    overwrite(path, flipped(content(path), byte, 3))
 
 
 def resize(path, size):
@@ -421,19 +415,8 @@ def test_a_disk_that_cannot_be_read_is_a_finding(mixed, monkeypatch):
 
 def test_verifying_writes_nothing_and_takes_no_lock(mixed, monkeypatch):
     flip(folder(mixed, "q/c.1"))
-    before, real = snapshot(mixed), os.open
-
-    def only_reading(name, flags, *mode, **keywords):
-        assert not flags & (os.O_WRONLY | os.O_RDWR | os.O_CREAT | os.O_TRUNC)
-        return real(name, flags, *mode, **keywords)
-
-    def forbidden(*arguments, **keywords):
-        raise AssertionError(arguments)
-
-    monkeypatch.setattr(os, "open", only_reading)
-    for name in ("mkdir", "rename", "unlink", "pwrite", "truncate", "ftruncate", "fsync", "posix_fallocate"):
-        monkeypatch.setattr(os, name, forbidden)
-    monkeypatch.setattr("fcntl.flock", forbidden)
+    before = snapshot(mixed)
+    allow_reading_alone(monkeypatch)
     with ZarrFeatureStore.open(mixed, "r") as store:
         assert not store.verify().ok
     assert snapshot(mixed) == before

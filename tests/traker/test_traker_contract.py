@@ -20,6 +20,7 @@ from traker_cases import (
     featurize,
     make_model,
     make_traker,
+    part,
     refused,
     run,
     score,
@@ -42,10 +43,6 @@ from trak_lite.errors import (
 )
 from trak_lite.projectors import NoOpProjector
 from trak_lite.run.tables import FEATURES
-
-
-def part(batch, rows):
-    return tuple(tensor[rows] for tensor in batch)
 
 
 def loaded(folder, **changes):

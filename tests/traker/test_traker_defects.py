@@ -20,6 +20,7 @@ from traker_cases import (
     make_traker,
     num_kept,
     original,
+    part,
     quiet,
     refused,
     run,
@@ -36,10 +37,6 @@ from trak_lite.gradient_computers import IterativeGradientComputer
 from trak_lite.modelout_functions import CLIPModelOutput, ImageClassificationModelOutput
 from trak_lite.projectors import BasicProjector, NoOpProjector
 from trak_lite.run.tables import FEATURES
-
-
-def part(batch, rows):
-    return tuple(tensor[rows] for tensor in batch)
 
 
 def stored_features(traker, model_id=0):

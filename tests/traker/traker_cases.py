@@ -231,3 +231,7 @@ def refused(folder: Path, error: type[Exception], match: str) -> Iterator[None]:
     with pytest.raises(error, match=match):
         yield
     assert snapshot(folder) == before
+
+
+def part(batch: tuple[Tensor, ...], rows: Any) -> tuple[Tensor, ...]:
+    return tuple(tensor[rows] for tensor in batch)

@@ -1,0 +1,23 @@
+"""A module whose weights have a version."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import nn
+
+
+class Versioned(nn.Linear):
+    """Refuses weights of an unknown version, as torchvision's MNASNet; version 1 held the weight negated."""
+
+    _version = 2
+
+    def _load_from_state_dict(
+        self, state_dict: Any, prefix: str, local_metadata: Any, *rest: Any, **named: Any
+    ) -> None:
+        version = local_metadata.get("version")
+        if version not in (1, 2):
+            raise ValueError(f"version should be 1 or 2, got {version}")
+        if version == 1:
+            state_dict[f"{prefix}weight"] = -state_dict[f"{prefix}weight"]
+        super()._load_from_state_dict(state_dict, prefix, local_metadata, *rest, **named)

@@ -1,0 +1,52 @@
+"""A perceptron, its data and its weights, for tests that need some run and not a special one."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils.data import Dataset, TensorDataset
+
+
+def perceptron(width: int = 8, seed: int = 0) -> nn.Module:
+    torch.manual_seed(seed)
+    return nn.Sequential(nn.Linear(4, width), nn.Tanh(), nn.Linear(width, 3))
+
+
+def labelled(count: int, seed: int = 0) -> TensorDataset:
+    """Rows of four numbers with labels of three classes."""
+    generator = torch.Generator().manual_seed(seed)
+    return TensorDataset(
+        torch.randn(count, 4, generator=generator), torch.randint(3, (count,), generator=generator)
+    )
+
+
+def random_states(build: Callable[[], nn.Module], count: int = 2) -> list[dict[str, Tensor]]:
+    """Weights of a model, drawn from seed 1."""
+    shapes = build().state_dict()  # building may seed
+    torch.manual_seed(1)
+    return [{name: torch.randn_like(value) for name, value in shapes.items()} for _ in range(count)]
+
+
+def contents(folder: Path) -> dict[str, bytes]:
+    """The bytes of every file below a folder."""
+    return {str(p.relative_to(folder)): p.read_bytes() for p in sorted(folder.rglob("*")) if p.is_file()}
+
+
+class Counting(Dataset[Any]):
+    """Remembers which rows were loaded, and is interrupted at one on request."""
+
+    def __init__(self, inner: Any, fail_at: int | None = None) -> None:
+        self.inner, self.loaded, self.fail_at = inner, list[int](), fail_at
+
+    def __len__(self) -> int:
+        return len(self.inner)
+
+    def __getitem__(self, index: int) -> Any:
+        if index == self.fail_at:
+            raise KeyboardInterrupt
+        self.loaded.append(index)
+        return self.inner[index]
