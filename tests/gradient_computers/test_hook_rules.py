@@ -248,10 +248,6 @@ def test_packed_sequences_in_any_order(kind: type[nn.RNNBase], bidirectional: bo
     check(Packed(), torch.randint(7, (4, 5)), torch.tensor([3, 5, 1, 4]))
 
 
-def test_an_lstm_with_projections_falls_back() -> None:
-    check(nn.LSTM(3, 4, proj_size=2, batch_first=True), torch.randn(3, 5, 3), how="fallback")
-
-
 @quick
 @given(
     batch_first=st.booleans(),
