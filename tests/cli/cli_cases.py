@@ -81,3 +81,10 @@ def refused(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> str:
     assert (out, err.count("\n")) == ("", 1), (out, err)
     assert err.startswith("trak-lite: ")
     return err
+
+
+def finished_run(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder of a run, as a fixture; tests leave it as it is, or copy it."""
+    folder = tmp_path_factory.mktemp("ran")
+    assert cli.main(["run", write_case(folder)]) == 0
+    return folder

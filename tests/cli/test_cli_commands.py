@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from cli_cases import RECIPE, refused, write_case
+from cli_cases import RECIPE, finished_run, refused, write_case
 
 from trak_lite import Attributor, cli
 from trak_lite.cli.configs import read_config
@@ -23,6 +23,8 @@ from trak_lite.cli.recipes import load_recipe
 from trak_lite.cli.records import RunRecord, last_record, store_record_of_run, stored_records
 from trak_lite.errors import CorruptStoreError, InvalidInputError
 from trak_lite.store import Manifest, ZarrFeatureStore, open_store
+
+ran = pytest.fixture(scope="module")(finished_run)
 
 
 def done(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> str:

@@ -21,7 +21,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from cli_cases import RECIPE, refused, write_case
+from cli_cases import RECIPE, finished_run, refused, write_case
 
 from trak_lite import Attributor, cli
 from trak_lite.cli.program import _parser
@@ -37,6 +37,9 @@ COMMANDS = sorted(_TABLE.choices)
 STDLIB = Path(sysconfig.get_path("stdlib"), "this.py")
 """Prints verses when it is run, and nothing imports it."""
 EVIL = "import pathlib\npathlib.Path(__file__).with_name('ran').touch()\n"
+
+
+ran = pytest.fixture(scope="module")(finished_run)
 
 
 class Watch:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -66,3 +66,10 @@ class LargestTensor(TorchDispatchMode):
                 self.nbytes = max(self.nbytes, tensor.untyped_storage().nbytes())
                 self.entries = max(self.entries, tensor.numel())
         return result
+
+
+def set_threads() -> Iterator[Callable[[int], None]]:
+    """A fixture that sets the number of threads of torch; a sketch slices rows over them, from eight rows on."""
+    before = torch.get_num_threads()
+    yield torch.set_num_threads
+    torch.set_num_threads(before)

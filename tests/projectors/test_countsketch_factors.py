@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from projection_cases import LargestTensor, random
+from projection_cases import LargestTensor, random, set_threads
 
 from trak_lite.projectors import CountSketchProjector
 from trak_lite.projectors import _scratch as scratch_module
@@ -19,6 +19,9 @@ SHAPES = {
     "narrow": (40, 6),
 }
 METHODS = ("form", "fourier", "auto")
+
+
+threads = pytest.fixture(set_threads)
 
 
 def factors(

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 import sketch_reference as reference
 import torch
-from projection_cases import accumulated, dense_blocks, random, random_gradients
+from projection_cases import accumulated, dense_blocks, random, random_gradients, set_threads
 
 from trak_lite.errors import InvalidInputError
 from trak_lite.projectors import CountSketchProjector
@@ -33,6 +33,9 @@ SHAPES = {
 }
 NUM_SAMPLES = 27  # three slices of eight and more
 accumulate = functools.partial(accumulated, num_samples=NUM_SAMPLES, parameters=SHAPES)
+
+
+threads = pytest.fixture(set_threads)
 
 
 def gradients(num_samples: int = NUM_SAMPLES, dtype: torch.dtype = torch.float32) -> dict[str, torch.Tensor]:

@@ -11,9 +11,12 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
+from projection_cases import set_threads
 
 from trak_lite.projectors import CountSketchProjector
 from trak_lite.projectors.sketch.row_workers import RowWorkers
+
+threads = pytest.fixture(set_threads)
 
 
 @pytest.fixture
