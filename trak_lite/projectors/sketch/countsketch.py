@@ -36,7 +36,6 @@ from trak_lite.projectors._scratch import Scratch, empty_buffer
 from trak_lite.projectors.dense.projectors import integer_seed
 from trak_lite.projectors.sketch.base import AbstractSketch, Keys
 from trak_lite.projectors.sketch.matrix import FactorMethod, MatrixSketch
-from trak_lite.projectors.sketch.row_workers import RowWorkers
 from trak_lite.projectors.sketch.vector import VectorSketch
 from trak_lite.types import (
     DenseBlock,
@@ -94,13 +93,13 @@ class CountSketchProjector(AbstractProjector):
         super().__init__(0, positive_int(proj_dim=proj_dim), integer_seed(seed), kind, device)
         self.copies = positive_int(copies=copies)
         self._factors: FactorMethod = one_of(("auto", "form", "fourier"), factors=factors)  # type: ignore[assignment]
-        self._workers = RowWorkers()
+        self._scratch = Scratch()
         self._sketches: dict[tuple[str, tuple[int, ...]], list[AbstractSketch]] = {}
         self._drawn_for: tuple[int, torch.device] | None = None
 
     def __getstate__(self) -> dict[str, Any]:
-        """Leave out generated hash functions, so that the projector can be pickled."""
-        return {**self.__dict__, "_sketches": {}, "_drawn_for": None}
+        """Leave out generated hash functions and scratch memory, so that the projector can be pickled."""
+        return {**self.__dict__, "_sketches": {}, "_drawn_for": None, "_scratch": Scratch()}
 
     def project(self, grads: Mapping[str, Tensor] | Tensor, model_id: int) -> Tensor:
         """Project collected gradients.
@@ -135,9 +134,9 @@ class CountSketchProjector(AbstractProjector):
         }
 
     def free_memory(self) -> None:
-        """Free hash functions, scratch memory and threads; they are created again when needed."""
+        """Free hash functions and scratch memory; they are created again when needed."""
         self._sketches.clear()
-        self._workers.clear()
+        self._scratch = Scratch()
 
     def sketch(self, block: GradientBlock, shape: tuple[int, ...], model_id: int) -> Tensor:
         """Return the features ``(b, K)`` of one block, not yet scaled.
@@ -152,14 +151,8 @@ class CountSketchProjector(AbstractProjector):
         block = _moved(block, self.device)
         device = _a_tensor_of(block).device
         sketches = self._sketches_of(block.name, shape, model_id, device)
-
-        def some_rows(rows: slice, scratch: Scratch) -> Tensor:
-            apply = _applied_to(block, rows, scratch)
-            return functools.reduce(operator.iadd, map(apply, sketches))
-
-        if device.type == "cpu":
-            return torch.cat(self._workers.run(block.num_samples, some_rows))
-        return some_rows(slice(0, block.num_samples), Scratch())
+        scratch = self._scratch if device.type == "cpu" else Scratch()
+        return functools.reduce(operator.iadd, map(_applied_to(block, scratch), sketches))
 
     def _sketches_of(
         self, name: str, shape: tuple[int, ...], model_id: int, device: torch.device
@@ -179,15 +172,13 @@ class CountSketchProjector(AbstractProjector):
         return VectorSketch(math.prod(shape), self.proj_dim, keys, device=device)
 
 
-def _applied_to(block: _SingleBlock, rows: slice, scratch: Scratch) -> Callable[[AbstractSketch], Tensor]:
-    """Return a function that applies a sketch to these samples of a block."""
+def _applied_to(block: _SingleBlock, scratch: Scratch) -> Callable[[AbstractSketch], Tensor]:
+    """Return a function that applies a sketch to a block."""
     if isinstance(block, FactoredBlock):
-        some = FactoredBlock(block.name, block.inputs[rows], block.output_grads[rows])
-        return lambda sketch: sketch.factored(some, scratch)
+        return lambda sketch: sketch.factored(block, scratch)
     if isinstance(block, LookupBlock):
-        lookups = LookupBlock(block.name, block.rows[rows], block.values[rows], block.num_rows)
-        return lambda sketch: sketch.looked_up(lookups, scratch)
-    entries = DenseBlock(block.name, block.grad[rows]).dense()  # copies strided rows, once
+        return lambda sketch: sketch.looked_up(block, scratch)
+    entries = block.dense()  # copies strided rows, once
     return lambda sketch: sketch.dense(entries, scratch)
 
 
