@@ -9,9 +9,8 @@ resident set while a projector is created and runs once, in a separate process, 
 Time and memory of dense projections are proportional to p. They are measured on fewer entries (trak_lite's with
 proportionally less memory for its matrix) in the first two rounds, and scaled; ``scaled_from`` records this.
 
-``--threads 2`` compares wall time: one thread; two threads within each operation of torch (the sketch called without
-its row workers); two row workers of one thread each. ``--factors`` measures both ways to sketch factors, beside the
-choice of the sketch's cost model, and fits the model's constants.
+``--threads 2`` compares wall time with one and with two threads. ``--factors`` measures both ways to sketch factors,
+beside the choice of the sketch's cost model, and fits the model's constants.
 
 Peers: traker 0.3.2, whose CPU default is ``BasicProjector`` normal (the default of the class is float32, that of
 ``TRAKer`` float16), and dattri 0.3.0 (CPU default: normal), created again for every batch as dattri does.
@@ -49,7 +48,6 @@ from trak_lite.projectors._scratch import Scratch
 from trak_lite.projectors.dense.projectors import DEFAULT_MEMORY_BUDGET
 from trak_lite.projectors.sketch.base import Keys
 from trak_lite.projectors.sketch.matrix import MatrixSketch, fourier_is_cheaper
-from trak_lite.projectors.sketch.vector import VectorSketch
 from trak_lite.types import DenseBlock, FactoredBlock, GradientBlock
 
 MODULE = "benchmarks.bench_projection"
@@ -309,37 +307,25 @@ def print_rows(rows: Mapping[str, Any], fails: Mapping[str, str], p: int, proj_d
 # ---------------------------------------------------------------- several threads, wall clock
 
 
-def threaded_calls(inputs: Inputs, proj_dim: int) -> dict[str, tuple[Call, Call]]:
-    """Return, by kind of input, the sketch without row workers and the projector with them."""
-    keys, scratch, device = Keys(0, 0, "weight"), Scratch(), torch.device("cpu")
-    vector = VectorSketch(inputs.rows.shape[1], proj_dim, keys, device=device)
-    matrix = MatrixSketch(inputs.shape, proj_dim, keys, device=device)
-    factors = inputs.factors(64)
-    on_64 = on_factors(CountSketchProjector, 64)
+def threaded_calls(inputs: Inputs, proj_dim: int) -> dict[str, Call]:
+    """Return the projection of each kind of input."""
     return {
-        OURS: (partial(vector.dense, inputs.rows, scratch), METHODS[OURS](inputs, proj_dim)),
-        "countsketch, matrix": (partial(matrix.dense, inputs.rows, scratch), on_matrix(inputs, proj_dim)),
-        "countsketch, factors T=64": (
-            partial(matrix.factored, factors, scratch),
-            on_64(inputs, proj_dim),
-        ),
+        OURS: METHODS[OURS](inputs, proj_dim),
+        "countsketch, matrix": on_matrix(inputs, proj_dim),
+        "countsketch, factors T=64": on_factors(CountSketchProjector, 64)(inputs, proj_dim),
     }
 
 
 def threads_worker(p: int, proj_dim: int, rounds: int, threads: int) -> dict[str, Any]:
-    """Return wall milliseconds of every round, by kind of input and distribution over threads."""
+    """Return wall milliseconds of every round, by kind of input and number of threads."""
     inputs = Inputs.draw(p, p)
     found: dict[str, Any] = {}
     with torch.no_grad():
-        for name, (plain, workers) in threaded_calls(inputs, proj_dim).items():
-            ways = {
-                "one thread": (1, plain),
-                f"{threads} threads within each operation": (threads, plain),
-                f"{threads} row workers": (threads, workers),
-            }
+        for name, call in threaded_calls(inputs, proj_dim).items():
+            ways = {"one thread": 1, f"{threads} threads": threads}
             times: dict[str, list[float]] = {way: [] for way in ways}
             for turn in range(rounds + 1):
-                for way, (count, call) in ways.items():
+                for way, count in ways.items():
                     torch.set_num_threads(count)
                     seconds = wall_seconds(call)
                     if turn:  # the first round starts threads and draws hash functions

@@ -243,7 +243,7 @@ class Attributor:
             The numbers of rows that this call wrote, and that it found or other processes wrote.
 
         Raises:
-            InvalidInputError: If the data, a batch or a checkpoint is not what is expected.
+            InvalidInputError: If the data, a batch or a checkpoint has the wrong type, shape or length.
             NonFiniteError: If a value of a row is NaN or infinite; names the rows.
             ManifestMismatchError: If the store has other settings or other data; names every difference. Or if
                 recomputed rows differ from the stored ones; names the first row, and each quantity that differs.

@@ -152,8 +152,8 @@ def test_a_rank_that_cannot_read_the_data_ends_the_others(tmp_path: Path) -> Non
 @pytest.mark.parametrize(
     ("job", "said"),
     [
-        (cases.with_other_weights, "another checkpoint 'current' (digest of its weights) than another rank"),
-        (cases.other_calls, "another call than another rank: "),
+        (cases.with_other_weights, "the checkpoint 'current' (digest of its weights) '"),
+        (cases.other_calls, 'the call "'),
     ],
     ids=["weights", "calls"],
 )
@@ -162,7 +162,8 @@ def test_ranks_that_do_not_do_the_same_are_told(tmp_path: Path, job: Any, said: 
 
     failures = [message for kind, message in found if kind == "RankError"]
     assert len(failures) == 2
-    assert all(message.startswith("Rank 1 has another ") and said in message for message in failures)
+    assert all(message.startswith(f"Rank 1 has {said}") for message in failures)
+    assert all(", but another rank has '" in message for message in failures)
 
 
 def test_a_call_after_one_that_failed_tells_of_errors_like_any_other() -> None:
@@ -171,7 +172,7 @@ def test_a_call_after_one_that_failed_tells_of_errors_like_any_other() -> None:
     assert own == "not there"
     assert re.match(r"Rank 1 failed in .* \(LookupError: not there\)\. ", first)
     assert again == second
-    assert second.startswith("Rank 1 has another number than another rank: '1', there '0'")
+    assert second.startswith("Rank 1 has the number '1', but another rank has '0'")
 
 
 def test_an_error_after_others_are_done_ends_the_same_call_on_all_ranks() -> None:
@@ -186,8 +187,8 @@ def test_a_rank_that_waits_is_told_of_an_error_while_a_third_one_computes() -> N
     (_, computing), (_, waiting), (_, own) = on_ranks(3, cases.fails_beside_a_busy_rank)
 
     assert own == "not there"
-    assert re.match(r"Rank 2 failed in a call \(LookupError: not there\)\. Rank 1 stops", waiting)
-    assert re.match(r"Rank 2 failed in a call \(LookupError: not there\)\. Rank 0 stops", computing)
+    assert re.match(r"Rank 2 failed in a call \(LookupError: not there\)\. Rank 1 therefore stops", waiting)
+    assert re.match(r"Rank 2 failed in a call \(LookupError: not there\)\. Rank 0 therefore stops", computing)
 
 
 def test_a_call_leaves_process_groups_to_the_script() -> None:
@@ -283,6 +284,13 @@ class SilentStore:
         return value.encode()
 
 
+class LostStore:
+    """Keys that were in a process which has ended: every request fails."""
+
+    def check(self, keys: list[str]) -> bool:
+        raise torch.distributed.DistNetworkError("Connection reset")
+
+
 class Pending:
     """A group whose operations wait for a rank that does not come."""
 
@@ -305,13 +313,42 @@ def test_a_rank_whose_questions_are_not_answered_goes_on_with_rows_and_does_not_
 
     ranks.watch()
     ranks.agree("checkpoint", "this one", wait=False)
-    assert "Rank 1 has had no reply for 0 s, and continues." in caplog.text
+    assert "did not reply for 0 s; rank 1 continues without it." in caplog.text
     ranks.watch()
-    with pytest.raises(RankError, match=r"key-value store does not reply for 0 s\. Rank 1 stops"):
+    with pytest.raises(RankError, match=r"key-value store does not reply for 0 s\. Rank 1 therefore stops"):
         ranks.broadcast("whether", lambda: "yes")
     ranks.report(ValueError("of which nobody hears"))
     ranks.close()
     store.never.set()
+
+
+def test_a_rank_does_not_wait_for_sums_if_the_store_is_lost(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(distributed, "_PATIENCE", 0.1)
+    monkeypatch.setattr(distributed, "_LOOK_EVERY", 0.01)
+    monkeypatch.setattr(distributed, "_part_of", lambda name, store: store)
+    ranks = distributed._TorchRanks(LostStore(), 1, 2, number=1)
+    ranks._group = Pending()
+
+    with pytest.raises(
+        RankError, match=r"key-value store cannot be reached \(Connection reset\)\. Rank 1 therefore"
+    ):
+        ranks.broadcast("whether", lambda: "yes")
+    ranks.report(ValueError("not sent"))
+    ranks.close()
+
+
+def test_a_rank_that_cannot_connect_names_the_setting_of_the_network(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refused(*_: object) -> None:
+        raise RuntimeError("connect: no route to host")
+
+    monkeypatch.setattr(torch.distributed, "ProcessGroupGloo", refused)
+    store = torch.distributed.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    distributed._part_of("1", store).add("arrived", 1)
+    ranks = distributed._TorchRanks(store, 0, 2, number=1)
+
+    with pytest.raises(RankError, match=r"no route to host\)\. On several machines, set GLOO_SOCKET_IFNAME"):
+        ranks.enter()
+    ranks.close()
 
 
 def test_a_rank_that_is_waited_for_is_asked_for_and_at_last_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -334,7 +371,7 @@ def test_a_rank_that_failed_after_it_arrived_is_not_connected_to() -> None:
     of_call.set("failed", "Rank 1 was interrupted.")
     ranks = distributed._TorchRanks(store, 0, 2, number=1)
 
-    with pytest.raises(RankError, match=r"Rank 1 was interrupted\. Rank 0 stops"):
+    with pytest.raises(RankError, match=r"Rank 1 was interrupted\. Rank 0 therefore stops"):
         ranks.enter()
     ranks.close()
 
@@ -352,7 +389,7 @@ def test_no_rank_writes_rows_before_all_have_the_same_model(tmp_path: Path) -> N
     found = on_ranks(2, cases.rank_0_comes_late_with_other_weights, str(tmp_path / "a.zarr"))
 
     assert [kind for kind, _ in found] == ["RankError", "RankError"]
-    assert all("Rank 1 has another checkpoint 'current'" in reason for _, reason in found)
+    assert all("Rank 1 has the checkpoint 'current'" in reason for _, reason in found)
     assert not (tmp_path / "a.zarr").exists()
 
 

@@ -930,8 +930,6 @@ BOUNDED_ELSEWHERE = {
     "store/disk/records.py",  # a line of at most a mebibyte
     "store/manifest.py",  # what was written by canonical_json just before
     "store/_grid.py",
-    "retraining/verify.py",  # what rank 0 of the same run said
-    "scoring/grams.py",
 }
 
 

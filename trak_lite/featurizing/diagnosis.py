@@ -77,8 +77,8 @@ def _refuse_changed_parameters(model: nn.Module, versions: Mapping[str, int]) ->
     if changed:
         raise UnsupportedModelError(
             f"The forward pass of {class_of(model).__name__} in eval mode changes {len(changed)} of its parameters "
-            f"in place, the first of them {changed[0]!r}. Expected a forward pass that only reads them. If it does so "
-            "once, call model.eval() and make one pass before you give it to trak_lite, and attribute it as it is then."
+            f"in place, the first of them {changed[0]!r}. Expected a forward pass that only reads them. If only "
+            "the first pass changes them, call model.eval() and run one pass before you create the Attributor."
         )
 
 

@@ -44,8 +44,8 @@ from trak_lite.modelout_functions import AbstractModelOutput, ModelCall
 from trak_lite.parallel.ranks import Ranks
 from trak_lite.parallel.sharing import LazyTable, SharedRows, has_free_rows
 from trak_lite.projectors import AbstractProjector
-from trak_lite.run.tables import FEATURES, as_tensor, feature_table_spec, fisher_folder
-from trak_lite.store import AbstractFeatureStore, AbstractRowTable, Column, Manifest, TableSpec
+from trak_lite.run.tables import FEATURES, as_tensor, feature_table_spec, fisher_folder, fisher_paths
+from trak_lite.store import AbstractFeatureStore, AbstractRowTable, Column, TableSpec
 from trak_lite.store._base import NEEDED_UNTIL
 from trak_lite.types import Batch, FeatureLayout
 
@@ -81,10 +81,11 @@ class FisherFits:
         """Whether the fit of the checkpoint with this table is incomplete, and no process works on the rest."""
         if self.has(path, layout):
             return False
-        folder = _folder(path, self._fingerprint(path, layout))
+        drawn, gram = fisher_paths(path, self._fingerprint(path, layout))
         try:
-            found = {name: self._store.open_table(name) for name in self._store.table_names(folder)}
-            table = found.get(f"{folder}/gram", found.get(f"{folder}/drawn"))
+            known = self._store.table_names(fisher_folder(path))
+            found = {name: self._store.open_table(name) for name in (drawn, gram) if name in known}
+            table = found.get(gram, found.get(drawn))
             return table is None or table.complete or has_free_rows(table)
         except (StoreError, StateError):
             # Another process has completed the matrices and dropped the table that they are computed from.
@@ -163,13 +164,13 @@ class FisherFits:
                 raise _FittedByOthersError
 
         fingerprint = self._fingerprint(path, layout)
-        folder = _folder(path, fingerprint)
+        drawn_path, gram_path = fisher_paths(path, fingerprint)
         samples = _DrawnRows(rows, task, computer, self._method, layout)
         spec = feature_table_spec(len(samples), layout.width, "float32", fingerprint)
         try:
             with ranks.checking(stop_when_fitted):
                 featurize_rows(
-                    self._lazy_table(f"{folder}/drawn", spec, {NEEDED_UNTIL: f"{folder}/{_GRAM}"}),
+                    self._lazy_table(drawn_path, spec, {NEEDED_UNTIL: gram_path}),
                     samples,
                     lambda *_: computer,
                     projector,
@@ -181,11 +182,9 @@ class FisherFits:
                     ranks=ranks,
                     wait=wait,
                 )
-            drawn = self._store.open_table(f"{folder}/drawn")
+            drawn = self._store.open_table(drawn_path)
             if drawn.complete:
-                self._sum_up(
-                    f"{folder}/gram", drawn, layout, len(rows), device=device, ranks=ranks, wait=wait
-                )
+                self._sum_up(gram_path, drawn, layout, len(rows), device=device, ranks=ranks, wait=wait)
         except (_FittedByOthersError, StoreError, StateError):
             # The process that completes the matrices drops the table that they are computed from, while others use it.
             if self._fitted(path, layout) is None:
@@ -196,7 +195,7 @@ class FisherFits:
         """Drop tables that a kill may have left: inputs of a finished fit, and fits to fewer train rows."""
         if not self._store.writable or not self.has(path, layout):
             return
-        current = f"{_folder(path, self._fingerprint(path, layout))}/{_GRAM}"
+        _, current = fisher_paths(path, self._fingerprint(path, layout))
         for table in self._store.table_names(fisher_folder(path)):
             with contextlib.suppress(
                 BusyError, MissingStoreError
@@ -262,7 +261,7 @@ class FisherFits:
 
     def _fitted(self, path: str, layout: FeatureLayout) -> AbstractRowTable | None:
         """Return the table of the checkpoint's gram matrices if it is complete."""
-        name = f"{_folder(path, self._fingerprint(path, layout))}/gram"
+        _, name = fisher_paths(path, self._fingerprint(path, layout))
         if name not in self._store.table_names(fisher_folder(path)):
             return None
         table = self._store.open_table(name)
@@ -275,11 +274,6 @@ class FisherFits:
             "layout": layout.to_json(),
             "weights": self._store.open_table(path).spec.fingerprint["weights"],
         }
-
-
-def _folder(path: str, fingerprint: Mapping[str, Any]) -> str:
-    """Return the group of tables of a fit; different fingerprints have different groups."""
-    return f"{fisher_folder(path)}/{Manifest(fingerprint).digest()[:16]}"
 
 
 @final

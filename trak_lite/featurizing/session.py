@@ -264,7 +264,9 @@ class FeaturizingSession:
     def _holders(self) -> str:
         """Return the holder of rows of the first unfinished checkpoint."""
         path = self._path(self._unfinished[0][1])
-        return holder_of(self.store.open_table(path)) or f"others work on {path}, at what is not rows of it."
+        return (
+            holder_of(self.store.open_table(path)) or f"another process works on the curvature fit of {path}."
+        )
 
     def _is_featurized(self, digest: str) -> bool:
         """Return whether all rows of a checkpoint, and its Fisher fit if needed, are complete."""
@@ -529,9 +531,8 @@ class FeaturizingSession:
             named = some_of(f"{path} (featurized as {name!r})" for path, name in lacking.items())
             raise StateError(
                 f"The store has {len(paths)} checkpoints, and the weights of {named} are needed {purpose}, but none of "
-                "the known sources holds them. Pass checkpoints=... with those to use, as they were given to "
-                "featurize; others are left out then. What is not wanted any more: "
-                f"drop_checkpoint({next(iter(lacking))!r})."
+                "the known sources has them. Pass the same checkpoints=... as to featurize; the scores then use only "
+                f"these. To remove a checkpoint from the store: drop_checkpoint({next(iter(lacking))!r})."
             )
 
     def features(self, batch: Batch, rows: NDArray[np.int64], *, model_id: int, what: str) -> Tensor:

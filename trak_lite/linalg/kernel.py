@@ -658,7 +658,7 @@ def _mean_eigenvalue(gram: Tensor, segment: str) -> float:
 
 
 def _noise_floor(values: Tensor) -> float:
-    """Return the relative size below which a pivot or eigenvalue of ``k`` values cannot be told from zero."""
+    """Return the relative size below which a pivot or eigenvalue of ``k`` values is indistinguishable from zero."""
     return _PIVOT_MARGIN * values.shape[0] * torch.finfo(values.dtype).eps
 
 

@@ -12,9 +12,9 @@ from __future__ import annotations
 
 import atexit
 import contextlib
+import io
 import logging
 import os
-import pickle
 import threading
 import time
 import warnings
@@ -44,6 +44,7 @@ _FAILED, _GONE = "failed", "gone"
 _PATIENCE = 30.0  # seconds until a waiting rank warns, and until a store that does not reply is given up
 _LOOK_EVERY = 0.2  # seconds
 _LONGEST_WAIT = timedelta(days=7)  # another rank may retrain models; one that is killed is noticed at once
+_LONGEST_CONNECTING = timedelta(minutes=5)
 _ADVICE = (
     "Every rank must make the same calls; those for one rank alone (in an 'if rank == 0:') need "
     "Attributor(distributed=False)."
@@ -107,7 +108,7 @@ class Ranks:
 
         Args:
             what: Name of the value, for messages.
-            value: Computes the value, which must be picklable. Called on rank 0 only.
+            value: Computes the value: a JSON value or an array. Called on rank 0 only.
         """
         return value()
 
@@ -123,7 +124,7 @@ class Ranks:
         Memory: two values, for any number of ranks.
 
         Args:
-            value: The value of this rank; must be picklable.
+            value: The value of this rank: a JSON value or an array.
             merge: Its first argument is the merged value of the lower ranks.
         """
         return value
@@ -232,9 +233,22 @@ class _TorchRanks(Ranks):
         self._failure = self._ask(self._read_failure)
         self.watch()  # a rank that has arrived and failed does not connect
         store = _part_of("group", self._store)
-        self._group = dist.ProcessGroupGloo(store, self.rank, self.size, dist.default_pg_timeout)
-        self._group.set_timeout(_LONGEST_WAIT)
+        self._group = self._ask(lambda: self._connected(store))
+        if isinstance(self._group, RuntimeError):
+            raise self._stopped(
+                f"Rank {self.rank} cannot connect to the other ranks ({self._group}). On several machines, set "
+                "GLOO_SOCKET_IFNAME to the network interface that connects them."
+            )
         self.agree("call", self._call)
+
+    def _connected(self, store: Any) -> Any:
+        """Return a group of all ranks, or the error. It blocks if a rank has ended since it arrived."""
+        try:
+            group = dist.ProcessGroupGloo(store, self.rank, self.size, _LONGEST_CONNECTING)
+        except RuntimeError as error:
+            return error
+        group.set_timeout(_LONGEST_WAIT)
+        return group
 
     def leave(self) -> None:
         """Wait for all ranks, because one may still fail, and rank 0 may serve the store."""
@@ -242,7 +256,7 @@ class _TorchRanks(Ranks):
 
     def report(self, error: BaseException) -> None:
         """Record this rank's error for the other ranks, unless the call has failed already."""
-        if self._failure is None:
+        if self._failure is None and self._lost is None:
             own = f"Rank {self.rank} failed in {self._call} ({type(error).__name__}: {error})."
             reason = str(error) if isinstance(error, RankError) else own
             with contextlib.suppress(RankError):  # the store cannot be reached
@@ -272,7 +286,7 @@ class _TorchRanks(Ranks):
         if rank < self.size:
             value = self._sent(what, value, rank) if wait else value
             raise RankError(
-                f"Rank {rank} has another {what} than another rank: {value[:200]!r}, there {other[:200]!r}. All ranks "
+                f"Rank {rank} has the {what} {value[:200]!r}, but another rank has {other[:200]!r}. All ranks "
                 f"need the same model, data and settings (set a seed before the model is built). {_ADVICE}"
             )
 
@@ -303,13 +317,13 @@ class _TorchRanks(Ranks):
 
     def _sent(self, what: str, value: Any, source: int) -> Any:
         """Return the value of one rank."""
-        data = np.frombuffer(bytearray(pickle.dumps(value) if self.rank == source else b""), np.uint8)
+        data = np.frombuffer(bytearray(_encoded(value) if self.rank == source else b""), np.uint8)
         length = torch.from_numpy(np.array([len(data)]))
         self._together(what, self._group.broadcast, length, source)
         if self.rank != source:
             data = np.empty(int(length), np.uint8)
         self._together(what, self._group.broadcast, torch.from_numpy(data), source)
-        return value if self.rank == source else pickle.loads(data.data)
+        return value if self.rank == source else _decoded(data.tobytes())
 
     def _together(self, what: str, operation: Callable[..., Any], *given: Any) -> None:
         """Run an operation of all ranks.
@@ -341,7 +355,11 @@ class _TorchRanks(Ranks):
             found: bytes = self._ask(lambda: self._store.compare_set(key, "", value))
         except RankError:
             self.watch()
-            logger.warning("Rank %d has had no reply for %d s, and continues.", self.rank, _PATIENCE)
+            logger.warning(
+                "The ranks' key-value store did not reply for %d s; rank %d continues without it.",
+                _PATIENCE,
+                self.rank,
+            )
             return value
         return found.decode()
 
@@ -360,8 +378,8 @@ class _TorchRanks(Ranks):
                 return
             if self._known_looks != self._looks:
                 self._known_looks, self._silence = self._looks, 0.0
-            if self._silence > _PATIENCE and self._lost is None:
-                failure = f"The ranks' key-value store does not reply for {_PATIENCE:.0f} s."
+            if self._silence > _PATIENCE:  # not at once: rank 0 may serve the store, and leave first
+                failure = self._lost or f"The ranks' key-value store does not reply for {_PATIENCE:.0f} s."
             if failure is not None:
                 raise self._stopped(failure)
             check(waited)
@@ -395,14 +413,17 @@ class _TorchRanks(Ranks):
     def _look(self) -> None:
         """Look for a failure again and again, in the background."""
         try:
+            # A connection of its own, if torch supports it: a request of another thread may hold the shared one.
+            store = self._store.clone() if hasattr(self._store, "clone") else self._store
             while not self._closed.wait(_LOOK_EVERY):
-                self._failure = self._read_failure()
+                self._failure = self._read_failure(store)
                 self._looks += 1
         except RuntimeError as error:
             self._lost = _unreachable(error)
 
-    def _read_failure(self) -> str | None:
-        return self._store.get(_FAILED).decode() if self._store.check([_FAILED]) else None
+    def _read_failure(self, store: Any = None) -> str | None:
+        store = store or self._store
+        return store.get(_FAILED).decode() if store.check([_FAILED]) else None
 
     def _read_gone(self) -> str:
         return self._all_calls.get(_GONE).decode() if self._all_calls.check([_GONE]) else ""
@@ -420,9 +441,20 @@ class _TorchRanks(Ranks):
 
     def _stopped(self, reason: str) -> RankError:
         return RankError(
-            f"{reason} Rank {self.rank} stops for that reason. What was done is safe: the same call again continues, "
-            "with any number of ranks."
+            f"{reason} Rank {self.rank} therefore stops. Finished rows are stored. Make the same call again to "
+            "continue, with any number of ranks."
         )
+
+
+def _encoded(value: Any) -> bytes:
+    stream = io.BytesIO()
+    torch.save(torch.from_numpy(value) if isinstance(value, np.ndarray) else value, stream)
+    return stream.getvalue()
+
+
+def _decoded(data: bytes) -> Any:
+    value = torch.load(io.BytesIO(data), weights_only=True)
+    return value.numpy() if isinstance(value, Tensor) else value
 
 
 def _unreachable(error: RuntimeError) -> str:

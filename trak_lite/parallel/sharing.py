@@ -115,7 +115,7 @@ class Patience:
             self._said_next *= _SAID_AGAIN_AFTER
             logger.warning(
                 "Has been waiting %s for %.0f s: %s If that process was stopped or hangs, end it on its host "
-                "(kill -9 and its pid): what it has written stays, and this process takes over what it held.",
+                "(kill -9 and its pid): rows that it has written stay, and this process computes the rest.",
                 purpose,
                 now - self._began,
                 holder(),
@@ -350,7 +350,7 @@ class SharedRows:
         except (BusyError, StateError) as error:
             if isinstance(error, StateError) and chunk not in self._table.committed_chunks():
                 raise
-            logger.info("Computed in vain: %s", error)
+            logger.info("Discarded a batch that another process has written: %s", error)
             self.written -= self._put.pop(chunk, 0)
             self._next = self._anywhere(self.spec.num_rows // self.spec.chunk_rows + 1)
             return
@@ -419,7 +419,7 @@ class SharedRows:
         except HeldHereError:
             raise  # this process holds it elsewhere: waiting would never end
         except BusyError as error:
-            logger.debug("Left to its writer: %s", error)
+            logger.debug("Skipped a chunk that another process holds: %s", error)
             self._busy = error
             return None
         self._claimed.add(chunk)
@@ -449,7 +449,8 @@ class SharedRows:
         self._done.say("waiting for other writers")
         left = sum(self._left.values())
         self._patience.wait(
-            f"for {left} rows that others hold", lambda: str(self._busy or "their writers are not named.")
+            f"for {left} rows that other processes compute",
+            lambda: str(self._busy or "the store does not name these processes."),
         )
         before = len(self._left)
         if self._look():  # if no chunk is left, a failure of another rank no longer matters

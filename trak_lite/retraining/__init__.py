@@ -1,4 +1,4 @@
-"""Retraining on subsets of the train rows, and what it says of scores."""
+"""Retraining on subsets of the train rows, to test scores."""
 
 from trak_lite.retraining.subsets import Retrained as Retrained
 from trak_lite.retraining.subsets import retrain as retrain

@@ -34,6 +34,7 @@ from trak_lite.featurizing.row_checks import done_rows
 from trak_lite.parallel.sharing import LazyTable, SharedRows
 from trak_lite.retraining._sources import carried_values, describe_source
 from trak_lite.retraining.side_by_side import VectorisedTraining
+from trak_lite.run.tables import retrained_path
 from trak_lite.run.workspace import Workspace
 from trak_lite.store import Column, Manifest, RemotePlace, TableSpec
 from trak_lite.store.manifest import compare_fingerprints
@@ -298,10 +299,9 @@ def _own_table(workspace: Workspace, group: str, plan: _Plan, run: _Run) -> str:
     Raises:
         ManifestMismatchError: If ``train_id`` names another training.
     """
-    base = f"{group}/{Manifest(plan.fingerprint).digest()[:16]}"
     known = workspace.store().table_names(group) if workspace.exists else []
     number = 0
-    while (path := f"{base}-{number}" if number else base) in known:
+    while (path := retrained_path(group, plan.fingerprint, number)) in known:
         why = _why_another(workspace, path, plan, run)
         if why is None:
             return path

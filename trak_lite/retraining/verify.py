@@ -153,7 +153,7 @@ def verify(
 
     # Rank 0 computes the verdict; the other ranks wait and receive it.
     with run.joined(f"verify {name!r}") as ranks:
-        return ranks.broadcast("the verdict", decide)
+        return Verdict.from_json(ranks.broadcast("the verdict", lambda: decide().to_json()))
 
 
 def _require_stored(scores: Scores) -> None:

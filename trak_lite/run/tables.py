@@ -32,18 +32,21 @@ __all__ = [
     "drop_checkpoint",
     "feature_table_spec",
     "fisher_folder",
+    "fisher_paths",
     "model_id_of",
     "num_train_rows",
     "plain_target_folder",
     "preconditioned_folder",
     "predictions_path",
     "retrain_path",
+    "retrained_path",
     "score_path",
     "score_paths",
     "score_table_spec",
     "scored_names",
     "table_path",
     "target_folder",
+    "target_names",
     "target_path",
     "target_table_path",
     "target_table_spec",
@@ -198,6 +201,12 @@ def fisher_folder(path: str) -> str:
     return f"fisher/{path}"
 
 
+def fisher_paths(path: str, fingerprint: Mapping[str, Any]) -> tuple[str, str]:
+    """Return the paths of the drawn rows and of the gram matrices of a Fisher fit; another fit has other paths."""
+    folder = f"{fisher_folder(path)}/{Manifest(fingerprint).digest()[:16]}"
+    return f"{folder}/drawn", f"{folder}/gram"
+
+
 def curvature_path(digest: str) -> str:
     """Return the path of the Kronecker-factored curvature of the checkpoint whose weights have this digest."""
     return f"ekfac/{digest[:16]}"
@@ -211,6 +220,18 @@ def top_path(name: str) -> str:
 def retrain_path(name: str) -> str:
     """Return the path of the outputs of models retrained for a target set."""
     return f"retrains/{name}"
+
+
+def retrained_path(group: str, fingerprint: Mapping[str, Any], number: int) -> str:
+    """Return the path of the outputs of one training in the folder :func:`retrain_path`."""
+    path = f"{group}/{Manifest(fingerprint).digest()[:16]}"
+    return f"{path}-{number}" if number else path
+
+
+def target_names(store: AbstractFeatureStore, method: AbstractMethod) -> list[str]:
+    """Return the names of the target sets with features that a method reads, sorted."""
+    group = "preconditioned" if isinstance(method, EKFAC) else "targets"
+    return sorted({path.split("/")[1] for path in store.table_names(group)})
 
 
 def checkpoint_tables(store: AbstractFeatureStore) -> dict[str, str]:

@@ -394,7 +394,7 @@ def _transforms(method: AbstractMethod) -> bool:
 
 
 def _same_shape(transformed: Tensor, rows: Tensor, method: AbstractMethod) -> Tensor:
-    """Return what a method made of rows, if it has their shape."""
+    """Return transformed rows; raise if their shape has changed."""
     if transformed.shape != rows.shape:
         raise InvalidInputError(
             f"{method.name}.transform returned the shape {tuple(transformed.shape)} for rows {tuple(rows.shape)}. "

@@ -36,7 +36,9 @@ from trak_lite.run.tables import (
     scored_names,
     table_path,
     target_folder,
+    target_names,
     target_path,
+    target_table_path,
     top_path,
     verdict_path,
 )
@@ -295,15 +297,15 @@ def _scorable_tables(
     Raises:
         StateError: If no checkpoint has such features, or train rows are pending.
     """
-    folder = target_folder(name, method)
-    known = store.table_names(folder.split("/")[0])
+    known = store.table_names(target_folder(name, method))
+    features = {
+        digest: target_table_path(name, method, store.open_table(path)) for digest, path in paths.items()
+    }
     digests = [
-        digest
-        for digest, path in paths.items()
-        if f"{folder}/{path}" in known and store.open_table(f"{folder}/{path}").complete
+        digest for digest, path in features.items() if path in known and store.open_table(path).complete
     ]
     if not digests:
-        names = sorted({path.split("/")[1] for path in known})
+        names = target_names(store, method)
         raise StateError(
             f"There are no features of targets {name!r}; stored targets: {names}. Call score(data, name={name!r})."
         )
@@ -396,8 +398,8 @@ class ScoreResult:
     def top_and_bottom(self, source: ScoreSource, k: int) -> NDArray[np.float64]:
         """Return the k most helpful and most harmful rows of every target, from the store's cache or from one pass.
 
-        A cache miss costs one pass over the stored rows, which the ranks of the source share. A store that is open for
-        reading caches nothing.
+        A cache miss costs one pass over the stored rows, which the ranks of the source share. Nothing is
+        cached if the store is read-only.
         """
         name, key = top_path(self._name), self.digest()
         rows = self._store.cached(name, key)

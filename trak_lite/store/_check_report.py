@@ -80,7 +80,7 @@ class Report:
     findings: tuple[Finding, ...]
     tally: Tally
     set_aside: tuple[SetAside, ...] = field(default=())
-    """What a repair moved, and where to."""
+    """Files that a repair has renamed, with their new paths."""
 
     @property
     def ok(self) -> bool:

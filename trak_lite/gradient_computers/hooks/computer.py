@@ -104,7 +104,7 @@ class HookGradientComputer(AbstractStreamingComputer):
             task: Model output function.
             grad_dim: P, if the caller wants it checked.
             dtype: Accepted for the original's signature; gradients keep their parameter's dtype.
-            device: Accepted for the original's signature; gradients live where the model lives.
+            device: Ignored, part of the original's signature; gradients are on the model's device.
             grad_wrt: Parameters to keep (:func:`select_parameters`); ``None`` keeps those that require grad.
             chunk_size: Number of samples per pass; bounds the memory of a large batch.
             autocast_dtype: Run the forward pass under autocast in this dtype (float16 or bfloat16).

@@ -298,14 +298,13 @@ def fast_jl_map(
     scaled: bool,
     most_rows: int = _ROWS[-1],
 ) -> AbstractMatrixMap:
-    """Return the extension's map where it can be used, and this package's own where not.
+    """Return the extension's map if it can be used, otherwise the map of this package.
 
     Args:
         proj_dim: K, number of features per sample.
         proj_type: Distribution of the entries.
         seed: Any integer.
-        device: Where the projection runs; ``None`` for the current GPU, and where there is none for where the
-            gradients are.
+        device: Device of the projection; ``None`` for the current GPU, or the gradients' device if there is no GPU.
         dtype: Dtype of the features.
         memory_budget: Bytes that matrices of this package may take.
         scaled: Whether features are divided by ``sqrt(K)``.

@@ -81,10 +81,10 @@ class MatrixCache:
             num_rows: p, number of entries of the parameter.
             model_id: The checkpoint; matrices of another one are dropped.
             dtype: float32 or float64.
-            device: Where the rows are wanted; matrices on another device are dropped.
+            device: Device of the result; matrices on another device are dropped.
 
         Yields:
-            A tensor that is valid until the next one is asked for.
+            A tensor that is valid until the next call.
         """
         self._prepare(model_id, device)
         key = parameter_key(self._seed, model_id, name, self._entries_type.stream)

@@ -126,7 +126,7 @@ def parameter_key(seed: int, model_id: int, name: str, stream: Stream, *parts: i
         seed: Any Python integer.
         model_id: The checkpoint.
         name: The parameter's canonical name; its 64-bit BLAKE2b digest enters the key.
-        stream: What the words are used for.
+        stream: Purpose of the numbers; each purpose has an independent stream.
         *parts: Further numbers, for several uses of one stream.
     """
     digest = hashlib.blake2b(name.encode(), digest_size=8).digest()
