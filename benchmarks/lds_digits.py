@@ -117,7 +117,8 @@ def main() -> None:
         print("| method | models | K | bytes per row | CPU s | chosen on | LDS |")
         print("|---|--:|--:|--:|--:|--:|--:|")
         for method in args.methods:
-            if method in {**TEXT_METHODS, **TEXT_PEERS} and name != "python_lm":
+            is_text = SETTINGS[name].task == "causal_language_modeling"
+            if method in {**TEXT_METHODS, **TEXT_PEERS} and not is_text:
                 continue
             figures = row(name, method, truth)
             print(line(method, figures), flush=True)

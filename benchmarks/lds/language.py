@@ -1,13 +1,14 @@
-"""The language-model setting: a byte-level GPT, trained on Python's own library, then fine-tuned on other parts of it.
+"""The language-model settings: a byte-level GPT, trained on a part of a text source, then fine-tuned on other parts.
 
-The weights before fine-tuning are stored in ``benchmarks/data`` as float16, so that every machine fine-tunes the
-same model.
+``python`` is code of Python's standard library, ``topics`` the English of Python's reference (``pydoc_data.topics``).
+The weights before fine-tuning are in ``benchmarks/data`` as float16, so that every machine fine-tunes the same model.
 
-Run:  python -m benchmarks.lds.language   (trains these weights again: minutes)
+Run:  python -m benchmarks.lds.language {python, topics}   (trains these weights again: minutes)
 """
 
 from __future__ import annotations
 
+import sys
 import sysconfig
 from functools import cache
 from pathlib import Path
@@ -18,6 +19,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from benchmarks import models
+from benchmarks.lds import data
 
 CHUNK = 128
 NUM_TRAIN, NUM_TARGETS = 600, 150
@@ -31,24 +33,48 @@ TRAINED_ON = (
     "traceback typing zipfile"
 )
 STEPS, BATCH, LEARNING_RATE = 3000, 16, 4e-3
-BASE = Path(__file__).parents[1] / "data" / "lds_python_lm_base.npz"
+TOPICS_BEFORE = 0.6
+"""Share of the topics that the model is trained on before it is fine-tuned."""
 
 
-def source(module: str) -> bytes:
+def base(source: str) -> Path:
+    """Return the file of the weights before fine-tuning."""
+    return Path(__file__).parents[1] / "data" / f"lds_{source}_lm_base.npz"
+
+
+def module_text(module: str) -> bytes:
     """Return the source of a module of the standard library; of a package, its ``__init__``."""
     folder = Path(sysconfig.get_path("stdlib"))
     file = folder / f"{module}.py"
     return (file if file.exists() else folder / module / "__init__.py").read_bytes()
 
 
+def topics() -> list[bytes]:
+    """Return the topics of Python's reference in a fixed random order."""
+    from pydoc_data.topics import topics as texts
+
+    order = np.random.default_rng(9).permutation(len(texts))
+    return [texts[name].encode() for name in np.array(sorted(texts))[order]]
+
+
 @cache
-def chunks() -> tuple[Tensor, Tensor, Tensor, Tensor]:
+def python_chunks() -> data.Data:
     """Return train chunks of bytes ``(N, 128)``, their labels (the same), and targets ``(M, 128)`` with labels."""
-    texts = [source(module) for module in FINE_TUNED_ON.split()]
+    return _chunks([module_text(module) for module in FINE_TUNED_ON.split()], NUM_TRAIN)
+
+
+@cache
+def topics_chunks() -> data.Data:
+    """Return chunks of the topics that the model has not seen before, N = 450."""
+    texts = topics()
+    return _chunks(texts[int(TOPICS_BEFORE * len(texts)) :], 450)
+
+
+def _chunks(texts: list[bytes], num_train: int) -> data.Data:
     cut = [text[i : i + CHUNK] for text in texts for i in range(0, len(text) - CHUNK + 1, CHUNK)]
-    order = np.random.default_rng(0).permutation(len(cut))[: NUM_TRAIN + NUM_TARGETS]
+    order = np.random.default_rng(0).permutation(len(cut))[: num_train + NUM_TARGETS]
     ids = torch.tensor([list(cut[i]) for i in order])
-    return ids[:NUM_TRAIN], ids[:NUM_TRAIN], ids[NUM_TRAIN:], ids[NUM_TRAIN:]
+    return ids[:num_train], ids[:num_train], ids[num_train:], ids[num_train:]
 
 
 def gpt() -> nn.Module:
@@ -60,10 +86,10 @@ def gpt() -> nn.Module:
     return model
 
 
-def pretrained_gpt() -> nn.Module:
+def pretrained_gpt(source: str) -> nn.Module:
     """Return the model before fine-tuning."""
     model = gpt()
-    with np.load(BASE) as stored:
+    with np.load(base(source)) as stored:
         model.load_state_dict({name: torch.from_numpy(stored[name]).float() for name in stored.files})
     return model
 
@@ -75,9 +101,13 @@ def next_byte_loss(logits: Tensor, ids: Tensor) -> Tensor:
 
 def main() -> None:
     """Train the model that is fine-tuned later."""
+    source = sys.argv[1]
     torch.set_num_threads(1)
     torch.manual_seed(0)
-    text = torch.frombuffer(bytearray(b"".join(map(source, TRAINED_ON.split()))), dtype=torch.uint8).long()
+    texts = topics()
+    before = texts[: int(TOPICS_BEFORE * len(texts))]
+    parts = before if source == "topics" else [module_text(module) for module in TRAINED_ON.split()]
+    text = torch.frombuffer(bytearray(b"".join(parts)), dtype=torch.uint8).long()
     model = gpt()
     optimizer = torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE)
     schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, LEARNING_RATE, STEPS)
@@ -91,9 +121,10 @@ def main() -> None:
         schedule.step()
         if step % 100 == 99:
             print(f"step {step + 1}: {loss.item():.3f}", flush=True)
-    BASE.parent.mkdir(exist_ok=True)
-    np.savez_compressed(BASE, **{name: p.detach().half().numpy() for name, p in model.named_parameters()})
-    inputs, _, targets, _ = chunks()
+    np.savez_compressed(
+        base(source), **{name: p.detach().half().numpy() for name, p in model.named_parameters()}
+    )
+    inputs, _, targets, _ = topics_chunks() if source == "topics" else python_chunks()
     with torch.no_grad():
         values = [next_byte_loss(model(ids), ids).item() for ids in (inputs, targets)]
     print("before fine-tuning: train {:.3f}, targets {:.3f} nats per byte".format(*values))

@@ -1,8 +1,18 @@
 """The problems of the benchmark: data, models and training. Shapes: N train rows, M targets.
 
-``digits_mlp`` and ``digits_cnn``: scikit-learn's digits with noise of standard deviation 0.3 and 10 % of the train
-labels changed to another class, N = 1200, M = 300 with clean labels. ``python_lm``: a byte-level GPT fine-tuned on
-chunks of 20 modules of Python's standard library, N = 600; M = 150 other chunks of the same modules.
+| setting | data (:mod:`benchmarks.lds.data`) | model, training |
+|---|---|---|
+| digits_mlp, digits_cnn | digits with noise, 10 % of the labels wrong | ReLU, SGD .05, over-fitted |
+| digits_lr | digits | logistic regression, weight decay 1e-3 |
+| digits_relu | digits | ReLU perceptron, SGD .1 |
+| digits_gelu_sgd, digits_gelu_adam | digits | GELU perceptron, SGD .02 or Adam |
+| digits_tailed | digits, classes of 140 to 14 rows | ReLU perceptron, stopped early |
+| digits_bn | digits | convolutions with batch norm |
+| mnist_mlp, mnist_cnn | 4,000 images of MNIST | ReLU |
+| affairs | survey, 8 features, 2 classes | perceptron, weight decay 1e-2 |
+| diamonds | 9 features, regression of the log price | perceptron, Adam |
+| package_words | pieces of text, 12 classes of unequal size | mean of word vectors, Adam |
+| python_lm, topics_lm | code, and the English of Python's reference | byte-level GPT, fine-tuned |
 """
 
 from __future__ import annotations
@@ -10,22 +20,20 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import cache, partial
+from functools import partial
+from itertools import pairwise
+from typing import Any
 
-import numpy as np
-import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from benchmarks.lds import language
+from benchmarks.lds import data, language
 from trak_lite.modelout_functions import (
     AbstractModelOutput,
     CausalLanguageModelingModelOutput,
     ImageClassificationModelOutput,
+    RegressionModelOutput,
 )
-
-NUM_TRAIN, NUM_TARGETS = 1200, 300
-NOISE, FLIPPED = 0.3, 0.1
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,6 +61,10 @@ class Setting:
     """Half-subsets of the ground truth."""
     stack: int
     """Models that train at once."""
+    momentum: float = 0.9
+    """Of SGD."""
+    seeds: int = 3
+    """Models per subset of the ground truth."""
 
 
 def digest(*arrays: Tensor) -> str:
@@ -61,30 +73,6 @@ def digest(*arrays: Tensor) -> str:
     for array in arrays:
         found.update(str(tuple(array.shape)).encode() + array.numpy().tobytes())
     return found.hexdigest()[:16]
-
-
-@cache
-def digits() -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Return noisy images ``(N, 1, 8, 8)`` with labels of which a tenth is wrong, and targets with clean labels."""
-    from sklearn.datasets import load_digits
-
-    found, rng = load_digits(), np.random.default_rng(0)
-    order = rng.permutation(len(found.target))[: NUM_TRAIN + NUM_TARGETS]
-    images = found.images[order] / 16 + NOISE * rng.standard_normal((len(order), 8, 8))
-    labels = found.target[order]
-    wrong = rng.choice(NUM_TRAIN, int(FLIPPED * NUM_TRAIN), replace=False)
-    labels[wrong] = (labels[wrong] + rng.integers(1, 10, len(wrong))) % 10
-    x, y = torch.from_numpy(images).float().unsqueeze(1), torch.from_numpy(labels).long()
-    return x[:NUM_TRAIN], y[:NUM_TRAIN], x[NUM_TRAIN:], y[NUM_TRAIN:]
-
-
-@cache
-def flipped_rows() -> np.ndarray:
-    """Return a mask of the train rows with wrong labels, ``(N,)``."""
-    from sklearn.datasets import load_digits
-
-    order = np.random.default_rng(0).permutation(len(load_digits().target))[:NUM_TRAIN]
-    return load_digits().target[order] != digits()[1].numpy()
 
 
 def mlp() -> nn.Module:
@@ -110,15 +98,75 @@ def cnn() -> nn.Module:
     )
 
 
-_IMAGES = {
+def perceptron(activation: type[nn.Module], *widths: int) -> nn.Module:
+    """Return linear layers of these widths with activations between them."""
+    layers: list[nn.Module] = [nn.Flatten()] if widths[0] >= 64 else []
+    for first, second in pairwise(widths):
+        layers += [nn.Linear(first, second), activation()]
+    return nn.Sequential(*layers[:-1])
+
+
+def normalized_cnn() -> nn.Module:
+    """Return a small network of two convolutions with batch norm and two linear layers."""
+    return nn.Sequential(
+        nn.Conv2d(1, 16, 3, padding=1),
+        nn.BatchNorm2d(16),
+        nn.ReLU(),
+        nn.MaxPool2d(2),
+        nn.Conv2d(16, 32, 3, padding=1),
+        nn.BatchNorm2d(32),
+        nn.ReLU(),
+        nn.MaxPool2d(2),
+        nn.Flatten(),
+        nn.Linear(128, 10),
+    )
+
+
+def mnist_cnn() -> nn.Module:
+    """Return a network of two convolutions and two linear layers for images of 14 x 14 pixels."""
+    return nn.Sequential(
+        nn.Conv2d(1, 8, 3, padding=1),
+        nn.ReLU(),
+        nn.MaxPool2d(2),
+        nn.Conv2d(8, 16, 3, padding=1),
+        nn.ReLU(),
+        nn.MaxPool2d(2),
+        nn.Flatten(),
+        nn.Linear(144, 64),
+        nn.ReLU(),
+        nn.Linear(64, 10),
+    )
+
+
+class MeanOfWords(nn.Module):
+    """Classifies a text by the mean of its word vectors."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.words = nn.Embedding(data.VOCABULARY, 32)
+        self.hidden = nn.Linear(32, 64)
+        self.head = nn.Linear(64, len(data.PACKAGES.split()))
+
+    def forward(self, ids: Tensor) -> Tensor:
+        return self.head(functional.relu(self.hidden(self.words(ids).mean(-2))))
+
+
+def squared_error(predictions: Tensor, values: Tensor) -> Tensor:
+    """Return half the mean squared error of predictions ``(B, 1)``."""
+    return (predictions.squeeze(-1) - values).square().mean() / 2
+
+
+_IMAGES: dict[str, Any] = {
     "task": "image_classification",
     "measured": ImageClassificationModelOutput,
-    "data": digits,
+    "data": data.digits,
     "loss": functional.cross_entropy,
     "optimizer": "SGD",
     "weight_decay": 0.0,
     "batch_size": 50,
 }
+_CLEAN: dict[str, Any] = {**_IMAGES, "data": data.clean_digits, "subsets": 120, "stack": 60}
+_EVERY_OTHER = (1, 2, 4, 6, 8, 10, 12, 14, 17, 20)
 SETTINGS = {
     setting.name: setting
     for setting in (
@@ -146,8 +194,8 @@ SETTINGS = {
             name="python_lm",
             task="causal_language_modeling",
             measured=partial(CausalLanguageModelingModelOutput, output="margin"),
-            make_model=language.pretrained_gpt,
-            data=language.chunks,
+            make_model=partial(language.pretrained_gpt, "python"),
+            data=language.python_chunks,
             loss=language.next_byte_loss,
             optimizer="AdamW",
             learning_rate=2e-3,
@@ -157,6 +205,127 @@ SETTINGS = {
             checkpoint_epochs=(1, 2, 3, 4),
             subsets=80,
             stack=1,
+        ),
+        Setting(
+            name="digits_lr",
+            make_model=partial(perceptron, nn.Identity, 64, 10),
+            learning_rate=0.05,
+            epochs=40,
+            checkpoint_epochs=(4, 8, 12, 16, 20, 24, 28, 32, 36, 40),
+            **{**_CLEAN, "weight_decay": 1e-3},
+        ),
+        Setting(
+            name="digits_relu",
+            make_model=partial(perceptron, nn.ReLU, 64, 128, 64, 10),
+            learning_rate=0.1,
+            momentum=0.0,
+            epochs=20,
+            checkpoint_epochs=_EVERY_OTHER,
+            **_CLEAN,
+        ),
+        Setting(
+            name="digits_gelu_sgd",
+            make_model=partial(perceptron, nn.GELU, 64, 128, 64, 10),
+            learning_rate=0.02,
+            epochs=20,
+            checkpoint_epochs=_EVERY_OTHER,
+            **_CLEAN,
+        ),
+        Setting(
+            name="digits_gelu_adam",
+            make_model=partial(perceptron, nn.GELU, 64, 128, 64, 10),
+            learning_rate=2e-3,
+            epochs=20,
+            checkpoint_epochs=_EVERY_OTHER,
+            **{**_CLEAN, "optimizer": "AdamW", "weight_decay": 1e-2},
+        ),
+        Setting(
+            name="digits_tailed",
+            make_model=partial(perceptron, nn.ReLU, 64, 64, 10),
+            learning_rate=0.05,
+            epochs=8,
+            checkpoint_epochs=(1, 2, 3, 4, 5, 6, 7, 8),
+            **{**_CLEAN, "data": data.tailed_digits, "batch_size": 25},
+        ),
+        Setting(
+            name="digits_bn",
+            make_model=normalized_cnn,
+            learning_rate=0.05,
+            epochs=12,
+            checkpoint_epochs=(1, 2, 3, 4, 5, 6, 7, 8, 10, 12),
+            **{**_CLEAN, "stack": 20, "subsets": 80, "seeds": 2},
+        ),
+        Setting(
+            name="mnist_mlp",
+            make_model=partial(perceptron, nn.ReLU, 784, 64, 64, 10),
+            learning_rate=0.05,
+            epochs=10,
+            checkpoint_epochs=(1, 2, 3, 4, 5, 6, 7, 8, 9, 10),
+            **{**_CLEAN, "data": data.mnist, "stack": 20, "subsets": 100, "seeds": 2},
+        ),
+        Setting(
+            name="mnist_cnn",
+            make_model=mnist_cnn,
+            learning_rate=0.05,
+            epochs=8,
+            checkpoint_epochs=(1, 2, 3, 4, 5, 6, 7, 8),
+            **{**_CLEAN, "data": data.small_mnist, "stack": 10, "subsets": 60, "seeds": 2},
+        ),
+        Setting(
+            name="affairs",
+            make_model=partial(perceptron, nn.ReLU, 8, 32, 32, 2),
+            learning_rate=0.05,
+            epochs=15,
+            checkpoint_epochs=(1, 2, 3, 4, 5, 7, 9, 11, 13, 15),
+            **{**_CLEAN, "data": data.affairs, "weight_decay": 1e-2, "batch_size": 100},
+        ),
+        Setting(
+            name="diamonds",
+            task="regression",
+            measured=RegressionModelOutput,
+            make_model=partial(perceptron, nn.Tanh, 9, 32, 32, 1),
+            data=data.diamonds,
+            loss=squared_error,
+            optimizer="AdamW",
+            learning_rate=3e-3,
+            weight_decay=1e-2,
+            batch_size=100,
+            epochs=15,
+            checkpoint_epochs=(1, 2, 3, 4, 5, 7, 9, 11, 13, 15),
+            subsets=120,
+            stack=60,
+        ),
+        Setting(
+            name="package_words",
+            make_model=MeanOfWords,
+            learning_rate=3e-3,
+            epochs=12,
+            checkpoint_epochs=(1, 2, 3, 4, 5, 6, 7, 8, 10, 12),
+            **{
+                **_CLEAN,
+                "data": data.package_words,
+                "optimizer": "AdamW",
+                "weight_decay": 1e-2,
+                "stack": 20,
+                "subsets": 100,
+            },
+        ),
+        Setting(
+            name="topics_lm",
+            task="causal_language_modeling",
+            measured=partial(CausalLanguageModelingModelOutput, output="margin"),
+            make_model=partial(language.pretrained_gpt, "topics"),
+            data=language.topics_chunks,
+            loss=language.next_byte_loss,
+            optimizer="AdamW",
+            learning_rate=2e-3,
+            weight_decay=0.01,
+            batch_size=10,
+            epochs=3,
+            checkpoint_epochs=(1, 2, 3),
+            subsets=60,
+            stack=1,
+            seeds=2,
         ),
     )
 }

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 
 import numpy as np
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.func import functional_call, grad, stack_module_state, vmap
 
 from benchmarks.lds.settings import Setting
@@ -38,10 +38,11 @@ def train(setting: Setting, masks: np.ndarray, seeds: Sequence[int]) -> list[lis
         modules.append(setting.make_model())
     # The tied weights of a GPT appear once among its parameters, and stay tied.
     names = [name for name, _ in modules[0].named_parameters()]
-    stacked = {name: stack_module_state(modules)[0][name].detach().requires_grad_() for name in names}
+    first = stack_module_state(modules)[0]
+    stacked = {name: first[name].detach().requires_grad_() for name in names}
     steps_per_epoch = math.ceil(int(masks[0].sum()) / setting.batch_size)
     step, advance = _stepper(setting, stacked, setting.epochs * steps_per_epoch)
-    gradient = vmap(grad(_loss(setting, modules[0])))
+    gradient = vmap(grad(_loss(setting, _of_batches(modules[0]))))
     orders = [np.random.default_rng((seed, 1)) for seed in seeds]
     saved: list[list[Weights]] = [[] for _ in seeds]
     for epoch in range(1, setting.epochs + 1):
@@ -55,8 +56,31 @@ def train(setting: Setting, masks: np.ndarray, seeds: Sequence[int]) -> list[lis
             advance()
         if epoch in setting.checkpoint_epochs:
             for k, checkpoints in enumerate(saved):
-                checkpoints.append({name: value[k].detach().clone() for name, value in stacked.items()})
+                weights = {name: value[k].detach().clone() for name, value in stacked.items()}
+                checkpoints.append(weights | _statistics(setting, weights, inputs[np.flatnonzero(masks[k])]))
     return saved
+
+
+def _of_batches(module: nn.Module) -> nn.Module:
+    """Make batch norms use the statistics of each batch alone: a stack of models cannot share running ones."""
+    for part in module.modules():
+        if isinstance(part, nn.BatchNorm2d):
+            part.running_mean = part.running_var = part.num_batches_tracked = None
+    return module
+
+
+@torch.no_grad()
+def _statistics(setting: Setting, weights: Weights, inputs: Tensor) -> Weights:
+    """Return the buffers of batch norms, from one pass over all rows of a model."""
+    module = setting.make_model().train()
+    if not list(module.buffers()):
+        return {}
+    for part in module.modules():
+        if isinstance(part, nn.BatchNorm2d):
+            part.momentum = 1.0
+    module.load_state_dict(weights, strict=False)  # names of buffers are missing
+    module(inputs)
+    return {name: value.clone() for name, value in module.named_buffers()}
 
 
 def _loss(setting: Setting, module):
@@ -70,7 +94,9 @@ def _stepper(setting: Setting, stacked: Weights, steps: int):
     """Return the step of the optimizer, and the schedule of the learning rate: a cosine that falls to zero."""
     settings = {"lr": setting.learning_rate, "weight_decay": setting.weight_decay}
     if setting.optimizer == "SGD":
-        optimizer: torch.optim.Optimizer = torch.optim.SGD(stacked.values(), momentum=0.9, **settings)
+        optimizer: torch.optim.Optimizer = torch.optim.SGD(
+            stacked.values(), momentum=setting.momentum, **settings
+        )
     else:
         optimizer = torch.optim.AdamW(stacked.values(), **settings)
     schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, steps)

@@ -3,7 +3,7 @@
 Outputs are cached in ``benchmarks/data/lds_<setting>.npz`` with the values that determine them. The weights of runs
 on all data are trained again, in seconds to minutes, and stored in ``runs/lds``, which git ignores.
 
-Run:  python -m benchmarks.lds.truth [--settings digits_mlp ...] [--seeds 3]
+Run:  python -m benchmarks.lds.truth [--settings digits_mlp ...]
 """
 
 from __future__ import annotations
@@ -48,6 +48,8 @@ def identity(setting: Setting) -> str:
     """Return the values that determine the ground truth, as JSON: data, model and training."""
     weights = setting.make_model().named_parameters()
     fields = {name: getattr(setting, name) for name in ("task", "optimizer", "learning_rate", "weight_decay")}
+    if setting.momentum != 0.9:
+        fields["momentum"] = setting.momentum
     fields |= {"batch_size": setting.batch_size, "epochs": setting.epochs, "data": digest(*setting.data())}
     return json.dumps({**fields, "parameters": {name: list(p.shape) for name, p in weights}}, sort_keys=True)
 
@@ -75,8 +77,9 @@ def _remedy(setting: Setting) -> str:
     return f"Run: python -m benchmarks.lds.truth --settings {setting.name}"
 
 
-def generate(setting: Setting, num_seeds: int) -> Path:
+def generate(setting: Setting) -> Path:
     """Retrain on every subset with every seed, and cache the outputs."""
+    num_seeds = setting.seeds
     masks = subset_masks(len(setting.data()[0]), setting.subsets)
     found = np.empty((setting.subsets, num_seeds, len(setting.data()[2])), dtype=np.float32)
     start = time.perf_counter()
@@ -118,11 +121,10 @@ def main() -> None:
     """Generate the ground truth of the settings."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--settings", nargs="*", default=list(SETTINGS), choices=list(SETTINGS))
-    parser.add_argument("--seeds", type=int, default=3)
     args = parser.parse_args()
     torch.set_num_threads(1)
     for name in args.settings:
-        print(generate(SETTINGS[name], args.seeds))
+        print(generate(SETTINGS[name]))
 
 
 if __name__ == "__main__":

@@ -251,7 +251,7 @@ def test_two_processes_share_the_retrainings(tmp_path):
     assert [worker.exitcode for worker in workers] == [0, 0]
     trained = (tmp_path / "log").read_text().splitlines()
     assert len(set(trained)) == BUDGET
-    assert len(trained) == BUDGET + 1, "the first model by both, every other one by one"
+    assert len(trained) <= BUDGET + 1, "at most the first model by both, every other one by one"
     verdict = attributor(tmp_path / "a.zarr").scores("t").verdict
     alone = scored(tmp_path / "b.zarr")
     assert verdict == verify(alone, partial(train, config={"lr": 0.5}))
