@@ -154,7 +154,7 @@ def read_figures(path: str, count: int) -> dict[str, float]:
     memory, store, anew, product = in_turn(
         lambda: score_all(in_memory, targets),
         lambda: score_all(reader, targets),
-        lambda: score_all(ZarrFeatureStore.open(path, verify="never").open_table("ckpt-0"), targets),
+        lambda: score_all(ZarrFeatureStore.open(path, check="never").open_table("ckpt-0"), targets),
         lambda: [block @ targets.T for block in wide],
     )
     return {

@@ -24,7 +24,7 @@ from trak_lite.errors import (
     StateError,
 )
 from trak_lite.parallel import sharing
-from trak_lite.store import MemoryFeatureStore, ZarrFeatureStore, _grid, verify_store
+from trak_lite.store import MemoryFeatureStore, ZarrFeatureStore, _grid, check_store
 
 N, R = 70, 32
 MORE = [1, R - 1, R, R + 1]
@@ -87,7 +87,7 @@ def test_only_appended_rows_are_featurized_and_a_reader_from_before_sees_what_it
     after = features(path)
     np.testing.assert_array_equal(after[:N], before)
     np.testing.assert_allclose(after, features(whole)[: N + more], rtol=1e-4, atol=1e-5)
-    assert verify_store(path).findings == ()
+    assert check_store(path).findings == ()
 
 
 @pytest.mark.parametrize("in_memory", [False, True])

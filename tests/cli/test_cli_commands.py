@@ -244,7 +244,7 @@ def test_a_moved_store_repeats_its_run(copied: Path, ran: Path, capsys: pytest.C
     shown = done(["run", "--from", str(copied / "run.zarr"), *typed(ran)], capsys)
 
     assert "featurized: 0 rows written, 120 found" in shown
-    assert f"kept in {copied}/run.zarr" in shown
+    assert f"stored in {copied}/run.zarr" in shown
     with open_store(str(copied / "run.zarr")) as store:
         first, second = stored_records(store)
     assert second.config == {**first.config, "path": str(copied / "run.zarr")}

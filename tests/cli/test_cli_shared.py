@@ -11,7 +11,7 @@ from cli_cases import RECIPE, write_case
 from forked import start_script
 
 from trak_lite import cli
-from trak_lite.store import ZarrFeatureStore, verify_store
+from trak_lite.store import ZarrFeatureStore, check_store
 
 PROCESSES, ROWS = 3, 1024  # four chunks of the smallest size
 MEETING = (
@@ -86,4 +86,4 @@ def test_commands_on_one_store_share_the_rows(
     assert cli.main(["featurize", configs["alone"], "--checkpoints", "null"]) == 0
     assert f"{ROWS} rows written, 0 found" in capsys.readouterr().out
     np.testing.assert_array_equal(features(tmp_path / "shared"), features(tmp_path / "alone"))
-    assert verify_store(tmp_path / "shared" / "run.zarr").findings == ()
+    assert check_store(tmp_path / "shared" / "run.zarr").findings == ()

@@ -1,7 +1,7 @@
 """Metadata and whole pieces of a finished store, changed in any way: is it noticed, or harmless?
 
 A small store with two checkpoints, a target set, two score tables and kept gram matrices. A reader of a changed one is
-refused by name or sees exactly the right rows, settings and tables, and ``verify_store`` names what a reader refuses.
+refused by name or sees exactly the right rows, settings and tables, and ``check_store`` names what a reader refuses.
 """
 
 import contextlib
@@ -14,7 +14,7 @@ from fault_cases import Violated
 from fault_damage import edited_json, files_in, kind_of
 
 from trak_lite.errors import IncompleteStoreError, StoreError
-from trak_lite.store import Column, Manifest, TableSpec, ZarrFeatureStore, verify_store
+from trak_lite.store import Column, Manifest, TableSpec, ZarrFeatureStore, check_store
 from trak_lite.store._checksums import crc32c
 
 METHOD = {"name": "TRAK", "damping": 0.00390625}
@@ -101,7 +101,7 @@ def outcome(root, right):
             differing = [key for key in right.keys() | told.keys() if told.get(key) != right.get(key)]
             raise Violated(f"a reader is told other contents without a word: {differing}", wrong=1)
     try:
-        named = bool(verify_store(root).findings)
+        named = bool(check_store(root).findings)
     except StoreError:
         named = True
     if refused is not None and not incomplete and not named:
@@ -199,7 +199,7 @@ def prepared(folder, specs):
     """Return the root of a new store and what a reader of it is told."""
     root = os.path.join(folder, "sound.zarr")
     build(root, specs)
-    if verify_store(root).findings:
+    if check_store(root).findings:
         raise Violated("a new store has findings")
     return root, contents(root)
 

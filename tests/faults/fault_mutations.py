@@ -33,7 +33,7 @@ from fault_power import plant
 from hypothesis import HealthCheck, Phase, settings
 
 from trak_lite.errors import MissingStoreError, StoreError
-from trak_lite.store import ZarrFeatureStore, verify_store
+from trak_lite.store import ZarrFeatureStore, check_store
 from trak_lite.store.disk.documents import sealed
 
 _UNFIT = (ValueError, LookupError, TypeError, AttributeError, RecursionError)
@@ -155,7 +155,7 @@ def examine_mutated(root, case, done):
     if resume(root, case):
         return "refused" if refusals else "harmless, or pending"
     with contextlib.suppress(StoreError):
-        verify_store(root, repair=True)
+        check_store(root, repair=True)
     look(root, case, np.ones_like(done))  # any row may have been put before the run was refused
     return "repaired" if resume(root, case) else "refused"
 
@@ -163,7 +163,7 @@ def examine_mutated(root, case, done):
 def sound(root):
     """Return whether verifying finds nothing damaged."""
     try:
-        report = verify_store(root)
+        report = check_store(root)
     except StoreError:
         return False
     return report.ok and bool(str(report))

@@ -34,7 +34,7 @@ from trak_lite import Attributor, TRAKer, verify
 from trak_lite import cli as command_line
 from trak_lite.errors import InvalidInputError, MissingStoreError
 from trak_lite.methods import EKFAC, Fisher
-from trak_lite.store import RemotePlace, open_store, verify_store
+from trak_lite.store import RemotePlace, check_store, open_store
 from trak_lite.store._failpoints import (
     DROP_FAILPOINTS,
     FAILPOINTS,
@@ -366,7 +366,7 @@ def check(folder):
     lost = lost_rows(folder)
     for name in ("run.zarr", "trak.zarr"):
         if os.path.isdir(f"{folder}/{name}"):
-            report = verify_store(f"{folder}/{name}")
+            report = check_store(f"{folder}/{name}")
             if not report.ok:
                 return f"{lost} rows lost; {report}".encode()
     return f"{lost} rows lost".encode() if lost else b""

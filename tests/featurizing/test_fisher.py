@@ -29,7 +29,7 @@ from trak_lite.gradient_computers import FunctionalGradientComputer
 from trak_lite.methods import TRAK, Fisher, GaussNewton
 from trak_lite.modelout_functions import ModelCall, MultiLabelModelOutput
 from trak_lite.modelout_functions._sampling import LossModelOutput
-from trak_lite.store import RemotePlace, ZarrFeatureStore, verify_store
+from trak_lite.store import RemotePlace, ZarrFeatureStore, check_store
 
 N, M, K, VOCABULARY, LENGTH = 7, 3, 4, 5, 4
 LM = "causal_language_modeling"
@@ -274,7 +274,7 @@ def test_what_a_fit_was_made_of_is_named_and_dropped_after_a_kill(
         patch.setattr(FisherFits, "sweep", lambda *_: None)
         attributor(path).featurize(TRAIN)
     (left,) = (name for name in ZarrFeatureStore.open(path).table_names() if name.endswith("/drawn"))
-    report = verify_store(path)
+    report = check_store(path)
     assert report.ok
     assert [(finding.level, finding.table) for finding in report.findings] == [("note", left)]
     assert "left over" in report.findings[0].finding
@@ -282,7 +282,7 @@ def test_what_a_fit_was_made_of_is_named_and_dropped_after_a_kill(
     attributor(path).featurize(TRAIN)
 
     assert left not in ZarrFeatureStore.open(path).table_names()
-    assert verify_store(path).findings == ()
+    assert check_store(path).findings == ()
     assert fits == ["ckpt-0"]
 
 

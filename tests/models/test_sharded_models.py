@@ -14,7 +14,7 @@ from forked import forkserver
 
 from trak_lite.errors import UnsupportedModelError
 from trak_lite.models.sharded import ShardedModel
-from trak_lite.store import _grid, verify_store
+from trak_lite.store import _grid, check_store
 
 Run = Callable[..., list[Any]]
 
@@ -92,7 +92,7 @@ def check_same(path: Path, expected: dict[str, np.ndarray]) -> None:
     assert list(found) == list(expected)
     for name, values in expected.items():
         np.testing.assert_array_equal(found[name], values, err_msg=name)
-    assert verify_store(path).findings == ()
+    assert check_store(path).findings == ()
 
 
 @pytest.mark.parametrize("world", [1, 2])

@@ -26,7 +26,7 @@ import numpy as np
 from recorded_run import ENDED, LOGS, SCORING, STORE, Job, contents, last_row, read_log
 
 from trak_lite.errors import MissingStoreError
-from trak_lite.store import ZarrFeatureStore, verify_store
+from trak_lite.store import ZarrFeatureStore, check_store
 
 SCRIPT = Path(__file__).with_name("recorded_run.py")
 WORLDS = (1, 2, 3, 4)
@@ -217,8 +217,8 @@ class Round:
                 raise Violated(f"{len(rows)} rows of {name} are wrong, the first is {rows[:1]}.")
         if self.worst_score > 1e-5:
             raise Violated(f"Scores are off by {self.worst_score:.1e} of the largest.")
-        if findings := verify_store(self.folder / STORE).findings:
-            raise Violated(f"verify_store found {findings}.")
+        if findings := check_store(self.folder / STORE).findings:
+            raise Violated(f"check_store found {findings}.")
 
     def count_rows(self) -> None:
         """No row was computed that was on disk before, and of the others few more than once."""

@@ -29,7 +29,7 @@ from trak_lite.models.checkpoints import Checkpoint
 from trak_lite.parallel import ranks as distributed
 from trak_lite.parallel.ranks import Ranks
 from trak_lite.scoring.grams import _share
-from trak_lite.store import verify_store
+from trak_lite.store import check_store
 from trak_lite.types import FeatureLayout
 
 Answers = list[tuple[str, Any]]
@@ -103,7 +103,7 @@ def test_ranks_write_every_row_once_with_the_bits_of_one_process(
             np.testing.assert_allclose(values, expected[name], rtol=1e-5, atol=1e-5 * np.abs(values).max())
         else:
             np.testing.assert_array_equal(values, expected[name], err_msg=name)
-    assert verify_store(tmp_path / "a.zarr").findings == ()
+    assert check_store(tmp_path / "a.zarr").findings == ()
 
 
 def test_the_best_rows_are_those_of_all_scores_whoever_found_them(tmp_path: Path) -> None:

@@ -17,7 +17,7 @@ from shared_run_cases import BATCH, N, R, answer, answer_held_up, contents, run
 
 from trak_lite.errors import MissingStoreError, StateError
 from trak_lite.featurizing import session as featurizing
-from trak_lite.store import ZarrFeatureStore, _grid, verify_store
+from trak_lite.store import ZarrFeatureStore, _grid, check_store
 
 ROWS = 2 * N  # of two checkpoints
 
@@ -69,7 +69,7 @@ def check_same(path: Path, expected: list[np.ndarray], count: int = N) -> None:
     assert len(found) == len(expected)
     for mine, theirs in zip(found, expected, strict=True):
         np.testing.assert_array_equal(mine, theirs)
-    assert verify_store(path).findings == ()
+    assert check_store(path).findings == ()
 
 
 @pytest.mark.parametrize(("count", "workers"), [(2, 0), (3, 0), (2, 1)])

@@ -255,7 +255,7 @@ def test_the_best_and_worst_rows_are_found_and_kept_without_the_matrix(
     made = featurized(tmp_path / "a.zarr")
     sparse = made.score(TARGETS, name="test", method=method, dense=False, k=7)
     assert not any((tmp_path / "a.zarr" / folder).exists() for folder in ("scores", "views"))
-    assert "not kept, computed from the rows in" in repr(sparse)
+    assert "not stored, computed from the rows in" in repr(sparse)
     dense = made.score(TARGETS, name="test", method=method)
 
     def refuse(*_: Any, **__: Any) -> None:

@@ -19,7 +19,7 @@ from forking import serve
 from store_cases import LONG, NAME, PACKED, SPEC, open_for_writing, open_remote, values
 
 from trak_lite.errors import BusyError, StoreError, StoreFullError
-from trak_lite.store import Manifest, ZarrFeatureStore, verify_store
+from trak_lite.store import Manifest, ZarrFeatureStore, check_store
 
 ANSWERS = -1
 
@@ -133,7 +133,7 @@ def fill_disk(path):
 
 def repair(path):
     """Set damaged chunks aside."""
-    return str(verify_store(path, repair=True))
+    return str(check_store(path, repair=True))
 
 
 def drop(path, name):

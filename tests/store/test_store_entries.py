@@ -8,7 +8,7 @@ from torch.utils.data import TensorDataset
 
 from trak_lite import Attributor, methods, verify
 from trak_lite.errors import CorruptStoreError
-from trak_lite.store import Manifest, RemotePlace, ZarrFeatureStore, open_store, verify_store
+from trak_lite.store import Manifest, RemotePlace, ZarrFeatureStore, check_store, open_store
 
 
 def flip_last_byte(path):
@@ -21,7 +21,7 @@ def test_a_damaged_entry_is_named_by_reading_and_by_a_check(tmp_path):
     path = tmp_path / "run.zarr"
     with ZarrFeatureStore.create(path, Manifest({})) as store:
         store.put_entry("verdicts/a", "key", np.arange(4.0))
-    assert verify_store(path).ok
+    assert check_store(path).ok
     flip_last_byte(path / ".entries" / "verdicts%a.safetensors")
 
     with (
@@ -29,12 +29,12 @@ def test_a_damaged_entry_is_named_by_reading_and_by_a_check(tmp_path):
         pytest.raises(CorruptStoreError, match="is damaged"),
     ):
         store.entry("verdicts/a", "key")
-    report = verify_store(path)
+    report = check_store(path)
     assert not report.ok
     assert "the entry 'verdicts%a.safetensors' is damaged" in str(report)
     with open_store(path, "r+") as store:
         store.put_entry("verdicts/a", "key", np.arange(4.0))
-    assert verify_store(path).ok
+    assert check_store(path).ok
 
 
 def test_every_flipped_bit_of_an_entry_is_noticed(tmp_path):
@@ -131,8 +131,8 @@ def test_a_damaged_object_is_named_by_a_check(tmp_path):
     made = attributor(place)
     made.featurize(data(24))
     made.score(data(5, 1), method="EKFAC")
-    assert verify_store(place).ok
+    assert check_store(place).ok
     flip_last_byte(next((tmp_path / "objects" / ".entries").iterdir()))
-    report = verify_store(place)
+    report = check_store(place)
     assert not report.ok
     assert "is damaged" in str(report)

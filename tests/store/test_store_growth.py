@@ -40,7 +40,7 @@ from trak_lite.errors import (
     StateError,
     StoreError,
 )
-from trak_lite.store import ZarrFeatureStore, verify_store
+from trak_lite.store import ZarrFeatureStore, check_store
 from trak_lite.store._failpoints import FAILPOINTS, GROWTH_FAILPOINTS
 from trak_lite.store.disk import listing as _listing
 from trak_lite.store.disk import zarr_table as _zarr_table
@@ -85,7 +85,7 @@ def check_rows(path, num_rows):
         assert table.spec.num_rows == num_rows
         for name, expected in values(range(num_rows)).items():
             np.testing.assert_array_equal(table.read(name), expected)
-    report = verify_store(path)
+    report = check_store(path)
     assert report.findings == ()
     assert report.tally.pending_rows == 0
 
@@ -97,7 +97,7 @@ def test_only_the_new_rows_are_pending_and_the_full_chunks_stay_where_they_are(f
 
     assert done_rows(full) == list(range(11))
     assert content(folder(full, "features/c.1.0")) == before
-    assert verify_store(full).findings == ()
+    assert check_store(full).findings == ()
     put_pending(full)
     check_rows(full, 11 + more)
 
@@ -124,8 +124,8 @@ def test_growing_may_be_killed_at_any_step(tmp_path, victims, failpoint, more):
             break
         deaths += 1
         assert done_rows(path)[:11] == list(range(11))
-        assert verify_store(path).ok
-        assert verify_store(path, repair=True).set_aside == ()
+        assert check_store(path).ok
+        assert check_store(path, repair=True).set_aside == ()
         grow(path, 11 + more)
         assert done_rows(path)[:11] == list(range(11))
         put_pending(path)
@@ -143,7 +143,7 @@ def test_filling_a_grown_table_may_be_killed_at_any_step(tmp_path, victims, fail
             break
         deaths += 1
         assert done_rows(path)[:9] == list(range(9))
-        assert verify_store(path).ok
+        assert check_store(path).ok
         put_pending(path)
         check_rows(path, 15)
     assert deaths >= 1
@@ -157,10 +157,10 @@ def test_a_growth_that_was_interrupted_leaves_the_old_size_and_may_be_taken_furt
         with reading(path) as table:
             assert table.spec == SPEC
             assert table.complete
-    noted = [finding.finding for finding in verify_store(path).findings if finding.chunk is None]
+    noted = [finding.finding for finding in check_store(path).findings if finding.chunk is None]
     assert [text.split(" was")[0] for text in noted] == ["growing it to 13 rows", "growing it to 20 rows"]
     grow(path, 11)
-    assert verify_store(path).findings == ()
+    assert check_store(path).findings == ()
     grow(path, 15)
     put_pending(path)
     check_rows(path, 15)
@@ -201,7 +201,7 @@ def test_damage_to_a_chunk_that_is_filled_up_costs_the_rows_of_one_record(nine, 
 
     left = [each for each in range(11) if each != lost]
     assert done_rows(nine) == left
-    assert verify_store(nine, repair=True).ok
+    assert check_store(nine, repair=True).ok
     assert done_rows(nine) == left
     put_pending(nine)
     check_rows(nine, 13)
@@ -216,11 +216,11 @@ def test_damage_to_the_outgrown_chunk_is_never_read(full, where):
         grow(full, 13)
         flip(folder(full, "q/c.2"))
     assert done_rows(full) == list(range(8))
-    assert [(f.chunk, f.level) for f in verify_store(full).findings] == [(2, "damage")]
+    assert [(f.chunk, f.level) for f in check_store(full).findings] == [(2, "damage")]
     with ZarrFeatureStore.open(full, "r+") as store, pytest.raises(CorruptStoreError, match="repair=True"):
         store.open_table(NAME).put(11, values([11]))
 
-    assert verify_store(full, repair=True).ok
+    assert check_store(full, repair=True).ok
     assert done_rows(full) == list(range(8))
     put_pending(full)
     check_rows(full, 13)
@@ -277,7 +277,7 @@ def test_a_chunk_that_the_size_on_the_disk_does_not_explain_is_refused(full):
         shrink(f"{full}/{name}/zarr.json")
     with pytest.raises(CorruptStoreError, match=r"recorded .* for 4 rows"), reading(full):
         pass
-    assert not verify_store(full).ok
+    assert not check_store(full).ok
 
 
 def shrink(path):
@@ -393,7 +393,7 @@ def test_any_call_of_a_growth_may_fail(tmp_path, monkeypatch, call):
         monkeypatch.setattr(os, call, real)
         assert store.grow_table(NAME, 14).pending().tolist() == [11, 12, 13]
         store.close()
-        assert verify_store(path).findings == ()
+        assert check_store(path).findings == ()
         if not fired:
             break
     assert count >= 2
@@ -404,7 +404,7 @@ def test_a_dropped_table_leaves_nothing_on_the_disk(full):
         store.drop_table(NAME)
         assert store.table_names() == []
     assert os.listdir(f"{full}/targets/test") == ["zarr.json"]
-    assert verify_store(full).findings == ()
+    assert check_store(full).findings == ()
 
 
 def test_a_table_is_dropped_as_a_whole_also_by_a_kill(full, victims):
@@ -420,10 +420,10 @@ def test_a_table_is_dropped_as_a_whole_also_by_a_kill(full, victims):
 
 def test_what_a_killed_drop_left_does_not_stand_in_the_way(full, victims):
     assert victims.killed("table_renamed:1", "drop", full, NAME)
-    assert verify_store(full).findings == ()
+    assert check_store(full).findings == ()
     (left,) = (name for name in os.listdir(f"{full}/.tables") if "dropped" in name)
     os.utime(f"{full}/.tables/{left}", (0, 0))
-    (finding,) = verify_store(full).findings
+    (finding,) = check_store(full).findings
     assert (finding.level, "interrupted" in finding.finding) == ("note", True)
 
     with writing(full) as table:
@@ -559,7 +559,7 @@ def test_a_damaged_part_is_not_merged(tmp_path, full):
     ):
         with pytest.raises(CorruptStoreError, match="checksum differs"):
             store.merge([part])
-        verify_store(full, repair=True)
+        check_store(full, repair=True)
         assert store.merge([part]) == {NAME: 3}
         assert store.open_table(NAME).pending().tolist() == [4, 5, 6, 7]
 

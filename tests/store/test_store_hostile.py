@@ -44,7 +44,7 @@ from trak_lite.errors import (
     ReadOnlyStoreError,
     StoreError,
 )
-from trak_lite.store import Column, Manifest, TableSpec, ZarrFeatureStore, verify_store
+from trak_lite.store import Column, Manifest, TableSpec, ZarrFeatureStore, check_store
 from trak_lite.store._checksums import crc32c
 from trak_lite.store.disk.documents import table_identity
 from trak_lite.store.disk.files import named_errors, zeros
@@ -112,7 +112,7 @@ def read_everything(path):
         lambda: ZarrFeatureStore.open(path).open_table(NAME).read_chunk(0, "q"),
         lambda: ZarrFeatureStore.open(path).open_table(NAME).done(),
         lambda: open_for_writing(path)[1].pending(),
-        lambda: verify_store(path),
+        lambda: check_store(path),
     )
     errors = []
     for way in ways:
@@ -144,7 +144,7 @@ def test_attributes_that_are_no_mapping_are_refused(mixed, noted):
         pytest.raises(CorruptStoreError, match=r"ckpt-0/zarr\.json records \w+ as attributes.* Restore"),
     ):
         store.attributes(NAME)
-    assert not verify_store(mixed).ok
+    assert not check_store(mixed).ok
 
 
 @pytest.mark.parametrize("number", [b"NaN", b"-Infinity", b"1e999"])
@@ -213,7 +213,7 @@ def test_metadata_that_went_round_in_a_circle_are_refused(mixed):
 def test_a_group_that_describes_something_else_is_reported(mixed, which):
     edit(f"{mixed}/{which}/zarr.json", lambda record: record.update(num_rows=11))
     assert ZarrFeatureStore.open(mixed).table_names() == [NAME]
-    report = verify_store(mixed)
+    report = check_store(mixed)
     assert not report.ok
     assert report.tally.done_rows == 10  # what is inside is looked at
 
@@ -224,7 +224,7 @@ def test_a_link_in_a_group_without_metadata_is_refused_and_reported(mixed):
     os.symlink("nowhere", f"{mixed}/targets/test")
     with pytest.raises(CorruptStoreError, match="is a symbolic link"):
         ZarrFeatureStore.open(mixed).open_table("targets/test")
-    report = verify_store(mixed)
+    report = check_store(mixed)
     assert not report.ok
     assert "targets/test" in {finding.table for finding in report.findings if finding.level == "damage"}
 
@@ -250,7 +250,7 @@ def test_a_table_that_has_lost_a_column_is_refused_and_its_chunks_are_not_judged
     lost = SPEC.columns[place].name
     with pytest.raises(CorruptStoreError, match="is another table than the one that the store lists"):
         ZarrFeatureStore.open(mixed).open_table(NAME)
-    report = verify_store(mixed, repair=True)
+    report = check_store(mixed, repair=True)
     assert not report.ok
     assert report.set_aside == ()
     os.unlink(f"{mixed}/.tables/{entry_name(NAME)}")
@@ -309,7 +309,7 @@ def test_a_derived_array_that_is_no_array_is_as_good_as_none(mixed, head):
     overwrite(derived(mixed), head(content(derived(mixed))))
     with ZarrFeatureStore.open(mixed, "r+") as store:
         assert store.cached("gram", "key") is None
-        assert "derived array" in verify_store(mixed).findings[0].finding
+        assert "derived array" in check_store(mixed).findings[0].finding
         store.cache("gram", "key", np.eye(2))
         np.testing.assert_array_equal(store.cached("gram", "key"), np.eye(2))
 
@@ -329,7 +329,7 @@ def test_a_pickle_is_never_loaded(mixed, tmp_path, monkeypatch):
     ):
         overwrite(derived(mixed), payload)
         assert ZarrFeatureStore.open(mixed).cached("gram", "key") is None
-        verify_store(mixed)
+        check_store(mixed)
     assert not (tmp_path / "unpickled").exists()
 
 
@@ -442,8 +442,8 @@ def test_a_giant_row_log_costs_its_chunk_and_no_other(mixed):
     os.truncate(row_log(mixed, 2), 1 << 40)
     with pytest.raises(CorruptStoreError, match=r"2\.log has 1\d+ bytes.*rows 8 to 10 \(chunk 2\).*--repair"):
         ZarrFeatureStore.open(mixed).open_table(NAME).done()
-    assert not verify_store(mixed).ok
-    assert verify_store(mixed, repair=True).ok
+    assert not check_store(mixed).ok
+    assert check_store(mixed, repair=True).ok
     with reading(mixed) as table:
         assert np.flatnonzero(table.done()).tolist() == list(range(8))
     finish(mixed)
@@ -452,7 +452,7 @@ def test_a_giant_row_log_costs_its_chunk_and_no_other(mixed):
 def test_a_giant_row_log_of_a_committed_chunk_costs_nothing(mixed):
     overwrite(row_log(mixed, 0), b"")
     os.truncate(row_log(mixed, 0), 1 << 40)
-    assert verify_store(mixed).ok
+    assert check_store(mixed).ok
     with reading(mixed) as table:
         assert np.flatnonzero(table.done()).tolist() == list(range(10))
     finish(mixed)
@@ -475,7 +475,7 @@ def test_a_table_that_no_machine_holds_is_refused(mixed, num_rows, chunk_rows):
     resize_table(mixed, num_rows, chunk_rows)
     with peak_below(8 * MEBIBYTE), pytest.raises(CorruptStoreError, match="does not describe a table"):
         ZarrFeatureStore.open(mixed).open_table(NAME)
-    assert not verify_store(mixed).ok
+    assert not check_store(mixed).ok
 
 
 @pytest.mark.parametrize("chunk_rows", [5, 1 << 26])
@@ -528,7 +528,7 @@ def test_a_row_log_that_names_rows_without_end_is_refused(mixed):
     overwrite(row_log(mixed, 2), log)
     with pytest.raises(CorruptStoreError, match=r"lists 3 rows more than once.*--repair"):
         ZarrFeatureStore.open(mixed).open_table(NAME).done()
-    assert verify_store(mixed, repair=True).ok
+    assert check_store(mixed, repair=True).ok
     finish(mixed)
 
 
@@ -563,7 +563,7 @@ def test_a_line_without_end_ends_a_commit_log(mixed):
         logs.poll()
         assert sorted(logs.latest) == [0, 1]
         assert logs.damaged == {os.path.basename(log): 1}
-    assert verify_store(mixed).ok
+    assert check_store(mixed).ok
     finish(mixed)
 
 
@@ -603,8 +603,8 @@ def test_what_a_reader_refuses_is_damage_and_the_repair_keeps_the_rows(mixed, ha
     harm(mixed)
     with pytest.raises(CorruptStoreError, match="without a commit record"):
         ZarrFeatureStore.open(mixed).open_table(NAME)
-    assert not verify_store(mixed).ok
-    report = verify_store(mixed, repair=True)
+    assert not check_store(mixed).ok
+    report = check_store(mixed, repair=True)
     assert report.ok
     with reading(mixed) as table:
         assert np.flatnonzero(table.done()).tolist() == list(range(10))
@@ -632,7 +632,7 @@ def test_a_pipe_for_a_row_log_is_never_written_to(mixed):
     os.mkfifo(row_log(mixed, 2))
     with pytest.raises(CorruptStoreError, match=r"2\.log is not a plain file"):
         open_for_writing(mixed)
-    assert verify_store(mixed, repair=True).ok
+    assert check_store(mixed, repair=True).ok
     finish(mixed)
 
 
@@ -716,7 +716,7 @@ def test_a_column_that_leads_out_of_the_store_is_refused_on_reading(mixed, name)
     edit(folder(mixed, "zarr.json"), lambda record: record["columns"][1].update(name=name))
     with pytest.raises(CorruptStoreError, match="does not describe a table"):
         ZarrFeatureStore.open(mixed).open_table(NAME)
-    assert not verify_store(mixed).ok
+    assert not check_store(mixed).ok
 
 
 LINKED = [
@@ -740,8 +740,8 @@ ACTIONS = {
     "grow": lambda path: ZarrFeatureStore.open(path, "r+").grow_table(NAME, 30),
     "cached": lambda path: ZarrFeatureStore.open(path).cached("gram", "key"),
     "cache": lambda path: ZarrFeatureStore.open(path, "r+").cache("gram", "key", np.ones((2, 2))),
-    "verify": lambda path: verify_store(path),
-    "repair": lambda path: verify_store(path, repair=True),
+    "verify": lambda path: check_store(path),
+    "repair": lambda path: check_store(path, repair=True),
     "diff": lambda path: ZarrFeatureStore.open(path).diff(sound(path)),
     "diff, from the other": lambda path: sound(path).diff(ZarrFeatureStore.open(path)),
     "merge": lambda path: ZarrFeatureStore.open(path, "r+").merge([sound(path)]),
@@ -781,7 +781,7 @@ def test_a_link_in_a_table_is_refused_and_reported(mixed, linked):
     os.symlink(f"{mixed}-outside", f"{mixed}/{linked}")
     with pytest.raises(CorruptStoreError, match=r"symbolic link|not a plain file"):
         read_rows_and_marks(mixed)
-    assert any(re.search("link|plain file", finding.finding) for finding in verify_store(mixed).findings)
+    assert any(re.search("link|plain file", finding.finding) for finding in check_store(mixed).findings)
 
 
 @pytest.mark.parametrize("name", [".set-aside", ".cache"])
@@ -798,7 +798,7 @@ def test_nothing_is_put_where_a_link_leads(mixed, name):
     with ZarrFeatureStore.open(mixed, "r+") as store:
         put = {
             ".cache": lambda: store.cache("gram", "key", np.eye(2)),
-            ".set-aside": lambda: store.verify(repair=True),
+            ".set-aside": lambda: store.check(repair=True),
         }
         with pytest.raises(CorruptStoreError, match="is a symbolic link"):
             put[name]()
@@ -877,7 +877,7 @@ def test_a_large_zarr_json_is_refused_in_little_memory(where, mixed):
 
     with peak_below(64 * MEBIBYTE):
         errors = read_everything(mixed)
-        report = verify_store(mixed)
+        report = check_store(mixed)
     assert errors
     assert all("more than 2097152 values" in str(error) for error in errors)
     assert not report.ok
@@ -887,7 +887,7 @@ def test_a_large_zarr_json_is_refused_in_little_memory(where, mixed):
 def test_a_table_under_a_name_that_none_can_have_is_told_by_reader_and_verify_alike(name, mixed):
     os.rename(folder(mixed), os.path.join(mixed, name))
 
-    report = verify_store(mixed)
+    report = check_store(mixed)
     with pytest.raises(CorruptStoreError) as caught, ZarrFeatureStore.open(mixed) as store:
         store.table_names()
     # the table whose folder has got the name is lost from the list besides
@@ -900,7 +900,7 @@ def test_a_table_under_a_name_that_none_can_have_is_told_by_reader_and_verify_al
 def test_other_folders_of_any_name_harm_nothing(mixed):
     os.mkdir(os.path.join(mixed, "notes (copy)"))
 
-    report = verify_store(mixed)
+    report = check_store(mixed)
     assert report.ok
     assert [finding.finding for finding in report.findings] == ["'notes (copy)' belongs to no table"]
     with ZarrFeatureStore.open(mixed) as store:
@@ -912,7 +912,7 @@ def test_what_a_store_says_tells_a_terminal_nothing(mixed):
     os.mkdir(os.path.join(mixed, f"x{ESCAPE}"))
     edit(os.path.join(mixed, NAME, "zarr.json"), lambda own: own["columns"][0].update(name=ESCAPE))
 
-    texts = [str(verify_store(mixed))]
+    texts = [str(check_store(mixed))]
     with pytest.raises(ManifestMismatchError) as caught:
         ZarrFeatureStore.create(mixed, MANIFEST)
     texts.append(str(caught.value))
@@ -922,7 +922,7 @@ def test_what_a_store_says_tells_a_terminal_nothing(mixed):
     assert all("x1b]0;title" in text for text in texts)
     assert all(letter.isprintable() or letter == "\n" for text in texts for letter in text)
     # no newline of a name makes a line of its own
-    assert len(texts[0].splitlines()) == 2 + len(verify_store(mixed).findings)
+    assert len(texts[0].splitlines()) == 2 + len(check_store(mixed).findings)
 
 
 BOUNDED_ELSEWHERE = {

@@ -23,7 +23,7 @@ from store_cases import (
 )
 
 from trak_lite.errors import CorruptStoreError, InvalidInputError, MissingStoreError, StoreError
-from trak_lite.store import Manifest, TableSpec, ZarrFeatureStore, verify_store
+from trak_lite.store import Manifest, TableSpec, ZarrFeatureStore, check_store
 from trak_lite.store._failpoints import LIST_FAILPOINTS
 from trak_lite.store.disk.listing import TableList, entry_name
 
@@ -92,14 +92,14 @@ def test_pieces_of_another_table_are_refused(several, change):
     change(several)
     with pytest.raises(CorruptStoreError):
         contents_of(several)
-    assert not verify_store(several).ok
+    assert not check_store(several).ok
 
 
 @pytest.mark.parametrize("change", ["arrays copied", "arrays exchanged", "records exchanged"])
 def test_rows_of_another_table_are_set_aside_and_computed_anew(several, change):
     before = contents_of(several)
     PIECES[change](several)
-    verify_store(several, repair=True)
+    check_store(several, repair=True)
     with ZarrFeatureStore.open(several, "r+") as store:
         for name in SPECS:
             table = store.open_table(name)
@@ -107,7 +107,7 @@ def test_rows_of_another_table_are_set_aside_and_computed_anew(several, change):
             if len(pending):
                 table.put(pending, {key: array[pending] for key, array in rows(name).items()})
     assert contents_of(several) == before
-    assert verify_store(several).ok
+    assert check_store(several).ok
 
 
 def test_a_staged_chunk_of_another_table_is_pending(path):
@@ -134,7 +134,7 @@ def test_a_table_of_another_store_is_refused(several, tmp_path):
         over(f"{tmp_path}/{other}/ckpt-0", f"{several}/ckpt-0")
         with pytest.raises(CorruptStoreError, match=r"of another store|is another table than the one"):
             ZarrFeatureStore.open(several).open_table("ckpt-0")
-        report = verify_store(several, repair=True)
+        report = check_store(several, repair=True)
         assert "ckpt-0" in {finding.table for finding in report.findings if finding.level == "damage"}
         assert report.set_aside == ()
 
@@ -152,8 +152,8 @@ def test_a_table_that_is_lost_is_named(several, lost):
     ):
         with ZarrFeatureStore.open(several, "r+") as store, pytest.raises(CorruptStoreError, match=named):
             ask(store)
-    assert not verify_store(several).ok
-    report = verify_store(several, repair=True)  # to do without the rows is the user's decision
+    assert not check_store(several).ok
+    report = check_store(several, repair=True)  # to do without the rows is the user's decision
     assert report.ok
     assert {moved.table for moved in report.set_aside} == {name for name in SPECS if name.startswith(lost)}
     with ZarrFeatureStore.open(several, "r+") as store:
@@ -169,8 +169,8 @@ def test_a_list_that_is_lost_is_named_and_made_anew(several):
     shutil.rmtree(f"{several}/.tables")
     with pytest.raises(CorruptStoreError, match="the list of the store's tables"):
         ZarrFeatureStore.open(several)
-    assert not verify_store(several).ok
-    assert verify_store(several, repair=True).ok
+    assert not check_store(several).ok
+    assert check_store(several, repair=True).ok
     assert contents_of(several) == before
     with ZarrFeatureStore.open(several, "r+") as store:
         for name in SPECS:
@@ -200,12 +200,12 @@ def test_a_flipped_bit_of_metadata_is_named_or_harmless(several):
         overwrite(name, text)
     assert outcomes >= {"named"}
     assert contents_of(several) == right
-    assert verify_store(several).findings == ()
+    assert check_store(several).findings == ()
 
 
 def named(path):
     try:
-        return bool(verify_store(path).findings)
+        return bool(check_store(path).findings)
     except StoreError:
         return True
 
@@ -228,7 +228,7 @@ def test_a_changed_setting_is_refused_by_its_checksum(several, which, old, new):
         CorruptStoreError, match=r"zarr\.json (does not match its checksum|contradicts|does not desc|desc)"
     ):
         contents_of(several)
-    assert not verify_store(several).ok
+    assert not check_store(several).ok
 
 
 def test_what_others_note_beside_is_left_alone(several):
@@ -240,7 +240,7 @@ def test_what_others_note_beside_is_left_alone(several):
     with pytest.warns(UserWarning, match="Consolidated metadata"):
         zarr.consolidate_metadata(several)
     assert contents_of(several) == before
-    assert verify_store(several).ok
+    assert check_store(several).ok
 
 
 def test_documents_are_those_that_zarr_would_write(several, tmp_path):
@@ -270,19 +270,19 @@ def test_appended_data_leave_the_tables_in_their_store(several):
         assert store.table_names() == ["ckpt-0", "ckpt-1", "ckpt-2", "scores/one", "scores/two"]
         assert store.open_table("ckpt-1").read("q").tobytes() == before[2]["ckpt-1"]["q"]
         assert store.open_table("ckpt-0").complete
-    assert verify_store(several).findings == ()
+    assert check_store(several).findings == ()
 
 
 @pytest.mark.parametrize("failpoint", ["folder_published:4", *(f"{name}:1" for name in LIST_FAILPOINTS)])
 def test_a_kill_between_folder_and_list_leaves_a_table_or_none(path, tmp_path, victims, failpoint):
     done = str(tmp_path / "done")
     assert victims.killed(failpoint, "write", path, done, 11)
-    assert verify_store(path).ok
+    assert check_store(path).ok
     with ZarrFeatureStore.open(path) as store:
         assert store.table_names() == [NAME]  # whether or not it is listed
     with writing(path) as table:
         table.put(0, values(range(11)))
-    assert verify_store(path).findings == ()
+    assert check_store(path).findings == ()
     assert sorted(os.listdir(f"{path}/.tables")) == sorted(["zarr.json", entry_name(NAME)])
 
 
@@ -310,7 +310,7 @@ def test_racing_creators_and_droppers_leave_a_list_that_is_right(path):
     for thread in threads:
         thread.join()
     assert errors == []
-    assert verify_store(path).findings == ()
+    assert check_store(path).findings == ()
     with ZarrFeatureStore.open(path) as store:
         listed = {name for name in os.listdir(f"{path}/.tables") if name != "zarr.json"}
         assert listed == set(store.table_names())
@@ -408,7 +408,7 @@ REMOTE = {
 def test_pieces_of_another_table_are_refused_in_an_object_store(tmp_path, objects, change):
     change(objects)
     with open_remote(tmp_path, "r") as (store, _):
-        assert not store.verify().ok
+        assert not store.check().ok
         with pytest.raises(CorruptStoreError):
             {name: store.open_table(name).read("features") for name in store.table_names()}
 
@@ -419,6 +419,6 @@ def test_a_finished_remote_store_is_a_local_one(tmp_path, objects):
         shutil.copytree(objects, tmp_path / "local.zarr")
         with ZarrFeatureStore.open(tmp_path / "local.zarr") as local:
             assert local.diff(store) == ()
-    assert verify_store(tmp_path / "local.zarr").findings == ()
+    assert check_store(tmp_path / "local.zarr").findings == ()
     edit(f"{tmp_path}/local.zarr/ckpt-0/zarr.json", lambda record: record["fingerprint"].update(weights="a1"))
-    assert not verify_store(tmp_path / "local.zarr").ok
+    assert not check_store(tmp_path / "local.zarr").ok

@@ -13,7 +13,7 @@ from store_cases import MANIFEST, NAME, SPEC, open_remote, reading, values, writ
 
 from trak_lite.cli import main
 from trak_lite.errors import InvalidInputError, StoreError, UnsupportedStoreError
-from trak_lite.store import RemotePlace, ZarrFeatureStore, create_store, open_store, verify_store
+from trak_lite.store import RemotePlace, ZarrFeatureStore, check_store, create_store, open_store
 from trak_lite.store.disk import files, mounts
 from trak_lite.store.remote.objects_fsspec import FsspecObjects
 from trak_lite.store.remote.place import resolve_place
@@ -68,7 +68,7 @@ def test_a_store_that_is_copied_to_a_disk_is_a_local_store(tmp_path):
         key = table.content_key()
     shutil.copytree(tmp_path / "objects", tmp_path / "copy.zarr")
 
-    report = verify_store(tmp_path / "copy.zarr")
+    report = check_store(tmp_path / "copy.zarr")
     assert (report.findings, report.tally.done_rows) == ((), 11)
     with reading(str(tmp_path / "copy.zarr")) as table:
         assert table.content_key() == key
@@ -86,7 +86,7 @@ def test_a_local_store_that_is_copied_to_an_address_is_a_store_there(tmp_path):
         assert table.committed_chunks() == [0, 1]
         assert table.pending().tolist() == [8, 9, 10]
         fill(table)
-        assert store.verify().ok
+        assert store.check().ok
         for name, expected in values(range(11)).items():
             np.testing.assert_array_equal(table.read(name), expected)
 

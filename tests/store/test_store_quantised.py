@@ -22,7 +22,7 @@ from store_cases import (
 )
 
 from trak_lite.errors import CorruptStoreError
-from trak_lite.store import Column, MemoryFeatureStore, TableSpec, ZarrFeatureStore, verify_store
+from trak_lite.store import Column, MemoryFeatureStore, TableSpec, ZarrFeatureStore, check_store
 from trak_lite.store._columns import StoredRows
 from trak_lite.store._failpoints import FAILPOINTS
 from trak_lite.store._grid import chunk_rows_for
@@ -147,14 +147,14 @@ def test_a_flipped_bit_in_integers_or_scales_is_found_and_repaired(path, dtype, 
     with reading(path) as table, pytest.raises(CorruptStoreError, match="checksum"):
         table.read("features")
 
-    report = verify_store(path)
+    report = check_store(path)
     assert [(f.chunk, f.rows, f.column) for f in report.findings] == [(1, range(4, 8), file.split("/")[0])]
-    verify_store(path, repair=True)
+    check_store(path, repair=True)
     with writing(path, spec_of(dtype)) as table:
         assert table.pending().tolist() == [4, 5, 6, 7]
         table.put(4, values(slice(4, 8)))
         np.testing.assert_array_equal(table.read("features"), expected)
-    assert verify_store(path).ok
+    assert check_store(path).ok
 
 
 @DTYPES
@@ -176,7 +176,7 @@ def test_a_reader_takes_integers_and_scales_from_one_commit(path, dtype):
         table.read_chunk(0, "features")
         name = folder(path, "features_scale", "c.1")
         overwrite(name, flipped(content(name), 0, 0))
-        verify_store(path, repair=True)
+        check_store(path, repair=True)
         with writing(path, spec_of(dtype)) as writer:
             writer.put(4, {name: 3 * array for name, array in values(slice(4, 8)).items()})
             expected = writer.read_chunk(1, "features")

@@ -266,7 +266,7 @@ def test_a_damaged_object_is_named_and_can_be_made_anew(bucket, here, there, dam
 
     with pytest.raises(CorruptStoreError, match=rf"rows 0 to 3 \(chunk 0\).*Remove {FIRST}"):
         there.reader().read_chunk(0, "features")
-    report = RemoteFeatureStore.open(here.place).verify()
+    report = RemoteFeatureStore.open(here.place).check()
     (finding,) = report.findings
     assert (finding.level, finding.table, finding.chunk, finding.rows) == ("damage", NAME, 0, range(4))
     assert problem in finding.finding
@@ -277,7 +277,7 @@ def test_a_damaged_object_is_named_and_can_be_made_anew(bucket, here, there, dam
         there.reader().read_chunk(0, "features")
     assert there.table().pending().tolist() == [0, 1, 2, 3]
     finish(there)
-    assert RemoteFeatureStore.open(here.place).verify().ok
+    assert RemoteFeatureStore.open(here.place).check().ok
 
 
 def test_an_object_that_is_removed_under_a_reader_is_pending(bucket, here):
@@ -298,7 +298,7 @@ def test_verifying_tells_what_is_in_flight_and_what_is_not_ours(bucket, here):
     bucket.before = lambda request, key: None
     bucket.kept["notes.txt"] = b"hello"
     store = RemoteFeatureStore.open(here.place)
-    report = store.verify()
+    report = store.check()
     assert report.ok
     assert [f.finding for f in report.findings] == [
         "put and not committed: a writer is running, or was killed",
@@ -308,18 +308,18 @@ def test_verifying_tells_what_is_in_flight_and_what_is_not_ours(bucket, here):
 
     bucket.kept[RECORD] = b"no record\n"
     bucket.kept["ckpt-9/zarr.json"] = b"{"
-    found = store.verify()
+    found = store.check()
     assert not found.ok
     assert [f.table for f in found.findings if f.level == "damage"] == ["ckpt-9", NAME]
     with pytest.raises(CorruptStoreError, match=f"{RECORD} is not a commit record. Remove it"):
         here.table()
     with pytest.raises(UnsupportedStoreError, match="remove the objects that the report names"):
-        store.verify(repair=True)
+        store.check(repair=True)
     bucket.kept["zarr.json"] = b"{}"
-    assert not store.verify().ok
+    assert not store.check().ok
     del bucket.kept["zarr.json"]
     with pytest.raises(MissingStoreError):
-        store.verify()
+        store.check()
 
 
 def test_records_that_contradict_the_table_are_damage(bucket, here):
@@ -327,13 +327,13 @@ def test_records_that_contradict_the_table_are_damage(bucket, here):
     finish(here)
     record = bucket.kept[RECORD]
     bucket.kept[f"{NAME}/features/.commits/c.7.1.log"] = bucket.kept[f"{NAME}/features/.commits/c.2.1.log"]
-    assert RemoteFeatureStore.open(here.place).verify().ok  # the name of a record says nothing
+    assert RemoteFeatureStore.open(here.place).check().ok  # the name of a record says nothing
     decoded = CommitRecord.decode(record.splitlines()[0])
     for change in ({"chunk": 9}, {"rows": 3}):
         fields = {"chunk": 0, "generation": 2, "rows": 4, "columns": decoded.columns, "table": decoded.table}
         fields |= change
         bucket.kept[f"{NAME}/features/.commits/extra.log"] = CommitRecord(**fields).encode()
-        assert not RemoteFeatureStore.open(here.place).verify().ok
+        assert not RemoteFeatureStore.open(here.place).check().ok
     with pytest.raises(CorruptStoreError, match="for 3 rows"):
         here.reader()
 
@@ -472,7 +472,7 @@ def test_a_kill_on_the_way_to_the_object_store_loses_nothing(tmp_path, victims, 
             if len(pending):
                 table.put(pending, values(pending))
             check_rows(table)
-            assert store.verify().findings == ()
+            assert store.check().findings == ()
         shutil.rmtree(folder)
     assert deaths >= 3
 
@@ -493,7 +493,7 @@ def test_a_kill_while_a_leftover_is_replaced_loses_nothing(tmp_path, victims):
             table.read("w")
     with open_remote(tmp_path) as (store, table):
         check_rows(table)
-        assert store.verify().findings == ()
+        assert store.check().findings == ()
 
 
 def test_a_slow_creator_does_not_drop_what_another_has_staged(tmp_path):

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, NoReturn, TextIO, final
 from trak_lite._version import __version__
 from trak_lite.cli.inspection import done_lines, inspection
 from trak_lite.errors import InvalidInputError, MissingStoreError, TrakLiteError, printable
-from trak_lite.store import RemotePlace, open_store, verify_store
+from trak_lite.store import RemotePlace, check_store, open_store
 from trak_lite.store.remote.place import resolve_place
 
 if TYPE_CHECKING:
@@ -69,7 +69,7 @@ def _on_store(parsed: argparse.Namespace) -> int:
     if parsed.command == "inspect":
         _say(inspection(resolve_place(parsed.path)))
         return 0
-    report = verify_store(parsed.path, repair=parsed.repair)
+    report = check_store(parsed.path, repair=parsed.repair)
     _say(str(report))
     return 0 if report.ok else 1
 

@@ -135,7 +135,7 @@ class Scores:
         return printable(
             f"Scores({self.name!r}: {num_rows} train rows x {num_targets} targets)\n"
             f"  made with {settings}\n"
-            f"  {f'kept in {place}' if self._matrix.stored else f'not kept, computed from the rows in {place}'}"
+            f"  {f'stored in {place}' if self._matrix.stored else f'not stored, computed from the rows in {place}'}"
             f"{tested}"
         )
 

@@ -13,9 +13,9 @@ from trak_lite.store._columns import Column as Column
 from trak_lite.store.disk.zarr_store import ZarrFeatureStore as ZarrFeatureStore
 from trak_lite.store.manifest import Manifest as Manifest
 from trak_lite.store.memory import MemoryFeatureStore as MemoryFeatureStore
+from trak_lite.store.places import check_store as check_store
 from trak_lite.store.places import create_store as create_store
 from trak_lite.store.places import open_store as open_store
-from trak_lite.store.places import verify_store as verify_store
 from trak_lite.store.remote.objects import AbstractObjects as AbstractObjects
 from trak_lite.store.remote.place import RemotePlace as RemotePlace
 
@@ -29,7 +29,7 @@ __all__ = [
     "RemotePlace",
     "TableSpec",
     "ZarrFeatureStore",
+    "check_store",
     "create_store",
     "open_store",
-    "verify_store",
 ]

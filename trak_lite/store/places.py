@@ -1,4 +1,4 @@
-"""Create, open and verify stores in a local folder or in an object store."""
+"""Create, open and check stores in a local folder or in an object store."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ from trak_lite.store._check_report import Report
 from trak_lite.store.disk.repair import check_folder
 from trak_lite.store.disk.zarr_store import ZarrFeatureStore
 from trak_lite.store.manifest import Manifest
-from trak_lite.store.remote.check import verify_remote
+from trak_lite.store.remote.check import check_remote
 from trak_lite.store.remote.place import RemotePlace, resolve_place
 from trak_lite.store.remote.remote_store import RemoteFeatureStore
 
-__all__ = ["create_store", "open_store", "verify_store"]
+__all__ = ["check_store", "create_store", "open_store"]
 
 
 def create_store(place: str | RemotePlace, manifest: Manifest) -> ZarrFeatureStore | RemoteFeatureStore:
@@ -32,7 +32,7 @@ def open_store(
     return ZarrFeatureStore.open(place, mode)
 
 
-def verify_store(path: str | os.PathLike[str] | RemotePlace, *, repair: bool = False) -> Report:
+def check_store(path: str | os.PathLike[str] | RemotePlace, *, repair: bool = False) -> Report:
     """Check a store: rows, records and metadata against their checksums, and tables against the list of tables.
 
     Without ``repair`` it takes no lock and writes nothing. It can run while writers are active, whose unfinished rows
@@ -55,5 +55,5 @@ def verify_store(path: str | os.PathLike[str] | RemotePlace, *, repair: bool = F
         StoreError: If ``repair`` is set and a file cannot be renamed.
     """
     if isinstance(place := resolve_place(path), RemotePlace):
-        return verify_remote(place.objects, repair=repair)
+        return check_remote(place.objects, repair=repair)
     return check_folder(place, repair=repair)

@@ -93,7 +93,7 @@ def decode_entry(text: bytes, path: str, *, where: str) -> str:
         pass  # valid checksum, but not an entry
     raise CorruptStoreError(
         f"{where} is not the entry of the table {path!r} in the list of the store: it is damaged, or belongs to "
-        "another table. Restore it from a backup, or call verify_store(path, repair=True), which lists the table "
+        "another table. Restore it from a backup, or call check_store(path, repair=True), which lists the table "
         "again."
     )
 
@@ -102,7 +102,7 @@ def lost_table(path: str, *, where: str) -> CorruptStoreError:
     """Return the error for a table that is listed but missing."""
     return CorruptStoreError(
         f"The table {path!r} of {where} is lost: the store lists it, but {path}/{_METADATA} is missing. Restore the "
-        "folder from a backup. To continue without its rows, call verify_store(path, repair=True), then featurize "
+        "folder from a backup. To continue without its rows, call check_store(path, repair=True), then featurize "
         "again."
     )
 
@@ -131,7 +131,7 @@ class TableList:
         if found is None:
             raise CorruptStoreError(
                 f"{self.folder}/{_METADATA} is missing: the list of the store's tables. Restore the folder from a "
-                "backup, or call verify_store(path, repair=True), which lists the tables that exist."
+                "backup, or call check_store(path, repair=True), which lists the tables that exist."
             )
 
     def paths(self) -> list[str]:
@@ -147,7 +147,7 @@ class TableList:
         entry = self.entry(path)
         with named_errors("Reading", entry):
             try:
-                text = read_file(entry, most=_MOST_BYTES, remedy="Call verify_store(path, repair=True).")
+                text = read_file(entry, most=_MOST_BYTES, remedy="Call check_store(path, repair=True).")
             except FileNotFoundError:
                 return None
         return decode_entry(text, path, where=entry)

@@ -167,7 +167,7 @@ def _is_no_file(path: str) -> bool:
 
 
 def check_folder(folder: str | os.PathLike[str], *, repair: bool) -> Report:
-    """Check and optionally repair a disk store; see :func:`~trak_lite.store.verify_store`."""
+    """Check and optionally repair a disk store; see :func:`~trak_lite.store.check_store`."""
     root = os.path.realpath(folder)
     look = StoreLook.at(root)
     if not repair:

@@ -278,7 +278,7 @@ class StagedChunk:
                 return  # an earlier call moved files back and rows were added; the row log decides
             raise CorruptStoreError(
                 f"The files of {self._files.describe(self.chunk)} contradict their commit record. Call "
-                "verify_store(path, repair=True): the rows become pending, and running again computes them."
+                "check_store(path, repair=True): the rows become pending, and running again computes them."
             )
         end = HOLDER_BYTES + max(len(log) - HOLDER_BYTES, 0) // RECORD_BYTES * RECORD_BYTES
         write_all(self._log_fd, holder_line(), 0)

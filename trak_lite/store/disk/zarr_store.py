@@ -69,7 +69,7 @@ __all__ = ["ZarrFeatureStore"]
 
 logger = logging.getLogger(__name__)
 
-Verify = Literal["first_touch", "never"]
+CheckChunks = Literal["first_touch", "never"]
 """When chunk checksums are compared with the commit records."""
 
 MapFiles = Literal["auto", "always", "never"]
@@ -101,13 +101,13 @@ class ZarrFeatureStore(AbstractFeatureStore):
         *,
         origin: str,
         writable: bool,
-        verify: Verify = "first_touch",
+        check: CheckChunks = "first_touch",
         mapping: MapFiles = "auto",
     ) -> None:
         self._root = root
         self._origin = origin
         self._list = TableList(root)
-        self._verify = verify
+        self._check = check
         self._mapped = {"auto": None, "always": True, "never": False}[mapping]
         self._manifest = manifest
         self._writable = writable
@@ -157,7 +157,7 @@ class ZarrFeatureStore(AbstractFeatureStore):
         path: str | os.PathLike[str],
         mode: Literal["r", "r+"] = "r",
         *,
-        verify: Verify = "first_touch",
+        check: CheckChunks = "first_touch",
         mapping: MapFiles = "auto",
     ) -> Self:
         """Open an existing store.
@@ -166,8 +166,8 @@ class ZarrFeatureStore(AbstractFeatureStore):
             path: Folder of the store.
             mode: ``"r"`` for reading: writes nothing, takes no lock, and works while another process writes.
                 ``"r+"`` for reading and writing.
-            verify: ``"first_touch"`` compares the checksum of each chunk when it is first read, at the cost of one pass
-                over its bytes. ``"never"`` compares only sizes, for example right after :meth:`verify`.
+            check: ``"first_touch"`` compares the checksum of each chunk when it is first read, at the cost of one pass
+                over its bytes. ``"never"`` compares only sizes, for example right after :meth:`check`.
             mapping: ``"auto"`` memory-maps chunk files on local file systems and reads them on network file systems,
                 where an I/O error on a map would kill the process. ``"always"`` always maps, ``"never"`` always reads.
 
@@ -178,7 +178,7 @@ class ZarrFeatureStore(AbstractFeatureStore):
             ReadOnlyStoreError: If ``mode`` is ``"r+"`` and the folder is not writable.
         """
         one_of(("r", "r+"), mode=mode)
-        one_of(("first_touch", "never"), verify=verify)
+        one_of(("first_touch", "never"), check=check)
         one_of(("auto", "always", "never"), mapping=mapping)
         root = os.path.realpath(os.fspath(path))
         record = read_attributes(root)
@@ -191,7 +191,7 @@ class ZarrFeatureStore(AbstractFeatureStore):
                 "Make the folder writable, open the store with mode='r', or use another path."
             )
         origin, writable = record["origin"], mode == "r+"
-        store = cls(root, manifest, origin=origin, writable=writable, verify=verify, mapping=mapping)
+        store = cls(root, manifest, origin=origin, writable=writable, check=check, mapping=mapping)
         store._list.require()
         if writable:
             with named_errors("Removing incomplete tables in", root):
@@ -364,8 +364,8 @@ class ZarrFeatureStore(AbstractFeatureStore):
                 with self._list.scratch() as scratch:
                     publish_hidden(f"{self._root}/{folder}", scratch)
 
-    def verify(self, *, repair: bool = False) -> Report:
-        """Compare rows, records and metadata with their checksums; see :func:`~trak_lite.store.verify_store`.
+    def check(self, *, repair: bool = False) -> Report:
+        """Compare rows, records and metadata with their checksums; see :func:`~trak_lite.store.check_store`.
 
         Args:
             repair: Whether to set damaged chunks aside, so that their rows become pending.
@@ -427,7 +427,7 @@ class ZarrFeatureStore(AbstractFeatureStore):
         return ZarrRowTable(
             self._files(path, spec),
             writable=self.writable,
-            check=self._verify == "first_touch",
+            check=self._check == "first_touch",
             mapped=self._mapped,
         )
 
@@ -457,7 +457,7 @@ class ZarrFeatureStore(AbstractFeatureStore):
             raise CorruptStoreError(
                 f"{self._root}/{path} is another table than the one that the store lists under this path: it was "
                 "replaced by one of other rows or another shape. Put the right folder back from a backup, or remove "
-                "this one and call verify_store(path, repair=True)."
+                "this one and call check_store(path, repair=True)."
             )
 
     def _require_table(self, path: str) -> dict[str, Any]:

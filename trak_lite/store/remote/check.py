@@ -28,14 +28,14 @@ from trak_lite.store.disk.records import CommitRecord
 from trak_lite.store.remote.index import decode_log
 from trak_lite.store.remote.objects import AbstractObjects
 
-__all__ = ["verify_remote"]
+__all__ = ["check_remote"]
 
 _METADATA = "zarr.json"
 _REMOVE = "remove it, then featurize again"
 _RESTORE = "restore zarr.json from a backup, or use another address"
 
 
-def verify_remote(objects: AbstractObjects, *, repair: bool) -> Report:
+def check_remote(objects: AbstractObjects, *, repair: bool) -> Report:
     """Fetch every chunk of a remote store and compare it with its commit record.
 
     Raises:

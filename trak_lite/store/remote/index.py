@@ -9,7 +9,7 @@ replaces objects that a killed writer left. A writer that loses never modifies o
 committed when its record and all its column objects exist.
 
 Known limitation: if the owner is killed while it replaces leftover objects, the checksum of the chunk is wrong. Readers
-and ``verify`` report this. The owner's next run finishes the commit from its staging folder. If that folder is lost,
+and ``check`` report this. The owner's next run finishes the commit from its staging folder. If that folder is lost,
 remove the reported objects; the rows then become pending.
 """
 
@@ -119,7 +119,7 @@ class RemoteIndex:
 
     def _is_there(self, record: CommitRecord, sizes: Mapping[str, int]) -> bool:
         if not 0 <= record.chunk < self._files.num_chunks:
-            return False  # not a chunk of this table; verify reports it
+            return False  # not a chunk of this table; check reports it
         seen = {c.name: sizes.get(c.visible(record.chunk)) for c in self._files.columns}
         if None in seen.values():
             return False

@@ -60,9 +60,9 @@ from trak_lite.store.disk.metadata import (
     parse_zarr_json,
     table_from_json,
 )
-from trak_lite.store.disk.zarr_store import Verify, ZarrFeatureStore
+from trak_lite.store.disk.zarr_store import CheckChunks, ZarrFeatureStore
 from trak_lite.store.manifest import Manifest
-from trak_lite.store.remote.check import verify_remote
+from trak_lite.store.remote.check import check_remote
 from trak_lite.store.remote.objects import AbstractObjects, require_exclusive
 from trak_lite.store.remote.place import RemotePlace
 from trak_lite.store.remote.table import RemoteRowTable
@@ -103,13 +103,13 @@ class RemoteFeatureStore(AbstractFeatureStore):
         *,
         origin: str,
         writable: bool,
-        verify: Verify = "first_touch",
+        check: CheckChunks = "first_touch",
     ) -> None:
         self._origin = origin
         self._objects: AbstractObjects = place.objects
         self._manifest = manifest
         self._writable = writable
-        self._verify = verify
+        self._check = check
         self._closed = False
         self._tables: dict[str, RemoteRowTable] = {}
         self._staging_root = place.staging_root(manifest)
@@ -152,14 +152,14 @@ class RemoteFeatureStore(AbstractFeatureStore):
         where: object,
         mode: Literal["r", "r+"] = "r",
         *,
-        verify: Verify = "first_touch",
+        check: CheckChunks = "first_touch",
     ) -> Self:
         """Open an existing store.
 
         Args:
             where: A :class:`~trak_lite.store.RemotePlace`, or its first argument.
             mode: ``"r"`` for reading: writes nothing and works while others write. ``"r+"`` for reading and writing.
-            verify: ``"first_touch"`` compares the checksum of each chunk whenever it is fetched; ``"never"`` compares
+            check: ``"first_touch"`` compares the checksum of each chunk whenever it is fetched; ``"never"`` compares
                 only sizes.
 
         Raises:
@@ -171,7 +171,7 @@ class RemoteFeatureStore(AbstractFeatureStore):
             ReadOnlyStoreError: If ``mode`` is ``"r+"`` and the address is not writable.
         """
         one_of(("r", "r+"), mode=mode)
-        one_of(("first_touch", "never"), verify=verify)
+        one_of(("first_touch", "never"), check=check)
         place = _as_place(where)
         record = _read_group(place.objects, "")
         if record is None:
@@ -184,7 +184,7 @@ class RemoteFeatureStore(AbstractFeatureStore):
             )
         if mode == "r+":
             require_exclusive(place.objects)
-        return cls(place, manifest, origin=record["origin"], writable=mode == "r+", verify=verify)
+        return cls(place, manifest, origin=record["origin"], writable=mode == "r+", check=check)
 
     @property
     def manifest(self) -> Manifest:
@@ -339,13 +339,13 @@ class RemoteFeatureStore(AbstractFeatureStore):
         self._require_writable()
         self._objects.delete(f"{ENTRIES}/{array_file_name(name)}")
 
-    def verify(self, *, repair: bool = False) -> Report:
-        """Fetch every chunk and compare it with its commit record; see :func:`~trak_lite.store.verify_store`.
+    def check(self, *, repair: bool = False) -> Report:
+        """Fetch every chunk and compare it with its commit record; see :func:`~trak_lite.store.check_store`.
 
         Raises:
             UnsupportedStoreError: If ``repair`` is set.
         """
-        return verify_remote(self._objects, repair=repair)
+        return check_remote(self._objects, repair=repair)
 
     def close(self) -> None:
         """Release the staging folder. Rows already put are safe."""
@@ -404,7 +404,7 @@ class RemoteFeatureStore(AbstractFeatureStore):
                 staging=TableFiles(f"{root}/{path}", spec, root=root, identity=staged),
                 staged=lambda: self._staged_table(path, spec),
                 writable=self.writable,
-                check=self._verify == "first_touch",
+                check=self._check == "first_touch",
             )
         return self._tables[path]
 

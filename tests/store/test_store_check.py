@@ -42,7 +42,7 @@ from trak_lite.errors import (
     ReadOnlyStoreError,
     StoreError,
 )
-from trak_lite.store import MemoryFeatureStore, ZarrFeatureStore, verify_store
+from trak_lite.store import MemoryFeatureStore, ZarrFeatureStore, check_store
 from trak_lite.store._failpoints import FAILPOINTS, REPAIR_FAILPOINTS
 from trak_lite.store.disk import check_chunk as _chunk_look
 from trak_lite.store.disk import chunk_maps as _chunk_maps
@@ -158,7 +158,7 @@ def case(request, mixed):
 
 def test_damage_is_named_by_table_chunk_rows_and_column(case):
     path, expected, _ = case
-    report = verify_store(path)
+    report = check_store(path)
 
     assert not report.ok
     assert places(report) == expected
@@ -168,20 +168,20 @@ def test_damage_is_named_by_table_chunk_rows_and_column(case):
 
 def test_a_repair_costs_exactly_the_damaged_rows(case):
     path, _, lost = case
-    report = verify_store(path, repair=True)
+    report = check_store(path, repair=True)
 
     assert report.ok
     assert report.set_aside
     assert done_rows(path) == [row for row in DONE if row not in lost]
     assert report.tally.pending_rows == 1 + len(lost)
     finish(path)
-    assert verify_store(path).ok
+    assert check_store(path).ok
 
 
 def test_a_repair_deletes_nothing(case):
     path, _, _ = case
     before = contents(path)
-    verify_store(path, repair=True)
+    check_store(path, repair=True)
 
     kept = contents(path)
     for whole in before:
@@ -190,9 +190,9 @@ def test_a_repair_deletes_nothing(case):
 
 def test_a_second_repair_finds_nothing_to_do(case):
     path, _, _ = case
-    verify_store(path, repair=True)
+    check_store(path, repair=True)
     before = names_below(path)
-    report = verify_store(path, repair=True)
+    report = check_store(path, repair=True)
 
     assert report.ok
     assert report.set_aside == ()
@@ -206,12 +206,12 @@ def test_every_damage_at_once_is_reported_and_repaired(path):
         damage(place(path))
     flip(staged(path, 2, "features"), 6)
 
-    assert places(verify_store(path)) == [
+    assert places(check_store(path)) == [
         (0, EIGHT[:4], None),
         (1, FOUR, "features"),
         (2, [8, 9], None),
     ]
-    assert verify_store(path, repair=True).ok
+    assert check_store(path, repair=True).ok
     assert done_rows(path) == []
     finish(path)
 
@@ -225,7 +225,7 @@ def test_a_sound_store_is_called_so(path):
 def assert_sound(path, act, tally):
     with writing(path) as table:
         act(table)
-    report = verify_store(path)
+    report = check_store(path)
     assert report.ok
     assert report.findings == ()
     seen = report.tally
@@ -234,7 +234,7 @@ def assert_sound(path, act, tally):
 
 def test_the_report_is_an_aligned_table(mixed):
     flip(folder(mixed, "features/c.1.0"))
-    titles, row, total = str(verify_store(mixed)).splitlines()
+    titles, row, total = str(check_store(mixed)).splitlines()
 
     assert titles.split() == ["level", "table", "chunk", "rows", "column", "finding", "next", "step"]
     assert row.startswith(f"damage  {NAME}  1      4 to 7  features  checksum ")
@@ -244,7 +244,7 @@ def test_the_report_is_an_aligned_table(mixed):
 
 def test_a_repair_says_where_it_put_things(mixed):
     flip(folder(mixed, "features/c.1.0"))
-    report = verify_store(mixed, repair=True)
+    report = check_store(mixed, repair=True)
 
     (moved,) = report.set_aside
     assert (moved.table, moved.chunk, moved.rows) == (NAME, 1, (range(4, 8),))
@@ -255,7 +255,7 @@ def test_a_repair_says_where_it_put_things(mixed):
 def test_rows_of_which_nothing_is_left_are_pending_and_no_damage(mixed):
     for name in ("features/c.1.0", "q/c.1", "w/c.1"):
         os.unlink(folder(mixed, name))
-    report = verify_store(mixed)
+    report = check_store(mixed)
 
     assert report.ok
     assert [(f.level, f.chunk, f.finding) for f in report.findings] == [
@@ -268,7 +268,7 @@ def test_rows_of_which_nothing_is_left_are_pending_and_no_damage(mixed):
 )
 def test_a_file_that_belongs_to_nothing_is_noted(mixed, name):
     overwrite(folder(mixed, name), b"x")
-    report = verify_store(mixed)
+    report = check_store(mixed)
 
     assert report.ok
     (finding,) = report.findings
@@ -280,7 +280,7 @@ def test_a_file_that_belongs_to_nothing_is_noted(mixed, name):
 def test_a_file_outside_the_columns_is_noted(mixed, name):
     os.makedirs(os.path.dirname(f"{mixed}/{name}"), exist_ok=True)
     overwrite(f"{mixed}/{name}", b"x")
-    report = verify_store(mixed)
+    report = check_store(mixed)
 
     assert report.ok
     assert ["belongs to no table" in finding.finding for finding in report.findings] == [True]
@@ -289,28 +289,28 @@ def test_a_file_outside_the_columns_is_noted(mixed, name):
 def test_a_scratch_folder_is_noted_once_it_is_old(mixed):
     for name in (".new", ".dropped-ckpt-0"):
         os.mkdir(f"{mixed}/.tables/{name}-{'0' * 32}")
-        assert verify_store(mixed).findings == ()
+        assert check_store(mixed).findings == ()
         os.utime(f"{mixed}/.tables/{name}-{'0' * 32}", (time.time() - 3600,) * 2)
-        (finding,) = verify_store(mixed).findings
+        (finding,) = check_store(mixed).findings
         assert finding.level == "note"
         assert "interrupted" in finding.finding
         ZarrFeatureStore.open(mixed, "r+").close()
-        assert verify_store(mixed).findings == ()
+        assert check_store(mixed).findings == ()
 
 
 def test_a_damaged_derived_array_is_noted(mixed):
     with ZarrFeatureStore.open(mixed, "r+") as store:
         store.cache("gram", "key", np.eye(3))
-    assert verify_store(mixed).findings == ()
+    assert check_store(mixed).findings == ()
     overwrite(f"{mixed}/.cache/scratch.safetensors.new-{'0' * 32}", b"")
-    assert verify_store(mixed).findings == ()
+    assert check_store(mixed).findings == ()
     for damage in (lambda p: flip(p, 200), lambda p: overwrite(p, b""), link):
         shutil.copy(f"{mixed}/.cache/gram.safetensors", f"{mixed}/.cache/copy.safetensors")
         if damage is link:
             os.symlink("gram.safetensors", f"{mixed}/.cache/link.safetensors")
         else:
             damage(f"{mixed}/.cache/copy.safetensors")
-        report = verify_store(mixed)
+        report = check_store(mixed)
         assert report.ok
         assert "derived array" in report.findings[0].finding
 
@@ -324,12 +324,12 @@ def test_torn_metadata_is_a_finding_and_the_rest_is_looked_at(mixed, torn, which
     os.unlink(f"{mixed}/{which}/zarr.json")
     if torn is not None:
         overwrite(f"{mixed}/{which}/zarr.json", torn)
-    report = verify_store(mixed)
+    report = check_store(mixed)
 
     damage = [(f.table, f.chunk) for f in report.findings if f.level == "damage"]
     assert ("other", 0) in damage
     assert (which.removesuffix("/q") or None, None) in damage
-    assert not verify_store(mixed, repair=True).ok
+    assert not check_store(mixed, repair=True).ok
     assert not os.path.lexists(f"{mixed}/other/q/c.0")
 
 
@@ -339,12 +339,12 @@ def test_metadata_that_contradict_each_other_cost_no_chunk(mixed, key):
     text = content(folder(mixed, "zarr.json"))
     assert key in text
     overwrite(folder(mixed, "zarr.json"), text.replace(key, key[:-1] + b"8"))
-    report = verify_store(mixed, repair=True)
+    report = check_store(mixed, repair=True)
 
     assert not report.ok
     assert report.set_aside == ()
     overwrite(folder(mixed, "zarr.json"), text)
-    assert verify_store(mixed).findings == ()
+    assert check_store(mixed).findings == ()
 
 
 @settings(max_examples=100, deadline=None, derandomize=True)
@@ -360,11 +360,11 @@ def test_whatever_is_harmed_there_is_a_report(tmp_path_factory, pick, harm, numb
     files = names_below(path)
     do_harm(files[pick % len(files)], harm, number)
     try:
-        verify_store(path, repair=True)
+        check_store(path, repair=True)
     except (MissingStoreError, ManifestMismatchError):
         assert files[pick % len(files)] == f"{path}/zarr.json"
         return
-    report = verify_store(path, repair=True)
+    report = check_store(path, repair=True)
     assert report.set_aside == ()
     if report.ok:
         check_done_rows(path)
@@ -374,12 +374,12 @@ def test_a_linked_folder_is_a_finding(mixed):
     for name in (f"{NAME}/features/.stage", f"{NAME}/features/.commits", f"{NAME}/q", NAME, "targets"):
         os.rename(f"{mixed}/{name}", f"{mixed}-aside")
         os.symlink(f"{mixed}-aside", f"{mixed}/{name}")
-        report = verify_store(mixed)
+        report = check_store(mixed)
         assert not report.ok
         assert any("link" in finding.finding for finding in report.findings)
         os.unlink(f"{mixed}/{name}")
         os.rename(f"{mixed}-aside", f"{mixed}/{name}")
-    assert verify_store(mixed).ok
+    assert check_store(mixed).ok
 
 
 def test_a_path_without_a_store_is_missing(tmp_path, mixed):
@@ -388,19 +388,19 @@ def test_a_path_without_a_store_is_missing(tmp_path, mixed):
         if path == tmp_path:
             shutil.move(mixed, f"{tmp_path}/.hidden")
         with pytest.raises(MissingStoreError, match="no store at"):
-            verify_store(path)
+            check_store(path)
 
 
 def test_a_table_is_not_a_store(mixed):
     with pytest.raises(MissingStoreError, match="is a table inside a store"):
-        verify_store(f"{mixed}/{NAME}")
+        check_store(f"{mixed}/{NAME}")
 
 
 def test_a_newer_format_is_not_judged(mixed):
     text = content(f"{mixed}/zarr.json").replace(b'"format": 3', b'"format": 4')
     overwrite(f"{mixed}/zarr.json", text)
     with pytest.raises(ManifestMismatchError, match="Install a newer trak_lite"):
-        verify_store(mixed)
+        check_store(mixed)
 
 
 def test_a_disk_that_cannot_be_read_is_a_finding(mixed, monkeypatch):
@@ -408,7 +408,7 @@ def test_a_disk_that_cannot_be_read_is_a_finding(mixed, monkeypatch):
         raise OSError(errno.EIO, "Input/output error")
 
     monkeypatch.setattr(_chunk_look, "stored_checksum", broken)
-    report = verify_store(mixed)
+    report = check_store(mixed)
     assert [chunk for chunk, _, _ in places(report)] == [0, 0, 0, 1, 1, 1]
     assert all("Input/output error" in finding.finding for finding in report.findings)
 
@@ -418,7 +418,7 @@ def test_verifying_writes_nothing_and_takes_no_lock(mixed, monkeypatch):
     before = snapshot(mixed)
     allow_reading_alone(monkeypatch)
     with ZarrFeatureStore.open(mixed, "r") as store:
-        assert not store.verify().ok
+        assert not store.check().ok
     assert snapshot(mixed) == before
 
 
@@ -427,10 +427,10 @@ def test_a_store_opened_for_reading_is_not_repaired(mixed, monkeypatch):
         ZarrFeatureStore.open(mixed, "r") as store,
         pytest.raises(ReadOnlyStoreError, match="opened for reading"),
     ):
-        store.verify(repair=True)
+        store.check(repair=True)
     monkeypatch.setattr(os, "access", lambda path, mode: False)
     with pytest.raises(ReadOnlyStoreError, match="nothing was repaired"):
-        verify_store(mixed, repair=True)
+        check_store(mixed, repair=True)
 
 
 def test_a_repair_that_cannot_rename_says_so(mixed, monkeypatch):
@@ -441,9 +441,9 @@ def test_a_repair_that_cannot_rename_says_so(mixed, monkeypatch):
 
     monkeypatch.setattr(os, "rename", fail)
     with pytest.raises(StoreError, match=r"Setting aside files of .* failed: broken"):
-        verify_store(mixed, repair=True)
+        check_store(mixed, repair=True)
     monkeypatch.undo()
-    assert verify_store(mixed, repair=True).ok
+    assert check_store(mixed, repair=True).ok
 
 
 def test_an_open_store_repairs_itself_and_goes_on(path):
@@ -455,7 +455,7 @@ def test_an_open_store_repairs_itself_and_goes_on(path):
     flip(folder(path, "q/c.1"))
     flip(staged(path, 2, "w"))
 
-    assert store.verify(repair=True).ok
+    assert store.check(repair=True).ok
     assert table.pending().tolist() == [4, 5, 6, 7, 8, 10]  # row 9 has a record of its own
     for row in table.pending().tolist():
         table.put(row, values([row]))
@@ -471,7 +471,7 @@ def test_another_writers_memory_of_a_repaired_chunk_is_not_trusted(path, monkeyp
     table.put(0, values([0]))
     flip(staged(path, 2, "q"))
 
-    assert verify_store(path, repair=True).ok
+    assert check_store(path, repair=True).ok
     assert table.pending().tolist() == list(range(1, 11))
     pending = table.pending()
     table.put(pending, values(pending))
@@ -483,13 +483,13 @@ def test_a_chunk_in_a_writers_hand_is_left_alone(path):
     store, table = open_for_writing(path)
     table.put(0, values([0, 1]))
     flip(staged(path, 0, "q"))
-    report = verify_store(path, repair=True)
+    report = check_store(path, repair=True)
 
     assert not report.ok
     assert report.set_aside == ()
     assert "left alone" in report.findings[-1].finding
     store.close()
-    assert verify_store(path, repair=True).ok
+    assert check_store(path, repair=True).ok
     finish(path)
 
 
@@ -499,7 +499,7 @@ def test_a_store_that_is_being_written_has_no_findings(path, victims):
     writers = [victims.start("write_long", path, part, 2) for part in (0, 1)]
     seen = []
     while not seen or seen[-1].tally.pending_rows:
-        seen.append(verify_store(path))
+        seen.append(check_store(path))
         assert seen[-1].findings == ()
     assert [victims.wait(pid)[0] for pid in writers] == [0, 0]
     done = [report.tally.done_rows for report in seen]
@@ -522,7 +522,7 @@ def test_a_chunk_that_is_committed_while_it_is_looked_at_is_done(mixed, monkeypa
     if look == 2:  # the first one finds something, which is looked at again
         overwrite(row_log(mixed, 2), content(row_log(mixed, 2)) + b"x" * 24)
     with writing(mixed) as table:
-        report = verify_store(mixed)
+        report = check_store(mixed)
 
     assert report.findings == ()
     assert report.tally.done_rows == 11
@@ -535,9 +535,9 @@ def test_a_kill_is_no_damage_and_a_repair_changes_nothing(tmp_path, victims, fai
         if not victims.killed(f"{failpoint}:{count}", "write", path, done, 3):
             break
         before = snapshot(path)
-        report = verify_store(path)
+        report = check_store(path)
         assert report.ok
-        assert verify_store(path, repair=True).set_aside == ()
+        assert check_store(path, repair=True).set_aside == ()
         assert snapshot(path) == before
         assert report.tally.done_rows == len(done_rows(path))
         finish(path)
@@ -546,18 +546,18 @@ def test_a_kill_is_no_damage_and_a_repair_changes_nothing(tmp_path, victims, fai
 def test_an_interrupted_commit_is_noted(tmp_path, victims):
     path, done = str(tmp_path / "run.zarr"), str(tmp_path / "done")
     assert victims.killed("column_published:2", "write", path, done, 11)
-    (finding,) = verify_store(path).findings
+    (finding,) = check_store(path).findings
     assert (finding.level, finding.chunk) == ("note", 0)
     assert "features, q visible" in finding.finding
 
     assert victims.killed("column_taken_back:1", "write", path, done, 11)
-    assert verify_store(path).ok
+    assert check_store(path).ok
 
 
 def test_a_leftover_row_log_is_noted(tmp_path, victims):
     path, done = str(tmp_path / "run.zarr"), str(tmp_path / "done")
     assert victims.killed("chunk_published:1", "write", path, done, 4)
-    (finding,) = verify_store(path).findings
+    (finding,) = check_store(path).findings
     assert (finding.level, finding.chunk) == ("note", 0)
     assert "0.log still in the stage" in finding.finding
 
@@ -573,7 +573,7 @@ def test_a_repair_may_be_killed_at_any_step(tmp_path, victims, failpoint):
         if not victims.killed(f"{failpoint}:{count}", "repair", path):
             break
         shutil.copytree(path, f"{path}-copy", symlinks=True)
-        assert verify_store(path, repair=True).ok
+        assert check_store(path, repair=True).ok
         assert done_rows(path) == [0, 1, 2, 3, 9]
         finish(path)
         finish_damaged(f"{path}-copy")
@@ -586,8 +586,8 @@ def finish_damaged(path):
         pending = table.pending()
         if len(pending):
             table.put(pending, values(pending))
-    if not verify_store(path).ok:
-        assert verify_store(path, repair=True).ok
+    if not check_store(path).ok:
+        assert check_store(path, repair=True).ok
     finish(path)
 
 
@@ -621,12 +621,12 @@ def test_what_is_called_sound_is_right_and_a_repair_makes_it_sound(tmp_path_fact
         file = log if place is commit_log else place(path)
         if os.path.exists(file):
             do_harm(file, harm, number)
-    if verify_store(path).ok:
+    if check_store(path).ok:
         check_done_rows(path)
-    assert verify_store(path, repair=True).ok
+    assert check_store(path, repair=True).ok
     check_done_rows(path)
     finish(path)
-    assert verify_store(path).ok
+    assert check_store(path).ok
 
 
 def do_harm(path, harm, number):
@@ -655,7 +655,7 @@ def test_reading_names_table_chunk_rows_both_checksums_and_the_repair(mixed):
     with reading(mixed) as table, pytest.raises(CorruptStoreError) as caught:
         table.read_chunk(1, "q")
     message = str(caught.value)
-    (finding,) = verify_store(mixed).findings
+    (finding,) = check_store(mixed).findings
     found, stored = finding.finding.split()[1].strip(","), finding.finding.split()[-1]
     assert found != stored
     for part in (
@@ -678,11 +678,11 @@ def test_a_checksum_is_computed_on_the_first_touch_only(mixed, monkeypatch):
 
 def test_never_reads_without_comparing(mixed):
     flip(folder(mixed, "q/c.1"))
-    with ZarrFeatureStore.open(mixed, verify="never") as store:
+    with ZarrFeatureStore.open(mixed, check="never") as store:
         read = store.open_table(NAME).read_chunk(1, "q")
     assert (read != values(range(4, 8))["q"]).sum() == 1
-    with pytest.raises(InvalidInputError, match="verify must be one of"):
-        ZarrFeatureStore.open(mixed, verify="always")
+    with pytest.raises(InvalidInputError, match="check must be one of"):
+        ZarrFeatureStore.open(mixed, check="always")
 
 
 def test_a_chunk_repaired_and_committed_again_is_read_by_those_who_had_it_open(mixed):
@@ -690,7 +690,7 @@ def test_a_chunk_repaired_and_committed_again_is_read_by_those_who_had_it_open(m
     with reading(mixed) as table:
         assert table.committed_chunks() == [0, 1]
         flip(folder(mixed, "features/c.1.0"))
-        verify_store(mixed, repair=True)
+        check_store(mixed, repair=True)
         with writing(mixed) as writer:
             writer.put(4, values(range(14, 18)))
         for name, expected in values(range(14, 18)).items():
