@@ -8,7 +8,7 @@ The data are scikit-learn's diabetes patients; their disease progression is used
 
 Measured: LDS 0.657 [0.582, 0.731] on 12 subsets, 0.158 [0.041, 0.274] more than dot products of gradients.
 
-Run:  python examples/own_model_output.py      (6 seconds of CPU time; needs pytest: pip install 'trak-lite[test]')
+Run:  python examples/own_model_output.py      (6 seconds of CPU time; needs pytest: pip install '.[test]')
 """
 
 from __future__ import annotations

@@ -9,7 +9,7 @@ Source: D. Achlioptas, "Database-friendly random projections" (2003).
 
 Measured: rank correlation with the scores of all 2410 gradient entries 0.80 for K = 64, 0.90 for 256, 0.95 for 1024.
 
-Run:  python examples/own_projector.py      (6 seconds of CPU time; needs pytest: pip install 'trak-lite[test]')
+Run:  python examples/own_projector.py      (6 seconds of CPU time; needs pytest: pip install '.[test]')
 """
 
 from __future__ import annotations

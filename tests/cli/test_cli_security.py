@@ -331,8 +331,12 @@ def test_a_report_of_a_store_that_python_made_is_of_the_scores_that_are_named(
     (copied / "run.zarr/.entries/runs.safetensors").unlink()
     store = str(copied / "run.zarr")
 
-    assert "There are no scores 'targets'; there are ['held-out']" in refused(["report", store], capsys)
+    assert cli.main(["report", store]) == 0  # the only scores
+    only = (copied / "run.html").read_bytes()
+    missing = "has no scores 'others'. Pass --score.name with one of ['held-out']."
+    assert missing in refused(["report", store, "--score.name", "others"], capsys)
     assert cli.main(["report", store, "--score.name", "held-out"]) == 0
+    assert (copied / "run.html").read_bytes() == only
     assert "has no features" not in capsys.readouterr().err
 
 
@@ -446,7 +450,7 @@ def test_a_noted_source_that_is_no_checkpoint_is_not_opened(source: Any, copied:
     recipe = load_recipe(copied / "recipe.py")
     attributor = Attributor.open(copied / "run.zarr", recipe.call("build_model", {}))
 
-    with watch() as seen, pytest.raises(StateError, match="none of the known sources holds them"):
+    with watch() as seen, pytest.raises(StateError, match="none of the known sources has them"):
         attributor.score(recipe.call("target_data", {}), name="new")
     assert str(source) not in seen
 

@@ -67,7 +67,7 @@ def test_a_long_wait_is_said_once_after_30_seconds_and_again_ten_times_later(
     assert len(said) == 2
     assert "waiting for rows for 3" in said[0]
     assert "pid 7 on host a holds them. If that process was stopped or hangs, end it" in said[0]
-    assert "takes over" in said[0]
+    assert "rows that it has written stay, and this process computes the rest" in said[0]
     assert 30 <= asked[-2] < 32
     assert 300 <= asked[-1] < 302
 

@@ -19,12 +19,13 @@ from trak_lite.cli.configs import RunConfig
 from trak_lite.cli.recipes import Recipe, last_trained, trained_states
 from trak_lite.cli.records import RunRecord, store_record_of_run
 from trak_lite.data.datasets import Rows
-from trak_lite.errors import CheckpointError, InvalidInputError, MissingStoreError
+from trak_lite.errors import CheckpointError, InvalidInputError, MissingStoreError, StateError
 from trak_lite.evaluation import Verdict
 from trak_lite.methods import EKFAC, Fisher, as_method
 from trak_lite.models.borrowing import resolve_device
 from trak_lite.retraining.verify import verify
 from trak_lite.run.settings import StoredSettings, versions
+from trak_lite.run.tables import scored_names
 from trak_lite.run.workspace import Workspace
 from trak_lite.scoring.scores import Scores
 from trak_lite.scoring.stored import stored_scores, streamed_scores
@@ -33,6 +34,9 @@ from trak_lite.store._names import check_name
 from trak_lite.store.disk.folders import scratch_folder
 
 __all__ = ["COMMANDS", "Job", "report"]
+
+_DEFAULT_NAME = "targets"
+"""Default of ``score.name``; a report without a name shows the only scores of a store."""
 
 _SHOWN_TARGETS, _SHOWN_ROWS = 3, 5
 
@@ -219,8 +223,13 @@ def report(config: RunConfig, out: str | None) -> Iterator[str]:
             device=resolve_device(config.values["device"]),
             where=str(config.path),
         )
+        known = scored_names(store)
     chosen, recipe = config.values["score"], config.recipe
     name = check_name(chosen["name"], what="target set")
+    if chosen["dense"] and known and name not in known:
+        if name != _DEFAULT_NAME or len(known) > 1:
+            raise StateError(f"{config.path} has no scores {name!r}. Pass --score.name with one of {known}.")
+        name = known[0]
     read = stored_scores if chosen["dense"] else streamed_scores
     scores = read(Workspace(config.path), settings, name, settings.scored_by(chosen["method"]))
     render, render_target = (

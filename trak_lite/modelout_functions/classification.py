@@ -177,8 +177,9 @@ class TextClassificationModelOutput(AbstractModelOutput):
             if len(args) != len(self.input_names):
                 raise InvalidInputError(
                     f"The batch has {len(args)} part(s) before the labels. Expected "
-                    f"{list(self.input_names)}; pass other input_names to TextClassificationModelOutput, or "
-                    "dict batches."
+                    f"{list(self.input_names)}. Use dict batches, "
+                    "task=trak_lite.modelout_functions.TextClassificationModelOutput(input_names=[...]), or, for a "
+                    "model that is called as model(x), task='image_classification'."
                 )
             kwargs = dict(zip(self.input_names, args, strict=True))
         return kwargs, labels

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, Literal
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from trak_lite._validate import one_of, positive_int, target_number
+from trak_lite._validate import one_of, positive_int, require_packages, target_number
 from trak_lite.errors import InvalidInputError, StateError, printable
 from trak_lite.evaluation import Verdict
 from trak_lite.evaluation.verdict import Predictions
@@ -359,6 +359,7 @@ class Scores:
 
     def to_pandas(self) -> pd.DataFrame:
         """Return a DataFrame with train rows as index and targets as columns (needs pandas)."""
+        require_packages("pandas", extra="tables")
         import pandas as pd
 
         num_rows, num_targets = self.shape
@@ -370,6 +371,7 @@ class Scores:
 
     def to_xarray(self) -> xr.DataArray:
         """Return a DataArray with dimensions ``train_row`` and ``target`` and the settings as attributes."""
+        require_packages("xarray", extra="tables")
         import xarray as xr
 
         num_rows, num_targets = self.shape
