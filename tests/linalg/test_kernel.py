@@ -10,11 +10,11 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from trak_lite._devices import wide_dtype
 from trak_lite.errors import InvalidInputError, NonFiniteError, SingularKernelError
 from trak_lite.linalg.kernel import (
     DEFAULT_DAMPING,
     KernelSettings,
-    accumulation_dtype,
     eigenpath,
     factorise,
     factorise_segments,
@@ -117,8 +117,8 @@ def test_gram_of_rows_that_carry_a_graph_carries_none():
 
 
 def test_a_device_without_float64_accumulates_in_float32():
-    assert accumulation_dtype(torch.device("mps")) == torch.float32
-    assert accumulation_dtype(torch.device("cuda", 0)) == torch.float64
+    assert wide_dtype(torch.device("mps")) == torch.float32
+    assert wide_dtype(torch.device("cuda", 0)) == torch.float64
 
 
 def test_gram_takes_blocks_of_one_device_only():

@@ -25,7 +25,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from trak_lite._devices import full_float32
+from trak_lite._devices import full_float32, wide_dtype
 from trak_lite.data.datasets import Rows, spread_rows
 from trak_lite.errors import (
     BusyError,
@@ -38,7 +38,6 @@ from trak_lite.featurizing.kronecker.noise import row_noise
 from trak_lite.featurizing.rows import featurize_rows
 from trak_lite.gradient_computers import AbstractGradientComputer
 from trak_lite.gradient_computers.normalization import Normalization
-from trak_lite.linalg.kernel import accumulation_dtype
 from trak_lite.methods import Fisher
 from trak_lite.modelout_functions import AbstractModelOutput, ModelCall
 from trak_lite.parallel.ranks import Ranks
@@ -110,7 +109,7 @@ class FisherFits:
                 f"The Fisher information of {path} is not fitted with the settings {self._method.fit_json()} on the "
                 "present train rows. Call score(targets, method=...) with this method, which fits it."
             )
-        dtype = accumulation_dtype(device)
+        dtype = wide_dtype(device)
         return [
             torch.cat(
                 [
@@ -333,7 +332,7 @@ def _gram_rows(
 ) -> Tensor:
     """Return rows of the gram matrices of drawn features, ``(b, k)``; k of the widest segment, others end in zeros."""
     widest = max(segment.width for segment in layout.segments)
-    rows = torch.zeros(len(wanted), widest, dtype=accumulation_dtype(device), device=device)
+    rows = torch.zeros(len(wanted), widest, dtype=wide_dtype(device), device=device)
     for segment in layout.segments:
         places = np.flatnonzero((wanted >= segment.start) & (wanted < segment.stop))
         if not len(places):

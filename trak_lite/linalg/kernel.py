@@ -29,7 +29,6 @@ __all__ = [
     "GramAccumulator",
     "KernelSettings",
     "SegmentKernel",
-    "accumulation_dtype",
     "eigenpath",
     "eigenpath_segments",
     "factorise",
@@ -454,16 +453,6 @@ def precondition(targets: Tensor, kernels: Sequence[SegmentKernel], *, layout: F
     return result
 
 
-def accumulation_dtype(device: torch.device) -> torch.dtype:
-    """Return the dtype in which kernels are accumulated and factorised on a device.
-
-    Example:
-        >>> accumulation_dtype(torch.device("cpu")), accumulation_dtype(torch.device("mps"))
-        (torch.float64, torch.float32)
-    """
-    return wide_dtype(device)
-
-
 @final
 class GramAccumulator:
     """Accumulates the gram matrices of :func:`gram` incrementally; rows are upcast in one small buffer.
@@ -480,7 +469,7 @@ class GramAccumulator:
         self, layout: FeatureLayout, device: torch.device, *, exact: bool = True, first_row: int = 0
     ) -> None:
         """Start at zero. Arguments are those of :func:`gram`; ``first_row`` is the first row's number in messages."""
-        dtype = accumulation_dtype(device)
+        dtype = wide_dtype(device)
         self._next_row = first_row
         self._layout = layout
         self._segments = layout.segments
@@ -586,7 +575,7 @@ def _root_weights(weights: Tensor, first_row: int = 0) -> Tensor:
             f"({float(weights[bad[0]]):.3g}). A loss that is not convex in the output has no "
             "Gauss-Newton kernel; use weighting='none' (Attributor: method=TRAK(damping=None, layout='stored'))."
         )
-    return weights.to(accumulation_dtype(weights.device)).sqrt()
+    return weights.to(wide_dtype(weights.device)).sqrt()
 
 
 def _mean_abs_inverse(factor: Tensor) -> float:

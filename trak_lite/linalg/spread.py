@@ -15,8 +15,8 @@ from typing import final
 import torch
 from torch import Tensor
 
+from trak_lite._devices import wide_dtype
 from trak_lite.errors import StateError
-from trak_lite.linalg.kernel import accumulation_dtype
 
 __all__ = ["Spread", "agreement", "expected_agreement"]
 
@@ -44,7 +44,7 @@ class Spread:
     @torch.no_grad()
     def add(self, values: Tensor, factors: Tensor | None = None) -> None:
         """Add the values ``(b, M)`` of one group and the factors ``(b,)`` of its rows."""
-        values = values.to(accumulation_dtype(values.device))
+        values = values.to(wide_dtype(values.device))
         column = values.new_ones(len(values), 1) if factors is None else factors.to(values)[:, None]
         if not self._count:
             zero = torch.zeros_like(values)
@@ -131,7 +131,7 @@ def _unit_ranks(rows: Tensor) -> Tensor:
     values = rows.contiguous()
     ordered = values.sort(dim=1).values
     ranks = torch.searchsorted(ordered, values) + torch.searchsorted(ordered, values, right=True)
-    wide = ranks.to(accumulation_dtype(ranks.device))
+    wide = ranks.to(wide_dtype(ranks.device))
     centred = wide - wide.mean(1, keepdim=True)
     norms = torch.linalg.vector_norm(centred, dim=1, keepdim=True)
     unit: Tensor = centred / norms.masked_fill(norms == 0, 1.0)

@@ -422,7 +422,7 @@ class _TorchRanks(Ranks):
             self._lost = _unreachable(error)
 
     def _read_failure(self, store: Any = None) -> str | None:
-        store = store or self._store
+        store = self._store if store is None else store
         return store.get(_FAILED).decode() if store.check([_FAILED]) else None
 
     def _read_gone(self) -> str:

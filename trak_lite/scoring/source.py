@@ -15,12 +15,12 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from trak_lite._devices import wide_dtype
 from trak_lite.data.datasets import every_nth, spread_rows
 from trak_lite.errors import InvalidInputError
 from trak_lite.linalg.kernel import (
     KernelSettings,
     SegmentKernel,
-    accumulation_dtype,
     eigenpath_segments,
     precondition,
     precondition_path,
@@ -346,7 +346,7 @@ class ScoreSource:
             return _same_shape(self.method.transform_targets(rows, self._layout), rows, self.method).float()
         if self.ranks.rank == 0:
             rows = precondition(rows, self._kernels(table, kernel), layout=self._layout)
-        rows = rows.to(accumulation_dtype(self._device))
+        rows = rows.to(wide_dtype(self._device))
         self.ranks.send_to_all(rows)
         return rows
 
@@ -358,7 +358,7 @@ class ScoreSource:
             return lambda rows: self_scores(rows, kernels, layout=self._layout)
 
         def own(rows: Tensor) -> Tensor:
-            wide = rows.to(accumulation_dtype(rows.device))
+            wide = rows.to(wide_dtype(rows.device))
             return (self._transformed(wide) * self.method.transform_targets(wide, self._layout)).sum(1)
 
         return own

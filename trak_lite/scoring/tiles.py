@@ -15,7 +15,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from trak_lite.linalg.kernel import accumulation_dtype
+from trak_lite._devices import wide_dtype
 from trak_lite.linalg.products import score_block
 from trak_lite.linalg.spread import Spread
 from trak_lite.parallel.ranks import Ranks
@@ -191,7 +191,7 @@ def _add_products(
 
 def _mean_q(terms: Sequence[ScoreTerm], rows: range | NDArray[np.int64], device: torch.device) -> Tensor:
     """Return the mean of q over the terms' checkpoints, ``(rows,)``, summed in float64."""
-    total = torch.zeros(len(rows), dtype=accumulation_dtype(device), device=device)
+    total = torch.zeros(len(rows), dtype=wide_dtype(device), device=device)
     for term in terms:
         total += _column(term.train, OUT_TO_LOSS, rows, device)
     return total / len(terms)

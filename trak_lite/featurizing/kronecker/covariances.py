@@ -16,11 +16,10 @@ from typing import final
 import torch
 from torch import Tensor
 
-from trak_lite._devices import add_at_
+from trak_lite._devices import add_at_, wide_dtype
 from trak_lite.errors import InvalidInputError
 from trak_lite.featurizing.kronecker.units import Unit
 from trak_lite.gradient_computers.reductions import sums_by_row
-from trak_lite.linalg.kernel import accumulation_dtype
 from trak_lite.types import FactoredBlock, GradientBlock, LookupBlock, samples_of
 
 __all__ = ["CurvatureSums", "UnitSums", "precise", "sample_slices"]
@@ -112,7 +111,7 @@ class UnitSums:
         """Add the bias gradients of some samples."""
         grads = precise(block.dense())
         self.dtype = torch.promote_types(self.dtype, grads.dtype)
-        wide = accumulation_dtype(grads.device)
+        wide = wide_dtype(grads.device)
         squares = grads.square().sum(0, dtype=wide).unsqueeze(0)
         self.bias_squares = squares if self.bias_squares is None else self.bias_squares.add_(squares)
         total = grads.sum(0, dtype=wide)
@@ -124,7 +123,7 @@ class UnitSums:
         none = samples_of(block, slice(0, 0)).dense()
         self.dtype = torch.promote_types(self.dtype, precise(none).dtype)
         if self.squares is None:
-            wide = accumulation_dtype(none.device)
+            wide = wide_dtype(none.device)
             self.squares = torch.zeros(shape, dtype=wide, device=none.device)
         if isinstance(block, LookupBlock):
             rows, sums = sums_by_row(block)
@@ -136,7 +135,7 @@ class UnitSums:
 
     def _zeros(self, side: int, device: torch.device) -> Tensor:
         shape = (side,) if side > self._max_side else (side, side)
-        return torch.zeros(shape, dtype=accumulation_dtype(device), device=device)
+        return torch.zeros(shape, dtype=wide_dtype(device), device=device)
 
     def _num_used(self, block: FactoredBlock, x: Tensor, g: Tensor) -> float:
         """Return the number of positions, without padding."""

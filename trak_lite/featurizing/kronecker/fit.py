@@ -19,7 +19,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
-from trak_lite._devices import full_float32
+from trak_lite._devices import full_float32, wide_dtype
 from trak_lite.errors import InvalidInputError
 from trak_lite.featurizing.kronecker.bases import Eigenbasis, GradientJoiner, UnitGradient, decomposed
 from trak_lite.featurizing.kronecker.covariances import CurvatureSums, UnitSums
@@ -34,7 +34,6 @@ from trak_lite.featurizing.kronecker.noise import row_noise
 from trak_lite.featurizing.kronecker.units import Unit, find_units
 from trak_lite.gradient_computers import HookGradientComputer, select_parameters
 from trak_lite.gradient_computers._base import ParameterChoice
-from trak_lite.linalg.kernel import accumulation_dtype
 from trak_lite.methods import EKFAC
 from trak_lite.modelout_functions import AbstractModelOutput, ModelCall
 from trak_lite.types import Batch, BlockSink, FactoredBlock
@@ -207,7 +206,7 @@ class _SquaredSums:
         unit = basis.unit
         self._basis = basis
         self.dtype = next(side.dtype for side in (basis.outputs, basis.inputs) if side is not None)
-        self.values = torch.zeros(unit.rows, unit.width, dtype=accumulation_dtype(device), device=device)
+        self.values = torch.zeros(unit.rows, unit.width, dtype=wide_dtype(device), device=device)
 
     @torch.no_grad()
     def add(self, gradient: UnitGradient) -> None:
