@@ -98,16 +98,22 @@ def kernel(
     train: Array,
     w: Array,
     *,
-    damping: float = 1.0,
+    damping: float | None = None,
     lambda_reg: float | None = None,
     weighting: str = "curvature",
 ) -> Array:
-    """Return ``sum_i w_i phi_i phi_i^T + lambda I`` of one segment; damping is lambda in mean eigenvalues."""
+    """Return ``sum_i w_i phi_i phi_i^T + lambda I`` of one segment; damping is lambda in mean eigenvalues.
+
+    Without a damping lambda is 2 % of the mean eigenvalue weighted by the eigenvalues.
+    """
     width = train.shape[1]
     hessian = np.zeros((width, width))
     for row, weight in zip(train, w, strict=True):
         hessian += (weight if weighting == "curvature" else 1.0) * np.outer(row, row)
-    if lambda_reg is None:
+    if lambda_reg is None and damping is None:
+        eigenvalues = np.linalg.eigvalsh(hessian)
+        lambda_reg = 0.02 * np.average(eigenvalues, weights=eigenvalues)
+    elif lambda_reg is None:
         lambda_reg = damping * np.trace(hessian) / width
     return hessian + lambda_reg * np.eye(width)
 

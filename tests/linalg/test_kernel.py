@@ -13,7 +13,6 @@ from hypothesis import strategies as st
 from trak_lite._devices import wide_dtype
 from trak_lite.errors import InvalidInputError, NonFiniteError, SingularKernelError
 from trak_lite.linalg.kernel import (
-    DEFAULT_DAMPING,
     KernelSettings,
     eigenpath,
     factorise,
@@ -188,13 +187,19 @@ def test_solve_is_the_inverse_of_the_damped_kernel(settings):
     np.testing.assert_allclose(solved.numpy(), expected, rtol=1e-10)
 
 
-def test_default_damping_is_one_mean_eigenvalue():
+def test_the_default_lambda_is_a_share_of_the_mean_eigenvalue_weighted_by_eigenvalues():
     (matrix,) = gram([random_rows()], layout=JOINT)
+    eigenvalues = torch.linalg.eigvalsh(matrix).numpy()
+    expected = 0.02 * np.average(eigenvalues, weights=eigenvalues)
 
     kernel = factorise(matrix, KernelSettings(), num_rows=NUM_ROWS)
 
-    assert DEFAULT_DAMPING == 1.0
-    assert kernel.lambda_reg == pytest.approx(float(torch.linalg.eigvalsh(matrix).mean()), rel=1e-12)
+    assert kernel.lambda_reg == pytest.approx(expected, rel=1e-12)
+    assert eigenpath(matrix).lambda_of(None) == pytest.approx(expected, rel=1e-12)
+    # Only the lower triangle is read, and features that are always zero change nothing.
+    padded = torch.zeros(9, 9, dtype=matrix.dtype)
+    padded[:7, :7] = matrix.tril()
+    assert factorise(padded, KernelSettings(), num_rows=NUM_ROWS).lambda_reg == pytest.approx(expected, rel=1e-12)
 
 
 def test_an_absolute_lambda_overrides_the_damping():

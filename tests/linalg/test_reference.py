@@ -67,13 +67,14 @@ def test_q_and_w_are_derivatives_of_cross_entropy_along_the_margin():
 
 
 def test_one_feature_scores_by_hand():
-    """phi = (1, 2), w = (1, .5): H = 3, lambda = 1 mean eigenvalue = 3, so a score is phi * t / 6 * q."""
+    """phi = (1, 2), w = (1, .5): H = 3, lambda = 1 mean eigenvalue = 3 (damping=1), so a score is phi * t / 6 * q."""
     scores = reference.kernel_scores(
         [np.array([[1.0], [2.0]])],
         [np.array([0.5, 0.25])],
         [np.array([1.0, 0.5])],
         [np.array([[6.0], [12.0]])],
         segments=[(0, 1)],
+        damping=1.0,
     )
 
     np.testing.assert_allclose(scores, [[0.5, 1.0], [0.5, 1.0]], rtol=1e-15)

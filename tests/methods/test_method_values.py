@@ -65,22 +65,13 @@ def test_values_that_no_score_can_be_computed_with_are_refused(make):
         make()
 
 
-@pytest.mark.parametrize(
-    ("method", "share"),
-    [
-        (methods.GaussNewton(), 1 / 2048),
-        (methods.Fisher(), 1 / 16384),
-        (methods.TRAK(damping=None, layout="stored"), 1 / 2048),
-    ],
-)
-def test_the_default_damping_is_a_share_of_the_trace(method, share):
-    assert method.decided(TWO).damping == 4 * share  # two segments of four features
-    assert dataclasses.replace(method, damping=3.0).decided(TWO).damping == 3.0
-
-
-def test_a_joint_kernel_has_the_damping_of_the_whole_row():
-    assert methods.GaussNewton(layout="joint").decided(TWO).damping == 8 / 2048
-    assert methods.TRAK().decided(TWO).damping == 0.0
+@pytest.mark.parametrize("damping", [None, 3.0])
+def test_the_damping_depends_on_the_kernel_alone(damping):
+    for make in (methods.GaussNewton, methods.Fisher, methods.TRAK):
+        method = make(damping=damping)
+        assert method.decided(TWO).damping == damping
+        assert method.kernel.damping == damping
+    assert methods.TRAK().kernel.damping == 0.0
 
 
 def test_one_segment_has_one_reading():

@@ -37,7 +37,7 @@ def attributor(path: Path | None = None, task: Any = "image_classification", **c
     ("modules", "proj_dim"), [(1, 2048), (3, 2048), (16, 2048), (17, 1024), (75, 256), (600, 64)]
 )
 def test_the_default_width_of_a_module_falls_with_their_number(modules: int, proj_dim: int) -> None:
-    net = nn.Sequential(*(nn.Linear(1, 1) for _ in range(modules)))
+    net = nn.Sequential(*(nn.Linear(50, 50) for _ in range(modules)))
 
     made = Attributor(net, "regression", None)
 
@@ -48,7 +48,7 @@ def test_the_default_width_of_a_module_falls_with_their_number(modules: int, pro
 
 @pytest.mark.parametrize("proj_dim", [4, 16])
 @pytest.mark.parametrize("layout", ["module", "joint"])
-def test_scores_by_default_are_those_of_a_share_of_the_trace_with_q_inside(
+def test_scores_by_default_are_those_of_the_default_damping_with_q_outside(
     tmp_path: Path, layout: Any, proj_dim: int
 ) -> None:
     made = attributor(tmp_path / "a.zarr", proj_dim=proj_dim, layout=layout)
@@ -74,19 +74,18 @@ def test_scores_by_default_are_those_of_a_share_of_the_trace_with_q_inside(
         w,
         targets,
         segments=[(s.start, s.stop) for s in made.layout.segments],
-        damping=proj_dim / 2048,
-        where_q="inside",
+        where_q="outside",
     )
     np.testing.assert_allclose(scores, expected, rtol=1e-4, atol=1e-5 * np.abs(expected).max())
 
 
-def test_q_is_outside_for_the_method_as_published_and_inside_for_others() -> None:
+def test_q_is_outside_for_methods_with_a_kernel_and_inside_for_sums_of_gradient_products() -> None:
     made = attributor()
     made.featurize(TRAIN)
 
     methods = (TRAK(damping=None), "GradDot", "GaussNewton", "GradCos")
     found = [made.score(TARGETS, method=method).settings["q"] for method in methods]
-    assert found == ["outside", "inside", "inside", "off"]
+    assert found == ["outside", "inside", "outside", "off"]
 
 
 def test_another_method_has_its_own_default_damping_also_after_reopening(tmp_path: Path) -> None:
@@ -97,10 +96,10 @@ def test_another_method_has_its_own_default_damping_also_after_reopening(tmp_pat
     opened = Attributor.open(path, perceptron())
 
     assert opened.method == made.method == Fisher(damping=3.0)
-    assert Attributor.open(path, perceptron(), method="Fisher").method == Fisher(damping=8 / 16384)
-    assert Attributor.open(path, perceptron(), method=plain).method == replace(plain, damping=8 / 2048)
+    assert Attributor.open(path, perceptron(), method="Fisher").method == Fisher()
+    assert Attributor.open(path, perceptron(), method=plain).method == plain
     assert Attributor.open(path, perceptron(), method=replace(plain, damping=2.0)).method.damping == 2.0
-    assert opened.score(TARGETS, method="GaussNewton").settings["damping"] == 8 / 2048
+    assert opened.score(TARGETS, method="GaussNewton").settings["damping"] is None
     assert opened.score(TARGETS).settings["damping"] == 3.0
 
 
@@ -129,9 +128,8 @@ def test_where_a_kernel_is_too_wide_to_be_fitted_unasked_the_method_is_the_plain
         for projector in ("none", "auto")
     ]
 
-    damping = made[0].layout.width / len(made[0].layout.segments) / 2048
-    assert made[0].method == TRAK(damping=damping, layout="stored")
-    assert made[1].method == Fisher(damping=2048 / 16384)
+    assert made[0].method == TRAK(damping=None, layout="stored")
+    assert made[1].method == Fisher()
 
 
 def test_a_store_opens_with_the_settings_of_its_task(tmp_path: Path) -> None:

@@ -269,16 +269,22 @@ def expected_scores(
         if gram is not None:
             matrix = gram.double().numpy()
             if matrix.any():
-                lam = damping * np.trace(matrix) / segment.width
+                lam = _lambda(matrix, damping, segment.width)
                 own = x if scored is None else scored[:, segment.start : segment.stop]
                 total += own @ np.linalg.solve(matrix + lam * np.eye(segment.width), t.T)
             continue
         inner = (x @ x.T) * weights
-        trace = float((weights * (x * x).sum(1)).sum())
-        if trace:
-            lam = damping * trace / segment.width
+        if inner.any():
+            lam = _lambda(inner, damping, segment.width)
             total += np.linalg.solve(inner + lam * np.eye(len(x)), x @ t.T)
     return total * q[:, None]
+
+
+def _lambda(matrix: Array, damping: float | None, width: int) -> float:
+    """Return lambda, given a matrix that has the eigenvalues of the kernel that are not zero."""
+    if damping is None:
+        return float(0.02 * np.sum(matrix * matrix.T) / np.trace(matrix))
+    return float(damping * np.trace(matrix) / width)
 
 
 def check_scores(

@@ -74,8 +74,8 @@ class Calibration:
     """Digests of the checkpoints' weights."""
     segments: tuple[tuple[int, int], ...]
     """Columns of a feature row that share a weight."""
-    dampings: tuple[float, ...]
-    """Lambdas in units of the mean eigenvalue."""
+    dampings: tuple[float | None, ...]
+    """Lambdas in units of the mean eigenvalue; ``None`` is the default damping."""
     weights: tuple[float, ...]
     """In the order view, checkpoint, segment, damping."""
 

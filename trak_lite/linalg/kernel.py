@@ -24,7 +24,7 @@ from trak_lite.errors import InvalidInputError, NonFiniteError, SingularKernelEr
 from trak_lite.types import FeatureLayout, Segment
 
 __all__ = [
-    "DEFAULT_DAMPING",
+    "DEFAULT_SHARE",
     "EigenKernel",
     "GramAccumulator",
     "KernelSettings",
@@ -38,14 +38,11 @@ __all__ = [
     "precondition_path",
 ]
 
-DEFAULT_DAMPING: Final = 1.0
-"""Lambda in units of the kernel's mean eigenvalue.
+DEFAULT_SHARE: Final = 0.02
+"""The default lambda, as a share of the mean eigenvalue weighted by the eigenvalues, ``sum(e^2) / sum(e)``.
 
-Without damping the scores degrade as K approaches N: on an over-fitted digits MLP with N = 1200 the linear
-datamodeling score was .149 at K = 512 and .073 at K = 1024. With lambda of .1 / 1 / 3 / 10 mean eigenvalues
-it was .20 / .28 / .30 / .29 (a small CNN: .28 / .35 / .37 / .36); over the checkpoints of one run .1 and 1
-differed by less than .05. All of these used an unweighted joint kernel; one mean eigenvalue is on the plateau in
-each. This default applies if these classes are used directly; :class:`~trak_lite.Attributor` has its own defaults.
+Unlike ``trace(H) / k`` this unit does not depend on how many small eigenvalues a segment has, so one share suits narrow
+and wide segments, few and many train rows. Chosen by leaving one problem out (``benchmarks/lds_damping.py``).
 """
 
 _GRAM_ROWS: Final = 256
@@ -75,8 +72,8 @@ class KernelSettings:
     """``"curvature"`` weights each train row by its loss curvature w; ``"none"`` is TRAK's unweighted gram matrix;
     ``"fisher"`` is the gram matrix of gradients for labels drawn from the model, which is fitted separately and
     stored rather than computed from the stored rows."""
-    damping: float = DEFAULT_DAMPING
-    """Lambda in units of the mean eigenvalue ``trace(H) / k``, per segment."""
+    damping: float | None = None
+    """Lambda in units of the mean eigenvalue ``trace(H) / k``, per segment. ``None`` uses :data:`DEFAULT_SHARE`."""
     lambda_reg: float | None = None
     """Absolute lambda, in units of a squared feature; overrides ``damping``."""
     rescale_inverse: bool = False
@@ -85,7 +82,8 @@ class KernelSettings:
     def __post_init__(self) -> None:
         """Check types and ranges."""
         one_of(("curvature", "none", "fisher"), weighting=self.weighting)
-        object.__setattr__(self, "damping", real_at_least(0.0, damping=self.damping))
+        if self.damping is not None:
+            object.__setattr__(self, "damping", real_at_least(0.0, damping=self.damping))
         if self.lambda_reg is not None:
             object.__setattr__(self, "lambda_reg", real_at_least(0.0, lambda_reg=self.lambda_reg))
         if not isinstance(self.rescale_inverse, bool):
@@ -186,6 +184,11 @@ class EigenKernel:
     def mean_eigenvalue(self) -> float:
         """``trace(H) / k``, the unit of a relative damping."""
         return float(self.eigenvalues.mean())
+
+    def lambda_of(self, damping: float | None) -> float:
+        """Return the absolute lambda of a damping in units of the mean eigenvalue, or of the default damping."""
+        total = float(self.eigenvalues.sum())
+        return _lambda(damping, total, float(self.eigenvalues.square().sum()), self.width)
 
     @torch.no_grad()
     def solve(self, targets: Tensor, lambda_reg: float) -> Tensor:
@@ -298,15 +301,17 @@ def factorise(
     width = gram.shape[0]
     if mean <= 0.0:
         raise SingularKernelError(_zero_message(f"segment {segment!r}"))
-    lambda_reg = settings.damping * mean if settings.lambda_reg is None else settings.lambda_reg
+    lambda_reg = settings.lambda_reg
+    if lambda_reg is None:
+        squares = 0.0 if settings.damping is not None else _sum_of_squares(gram)
+        lambda_reg = _lambda(settings.damping, mean * width, squares, width)
     where = f"segment {segment!r} ({width} features, {num_rows} train rows, mean eigenvalue {mean:.3g})"
     if lambda_reg == 0.0 and width > num_rows:
         if allow_singular:
             return _pseudo_inverse(gram, settings, lambda_reg)
         raise SingularKernelError(
             f"The kernel of {where} has no inverse at lambda = 0: there are more features than rows. "
-            f"Use damping > 0 (the default is {DEFAULT_DAMPING:g}), lambda_reg > 0, "
-            f"or at most {num_rows} features."
+            f"Use damping > 0 or None (the default), lambda_reg > 0, or at most {num_rows} features."
         )
     factor = _cholesky(gram, lambda_reg)
     if factor is None and allow_singular:
@@ -398,14 +403,18 @@ def eigenpath_segments(grams: Sequence[Tensor], *, layout: FeatureLayout) -> lis
 
 @torch.no_grad()
 def precondition_path(
-    targets: Tensor, kernels: Sequence[EigenKernel], dampings: Sequence[float], *, layout: FeatureLayout
+    targets: Tensor,
+    kernels: Sequence[EigenKernel],
+    dampings: Sequence[float | None],
+    *,
+    layout: FeatureLayout,
 ) -> Tensor:
     """Return the targets multiplied by (H + lambda I)^-1 for every damping.
 
     Args:
         targets: ``(M, K)`` target features of any floating dtype.
         kernels: One decomposition per segment.
-        dampings: L lambdas in units of each segment's mean eigenvalue.
+        dampings: L lambdas in units of each segment's mean eigenvalue; ``None`` is the default damping.
         layout: The segments.
 
     Returns:
@@ -424,8 +433,7 @@ def precondition_path(
             continue
         columns = targets[:, segment.start : segment.stop]
         for solved, damping in zip(result, dampings, strict=True):
-            lambda_reg = real_at_least(0.0, damping=damping) * kernel.mean_eigenvalue
-            solved[:, segment.start : segment.stop] = kernel.solve(columns, lambda_reg)
+            solved[:, segment.start : segment.stop] = kernel.solve(columns, kernel.lambda_of(damping))
     return result
 
 
@@ -625,6 +633,19 @@ def _mean_eigenvalues(grams: Sequence[Tensor], layout: FeatureLayout) -> list[fl
     if max(means) <= 0.0:
         raise SingularKernelError(_zero_message("every segment"))
     return means
+
+
+def _lambda(damping: float | None, trace: float, squares: float, width: int) -> float:
+    """Return the absolute lambda, given the sums of the eigenvalues and of their squares."""
+    if damping is None:
+        return DEFAULT_SHARE * squares / trace
+    return real_at_least(0.0, damping=damping) * trace / width
+
+
+def _sum_of_squares(gram: Tensor) -> float:
+    """Return the sum of the squared eigenvalues: the squared Frobenius norm, from the lower triangle."""
+    below = gram.tril(-1)
+    return 2.0 * float((below * below).sum()) + float(gram.diagonal().square().sum())
 
 
 def _mean_eigenvalue(gram: Tensor, segment: str) -> float:

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from trak_lite._validate import one_of, real_at_least
 from trak_lite.errors import InvalidInputError
-from trak_lite.linalg.kernel import DEFAULT_DAMPING, KernelSettings
+from trak_lite.linalg.kernel import KernelSettings
 from trak_lite.modelout_functions import AbstractModelOutput
 from trak_lite.types import FeatureLayout
 
@@ -35,8 +35,8 @@ class AbstractMethod(ABC):
     checkpoints, by the q of that checkpoint. ``"outside"``: the sum, by the mean q over checkpoints (TRAK section 3.3).
     ``"off"``: nowhere."""
     checkpoint_weights: tuple[float, ...] | None = None
-    """Weight of each checkpoint, in order. Weights may be negative: ``(1, -1)`` subtracts a base model. ``None`` weighs
-    each checkpoint by 1/C."""
+    """Weight of each checkpoint, in order. ``None`` weighs each checkpoint by 1/C. Weights may be negative: with
+    ``q="inside"``, ``(1, -1)`` subtracts the scores of a base model."""
 
     layout: ClassVar[Any] = "stored"
     version: ClassVar[int] = 1
@@ -131,17 +131,13 @@ class AbstractMethod(ABC):
 class AbstractKernelMethod(AbstractMethod):
     """A method that multiplies targets by the inverse of a damped matrix in feature space."""
 
+    q: Literal["inside", "outside", "off"] = "outside"
     damping: float | None = None
-    """Lambda in units of the kernel's mean eigenvalue, at least 0. ``None`` uses :attr:`share_of_trace`."""
+    """Lambda in units of the mean eigenvalue of a segment's kernel, at least 0. ``None`` sets the lambda of each segment to
+    a share of the mean eigenvalue weighted by the eigenvalues; see :data:`~trak_lite.linalg.DEFAULT_SHARE`."""
 
     weighting: ClassVar[Literal["curvature", "none", "fisher"]]
     """Weighting of the kernel matrix; see :class:`~trak_lite.linalg.KernelSettings`."""
-    share_of_trace: ClassVar[float] = 1 / 2048
-    """The default lambda as a share of a segment's trace. It does not depend on K.
-
-    Chosen on one half of the subsets and targets of ``benchmarks/lds_digits.py``, at K = 1024 per module: shares of
-    1/512, 1/2048, 1/8192 and 1/32768 gave an LDS of .588, .633, .615 and .549 on the digits MLP (curvature), and .557,
-    .598, .626 and .632 on the language model (Fisher, 2.3 samples per feature)."""
 
     def __post_init__(self) -> None:
         """Check the fields."""
@@ -153,19 +149,7 @@ class AbstractKernelMethod(AbstractMethod):
     @property
     def kernel(self) -> KernelSettings:
         """The matrix whose inverse multiplies the targets."""
-        damping = DEFAULT_DAMPING if self.damping is None else self.damping
-        return KernelSettings(weighting=self.weighting, damping=damping)
-
-    def decided(self, layout: FeatureLayout) -> Self:
-        """Return the method with the default damping resolved for a layout.
-
-        All segments share one damping. If their widths differ, it is computed from the mean width.
-        """
-        decided = super().decided(layout)
-        if decided.damping is not None:
-            return decided
-        mean_width = layout.width / len(decided.layout_of(layout).segments)
-        return replace(decided, damping=mean_width * self.share_of_trace)
+        return KernelSettings(weighting=self.weighting, damping=self.damping)
 
 
 def _finite_weights(field: str, weights: Any) -> tuple[float, ...]:

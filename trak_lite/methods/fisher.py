@@ -35,7 +35,6 @@ class Fisher(AbstractKernelMethod):
     """Seed of the draws. The draws of a row depend only on the seed and the row number."""
 
     weighting: ClassVar[Literal["fisher"]] = "fisher"
-    share_of_trace: ClassVar[float] = 1 / 16384
 
     def __post_init__(self) -> None:
         """Check the fields."""

@@ -14,11 +14,10 @@ __all__ = ["TRAK"]
 class TRAK(AbstractKernelMethod):
     r"""TRAK: the unweighted, undamped gram matrix :math:`\Phi^\top \Phi` of the train rows, with q outside the mean.
 
-    Without damping it needs more train rows than features. ``damping=None`` uses a share of the trace.
+    Without damping it needs more train rows than features. ``damping=None`` uses the default damping.
     Source: TRAK (arXiv:2303.14186), section 3.
     """
 
-    q: Literal["inside", "outside", "off"] = "outside"
     damping: float | None = 0.0
     layout: Literal["stored", "joint"] = "joint"  # type: ignore[misc]  # a constant of the other methods
     """``"joint"`` uses one matrix for the whole row, with the square of its width as size, as published. ``"stored"``

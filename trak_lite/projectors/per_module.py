@@ -6,7 +6,7 @@ products better, because each module has only a share of the columns. :class:`~t
 one segment per module by default: the criterion is how well scores predict retraining (``benchmarks/lds_digits.py``
 compares both).
 
-Shapes: B samples, K features of each module (the projector's ``proj_dim``), L modules; rows have L K features.
+Shapes: B samples, K features of each module (the projector's ``proj_dim``), L modules; rows have at most L K features.
 """
 
 from __future__ import annotations
@@ -19,7 +19,8 @@ from torch import Tensor
 
 from trak_lite.projectors._base import AbstractFeatureAccumulator, AbstractProjector, project_named
 from trak_lite.projectors._blocks import check_block
-from trak_lite.types import FeatureLayout, GradientBlock, ParameterShapes, Segment
+from trak_lite.projectors.identity import NoOpProjector
+from trak_lite.types import FeatureLayout, GradientBlock, ParameterShapes, Segment, num_entries
 
 __all__ = ["PerModuleProjector"]
 
@@ -31,11 +32,13 @@ _ROOT = "(model)"
 class PerModuleProjector(AbstractProjector):
     """Projects the parameters of each module to a separate segment of features.
 
+    The gradient of a module with no more parameters than features is stored whole: it is exact and takes fewer bytes.
+
     Example:
         >>> from trak_lite.projectors import CountSketchProjector
         >>> projector = PerModuleProjector(CountSketchProjector(4))
         >>> projector.layout({"fc.weight": (3, 2), "fc.bias": (3,), "head.weight": (1, 3)}).to_json()
-        [['fc', 0, 4], ['head', 4, 8]]
+        [['fc', 0, 4], ['head', 4, 7]]
     """
 
     def __init__(self, projector: AbstractProjector) -> None:
@@ -48,7 +51,7 @@ class PerModuleProjector(AbstractProjector):
         self.projector = projector
 
     def project(self, grads: Mapping[str, Tensor] | Tensor, model_id: int) -> Tensor:
-        """Project collected gradients to ``(B, L K)``; one ``(B, P)`` tensor counts as one module.
+        """Project collected gradients to ``(B, at most L K)``; one ``(B, P)`` tensor counts as one module.
 
         Raises:
             InvalidInputError: If there is no gradient or the gradients disagree on B.
@@ -60,7 +63,7 @@ class PerModuleProjector(AbstractProjector):
     ) -> AbstractFeatureAccumulator:
         """Return a new accumulator for one batch of ``num_samples`` rows."""
         parts = {
-            module: self.projector.accumulator(num_samples, model_id=model_id, parameters=own)
+            module: self._projector_of(own).accumulator(num_samples, model_id=model_id, parameters=own)
             for module, own in _modules(parameters).items()
         }
         return _PerModuleAccumulator(parts, num_samples, parameters)
@@ -69,7 +72,7 @@ class PerModuleProjector(AbstractProjector):
         """Return the segments of every module, in model order."""
         segments: list[Segment] = []
         for module, own in _modules(parameters).items():
-            inner = self.projector.layout(own).segments
+            inner = self._projector_of(own).layout(own).segments
             for segment in inner:
                 start = segments[-1].stop if segments else 0
                 name = module if len(inner) == 1 else f"{module}/{segment.name}"
@@ -83,9 +86,14 @@ class PerModuleProjector(AbstractProjector):
             "kind": "per_module",
             "proj_dim": inner["proj_dim"],
             "seed": inner["seed"],
-            "version": 1,
+            "version": 2,
             "of": inner,
         }
+
+    def _projector_of(self, parameters: ParameterShapes) -> AbstractProjector:
+        """Return the projector of a module's parameters."""
+        is_small = num_entries(parameters) <= self.projector.layout(parameters).width
+        return NoOpProjector(device=self.device) if is_small else self.projector
 
     def free_memory(self) -> None:
         """Free the wrapped projector's cached matrices."""

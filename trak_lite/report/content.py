@@ -78,7 +78,7 @@ class ReportedScores(Protocol):
     def top(self, k: int, *, sign: Literal["helpful", "harmful"]) -> TopRows:
         """Return the k strongest train rows of every target."""
 
-    def damping_path(self, dampings: Sequence[float], *, targets: slice) -> ScoresAtDampings:
+    def damping_path(self, dampings: Sequence[float | None], *, targets: slice) -> ScoresAtDampings:
         """Return the scores of some targets at other dampings."""
 
     def checkpoint_agreement(self, *, max_rows: int, max_targets: int) -> NDArray[np.float64]:

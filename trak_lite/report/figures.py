@@ -179,28 +179,29 @@ def _histogram(histogram: Histogram) -> _Drawing:
 
 def _damping(scores: ReportedScores) -> _Drawing:
     """Draw the rank correlation of the scores with the scores at other dampings."""
-    own = scores.settings.get("damping")  # without a kernel there is none, and damping_path raises
+    own = scores.settings.get("damping")  # without a kernel damping_path raises
     dampings = sorted({*_DAMPINGS, *([float(own)] if own else [])})
-    path = scores.damping_path(dampings, targets=every_nth(scores.shape[1], _RANKED_TARGETS))
+    path = scores.damping_path([*dampings, own], targets=every_nth(scores.shape[1], _RANKED_TARGETS))
     num_rows = scores.shape[0]
     rows = np.arange(num_rows)[every_nth(num_rows, _RANKED_ROWS)]
-    if len(rows) < 2 or not own:
+    if len(rows) < 2 or own == 0:
         raise InvalidInputError("Ranks need at least two train rows and a damping above 0.")
-    values = path.rows(rows).astype(np.float64)
-    here = values[dampings.index(float(own))].T
-    found = np.array([[spearman(a, b) for a, b in zip(at.T, here, strict=True)] for at in values])
+    *values, here = path.rows(rows).astype(np.float64)
+    found = np.array([[spearman(a, b) for a, b in zip(at.T, here.T, strict=True)] for at in values])
 
     def plot(axes: Axes) -> None:
         axes.fill_between(dampings, found.min(1), found.max(1), color=_HIGH, alpha=0.18, linewidth=0)
-        axes.axvline(own, color=_LOW, linestyle="--", linewidth=1)
+        if own is not None:
+            axes.axvline(own, color=_LOW, linestyle="--", linewidth=1)
         axes.plot(dampings, found.mean(1), color=_HIGH, linewidth=2)
         axes.set(xscale="log", ylim=(min(0.0, found.min()), 1.02))
         axes.locator_params(axis="y", nbins=5)
         axes.xaxis.set_major_formatter("{x:g}")
 
+    named = "the default" if own is None else f"{own:g}"
     return (
         chart(plot, "Rank correlation over dampings", "damping", "rank correlation"),
-        f"Rank correlation of the scores, whose damping is {own:g}, with the scores at other dampings, over "
+        f"Rank correlation of the scores, whose damping is {named}, with the scores at other dampings, over "
         f"{len(rows):,} train rows: mean and range of {found.shape[1]} targets. Where the line is flat and near 1, "
         "damping changes the ranking little.",
     )

@@ -414,7 +414,8 @@ def _calibrate(
     rows: ScoredRows, sums: SubsetSums, predicted: Array, outputs: Array, confidence: float
 ) -> Calibration:
     """Return weights fitted on every other subset and tested on the rest."""
-    dampings = tuple(sorted({*_DAMPINGS, rows.require_kernel().damping}))
+    own = rows.require_kernel().damping
+    dampings = (None, *_DAMPINGS) if own is None else tuple(sorted({*_DAMPINGS, own}))
     segments = tuple((segment.start, segment.stop) for segment in rows.layout.segments)
     if len(VIEWS) * len(rows.train) * len(segments) * len(dampings) > _MOST_PARTS:
         segments = ((0, rows.layout.width),)
@@ -426,7 +427,7 @@ def _calibrate(
     parts = _parts(rows, sums, segments, dampings, chosen)
     prior = np.zeros((len(VIEWS), len(rows.train), len(segments), len(dampings)))
     default = np.asarray(rows.method.weights(len(rows.train)))
-    prior[VIEWS.index(rows.method.q), :, :, dampings.index(rows.require_kernel().damping)] = default[:, None]
+    prior[VIEWS.index(rows.method.q), :, :, dampings.index(own)] = default[:, None]
     weights = fit_weights(parts[:, fitted], outputs[np.ix_(fitted, chosen)], prior.reshape(-1))
     none = Estimate(0.0, 0.0, 0.0)
     untested = Calibration(
@@ -464,7 +465,7 @@ def _parts(
     rows: ScoredRows,
     sums: SubsetSums,
     segments: Sequence[tuple[int, int]],
-    dampings: Sequence[float],
+    dampings: Sequence[float | None],
     chosen: NDArray[np.int64],
 ) -> Array:
     """Return the prediction of each view, checkpoint, segment and damping alone, ``(V C s D, S, targets)``."""

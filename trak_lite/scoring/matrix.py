@@ -235,20 +235,22 @@ class DampingPath:
     """
 
     def __init__(
-        self, source: ScoreSource, name: str, dampings: Sequence[float], targets: slice = slice(None)
+        self, source: ScoreSource, name: str, dampings: Sequence[float | None], targets: slice = slice(None)
     ) -> None:
         """Compute the preconditioned targets at every damping.
 
         Args:
             source: Rows and settings; the method's damping is ignored.
             name: Name of the target set, for messages.
-            dampings: Lambdas in units of the mean eigenvalue.
+            dampings: Lambdas in units of the mean eigenvalue; ``None`` is the default damping.
             targets: Targets to select. The result numbers them from 0.
 
         Raises:
             InvalidInputError: If there is no damping, one is negative, or the scores have no kernel.
         """
-        self.dampings = tuple(real_at_least(0.0, damping=float(damping)) for damping in dampings)
+        self.dampings = tuple(
+            None if damping is None else real_at_least(0.0, damping=float(damping)) for damping in dampings
+        )
         if not self.dampings:
             raise InvalidInputError("dampings is empty. Give at least one, such as [0.1, 1, 10].")
         self._source = source

@@ -219,11 +219,11 @@ class Scores:
         """
         return group_sums(self._matrix, rows, targets)
 
-    def damping_path(self, dampings: Sequence[float], *, targets: slice = slice(None)) -> DampingPath:
+    def damping_path(self, dampings: Sequence[float | None], *, targets: slice = slice(None)) -> DampingPath:
         """Return the scores at other dampings, from one eigendecomposition per checkpoint and segment.
 
         Args:
-            dampings: Lambdas in units of the mean eigenvalue.
+            dampings: Lambdas in units of the mean eigenvalue; ``None`` is the default damping.
             targets: Targets to select. The result numbers them from 0.
 
         Raises:

@@ -149,11 +149,11 @@ class ScoreSource:
             for table, weight in zip(self._train, self._weights, strict=True)
         ]
 
-    def path_terms(self, dampings: Sequence[float], targets: slice = slice(None)) -> list[ScoreTerm]:
+    def path_terms(self, dampings: Sequence[float | None], targets: slice = slice(None)) -> list[ScoreTerm]:
         """Return one term per checkpoint, with the targets at every damping, ``(L * M, K)``, dampings first.
 
         Args:
-            dampings: Lambdas in units of the mean eigenvalue.
+            dampings: Lambdas in units of the mean eigenvalue; ``None`` is the default damping.
             targets: Targets to select.
 
         Raises:

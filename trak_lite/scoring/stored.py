@@ -485,7 +485,7 @@ class ScoredRows:
         )
         return torch.from_numpy(rows).to(self.device, torch.float64)
 
-    def preconditioned(self, table: AbstractRowTable, damping: float) -> Tensor:
+    def preconditioned(self, table: AbstractRowTable, damping: float | None) -> Tensor:
         """Return the targets of a checkpoint multiplied by (H + lambda I)^-1, ``(M, K)`` float64."""
         kernel = replace(self.require_kernel(), damping=damping, lambda_reg=None)
         kernels = kernels_of(
