@@ -51,7 +51,7 @@ RULES: dict[str, tuple[float, ...]] = {
     "descent": (0.01, 0.02, 0.04),
 }
 BEFORE = {"others": "curvature, q inside, trace 1", TEXT: "fisher, q inside, trace 0.1"}
-DEFAULT = {"others": "curvature, q outside, weighted 0.02", TEXT: "fisher, q outside, weighted 0.02"}
+DEFAULT = {"others": "curvature, q outside, weighted 0.02", TEXT: "fisher, q outside, weighted 0.005"}
 
 
 def ranks(values: NDArray[Any]) -> NDArray[Any]:

@@ -195,11 +195,13 @@ def test_the_default_lambda_is_a_share_of_the_mean_eigenvalue_weighted_by_eigenv
     kernel = factorise(matrix, KernelSettings(), num_rows=NUM_ROWS)
 
     assert kernel.lambda_reg == pytest.approx(expected, rel=1e-12)
-    assert eigenpath(matrix).lambda_of(None) == pytest.approx(expected, rel=1e-12)
+    assert eigenpath(matrix).lambda_of(None, 0.02) == pytest.approx(expected, rel=1e-12)
     # Only the lower triangle is read, and features that are always zero change nothing.
     padded = torch.zeros(9, 9, dtype=matrix.dtype)
     padded[:7, :7] = matrix.tril()
-    assert factorise(padded, KernelSettings(), num_rows=NUM_ROWS).lambda_reg == pytest.approx(expected, rel=1e-12)
+    assert factorise(padded, KernelSettings(), num_rows=NUM_ROWS).lambda_reg == pytest.approx(
+        expected, rel=1e-12
+    )
 
 
 def test_an_absolute_lambda_overrides_the_damping():

@@ -143,7 +143,9 @@ def test_a_base_model_is_subtracted_by_a_negative_weight() -> None:
     ]
 
     difference = made.score(
-        TARGETS, checkpoints=[base, tuned], method=replace(made.method, checkpoint_weights=(-1, 1), q="inside")
+        TARGETS,
+        checkpoints=[base, tuned],
+        method=replace(made.method, checkpoint_weights=(-1, 1), q="inside"),
     ).numpy()
 
     np.testing.assert_allclose(difference, each[1] - each[0], rtol=1e-4, atol=1e-5)

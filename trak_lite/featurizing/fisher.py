@@ -164,7 +164,8 @@ class FisherFits:
 
         fingerprint = self._fingerprint(path, layout)
         drawn_path, gram_path = fisher_paths(path, fingerprint)
-        samples = _DrawnRows(rows, task, computer, self._method, layout)
+        number = self._method.num_samples(layout, projector.proj_dim)
+        samples = _DrawnRows(rows, task, computer, self._method, number)
         spec = feature_table_spec(len(samples), layout.width, "float32", fingerprint)
         try:
             with ranks.checking(stop_when_fitted):
@@ -290,13 +291,13 @@ class _DrawnRows:
         task: AbstractModelOutput,
         computer: AbstractGradientComputer,
         method: Fisher,
-        layout: FeatureLayout,
+        number: int,
     ) -> None:
         self.what, self.batch_size = rows.what, rows.batch_size
         self._rows, self._task, self._computer = rows, task, computer
-        self._chosen = spread_rows(len(rows), method.num_samples(layout))
+        self._chosen = spread_rows(len(rows), number)
         self._seed = method.seed
-        self._draws = min(math.ceil(method.num_samples(layout) / len(self._chosen)), method.max_draws)
+        self._draws = min(math.ceil(number / len(self._chosen)), method.max_draws)
 
     def __len__(self) -> int:
         return self._draws * len(self._chosen)

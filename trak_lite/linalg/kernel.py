@@ -24,7 +24,7 @@ from trak_lite.errors import InvalidInputError, NonFiniteError, SingularKernelEr
 from trak_lite.types import FeatureLayout, Segment
 
 __all__ = [
-    "DEFAULT_SHARE",
+    "DEFAULT_SHARES",
     "EigenKernel",
     "GramAccumulator",
     "KernelSettings",
@@ -38,11 +38,11 @@ __all__ = [
     "precondition_path",
 ]
 
-DEFAULT_SHARE: Final = 0.02
-"""The default lambda, as a share of the mean eigenvalue weighted by the eigenvalues, ``sum(e^2) / sum(e)``.
+DEFAULT_SHARES: Final[Mapping[str, float]] = {"curvature": 0.02, "none": 0.02, "fisher": 0.005}
+"""The default lambda by weighting: a share of the mean eigenvalue weighted by the eigenvalues, ``sum(e^2) / sum(e)``.
 
 Unlike ``trace(H) / k`` this unit does not depend on how many small eigenvalues a segment has, so one share suits narrow
-and wide segments, few and many train rows. Chosen by leaving one problem out (``benchmarks/lds_damping.py``).
+and wide segments, few and many train rows. Chosen by leaving one problem out (``benchmarks/lds/defaults.py``).
 """
 
 _GRAM_ROWS: Final = 256
@@ -73,7 +73,7 @@ class KernelSettings:
     ``"fisher"`` is the gram matrix of gradients for labels drawn from the model, which is fitted separately and
     stored rather than computed from the stored rows."""
     damping: float | None = None
-    """Lambda in units of the mean eigenvalue ``trace(H) / k``, per segment. ``None`` uses :data:`DEFAULT_SHARE`."""
+    """Lambda in units of the mean eigenvalue ``trace(H) / k``, per segment. ``None`` uses :data:`DEFAULT_SHARES`."""
     lambda_reg: float | None = None
     """Absolute lambda, in units of a squared feature; overrides ``damping``."""
     rescale_inverse: bool = False
@@ -88,6 +88,11 @@ class KernelSettings:
             object.__setattr__(self, "lambda_reg", real_at_least(0.0, lambda_reg=self.lambda_reg))
         if not isinstance(self.rescale_inverse, bool):
             raise InvalidInputError(f"rescale_inverse must be True or False, got {self.rescale_inverse!r}.")
+
+    @property
+    def default_share(self) -> float:
+        """The share of :data:`DEFAULT_SHARES` that sets lambda if neither ``damping`` nor ``lambda_reg`` is given."""
+        return DEFAULT_SHARES[self.weighting]
 
     def to_json(self) -> dict[str, Any]:
         """Return the settings as JSON values."""
@@ -185,10 +190,11 @@ class EigenKernel:
         """``trace(H) / k``, the unit of a relative damping."""
         return float(self.eigenvalues.mean())
 
-    def lambda_of(self, damping: float | None) -> float:
-        """Return the absolute lambda of a damping in units of the mean eigenvalue, or of the default damping."""
-        total = float(self.eigenvalues.sum())
-        return _lambda(damping, total, float(self.eigenvalues.square().sum()), self.width)
+    def lambda_of(self, damping: float | None, default_share: float) -> float:
+        """Return the absolute lambda of a damping in units of the mean eigenvalue; ``None`` uses the share."""
+        if damping is not None:
+            return real_at_least(0.0, damping=damping) * self.mean_eigenvalue
+        return default_share * float(self.eigenvalues.square().sum() / self.eigenvalues.sum())
 
     @torch.no_grad()
     def solve(self, targets: Tensor, lambda_reg: float) -> Tensor:
@@ -302,9 +308,10 @@ def factorise(
     if mean <= 0.0:
         raise SingularKernelError(_zero_message(f"segment {segment!r}"))
     lambda_reg = settings.lambda_reg
-    if lambda_reg is None:
-        squares = 0.0 if settings.damping is not None else _sum_of_squares(gram)
-        lambda_reg = _lambda(settings.damping, mean * width, squares, width)
+    if lambda_reg is None and settings.damping is not None:
+        lambda_reg = settings.damping * mean
+    elif lambda_reg is None:
+        lambda_reg = settings.default_share * _sum_of_squares(gram) / (mean * width)
     where = f"segment {segment!r} ({width} features, {num_rows} train rows, mean eigenvalue {mean:.3g})"
     if lambda_reg == 0.0 and width > num_rows:
         if allow_singular:
@@ -408,14 +415,16 @@ def precondition_path(
     dampings: Sequence[float | None],
     *,
     layout: FeatureLayout,
+    default_share: float = DEFAULT_SHARES["curvature"],
 ) -> Tensor:
     """Return the targets multiplied by (H + lambda I)^-1 for every damping.
 
     Args:
         targets: ``(M, K)`` target features of any floating dtype.
         kernels: One decomposition per segment.
-        dampings: L lambdas in units of each segment's mean eigenvalue; ``None`` is the default damping.
+        dampings: L lambdas in units of each segment's mean eigenvalue; ``None`` uses ``default_share``.
         layout: The segments.
+        default_share: :attr:`KernelSettings.default_share`.
 
     Returns:
         ``(L, M, K)`` in the kernels' dtype; ``[l]`` is the result of :func:`precondition` at ``dampings[l]``.
@@ -433,7 +442,9 @@ def precondition_path(
             continue
         columns = targets[:, segment.start : segment.stop]
         for solved, damping in zip(result, dampings, strict=True):
-            solved[:, segment.start : segment.stop] = kernel.solve(columns, kernel.lambda_of(damping))
+            solved[:, segment.start : segment.stop] = kernel.solve(
+                columns, kernel.lambda_of(damping, default_share)
+            )
     return result
 
 
@@ -633,13 +644,6 @@ def _mean_eigenvalues(grams: Sequence[Tensor], layout: FeatureLayout) -> list[fl
     if max(means) <= 0.0:
         raise SingularKernelError(_zero_message("every segment"))
     return means
-
-
-def _lambda(damping: float | None, trace: float, squares: float, width: int) -> float:
-    """Return the absolute lambda, given the sums of the eigenvalues and of their squares."""
-    if damping is None:
-        return DEFAULT_SHARE * squares / trace
-    return real_at_least(0.0, damping=damping) * trace / width
 
 
 def _sum_of_squares(gram: Tensor) -> float:

@@ -177,7 +177,13 @@ class ScoreSource:
                 fisher=fisher_of(self.method),
             )
             eigen = eigenpath_segments(grams, layout=self._layout)
-            solved = precondition_path(self._rows(table, targets), eigen, dampings, layout=self._layout)
+            solved = precondition_path(
+                self._rows(table, targets),
+                eigen,
+                dampings,
+                layout=self._layout,
+                default_share=kernel.default_share,
+            )
             terms.append(ScoreTerm(table, (solved * weight).flatten(0, 1).float()))
         return terms
 
