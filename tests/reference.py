@@ -125,14 +125,14 @@ def kernel_scores(
     target_features: Sequence[Array],
     *,
     segments: Sequence[tuple[int, int]],
-    where_q: str = "inside",
+    where_q: str = "outside",
     **kernel_settings: Any,
 ) -> Array:
-    """Score by the native method: mean over checkpoints of the kernel products, each times its q.
+    """Score by the native method: mean over checkpoints of the kernel products, times the mean q.
 
     Every sequence has one array per checkpoint: ``(N, K)``, ``(N,)``, ``(N,)``, ``(M, K)``.
-    ``segments`` are the ``(start, stop)`` columns that share a kernel. ``where_q="outside"`` takes the mean of q
-    over checkpoints instead. Returns ``(N, M)``.
+    ``segments`` are the ``(start, stop)`` columns that share a kernel. ``where_q="inside"`` multiplies the
+    products of every checkpoint by its q instead. Returns ``(N, M)``.
     """
     products = []
     for train, weights, target in zip(train_features, w, target_features, strict=True):

@@ -107,11 +107,10 @@ def native_scores(
             segments=segments,
             damping=damping,
             weighting=method.weighting,
-            where_q="outside" if isinstance(method, TRAK) else "inside",
         )
     total = np.zeros((len(TRAIN_ROWS), len(TARGETS)))
-    for model_id, (train, q, target) in enumerate(
-        zip(*(per_checkpoint[part] for part in ("train", "q", "target")), strict=True)
+    for model_id, (train, target) in enumerate(
+        zip(*(per_checkpoint[part] for part in ("train", "target")), strict=True)
     ):
         with attributor._workspace.reading() as store:
             fits = FisherFits(store, method)
@@ -121,8 +120,8 @@ def native_scores(
             if not matrix.any():
                 continue  # rows of zeros score nothing, and their kernel has no inverse
             damped = matrix + damping * np.trace(matrix) / (stop - start) * np.eye(stop - start)
-            total += q[:, None] * (train[:, start:stop] @ np.linalg.solve(damped, target[:, start:stop].T))
-    return total / len(per_checkpoint["q"])
+            total += train[:, start:stop] @ np.linalg.solve(damped, target[:, start:stop].T)
+    return total / len(per_checkpoint["q"]) * np.mean(per_checkpoint["q"], axis=0)[:, None]
 
 
 def first_of_shapes() -> set[str]:

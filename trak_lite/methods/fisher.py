@@ -26,9 +26,9 @@ class Fisher(AbstractKernelMethod):
     """
 
     samples_per_feature: int = 4
-    """Gradients for drawn labels per feature of K, the number of features per module. A matrix of k features needs several times k
-    gradients, whatever the number of train rows. On the language model of ``benchmarks/lds/settings.py`` 4, 8 and 14
-    gradients per train row (1.2, 2.3 and 4.1 per feature) gave an LDS of .676, .704 and .709."""
+    """Gradients for drawn labels per feature of K, the number of features per module. A matrix of k features needs
+    several times k gradients, whatever the number of train rows. On the language model ``python_lm`` of
+    ``benchmarks/lds`` 1.2, 2.3 and 4.1 gradients per feature gave an LDS of .676, .704 and .709."""
     max_draws: int = 32
     """Maximum number of labels drawn per train row."""
     seed: int = 0
