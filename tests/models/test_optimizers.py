@@ -1,4 +1,4 @@
-"""States of Adam by parameter: found in every place where trainings save them, and matched with the right parameters."""
+"""States of Adam by parameter: found wherever trainings save them, and matched with the right parameters."""
 
 from __future__ import annotations
 
@@ -104,7 +104,9 @@ def test_a_lightning_style_dict_of_a_module_around_the_model(tmp_path: Path) -> 
     content = {"state_dict": weights, "optimizer_states": [optimizer.state_dict()], "epoch": 1}
     torch.save(content, tmp_path / "a.ckpt")
 
-    check(states_of(net, tmp_path / "a.ckpt", checkpoint_loader=lambda path: net.state_dict()), net, optimizer)
+    check(
+        states_of(net, tmp_path / "a.ckpt", checkpoint_loader=lambda path: net.state_dict()), net, optimizer
+    )
 
     two = {**content, "optimizer_states": content["optimizer_states"] * 2}
     with pytest.raises(CheckpointError, match="2 optimizers"):
@@ -170,7 +172,9 @@ def test_names_that_torch_records_are_used_in_any_order_and_behind_a_prefix() ->
         optimizer = torch.optim.AdamW(named)
         trained(own, optimizer)
 
-        check(states_of(own, {"model": own.state_dict(), "optimizer": optimizer.state_dict()}), own, optimizer)
+        check(
+            states_of(own, {"model": own.state_dict(), "optimizer": optimizer.state_dict()}), own, optimizer
+        )
 
 
 def test_a_state_dict_with_names_still_loads_into_the_optimizer() -> None:
