@@ -11,8 +11,9 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import TensorDataset
 
-from trak_lite import Attributor
+from trak_lite import Attributor, verify
 from trak_lite.errors import InvalidInputError
+from trak_lite.evaluation import linear_datamodeling_score
 from trak_lite.methods import LESS, GradCos, GradDot
 from trak_lite.modelout_functions import RegressionModelOutput
 
@@ -107,6 +108,35 @@ def test_projected_scores_are_near_those_of_the_paper() -> None:
     scores = made.score(TARGETS, method=LESS(learning_rates=RATES)).numpy()
 
     assert np.corrcoef(scores.ravel(), published().ravel())[0, 1] > 0.98
+
+
+def test_verify_compares_with_plain_products_of_updates_and_gradients() -> None:
+    """The rows are updates of the loss, so the baseline of dot products has no q."""
+    made = attributor()
+    made.featurize(TRAIN, checkpoints())
+    scores = made.score(TARGETS)
+    subsets: dict[tuple[int, ...], None] = {}
+
+    def train(rows: np.ndarray, seed: int) -> nn.Module:
+        subsets[tuple(rows.tolist())] = None
+        torch.manual_seed(seed)
+        net = classifier()
+        optimizer = torch.optim.AdamW(net.parameters(), lr=0.05)
+        for _ in range(5):
+            optimizer.zero_grad()
+            nn.functional.cross_entropy(net(TRAIN.tensors[0][rows]), TRAIN.tensors[1][rows]).backward()
+            optimizer.step()
+        return net
+
+    verdict = verify(scores, train, TARGETS, budget=6)
+
+    masks = np.stack([np.isin(np.arange(len(TRAIN)), subset) for subset in subsets])
+    found = scores.predictions
+    np.testing.assert_allclose(found.summed, masks @ scores.numpy().astype(np.float64), rtol=1e-5)
+    products = made.score(TARGETS, method=GradDot(q="off")).numpy()
+    expected = linear_datamodeling_score(products, masks, found.retrained)
+    (dot,) = (one for one in verdict.baselines if "dot product" in one.name)
+    assert dot.lds.mean == pytest.approx(expected.mean, abs=1e-6)
 
 
 def test_a_learning_rate_is_needed_for_every_checkpoint() -> None:
