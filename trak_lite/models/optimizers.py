@@ -114,7 +114,8 @@ def named_optimizer_state(optimizer: torch.optim.Optimizer, model: nn.Module) ->
 
     Returns:
         ``optimizer.state_dict()`` with ``param_names`` in every group, as torch records it for an optimizer that was
-        built with ``model.named_parameters()``.
+        built with ``model.named_parameters()``. Its tensors are the optimizer's own, which the next step changes: copy
+        them (``copy.deepcopy``) if they are kept in memory while the training continues.
 
     Raises:
         InvalidInputError: If it is another optimizer, or updates a parameter that is not the model's.
@@ -133,8 +134,7 @@ def named_optimizer_state(optimizer: torch.optim.Optimizer, model: nn.Module) ->
             f"The optimizer is a {type(inner).__name__}. Expected torch.optim.Adam or AdamW, whose second moments "
             "scale gradients."
         )
-    name_of = {id(p): name for name, p in model.named_parameters(remove_duplicate=False)}
-    name_of |= {id(p): name for name, p in model.named_parameters()}  # tied weights have their first name
+    name_of = {id(p): name for name, p in model.named_parameters()}
     foreign = [
         tuple(p.shape) for group in inner.param_groups for p in group["params"] if id(p) not in name_of
     ]

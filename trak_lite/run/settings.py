@@ -324,7 +324,7 @@ class StoredSettings:
     """The attributor's method."""
     device: torch.device
     """Device of products of stored rows."""
-    row_kind: str
+    row_kind: str = "none"
     """Kind of the normalisation of rows."""
 
     @classmethod
