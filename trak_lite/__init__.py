@@ -14,6 +14,7 @@ from trak_lite.data.datasets import Rows as Rows
 from trak_lite.gradient_computers.normalization import Normalization as Normalization
 from trak_lite.gradient_computers.normalization import clip as clip
 from trak_lite.gradient_computers.normalization import clipping_threshold as clipping_threshold
+from trak_lite.models.optimizers import named_optimizer_state as named_optimizer_state
 from trak_lite.retraining.verify import calibrated_scores as calibrated_scores
 from trak_lite.retraining.verify import verify as verify
 from trak_lite.scoring.scores import Scores as Scores
@@ -33,6 +34,7 @@ __all__ = [
     "clip",
     "clipping_threshold",
     "methods",
+    "named_optimizer_state",
     "test_install",
     "token_scores",
     "verify",

@@ -19,7 +19,7 @@ from trak_lite.data.datasets import HeldRows
 from trak_lite.errors import InvalidInputError
 from trak_lite.featurizing.session import Run, marking_last, stored_norms
 from trak_lite.gradient_computers._base import ParameterChoice
-from trak_lite.gradient_computers.normalization import Normalization
+from trak_lite.gradient_computers.normalization import Normalization, NormalizationKind
 from trak_lite.methods import Method
 from trak_lite.models.checkpoints import CheckpointSource, iterate_checkpoints
 from trak_lite.projectors import AbstractProjector
@@ -84,7 +84,7 @@ class Attributor:
         dtype: Literal["float32", "float16", "int8", "int4"] = "float16",
         grad_wrt: ParameterChoice | None = None,
         gradient_computer: str | GradientComputerFactory = "auto",
-        normalize: Literal["none", "unit"] | Normalization = "none",
+        normalize: NormalizationKind | Normalization = "none",
         store_norms: bool = False,
         projector: str | AbstractProjector = "auto",
         layout: Literal["auto", "joint", "module"] = "auto",
@@ -116,7 +116,9 @@ class Attributor:
                 uses the first of these that is exact for the model on its first samples.
             normalize: Scaling of the gradients of train rows and targets. ``"unit"`` divides each by its norm.
                 ``clip(C)`` scales gradients with a norm above C down to norm C; ``clip(C, scope="module")`` does so
-                per module. q and w are not scaled.
+                per module. ``"adam"`` scales every entry by Adam's second moment. ``"adam_update"`` makes train rows of
+                Adam updates, for :class:`~trak_lite.methods.LESS`. Both read the optimizer state that was saved with
+                each checkpoint. q and w are not scaled.
             store_norms: Store the norms of the unnormalised train gradients for :meth:`gradient_norms`. Takes up to
                 10 % more time.
             projector: ``"auto"`` (``"countsketch"``), another name in ``trak_lite.projectors.PROJECTORS``, or an
@@ -232,8 +234,9 @@ class Attributor:
             data: A map-style dataset, a DataLoader that reads one in order, or :class:`~trak_lite.Rows` of one, which
                 select and order rows and set the batch size. The attributor holds it until the next call, for methods
                 that are fitted to the train data.
-            checkpoints: ``None`` for the model's current weights, a state dict, a path to a file or folder, or an
-                iterable of these. Using 4 to 10 checkpoints of one run is the cheapest way to better scores.
+            checkpoints: ``None`` for the model's current weights, a state dict (alone, or under ``"model"`` beside an
+                ``"optimizer"``), a path to a file or folder, or an iterable of these. Using 4 to 10 checkpoints of one
+                run is the cheapest way to better scores.
             checkpoint_loader: Turns an item of ``checkpoints`` of any other type into a state dict.
             append: Accept data with more rows than the store. If the data begins with the stored rows, according to
                 the digest or the name of ``Rows``, the remaining rows are appended. All checkpoints of the store must
@@ -244,6 +247,8 @@ class Attributor:
 
         Raises:
             InvalidInputError: If the data, a batch or a checkpoint has the wrong type, shape or length.
+            CheckpointError: If ``normalize`` needs the state of Adam, and a checkpoint has none; names the places that
+                were searched.
             NonFiniteError: If a value of a row is NaN or infinite; names the rows.
             ManifestMismatchError: If the store has other settings or other data; names every difference. Or if
                 recomputed rows differ from the stored ones; names the first row, and each quantity that differs.

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 import torch
@@ -20,13 +21,16 @@ from trak_lite.modelout_functions import ModelCall
 Weights = dict[str, Tensor]
 
 
-def train(setting: Setting, masks: np.ndarray, seeds: Sequence[int]) -> list[list[Weights]]:
+def train(
+    setting: Setting, masks: np.ndarray, seeds: Sequence[int], *, with_optimizer: bool = False
+) -> list[list[Any]]:
     """Train one model per mask, all at once.
 
     Args:
         setting: The problem.
         masks: ``(m, N)`` booleans with equal numbers of rows.
         seeds: One seed per model.
+        with_optimizer: Return ``{"model": weights, "optimizer": state dict of AdamW}`` in place of weights.
 
     Returns:
         For each model its weights at the setting's checkpoints.
@@ -41,7 +45,7 @@ def train(setting: Setting, masks: np.ndarray, seeds: Sequence[int]) -> list[lis
     first = stack_module_state(modules)[0]
     stacked = {name: first[name].detach().requires_grad_() for name in names}
     steps_per_epoch = math.ceil(int(masks[0].sum()) / setting.batch_size)
-    step, advance = _stepper(setting, stacked, setting.epochs * steps_per_epoch)
+    optimizer, schedule = _optimizer(setting, stacked, setting.epochs * steps_per_epoch)
     gradient = vmap(grad(_loss(setting, _of_batches(modules[0]))))
     orders = [np.random.default_rng((seed, 1)) for seed in seeds]
     saved: list[list[Weights]] = [[] for _ in seeds]
@@ -52,12 +56,15 @@ def train(setting: Setting, masks: np.ndarray, seeds: Sequence[int]) -> list[lis
         for batch in torch.from_numpy(rows).split(setting.batch_size, dim=1):
             for name, value in gradient(dict(stacked), inputs[batch], labels[batch]).items():
                 stacked[name].grad = value
-            step()
-            advance()
+            optimizer.step()
+            schedule.step()
         if epoch in setting.checkpoint_epochs:
             for k, checkpoints in enumerate(saved):
                 weights = {name: value[k].detach().clone() for name, value in stacked.items()}
-                checkpoints.append(weights | _statistics(setting, weights, inputs[np.flatnonzero(masks[k])]))
+                weights |= _statistics(setting, weights, inputs[np.flatnonzero(masks[k])])
+                if with_optimizer:
+                    weights = {"model": weights, "optimizer": _state_of(optimizer, k, names)}
+                checkpoints.append(weights)
     return saved
 
 
@@ -90,8 +97,8 @@ def _loss(setting: Setting, module):
     return loss
 
 
-def _stepper(setting: Setting, stacked: Weights, steps: int):
-    """Return the step of the optimizer, and the schedule of the learning rate: a cosine that falls to zero."""
+def _optimizer(setting: Setting, stacked: Weights, steps: int):
+    """Return the optimizer, and the schedule of the learning rate: a cosine that falls to zero."""
     settings = {"lr": setting.learning_rate, "weight_decay": setting.weight_decay}
     if setting.optimizer == "SGD":
         optimizer: torch.optim.Optimizer = torch.optim.SGD(
@@ -99,8 +106,17 @@ def _stepper(setting: Setting, stacked: Weights, steps: int):
         )
     else:
         optimizer = torch.optim.AdamW(stacked.values(), **settings)
-    schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, steps)
-    return optimizer.step, schedule.step
+    return optimizer, torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, steps)
+
+
+def _state_of(optimizer: torch.optim.Optimizer, k: int, names: list[str]) -> dict[str, Any]:
+    """Return the state dict of the optimizer for one model of the stack."""
+    state = optimizer.state_dict()
+    own = {
+        key: {name: value if value.dim() == 0 else value[k].clone() for name, value in entries.items()}
+        for key, entries in state["state"].items()
+    }
+    return {"state": own, "param_groups": [{**state["param_groups"][0], "param_names": names}]}
 
 
 @torch.no_grad()

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from watching import Restless, random_states
 
 from trak_lite import Attributor, Rows
-from trak_lite.errors import InvalidInputError, UnsupportedModelError
+from trak_lite.errors import CheckpointError, InvalidInputError, UnsupportedModelError
 from trak_lite.gradient_computers import FunctionalGradientComputer, choose_gradient_computer
 from trak_lite.integrations.huggingface import FeaturizeCallback, attributor_from_trainer, task_of
 from trak_lite.methods import TRAK
@@ -338,3 +338,40 @@ def test_the_callback_refuses_another_model_and_rows_without_an_order(tmp_path: 
     trainer.add_callback(FeaturizeCallback(other, trainer.train_dataset))
     with pytest.raises(InvalidInputError, match="parameters of the attributor's GPT2LMHeadModel"):
         trainer.train()
+
+
+@pytest.mark.parametrize("watched", [True, False])
+@pytest.mark.parametrize("name", ["bert", "gpt2", "lora-llama"])
+def test_rows_are_scaled_by_the_moments_in_the_folder_that_the_trainer_saved(
+    name: str, watched: bool, tmp_path: Path
+) -> None:
+    """``optimizer.pt`` has two groups of numbered parameters, with and without weight decay."""
+    model = hub.made(MODELS[name])
+    trainer = hub.trainer_of(
+        model, tmp_path, max_steps=3, save_strategy="steps", save_steps=3, weight_decay=0.1
+    )
+    settings = {**EXACT, "method": "GradDot", "normalize": "adam"}
+    attributor = attributor_from_trainer(trainer, tmp_path / "a.zarr", **settings)
+    if watched:
+        trainer.add_callback(FeaturizeCallback(attributor, trainer.train_dataset))
+    trainer.train()
+    folder = tmp_path / "out" / "checkpoint-3"
+    assert attributor.featurize(trainer.train_dataset, folder).rows_found == (
+        len(trainer.train_dataset) if watched else 0
+    )
+
+    optimizer = (
+        trainer.optimizer.optimizer
+    )  # of accelerate's wrapper; states are held by parameter, without names
+    assert len(optimizer.param_groups) == 2
+    parts = []
+    for p in (p for p in model.parameters() if p.requires_grad):
+        state = optimizer.state[p]
+        root = (state["exp_avg_sq"] / (1 - 0.999 ** float(state["step"]))).sqrt() + 1e-8
+        parts.append(torch.where(state["exp_avg_sq"] > 0, root.rsqrt(), 0).flatten().double())
+    expected = hub.expected_rows(model, trainer.train_dataset) * torch.cat(parts).numpy()
+    assert hub.relative_error(hub.stored_rows(tmp_path / "a.zarr"), expected) < 1e-4
+
+    (folder / "optimizer.pt").unlink()
+    with pytest.raises(CheckpointError, match=r"has no optimizer state.*checkpoint-3.optimizer\.pt"):
+        attributor.featurize(trainer.train_dataset, folder)

@@ -241,3 +241,32 @@ def test_checkpoints_that_are_saved_elsewhere_are_refused(tmp_path: Path) -> Non
         CheckpointError, match=r"saves checkpoints to s3://bucket/last\.ckpt, which is not a local path"
     ):
         fit(module, tmp_path, saver, FeaturizeCallback(attributor, rows()))
+
+
+@pytest.mark.parametrize("inside", [False, True])
+def test_rows_are_scaled_by_the_moments_in_the_file(tmp_path: Path, inside: bool) -> None:
+    """The optimizer of a ``.ckpt`` file numbers the parameters of the whole module."""
+    module = built()
+    attributed = module.model if inside else module
+    settings = {**EXACT, "method": "GradDot", "normalize": "adam"}
+    attributor = Attributor(attributed, "image_classification", tmp_path / "a.zarr", **settings)
+
+    fit(module, tmp_path, keeping_all(tmp_path), FeaturizeCallback(attributor, rows()))
+
+    files = sorted((tmp_path / "ckpt").glob("*.ckpt"), key=lambda file: file.stat().st_mtime_ns)
+    for number, file in enumerate(files):
+        content = torch.load(file, weights_only=True)
+        states = content["optimizer_states"][0]["state"]
+        scale = [
+            ((entry["exp_avg_sq"] / (1 - 0.999 ** float(entry["step"]))).sqrt() + 1e-8).flatten()
+            for _, entry in sorted(states.items())
+        ]
+        expected = expected_rows(content["state_dict"]) / torch.cat(scale).sqrt().numpy()
+        np.testing.assert_allclose(
+            stored_rows(tmp_path / "a.zarr", number),
+            np.nan_to_num(expected),
+            rtol=1e-4,
+            atol=1e-5 * np.nanmax(np.abs(expected)),
+        )
+    loader = {"checkpoint_loader": partial(ckpt_weights, prefix="model.")} if inside else {}
+    assert attributor.featurize(rows(), files, **loader).rows_written == 0

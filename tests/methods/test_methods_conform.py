@@ -52,6 +52,11 @@ class TestTracIn(MethodTests):
         return methods.TracIn(learning_rates=[0.1])
 
 
+class TestLESS(MethodTests):
+    def make_method(self):
+        return methods.LESS(learning_rates=[0.1])
+
+
 class TestGradDot(MethodTests):
     def make_method(self):
         return methods.GradDot()

@@ -40,6 +40,7 @@ from trak_lite.gradient_computers import AbstractGradientComputer
 from trak_lite.gradient_computers.normalization import Normalization
 from trak_lite.methods import Fisher
 from trak_lite.modelout_functions import AbstractModelOutput, ModelCall
+from trak_lite.models.optimizers import AdamStates
 from trak_lite.parallel.ranks import Ranks
 from trak_lite.parallel.sharing import LazyTable, SharedRows, has_free_rows
 from trak_lite.projectors import AbstractProjector
@@ -132,6 +133,8 @@ class FisherFits:
         model_id: int,
         device: torch.device,
         label: str,
+        normalization: Normalization,
+        adam: AdamStates | None,
         progress: bool | None,
         ranks: Ranks,
         wait: bool = True,
@@ -148,6 +151,8 @@ class FisherFits:
             model_id: Number of the checkpoint; the projection depends on it.
             device: Device of the model.
             label: Label of the progress bar.
+            normalization: Normalisation of the train rows: none, or one that is linear in the gradient.
+            adam: States of Adam at the checkpoint, if the normalisation needs them.
             progress: Show the bar; ``None`` shows it on a terminal only.
             ranks: See :func:`~trak_lite.featurizing.rows.featurize_rows`.
             wait: Wait for chunks that other processes hold. ``False`` returns without them.
@@ -177,7 +182,8 @@ class FisherFits:
                     model_id=model_id,
                     device=device,
                     label=label,
-                    normalization=Normalization(),
+                    normalization=normalization,
+                    adam=adam,
                     progress=progress,
                     ranks=ranks,
                     wait=wait,

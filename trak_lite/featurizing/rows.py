@@ -24,6 +24,7 @@ from trak_lite.featurizing.row_checks import Computed, compare_rows, done_rows, 
 from trak_lite.gradient_computers import AbstractGradientComputer
 from trak_lite.gradient_computers.normalization import Normalization
 from trak_lite.gradient_computers.normalized import RowNormalizer
+from trak_lite.models.optimizers import AdamStates
 from trak_lite.models.sharded import Turns
 from trak_lite.parallel.ranks import Ranks
 from trak_lite.parallel.sharing import LazyTable, SharedRows
@@ -109,6 +110,7 @@ def featurize_rows(
     device: torch.device,
     label: str,
     normalization: Normalization,
+    adam: AdamStates | None = None,
     progress: bool | None = None,
     ranks: Ranks | None = None,
     wait: bool = True,
@@ -130,6 +132,7 @@ def featurize_rows(
         device: Device of the model.
         label: Label of the progress bar.
         normalization: Normalisation of the gradients.
+        adam: States of Adam at the checkpoint, if the normalisation needs them.
         progress: Show the bar; ``None`` shows it on a terminal only.
         ranks: The ranks that fill the same table; see :class:`~trak_lite.parallel.sharing.SharedRows`. They may hold
             parts of the model.
@@ -145,7 +148,7 @@ def featurize_rows(
         ManifestMismatchError: If recomputed rows differ from the stored ones; see :func:`check_rows`.
         RankError: If another rank of a sharded model has failed.
     """
-    made = _BatchWork(table, rows, computer_for, projector, model_id, device, normalization, label)
+    made = _BatchWork(table, rows, computer_for, projector, model_id, device, normalization, adam, label)
     ranks = Ranks() if ranks is None else ranks
     turns = Turns(ranks.lockstep, made.repeat)
     shared = SharedRows(
@@ -187,6 +190,7 @@ def check_rows(
     device: torch.device,
     label: str,
     normalization: Normalization,
+    adam: AdamStates | None = None,
     ranks: Ranks,
 ) -> None:
     """Recompute a few done rows of a table, and compare them with the stored ones within rounding.
@@ -203,12 +207,13 @@ def check_rows(
         device: As for :func:`featurize_rows`.
         label: Name of the table in the message.
         normalization: As for :func:`featurize_rows`.
+        adam: As for :func:`featurize_rows`.
         ranks: As for :func:`featurize_rows`.
 
     Raises:
         ManifestMismatchError: If a row differs; names the row and every quantity that differs.
     """
-    made = _BatchWork(table, rows, computer_for, projector, model_id, device, normalization, label)
+    made = _BatchWork(table, rows, computer_for, projector, model_id, device, normalization, adam, label)
     with Turns(ranks.lockstep, made.repeat) as turns:
         made.check(turns, (), wanted)
 
@@ -236,6 +241,7 @@ class _BatchWork:
     model_id: int
     device: torch.device
     normalization: Normalization
+    adam: AdamStates | None
     label: str
 
     def check(self, turns: Turns, own: Collection[int], wanted: NDArray[np.int64] | None = None) -> bool:
@@ -291,7 +297,7 @@ class _BatchWork:
         batch = self.rows.prepared(move_batch(batch, self.device), wanted)
         numbers = self.rows.numbers(wanted)
         computer = self.computer_for(batch, numbers)
-        normalizer = _normalizer(self.table, self.normalization, len(wanted))
+        normalizer = _normalizer(self.table, self.normalization, self.adam, len(wanted))
         features, terms = compute_features(
             computer,
             self.projector,
@@ -339,11 +345,13 @@ def _joined(parts: Sequence[_Computed]) -> Computed:
     return Computed({**values, **norms}, outputs)
 
 
-def _normalizer(table: LazyTable, normalization: Normalization, num_samples: int) -> RowNormalizer | None:
+def _normalizer(
+    table: LazyTable, normalization: Normalization, adam: AdamStates | None, num_samples: int
+) -> RowNormalizer | None:
     """Return the object that normalises and measures a batch, or ``None`` if neither is wanted."""
     if normalization.kind == "none" and not table.has_column(GRADIENT_NORM):
         return None
-    return RowNormalizer(normalization, num_samples)
+    return RowNormalizer(normalization, num_samples, adam)
 
 
 def _norm_column(table: LazyTable, normalizer: RowNormalizer | None) -> dict[str, NDArray[Any]]:

@@ -24,6 +24,7 @@ from trak_lite.featurizing.kronecker.precondition import PreconditionedProjector
 from trak_lite.featurizing.kronecker_fits import KroneckerFits
 from trak_lite.featurizing.rows import check_rows, compute_features, featurize_rows
 from trak_lite.gradient_computers import AbstractGradientComputer
+from trak_lite.gradient_computers.normalization import Normalization
 from trak_lite.methods import EKFAC, AbstractMethod, Fisher
 from trak_lite.models.borrowing import borrow_model
 from trak_lite.models.checkpoints import (
@@ -34,6 +35,7 @@ from trak_lite.models.checkpoints import (
     noted_checkpoint,
     weights_digest,
 )
+from trak_lite.models.optimizers import AdamStates, adam_states
 from trak_lite.models.sharded import Lockstep, refuse_sharded
 from trak_lite.parallel.ranks import Ranks, joined_ranks
 from trak_lite.parallel.sharing import LazyTable, Patience, has_free_rows, holder_of
@@ -170,6 +172,8 @@ class FeaturizingSession:
         self._is_first = True
         self._computer: AbstractGradientComputer | None = None
         """Of the loaded checkpoint. Its plans and self-checks hold for train rows and targets alike."""
+        self._loaded: Checkpoint | None = None
+        self._adam: AdamStates | None = None
 
     @property
     def store(self) -> AbstractFeatureStore:
@@ -367,7 +371,9 @@ class FeaturizingSession:
             and not self._kronecker_fits(method).has(digest)
         ):
             return
-        fingerprint = {**self._settings.row_fingerprint(model_id, digest), "targets": identity}
+        normalization = self._settings.normalization.of_targets()
+        adam = self._adam_states(normalization)
+        fingerprint = {**self._settings.row_fingerprint(model_id, digest, adam), "targets": identity}
         spec = self._settings.target_table(
             len(targets.rows), fingerprint, preconditioned=isinstance(method, EKFAC)
         )
@@ -375,7 +381,9 @@ class FeaturizingSession:
         projector = self._settings.projector
         if isinstance(method, EKFAC):
             projector = PreconditionedProjector(projector, self._inverse_curvature(digest, label, method))
-        self._featurize(table, targets.rows, model_id, f"Targets {targets.name!r}, {label}", projector)
+        self._featurize(
+            table, targets.rows, model_id, f"Targets {targets.name!r}, {label}", projector, normalization
+        )
 
     def _has_targets(self, targets: TargetSet, train: AbstractRowTable) -> bool:
         """Return whether all target features of the checkpoint of this train table are stored."""
@@ -459,6 +467,8 @@ class FeaturizingSession:
             model_id=self._workspace.model_id(digest),
             device=settings.device,
             label=f"Fitting the Fisher information of {label}",
+            normalization=settings.normalization,
+            adam=self._adam_states(settings.normalization),
             progress=self._progress,
             ranks=self._ranks,
             wait=wait,
@@ -569,22 +579,33 @@ class FeaturizingSession:
             device=self._settings.device,
             label=table_path(table),
             normalization=self._settings.normalization,
+            adam=self._adam_states(self._settings.normalization),
             ranks=self._ranks,
         )
 
     def _load(self, checkpoint: Checkpoint) -> str:
         """Load a checkpoint, let the task prepare for it, and return the digest of its weights."""
         load_into(self._model, checkpoint, self._own)
-        self._computer = None
+        self._computer, self._loaded, self._adam = None, checkpoint, None
         self._settings.task.prepare(self._model)
         return weights_digest(self._model)
+
+    def _adam_states(self, normalization: Normalization) -> AdamStates | None:
+        """Return the states of Adam that were saved with the loaded checkpoint, if the normalisation needs them."""
+        if not normalization.reads_optimizer or self._loaded is None:
+            return None
+        if self._adam is None:
+            settings = self._settings
+            self._adam = adam_states(self._model, settings.parameters, self._loaded, settings.device)
+        return self._adam
 
     def _featurize_loaded(self, checkpoint: Checkpoint, digest: str, rows: Rows, *, wait: bool) -> int:
         """Featurize the train rows of the loaded checkpoint; return the number of rows this process wrote."""
         model_id = self._workspace.model_id(digest)
+        adam = self._adam_states(self._settings.normalization)
         table = self._workspace.lazy_table(
             checkpoint_path(model_id),
-            self._settings.train_table(len(rows), self._settings.row_fingerprint(model_id, digest)),
+            self._settings.train_table(len(rows), self._settings.row_fingerprint(model_id, digest, adam)),
             {"name": checkpoint.name, "source": checkpoint.source},
         )
         try:
@@ -603,11 +624,13 @@ class FeaturizingSession:
         model_id: int,
         label: str,
         projector: AbstractProjector | None = None,
+        normalization: Normalization | None = None,
         *,
         wait: bool = True,
     ) -> int:
         """Fill a table with rows of the loaded checkpoint; return the number of rows this process wrote."""
         settings = self._settings
+        normalization = settings.normalization if normalization is None else normalization
         return featurize_rows(
             table,
             rows,
@@ -616,7 +639,8 @@ class FeaturizingSession:
             model_id=model_id,
             device=settings.device,
             label=label,
-            normalization=settings.normalization,
+            normalization=normalization,
+            adam=self._adam_states(normalization),
             progress=self._progress,
             ranks=self._ranks,
             wait=wait,

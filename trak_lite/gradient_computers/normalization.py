@@ -1,13 +1,14 @@
-"""Normalisation of per-sample gradients: scaling to unit norm, or clipping to a largest norm.
+"""Normalisation of per-sample gradients: to unit norm, to a largest norm, or by the state of Adam.
 
-Source of clipping: Abadi et al., "Deep Learning with Differential Privacy" (arXiv:1607.00133), section 3.
+Source of clipping: Abadi et al., "Deep Learning with Differential Privacy" (arXiv:1607.00133), section 3. Source of
+Adam updates as rows: Xia et al., "LESS" (arXiv:2402.04333), section 4.1.
 """
 
 from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, Final, Literal, TypeAlias, get_args
 
 import numpy as np
 import torch
@@ -18,15 +19,23 @@ from trak_lite._devices import in_float64
 from trak_lite._validate import one_of
 from trak_lite.errors import InvalidInputError
 
-__all__ = ["Normalization", "as_normalization", "clip", "clipping_threshold"]
+__all__ = ["Normalization", "NormalizationKind", "as_normalization", "clip", "clipping_threshold"]
+
+
+NormalizationKind: TypeAlias = Literal["none", "unit", "clip", "adam", "adam_update"]
+_KINDS: Final = get_args(NormalizationKind)
 
 
 @dataclass(frozen=True, slots=True)
 class Normalization:
     """Settings for the normalisation of every sample's gradient."""
 
-    kind: Literal["none", "unit", "clip"] = "none"
-    """``unit`` divides a gradient by its norm; ``clip`` scales gradients above the threshold to that norm."""
+    kind: NormalizationKind = "none"
+    r"""``unit`` divides a gradient by its norm; ``clip`` scales gradients above the threshold to that norm.
+
+    ``adam`` multiplies every entry by :math:`(\sqrt{\hat v} + \epsilon)^{-1/2}`, with Adam's second moment v: products
+    of rows are then those in the metric of Adam's updates. ``adam_update`` replaces the gradient of a train row by the
+    change of the weights, per learning rate, in an Adam step on the row's loss; targets keep their gradients."""
     threshold: float | None = None
     """C, the largest norm after ``clip``; in units of f per unit of the parameters."""
     scope: Literal["global", "module"] = "global"
@@ -38,8 +47,12 @@ class Normalization:
         Raises:
             InvalidInputError: If a value is not allowed, ``clip`` has no positive threshold, or another kind has one.
         """
-        one_of(("none", "unit", "clip"), kind=self.kind)
+        one_of(_KINDS, kind=self.kind)
         one_of(("global", "module"), scope=self.scope)
+        if self.reads_optimizer and self.scope != "global":
+            raise InvalidInputError(
+                f"scope={self.scope!r} was given with kind={self.kind!r}, which scales entry by entry. Leave it out."
+            )
         if self.kind != "clip":
             if self.threshold is not None:
                 raise InvalidInputError(
@@ -56,6 +69,15 @@ class Normalization:
         if not (math.isfinite(threshold) and threshold > 0):
             raise InvalidInputError(f"threshold must be a finite number above 0, got {threshold!r}.")
 
+    @property
+    def reads_optimizer(self) -> bool:
+        """Whether it depends on the optimizer state of a checkpoint."""
+        return self.kind in ("adam", "adam_update")
+
+    def of_targets(self) -> Normalization:
+        """Return the normalisation of the gradients of targets."""
+        return Normalization() if self.kind == "adam_update" else self
+
     def group(self, name: str) -> str:
         """Return the key of the parameters that share a norm: the module's name, or ``""`` for all.
 
@@ -68,6 +90,8 @@ class Normalization:
     def factors(self, squared_norms: Tensor) -> Tensor:
         """Return the factor by which each sample's gradient, or its part in a module, is multiplied, ``(B,)``.
 
+        For kinds that are no single factor per sample, it is 1.
+
         If a squared norm is zero, ``unit`` returns the factor 0. If a squared norm is not finite, the factor is NaN, so
         that the row is not mistaken for a finite one.
 
@@ -78,7 +102,7 @@ class Normalization:
             >>> Normalization("clip", 2.0).factors(torch.tensor([16.0, 1.0, 0.0]))
             tensor([0.5000, 1.0000, 1.0000])
         """
-        if self.kind == "none":
+        if self.kind not in ("unit", "clip"):
             return torch.ones_like(squared_norms)
         norms = squared_norms.sqrt()
         ratio = (1.0 if self.threshold is None else self.threshold) / norms
@@ -117,12 +141,12 @@ def as_normalization(choice: str | Normalization) -> Normalization:
     """
     if isinstance(choice, Normalization):
         return choice
-    if not isinstance(choice, str) or choice not in ("none", "unit"):
+    if not isinstance(choice, str) or choice not in _KINDS or choice == "clip":
         raise InvalidInputError(
-            f"normalize must be 'none', 'unit', clip(C) with the largest norm C to keep, or a Normalization; got "
-            f"{choice!r}."
+            "normalize must be 'none', 'unit', clip(C) with the largest norm C to keep, 'adam', 'adam_update', or a "
+            f"Normalization; got {choice!r}."
         )
-    return Normalization("unit" if choice == "unit" else "none")
+    return Normalization(choice)  # type: ignore[arg-type]  # one of the kinds
 
 
 def clipping_threshold(norms: Tensor | NDArray[np.floating], *, quantile: float = 0.9) -> float:

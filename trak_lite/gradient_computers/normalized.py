@@ -1,15 +1,19 @@
 """Normalised feature rows in one pass.
 
 A feature row is linear in the gradient. If one factor scales a sample's whole gradient, the finished feature row is
-scaled instead, so no gradient is held until its norm is known.
+scaled instead, so no gradient is held until its norm is known. What Adam does to a gradient differs from entry to
+entry: the dense gradient of one parameter is formed at a time, for as many samples as fit into a fixed number of
+entries.
 """
 
 from __future__ import annotations
 
 import functools
+import math
 from collections import Counter
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
-from typing import final
+from typing import Final, final
 
 import torch
 from torch import Tensor
@@ -17,6 +21,7 @@ from torch import Tensor
 from trak_lite.gradient_computers._base import AbstractGradientComputer
 from trak_lite.gradient_computers.normalization import Normalization
 from trak_lite.gradient_computers.reductions import GradientNorms, squared_norms
+from trak_lite.models.optimizers import AdamState, AdamStates
 from trak_lite.types import (
     Batch,
     BlockSink,
@@ -26,9 +31,13 @@ from trak_lite.types import (
     LookupBlock,
     OutputTerms,
     SummedBlock,
+    samples_of,
 )
 
 __all__ = ["RowNormalizer"]
+
+_MOST_ENTRIES: Final = 1 << 24
+"""Entries of the dense gradients of one parameter that are held at a time."""
 
 
 @final
@@ -37,22 +46,31 @@ class RowNormalizer:
 
     With the scope ``global`` the blocks pass unchanged, and :meth:`scale` scales the finished rows. With the scope
     ``module`` the blocks of a module are held until all of them are there, then scaled and passed on; :meth:`scale`
-    returns the rows unchanged.
+    returns the rows unchanged. So it does for the kinds ``adam`` and ``adam_update``, which change each block.
     """
 
-    def __init__(self, normalization: Normalization, num_samples: int) -> None:
+    def __init__(
+        self, normalization: Normalization, num_samples: int, adam: AdamStates | None = None
+    ) -> None:
         """Start a batch.
 
         Args:
             normalization: The normalisation; ``kind="none"`` only computes the norms.
             num_samples: B.
+            adam: The states of Adam, for the kinds that need them.
         """
         self._normalization = normalization
+        self._num_samples = num_samples
+        self._adam = {} if adam is None else adam.of
         self._by_module = normalization.kind != "none" and normalization.scope == "module"
         self._norms = GradientNorms(num_samples)
 
     def stream(self, computer: AbstractGradientComputer, batch: Batch, sink: BlockSink) -> OutputTerms:
         """Pass the blocks of the batch to ``sink``; see :meth:`AbstractGradientComputer.stream_gradients`."""
+        if self._normalization.kind == "adam":
+            return computer.stream_gradients(batch, lambda block: self._pass_scaled(block, sink))
+        if self._normalization.kind == "adam_update":
+            return self._stream_updates(computer, batch, sink)
         if not self._by_module:
             return computer.stream_gradients(batch, lambda block: sink(self._measured(block)))
         groups = Counter(map(self._normalization.group, computer.parameters))
@@ -75,7 +93,7 @@ class RowNormalizer:
 
     def scale(self, features: Tensor) -> Tensor:
         """Return the feature rows ``(B, K)`` of the normalised gradients, given those of the streamed blocks."""
-        if self._by_module or self._normalization.kind == "none":
+        if self._by_module or self._normalization.kind not in ("unit", "clip"):
             return features
         factors = self._normalization.factors(self._norms.squared())
         return _times(features, factors)
@@ -83,6 +101,53 @@ class RowNormalizer:
     def norms(self) -> Tensor:
         """Return the norms ``(B,)`` of the gradients before normalisation."""
         return self._norms.squared().sqrt()
+
+    def _pass_scaled(self, block: GradientBlock, sink: BlockSink) -> None:
+        """Pass a block on with every entry multiplied by Adam's scale."""
+        scale = self._adam[block.name].scale()
+        if isinstance(
+            block, LookupBlock
+        ):  # the scale of a repeated row distributes over the sum of its values
+            self._norms.add(block)
+            sink(replace(block, values=block.values * scale[block.rows]))
+        else:
+            self._pass_dense(block, sink, lambda grads, _: grads * scale)
+
+    def _stream_updates(
+        self, computer: AbstractGradientComputer, batch: Batch, sink: BlockSink
+    ) -> OutputTerms:
+        """Pass the change of the weights by an Adam step on each sample's loss, per learning rate."""
+        # An update is not linear in the loss gradient -q grad f, so q is needed before the gradients.
+        q = computer.compute_loss_grad(batch).detach().reshape(-1)
+        lacking = {name: set(range(self._num_samples)) for name in computer.parameters}
+
+        def take(block: GradientBlock) -> None:
+            lacking[block.name] -= set(range(block.start, block.start + block.num_samples))
+            self._pass_dense(block, sink, lambda grads, rows: _change(self._adam[block.name], grads, q[rows]))
+
+        terms = computer.stream_gradients(batch, take)
+        for name, samples in lacking.items():  # a gradient of zero; the update is then that of the momentum
+            if samples:
+                state = self._adam[name]
+                change = state.updates(torch.zeros_like(state.exp_avg).unsqueeze(0)).neg_()
+                for sample in sorted(samples):
+                    sink(DenseBlock(name, change, sample))
+        return terms
+
+    def _pass_dense(
+        self, block: GradientBlock, sink: BlockSink, change: Callable[[Tensor, slice], Tensor]
+    ) -> None:
+        """Pass a block on as dense blocks that ``change`` returns, given the gradients and their rows in the batch."""
+        shape = self._adam[block.name].exp_avg.shape
+        step = max(1, _MOST_ENTRIES // max(math.prod(shape), 1))
+        for first in range(0, block.num_samples, step):
+            part = samples_of(block, slice(first, first + step))
+            start = block.start + first
+            grads = part.dense()
+            grads = grads.to(torch.promote_types(grads.dtype, torch.float32))
+            self._norms.add_squares(grads.square().sum(1), start)
+            rows = slice(start, start + len(grads))
+            sink(DenseBlock(block.name, change(grads.view(-1, *shape), rows), start))
 
     def _measured(self, block: GradientBlock) -> GradientBlock:
         self._norms.add(block)
@@ -100,6 +165,11 @@ class _Waiting:
 
     blocks: list[GradientBlock] = field(default_factory=list)
     squares: list[Tensor] = field(default_factory=list)
+
+
+def _change(state: AdamState, grads: Tensor, q: Tensor) -> Tensor:
+    """Return the change of the weights, per learning rate, by an Adam step on the loss gradient -q grad f."""
+    return state.updates(grads * -q.to(grads).view(-1, *[1] * (grads.dim() - 1))).neg_()
 
 
 def _scaled(block: GradientBlock, factors: Tensor) -> GradientBlock:

@@ -11,6 +11,7 @@ from trak_lite.methods.fisher import Fisher as Fisher
 from trak_lite.methods.gauss_newton import GaussNewton as GaussNewton
 from trak_lite.methods.grad_cos import GradCos as GradCos
 from trak_lite.methods.grad_dot import GradDot as GradDot
+from trak_lite.methods.less import LESS as LESS
 from trak_lite.methods.registry import METHODS as METHODS
 from trak_lite.methods.registry import Method as Method
 from trak_lite.methods.registry import as_method as as_method
@@ -19,6 +20,7 @@ from trak_lite.methods.trak import TRAK as TRAK
 
 __all__ = [
     "EKFAC",
+    "LESS",
     "METHODS",
     "TRAK",
     "AbstractKernelMethod",

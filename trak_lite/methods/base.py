@@ -87,6 +87,19 @@ class AbstractMethod(ABC):
         """Raise :class:`~trak_lite.errors.InvalidInputError` if the task lacks what the method needs."""
         del task
 
+    def check_rows(self, kind: str) -> None:
+        """Raise :class:`~trak_lite.errors.InvalidInputError` if the method cannot be used with rows of a kind.
+
+        Args:
+            kind: The kind of the attributor's ``normalize`` (:class:`~trak_lite.Normalization`).
+        """
+        if kind == "adam_update" and (self.kernel is not None or self.q != "off"):
+            raise InvalidInputError(
+                f"The train rows are Adam updates of the loss (normalize='adam_update'), and {self.name} with "
+                f"q={self.q!r} needs gradients of f. Use LESS, GradCos(layout='joint') or GradDot(q='off'), or "
+                "featurize into another path with normalize='none' or 'adam'."
+            )
+
     def decided(self, layout: FeatureLayout) -> Self:
         """Return the method with the defaults that depend on the row layout resolved."""
         if self.layout == "joint" and len(layout.segments) == 1:

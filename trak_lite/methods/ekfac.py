@@ -78,6 +78,14 @@ class EKFAC(AbstractMethod):
         """Raise if the task does not support ``fisher``."""
         self.fitted_to(task)
 
+    def check_rows(self, kind: str) -> None:
+        """Raise if rows are changed by Adam's state, because the curvature is that of plain gradients."""
+        if kind in ("adam", "adam_update"):
+            raise InvalidInputError(
+                f"The rows were made with normalize={kind!r}, and EKFAC needs plain gradients. Use another method, or "
+                "another path with normalize='none'."
+            )
+
     def fitted_to(self, task: AbstractModelOutput) -> EKFAC:
         """Return the method with ``fisher="auto"`` resolved for a task.
 

@@ -26,12 +26,15 @@ from trak_lite.models._adapters import completed_adapter
 from trak_lite.models.sharded import class_of, of_all_ranks, reshard, shard_like
 
 __all__ = [
+    "HUGGING_FACE_FILES",
     "Checkpoint",
     "CheckpointSource",
+    "bare_name",
     "iterate_checkpoints",
     "load_into",
     "module_versions",
     "noted_checkpoint",
+    "read_content",
     "read_weights",
     "weights_digest",
     "weights_inside",
@@ -39,12 +42,14 @@ __all__ = [
 ]
 
 CheckpointSource: TypeAlias = Any
-"""``None`` (the model's current weights), a state dict, a path, a :class:`Checkpoint`, or an iterable of these."""
+"""``None`` (the model's current weights), a state dict, a path, a :class:`Checkpoint`, or an iterable of these.
+
+A state dict may stand in a mapping beside that of the optimizer: ``{"model": ..., "optimizer": ...}``."""
 
 _SUFFIXES = (".safetensors", ".pt", ".pth", ".ckpt", ".bin")
 _INDEX = ".index.json"
 _ADAPTER = "adapter_model."
-_INSIDE_FOLDER = (
+HUGGING_FACE_FILES = (
     "model.safetensors",
     f"model.safetensors{_INDEX}",
     "pytorch_model.bin",
@@ -52,6 +57,7 @@ _INSIDE_FOLDER = (
     f"{_ADAPTER}safetensors",
     f"{_ADAPTER}bin",
 )
+"""Names of weights in a folder saved by Hugging Face, the first that exists being used."""
 _STEP_FOLDER = re.compile(r"checkpoint-\d+")
 _WRAPPERS = ("state_dict", "model_state_dict", "model")
 _UNREADABLE = (
@@ -74,7 +80,8 @@ class Checkpoint:
     source: str | None
     """Absolute path of the file; ``None`` if the weights do not come from a file."""
     load: Callable[[], Mapping[str, Tensor]] | None
-    """Function that returns the state dict; ``None`` means the model's current weights."""
+    """Function that returns the state dict, or a mapping with it under ``"model"``; ``None`` means the model's current
+    weights."""
     is_adapter: bool = False
     """Whether the state dict is that of a PEFT adapter; the other weights are then the model's."""
 
@@ -86,8 +93,9 @@ def iterate_checkpoints(
     """Yield the checkpoints of a source in order, without loading them.
 
     Args:
-        checkpoints: ``None`` (the model's current weights), a state dict, a path to a ``.safetensors`` or ``.pt`` file,
-            a folder of such files (in natural order: ``epoch-2`` before ``epoch-10``), or an iterable of these.
+        checkpoints: ``None`` (the model's current weights), a state dict, alone or under ``"model"`` beside an
+            ``"optimizer"``, a path to a ``.safetensors`` or ``.pt`` file, a folder of such files (in natural order:
+            ``epoch-2`` before ``epoch-10``), or an iterable of these.
             A folder saved by Hugging Face is one checkpoint, sharded or not; so is the folder of a PEFT adapter.
         checkpoint_loader: Turns each item of the source into a state dict, for other kinds of items.
 
@@ -144,7 +152,7 @@ def _natural(path: Path) -> list[tuple[int, int | str]]:
 
 def weights_inside(folder: Path) -> Path | None:
     """Return the weights file or shard index of a folder saved by Hugging Face; ``None`` if it has neither."""
-    return next((folder / name for name in _INSIDE_FOLDER if (folder / name).is_file()), None)
+    return next((folder / name for name in HUGGING_FACE_FILES if (folder / name).is_file()), None)
 
 
 def _from_path(path: Path) -> Iterator[Checkpoint]:
@@ -163,7 +171,7 @@ def _from_path(path: Path) -> Iterator[Checkpoint]:
         if not entries:
             raise CheckpointError(
                 f"{path} holds no checkpoint. Expected files ending in {', '.join(_SUFFIXES)}, or folders with one "
-                f"of {', '.join(_INSIDE_FOLDER)} in them."
+                f"of {', '.join(HUGGING_FACE_FILES)} in them."
             )
         for entry in entries:
             yield from _from_path(entry)
@@ -227,34 +235,53 @@ def _shards(index: Path) -> list[Path]:
 
 
 def _read_file(path: Path, weights_only: bool) -> Mapping[str, Tensor]:
+    content = read_content(path, weights_only=weights_only)
+    state = _unwrapped(content)
+    if (
+        state is None
+        and isinstance(content, Mapping)
+        and all(isinstance(v, Tensor) for v in content.values())
+    ):
+        state = content or None
+    if state is not None:
+        return state
+    found = sorted(map(str, content))[:10] if isinstance(content, Mapping) else type(content).__name__
+    raise CheckpointError(
+        f"{path} holds no state dict: found {found}. Expected a mapping from names to tensors, alone or under "
+        f"one of {list(_WRAPPERS)}."
+    )
+
+
+def read_content(path: Path, *, weights_only: bool = True) -> Any:
+    """Return the content of a ``.safetensors`` file or of a ``torch.save`` file, on the CPU.
+
+    Args:
+        path: The file.
+        weights_only: As for :func:`read_weights`.
+
+    Raises:
+        CheckpointError: If the file cannot be read.
+    """
     try:
         if path.suffix == ".safetensors":
             return safetensors.torch.load_file(path)
-        content = torch.load(path, map_location="cpu", weights_only=weights_only)
+        return torch.load(path, map_location="cpu", weights_only=weights_only)
     except _UNREADABLE as error:
         first = next(iter(str(error).splitlines()), "no message")
         raise CheckpointError(
             f"Cannot read the checkpoint {path} ({type(error).__name__}: {first}). Files are "
             "read without running code from them; save a plain state dict, best with safetensors."
         ) from error
-    return _unwrap(content, path)
 
 
-def _unwrap(content: Any, path: Path) -> Mapping[str, Tensor]:
-    """Return the state dict in an object that ``torch.load`` returned."""
-    if isinstance(content, Mapping):
-        if content and all(isinstance(value, Tensor) for value in content.values()):
-            return content
-        for key in _WRAPPERS:
-            inner = content.get(key)
-            if isinstance(inner, Mapping):
-                tensors = {name: value for name, value in inner.items() if isinstance(value, Tensor)}
-                return with_versions(tensors, module_versions(inner))
-    found = sorted(map(str, content))[:10] if isinstance(content, Mapping) else type(content).__name__
-    raise CheckpointError(
-        f"{path} holds no state dict: found {found}. Expected a mapping from names to tensors, alone or under "
-        f"one of {list(_WRAPPERS)}."
-    )
+def _unwrapped(content: Any) -> Mapping[str, Tensor] | None:
+    """Return the state dict that stands under one of ``_WRAPPERS``; ``None`` if there is none."""
+    for key in _WRAPPERS if isinstance(content, Mapping) else ():
+        inner = content.get(key)
+        if isinstance(inner, Mapping):
+            tensors = {name: value for name, value in inner.items() if isinstance(value, Tensor)}
+            return with_versions(tensors, module_versions(inner))
+    return None
 
 
 def module_versions(state: Mapping[str, Any]) -> dict[str, Any]:
@@ -274,14 +301,14 @@ def with_versions(values: Mapping[str, Any], versions: Mapping[str, Any]) -> Ord
     return state
 
 
-def _bare(name: str) -> str:
+def bare_name(name: str) -> str:
     """Return a name without the prefixes of ``DataParallel`` and ``torch.compile``."""
     return name.replace("_orig_mod.", "").removeprefix("module.")
 
 
 def _bare_module(name: str) -> str:
     """Return a module name without these prefixes; the wrapped model's name is empty."""
-    return _bare(f"{name}.").removesuffix(".")
+    return bare_name(f"{name}.").removesuffix(".")
 
 
 def load_into(model: nn.Module, checkpoint: Checkpoint, own: Mapping[str, Tensor] | None = None) -> None:
@@ -302,7 +329,9 @@ def load_into(model: nn.Module, checkpoint: Checkpoint, own: Mapping[str, Tensor
             return
         state: Mapping[str, Any] = {name: own[name] for name in model.state_dict() if name in own}
     else:
-        state = checkpoint.load()
+        content = checkpoint.load()
+        inner = _unwrapped(content)
+        state = content if inner is None else inner
     if not isinstance(state, Mapping):
         raise CheckpointError(
             f"Checkpoint {checkpoint.name!r} gave {type(state).__name__}, expected a mapping from names to tensors."
@@ -344,8 +373,8 @@ def _renamed(state: Mapping[str, Any], held: Mapping[str, Any]) -> dict[str, Any
     """Return a state dict under the model's names; prefixes are ignored only if the names do not match exactly."""
     if all(name in held for name in state):
         return dict(state)
-    by_bare = {_bare(name): name for name in held}
-    return {by_bare.get(_bare(name), name): value for name, value in state.items()}
+    by_bare = {bare_name(name): name for name in held}
+    return {by_bare.get(bare_name(name), name): value for name, value in state.items()}
 
 
 def _versions_under_own_names(state: Mapping[str, Any], held: Mapping[str, Any]) -> dict[str, Any]:
@@ -376,7 +405,7 @@ def weights_digest(model: nn.Module) -> str:
         if not isinstance(tensor, Tensor):
             continue
         value = of_all_ranks(tensor.detach()).cpu().contiguous()
-        digest.update(f"{_bare(name)}|{tuple(value.shape)}|{value.dtype}|".encode())
+        digest.update(f"{bare_name(name)}|{tuple(value.shape)}|{value.dtype}|".encode())
         if value.numel():
             digest.update(value.reshape(-1).view(torch.uint8).numpy().data)
     return digest.hexdigest()

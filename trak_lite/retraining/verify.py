@@ -38,6 +38,7 @@ from trak_lite.models.borrowing import borrow_model
 from trak_lite.models.checkpoints import Checkpoint, load_into, module_versions, with_versions
 from trak_lite.models.sharded import refuse_sharded
 from trak_lite.retraining.subsets import Retrained, TrainFunction, retrain_into
+from trak_lite.run.settings import row_kind
 from trak_lite.run.tables import (
     FEATURES,
     OUT_TO_LOSS,
@@ -394,7 +395,9 @@ def _baselines(
     """Yield the names and predictions ``(S, M)`` of the baselines."""
     if rows.has_targets():
         targets = [rows.targets(table) for table in rows.train.values()]
-        yield "gradient dot product, no kernel", sums.predict(targets, "outside")
+        # Adam updates are already those of the loss, so q would multiply them twice.
+        is_update = row_kind(rows.store.manifest) == "adam_update"
+        yield "gradient dot product, no kernel", sums.predict(targets, "off" if is_update else "outside")
         yield (
             "nearest in feature space (cosine)",
             sums.predict([_unit(target) for target in targets], "unit"),

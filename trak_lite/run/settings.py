@@ -26,12 +26,13 @@ from trak_lite.gradient_computers import (
     select_parameters,
 )
 from trak_lite.gradient_computers._base import ParameterChoice
-from trak_lite.gradient_computers.normalization import Normalization, as_normalization
-from trak_lite.methods import METHODS, TRAK, AbstractMethod, Fisher, GaussNewton, Method, as_method
+from trak_lite.gradient_computers.normalization import Normalization, NormalizationKind, as_normalization
+from trak_lite.methods import LESS, METHODS, TRAK, AbstractMethod, Fisher, GaussNewton, Method, as_method
 from trak_lite.modelout_functions import MODEL_OUTPUTS, AbstractModelOutput, resolve_task
 from trak_lite.modelout_functions._describe import describe_task
 from trak_lite.modelout_functions._sampling import fisher_task
 from trak_lite.models.borrowing import resolve_device
+from trak_lite.models.optimizers import AdamStates
 from trak_lite.models.sharded import is_sharded, refuse_sharded, refuse_unsupported_sharding
 from trak_lite.projectors import AbstractProjector
 from trak_lite.projectors.select import projector_name, select_projector
@@ -45,6 +46,7 @@ __all__ = [
     "GradientComputerFactory",
     "StoredSettings",
     "Task",
+    "row_kind",
     "stored_arguments",
     "versions",
 ]
@@ -92,7 +94,7 @@ class AttributorSettings:
         dtype: Literal["float32", "float16", "int8", "int4"],
         grad_wrt: ParameterChoice | None,
         gradient_computer: str | GradientComputerFactory,
-        normalize: Literal["none", "unit"] | Normalization,
+        normalize: NormalizationKind | Normalization,
         store_norms: bool,
         projector: str | AbstractProjector,
         layout: Literal["auto", "joint", "module"],
@@ -103,8 +105,8 @@ class AttributorSettings:
         Raises:
             InvalidInputError: If a setting is not among the allowed ones, or a name in ``grad_wrt`` is unknown.
             UnknownTaskError: If the task is unknown.
-            UnsupportedModelError: If the model is sharded by anything but FSDP2, or the gradient computer does not
-                support sharded models.
+            UnsupportedModelError: If the model is sharded by anything but FSDP2, or the gradient computer or
+                ``normalize`` does not support sharded models.
         """
         refuse_unsupported_sharding(model)
         self._model = model
@@ -125,6 +127,8 @@ class AttributorSettings:
         computer_name, self._make_computer = _decide_computer(gradient_computer, model)
         self._is_own_computer = computer_name is None
         self.normalization = as_normalization(normalize)
+        if self.normalization.reads_optimizer:
+            refuse_sharded(model, f"normalize={self.normalization.kind!r}", "Use normalize='none'")
         self.method = self._decide_method(method)
         self._store_norms = store_norms
         self._arguments = {  # None marks custom objects, which the user has to pass again
@@ -192,9 +196,9 @@ class AttributorSettings:
 
     @property
     def _is_normalised(self) -> bool:
-        """Whether rows are normalised, by these settings or by a custom gradient computer."""
+        """Whether rows are divided by their norms, by these settings or by a custom gradient computer."""
         own = self._is_own_computer and "normalization" in self.computer().fingerprint()
-        return own or self.normalization.kind != "none"
+        return own or self.normalization.kind not in ("none", "adam")
 
     def _fisher_task(self) -> AbstractModelOutput:
         if self._is_normalised:
@@ -251,11 +255,14 @@ class AttributorSettings:
         dtype = "float32" if preconditioned else self.dtype
         return target_table_spec(num_targets, self.layout.width, dtype, fingerprint)
 
-    def row_fingerprint(self, model_id: int, digest: str) -> dict[str, Any]:
-        """Return the JSON values that determine a checkpoint's rows: its weights, and the task's state if any."""
-        state = self.task.state_digest()
-        fingerprint = {"model_id": model_id, "weights": digest}
-        return fingerprint if state is None else {**fingerprint, "task_state": state}
+    def row_fingerprint(self, model_id: int, digest: str, adam: AdamStates | None) -> dict[str, Any]:
+        """Return the JSON values that determine a checkpoint's rows.
+
+        These are its weights, and the state of the task and of Adam where rows depend on them.
+        """
+        more = {"task_state": self.task.state_digest(), "optimizer": None if adam is None else adam.digest}
+        given = {name: state for name, state in more.items() if state is not None}
+        return {"model_id": model_id, "weights": digest, **given}
 
     def _gradient_fingerprint(self) -> dict[str, Any]:
         """Return the JSON values that determine the gradients: the computer's settings and the normalisation."""
@@ -289,6 +296,8 @@ class AttributorSettings:
 
     def _best_method(self) -> AbstractMethod:
         """Return the default method: the one whose kernel is closest to the curvature of the training loss."""
+        if self.normalization.kind == "adam_update":
+            return LESS()
         if self.task.has_curvature and self.task.log_likelihood() is None:
             return GaussNewton()
         narrow = max(segment.width for segment in self.layout.segments) <= WIDEST_FITTED
@@ -299,6 +308,7 @@ class AttributorSettings:
     def _check_method(self, method: AbstractMethod) -> None:
         """Raise if the task or the normalisation of the rows does not support the method."""
         method.check(self.task)
+        method.check_rows(self.normalization.kind)
         if isinstance(method, Fisher):
             self._fisher_task()
 
@@ -314,6 +324,8 @@ class StoredSettings:
     """The attributor's method."""
     device: torch.device
     """Device of products of stored rows."""
+    row_kind: str = "none"
+    """Kind of the normalisation of rows."""
 
     @classmethod
     def of(cls, manifest: Manifest, *, device: torch.device, where: str) -> Self:
@@ -332,20 +344,30 @@ class StoredSettings:
         try:
             layout = FeatureLayout.from_json(manifest.fingerprint["layout"])
             method = as_method(manifest.made_with["settings"]["method"])
+            kind = row_kind(manifest)
         except (KeyError, TypeError, ValueError, AttributeError, OverflowError) as error:
             raise CorruptStoreError(
                 f"The manifest of {where} does not contain a layout and a method ({error!r:.200}). Open the store in "
                 "Python with the model: Attributor.open(path, model)."
             ) from error
-        return cls(layout, method, device)
+        return cls(layout, method, device, kind)
 
     def scored_by(self, method: Method | None) -> AbstractMethod:
         """Return the method of one call; see :meth:`AttributorSettings.scored_by`.
 
         Raises:
-            InvalidInputError: If the method is unknown.
+            InvalidInputError: If the method is unknown, or the normalisation of the rows does not support it.
         """
-        return self.method if method is None else decided_method(method, self.layout)
+        if method is None:
+            return self.method
+        decided = decided_method(method, self.layout)
+        decided.check_rows(self.row_kind)
+        return decided
+
+
+def row_kind(manifest: Manifest) -> str:
+    """Return the kind of the normalisation of the rows of a store."""
+    return str(manifest.fingerprint.get("gradients", {}).get("normalization", {}).get("kind", "none"))
 
 
 def decided_method(method: Method, layout: FeatureLayout) -> AbstractMethod:

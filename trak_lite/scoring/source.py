@@ -29,6 +29,7 @@ from trak_lite.linalg.products import self_scores
 from trak_lite.linalg.spread import agreement, expected_agreement
 from trak_lite.methods import EKFAC, AbstractMethod
 from trak_lite.parallel.ranks import Ranks
+from trak_lite.run.settings import row_kind
 from trak_lite.run.tables import (
     FEATURES,
     OUT_TO_LOSS,
@@ -223,8 +224,14 @@ class ScoreSource:
         """Return the score of every train row for itself, ``(N,)``.
 
         Raises:
-            InvalidInputError: If the method is EKFAC, whose target rows cannot be computed from stored rows.
+            InvalidInputError: If target rows cannot be computed from stored train rows: the method is EKFAC, or the
+                train rows are Adam updates.
         """
+        if row_kind(self.manifest) == "adam_update":
+            raise InvalidInputError(
+                "Self-influence needs the gradients of train rows, and these are Adam updates (normalize="
+                "'adam_update'). Score the train data as targets and take the diagonal."
+            )
         if isinstance(self.method, EKFAC):
             raise InvalidInputError(
                 "Self-influence with EKFAC needs train rows multiplied by the inverse curvature, but only targets "

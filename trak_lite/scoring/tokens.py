@@ -158,7 +158,8 @@ def _shift_of_linear_rows(settings: AttributorSettings, scores: Scores) -> bool:
     divided = "normalization" in scores.manifest.fingerprint.get("gradients", {})
     if divided or not scores.method.linear:
         raise InvalidInputError(
-            "These scores divide train rows by their norms, so token scores do not add up to them. Use a method other "
+            "These scores divide train rows by their norms or change them by the state of Adam, so token scores do not "
+            "add up to them. Use a method other "
             f"than {'GradCos' if scores.method.linear else scores.method.name}, and an attributor with "
             "normalize='none'."
         )

@@ -6,7 +6,8 @@ Subclass it in a test file and return the method; pytest runs the laws::
         def make_method(self):
             return MyMethod(strength=0.5)
 
-The scores come from a small classifier whose rows are stored in float32.
+The scores come from a small classifier whose rows are stored in float32. For a method whose ``check_rows`` refuses
+plain gradients, its train rows are Adam updates.
 """
 
 from __future__ import annotations
@@ -23,6 +24,8 @@ from torch import Tensor, nn
 from torch.utils.data import TensorDataset
 
 from trak_lite.attributor import Attributor
+from trak_lite.errors import InvalidInputError
+from trak_lite.gradient_computers.normalization import NormalizationKind
 from trak_lite.methods import EKFAC, AbstractMethod
 from trak_lite.scoring.scores import Scores
 
@@ -58,14 +61,15 @@ class MethodTests(ABC):
 
     def test_deciding_twice_changes_nothing(self) -> None:
         """``decided`` of a decided method is the same method."""
-        layout = _attributor().layout
+        layout = _attributor(self.make_method()).layout
         decided = self.make_method().decided(layout)
 
         assert decided.decided(layout) == decided
 
     def test_rows_are_transformed_one_by_one(self) -> None:
         """``transform`` of a row does not depend on the rows beside it, and keeps its shape."""
-        method, layout = self.make_method(), _attributor().layout
+        method = self.make_method()
+        layout = _attributor(method).layout
         rows = torch.randn(5, layout.width, generator=torch.Generator().manual_seed(0), device="cpu")
         whole = method.transform(rows, layout)
 
@@ -92,20 +96,22 @@ class MethodTests(ABC):
         np.testing.assert_allclose(alone, self._scores().numpy()[:, 2:3], rtol=1e-4, atol=_small(alone))
 
     def test_self_influence_is_the_score_of_a_row_for_itself(self) -> None:
-        """Self-influence is the diagonal of the scores with the train rows as targets; EK-FAC does not have it."""
+        """Self-influence is the diagonal of the scores with the train rows as targets.
+
+        EK-FAC does not have it, and neither have Adam updates.
+        """
         method = self.make_method()
-        if isinstance(method, EKFAC):
-            pytest.skip("self-influence needs train rows that were multiplied by the inverse curvature")
-        attributor, train = _attributor(), _data(_NUM_ROWS, 0)
-        attributor.featurize(train)
+        if isinstance(method, EKFAC) or _kind_of_rows(method) != "none":
+            pytest.skip("self-influence needs the target rows of the train data, which are not stored")
+        train = _data(_NUM_ROWS, 0)
+        attributor = _featurized(method)
         scores = attributor.score(train, method=method)
 
         diagonal = np.diagonal(scores.numpy())
         np.testing.assert_allclose(scores.self_influence(), diagonal, rtol=2e-4, atol=_small(diagonal))
 
     def _scores(self, *, dense: bool = True, targets: slice = slice(None)) -> Scores:
-        attributor = _attributor()
-        attributor.featurize(_data(_NUM_ROWS, 0))
+        attributor = _featurized(self.make_method())
         chosen = TensorDataset(*(part[targets] for part in _data(_NUM_TARGETS, 1).tensors))
         return attributor.score(chosen, method=self.make_method(), dense=dense)
 
@@ -116,11 +122,41 @@ def _data(count: int, seed: int) -> TensorDataset:
     return TensorDataset(inputs, torch.randint(_CLASSES, (count,), generator=generator, device="cpu"))
 
 
-def _attributor() -> Attributor:
+def _kind_of_rows(method: AbstractMethod) -> NormalizationKind:
+    """Return the ``normalize`` that makes the rows that the method needs."""
+    try:
+        method.check_rows("none")
+    except InvalidInputError:
+        return "adam_update"
+    return "none"
+
+
+def _featurized(method: AbstractMethod) -> Attributor:
+    attributor, train = _attributor(method), _data(_NUM_ROWS, 0)
+    inputs, labels = train.tensors
+    optimizer = torch.optim.Adam(
+        attributor.model.parameters(), lr=0.0
+    )  # fills the moments, keeps the weights
+    torch.autograd.backward(nn.functional.cross_entropy(attributor.model(inputs), labels))
+    optimizer.step()
+    optimizer.zero_grad()
+    attributor.featurize(train, {"model": attributor.model.state_dict(), "optimizer": optimizer.state_dict()})
+    return attributor
+
+
+def _attributor(method: AbstractMethod) -> Attributor:
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
         model = nn.Sequential(nn.Linear(4, 5), nn.Tanh(), nn.Linear(5, _CLASSES))
-    return Attributor(model, "image_classification", None, proj_dim=8, dtype="float32", progress=False)
+    return Attributor(
+        model,
+        "image_classification",
+        None,
+        proj_dim=8,
+        dtype="float32",
+        progress=False,
+        normalize=_kind_of_rows(method),
+    )
 
 
 def _small(values: NDArray[np.float32]) -> float:
