@@ -139,7 +139,7 @@ class AbstractKernelMethod(AbstractMethod):
     share_of_trace: ClassVar[float] = 1 / 2048
     """The default lambda as a share of a segment's trace. It does not depend on K.
 
-    Chosen on one half of the subsets and targets of ``benchmarks/lds_digits.py``, at K = 1024 per module: shares of
+    Chosen on one half of the subsets and targets of ``benchmarks/lds/table.py``, at K = 1024 per module: shares of
     1/512, 1/2048, 1/8192 and 1/32768 gave an LDS of .588, .633, .615 and .549 on the digits MLP (curvature), and .557,
     .598, .626 and .632 on the language model (Fisher, 2.3 samples per feature)."""
 

@@ -27,7 +27,7 @@ class Fisher(AbstractKernelMethod):
 
     samples_per_feature: int = 4
     """Gradients for drawn labels per feature of the widest segment. A matrix of k features needs several times k
-    gradients, whatever the number of train rows. On the language model of ``benchmarks/lds_digits.py`` a value of 4
+    gradients, whatever the number of train rows. On the language model of ``benchmarks/lds/table.py`` a value of 4
     gave an LDS of .694, and 8 gave .698."""
     max_draws: int = 32
     """Maximum number of labels drawn per train row."""
