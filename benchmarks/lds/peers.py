@@ -6,7 +6,7 @@ tokens, or half the squared error. Scores of packages that attribute a loss are 
 
 Settings are those that a package documents as its default or uses in its own examples:
 
-traker: K = 512 (its default is 2048; undamped, 512 is better with N = 1200), ``lambda_reg`` 0 (default) or 0.1.
+traker: K = 512 (its default is 2048; undamped, 512 is better with N = 1200), without ``lambda_reg``, as by default.
 dattri: TRAK with K = 512 and ``regularization`` 0 (default) or 0.1; IF-CG as in its example of LDS on MNIST
     (10 iterations, regularization 5e-3); DataInf and Arnoldi as in its example of noisy labels (regularization 1e-2,
     Arnoldi with 10 iterations: with its default of 100 scores are NaN); EK-FAC with damping 1e-3, which fits the
@@ -441,7 +441,6 @@ def bergson(problem: Problem, *, checkpoints: str = "final", of_targets: str = "
 
 _FINAL: dict[str, Method] = {
     "traker 0.3.2": traker,
-    "traker 0.3.2, lambda 0.1": partial(traker, lambda_reg=0.1),
     "dattri 0.3.0 TRAK": dattri_trak,
     "dattri 0.3.0 TRAK, regularization 0.1": partial(dattri_trak, regularization=0.1),
     "kronfluence 1.0.1 EK-FAC": kronfluence,
