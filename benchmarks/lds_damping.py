@@ -1,6 +1,6 @@
 """LDS of the default method at several dampings, with q inside and outside, on problems where no default was chosen.
 
-Ground truth and problems are those of ``benchmarks.lds_digits``. All checkpoints of one run on all data are used. The
+Ground truth and problems are those of ``benchmarks.lds.table``. All checkpoints of one run on all data are used. The
 LDS is over all subsets and targets, with its 95 % interval; ``None`` is the default damping.
 
 Run:  python -m benchmarks.lds_damping [--settings digits_relu ...] [--dampings 3 10]

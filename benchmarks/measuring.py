@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import fcntl
 import importlib.metadata
 import json
+import multiprocessing
 import os
 import platform
 import re
+import resource
+import signal
 import subprocess
 import sys
 import time
@@ -94,6 +98,48 @@ def run_worker(
     return {"fails": (errors or lines or [f"exit status {done.returncode}"])[-1][:200]}
 
 
+def run_forked(work: Callable[[], dict[str, Any]], *, cpu_limit: int, memory_limit: int) -> dict[str, Any]:
+    """Run a function in a fork of this process, which has imported its modules; a failure is a result too.
+
+    Args:
+        work: What to run. Its output to the terminal is discarded.
+        cpu_limit: CPU seconds after which the process is ended.
+        memory_limit: Limit of its address space in bytes.
+
+    Returns:
+        The result of the function, or ``{"fails": the error}``.
+    """
+    processes = multiprocessing.get_context("fork")
+    receiver, sender = processes.Pipe(duplex=False)
+
+    def body() -> None:
+        with open(os.devnull, "w", encoding="utf-8") as nowhere:
+            os.dup2(nowhere.fileno(), 1)
+            os.dup2(nowhere.fileno(), 2)
+        resource.setrlimit(resource.RLIMIT_CPU, (cpu_limit, cpu_limit + 10))
+        resource.setrlimit(resource.RLIMIT_AS, (memory_limit, memory_limit))
+        try:
+            sender.send(work())
+        except Exception as error:  # any error of a method is its result
+            lines = str(error).strip().splitlines() or [""]
+            sender.send({"fails": f"{type(error).__name__}: {lines[0]}"[:200]})
+
+    process = processes.Process(target=body)
+    process.start()
+    sender.close()
+    try:
+        found: dict[str, Any] = receiver.recv()
+    except EOFError:  # ended without a result
+        process.join()
+        too_long = process.exitcode in (-signal.SIGXCPU, -signal.SIGKILL)
+        reason = (
+            f"takes more than {cpu_limit} s of CPU time" if too_long else f"exit status {process.exitcode}"
+        )
+        return {"fails": reason}
+    process.join()
+    return found
+
+
 def surroundings(threads: int = 1) -> dict[str, Any]:
     """Return the machine and the versions for which figures were measured."""
     import torch
@@ -116,8 +162,17 @@ def _processor() -> str:
 
 
 def save_parts(path: Path, here: Mapping[str, Any], parts: Mapping[str, Any]) -> None:
-    """Write JSON; keep other parts of the file that were measured in the same environment."""
-    before = json.loads(path.read_text()) if path.exists() else {}
-    old = before["parts"] if all(before.get(name) == value for name, value in here.items()) else {}
+    """Write JSON; keep other parts of the file that were measured in the same environment.
+
+    Several processes may save to one file: each waits for the others.
+    """
     path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(json.dumps({**here, "parts": {**old, **parts}}, indent=1) + "\n")
+    with open(path, "a+", encoding="utf-8") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        file.seek(0)
+        text = file.read()
+        before = json.loads(text) if text else {}
+        old = before["parts"] if all(before.get(name) == value for name, value in here.items()) else {}
+        text = json.dumps({**here, "parts": {**old, **parts}}, indent=1) + "\n"
+        file.truncate(0)
+        file.write(text)

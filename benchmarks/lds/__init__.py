@@ -1,1 +1,1 @@
-"""The settings, the ground truth and the methods of ``benchmarks.lds_digits``."""
+"""The settings, the ground truth and the methods of ``benchmarks.lds.table``."""

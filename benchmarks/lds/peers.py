@@ -1,29 +1,54 @@
-"""Other packages as released: traker 0.3.2, dattri 0.3.0 and kronfluence 1.0.1, on the same models, data and targets.
+"""Other packages as released, on the same models, data and targets as trak_lite.
 
-All attribute the measured output f (for the language model the sum of the tokens' margins; "of log p" the sum of log
-p, which is the default of trak_lite). If a package needs a loss, it is the summed cross-entropy of a sample.
+All attribute the measured output f (for language models the sum of the tokens' margins; "of log p" the sum of log p,
+which is the default of trak_lite). If a package needs a loss, it is that of a sample: the cross-entropy, summed over
+tokens, or half the squared error. Scores of packages that attribute a loss are multiplied by -1: positive is helpful.
+
+Settings are those that a package documents as its default or uses in its own examples:
+
+traker: K = 512 (its default is 2048; undamped, 512 is better with N = 1200), without ``lambda_reg``, as by default.
+dattri: TRAK with K = 512 and ``regularization`` 0 (default) or 0.1; IF-CG as in its example of LDS on MNIST
+    (10 iterations, regularization 5e-3); DataInf and Arnoldi as in its example of noisy labels (regularization 1e-2,
+    Arnoldi with 10 iterations: with its default of 100 scores are NaN); EK-FAC with damping 1e-3, which fits the
+    Fisher information of the function of the targets, here f; LoGra as in its example of LDS (damping 5e-3), and
+    GraSS (``FactGraSSAttributor``) with the same damping, both at their default K = 4096. LoGra, GraSS and EK-FAC use
+    linear layers only.
+kronfluence: EK-FAC at the default damping 1e-8 and at its heuristic of 0.1 mean eigenvalues, K-FAC at the heuristic;
+    linear and convolution layers only.
+captum: TracInCP on all parameters and TracInCPFast on the last layer, with the learning rate of each checkpoint;
+    cosine similarity of the inputs of the last layer.
+bergson: dot products of gradients projected to 16 x 16 per linear layer, with the inverse of their autocorrelation
+    at its default damping; language models only, because it fails on layers whose inputs are not (B, T, features).
+
+LoGra, GraSS, kronfluence and bergson take one checkpoint: for a run, their scores are averaged over checkpoints.
 """
 
 from __future__ import annotations
 
 import copy
+import math
 import tempfile
+from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.func import functional_call
-from torch.nn import functional
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, Dataset, TensorDataset
 
 from benchmarks.lds.methods import BATCH, LOG_P, Attribution, Method, Problem
+from benchmarks.lds.training import losses
 from trak_lite.modelout_functions import ModelCall
 
 PROJ_DIM = 512
-"""Of traker and dattri by default: 2048 and 512. Undamped, 512 is the better of the two with N = 1200."""
+BLOCK_DIM = 4096
+"""K of LoGra and GraSS per layer."""
+BERGSON_DIM = 16
+"""Rows and columns that bergson projects each layer's gradient to, as in its TrackStar configuration."""
 
 
 def _as_batch(problem: Problem, sample: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
@@ -40,13 +65,35 @@ def output_of(problem: Problem, model: nn.Module, weights: Any, sample: tuple[Te
 
 
 def loss_of(problem: Problem, model: nn.Module, weights: Any, sample: tuple[Tensor, ...]) -> Tensor:
-    """Return the cross-entropy of one sample, summed over its tokens, or its mean over a batch."""
+    """Return the loss of one sample, or its mean over a batch, as a function of the weights."""
     inputs, labels = _as_batch(problem, sample)
     parameters = weights[0] if isinstance(weights, tuple) else weights
-    logits, rows = functional_call(model, parameters, (inputs,)), len(inputs)
-    if logits.dim() == 3:
-        logits, labels = logits[:, :-1].flatten(0, 1), labels[:, 1:].flatten()
-    return functional.cross_entropy(logits, labels, reduction="sum") / rows
+    return losses(functional_call(model, parameters, (inputs,)), labels).mean()
+
+
+def measured_from(problem: Problem, outputs: Tensor, labels: Tensor) -> Tensor:
+    """Return f of every sample, ``(B,)``, from the model's outputs."""
+
+    def call(*_: Any, **__: Any) -> Tensor:
+        return outputs
+
+    return problem.measured().evaluate(call, (labels, labels)).output  # type: ignore[arg-type]
+
+
+def averaged_over(
+    problem: Problem, checkpoints: str, of_one: Callable[[nn.Module], Attribution]
+) -> Attribution:
+    """Return the mean of the scores of every checkpoint, for packages that take one model."""
+    states = problem.checkpoints(checkpoints)
+    found = [of_one(problem.model(state)) for state in states]
+    bytes_of_one = found[0].row_bytes
+    return Attribution(
+        np.mean([one.scores for one in found], axis=0),
+        len(states),
+        found[0].proj_dim,
+        None if bytes_of_one is None else bytes_of_one * len(states),
+        found[0].note,
+    )
 
 
 def traker(problem: Problem, *, checkpoints: str = "final", lambda_reg: float = 0.0) -> Attribution:
@@ -54,11 +101,11 @@ def traker(problem: Problem, *, checkpoints: str = "final", lambda_reg: float = 
     from trak import TRAKer
 
     states = problem.checkpoints(checkpoints)
-    is_text = problem.setting.task != "image_classification"
+    is_its_own = problem.setting.task == "image_classification"
     with tempfile.TemporaryDirectory() as folder:
         tool = TRAKer(
             problem.model(),
-            _traker_output(problem) if is_text else "image_classification",
+            "image_classification" if is_its_own else _traker_output(problem),
             train_set_size=len(problem.train),
             save_dir=folder,
             device="cpu",
@@ -99,11 +146,10 @@ def _traker_output(problem: Problem) -> Any:
     return Output()
 
 
-def _attribution_task(problem: Problem, checkpoints: str, *, of_loss: bool) -> Any:
+def _attribution_task(problem: Problem, checkpoints: str, model: nn.Module, *, of_loss: bool) -> Any:
     """Return the task in dattri's interface: train rows by f or by their loss, targets by f."""
     from dattri.task import AttributionTask
 
-    model = problem.model()
     output = partial(output_of, problem, model)
     return AttributionTask(
         partial(loss_of, problem, model) if of_loss else output,
@@ -124,7 +170,7 @@ def dattri_trak(problem: Problem, *, checkpoints: str = "final", regularization:
         return 1 - task.evaluate(ModelCall(model, weights, {}), batch).out_to_loss_grad.squeeze(0)
 
     attributor = TRAKAttributor(
-        task=_attribution_task(problem, checkpoints, of_loss=False),
+        task=_attribution_task(problem, checkpoints, model, of_loss=False),
         correct_probability_func=probability,
         projector_kwargs={"proj_dim": PROJ_DIM},
         regularization=regularization,
@@ -132,33 +178,91 @@ def dattri_trak(problem: Problem, *, checkpoints: str = "final", regularization:
     attributor.cache(DataLoader(problem.train, batch_size=BATCH))
     scores = attributor.attribute(DataLoader(problem.targets, batch_size=BATCH))
     num_models = len(problem.checkpoints(checkpoints))
-    return Attribution(scores.detach().numpy(), num_models, PROJ_DIM)
+    return Attribution(scores.detach().numpy(), num_models, PROJ_DIM, 4 * PROJ_DIM * num_models)
 
 
 def dattri_influence(
     problem: Problem, name: str, *, checkpoints: str = "final", **settings: Any
 ) -> Attribution:
-    """Return the scores of one of dattri's influence functions."""
-    from dattri import algorithm
-    from dattri.algorithm import influence_function
+    """Return the scores of one of dattri's influence functions.
 
-    make = getattr(algorithm, name, None) or getattr(influence_function, name)
-    attributor = make(_attribution_task(problem, checkpoints, of_loss=True), **settings)
-    attributor.cache(DataLoader(problem.train, batch_size=BATCH))
-    scores = attributor.attribute(
-        DataLoader(problem.train, batch_size=BATCH), DataLoader(problem.targets, batch_size=BATCH)
+    The train rows are one batch, as its documentation advises: for each batch of train rows it transforms the targets
+    again, with a Hessian that is summed over batches of inverses.
+    """
+    from dattri import algorithm
+
+    model = problem.model()
+    attributor = getattr(algorithm, name)(
+        task=_attribution_task(problem, checkpoints, model, of_loss=True), **settings
     )
+    rows = DataLoader(problem.train, batch_size=len(problem.train))
+    attributor.cache(rows)
+    with torch.no_grad():
+        scores = attributor.attribute(rows, DataLoader(problem.targets, batch_size=BATCH))
     return Attribution(-scores.detach().numpy(), len(problem.checkpoints(checkpoints)))
 
 
-def kronfluence(problem: Problem, *, checkpoints: str = "final", strategy: str = "ekfac") -> Attribution:
-    """Return kronfluence's scores at its default damping, averaged over checkpoints."""
-    states = problem.checkpoints(checkpoints)
-    parts = [_kronfluence_of_one(problem, problem.model(state), strategy) for state in states]
-    return Attribution(np.mean(parts, axis=0), len(states))
+class _WithValue(nn.Module):
+    """A model that returns the summed value of a batch as its ``loss``, as dattri's block projections take it."""
+
+    def __init__(self, inner: nn.Module, value: Callable[[Tensor, Tensor], Tensor]) -> None:
+        super().__init__()
+        self.inner, self.value = inner, value
+
+    def forward(self, inputs: Tensor, labels: Tensor) -> Any:
+        return SimpleNamespace(loss=self.value(self.inner(inputs), labels).sum())
 
 
-def _kronfluence_of_one(problem: Problem, model: nn.Module, strategy: str) -> np.ndarray:
+class _Fields(Dataset):
+    """Rows as mappings of inputs and labels."""
+
+    def __init__(self, rows: TensorDataset) -> None:
+        self.rows = rows
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    def __getitem__(self, index: int) -> dict[str, Tensor]:
+        inputs, labels = self.rows[index]
+        return {"inputs": inputs, "labels": labels}
+
+
+def dattri_blocks(problem: Problem, name: str, *, checkpoints: str = "final", **settings: Any) -> Attribution:
+    """Return the scores of LoGra or GraSS: train rows by their loss, targets by f."""
+    from dattri import algorithm
+    from dattri.task import AttributionTask
+
+    def loss(model: nn.Module, batch: Any, device: str) -> Tensor:
+        return losses(model.inner(batch["inputs"]), batch["labels"]).sum()
+
+    def of_one(model: nn.Module) -> Attribution:
+        torch.manual_seed(0)
+        wrapped = _WithValue(model, partial(measured_from, problem)).eval()
+        task = AttributionTask(loss, wrapped, wrapped.state_dict())
+        rows, targets = (
+            DataLoader(_Fields(part), batch_size=BATCH) for part in (problem.train, problem.targets)
+        )
+        with tempfile.TemporaryDirectory() as folder:  # else it writes to, and reads from, the current folder
+            attributor = getattr(algorithm, name)(task=task, cache_dir=folder, **settings)
+            attributor.cache(rows)
+            scores = attributor.attribute(rows, targets)
+        return Attribution(-scores.detach().numpy(), 1, BLOCK_DIM, 4 * attributor.total_proj_dim)
+
+    return averaged_over(problem, checkpoints, of_one)
+
+
+def kronfluence(
+    problem: Problem, *, checkpoints: str = "final", strategy: str = "ekfac", damping: float | None = 1e-8
+) -> Attribution:
+    """Return kronfluence's scores, averaged over checkpoints; damping ``None`` is its heuristic."""
+    return averaged_over(
+        problem, checkpoints, partial(_kronfluence_of_one, problem, strategy=strategy, damping=damping)
+    )
+
+
+def _kronfluence_of_one(
+    problem: Problem, model: nn.Module, *, strategy: str, damping: float | None
+) -> Attribution:
     from kronfluence import Analyzer, FactorArguments, ScoreArguments, prepare_model
 
     torch.manual_seed(0)
@@ -179,56 +283,210 @@ def _kronfluence_of_one(problem: Problem, model: nn.Module, strategy: str) -> np
             problem.train,
             per_device_query_batch_size=BATCH,
             per_device_train_batch_size=BATCH,
-            score_args=ScoreArguments(),
+            score_args=ScoreArguments(damping_factor=damping),
         )
         scores = analyzer.load_pairwise_scores("scores")["all_modules"]
-    return -scores.T.float().numpy()
+    return Attribution(-scores.T.float().numpy(), 1)
 
 
 def _kronfluence_task(problem: Problem) -> Any:
     from kronfluence import Task
 
-    task = problem.measured()
-
     class Output(Task):
         def compute_train_loss(self, batch: Any, model: nn.Module, sample: bool = False) -> Tensor:
-            logits, labels = model(batch[0]), batch[1]
-            if logits.dim() == 3:
-                logits, labels = logits[:, :-1].flatten(0, 1), labels[:, 1:].flatten()
-            if sample:
-                labels = torch.multinomial(logits.detach().softmax(-1), 1).squeeze(1)
-            return functional.cross_entropy(logits, labels, reduction="sum")
+            outputs, labels = model(batch[0]), batch[1]
+            if sample and labels.is_floating_point():
+                labels = torch.normal(outputs.detach().squeeze(-1), 1.0)  # the density whose loss this is
+            elif sample:
+                probabilities = outputs.detach().softmax(-1)
+                drawn = torch.multinomial(probabilities.flatten(0, -2), 1).reshape(outputs.shape[:-1])
+                labels = (
+                    drawn.roll(1, 1) if outputs.dim() == 3 else drawn
+                )  # labels are compared one place later
+            return losses(outputs, labels).sum()
 
         def compute_measurement(self, batch: Any, model: nn.Module) -> Tensor:
-            return task.evaluate(ModelCall(model), tuple(batch)).output.sum()
+            return measured_from(problem, model(batch[0]), batch[1]).sum()
 
     return Output()
 
 
+def _last_linear(model: nn.Module) -> tuple[str, str]:
+    """Return the names of the last linear layer and of the module with parameters or activations before it."""
+    leaves = [name for name, part in model.named_modules() if not list(part.children())]
+    linear = [name for name in leaves if isinstance(model.get_submodule(name), nn.Linear)][-1]
+    return linear, leaves[leaves.index(linear) - 1]
+
+
+def captum_tracin(problem: Problem, *, checkpoints: str = "final", fast: bool = False) -> Attribution:
+    """Return the influence of captum's TracInCP, or of TracInCPFast, which uses the last linear layer only."""
+    from captum.influence import TracInCP, TracInCPFast
+
+    states, model = problem.checkpoints(checkpoints), problem.model()
+    rates = _learning_rates(problem)[-len(states) :]
+
+    def load(module: nn.Module, number: str) -> float:
+        module.load_state_dict(states[int(number)])
+        return rates[int(number)]
+
+    def minus_output(outputs: Tensor, labels: Tensor) -> Tensor:
+        return -measured_from(problem, outputs, labels)
+
+    def summed(function: Callable[[Tensor, Tensor], Tensor]) -> Callable[[Tensor, Tensor], Tensor]:
+        return lambda outputs, labels: function(outputs, labels).sum()
+
+    # Its fast per-sample gradients exist for linear and convolution layers, whose losses must be summed.
+    own = [part for part in model.modules() if list(part.parameters(recurse=False))]
+    by_hooks = all(isinstance(part, nn.Linear | nn.Conv2d) for part in own)
+    of_train, of_targets = (
+        (summed(losses), summed(minus_output)) if fast or by_hooks else (losses, minus_output)
+    )
+    settings = {
+        "train_dataset": problem.train,
+        "checkpoints": [str(number) for number in range(len(states))],
+        "checkpoints_load_func": load,
+        "loss_fn": of_train,
+        "test_loss_fn": of_targets,
+        "batch_size": BATCH,
+    }
+    if fast:
+        last = model.get_submodule(_last_linear(model)[0])
+        tool: Any = TracInCPFast(model, last, **settings)
+    else:
+        tool = TracInCP(model, sample_wise_grads_per_batch=by_hooks, **settings)
+    influence = tool.influence(problem.setting.data()[2:])
+    return Attribution(influence.T.detach().numpy(), len(states))
+
+
+def _learning_rates(problem: Problem) -> list[float]:
+    """Return the learning rate at the end of the epoch of every checkpoint; the last, which is 0, as that before."""
+    setting = problem.setting
+    shares = [epoch / setting.epochs for epoch in setting.checkpoint_epochs]
+    shares[-1] = 1 - 0.5 / setting.epochs
+    return [setting.learning_rate * (1 + math.cos(math.pi * share)) / 2 for share in shares]
+
+
+def captum_similarity(problem: Problem) -> Attribution:
+    """Return the cosine similarity of what the last linear layer of the final model receives."""
+    from captum.influence import SimilarityInfluence
+
+    class Inputs(Dataset):
+        def __len__(self) -> int:
+            return len(problem.train)
+
+        def __getitem__(self, index: int) -> Tensor:
+            return problem.train[index][0]
+
+    model = problem.model()
+    last, layer = _last_linear(model)
+    num_rows = len(problem.train)
+    with tempfile.TemporaryDirectory() as folder:
+        # With one layer it fails: it makes a list of one of what is a list already.
+        tool = SimilarityInfluence(model, [layer, last], Inputs(), folder, "lds", batch_size=num_rows)
+        order, values = tool.influence(problem.setting.data()[2], top_k=num_rows)[layer]
+    scores = np.empty((num_rows, len(problem.targets)), np.float32)
+    np.put_along_axis(scores, order.numpy().T, values.detach().numpy().T, axis=0)
+    return Attribution(scores, 1)
+
+
+class _WithLogits(nn.Module):
+    """A language model with the parts of Hugging Face's interface that bergson uses."""
+
+    device, dtype = torch.device("cpu"), torch.float32
+
+    def __init__(self, inner: nn.Module) -> None:
+        super().__init__()
+        self.inner = inner
+
+    def forward(self, ids: Tensor) -> Any:
+        return SimpleNamespace(logits=self.inner(ids))
+
+
+def bergson(problem: Problem, *, checkpoints: str = "final", of_targets: str = "log_odds") -> Attribution:
+    """Return the scores of bergson for a language model: targets by log odds (margins) or "ce" (log p)."""
+    import bergson as package
+    from bergson.collector.collector import CollectorComputer
+    from bergson.config.config import InversionConfig
+    from bergson.hessians.preconditioner import DensePreconditioner
+    from datasets import Dataset as Table
+
+    def collected(model: nn.Module, rows: TensorDataset, loss: str, processor: Any) -> Any:
+        table = Table.from_dict({"input_ids": rows.tensors[0].tolist()})
+        is_train = rows.tensors[0] is problem.setting.data()[0]
+        batches = [list(range(i, min(i + BATCH, len(table)))) for i in range(0, len(table), BATCH)]
+        with tempfile.TemporaryDirectory() as folder:
+            cfg = package.IndexConfig(run_path=f"{folder}/run", loss_fn=loss, projection_dim=BERGSON_DIM)
+            cfg.partial_run_path.mkdir()
+            collector = package.InMemoryCollector(
+                model=model, processor=processor, data=table, cfg=cfg, skip_hessians=not is_train
+            )
+            CollectorComputer(
+                model, table, collector=collector, batches=batches, cfg=cfg
+            ).run_with_collector_hooks()
+        return {name: values.float() for name, values in collector.gradients.items()}
+
+    def of_one(model: nn.Module) -> Attribution:
+        wrapped = _WithLogits(model).eval()
+        processor = package.GradientProcessor(projection_dim=BERGSON_DIM)
+        rows = collected(wrapped, problem.train, "ce", processor)
+        targets = collected(wrapped, problem.targets, of_targets, processor)
+        inverse = DensePreconditioner.from_processor(processor, inversion_cfg=InversionConfig())
+        changed = inverse.apply(targets)
+        scores = sum(rows[name] @ changed[name].T for name in rows)
+        width = sum(values.shape[1] for values in rows.values())
+        return Attribution(scores.numpy(), 1, BERGSON_DIM**2, 4 * width)
+
+    return averaged_over(problem, checkpoints, of_one)
+
+
+_FINAL: dict[str, Method] = {
+    "traker 0.3.2": traker,
+    "dattri 0.3.0 TRAK": dattri_trak,
+    "dattri 0.3.0 TRAK, regularization 0.1": partial(dattri_trak, regularization=0.1),
+    "kronfluence 1.0.1 EK-FAC": kronfluence,
+    "kronfluence 1.0.1 EK-FAC, heuristic damping": partial(kronfluence, damping=None),
+    "kronfluence 1.0.1 K-FAC, heuristic damping": partial(kronfluence, strategy="kfac", damping=None),
+    "dattri 0.3.0 LoGra": partial(dattri_blocks, name="LoGraAttributor", proj_dim=BLOCK_DIM, damping=5e-3),
+    "dattri 0.3.0 GraSS": partial(
+        dattri_blocks, name="FactGraSSAttributor", proj_dim=BLOCK_DIM, damping=5e-3
+    ),
+    "captum 0.9.0 TracInCP": captum_tracin,
+    "captum 0.9.0 TracInCPFast": partial(captum_tracin, fast=True),
+}
 PEERS: dict[str, Method] = {
-    "traker 0.3.2, final model": traker,
-    "traker 0.3.2, run": partial(traker, checkpoints="run"),
-    "traker 0.3.2, 5 final models": partial(traker, checkpoints="finals"),
-    "dattri 0.3.0 TRAK, final model": dattri_trak,
-    "dattri 0.3.0 TRAK, run": partial(dattri_trak, checkpoints="run"),
-    "dattri 0.3.0 TRAK, 5 final models": partial(dattri_trak, checkpoints="finals"),
-    "dattri 0.3.0 TRAK, regularization 0.1, final model": partial(dattri_trak, regularization=0.1),
-    "dattri 0.3.0 TRAK, regularization 0.1, run": partial(dattri_trak, checkpoints="run", regularization=0.1),
-    "dattri 0.3.0 IF-CG, final model": partial(dattri_influence, name="IFAttributorCG", regularization=1e-2),
+    **{f"{name}, final model": method for name, method in _FINAL.items()},
+    "captum 0.9.0 similarity, final model": captum_similarity,
+    **{f"{name}, run": partial(method, checkpoints="run") for name, method in _FINAL.items()},
+    "dattri 0.3.0 EK-FAC, final model": partial(dattri_influence, name="IFAttributorEKFAC", damping=1e-3),
     "dattri 0.3.0 DataInf, final model": partial(
         dattri_influence, name="IFAttributorDataInf", regularization=1e-2
     ),
-    "kronfluence 1.0.1 EK-FAC, final model": kronfluence,
-    "kronfluence 1.0.1 EK-FAC, run": partial(kronfluence, checkpoints="run"),
-    "kronfluence 1.0.1 EK-FAC, 5 final models": partial(kronfluence, checkpoints="finals"),
+    "dattri 0.3.0 Arnoldi, final model": partial(
+        dattri_influence, name="IFAttributorArnoldi", regularization=1e-2, max_iter=10
+    ),
+    "dattri 0.3.0 IF-CG, final model": partial(
+        dattri_influence, name="IFAttributorCG", regularization=5e-3, max_iter=10
+    ),
 }
+PEERS["dattri 0.3.0 IF-CG, run"] = partial(PEERS["dattri 0.3.0 IF-CG, final model"], checkpoints="run")
+"""In the order of their cost: influence functions of dattri take minutes to hours."""
+
+
+def _of_log_p(method: Method) -> Method:
+    return lambda problem: method(replace(problem, output=LOG_P))
+
+
 TEXT_PEERS: dict[str, Method] = {
-    "traker 0.3.2 of log p, run": lambda problem: traker(replace(problem, output=LOG_P), checkpoints="run"),
-    "kronfluence 1.0.1 EK-FAC of log p, final model": lambda problem: kronfluence(
-        replace(problem, output=LOG_P)
-    ),
-    "kronfluence 1.0.1 EK-FAC of log p, run": lambda problem: kronfluence(
-        replace(problem, output=LOG_P), checkpoints="run"
-    ),
+    f"{name} of log p, {models}": _of_log_p(partial(method, checkpoints=checkpoints))
+    for models, checkpoints in (("final model", "final"), ("run", "run"))
+    for name, method in {
+        "traker 0.3.2": traker,
+        "kronfluence 1.0.1 EK-FAC": kronfluence,
+        "kronfluence 1.0.1 EK-FAC, heuristic damping": partial(kronfluence, damping=None),
+    }.items()
+} | {
+    "bergson 2.5.1, final model": bergson,
+    "bergson 2.5.1, run": partial(bergson, checkpoints="run"),
+    "bergson 2.5.1 of log p, run": partial(bergson, checkpoints="run", of_targets="ce"),
 }
-"""For the language model alone."""
+"""For language models alone."""

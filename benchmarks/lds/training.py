@@ -14,6 +14,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.func import functional_call, grad, stack_module_state, vmap
+from torch.nn import functional
 
 from benchmarks.lds.settings import Setting
 from trak_lite.modelout_functions import ModelCall
@@ -122,8 +123,31 @@ def _state_of(optimizer: torch.optim.Optimizer, k: int, names: list[str]) -> dic
 @torch.no_grad()
 def outputs(setting: Setting, weights: Weights) -> np.ndarray:
     """Return f of every target under the weights, ``(M,)`` float32."""
-    module = setting.make_model().eval()
-    module.load_state_dict(weights, strict=False)  # names of tied weights are missing
     task = setting.measured()
     inputs, labels = setting.data()[2:]
-    return task.evaluate(ModelCall(module), (inputs, labels)).output.float().numpy()
+    return task.evaluate(ModelCall(_loaded(setting, weights)), (inputs, labels)).output.float().numpy()
+
+
+@torch.no_grad()
+def target_losses(setting: Setting, weights: Weights) -> np.ndarray:
+    """Return the loss of every target under the weights, ``(M,)`` float32."""
+    inputs, labels = setting.data()[2:]
+    return losses(_loaded(setting, weights)(inputs), labels).float().numpy()
+
+
+def losses(found: Tensor, labels: Tensor) -> Tensor:
+    """Return the loss of every sample, ``(B,)``, from the outputs of a model.
+
+    It is half the squared error, or the cross-entropy, of a text summed over its tokens.
+    """
+    if labels.is_floating_point():
+        return (found.squeeze(-1) - labels).square() / 2
+    if found.dim() == 3:
+        return functional.cross_entropy(found[:, :-1].mT, labels[:, 1:], reduction="none").sum(1)
+    return functional.cross_entropy(found, labels, reduction="none")
+
+
+def _loaded(setting: Setting, weights: Weights) -> nn.Module:
+    module = setting.make_model().eval()
+    module.load_state_dict(weights, strict=False)  # names of tied weights are missing
+    return module

@@ -1,9 +1,11 @@
 """Ground truth: outputs of models retrained on half-subsets, and the weights of runs on all data.
 
 Outputs are cached in ``benchmarks/data/lds_<setting>.npz`` with the values that determine them. The weights of runs
-on all data are trained again, in seconds to minutes, and stored in ``runs/lds``, which git ignores.
+on all data are trained again, in seconds to minutes, and stored in ``runs/lds``, which git ignores. With ``--one-run``
+models are retrained on the first of these subsets with the seed of the first run on all data, which most methods
+attribute: ``lds_one_run_<setting>.npz``.
 
-Run:  python -m benchmarks.lds.truth [--settings digits_mlp ...]
+Run:  python -m benchmarks.lds.truth [--one-run] [--settings digits_mlp ...]
 """
 
 from __future__ import annotations
@@ -24,7 +26,8 @@ from benchmarks.measuring import ROOT, surroundings
 DATA = Path(__file__).parents[1] / "data"
 RUNS = ROOT / "runs" / "lds"
 FULL_RUN_SEED = 10_000_000
-"""First seed of the runs on all data: no retrained model shares one."""
+"""First seed of the runs on all data: no model of the ground truth over seeds shares one."""
+ONE_RUN_SUBSETS, ONE_RUN_TEXT_SUBSETS = 40, 20
 
 
 class Truth(NamedTuple):
@@ -60,37 +63,58 @@ def load(setting: Setting) -> Truth:
     Raises:
         FileNotFoundError: If there is none, or it was made with other data or training.
     """
-    path = DATA / f"lds_{setting.name}.npz"
+    return _read(setting, DATA / f"lds_{setting.name}.npz")
+
+
+def load_one_run(setting: Setting) -> Truth | None:
+    """Return outputs ``(S, 1, M)`` of models retrained with the seed of the first run on all data; ``None`` if none.
+
+    Raises:
+        FileNotFoundError: If they were made with other data or training.
+    """
+    path = DATA / f"lds_one_run_{setting.name}.npz"
+    return _read(setting, path) if path.exists() else None
+
+
+def _read(setting: Setting, path: Path) -> Truth:
+    remedy = f"Run: python -m benchmarks.lds.truth --settings {setting.name}"
     if not path.exists():
-        raise FileNotFoundError(f"There is no {path}. {_remedy(setting)}")
+        raise FileNotFoundError(f"There is no {path}. {remedy}")
     with np.load(path) as stored:
         if str(stored["identity"]) != identity(setting):
             raise FileNotFoundError(
                 f"{path} was made with other data, model or training (Python's standard library differs between "
-                f"versions). {_remedy(setting)}"
+                f"versions). {remedy}"
             )
         masks = np.unpackbits(stored["masks"], axis=1, count=len(setting.data()[0])).astype(bool)
         return Truth(masks, stored["outputs"])
 
 
-def _remedy(setting: Setting) -> str:
-    return f"Run: python -m benchmarks.lds.truth --settings {setting.name}"
-
-
 def generate(setting: Setting) -> Path:
     """Retrain on every subset with every seed, and cache the outputs."""
-    num_seeds = setting.seeds
-    masks = subset_masks(len(setting.data()[0]), setting.subsets)
-    found = np.empty((setting.subsets, num_seeds, len(setting.data()[2])), dtype=np.float32)
+    count = setting.subsets
+    seeds = [[seed * count + k for k in range(count)] for seed in range(setting.seeds)]
+    return _generate(setting, subset_masks(len(setting.data()[0]), count), seeds, f"lds_{setting.name}.npz")
+
+
+def generate_one_run(setting: Setting) -> Path:
+    """Retrain on the first subsets with the seed of the first run on all data, and cache the outputs."""
+    is_text = setting.task == "causal_language_modeling"
+    masks = subset_masks(len(setting.data()[0]), ONE_RUN_TEXT_SUBSETS if is_text else ONE_RUN_SUBSETS)
+    return _generate(setting, masks, [[FULL_RUN_SEED] * len(masks)], f"lds_one_run_{setting.name}.npz")
+
+
+def _generate(setting: Setting, masks: np.ndarray, seeds: list[list[int]], name: str) -> Path:
+    """Retrain on every subset with each of its seeds, ``(R, S)``, and cache the outputs."""
+    found = np.empty((len(masks), len(seeds), len(setting.data()[2])), dtype=np.float32)
     start = time.perf_counter()
-    for seed in range(num_seeds):
-        for first in range(0, setting.subsets, setting.stack):
-            some = range(first, min(first + setting.stack, setting.subsets))
-            runs = train(setting, masks[some.start : some.stop], [seed * setting.subsets + k for k in some])
-            for k, run in zip(some, runs, strict=True):
-                found[k, seed] = outputs(setting, run[-1])
-            print(f"{setting.name} seed {seed}: {some.stop} of {setting.subsets}", flush=True)
-    path = DATA / f"lds_{setting.name}.npz"
+    for place, seeds_of_subsets in enumerate(seeds):
+        for first in range(0, len(masks), setting.stack):
+            some = slice(first, min(first + setting.stack, len(masks)))
+            for k, run in enumerate(train(setting, masks[some], seeds_of_subsets[some]), first):
+                found[k, place] = outputs(setting, run[-1])
+            print(f"{name} seed {place}: {some.stop} of {len(masks)}", flush=True)
+    path = DATA / name
     path.parent.mkdir(exist_ok=True)
     np.savez_compressed(
         path,
@@ -121,10 +145,11 @@ def main() -> None:
     """Generate the ground truth of the settings."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--settings", nargs="*", default=list(SETTINGS), choices=list(SETTINGS))
+    parser.add_argument("--one-run", action="store_true", help="with the seed of the first run on all data")
     args = parser.parse_args()
     torch.set_num_threads(1)
     for name in args.settings:
-        print(generate(SETTINGS[name]))
+        print((generate_one_run if args.one_run else generate)(SETTINGS[name]))
 
 
 if __name__ == "__main__":

@@ -3,7 +3,7 @@
 With one joint segment the features of all parameters are summed and share one kernel. With one segment per module the
 kernel is block-diagonal, as in layer-wise influence functions. At equal storage the joint layout preserves inner
 products better, because each module has only a share of the columns. :class:`~trak_lite.Attributor` nevertheless uses
-one segment per module by default: the criterion is how well scores predict retraining (``benchmarks/lds_digits.py``
+one segment per module by default: the criterion is how well scores predict retraining (``benchmarks/lds/table.py``
 compares both).
 
 Shapes: B samples, K features of each module (the projector's ``proj_dim``), L modules; rows have at most L K features.

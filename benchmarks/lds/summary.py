@@ -1,0 +1,200 @@
+"""Comparison of the methods of ``benchmarks.lds.table`` over problems.
+
+Three tables: the LDS of every method on every problem with the half width of its 95 % interval and its CPU seconds;
+mean LDS and mean rank of every method; and for every problem the default of trak_lite minus the other package with the
+highest LDS, with the 95 % interval of a paired bootstrap, which resamples subsets and targets together
+(:func:`trak_lite.evaluation.compare_datamodeling_scores`). Differences need the scores that
+``benchmarks.lds.table --keep FOLDER`` has stored.
+
+Rank 1 is the highest LDS on a problem. A method that failed there shares the last ranks with the others that did.
+``rank among cheaper``: among the methods that take no more CPU time than the default of trak_lite on the problem.
+Means are over the problems where a method was measured or failed; their number is in the column ``problems``.
+
+Run:  python -m benchmarks.lds.summary --keep FOLDER [--ours "default, run"]
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from benchmarks.lds.peers import PEERS, TEXT_PEERS
+from benchmarks.lds.settings import SETTINGS
+from benchmarks.lds.table import DEFAULT, best_peer, kept
+from benchmarks.lds.table import RESULTS as TABLE
+from benchmarks.lds.truth import load
+from benchmarks.measuring import RESULTS as FOLDER
+from benchmarks.measuring import save_parts, surroundings
+from trak_lite.evaluation import compare_datamodeling_scores
+
+RESULTS = FOLDER / "lds_summary.json"
+Rows = dict[str, dict[str, dict[str, Any]]]
+
+
+def rows_of(parts: Mapping[str, Any], ours: str) -> Rows:
+    """Return figures by problem and method: the default of trak_lite and all other packages."""
+    found: Rows = {name: {} for name in SETTINGS}
+    for key, figures in parts.items():
+        name, method = key.split(" / ", 1)
+        if method in {ours, *PEERS, *TEXT_PEERS} and ("lds_all" in figures or "fails" in figures):
+            found[name][method] = figures
+    return {name: methods for name, methods in found.items() if methods}
+
+
+def ranks(methods: Mapping[str, dict[str, Any]]) -> dict[str, float]:
+    """Return the rank of every method on a problem, 1 for the highest LDS; ties share their mean rank."""
+    values = np.array([one["lds_all"]["mean"] if "lds_all" in one else -np.inf for one in methods.values()])
+    found = [1 + (values > value).sum() + ((values == value).sum() - 1) / 2 for value in values]
+    return dict(zip(methods, map(float, found), strict=True))
+
+
+def affordable(methods: Mapping[str, dict[str, Any]], ours: str) -> dict[str, dict[str, Any]]:
+    """Return the methods that succeeded and take no more CPU time than ours; none if ours is missing."""
+    limit = methods[ours].get("seconds", 0.0) if ours in methods else 0.0
+    return {name: one for name, one in methods.items() if "lds_all" in one and one["seconds"] <= limit}
+
+
+def overall(rows: Rows, ours: str) -> dict[str, dict[str, float]]:
+    """Return mean LDS, mean ranks and CPU seconds of every method, by its mean rank."""
+    found: dict[str, dict[str, list[float]]] = {}
+    for methods in rows.values():
+        cheaper = ranks(affordable(methods, ours))
+        for method, rank in ranks(methods).items():
+            lists = found.setdefault(method, {"rank": [], "cheaper": [], "lds": [], "seconds": []})
+            lists["rank"].append(rank)
+            if method in cheaper:
+                lists["cheaper"].append(cheaper[method])
+            if "lds_all" in methods[method]:
+                lists["lds"].append(methods[method]["lds_all"]["mean"])
+                lists["seconds"].append(methods[method]["seconds"])
+    means = {
+        method: {
+            "problems": len(lists["rank"]),
+            "failed": len(lists["rank"]) - len(lists["lds"]),
+            "affordable": len(lists["cheaper"]),
+            **{f"mean {name}": float(np.mean(values)) for name, values in lists.items() if values},
+        }
+        for method, lists in found.items()
+    }
+    return dict(sorted(means.items(), key=lambda item: item[1]["mean rank"]))
+
+
+def difference(name: str, ours: str, peer: str, keep: Path) -> dict[str, Any] | None:
+    """Return the LDS of ours minus that of a peer, paired; ``None`` if the scores of one are not kept."""
+    paths = [kept(keep, name, method) for method in (ours, peer)]
+    if not all(path.exists() for path in paths):
+        return None
+    truth = load(SETTINGS[name])
+    first, second = (np.load(path).astype(np.float64) for path in paths)
+    found = compare_datamodeling_scores(first, second, truth.masks, truth.outputs.mean(1))
+    return {"mean": found.mean, "interval": list(found.interval)}
+
+
+def compared(name: str, rows: Rows, parts: Mapping[str, Any], ours: str, keep: Path) -> dict[str, Any]:
+    """Return ours against the best peer, and against the best that takes no more CPU time."""
+    found: dict[str, Any] = {"ceiling": parts.get(f"{name} / ceiling"), "ours": rows[name].get(ours)}
+    limit = (found["ours"] or {}).get("seconds", 0.0)
+    for key, peer in (("peer", best_peer(parts, name)), ("cheaper peer", best_peer(parts, name, limit))):
+        if peer is not None:
+            figures = {"method": peer, **rows[name][peer]}
+            found[key] = {**figures, "difference": difference(name, ours, peer, keep)}
+    return found
+
+
+def _signed(value: Mapping[str, Any] | None) -> str:
+    if value is None:
+        return ""
+    low, high = value["interval"]
+    return f"{value['mean']:+.3f} [{low:+.3f}, {high:+.3f}]"
+
+
+def _cell(figures: Mapping[str, Any] | None) -> str:
+    if figures is None:
+        return ""
+    if "fails" in figures:
+        return "fails"
+    half = figures["lds_all"]["interval"][1] - figures["lds_all"]["mean"]
+    return f"{figures['lds_all']['mean']:.3f} ± {half:.3f}, {figures['seconds']:.1f} s"
+
+
+def _markdown(columns: list[str], rows: list[list[str]]) -> str:
+    head = ["| " + " | ".join(columns) + " |", "|" + "---|" + "--:|" * (len(columns) - 1)]
+    return "\n".join([*head, *("| " + " | ".join(row) + " |" for row in rows)])
+
+
+def printed(rows: Rows, means: Mapping[str, Any], pairs: Mapping[str, Any]) -> str:
+    """Return the three tables in Markdown."""
+    everything = [[method, *(_cell(rows[name].get(method)) for name in rows)] for method in means]
+
+    def number(value: float | None, digits: int) -> str:
+        return "" if value is None else f"{value:.{digits}f}"
+
+    ranked = [
+        [
+            method,
+            number(one.get("mean rank"), 2),
+            f"{number(one.get('mean cheaper'), 2)} ({one['affordable']})",
+            number(one.get("mean lds"), 3),
+            number(one.get("mean seconds"), 1),
+            str(one["problems"]),
+            str(one["failed"]),
+        ]
+        for method, one in means.items()
+    ]
+    columns = ["problem", "ceiling", "ours", "best peer", "its LDS", "ours minus it"]
+    columns += ["best as cheap", "its LDS", "ours minus it"]
+    against = []
+    for name, pair in pairs.items():
+        row = [name, number(pair["ceiling"], 3), _cell(pair["ours"])]
+        for key in ("peer", "cheaper peer"):
+            peer = pair.get(key)
+            row += (
+                ["", "", ""] if peer is None else [peer["method"], _cell(peer), _signed(peer["difference"])]
+            )
+        against.append(row)
+    return "\n\n".join(
+        (
+            _markdown(["method", *rows], everything),
+            _markdown(
+                [
+                    "method",
+                    "mean rank",
+                    "rank among cheaper (problems)",
+                    "mean LDS",
+                    "CPU s",
+                    "problems",
+                    "failed",
+                ],
+                ranked,
+            ),
+            _markdown(columns, against),
+        )
+    )
+
+
+def main() -> None:
+    """Print the tables, write JSON."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument(
+        "--keep", type=Path, required=True, help="folder of the scores of benchmarks.lds.table"
+    )
+    parser.add_argument("--ours", default=DEFAULT, help="method of trak_lite")
+    parser.add_argument("--results", type=Path, default=TABLE, help="results of benchmarks.lds.table")
+    parser.add_argument("--out", type=Path, default=RESULTS)
+    args = parser.parse_args()
+    parts = json.loads(args.results.read_text())["parts"]
+    rows = rows_of(parts, args.ours)
+    means = overall(rows, args.ours)
+    pairs = {name: compared(name, rows, parts, args.ours, args.keep) for name in rows}
+    print(printed(rows, means, pairs))
+    here = {name: value for name, value in surroundings().items() if name != "peers"}
+    save_parts(args.out, here, {"methods": means, "problems": pairs})
+
+
+if __name__ == "__main__":
+    main()
