@@ -1,6 +1,6 @@
 """LDS of plain rows, of rows scaled by Adam's second moments, and of LESS, on problems trained with AdamW.
 
-Ground truth and problems are those of ``benchmarks.lds_digits``. The models are one run on all data, with the state of
+Ground truth and problems are those of ``benchmarks.lds.table``. The models are one run on all data, with the state of
 the optimizer at its checkpoints: all of them, or the last. The LDS is over all subsets and targets, with its 95 %
 interval; ``difference`` compares with plain rows and the same method, by the same subsets and targets.
 
