@@ -4,15 +4,15 @@ All attribute the measured output f (for language models the sum of the tokens' 
 which is the default of trak_lite). If a package needs a loss, it is that of a sample: the cross-entropy, summed over
 tokens, or half the squared error. Scores of packages that attribute a loss are multiplied by -1: positive is helpful.
 
-Settings are those that a package documents as its default or uses in its own examples:
+Settings are those that a package documents as its default or uses in its own examples, unless said otherwise:
 
 traker: K = 512 (its default is 2048; undamped, 512 is better with N = 1200), without ``lambda_reg``, as by default.
-dattri: TRAK with K = 512 and ``regularization`` 0 (default) or 0.1; IF-CG as in its example of LDS on MNIST
-    (10 iterations, regularization 5e-3); DataInf and Arnoldi as in its example of noisy labels (regularization 1e-2,
-    Arnoldi with 10 iterations: with its default of 100 scores are NaN); EK-FAC with damping 1e-3, which fits the
-    Fisher information of the function of the targets, here f; LoGra as in its example of LDS (damping 5e-3), and
-    GraSS (``FactGraSSAttributor``) with the same damping, both at their default K = 4096. LoGra, GraSS and EK-FAC use
-    linear layers only.
+dattri: TRAK with K = 512 and ``regularization`` 0 (default) or 0.1 (our choice); IF-CG as in its example of LDS on
+    MNIST (10 iterations, regularization 5e-3); DataInf and Arnoldi as in its example of noisy labels (regularization
+    1e-2, Arnoldi with 10 iterations: with its default of 100 scores were NaN on digits_lr); EK-FAC with damping 1e-3
+    (our choice), which fits the Fisher information of the function of the targets, here f; LoGra as in its example of
+    LDS (damping 5e-3), GraSS (``FactGraSSAttributor``) with the same damping (our choice), both at their default
+    K = 4096. LoGra, GraSS and EK-FAC use linear layers only.
 kronfluence: EK-FAC at the default damping 1e-8 and at its heuristic of 0.1 mean eigenvalues, K-FAC at the heuristic;
     linear and convolution layers only.
 captum: TracInCP on all parameters and TracInCPFast on the last layer, with the learning rate of each checkpoint;
