@@ -104,15 +104,15 @@ def kernel(
 ) -> Array:
     """Return ``sum_i w_i phi_i phi_i^T + lambda I`` of one segment; damping is lambda in mean eigenvalues.
 
-    Without a damping lambda is 2 % of the mean eigenvalue weighted by the eigenvalues.
+    Without a damping lambda is 20 % of the root mean square of the eigenvalues that can be above zero.
     """
     width = train.shape[1]
     hessian = np.zeros((width, width))
     for row, weight in zip(train, w, strict=True):
         hessian += (weight if weighting == "curvature" else 1.0) * np.outer(row, row)
     if lambda_reg is None and damping is None:
-        eigenvalues = np.linalg.eigvalsh(hessian)
-        lambda_reg = 0.02 * np.average(eigenvalues, weights=eigenvalues)
+        largest = np.linalg.eigvalsh(hessian)[-len(train) :]
+        lambda_reg = 0.2 * np.sqrt(np.mean(largest**2))
     elif lambda_reg is None:
         lambda_reg = damping * np.trace(hessian) / width
     return hessian + lambda_reg * np.eye(width)

@@ -6,7 +6,7 @@ the eigenvalues e of a segment with k features, and N train rows:
 
 - ``trace c``: lambda is c / 2048 of the trace (the default before, with c = 1)
 - ``mean c``: c times the mean of the min(k, N) largest eigenvalues
-- ``rms c``: c times their root mean square
+- ``rms c``: c times their root mean square (for the Fisher information: of all k eigenvalues)
 - ``weighted c``: c times the mean eigenvalue weighted by the eigenvalues, sum(e^2) / sum(e)
 - ``descent c``: the filter of gradient descent, (1 - exp(-e / lambda)) / e instead of 1 / (e + lambda), with the lambda
   of ``weighted c``
@@ -46,12 +46,12 @@ TEXT = "causal_language_modeling"
 RULES: dict[str, tuple[float, ...]] = {
     "trace": (0.03, 0.1, 0.3, 1, 3, 5, 10),
     "mean": (0.5, 1, 2, 3, 5),
-    "rms": (0.03, 0.1, 0.2, 0.3, 0.5),
+    "rms": (0.01, 0.02, 0.03, 0.1, 0.2, 0.3, 0.5),
     "weighted": (0.003, 0.005, 0.01, 0.02, 0.03, 0.04, 0.06),
     "descent": (0.01, 0.02, 0.04),
 }
 BEFORE = {"others": "curvature, q inside, trace 1", TEXT: "fisher, q inside, trace 0.1"}
-DEFAULT = {"others": "curvature, q outside, weighted 0.02", TEXT: "fisher, q outside, weighted 0.005"}
+DEFAULT = {"others": "curvature, q outside, rms 0.2", TEXT: "fisher, q outside, rms 0.02"}
 
 
 def ranks(values: NDArray[Any]) -> NDArray[Any]:
@@ -135,7 +135,7 @@ def settings_of(
         for multiple in multiples:
             products = torch.zeros(len(rows), len(targets))
             for part, width in parts:
-                unit = scales(part.eigenvalues, width, len(rows))[rule]
+                unit = scales(part.eigenvalues, width, len(rows) if grams is None else width)[rule]
                 products += part.scores(rule, multiple * unit)
             add(f"{rule} {multiple}", products)
 

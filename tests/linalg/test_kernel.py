@@ -19,6 +19,7 @@ from trak_lite.linalg.kernel import (
     factorise_segments,
     gram,
     precondition,
+    precondition_path,
 )
 from trak_lite.types import FeatureLayout, Segment
 
@@ -187,21 +188,23 @@ def test_solve_is_the_inverse_of_the_damped_kernel(settings):
     np.testing.assert_allclose(solved.numpy(), expected, rtol=1e-10)
 
 
-def test_the_default_lambda_is_a_share_of_the_mean_eigenvalue_weighted_by_eigenvalues():
-    (matrix,) = gram([random_rows()], layout=JOINT)
-    eigenvalues = torch.linalg.eigvalsh(matrix).numpy()
-    expected = 0.02 * np.average(eigenvalues, weights=eigenvalues)
+@pytest.mark.parametrize("num_rows", [NUM_ROWS, 4])
+def test_the_default_lambda_is_a_share_of_the_root_mean_square_of_eigenvalues(num_rows):
+    """Of those that can be above zero: at most one per row, unless the matrix is a fitted Fisher information."""
+    (matrix,) = gram([random_rows()[:num_rows]], layout=JOINT)
+    squares = np.square(np.linalg.eigvalsh(matrix.numpy()))
+    expected = 0.2 * np.sqrt(squares[-num_rows:].mean())
 
-    kernel = factorise(matrix, KernelSettings(), num_rows=NUM_ROWS)
+    kernel = factorise(matrix.tril(), KernelSettings(), num_rows=num_rows)  # reads only the lower triangle
+    fisher = factorise(matrix, KernelSettings(weighting="fisher"), num_rows=num_rows)
 
     assert kernel.lambda_reg == pytest.approx(expected, rel=1e-12)
-    assert eigenpath(matrix).lambda_of(None, 0.02) == pytest.approx(expected, rel=1e-12)
-    # Only the lower triangle is read, and features that are always zero change nothing.
-    padded = torch.zeros(9, 9, dtype=matrix.dtype)
-    padded[:7, :7] = matrix.tril()
-    assert factorise(padded, KernelSettings(), num_rows=NUM_ROWS).lambda_reg == pytest.approx(
-        expected, rel=1e-12
+    assert fisher.lambda_reg == pytest.approx(0.02 * np.sqrt(squares.mean()), rel=1e-12)
+    targets = random_rows(3, seed=2)
+    both = precondition_path(
+        targets, [eigenpath(matrix)], [None, 1.0], layout=JOINT, num_rows=num_rows, settings=KernelSettings()
     )
+    torch.testing.assert_close(both[0], kernel.solve(targets), rtol=1e-8, atol=1e-12)
 
 
 def test_an_absolute_lambda_overrides_the_damping():

@@ -287,7 +287,7 @@ def test_a_path_of_another_layout_is_refused() -> None:
     with pytest.raises(InvalidInputError, match="segments of the layout have"):
         eigenpath_segments([torch.eye(4)], layout=FeatureLayout.joint(5))
     with pytest.raises(InvalidInputError, match=r"rows, 6"):
-        precondition_path(torch.ones(2, 5), kernels, [1], layout=FeatureLayout.joint(6))
+        precondition_path(torch.ones(2, 5), kernels, [1], layout=FeatureLayout.joint(6), num_rows=9)
 
 
 # ------------------------------------------------------------------------ settings

@@ -269,21 +269,21 @@ def expected_scores(
         if gram is not None:
             matrix = gram.double().numpy()
             if matrix.any():
-                lam = _lambda(matrix, damping, segment.width, share=0.005)
+                lam = _lambda(matrix, damping, segment.width, 0.02, segment.width)
                 own = x if scored is None else scored[:, segment.start : segment.stop]
                 total += own @ np.linalg.solve(matrix + lam * np.eye(segment.width), t.T)
             continue
         inner = (x @ x.T) * weights
         if inner.any():
-            lam = _lambda(inner, damping, segment.width, share=0.02)
+            lam = _lambda(inner, damping, segment.width, 0.2, min(segment.width, len(x)))
             total += np.linalg.solve(inner + lam * np.eye(len(x)), x @ t.T)
     return total * q[:, None]
 
 
-def _lambda(matrix: Array, damping: float | None, width: int, *, share: float) -> float:
+def _lambda(matrix: Array, damping: float | None, width: int, share: float, count: int) -> float:
     """Return lambda, given a matrix that has the eigenvalues of the kernel that are not zero."""
     if damping is None:
-        return float(share * np.sum(matrix * matrix.T) / np.trace(matrix))
+        return float(share * np.sqrt(np.sum(matrix * matrix.T) / count))
     return float(damping * np.trace(matrix) / width)
 
 

@@ -38,11 +38,11 @@ __all__ = [
     "precondition_path",
 ]
 
-DEFAULT_SHARES: Final[Mapping[str, float]] = {"curvature": 0.02, "none": 0.02, "fisher": 0.005}
-"""The default lambda by weighting: a share of the mean eigenvalue weighted by the eigenvalues, ``sum(e^2) / sum(e)``.
+DEFAULT_SHARES: Final[Mapping[str, float]] = {"curvature": 0.2, "none": 0.2, "fisher": 0.02}
+"""The default lambda by weighting, as a share of the root mean square of the eigenvalues that can be above zero.
 
-Unlike ``trace(H) / k`` this unit does not depend on how many small eigenvalues a segment has, so one share suits narrow
-and wide segments, few and many train rows. Chosen by leaving one problem out (``benchmarks/lds/defaults.py``).
+Chosen by leaving one problem out (``benchmarks/lds/defaults.py``). A gram matrix of N rows has at most N positive
+eigenvalues, so one share suits narrow and wide segments, few and many train rows.
 """
 
 _GRAM_ROWS: Final = 256
@@ -89,10 +89,16 @@ class KernelSettings:
         if not isinstance(self.rescale_inverse, bool):
             raise InvalidInputError(f"rescale_inverse must be True or False, got {self.rescale_inverse!r}.")
 
-    @property
-    def default_share(self) -> float:
-        """The share of :data:`DEFAULT_SHARES` that sets lambda if neither ``damping`` nor ``lambda_reg`` is given."""
-        return DEFAULT_SHARES[self.weighting]
+    def default_lambda(self, squares: float, *, width: int, num_rows: int) -> float:
+        """Return the lambda that is used if neither ``damping`` nor ``lambda_reg`` is given.
+
+        Args:
+            squares: Sum of the squared eigenvalues.
+            width: k, columns of the segment.
+            num_rows: N. It does not limit the rank of ``"fisher"``, whose matrix is fitted to more gradients.
+        """
+        count = width if self.weighting == "fisher" else min(width, num_rows)
+        return DEFAULT_SHARES[self.weighting] * float((squares / count) ** 0.5)
 
     def to_json(self) -> dict[str, Any]:
         """Return the settings as JSON values."""
@@ -189,12 +195,6 @@ class EigenKernel:
     def mean_eigenvalue(self) -> float:
         """``trace(H) / k``, the unit of a relative damping."""
         return float(self.eigenvalues.mean())
-
-    def lambda_of(self, damping: float | None, default_share: float) -> float:
-        """Return the absolute lambda of a damping in units of the mean eigenvalue; ``None`` uses the share."""
-        if damping is not None:
-            return real_at_least(0.0, damping=damping) * self.mean_eigenvalue
-        return default_share * float(self.eigenvalues.square().sum() / self.eigenvalues.sum())
 
     @torch.no_grad()
     def solve(self, targets: Tensor, lambda_reg: float) -> Tensor:
@@ -311,7 +311,7 @@ def factorise(
     if lambda_reg is None and settings.damping is not None:
         lambda_reg = settings.damping * mean
     elif lambda_reg is None:
-        lambda_reg = settings.default_share * _sum_of_squares(gram) / (mean * width)
+        lambda_reg = settings.default_lambda(_sum_of_squares(gram), width=width, num_rows=num_rows)
     where = f"segment {segment!r} ({width} features, {num_rows} train rows, mean eigenvalue {mean:.3g})"
     if lambda_reg == 0.0 and width > num_rows:
         if allow_singular:
@@ -415,16 +415,18 @@ def precondition_path(
     dampings: Sequence[float | None],
     *,
     layout: FeatureLayout,
-    default_share: float = DEFAULT_SHARES["curvature"],
+    num_rows: int,
+    settings: KernelSettings | None = None,
 ) -> Tensor:
     """Return the targets multiplied by (H + lambda I)^-1 for every damping.
 
     Args:
         targets: ``(M, K)`` target features of any floating dtype.
         kernels: One decomposition per segment.
-        dampings: L lambdas in units of each segment's mean eigenvalue; ``None`` uses ``default_share``.
+        dampings: L lambdas in units of each segment's mean eigenvalue; ``None`` is the default damping.
         layout: The segments.
-        default_share: :attr:`KernelSettings.default_share`.
+        num_rows: N, rows that the gram matrices were summed over.
+        settings: Weighting of the kernels, which sets the default damping; ``None`` for the default settings.
 
     Returns:
         ``(L, M, K)`` in the kernels' dtype; ``[l]`` is the result of :func:`precondition` at ``dampings[l]``.
@@ -433,6 +435,7 @@ def precondition_path(
         InvalidInputError: If targets or kernels do not fit the layout, or a damping is negative.
         SingularKernelError: If a kernel is numerically singular at a damping.
     """
+    settings = KernelSettings() if settings is None else settings
     _check_block(targets, layout)
     _check_widths([kernel.width for kernel in kernels], layout, what="kernels")
     first = kernels[0].eigenvectors
@@ -442,9 +445,12 @@ def precondition_path(
             continue
         columns = targets[:, segment.start : segment.stop]
         for solved, damping in zip(result, dampings, strict=True):
-            solved[:, segment.start : segment.stop] = kernel.solve(
-                columns, kernel.lambda_of(damping, default_share)
-            )
+            if damping is None:
+                squares = float(kernel.eigenvalues.square().sum())
+                lambda_reg = settings.default_lambda(squares, width=kernel.width, num_rows=num_rows)
+            else:
+                lambda_reg = real_at_least(0.0, damping=damping) * kernel.mean_eigenvalue
+            solved[:, segment.start : segment.stop] = kernel.solve(columns, lambda_reg)
     return result
 
 

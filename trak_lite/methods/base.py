@@ -147,7 +147,7 @@ class AbstractKernelMethod(AbstractMethod):
     q: Literal["inside", "outside", "off"] = "outside"
     damping: float | None = None
     """Lambda in units of the mean eigenvalue of a segment's kernel, at least 0. ``None`` sets the lambda of each
-    segment to a share of its mean eigenvalue weighted by the eigenvalues; see
+    segment to a share of the root mean square of its eigenvalues; see
     :data:`~trak_lite.linalg.kernel.DEFAULT_SHARES`."""
 
     weighting: ClassVar[Literal["curvature", "none", "fisher"]]

@@ -183,7 +183,8 @@ class ScoreSource:
                 eigen,
                 dampings,
                 layout=self._layout,
-                default_share=kernel.default_share,
+                num_rows=self.num_rows,
+                settings=kernel,
             )
             terms.append(ScoreTerm(table, (solved * weight).flatten(0, 1).float()))
         return terms
