@@ -23,7 +23,9 @@ from trak_lite.featurizing.fisher import FisherFits
 from trak_lite.featurizing.kronecker.precondition import PreconditionedProjector, Preconditioner
 from trak_lite.featurizing.kronecker_fits import KroneckerFits
 from trak_lite.featurizing.rows import check_rows, compute_features, featurize_rows
+from trak_lite.featurizing.unprojected import GradientPass, by_name
 from trak_lite.gradient_computers import AbstractGradientComputer
+from trak_lite.gradient_computers.normalization import Normalization
 from trak_lite.methods import EKFAC, AbstractMethod, Fisher
 from trak_lite.models.borrowing import borrow_model
 from trak_lite.models.checkpoints import (
@@ -37,7 +39,7 @@ from trak_lite.models.checkpoints import (
 from trak_lite.models.sharded import Lockstep, refuse_sharded
 from trak_lite.parallel.ranks import Ranks, joined_ranks
 from trak_lite.parallel.sharing import LazyTable, Patience, has_free_rows, holder_of
-from trak_lite.projectors import AbstractProjector
+from trak_lite.projectors import AbstractProjector, NoOpProjector
 from trak_lite.run.settings import AttributorSettings
 from trak_lite.run.tables import (
     GRADIENT_NORM,
@@ -464,14 +466,23 @@ class FeaturizingSession:
             wait=wait,
         )
 
-    def _inverse_curvature(self, digest: str, label: str, method: EKFAC) -> Preconditioner:
-        """Return the inverse curvature of the loaded checkpoint; fit the curvature if it is not stored yet."""
+    def _inverse_curvature(
+        self, digest: str, label: str, method: EKFAC, rows: Rows | None = None
+    ) -> Preconditioner:
+        """Return the inverse curvature of the loaded checkpoint; fit the curvature if it is not stored yet.
+
+        Args:
+            digest: Digest of the checkpoint's weights.
+            label: Name of the checkpoint.
+            method: Sets the curvature and the damping.
+            rows: The train rows; ``None`` uses those of the last ``featurize``.
+        """
         fits, device = self._kronecker_fits(method), self._settings.device
         if not fits.has(digest):
             refuse_sharded(self._model, "method='EKFAC'", "Use method='Fisher', or score with a whole model")
             fits.fit(
                 digest,
-                self._train_rows(method),
+                self._train_rows(method) if rows is None else rows,
                 device=device,
                 label=f"Fitting the curvature of {label}",
                 progress=self._progress,
@@ -505,10 +516,16 @@ class FeaturizingSession:
         Raises:
             StateError: If the weights of a checkpoint cannot be found; the message contains ``purpose``.
         """
+        self.visit_named(train, lambda digest, _: visit(digest), purpose=purpose)
 
-        def visit_checked(digest: str, _: str) -> None:
+    def visit_named(
+        self, train: Mapping[str, AbstractRowTable], visit: Callable[[str, str], None], *, purpose: str
+    ) -> None:
+        """Call ``visit`` with the digest and the name of each checkpoint; otherwise as :meth:`visit`."""
+
+        def visit_checked(digest: str, label: str) -> None:
             self._check_train(train[digest])
-            visit(digest)
+            visit(digest, label)
 
         self._visit(train, visit_checked, purpose=purpose)
 
@@ -534,6 +551,57 @@ class FeaturizingSession:
                 "the known sources has them. Pass the same checkpoints=... as to featurize; the scores then use only "
                 f"these. To remove a checkpoint from the store: drop_checkpoint({next(iter(lacking))!r})."
             )
+
+    def load(self, checkpoint: Checkpoint) -> str:
+        """Load a checkpoint and return the digest of its weights."""
+        return self._load(checkpoint)
+
+    def gradient_pass(self, rows: Rows, *, normalization: Normalization | None = None) -> GradientPass:
+        """Return the gradients of some data at the loaded checkpoint, of which nothing is stored.
+
+        Args:
+            rows: The data.
+            normalization: Normalisation of the gradients; ``None`` uses that of the settings.
+        """
+        settings = self._settings
+        return GradientPass(
+            rows,
+            self._computers(rows.what),
+            settings.parameters,
+            device=settings.device,
+            normalization=settings.normalization if normalization is None else normalization,
+        )
+
+    def solved(
+        self, gradients: Tensor, method: AbstractMethod, digest: str, label: str, rows: Rows
+    ) -> Tensor:
+        """Return unprojected target gradients multiplied by the method's inverse curvature, ``(m, P)``.
+
+        The curvature is that of the loaded checkpoint; it is fitted and stored if it is not there yet, which creates
+        the store if needed.
+
+        Args:
+            gradients: ``(m, P)``, parameters in model order.
+            method: The method; without an inverse, the gradients are returned unchanged.
+            digest: Digest of the checkpoint's weights.
+            label: Name of the checkpoint.
+            rows: The train rows.
+        """
+        if not isinstance(method, EKFAC):
+            return gradients
+        self._workspace.created()
+        inverse = self._inverse_curvature(digest, label, method, rows)
+        projector = PreconditionedProjector(NoOpProjector(device=self._settings.device), inverse)
+        return projector.project(by_name(gradients, self._settings.parameters), 0)
+
+    def train_rows(self, method: AbstractMethod) -> Rows:
+        """Return the train data of the last ``featurize``.
+
+        Raises:
+            StateError: If they are not known.
+            ManifestMismatchError: If they are not those of the store.
+        """
+        return self._train_rows(method)
 
     def features(self, batch: Batch, rows: NDArray[np.int64], *, model_id: int, what: str) -> Tensor:
         """Return the features ``(B, K)`` of a batch from the loaded checkpoint, without storing them.

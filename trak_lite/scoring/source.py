@@ -42,7 +42,7 @@ from trak_lite.scoring.tiles import ScoreTerm, error_tile, group_tile, score_til
 from trak_lite.store import AbstractFeatureStore, AbstractRowTable, Manifest
 from trak_lite.types import FeatureLayout
 
-__all__ = ["Reliability", "ScoreSource"]
+__all__ = ["Reliability", "ScoreSource", "UnstoredRows"]
 
 _PAIR_ROWS = 1024
 _RANKED_VALUES = 1 << 24  # scores that are ranked at a time
@@ -59,6 +59,19 @@ class Reliability:
     """``(M,)`` expected correlation with the mean over as many other checkpoints or runs (Spearman-Brown)."""
     reliable: NDArray[np.bool_]
     """``(M,)`` whether ``expected`` reaches the threshold."""
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class UnstoredRows:
+    """Describes scores that were computed from gradients of which no row is stored."""
+
+    name: str
+    """Name of the target set."""
+    method: AbstractMethod
+    """The method of the scores."""
+    manifest: Manifest
+    """Settings and versions that the gradients were computed with."""
 
 
 @final
