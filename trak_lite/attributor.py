@@ -301,7 +301,7 @@ class Attributor:
 
         The scores are stored under ``name``: the same call again returns them, or resumes after a kill. Scores of
         other methods are stored separately. They use the same stored rows of train set and targets, without new
-        gradients (except for the targets of :class:`~trak_lite.methods.EKFAC`). The first call with a method that must
+        gradients (except for the targets of ``EKFAC``, ``CG`` and ``LiSSA``). The first call with a method that must
         be fitted to the train data fits it.
 
         Args:
@@ -313,8 +313,8 @@ class Attributor:
             dense: Store the ``(N, M)`` matrix on disk. ``False`` computes scores from the stored rows on access.
             k: With ``dense=False``, find and store the k most helpful and k most harmful rows of every target.
             refine: Score the candidates of every target again by their unprojected gradients, and return these scores
-                (in memory, NaN for all other rows). The scores of the stored rows only find the candidates; they are not
-                stored, whatever ``dense`` is. Needs the train data: call :meth:`featurize` first.
+                (in memory, NaN for all other rows). The scores of the stored rows find the candidates and are not
+                stored. Needs the train data: call :meth:`featurize` first.
             checkpoints: The checkpoints to use. All must be featurized. ``None`` uses all checkpoints of the store.
             checkpoint_loader: As in :meth:`featurize`.
 

@@ -70,7 +70,9 @@ def gradients(state: dict[str, Tensor], data: TensorDataset) -> tuple[np.ndarray
 @pytest.mark.quick
 @pytest.mark.parametrize("q", ["inside", "outside", "off"])
 def test_graddot_is_the_product_of_gradients_of_autograd(q: str) -> None:
-    found = attributor().stream_scores(Rows(TRAIN, batch_size=7), TARGETS, method=GradDot(q=q), checkpoints=STATES)
+    found = attributor().stream_scores(
+        Rows(TRAIN, batch_size=7), TARGETS, method=GradDot(q=q), checkpoints=STATES
+    )
 
     products, weights = [], []
     for state in STATES:
@@ -96,7 +98,9 @@ METHODS = [
 def test_streamed_scores_are_those_of_stored_whole_gradients(method: AbstractMethod) -> None:
     stored = whole(layout="module").score(TARGETS, method=method)
 
-    streamed = attributor().stream_scores(TRAIN, Rows(TARGETS, batch_size=2), method=method, checkpoints=STATES)
+    streamed = attributor().stream_scores(
+        TRAIN, Rows(TARGETS, batch_size=2), method=method, checkpoints=STATES
+    )
 
     close(streamed, stored)
     assert streamed.method == method
@@ -185,7 +189,9 @@ def test_the_k_strongest_rows_are_those_of_all_scores() -> None:
 
     for sign in ("helpful", "harmful"):
         for count in (1, 4):
-            np.testing.assert_array_equal(few.top(count, sign=sign).indices, scores.top(count, sign=sign).indices)
+            np.testing.assert_array_equal(
+                few.top(count, sign=sign).indices, scores.top(count, sign=sign).indices
+            )
             close(few.top(count, sign=sign).scores, scores.top(count, sign=sign).scores)
         np.testing.assert_array_equal(
             few.top(3, target=2, sign=sign).indices, scores.top(3, target=2, sign=sign).indices
@@ -210,8 +216,10 @@ def test_the_result_is_a_scores_object_that_says_what_it_lacks() -> None:
 
     assert isinstance(scores, Scores)
     assert scores.to_pandas().shape == (N, M)
-    assert scores.stored and scores.location is None and scores.verdict is None
-    assert "EKFAC" in repr(scores) and "memory" in repr(scores)
+    assert scores.stored
+    assert (scores.location, scores.verdict) == (None, None)
+    assert "EKFAC" in repr(scores)
+    assert "memory" in repr(scores)
     assert scores.group([0] * N).sums.shape == (1, M)
     assert scores.manifest.fingerprint["task"]
     for call in (
@@ -244,9 +252,9 @@ def test_only_the_fit_is_stored_and_found_again(tmp_path: Path, monkeypatch: pyt
 
 @pytest.mark.parametrize("method", [GaussNewton(), Fisher(), TRAK()], ids=lambda method: method.name)
 def test_methods_in_feature_space_are_refused_with_advice(method: AbstractMethod) -> None:
-    with pytest.raises(InvalidInputError, match="needs stored feature rows.*EKFAC"):
+    with pytest.raises(InvalidInputError, match=r"needs stored feature rows.*EKFAC"):
         attributor().stream_scores(TRAIN, TARGETS, method=method)
-    with pytest.raises(InvalidInputError, match="needs stored feature rows.*EKFAC"):
+    with pytest.raises(InvalidInputError, match=r"needs stored feature rows.*EKFAC"):
         Refine(method=method)
 
 

@@ -20,13 +20,15 @@ from trak_lite.data.datasets import HeldRows, Rows, rows_of
 from trak_lite.errors import CheckpointError, ManifestMismatchError, StateError, refuse_machine_failure
 from trak_lite.featurizing.diagnosis import naming_rows
 from trak_lite.featurizing.fisher import FisherFits
+from trak_lite.featurizing.gauss_newton import GaussNewtonProducts
+from trak_lite.featurizing.inverse import InverseCurvature, Solution, SolvingProjector
 from trak_lite.featurizing.kronecker.precondition import PreconditionedProjector, Preconditioner
 from trak_lite.featurizing.kronecker_fits import KroneckerFits
 from trak_lite.featurizing.rows import check_rows, compute_features, featurize_rows
-from trak_lite.featurizing.unprojected import GradientPass, by_name
+from trak_lite.featurizing.unprojected import GradientPass
 from trak_lite.gradient_computers import AbstractGradientComputer
 from trak_lite.gradient_computers.normalization import Normalization
-from trak_lite.methods import EKFAC, AbstractMethod, Fisher
+from trak_lite.methods import CG, EKFAC, AbstractInverseMethod, AbstractMethod, Fisher, LiSSA
 from trak_lite.models.borrowing import borrow_model
 from trak_lite.models.checkpoints import (
     Checkpoint,
@@ -39,7 +41,7 @@ from trak_lite.models.checkpoints import (
 from trak_lite.models.sharded import Lockstep, refuse_sharded
 from trak_lite.parallel.ranks import Ranks, joined_ranks
 from trak_lite.parallel.sharing import LazyTable, Patience, has_free_rows, holder_of
-from trak_lite.projectors import AbstractProjector, NoOpProjector
+from trak_lite.projectors import AbstractProjector
 from trak_lite.run.settings import AttributorSettings
 from trak_lite.run.tables import (
     GRADIENT_NORM,
@@ -297,9 +299,9 @@ class FeaturizingSession:
         return path
 
     def target_set(self, rows: Rows, name: str, method: AbstractMethod) -> TargetSet:
-        """Return a target set. For EKFAC its identity includes the curvature fit."""
+        """Return a target set. If the method uses a curvature fit, its identity includes the fit."""
         identity = rows.identity()
-        if isinstance(method, EKFAC):
+        if isinstance(method, AbstractInverseMethod):
             identity["curvature"] = self._kronecker_fits(method).record()
         return TargetSet(rows, name, method, identity)
 
@@ -337,7 +339,8 @@ class FeaturizingSession:
         Raises:
             ManifestMismatchError: If they differ from the stored ones.
         """
-        if targets.is_compared:
+        # Targets that an iterative solver computes agree to its tolerance only, and cost passes over the train rows.
+        if targets.is_compared or isinstance(targets.method, CG | LiSSA):
             return
         there = {digest for digest, table in train.items() if self.agreed(self._has_targets(targets, table))}
         if not there:
@@ -364,19 +367,24 @@ class FeaturizingSession:
         model_id = int(train[digest].spec.fingerprint["model_id"])
         method, identity = targets.method, dict(targets.identity)
         if (
-            isinstance(method, EKFAC)
+            isinstance(method, AbstractInverseMethod)
             and self._has_targets(targets, train[digest])
             and not self._kronecker_fits(method).has(digest)
         ):
             return
         fingerprint = {**self._settings.row_fingerprint(model_id, digest), "targets": identity}
         spec = self._settings.target_table(
-            len(targets.rows), fingerprint, preconditioned=isinstance(method, EKFAC)
+            len(targets.rows), fingerprint, preconditioned=isinstance(method, AbstractInverseMethod)
         )
         table = self._workspace.lazy_table(target_table_path(targets.name, method, train[digest]), spec)
         projector = self._settings.projector
         if isinstance(method, EKFAC):
             projector = PreconditionedProjector(projector, self._inverse_curvature(digest, label, method))
+        elif isinstance(method, AbstractInverseMethod):
+            inverse = self._inverse(
+                digest, label, method, self.train_rows(f"{method.name} has to be fitted to")
+            )
+            projector = SolvingProjector(projector, inverse)
         self._featurize(table, targets.rows, model_id, f"Targets {targets.name!r}, {label}", projector)
 
     def _has_targets(self, targets: TargetSet, train: AbstractRowTable) -> bool:
@@ -410,7 +418,7 @@ class FeaturizingSession:
         ]
         if not waiting:
             return
-        rows = self._train_rows(method)
+        rows = self.train_rows(f"{method.name} has to be fitted to")
 
         def fit(digest: str, label: str) -> None:
             self._check_train(train[digest])
@@ -418,21 +426,28 @@ class FeaturizingSession:
 
         self._visit(waiting, fit, purpose="to fit the Fisher information")
 
-    def _train_rows(self, method: AbstractMethod) -> Rows:
-        """Return the train data to fit a method to; raise if they are unknown or not those of the store."""
+    def train_rows(self, need: str) -> Rows:
+        """Return the train data of the last ``featurize``.
+
+        Args:
+            need: Begins the message, followed by "the train data".
+
+        Raises:
+            StateError: If they are not known.
+            ManifestMismatchError: If they are not those of the store.
+        """
         rows = self._run.train
         if rows is None:
             raise StateError(
-                f"{method.name} has to be fitted to the train data, which are not known here. Call "
-                "featurize(train_data, ...) first: it finds the rows that are stored, and the same call then fits."
+                f"{need} the train data, which are not known here. Call featurize(train_data, ...) first: it finds the "
+                "rows that are stored, and computes none of them again. Then make the same call."
             )
         stored = self.store.manifest.fingerprint.get("dataset", {})
         compare_fingerprints(
             {"dataset": stored},
             {"dataset": rows.identity()},
             where=str(self._workspace.path),
-            remedy=f"{method.name} has to be fitted to the train data of the store. Call featurize(train_data, ...) "
-            "with them first.",
+            remedy=f"{need} the train data of the store. Call featurize(train_data, ...) with them first.",
         )
         return rows
 
@@ -467,7 +482,7 @@ class FeaturizingSession:
         )
 
     def _inverse_curvature(
-        self, digest: str, label: str, method: EKFAC, rows: Rows | None = None
+        self, digest: str, label: str, method: AbstractInverseMethod, rows: Rows | None = None
     ) -> Preconditioner:
         """Return the inverse curvature of the loaded checkpoint; fit the curvature if it is not stored yet.
 
@@ -479,18 +494,22 @@ class FeaturizingSession:
         """
         fits, device = self._kronecker_fits(method), self._settings.device
         if not fits.has(digest):
-            refuse_sharded(self._model, "method='EKFAC'", "Use method='Fisher', or score with a whole model")
+            refuse_sharded(
+                self._model, f"method={method.name!r}", "Use method='Fisher', or score with a whole model"
+            )
             fits.fit(
                 digest,
-                self._train_rows(method) if rows is None else rows,
+                self.train_rows(f"{method.name} has to be fitted to") if rows is None else rows,
                 device=device,
                 label=f"Fitting the curvature of {label}",
                 progress=self._progress,
             )
-        return Preconditioner(fits.curvature(digest, device), damping=method.damping)
+        absolute = isinstance(method, CG | LiSSA) and method.absolute
+        return Preconditioner(fits.curvature(digest, device), damping=method.damping, absolute=absolute)
 
-    def _kronecker_fits(self, method: EKFAC) -> KroneckerFits:
-        return KroneckerFits(self.store, self._model, self._settings.parameters, method, self._settings.task)
+    def _kronecker_fits(self, method: AbstractInverseMethod) -> KroneckerFits:
+        settings = self._settings
+        return KroneckerFits(self.store, self._model, settings.parameters, method.ekfac, settings.task)
 
     def _candidates(self, needed: Iterable[str]) -> Iterator[Checkpoint]:
         """Yield checkpoints that may have the needed weights: from featurize, from disk, then the model's own."""
@@ -574,8 +593,8 @@ class FeaturizingSession:
 
     def solved(
         self, gradients: Tensor, method: AbstractMethod, digest: str, label: str, rows: Rows
-    ) -> Tensor:
-        """Return unprojected target gradients multiplied by the method's inverse curvature, ``(m, P)``.
+    ) -> Solution:
+        """Return unprojected target gradients multiplied by the method's inverse curvature.
 
         The curvature is that of the loaded checkpoint; it is fitted and stored if it is not there yet, which creates
         the store if needed.
@@ -587,21 +606,26 @@ class FeaturizingSession:
             label: Name of the checkpoint.
             rows: The train rows.
         """
-        if not isinstance(method, EKFAC):
-            return gradients
+        if not isinstance(method, AbstractInverseMethod):
+            return Solution(gradients, None)
         self._workspace.created()
-        inverse = self._inverse_curvature(digest, label, method, rows)
-        projector = PreconditionedProjector(NoOpProjector(device=self._settings.device), inverse)
-        return projector.project(by_name(gradients, self._settings.parameters), 0)
+        return self._inverse(digest, label, method, rows).solve(gradients)
 
-    def train_rows(self, method: AbstractMethod) -> Rows:
-        """Return the train data of the last ``featurize``.
-
-        Raises:
-            StateError: If they are not known.
-            ManifestMismatchError: If they are not those of the store.
-        """
-        return self._train_rows(method)
+    def _inverse(
+        self, digest: str, label: str, method: AbstractInverseMethod, rows: Rows
+    ) -> InverseCurvature:
+        settings = self._settings
+        return InverseCurvature(
+            method,
+            self._inverse_curvature(digest, label, method, rows),
+            GaussNewtonProducts(
+                self._model, settings.task, rows, settings.parameters, device=settings.device
+            ),
+            settings.parameters,
+            num_rows=len(rows),
+            device=settings.device,
+            label=label,
+        )
 
     def features(self, batch: Batch, rows: NDArray[np.int64], *, model_id: int, what: str) -> Tensor:
         """Return the features ``(B, K)`` of a batch from the loaded checkpoint, without storing them.

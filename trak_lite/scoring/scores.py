@@ -13,6 +13,7 @@ from trak_lite.errors import InvalidInputError, StateError, printable
 from trak_lite.evaluation import Verdict
 from trak_lite.evaluation.verdict import Predictions
 from trak_lite.featurizing.session import Run
+from trak_lite.featurizing.solvers import Convergence
 from trak_lite.linalg.topk import TopRows
 from trak_lite.methods import AbstractMethod
 from trak_lite.report import Gallery, Render
@@ -34,6 +35,9 @@ class Scores:
 
     Entry (i, j) estimates how much train row i raises the model output of target j: positive is helpful, negative
     is harmful. Rows are train rows, columns are targets.
+
+    ``convergence`` holds, for each checkpoint, the iterations and final relative residuals ``(M,)`` of the solver of CG
+    or LiSSA, if ``stream_scores`` or ``refine`` computed the scores.
     """
 
     def __init__(
@@ -46,6 +50,7 @@ class Scores:
         run: Run | None = None,
         verdict: Callable[[], Verdict | None] = lambda: None,
         predictions: Callable[[], Predictions | None] = lambda: None,
+        convergence: tuple[Convergence, ...] = (),
     ) -> None:
         """Store the arguments.
 
@@ -58,7 +63,9 @@ class Scores:
             run: The model, settings and store of the scores; ``None`` without a model.
             verdict: Returns the stored result of :func:`~trak_lite.verify` for these scores.
             predictions: Returns the stored predictions of ``verify`` and the outputs of the retrained models.
+            convergence: Of the solver of CG or LiSSA, for each checkpoint.
         """
+        self.convergence = convergence
         self._matrix = matrix
         self._described = source
         self._location = location

@@ -27,7 +27,7 @@ from trak_lite.linalg.kernel import (
 )
 from trak_lite.linalg.products import self_scores
 from trak_lite.linalg.spread import agreement, expected_agreement
-from trak_lite.methods import EKFAC, AbstractMethod
+from trak_lite.methods import AbstractInverseMethod, AbstractMethod
 from trak_lite.parallel.ranks import Ranks
 from trak_lite.run.tables import (
     FEATURES,
@@ -230,12 +230,12 @@ class ScoreSource:
         """Return the score of every train row for itself, ``(N,)``.
 
         Raises:
-            InvalidInputError: If the method is EKFAC, whose target rows cannot be computed from stored rows.
+            InvalidInputError: If the method multiplies targets by an inverse curvature before they are projected.
         """
-        if isinstance(self.method, EKFAC):
+        if isinstance(self.method, AbstractInverseMethod):
             raise InvalidInputError(
-                "Self-influence with EKFAC needs train rows multiplied by the inverse curvature, but only targets "
-                "are. Use another method, or score the train data as targets and take the diagonal."
+                f"Self-influence with {self.method.name} needs train rows multiplied by the inverse curvature, but "
+                "only targets are. Use another method, or score the train data as targets and take the diagonal."
             )
         total = np.zeros(self.num_rows)
         out_to_loss = np.zeros(self.num_rows)

@@ -19,9 +19,19 @@ from trak_lite._validate import positive_int
 from trak_lite.data.datasets import Rows
 from trak_lite.errors import InvalidInputError
 from trak_lite.featurizing.session import FeaturizingSession, Run
+from trak_lite.featurizing.solvers import Convergence
 from trak_lite.gradient_computers.normalization import Normalization
 from trak_lite.linalg.topk import TopK, TopRows
-from trak_lite.methods import EKFAC, AbstractMethod, GradCos, Method, as_method
+from trak_lite.methods import (
+    CG,
+    EKFAC,
+    AbstractInverseMethod,
+    AbstractMethod,
+    GradCos,
+    LiSSA,
+    Method,
+    as_method,
+)
 from trak_lite.models.checkpoints import Checkpoint
 from trak_lite.models.sharded import refuse_sharded
 from trak_lite.scoring.matrix import AbstractScoreMatrix, HeldMatrix, PartialMatrix
@@ -106,7 +116,7 @@ def scores_of_stream(
     matrix = None if k is not None else np.empty((len(train), len(targets)), np.float32)
     known: list[TopRows] = []
     # Only a fit belongs to the train data; without one, the store is not used.
-    dataset = train.identity() if isinstance(method, EKFAC) else None
+    dataset = train.identity() if isinstance(method, AbstractInverseMethod) else None
     with run.session(dataset) as session:
 
         def walk(visit: Visit) -> None:
@@ -120,10 +130,12 @@ def scores_of_stream(
                 matrix[:, block] = found
             else:
                 known += _ends(found, k or 1)
+    shown = {} if k is None else {"k": k}
     result: AbstractScoreMatrix = (
         PartialMatrix(len(train), known, k or 1) if matrix is None else HeldMatrix(matrix)
     )
-    return _unstored(run, result, "targets", method, len(checkpoints), {} if k is None else {"k": k})
+    convergence = scorer.convergence(len(checkpoints))
+    return _unstored(run, result, "targets", method, convergence, {"checkpoints": len(checkpoints), **shown})
 
 
 def refined_scores(
@@ -151,7 +163,7 @@ def refined_scores(
     """
     method = run.settings.scored_by(refine.method)
     weights = dict(zip(tables, method.weights(len(tables)), strict=True))
-    train = session.train_rows(method)
+    train = session.train_rows("refine computes gradients of")
     candidates = [np.unique(rows) for rows in ends[:, 0].astype(np.int64).swapaxes(0, 1)]
     known: list[TopRows] = []
     passes = 0
@@ -182,11 +194,12 @@ def refined_scores(
         100 * share,
     )
     shown = {
+        "checkpoints": len(tables),
         "candidates": refine.candidates,
         f"top{min(_SHOWN, count)}_overlap": round(overlap, 3),
         "train_passes": round(share, 4),
     }
-    return _unstored(run, matrix, name, method, len(tables), shown)
+    return _unstored(run, matrix, name, method, scorer.convergence(len(tables)), shown)
 
 
 def _unstored(
@@ -194,19 +207,13 @@ def _unstored(
     matrix: AbstractScoreMatrix,
     name: str,
     method: AbstractMethod,
-    num_checkpoints: int,
-    more: Mapping[str, Any],
+    convergence: tuple[Convergence, ...],
+    shown: Mapping[str, Any],
 ) -> Scores:
     fields = method.to_json()
-    settings = {
-        "checkpoints": num_checkpoints,
-        "proj_dim": None,
-        "method": fields.pop("name"),
-        **fields,
-        **more,
-    }
+    settings = {**shown, "method": fields.pop("name"), **fields}
     described = UnstoredRows(name, method, Manifest(run.settings.manifest(None).fingerprint))
-    return Scores(matrix, described, settings=settings, location=None)
+    return Scores(matrix, described, settings=settings, location=None, convergence=convergence)
 
 
 def _ends(scores: NDArray[np.float32], k: int) -> list[TopRows]:
@@ -240,13 +247,19 @@ class _Scorer:
         self._train = train
         self._targets = targets
         self._method = method
+        self._convergence: list[Convergence] = []
+
+    def convergence(self, num_checkpoints: int) -> tuple[Convergence, ...]:
+        """Return the convergence at every checkpoint, in the order of :meth:`scores`, over all blocks of targets."""
+        parts = [self._convergence[place::num_checkpoints] for place in range(num_checkpoints)]
+        return tuple(Convergence.joined(part) for part in parts if part)
 
     def blocks(self, num_rows: int, max_bytes: int) -> list[NDArray[np.int64]]:
         """Return the targets of each pass over ``num_rows`` train rows."""
         width = num_entries(self._run.settings.parameters)
         item = max(4, next(self._run.model.parameters()).element_size())
-        # The gradients before and after the inverse, and the scores.
-        copies = 2 if isinstance(self._method, EKFAC) else 1
+        # The gradients before and after the inverse with the solver's vectors, and the scores.
+        copies = {CG: 7, LiSSA: 4, EKFAC: 2}.get(type(self._method), 1)
         fitting = max(1, max_bytes // (item * copies * width + 4 * num_rows))
         numbers = np.arange(len(self._targets))
         found = np.split(numbers, range(fitting, len(numbers), fitting))
@@ -300,7 +313,10 @@ class _Scorer:
         """Return the gradients of the targets at the loaded checkpoint, multiplied by the inverse, ``(m, P)``."""
         targets = self._session.gradient_pass(self._targets, normalization=self._cosines())
         gradients = targets.gradients(block, label=f"Targets, {label}", progress=self._run.progress)
-        return self._session.solved(gradients, self._method, digest, label, self._train)
+        solution = self._session.solved(gradients, self._method, digest, label, self._train)
+        if solution.convergence is not None:
+            self._convergence.append(solution.convergence)
+        return solution.gradients
 
     def _cosines(self) -> Normalization | None:
         """Return the normalisation that turns products into cosines, if the method is that of cosines."""

@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from torch.utils.data import TensorDataset
 
 from trak_lite.attributor import Attributor
-from trak_lite.methods import EKFAC, AbstractMethod
+from trak_lite.methods import AbstractInverseMethod, AbstractMethod
 from trak_lite.scoring.scores import Scores
 
 __all__ = ["MethodTests"]
@@ -94,7 +94,7 @@ class MethodTests(ABC):
     def test_self_influence_is_the_score_of_a_row_for_itself(self) -> None:
         """Self-influence is the diagonal of the scores with the train rows as targets; EK-FAC does not have it."""
         method = self.make_method()
-        if isinstance(method, EKFAC):
+        if isinstance(method, AbstractInverseMethod):
             pytest.skip("self-influence needs train rows that were multiplied by the inverse curvature")
         attributor, train = _attributor(), _data(_NUM_ROWS, 0)
         attributor.featurize(train)
