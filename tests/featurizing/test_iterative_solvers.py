@@ -284,7 +284,7 @@ def test_what_did_not_converge_is_reported(caplog: pytest.LogCaptureFixture) -> 
 def test_scores_of_stored_rows_refine_and_parts_of_targets_agree() -> None:
     model = prepared(Normalized)
     data, targets = doubled(TRAIN), doubled(TARGETS)
-    method = CG(damping=0.3, tolerance=1e-6)
+    method = CG(damping=0.3, tolerance=1e-6, max_iterations=100)
     made = attributor(model, projector="none", dtype="float32")
     made.featurize(data)
 
@@ -303,7 +303,9 @@ def test_scores_of_stored_rows_refine_and_parts_of_targets_agree() -> None:
 def test_some_rows_stand_for_all() -> None:
     model = prepared(Normalized)
     scores = [
-        attributor(model).stream_scores(doubled(TRAIN), doubled(TARGETS), method=CG(max_rows=count)).numpy()
+        attributor(model)
+        .stream_scores(doubled(TRAIN), doubled(TARGETS), method=CG(damping=3.0, max_rows=count))
+        .numpy()
         for count in (None, N, 20)
     ]
 
@@ -338,13 +340,13 @@ class Sampled(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         out = self.inner(x)
-        return out * (1 if float(self.inner.weight.sum()) > 0 else 2)
+        return out * float(self.inner.weight.detach().numpy().sum())
 
 
 def test_models_that_cannot_be_transformed_and_invalid_settings_are_refused() -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        with pytest.raises(UnsupportedModelError, match="Gauss-Newton products of Sampled.*EKFAC"):
+        with pytest.raises(UnsupportedModelError, match=r"Gauss-Newton products of Sampled.*EKFAC"):
             attributor(prepared(Sampled)).stream_scores(doubled(TRAIN), doubled(TARGETS), method=CG())
     for cls, values in (
         (CG, {"damping": 0}),

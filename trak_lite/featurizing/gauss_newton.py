@@ -9,6 +9,7 @@ Shapes: B samples of a batch, m vectors, P parameter entries.
 from __future__ import annotations
 
 import logging
+import warnings
 from collections.abc import Callable, Sequence
 from typing import Any, TypeAlias, final
 
@@ -24,7 +25,12 @@ from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
 from trak_lite._devices import full_float32
 from trak_lite.data.batches import batch_size, move_batch
 from trak_lite.data.datasets import Rows
-from trak_lite.errors import UnsupportedModelError
+from trak_lite.errors import (
+    MODEL_FAILURES,
+    TrakLiteError,
+    UnsupportedModelError,
+    refuse_machine_failure,
+)
 from trak_lite.featurizing.unprojected import by_name
 from trak_lite.gradient_computers import select_parameters
 from trak_lite.modelout_functions import AbstractModelOutput, ModelCall
@@ -89,31 +95,36 @@ class GaussNewtonProducts:
 
     def _add(self, total: Tensor, vectors: Tensor, batch: Batch) -> None:
         """Add the products with the matrix of a batch to ``total``, some vectors at a time."""
-        outputs = _ModelOutputs(self._model, self._task, batch, list(self._parameters))
         step = max(1, _TANGENTS // batch_size(batch))
-        for start in range(0, len(vectors), step):
-            part = slice(start, start + step)
-            found = self._products(outputs, by_name(vectors[part], self._parameters))
-            total[part] += torch.cat([found[name].flatten(1) for name in self._parameters], 1)
+        try:
+            outputs = _ModelOutputs(self._model, self._task, batch, list(self._parameters))
+            for start in range(0, len(vectors), step):
+                part = slice(start, start + step)
+                found = self._products(outputs, by_name(vectors[part], self._parameters))
+                total[part] += torch.cat([found[name].flatten(1) for name in self._parameters], 1)
+        except (TrakLiteError, torch.OutOfMemoryError):
+            raise
+        except MODEL_FAILURES as error:
+            refuse_machine_failure(error)
+            raise UnsupportedModelError(
+                f"torch.func cannot compute Gauss-Newton products of {type(self._model).__name__}: {error!s:.300}. Use "
+                "EKFAC, which needs gradients of samples only."
+            ) from error
 
     def _products(self, outputs: _ModelOutputs, vectors: Named) -> Named:
         if self._forward_mode is None:
             self._forward_mode = self._supports_forward_mode(outputs, vectors)
         tangents = outputs.forward if self._forward_mode else outputs.twice_backward
-        try:
-            found: Named = vmap(
-                lambda vector: outputs.backward(outputs.curved(tangents(vector))), randomness="same"
-            )(vectors)
-        except (RuntimeError, NotImplementedError) as error:
-            raise UnsupportedModelError(
-                f"torch.func cannot compute Gauss-Newton products of {type(self._model).__name__}: {error!s:.300}. Use "
-                "EKFAC, which needs gradients of samples only."
-            ) from error
+        found: Named = vmap(
+            lambda vector: outputs.backward(outputs.curved(tangents(vector))), randomness="same"
+        )(vectors)
         return {name: part.detach() for name, part in found.items()}
 
     def _supports_forward_mode(self, outputs: _ModelOutputs, vectors: Named) -> bool:
         try:
-            outputs.forward({name: part[0] for name, part in vectors.items()})
+            with warnings.catch_warnings():  # torch's own, from the first use of forward mode in a process
+                warnings.filterwarnings("ignore", message=".*torch.jit.script", category=DeprecationWarning)
+                outputs.forward({name: part[0] for name, part in vectors.items()})
         except (RuntimeError, NotImplementedError) as error:
             logger.info(
                 "%s has an operation without forward-mode differentiation (%.200s): Jacobian products are computed by "
