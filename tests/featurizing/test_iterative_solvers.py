@@ -18,7 +18,7 @@ from torch.utils.data import TensorDataset
 from trak_lite import Attributor, Refine, Rows
 from trak_lite.data.datasets import rows_of
 from trak_lite.errors import InvalidInputError, NonFiniteError, UnsupportedModelError
-from trak_lite.featurizing.gauss_newton import GaussNewtonProducts
+from trak_lite.featurizing.gauss_newton import FisherProducts, GaussNewtonProducts
 from trak_lite.featurizing.solvers import conjugate_gradients, largest_eigenvalue
 from trak_lite.methods import CG, EKFAC, LiSSA
 from trak_lite.modelout_functions import resolve_task
@@ -170,6 +170,29 @@ def test_many_vectors_go_through_the_model_in_parts(monkeypatch: pytest.MonkeyPa
     torch.testing.assert_close(made(vectors, rows, scale=2.0), 2 * vectors @ some, rtol=1e-9, atol=1e-9)
 
 
+@pytest.mark.parametrize("name", ["buffers", "language model"])
+def test_products_with_drawn_labels_estimate_the_dense_matrix(name: str) -> None:
+    make, task, data, loss = CASES[name]
+    model = prepared(make)
+    matrix = dense_matrix(model, data.tensors[0], loss)
+    shapes = {key: tuple(p.shape) for key, p in kept(model).items()}
+    rows = rows_of(data, what="rows", batch_size=7)
+    vectors = torch.randn(3, len(matrix), dtype=torch.float64, generator=torch.Generator().manual_seed(3))
+
+    errors = []
+    for draws in (20, 320):
+        made = FisherProducts(
+            model, resolve_task(task), rows, shapes, draws=draws, seed=0, device=torch.device("cpu")
+        )
+        found = made(vectors, np.arange(len(data)))
+        errors.append(float((found - vectors @ matrix).norm() / (vectors @ matrix).norm()))
+        again = made(vectors[1:2], np.arange(len(data)), scale=2.0)
+        torch.testing.assert_close(again, 2 * found[1:2])
+
+    assert errors[1] < 0.2
+    assert errors[1] < errors[0] / 2, "the error falls with the root of the draws"
+
+
 def attributor(model: nn.Module, task: str = "image_classification", **changes: Any) -> Attributor:
     return Attributor(model, task, None, progress=False, **changes)
 
@@ -298,6 +321,20 @@ def test_scores_of_stored_rows_refine_and_parts_of_targets_agree() -> None:
     np.testing.assert_allclose(streamed.numpy(), stored.numpy(), rtol=1e-3, atol=small)
     np.testing.assert_allclose(refined.numpy(), stored.numpy(), rtol=1e-3, atol=small)
     assert refined.convergence[0].iterations.shape == streamed.convergence[0].iterations.shape == (M,)
+
+
+def test_cg_with_drawn_labels_is_close_to_cg() -> None:
+    model = prepared(Normalized)
+    scores = [
+        attributor(model).stream_scores(doubled(TRAIN), doubled(TARGETS), method=method).numpy().flatten()
+        for method in (CG(damping=3.0, tolerance=1e-4), CG(damping=3.0, tolerance=1e-4, draws=50))
+    ]
+
+    assert np.corrcoef(*scores)[0, 1] > 0.97
+    with pytest.raises(InvalidInputError, match="fisher='sampled' draws labels"):
+        attributor(model, lambda call, batch: call(batch[0])[:, 0]).stream_scores(  # type: ignore[arg-type]
+            doubled(TRAIN), doubled(TARGETS), method=CG(draws=1)
+        )
 
 
 def test_some_rows_stand_for_all() -> None:

@@ -11,7 +11,7 @@ from __future__ import annotations
 import logging
 import warnings
 from collections.abc import Callable, Sequence
-from typing import Any, TypeAlias, final
+from typing import Any, Protocol, TypeAlias, final
 
 import numpy as np
 import torch
@@ -31,12 +31,15 @@ from trak_lite.errors import (
     UnsupportedModelError,
     refuse_machine_failure,
 )
+from trak_lite.featurizing.kronecker.noise import row_noise
 from trak_lite.featurizing.unprojected import by_name
-from trak_lite.gradient_computers import select_parameters
+from trak_lite.gradient_computers import HookGradientComputer, select_parameters
 from trak_lite.modelout_functions import AbstractModelOutput, ModelCall
+from trak_lite.modelout_functions._sampling import LossModelOutput
+from trak_lite.projectors import NoOpProjector
 from trak_lite.types import Batch, ParameterShapes
 
-__all__ = ["GaussNewtonProducts"]
+__all__ = ["CurvatureProducts", "FisherProducts", "GaussNewtonProducts"]
 
 logger = logging.getLogger(__name__)
 
@@ -45,6 +48,80 @@ _TANGENTS = 1024
 
 Named: TypeAlias = dict[str, Tensor]
 Outputs: TypeAlias = tuple[Tensor, ...]
+
+
+class CurvatureProducts(Protocol):
+    """Multiplies vectors by the curvature of the training loss of some train rows."""
+
+    def __call__(self, vectors: Tensor, wanted: NDArray[np.int64], /, *, scale: float = 1.0) -> Tensor:
+        """Return the products ``(m, P)`` of vectors ``(m, P)`` with the matrix of some rows, times ``scale``."""
+
+
+@final
+class FisherProducts:
+    r"""Products with an estimate of the Gauss-Newton matrix: :math:`\frac1D \sum_{i,d} g_{i,d} g_{i,d}^\top`.
+
+    g is the loss gradient of row i for the d-th label drawn from the model. The gradients of a batch are computed once
+    for all vectors. They are the same in every call, so the matrix is fixed.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        task: AbstractModelOutput,
+        rows: Rows,
+        parameters: ParameterShapes,
+        *,
+        draws: int,
+        seed: int,
+        device: torch.device,
+    ) -> None:
+        """Store the arguments.
+
+        Args:
+            model: The model, in the mode that its gradients are taken in.
+            task: Draws the labels, and defines the loss.
+            rows: The train rows.
+            parameters: Shapes of the kept parameters, in model order.
+            draws: D, labels per row.
+            seed: Seed of the draws.
+            device: Device of the model.
+        """
+        self._model = model
+        self._task = task
+        self._rows = rows
+        self._parameters = parameters
+        self._draws = draws
+        self._seed = seed
+        self._device = device
+        self._computer = HookGradientComputer(model, LossModelOutput(task), grad_wrt=list(parameters))
+
+    @torch.no_grad()
+    def __call__(self, vectors: Tensor, wanted: NDArray[np.int64], /, *, scale: float = 1.0) -> Tensor:
+        """Return the products; see :class:`CurvatureProducts`.
+
+        Raises:
+            UnsupportedModelError: If hooks cannot differentiate the model sample by sample.
+        """
+        total = torch.zeros_like(vectors)
+        plan = np.split(wanted, range(self._rows.batch_size, len(wanted), self._rows.batch_size))
+        with full_float32(self._device):
+            for rows, batch in self._rows.batches(plan):
+                moved = move_batch(batch, self._device)
+                for draw in range(self._draws):
+                    gradients = self._gradients(rows, moved, draw).to(vectors)
+                    total.addmm_(vectors @ gradients.T, gradients)
+        return total.mul_(scale / self._draws)
+
+    def _gradients(self, rows: NDArray[np.int64], batch: Batch, draw: int) -> Tensor:
+        noise = row_noise(rows, seed=self._seed, draw=draw)
+        labelled = self._task.sample_labels(ModelCall(self._model), batch, noise)
+        accumulator = NoOpProjector(device=self._device).accumulator(
+            len(rows), model_id=0, parameters=self._parameters
+        )
+        with torch.enable_grad():
+            self._computer.stream_gradients(labelled, accumulator.add)
+        return accumulator.features()
 
 
 @final
@@ -77,7 +154,7 @@ class GaussNewtonProducts:
         self._forward_mode: bool | None = None
         """Whether the model supports forward-mode differentiation; ``None`` before the first product."""
 
-    def __call__(self, vectors: Tensor, wanted: NDArray[np.int64], *, scale: float = 1.0) -> Tensor:
+    def __call__(self, vectors: Tensor, wanted: NDArray[np.int64], /, *, scale: float = 1.0) -> Tensor:
         """Return the products ``(m, P)`` of vectors ``(m, P)`` with the matrix of some rows, times ``scale``.
 
         Raises:

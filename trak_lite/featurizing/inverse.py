@@ -16,7 +16,7 @@ from torch import Tensor
 
 from trak_lite.data.datasets import spread_rows
 from trak_lite.errors import InvalidInputError, NonFiniteError
-from trak_lite.featurizing.gauss_newton import GaussNewtonProducts
+from trak_lite.featurizing.gauss_newton import CurvatureProducts
 from trak_lite.featurizing.kronecker.precondition import PreconditionedProjector, Preconditioner
 from trak_lite.featurizing.solvers import (
     Convergence,
@@ -56,7 +56,7 @@ class InverseCurvature:
         self,
         method: AbstractInverseMethod,
         preconditioner: Preconditioner,
-        products: GaussNewtonProducts,
+        products: CurvatureProducts,
         parameters: ParameterShapes,
         *,
         num_rows: int,
@@ -68,7 +68,7 @@ class InverseCurvature:
         Args:
             method: The method.
             preconditioner: The inverse of the method's EK-FAC.
-            products: Products with the Gauss-Newton matrix; EKFAC does not use them.
+            products: Products with the Gauss-Newton matrix or an estimate; EKFAC does not use them.
             parameters: Shapes of the kept parameters, in model order.
             num_rows: N.
             device: Device of the model.

@@ -20,7 +20,7 @@ from trak_lite.data.datasets import HeldRows, Rows, rows_of
 from trak_lite.errors import CheckpointError, ManifestMismatchError, StateError, refuse_machine_failure
 from trak_lite.featurizing.diagnosis import naming_rows
 from trak_lite.featurizing.fisher import FisherFits
-from trak_lite.featurizing.gauss_newton import GaussNewtonProducts
+from trak_lite.featurizing.gauss_newton import CurvatureProducts, FisherProducts, GaussNewtonProducts
 from trak_lite.featurizing.inverse import InverseCurvature, Solution, SolvingProjector
 from trak_lite.featurizing.kronecker.precondition import PreconditionedProjector, Preconditioner
 from trak_lite.featurizing.kronecker_fits import KroneckerFits
@@ -618,13 +618,21 @@ class FeaturizingSession:
         return InverseCurvature(
             method,
             self._inverse_curvature(digest, label, method, rows),
-            GaussNewtonProducts(
-                self._model, settings.task, rows, settings.parameters, device=settings.device
-            ),
+            self._curvature_products(method, rows),
             settings.parameters,
             num_rows=len(rows),
             device=settings.device,
             label=label,
+        )
+
+    def _curvature_products(self, method: AbstractInverseMethod, rows: Rows) -> CurvatureProducts:
+        settings = self._settings
+        task, parameters, device = settings.task, settings.parameters, settings.device
+        draws = method.draws if isinstance(method, CG | LiSSA) else None
+        if draws is None:
+            return GaussNewtonProducts(self._model, task, rows, parameters, device=device)
+        return FisherProducts(
+            self._model, task, rows, parameters, draws=draws, seed=method.ekfac.seed, device=device
         )
 
     def features(self, batch: Batch, rows: NDArray[np.int64], *, model_id: int, what: str) -> Tensor:

@@ -38,8 +38,12 @@ class CG(AbstractInverseMethod):
     """The iteration of a target ends when the norm of its residual is at most this share of the norm of g."""
     max_rows: int | None = None
     """Number of evenly spaced train rows that H is computed from, scaled to all; ``None`` uses all."""
+    draws: int | None = None
+    """``None`` computes the products exactly. A number D estimates H by the gradients for D labels per row that are
+    drawn from the model: an iteration is then D passes of per-sample gradients for all targets together, whatever their
+    number. Use it for language models, where exact products take minutes per target."""
     seed: int = 0
-    """Seed of the labels that are drawn for the fit of the preconditioner."""
+    """Seed of all drawn labels."""
 
     def __post_init__(self) -> None:
         """Check the fields."""
@@ -49,11 +53,13 @@ class CG(AbstractInverseMethod):
         positive_int(max_iterations=self.max_iterations)
         if self.max_rows is not None:
             positive_int(max_rows=self.max_rows)
+        if self.draws is not None:
+            positive_int(draws=self.draws)
 
     @property
     def ekfac(self) -> EKFAC:
         """The EK-FAC of the preconditioner."""
-        return EKFAC(seed=self.seed)
+        return EKFAC(seed=self.seed, fisher="auto" if self.draws is None else "sampled")
 
 
 def above_zero(**named: object) -> float:

@@ -34,8 +34,10 @@ class LiSSA(AbstractInverseMethod):
     scale: float | None = None
     """s, above half of the largest eigenvalue of H + Lambda, or the series diverges. ``None`` uses 1.5 times an
     estimate of the largest eigenvalue by 10 power iterations over all train rows."""
+    draws: int | None = None
+    """As in :class:`CG`."""
     seed: int = 0
-    """Seed of the drawn rows, and of the labels that are drawn for the fit that sets the units of the damping."""
+    """Seed of the drawn rows and of all drawn labels."""
 
     def __post_init__(self) -> None:
         """Check the fields."""
@@ -43,10 +45,12 @@ class LiSSA(AbstractInverseMethod):
         object.__setattr__(self, "damping", above_zero(damping=self.damping))
         for name in ("depth", "rows", "repeats"):
             positive_int(**{name: getattr(self, name)})
+        if self.draws is not None:
+            positive_int(draws=self.draws)
         if self.scale is not None:
             object.__setattr__(self, "scale", above_zero(scale=self.scale))
 
     @property
     def ekfac(self) -> EKFAC:
         """The EK-FAC whose mean eigenvalues are the units of the damping."""
-        return EKFAC(seed=self.seed)
+        return EKFAC(seed=self.seed, fisher="auto" if self.draws is None else "sampled")
