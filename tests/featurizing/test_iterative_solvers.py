@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import warnings
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -17,7 +18,7 @@ from torch.utils.data import TensorDataset
 
 from trak_lite import Attributor, Refine, Rows
 from trak_lite.data.datasets import rows_of
-from trak_lite.errors import InvalidInputError, NonFiniteError, UnsupportedModelError
+from trak_lite.errors import InvalidInputError, NonFiniteError, StateError, UnsupportedModelError
 from trak_lite.featurizing.gauss_newton import FisherProducts, GaussNewtonProducts
 from trak_lite.featurizing.solvers import conjugate_gradients, largest_eigenvalue
 from trak_lite.methods import CG, EKFAC, LiSSA
@@ -321,6 +322,24 @@ def test_scores_of_stored_rows_refine_and_parts_of_targets_agree() -> None:
     np.testing.assert_allclose(streamed.numpy(), stored.numpy(), rtol=1e-3, atol=small)
     np.testing.assert_allclose(refined.numpy(), stored.numpy(), rtol=1e-3, atol=small)
     assert refined.convergence[0].iterations.shape == streamed.convergence[0].iterations.shape == (M,)
+
+
+def test_stored_targets_are_found_again_without_the_train_data(tmp_path: Path) -> None:
+    method = CG(damping=1.0, draws=2)
+    made = Attributor(
+        prepared(Normalized), "image_classification", tmp_path / "s", proj_dim=8, progress=False
+    )
+    made.featurize(doubled(TRAIN))
+    first = made.score(doubled(TARGETS), method=method).numpy()
+
+    again = Attributor.open(tmp_path / "s", prepared(Normalized))
+
+    np.testing.assert_array_equal(again.scores(method=method).numpy(), first)
+    for checkpoints in (None, prepared(Normalized).state_dict()):
+        found = again.score(doubled(TARGETS), method=method, checkpoints=checkpoints)
+        np.testing.assert_array_equal(found.numpy(), first)
+    with pytest.raises(StateError, match="CG has to be fitted to the train data"):
+        again.score(doubled(TARGETS), "new", method=method)
 
 
 def test_cg_with_drawn_labels_is_close_to_cg() -> None:

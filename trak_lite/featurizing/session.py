@@ -339,8 +339,7 @@ class FeaturizingSession:
         Raises:
             ManifestMismatchError: If they differ from the stored ones.
         """
-        # Targets that an iterative solver computes agree to its tolerance only, and cost passes over the train rows.
-        if targets.is_compared or isinstance(targets.method, CG | LiSSA):
+        if targets.is_compared or isinstance(targets.method, CG | LiSSA):  # see _fill_targets
             return
         there = {digest for digest, table in train.items() if self.agreed(self._has_targets(targets, table))}
         if not there:
@@ -360,7 +359,8 @@ class FeaturizingSession:
         """Compute the missing target features of the loaded checkpoint, and compare a few of the stored ones.
 
         Stored ones are not compared if the curvature that they were multiplied by is no longer stored, because another
-        fit has replaced it.
+        fit has replaced it; nor those of an iterative solver, which agree to its tolerance only and cost passes over
+        the train rows.
         """
         self._check_train(train[digest])
         targets.is_compared = True
@@ -369,7 +369,7 @@ class FeaturizingSession:
         if (
             isinstance(method, AbstractInverseMethod)
             and self._has_targets(targets, train[digest])
-            and not self._kronecker_fits(method).has(digest)
+            and (isinstance(method, CG | LiSSA) or not self._kronecker_fits(method).has(digest))
         ):
             return
         fingerprint = {**self._settings.row_fingerprint(model_id, digest), "targets": identity}
