@@ -19,6 +19,7 @@ from trak_lite.retraining.verify import calibrated_scores as calibrated_scores
 from trak_lite.retraining.verify import verify as verify
 from trak_lite.scoring.scores import Scores as Scores
 from trak_lite.scoring.tokens import token_scores as token_scores
+from trak_lite.scoring.unprojected import Refine as Refine
 from trak_lite.traker import TRAKer as TRAKer
 from trak_lite.utils import test_install as test_install
 
@@ -26,6 +27,7 @@ __all__ = [
     "Attributor",
     "FeaturizeSummary",
     "Normalization",
+    "Refine",
     "Rows",
     "Scores",
     "TRAKer",

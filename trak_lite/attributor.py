@@ -20,7 +20,7 @@ from trak_lite.errors import InvalidInputError
 from trak_lite.featurizing.session import Run, marking_last, stored_norms
 from trak_lite.gradient_computers._base import ParameterChoice
 from trak_lite.gradient_computers.normalization import Normalization, NormalizationKind
-from trak_lite.methods import Method
+from trak_lite.methods import EKFAC, Method
 from trak_lite.models.checkpoints import CheckpointSource, iterate_checkpoints
 from trak_lite.projectors import AbstractProjector
 from trak_lite.run.settings import AttributorSettings, GradientComputerFactory, Task, stored_arguments
@@ -28,6 +28,13 @@ from trak_lite.run.tables import complete_tables, drop_checkpoint
 from trak_lite.run.workspace import Workspace, naming_dropped
 from trak_lite.scoring.scores import Scores
 from trak_lite.scoring.stored import ScoreResult, drop_scores, score_source, stored_scores, streamed_scores
+from trak_lite.scoring.unprojected import (
+    MAX_BYTES,
+    Refine,
+    refined_scores,
+    scores_of_stream,
+    unprojected_method,
+)
 from trak_lite.store import AbstractFeatureStore, RemotePlace, open_store
 from trak_lite.store._names import check_name
 from trak_lite.store.remote.place import resolve_place
@@ -291,6 +298,7 @@ class Attributor:
         method: Method | None = None,
         dense: bool = True,
         k: int | None = None,
+        refine: Refine | None = None,
         checkpoints: CheckpointSource = None,
         checkpoint_loader: Callable[[Any], Mapping[str, Tensor]] | None = None,
     ) -> Scores:
@@ -298,7 +306,7 @@ class Attributor:
 
         The scores are stored under ``name``: the same call again returns them, or resumes after a kill. Scores of
         other methods are stored separately. They use the same stored rows of train set and targets, without new
-        gradients (except for the targets of :class:`~trak_lite.methods.EKFAC`). The first call with a method that must
+        gradients (except for the targets of ``EKFAC``, ``CG`` and ``LiSSA``). The first call with a method that must
         be fitted to the train data fits it.
 
         Args:
@@ -309,6 +317,9 @@ class Attributor:
                 (``{"name": "TracIn", "learning_rates": [0.1, 0.05]}``); ``None`` is the attributor's method.
             dense: Store the ``(N, M)`` matrix on disk. ``False`` computes scores from the stored rows on access.
             k: With ``dense=False``, find and store the k most helpful and k most harmful rows of every target.
+            refine: Score the candidates of every target again by their unprojected gradients, and return these scores
+                (in memory, NaN for all other rows). The scores of the stored rows find the candidates and are not
+                stored. Needs the train data: call :meth:`featurize` first.
             checkpoints: The checkpoints to use. All must be featurized. ``None`` uses all checkpoints of the store.
             checkpoint_loader: As in :meth:`featurize`.
 
@@ -326,7 +337,13 @@ class Attributor:
         """
         check_name(name, what="target set")
         chosen = self._settings.scored_by(method)
-        if k is not None and positive_int(k=k) and dense:
+        if refine is not None:
+            if k is not None:
+                raise InvalidInputError(
+                    f"k={k} and refine were given. Leave k out: refine sets the candidates."
+                )
+            dense, k = False, refine.candidates
+        elif k is not None and positive_int(k=k) and dense:
             raise InvalidInputError(
                 f"k={k} needs dense=False. Leave k out: dense scores support top(k) for any k."
             )
@@ -360,7 +377,79 @@ class Attributor:
             if dense and not finished:
                 result.fill(source, device=self.device, progress=self._run.progress)
             ends = None if k is None else result.top_and_bottom(source, k)
+            if refine is not None and ends is not None:
+                return refined_scores(self._run, session, train, targets, name, refine, ends)
             return result.scores(self._run, dense=dense, ends=ends)
+
+    def stream_scores(
+        self,
+        train: Any,
+        targets: Any,
+        *,
+        method: Method | None = None,
+        k: int | None = None,
+        checkpoints: CheckpointSource = None,
+        checkpoint_loader: Callable[[Any], Mapping[str, Tensor]] | None = None,
+        max_bytes: int = MAX_BYTES,
+    ) -> Scores:
+        """Score every train row for every target by unprojected gradients, without storing rows.
+
+        Use it for one-off questions, and for models whose rows would not fit. For each checkpoint the gradients of the
+        targets are computed and multiplied by the inverse curvature, and one pass over the train rows computes the
+        products. Projector, ``proj_dim`` and ``dtype`` of the attributor have no effect. A curvature that has to be
+        fitted is stored as by :meth:`score`; nothing else is stored. In a distributed run each rank computes all
+        scores.
+
+        Args:
+            train: The train data: a map-style dataset, a DataLoader that reads one in order, or
+                :class:`~trak_lite.Rows` of one.
+            targets: The targets, in the same form.
+            method: ``EKFAC``, ``CG``, ``LiSSA``, ``TracIn``, ``GradDot`` or ``GradCos``, or a custom method without a
+                kernel and a transform; ``None`` is ``EKFAC`` with its default settings.
+            k: Keep only the k most helpful and the k most harmful rows of every target. All other entries of the result
+                are NaN, and it takes ``4 k`` numbers per target instead of N.
+            checkpoints: As in :meth:`featurize`. An iterator is read to its end before the first checkpoint is loaded.
+            checkpoint_loader: As in :meth:`featurize`.
+            max_bytes: Memory for the gradients of targets and for the scores before they are reduced to k rows, in
+                bytes. If more targets are given than fit, the train rows are read once for each part of the targets.
+
+        Returns:
+            Scores ``(N, M)`` in memory. Scores of :class:`~trak_lite.methods.EKFAC` equal those of :meth:`score` with
+            ``projector="none"`` and ``dtype="float32"`` up to rounding. Standard errors, self-influence and
+            :func:`~trak_lite.verify` need stored rows.
+
+        Raises:
+            InvalidInputError: If a setting is unknown or does not fit the checkpoints, or the method needs stored rows.
+            NonFiniteError: If f, q, w, a gradient or a score is NaN or infinite; names the rows.
+            ManifestMismatchError: If a curvature has to be fitted, and the store at the path has other settings or
+                other train data.
+
+        Example:
+            >>> from torch.utils.data import TensorDataset
+            >>> from trak_lite import methods
+            >>> _ = torch.manual_seed(0)
+            >>> data = TensorDataset(torch.randn(20, 4), torch.randint(2, (20,)))
+            >>> attributor = Attributor(nn.Linear(4, 2), "image_classification", None)
+            >>> attributor.stream_scores(data, data, method=methods.GradDot(), k=3).top(3).indices.shape
+            (20, 3)
+        """
+        chosen = self._settings.scored_by(unprojected_method(EKFAC() if method is None else method))
+        if k is not None:
+            positive_int(k=k)
+        found = list(iterate_checkpoints(checkpoints, checkpoint_loader))
+        if not found:
+            raise InvalidInputError(
+                "checkpoints is empty. Pass at least one, or leave it out to use the present weights of the model."
+            )
+        return scores_of_stream(
+            self._run,
+            self._run.rows(train, "the train data"),
+            self._run.rows(targets, "the targets"),
+            chosen,
+            found,
+            k=k,
+            max_bytes=positive_int(max_bytes=max_bytes),
+        )
 
     def scores(self, name: str = "targets", *, method: Method | None = None, dense: bool = True) -> Scores:
         """Return the scores of a target set from the store, without the data and without computing gradients.

@@ -47,6 +47,16 @@ class TestEKFAC(MethodTests):
         return methods.EKFAC(damping=0.1)
 
 
+class TestCG(MethodTests):
+    def make_method(self):
+        return methods.CG(damping=0.5, tolerance=1e-5, max_iterations=200)
+
+
+class TestLiSSA(MethodTests):
+    def make_method(self):
+        return methods.LiSSA(damping=3.0, depth=40, rows=30)
+
+
 class TestTracIn(MethodTests):
     def make_method(self):
         return methods.TracIn(learning_rates=[0.1])

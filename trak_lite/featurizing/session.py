@@ -20,12 +20,15 @@ from trak_lite.data.datasets import HeldRows, Rows, rows_of
 from trak_lite.errors import CheckpointError, ManifestMismatchError, StateError, refuse_machine_failure
 from trak_lite.featurizing.diagnosis import naming_rows
 from trak_lite.featurizing.fisher import FisherFits
+from trak_lite.featurizing.gauss_newton import CurvatureProducts, FisherProducts, GaussNewtonProducts
+from trak_lite.featurizing.inverse import InverseCurvature, Solution, SolvingProjector
 from trak_lite.featurizing.kronecker.precondition import PreconditionedProjector, Preconditioner
 from trak_lite.featurizing.kronecker_fits import KroneckerFits
 from trak_lite.featurizing.rows import check_rows, compute_features, featurize_rows
+from trak_lite.featurizing.unprojected import GradientPass
 from trak_lite.gradient_computers import AbstractGradientComputer
 from trak_lite.gradient_computers.normalization import Normalization
-from trak_lite.methods import EKFAC, AbstractMethod, Fisher
+from trak_lite.methods import CG, EKFAC, AbstractInverseMethod, AbstractMethod, Fisher, LiSSA
 from trak_lite.models.borrowing import borrow_model
 from trak_lite.models.checkpoints import (
     Checkpoint,
@@ -299,9 +302,9 @@ class FeaturizingSession:
         return path
 
     def target_set(self, rows: Rows, name: str, method: AbstractMethod) -> TargetSet:
-        """Return a target set. For EKFAC its identity includes the curvature fit."""
+        """Return a target set. If the method uses a curvature fit, its identity includes the fit."""
         identity = rows.identity()
-        if isinstance(method, EKFAC):
+        if isinstance(method, AbstractInverseMethod):
             identity["curvature"] = self._kronecker_fits(method).record()
         return TargetSet(rows, name, method, identity)
 
@@ -339,7 +342,7 @@ class FeaturizingSession:
         Raises:
             ManifestMismatchError: If they differ from the stored ones.
         """
-        if targets.is_compared:
+        if targets.is_compared or isinstance(targets.method, CG | LiSSA):  # see _fill_targets
             return
         there = {digest for digest, table in train.items() if self.agreed(self._has_targets(targets, table))}
         if not there:
@@ -359,28 +362,34 @@ class FeaturizingSession:
         """Compute the missing target features of the loaded checkpoint, and compare a few of the stored ones.
 
         Stored ones are not compared if the curvature that they were multiplied by is no longer stored, because another
-        fit has replaced it.
+        fit has replaced it; nor those of an iterative solver, which agree to its tolerance only and cost passes over
+        the train rows.
         """
         self._check_train(train[digest])
         targets.is_compared = True
         model_id = int(train[digest].spec.fingerprint["model_id"])
         method, identity = targets.method, dict(targets.identity)
         if (
-            isinstance(method, EKFAC)
+            isinstance(method, AbstractInverseMethod)
             and self._has_targets(targets, train[digest])
-            and not self._kronecker_fits(method).has(digest)
+            and (isinstance(method, CG | LiSSA) or not self._kronecker_fits(method).has(digest))
         ):
             return
         normalization = self._settings.normalization.of_targets()
         adam = self._adam_states(normalization)
         fingerprint = {**self._settings.row_fingerprint(model_id, digest, adam), "targets": identity}
         spec = self._settings.target_table(
-            len(targets.rows), fingerprint, preconditioned=isinstance(method, EKFAC)
+            len(targets.rows), fingerprint, preconditioned=isinstance(method, AbstractInverseMethod)
         )
         table = self._workspace.lazy_table(target_table_path(targets.name, method, train[digest]), spec)
         projector = self._settings.projector
         if isinstance(method, EKFAC):
             projector = PreconditionedProjector(projector, self._inverse_curvature(digest, label, method))
+        elif isinstance(method, AbstractInverseMethod):
+            inverse = self._inverse(
+                digest, label, method, self.train_rows(f"{method.name} has to be fitted to")
+            )
+            projector = SolvingProjector(projector, inverse)
         self._featurize(
             table, targets.rows, model_id, f"Targets {targets.name!r}, {label}", projector, normalization
         )
@@ -416,7 +425,7 @@ class FeaturizingSession:
         ]
         if not waiting:
             return
-        rows = self._train_rows(method)
+        rows = self.train_rows(f"{method.name} has to be fitted to")
 
         def fit(digest: str, label: str) -> None:
             self._check_train(train[digest])
@@ -424,21 +433,28 @@ class FeaturizingSession:
 
         self._visit(waiting, fit, purpose="to fit the Fisher information")
 
-    def _train_rows(self, method: AbstractMethod) -> Rows:
-        """Return the train data to fit a method to; raise if they are unknown or not those of the store."""
+    def train_rows(self, need: str) -> Rows:
+        """Return the train data of the last ``featurize``.
+
+        Args:
+            need: Begins the message, followed by "the train data".
+
+        Raises:
+            StateError: If they are not known.
+            ManifestMismatchError: If they are not those of the store.
+        """
         rows = self._run.train
         if rows is None:
             raise StateError(
-                f"{method.name} has to be fitted to the train data, which are not known here. Call "
-                "featurize(train_data, ...) first: it finds the rows that are stored, and the same call then fits."
+                f"{need} the train data, which are not known here. Call featurize(train_data, ...) first: it finds the "
+                "rows that are stored, and computes none of them again. Then make the same call."
             )
         stored = self.store.manifest.fingerprint.get("dataset", {})
         compare_fingerprints(
             {"dataset": stored},
             {"dataset": rows.identity()},
             where=str(self._workspace.path),
-            remedy=f"{method.name} has to be fitted to the train data of the store. Call featurize(train_data, ...) "
-            "with them first.",
+            remedy=f"{need} the train data of the store. Call featurize(train_data, ...) with them first.",
         )
         return rows
 
@@ -474,22 +490,35 @@ class FeaturizingSession:
             wait=wait,
         )
 
-    def _inverse_curvature(self, digest: str, label: str, method: EKFAC) -> Preconditioner:
-        """Return the inverse curvature of the loaded checkpoint; fit the curvature if it is not stored yet."""
+    def _inverse_curvature(
+        self, digest: str, label: str, method: AbstractInverseMethod, rows: Rows | None = None
+    ) -> Preconditioner:
+        """Return the inverse curvature of the loaded checkpoint; fit the curvature if it is not stored yet.
+
+        Args:
+            digest: Digest of the checkpoint's weights.
+            label: Name of the checkpoint.
+            method: Sets the curvature and the damping.
+            rows: The train rows; ``None`` uses those of the last ``featurize``.
+        """
         fits, device = self._kronecker_fits(method), self._settings.device
         if not fits.has(digest):
-            refuse_sharded(self._model, "method='EKFAC'", "Use method='Fisher', or score with a whole model")
+            refuse_sharded(
+                self._model, f"method={method.name!r}", "Use method='Fisher', or score with a whole model"
+            )
             fits.fit(
                 digest,
-                self._train_rows(method),
+                self.train_rows(f"{method.name} has to be fitted to") if rows is None else rows,
                 device=device,
                 label=f"Fitting the curvature of {label}",
                 progress=self._progress,
             )
-        return Preconditioner(fits.curvature(digest, device), damping=method.damping)
+        absolute = isinstance(method, CG | LiSSA) and method.absolute
+        return Preconditioner(fits.curvature(digest, device), damping=method.damping, absolute=absolute)
 
-    def _kronecker_fits(self, method: EKFAC) -> KroneckerFits:
-        return KroneckerFits(self.store, self._model, self._settings.parameters, method, self._settings.task)
+    def _kronecker_fits(self, method: AbstractInverseMethod) -> KroneckerFits:
+        settings = self._settings
+        return KroneckerFits(self.store, self._model, settings.parameters, method.ekfac, settings.task)
 
     def _candidates(self, needed: Iterable[str]) -> Iterator[Checkpoint]:
         """Yield checkpoints that may have the needed weights: from featurize, from disk, then the model's own."""
@@ -515,10 +544,16 @@ class FeaturizingSession:
         Raises:
             StateError: If the weights of a checkpoint cannot be found; the message contains ``purpose``.
         """
+        self.visit_named(train, lambda digest, _: visit(digest), purpose=purpose)
 
-        def visit_checked(digest: str, _: str) -> None:
+    def visit_named(
+        self, train: Mapping[str, AbstractRowTable], visit: Callable[[str, str], None], *, purpose: str
+    ) -> None:
+        """Call ``visit`` with the digest and the name of each checkpoint; otherwise as :meth:`visit`."""
+
+        def visit_checked(digest: str, label: str) -> None:
             self._check_train(train[digest])
-            visit(digest)
+            visit(digest, label)
 
         self._visit(train, visit_checked, purpose=purpose)
 
@@ -544,6 +579,70 @@ class FeaturizingSession:
                 "the known sources has them. Pass the same checkpoints=... as to featurize; the scores then use only "
                 f"these. To remove a checkpoint from the store: drop_checkpoint({next(iter(lacking))!r})."
             )
+
+    def load(self, checkpoint: Checkpoint) -> str:
+        """Load a checkpoint and return the digest of its weights."""
+        return self._load(checkpoint)
+
+    def gradient_pass(self, rows: Rows, *, normalization: Normalization | None = None) -> GradientPass:
+        """Return the gradients of some data at the loaded checkpoint, of which nothing is stored.
+
+        Args:
+            rows: The data.
+            normalization: Normalisation of the gradients; ``None`` uses that of the settings.
+        """
+        settings = self._settings
+        return GradientPass(
+            rows,
+            self._computers(rows.what),
+            settings.parameters,
+            device=settings.device,
+            normalization=settings.normalization if normalization is None else normalization,
+        )
+
+    def solved(
+        self, gradients: Tensor, method: AbstractMethod, digest: str, label: str, rows: Rows
+    ) -> Solution:
+        """Return unprojected target gradients multiplied by the method's inverse curvature.
+
+        The curvature is that of the loaded checkpoint; it is fitted and stored if it is not there yet, which creates
+        the store if needed.
+
+        Args:
+            gradients: ``(m, P)``, parameters in model order.
+            method: The method; without an inverse, the gradients are returned unchanged.
+            digest: Digest of the checkpoint's weights.
+            label: Name of the checkpoint.
+            rows: The train rows.
+        """
+        if not isinstance(method, AbstractInverseMethod):
+            return Solution(gradients, None)
+        self._workspace.created()
+        return self._inverse(digest, label, method, rows).solve(gradients)
+
+    def _inverse(
+        self, digest: str, label: str, method: AbstractInverseMethod, rows: Rows
+    ) -> InverseCurvature:
+        settings = self._settings
+        return InverseCurvature(
+            method,
+            self._inverse_curvature(digest, label, method, rows),
+            self._curvature_products(method, rows),
+            settings.parameters,
+            num_rows=len(rows),
+            device=settings.device,
+            label=label,
+        )
+
+    def _curvature_products(self, method: AbstractInverseMethod, rows: Rows) -> CurvatureProducts:
+        settings = self._settings
+        task, parameters, device = settings.task, settings.parameters, settings.device
+        draws = method.draws if isinstance(method, CG | LiSSA) else None
+        if draws is None:
+            return GaussNewtonProducts(self._model, task, rows, parameters, device=device)
+        return FisherProducts(
+            self._model, task, rows, parameters, draws=draws, seed=method.ekfac.seed, device=device
+        )
 
     def features(self, batch: Batch, rows: NDArray[np.int64], *, model_id: int, what: str) -> Tensor:
         """Return the features ``(B, K)`` of a batch from the loaded checkpoint, without storing them.

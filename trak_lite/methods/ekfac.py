@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from abc import abstractmethod
 from dataclasses import dataclass, replace
 from typing import Any, Final, Literal
 
@@ -11,13 +12,47 @@ from trak_lite.methods.base import AbstractMethod
 from trak_lite.modelout_functions import AbstractModelOutput
 from trak_lite.modelout_functions._sampling import LossModelOutput
 
-__all__ = ["EKFAC"]
+__all__ = ["EKFAC", "AbstractInverseMethod"]
 
 _FIT: Final = ("fisher", "correct_eigenvalues", "draws", "seed", "max_rows", "max_side")
 
 
 @dataclass(frozen=True, kw_only=True)
-class EKFAC(AbstractMethod):
+class AbstractInverseMethod(AbstractMethod):
+    """A method that multiplies the gradients of targets by an inverse curvature before they are projected."""
+
+    damping: float = 1.0
+
+    @property
+    def kernel(self) -> None:
+        """None: the targets are multiplied by the inverse before they are projected."""
+        return None
+
+    @property
+    @abstractmethod
+    def ekfac(self) -> EKFAC:
+        """The EK-FAC whose fit the method uses."""
+
+    def check(self, task: AbstractModelOutput) -> None:
+        """Raise if the task does not support the fit."""
+        self.ekfac.fitted_to(task)
+
+    def check_rows(self, kind: str) -> None:
+        """Raise if rows are changed by Adam's state, because the curvature is that of plain gradients."""
+        if kind in ("adam", "adam_update"):
+            raise InvalidInputError(
+                f"The rows were made with normalize={kind!r}, and {self.name} needs plain gradients. Use another method, "
+                "or another path with normalize='none'."
+            )
+
+    def target_json(self) -> dict[str, Any]:
+        """Return the fields that the features of targets depend on, as JSON values."""
+        scored = ("q", "checkpoint_weights")
+        return {name: value for name, value in self.to_json().items() if name not in scored}
+
+
+@dataclass(frozen=True, kw_only=True)
+class EKFAC(AbstractInverseMethod):
     """Influence functions with the eigenvalue-corrected Kronecker-factored curvature of every layer.
 
     The gradients of the targets are multiplied by the inverse curvature before they are projected, so each target set
@@ -70,21 +105,9 @@ class EKFAC(AbstractMethod):
             positive_int(max_rows=self.max_rows)
 
     @property
-    def kernel(self) -> None:
-        """None: the targets are multiplied by the inverse before they are projected."""
-        return None
-
-    def check(self, task: AbstractModelOutput) -> None:
-        """Raise if the task does not support ``fisher``."""
-        self.fitted_to(task)
-
-    def check_rows(self, kind: str) -> None:
-        """Raise if rows are changed by Adam's state, because the curvature is that of plain gradients."""
-        if kind in ("adam", "adam_update"):
-            raise InvalidInputError(
-                f"The rows were made with normalize={kind!r}, and EKFAC needs plain gradients. Use another method, or "
-                "another path with normalize='none'."
-            )
+    def ekfac(self) -> EKFAC:
+        """The method itself."""
+        return self
 
     def fitted_to(self, task: AbstractModelOutput) -> EKFAC:
         """Return the method with ``fisher="auto"`` resolved for a task.

@@ -10,12 +10,14 @@ from typing import Final, TypeAlias
 from trak_lite._validate import known_names
 from trak_lite.errors import InvalidInputError
 from trak_lite.methods.base import AbstractMethod
+from trak_lite.methods.cg import CG
 from trak_lite.methods.ekfac import EKFAC
 from trak_lite.methods.fisher import Fisher
 from trak_lite.methods.gauss_newton import GaussNewton
 from trak_lite.methods.grad_cos import GradCos
 from trak_lite.methods.grad_dot import GradDot
 from trak_lite.methods.less import LESS
+from trak_lite.methods.lissa import LiSSA
 from trak_lite.methods.tracin import TracIn
 from trak_lite.methods.trak import TRAK
 
@@ -25,7 +27,7 @@ Method: TypeAlias = Mapping[str, bool | int | float | str | Sequence[float] | No
 """A method, its name, or its name and fields: ``{"name": "TracIn", "learning_rates": [0.1, 0.05]}``."""
 
 METHODS: Final[Mapping[str, type[AbstractMethod]]] = {
-    cls.__name__: cls for cls in (GaussNewton, Fisher, TRAK, EKFAC, TracIn, LESS, GradDot, GradCos)
+    cls.__name__: cls for cls in (GaussNewton, Fisher, TRAK, EKFAC, CG, LiSSA, TracIn, LESS, GradDot, GradCos)
 }
 """The methods of this package by name."""
 _BY_LOWER_CASE = {name.lower(): cls for name, cls in METHODS.items()}

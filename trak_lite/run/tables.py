@@ -13,7 +13,7 @@ from torch import Tensor
 
 from trak_lite._validate import some_of
 from trak_lite.errors import InvalidInputError, StateError, StoreError
-from trak_lite.methods import EKFAC, AbstractMethod
+from trak_lite.methods import AbstractInverseMethod, AbstractMethod
 from trak_lite.store import AbstractFeatureStore, AbstractRowTable, Column, Manifest, TableSpec
 from trak_lite.store._grid import chunk_rows_for
 
@@ -114,7 +114,7 @@ def score_table_spec(num_rows: int, num_targets: int, fingerprint: Mapping[str, 
 
 def target_folder(name: str, method: AbstractMethod) -> str:
     """Return the folder of the features of a target set that a method reads, with one table per checkpoint."""
-    if isinstance(method, EKFAC):
+    if isinstance(method, AbstractInverseMethod):
         return f"{preconditioned_folder(name)}/{Manifest(method.target_json()).digest()[:16]}"
     return plain_target_folder(name)
 
@@ -230,7 +230,7 @@ def retrained_path(group: str, fingerprint: Mapping[str, Any], number: int) -> s
 
 def target_names(store: AbstractFeatureStore, method: AbstractMethod) -> list[str]:
     """Return the names of the target sets with features that a method reads, sorted."""
-    group = "preconditioned" if isinstance(method, EKFAC) else "targets"
+    group = "preconditioned" if isinstance(method, AbstractInverseMethod) else "targets"
     return sorted({path.split("/")[1] for path in store.table_names(group)})
 
 

@@ -123,6 +123,12 @@ class Workspace:
             )
         return self._store
 
+    def created(self) -> AbstractFeatureStore:
+        """Return the open store; create it if it does not exist yet."""
+        if self._store is None:
+            self._store = self._create()
+        return self._store
+
     def reader(self) -> AbstractFeatureStore:
         """Return the store, opened for reading.
 

@@ -25,6 +25,8 @@ __all__ = [
     "AbstractScoreMatrix",
     "DampingPath",
     "GroupSums",
+    "HeldMatrix",
+    "PartialMatrix",
     "StoredMatrix",
     "StreamedMatrix",
     "group_sums",
@@ -34,6 +36,8 @@ __all__ = [
 
 Sign = Literal["helpful", "harmful"]
 _ENDS: tuple[Sign, Sign] = ("helpful", "harmful")
+_HELD_ROWS = 1024
+"""Rows per tile of a matrix in memory."""
 
 
 class GroupSums(NamedTuple):
@@ -145,6 +149,104 @@ class StreamedMatrix(AbstractScoreMatrix):
             return None
         indices, scores = self._top[_ENDS.index(sign)][:, :, :k]
         return TopRows(indices.astype(np.int64), scores.astype(np.float32))
+
+
+@final
+class HeldMatrix(AbstractScoreMatrix):
+    """Scores in memory."""
+
+    def __init__(self, scores: NDArray[np.float32]) -> None:
+        """Take the scores ``(N, M)``."""
+        self._scores = scores
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        """``(N, M)``."""
+        num_rows, num_targets = self._scores.shape
+        return num_rows, num_targets
+
+    @property
+    def stored(self) -> bool:
+        """True."""
+        return True
+
+    def tiles(self) -> Iterator[tuple[int, NDArray[np.float32]]]:
+        """Yield copies of consecutive rows."""
+        for start in range(0, len(self._scores), _HELD_ROWS):
+            yield start, self._scores[start : start + _HELD_ROWS].copy()
+
+    def rows(self, indices: Sequence[int] | NDArray[np.integer]) -> NDArray[np.float32]:
+        """Return the scores of some train rows, ``(len(indices), M)``."""
+        return self._scores[np.asarray(indices, dtype=np.int64)]
+
+    def kept_top(self, k: int, sign: Sign) -> TopRows | None:
+        """Return ``None``, because a pass over the memory is cheap."""
+        return None
+
+
+@final
+class PartialMatrix(AbstractScoreMatrix):
+    """Scores in memory of some train rows of every target; all others are NaN."""
+
+    def __init__(self, num_rows: int, known: Sequence[TopRows], most: int) -> None:
+        """Take the known scores.
+
+        Args:
+            num_rows: N.
+            known: Rows and scores of each target, rows ascending. They include the ``most`` most helpful and the
+                ``most`` most harmful rows, or candidates for them.
+            most: Number of rows that :meth:`kept_top` can return.
+        """
+        self._num_rows = num_rows
+        self._known = list(known)
+        self._most = most
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        """``(N, M)``."""
+        return self._num_rows, len(self._known)
+
+    @property
+    def stored(self) -> bool:
+        """True."""
+        return True
+
+    def tiles(self) -> Iterator[tuple[int, NDArray[np.float32]]]:
+        """Yield consecutive rows, NaN where a score is not known."""
+        for start in range(0, self._num_rows, _HELD_ROWS):
+            yield start, self.rows(np.arange(start, min(start + _HELD_ROWS, self._num_rows)))
+
+    def rows(self, indices: Sequence[int] | NDArray[np.integer]) -> NDArray[np.float32]:
+        """Return the scores of some train rows, ``(len(indices), M)``, NaN where a score is not known."""
+        wanted = np.asarray(indices, dtype=np.int64)
+        out = np.full((len(wanted), len(self._known)), np.nan, np.float32)
+        for target, (rows, scores) in enumerate(self._known):
+            places = np.searchsorted(rows, wanted).clip(max=len(rows) - 1)
+            found = rows[places] == wanted
+            out[found, target] = scores[places[found]]
+        return out
+
+    def kept_top(self, k: int, sign: Sign) -> TopRows | None:
+        """Return the k strongest of the known rows of every target.
+
+        Raises:
+            InvalidInputError: If k is larger than the number of rows that are known of each sign.
+        """
+        if k > self._most and self._most < self._num_rows:
+            raise InvalidInputError(
+                f"These scores hold the {self._most} most helpful and most harmful rows of every target, and top({k}) "
+                "was requested. Compute them again with a larger k (or candidates)."
+            )
+        count = min(k, self._num_rows)
+        best = [_best_of(known, sign, count) for known in self._known]
+        return TopRows(np.stack([one.indices for one in best]), np.stack([one.scores for one in best]))
+
+
+def _best_of(known: TopRows, sign: Sign, count: int) -> TopRows:
+    """Return the strongest of some rows; of equal scores the lower row is first, as rows are ascending."""
+    keys = -known.scores if sign == "helpful" else known.scores
+    order = np.argsort(keys, kind="stable")[:count]
+    return TopRows(known.indices[order], known.scores[order])
 
 
 def top_and_bottom(source: ScoreSource, k: int) -> NDArray[np.float64]:

@@ -13,13 +13,14 @@ from trak_lite.errors import InvalidInputError, StateError, printable
 from trak_lite.evaluation import Verdict
 from trak_lite.evaluation.verdict import Predictions
 from trak_lite.featurizing.session import Run
+from trak_lite.featurizing.solvers import Convergence
 from trak_lite.linalg.topk import TopRows
 from trak_lite.methods import AbstractMethod
 from trak_lite.report import Gallery, Render
 from trak_lite.report.content import PairRender, Renders
 from trak_lite.report.page import notebook_summary
 from trak_lite.scoring.matrix import AbstractScoreMatrix, DampingPath, GroupSums, group_sums, top_rows
-from trak_lite.scoring.source import Reliability, ScoreSource
+from trak_lite.scoring.source import Reliability, ScoreSource, UnstoredRows
 from trak_lite.store import Manifest
 
 if TYPE_CHECKING:
@@ -34,32 +35,39 @@ class Scores:
 
     Entry (i, j) estimates how much train row i raises the model output of target j: positive is helpful, negative
     is harmful. Rows are train rows, columns are targets.
+
+    ``convergence`` holds, for each checkpoint, the iterations and final relative residuals ``(M,)`` of the solver of CG
+    or LiSSA, if ``stream_scores`` or ``refine`` computed the scores.
     """
 
     def __init__(
         self,
         matrix: AbstractScoreMatrix,
-        source: ScoreSource,
+        source: ScoreSource | UnstoredRows,
         *,
         settings: dict[str, Any],
         location: str | None,
         run: Run | None = None,
         verdict: Callable[[], Verdict | None] = lambda: None,
         predictions: Callable[[], Predictions | None] = lambda: None,
+        convergence: tuple[Convergence, ...] = (),
     ) -> None:
         """Store the arguments.
 
         Args:
             matrix: The scores, stored or computed on access.
-            source: Computes standard errors, self-influence and scores at other dampings.
+            source: Computes standard errors, self-influence and scores at other dampings; without stored rows, the
+                description of the scores.
             settings: How the scores were computed, as JSON values.
             location: Path in the store, ``None`` in memory.
             run: The model, settings and store of the scores; ``None`` without a model.
             verdict: Returns the stored result of :func:`~trak_lite.verify` for these scores.
             predictions: Returns the stored predictions of ``verify`` and the outputs of the retrained models.
+            convergence: Of the solver of CG or LiSSA, for each checkpoint.
         """
+        self.convergence = convergence
         self._matrix = matrix
-        self._source = source
+        self._described = source
         self._location = location
         self.name = source.name
         self.settings = settings
@@ -80,16 +88,16 @@ class Scores:
     @property
     def method(self) -> AbstractMethod:
         """The method that the scores were computed with."""
-        return self._source.method
+        return self._described.method
 
     @property
     def run(self) -> Run:
         """The model, settings and store that these scores belong to.
 
         Raises:
-            StateError: If they were opened without a model.
+            StateError: If they were opened without a model, or not computed from stored rows.
         """
-        if self._run is None:
+        if self._run is None and self.source:
             raise StateError(
                 f"The scores {self.name!r} were opened without a model. Open them with one: "
                 "Attributor.open(path, model).scores(name)."
@@ -98,13 +106,22 @@ class Scores:
 
     @property
     def source(self) -> ScoreSource:
-        """The object that computes these scores from the stored rows."""
-        return self._source
+        """The object that computes these scores from the stored rows.
+
+        Raises:
+            StateError: If they were not computed from stored rows.
+        """
+        if not isinstance(self._described, ScoreSource):
+            raise StateError(
+                f"The scores {self.name!r} were computed from gradients that are not stored, and this needs stored "
+                "rows. Call featurize(train_data, ...) and score(targets) without refine."
+            )
+        return self._described
 
     @property
     def manifest(self) -> Manifest:
         """Settings and versions that the stored rows were made with."""
-        return self._source.manifest
+        return self._described.manifest
 
     @property
     def location(self) -> str | None:
@@ -191,7 +208,7 @@ class Scores:
         needed the row itself to fit it, for example a row with a wrong label. For methods without a kernel the product
         is the squared norm of the gradient; for cosines it is the number of nonzero segments.
         """
-        return self._source.self_influence()
+        return self.source.self_influence()
 
     def group(self, rows: ArrayLike | None = None, targets: ArrayLike | None = None) -> GroupSums:
         """Return the scores summed over groups of train rows, of targets, or both, in one pass.
@@ -230,7 +247,7 @@ class Scores:
             InvalidInputError: If a damping is negative, or these scores have no kernel.
             SingularKernelError: If a kernel is singular at a damping.
         """
-        return DampingPath(self._source, self.name, dampings, targets)
+        return DampingPath(self.source, self.name, dampings, targets)
 
     def standard_error(
         self,
@@ -267,11 +284,11 @@ class Scores:
         """
         wanted = None if rows is None else self._checked_rows(rows, target)
         if wanted is not None and wanted.ndim == 2:
-            return self._source.pair_errors(wanted, runs)
+            return self.source.pair_errors(wanted, runs)
         if target is None:
-            return self._source.standard_error(wanted, slice(None), runs)
+            return self.source.standard_error(wanted, slice(None), runs)
         place = target_number(target, self.shape[1], self.name)
-        return self._source.standard_error(wanted, slice(place, place + 1), runs)[:, 0]
+        return self.source.standard_error(wanted, slice(place, place + 1), runs)[:, 0]
 
     def reliability(
         self, *, runs: Sequence[Hashable] | None = None, threshold: float = 0.5, max_rows: int = 10_000
@@ -296,7 +313,7 @@ class Scores:
         Raises:
             InvalidInputError: As :meth:`standard_error`, or if ``max_rows`` is not a positive integer.
         """
-        return self._source.reliability(runs, threshold=threshold, max_rows=positive_int(max_rows=max_rows))
+        return self.source.reliability(runs, threshold=threshold, max_rows=positive_int(max_rows=max_rows))
 
     def checkpoint_agreement(self, *, max_rows: int = 10_000, max_targets: int = 64) -> NDArray[np.float64]:
         """Return the Spearman correlations between the train row rankings of every two checkpoints, ``(C, C)``.
@@ -311,7 +328,7 @@ class Scores:
             InvalidInputError: If there are fewer than two checkpoints, checkpoint weights have both signs, or a number
                 is not a positive integer.
         """
-        return self._source.pairwise_agreement(
+        return self.source.pairwise_agreement(
             max_rows=positive_int(max_rows=max_rows), max_targets=positive_int(max_targets=max_targets)
         )
 

@@ -27,7 +27,7 @@ from trak_lite.linalg.kernel import (
 )
 from trak_lite.linalg.products import self_scores
 from trak_lite.linalg.spread import agreement, expected_agreement
-from trak_lite.methods import EKFAC, AbstractMethod
+from trak_lite.methods import AbstractInverseMethod, AbstractMethod
 from trak_lite.parallel.ranks import Ranks
 from trak_lite.run.settings import row_kind
 from trak_lite.run.tables import (
@@ -43,7 +43,7 @@ from trak_lite.scoring.tiles import ScoreTerm, error_tile, group_tile, score_til
 from trak_lite.store import AbstractFeatureStore, AbstractRowTable, Manifest
 from trak_lite.types import FeatureLayout
 
-__all__ = ["Reliability", "ScoreSource"]
+__all__ = ["Reliability", "ScoreSource", "UnstoredRows"]
 
 _PAIR_ROWS = 1024
 _RANKED_VALUES = 1 << 24  # scores that are ranked at a time
@@ -60,6 +60,19 @@ class Reliability:
     """``(M,)`` expected correlation with the mean over as many other checkpoints or runs (Spearman-Brown)."""
     reliable: NDArray[np.bool_]
     """``(M,)`` whether ``expected`` reaches the threshold."""
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class UnstoredRows:
+    """Describes scores that were computed from gradients of which no row is stored."""
+
+    name: str
+    """Name of the target set."""
+    method: AbstractMethod
+    """The method of the scores."""
+    manifest: Manifest
+    """Settings and versions that the gradients were computed with."""
 
 
 @final
@@ -225,18 +238,18 @@ class ScoreSource:
         """Return the score of every train row for itself, ``(N,)``.
 
         Raises:
-            InvalidInputError: If target rows cannot be computed from stored train rows: the method is EKFAC, or the
-                train rows are Adam updates.
+            InvalidInputError: If target rows cannot be computed from stored train rows: the method multiplies targets
+                by an inverse curvature before they are projected, or the train rows are Adam updates.
         """
         if row_kind(self.manifest) == "adam_update":
             raise InvalidInputError(
                 "Self-influence needs the gradients of train rows, and these are Adam updates (normalize="
                 "'adam_update'). Score the train data as targets and take the diagonal."
             )
-        if isinstance(self.method, EKFAC):
+        if isinstance(self.method, AbstractInverseMethod):
             raise InvalidInputError(
-                "Self-influence with EKFAC needs train rows multiplied by the inverse curvature, but only targets "
-                "are. Use another method, or score the train data as targets and take the diagonal."
+                f"Self-influence with {self.method.name} needs train rows multiplied by the inverse curvature, but "
+                "only targets are. Use another method, or score the train data as targets and take the diagonal."
             )
         total = np.zeros(self.num_rows)
         out_to_loss = np.zeros(self.num_rows)

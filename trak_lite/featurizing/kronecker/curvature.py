@@ -66,14 +66,18 @@ class UnitCurvature:
         sides = sum(side is not None for side in (self.basis.outputs, self.basis.inputs))
         return ("diagonal", "one side", "kronecker")[sides]
 
-    def inverse(self, damping: float) -> Tensor:
-        """Return ``1 / (Lambda + damping * mean(Lambda))``, ``(rows, width)``.
+    def damping_of(self, damping: float, *, absolute: bool = False) -> Tensor:
+        """Return lambda as a scalar: ``damping * mean(Lambda)``, or ``damping`` itself if ``absolute``."""
+        if absolute:
+            return self.values.new_tensor(damping)
+        return damping * self.values.mean(dtype=wide_dtype(self.values.device)).to(self.values)
+
+    def inverse(self, damping: float, *, absolute: bool = False) -> Tensor:
+        """Return ``1 / (Lambda + lambda)``, ``(rows, width)``; lambda is :meth:`damping_of`.
 
         The result is 0 where no train row has curvature, because no train row has a gradient there.
         """
-        damped = self.values + damping * self.values.mean(dtype=wide_dtype(self.values.device)).to(
-            self.values
-        )
+        damped = self.values + self.damping_of(damping, absolute=absolute)
         return torch.where(damped > 0, damped.reciprocal(), 0.0)
 
 

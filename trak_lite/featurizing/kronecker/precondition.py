@@ -34,14 +34,15 @@ __all__ = ["PreconditionedProjector", "Preconditioner"]
 
 @final
 class Preconditioner:
-    """Multiplies gradients by the inverse of a curvature, damped relative to the mean eigenvalue of each unit."""
+    """Multiplies gradients by the inverse of a damped curvature."""
 
-    def __init__(self, curvature: KroneckerCurvature, *, damping: float) -> None:
+    def __init__(self, curvature: KroneckerCurvature, *, damping: float, absolute: bool = False) -> None:
         """Invert the eigenvalues.
 
         Args:
             curvature: Curvature of all parameters that have gradients.
             damping: Lambda in units of the mean eigenvalue of a unit, above 0.
+            absolute: Whether the damping is lambda itself, the same for all units.
 
         Raises:
             InvalidInputError: If the damping is not above 0.
@@ -52,7 +53,13 @@ class Preconditioner:
                 "damping, directions in which no train row has curvature would be divided by zero."
             )
         self.damping = damping
-        self._inverses = {found.unit: _Inverse(found, damping) for found in curvature.units}
+        self._inverses = {found.unit: _Inverse(found, damping, absolute) for found in curvature.units}
+        self.lambdas = {
+            name: float(found.damping_of(damping, absolute=absolute))
+            for found in curvature.units
+            for name in found.unit.names
+        }
+        """Lambda of every parameter by name; 0 where no train row has curvature."""
         self._known = {name for found in curvature.units for name in found.unit.names}
 
     def stream(self, parameters: ParameterShapes, sink: BlockSink) -> GradientJoiner:
@@ -80,10 +87,10 @@ class Preconditioner:
 class _Inverse:
     """The inverse of one unit's curvature."""
 
-    def __init__(self, curvature: UnitCurvature, damping: float) -> None:
+    def __init__(self, curvature: UnitCurvature, damping: float, absolute: bool) -> None:
         self._basis = curvature.basis
         self._is_diagonal = curvature.treatment == "diagonal"
-        self._inverse = curvature.inverse(damping)
+        self._inverse = curvature.inverse(damping, absolute=absolute)
 
     @torch.no_grad()
     def apply(self, gradient: UnitGradient, parameters: ParameterShapes, sink: BlockSink) -> None:

@@ -1,0 +1,314 @@
+r"""Products of the Gauss-Newton matrix of the training loss with vectors, without forming the matrix.
+
+The matrix is :math:`\sum_i J_i^\top H_i J_i`, with the Jacobian J of the model's outputs and the Hessian H of a row's
+loss in these outputs (Schraudolph, "Fast curvature matrix-vector products", 2002; Martens, arXiv:1412.1193, section 8).
+
+Shapes: B samples of a batch, m vectors, P parameter entries.
+"""
+
+from __future__ import annotations
+
+import logging
+import warnings
+from collections.abc import Callable, Sequence
+from typing import Any, Protocol, TypeAlias, final
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor, nn
+from torch.func import grad, jvp, vmap
+from torch.func import vjp as torch_vjp
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
+
+from trak_lite._devices import full_float32
+from trak_lite.data.batches import batch_size, move_batch
+from trak_lite.data.datasets import Rows
+from trak_lite.errors import (
+    MODEL_FAILURES,
+    TrakLiteError,
+    UnsupportedModelError,
+    refuse_machine_failure,
+)
+from trak_lite.featurizing.kronecker.noise import row_noise
+from trak_lite.featurizing.unprojected import by_name
+from trak_lite.gradient_computers import HookGradientComputer, select_parameters
+from trak_lite.modelout_functions import AbstractModelOutput, ModelCall
+from trak_lite.modelout_functions._sampling import LossModelOutput
+from trak_lite.projectors import NoOpProjector
+from trak_lite.types import Batch, ParameterShapes
+
+__all__ = ["CurvatureProducts", "FisherProducts", "GaussNewtonProducts"]
+
+logger = logging.getLogger(__name__)
+
+_TANGENTS = 1024
+"""Samples times vectors that go through the model at once."""
+
+Named: TypeAlias = dict[str, Tensor]
+Outputs: TypeAlias = tuple[Tensor, ...]
+
+
+class CurvatureProducts(Protocol):
+    """Multiplies vectors by the curvature of the training loss of some train rows."""
+
+    def __call__(self, vectors: Tensor, wanted: NDArray[np.int64], /, *, scale: float = 1.0) -> Tensor:
+        """Return the products ``(m, P)`` of vectors ``(m, P)`` with the matrix of some rows, times ``scale``."""
+
+
+@final
+class FisherProducts:
+    r"""Products with an estimate of the Gauss-Newton matrix: :math:`\frac1D \sum_{i,d} g_{i,d} g_{i,d}^\top`.
+
+    g is the loss gradient of row i for the d-th label drawn from the model. The gradients of a batch are computed once
+    for all vectors. They are the same in every call, so the matrix is fixed.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        task: AbstractModelOutput,
+        rows: Rows,
+        parameters: ParameterShapes,
+        *,
+        draws: int,
+        seed: int,
+        device: torch.device,
+    ) -> None:
+        """Store the arguments.
+
+        Args:
+            model: The model, in the mode that its gradients are taken in.
+            task: Draws the labels, and defines the loss.
+            rows: The train rows.
+            parameters: Shapes of the kept parameters, in model order.
+            draws: D, labels per row.
+            seed: Seed of the draws.
+            device: Device of the model.
+        """
+        self._model = model
+        self._task = task
+        self._rows = rows
+        self._parameters = parameters
+        self._draws = draws
+        self._seed = seed
+        self._device = device
+        self._computer = HookGradientComputer(model, LossModelOutput(task), grad_wrt=list(parameters))
+
+    @torch.no_grad()
+    def __call__(self, vectors: Tensor, wanted: NDArray[np.int64], /, *, scale: float = 1.0) -> Tensor:
+        """Return the products; see :class:`CurvatureProducts`.
+
+        Raises:
+            UnsupportedModelError: If hooks cannot differentiate the model sample by sample.
+        """
+        total = torch.zeros_like(vectors)
+        plan = np.split(wanted, range(self._rows.batch_size, len(wanted), self._rows.batch_size))
+        with full_float32(self._device):
+            for rows, batch in self._rows.batches(plan):
+                moved = move_batch(batch, self._device)
+                for draw in range(self._draws):
+                    gradients = self._gradients(rows, moved, draw).to(vectors)
+                    total.addmm_(vectors @ gradients.T, gradients)
+        return total.mul_(scale / self._draws)
+
+    def _gradients(self, rows: NDArray[np.int64], batch: Batch, draw: int) -> Tensor:
+        noise = row_noise(rows, seed=self._seed, draw=draw)
+        labelled = self._task.sample_labels(ModelCall(self._model), batch, noise)
+        accumulator = NoOpProjector(device=self._device).accumulator(
+            len(rows), model_id=0, parameters=self._parameters
+        )
+        with torch.enable_grad():
+            self._computer.stream_gradients(labelled, accumulator.add)
+        return accumulator.features()
+
+
+@final
+class GaussNewtonProducts:
+    """Products with the Gauss-Newton matrix of the loss of some train rows, at the weights that the model has."""
+
+    def __init__(
+        self,
+        model: nn.Module,
+        task: AbstractModelOutput,
+        rows: Rows,
+        parameters: ParameterShapes,
+        *,
+        device: torch.device,
+    ) -> None:
+        """Store the arguments.
+
+        Args:
+            model: The model, in the mode that its gradients are taken in.
+            task: Defines the loss. If q times the gradient of its f is not the loss gradient, its log-likelihood does.
+            rows: The train rows.
+            parameters: Shapes of the kept parameters, in model order.
+            device: Device of the model.
+        """
+        self._model = model
+        self._task = task.log_likelihood() or task
+        self._rows = rows
+        self._parameters = parameters
+        self._device = device
+        self._forward_mode: bool | None = None
+        """Whether the model supports forward-mode differentiation; ``None`` before the first product."""
+
+    def __call__(self, vectors: Tensor, wanted: NDArray[np.int64], /, *, scale: float = 1.0) -> Tensor:
+        """Return the products ``(m, P)`` of vectors ``(m, P)`` with the matrix of some rows, times ``scale``.
+
+        Raises:
+            UnsupportedModelError: If ``torch.func`` cannot transform the model.
+        """
+        total = torch.zeros_like(vectors)
+        plan = np.split(wanted, range(self._rows.batch_size, len(wanted), self._rows.batch_size))
+        with (
+            full_float32(self._device),
+            sdpa_kernel(SDPBackend.MATH),
+        ):  # the other kernels have no second derivative
+            for _, batch in self._rows.batches(plan):
+                self._add(total, vectors, move_batch(batch, self._device))
+        return total.mul_(scale)
+
+    def _add(self, total: Tensor, vectors: Tensor, batch: Batch) -> None:
+        """Add the products with the matrix of a batch to ``total``, some vectors at a time."""
+        step = max(1, _TANGENTS // batch_size(batch))
+        try:
+            outputs = _ModelOutputs(self._model, self._task, batch, list(self._parameters))
+            for start in range(0, len(vectors), step):
+                part = slice(start, start + step)
+                found = self._products(outputs, by_name(vectors[part], self._parameters))
+                total[part] += torch.cat([found[name].flatten(1) for name in self._parameters], 1)
+        except (TrakLiteError, torch.OutOfMemoryError):
+            raise
+        except MODEL_FAILURES as error:
+            refuse_machine_failure(error)
+            raise UnsupportedModelError(
+                f"torch.func cannot compute Gauss-Newton products of {type(self._model).__name__}: {error!s:.300}. Use "
+                "EKFAC, which needs gradients of samples only."
+            ) from error
+
+    def _products(self, outputs: _ModelOutputs, vectors: Named) -> Named:
+        if self._forward_mode is None:
+            self._forward_mode = self._supports_forward_mode(outputs, vectors)
+        tangents = outputs.forward if self._forward_mode else outputs.twice_backward
+        found: Named = vmap(
+            lambda vector: outputs.backward(outputs.curved(tangents(vector))), randomness="same"
+        )(vectors)
+        return {name: part.detach() for name, part in found.items()}
+
+    def _supports_forward_mode(self, outputs: _ModelOutputs, vectors: Named) -> bool:
+        try:
+            with warnings.catch_warnings():  # torch's own, from the first use of forward mode in a process
+                warnings.filterwarnings("ignore", message=".*torch.jit.script", category=DeprecationWarning)
+                outputs.forward({name: part[0] for name, part in vectors.items()})
+        except (RuntimeError, NotImplementedError) as error:
+            logger.info(
+                "%s has an operation without forward-mode differentiation (%.200s): Jacobian products are computed by "
+                "two backward passes.",
+                type(self._model).__name__,
+                error,
+            )
+            return False
+        return True
+
+
+@final
+class _ModelOutputs:
+    """The outputs of the model for a batch as a function of the kept parameters, and the loss of the outputs."""
+
+    def __init__(
+        self, model: nn.Module, task: AbstractModelOutput, batch: Batch, names: Sequence[str]
+    ) -> None:
+        kept = select_parameters(model, list(names))
+        self._values = {name: kept[name].detach() for name in names}
+        self._constants = {name: p.detach() for name, p in model.named_parameters()}
+        self._buffers = dict(model.named_buffers())
+        self._model, self._task, self._batch = model, task, batch
+        with torch.no_grad():
+            recorded = _Recording(model, self._constants, self._buffers)
+            self._terms = task.evaluate(recorded, batch)
+        self._calls = recorded.calls
+        self._found, self._to_parameters = _vjp(self._outputs, self._values)
+
+    def _outputs(self, values: Named) -> Outputs:
+        """Return all floating outputs of the model for some values of the kept parameters."""
+        call = _Recording(self._model, {**self._constants, **values}, self._buffers)
+        self._task.evaluate(call, self._batch)
+        return tuple(leaf for leaves, _ in call.calls for leaf in leaves if _is_real(leaf))
+
+    def forward(self, vector: Named) -> Outputs:
+        """Return J v by forward-mode differentiation."""
+        found: Outputs = jvp(self._outputs, (self._values,), (vector,))[1]
+        return found
+
+    def twice_backward(self, vector: Named) -> Outputs:
+        """Return J v as the derivative of u -> J^T u, which is linear."""
+
+        def transposed(cotangents: Outputs) -> Named:
+            _, back = _vjp(self._outputs, self._values)
+            found: Named = back(cotangents)[0]
+            return found
+
+        _, back = _vjp(transposed, tuple(torch.zeros_like(part) for part in self._found))
+        found: Outputs = back(vector)[0]
+        return found
+
+    def backward(self, cotangents: Outputs) -> Named:
+        """Return J^T u."""
+        found: Named = self._to_parameters(cotangents)[0]
+        return found
+
+    def curved(self, tangents: Outputs) -> Outputs:
+        """Return the product of the Hessian of the loss in the outputs with a tangent."""
+        _, back = _vjp(grad(self._loss), tuple(part.detach() for part in self._found))
+        found: Outputs = back(tangents)[0]
+        return found
+
+    def _loss(self, outputs: Outputs) -> Tensor:
+        """Return the summed loss of the outputs, up to a constant, to second order in f."""
+        values = iter(outputs)
+        calls = [
+            ([next(values) if _is_real(leaf) else leaf for leaf in leaves], spec)
+            for leaves, spec in self._calls
+        ]
+        f = self._task.evaluate(_Replay(self._model, calls), self._batch).output
+        change = f - self._terms.output.detach()
+        return (0.5 * self._terms.loss_curvature * change**2 - self._terms.out_to_loss_grad * change).sum()
+
+
+def _vjp(function: Callable[..., Any], at: Any) -> tuple[Any, Callable[..., Any]]:
+    """Return the value of a function of one argument, and the map from cotangents to its gradient, in a tuple."""
+    value, back = torch_vjp(function, at)[:2]
+    return value, back
+
+
+def _is_real(leaf: Any) -> bool:
+    return isinstance(leaf, Tensor) and leaf.is_floating_point()
+
+
+@final
+class _Recording(ModelCall):
+    """Calls the model and records what it returns."""
+
+    def __init__(self, model: nn.Module, parameters: Named, buffers: Named) -> None:
+        super().__init__(model, parameters, buffers)
+        self.calls: list[tuple[list[Any], TreeSpec]] = []
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        returned = super().__call__(*args, **kwargs)
+        self.calls.append(tree_flatten(returned))
+        return returned
+
+
+@final
+class _Replay(ModelCall):
+    """Returns recorded outputs, in order, instead of calling the model."""
+
+    def __init__(self, model: nn.Module, calls: Sequence[tuple[list[Any], TreeSpec]]) -> None:
+        super().__init__(model)
+        self._calls = iter(calls)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        leaves, spec = next(self._calls)
+        return tree_unflatten(leaves, spec)

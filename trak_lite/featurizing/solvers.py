@@ -1,0 +1,131 @@
+"""Iterative solvers of (H + Lambda) x = b for many right-hand sides, given products with H.
+
+Shapes: m right-hand sides, P parameter entries.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Self, TypeAlias, final
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+__all__ = ["Convergence", "conjugate_gradients", "largest_eigenvalue", "neumann_series"]
+
+Product: TypeAlias = Callable[[Tensor], Tensor]
+"""A linear map ``(m, P) -> (m, P)``, row by row."""
+
+
+@final
+@dataclass(frozen=True, slots=True, eq=False)
+class Convergence:
+    """How far an iterative solver came for each target."""
+
+    iterations: NDArray[np.int64]
+    """``(m,)`` iterations."""
+    residuals: NDArray[np.float64]
+    """``(m,)`` norm of the final residual b - (H + Lambda) x divided by that of b; 0 if b is zero."""
+
+    @classmethod
+    def joined(cls, parts: Sequence[Self]) -> Self:
+        """Return the convergence of consecutive blocks of targets."""
+        return cls(
+            np.concatenate([part.iterations for part in parts]),
+            np.concatenate([part.residuals for part in parts]),
+        )
+
+
+def conjugate_gradients(
+    product: Product, precondition: Product, right: Tensor, *, tolerance: float, max_iterations: int
+) -> tuple[Tensor, Convergence]:
+    """Solve A x = b by preconditioned conjugate gradients, for each right-hand side on its own.
+
+    Targets that have converged take no more products. The iteration of a target also ends at a direction in which A is
+    not positive.
+
+    Args:
+        product: Multiplies by A, which is symmetric and positive definite.
+        precondition: Multiplies by an approximation of the inverse of A, symmetric and positive definite.
+        right: b ``(m, P)``.
+        tolerance: Largest norm of the residual, as a share of the norm of b.
+        max_iterations: Largest number of iterations.
+
+    Returns:
+        x ``(m, P)``, and the convergence.
+    """
+    x = torch.zeros_like(right)
+    norms = _norms(right)
+    residuals, iterations = (norms > 0).double(), torch.zeros(len(right), dtype=torch.int64, device="cpu")
+    active = torch.nonzero(norms > 0).flatten()
+    r = right[active].clone()
+    p = precondition(r)
+    rz = _dots(r, p)
+    for _ in range(max_iterations):
+        if not len(active):
+            break
+        image = product(p)
+        curvature = _dots(p, image)
+        positive = curvature > 0
+        step = torch.where(positive, rz / curvature, 0.0).to(r)[:, None]
+        x[active] += step * p
+        r = r - step * image
+        iterations[active.cpu()] += 1
+        share = _norms(r) / norms[active]
+        residuals[active] = share
+        going = positive & (share > tolerance)
+        active, r, p, rz = active[going], r[going], p[going], rz[going]
+        if not len(active):
+            break
+        z = precondition(r)
+        now = _dots(r, z)
+        p = z + (now / rz).to(z)[:, None] * p
+        rz = now
+    return x, Convergence(iterations.numpy(), residuals.cpu().numpy())
+
+
+def neumann_series(product: Product, right: Tensor, *, scale: float, depth: int) -> Tensor:
+    """Iterate x <- x + (b - A_t x) / scale from x = b / scale, where each call of ``product`` may use another A_t.
+
+    Args:
+        product: Multiplies by an estimate of A.
+        right: b ``(m, P)``.
+        scale: Above half of the largest eigenvalue of A.
+        depth: Number of steps.
+    """
+    x = right / scale
+    for _ in range(depth):
+        x += (right - product(x)) / scale
+    return x
+
+
+def largest_eigenvalue(product: Product, like: Tensor, *, iterations: int, seed: int) -> float:
+    """Return an estimate, from below, of the largest eigenvalue of A by power iterations.
+
+    Args:
+        product: Multiplies by A.
+        like: ``(m, P)`` tensor of the dtype and device of vectors.
+        iterations: Number of products.
+        seed: Seed of the first vector.
+    """
+    generator = torch.Generator("cpu").manual_seed(seed)
+    vector = torch.randn(1, like.shape[1], generator=generator, dtype=torch.float32, device="cpu").to(like)
+    value = 0.0
+    for _ in range(iterations):
+        vector = vector / vector.norm()
+        image = product(vector)
+        value = float(_dots(vector, image))
+        vector = image
+    return value
+
+
+def _dots(a: Tensor, b: Tensor) -> Tensor:
+    return (a * b).sum(1)
+
+
+def _norms(rows: Tensor) -> Tensor:
+    norms: Tensor = rows.norm(dim=1).double()
+    return norms

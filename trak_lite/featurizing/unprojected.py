@@ -1,0 +1,234 @@
+"""Products of unprojected gradients of train rows with target gradients, computed in a stream without storing rows.
+
+Shapes: B samples of a batch, m targets, P gradient entries per sample.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import replace
+from typing import Any, NamedTuple, final
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from trak_lite._progress import progress_bar
+from trak_lite.data.batches import batch_size, move_batch
+from trak_lite.data.datasets import Rows
+from trak_lite.errors import InvalidInputError
+from trak_lite.featurizing.diagnosis import refuse_non_finite
+from trak_lite.featurizing.kronecker.covariances import precise, sample_slices
+from trak_lite.featurizing.rows import compute_features
+from trak_lite.gradient_computers import AbstractGradientComputer
+from trak_lite.gradient_computers.normalization import Normalization
+from trak_lite.gradient_computers.normalized import RowNormalizer
+from trak_lite.projectors import AbstractProjector, NoOpProjector
+from trak_lite.projectors._base import AbstractFeatureAccumulator, project_named
+from trak_lite.projectors._blocks import check_block
+from trak_lite.types import (
+    Batch,
+    FeatureLayout,
+    GradientBlock,
+    LookupBlock,
+    OutputTerms,
+    ParameterShapes,
+    SummedBlock,
+    num_entries,
+    samples_of,
+)
+
+__all__ = ["GradientPass", "ProductProjector", "RowProducts", "by_name"]
+
+
+def by_name(gradients: Tensor, parameters: ParameterShapes) -> dict[str, Tensor]:
+    """Return gradients ``(m, P)`` as views ``(m, *shape)`` by parameter name, parameters in model order."""
+    sizes = [math.prod(shape) for shape in parameters.values()]
+    parts = torch.split(gradients, sizes, dim=1)
+    return {
+        name: part.reshape(len(part), *shape)
+        for (name, shape), part in zip(parameters.items(), parts, strict=True)
+    }
+
+
+@final
+class ProductProjector(AbstractProjector):
+    """A projector whose features are the inner products of a gradient with given gradients of targets.
+
+    Example:
+        >>> projector = ProductProjector({"weight": torch.tensor([[1.0, 2.0]])})
+        >>> projector.project({"weight": torch.tensor([[3.0, 1.0]])}, model_id=0)
+        tensor([[5.]])
+    """
+
+    def __init__(self, targets: Mapping[str, Tensor]) -> None:
+        """Store the gradients of the targets.
+
+        Args:
+            targets: ``(m, *shape)`` float32 or float64 by parameter name, the same m for all.
+        """
+        self._targets = {name: part.reshape(len(part), -1) for name, part in targets.items()}
+        some = next(iter(self._targets.values()))
+        super().__init__(0, len(some), 0, "na", some.device)
+        self._like = some
+
+    def project(self, grads: Mapping[str, Tensor] | Tensor, model_id: int) -> Tensor:
+        """Return the products ``(B, m)`` of collected gradients."""
+        return project_named(self, grads, model_id)
+
+    def accumulator(
+        self, num_samples: int, *, model_id: int, parameters: ParameterShapes
+    ) -> AbstractFeatureAccumulator:
+        """Return a new accumulator for one batch of ``num_samples`` rows."""
+        del model_id
+        products = self._like.new_zeros(num_samples, self.proj_dim)
+        return _ProductAccumulator(products, self._targets, parameters)
+
+    def layout(self, parameters: ParameterShapes) -> FeatureLayout:
+        """Return one segment of m columns."""
+        del parameters
+        return FeatureLayout.joint(self.proj_dim)
+
+
+@final
+class _ProductAccumulator(AbstractFeatureAccumulator):
+    """Adds the products of each block with the same parameter's gradients of the targets."""
+
+    def __init__(self, products: Tensor, targets: Mapping[str, Tensor], parameters: ParameterShapes) -> None:
+        self._products = products
+        self._targets = targets
+        self._parameters = parameters
+
+    @torch.no_grad()
+    def add(self, block: GradientBlock) -> None:
+        check_block(block, len(self._products), self._parameters)
+        for part in block.parts if isinstance(block, SummedBlock) else (block,):
+            self._add_part(part)
+
+    def _add_part(self, block: GradientBlock) -> None:
+        targets, start = self._targets[block.name], block.start
+        if isinstance(block, LookupBlock):
+            block, targets = _looked_up(block, targets)
+        for samples in sample_slices(block.num_samples, targets.shape[1]):
+            rows = precise(samples_of(block, samples).dense().detach()).to(targets)
+            self._products[start + samples.start : start + samples.stop].addmm_(rows, targets.T)
+
+    def features(self) -> Tensor:
+        return self._products
+
+
+def _looked_up(block: LookupBlock, targets: Tensor) -> tuple[LookupBlock, Tensor]:
+    """Return the block and the targets ``(m, U d)`` restricted to the U rows of the table that were looked up."""
+    width = block.values.shape[2]
+    found, rows = torch.unique(block.rows, return_inverse=True)
+    columns = targets.view(len(targets), block.num_rows, width)[:, found].flatten(1)
+    return replace(block, rows=rows, num_rows=len(found)), columns
+
+
+class RowProducts(NamedTuple):
+    """Products of a batch of train rows with all targets of a pass."""
+
+    rows: NDArray[np.int64]
+    """``(B,)`` row numbers."""
+    products: Tensor
+    """``(B, m)`` float32 or float64, on the device of the targets."""
+    out_to_loss: Tensor
+    """``(B,)`` q."""
+
+
+@final
+class GradientPass:
+    """Gradients of the rows of a dataset at the loaded checkpoint, with the checks of :func:`featurize_rows`."""
+
+    def __init__(
+        self,
+        rows: Rows,
+        computer_for: Callable[[Batch, NDArray[np.int64]], AbstractGradientComputer],
+        parameters: ParameterShapes,
+        *,
+        device: torch.device,
+        normalization: Normalization,
+    ) -> None:
+        """Store the arguments.
+
+        Args:
+            rows: The data.
+            computer_for: Returns the gradient computer for a batch and its rows.
+            parameters: Shapes of the kept parameters.
+            device: Device of the model.
+            normalization: Normalisation of the gradients.
+        """
+        self._rows = rows
+        self._computer_for = computer_for
+        self._parameters = parameters
+        self._device = device
+        self._normalization = normalization
+
+    def gradients(self, wanted: NDArray[np.int64], *, label: str, progress: bool | None) -> Tensor:
+        """Return the gradients of some rows, ``(len(wanted), P)`` in float32 or better, parameters in model order.
+
+        Args:
+            wanted: Row numbers.
+            label: Label of the progress bar.
+            progress: Show the bar; ``None`` shows it on a terminal only.
+
+        Raises:
+            NonFiniteError: If f, q, w or a gradient is NaN or infinite; names the rows.
+        """
+        found: Tensor | None = None
+        projector = NoOpProjector(device=self._device)
+        start = 0
+        for numbers, features, _ in self._stream(wanted, projector, label, progress):
+            features = precise(features)
+            if found is None:
+                found = features.new_empty(len(wanted), num_entries(self._parameters))
+            found[start : start + len(numbers)] = features
+            start += len(numbers)
+        assert found is not None  # a dataset has at least one row
+        return found
+
+    def products(
+        self, wanted: NDArray[np.int64], targets: Tensor, *, label: str, progress: bool | None
+    ) -> Iterator[RowProducts]:
+        """Yield the products of some rows' gradients with those of targets, batch by batch.
+
+        Args:
+            wanted: Row numbers.
+            targets: ``(m, P)``, parameters in model order.
+            label: Label of the progress bar.
+            progress: Show the bar; ``None`` shows it on a terminal only.
+
+        Raises:
+            NonFiniteError: If f, q, w or a product is NaN or infinite; names the rows.
+        """
+        projector = ProductProjector(by_name(targets, self._parameters))
+        for numbers, features, terms in self._stream(wanted, projector, label, progress):
+            yield RowProducts(numbers, features, terms.out_to_loss_grad)
+
+    def _stream(
+        self, wanted: NDArray[np.int64], projector: AbstractProjector, label: str, progress: bool | None
+    ) -> Iterator[tuple[NDArray[np.int64], Tensor, OutputTerms]]:
+        plan = np.split(wanted, range(self._rows.batch_size, len(wanted), self._rows.batch_size))
+        with progress_bar(len(wanted), label=label, progress=progress) as bar:
+            for rows, batch in self._rows.batches(plan):
+                yield rows, *self._computed(rows, batch, projector)
+                bar.update(len(rows))
+
+    def _computed(
+        self, rows: NDArray[np.int64], batch: Batch, projector: AbstractProjector
+    ) -> tuple[Tensor, OutputTerms]:
+        if batch_size(batch) != len(rows):
+            raise InvalidInputError(
+                f"Collating {len(rows)} samples of {self._rows.what} gave a batch of {batch_size(batch)}. The collate "
+                "function must keep one entry per sample, in order."
+            )
+        batch = move_batch(batch, self._device)
+        computer = self._computer_for(batch, rows)
+        settings: dict[str, Any] = {"model_id": 0, "rows": rows, "what": self._rows.what}
+        if self._normalization.kind != "none":
+            settings["normalizer"] = RowNormalizer(self._normalization, len(rows))
+        features, terms = compute_features(computer, projector, batch, **settings)
+        refuse_non_finite(features, terms, rows, self._rows.what, computer, batch)
+        return features, terms

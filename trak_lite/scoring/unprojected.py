@@ -1,0 +1,333 @@
+"""Scores from unprojected gradients: of all train rows without storing them, or of the candidates of stored scores.
+
+Shapes: N train rows, M targets, m targets of a block, R train rows that are scored, P gradient entries per sample.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Final, final
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from trak_lite._validate import positive_int
+from trak_lite.data.datasets import Rows
+from trak_lite.errors import InvalidInputError
+from trak_lite.featurizing.session import FeaturizingSession, Run
+from trak_lite.featurizing.solvers import Convergence
+from trak_lite.gradient_computers.normalization import Normalization
+from trak_lite.linalg.topk import TopK, TopRows
+from trak_lite.methods import (
+    CG,
+    EKFAC,
+    AbstractInverseMethod,
+    AbstractMethod,
+    GradCos,
+    LiSSA,
+    Method,
+    as_method,
+)
+from trak_lite.models.checkpoints import Checkpoint
+from trak_lite.models.sharded import refuse_sharded
+from trak_lite.scoring.matrix import AbstractScoreMatrix, HeldMatrix, PartialMatrix
+from trak_lite.scoring.scores import Scores
+from trak_lite.scoring.source import UnstoredRows
+from trak_lite.store import AbstractRowTable, Manifest
+from trak_lite.types import num_entries
+
+__all__ = ["MAX_BYTES", "Refine", "refined_scores", "scores_of_stream", "unprojected_method"]
+
+logger = logging.getLogger(__name__)
+
+MAX_BYTES: Final = 2 << 30
+"""Default memory for the gradients of targets, in bytes."""
+_SHOWN: Final = 10
+"""Rows per target whose overlap before and after a refinement is reported."""
+
+Visit = Callable[[str, str, float], None]
+"""Called with the digest, the name and the weight of each checkpoint, while it is loaded."""
+
+
+@final
+@dataclass(frozen=True, kw_only=True)
+class Refine:
+    """Candidates of stored scores whose scores are computed again, from unprojected gradients.
+
+    The stored rows find the most helpful and the most harmful rows of every target in one pass. The gradients of these
+    rows are then computed anew, all others are not. Pass it to :meth:`~trak_lite.Attributor.score`.
+
+    Example:
+        >>> Refine(candidates=200, method="GradDot").method
+        GradDot(q='inside', checkpoint_weights=None)
+    """
+
+    candidates: int = 1000
+    """Number of most helpful and of most harmful rows per target that are scored again."""
+    method: Method = field(default_factory=EKFAC)
+    """The method of the final scores: a method without a kernel in feature space, its name, or its name and fields."""
+    max_bytes: int = MAX_BYTES
+    """Memory for the gradients of targets, in bytes. More targets than fit are scored in several passes."""
+
+    def __post_init__(self) -> None:
+        """Check the fields."""
+        positive_int(candidates=self.candidates)
+        positive_int(max_bytes=self.max_bytes)
+        object.__setattr__(self, "method", unprojected_method(self.method))
+
+
+def unprojected_method(method: Method) -> AbstractMethod:
+    """Return a method that can score unprojected gradients.
+
+    Raises:
+        InvalidInputError: If the method is unknown, or needs stored rows.
+    """
+    found = as_method(method)
+    own = type(found)
+    transforms = (
+        own.transform is not AbstractMethod.transform
+        or own.transform_targets is not AbstractMethod.transform_targets
+    )
+    if found.kernel is not None or (transforms and not isinstance(found, GradCos)):
+        raise InvalidInputError(
+            f"{found.name} needs stored feature rows: featurize the train data and call score(method={found.name!r}). "
+            "Without stored rows, use EKFAC or CG for influence functions, or GradDot, GradCos or TracIn."
+        )
+    return found
+
+
+def scores_of_stream(
+    run: Run,
+    train: Rows,
+    targets: Rows,
+    method: AbstractMethod,
+    checkpoints: Sequence[Checkpoint],
+    *,
+    k: int | None,
+    max_bytes: int,
+) -> Scores:
+    """Score all train rows by their unprojected gradients; see :meth:`~trak_lite.Attributor.stream_scores`."""
+    weights = method.weights(len(checkpoints))
+    everything = np.arange(len(train))
+    matrix = None if k is not None else np.empty((len(train), len(targets)), np.float32)
+    known: list[TopRows] = []
+    # Only a fit belongs to the train data; without one, the store is not used.
+    dataset = train.identity() if isinstance(method, AbstractInverseMethod) else None
+    with run.session(dataset) as session:
+
+        def walk(visit: Visit) -> None:
+            for checkpoint, weight in zip(checkpoints, weights, strict=True):
+                visit(session.load(checkpoint), checkpoint.name, weight)
+
+        scorer = _Scorer(run, session, train, targets, method)
+        for block in scorer.blocks(len(train), max_bytes):
+            found = scorer.scores(everything, block, walk)
+            if matrix is not None:
+                matrix[:, block] = found
+            else:
+                known += _ends(found, k or 1)
+    shown = {} if k is None else {"k": k}
+    result: AbstractScoreMatrix = (
+        PartialMatrix(len(train), known, k or 1) if matrix is None else HeldMatrix(matrix)
+    )
+    convergence = scorer.convergence(len(checkpoints))
+    return _unstored(run, result, "targets", method, convergence, {"checkpoints": len(checkpoints), **shown})
+
+
+def refined_scores(
+    run: Run,
+    session: FeaturizingSession,
+    tables: Mapping[str, AbstractRowTable],
+    targets: Rows,
+    name: str,
+    refine: Refine,
+    ends: NDArray[np.float64],
+) -> Scores:
+    """Score the candidates of every target by their unprojected gradients.
+
+    Args:
+        run: The model, settings and store.
+        session: The open session.
+        tables: Tables of the train rows by the digest of the checkpoint's weights.
+        targets: The targets.
+        name: Name of the target set.
+        refine: The settings.
+        ends: ``(2, 2, M, c)``, the result of :func:`~trak_lite.scoring.matrix.top_and_bottom` of the stored rows.
+
+    Raises:
+        StateError: If the train data or the weights of a checkpoint are not known.
+    """
+    method = run.settings.scored_by(refine.method)
+    weights = dict(zip(tables, method.weights(len(tables)), strict=True))
+    train = session.train_rows("refine computes gradients of")
+    candidates = [np.unique(rows) for rows in ends[:, 0].astype(np.int64).swapaxes(0, 1)]
+    known: list[TopRows] = []
+    passes = 0
+
+    def walk(visit: Visit) -> None:
+        session.visit_named(
+            tables, lambda digest, label: visit(digest, label, weights[digest]), purpose="to refine scores"
+        )
+
+    scorer = _Scorer(run, session, train, targets, method)
+    for block in scorer.blocks(len(np.unique(np.concatenate(candidates))), refine.max_bytes):
+        own = [candidates[target] for target in block]
+        union = np.unique(np.concatenate(own))
+        found = scorer.scores(union, block, walk)
+        passes += len(union)
+        for place, rows in enumerate(own):
+            known.append(TopRows(rows, found[np.searchsorted(union, rows), place]))
+    count = min(refine.candidates, len(train))
+    matrix = PartialMatrix(len(train), known, count)
+    overlap = _overlap(ends[0, 0].astype(np.int64), matrix, min(_SHOWN, count))
+    share = passes / len(train)
+    logger.info(
+        "Refined scores %r: the %d most helpful rows before and after agree to %.0f %% on average; gradients of "
+        "%.1f %% of the train rows were computed.",
+        name,
+        min(_SHOWN, count),
+        100 * overlap,
+        100 * share,
+    )
+    shown = {
+        "checkpoints": len(tables),
+        "candidates": refine.candidates,
+        f"top{min(_SHOWN, count)}_overlap": round(overlap, 3),
+        "train_passes": round(share, 4),
+    }
+    return _unstored(run, matrix, name, method, scorer.convergence(len(tables)), shown)
+
+
+def _unstored(
+    run: Run,
+    matrix: AbstractScoreMatrix,
+    name: str,
+    method: AbstractMethod,
+    convergence: tuple[Convergence, ...],
+    shown: Mapping[str, Any],
+) -> Scores:
+    fields = method.to_json()
+    settings = {**shown, "method": fields.pop("name"), **fields}
+    described = UnstoredRows(name, method, Manifest(run.settings.manifest(None).fingerprint))
+    return Scores(matrix, described, settings=settings, location=None, convergence=convergence)
+
+
+def _ends(scores: NDArray[np.float32], k: int) -> list[TopRows]:
+    """Return the k highest and the k lowest scores of every target, rows ascending."""
+    ends = []
+    for sign in ("helpful", "harmful"):
+        best = TopK(scores.shape[1], k, sign=sign)
+        best.update(0, torch.from_numpy(scores))
+        ends.append(best.result()[0].numpy())
+    known = [np.unique(rows) for rows in np.concatenate(ends, 1)]
+    return [TopRows(rows, scores[rows, target]) for target, rows in enumerate(known)]
+
+
+def _overlap(before: NDArray[np.int64], after: PartialMatrix, k: int) -> float:
+    """Return the mean share of the k most helpful rows of a target that are among the k most helpful ones before."""
+    found = after.kept_top(k, "helpful")
+    assert found is not None  # a partial matrix always has them
+    return float(np.mean([np.isin(a, b[:k]).mean() for a, b in zip(found.indices, before, strict=True)]))
+
+
+@final
+class _Scorer:
+    """Scores some train rows for blocks of targets, by unprojected gradients."""
+
+    def __init__(
+        self, run: Run, session: FeaturizingSession, train: Rows, targets: Rows, method: AbstractMethod
+    ) -> None:
+        refuse_sharded(run.model, "scores of unprojected gradients", "Use featurize and score")
+        kind = run.settings.normalization.kind
+        if kind in ("adam", "adam_update"):
+            raise InvalidInputError(
+                f"Scores of unprojected gradients do not support normalize={kind!r}. Use featurize and score without "
+                "refine, or an attributor with another normalize."
+            )
+        self._run = run
+        self._session = session
+        self._train = train
+        self._targets = targets
+        self._method = method
+        self._convergence: list[Convergence] = []
+
+    def convergence(self, num_checkpoints: int) -> tuple[Convergence, ...]:
+        """Return the convergence at every checkpoint, in the order of :meth:`scores`, over all blocks of targets."""
+        parts = [self._convergence[place::num_checkpoints] for place in range(num_checkpoints)]
+        return tuple(Convergence.joined(part) for part in parts if part)
+
+    def blocks(self, num_rows: int, max_bytes: int) -> list[NDArray[np.int64]]:
+        """Return the targets of each pass over ``num_rows`` train rows."""
+        width = num_entries(self._run.settings.parameters)
+        item = max(4, next(self._run.model.parameters()).element_size())
+        # The gradients before and after the inverse with the solver's vectors, and the scores.
+        copies = {CG: 7, LiSSA: 4, EKFAC: 2}.get(type(self._method), 1)
+        fitting = max(1, max_bytes // (item * copies * width + 4 * num_rows))
+        numbers = np.arange(len(self._targets))
+        found = np.split(numbers, range(fitting, len(numbers), fitting))
+        if len(found) > 1:
+            logger.info(
+                "The gradients of %d targets take more than max_bytes=%d: the train rows are read %d times, for %d "
+                "targets each.",
+                len(numbers),
+                max_bytes,
+                len(found),
+                fitting,
+            )
+        return found
+
+    def scores(
+        self, rows: NDArray[np.int64], block: NDArray[np.int64], walk: Callable[[Visit], None]
+    ) -> NDArray[np.float32]:
+        """Return the scores of some train rows ``(R, m)`` for a block of targets.
+
+        Args:
+            rows: Row numbers, ascending.
+            block: Target numbers.
+            walk: Loads the checkpoints one by one.
+        """
+        total = np.zeros((len(rows), len(block)), np.float32)
+        q = np.zeros(len(rows))
+        count = 0
+
+        def add(digest: str, label: str, weight: float) -> None:
+            nonlocal count
+            count += 1
+            solved = self._solved(block, digest, label)
+            train, progress = (
+                self._session.gradient_pass(self._train, normalization=self._cosines()),
+                self._run.progress,
+            )
+            done = 0
+            for part in train.products(rows, solved, label=f"Scoring, {label}", progress=progress):
+                products = part.products * weight
+                if self._method.q == "inside":
+                    products = products * part.out_to_loss.to(products)[:, None]
+                stop = done + len(part.rows)
+                total[done:stop] += products.float().cpu().numpy()
+                q[done:stop] += part.out_to_loss.double().cpu().numpy()
+                done = stop
+
+        walk(add)
+        return total * (q / count).astype(np.float32)[:, None] if self._method.q == "outside" else total
+
+    def _solved(self, block: NDArray[np.int64], digest: str, label: str) -> Tensor:
+        """Return the gradients of the targets at the loaded checkpoint, multiplied by the inverse, ``(m, P)``."""
+        targets = self._session.gradient_pass(self._targets, normalization=self._cosines())
+        gradients = targets.gradients(block, label=f"Targets, {label}", progress=self._run.progress)
+        solution = self._session.solved(gradients, self._method, digest, label, self._train)
+        if solution.convergence is not None:
+            self._convergence.append(solution.convergence)
+        return solution.gradients
+
+    def _cosines(self) -> Normalization | None:
+        """Return the normalisation that turns products into cosines, if the method is that of cosines."""
+        if not isinstance(self._method, GradCos):
+            return None
+        settings = self._run.settings
+        is_joint = len(self._method.layout_of(settings.layout).segments) == 1
+        return Normalization("unit", scope="global" if is_joint else "module")
