@@ -20,43 +20,71 @@ from scale_plan import RESULTS, markdown, parts
 ROOT = Path(__file__).resolve().parents[1]
 PAGES = (*sorted((ROOT / "docs" / "pages").rglob("*.md")), ROOT / "docs" / "scale.md")
 MARKED = re.compile(r"(?<=<!-- table: )(\w+)( -->\n)(.*?)(?=<!-- end -->)", re.DOTALL)
-SETTINGS = {"digits_mlp": "digits, MLP", "digits_cnn": "digits, CNN", "python_lm": "Python source, GPT"}
-
-
-def measured_methods() -> dict[str, dict[str, Any]]:
-    """Return the results of each method by setting, without ceilings and methods that failed."""
-    found: dict[str, dict[str, Any]] = {}
-    for key, figures in parts("lds").items():
-        setting, method = key.split(" / ", 1)
-        if isinstance(figures, dict) and "lds" in figures:
-            found.setdefault(method, {})[setting] = figures
-    return found
 
 
 def lds() -> str:
-    """Return the LDS of every method with its interval: methods measured on every setting first, ordered by mean."""
-    methods = measured_methods()
+    """Return, for every problem, the LDS of the default, of the best other package, and their difference."""
+    rows = []
+    for problem, found in parts("lds_summary")["problems"].items():
+        ours, peer = found["ours"], found.get("peer")
+        cells = [problem, f"{found['ceiling']:.3f}", _interval(ours["lds_all"]), f"{ours['seconds']:.0f}"]
+        if peer is not None:
+            cells += [peer["method"], _interval(peer["lds_all"]), f"{peer['seconds']:.0f}"]
+            cells += [_interval(peer["difference"], sign="+")]
+        rows.append([*cells, *[""] * (8 - len(cells))])
+    columns = [
+        "problem",
+        "ceiling",
+        "default",
+        "CPU s",
+        "best other package",
+        "its LDS",
+        "CPU s",
+        "difference",
+    ]
+    return markdown(columns, rows)
 
-    def order(method: str) -> tuple[int, float]:
-        values = [figures["lds"]["mean"] for figures in methods[method].values()]
-        return len(SETTINGS) - len(values), -sum(values) / len(values)
 
-    def cell(figures: dict[str, Any] | None) -> str:
-        if figures is None:
-            return ""
-        low, high = figures["lds"]["interval"]
-        return f"{figures['lds']['mean']:.3f} [{low:.3f}, {high:.3f}]"
+def _interval(value: dict[str, Any], sign: str = "") -> str:
+    low, high = value["interval"]
+    return f"{value['mean']:{sign}.3f} [{low:{sign}.3f}, {high:{sign}.3f}]"
 
-    rows = [[name, *(cell(methods[name].get(s)) for s in SETTINGS)] for name in sorted(methods, key=order)]
-    ceilings = parts("lds")
-    limit = ["*ceiling by the noise of seeds*", *(f"{ceilings[f'{s} / ceiling']:.3f}" for s in SETTINGS)]
-    return markdown(["method", *SETTINGS.values()], [limit, *rows])
+
+def ranks() -> str:
+    """Return mean rank and mean LDS of the default and of every method of other packages."""
+    rows = [
+        [method, *(f"{one[name]:.{digits}f}" if name in one else "" for name, digits in RANKS.items())]
+        for method, one in parts("lds_summary")["methods"].items()
+    ]
+    return markdown(["method", *RANKS], rows)
+
+
+RANKS = {"mean rank": 2, "mean lds": 3, "mean seconds": 1, "problems": 0, "failed": 0}
+
+
+def defaults() -> str:
+    """Return the LDS of the former default, the default, and the settings that the other problems choose."""
+    rows = [
+        [
+            problem,
+            f"{found['before']:.3f}",
+            f"{found['default']:.3f}",
+            f"{found['chosen'][1]:.3f}: {found['chosen'][0]}",
+            f"{found['best'][1]:.3f}: {found['best'][0]}",
+        ]
+        for problem, found in parts("lds_defaults")["leave one out, run"].items()
+    ]
+    return markdown(["problem", "before", "default", "chosen on the others", "best"], rows)
 
 
 def cost() -> str:
-    """Return the cost of methods on one setting: disk per train row, and CPU seconds."""
-    setting = "digits_mlp"
-    found = {name: given[setting] for name, given in measured_methods().items() if setting in given}
+    """Return accuracy and cost of methods on one problem: LDS, disk per train row, and CPU seconds."""
+    problem = "digits_mlp"
+    found = {
+        key.split(" / ", 1)[1]: figures
+        for key, figures in parts("lds").items()
+        if key.startswith(f"{problem} / ") and isinstance(figures, dict) and "lds_all" in figures
+    }
     rows = [
         [
             name,
@@ -65,11 +93,12 @@ def cost() -> str:
                 for key in ("checkpoints", "K", "row_bytes")
             ),
             f"{figures['seconds']:.1f}",
+            _interval(figures["lds_all"]),
         ]
-        for name, figures in sorted(found.items(), key=lambda item: item[1].get("seconds", 0.0))
+        for name, figures in sorted(found.items(), key=lambda item: -item[1]["lds_all"]["mean"])
         if "seconds" in figures
     ]
-    return markdown(["method", "checkpoints", "K", "bytes per train row", "CPU s"], rows)
+    return markdown(["method", "checkpoints", "K", "bytes per train row", "CPU s", "LDS"], rows)
 
 
 def projection() -> str:
@@ -165,6 +194,8 @@ TABLES: dict[str, Callable[[], str]] = {
     function.__name__: function
     for function in (
         lds,
+        ranks,
+        defaults,
         cost,
         projection,
         damping,

@@ -20,6 +20,7 @@ Run:  python -m benchmarks.lds.defaults [--settings digits_relu ...]
 from __future__ import annotations
 
 import argparse
+import json
 import tempfile
 from collections.abc import Callable
 from typing import Any
@@ -188,54 +189,56 @@ def figures(name: str) -> dict[str, dict[str, float]]:
     return found
 
 
-def table(parts: dict[str, Any], group: str, *, text: bool) -> list[str]:
-    """Return the lines of a table of the problems that are language models, or of the others."""
-    names = [name for name in SETTINGS if name in parts and (SETTINGS[name].task == TEXT) == text]
-    if not names:
-        return []
-    known = {name: parts[name][group] for name in names}
-    common = [setting for setting in known[names[0]] if all(setting in found for found in known.values())]
-    kind = TEXT if text else "others"
-    lines = [
-        f"\n{group}\n",
-        "| problem | before | default | chosen on the others | best |",
-        "|---|--:|--:|---|--:|",
-    ]
-    means = {"before": [], "default": [], "chosen": [], "best": []}  # type: dict[str, list[float]]
-    for name in names:
-        others = [other for other in names if other != name] or names
-        chosen = max(common, key=lambda setting: float(np.mean([known[other][setting] for other in others])))
-        best = max(known[name], key=known[name].__getitem__)
-        row = {
-            "before": known[name][BEFORE[kind]],
-            "default": known[name][DEFAULT[kind]],
-            "chosen": known[name][chosen],
-            "best": known[name][best],
-        }
-        for column, value in row.items():
-            means[column].append(value)
-        lines.append(
-            f"| {name} | {row['before']:.3f} | {row['default']:.3f} | {row['chosen']:.3f} ({chosen}) | "
-            f"{row['best']:.3f} ({best}) |"
-        )
-    average = [f"{float(np.mean(values)):.3f}" for values in means.values()]
-    return [*lines, f"| mean | {' | '.join(average)} |"]
+def leave_one_out(parts: dict[str, Any], group: str) -> dict[str, dict[str, Any]]:
+    """Return, for every problem, the LDS before, of the default, of the setting chosen on the others, and the best.
+
+    Language models are compared among themselves, the other problems too.
+    """
+    found: dict[str, dict[str, Any]] = {}
+    for text in (False, True):
+        names = [name for name in SETTINGS if name in parts and (SETTINGS[name].task == TEXT) == text]
+        known = {name: parts[name][group] for name in names}
+        kind = TEXT if text else "others"
+        for name in names:
+            others = [known[other] for other in names if other != name]
+            common = [
+                setting for setting in known[name] if others and all(setting in other for other in others)
+            ]
+            chosen = max(
+                common or known[name],
+                key=lambda setting: float(np.mean([other[setting] for other in others] or [0.0])),
+            )
+            best = max(known[name], key=known[name].__getitem__)
+            found[name] = {
+                "before": known[name][BEFORE[kind]],
+                "default": known[name][DEFAULT[kind]],
+                "chosen": [chosen, known[name][chosen]],
+                "best": [best, known[name][best]],
+            }
+    return found
 
 
 def main() -> None:
-    """Measure, print a table, write JSON."""
+    """Measure, print the comparison, write JSON."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--settings", nargs="*", default=list(SETTINGS), choices=list(SETTINGS))
     args = parser.parse_args()
     torch.set_num_threads(1)
-    parts: dict[str, Any] = {}
     for name in args.settings:
-        parts[name] = figures(name)
-        save_parts(RESULTS, surroundings(), {name: parts[name]})
+        save_parts(RESULTS, surroundings(), {name: figures(name)})
         print(name, flush=True)
-    for group in ("run", "final"):
-        for text in (False, True):
-            print("\n".join(table(parts, group, text=text)), flush=True)
+    parts = json.loads(RESULTS.read_text())["parts"]
+    compared = {f"leave one out, {group}": leave_one_out(parts, group) for group in ("run", "final")}
+    save_parts(RESULTS, surroundings(), compared)
+    for group, found in compared.items():
+        print(f"\n{group}\n\n| problem | before | default | chosen on the others | best |")
+        print("|---|--:|--:|---|---|")
+        for name, row in found.items():
+            (chosen, its), (best, most) = row["chosen"], row["best"]
+            print(
+                f"| {name} | {row['before']:.3f} | {row['default']:.3f} | {its:.3f} ({chosen}) | "
+                f"{most:.3f} ({best}) |"
+            )
 
 
 if __name__ == "__main__":

@@ -41,8 +41,8 @@ class AbstractInverseMethod(AbstractMethod):
         """Raise if rows are changed by Adam's state, because the curvature is that of plain gradients."""
         if kind in ("adam", "adam_update"):
             raise InvalidInputError(
-                f"The rows were made with normalize={kind!r}, and {self.name} needs plain gradients. Use another method, "
-                "or another path with normalize='none'."
+                f"The rows were made with normalize={kind!r}, and {self.name} needs plain gradients. Use another "
+                "method or another path with normalize='none'."
             )
 
     def target_json(self) -> dict[str, Any]:
