@@ -45,7 +45,7 @@ def test_self_influence_finds_wrong_labels(capsys: pytest.CaptureFixture[str]) -
 
 
 def test_the_helpful_half_trains_a_better_model_than_random_halves() -> None:
-    loss = example("data_selection").main(epochs=10, seeds=(0, 1))
+    loss = example("data_selection").main(epochs=20, seeds=(0, 1))
 
     assert loss["the most helpful half"] < loss["a random half"] - 0.05
 

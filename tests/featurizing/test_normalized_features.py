@@ -183,7 +183,7 @@ def test_scores_are_those_of_gradients_divided_by_hand(normalize: Normalization)
         rows["q"].append(reference.out_to_loss_grad(logits, labels))
         rows["w"].append(reference.loss_curvature(logits, labels))
     expected = reference.kernel_scores(
-        rows["train"], rows["q"], rows["w"], rows["targets"], segments=[(0, K), (K, 2 * K)]
+        rows["train"], rows["q"], rows["w"], rows["targets"], segments=[(0, K), (K, 2 * K)], damping=1.0
     )
     np.testing.assert_allclose(scores, expected, rtol=1e-4, atol=1e-5 * np.abs(expected).max())
 

@@ -361,7 +361,7 @@ def test_a_fitted_kernel_predicts_and_is_calibrated_like_one_of_the_rows(attribu
         rows = rows_of(attributor, store, method)
         targets = [rows.preconditioned(table, 1.0) / 2 for table in rows.train.values()]
 
-        predicted = SubsetSums(rows, masks := subset_masks(N, 5)).predict(targets, "inside")
+        predicted = SubsetSums(rows, masks := subset_masks(N, 5)).predict(targets, "outside")
 
     np.testing.assert_allclose(predicted, masks @ scores.astype(float), rtol=1e-3, atol=1e-4)
     retrained = synthetic(scores, 8, 0.5)
@@ -422,7 +422,7 @@ def test_weights_of_the_default_kernel_give_the_scores_themselves(attributor):
         calibration = judged(attributor, retrained)[0].calibration
         shape = (len(calibration.views), 2, len(calibration.segments), len(calibration.dampings))
         weights = np.zeros(shape)
-        weights[calibration.views.index("inside"), :, :, calibration.dampings.index(1.0)] = 0.5
+        weights[calibration.views.index("outside"), :, :, calibration.dampings.index(1.0)] = 0.5
         given = verification.replace(calibration, kept=True, weights=tuple(weights.reshape(-1).tolist()))
 
         found = verification._calibrated_scores(rows, given)
