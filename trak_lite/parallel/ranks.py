@@ -44,6 +44,7 @@ _FAILED, _GONE = "failed", "gone"
 _PATIENCE = 30.0  # seconds until a waiting rank warns, and until a store that does not reply is given up
 _LOOK_EVERY = 0.2  # seconds
 _LONGEST_WAIT = timedelta(days=7)  # another rank may retrain models; one that is killed is noticed at once
+_LONGEST_EXIT = 10.0  # seconds that the end of the process waits for a reply of the store
 _LONGEST_CONNECTING = timedelta(minutes=5)
 _ADVICE = (
     "Every rank must make the same calls; those for one rank alone (in an 'if rank == 0:') need "
@@ -266,6 +267,9 @@ class _TorchRanks(Ranks):
         """Stop the background thread and disconnect."""
         self._closed.set()
         self._thread.join(_LOOK_EVERY)  # the store may not reply
+        if self._thread.is_alive():
+            # The process aborts if a thread returns from torch's C++ code while the interpreter exits.
+            atexit.register(self._thread.join, _LONGEST_EXIT)
         is_pending = self._work is not None
         group, self._group, self._work = [self._group], None, None
         if is_pending:
