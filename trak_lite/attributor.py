@@ -318,8 +318,8 @@ class Attributor:
             dense: Store the ``(N, M)`` matrix on disk. ``False`` computes scores from the stored rows on access.
             k: With ``dense=False``, find and store the k most helpful and k most harmful rows of every target.
             refine: Score the candidates of every target again by their unprojected gradients, and return these scores
-                (in memory, NaN for all other rows). The scores of the stored rows find the candidates and are not
-                stored. Needs the train data: call :meth:`featurize` first.
+                (in memory, NaN for all other rows). The scores of the stored rows find the candidates; only
+                these are cached. Needs the train data: call :meth:`featurize` first.
             checkpoints: The checkpoints to use. All must be featurized. ``None`` uses all checkpoints of the store.
             checkpoint_loader: As in :meth:`featurize`.
 

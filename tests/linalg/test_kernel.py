@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from trak_lite._devices import wide_dtype
 from trak_lite.errors import InvalidInputError, NonFiniteError, SingularKernelError
 from trak_lite.linalg.kernel import (
+    DEFAULT_SHARES,
     KernelSettings,
     eigenpath,
     factorise,
@@ -21,6 +22,7 @@ from trak_lite.linalg.kernel import (
     precondition,
     precondition_path,
 )
+from trak_lite.methods import AbstractKernelMethod
 from trak_lite.types import FeatureLayout, Segment
 
 pytestmark = pytest.mark.quick
@@ -458,3 +460,9 @@ def test_a_matrix_for_which_lapack_does_not_converge_is_decomposed(monkeypatch):
         found.eigenvectors @ found.eigenvalues.diag() @ found.eigenvectors.T, gram, rtol=0, atol=1e-12
     )
     torch.testing.assert_close(found.eigenvectors.T @ found.eigenvectors, torch.eye(9, dtype=gram.dtype))
+
+
+def test_the_shares_are_those_of_the_version_of_the_methods():
+    """Stored scores are found by the version of a method, not by the shares: change both together."""
+    assert DEFAULT_SHARES == {"curvature": 0.2, "none": 0.2, "fisher": 0.02}
+    assert AbstractKernelMethod.version == 1

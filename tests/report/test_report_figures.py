@@ -111,7 +111,9 @@ def test_a_histogram_of_parts_counts_every_number_in_its_bin(parts: list[list[fl
 def test_agreement_of_checkpoints_is_the_rank_correlation_of_their_own_scores() -> None:
     scores = drawn_scores(num_checkpoints=3, method=GaussNewton(damping=1.0, q="inside"))
     own = [
-        drawn_scores(num_checkpoints=3, method=GaussNewton(damping=1.0, q="inside", checkpoint_weights=weights)).numpy()
+        drawn_scores(
+            num_checkpoints=3, method=GaussNewton(damping=1.0, q="inside", checkpoint_weights=weights)
+        ).numpy()
         for weights in ((1, 0, 0), (0, 1, 0), (0, 0, 1))
     ]
 

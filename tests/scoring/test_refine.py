@@ -14,7 +14,7 @@ from torch import nn
 
 from trak_lite import Attributor, Refine, Rows
 from trak_lite.errors import InvalidInputError, StateError
-from trak_lite.methods import EKFAC, GradDot
+from trak_lite.methods import CG, EKFAC, GradDot
 
 N, M = 60, 4
 TRAIN, TARGETS = labelled(N, 0), labelled(M, 1)
@@ -126,3 +126,31 @@ def test_invalid_settings_are_refused() -> None:
     with pytest.raises(InvalidInputError, match="Leave k out"):
         made.score(TARGETS, k=3, dense=False, refine=Refine())
     assert Refine(method={"name": "EKFAC", "damping": 0.1}) == Refine(method=EKFAC(damping=0.1))
+
+
+def test_fewer_candidates_after_more_are_fewer() -> None:
+    """The store caches the larger result."""
+    made = attributor()
+    made.featurize(TRAIN, STATES)
+    many = made.score(TARGETS, refine=Refine(candidates=8, method=GradDot()))
+
+    few = made.score(TARGETS, refine=Refine(candidates=2, method=GradDot()))
+
+    assert (np.isfinite(many.numpy()).sum(0) > 8).all()
+    assert (np.isfinite(few.numpy()).sum(0) == 4).all()
+    assert few.top(2).indices.shape == (M, 2)
+    assert few._repr_html_()  # shows at most the rows that are known
+
+
+def test_convergence_is_in_the_order_of_the_checkpoints() -> None:
+    made = attributor()
+    made.featurize(TRAIN, STATES)
+    method = CG(tolerance=1e-4)
+    reverse = [*STATES][::-1]
+
+    refined = made.score(TARGETS, "reverse", checkpoints=reverse, refine=Refine(candidates=N, method=method))
+    streamed = made.stream_scores(TRAIN, TARGETS, checkpoints=reverse, method=method)
+
+    assert len(refined.convergence) == len(STATES)
+    for one, other in zip(refined.convergence, streamed.convergence, strict=True):
+        np.testing.assert_array_equal(one.iterations, other.iterations)

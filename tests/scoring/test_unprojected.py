@@ -290,3 +290,14 @@ def test_the_model_is_as_it_was() -> None:
 
     assert made.model.training
     assert all(torch.equal(value, before[name]) for name, value in made.model.state_dict().items())
+
+
+def test_a_second_question_in_memory_may_be_about_other_train_data() -> None:
+    made, other = attributor(), labelled(N, 7)
+    first = made.stream_scores(TRAIN, TARGETS, checkpoints=STATES).numpy()
+
+    second = made.stream_scores(other, TARGETS, checkpoints=STATES).numpy()
+
+    close(second, attributor().stream_scores(other, TARGETS, checkpoints=STATES).numpy(), rtol=1e-6)
+    assert not np.allclose(first, second)
+    close(made.stream_scores(TRAIN, TARGETS, checkpoints=STATES).numpy(), first, rtol=1e-6)

@@ -44,7 +44,9 @@ __all__ = ["CurvatureProducts", "FisherProducts", "GaussNewtonProducts"]
 logger = logging.getLogger(__name__)
 
 _TANGENTS = 1024
-"""Samples times vectors that go through the model at once."""
+"""Samples times vectors that go through the model at once, if their outputs fit in :data:`_BYTES`."""
+_BYTES = 2**28
+"""Bytes of the outputs and gradients of the vectors that go through the model at once; several copies are made."""
 
 Named: TypeAlias = dict[str, Tensor]
 Outputs: TypeAlias = tuple[Tensor, ...]
@@ -172,9 +174,10 @@ class GaussNewtonProducts:
 
     def _add(self, total: Tensor, vectors: Tensor, batch: Batch) -> None:
         """Add the products with the matrix of a batch to ``total``, some vectors at a time."""
-        step = max(1, _TANGENTS // batch_size(batch))
         try:
             outputs = _ModelOutputs(self._model, self._task, batch, list(self._parameters))
+            item = 4 * (outputs.num_values + vectors.shape[1])
+            step = max(1, min(_TANGENTS // batch_size(batch), _BYTES // item))
             for start in range(0, len(vectors), step):
                 part = slice(start, start + step)
                 found = self._products(outputs, by_name(vectors[part], self._parameters))
@@ -230,6 +233,8 @@ class _ModelOutputs:
             self._terms = task.evaluate(recorded, batch)
         self._calls = recorded.calls
         self._found, self._to_parameters = _vjp(self._outputs, self._values)
+        self.num_values = sum(part.numel() for part in self._found)
+        """Entries of the outputs of the batch."""
 
     def _outputs(self, values: Named) -> Outputs:
         """Return all floating outputs of the model for some values of the kept parameters."""

@@ -35,6 +35,7 @@ __all__ = ["InverseCurvature", "Solution", "SolvingProjector"]
 logger = logging.getLogger(__name__)
 
 _POWER_ITERATIONS = 10
+_LISSA_RESIDUAL = 0.1  # relative residual above which LiSSA warns
 _MARGIN = 1.5
 """Scale of LiSSA by default, in units of the estimated largest eigenvalue, which power iterations underestimate."""
 
@@ -147,7 +148,7 @@ class InverseCurvature:
         residual = (right - whole(found)).norm(dim=1).double() / right.norm(dim=1).double().clamp(min=1e-300)
         iterations = np.full(len(right), method.depth * method.repeats)
         convergence = Convergence(iterations, residual.cpu().numpy())
-        self._report(convergence, 1.0, "depth, rows or scale")
+        self._report(convergence, _LISSA_RESIDUAL, "depth, rows or scale")
         return Solution(found, convergence)
 
     def _damping(self, gradients: Tensor) -> tuple[Tensor, Tensor]:
@@ -176,7 +177,7 @@ class InverseCurvature:
             np.median(residuals),
             residuals.max(),
         )
-        missed = residuals > tolerance
+        missed = ~(residuals <= tolerance)
         if missed.any():
             warnings.warn(
                 f"{name} did not converge to a relative residual of {tolerance:g} for {int(missed.sum())} of "

@@ -28,7 +28,8 @@ class Convergence:
     iterations: NDArray[np.int64]
     """``(m,)`` iterations."""
     residuals: NDArray[np.float64]
-    """``(m,)`` norm of the final residual b - (H + Lambda) x divided by that of b; 0 if b is zero."""
+    """``(m,)`` norm of the final residual b - (H + Lambda) x divided by that of b; 0 if b is zero. Conjugate gradients
+    update the residual in every iteration; below the rounding of the dtype this is not the residual of x."""
 
     @classmethod
     def joined(cls, parts: Sequence[Self]) -> Self:

@@ -42,7 +42,8 @@ DEFAULT_SHARES: Final[Mapping[str, float]] = {"curvature": 0.2, "none": 0.2, "fi
 """The default lambda by weighting, as a share of the root mean square of the eigenvalues that can be above zero.
 
 Chosen by leaving one problem out (``benchmarks/lds/defaults.py``). A gram matrix of N rows has at most N positive
-eigenvalues, so one share suits narrow and wide segments, few and many train rows.
+eigenvalues, so one share suits narrow and wide segments, few and many train rows. Stored scores do not record the
+shares: increase :attr:`AbstractMethod.version` of the methods with a kernel if you change them.
 """
 
 _GRAM_ROWS: Final = 256

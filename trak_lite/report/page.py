@@ -123,7 +123,11 @@ def notebook_summary(scores: ReportedScores) -> str:
     """
     place, top = scores.location or "memory", None
     if scores.stored and scores.shape[0] * scores.shape[1] <= _SUMMARY_SCORES:
-        helpful, harmful = (scores.top(_SUMMARY_ROWS, sign=sign) for sign in ("helpful", "harmful"))
+        # Scores of some rows of every target hold no others.
+        held = [int(scores.settings[name]) for name in ("k", "candidates") if name in scores.settings]
+        helpful, harmful = (
+            scores.top(min([_SUMMARY_ROWS, *held]), sign=sign) for sign in ("helpful", "harmful")
+        )
         shown = range(min(scores.shape[1], _SUMMARY_TARGETS))
         top = [(target, _listed(helpful, target), _listed(harmful, target)) for target in shown]
     return fragment(

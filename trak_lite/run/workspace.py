@@ -57,6 +57,13 @@ class Workspace:
         self._store: AbstractFeatureStore | None = None
         self._manifest = Manifest({})
 
+    def holds_other_data(self, dataset: Mapping[str, Any]) -> bool:
+        """Whether the store is in memory, and its train data are others than those of this identity."""
+        if self._memory is None:
+            return False
+        stored = self._memory.manifest.fingerprint.get("dataset", {})
+        return Manifest(stored).digest() != Manifest(dict(dataset)).digest()
+
     @contextmanager
     def opened(self, manifest: Manifest, *, appended_to: FirstRows | None = None) -> Iterator[Self]:
         """Open the store for writing in the block, and add to a Ctrl-C how to continue; see :meth:`open`."""

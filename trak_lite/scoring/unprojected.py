@@ -5,8 +5,9 @@ Shapes: N train rows, M targets, m targets of a block, R train rows that are sco
 
 from __future__ import annotations
 
+import copy
 import logging
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Final, final
 
@@ -34,6 +35,7 @@ from trak_lite.methods import (
 )
 from trak_lite.models.checkpoints import Checkpoint
 from trak_lite.models.sharded import refuse_sharded
+from trak_lite.run.workspace import Workspace
 from trak_lite.scoring.matrix import AbstractScoreMatrix, HeldMatrix, PartialMatrix
 from trak_lite.scoring.scores import Scores
 from trak_lite.scoring.source import UnstoredRows
@@ -117,6 +119,9 @@ def scores_of_stream(
     known: list[TopRows] = []
     # Only a fit belongs to the train data; without one, the store is not used.
     dataset = train.identity() if isinstance(method, AbstractInverseMethod) else None
+    if dataset is not None and run.workspace.holds_other_data(dataset):
+        run = copy.copy(run)  # another question in memory: the fit to other train data stays as it is
+        run.workspace = Workspace(None)
     with run.session(dataset) as session:
 
         def walk(visit: Visit) -> None:
@@ -134,7 +139,7 @@ def scores_of_stream(
     result: AbstractScoreMatrix = (
         PartialMatrix(len(train), known, k or 1) if matrix is None else HeldMatrix(matrix)
     )
-    convergence = scorer.convergence(len(checkpoints))
+    convergence = scorer.convergence()
     return _unstored(run, result, "targets", method, convergence, {"checkpoints": len(checkpoints), **shown})
 
 
@@ -162,6 +167,7 @@ def refined_scores(
         StateError: If the train data or the weights of a checkpoint are not known.
     """
     method = run.settings.scored_by(refine.method)
+    ends = ends[..., : refine.candidates]  # a cached result may have more
     weights = dict(zip(tables, method.weights(len(tables)), strict=True))
     train = session.train_rows("refine computes gradients of")
     candidates = [np.unique(rows) for rows in ends[:, 0].astype(np.int64).swapaxes(0, 1)]
@@ -199,7 +205,7 @@ def refined_scores(
         f"top{min(_SHOWN, count)}_overlap": round(overlap, 3),
         "train_passes": round(share, 4),
     }
-    return _unstored(run, matrix, name, method, scorer.convergence(len(tables)), shown)
+    return _unstored(run, matrix, name, method, scorer.convergence(tables), shown)
 
 
 def _unstored(
@@ -253,12 +259,18 @@ class _Scorer:
         self._train = train
         self._targets = targets
         self._method = method
-        self._convergence: list[Convergence] = []
+        self._convergence: dict[str, list[Convergence]] = {}
 
-    def convergence(self, num_checkpoints: int) -> tuple[Convergence, ...]:
-        """Return the convergence at every checkpoint, in the order of :meth:`scores`, over all blocks of targets."""
-        parts = [self._convergence[place::num_checkpoints] for place in range(num_checkpoints)]
-        return tuple(Convergence.joined(part) for part in parts if part)
+    def convergence(self, digests: Iterable[str] | None = None) -> tuple[Convergence, ...]:
+        """Return the convergence at every checkpoint, over all blocks of targets.
+
+        Args:
+            digests: Digests of the checkpoints' weights, in the order of the result; ``None`` for that of the visits.
+        """
+        order = list(self._convergence if digests is None else digests)
+        return tuple(
+            Convergence.joined(self._convergence[digest]) for digest in order if digest in self._convergence
+        )
 
     def blocks(self, num_rows: int, max_bytes: int) -> list[NDArray[np.int64]]:
         """Return the targets of each pass over ``num_rows`` train rows."""
@@ -321,7 +333,7 @@ class _Scorer:
         gradients = targets.gradients(block, label=f"Targets, {label}", progress=self._run.progress)
         solution = self._session.solved(gradients, self._method, digest, label, self._train)
         if solution.convergence is not None:
-            self._convergence.append(solution.convergence)
+            self._convergence.setdefault(digest, []).append(solution.convergence)
         return solution.gradients
 
     def _cosines(self) -> Normalization | None:
