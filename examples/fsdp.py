@@ -98,6 +98,7 @@ def main(steps: int = 30) -> None:
         print(
             f"{scores.shape[0]} rows scored for {scores.shape[1]} targets on {parts}, equal to the unsharded model."
         )
+    dist.barrier()  # a rank that exits while others still compute may abort, and torchrun then ends all
     dist.destroy_process_group()
 
 
