@@ -6,13 +6,20 @@ import dataclasses
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from trak_lite.errors import InvalidInputError
 from trak_lite.types import Batch
 
-__all__ = ["batch_size", "flatten_batch", "map_tensors", "move_batch", "take_rows"]
+__all__ = ["batch_size", "flatten_batch", "map_tensors", "move_batch", "rows_in_batches", "take_rows"]
+
+
+def rows_in_batches(rows: NDArray[np.int64], size: int) -> list[NDArray[np.int64]]:
+    """Return row numbers ``(n,)`` divided into consecutive batches of ``size``; the last one may be smaller."""
+    return np.split(rows, range(size, len(rows), size))
 
 
 def map_tensors(function: Callable[[Tensor], Any], batch: Batch) -> Batch:

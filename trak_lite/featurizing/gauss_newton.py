@@ -23,7 +23,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
 
 from trak_lite._devices import full_float32
-from trak_lite.data.batches import batch_size, move_batch
+from trak_lite.data.batches import batch_size, move_batch, rows_in_batches
 from trak_lite.data.datasets import Rows
 from trak_lite.errors import (
     MODEL_FAILURES,
@@ -106,7 +106,7 @@ class FisherProducts:
             UnsupportedModelError: If hooks cannot differentiate the model sample by sample.
         """
         total = torch.zeros_like(vectors)
-        plan = np.split(wanted, range(self._rows.batch_size, len(wanted), self._rows.batch_size))
+        plan = rows_in_batches(wanted, self._rows.batch_size)
         with full_float32(self._device):
             for rows, batch in self._rows.batches(plan):
                 moved = move_batch(batch, self._device)
@@ -163,7 +163,7 @@ class GaussNewtonProducts:
             UnsupportedModelError: If ``torch.func`` cannot transform the model.
         """
         total = torch.zeros_like(vectors)
-        plan = np.split(wanted, range(self._rows.batch_size, len(wanted), self._rows.batch_size))
+        plan = rows_in_batches(wanted, self._rows.batch_size)
         with (
             full_float32(self._device),
             sdpa_kernel(SDPBackend.MATH),

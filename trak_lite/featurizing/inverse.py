@@ -7,8 +7,8 @@ from __future__ import annotations
 
 import logging
 import warnings
-from collections.abc import Callable, Mapping
-from typing import Any, NamedTuple, final
+from collections.abc import Callable
+from typing import NamedTuple, final
 
 import numpy as np
 import torch
@@ -17,7 +17,11 @@ from torch import Tensor
 from trak_lite.data.datasets import spread_rows
 from trak_lite.errors import InvalidInputError, NonFiniteError
 from trak_lite.featurizing.gauss_newton import CurvatureProducts
-from trak_lite.featurizing.kronecker.precondition import PreconditionedProjector, Preconditioner
+from trak_lite.featurizing.kronecker.precondition import (
+    AbstractPreconditionedProjector,
+    PreconditionedProjector,
+    Preconditioner,
+)
 from trak_lite.featurizing.solvers import (
     Convergence,
     conjugate_gradients,
@@ -28,7 +32,7 @@ from trak_lite.featurizing.unprojected import by_name
 from trak_lite.methods import CG, EKFAC, AbstractInverseMethod, LiSSA
 from trak_lite.projectors import AbstractProjector, NoOpProjector
 from trak_lite.projectors._base import AbstractFeatureAccumulator, project_named
-from trak_lite.types import FeatureLayout, GradientBlock, ParameterShapes
+from trak_lite.types import GradientBlock, ParameterShapes
 
 __all__ = ["InverseCurvature", "Solution", "SolvingProjector"]
 
@@ -189,7 +193,7 @@ class InverseCurvature:
 
 
 @final
-class SolvingProjector(AbstractProjector):
+class SolvingProjector(AbstractPreconditionedProjector):
     """Collects the gradients of a batch, multiplies them by an inverse curvature, then projects them."""
 
     def __init__(self, projector: AbstractProjector, inverse: InverseCurvature) -> None:
@@ -199,19 +203,8 @@ class SolvingProjector(AbstractProjector):
             projector: The projector of the train rows.
             inverse: The inverse curvature of the checkpoint.
         """
-        super().__init__(
-            projector.grad_dim,
-            projector.proj_dim,
-            projector.seed,
-            projector.proj_type,
-            projector.device,
-        )
-        self._projector = projector
+        super().__init__(projector)
         self._inverse = inverse
-
-    def project(self, grads: Mapping[str, Tensor] | Tensor, model_id: int) -> Tensor:
-        """Solve for and project collected gradients, by parameter name."""
-        return project_named(self, grads, model_id)
 
     def accumulator(
         self, num_samples: int, *, model_id: int, parameters: ParameterShapes
@@ -226,18 +219,6 @@ class SolvingProjector(AbstractProjector):
             return project_named(self._projector, found, model_id)
 
         return _SolvingAccumulator(whole, finish)
-
-    def layout(self, parameters: ParameterShapes) -> FeatureLayout:
-        """Return the layout of the inner projector."""
-        return self._projector.layout(parameters)
-
-    def fingerprint(self) -> dict[str, Any]:
-        """Return what determines the features, without the curvature, which the caller records."""
-        return {**self._projector.fingerprint(), "preconditioned": True}
-
-    def free_memory(self) -> None:
-        """Drop cached matrices of the inner projector."""
-        self._projector.free_memory()
 
 
 @final

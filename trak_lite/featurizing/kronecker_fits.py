@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 from torch import nn
 
 from trak_lite._progress import progress_bar
-from trak_lite.data.batches import move_batch
+from trak_lite.data.batches import move_batch, rows_in_batches
 from trak_lite.data.datasets import Rows, spread_rows
 from trak_lite.errors import ReadOnlyStoreError, StateError
 from trak_lite.featurizing.kronecker.curvature import KroneckerCurvature, is_fitted, loaded
@@ -117,7 +117,7 @@ class KroneckerFits:
         wanted = spread_rows(len(rows), self._method.max_rows)
 
         def batches() -> Iterator[tuple[NDArray[np.int64], Batch]]:
-            plan = np.split(wanted, range(rows.batch_size, len(wanted), rows.batch_size))
+            plan = rows_in_batches(wanted, rows.batch_size)
             with progress_bar(len(wanted), label=label, progress=progress) as bar:
                 for numbers, batch in rows.batches(plan):
                     yield numbers, move_batch(batch, device)

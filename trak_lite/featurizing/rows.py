@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from trak_lite._devices import full_float32, in_float64
-from trak_lite.data.batches import batch_size, flatten_batch, move_batch, take_rows
+from trak_lite.data.batches import batch_size, flatten_batch, move_batch, rows_in_batches, take_rows
 from trak_lite.errors import BusyError, InvalidInputError, NonFiniteError, PrecisionError, StateError
 from trak_lite.featurizing.diagnosis import naming_rows, refuse_non_finite
 from trak_lite.featurizing.row_checks import Computed, compare_rows, done_rows, rounding_of
@@ -250,8 +250,7 @@ class _BatchWork:
         stored = None if table is None else done_rows(table, wanted, without=frozenset(own))
         if stored is None:
             return False
-        grid = range(self.rows.batch_size, len(stored.rows), self.rows.batch_size)
-        plan = np.split(stored.rows, grid)
+        plan = rows_in_batches(stored.rows, self.rows.batch_size)
         batches = [batch for part in plan for _, batch in self.rows.batches([part])]
         place_of = [(group, place) for group, part in enumerate(plan) for place in range(len(part))]
 

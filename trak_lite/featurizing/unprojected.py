@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from trak_lite._progress import progress_bar
-from trak_lite.data.batches import batch_size, move_batch
+from trak_lite.data.batches import batch_size, move_batch, rows_in_batches
 from trak_lite.data.datasets import Rows
 from trak_lite.errors import InvalidInputError
 from trak_lite.featurizing.diagnosis import refuse_non_finite
@@ -210,7 +210,7 @@ class GradientPass:
     def _stream(
         self, wanted: NDArray[np.int64], projector: AbstractProjector, label: str, progress: bool | None
     ) -> Iterator[tuple[NDArray[np.int64], Tensor, OutputTerms]]:
-        plan = np.split(wanted, range(self._rows.batch_size, len(wanted), self._rows.batch_size))
+        plan = rows_in_batches(wanted, self._rows.batch_size)
         with progress_bar(len(wanted), label=label, progress=progress) as bar:
             for rows, batch in self._rows.batches(plan):
                 yield rows, *self._computed(rows, batch, projector)

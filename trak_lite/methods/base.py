@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, field, fields, replace
 from typing import Any, ClassVar, Literal, Self
 
 from torch import Tensor
@@ -15,7 +15,7 @@ from trak_lite.linalg.kernel import KernelSettings
 from trak_lite.modelout_functions import AbstractModelOutput
 from trak_lite.types import FeatureLayout
 
-__all__ = ["AbstractKernelMethod", "AbstractMethod"]
+__all__ = ["AbstractKernelMethod", "AbstractLearningRateMethod", "AbstractMethod"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -138,6 +138,36 @@ class AbstractMethod(ABC):
                 "checkpoint, in their order, or name the checkpoints: score(..., checkpoints=[...])."
             )
         return given
+
+
+@dataclass(frozen=True, kw_only=True)
+class AbstractLearningRateMethod(AbstractMethod):
+    """A method without a kernel that weighs checkpoints by their learning rates."""
+
+    learning_rates: tuple[float, ...] | None = None
+    """Learning rate of each checkpoint, in order. ``None`` weighs each checkpoint by 1/C."""
+    checkpoint_weights: None = field(init=False, default=None)
+    """None, because the learning rates are the weights."""
+
+    def __post_init__(self) -> None:
+        """Check the fields."""
+        super().__post_init__()
+        if self.learning_rates is not None:
+            rates = _finite_weights("learning_rates", self.learning_rates)
+            object.__setattr__(self, "learning_rates", rates)
+
+    @property
+    def kernel(self) -> None:
+        """None."""
+        return None
+
+    def weights(self, num_checkpoints: int) -> tuple[float, ...]:
+        """Return the learning rate of each checkpoint.
+
+        Raises:
+            InvalidInputError: If the number of learning rates is not the number of checkpoints.
+        """
+        return self._weights("learning_rates", self.learning_rates, num_checkpoints)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -9,14 +9,14 @@ from torch import Tensor
 
 from trak_lite.errors import InvalidInputError
 from trak_lite.linalg.products import unit_segments
-from trak_lite.methods.base import AbstractMethod, _finite_weights
+from trak_lite.methods.base import AbstractLearningRateMethod
 from trak_lite.types import FeatureLayout
 
 __all__ = ["LESS"]
 
 
 @dataclass(frozen=True, kw_only=True)
-class LESS(AbstractMethod):
+class LESS(AbstractLearningRateMethod):
     r"""LESS: the cosine of a train row's Adam update and a target's gradient, summed over checkpoints.
 
     The train rows have to be Adam updates: ``Attributor(..., normalize="adam_update")``. The score is
@@ -25,29 +25,14 @@ class LESS(AbstractMethod):
     sides, if the q of the target is positive (classification and language modelling). If q is negative (a regression
     whose prediction is too high), the sign differs: positive still means that the row raises f.
     Source: Xia et al. (arXiv:2402.04333), sections 4.1 and 4.2, with the bias corrections and the epsilon of
-    ``torch.optim.Adam``. The paper averages the gradients of the targets of a task before the cosine.
+    ``torch.optim.Adam``. The paper averages the gradients of the targets of a task before the cosine, and its learning
+    rate of a checkpoint is the mean over the epoch.
     """
 
-    learning_rates: tuple[float, ...] | None = None
-    """Learning rate of each checkpoint, in order: the mean over its epoch. ``None`` weighs each checkpoint by 1/C."""
     q: Literal["off"] = field(init=False, default="off")
     """``"off"``, because the rows are updates of the loss."""
-    checkpoint_weights: None = field(init=False, default=None)
-    """None, because the learning rates are the weights."""
 
     linear: ClassVar[bool] = False
-
-    def __post_init__(self) -> None:
-        """Check the fields."""
-        super().__post_init__()
-        if self.learning_rates is not None:
-            rates = _finite_weights("learning_rates", self.learning_rates)
-            object.__setattr__(self, "learning_rates", rates)
-
-    @property
-    def kernel(self) -> None:
-        """None."""
-        return None
 
     def check_rows(self, kind: str) -> None:
         """Raise if the train rows are not Adam updates."""
@@ -65,11 +50,3 @@ class LESS(AbstractMethod):
     def transform(self, rows: Tensor, layout: FeatureLayout) -> Tensor:
         """Return the rows scaled to norm 1."""
         return unit_segments(rows, layout=FeatureLayout.joint(layout.width))
-
-    def weights(self, num_checkpoints: int) -> tuple[float, ...]:
-        """Return the learning rate of each checkpoint.
-
-        Raises:
-            InvalidInputError: If the number of learning rates is not the number of checkpoints.
-        """
-        return self._weights("learning_rates", self.learning_rates, num_checkpoints)

@@ -58,7 +58,7 @@ class Workspace:
         self._manifest = Manifest({})
 
     def holds_other_data(self, dataset: Mapping[str, Any]) -> bool:
-        """Whether the store is in memory, and its train data are others than those of this identity."""
+        """Return whether the store is in memory and was made for train data with another identity."""
         if self._memory is None:
             return False
         stored = self._memory.manifest.fingerprint.get("dataset", {})

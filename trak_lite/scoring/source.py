@@ -16,6 +16,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from trak_lite._devices import wide_dtype
+from trak_lite.data.batches import rows_in_batches
 from trak_lite.data.datasets import every_nth, spread_rows
 from trak_lite.errors import InvalidInputError
 from trak_lite.linalg.kernel import (
@@ -274,7 +275,7 @@ class ScoreSource:
             chunk_rows = score_table_spec(self.num_rows, len(terms[0].targets), {}).chunk_rows
             plan = tile_ranges(self.num_rows, chunk_rows)
         else:
-            plan = np.split(rows, range(_PAIR_ROWS, len(rows), _PAIR_ROWS))
+            plan = rows_in_batches(rows, _PAIR_ROWS)
         out = np.empty((self.num_rows if rows is None else len(rows), len(terms[0].targets)), np.float32)
         done = 0
         for part in plan:
@@ -289,7 +290,7 @@ class ScoreSource:
         terms = self.terms()
         wanted = np.unique(rows)
         out = np.empty(rows.shape, np.float32)
-        for part in np.split(wanted, range(_PAIR_ROWS, len(wanted), _PAIR_ROWS)):
+        for part in rows_in_batches(wanted, _PAIR_ROWS):
             tile = error_tile(terms, groups, part, q=self.method.q, device=self._device).cpu().numpy()
             here = (rows >= part[0]) & (rows <= part[-1])
             target, _ = np.nonzero(here)

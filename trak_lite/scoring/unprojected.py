@@ -17,6 +17,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from trak_lite._validate import positive_int
+from trak_lite.data.batches import rows_in_batches
 from trak_lite.data.datasets import Rows
 from trak_lite.errors import InvalidInputError
 from trak_lite.featurizing.session import FeaturizingSession, Run
@@ -280,7 +281,7 @@ class _Scorer:
         copies = {CG: 7, LiSSA: 4, EKFAC: 2}.get(type(self._method), 1)
         fitting = max(1, max_bytes // (item * copies * width + 4 * num_rows))
         numbers = np.arange(len(self._targets))
-        found = np.split(numbers, range(fitting, len(numbers), fitting))
+        found = rows_in_batches(numbers, fitting)
         if len(found) > 1:
             logger.info(
                 "The gradients of %d targets take more than max_bytes=%d: the train rows are read %d times, for %d "
@@ -310,12 +311,9 @@ class _Scorer:
             nonlocal count
             count += 1
             solved = self._solved(block, digest, label)
-            train, progress = (
-                self._session.gradient_pass(self._train, normalization=self._cosines()),
-                self._run.progress,
-            )
+            train = self._session.gradient_pass(self._train, normalization=self._cosines())
             done = 0
-            for part in train.products(rows, solved, label=f"Scoring, {label}", progress=progress):
+            for part in train.products(rows, solved, label=f"Scoring, {label}", progress=self._run.progress):
                 products = part.products * weight
                 if self._method.q == "inside":
                     products = products * part.out_to_loss.to(products)[:, None]

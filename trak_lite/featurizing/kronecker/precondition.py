@@ -18,7 +18,7 @@ from trak_lite.featurizing.kronecker.bases import GradientJoiner, UnitGradient
 from trak_lite.featurizing.kronecker.covariances import precise, sample_slices
 from trak_lite.featurizing.kronecker.curvature import KroneckerCurvature, UnitCurvature
 from trak_lite.projectors import AbstractProjector
-from trak_lite.projectors._base import AbstractFeatureAccumulator
+from trak_lite.projectors._base import AbstractFeatureAccumulator, project_named
 from trak_lite.types import (
     BlockSink,
     DenseBlock,
@@ -29,7 +29,7 @@ from trak_lite.types import (
     samples_of,
 )
 
-__all__ = ["PreconditionedProjector", "Preconditioner"]
+__all__ = ["AbstractPreconditionedProjector", "PreconditionedProjector", "Preconditioner"]
 
 
 @final
@@ -121,20 +121,18 @@ class _Inverse:
             sink(DenseBlock(block.name, grads * inverse.to(grads), block.start + samples.start))
 
 
-@final
-class PreconditionedProjector(AbstractProjector):
+class AbstractPreconditionedProjector(AbstractProjector):
     r"""Multiplies gradients by the inverse of a curvature, then projects them.
 
     The projection is that of the inner projector, so dot products of these features with features of plain gradients
     estimate :math:`g^\top (H + \lambda I)^{-1} g'`.
     """
 
-    def __init__(self, projector: AbstractProjector, preconditioner: Preconditioner) -> None:
+    def __init__(self, projector: AbstractProjector) -> None:
         """Wrap a projector.
 
         Args:
             projector: The projector of the train rows.
-            preconditioner: Preconditioner of the checkpoint.
         """
         super().__init__(
             projector.grad_dim,
@@ -144,7 +142,6 @@ class PreconditionedProjector(AbstractProjector):
             projector.device,
         )
         self._projector = projector
-        self._preconditioner = preconditioner
 
     def project(self, grads: Mapping[str, Tensor] | Tensor, model_id: int) -> Tensor:
         """Precondition and project collected gradients, by parameter name.
@@ -157,19 +154,7 @@ class PreconditionedProjector(AbstractProjector):
                 f"The gradients are one tensor of shape {tuple(grads.shape)}, which does not name the parameters, and "
                 "every parameter has its own curvature. Pass a mapping from parameter names to gradients."
             )
-        shapes = {name: tuple(grad.shape[1:]) for name, grad in grads.items()}
-        count = next(iter(grads.values())).shape[0]
-        accumulator = self.accumulator(count, model_id=model_id, parameters=shapes)
-        for name, grad in grads.items():
-            accumulator.add(DenseBlock(name, grad))
-        return accumulator.features()
-
-    def accumulator(
-        self, num_samples: int, *, model_id: int, parameters: ParameterShapes
-    ) -> AbstractFeatureAccumulator:
-        """Return a fresh accumulator for one batch; see :meth:`AbstractProjector.accumulator`."""
-        inner = self._projector.accumulator(num_samples, model_id=model_id, parameters=parameters)
-        return _PreconditionedAccumulator(inner, self._preconditioner.stream(parameters, inner.add))
+        return project_named(self, grads, model_id)
 
     def layout(self, parameters: ParameterShapes) -> FeatureLayout:
         """Return the layout of the inner projector."""
@@ -182,6 +167,28 @@ class PreconditionedProjector(AbstractProjector):
     def free_memory(self) -> None:
         """Drop cached matrices of the inner projector."""
         self._projector.free_memory()
+
+
+@final
+class PreconditionedProjector(AbstractPreconditionedProjector):
+    """Multiplies gradients by the inverse of a Kronecker-factored curvature, then projects them."""
+
+    def __init__(self, projector: AbstractProjector, preconditioner: Preconditioner) -> None:
+        """Wrap a projector.
+
+        Args:
+            projector: The projector of the train rows.
+            preconditioner: Preconditioner of the checkpoint.
+        """
+        super().__init__(projector)
+        self._preconditioner = preconditioner
+
+    def accumulator(
+        self, num_samples: int, *, model_id: int, parameters: ParameterShapes
+    ) -> AbstractFeatureAccumulator:
+        """Return a fresh accumulator for one batch; see :meth:`AbstractProjector.accumulator`."""
+        inner = self._projector.accumulator(num_samples, model_id=model_id, parameters=parameters)
+        return _PreconditionedAccumulator(inner, self._preconditioner.stream(parameters, inner.add))
 
 
 @final
