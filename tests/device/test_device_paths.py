@@ -6,13 +6,13 @@ import numpy as np
 import pytest
 import torch
 from device_models import NUM_ROWS, NUM_TARGETS, make
-from device_runs import assert_same, attributor, checkpoints, numbers_in, retraining
+from device_runs import assert_same, attributor, checkpoints, numbers_in, retraining, stored
 from safetensors.torch import save_file
 from torch.utils.data import DataLoader, Subset
 
-from trak_lite import Attributor, Rows, TRAKer, token_scores, verify
+from trak_lite import Attributor, Refine, Rows, TRAKer, named_optimizer_state, token_scores, verify
 from trak_lite.cli import main
-from trak_lite.methods import TRAK, GaussNewton, GradCos, GradDot, TracIn
+from trak_lite.methods import CG, EKFAC, TRAK, GaussNewton, GradCos, GradDot, LiSSA, TracIn
 
 CPU = torch.device("cpu")
 PLAIN = TRAK(damping=None, layout="stored")
@@ -37,6 +37,49 @@ def test_ekfac(name, device):
         made, case = attributor(name, where)
         made.featurize(case.train)
         return {"scores": made.score(case.targets, name="t", method="EKFAC").numpy().copy()}
+
+    assert_same_on_both(device, run)
+
+
+@pytest.mark.filterwarnings("ignore:LiSSA did not converge")
+@pytest.mark.parametrize(
+    "method",
+    [
+        GradDot(),
+        GradCos(),
+        EKFAC(damping=0.3),
+        CG(damping=30.0),
+        CG(draws=2, damping=30.0),
+        LiSSA(depth=5, scale=1e4),
+    ],
+    ids=str,
+)
+def test_scores_of_unprojected_gradients(method, device):
+    # Iterations carry the rounding of their first products on, and the stand-in aligns memory otherwise.
+    def run(where):
+        made, case = attributor("mlp", where)
+        states = checkpoints("mlp")
+        made.featurize(case.train, states)
+        streamed = made.stream_scores(case.train, case.targets, checkpoints=states, method=method)
+        refined = made.score(case.targets, name="t", refine=Refine(candidates=2, method=method))
+        return {"streamed": streamed.numpy(), "refined": refined.top(2).scores}
+
+    assert_same_on_both(device, run, fused=isinstance(method, (CG, LiSSA)))
+
+
+@pytest.mark.parametrize("kind", ["adam", "adam_update"])
+def test_rows_of_the_state_of_adam(kind, device):
+    def run(where):
+        made, case = attributor("mlp", where, normalize=kind)
+        inputs, labels = (tensor.to(where) for tensor in case.train.tensors)
+        optimizer = torch.optim.AdamW(case.model.parameters())
+        for _ in range(2):
+            optimizer.zero_grad()
+            torch.nn.functional.cross_entropy(case.model(inputs), labels).backward()
+            optimizer.step()
+        state = {"model": case.model.state_dict(), "optimizer": named_optimizer_state(optimizer, case.model)}
+        made.featurize(case.train, state)
+        return {**stored(made), "scores": made.score(case.targets, name="t").numpy()}
 
     assert_same_on_both(device, run)
 

@@ -28,7 +28,7 @@ from trak_lite.gradient_computers import (
     collect_gradients,
     select_parameters,
 )
-from trak_lite.methods import AbstractKernelMethod, Fisher, GaussNewton
+from trak_lite.methods import AbstractKernelMethod, Fisher, GaussNewton, GradDot
 from trak_lite.modelout_functions import ModelCall, resolve_task
 from trak_lite.report import write_report
 from trak_lite.store import ZarrFeatureStore
@@ -397,6 +397,10 @@ def run_whole_path(
         check_top(scores)
         own = np.diag(expected_scores(attributor, path, "ckpt-0"))
         check_scores(scores.self_influence()[:, None], own[:, None], "self-influences")
+        rows = Rows(train, batch_size=batch_size)
+        streamed = attributor.stream_scores(rows, rows, method=GradDot(q="off"))
+        whole = reference.flatten(gradients)
+        check_scores(streamed.numpy(), whole @ whole.T, "products of unprojected gradients", row_tolerance)
         page = write_report(scores, folder / "report.html", title="zoo")
         require("</html>" in page.read_text(encoding="utf-8"), "the report is cut off")
         if tokens:
