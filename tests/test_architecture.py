@@ -23,6 +23,7 @@ FLOORS = [
     {"run"},
     {"featurizing"},
     {"scoring"},
+    {"unrolled"},
     {"retraining"},
     {"attributor", "traker"},
     {"cli", "integrations", "testing", "utils"},

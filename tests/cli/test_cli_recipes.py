@@ -15,7 +15,7 @@ from torch import nn
 
 from trak_lite.cli.recipes import Recipe, last_trained, load_recipe, trained_states
 from trak_lite.errors import InvalidInputError
-from trak_lite.retraining._sources import describe_source
+from trak_lite.run.sources import describe_source
 
 
 def recipe(folder: Path, text: str = RECIPE) -> Recipe:

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import nn
 
-from trak_lite.retraining._sources import describe_source
+from trak_lite.run.sources import describe_source
 
 pytestmark = pytest.mark.quick
 

@@ -32,13 +32,13 @@ from trak_lite.evaluation import seed_noise_ceiling
 from trak_lite.evaluation.datamodeling import NoiseCeiling
 from trak_lite.featurizing.row_checks import done_rows
 from trak_lite.parallel.sharing import LazyTable, SharedRows
-from trak_lite.retraining._sources import carried_values, describe_source
-from trak_lite.retraining.side_by_side import VectorisedTraining
+from trak_lite.run.sources import carried_values, describe_source
 from trak_lite.run.tables import retrained_path
 from trak_lite.run.workspace import Workspace
 from trak_lite.store import Column, Manifest, RemotePlace, TableSpec
 from trak_lite.store.manifest import compare_fingerprints
 from trak_lite.store.remote.place import resolve_place
+from trak_lite.unrolled import SubsetTraining
 
 __all__ = ["OutputFunction", "Retrained", "TrainFunction", "retrain", "retrain_into", "retrain_many"]
 
@@ -187,7 +187,7 @@ def retrain(
 
 
 def retrain_many(
-    training: VectorisedTraining,
+    training: SubsetTraining,
     masks: ArrayLike,
     output_fn: OutputFunction,
     *,
@@ -203,7 +203,7 @@ def retrain_many(
     the other. Models that cannot be stacked (dropout, batch normalisation with running statistics) raise an error.
 
     Args:
-        training: The recipe.
+        training: ``Recipe(...).train_fn``.
         masks: ``(S, N)``; subsets of one size are trained together.
         output_fn: Converts a trained module, in eval mode, into M numbers.
         models_at_once: Number of models that are trained side by side; a kill loses all of them.
@@ -468,7 +468,7 @@ def _one_by_one(
 
 
 def _side_by_side(
-    jobs: Sequence[_Job], training: VectorisedTraining, output_fn: OutputFunction, models_at_once: int
+    jobs: Sequence[_Job], training: SubsetTraining, output_fn: OutputFunction, models_at_once: int
 ) -> Iterator[_Trained]:
     by_size: dict[int, list[_Job]] = {}
     for job in jobs:

@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
-from typing import Any, Final, final
+from typing import Any, Final, Literal, final, overload
 
 import numpy as np
 import torch
@@ -19,6 +19,7 @@ from numpy.typing import ArrayLike, NDArray
 from torch import Tensor, nn
 
 from trak_lite._devices import full_float32
+from trak_lite._validate import one_of
 from trak_lite.data.batches import move_batch
 from trak_lite.data.datasets import Rows, every_nth
 from trak_lite.errors import InvalidInputError, StateError
@@ -33,12 +34,13 @@ from trak_lite.evaluation import (
 from trak_lite.evaluation.calibration import fit_weights
 from trak_lite.evaluation.datamodeling import LinearDatamodelingScore, ScoreDifference
 from trak_lite.evaluation.verdict import Baseline, Calibration, Estimate
-from trak_lite.modelout_functions import AbstractModelOutput, ModelCall
+from trak_lite.modelout_functions import AbstractModelOutput, ModelCall, resolve_task
 from trak_lite.models.borrowing import borrow_model
 from trak_lite.models.checkpoints import Checkpoint, load_into, module_versions, with_versions
 from trak_lite.models.sharded import refuse_sharded
+from trak_lite.retraining.one_run import OneRunVerdict, verify_run
 from trak_lite.retraining.subsets import Retrained, TrainFunction, retrain_into
-from trak_lite.run.settings import row_kind
+from trak_lite.run.settings import Task, row_kind
 from trak_lite.run.tables import (
     FEATURES,
     OUT_TO_LOSS,
@@ -51,6 +53,7 @@ from trak_lite.scoring.scores import Scores
 from trak_lite.scoring.stored import Array, ScoredRows, scored_rows, store_verdict, verdict_key
 from trak_lite.store import AbstractFeatureStore, AbstractRowTable
 from trak_lite.store.manifest import compare_fingerprints
+from trak_lite.unrolled import TrainingRun
 
 __all__ = ["SubsetSums", "calibrated_scores", "evaluate", "verify"]
 
@@ -70,11 +73,13 @@ _NUM_RESAMPLES: Final = 1000
 _FEWEST_FOR_CALIBRATION: Final = 6
 
 
+@overload
 def verify(
     scores: Scores,
     train_fn: TrainFunction,
     targets: Any,
     *,
+    protocol: Literal["expected"] = "expected",
     budget: int = 10,
     seeds: Sequence[int] = (0,),
     alpha: float = 0.5,
@@ -84,7 +89,36 @@ def verify(
     texts: tuple[Sequence[Any], Sequence[Any]] | None = None,
     confidence: float = 0.95,
     train_id: str | None = None,
-) -> Verdict:
+) -> Verdict: ...
+@overload
+def verify(
+    scores: Scores,
+    train_fn: TrainingRun,
+    targets: Any,
+    *,
+    protocol: Literal["one-run"],
+    budget: int = 10,
+    subset_seed: int = 0,
+    confidence: float = 0.95,
+    task: Task | None = None,
+) -> OneRunVerdict: ...
+def verify(
+    scores: Scores,
+    train_fn: TrainFunction | TrainingRun,
+    targets: Any,
+    *,
+    protocol: Literal["expected", "one-run"] = "expected",
+    budget: int = 10,
+    seeds: Sequence[int] = (0,),
+    alpha: float = 0.5,
+    strata: ArrayLike | None = None,
+    subset_seed: int = 0,
+    calibrate: bool = False,
+    texts: tuple[Sequence[Any], Sequence[Any]] | None = None,
+    confidence: float = 0.95,
+    train_id: str | None = None,
+    task: Task | None = None,
+) -> Verdict | OneRunVerdict:
     """Test scores against models that are retrained on random subsets of the train rows.
 
     The verdict reports the linear datamodeling score (LDS): the rank correlation of summed scores with the retrained
@@ -94,12 +128,19 @@ def verify(
     retraining, to check that the training is unchanged. Several processes share the retrainings. In a distributed run
     rank 0 trains.
 
+    The default protocol trains with other seeds, and asks what leaving rows out changes on average. ``"one-run"`` asks
+    what it changes in one run: the run of a :class:`~trak_lite.unrolled.Recipe` is repeated with the same seed and
+    batches, without 1, 5, 10 and 50 % of the rows. Scores of :func:`~trak_lite.unrolled.unrolled` answer this question.
+
     Args:
         scores: Scores of an attributor, with a stored matrix.
         train_fn: ``train_fn(rows, seed)`` trains from scratch on these train rows, numbered as in ``scores``, and
-            returns a module of the attributed architecture or its state dict.
+            returns a module of the attributed architecture or its state dict. With ``protocol="one-run"`` a finished
+            :class:`~trak_lite.unrolled.TrainingRun`.
         targets: The targets that were scored: a dataset, a DataLoader or :class:`~trak_lite.Rows`.
-        budget: Number of random subsets. Each is trained on once per seed.
+        protocol: ``"expected"`` or ``"one-run"``. The latter takes ``budget``, ``subset_seed``, ``confidence`` and
+            ``task`` only.
+        budget: Number of random subsets, for ``"one-run"`` of each share. Each is trained on once per seed.
         seeds: Passed to ``train_fn``. One more subset is worth more than a second seed, but the noise ceiling needs two
             seeds.
         alpha: Share of the train rows in a subset.
@@ -110,6 +151,10 @@ def verify(
         texts: Train texts and target texts (or their tokens) for the BM25 baseline.
         confidence: Nominal coverage of the intervals.
         train_id: A name that identifies the training, instead of the source code and captured values of ``train_fn``.
+        task: Defines f for ``protocol="one-run"``, if the scores were not made by an attributor.
+
+    Returns:
+        The verdict; for ``"one-run"`` an LDS per share of rows left out.
 
     Raises:
         InvalidInputError: If the budget is too small, texts or strata have the wrong length, or ``calibrate=True`` and
@@ -119,6 +164,34 @@ def verify(
         RetrainingError: If a training fails; names subset and seed.
         UnsupportedModelError: If the model is sharded.
     """
+    if protocol != "expected":
+        one_of(("expected", "one-run"), protocol=protocol)
+        given = {
+            "seeds": seeds != (0,),
+            "alpha": alpha != 0.5,
+            "strata": strata is not None,
+            "calibrate": calibrate,
+        }
+        given |= {"texts": texts is not None, "train_id": train_id is not None}
+        refused = [key for key, used in given.items() if used]
+        if refused or not isinstance(train_fn, TrainingRun):
+            raise InvalidInputError(
+                f"protocol='one-run' takes a TrainingRun (recipe.train(...)) as train_fn, got {type(train_fn).__name__}"
+                f"{f', and does not take {refused}' if refused else ''}."
+            )
+        return verify_run(
+            scores,
+            train_fn,
+            targets,
+            scores.run.settings.task if task is None else resolve_task(task),
+            budget=budget,
+            subset_seed=subset_seed,
+            confidence=confidence,
+        )
+    if isinstance(train_fn, TrainingRun):
+        raise InvalidInputError(
+            "A TrainingRun is verified with protocol='one-run'. Otherwise pass recipe.train_fn."
+        )
     run, name = scores.run, scores.name
     refuse_sharded(run.model, "verify", "Verify with a whole model of the same store")
     _check_budget(budget, calibrate=calibrate)

@@ -1,0 +1,142 @@
+"""Test scores against repetitions of one run: same seed and order of batches, with random rows left out."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass
+from functools import partial
+from typing import Any, Final, final
+
+import numpy as np
+from numpy.typing import NDArray
+from torch import Tensor, nn
+
+from trak_lite.data.datasets import Rows, rows_of
+from trak_lite.errors import InvalidInputError, printable
+from trak_lite.evaluation import linear_datamodeling_score, subset_masks, summed_scores
+from trak_lite.evaluation.verdict import Estimate
+from trak_lite.modelout_functions import AbstractModelOutput
+from trak_lite.retraining.subsets import retrain_many
+from trak_lite.scoring.scores import Scores
+from trak_lite.unrolled import TrainingRun
+from trak_lite.unrolled.replay import outputs_of_model
+
+__all__ = ["SHARES", "OneRunVerdict", "verify_run"]
+
+SHARES: Final = (0.01, 0.05, 0.1, 0.5)
+"""Shares of the train rows that are left out."""
+_TILE_ROWS: Final = 1024
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class OneRunVerdict:
+    """Evaluation of scores against repetitions of one run with random rows left out.
+
+    It answers: how well do the scores predict what leaving rows out of this run changes, with the same seed and order
+    of batches? Other seeds are the question of :class:`~trak_lite.evaluation.Verdict`.
+    """
+
+    lds: tuple[tuple[float, Estimate], ...]
+    """Share of the rows that is left out, and the linear datamodeling score over such subsets."""
+    num_subsets: int
+    """Subsets per share."""
+    num_targets: int
+    """Number of targets."""
+    metasmoothness: float
+    """How linearly the run follows the weights of its rows; see :meth:`TrainingRun.metasmoothness`."""
+    confidence: float
+    """Nominal coverage of every interval."""
+
+    def __str__(self) -> str:
+        """Return the verdict on a few lines."""
+        lines = [
+            f"the same run (seed and order) without random rows, {self.num_subsets} subsets each, {self.num_targets} "
+            f"targets, metasmoothness {self.metasmoothness:.3f} ({self.confidence:.0%} intervals)"
+        ]
+        lines += [f"{share:.0%} left out: LDS {found}" for share, found in self.lds]
+        return printable("\n".join(lines))
+
+    def to_json(self) -> dict[str, Any]:
+        """Return the verdict as JSON values."""
+        return asdict(self)
+
+
+def verify_run(
+    scores: Scores,
+    run: TrainingRun,
+    targets: Any,
+    task: AbstractModelOutput,
+    *,
+    shares: tuple[float, ...] = SHARES,
+    budget: int = 40,
+    models_at_once: int = 20,
+    subset_seed: int = 0,
+    confidence: float = 0.95,
+    progress: bool | None = None,
+) -> OneRunVerdict:
+    """Test scores against repetitions of a run; :func:`~trak_lite.verify` calls this with ``protocol="one-run"``.
+
+    Args:
+        scores: ``(N, M)``, of any method.
+        run: The run. Its repetitions are stored in its folder, so a second call trains nothing.
+        targets: The M targets that were scored.
+        task: Defines f.
+        shares: Shares of the train rows to leave out.
+        budget: Subsets per share; each costs one training.
+        models_at_once: Trainings side by side.
+        subset_seed: Seed of the subsets.
+        confidence: Nominal coverage of the intervals.
+        progress: Show a bar; ``None`` shows it on a terminal only.
+
+    Raises:
+        InvalidInputError: If scores, run and targets differ in size, or a share leaves out no row.
+        RetrainingError: If a training fails; names subset and seed.
+    """
+    rows = rows_of(targets, what="the targets")
+    num_rows = len(run.recipe.rows)
+    if scores.shape != (num_rows, len(rows)):
+        raise InvalidInputError(
+            f"The scores have shape {scores.shape}, but the run has {num_rows} train rows and there are {len(rows)} "
+            "targets."
+        )
+    found = []
+    for share in shares:
+        masks = _masks(num_rows, share, budget, subset_seed)
+        retrained = retrain_many(
+            run.leave_out_fn,
+            masks,
+            partial(_outputs, run, task, rows),
+            models_at_once=models_at_once,
+            path=None
+            if run.path is None
+            else run.path / "left-out" / f"{masks.sum(1)[0]}-{subset_seed}.zarr",
+            seeds=(run.recipe.seed,),
+            train_id=f"{run.digest} {rows.identity()} {task.settings()}",
+            progress=progress,
+        )
+        lds = linear_datamodeling_score(_summed(scores, masks), None, retrained.mean, confidence=confidence)
+        found.append((share, Estimate(lds.mean, *lds.interval)))
+    return OneRunVerdict(tuple(found), budget, len(rows), run.metasmoothness(), confidence)
+
+
+def _masks(num_rows: int, share: float, budget: int, seed: int) -> NDArray[np.bool_]:
+    """Return the rows that each repetition keeps, ``(S, N)``."""
+    left_out = round(share * num_rows)
+    if not 0 < left_out < num_rows:
+        raise InvalidInputError(
+            f"A share of {share!r} leaves out {left_out} of {num_rows} rows. Leave out at least one, but not all."
+        )
+    return ~subset_masks(num_rows, budget, alpha=left_out / num_rows, seed=seed)
+
+
+def _summed(scores: Scores, masks: NDArray[np.bool_]) -> NDArray[np.float64]:
+    total = np.zeros((len(masks), scores.shape[1]))
+    for start, tile in scores.tiles():
+        for first in range(0, len(tile), _TILE_ROWS):
+            part = tile[first : first + _TILE_ROWS]
+            total += summed_scores(part, masks[:, start + first : start + first + len(part)])
+    return total
+
+
+def _outputs(run: TrainingRun, task: AbstractModelOutput, rows: Rows, model: nn.Module) -> Tensor:
+    return outputs_of_model(model, task, rows, run.device)

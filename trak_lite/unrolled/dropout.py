@@ -1,0 +1,110 @@
+"""Dropout whose masks are a pure function of seed, step and position, so that a training can be replayed.
+
+The masks do not come from torch's generator: a replay differentiates the same step several times, in any order, and
+models that are trained side by side need masks of their own.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, final
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.overrides import TorchFunctionMode
+
+from trak_lite.errors import UnsupportedModelError
+
+__all__ = ["SeededDropout", "step_key"]
+
+_WHOLE = {F.dropout1d: 3, F.dropout2d: 4, F.dropout3d: 5}
+"""Functions that drop whole channels, and the axes of a batched input."""
+_UNSUPPORTED = frozenset(
+    {F.alpha_dropout, F.feature_alpha_dropout, F.rrelu, F.gumbel_softmax, torch.bernoulli}
+)
+_GAMMA, _FIRST, _SECOND = -7046029254386353131, -4658895280553007687, -7723592293110705685
+"""The constants of SplitMix64 as signed 64-bit integers."""
+
+
+def step_key(seed: Tensor | int, step: int, part: int, device: torch.device) -> Tensor:
+    """Return the int64 key ``()`` of the masks of one step and one part of its batch."""
+    seed = seed if isinstance(seed, Tensor) else torch.tensor(seed, device=device)
+    return _mixed(_mixed(_mixed(seed + _GAMMA) + step) + part)
+
+
+@final
+class SeededDropout(TorchFunctionMode):
+    """Replaces the masks of dropout in its context by those of a key."""
+
+    def __init__(self, key: Tensor) -> None:
+        """Take the key of :func:`step_key`; it may have a batch axis of ``vmap``."""
+        super().__init__()
+        self._key = key
+        self._calls = 0
+
+    def __torch_function__(
+        self,
+        func: Callable[..., Any],
+        types: Sequence[type],
+        args: tuple[Any, ...] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> Any:
+        """Run a function of torch; dropout uses the mask of the key."""
+        del types
+        kwargs = dict(kwargs or {})
+        if func is F.dropout or func in _WHOLE:
+            return self._dropout(func, *args, **kwargs)
+        if func is F.scaled_dot_product_attention and _attention_dropout(args, kwargs) > 0:
+            raise UnsupportedModelError(
+                "scaled_dot_product_attention with dropout_p above 0 draws its mask from torch's generator, so the "
+                "training cannot be replayed. Set the attention's dropout to 0, or use an attention that calls "
+                "nn.Dropout (Hugging Face: attn_implementation='eager')."
+            )
+        if func in _UNSUPPORTED:
+            raise UnsupportedModelError(
+                f"{func.__name__} draws from torch's generator, so the training cannot be replayed. Of the random "
+                "operations, dropout, dropout1d, dropout2d and dropout3d are supported."
+            )
+        return func(*args, **kwargs)
+
+    def _dropout(
+        self,
+        func: Callable[..., Any],
+        input: Tensor,
+        p: float = 0.5,
+        training: bool = True,
+        inplace: bool = False,
+    ) -> Tensor:
+        if not training or p == 0:
+            return input
+        dims = _WHOLE.get(func)
+        shape = input.shape if dims is None else input.shape[: input.dim() - dims + 2]
+        mask = (self._uniform(shape) >= p).to(input.dtype) / (1 - p if p < 1 else 1.0)
+        mask = mask.reshape(*shape, *[1] * (input.dim() - len(shape)))
+        return input.mul_(mask) if inplace else input * mask
+
+    def _uniform(self, shape: Sequence[int]) -> Tensor:
+        """Return float64 numbers in [0, 1), in float32 on devices without float64."""
+        self._calls += 1
+        places = torch.arange(math.prod(shape), device=self._key.device).reshape(tuple(shape))
+        bits = _mixed(_mixed(self._key + self._calls * _GAMMA) + places * _GAMMA)
+        # 24 bits, which float32 holds exactly.
+        return _shifted(bits, 40).to(torch.float32) * 2.0**-24
+
+
+def _attention_dropout(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> float:
+    return float(args[4] if len(args) > 4 else kwargs.get("dropout_p", 0.0))
+
+
+def _mixed(numbers: Tensor) -> Tensor:
+    """Return SplitMix64's mix of int64 numbers; products wrap around."""
+    numbers = (numbers ^ _shifted(numbers, 30)) * _FIRST
+    numbers = (numbers ^ _shifted(numbers, 27)) * _SECOND
+    return numbers ^ _shifted(numbers, 31)
+
+
+def _shifted(numbers: Tensor, bits: int) -> Tensor:
+    """Return a logical right shift of int64 numbers; torch's own is arithmetic."""
+    return (numbers >> bits) & ((1 << (64 - bits)) - 1)

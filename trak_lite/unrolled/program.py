@@ -1,0 +1,294 @@
+"""The steps of a training as pure functions, so that they can be repeated, replayed and differentiated.
+
+Shapes: N train rows, B rows of a batch, R models that are trained side by side.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import KW_ONLY, dataclass
+from functools import cached_property
+from typing import Any, NamedTuple, TypeAlias, final
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor, nn
+from torch.func import grad, vmap
+
+from trak_lite._validate import positive_int, real_at_least
+from trak_lite.data.batches import batch_size, map_tensors, move_batch
+from trak_lite.data.datasets import Rows, rows_of
+from trak_lite.errors import InvalidInputError, UnsupportedModelError
+from trak_lite.gradient_computers import select_parameters
+from trak_lite.gradient_computers._base import ParameterChoice
+from trak_lite.modelout_functions import ModelCall
+from trak_lite.models.borrowing import model_device
+from trak_lite.types import Batch
+from trak_lite.unrolled.dropout import SeededDropout, step_key
+from trak_lite.unrolled.optimizers import AbstractOptimizer, Named, State
+
+__all__ = ["Frozen", "Part", "Program", "RowLoss", "TrainingSettings"]
+
+RowLoss: TypeAlias = Callable[[ModelCall, Batch], Tensor]
+"""``loss(model, batch) -> (B,)``, the loss of every row; ``model(...)`` is the forward pass."""
+
+
+class Frozen(NamedTuple):
+    """Tensors of a model that the training does not change."""
+
+    parameters: Named
+    """Parameters outside ``grad_wrt``, by name."""
+    buffers: Named
+    """Buffers by name."""
+
+
+class Part(NamedTuple):
+    """A part of the batch of a step; all rows of the batch, unless gradients are accumulated."""
+
+    rows: NDArray[np.int64]
+    """Train rows ``(b,)``, or ``(R, b)`` for models side by side."""
+    batch: Batch
+    """Their samples."""
+
+
+@dataclass(frozen=True, eq=False)
+class TrainingSettings:
+    """The fields of :class:`~trak_lite.unrolled.Recipe`, and what follows from them: number and order of the steps."""
+
+    model_fn: Callable[[int], nn.Module]
+    """Returns a new model for a seed. Torch's generator is seeded before the call."""
+    loss: RowLoss
+    """``loss(model, batch) -> (B,)``: the loss of every row, where ``model(...)`` is the forward pass."""
+    data: Any
+    """The train data: a map-style dataset, a DataLoader that reads one in order, or :class:`~trak_lite.Rows`."""
+    optimizer: AbstractOptimizer
+    """:class:`SGD`, :class:`Adam` or :class:`AdamW` of this package."""
+    _: KW_ONLY
+    batch_size: int
+    """Rows per step."""
+    epochs: int | None = None
+    """Passes over the rows. Give this or ``steps``."""
+    steps: int | None = None
+    """Number of steps."""
+    schedule: Callable[[int], float] | None = None
+    """Factor of the learning rate at a step, from 0, as for torch's ``LambdaLR``; ``None`` is 1."""
+    clip_norm: float | None = None
+    """Scale gradients with a larger norm down to this norm, as ``torch.nn.utils.clip_grad_norm_`` does."""
+    accumulate: int = 1
+    """Parts that a batch is divided into to save memory; their gradients are summed."""
+    grad_wrt: ParameterChoice | None = None
+    """Parameters to train: names, patterns or module classes; ``None`` trains those that require grad."""
+    seed: int = 0
+    """Seed of initial weights, order and dropout."""
+
+    def __post_init__(self) -> None:
+        """Check the settings."""
+        positive_int(batch_size=self.batch_size)
+        positive_int(accumulate=self.accumulate)
+        if (self.epochs is None) == (self.steps is None):
+            raise InvalidInputError(
+                f"Give either epochs or steps, got epochs={self.epochs}, steps={self.steps}."
+            )
+        positive_int(**({"steps": self.steps} if self.epochs is None else {"epochs": self.epochs}))
+        if self.clip_norm is not None and real_at_least(0.0, clip_norm=self.clip_norm) == 0:
+            raise InvalidInputError("clip_norm must be above 0; None does not clip.")
+        if not isinstance(self.optimizer, AbstractOptimizer):
+            raise InvalidInputError(
+                f"optimizer must be an SGD, Adam or AdamW of trak_lite.unrolled, got {type(self.optimizer).__name__}. "
+                "Optimizers of torch cannot be differentiated."
+            )
+
+    @cached_property
+    def rows(self) -> Rows:
+        """The train rows."""
+        return rows_of(self.data, what="the train data")
+
+    @property
+    def num_steps(self) -> int:
+        """Number of steps of a training on all rows."""
+        return self.steps_for(len(self.rows))
+
+    def steps_for(self, num_rows: int) -> int:
+        """Return the number of steps of a training on some rows."""
+        if self.steps is not None:
+            return self.steps
+        assert self.epochs is not None  # checked in __post_init__
+        return self.epochs * math.ceil(num_rows / self.batch_size)
+
+    def order(self, number: int, *, num_rows: int, seed: int) -> NDArray[np.int64]:
+        """Return the positions ``(b,)`` among the rows that step ``number`` uses. The last batch may be smaller."""
+        epoch, place = divmod(number, math.ceil(num_rows / self.batch_size))
+        permutation = np.random.default_rng((seed, epoch)).permutation(num_rows)
+        return permutation[place * self.batch_size : (place + 1) * self.batch_size]
+
+    def model(self, seed: int) -> nn.Module:
+        """Return a new model with the initial weights of a seed; the state of torch's generator is restored."""
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(seed)
+            return self.model_fn(seed)
+
+
+@final
+class Program:
+    """The steps of a recipe for one architecture, as functions of state, frozen tensors, batch and row weights."""
+
+    def __init__(self, recipe: TrainingSettings, model: nn.Module) -> None:
+        """Take a recipe and one of its models; the model's own tensors are not changed."""
+        self.recipe = recipe
+        self.model = model
+        self.device = model_device(model)
+        self.names = list(select_parameters(model, recipe.grad_wrt))
+        _refuse_batch_norm(model)
+
+    def start(self, model: nn.Module) -> tuple[State, Frozen]:
+        """Return copies of a model's tensors: the state before the first step, and what stays."""
+        parameters = {name: p.detach().clone() for name, p in model.named_parameters()}
+        buffers = {name: buffer.detach().clone() for name, buffer in model.named_buffers()}
+        trained = {name: parameters.pop(name) for name in self.names}
+        return self.recipe.optimizer.start(trained), Frozen(parameters, buffers)
+
+    def parts(self, rows: NDArray[np.int64]) -> list[Part]:
+        """Return the samples of a batch of rows ``(b,)`` or ``(R, b)``, in as many parts as the recipe asks for."""
+        pieces = np.array_split(rows, min(self.recipe.accumulate, rows.shape[-1]), axis=-1)
+        found = self.recipe.rows.batches([piece.reshape(-1) for piece in pieces])
+        parts = []
+        for piece, (_, batch) in zip(pieces, found, strict=True):
+            moved = move_batch(batch, self.device)
+            parts.append(Part(piece, _shaped(moved, piece.shape)))
+        return parts
+
+    def gradient(
+        self, parameters: Named, weights: Tensor, frozen: Frozen, batch: Batch, key: Tensor, size: int
+    ) -> Named:
+        """Return the gradient of the weighted losses of some rows, divided by the number of rows of the step.
+
+        Args:
+            parameters: The trained parameters.
+            weights: Row weights ``(b,)``.
+            frozen: The other tensors of the model.
+            batch: The samples.
+            key: Key of the dropout masks.
+            size: B, the rows of the step.
+        """
+
+        def total(values: Named) -> Tensor:
+            call = ModelCall(self.model, {**frozen.parameters, **values}, frozen.buffers)
+            with SeededDropout(key):
+                losses = self.recipe.loss(call, batch)
+            return (losses * weights.to(losses.dtype)).sum() / size
+
+        found: Named = grad(total)(parameters)
+        return found
+
+    def update(self, state: State, gradients: Named, number: int) -> State:
+        """Return the state after a step with these gradients, which are clipped first."""
+        if self.recipe.clip_norm is not None:
+            norm = torch.stack([g.norm() for g in gradients.values()]).norm()
+            scale = (self.recipe.clip_norm / (norm + 1e-6)).clamp(max=1.0)
+            gradients = {name: scale * g for name, g in gradients.items()}
+        factor = 1.0 if self.recipe.schedule is None else float(self.recipe.schedule(number))
+        return self.recipe.optimizer.step(state, gradients, factor=factor, number=number)
+
+    def step(
+        self,
+        state: State,
+        frozen: Frozen,
+        parts: Sequence[Part],
+        weights: Tensor,
+        number: int,
+        seed: Tensor | int,
+    ) -> State:
+        """Return the state after step ``number``.
+
+        Args:
+            state: Parameters and the optimizer's averages.
+            frozen: The other tensors of the model.
+            parts: The samples of the step.
+            weights: Row weights ``(N,)``.
+            number: Number of the step, from 0.
+            seed: Seed of the run, for the dropout masks.
+        """
+        size = sum(part.rows.shape[-1] for part in parts)
+        total: Named = {}
+        for place, part in enumerate(parts):
+            rows = torch.from_numpy(part.rows).to(weights.device)
+            key = step_key(seed, number, place, self.device)
+            found = self.gradient(state.parameters, weights[rows], frozen, part.batch, key, size)
+            total = {name: total[name] + g for name, g in found.items()} if total else found
+        return self.update(state, total, number)
+
+    def many(
+        self,
+        states: State,
+        frozen: Frozen,
+        parts: Sequence[Part],
+        weights: Tensor,
+        number: int,
+        seeds: Tensor,
+    ) -> State:
+        """Return the states of R models after step ``number``; all tensors have R as first axis."""
+        size = sum(part.rows.shape[-1] for part in parts)
+        total: Named = {}
+        for place, part in enumerate(parts):
+            rows = torch.from_numpy(part.rows).to(weights.device)
+            chosen = weights.gather(1, rows)
+            found = vmap(
+                lambda values, some, fixed, batch, seed, place=place: self.gradient(
+                    values, some, fixed, batch, step_key(seed, number, place, self.device), size
+                )
+            )(states.parameters, chosen, frozen, part.batch, seeds)
+            total = {name: total[name] + g for name, g in found.items()} if total else found
+        result: State = vmap(lambda state, gradients: self.update(state, gradients, number))(states, total)
+        return result
+
+    def check(self, state: State, frozen: Frozen, part: Part) -> None:
+        """Run the loss once, and raise if the training could not be repeated or differentiated.
+
+        Raises:
+            InvalidInputError: If the loss does not return one number per row.
+            UnsupportedModelError: If the model changes buffers or draws random numbers other than dropout masks.
+        """
+        buffers = {name: buffer.clone() for name, buffer in frozen.buffers.items()}
+        versions = {name: buffer._version for name, buffer in buffers.items()}
+        random = torch.random.get_rng_state()
+        call = ModelCall(self.model, {**frozen.parameters, **state.parameters}, buffers)
+        with torch.no_grad(), SeededDropout(step_key(0, 0, 0, self.device)):
+            losses = self.recipe.loss(call, part.batch)
+        size = batch_size(part.batch)
+        if not isinstance(losses, Tensor) or losses.shape != (size,):
+            shape = tuple(losses.shape) if isinstance(losses, Tensor) else type(losses).__name__
+            raise InvalidInputError(
+                f"loss(model, batch) returned {shape} for {size} rows. Return the loss of every row, (B,), without "
+                'a mean: cross_entropy(model(inputs), labels, reduction="none").'
+            )
+        changed = [name for name, buffer in buffers.items() if buffer._version != versions[name]]
+        if changed:
+            raise UnsupportedModelError(
+                f"The training pass changes the buffers {changed[:5]} of {type(self.model).__name__}, which a replay "
+                "does not follow. Return the model from model_fn with these layers in eval mode."
+            )
+        if not torch.equal(random, torch.random.get_rng_state()):
+            raise UnsupportedModelError(
+                f"The training pass of {type(self.model).__name__} draws random numbers other than dropout masks, "
+                "which a replay cannot repeat. Draw them in the dataset from a generator that is seeded with the row, "
+                "or switch them off."
+            )
+
+
+def _shaped(batch: Batch, shape: tuple[int, ...]) -> Batch:
+    """Return the batch with its sample axis in the shape ``(b,)`` or ``(R, b)``."""
+    return (
+        batch if len(shape) == 1 else map_tensors(lambda leaf: leaf.reshape(*shape, *leaf.shape[1:]), batch)
+    )
+
+
+def _refuse_batch_norm(model: nn.Module) -> None:
+    for name, module in model.named_modules():
+        if isinstance(module, nn.modules.batchnorm._BatchNorm) and module.training:
+            raise UnsupportedModelError(
+                f"{name or 'The model'} ({type(module).__name__}) normalises with the statistics of the batch, so the "
+                "loss of a row depends on the others. Return the model from model_fn with this layer in eval mode, or "
+                "use group or layer normalisation."
+            )

@@ -1,0 +1,381 @@
+r"""Exact derivatives of targets by the weights of train rows, by replaying a training backwards.
+
+With state :math:`s_{t+1} = \mathrm{step}_t(s_t, w)`, the derivative of a target :math:`f(s_T)` by the row weights w is
+
+.. math:: \sum_t \lambda_{t+1}^\top \frac{\partial\, \mathrm{step}_t}{\partial w},
+          \qquad \lambda_T = \nabla f(s_T), \quad
+          \lambda_t = \frac{\partial\, \mathrm{step}_t}{\partial s_t}^\top \lambda_{t+1}
+
+A step takes the gradient :math:`g = \sum_i w_i \nabla L_i / B` and updates the state with it. Its products are formed
+in two parts: first those of the update, which is elementwise, then those of g with the result
+:math:`\mu = (\partial\,\mathrm{update} / \partial g)^\top \lambda`: a Hessian-vector product for :math:`\lambda_t`, and
+:math:`\mu^\top \nabla L_i / B` for row i. All targets of a block share the states, the losses and their first gradient.
+
+Source: Engstrom et al., "Optimizing ML Training with Metagradient Descent" (arXiv:2503.13751), section 2.
+
+Shapes: N train rows, M targets, m targets of a block, T steps, b rows of a part of a batch.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Final, Literal, final
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor, nn
+from torch.func import vjp, vmap
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves, tree_map
+
+from trak_lite._progress import KeptProgress
+from trak_lite._validate import positive_int
+from trak_lite.data.batches import move_batch, rows_in_batches
+from trak_lite.data.datasets import Rows, rows_of
+from trak_lite.errors import NonFiniteError
+from trak_lite.methods import AbstractMethod
+from trak_lite.modelout_functions import AbstractModelOutput, ModelCall, resolve_task
+from trak_lite.modelout_functions._base import TaskFunction
+from trak_lite.modelout_functions._describe import describe_task
+from trak_lite.run.tables import SCORES, score_path, score_table_spec
+from trak_lite.run.workspace import Workspace
+from trak_lite.scoring.matrix import HeldMatrix, StoredMatrix
+from trak_lite.scoring.scores import Scores
+from trak_lite.scoring.source import UnstoredRows
+from trak_lite.store import Manifest
+from trak_lite.store.manifest import canonical_json
+from trak_lite.unrolled.dropout import step_key
+from trak_lite.unrolled.optimizers import Named, State
+from trak_lite.unrolled.program import Part
+from trak_lite.unrolled.runs import ADVICE, SMOOTH, TrainingRun, naming_failures, repeatable
+from trak_lite.unrolled.states import flat, load_tensors, save_tensors, unflat
+
+__all__ = ["Unrolled", "outputs_of_model", "unrolled"]
+
+logger = logging.getLogger(__name__)
+
+MAX_BYTES: Final = 2 << 30
+"""Default memory of a replay, in bytes."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Unrolled(AbstractMethod):
+    """Derivatives of targets through the training itself; :func:`~trak_lite.unrolled.unrolled` computes them."""
+
+    run: str
+    """Digest of the run: of the recipe, the data and the initial weights."""
+    q: Literal["off"] = field(init=False, default="off")
+    """``"off"``: a derivative by a row's weight contains the row's loss already."""
+
+    @property
+    def kernel(self) -> None:
+        """None."""
+        return None
+
+
+def unrolled(
+    run: TrainingRun,
+    targets: Any,
+    task: str | AbstractModelOutput | type[AbstractModelOutput] | TaskFunction,
+    *,
+    name: str = "targets",
+    block: int | None = None,
+    max_bytes: int = MAX_BYTES,
+    progress: bool | None = None,
+) -> Scores:
+    r"""Return the exact derivative of every target's output by the weight of every train row, for one run.
+
+    The score of row i for target j is :math:`\partial f_j(\theta_T) / \partial w_i`: to first order, leaving the row
+    out of this run (same seed, same batches) changes :math:`f_j` by minus the score. The training is replayed once
+    backwards for each block of targets. Where the training is chaotic the derivative is exact and still predicts
+    nothing: the metasmoothness of the run is measured first, and printed with the scores.
+
+    The scores are stored in the run's folder under ``name``: the same call again returns them, or resumes after a kill
+    at the last segment (between two stored states) of the present block, with the same bits.
+
+    Args:
+        run: A finished run, as :meth:`Recipe.train` returns it.
+        targets: A map-style dataset, a DataLoader that reads one in order, or :class:`~trak_lite.Rows`.
+        task: Defines f, as for :class:`~trak_lite.Attributor`. f is evaluated in eval mode.
+        name: Name of the target set.
+        block: Targets per replay; ``None`` takes as many as ``max_bytes`` allows.
+        max_bytes: Memory for the states and the vectors of a block, in bytes.
+        progress: Show a bar; ``None`` shows it on a terminal only.
+
+    Returns:
+        Scores ``(N, M)``.
+
+    Raises:
+        UnsupportedModelError: If torch cannot differentiate an operation of the model twice; names it.
+        NonFiniteError: If a derivative is NaN or infinite; names the targets.
+        ManifestMismatchError: If other targets or another task are stored under the name.
+    """
+    run.require_finished()
+    rows = rows_of(targets, what="the targets")
+    resolved = resolve_task(task)
+    smoothness = run.metasmoothness()
+    if smoothness < SMOOTH:
+        warnings.warn(
+            f"The training has metasmoothness {smoothness:.2f}. Below {SMOOTH}, scores of a replay predict retraining "
+            f"poorly, although they are exact derivatives. {ADVICE}",
+            RuntimeWarning,
+            stacklevel=2,
+        )
+    method = Unrolled(run=run.digest)
+    source = UnstoredRows(name, method, Manifest({"kind": "unrolled", "run": run.fingerprint}))
+    settings = {"method": method.name, "steps": run.num_steps, "metasmoothness": round(smoothness, 4)}
+    replay = _Replay(run, resolved, rows, max_bytes=positive_int(max_bytes=max_bytes), progress=progress)
+    if run.path is None:
+        scores = replay.scores(block)
+        return Scores(HeldMatrix(scores), source, settings=settings, location=None)
+    workspace = Workspace(str(run.path / "scores.zarr"))
+    fingerprint = {"targets": rows.identity(), "task": describe_task(resolved)}
+    spec = score_table_spec(len(run.recipe.rows), len(rows), fingerprint)
+    path = score_path(name, method, method)
+    with workspace.opened(source.manifest):
+        lazy = workspace.lazy_table(path, spec)
+        if lazy.table is None or not lazy.table.complete:
+            folder = (
+                run.path / "replays" / hashlib.sha256(canonical_json(fingerprint).encode()).hexdigest()[:16]
+            )
+            scores = replay.scores(block, folder)
+            for start in range(0, len(scores), spec.chunk_rows):
+                part = np.arange(start, min(start + spec.chunk_rows, len(scores)))
+                lazy.put(part, {SCORES: scores[part]})
+            replay.forget(folder)
+    table = workspace.reader().open_table(path)
+    return Scores(StoredMatrix(table), source, settings=settings, location=f"{workspace.path}:{path}")
+
+
+def outputs_of_model(model: nn.Module, task: AbstractModelOutput, rows: Rows, device: torch.device) -> Tensor:
+    """Return f of every target, ``(M,)`` float64, for a model in eval mode."""
+    task.prepare(model)
+    plan = rows_in_batches(np.arange(len(rows)), rows.batch_size)
+    with torch.no_grad():
+        found = [
+            task.evaluate(ModelCall(model), move_batch(batch, device)).output.double().cpu()
+            for _, batch in rows.batches(plan)
+        ]
+    return torch.cat(found)
+
+
+@final
+class _Replay:
+    """The backward replay of a run for blocks of targets."""
+
+    def __init__(
+        self,
+        run: TrainingRun,
+        task: AbstractModelOutput,
+        targets: Rows,
+        *,
+        max_bytes: int,
+        progress: bool | None,
+    ) -> None:
+        self._run, self._task, self._targets = run, task, targets
+        self._max_bytes, self._progress = max_bytes, progress
+        final = run.final
+        self._state_bytes = sum(t.nbytes for t in tree_leaves(final))
+        self._held = max(2, int(max_bytes // 4 // self._state_bytes))
+        """States of a segment that are in memory at once."""
+        with repeatable(run.device), naming_failures(run.program.model, "differentiate a training step of"):
+            step_bytes = _measured_bytes(lambda: self._adjoint(0, run.states.get(0), _single(final), None, 1))
+        self._chunk = max(1, int(max_bytes // 4 // max(1, step_bytes)))
+        """Targets whose Hessian products are computed at once."""
+        self._most = max(1, int(max_bytes // 2 // (4 * self._state_bytes)))
+        """Targets of a block that memory allows."""
+
+    def scores(self, block: int | None, folder: Path | None = None) -> NDArray[np.float32]:
+        """Return the scores ``(N, M)``; finished blocks and segments are kept in a folder."""
+        count = len(self._targets)
+        size = min(count, self._most if block is None else positive_int(block=block))
+        size = -(-count // -(-count // size)) if block is None else size  # blocks of about equal size
+        size = self._kept_size(folder, size)
+        starts = range(0, count, size)
+        found = np.empty((len(self._run.recipe.rows), count), np.float32)
+        total = len(starts) * self._run.num_steps
+        with (
+            repeatable(self._run.device),
+            naming_failures(self._run.program.model, "differentiate a training step of"),
+            KeptProgress(total, 0, label="Replaying", unit="step", progress=self._progress) as done,
+        ):
+            for start in starts:
+                places = np.arange(start, min(start + size, count))
+                file = None if folder is None else folder / f"block-{start:09d}.safetensors"
+                columns = self._block(places, file, done)
+                wrong = ~columns.isfinite().all(1)
+                if bool(wrong.any()):
+                    raise NonFiniteError(
+                        f"The derivatives of targets {places[wrong.cpu().numpy()][:5].tolist()} are NaN or infinite. "
+                        f"The training is too rough to be differentiated. {ADVICE}"
+                    )
+                found[:, places] = columns.T.float().cpu().numpy()
+        return found
+
+    def forget(self, folder: Path) -> None:
+        """Remove the files of a finished replay."""
+        for file in folder.glob("*"):
+            file.unlink()
+        folder.rmdir()
+
+    def _kept_size(self, folder: Path | None, size: int) -> int:
+        """Return the block size of an interrupted replay, whose files need it, or store this one."""
+        if folder is None:
+            return size
+        note = folder / "block-size.safetensors"
+        if note.exists():
+            return int(load_tensors(note, torch.device("cpu"))[0]["size"])
+        save_tensors(note, {"size": torch.tensor(size, device="cpu")})
+        return size
+
+    def _block(self, places: NDArray[np.int64], file: Path | None, done: KeptProgress) -> Tensor:
+        """Return the derivatives of a block of targets, ``(m, N)``."""
+        run = self._run
+        bounds = [number for number in run.states.numbers() if number < run.num_steps]
+        reached = run.num_steps
+        if file is not None and file.exists():
+            tensors, about = load_tensors(file, run.device)
+            columns, reached = tensors.pop("scores"), int(about["step"])
+            cotangents = unflat(tensors)
+            done.advance(run.num_steps - reached)
+        else:
+            cotangents = self._target_gradients(places)
+            columns = torch.zeros(len(places), len(run.weights), dtype=run.weights.dtype, device=run.device)
+        for first in reversed([number for number in bounds if number < reached]):
+            for number, state in self._backwards(first, run.states.get(first), reached):
+                cotangents = self._adjoint(number, state, cotangents, columns, self._chunk)
+                done.advance(1)
+            reached = first
+            if file is not None:
+                save_tensors(file, {**flat(cotangents), "scores": columns}, {"step": str(reached)})
+        return columns
+
+    def _backwards(self, first: int, state: State, stop: int) -> Iterator[tuple[int, State]]:
+        """Yield step numbers and the states before them from ``stop - 1`` down to ``first``.
+
+        At most ``_held`` states, and one per halving of a longer segment, are in memory.
+        """
+        if stop - first <= self._held:
+            states = [state]
+            for number in range(first, stop - 1):
+                states.append(self._run.step(states[-1], number))
+            for number in reversed(range(first, stop)):
+                yield number, states.pop()
+            return
+        middle = (first + stop) // 2
+        later = state
+        for number in range(first, middle):
+            later = self._run.step(later, number)
+        yield from self._backwards(middle, later, stop)
+        yield from self._backwards(first, state, middle)
+
+    def _adjoint(
+        self, number: int, state: State, cotangents: State, columns: Tensor | None, chunk: int
+    ) -> State:
+        """Return the cotangents of the state before a step, and add the derivatives of its rows to ``columns``.
+
+        Args:
+            number: Number of the step.
+            state: The state before it.
+            cotangents: Those of the state after it, with the m targets as first axis.
+            columns: ``(m, N)``; ``None`` adds nothing.
+            chunk: Targets at once in the products with Hessians.
+        """
+        run, program = self._run, self._run.program
+        parts = run.parts(number)
+        size = sum(len(part.rows) for part in parts)
+
+        def gradient(place: int, part: Part) -> tuple[Named, Callable[[Named], tuple[Named, Tensor]]]:
+            key = step_key(run.recipe.seed, number, place, run.device)
+            weights = run.weights[torch.from_numpy(part.rows).to(run.device)]
+            return _vjp(
+                lambda values, some: program.gradient(values, some, run.frozen, part.batch, key, size),
+                state.parameters,
+                weights,
+            )
+
+        single = (
+            len(parts) == 1
+        )  # several parts are computed again below: together they would not fit in memory
+        first = gradient(0, parts[0])
+        total = first[0]
+        for place, part in enumerate(parts[1:], 1):
+            total = {name: total[name] + g for name, g in gradient(place, part)[0].items()}
+        _, update_back = _vjp(lambda before, g: program.update(before, g, number), state, total)
+        result, inner = vmap(update_back)(cotangents)
+        for place, part in enumerate(parts):
+            back = first[1] if single else gradient(place, part)[1]
+            products, by_row = vmap(back, chunk_size=chunk)(inner)
+            for name, product in products.items():
+                result.parameters[name].add_(product)
+            if columns is not None:
+                columns[:, torch.from_numpy(part.rows).to(columns.device)] += by_row
+        return State(*result)
+
+    def _target_gradients(self, places: NDArray[np.int64]) -> State:
+        """Return the gradients of the targets' outputs at the trained parameters as cotangents of the last state."""
+        run, final = self._run, self._run.final
+        model = run.recipe.model(run.recipe.seed).eval()
+        self._task.prepare(model)
+        found: list[Named] = []
+        for _, batch in self._targets.batches([places[i : i + 1] for i in range(len(places))]):
+            moved = move_batch(batch, run.device)
+
+            def output(values: Named, moved: Any = moved) -> Tensor:
+                call = ModelCall(model, {**run.frozen.parameters, **values}, run.frozen.buffers)
+                return self._task.evaluate(call, moved).output.sum()
+
+            with torch.enable_grad():
+                leaves = {name: p.detach().requires_grad_() for name, p in final.parameters.items()}
+                grads = torch.autograd.grad(output(leaves), list(leaves.values()), allow_unused=True)
+            pairs = zip(leaves.items(), grads, strict=True)
+            found.append({name: torch.zeros_like(p) if g is None else g for (name, p), g in pairs})
+        stacked = {name: torch.stack([one[name] for one in found]) for name in final.parameters}
+        count = len(places)
+        slots = tree_map(lambda value: value.new_zeros(count, *value.shape), final.slots)
+        return State(stacked, slots)
+
+
+def _vjp(function: Callable[..., Any], *at: Any) -> tuple[Any, Callable[[Any], Any]]:
+    """Return the value of a function, and the map from cotangents of the value to those of the arguments."""
+    value, back = vjp(function, *at)[:2]
+    return value, back
+
+
+def _single(state: State) -> State:
+    """Return cotangents of one target in the shapes of a state."""
+    return State(*tree_map(lambda value: torch.ones_like(value).unsqueeze(0), tuple(state)))
+
+
+class _Counting(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch has no types here
+    """Sums the bytes of all results of operations."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.total: int = 0
+
+    def __torch_dispatch__(
+        self,
+        func: Any,
+        types: Sequence[type],
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> Any:
+        del types
+        found = func(*args, **(kwargs or {}))
+        self.total += sum(int(leaf.nbytes) for leaf in tree_leaves(found) if isinstance(leaf, Tensor))
+        return found
+
+
+def _measured_bytes(function: Callable[[], Any]) -> int:
+    """Return the bytes of all tensors that a function makes: an upper bound of its memory."""
+    counted = _Counting()
+    with counted:
+        function()
+    return counted.total

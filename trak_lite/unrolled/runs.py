@@ -1,0 +1,422 @@
+"""A training that was made, with stored states from which any step can be repeated bit by bit."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import logging
+import math
+import os
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from os import PathLike
+from pathlib import Path
+from typing import Any, Literal, final
+
+import numpy as np
+import torch
+from numpy.typing import ArrayLike, NDArray
+from torch import Tensor, nn
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+from trak_lite._devices import full_float32
+from trak_lite._progress import KeptProgress
+from trak_lite._validate import one_of, parse_json, positive_int
+from trak_lite.errors import (
+    MODEL_FAILURES,
+    CorruptStoreError,
+    InvalidInputError,
+    NonFiniteError,
+    TrakLiteError,
+    UnsupportedModelError,
+    refuse_machine_failure,
+)
+from trak_lite.models.checkpoints import weights_digest
+from trak_lite.run.sources import describe_source
+from trak_lite.store.manifest import canonical_json, compare_fingerprints
+from trak_lite.unrolled.optimizers import State
+from trak_lite.unrolled.program import Frozen, Part, Program, TrainingSettings
+from trak_lite.unrolled.states import StateFiles
+
+__all__ = [
+    "ADVICE",
+    "SMOOTH",
+    "Spacing",
+    "SubsetTraining",
+    "TrainingRun",
+    "naming_failures",
+    "repeatable",
+    "train",
+]
+
+logger = logging.getLogger(__name__)
+
+Spacing = Literal["sqrt", "log", "all"]
+SMOOTH = 0.9
+"""Metasmoothness from which a metagradient predicts retraining well, in the settings of the documentation."""
+_RECORD = "run.json"
+ADVICE = (
+    "Smoother are: GELU in place of ReLU, average in place of max pooling, a smaller learning rate, larger batches, "
+    "and for Adam a larger eps_root."
+)
+
+
+@contextmanager
+def repeatable(device: torch.device) -> Iterator[None]:
+    """Run training steps in the block with the kernels that every repetition and every derivative use."""
+    with full_float32(device), sdpa_kernel(SDPBackend.MATH), torch.no_grad():
+        yield
+
+
+@final
+class TrainingRun:
+    """A finished training: its recipe, row weights, and states at some steps."""
+
+    def __init__(self, recipe: TrainingSettings, path: Path | None, weights: Tensor | None) -> None:
+        """Prepare a run; :func:`train` trains it."""
+        self.recipe, self.path = recipe, path
+        model = recipe.model(recipe.seed)
+        self.program = Program(recipe, model)
+        self.device = self.program.device
+        self.states = StateFiles(None if path is None else path / "states", self.device)
+        self.num_steps = recipe.num_steps
+        like = next(p for name, p in model.named_parameters() if name in self.program.names)
+        ones = torch.ones(len(recipe.rows), dtype=like.dtype, device=self.device)
+        self.weights = ones if weights is None else weights.to(ones)
+        self._first, self.frozen = self.program.start(model)
+        self.fingerprint = _fingerprint(recipe, model, self.weights)
+        self._smoothness: float | None = None
+
+    @property
+    def digest(self) -> str:
+        """Digest of everything that the result of the training depends on."""
+        return hashlib.sha256(canonical_json(self.fingerprint).encode()).hexdigest()
+
+    @property
+    def final(self) -> State:
+        """The state after the last step."""
+        return self.states.get(self.num_steps)
+
+    def model(self) -> nn.Module:
+        """Return the trained model, in eval mode."""
+        return _with_weights(self.recipe.model(self.recipe.seed), self.final)
+
+    def rows(self, number: int) -> NDArray[np.int64]:
+        """Return the train rows ``(b,)`` of a step."""
+        return self.recipe.order(number, num_rows=len(self.recipe.rows), seed=self.recipe.seed)
+
+    def parts(self, number: int) -> list[Part]:
+        """Return the samples of a step."""
+        return self.program.parts(self.rows(number))
+
+    def step(self, state: State, number: int) -> State:
+        """Return the state after a step, with the same bits as in the training."""
+        return self.program.step(
+            state, self.frozen, self.parts(number), self.weights, number, self.recipe.seed
+        )
+
+    def metasmoothness(self, h: float = 0.1, *, seed: int = 0) -> float:
+        r"""Return how linearly the trained weights follow the row weights, at most 1 (smooth).
+
+        Three trainings with row weights 1, 1 + h v and 1 + 2 h v, v drawn from a unit Gaussian, give two changes of
+        every trained parameter. The result is the mean of the product of their signs, weighted by the total change.
+        Metagradients predict retraining well where it is near 1, and not at all where it is near 0.
+
+        Source: Engstrom et al., "Optimizing ML Training with Metagradient Descent" (arXiv:2503.13751), section 3.
+
+        Args:
+            h: Size of the perturbation of the row weights.
+            seed: Seed of v.
+
+        Returns:
+            The metasmoothness. With ``h=0.1`` and seed 0 it is stored with the run.
+        """
+        usual = h == 0.1 and seed == 0
+        stored = self._smoothness if self.path is None else _record(self.path).get("metasmoothness")
+        if usual and stored is not None:
+            return float(stored)
+        direction = torch.randn(
+            len(self.weights), generator=torch.Generator().manual_seed(seed), device="cpu"
+        )
+        weights = torch.stack([self.weights + k * h * direction.to(self.weights) for k in range(3)])
+        finals = self._perturbed(weights)
+        flat = [torch.cat([p.flatten() for p in state.parameters.values()]).double() for state in finals]
+        total = (flat[2] - flat[0]).abs()
+        agree = torch.sign(flat[1] - flat[0]) * torch.sign(flat[2] - flat[1])
+        found = float((agree * total).sum() / total.sum()) if float(total.sum()) else 1.0
+        if usual:
+            self._smoothness = found
+            if self.path is not None:
+                _write_record(self.path, {**_record(self.path), "metasmoothness": found})
+        return found
+
+    def _perturbed(self, weights: Tensor) -> list[State]:
+        """Return the final states of runs with row weights ``(R, N)``."""
+        everything, seed = np.arange(weights.shape[1]), self.recipe.seed
+        try:
+            return _side_by_side(self.recipe, weights, [everything] * len(weights), [seed] * len(weights))
+        except UnsupportedModelError as error:
+            logger.info("%s The models are trained one after the other.", error)
+            return [_alone(self.recipe, some, everything, seed) for some in weights]
+
+    @property
+    def leave_out_fn(self) -> SubsetTraining:
+        """A ``train_fn(rows, seed)`` that repeats this run with the weight 0 for the other rows."""
+        return SubsetTraining(self.recipe, keep_order=True)
+
+    def require_finished(self) -> None:
+        """Raise if the training has not reached its last step."""
+        if self.num_steps not in self.states.numbers():
+            raise InvalidInputError(
+                "The training is not finished. Call recipe.train(path) again; it resumes."
+            )
+
+
+def train(
+    recipe: TrainingSettings,
+    path: str | PathLike[str] | None = None,
+    *,
+    checkpoints: Spacing = "sqrt",
+    interval: int | None = None,
+    weights: ArrayLike | None = None,
+    progress: bool | None = None,
+) -> TrainingRun:
+    """Train a recipe; see :meth:`~trak_lite.unrolled.Recipe.train`."""
+    one_of(("sqrt", "log", "all"), checkpoints=checkpoints)
+    run = TrainingRun(recipe, None if path is None else Path(path), _checked_weights(recipe, weights))
+    if run.path is not None:
+        _claim(run.path, run.fingerprint)
+    wanted = _wanted(run.num_steps, checkpoints, interval)
+    stored = run.states.numbers()
+    first = max(stored, default=0)
+    state = run.states.get(first) if stored else run._first
+    with repeatable(run.device), naming_failures(run.program.model, "train"):
+        run.program.check(state, run.frozen, run.parts(0)[0])
+        if not stored:
+            run.states.put(0, state)
+        with KeptProgress(run.num_steps, first, label="Training", unit="step", progress=progress) as done:
+            for number in range(first, run.num_steps):
+                state = run.step(state, number)
+                if number + 1 in wanted:
+                    _refuse_non_finite(state, number)
+                    run.states.put(number + 1, state)
+                done.advance(1)
+    return run
+
+
+def _side_by_side(
+    recipe: TrainingSettings, weights: Tensor, subsets: Sequence[NDArray[np.int64]], seeds: Sequence[int]
+) -> list[State]:
+    """Return the final states of R trainings on subsets of one size, with vmapped steps."""
+    models = [recipe.model(seed) for seed in seeds]
+    program = Program(recipe, models[0])
+    starts = [program.start(model) for model in models]
+    states = _stacked([state for state, _ in starts])
+    frozen = Frozen(*(_stacked_named([pair[1][place] for pair in starts]) for place in range(2)))
+    numbers, weights = torch.tensor(list(seeds), device=program.device), weights.to(program.device)
+    size = len(subsets[0])
+    with repeatable(program.device), naming_failures(models[0], "train several models side by side of"):
+        some = recipe.order(0, num_rows=size, seed=seeds[0])
+        program.check(starts[0][0], starts[0][1], program.parts(subsets[0][some])[0])
+        for number in range(recipe.steps_for(size)):
+            positions = [recipe.order(number, num_rows=size, seed=seed) for seed in seeds]
+            rows = np.stack([subset[where] for subset, where in zip(subsets, positions, strict=True)])
+            states = program.many(states, frozen, program.parts(rows), weights, number, numbers)
+    _refuse_non_finite(states, recipe.steps_for(size) - 1)
+    return [_taken(states, place) for place in range(len(seeds))]
+
+
+@final
+@dataclass(frozen=True)
+class SubsetTraining:
+    """Trains a recipe on subsets of the rows; a ``train_fn`` of :func:`~trak_lite.retraining.retrain`.
+
+    ``retrain_many`` calls :meth:`train_many` to train several models side by side.
+    """
+
+    recipe: TrainingSettings
+    """The training."""
+    keep_order: bool
+    """Keep batches and order of the whole training, and give rows outside the subset the weight 0. Otherwise train on
+    the subset alone, in an order of its own."""
+
+    def __call__(self, rows: NDArray[np.int64], seed: int) -> nn.Module:
+        """Return the model trained on some rows, in eval mode."""
+        weights = self._weights([rows])[0]
+        everything = np.arange(len(weights))
+        state = _alone(self.recipe, weights, everything if self.keep_order else rows, seed)
+        return _with_weights(self.recipe.model(seed), state)
+
+    def train_many(self, subsets: Sequence[NDArray[np.int64]], seeds: Sequence[int]) -> list[nn.Module]:
+        """Return one trained model per subset and seed, in eval mode; all subsets have one size.
+
+        Raises:
+            InvalidInputError: If subsets differ in size, or are not one per seed.
+            UnsupportedModelError: If ``vmap`` does not support an operation of the model.
+        """
+        sizes = {len(rows) for rows in subsets}
+        if len(sizes) != 1 or len(subsets) != len(seeds):
+            raise InvalidInputError(
+                f"Models trained side by side need one seed each and subsets of one size, got {len(subsets)} subsets "
+                f"of sizes {sorted(sizes)[:5]} and {len(seeds)} seeds."
+            )
+        weights = self._weights(subsets)
+        everything = [np.arange(weights.shape[1])] * len(seeds)
+        finals = _side_by_side(self.recipe, weights, everything if self.keep_order else list(subsets), seeds)
+        models = [self.recipe.model(seed) for seed in seeds]
+        return [_with_weights(model, state) for model, state in zip(models, finals, strict=True)]
+
+    def _weights(self, subsets: Sequence[NDArray[np.int64]]) -> Tensor:
+        """Return 1 for the rows of each subset and 0 for the others, ``(R, N)``."""
+        weights = torch.zeros(len(subsets), len(self.recipe.rows), device="cpu")
+        for place, rows in enumerate(subsets):
+            weights[place, torch.from_numpy(np.asarray(rows, np.int64))] = 1.0
+        return weights
+
+
+def _alone(recipe: TrainingSettings, weights: Tensor, subset: NDArray[np.int64], seed: int) -> State:
+    """Return the final state of a training on some rows, with row weights ``(N,)``; nothing is stored."""
+    model = recipe.model(seed)
+    program = Program(recipe, model)
+    state, frozen = program.start(model)
+    weights = weights.to(program.device)
+    with repeatable(program.device), naming_failures(model, "train"):
+        for number in range(recipe.steps_for(len(subset))):
+            rows = subset[recipe.order(number, num_rows=len(subset), seed=seed)]
+            parts = program.parts(rows)
+            if number == 0:
+                program.check(state, frozen, parts[0])
+            state = program.step(state, frozen, parts, weights, number, seed)
+    _refuse_non_finite(state, recipe.steps_for(len(subset)) - 1)
+    return state
+
+
+def _with_weights(model: nn.Module, state: State) -> nn.Module:
+    """Return a model with the trained parameters of a state, in eval mode."""
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if name in state.parameters:
+                parameter.copy_(state.parameters[name])
+    return model.eval()
+
+
+def _stacked_named(parts: Sequence[dict[str, Tensor]]) -> dict[str, Tensor]:
+    return {name: torch.stack([part[name] for part in parts]) for name in parts[0]}
+
+
+def _stacked(states: Sequence[State]) -> State:
+    slots = {slot: _stacked_named([state.slots[slot] for state in states]) for slot in states[0].slots}
+    return State(_stacked_named([state.parameters for state in states]), slots)
+
+
+def _taken(states: State, place: int) -> State:
+    """Return one of the states of models side by side."""
+    slots = {
+        slot: {name: value[place] for name, value in named.items()} for slot, named in states.slots.items()
+    }
+    return State({name: value[place] for name, value in states.parameters.items()}, slots)
+
+
+def _checked_weights(recipe: TrainingSettings, weights: ArrayLike | None) -> Tensor | None:
+    if weights is None:
+        return None
+    array = np.asarray(weights, np.float64)
+    if array.shape != (len(recipe.rows),) or not np.isfinite(array).all():
+        raise InvalidInputError(
+            f"weights must be one finite number per train row, ({len(recipe.rows)},), got shape {array.shape}."
+        )
+    return torch.from_numpy(array)
+
+
+def _wanted(num_steps: int, spacing: Spacing, interval: int | None) -> set[int]:
+    """Return the numbers of the states to store; the last one is among them."""
+    if interval is not None:
+        return {*range(0, num_steps, positive_int(interval=interval)), num_steps}
+    if spacing == "log":
+        return {num_steps - (1 << k) for k in range(num_steps.bit_length()) if num_steps >= 1 << k} | {
+            num_steps
+        }
+    every = 1 if spacing == "all" else math.ceil(math.sqrt(num_steps))
+    return {*range(0, num_steps, every), num_steps}
+
+
+def _refuse_non_finite(state: State, number: int) -> None:
+    for name, value in state.parameters.items():
+        if not bool(value.isfinite().all()):
+            raise NonFiniteError(
+                f"{name} is NaN or infinite after step {number}, counted from 0. Lower the learning rate, or clip "
+                "gradients (clip_norm)."
+            )
+
+
+def _fingerprint(recipe: TrainingSettings, model: nn.Module, weights: Tensor) -> dict[str, Any]:
+    """Return JSON values of everything that the training depends on."""
+    uniform = bool((weights == 1).all())
+    return {
+        "weights": weights_digest(model),
+        "loss": describe_source(recipe.loss),
+        "data": recipe.rows.identity(),
+        "optimizer": recipe.optimizer.to_json(),
+        "schedule": describe_source(recipe.schedule),
+        "steps": recipe.num_steps,
+        "batch_size": recipe.batch_size,
+        "accumulate": recipe.accumulate,
+        "clip_norm": recipe.clip_norm,
+        "trained": list(Program(recipe, model).names),
+        "modes": hashlib.sha256(str([m.training for m in model.modules()]).encode()).hexdigest(),
+        "seed": recipe.seed,
+        "row_weights": None if uniform else hashlib.sha256(weights.cpu().numpy().tobytes()).hexdigest(),
+    }
+
+
+def _claim(path: Path, fingerprint: dict[str, Any]) -> None:
+    """Write the record of a new run, or compare that of a stored one."""
+    if (path / _RECORD).exists():
+        compare_fingerprints(
+            _record(path).get("fingerprint", {}),
+            fingerprint,
+            where=str(path),
+            remedy="Train this recipe in another folder.",
+        )
+    else:
+        _write_record(path, {"fingerprint": fingerprint})
+
+
+def _record(path: Path) -> dict[str, Any]:
+    file = path / _RECORD
+    try:
+        found = parse_json(file.read_bytes())
+    except FileNotFoundError:
+        return {}
+    except ValueError as error:
+        raise CorruptStoreError(
+            f"{file} cannot be read ({error}). Delete the folder and train again."
+        ) from error
+    if not isinstance(found, dict):
+        raise CorruptStoreError(f"{file} is not a JSON object. Delete the folder and train again.")
+    return found
+
+
+def _write_record(path: Path, record: dict[str, Any]) -> None:
+    path.mkdir(parents=True, exist_ok=True)
+    partial = path / f".{_RECORD}.{os.getpid()}"
+    with partial.open("w", encoding="utf-8") as file:
+        file.write(json.dumps(record, indent=1) + "\n")
+        file.flush()
+        os.fsync(file.fileno())
+    partial.replace(path / _RECORD)
+
+
+@contextmanager
+def naming_failures(model: nn.Module, doing: str) -> Iterator[None]:
+    """Raise UnsupportedModelError that names the operation if torch cannot do something with a model."""
+    try:
+        yield
+    except (TrakLiteError, torch.OutOfMemoryError):
+        raise
+    except MODEL_FAILURES as error:
+        refuse_machine_failure(error)
+        raise UnsupportedModelError(
+            f"torch cannot {doing} {type(model).__name__} ({type(error).__name__}: {error!s:.300})."
+        ) from error

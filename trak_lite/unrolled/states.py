@@ -1,0 +1,98 @@
+"""States of a training in files: written atomically, so that a killed process leaves a complete file or none."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from pathlib import Path
+
+import torch
+from safetensors import safe_open
+from safetensors.torch import save_file
+from torch import Tensor
+
+from trak_lite.errors import CorruptStoreError
+from trak_lite.unrolled.optimizers import Named, State
+
+__all__ = ["StateFiles", "flat", "load_tensors", "save_tensors", "unflat"]
+
+_PARAMETERS = "parameters"
+_SUFFIX = ".safetensors"
+
+
+def flat(state: State) -> Named:
+    """Return all tensors of a state by ``group/name``."""
+    groups = {_PARAMETERS: state.parameters, **state.slots}
+    return {f"{group}/{name}": tensor for group, named in groups.items() for name, tensor in named.items()}
+
+
+def unflat(tensors: Mapping[str, Tensor]) -> State:
+    """Return the state that :func:`flat` flattened."""
+    groups: dict[str, Named] = {_PARAMETERS: {}}
+    for key, tensor in tensors.items():
+        group, _, name = key.partition("/")
+        groups.setdefault(group, {})[name] = tensor
+    return State(groups.pop(_PARAMETERS), groups)
+
+
+def save_tensors(
+    path: Path, tensors: Mapping[str, Tensor], metadata: Mapping[str, str] | None = None
+) -> None:
+    """Write a file; after a crash it is the old one or the new one."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    partial = path.with_name(f".{path.name}.{os.getpid()}")
+    plain = {name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}
+    try:
+        save_file(plain, partial, dict(metadata or {}))
+        with partial.open("rb") as file:
+            os.fsync(file.fileno())
+        partial.replace(path)
+    finally:
+        partial.unlink(missing_ok=True)
+
+
+def load_tensors(path: Path, device: torch.device) -> tuple[Named, dict[str, str]]:
+    """Return the tensors of a file on a device, and its metadata.
+
+    Raises:
+        CorruptStoreError: If the file cannot be read.
+    """
+    try:
+        with safe_open(path, framework="pt", device=str(device)) as file:
+            return {name: file.get_tensor(name) for name in file.keys()}, dict(file.metadata() or {})  # noqa: SIM118
+    except Exception as error:
+        raise CorruptStoreError(
+            f"{path} cannot be read ({error!s:.200}). Delete it, and make the call again."
+        ) from error
+
+
+class StateFiles:
+    """The states of a run by step number, in a folder or in memory."""
+
+    def __init__(self, folder: Path | None, device: torch.device) -> None:
+        """Take the folder, which need not exist; ``None`` keeps the states in memory."""
+        self._folder, self._device = folder, device
+        self._held: dict[int, State] = {}
+
+    def numbers(self) -> list[int]:
+        """Return the numbers of the stored states in order: state t is the one before step t."""
+        if self._folder is None:
+            return sorted(self._held)
+        return sorted(int(path.stem) for path in self._folder.glob(f"[0-9]*{_SUFFIX}"))
+
+    def put(self, number: int, state: State) -> None:
+        """Store a state."""
+        if self._folder is None:
+            self._held[number] = state
+        else:
+            save_tensors(self._path(number), flat(state))
+
+    def get(self, number: int) -> State:
+        """Return a stored state."""
+        if self._folder is None:
+            return self._held[number]
+        return unflat(load_tensors(self._path(number), self._device)[0])
+
+    def _path(self, number: int) -> Path:
+        assert self._folder is not None  # the callers use it with a folder only
+        return self._folder / f"{number:09d}{_SUFFIX}"
