@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from itertools import repeat
 from os import PathLike
-from typing import Any, Literal, Self
+from typing import Any, Literal, Self, cast
 
 import numpy as np
 import torch
@@ -20,7 +20,7 @@ from trak_lite.errors import InvalidInputError
 from trak_lite.featurizing.session import Run, marking_last, stored_norms
 from trak_lite.gradient_computers._base import ParameterChoice
 from trak_lite.gradient_computers.normalization import Normalization, NormalizationKind
-from trak_lite.methods import EKFAC, Method
+from trak_lite.methods import EKFAC, AbstractMatrixMethod, AbstractMethod, Mean, Method, Unrolled
 from trak_lite.models.checkpoints import CheckpointSource, iterate_checkpoints
 from trak_lite.projectors import AbstractProjector
 from trak_lite.run.settings import AttributorSettings, GradientComputerFactory, Task, stored_arguments
@@ -39,6 +39,7 @@ from trak_lite.store import AbstractFeatureStore, RemotePlace, open_store
 from trak_lite.store._names import check_name
 from trak_lite.store.remote.place import resolve_place
 from trak_lite.types import Batch, FeatureLayout
+from trak_lite.unrolled import TrainingRun, unrolled
 
 __all__ = ["Attributor", "FeaturizeSummary"]
 
@@ -337,6 +338,12 @@ class Attributor:
         """
         check_name(name, what="target set")
         chosen = self._settings.scored_by(method)
+        if isinstance(chosen, AbstractMatrixMethod):
+            if k is not None or refine is not None or not dense:
+                raise InvalidInputError(
+                    f"{chosen.name} scores are stored whole. Leave out k, refine and dense=False."
+                )
+            return self._score_matrix(data, name, chosen, checkpoints, checkpoint_loader)
         if refine is not None:
             if k is not None:
                 raise InvalidInputError(
@@ -380,6 +387,46 @@ class Attributor:
             if refine is not None and ends is not None:
                 return refined_scores(self._run, session, train, targets, name, refine, ends)
             return result.scores(self._run, dense=dense, ends=ends)
+
+    def _score_matrix(
+        self,
+        data: Any,
+        name: str,
+        method: AbstractMatrixMethod,
+        checkpoints: CheckpointSource,
+        checkpoint_loader: Callable[[Any], Mapping[str, Tensor]] | None,
+    ) -> Scores:
+        """Compute and store the scores of a method that does not multiply stored rows."""
+        if isinstance(checkpoints, Iterator):
+            checkpoints = list(checkpoints)
+        targets = self._run.rows(data, "the targets")
+
+        def matrix_of(one: AbstractMethod) -> NDArray[np.float32]:
+            if isinstance(one, Mean):
+                return one.combined([matrix_of(part) for part in one.methods])
+            if isinstance(one, Unrolled):
+                runs = cast("tuple[TrainingRun, ...]", one.runs)
+                return unrolled(runs, targets, self.task, name=name, progress=self._run.progress).numpy()
+            given = {"checkpoints": checkpoints, "checkpoint_loader": checkpoint_loader}
+            return self.score(data, name, method=one, **given).numpy()
+
+        matrix = matrix_of(method)
+        with (
+            self._run.joined(f"score {name!r}") as ranks,
+            self._run.session(ranks=ranks, train=self._held) as session,
+            naming_dropped(session.store) as paths,
+        ):
+            target_set = session.target_set(targets, name, method)
+            used: list[str] | None = None
+            if checkpoints is not None:
+                found = iterate_checkpoints(checkpoints, checkpoint_loader)
+                used = [session.add_targets(target_set, checkpoint) for checkpoint in found]
+            train = complete_tables(session.store, used, paths if used is None else None)
+            result = ScoreResult(
+                session.store, train, name, method, self.method, target_set.identity, len(targets)
+            )
+            ranks.broadcast("scores to store", lambda: None if result.is_finished() else result.put(matrix))
+            return result.scores(self._run, dense=True)
 
     def stream_scores(
         self,

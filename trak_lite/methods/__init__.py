@@ -15,6 +15,9 @@ from trak_lite.methods.grad_cos import GradCos as GradCos
 from trak_lite.methods.grad_dot import GradDot as GradDot
 from trak_lite.methods.less import LESS as LESS
 from trak_lite.methods.lissa import LiSSA as LiSSA
+from trak_lite.methods.matrix import AbstractMatrixMethod as AbstractMatrixMethod
+from trak_lite.methods.matrix import Mean as Mean
+from trak_lite.methods.matrix import Unrolled as Unrolled
 from trak_lite.methods.registry import METHODS as METHODS
 from trak_lite.methods.registry import Method as Method
 from trak_lite.methods.registry import as_method as as_method
@@ -29,13 +32,16 @@ __all__ = [
     "TRAK",
     "AbstractInverseMethod",
     "AbstractKernelMethod",
+    "AbstractMatrixMethod",
     "AbstractMethod",
     "Fisher",
     "GaussNewton",
     "GradCos",
     "GradDot",
     "LiSSA",
+    "Mean",
     "Method",
     "TracIn",
+    "Unrolled",
     "as_method",
 ]

@@ -15,7 +15,7 @@ from trak_lite.evaluation.verdict import Predictions
 from trak_lite.featurizing.session import Run
 from trak_lite.featurizing.solvers import Convergence
 from trak_lite.linalg.topk import TopRows
-from trak_lite.methods import AbstractMethod
+from trak_lite.methods import AbstractMatrixMethod, AbstractMethod
 from trak_lite.report import Gallery, Render
 from trak_lite.report.content import PairRender, Renders
 from trak_lite.report.page import notebook_summary
@@ -51,6 +51,7 @@ class Scores:
         verdict: Callable[[], Verdict | None] = lambda: None,
         predictions: Callable[[], Predictions | None] = lambda: None,
         convergence: tuple[Convergence, ...] = (),
+        errors: Callable[[], NDArray[np.float32]] | None = None,
     ) -> None:
         """Store the arguments.
 
@@ -64,6 +65,7 @@ class Scores:
             verdict: Returns the stored result of :func:`~trak_lite.verify` for these scores.
             predictions: Returns the stored predictions of ``verify`` and the outputs of the retrained models.
             convergence: Of the solver of CG or LiSSA, for each checkpoint.
+            errors: Returns the standard errors ``(N, M)`` of scores that are means over runs.
         """
         self.convergence = convergence
         self._matrix = matrix
@@ -74,6 +76,7 @@ class Scores:
         self._run = run
         self._verdict = verdict
         self._predictions = predictions
+        self._errors = errors
 
     @property
     def verdict(self) -> Verdict | None:
@@ -111,10 +114,10 @@ class Scores:
         Raises:
             StateError: If they were not computed from stored rows.
         """
-        if not isinstance(self._described, ScoreSource):
+        if not isinstance(self._described, ScoreSource) or isinstance(self.method, AbstractMatrixMethod):
             raise StateError(
-                f"The scores {self.name!r} were computed from gradients that are not stored, and this needs stored "
-                "rows. Call featurize(train_data, ...) and score(targets) without refine."
+                f"The scores {self.name!r} of {self.method.name} were not computed from stored rows, and this needs "
+                "them. Call featurize(train_data, ...) and score(targets) with a method of stored rows, without refine."
             )
         return self._described
 
@@ -283,12 +286,23 @@ class Scores:
                 checkpoint weights have both signs and ``runs`` is ``None``.
         """
         wanted = None if rows is None else self._checked_rows(rows, target)
+        if self._errors is not None:
+            return self._errors_over_runs(self._errors(), wanted, target)
         if wanted is not None and wanted.ndim == 2:
             return self.source.pair_errors(wanted, runs)
         if target is None:
             return self.source.standard_error(wanted, slice(None), runs)
         place = target_number(target, self.shape[1], self.name)
         return self.source.standard_error(wanted, slice(place, place + 1), runs)[:, 0]
+
+    def _errors_over_runs(
+        self, errors: NDArray[np.float32], rows: NDArray[np.int64] | None, target: int | None
+    ) -> NDArray[np.float32]:
+        """Return the standard errors of some rows, in the shapes of :meth:`standard_error`."""
+        if rows is not None and rows.ndim == 2:
+            return np.take_along_axis(errors.T, rows, axis=1)
+        chosen = errors if rows is None else errors[rows]
+        return chosen if target is None else chosen[:, target_number(target, self.shape[1], self.name)]
 
     def reliability(
         self, *, runs: Sequence[Hashable] | None = None, threshold: float = 0.5, max_rows: int = 10_000

@@ -26,6 +26,7 @@ from trak_lite.run.settings import AttributorSettings, StoredSettings
 from trak_lite.run.tables import (
     FEATURES,
     OUT_TO_LOSS,
+    SCORES,
     complete_tables,
     plain_target_folder,
     preconditioned_folder,
@@ -394,6 +395,23 @@ class ScoreResult:
             progress=progress,
             ranks=source.ranks,
         )
+
+    def put(self, matrix: NDArray[np.float32]) -> None:
+        """Store scores ``(N, M)`` that were computed elsewhere.
+
+        Raises:
+            InvalidInputError: If their shape is not that of the table.
+        """
+        shape = (self._spec.num_rows, self._spec.columns[0].width)
+        if matrix.shape != shape:
+            raise InvalidInputError(
+                f"{self._method.name} gave scores of shape {matrix.shape}, but the store has {shape[0]} train rows and "
+                f"there are {shape[1]} targets. Make the run with the train rows of the store, in their order."
+            )
+        table = self._store.create_table(self._path, self._spec)
+        for start in range(0, len(matrix), self._spec.chunk_rows):
+            rows = np.arange(start, min(start + self._spec.chunk_rows, len(matrix)))
+            table.put(rows, {SCORES: matrix[rows]})
 
     def top_and_bottom(self, source: ScoreSource, k: int) -> NDArray[np.float64]:
         """Return the k most helpful and most harmful rows of every target, from the store's cache or from one pass.

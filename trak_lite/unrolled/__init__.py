@@ -5,7 +5,6 @@ from trak_lite.unrolled.optimizers import AbstractOptimizer as AbstractOptimizer
 from trak_lite.unrolled.optimizers import Adam as Adam
 from trak_lite.unrolled.optimizers import AdamW as AdamW
 from trak_lite.unrolled.recipe import Recipe as Recipe
-from trak_lite.unrolled.replay import Unrolled as Unrolled
 from trak_lite.unrolled.replay import unrolled as unrolled
 from trak_lite.unrolled.runs import SubsetTraining as SubsetTraining
 from trak_lite.unrolled.runs import TrainingRun as TrainingRun
@@ -18,6 +17,5 @@ __all__ = [
     "Recipe",
     "SubsetTraining",
     "TrainingRun",
-    "Unrolled",
     "unrolled",
 ]

@@ -20,9 +20,9 @@ from __future__ import annotations
 
 import hashlib
 import logging
+import math
 import warnings
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Final, Literal, final
 
@@ -38,14 +38,15 @@ from trak_lite._progress import KeptProgress
 from trak_lite._validate import positive_int
 from trak_lite.data.batches import move_batch, rows_in_batches
 from trak_lite.data.datasets import Rows, rows_of
-from trak_lite.errors import NonFiniteError
-from trak_lite.methods import AbstractMethod
+from trak_lite.errors import InvalidInputError, NonFiniteError
+from trak_lite.linalg.topk import TopRows
+from trak_lite.methods import Unrolled
 from trak_lite.modelout_functions import AbstractModelOutput, ModelCall, resolve_task
 from trak_lite.modelout_functions._base import TaskFunction
 from trak_lite.modelout_functions._describe import describe_task
 from trak_lite.run.tables import SCORES, score_path, score_table_spec
 from trak_lite.run.workspace import Workspace
-from trak_lite.scoring.matrix import HeldMatrix, StoredMatrix
+from trak_lite.scoring.matrix import AbstractScoreMatrix, HeldMatrix, StoredMatrix
 from trak_lite.scoring.scores import Scores
 from trak_lite.scoring.source import UnstoredRows
 from trak_lite.store import Manifest
@@ -56,7 +57,7 @@ from trak_lite.unrolled.program import Part
 from trak_lite.unrolled.runs import ADVICE, SMOOTH, TrainingRun, naming_failures, repeatable
 from trak_lite.unrolled.states import flat, load_tensors, save_tensors, unflat
 
-__all__ = ["Unrolled", "outputs_of_model", "unrolled"]
+__all__ = ["MAX_BYTES", "outputs_of_model", "unrolled"]
 
 logger = logging.getLogger(__name__)
 
@@ -64,23 +65,8 @@ MAX_BYTES: Final = 2 << 30
 """Default memory of a replay, in bytes."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class Unrolled(AbstractMethod):
-    """Derivatives of targets through the training itself; :func:`~trak_lite.unrolled.unrolled` computes them."""
-
-    run: str
-    """Digest of the run: of the recipe, the data and the initial weights."""
-    q: Literal["off"] = field(init=False, default="off")
-    """``"off"``: a derivative by a row's weight contains the row's loss already."""
-
-    @property
-    def kernel(self) -> None:
-        """None."""
-        return None
-
-
 def unrolled(
-    run: TrainingRun,
+    runs: TrainingRun | Sequence[TrainingRun],
     targets: Any,
     task: str | AbstractModelOutput | type[AbstractModelOutput] | TaskFunction,
     *,
@@ -89,7 +75,7 @@ def unrolled(
     max_bytes: int = MAX_BYTES,
     progress: bool | None = None,
 ) -> Scores:
-    r"""Return the exact derivative of every target's output by the weight of every train row, for one run.
+    r"""Return the exact derivative of every target's output by the weight of every train row.
 
     The score of row i for target j is :math:`\partial f_j(\theta_T) / \partial w_i`: to first order, leaving the row
     out of this run (same seed, same batches) changes :math:`f_j` by minus the score. The training is replayed once
@@ -100,7 +86,8 @@ def unrolled(
     at the last segment (between two stored states) of the present block, with the same bits.
 
     Args:
-        run: A finished run, as :meth:`Recipe.train` returns it.
+        runs: A finished run, as :meth:`Recipe.train` returns it, or several with other seeds: the scores are their
+            mean, with standard errors over runs. The mean is in memory, the scores of each run are stored.
         targets: A map-style dataset, a DataLoader that reads one in order, or :class:`~trak_lite.Rows`.
         task: Defines f, as for :class:`~trak_lite.Attributor`. f is evaluated in eval mode.
         name: Name of the target set.
@@ -116,6 +103,30 @@ def unrolled(
         NonFiniteError: If a derivative is NaN or infinite; names the targets.
         ManifestMismatchError: If other targets or another task are stored under the name.
     """
+    found = [
+        _scores_of_run(run, targets, task, name=name, block=block, max_bytes=max_bytes, progress=progress)
+        for run in ([runs] if isinstance(runs, TrainingRun) else runs)
+    ]
+    if len(found) == 1:
+        return found[0]
+    if not found or len({one.shape for one in found}) > 1:
+        raise InvalidInputError("Pass at least one run, and runs with the same number of train rows.")
+    method = Unrolled(*(runs if isinstance(runs, Sequence) else (runs,)))
+    settings = {**found[0].settings, "metasmoothness": [one.settings["metasmoothness"] for one in found]}
+    source = UnstoredRows(name, method, found[0].manifest)
+    return Scores(_MeanMatrix(found), source, settings=settings, location=None, errors=lambda: _errors(found))
+
+
+def _scores_of_run(
+    run: TrainingRun,
+    targets: Any,
+    task: str | AbstractModelOutput | type[AbstractModelOutput] | TaskFunction,
+    *,
+    name: str,
+    block: int | None,
+    max_bytes: int,
+    progress: bool | None,
+) -> Scores:
     run.require_finished()
     rows = rows_of(targets, what="the targets")
     resolved = resolve_task(task)
@@ -125,9 +136,9 @@ def unrolled(
             f"The training has metasmoothness {smoothness:.2f}. Below {SMOOTH}, scores of a replay predict retraining "
             f"poorly, although they are exact derivatives. {ADVICE}",
             RuntimeWarning,
-            stacklevel=2,
+            stacklevel=4,
         )
-    method = Unrolled(run=run.digest)
+    method = Unrolled(run)
     source = UnstoredRows(name, method, Manifest({"kind": "unrolled", "run": run.fingerprint}))
     settings = {"method": method.name, "steps": run.num_steps, "metasmoothness": round(smoothness, 4)}
     replay = _Replay(run, resolved, rows, max_bytes=positive_int(max_bytes=max_bytes), progress=progress)
@@ -151,6 +162,47 @@ def unrolled(
             replay.forget(folder)
     table = workspace.reader().open_table(path)
     return Scores(StoredMatrix(table), source, settings=settings, location=f"{workspace.path}:{path}")
+
+
+@final
+class _MeanMatrix(AbstractScoreMatrix):
+    """The mean of the scores of several runs, which are read tile by tile."""
+
+    def __init__(self, runs: Sequence[Scores]) -> None:
+        self._runs = runs
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        """``(N, M)``."""
+        return self._runs[0].shape
+
+    @property
+    def stored(self) -> bool:
+        """False."""
+        return False
+
+    def tiles(self) -> Iterator[tuple[int, NDArray[np.float32]]]:
+        """Yield tiles of the mean."""
+        step = 1024
+        for start in range(0, self.shape[0], step):
+            yield start, self.rows(np.arange(start, min(start + step, self.shape[0])))
+
+    def rows(self, indices: Sequence[int] | NDArray[np.integer]) -> NDArray[np.float32]:
+        """Return the mean scores of some train rows, ``(len(indices), M)``."""
+        parts = [run.rows(np.asarray(indices)) for run in self._runs]
+        mean: NDArray[np.float64] = np.mean(parts, axis=0, dtype=np.float64)
+        return mean.astype(np.float32)
+
+    def kept_top(self, k: int, sign: Literal["helpful", "harmful"]) -> TopRows | None:
+        """Return ``None``, because a pass over the runs is cheap."""
+        return None
+
+
+def _errors(runs: Sequence[Scores]) -> NDArray[np.float32]:
+    """Return the standard errors over runs of their mean score, ``(N, M)``."""
+    parts = np.stack([run.numpy() for run in runs])
+    spread: NDArray[np.float64] = parts.std(axis=0, ddof=1, dtype=np.float64)
+    return (spread / math.sqrt(len(runs))).astype(np.float32)
 
 
 def outputs_of_model(model: nn.Module, task: AbstractModelOutput, rows: Rows, device: torch.device) -> Tensor:

@@ -91,7 +91,7 @@ class TrainingRun:
     @property
     def digest(self) -> str:
         """Digest of everything that the result of the training depends on."""
-        return hashlib.sha256(canonical_json(self.fingerprint).encode()).hexdigest()
+        return hashlib.sha256(canonical_json(self.fingerprint).encode()).hexdigest()[:16]
 
     @property
     def final(self) -> State:

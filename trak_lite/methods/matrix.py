@@ -1,0 +1,145 @@
+"""Methods whose scores are not products of stored feature rows: replays of training, and averages of methods."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any, ClassVar, Literal, Protocol, final
+
+import numpy as np
+from numpy.typing import NDArray
+
+from trak_lite._validate import real_at_least
+from trak_lite.errors import InvalidInputError
+from trak_lite.methods.base import AbstractMethod
+from trak_lite.modelout_functions import AbstractModelOutput
+
+__all__ = ["AbstractMatrixMethod", "Mean", "ReplayableRun", "Unrolled", "standardised"]
+
+
+class ReplayableRun(Protocol):
+    """A finished :class:`~trak_lite.unrolled.TrainingRun`."""
+
+    @property
+    def digest(self) -> str:
+        """Digest of everything that the result of the training depends on."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class AbstractMatrixMethod(AbstractMethod):
+    """A method that gives a whole matrix of scores. Feature rows are not multiplied, and there is no kernel."""
+
+    q: Literal["off"] = field(init=False, default="off")
+    """``"off"``: the scores are derivatives of the loss, or contain q already."""
+    checkpoint_weights: None = field(init=False, default=None)
+    """None: the checkpoints of the store are not weighted."""
+
+    linear: ClassVar[bool] = False
+
+    @property
+    def kernel(self) -> None:
+        """None."""
+        return None
+
+
+@final
+@dataclass(frozen=True, init=False)
+class Unrolled(AbstractMatrixMethod):
+    """Exact derivatives of targets by the weights of train rows, through the training itself.
+
+    :func:`~trak_lite.unrolled.unrolled` computes them, and :meth:`~trak_lite.Attributor.score` stores their mean over
+    runs with the other scores of a target set.
+    """
+
+    runs: tuple[ReplayableRun, ...]
+    """Finished runs of a :class:`~trak_lite.unrolled.Recipe`; scores are averaged over them."""
+
+    def __init__(self, *runs: ReplayableRun) -> None:
+        """Take one or more finished runs.
+
+        Raises:
+            InvalidInputError: If there is none, or one is not a run.
+        """
+        if not runs or not all(hasattr(run, "digest") for run in runs):
+            raise InvalidInputError(
+                "Unrolled takes finished runs: run = Recipe(...).train(path), then Unrolled(run). A name is not enough."
+            )
+        object.__setattr__(self, "runs", runs)
+        object.__setattr__(self, "q", "off")
+        object.__setattr__(self, "checkpoint_weights", None)
+
+    def to_json(self) -> dict[str, Any]:
+        """Return the name and the digests of the runs."""
+        return {"name": self.name, "runs": [run.digest for run in self.runs]}
+
+
+@final
+@dataclass(frozen=True, init=False)
+class Mean(AbstractMatrixMethod):
+    """The mean of the scores of several methods, each column standardised to mean 0 and variance 1 first.
+
+    Methods that err differently predict retraining better together. The scores have no unit.
+    """
+
+    methods: tuple[AbstractMethod, ...]
+    """The methods."""
+    method_weights: tuple[float, ...]
+    """Weight of each method; they sum to 1."""
+
+    def __init__(self, *methods: AbstractMethod, method_weights: Sequence[float] | None = None) -> None:
+        """Take two or more methods and their weights, which are divided by their sum; ``None`` weighs all alike.
+
+        Raises:
+            InvalidInputError: If there are fewer than two methods, or weights are negative or not one per method.
+        """
+        if len(methods) < 2 or not all(isinstance(method, AbstractMethod) for method in methods):
+            raise InvalidInputError(f"Mean takes two or more methods, got {methods!r:.200}.")
+        given = (1.0,) * len(methods) if method_weights is None else method_weights
+        numbers = tuple(real_at_least(0.0, method_weights=weight) for weight in given)
+        if len(numbers) != len(methods) or not sum(numbers):
+            raise InvalidInputError(
+                f"method_weights must be one per method and not all zero, got {method_weights!r}."
+            )
+        object.__setattr__(self, "methods", methods)
+        object.__setattr__(self, "method_weights", tuple(number / sum(numbers) for number in numbers))
+        object.__setattr__(self, "q", "off")
+        object.__setattr__(self, "checkpoint_weights", None)
+
+    def check(self, task: AbstractModelOutput) -> None:
+        """Check the task with every method."""
+        for method in self.methods:
+            method.check(task)
+
+    def check_rows(self, kind: str) -> None:
+        """Check the kind of the rows with every method."""
+        for method in self.methods:
+            method.check_rows(kind)
+
+    def combined(self, matrices: Sequence[NDArray[np.float32]]) -> NDArray[np.float32]:
+        """Return the weighted mean of standardised score matrices, each ``(N, M)``."""
+        total = np.zeros(matrices[0].shape)
+        for weight, matrix in zip(self.method_weights, matrices, strict=True):
+            total += weight * standardised(matrix)
+        return total.astype(np.float32)
+
+    def to_json(self) -> dict[str, Any]:
+        """Return the name, the methods and their weights."""
+        return {
+            "name": self.name,
+            "methods": [method.to_json() for method in self.methods],
+            "method_weights": list(self.method_weights),
+        }
+
+
+def standardised(scores: NDArray[Any]) -> NDArray[np.float64]:
+    """Return the scores ``(N, M)`` with mean 0 and standard deviation 1 in every column; constant columns are 0.
+
+    Example:
+        >>> import numpy as np
+        >>> standardised(np.array([[1.0, 5.0], [3.0, 5.0]])).tolist()
+        [[-1.0, 0.0], [1.0, 0.0]]
+    """
+    centred = np.asarray(scores, np.float64) - np.mean(scores, axis=0, dtype=np.float64)
+    spread = centred.std(axis=0)
+    found: NDArray[np.float64] = centred / np.where(spread > 0, spread, 1.0)
+    return found
