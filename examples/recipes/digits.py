@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from functools import cache
 
 import numpy as np
@@ -11,6 +11,9 @@ from numpy.typing import NDArray
 from sklearn.datasets import load_digits
 from torch import Tensor, nn
 from torch.utils.data import TensorDataset
+
+from trak_lite.modelout_functions import ModelCall
+from trak_lite.unrolled import SGD, Recipe
 
 NUM_TRAIN = 1500
 FLIPPED = 0.10
@@ -88,6 +91,31 @@ def train(
             optimizer.step()
         if epoch in save_after:
             yield model.state_dict()
+
+
+def training(*, data_seed: int = 0, epochs: int = 30) -> Recipe:
+    """Return a training that can be replayed: a small learning rate, GELU and average pooling make it smooth.
+
+    Args:
+        data_seed: Seed of the split and of the flipped labels.
+        epochs: Passes over the rows.
+    """
+    return Recipe(
+        smooth_model, row_losses, train_data(data_seed), SGD(lr=0.01, momentum=0.9), batch_size=50, epochs=epochs
+    )
+
+
+def smooth_model(seed: int) -> nn.Module:
+    """Return the CNN with smooth operations; the training seeds its weights."""
+    del seed
+    smooth = {nn.ReLU: nn.GELU(), nn.MaxPool2d: nn.AvgPool2d(2)}
+    return nn.Sequential(*(smooth.get(type(layer), layer) for layer in build_model()))
+
+
+def row_losses(model: ModelCall, batch: Sequence[Tensor]) -> Tensor:
+    """Return the cross-entropy of every row, ``(B,)``."""
+    images, labels = batch
+    return nn.functional.cross_entropy(model(images), labels, reduction="none")
 
 
 def render(index: int, *, data_seed: int = 0) -> NDArray[np.float32]:

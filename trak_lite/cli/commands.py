@@ -14,6 +14,7 @@ from typing import Any, final
 import numpy as np
 from safetensors.torch import save_file
 
+from trak_lite import unrolled
 from trak_lite.attributor import Attributor, FeaturizeSummary
 from trak_lite.cli.configs import RunConfig
 from trak_lite.cli.recipes import Recipe, last_trained, trained_states
@@ -143,6 +144,29 @@ class Job:
         scores = self.attributor.scores(score["name"], method=score["method"])
         return verify(scores, train_fn, self.target_rows, **self.config.values["verify"])
 
+    def unroll(self) -> Scores:
+        """Train so that the training can be replayed, and return the derivatives of the targets through it.
+
+        Raises:
+            InvalidInputError: If the recipe does not define ``training``, or it returns something else.
+        """
+        training = self.recipe.bound("training", self.config.recipe_arguments)
+        made = None if training is None else training()
+        if not isinstance(made, unrolled.Recipe):
+            raise InvalidInputError(
+                f"The recipe {self.recipe.path} needs a function training() that returns a trak_lite.unrolled.Recipe, "
+                f"{'and defines none' if training is None else f'got {type(made).__name__}'}."
+            )
+        arguments = dict(self.config.values["unroll"])
+        folder, progress = arguments.pop("path"), self.config.values["progress"]
+        if folder is None:
+            folder = _beside(self.config, ".run")
+        run = made.train(folder, progress=progress)
+        name = self.config.values["score"]["name"]
+        return unrolled.unrolled(
+            run, self.target_rows, self.attributor.task, name=name, progress=progress, **arguments
+        )
+
     @contextmanager
     def recorded(self, command: str) -> Iterator[None]:
         """Write the record of a command into the store at the end of the command.
@@ -182,7 +206,16 @@ def featurize(job: Job) -> Iterator[str]:
 
 def score(job: Job) -> Iterator[str]:
     """Score the targets. Yield the lines to print."""
-    scores = job.score()
+    yield from _shown(job.score())
+
+
+def unroll(job: Job) -> Iterator[str]:
+    """Train, replay the training for the targets, and yield the lines to print."""
+    yield from _shown(job.unroll())
+
+
+def _shown(scores: Scores) -> Iterator[str]:
+    """Yield scores and the top rows of some targets as lines."""
     yield str(scores)
     for target in range(min(_SHOWN_TARGETS, scores.shape[1])):
         for sign in ("helpful", "harmful"):
@@ -198,7 +231,7 @@ def verify_scores(job: Job) -> Iterator[str]:
     yield str(job.verify())
 
 
-COMMANDS = {"run": run, "featurize": featurize, "score": score, "verify": verify_scores}
+COMMANDS = {"run": run, "featurize": featurize, "score": score, "verify": verify_scores, "unroll": unroll}
 """The commands that need model and data."""
 
 
@@ -252,8 +285,13 @@ def _chosen(
 
 def _report_path(config: RunConfig) -> Path:
     """Return the default path of the report: beside the store, or in the current folder for an object store."""
+    return _beside(config, ".html", "report.html")
+
+
+def _beside(config: RunConfig, suffix: str, remote: str = "training.run") -> Path:
+    """Return the store's path with another suffix; for an object store ``remote``, in the current folder."""
     place = config.path
-    return Path("report.html") if isinstance(place, RemotePlace) else Path(place).with_suffix(".html")
+    return Path(remote) if isinstance(place, RemotePlace) else Path(place).with_suffix(suffix)
 
 
 def _is_store(place: str | RemotePlace) -> bool:

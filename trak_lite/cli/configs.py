@@ -31,6 +31,7 @@ from trak_lite.methods import as_method
 from trak_lite.retraining.verify import verify
 from trak_lite.store import RemotePlace
 from trak_lite.store.remote.place import resolve_place
+from trak_lite.unrolled import unrolled
 
 __all__ = ["RunConfig", "help_text", "read_config", "run_keys"]
 
@@ -141,7 +142,11 @@ def run_keys() -> tuple[Key, ...]:
         *rows(section="target_data"),
         *keys_of(Attributor.featurize, section="featurize"),
         *keys_of(Attributor.score, section="score"),
-        *keys_of(verify, section="verify", without=("strata", "texts")),
+        *keys_of(verify, section="verify", without=("strata", "texts", "protocol", "task")),
+        Key(
+            "unroll.path", str | None, None, "Folder of the run that unroll trains; null is beside the store."
+        ),
+        *keys_of(unrolled, section="unroll", without=("runs", "targets", "task", "name", "progress")),
     )
 
 

@@ -31,6 +31,7 @@ _WITH_CONFIG = {
     "featurize": "compute the features of the train rows",
     "score": "score every train row for every target",
     "verify": "test the scores against models that are retrained on random subsets",
+    "unroll": "train, and score by exact derivatives through the training",
     "report": "write the scores of a store as one page of HTML",
 }
 
