@@ -406,6 +406,7 @@ class Attributor:
                 return one.combined([matrix_of(part) for part in one.methods])
             if isinstance(one, Unrolled):
                 runs = cast("tuple[TrainingRun, ...]", one.runs)
+                self._refuse_other_rows(runs)
                 return unrolled(runs, targets, self.task, name=name, progress=self._run.progress).numpy()
             given = {"checkpoints": checkpoints, "checkpoint_loader": checkpoint_loader}
             return self.score(data, name, method=one, **given).numpy()
@@ -427,6 +428,18 @@ class Attributor:
             )
             ranks.broadcast("scores to store", lambda: None if result.is_finished() else result.put(matrix))
             return result.scores(self._run, dense=True)
+
+    def _refuse_other_rows(self, runs: tuple[TrainingRun, ...]) -> None:
+        """Raise if a run was not trained on the train rows of the store."""
+        with self._workspace.reading() as store:
+            stored = store.manifest.fingerprint.get("dataset", {})
+        for run in runs:
+            trained = run.fingerprint["data"]
+            if stored["num_rows"] != trained["num_rows"] or stored.get("tensors") != trained.get("tensors"):
+                raise InvalidInputError(
+                    f"A run of Unrolled was trained on other data ({trained['num_rows']} rows) than the store holds "
+                    f"({stored['num_rows']} rows). Make both from the same dataset, in the same order."
+                )
 
     def stream_scores(
         self,

@@ -299,8 +299,12 @@ class _Replay:
         else:
             cotangents = self._target_gradients(places)
             columns = torch.zeros(len(places), len(run.weights), dtype=run.weights.dtype, device=run.device)
+        unchecked = True
         for first in reversed([number for number in bounds if number < reached]):
             for number, state in self._backwards(first, run.states.get(first), reached):
+                if unchecked:  # once: what is random shows in every segment
+                    run.require_repeatable(first, state, reached)
+                    unchecked = False
                 cotangents = self._adjoint(number, state, cotangents, columns, self._chunk)
                 done.advance(1)
             reached = first

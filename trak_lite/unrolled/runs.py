@@ -28,6 +28,7 @@ from trak_lite.errors import (
     CorruptStoreError,
     InvalidInputError,
     NonFiniteError,
+    StateError,
     TrakLiteError,
     UnsupportedModelError,
     refuse_machine_failure,
@@ -56,6 +57,8 @@ Spacing = Literal["sqrt", "log", "all"]
 SMOOTH = 0.9
 """Metasmoothness from which a metagradient predicts retraining well, in the settings of the documentation."""
 _RECORD = "run.json"
+_SAME_CHANGE, _ROUNDING = 1e-2, 1e-5
+"""Largest difference of repeated weights, relative to their change and to their norm."""
 ADVICE = (
     "Smoother are: GELU in place of ReLU, average in place of max pooling, a smaller learning rate, larger batches, "
     "and for Adam a larger eps_root."
@@ -85,7 +88,7 @@ class TrainingRun:
         ones = torch.ones(len(recipe.rows), dtype=like.dtype, device=self.device)
         self.weights = ones if weights is None else weights.to(ones)
         self._first, self.frozen = self.program.start(model)
-        self.fingerprint = _fingerprint(recipe, model, self.weights)
+        self.fingerprint = _fingerprint(recipe, model, self.program.names, self.weights)
         self._smoothness: float | None = None
 
     @property
@@ -115,6 +118,31 @@ class TrainingRun:
         return self.program.step(
             state, self.frozen, self.parts(number), self.weights, number, self.recipe.seed
         )
+
+    def require_repeatable(self, first: int, before: State, last: int) -> None:
+        """Raise if the steps from one stored state to another do not lead there.
+
+        Args:
+            first: Number of the stored state to start from.
+            before: The state before step ``last - 1``, repeated from there.
+            last: Number of the stored state to reach.
+
+        Raises:
+            StateError: If the repeated state differs by more than rounding.
+        """
+        start, stored = self.states.get(first), self.states.get(last)
+        again = self.step(before, last - 1)
+        differs, moved, size = (
+            math.sqrt(sum(float((a - b).double().square().sum()) for a, b in pairs))
+            for pairs in (_pairs(again, stored), _pairs(stored, start), _pairs(stored, None))
+        )
+        if differs > _SAME_CHANGE * moved + _ROUNDING * size:
+            raise StateError(
+                f"Repeating steps {first} to {last - 1} leads to other weights than the training did: they differ by "
+                f"{differs / (moved or 1.0):.1%} of the change. The samples, the model or the loss are random, or have "
+                "changed. Draw random numbers of the dataset from a generator that is seeded with the row, and train "
+                "again in another folder."
+            )
 
     def metasmoothness(self, h: float = 0.1, *, seed: int = 0) -> float:
         r"""Return how linearly the trained weights follow the row weights, at most 1 (smooth).
@@ -163,7 +191,7 @@ class TrainingRun:
     @property
     def leave_out_fn(self) -> SubsetTraining:
         """A ``train_fn(rows, seed)`` that repeats this run with the weight 0 for the other rows."""
-        return SubsetTraining(self.recipe, keep_order=True)
+        return SubsetTraining(self.recipe, keep_order=True, row_weights=self.weights)
 
     def require_finished(self) -> None:
         """Raise if the training has not reached its last step."""
@@ -240,6 +268,8 @@ class SubsetTraining:
     keep_order: bool
     """Keep batches and order of the whole training, and give rows outside the subset the weight 0. Otherwise train on
     the subset alone, in an order of its own."""
+    row_weights: Tensor | None = None
+    """Weights ``(N,)`` of the rows inside a subset; ``None`` is 1."""
 
     def __call__(self, rows: NDArray[np.int64], seed: int) -> nn.Module:
         """Return the model trained on some rows, in eval mode."""
@@ -269,9 +299,12 @@ class SubsetTraining:
 
     def _weights(self, subsets: Sequence[NDArray[np.int64]]) -> Tensor:
         """Return 1 for the rows of each subset and 0 for the others, ``(R, N)``."""
-        weights = torch.zeros(len(subsets), len(self.recipe.rows), device="cpu")
-        for place, rows in enumerate(subsets):
-            weights[place, torch.from_numpy(np.asarray(rows, np.int64))] = 1.0
+        num_rows = len(self.recipe.rows)
+        inside = torch.ones(num_rows, device="cpu") if self.row_weights is None else self.row_weights.cpu()
+        weights = torch.zeros(len(subsets), num_rows, dtype=inside.dtype, device="cpu")
+        for place, subset in enumerate(subsets):
+            rows = torch.from_numpy(np.asarray(subset, np.int64))
+            weights[place, rows] = inside[rows]
         return weights
 
 
@@ -350,7 +383,9 @@ def _refuse_non_finite(state: State, number: int) -> None:
             )
 
 
-def _fingerprint(recipe: TrainingSettings, model: nn.Module, weights: Tensor) -> dict[str, Any]:
+def _fingerprint(
+    recipe: TrainingSettings, model: nn.Module, trained: Sequence[str], weights: Tensor
+) -> dict[str, Any]:
     """Return JSON values of everything that the training depends on."""
     uniform = bool((weights == 1).all())
     return {
@@ -363,11 +398,19 @@ def _fingerprint(recipe: TrainingSettings, model: nn.Module, weights: Tensor) ->
         "batch_size": recipe.batch_size,
         "accumulate": recipe.accumulate,
         "clip_norm": recipe.clip_norm,
-        "trained": list(Program(recipe, model).names),
+        "trained": list(trained),
         "modes": hashlib.sha256(str([m.training for m in model.modules()]).encode()).hexdigest(),
         "seed": recipe.seed,
         "row_weights": None if uniform else hashlib.sha256(weights.cpu().numpy().tobytes()).hexdigest(),
     }
+
+
+def _pairs(state: State, other: State | None) -> list[tuple[Tensor, Tensor]]:
+    """Return the parameters of two states in pairs; ``None`` stands for zeros."""
+    return [
+        (value, torch.zeros_like(value) if other is None else other.parameters[name])
+        for name, value in state.parameters.items()
+    ]
 
 
 def _claim(path: Path, fingerprint: dict[str, Any]) -> None:
