@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from dataclasses import asdict, dataclass
 from functools import partial
 from typing import Any, Final, final
@@ -11,16 +12,18 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from trak_lite.data.datasets import Rows, rows_of
-from trak_lite.errors import InvalidInputError, printable
+from trak_lite.errors import InvalidInputError, UnsupportedModelError, printable
 from trak_lite.evaluation import linear_datamodeling_score, subset_masks, summed_scores
 from trak_lite.evaluation.verdict import Estimate
 from trak_lite.modelout_functions import AbstractModelOutput
-from trak_lite.retraining.subsets import retrain_many
+from trak_lite.retraining.subsets import retrain, retrain_many
 from trak_lite.scoring.scores import Scores
 from trak_lite.unrolled import TrainingRun
 from trak_lite.unrolled.replay import outputs_of_model
 
 __all__ = ["SHARES", "OneRunVerdict", "verify_run"]
+
+logger = logging.getLogger(__name__)
 
 SHARES: Final = (0.01, 0.05, 0.1, 0.5)
 """Shares of the train rows that are left out."""
@@ -102,18 +105,22 @@ def verify_run(
     found = []
     for share in shares:
         masks = _masks(num_rows, share, budget, subset_seed)
-        retrained = retrain_many(
-            run.leave_out_fn,
-            masks,
-            partial(_outputs, run, task, rows),
-            models_at_once=models_at_once,
-            path=None
+        output_fn = partial(_outputs, run, task, rows)
+        given: dict[str, Any] = {
+            "path": None
             if run.path is None
             else run.path / "left-out" / f"{masks.sum(1)[0]}-{subset_seed}.zarr",
-            seeds=(run.recipe.seed,),
-            train_id=f"{run.digest} {rows.identity()} {task.settings()}",
-            progress=progress,
-        )
+            "seeds": (run.recipe.seed,),
+            "train_id": f"{run.digest} {rows.identity()} {task.settings()}",
+            "progress": progress,
+        }
+        try:
+            retrained = retrain_many(
+                run.leave_out_fn, masks, output_fn, models_at_once=models_at_once, **given
+            )
+        except UnsupportedModelError as error:
+            logger.info("%s They are trained one after the other.", error)
+            retrained = retrain(run.leave_out_fn, masks, output_fn, **given)
         lds = linear_datamodeling_score(_summed(scores, masks), None, retrained.mean, confidence=confidence)
         found.append((share, Estimate(lds.mean, *lds.interval)))
     return OneRunVerdict(tuple(found), budget, len(rows), run.metasmoothness(), confidence)

@@ -89,7 +89,7 @@ class SeededDropout(TorchFunctionMode):
         """Return float64 numbers in [0, 1), in float32 on devices without float64."""
         self._calls += 1
         places = torch.arange(math.prod(shape), device=self._key.device).reshape(tuple(shape))
-        bits = _mixed(_mixed(self._key + self._calls * _GAMMA) + places * _GAMMA)
+        bits = _mixed(_mixed(self._key + self._calls) + places * _GAMMA)
         # 24 bits, which float32 holds exactly.
         return _shifted(bits, 40).to(torch.float32) * 2.0**-24
 
