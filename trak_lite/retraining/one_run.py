@@ -16,6 +16,7 @@ from trak_lite.errors import InvalidInputError, UnsupportedModelError, printable
 from trak_lite.evaluation import linear_datamodeling_score, subset_masks, summed_scores
 from trak_lite.evaluation.verdict import Estimate
 from trak_lite.modelout_functions import AbstractModelOutput
+from trak_lite.modelout_functions._describe import describe_task
 from trak_lite.retraining.subsets import retrain, retrain_many
 from trak_lite.scoring.scores import Scores
 from trak_lite.unrolled import TrainingRun
@@ -111,7 +112,7 @@ def verify_run(
             if run.path is None
             else run.path / "left-out" / f"{masks.sum(1)[0]}-{subset_seed}.zarr",
             "seeds": (run.recipe.seed,),
-            "train_id": f"{run.digest} {rows.identity()} {task.settings()}",
+            "train_id": f"{run.digest} {rows.identity()} {describe_task(task)}",
             "progress": progress,
         }
         try:
