@@ -15,6 +15,7 @@ from trak_lite.gradient_computers.normalization import Normalization as Normaliz
 from trak_lite.gradient_computers.normalization import clip as clip
 from trak_lite.gradient_computers.normalization import clipping_threshold as clipping_threshold
 from trak_lite.models.optimizers import named_optimizer_state as named_optimizer_state
+from trak_lite.retraining.calibrated import calibrate as calibrate
 from trak_lite.retraining.verify import calibrated_scores as calibrated_scores
 from trak_lite.retraining.verify import verify as verify
 from trak_lite.scoring.scores import Scores as Scores
@@ -32,6 +33,7 @@ __all__ = [
     "Scores",
     "TRAKer",
     "__version__",
+    "calibrate",
     "calibrated_scores",
     "clip",
     "clipping_threshold",

@@ -12,7 +12,7 @@ from trak_lite import cli
 from trak_lite.cli.recipes import load_recipe
 from trak_lite.unrolled import unrolled
 
-TRAINING = '''
+TRAINING = """
 
 def row_losses(model, batch):
     inputs, labels = batch
@@ -24,7 +24,7 @@ def training(*, num_train: int = 40, width: int = 4):
 
     data = train_data(num_train)
     return Recipe(lambda seed: build_model(width), row_losses, data, SGD(lr=0.5), batch_size=10, epochs=2)
-'''
+"""
 
 
 def test_unroll_trains_replays_and_finds_its_scores_again(
@@ -40,7 +40,10 @@ def test_unroll_trains_replays_and_finds_its_scores_again(
     run = recipe.functions["training"]().train(tmp_path / "run.run")
     stored = unrolled(run, recipe.call("target_data", {}), "image_classification", name="held-out", block=4)
     apart = unrolled(
-        recipe.functions["training"]().train(), recipe.call("target_data", {}), "image_classification", block=4
+        recipe.functions["training"]().train(),
+        recipe.call("target_data", {}),
+        "image_classification",
+        block=4,
     )
     assert stored.stored
     np.testing.assert_array_equal(stored.numpy(), apart.numpy())

@@ -1,6 +1,7 @@
 """Verdicts on scores: what is trained and kept, against dense NumPy; calibration, baselines, refusals."""
 
 import copy
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -20,9 +21,9 @@ from trak_lite.evaluation import (
     subset_masks,
 )
 from trak_lite.methods import TRAK, Fisher, GaussNewton, GradDot
-from trak_lite.retraining import Retrained
-from trak_lite.retraining import verify as verification
-from trak_lite.retraining.verify import SubsetSums, evaluate
+from trak_lite.retraining import Retrained, calibrated
+from trak_lite.retraining.calibrated import VIEWS, SubsetSums, calibrated_matrix
+from trak_lite.retraining.verify import evaluate
 from trak_lite.run.settings import StoredSettings
 from trak_lite.run.tables import complete_tables
 from trak_lite.scoring.stored import ScoredRows, store_verdict, stored_scores
@@ -77,7 +78,7 @@ def outputs_of(model):
 
 @pytest.fixture(autouse=True)
 def _few_resamples(monkeypatch):
-    monkeypatch.setattr(verification, "_NUM_RESAMPLES", RESAMPLES)
+    monkeypatch.setattr(calibrated, "_NUM_RESAMPLES", RESAMPLES)
 
 
 @pytest.fixture(scope="module")
@@ -340,7 +341,7 @@ def test_baselines_are_those_of_dense_features(attributor):
         assert (one.lead.mean, one.lead.low) == pytest.approx((lead.mean, lead.interval[0]), abs=1e-6)
 
 
-@pytest.mark.parametrize("q", verification.VIEWS)
+@pytest.mark.parametrize("q", VIEWS)
 def test_sums_over_subsets_predict_what_summed_scores_predict(attributor, q):
     masks = subset_masks(N, 5)
     method = GaussNewton(damping=1.0, q=q)
@@ -386,7 +387,7 @@ def judged(attributor, retrained, method=None):
         scores = attributor.scores("test", method=method)
         verdict = evaluate(scores, rows, retrained, calibrate=True, texts=None, confidence=0.95)
         calibration = verdict.calibration
-        return verdict, verification._calibrated_scores(rows, calibration) if calibration.kept else None
+        return verdict, calibrated_matrix(rows, calibration) if calibration.kept else None
 
 
 def test_a_better_kernel_is_found_and_kept_after_its_test(attributor):
@@ -423,9 +424,9 @@ def test_weights_of_the_default_kernel_give_the_scores_themselves(attributor):
         shape = (len(calibration.views), 2, len(calibration.segments), len(calibration.dampings))
         weights = np.zeros(shape)
         weights[calibration.views.index("outside"), :, :, calibration.dampings.index(1.0)] = 0.5
-        given = verification.replace(calibration, kept=True, weights=tuple(weights.reshape(-1).tolist()))
+        given = replace(calibration, kept=True, weights=tuple(weights.reshape(-1).tolist()))
 
-        found = verification._calibrated_scores(rows, given)
+        found = calibrated_matrix(rows, given)
 
     np.testing.assert_allclose(found, attributor.scores("test").numpy(), rtol=1e-3, atol=1e-4)
 
@@ -448,7 +449,7 @@ def test_modules_get_weights_of_their_own_unless_they_are_too_many(tmp_path, tra
     assert list(single.segments) == segments
     assert len(single.weights) == 3 * 2 * len(segments) * 3
 
-    monkeypatch.setattr(verification, "_MOST_PARTS", 20)
+    monkeypatch.setattr(calibrated, "_MOST_PARTS", 20)
     shared = judged(made, retrained)[0].calibration
     assert shared.segments == ((0, made.layout.width),)
     assert len(shared.weights) == 3 * 2 * 3
@@ -477,14 +478,14 @@ def test_calibrated_scores_are_those_of_the_kept_verdict_or_refused(attributor):
         calibrated_scores(scores)
     verdict = verify(scores, Training(), TARGETS, budget=6, calibrate=True)
     assert Verdict.from_json(verdict.to_json()) == verdict
-    kept = verification.replace(verdict, calibration=verification.replace(verdict.calibration, kept=True))
-    refused = verification.replace(kept, calibration=verification.replace(verdict.calibration, kept=False))
+    kept = replace(verdict, calibration=replace(verdict.calibration, kept=True))
+    refused = replace(kept, calibration=replace(verdict.calibration, kept=False))
     with ZarrFeatureStore.open(attributor.path, "r+") as store:
         store_verdict(store, "scores/test", refused)
         with pytest.raises(StateError, match=r"was not significantly better .*, so it was not stored"):
             calibrated_scores(scores)
         store_verdict(store, "scores/test", kept)
-        expected = verification._calibrated_scores(rows_of(attributor, store), kept.calibration)
+        expected = calibrated_matrix(rows_of(attributor, store), kept.calibration)
 
     np.testing.assert_array_equal(calibrated_scores(attributor.scores("test")), expected)
     assert expected.shape == (N, M)

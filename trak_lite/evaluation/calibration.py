@@ -5,7 +5,7 @@ Shapes: F parts (checkpoint x module x damping x view), S subsets, M targets.
 
 from __future__ import annotations
 
-from typing import Final
+from typing import Final, Literal
 
 import numpy as np
 from numpy.typing import NDArray
@@ -24,22 +24,26 @@ _ROUNDING: Final = 1e-10
 Array = NDArray[np.float64]
 
 
-def fit_weights(predictions: Array, outputs: Array, prior: Array) -> Array:
+def fit_weights(
+    predictions: Array, outputs: Array, prior: Array, *, across: Literal["subsets", "targets"] = "subsets"
+) -> Array:
     """Fit weights of the parts, whose weighted sum predicts the outputs, by ridge regression to the default weights.
 
     All targets have equal weight: outputs are divided by their standard deviation over subsets, predictions by that of
-    the default prediction. The penalty is chosen by leave-one-subset-out cross-validation.
+    the default prediction. The penalty is chosen by cross-validation that leaves one subset, or one target, out.
 
     Args:
         predictions: ``(F, S, M)`` predictions of each part.
         outputs: ``(S, M)`` outputs of the retrained models.
         prior: ``(F,)`` default weights, not all zero.
+        across: What cross-validation leaves out: the weights are chosen for other subsets, or for other targets.
 
     Returns:
         ``(F,)`` weights on the scale of the default weights; the default weights if no penalty is better.
 
     Raises:
-        InvalidInputError: If there are fewer than 3 subsets, or every target has constant outputs or predictions.
+        InvalidInputError: If there are fewer than 3 subsets, or every target has constant outputs or predictions, or
+            there is one usable target and another is left out.
     """
     if len(outputs) < 3:
         raise InvalidInputError(f"Calibration needs at least 3 subsets, got {len(outputs)}.")
@@ -53,6 +57,19 @@ def fit_weights(predictions: Array, outputs: Array, prior: Array) -> Array:
         )
     y = outputs[:, usable] / spread[usable]
     parts = predictions[:, :, usable] / default_spread[usable]
+    errors = (
+        _errors_over_subsets(parts, y, prior)
+        if across == "subsets"
+        else _errors_over_targets(parts, y, prior)
+    )
+    best = int(np.flatnonzero(errors == errors.min())[-1])
+    scale = _scale(parts, y, prior)
+    weights: Array = _ridge_path(parts, y, prior)[best] / scale
+    return weights
+
+
+def _errors_over_subsets(parts: Array, y: Array, prior: Array) -> Array:
+    """Return the squared errors of every penalty on subsets that are left out one by one."""
     errors = np.zeros(len(_PENALTIES))
     everything = np.arange(len(y))
     for left_out in everything:
@@ -61,10 +78,22 @@ def fit_weights(predictions: Array, outputs: Array, prior: Array) -> Array:
         truth = y[left_out] - y[fitted].mean(axis=0)
         seen = parts[:, left_out] - parts[:, fitted].mean(axis=1)
         errors += ((truth - path @ seen) ** 2).sum(axis=1)
-    best = int(np.flatnonzero(errors == errors.min())[-1])
-    scale = _scale(parts, y, prior)
-    weights: Array = _ridge_path(parts, y, prior)[best] / scale
-    return weights
+    return errors
+
+
+def _errors_over_targets(parts: Array, y: Array, prior: Array) -> Array:
+    """Return the squared errors of every penalty on targets that are left out one by one."""
+    if y.shape[1] < 2:
+        raise InvalidInputError("Calibration across targets needs at least 2 targets with outputs that vary.")
+    errors = np.zeros(len(_PENALTIES))
+    everything = np.arange(y.shape[1])
+    for left_out in everything:
+        fitted = everything != left_out
+        path = _ridge_path(parts[:, :, fitted], y[:, fitted], prior)
+        truth = y[:, left_out] - y[:, left_out].mean()
+        seen = parts[:, :, left_out] - parts[:, :, left_out].mean(axis=1, keepdims=True)
+        errors += ((truth - path @ seen) ** 2).sum(axis=1)
+    return errors
 
 
 def _scale(parts: Array, y: Array, prior: Array) -> float:

@@ -56,7 +56,9 @@ class Baseline:
 @final
 @dataclass(frozen=True, slots=True)
 class Calibration:
-    """Weights of checkpoint x module x damping x view, fitted on half of the subsets and tested on the other half."""
+    """Weights of checkpoint x module x damping x view, fitted on one half of the subsets or targets, and tested on the
+    other half.
+    """
 
     kept: bool
     """Whether the interval of ``gain`` lies above 0."""
@@ -67,7 +69,7 @@ class Calibration:
     gain: Estimate
     """Calibrated minus default, paired."""
     num_held_out: int
-    """Subsets of the held-out half."""
+    """Subsets or targets of the held-out half."""
     views: tuple[str, ...]
     """Where q is applied: ``"outside"`` the mean over checkpoints, ``"inside"`` per checkpoint, ``"off"`` nowhere."""
     checkpoints: tuple[str, ...]
@@ -78,6 +80,15 @@ class Calibration:
     """Lambdas in units of the mean eigenvalue; ``None`` is the default damping."""
     weights: tuple[float, ...]
     """In the order view, checkpoint, segment, damping."""
+    across: str = "subsets"
+    """What is held out: ``"subsets"`` of retrained models, or ``"targets"`` of a teacher."""
+
+    def __str__(self) -> str:
+        """Return gain and LDS on one line."""
+        return (
+            f"calibrated kernel {'kept' if self.kept else 'not kept'}: gain {self.gain} on {self.num_held_out} "
+            f"held-out {self.across} (LDS {self.calibrated} instead of {self.default})"
+        )
 
 
 @final
@@ -115,11 +126,7 @@ class Verdict:
         ]
         lines += [f"{one.name}: LDS {one.lds}, the scores lead by {one.lead}" for one in self.baselines]
         if self.calibration is not None:
-            found = self.calibration
-            lines.append(
-                f"calibrated kernel {'kept' if found.kept else 'not kept'}: gain {found.gain} on "
-                f"{found.num_held_out} held-out subsets (LDS {found.calibrated} instead of {found.default})"
-            )
+            lines.append(str(self.calibration))
         return printable("\n".join(lines))
 
     def to_json(self) -> dict[str, Any]:

@@ -13,10 +13,11 @@ from torch import Tensor, nn
 
 from trak_lite.data.datasets import Rows, rows_of
 from trak_lite.errors import InvalidInputError, UnsupportedModelError, printable
-from trak_lite.evaluation import linear_datamodeling_score, subset_masks, summed_scores
+from trak_lite.evaluation import linear_datamodeling_score, subset_masks
 from trak_lite.evaluation.verdict import Estimate
 from trak_lite.modelout_functions import AbstractModelOutput
 from trak_lite.modelout_functions._describe import describe_task
+from trak_lite.retraining.calibrated import summed_over
 from trak_lite.retraining.subsets import retrain, retrain_many
 from trak_lite.scoring.scores import Scores
 from trak_lite.unrolled import TrainingRun
@@ -28,7 +29,6 @@ logger = logging.getLogger(__name__)
 
 SHARES: Final = (0.01, 0.05, 0.1, 0.5)
 """Shares of the train rows that are left out."""
-_TILE_ROWS: Final = 1024
 
 
 @final
@@ -122,7 +122,9 @@ def verify_run(
         except UnsupportedModelError as error:
             logger.info("%s They are trained one after the other.", error)
             retrained = retrain(run.leave_out_fn, masks, output_fn, **given)
-        lds = linear_datamodeling_score(_summed(scores, masks), None, retrained.mean, confidence=confidence)
+        lds = linear_datamodeling_score(
+            summed_over(scores, masks), None, retrained.mean, confidence=confidence
+        )
         found.append((share, Estimate(lds.mean, *lds.interval)))
     return OneRunVerdict(tuple(found), budget, len(rows), run.metasmoothness(), confidence)
 
@@ -135,15 +137,6 @@ def _masks(num_rows: int, share: float, budget: int, seed: int) -> NDArray[np.bo
             f"A share of {share!r} leaves out {left_out} of {num_rows} rows. Leave out at least one, but not all."
         )
     return ~subset_masks(num_rows, budget, alpha=left_out / num_rows, seed=seed)
-
-
-def _summed(scores: Scores, masks: NDArray[np.bool_]) -> NDArray[np.float64]:
-    total = np.zeros((len(masks), scores.shape[1]))
-    for start, tile in scores.tiles():
-        for first in range(0, len(tile), _TILE_ROWS):
-            part = tile[first : first + _TILE_ROWS]
-            total += summed_scores(part, masks[:, start + first : start + first + len(part)])
-    return total
 
 
 def _outputs(run: TrainingRun, task: AbstractModelOutput, rows: Rows, model: nn.Module) -> Tensor:

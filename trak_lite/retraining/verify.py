@@ -1,24 +1,19 @@
 """Test scores against retrained models: LDS, baselines, calibration and a verdict.
 
-To predict a subset, a linear score needs only the sum of the train features over the subset: ``(S, K)`` per checkpoint,
-from one pass over the train rows. Kernels, dampings and views are then applied to S rows instead of N.
-
 Shapes: N train rows, M targets, S subsets, K feature width, C checkpoints, V views, D dampings.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import replace
 from functools import partial
-from typing import Any, Final, Literal, final, overload
+from typing import Any, Final, Literal, overload
 
 import numpy as np
 import torch
 from numpy.typing import ArrayLike, NDArray
 from torch import Tensor, nn
 
-from trak_lite._devices import full_float32
 from trak_lite._validate import one_of
 from trak_lite.data.batches import move_batch
 from trak_lite.data.datasets import Rows, every_nth
@@ -26,50 +21,42 @@ from trak_lite.errors import InvalidInputError, StateError
 from trak_lite.evaluation import (
     Verdict,
     bm25,
-    compare_datamodeling_scores,
-    linear_datamodeling_score,
     subset_masks,
     summed_scores,
 )
-from trak_lite.evaluation.calibration import fit_weights
-from trak_lite.evaluation.datamodeling import LinearDatamodelingScore, ScoreDifference
-from trak_lite.evaluation.verdict import Baseline, Calibration, Estimate
+from trak_lite.evaluation.verdict import Baseline, Calibration
 from trak_lite.modelout_functions import AbstractModelOutput, ModelCall, resolve_task
 from trak_lite.models.borrowing import borrow_model
 from trak_lite.models.checkpoints import Checkpoint, load_into, module_versions, with_versions
 from trak_lite.models.sharded import refuse_sharded
+from trak_lite.retraining.calibrated import (
+    SubsetSums,
+    calibrated_matrix,
+    fitted_to_subsets,
+    lds_of,
+    lead_of,
+    summed_over,
+    to_estimate,
+    unit_rows,
+)
 from trak_lite.retraining.one_run import OneRunVerdict, verify_run
 from trak_lite.retraining.subsets import Retrained, TrainFunction, retrain_into
 from trak_lite.run.settings import Task, row_kind
 from trak_lite.run.tables import (
-    FEATURES,
-    OUT_TO_LOSS,
-    as_tensor,
     predictions_path,
     retrain_path,
     score_path,
 )
 from trak_lite.scoring.scores import Scores
 from trak_lite.scoring.stored import Array, ScoredRows, scored_rows, store_verdict, verdict_key
-from trak_lite.store import AbstractFeatureStore, AbstractRowTable
+from trak_lite.store import AbstractFeatureStore
 from trak_lite.store.manifest import compare_fingerprints
 from trak_lite.unrolled import TrainingRun
 
 __all__ = ["SubsetSums", "calibrated_scores", "evaluate", "verify"]
 
-VIEWS: Final = ("outside", "inside", "off")
-"""Train rows weighted by their mean q over checkpoints, by the q of each checkpoint, or not weighted."""
-_DAMPINGS: Final = (0.1, 1.0, 10.0)
-"""Dampings tried by calibration, in addition to the method's."""
-_TILE_ROWS: Final = 1024
-_MOST_PARTS: Final = 512
-"""Maximum number of fitted weights. With more, all modules share theirs."""
-_CALIBRATION_TARGETS: Final = 256
-"""Maximum number of targets to fit weights on; limits memory."""
 _KEPT_TARGETS: Final = 64
 """Number of targets whose predictions are stored for plots."""
-_NUM_RESAMPLES: Final = 1000
-"""Resamples of every bootstrap."""
 _FEWEST_FOR_CALIBRATION: Final = 6
 
 
@@ -251,68 +238,25 @@ def _refuse_other_targets(store: AbstractFeatureStore, path: str, identity: Mapp
     )
 
 
-def calibrated_scores(scores: Scores) -> NDArray[np.float32]:
-    """Return the scores with the calibrated kernel that :func:`verify` stored, ``(N, M)``.
+def calibrated_scores(scores: Scores, calibration: Calibration | None = None) -> NDArray[np.float32]:
+    """Return the scores with a calibrated kernel, ``(N, M)``.
+
+    Args:
+        scores: The scores.
+        calibration: The result of :func:`calibrate`; ``None`` is the one that :func:`verify` stored.
 
     Raises:
         StateError: If the scores were not verified with ``calibrate=True``, or the calibrated kernel was not better.
     """
     verdict = scores.verdict
-    if verdict is None or verdict.calibration is None:
+    if calibration is None and verdict is not None:
+        calibration = verdict.calibration
+    if calibration is None:
         raise StateError(
             f"The scores {scores.name!r} were not calibrated. Call verify(scores, train_fn, targets, calibrate=True)."
         )
     with scores.run.workspace.reading() as store:
-        return _calibrated_scores(scored_rows(store, scores, scores.run.settings), verdict.calibration)
-
-
-@final
-class SubsetSums:
-    """Sums of train features over subsets, for each checkpoint."""
-
-    def __init__(self, rows: ScoredRows, masks: NDArray[np.bool_]) -> None:
-        """Read the train rows of every checkpoint once.
-
-        Args:
-            rows: The stored rows.
-            masks: Rows of each subset, ``(S, N)``.
-        """
-        members = torch.from_numpy(masks.astype(np.float64)).to(rows.device)
-        mean = torch.from_numpy(rows.mean_out_to_loss()).to(rows.device)
-        self.by_checkpoint: list[dict[str, Tensor]] = []
-        """For each checkpoint the sums by view, ``(S, K)``; ``"unit"`` sums rows scaled to norm 1."""
-        for table in rows.train.values():
-            own = torch.from_numpy(table.read(OUT_TO_LOSS)).to(mean)
-            weights = {"outside": members * mean, "inside": members * own, "off": members}
-            self.by_checkpoint.append(_sums(table, weights, rows.layout.width, rows.device))
-
-    def predict(self, targets: Sequence[Tensor], view: str) -> Array:
-        """Return ``train row @ target``, summed over each subset and over checkpoints, ``(S, M)``.
-
-        Args:
-            targets: ``(M, K)`` for every checkpoint.
-            view: One of ``VIEWS``, or ``"unit"``.
-        """
-        pairs = zip(self.by_checkpoint, targets, strict=True)
-        products = [(sums[view] @ rows.T).cpu().numpy() for sums, rows in pairs]
-        total: Array = np.sum(products, axis=0)
-        return total
-
-
-def _sums(
-    table: AbstractRowTable, weights: Mapping[str, Tensor], width: int, device: torch.device
-) -> dict[str, Tensor]:
-    """Return the weighted sums of one checkpoint's rows by view, each ``(S, K)`` float64."""
-    shape = (len(weights["off"]), width)
-    sums = {name: torch.zeros(shape, dtype=torch.float64, device=device) for name in (*weights, "unit")}
-    for start, chunk in table.blocks(FEATURES):
-        for first in range(0, len(chunk), _TILE_ROWS):
-            tile = as_tensor(chunk[first : first + _TILE_ROWS], device).double()
-            here = slice(start + first, start + first + len(tile))
-            for view, weight in weights.items():
-                sums[view] += weight[:, here] @ tile
-            sums["unit"] += weights["off"][:, here] @ _unit(tile)
-    return sums
+        return calibrated_matrix(scored_rows(store, scores, scores.run.settings), calibration)
 
 
 def evaluate(
@@ -339,20 +283,20 @@ def evaluate(
             text per row and target.
     """
     outputs = retrained.mean
-    predicted = _summed(scores, retrained.masks)
+    predicted = summed_over(scores, retrained.masks)
     sums = SubsetSums(rows, retrained.masks)
-    found = _lds(predicted, outputs, confidence)
+    found = lds_of(predicted, outputs, confidence)
     baselines = tuple(
         Baseline(
             name,
-            _estimate(_lds(baseline, outputs, confidence)),
-            _estimate(_lead(predicted, baseline, outputs, confidence)),
+            to_estimate(lds_of(baseline, outputs, confidence)),
+            to_estimate(lead_of(predicted, baseline, outputs, confidence)),
         )
         for name, baseline in _baselines(rows, sums, retrained.masks, scores.shape, texts)
     )
     several = len(retrained.seeds) > 1
     return Verdict(
-        lds=_estimate(found),
+        lds=to_estimate(found),
         baselines=baselines,
         num_subsets=len(outputs),
         num_seeds=len(retrained.seeds),
@@ -361,7 +305,7 @@ def evaluate(
         num_constant=found.num_constant,
         confidence=confidence,
         ceiling=retrained.noise_ceiling().ceiling if several else None,
-        calibration=_calibrate(rows, sums, predicted, outputs, confidence) if calibrate else None,
+        calibration=fitted_to_subsets(rows, sums, predicted, outputs, confidence) if calibrate else None,
     )
 
 
@@ -418,44 +362,8 @@ def _store_predictions(store: AbstractFeatureStore, path: str, scores: Scores, r
         retrained: Models trained on subsets, and their outputs for the M targets.
     """
     some = every_nth(scores.shape[1], _KEPT_TARGETS)
-    pairs = np.stack([_summed(scores, retrained.masks)[:, some], retrained.mean[:, some]])
+    pairs = np.stack([summed_over(scores, retrained.masks)[:, some], retrained.mean[:, some]])
     store.put_entry(predictions_path(path), verdict_key(store, path), pairs)
-
-
-def _calibrated_scores(rows: ScoredRows, calibration: Calibration) -> NDArray[np.float32]:
-    """Return the scores with the calibrated kernel, ``(N, M)``.
-
-    Raises:
-        StateError: If the calibrated kernel was not better, so that it was not stored.
-    """
-    if not calibration.kept:
-        raise StateError(
-            f"The calibrated kernel was not significantly better (gain {calibration.gain}), so it was not stored. Use "
-            "the scores without calibration, or verify with a larger budget."
-        )
-    targets = _calibrated_targets(rows, calibration, np.array(calibration.weights))
-    mean = rows.mean_out_to_loss()
-    scores = np.zeros((len(mean), len(targets["off"][0])), np.float32)
-    for place, table in enumerate(rows.train.values()):
-        own = table.read(OUT_TO_LOSS)
-        for start, chunk in table.blocks(FEATURES):
-            tile = as_tensor(chunk, rows.device).float()
-            here = slice(start, start + len(tile))
-            factors = {"outside": mean[here, None], "inside": own[here, None], "off": 1.0}
-            with full_float32(tile.device):
-                for view, factor in factors.items():
-                    scores[here] += (tile @ targets[view][place].float().T).cpu().numpy() * factor
-    return scores
-
-
-def _summed(scores: Scores, masks: NDArray[np.bool_]) -> Array:
-    """Return the scores' predictions for the subsets, ``(S, M)``. Reads the scores in tiles of rows."""
-    num_rows, num_targets = scores.shape
-    total = np.zeros((len(masks), num_targets))
-    for start in range(0, num_rows, _TILE_ROWS):
-        part = np.arange(start, min(start + _TILE_ROWS, num_rows))
-        total += summed_scores(scores.rows(part), masks[:, part])
-    return total
 
 
 def _baselines(
@@ -473,7 +381,7 @@ def _baselines(
         yield "gradient dot product, no kernel", sums.predict(targets, "off" if is_update else "outside")
         yield (
             "nearest in feature space (cosine)",
-            sums.predict([_unit(target) for target in targets], "unit"),
+            sums.predict([unit_rows(target) for target in targets], "unit"),
         )
     # q decreases with f and increases with the loss. The prediction is the same for all targets.
     yield "loss of the train row (its q)", np.tile((masks @ rows.mean_out_to_loss())[:, None], shape[1])
@@ -486,119 +394,5 @@ def _baselines(
         yield "BM25 of the texts", summed_scores(bm25(*texts), masks)
 
 
-def _calibrate(
-    rows: ScoredRows, sums: SubsetSums, predicted: Array, outputs: Array, confidence: float
-) -> Calibration:
-    """Return weights fitted on every other subset and tested on the rest."""
-    own = rows.require_kernel().damping
-    dampings = (None, *_DAMPINGS) if own is None else tuple(sorted({*_DAMPINGS, own}))
-    segments = tuple((segment.start, segment.stop) for segment in rows.layout.segments)
-    if len(VIEWS) * len(rows.train) * len(segments) * len(dampings) > _MOST_PARTS:
-        segments = ((0, rows.layout.width),)
-    fitted, held_out = np.arange(0, len(outputs), 2), np.arange(1, len(outputs), 2)
-    num_targets = outputs.shape[1]
-    chosen = np.unique(
-        np.linspace(0, num_targets - 1, min(num_targets, _CALIBRATION_TARGETS)).astype(np.int64)
-    )
-    parts = _parts(rows, sums, segments, dampings, chosen)
-    prior = np.zeros((len(VIEWS), len(rows.train), len(segments), len(dampings)))
-    default = np.asarray(rows.method.weights(len(rows.train)))
-    prior[VIEWS.index(rows.method.q), :, :, dampings.index(own)] = default[:, None]
-    weights = fit_weights(parts[:, fitted], outputs[np.ix_(fitted, chosen)], prior.reshape(-1))
-    none = Estimate(0.0, 0.0, 0.0)
-    untested = Calibration(
-        kept=False,
-        default=none,
-        calibrated=none,
-        gain=none,
-        num_held_out=len(held_out),
-        views=VIEWS,
-        checkpoints=tuple(rows.train),
-        segments=segments,
-        dampings=dampings,
-        weights=tuple(map(float, weights)),
-    )
-    targets = _calibrated_targets(rows, untested, weights)
-    better = sum((sums.predict(targets[view], view) for view in VIEWS), np.zeros(predicted.shape))
-    return _tested(untested, better[held_out], predicted[held_out], outputs[held_out], confidence)
-
-
-def _tested(
-    calibration: Calibration, better: Array, default: Array, outputs: Array, confidence: float
-) -> Calibration:
-    """Return the calibration with its LDS and gain on the held-out subsets."""
-    gain = _estimate(_lead(better, default, outputs, confidence))
-    return replace(
-        calibration,
-        kept=gain.low > 0.0,
-        default=_estimate(_lds(default, outputs, confidence)),
-        calibrated=_estimate(_lds(better, outputs, confidence)),
-        gain=gain,
-    )
-
-
-def _parts(
-    rows: ScoredRows,
-    sums: SubsetSums,
-    segments: Sequence[tuple[int, int]],
-    dampings: Sequence[float | None],
-    chosen: NDArray[np.int64],
-) -> Array:
-    """Return the prediction of each view, checkpoint, segment and damping alone, ``(V C s D, S, targets)``."""
-    num_subsets = len(sums.by_checkpoint[0]["off"])
-    shape = (len(VIEWS), len(rows.train), len(segments), len(dampings), num_subsets, len(chosen))
-    parts = np.empty(shape)
-    for c, table in enumerate(rows.train.values()):
-        for d, damping in enumerate(dampings):
-            targets = rows.preconditioned(table, damping)[torch.from_numpy(chosen).to(rows.device)]
-            for s, (start, stop) in enumerate(segments):
-                for v, view in enumerate(VIEWS):
-                    part = sums.by_checkpoint[c][view][:, start:stop] @ targets[:, start:stop].T
-                    parts[v, c, s, d] = part.cpu().numpy()
-    return parts.reshape(-1, num_subsets, len(chosen))
-
-
-def _calibrated_targets(
-    rows: ScoredRows, calibration: Calibration, weights: Array
-) -> dict[str, list[Tensor]]:
-    """Return, per view and checkpoint, the weighted sum over dampings of (H + lambda I)^-1 targets, ``(M, K)``."""
-    shape = (len(VIEWS), len(rows.train), len(calibration.segments), len(calibration.dampings))
-    weight = weights.reshape(shape)
-    mixed: dict[str, list[Tensor]] = {view: [] for view in VIEWS}
-    for c, table in enumerate(rows.train.values()):
-        totals = [torch.zeros_like(rows.targets(table)) for _ in VIEWS]
-        for d, damping in enumerate(calibration.dampings):
-            targets = rows.preconditioned(table, damping)
-            for s, (start, stop) in enumerate(calibration.segments):
-                for v, total in enumerate(totals):
-                    total[:, start:stop] += float(weight[v, c, s, d]) * targets[:, start:stop]
-        for view, total in zip(VIEWS, totals, strict=True):
-            mixed[view].append(total)
-    return mixed
-
-
-def _lds(predicted: Array, outputs: Array, confidence: float) -> LinearDatamodelingScore:
-    return linear_datamodeling_score(
-        predicted, None, outputs, num_resamples=_NUM_RESAMPLES, confidence=confidence
-    )
-
-
-def _lead(first: Array, second: Array, outputs: Array, confidence: float) -> ScoreDifference:
-    return compare_datamodeling_scores(
-        first, second, None, outputs, num_resamples=_NUM_RESAMPLES, confidence=confidence
-    )
-
-
-def _estimate(found: LinearDatamodelingScore | ScoreDifference) -> Estimate:
-    return Estimate(found.mean, *found.interval)
-
-
 def _copied(value: Any) -> Any:
     return value.detach().clone() if isinstance(value, Tensor) else value
-
-
-def _unit(rows: Tensor) -> Tensor:
-    """Return rows of norm 1; zero rows stay zero."""
-    norms = torch.linalg.vector_norm(rows, dim=1, keepdim=True)
-    unit: Tensor = rows / norms.masked_fill(norms == 0, 1.0)
-    return unit

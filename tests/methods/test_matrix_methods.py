@@ -1,0 +1,125 @@
+"""Mean and Unrolled: what they store is the mean of standardised columns, and the replay of the runs."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from scipy.stats import zscore
+from torch import Tensor, nn
+from torch.nn.functional import cross_entropy
+from torch.utils.data import TensorDataset
+
+from trak_lite import Attributor, verify
+from trak_lite.errors import InvalidInputError, StateError
+from trak_lite.methods import GaussNewton, GradDot, Mean, Unrolled
+from trak_lite.unrolled import SGD, Recipe, TrainingRun, unrolled
+
+N, M = 40, 6
+torch.manual_seed(0)
+INPUTS = torch.randn(N + M, 4)
+LABELS = (INPUTS[:, 0] > 0).long()
+TRAIN, TARGETS = TensorDataset(INPUTS[:N], LABELS[:N]), TensorDataset(INPUTS[N:], LABELS[N:])
+
+
+def build(seed: int) -> nn.Module:
+    del seed
+    return nn.Sequential(nn.Linear(4, 6), nn.Tanh(), nn.Linear(6, 2))
+
+
+def losses(model: nn.Module, batch: list[Tensor]) -> Tensor:
+    return cross_entropy(model(batch[0]), batch[1], reduction="none")
+
+
+def recipe(seed: int, data: TensorDataset = TRAIN) -> Recipe:
+    return Recipe(build, losses, data, SGD(lr=0.2), batch_size=10, epochs=3, seed=seed)
+
+
+@pytest.fixture(scope="module")
+def runs() -> tuple[TrainingRun, ...]:
+    return tuple(recipe(seed).train() for seed in (0, 1, 2))
+
+
+def attributor(runs: tuple[TrainingRun, ...], path: Path | None = None) -> Attributor:
+    made = Attributor(runs[0].model(), "image_classification", path, proj_dim=16)
+    made.featurize(TRAIN)
+    return made
+
+
+def test_the_mean_is_that_of_standardised_columns(runs, tmp_path):
+    made = attributor(runs, tmp_path / "run.zarr")
+    method = Mean(GaussNewton(), GradDot(), Unrolled(*runs), method_weights=(1, 1, 2))
+    found = made.score(TARGETS, "t", method=method)
+    parts = [made.score(TARGETS, "t", method=one).numpy() for one in method.methods]
+    expected = sum(
+        w * zscore(part.astype(np.float64)) for w, part in zip((0.25, 0.25, 0.5), parts, strict=True)
+    )
+    np.testing.assert_allclose(found.numpy(), expected, rtol=1e-5, atol=1e-6)
+    again = Attributor.open(tmp_path / "run.zarr", runs[0].model()).scores("t", method=method)
+    np.testing.assert_array_equal(again.numpy(), found.numpy())
+    assert again.stored
+    assert (
+        found.top(3, target=0).indices.tolist()
+        == np.argsort(-found.numpy()[:, 0], kind="stable")[:3].tolist()
+    )
+
+
+def test_constant_columns_count_as_zero():
+    one = np.stack([np.arange(5.0), np.ones(5)], 1).astype(np.float32)
+    found = Mean(GradDot(), GaussNewton()).combined([one, one])
+    np.testing.assert_allclose(found[:, 0], zscore(np.arange(5.0)), rtol=1e-6)
+    assert not found[:, 1].any()
+
+
+def test_unrolled_scores_are_stored_and_verified(runs):
+    made = attributor(runs)
+    found = made.score(TARGETS, "t", method=Unrolled(*runs))
+    single = [unrolled(run, TARGETS, "image_classification").numpy() for run in runs]
+    np.testing.assert_allclose(found.numpy(), np.mean(single, 0), rtol=1e-5, atol=1e-9)
+    verdict = verify(found, runs[0].recipe.train_fn, TARGETS, budget=4, train_id="recipe")
+    assert verdict.num_subsets == 4
+    assert found.verdict is not None
+    with pytest.raises(StateError, match="not computed from stored rows"):
+        found.self_influence()
+
+
+def test_standard_errors_are_those_over_runs(runs):
+    scores = unrolled(runs, TARGETS, "image_classification")
+    single = np.stack([unrolled(run, TARGETS, "image_classification").numpy() for run in runs])
+    expected = single.std(0, ddof=1) / np.sqrt(3)
+    np.testing.assert_allclose(scores.numpy(), single.mean(0), rtol=1e-5, atol=1e-9)
+    np.testing.assert_allclose(scores.standard_error(), expected, rtol=1e-4)
+    np.testing.assert_allclose(scores.standard_error(target=2), expected[:, 2], rtol=1e-4)
+    top = scores.top(2).indices
+    np.testing.assert_allclose(scores.standard_error(top), np.take_along_axis(expected.T, top, 1), rtol=1e-4)
+
+
+def test_runs_on_other_rows_are_refused(runs):
+    made = attributor(runs)
+    reordered = TensorDataset(INPUTS[:N].flip(0), LABELS[:N].flip(0))
+    for data in (reordered, TensorDataset(INPUTS[: N - 1], LABELS[: N - 1])):
+        with pytest.raises(InvalidInputError, match="trained on other data"):
+            made.score(TARGETS, "t", method=Unrolled(recipe(0, data).train()))
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda: Mean(GradDot()), "two or more methods"),
+        (lambda: Mean(GradDot(), "GaussNewton"), "two or more methods"),
+        (lambda: Mean(GradDot(), GaussNewton(), method_weights=(1,)), "one per method"),
+        (lambda: Mean(GradDot(), GaussNewton(), method_weights=(0, 0)), "not all zero"),
+        (lambda: Unrolled(), "takes finished runs"),
+        (lambda: Unrolled("a run"), "takes finished runs"),
+    ],
+)
+def test_wrong_methods_are_refused(make, message):
+    with pytest.raises(InvalidInputError, match=message):
+        make()
+
+
+def test_whole_matrices_have_no_candidates(runs):
+    with pytest.raises(InvalidInputError, match="stored whole"):
+        attributor(runs).score(TARGETS, "t", method=Mean(GradDot(), GaussNewton()), dense=False)

@@ -1,0 +1,83 @@
+"""Calibration by a teacher: known weights are found again, noise is refused, and sizes are checked."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+from torch.utils.data import TensorDataset
+
+from trak_lite import Attributor, calibrate, calibrated_scores
+from trak_lite.errors import InvalidInputError, StateError
+from trak_lite.methods import GaussNewton, GradDot
+from trak_lite.scoring.matrix import HeldMatrix
+from trak_lite.scoring.scores import Scores
+from trak_lite.scoring.source import UnstoredRows
+from trak_lite.store import Manifest
+
+N, M = 90, 24
+
+
+@pytest.fixture(scope="module")
+def attributor() -> Attributor:
+    torch.manual_seed(3)
+    inputs = torch.randn(N + M, 5)
+    labels = (inputs[:, 0] + torch.randn(N + M) > 0).long()
+    model = nn.Sequential(nn.Linear(5, 8), nn.Tanh(), nn.Linear(8, 2))
+    made = Attributor(model, "image_classification", None, proj_dim=32, dtype="float32")
+    made.featurize(TensorDataset(inputs[:N], labels[:N]))
+    made.score(TensorDataset(inputs[N:], labels[N:]), "t")
+    made.score(TensorDataset(inputs[N:], labels[N:]), "t", method=GradDot())
+    return made
+
+
+def teacher(matrix: np.ndarray) -> Scores:
+    source = UnstoredRows("teacher", GradDot(), Manifest({}))
+    return Scores(HeldMatrix(matrix.astype(np.float32)), source, settings={}, location=None)
+
+
+def test_weights_of_another_kernel_are_found_again(attributor: Attributor) -> None:
+    scores = attributor.scores("t")
+    low, high = scores.damping_path([0.1, 10.0]).numpy()
+    truth = low - 2.0 * high
+    columns = np.arange(3, 15)
+    found = calibrate(scores, teacher(truth[:, columns]), columns)
+    assert found.kept
+    assert found.gain.low > 0.0
+    assert (found.across, found.num_held_out) == ("targets", 6)
+    better = calibrated_scores(scores, found)
+    unseen = np.setdiff1d(np.arange(M), columns)
+    before, after = (
+        [np.corrcoef(matrix[:, target], truth[:, target])[0, 1] for target in unseen]
+        for matrix in (scores.numpy(), better)
+    )
+    assert min(after) > 0.99
+    assert np.median(before) < 0.95
+    assert "kept" in str(found)
+    assert "held-out targets" in str(found)
+
+
+def test_noise_teaches_nothing(attributor: Attributor) -> None:
+    scores = attributor.scores("t")
+    found = calibrate(scores, teacher(np.random.default_rng(0).normal(size=(N, 12))))
+    assert not found.kept
+    with pytest.raises(StateError, match="not significantly better"):
+        calibrated_scores(scores, found)
+
+
+@pytest.mark.parametrize(
+    ("shape", "targets"),
+    [((N - 1, 12), None), ((N, 3), None), ((N, 6), [0, 1, 2, 3, 4, M]), ((N, 6), [0, 1]), ((N, M + 1), None)],
+)
+def test_sizes_that_do_not_fit_are_refused(
+    attributor: Attributor, shape: tuple[int, int], targets: list[int] | None
+) -> None:
+    with pytest.raises(InvalidInputError, match="The teacher must have the 90 train rows"):
+        calibrate(attributor.scores("t"), teacher(np.ones(shape)), targets)
+
+
+def test_scores_without_a_kernel_are_refused(attributor: Attributor) -> None:
+    with pytest.raises(InvalidInputError, match="no kernel"):
+        calibrate(attributor.scores("t", method=GradDot()), teacher(np.ones((N, 6))))
+    assert isinstance(attributor.scores("t").method, GaussNewton)

@@ -1,0 +1,338 @@
+"""Scores with fitted weights of damping, module, checkpoint and position of q.
+
+To predict a subset, a linear score needs only the sum of the train features over the subset: ``(S, K)`` per checkpoint,
+from one pass over the train rows. Kernels, dampings and views are then applied to S rows instead of N.
+
+Shapes: N train rows, M targets, S subsets, K feature width, C checkpoints, V views, D dampings.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import Final, final
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from trak_lite._devices import full_float32
+from trak_lite.errors import InvalidInputError, StateError
+from trak_lite.evaluation import (
+    compare_datamodeling_scores,
+    linear_datamodeling_score,
+    subset_masks,
+    summed_scores,
+)
+from trak_lite.evaluation.calibration import fit_weights
+from trak_lite.evaluation.datamodeling import LinearDatamodelingScore, ScoreDifference
+from trak_lite.evaluation.verdict import Calibration, Estimate
+from trak_lite.run.tables import FEATURES, OUT_TO_LOSS, as_tensor
+from trak_lite.scoring.scores import Scores
+from trak_lite.scoring.stored import Array, ScoredRows, scored_rows
+from trak_lite.store import AbstractRowTable
+
+__all__ = [
+    "VIEWS",
+    "SubsetSums",
+    "calibrate",
+    "calibrated_matrix",
+    "fitted_to_subsets",
+    "lds_of",
+    "lead_of",
+    "summed_over",
+    "to_estimate",
+    "unit_rows",
+]
+
+VIEWS: Final = ("outside", "inside", "off")
+"""Train rows weighted by their mean q over checkpoints, by the q of each checkpoint, or not weighted."""
+_DAMPINGS: Final = (0.1, 1.0, 10.0)
+"""Dampings tried by calibration, in addition to the method's."""
+_TILE_ROWS: Final = 1024
+_MOST_PARTS: Final = 512
+"""Maximum number of fitted weights. With more, all modules share theirs."""
+_FEWEST_TEACHERS: Final = 4
+_CALIBRATION_TARGETS: Final = 256
+"""Maximum number of targets to fit weights on; limits memory."""
+_NUM_RESAMPLES: Final = 1000
+"""Resamples of every bootstrap."""
+
+
+@final
+class SubsetSums:
+    """Sums of train features over subsets, for each checkpoint."""
+
+    def __init__(self, rows: ScoredRows, masks: NDArray[np.bool_]) -> None:
+        """Read the train rows of every checkpoint once.
+
+        Args:
+            rows: The stored rows.
+            masks: Rows of each subset, ``(S, N)``.
+        """
+        members = torch.from_numpy(masks.astype(np.float64)).to(rows.device)
+        mean = torch.from_numpy(rows.mean_out_to_loss()).to(rows.device)
+        self.by_checkpoint: list[dict[str, Tensor]] = []
+        """For each checkpoint the sums by view, ``(S, K)``; ``"unit"`` sums rows scaled to norm 1."""
+        for table in rows.train.values():
+            own = torch.from_numpy(table.read(OUT_TO_LOSS)).to(mean)
+            weights = {"outside": members * mean, "inside": members * own, "off": members}
+            self.by_checkpoint.append(_sums(table, weights, rows.layout.width, rows.device))
+
+    def predict(self, targets: Sequence[Tensor], view: str) -> Array:
+        """Return ``train row @ target``, summed over each subset and over checkpoints, ``(S, M)``.
+
+        Args:
+            targets: ``(M, K)`` for every checkpoint.
+            view: One of ``VIEWS``, or ``"unit"``.
+        """
+        pairs = zip(self.by_checkpoint, targets, strict=True)
+        products = [(sums[view] @ rows.T).cpu().numpy() for sums, rows in pairs]
+        total: Array = np.sum(products, axis=0)
+        return total
+
+
+def _sums(
+    table: AbstractRowTable, weights: Mapping[str, Tensor], width: int, device: torch.device
+) -> dict[str, Tensor]:
+    """Return the weighted sums of one checkpoint's rows by view, each ``(S, K)`` float64."""
+    shape = (len(weights["off"]), width)
+    sums = {name: torch.zeros(shape, dtype=torch.float64, device=device) for name in (*weights, "unit")}
+    for start, chunk in table.blocks(FEATURES):
+        for first in range(0, len(chunk), _TILE_ROWS):
+            tile = as_tensor(chunk[first : first + _TILE_ROWS], device).double()
+            here = slice(start + first, start + first + len(tile))
+            for view, weight in weights.items():
+                sums[view] += weight[:, here] @ tile
+            sums["unit"] += weights["off"][:, here] @ unit_rows(tile)
+    return sums
+
+
+def calibrate(
+    scores: Scores,
+    teacher: Scores,
+    targets: Sequence[int] | None = None,
+    *,
+    num_subsets: int = 200,
+    seed: int = 0,
+    confidence: float = 0.95,
+) -> Calibration:
+    """Fit weights of damping, module, checkpoint and position of q to exact scores of a few targets.
+
+    :func:`~trak_lite.unrolled.unrolled` gives a score for every train row, where a retraining gives one number. The
+    weights are fitted to half of the teacher's targets, and tested on the other half: they are kept if they predict
+    the teacher's sums over random subsets better there, with an interval above 0. They are then fitted to all of the
+    teacher's targets. :func:`calibrated_scores` applies them to all targets, from the stored rows.
+
+    The calibrated scores answer the teacher's question: what leaving rows out changes in its run. They need not predict
+    models that are retrained with other seeds or on half of the rows better than the scores do.
+
+    Args:
+        scores: ``(N, M)`` scores of a method with a kernel, from stored rows.
+        teacher: ``(N, m)`` scores of ``unrolled`` for some of the same targets, at least 4.
+        targets: The m columns of ``scores`` that the teacher's columns are; ``None`` is the first m.
+        num_subsets: Random subsets of the train rows that scores are summed over.
+        seed: Seed of the subsets.
+        confidence: Nominal coverage of the intervals.
+
+    Returns:
+        The weights, the LDS against the teacher before and after, and whether they are kept.
+
+    Raises:
+        InvalidInputError: If the scores have no kernel, the teacher has too few targets, or sizes do not fit.
+        StateError: If the scores were not computed from stored rows.
+    """
+    num_rows, count = teacher.shape
+    chosen = np.arange(count) if targets is None else np.asarray(targets, np.int64)
+    inside = len(chosen) == count and bool(((chosen >= 0) & (chosen < scores.shape[1])).all())
+    if num_rows != len(scores) or not inside or count < _FEWEST_TEACHERS:
+        raise InvalidInputError(
+            f"The teacher must have the {len(scores)} train rows of the scores, and at least {_FEWEST_TEACHERS} of "
+            f"their {scores.shape[1]} targets, one entry of targets per column; got shape {teacher.shape} and targets "
+            f"{chosen.tolist()!r:.100}."
+        )
+    masks = subset_masks(num_rows, num_subsets, seed=seed)
+    outputs = summed_over(teacher, masks)
+    settings = scores.run.settings
+    with scores.run.workspace.reading() as store:
+        rows = scored_rows(store, scores, settings)
+        made = _Fit(rows, SubsetSums(rows, masks), chosen)
+    fitted, held_out = np.arange(0, count, 2), np.arange(1, count, 2)
+    weights = fit_weights(made.parts[:, :, fitted], outputs[:, fitted], made.prior, across="targets")
+    better, default = (np.tensordot(one, made.parts[:, :, held_out], 1) for one in (weights, made.prior))
+    tested = _tested(
+        made.calibration(weights, len(held_out), "targets"), better, default, outputs[:, held_out], confidence
+    )
+    if not tested.kept:
+        return tested
+    weights = fit_weights(made.parts, outputs, made.prior, across="targets")
+    return replace(tested, weights=tuple(map(float, weights)))
+
+
+@final
+class _Fit:
+    """What weights are fitted to: the predictions of every part of the scores, and the default weights."""
+
+    def __init__(self, rows: ScoredRows, sums: SubsetSums, chosen: NDArray[np.int64]) -> None:
+        own = rows.require_kernel().damping
+        self._rows = rows
+        self._dampings = (None, *_DAMPINGS) if own is None else tuple(sorted({*_DAMPINGS, own}))
+        self._segments = tuple((segment.start, segment.stop) for segment in rows.layout.segments)
+        if len(VIEWS) * len(rows.train) * len(self._segments) * len(self._dampings) > _MOST_PARTS:
+            self._segments = ((0, rows.layout.width),)
+        self.parts = _parts(rows, sums, self._segments, self._dampings, chosen)
+        prior = np.zeros((len(VIEWS), len(rows.train), len(self._segments), len(self._dampings)))
+        default = np.asarray(rows.method.weights(len(rows.train)))
+        prior[VIEWS.index(rows.method.q), :, :, self._dampings.index(own)] = default[:, None]
+        self.prior = prior.reshape(-1)
+
+    def calibration(self, weights: Array, num_held_out: int, across: str = "subsets") -> Calibration:
+        """Return fitted weights that are not tested yet."""
+        none = Estimate(0.0, 0.0, 0.0)
+        return Calibration(
+            kept=False,
+            default=none,
+            calibrated=none,
+            gain=none,
+            num_held_out=num_held_out,
+            views=VIEWS,
+            checkpoints=tuple(self._rows.train),
+            segments=self._segments,
+            dampings=self._dampings,
+            weights=tuple(map(float, weights)),
+            across=across,
+        )
+
+
+def fitted_to_subsets(
+    rows: ScoredRows, sums: SubsetSums, predicted: Array, outputs: Array, confidence: float
+) -> Calibration:
+    """Return weights fitted on every other subset and tested on the rest."""
+    fitted, held_out = np.arange(0, len(outputs), 2), np.arange(1, len(outputs), 2)
+    num_targets = outputs.shape[1]
+    chosen = np.unique(
+        np.linspace(0, num_targets - 1, min(num_targets, _CALIBRATION_TARGETS)).astype(np.int64)
+    )
+    made = _Fit(rows, sums, chosen)
+    weights = fit_weights(made.parts[:, fitted], outputs[np.ix_(fitted, chosen)], made.prior)
+    untested = made.calibration(weights, len(held_out))
+    targets = _calibrated_targets(rows, untested, weights)
+    better = sum((sums.predict(targets[view], view) for view in VIEWS), np.zeros(predicted.shape))
+    return _tested(untested, better[held_out], predicted[held_out], outputs[held_out], confidence)
+
+
+def _tested(
+    calibration: Calibration, better: Array, default: Array, outputs: Array, confidence: float
+) -> Calibration:
+    """Return the calibration with its LDS and gain on the held-out subsets."""
+    gain = to_estimate(lead_of(better, default, outputs, confidence))
+    return replace(
+        calibration,
+        kept=gain.low > 0.0,
+        default=to_estimate(lds_of(default, outputs, confidence)),
+        calibrated=to_estimate(lds_of(better, outputs, confidence)),
+        gain=gain,
+    )
+
+
+def _parts(
+    rows: ScoredRows,
+    sums: SubsetSums,
+    segments: Sequence[tuple[int, int]],
+    dampings: Sequence[float | None],
+    chosen: NDArray[np.int64],
+) -> Array:
+    """Return the prediction of each view, checkpoint, segment and damping alone, ``(V C s D, S, targets)``."""
+    num_subsets = len(sums.by_checkpoint[0]["off"])
+    shape = (len(VIEWS), len(rows.train), len(segments), len(dampings), num_subsets, len(chosen))
+    parts = np.empty(shape)
+    for c, table in enumerate(rows.train.values()):
+        for d, damping in enumerate(dampings):
+            targets = rows.preconditioned(table, damping)[torch.from_numpy(chosen).to(rows.device)]
+            for s, (start, stop) in enumerate(segments):
+                for v, view in enumerate(VIEWS):
+                    part = sums.by_checkpoint[c][view][:, start:stop] @ targets[:, start:stop].T
+                    parts[v, c, s, d] = part.cpu().numpy()
+    return parts.reshape(-1, num_subsets, len(chosen))
+
+
+def _calibrated_targets(
+    rows: ScoredRows, calibration: Calibration, weights: Array
+) -> dict[str, list[Tensor]]:
+    """Return, per view and checkpoint, the weighted sum over dampings of (H + lambda I)^-1 targets, ``(M, K)``."""
+    shape = (len(VIEWS), len(rows.train), len(calibration.segments), len(calibration.dampings))
+    weight = weights.reshape(shape)
+    mixed: dict[str, list[Tensor]] = {view: [] for view in VIEWS}
+    for c, table in enumerate(rows.train.values()):
+        totals = [torch.zeros_like(rows.targets(table)) for _ in VIEWS]
+        for d, damping in enumerate(calibration.dampings):
+            targets = rows.preconditioned(table, damping)
+            for s, (start, stop) in enumerate(calibration.segments):
+                for v, total in enumerate(totals):
+                    total[:, start:stop] += float(weight[v, c, s, d]) * targets[:, start:stop]
+        for view, total in zip(VIEWS, totals, strict=True):
+            mixed[view].append(total)
+    return mixed
+
+
+def calibrated_matrix(rows: ScoredRows, calibration: Calibration) -> NDArray[np.float32]:
+    """Return the scores with the calibrated kernel, ``(N, M)``.
+
+    Raises:
+        StateError: If the calibrated kernel was not better, so that it was not stored.
+    """
+    if not calibration.kept:
+        raise StateError(
+            f"The calibrated kernel was not significantly better (gain {calibration.gain}), so it was not stored. Use "
+            "the scores without calibration, or verify with a larger budget."
+        )
+    targets = _calibrated_targets(rows, calibration, np.array(calibration.weights))
+    mean = rows.mean_out_to_loss()
+    scores = np.zeros((len(mean), len(targets["off"][0])), np.float32)
+    for place, table in enumerate(rows.train.values()):
+        own = table.read(OUT_TO_LOSS)
+        for start, chunk in table.blocks(FEATURES):
+            tile = as_tensor(chunk, rows.device).float()
+            here = slice(start, start + len(tile))
+            factors = {"outside": mean[here, None], "inside": own[here, None], "off": 1.0}
+            with full_float32(tile.device):
+                for view, factor in factors.items():
+                    scores[here] += (tile @ targets[view][place].float().T).cpu().numpy() * factor
+    return scores
+
+
+def lds_of(predicted: Array, outputs: Array, confidence: float) -> LinearDatamodelingScore:
+    """Return the LDS of predictions ``(S, M)`` with its interval."""
+    return linear_datamodeling_score(
+        predicted, None, outputs, num_resamples=_NUM_RESAMPLES, confidence=confidence
+    )
+
+
+def lead_of(first: Array, second: Array, outputs: Array, confidence: float) -> ScoreDifference:
+    """Return the LDS of the first predictions minus that of the second, paired."""
+    return compare_datamodeling_scores(
+        first, second, None, outputs, num_resamples=_NUM_RESAMPLES, confidence=confidence
+    )
+
+
+def to_estimate(found: LinearDatamodelingScore | ScoreDifference) -> Estimate:
+    """Return a mean with its interval."""
+    return Estimate(found.mean, *found.interval)
+
+
+def unit_rows(rows: Tensor) -> Tensor:
+    """Return rows of norm 1; zero rows stay zero."""
+    norms = torch.linalg.vector_norm(rows, dim=1, keepdim=True)
+    unit: Tensor = rows / norms.masked_fill(norms == 0, 1.0)
+    return unit
+
+
+def summed_over(scores: Scores, masks: NDArray[np.bool_]) -> Array:
+    """Return the scores' predictions for the subsets, ``(S, M)``. Reads the scores in tiles of rows."""
+    num_rows, num_targets = scores.shape
+    total = np.zeros((len(masks), num_targets))
+    for start in range(0, num_rows, _TILE_ROWS):
+        part = np.arange(start, min(start + _TILE_ROWS, num_rows))
+        total += summed_scores(scores.rows(part), masks[:, part])
+    return total
