@@ -28,7 +28,7 @@ from trak_lite.data.batches import flatten_batch, take_rows
 from trak_lite.errors import InvalidInputError
 from trak_lite.types import Batch
 
-__all__ = ["HeldRows", "Rows", "every_nth", "rows_of", "spread_rows"]
+__all__ = ["HeldRows", "Rows", "checked_indices", "every_nth", "rows_of", "spread_rows"]
 
 _RowNumbers = np.ndarray[Any, np.dtype[np.int64]]
 
@@ -101,7 +101,7 @@ class Rows:
         self.held: HeldRows | None = None
         """A few rows of the first loaded batch; ``None`` before a batch is loaded."""
         self._size = len(self.dataset)
-        self._indices = None if indices is None else _checked_indices(indices, self._size, what)
+        self._indices = None if indices is None else checked_indices(indices, self._size, what)
         if len(self) == 0:
             raise InvalidInputError(f"No rows in {what}. There must be at least one.")
 
@@ -364,7 +364,12 @@ def _refuse_unindexed(dataset: Any, what: str) -> None:
         )
 
 
-def _checked_indices(indices: Sequence[int], size: int, what: str) -> _RowNumbers:
+def checked_indices(indices: Sequence[int] | _RowNumbers, size: int, what: str) -> _RowNumbers:
+    """Return indices into a dataset as an array.
+
+    Raises:
+        InvalidInputError: If they are not integers from 0 to ``size`` - 1.
+    """
     given = np.asarray(indices)
     if given.ndim != 1 or (given.size and not np.issubdtype(given.dtype, np.integer)):
         raise InvalidInputError(

@@ -200,7 +200,7 @@ def retrain_many(
     """Train as :func:`retrain` does, with many small models at once.
 
     Outputs agree with ``retrain(training, ...)`` up to rounding, and each of the two functions continues the work of
-    the other. Models that cannot be stacked (dropout, batch normalisation with running statistics) raise an error.
+    the other.
 
     Args:
         training: ``Recipe(...).train_fn``.
@@ -213,7 +213,7 @@ def retrain_many(
         progress: Show a bar; ``None`` shows it on a terminal only.
 
     Raises:
-        UnsupportedModelError: If the model cannot be stacked.
+        UnsupportedModelError: If ``vmap`` does not support the model, or its training cannot be repeated.
         RetrainingError: If a training fails; names subsets and seeds.
         NonFiniteError: If an output is NaN or infinite; names subset and seed.
         ManifestMismatchError: If other masks, seeds or functions were used at this path.
@@ -281,13 +281,15 @@ def _plan(
     numbers = tuple(int(seed) for seed in seeds)
     if not numbers or len(set(numbers)) < len(numbers):
         raise InvalidInputError(f"seeds must be one or more different integers, got {tuple(seeds)}.")
-    functions = {"train_fn": describe_source(train_fn), "output_fn": describe_source(output_fn)}
+    training = {"id": train_id}
+    if train_id is None:
+        training = {"train_fn": describe_source(train_fn), "output_fn": describe_source(output_fn)}
     fingerprint = {
         "masks": hashlib.sha256(np.packbits(array, axis=1).tobytes()).hexdigest(),
         "num_subsets": len(array),
         "num_train_rows": array.shape[1],
         "seeds": list(numbers),
-        "training": functions if train_id is None else {"id": train_id},
+        "training": training,
         **(settings or {}),
     }
     return _Plan(array, numbers, fingerprint, train_id, (train_fn, output_fn))

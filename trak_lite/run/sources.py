@@ -8,7 +8,7 @@ import functools
 import json
 from collections.abc import Iterator, Mapping
 from types import BuiltinFunctionType, CodeType, FunctionType, MethodType, ModuleType
-from typing import Any
+from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
 from torch import Tensor, nn
@@ -22,10 +22,19 @@ __all__ = ["carried_values", "describe_source"]
 _SIMPLE = (type(None), bool, int, float, str)
 
 
+@runtime_checkable
+class _Identified(Protocol):
+    """An object of trak_lite that holds functions or data of the user, such as a recipe or rows of a dataset."""
+
+    def identity(self) -> dict[str, Any]:
+        """Return JSON values that differ for objects with different results."""
+
+
 def describe_source(function: Any) -> Any:
     """Return JSON values that differ for functions with different source, settings or data.
 
-    The description includes closures, defaults, ``functools.partial``, bound methods, frozen dataclasses and tuples.
+    The description includes closures, defaults, ``functools.partial``, bound methods, frozen dataclasses, tuples,
+    and recipes and rows of trak_lite.
     Numbers and strings are described by value, tensors and arrays by content, functions and classes of torch, NumPy
     and Python by name. Objects that may change during a training (lists, dicts, modules, other objects) are described
     by class only, and global variables are left out; :func:`carried_values` returns their digests.
@@ -88,9 +97,11 @@ def _function(function: FunctionType, seen: set[int]) -> dict[str, Any]:
 
 
 def _object(value: Any, seen: set[int]) -> dict[str, Any]:
-    """Return the class of an object, and the fields of a frozen dataclass."""
+    """Return the class of an object, and the fields of a frozen dataclass or the identity of an object of trak_lite."""
     cls: Any = type(value)
     described = {"object": _describe(cls, seen)}
+    if isinstance(value, _Identified) and is_foreign(cls):
+        return {**described, "identity": value.identity()}
     parameters: Any = getattr(cls, "__dataclass_params__", None)
     if parameters is not None and parameters.frozen:
         described["fields"] = {
@@ -242,9 +253,11 @@ def _is_member(name: str, item: Any) -> bool:
 
 
 def _inside_object(value: Any) -> Iterator[tuple[str, Any]]:
-    """Yield the class and attributes of an object; for foreign classes, only of datasets and modules."""
+    """Yield the class and attributes of an object; for foreign classes, only of datasets, modules and dataclasses."""
     known = isinstance(value, Dataset | nn.Module)
     if is_foreign(type(value)) and not known:
+        if dataclasses.is_dataclass(value):  # a recipe of trak_lite holds functions of the user
+            yield from ((f".{field.name}", getattr(value, field.name)) for field in dataclasses.fields(value))
         return
     yield ".__class__", type(value)
     held = dict(getattr(value, "__dict__", {}))

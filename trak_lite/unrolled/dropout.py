@@ -24,14 +24,19 @@ _WHOLE = {F.dropout1d: 3, F.dropout2d: 4, F.dropout3d: 5}
 _UNSUPPORTED = frozenset(
     {F.alpha_dropout, F.feature_alpha_dropout, F.rrelu, F.gumbel_softmax, torch.bernoulli}
 )
+_HANDLED = frozenset({F.dropout, *_WHOLE, F.scaled_dot_product_attention}) | _UNSUPPORTED
 _GAMMA, _FIRST, _SECOND = -7046029254386353131, -4658895280553007687, -7723592293110705685
 """The constants of SplitMix64 as signed 64-bit integers."""
+_UNSIGNED = (1 << 64) - 1
 
 
 def step_key(seed: Tensor | int, step: int, part: int, device: torch.device) -> Tensor:
-    """Return the int64 key ``()`` of the masks of one step and one part of its batch."""
-    seed = seed if isinstance(seed, Tensor) else torch.tensor(seed, device=device)
-    return _mixed(_mixed(_mixed(seed + _GAMMA) + step) + part)
+    """Return the int64 key of the masks of one step and one part of its batch, in the shape of the seed."""
+    if isinstance(seed, Tensor):
+        return _mixed(_mixed(_mixed(seed + _GAMMA) + step) + part)
+    # The same in Python, which is quicker for one number.
+    key = _mixed_int(_mixed_int(_mixed_int(int(seed) + _GAMMA) + step) + part)
+    return torch.tensor(key - (1 << 64) if key >> 63 else key, device=device)
 
 
 @final
@@ -54,6 +59,8 @@ class SeededDropout(TorchFunctionMode):
         """Run a function of torch; dropout uses the mask of the key."""
         del types
         kwargs = dict(kwargs or {})
+        if func not in _HANDLED:
+            return func(*args, **kwargs)
         if func is F.dropout or func in _WHOLE:
             return self._dropout(func, *args, **kwargs)
         if func is F.scaled_dot_product_attention and _attention_dropout(args, kwargs) > 0:
@@ -103,6 +110,14 @@ def _mixed(numbers: Tensor) -> Tensor:
     numbers = (numbers ^ _shifted(numbers, 30)) * _FIRST
     numbers = (numbers ^ _shifted(numbers, 27)) * _SECOND
     return numbers ^ _shifted(numbers, 31)
+
+
+def _mixed_int(number: int) -> int:
+    """Return :func:`_mixed` of one number, as an unsigned integer."""
+    number &= _UNSIGNED
+    number = (number ^ number >> 30) * _FIRST & _UNSIGNED
+    number = (number ^ number >> 27) * _SECOND & _UNSIGNED
+    return number ^ number >> 31
 
 
 def _shifted(numbers: Tensor, bits: int) -> Tensor:

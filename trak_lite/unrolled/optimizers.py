@@ -42,6 +42,8 @@ class AbstractOptimizer(ABC):
 
     slots: ClassVar[tuple[str, ...]] = ()
     """Names of the running averages, which start at zero."""
+    elementwise: ClassVar[bool] = False
+    """Whether :meth:`update` treats every weight on its own, so that stacked parameters need no ``vmap``."""
 
     def __post_init__(self) -> None:
         """Check the settings."""
@@ -111,6 +113,7 @@ class SGD(AbstractOptimizer):
     """Use Nesterov momentum."""
 
     slots: ClassVar[tuple[str, ...]] = ("momentum",)
+    elementwise: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
         """Check the settings."""
@@ -130,12 +133,12 @@ class SGD(AbstractOptimizer):
         self, parameter: Tensor, gradient: Tensor, slots: Mapping[str, Tensor], *, lr: float, number: int
     ) -> tuple[Tensor, dict[str, Tensor]]:
         """Return a parameter and its momentum after one step; see :meth:`AbstractOptimizer.update`."""
-        direction = gradient + self.weight_decay * parameter if self.weight_decay else gradient
+        direction = gradient.add(parameter, alpha=self.weight_decay) if self.weight_decay else gradient
         if not self.momentum:
-            return parameter - lr * direction, {}
-        momentum = self.momentum * slots["momentum"] + direction
-        step = direction + self.momentum * momentum if self.nesterov else momentum
-        return parameter - lr * step, {"momentum": momentum}
+            return parameter.add(direction, alpha=-lr), {}
+        momentum = direction.add(slots["momentum"], alpha=self.momentum)
+        step = direction.add(momentum, alpha=self.momentum) if self.nesterov else momentum
+        return parameter.add(step, alpha=-lr), {"momentum": momentum}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -154,6 +157,7 @@ class Adam(AbstractOptimizer):
     """Added under the root. Makes the training differentiable where gradients are zero; larger is smoother."""
 
     slots: ClassVar[tuple[str, ...]] = ("exp_avg", "exp_avg_sq")
+    elementwise: ClassVar[bool] = True
     decoupled: ClassVar[bool] = False
 
     def __post_init__(self) -> None:
@@ -174,14 +178,15 @@ class Adam(AbstractOptimizer):
         """Return a parameter and its two averages after one step; see :meth:`AbstractOptimizer.update`."""
         first, second = self.betas
         if self.weight_decay and not self.decoupled:
-            gradient = gradient + self.weight_decay * parameter
-        mean = first * slots["exp_avg"] + (1 - first) * gradient
-        square = second * slots["exp_avg_sq"] + (1 - second) * gradient**2
-        root = (square / (1 - second ** (number + 1)) + self.eps_root).sqrt()
-        step = (mean / (1 - first ** (number + 1))) / (root + self.eps)
+            gradient = gradient.add(parameter, alpha=self.weight_decay)
+        mean = slots["exp_avg"].lerp(gradient, 1 - first)
+        square = (second * slots["exp_avg_sq"]).addcmul(gradient, gradient, value=1 - second)
+        corrected = square / (1 - second ** (number + 1))
+        root = (corrected + self.eps_root if self.eps_root else corrected).sqrt()
         if self.weight_decay and self.decoupled:
             parameter = parameter * (1 - lr * self.weight_decay)
-        return parameter - lr * step, {"exp_avg": mean, "exp_avg_sq": square}
+        step = -lr / (1 - first ** (number + 1))
+        return parameter.addcdiv(mean, root + self.eps, value=step), {"exp_avg": mean, "exp_avg_sq": square}
 
 
 @dataclass(frozen=True, kw_only=True)

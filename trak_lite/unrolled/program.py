@@ -5,10 +5,12 @@ Shapes: N train rows, B rows of a batch, R models that are trained side by side.
 
 from __future__ import annotations
 
+import itertools
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import KW_ONLY, dataclass
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any, NamedTuple, TypeAlias, final
 
 import numpy as np
@@ -17,19 +19,27 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 from torch.func import grad, vmap
 
+from trak_lite._devices import rng_state
 from trak_lite._validate import positive_int, real_at_least
-from trak_lite.data.batches import batch_size, map_tensors, move_batch
+from trak_lite.data.batches import batch_size, map_tensors, move_batch, rows_in_batches
 from trak_lite.data.datasets import Rows, rows_of
-from trak_lite.errors import InvalidInputError, UnsupportedModelError
+from trak_lite.errors import (
+    MODEL_FAILURES,
+    InvalidInputError,
+    TrakLiteError,
+    UnsupportedModelError,
+    refuse_machine_failure,
+)
 from trak_lite.gradient_computers import select_parameters
 from trak_lite.gradient_computers._base import ParameterChoice
 from trak_lite.modelout_functions import ModelCall
 from trak_lite.models.borrowing import model_device
+from trak_lite.run.sources import describe_source
 from trak_lite.types import Batch
 from trak_lite.unrolled.dropout import SeededDropout, step_key
 from trak_lite.unrolled.optimizers import AbstractOptimizer, Named, State
 
-__all__ = ["Frozen", "Part", "Program", "RowLoss", "TrainingSettings"]
+__all__ = ["Frozen", "Part", "Program", "RowLoss", "TrainingSettings", "naming_failures"]
 
 RowLoss: TypeAlias = Callable[[ModelCall, Batch], Tensor]
 """``loss(model, batch) -> (B,)``, the loss of every row; ``model(...)`` is the forward pass."""
@@ -105,6 +115,23 @@ class TrainingSettings:
         """The train rows."""
         return rows_of(self.data, what="the train data")
 
+    def identity(self) -> dict[str, Any]:
+        """Return JSON values of everything that a training on a subset depends on, except its seed and rows."""
+        trained = [self.grad_wrt] if isinstance(self.grad_wrt, str | type) else self.grad_wrt
+        return {
+            "model_fn": describe_source(self.model_fn),
+            "loss": describe_source(self.loss),
+            "data": self.rows.identity(),
+            "optimizer": {**self.optimizer.to_json(), "class": describe_source(type(self.optimizer))},
+            "schedule": describe_source(self.schedule),
+            "epochs": self.epochs,
+            "steps": self.steps,
+            "batch_size": self.batch_size,
+            "accumulate": self.accumulate,
+            "clip_norm": self.clip_norm,
+            "grad_wrt": None if trained is None else sorted(map(str, trained)),
+        }
+
     @property
     def num_steps(self) -> int:
         """Number of steps of a training on all rows."""
@@ -119,9 +146,17 @@ class TrainingSettings:
 
     def order(self, number: int, *, num_rows: int, seed: int) -> NDArray[np.int64]:
         """Return the positions ``(b,)`` among the rows that step ``number`` uses. The last batch may be smaller."""
-        epoch, place = divmod(number, math.ceil(num_rows / self.batch_size))
-        permutation = np.random.default_rng((seed, epoch)).permutation(num_rows)
-        return permutation[place * self.batch_size : (place + 1) * self.batch_size]
+        return next(self.orders(num_rows=num_rows, seed=seed, first=number))
+
+    def orders(self, *, num_rows: int, seed: int, first: int = 0) -> Iterator[NDArray[np.int64]]:
+        """Yield :meth:`order` of all steps from ``first`` on, without end; each epoch is permuted once."""
+        start, place = divmod(first, math.ceil(num_rows / self.batch_size))
+        for epoch in itertools.count(start):
+            generator = np.random.default_rng((int(seed) % (1 << 64), epoch))  # negative seeds as in torch
+            permutation = generator.permutation(num_rows)
+            parts = rows_in_batches(permutation, self.batch_size)
+            yield from parts[place:]
+            place = 0
 
     def model(self, seed: int) -> nn.Module:
         """Return a new model with the initial weights of a seed; the state of torch's generator is restored."""
@@ -172,22 +207,29 @@ class Program:
             key: Key of the dropout masks.
             size: B, the rows of the step.
         """
-
-        def total(values: Named) -> Tensor:
-            call = ModelCall(self.model, {**frozen.parameters, **values}, frozen.buffers)
-            with SeededDropout(key):
-                losses = self.recipe.loss(call, batch)
-            return (losses * weights.to(losses.dtype)).sum() / size
-
-        found: Named = grad(total)(parameters)
+        found: Named = grad(lambda values: _total(self._losses(values, frozen, batch, key), weights, size))(
+            parameters
+        )
         return found
+
+    def _losses(self, parameters: Named, frozen: Frozen, batch: Batch, key: Tensor) -> Tensor:
+        """Return the losses ``(b,)`` of some rows."""
+        call = ModelCall(self.model, {**frozen.parameters, **parameters}, frozen.buffers)
+        with SeededDropout(key):
+            return self.recipe.loss(call, batch)
 
     def update(self, state: State, gradients: Named, number: int) -> State:
         """Return the state after a step with these gradients, which are clipped first."""
-        if self.recipe.clip_norm is not None:
-            norm = torch.stack([g.norm() for g in gradients.values()]).norm()
-            scale = (self.recipe.clip_norm / (norm + 1e-6)).clamp(max=1.0)
-            gradients = {name: scale * g for name, g in gradients.items()}
+        return self._optimized(state, self._clipped(gradients), number)
+
+    def _clipped(self, gradients: Named) -> Named:
+        if self.recipe.clip_norm is None:
+            return gradients
+        norm = torch.stack([g.norm() for g in gradients.values()]).norm()
+        scale = (self.recipe.clip_norm / (norm + 1e-6)).clamp(max=1.0)
+        return {name: scale * g for name, g in gradients.items()}
+
+    def _optimized(self, state: State, gradients: Named, number: int) -> State:
         factor = 1.0 if self.recipe.schedule is None else float(self.recipe.schedule(number))
         return self.recipe.optimizer.step(state, gradients, factor=factor, number=number)
 
@@ -198,7 +240,7 @@ class Program:
         parts: Sequence[Part],
         weights: Tensor,
         number: int,
-        seed: Tensor | int,
+        seed: int,
     ) -> State:
         """Return the state after step ``number``.
 
@@ -215,7 +257,8 @@ class Program:
         for place, part in enumerate(parts):
             rows = torch.from_numpy(part.rows).to(weights.device)
             key = step_key(seed, number, place, self.device)
-            found = self.gradient(state.parameters, weights[rows], frozen, part.batch, key, size)
+            given = (frozen, part.batch, key)
+            found = _gradient(self._losses, state.parameters, given, weights[rows], size)
             total = {name: total[name] + g for name, g in found.items()} if total else found
         return self.update(state, total, number)
 
@@ -233,15 +276,15 @@ class Program:
         total: Named = {}
         for place, part in enumerate(parts):
             rows = torch.from_numpy(part.rows).to(weights.device)
-            chosen = weights.gather(1, rows)
-            found = vmap(
-                lambda values, some, fixed, batch, seed, place=place: self.gradient(
-                    values, some, fixed, batch, step_key(seed, number, place, self.device), size
-                )
-            )(states.parameters, chosen, frozen, part.batch, seeds)
+            keys = step_key(seeds, number, place, self.device)
+            given = (frozen, part.batch, keys)
+            found = _gradient(vmap(self._losses), states.parameters, given, weights.gather(1, rows), size)
             total = {name: total[name] + g for name, g in found.items()} if total else found
-        result: State = vmap(lambda state, gradients: self.update(state, gradients, number))(states, total)
-        return result
+        if self.recipe.clip_norm is not None:
+            total = vmap(self._clipped)(total)
+        update = partial(self._optimized, number=number)
+        # vmap costs as much as the arithmetic of small models.
+        return update(states, total) if self.recipe.optimizer.elementwise else vmap(update)(states, total)
 
     def check(self, state: State, frozen: Frozen, part: Part) -> None:
         """Run the loss once, and raise if the training could not be repeated or differentiated.
@@ -252,9 +295,10 @@ class Program:
         """
         buffers = {name: buffer.clone() for name, buffer in frozen.buffers.items()}
         versions = {name: buffer._version for name, buffer in buffers.items()}
-        random = torch.random.get_rng_state()
+        random = rng_state(self.device)
         call = ModelCall(self.model, {**frozen.parameters, **state.parameters}, buffers)
-        with torch.no_grad(), SeededDropout(step_key(0, 0, 0, self.device)):
+        seeded = SeededDropout(step_key(0, 0, 0, self.device))
+        with torch.no_grad(), seeded, naming_failures(self.model, "train"):
             losses = self.recipe.loss(call, part.batch)
         size = batch_size(part.batch)
         if not isinstance(losses, Tensor) or losses.shape != (size,):
@@ -269,12 +313,28 @@ class Program:
                 f"The training pass changes the buffers {changed[:5]} of {type(self.model).__name__}, which a replay "
                 "does not follow. Return the model from model_fn with these layers in eval mode."
             )
-        if not torch.equal(random, torch.random.get_rng_state()):
+        if not torch.equal(random, rng_state(self.device)):
             raise UnsupportedModelError(
                 f"The training pass of {type(self.model).__name__} draws random numbers other than dropout masks, "
                 "which a replay cannot repeat. Draw them in the dataset from a generator that is seeded with the row, "
                 "or switch them off."
             )
+
+
+def _total(losses: Tensor, weights: Tensor, size: int) -> Tensor:
+    """Return the weighted sum of losses of rows, divided by the number of rows of the step."""
+    return (losses * weights.to(losses.dtype)).sum() / size
+
+
+def _gradient(
+    losses: Callable[..., Tensor], parameters: Named, given: tuple[Any, ...], weights: Tensor, size: int
+) -> Named:
+    """Return the gradient of the total of ``losses(parameters, *given)``, which cannot be differentiated again."""
+    with torch.enable_grad():
+        leaves = {name: value.detach().requires_grad_() for name, value in parameters.items()}
+        total = _total(losses(leaves, *given), weights, size)
+        found = torch.autograd.grad(total, list(leaves.values()), materialize_grads=True)
+    return dict(zip(leaves, found, strict=True))
 
 
 def _shaped(batch: Batch, shape: tuple[int, ...]) -> Batch:
@@ -286,9 +346,26 @@ def _shaped(batch: Batch, shape: tuple[int, ...]) -> Batch:
 
 def _refuse_batch_norm(model: nn.Module) -> None:
     for name, module in model.named_modules():
-        if isinstance(module, nn.modules.batchnorm._BatchNorm) and module.training:
+        # Without running statistics, those of the batch are used in eval mode too.
+        if isinstance(module, nn.modules.batchnorm._BatchNorm) and (
+            module.training or module.running_mean is None
+        ):
             raise UnsupportedModelError(
                 f"{name or 'The model'} ({type(module).__name__}) normalises with the statistics of the batch, so the "
-                "loss of a row depends on the others. Return the model from model_fn with this layer in eval mode, or "
-                "use group or layer normalisation."
+                "loss of a row depends on the others. Return the model from model_fn with this layer in eval mode and "
+                "with running statistics, or use group or layer normalisation."
             )
+
+
+@contextmanager
+def naming_failures(model: nn.Module, doing: str, advice: str = "") -> Iterator[None]:
+    """Raise UnsupportedModelError that names the operation if torch cannot do something with a model."""
+    try:
+        yield
+    except (TrakLiteError, torch.OutOfMemoryError):
+        raise
+    except MODEL_FAILURES as error:
+        refuse_machine_failure(error)
+        raise UnsupportedModelError(
+            f"torch cannot {doing} {type(model).__name__} ({type(error).__name__}: {error!s:.300}).{advice}"
+        ) from error

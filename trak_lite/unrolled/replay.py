@@ -53,8 +53,8 @@ from trak_lite.store import Manifest
 from trak_lite.store.manifest import canonical_json
 from trak_lite.unrolled.dropout import step_key
 from trak_lite.unrolled.optimizers import Named, State
-from trak_lite.unrolled.program import Part
-from trak_lite.unrolled.runs import ADVICE, SMOOTH, TrainingRun, naming_failures, repeatable
+from trak_lite.unrolled.program import Part, naming_failures
+from trak_lite.unrolled.runs import ADVICE, SMOOTH, TrainingRun, repeatable
 from trak_lite.unrolled.states import flat, load_tensors, save_tensors, unflat
 
 __all__ = ["MAX_BYTES", "outputs_of_model", "unrolled"]
@@ -377,7 +377,7 @@ class _Replay:
     def _target_gradients(self, places: NDArray[np.int64]) -> State:
         """Return the gradients of the targets' outputs at the trained parameters as cotangents of the last state."""
         run, final = self._run, self._run.final
-        model = run.recipe.model(run.recipe.seed).eval()
+        model = run.model()
         self._task.prepare(model)
         found: list[Named] = []
         for _, batch in self._targets.batches([places[i : i + 1] for i in range(len(places))]):

@@ -23,21 +23,19 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from trak_lite._devices import full_float32
 from trak_lite._progress import KeptProgress
 from trak_lite._validate import one_of, parse_json, positive_int
+from trak_lite.data.datasets import checked_indices
 from trak_lite.errors import (
-    MODEL_FAILURES,
     CorruptStoreError,
     InvalidInputError,
     NonFiniteError,
     StateError,
-    TrakLiteError,
     UnsupportedModelError,
-    refuse_machine_failure,
 )
 from trak_lite.models.checkpoints import weights_digest
 from trak_lite.run.sources import describe_source
 from trak_lite.store.manifest import canonical_json, compare_fingerprints
 from trak_lite.unrolled.optimizers import State
-from trak_lite.unrolled.program import Frozen, Part, Program, TrainingSettings
+from trak_lite.unrolled.program import Frozen, Part, Program, TrainingSettings, naming_failures
 from trak_lite.unrolled.states import StateFiles
 
 __all__ = [
@@ -46,7 +44,6 @@ __all__ = [
     "Spacing",
     "SubsetTraining",
     "TrainingRun",
-    "naming_failures",
     "repeatable",
     "train",
 ]
@@ -59,6 +56,7 @@ SMOOTH = 0.9
 _RECORD = "run.json"
 _SAME_CHANGE, _ROUNDING = 1e-2, 1e-5
 """Largest difference of repeated weights, relative to their change and to their norm."""
+_ONE_BY_ONE = " Train one by one: retrain(recipe.train_fn, masks, output_fn)."
 ADVICE = (
     "Smoother are: GELU in place of ReLU, average in place of max pooling, a smaller learning rate, larger batches, "
     "and for Adam a larger eps_root."
@@ -103,7 +101,7 @@ class TrainingRun:
 
     def model(self) -> nn.Module:
         """Return the trained model, in eval mode."""
-        return _with_weights(self.recipe.model(self.recipe.seed), self.final)
+        return _with_weights(self.recipe, self.recipe.seed, self.program.model, self.final)
 
     def rows(self, number: int) -> NDArray[np.int64]:
         """Return the train rows ``(b,)`` of a step."""
@@ -115,9 +113,9 @@ class TrainingRun:
 
     def step(self, state: State, number: int) -> State:
         """Return the state after a step, with the same bits as in the training."""
-        return self.program.step(
-            state, self.frozen, self.parts(number), self.weights, number, self.recipe.seed
-        )
+        parts = self.parts(number)  # outside the block: a dataset's exceptions are not the model's
+        with naming_failures(self.program.model, "train"):
+            return self.program.step(state, self.frozen, parts, self.weights, number, self.recipe.seed)
 
     def require_repeatable(self, first: int, before: State, last: int) -> None:
         """Raise if the steps from one stored state to another do not lead there.
@@ -168,8 +166,9 @@ class TrainingRun:
             len(self.weights), generator=torch.Generator().manual_seed(seed), device="cpu"
         )
         weights = torch.stack([self.weights + k * h * direction.to(self.weights) for k in range(3)])
-        finals = self._perturbed(weights)
-        flat = [torch.cat([p.flatten() for p in state.parameters.values()]).double() for state in finals]
+        models, names = self._perturbed(weights), self.program.names
+        trained = [dict(model.named_parameters()) for model in models]
+        flat = [torch.cat([some[name].detach().flatten() for name in names]).double() for some in trained]
         total = (flat[2] - flat[0]).abs()
         agree = torch.sign(flat[1] - flat[0]) * torch.sign(flat[2] - flat[1])
         found = float((agree * total).sum() / total.sum()) if float(total.sum()) else 1.0
@@ -179,8 +178,8 @@ class TrainingRun:
                 _write_record(self.path, {**_record(self.path), "metasmoothness": found})
         return found
 
-    def _perturbed(self, weights: Tensor) -> list[State]:
-        """Return the final states of runs with row weights ``(R, N)``."""
+    def _perturbed(self, weights: Tensor) -> list[nn.Module]:
+        """Return the trained models of runs with row weights ``(R, N)``."""
         everything, seed = np.arange(weights.shape[1]), self.recipe.seed
         try:
             return _side_by_side(self.recipe, weights, [everything] * len(weights), [seed] * len(weights))
@@ -219,7 +218,7 @@ def train(
     stored = run.states.numbers()
     first = max(stored, default=0)
     state = run.states.get(first) if stored else run._first
-    with repeatable(run.device), naming_failures(run.program.model, "train"):
+    with repeatable(run.device):
         run.program.check(state, run.frozen, run.parts(0)[0])
         if not stored:
             run.states.put(0, state)
@@ -235,8 +234,8 @@ def train(
 
 def _side_by_side(
     recipe: TrainingSettings, weights: Tensor, subsets: Sequence[NDArray[np.int64]], seeds: Sequence[int]
-) -> list[State]:
-    """Return the final states of R trainings on subsets of one size, with vmapped steps."""
+) -> list[nn.Module]:
+    """Return R models trained on subsets of one size, with vmapped steps."""
     models = [recipe.model(seed) for seed in seeds]
     program = Program(recipe, models[0])
     starts = [program.start(model) for model in models]
@@ -244,15 +243,19 @@ def _side_by_side(
     frozen = Frozen(*(_stacked_named([pair[1][place] for pair in starts]) for place in range(2)))
     numbers, weights = torch.tensor(list(seeds), device=program.device), weights.to(program.device)
     size = len(subsets[0])
-    with repeatable(program.device), naming_failures(models[0], "train several models side by side of"):
+    with repeatable(program.device):
         some = recipe.order(0, num_rows=size, seed=seeds[0])
         program.check(starts[0][0], starts[0][1], program.parts(subsets[0][some])[0])
-        for number in range(recipe.steps_for(size)):
-            positions = [recipe.order(number, num_rows=size, seed=seed) for seed in seeds]
+        orders = [recipe.orders(num_rows=size, seed=seed) for seed in seeds]
+        for number, positions in zip(range(recipe.steps_for(size)), zip(*orders, strict=True), strict=False):
             rows = np.stack([subset[where] for subset, where in zip(subsets, positions, strict=True)])
-            states = program.many(states, frozen, program.parts(rows), weights, number, numbers)
-    _refuse_non_finite(states, recipe.steps_for(size) - 1)
-    return [_taken(states, place) for place in range(len(seeds))]
+            parts = program.parts(rows)
+            with naming_failures(models[0], "train several models side by side of", _ONE_BY_ONE):
+                states = program.many(states, frozen, parts, weights, number, numbers)
+    finals = [_taken(states, place) for place in range(len(seeds))]
+    for place, state in enumerate(finals):
+        _refuse_non_finite(state, recipe.steps_for(size) - 1, f" of model {place + 1} of {len(seeds)}")
+    return [_with_weights(recipe, *one) for one in zip(seeds, models, finals, strict=True)]
 
 
 @final
@@ -272,18 +275,24 @@ class SubsetTraining:
     """Weights ``(N,)`` of the rows inside a subset; ``None`` is 1."""
 
     def __call__(self, rows: NDArray[np.int64], seed: int) -> nn.Module:
-        """Return the model trained on some rows, in eval mode."""
-        weights = self._weights([rows])[0]
-        everything = np.arange(len(weights))
-        state = _alone(self.recipe, weights, everything if self.keep_order else rows, seed)
-        return _with_weights(self.recipe.model(seed), state)
+        """Return the model trained on some rows, in eval mode.
+
+        Raises:
+            InvalidInputError: If the rows are not numbers of train rows, or there is none.
+            UnsupportedModelError: If the training cannot be repeated, or the model or the loss fails.
+            NonFiniteError: If a parameter becomes NaN or infinite.
+        """
+        subset = self._checked(rows)
+        weights = self._weights([subset])[0]
+        return _alone(self.recipe, weights, np.arange(len(weights)) if self.keep_order else subset, seed)
 
     def train_many(self, subsets: Sequence[NDArray[np.int64]], seeds: Sequence[int]) -> list[nn.Module]:
         """Return one trained model per subset and seed, in eval mode; all subsets have one size.
 
         Raises:
-            InvalidInputError: If subsets differ in size, or are not one per seed.
+            InvalidInputError: If subsets differ in size, are not one per seed, or hold other numbers than train rows.
             UnsupportedModelError: If ``vmap`` does not support an operation of the model.
+            NonFiniteError: If a parameter becomes NaN or infinite; names the model.
         """
         sizes = {len(rows) for rows in subsets}
         if len(sizes) != 1 or len(subsets) != len(seeds):
@@ -291,11 +300,16 @@ class SubsetTraining:
                 f"Models trained side by side need one seed each and subsets of one size, got {len(subsets)} subsets "
                 f"of sizes {sorted(sizes)[:5]} and {len(seeds)} seeds."
             )
-        weights = self._weights(subsets)
+        chosen = [self._checked(rows) for rows in subsets]
+        weights = self._weights(chosen)
         everything = [np.arange(weights.shape[1])] * len(seeds)
-        finals = _side_by_side(self.recipe, weights, everything if self.keep_order else list(subsets), seeds)
-        models = [self.recipe.model(seed) for seed in seeds]
-        return [_with_weights(model, state) for model, state in zip(models, finals, strict=True)]
+        return _side_by_side(self.recipe, weights, everything if self.keep_order else chosen, seeds)
+
+    def _checked(self, rows: Sequence[int] | NDArray[np.int64]) -> NDArray[np.int64]:
+        found = checked_indices(rows, len(self.recipe.rows), self.recipe.rows.what)
+        if not len(found):
+            raise InvalidInputError("There is no row to train on. Give the number of at least one train row.")
+        return found
 
     def _weights(self, subsets: Sequence[NDArray[np.int64]]) -> Tensor:
         """Return 1 for the rows of each subset and 0 for the others, ``(R, N)``."""
@@ -303,30 +317,44 @@ class SubsetTraining:
         inside = torch.ones(num_rows, device="cpu") if self.row_weights is None else self.row_weights.cpu()
         weights = torch.zeros(len(subsets), num_rows, dtype=inside.dtype, device="cpu")
         for place, subset in enumerate(subsets):
-            rows = torch.from_numpy(np.asarray(subset, np.int64))
+            rows = torch.from_numpy(subset)
             weights[place, rows] = inside[rows]
         return weights
 
 
-def _alone(recipe: TrainingSettings, weights: Tensor, subset: NDArray[np.int64], seed: int) -> State:
-    """Return the final state of a training on some rows, with row weights ``(N,)``; nothing is stored."""
+def _alone(recipe: TrainingSettings, weights: Tensor, subset: NDArray[np.int64], seed: int) -> nn.Module:
+    """Return a model trained on some rows, with row weights ``(N,)``; nothing is stored."""
     model = recipe.model(seed)
     program = Program(recipe, model)
     state, frozen = program.start(model)
     weights = weights.to(program.device)
-    with repeatable(program.device), naming_failures(model, "train"):
-        for number in range(recipe.steps_for(len(subset))):
-            rows = subset[recipe.order(number, num_rows=len(subset), seed=seed)]
-            parts = program.parts(rows)
+    with repeatable(program.device):
+        orders = recipe.orders(num_rows=len(subset), seed=seed)
+        for number, positions in zip(range(recipe.steps_for(len(subset))), orders, strict=False):
+            parts = program.parts(subset[positions])
             if number == 0:
                 program.check(state, frozen, parts[0])
-            state = program.step(state, frozen, parts, weights, number, seed)
+            with naming_failures(model, "train"):
+                state = program.step(state, frozen, parts, weights, number, seed)
     _refuse_non_finite(state, recipe.steps_for(len(subset)) - 1)
-    return state
+    return _with_weights(recipe, seed, model, state)
 
 
-def _with_weights(model: nn.Module, state: State) -> nn.Module:
-    """Return a model with the trained parameters of a state, in eval mode."""
+def _with_weights(recipe: TrainingSettings, seed: int, first: nn.Module, state: State) -> nn.Module:
+    """Return another model of the same seed as ``first`` with the trained parameters of a state, in eval mode.
+
+    Raises:
+        InvalidInputError: If the two models share a module or a parameter.
+    """
+    model = recipe.model(seed)
+    known = {id(thing) for thing in (*first.modules(), *first.parameters())}
+    for name, thing in (*model.named_modules(), *model.named_parameters()):
+        if id(thing) in known:
+            raise InvalidInputError(
+                f"model_fn returned two models that share {name or 'the whole model'} ({type(thing).__name__}), so "
+                "training one would change the other. Build a new model in every call, or copy the one you have: "
+                "lambda seed: copy.deepcopy(model)."
+            )
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             if name in state.parameters:
@@ -374,12 +402,12 @@ def _wanted(num_steps: int, spacing: Spacing, interval: int | None) -> set[int]:
     return {*range(0, num_steps, every), num_steps}
 
 
-def _refuse_non_finite(state: State, number: int) -> None:
+def _refuse_non_finite(state: State, number: int, whose: str = "") -> None:
     for name, value in state.parameters.items():
         if not bool(value.isfinite().all()):
             raise NonFiniteError(
-                f"{name} is NaN or infinite after step {number}, counted from 0. Lower the learning rate, or clip "
-                "gradients (clip_norm)."
+                f"{name}{whose} is NaN or infinite after step {number}, counted from 0. Lower the learning rate, or "
+                "clip gradients (clip_norm)."
             )
 
 
@@ -449,17 +477,3 @@ def _write_record(path: Path, record: dict[str, Any]) -> None:
         file.flush()
         os.fsync(file.fileno())
     partial.replace(path / _RECORD)
-
-
-@contextmanager
-def naming_failures(model: nn.Module, doing: str) -> Iterator[None]:
-    """Raise UnsupportedModelError that names the operation if torch cannot do something with a model."""
-    try:
-        yield
-    except (TrakLiteError, torch.OutOfMemoryError):
-        raise
-    except MODEL_FAILURES as error:
-        refuse_machine_failure(error)
-        raise UnsupportedModelError(
-            f"torch cannot {doing} {type(model).__name__} ({type(error).__name__}: {error!s:.300})."
-        ) from error
