@@ -56,9 +56,7 @@ class Baseline:
 @final
 @dataclass(frozen=True, slots=True)
 class Calibration:
-    """Weights of checkpoint x module x damping x view, fitted on one half of the subsets or targets, and tested on the
-    other half.
-    """
+    """Weights of checkpoint x module x damping x view: fitted to half of the subsets or targets, tested on the rest."""
 
     kept: bool
     """Whether the interval of ``gain`` lies above 0."""
