@@ -11,12 +11,11 @@ from torch.utils.data import TensorDataset
 from unrolled_cases import (
     CLASSES,
     WIDTH,
-    N,
     Dicts,
+    N,
     differences,
     drawn,
     images,
-
     margin,
     mlp,
     recipe,
@@ -80,7 +79,12 @@ class Transformer(nn.Module):
 
 def cnn(seed):
     return nn.Sequential(
-        nn.Conv2d(2, 4, 3, padding=1), nn.GroupNorm(2, 4), nn.GELU(), nn.AvgPool2d(2), nn.Flatten(), nn.Linear(36, 3)
+        nn.Conv2d(2, 4, 3, padding=1),
+        nn.GroupNorm(2, 4),
+        nn.GELU(),
+        nn.AvgPool2d(2),
+        nn.Flatten(),
+        nn.Linear(36, 3),
     ).double()
 
 
@@ -192,7 +196,14 @@ def test_scores_of_a_run_with_row_weights_are_derivatives_at_these_weights():
 def test_scores_of_a_hugging_face_gpt2():
     transformers = pytest.importorskip("transformers")
     config = transformers.GPT2Config(
-        vocab_size=13, n_positions=6, n_embd=8, n_layer=1, n_head=2, resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0
+        vocab_size=13,
+        n_positions=6,
+        n_embd=8,
+        n_layer=1,
+        n_head=2,
+        resid_pdrop=0.0,
+        embd_pdrop=0.0,
+        attn_pdrop=0.0,
     )
     made = recipe(
         lambda seed: transformers.GPT2LMHeadModel(config).double(),
@@ -229,7 +240,9 @@ def training_by_autograd(weights, order, inputs, labels, step):
     for number, rows in enumerate(order):
         logits = torch.func.functional_call(model, values, inputs[rows])
         losses = F.cross_entropy(logits, labels[rows], reduction="none")
-        gradients = torch.autograd.grad((weights[rows] * losses).mean(), list(values.values()), create_graph=True)
+        gradients = torch.autograd.grad(
+            (weights[rows] * losses).mean(), list(values.values()), create_graph=True
+        )
         values = {
             name: step(value, gradient, memory.setdefault(name, {}), number + 1)
             for (name, value), gradient in zip(values.items(), gradients, strict=True)

@@ -42,7 +42,9 @@ def test_extreme_rates():
 
 
 def test_masks_differ_by_seed_step_part_and_call_and_are_repeatable():
-    keys = [step_key(*place, CPU) for place in [(0, 0, 0), (1, 0, 0), (0, 1, 0), (0, 0, 1), (1, 1, 0), (0, 1, 1)]]
+    keys = [
+        step_key(*place, CPU) for place in [(0, 0, 0), (1, 0, 0), (0, 1, 0), (0, 0, 1), (1, 1, 0), (0, 1, 1)]
+    ]
     masks = [dropped(F.dropout, (4000,), 0.5, key) == 0 for key in keys]
     with SeededDropout(keys[0]):
         masks += [F.dropout(torch.ones(4000), 0.5) == 0 for _ in range(3)][1:]
@@ -84,8 +86,8 @@ def test_channels_are_dropped_whole(layer, shape):
 def test_dropout2d_drops_the_channels_that_torch_drops_of_three_axes():
     """``F.dropout2d`` reads (N, C, L): not one channel mask for all, as of an image without a batch axis."""
     pattern = "dropout2d: Received a 3D input"
+    torch.manual_seed(0)
     with pytest.warns(UserWarning, match=pattern):
-        torch.manual_seed(0)
         theirs = nn.Dropout2d(0.5)(torch.ones(40, 30, 5))
     with SeededDropout(step_key(0, 0, 0, CPU)):
         found = nn.Dropout2d(0.5)(torch.ones(40, 30, 5))
@@ -120,7 +122,9 @@ def test_masks_of_models_side_by_side_equal_those_alone():
 
 
 def dropping(seed):
-    return nn.Sequential(nn.Linear(WIDTH, 9), nn.Dropout(0.4), nn.Linear(9, CLASSES), nn.Dropout(0.1)).double()
+    return nn.Sequential(
+        nn.Linear(WIDTH, 9), nn.Dropout(0.4), nn.Linear(9, CLASSES), nn.Dropout(0.1)
+    ).double()
 
 
 def test_training_and_replay_leave_the_generator_alone():
@@ -208,7 +212,9 @@ def test_other_random_operations_are_refused(name):
         recipe(lambda seed: Function(REFUSED[name]).double()).train()
 
 
-@pytest.mark.parametrize(("build", "name"), [(Attention, "scaled_dot_product"), (MultiHead, "multi_head_attention")])
+@pytest.mark.parametrize(
+    ("build", "name"), [(Attention, "scaled_dot_product"), (MultiHead, "multi_head_attention")]
+)
 def test_dropout_of_attention_is_refused_by_name(build, name):
     with pytest.raises(UnsupportedModelError, match=f"{name}.*dropout"):
         recipe(lambda seed: build(0.1).double()).train()

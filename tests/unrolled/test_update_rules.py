@@ -38,9 +38,7 @@ PAIRS = [
 
 def shaped_like(parameters, seed):
     generator = torch.Generator().manual_seed(seed)
-    return {
-        name: torch.randn(p.shape, generator=generator, dtype=p.dtype) for name, p in parameters.items()
-    }
+    return {name: torch.randn(p.shape, generator=generator, dtype=p.dtype) for name, p in parameters.items()}
 
 
 @pytest.mark.parametrize("clip_norm", [None, 1.0, 7.0, 1e6])
@@ -51,7 +49,9 @@ def test_steps_equal_those_of_torch(ours, theirs, settings, clip_norm):
     reference = copy.deepcopy(model)
     optimizer = theirs(reference.parameters(), **settings)
     schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1 / (1 + step))
-    program = Program(recipe(optimizer=ours, clip_norm=clip_norm, schedule=lambda step: 1 / (1 + step)), model)
+    program = Program(
+        recipe(optimizer=ours, clip_norm=clip_norm, schedule=lambda step: 1 / (1 + step)), model
+    )
     state, _ = program.start(model)
 
     for number in range(7):

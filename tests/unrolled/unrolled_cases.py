@@ -84,10 +84,7 @@ def differences(made, rows, data, function, weights=None, h=5e-4):
         return outputs(made, base + step * np.eye(len(base))[row], data, function)
 
     return np.stack(
-        [
-            (8 * (at(row, h) - at(row, -h)) - (at(row, 2 * h) - at(row, -2 * h))) / (12 * h)
-            for row in rows
-        ]
+        [(8 * (at(row, h) - at(row, -h)) - (at(row, 2 * h) - at(row, -2 * h))) / (12 * h) for row in rows]
     )
 
 
