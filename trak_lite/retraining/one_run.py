@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 from dataclasses import asdict, dataclass
 from functools import partial
 from typing import Any, Final, final
@@ -15,8 +16,10 @@ from trak_lite.errors import InvalidInputError, printable
 from trak_lite.evaluation import linear_datamodeling_score, subset_masks, summed_scores
 from trak_lite.evaluation.verdict import Estimate
 from trak_lite.modelout_functions import AbstractModelOutput
+from trak_lite.modelout_functions._describe import describe_task
 from trak_lite.retraining.subsets import retrain_many
 from trak_lite.scoring.scores import Scores
+from trak_lite.store.manifest import canonical_json
 from trak_lite.unrolled import TrainingRun
 from trak_lite.unrolled.replay import outputs_of_model
 
@@ -99,6 +102,8 @@ def verify_run(
             f"The scores have shape {scores.shape}, but the run has {num_rows} train rows and there are {len(rows)} "
             "targets."
         )
+    identity = {"run": run.digest, "targets": rows.identity(), "task": describe_task(task), "budget": budget}
+    digest = hashlib.sha256(canonical_json(identity).encode()).hexdigest()
     found = []
     for share in shares:
         masks = _masks(num_rows, share, budget, subset_seed)
@@ -109,9 +114,9 @@ def verify_run(
             models_at_once=models_at_once,
             path=None
             if run.path is None
-            else run.path / "left-out" / f"{masks.sum(1)[0]}-{subset_seed}.zarr",
+            else run.path / "left-out" / digest[:16] / f"{masks[0].sum()}-{subset_seed}.zarr",
             seeds=(run.recipe.seed,),
-            train_id=f"{run.digest} {rows.identity()} {task.settings()}",
+            train_id=digest,
             progress=progress,
         )
         lds = linear_datamodeling_score(_summed(scores, masks), None, retrained.mean, confidence=confidence)

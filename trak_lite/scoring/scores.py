@@ -113,8 +113,8 @@ class Scores:
         """
         if not isinstance(self._described, ScoreSource):
             raise StateError(
-                f"The scores {self.name!r} were computed from gradients that are not stored, and this needs stored "
-                "rows. Call featurize(train_data, ...) and score(targets) without refine."
+                f"The scores {self.name!r} ({self.method.name}) were not computed from stored rows, which this needs. "
+                "Make scores with them: Attributor.featurize(train_data, ...), then score(targets)."
             )
         return self._described
 

@@ -252,10 +252,20 @@ class Program:
         """
         buffers = {name: buffer.clone() for name, buffer in frozen.buffers.items()}
         versions = {name: buffer._version for name, buffer in buffers.items()}
-        random = torch.random.get_rng_state()
+        random = _generator_states(self.device)
+        changed: set[str] = set()
+
+        def compare(model: nn.Module, args: Any, output: Any) -> None:
+            now = model.named_buffers()
+            changed.update(name for name, buffer in now if buffer is not buffers.get(name, buffer))
+
+        handle = self.model.register_forward_hook(compare)
         call = ModelCall(self.model, {**frozen.parameters, **state.parameters}, buffers)
-        with torch.no_grad(), SeededDropout(step_key(0, 0, 0, self.device)):
-            losses = self.recipe.loss(call, part.batch)
+        try:
+            with torch.no_grad(), SeededDropout(step_key(0, 0, 0, self.device)):
+                losses = self.recipe.loss(call, part.batch)
+        finally:
+            handle.remove()
         size = batch_size(part.batch)
         if not isinstance(losses, Tensor) or losses.shape != (size,):
             shape = tuple(losses.shape) if isinstance(losses, Tensor) else type(losses).__name__
@@ -263,13 +273,13 @@ class Program:
                 f"loss(model, batch) returned {shape} for {size} rows. Return the loss of every row, (B,), without "
                 'a mean: cross_entropy(model(inputs), labels, reduction="none").'
             )
-        changed = [name for name, buffer in buffers.items() if buffer._version != versions[name]]
+        changed.update(name for name, buffer in buffers.items() if buffer._version != versions[name])
         if changed:
             raise UnsupportedModelError(
-                f"The training pass changes the buffers {changed[:5]} of {type(self.model).__name__}, which a replay "
+                f"The training pass changes the buffers {sorted(changed)[:5]} of {type(self.model).__name__}, which a replay "
                 "does not follow. Return the model from model_fn with these layers in eval mode."
             )
-        if not torch.equal(random, torch.random.get_rng_state()):
+        if not all(map(torch.equal, random, _generator_states(self.device))):
             raise UnsupportedModelError(
                 f"The training pass of {type(self.model).__name__} draws random numbers other than dropout masks, "
                 "which a replay cannot repeat. Draw them in the dataset from a generator that is seeded with the row, "
@@ -282,6 +292,14 @@ def _shaped(batch: Batch, shape: tuple[int, ...]) -> Batch:
     return (
         batch if len(shape) == 1 else map_tensors(lambda leaf: leaf.reshape(*shape, *leaf.shape[1:]), batch)
     )
+
+
+def _generator_states(device: torch.device) -> list[Tensor]:
+    """Return the states of torch's generators that a model on a device may draw from."""
+    states = [torch.random.get_rng_state()]
+    if device.type == "cuda":
+        states.append(torch.cuda.get_rng_state(device))
+    return states
 
 
 def _refuse_batch_norm(model: nn.Module) -> None:

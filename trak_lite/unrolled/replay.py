@@ -62,6 +62,7 @@ logger = logging.getLogger(__name__)
 
 MAX_BYTES: Final = 2 << 30
 """Default memory of a replay, in bytes."""
+_SIZE: Final = "block-size.safetensors"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -130,25 +131,30 @@ def unrolled(
     method = Unrolled(run=run.digest)
     source = UnstoredRows(name, method, Manifest({"kind": "unrolled", "run": run.fingerprint}))
     settings = {"method": method.name, "steps": run.num_steps, "metasmoothness": round(smoothness, 4)}
-    replay = _Replay(run, resolved, rows, max_bytes=positive_int(max_bytes=max_bytes), progress=progress)
+    positive_int(max_bytes=max_bytes)
+    if block is not None:
+        positive_int(block=block)
+
+    def computed(folder: Path | None = None) -> NDArray[np.float32]:
+        return _Replay(run, resolved, rows, max_bytes=max_bytes, progress=progress).scores(block, folder)
+
     if run.path is None:
-        scores = replay.scores(block)
+        scores = computed()
         return Scores(HeldMatrix(scores), source, settings=settings, location=None)
     workspace = Workspace(str(run.path / "scores.zarr"))
     fingerprint = {"targets": rows.identity(), "task": describe_task(resolved)}
     spec = score_table_spec(len(run.recipe.rows), len(rows), fingerprint)
     path = score_path(name, method, method)
+    folder = run.path / "replays" / hashlib.sha256(canonical_json(fingerprint).encode()).hexdigest()[:16]
     with workspace.opened(source.manifest):
         lazy = workspace.lazy_table(path, spec)
         if lazy.table is None or not lazy.table.complete:
-            folder = (
-                run.path / "replays" / hashlib.sha256(canonical_json(fingerprint).encode()).hexdigest()[:16]
-            )
-            scores = replay.scores(block, folder)
+            scores = computed(folder)
             for start in range(0, len(scores), spec.chunk_rows):
                 part = np.arange(start, min(start + spec.chunk_rows, len(scores)))
                 lazy.put(part, {SCORES: scores[part]})
-            replay.forget(folder)
+        if folder.exists():  # also that of a process that was killed here
+            _forget(folder)
     table = workspace.reader().open_table(path)
     return Scores(StoredMatrix(table), source, settings=settings, location=f"{workspace.path}:{path}")
 
@@ -188,13 +194,13 @@ class _Replay:
             step_bytes = _measured_bytes(lambda: self._adjoint(0, run.states.get(0), _single(final), None, 1))
         self._chunk = max(1, int(max_bytes // 4 // max(1, step_bytes)))
         """Targets whose Hessian products are computed at once."""
-        self._most = max(1, int(max_bytes // 2 // (4 * self._state_bytes)))
+        self._most = max(1, int(max_bytes // 2 // (4 * self._state_bytes + run.weights.nbytes)))
         """Targets of a block that memory allows."""
 
     def scores(self, block: int | None, folder: Path | None = None) -> NDArray[np.float32]:
         """Return the scores ``(N, M)``; finished blocks and segments are kept in a folder."""
         count = len(self._targets)
-        size = min(count, self._most if block is None else positive_int(block=block))
+        size = min(count, self._most if block is None else block)
         size = -(-count // -(-count // size)) if block is None else size  # blocks of about equal size
         size = self._kept_size(folder, size)
         starts = range(0, count, size)
@@ -218,17 +224,11 @@ class _Replay:
                 found[:, places] = columns.T.float().cpu().numpy()
         return found
 
-    def forget(self, folder: Path) -> None:
-        """Remove the files of a finished replay."""
-        for file in folder.glob("*"):
-            file.unlink()
-        folder.rmdir()
-
     def _kept_size(self, folder: Path | None, size: int) -> int:
         """Return the block size of an interrupted replay, whose files need it, or store this one."""
         if folder is None:
             return size
-        note = folder / "block-size.safetensors"
+        note = folder / _SIZE
         if note.exists():
             return int(load_tensors(note, torch.device("cpu"))[0]["size"])
         save_tensors(note, {"size": torch.tensor(size, device="cpu")})
@@ -340,6 +340,13 @@ class _Replay:
         count = len(places)
         slots = tree_map(lambda value: value.new_zeros(count, *value.shape), final.slots)
         return State(stacked, slots)
+
+
+def _forget(folder: Path) -> None:
+    """Remove the files of a finished replay; the size of its blocks last, without which they cannot be read."""
+    for file in sorted(folder.iterdir(), key=lambda file: file.name == _SIZE):
+        file.unlink()
+    folder.rmdir()
 
 
 def _vjp(function: Callable[..., Any], *at: Any) -> tuple[Any, Callable[[Any], Any]]:

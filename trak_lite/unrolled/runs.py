@@ -12,6 +12,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from os import PathLike
 from pathlib import Path
+from types import BuiltinFunctionType, FunctionType
 from typing import Any, Literal, final
 
 import numpy as np
@@ -56,6 +57,8 @@ Spacing = Literal["sqrt", "log", "all"]
 SMOOTH = 0.9
 """Metasmoothness from which a metagradient predicts retraining well, in the settings of the documentation."""
 _RECORD = "run.json"
+_SETTINGS = (type(None), bool, int, float, str, tuple, FunctionType, BuiltinFunctionType)
+"""Types of a module's attributes that identify it, such as ``p`` of dropout and the mode."""
 ADVICE = (
     "Smoother are: GELU in place of ReLU, average in place of max pooling, a smaller learning rate, larger batches, "
     "and for Adam a larger eps_root."
@@ -163,11 +166,11 @@ class TrainingRun:
     @property
     def leave_out_fn(self) -> SubsetTraining:
         """A ``train_fn(rows, seed)`` that repeats this run with the weight 0 for the other rows."""
-        return SubsetTraining(self.recipe, keep_order=True)
+        return SubsetTraining(self.recipe, keep_order=True, row_weights=self.weights)
 
     def require_finished(self) -> None:
-        """Raise if the training has not reached its last step."""
-        if self.num_steps not in self.states.numbers():
+        """Raise if the first or the last state is missing."""
+        if not {0, self.num_steps} <= set(self.states.numbers()):
             raise InvalidInputError(
                 "The training is not finished. Call recipe.train(path) again; it resumes."
             )
@@ -196,11 +199,14 @@ def train(
         if not stored:
             run.states.put(0, state)
         with KeptProgress(run.num_steps, first, label="Training", unit="step", progress=progress) as done:
+            last = first
             for number in range(first, run.num_steps):
                 state = run.step(state, number)
                 if number + 1 in wanted:
-                    _refuse_non_finite(state, number)
+                    if not _is_finite(state):
+                        _refuse_non_finite(*_first_non_finite(run, last))
                     run.states.put(number + 1, state)
+                    last = number + 1
                 done.advance(1)
     return run
 
@@ -240,6 +246,8 @@ class SubsetTraining:
     keep_order: bool
     """Keep batches and order of the whole training, and give rows outside the subset the weight 0. Otherwise train on
     the subset alone, in an order of its own."""
+    row_weights: Tensor | None = None
+    """Weights ``(N,)`` of the rows of a subset; ``None`` is 1."""
 
     def __call__(self, rows: NDArray[np.int64], seed: int) -> nn.Module:
         """Return the model trained on some rows, in eval mode."""
@@ -268,10 +276,13 @@ class SubsetTraining:
         return [_with_weights(model, state) for model, state in zip(models, finals, strict=True)]
 
     def _weights(self, subsets: Sequence[NDArray[np.int64]]) -> Tensor:
-        """Return 1 for the rows of each subset and 0 for the others, ``(R, N)``."""
-        weights = torch.zeros(len(subsets), len(self.recipe.rows), device="cpu")
+        """Return the weights of the rows of each subset and 0 for the others, ``(R, N)``."""
+        ones = torch.ones(len(self.recipe.rows), device="cpu")
+        used = ones if self.row_weights is None else self.row_weights.cpu()
+        weights = used.new_zeros(len(subsets), len(used))
         for place, rows in enumerate(subsets):
-            weights[place, torch.from_numpy(np.asarray(rows, np.int64))] = 1.0
+            chosen = torch.from_numpy(np.asarray(rows, np.int64))
+            weights[place, chosen] = used[chosen]
         return weights
 
 
@@ -341,6 +352,19 @@ def _wanted(num_steps: int, spacing: Spacing, interval: int | None) -> set[int]:
     return {*range(0, num_steps, every), num_steps}
 
 
+def _is_finite(state: State) -> bool:
+    return all(bool(value.isfinite().all()) for value in state.parameters.values())
+
+
+def _first_non_finite(run: TrainingRun, number: int) -> tuple[State, int]:
+    """Return the first state after a stored one that is not finite, and the step that made it."""
+    state = run.step(run.states.get(number), number)
+    while _is_finite(state):
+        number += 1
+        state = run.step(state, number)
+    return state, number
+
+
 def _refuse_non_finite(state: State, number: int) -> None:
     for name, value in state.parameters.items():
         if not bool(value.isfinite().all()):
@@ -364,10 +388,27 @@ def _fingerprint(recipe: TrainingSettings, model: nn.Module, weights: Tensor) ->
         "accumulate": recipe.accumulate,
         "clip_norm": recipe.clip_norm,
         "trained": list(Program(recipe, model).names),
-        "modes": hashlib.sha256(str([m.training for m in model.modules()]).encode()).hexdigest(),
+        "modules": _modules_digest(model),
         "seed": recipe.seed,
         "row_weights": None if uniform else hashlib.sha256(weights.cpu().numpy().tobytes()).hexdigest(),
     }
+
+
+def _modules_digest(model: nn.Module) -> str:
+    """Return the SHA-256 of classes, modes and plain settings of all modules, which weights do not tell apart."""
+    classes: dict[type, Any] = {}
+    described = []
+    for name, module in model.named_modules():
+        cls = type(module)
+        if cls not in classes:
+            classes[cls] = describe_source(cls)
+        settings = {
+            key: describe_source(value)
+            for key, value in vars(module).items()
+            if not key.startswith("_") and isinstance(value, _SETTINGS)
+        }
+        described.append([name, classes[cls], settings])
+    return hashlib.sha256(canonical_json(described).encode()).hexdigest()
 
 
 def _claim(path: Path, fingerprint: dict[str, Any]) -> None:
