@@ -6,7 +6,8 @@ Shapes: N train rows, B rows of a batch, R models that are trained side by side.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import KW_ONLY, dataclass
 from functools import cached_property
 from typing import Any, NamedTuple, TypeAlias, final
@@ -140,6 +141,7 @@ class Program:
         self.model = model
         self.device = model_device(model)
         self.names = list(select_parameters(model, recipe.grad_wrt))
+        self._recurrent = any(isinstance(module, nn.RNNBase) for module in model.modules())
         _refuse_batch_norm(model)
 
     def start(self, model: nn.Module) -> tuple[State, Frozen]:
@@ -175,7 +177,7 @@ class Program:
 
         def total(values: Named) -> Tensor:
             call = ModelCall(self.model, {**frozen.parameters, **values}, frozen.buffers)
-            with SeededDropout(key):
+            with SeededDropout(key), _without_onednn(self._recurrent):
                 losses = self.recipe.loss(call, batch)
             return (losses * weights.to(losses.dtype)).sum() / size
 
@@ -276,8 +278,8 @@ class Program:
         changed.update(name for name, buffer in buffers.items() if buffer._version != versions[name])
         if changed:
             raise UnsupportedModelError(
-                f"The training pass changes the buffers {sorted(changed)[:5]} of {type(self.model).__name__}, which a replay "
-                "does not follow. Return the model from model_fn with these layers in eval mode."
+                f"The training pass changes the buffers {sorted(changed)[:5]} of {type(self.model).__name__}, which a "
+                "replay does not follow. Return the model from model_fn with these layers in eval mode."
             )
         if not all(map(torch.equal, random, _generator_states(self.device))):
             raise UnsupportedModelError(
@@ -292,6 +294,19 @@ def _shaped(batch: Batch, shape: tuple[int, ...]) -> Batch:
     return (
         batch if len(shape) == 1 else map_tensors(lambda leaf: leaf.reshape(*shape, *leaf.shape[1:]), batch)
     )
+
+
+@contextmanager
+def _without_onednn(recurrent: bool) -> Iterator[None]:
+    """Switch oneDNN off in the block for recurrent models: its fused LSTM has no second derivative."""
+    before = torch.backends.mkldnn.enabled
+    if recurrent:
+        torch.backends.mkldnn.enabled = False
+    try:
+        yield
+    finally:
+        if recurrent:
+            torch.backends.mkldnn.enabled = before
 
 
 def _generator_states(device: torch.device) -> list[Tensor]:

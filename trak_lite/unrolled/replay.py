@@ -38,7 +38,7 @@ from trak_lite._progress import KeptProgress
 from trak_lite._validate import positive_int
 from trak_lite.data.batches import move_batch, rows_in_batches
 from trak_lite.data.datasets import Rows, rows_of
-from trak_lite.errors import NonFiniteError
+from trak_lite.errors import NonFiniteError, UnsupportedModelError
 from trak_lite.methods import AbstractMethod
 from trak_lite.modelout_functions import AbstractModelOutput, ModelCall, resolve_task
 from trak_lite.modelout_functions._base import TaskFunction
@@ -62,6 +62,8 @@ logger = logging.getLogger(__name__)
 
 MAX_BYTES: Final = 2 << 30
 """Default memory of a replay, in bytes."""
+_TOLERANCE: Final = 0.05
+"""Of the check of second derivatives; wide enough for half precision."""
 _SIZE: Final = "block-size.safetensors"
 
 
@@ -191,6 +193,7 @@ class _Replay:
         self._held = max(2, int(max_bytes // 4 // self._state_bytes))
         """States of a segment that are in memory at once."""
         with repeatable(run.device), naming_failures(run.program.model, "differentiate a training step of"):
+            self._check_second_derivative()
             step_bytes = _measured_bytes(lambda: self._adjoint(0, run.states.get(0), _single(final), None, 1))
         self._chunk = max(1, int(max_bytes // 4 // max(1, step_bytes)))
         """Targets whose Hessian products are computed at once."""
@@ -292,13 +295,7 @@ class _Replay:
         size = sum(len(part.rows) for part in parts)
 
         def gradient(place: int, part: Part) -> tuple[Named, Callable[[Named], tuple[Named, Tensor]]]:
-            key = step_key(run.recipe.seed, number, place, run.device)
-            weights = run.weights[torch.from_numpy(part.rows).to(run.device)]
-            return _vjp(
-                lambda values, some: program.gradient(values, some, run.frozen, part.batch, key, size),
-                state.parameters,
-                weights,
-            )
+            return self._gradient(number, state, place, part, size)
 
         single = (
             len(parts) == 1
@@ -317,6 +314,38 @@ class _Replay:
             if columns is not None:
                 columns[:, torch.from_numpy(part.rows).to(columns.device)] += by_row
         return State(*result)
+
+    def _gradient(
+        self, number: int, state: State, place: int, part: Part, size: int
+    ) -> tuple[Named, Callable[[Named], tuple[Named, Tensor]]]:
+        """Return the gradient of a part of a step, and its product with the derivatives by parameters and weights."""
+        run, program = self._run, self._run.program
+        key = step_key(run.recipe.seed, number, place, run.device)
+        weights = run.weights[torch.from_numpy(part.rows).to(run.device)]
+        return _vjp(
+            lambda values, some: program.gradient(values, some, run.frozen, part.batch, key, size),
+            state.parameters,
+            weights,
+        )
+
+    def _check_second_derivative(self) -> None:
+        """Raise if a derivative is a constant for torch, as that of an autograd function with once_differentiable.
+
+        The gradient g is linear in the row weights w, so w times the derivative of its norm's half square by w is the
+        square of the norm.
+        """
+        run = self._run
+        part = run.parts(0)[0]
+        found, back = self._gradient(0, run.states.get(0), 0, part, len(part.rows))
+        expected = float(sum(g.double().square().sum() for g in found.values()))
+        weights = run.weights[torch.from_numpy(part.rows).to(run.device)]
+        product = float((weights.double() * back(found)[1].double()).sum())
+        if abs(product - expected) > _TOLERANCE * expected:
+            raise UnsupportedModelError(
+                f"{type(run.program.model).__name__} has an operation whose derivative torch treats as a constant, so "
+                "a training step cannot be differentiated. This is so for an autograd.Function with "
+                "once_differentiable: write its backward with operations of torch."
+            )
 
     def _target_gradients(self, places: NDArray[np.int64]) -> State:
         """Return the gradients of the targets' outputs at the trained parameters as cotangents of the last state."""
