@@ -17,7 +17,9 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
 from torch.func import grad, vmap
+from torch.utils._pytree import tree_map
 
+from trak_lite._devices import rng_state
 from trak_lite._validate import positive_int, real_at_least
 from trak_lite.data.batches import batch_size, map_tensors, move_batch
 from trak_lite.data.datasets import Rows, rows_of
@@ -146,7 +148,11 @@ class Program:
 
     def start(self, model: nn.Module) -> tuple[State, Frozen]:
         """Return copies of a model's tensors: the state before the first step, and what stays."""
-        parameters = {name: p.detach().clone() for name, p in model.named_parameters()}
+        # Contiguous, as states that are read from files: bits depend on strides.
+        contiguous = torch.contiguous_format
+        parameters = {
+            name: p.detach().clone(memory_format=contiguous) for name, p in model.named_parameters()
+        }
         buffers = {name: buffer.detach().clone() for name, buffer in model.named_buffers()}
         trained = {name: parameters.pop(name) for name in self.names}
         return self.recipe.optimizer.start(trained), Frozen(parameters, buffers)
@@ -191,7 +197,8 @@ class Program:
             scale = (self.recipe.clip_norm / (norm + 1e-6)).clamp(max=1.0)
             gradients = {name: scale * g for name, g in gradients.items()}
         factor = 1.0 if self.recipe.schedule is None else float(self.recipe.schedule(number))
-        return self.recipe.optimizer.step(state, gradients, factor=factor, number=number)
+        found = self.recipe.optimizer.step(state, gradients, factor=factor, number=number)
+        return State(*tree_map(Tensor.contiguous, tuple(found)))
 
     def step(
         self,
@@ -254,7 +261,8 @@ class Program:
         """
         buffers = {name: buffer.clone() for name, buffer in frozen.buffers.items()}
         versions = {name: buffer._version for name, buffer in buffers.items()}
-        random = _generator_states(self.device)
+        generators = {torch.device("cpu"), self.device}
+        random = {device: rng_state(device) for device in generators}
         changed: set[str] = set()
 
         def compare(model: nn.Module, args: Any, output: Any) -> None:
@@ -281,7 +289,7 @@ class Program:
                 f"The training pass changes the buffers {sorted(changed)[:5]} of {type(self.model).__name__}, which a "
                 "replay does not follow. Return the model from model_fn with these layers in eval mode."
             )
-        if not all(map(torch.equal, random, _generator_states(self.device))):
+        if not all(torch.equal(state, rng_state(device)) for device, state in random.items()):
             raise UnsupportedModelError(
                 f"The training pass of {type(self.model).__name__} draws random numbers other than dropout masks, "
                 "which a replay cannot repeat. Draw them in the dataset from a generator that is seeded with the row, "
@@ -301,20 +309,12 @@ def _without_onednn(recurrent: bool) -> Iterator[None]:
     """Switch oneDNN off in the block for recurrent models: its fused LSTM has no second derivative."""
     before = torch.backends.mkldnn.enabled
     if recurrent:
-        torch.backends.mkldnn.enabled = False
+        torch.backends.mkldnn.enabled = False  # type: ignore[assignment]  # torch declares the property as its class
     try:
         yield
     finally:
         if recurrent:
             torch.backends.mkldnn.enabled = before
-
-
-def _generator_states(device: torch.device) -> list[Tensor]:
-    """Return the states of torch's generators that a model on a device may draw from."""
-    states = [torch.random.get_rng_state()]
-    if device.type == "cuda":
-        states.append(torch.cuda.get_rng_state(device))
-    return states
 
 
 def _refuse_batch_norm(model: nn.Module) -> None:

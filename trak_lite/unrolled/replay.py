@@ -313,7 +313,7 @@ class _Replay:
                 result.parameters[name].add_(product)
             if columns is not None:
                 columns[:, torch.from_numpy(part.rows).to(columns.device)] += by_row
-        return State(*result)
+        return State(*tree_map(Tensor.contiguous, tuple(result)))
 
     def _gradient(
         self, number: int, state: State, place: int, part: Part, size: int
