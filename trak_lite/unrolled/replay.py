@@ -197,7 +197,7 @@ class _Replay:
             step_bytes = _measured_bytes(lambda: self._adjoint(0, run.states.get(0), _single(final), None, 1))
         self._chunk = max(1, int(max_bytes // 4 // max(1, step_bytes)))
         """Targets whose Hessian products are computed at once."""
-        self._most = max(1, int(max_bytes // 2 // (4 * self._state_bytes + run.weights.nbytes)))
+        self._most = max(1, int(max_bytes // 2 // (4 * self._state_bytes + 3 * run.weights.nbytes)))
         """Targets of a block that memory allows."""
 
     def scores(self, block: int | None, folder: Path | None = None) -> NDArray[np.float32]:
