@@ -27,6 +27,7 @@ def killed(path, fatal):
     return process.exitcode != 0
 
 
+@pytest.mark.slow
 def test_kills_at_random_moments_end_in_the_same_bits(tmp_path):
     scores = whole(tmp_path / "undisturbed")
     expected = files(tmp_path / "undisturbed")
