@@ -34,7 +34,7 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).parents[1]
-sys.path.insert(0, str(ROOT / "tests" / "faults"))
+sys.path[:0] = [str(ROOT / "tests" / "faults"), str(ROOT / "tests")]
 
 from campaign import KINDS, NEED_MOUNTS, Broken, Campaign  # noqa: E402  (found through the line above)
 from fault_mounts import may_mount  # noqa: E402

@@ -43,6 +43,7 @@ from trak_lite.store._failpoints import (
 )
 from trak_lite.store.disk.zarr_table import ZarrRowTable
 from trak_lite.store.remote.table import RemoteRowTable
+from trak_lite.unrolled import Adam, Recipe, unrolled
 
 __all__ = ["PATHS", "Kills"]
 
@@ -255,6 +256,27 @@ def traker(folder):
     return made.finalize_scores("t").tobytes()
 
 
+def row_loss(model, batch):
+    return nn.functional.cross_entropy(model(batch[0]), batch[1], reduction="none")
+
+
+def training_and_replay(folder):
+    recipe = Recipe(
+        classifier,
+        row_loss,
+        samples(N, 0),
+        Adam(lr=0.01),
+        batch_size=16,
+        epochs=4,
+        clip_norm=0.5,
+        accumulate=2,
+    )
+    run = recipe.train(f"{folder}/run", progress=False)
+    scores = unrolled(run, samples(M, 1), "image_classification", name="t", block=2, progress=False)
+    final = run.final.parameters["0.weight"]
+    return scores.numpy().tobytes() + final.numpy().tobytes()
+
+
 def warm_up():
     """Import in this process what a run imports late, so that no fork has to."""
     torch.set_num_threads(1)
@@ -297,6 +319,7 @@ PATHS = {
     "object store": Path(object_store),
     "object store, several processes": Path(object_store, 2),
     "TRAKer": Path(traker),
+    "training and replay": Path(training_and_replay),
 }
 
 

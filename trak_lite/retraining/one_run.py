@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import logging
 from dataclasses import asdict, dataclass
 from functools import partial
@@ -20,6 +21,7 @@ from trak_lite.modelout_functions._describe import describe_task
 from trak_lite.retraining.calibrated import summed_over
 from trak_lite.retraining.subsets import retrain, retrain_many
 from trak_lite.scoring.scores import Scores
+from trak_lite.store.manifest import canonical_json
 from trak_lite.unrolled import TrainingRun
 from trak_lite.unrolled.replay import outputs_of_model
 
@@ -103,6 +105,8 @@ def verify_run(
             f"The scores have shape {scores.shape}, but the run has {num_rows} train rows and there are {len(rows)} "
             "targets."
         )
+    identity = {"run": run.digest, "targets": rows.identity(), "task": describe_task(task), "budget": budget}
+    digest = hashlib.sha256(canonical_json(identity).encode()).hexdigest()
     found = []
     for share in shares:
         masks = _masks(num_rows, share, budget, subset_seed)
@@ -110,9 +114,9 @@ def verify_run(
         given: dict[str, Any] = {
             "path": None
             if run.path is None
-            else run.path / "left-out" / f"{masks.sum(1)[0]}-{subset_seed}.zarr",
+            else run.path / "left-out" / digest[:16] / f"{masks[0].sum()}-{subset_seed}.zarr",
             "seeds": (run.recipe.seed,),
-            "train_id": f"{run.digest} {rows.identity()} {describe_task(task)}",
+            "train_id": digest,
             "progress": progress,
         }
         try:

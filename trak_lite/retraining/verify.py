@@ -166,11 +166,12 @@ def verify(
                 f"protocol='one-run' takes a TrainingRun (recipe.train(...)) as train_fn, got {type(train_fn).__name__}"
                 f"{f', and does not take {refused}' if refused else ''}."
             )
+        _check_budget(budget, calibrate=False)
         return verify_run(
             scores,
             train_fn,
             targets,
-            scores.run.settings.task if task is None else resolve_task(task),
+            _task_of(scores) if task is None else resolve_task(task),
             budget=budget,
             subset_seed=subset_seed,
             confidence=confidence,
@@ -340,6 +341,17 @@ def _target_outputs(
             for _, batch in targets.batches(plan)
         ]
     return torch.cat(outputs)
+
+
+def _task_of(scores: Scores) -> AbstractModelOutput:
+    """Return the task of the attributor that made the scores."""
+    try:
+        return scores.run.settings.task
+    except StateError as error:
+        raise InvalidInputError(
+            f"The scores {scores.name!r} were not made by an attributor with a model, so their task is not known. Pass "
+            "task=, with which they were made."
+        ) from error
 
 
 def _check_budget(budget: int, *, calibrate: bool) -> None:

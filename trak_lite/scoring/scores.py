@@ -116,8 +116,8 @@ class Scores:
         """
         if not isinstance(self._described, ScoreSource) or isinstance(self.method, AbstractMatrixMethod):
             raise StateError(
-                f"The scores {self.name!r} of {self.method.name} were not computed from stored rows, and this needs "
-                "them. Call featurize(train_data, ...) and score(targets) with a method of stored rows, without refine."
+                f"The scores {self.name!r} ({self.method.name}) were not computed from stored rows, which this needs. "
+                "Make scores with them: Attributor.featurize(train_data, ...), then score(targets)."
             )
         return self._described
 

@@ -21,10 +21,12 @@ __all__ = ["SeededDropout", "step_key"]
 
 _WHOLE = {F.dropout1d: 3, F.dropout2d: 4, F.dropout3d: 5}
 """Functions that drop whole channels, and the axes of a batched input."""
+_ATTENTION = {F.scaled_dot_product_attention: 4, F.multi_head_attention_forward: 10}
+"""Functions that drop attention weights, and the position of their argument ``dropout_p``."""
 _UNSUPPORTED = frozenset(
     {F.alpha_dropout, F.feature_alpha_dropout, F.rrelu, F.gumbel_softmax, torch.bernoulli}
 )
-_HANDLED = frozenset({F.dropout, *_WHOLE, F.scaled_dot_product_attention}) | _UNSUPPORTED
+_HANDLED = frozenset({F.dropout, *_WHOLE, *_ATTENTION}) | _UNSUPPORTED
 _GAMMA, _FIRST, _SECOND = -7046029254386353131, -4658895280553007687, -7723592293110705685
 """The constants of SplitMix64 as signed 64-bit integers."""
 _UNSIGNED = (1 << 64) - 1
@@ -63,11 +65,11 @@ class SeededDropout(TorchFunctionMode):
             return func(*args, **kwargs)
         if func is F.dropout or func in _WHOLE:
             return self._dropout(func, *args, **kwargs)
-        if func is F.scaled_dot_product_attention and _attention_dropout(args, kwargs) > 0:
+        if func in _ATTENTION and _attention_dropout(func, args, kwargs) > 0:
             raise UnsupportedModelError(
-                "scaled_dot_product_attention with dropout_p above 0 draws its mask from torch's generator, so the "
-                "training cannot be replayed. Set the attention's dropout to 0, or use an attention that calls "
-                "nn.Dropout (Hugging Face: attn_implementation='eager')."
+                f"{func.__name__} with dropout_p above 0 draws its mask from torch's generator, so the training cannot "
+                "be replayed. Set the attention's dropout to 0, or use an attention that calls nn.Dropout (Hugging "
+                "Face: attn_implementation='eager')."
             )
         if func in _UNSUPPORTED:
             raise UnsupportedModelError(
@@ -86,14 +88,13 @@ class SeededDropout(TorchFunctionMode):
     ) -> Tensor:
         if not training or p == 0:
             return input
-        dims = _WHOLE.get(func)
-        shape = input.shape if dims is None else input.shape[: input.dim() - dims + 2]
+        shape = input.shape[: _masked_axes(func, input.dim())]
         mask = (self._uniform(shape) >= p).to(input.dtype) / (1 - p if p < 1 else 1.0)
         mask = mask.reshape(*shape, *[1] * (input.dim() - len(shape)))
         return input.mul_(mask) if inplace else input * mask
 
     def _uniform(self, shape: Sequence[int]) -> Tensor:
-        """Return float64 numbers in [0, 1), in float32 on devices without float64."""
+        """Return float32 numbers in [0, 1)."""
         self._calls += 1
         places = torch.arange(math.prod(shape), device=self._key.device).reshape(tuple(shape))
         bits = _mixed(_mixed(self._key + self._calls) + places * _GAMMA)
@@ -101,8 +102,20 @@ class SeededDropout(TorchFunctionMode):
         return _shifted(bits, 40).to(torch.float32) * 2.0**-24
 
 
-def _attention_dropout(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> float:
-    return float(args[4] if len(args) > 4 else kwargs.get("dropout_p", 0.0))
+def _attention_dropout(func: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> float:
+    place = _ATTENTION[func]
+    if func is F.multi_head_attention_forward and not kwargs.get("training", True):
+        return 0.0
+    return float(args[place] if len(args) > place else kwargs.get("dropout_p", 0.0))
+
+
+def _masked_axes(func: Callable[..., Any], dims: int) -> int:
+    """Return how many leading axes of an input the mask has: all, or without those of a channel."""
+    if func not in _WHOLE:
+        return dims
+    if func is F.dropout2d:  # reads three axes as (N, C, L), not as one image without a batch axis
+        return min(dims, 2)
+    return dims - _WHOLE[func] + 2
 
 
 def _mixed(numbers: Tensor) -> Tensor:

@@ -18,6 +18,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
 from torch.func import grad, vmap
+from torch.utils._pytree import tree_map
 
 from trak_lite._devices import rng_state
 from trak_lite._validate import positive_int, real_at_least
@@ -175,11 +176,16 @@ class Program:
         self.model = model
         self.device = model_device(model)
         self.names = list(select_parameters(model, recipe.grad_wrt))
+        self._recurrent = any(isinstance(module, nn.RNNBase) for module in model.modules())
         _refuse_batch_norm(model)
 
     def start(self, model: nn.Module) -> tuple[State, Frozen]:
         """Return copies of a model's tensors: the state before the first step, and what stays."""
-        parameters = {name: p.detach().clone() for name, p in model.named_parameters()}
+        # Contiguous, as states that are read from files: bits depend on strides.
+        contiguous = torch.contiguous_format
+        parameters = {
+            name: p.detach().clone(memory_format=contiguous) for name, p in model.named_parameters()
+        }
         buffers = {name: buffer.detach().clone() for name, buffer in model.named_buffers()}
         trained = {name: parameters.pop(name) for name in self.names}
         return self.recipe.optimizer.start(trained), Frozen(parameters, buffers)
@@ -215,7 +221,7 @@ class Program:
     def _losses(self, parameters: Named, frozen: Frozen, batch: Batch, key: Tensor) -> Tensor:
         """Return the losses ``(b,)`` of some rows."""
         call = ModelCall(self.model, {**frozen.parameters, **parameters}, frozen.buffers)
-        with SeededDropout(key):
+        with SeededDropout(key), _without_onednn(self._recurrent):
             return self.recipe.loss(call, batch)
 
     def update(self, state: State, gradients: Named, number: int) -> State:
@@ -231,7 +237,8 @@ class Program:
 
     def _optimized(self, state: State, gradients: Named, number: int) -> State:
         factor = 1.0 if self.recipe.schedule is None else float(self.recipe.schedule(number))
-        return self.recipe.optimizer.step(state, gradients, factor=factor, number=number)
+        found = self.recipe.optimizer.step(state, gradients, factor=factor, number=number)
+        return State(*tree_map(Tensor.contiguous, tuple(found)))
 
     def step(
         self,
@@ -295,11 +302,22 @@ class Program:
         """
         buffers = {name: buffer.clone() for name, buffer in frozen.buffers.items()}
         versions = {name: buffer._version for name, buffer in buffers.items()}
-        random = rng_state(self.device)
+        generators = {torch.device("cpu"), self.device}
+        random = {device: rng_state(device) for device in generators}
+        changed: set[str] = set()
+
+        def compare(model: nn.Module, args: Any, output: Any) -> None:
+            now = model.named_buffers()
+            changed.update(name for name, buffer in now if buffer is not buffers.get(name, buffer))
+
+        handle = self.model.register_forward_hook(compare)
         call = ModelCall(self.model, {**frozen.parameters, **state.parameters}, buffers)
         seeded = SeededDropout(step_key(0, 0, 0, self.device))
-        with torch.no_grad(), seeded, naming_failures(self.model, "train"):
-            losses = self.recipe.loss(call, part.batch)
+        try:
+            with torch.no_grad(), seeded, naming_failures(self.model, "train"):
+                losses = self.recipe.loss(call, part.batch)
+        finally:
+            handle.remove()
         size = batch_size(part.batch)
         if not isinstance(losses, Tensor) or losses.shape != (size,):
             shape = tuple(losses.shape) if isinstance(losses, Tensor) else type(losses).__name__
@@ -307,13 +325,13 @@ class Program:
                 f"loss(model, batch) returned {shape} for {size} rows. Return the loss of every row, (B,), without "
                 'a mean: cross_entropy(model(inputs), labels, reduction="none").'
             )
-        changed = [name for name, buffer in buffers.items() if buffer._version != versions[name]]
+        changed.update(name for name, buffer in buffers.items() if buffer._version != versions[name])
         if changed:
             raise UnsupportedModelError(
-                f"The training pass changes the buffers {changed[:5]} of {type(self.model).__name__}, which a replay "
-                "does not follow. Return the model from model_fn with these layers in eval mode."
+                f"The training pass changes the buffers {sorted(changed)[:5]} of {type(self.model).__name__}, which a "
+                "replay does not follow. Return the model from model_fn with these layers in eval mode."
             )
-        if not torch.equal(random, rng_state(self.device)):
+        if not all(torch.equal(state, rng_state(device)) for device, state in random.items()):
             raise UnsupportedModelError(
                 f"The training pass of {type(self.model).__name__} draws random numbers other than dropout masks, "
                 "which a replay cannot repeat. Draw them in the dataset from a generator that is seeded with the row, "
@@ -342,6 +360,19 @@ def _shaped(batch: Batch, shape: tuple[int, ...]) -> Batch:
     return (
         batch if len(shape) == 1 else map_tensors(lambda leaf: leaf.reshape(*shape, *leaf.shape[1:]), batch)
     )
+
+
+@contextmanager
+def _without_onednn(recurrent: bool) -> Iterator[None]:
+    """Switch oneDNN off in the block for recurrent models: its fused LSTM has no second derivative."""
+    before = torch.backends.mkldnn.enabled
+    if recurrent:
+        torch.backends.mkldnn.enabled = False  # type: ignore[assignment]  # torch declares the property as its class
+    try:
+        yield
+    finally:
+        if recurrent:
+            torch.backends.mkldnn.enabled = before
 
 
 def _refuse_batch_norm(model: nn.Module) -> None:

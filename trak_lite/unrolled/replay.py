@@ -38,7 +38,7 @@ from trak_lite._progress import KeptProgress
 from trak_lite._validate import positive_int
 from trak_lite.data.batches import move_batch, rows_in_batches
 from trak_lite.data.datasets import Rows, rows_of
-from trak_lite.errors import InvalidInputError, NonFiniteError
+from trak_lite.errors import InvalidInputError, NonFiniteError, UnsupportedModelError
 from trak_lite.linalg.topk import TopRows
 from trak_lite.methods import Unrolled
 from trak_lite.modelout_functions import AbstractModelOutput, ModelCall, resolve_task
@@ -63,6 +63,9 @@ logger = logging.getLogger(__name__)
 
 MAX_BYTES: Final = 2 << 30
 """Default memory of a replay, in bytes."""
+_TOLERANCE: Final = 0.05
+"""Of the check of second derivatives; wide enough for half precision."""
+_SIZE: Final = "block-size.safetensors"
 
 
 def unrolled(
@@ -141,25 +144,30 @@ def _scores_of_run(
     method = Unrolled(run)
     source = UnstoredRows(name, method, Manifest({"kind": "unrolled", "run": run.fingerprint}))
     settings = {"method": method.name, "steps": run.num_steps, "metasmoothness": round(smoothness, 4)}
-    replay = _Replay(run, resolved, rows, max_bytes=positive_int(max_bytes=max_bytes), progress=progress)
+    positive_int(max_bytes=max_bytes)
+    if block is not None:
+        positive_int(block=block)
+
+    def computed(folder: Path | None = None) -> NDArray[np.float32]:
+        return _Replay(run, resolved, rows, max_bytes=max_bytes, progress=progress).scores(block, folder)
+
     if run.path is None:
-        scores = replay.scores(block)
+        scores = computed()
         return Scores(HeldMatrix(scores), source, settings=settings, location=None)
     workspace = Workspace(str(run.path / "scores.zarr"))
     fingerprint = {"targets": rows.identity(), "task": describe_task(resolved)}
     spec = score_table_spec(len(run.recipe.rows), len(rows), fingerprint)
     path = score_path(name, method, method)
+    folder = run.path / "replays" / hashlib.sha256(canonical_json(fingerprint).encode()).hexdigest()[:16]
     with workspace.opened(source.manifest):
         lazy = workspace.lazy_table(path, spec)
         if lazy.table is None or not lazy.table.complete:
-            folder = (
-                run.path / "replays" / hashlib.sha256(canonical_json(fingerprint).encode()).hexdigest()[:16]
-            )
-            scores = replay.scores(block, folder)
+            scores = computed(folder)
             for start in range(0, len(scores), spec.chunk_rows):
                 part = np.arange(start, min(start + spec.chunk_rows, len(scores)))
                 lazy.put(part, {SCORES: scores[part]})
-            replay.forget(folder)
+        if folder.exists():  # also that of a process that was killed here
+            _forget(folder)
     table = workspace.reader().open_table(path)
     return Scores(StoredMatrix(table), source, settings=settings, location=f"{workspace.path}:{path}")
 
@@ -237,16 +245,17 @@ class _Replay:
         self._held = max(2, int(max_bytes // 4 // self._state_bytes))
         """States of a segment that are in memory at once."""
         with repeatable(run.device), naming_failures(run.program.model, "differentiate a training step of"):
+            self._check_second_derivative()
             step_bytes = _measured_bytes(lambda: self._adjoint(0, run.states.get(0), _single(final), None, 1))
         self._chunk = max(1, int(max_bytes // 4 // max(1, step_bytes)))
         """Targets whose Hessian products are computed at once."""
-        self._most = max(1, int(max_bytes // 2 // (4 * self._state_bytes)))
+        self._most = max(1, int(max_bytes // 2 // (4 * self._state_bytes + 3 * run.weights.nbytes)))
         """Targets of a block that memory allows."""
 
     def scores(self, block: int | None, folder: Path | None = None) -> NDArray[np.float32]:
         """Return the scores ``(N, M)``; finished blocks and segments are kept in a folder."""
         count = len(self._targets)
-        size = min(count, self._most if block is None else positive_int(block=block))
+        size = min(count, self._most if block is None else block)
         size = -(-count // -(-count // size)) if block is None else size  # blocks of about equal size
         size = self._kept_size(folder, size)
         starts = range(0, count, size)
@@ -270,17 +279,11 @@ class _Replay:
                 found[:, places] = columns.T.float().cpu().numpy()
         return found
 
-    def forget(self, folder: Path) -> None:
-        """Remove the files of a finished replay."""
-        for file in folder.glob("*"):
-            file.unlink()
-        folder.rmdir()
-
     def _kept_size(self, folder: Path | None, size: int) -> int:
         """Return the block size of an interrupted replay, whose files need it, or store this one."""
         if folder is None:
             return size
-        note = folder / "block-size.safetensors"
+        note = folder / _SIZE
         if note.exists():
             return int(load_tensors(note, torch.device("cpu"))[0]["size"])
         save_tensors(note, {"size": torch.tensor(size, device="cpu")})
@@ -348,13 +351,7 @@ class _Replay:
         size = sum(len(part.rows) for part in parts)
 
         def gradient(place: int, part: Part) -> tuple[Named, Callable[[Named], tuple[Named, Tensor]]]:
-            key = step_key(run.recipe.seed, number, place, run.device)
-            weights = run.weights[torch.from_numpy(part.rows).to(run.device)]
-            return _vjp(
-                lambda values, some: program.gradient(values, some, run.frozen, part.batch, key, size),
-                state.parameters,
-                weights,
-            )
+            return self._gradient(number, state, place, part, size)
 
         single = (
             len(parts) == 1
@@ -372,7 +369,39 @@ class _Replay:
                 result.parameters[name].add_(product)
             if columns is not None:
                 columns[:, torch.from_numpy(part.rows).to(columns.device)] += by_row
-        return State(*result)
+        return State(*tree_map(Tensor.contiguous, tuple(result)))
+
+    def _gradient(
+        self, number: int, state: State, place: int, part: Part, size: int
+    ) -> tuple[Named, Callable[[Named], tuple[Named, Tensor]]]:
+        """Return the gradient of a part of a step, and its product with the derivatives by parameters and weights."""
+        run, program = self._run, self._run.program
+        key = step_key(run.recipe.seed, number, place, run.device)
+        weights = run.weights[torch.from_numpy(part.rows).to(run.device)]
+        return _vjp(
+            lambda values, some: program.gradient(values, some, run.frozen, part.batch, key, size),
+            state.parameters,
+            weights,
+        )
+
+    def _check_second_derivative(self) -> None:
+        """Raise if a derivative is a constant for torch, as that of an autograd function with once_differentiable.
+
+        The gradient g is linear in the row weights w, so w times the derivative of its norm's half square by w is the
+        square of the norm.
+        """
+        run = self._run
+        part = run.parts(0)[0]
+        found, back = self._gradient(0, run.states.get(0), 0, part, len(part.rows))
+        expected = float(sum(g.double().square().sum() for g in found.values()))
+        weights = run.weights[torch.from_numpy(part.rows).to(run.device)]
+        product = float((weights.double() * back(found)[1].double()).sum())
+        if abs(product - expected) > _TOLERANCE * expected:
+            raise UnsupportedModelError(
+                f"{type(run.program.model).__name__} has an operation whose derivative torch treats as a constant, so "
+                "a training step cannot be differentiated. This is so for an autograd.Function with "
+                "once_differentiable: write its backward with operations of torch."
+            )
 
     def _target_gradients(self, places: NDArray[np.int64]) -> State:
         """Return the gradients of the targets' outputs at the trained parameters as cotangents of the last state."""
@@ -396,6 +425,13 @@ class _Replay:
         count = len(places)
         slots = tree_map(lambda value: value.new_zeros(count, *value.shape), final.slots)
         return State(stacked, slots)
+
+
+def _forget(folder: Path) -> None:
+    """Remove the files of a finished replay; the size of its blocks last, without which they cannot be read."""
+    for file in sorted(folder.iterdir(), key=lambda file: file.name == _SIZE):
+        file.unlink()
+    folder.rmdir()
 
 
 def _vjp(function: Callable[..., Any], *at: Any) -> tuple[Any, Callable[[Any], Any]]:

@@ -12,6 +12,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from os import PathLike
 from pathlib import Path
+from types import BuiltinFunctionType, FunctionType
 from typing import Any, Literal, final
 
 import numpy as np
@@ -57,6 +58,8 @@ _RECORD = "run.json"
 _SAME_CHANGE, _ROUNDING = 1e-2, 1e-5
 """Largest difference of repeated weights, relative to their change and to their norm."""
 _ONE_BY_ONE = " Train one by one: retrain(recipe.train_fn, masks, output_fn)."
+_SETTINGS = (type(None), bool, int, float, str, tuple, FunctionType, BuiltinFunctionType)
+"""Types of a module's attributes that identify it, such as ``p`` of dropout and the mode."""
 ADVICE = (
     "Smoother are: GELU in place of ReLU, average in place of max pooling, a smaller learning rate, larger batches, "
     "and for Adam a larger eps_root."
@@ -193,8 +196,8 @@ class TrainingRun:
         return SubsetTraining(self.recipe, keep_order=True, row_weights=self.weights)
 
     def require_finished(self) -> None:
-        """Raise if the training has not reached its last step."""
-        if self.num_steps not in self.states.numbers():
+        """Raise if the first or the last state is missing."""
+        if not {0, self.num_steps} <= set(self.states.numbers()):
             raise InvalidInputError(
                 "The training is not finished. Call recipe.train(path) again; it resumes."
             )
@@ -223,11 +226,14 @@ def train(
         if not stored:
             run.states.put(0, state)
         with KeptProgress(run.num_steps, first, label="Training", unit="step", progress=progress) as done:
+            last = first
             for number in range(first, run.num_steps):
                 state = run.step(state, number)
                 if number + 1 in wanted:
-                    _refuse_non_finite(state, number)
+                    if not _is_finite(state):
+                        _refuse_non_finite(*_first_non_finite(run, last))
                     run.states.put(number + 1, state)
+                    last = number + 1
                 done.advance(1)
     return run
 
@@ -312,13 +318,13 @@ class SubsetTraining:
         return found
 
     def _weights(self, subsets: Sequence[NDArray[np.int64]]) -> Tensor:
-        """Return 1 for the rows of each subset and 0 for the others, ``(R, N)``."""
-        num_rows = len(self.recipe.rows)
-        inside = torch.ones(num_rows, device="cpu") if self.row_weights is None else self.row_weights.cpu()
-        weights = torch.zeros(len(subsets), num_rows, dtype=inside.dtype, device="cpu")
+        """Return the weights of the rows of each subset and 0 for the others, ``(R, N)``."""
+        ones = torch.ones(len(self.recipe.rows), device="cpu")
+        used = ones if self.row_weights is None else self.row_weights.cpu()
+        weights = used.new_zeros(len(subsets), len(used))
         for place, subset in enumerate(subsets):
             rows = torch.from_numpy(subset)
-            weights[place, rows] = inside[rows]
+            weights[place, rows] = used[rows]
         return weights
 
 
@@ -402,6 +408,19 @@ def _wanted(num_steps: int, spacing: Spacing, interval: int | None) -> set[int]:
     return {*range(0, num_steps, every), num_steps}
 
 
+def _is_finite(state: State) -> bool:
+    return all(bool(value.isfinite().all()) for value in state.parameters.values())
+
+
+def _first_non_finite(run: TrainingRun, number: int) -> tuple[State, int]:
+    """Return the first state after a stored one that is not finite, and the step that made it."""
+    state = run.step(run.states.get(number), number)
+    while _is_finite(state):
+        number += 1
+        state = run.step(state, number)
+    return state, number
+
+
 def _refuse_non_finite(state: State, number: int, whose: str = "") -> None:
     for name, value in state.parameters.items():
         if not bool(value.isfinite().all()):
@@ -427,7 +446,7 @@ def _fingerprint(
         "accumulate": recipe.accumulate,
         "clip_norm": recipe.clip_norm,
         "trained": list(trained),
-        "modes": hashlib.sha256(str([m.training for m in model.modules()]).encode()).hexdigest(),
+        "modules": _modules_digest(model),
         "seed": recipe.seed,
         "row_weights": None if uniform else hashlib.sha256(weights.cpu().numpy().tobytes()).hexdigest(),
     }
@@ -439,6 +458,23 @@ def _pairs(state: State, other: State | None) -> list[tuple[Tensor, Tensor]]:
         (value, torch.zeros_like(value) if other is None else other.parameters[name])
         for name, value in state.parameters.items()
     ]
+
+
+def _modules_digest(model: nn.Module) -> str:
+    """Return the SHA-256 of classes, modes and plain settings of all modules, which weights do not tell apart."""
+    classes: dict[type, Any] = {}
+    described = []
+    for name, module in model.named_modules():
+        cls = type(module)
+        if cls not in classes:
+            classes[cls] = describe_source(cls)
+        settings = {
+            key: describe_source(value)
+            for key, value in vars(module).items()
+            if not key.startswith("_") and isinstance(value, _SETTINGS)
+        }
+        described.append([name, classes[cls], settings])
+    return hashlib.sha256(canonical_json(described).encode()).hexdigest()
 
 
 def _claim(path: Path, fingerprint: dict[str, Any]) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 from collections.abc import Mapping
 from pathlib import Path
@@ -18,6 +19,8 @@ __all__ = ["StateFiles", "flat", "load_tensors", "save_tensors", "unflat"]
 
 _PARAMETERS = "parameters"
 _SUFFIX = ".safetensors"
+_ORDER = "order"
+"""Entry of the metadata with the names in order, which the format does not keep."""
 
 
 def flat(state: State) -> Named:
@@ -43,7 +46,7 @@ def save_tensors(
     partial = path.with_name(f".{path.name}.{os.getpid()}")
     plain = {name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}
     try:
-        save_file(plain, partial, dict(metadata or {}))
+        save_file(plain, partial, {**(metadata or {}), _ORDER: json.dumps(list(plain))})
         with partial.open("rb") as file:
             os.fsync(file.fileno())
         partial.replace(path)
@@ -52,14 +55,17 @@ def save_tensors(
 
 
 def load_tensors(path: Path, device: torch.device) -> tuple[Named, dict[str, str]]:
-    """Return the tensors of a file on a device, and its metadata.
+    """Return the tensors of a file on a device, in the order in which they were saved, and its metadata.
 
     Raises:
         CorruptStoreError: If the file cannot be read.
     """
     try:
         with safe_open(path, framework="pt", device=str(device)) as file:
-            return {name: file.get_tensor(name) for name in file.keys()}, dict(file.metadata() or {})  # noqa: SIM118
+            metadata = file.metadata()
+            # Bits depend on the order, in which a norm is summed, and on the alignment, which a mapped file has not.
+            found = {name: file.get_tensor(name).clone() for name in json.loads(metadata.pop(_ORDER))}
+            return found, metadata
     except Exception as error:
         raise CorruptStoreError(
             f"{path} cannot be read ({error!s:.200}). Delete it, and make the call again."

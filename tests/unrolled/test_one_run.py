@@ -1,0 +1,143 @@
+"""Verification against repetitions of one run: exact scores predict them, random ones do not."""
+
+import numpy as np
+import pytest
+import torch
+from torch.utils.data import TensorDataset
+from unrolled_cases import loss, margin, mlp, recipe, vectors
+
+from trak_lite import verify
+from trak_lite.errors import InvalidInputError
+from trak_lite.methods import GradDot
+from trak_lite.retraining import one_run
+from trak_lite.scoring.matrix import HeldMatrix
+from trak_lite.scoring.scores import Scores
+from trak_lite.scoring.source import UnstoredRows
+from trak_lite.store import Manifest
+from trak_lite.unrolled import SGD, unrolled
+
+FEW = TensorDataset(*vectors(4, 1))
+ROWS = 100
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory):
+    made = recipe(mlp, loss, TensorDataset(*vectors(ROWS, 0)), SGD(lr=0.1), batch_size=20, epochs=2)
+    return made.train(tmp_path_factory.mktemp("run"))
+
+
+@pytest.fixture(scope="module")
+def scores(run):
+    return unrolled(run, FEW, margin)
+
+
+def random_scores():
+    values = np.random.default_rng(0).normal(size=(ROWS, 4)).astype(np.float32)
+    return Scores(
+        HeldMatrix(values), UnstoredRows("random", GradDot(), Manifest({})), settings={}, location=None
+    )
+
+
+def one(scores, run, **settings):
+    return verify(scores, run, FEW, protocol="one-run", **{"budget": 16, "task": margin, **settings})
+
+
+@pytest.mark.quick
+def test_exact_scores_predict_the_run_without_some_rows(run, scores):
+    verdict = one(scores, run)
+
+    assert [share for share, _ in verdict.lds] == [0.01, 0.05, 0.1, 0.5]
+    for share, found in verdict.lds:
+        assert found.mean > (0.97 if share < 0.5 else 0.85)
+        assert found.low <= found.mean <= found.high
+    assert verdict.metasmoothness > 0.9
+    assert "the same run (seed and order) without random rows" in str(verdict)
+    assert "50% left out" in str(verdict)
+    assert verdict.to_json()["num_targets"] == 4
+
+
+def test_random_scores_do_not(run):
+    for _, found in one(random_scores(), run).lds:
+        assert abs(found.mean) < 0.45
+
+
+def test_outputs_are_those_of_plain_repetitions(run, scores, monkeypatch):
+    """The truth that a verdict uses, against trainings with zero weights one by one."""
+    seen = []
+    lds = one_run.linear_datamodeling_score
+    monkeypatch.setattr(
+        one_run,
+        "linear_datamodeling_score",
+        lambda *args, **kwargs: seen.append(args) or lds(*args, **kwargs),
+    )
+    one(scores, run)
+    predicted, _, outputs = seen[1]
+    masks = one_run._masks(ROWS, 0.05, 16, 0)
+
+    assert (masks.sum(1) == 95).all()
+    for place in (0, 7):
+        model = run.recipe.train(weights=masks[place]).model()
+        with torch.no_grad():
+            np.testing.assert_allclose(outputs[place], margin(model, vectors(4, 1)), rtol=1e-6)
+    np.testing.assert_allclose(predicted, masks.astype(float) @ scores.numpy(), rtol=1e-5, atol=1e-6)
+
+
+def test_a_run_with_row_weights_is_repeated_with_them():
+    made = recipe(mlp, loss, TensorDataset(*vectors(ROWS, 0)), SGD(lr=0.1), batch_size=20)
+    weights = np.linspace(0.0, 3.0, ROWS)
+    kept = np.arange(10, ROWS)
+
+    found = made.train(weights=weights).leave_out_fn(kept, 0)
+
+    expected = made.train(weights=weights * np.isin(np.arange(ROWS), kept)).model()
+    for one_parameter, other in zip(found.parameters(), expected.parameters(), strict=True):
+        torch.testing.assert_close(one_parameter, other, rtol=1e-12, atol=0)
+
+
+def test_a_second_call_trains_nothing(run, scores, monkeypatch):
+    first = one(scores, run)
+    monkeypatch.setattr("trak_lite.unrolled.runs._side_by_side", lambda *args: pytest.fail("a training"))
+    monkeypatch.setattr("trak_lite.unrolled.runs._alone", lambda *args: pytest.fail("a training"))
+
+    assert one(scores, run) == first
+    one(random_scores(), run)
+
+
+def test_other_targets_and_budgets_are_verified_in_the_same_folder(run, scores):
+    others = TensorDataset(*vectors(3, 7))
+    of_others = unrolled(run, others, margin, name="others")
+
+    assert one(scores, run, budget=12).num_subsets == 12
+    assert verify(of_others, run, others, protocol="one-run", budget=12, task=margin).lds[1][1].mean > 0.9
+
+
+@pytest.mark.quick
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"seeds": (1, 2)}, "does not take.*seeds"),
+        ({"alpha": 0.3}, "does not take.*alpha"),
+        ({"calibrate": True}, "does not take.*calibrate"),
+        ({"train_id": "x"}, "does not take.*train_id"),
+        ({"protocol": "two-run"}, "protocol"),
+        ({"budget": 1}, "budget"),
+        ({"budget": 2.5}, "budget"),
+        ({"task": None}, "Pass task="),
+        ({"protocol": "expected"}, "protocol='one-run'"),
+    ],
+)
+def test_arguments_are_checked(run, scores, settings, message):
+    with pytest.raises(InvalidInputError, match=message):
+        verify(scores, run, FEW, **{"protocol": "one-run", "budget": 4, "task": margin, **settings})
+
+
+@pytest.mark.quick
+def test_other_arguments_of_the_wrong_kind(run, scores):
+    with pytest.raises(InvalidInputError, match="takes a TrainingRun"):
+        verify(scores, run.recipe.train_fn, FEW, protocol="one-run", task=margin)
+    with pytest.raises(InvalidInputError, match="3 targets"):
+        verify(scores, run, TensorDataset(*vectors(3, 1)), protocol="one-run", task=margin)
+    small = recipe().train()
+    of_small = unrolled(small, FEW, margin)
+    with pytest.raises(InvalidInputError, match=r"share of 0\.01 leaves out 0 of 11 rows"):
+        verify(of_small, small, FEW, protocol="one-run", task=margin)
