@@ -17,6 +17,8 @@ sys.path.insert(0, str(Path(__file__).parent))
 import scale_plan  # found through the line above
 from scale_plan import RESULTS, markdown, parts
 
+from trak_lite.evaluation import target_loss_rise
+
 ROOT = Path(__file__).resolve().parents[1]
 PAGES = (*sorted((ROOT / "docs" / "pages").rglob("*.md")), ROOT / "docs" / "scale.md")
 MARKED = re.compile(r"(?<=<!-- table: )(\w+)( -->\n)(.*?)(?=<!-- end -->)", re.DOTALL)
@@ -48,6 +50,37 @@ def lds() -> str:
 def _interval(value: dict[str, Any], sign: str = "") -> str:
     low, high = value["interval"]
     return f"{value['mean']:{sign}.3f} [{low:{sign}.3f}, {high:{sign}.3f}]"
+
+
+def removal() -> str:
+    """Return how much f falls after retraining without the 5 % most helpful rows, by four ways to choose them."""
+    found: dict[str, dict[str, dict[str, Any]]] = {name: {} for name in parts("lds_summary")["problems"]}
+    for key, figures in parts("lds_removal").items():
+        problem, method = key.split(" / ", 1)
+        found[problem][method] = figures
+    rows = []
+    for problem, methods in found.items():
+        if not methods:
+            continue
+        peer = next((name for name in methods if name not in REMOVED_BY), None)
+        falls = {name: figures["5%"]["fall"] for name, figures in methods.items()}
+        ours, theirs = falls["default, run"], falls.get(peer or "", {})
+        about = methods["default, run"]
+        cells = [problem, f"{about['targets']} x {about['seeds']}", _interval(ours)]
+        cells += [peer or "", _interval(theirs) if theirs else ""]
+        if "per target" in ours and "per target" in theirs:
+            paired = target_loss_rise(theirs["per target"], ours["per target"])
+            difference = {"mean": paired.mean, "interval": paired.interval}
+            cells.append(_interval(difference, sign="+"))
+        else:
+            cells.append("")
+        cells += [_interval(falls[name]) if name in falls else "" for name in REMOVED_BY[1:]]
+        rows.append(cells)
+    columns = ["problem", "targets x seeds", "default", "best other package", "its fall", "difference"]
+    return markdown([*columns, *REMOVED_BY[1:]], rows)
+
+
+REMOVED_BY = ("default, run", "nearest", "random")
 
 
 def ranks() -> str:
@@ -194,6 +227,7 @@ TABLES: dict[str, Callable[[], str]] = {
     function.__name__: function
     for function in (
         lds,
+        removal,
         ranks,
         defaults,
         cost,

@@ -2,7 +2,8 @@
 
 For some targets of every problem the 1 % and the 5 % of the train rows with the highest scores for the target are
 removed, the model is trained again, and the target is evaluated. ``fall`` is f before minus f after, ``loss rise``
-the loss after minus the loss before, as means over targets and seeds with their 95 % bootstrap intervals over targets.
+the loss after minus the loss before, as means over targets and seeds with their 95 % bootstrap intervals over targets;
+``per target`` holds the values behind them, for paired differences between methods.
 The model before is that of all rows with the same seed. A good method makes f fall the most. The rows are removed by
 
 * a method of trak_lite and the other package with the highest LDS on the problem, from the scores that
@@ -85,7 +86,8 @@ def removed(setting: Setting, scores: np.ndarray, targets: np.ndarray, num_seeds
                 for models in after
             ]
             rise = target_loss_rise(first, last)
-            values[name] = {"mean": rise.mean, "interval": list(rise.interval)}
+            per_target = [float(f"{value:.5g}") for value in rise.per_target]
+            values[name] = {"mean": rise.mean, "interval": list(rise.interval), "per target": per_target}
         found[f"{share:.0%}"] = {"rows": count, **values}
     return found
 
