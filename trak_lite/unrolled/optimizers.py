@@ -132,10 +132,10 @@ class SGD(AbstractOptimizer):
         """Return a parameter and its momentum after one step; see :meth:`AbstractOptimizer.update`."""
         direction = gradient + self.weight_decay * parameter if self.weight_decay else gradient
         if not self.momentum:
-            return parameter - lr * direction, {}
-        momentum = self.momentum * slots["momentum"] + direction
-        step = direction + self.momentum * momentum if self.nesterov else momentum
-        return parameter - lr * step, {"momentum": momentum}
+            return torch.add(parameter, direction, alpha=-lr), {}
+        momentum = torch.add(direction, slots["momentum"], alpha=self.momentum)
+        step = torch.add(direction, momentum, alpha=self.momentum) if self.nesterov else momentum
+        return torch.add(parameter, step, alpha=-lr), {"momentum": momentum}
 
 
 @dataclass(frozen=True, kw_only=True)
