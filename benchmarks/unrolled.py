@@ -102,13 +102,16 @@ TRAININGS = {
     "logistic regression, SGD 0.05": Training(
         partial(perceptron, nn.Identity, 64, 10), SGD(lr=0.05, momentum=0.9)
     ),
-    "convolutions, GELU, average pooling, SGD 0.02": Training(
-        SMOOTH_CNN, SGD(lr=0.02, momentum=0.9), epochs=10
+    "convolutions, GELU, average pooling, Adam 2e-3": Training(SMOOTH_CNN, Adam(lr=2e-3), epochs=10),
+    "convolutions, ReLU, max pooling, Adam 2e-3": Training(
+        partial(convolutions, nn.ReLU, nn.MaxPool2d), Adam(lr=2e-3), epochs=10
     ),
-    "convolutions, ReLU, max pooling, SGD 0.02": Training(
-        partial(convolutions, nn.ReLU, nn.MaxPool2d), SGD(lr=0.02, momentum=0.9), epochs=10
+    "convolutions, GELU, average pooling, SGD 0.1": Training(
+        SMOOTH_CNN, SGD(lr=0.1, momentum=0.9), epochs=10
     ),
     "ReLU, Adam 1e-3": Training(RELU_MLP, Adam(lr=1e-3)),
+    "GELU, Adam 1e-3, eps_root 1e-6": Training(GELU_MLP, Adam(lr=1e-3, eps_root=1e-6)),
+    "GELU, Adam 1e-3, batches of 200": Training(GELU_MLP, Adam(lr=1e-3), batch_size=200),
     "GELU, Adam 5e-3, eps_root 1e-6": Training(GELU_MLP, Adam(lr=5e-3, eps_root=1e-6)),
     "GELU, SGD 0.1, wrong labels": Training(GELU_MLP, SGD(lr=0.1, momentum=0.9), data.digits, 30),
     "GELU, SGD 0.02, wrong labels": Training(GELU_MLP, SGD(lr=0.02, momentum=0.9), data.digits, 30),
