@@ -206,18 +206,18 @@ def unrolled_smooth() -> str:
     rows = [
         [
             name,
-            f"{figures['metasmoothness']:.4f}",
+            *(f"{figures[key]:.3f}" for key in SMOOTHNESS),
             f"{figures['accuracy']:.2f}",
             *(f"{figures['unrolled'][share]['mean']:.3f}" for share in SHARES),
             f"{figures['default']['0.05']['mean']:.3f}",
         ]
-        for name, figures in sorted(found.items(), key=lambda item: -item[1]["metasmoothness"])
+        for name, figures in sorted(found.items(), key=lambda item: -item[1][SMOOTHNESS[1]])
     ]
-    return markdown(
-        ["training", "metasmoothness", "accuracy", "1 %", "5 %", "10 %", "50 %", "kernel, 5 %"], rows
-    )
+    columns = ["training", "h = 0.1", "h = 0.5", "accuracy", "1 %", "5 %", "10 %", "50 %", "kernel, 5 %"]
+    return markdown(columns, rows)
 
 
+SMOOTHNESS = ("metasmoothness", "metasmoothness, h = 0.5")
 SHARES = ("0.01", "0.05", "0.1", "0.5")
 
 
@@ -292,11 +292,17 @@ def smoothness_figure() -> str:
         "LDS with 5 % of the rows left out</text>",
     ]
     for name, figures in unrolled_parts("smooth").items():
-        places = x(max(0.0, figures["metasmoothness"])), y(max(0.0, figures["unrolled"]["0.05"]["mean"]))
-        shapes.append(
-            f'<circle cx="{places[0]:.1f}" cy="{places[1]:.1f}" r="5" fill="#06c" fill-opacity=".7">'
-            f"<title>{name}</title></circle>"
-        )
+        for key, fill in zip(SMOOTHNESS, ("none", "#06c"), strict=True):
+            places = x(max(0.0, figures[key])), y(max(0.0, figures["unrolled"]["0.05"]["mean"]))
+            shapes.append(
+                f'<circle cx="{places[0]:.1f}" cy="{places[1]:.1f}" r="5" fill="{fill}" stroke="#06c">'
+                f"<title>{name}</title></circle>"
+            )
+    for place, (fill, label) in enumerate((("none", "h = 0.1"), ("#06c", "h = 0.5"))):
+        shapes += [
+            f'<circle cx="{x(0.04):.1f}" cy="{40 + 20 * place}" r="5" fill="{fill}" stroke="#06c"/>',
+            f'<text x="{x(0.04) + 12:.1f}" y="{44 + 20 * place}" {text}>{label}</text>',
+        ]
     lines = "\n".join(shapes)
     return f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height}" width="{width}">\n{lines}\n</svg>\n'
 
