@@ -6,8 +6,8 @@ held-out pieces: the derivative of the log-probability of each by the weight of 
 fine-tuning without the ten of 240 pieces that help a target most.
 
 Adam is made smooth by ``eps_root=1e-4`` under its root, with a larger learning rate in return. Measured with Python
-3.11: metasmoothness 0.999, and the log-probability of a target falls as the scores say, within 12 %. With
-``eps_root=1e-8`` and learning rate 2e-3 the metasmoothness is 0.962, and predictions are wrong by a factor of two.
+3.11: metasmoothness 0.999, and a median error of 17 % of the predicted changes of six targets. ``eps_root=1e-8`` with
+learning rate 2e-3 has metasmoothness 0.962, and errors of a factor of two.
 
 Run:  python examples/unrolled_lm.py       (a minute of CPU time; needs the extra hf)
 """
