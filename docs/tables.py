@@ -223,6 +223,125 @@ def optimizer() -> str:
     return markdown(["problem", "method", "plain rows", "`adam` (LESS: `adam_update`)", "difference"], rows)
 
 
+def unrolled_parts(part: str) -> dict[str, dict[str, Any]]:
+    """Return the measured rows of a part of the benchmark of replays, without failed ones."""
+    rows = parts("unrolled").items()
+    return {
+        key.split(" / ", 1)[1]: figures
+        for key, figures in rows
+        if key.startswith(f"{part} / ") and "fails" not in figures
+    }
+
+
+def unrolled_smooth() -> str:
+    """Return metasmoothness and one-run LDS of trainings, the smoothest first."""
+    found = unrolled_parts("smooth")
+    rows = [
+        [
+            name,
+            *(f"{figures[key]:.3f}" for key in SMOOTHNESS),
+            f"{figures['accuracy']:.2f}",
+            *(f"{figures['unrolled'][share]['mean']:.3f}" for share in SHARES),
+            f"{figures['default']['0.05']['mean']:.3f}",
+        ]
+        for name, figures in sorted(found.items(), key=lambda item: -item[1][SMOOTHNESS[1]])
+    ]
+    columns = ["training", "h = 0.1", "h = 0.5", "accuracy", "1 %", "5 %", "10 %", "50 %", "kernel, 5 %"]
+    return markdown(columns, rows)
+
+
+SMOOTHNESS = ("metasmoothness", "metasmoothness, h = 0.5")
+SHARES = ("0.01", "0.05", "0.1", "0.5")
+
+
+def unrolled_cost() -> str:
+    """Return cost per target and memory of replays."""
+    found = unrolled_parts("cost")
+    order = {name: place for place, name in enumerate(found)}
+    rows = [
+        [
+            name.split(", ")[0],
+            f"{figures['parameters']:,}",
+            name.split(", ")[1],
+            f"{figures['per_target']:.2f}",
+            f"{figures['per_target_plain']:.2f}",
+            f"{figures['mib']:.0f}",
+        ]
+        for name, figures in sorted(
+            found.items(),
+            key=lambda item: (item[0].split()[0], "MiB" in item[0], item[1]["targets"], order[item[0]]),
+        )
+    ]
+    columns = [
+        "model",
+        "parameters",
+        "block or memory",
+        "trainings per target",
+        "plain trainings per target",
+        "MiB",
+    ]
+    return markdown(columns, rows)
+
+
+def unrolled_expected() -> str:
+    """Return LDS over seeds of replays, of the default kernel, and of their averages."""
+    columns = ("default", "one run", "4 runs", "one run and default", "4 runs and default")
+    rows = [
+        [
+            problem,
+            f"{sum(figures['metasmoothness']) / len(figures['metasmoothness']):.3f}",
+            f"{figures['ceiling']:.3f}",
+            *(f"{figures[name]['mean']:.3f}" for name in columns),
+            f"{min(figures['each run']):.3f} to {max(figures['each run']):.3f}",
+        ]
+        for problem, figures in unrolled_parts("expected").items()
+    ]
+    return markdown(["problem", "metasmoothness", "ceiling", *columns, "each run"], rows)
+
+
+def smoothness_figure() -> str:
+    """Return a scatter plot of one-run LDS by metasmoothness as SVG."""
+    width, height, left, low = 560, 360, 60, 310
+    text = 'font-family="sans-serif" font-size="12" fill="#555"'
+
+    def x(value: float) -> float:
+        return left + value * (width - left - 20)
+
+    def y(value: float) -> float:
+        return low - value * (low - 20)
+
+    shapes = [f'<rect width="{width}" height="{height}" fill="#fff"/>']
+    for place in range(0, 11, 2):
+        value = place / 10
+        shapes += [
+            f'<path d="M{x(value):.1f} {y(0)}V{y(1)}M{x(0)} {y(value):.1f}H{x(1):.1f}" stroke="#ddd"/>',
+            f'<text x="{x(value):.1f}" y="{low + 18}" text-anchor="middle" {text}>{value:g}</text>',
+            f'<text x="{left - 8}" y="{y(value) + 4:.1f}" text-anchor="end" {text}>{value:g}</text>',
+        ]
+    shapes += [
+        f'<path d="M{x(0.9):.1f} {y(0)}V{y(1)}" stroke="#b40" stroke-dasharray="4 4"/>',
+        f'<text x="{x(0.5):.1f}" y="{height - 10}" text-anchor="middle" {text}>metasmoothness</text>',
+        f'<text x="16" y="{y(0.5):.1f}" text-anchor="middle" transform="rotate(-90 16 {y(0.5):.1f})" {text}>'
+        "LDS with 5 % of the rows left out</text>",
+    ]
+    for name, figures in unrolled_parts("smooth").items():
+        for key, fill in zip(SMOOTHNESS, ("none", "#06c"), strict=True):
+            places = x(max(0.0, figures[key])), y(max(0.0, figures["unrolled"]["0.05"]["mean"]))
+            shapes.append(
+                f'<circle cx="{places[0]:.1f}" cy="{places[1]:.1f}" r="5" fill="{fill}" stroke="#06c">'
+                f"<title>{name}</title></circle>"
+            )
+    for place, (fill, label) in enumerate((("none", "h = 0.1"), ("#06c", "h = 0.5"))):
+        shapes += [
+            f'<circle cx="{x(0.04):.1f}" cy="{40 + 20 * place}" r="5" fill="{fill}" stroke="#06c"/>',
+            f'<text x="{x(0.04) + 12:.1f}" y="{44 + 20 * place}" {text}>{label}</text>',
+        ]
+    lines = "\n".join(shapes)
+    return f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height}" width="{width}">\n{lines}\n</svg>\n'
+
+
+FIGURE = ROOT / "docs" / "images" / "metasmoothness.svg"
+
 TABLES: dict[str, Callable[[], str]] = {
     function.__name__: function
     for function in (
@@ -237,6 +356,9 @@ TABLES: dict[str, Callable[[], str]] = {
         optimizer,
         zoo,
         zoo_refusals,
+        unrolled_smooth,
+        unrolled_cost,
+        unrolled_expected,
         *scale_plan.TABLES,
     )
 }
@@ -254,6 +376,7 @@ def main() -> None:
         if (new := refreshed(text)) != text:
             page.write_text(new, encoding="utf-8")
             print(page.relative_to(ROOT))
+    FIGURE.write_text(smoothness_figure(), encoding="utf-8")
 
 
 if __name__ == "__main__":

@@ -67,3 +67,19 @@ def test_an_own_projector_ranks_train_rows_as_the_gradients_do() -> None:
     few, many = own_projector.main(proj_dims=(64, 1024))
 
     assert few < many
+
+
+def test_derivatives_through_training_predict_repetitions_of_the_run(tmp_path: Path) -> None:
+    """The example asserts the change of a target without its most helpful rows."""
+    verdict = example("unrolled").main(num_train=400, epochs=8, budget=8, out=tmp_path)
+
+    assert verdict.metasmoothness > 0.9
+    assert verdict.lds[0][1].mean > 0.9
+
+
+@pytest.mark.filterwarnings("ignore:.*gradient_checkpointing:FutureWarning")  # of peft with transformers
+def test_derivatives_through_a_fine_tuning_of_gpt2_predict_its_repetition() -> None:
+    """With LoRA and AdamW."""
+    pytest.importorskip("peft", reason="needs transformers and peft (extra: hf)")
+
+    assert example("unrolled_lm").main(pretraining=40, rows_per_module=4, epochs=2) < 0.2

@@ -362,9 +362,11 @@ class _Replay:
             total = {name: total[name] + g for name, g in gradient(place, part)[0].items()}
         _, update_back = _vjp(lambda before, g: program.update(before, g, number), state, total)
         result, inner = vmap(update_back)(cotangents)
+        targets = len(next(iter(cotangents.parameters.values())))
+        fitting = chunk if chunk < targets else None  # a single chunk would be copied
         for place, part in enumerate(parts):
             back = first[1] if single else gradient(place, part)[1]
-            products, by_row = vmap(back, chunk_size=chunk)(inner)
+            products, by_row = vmap(back, chunk_size=fitting)(inner)
             for name, product in products.items():
                 result.parameters[name].add_(product)
             if columns is not None:

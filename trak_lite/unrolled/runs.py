@@ -215,6 +215,12 @@ def train(
     """Train a recipe; see :meth:`~trak_lite.unrolled.Recipe.train`."""
     one_of(("sqrt", "log", "all"), checkpoints=checkpoints)
     run = TrainingRun(recipe, None if path is None else Path(path), _checked_weights(recipe, weights))
+    if weights_digest(recipe.model(recipe.seed)) != run.fingerprint["weights"]:
+        raise InvalidInputError(
+            f"model_fn({recipe.seed}) returned other initial weights in its second call, so the run cannot be "
+            "repeated. Draw them from torch's generator alone, which is seeded before each call, and load or train "
+            "anything else outside model_fn."
+        )
     if run.path is not None:
         _claim(run.path, run.fingerprint)
     wanted = _wanted(run.num_steps, checkpoints, interval)
