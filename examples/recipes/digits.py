@@ -101,7 +101,12 @@ def training(*, data_seed: int = 0, epochs: int = 30) -> Recipe:
         epochs: Passes over the rows.
     """
     return Recipe(
-        smooth_model, row_losses, train_data(data_seed), SGD(lr=0.01, momentum=0.9), batch_size=50, epochs=epochs
+        smooth_model,
+        row_losses,
+        train_data(data_seed),
+        SGD(lr=0.01, momentum=0.9),
+        batch_size=50,
+        epochs=epochs,
     )
 
 
