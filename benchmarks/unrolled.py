@@ -13,7 +13,11 @@ by ``recipe.train``). The language model trains for 15 steps, which does not cha
 Scores of several runs, or of runs and the default kernel, are averaged after each target's column is divided by its
 standard deviation. Recipes train as ``benchmarks.lds`` does, with ``eps_root=1e-8`` for Adam.
 
-Run:  python -m benchmarks.unrolled [--parts smooth cost expected] [--rows ...] [--missing] [--keep FOLDER]
+``teacher``: the default kernel over the checkpoints of a run, before and after ``calibrate`` with the derivatives of
+that run for 20 targets. LDS on the other 80 targets: on repetitions of this run without 5 % of the rows, and on models
+retrained with other seeds.
+
+Run:  python -m benchmarks.unrolled [--parts smooth cost expected teacher] [--rows ...] [--missing] [--keep FOLDER]
 """
 
 from __future__ import annotations
@@ -43,9 +47,11 @@ from benchmarks.lds.training import losses
 from benchmarks.lds.truth import full_runs, load
 from benchmarks.measuring import RESULTS as FOLDER
 from benchmarks.measuring import cpu_seconds, memory_growth, run_worker, save_parts, surroundings
-from trak_lite import Attributor, Rows, verify
-from trak_lite.evaluation import linear_datamodeling_score, seed_noise_ceiling
+from trak_lite import Attributor, Rows, calibrate, calibrated_scores, verify
+from trak_lite.evaluation import linear_datamodeling_score, seed_noise_ceiling, subset_masks
+from trak_lite.retraining import retrain_many
 from trak_lite.unrolled import SGD, AbstractOptimizer, Adam, AdamW, Recipe, unrolled
+from trak_lite.unrolled.replay import outputs_of_model
 
 RESULTS = FOLDER / "unrolled.json"
 NUM_TARGETS, BUDGET, NUM_RUNS = 100, 40, 4
@@ -131,6 +137,8 @@ BUDGETS = (128, 512)
 """Memory in MiB of rows that choose the block themselves."""
 NUM_BUDGETED = 64
 """Their targets."""
+NUM_TAUGHT = 20
+"""Targets of a teacher."""
 PROBLEMS = (
     "digits_gelu_sgd",
     "digits_gelu_adam",
@@ -327,6 +335,52 @@ def expected(name: str, keep: Path) -> dict[str, Any]:
     return results
 
 
+def teacher(name: str) -> dict[str, Any]:
+    """Return what a teacher changes, for the run that it knows and for other seeds."""
+    setting, truth = SETTINGS[name], load(SETTINGS[name])
+    inputs, labels, target_inputs, target_labels = setting.data()
+    recipe = recipe_of(setting, 0)
+    per_epoch = recipe.num_steps // setting.epochs
+    run = recipe.train(interval=per_epoch)
+    targets = TensorDataset(target_inputs[:NUM_TARGETS], target_labels[:NUM_TARGETS])
+    few = TensorDataset(target_inputs[:NUM_TAUGHT], target_labels[:NUM_TAUGHT])
+    model = run.model()
+    states = [
+        {**model.state_dict(), **run.states.get(per_epoch * e).parameters} for e in setting.checkpoint_epochs
+    ]
+    attributor = Attributor(model, setting.measured(), None, progress=False)
+    attributor.featurize(TensorDataset(inputs, labels), states)
+    scores = attributor.score(targets)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", RuntimeWarning)  # of metasmoothness, which is reported
+        found = calibrate(scores, unrolled(run, few, setting.measured()))
+    matrices = {"default": scores.numpy()}
+    if found.kept:
+        matrices["calibrated"] = calibrated_scores(scores, found)
+    left_out = ~subset_masks(len(inputs), BUDGET, alpha=0.05)
+    rows = Rows(targets, batch_size=NUM_TARGETS)
+    repeated = retrain_many(
+        run.leave_out_fn,
+        left_out,
+        lambda trained: outputs_of_model(trained, setting.measured(), rows, run.device),
+        seeds=(0,),
+    )
+    truths = {
+        "this run": (left_out, repeated.mean),
+        "other seeds": (truth.masks, truth.outputs.mean(1)[:, :NUM_TARGETS]),
+    }
+    results: dict[str, Any] = {
+        "metasmoothness": run.metasmoothness(),
+        "kept": found.kept,
+        "gain": [found.gain.mean, found.gain.low, found.gain.high],
+    }
+    for question, (masks, outputs) in truths.items():
+        for method, matrix in matrices.items():
+            lds = linear_datamodeling_score(matrix[:, NUM_TAUGHT:], masks, outputs[:, NUM_TAUGHT:])
+            results[f"{method}, {question}"] = {"mean": lds.mean, "interval": list(lds.interval)}
+    return results
+
+
 PARTS: dict[str, tuple[str, ...]] = {
     "smooth": tuple(TRAININGS),
     "cost": tuple(
@@ -335,13 +389,16 @@ PARTS: dict[str, tuple[str, ...]] = {
         for what in (*(f"block {block}" for block in BLOCKS), *(f"{budget} MiB" for budget in BUDGETS))
     ),
     "expected": PROBLEMS,
+    "teacher": ("digits_gelu_adam", "digits_gelu_sgd", "digits_lr", "digits_relu"),
 }
 
 
 def worker(part: str, name: str, keep: Path) -> None:
     """Run one row and print its figures."""
     torch.set_num_threads(1)
-    found = {"smooth": smooth, "cost": cost, "expected": partial(expected, keep=keep)}[part](name)
+    found = {"smooth": smooth, "cost": cost, "expected": partial(expected, keep=keep), "teacher": teacher}[
+        part
+    ](name)
     print(json.dumps(found))
 
 

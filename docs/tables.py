@@ -299,6 +299,26 @@ def unrolled_expected() -> str:
     return markdown(["problem", "metasmoothness", "ceiling", *columns, "each run"], rows)
 
 
+def unrolled_teacher() -> str:
+    """Return LDS of the default kernel before and after calibration by a teacher."""
+    rows = [
+        [
+            problem,
+            f"{figures['metasmoothness']:.3f}",
+            *(
+                _interval(figures[f"{method}, {question}"])
+                if figures["kept"] or method == "default"
+                else "not kept"
+                for question in ("this run", "other seeds")
+                for method in ("default", "calibrated")
+            ),
+        ]
+        for problem, figures in unrolled_parts("teacher").items()
+    ]
+    questions = ("this run", "this run, calibrated", "other seeds", "other seeds, calibrated")
+    return markdown(["problem", "metasmoothness", *questions], rows)
+
+
 def smoothness_figure() -> str:
     """Return a scatter plot of one-run LDS by metasmoothness as SVG."""
     width, height, left, low = 560, 360, 60, 310
@@ -359,6 +379,7 @@ TABLES: dict[str, Callable[[], str]] = {
         unrolled_smooth,
         unrolled_cost,
         unrolled_expected,
+        unrolled_teacher,
         *scale_plan.TABLES,
     )
 }
