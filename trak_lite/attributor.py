@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from trak_lite._validate import positive_int
-from trak_lite.data.datasets import HeldRows
+from trak_lite.data.datasets import HeldRows, Rows
 from trak_lite.errors import InvalidInputError
 from trak_lite.featurizing.session import Run, marking_last, stored_norms
 from trak_lite.gradient_computers._base import ParameterChoice
@@ -396,10 +396,11 @@ class Attributor:
         checkpoints: CheckpointSource,
         checkpoint_loader: Callable[[Any], Mapping[str, Tensor]] | None,
     ) -> Scores:
-        """Compute and store the scores of a method that does not multiply stored rows."""
+        """Return the scores of a method that does not multiply stored rows; compute and store them if needed."""
         if isinstance(checkpoints, Iterator):
             checkpoints = list(checkpoints)
         targets = self._run.rows(data, "the targets")
+        place = (targets, name, method, checkpoints, checkpoint_loader)
 
         def matrix_of(one: AbstractMethod) -> NDArray[np.float32]:
             if isinstance(one, Mean):
@@ -411,7 +412,23 @@ class Attributor:
             given = {"checkpoints": checkpoints, "checkpoint_loader": checkpoint_loader}
             return self.score(data, name, method=one, **given).numpy()
 
-        matrix = matrix_of(method)
+        stored = self._stored_matrix(*place, matrix=None) or self._stored_matrix(
+            *place, matrix=matrix_of(method)
+        )
+        assert stored is not None  # it was just stored
+        return stored
+
+    def _stored_matrix(
+        self,
+        targets: Rows,
+        name: str,
+        method: AbstractMatrixMethod,
+        checkpoints: CheckpointSource,
+        checkpoint_loader: Callable[[Any], Mapping[str, Tensor]] | None,
+        *,
+        matrix: NDArray[np.float32] | None,
+    ) -> Scores | None:
+        """Return the stored scores; without them store ``matrix`` first, or return ``None`` if there is none."""
         with (
             self._run.joined(f"score {name!r}") as ranks,
             self._run.session(ranks=ranks, train=self._held) as session,
@@ -423,10 +440,15 @@ class Attributor:
                 found = iterate_checkpoints(checkpoints, checkpoint_loader)
                 used = [session.add_targets(target_set, checkpoint) for checkpoint in found]
             train = complete_tables(session.store, used, paths if used is None else None)
+            session.find_targets(target_set, train)
+            session.compare_targets(target_set, train)
             result = ScoreResult(
                 session.store, train, name, method, self.method, target_set.identity, len(targets)
             )
-            ranks.broadcast("scores to store", lambda: None if result.is_finished() else result.put(matrix))
+            if not ranks.broadcast("whether they are there", result.is_finished):
+                if matrix is None:
+                    return None
+                ranks.broadcast("the scores", lambda: result.put(matrix))
             return result.scores(self._run, dense=True)
 
     def _refuse_other_rows(self, runs: tuple[TrainingRun, ...]) -> None:
@@ -435,10 +457,18 @@ class Attributor:
             stored = store.manifest.fingerprint.get("dataset", {})
         for run in runs:
             trained = run.fingerprint["data"]
-            if stored["num_rows"] != trained["num_rows"] or stored.get("tensors") != trained.get("tensors"):
+            if ("id" in stored) != ("id" in trained):
                 raise InvalidInputError(
-                    f"A run of Unrolled was trained on other data ({trained['num_rows']} rows) than the store holds "
-                    f"({stored['num_rows']} rows). Make both from the same dataset, in the same order."
+                    "The train rows of the store or of a run of Unrolled have a name (Rows(name=...)), and the other "
+                    "have none, so they cannot be compared. Give both the same name, or none."
+                )
+            shared = stored.keys() & trained.keys()
+            if stored["num_rows"] != trained["num_rows"] or any(
+                stored[key] != trained[key] for key in shared
+            ):
+                raise InvalidInputError(
+                    f"A run of Unrolled was trained on other data, or in another order ({trained['num_rows']} rows), "
+                    f"than the store holds ({stored['num_rows']} rows). Make both from the same rows."
                 )
 
     def stream_scores(

@@ -108,7 +108,7 @@ def test_runs_on_other_rows_are_refused(runs):
     ("make", "message"),
     [
         (lambda: Mean(GradDot()), "two or more methods"),
-        (lambda: Mean(GradDot(), "GaussNewton"), "two or more methods"),
+        (lambda: Mean(GradDot(), "GausNewton"), "must be a name"),
         (lambda: Mean(GradDot(), GaussNewton(), method_weights=(1,)), "one per method"),
         (lambda: Mean(GradDot(), GaussNewton(), method_weights=(0, 0)), "not all zero"),
         (lambda: Unrolled(), "takes finished runs"),

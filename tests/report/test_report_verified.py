@@ -14,6 +14,7 @@ from torch.utils.data import TensorDataset
 from trak_lite import Attributor, verify
 from trak_lite.evaluation import subset_masks
 from trak_lite.report import write_report
+from trak_lite.retraining import calibrated
 from trak_lite.retraining import verify as verification
 
 N, M = 30, 5
@@ -49,7 +50,7 @@ def outputs_of(model: nn.Module) -> np.ndarray:
 
 @pytest.fixture
 def verified(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Attributor:
-    monkeypatch.setattr(verification, "_NUM_RESAMPLES", 50)
+    monkeypatch.setattr(calibrated, "_NUM_RESAMPLES", 50)
     monkeypatch.setattr(verification, "_KEPT_TARGETS", 3)
     made = Attributor(train(np.arange(N), 0), "image_classification", tmp_path / "run.zarr", proj_dim=8)
     made.featurize(TRAIN)

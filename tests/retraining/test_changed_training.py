@@ -13,8 +13,8 @@ from torch.utils.data import TensorDataset
 import trak_lite
 from trak_lite import Attributor
 from trak_lite.errors import ManifestMismatchError
+from trak_lite.retraining import calibrated
 from trak_lite.retraining import subsets as retraining
-from trak_lite.retraining import verify as verification
 
 N, M, BUDGET, RESAMPLES = 24, 5, 6, 20
 
@@ -106,7 +106,7 @@ KINDS = {
 
 @pytest.fixture(autouse=True)
 def _cheap(monkeypatch):
-    monkeypatch.setattr(verification, "_NUM_RESAMPLES", RESAMPLES)
+    monkeypatch.setattr(calibrated, "_NUM_RESAMPLES", RESAMPLES)
     monkeypatch.setattr(retraining, "_confirmed", {})
     CALLS.clear()
 
@@ -219,7 +219,7 @@ def test_retraining_into_one_path_refuses_another_training(tmp_path):
 def verify_beside_others(path, log, meeting):
     """Verify in a process of its own; its second training waits for that of the other process."""
     torch.set_num_threads(1)
-    verification._NUM_RESAMPLES = RESAMPLES
+    calibrated._NUM_RESAMPLES = RESAMPLES
     calls = []
 
     def meeting_train(indices, seed):

@@ -68,7 +68,7 @@ def test_noise_teaches_nothing(attributor: Attributor) -> None:
 
 @pytest.mark.parametrize(
     ("shape", "targets"),
-    [((N - 1, 12), None), ((N, 3), None), ((N, 6), [0, 1, 2, 3, 4, M]), ((N, 6), [0, 1]), ((N, M + 1), None)],
+    [((N - 1, 12), None), ((N, 3), None), ((N, 6), [0, 1, 2, 3, 4, 4]), ((N, 6), [0, 1]), ((N, M + 1), None)],
 )
 def test_sizes_that_do_not_fit_are_refused(
     attributor: Attributor, shape: tuple[int, int], targets: list[int] | None

@@ -235,7 +235,7 @@ def test_the_result_is_a_scores_object_that_says_what_it_lacks() -> None:
         lambda: scores.damping_path([1.0]),
         lambda: scores.run,
     ):
-        with pytest.raises(StateError, match="gradients that are not stored"):
+        with pytest.raises(StateError, match="not computed from stored rows"):
             call()
 
 

@@ -7,7 +7,7 @@ from torch.utils.data import TensorDataset
 from unrolled_cases import loss, margin, mlp, recipe, vectors
 
 from trak_lite import verify
-from trak_lite.errors import InvalidInputError
+from trak_lite.errors import InvalidInputError, ManifestMismatchError
 from trak_lite.methods import GradDot
 from trak_lite.retraining import one_run
 from trak_lite.scoring.matrix import HeldMatrix
@@ -137,7 +137,19 @@ def test_other_arguments_of_the_wrong_kind(run, scores):
         verify(scores, run.recipe.train_fn, FEW, protocol="one-run", task=margin)
     with pytest.raises(InvalidInputError, match="3 targets"):
         verify(scores, run, TensorDataset(*vectors(3, 1)), protocol="one-run", task=margin)
+
+
+def test_scores_of_other_targets_or_another_task_are_refused(run, scores):
+    other = TensorDataset(FEW.tensors[0] + 1, FEW.tensors[1])
+    with pytest.raises(ManifestMismatchError, match="targets"):
+        verify(scores, run, other, protocol="one-run", budget=2, task=margin)
+    with pytest.raises(ManifestMismatchError, match="task"):
+        verify(
+            scores, run, FEW, protocol="one-run", budget=2, task=lambda model, batch: margin(model, batch) * 2
+        )
+
+
+def test_a_share_leaves_out_at_least_one_row():
     small = recipe().train()
-    of_small = unrolled(small, FEW, margin)
-    with pytest.raises(InvalidInputError, match=r"share of 0\.01 leaves out 0 of 11 rows"):
-        verify(of_small, small, FEW, protocol="one-run", task=margin)
+    found = verify(unrolled(small, FEW, margin), small, FEW, protocol="one-run", budget=3, task=margin)
+    assert [share for share, _ in found.lds] == [0.01, 0.05, 0.1, 0.5]

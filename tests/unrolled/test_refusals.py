@@ -59,7 +59,7 @@ class Counter(nn.Module):
 @pytest.mark.quick
 @pytest.mark.parametrize("norm", [Counter(True), Counter(False)])
 def test_buffers_that_a_pass_changes_are_refused(norm):
-    with pytest.raises(UnsupportedModelError, match=r"buffers \['1.calls'\].*eval mode"):
+    with pytest.raises(UnsupportedModelError, match=r"changes \['1.calls'\].*eval mode"):
         recipe(with_norm(norm)).train()
 
 

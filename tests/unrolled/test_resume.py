@@ -1,6 +1,7 @@
 """A training or a replay that is killed anywhere continues to the same bits."""
 
 import signal
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -9,9 +10,13 @@ from forked import forkserver
 from killed_runs import files, whole
 from torch import nn
 from torch.utils.data import TensorDataset
-from unrolled_cases import images, margin, recipe
+from unrolled_cases import images, margin, recipe, targets
 
-from trak_lite.unrolled import SGD, Adam, TrainingRun, unrolled
+from trak_lite import Attributor
+from trak_lite.errors import InvalidInputError
+from trak_lite.parallel.sharing import LazyTable
+from trak_lite.run import tables
+from trak_lite.unrolled import SGD, Adam, TrainingRun, replay, unrolled
 
 pytestmark = pytest.mark.filterwarnings("ignore:The training has metasmoothness")
 
@@ -87,3 +92,59 @@ def test_layouts_that_files_do_not_keep_do_not_change_bits(tmp_path, build, opti
         unrolled(run, few, margin, block=2).numpy().tobytes() for run in (whole_run, again, made.train())
     ]
     assert scores[0] == scores[1] == scores[2]
+
+
+def test_checkpoints_of_a_run_are_featurized(tmp_path):
+    run = recipe().train(tmp_path / "run", interval=2)
+    states = run.checkpoints(3)
+    assert len(states) == 3
+    for name, value in run.model().state_dict().items():
+        torch.testing.assert_close(states[-1][name], value, rtol=0, atol=0)
+    made = Attributor(run.model(), "image_classification", None)
+    assert len(made.featurize(run.recipe.data, states).checkpoints) == 3
+
+
+def test_a_store_of_features_is_no_folder_of_a_run(tmp_path):
+    (tmp_path / "zarr.json").write_text("{}")
+    with pytest.raises(InvalidInputError, match="store of features"):
+        recipe().train(tmp_path)
+
+
+def test_chunks_that_a_killed_process_has_written_are_kept(tmp_path, monkeypatch):
+    run = recipe().train(tmp_path / "run")
+    task = "image_classification"
+    expected = unrolled(recipe().train(), targets(), task).numpy()
+    spec = tables.score_table_spec
+    monkeypatch.setattr(replay, "score_table_spec", lambda *given: replace(spec(*given), chunk_rows=4))
+    put, written = LazyTable.put, []
+
+    def killed(self, rows, values):
+        put(self, rows, values)
+        written.append(rows)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(LazyTable, "put", killed)
+    with pytest.raises(KeyboardInterrupt):
+        unrolled(run, targets(), task)
+    monkeypatch.setattr(LazyTable, "put", put)
+    np.testing.assert_array_equal(unrolled(run, targets(), task).numpy(), expected)
+    assert len(written) == 1
+
+
+def test_another_block_size_starts_an_interrupted_replay_again(tmp_path, monkeypatch):
+    run = recipe().train(tmp_path / "run", interval=2)
+    adjoint, calls = replay._Replay._adjoint, []
+
+    def stops(self, number, *given):
+        calls.append(number)
+        if len(calls) == 4:
+            raise KeyboardInterrupt
+        return adjoint(self, number, *given)
+
+    monkeypatch.setattr(replay._Replay, "_adjoint", stops)
+    with pytest.raises(KeyboardInterrupt):
+        unrolled(run, targets(), "image_classification", block=2)
+    monkeypatch.setattr(replay._Replay, "_adjoint", adjoint)
+    found = unrolled(run, targets(), "image_classification", block=1).numpy()
+    alone = unrolled(recipe().train(interval=2), targets(), "image_classification", block=1).numpy()
+    np.testing.assert_array_equal(found, alone)

@@ -157,6 +157,10 @@ class Job:
                 f"The recipe {self.recipe.path} needs a function training() that returns a trak_lite.unrolled.Recipe, "
                 f"{'and defines none' if training is None else f'got {type(made).__name__}'}."
             )
+        if self.config.values["train_data"]["indices"] is not None:
+            raise InvalidInputError(
+                "unroll trains on the rows of training() alone. Leave out train_data.indices."
+            )
         arguments = dict(self.config.values["unroll"])
         folder, progress = arguments.pop("path"), self.config.values["progress"]
         if folder is None:

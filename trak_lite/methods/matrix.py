@@ -10,8 +10,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from trak_lite._validate import real_at_least
-from trak_lite.errors import InvalidInputError
+from trak_lite.errors import InvalidInputError, NonFiniteError
 from trak_lite.methods.base import AbstractMethod
+from trak_lite.methods.registry import Method, as_method
 from trak_lite.modelout_functions import AbstractModelOutput
 
 __all__ = ["AbstractMatrixMethod", "Mean", "ReplayableRun", "Unrolled", "standardised"]
@@ -86,14 +87,15 @@ class Mean(AbstractMatrixMethod):
     method_weights: tuple[float, ...]
     """Weight of each method; they sum to 1."""
 
-    def __init__(self, *methods: AbstractMethod, method_weights: Sequence[float] | None = None) -> None:
-        """Take two or more methods and their weights, which are divided by their sum; ``None`` weighs all alike.
+    def __init__(self, *methods: Method, method_weights: Sequence[float] | None = None) -> None:
+        """Take two or more methods or names, and weights, which are divided by their sum; ``None`` weighs all alike.
 
         Raises:
             InvalidInputError: If there are fewer than two methods, or weights are negative or not one per method.
         """
-        if len(methods) < 2 or not all(isinstance(method, AbstractMethod) for method in methods):
+        if len(methods) < 2:
             raise InvalidInputError(f"Mean takes two or more methods, got {methods!r:.200}.")
+        methods = tuple(map(as_method, methods))
         given = (1.0,) * len(methods) if method_weights is None else method_weights
         numbers = tuple(real_at_least(0.0, method_weights=weight) for weight in given)
         if len(numbers) != len(methods) or not sum(numbers):
@@ -139,6 +141,8 @@ def standardised(scores: NDArray[Any]) -> NDArray[np.float64]:
         >>> standardised(np.array([[1.0, 5.0], [3.0, 5.0]])).tolist()
         [[-1.0, 0.0], [1.0, 0.0]]
     """
+    if np.isnan(scores).any():
+        raise NonFiniteError("A score is NaN, so columns cannot be standardised. Leave out refine and k.")
     centred = np.asarray(scores, np.float64) - np.mean(scores, axis=0, dtype=np.float64)
     spread = centred.std(axis=0)
     found: NDArray[np.float64] = centred / np.where(spread > 0, spread, 1.0)

@@ -27,6 +27,7 @@ from trak_lite.evaluation import (
 )
 from trak_lite.evaluation.calibration import fit_weights
 from trak_lite.evaluation.datamodeling import LinearDatamodelingScore, ScoreDifference
+from trak_lite.evaluation.subsets import row_numbers
 from trak_lite.evaluation.verdict import Calibration, Estimate
 from trak_lite.run.tables import FEATURES, OUT_TO_LOSS, as_tensor
 from trak_lite.scoring.scores import Scores
@@ -144,8 +145,8 @@ def calibrate(
         StateError: If the scores were not computed from stored rows.
     """
     num_rows, count = teacher.shape
-    chosen = np.arange(count) if targets is None else np.asarray(targets, np.int64)
-    inside = len(chosen) == count and bool(((chosen >= 0) & (chosen < scores.shape[1])).all())
+    chosen = np.arange(count) if targets is None else row_numbers(targets, scores.shape[1])
+    inside = len(set(chosen.tolist())) == count and bool(((chosen >= 0) & (chosen < scores.shape[1])).all())
     if num_rows != len(scores) or not inside or count < _FEWEST_TEACHERS:
         raise InvalidInputError(
             f"The teacher must have the {len(scores)} train rows of the scores, and at least {_FEWEST_TEACHERS} of "
@@ -282,10 +283,14 @@ def calibrated_matrix(rows: ScoredRows, calibration: Calibration) -> NDArray[np.
     Raises:
         StateError: If the calibrated kernel was not better, so that it was not stored.
     """
+    if calibration.checkpoints != tuple(rows.train):
+        raise InvalidInputError(
+            "The weights were fitted to scores of other checkpoints. Calibrate these scores."
+        )
     if not calibration.kept:
         raise StateError(
             f"The calibrated kernel was not significantly better (gain {calibration.gain}), so it was not stored. Use "
-            "the scores without calibration, or verify with a larger budget."
+            "the scores without calibration, or calibrate with more subsets or targets."
         )
     targets = _calibrated_targets(rows, calibration, np.array(calibration.weights))
     mean = rows.mean_out_to_loss()

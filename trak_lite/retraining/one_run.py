@@ -21,7 +21,7 @@ from trak_lite.modelout_functions._describe import describe_task
 from trak_lite.retraining.calibrated import summed_over
 from trak_lite.retraining.subsets import retrain, retrain_many
 from trak_lite.scoring.scores import Scores
-from trak_lite.store.manifest import canonical_json
+from trak_lite.store.manifest import canonical_json, compare_fingerprints
 from trak_lite.unrolled import TrainingRun
 from trak_lite.unrolled.replay import outputs_of_model
 
@@ -107,6 +107,14 @@ def verify_run(
         )
     identity = {"run": run.digest, "targets": rows.identity(), "task": describe_task(task), "budget": budget}
     digest = hashlib.sha256(canonical_json(identity).encode()).hexdigest()
+    made = scores.manifest.fingerprint
+    if made.get("kind") == "unrolled":
+        compare_fingerprints(
+            {key: made[key] for key in ("targets", "task")},
+            {key: identity[key] for key in ("targets", "task")},
+            where=f"The scores {scores.name!r}",
+            remedy="Pass the targets and the task that were scored.",
+        )
     found = []
     for share in shares:
         masks = _masks(num_rows, share, budget, subset_seed)
@@ -135,7 +143,7 @@ def verify_run(
 
 def _masks(num_rows: int, share: float, budget: int, seed: int) -> NDArray[np.bool_]:
     """Return the rows that each repetition keeps, ``(S, N)``."""
-    left_out = round(share * num_rows)
+    left_out = max(1, round(share * num_rows))
     if not 0 < left_out < num_rows:
         raise InvalidInputError(
             f"A share of {share!r} leaves out {left_out} of {num_rows} rows. Leave out at least one, but not all."

@@ -161,10 +161,12 @@ def verify(
         }
         given |= {"texts": texts is not None, "train_id": train_id is not None}
         refused = [key for key, used in given.items() if used]
-        if refused or not isinstance(train_fn, TrainingRun):
+        if refused:
+            raise InvalidInputError(f"protocol='one-run' does not take {refused}. Leave them out.")
+        if not isinstance(train_fn, TrainingRun):
             raise InvalidInputError(
-                f"protocol='one-run' takes a TrainingRun (recipe.train(...)) as train_fn, got {type(train_fn).__name__}"
-                f"{f', and does not take {refused}' if refused else ''}."
+                "protocol='one-run' takes a TrainingRun (recipe.train(...)) as train_fn, got "
+                f"{type(train_fn).__name__}."
             )
         _check_budget(budget, calibrate=False)
         return verify_run(
@@ -254,7 +256,8 @@ def calibrated_scores(scores: Scores, calibration: Calibration | None = None) ->
         calibration = verdict.calibration
     if calibration is None:
         raise StateError(
-            f"The scores {scores.name!r} were not calibrated. Call verify(scores, train_fn, targets, calibrate=True)."
+            f"The scores {scores.name!r} were not calibrated. Pass the result of calibrate(scores, teacher), or call "
+            "verify(scores, train_fn, targets, calibrate=True)."
         )
     with scores.run.workspace.reading() as store:
         return calibrated_matrix(scored_rows(store, scores, scores.run.settings), calibration)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import operator
 from collections.abc import Callable, Mapping, Sequence
@@ -15,12 +16,12 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from trak_lite._devices import float64_device
-from trak_lite.errors import CorruptStoreError, InvalidInputError, StateError
+from trak_lite.errors import BusyError, CorruptStoreError, InvalidInputError, StateError
 from trak_lite.evaluation import Verdict
 from trak_lite.evaluation.verdict import Predictions
 from trak_lite.featurizing.session import Run
 from trak_lite.linalg.kernel import KernelSettings, precondition
-from trak_lite.methods import AbstractMethod
+from trak_lite.methods import AbstractMatrixMethod, AbstractMethod
 from trak_lite.parallel.ranks import Ranks
 from trak_lite.run.settings import AttributorSettings, StoredSettings
 from trak_lite.run.tables import (
@@ -117,6 +118,8 @@ def streamed_scores(
     Raises:
         StateError: If the targets have no features, or train rows are pending.
     """
+    if isinstance(method, AbstractMatrixMethod):
+        raise InvalidInputError(f"{method.name} scores are stored whole. Leave out dense=False.")
     store = workspace.reader()
     with naming_dropped(store) as paths:
         train = _scorable_tables(store, name, method, paths)
@@ -411,7 +414,9 @@ class ScoreResult:
         table = self._store.create_table(self._path, self._spec)
         for start in range(0, len(matrix), self._spec.chunk_rows):
             rows = np.arange(start, min(start + self._spec.chunk_rows, len(matrix)))
-            table.put(rows, {SCORES: matrix[rows]})
+            # A process that was killed here, or another one, has written some chunks.
+            with contextlib.suppress(BusyError, StateError):
+                table.put(rows, {SCORES: matrix[rows]})
 
     def top_and_bottom(self, source: ScoreSource, k: int) -> NDArray[np.float64]:
         """Return the k most helpful and most harmful rows of every target, from the store's cache or from one pass.

@@ -28,6 +28,7 @@ from trak_lite.methods import (
     CG,
     EKFAC,
     AbstractInverseMethod,
+    AbstractMatrixMethod,
     AbstractMethod,
     GradCos,
     LiSSA,
@@ -95,7 +96,11 @@ def unprojected_method(method: Method) -> AbstractMethod:
         own.transform is not AbstractMethod.transform
         or own.transform_targets is not AbstractMethod.transform_targets
     )
-    if found.kernel is not None or (transforms and not isinstance(found, GradCos)):
+    if (
+        isinstance(found, AbstractMatrixMethod)
+        or found.kernel is not None
+        or (transforms and not isinstance(found, GradCos))
+    ):
         raise InvalidInputError(
             f"{found.name} needs stored feature rows: featurize the train data and call score(method={found.name!r}). "
             "Without stored rows, use EKFAC or CG for influence functions, or GradDot, GradCos or TracIn."

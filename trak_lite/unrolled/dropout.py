@@ -26,6 +26,8 @@ _ATTENTION = {F.scaled_dot_product_attention: 4, F.multi_head_attention_forward:
 _UNSUPPORTED = frozenset(
     {F.alpha_dropout, F.feature_alpha_dropout, F.rrelu, F.gumbel_softmax, torch.bernoulli}
 )
+_TRAINING = {F.alpha_dropout: 2, F.feature_alpha_dropout: 2, F.rrelu: 3}
+"""Functions that draw random numbers only in training, and the position of this argument."""
 _HANDLED = frozenset({F.dropout, *_WHOLE, *_ATTENTION}) | _UNSUPPORTED
 _GAMMA, _FIRST, _SECOND = -7046029254386353131, -4658895280553007687, -7723592293110705685
 """The constants of SplitMix64 as signed 64-bit integers."""
@@ -71,7 +73,7 @@ class SeededDropout(TorchFunctionMode):
                 "be replayed. Set the attention's dropout to 0, or use an attention that calls nn.Dropout (Hugging "
                 "Face: attn_implementation='eager')."
             )
-        if func in _UNSUPPORTED:
+        if func in _UNSUPPORTED and _is_random(func, args, kwargs):
             raise UnsupportedModelError(
                 f"{func.__name__} draws from torch's generator, so the training cannot be replayed. Of the random "
                 "operations, dropout, dropout1d, dropout2d and dropout3d are supported."
@@ -116,6 +118,14 @@ def _masked_axes(func: Callable[..., Any], dims: int) -> int:
     if func is F.dropout2d:  # reads three axes as (N, C, L), not as one image without a batch axis
         return min(dims, 2)
     return dims - _WHOLE[func] + 2
+
+
+def _is_random(func: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bool:
+    """Return whether a call draws random numbers; some functions do so only with ``training=True``."""
+    place = _TRAINING.get(func)
+    if place is None:
+        return True
+    return bool(args[place] if len(args) > place else kwargs.get("training", False))
 
 
 def _mixed(numbers: Tensor) -> Tensor:

@@ -45,6 +45,8 @@ __all__ = ["Frozen", "Part", "Program", "RowLoss", "TrainingSettings", "naming_f
 RowLoss: TypeAlias = Callable[[ModelCall, Batch], Tensor]
 """``loss(model, batch) -> (B,)``, the loss of every row; ``model(...)`` is the forward pass."""
 
+_CHECKPOINTING = "Gradient checkpointing cannot be replayed: switch it off"
+
 
 class Frozen(NamedTuple):
     """Tensors of a model that the training does not change."""
@@ -161,7 +163,8 @@ class TrainingSettings:
 
     def model(self, seed: int) -> nn.Module:
         """Return a new model with the initial weights of a seed; the state of torch's generator is restored."""
-        with torch.random.fork_rng(devices=[]):
+        device = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
+        with torch.random.fork_rng() if device is None else torch.random.fork_rng(device_type=device.type):
             torch.manual_seed(seed)
             return self.model_fn(seed)
 
@@ -301,7 +304,11 @@ class Program:
             UnsupportedModelError: If the model changes buffers or draws random numbers other than dropout masks.
         """
         buffers = {name: buffer.clone() for name, buffer in frozen.buffers.items()}
-        versions = {name: buffer._version for name, buffer in buffers.items()}
+        parameters = {name: p.clone() for name, p in (*frozen.parameters.items(), *state.parameters.items())}
+        for name in state.parameters:
+            parameters[name].requires_grad_()
+        copies = {**parameters, **buffers}
+        versions = {name: copy._version for name, copy in copies.items()}
         generators = {torch.device("cpu"), self.device}
         random = {device: rng_state(device) for device in generators}
         changed: set[str] = set()
@@ -311,10 +318,12 @@ class Program:
             changed.update(name for name, buffer in now if buffer is not buffers.get(name, buffer))
 
         handle = self.model.register_forward_hook(compare)
-        call = ModelCall(self.model, {**frozen.parameters, **state.parameters}, buffers)
+        call = ModelCall(self.model, parameters, buffers)
         seeded = SeededDropout(step_key(0, 0, 0, self.device))
+        # Checkpointing runs parts again in the backward pass, outside the masks of the step.
+        no_hooks = torch.autograd.graph.disable_saved_tensors_hooks(_CHECKPOINTING)
         try:
-            with torch.no_grad(), seeded, naming_failures(self.model, "train"):
+            with torch.enable_grad(), no_hooks, seeded, naming_failures(self.model, "train"):
                 losses = self.recipe.loss(call, part.batch)
         finally:
             handle.remove()
@@ -325,10 +334,10 @@ class Program:
                 f"loss(model, batch) returned {shape} for {size} rows. Return the loss of every row, (B,), without "
                 'a mean: cross_entropy(model(inputs), labels, reduction="none").'
             )
-        changed.update(name for name, buffer in buffers.items() if buffer._version != versions[name])
+        changed.update(name for name, copy in copies.items() if copy._version != versions[name])
         if changed:
             raise UnsupportedModelError(
-                f"The training pass changes the buffers {sorted(changed)[:5]} of {type(self.model).__name__}, which a "
+                f"The training pass changes {sorted(changed)[:5]} of {type(self.model).__name__}, which a "
                 "replay does not follow. Return the model from model_fn with these layers in eval mode."
             )
         if not all(torch.equal(state, rng_state(device)) for device, state in random.items()):
@@ -337,6 +346,11 @@ class Program:
                 "which a replay cannot repeat. Draw them in the dataset from a generator that is seeded with the row, "
                 "or switch them off."
             )
+
+
+def _per_model(leaf: Tensor, shape: tuple[int, ...]) -> Tensor:
+    """Return a leaf with R as first axis; a tensor without a sample axis is the same for all models."""
+    return leaf.expand(shape[0]) if leaf.dim() == 0 else leaf.reshape(*shape, *leaf.shape[1:])
 
 
 def _total(losses: Tensor, weights: Tensor, size: int) -> Tensor:
@@ -357,9 +371,7 @@ def _gradient(
 
 def _shaped(batch: Batch, shape: tuple[int, ...]) -> Batch:
     """Return the batch with its sample axis in the shape ``(b,)`` or ``(R, b)``."""
-    return (
-        batch if len(shape) == 1 else map_tensors(lambda leaf: leaf.reshape(*shape, *leaf.shape[1:]), batch)
-    )
+    return batch if len(shape) == 1 else map_tensors(lambda leaf: _per_model(leaf, shape), batch)
 
 
 @contextmanager

@@ -18,6 +18,7 @@ Shapes: N train rows, M targets, m targets of a block, T steps, b rows of a part
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import logging
 import math
@@ -38,7 +39,7 @@ from trak_lite._progress import KeptProgress
 from trak_lite._validate import positive_int
 from trak_lite.data.batches import move_batch, rows_in_batches
 from trak_lite.data.datasets import Rows, rows_of
-from trak_lite.errors import InvalidInputError, NonFiniteError, UnsupportedModelError
+from trak_lite.errors import BusyError, InvalidInputError, NonFiniteError, StateError, UnsupportedModelError
 from trak_lite.linalg.topk import TopRows
 from trak_lite.methods import Unrolled
 from trak_lite.modelout_functions import AbstractModelOutput, ModelCall, resolve_task
@@ -50,6 +51,7 @@ from trak_lite.scoring.matrix import AbstractScoreMatrix, HeldMatrix, StoredMatr
 from trak_lite.scoring.scores import Scores
 from trak_lite.scoring.source import UnstoredRows
 from trak_lite.store import Manifest
+from trak_lite.store._names import check_name
 from trak_lite.store.manifest import canonical_json
 from trak_lite.unrolled.dropout import step_key
 from trak_lite.unrolled.optimizers import Named, State
@@ -106,15 +108,23 @@ def unrolled(
         NonFiniteError: If a derivative is NaN or infinite; names the targets.
         ManifestMismatchError: If other targets or another task are stored under the name.
     """
+    given = list(runs) if isinstance(runs, Sequence) else [runs]
+    if not all(isinstance(run, TrainingRun) for run in given):
+        raise InvalidInputError(f"unrolled takes finished runs, recipe.train(path), got {runs!r:.100}.")
+    data = [canonical_json(run.fingerprint["data"]) for run in given]
+    if not given or len(set(data)) > 1 or len({run.digest for run in given}) < len(given):
+        raise InvalidInputError("Pass one run, or different runs (with other seeds) on the same train data.")
+    positive_int(max_bytes=max_bytes)
+    if block is not None:
+        positive_int(block=block)
+    check_name(name, what="target set")
     found = [
         _scores_of_run(run, targets, task, name=name, block=block, max_bytes=max_bytes, progress=progress)
-        for run in ([runs] if isinstance(runs, TrainingRun) else runs)
+        for run in given
     ]
     if len(found) == 1:
         return found[0]
-    if not found or len({one.shape for one in found}) > 1:
-        raise InvalidInputError("Pass at least one run, and runs with the same number of train rows.")
-    method = Unrolled(*(runs if isinstance(runs, Sequence) else (runs,)))
+    method = Unrolled(*given)
     settings = {**found[0].settings, "metasmoothness": [one.settings["metasmoothness"] for one in found]}
     source = UnstoredRows(name, method, found[0].manifest)
     return Scores(_MeanMatrix(found), source, settings=settings, location=None, errors=lambda: _errors(found))
@@ -142,11 +152,10 @@ def _scores_of_run(
             stacklevel=4,
         )
     method = Unrolled(run)
-    source = UnstoredRows(name, method, Manifest({"kind": "unrolled", "run": run.fingerprint}))
+    fingerprint = {"targets": rows.identity(), "task": describe_task(resolved)}
+    made = Manifest({"kind": "unrolled", "run": run.fingerprint})
+    source = UnstoredRows(name, method, Manifest({**made.fingerprint, **fingerprint}))
     settings = {"method": method.name, "steps": run.num_steps, "metasmoothness": round(smoothness, 4)}
-    positive_int(max_bytes=max_bytes)
-    if block is not None:
-        positive_int(block=block)
 
     def computed(folder: Path | None = None) -> NDArray[np.float32]:
         return _Replay(run, resolved, rows, max_bytes=max_bytes, progress=progress).scores(block, folder)
@@ -155,20 +164,23 @@ def _scores_of_run(
         scores = computed()
         return Scores(HeldMatrix(scores), source, settings=settings, location=None)
     workspace = Workspace(str(run.path / "scores.zarr"))
-    fingerprint = {"targets": rows.identity(), "task": describe_task(resolved)}
     spec = score_table_spec(len(run.recipe.rows), len(rows), fingerprint)
     path = score_path(name, method, method)
     folder = run.path / "replays" / hashlib.sha256(canonical_json(fingerprint).encode()).hexdigest()[:16]
-    with workspace.opened(source.manifest):
+    with workspace.opened(made):
         lazy = workspace.lazy_table(path, spec)
         if lazy.table is None or not lazy.table.complete:
             scores = computed(folder)
             for start in range(0, len(scores), spec.chunk_rows):
                 part = np.arange(start, min(start + spec.chunk_rows, len(scores)))
-                lazy.put(part, {SCORES: scores[part]})
+                # A process that was killed here, or another one, has written some chunks.
+                with contextlib.suppress(BusyError, StateError):
+                    lazy.put(part, {SCORES: scores[part]})
         if folder.exists():  # also that of a process that was killed here
             _forget(folder)
     table = workspace.reader().open_table(path)
+    if not table.complete:
+        raise BusyError(f"Another process is writing the scores {name!r} of this run. Make the call again.")
     return Scores(StoredMatrix(table), source, settings=settings, location=f"{workspace.path}:{path}")
 
 
@@ -280,12 +292,17 @@ class _Replay:
         return found
 
     def _kept_size(self, folder: Path | None, size: int) -> int:
-        """Return the block size of an interrupted replay, whose files need it, or store this one."""
+        """Store the block size, and remove the files of an interrupted replay with blocks of another size."""
         if folder is None:
             return size
         note = folder / _SIZE
         if note.exists():
-            return int(load_tensors(note, torch.device("cpu"))[0]["size"])
+            if int(load_tensors(note, torch.device("cpu"))[0]["size"]) == size:
+                return size
+            logger.info(
+                "The replay starts again, because its blocks have another size now: %d targets.", size
+            )
+            _forget(folder)
         save_tensors(note, {"size": torch.tensor(size, device="cpu")})
         return size
 
@@ -301,13 +318,12 @@ class _Replay:
             done.advance(run.num_steps - reached)
         else:
             cotangents = self._target_gradients(places)
-            columns = torch.zeros(len(places), len(run.weights), dtype=run.weights.dtype, device=run.device)
-        unchecked = True
+            wide = torch.promote_types(run.weights.dtype, torch.float32)
+            columns = torch.zeros(len(places), len(run.weights), dtype=wide, device=run.device)
         for first in reversed([number for number in bounds if number < reached]):
             for number, state in self._backwards(first, run.states.get(first), reached):
-                if unchecked:  # once: what is random shows in every segment
+                if places[0] == 0 and number == reached - 1:  # other blocks repeat the same steps
                     run.require_repeatable(first, state, reached)
-                    unchecked = False
                 cotangents = self._adjoint(number, state, cotangents, columns, self._chunk)
                 done.advance(1)
             reached = first
@@ -432,8 +448,9 @@ class _Replay:
 def _forget(folder: Path) -> None:
     """Remove the files of a finished replay; the size of its blocks last, without which they cannot be read."""
     for file in sorted(folder.iterdir(), key=lambda file: file.name == _SIZE):
-        file.unlink()
-    folder.rmdir()
+        file.unlink(missing_ok=True)
+    with contextlib.suppress(OSError):  # another process makes the same replay
+        folder.rmdir()
 
 
 def _vjp(function: Callable[..., Any], *at: Any) -> tuple[Any, Callable[[Any], Any]]:

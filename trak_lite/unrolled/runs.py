@@ -34,7 +34,9 @@ from trak_lite.errors import (
 )
 from trak_lite.models.checkpoints import weights_digest
 from trak_lite.run.sources import describe_source
+from trak_lite.store import RemotePlace
 from trak_lite.store.manifest import canonical_json, compare_fingerprints
+from trak_lite.store.remote.place import resolve_place
 from trak_lite.unrolled.optimizers import State
 from trak_lite.unrolled.program import Frozen, Part, Program, TrainingSettings, naming_failures
 from trak_lite.unrolled.states import StateFiles
@@ -145,6 +147,35 @@ class TrainingRun:
                 "again in another folder."
             )
 
+    def checkpoints(self, count: int = 8) -> list[dict[str, Tensor]]:
+        """Return state dicts of the model along the run, for :meth:`Attributor.featurize`.
+
+        Args:
+            count: Most checkpoints, evenly spaced among the stored states; the trained model is the last.
+        """
+        numbers = [number for number in self.states.numbers() if number]
+        ends = np.linspace(0, len(numbers), positive_int(count=count) + 1)[1:]
+        chosen = np.unique(np.maximum(ends.round().astype(int) - 1, 0))
+        own = self.program.model.state_dict()
+        return [{**own, **self.states.get(numbers[place]).parameters} for place in chosen]
+
+    def __repr__(self) -> str:
+        """Return steps, rows and place."""
+        return f"TrainingRun({self.num_steps} steps on {len(self.weights)} rows, {self.path or 'in memory'})"
+
+    def check_end(self) -> None:
+        """Repeat the steps after the last but one stored state, and compare.
+
+        Raises:
+            StateError: If they lead to other weights.
+        """
+        first = max(number for number in self.states.numbers() if number < self.num_steps)
+        state = self.states.get(first)
+        with repeatable(self.device):
+            for number in range(first, self.num_steps - 1):
+                state = self.step(state, number)
+            self.require_repeatable(first, state, self.num_steps)
+
     def metasmoothness(self, h: float = 0.1, *, seed: int = 0) -> float:
         r"""Return how linearly the trained weights follow the row weights, at most 1 (smooth).
 
@@ -165,6 +196,7 @@ class TrainingRun:
         stored = self._smoothness if self.path is None else _record(self.path).get("metasmoothness")
         if usual and stored is not None:
             return float(stored)
+        self.check_end()  # the value of a random training would mislead
         direction = torch.randn(
             len(self.weights), generator=torch.Generator().manual_seed(seed), device="cpu"
         )
@@ -214,7 +246,7 @@ def train(
 ) -> TrainingRun:
     """Train a recipe; see :meth:`~trak_lite.unrolled.Recipe.train`."""
     one_of(("sqrt", "log", "all"), checkpoints=checkpoints)
-    run = TrainingRun(recipe, None if path is None else Path(path), _checked_weights(recipe, weights))
+    run = TrainingRun(recipe, _folder(path), _checked_weights(recipe, weights))
     if weights_digest(recipe.model(recipe.seed)) != run.fingerprint["weights"]:
         raise InvalidInputError(
             f"model_fn({recipe.seed}) returned other initial weights in its second call, so the run cannot be "
@@ -229,8 +261,8 @@ def train(
     state = run.states.get(first) if stored else run._first
     with repeatable(run.device):
         run.program.check(state, run.frozen, run.parts(0)[0])
-        if not stored:
-            run.states.put(0, state)
+        if 0 not in stored:
+            run.states.put(0, run._first)
         with KeptProgress(run.num_steps, first, label="Training", unit="step", progress=progress) as done:
             last = first
             for number in range(first, run.num_steps):
@@ -242,6 +274,16 @@ def train(
                     last = number + 1
                 done.advance(1)
     return run
+
+
+def _folder(path: str | PathLike[str] | None) -> Path | None:
+    """Return the absolute path of a run's folder."""
+    place = None if path is None else resolve_place(path)
+    if isinstance(place, RemotePlace):
+        raise InvalidInputError(f"A run is stored in a local folder, got {place}. Pass the path of a folder.")
+    if place is not None and (Path(place) / "zarr.json").exists():
+        raise InvalidInputError(f"{place} is a store of features. Pass another folder for the run.")
+    return None if place is None else Path(place).absolute()
 
 
 def _side_by_side(
@@ -445,7 +487,7 @@ def _fingerprint(
         "weights": weights_digest(model),
         "loss": describe_source(recipe.loss),
         "data": recipe.rows.identity(),
-        "optimizer": recipe.optimizer.to_json(),
+        "optimizer": {**recipe.optimizer.to_json(), "class": describe_source(type(recipe.optimizer))},
         "schedule": describe_source(recipe.schedule),
         "steps": recipe.num_steps,
         "batch_size": recipe.batch_size,
@@ -454,7 +496,9 @@ def _fingerprint(
         "trained": list(trained),
         "modules": _modules_digest(model),
         "seed": recipe.seed,
-        "row_weights": None if uniform else hashlib.sha256(weights.cpu().numpy().tobytes()).hexdigest(),
+        "row_weights": None
+        if uniform
+        else hashlib.sha256(weights.cpu().double().numpy().tobytes()).hexdigest(),
     }
 
 

@@ -8,10 +8,11 @@ from collections.abc import Mapping
 from pathlib import Path
 
 import torch
-from safetensors import safe_open
+from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
+from trak_lite._validate import parse_json
 from trak_lite.errors import CorruptStoreError
 from trak_lite.unrolled.optimizers import Named, State
 
@@ -44,7 +45,7 @@ def save_tensors(
     """Write a file; after a crash it is the old one or the new one."""
     path.parent.mkdir(parents=True, exist_ok=True)
     partial = path.with_name(f".{path.name}.{os.getpid()}")
-    plain = {name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}
+    plain = {name: tensor.detach().cpu().contiguous().clone() for name, tensor in tensors.items()}
     try:
         save_file(plain, partial, {**(metadata or {}), _ORDER: json.dumps(list(plain))})
         with partial.open("rb") as file:
@@ -64,9 +65,11 @@ def load_tensors(path: Path, device: torch.device) -> tuple[Named, dict[str, str
         with safe_open(path, framework="pt", device=str(device)) as file:
             metadata = file.metadata()
             # Bits depend on the order, in which a norm is summed, and on the alignment, which a mapped file has not.
-            found = {name: file.get_tensor(name).clone() for name in json.loads(metadata.pop(_ORDER))}
+            found = {
+                name: file.get_tensor(name).clone() for name in parse_json(metadata.pop(_ORDER).encode())
+            }
             return found, metadata
-    except Exception as error:
+    except (OSError, ValueError, TypeError, AttributeError, KeyError, SafetensorError) as error:
         raise CorruptStoreError(
             f"{path} cannot be read ({error!s:.200}). Delete it, and make the call again."
         ) from error
