@@ -15,6 +15,7 @@ from torch.utils.data import TensorDataset
 from trak_lite import Attributor, verify
 from trak_lite.errors import InvalidInputError, StateError
 from trak_lite.methods import GaussNewton, GradDot, Mean, Unrolled
+from trak_lite.report import write_report
 from trak_lite.unrolled import SGD, Recipe, TrainingRun, unrolled
 
 N, M = 40, 6
@@ -123,3 +124,16 @@ def test_wrong_methods_are_refused(make, message):
 def test_whole_matrices_have_no_candidates(runs):
     with pytest.raises(InvalidInputError, match="stored whole"):
         attributor(runs).score(TARGETS, "t", method=Mean(GradDot(), GaussNewton()), dense=False)
+
+
+def test_a_report_shows_what_these_scores_have(runs, tmp_path):
+    made = attributor(runs)
+    for scores in (
+        made.score(TARGETS, "t", method=Mean(GaussNewton(), GradDot())),
+        unrolled(runs[0], TARGETS, "image_classification"),
+        made.stream_scores(TRAIN, TARGETS, method=GradDot()),
+    ):
+        page = write_report(scores, tmp_path / "report.html").read_text(encoding="utf-8")
+        assert "</html>" in page
+        assert "not computed from stored rows" in page
+        assert scores.method.name in scores._repr_html_()

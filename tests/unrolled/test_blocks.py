@@ -179,7 +179,7 @@ BUDGETS = {
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("max_bytes", [4 << 20, 24 << 20])
+@pytest.mark.parametrize("max_bytes", [4 << 20])
 @pytest.mark.parametrize("case", BUDGETS)
 def test_a_replay_stays_within_its_memory(case, max_bytes):
     settings = dict(BUDGETS[case])

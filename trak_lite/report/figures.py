@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 
 from trak_lite._validate import require_packages
 from trak_lite.data.datasets import every_nth
-from trak_lite.errors import InvalidInputError, SingularKernelError
+from trak_lite.errors import InvalidInputError, SingularKernelError, StateError
 from trak_lite.evaluation import spearman
 from trak_lite.report.content import ReportedScores
 from trak_lite.report.survey import Histogram
@@ -93,7 +93,7 @@ def drawn_figures(
         drawing: tuple[str | None, str]
         try:
             drawing = make()
-        except (InvalidInputError, SingularKernelError) as reason:
+        except (InvalidInputError, SingularKernelError, StateError) as reason:
             drawing = None, str(reason)
         yield title, *drawing
 
@@ -244,7 +244,7 @@ def _standardised(values: NDArray[np.float64]) -> NDArray[np.float64]:
 
 def _checkpoints(scores: ReportedScores) -> _Drawing:
     """Draw the rank correlations between the scores of every two checkpoints as cells; few cells have their numbers."""
-    count = scores.settings["checkpoints"]
+    count = scores.settings.get("checkpoints", 0)
     if count > _MOST_CHECKPOINTS:
         raise InvalidInputError(
             f"{count} checkpoints are too many to draw (at most {_MOST_CHECKPOINTS}); "
