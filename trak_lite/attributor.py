@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from trak_lite._validate import positive_int
 from trak_lite.data.datasets import HeldRows, Rows
 from trak_lite.errors import InvalidInputError
-from trak_lite.featurizing.session import Run, marking_last, stored_norms
+from trak_lite.featurizing.session import FeaturizingSession, Run, TargetSet, marking_last, stored_norms
 from trak_lite.gradient_computers._base import ParameterChoice
 from trak_lite.gradient_computers.normalization import Normalization, NormalizationKind
 from trak_lite.methods import EKFAC, AbstractMatrixMethod, AbstractMethod, Mean, Method, Unrolled
@@ -35,7 +35,7 @@ from trak_lite.scoring.unprojected import (
     scores_of_stream,
     unprojected_method,
 )
-from trak_lite.store import AbstractFeatureStore, RemotePlace, open_store
+from trak_lite.store import AbstractFeatureStore, AbstractRowTable, RemotePlace, open_store
 from trak_lite.store._names import check_name
 from trak_lite.store.remote.place import resolve_place
 from trak_lite.types import Batch, FeatureLayout
@@ -361,12 +361,7 @@ class Attributor:
             naming_dropped(session.store) as paths,
         ):
             target_set = session.target_set(targets, name, chosen)
-            used: list[str] | None = None
-            if checkpoints is not None:
-                found = iterate_checkpoints(checkpoints, checkpoint_loader)
-                used = [session.add_targets(target_set, checkpoint) for checkpoint in found]
-            # An iterable of the caller may have featurized its checkpoints meanwhile.
-            train = complete_tables(session.store, used, paths if used is None else None)
+            train = _train_tables(session, target_set, paths, checkpoints, checkpoint_loader)
             result = ScoreResult(
                 session.store, train, name, chosen, self.method, target_set.identity, len(targets)
             )
@@ -435,11 +430,7 @@ class Attributor:
             naming_dropped(session.store) as paths,
         ):
             target_set = session.target_set(targets, name, method)
-            used: list[str] | None = None
-            if checkpoints is not None:
-                found = iterate_checkpoints(checkpoints, checkpoint_loader)
-                used = [session.add_targets(target_set, checkpoint) for checkpoint in found]
-            train = complete_tables(session.store, used, paths if used is None else None)
+            train = _train_tables(session, target_set, paths, checkpoints, checkpoint_loader)
             session.find_targets(target_set, train)
             session.compare_targets(target_set, train)
             result = ScoreResult(
@@ -624,3 +615,22 @@ class Attributor:
 
         with self._run.joined(call) as ranks:
             ranks.broadcast("what is dropped", dropped)
+
+
+def _train_tables(
+    session: FeaturizingSession,
+    targets: TargetSet,
+    paths: Mapping[str, str],
+    checkpoints: CheckpointSource,
+    checkpoint_loader: Callable[[Any], Mapping[str, Tensor]] | None,
+) -> dict[str, AbstractRowTable]:
+    """Return the complete train tables of the checkpoints to score by weights digest; ``None`` selects those in paths.
+
+    Checkpoints that are given are loaded, and their missing target features are computed.
+    """
+    if checkpoints is None:
+        return complete_tables(session.store, None, paths)
+    found = iterate_checkpoints(checkpoints, checkpoint_loader)
+    used = [session.add_targets(targets, checkpoint) for checkpoint in found]
+    # Not in paths: an iterable of the caller may have featurized its checkpoints meanwhile.
+    return complete_tables(session.store, used, None)
