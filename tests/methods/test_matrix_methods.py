@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 from torch.utils.data import TensorDataset
 
-from trak_lite import Attributor, verify
+from trak_lite import Attributor, Rows, verify
 from trak_lite.errors import InvalidInputError, StateError
 from trak_lite.methods import GaussNewton, GradDot, Mean, Unrolled
 from trak_lite.report import write_report
@@ -137,3 +137,19 @@ def test_a_report_shows_what_these_scores_have(runs, tmp_path):
         assert "</html>" in page
         assert "not computed from stored rows" in page
         assert scores.method.name in scores._repr_html_()
+
+
+def test_whole_matrices_are_not_streamed(runs):
+    made = attributor(runs)
+    for method in (Unrolled(runs[0]), Mean(GradDot(), GaussNewton())):
+        with pytest.raises(InvalidInputError, match="needs stored feature rows"):
+            made.stream_scores(TRAIN, TARGETS, method=method)
+        with pytest.raises(InvalidInputError, match="stored whole"):
+            made.scores("t", method=method, dense=False)
+
+
+def test_a_name_of_the_rows_must_be_that_of_the_store(runs):
+    made = attributor(runs)
+    named = recipe(0, Rows(TRAIN, name="digits")).train()
+    with pytest.raises(InvalidInputError, match="Give both the same name"):
+        made.score(TARGETS, "t", method=Unrolled(named))

@@ -181,3 +181,40 @@ def test_unknown_spacings_are_refused():
         made.train(checkpoints="some")
     with pytest.raises(InvalidInputError, match="interval"):
         made.train(interval=0)
+
+
+class Checkpointed(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.body = nn.Sequential(nn.Linear(6, 6), nn.Dropout(0.5), nn.Linear(6, 3))
+
+    def forward(self, inputs):
+        return torch.utils.checkpoint.checkpoint(self.body, inputs, use_reentrant=False)
+
+
+def test_gradient_checkpointing_is_refused():
+    with pytest.raises(UnsupportedModelError, match="switch it off"):
+        recipe(lambda seed: Checkpointed().double()).train()
+
+
+class Renormed(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.table = nn.Embedding(4, 3, max_norm=0.1)
+        self.head = nn.Linear(6, 3)
+
+    def forward(self, inputs):
+        return self.head(inputs) + self.table(inputs[:, 0].long().clamp(0, 3))
+
+
+def test_parameters_that_a_pass_changes_are_refused():
+    with pytest.raises(UnsupportedModelError, match=r"changes \['table.weight'\]"):
+        recipe(lambda seed: Renormed().double()).train()
+
+
+def test_a_run_twice_is_no_mean_over_runs():
+    run = recipe().train()
+    with pytest.raises(InvalidInputError, match="different runs"):
+        unrolled([run, run], TensorDataset(*vectors(2, 1)), margin)
+    with pytest.raises(InvalidInputError, match="finished runs"):
+        unrolled(run.recipe, TensorDataset(*vectors(2, 1)), margin)
