@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 from torch import nn
 
 __all__ = ["drop_eval_caches"]
 
 
-def drop_eval_caches(model: nn.Module) -> None:
+_CACHES_NOTHING = frozenset({("transformers.modeling_utils", "PreTrainedModel.train")})
+"""Module and name of methods that are not called: that of transformers only chooses kernels."""
+
+
+def drop_eval_caches(modules: Iterable[nn.Module]) -> None:
     """Make modules that override ``train`` drop the values they cache in eval mode.
 
     LeViT and similar models compute position biases once and drop them when ``train(True)`` is called. Biases cached
@@ -15,10 +21,15 @@ def drop_eval_caches(model: nn.Module) -> None:
     be differentiated twice; and cached biases are stale after other weights are loaded.
 
     Args:
-        model: Modules in eval mode are switched to train mode and back; all modes are unchanged afterwards.
+        modules: Those in eval mode are switched to train mode and back; all modes are unchanged afterwards.
     """
-    for module in list(model.modules()):
-        if type(module).train is nn.Module.train or module.training:
+    for module in tuple(modules):
+        train = type(module).train
+        if (
+            train is nn.Module.train
+            or module.training
+            or (train.__module__, train.__qualname__) in _CACHES_NOTHING
+        ):
             continue
         modes = [(inner, inner.training) for inner in module.modules()]
         module.train()

@@ -97,6 +97,6 @@ def test_every_module_keeps_its_mode() -> None:
     model[1].training = True
     modes = [module.training for module in model.modules()]
 
-    drop_eval_caches(model)
+    drop_eval_caches(model.modules())
 
     assert [module.training for module in model.modules()] == modes

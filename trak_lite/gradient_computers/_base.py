@@ -7,6 +7,7 @@ import fnmatch
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from operator import is_not
 from typing import Any, ClassVar, Self, TypeAlias
 
 import numpy as np
@@ -27,6 +28,7 @@ from trak_lite.gradient_computers.self_check import (
 )
 from trak_lite.modelout_functions import AbstractModelOutput, ModelCall
 from trak_lite.models.sharded import refuse_sharded, reshard
+from trak_lite.models.tree import ModelTree
 from trak_lite.types import (
     Batch,
     BlockSink,
@@ -234,10 +236,20 @@ class AbstractStreamingComputer(AbstractGradientComputer):
         self.autocast_dtype = autocast_dtype
         self.self_check = self_check
         self.checks = SelfCheck()
+        self._tree: ModelTree | None = None
+        """The model, during a pass."""
+        self._choice: tuple[dict[str, nn.Parameter], dict[str, nn.Parameter]] | None = None
+        """All parameters of the last pass, and those that ``grad_wrt`` selects among them."""
+
+    @property
+    def parameters(self) -> ParameterShapes:
+        """Shapes of the kept parameters by canonical name, in model order."""
+        return {name: tuple(p.shape) for name, p in self._kept(ModelTree(self.model)).items()}
 
     def load_model_params(self, model: nn.Module) -> None:
         """Use this model for all later calls; every call reads its current parameter values."""
         self.checks.restart()
+        self._choice = None
         self.model = model
 
     def name_rows(self, what: str, rows: NDArray[np.int64]) -> None:
@@ -300,8 +312,10 @@ class AbstractStreamingComputer(AbstractGradientComputer):
             InvalidInputError: If the output function does not return one number per sample.
         """
         # A pass in train mode would update running statistics, and probing a model takes several passes.
-        with self._autocast(), _private_buffers(self.model):
-            terms = self.modelout_fn.evaluate(call or ModelCall(self.model), batch)
+        tree = self._tree or ModelTree(self.model)
+        with self._autocast(), _private_buffers(tree):
+            call = call or ModelCall(self.model, modules=tree.modules)
+            terms = self.modelout_fn.evaluate(call, batch)
         return check_terms(terms, batch_size(batch), self.modelout_fn)
 
     @property
@@ -325,17 +339,36 @@ class AbstractStreamingComputer(AbstractGradientComputer):
     def _stream(self, batch: Batch, sink: BlockSink) -> OutputTerms:
         if not self.runs_sharded:
             refuse_sharded(self.model, type(self).__name__, "Use gradient_computer='hook'")
-        reshard(self.model)
-        refuse_batch_statistics(self.model)
-        kept = select_parameters(self.model, self.grad_wrt)
         count = batch_size(batch)
-        if count:
-            with self._full_float32():
-                return self._stream_checked(map_tensors(Tensor.detach, batch), count, kept, sink)
+        with self._walked() as tree:
+            reshard(tree)
+            refuse_batch_statistics(tree)
+            kept = self._kept(tree)
+            if count:
+                with self._full_float32():
+                    return self._stream_checked(map_tensors(Tensor.detach, batch), count, kept, sink)
         for name, parameter in kept.items():
             sink(DenseBlock(name, parameter.detach().new_empty(0, *parameter.shape)))
         empty = next(iter(kept.values())).detach().new_empty(0)
         return OutputTerms(empty, empty, empty)
+
+    @contextmanager
+    def _walked(self) -> Iterator[ModelTree]:
+        """Yield the model's tree, which all steps inside the block use."""
+        self._tree = ModelTree(self.model)
+        try:
+            yield self._tree
+        finally:
+            self._tree = None
+
+    def _kept(self, tree: ModelTree) -> dict[str, nn.Parameter]:
+        """Return the kept parameters; see :func:`select_parameters`."""
+        if self.grad_wrt is None:
+            return select_parameters(self.model, None)
+        known, own = self._choice, tree.parameters
+        if known is None or list(known[0]) != list(own) or any(map(is_not, known[0].values(), own.values())):
+            known = self._choice = own, select_parameters(self.model, self.grad_wrt)
+        return known[1]
 
     def _stream_checked(
         self, batch: Batch, count: int, kept: Mapping[str, nn.Parameter], sink: BlockSink
@@ -354,8 +387,8 @@ class AbstractStreamingComputer(AbstractGradientComputer):
 
     def _conditions(self, kept: Mapping[str, nn.Parameter]) -> Any:
         """Return the state outside the batch: the model's mode, the kept parameters, the caller's autocast state."""
-        mode = tuple(module.training for module in self.model.modules())
-        return mode, tuple(kept), torch.is_autocast_enabled(next(iter(kept.values())).device.type)
+        modes = (self._tree or ModelTree(self.model)).modes
+        return modes, tuple(kept), torch.is_autocast_enabled(next(iter(kept.values())).device.type)
 
     def _chunks(self, count: int) -> Iterator[slice]:
         """Yield the row ranges that go through the model in one pass."""
@@ -457,23 +490,27 @@ def _owned_by(model: nn.Module, module_class: type[nn.Module]) -> list[nn.Parame
 
 
 @contextmanager
-def differentiating_only(model: nn.Module, kept: Mapping[str, nn.Parameter]) -> Iterator[None]:
-    """Let only the kept parameters require grad inside the block, so that autograd forms no other gradient."""
-    flags = [(p, p.requires_grad) for p in model.parameters()]
+def differentiating_only(
+    parameters: Iterable[nn.Parameter], kept: Mapping[str, nn.Parameter]
+) -> Iterator[None]:
+    """Let only the kept parameters of a model require grad inside the block, so that autograd forms no other gradient."""
+    flags = [(p, p.requires_grad) for p in parameters]
     wanted = {id(p) for p in kept.values()}
     try:
-        for p, _ in flags:
-            p.requires_grad_(id(p) in wanted)
+        for p, flag in flags:
+            if flag != (id(p) in wanted):
+                p.requires_grad_(not flag)
         yield
     finally:
         for p, flag in flags:
-            p.requires_grad_(flag)
+            if p.requires_grad != flag:
+                p.requires_grad_(flag)
 
 
 @contextmanager
-def _private_buffers(model: nn.Module) -> Iterator[None]:
+def _private_buffers(tree: ModelTree) -> Iterator[None]:
     """Replace the buffers of modules in train mode by copies inside the block."""
-    owners = [(m, dict(m._buffers)) for m in model.modules() if m.training and m._buffers]
+    owners = [(m, dict(m._buffers)) for m in tree.modules if m.training and m._buffers]
     try:
         for module, own in owners:
             module._buffers.update({k: None if v is None else v.detach().clone() for k, v in own.items()})
@@ -483,7 +520,7 @@ def _private_buffers(model: nn.Module) -> Iterator[None]:
             module._buffers.update(own)
 
 
-def refuse_batch_statistics(model: nn.Module) -> None:
+def refuse_batch_statistics(tree: ModelTree) -> None:
     """Raise if a batch-normalisation layer would mix the samples of a batch.
 
     Raises:
@@ -491,7 +528,7 @@ def refuse_batch_statistics(model: nn.Module) -> None:
     """
     mixing = [
         name
-        for name, module in model.named_modules()
+        for name, module in tree.named_modules
         if isinstance(module, nn.modules.batchnorm._BatchNorm)
         and (module.training or module.running_mean is None)
         and not isinstance(module, nn.modules.instancenorm._InstanceNorm)
@@ -538,7 +575,7 @@ def refuse_detached(
         UnsupportedModelError: If f does not require grad, or autograd finds a nonzero gradient.
     """
     parameters = dict(model.named_parameters())
-    with differentiating_only(model, parameters), torch.enable_grad():
+    with differentiating_only(parameters.values(), parameters), torch.enable_grad():
         output = task.evaluate(ModelCall(model), batch).output
         cut_off = not output.requires_grad
         wanted = [parameters[name] for name in kept]

@@ -55,7 +55,7 @@ class IterativeGradientComputer(AbstractStreamingComputer):
         self, batch: Batch, count: int, kept: Mapping[str, nn.Parameter], sink: BlockSink
     ) -> OutputTerms:
         found = []
-        with differentiating_only(self.model, kept), torch.enable_grad():
+        with differentiating_only(self.model.parameters(), kept), torch.enable_grad():
             for rows in self._chunks(count):
                 size = rows.stop - rows.start
                 grads = {name: p.detach().new_zeros(size, *p.shape) for name, p in kept.items()}

@@ -27,6 +27,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from trak_lite._devices import rng_state, seed_rng, set_rng_state, wide_dtype
 from trak_lite.data.batches import batch_size, flatten_batch, map_tensors, take_rows
 from trak_lite.errors import MODEL_FAILURES, UnsupportedModelError, refuse_machine_failure
+from trak_lite.models.tree import ModelTree
 from trak_lite.types import Batch, BlockSink, GradientBlock, OutputTerms, samples_of
 
 __all__ = [
@@ -710,11 +711,11 @@ def _flags(batch: Batch) -> Any:
     return batch if isinstance(batch, bool | int | float | str) else None
 
 
-def draws_masks(model: nn.Module) -> bool:
+def draws_masks(tree: ModelTree) -> bool:
     """Whether dropout is active, so that two passes give different results."""
     dropouts = (nn.modules.dropout._DropoutNd, nn.RNNBase, nn.MultiheadAttention)
     return any(
         module.training and (getattr(module, "p", 0.0) or getattr(module, "dropout", 0.0))
-        for module in model.modules()
+        for module in tree.modules
         if isinstance(module, dropouts)
     )

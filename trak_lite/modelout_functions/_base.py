@@ -34,6 +34,8 @@ class ModelCall:
         model: nn.Module,
         parameters: Mapping[str, Tensor] | None = None,
         buffers: Mapping[str, Tensor] | None = None,
+        *,
+        modules: Sequence[nn.Module] | None = None,
     ) -> None:
         """Store the model and the optional replacements.
 
@@ -41,8 +43,10 @@ class ModelCall:
             model: The module to call.
             parameters: Tensors by parameter name that replace the model's parameters; ``None`` for no replacement.
             buffers: Tensors by buffer name that replace the model's buffers; ``None`` for no replacement.
+            modules: ``model.modules()``, if the caller has collected them.
         """
         self.model = model
+        self._modules = modules
         self._replaced = parameters is not None or buffers is not None
         self._parameters, self._buffers = parameters, buffers
 
@@ -58,9 +62,8 @@ class ModelCall:
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Run the model's forward pass."""
-        drop_eval_caches(
-            self.model
-        )  # else values cached by an earlier pass would be used instead of the parameters
+        # Otherwise values cached by an earlier pass would be used instead of the parameters.
+        drop_eval_caches(self.model.modules() if self._modules is None else self._modules)
         with model_pass(self.model):
             return self._replaced_call(*args, **kwargs) if self._replaced else self.model(*args, **kwargs)
 

@@ -101,7 +101,7 @@ def borrow_model(model: nn.Module, device: torch.device) -> Iterator[dict[str, T
             for name, tensor in _tensors(model).items():
                 if name in saved:  # buffers created by the forward pass have no saved value
                     tensor.copy_(saved[name])
-        drop_eval_caches(model)  # computed from a checkpoint's weights
+        drop_eval_caches(model.modules())  # computed from a checkpoint's weights
         for p, flag in flags:
             p.requires_grad_(flag)
         for module, plain in attributes:

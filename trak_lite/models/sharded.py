@@ -12,7 +12,7 @@ from __future__ import annotations
 import contextlib
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from types import TracebackType
 from typing import Any, Protocol, Self, final
@@ -22,6 +22,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from trak_lite.errors import InvalidInputError, RankError, UnsupportedModelError
+from trak_lite.models.tree import ModelTree
 
 __all__ = [
     "ALONE",
@@ -47,13 +48,17 @@ __all__ = [
 _PAUSE = 0.02  # seconds, between looks of ranks that are done
 
 
-def sharded_modules(model: nn.Module) -> list[Any]:
+def sharded_modules(model: nn.Module | ModelTree) -> list[Any]:
     """Return the modules that ``fully_shard`` was called on, outermost first."""
     if "torch.distributed.fsdp" not in sys.modules:  # nothing is sharded before that is imported
         return []
     from torch.distributed.fsdp import FSDPModule
 
-    return [module for module in model.modules() if isinstance(module, FSDPModule)]
+    return [module for module in _modules(model) if isinstance(module, FSDPModule)]
+
+
+def _modules(model: nn.Module | ModelTree) -> Iterable[nn.Module]:
+    return model.modules if isinstance(model, ModelTree) else model.modules()
 
 
 def class_of(module: nn.Module) -> type[nn.Module]:
@@ -62,18 +67,22 @@ def class_of(module: nn.Module) -> type[nn.Module]:
     return kinds[1] if sharded_modules(module)[:1] == [module] else kinds[0]
 
 
-def is_sharded(model: nn.Module) -> bool:
+def is_sharded(model: nn.Module | ModelTree) -> bool:
     """Return whether parameters of a model are sharded over devices in any way."""
     if "torch.distributed.fsdp" not in sys.modules and "torch.distributed.tensor" not in sys.modules:
         return False
     return (
         bool(sharded_modules(model))
-        or any(_is_dtensor(p) for p in model.parameters())
+        or any(_is_dtensor(p) for p in _parameters(model))
         or _has_flat_shards(model)
     )
 
 
-def reshard(model: nn.Module) -> None:
+def _parameters(model: nn.Module | ModelTree) -> Iterable[nn.Parameter]:
+    return model.parameters.values() if isinstance(model, ModelTree) else model.parameters()
+
+
+def reshard(model: nn.Module | ModelTree) -> None:
     """Free parameters that a forward pass left gathered, so that all modules hold their sharded parameters."""
     modules = sharded_modules(model)
     if modules:
@@ -192,12 +201,12 @@ def _is_split_once(parameter: Any) -> bool:
     return type(last) is Shard and all(placement.is_replicate() for placement in others)
 
 
-def _has_flat_shards(model: nn.Module) -> bool:
+def _has_flat_shards(model: nn.Module | ModelTree) -> bool:
     if "torch.distributed.fsdp" not in sys.modules:
         return False
     from torch.distributed.fsdp import FullyShardedDataParallel
 
-    return any(isinstance(module, FullyShardedDataParallel) for module in model.modules())
+    return any(isinstance(module, FullyShardedDataParallel) for module in _modules(model))
 
 
 # Weights
@@ -286,7 +295,7 @@ class Watcher(Protocol):
         """Record that tensor ``new`` replaces ``old``, an input or result of a sharded module."""
 
 
-def watch_borders(model: nn.Module, watcher: Watcher) -> list[Any]:
+def watch_borders(model: nn.Module | ModelTree, watcher: Watcher) -> list[Any]:
     """Hook sharded modules so that the watcher ignores FSDP2's own operations; return the hooks' handles.
 
     An unsharded model gets no hooks.

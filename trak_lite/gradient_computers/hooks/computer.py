@@ -38,6 +38,7 @@ from trak_lite.gradient_computers.hooks.plan.probe import Plan, make_plan
 from trak_lite.gradient_computers.self_check import Samples, compare, draws_masks, structure_of
 from trak_lite.modelout_functions import AbstractModelOutput
 from trak_lite.models.sharded import ShardedModel, is_sharded, reshard
+from trak_lite.models.tree import ModelTree
 from trak_lite.types import (
     Batch,
     BlockSink,
@@ -206,7 +207,7 @@ class HookGradientComputer(AbstractStreamingComputer):
         rows = [0, min(1, batch_size(batch) - 1)]
         part = map_tensors(Tensor.detach, take_rows(batch, rows))
         try:
-            refuse_batch_statistics(self.model)
+            refuse_batch_statistics(ModelTree(self.model))
             _refuse_complex(kept)
             with self._naming_failures(part), self._prepared(kept) as read:
                 plan = make_plan(self.model, read, part, self._output)
@@ -252,9 +253,10 @@ class HookGradientComputer(AbstractStreamingComputer):
         with ExitStack() as stack:
             if "torch._dynamo" in sys.modules:  # without this import, nothing is compiled
                 stack.enter_context(torch.compiler.set_stance("force_eager"))
-            stack.enter_context(differentiating_only(self.model, kept))
+            tree = self._tree or ModelTree(self.model)
+            stack.enter_context(differentiating_only(tree.parameters.values(), kept))
             stack.enter_context(torch.enable_grad())
-            if self._sharded is None and is_sharded(self.model):
+            if self._sharded is None and is_sharded(tree):
                 self._sharded = self._look_at_shards()
             yield kept if self._sharded is None else self._sharded.gathered(kept)
 
@@ -267,7 +269,7 @@ class HookGradientComputer(AbstractStreamingComputer):
         return ShardedModel(self.model)
 
     def _output(self, batch: Batch) -> Tensor:
-        reshard(self.model)  # otherwise a pass would depend on the previous one
+        reshard(self._tree or self.model)  # otherwise a pass would depend on the previous one
         return self.terms(batch).output
 
     def _keep(self, key: Any, plan: Plan) -> None:
@@ -329,7 +331,7 @@ class HookGradientComputer(AbstractStreamingComputer):
             start=start,
             keep_factors=self.keep_factors,
         )
-        handles = grad_pass.install(self.model)
+        handles = grad_pass.install(self._tree or ModelTree(self.model))
         try:
             with grad_pass:
                 terms = self.terms(batch)
@@ -383,7 +385,9 @@ class HookGradientComputer(AbstractStreamingComputer):
 
     def _compares(self) -> bool:
         """Whether the self-check runs: it is on, the model is not sharded, and dropout is not active."""
-        return self.self_check and self._sharded is None and not draws_masks(self.model)
+        return (
+            self.self_check and self._sharded is None and not draws_masks(self._tree or ModelTree(self.model))
+        )
 
 
 def _refuse_complex(kept: Mapping[str, nn.Parameter]) -> None:

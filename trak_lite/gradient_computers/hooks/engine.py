@@ -24,6 +24,7 @@ from trak_lite.gradient_computers.hooks.plan.interception import AbstractInterce
 from trak_lite.gradient_computers.hooks.plan.probe import Plan, Site, describe, refusing_reentrant_checkpoints
 from trak_lite.gradient_computers.hooks.plan.rearranging import RECURRENT
 from trak_lite.gradient_computers.hooks.plan.recorder import differentiable, is_in_place, written
+from trak_lite.gradient_computers.hooks.plan.steps import Step
 from trak_lite.gradient_computers.hooks.randomness import RandomState
 from trak_lite.gradient_computers.hooks.registry import GradientRule
 from trak_lite.gradient_computers.hooks.routing import (
@@ -88,6 +89,7 @@ class GradientPass(AbstractInterceptor):
         self._tagging = False
         self._taps: dict[tuple[torch.device, torch.dtype], Tensor] = {}
         self._shared: dict[Any, Site] = {}
+        self._steps = plan.steps_for(num_samples)
         self.watched = {id(p): p for p in kept.values()}
 
     @property
@@ -102,6 +104,9 @@ class GradientPass(AbstractInterceptor):
         if self.inside:
             args, kwargs = tree_map(self._detached, (args, dict(kwargs)))
             return function(*args, **kwargs)
+        step = None if self._in_backward or kwargs else self._steps.get(self._cursor)
+        if step is not None and step.fits(function, args, self.watched):
+            return self._run_step(step, args)
         site = self._next_site(function, args, kwargs)
         if site is None:
             return self._unplanned(function, args, kwargs)
@@ -128,7 +133,7 @@ class GradientPass(AbstractInterceptor):
                 parameter.requires_grad_(id(parameter) in self.watched)
 
     def _detached(self, value: Any) -> Any:
-        return value.detach() if isinstance(value, Tensor) and id(value) in self.watched else value
+        return value.detach() if id(value) in self.watched else value
 
     def _another_path(self, function: Any) -> UnsupportedModelError:
         return UnsupportedModelError(
@@ -148,7 +153,7 @@ class GradientPass(AbstractInterceptor):
         """Return the plan's site for the current operation, or ``None`` if the plan expects another one."""
         if self._plan.routed:
             return self._site_of_use(function, args, kwargs)
-        key = (function, tuple(_signature(args)), tuple(_signature(tuple(kwargs.values()))))
+        key = _key(function, args, kwargs)
         if self._in_backward:  # a checkpoint recomputes its part
             return self._shared.get(key)
         sites = self._plan.sites
@@ -212,7 +217,84 @@ class GradientPass(AbstractInterceptor):
             )
             call.in_place = in_place
             self._catch(site, call, differentiable(results))
+            if function in RULES and not (in_place or kwargs or site.routed or self._plan.routed):
+                self._bind(site, args, call, results, lean)
         return results if not in_place or result is not None else None
+
+    def _bind(self, site: Site, args: Sequence[Any], call: OperationCall, result: Any, lean: bool) -> None:
+        """Keep what later passes over these shapes need of this operation."""
+        is_flat = not any(isinstance(leaf, Tensor) for arg in args if isinstance(arg, tuple | list) for leaf in arg)
+        if isinstance(result, Tensor) and is_flat:
+            axes = [call.axis_of(leaf) for leaf in call.args if isinstance(leaf, Tensor) and not call.wants(leaf)]
+            self._steps[self._cursor - 1] = Step.bound(
+                site,
+                _key(site.function, args, {}),
+                args,
+                self.watched,
+                axes,
+                result,
+                call.output_axes,
+                lean,
+                result._base is not None and _is_whole_of_new(result, result._base, call),
+            )
+
+    def _run_step(self, step: Step, args: Sequence[Any]) -> Any:
+        """Run an operation as :meth:`_use` does, given what earlier passes found."""
+        self._cursor += 1
+        self._shared[step.key] = step.site
+        run, targets = list(args), {}
+        for place in step.targets:
+            bare = run[place] = args[place].detach()
+            targets[id(bare)] = args[place]
+        result = step.site.function(*run)
+        if not result.requires_grad:
+            result = result + self._tap(result)
+        axes: dict[int, BatchAxis | None] = {}
+        versions = []
+        for place, axis in step.inputs:
+            leaf = run[place] = None if step.lean else args[place].detach()
+            if leaf is not None:
+                axes[id(leaf)] = axis
+                versions.append((leaf, leaf._version))
+        call = OperationCall(
+            step.site.function,
+            tuple(run),
+            {},
+            self._num_samples,
+            targets,
+            axes,
+            step.output_axes,
+            None,
+            self._keep_factors,
+            step.site.sliceable,
+            versions=versions,
+        )
+        if result.shape != step.shape:
+            self._catch(step.site, call, [result])
+            return result
+        for target in targets.values():
+            self._ledger.expect(target)
+
+        def arrived(grad: Tensor) -> None:
+            if not self._in_backward:
+                raise _too_early(step.site)
+            # Autograd runs hooks with gradients disabled.
+            with torch._C.DisableTorchFunction():
+                self._deposit(call, [grad])
+
+        base = result._base
+        if base is None or not step.covers_base:
+            result.register_hook(arrived)  # type: ignore[no-untyped-call]
+        else:
+            _hook_base(result, base, arrived)
+        return result
+
+    def _deposit(self, call: OperationCall, grads: Sequence[Tensor | None], tags: RowTags | None = None) -> None:
+        """Add the contributions of one operation, whose inputs are then freed."""
+        targets = list({id(target): target for target in call.targets.values()}.values())
+        parts = self._contributions(call, grads, tags)
+        call.targets, call.args, call.kwargs, call.versions = {}, (), {}, []
+        self._ledger.deposit(targets, parts)
 
     def _call(
         self, site: Site, function: Any, saved: list[Any], spec: Any, targets: dict[int, Tensor], lean: bool
@@ -289,15 +371,12 @@ class GradientPass(AbstractInterceptor):
         if not site.routed:
             axes = zip(call.output_axes, outputs, strict=True)
             call.output_axes = tuple(self._fitted(site, axis, tensor.shape) for axis, tensor in axes)
-        targets = list({id(t): t for t in call.targets.values()}.values())
-        for target in targets:
+        for target in {id(t): t for t in call.targets.values()}.values():
             self._ledger.expect(target)
 
         def take(grads: Sequence[Tensor | None]) -> None:
             if call.targets:
-                parts = self._contributions(call, grads, tags)
-                call.targets, call.args, call.kwargs, call.versions = {}, (), {}, []
-                self._ledger.deposit(targets, parts)
+                self._deposit(call, grads, tags)
 
         self._on_gradients(outputs, tags, take, call=call)
 
@@ -321,11 +400,7 @@ class GradientPass(AbstractInterceptor):
 
         def arrived(*grads: Tensor | None) -> None:
             if not self._in_backward:
-                raise UnsupportedModelError(
-                    f"The model itself computes a gradient through {describe(tags.site.function)}, which uses "
-                    f"{list(tags.site.names)[:3]}, before f is known (torch.autograd.grad in the forward pass). This "
-                    "gradient is not a gradient of f. Use gradient_computer='functional' or 'iterative'."
-                )
+                raise _too_early(tags.site)
             if self._tagging and not tags.site.routed:
                 return
             with torch.no_grad(), torch._C.DisableTorchFunction():
@@ -469,11 +544,11 @@ class GradientPass(AbstractInterceptor):
             )
 
     def _contributions(
-        self, call: OperationCall, grads: Sequence[Tensor | None], tags: RowTags
+        self, call: OperationCall, grads: Sequence[Tensor | None], tags: RowTags | None
     ) -> list[tuple[Tensor, Contribution]]:
         """Return the operation's contribution to each parameter that it read."""
         _refuse_changes(call.function, call.versions)
-        if tags.site.routed:
+        if tags is not None and tags.site.routed:
             method, routed = routed_contributions(call, grads, tags.owners(grads, self._code))
             for target in call.targets.values():
                 self._ledger.note(target, method)
@@ -505,7 +580,15 @@ def _hook(result: Tensor, arrived: Callable[[Tensor], None], call: OperationCall
     if base is None or call is None or not _is_whole_of_new(result, base, call):
         result.register_hook(arrived)  # type: ignore[no-untyped-call]
         return
-    # A write into a view (`x += y`) replaces its autograd history, so a hook on the view would not be called.
+    _hook_base(result, base, arrived)
+
+
+def _hook_base(result: Tensor, base: Tensor, arrived: Callable[[Tensor], None]) -> None:
+    """Hook the tensor that a view covers: a write into the view (`x += y`) replaces the view's autograd history."""
+    if result.is_contiguous():
+        shape = result.shape
+        base.register_hook(lambda grad: arrived(grad.reshape(shape)))  # type: ignore[no-untyped-call]
+        return
     size, stride = result.size(), result.stride()
     base.register_hook(lambda grad: arrived(grad.contiguous().as_strided(size, stride)))  # type: ignore[no-untyped-call]
 
@@ -517,6 +600,14 @@ def _is_whole_of_new(result: Tensor, base: Tensor, call: OperationCall) -> bool:
     memory = base.untyped_storage().data_ptr()
     read = (leaf for leaf in tree_flatten((call.args, dict(call.kwargs)))[0] if isinstance(leaf, Tensor))
     return all(leaf.untyped_storage().data_ptr() != memory for leaf in read)
+
+
+def _too_early(site: Site) -> UnsupportedModelError:
+    return UnsupportedModelError(
+        f"The model itself computes a gradient through {describe(site.function)}, which uses {list(site.names)[:3]}, "
+        "before f is known (torch.autograd.grad in the forward pass). This gradient is not a gradient of f. Use "
+        "gradient_computer='functional' or 'iterative'."
+    )
 
 
 def _itself(tensor: Tensor) -> Tensor:
@@ -560,6 +651,11 @@ def _is_transpose(function: Function, args: Any, result: Tensor) -> bool:
         return False
     axes = [axis % 2 for axis in args[1:] if isinstance(axis, int)]
     return result.dim() == 2 and axes in ([], [0, 1], [1, 0])
+
+
+def _key(function: Function, args: Any, kwargs: Mapping[str, Any]) -> Any:
+    """Return the signature of a call."""
+    return function, tuple(_signature(args)), tuple(_signature(tuple(kwargs.values())))
 
 
 def _signature(values: Any) -> list[Any]:

@@ -72,7 +72,7 @@ def unregister_gradient_rule(module_class: type[nn.Module]) -> None:
 
 def rule_for(module: nn.Module) -> GradientRule | None:
     """Return the rule of the nearest class in the module's MRO, unless ``forward`` is overridden below it."""
-    for cls in type(module).__mro__:
+    for cls in type(module).__mro__ if _RULES else ():
         rule = _RULES.get(cls)
         if rule is not None:
             own: type[nn.Module] = type(module)

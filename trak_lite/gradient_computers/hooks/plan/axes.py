@@ -64,6 +64,8 @@ def by_sample(tensor: Tensor, axis: BatchAxis, num_samples: int) -> Tensor:
         >>> by_sample(torch.zeros(4, 6, 5), BatchAxis(1, multiple=2), 3).shape
         torch.Size([3, 4, 2, 5])
     """
+    if axis.axis == 0 and axis.sample_major:
+        return tensor.unflatten(0, (num_samples, axis.multiple))
     sizes = (num_samples, axis.multiple) if axis.sample_major else (axis.multiple, num_samples)
     return torch.unflatten(tensor, axis.axis, sizes).movedim(axis.axis + (not axis.sample_major), 0)
 

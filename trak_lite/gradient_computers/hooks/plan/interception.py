@@ -18,6 +18,7 @@ from torch.overrides import TorchFunctionMode
 
 from trak_lite.gradient_computers.hooks.registry import GradientRule, rule_for
 from trak_lite.models.sharded import is_sharded, refuse_sharded_parts, watch_borders
+from trak_lite.models.tree import ModelTree
 
 __all__ = ["AbstractInterceptor", "Function"]
 
@@ -66,7 +67,7 @@ class AbstractInterceptor(TorchFunctionMode, ABC):
     ) -> Any:
         """Run a torch operation; pass it to :meth:`operation` if it reads a watched tensor."""
         kwargs = kwargs or {}
-        if self.looks_away or not torch.is_grad_enabled() or not self.touches(args, kwargs):
+        if not self.touches(args, kwargs) or self.looks_away or not torch.is_grad_enabled():
             return func(*args, **kwargs)
         body = _body(func)
         if body is not None and not self.inside:
@@ -78,17 +79,15 @@ class AbstractInterceptor(TorchFunctionMode, ABC):
         """Whether a watched tensor is among the arguments."""
         watched = self.watched
         for value in args:
-            if isinstance(value, Tensor):
-                if id(value) in watched:
-                    return True
-            elif isinstance(value, tuple | list) and self.touches(value, {}):
+            # Called for every operation of the model, so it asks what is cheap first.
+            if id(value) in watched or (isinstance(value, (tuple, list)) and self.touches(value, {})):
                 return True
         return bool(kwargs) and self.touches(tuple(kwargs.values()), {})
 
-    def install(self, model: nn.Module) -> list[Any]:
+    def install(self, tree: ModelTree) -> list[Any]:
         """Hook modules with rules, recurrent and sharded modules; return the handles."""
-        handles = watch_borders(model, self)
-        for module in model.modules():
+        handles = watch_borders(tree, self)
+        for module in tree.modules:
             rule = rule_for(module)
             if rule is not None:
                 refuse_sharded_parts(module)

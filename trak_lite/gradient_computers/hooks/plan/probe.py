@@ -21,6 +21,7 @@ from trak_lite.errors import UnsupportedModelError
 from trak_lite.gradient_computers.hooks.plan.axes import BatchAxis, batch_axis, by_sample
 from trak_lite.gradient_computers.hooks.plan.rearranging import PACKED
 from trak_lite.gradient_computers.hooks.plan.recorder import Record, Recorder
+from trak_lite.models.tree import ModelTree
 from trak_lite.types import Batch
 
 __all__ = [
@@ -78,6 +79,15 @@ class Plan:
     dtypes: frozenset[torch.dtype] = frozenset()
     """Dtypes of the results of operations on parameters."""
 
+    steps: dict[int, dict[int, Any]] = field(default_factory=dict)
+    """Per number of samples, a :class:`Step` by the position of its site, for the sites that can be bound."""
+
+    def steps_for(self, num_samples: int) -> dict[int, Any]:
+        """Return the steps for this number of samples, in which the first pass enters what it finds."""
+        if len(self.steps) >= _MAX_SIZES:
+            self.steps.clear()
+        return self.steps.setdefault(num_samples, {})
+
     @property
     def flattened(self) -> bool:
         """Whether several rows of some tensor belong to one sample, so that a wrong plan could misassign them."""
@@ -91,6 +101,7 @@ class Plan:
             UnsupportedModelError: If the same use has a batch axis at one site and none at another.
         """
         self.routed = True
+        self.steps.clear()  # operations have no fixed position any more
         for site in self.sites:
             known = self.uses.setdefault(site.use, site)
             if known.batched != site.batched:
@@ -104,6 +115,9 @@ class Plan:
             site.routed = site.batched
         self.route()
 
+
+_MAX_SIZES = 16
+"""Largest number of batch sizes whose steps are kept."""
 
 Evaluate = Callable[[Batch], Tensor]
 
@@ -153,7 +167,7 @@ def _recorded(
     smaller: Recorder | None = None,
 ) -> tuple[Recorder, Tensor]:
     recorder = Recorder(kept, smaller)
-    handles = recorder.install(model)
+    handles = recorder.install(ModelTree(model))
     try:
         with recorder:
             return recorder, evaluate(batch)

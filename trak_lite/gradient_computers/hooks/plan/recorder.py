@@ -13,6 +13,7 @@ from trak_lite.errors import UnsupportedModelError
 from trak_lite.gradient_computers.hooks.plan.interception import AbstractInterceptor, Function
 from trak_lite.gradient_computers.hooks.plan.rearranging import PACKED, examine, leaves_of
 from trak_lite.gradient_computers.hooks.registry import GradientRule
+from trak_lite.models.tree import ModelTree
 
 __all__ = ["Record", "Recorder", "differentiable", "is_in_place", "written"]
 
@@ -114,8 +115,9 @@ class Recorder(AbstractInterceptor):
             self.watched[id(parameter)] = parameter
             self.sources[id(parameter)] = name
 
-    def install(self, model: nn.Module) -> list[Any]:
+    def install(self, tree: ModelTree) -> list[Any]:
         """Hook the modules, and the model to track when it runs; return the handles."""
+        model = tree.model
 
         def starts(module: nn.Module, args: Any) -> None:
             self._running = True
@@ -124,7 +126,7 @@ class Recorder(AbstractInterceptor):
             self._running = False
 
         own = [model.register_forward_pre_hook(starts), model.register_forward_hook(ends, always_call=True)]
-        return [*super().install(model), *own]
+        return [*super().install(tree), *own]
 
     def __torch_function__(
         self, func: Function, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None

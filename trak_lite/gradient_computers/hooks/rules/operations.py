@@ -15,7 +15,7 @@ from torch import Tensor
 
 from trak_lite.errors import UnsupportedModelError
 from trak_lite.gradient_computers.hooks.calls import Contribution, Factors, OperationCall, OperationRule
-from trak_lite.gradient_computers.hooks.plan.axes import sum_to_parameter
+from trak_lite.gradient_computers.hooks.plan.axes import BatchAxis, by_sample, sum_to_parameter
 from trak_lite.gradient_computers.hooks.rules.convolutions import conv_rule, conv_transpose_rule
 from trak_lite.gradient_computers.hooks.rules.embeddings import embedding_bag_rule, embedding_rule
 
@@ -24,7 +24,14 @@ __all__ = ["RULES", "matrices_of", "reads_nothing"]
 _Parts = Iterator[tuple[Tensor, Contribution]]
 
 
-def _positions(samples: Tensor) -> Tensor:
+def _positions(tensor: Tensor, axis: BatchAxis, count: int) -> Tensor:
+    """Return a tensor whose last axis holds the d entries of a position as ``(B, T, d)``."""
+    if axis.axis == 0 and axis.sample_major and tensor.numel():
+        return tensor.reshape(count, -1, tensor.shape[-1])
+    return _flattened(by_sample(tensor, axis, count))
+
+
+def _flattened(samples: Tensor) -> Tensor:
     """Flatten ``(B, ..., d)`` to ``(B, T, d)``."""
     return samples.reshape(
         samples.shape[0], samples[0].numel() // max(samples.shape[-1], 1), samples.shape[-1]
@@ -77,9 +84,9 @@ def _matrix_product(
         return None
 
     def parts() -> _Parts:
-        grads = _positions(call.output_samples(grad))
+        grads = _positions(grad, call.output_axis, call.num_samples)
         if call.wants(weight):
-            inputs = _positions(call.samples(x))
+            inputs = _positions(x, axis, call.num_samples)
             yield weight, Factors(grads, inputs) if weight_is_in_out else Factors(inputs, grads)
         if call.wants(bias):
             yield bias, (grads.squeeze(1) if grads.shape[1] == 1 else grads.sum(1))
@@ -93,8 +100,8 @@ def _left_product(call: OperationCall, grad: Tensor, weight: Tensor, x: Tensor) 
         return None
 
     def parts() -> _Parts:
-        inputs = _positions(call.samples(x).transpose(-1, -2))
-        yield weight, Factors(inputs, _positions(call.output_samples(grad).transpose(-1, -2)))
+        inputs = _flattened(call.samples(x).transpose(-1, -2))
+        yield weight, Factors(inputs, _flattened(call.output_samples(grad).transpose(-1, -2)))
 
     return parts()
 

@@ -1,0 +1,100 @@
+"""Steps: planned operations with what every pass over the same shapes would otherwise find again."""
+
+from __future__ import annotations
+
+from collections.abc import Container, Sequence
+from dataclasses import dataclass
+from typing import Any, final
+
+import torch
+from torch import Tensor
+
+from trak_lite.gradient_computers.hooks.plan.axes import BatchAxis
+from trak_lite.gradient_computers.hooks.plan.interception import Function
+from trak_lite.gradient_computers.hooks.plan.probe import Site
+
+__all__ = ["Step"]
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class Step:
+    """One use of kept parameters by an operation with a rule, bound to the shapes of its arguments and its result.
+
+    Only an operation on positional arguments that gives one new tensor can be bound. :meth:`fits` decides whether a
+    later call is the same in all that the binding relies on.
+    """
+
+    site: Site
+    key: Any
+    """The signature by which a recomputation of the operation finds the site."""
+    shapes: tuple[torch.Size | None, ...]
+    """Shape of every argument; ``None`` for one that is not a tensor."""
+    targets: tuple[int, ...]
+    """Positions of the arguments that are kept parameters, or values computed from them."""
+    inputs: tuple[tuple[int, BatchAxis | None], ...]
+    """Positions of the other tensors, with their batch axes."""
+    shape: torch.Size
+    """Of the result."""
+    output_axes: tuple[BatchAxis | None, ...]
+    """Batch axis of the result."""
+    lean: bool
+    """Whether the rule reads no input."""
+    covers_base: bool
+    """Whether the result is a view of all of a tensor that the operation allocates."""
+
+    @classmethod
+    def bound(
+        cls,
+        site: Site,
+        key: Any,
+        args: Sequence[Any],
+        watched: Container[int],
+        axes: Sequence[BatchAxis | None],
+        result: Tensor,
+        output_axes: tuple[BatchAxis | None, ...],
+        lean: bool,
+        covers_base: bool,
+    ) -> Step:
+        """Bind a call.
+
+        Args:
+            site: The plan's site of the operation.
+            key: See the field.
+            args: The positional arguments; there are no others.
+            watched: The ``id`` of all kept parameters and values computed from them.
+            axes: Batch axes of the tensors that are not watched, in order; empty for a lean operation.
+            result: The operation's result.
+            output_axes: Its batch axis.
+            lean: See the field.
+            covers_base: See the field.
+        """
+        tensors = [place for place, value in enumerate(args) if isinstance(value, Tensor)]
+        targets = tuple(place for place in tensors if id(args[place]) in watched)
+        inputs = [place for place in tensors if place not in targets]
+        return cls(
+            site,
+            key,
+            tuple(value.shape if isinstance(value, Tensor) else None for value in args),
+            targets,
+            tuple(zip(inputs, [None] * len(inputs) if lean else axes, strict=True)),
+            result.shape,
+            output_axes,
+            lean,
+            covers_base,
+        )
+
+    def fits(self, function: Function, args: Sequence[Any], watched: Container[int]) -> bool:
+        """Whether a call without keyword arguments has the function, shapes and parameters of the bound one."""
+        if self.site.function != function or len(args) != len(self.shapes):
+            return False
+        for value, shape in zip(args, self.shapes, strict=True):
+            if isinstance(value, Tensor):
+                if shape is None or value.shape != shape:
+                    return False
+            elif shape is not None:
+                return False
+        # A list, because a generator costs more than the comparison.
+        return all([id(args[place]) in watched for place in self.targets]) and not any(
+            [id(args[place]) in watched for place, _ in self.inputs]
+        )
