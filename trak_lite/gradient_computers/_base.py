@@ -316,7 +316,8 @@ class AbstractStreamingComputer(AbstractGradientComputer):
         with self._autocast(), _private_buffers(tree):
             call = call or ModelCall(self.model, modules=tree.modules)
             terms = self.modelout_fn.evaluate(call, batch)
-        return check_terms(terms, batch_size(batch), self.modelout_fn)
+        with torch._C.DisableTorchFunction():  # a pass would look at every question about a shape
+            return check_terms(terms, batch_size(batch), self.modelout_fn)
 
     @property
     def differentiates_the_model(self) -> bool:
@@ -364,7 +365,7 @@ class AbstractStreamingComputer(AbstractGradientComputer):
     def _kept(self, tree: ModelTree) -> dict[str, nn.Parameter]:
         """Return the kept parameters; see :func:`select_parameters`."""
         if self.grad_wrt is None:
-            return select_parameters(self.model, None)
+            return select_parameters(self.model, None, tree.parameters)
         known, own = self._choice, tree.parameters
         if known is None or list(known[0]) != list(own) or any(map(is_not, known[0].values(), own.values())):
             known = self._choice = own, select_parameters(self.model, self.grad_wrt)
@@ -417,10 +418,14 @@ def gradients_of(total: Tensor, kept: Mapping[str, nn.Parameter]) -> dict[str, T
 
 def joined_terms(parts: Sequence[OutputTerms]) -> OutputTerms:
     """Concatenate the terms of a batch's chunks."""
+    if len(parts) == 1:
+        return parts[0]
     return OutputTerms(*(torch.cat(columns) for columns in zip(*parts, strict=True)))
 
 
-def select_parameters(model: nn.Module, grad_wrt: ParameterChoice | None) -> dict[str, nn.Parameter]:
+def select_parameters(
+    model: nn.Module, grad_wrt: ParameterChoice | None, canonical: Mapping[str, nn.Parameter] | None = None
+) -> dict[str, nn.Parameter]:
     """Return the parameters to keep gradients for, by canonical name, in model order.
 
     Args:
@@ -428,11 +433,12 @@ def select_parameters(model: nn.Module, grad_wrt: ParameterChoice | None) -> dic
         grad_wrt: Names as in ``named_parameters``, patterns of names (``"layers.*.weight"``), and module classes. A
             class selects every parameter that a module of that class or of a subclass owns directly. Any name of a
             tied weight selects the weight. ``None`` selects every parameter that requires grad.
+        canonical: ``dict(model.named_parameters())``, if the caller has it.
 
     Raises:
         InvalidInputError: If a name is unknown, a class has no parameter in the model, or nothing is selected.
     """
-    canonical = dict(model.named_parameters())
+    canonical = dict(model.named_parameters()) if canonical is None else canonical
     if grad_wrt is None:
         selected = {name: p for name, p in canonical.items() if p.requires_grad}
         if not selected:
@@ -493,7 +499,12 @@ def _owned_by(model: nn.Module, module_class: type[nn.Module]) -> list[nn.Parame
 def differentiating_only(
     parameters: Iterable[nn.Parameter], kept: Mapping[str, nn.Parameter]
 ) -> Iterator[None]:
-    """Let only the kept parameters of a model require grad inside the block, so that autograd forms no other gradient."""
+    """Let only the kept parameters require grad inside the block, so that autograd forms no other gradient.
+
+    Args:
+        parameters: All parameters of the model.
+        kept: Some of them, by name.
+    """
     flags = [(p, p.requires_grad) for p in parameters]
     wanted = {id(p) for p in kept.values()}
     try:

@@ -96,6 +96,8 @@ class OperationCall:
 
     def bind(self, *names: str) -> list[Any]:
         """Return the arguments under these names, in order; a missing one is ``None``."""
+        if not self.kwargs:
+            return [*self.args[: len(names)], *[None] * (len(names) - len(self.args))]
         given = dict(zip(names, self.args, strict=False))
         given.update(self.kwargs)
         return [given.get(name) for name in names]

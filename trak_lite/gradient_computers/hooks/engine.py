@@ -83,13 +83,15 @@ class GradientPass(AbstractInterceptor):
         self._num_samples = num_samples
         self._ledger = GradientLedger(kept, num_samples, sink=sink, start=start, keep_factors=keep_factors)
         self._cursor = 0
-        self._in_backward = False
+        self._in_backward = self._recomputes = False
         self._code = SampleCode(num_samples)
         self._tags: list[RowTags] = []
         self._tagging = False
         self._taps: dict[tuple[torch.device, torch.dtype], Tensor] = {}
         self._shared: dict[Any, Site] = {}
         self._steps = plan.steps_for(num_samples)
+        self._expected: Step | None = self._steps.get(0)
+        """The step of the next operation on parameters, if it is bound."""
         self.watched = {id(p): p for p in kept.values()}
 
     @property
@@ -99,14 +101,26 @@ class GradientPass(AbstractInterceptor):
 
     # Forward
 
+    def __torch_function__(
+        self, func: Function, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        """Run a torch operation; the expected one goes straight to its step."""
+        step = self._expected
+        if (
+            step is not None
+            and func is step.function
+            and not (kwargs or self.inside or self.looks_away)
+            and torch.is_grad_enabled()
+            and step.fits(args, self.watched)
+        ):
+            return self._run_step(step, args)
+        return super().__torch_function__(func, types, args, kwargs)
+
     def operation(self, function: Function, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
         """Run an operation on parameters; detach them if it reads samples, otherwise track its result."""
         if self.inside:
             args, kwargs = tree_map(self._detached, (args, dict(kwargs)))
             return function(*args, **kwargs)
-        step = None if self._in_backward or kwargs else self._steps.get(self._cursor)
-        if step is not None and step.fits(function, args, self.watched):
-            return self._run_step(step, args)
         site = self._next_site(function, args, kwargs)
         if site is None:
             return self._unplanned(function, args, kwargs)
@@ -155,14 +169,21 @@ class GradientPass(AbstractInterceptor):
             return self._site_of_use(function, args, kwargs)
         key = _key(function, args, kwargs)
         if self._in_backward:  # a checkpoint recomputes its part
+            if not self._recomputes:
+                self._recomputes = True
+                self._shared |= {step.key: step.site for step in self._steps.values()}
             return self._shared.get(key)
         sites = self._plan.sites
         if self._cursor >= len(sites) or sites[self._cursor].function != function:
             return None
         site = sites[self._cursor]
-        self._cursor += 1
+        self._advance()
         self._shared[key] = site
         return site
+
+    def _advance(self) -> None:
+        self._cursor += 1
+        self._expected = self._steps.get(self._cursor)
 
     def _site_of_use(self, function: Any, args: Any, kwargs: Mapping[str, Any]) -> Site:
         """Return the plan's site for this use; a use that is not in the plan (a new expert) gets a routed site."""
@@ -223,30 +244,34 @@ class GradientPass(AbstractInterceptor):
 
     def _bind(self, site: Site, args: Sequence[Any], call: OperationCall, result: Any, lean: bool) -> None:
         """Keep what later passes over these shapes need of this operation."""
-        is_flat = not any(isinstance(leaf, Tensor) for arg in args if isinstance(arg, tuple | list) for leaf in arg)
-        if isinstance(result, Tensor) and is_flat:
-            axes = [call.axis_of(leaf) for leaf in call.args if isinstance(leaf, Tensor) and not call.wants(leaf)]
-            self._steps[self._cursor - 1] = Step.bound(
-                site,
-                _key(site.function, args, {}),
-                args,
-                self.watched,
-                axes,
-                result,
-                call.output_axes,
-                lean,
-                result._base is not None and _is_whole_of_new(result, result._base, call),
-            )
+        nested = [leaf for arg in args if isinstance(arg, tuple | list) for leaf in arg]
+        if not isinstance(result, Tensor) or any(isinstance(leaf, Tensor) for leaf in nested):
+            return
+        base = result._base
+        covers_base = base is not None and _is_whole_of_new(result, base, call)
+        if covers_base and not result.is_contiguous():
+            return
+        inputs = [leaf for leaf in call.args if isinstance(leaf, Tensor) and not call.wants(leaf)]
+        self._steps[self._cursor - 1] = Step.bound(
+            site,
+            _key(site.function, args, {}),
+            args,
+            self.watched,
+            [call.axis_of(leaf) for leaf in inputs],
+            result,
+            call.output_axes,
+            lean,
+            covers_base,
+        )
 
     def _run_step(self, step: Step, args: Sequence[Any]) -> Any:
         """Run an operation as :meth:`_use` does, given what earlier passes found."""
-        self._cursor += 1
-        self._shared[step.key] = step.site
+        self._advance()
         run, targets = list(args), {}
         for place in step.targets:
             bare = run[place] = args[place].detach()
             targets[id(bare)] = args[place]
-        result = step.site.function(*run)
+        result = step.function(*run)
         if not result.requires_grad:
             result = result + self._tap(result)
         axes: dict[int, BatchAxis | None] = {}
@@ -257,7 +282,7 @@ class GradientPass(AbstractInterceptor):
                 axes[id(leaf)] = axis
                 versions.append((leaf, leaf._version))
         call = OperationCall(
-            step.site.function,
+            step.function,
             tuple(run),
             {},
             self._num_samples,
@@ -280,21 +305,21 @@ class GradientPass(AbstractInterceptor):
                 raise _too_early(step.site)
             # Autograd runs hooks with gradients disabled.
             with torch._C.DisableTorchFunction():
-                self._deposit(call, [grad])
+                self._deposit(call, [grad.reshape(step.shape)])
 
-        base = result._base
-        if base is None or not step.covers_base:
-            result.register_hook(arrived)  # type: ignore[no-untyped-call]
-        else:
-            _hook_base(result, base, arrived)
+        # Of a view that covers its base and lies in the same order, the base's gradient has the same entries.
+        hooked = result._base if step.covers_base else result
+        hooked.register_hook(arrived)
         return result
 
-    def _deposit(self, call: OperationCall, grads: Sequence[Tensor | None], tags: RowTags | None = None) -> None:
+    def _deposit(
+        self, call: OperationCall, grads: Sequence[Tensor | None], tags: RowTags | None = None
+    ) -> None:
         """Add the contributions of one operation, whose inputs are then freed."""
         targets = list({id(target): target for target in call.targets.values()}.values())
-        parts = self._contributions(call, grads, tags)
+        method, parts = self._contributions(call, grads, tags)
         call.targets, call.args, call.kwargs, call.versions = {}, (), {}, []
-        self._ledger.deposit(targets, parts)
+        self._ledger.deposit(targets, parts, method)
 
     def _call(
         self, site: Site, function: Any, saved: list[Any], spec: Any, targets: dict[int, Tensor], lean: bool
@@ -449,9 +474,7 @@ class GradientPass(AbstractInterceptor):
                 every = parts(_only(grads))
                 every = self._summed(every, tags, every[0].output_grads)
                 found = [(t, p) for t, p in zip(wanted, every, strict=True) if t is not None]
-                for target, _ in found:
-                    self._ledger.note(target, "recurrence")
-                self._ledger.deposit([t for t in wanted if t is not None], found)
+                self._ledger.deposit([t for t in wanted if t is not None], found, "recurrence")
 
             self._on_gradients([value], tags, take, rows_of)
             return value
@@ -484,9 +507,8 @@ class GradientPass(AbstractInterceptor):
             _refuse_changes(module, versions)
             found = _parts_of(module, own, rule(module, args, kwargs, grad))
             parts = self._summed(list(found.values()), tags, grad)
-            for parameter in own.values():
-                self._ledger.note(parameter, f"rule of {class_of(module).__name__}")
-            self._ledger.deposit(list(own.values()), [(own[n], p) for n, p in zip(found, parts, strict=True)])
+            deposited = [(own[n], p) for n, p in zip(found, parts, strict=True)]
+            self._ledger.deposit(list(own.values()), deposited, f"rule of {class_of(module).__name__}")
 
         self._on_gradients([out], tags, take)
         return out
@@ -514,7 +536,7 @@ class GradientPass(AbstractInterceptor):
             )
         escaped: dict[str, Tensor] = {}
         if output.requires_grad:
-            self._in_backward = True
+            self._in_backward, self._expected = True, None
             inputs = [*self._kept.values(), *self._taps.values()]
             self._tag_rows(output, inputs)
             with torch._C.DisableTorchFunction():
@@ -545,23 +567,21 @@ class GradientPass(AbstractInterceptor):
 
     def _contributions(
         self, call: OperationCall, grads: Sequence[Tensor | None], tags: RowTags | None
-    ) -> list[tuple[Tensor, Contribution]]:
-        """Return the operation's contribution to each parameter that it read."""
+    ) -> tuple[str, list[tuple[Tensor, Contribution]]]:
+        """Return the method, and the operation's contribution to each parameter that it read."""
         _refuse_changes(call.function, call.versions)
         if tags is not None and tags.site.routed:
             method, routed = routed_contributions(call, grads, tags.owners(grads, self._code))
             for target in call.targets.values():
-                self._ledger.note(target, method)
-            return routed
+                self._ledger.note(target, method)  # also to those that no row reaches
+            return method, routed
         name, rule = RULES.get(call.function, ("", None))
         parts = rule(call, grads[0]) if rule is not None and grads[0] is not None else None
-        found = list(generic_rule(call, grads)) if parts is None else list(parts)
-        for argument, _ in found:
-            self._ledger.note(
-                call.targets[id(argument)],
-                name if parts is not None else f"{call.method} ({describe(call.function)})",
-            )
-        return [(call.targets[id(argument)], part) for argument, part in found]
+        found = [
+            (call.targets[id(argument)], part)
+            for argument, part in (generic_rule(call, grads) if parts is None else parts)
+        ]
+        return name if parts is not None else f"{call.method} ({describe(call.function)})", found
 
 
 def _saved(run: list[Any], targets: Mapping[int, Tensor], lean: bool, in_place: bool) -> list[Any]:
@@ -580,15 +600,7 @@ def _hook(result: Tensor, arrived: Callable[[Tensor], None], call: OperationCall
     if base is None or call is None or not _is_whole_of_new(result, base, call):
         result.register_hook(arrived)  # type: ignore[no-untyped-call]
         return
-    _hook_base(result, base, arrived)
-
-
-def _hook_base(result: Tensor, base: Tensor, arrived: Callable[[Tensor], None]) -> None:
-    """Hook the tensor that a view covers: a write into the view (`x += y`) replaces the view's autograd history."""
-    if result.is_contiguous():
-        shape = result.shape
-        base.register_hook(lambda grad: arrived(grad.reshape(shape)))  # type: ignore[no-untyped-call]
-        return
+    # A write into a view (`x += y`) replaces its autograd history, so a hook on the view would not be called.
     size, stride = result.size(), result.stride()
     base.register_hook(lambda grad: arrived(grad.contiguous().as_strided(size, stride)))  # type: ignore[no-untyped-call]
 
@@ -684,8 +696,9 @@ def _is_recurrence(function: Any, args: Sequence[Any]) -> bool:
 
 
 def _refuse_changes(function: Any, versions: Sequence[tuple[Tensor, int]]) -> None:
-    if any(tensor._version != version for tensor, version in versions):
-        raise UnsupportedModelError(
-            f"An input of {describe(function)} was changed in place after the operation read it, so its "
-            "gradient cannot be formed. Make the later operation out of place (x = x + y, inplace=False)."
-        )
+    for tensor, version in versions:
+        if tensor._version != version:
+            raise UnsupportedModelError(
+                f"An input of {describe(function)} was changed in place after the operation read it, so its "
+                "gradient cannot be formed. Make the later operation out of place (x = x + y, inplace=False)."
+            )

@@ -107,15 +107,30 @@ class GradientLedger:
             for root in uses.roots:
                 self.expect(self._uses[root].tensor)
 
-    def deposit(self, targets: Sequence[Tensor], parts: Sequence[tuple[Tensor, Contribution]]) -> None:
-        """Add the contributions of one use of every target."""
+    def deposit(
+        self, targets: Sequence[Tensor], parts: Sequence[tuple[Tensor, Contribution]], method: str
+    ) -> None:
+        """Add the contributions of one use of every target, computed by ``method``."""
         for target, part in parts:
-            place, value = self._uses[id(target)], part
-            while place.transpose_of is not None:
-                place, value = self._uses[place.transpose_of], transposed(value)
-            place.parts.append(_cast(value, target.dtype))
+            uses = self._uses[id(target)]
+            if uses.name is None:
+                self.note(target, method)
+            else:
+                self.methods[uses.name][method] = None
+                if uses.pending == 1 and not uses.parts and len(parts) == len(targets):  # its only use
+                    uses.pending = 0
+                    if uses.name not in self._emitted:
+                        self._emitted.add(uses.name)
+                        self._emit(uses.name, _cast(part, target.dtype))
+                    continue
+            value = part
+            while uses.transpose_of is not None:
+                uses, value = self._uses[uses.transpose_of], transposed(value)
+            uses.parts.append(_cast(value, target.dtype))
         for target in targets:
-            self._arrived(self._uses[id(target)])
+            uses = self._uses[id(target)]
+            if uses.pending:
+                self._arrived(uses)
 
     def _arrived(self, uses: _Uses) -> None:
         uses.pending -= 1
@@ -174,6 +189,8 @@ class GradientLedger:
 
 
 def _cast_factors(part: Factors, dtype: torch.dtype) -> Factors:
+    if part.inputs.dtype == dtype == part.output_grads.dtype:
+        return part
     return Factors(part.inputs.to(dtype), part.output_grads.to(dtype))
 
 
@@ -186,7 +203,7 @@ def _cast(part: Contribution, dtype: torch.dtype) -> Contribution:
         return Summed(
             part.lookups._replace(values=part.lookups.values.to(dtype)), _cast_factors(part.factors, dtype)
         )
-    return part.to(dtype)
+    return part if part.dtype == dtype else part.to(dtype)
 
 
 def _pulled_back(value: Tensor, roots: Sequence[Tensor], grads: Tensor) -> tuple[Tensor | None, ...]:

@@ -65,7 +65,7 @@ def by_sample(tensor: Tensor, axis: BatchAxis, num_samples: int) -> Tensor:
         torch.Size([3, 4, 2, 5])
     """
     if axis.axis == 0 and axis.sample_major:
-        return tensor.unflatten(0, (num_samples, axis.multiple))
+        return torch.unflatten(tensor, 0, (num_samples, axis.multiple))
     sizes = (num_samples, axis.multiple) if axis.sample_major else (axis.multiple, num_samples)
     return torch.unflatten(tensor, axis.axis, sizes).movedim(axis.axis + (not axis.sample_major), 0)
 

@@ -67,6 +67,7 @@ class AbstractInterceptor(TorchFunctionMode, ABC):
     ) -> Any:
         """Run a torch operation; pass it to :meth:`operation` if it reads a watched tensor."""
         kwargs = kwargs or {}
+        # Every operation of the model comes here, so what is cheap is asked first.
         if not self.touches(args, kwargs) or self.looks_away or not torch.is_grad_enabled():
             return func(*args, **kwargs)
         body = _body(func)
@@ -79,10 +80,9 @@ class AbstractInterceptor(TorchFunctionMode, ABC):
         """Whether a watched tensor is among the arguments."""
         watched = self.watched
         for value in args:
-            # Called for every operation of the model, so it asks what is cheap first.
             if id(value) in watched or (isinstance(value, (tuple, list)) and self.touches(value, {})):
                 return True
-        return bool(kwargs) and self.touches(tuple(kwargs.values()), {})
+        return bool(kwargs) and self.touches(kwargs.values(), {})
 
     def install(self, tree: ModelTree) -> list[Any]:
         """Hook modules with rules, recurrent and sharded modules; return the handles."""

@@ -26,10 +26,13 @@ class Step:
     """
 
     site: Site
+    function: Function
     key: Any
     """The signature by which a recomputation of the operation finds the site."""
-    shapes: tuple[torch.Size | None, ...]
-    """Shape of every argument; ``None`` for one that is not a tensor."""
+    tensors: tuple[tuple[int, torch.Size, bool], ...]
+    """Position and shape of every tensor argument, and whether it is one of ``targets``."""
+    others: tuple[int, ...]
+    """Positions of the other arguments."""
     targets: tuple[int, ...]
     """Positions of the arguments that are kept parameters, or values computed from them."""
     inputs: tuple[tuple[int, BatchAxis | None], ...]
@@ -69,13 +72,15 @@ class Step:
             lean: See the field.
             covers_base: See the field.
         """
-        tensors = [place for place, value in enumerate(args) if isinstance(value, Tensor)]
-        targets = tuple(place for place in tensors if id(args[place]) in watched)
+        tensors = {place: value for place, value in enumerate(args) if isinstance(value, Tensor)}
+        targets = tuple(place for place, value in tensors.items() if id(value) in watched)
         inputs = [place for place in tensors if place not in targets]
         return cls(
             site,
+            site.function,
             key,
-            tuple(value.shape if isinstance(value, Tensor) else None for value in args),
+            tuple((place, value.shape, place in targets) for place, value in tensors.items()),
+            tuple(place for place in range(len(args)) if place not in tensors),
             targets,
             tuple(zip(inputs, [None] * len(inputs) if lean else axes, strict=True)),
             result.shape,
@@ -84,17 +89,12 @@ class Step:
             covers_base,
         )
 
-    def fits(self, function: Function, args: Sequence[Any], watched: Container[int]) -> bool:
-        """Whether a call without keyword arguments has the function, shapes and parameters of the bound one."""
-        if self.site.function != function or len(args) != len(self.shapes):
+    def fits(self, args: Sequence[Any], watched: Container[int]) -> bool:
+        """Whether a call of the function without keyword arguments has the shapes and parameters of the bound one."""
+        if len(args) != len(self.tensors) + len(self.others):
             return False
-        for value, shape in zip(args, self.shapes, strict=True):
-            if isinstance(value, Tensor):
-                if shape is None or value.shape != shape:
-                    return False
-            elif shape is not None:
+        for place, shape, is_target in self.tensors:
+            value = args[place]
+            if (id(value) in watched) is not is_target or getattr(value, "shape", None) != shape:
                 return False
-        # A list, because a generator costs more than the comparison.
-        return all([id(args[place]) in watched for place in self.targets]) and not any(
-            [id(args[place]) in watched for place, _ in self.inputs]
-        )
+        return not any([isinstance(args[place], Tensor) for place in self.others])  # a list is faster here
