@@ -8,7 +8,6 @@ entries.
 
 from __future__ import annotations
 
-import functools
 import math
 from collections import Counter
 from collections.abc import Callable
@@ -74,17 +73,19 @@ class RowNormalizer:
         if not self._by_module:
             return computer.stream_gradients(batch, lambda block: sink(self._measured(block)))
         groups = Counter(map(self._normalization.group, computer.parameters))
-        waiting: dict[tuple[str, int], _Waiting] = {}
+        waiting = {group: _Waiting(GradientNorms(self._num_samples)) for group in groups}
 
         def take(block: GradientBlock) -> None:
             group = self._normalization.group(block.name)
-            held = waiting.setdefault((group, block.start), _Waiting())
+            held = waiting[group]
             held.blocks.append(block)
             squares = squared_norms(block)
-            held.squares.append(squares)
+            held.norms.add_squares(squares, block.start)
             self._norms.add_squares(squares, block.start)
-            if len(held.blocks) == groups[group]:
-                self._release(waiting.pop((group, block.start)), sink)
+            held.arrived += block.num_samples
+            # Blocks of one parameter may hold fewer samples than those of another.
+            if held.arrived == groups[group] * len({i for b in held.blocks for i in _rows_of(b)}):
+                self._release(held, sink)
 
         terms = computer.stream_gradients(batch, take)
         for held in waiting.values():  # modules of which a block is missing; its gradient counts as zero
@@ -154,17 +155,26 @@ class RowNormalizer:
         return block
 
     def _release(self, held: _Waiting, sink: BlockSink) -> None:
-        factors = self._normalization.factors(functools.reduce(torch.add, held.squares))
+        factors = self._normalization.factors(held.norms.squared())
+        held.arrived = 0
         while held.blocks:  # each block is freed after the sink took it
-            sink(_scaled(held.blocks.pop(0), factors))
+            block = held.blocks.pop(0)
+            sink(_scaled(block, factors[block.start : block.start + block.num_samples]))
 
 
 @dataclass(slots=True)
 class _Waiting:
-    """The blocks of a module received so far, for one chunk of samples."""
+    """The blocks of a module that wait for others of the same samples."""
 
+    norms: GradientNorms
+    """Of all blocks so far."""
     blocks: list[GradientBlock] = field(default_factory=list)
-    squares: list[Tensor] = field(default_factory=list)
+    arrived: int = 0
+    """Samples of ``blocks``, counted once per block."""
+
+
+def _rows_of(block: GradientBlock) -> range:
+    return range(block.start, block.start + block.num_samples)
 
 
 def _change(state: AdamState, grads: Tensor, q: Tensor) -> Tensor:

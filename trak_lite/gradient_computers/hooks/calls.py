@@ -20,6 +20,7 @@ __all__ = [
     "Lookups",
     "OperationCall",
     "OperationRule",
+    "Pieces",
     "dense_of",
     "merged",
     "transposed",
@@ -53,8 +54,24 @@ class Summed(NamedTuple):
     factors: Factors
 
 
-Contribution: TypeAlias = Tensor | Factors | Lookups | Summed
-"""A dense gradient ``(B, *parameter.shape)``, factors, rows of a table, or a sum of rows and factors."""
+class Pieces(NamedTuple):
+    """Dense per-sample gradients, formed for some samples at a time."""
+
+    num_samples: int
+    """B."""
+    step: int
+    """Samples whose gradients fit into the processor's cache."""
+    form: Callable[[slice], Tensor]
+    """Returns the gradients ``(b, *parameter.shape)`` of some samples."""
+
+    def formed(self) -> Iterator[tuple[int, Tensor]]:
+        """Yield the first sample of every piece, and the gradients."""
+        for first in range(0, self.num_samples, self.step):
+            yield first, self.form(slice(first, first + self.step))
+
+
+Contribution: TypeAlias = Tensor | Factors | Lookups | Summed | Pieces
+"""A dense gradient ``(B, *parameter.shape)``, whole or in pieces, factors, rows of a table, or rows and factors."""
 
 
 @dataclass(slots=True)
@@ -134,6 +151,8 @@ def dense_of(part: Contribution) -> Tensor:
         return LookupBlock("", *part).grad
     if isinstance(part, Summed):
         return dense_of(part.lookups) + dense_of(part.factors)
+    if isinstance(part, Pieces):
+        return torch.cat([grads for _, grads in part.formed()])
     return part.output_grads.transpose(1, 2) @ part.inputs
 
 

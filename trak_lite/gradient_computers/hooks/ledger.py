@@ -16,6 +16,7 @@ from trak_lite.gradient_computers.hooks.calls import (
     Contribution,
     Factors,
     Lookups,
+    Pieces,
     Summed,
     dense_of,
     merged,
@@ -126,7 +127,7 @@ class GradientLedger:
             value = part
             while uses.transpose_of is not None:
                 uses, value = self._uses[uses.transpose_of], transposed(value)
-            uses.parts.append(_cast(value, target.dtype))
+            uses.parts.append(_cast(dense_of(value) if isinstance(value, Pieces) else value, target.dtype))
         for target in targets:
             uses = self._uses[id(target)]
             if uses.pending:
@@ -167,6 +168,9 @@ class GradientLedger:
         elif isinstance(part, Summed):
             lookups = LookupBlock(name, *part.lookups, self._start)
             self._sink(SummedBlock(name, (lookups, FactoredBlock(name, *part.factors, self._start))))
+        elif isinstance(part, Pieces):
+            for first, grads in part.formed():
+                self._sink(DenseBlock(name, grads, self._start + first))
         else:
             shape = self._kept[name].shape
             self._sink(DenseBlock(name, part.reshape(self._num_samples, *shape), self._start))
@@ -203,6 +207,8 @@ def _cast(part: Contribution, dtype: torch.dtype) -> Contribution:
         return Summed(
             part.lookups._replace(values=part.lookups.values.to(dtype)), _cast_factors(part.factors, dtype)
         )
+    if isinstance(part, Pieces):
+        return part._replace(form=lambda rows: part.form(rows).to(dtype))
     return part if part.dtype == dtype else part.to(dtype)
 
 
