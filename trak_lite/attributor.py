@@ -447,20 +447,7 @@ class Attributor:
         with self._workspace.reading() as store:
             stored = store.manifest.fingerprint.get("dataset", {})
         for run in runs:
-            trained = run.fingerprint["data"]
-            if ("id" in stored) != ("id" in trained):
-                raise InvalidInputError(
-                    "The train rows of the store or of a run of Unrolled have a name (Rows(name=...)), and the other "
-                    "have none, so they cannot be compared. Give both the same name, or none."
-                )
-            shared = stored.keys() & trained.keys()
-            if stored["num_rows"] != trained["num_rows"] or any(
-                stored[key] != trained[key] for key in shared
-            ):
-                raise InvalidInputError(
-                    f"A run of Unrolled was trained on other data, or in another order ({trained['num_rows']} rows), "
-                    f"than the store holds ({stored['num_rows']} rows). Make both from the same rows."
-                )
+            run.require_train_rows(stored)
 
     def stream_scores(
         self,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import logging
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from functools import partial
 from typing import Any, Final, final
@@ -95,7 +96,9 @@ def verify_run(
         progress: Show a bar; ``None`` shows it on a terminal only.
 
     Raises:
-        InvalidInputError: If scores, run and targets differ in size, or a share leaves out no row.
+        InvalidInputError: If scores, run and targets differ in size, the scores were made from other train rows or with
+            another architecture than the run, or a share leaves out no row.
+        ManifestMismatchError: If scores of a replay belong to other targets, another task, other data or another model.
         RetrainingError: If a training fails; names subset and seed.
     """
     rows = rows_of(targets, what="the targets")
@@ -107,14 +110,7 @@ def verify_run(
         )
     identity = {"run": run.digest, "targets": rows.identity(), "task": describe_task(task), "budget": budget}
     digest = hashlib.sha256(canonical_json(identity).encode()).hexdigest()
-    made = scores.manifest.fingerprint
-    if made.get("kind") == "unrolled":
-        compare_fingerprints(
-            {key: made[key] for key in ("targets", "task")},
-            {key: identity[key] for key in ("targets", "task")},
-            where=f"The scores {scores.name!r}",
-            remedy="Pass the targets and the task that were scored.",
-        )
+    _require_scored(scores, run, identity)
     found = []
     for share in shares:
         masks = _masks(num_rows, share, budget, subset_seed)
@@ -139,6 +135,29 @@ def verify_run(
         )
         found.append((share, Estimate(lds.mean, *lds.interval)))
     return OneRunVerdict(tuple(found), budget, len(rows), run.metasmoothness(), confidence)
+
+
+def _require_scored(scores: Scores, run: TrainingRun, identity: Mapping[str, Any]) -> None:
+    """Raise if the scores belong to other targets, another task, other train rows or another architecture."""
+    made = scores.manifest.fingerprint
+    if made.get("kind") != "unrolled":
+        if "dataset" in made:
+            run.require_train_rows(made["dataset"])
+        run.require_parameters(made.get("parameters", {}))
+        return
+    compare_fingerprints(
+        {key: made[key] for key in ("targets", "task")},
+        {key: identity[key] for key in ("targets", "task")},
+        where=f"The scores {scores.name!r}",
+        remedy="Pass the targets and the task that were scored.",
+    )
+    # Other seeds and optimizers are allowed: do the scores of one run predict another?
+    compare_fingerprints(
+        {key: made["run"][key] for key in ("data", "modules", "trained")},
+        {key: run.fingerprint[key] for key in ("data", "modules", "trained")},
+        where=f"The run of the scores {scores.name!r}",
+        remedy="Pass the run that was replayed, or one of the same model on the same train data.",
+    )
 
 
 def _masks(num_rows: int, share: float, budget: int, seed: int) -> NDArray[np.bool_]:

@@ -138,7 +138,7 @@ def verify(
         texts: Train texts and target texts (or their tokens) for the BM25 baseline.
         confidence: Nominal coverage of the intervals.
         train_id: A name that identifies the training, instead of the source code and captured values of ``train_fn``.
-        task: Defines f for ``protocol="one-run"``, if the scores were not made by an attributor.
+        task: Defines f for ``protocol="one-run"``; ``None`` is the task that the scores were made with.
 
     Returns:
         The verdict; for ``"one-run"`` an LDS per share of rows left out.
@@ -347,13 +347,13 @@ def _target_outputs(
 
 
 def _task_of(scores: Scores) -> AbstractModelOutput:
-    """Return the task of the attributor that made the scores."""
+    """Return the task that the scores were made with."""
     try:
-        return scores.run.settings.task
+        return scores.task
     except StateError as error:
         raise InvalidInputError(
-            f"The scores {scores.name!r} were not made by an attributor with a model, so their task is not known. Pass "
-            "task=, with which they were made."
+            f"The task of the scores {scores.name!r} is not known, because they were made without an attributor and a "
+            "replay, or opened without a model. Pass task=, with which they were made."
         ) from error
 
 

@@ -16,6 +16,7 @@ from trak_lite.featurizing.session import Run
 from trak_lite.featurizing.solvers import Convergence
 from trak_lite.linalg.topk import TopRows
 from trak_lite.methods import AbstractMatrixMethod, AbstractMethod
+from trak_lite.modelout_functions import AbstractModelOutput
 from trak_lite.report import Gallery, Render
 from trak_lite.report.content import PairRender, Renders
 from trak_lite.report.page import notebook_summary
@@ -106,6 +107,17 @@ class Scores:
                 "Attributor.open(path, model).scores(name)."
             )
         return self._run
+
+    @property
+    def task(self) -> AbstractModelOutput:
+        """The model output function that defines f.
+
+        Raises:
+            StateError: If the scores were opened without a model, or made without an attributor and a replay.
+        """
+        if isinstance(self._described, UnstoredRows) and self._described.task is not None:
+            return self._described.task
+        return self.run.settings.task
 
     @property
     def source(self) -> ScoreSource:

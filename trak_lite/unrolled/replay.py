@@ -126,7 +126,7 @@ def unrolled(
         return found[0]
     method = Unrolled(*given)
     settings = {**found[0].settings, "metasmoothness": [one.settings["metasmoothness"] for one in found]}
-    source = UnstoredRows(name, method, found[0].manifest)
+    source = UnstoredRows(name, method, found[0].manifest, found[0].task)
     return Scores(_MeanMatrix(found), source, settings=settings, location=None, errors=lambda: _errors(found))
 
 
@@ -154,7 +154,7 @@ def _scores_of_run(
     method = Unrolled(run)
     fingerprint = {"targets": rows.identity(), "task": describe_task(resolved)}
     made = Manifest({"kind": "unrolled", "run": run.fingerprint})
-    source = UnstoredRows(name, method, Manifest({**made.fingerprint, **fingerprint}))
+    source = UnstoredRows(name, method, Manifest({**made.fingerprint, **fingerprint}), resolved)
     settings = {"method": method.name, "steps": run.num_steps, "metasmoothness": round(smoothness, 4)}
 
     def computed(folder: Path | None = None) -> NDArray[np.float32]:

@@ -7,7 +7,7 @@ import json
 import logging
 import math
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from os import PathLike
@@ -32,7 +32,7 @@ from trak_lite.errors import (
     StateError,
     UnsupportedModelError,
 )
-from trak_lite.models.checkpoints import weights_digest
+from trak_lite.models.checkpoints import bare_name, weights_digest
 from trak_lite.run.sources import describe_source
 from trak_lite.store import RemotePlace
 from trak_lite.store.manifest import canonical_json, compare_fingerprints
@@ -226,6 +226,39 @@ class TrainingRun:
     def leave_out_fn(self) -> SubsetTraining:
         """A ``train_fn(rows, seed)`` that repeats this run with the weight 0 for the other rows."""
         return SubsetTraining(self.recipe, keep_order=True, row_weights=self.weights)
+
+    def require_train_rows(self, stored: Mapping[str, Any]) -> None:
+        """Raise if the run was not trained on the rows with this identity.
+
+        Raises:
+            InvalidInputError: If rows, their number or their order differ, or only one of both has a name.
+        """
+        trained = self.fingerprint["data"]
+        if ("id" in stored) != ("id" in trained):
+            raise InvalidInputError(
+                "The train rows of the scores or of the run have a name (Rows(name=...)), and the other have none, so "
+                "they cannot be compared. Give both the same name, or none."
+            )
+        shared = stored.keys() & trained.keys()
+        if any(stored[key] != trained[key] for key in shared):
+            raise InvalidInputError(
+                f"The run was trained on other data, or in another order ({trained['num_rows']} rows), than the scores "
+                f"were made from ({stored['num_rows']} rows). Make both from the same rows."
+            )
+
+    def require_parameters(self, shapes: Mapping[str, Sequence[int]]) -> None:
+        """Raise if the model of the run has no parameters of these names and shapes.
+
+        Raises:
+            InvalidInputError: If it has not; names the first five.
+        """
+        own = {bare_name(name): list(p.shape) for name, p in self.program.model.named_parameters()}
+        wrong = [name for name, shape in shapes.items() if own.get(bare_name(name)) != list(shape)]
+        if wrong:
+            raise InvalidInputError(
+                f"The scores were made with another architecture than that of the run, which has no parameters "
+                f"{wrong[:5]} of the same shapes. Pass a run of the model that was scored."
+            )
 
     def require_finished(self) -> None:
         """Raise if the first or the last state is missing."""
