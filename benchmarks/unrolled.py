@@ -50,8 +50,8 @@ from benchmarks.measuring import cpu_seconds, memory_growth, run_worker, save_pa
 from trak_lite import Attributor, Rows, calibrate, calibrated_scores, verify
 from trak_lite.evaluation import linear_datamodeling_score, seed_noise_ceiling, subset_masks
 from trak_lite.retraining import retrain_many
+from trak_lite.retraining.subsets import outputs_of_model
 from trak_lite.unrolled import SGD, AbstractOptimizer, Adam, AdamW, Recipe, unrolled
-from trak_lite.unrolled.replay import outputs_of_model
 
 RESULTS = FOLDER / "unrolled.json"
 NUM_TARGETS, BUDGET, NUM_RUNS = 100, 40, 4

@@ -20,11 +20,10 @@ from trak_lite.evaluation.verdict import Estimate
 from trak_lite.modelout_functions import AbstractModelOutput
 from trak_lite.modelout_functions._describe import describe_task
 from trak_lite.retraining.calibrated import summed_over
-from trak_lite.retraining.subsets import retrain, retrain_many
+from trak_lite.retraining.subsets import outputs_of_model, retrain, retrain_many
 from trak_lite.scoring.scores import Scores
 from trak_lite.store.manifest import canonical_json, compare_fingerprints
 from trak_lite.unrolled import TrainingRun
-from trak_lite.unrolled.replay import outputs_of_model
 
 __all__ = ["SHARES", "OneRunVerdict", "verify_run"]
 

@@ -15,7 +15,6 @@ from numpy.typing import ArrayLike, NDArray
 from torch import Tensor, nn
 
 from trak_lite._validate import one_of
-from trak_lite.data.batches import move_batch
 from trak_lite.data.datasets import Rows, every_nth
 from trak_lite.errors import InvalidInputError, StateError
 from trak_lite.evaluation import (
@@ -25,7 +24,7 @@ from trak_lite.evaluation import (
     summed_scores,
 )
 from trak_lite.evaluation.verdict import Baseline, Calibration
-from trak_lite.modelout_functions import AbstractModelOutput, ModelCall, resolve_task
+from trak_lite.modelout_functions import AbstractModelOutput, resolve_task
 from trak_lite.models.borrowing import borrow_model
 from trak_lite.models.checkpoints import Checkpoint, load_into, module_versions, with_versions
 from trak_lite.models.sharded import refuse_sharded
@@ -40,7 +39,7 @@ from trak_lite.retraining.calibrated import (
     unit_rows,
 )
 from trak_lite.retraining.one_run import OneRunVerdict, verify_run
-from trak_lite.retraining.subsets import Retrained, TrainFunction, retrain_into
+from trak_lite.retraining.subsets import Retrained, TrainFunction, outputs_of_model, retrain_into
 from trak_lite.run.settings import Task, row_kind
 from trak_lite.run.tables import (
     predictions_path,
@@ -334,16 +333,9 @@ def _target_outputs(
         # Copy the values: if trained is model, borrow_model and load_into overwrite them.
         copies = {name: _copied(value) for name, value in state.items()}
         state = with_versions(copies, module_versions(state))
-    grid = range(0, len(targets), targets.batch_size)
-    plan = [np.arange(start, min(start + targets.batch_size, len(targets))) for start in grid]
-    with borrow_model(model, device), torch.no_grad():
+    with borrow_model(model, device):
         load_into(model, Checkpoint("retrained", None, lambda: state))
-        task.prepare(model)
-        outputs = [
-            task.evaluate(ModelCall(model), move_batch(batch, device)).output.cpu().double()
-            for _, batch in targets.batches(plan)
-        ]
-    return torch.cat(outputs)
+        return outputs_of_model(model, task, targets, device)
 
 
 def _task_of(scores: Scores) -> AbstractModelOutput:

@@ -30,14 +30,14 @@ from typing import Any, Final, Literal, final
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from torch import Tensor, nn
+from torch import Tensor
 from torch.func import vjp, vmap
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map
 
 from trak_lite._progress import KeptProgress
 from trak_lite._validate import positive_int
-from trak_lite.data.batches import move_batch, rows_in_batches
+from trak_lite.data.batches import move_batch
 from trak_lite.data.datasets import Rows, rows_of
 from trak_lite.errors import BusyError, InvalidInputError, NonFiniteError, StateError, UnsupportedModelError
 from trak_lite.linalg.topk import TopRows
@@ -52,14 +52,15 @@ from trak_lite.scoring.scores import Scores
 from trak_lite.scoring.source import UnstoredRows
 from trak_lite.store import Manifest
 from trak_lite.store._names import check_name
+from trak_lite.store.disk.files import named_errors
 from trak_lite.store.manifest import canonical_json
 from trak_lite.unrolled.dropout import step_key
 from trak_lite.unrolled.optimizers import Named, State
 from trak_lite.unrolled.program import Part, naming_failures
-from trak_lite.unrolled.runs import ADVICE, SMOOTH, TrainingRun, repeatable
+from trak_lite.unrolled.runs import SMOOTH, TrainingRun, repeatable
 from trak_lite.unrolled.states import flat, load_tensors, save_tensors, unflat
 
-__all__ = ["MAX_BYTES", "outputs_of_model", "unrolled"]
+__all__ = ["MAX_BYTES", "unrolled"]
 
 logger = logging.getLogger(__name__)
 
@@ -147,7 +148,7 @@ def _scores_of_run(
     if smoothness < SMOOTH:
         warnings.warn(
             f"The training has metasmoothness {smoothness:.2f}. Below {SMOOTH}, scores of a replay predict retraining "
-            f"poorly, although they are exact derivatives. {ADVICE}",
+            f"poorly, although they are exact derivatives. {run.advice()}",
             RuntimeWarning,
             stacklevel=4,
         )
@@ -225,18 +226,6 @@ def _errors(runs: Sequence[Scores]) -> NDArray[np.float32]:
     return (spread / math.sqrt(len(runs))).astype(np.float32)
 
 
-def outputs_of_model(model: nn.Module, task: AbstractModelOutput, rows: Rows, device: torch.device) -> Tensor:
-    """Return f of every target, ``(M,)`` float64, for a model in eval mode."""
-    task.prepare(model)
-    plan = rows_in_batches(np.arange(len(rows)), rows.batch_size)
-    with torch.no_grad():
-        found = [
-            task.evaluate(ModelCall(model), move_batch(batch, device)).output.double().cpu()
-            for _, batch in rows.batches(plan)
-        ]
-    return torch.cat(found)
-
-
 @final
 class _Replay:
     """The backward replay of a run for blocks of targets."""
@@ -286,7 +275,7 @@ class _Replay:
                 if bool(wrong.any()):
                     raise NonFiniteError(
                         f"The derivatives of targets {places[wrong.cpu().numpy()][:5].tolist()} are NaN or infinite. "
-                        f"The training is too rough to be differentiated. {ADVICE}"
+                        f"The training is too rough to be differentiated. {self._run.advice()}"
                     )
                 found[:, places] = columns.T.float().cpu().numpy()
         return found
@@ -447,8 +436,9 @@ class _Replay:
 
 def _forget(folder: Path) -> None:
     """Remove the files of a finished replay; the size of its blocks last, without which they cannot be read."""
-    for file in sorted(folder.iterdir(), key=lambda file: file.name == _SIZE):
-        file.unlink(missing_ok=True)
+    with named_errors("Removing", str(folder)):
+        for file in sorted(folder.iterdir(), key=lambda file: file.name == _SIZE):
+            file.unlink(missing_ok=True)
     with contextlib.suppress(OSError):  # another process makes the same replay
         folder.rmdir()
 
