@@ -1,6 +1,7 @@
 """Stored runs and scores are used again for the same training alone."""
 
 import errno
+import os
 from pathlib import Path
 
 import numpy as np
@@ -9,7 +10,7 @@ from torch import nn
 from torch.utils.data import TensorDataset
 from unrolled_cases import CLASSES, WIDTH, N, loss, margin, recipe, targets, vectors
 
-from trak_lite.errors import InvalidInputError, ManifestMismatchError, ReadOnlyStoreError
+from trak_lite.errors import InvalidInputError, ManifestMismatchError, ReadOnlyStoreError, StoreError
 from trak_lite.unrolled import SGD, Adam, replay, unrolled
 
 pytestmark = pytest.mark.quick
@@ -191,6 +192,29 @@ def test_a_folder_that_cannot_be_written_is_refused(tmp_path, monkeypatch):
         with pytest.raises(ReadOnlyStoreError, match=r"Permission denied\. Make the folder writable"):
             call()
     assert recipe().train(tmp_path / "run").digest == run.digest
+
+
+def test_files_of_a_run_have_the_usual_permissions(tmp_path):
+    run = recipe().train(tmp_path / "run")
+    run.metasmoothness()
+    plain = tmp_path / "plain"
+    plain.touch()
+
+    files = [path for path in (tmp_path / "run").rglob("*") if path.is_file()]
+    assert {path.stat().st_mode for path in files} == {plain.stat().st_mode}
+    assert len(files) >= 3
+
+
+def test_a_state_that_may_not_be_read_is_no_damaged_one(tmp_path, monkeypatch):
+    run = recipe().train(tmp_path / "run")
+
+    def refuse(path, *args, **settings):
+        raise PermissionError(errno.EACCES, "Permission denied", str(path))
+
+    monkeypatch.setattr(Path, "open", refuse)
+    monkeypatch.setattr(os, "access", lambda *args: False)
+    with pytest.raises(StoreError, match="right to read"):
+        run.model()
 
 
 def test_an_unfinished_run_is_refused(tmp_path):

@@ -54,7 +54,9 @@ def whole_file(path: Path) -> Iterator[Path]:
         partial = path.with_name(f".{path.name}.{os.getpid()}")
         try:
             partial.open("wb").close()  # safetensors raises no OSError
+            mode = partial.stat().st_mode
             yield partial
+            partial.chmod(mode)  # safetensors lets the owner alone read
             with partial.open("rb") as file:
                 os.fsync(file.fileno())
             partial.replace(path)
@@ -80,8 +82,11 @@ def load_tensors(path: Path, device: torch.device) -> tuple[Named, dict[str, str
     """Return the tensors of a file on a device, in the order in which they were saved, and its metadata.
 
     Raises:
-        CorruptStoreError: If the file cannot be read.
+        CorruptStoreError: If the file is damaged.
+        StoreError: If it cannot be opened.
     """
+    with named_errors("Reading", str(path)):
+        path.open("rb").close()  # safetensors says that a file without permission does not exist
     try:
         with safe_open(path, framework="pt", device=str(device)) as file:
             metadata = file.metadata()
