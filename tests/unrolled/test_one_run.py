@@ -8,13 +8,15 @@ from torch.utils.data import TensorDataset
 from unrolled_cases import CLASSES, WIDTH, changed, loss, margin, mlp, recipe, vectors
 
 from trak_lite import Attributor, verify
-from trak_lite.errors import InvalidInputError, ManifestMismatchError
+from trak_lite.cli.inspection import inspection
+from trak_lite.errors import CorruptStoreError, InvalidInputError, ManifestMismatchError
 from trak_lite.methods import GradDot
 from trak_lite.retraining import one_run
 from trak_lite.scoring.matrix import HeldMatrix
 from trak_lite.scoring.scores import Scores
 from trak_lite.scoring.source import UnstoredRows
-from trak_lite.store import Manifest
+from trak_lite.scoring.stored import verdict_key
+from trak_lite.store import Manifest, ZarrFeatureStore
 from trak_lite.unrolled import SGD, unrolled
 
 FEW = TensorDataset(*vectors(4, 1))
@@ -102,6 +104,44 @@ def test_a_second_call_trains_nothing(run, scores, monkeypatch):
 
     assert one(scores, run) == first
     one(random_scores(), run)
+
+
+def test_the_verdict_is_stored_with_the_scores(run, scores, tmp_path):
+    """Those of a replay, and those of an attributor, beside its verdict over seeds; not those in memory."""
+    found = one(scores, run)
+    again = unrolled(run.recipe.train(run.path), FEW, margin)
+    assert again.one_run_verdict == found
+    assert found.run == run.digest
+    assert "the same run (seed and order)" in repr(again)
+    assert "the same run (seed and order)" in inspection(str(run.path / "scores.zarr"))
+
+    attributor = Attributor(run.model(), margin_only, tmp_path / "store.zarr", proj_dim=8)
+    attributor.featurize(run.recipe.data)
+    kernel = attributor.score(FEW, "few")
+    expected = verify(kernel, run, FEW, protocol="one-run", budget=4)
+    over_seeds = verify(kernel, run.recipe.train_fn, FEW, budget=4, train_id="recipe")
+    reopened = Attributor.open(tmp_path / "store.zarr", run.model(), task=margin_only)
+    assert reopened.scores("few").one_run_verdict == expected
+    assert reopened.scores("few").verdict == over_seeds
+    assert repr(reopened.scores("few")).count("tested:") == 2
+    assert "the same run" in reopened.scores("few")._repr_html_()
+    reopened.drop_scores("few")
+    reopened.score(FEW, "few")
+    assert reopened.scores("few").one_run_verdict is None
+
+    free = random_scores()
+    one(free, run)
+    assert free.one_run_verdict is None
+
+
+def test_a_damaged_verdict_is_named(run, scores):
+    one(scores, run)
+    with ZarrFeatureStore.open(str(run.path / "scores.zarr"), "r+") as store:
+        key = verdict_key(store, "scores/targets")
+        store.put_entry("one-run/scores/targets", key, np.frombuffer(b'{"lds": 3}', np.uint8).copy())
+    with pytest.raises(CorruptStoreError, match="verdict of one run.*Verify the scores again"):
+        scores.one_run_verdict  # noqa: B018
+    one(scores, run)
 
 
 def test_other_targets_and_budgets_are_verified_in_the_same_folder(run, scores):

@@ -23,7 +23,7 @@ from trak_lite.evaluation import (
     subset_masks,
     summed_scores,
 )
-from trak_lite.evaluation.verdict import Baseline, Calibration
+from trak_lite.evaluation.verdict import Baseline, Calibration, OneRunVerdict
 from trak_lite.modelout_functions import AbstractModelOutput, resolve_task
 from trak_lite.models.borrowing import borrow_model
 from trak_lite.models.checkpoints import Checkpoint, load_into, module_versions, with_versions
@@ -38,7 +38,7 @@ from trak_lite.retraining.calibrated import (
     to_estimate,
     unit_rows,
 )
-from trak_lite.retraining.one_run import OneRunVerdict, verify_run
+from trak_lite.retraining.one_run import verify_run
 from trak_lite.retraining.subsets import Retrained, TrainFunction, outputs_of_model, retrain_into
 from trak_lite.run.settings import Task, row_kind
 from trak_lite.run.tables import (

@@ -35,6 +35,7 @@ __all__ = [
     "fisher_paths",
     "model_id_of",
     "num_train_rows",
+    "one_run_path",
     "plain_target_folder",
     "preconditioned_folder",
     "predictions_path",
@@ -189,6 +190,11 @@ def scored_names(store: AbstractFeatureStore) -> list[str]:
 def verdict_path(scores: str) -> str:
     """Return the path of the verdict on a table of scores."""
     return f"verdicts/{scores}"
+
+
+def one_run_path(scores: str) -> str:
+    """Return the path of the verdict of one run on a table of scores."""
+    return f"one-run/{scores}"
 
 
 def predictions_path(scores: str) -> str:

@@ -8,7 +8,7 @@ import operator
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any, final
+from typing import Any, TypeVar, final
 
 import numpy as np
 import torch
@@ -18,7 +18,7 @@ from torch import Tensor
 from trak_lite._devices import float64_device
 from trak_lite.errors import BusyError, CorruptStoreError, InvalidInputError, StateError
 from trak_lite.evaluation import Verdict
-from trak_lite.evaluation.verdict import Predictions
+from trak_lite.evaluation.verdict import OneRunVerdict, Predictions
 from trak_lite.featurizing.session import Run
 from trak_lite.linalg.kernel import KernelSettings, precondition
 from trak_lite.methods import AbstractMatrixMethod, AbstractMethod
@@ -29,6 +29,7 @@ from trak_lite.run.tables import (
     OUT_TO_LOSS,
     SCORES,
     complete_tables,
+    one_run_path,
     plain_target_folder,
     preconditioned_folder,
     predictions_path,
@@ -47,7 +48,7 @@ from trak_lite.run.tables import (
 from trak_lite.run.workspace import Workspace, naming_dropped
 from trak_lite.scoring.grams import fisher_of, kernels_of
 from trak_lite.scoring.matrix import AbstractScoreMatrix, StoredMatrix, StreamedMatrix, top_and_bottom
-from trak_lite.scoring.scores import Scores
+from trak_lite.scoring.scores import OneRunPlace, Scores
 from trak_lite.scoring.source import ScoreSource
 from trak_lite.scoring.tiles import score_rows
 from trak_lite.store import AbstractFeatureStore, AbstractRowTable, Manifest, TableSpec
@@ -58,9 +59,11 @@ __all__ = [
     "ScoreResult",
     "ScoredRows",
     "drop_scores",
+    "kept_in",
     "score_source",
     "scored_rows",
     "store_verdict",
+    "stored_one_run",
     "stored_predictions",
     "stored_scores",
     "stored_verdict",
@@ -68,6 +71,7 @@ __all__ = [
 ]
 
 Array = NDArray[np.float64]
+_VerdictType = TypeVar("_VerdictType", Verdict, OneRunVerdict)
 
 
 def stored_scores(
@@ -179,6 +183,7 @@ def _scores_of_table(
         run=run,
         verdict=partial(stored_verdict, store, path),
         predictions=partial(stored_predictions, store, path),
+        one_run=kept_in(workspace, Manifest(store.manifest.fingerprint), path),
     )
 
 
@@ -192,6 +197,7 @@ def _scores(
     run: Run | None,
     verdict: Callable[[], Verdict | None] = lambda: None,
     predictions: Callable[[], Predictions | None] = lambda: None,
+    one_run: OneRunPlace | None = None,
 ) -> Scores:
     shown = {"checkpoints": source.num_checkpoints, "proj_dim": _widths(settings.layout)}
     fields = source.method.to_json()
@@ -203,6 +209,7 @@ def _scores(
         run=run,
         verdict=verdict,
         predictions=predictions,
+        one_run=one_run,
     )
 
 
@@ -275,6 +282,7 @@ def drop_scores(store: AbstractFeatureStore, name: str) -> None:
         store.drop_table(path)
     for path in found:
         store.drop_entry(verdict_path(path))
+        store.drop_entry(one_run_path(path))
         store.drop_entry(predictions_path(path))
 
 
@@ -531,9 +539,27 @@ def stored_verdict(store: AbstractFeatureStore, path: str) -> Verdict | None:
     found = store.entry(verdict_path(path), verdict_key(store, path))
     if found is None:
         return None
-    what = f"The verdict on {path} in {store.path}"
+    return _verdict_in(found, Verdict.from_json, f"The verdict on {path} in {store.path}")
+
+
+def stored_one_run(store: AbstractFeatureStore, path: str) -> OneRunVerdict | None:
+    """Return the last verdict of one run on the scores in a table, ``None`` if there is none for their current values.
+
+    Raises:
+        CorruptStoreError: If the stored entry is not a verdict.
+    """
+    found = store.entry(one_run_path(path), verdict_key(store, path))
+    if found is None:
+        return None
+    return _verdict_in(found, OneRunVerdict.from_json, f"The verdict of one run on {path} in {store.path}")
+
+
+def _verdict_in(
+    entry: NDArray[Any], from_json: Callable[[Mapping[str, Any]], _VerdictType], what: str
+) -> _VerdictType:
+    """Return the verdict in an entry of a store."""
     try:
-        return Verdict.from_json(stored_json(found, what=what))
+        return from_json(stored_json(entry, what=what))
     except (KeyError, TypeError, ValueError, AttributeError) as error:
         raise CorruptStoreError(
             f"{what} cannot be read ({error!r:.200}). Verify the scores again."
@@ -551,8 +577,8 @@ def verdict_key(store: AbstractFeatureStore, path: str) -> str:
     return store.open_table(path).content_key()
 
 
-def store_verdict(store: AbstractFeatureStore, path: str, verdict: Verdict) -> None:
-    """Store the verdict of some scores.
+def store_verdict(store: AbstractFeatureStore, path: str, verdict: Verdict | OneRunVerdict) -> None:
+    """Store the verdict of some scores, beside one of the other kind.
 
     Args:
         store: Store of the scores.
@@ -560,4 +586,19 @@ def store_verdict(store: AbstractFeatureStore, path: str, verdict: Verdict) -> N
         verdict: The verdict.
     """
     text = json.dumps(verdict.to_json()).encode()
-    store.put_entry(verdict_path(path), verdict_key(store, path), np.frombuffer(text, np.uint8).copy())
+    place = one_run_path(path) if isinstance(verdict, OneRunVerdict) else verdict_path(path)
+    store.put_entry(place, verdict_key(store, path), np.frombuffer(text, np.uint8).copy())
+
+
+def kept_in(workspace: Workspace, manifest: Manifest, path: str) -> OneRunPlace:
+    """Return functions that read and store the verdict of one run on the scores in a table."""
+
+    def read() -> OneRunVerdict | None:
+        with workspace.reading() as store:
+            return stored_one_run(store, path)
+
+    def keep(verdict: OneRunVerdict) -> None:
+        with workspace.opened(manifest) as opened:
+            store_verdict(opened.store(), path, verdict)
+
+    return read, keep

@@ -50,6 +50,7 @@ from trak_lite.run.workspace import Workspace
 from trak_lite.scoring.matrix import AbstractScoreMatrix, HeldMatrix, StoredMatrix
 from trak_lite.scoring.scores import Scores
 from trak_lite.scoring.source import UnstoredRows
+from trak_lite.scoring.stored import kept_in
 from trak_lite.store import Manifest
 from trak_lite.store._names import check_name
 from trak_lite.store.disk.files import named_errors
@@ -182,7 +183,13 @@ def _scores_of_run(
     table = workspace.reader().open_table(path)
     if not table.complete:
         raise BusyError(f"Another process is writing the scores {name!r} of this run. Make the call again.")
-    return Scores(StoredMatrix(table), source, settings=settings, location=f"{workspace.path}:{path}")
+    return Scores(
+        StoredMatrix(table),
+        source,
+        settings=settings,
+        location=f"{workspace.path}:{path}",
+        one_run=kept_in(workspace, made, path),
+    )
 
 
 @final
