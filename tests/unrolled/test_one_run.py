@@ -139,7 +139,7 @@ def test_a_damaged_verdict_is_named(run, scores):
     with ZarrFeatureStore.open(str(run.path / "scores.zarr"), "r+") as store:
         key = verdict_key(store, "scores/targets")
         store.put_entry("one-run/scores/targets", key, np.frombuffer(b'{"lds": 3}', np.uint8).copy())
-    with pytest.raises(CorruptStoreError, match="verdict of one run.*Verify the scores again"):
+    with pytest.raises(CorruptStoreError, match=r"verdict of one run.*Verify the scores again"):
         scores.one_run_verdict  # noqa: B018
     one(scores, run)
 

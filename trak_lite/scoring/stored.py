@@ -21,10 +21,11 @@ from trak_lite.evaluation import Verdict
 from trak_lite.evaluation.verdict import OneRunVerdict, Predictions
 from trak_lite.featurizing.session import Run
 from trak_lite.linalg.kernel import KernelSettings, precondition
-from trak_lite.methods import AbstractMatrixMethod, AbstractMethod
+from trak_lite.methods import AbstractMatrixMethod, AbstractMethod, Unrolled
 from trak_lite.parallel.ranks import Ranks
 from trak_lite.run.settings import AttributorSettings, StoredSettings
 from trak_lite.run.tables import (
+    ERRORS,
     FEATURES,
     OUT_TO_LOSS,
     SCORES,
@@ -174,6 +175,7 @@ def _scores_of_table(
 ) -> Scores:
     """Return the scores in a complete table."""
     path = score_path(source.name, source.method, settings.method)
+    with_errors = any(column.name == ERRORS for column in table.spec.columns)
     return _scores(
         workspace,
         settings,
@@ -184,6 +186,8 @@ def _scores_of_table(
         verdict=partial(stored_verdict, store, path),
         predictions=partial(stored_predictions, store, path),
         one_run=kept_in(workspace, Manifest(store.manifest.fingerprint), path),
+        errors=partial(table.read, ERRORS) if with_errors else None,
+        shown=store.attributes(path),
     )
 
 
@@ -198,8 +202,10 @@ def _scores(
     verdict: Callable[[], Verdict | None] = lambda: None,
     predictions: Callable[[], Predictions | None] = lambda: None,
     one_run: OneRunPlace | None = None,
+    errors: Callable[[], NDArray[np.float32]] | None = None,
+    shown: Mapping[str, Any] | None = None,
 ) -> Scores:
-    shown = {"checkpoints": source.num_checkpoints, "proj_dim": _widths(settings.layout)}
+    shown = {**(shown or {}), "checkpoints": source.num_checkpoints, "proj_dim": _widths(settings.layout)}
     fields = source.method.to_json()
     return Scores(
         matrix,
@@ -210,6 +216,7 @@ def _scores(
         verdict=verdict,
         predictions=predictions,
         one_run=one_run,
+        errors=errors,
     )
 
 
@@ -361,7 +368,8 @@ class ScoreResult:
         self._name = name
         self._method = method
         self._path = score_path(name, method, base)
-        self._spec = score_table_spec(tables[0].spec.num_rows, num_targets, fingerprint)
+        over_runs = isinstance(method, Unrolled) and len(method.runs) > 1
+        self._spec = score_table_spec(tables[0].spec.num_rows, num_targets, fingerprint, errors=over_runs)
 
     def is_finished(self) -> bool:
         """Return whether the scores are stored with these settings and complete.
@@ -407,8 +415,18 @@ class ScoreResult:
             ranks=source.ranks,
         )
 
-    def put(self, matrix: NDArray[np.float32]) -> None:
+    def put(
+        self,
+        matrix: NDArray[np.float32],
+        errors: NDArray[np.float32] | None,
+        attributes: Mapping[str, Any],
+    ) -> None:
         """Store scores ``(N, M)`` that were computed elsewhere.
+
+        Args:
+            matrix: The scores.
+            errors: Their standard errors over runs, ``(N, M)``; ``None`` unless they are a mean over runs.
+            attributes: JSON values that are shown with the scores.
 
         Raises:
             InvalidInputError: If their shape is not that of the table.
@@ -419,12 +437,13 @@ class ScoreResult:
                 f"{self._method.name} gave scores of shape {matrix.shape}, but the store has {shape[0]} train rows and "
                 f"there are {shape[1]} targets. Make the run with the train rows of the store, in their order."
             )
-        table = self._store.create_table(self._path, self._spec)
+        table = self._store.create_table(self._path, self._spec, attributes)
+        columns = {SCORES: matrix} if errors is None else {SCORES: matrix, ERRORS: errors}
         for start in range(0, len(matrix), self._spec.chunk_rows):
             rows = np.arange(start, min(start + self._spec.chunk_rows, len(matrix)))
             # A process that was killed here, or another one, has written some chunks.
             with contextlib.suppress(BusyError, StateError):
-                table.put(rows, {SCORES: matrix[rows]})
+                table.put(rows, {column: values[rows] for column, values in columns.items()})
 
     def top_and_bottom(self, source: ScoreSource, k: int) -> NDArray[np.float64]:
         """Return the k most helpful and most harmful rows of every target, from the store's cache or from one pass.
