@@ -19,10 +19,12 @@ Shapes: N train rows, M targets, m targets of a block, T steps, b rows of a part
 from __future__ import annotations
 
 import contextlib
+import gc
 import hashlib
 import logging
 import math
 import warnings
+import weakref
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, Final, Literal, final
@@ -254,11 +256,28 @@ class _Replay:
         """States of a segment that are in memory at once."""
         with repeatable(run.device), naming_failures(run.program.model, "differentiate a training step of"):
             self._check_second_derivative()
-            step_bytes = _measured_bytes(lambda: self._adjoint(0, run.states.get(0), _single(final), None, 1))
-        self._chunk = max(1, int(max_bytes // 4 // max(1, step_bytes)))
-        """Targets whose Hessian products are computed at once."""
-        self._most = max(1, int(max_bytes // 2 // (4 * self._state_bytes + 3 * run.weights.nbytes)))
+            self._one, self._more = self._measured(final)
+        """Bytes of a step's Hessian products for one target, and for each further one."""
+        self._target_bytes = int(4 * self._state_bytes + 3 * run.weights.nbytes)
+        self._most = max(1, max_bytes // 2 // self._target_bytes)
         """Targets of a block that memory allows."""
+
+    def _measured(self, final: State) -> tuple[int, int]:
+        """Return the bytes of the first step's products for one target, and for each further one."""
+        first = self._run.states.get(0)
+
+        def measured(count: int) -> int:
+            return _peak_bytes(lambda: self._adjoint(0, first, _ones(final, count), None, count))
+
+        one = measured(1)
+        return one, max(1, measured(2) - one) if 4 * one <= self._max_bytes else one
+
+    def _chunk(self, targets: int) -> int:
+        """Return the targets of a block whose Hessian products are computed at once."""
+        # A quarter is for states, whose number depends on the stored ones, as bits must not, and a quarter for what
+        # kernels and the allocator take beside tensors.
+        free = max(self._max_bytes // 4, self._max_bytes // 2 - targets * self._target_bytes)
+        return max(1, 1 + (free - self._one) // self._more)
 
     def scores(self, block: int | None, folder: Path | None = None) -> NDArray[np.float32]:
         """Return the scores ``(N, M)``; finished blocks and segments are kept in a folder."""
@@ -304,7 +323,7 @@ class _Replay:
 
     def _block(self, places: NDArray[np.int64], file: Path | None, done: KeptProgress) -> Tensor:
         """Return the derivatives of a block of targets, ``(m, N)``."""
-        run = self._run
+        run, chunk = self._run, self._chunk(len(places))
         bounds = [number for number in run.states.numbers() if number < run.num_steps]
         reached = run.num_steps
         if file is not None and file.exists():
@@ -320,7 +339,7 @@ class _Replay:
             for number, state in self._backwards(first, run.states.get(first), reached):
                 if places[0] == 0 and number == reached - 1:  # other blocks repeat the same steps
                     run.require_repeatable(first, state, reached)
-                cotangents = self._adjoint(number, state, cotangents, columns, self._chunk)
+                cotangents = self._adjoint(number, state, cotangents, columns, chunk)
                 done.advance(1)
             reached = first
             if file is not None:
@@ -456,17 +475,19 @@ def _vjp(function: Callable[..., Any], *at: Any) -> tuple[Any, Callable[[Any], A
     return value, back
 
 
-def _single(state: State) -> State:
-    """Return cotangents of one target in the shapes of a state."""
-    return State(*tree_map(lambda value: torch.ones_like(value).unsqueeze(0), tuple(state)))
+def _ones(state: State, count: int) -> State:
+    """Return cotangents of some targets in the shapes of a state."""
+    return State(*tree_map(lambda value: value.new_ones(count, *value.shape), tuple(state)))
 
 
-class _Counting(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch has no types here
-    """Sums the bytes of all results of operations."""
+class _Alive(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch has no types here
+    """Measures the largest sum of bytes of the tensors that operations make and that exist at the same time."""
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self.total: int = 0
+        self.peak = 0
+        self._now = 0
+        self._known: set[int] = set()
 
     def __torch_dispatch__(
         self,
@@ -476,14 +497,36 @@ class _Counting(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch ha
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
         del types
+        given = {id(storage) for storage in _storages((args, kwargs))}
         found = func(*args, **(kwargs or {}))
-        self.total += sum(int(leaf.nbytes) for leaf in tree_leaves(found) if isinstance(leaf, Tensor))
+        for storage in _storages(found):
+            place, size = id(storage), storage.nbytes()
+            if place not in given and place not in self._known:
+                self._known.add(place)
+                self._now += size
+                weakref.finalize(storage, self._freed, place, size)
+        self.peak = max(self.peak, self._now)
         return found
 
+    def _freed(self, place: int, size: int) -> None:
+        self._known.discard(place)
+        self._now -= size
 
-def _measured_bytes(function: Callable[[], Any]) -> int:
-    """Return the bytes of all tensors that a function makes: an upper bound of its memory."""
-    counted = _Counting()
-    with counted:
-        function()
-    return counted.total
+
+def _storages(values: Any) -> list[torch.UntypedStorage]:
+    """Return the memory of all tensors in nested values."""
+    return [leaf.untyped_storage() for leaf in tree_leaves(values) if isinstance(leaf, Tensor)]
+
+
+def _peak_bytes(function: Callable[[], Any]) -> int:
+    """Return the most bytes of tensors that a function makes and holds at the same time."""
+    collected = gc.isenabled()
+    gc.disable()  # it would free cycles at other moments in every call, and the bits of scores depend on the result
+    alive = _Alive()
+    try:
+        with alive:
+            function()
+    finally:
+        if collected:
+            gc.enable()
+    return alive.peak
