@@ -356,7 +356,7 @@ def teacher(name: str) -> dict[str, Any]:
         found = calibrate(scores, unrolled(run, few, setting.measured()))
     matrices = {"default": scores.numpy()}
     if found.kept:
-        matrices["calibrated"] = calibrated_scores(scores, found)
+        matrices["calibrated"] = calibrated_scores(scores, found).numpy()
     left_out = ~subset_masks(len(inputs), BUDGET, alpha=0.05)
     rows = Rows(targets, batch_size=NUM_TARGETS)
     repeated = retrain_many(

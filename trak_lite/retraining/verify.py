@@ -46,7 +46,9 @@ from trak_lite.run.tables import (
     retrain_path,
     score_path,
 )
+from trak_lite.scoring.matrix import HeldMatrix
 from trak_lite.scoring.scores import Scores
+from trak_lite.scoring.source import UnstoredRows
 from trak_lite.scoring.stored import Array, ScoredRows, scored_rows, store_verdict, verdict_key
 from trak_lite.store import AbstractFeatureStore
 from trak_lite.store.manifest import compare_fingerprints
@@ -240,8 +242,8 @@ def _refuse_other_targets(store: AbstractFeatureStore, path: str, identity: Mapp
     )
 
 
-def calibrated_scores(scores: Scores, calibration: Calibration | None = None) -> NDArray[np.float32]:
-    """Return the scores with a calibrated kernel, ``(N, M)``.
+def calibrated_scores(scores: Scores, calibration: Calibration | None = None) -> Scores:
+    """Return the scores with a calibrated kernel, ``(N, M)``, in memory.
 
     Args:
         scores: The scores.
@@ -259,7 +261,13 @@ def calibrated_scores(scores: Scores, calibration: Calibration | None = None) ->
             "verify(scores, train_fn, targets, calibrate=True)."
         )
     with scores.run.workspace.reading() as store:
-        return calibrated_matrix(scored_rows(store, scores, scores.run.settings), calibration)
+        matrix = calibrated_matrix(scored_rows(store, scores, scores.run.settings), calibration)
+    described = UnstoredRows(scores.name, scores.method, scores.manifest, scores.task)
+    settings = {
+        **scores.settings,
+        "calibrated_on": f"{calibration.num_held_out} held-out {calibration.across}",
+    }
+    return Scores(HeldMatrix(matrix), described, settings=settings, location=None)
 
 
 def evaluate(
