@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import uuid
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
@@ -51,7 +52,7 @@ def whole_file(path: Path) -> Iterator[Path]:
     """
     with named_errors("Writing", str(path)):
         path.parent.mkdir(parents=True, exist_ok=True)
-        partial = path.with_name(f".{path.name}.{os.getpid()}")
+        partial = path.with_name(f".{path.name}.{uuid.uuid4().hex}")
         try:
             partial.open("wb").close()  # safetensors raises no OSError
             mode = partial.stat().st_mode
