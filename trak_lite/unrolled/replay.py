@@ -447,9 +447,12 @@ class _Replay:
     def scores(self, block: int | None) -> NDArray[np.float32]:
         """Return the scores ``(N, M)``; nothing is stored."""
         count, size = len(self._targets), self.size(block)
-        plan = [np.arange(start, min(start + size, count)) for start in range(0, count, size)]
-        with self.progress(len(plan)) as done:
-            return np.concatenate([self.block(places, None, done) for places in plan]).T.copy()
+        starts, found = range(0, count, size), np.empty(self.shape, np.float32)
+        with self.progress(len(starts)) as done:
+            for start in starts:
+                places = np.arange(start, min(start + size, count))
+                found[:, places] = self.block(places, None, done).T
+        return found
 
     def block(self, places: NDArray[np.int64], file: Path | None, done: KeptProgress) -> NDArray[np.float32]:
         """Return the scores of a block of targets, ``(m, N)``; finished segments are kept in a file.
