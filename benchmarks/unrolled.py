@@ -50,8 +50,8 @@ from benchmarks.measuring import cpu_seconds, memory_growth, run_worker, save_pa
 from trak_lite import Attributor, Rows, calibrate, calibrated_scores, verify
 from trak_lite.evaluation import linear_datamodeling_score, seed_noise_ceiling, subset_masks
 from trak_lite.retraining import retrain_many
+from trak_lite.retraining.subsets import outputs_of_model
 from trak_lite.unrolled import SGD, AbstractOptimizer, Adam, AdamW, Recipe, unrolled
-from trak_lite.unrolled.replay import outputs_of_model
 
 RESULTS = FOLDER / "unrolled.json"
 NUM_TARGETS, BUDGET, NUM_RUNS = 100, 40, 4
@@ -356,7 +356,7 @@ def teacher(name: str) -> dict[str, Any]:
         found = calibrate(scores, unrolled(run, few, setting.measured()))
     matrices = {"default": scores.numpy()}
     if found.kept:
-        matrices["calibrated"] = calibrated_scores(scores, found)
+        matrices["calibrated"] = calibrated_scores(scores, found).numpy()
     left_out = ~subset_masks(len(inputs), BUDGET, alpha=0.05)
     rows = Rows(targets, batch_size=NUM_TARGETS)
     repeated = retrain_many(

@@ -21,8 +21,8 @@ from torch import Tensor, nn
 from torch.utils.data import TensorDataset
 
 from trak_lite import Rows, Scores, verify
+from trak_lite.evaluation.verdict import OneRunVerdict
 from trak_lite.modelout_functions import ImageClassificationModelOutput, ModelCall
-from trak_lite.retraining.one_run import OneRunVerdict
 from trak_lite.unrolled import SGD, Recipe, TrainingRun, unrolled
 
 TARGETS = 60

@@ -397,19 +397,31 @@ class Attributor:
         targets = self._run.rows(data, "the targets")
         place = (targets, name, method, checkpoints, checkpoint_loader)
 
+        smoothness: list[float] = []
+
+        def replayed(one: Unrolled) -> Scores:
+            runs = cast("tuple[TrainingRun, ...]", one.runs)
+            self._refuse_other_rows(runs)
+            smoothness.extend(round(run.metasmoothness(), 4) for run in runs)
+            return unrolled(runs, targets, self.task, name=name, progress=self._run.progress)
+
         def matrix_of(one: AbstractMethod) -> NDArray[np.float32]:
             if isinstance(one, Mean):
                 return one.combined([matrix_of(part) for part in one.methods])
             if isinstance(one, Unrolled):
-                runs = cast("tuple[TrainingRun, ...]", one.runs)
-                self._refuse_other_rows(runs)
-                return unrolled(runs, targets, self.task, name=name, progress=self._run.progress).numpy()
+                return replayed(one).numpy()
             given = {"checkpoints": checkpoints, "checkpoint_loader": checkpoint_loader}
             return self.score(data, name, method=one, **given).numpy()
 
-        stored = self._stored_matrix(*place, matrix=None) or self._stored_matrix(
-            *place, matrix=matrix_of(method)
-        )
+        def made() -> tuple[NDArray[np.float32], NDArray[np.float32] | None, Mapping[str, Any]]:
+            if isinstance(method, Unrolled) and len(method.runs) > 1:
+                mean = replayed(method)
+                matrix, errors = mean.numpy(), mean.standard_error()
+            else:
+                matrix, errors = matrix_of(method), None
+            return matrix, errors, {"metasmoothness": smoothness} if smoothness else {}
+
+        stored = self._stored_matrix(*place, made=None) or self._stored_matrix(*place, made=made())
         assert stored is not None  # it was just stored
         return stored
 
@@ -421,9 +433,9 @@ class Attributor:
         checkpoints: CheckpointSource,
         checkpoint_loader: Callable[[Any], Mapping[str, Tensor]] | None,
         *,
-        matrix: NDArray[np.float32] | None,
+        made: tuple[NDArray[np.float32], NDArray[np.float32] | None, Mapping[str, Any]] | None,
     ) -> Scores | None:
-        """Return the stored scores; without them store ``matrix`` first, or return ``None`` if there is none."""
+        """Return the stored scores; without them store those that were made first, or return ``None`` without these."""
         with (
             self._run.joined(f"score {name!r}") as ranks,
             self._run.session(ranks=ranks, train=self._held) as session,
@@ -437,9 +449,9 @@ class Attributor:
                 session.store, train, name, method, self.method, target_set.identity, len(targets)
             )
             if not ranks.broadcast("whether they are there", result.is_finished):
-                if matrix is None:
+                if made is None:
                     return None
-                ranks.broadcast("the scores", lambda: result.put(matrix))
+                ranks.broadcast("the scores", lambda: result.put(*made))
             return result.scores(self._run, dense=True)
 
     def _refuse_other_rows(self, runs: tuple[TrainingRun, ...]) -> None:
@@ -447,20 +459,7 @@ class Attributor:
         with self._workspace.reading() as store:
             stored = store.manifest.fingerprint.get("dataset", {})
         for run in runs:
-            trained = run.fingerprint["data"]
-            if ("id" in stored) != ("id" in trained):
-                raise InvalidInputError(
-                    "The train rows of the store or of a run of Unrolled have a name (Rows(name=...)), and the other "
-                    "have none, so they cannot be compared. Give both the same name, or none."
-                )
-            shared = stored.keys() & trained.keys()
-            if stored["num_rows"] != trained["num_rows"] or any(
-                stored[key] != trained[key] for key in shared
-            ):
-                raise InvalidInputError(
-                    f"A run of Unrolled was trained on other data, or in another order ({trained['num_rows']} rows), "
-                    f"than the store holds ({stored['num_rows']} rows). Make both from the same rows."
-                )
+            run.require_train_rows(stored)
 
     def stream_scores(
         self,

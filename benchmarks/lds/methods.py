@@ -144,7 +144,7 @@ def calibrated(problem: Problem, **settings: Any) -> Attribution:
             scores, train_on, problem.targets, budget=CALIBRATION_SUBSETS, calibrate=True, train_id="lds"
         )
         kept = verdict.calibration is not None and verdict.calibration.kept
-        values = calibrated_scores(scores) if kept else scores.numpy()
+        values = calibrated_scores(scores).numpy() if kept else scores.numpy()
         row_bytes = attributor.row_bytes * len(states)
         note = f"calibrated kernel {'kept' if kept else 'not kept'}"
         return Attribution(values, len(states), attributor.projector.proj_dim, row_bytes, note)

@@ -16,6 +16,8 @@ from types import ModuleType
 import pytest
 from forked import start_script
 
+from trak_lite.methods.registry import METHODS
+
 ROOT = Path(__file__).parents[2]
 DOCS = ROOT / "docs"
 PAGES = {page.relative_to(DOCS / "pages").as_posix(): page for page in sorted((DOCS / "pages").rglob("*.md"))}
@@ -210,3 +212,12 @@ def test_old_and_new_names_of_the_porting_page_can_be_imported() -> None:
         for dotted in pair:
             module, _, name = dotted.rpartition(".")
             assert hasattr(importlib.import_module(module), name), dotted
+
+
+def test_readme_and_page_name_every_method() -> None:
+    names = [*METHODS, "Unrolled", "Mean"]
+    assert "**Twelve [methods]" in (ROOT / "README.md").read_text(encoding="utf-8")
+    assert len(names) == 12
+    for page in ("README.md", "docs/pages/methods.md"):
+        text = (ROOT / page).read_text(encoding="utf-8")
+        assert [name for name in names if not re.search(rf"`{name}[`(]", text)] == []

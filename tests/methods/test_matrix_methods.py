@@ -97,6 +97,29 @@ def test_standard_errors_are_those_over_runs(runs):
     np.testing.assert_allclose(scores.standard_error(top), np.take_along_axis(expected.T, top, 1), rtol=1e-4)
 
 
+def test_errors_and_metasmoothness_are_stored_with_the_scores_of_an_attributor(runs, tmp_path):
+    made = attributor(runs, tmp_path / "run.zarr")
+    made.score(TARGETS, "t", method=Unrolled(*runs))
+    made.score(TARGETS, "t", method=Unrolled(runs[1]))
+    made.score(TARGETS, "t", method=Mean(GradDot(), Unrolled(*runs[1:])))
+    single = np.stack([unrolled(run, TARGETS, "image_classification").numpy() for run in runs])
+    again = Attributor.open(tmp_path / "run.zarr", runs[0].model())
+
+    mean = again.scores("t", method=Unrolled(*runs))
+    np.testing.assert_allclose(
+        mean.standard_error(), single.std(0, ddof=1) / np.sqrt(3), rtol=1e-4, atol=1e-9
+    )
+    smoothness = [round(run.metasmoothness(), 4) for run in runs]
+    assert mean.settings["metasmoothness"] == smoothness
+    assert f"metasmoothness={smoothness}" in repr(mean)
+    one = again.scores("t", method=Unrolled(runs[1]))
+    assert one.settings["metasmoothness"] == smoothness[1:2]
+    with pytest.raises(StateError, match="not computed from stored rows"):
+        one.standard_error()
+    both = again.scores("t", method=Mean(GradDot(), Unrolled(*runs[1:])))
+    assert both.settings["metasmoothness"] == smoothness[1:]
+
+
 def test_runs_on_other_rows_are_refused(runs):
     made = attributor(runs)
     reordered = TensorDataset(INPUTS[:N].flip(0), LABELS[:N].flip(0))

@@ -47,10 +47,14 @@ def test_weights_of_another_kernel_are_found_again(attributor: Attributor) -> No
     assert found.gain.low > 0.0
     assert (found.across, found.num_held_out) == ("targets", 6)
     better = calibrated_scores(scores, found)
+    assert isinstance(better, Scores)
+    assert (better.name, better.method, better.task) == (scores.name, scores.method, scores.task)
+    assert "calibrated_on=6 held-out targets" in repr(better)
+    np.testing.assert_array_equal(better.top(2).indices[0], np.argsort(-better.numpy()[:, 0])[:2])
     unseen = np.setdiff1d(np.arange(M), columns)
     before, after = (
         [np.corrcoef(matrix[:, target], truth[:, target])[0, 1] for target in unseen]
-        for matrix in (scores.numpy(), better)
+        for matrix in (scores.numpy(), better.numpy())
     )
     assert min(after) > 0.99
     assert np.median(before) < 0.95

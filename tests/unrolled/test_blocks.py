@@ -14,6 +14,7 @@ from unrolled_cases import CLASSES, WIDTH, loss, margin, recipe, vectors
 from trak_lite.data.datasets import rows_of
 from trak_lite.modelout_functions import resolve_task
 from trak_lite.unrolled import SGD, Adam, unrolled
+from trak_lite.unrolled.optimizers import State
 from trak_lite.unrolled.replay import MAX_BYTES, _Replay
 from trak_lite.unrolled.runs import repeatable
 
@@ -207,6 +208,37 @@ def columns_of_one(run):
     replay = _Replay(run, resolve_task(margin), few, max_bytes=1, progress=False)
     with repeatable(run.device):
         replay._block(np.arange(1), None, Silent())
+
+
+def test_chunks_use_their_memory():
+    """The chunk that is chosen takes between half and all of the memory for it, one twice as large takes more."""
+    budget = 4 << 20
+    run = recipe(wide, loss, TensorDataset(*halves(64, 0)), SGD(lr=0.05), batch_size=16).train()
+    few = rows_of(TensorDataset(*halves(200, 1)), what="targets")
+    replay = _Replay(run, resolve_task(margin), few, max_bytes=budget, progress=False)
+    chunk = replay._chunk(1)
+    assert 4 < chunk < 200
+
+    def peak(count):
+        state, columns = run.states.get(0), torch.zeros(count, 64)
+        cotangents = State(
+            {name: p.expand(count, *p.shape).clone() for name, p in state.parameters.items()}, {}
+        )
+        with repeatable(run.device), Peak() as meter:
+            replay._adjoint(0, state, cotangents, columns, count)
+        return meter.peak
+
+    assert budget / 4 < peak(chunk) <= 1.05 * budget / 2
+    assert peak(2 * chunk) > budget / 2
+
+
+def test_chunks_are_the_same_in_every_replay(run):
+    few = rows_of(MANY, what="targets")
+    sizes = set()
+    for _ in range(5):
+        replay = _Replay(run, resolve_task(margin), few, max_bytes=1 << 20, progress=False)
+        sizes.add((replay._one, replay._more, replay._chunk(3)))
+    assert len(sizes) == 1
 
 
 def test_a_larger_budget_takes_larger_blocks():

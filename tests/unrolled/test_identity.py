@@ -1,12 +1,16 @@
 """Stored runs and scores are used again for the same training alone."""
 
+import errno
+import os
+from pathlib import Path
+
 import numpy as np
 import pytest
 from torch import nn
 from torch.utils.data import TensorDataset
 from unrolled_cases import CLASSES, WIDTH, N, loss, margin, recipe, targets, vectors
 
-from trak_lite.errors import InvalidInputError, ManifestMismatchError
+from trak_lite.errors import InvalidInputError, ManifestMismatchError, ReadOnlyStoreError, StoreError
 from trak_lite.unrolled import SGD, Adam, replay, unrolled
 
 pytestmark = pytest.mark.quick
@@ -158,6 +162,59 @@ def test_settings_of_a_recipe_are_checked(settings, message):
 def test_row_weights_are_checked(weights):
     with pytest.raises(InvalidInputError, match="one finite number per train row"):
         recipe().train(weights=weights)
+
+
+class ReadOnly:
+    """Refuses to make folders, to write files and to remove them, as a folder without write permission."""
+
+    def __init__(self, monkeypatch):
+        real = Path.open
+
+        def refuse(path, *args, **settings):
+            raise PermissionError(errno.EACCES, "Permission denied", str(path))
+
+        def opened(path, mode="r", *args, **settings):
+            return real(path, mode, *args, **settings) if mode in ("r", "rb") else refuse(path)
+
+        monkeypatch.setattr(Path, "open", opened)
+        monkeypatch.setattr(Path, "mkdir", refuse)
+        monkeypatch.setattr(Path, "replace", refuse)
+
+
+def test_a_folder_that_cannot_be_written_is_refused(tmp_path, monkeypatch):
+    run = recipe().train(tmp_path / "run")
+    ReadOnly(monkeypatch)
+    for call in (
+        lambda: recipe().train(tmp_path / "other"),
+        lambda: unrolled(run, targets(), margin),
+        run.metasmoothness,
+    ):
+        with pytest.raises(ReadOnlyStoreError, match=r"Permission denied\. Make the folder writable"):
+            call()
+    assert recipe().train(tmp_path / "run").digest == run.digest
+
+
+def test_files_of_a_run_have_the_usual_permissions(tmp_path):
+    run = recipe().train(tmp_path / "run")
+    run.metasmoothness()
+    plain = tmp_path / "plain"
+    plain.touch()
+
+    files = [path for path in (tmp_path / "run").rglob("*") if path.is_file()]
+    assert {path.stat().st_mode for path in files} == {plain.stat().st_mode}
+    assert len(files) >= 3
+
+
+def test_a_state_that_may_not_be_read_is_no_damaged_one(tmp_path, monkeypatch):
+    run = recipe().train(tmp_path / "run")
+
+    def refuse(path, *args, **settings):
+        raise PermissionError(errno.EACCES, "Permission denied", str(path))
+
+    monkeypatch.setattr(Path, "open", refuse)
+    monkeypatch.setattr(os, "access", lambda *args: False)
+    with pytest.raises(StoreError, match="right to read"):
+        run.model()
 
 
 def test_an_unfinished_run_is_refused(tmp_path):

@@ -3,17 +3,20 @@
 import numpy as np
 import pytest
 import torch
+from torch import nn
 from torch.utils.data import TensorDataset
-from unrolled_cases import loss, margin, mlp, recipe, vectors
+from unrolled_cases import CLASSES, WIDTH, changed, loss, margin, mlp, recipe, vectors
 
-from trak_lite import verify
-from trak_lite.errors import InvalidInputError, ManifestMismatchError
+from trak_lite import Attributor, verify
+from trak_lite.cli.inspection import inspection
+from trak_lite.errors import CorruptStoreError, InvalidInputError, ManifestMismatchError
 from trak_lite.methods import GradDot
 from trak_lite.retraining import one_run
 from trak_lite.scoring.matrix import HeldMatrix
 from trak_lite.scoring.scores import Scores
 from trak_lite.scoring.source import UnstoredRows
-from trak_lite.store import Manifest
+from trak_lite.scoring.stored import verdict_key
+from trak_lite.store import Manifest, ZarrFeatureStore
 from trak_lite.unrolled import SGD, unrolled
 
 FEW = TensorDataset(*vectors(4, 1))
@@ -103,6 +106,44 @@ def test_a_second_call_trains_nothing(run, scores, monkeypatch):
     one(random_scores(), run)
 
 
+def test_the_verdict_is_stored_with_the_scores(run, scores, tmp_path):
+    """Those of a replay, and those of an attributor, beside its verdict over seeds; not those in memory."""
+    found = one(scores, run)
+    again = unrolled(run.recipe.train(run.path), FEW, margin)
+    assert again.one_run_verdict == found
+    assert found.run == run.digest
+    assert "the same run (seed and order)" in repr(again)
+    assert "the same run (seed and order)" in inspection(str(run.path / "scores.zarr"))
+
+    attributor = Attributor(run.model(), margin_only, tmp_path / "store.zarr", proj_dim=8)
+    attributor.featurize(run.recipe.data)
+    kernel = attributor.score(FEW, "few")
+    expected = verify(kernel, run, FEW, protocol="one-run", budget=4)
+    over_seeds = verify(kernel, run.recipe.train_fn, FEW, budget=4, train_id="recipe")
+    reopened = Attributor.open(tmp_path / "store.zarr", run.model(), task=margin_only)
+    assert reopened.scores("few").one_run_verdict == expected
+    assert reopened.scores("few").verdict == over_seeds
+    assert repr(reopened.scores("few")).count("tested:") == 2
+    assert "the same run" in reopened.scores("few")._repr_html_()
+    reopened.drop_scores("few")
+    reopened.score(FEW, "few")
+    assert reopened.scores("few").one_run_verdict is None
+
+    free = random_scores()
+    one(free, run)
+    assert free.one_run_verdict is None
+
+
+def test_a_damaged_verdict_is_named(run, scores):
+    one(scores, run)
+    with ZarrFeatureStore.open(str(run.path / "scores.zarr"), "r+") as store:
+        key = verdict_key(store, "scores/targets")
+        store.put_entry("one-run/scores/targets", key, np.frombuffer(b'{"lds": 3}', np.uint8).copy())
+    with pytest.raises(CorruptStoreError, match=r"verdict of one run.*Verify the scores again"):
+        scores.one_run_verdict  # noqa: B018
+    one(scores, run)
+
+
 def test_other_targets_and_budgets_are_verified_in_the_same_folder(run, scores):
     others = TensorDataset(*vectors(3, 7))
     of_others = unrolled(run, others, margin, name="others")
@@ -122,7 +163,6 @@ def test_other_targets_and_budgets_are_verified_in_the_same_folder(run, scores):
         ({"protocol": "two-run"}, "protocol"),
         ({"budget": 1}, "budget"),
         ({"budget": 2.5}, "budget"),
-        ({"task": None}, "Pass task="),
         ({"protocol": "expected"}, "protocol='one-run'"),
     ],
 )
@@ -147,6 +187,70 @@ def test_scores_of_other_targets_or_another_task_are_refused(run, scores):
         verify(
             scores, run, FEW, protocol="one-run", budget=2, task=lambda model, batch: margin(model, batch) * 2
         )
+
+
+def test_the_task_of_the_scores_is_used(run, scores):
+    """That of a replay, of a mean over runs and of an attributor; of other scores it must be given."""
+    seed = changed(run.recipe, seed=1).train()
+    attributor = Attributor(run.model(), margin_only, None, proj_dim=8)
+    attributor.featurize(run.recipe.data)
+
+    assert verify(scores, run, FEW, protocol="one-run", budget=16) == one(scores, run)
+    mean = unrolled([run, seed], FEW, margin)
+    assert verify(mean, run, FEW, protocol="one-run", budget=16) == one(mean, run)
+    kernel = attributor.score(FEW)
+    assert (
+        verify(kernel, run, FEW, protocol="one-run", budget=4).lds
+        == one(kernel, run, budget=4, task=margin_only).lds
+    )
+    with pytest.raises(InvalidInputError, match="Pass task="):
+        verify(random_scores(), run, FEW, protocol="one-run", budget=2)
+
+
+def margin_only(model, batch):
+    return margin(model, batch)
+
+
+def relu(seed):
+    return nn.Sequential(nn.Linear(WIDTH, 7), nn.ReLU(), nn.Linear(7, CLASSES)).double()
+
+
+def wide(seed):
+    return nn.Sequential(nn.Linear(WIDTH, 8), nn.GELU(), nn.Linear(8, CLASSES)).double()
+
+
+OTHERS = {
+    "data": ({"data": TensorDataset(*vectors(ROWS, 5))}, "data"),
+    "order": ({"data": TensorDataset(*(part.flip(0) for part in vectors(ROWS, 0)))}, "data"),
+    "activation": ({"model_fn": relu}, "modules"),
+    "width": ({"model_fn": wide}, "modules"),
+}
+
+
+@pytest.mark.parametrize("other", OTHERS)
+def test_a_run_of_another_model_or_other_data_is_refused(run, scores, other):
+    changes, what = OTHERS[other]
+    wrong = changed(run.recipe, **changes).train()
+
+    with pytest.raises(ManifestMismatchError, match=f"(?s){what}.*Pass the run that was replayed"):
+        one(scores, wrong)
+
+
+@pytest.mark.parametrize("other", ["data", "order", "width"])
+def test_a_run_of_other_data_or_parameters_is_refused_for_scores_of_an_attributor(run, other):
+    attributor = Attributor(run.model(), margin, None, proj_dim=8)
+    attributor.featurize(run.recipe.data)
+    wrong = changed(run.recipe, **OTHERS[other][0]).train()
+
+    with pytest.raises(
+        InvalidInputError, match="architecture" if other == "width" else "trained on other data"
+    ):
+        one(attributor.score(FEW), wrong, budget=2)
+
+
+def test_another_seed_of_the_run_is_accepted(run, scores):
+    """How well do the scores of one run predict another?"""
+    assert one(scores, changed(run.recipe, seed=1).train()).lds[0][1].mean < 1.0
 
 
 def test_a_share_leaves_out_at_least_one_row():

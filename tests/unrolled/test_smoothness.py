@@ -48,6 +48,34 @@ def test_a_chaotic_training_is_not_smooth():
     assert f"metasmoothness={run.metasmoothness():.4f}"[:18] in repr(scores)
 
 
+def functional_relu(seed):
+    class Net(nn.Linear):
+        def forward(self, inputs):
+            return F.relu(super().forward(inputs))
+
+    return Net(WIDTH, CLASSES).double()
+
+
+def pooled(seed):
+    layers = [nn.Unflatten(1, (1, WIDTH)), nn.MaxPool1d(2), nn.Flatten(), nn.Linear(WIDTH // 2, CLASSES)]
+    return nn.Sequential(*layers).double()
+
+
+@pytest.mark.quick
+@pytest.mark.parametrize(
+    ("made", "expected"),
+    [
+        (recipe(relu), "GELU in place of ReLU, a smaller learning rate, larger batches"),
+        (recipe(functional_relu), "GELU in place of ReLU, a smaller learning rate, larger batches"),
+        (recipe(pooled), "average in place of max pooling, a smaller learning rate, larger batches"),
+        (recipe(mlp, batch_size=N), "a smaller learning rate"),
+        (recipe(linear, optimizer=Adam(0.1)), "a smaller learning rate, larger batches, a larger eps_root"),
+    ],
+)
+def test_the_advice_names_what_the_training_has(made, expected):
+    assert made.train().advice() == f"Smoother are: {expected}."
+
+
 @pytest.mark.quick
 def test_a_smooth_training_warns_of_nothing():
     run = recipe().train()

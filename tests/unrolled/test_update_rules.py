@@ -36,6 +36,14 @@ PAIRS = [
 ]
 
 
+@pytest.mark.parametrize("cls", [SGD, Adam, AdamW])
+def test_the_learning_rate_is_the_first_argument(cls):
+    assert cls(0.1) == cls(lr=0.1)
+    assert cls(0.1, weight_decay=0.3).weight_decay == 0.3
+    with pytest.raises(TypeError, match="positional"):
+        cls(0.1, 0.9)  # the momentum of torch's SGD, the betas of its Adam
+
+
 def shaped_like(parameters, seed):
     generator = torch.Generator().manual_seed(seed)
     return {name: torch.randn(p.shape, generator=generator, dtype=p.dtype) for name, p in parameters.items()}

@@ -9,7 +9,7 @@ from typing import Any
 from trak_lite.cli.records import stored_records
 from trak_lite.errors import StoreError, printable
 from trak_lite.run.tables import all_score_paths
-from trak_lite.scoring.stored import stored_verdict
+from trak_lite.scoring.stored import stored_one_run, stored_verdict
 from trak_lite.store import AbstractFeatureStore, RemotePlace, open_store
 
 __all__ = ["done_lines", "inspection"]
@@ -76,10 +76,10 @@ def _verdict_lines(store: AbstractFeatureStore) -> Iterator[str]:
 
 def _tested(store: AbstractFeatureStore, path: str) -> str:
     try:
-        verdict = stored_verdict(store, path)
+        found = [one for one in (stored_verdict(store, path), stored_one_run(store, path)) if one is not None]
     except StoreError as error:
         return str(error)
-    return "not tested" if verdict is None else str(verdict).replace("\n", "\n    ")
+    return "\n".join(map(str, found)).replace("\n", "\n    ") or "not tested"
 
 
 def _run_lines(store: AbstractFeatureStore) -> Iterator[str]:

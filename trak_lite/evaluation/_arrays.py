@@ -1,4 +1,4 @@
-"""Input checks of arrays for the functions of this package."""
+"""Input checks and standard forms of arrays."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from numpy.typing import ArrayLike, NDArray
 
 from trak_lite.errors import InvalidInputError, NonFiniteError
 
-__all__ = ["boolean_masks", "coverage", "finite_array", "finite_matrix"]
+__all__ = ["boolean_masks", "coverage", "finite_array", "finite_matrix", "standardised"]
 
 
 def finite_array(values: ArrayLike, name: str) -> NDArray[np.float64]:
@@ -47,3 +47,16 @@ def coverage(confidence: float) -> float:
     if not 0.0 < confidence < 1.0:
         raise InvalidInputError(f"confidence must lie between 0 and 1, got {confidence!r}.")
     return confidence
+
+
+def standardised(values: NDArray[np.floating]) -> NDArray[np.float64]:
+    """Return a matrix with mean 0 and standard deviation 1 in every column; constant columns are 0.
+
+    Example:
+        >>> standardised(np.array([[1.0, 5.0], [3.0, 5.0]])).tolist()
+        [[-1.0, 0.0], [1.0, 0.0]]
+    """
+    centred = np.asarray(values, np.float64) - np.mean(values, axis=0, dtype=np.float64)
+    spread = centred.std(axis=0)
+    found: NDArray[np.float64] = centred / np.where(spread > 0, spread, 1.0)
+    return found

@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 
 from trak_lite.errors import printable
 
-__all__ = ["Baseline", "Calibration", "Estimate", "Predictions", "Verdict"]
+__all__ = ["Baseline", "Calibration", "Estimate", "OneRunVerdict", "Predictions", "Verdict"]
 
 
 class Predictions(NamedTuple):
@@ -154,6 +154,59 @@ class Verdict:
             confidence=float(values["confidence"]),
             ceiling=None if ceiling is None else float(ceiling),
             calibration=None if calibration is None else _calibration(calibration),
+        )
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class OneRunVerdict:
+    """Evaluation of scores against repetitions of one run with random rows left out.
+
+    It answers: how well do the scores predict what leaving rows out of this run changes, with the same seed and order
+    of batches? Other seeds are the question of :class:`Verdict`.
+    """
+
+    lds: tuple[tuple[float, Estimate], ...]
+    """Share of the rows that is left out, and the linear datamodeling score over such subsets."""
+    num_subsets: int
+    """Subsets per share."""
+    num_targets: int
+    """Number of targets."""
+    metasmoothness: float
+    """How linearly the run follows the weights of its rows; see :meth:`TrainingRun.metasmoothness`."""
+    confidence: float
+    """Nominal coverage of every interval."""
+    run: str
+    """Digest of the run."""
+
+    def __str__(self) -> str:
+        """Return the verdict on a few lines."""
+        lines = [
+            f"the same run (seed and order) without random rows, {self.num_subsets} subsets each, {self.num_targets} "
+            f"targets, metasmoothness {self.metasmoothness:.3f} ({self.confidence:.0%} intervals)"
+        ]
+        lines += [f"{share:.0%} left out: LDS {found}" for share, found in self.lds]
+        return printable("\n".join(lines))
+
+    def to_json(self) -> dict[str, Any]:
+        """Return the verdict as JSON values."""
+        return asdict(self)
+
+    @classmethod
+    def from_json(cls, values: Mapping[str, Any]) -> Self:
+        """Return the verdict that :meth:`to_json` serialised.
+
+        Raises:
+            KeyError: If a value is missing.
+            TypeError: If a value has a wrong type; may also be ValueError or AttributeError.
+        """
+        return cls(
+            lds=tuple((float(share), _estimate(found)) for share, found in values["lds"]),
+            num_subsets=int(values["num_subsets"]),
+            num_targets=int(values["num_targets"]),
+            metasmoothness=float(values["metasmoothness"]),
+            confidence=float(values["confidence"]),
+            run=str(values["run"]),
         )
 
 

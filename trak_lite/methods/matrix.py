@@ -11,11 +11,12 @@ from numpy.typing import NDArray
 
 from trak_lite._validate import real_at_least
 from trak_lite.errors import InvalidInputError, NonFiniteError
+from trak_lite.evaluation._arrays import standardised
 from trak_lite.methods.base import AbstractMethod
 from trak_lite.methods.registry import Method, as_method
 from trak_lite.modelout_functions import AbstractModelOutput
 
-__all__ = ["AbstractMatrixMethod", "Mean", "ReplayableRun", "Unrolled", "standardised"]
+__all__ = ["AbstractMatrixMethod", "Mean", "ReplayableRun", "Unrolled"]
 
 
 class ReplayableRun(Protocol):
@@ -121,6 +122,10 @@ class Mean(AbstractMatrixMethod):
         """Return the weighted mean of standardised score matrices, each ``(N, M)``."""
         total = np.zeros(matrices[0].shape)
         for weight, matrix in zip(self.method_weights, matrices, strict=True):
+            if np.isnan(matrix).any():
+                raise NonFiniteError(
+                    "A score is NaN, so columns cannot be standardised. Leave out refine and k."
+                )
             total += weight * standardised(matrix)
         return total.astype(np.float32)
 
@@ -131,19 +136,3 @@ class Mean(AbstractMatrixMethod):
             "methods": [method.to_json() for method in self.methods],
             "method_weights": list(self.method_weights),
         }
-
-
-def standardised(scores: NDArray[Any]) -> NDArray[np.float64]:
-    """Return the scores ``(N, M)`` with mean 0 and standard deviation 1 in every column; constant columns are 0.
-
-    Example:
-        >>> import numpy as np
-        >>> standardised(np.array([[1.0, 5.0], [3.0, 5.0]])).tolist()
-        [[-1.0, 0.0], [1.0, 0.0]]
-    """
-    if np.isnan(scores).any():
-        raise NonFiniteError("A score is NaN, so columns cannot be standardised. Leave out refine and k.")
-    centred = np.asarray(scores, np.float64) - np.mean(scores, axis=0, dtype=np.float64)
-    spread = centred.std(axis=0)
-    found: NDArray[np.float64] = centred / np.where(spread > 0, spread, 1.0)
-    return found

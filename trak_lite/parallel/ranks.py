@@ -34,7 +34,7 @@ from torch import distributed as dist
 from trak_lite.errors import RankError
 from trak_lite.models.sharded import ALONE, Lockstep
 
-__all__ = ["Ranks", "joined_ranks"]
+__all__ = ["Ranks", "joined_ranks", "num_ranks"]
 
 logger = logging.getLogger(__name__)
 
@@ -162,6 +162,15 @@ def joined_ranks(call: str, *, distributed: bool | None = None) -> Iterator[Rank
         raise
     finally:
         ranks.close()
+
+
+def num_ranks() -> int:
+    """Return the number of ranks of the distributed run that this process belongs to, without contacting them."""
+    if not dist.is_available():
+        return 1
+    if dist.is_initialized():
+        return dist.get_world_size()
+    return int(os.environ.get("WORLD_SIZE", "1")) if dist.is_torchelastic_launched() else 1
 
 
 def _meeting_place() -> tuple[Any, int, int] | None:

@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 
 from trak_lite.errors import InvalidInputError, NonFiniteError
 from trak_lite.evaluation import Verdict
-from trak_lite.evaluation.verdict import Predictions
+from trak_lite.evaluation.verdict import OneRunVerdict, Predictions
 from trak_lite.linalg.topk import TopRows
 from trak_lite.report._images import encoded, image_array
 from trak_lite.store import Manifest
@@ -67,6 +67,10 @@ class ReportedScores(Protocol):
     @property
     def verdict(self) -> Verdict | None:
         """Agreement of the scores with retraining, ``None`` without ``verify``."""
+
+    @property
+    def one_run_verdict(self) -> OneRunVerdict | None:
+        """Agreement of the scores with repetitions of one run, ``None`` without ``verify(protocol="one-run")``."""
 
     @property
     def predictions(self) -> Predictions | None:

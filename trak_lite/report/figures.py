@@ -18,6 +18,7 @@ from trak_lite._validate import require_packages
 from trak_lite.data.datasets import every_nth
 from trak_lite.errors import InvalidInputError, SingularKernelError, StateError
 from trak_lite.evaluation import spearman
+from trak_lite.evaluation._arrays import standardised
 from trak_lite.report.content import ReportedScores
 from trak_lite.report.survey import Histogram
 
@@ -217,7 +218,7 @@ def _retrained(scores: ReportedScores) -> _Drawing:
         )
     most = max(1, _MOST_POINTS // len(predictions.summed))
     some = every_nth(predictions.summed.shape[1], most)
-    predicted, retrained = (_standardised(part[:, some]) for part in predictions)
+    predicted, retrained = (standardised(part[:, some]) for part in predictions)
 
     def plot(axes: Axes) -> None:
         axes.scatter(predicted, retrained, 20, _HIGH, alpha=0.45, linewidths=0)
@@ -233,13 +234,6 @@ def _retrained(scores: ReportedScores) -> _Drawing:
         f"Outputs of models retrained on {len(predicted)} random subsets, for {predicted.shape[1]} targets, against "
         "the sums of the scores of the rows in the subsets, in standard deviations of each target.",
     )
-
-
-def _standardised(values: NDArray[np.float64]) -> NDArray[np.float64]:
-    """Return columns of mean 0 and standard deviation 1; constant ones become 0."""
-    centred: NDArray[np.float64] = values - values.mean(0)
-    deviation = centred.std(0)
-    return centred / np.where(deviation > 0, deviation, 1.0)
 
 
 def _checkpoints(scores: ReportedScores) -> _Drawing:

@@ -4,67 +4,32 @@ from __future__ import annotations
 
 import hashlib
 import logging
-from dataclasses import asdict, dataclass
+from collections.abc import Mapping
 from functools import partial
-from typing import Any, Final, final
+from typing import Any, Final
 
 import numpy as np
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from trak_lite.data.datasets import Rows, rows_of
-from trak_lite.errors import InvalidInputError, UnsupportedModelError, printable
+from trak_lite.errors import InvalidInputError, UnsupportedModelError
 from trak_lite.evaluation import linear_datamodeling_score, subset_masks
-from trak_lite.evaluation.verdict import Estimate
+from trak_lite.evaluation.verdict import Estimate, OneRunVerdict
 from trak_lite.modelout_functions import AbstractModelOutput
 from trak_lite.modelout_functions._describe import describe_task
 from trak_lite.retraining.calibrated import summed_over
-from trak_lite.retraining.subsets import retrain, retrain_many
+from trak_lite.retraining.subsets import outputs_of_model, retrain, retrain_many
 from trak_lite.scoring.scores import Scores
 from trak_lite.store.manifest import canonical_json, compare_fingerprints
 from trak_lite.unrolled import TrainingRun
-from trak_lite.unrolled.replay import outputs_of_model
 
-__all__ = ["SHARES", "OneRunVerdict", "verify_run"]
+__all__ = ["SHARES", "verify_run"]
 
 logger = logging.getLogger(__name__)
 
 SHARES: Final = (0.01, 0.05, 0.1, 0.5)
 """Shares of the train rows that are left out."""
-
-
-@final
-@dataclass(frozen=True, slots=True)
-class OneRunVerdict:
-    """Evaluation of scores against repetitions of one run with random rows left out.
-
-    It answers: how well do the scores predict what leaving rows out of this run changes, with the same seed and order
-    of batches? Other seeds are the question of :class:`~trak_lite.evaluation.Verdict`.
-    """
-
-    lds: tuple[tuple[float, Estimate], ...]
-    """Share of the rows that is left out, and the linear datamodeling score over such subsets."""
-    num_subsets: int
-    """Subsets per share."""
-    num_targets: int
-    """Number of targets."""
-    metasmoothness: float
-    """How linearly the run follows the weights of its rows; see :meth:`TrainingRun.metasmoothness`."""
-    confidence: float
-    """Nominal coverage of every interval."""
-
-    def __str__(self) -> str:
-        """Return the verdict on a few lines."""
-        lines = [
-            f"the same run (seed and order) without random rows, {self.num_subsets} subsets each, {self.num_targets} "
-            f"targets, metasmoothness {self.metasmoothness:.3f} ({self.confidence:.0%} intervals)"
-        ]
-        lines += [f"{share:.0%} left out: LDS {found}" for share, found in self.lds]
-        return printable("\n".join(lines))
-
-    def to_json(self) -> dict[str, Any]:
-        """Return the verdict as JSON values."""
-        return asdict(self)
 
 
 def verify_run(
@@ -82,6 +47,8 @@ def verify_run(
 ) -> OneRunVerdict:
     """Test scores against repetitions of a run; :func:`~trak_lite.verify` calls this with ``protocol="one-run"``.
 
+    The verdict is stored with the scores, if these are stored.
+
     Args:
         scores: ``(N, M)``, of any method.
         run: The run. Its repetitions are stored in its folder, so a second call trains nothing.
@@ -95,7 +62,9 @@ def verify_run(
         progress: Show a bar; ``None`` shows it on a terminal only.
 
     Raises:
-        InvalidInputError: If scores, run and targets differ in size, or a share leaves out no row.
+        InvalidInputError: If scores, run and targets differ in size, the scores were made from other train rows or with
+            another architecture than the run, or a share leaves out no row.
+        ManifestMismatchError: If scores of a replay belong to other targets, another task, other data or another model.
         RetrainingError: If a training fails; names subset and seed.
     """
     rows = rows_of(targets, what="the targets")
@@ -107,14 +76,7 @@ def verify_run(
         )
     identity = {"run": run.digest, "targets": rows.identity(), "task": describe_task(task), "budget": budget}
     digest = hashlib.sha256(canonical_json(identity).encode()).hexdigest()
-    made = scores.manifest.fingerprint
-    if made.get("kind") == "unrolled":
-        compare_fingerprints(
-            {key: made[key] for key in ("targets", "task")},
-            {key: identity[key] for key in ("targets", "task")},
-            where=f"The scores {scores.name!r}",
-            remedy="Pass the targets and the task that were scored.",
-        )
+    _require_scored(scores, run, identity)
     found = []
     for share in shares:
         masks = _masks(num_rows, share, budget, subset_seed)
@@ -138,7 +100,32 @@ def verify_run(
             summed_over(scores, masks), None, retrained.mean, confidence=confidence
         )
         found.append((share, Estimate(lds.mean, *lds.interval)))
-    return OneRunVerdict(tuple(found), budget, len(rows), run.metasmoothness(), confidence)
+    verdict = OneRunVerdict(tuple(found), budget, len(rows), run.metasmoothness(), confidence, run.digest)
+    scores.keep(verdict)
+    return verdict
+
+
+def _require_scored(scores: Scores, run: TrainingRun, identity: Mapping[str, Any]) -> None:
+    """Raise if the scores belong to other targets, another task, other train rows or another architecture."""
+    made = scores.manifest.fingerprint
+    if made.get("kind") != "unrolled":
+        if "dataset" in made:
+            run.require_train_rows(made["dataset"])
+        run.require_parameters(made.get("parameters", {}))
+        return
+    compare_fingerprints(
+        {key: made[key] for key in ("targets", "task")},
+        {key: identity[key] for key in ("targets", "task")},
+        where=f"The scores {scores.name!r}",
+        remedy="Pass the targets and the task that were scored.",
+    )
+    # Other seeds and optimizers are allowed: do the scores of one run predict another?
+    compare_fingerprints(
+        {key: made["run"][key] for key in ("data", "modules", "trained")},
+        {key: run.fingerprint[key] for key in ("data", "modules", "trained")},
+        where=f"The run of the scores {scores.name!r}",
+        remedy="Pass the run that was replayed, or one of the same model on the same train data.",
+    )
 
 
 def _masks(num_rows: int, share: float, budget: int, seed: int) -> NDArray[np.bool_]:

@@ -14,10 +14,13 @@ from os import PathLike
 from typing import Any, TypeAlias, final
 
 import numpy as np
+import torch
 from numpy.typing import ArrayLike, NDArray
-from torch import Tensor
+from torch import Tensor, nn
 
 from trak_lite._validate import positive_int
+from trak_lite.data.batches import move_batch, rows_in_batches
+from trak_lite.data.datasets import Rows
 from trak_lite.errors import (
     MODEL_FAILURES,
     BusyError,
@@ -31,6 +34,7 @@ from trak_lite.errors import (
 from trak_lite.evaluation import seed_noise_ceiling
 from trak_lite.evaluation.datamodeling import NoiseCeiling
 from trak_lite.featurizing.row_checks import done_rows
+from trak_lite.modelout_functions import AbstractModelOutput, ModelCall
 from trak_lite.parallel.sharing import LazyTable, SharedRows
 from trak_lite.run.sources import carried_values, describe_source
 from trak_lite.run.tables import retrained_path
@@ -135,6 +139,18 @@ class _Plan:
 _Trained: TypeAlias = tuple[_Job, NDArray[np.float64]]
 _Run: TypeAlias = Callable[[Iterable[_Job]], Iterator[_Trained]]
 """Trains models, and yields each with its outputs."""
+
+
+def outputs_of_model(model: nn.Module, task: AbstractModelOutput, rows: Rows, device: torch.device) -> Tensor:
+    """Return f of every target, ``(M,)`` float64, for a model in eval mode."""
+    task.prepare(model)
+    plan = rows_in_batches(np.arange(len(rows)), rows.batch_size)
+    with torch.no_grad():
+        found = [
+            task.evaluate(ModelCall(model), move_batch(batch, device)).output.cpu().double()
+            for _, batch in rows.batches(plan)
+        ]
+    return torch.cat(found)
 
 
 def retrain(

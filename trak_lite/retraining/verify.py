@@ -15,7 +15,6 @@ from numpy.typing import ArrayLike, NDArray
 from torch import Tensor, nn
 
 from trak_lite._validate import one_of
-from trak_lite.data.batches import move_batch
 from trak_lite.data.datasets import Rows, every_nth
 from trak_lite.errors import InvalidInputError, StateError
 from trak_lite.evaluation import (
@@ -24,8 +23,8 @@ from trak_lite.evaluation import (
     subset_masks,
     summed_scores,
 )
-from trak_lite.evaluation.verdict import Baseline, Calibration
-from trak_lite.modelout_functions import AbstractModelOutput, ModelCall, resolve_task
+from trak_lite.evaluation.verdict import Baseline, Calibration, OneRunVerdict
+from trak_lite.modelout_functions import AbstractModelOutput, resolve_task
 from trak_lite.models.borrowing import borrow_model
 from trak_lite.models.checkpoints import Checkpoint, load_into, module_versions, with_versions
 from trak_lite.models.sharded import refuse_sharded
@@ -39,15 +38,17 @@ from trak_lite.retraining.calibrated import (
     to_estimate,
     unit_rows,
 )
-from trak_lite.retraining.one_run import OneRunVerdict, verify_run
-from trak_lite.retraining.subsets import Retrained, TrainFunction, retrain_into
+from trak_lite.retraining.one_run import verify_run
+from trak_lite.retraining.subsets import Retrained, TrainFunction, outputs_of_model, retrain_into
 from trak_lite.run.settings import Task, row_kind
 from trak_lite.run.tables import (
     predictions_path,
     retrain_path,
     score_path,
 )
+from trak_lite.scoring.matrix import HeldMatrix
 from trak_lite.scoring.scores import Scores
+from trak_lite.scoring.source import UnstoredRows
 from trak_lite.scoring.stored import Array, ScoredRows, scored_rows, store_verdict, verdict_key
 from trak_lite.store import AbstractFeatureStore
 from trak_lite.store.manifest import compare_fingerprints
@@ -138,7 +139,7 @@ def verify(
         texts: Train texts and target texts (or their tokens) for the BM25 baseline.
         confidence: Nominal coverage of the intervals.
         train_id: A name that identifies the training, instead of the source code and captured values of ``train_fn``.
-        task: Defines f for ``protocol="one-run"``, if the scores were not made by an attributor.
+        task: Defines f for ``protocol="one-run"``; ``None`` is the task that the scores were made with.
 
     Returns:
         The verdict; for ``"one-run"`` an LDS per share of rows left out.
@@ -241,8 +242,8 @@ def _refuse_other_targets(store: AbstractFeatureStore, path: str, identity: Mapp
     )
 
 
-def calibrated_scores(scores: Scores, calibration: Calibration | None = None) -> NDArray[np.float32]:
-    """Return the scores with a calibrated kernel, ``(N, M)``.
+def calibrated_scores(scores: Scores, calibration: Calibration | None = None) -> Scores:
+    """Return the scores with a calibrated kernel, ``(N, M)``, in memory.
 
     Args:
         scores: The scores.
@@ -260,7 +261,13 @@ def calibrated_scores(scores: Scores, calibration: Calibration | None = None) ->
             "verify(scores, train_fn, targets, calibrate=True)."
         )
     with scores.run.workspace.reading() as store:
-        return calibrated_matrix(scored_rows(store, scores, scores.run.settings), calibration)
+        matrix = calibrated_matrix(scored_rows(store, scores, scores.run.settings), calibration)
+    described = UnstoredRows(scores.name, scores.method, scores.manifest, scores.task)
+    settings = {
+        **scores.settings,
+        "calibrated_on": f"{calibration.num_held_out} held-out {calibration.across}",
+    }
+    return Scores(HeldMatrix(matrix), described, settings=settings, location=None)
 
 
 def evaluate(
@@ -334,26 +341,19 @@ def _target_outputs(
         # Copy the values: if trained is model, borrow_model and load_into overwrite them.
         copies = {name: _copied(value) for name, value in state.items()}
         state = with_versions(copies, module_versions(state))
-    grid = range(0, len(targets), targets.batch_size)
-    plan = [np.arange(start, min(start + targets.batch_size, len(targets))) for start in grid]
-    with borrow_model(model, device), torch.no_grad():
+    with borrow_model(model, device):
         load_into(model, Checkpoint("retrained", None, lambda: state))
-        task.prepare(model)
-        outputs = [
-            task.evaluate(ModelCall(model), move_batch(batch, device)).output.cpu().double()
-            for _, batch in targets.batches(plan)
-        ]
-    return torch.cat(outputs)
+        return outputs_of_model(model, task, targets, device)
 
 
 def _task_of(scores: Scores) -> AbstractModelOutput:
-    """Return the task of the attributor that made the scores."""
+    """Return the task that the scores were made with."""
     try:
-        return scores.run.settings.task
+        return scores.task
     except StateError as error:
         raise InvalidInputError(
-            f"The scores {scores.name!r} were not made by an attributor with a model, so their task is not known. Pass "
-            "task=, with which they were made."
+            f"The task of the scores {scores.name!r} is not known, because they were made without an attributor and a "
+            "replay, or opened without a model. Pass task=, with which they were made."
         ) from error
 
 

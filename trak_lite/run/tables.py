@@ -18,6 +18,7 @@ from trak_lite.store import AbstractFeatureStore, AbstractRowTable, Column, Mani
 from trak_lite.store._grid import chunk_rows_for
 
 __all__ = [
+    "ERRORS",
     "FEATURES",
     "GRADIENT_NORM",
     "LOSS_CURVATURE",
@@ -35,6 +36,7 @@ __all__ = [
     "fisher_paths",
     "model_id_of",
     "num_train_rows",
+    "one_run_path",
     "plain_target_folder",
     "preconditioned_folder",
     "predictions_path",
@@ -58,6 +60,7 @@ __all__ = [
 FEATURES, OUT_TO_LOSS, LOSS_CURVATURE = "features", "out_to_loss", "loss_curvature"
 GRADIENT_NORM = "gradient_norm"
 SCORES = "scores"
+ERRORS = "errors"
 
 
 def feature_table_spec(
@@ -102,11 +105,14 @@ def as_tensor(array: NDArray[Any], device: torch.device) -> Tensor:
     return torch.from_numpy(array).to(device)
 
 
-def score_table_spec(num_rows: int, num_targets: int, fingerprint: Mapping[str, Any]) -> TableSpec:
-    """Return the spec of the table of scores ``(num_rows, num_targets)`` in float32."""
+def score_table_spec(
+    num_rows: int, num_targets: int, fingerprint: Mapping[str, Any], *, errors: bool = False
+) -> TableSpec:
+    """Return the spec of the table of scores ``(num_rows, num_targets)`` in float32, and of their standard errors."""
+    names = (SCORES, ERRORS) if errors else (SCORES,)
     return TableSpec(
         num_rows,
-        (Column(SCORES, num_targets, "float32"),),
+        tuple(Column(name, num_targets, "float32") for name in names),
         chunk_rows_for(num_rows, 4 * num_targets),
         fingerprint,
     )
@@ -189,6 +195,11 @@ def scored_names(store: AbstractFeatureStore) -> list[str]:
 def verdict_path(scores: str) -> str:
     """Return the path of the verdict on a table of scores."""
     return f"verdicts/{scores}"
+
+
+def one_run_path(scores: str) -> str:
+    """Return the path of the verdict of one run on a table of scores."""
+    return f"one-run/{scores}"
 
 
 def predictions_path(scores: str) -> str:

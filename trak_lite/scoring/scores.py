@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Iterator, Sequence
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
@@ -11,11 +11,12 @@ from numpy.typing import ArrayLike, NDArray
 from trak_lite._validate import one_of, positive_int, require_packages, target_number
 from trak_lite.errors import InvalidInputError, StateError, printable
 from trak_lite.evaluation import Verdict
-from trak_lite.evaluation.verdict import Predictions
+from trak_lite.evaluation.verdict import OneRunVerdict, Predictions
 from trak_lite.featurizing.session import Run
 from trak_lite.featurizing.solvers import Convergence
 from trak_lite.linalg.topk import TopRows
 from trak_lite.methods import AbstractMatrixMethod, AbstractMethod
+from trak_lite.modelout_functions import AbstractModelOutput
 from trak_lite.report import Gallery, Render
 from trak_lite.report.content import PairRender, Renders
 from trak_lite.report.page import notebook_summary
@@ -27,7 +28,10 @@ if TYPE_CHECKING:
     import pandas as pd
     import xarray as xr
 
-__all__ = ["Scores", "TopRows"]
+__all__ = ["OneRunPlace", "Scores", "TopRows"]
+
+OneRunPlace: TypeAlias = tuple[Callable[[], OneRunVerdict | None], Callable[[OneRunVerdict], None]]
+"""Functions that read and store the verdict of one run on some scores."""
 
 
 class Scores:
@@ -52,6 +56,7 @@ class Scores:
         predictions: Callable[[], Predictions | None] = lambda: None,
         convergence: tuple[Convergence, ...] = (),
         errors: Callable[[], NDArray[np.float32]] | None = None,
+        one_run: OneRunPlace | None = None,
     ) -> None:
         """Store the arguments.
 
@@ -66,6 +71,7 @@ class Scores:
             predictions: Returns the stored predictions of ``verify`` and the outputs of the retrained models.
             convergence: Of the solver of CG or LiSSA, for each checkpoint.
             errors: Returns the standard errors ``(N, M)`` of scores that are means over runs.
+            one_run: Functions that read and store the verdict of one run; ``None`` in memory.
         """
         self.convergence = convergence
         self._matrix = matrix
@@ -77,11 +83,22 @@ class Scores:
         self._verdict = verdict
         self._predictions = predictions
         self._errors = errors
+        self._one_run = one_run
 
     @property
     def verdict(self) -> Verdict | None:
         """The result of :func:`~trak_lite.verify` for these scores; ``None`` if they were not verified."""
         return self._verdict()
+
+    @property
+    def one_run_verdict(self) -> OneRunVerdict | None:
+        """The last result of :func:`~trak_lite.verify` with ``protocol="one-run"``; ``None`` if there is none."""
+        return None if self._one_run is None else self._one_run[0]()
+
+    def keep(self, verdict: OneRunVerdict) -> None:
+        """Store a verdict of one run with the scores, as ``verify`` does; scores in memory have no place for it."""
+        if self._one_run is not None:
+            self._one_run[1](verdict)
 
     @property
     def predictions(self) -> Predictions | None:
@@ -106,6 +123,17 @@ class Scores:
                 "Attributor.open(path, model).scores(name)."
             )
         return self._run
+
+    @property
+    def task(self) -> AbstractModelOutput:
+        """The model output function that defines f.
+
+        Raises:
+            StateError: If the scores were opened without a model, or made without an attributor and a replay.
+        """
+        if isinstance(self._described, UnstoredRows) and self._described.task is not None:
+            return self._described.task
+        return self.run.settings.task
 
     @property
     def source(self) -> ScoreSource:
@@ -150,8 +178,8 @@ class Scores:
         num_rows, num_targets = self.shape
         place = self._location or "memory"
         settings = ", ".join(f"{key}={value}" for key, value in self.settings.items())
-        verdict = self.verdict
-        tested = "" if verdict is None else "\n  tested: " + str(verdict).replace("\n", "\n    ")
+        verdicts = [one for one in (self.verdict, self.one_run_verdict) if one is not None]
+        tested = "".join("\n  tested: " + str(one).replace("\n", "\n    ") for one in verdicts)
         return printable(
             f"Scores({self.name!r}: {num_rows} train rows x {num_targets} targets)\n"
             f"  made with {settings}\n"

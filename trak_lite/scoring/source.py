@@ -29,6 +29,7 @@ from trak_lite.linalg.kernel import (
 from trak_lite.linalg.products import self_scores
 from trak_lite.linalg.spread import agreement, expected_agreement
 from trak_lite.methods import AbstractInverseMethod, AbstractMethod
+from trak_lite.modelout_functions import AbstractModelOutput
 from trak_lite.parallel.ranks import Ranks
 from trak_lite.run.settings import row_kind
 from trak_lite.run.tables import (
@@ -74,6 +75,8 @@ class UnstoredRows:
     """The method of the scores."""
     manifest: Manifest
     """Settings and versions that the gradients were computed with."""
+    task: AbstractModelOutput | None = None
+    """Defines f; ``None`` if it is not known."""
 
 
 @final

@@ -8,7 +8,7 @@ import operator
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any, final
+from typing import Any, TypeVar, final
 
 import numpy as np
 import torch
@@ -18,17 +18,19 @@ from torch import Tensor
 from trak_lite._devices import float64_device
 from trak_lite.errors import BusyError, CorruptStoreError, InvalidInputError, StateError
 from trak_lite.evaluation import Verdict
-from trak_lite.evaluation.verdict import Predictions
+from trak_lite.evaluation.verdict import OneRunVerdict, Predictions
 from trak_lite.featurizing.session import Run
 from trak_lite.linalg.kernel import KernelSettings, precondition
-from trak_lite.methods import AbstractMatrixMethod, AbstractMethod
+from trak_lite.methods import AbstractMatrixMethod, AbstractMethod, Unrolled
 from trak_lite.parallel.ranks import Ranks
 from trak_lite.run.settings import AttributorSettings, StoredSettings
 from trak_lite.run.tables import (
+    ERRORS,
     FEATURES,
     OUT_TO_LOSS,
     SCORES,
     complete_tables,
+    one_run_path,
     plain_target_folder,
     preconditioned_folder,
     predictions_path,
@@ -47,7 +49,7 @@ from trak_lite.run.tables import (
 from trak_lite.run.workspace import Workspace, naming_dropped
 from trak_lite.scoring.grams import fisher_of, kernels_of
 from trak_lite.scoring.matrix import AbstractScoreMatrix, StoredMatrix, StreamedMatrix, top_and_bottom
-from trak_lite.scoring.scores import Scores
+from trak_lite.scoring.scores import OneRunPlace, Scores
 from trak_lite.scoring.source import ScoreSource
 from trak_lite.scoring.tiles import score_rows
 from trak_lite.store import AbstractFeatureStore, AbstractRowTable, Manifest, TableSpec
@@ -58,9 +60,11 @@ __all__ = [
     "ScoreResult",
     "ScoredRows",
     "drop_scores",
+    "kept_in",
     "score_source",
     "scored_rows",
     "store_verdict",
+    "stored_one_run",
     "stored_predictions",
     "stored_scores",
     "stored_verdict",
@@ -68,6 +72,7 @@ __all__ = [
 ]
 
 Array = NDArray[np.float64]
+_VerdictType = TypeVar("_VerdictType", Verdict, OneRunVerdict)
 
 
 def stored_scores(
@@ -170,6 +175,7 @@ def _scores_of_table(
 ) -> Scores:
     """Return the scores in a complete table."""
     path = score_path(source.name, source.method, settings.method)
+    with_errors = any(column.name == ERRORS for column in table.spec.columns)
     return _scores(
         workspace,
         settings,
@@ -179,6 +185,9 @@ def _scores_of_table(
         run=run,
         verdict=partial(stored_verdict, store, path),
         predictions=partial(stored_predictions, store, path),
+        one_run=kept_in(workspace, Manifest(store.manifest.fingerprint), path),
+        errors=partial(table.read, ERRORS) if with_errors else None,
+        shown=store.attributes(path),
     )
 
 
@@ -192,8 +201,11 @@ def _scores(
     run: Run | None,
     verdict: Callable[[], Verdict | None] = lambda: None,
     predictions: Callable[[], Predictions | None] = lambda: None,
+    one_run: OneRunPlace | None = None,
+    errors: Callable[[], NDArray[np.float32]] | None = None,
+    shown: Mapping[str, Any] | None = None,
 ) -> Scores:
-    shown = {"checkpoints": source.num_checkpoints, "proj_dim": _widths(settings.layout)}
+    shown = {**(shown or {}), "checkpoints": source.num_checkpoints, "proj_dim": _widths(settings.layout)}
     fields = source.method.to_json()
     return Scores(
         matrix,
@@ -203,6 +215,8 @@ def _scores(
         run=run,
         verdict=verdict,
         predictions=predictions,
+        one_run=one_run,
+        errors=errors,
     )
 
 
@@ -275,6 +289,7 @@ def drop_scores(store: AbstractFeatureStore, name: str) -> None:
         store.drop_table(path)
     for path in found:
         store.drop_entry(verdict_path(path))
+        store.drop_entry(one_run_path(path))
         store.drop_entry(predictions_path(path))
 
 
@@ -353,7 +368,8 @@ class ScoreResult:
         self._name = name
         self._method = method
         self._path = score_path(name, method, base)
-        self._spec = score_table_spec(tables[0].spec.num_rows, num_targets, fingerprint)
+        over_runs = isinstance(method, Unrolled) and len(method.runs) > 1
+        self._spec = score_table_spec(tables[0].spec.num_rows, num_targets, fingerprint, errors=over_runs)
 
     def is_finished(self) -> bool:
         """Return whether the scores are stored with these settings and complete.
@@ -399,8 +415,18 @@ class ScoreResult:
             ranks=source.ranks,
         )
 
-    def put(self, matrix: NDArray[np.float32]) -> None:
+    def put(
+        self,
+        matrix: NDArray[np.float32],
+        errors: NDArray[np.float32] | None,
+        attributes: Mapping[str, Any],
+    ) -> None:
         """Store scores ``(N, M)`` that were computed elsewhere.
+
+        Args:
+            matrix: The scores.
+            errors: Their standard errors over runs, ``(N, M)``; ``None`` unless they are a mean over runs.
+            attributes: JSON values that are shown with the scores.
 
         Raises:
             InvalidInputError: If their shape is not that of the table.
@@ -411,12 +437,13 @@ class ScoreResult:
                 f"{self._method.name} gave scores of shape {matrix.shape}, but the store has {shape[0]} train rows and "
                 f"there are {shape[1]} targets. Make the run with the train rows of the store, in their order."
             )
-        table = self._store.create_table(self._path, self._spec)
+        table = self._store.create_table(self._path, self._spec, attributes)
+        columns = {SCORES: matrix} if errors is None else {SCORES: matrix, ERRORS: errors}
         for start in range(0, len(matrix), self._spec.chunk_rows):
             rows = np.arange(start, min(start + self._spec.chunk_rows, len(matrix)))
             # A process that was killed here, or another one, has written some chunks.
             with contextlib.suppress(BusyError, StateError):
-                table.put(rows, {SCORES: matrix[rows]})
+                table.put(rows, {column: values[rows] for column, values in columns.items()})
 
     def top_and_bottom(self, source: ScoreSource, k: int) -> NDArray[np.float64]:
         """Return the k most helpful and most harmful rows of every target, from the store's cache or from one pass.
@@ -531,9 +558,27 @@ def stored_verdict(store: AbstractFeatureStore, path: str) -> Verdict | None:
     found = store.entry(verdict_path(path), verdict_key(store, path))
     if found is None:
         return None
-    what = f"The verdict on {path} in {store.path}"
+    return _verdict_in(found, Verdict.from_json, f"The verdict on {path} in {store.path}")
+
+
+def stored_one_run(store: AbstractFeatureStore, path: str) -> OneRunVerdict | None:
+    """Return the last verdict of one run on the scores in a table, ``None`` if there is none for their current values.
+
+    Raises:
+        CorruptStoreError: If the stored entry is not a verdict.
+    """
+    found = store.entry(one_run_path(path), verdict_key(store, path))
+    if found is None:
+        return None
+    return _verdict_in(found, OneRunVerdict.from_json, f"The verdict of one run on {path} in {store.path}")
+
+
+def _verdict_in(
+    entry: NDArray[Any], from_json: Callable[[Mapping[str, Any]], _VerdictType], what: str
+) -> _VerdictType:
+    """Return the verdict in an entry of a store."""
     try:
-        return Verdict.from_json(stored_json(found, what=what))
+        return from_json(stored_json(entry, what=what))
     except (KeyError, TypeError, ValueError, AttributeError) as error:
         raise CorruptStoreError(
             f"{what} cannot be read ({error!r:.200}). Verify the scores again."
@@ -551,8 +596,8 @@ def verdict_key(store: AbstractFeatureStore, path: str) -> str:
     return store.open_table(path).content_key()
 
 
-def store_verdict(store: AbstractFeatureStore, path: str, verdict: Verdict) -> None:
-    """Store the verdict of some scores.
+def store_verdict(store: AbstractFeatureStore, path: str, verdict: Verdict | OneRunVerdict) -> None:
+    """Store the verdict of some scores, beside one of the other kind.
 
     Args:
         store: Store of the scores.
@@ -560,4 +605,19 @@ def store_verdict(store: AbstractFeatureStore, path: str, verdict: Verdict) -> N
         verdict: The verdict.
     """
     text = json.dumps(verdict.to_json()).encode()
-    store.put_entry(verdict_path(path), verdict_key(store, path), np.frombuffer(text, np.uint8).copy())
+    place = one_run_path(path) if isinstance(verdict, OneRunVerdict) else verdict_path(path)
+    store.put_entry(place, verdict_key(store, path), np.frombuffer(text, np.uint8).copy())
+
+
+def kept_in(workspace: Workspace, manifest: Manifest, path: str) -> OneRunPlace:
+    """Return functions that read and store the verdict of one run on the scores in a table."""
+
+    def read() -> OneRunVerdict | None:
+        with workspace.reading() as store:
+            return stored_one_run(store, path)
+
+    def keep(verdict: OneRunVerdict) -> None:
+        with workspace.opened(manifest) as opened:
+            store_verdict(opened.store(), path, verdict)
+
+    return read, keep

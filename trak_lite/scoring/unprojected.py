@@ -224,7 +224,8 @@ def _unstored(
 ) -> Scores:
     fields = method.to_json()
     settings = {**shown, "method": fields.pop("name"), **fields}
-    described = UnstoredRows(name, method, Manifest(run.settings.manifest(None).fingerprint))
+    manifest = Manifest(run.settings.manifest(None).fingerprint)
+    described = UnstoredRows(name, method, manifest, run.settings.task)
     return Scores(matrix, described, settings=settings, location=None, convergence=convergence)
 
 

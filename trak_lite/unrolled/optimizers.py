@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
-from dataclasses import dataclass, fields
+from dataclasses import KW_ONLY, dataclass, fields
 from typing import Any, ClassVar, NamedTuple, TypeAlias
 
 import torch
@@ -27,9 +27,11 @@ class State(NamedTuple):
     """The optimizer's running averages: for each, one tensor per parameter, of the parameter's shape."""
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class AbstractOptimizer(ABC):
     """An optimizer whose step is a differentiable function. A subclass is a frozen dataclass of its settings.
+
+    The learning rate comes first, ``SGD(0.1, momentum=0.9)``; the other settings have names.
 
     Raises:
         InvalidInputError: If a setting is out of range.
@@ -37,6 +39,7 @@ class AbstractOptimizer(ABC):
 
     lr: float
     """Learning rate; the recipe's schedule multiplies it."""
+    _: KW_ONLY
     weight_decay: float = 0.0
     """Weight decay, as in ``torch.optim``: an L2 penalty, for AdamW decoupled."""
 

@@ -19,47 +19,63 @@ Shapes: N train rows, M targets, m targets of a block, T steps, b rows of a part
 from __future__ import annotations
 
 import contextlib
+import gc
 import hashlib
 import logging
 import math
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+import weakref
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any, Final, Literal, final
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from torch import Tensor, nn
+from torch import Tensor
 from torch.func import vjp, vmap
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map
 
 from trak_lite._progress import KeptProgress
 from trak_lite._validate import positive_int
-from trak_lite.data.batches import move_batch, rows_in_batches
+from trak_lite.data.batches import move_batch
 from trak_lite.data.datasets import Rows, rows_of
-from trak_lite.errors import BusyError, InvalidInputError, NonFiniteError, StateError, UnsupportedModelError
+from trak_lite.errors import (
+    BusyError,
+    HeldHereError,
+    InvalidInputError,
+    MissingStoreError,
+    NonFiniteError,
+    StateError,
+    StoreError,
+    UnsupportedModelError,
+)
 from trak_lite.linalg.topk import TopRows
 from trak_lite.methods import Unrolled
 from trak_lite.modelout_functions import AbstractModelOutput, ModelCall, resolve_task
 from trak_lite.modelout_functions._base import TaskFunction
 from trak_lite.modelout_functions._describe import describe_task
+from trak_lite.parallel.ranks import num_ranks
+from trak_lite.parallel.sharing import Patience
 from trak_lite.run.tables import SCORES, score_path, score_table_spec
 from trak_lite.run.workspace import Workspace
 from trak_lite.scoring.matrix import AbstractScoreMatrix, HeldMatrix, StoredMatrix
 from trak_lite.scoring.scores import Scores
 from trak_lite.scoring.source import UnstoredRows
-from trak_lite.store import Manifest
+from trak_lite.scoring.stored import kept_in
+from trak_lite.store import AbstractRowTable, Column, Manifest, TableSpec
 from trak_lite.store._names import check_name
+from trak_lite.store.disk.files import named_errors
 from trak_lite.store.manifest import canonical_json
 from trak_lite.unrolled.dropout import step_key
 from trak_lite.unrolled.optimizers import Named, State
 from trak_lite.unrolled.program import Part, naming_failures
-from trak_lite.unrolled.runs import ADVICE, SMOOTH, TrainingRun, repeatable
+from trak_lite.unrolled.runs import SMOOTH, TrainingRun, repeatable
 from trak_lite.unrolled.states import flat, load_tensors, save_tensors, unflat
 
-__all__ = ["MAX_BYTES", "outputs_of_model", "unrolled"]
+__all__ = ["MAX_BYTES", "unrolled"]
 
 logger = logging.getLogger(__name__)
 
@@ -67,7 +83,6 @@ MAX_BYTES: Final = 2 << 30
 """Default memory of a replay, in bytes."""
 _TOLERANCE: Final = 0.05
 """Of the check of second derivatives; wide enough for half precision."""
-_SIZE: Final = "block-size.safetensors"
 
 
 def unrolled(
@@ -88,7 +103,8 @@ def unrolled(
     nothing: the metasmoothness of the run is measured first, and printed with the scores.
 
     The scores are stored in the run's folder under ``name``: the same call again returns them, or resumes after a kill
-    at the last segment (between two stored states) of the present block, with the same bits.
+    at the last segment (between two stored states) of the present block, with the same bits. Processes that make the
+    same call, and the ranks of a distributed run, divide the blocks of a run that is stored.
 
     Args:
         runs: A finished run, as :meth:`Recipe.train` returns it, or several with other seeds: the scores are their
@@ -96,7 +112,7 @@ def unrolled(
         targets: A map-style dataset, a DataLoader that reads one in order, or :class:`~trak_lite.Rows`.
         task: Defines f, as for :class:`~trak_lite.Attributor`. f is evaluated in eval mode.
         name: Name of the target set.
-        block: Targets per replay; ``None`` takes as many as ``max_bytes`` allows.
+        block: Targets per replay; ``None`` takes as many as ``max_bytes`` allows, divided among the ranks.
         max_bytes: Memory for the states and the vectors of a block, in bytes.
         progress: Show a bar; ``None`` shows it on a terminal only.
 
@@ -126,7 +142,7 @@ def unrolled(
         return found[0]
     method = Unrolled(*given)
     settings = {**found[0].settings, "metasmoothness": [one.settings["metasmoothness"] for one in found]}
-    source = UnstoredRows(name, method, found[0].manifest)
+    source = UnstoredRows(name, method, found[0].manifest, found[0].task)
     return Scores(_MeanMatrix(found), source, settings=settings, location=None, errors=lambda: _errors(found))
 
 
@@ -147,21 +163,21 @@ def _scores_of_run(
     if smoothness < SMOOTH:
         warnings.warn(
             f"The training has metasmoothness {smoothness:.2f}. Below {SMOOTH}, scores of a replay predict retraining "
-            f"poorly, although they are exact derivatives. {ADVICE}",
+            f"poorly, although they are exact derivatives. {run.advice()}",
             RuntimeWarning,
             stacklevel=4,
         )
     method = Unrolled(run)
     fingerprint = {"targets": rows.identity(), "task": describe_task(resolved)}
     made = Manifest({"kind": "unrolled", "run": run.fingerprint})
-    source = UnstoredRows(name, method, Manifest({**made.fingerprint, **fingerprint}))
+    source = UnstoredRows(name, method, Manifest({**made.fingerprint, **fingerprint}), resolved)
     settings = {"method": method.name, "steps": run.num_steps, "metasmoothness": round(smoothness, 4)}
 
-    def computed(folder: Path | None = None) -> NDArray[np.float32]:
-        return _Replay(run, resolved, rows, max_bytes=max_bytes, progress=progress).scores(block, folder)
+    def replay() -> _Replay:
+        return _Replay(run, resolved, rows, max_bytes=max_bytes, progress=progress)
 
     if run.path is None:
-        scores = computed()
+        scores = replay().scores(block)
         return Scores(HeldMatrix(scores), source, settings=settings, location=None)
     workspace = Workspace(str(run.path / "scores.zarr"))
     spec = score_table_spec(len(run.recipe.rows), len(rows), fingerprint)
@@ -169,19 +185,153 @@ def _scores_of_run(
     folder = run.path / "replays" / hashlib.sha256(canonical_json(fingerprint).encode()).hexdigest()[:16]
     with workspace.opened(made):
         lazy = workspace.lazy_table(path, spec)
+        shared = _SharedBlocks(workspace, f"replays/{folder.name}", fingerprint, folder)
         if lazy.table is None or not lazy.table.complete:
-            scores = computed(folder)
-            for start in range(0, len(scores), spec.chunk_rows):
-                part = np.arange(start, min(start + spec.chunk_rows, len(scores)))
-                # A process that was killed here, or another one, has written some chunks.
-                with contextlib.suppress(BusyError, StateError):
-                    lazy.put(part, {SCORES: scores[part]})
-        if folder.exists():  # also that of a process that was killed here
-            _forget(folder)
+            with contextlib.suppress(_MadeElsewhere):
+                scores = shared.scores(replay(), block, lambda: _is_complete(workspace, path))
+                for start in range(0, len(scores), spec.chunk_rows):
+                    part = np.arange(start, min(start + spec.chunk_rows, len(scores)))
+                    # A process that was killed here, or another one, has written some chunks.
+                    with contextlib.suppress(BusyError, StateError):
+                        lazy.put(part, {SCORES: scores[part]})
+        if _is_complete(workspace, path):
+            shared.forget()
     table = workspace.reader().open_table(path)
     if not table.complete:
         raise BusyError(f"Another process is writing the scores {name!r} of this run. Make the call again.")
-    return Scores(StoredMatrix(table), source, settings=settings, location=f"{workspace.path}:{path}")
+    return Scores(
+        StoredMatrix(table),
+        source,
+        settings=settings,
+        location=f"{workspace.path}:{path}",
+        one_run=kept_in(workspace, made, path),
+    )
+
+
+def _is_complete(workspace: Workspace, path: str) -> bool:
+    """Return whether a table of scores is stored and complete."""
+    with workspace.reading() as store:
+        return path in store.table_names() and store.open_table(path).complete
+
+
+class _MadeElsewhere(Exception):  # no failure
+    """Another process has finished the scores."""
+
+
+@final
+class _SharedBlocks:
+    """Finished blocks of targets, which several processes compute together.
+
+    A process claims a block by the lock of its chunk in a table ``(M, N)``, and skips those that others hold. The
+    cotangents of a block that is not finished are in a file, with which the process that claims it next continues.
+    """
+
+    def __init__(self, workspace: Workspace, path: str, fingerprint: Mapping[str, Any], folder: Path) -> None:
+        self._workspace, self._path = workspace, path
+        self._fingerprint, self._folder = fingerprint, folder
+
+    def scores(self, replay: _Replay, block: int | None, made: Callable[[], bool]) -> NDArray[np.float32]:
+        """Return the scores ``(N, M)``, when all blocks are finished.
+
+        Args:
+            replay: Computes blocks.
+            block: Targets of a block; ``None`` is the number that memory allows, divided among the ranks.
+            made: Returns whether another process has stored the scores.
+
+        Raises:
+            _MadeElsewhere: If it has.
+        """
+        store = self._workspace.created()
+        size = self._agreed(replay.size(block))
+        columns = (Column(SCORES, replay.shape[0], "float32"),)
+        table = store.create_table(self._path, TableSpec(replay.shape[1], columns, size, self._fingerprint))
+        try:
+            with replay.progress(table.num_chunks) as done:
+                self._fill(table, replay, done)
+            return np.ascontiguousarray(table.read(SCORES).T)
+        except StoreError as error:
+            if made():  # and has removed the blocks
+                raise _MadeElsewhere from error
+            raise
+
+    def _agreed(self, size: int) -> int:
+        """Return the targets of a block; blocks of another size are removed, unless a process works on them."""
+        existing = self._workspace.table(self._path)
+        if existing is None:
+            self._forget_files()
+        elif existing.spec.chunk_rows != size:
+            try:
+                self._workspace.store().drop_table(self._path)
+            except BusyError:
+                logger.info(
+                    "Another process replays blocks of %d targets. So does this one.",
+                    existing.spec.chunk_rows,
+                )
+                return existing.spec.chunk_rows
+            logger.info(
+                "The replay starts again, because its blocks have another size now: %d targets.", size
+            )
+            self._forget_files()
+        return size
+
+    def _fill(self, table: AbstractRowTable, replay: _Replay, done: KeptProgress) -> None:
+        """Compute the blocks that no other process holds, and wait for the others."""
+        left = set(range(table.num_chunks))
+        patience = Patience()
+        while left := self._seen(table, left, done, replay.num_steps):
+            busy, before = "", len(left)
+            for chunk in sorted(left):
+                with contextlib.ExitStack() as held:
+                    try:
+                        pending = held.enter_context(table.claim(chunk))
+                    except HeldHereError:
+                        raise
+                    except BusyError as error:
+                        busy = str(error)
+                        continue
+                    if len(pending):
+                        self._compute(table, chunk, pending, replay, done)
+                        left.discard(chunk)
+            if len(left) == before:
+                patience.wait(
+                    f"for {len(left)} blocks of targets that other processes replay", partial(str, busy)
+                )
+            else:
+                patience.reset()
+
+    @staticmethod
+    def _seen(table: AbstractRowTable, left: set[int], done: KeptProgress, steps: int) -> set[int]:
+        """Return the blocks that are not finished, and count those that others finished since."""
+        still = left - set(table.committed_chunks())
+        done.advance((len(left) - len(still)) * steps)
+        return still
+
+    def _compute(
+        self,
+        table: AbstractRowTable,
+        chunk: int,
+        pending: NDArray[np.int64],
+        replay: _Replay,
+        done: KeptProgress,
+    ) -> None:
+        start = chunk * table.spec.chunk_rows
+        places = np.arange(start, min(start + table.spec.chunk_rows, table.spec.num_rows))
+        file = self._folder / f"block-{start:09d}.safetensors"
+        found = replay.block(places, file, done)
+        table.put(pending, {SCORES: found[pending - start]})
+        file.unlink(missing_ok=True)
+
+    def forget(self) -> None:
+        """Remove the blocks of a finished replay, also those of a process that was killed."""
+        self._forget_files()
+        if self._workspace.table(self._path) is not None:
+            # Another process looks at them at this moment, or removes them too.
+            with contextlib.suppress(BusyError, MissingStoreError):
+                self._workspace.store().drop_table(self._path)
+
+    def _forget_files(self) -> None:
+        if self._folder.exists():
+            _forget(self._folder)
 
 
 @final
@@ -225,18 +375,6 @@ def _errors(runs: Sequence[Scores]) -> NDArray[np.float32]:
     return (spread / math.sqrt(len(runs))).astype(np.float32)
 
 
-def outputs_of_model(model: nn.Module, task: AbstractModelOutput, rows: Rows, device: torch.device) -> Tensor:
-    """Return f of every target, ``(M,)`` float64, for a model in eval mode."""
-    task.prepare(model)
-    plan = rows_in_batches(np.arange(len(rows)), rows.batch_size)
-    with torch.no_grad():
-        found = [
-            task.evaluate(ModelCall(model), move_batch(batch, device)).output.double().cpu()
-            for _, batch in rows.batches(plan)
-        ]
-    return torch.cat(found)
-
-
 @final
 class _Replay:
     """The backward replay of a run for blocks of targets."""
@@ -252,63 +390,91 @@ class _Replay:
     ) -> None:
         self._run, self._task, self._targets = run, task, targets
         self._max_bytes, self._progress = max_bytes, progress
+        self._compared = False
+        """Whether the steps of a block were compared with the training."""
         final = run.final
         self._state_bytes = sum(t.nbytes for t in tree_leaves(final))
         self._held = max(2, int(max_bytes // 4 // self._state_bytes))
         """States of a segment that are in memory at once."""
         with repeatable(run.device), naming_failures(run.program.model, "differentiate a training step of"):
             self._check_second_derivative()
-            step_bytes = _measured_bytes(lambda: self._adjoint(0, run.states.get(0), _single(final), None, 1))
-        self._chunk = max(1, int(max_bytes // 4 // max(1, step_bytes)))
-        """Targets whose Hessian products are computed at once."""
-        self._most = max(1, int(max_bytes // 2 // (4 * self._state_bytes + 3 * run.weights.nbytes)))
+            self._one, self._more = self._measured(final)
+        """Bytes of a step's Hessian products for one target, and for each further one."""
+        self._target_bytes = int(4 * self._state_bytes + 3 * run.weights.nbytes)
+        self._most = max(1, max_bytes // 2 // self._target_bytes)
         """Targets of a block that memory allows."""
 
-    def scores(self, block: int | None, folder: Path | None = None) -> NDArray[np.float32]:
-        """Return the scores ``(N, M)``; finished blocks and segments are kept in a folder."""
+    def _measured(self, final: State) -> tuple[int, int]:
+        """Return the bytes of the first step's products for one target, and for each further one."""
+        first = self._run.states.get(0)
+
+        def measured(count: int) -> int:
+            return _peak_bytes(lambda: self._adjoint(0, first, _ones(final, count), None, count))
+
+        one = measured(1)
+        return one, max(1, measured(2) - one) if 4 * one <= self._max_bytes else one
+
+    def _chunk(self, targets: int) -> int:
+        """Return the targets of a block whose Hessian products are computed at once."""
+        # A quarter is for states, whose number depends on the stored ones, as bits must not, and a quarter for what
+        # kernels and the allocator take beside tensors.
+        free = max(self._max_bytes // 4, self._max_bytes // 2 - targets * self._target_bytes)
+        return max(1, 1 + (free - self._one) // self._more)
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        """``(N, M)``."""
+        return len(self._run.recipe.rows), len(self._targets)
+
+    @property
+    def num_steps(self) -> int:
+        """Number of steps of the run."""
+        return self._run.num_steps
+
+    def size(self, block: int | None) -> int:
+        """Return the targets of a block; ``None`` divides them equally, among the ranks of a distributed run too."""
         count = len(self._targets)
-        size = min(count, self._most if block is None else block)
-        size = -(-count // -(-count // size)) if block is None else size  # blocks of about equal size
-        size = self._kept_size(folder, size)
-        starts = range(0, count, size)
-        found = np.empty((len(self._run.recipe.rows), count), np.float32)
-        total = len(starts) * self._run.num_steps
-        with (
-            repeatable(self._run.device),
-            naming_failures(self._run.program.model, "differentiate a training step of"),
-            KeptProgress(total, 0, label="Replaying", unit="step", progress=self._progress) as done,
-        ):
+        if block is not None:
+            return min(count, block)
+        blocks = max(-(-count // min(count, self._most)), min(count, num_ranks()))
+        return -(-count // blocks)
+
+    def progress(self, blocks: int) -> KeptProgress:
+        """Return the bar of the steps of some blocks."""
+        total = blocks * self._run.num_steps
+        return KeptProgress(total, 0, label="Replaying", unit="step", progress=self._progress)
+
+    def scores(self, block: int | None) -> NDArray[np.float32]:
+        """Return the scores ``(N, M)``; nothing is stored."""
+        count, size = len(self._targets), self.size(block)
+        starts, found = range(0, count, size), np.empty(self.shape, np.float32)
+        with self.progress(len(starts)) as done:
             for start in starts:
                 places = np.arange(start, min(start + size, count))
-                file = None if folder is None else folder / f"block-{start:09d}.safetensors"
-                columns = self._block(places, file, done)
-                wrong = ~columns.isfinite().all(1)
-                if bool(wrong.any()):
-                    raise NonFiniteError(
-                        f"The derivatives of targets {places[wrong.cpu().numpy()][:5].tolist()} are NaN or infinite. "
-                        f"The training is too rough to be differentiated. {ADVICE}"
-                    )
-                found[:, places] = columns.T.float().cpu().numpy()
+                found[:, places] = self.block(places, None, done).T
         return found
 
-    def _kept_size(self, folder: Path | None, size: int) -> int:
-        """Store the block size, and remove the files of an interrupted replay with blocks of another size."""
-        if folder is None:
-            return size
-        note = folder / _SIZE
-        if note.exists():
-            if int(load_tensors(note, torch.device("cpu"))[0]["size"]) == size:
-                return size
-            logger.info(
-                "The replay starts again, because its blocks have another size now: %d targets.", size
+    def block(self, places: NDArray[np.int64], file: Path | None, done: KeptProgress) -> NDArray[np.float32]:
+        """Return the scores of a block of targets, ``(m, N)``; finished segments are kept in a file.
+
+        Raises:
+            NonFiniteError: If one is NaN or infinite.
+        """
+        failures = naming_failures(self._run.program.model, "differentiate a training step of")
+        with repeatable(self._run.device), failures:
+            columns = self._block(places, file, done)
+        wrong = ~columns.isfinite().all(1)
+        if bool(wrong.any()):
+            raise NonFiniteError(
+                f"The derivatives of targets {places[wrong.cpu().numpy()][:5].tolist()} are NaN or infinite. "
+                f"The training is too rough to be differentiated. {self._run.advice()}"
             )
-            _forget(folder)
-        save_tensors(note, {"size": torch.tensor(size, device="cpu")})
-        return size
+        self._compared = True
+        return columns.float().cpu().numpy()
 
     def _block(self, places: NDArray[np.int64], file: Path | None, done: KeptProgress) -> Tensor:
         """Return the derivatives of a block of targets, ``(m, N)``."""
-        run = self._run
+        run, chunk = self._run, self._chunk(len(places))
         bounds = [number for number in run.states.numbers() if number < run.num_steps]
         reached = run.num_steps
         if file is not None and file.exists():
@@ -322,9 +488,9 @@ class _Replay:
             columns = torch.zeros(len(places), len(run.weights), dtype=wide, device=run.device)
         for first in reversed([number for number in bounds if number < reached]):
             for number, state in self._backwards(first, run.states.get(first), reached):
-                if places[0] == 0 and number == reached - 1:  # other blocks repeat the same steps
+                if not self._compared and number == reached - 1:  # other blocks repeat the same steps
                     run.require_repeatable(first, state, reached)
-                cotangents = self._adjoint(number, state, cotangents, columns, self._chunk)
+                cotangents = self._adjoint(number, state, cotangents, columns, chunk)
                 done.advance(1)
             reached = first
             if file is not None:
@@ -446,9 +612,10 @@ class _Replay:
 
 
 def _forget(folder: Path) -> None:
-    """Remove the files of a finished replay; the size of its blocks last, without which they cannot be read."""
-    for file in sorted(folder.iterdir(), key=lambda file: file.name == _SIZE):
-        file.unlink(missing_ok=True)
+    """Remove the files of a finished replay."""
+    with named_errors("Removing", str(folder)), contextlib.suppress(FileNotFoundError):
+        for file in folder.iterdir():
+            file.unlink(missing_ok=True)
     with contextlib.suppress(OSError):  # another process makes the same replay
         folder.rmdir()
 
@@ -459,17 +626,19 @@ def _vjp(function: Callable[..., Any], *at: Any) -> tuple[Any, Callable[[Any], A
     return value, back
 
 
-def _single(state: State) -> State:
-    """Return cotangents of one target in the shapes of a state."""
-    return State(*tree_map(lambda value: torch.ones_like(value).unsqueeze(0), tuple(state)))
+def _ones(state: State, count: int) -> State:
+    """Return cotangents of some targets in the shapes of a state."""
+    return State(*tree_map(lambda value: value.new_ones(count, *value.shape), tuple(state)))
 
 
-class _Counting(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch has no types here
-    """Sums the bytes of all results of operations."""
+class _Alive(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch has no types here
+    """Measures the largest sum of bytes of the tensors that operations make and that exist at the same time."""
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self.total: int = 0
+        self.peak = 0
+        self._now = 0
+        self._known: set[int] = set()
 
     def __torch_dispatch__(
         self,
@@ -479,14 +648,36 @@ class _Counting(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch ha
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
         del types
+        given = {id(storage) for storage in _storages((args, kwargs))}
         found = func(*args, **(kwargs or {}))
-        self.total += sum(int(leaf.nbytes) for leaf in tree_leaves(found) if isinstance(leaf, Tensor))
+        for storage in _storages(found):
+            place, size = id(storage), storage.nbytes()
+            if place not in given and place not in self._known:
+                self._known.add(place)
+                self._now += size
+                weakref.finalize(storage, self._freed, place, size)
+        self.peak = max(self.peak, self._now)
         return found
 
+    def _freed(self, place: int, size: int) -> None:
+        self._known.discard(place)
+        self._now -= size
 
-def _measured_bytes(function: Callable[[], Any]) -> int:
-    """Return the bytes of all tensors that a function makes: an upper bound of its memory."""
-    counted = _Counting()
-    with counted:
-        function()
-    return counted.total
+
+def _storages(values: Any) -> list[torch.UntypedStorage]:
+    """Return the memory of all tensors in nested values."""
+    return [leaf.untyped_storage() for leaf in tree_leaves(values) if isinstance(leaf, Tensor)]
+
+
+def _peak_bytes(function: Callable[[], Any]) -> int:
+    """Return the most bytes of tensors that a function makes and holds at the same time."""
+    collected = gc.isenabled()
+    gc.disable()  # it would free cycles at other moments in every call, and the bits of scores depend on the result
+    alive = _Alive()
+    try:
+        with alive:
+            function()
+    finally:
+        if collected:
+            gc.enable()
+    return alive.peak

@@ -6,8 +6,7 @@ import hashlib
 import json
 import logging
 import math
-import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from os import PathLike
@@ -20,6 +19,7 @@ import torch
 from numpy.typing import ArrayLike, NDArray
 from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from trak_lite._devices import full_float32
 from trak_lite._progress import KeptProgress
@@ -32,17 +32,17 @@ from trak_lite.errors import (
     StateError,
     UnsupportedModelError,
 )
-from trak_lite.models.checkpoints import weights_digest
+from trak_lite.models.checkpoints import bare_name, weights_digest
 from trak_lite.run.sources import describe_source
 from trak_lite.store import RemotePlace
+from trak_lite.store.disk.files import named_errors
 from trak_lite.store.manifest import canonical_json, compare_fingerprints
 from trak_lite.store.remote.place import resolve_place
-from trak_lite.unrolled.optimizers import State
+from trak_lite.unrolled.optimizers import Adam, State
 from trak_lite.unrolled.program import Frozen, Part, Program, TrainingSettings, naming_failures
-from trak_lite.unrolled.states import StateFiles
+from trak_lite.unrolled.states import StateFiles, whole_file
 
 __all__ = [
-    "ADVICE",
     "SMOOTH",
     "Spacing",
     "SubsetTraining",
@@ -62,10 +62,19 @@ _SAME_CHANGE, _ROUNDING = 1e-2, 1e-5
 _ONE_BY_ONE = " Train one by one: retrain(recipe.train_fn, masks, output_fn)."
 _SETTINGS = (type(None), bool, int, float, str, tuple, FunctionType, BuiltinFunctionType)
 """Types of a module's attributes that identify it, such as ``p`` of dropout and the mode."""
-ADVICE = (
-    "Smoother are: GELU in place of ReLU, average in place of max pooling, a smaller learning rate, larger batches, "
-    "and for Adam a larger eps_root."
-)
+_KINKS = {
+    "GELU in place of ReLU": (
+        "relu",
+        "leaky_relu",
+        "_prelu",
+        "hardtanh",
+        "hardswish",
+        "hardsigmoid",
+        "threshold",
+    ),
+    "average in place of max pooling": ("max_pool", "adaptive_max_pool", "fractional_max_pool"),
+}
+"""What is smoother than some operations of torch, by the beginning of their names."""
 
 
 @contextmanager
@@ -163,6 +172,17 @@ class TrainingRun:
         """Return steps, rows and place."""
         return f"TrainingRun({self.num_steps} steps on {len(self.weights)} rows, {self.path or 'in memory'})"
 
+    def advice(self) -> str:
+        """Return what makes this training smoother: what its first step, model and settings leave to change."""
+        with repeatable(self.device), _Operations() as used:
+            self.step(self.states.get(0), 0)
+        kinks = [
+            advice for advice, names in _KINKS.items() if any(one.startswith(names) for one in used.names)
+        ]
+        batches = ["larger batches"] if self.recipe.batch_size < len(self.weights) else []
+        root = ["a larger eps_root"] if isinstance(self.recipe.optimizer, Adam) else []
+        return f"Smoother are: {', '.join([*kinks, 'a smaller learning rate', *batches, *root])}."
+
     def check_end(self) -> None:
         """Repeat the steps after the last but one stored state, and compare.
 
@@ -226,6 +246,39 @@ class TrainingRun:
     def leave_out_fn(self) -> SubsetTraining:
         """A ``train_fn(rows, seed)`` that repeats this run with the weight 0 for the other rows."""
         return SubsetTraining(self.recipe, keep_order=True, row_weights=self.weights)
+
+    def require_train_rows(self, stored: Mapping[str, Any]) -> None:
+        """Raise if the run was not trained on the rows with this identity.
+
+        Raises:
+            InvalidInputError: If rows, their number or their order differ, or only one of both has a name.
+        """
+        trained = self.fingerprint["data"]
+        if ("id" in stored) != ("id" in trained):
+            raise InvalidInputError(
+                "The train rows of the scores or of the run have a name (Rows(name=...)), and the other have none, so "
+                "they cannot be compared. Give both the same name, or none."
+            )
+        shared = stored.keys() & trained.keys()
+        if any(stored[key] != trained[key] for key in shared):
+            raise InvalidInputError(
+                f"The run was trained on other data, or in another order ({trained['num_rows']} rows), than the scores "
+                f"were made from ({stored['num_rows']} rows). Make both from the same rows."
+            )
+
+    def require_parameters(self, shapes: Mapping[str, Sequence[int]]) -> None:
+        """Raise if the model of the run has no parameters of these names and shapes.
+
+        Raises:
+            InvalidInputError: If it has not; names the first five.
+        """
+        own = {bare_name(name): list(p.shape) for name, p in self.program.model.named_parameters()}
+        wrong = [name for name, shape in shapes.items() if own.get(bare_name(name)) != list(shape)]
+        if wrong:
+            raise InvalidInputError(
+                f"The scores were made with another architecture than that of the run, which has no parameters "
+                f"{wrong[:5]} of the same shapes. Pass a run of the model that was scored."
+            )
 
     def require_finished(self) -> None:
         """Raise if the first or the last state is missing."""
@@ -502,6 +555,25 @@ def _fingerprint(
     }
 
 
+class _Operations(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch has no types here
+    """Collects the names of all operations, also those of functions that are no modules."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.names: set[str] = set()
+
+    def __torch_dispatch__(
+        self,
+        func: Any,
+        types: Sequence[type],
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> Any:
+        del types
+        self.names.add(func.overloadpacket.__name__)
+        return func(*args, **(kwargs or {}))
+
+
 def _pairs(state: State, other: State | None) -> list[tuple[Tensor, Tensor]]:
     """Return the parameters of two states in pairs; ``None`` stands for zeros."""
     return [
@@ -543,9 +615,8 @@ def _claim(path: Path, fingerprint: dict[str, Any]) -> None:
 def _record(path: Path) -> dict[str, Any]:
     file = path / _RECORD
     try:
-        found = parse_json(file.read_bytes())
-    except FileNotFoundError:
-        return {}
+        with named_errors("Reading", str(file)):
+            found = parse_json(file.read_bytes()) if file.exists() else {}
     except ValueError as error:
         raise CorruptStoreError(
             f"{file} cannot be read ({error}). Delete the folder and train again."
@@ -556,10 +627,5 @@ def _record(path: Path) -> dict[str, Any]:
 
 
 def _write_record(path: Path, record: dict[str, Any]) -> None:
-    path.mkdir(parents=True, exist_ok=True)
-    partial = path / f".{_RECORD}.{os.getpid()}"
-    with partial.open("w", encoding="utf-8") as file:
-        file.write(json.dumps(record, indent=1) + "\n")
-        file.flush()
-        os.fsync(file.fileno())
-    partial.replace(path / _RECORD)
+    with whole_file(path / _RECORD) as partial:
+        partial.write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Mapping
+import uuid
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 
 import torch
@@ -13,10 +15,11 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from trak_lite._validate import parse_json
-from trak_lite.errors import CorruptStoreError
+from trak_lite.errors import CorruptStoreError, StoreError
+from trak_lite.store.disk.files import named_errors
 from trak_lite.unrolled.optimizers import Named, State
 
-__all__ = ["StateFiles", "flat", "load_tensors", "save_tensors", "unflat"]
+__all__ = ["StateFiles", "flat", "load_tensors", "save_tensors", "unflat", "whole_file"]
 
 _PARAMETERS = "parameters"
 _SUFFIX = ".safetensors"
@@ -39,28 +42,52 @@ def unflat(tensors: Mapping[str, Tensor]) -> State:
     return State(groups.pop(_PARAMETERS), groups)
 
 
+@contextmanager
+def whole_file(path: Path) -> Iterator[Path]:
+    """Yield a path to write to, whose file then replaces the one at ``path``: after a crash it is the old or the new.
+
+    Raises:
+        ReadOnlyStoreError: If the folder is not writable.
+        StoreError: If writing fails for another reason.
+    """
+    with named_errors("Writing", str(path)):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        partial = path.with_name(f".{path.name}.{uuid.uuid4().hex}")
+        try:
+            partial.open("wb").close()  # safetensors raises no OSError
+            mode = partial.stat().st_mode
+            yield partial
+            partial.chmod(mode)  # safetensors lets the owner alone read
+            with partial.open("rb") as file:
+                os.fsync(file.fileno())
+            partial.replace(path)
+        finally:
+            partial.unlink(missing_ok=True)
+
+
 def save_tensors(
     path: Path, tensors: Mapping[str, Tensor], metadata: Mapping[str, str] | None = None
 ) -> None:
-    """Write a file; after a crash it is the old one or the new one."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    partial = path.with_name(f".{path.name}.{os.getpid()}")
+    """Write tensors to a file, as :func:`whole_file`."""
     plain = {name: tensor.detach().cpu().contiguous().clone() for name, tensor in tensors.items()}
-    try:
-        save_file(plain, partial, {**(metadata or {}), _ORDER: json.dumps(list(plain))})
-        with partial.open("rb") as file:
-            os.fsync(file.fileno())
-        partial.replace(path)
-    finally:
-        partial.unlink(missing_ok=True)
+    with whole_file(path) as partial:
+        try:
+            save_file(plain, partial, {**(metadata or {}), _ORDER: json.dumps(list(plain))})
+        except SafetensorError as error:
+            raise StoreError(
+                f"{path} cannot be written ({error!s:.200}). Check the disk, and make the call again."
+            ) from error
 
 
 def load_tensors(path: Path, device: torch.device) -> tuple[Named, dict[str, str]]:
     """Return the tensors of a file on a device, in the order in which they were saved, and its metadata.
 
     Raises:
-        CorruptStoreError: If the file cannot be read.
+        CorruptStoreError: If the file is damaged.
+        StoreError: If it cannot be opened.
     """
+    with named_errors("Reading", str(path)):
+        path.open("rb").close()  # safetensors says that a file without permission does not exist
     try:
         with safe_open(path, framework="pt", device=str(device)) as file:
             metadata = file.metadata()
