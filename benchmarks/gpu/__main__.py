@@ -12,12 +12,13 @@ measured on this device is not measured again; one that failed is. Times are wal
 of the device, medians of interleaved rounds.
 
 Run:      python -m benchmarks.gpu [--parts tests features ...] [--budget 600] [--again]
-Rehearse: python -m benchmarks.gpu --device stand_in --small --out FILE
+Rehearse: python -m benchmarks.gpu --device stand_in --small
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import os
 import signal
@@ -70,7 +71,9 @@ def run_worker(part: str, cases: list[str], options: argparse.Namespace, deadlin
             status = process.wait()
         finally:
             timer.cancel()
-            _end(process)
+            process.stdout.close()
+            if process.returncode != 0:
+                _end(process)
         if begun:
             errors.seek(0)
             yield {"case": begun, "fails": _reason(status, expired.is_set(), errors.read())}
@@ -91,14 +94,14 @@ def _timer(process: subprocess.Popen[str], expired: threading.Event, seconds: fl
 
 def _end(process: subprocess.Popen[str]) -> None:
     """End a worker and its children: first by SIGTERM, which torchrun passes on to its ranks."""
-    for sent, wait in ((signal.SIGTERM, 5), (signal.SIGKILL, 10)):
-        if process.poll() is not None:
-            return
-        os.killpg(process.pid, sent)
-        try:
-            process.wait(wait)
-        except subprocess.TimeoutExpired:
-            continue
+    for sent, seconds in ((signal.SIGTERM, 5), (signal.SIGKILL, 1)):
+        until = time.monotonic() + seconds
+        with contextlib.suppress(ProcessLookupError):  # raised when no process of the group is left
+            os.killpg(process.pid, sent)
+            while time.monotonic() < until:
+                process.poll()
+                os.killpg(process.pid, 0)
+                time.sleep(0.05)
 
 
 def _reason(status: int, expired: bool, errors: str) -> str:
@@ -148,8 +151,9 @@ def main() -> int:
     parser.add_argument("--parts", nargs="+", default=list(PARTS), choices=list(PARTS))
     parser.add_argument("--budget", type=float, default=600, help="seconds in all")
     parser.add_argument("--again", action="store_true", help="measure cases that are in the file, too")
-    parser.add_argument("--out", type=Path, default=RESULTS / "gpu.jsonl")
+    parser.add_argument("--out", type=Path, help="default: results/gpu.jsonl, of a rehearsal runs/gpu.jsonl")
     options = parser.parse_args()
+    options.out = options.out or (ROOT / "runs" if options.small else RESULTS) / "gpu.jsonl"
     begun = time.monotonic()
     deadline = begun + options.budget
     (found,) = run_worker("device", [], options, deadline)

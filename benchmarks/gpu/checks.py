@@ -31,32 +31,29 @@ Case = Callable[[Bench], dict[str, Any]]
 # ---------------------------------------------------------------- tests
 
 TEST_SECONDS = 60  # after which pytest is interrupted and what has run counts
-TESTS = {
-    "sketches": ["tests/projectors/test_triton_sketch.py"],
-    "dense projections": ["tests/projectors/test_triton_dense.py"],
-    "rules of devices": ["tests/device/test_device_rules.py"],
-    "other projectors": [
-        f"tests/projectors/test_{name}.py"
-        for name in (
-            "countsketch_factors",
-            "countsketch_projector",
-            "dense_projectors",
-            "fast_jl_projector",
-            "mask_projectors",
-            "projection_entries",
-            "projection_hash",
-            "two_sided_projector",
-        )
-    ],
-    "paths": ["tests/device/test_device_paths.py"],
-    "models": ["tests/device/test_device_models.py"],
-    "other rooms": ["tests/modelout_functions", "tests/traker"],
-}
+SKETCHES, DENSE = ("tests/projectors/test_triton_sketch.py", "tests/projectors/test_triton_dense.py")
 
 
 def test_cases(small: bool) -> dict[str, Case]:
-    names = ("sketches", "rules of devices") if small else TESTS
-    return {name: partial(run_tests, TESTS[name]) for name in names}
+    """The kernels' tests, those of tests/device, which all need an accelerator, and all others with the marker."""
+    files = {
+        "sketches": [SKETCHES],
+        "dense projections": [DENSE],
+        "rules of devices": ["tests/device/test_device_rules.py"],
+        "other rooms": _marked_files({SKETCHES, DENSE}),
+        "paths": ["tests/device/test_device_paths.py"],
+        "models": ["tests/device/test_device_models.py"],
+    }
+    names = ("sketches", "rules of devices") if small else files
+    return {name: partial(run_tests, files[name]) for name in names}
+
+
+def _marked_files(without: set[str]) -> list[str]:
+    """Return the other files with tests that have the marker ``cuda``."""
+    found = sorted(
+        path for path in (ROOT / "tests").rglob("test_*.py") if "mark.cuda" in path.read_text("utf-8")
+    )
+    return [name for path in found if (name := path.relative_to(ROOT).as_posix()) not in without]
 
 
 def run_tests(paths: list[str], bench: Bench) -> dict[str, Any]:
