@@ -38,6 +38,8 @@ from benchmarks.measuring import RESULTS, ROOT
 
 WORKER = "benchmarks.gpu.worker"
 START_SECONDS = 60  # until a worker has imported its libraries and reached the device
+RESULT = ('{"begins": ', '{"case": ', '{"device": ')
+"""Begins of a worker's lines; libraries print others."""
 Line = dict[str, Any]
 
 
@@ -60,7 +62,7 @@ def run_worker(part: str, cases: list[str], options: argparse.Namespace, deadlin
         timer = _timer(process, expired, min(START_SECONDS + limit, deadline - time.monotonic()))
         try:
             for text in process.stdout:
-                line = json.loads(text) if text.startswith("{") else {}
+                line = json.loads(text) if text.startswith(RESULT) else {}
                 if "begins" in line:
                     timer.cancel()
                     begun = line["begins"]

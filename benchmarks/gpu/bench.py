@@ -17,7 +17,7 @@ from benchmarks.measuring import ROOT
 
 STAND_IN = "stand_in"
 LIBRARY = "TRAK_LITE_STAND_IN"
-_TURN_SECONDS = 0.1  # short calls are repeated until one measurement takes about this long
+_TURN_SECONDS = 0.05  # short calls are repeated until one measurement takes about this long
 Call = Callable[[], Any]
 
 

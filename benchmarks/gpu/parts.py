@@ -27,10 +27,10 @@ class Part:
 PARTS = {
     "tests": Part(checks.test_cases, 150, 85),
     "features": Part(checks.feature_cases, 50, 25),
-    "gradients": Part(speed.gradient_cases, 90, 25),
+    "gradients": Part(speed.gradient_cases, 110, 25),
     "simple_cnn": Part(speed.simple_cnn_cases, 25, 25),
     "projection": Part(speed.projection_cases, 75, 25),
     "language": Part(language.language_cases, 110, 70),
     "scoring": Part(speed.scoring_cases, 50, 30),
-    "ranks": Part(ranks.rank_cases, 50, 50),
+    "ranks": Part(ranks.rank_cases, 75, 75),
 }

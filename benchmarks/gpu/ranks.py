@@ -28,7 +28,7 @@ def rank_cases(small: bool) -> dict[str, Callable[[Bench], dict[str, Any]]]:
 
 def two_ranks(bench: Bench) -> dict[str, Any]:
     """Featurize with one process, then with two; the stored rows must have the same bits."""
-    count = 96 if bench.small else 32_768
+    count = 96 if bench.small else 16_384
     found: dict[str, Any] = {"rows": count}
     stored = []
     for world in WORLDS:

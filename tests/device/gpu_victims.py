@@ -21,5 +21,5 @@ for case in sys.argv[sys.argv.index("--cases") + 1 :]:
         time.sleep(600)
     if case == "exits":
         sys.exit("no memory")
-    print("a warning of a library")
+    print("{a warning of a library}")
     print(json.dumps({"case": case, "ms": 1}), flush=True)
