@@ -126,10 +126,11 @@ def contracted(block: GradientBlock, kept: Gradients, shape: tuple[int, ...]) ->
     if isinstance(block, DenseBlock):
         return block.grad
     size = (block.num_samples, shape[0], math.prod(shape[1:]))
-    if block.name not in kept or kept[block.name].shape != size:
-        kept[block.name] = torch.empty(size)
-    table = kept[block.name]
     parts = block.parts if isinstance(block, SummedBlock) else (block,)
+    if block.name not in kept or kept[block.name].shape != size:
+        like = parts[0].inputs if isinstance(parts[0], FactoredBlock) else parts[0].values
+        kept[block.name] = like.new_empty(size)
+    table = kept[block.name]
     factored = [part for part in parts if isinstance(part, FactoredBlock)]
     if not factored:
         table.zero_()
@@ -142,7 +143,7 @@ def contracted(block: GradientBlock, kept: Gradients, shape: tuple[int, ...]) ->
             product(*operands, out=table)
     for part in parts:
         if isinstance(part, LookupBlock):
-            first = torch.arange(size[0]).unsqueeze(1) * size[1]
+            first = torch.arange(size[0], device=part.rows.device).unsqueeze(1) * size[1]
             table.view(-1, size[2]).index_add_(0, (first + part.rows).flatten(), part.values.flatten(0, 1))
     return table.view(-1, *shape)
 
@@ -179,8 +180,8 @@ def traker(kind: str) -> Callable[..., Engine]:
             def get_out_to_loss_grad(self, model, weights, buffers, batch):
                 raise NotImplementedError
 
-        size = sum(p.numel() for p in model.parameters())
-        computer = getattr(gradient_computers, kind)(model, Output(), size, torch.float32, "cpu")
+        size, device = sum(p.numel() for p in model.parameters()), next(model.parameters()).device
+        computer = getattr(gradient_computers, kind)(model, Output(), size, torch.float32, device)
 
         def run(batch: Any) -> Gradients:
             grads = computer.compute_per_sample_grad(batch)

@@ -79,17 +79,21 @@ class Inputs:
     """How many times as many entries they are measured for."""
 
     @classmethod
-    def draw(cls, entries: int, p: int) -> Inputs:
+    def draw(
+        cls, entries: int, p: int, device: str | torch.device = "cpu", dtype: torch.dtype = torch.float32
+    ) -> Inputs:
         """Draw gradients of some entries, the same in every process, to represent gradients of p entries."""
         torch.manual_seed(0)
-        return cls(torch.randn(BATCH, entries), SHAPES.get(entries, (1, entries)), p / entries)
+        rows = torch.randn(BATCH, entries, device=device, dtype=dtype)
+        return cls(rows, SHAPES.get(entries, (1, entries)), p / entries)
 
     def factors(self, positions: int) -> FactoredBlock:
-        """Draw gradients of the same shape in factors."""
-        d_out, d_in = self.shape
-        return FactoredBlock(
-            "weight", torch.randn(BATCH, positions, d_in), torch.randn(BATCH, positions, d_out)
+        """Draw gradients of the same shape, device and dtype in factors."""
+        inputs, output_grads = (
+            torch.randn(BATCH, positions, size, device=self.rows.device, dtype=self.rows.dtype)
+            for size in reversed(self.shape)
         )
+        return FactoredBlock("weight", inputs, output_grads)
 
 
 def project(projector: AbstractProjector, block: GradientBlock, shape: tuple[int, ...]) -> Tensor:

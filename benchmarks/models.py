@@ -147,6 +147,76 @@ class GPT(nn.Module):
         return self.head(self.norm(self.blocks(self.positions(self.tokens(ids)))))
 
 
+class _LlamaAttention(nn.Module):
+    """Causal attention with rotary positions, and several heads for one head of keys and values."""
+
+    def __init__(self, width: int, heads: int, kv_heads: int) -> None:
+        super().__init__()
+        self.size = width // heads
+        self.q = nn.Linear(width, width, bias=False)
+        self.k = nn.Linear(width, kv_heads * self.size, bias=False)
+        self.v = nn.Linear(width, kv_heads * self.size, bias=False)
+        self.out = nn.Linear(width, width, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = (
+            layer(x).unflatten(-1, (-1, self.size)).transpose(1, 2) for layer in (self.q, self.k, self.v)
+        )
+        q, k = _rotated(q), _rotated(k)
+        y = functional.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
+        return self.out(y.transpose(1, 2).flatten(2))
+
+
+def _rotated(x: Tensor, base: float = 500_000.0) -> Tensor:
+    """Return queries or keys ``(B, heads, T, size)`` rotated by their positions."""
+    half = x.shape[-1] // 2
+    rates = base ** -(torch.arange(half, device=x.device, dtype=torch.float32) / half)
+    angles = torch.arange(x.shape[-2], device=x.device, dtype=torch.float32)[:, None] * rates
+    cos, sin = angles.cos().to(x.dtype), angles.sin().to(x.dtype)
+    a, b = x.chunk(2, -1)
+    return torch.cat([a * cos - b * sin, b * cos + a * sin], -1)
+
+
+class _LlamaBlock(nn.Module):
+    def __init__(self, width: int, heads: int, kv_heads: int, hidden: int) -> None:
+        super().__init__()
+        self.norm1, self.norm2 = nn.RMSNorm(width, eps=1e-5), nn.RMSNorm(width, eps=1e-5)
+        self.attention = _LlamaAttention(width, heads, kv_heads)
+        self.gate = nn.Linear(width, hidden, bias=False)
+        self.up = nn.Linear(width, hidden, bias=False)
+        self.down = nn.Linear(hidden, width, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x + self.attention(self.norm1(x))
+        y = self.norm2(x)
+        return x + self.down(functional.silu(self.gate(y)) * self.up(y))
+
+
+class Llama(nn.Module):
+    """The architecture of Llama 3 with a tied head; the defaults are Llama 3.2 1B, 1.24 billion parameters."""
+
+    def __init__(
+        self,
+        vocabulary: int = 128_256,
+        width: int = 2048,
+        layers: int = 16,
+        heads: int = 32,
+        kv_heads: int = 8,
+        hidden: int = 8192,
+    ) -> None:
+        super().__init__()
+        self.tokens = nn.Embedding(vocabulary, width)
+        self.blocks = nn.Sequential(*(_LlamaBlock(width, heads, kv_heads, hidden) for _ in range(layers)))
+        self.norm = nn.RMSNorm(width, eps=1e-5)
+        self.head = nn.Linear(width, vocabulary, bias=False)
+        self.head.weight = self.tokens.weight
+        nn.init.normal_(self.tokens.weight, std=0.02)
+
+    def forward(self, ids: Tensor) -> Tensor:
+        """Return logits ``(B, T, vocabulary)`` of token ids ``(B, T)``."""
+        return self.head(self.norm(self.blocks(self.tokens(ids))))
+
+
 class LSTMClassifier(nn.Module):
     """``nn.LSTM`` 64 -> 128 and a linear layer on its last step, 0.10 million parameters."""
 

@@ -20,6 +20,13 @@ def pytest_itemcollected(item):
         item.add_marker("cuda")
 
 
+@pytest.fixture(scope="session")
+def library(tmp_path_factory, worker_id):
+    """The stand-in, compiled once for all workers of the session; for tests that start processes of their own."""
+    base = tmp_path_factory.getbasetemp()
+    return stand_in.built((base if worker_id == "master" else base.parent) / "stand_in")
+
+
 @pytest.fixture
 def imitation():
     """The stand-in's operators; for tests of what no other device can be made to do."""

@@ -16,7 +16,7 @@ from trak_lite import Attributor, Rows, token_scores, verify
 from trak_lite._devices import add_at_, full_float32, in_float64, wide_dtype
 from trak_lite.data.batches import move_batch
 from trak_lite.gradient_computers.hooks.randomness import RandomState
-from trak_lite.methods import TRAK
+from trak_lite.methods import CG, TRAK, LiSSA
 
 CPU = torch.device("cpu")
 PLAIN = TRAK(damping=None, layout="stored")
@@ -200,6 +200,42 @@ def test_fitted_curvatures_without_float64(name, method, device, no_float64):
         scores[where] = made.score(case.targets, name="t", method=method).numpy().copy()
     scale = float(np.abs(scores[CPU]).max())
     np.testing.assert_allclose(scores[device], scores[CPU], rtol=0, atol=1e-2 * scale)
+
+
+@pytest.mark.filterwarnings("ignore:LiSSA did not converge")
+@pytest.mark.parametrize("method", [CG(damping=30.0), CG(draws=2, damping=30.0), LiSSA(depth=5)], ids=str)
+def test_iterative_solvers_without_float64(method, device, no_float64):
+    found = {}
+    for where in (CPU, device):
+        made, case = attributor("mlp", where)
+        made.featurize(case.train)
+        scores = made.score(case.targets, name="t", method=method)
+        found[where] = scores.numpy().copy(), scores.convergence
+    scale = float(np.abs(found[CPU][0]).max())
+    np.testing.assert_allclose(found[device][0], found[CPU][0], rtol=0, atol=1e-3 * scale)
+    for here, there in zip(found[device][1], found[CPU][1], strict=True):
+        assert here.residuals.dtype == np.float64
+        np.testing.assert_allclose(here.residuals, there.residuals, rtol=1e-2, atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"gradient_computer": "functional"},
+        {"gradient_computer": "iterative"},
+        {"dtype": "int4"},
+        {"normalize": "unit"},
+        {"store_norms": True},
+        {"projector": "gaussian"},
+        {"projector": "two_sided"},
+        {"projector": "none"},
+    ],
+    ids=str,
+)
+def test_settings_without_float64(settings, device, no_float64):
+    expected, found = (outcome("mlp", where, **settings) for where in (CPU, device))
+    for key, value in expected.items():
+        np.testing.assert_allclose(found[key], value, rtol=0, atol=5e-3 * np.abs(value).max(), err_msg=key)
 
 
 def test_token_scores_and_verification_without_float64(device, no_float64):

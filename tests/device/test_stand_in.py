@@ -20,13 +20,6 @@ pytestmark = [
 ]
 
 
-@pytest.fixture(scope="session")
-def library(tmp_path_factory, worker_id):
-    """The stand-in, compiled once for all workers of the session."""
-    base = tmp_path_factory.getbasetemp()
-    return stand_in.built((base if worker_id == "master" else base.parent) / "stand_in")
-
-
 @pytest.mark.parametrize("file", FILES)
 def test_the_product_runs_on_an_accelerator(file, library):
     command = [

@@ -342,66 +342,6 @@ def test_products_and_sketches_on_a_cpu_do_not_import_the_kernels():
     subprocess.run([sys.executable, "-c", code], check=True)
 
 
-# ---- compiled, without a GPU
-
-
-@pytest.mark.parametrize("precision", ["ieee", "tf32"])
-@pytest.mark.parametrize("capability", [80, 90])
-def test_the_kernel_compiles_without_spilled_registers(precision, capability, tmp_path, monkeypatch):
-    """Compiled for A100 and H100; entries are read as neighbours, several per instruction or asynchronously."""
-    triton = pytest.importorskip("triton", reason="needs triton, which the test extra installs on Linux")
-    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
-    with fresh_kernels(interpret=False):
-        ptx = compiled_ptx(triton, capability, precision)
-
-    assert "cp.async" in ptx
-    assert ("fma.rn.f32" in ptx) == (precision == "ieee")
-    assert spilled_bytes(triton, ptx, tmp_path) == 0
-
-
-def compiled_ptx(triton, capability: int, precision: str) -> str:
-    """Return the kernel's PTX for float32 gradients whose entries are neighbours in memory."""
-    from triton.backends.compiler import GPUTarget
-
-    from trak_lite.projectors.dense import triton as module
-
-    kernel = module._signed_product
-    constants = {
-        "entry_stride": 1,
-        "steps": module._STEPS[-1],
-        "block_rows": module._BLOCK_ROWS,
-        "block_columns": module._BLOCK_COLUMNS,
-        "block_entries": module._BLOCK_ENTRIES,
-        "precision": precision,
-    }
-    types = {"rows_ptr": "*fp32", "sums_ptr": "*fp32", "row_stride": "i64"}
-    signature = {
-        name: "constexpr" if name in constants else types.get(name, "i32") for name in kernel.arg_names
-    }
-    aligned = {"rows_ptr", "sums_ptr", "num_columns", "row_stride"}
-    attributes = {
-        (place,): [["tt.divisibility", 16]] for place, name in enumerate(kernel.arg_names) if name in aligned
-    }
-    source = triton.compiler.ASTSource(kernel, signature, constants, attributes)
-    options = {"num_warps": module._NUM_WARPS}
-    return triton.compile(source, target=GPUTarget("cuda", capability, 32), options=options).asm["ptx"]
-
-
-def spilled_bytes(triton, ptx: str, folder) -> int:
-    """Assemble with the ptxas that triton brings and return what it reports."""
-    source = folder / "kernel.ptx"
-    source.write_text(ptx)
-    target = ptx.split(".target ")[1].split()[0].rstrip(",")
-    ptxas = triton.knobs.nvidia.ptxas.path
-    report = subprocess.run(
-        [ptxas, "-v", "--gpu-name", target, source, "-o", folder / "kernel.cubin"],
-        check=True,
-        capture_output=True,
-        text=True,
-    ).stderr
-    return int(report.split(" bytes spill stores")[0].split()[-1])
-
-
 # ---- on a GPU
 
 

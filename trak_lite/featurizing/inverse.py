@@ -27,6 +27,7 @@ from trak_lite.featurizing.solvers import (
     conjugate_gradients,
     largest_eigenvalue,
     neumann_series,
+    row_norms,
 )
 from trak_lite.featurizing.unprojected import by_name
 from trak_lite.methods import CG, EKFAC, AbstractInverseMethod, LiSSA
@@ -149,9 +150,10 @@ class InverseCurvature:
             raise NonFiniteError(
                 f"LiSSA diverged at scale={scale:.3g}. Use a larger scale, more rows per step, or CG."
             )
-        residual = (right - whole(found)).norm(dim=1).double() / right.norm(dim=1).double().clamp(min=1e-300)
+        norms = row_norms(right)
+        residual = row_norms(right - whole(found)) / norms.clamp(min=torch.finfo(norms.dtype).tiny)
         iterations = np.full(len(right), method.depth * method.repeats)
-        convergence = Convergence(iterations, residual.cpu().numpy())
+        convergence = Convergence(iterations, residual.cpu().double().numpy())
         self._report(convergence, _LISSA_RESIDUAL, "depth, rows or scale")
         return Solution(found, convergence)
 

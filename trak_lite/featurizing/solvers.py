@@ -14,7 +14,9 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-__all__ = ["Convergence", "conjugate_gradients", "largest_eigenvalue", "neumann_series"]
+from trak_lite._devices import wide_dtype
+
+__all__ = ["Convergence", "conjugate_gradients", "largest_eigenvalue", "neumann_series", "row_norms"]
 
 Product: TypeAlias = Callable[[Tensor], Tensor]
 """A linear map ``(m, P) -> (m, P)``, row by row."""
@@ -59,8 +61,8 @@ def conjugate_gradients(
         x ``(m, P)``, and the convergence.
     """
     x = torch.zeros_like(right)
-    norms = _norms(right)
-    residuals, iterations = (norms > 0).double(), torch.zeros(len(right), dtype=torch.int64, device="cpu")
+    norms = row_norms(right)
+    residuals, iterations = (norms > 0).to(norms), torch.zeros(len(right), dtype=torch.int64, device="cpu")
     active = torch.nonzero(norms > 0).flatten()
     r = right[active].clone()
     p = precondition(r)
@@ -75,7 +77,7 @@ def conjugate_gradients(
         x[active] += step * p
         r = r - step * image
         iterations[active.cpu()] += 1
-        share = _norms(r) / norms[active]
+        share = row_norms(r) / norms[active]
         residuals[active] = share
         going = positive & (share > tolerance)
         active, r, p, rz = active[going], r[going], p[going], rz[going]
@@ -85,7 +87,7 @@ def conjugate_gradients(
         now = _dots(r, z)
         p = z + (now / rz).to(z)[:, None] * p
         rz = now
-    return x, Convergence(iterations.numpy(), residuals.cpu().numpy())
+    return x, Convergence(iterations.numpy(), residuals.cpu().double().numpy())
 
 
 def neumann_series(product: Product, right: Tensor, *, scale: float, depth: int) -> Tensor:
@@ -127,6 +129,7 @@ def _dots(a: Tensor, b: Tensor) -> Tensor:
     return (a * b).sum(1)
 
 
-def _norms(rows: Tensor) -> Tensor:
-    norms: Tensor = rows.norm(dim=1).double()
+def row_norms(rows: Tensor) -> Tensor:
+    """Return the norms of rows ``(m, P)`` in float64, or in float32 on a device without float64."""
+    norms: Tensor = rows.norm(dim=1).to(wide_dtype(rows.device))
     return norms

@@ -385,7 +385,8 @@ class AbstractScaledProjector(AbstractDenseProjector):
                 matrices take no memory on CUDA.
             precision: ``"ieee"`` for float32 products. ``"tf32"`` lets the Triton kernel of Rademacher
                 projections round gradients to 10 mantissa bits (relative error 5e-4) and use tensor cores;
-                it changes the fingerprint.
+                it changes the fingerprint. float16 and bfloat16 gradients are multiplied there in both cases,
+                without rounding.
 
         Raises:
             InvalidInputError: If an argument is out of range.

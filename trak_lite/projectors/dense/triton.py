@@ -27,8 +27,13 @@ __all__ = ["DTYPES", "add_signed_product_", "why_unusable"]
 DTYPES = frozenset({torch.float16, torch.bfloat16, torch.float32, torch.float64})
 """Gradient dtypes that the kernel reads; it converts them to float32."""
 
+_EXACT_IN_TF32 = frozenset({torch.float16, torch.bfloat16})
+"""Gradient dtypes whose values TF32 represents (10 bits of mantissa), as it does signs: tensor cores multiply them
+without rounding and add in float32."""
+
 _BLOCK_ROWS = 32
 _BLOCK_COLUMNS = 128
+_FLOAT64_COLUMNS = 64  # of float64 gradients: with more, registers are spilled
 _BLOCK_ENTRIES = 32
 _NUM_WARPS = 4
 _STEPS = (4, 32, 256)
@@ -100,7 +105,8 @@ def add_signed_product_(
         key: Key of the parameter, from :func:`~trak_lite.projectors.random.hash.parameter_key`.
         start: Index in R of the first entry, below ``2**63``.
         precision: ``"ieee"`` for float32 products, ``"tf32"`` to round gradients to 10 bits of mantissa on the
-            way to the tensor cores.
+            way to the tensor cores. float16 and bfloat16 gradients always use the tensor cores, which do not round
+            them.
     """
     for first in range(0, rows.shape[0], _MOST_ROWS):
         last = first + _MOST_ROWS
@@ -132,7 +138,10 @@ def _launch_shape(num_entries: int, proj_dim: int) -> tuple[int, int]:
 def _launch(sums: Tensor, rows: Tensor, key: int, index: int, steps: int, precision: str) -> None:
     """Run the kernel once on the device of the tensors."""
     splits, num_rows, proj_dim = sums.shape
-    grid = (triton.cdiv(proj_dim, _BLOCK_COLUMNS), splits, triton.cdiv(num_rows, _BLOCK_ROWS))
+    block_columns = _FLOAT64_COLUMNS if rows.dtype == torch.float64 else _BLOCK_COLUMNS
+    if rows.dtype in _EXACT_IN_TF32:
+        precision = "tf32"
+    grid = (triton.cdiv(proj_dim, block_columns), splits, triton.cdiv(num_rows, _BLOCK_ROWS))
     with torch.cuda.device(rows.device) if rows.is_cuda else contextlib.nullcontext():
         _signed_product[grid](
             rows,
@@ -146,7 +155,7 @@ def _launch(sums: Tensor, rows: Tensor, key: int, index: int, steps: int, precis
             wrap32(index),
             steps=steps,
             block_rows=_BLOCK_ROWS,
-            block_columns=_BLOCK_COLUMNS,
+            block_columns=block_columns,
             block_entries=_BLOCK_ENTRIES,
             precision=precision,
             num_warps=_NUM_WARPS,

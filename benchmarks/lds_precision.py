@@ -1,0 +1,141 @@
+"""LDS of rows whose gradients were computed in lower precision, against those of float32.
+
+Ground truth and problems are those of ``benchmarks.lds.table``, the scores those of the default method, over all
+subsets and targets, with their 95 % interval. ``difference`` compares with float32 by the same subsets and targets.
+``scores`` is the relative difference of the scores, in the Frobenius norm.
+
+- autocast: passes of the model under autocast in bfloat16 or float16 (``autocast_dtype`` of a gradient computer).
+- bfloat16 model: weights, activations and gradients in bfloat16.
+- TF32: products of the model, of its gradients and of features round float32 to 10 bits of mantissa, and add in
+  float32. CPUs do not have TF32: these rows are computed on the simulated accelerator of tests/device, which rounds
+  in the same places. trak_lite never uses TF32 there by itself; this script allows it.
+
+Features are stored in float16, as by default, and scored in float64. Model weights are cached in runs/lds.
+
+Run:  python -m benchmarks.lds_precision [--settings digits_mlp digits_cnn] [--checkpoints run]
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import tempfile
+from collections.abc import Callable, Iterator
+from functools import partial
+from typing import Any
+from unittest import mock
+
+import numpy as np
+import torch
+from torch.utils.data import TensorDataset
+
+from benchmarks.gpu.bench import STAND_IN, Bench
+from benchmarks.lds.methods import BATCH, Problem
+from benchmarks.lds.settings import SETTINGS
+from benchmarks.lds.truth import full_runs, load
+from benchmarks.measuring import RESULTS as FOLDER
+from benchmarks.measuring import save_parts, surroundings
+from trak_lite import Attributor
+from trak_lite.evaluation import compare_datamodeling_scores, linear_datamodeling_score
+from trak_lite.gradient_computers import HookGradientComputer
+
+RESULTS = FOLDER / "lds_precision.json"
+CHOICES = ("digits_mlp", "digits_cnn")
+FLOAT32 = "float32"
+
+
+@contextlib.contextmanager
+def tf32_products() -> Iterator[None]:
+    """Allow TF32 in the passes of the model and in products for features."""
+    with contextlib.ExitStack() as stack:
+        for module in ("gradient_computers._base", "featurizing.rows"):
+            name = f"trak_lite.{module}.full_float32"
+            stack.enter_context(mock.patch(name, return_value=contextlib.nullcontext()))
+        before = torch.get_float32_matmul_precision()
+        torch.set_float32_matmul_precision("high")
+        try:
+            yield
+        finally:
+            torch.set_float32_matmul_precision(before)
+
+
+def scores(
+    problem: Problem,
+    which: str,
+    *,
+    device: str = "cpu",
+    dtype: torch.dtype = torch.float32,
+    autocast_dtype: torch.dtype | None = None,
+    context: Callable[[], contextlib.AbstractContextManager[None]] = contextlib.nullcontext,
+) -> np.ndarray:
+    """Return the scores ``(N, M)`` of the default method."""
+
+    def cast(rows: TensorDataset) -> TensorDataset:
+        return TensorDataset(*(part.to(dtype) if part.is_floating_point() else part for part in rows.tensors))
+
+    states = [
+        {name: value.to(dtype) for name, value in state.items()} for state in problem.checkpoints(which)
+    ]
+    with tempfile.TemporaryDirectory() as folder:
+        attributor = Attributor(
+            problem.model().to(device=device, dtype=dtype),
+            problem.setting.task,
+            f"{folder}/store",
+            gradient_computer=partial(HookGradientComputer, autocast_dtype=autocast_dtype, self_check=False),
+            batch_size=BATCH,
+            progress=False,
+        )
+        with context():
+            attributor.featurize(cast(problem.train), states)
+            return attributor.score(cast(problem.targets)).numpy().copy()
+
+
+WAYS: dict[str, Callable[[Problem, str], np.ndarray]] = {
+    FLOAT32: scores,
+    "TF32": partial(scores, device=STAND_IN, context=tf32_products),
+    "autocast bfloat16": partial(scores, autocast_dtype=torch.bfloat16),
+    "autocast float16": partial(scores, autocast_dtype=torch.float16),
+    "bfloat16 model": partial(scores, dtype=torch.bfloat16),
+}
+
+
+def figures(name: str, which: str) -> dict[str, Any]:
+    """Return LDS, difference from float32 and change of the scores by precision."""
+    setting, truth = SETTINGS[name], load(SETTINGS[name])
+    problem = Problem(setting, full_runs(setting, 1))
+    outputs = truth.outputs.mean(1)
+    found: dict[str, Any] = {}
+    exact = WAYS[FLOAT32](problem, which)
+    for way, compute in WAYS.items():
+        values = exact if way == FLOAT32 else compute(problem, which)
+        score = linear_datamodeling_score(values, truth.masks, outputs)
+        found[way] = {"mean": score.mean, "interval": list(score.interval)}
+        text = f"{score.mean:.4f}"
+        if way != FLOAT32:
+            difference = compare_datamodeling_scores(values, exact, truth.masks, outputs)
+            change = float(np.linalg.norm(values - exact) / np.linalg.norm(exact))
+            found[way] |= {
+                "difference": {"mean": difference.mean, "interval": list(difference.interval)},
+                "scores": change,
+            }
+            low, high = difference.interval
+            text += f", {difference.mean:+.4f} [{low:+.4f}, {high:+.4f}], scores {change:.1e}"
+        print(f"{name}, {which}: {way}: {text}", flush=True)
+    return found
+
+
+def main() -> None:
+    """Print a line per precision, write JSON."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--settings", nargs="+", default=list(CHOICES), choices=list(SETTINGS))
+    parser.add_argument("--checkpoints", default="run", choices=["run", "final"])
+    options = parser.parse_args()
+    torch.set_num_threads(1)
+    Bench.open(STAND_IN, small=False)
+    for name in options.settings:
+        part = {f"{name}, {options.checkpoints}": figures(name, options.checkpoints)}
+        save_parts(RESULTS, surroundings(), part)
+
+
+if __name__ == "__main__":
+    main()

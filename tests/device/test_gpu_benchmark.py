@@ -1,0 +1,107 @@
+"""``python -m benchmarks.gpu``: rehearsed on the stand-in, resumed, and with cases that crash and hang."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import stand_in
+
+from benchmarks.gpu import __main__ as command
+from benchmarks.gpu.checks import summary
+from benchmarks.gpu.parts import PARTS, Part
+
+ROOT = Path(__file__).parents[2]
+LIBRARY = "TRAK_LITE_STAND_IN"
+OPTIONS = argparse.Namespace(device="stand_in", small=True)
+
+
+def rehearse(library: Path, out: Path, parts: list[str]) -> list[dict]:
+    """Run the command and return the lines that it added."""
+    before = len(out.read_text().splitlines()) if out.exists() else 0
+    run = [sys.executable, "-m", "benchmarks.gpu", "--device", "stand_in", "--small", "--out", str(out)]
+    done = subprocess.run(
+        [*run, "--parts", *parts],
+        env={**os.environ, LIBRARY: str(library), "OMP_NUM_THREADS": "1"},
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0, done.stdout[-5000:] + done.stderr[-2000:]
+    return [json.loads(line) for line in out.read_text().splitlines()[before:]]
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(stand_in.why_unbuildable() is not None, reason=str(stand_in.why_unbuildable()))
+@pytest.mark.skipif(LIBRARY in os.environ, reason="runs on the stand-in already")
+def test_the_parts_are_rehearsed_and_not_measured_twice(library, tmp_path):
+    out, parts = tmp_path / "gpu.jsonl", ["features", "simple_cnn", "projection", "language", "scoring"]
+    lines = rehearse(library, out, parts)
+
+    assert [(line["part"], line["case"]) for line in lines] == [
+        (part, case) for part in parts for case in PARTS[part].cases(True)
+    ]
+    assert all(line["device"] == "stand_in" and line["small"] for line in lines)
+    assert all(line.get("equal", True) and line.get("within", True) for line in lines)
+    not_run = [line for line in lines if "not run" in line]
+    assert {line["case"].split()[0] for line in not_run} == {"traker,"}
+    assert all("needs CUDA" in line["not run"] for line in not_run)
+
+    again = rehearse(library, out, parts)
+    assert [line["case"] for line in again] == [line["case"] for line in not_run]
+
+
+def test_a_case_that_crashes_or_hangs_costs_only_itself(monkeypatch, tmp_path):
+    monkeypatch.setenv("TRAK_LITE_CHILD", str(tmp_path / "pid"))
+    monkeypatch.setattr(command, "WORKER", "tests.device.gpu_victims")
+    monkeypatch.setitem(PARTS, "victims", Part(lambda small: {}, 60, 2))
+    cases = ["first", "crashes", "second", "hangs", "exits", "last"]
+    found = {
+        line.pop("case"): line for line in command.run_part("victims", cases, OPTIONS, time.monotonic() + 60)
+    }
+
+    assert list(found) == cases
+    assert found["first"] == found["second"] == found["last"] == {"ms": 1}
+    assert found["crashes"]["fails"].startswith("the process ended with status -11")
+    assert found["hangs"]["fails"] == "did not end within its time"
+    child = Path("/proc", (tmp_path / "pid").read_text(), "stat")
+    assert not child.exists() or child.read_text().split()[2] == "Z"
+    assert found["exits"]["fails"] == "the process ended with status 1: no memory"
+
+
+def test_cases_are_not_begun_when_time_is_over():
+    found = list(command.run_part("features", ["a", "b"], OPTIONS, time.monotonic()))
+
+    assert found == [{"case": case, "not run": "the time of the part is over"} for case in "ab"]
+
+
+def test_only_results_of_this_device_are_not_measured_again(tmp_path):
+    line = {"part": "features", "case": "a", "device": "H", "small": False}
+    lines = [line, {**line, "case": "b", "fails": "x"}, {**line, "case": "c", "not run": "x"}]
+    lines += [{**line, "case": "d", "device": "other"}, {**line, "case": "e", "small": True}]
+    (tmp_path / "gpu.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+
+    assert command.measured(tmp_path / "gpu.jsonl", "H", False) == {("features", "a")}
+    assert command.measured(tmp_path / "none", "H", False) == set()
+
+
+def test_counts_and_failures_are_read_from_the_output_of_pytest():
+    output = """..F
+=========================== short test summary info ===========================
+FAILED tests/projectors/test_triton_sketch.py::test_a[1] - assert False
+1 failed, 12 passed, 2 skipped, 40 deselected in 3.21s
+"""
+    assert summary(output) == {
+        "passed": 12,
+        "failed": 1,
+        "skipped": 2,
+        "failures": ["FAILED tests/projectors/test_triton_sketch.py::test_a[1] - assert False"],
+    }
+    with pytest.raises(RuntimeError, match="without counts: no such file"):
+        summary("no such file")
