@@ -22,6 +22,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from trak_lite.modelout_functions import (
+    AnswerDifferenceModelOutput,
     ContrastiveModelOutput,
     DenseClassificationModelOutput,
     DiffusionModelOutput,
@@ -289,6 +290,29 @@ def dpo_case(*, preferred: bool = False, margin: bool = False) -> ModelOutputCas
     )
 
 
+def difference_case() -> ModelOutputCase:
+    batch = {name: part for name, part in preference_columns().items() if not name.startswith("ref_")}
+    empty = torch.full_like(batch["rejected_labels"], IGNORED)
+    empty[1:] = batch["rejected_labels"][1:]
+
+    def loss(model, batch):
+        logits = [
+            answer_log_prob(model, batch["chosen_input_ids"][i], batch["chosen_labels"][i])
+            - answer_log_prob(model, batch["rejected_input_ids"][i], batch["rejected_labels"][i])
+            for i in range(B)
+        ]
+        return -torch.log(torch.sigmoid(torch.stack(logits)))
+
+    return ModelOutputCase(
+        task=AnswerDifferenceModelOutput(),
+        model=prepared(LanguageModel()),
+        batch=batch,
+        loss=loss,
+        loss_of_output=lambda f: softplus(-f),
+        invalid=[({**batch, "rejected_labels": empty}, 0)],
+    )
+
+
 def reward_case(*, more: bool) -> ModelOutputCase:
     ids = randint(V, (B, T), 32), randint(V, (B, T - 2), 33)
     batch = {"chosen_input_ids": ids[0], "rejected_input_ids": ids[1]}
@@ -498,6 +522,7 @@ POST_TRAINING = {
         "preferred": lambda: dpo_case(preferred=True),
         "margin": lambda: dpo_case(preferred=True, margin=True),
     },
+    "answer_difference": {"plain": difference_case},
     "reward_modeling": {
         "plain": lambda: reward_case(more=False),
         "margin": lambda: reward_case(more=True),

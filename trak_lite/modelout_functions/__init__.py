@@ -46,15 +46,22 @@ from trak_lite.modelout_functions.language_modeling import (
 from trak_lite.modelout_functions.policy_gradient import (
     PolicyGradientModelOutput as PolicyGradientModelOutput,
 )
+from trak_lite.modelout_functions.preferences import (
+    AnswerDifferenceModelOutput as AnswerDifferenceModelOutput,
+)
 from trak_lite.modelout_functions.preferences import DPOModelOutput as DPOModelOutput
 from trak_lite.modelout_functions.preferences import RewardModelOutput as RewardModelOutput
 from trak_lite.modelout_functions.preferences import reference_columns as reference_columns
+from trak_lite.modelout_functions.questions import ActivationModelOutput as ActivationModelOutput
+from trak_lite.modelout_functions.questions import QuestionsModelOutput as QuestionsModelOutput
 from trak_lite.modelout_functions.regression import RegressionModelOutput as RegressionModelOutput
 
 __all__ = [
     "MODEL_OUTPUTS",
     "TASK_TO_MODELOUT",
     "AbstractModelOutput",
+    "ActivationModelOutput",
+    "AnswerDifferenceModelOutput",
     "BinaryClassificationModelOutput",
     "CLIPModelOutput",
     "CallableModelOutput",
@@ -69,6 +76,7 @@ __all__ = [
     "ModelCall",
     "MultiLabelModelOutput",
     "PolicyGradientModelOutput",
+    "QuestionsModelOutput",
     "RegressionModelOutput",
     "RewardModelOutput",
     "SequenceToSequenceModelOutput",

@@ -27,7 +27,11 @@ from trak_lite.modelout_functions.language_modeling import (
     SequenceToSequenceModelOutput,
 )
 from trak_lite.modelout_functions.policy_gradient import PolicyGradientModelOutput
-from trak_lite.modelout_functions.preferences import DPOModelOutput, RewardModelOutput
+from trak_lite.modelout_functions.preferences import (
+    AnswerDifferenceModelOutput,
+    DPOModelOutput,
+    RewardModelOutput,
+)
 from trak_lite.modelout_functions.regression import RegressionModelOutput
 
 __all__ = ["MODEL_OUTPUTS", "TASK_TO_MODELOUT", "resolve_task"]
@@ -46,6 +50,7 @@ MODEL_OUTPUTS: dict[str, type[AbstractModelOutput]] = {
         SequenceToSequenceModelOutput,
         DPOModelOutput,
         RewardModelOutput,
+        AnswerDifferenceModelOutput,
         PolicyGradientModelOutput,
         DenseClassificationModelOutput,
         DiffusionModelOutput,

@@ -31,7 +31,7 @@ from trak_lite.modelout_functions._positions import aligned_tokens, label_log_pr
 from trak_lite.modelout_functions._sampling import sampled_answers
 from trak_lite.types import Batch, OutputTerms
 
-__all__ = ["DPOModelOutput", "RewardModelOutput", "reference_columns"]
+__all__ = ["AnswerDifferenceModelOutput", "DPOModelOutput", "RewardModelOutput", "reference_columns"]
 
 _CHOSEN, _REJECTED = "chosen_", "rejected_"
 _PREFERRED, _MARGIN = "preferred", "margin"
@@ -158,6 +158,27 @@ class RewardModelOutput(_PreferenceModelOutput):
         return chosen - rejected
 
 
+@final
+class AnswerDifferenceModelOutput(_PreferenceModelOutput):
+    r"""Log-probability of one answer minus that of another, after the same or different prompts.
+
+    :math:`f = \log p(c) - \log p(r)`, each a sum over labelled tokens. It is meant as a question about a language model
+    (:class:`QuestionsModelOutput`). As a training loss, it is DPO's without a reference: :math:`L = -\log \sigma(f)`,
+    :math:`q = \sigma(-f)`, :math:`w = q (1 - q)`.
+
+    Batches: as for :class:`DPOModelOutput`, without the reference.
+    """
+
+    name: ClassVar[str] = "answer_difference"
+    needed: ClassVar[tuple[str, ...]] = tuple(
+        name for name in DPOModelOutput.needed if name not in _REFERENCES
+    )
+
+    def _difference(self, model_call: ModelCall, fields: dict[str, Any]) -> Tensor:
+        chosen, rejected = _answers_log_probs(model_call, fields)
+        return chosen - rejected
+
+
 def reference_columns(
     reference: nn.Module, batches: Iterable[Batch], *, device: str | torch.device | None = None
 ) -> dict[str, Tensor]:
@@ -179,7 +200,7 @@ def reference_columns(
         InvalidInputError: If there is no batch, or one lacks a column.
     """
     place = next(reference.parameters()).device if device is None else torch.device(device)
-    needed = [name for name in DPOModelOutput.needed if name not in _REFERENCES]
+    needed = AnswerDifferenceModelOutput.needed
     modes = {module: module.training for module in reference.modules()}
     found: list[tuple[Tensor, Tensor]] = []
     reference.eval()
