@@ -19,6 +19,7 @@ from trak_lite.gradient_computers import (
 )
 from trak_lite.modelout_functions import (
     AbstractModelOutput,
+    ActivationModelOutput,
     CausalLanguageModelingModelOutput,
     ContrastiveModelOutput,
     DenseClassificationModelOutput,
@@ -365,6 +366,29 @@ def test_a_base_model_is_the_reference_of_its_adapter() -> None:
     )
     attributor.featurize(Rows({**rows, **found}))
     assert all("lora" in name for name in attributor.parameters)
+
+
+def test_a_layer_of_a_causal_model_is_asked_along_a_direction() -> None:
+    """The last token that is not padding, of a block in the middle."""
+    model, batch = seeded(gpt2), texts(13)
+    direction = torch.randn(8, generator=torch.Generator().manual_seed(14)).double()
+    named = dict(model.named_parameters())
+
+    found: dict[str, Tensor] = {}
+    task = ActivationModelOutput("transformer.h.0", direction, position="last")
+    HookGradientComputer(model, task).stream_gradients(
+        batch, lambda block: found.update({block.name: block.dense()})
+    )
+
+    for i in range(B):
+        kept = batch["attention_mask"][i] == 1
+        states = model(input_ids=batch["input_ids"][i : i + 1, kept], output_hidden_states=True).hidden_states
+        plain = torch.autograd.grad(
+            states[1][0, -1] @ direction, named.values(), allow_unused=True, materialize_grads=True
+        )
+        for (key, parameter), grad in zip(named.items(), plain, strict=True):
+            ours = found[key][i] if key in found else torch.zeros(parameter.numel()).double()
+            torch.testing.assert_close(ours, grad.flatten(), rtol=1e-8, atol=1e-10)
 
 
 WORDS = [

@@ -125,6 +125,18 @@ def test_questions_use_the_stored_rows_of_the_task(tmp_path: Any) -> None:
     assert describe_task(task) == describe_task(task.task)
 
 
+def test_a_store_of_a_task_with_questions_opens_without_them(tmp_path: Any) -> None:
+    model, path, task = classifier(), tmp_path / "rows.zarr", asking()
+    attributor = Attributor(model, task, path, proj_dim=8, progress=False)
+    attributor.featurize(data(N, 1))
+    expected = attributor.score(data(M, 3), name="plain").numpy()
+
+    opened = Attributor.open(path, model)
+
+    assert opened.task.name == "image_classification"
+    assert opened.score(data(M, 3), name="plain").numpy().tobytes() == expected.tobytes()
+
+
 def test_names_of_rows_do_not_hide_another_question(tmp_path: Any) -> None:
     model = classifier()
     task = asking(neuron=ActivationModelOutput("1", torch.eye(5)[2]))
