@@ -2,20 +2,26 @@
 
 import pytest
 from modelout_cases import BUILDERS, CASES
+from post_training_cases import POST_TRAINING
 
 from trak_lite.modelout_functions import MODEL_OUTPUTS
 from trak_lite.testing.modelout import ModelOutputCase, ModelOutputTests
 
+ALL = {**CASES, **POST_TRAINING}
+BY_NAME = {
+    f"{name}-{variant}": build for name, some in ALL.items() for variant, build in some.items()
+} | BUILDERS
+
 
 class TestBuiltInModelOutputs(ModelOutputTests):
-    @pytest.fixture(params=sorted(BUILDERS))
+    @pytest.fixture(params=sorted(BY_NAME))
     def case(self, request: pytest.FixtureRequest) -> ModelOutputCase:
-        return BUILDERS[request.param]()
+        return BY_NAME[request.param]()
 
 
 def test_every_registered_task_has_a_case():
-    assert set(CASES) == set(MODEL_OUTPUTS)
-    for name, builders in CASES.items():
+    assert set(ALL) == set(MODEL_OUTPUTS)
+    for name, builders in ALL.items():
         for build in builders.values():
             assert type(build().task) is MODEL_OUTPUTS[name]
 

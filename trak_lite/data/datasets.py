@@ -109,6 +109,11 @@ class Rows:
         """Return the number of rows at construction."""
         return self._size if self._indices is None else len(self._indices)
 
+    @property
+    def indices(self) -> _RowNumbers:
+        """Dataset index of every row, ``(N,)`` int64."""
+        return self._in_dataset(np.arange(len(self)))
+
     def require_same_size(self) -> None:
         """Check that the dataset's length has not changed since construction.
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from trak_lite.modelout_functions._base import AbstractModelOutput as AbstractModelOutput
 from trak_lite.modelout_functions._base import ModelCall as ModelCall
+from trak_lite.modelout_functions._chat import response_labels as response_labels
 from trak_lite.modelout_functions._registry import MODEL_OUTPUTS as MODEL_OUTPUTS
 from trak_lite.modelout_functions._registry import TASK_TO_MODELOUT as TASK_TO_MODELOUT
 from trak_lite.modelout_functions._registry import resolve_task as resolve_task
@@ -28,24 +29,59 @@ from trak_lite.modelout_functions.classification import (
     TextClassificationModelOutput as TextClassificationModelOutput,
 )
 from trak_lite.modelout_functions.clip import CLIPModelOutput as CLIPModelOutput
+from trak_lite.modelout_functions.contrastive import ContrastiveModelOutput as ContrastiveModelOutput
+from trak_lite.modelout_functions.dense import (
+    DenseClassificationModelOutput as DenseClassificationModelOutput,
+)
+from trak_lite.modelout_functions.diffusion import DiffusionModelOutput as DiffusionModelOutput
 from trak_lite.modelout_functions.language_modeling import (
     CausalLanguageModelingModelOutput as CausalLanguageModelingModelOutput,
 )
+from trak_lite.modelout_functions.language_modeling import (
+    MaskedLanguageModelingModelOutput as MaskedLanguageModelingModelOutput,
+)
+from trak_lite.modelout_functions.language_modeling import (
+    SequenceToSequenceModelOutput as SequenceToSequenceModelOutput,
+)
+from trak_lite.modelout_functions.policy_gradient import (
+    PolicyGradientModelOutput as PolicyGradientModelOutput,
+)
+from trak_lite.modelout_functions.preferences import (
+    AnswerDifferenceModelOutput as AnswerDifferenceModelOutput,
+)
+from trak_lite.modelout_functions.preferences import DPOModelOutput as DPOModelOutput
+from trak_lite.modelout_functions.preferences import RewardModelOutput as RewardModelOutput
+from trak_lite.modelout_functions.preferences import reference_columns as reference_columns
+from trak_lite.modelout_functions.questions import ActivationModelOutput as ActivationModelOutput
+from trak_lite.modelout_functions.questions import QuestionsModelOutput as QuestionsModelOutput
 from trak_lite.modelout_functions.regression import RegressionModelOutput as RegressionModelOutput
 
 __all__ = [
     "MODEL_OUTPUTS",
     "TASK_TO_MODELOUT",
     "AbstractModelOutput",
+    "ActivationModelOutput",
+    "AnswerDifferenceModelOutput",
     "BinaryClassificationModelOutput",
     "CLIPModelOutput",
     "CallableModelOutput",
     "CausalLanguageModelingModelOutput",
+    "ContrastiveModelOutput",
+    "DPOModelOutput",
+    "DenseClassificationModelOutput",
+    "DiffusionModelOutput",
     "ImageClassificationModelOutput",
     "IterativeImageClassificationModelOutput",
+    "MaskedLanguageModelingModelOutput",
     "ModelCall",
     "MultiLabelModelOutput",
+    "PolicyGradientModelOutput",
+    "QuestionsModelOutput",
     "RegressionModelOutput",
+    "RewardModelOutput",
+    "SequenceToSequenceModelOutput",
     "TextClassificationModelOutput",
+    "reference_columns",
     "resolve_task",
+    "response_labels",
 ]

@@ -207,6 +207,13 @@ class AbstractModelOutput(ABC):  # noqa: B024 - a subclass defines either of two
         """
         return None
 
+    def train_task(self) -> AbstractModelOutput:
+        """Return the task of the train rows, whose description identifies stored rows; by default this task.
+
+        A task that only adds other outputs for targets returns the task without them, so that stored rows stay valid.
+        """
+        return self
+
     def settings(self) -> dict[str, Any]:
         """Return the settings that affect the results (a temperature, a choice of f) as JSON values."""
         return {}

@@ -50,7 +50,7 @@ _PLAIN = (*_SIMPLE, Tensor, np.ndarray, np.generic)
 
 
 def describe_task(task: AbstractModelOutput) -> dict[str, Any]:
-    """Return JSON values that differ whenever two tasks may give different results.
+    """Return JSON values that differ whenever two tasks may give different results for train rows.
 
     A built-in task is described by its name, version and settings. A custom class is described by its qualified
     name, its settings, and the SHA-256 of the source and code of itself, of its custom base classes and, as far as
@@ -71,6 +71,7 @@ def describe_task(task: AbstractModelOutput) -> dict[str, Any]:
         InvalidInputError: If ``settings()`` does not return JSON values, or a callable carries a value that
             cannot be described (an open file, a lock); the message names the variable.
     """
+    task = task.train_task()
     settings = task.settings()
     try:
         json.dumps(settings, allow_nan=False)

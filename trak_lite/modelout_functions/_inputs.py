@@ -148,6 +148,7 @@ def class_labels(
     num_classes: int,
     ignored: Collection[int] = (),
     start: int = 0,
+    what: str = "labels",
 ) -> Tensor:
     """Return class labels as int64 after checking shape, dtype and (when run eagerly) every value.
 
@@ -157,11 +158,12 @@ def class_labels(
         num_classes: Number of logits per margin, at least 2.
         ignored: Values that mean "no label".
         start: First checked position of the last axis; earlier positions are not used.
+        what: Name of the labels in messages.
 
     Raises:
         InvalidInputError: Names the shape, the dtype, or the first label out of range with its sample.
     """
-    _check_form(labels, shape=shape, num_classes=num_classes)
+    _check_form(labels, shape=shape, num_classes=num_classes, what=what)
     labels = labels.long()
     valid = (labels >= 0) & (labels < num_classes)
     for value in ignored:
@@ -173,11 +175,12 @@ def class_labels(
         valid,
         labels,
         expected=f"an integer from 0 to {num_classes - 1} (the model gives {num_classes} logits){besides}",
+        what=what,
     )
     return labels
 
 
-def _check_form(labels: Tensor, *, shape: Sequence[int], num_classes: int) -> None:
+def _check_form(labels: Tensor, *, shape: Sequence[int], num_classes: int, what: str) -> None:
     """Raise for too few classes and for labels of a wrong shape or dtype; reads no value."""
     if num_classes < 2:
         raise InvalidInputError(
@@ -189,11 +192,11 @@ def _check_form(labels: Tensor, *, shape: Sequence[int], num_classes: int) -> No
         column = labels.shape == (*shape, 1)
         hint = " Drop the last axis: labels.squeeze(-1), in the dataset or in to_batch." if column else ""
         raise InvalidInputError(
-            f"The labels have shape {seen}. Expected {expected} to fit the model's logits.{hint}"
+            f"The {what} have shape {seen}. Expected {expected} to fit the model's logits.{hint}"
         )
     if labels.is_floating_point() or labels.is_complex() or labels.dtype == torch.bool:
         raise InvalidInputError(
-            f"The labels have dtype {labels.dtype}. Expected integer class indices (for example torch.int64)."
+            f"The {what} have dtype {labels.dtype}. Expected integer class indices (for example torch.int64)."
         )
 
 

@@ -18,7 +18,20 @@ from trak_lite.modelout_functions.classification import (
     TextClassificationModelOutput,
 )
 from trak_lite.modelout_functions.clip import CLIPModelOutput
-from trak_lite.modelout_functions.language_modeling import CausalLanguageModelingModelOutput
+from trak_lite.modelout_functions.contrastive import ContrastiveModelOutput
+from trak_lite.modelout_functions.dense import DenseClassificationModelOutput
+from trak_lite.modelout_functions.diffusion import DiffusionModelOutput
+from trak_lite.modelout_functions.language_modeling import (
+    CausalLanguageModelingModelOutput,
+    MaskedLanguageModelingModelOutput,
+    SequenceToSequenceModelOutput,
+)
+from trak_lite.modelout_functions.policy_gradient import PolicyGradientModelOutput
+from trak_lite.modelout_functions.preferences import (
+    AnswerDifferenceModelOutput,
+    DPOModelOutput,
+    RewardModelOutput,
+)
 from trak_lite.modelout_functions.regression import RegressionModelOutput
 
 __all__ = ["MODEL_OUTPUTS", "TASK_TO_MODELOUT", "resolve_task"]
@@ -33,6 +46,15 @@ MODEL_OUTPUTS: dict[str, type[AbstractModelOutput]] = {
         MultiLabelModelOutput,
         RegressionModelOutput,
         CausalLanguageModelingModelOutput,
+        MaskedLanguageModelingModelOutput,
+        SequenceToSequenceModelOutput,
+        DPOModelOutput,
+        RewardModelOutput,
+        AnswerDifferenceModelOutput,
+        PolicyGradientModelOutput,
+        DenseClassificationModelOutput,
+        DiffusionModelOutput,
+        ContrastiveModelOutput,
         CLIPModelOutput,
     )
 }

@@ -1,36 +1,35 @@
-"""Model output function of causal language models. Shapes: B samples, T positions, V vocabulary."""
+"""Model output functions of language models. Shapes: B samples, T positions, V vocabulary."""
 
 from __future__ import annotations
 
-from typing import Any, ClassVar, Literal, final
+from typing import Any, ClassVar, final
 
 import torch
-from torch import Tensor
-from torch.nn import functional as F
+from torch import Tensor, nn
 
-from trak_lite._validate import one_of
 from trak_lite.errors import InvalidInputError
-from trak_lite.modelout_functions._base import AbstractModelOutput, ModelCall, UniformNoise
-from trak_lite.modelout_functions._inputs import (
-    class_labels,
-    is_transformed,
-    logits_of,
-    nan_unless,
-    shape_texts,
-    split_labels,
+from trak_lite.modelout_functions._base import ModelCall
+from trak_lite.modelout_functions._inputs import fields_of, split_labels
+from trak_lite.modelout_functions._positions import (
+    IGNORED,
+    PositionOutput,
+    PositionwiseModelOutput,
+    aligned_tokens,
+    token_inputs,
 )
-from trak_lite.modelout_functions._margins import class_margins, linear_terms, margin_terms
-from trak_lite.modelout_functions._sampling import sampled_classes, with_labels
-from trak_lite.types import Batch, OutputTerms
+from trak_lite.modelout_functions._sampling import with_labels
+from trak_lite.types import Batch
 
-__all__ = ["IGNORED", "CausalLanguageModelingModelOutput"]
-
-IGNORED = -100
-"""Label of a position that is not predicted (padding, a prompt), as in PyTorch and Hugging Face."""
+__all__ = [
+    "IGNORED",
+    "CausalLanguageModelingModelOutput",
+    "MaskedLanguageModelingModelOutput",
+    "SequenceToSequenceModelOutput",
+]
 
 
 @final
-class CausalLanguageModelingModelOutput(AbstractModelOutput):
+class CausalLanguageModelingModelOutput(PositionwiseModelOutput):
     r"""Sum over the n predicted tokens of a sample of the margin, or of log p.
 
     ``output="log_prob"``: :math:`f = \sum_t \log p_t`, L = -f is the summed cross-entropy, q = 1, w = 0.
@@ -43,12 +42,13 @@ class CausalLanguageModelingModelOutput(AbstractModelOutput):
     Batches: a mapping or dataclass with ``labels`` calls ``model(**others)``; ``(input_ids, labels)`` calls
     ``model(input_ids)``; ``(input_ids, attention_mask, labels)`` calls
     ``model(input_ids, attention_mask=...)``. The model returns ``(B, T, V)`` logits; labels are ``(B, T)``
-    integers, -100 at positions that are not predicted.
+    integers, -100 at positions that are not predicted. For supervised fine-tuning these are all positions outside the
+    assistant's answers: :func:`response_labels` makes such labels with a chat template.
     """
 
     name: ClassVar[str] = "causal_language_modeling"
 
-    def __init__(self, *, output: Literal["margin", "log_prob"] = "log_prob", shift: bool = True) -> None:
+    def __init__(self, *, output: PositionOutput = "log_prob", shift: bool = True) -> None:
         """Store the settings.
 
         Args:
@@ -59,83 +59,129 @@ class CausalLanguageModelingModelOutput(AbstractModelOutput):
         Raises:
             InvalidInputError: For any other value.
         """
-        self.output = one_of(("margin", "log_prob"), output=output)
+        super().__init__(output=output)
         if not isinstance(shift, bool):
             raise InvalidInputError(f"shift must be True or False, got {shift!r}.")
         self.shift = shift
-        self.has_curvature = self.output == "margin"
-
-    def evaluate(self, model_call: ModelCall, batch: Batch) -> OutputTerms:
-        """Return f, q and w; see :meth:`AbstractModelOutput.evaluate`."""
-        logits, labels = self._logits_and_labels(model_call, batch)
-        predicted = labels != IGNORED
-        count = _counted(predicted)
-        # Replace the label of ignored positions by the valid label 0, so that only labels out of range become NaN.
-        margins = class_margins(logits, labels.masked_fill(~predicted, 0))
-        terms = F.logsigmoid(margins) if self.output == "log_prob" else margins
-        some = count > 0
-        # A sample without predicted tokens keeps all terms, so that its gradient becomes NaN as well.
-        total = terms.masked_fill(~predicted & some.unsqueeze(1), 0.0).sum(1)
-        total = total * nan_unless(some, total)
-        if self.output == "log_prob":
-            return linear_terms(total)
-        return margin_terms(total, count.to(total.dtype))
-
-    def sample_labels(self, model_call: ModelCall, batch: Batch, noise: UniformNoise) -> Batch:
-        """Draw the label of every predicted token; see :meth:`AbstractModelOutput.sample_labels`.
-
-        The model's input tokens remain those of the data.
-        """
-        logits, labels = self._logits_and_labels(model_call, batch)
-        drawn = split_labels(batch).labels.clone()
-        aligned = drawn[:, 1:] if self.shift else drawn
-        aligned.copy_(torch.where(labels == IGNORED, labels, sampled_classes(logits, noise)))
-        return with_labels(batch, drawn)
-
-    def log_likelihood(self) -> AbstractModelOutput:
-        """Return the sum of log p, whose gradient is that of minus the summed cross-entropy."""
-        return CausalLanguageModelingModelOutput(output="log_prob", shift=self.shift)
 
     def settings(self) -> dict[str, Any]:
         """Return the choice of f and of alignment."""
         return {"output": self.output, "shift": self.shift}
 
     def _logits_and_labels(self, model_call: ModelCall, batch: Batch) -> tuple[Tensor, Tensor]:
-        """Run the model; return logits ``(B, T', V)`` and the labels ``(B, T')`` that they predict."""
-        args, kwargs, labels = split_labels(batch)
-        if len(args) > 2:
+        args, kwargs, labels = token_inputs(batch)
+        return aligned_tokens(model_call(*args, **kwargs), labels, shift=self.shift)
+
+    def _relabelled(self, model_call: ModelCall, batch: Batch, labels: Tensor) -> Batch:
+        drawn = split_labels(batch).labels.clone()
+        (drawn[:, 1:] if self.shift else drawn).copy_(labels)
+        return with_labels(batch, drawn)
+
+
+@final
+class MaskedLanguageModelingModelOutput(PositionwiseModelOutput):
+    r"""Sum over the masked tokens of a sample of log p of the original token, or of the margin.
+
+    f, q and w are those of :class:`CausalLanguageModelingModelOutput`, but position t of the logits predicts
+    ``labels[t]``. Labels are -100 at positions that are not masked. Mask each row once beforehand, because a row must
+    not be random: most masking collators draw new masks for every batch.
+
+    Batches: as for :class:`CausalLanguageModelingModelOutput`. The model returns ``(B, T, V)`` logits.
+    """
+
+    name: ClassVar[str] = "masked_language_modeling"
+
+    def _logits_and_labels(self, model_call: ModelCall, batch: Batch) -> tuple[Tensor, Tensor]:
+        args, kwargs, labels = token_inputs(batch)
+        return aligned_tokens(model_call(*args, **kwargs), labels, shift=False)
+
+
+@final
+class SequenceToSequenceModelOutput(PositionwiseModelOutput):
+    r"""Sum over the tokens of the answer of an encoder-decoder of log p, or of the margin.
+
+    f, q and w are those of :class:`CausalLanguageModelingModelOutput`, with position t of the decoder predicting
+    ``labels[t]``; labels are -100 at positions that are not predicted.
+
+    Batches: a mapping or dataclass with ``labels``; the other entries are keyword arguments of the model. Without
+    ``decoder_input_ids`` they are the labels shifted right by one, after the start token and with the padding token in
+    place of -100, as Hugging Face does. The two tokens are those of the settings, or of ``model.config``.
+    """
+
+    name: ClassVar[str] = "sequence_to_sequence"
+
+    def __init__(
+        self,
+        *,
+        output: PositionOutput = "log_prob",
+        decoder_start_token_id: int | None = None,
+        pad_token_id: int | None = None,
+    ) -> None:
+        """Store the settings.
+
+        Args:
+            output: Definition of f.
+            decoder_start_token_id: First token of the decoder's input; ``None`` uses ``model.config``.
+            pad_token_id: Token in the decoder's input for labels of -100; ``None`` uses ``model.config``.
+
+        Raises:
+            InvalidInputError: For an unknown definition of f, or a token that is not a whole number.
+        """
+        super().__init__(output=output)
+        for name, token in (
+            ("decoder_start_token_id", decoder_start_token_id),
+            ("pad_token_id", pad_token_id),
+        ):
+            if token is not None and (isinstance(token, bool) or not isinstance(token, int) or token < 0):
+                raise InvalidInputError(f"{name} must be a token id (0 or more) or None, got {token!r}.")
+        self.decoder_start_token_id = decoder_start_token_id
+        self.pad_token_id = pad_token_id
+
+    def settings(self) -> dict[str, Any]:
+        """Return the definition of f and the special tokens."""
+        return {
+            "output": self.output,
+            "decoder_start_token_id": self.decoder_start_token_id,
+            "pad_token_id": self.pad_token_id,
+        }
+
+    def _logits_and_labels(self, model_call: ModelCall, batch: Batch) -> tuple[Tensor, Tensor]:
+        kwargs, labels = self._inputs(model_call.model, batch)
+        return aligned_tokens(model_call(**kwargs), labels, shift=False)
+
+    def _relabelled(self, model_call: ModelCall, batch: Batch, labels: Tensor) -> Batch:
+        # Without explicit inputs, the decoder would read the drawn labels.
+        kwargs, _ = self._inputs(model_call.model, batch)
+        return {**kwargs, "labels": labels}
+
+    def _inputs(self, model: nn.Module, batch: Batch) -> tuple[dict[str, Any], Tensor]:
+        """Return the model's keyword arguments, with ``decoder_input_ids``, and the labels."""
+        if fields_of(batch) is None:
             raise InvalidInputError(
-                f"The batch has {len(args)} parts before the labels. Expected input_ids and at most "
-                "attention_mask; use dict batches for more."
+                f"The batch is a {type(batch).__name__}. Expected a dict or dataclass with labels and the model's "
+                "keyword arguments (input_ids, attention_mask, ...)."
             )
-        if len(args) == 2:
-            kwargs = {"attention_mask": args[1]}
-        return self._aligned(logits_of(model_call(*args[:1], **kwargs)), labels)
+        _, kwargs, labels = split_labels(batch)
+        if "decoder_input_ids" not in kwargs and "decoder_inputs_embeds" not in kwargs:
+            kwargs["decoder_input_ids"] = self._shifted(model, labels)
+        return kwargs, labels
 
-    def _aligned(self, logits: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
-        """Return logits ``(B, T', V)`` and the int64 labels ``(B, T')`` that they predict, both checked."""
-        if logits.dim() != 3 or (self.shift and logits.shape[1] < 2):
+    def _shifted(self, model: nn.Module, labels: Tensor) -> Tensor:
+        start = self._token(model, "decoder_start_token_id")
+        if labels.dim() != 2 or labels.is_floating_point():
             raise InvalidInputError(
-                f"The model gave logits of shape {shape_texts(logits.shape)[0]}. Expected (B, T, V)"
-                + (" with at least 2 positions, as position t predicts label t + 1." if self.shift else ".")
+                f"The labels have shape {tuple(labels.shape)} and dtype {labels.dtype}. Expected (B, T) integers."
             )
-        labels = class_labels(
-            labels,
-            shape=logits.shape[:2],
-            num_classes=logits.shape[2],
-            ignored=(IGNORED,),
-            start=int(self.shift),
-        )
-        return (logits[:, :-1], labels[:, 1:]) if self.shift else (logits, labels)
+        shifted = torch.cat([torch.full_like(labels[:, :1], start), labels[:, :-1]], dim=1)
+        return shifted.masked_fill(shifted == IGNORED, self._token(model, "pad_token_id"))
 
-
-def _counted(predicted: Tensor) -> Tensor:
-    """Return n ``(B,)``, the number of predicted tokens per sample; raise (when run eagerly) if one has none."""
-    count = predicted.sum(1)
-    if not is_transformed(count) and not bool((count > 0).all()):
-        sample = int((count == 0).nonzero()[0])
-        raise InvalidInputError(
-            f"sample {sample} has no token to predict: all its labels that the logits align with are "
-            f"{IGNORED}. Expected at least one label that is not; drop the sample or check the masking."
-        )
-    return count
+    def _token(self, model: nn.Module, name: str) -> int:
+        token = getattr(self, name)
+        if token is None:
+            token = getattr(getattr(model, "config", None), name, None)
+        if not isinstance(token, int):
+            raise InvalidInputError(
+                f"The batch has no decoder_input_ids, and model.config has no {name} to make them with. Add "
+                f"decoder_input_ids to the batch, or pass SequenceToSequenceModelOutput({name}=...)."
+            )
+        return token

@@ -132,7 +132,7 @@ class AttributorSettings:
         self.method = self._decide_method(method)
         self._store_norms = store_norms
         self._arguments = {  # None marks custom objects, which the user has to pass again
-            "task": self.task.name or None,
+            "task": self.task.train_task().name or None,
             "proj_dim": self.projector.proj_dim or self.layout.width,
             "seed": int(self.projector.seed),
             "dtype": self.dtype,

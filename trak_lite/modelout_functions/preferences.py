@@ -1,0 +1,257 @@
+r"""Model output functions of preferences between two answers: DPO and reward models.
+
+Each row holds both answers. f is a difference of two numbers, and the loss is that of Bradley and Terry,
+:math:`L = -\log \sigma(\beta f - m)`: a function of the scalar f, so q and w exist without approximation.
+
+Shapes: B samples, T positions of an answer (which may differ between the two), V vocabulary.
+Source: Rafailov et al. (arXiv:2305.18290), section 4; Ouyang et al. (arXiv:2203.02155), section 3.5.
+"""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from collections.abc import Iterable
+from typing import Any, ClassVar, final
+
+import torch
+from torch import Tensor, nn
+
+from trak_lite.data.batches import move_batch
+from trak_lite.errors import InvalidInputError
+from trak_lite.modelout_functions._base import AbstractModelOutput, ModelCall, UniformNoise
+from trak_lite.modelout_functions._columns import columns_of, prefixed, real_column
+from trak_lite.modelout_functions._inputs import (
+    logits_of,
+    nan_unless,
+    positive_real,
+    refuse_invalid,
+    shape_texts,
+)
+from trak_lite.modelout_functions._positions import aligned_tokens, label_log_probs
+from trak_lite.modelout_functions._sampling import sampled_answers
+from trak_lite.types import Batch, OutputTerms
+
+__all__ = ["AnswerDifferenceModelOutput", "DPOModelOutput", "RewardModelOutput", "reference_columns"]
+
+_CHOSEN, _REJECTED = "chosen_", "rejected_"
+_PREFERRED, _MARGIN = "preferred", "margin"
+_REFERENCES = ("ref_chosen_logps", "ref_rejected_logps")
+_SIDES = ((_CHOSEN, _REJECTED), (_REJECTED, _CHOSEN))
+
+
+class _PreferenceModelOutput(AbstractModelOutput):
+    """Difference between the chosen and the rejected answer of each row."""
+
+    needed: ClassVar[tuple[str, ...]]
+    """Columns that a batch must have."""
+    beta: float = 1.0
+
+    @abstractmethod
+    def _difference(self, model_call: ModelCall, fields: dict[str, Any]) -> Tensor:
+        """Return f ``(B,)`` of rows whose chosen answer is preferred."""
+
+    def evaluate(self, model_call: ModelCall, batch: Batch) -> OutputTerms:
+        """Return f, q and w; see :meth:`AbstractModelOutput.evaluate`."""
+        fields, sign, margin = self._parts(batch)
+        output = self._difference(model_call, fields)
+        if margin is not None:
+            margin, valid = real_column({_MARGIN: margin}, _MARGIN, output)
+            output = output * valid
+        if sign is not None:
+            sign = _signs(sign, output)
+            output = output * sign
+            margin = None if margin is None else margin * sign
+        logit = self.beta * output.detach() - (0.0 if margin is None else margin)
+        wrong, right = torch.sigmoid(-logit), torch.sigmoid(logit)
+        return OutputTerms(output, self.beta * wrong, self.beta**2 * wrong * right)
+
+    def sample_labels(self, model_call: ModelCall, batch: Batch, noise: UniformNoise) -> Batch:
+        """Draw the column ``preferred``; see :meth:`AbstractModelOutput.sample_labels`."""
+        fields, _, margin = self._parts(batch)
+        output = self._difference(model_call, fields)
+        if margin is not None:
+            margin = real_column({_MARGIN: margin}, _MARGIN, output)[0]
+        drawn = sampled_answers(self.beta * output - (0.0 if margin is None else margin), noise)
+        return {**columns_of(batch, self.needed), _PREFERRED: drawn}
+
+    def _parts(self, batch: Batch) -> tuple[dict[str, Any], Tensor | None, Tensor | None]:
+        """Return the columns without the preference and the margin, which follow."""
+        fields = columns_of(batch, self.needed)
+        return fields, fields.pop(_PREFERRED, None), fields.pop(_MARGIN, None)
+
+
+@final
+class DPOModelOutput(_PreferenceModelOutput):
+    r"""Direct preference optimisation: the margin of implicit rewards, divided by beta.
+
+    With the summed log-probabilities of the labelled tokens of the chosen answer c and the rejected answer r, under the
+    policy and under a frozen reference:
+    :math:`f = \log \pi(c) - \log \pi_\mathrm{ref}(c) - \log \pi(r) + \log \pi_\mathrm{ref}(r)`. The loss is
+    :math:`L = -\log \sigma(\beta f)`, so :math:`q = \beta \sigma(-\beta f)` and
+    :math:`w = \beta^2 \sigma(\beta f) \sigma(-\beta f)`. A column ``margin`` m (optional) changes :math:`\beta f` to
+    :math:`\beta f - m`.
+
+    Batches: a mapping or dataclass with ``chosen_input_ids``, ``chosen_labels``, ``rejected_input_ids`` and
+    ``rejected_labels``, each ``(B, T)``, and the reference's log-probabilities ``ref_chosen_logps`` and
+    ``ref_rejected_logps``, each ``(B,)``: :func:`reference_columns` computes them. Labels are -100 outside the answer.
+    Other columns that begin with ``chosen_`` or ``rejected_`` (an attention mask) are inputs of that answer, without
+    the prefix; columns without prefix are inputs of both. ``preferred`` (0 or 1 per row, optional) is 0 where the
+    rejected answer is preferred.
+
+    Source: Rafailov et al. (arXiv:2305.18290), equation 7. Columns are named as in TRL.
+    """
+
+    name: ClassVar[str] = "dpo"
+    needed: ClassVar[tuple[str, ...]] = (
+        "chosen_input_ids",
+        "chosen_labels",
+        "rejected_input_ids",
+        "rejected_labels",
+        *_REFERENCES,
+    )
+
+    def __init__(self, *, beta: float = 0.1) -> None:
+        """Store the settings.
+
+        Args:
+            beta: Factor of the difference of log-probabilities in the loss.
+
+        Raises:
+            InvalidInputError: If it is not a finite number above 0.
+        """
+        self.beta = positive_real(beta=beta)
+
+    def settings(self) -> dict[str, Any]:
+        """Return beta."""
+        return {"beta": self.beta}
+
+    def _difference(self, model_call: ModelCall, fields: dict[str, Any]) -> Tensor:
+        chosen, rejected = _answers_log_probs(model_call, fields)
+        for name, sign in zip(_REFERENCES, (-1.0, 1.0), strict=True):
+            reference, valid = real_column(fields, name, chosen)
+            chosen = (chosen + sign * reference) * valid
+        return chosen - rejected
+
+
+@final
+class RewardModelOutput(_PreferenceModelOutput):
+    r"""Reward models: the score of the chosen answer minus that of the rejected one.
+
+    :math:`f = s(c) - s(r)` and :math:`L = -\log \sigma(f - m)` with the margin m of the row (0 without one), so
+    :math:`q = \sigma(m - f)` and :math:`w = q (1 - q)`.
+
+    Batches: a mapping or dataclass with ``chosen_input_ids`` and ``rejected_input_ids``. Columns that begin with
+    ``chosen_`` or ``rejected_`` are inputs of that answer, without the prefix; columns without prefix are inputs of
+    both. ``margin`` ``(B,)`` is optional, and so is ``preferred``, which is 0 where the rejected answer is preferred.
+    The model returns one score per text, as ``(B,)`` or ``(B, 1)`` logits.
+
+    Source: Ouyang et al. (arXiv:2203.02155), section 3.5; the margin: Touvron et al. (arXiv:2307.09288), section 3.2.2.
+    """
+
+    name: ClassVar[str] = "reward_modeling"
+    needed: ClassVar[tuple[str, ...]] = ("chosen_input_ids", "rejected_input_ids")
+
+    def _difference(self, model_call: ModelCall, fields: dict[str, Any]) -> Tensor:
+        chosen, rejected = (
+            _one_score(model_call(**prefixed(fields, side, [other]))) for side, other in _SIDES
+        )
+        return chosen - rejected
+
+
+@final
+class AnswerDifferenceModelOutput(_PreferenceModelOutput):
+    r"""Log-probability of one answer minus that of another, after the same or different prompts.
+
+    :math:`f = \log p(c) - \log p(r)`, each a sum over labelled tokens. It is meant as a question about a language model
+    (:class:`QuestionsModelOutput`). As a training loss, it is DPO's without a reference: :math:`L = -\log \sigma(f)`,
+    :math:`q = \sigma(-f)`, :math:`w = q (1 - q)`.
+
+    Batches: as for :class:`DPOModelOutput`, without the reference.
+    """
+
+    name: ClassVar[str] = "answer_difference"
+    needed: ClassVar[tuple[str, ...]] = tuple(
+        name for name in DPOModelOutput.needed if name not in _REFERENCES
+    )
+
+    def _difference(self, model_call: ModelCall, fields: dict[str, Any]) -> Tensor:
+        chosen, rejected = _answers_log_probs(model_call, fields)
+        return chosen - rejected
+
+
+def reference_columns(
+    reference: nn.Module, batches: Iterable[Batch], *, device: str | torch.device | None = None
+) -> dict[str, Tensor]:
+    """Return the log-probabilities of all answers under a reference model, for :class:`DPOModelOutput`.
+
+    The model runs in eval mode without gradients, and its modes are restored. With a PEFT model, call this inside
+    ``model.disable_adapter()`` to use the base model as the reference.
+
+    Args:
+        reference: The frozen reference model.
+        batches: The rows in order (a list of batches or a loader without shuffling), with the columns of
+            :class:`DPOModelOutput`, apart from those that are computed here.
+        device: Device of the batches; ``None`` uses that of the model's first parameter.
+
+    Returns:
+        ``ref_chosen_logps`` and ``ref_rejected_logps``, each ``(N,)`` on the CPU.
+
+    Raises:
+        InvalidInputError: If there is no batch, or one lacks a column.
+    """
+    place = next(reference.parameters()).device if device is None else torch.device(device)
+    needed = AnswerDifferenceModelOutput.needed
+    modes = {module: module.training for module in reference.modules()}
+    found: list[tuple[Tensor, Tensor]] = []
+    reference.eval()
+    try:
+        with torch.no_grad():
+            for batch in batches:
+                fields = columns_of(move_batch(batch, place), needed)
+                answers = {name: value for name, value in fields.items() if name not in (_PREFERRED, _MARGIN)}
+                found.append(_answers_log_probs(ModelCall(reference), answers))
+    finally:
+        for module, training in modes.items():
+            module.training = training
+    if not found:
+        raise InvalidInputError("There is no batch. Expected the rows in order, in at least one batch.")
+    columns = (torch.cat([pair[side].cpu() for pair in found]) for side in range(2))
+    return dict(zip(_REFERENCES, columns, strict=True))
+
+
+def _answers_log_probs(model_call: ModelCall, fields: dict[str, Any]) -> tuple[Tensor, Tensor]:
+    """Return the summed log p of the labelled tokens of the chosen and of the rejected answers, each ``(B,)``."""
+    fields = {name: value for name, value in fields.items() if name not in _REFERENCES}
+    chosen, rejected = (_answer_log_probs(model_call, fields, side, other) for side, other in _SIDES)
+    return chosen, rejected
+
+
+def _answer_log_probs(model_call: ModelCall, fields: dict[str, Any], side: str, other: str) -> Tensor:
+    inputs = prefixed(fields, side, [other])
+    labels = inputs.pop("labels")
+    if not isinstance(labels, Tensor):
+        raise InvalidInputError(f"The column '{side}labels' is a {type(labels).__name__}. Expected a tensor.")
+    answer = model_call(**inputs)
+    logits, labels = aligned_tokens(answer, labels, shift=True, what=f"{side}labels")
+    return label_log_probs(logits, labels)[0].sum(1)
+
+
+def _one_score(answer: Any) -> Tensor:
+    """Return ``(B,)`` from ``(B,)`` or ``(B, 1)`` logits."""
+    scores = logits_of(answer)
+    if scores.dim() == 2 and scores.shape[1] == 1:
+        return scores.squeeze(1)
+    if scores.dim() != 1:
+        raise InvalidInputError(
+            f"The model gave scores of shape {shape_texts(scores.shape)[0]}. Expected (B,) or (B, 1): one score per "
+            "text (num_labels=1)."
+        )
+    return scores
+
+
+def _signs(preferred: Any, like: Tensor) -> Tensor:
+    """Return 1 where the chosen answer is preferred, -1 where the rejected one is; NaN for other values."""
+    values, _ = real_column({_PREFERRED: preferred}, _PREFERRED, like)
+    valid = (values == 0) | (values == 1)
+    refuse_invalid(valid, values, expected="0 or 1", what=_PREFERRED)
+    return (2 * values - 1) * nan_unless(valid, values)

@@ -1,0 +1,344 @@
+"""Questions: other outputs of the same model as targets, answered by the train rows that are already stored.
+
+Shapes: B samples, T positions, d channels, m members of a group.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any, Literal, final
+
+import torch
+from torch import Tensor, nn
+from torch.utils.data import Dataset
+
+from trak_lite._validate import known_names, one_of
+from trak_lite.data.datasets import Rows, rows_of
+from trak_lite.errors import InvalidInputError
+from trak_lite.modelout_functions._base import AbstractModelOutput, ModelCall, TaskFunction, UniformNoise
+from trak_lite.modelout_functions._describe import describe_task
+from trak_lite.modelout_functions._digests import tensor_json
+from trak_lite.modelout_functions._inputs import LABEL_KEYS, fields_of, precise, refuse_invalid, shape_texts
+from trak_lite.modelout_functions._margins import linear_terms
+from trak_lite.modelout_functions._registry import resolve_task
+from trak_lite.types import Batch, OutputTerms
+
+__all__ = ["ActivationModelOutput", "QuestionsModelOutput"]
+
+_QUESTION, _WEIGHTS, _DIGEST = "question", "weights", "digest"
+_KEYS = {_QUESTION, _WEIGHTS, _DIGEST}
+
+Position = Literal["mean", "sum", "first", "last"] | int
+Question = str | AbstractModelOutput | type[AbstractModelOutput] | TaskFunction
+
+
+@final
+class QuestionsModelOutput(AbstractModelOutput):
+    """A task for the train rows, and named questions: other outputs f for targets.
+
+    The train rows are those of the task, and so is their place in a store: questions can be added to a store that
+    exists, and cost a gradient per target. A score is the effect of a train row on the output that the question
+    defines. A question can be any task: ``"answer_difference"``, an :class:`ActivationModelOutput`, a function
+    ``f(model_call, batch)``. Its q and w are not used.
+
+    Example:
+        >>> from trak_lite import Attributor
+        >>> def logit_gap(model_call, batch):
+        ...     logits = model_call(batch[0])
+        ...     return logits[:, 0] - logits[:, 1]
+        >>> _ = torch.manual_seed(0)
+        >>> data = torch.utils.data.TensorDataset(torch.randn(20, 4), torch.randint(3, (20,)))
+        >>> task = QuestionsModelOutput("image_classification", {"gap": logit_gap})
+        >>> attributor = Attributor(nn.Linear(4, 3), task, None, proj_dim=8)
+        >>> _ = attributor.featurize(data)
+        >>> attributor.score(task.ask("gap", data), name="gap").shape
+        (20, 20)
+        >>> attributor.score(task.ask("gap", data, groups=[0, 1] * 10), name="groups").shape
+        (20, 2)
+    """
+
+    def __init__(self, task: Question, questions: Mapping[str, Question]) -> None:
+        """Resolve the task and the questions.
+
+        Args:
+            task: Task of the train rows, and of targets that are no question.
+            questions: A task for every name.
+
+        Raises:
+            UnknownTaskError: If a task is unknown.
+            InvalidInputError: If there is no question.
+        """
+        self.task = resolve_task(task)
+        self.questions = {name: resolve_task(question) for name, question in questions.items()}
+        if not self.questions:
+            raise InvalidInputError("questions is empty. Expected at least one task by name.")
+        self.has_curvature = self.task.has_curvature
+
+    def ask(
+        self,
+        name: str,
+        data: Any,
+        *,
+        groups: Sequence[Hashable] | None = None,
+        reduction: Literal["sum", "mean"] = "mean",
+        collate: Callable[[list[Any]], Batch] | None = None,
+    ) -> Rows:
+        """Return targets of a question, for :meth:`~trak_lite.Attributor.score`.
+
+        With ``groups``, all samples of a group are one target, whose f is the sum or mean over them. Its scores are
+        exactly those of the summed gradient with any method. For methods that are linear in the target they equal the
+        sums of ``scores.group(targets=...)``, at the cost of one target instead of several.
+
+        Args:
+            name: Name of the question, or ``""`` for the task itself.
+            data: Samples of the question: a map-style dataset, a DataLoader that reads one in order, or ``Rows``.
+            groups: Label of every sample; groups are in order of first appearance. ``None`` makes each sample a target.
+            reduction: How f of a group combines those of its samples.
+            collate: Turns samples into a batch, if ``data`` does not define it. The ``collate`` of the attributor is
+                not used.
+
+        Raises:
+            InvalidInputError: If the name is unknown, or there is not exactly one label per sample.
+        """
+        known_names([name], [*self.questions, ""], what="questions")
+        one_of(("sum", "mean"), reduction=reduction)
+        rows = rows_of(data, what=f"the targets of {name!r}", collate=collate)
+        groups = list(range(len(rows))) if groups is None else list(groups)
+        if len(groups) != len(rows):
+            raise InvalidInputError(
+                f"There are {len(groups)} labels of groups for {len(rows)} samples. Expected one label per sample."
+            )
+        members: dict[Hashable, list[int]] = {}
+        for index, group in zip(rows.indices.tolist(), groups, strict=True):
+            members.setdefault(group, []).append(index)
+        digest = self._digest(name)
+        grouped = list(members.values())
+        chosen = hashlib.sha256(json.dumps([digest, reduction, grouped]).encode()).hexdigest()
+        return Rows(
+            _Asked(rows.dataset, grouped, digest, mean=reduction == "mean"),
+            batch_size=rows.batch_size,
+            collate=_Collate(rows.collate, name),
+            name=None if rows.name is None else f"{rows.name} {chosen}",
+            what=rows.what,
+        )
+
+    def evaluate(self, model_call: ModelCall, batch: Batch) -> OutputTerms:
+        """Return f, q and w of the task, or of a question; see :meth:`AbstractModelOutput.evaluate`."""
+        if not isinstance(batch, Mapping) or set(batch) != _KEYS:
+            return self.task.evaluate(model_call, batch)
+        ((name, members),) = batch[_QUESTION].items()
+        digest, weights = batch[_DIGEST], batch[_WEIGHTS]
+        own = self._digest(name)
+        refuse_invalid(
+            digest == own, digest, expected=f"{own}, the question {name!r} of this task", what=_DIGEST
+        )
+        outputs = [self._question(name).evaluate(model_call, member).output for member in members]
+        values = torch.stack(outputs, dim=1)
+        return linear_terms((values * weights.to(values.dtype)).sum(1))
+
+    def prepare(self, model: nn.Module) -> None:
+        """Update the state of the task and of all questions; see :meth:`AbstractModelOutput.prepare`."""
+        for task in (self.task, *self.questions.values()):
+            task.prepare(model)
+
+    @property
+    def can_sample(self) -> bool:
+        """Whether the task defines ``sample_labels``."""
+        return self.task.can_sample
+
+    def sample_labels(self, model_call: ModelCall, batch: Batch, noise: UniformNoise) -> Batch:
+        """Draw labels of train rows; see :meth:`AbstractModelOutput.sample_labels`."""
+        return self.task.sample_labels(model_call, batch, noise)
+
+    def log_likelihood(self) -> AbstractModelOutput | None:
+        """Return that of the task."""
+        return self.task.log_likelihood()
+
+    def train_task(self) -> AbstractModelOutput:
+        """Return the task, whose description identifies stored rows."""
+        return self.task.train_task()
+
+    def state_digest(self) -> str | None:
+        """Return that of the task."""
+        return self.task.state_digest()
+
+    def _question(self, name: str) -> AbstractModelOutput:
+        return self.questions[name] if name else self.task
+
+    def _digest(self, name: str) -> int:
+        """Return an int64 that identifies a question by its name and its description."""
+        described = json.dumps([name, describe_task(self._question(name))], sort_keys=True)
+        return int.from_bytes(hashlib.sha256(described.encode()).digest()[:8], "little") >> 1
+
+
+class _Asked(Dataset[dict[str, Any]]):
+    """Targets of a question: each is a list of samples. The digest is part of a target, and so of its identity."""
+
+    def __init__(self, dataset: Any, groups: list[list[int]], digest: int, *, mean: bool) -> None:
+        self.dataset, self.groups, self.digest, self.mean = dataset, groups, digest, mean
+
+    def __len__(self) -> int:
+        return len(self.groups)
+
+    def __getitem__(self, row: int) -> dict[str, Any]:
+        indices = self.groups[row]
+        weight = 1 / len(indices) if self.mean else 1.0
+        samples = [self.dataset[index] for index in indices]
+        return {_QUESTION: samples, _WEIGHTS: weight, _DIGEST: self.digest}
+
+
+class _Collate:
+    """Collates targets of a question: the first samples of all targets, the second ones, and so on."""
+
+    def __init__(self, collate: Callable[[list[Any]], Batch], name: str) -> None:
+        self.collate, self.name = collate, name
+
+    def __call__(self, targets: list[dict[str, Any]]) -> dict[str, Any]:
+        samples = [target[_QUESTION] for target in targets]
+        most = max(map(len, samples))
+        # A group with fewer members repeats its first one, with weight 0.
+        members = [
+            self.collate([some[place if place < len(some) else 0] for some in samples])
+            for place in range(most)
+        ]
+        weights = [
+            [target[_WEIGHTS] * (place < len(some)) for place in range(most)]
+            for target, some in zip(targets, samples, strict=True)
+        ]
+        return {
+            _QUESTION: {self.name: members},
+            _WEIGHTS: torch.tensor(weights, dtype=torch.float64, device="cpu"),
+            _DIGEST: torch.tensor([target[_DIGEST] for target in targets], dtype=torch.int64, device="cpu"),
+        }
+
+
+@final
+class ActivationModelOutput(AbstractModelOutput):
+    r"""Inner product of the output of a module with a direction: a neuron, a probe, a concept vector.
+
+    :math:`f = \langle v, h \rangle` for the direction v and the activation h of a sample. L = -f, so q = 1 and w = 0.
+    It is no training loss: use it as a question (:class:`QuestionsModelOutput`).
+
+    Activations are ``(B, d)``; ``(B, T, d)`` with one state per token, of which ``position`` selects one or takes the
+    mean or sum over tokens where ``attention_mask`` is not 0; or ``(B, d, *positions)`` with ``channels_first``. Of a
+    module that returns a tuple, the first element is used. If the model calls the module several times, the last call
+    counts.
+
+    Batches: ``(*inputs, labels)`` calls ``model(*inputs)``; a mapping or dataclass calls ``model(**others)`` without
+    ``labels`` or ``label``; a tensor calls ``model(tensor)``.
+    """
+
+    has_curvature: bool = False
+
+    def __init__(
+        self,
+        module: str,
+        direction: Tensor,
+        *,
+        position: Position = "mean",
+        channels_first: bool = False,
+    ) -> None:
+        """Store the settings.
+
+        Args:
+            module: Name of the module in ``model.named_modules()``.
+            direction: v, ``(d,)``.
+            position: ``"mean"``, ``"sum"``, ``"first"`` or ``"last"`` over positions, or the number of one position.
+            channels_first: Whether the channels of activations with positions are axis 1 (convolutions).
+
+        Raises:
+            InvalidInputError: If the direction is not a finite vector, or the position is unknown.
+        """
+        if not isinstance(direction, Tensor) or direction.dim() != 1 or not bool(direction.isfinite().all()):
+            raise InvalidInputError("direction is no vector of finite numbers. Expected a tensor (d,).")
+        if isinstance(position, bool) or not isinstance(position, int):
+            one_of(("mean", "sum", "first", "last"), position=position)
+        self.module = module
+        self.direction = precise(direction.detach().clone(), what="The direction")
+        self.position: Position = position
+        self.channels_first = bool(channels_first)
+
+    def evaluate(self, model_call: ModelCall, batch: Batch) -> OutputTerms:
+        """Return f, with q = 1 and w = 0; see :meth:`AbstractModelOutput.evaluate`."""
+        args, kwargs = _inputs_of(batch)
+        with _watched(model_call.model, self.module) as found:
+            model_call(*args, **kwargs)
+        if not found:
+            raise InvalidInputError(f"The model does not call its module {self.module!r} for this batch.")
+        states = precise(found[-1], what=f"The output of {self.module!r}")
+        if self.channels_first and states.dim() > 2:
+            states = states.movedim(1, -1)
+        states = states.flatten(1, -2) if states.dim() > 3 else states
+        if states.dim() < 2 or states.shape[-1] != self.direction.shape[0]:
+            raise InvalidInputError(
+                f"The module {self.module!r} gave activations of shape {shape_texts(found[-1].shape)[0]}. Expected "
+                f"{self.direction.shape[0]} channels, the size of the direction."
+            )
+        values = states @ self.direction.to(states)
+        return linear_terms(
+            values if values.dim() == 1 else self._reduced(values, kwargs.get("attention_mask"))
+        )
+
+    def settings(self) -> dict[str, Any]:
+        """Return module, position and layout, and a digest of the direction."""
+        return {
+            "module": self.module,
+            "direction": tensor_json(self.direction),
+            "position": self.position,
+            "channels_first": self.channels_first,
+        }
+
+    def _reduced(self, values: Tensor, mask: Any) -> Tensor:
+        """Return ``(B,)`` from values ``(B, T)``."""
+        if isinstance(self.position, int):
+            if not -values.shape[1] <= self.position < values.shape[1]:
+                raise InvalidInputError(
+                    f"position={self.position} does not exist: the activations have {values.shape[1]} positions."
+                )
+            return values[:, self.position]
+        fits = isinstance(mask, Tensor) and mask.shape == values.shape
+        kept = (mask != 0).to(values.dtype) if fits else torch.ones_like(values)
+        if self.position == "mean":
+            return (values * kept).sum(1) / kept.sum(1).clamp(min=1.0)
+        if self.position == "sum":
+            return (values * kept).sum(1)
+        places = torch.arange(1, values.shape[1] + 1, device=values.device)
+        ranks = kept * (places if self.position == "last" else places.flip(0))
+        return values.gather(1, ranks.argmax(1, keepdim=True)).squeeze(1)
+
+
+@contextmanager
+def _watched(model: nn.Module, name: str) -> Iterator[list[Tensor]]:
+    """Collect the outputs of a module inside the block.
+
+    Raises:
+        InvalidInputError: If the model has no module of this name.
+    """
+    modules = dict(model.named_modules())
+    if name not in modules:
+        known_names([name], modules, what="module")
+    found: list[Tensor] = []
+
+    def keep(module: nn.Module, args: Any, output: Any) -> None:
+        first = output[0] if isinstance(output, tuple | list) and output else output
+        if isinstance(first, Tensor):
+            found.append(first)
+
+    handle = modules[name].register_forward_hook(keep)
+    try:
+        yield found
+    finally:
+        handle.remove()
+
+
+def _inputs_of(batch: Batch) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Return positional and keyword inputs of the model, without labels."""
+    fields = fields_of(batch)
+    if fields is not None:
+        return (), {name: value for name, value in fields.items() if name not in LABEL_KEYS}
+    if isinstance(batch, tuple | list):
+        return tuple(batch[:-1] if len(batch) > 1 else batch), {}
+    return (batch,), {}
