@@ -58,7 +58,7 @@ from trak_lite.modelout_functions import AbstractModelOutput, ModelCall, resolve
 from trak_lite.modelout_functions._base import TaskFunction
 from trak_lite.modelout_functions._describe import describe_task
 from trak_lite.parallel.ranks import num_ranks
-from trak_lite.parallel.sharing import Patience
+from trak_lite.parallel.sharing import LazyTable, Patience
 from trak_lite.run.tables import SCORES, score_path, score_table_spec
 from trak_lite.run.workspace import Workspace
 from trak_lite.scoring.matrix import AbstractScoreMatrix, HeldMatrix, StoredMatrix
@@ -189,11 +189,7 @@ def _scores_of_run(
         if lazy.table is None or not lazy.table.complete:
             with contextlib.suppress(_MadeElsewhere):
                 scores = shared.scores(replay(), block, lambda: _is_complete(workspace, path))
-                for start in range(0, len(scores), spec.chunk_rows):
-                    part = np.arange(start, min(start + spec.chunk_rows, len(scores)))
-                    # A process that was killed here, or another one, has written some chunks.
-                    with contextlib.suppress(BusyError, StateError):
-                        lazy.put(part, {SCORES: scores[part]})
+                _put_missing(lazy, scores, spec.chunk_rows, lambda: _is_complete(workspace, path))
         if _is_complete(workspace, path):
             shared.forget()
     table = workspace.reader().open_table(path)
@@ -206,6 +202,26 @@ def _scores_of_run(
         location=f"{workspace.path}:{path}",
         one_run=kept_in(workspace, made, path),
     )
+
+
+def _put_missing(
+    table: LazyTable, scores: NDArray[np.float32], chunk_rows: int, complete: Callable[[], bool]
+) -> None:
+    """Write the chunks that no process has written, and wait for those that another one is writing."""
+    patience = Patience()
+    while True:
+        busy: list[BusyError] = []
+        for start in range(0, len(scores), chunk_rows):
+            part = np.arange(start, min(start + chunk_rows, len(scores)))
+            try:
+                table.put(part, {SCORES: scores[part]})
+            except BusyError as error:
+                busy.append(error)
+            except StateError:
+                logger.debug("A killed or another process has written scores from row %d on.", start)
+        if complete() or not busy:
+            return
+        patience.wait("for scores of a replay", partial(str, busy[0]))
 
 
 def _is_complete(workspace: Workspace, path: str) -> bool:
