@@ -249,8 +249,18 @@ class _SketchAccumulator(AbstractFeatureAccumulator):
 
     def _merge(self, name: str) -> None:
         for start, part in self._waiting.pop(name, ()):
+            if part.device.type != "cpu" and len(part) == self._num_samples:
+                self._add_whole(part)
+                continue
             total = self._sum(part.dtype, part.device)
             total[start : start + len(part)] += part.to(total.device)
+
+    def _add_whole(self, part: Tensor) -> None:
+        """Add features of the whole batch with at most one launch."""
+        self._device = self._device or part.device
+        part = part.to(self._device)
+        total = self._sums.get(part.dtype)
+        self._sums[part.dtype] = part if total is None else total + part
 
     def _sum(self, dtype: torch.dtype, device: torch.device) -> Tensor:
         """Return the running sum for gradients of this precision, on the device of the first."""
