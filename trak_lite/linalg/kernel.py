@@ -18,7 +18,7 @@ from typing import Any, Final, Literal, Self, final
 import torch
 from torch import Tensor
 
-from trak_lite._devices import eigh_of_positive, full_float32, wide_dtype
+from trak_lite._devices import eigh_of_positive, full_float32, to_device, wide_dtype
 from trak_lite._validate import known_names, one_of, real_at_least
 from trak_lite.errors import InvalidInputError, NonFiniteError, SingularKernelError
 from trak_lite.types import FeatureLayout, Segment
@@ -526,13 +526,15 @@ class GramAccumulator:
                 f"A block is on {rows.device}, the ones before it on {self._buffer.device}. "
                 "Give all blocks on one device."
             )
+        if root_weights is not None:
+            root_weights = to_device(root_weights.to(self._buffer.dtype), rows.device)
         start = 0
         while start < rows.shape[0]:
             stop = min(start + self._rows - self._filled, rows.shape[0])
             part = self._buffer[self._filled : self._filled + stop - start]
             part.copy_(rows[start:stop])
             if root_weights is not None:
-                part.mul_(root_weights[start:stop, None].to(part))
+                part.mul_(root_weights[start:stop, None])
             self._filled += stop - start
             start = stop
             if self._filled == self._rows:

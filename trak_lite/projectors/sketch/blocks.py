@@ -52,7 +52,7 @@ class Block:
 def moved(blocks: Sequence[Block], device: torch.device) -> list[Block]:
     """Return blocks with their tensors on another device, moved in three copies."""
     shifts, row_signs, column_signs = (
-        torch.cat(parts).to(device).split([len(part) for part in parts])
+        torch.split(torch.cat(parts).to(device), [len(part) for part in parts])
         for parts in (
             [block.shifts for block in blocks],
             [block.row_signs for block in blocks],
@@ -78,7 +78,7 @@ class _Side:
         """Return signed entries ``(b, m, L, T)`` of a factor ``(b, T, d)`` for m blocks."""
         index, signs = self.index[blocks], self.signs[blocks].to(dtype)
         found = factor.transpose(1, 2).to(dtype).index_select(1, index.flatten())
-        return found.unflatten(1, index.shape).mul_(signs.unsqueeze(2))
+        return found.view(len(factor), *index.shape, factor.shape[1]).mul_(signs.unsqueeze(2))
 
 
 @final
@@ -105,7 +105,8 @@ class AllBlocks:
         def spectrum(rows: slice, blocks: slice, dtype: torch.dtype) -> Tensor:
             g = torch.fft.rfft(self._outputs.taken(block.output_grads[rows], blocks, dtype), dim=2)
             x = torch.fft.rfft(self._inputs.taken(block.inputs[rows], blocks, dtype), dim=2)
-            return g.mul_(x).sum((1, 3))
+            product: Tensor = g.mul_(x)
+            return product.sum((1, 3))
 
         positions = block.inputs.shape[1]
         if positions == 0:  # some FFT backends fail for empty input
@@ -140,7 +141,7 @@ class AllBlocks:
         features = []
         for rows, values in zip(torch.split(block.rows, step), torch.split(block.values, step), strict=True):
             wide = torch.nn.functional.pad(values.to(dtype), (0, self._across * size - self._shape[1]))
-            wide = wide.unflatten(2, (self._across, size)) * column_signs[rows // size].to(dtype)
+            wide = wide.view(*rows.shape, self._across, size) * column_signs[rows // size].to(dtype)
             wide *= row_signs[rows].to(dtype).unsqueeze(3)
             places = (columns - shifts[rows].unsqueeze(3)).remainder_(size)
             features.append(wide.gather(3, places).sum((1, 2)))
@@ -219,7 +220,7 @@ class AllBlocks:
         by_column = [self._blocks[first :: self._across] for first in range(self._across)]
         shifts = torch.stack([torch.cat([part.shifts for part in parts]) for parts in by_column], 1)
         signs = torch.stack([torch.cat([part.row_signs for part in parts]) for parts in by_column], 1)
-        return shifts, signs, self._inputs.signs.unflatten(0, (-1, self._across))
+        return shifts, signs, self._inputs.signs.view(-1, self._across, self._size)
 
 
 def _pieces(count: int, step: int) -> Iterator[slice]:

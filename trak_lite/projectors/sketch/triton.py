@@ -648,8 +648,8 @@ class MatrixKernel:
             apart: Overwrite the sums of each block separately.
         """
         num_rows = sums.shape[-2]
-        grid = (triton.cdiv(self._size, _MATRIX_COLUMNS), triton.cdiv(num_rows, _MATRIX_ROWS))
-        grid = (*grid, parts[1] - parts[0]) if apart else grid
+        programs = parts[1] - parts[0] if apart else 1
+        grid = (triton.cdiv(self._size, _MATRIX_COLUMNS), triton.cdiv(num_rows, _MATRIX_ROWS), programs)
         with _on_device_of(grads):
             _matrix_sums[grid](
                 grads,

@@ -127,6 +127,14 @@ class VectorSketch(AbstractSketch):
     def _fold_signs(self) -> Tensor:
         return hash_signs(self._fold_key, 0, self._width, device=self._device)
 
+    @functools.cached_property
+    def _fold_index(self) -> Tensor:
+        """Entry of the ring that every block adds to every feature, ``(W,)``."""
+        size = self._proj_dim
+        columns = torch.arange(size, device="cpu")
+        index = [u * size + (columns - offset) % size for u, offset in enumerate(self._fold_offsets)]
+        return torch.cat(index).to(self._device)
+
     def _draw_signs(self, first: int) -> Tensor:
         start = first * self._width
         count = min(_SEGMENT * self._width, self._num_entries - start)
@@ -136,8 +144,11 @@ class VectorSketch(AbstractSketch):
         size = self._proj_dim
         if len(self._fold_offsets) == 1:
             return ring
-        features = torch.zeros(len(ring), size, dtype=ring.dtype, device=ring.device)
         ring *= self._fold_signs.to(ring.dtype)
+        if ring.device.type != "cpu":  # half the launches
+            blocks = ring.index_select(1, self._fold_index).view(len(ring), -1, size).unbind(1)
+            return functools.reduce(torch.add, blocks)
+        features = torch.zeros(len(ring), size, dtype=ring.dtype, device=ring.device)
         for place, offset in enumerate(self._fold_offsets):
             block = ring[:, place * size : (place + 1) * size]
             features[:, offset:] += block[:, : size - offset]
