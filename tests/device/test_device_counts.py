@@ -96,39 +96,29 @@ def test_without_triton_the_launches_do_not_grow_with_the_blocks_of_a_matrix(lan
 # ---- scoring
 
 
-def waits_of(run, device, rows_per_tile, monkeypatch):
-    monkeypatch.setattr(tiles, "_TILE_ROWS", rows_per_tile)
-    with counts.counted(device, triton=False) as counting:
-        run()
-    return counting.tally
-
-
-def scored(device, **settings):
-    made, case = attributor("mlp", device, **settings)
-    made.featurize(case.train)
-    made.score(case.targets, name="t")
-    return made, case
-
-
 @pytest.mark.parametrize(
     "read",
     [
-        lambda made, case: made.scores("t").numpy(),
-        lambda made, case: made.scores("t").top(3),
-        lambda made, case: made.scores("t").damping_path([0.1, 1.0]).numpy(),
-        lambda made, case: made.scores("t").damping_path([0.1, 1.0]).top(2),
-        lambda made, case: made.score(case.targets, name="u", method="GradDot"),
+        lambda made, case, scores: scores.numpy(),
+        lambda made, case, scores: scores.top(3),
+        lambda made, case, scores: scores.damping_path([0.1, 1.0]).numpy(),
+        lambda made, case, scores: scores.damping_path([0.1, 1.0]).top(2),
+        lambda made, case, scores: made.score(case.targets, name="u", method="GradDot"),
+        lambda made, case, scores: made.score(case.targets, name="u", dense=False, k=2, method="GradCos"),
     ],
-    ids=["streamed", "top rows", "damping path", "top rows of a damping path", "stored"],
+    ids=["streamed", "top rows", "damping path", "top rows of a damping path", "stored", "best rows"],
 )
 def test_scoring_waits_once_per_tile(read, device, monkeypatch):
     """Twice the tiles of half the rows: what is waited for more often is waited for in every tile."""
     found = []
     for rows in (2, 1):
-        made, case = scored(device)
-        made.drop_scores("t")
-        made.score(case.targets, name="t", dense=False, k=2)
-        found.append(waits_of(lambda made=made, case=case: read(made, case), device, rows, monkeypatch))
+        made, case = attributor("mlp", device)
+        made.featurize(case.train)
+        scores = made.score(case.targets, name="t", dense=False)
+        monkeypatch.setattr(tiles, "_TILE_ROWS", rows)
+        with counts.counted(device, triton=False) as counting:
+            read(made, case, scores)
+        found.append(counting.tally)
 
     more = found[1].since(found[0])
     assert max(more.waits.total(), more.device_waits) <= 7 * TILE_WAITS, more.waits
