@@ -18,6 +18,7 @@ __all__ = [
     "copied_ahead",
     "eigh_of_positive",
     "float64_device",
+    "forked_rng",
     "full_float32",
     "in_float64",
     "model_pass",
@@ -252,6 +253,16 @@ def _generator(device: torch.device) -> tuple[Any, tuple[torch.device, ...]]:
     if device.type == "cpu":
         return torch, ()
     return torch.get_device_module(device), () if device.type == "mps" else (device,)  # mps has one device
+
+
+def forked_rng() -> contextlib.AbstractContextManager[None]:
+    """Return a context that restores the random states of the CPU and of all devices of the accelerator."""
+    device = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
+    if device is None:
+        return torch.random.fork_rng(devices=[])
+    # torch warns about several devices unless they are named.
+    devices = range(torch.accelerator.device_count())
+    return torch.random.fork_rng(devices=devices, device_type=device.type)
 
 
 def eigh_of_positive(matrix: Tensor) -> tuple[Tensor, Tensor]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from dataclasses import replace
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -14,7 +15,7 @@ from torch import nn
 
 from trak_lite import calibrate, calibrated_scores, verify
 from trak_lite.cli import main
-from trak_lite.methods import LESS, GradDot, Mean, Unrolled
+from trak_lite.methods import GradDot, Mean, TracIn, Unrolled
 from trak_lite.report import write_report
 from trak_lite.unrolled import SGD, Adam, AdamW, Recipe, unrolled
 
@@ -138,9 +139,9 @@ def test_calibration_by_a_teacher(device):
 def test_checkpoints_of_a_run_make_rows(device, tmp_path):
     def run(where):
         trained = recipe(where, optimizer=Adam(lr=0.02)).train(tmp_path / where.type)
-        made, case = attributor("mlp", where, normalize="adam_update")
+        made, case = attributor("mlp", where)
         made.featurize(case.train, trained.checkpoints(2))
-        scores = made.score(case.targets, name="t", method=LESS(learning_rates=(0.1, 0.2)))
+        scores = made.score(case.targets, name="t", method=TracIn(learning_rates=(0.1, 0.2)))
         return {**stored(made), "scores": scores.numpy()}
 
     assert_close_on_both(device, run)
@@ -157,7 +158,7 @@ def test_reports(device, tmp_path):
             train_render=lambda row: case.train[row][0].to(where).view(2, 5),
             target_render=lambda row: f"target {row}",
         )
-        scores.gallery(0, k=2)
+        scores.gallery([0], k=2)
         return path.read_text()
 
     pages = [re.sub(r"data:image/png;base64,[^\"]*", "", run(where)) for where in (device, CPU)]
@@ -221,7 +222,7 @@ def test_commands(command, device, tmp_path, capsys):
     for where in (device, CPU):
         folder = tmp_path / where.type
         folder.mkdir()
-        here = str(__import__("pathlib").Path(__file__).parent)
+        here = str(Path(__file__).parent)
         (folder / "recipe.py").write_text(RECIPE.format(here=here, device=str(where)))
         (folder / "run.yaml").write_text(CONFIG.format(folder=folder, device=where))
         assert main([command, str(folder / "run.yaml")]) == 0

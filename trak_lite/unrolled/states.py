@@ -12,6 +12,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
+from trak_lite._devices import to_device
 from trak_lite._validate import parse_json
 from trak_lite.errors import CorruptStoreError
 from trak_lite.unrolled.optimizers import Named, State
@@ -62,17 +63,16 @@ def load_tensors(path: Path, device: torch.device) -> tuple[Named, dict[str, str
         CorruptStoreError: If the file cannot be read.
     """
     try:
-        with safe_open(path, framework="pt", device=str(device)) as file:
+        with safe_open(path, framework="pt", device="cpu") as file:  # the format does not know every device
             metadata = file.metadata()
             # Bits depend on the order, in which a norm is summed, and on the alignment, which a mapped file has not.
-            found = {
-                name: file.get_tensor(name).clone() for name in parse_json(metadata.pop(_ORDER).encode())
-            }
-            return found, metadata
+            names = parse_json(metadata.pop(_ORDER).encode())
+            found = {name: file.get_tensor(name).clone() for name in names}
     except (OSError, ValueError, TypeError, AttributeError, KeyError, SafetensorError) as error:
         raise CorruptStoreError(
             f"{path} cannot be read ({error!s:.200}). Delete it, and make the call again."
         ) from error
+    return {name: to_device(tensor, device) for name, tensor in found.items()}, metadata
 
 
 class StateFiles:
