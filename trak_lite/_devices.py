@@ -67,7 +67,7 @@ def to_device(values: Tensor, device: torch.device) -> Tensor:
     """
     if values.device.type != "cpu" or not _pins_memory(device):
         return values.to(device)
-    return values.pin_memory().to(device, non_blocking=True)
+    return values.contiguous().pin_memory().to(device, non_blocking=True)
 
 
 def _pins_memory(device: torch.device) -> bool:

@@ -181,7 +181,8 @@ class AllBlocks:
         return torch.zeros(len(block.inputs), self._size, dtype=dtype, device=block.inputs.device)
 
     def _budget(self, values: Tensor, dtype: torch.dtype) -> int:
-        return scratch_bytes(values.device) // dtype.itemsize
+        """Return how many numbers one intermediate result may have; a few exist at once."""
+        return scratch_bytes(values.device) // (4 * dtype.itemsize)
 
     @functools.cached_property
     def _outputs(self) -> _Side:
