@@ -1,26 +1,31 @@
-"""Device differences: float64 support, full float32 products, deterministic sums, cuDNN's recurrent layers."""
+"""Device differences: float64 support, full float32 products, deterministic sums, cuDNN's recurrent layers, copies."""
 
 from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, final
 
 import torch
+from numpy.typing import NDArray
 from torch import Tensor, nn
 
 __all__ = [
+    "HostCopy",
     "add_at_",
+    "copied_ahead",
     "eigh_of_positive",
     "float64_device",
+    "forked_rng",
     "full_float32",
     "in_float64",
     "model_pass",
     "rng_state",
     "seed_rng",
     "set_rng_state",
+    "to_device",
     "wide_dtype",
 ]
 
@@ -53,6 +58,76 @@ def in_float64(values: Tensor) -> Tensor:
     """Return values in float64 on their device, or on the CPU if their device does not support float64."""
     # Move first, then cast: a device without float64 cannot perform the cast.
     return values.to(float64_device(values.device)).double()
+
+
+def to_device(values: Tensor, device: torch.device) -> Tensor:
+    """Copy values to a device; from the host to an accelerator without waiting, through pinned memory.
+
+    The pinned memory belongs to torch's allocator, which does not reuse it before the copy is done.
+    """
+    if values.device.type != "cpu" or not _pins_memory(device):
+        return values.to(device)
+    return values.contiguous().pin_memory().to(device, non_blocking=True)
+
+
+def _pins_memory(device: torch.device) -> bool:
+    """Return whether torch has pinned memory for copies to and from this device."""
+    accelerator = torch.accelerator.current_accelerator()
+    return accelerator is not None and accelerator.type == device.type and device.type != "mps"
+
+
+@final
+class HostCopy:
+    """A copy of tensors to the host. From an accelerator it goes on while the host and the device do other work."""
+
+    def __init__(self, *values: Tensor) -> None:
+        """Start to copy tensors of one device."""
+        device = values[0].device
+        self._event: torch.Event | None = None
+        if not _pins_memory(device):
+            self._host = [tensor.cpu() for tensor in values]
+            return
+        self._host = [
+            torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu", pin_memory=True) for tensor in values
+        ]
+        for host, tensor in zip(self._host, values, strict=True):
+            host.copy_(tensor, non_blocking=True)
+        self._event = torch.Event(device)
+        self._event.record(torch.accelerator.current_stream(device))
+
+    @property
+    def is_done(self) -> bool:
+        """Whether nothing has to be waited for: the tensors were on the CPU."""
+        return self._event is None
+
+    def arrays(self) -> list[NDArray[Any]]:
+        """Wait until the copy is done, and return one array per tensor; from a CPU they share the tensors' memory."""
+        if self._event is not None:
+            self._event.synchronize()
+            self._event = None
+        return [tensor.numpy() for tensor in self._host]
+
+
+def copied_ahead(tiles: Iterable[tuple[Any, ...]]) -> Iterator[tuple[Any, ...]]:
+    """Yield the tensors of ``(key, *tensors)`` as arrays, in order.
+
+    From an accelerator, the next tensors are computed while the last ones are copied.
+
+    Example:
+        >>> list(copied_ahead([(0, torch.ones(1)), (1, torch.zeros(1))]))
+        [(0, array([1.], dtype=float32)), (1, array([0.], dtype=float32))]
+    """
+    waiting: tuple[Any, HostCopy] | None = None
+    for key, *tensors in tiles:
+        copy = HostCopy(*tensors)
+        if waiting is not None:
+            yield waiting[0], *waiting[1].arrays()
+        waiting = key, copy
+        if copy.is_done:
+            yield key, *copy.arrays()
+            waiting = None
+    if waiting is not None:
+        yield waiting[0], *waiting[1].arrays()
 
 
 def add_at_(total: Tensor, dim: int, index: Tensor, values: Tensor) -> Tensor:
@@ -178,6 +253,16 @@ def _generator(device: torch.device) -> tuple[Any, tuple[torch.device, ...]]:
     if device.type == "cpu":
         return torch, ()
     return torch.get_device_module(device), () if device.type == "mps" else (device,)  # mps has one device
+
+
+def forked_rng() -> contextlib.AbstractContextManager[None]:
+    """Return a context that restores the random states of the CPU and of all devices of the accelerator."""
+    device = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
+    if device is None:
+        return torch.random.fork_rng(devices=[])
+    # torch warns about several devices unless they are named.
+    devices = range(torch.accelerator.device_count())
+    return torch.random.fork_rng(devices=devices, device_type=device.type)
 
 
 def eigh_of_positive(matrix: Tensor) -> tuple[Tensor, Tensor]:

@@ -8,7 +8,11 @@ from projection_cases import LargestTensor, random, set_threads
 
 from trak_lite.projectors import CountSketchProjector
 from trak_lite.projectors import _scratch as scratch_module
-from trak_lite.projectors.sketch.matrix import fourier_is_cheaper
+from trak_lite.projectors._scratch import Scratch
+from trak_lite.projectors.sketch import blocks as all_blocks
+from trak_lite.projectors.sketch.base import Keys
+from trak_lite.projectors.sketch.blocks import fourier_takes_less_time
+from trak_lite.projectors.sketch.matrix import MatrixSketch, fourier_is_cheaper
 from trak_lite.types import DenseBlock, FactoredBlock, GradientBlock, LookupBlock, SummedBlock
 
 SHAPES = {
@@ -189,6 +193,49 @@ def test_the_gradient_of_factors_is_never_formed_as_a_whole(method, most, thread
 
     assert largest.entries <= most
     assert most <= shape[0] * shape[1] / 4  # of one sample's gradient
+
+
+# ---- all blocks at once, as on accelerators
+
+
+@pytest.mark.parametrize("budget", [1, 100_000, 1 << 28])
+@pytest.mark.parametrize("proj_dim", [7, 64, 500])
+@pytest.mark.parametrize("shape", [(60, 70), (90, 75), (50, 8), (64, 128)])
+def test_all_blocks_at_once_have_the_features_of_the_gradient(shape, proj_dim, budget, monkeypatch):
+    monkeypatch.setattr(all_blocks, "scratch_bytes", lambda device: budget)
+    sketch = MatrixSketch(shape, proj_dim, Keys(3, 1, "w"), device=torch.device("cpu"))
+    products, rows = factors(shape, 5), lookups(shape, 7)
+    made = [sketch._at_once.convolved(products), sketch._at_once.formed(products)]
+    made.append(sketch._at_once.looked_up(rows))
+
+    whole = formed(products, shape).grad.flatten(1), table_of(rows, shape).flatten(1)
+    for features, gradient in zip(made, (whole[0], *whole), strict=True):
+        assert_close(features, sketch.dense(gradient.double(), Scratch()), 1e-12)
+
+
+def test_no_samples_and_no_positions_have_no_features_and_zeros():
+    sketch = MatrixSketch((60, 70), 64, Keys(3, 1, "w"), device=torch.device("cpu"))
+    for samples, positions in ((0, 3), (2, 0)):
+        block = FactoredBlock("w", torch.ones(samples, positions, 70), torch.ones(samples, positions, 60))
+        for made in (sketch._at_once.convolved(block), sketch._at_once.formed(block)):
+            assert torch.equal(made, torch.zeros(samples, 64))
+
+
+@pytest.mark.parametrize("triton", [True, False])
+@pytest.mark.parametrize("proj_dim", [64, 512, 2048])
+def test_more_positions_never_make_transforms_faster_than_forming_with_the_kernel(proj_dim, triton):
+    answers = [
+        fourier_takes_less_time((3072, 768), positions, proj_dim=proj_dim, triton=triton)
+        for positions in range(1, 600, 3)
+    ]
+
+    assert answers[0]
+    assert answers == sorted(answers, reverse=True)
+
+
+def test_the_matrices_of_gpt_are_formed_in_a_few_launches():
+    for shape in ((2304, 768), (768, 768), (3072, 768), (768, 3072), (50257, 768)):
+        assert not fourier_takes_less_time(shape, 64, proj_dim=256)
 
 
 # ---- what is cheaper

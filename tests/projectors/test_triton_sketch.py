@@ -258,9 +258,9 @@ def test_every_block_of_columns_lists_its_rows_once_and_in_natural_order(kernels
 
 @interpreted
 @pytest.mark.usefixtures("wide_programs")
-@pytest.mark.parametrize(("positions", "budget"), [(1, 1), (3, 2 * 128 * 20 * 4), (1, 1 << 30)])
-def test_a_gradient_formed_in_pieces_has_the_bits_of_the_whole(kernels, monkeypatch, positions, budget):
-    """Pieces of one sample and some rows, of some samples and some rows, of all; the products are exact."""
+@pytest.mark.parametrize(("positions", "budget"), [(1, 1), (3, 2 * 128 * 20 * 4)])
+def test_a_gradient_formed_in_small_pieces_has_the_bits_of_the_whole(kernels, monkeypatch, positions, budget):
+    """Pieces of one sample and some rows, of some samples and some rows; the products are exact."""
     monkeypatch.setattr(kernels, "scratch_bytes", lambda device: budget)
     inputs, output_grads = (random(3, positions, size, seed=size).mul(50).round() for size in (20, 300))
     output_grads *= 2.0 ** torch.arange(300).remainder(
@@ -271,6 +271,23 @@ def test_a_gradient_formed_in_pieces_has_the_bits_of_the_whole(kernels, monkeypa
 
     assert torch.equal(whole.float().double(), whole)
     assert torch.equal(features(sketch, (inputs, output_grads)), by_torch(sketch, whole.float()))
+
+
+@interpreted
+@pytest.mark.usefixtures("wide_programs")
+@pytest.mark.parametrize("bands", [1, 2, 7, 100])
+@pytest.mark.parametrize("most_parts", [2, 4, 65535])
+def test_whole_rows_of_blocks_are_added_apart(kernels, monkeypatch, bands, most_parts):
+    """Pieces of one sample and one row of blocks, of several samples, of all; each block has sums of its own."""
+    monkeypatch.setattr(kernels, "scratch_bytes", lambda device: bands * 64 * 70 * 8)
+    monkeypatch.setattr(kernels, "_MOST_PARTS", most_parts)
+    inputs, output_grads = (random(3, 2, size, seed=size).double() for size in (70, 150))
+    sketch = matrix_sketch((150, 70), 64)
+    whole = (output_grads.transpose(1, 2) @ inputs).flatten(1)
+    made = features(sketch, (inputs, output_grads))
+
+    assert sketch._kernel is not None, "the kernel did not run"
+    torch.testing.assert_close(made, by_torch(sketch, whole), rtol=0, atol=1e-11)
 
 
 @interpreted
@@ -391,14 +408,21 @@ def compiled(compile_only, tmp_path, monkeypatch):
             "block_rows": kernels._MATRIX_ROWS,
             "block_columns": kernels._MATRIX_COLUMNS,
             "unroll": kernels._MATRIX_UNROLL,
+            "apart": False,
         },
     }
+    blocks["_tile_sums"] = blocks["_ring_sums"]
     options = {
         "_ring_sums": {"num_warps": kernels._TILE_WARPS},
+        "_tile_sums": {"num_warps": kernels._TILE_WARPS},
         "_matrix_sums": {"num_warps": kernels._MATRIX_WARPS, **kernels._REGISTERS},
     }
-    return lambda name, dtype, capability: compile_kernel(
-        getattr(kernels, name), dtype, capability, {"entry_stride": 1, **blocks[name]}, options[name]
+    return lambda name, dtype, capability, **others: compile_kernel(
+        getattr(kernels, name),
+        dtype,
+        capability,
+        {"entry_stride": 1, **blocks[name], **others},
+        options[name],
     )
 
 
@@ -413,7 +437,7 @@ def compile_kernel(kernel, dtype: str, capability: int, constants: dict, options
         **dict.fromkeys(["lists_ptr", "bounds_ptr", "facts_ptr"], "*i64"),
         **dict.fromkeys(["row_stride", "sample_stride", "origin", "crossing", "first_tile"], "i64"),
         "sums_ptr": total,
-        "offsets_ptr": "*i32",
+        **dict.fromkeys(["offsets_ptr", "fold_offsets_ptr"], "*i32"),
         "signs_ptr": "*fp32",
     }
     signature = {
@@ -437,7 +461,7 @@ def machine_code(compiled, folder) -> str:
 
 
 @pytest.mark.parametrize("dtype", ["fp16", "fp32", "fp64"])
-@pytest.mark.parametrize("name", ["_ring_sums", "_matrix_sums"])
+@pytest.mark.parametrize("name", ["_ring_sums", "_tile_sums", "_matrix_sums"])
 def test_neighbours_in_memory_are_read_by_neighbouring_lanes(compiled, name, dtype):
     """The layout of the reads has columns, not rows, on the lanes of a warp."""
     layout = compiled(name, dtype, 90).asm["ttgir"]
@@ -456,9 +480,14 @@ def kind(dtype: str) -> str:
 
 
 @pytest.mark.parametrize("capability", [80, 90])
-@pytest.mark.parametrize(("name", "reads"), [("_ring_sums", 32), ("_matrix_sums", 64)])
+@pytest.mark.parametrize(
+    ("name", "reads"),
+    [("_ring_sums", 32), ("_tile_sums", 32), ("_matrix_sums", 64), ("_matrix_sums apart", 64)],
+)
 def test_reads_are_under_way_together_and_no_register_is_spilled(compiled, tmp_path, name, reads, capability):
-    code = machine_code(compiled(name, "fp32", capability), tmp_path)
+    name, _, apart = name.partition(" ")
+    others = {"apart": True} if apart else {}
+    code = machine_code(compiled(name, "fp32", capability, **others), tmp_path)
 
     instructions = re.findall(r"\b(LDG|FFMA|STL|LDL)\b", code)
     assert "STL" not in instructions
@@ -468,7 +497,7 @@ def test_reads_are_under_way_together_and_no_register_is_spilled(compiled, tmp_p
     assert "LDG" not in instructions[first_sum:]
 
 
-@pytest.mark.parametrize("name", ["_ring_sums", "_matrix_sums"])
+@pytest.mark.parametrize("name", ["_ring_sums", "_tile_sums", "_matrix_sums"])
 def test_small_numbers_are_not_flushed_to_zero(compiled, name):
     assert ".ftz" not in compiled(name, "fp32", 90).asm["ptx"]
 

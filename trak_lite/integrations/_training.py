@@ -7,9 +7,9 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 import numpy as np
-import torch
 from torch import nn
 
+from trak_lite._devices import forked_rng
 from trak_lite.attributor import Attributor
 from trak_lite.errors import InvalidInputError
 from trak_lite.models.borrowing import model_device
@@ -21,10 +21,10 @@ __all__ = ["refuse_other_model", "undisturbed"]
 def undisturbed() -> Iterator[None]:
     """Restore all random states after the block, also after an error.
 
-    These are the states of Python, NumPy and torch, the latter on the CPU and every CUDA device.
+    These are the states of Python, NumPy and torch, the latter on the CPU and every device of the accelerator.
     """
     python, numpy = random.getstate(), np.random.get_state()  # noqa: NPY002 - the global state, which training uses
-    with torch.random.fork_rng(devices=range(torch.cuda.device_count())):
+    with forked_rng():
         try:
             yield
         finally:

@@ -18,7 +18,7 @@ from typing import Any, Final, Literal, Self, final
 import torch
 from torch import Tensor
 
-from trak_lite._devices import eigh_of_positive, full_float32, wide_dtype
+from trak_lite._devices import eigh_of_positive, full_float32, to_device, wide_dtype
 from trak_lite._validate import known_names, one_of, real_at_least
 from trak_lite.errors import InvalidInputError, NonFiniteError, SingularKernelError
 from trak_lite.types import FeatureLayout, Segment
@@ -526,13 +526,15 @@ class GramAccumulator:
                 f"A block is on {rows.device}, the ones before it on {self._buffer.device}. "
                 "Give all blocks on one device."
             )
+        if root_weights is not None:
+            root_weights = to_device(root_weights.to(self._buffer.dtype), rows.device)
         start = 0
         while start < rows.shape[0]:
             stop = min(start + self._rows - self._filled, rows.shape[0])
             part = self._buffer[self._filled : self._filled + stop - start]
             part.copy_(rows[start:stop])
             if root_weights is not None:
-                part.mul_(root_weights[start:stop, None].to(part))
+                part.mul_(root_weights[start:stop, None])
             self._filled += stop - start
             start = stop
             if self._filled == self._rows:
@@ -647,7 +649,11 @@ def _matching_rows(rows: Tensor, width: int, like: Tensor) -> Tensor:
 def _mean_eigenvalues(grams: Sequence[Tensor], layout: FeatureLayout) -> list[float]:
     """Return the mean eigenvalue of every segment's gram matrix; raise if none is above zero."""
     _check_widths([matrix.shape[0] for matrix in grams], layout, what="gram matrices")
-    means = [_mean_eigenvalue(matrix, s.name) for matrix, s in zip(grams, layout.segments, strict=True)]
+    for matrix, segment in zip(grams, layout.segments, strict=True):
+        _check_gram(matrix, segment.name)
+    means: list[float] = torch.stack([matrix.diagonal().mean() for matrix in grams]).tolist()  # waits once
+    for mean, segment in zip(means, layout.segments, strict=True):
+        _check_mean(mean, segment.name)
     if max(means) <= 0.0:
         raise SingularKernelError(_zero_message("every segment"))
     return means
@@ -664,18 +670,26 @@ def _mean_eigenvalue(gram: Tensor, segment: str) -> float:
 
     A NaN or infinite feature always makes the diagonal non-finite, so only the trace is checked.
     """
+    _check_gram(gram, segment)
+    mean = float(gram.diagonal().mean())
+    _check_mean(mean, segment)
+    return mean
+
+
+def _check_gram(gram: Tensor, segment: str) -> None:
     if gram.dim() != 2 or gram.shape[0] != gram.shape[1] or not gram.is_floating_point():
         raise InvalidInputError(
             f"The gram matrix of segment {segment!r} must be a square floating matrix, "
             f"got shape {tuple(gram.shape)} of {gram.dtype}."
         )
-    mean = float(gram.diagonal().mean())
+
+
+def _check_mean(mean: float, segment: str) -> None:
     if not -float("inf") < mean < float("inf"):
         raise NonFiniteError(
             f"The gram matrix of segment {segment!r} holds NaN or infinite values. "
             "Check the features that it was summed over."
         )
-    return mean
 
 
 def _noise_floor(values: Tensor) -> float:

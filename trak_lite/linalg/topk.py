@@ -47,6 +47,9 @@ class TopK:
         self._seen: list[tuple[int, int]] = []
         self._rows: Tensor | None = None
         self._keys: Tensor | None = None
+        self._first_bad: Tensor | None = None
+        """Number of the first score that is not finite, counted along the rows, or -1; on an accelerator."""
+        self._bad_value = torch.zeros((), device="cpu")
 
     @torch.no_grad()
     def update(self, first_row: int, block: Tensor) -> None:
@@ -58,7 +61,8 @@ class TopK:
 
         Raises:
             InvalidInputError: If the shape or dtype does not fit, or a row was added before; the state is unchanged.
-            NonFiniteError: If a score is NaN or infinite; the state is unchanged.
+            NonFiniteError: If a score is NaN or infinite; the state is unchanged. For scores on an accelerator, which
+                this call does not wait for, :meth:`result` raises it.
         """
         self._check(first_row, block)
         if block.shape[0] == 0:
@@ -77,7 +81,10 @@ class TopK:
 
         Raises:
             StateError: If no row has been added.
+            NonFiniteError: If a score on an accelerator was NaN or infinite.
         """
+        if self._first_bad is not None and (place := int(self._first_bad)) >= 0:
+            raise _not_finite(*divmod(place, self._num_targets), float(self._bad_value))
         if self._rows is None or self._keys is None:
             raise StateError("TopK has seen no row. Call update with at least one row of scores first.")
         return self._rows.clone(), self._keys.mul(self._factor).add_(0.0)
@@ -101,19 +108,38 @@ class TopK:
                 )
         if first_row < 0:
             raise InvalidInputError(f"first_row must be at least 0, got {first_row}.")
-        if not bool(torch.isfinite(block).all()):
+        if block.device.type != "cpu":
+            self._note_bad(first_row, block)
+        elif not bool(torch.isfinite(block).all()):
             row, target = torch.nonzero(~torch.isfinite(block))[0].tolist()
-            value = float(block[row, target])
-            raise NonFiniteError(
-                f"The score of train row {first_row + row} for target {target} is {value}. "
-                "Scores must be finite to be ranked; check the features and the kernel."
-            )
+            raise _not_finite(first_row + row, target, float(block[row, target]))
+
+    def _note_bad(self, first_row: int, block: Tensor) -> None:
+        """Note the first score that is not finite, without waiting for it."""
+        if not block.numel():
+            return
+        bad = ~torch.isfinite(block).flatten()
+        place = bad.int().argmax()
+        value = block.flatten().take(place)
+        number = torch.where(bad.any(), place + first_row * self._num_targets, -1)
+        if self._first_bad is not None:
+            earlier = self._first_bad >= 0
+            number = torch.where(earlier, self._first_bad, number)
+            value = torch.where(earlier, self._bad_value, value)
+        self._first_bad, self._bad_value = number, value
 
     def _remember(self, start: int, stop: int) -> None:
         """Record added rows; adjacent ranges are merged, so a stream in order needs one entry."""
         touching = [run for run in self._seen if run[1] == start or run[0] == stop]
         self._seen = [run for run in self._seen if run not in touching]
         self._seen.append((min([start, *(a for a, _ in touching)]), max([stop, *(b for _, b in touching)])))
+
+
+def _not_finite(row: int, target: int, value: float) -> NonFiniteError:
+    return NonFiniteError(
+        f"The score of train row {row} for target {target} is {value}. "
+        "Scores must be finite to be ranked; check the features and the kernel."
+    )
 
 
 @torch.no_grad()
@@ -160,7 +186,12 @@ def _lowest_rows_of_highest(keys: Tensor, k: int) -> tuple[Tensor, Tensor]:
     tied = keys == cut
     room = k - above.sum(1, keepdim=True)
     selected = above | (tied & (tied.cumsum(1, dtype=torch.int32) <= room))
-    rows = selected.nonzero()[:, 1].reshape(keys.shape[0], k)
+    if keys.device.type == "cpu":
+        rows = selected.nonzero()[:, 1].reshape(keys.shape[0], k)
+    else:  # nonzero would wait for the number of entries, which is known
+        places = selected.cumsum(1).sub_(1).masked_fill_(~selected, k)
+        columns = torch.arange(keys.shape[1], device=keys.device).expand_as(places)
+        rows = places.new_zeros(keys.shape[0], k + 1).scatter_(1, places, columns)[:, :k]
     return rows, keys.gather(1, rows)
 
 

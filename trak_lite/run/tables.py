@@ -11,6 +11,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from trak_lite._devices import to_device
 from trak_lite._validate import some_of
 from trak_lite.errors import InvalidInputError, StateError, StoreError
 from trak_lite.methods import AbstractInverseMethod, AbstractMethod
@@ -94,7 +95,10 @@ def target_table_spec(num_rows: int, width: int, dtype: str, fingerprint: Mappin
 
 
 def as_tensor(array: NDArray[Any], device: torch.device) -> Tensor:
-    """Return an array of the store as a tensor on a device; on the CPU it shares the mapped memory."""
+    """Return an array of the store as a tensor on a device; on the CPU it shares the mapped memory.
+
+    The copy to an accelerator is not waited for.
+    """
     if not array.flags.writeable:
         # torch warns about read-only arrays, because writing to the tensor is undefined; no caller writes to it.
         array = array.view()
@@ -102,7 +106,7 @@ def as_tensor(array: NDArray[Any], device: torch.device) -> Tensor:
             array.flags.writeable = True
     if not array.flags.writeable:
         array = array.copy()
-    return torch.from_numpy(array).to(device)
+    return to_device(torch.from_numpy(array), device)
 
 
 def score_table_spec(

@@ -131,7 +131,9 @@ def _summed(
         start, stop = table.chunk_range(chunk)
         weights = None
         if settings.weighting == "curvature":
-            weights = as_tensor(np.array(table.read_chunk(chunk, LOSS_CURVATURE)), device)
+            weights = torch.from_numpy(
+                np.array(table.read_chunk(chunk, LOSS_CURVATURE))
+            )  # checked on the host
         for first, rows in table.blocks(FEATURES, start, stop):
             here = None if weights is None else weights[first - start : first - start + len(rows)]
             sums.add(as_tensor(rows, device), here)

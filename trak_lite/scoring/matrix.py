@@ -14,6 +14,7 @@ import torch
 from numpy.typing import ArrayLike, NDArray
 from torch import Tensor
 
+from trak_lite._devices import copied_ahead
 from trak_lite._validate import one_of, positive_int, real_at_least, target_number
 from trak_lite.errors import InvalidInputError
 from trak_lite.linalg.topk import TopK, TopRows, merged_top
@@ -136,8 +137,7 @@ class StreamedMatrix(AbstractScoreMatrix):
 
     def tiles(self) -> Iterator[tuple[int, NDArray[np.float32]]]:
         """Yield tiles, bitwise equal to those of a stored matrix."""
-        for start, tile in self._source.tiles():
-            yield start, tile.cpu().numpy()
+        yield from copied_ahead(self._source.tiles())
 
     def rows(self, indices: Sequence[int] | NDArray[np.integer]) -> NDArray[np.float32]:
         """Return the scores of some train rows, ``(len(indices), M)``."""
@@ -383,8 +383,8 @@ class DampingPath:
         column = slice(None) if target is None else target_number(target, num_targets, self._name)
         shape = self.shape if target is None else (num_dampings, num_rows)
         out = np.empty(shape, np.float32)
-        for start, tile in self._source.tiles(self._terms):
-            scores = tile.cpu().numpy().reshape(len(tile), num_dampings, num_targets)
+        for start, tile in copied_ahead(self._source.tiles(self._terms)):
+            scores = tile.reshape(len(tile), num_dampings, num_targets)
             out[:, start : start + len(tile)] = scores[:, :, column].swapaxes(0, 1)
         return out
 

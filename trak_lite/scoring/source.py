@@ -15,7 +15,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from trak_lite._devices import wide_dtype
+from trak_lite._devices import copied_ahead, wide_dtype
 from trak_lite.data.batches import rows_in_batches
 from trak_lite.data.datasets import every_nth, spread_rows
 from trak_lite.errors import InvalidInputError
@@ -259,9 +259,10 @@ class ScoreSource:
         out_to_loss = np.zeros(self.num_rows)
         for table, weight in zip(self._train, self._weights, strict=True):
             own = self._own_products(table)
-            parts = [own(as_tensor(rows, self._device)).cpu().double() for _, rows in table.blocks(FEATURES)]
+            products = ((first, own(as_tensor(rows, self._device))) for first, rows in table.blocks(FEATURES))
+            parts = [part.astype(np.float64) for _, part in copied_ahead(products)]
             q = table.read(OUT_TO_LOSS).astype(np.float64)
-            total += weight * torch.cat(parts).numpy() * (q if self.method.q == "inside" else 1.0)
+            total += weight * np.concatenate(parts) * (q if self.method.q == "inside" else 1.0)
             out_to_loss += q
         if self.method.q == "outside":
             total *= out_to_loss / len(self._train)
@@ -281,10 +282,13 @@ class ScoreSource:
             plan = rows_in_batches(rows, _PAIR_ROWS)
         out = np.empty((self.num_rows if rows is None else len(rows), len(terms[0].targets)), np.float32)
         done = 0
-        for part in plan:
-            tile = error_tile(terms, groups, part, q=self.method.q, device=self._device)
-            out[done : done + len(part)] = tile.cpu().numpy()
-            done += len(part)
+        errors = (
+            (len(part), error_tile(terms, groups, part, q=self.method.q, device=self._device))
+            for part in plan
+        )
+        for count, tile in copied_ahead(errors):
+            out[done : done + count] = tile
+            done += count
         return out
 
     def pair_errors(self, rows: NDArray[np.int64], runs: Sequence[Hashable] | None) -> NDArray[np.float32]:

@@ -15,7 +15,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from trak_lite._devices import wide_dtype
+from trak_lite._devices import copied_ahead, wide_dtype
 from trak_lite.linalg.products import score_block
 from trak_lite.linalg.spread import Spread
 from trak_lite.parallel.ranks import Ranks
@@ -90,11 +90,15 @@ def score_rows(
         Number of rows that this process wrote.
     """
     with SharedRows(scores, _TILE_ROWS, label=label, progress=progress, ranks=ranks) as work:
-        for rows in (rows for batches in work.rounds() for rows in batches):
-            first, last = int(rows[0]), int(rows[-1]) + 1
-            tile = score_tile(terms, range(first, last), q=q, device=device).cpu().numpy()
-            work.put(rows, {SCORES: tile[rows - first]})
+        for batches in work.rounds():  # all rows of a round are put before the next
+            tiles = ((rows, score_tile(terms, _covering(rows), q=q, device=device)) for rows in batches)
+            for rows, tile in copied_ahead(tiles):
+                work.put(rows, {SCORES: tile[rows - rows[0]]})
     return work.written
+
+
+def _covering(rows: NDArray[np.int64]) -> range:
+    return range(int(rows[0]), int(rows[-1]) + 1)
 
 
 def score_tile(

@@ -16,12 +16,14 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from trak_lite._devices import copied_ahead
 from trak_lite._validate import positive_int
 from trak_lite.data.batches import rows_in_batches
 from trak_lite.data.datasets import Rows
 from trak_lite.errors import InvalidInputError
 from trak_lite.featurizing.session import FeaturizingSession, Run
 from trak_lite.featurizing.solvers import Convergence
+from trak_lite.featurizing.unprojected import RowProducts
 from trak_lite.gradient_computers.normalization import Normalization
 from trak_lite.linalg.topk import TopK, TopRows
 from trak_lite.methods import (
@@ -318,18 +320,24 @@ class _Scorer:
             count += 1
             solved = self._solved(block, digest, label)
             train = self._session.gradient_pass(self._train, normalization=self._cosines())
+            parts = train.products(rows, solved, label=f"Scoring, {label}", progress=self._run.progress)
             done = 0
-            for part in train.products(rows, solved, label=f"Scoring, {label}", progress=self._run.progress):
-                products = part.products * weight
-                if self._method.q == "inside":
-                    products = products * part.out_to_loss.to(products)[:, None]
-                stop = done + len(part.rows)
-                total[done:stop] += products.float().cpu().numpy()
-                q[done:stop] += part.out_to_loss.double().cpu().numpy()
+            for size, products, out_to_loss in copied_ahead(self._weighted(part, weight) for part in parts):
+                stop = done + size
+                total[done:stop] += products
+                q[done:stop] += out_to_loss
                 done = stop
 
         walk(add)
         return total * (q / count).astype(np.float32)[:, None] if self._method.q == "outside" else total
+
+    def _weighted(self, part: RowProducts, weight: float) -> tuple[int, Tensor, Tensor]:
+        """Return the number of rows of a batch, their products in float32, and their q."""
+        products = part.products * weight
+        if self._method.q == "inside":
+            products = products * part.out_to_loss.to(products)[:, None]
+        out_to_loss = part.out_to_loss.to(torch.promote_types(part.out_to_loss.dtype, torch.float32))
+        return len(part.rows), products.float(), out_to_loss
 
     def _solved(self, block: NDArray[np.int64], digest: str, label: str) -> Tensor:
         """Return the gradients of the targets at the loaded checkpoint, multiplied by the inverse, ``(m, P)``."""

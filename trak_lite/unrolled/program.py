@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from torch.func import grad, vmap
 from torch.utils._pytree import tree_map
 
-from trak_lite._devices import rng_state
+from trak_lite._devices import forked_rng, rng_state
 from trak_lite._validate import positive_int, real_at_least
 from trak_lite.data.batches import batch_size, map_tensors, move_batch, rows_in_batches
 from trak_lite.data.datasets import Rows, rows_of
@@ -163,8 +163,7 @@ class TrainingSettings:
 
     def model(self, seed: int) -> nn.Module:
         """Return a new model with the initial weights of a seed; the state of torch's generator is restored."""
-        device = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
-        with torch.random.fork_rng() if device is None else torch.random.fork_rng(device_type=device.type):
+        with forked_rng():
             torch.manual_seed(seed)
             return self.model_fn(seed)
 

@@ -14,6 +14,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
+from trak_lite._devices import to_device
 from trak_lite._validate import parse_json
 from trak_lite.errors import CorruptStoreError, StoreError
 from trak_lite.store.disk.files import named_errors
@@ -89,17 +90,16 @@ def load_tensors(path: Path, device: torch.device) -> tuple[Named, dict[str, str
     with named_errors("Reading", str(path)):
         path.open("rb").close()  # safetensors says that a file without permission does not exist
     try:
-        with safe_open(path, framework="pt", device=str(device)) as file:
+        with safe_open(path, framework="pt", device="cpu") as file:  # the format does not know every device
             metadata = file.metadata()
             # Bits depend on the order, in which a norm is summed, and on the alignment, which a mapped file has not.
-            found = {
-                name: file.get_tensor(name).clone() for name in parse_json(metadata.pop(_ORDER).encode())
-            }
-            return found, metadata
+            names = parse_json(metadata.pop(_ORDER).encode())
+            found = {name: file.get_tensor(name).clone() for name in names}
     except (OSError, ValueError, TypeError, AttributeError, KeyError, SafetensorError) as error:
         raise CorruptStoreError(
             f"{path} cannot be read ({error!s:.200}). Delete it, and make the call again."
         ) from error
+    return {name: to_device(tensor, device) for name, tensor in found.items()}, metadata
 
 
 class StateFiles:

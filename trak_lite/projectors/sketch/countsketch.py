@@ -5,7 +5,7 @@ of the K features (with ``copies=s``, to s features, scaled by :math:`1/\sqrt s`
 variance at most :math:`(\|x\|^2\|y\|^2 + \langle x, y\rangle^2 - \frac2s\sum_i x_i^2 y_i^2)/K`. For s = 1 this is the
 variance of a dense sign matrix, which costs 2K operations per entry. (The sketch of a matrix has a different variance,
 smaller except for a relative term of order 1/K, see ``matrix``.) Gradients given as factors or as table rows are never
-formed as a whole.
+formed as a whole on a CPU; on an accelerator, those of some samples are, in at most 256 MiB.
 
 Shapes: B samples, K features (``proj_dim``), P gradient entries per sample.
 Numerics: float64 gradients are summed in float64, all others in float32, in an order that is part of the definition.
@@ -57,7 +57,8 @@ _NARROW = 64
 class CountSketchProjector(AbstractProjector):
     """CountSketch: adds every gradient entry to a few of the K features, with random signs.
 
-    The features of dense gradients are bitwise independent of batch, block order, number of threads and device.
+    The features of dense gradients are bitwise independent of batch, block order, number of threads and device; those
+    of factors and table rows up to rounding.
     Not thread-safe.
 
     Example:
@@ -249,8 +250,18 @@ class _SketchAccumulator(AbstractFeatureAccumulator):
 
     def _merge(self, name: str) -> None:
         for start, part in self._waiting.pop(name, ()):
+            if part.device.type != "cpu" and len(part) == self._num_samples:
+                self._add_whole(part)
+                continue
             total = self._sum(part.dtype, part.device)
             total[start : start + len(part)] += part.to(total.device)
+
+    def _add_whole(self, part: Tensor) -> None:
+        """Add features of the whole batch with at most one launch."""
+        self._device = self._device or part.device
+        part = part.to(self._device)
+        total = self._sums.get(part.dtype)
+        self._sums[part.dtype] = part if total is None else total + part
 
     def _sum(self, dtype: torch.dtype, device: torch.device) -> Tensor:
         """Return the running sum for gradients of this precision, on the device of the first."""

@@ -22,7 +22,6 @@ from __future__ import annotations
 import functools
 import itertools
 import math
-from dataclasses import dataclass
 from types import ModuleType
 from typing import TYPE_CHECKING, Literal, TypeAlias, final
 
@@ -32,6 +31,7 @@ from torch import Tensor
 from trak_lite.projectors._scratch import Scratch, form, scratch_bytes, sum_dtype
 from trak_lite.projectors.random.hash import Stream, hash_permutation, hash_signs
 from trak_lite.projectors.sketch.base import AbstractSketch, Keys, form_tables, triton_kernels
+from trak_lite.projectors.sketch.blocks import AllBlocks, Block, fourier_takes_less_time, moved
 from trak_lite.types import FactoredBlock, LookupBlock
 
 if TYPE_CHECKING:
@@ -45,32 +45,6 @@ FactorMethod: TypeAlias = Literal["auto", "form", "fourier"]
 
 _FEWEST_ROWS = 128
 _NUMBERS = itertools.count()
-
-
-@dataclass(frozen=True, slots=True)
-class _Block:
-    """Part of the matrix, R rows and w columns, with its own hash functions."""
-
-    rows: slice
-    columns: slice
-    shifts: Tensor
-    """``(R,)`` bucket of every row's first column."""
-    row_signs: Tensor
-    """``(R,)`` float32."""
-    column_signs: Tensor
-    """``(w,)`` float32."""
-    starts: list[int]
-    """``shifts`` as a list."""
-    signs: list[float]
-    """``row_signs`` as a list."""
-    number: int
-    """Unique number of the block among all parameters."""
-
-    @property
-    def width(self) -> int:
-        """Number of columns w."""
-        width: int = self.columns.stop - self.columns.start
-        return width
 
 
 @final
@@ -98,11 +72,12 @@ class MatrixSketch(AbstractSketch):
         self.shape = (shape[0], math.prod(shape[1:]))
         self._proj_dim = proj_dim
         self._method = method
-        self._blocks = [
-            self._draw(row, column, keys, device)
+        drawn = [
+            self._draw(row, column, keys)
             for row in range(-(-self.shape[0] // proj_dim))
             for column in range(-(-self.shape[1] // proj_dim))
         ]
+        self._blocks = drawn if device.type == "cpu" else moved(drawn, device)
         self._most_columns = min(self.shape[1], proj_dim)
         self._kernel: MatrixKernel | None = None
 
@@ -123,15 +98,33 @@ class MatrixSketch(AbstractSketch):
 
     def factored(self, block: FactoredBlock, scratch: Scratch) -> Tensor:
         """Return features ``(b, K)`` of gradients in factors."""
-        fourier = self._method == "fourier" or (
-            self._method == "auto"
-            and fourier_is_cheaper(self.shape, block.inputs.shape[1], proj_dim=self._proj_dim)
-        )
-        return self._convolved(block) if fourier else self._formed(block, scratch)
+        on_cpu = block.inputs.device.type == "cpu"
+        kernels = triton_kernels(block.inputs)
+        if self._uses_fourier(block, on_cpu=on_cpu, triton=kernels is not None):
+            return self._convolved(block) if on_cpu else self._at_once.convolved(block)
+        if kernels is not None:
+            return self._made_by(kernels).formed(block.inputs, block.output_grads, scratch)
+        return self._formed(block, scratch) if on_cpu else self._at_once.formed(block)
+
+    def _uses_fourier(self, block: FactoredBlock, *, on_cpu: bool, triton: bool) -> bool:
+        """Return whether factors are sketched by Fourier transforms."""
+        if self._method != "auto":
+            return self._method == "fourier"
+        positions, size = block.inputs.shape[1], self._proj_dim
+        if on_cpu:
+            return fourier_is_cheaper(self.shape, positions, proj_dim=size)
+        return fourier_takes_less_time(self.shape, positions, proj_dim=size, triton=triton)
+
+    @functools.cached_property
+    def _at_once(self) -> AllBlocks:
+        """Operations on all blocks together, for accelerators."""
+        return AllBlocks(self.shape, self._proj_dim, self._blocks)
 
     def looked_up(self, block: LookupBlock, scratch: Scratch) -> Tensor:
-        """Return features ``(b, K)`` of gradients of table rows, added position by position."""
+        """Return features ``(b, K)`` of gradients of table rows; on a CPU, added position by position."""
         count, positions = block.rows.shape
+        if block.values.device.type != "cpu" and positions:
+            return self._at_once.looked_up(block)
         if positions >= self.shape[0]:
             return form_tables(self, block, scratch)
         dtype = sum_dtype(block.values.dtype)
@@ -151,7 +144,7 @@ class MatrixSketch(AbstractSketch):
         return self._wrapped(total)
 
     @functools.cached_property
-    def _tables(self) -> list[tuple[list[_Block], Tensor, Tensor, Tensor]]:
+    def _tables(self) -> list[tuple[list[Block], Tensor, Tensor, Tensor]]:
         """Blocks with the same columns, in row order, with their shifts, row signs and column signs."""
         across = -(-self.shape[1] // self._proj_dim)
         return [
@@ -166,9 +159,6 @@ class MatrixSketch(AbstractSketch):
 
     def _formed(self, block: FactoredBlock, scratch: Scratch) -> Tensor:
         """Form some rows of the matrix for some samples, in memory that fits into the cache, and add them."""
-        kernels = triton_kernels(block.inputs)
-        if kernels is not None:
-            return self._made_by(kernels).formed(block.inputs, block.output_grads, scratch)
         budget = scratch_bytes(block.inputs.device) // block.inputs.element_size()
         columns = max(1, self._most_columns)
         count = max(1, len(block.inputs))
@@ -188,7 +178,13 @@ class MatrixSketch(AbstractSketch):
         """Return the kernel of this sketch, created at the first call."""
         if self._kernel is None:
             parts = [
-                kernels.MatrixPart(part.rows, part.columns, part.shifts, part.row_signs, part.column_signs)
+                kernels.MatrixPart(
+                    part.rows,
+                    part.columns,
+                    torch.tensor(part.starts, device="cpu"),  # for lists that are made on the CPU
+                    torch.tensor(part.signs, device="cpu"),
+                    part.column_signs,
+                )
                 for part in self._blocks
             ]
             self._kernel = kernels.MatrixKernel(self.shape[1], self._proj_dim, parts)
@@ -229,7 +225,7 @@ class MatrixSketch(AbstractSketch):
 
     @staticmethod
     def _signed(
-        part: _Block, inputs: Tensor, output_grads: Tensor, dtype: torch.dtype
+        part: Block, inputs: Tensor, output_grads: Tensor, dtype: torch.dtype
     ) -> tuple[Tensor, Tensor]:
         """Return a block's columns ``(b, T, w)`` and rows ``(b, T, R)`` with their signs."""
         x = inputs[:, :, part.columns].to(dtype) * part.column_signs.to(dtype)
@@ -248,19 +244,19 @@ class MatrixSketch(AbstractSketch):
         features[:, : extended.shape[1] - size] += extended[:, size:]
         return features
 
-    def _draw(self, row: int, column: int, keys: Keys, device: torch.device) -> _Block:
-        size = self._proj_dim
+    def _draw(self, row: int, column: int, keys: Keys) -> Block:
+        size, host = self._proj_dim, torch.device("cpu")
         rows = slice(row * size, min((row + 1) * size, self.shape[0]))
         columns = slice(column * size, min((column + 1) * size, self.shape[1]))
         height, width = rows.stop - rows.start, columns.stop - columns.start
         shifts = hash_permutation(keys(Stream.ROW_SHIFT, row, column), size)[:height]
-        row_signs = hash_signs(keys(Stream.ROW_SIGN, row, column), 0, height, device=torch.device("cpu"))
-        return _Block(
+        row_signs = hash_signs(keys(Stream.ROW_SIGN, row, column), 0, height, device=host)
+        return Block(
             rows=rows,
             columns=columns,
-            shifts=shifts.to(device),
-            row_signs=row_signs.to(device),
-            column_signs=hash_signs(keys(Stream.COLUMN_SIGN, row, column), 0, width, device=device),
+            shifts=shifts,
+            row_signs=row_signs,
+            column_signs=hash_signs(keys(Stream.COLUMN_SIGN, row, column), 0, width, device=host),
             starts=shifts.tolist(),
             signs=row_signs.tolist(),
             number=next(_NUMBERS),

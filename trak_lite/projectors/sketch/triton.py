@@ -2,7 +2,8 @@
 
 A term is a gradient entry times +1 or -1, which is exact, so the bits depend only on the order of additions. Every sum
 here adds the same terms in the same order as the torch operations of ``vector.py`` and ``matrix.py``, in one program,
-without atomic additions. A lane without a term adds zero.
+without atomic additions. A lane without a term adds zero. Gradients in factors are the exception: they are formed by
+products and their blocks are added in another order, so their features are equal up to rounding.
 
 Import this module only for gradients on CUDA, because triton is an optional package.
 
@@ -13,6 +14,7 @@ Numerics: float64 gradients are summed in float64, all others in float32.
 from __future__ import annotations
 
 import contextlib
+import functools
 from collections.abc import Sequence
 from typing import Any, NamedTuple, final
 
@@ -44,6 +46,8 @@ _REGISTERS = {} if torch.version.hip else {"maxnreg": 224}
 compiler does not have the option."""
 _GROUP = 128
 """Smallest number of matrix rows that are formed together; lists of rows can be cut at its multiples."""
+_MOST_PARTS = 65535
+"""Largest third axis of a grid."""
 _WORD_ENTRIES = 37  # log2 of the number of entries with one high half of the index of their sign words
 
 
@@ -125,6 +129,71 @@ def _ring_sums(
     )
 
 
+@jit(
+    do_not_specialize=[
+        "num_rows",
+        "num_entries",
+        "width",
+        "size",
+        "row_stride",
+        "offset",
+        "blocks",
+        "key",
+        "high_key",
+        "fold_key",
+        "fold_high_key",
+        "crossing",
+    ]
+)
+def _tile_sums(
+    rows_ptr: tl.tensor,
+    sums_ptr: tl.tensor,
+    fold_offsets_ptr: tl.tensor,
+    num_rows: tl.tensor,
+    num_entries: tl.tensor,
+    width: tl.tensor,
+    size: tl.tensor,
+    row_stride: tl.tensor,
+    entry_stride: tl.tensor,
+    offset: tl.tensor,
+    blocks: tl.tensor,
+    key: tl.tensor,
+    high_key: tl.tensor,
+    fold_key: tl.tensor,
+    fold_high_key: tl.tensor,
+    crossing: tl.tensor,
+    block_rows: tl.constexpr,
+    block_columns: tl.constexpr,
+) -> None:
+    """Write the features of vectors of one tile: the ring's blocks in order, each rotated and signed, without a ring.
+
+    The grid is (blocks of the features' columns, blocks of rows).
+    """
+    columns = tl.program_id(0) * block_columns + tl.arange(0, block_columns)
+    rows = tl.program_id(1) * block_rows + tl.arange(0, block_rows)
+    row_ptrs = rows_ptr + rows.to(tl.int64)[:, None] * row_stride
+    total = tl.full((block_rows, block_columns), 0.0, sums_ptr.dtype.element_ty)
+    block = 0
+    while block < blocks:
+        within = columns - tl.load(fold_offsets_ptr + block)
+        within = tl.where(within < 0, within + size, within)
+        places = block * size + within
+        entries = places - offset
+        entries = tl.where(entries < 0, entries + width, entries)
+        entries = tl.max_contiguous(entries, block_columns).to(tl.int64)  # see _ring_sums
+        signs = _entry_signs(entries, key, high_key, high_key, crossing)
+        signs *= _entry_signs(places.to(tl.int64), fold_key, fold_high_key, fold_high_key, crossing)
+        read = (rows < num_rows)[:, None] & ((columns < size) & (entries < num_entries))[None, :]
+        grads = tl.load(row_ptrs + entries[None, :] * entry_stride, mask=read, other=0.0)
+        total += grads.to(total.dtype) * signs.to(total.dtype)[None, :]
+        block += 1
+    tl.store(
+        sums_ptr + rows.to(tl.int64)[:, None] * size + columns[None, :],
+        total,
+        mask=(rows < num_rows)[:, None] & (columns < size)[None, :],
+    )
+
+
 @final
 class VectorKernel:
     """Triton implementation of a :class:`~trak_lite.projectors.sketch.vector.VectorSketch`."""
@@ -154,6 +223,7 @@ class VectorKernel:
         self._width = width
         self._segment = segment
         self._offsets = torch.tensor(offsets, dtype=torch.int32, device=device)
+        self._first_offset = offsets[0] if len(offsets) == 1 else None
         self._sign_key = sign_key
         self._fold_offsets = torch.tensor(fold_offsets, dtype=torch.int32, device=device)
         self._fold_key = fold_key
@@ -161,13 +231,43 @@ class VectorKernel:
     @torch.no_grad()
     def __call__(self, rows: Tensor) -> Tensor:
         """Return features ``(b, K)`` of gradient rows ``(b, n)`` of a dtype in :data:`DTYPES`, with any strides."""
-        ring = self._ring(rows)
         blocks = len(self._fold_offsets)
+        if self._first_offset is not None and blocks > 1:
+            return self._one_tile(rows, self._first_offset)
+        ring = self._ring(rows)
         if blocks == 1:
             return ring
         folded = ring.new_empty(1, len(ring), self._width // blocks)
         ring_sums(folded, ring, self._fold_offsets, self._fold_key, segment=blocks)
         return folded[0]
+
+    def _one_tile(self, rows: Tensor, offset: int) -> Tensor:
+        """Return the features of vectors that are one tile, in one launch; the bits are those of two."""
+        blocks = len(self._fold_offsets)
+        size = self._width // blocks
+        sums = torch.empty(len(rows), size, dtype=sum_dtype(rows.dtype), device=rows.device)
+        grid = (triton.cdiv(size, _TILE_COLUMNS), triton.cdiv(len(rows), _TILE_ROWS))
+        with _on_device_of(rows):
+            _tile_sums[grid](
+                rows,
+                sums,
+                self._fold_offsets,
+                *rows.shape,
+                self._width,
+                size,
+                *rows.stride(),
+                offset,
+                blocks,
+                wrap32(self._sign_key),
+                wrap32(key32(self._sign_key, 0)),
+                wrap32(self._fold_key),
+                wrap32(key32(self._fold_key, 0)),
+                1 << _WORD_ENTRIES,
+                block_rows=_TILE_ROWS,
+                block_columns=_TILE_COLUMNS,
+                num_warps=_TILE_WARPS,
+            )
+        return sums
 
     def _ring(self, rows: Tensor) -> Tensor:
         """Return the ring ``(b, W)``: the sum of all segments in order."""
@@ -322,19 +422,29 @@ def _matrix_sums(
     unroll: tl.constexpr,
     block_rows: tl.constexpr,
     block_columns: tl.constexpr,
+    apart: tl.constexpr,
 ) -> None:
     """Add rows of blocks of the matrix to the extended sums, in the order of their lists.
 
     The grid is (blocks of columns, blocks of samples). ``sums`` is ``(2, b, K)``: the extended columns below K, and
     those from K on. A program computes the same columns of both halves, so all programs take equally long.
+
+    With ``apart`` the grid has a third axis, the blocks, and ``sums`` is ``(blocks, 2, b, K)``, overwritten.
     """
+    if apart:
+        first_part += tl.program_id(2)
+        stop_part = first_part + 1
+        sums_ptr += tl.program_id(2).to(tl.int64) * 2 * num_rows * size
     columns = tl.program_id(0) * block_columns + tl.arange(0, block_columns)
     samples = tl.program_id(1) * block_rows + tl.arange(0, block_rows)
     inside = (samples < num_rows)[:, None] & (columns < size)[None, :]
     sample_ptrs = grads_ptr + (samples.to(tl.int64) * sample_stride - origin)[:, None]
     for half in tl.range(0, 2):
         sum_ptrs = sums_ptr + (half * num_rows + samples).to(tl.int64)[:, None] * size + columns[None, :]
-        total = tl.load(sum_ptrs, mask=inside, other=0.0)
+        if apart:
+            total = tl.full((block_rows, block_columns), 0.0, sums_ptr.dtype.element_ty)
+        else:
+            total = tl.load(sum_ptrs, mask=inside, other=0.0)
         part = first_part
         while part < stop_part:
             facts = facts_ptr + part * 5
@@ -372,11 +482,11 @@ class MatrixPart(NamedTuple):
     rows: slice
     columns: slice
     shifts: Tensor
-    """``(R,)`` bucket of every row's first column."""
+    """``(R,)`` bucket of every row's first column, on any device."""
     row_signs: Tensor
-    """``(R,)`` float32."""
+    """``(R,)`` float32, on any device."""
     column_signs: Tensor
-    """``(w,)`` float32."""
+    """``(w,)`` float32, on the device of the gradients."""
 
 
 @final
@@ -389,12 +499,12 @@ class MatrixKernel:
         Args:
             num_columns: ``d_in``.
             proj_dim: K.
-            parts: Blocks of the matrix, in the order in which they are added, on the device of the gradients.
+            parts: Blocks of the matrix, row by row: the order in which they are added.
         """
         self._num_columns = num_columns
         self._size = proj_dim
         self._parts = list(parts)
-        device = parts[0].shifts.device
+        device = parts[0].column_signs.device
         lists, bounds, facts = [], [], []
         num_listed = num_bounds = num_signs = 0
         for part in self._parts:
@@ -424,13 +534,54 @@ class MatrixKernel:
 
     @torch.no_grad()
     def formed(self, inputs: Tensor, output_grads: Tensor, scratch: Scratch) -> Tensor:
-        """Return features ``(b, K)`` of factored gradients, formed for some rows of a block at a time.
+        """Return features ``(b, K)`` of factored gradients: whole rows of blocks are formed by one product.
+
+        The blocks are summed by programs of their own and then added, so that few samples keep the device busy. The
+        features equal those of the dense gradient up to rounding.
 
         Args:
             inputs: ``(b, T, d_in)``.
             output_grads: ``(b, T, d_out)``.
             scratch: Scratch memory for the pieces.
         """
+        dtype = sum_dtype(inputs.dtype, output_grads.dtype)
+        across = -(-self._num_columns // self._size)
+        band = self._size * self._num_columns
+        budget = scratch_bytes(inputs.device) // dtype.itemsize
+        if band > budget or across > _MOST_PARTS:
+            return self._formed_in_order(inputs, output_grads, scratch)
+        features = []
+        for x, g in zip(
+            torch.split(inputs.to(dtype), budget // band),
+            torch.split(output_grads.to(dtype), budget // band),
+            strict=True,
+        ):
+            step = min(max(1, budget // (max(1, len(x)) * band)), _MOST_PARTS // across)
+            columns = g.transpose(1, 2)
+            parts = []
+            for first in range(0, columns.shape[1], step * self._size):
+                piece = form(columns[:, first : first + step * self._size], x, scratch)
+                place = first // self._size * across
+                parts.append(self._apart(piece, first, (place, min(place + step * across, len(self._parts)))))
+            features.append(functools.reduce(torch.add, parts))
+        return features[0] if len(features) == 1 else torch.cat(features)
+
+    def _apart(self, piece: Tensor, first_row: int, parts: tuple[int, int]) -> Tensor:
+        """Return the features ``(b, K)`` of whole blocks of the matrix in one launch and a sum over the blocks.
+
+        Args:
+            piece: ``(b, rows, d_in)``, consecutive rows of the matrix.
+            first_row: Number of the first of them in the matrix.
+            parts: First block, and the block after the last.
+        """
+        shape = (parts[1] - parts[0], 2, len(piece), self._size)
+        sums = torch.empty(shape, dtype=piece.dtype, device=piece.device)
+        origin = first_row * piece.stride(1)
+        self._add_(sums, piece, piece.stride(), parts=parts, origin=origin, apart=True)
+        return sums.sum((0, 1))
+
+    def _formed_in_order(self, inputs: Tensor, output_grads: Tensor, scratch: Scratch) -> Tensor:
+        """Return features ``(b, K)`` of factored gradients, formed for some rows of one block at a time."""
         dtype = sum_dtype(inputs.dtype, output_grads.dtype)
         height = max(part.rows.stop - part.rows.start for part in self._parts)
         width = max(part.columns.stop - part.columns.start for part in self._parts)
@@ -483,19 +634,22 @@ class MatrixKernel:
         parts: tuple[int, int],
         groups: tuple[int, int] = (0, 1 << 30),
         origin: int = 0,
+        apart: bool = False,
     ) -> None:
         """Add some groups of rows of some blocks in one launch.
 
         Args:
-            sums: ``(2, b, K)``, the extended sums.
+            sums: ``(2, b, K)``, the extended sums; ``(blocks, 2, b, K)`` if ``apart``.
             grads: The gradient, or a piece of it.
             strides: Strides of samples, matrix rows and matrix columns.
             parts: First block, and the block after the last.
             groups: First group of rows in each block, and the group after the last.
             origin: Index in the whole matrix of the first entry of ``grads``.
+            apart: Overwrite the sums of each block separately.
         """
-        num_rows = sums.shape[1]
-        grid = (triton.cdiv(self._size, _MATRIX_COLUMNS), triton.cdiv(num_rows, _MATRIX_ROWS))
+        num_rows = sums.shape[-2]
+        programs = parts[1] - parts[0] if apart else 1
+        grid = (triton.cdiv(self._size, _MATRIX_COLUMNS), triton.cdiv(num_rows, _MATRIX_ROWS), programs)
         with _on_device_of(grads):
             _matrix_sums[grid](
                 grads,
@@ -513,6 +667,7 @@ class MatrixKernel:
                 unroll=_MATRIX_UNROLL,
                 block_rows=_MATRIX_ROWS,
                 block_columns=_MATRIX_COLUMNS,
+                apart=apart,
                 num_warps=_MATRIX_WARPS,
                 **_REGISTERS,
             )
@@ -552,7 +707,8 @@ def why_unusable(device: torch.device) -> str | None:
     A CUDA device is not sufficient: Triton needs a C compiler at run time and does not support old GPUs.
     """
     try:
-        right = _vector_entries_are_right(device) and _matrix_entries_are_right(device)
+        checks = (_vector_entries_are_right, _tile_entries_are_right, _matrix_entries_are_right)
+        right = all(check(device) for check in checks)
     except Exception as error:  # every compiler and driver raises other exceptions
         return f"they do not run on this device ({type(error).__name__}: {error})"
     return None if right else "they give other features on this device than the torch operations"
@@ -569,6 +725,21 @@ def _vector_entries_are_right(device: torch.device) -> bool:
     buckets = (entries + torch.tensor(offsets, device="cpu")[entries // width]) % width
     expected = torch.zeros(num_entries, width, device="cpu")
     expected[entries, buckets] = hash_signs(key, 0, num_entries, device=torch.device("cpu"))
+    return torch.equal(kernel(torch.eye(num_entries, device=device)).cpu(), expected)
+
+
+def _tile_entries_are_right(device: torch.device) -> bool:
+    """Compare with a vector of one tile, whose ring is folded."""
+    size, offset, folds, num_entries = 4, 3, [1, 2], 6
+    kernel = VectorKernel(
+        width=8, segment=1, offsets=[offset], sign_key=5, fold_offsets=folds, fold_key=6, device=device
+    )
+    entries = torch.arange(num_entries, device="cpu")
+    places = (entries + offset) % 8
+    buckets = (places % size + torch.tensor(folds, device="cpu")[places // size]) % size
+    signs, fold_signs = (hash_signs(key, 0, 8, device=torch.device("cpu")) for key in (5, 6))
+    expected = torch.zeros(num_entries, size, device="cpu")
+    expected[entries, buckets] = signs[:num_entries] * fold_signs[places]
     return torch.equal(kernel(torch.eye(num_entries, device=device)).cpu(), expected)
 
 

@@ -12,6 +12,7 @@ Shapes: b rows, n entries, K columns.
 
 from __future__ import annotations
 
+import functools
 from types import ModuleType
 from typing import TYPE_CHECKING, final
 
@@ -56,8 +57,6 @@ class VectorSketch(AbstractSketch):
         self._device = device
         self._fold_offsets = hash_offsets(keys(Stream.FOLD_OFFSET), 0, blocks, size=proj_dim)
         self._fold_key = keys(Stream.FOLD_SIGN)
-        self._fold_signs = hash_signs(self._fold_key, 0, self._width, device=device)
-        self._signs = self._draw_signs(0) if num_tiles <= _SEGMENT else None
         self._kernel: VectorKernel | None = None
 
     def dense(self, rows: Tensor, scratch: Scratch) -> Tensor:
@@ -68,7 +67,7 @@ class VectorSketch(AbstractSketch):
         dtype = sum_dtype(rows.dtype)
         ring = torch.zeros(len(rows), self._width, dtype=dtype, device=rows.device)
         for first in range(0, len(self._offsets), _SEGMENT):
-            signs = (self._draw_signs(first) if self._signs is None else self._signs).to(dtype)
+            signs = (self._signs if len(self._offsets) <= _SEGMENT else self._draw_signs(first)).to(dtype)
             if first == 0:
                 self._add_tiles(ring, rows, signs, first)
                 continue
@@ -119,6 +118,23 @@ class VectorSketch(AbstractSketch):
             if head < entries.shape[1]:
                 ring[:, : entries.shape[1] - head].addcmul_(entries[:, head:], sign[head:])
 
+    @functools.cached_property
+    def _signs(self) -> Tensor:
+        """Signs of the first segment."""
+        return self._draw_signs(0)
+
+    @functools.cached_property
+    def _fold_signs(self) -> Tensor:
+        return hash_signs(self._fold_key, 0, self._width, device=self._device)
+
+    @functools.cached_property
+    def _fold_index(self) -> Tensor:
+        """Entry of the ring that every block adds to every feature, ``(W,)``."""
+        size = self._proj_dim
+        columns = torch.arange(size, device="cpu")
+        index = [u * size + (columns - offset) % size for u, offset in enumerate(self._fold_offsets)]
+        return torch.cat(index).to(self._device)
+
     def _draw_signs(self, first: int) -> Tensor:
         start = first * self._width
         count = min(_SEGMENT * self._width, self._num_entries - start)
@@ -128,8 +144,11 @@ class VectorSketch(AbstractSketch):
         size = self._proj_dim
         if len(self._fold_offsets) == 1:
             return ring
-        features = torch.zeros(len(ring), size, dtype=ring.dtype, device=ring.device)
         ring *= self._fold_signs.to(ring.dtype)
+        if ring.device.type != "cpu":  # half the launches
+            blocks = ring.index_select(1, self._fold_index).view(len(ring), -1, size).unbind(1)
+            return functools.reduce(torch.add, blocks)
+        features = torch.zeros(len(ring), size, dtype=ring.dtype, device=ring.device)
         for place, offset in enumerate(self._fold_offsets):
             block = ring[:, place * size : (place + 1) * size]
             features[:, offset:] += block[:, : size - offset]

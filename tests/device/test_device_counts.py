@@ -1,0 +1,134 @@
+"""How many kernels a batch launches, and how often the host waits: counted, not timed."""
+
+from __future__ import annotations
+
+import counts
+import pytest
+import torch
+from device_runs import attributor
+from torch import nn
+from torch.utils.data import TensorDataset
+
+from benchmarks.models import GPT
+from trak_lite import Attributor
+from trak_lite.errors import NonFiniteError
+from trak_lite.linalg.topk import TopK
+from trak_lite.methods import TRAK
+from trak_lite.scoring import tiles
+
+PLAIN = TRAK(damping=None, layout="stored")
+LAUNCHES = 2.0
+"""Kernels and launches of a batch, at most, in units of those of a plain forward and backward pass."""
+WAITS = 18
+"""Waits for the device per batch of featurize, at most."""
+TILE_WAITS = 1
+"""Waits for the device per tile of scores, at most: that for the result."""
+ROWS, BATCH, TOKENS, VOCABULARY = 14, 2, 64, 96
+
+
+class Language(nn.Module):
+    """GPT-2's layers in a narrow model; a matrix still has several blocks."""
+
+    def __init__(self):
+        super().__init__()
+        self.body = GPT(VOCABULARY, TOKENS, 96, 12, 4)
+
+    def forward(self, input_ids):
+        return self.body(input_ids)
+
+
+@pytest.fixture
+def language(device):
+    torch.manual_seed(0)
+    return Language().to(device).eval()
+
+
+def plain_kernels(model, device):
+    ids = torch.randint(VOCABULARY, (BATCH, TOKENS), device=device)
+    with counts.counted(device) as counting:
+        logits = model(ids)[:, :-1].flatten(0, 1)
+        loss = nn.functional.cross_entropy(logits, ids[:, 1:].flatten())
+        torch.autograd.grad(loss, list(model.parameters()))
+    return counting.tally.total
+
+
+def steady_batch(model, device, *, triton):
+    """Return what a batch without a self-check costs; the batches before it have made the plan and the sketches."""
+
+    def run(loaded):
+        def collate(rows):
+            loaded()
+            ids = torch.stack([row[0] for row in rows])
+            return {"input_ids": ids, "labels": ids.clone()}
+
+        made = Attributor(
+            model,
+            "causal_language_modeling",
+            None,
+            device=device,
+            collate=collate,
+            batch_size=BATCH,
+            method=PLAIN,
+            proj_dim=64,
+            progress=False,
+        )
+        made.featurize(TensorDataset(torch.randint(VOCABULARY, (ROWS, TOKENS))))
+
+    return counts.per_batch(run, device, triton=triton)[-3]
+
+
+def test_a_batch_launches_at_most_twice_the_kernels_of_a_plain_pass(language, device):
+    tally = steady_batch(language, device, triton=True)
+
+    assert tally.launches.total() > 12 * 6
+    assert tally.total <= LAUNCHES * plain_kernels(language, device), tally.sites.most_common(20)
+    assert max(tally.waits.total(), tally.device_waits) <= WAITS, tally.waits
+
+
+def test_without_triton_the_launches_do_not_grow_with_the_blocks_of_a_matrix(language, device):
+    tally = steady_batch(language, device, triton=False)
+
+    matrices = [site for site in tally.sites if "sketch/matrix.py" in site]
+    assert not matrices, tally.sites.most_common(20)
+    assert sum(n for site, n in tally.sites.items() if "sketch/blocks.py" in site) <= 51 * 11
+
+
+# ---- scoring
+
+
+@pytest.mark.parametrize(
+    "read",
+    [
+        lambda made, case, scores: scores.numpy(),
+        lambda made, case, scores: scores.top(3),
+        lambda made, case, scores: scores.damping_path([0.1, 1.0]).numpy(),
+        lambda made, case, scores: scores.damping_path([0.1, 1.0]).top(2),
+        lambda made, case, scores: made.score(case.targets, name="u", method="GradDot"),
+        lambda made, case, scores: made.score(case.targets, name="u", dense=False, k=2, method="GradCos"),
+    ],
+    ids=["streamed", "top rows", "damping path", "top rows of a damping path", "stored", "best rows"],
+)
+def test_scoring_waits_once_per_tile(read, device, monkeypatch):
+    """Twice the tiles of half the rows: what is waited for more often is waited for in every tile."""
+    found = []
+    for rows in (2, 1):
+        made, case = attributor("mlp", device)
+        made.featurize(case.train)
+        scores = made.score(case.targets, name="t", dense=False)
+        monkeypatch.setattr(tiles, "_TILE_ROWS", rows)
+        with counts.counted(device, triton=False) as counting:
+            read(made, case, scores)
+        found.append(counting.tally)
+
+    more = found[1].since(found[0])
+    assert max(more.waits.total(), more.device_waits) <= 7 * TILE_WAITS, more.waits
+
+
+def test_a_bad_score_on_a_device_is_found_at_the_end(device):
+    best = TopK(2, 1)
+    for first, value in ((0, 1.0), (2, float("nan")), (4, float("inf"))):
+        block = torch.zeros(2, 2, device=device)
+        block[1, 1] = value
+        best.update(first, block)
+    with pytest.raises(NonFiniteError, match="train row 3 for target 1 is nan"):
+        best.result()
