@@ -67,7 +67,9 @@ def to_device(values: Tensor, device: torch.device) -> Tensor:
     """
     if values.device.type != "cpu" or not _pins_memory(device):
         return values.to(device)
-    return values.contiguous().pin_memory().to(device, non_blocking=True)
+    by_channel = values.dim() == 4 and values.is_contiguous(memory_format=torch.channels_last)
+    dense = values if by_channel else values.contiguous()
+    return dense.pin_memory().to(device, non_blocking=True)
 
 
 def _pins_memory(device: torch.device) -> bool:

@@ -19,7 +19,7 @@ from trak_lite.scoring import tiles
 PLAIN = TRAK(damping=None, layout="stored")
 LAUNCHES = 2.0
 """Kernels and launches of a batch, at most, in units of those of a plain forward and backward pass."""
-WAITS = 18
+WAITS = 1
 """Waits for the device per batch of featurize, at most."""
 TILE_WAITS = 1
 """Waits for the device per tile of scores, at most: that for the result."""

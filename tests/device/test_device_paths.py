@@ -12,6 +12,7 @@ from torch.utils.data import DataLoader, Subset
 
 from trak_lite import Attributor, Refine, Rows, TRAKer, named_optimizer_state, token_scores, verify
 from trak_lite.cli import main
+from trak_lite.errors import InvalidInputError
 from trak_lite.methods import CG, EKFAC, TRAK, GaussNewton, GradCos, GradDot, LiSSA, TracIn
 
 CPU = torch.device("cpu")
@@ -251,3 +252,33 @@ def test_a_model_on_another_device_comes_back(device, second_device):
         return {"scores": scores}
 
     assert_same_on_both(device, run)
+
+
+def test_an_invalid_label_is_named_although_no_batch_reads_labels(device):
+    made, case = attributor("mlp", device)
+    rows = [(x, torch.tensor(99) if i == 5 else y) for i, (x, y) in enumerate(case.train)]
+
+    with pytest.raises(InvalidInputError, match=r"Row 5 of .*is 99"):
+        made.featurize(rows)
+
+
+def test_rows_that_wait_for_their_copy_are_written_when_the_next_batch_fails(device, tmp_path):
+    class Broken(torch.utils.data.Dataset):
+        def __init__(self, rows, bad):
+            self.rows, self.bad = rows, bad
+
+        def __len__(self):
+            return len(self.rows)
+
+        def __getitem__(self, i):
+            if i == self.bad:
+                raise OSError("unreadable sample")
+            return self.rows[i]
+
+    made, case = attributor("mlp", device, tmp_path / "store")
+    data = Broken(list(case.train), 12)
+    with pytest.raises(Exception, match="unreadable sample"):
+        made.featurize(data)
+    data.bad = None
+
+    assert made.featurize(data).rows_written == len(data) - 10

@@ -11,6 +11,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from trak_lite._devices import to_device
 from trak_lite.errors import InvalidInputError
 from trak_lite.types import Batch
 
@@ -84,9 +85,8 @@ def batch_size(batch: Batch) -> int:
 
 
 def move_batch(batch: Batch, device: torch.device) -> Batch:
-    """Return the batch with every tensor on ``device``."""
-    # A non-blocking copy to the CPU could be read before it is complete.
-    return map_tensors(lambda tensor: tensor.to(device, non_blocking=device.type != "cpu"), batch)
+    """Return the batch with every tensor on ``device``; copies from the host to an accelerator are not waited for."""
+    return map_tensors(lambda tensor: to_device(tensor, device), batch)
 
 
 def take_rows(batch: Batch, rows: slice | Sequence[int]) -> Batch:

@@ -24,7 +24,7 @@ from trak_lite.modelout_functions import AbstractModelOutput, ModelCall
 from trak_lite.models.sharded import class_of, is_sharded
 from trak_lite.types import Batch, OutputTerms
 
-__all__ = ["naming_rows", "refuse_non_finite"]
+__all__ = ["finite_numbers", "naming_rows", "refuse_non_finite"]
 
 
 @contextmanager
@@ -82,9 +82,15 @@ def _refuse_changed_parameters(model: nn.Module, versions: Mapping[str, int]) ->
         )
 
 
+def finite_numbers(features: Tensor, terms: OutputTerms) -> Tensor:
+    """Return whether f, q, w and all features of every sample are finite, ``(4, B)``, on their device."""
+    return torch.stack(
+        [*(term.isfinite().to(features.device) for term in terms), features.isfinite().all(dim=1)]
+    )
+
+
 def refuse_non_finite(
-    features: Tensor,
-    terms: OutputTerms,
+    finite: NDArray[np.bool_],
     rows: NDArray[np.int64],
     what: str,
     computer: AbstractGradientComputer,
@@ -93,8 +99,7 @@ def refuse_non_finite(
     """Raise the most specific error if any number of a batch is NaN or infinite.
 
     Args:
-        features: ``(B, K)``.
-        terms: f, q and w, each ``(B,)``.
+        finite: ``(4, B)`` from :func:`finite_numbers`.
         rows: ``(B,)`` rows of the samples in the dataset.
         what: Name of the dataset in messages.
         computer: The gradient computer of the batch.
@@ -104,14 +109,12 @@ def refuse_non_finite(
         InvalidInputError: If the output function itself refuses a sample (a label out of range).
         NonFiniteError: Otherwise; names the rows.
     """
-    finite = {name: value.isfinite() for name, value in zip(terms._fields, terms, strict=True)}
-    finite["feature"] = features.isfinite().all(dim=1)
-    wrong = {name: (~mask).nonzero().flatten().tolist() for name, mask in finite.items()}
-    if not any(wrong.values()):
+    if finite.all():
         return
-    positions = sorted({position for found in wrong.values() for position in found})
+    positions = np.flatnonzero(~finite.all(axis=0)).tolist()
     _refuse_the_row(computer.model, computer.modelout_fn, take_rows(batch, positions), rows[positions], what)
-    culprit = next(name for name, found in wrong.items() if found)
+    names = (*OutputTerms._fields, "feature")
+    culprit = next(name for name, mask in zip(names, finite, strict=True) if not mask.all())
     raise NonFiniteError(
         f"The {culprit.replace('_', ' ')} of rows {_some(rows[positions])} of {what} is NaN or infinite. Nothing of "
         "this batch was stored. Look at these samples and at the checkpoint's weights; if the model runs in half "

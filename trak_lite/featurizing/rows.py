@@ -16,14 +16,15 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from trak_lite._devices import full_float32, in_float64
+from trak_lite._devices import HostCopy, full_float32
 from trak_lite.data.batches import batch_size, flatten_batch, move_batch, rows_in_batches, take_rows
 from trak_lite.errors import BusyError, InvalidInputError, NonFiniteError, PrecisionError, StateError
-from trak_lite.featurizing.diagnosis import naming_rows, refuse_non_finite
+from trak_lite.featurizing.diagnosis import finite_numbers, naming_rows, refuse_non_finite
 from trak_lite.featurizing.row_checks import Computed, compare_rows, done_rows, rounding_of
 from trak_lite.gradient_computers import AbstractGradientComputer
 from trak_lite.gradient_computers.normalization import Normalization
 from trak_lite.gradient_computers.normalized import RowNormalizer
+from trak_lite.modelout_functions._inputs import deferring_checks
 from trak_lite.models.optimizers import AdamStates
 from trak_lite.models.sharded import Turns
 from trak_lite.parallel.ranks import Ranks
@@ -36,7 +37,6 @@ from trak_lite.types import Batch, OutputTerms
 __all__ = ["SampleRows", "check_rows", "compute_features", "featurize_rows", "put_features"]
 
 _NEXT_TO_NOTHING = 1e-3  # relative to the median norm of a batch
-_SQUARES_UNDERFLOW = 1e-15
 _MAX_ROUNDING = 1e-2  # relative to a row's norm; float16 itself rounds to 5e-4
 
 
@@ -90,7 +90,7 @@ def compute_features(
     """
     accumulator = projector.accumulator(batch_size(batch), model_id=model_id, parameters=computer.parameters)
     computer.name_rows(f"{what} (model id {model_id})", rows)
-    with full_float32(next(computer.model.parameters()).device):
+    with full_float32(next(computer.model.parameters()).device), deferring_checks():
         with naming_rows(computer.model, computer.modelout_fn, batch, rows, what):
             if normalizer is None:
                 terms = computer.stream_gradients(batch, accumulator.add)
@@ -160,20 +160,16 @@ def featurize_rows(
         table.look()
         compared = made.check(turns, own)
         first = not compared
-        for wanted, batch in (pair for plan in work.rounds(wait=wait) for pair in rows.batches(plan)):
-            if batch_size(batch) != len(wanted):
-                raise InvalidInputError(
-                    f"Collating {len(wanted)} samples of {rows.what} gave a batch of {batch_size(batch)}. "
-                    "The collate function must keep one entry per sample, in order."
-                )
-            with turns.batch():
-                found = made.compute(wanted, batch)
-            written = work.written
-            made.put(work, wanted, found)
-            if work.written > written:
-                own.add(int(wanted[0]) // table.spec.chunk_rows)
-            if first:  # another process may have made the table meanwhile, with other data or another model
-                compared, first = made.check(turns, own), False
+        for plan in work.rounds(wait=wait):
+            for wanted, found in made.computed(rows.batches(plan), turns):
+                written = work.written
+                made.put(work, wanted, found)
+                if work.written > written:
+                    own.add(int(wanted[0]) // table.spec.chunk_rows)
+                if (
+                    first
+                ):  # another process may have made the table meanwhile, with other data or another model
+                    compared, first = made.check(turns, own), False
         if work.written < work.pending_at_first:  # others wrote the rest
             made.check(turns, own)
     return work.written
@@ -220,13 +216,55 @@ def check_rows(
 
 @dataclass(frozen=True, slots=True)
 class _Computed:
-    """Results of one batch."""
+    """Results of one batch, on the model's device."""
 
     batch: Batch
     computer: AbstractGradientComputer
     features: Tensor
     terms: OutputTerms
-    norms: dict[str, NDArray[Any]]
+    norms: dict[str, Tensor]
+
+
+@final
+class _Values:
+    """Checked columns of one batch, on their way to the host: they are waited for once, by :meth:`checked`."""
+
+    def __init__(
+        self,
+        features: Tensor,
+        terms: OutputTerms,
+        computer: AbstractGradientComputer,
+        batch: Batch,
+        spec: TableSpec,
+        more: Mapping[str, Tensor] | None = None,
+    ) -> None:
+        """Start to copy; the arguments are those of :func:`put_features`."""
+        self._computer, self._batch = computer, batch
+        stored, norms, lost = _in_storage_dtype(features, spec)
+        columns = {
+            FEATURES: stored,
+            OUT_TO_LOSS: terms.out_to_loss_grad.float(),
+            LOSS_CURVATURE: terms.loss_curvature.float(),
+            **(more or {}),
+        }
+        self._names = tuple(columns)
+        self._copy = HostCopy(finite_numbers(features, terms), norms, lost, *columns.values())
+        self._more = tuple(more or ())
+
+    @property
+    def is_done(self) -> bool:
+        """Whether nothing has to be waited for."""
+        return self._copy.is_done
+
+    def checked(self, numbers: NDArray[np.int64], what: str) -> dict[str, NDArray[Any]]:
+        """Wait for the columns and return them by name; raise as :func:`put_features` does."""
+        finite, norms, lost, *columns = self._copy.arrays()
+        refuse_non_finite(finite, numbers, what, self._computer, self._batch)
+        values = dict(zip(self._names, columns, strict=True))
+        for name in self._more:
+            _refuse_non_finite_column(name, values[name], numbers, what)
+        _refuse_lost(values[FEATURES].dtype.name, norms, lost, numbers)
+        return values
 
 
 @final
@@ -308,19 +346,47 @@ class _BatchWork:
         )
         return _Computed(batch, computer, features, terms, _norm_column(self.table, normalizer))
 
-    def put(self, work: SharedRows, wanted: NDArray[np.int64], found: _Computed) -> None:
+    def computed(
+        self, batches: Iterable[tuple[NDArray[np.int64], Batch]], turns: Turns
+    ) -> Iterator[tuple[NDArray[np.int64], _Values]]:
+        """Yield the rows and results of every batch, in order.
+
+        On an accelerator, a batch's results are yielded when the next batch is under way, so that the device has work
+        while they are copied and written.
+        """
+        waiting: tuple[NDArray[np.int64], _Values] | None = None
+        try:
+            for wanted, batch in batches:
+                self._refuse_other_size(wanted, batch)
+                with turns.batch():
+                    found = self.compute(wanted, batch)
+                values = _Values(
+                    found.features, found.terms, found.computer, found.batch, self.table.spec, found.norms
+                )
+                ready, waiting = waiting, (wanted, values)
+                del found, batch, values
+                if ready is not None:
+                    yield ready
+                if waiting[1].is_done or not self.table.exists:
+                    ready, waiting = waiting, None
+                    yield ready
+        except Exception:
+            if waiting is not None:
+                yield waiting  # it was computed before the failure
+            raise
+        if waiting is not None:
+            yield waiting
+
+    def _refuse_other_size(self, wanted: NDArray[np.int64], batch: Batch) -> None:
+        if batch_size(batch) != len(wanted):
+            raise InvalidInputError(
+                f"Collating {len(wanted)} samples of {self.rows.what} gave a batch of {batch_size(batch)}. "
+                "The collate function must keep one entry per sample, in order."
+            )
+
+    def put(self, work: SharedRows, wanted: NDArray[np.int64], found: _Values) -> None:
         """Write the results of a batch."""
-        put_features(
-            work,
-            wanted,
-            found.features,
-            found.terms,
-            found.computer,
-            found.batch,
-            self.rows.what,
-            found.norms,
-            numbers=self.rows.numbers(wanted),
-        )
+        _put(work, wanted, found.checked(self.rows.numbers(wanted), self.rows.what), self.rows.what)
 
     def repeat(self) -> None:
         """Run the passes of a batch of one row and discard the results."""
@@ -339,7 +405,7 @@ def _joined(parts: Sequence[_Computed]) -> Computed:
         LOSS_CURVATURE: [part.terms.loss_curvature for part in parts],
     }
     values = {name: torch.cat(found).detach().cpu().double().numpy() for name, found in columns.items()}
-    norms = {name: np.concatenate([part.norms[name] for part in parts]) for name in parts[0].norms}
+    norms = {name: torch.cat([part.norms[name] for part in parts]).cpu().numpy() for name in parts[0].norms}
     outputs = torch.cat([part.terms.output for part in parts]).detach().cpu().double().numpy()
     return Computed({**values, **norms}, outputs)
 
@@ -353,11 +419,11 @@ def _normalizer(
     return RowNormalizer(normalization, num_samples, adam)
 
 
-def _norm_column(table: LazyTable, normalizer: RowNormalizer | None) -> dict[str, NDArray[Any]]:
+def _norm_column(table: LazyTable, normalizer: RowNormalizer | None) -> dict[str, Tensor]:
     """Return the gradient norms of a streamed batch as a column, or nothing if the table has no such column."""
     if normalizer is None or not table.has_column(GRADIENT_NORM):
         return {}
-    return {GRADIENT_NORM: normalizer.norms().float().cpu().numpy()}
+    return {GRADIENT_NORM: normalizer.norms().float()}
 
 
 def put_features(
@@ -391,15 +457,14 @@ def put_features(
         BusyError: If another run writes the same rows.
     """
     named = rows if numbers is None else numbers
-    refuse_non_finite(features, terms, named, what, computer, batch)
-    for name, column in (more or {}).items():
-        _refuse_non_finite_column(name, column, named, what)
-    values = {
-        FEATURES: _in_storage_dtype(features, table.spec, named).cpu().numpy(),
-        OUT_TO_LOSS: terms.out_to_loss_grad.float().cpu().numpy(),
-        LOSS_CURVATURE: terms.loss_curvature.float().cpu().numpy(),
-        **(more or {}),
-    }
+    columns = {name: torch.from_numpy(column).to(features.device) for name, column in (more or {}).items()}
+    values = _Values(features, terms, computer, batch, table.spec, columns)
+    _put(table, rows, values.checked(named, what), what)
+
+
+def _put(
+    table: LazyTable | SharedRows, rows: NDArray[np.int64], values: Mapping[str, NDArray[Any]], what: str
+) -> None:
     try:
         table.put(rows, values)
     except StateError as error:
@@ -419,32 +484,41 @@ def _refuse_non_finite_column(name: str, values: NDArray[Any], rows: NDArray[np.
         )
 
 
-def _in_storage_dtype(features: Tensor, spec: TableSpec, rows: NDArray[np.int64]) -> Tensor:
-    """Cast features to the dtype that the table takes, if that keeps them to 1 % of each row's norm.
+def _in_storage_dtype(features: Tensor, spec: TableSpec) -> tuple[Tensor, Tensor, Tensor]:
+    """Cast features to the dtype that the table takes, and measure what the cast loses.
 
     A row that is very small compared with its batch (a sample that the model fits exactly) may lose more. Quantised
     tables take float32. The error of quantisation, at most half the row's scale per entry, is not checked: int8 and
     int4 accept it, and no row can overflow because each row has its own scale.
+
+    Returns:
+        The features; the norm of every row, ``(B,)``; and the share of it that is lost, ``(B,)``, where that counts.
     """
     dtype = next(column.value_dtype for column in spec.columns if column.name == FEATURES)
     stored = features.to(getattr(torch, dtype))
     if stored.dtype == features.dtype:
-        return stored
+        nothing = features.new_zeros(len(features))
+        return stored, nothing, nothing
     norm, error = _norms(features), _norms(stored.to(features.dtype) - features)
-    lost = ~(error <= _MAX_ROUNDING * norm.clamp(min=_NEXT_TO_NOTHING * norm.nanmedian()))
-    if lost.any():
-        first = int(lost.nonzero()[0])
+    smallest = _NEXT_TO_NOTHING * norm.nanmedian()
+    return stored, norm, error / norm.clamp(min=smallest).clamp(min=torch.finfo(norm.dtype).tiny)
+
+
+def _refuse_lost(dtype: str, norm: NDArray[Any], lost: NDArray[Any], rows: NDArray[np.int64]) -> None:
+    """Raise if the cast to the table's dtype loses more than 1 % of a row's norm."""
+    wrong = np.flatnonzero(~(lost <= _MAX_ROUNDING))
+    if wrong.size:
+        first = wrong[0]
         raise PrecisionError(
-            f"{dtype} cannot hold the features of rows {rows[lost.cpu().numpy()][:5].tolist()}: row {rows[first]} has "
-            f"norm {norm[first]:.3g} and loses {error[first] / norm[first]:.1%} of it. Store float32 "
+            f"{dtype} cannot hold the features of rows {rows[wrong][:5].tolist()}: row {rows[first]} has "
+            f"norm {norm[first]:.3g} and loses {lost[first]:.1%} of it. Store float32 "
             "(Attributor: dtype='float32'; TRAKer: use_half_precision=False)."
         )
-    return stored
 
 
 def _norms(rows: Tensor) -> Tensor:
-    """Return the Euclidean norms of rows in float64; squares use float64 only where float32 under- or overflows."""
-    norms: Tensor = rows.norm(dim=1)
-    if bool(((norms < _SQUARES_UNDERFLOW) | ~norms.isfinite()).any()):
-        norms = in_float64(rows).norm(dim=1)
-    return in_float64(norms)
+    """Return the Euclidean norms ``(B,)`` of rows; squares neither over- nor underflow."""
+    largest = rows.abs().amax(dim=1, keepdim=True) if rows.shape[1] else rows.new_ones(len(rows), 1)
+    largest = torch.where(largest > 0, largest, 1.0)
+    norms: Tensor = (rows / largest).norm(dim=1) * largest.squeeze(1)
+    return norms

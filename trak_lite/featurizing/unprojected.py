@@ -19,7 +19,7 @@ from trak_lite._progress import progress_bar
 from trak_lite.data.batches import batch_size, move_batch, rows_in_batches
 from trak_lite.data.datasets import Rows
 from trak_lite.errors import InvalidInputError
-from trak_lite.featurizing.diagnosis import refuse_non_finite
+from trak_lite.featurizing.diagnosis import finite_numbers, refuse_non_finite
 from trak_lite.featurizing.kronecker.covariances import precise, sample_slices
 from trak_lite.featurizing.rows import compute_features
 from trak_lite.gradient_computers import AbstractGradientComputer
@@ -230,5 +230,6 @@ class GradientPass:
         if self._normalization.kind != "none":
             settings["normalizer"] = RowNormalizer(self._normalization, len(rows))
         features, terms = compute_features(computer, projector, batch, **settings)
-        refuse_non_finite(features, terms, rows, self._rows.what, computer, batch)
+        finite = finite_numbers(features, terms).cpu().numpy()
+        refuse_non_finite(finite, rows, self._rows.what, computer, batch)
         return features, terms

@@ -7,7 +7,9 @@ transforms; there :func:`nan_unless` makes f and the gradient of an invalid samp
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
 from typing import Any, NamedTuple
 
 import torch
@@ -20,8 +22,10 @@ from trak_lite.types import Batch
 __all__ = [
     "Labelled",
     "class_labels",
+    "deferring_checks",
     "fields_of",
     "is_transformed",
+    "is_unread",
     "logits_of",
     "nan_unless",
     "positive_real",
@@ -200,8 +204,29 @@ def _check_form(labels: Tensor, *, shape: Sequence[int], num_classes: int, what:
         )
 
 
+_deferred: ContextVar[bool] = ContextVar("deferred", default=False)
+
+
+@contextmanager
+def deferring_checks() -> Iterator[None]:
+    """Leave values on an accelerator unchecked inside the block: an invalid sample gets a NaN f, as under transforms.
+
+    A check waits for the device. The caller looks for a NaN f, and then evaluates the sample again outside the block.
+    """
+    token = _deferred.set(True)
+    try:
+        yield
+    finally:
+        _deferred.reset(token)
+
+
+def is_unread(tensor: Tensor) -> bool:
+    """Return whether checks must not read values: they are transformed, or reading them would wait for a device."""
+    return is_transformed(tensor) or (_deferred.get() and tensor.device.type != "cpu")
+
+
 def refuse_invalid(valid: Tensor, values: Tensor, *, expected: str, what: str = "labels") -> None:
-    """Raise for the first invalid entry; do nothing under a transform, where values cannot be read.
+    """Raise for the first invalid entry; do nothing under a transform, where values cannot be read, or if deferred.
 
     Args:
         valid: Boolean tensor, samples on axis 0.
@@ -212,7 +237,7 @@ def refuse_invalid(valid: Tensor, values: Tensor, *, expected: str, what: str = 
     Raises:
         InvalidInputError: If an entry is invalid; names sample, index, value and the allowed values.
     """
-    if is_transformed(valid) or bool(valid.all()):
+    if is_unread(valid) or bool(valid.all()):
         return
     place = (~valid).nonzero()[0].tolist()
     value = values[tuple(place)].item()

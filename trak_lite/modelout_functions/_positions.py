@@ -24,7 +24,7 @@ from trak_lite.errors import InvalidInputError
 from trak_lite.modelout_functions._base import AbstractModelOutput, ModelCall, UniformNoise
 from trak_lite.modelout_functions._inputs import (
     class_labels,
-    is_transformed,
+    is_unread,
     logits_of,
     nan_unless,
     shape_texts,
@@ -138,7 +138,7 @@ def label_log_probs(logits: Tensor, labels: Tensor, *, ignored: int = IGNORED) -
 def count_labelled(predicted: Tensor, ignored: int = IGNORED) -> Tensor:
     """Return n ``(B,)``, the number of labelled positions per sample; raise (when run eagerly) if one has none."""
     count = predicted.flatten(1).sum(1)
-    if not is_transformed(count) and not bool((count > 0).all()):
+    if not is_unread(count) and not bool((count > 0).all()):
         sample = int((count == 0).nonzero()[0])
         raise InvalidInputError(
             f"sample {sample} has no token to predict: all its labels that the logits align with are "
