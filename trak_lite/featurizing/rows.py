@@ -37,6 +37,7 @@ from trak_lite.types import Batch, OutputTerms
 __all__ = ["SampleRows", "check_rows", "compute_features", "featurize_rows", "put_features"]
 
 _NEXT_TO_NOTHING = 1e-3  # relative to the median norm of a batch
+_SQUARES_UNDERFLOW = 1e-15
 _MAX_ROUNDING = 1e-2  # relative to a row's norm; float16 itself rounds to 5e-4
 
 
@@ -518,7 +519,10 @@ def _refuse_lost(dtype: str, norm: NDArray[Any], lost: NDArray[Any], rows: NDArr
 
 def _norms(rows: Tensor) -> Tensor:
     """Return the Euclidean norms ``(B,)`` of rows; squares neither over- nor underflow."""
+    norms: Tensor = rows.norm(dim=1)
+    if rows.device.type == "cpu" and bool(((norms >= _SQUARES_UNDERFLOW) & norms.isfinite()).all()):
+        return norms  # a device is not asked, because its answer would be waited for
     largest = rows.abs().amax(dim=1, keepdim=True) if rows.shape[1] else rows.new_ones(len(rows), 1)
     largest = torch.where(largest > 0, largest, 1.0)
-    norms: Tensor = (rows / largest).norm(dim=1) * largest.squeeze(1)
+    norms = (rows / largest).norm(dim=1) * largest.squeeze(1)
     return norms
