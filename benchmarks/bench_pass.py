@@ -1,9 +1,9 @@
 """Per-sample gradients of the zoo's published architectures, in units of a plain forward and backward pass.
 
-All are tiny, so what is measured is the cost of a pass beside its arithmetic: Python between the operations. Time is CPU
-time on one thread; the ratio is the median over interleaved pairs (all per-sample gradients of a batch, passed to a
-sink that discards them; the plain pass over the same batch), without a self-check. ``us_per_module`` is the difference of
-the two shortest times, divided by the number of modules with parameters.
+All are tiny, so what is measured is the cost of a pass beside its arithmetic: Python between the operations. Time is
+CPU time on one thread; the ratio is the median over interleaved pairs (all per-sample gradients of a batch, passed to a
+sink that discards them; the plain pass over the same batch), without a self-check. ``us_per_module`` is the
+difference of the two shortest times, divided by the number of modules with parameters.
 
 Run:  python -m benchmarks.bench_pass [--batch 4 32] [--every 1] [--label NAME] [--only NAME ...]
 """
