@@ -524,4 +524,5 @@ def _norms(rows: Tensor) -> Tensor:
         return norms  # a device is not asked, because its answer would be waited for
     largest = rows.abs().amax(dim=1, keepdim=True) if rows.shape[1] else rows.new_ones(len(rows), 1)
     largest = torch.where(largest > 0, largest, 1.0)
-    return torch.linalg.vector_norm(rows / largest, dim=1) * largest.squeeze(1)
+    norms = torch.linalg.vector_norm(rows / largest, dim=1)
+    return norms.mul_(largest.squeeze(1))
