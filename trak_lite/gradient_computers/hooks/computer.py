@@ -69,7 +69,7 @@ class HookGradientComputer(AbstractStreamingComputer):
     backward passes find the sample of every row: one per factor of 64 in the batch size. Rows that mix samples are
     refused. An index into an axis that does not grow with the batch (a label's logit, the last token) needs none.
 
-    The model runs more than once per batch: twice more for a new structure, and once for every compared sample. State
+    The model runs more than once per batch: two to four times more for a new structure, and once for every compared sample. State
     that its forward pass writes in eval mode (a counter, the table of an embedding with ``max_norm``) is written each
     time; in train mode buffers are restored.
 
@@ -176,7 +176,7 @@ class HookGradientComputer(AbstractStreamingComputer):
                 take_rows(batch, [0])
             )  # FSDP2 initialises in its first pass, so this one is not recorded
         try:
-            plan = make_plan(self.model, read, batch, self._output)
+            plan = make_plan(self.model, read, batch, self._output, may_repeat=False)
             if plan.routed:
                 refusal = UnsupportedModelError(
                     "The model is sharded, and selects, sorts or moves rows depending on values, which hooks support "
@@ -210,7 +210,7 @@ class HookGradientComputer(AbstractStreamingComputer):
             refuse_batch_statistics(ModelTree(self.model))
             _refuse_complex(kept)
             with self._naming_failures(part), self._prepared(kept) as read:
-                plan = make_plan(self.model, read, part, self._output)
+                plan = make_plan(self.model, read, part, self._output, may_repeat=self._sharded is None)
                 samples = Samples([0, 1] if self._compares() else [], kept)
                 grad_pass, escaped = self._compared_pass(plan, read, part, lambda _: None, 0, samples)[1:]
         except UnsupportedModelError as error:

@@ -28,7 +28,10 @@ from trak_lite.gradient_computers.hooks.plan.steps import Step
 from trak_lite.gradient_computers.hooks.randomness import RandomState
 from trak_lite.gradient_computers.hooks.registry import GradientRule
 from trak_lite.gradient_computers.hooks.routing import (
+    RowScales,
     RowTags,
+    contributions_in_place,
+    expected_axis,
     routed_contributions,
     row_layout,
     summed_by_owner,
@@ -85,6 +88,7 @@ class GradientPass(AbstractInterceptor):
         self._cursor = 0
         self._in_backward = self._recomputes = False
         self._code = SampleCode(num_samples)
+        self._scales = RowScales(self._code)
         self._tags: list[RowTags] = []
         self._tagging = False
         self._taps: dict[tuple[torch.device, torch.dtype], Tensor] = {}
@@ -392,6 +396,7 @@ class GradientPass(AbstractInterceptor):
         """Hook the results; their gradients trigger the rule."""
         layout = row_layout(call, outputs[0]) if site.routed and len(outputs) == 1 else None
         tags = self._new_tags(site, outputs, 0 if layout is None else layout.trailing)
+        tags.axis = expected_axis(site, layout, outputs[0], self._num_samples)
         del layout  # it references the arguments, which are freed during the backward pass
         if not site.routed:
             axes = zip(call.output_axes, outputs, strict=True)
@@ -552,6 +557,7 @@ class GradientPass(AbstractInterceptor):
             return
         dtypes = [dtype for tags in self._tags for dtype in tags.dtypes]
         self._code = SampleCode.for_gradients(self._num_samples, dtypes)
+        self._scales = RowScales(self._code)
         self._tagging = True
         for weights in self._code.weights(output):
             self._run_backward(output, inputs, weights)
@@ -565,13 +571,24 @@ class GradientPass(AbstractInterceptor):
                 total, inputs, weights, retain_graph=weights is not None, allow_unused=True
             )
 
+    def _in_place(
+        self, call: OperationCall, grad: Tensor | None, tags: RowTags
+    ) -> tuple[str, list[tuple[Tensor, Contribution]]] | None:
+        """Return the contributions of a routed operation whose rows are where the plan expects them."""
+        if tags.axis is None or grad is None or not tags.are_in_place(grad, self._scales):
+            return None
+        return contributions_in_place(call, grad, tags.axis)
+
     def _contributions(
         self, call: OperationCall, grads: Sequence[Tensor | None], tags: RowTags | None
     ) -> tuple[str, list[tuple[Tensor, Contribution]]]:
         """Return the method, and the operation's contribution to each parameter that it read."""
         _refuse_changes(call.function, call.versions)
         if tags is not None and tags.site.routed:
-            method, routed = routed_contributions(call, grads, tags.owners(grads, self._code))
+            found_there = self._in_place(call, grads[0], tags)
+            method, routed = found_there or routed_contributions(
+                call, grads, tags.owners(grads, self._code)
+            )
             for target in call.targets.values():
                 self._ledger.note(target, method)  # also to those that no row reaches
             return method, routed

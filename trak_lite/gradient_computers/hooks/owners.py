@@ -10,11 +10,13 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 
 import torch
 from torch import Tensor
 
 from trak_lite._devices import float64_device
+from trak_lite.gradient_computers.hooks.plan.axes import BatchAxis
 
 __all__ = ["Arrangement", "SampleCode", "sketch"]
 
@@ -41,9 +43,14 @@ def sketch(rows: Tensor) -> Tensor:
     width = rows.shape[1]
     if width <= 4:
         return wide
+    return wide @ _directions(width, wide.dtype, wide.device)
+
+
+@lru_cache(maxsize=256)
+def _directions(width: int, dtype: torch.dtype, device: torch.device) -> Tensor:
     steps = torch.tensor([1.0, 2.0, 3.0, 5.0], dtype=torch.float64, device="cpu").sqrt()
     directions = torch.outer(torch.arange(1, width + 1, dtype=torch.float64, device="cpu"), steps).cos()
-    return wide @ directions.to(wide.dtype).to(wide.device)
+    return directions.to(dtype).to(device)
 
 
 def _largest_entries(rows: Tensor) -> Tensor:
@@ -72,12 +79,37 @@ class SampleCode:
             >>> SampleCode(3, base=4).weights(torch.zeros(1))
             [tensor([0.2500, 0.5000, 1.0000])]
         """
-        numbers = torch.arange(self.count, device=like.device)
+        return [torch.exp2(exponents).to(like.dtype) for exponents in self._exponents(like.device)]
+
+    def row_scales(
+        self, axis: BatchAxis, shape: Sequence[int], dtype: torch.dtype, device: torch.device
+    ) -> list[Tensor]:
+        """Return ``1 / c_i`` of the sample of every row for each pass, ``(N, 1)``, if ``axis`` holds the samples.
+
+        Args:
+            axis: The batch axis, one of ``shape``.
+            shape: The axes that index the rows; N is their product.
+            dtype: Dtype of the result.
+            device: Device of the result.
+
+        Example:
+            >>> SampleCode(2).row_scales(BatchAxis(0, 2), (4,), torch.float32, torch.device("cpu"))[0].log2().T
+            tensor([[32., 32., 31., 31.]])
+        """
         found = []
-        for place in range(math.ceil(math.log(self.count, self.base) - 1e-9)):
-            digits = numbers // self.base**place % self.base
-            found.append(torch.exp2(digits - self.base // 2).to(like.dtype))
+        for exponents in self._exponents(device):
+            along = exponents.repeat_interleave(axis.multiple)
+            if not axis.sample_major:
+                along = exponents.repeat(axis.multiple)
+            view = (-1, *(1,) * (len(shape) - 1 - axis.axis))
+            found.append(torch.exp2(-along).to(dtype).view(view).expand(*shape).reshape(-1, 1))
         return found
+
+    def _exponents(self, device: torch.device) -> list[Tensor]:
+        """Return the base-two logarithms of the weights, ``(B,)`` for each pass."""
+        numbers = torch.arange(self.count, device=device)
+        places = range(math.ceil(math.log(self.count, self.base) - 1e-9))
+        return [numbers // self.base**place % self.base - self.base // 2 for place in places]
 
     def owners(self, plain: Tensor, tagged: Sequence[Tensor], dtype: torch.dtype) -> Tensor | None:
         """Return the sample of every row ``(N,)``, -1 for a row of zeros; ``None`` if a row has several samples.

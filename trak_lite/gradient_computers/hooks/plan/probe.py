@@ -47,7 +47,7 @@ class Site:
     leaf_axes: tuple[BatchAxis | None, ...] = ()
     """Batch axis of every tensor argument, in order."""
     output_axes: tuple[BatchAxis | None, ...] = ()
-    """Batch axis of every differentiable result."""
+    """Batch axis of every differentiable result; if the site is routed, only where its rows are expected."""
     sliceable: bool = True
     """Whether no argument counts the samples."""
     routed: bool = False
@@ -122,7 +122,14 @@ _MAX_SIZES = 16
 Evaluate = Callable[[Batch], Tensor]
 
 
-def make_plan(model: nn.Module, kept: Mapping[str, nn.Parameter], batch: Batch, evaluate: Evaluate) -> Plan:
+def make_plan(
+    model: nn.Module,
+    kept: Mapping[str, nn.Parameter],
+    batch: Batch,
+    evaluate: Evaluate,
+    *,
+    may_repeat: bool = True,
+) -> Plan:
     """Return the plan of a model for batches like this one.
 
     Args:
@@ -130,6 +137,7 @@ def make_plan(model: nn.Module, kept: Mapping[str, nn.Parameter], batch: Batch, 
         kept: The parameters to keep gradients for, by name.
         batch: At least one sample.
         evaluate: Returns f, ``(B,)``, of a batch.
+        may_repeat: Whether to run the model again if its first run differs from the second one.
 
     Raises:
         UnsupportedModelError: If samples are mixed, or their batch axis cannot be found.
@@ -137,6 +145,12 @@ def make_plan(model: nn.Module, kept: Mapping[str, nn.Parameter], batch: Batch, 
     with torch.enable_grad():
         two, _ = _recorded(model, kept, take_rows(batch, [0, 0]), evaluate)
         three, outputs = _recorded(model, kept, take_rows(batch, [0, 0, 0]), evaluate, two)
+        if may_repeat and not three.ran_like(two):
+            # The first run may have computed what the model caches, so that its operations cannot be compared.
+            again, _ = _recorded(model, kept, take_rows(batch, [0, 0]), evaluate)
+            if three.ran_like(again):
+                two = again
+                three, outputs = _recorded(model, kept, take_rows(batch, [0, 0, 0]), evaluate, two)
         plan = Plan(chooses_in_python=two.read_by_model > 0, dtypes=_dtypes(three))
         pairs = _relevant(two, three, plan)
         if not _is_same_path(two, three):
@@ -261,6 +275,9 @@ def _routed_site(two: Record, three: Record, names: tuple[str, ...], reads_sampl
     for a, b in zip(two.output_shapes, three.output_shapes, strict=True):
         if len(a) == len(b) and sum(m != n for m, n in zip(a, b, strict=True)) > 1:
             raise mixed(site, f"more than one axis of its shape {a} grows with the batch")
+    axes = [batch_axis(a, b) for a, b in zip(two.output_shapes, three.output_shapes, strict=True)]
+    if routed and all(isinstance(axis, BatchAxis) for axis in axes):
+        site.output_axes = tuple(axis for axis in axes if isinstance(axis, BatchAxis))
     return site
 
 

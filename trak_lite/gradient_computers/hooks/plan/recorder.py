@@ -153,6 +153,10 @@ class Recorder(AbstractInterceptor):
         self._taint(func, tensors, frozenset(reasons))
         return result
 
+    def ran_like(self, other: Recorder) -> bool:
+        """Whether both forward passes ran the same functions in the same order."""
+        return [seen.function for seen in self.seen] == [seen.function for seen in other.seen]
+
     def renamed(self, old: Tensor, new: Tensor) -> None:
         """Track ``new`` in place of ``old``, an input of a sharded module."""
         if id(old) in self.taints:
