@@ -22,7 +22,7 @@ from trak_lite.gradient_computers.hooks.owners import SampleCode
 from trak_lite.gradient_computers.hooks.plan.axes import BatchAxis
 from trak_lite.gradient_computers.hooks.plan.interception import AbstractInterceptor, Function
 from trak_lite.gradient_computers.hooks.plan.probe import Plan, Site, describe, refusing_reentrant_checkpoints
-from trak_lite.gradient_computers.hooks.plan.rearranging import RECURRENT
+from trak_lite.gradient_computers.hooks.plan.rearranging import RECURRENT, flattened, rebuilt
 from trak_lite.gradient_computers.hooks.plan.recorder import differentiable, is_in_place, written
 from trak_lite.gradient_computers.hooks.plan.steps import Step
 from trak_lite.gradient_computers.hooks.randomness import RandomState
@@ -94,9 +94,11 @@ class GradientPass(AbstractInterceptor):
         self._taps: dict[tuple[torch.device, torch.dtype], Tensor] = {}
         self._shared: dict[Any, Site] = {}
         self._steps = plan.steps_for(num_samples)
-        self._expected: Step | None = self._steps.get(0)
+        self._expected: Step | None = None if plan.routed else self._steps.get(0)
         """The step of the next operation on parameters, if it is bound."""
         self.watched = {id(p): p for p in kept.values()}
+        self._names: dict[int, Any] = {id(p): name for name, p in kept.items()} if plan.routed else {}
+        """Names of kept parameters, or of those that a value is computed from, by ``id``; empty unless rows are routed."""
 
     @property
     def methods(self) -> Mapping[str, Mapping[str, None]]:
@@ -109,7 +111,7 @@ class GradientPass(AbstractInterceptor):
         self, func: Function, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
         """Run a torch operation; the expected one goes straight to its step."""
-        step = self._expected
+        step = self._step_of_use(func, args) if self._names else self._expected
         if (
             step is not None
             and func is step.function
@@ -191,7 +193,7 @@ class GradientPass(AbstractInterceptor):
 
     def _site_of_use(self, function: Any, args: Any, kwargs: Mapping[str, Any]) -> Site:
         """Return the plan's site for this use; a use that is not in the plan (a new expert) gets a routed site."""
-        leaves = [leaf for leaf in tree_flatten((args, dict(kwargs)))[0] if isinstance(leaf, Tensor)]
+        leaves = [leaf for leaf in flattened(args, kwargs)[0] if isinstance(leaf, Tensor)]
         if isinstance(function, nn.Module):
             read = [id(p) for p in function.parameters() if id(p) in self.watched]
             site = Site(function, self._ledger.names_of(read), True, routed=True)
@@ -204,24 +206,37 @@ class GradientPass(AbstractInterceptor):
         reads_samples = any(leaf.requires_grad and id(leaf) not in self.watched for leaf in leaves)
         return site if reads_samples and not known.batched else known
 
+    def _step_of_use(self, function: Any, args: Sequence[Any]) -> Step | None:
+        """Return the step of an operation on these parameters, if rows are routed and the operation is bound."""
+        if self._in_backward or function not in RULES:
+            return None
+        return self._steps.get(self._use_key(function, args))
+
+    def _use_key(self, function: Any, args: Sequence[Any]) -> Any:
+        """Return the key of a step if rows are routed; with a step's shapes it determines ``Site.use``."""
+        names = self._names
+        return (function, *[names[id(value)] for value in args if id(value) in names])
+
     def _share(self, function: Function, args: Any, kwargs: Mapping[str, Any], tensor: Tensor) -> None:
         """Watch a value computed from parameters only."""
         if id(tensor) in self.watched:
             return
         parents = [
             id(leaf)
-            for leaf in tree_flatten((args, dict(kwargs)))[0]
+            for leaf in flattened(args, kwargs)[0]
             if isinstance(leaf, Tensor) and id(leaf) in self.watched
         ]
         self._ledger.share(tensor, parents, is_transpose=_is_transpose(function, args, tensor))
         self.watched[id(tensor)] = tensor
+        if self._names:
+            self._names[id(tensor)] = self._ledger.names_of([id(tensor)])
 
     def _use(self, site: Site, function: Function, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
         """Run an operation with its parameters detached, and save what their gradients need."""
-        leaves, spec = tree_flatten((args, dict(kwargs)))
+        leaves, spec = flattened(args, kwargs)
         run = [self._detached(leaf) for leaf in leaves]
         targets = {id(new): old for new, old in zip(run, leaves, strict=True) if new is not old}
-        run_args, run_kwargs = tree_unflatten(run, spec)
+        run_args, run_kwargs = rebuilt(run, spec)
         if function in RECURRENT and _is_recurrence(function, run_args):
             return self._run_recurrent(site, function, run_args, targets)
         in_place = is_in_place(function)
@@ -242,7 +257,7 @@ class GradientPass(AbstractInterceptor):
             )
             call.in_place = in_place
             self._catch(site, call, differentiable(results))
-            if function in RULES and not (in_place or kwargs or site.routed or self._plan.routed):
+            if function in RULES and not (in_place or kwargs):
                 self._bind(site, args, call, results, lean)
         return results if not in_place or result is not None else None
 
@@ -255,8 +270,15 @@ class GradientPass(AbstractInterceptor):
         covers_base = base is not None and _is_whole_of_new(result, base, call)
         if covers_base and not result.is_contiguous():
             return
+        key: Any = self._cursor - 1
+        if self._names:
+            key = self._use_key(site.function, args)
+            # The rows of an expert vary in number. A site of its own may be shared by all samples elsewhere.
+            if key in self._steps or self._plan.uses.get(site.use, site) is not site:
+                return
+        layout = row_layout(call, result) if site.routed else None
         inputs = [leaf for leaf in call.args if isinstance(leaf, Tensor) and not call.wants(leaf)]
-        self._steps[self._cursor - 1] = Step.bound(
+        self._steps[key] = Step.bound(
             site,
             _key(site.function, args, {}),
             args,
@@ -266,11 +288,14 @@ class GradientPass(AbstractInterceptor):
             call.output_axes,
             lean,
             covers_base,
+            0 if layout is None else layout.trailing,
+            expected_axis(site, layout, result, self._num_samples),
         )
 
     def _run_step(self, step: Step, args: Sequence[Any]) -> Any:
         """Run an operation as :meth:`_use` does, given what earlier passes found."""
-        self._advance()
+        if not self._names:
+            self._advance()
         run, targets = list(args), {}
         for place in step.targets:
             bare = run[place] = args[place].detach()
@@ -298,18 +323,27 @@ class GradientPass(AbstractInterceptor):
             step.site.sliceable,
             versions=versions,
         )
-        if result.shape != step.shape:
+        if result.shape != step.shape or result._is_view() is not step.is_view:
             self._catch(step.site, call, [result])
             return result
         for target in targets.values():
             self._ledger.expect(target)
+        tags = None
+        if step.site.routed:
+            tags = RowTags(step.site, (result.dtype,), step.trailing, step.row_axis)
+            self._tags.append(tags)
 
         def arrived(grad: Tensor) -> None:
             if not self._in_backward:
                 raise _too_early(step.site)
+            if self._tagging and tags is None:
+                return
             # Autograd runs hooks with gradients disabled.
             with torch._C.DisableTorchFunction():
-                self._deposit(call, [grad.reshape(step.shape)])
+                if self._tagging and tags is not None:
+                    tags.add([grad.reshape(step.shape)])
+                else:
+                    self._deposit(call, [grad.reshape(step.shape)], tags)
 
         # Of a view that covers its base and lies in the same order, the base's gradient has the same entries.
         hooked = result._base if step.covers_base else result
@@ -328,7 +362,7 @@ class GradientPass(AbstractInterceptor):
     def _call(
         self, site: Site, function: Any, saved: list[Any], spec: Any, targets: dict[int, Tensor], lean: bool
     ) -> OperationCall:
-        args, kwargs = tree_unflatten(saved, spec)
+        args, kwargs = rebuilt(saved, spec)
         tensors = iter(site.leaf_axes)
         axes: dict[int, BatchAxis | None] = {}
         if not lean and not site.routed:
@@ -627,7 +661,7 @@ def _is_whole_of_new(result: Tensor, base: Tensor, call: OperationCall) -> bool:
     if not base.is_contiguous() or base.numel() != result.numel():
         return False
     memory = base.untyped_storage().data_ptr()
-    read = (leaf for leaf in tree_flatten((call.args, dict(call.kwargs)))[0] if isinstance(leaf, Tensor))
+    read = (leaf for leaf in flattened(call.args, call.kwargs)[0] if isinstance(leaf, Tensor))
     return all(leaf.untyped_storage().data_ptr() != memory for leaf in read)
 
 

@@ -14,7 +14,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from trak_lite._devices import add_at_
 from trak_lite.errors import UnsupportedModelError
@@ -22,6 +21,7 @@ from trak_lite.gradient_computers.hooks.calls import Contribution, Factors, Look
 from trak_lite.gradient_computers.hooks.owners import Arrangement, SampleCode, sketch
 from trak_lite.gradient_computers.hooks.plan.axes import BatchAxis
 from trak_lite.gradient_computers.hooks.plan.probe import Site, describe, mixed
+from trak_lite.gradient_computers.hooks.plan.rearranging import flattened, rebuilt
 from trak_lite.gradient_computers.hooks.rules.generic import looped
 from trak_lite.gradient_computers.hooks.rules.operations import RULES, matrices_of
 
@@ -291,8 +291,8 @@ def _arranged_call(
             targets[id(new)] = call.targets[id(leaf)]
         return new
 
-    leaves, spec = tree_flatten((call.args, dict(call.kwargs)))
-    args, kwargs = tree_unflatten([changed(leaf) for leaf in leaves], spec)
+    leaves, spec = flattened(call.args, call.kwargs)
+    args, kwargs = rebuilt([changed(leaf) for leaf in leaves], spec)
     return OperationCall(call.function, args, kwargs, len(arranged.samples), targets, axes, (axis,))
 
 
@@ -347,7 +347,7 @@ def _of_embedding(call: OperationCall, result: Tensor) -> RowLayout | None:
 
 def _of_elementwise(call: OperationCall, result: Tensor) -> RowLayout | None:
     """Rows are indexed by the leading axes along which all parameters are broadcast."""
-    tensors = [leaf for leaf in tree_flatten((call.args, dict(call.kwargs)))[0] if isinstance(leaf, Tensor)]
+    tensors = [leaf for leaf in flattened(call.args, call.kwargs)[0] if isinstance(leaf, Tensor)]
     trailing = max(
         (leaf.dim() - _leading_ones(leaf.shape) for leaf in tensors if call.wants(leaf)), default=0
     )
