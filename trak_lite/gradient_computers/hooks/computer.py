@@ -33,8 +33,12 @@ from trak_lite.gradient_computers._base import (
     select_parameters,
 )
 from trak_lite.gradient_computers.hooks.coverage import Coverage, ParameterCoverage
-from trak_lite.gradient_computers.hooks.engine import GradientPass, UnexpectedRowsError
-from trak_lite.gradient_computers.hooks.plan.probe import Plan, make_plan
+from trak_lite.gradient_computers.hooks.engine import (
+    GradientPass,
+    UnexpectedPathError,
+    UnexpectedRowsError,
+)
+from trak_lite.gradient_computers.hooks.plan.probe import Plan, make_plan, sample_on_path
 from trak_lite.gradient_computers.self_check import Samples, compare, draws_masks, structure_of
 from trak_lite.modelout_functions import AbstractModelOutput
 from trak_lite.models.sharded import ShardedModel, is_sharded, reshard
@@ -51,6 +55,8 @@ logger = logging.getLogger(__name__)
 
 _MAX_PLANS = 64
 """Largest number of cached plans; each batch structure, such as a sequence length, has a plan."""
+_MAX_PATHS = 8
+"""Largest number of further plans of one structure, for a model that chooses operations by values."""
 
 
 class HookGradientComputer(AbstractStreamingComputer):
@@ -149,10 +155,15 @@ class HookGradientComputer(AbstractStreamingComputer):
             self.checks.refuse_failed(self._conditions(kept))
             key = self._structure(batch, kept)
             plan = self._planned(key, read, batch)
-            found = [
-                self._checked_run(key, plan, read, take_rows(batch, rows), sink, rows.start)
-                for rows in self._chunks(count)
-            ]
+            found = []
+            for rows in self._chunks(count):
+                part = take_rows(batch, rows)
+                try:
+                    found.append(self._checked_run(key, plan, read, part, sink, rows.start))
+                except UnexpectedPathError as error:
+                    if self._sharded is not None or not plan.chooses_in_python:
+                        raise
+                    found.append(self._run_on_other_path(error, key, read, part, sink, rows.start))
             self._keep(key, plan)
         return joined_terms(found)
 
@@ -167,6 +178,40 @@ class HookGradientComputer(AbstractStreamingComputer):
             )  # also if this rank has a plan: other ranks need the collective passes
             return known or made
         return known or make_plan(self.model, read, batch, self._output)
+
+    def _run_on_other_path(
+        self,
+        error: UnexpectedPathError,
+        key: Any,
+        kept: Mapping[str, nn.Parameter],
+        batch: Batch,
+        sink: BlockSink,
+        start: int,
+    ) -> OutputTerms:
+        """Run a batch for which the model chose another path than for the plan's sample; ``error`` is raised if none fits.
+
+        The plan of every path is checked like that of a new structure.
+        """
+        for number in range(_MAX_PATHS):
+            path = (key, number)
+            known = self._plans.pop(path, None)
+            plan = known
+            if plan is None:
+                row = sample_on_path(self.model, kept, batch, self._output)
+                if row is None:
+                    break
+                self.checks.forget(path)
+                plan = make_plan(self.model, kept, take_rows(batch, [row]), self._output)
+            try:
+                terms = self._checked_run(path, plan, kept, batch, sink, start)
+            except UnexpectedPathError:
+                if known is None:
+                    raise
+                self._keep(path, known)
+                continue
+            self._keep(path, plan)
+            return terms
+        raise error
 
     def _plan_in_step(self, sharded: ShardedModel, read: Mapping[str, nn.Parameter], batch: Batch) -> Plan:
         """Make a plan on all ranks at once; raise on all of them if one rank refuses its samples."""

@@ -42,7 +42,7 @@ from trak_lite.gradient_computers.hooks.rules.recurrent import run_recurrent
 from trak_lite.models.sharded import class_of
 from trak_lite.types import BlockSink
 
-__all__ = ["GradientPass", "UnexpectedRowsError"]
+__all__ = ["GradientPass", "UnexpectedPathError", "UnexpectedRowsError"]
 
 _TRANSPOSITIONS = frozenset(
     {Tensor.t, torch.t, Tensor.T.__get__, Tensor.mT.__get__, Tensor.transpose, torch.transpose}  # type: ignore[attr-defined]
@@ -51,6 +51,10 @@ _TRANSPOSITIONS = frozenset(
 
 class UnexpectedRowsError(UnsupportedModelError):
     """A tensor has another number of rows than the plan expects; raised before any block is streamed."""
+
+
+class UnexpectedPathError(UnsupportedModelError):
+    """The forward pass runs other operations than the plan expects; raised before any block is streamed."""
 
 
 class GradientPass(AbstractInterceptor):
@@ -127,6 +131,8 @@ class GradientPass(AbstractInterceptor):
         if self.inside:
             args, kwargs = tree_map(self._detached, (args, dict(kwargs)))
             return function(*args, **kwargs)
+        if self._names and function not in RULES and not _gives_tensors(function, args, kwargs):
+            return function(*args, **kwargs)
         site = self._next_site(function, args, kwargs)
         if site is None:
             return self._unplanned(function, args, kwargs)
@@ -156,7 +162,8 @@ class GradientPass(AbstractInterceptor):
         return value.detach() if id(value) in self.watched else value
 
     def _another_path(self, function: Any) -> UnsupportedModelError:
-        return UnsupportedModelError(
+        kind = UnsupportedModelError if self._in_backward else UnexpectedPathError
+        return kind(
             f"The operations of the model differ from those of the first batch: operation {self._cursor} on the "
             f"parameters is {describe(function)} now. Expected the same operations for every batch. Use another "
             "gradient computer."
@@ -569,7 +576,7 @@ class GradientPass(AbstractInterceptor):
             UnsupportedModelError: If the model ran other operations than planned, or one cannot be split by sample.
         """
         if self._cursor != len(self._plan.sites) and not self._plan.routed:
-            raise UnsupportedModelError(
+            raise UnexpectedPathError(
                 f"The model ran {self._cursor} operations on its parameters, but {len(self._plan.sites)} for the first "
                 "batch. Expected the same operations for every batch. Use another gradient computer."
             )
@@ -671,6 +678,11 @@ def _too_early(site: Site) -> UnsupportedModelError:
         "before f is known (torch.autograd.grad in the forward pass). This gradient is not a gradient of f. Use "
         "gradient_computer='functional' or 'iterative'."
     )
+
+
+def _gives_tensors(function: Function, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bool:
+    """Whether a result may hold tensors, unlike the attributes ``shape``, ``dtype`` and ``device``."""
+    return getattr(function, "__name__", "") != "__get__" or isinstance(function(*args, **kwargs), Tensor)
 
 
 def _itself(tensor: Tensor) -> Tensor:

@@ -120,14 +120,18 @@ class RowTags:
 
     def _owners(self, place: int, grad: Tensor, code: SampleCode) -> Tensor:
         plain = sketch(self.rows(grad))
+        tagged = [grads[place] for grads in self.passes]
+        weighted = [values for values in tagged if values is not None]
+        exact = code.exact_owners(plain, weighted)
+        if exact is not None:
+            return exact
         if not bool(plain.isfinite().all()):
             raise UnsupportedModelError(
                 f"The gradient of the result of {describe(self.site.function)}, which uses "
                 f"{list(self.site.names)[:3]}, is not finite, so the samples of its rows cannot be found. Expected "
                 "finite gradients; look for the sample that causes this, or use another gradient computer."
             )
-        tagged = [grads[place] for grads in self.passes]
-        found = code.owners(plain, [values for values in tagged if values is not None], grad.dtype)
+        found = code.owners(plain, weighted, grad.dtype)
         if found is None:
             raise mixed(self.site, "f of several samples depends on one row of its result")
         return found

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from trak_lite.data.batches import take_rows
+from trak_lite.data.batches import batch_size, take_rows
 from trak_lite.errors import UnsupportedModelError
 from trak_lite.gradient_computers.hooks.plan.axes import BatchAxis, batch_axis, by_sample
 from trak_lite.gradient_computers.hooks.plan.rearranging import PACKED
@@ -31,6 +31,7 @@ __all__ = [
     "make_plan",
     "mixed",
     "refusing_reentrant_checkpoints",
+    "sample_on_path",
 ]
 
 
@@ -162,6 +163,24 @@ def make_plan(
         if _numbers_before(two, last_of_two) != _numbers_before(three, last_of_three):
             plan.doubt()  # Python read values per sample, and may have sliced or ordered rows by them
     return plan
+
+
+def sample_on_path(
+    model: nn.Module, kept: Mapping[str, nn.Parameter], batch: Batch, evaluate: Evaluate
+) -> int | None:
+    """Return a sample whose copies run the same operations on parameters as the batch; ``None`` if there is none.
+
+    A model that reads values in Python may choose a path by all samples of a batch, such as one without a mask if no
+    sample is padded.
+    """
+
+    def path(rows: Sequence[int] | None) -> list[Any]:
+        part = batch if rows is None else take_rows(batch, rows)
+        return [record.function for record in _recorded(model, kept, part, evaluate)[0].records]
+
+    with torch.enable_grad():
+        expected = path(None)
+        return next((row for row in range(batch_size(batch)) if path([row, row]) == expected), None)
 
 
 def _dtypes(recorder: Recorder) -> frozenset[torch.dtype]:

@@ -7,7 +7,8 @@ rule, and calls that a rule does not support.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+import string
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -104,6 +105,41 @@ def _left_product(call: OperationCall, grad: Tensor, weight: Tensor, x: Tensor) 
         yield weight, Factors(inputs, _flattened(call.output_samples(grad).transpose(-1, -2)))
 
     return parts()
+
+
+def einsum_rule(call: OperationCall, grad: Tensor) -> _Parts | None:
+    """``einsum("ibh,hnd->ibnd", x, W)``: a product of one tensor of the samples with one parameter."""
+    equation, operands = call.args[:2]
+    terms = equation.replace(" ", "").replace("->", ",").split(",")
+    if len(operands) != 2 or len(terms) != 3 or "->" not in equation or call.kwargs:
+        return None
+    place = int(call.wants(operands[1]))
+    weight, x = operands[place], operands[1 - place]
+    if call.wants(x) or call.axis_of(x) is None or not _is_plain_product(terms, [*operands, grad]):
+        return None
+    own, read, result = terms[place], terms[1 - place], terms[2]
+    if not set(own) <= {*read, *result}:
+        return None  # an axis that is summed in the parameter alone
+
+    def parts() -> _Parts:
+        # Under autocast the operation read a copy of another dtype.
+        inputs, grads = call.samples(x).to(weight.dtype), call.output_samples(grad).to(weight.dtype)
+        sample = next(letter for letter in string.ascii_letters if letter not in equation)
+        pattern = f"{sample}{read},{sample}{result}->{sample}{own}"
+        yield weight, torch.einsum(pattern, inputs, grads)
+
+    return parts()
+
+
+def _is_plain_product(terms: Sequence[str], tensors: Sequence[Tensor]) -> bool:
+    """Whether every letter stands for one axis of each tensor that has it, of one size."""
+    sizes: dict[str, int] = {}
+    for term, tensor in zip(terms, tensors, strict=True):
+        if not term.isalpha() or len(set(term)) != len(term) or len(term) != tensor.dim():
+            return False
+        if any(sizes.setdefault(letter, size) != size for letter, size in zip(term, tensor.shape, strict=True)):
+            return False
+    return True
 
 
 def _elementwise(derivative: Callable[[OperationCall, int, Tensor], Tensor | None]) -> OperationRule:
@@ -278,6 +314,7 @@ RULES: dict[Any, tuple[str, OperationRule]] = {
         (torch.conv_transpose1d, torch.conv_transpose2d, torch.conv_transpose3d),
         ("transposed convolution", conv_transpose_rule),
     ),
+    torch._VF.einsum: ("einsum", einsum_rule),  # type: ignore[attr-defined]
     torch.embedding: ("embedding", embedding_rule),
     torch.embedding_bag: ("embedding bag", embedding_bag_rule),
     torch.layer_norm: ("layer norm", layer_norm_rule),
