@@ -75,9 +75,13 @@ class HookGradientComputer(AbstractStreamingComputer):
     backward passes find the sample of every row: one per factor of 64 in the batch size. Rows that mix samples are
     refused. An index into an axis that does not grow with the batch (a label's logit, the last token) needs none.
 
-    The model runs more than once per batch: two to four times more for a new structure, and once for every compared sample. State
-    that its forward pass writes in eval mode (a counter, the table of an embedding with ``max_norm``) is written each
-    time; in train mode buffers are restored.
+    The model runs more than once per batch: two to four times more for a new structure, and once for every compared
+    sample. State that its forward pass writes in eval mode (a counter, the table of an embedding with ``max_norm``) is
+    written each time; in train mode buffers are restored.
+
+    If a batch runs other operations than the first one because the forward pass reads ``all`` or ``any`` of a tensor (a
+    mask that is left out if no sample is padded), it is planned again from one of its samples. If it reads other
+    values, such a batch is refused.
 
     If the model is sharded by FSDP2 (``fully_shard``), every rank that holds a shard must call each method equally
     often, each with its own samples. The self-check does not run, because its reference is a gradient as large as the
@@ -161,7 +165,7 @@ class HookGradientComputer(AbstractStreamingComputer):
                 try:
                     found.append(self._checked_run(key, plan, read, part, sink, rows.start))
                 except UnexpectedPathError as error:
-                    if self._sharded is not None or not plan.chooses_in_python:
+                    if not self._may_take_other_paths(plan):
                         raise
                     found.append(self._run_on_other_path(error, key, read, part, sink, rows.start))
             self._keep(key, plan)
@@ -179,6 +183,10 @@ class HookGradientComputer(AbstractStreamingComputer):
             return known or made
         return known or make_plan(self.model, read, batch, self._output)
 
+    def _may_take_other_paths(self, plan: Plan) -> bool:
+        """Whether a batch on another path is planned again; otherwise a path may depend on sums over samples."""
+        return self._sharded is None and plan.chooses_in_python and plan.reads_only_quantifiers
+
     def _run_on_other_path(
         self,
         error: UnexpectedPathError,
@@ -188,7 +196,7 @@ class HookGradientComputer(AbstractStreamingComputer):
         sink: BlockSink,
         start: int,
     ) -> OutputTerms:
-        """Run a batch for which the model chose another path than for the plan's sample; ``error`` is raised if none fits.
+        """Run a batch with the plan of a sample on its path; raise ``error`` if no sample alone takes this path.
 
         The plan of every path is checked like that of a new structure.
         """
@@ -257,7 +265,19 @@ class HookGradientComputer(AbstractStreamingComputer):
             with self._naming_failures(part), self._prepared(kept) as read:
                 plan = make_plan(self.model, read, part, self._output, may_repeat=self._sharded is None)
                 samples = Samples([0, 1] if self._compares() else [], kept)
-                grad_pass, escaped = self._compared_pass(plan, read, part, lambda _: None, 0, samples)[1:]
+                try:
+                    found = self._compared_pass(plan, read, part, lambda _: None, 0, samples)
+                except UnexpectedPathError:
+                    row = (
+                        None
+                        if not self._may_take_other_paths(plan)
+                        else sample_on_path(self.model, read, part, self._output)
+                    )
+                    if row is None:
+                        raise
+                    plan = make_plan(self.model, read, take_rows(part, [row]), self._output)
+                    found = self._compared_pass(plan, read, part, lambda _: None, 0, samples)
+                grad_pass, escaped = found[1:]
         except UnsupportedModelError as error:
             return Coverage(tuple(ParameterCoverage(name, "refused", str(error)) for name in kept))
         unread = "no row of these samples reaches it, or f" if plan.routed else "f"

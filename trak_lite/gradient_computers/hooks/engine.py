@@ -37,7 +37,7 @@ from trak_lite.gradient_computers.hooks.routing import (
     summed_by_owner,
 )
 from trak_lite.gradient_computers.hooks.rules.generic import generic_rule
-from trak_lite.gradient_computers.hooks.rules.operations import RULES, reads_nothing
+from trak_lite.gradient_computers.hooks.rules.operations import MAY_DRAW, RULES, reads_nothing
 from trak_lite.gradient_computers.hooks.rules.recurrent import run_recurrent
 from trak_lite.models.sharded import class_of
 from trak_lite.types import BlockSink
@@ -102,7 +102,7 @@ class GradientPass(AbstractInterceptor):
         """The step of the next operation on parameters, if it is bound."""
         self.watched = {id(p): p for p in kept.values()}
         self._names: dict[int, Any] = {id(p): name for name, p in kept.items()} if plan.routed else {}
-        """Names of kept parameters, or of those that a value is computed from, by ``id``; empty unless rows are routed."""
+        """By ``id``, names of kept parameters, or of those that a value is made of; empty unless rows are routed."""
 
     @property
     def methods(self) -> Mapping[str, Mapping[str, None]]:
@@ -250,7 +250,8 @@ class GradientPass(AbstractInterceptor):
         lean = not site.routed and reads_nothing(function, run_args)
         saved = _saved(run, targets, lean, in_place)
         # An operation without a rule runs again in the backward pass with the same random numbers.
-        before = RandomState.of(run) if function not in RULES and not self._in_backward else None
+        ruled = function in RULES and function not in MAY_DRAW
+        before = RandomState.of(run) if not ruled and not self._in_backward else None
         result = function(*run_args, **run_kwargs)
         results = written(function, run_args, result)
         results = self._tapped(results, in_place)
@@ -264,7 +265,7 @@ class GradientPass(AbstractInterceptor):
             )
             call.in_place = in_place
             self._catch(site, call, differentiable(results))
-            if function in RULES and not (in_place or kwargs):
+            if ruled and not (in_place or kwargs):
                 self._bind(site, args, call, results, lean)
         return results if not in_place or result is not None else None
 
@@ -627,9 +628,7 @@ class GradientPass(AbstractInterceptor):
         _refuse_changes(call.function, call.versions)
         if tags is not None and tags.site.routed:
             found_there = self._in_place(call, grads[0], tags)
-            method, routed = found_there or routed_contributions(
-                call, grads, tags.owners(grads, self._code)
-            )
+            method, routed = found_there or routed_contributions(call, grads, tags.owners(grads, self._code))
             for target in call.targets.values():
                 self._ledger.note(target, method)  # also to those that no row reaches
             return method, routed

@@ -214,7 +214,9 @@ class Arrangement:
         steps = torch.arange(length, device=device)
         first = (counts.cumsum(0) - counts).unsqueeze(1)
         real = steps < counts.unsqueeze(1)
-        return cls(samples, order[torch.where(real, first + steps, first).flatten()], real.flatten(), length, False)
+        return cls(
+            samples, order[torch.where(real, first + steps, first).flatten()], real.flatten(), length, False
+        )
 
     def take(self, rows: Tensor) -> Tensor:
         """Return ``(N, ...)`` as ``(K * length, ...)``."""

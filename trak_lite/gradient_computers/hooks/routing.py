@@ -261,7 +261,9 @@ def _of_groups(
     """Return the gradients of the stacked matrices ``(E, d_in, d_out)`` that a grouped product reads."""
     x, weight, offsets = call.bind("input", "mat2", "offs")
     num_groups = len(weight)
-    group = torch.searchsorted(offsets, torch.arange(len(x), device=x.device, dtype=offsets.dtype), right=True)
+    group = torch.searchsorted(
+        offsets, torch.arange(len(x), device=x.device, dtype=offsets.dtype), right=True
+    )
     # Rows beyond the last offset are in no group; torch leaves them undefined.
     keys = torch.where((owners >= 0) & (group < num_groups), owners * num_groups + group, -1)
     arranged = Arrangement.of(keys)

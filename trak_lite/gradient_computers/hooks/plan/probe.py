@@ -77,6 +77,8 @@ class Plan:
     """Sites by ``Site.use``; filled if rows are routed."""
     chooses_in_python: bool = False
     """Whether the model's forward pass reads values, so that a branch may depend on the other samples."""
+    reads_only_quantifiers: bool = False
+    """Whether it reads values of ``all`` and ``any`` only, so that some sample alone takes the branch of a batch."""
     dtypes: frozenset[torch.dtype] = frozenset()
     """Dtypes of the results of operations on parameters."""
 
@@ -152,7 +154,11 @@ def make_plan(
             if three.ran_like(again):
                 two = again
                 three, outputs = _recorded(model, kept, take_rows(batch, [0, 0, 0]), evaluate, two)
-        plan = Plan(chooses_in_python=two.read_by_model > 0, dtypes=_dtypes(three))
+        plan = Plan(
+            chooses_in_python=two.read_by_model > 0,
+            reads_only_quantifiers=two.reads_only_quantifiers and three.reads_only_quantifiers,
+            dtypes=_dtypes(three),
+        )
         pairs = _relevant(two, three, plan)
         if not _is_same_path(two, three):
             plan.doubt()  # a loop over samples outside the operations on parameters may move their rows
@@ -170,8 +176,8 @@ def sample_on_path(
 ) -> int | None:
     """Return a sample whose copies run the same operations on parameters as the batch; ``None`` if there is none.
 
-    A model that reads values in Python may choose a path by all samples of a batch, such as one without a mask if no
-    sample is padded.
+    A model that reads ``all`` or ``any`` in Python chooses a path by all samples of a batch, such as one without a mask
+    if no sample is padded.
     """
 
     def path(rows: Sequence[int] | None) -> list[Any]:
