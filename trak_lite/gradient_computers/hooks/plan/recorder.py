@@ -106,7 +106,7 @@ class Recorder(AbstractInterceptor):
         self.read_by_model = 0
         """Number of values that Python read while the model ran, not the output function."""
         self.reads_only_quantifiers = True
-        """Whether all of these are results of ``all`` or ``any``."""
+        """Whether all of these are results of ``all`` or ``any`` over the whole batch, read one at a time."""
         self._quantifiers: dict[int, Tensor] = {}
         """Results of ``all`` and ``any``."""
         self._smaller = smaller.seen if smaller is not None else None
@@ -176,7 +176,7 @@ class Recorder(AbstractInterceptor):
         if count:
             self.reads.append((len(self.records), count))
             self.read_by_model += count if self._running else 0
-            self.reads_only_quantifiers &= is_quantifier or not self._running
+            self.reads_only_quantifiers &= not self._running or (is_quantifier and count == 1)
 
     def _moves(self, seen: _Seen, same_in_all: bool) -> bool:
         """Whether an operation moves samples' rows by values, compared with the same operation in the smaller batch."""
