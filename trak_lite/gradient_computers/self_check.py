@@ -177,6 +177,9 @@ class SelfCheck:
             error.args = (found,)
             self._failed[conditions] = found
             raise
+        except UnsupportedModelError:
+            self._rows = rows  # the batch may run again in another way
+            raise
         self._count(structure, size, positions)
         if positions:
             self._unconfirmed.pop(structure, None)

@@ -33,8 +33,12 @@ from trak_lite.gradient_computers._base import (
     select_parameters,
 )
 from trak_lite.gradient_computers.hooks.coverage import Coverage, ParameterCoverage
-from trak_lite.gradient_computers.hooks.engine import GradientPass, UnexpectedRowsError
-from trak_lite.gradient_computers.hooks.plan.probe import Plan, make_plan
+from trak_lite.gradient_computers.hooks.engine import (
+    GradientPass,
+    UnexpectedPathError,
+    UnexpectedRowsError,
+)
+from trak_lite.gradient_computers.hooks.plan.probe import Plan, make_plan, sample_on_path
 from trak_lite.gradient_computers.self_check import Samples, compare, draws_masks, structure_of
 from trak_lite.modelout_functions import AbstractModelOutput
 from trak_lite.models.sharded import ShardedModel, is_sharded, reshard
@@ -51,6 +55,8 @@ logger = logging.getLogger(__name__)
 
 _MAX_PLANS = 64
 """Largest number of cached plans; each batch structure, such as a sequence length, has a plan."""
+_MAX_PATHS = 8
+"""Largest number of further plans of one structure, for a model that chooses operations by values."""
 
 
 class HookGradientComputer(AbstractStreamingComputer):
@@ -69,9 +75,13 @@ class HookGradientComputer(AbstractStreamingComputer):
     backward passes find the sample of every row: one per factor of 64 in the batch size. Rows that mix samples are
     refused. An index into an axis that does not grow with the batch (a label's logit, the last token) needs none.
 
-    The model runs more than once per batch: twice more for a new structure, and once for every compared sample. State
-    that its forward pass writes in eval mode (a counter, the table of an embedding with ``max_norm``) is written each
-    time; in train mode buffers are restored.
+    The model runs more than once per batch: two to four times more for a new structure, and once for every compared
+    sample. State that its forward pass writes in eval mode (a counter, the table of an embedding with ``max_norm``) is
+    written each time; in train mode buffers are restored.
+
+    If a batch runs other operations than the first one because the forward pass reads ``all`` or ``any`` of a tensor (a
+    mask that is left out if no sample is padded), it is planned again from one of its samples. If it reads other
+    values, such a batch is refused.
 
     If the model is sharded by FSDP2 (``fully_shard``), every rank that holds a shard must call each method equally
     often, each with its own samples. The self-check does not run, because its reference is a gradient as large as the
@@ -149,10 +159,15 @@ class HookGradientComputer(AbstractStreamingComputer):
             self.checks.refuse_failed(self._conditions(kept))
             key = self._structure(batch, kept)
             plan = self._planned(key, read, batch)
-            found = [
-                self._checked_run(key, plan, read, take_rows(batch, rows), sink, rows.start)
-                for rows in self._chunks(count)
-            ]
+            found = []
+            for rows in self._chunks(count):
+                part = take_rows(batch, rows)
+                try:
+                    found.append(self._checked_run(key, plan, read, part, sink, rows.start))
+                except UnexpectedPathError as error:
+                    if not self._may_take_other_paths(plan):
+                        raise
+                    found.append(self._run_on_other_path(error, key, read, part, sink, rows.start))
             self._keep(key, plan)
         return joined_terms(found)
 
@@ -168,6 +183,44 @@ class HookGradientComputer(AbstractStreamingComputer):
             return known or made
         return known or make_plan(self.model, read, batch, self._output)
 
+    def _may_take_other_paths(self, plan: Plan) -> bool:
+        """Whether a batch on another path is planned again; otherwise a path may depend on sums over samples."""
+        return self._sharded is None and plan.chooses_in_python and plan.reads_only_quantifiers
+
+    def _run_on_other_path(
+        self,
+        error: UnexpectedPathError,
+        key: Any,
+        kept: Mapping[str, nn.Parameter],
+        batch: Batch,
+        sink: BlockSink,
+        start: int,
+    ) -> OutputTerms:
+        """Run a batch with the plan of a sample on its path; raise ``error`` if no sample alone takes this path.
+
+        The plan of every path is checked like that of a new structure.
+        """
+        for number in range(_MAX_PATHS):
+            path = (key, number)
+            known = self._plans.pop(path, None)
+            plan = known
+            if plan is None:
+                row = sample_on_path(self.model, kept, batch, self._output)
+                if row is None:
+                    break
+                self.checks.forget(path)
+                plan = make_plan(self.model, kept, take_rows(batch, [row]), self._output)
+            try:
+                terms = self._checked_run(path, plan, kept, batch, sink, start)
+            except UnexpectedPathError:
+                if known is None:
+                    raise
+                self._keep(path, known)
+                continue
+            self._keep(path, plan)
+            return terms
+        raise error
+
     def _plan_in_step(self, sharded: ShardedModel, read: Mapping[str, nn.Parameter], batch: Batch) -> Plan:
         """Make a plan on all ranks at once; raise on all of them if one rank refuses its samples."""
         plan, refusal = Plan(), None
@@ -176,7 +229,7 @@ class HookGradientComputer(AbstractStreamingComputer):
                 take_rows(batch, [0])
             )  # FSDP2 initialises in its first pass, so this one is not recorded
         try:
-            plan = make_plan(self.model, read, batch, self._output)
+            plan = make_plan(self.model, read, batch, self._output, may_repeat=False)
             if plan.routed:
                 refusal = UnsupportedModelError(
                     "The model is sharded, and selects, sorts or moves rows depending on values, which hooks support "
@@ -210,9 +263,21 @@ class HookGradientComputer(AbstractStreamingComputer):
             refuse_batch_statistics(ModelTree(self.model))
             _refuse_complex(kept)
             with self._naming_failures(part), self._prepared(kept) as read:
-                plan = make_plan(self.model, read, part, self._output)
+                plan = make_plan(self.model, read, part, self._output, may_repeat=self._sharded is None)
                 samples = Samples([0, 1] if self._compares() else [], kept)
-                grad_pass, escaped = self._compared_pass(plan, read, part, lambda _: None, 0, samples)[1:]
+                try:
+                    found = self._compared_pass(plan, read, part, lambda _: None, 0, samples)
+                except UnexpectedPathError:
+                    row = (
+                        None
+                        if not self._may_take_other_paths(plan)
+                        else sample_on_path(self.model, read, part, self._output)
+                    )
+                    if row is None:
+                        raise
+                    plan = make_plan(self.model, read, take_rows(part, [row]), self._output)
+                    found = self._compared_pass(plan, read, part, lambda _: None, 0, samples)
+                grad_pass, escaped = found[1:]
         except UnsupportedModelError as error:
             return Coverage(tuple(ParameterCoverage(name, "refused", str(error)) for name in kept))
         unread = "no row of these samples reaches it, or f" if plan.routed else "f"

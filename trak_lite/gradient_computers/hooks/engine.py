@@ -22,24 +22,27 @@ from trak_lite.gradient_computers.hooks.owners import SampleCode
 from trak_lite.gradient_computers.hooks.plan.axes import BatchAxis
 from trak_lite.gradient_computers.hooks.plan.interception import AbstractInterceptor, Function
 from trak_lite.gradient_computers.hooks.plan.probe import Plan, Site, describe, refusing_reentrant_checkpoints
-from trak_lite.gradient_computers.hooks.plan.rearranging import RECURRENT
+from trak_lite.gradient_computers.hooks.plan.rearranging import RECURRENT, flattened, rebuilt
 from trak_lite.gradient_computers.hooks.plan.recorder import differentiable, is_in_place, written
 from trak_lite.gradient_computers.hooks.plan.steps import Step
 from trak_lite.gradient_computers.hooks.randomness import RandomState
 from trak_lite.gradient_computers.hooks.registry import GradientRule
 from trak_lite.gradient_computers.hooks.routing import (
+    RowScales,
     RowTags,
+    contributions_in_place,
+    expected_axis,
     routed_contributions,
     row_layout,
     summed_by_owner,
 )
 from trak_lite.gradient_computers.hooks.rules.generic import generic_rule
-from trak_lite.gradient_computers.hooks.rules.operations import RULES, reads_nothing
+from trak_lite.gradient_computers.hooks.rules.operations import MAY_DRAW, RULES, reads_nothing
 from trak_lite.gradient_computers.hooks.rules.recurrent import run_recurrent
 from trak_lite.models.sharded import class_of
 from trak_lite.types import BlockSink
 
-__all__ = ["GradientPass", "UnexpectedRowsError"]
+__all__ = ["GradientPass", "UnexpectedPathError", "UnexpectedRowsError"]
 
 _TRANSPOSITIONS = frozenset(
     {Tensor.t, torch.t, Tensor.T.__get__, Tensor.mT.__get__, Tensor.transpose, torch.transpose}  # type: ignore[attr-defined]
@@ -48,6 +51,10 @@ _TRANSPOSITIONS = frozenset(
 
 class UnexpectedRowsError(UnsupportedModelError):
     """A tensor has another number of rows than the plan expects; raised before any block is streamed."""
+
+
+class UnexpectedPathError(UnsupportedModelError):
+    """The forward pass runs other operations than the plan expects; raised before any block is streamed."""
 
 
 class GradientPass(AbstractInterceptor):
@@ -85,14 +92,17 @@ class GradientPass(AbstractInterceptor):
         self._cursor = 0
         self._in_backward = self._recomputes = False
         self._code = SampleCode(num_samples)
+        self._scales = RowScales(self._code)
         self._tags: list[RowTags] = []
         self._tagging = False
         self._taps: dict[tuple[torch.device, torch.dtype], Tensor] = {}
         self._shared: dict[Any, Site] = {}
         self._steps = plan.steps_for(num_samples)
-        self._expected: Step | None = self._steps.get(0)
+        self._expected: Step | None = None if plan.routed else self._steps.get(0)
         """The step of the next operation on parameters, if it is bound."""
         self.watched = {id(p): p for p in kept.values()}
+        self._names: dict[int, Any] = {id(p): name for name, p in kept.items()} if plan.routed else {}
+        """By ``id``, names of kept parameters, or of those that a value is made of; empty unless rows are routed."""
 
     @property
     def methods(self) -> Mapping[str, Mapping[str, None]]:
@@ -105,7 +115,7 @@ class GradientPass(AbstractInterceptor):
         self, func: Function, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
         """Run a torch operation; the expected one goes straight to its step."""
-        step = self._expected
+        step = self._step_of_use(func, args) if self._names else self._expected
         if (
             step is not None
             and func is step.function
@@ -120,6 +130,8 @@ class GradientPass(AbstractInterceptor):
         """Run an operation on parameters; detach them if it reads samples, otherwise track its result."""
         if self.inside:
             args, kwargs = tree_map(self._detached, (args, dict(kwargs)))
+            return function(*args, **kwargs)
+        if self._names and function not in RULES and not _gives_tensors(function, args, kwargs):
             return function(*args, **kwargs)
         site = self._next_site(function, args, kwargs)
         if site is None:
@@ -150,7 +162,8 @@ class GradientPass(AbstractInterceptor):
         return value.detach() if id(value) in self.watched else value
 
     def _another_path(self, function: Any) -> UnsupportedModelError:
-        return UnsupportedModelError(
+        kind = UnsupportedModelError if self._in_backward else UnexpectedPathError
+        return kind(
             f"The operations of the model differ from those of the first batch: operation {self._cursor} on the "
             f"parameters is {describe(function)} now. Expected the same operations for every batch. Use another "
             "gradient computer."
@@ -187,7 +200,7 @@ class GradientPass(AbstractInterceptor):
 
     def _site_of_use(self, function: Any, args: Any, kwargs: Mapping[str, Any]) -> Site:
         """Return the plan's site for this use; a use that is not in the plan (a new expert) gets a routed site."""
-        leaves = [leaf for leaf in tree_flatten((args, dict(kwargs)))[0] if isinstance(leaf, Tensor)]
+        leaves = [leaf for leaf in flattened(args, kwargs)[0] if isinstance(leaf, Tensor)]
         if isinstance(function, nn.Module):
             read = [id(p) for p in function.parameters() if id(p) in self.watched]
             site = Site(function, self._ledger.names_of(read), True, routed=True)
@@ -200,31 +213,45 @@ class GradientPass(AbstractInterceptor):
         reads_samples = any(leaf.requires_grad and id(leaf) not in self.watched for leaf in leaves)
         return site if reads_samples and not known.batched else known
 
+    def _step_of_use(self, function: Any, args: Sequence[Any]) -> Step | None:
+        """Return the step of an operation on these parameters, if rows are routed and the operation is bound."""
+        if self._in_backward or function not in RULES:
+            return None
+        return self._steps.get(self._use_key(function, args))
+
+    def _use_key(self, function: Any, args: Sequence[Any]) -> Any:
+        """Return the key of a step if rows are routed; with a step's shapes it determines ``Site.use``."""
+        names = self._names
+        return (function, *[names[id(value)] for value in args if id(value) in names])
+
     def _share(self, function: Function, args: Any, kwargs: Mapping[str, Any], tensor: Tensor) -> None:
         """Watch a value computed from parameters only."""
         if id(tensor) in self.watched:
             return
         parents = [
             id(leaf)
-            for leaf in tree_flatten((args, dict(kwargs)))[0]
+            for leaf in flattened(args, kwargs)[0]
             if isinstance(leaf, Tensor) and id(leaf) in self.watched
         ]
         self._ledger.share(tensor, parents, is_transpose=_is_transpose(function, args, tensor))
         self.watched[id(tensor)] = tensor
+        if self._names:
+            self._names[id(tensor)] = self._ledger.names_of([id(tensor)])
 
     def _use(self, site: Site, function: Function, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
         """Run an operation with its parameters detached, and save what their gradients need."""
-        leaves, spec = tree_flatten((args, dict(kwargs)))
+        leaves, spec = flattened(args, kwargs)
         run = [self._detached(leaf) for leaf in leaves]
         targets = {id(new): old for new, old in zip(run, leaves, strict=True) if new is not old}
-        run_args, run_kwargs = tree_unflatten(run, spec)
+        run_args, run_kwargs = rebuilt(run, spec)
         if function in RECURRENT and _is_recurrence(function, run_args):
             return self._run_recurrent(site, function, run_args, targets)
         in_place = is_in_place(function)
         lean = not site.routed and reads_nothing(function, run_args)
         saved = _saved(run, targets, lean, in_place)
         # An operation without a rule runs again in the backward pass with the same random numbers.
-        before = RandomState.of(run) if function not in RULES and not self._in_backward else None
+        ruled = function in RULES and function not in MAY_DRAW
+        before = RandomState.of(run) if not ruled and not self._in_backward else None
         result = function(*run_args, **run_kwargs)
         results = written(function, run_args, result)
         results = self._tapped(results, in_place)
@@ -238,7 +265,7 @@ class GradientPass(AbstractInterceptor):
             )
             call.in_place = in_place
             self._catch(site, call, differentiable(results))
-            if function in RULES and not (in_place or kwargs or site.routed or self._plan.routed):
+            if ruled and not (in_place or kwargs):
                 self._bind(site, args, call, results, lean)
         return results if not in_place or result is not None else None
 
@@ -251,8 +278,15 @@ class GradientPass(AbstractInterceptor):
         covers_base = base is not None and _is_whole_of_new(result, base, call)
         if covers_base and not result.is_contiguous():
             return
+        key: Any = self._cursor - 1
+        if self._names:
+            key = self._use_key(site.function, args)
+            # The rows of an expert vary in number. A site of its own may be shared by all samples elsewhere.
+            if key in self._steps or self._plan.uses.get(site.use, site) is not site:
+                return
+        layout = row_layout(call, result) if site.routed else None
         inputs = [leaf for leaf in call.args if isinstance(leaf, Tensor) and not call.wants(leaf)]
-        self._steps[self._cursor - 1] = Step.bound(
+        self._steps[key] = Step.bound(
             site,
             _key(site.function, args, {}),
             args,
@@ -262,11 +296,14 @@ class GradientPass(AbstractInterceptor):
             call.output_axes,
             lean,
             covers_base,
+            0 if layout is None else layout.trailing,
+            expected_axis(site, layout, result, self._num_samples),
         )
 
     def _run_step(self, step: Step, args: Sequence[Any]) -> Any:
         """Run an operation as :meth:`_use` does, given what earlier passes found."""
-        self._advance()
+        if not self._names:
+            self._advance()
         run, targets = list(args), {}
         for place in step.targets:
             bare = run[place] = args[place].detach()
@@ -294,18 +331,27 @@ class GradientPass(AbstractInterceptor):
             step.site.sliceable,
             versions=versions,
         )
-        if result.shape != step.shape:
+        if result.shape != step.shape or result._is_view() is not step.is_view:
             self._catch(step.site, call, [result])
             return result
         for target in targets.values():
             self._ledger.expect(target)
+        tags = None
+        if step.site.routed:
+            tags = RowTags(step.site, (result.dtype,), step.trailing, step.row_axis)
+            self._tags.append(tags)
 
         def arrived(grad: Tensor) -> None:
             if not self._in_backward:
                 raise _too_early(step.site)
+            if self._tagging and tags is None:
+                return
             # Autograd runs hooks with gradients disabled.
             with torch._C.DisableTorchFunction():
-                self._deposit(call, [grad.reshape(step.shape)])
+                if self._tagging and tags is not None:
+                    tags.add([grad.reshape(step.shape)])
+                else:
+                    self._deposit(call, [grad.reshape(step.shape)], tags)
 
         # Of a view that covers its base and lies in the same order, the base's gradient has the same entries.
         hooked = result._base if step.covers_base else result
@@ -324,7 +370,7 @@ class GradientPass(AbstractInterceptor):
     def _call(
         self, site: Site, function: Any, saved: list[Any], spec: Any, targets: dict[int, Tensor], lean: bool
     ) -> OperationCall:
-        args, kwargs = tree_unflatten(saved, spec)
+        args, kwargs = rebuilt(saved, spec)
         tensors = iter(site.leaf_axes)
         axes: dict[int, BatchAxis | None] = {}
         if not lean and not site.routed:
@@ -392,6 +438,7 @@ class GradientPass(AbstractInterceptor):
         """Hook the results; their gradients trigger the rule."""
         layout = row_layout(call, outputs[0]) if site.routed and len(outputs) == 1 else None
         tags = self._new_tags(site, outputs, 0 if layout is None else layout.trailing)
+        tags.axis = expected_axis(site, layout, outputs[0], self._num_samples)
         del layout  # it references the arguments, which are freed during the backward pass
         if not site.routed:
             axes = zip(call.output_axes, outputs, strict=True)
@@ -530,7 +577,7 @@ class GradientPass(AbstractInterceptor):
             UnsupportedModelError: If the model ran other operations than planned, or one cannot be split by sample.
         """
         if self._cursor != len(self._plan.sites) and not self._plan.routed:
-            raise UnsupportedModelError(
+            raise UnexpectedPathError(
                 f"The model ran {self._cursor} operations on its parameters, but {len(self._plan.sites)} for the first "
                 "batch. Expected the same operations for every batch. Use another gradient computer."
             )
@@ -552,6 +599,7 @@ class GradientPass(AbstractInterceptor):
             return
         dtypes = [dtype for tags in self._tags for dtype in tags.dtypes]
         self._code = SampleCode.for_gradients(self._num_samples, dtypes)
+        self._scales = RowScales(self._code)
         self._tagging = True
         for weights in self._code.weights(output):
             self._run_backward(output, inputs, weights)
@@ -565,13 +613,22 @@ class GradientPass(AbstractInterceptor):
                 total, inputs, weights, retain_graph=weights is not None, allow_unused=True
             )
 
+    def _in_place(
+        self, call: OperationCall, grad: Tensor | None, tags: RowTags
+    ) -> tuple[str, list[tuple[Tensor, Contribution]]] | None:
+        """Return the contributions of a routed operation whose rows are where the plan expects them."""
+        if tags.axis is None or grad is None or not tags.are_in_place(grad, self._scales):
+            return None
+        return contributions_in_place(call, grad, tags.axis)
+
     def _contributions(
         self, call: OperationCall, grads: Sequence[Tensor | None], tags: RowTags | None
     ) -> tuple[str, list[tuple[Tensor, Contribution]]]:
         """Return the method, and the operation's contribution to each parameter that it read."""
         _refuse_changes(call.function, call.versions)
         if tags is not None and tags.site.routed:
-            method, routed = routed_contributions(call, grads, tags.owners(grads, self._code))
+            found_there = self._in_place(call, grads[0], tags)
+            method, routed = found_there or routed_contributions(call, grads, tags.owners(grads, self._code))
             for target in call.targets.values():
                 self._ledger.note(target, method)  # also to those that no row reaches
             return method, routed
@@ -610,7 +667,7 @@ def _is_whole_of_new(result: Tensor, base: Tensor, call: OperationCall) -> bool:
     if not base.is_contiguous() or base.numel() != result.numel():
         return False
     memory = base.untyped_storage().data_ptr()
-    read = (leaf for leaf in tree_flatten((call.args, dict(call.kwargs)))[0] if isinstance(leaf, Tensor))
+    read = (leaf for leaf in flattened(call.args, call.kwargs)[0] if isinstance(leaf, Tensor))
     return all(leaf.untyped_storage().data_ptr() != memory for leaf in read)
 
 
@@ -620,6 +677,11 @@ def _too_early(site: Site) -> UnsupportedModelError:
         "before f is known (torch.autograd.grad in the forward pass). This gradient is not a gradient of f. Use "
         "gradient_computer='functional' or 'iterative'."
     )
+
+
+def _gives_tensors(function: Function, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bool:
+    """Whether a result may hold tensors, unlike the attributes ``shape``, ``dtype`` and ``device``."""
+    return getattr(function, "__name__", "") != "__get__" or isinstance(function(*args, **kwargs), Tensor)
 
 
 def _itself(tensor: Tensor) -> Tensor:

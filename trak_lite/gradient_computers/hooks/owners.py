@@ -10,11 +10,13 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 
 import torch
 from torch import Tensor
 
 from trak_lite._devices import float64_device
+from trak_lite.gradient_computers.hooks.plan.axes import BatchAxis
 
 __all__ = ["Arrangement", "SampleCode", "sketch"]
 
@@ -41,9 +43,14 @@ def sketch(rows: Tensor) -> Tensor:
     width = rows.shape[1]
     if width <= 4:
         return wide
+    return wide @ _directions(width, wide.dtype, wide.device)
+
+
+@lru_cache(maxsize=256)
+def _directions(width: int, dtype: torch.dtype, device: torch.device) -> Tensor:
     steps = torch.tensor([1.0, 2.0, 3.0, 5.0], dtype=torch.float64, device="cpu").sqrt()
     directions = torch.outer(torch.arange(1, width + 1, dtype=torch.float64, device="cpu"), steps).cos()
-    return wide @ directions.to(wide.dtype).to(wide.device)
+    return directions.to(dtype).to(device)
 
 
 def _largest_entries(rows: Tensor) -> Tensor:
@@ -72,12 +79,37 @@ class SampleCode:
             >>> SampleCode(3, base=4).weights(torch.zeros(1))
             [tensor([0.2500, 0.5000, 1.0000])]
         """
-        numbers = torch.arange(self.count, device=like.device)
+        return [torch.exp2(exponents).to(like.dtype) for exponents in self._exponents(like.device)]
+
+    def row_scales(
+        self, axis: BatchAxis, shape: Sequence[int], dtype: torch.dtype, device: torch.device
+    ) -> list[Tensor]:
+        """Return ``1 / c_i`` of the sample of every row for each pass, ``(N, 1)``, if ``axis`` holds the samples.
+
+        Args:
+            axis: The batch axis, one of ``shape``.
+            shape: The axes that index the rows; N is their product.
+            dtype: Dtype of the result.
+            device: Device of the result.
+
+        Example:
+            >>> SampleCode(2).row_scales(BatchAxis(0, 2), (4,), torch.float32, torch.device("cpu"))[0].log2().T
+            tensor([[32., 32., 31., 31.]])
+        """
         found = []
-        for place in range(math.ceil(math.log(self.count, self.base) - 1e-9)):
-            digits = numbers // self.base**place % self.base
-            found.append(torch.exp2(digits - self.base // 2).to(like.dtype))
+        for exponents in self._exponents(device):
+            along = exponents.repeat_interleave(axis.multiple)
+            if not axis.sample_major:
+                along = exponents.repeat(axis.multiple)
+            view = (-1, *(1,) * (len(shape) - 1 - axis.axis))
+            found.append(torch.exp2(-along).to(dtype).view(view).expand(*shape).reshape(-1, 1))
         return found
+
+    def _exponents(self, device: torch.device) -> list[Tensor]:
+        """Return the base-two logarithms of the weights, ``(B,)`` for each pass."""
+        numbers = torch.arange(self.count, device=device)
+        places = range(math.ceil(math.log(self.count, self.base) - 1e-9))
+        return [numbers // self.base**place % self.base - self.base // 2 for place in places]
 
     def owners(self, plain: Tensor, tagged: Sequence[Tensor], dtype: torch.dtype) -> Tensor | None:
         """Return the sample of every row ``(N,)``, -1 for a row of zeros; ``None`` if a row has several samples.
@@ -118,6 +150,25 @@ class SampleCode:
         found[rows] = torch.where(fits, owner, -1)
         return found
 
+    def exact_owners(self, plain: Tensor, tagged: Sequence[Tensor]) -> Tensor | None:
+        """Return :meth:`owners` if every weighted row equals the plain one times a power of two, without rounding.
+
+        This is the usual case, and a fifth of the work; ``None`` in all others, such as values that are not finite.
+        """
+        if not plain.shape[1]:
+            return None
+        owner, fits = torch.zeros_like(plain[:, 0]), None
+        for place, values in enumerate(tagged):
+            exponent = (values[:, 0] / plain[:, 0]).log2().round()  # NaN for a row of zeros
+            power = exponent.exp2().nan_to_num(0.0, 0.0, 0.0)
+            digit = exponent + self.base // 2
+            own = (values == plain * power.unsqueeze(1)).all() & ~((digit < 0) | (digit >= self.base)).any()
+            fits = own if fits is None else fits & own
+            owner = owner + digit * self.base**place
+        if fits is None or not bool(fits & ~(owner >= self.count).any()):
+            return None
+        return owner.nan_to_num(-1.0).long()
+
     def _cancelled(self, plain: Tensor, tagged: Sequence[Tensor], dtype: torch.dtype) -> bool:
         """Whether a row with zero plain gradient has a nonzero weighted one: several samples cancel in it."""
         sizes = _largest_entries(plain)
@@ -136,9 +187,11 @@ class Arrangement:
     """The samples, ``(K,)``, ascending."""
     rows: Tensor
     """Row at each position, ``(K * length,)``; a sample with fewer rows is padded with its first row."""
-    real: Tensor
-    """``(K * length,)``, False for padding."""
+    real: Tensor | None
+    """``(K * length,)``, False for padding; ``None`` if there is none."""
     length: int
+    in_order: bool
+    """Whether the rows are all rows, in their order."""
 
     @classmethod
     def of(cls, owners: Tensor) -> Arrangement:
@@ -148,25 +201,31 @@ class Arrangement:
             >>> Arrangement.of(torch.tensor([2, 0, -1, 2])).rows
             tensor([1, 1, 0, 3])
         """
-        kept = (owners >= 0).nonzero().squeeze(1)
-        order = kept[owners[kept].argsort(stable=True)]
-        samples, counts = torch.unique_consecutive(owners[order], return_counts=True)
-        length = int(counts.max()) if len(counts) else 0
-        steps = torch.arange(length, device=owners.device)
+        device = owners.device
+        omitted, *numbers = torch.bincount(owners + 1, minlength=1).tolist()
+        found = [(sample, number) for sample, number in enumerate(numbers) if number]
+        samples = torch.tensor([sample for sample, _ in found], dtype=torch.long, device=device)
+        order = owners.argsort(stable=True)[omitted:]
+        length = max((number for _, number in found), default=0)
+        if length * len(found) == len(order):  # equal numbers
+            in_order = not omitted and torch.equal(order, torch.arange(len(order), device=device))
+            return cls(samples, order, None, length, in_order)
+        counts = torch.tensor([number for _, number in found], device=device)
+        steps = torch.arange(length, device=device)
         first = (counts.cumsum(0) - counts).unsqueeze(1)
         real = steps < counts.unsqueeze(1)
-        return cls(samples, order[torch.where(real, first + steps, first).flatten()], real.flatten(), length)
+        return cls(
+            samples, order[torch.where(real, first + steps, first).flatten()], real.flatten(), length, False
+        )
 
     def take(self, rows: Tensor) -> Tensor:
         """Return ``(N, ...)`` as ``(K * length, ...)``."""
-        if len(rows) == len(self.rows) and bool((self.rows.diff() == 1).all()):
-            return rows  # already in order
-        return rows.index_select(0, self.rows)
+        return rows if self.in_order else rows.index_select(0, self.rows)
 
     def take_gradients(self, rows: Tensor) -> Tensor:
         """Return gradients ``(N, ...)`` as ``(K * length, ...)``, with zeros for padding."""
         taken = self.take(rows)
-        if bool(self.real.all()):
+        if self.real is None:
             return taken
         return taken.masked_fill(~self.real.view(-1, *(1,) * (taken.dim() - 1)), 0.0)
 

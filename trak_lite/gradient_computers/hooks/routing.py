@@ -14,7 +14,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from trak_lite._devices import add_at_
 from trak_lite.errors import UnsupportedModelError
@@ -22,10 +21,22 @@ from trak_lite.gradient_computers.hooks.calls import Contribution, Factors, Look
 from trak_lite.gradient_computers.hooks.owners import Arrangement, SampleCode, sketch
 from trak_lite.gradient_computers.hooks.plan.axes import BatchAxis
 from trak_lite.gradient_computers.hooks.plan.probe import Site, describe, mixed
+from trak_lite.gradient_computers.hooks.plan.rearranging import flattened, rebuilt
 from trak_lite.gradient_computers.hooks.rules.generic import looped
 from trak_lite.gradient_computers.hooks.rules.operations import RULES, matrices_of
 
-__all__ = ["RowLayout", "RowTags", "routed_contributions", "row_layout", "summed_by_owner"]
+__all__ = [
+    "RowLayout",
+    "RowScales",
+    "RowTags",
+    "contributions_in_place",
+    "expected_axis",
+    "routed_contributions",
+    "row_layout",
+    "summed_by_owner",
+]
+
+_FOUND = "rows found by their gradients"
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,6 +51,23 @@ class RowLayout:
     """Whether to broadcast arguments to the result's shape first."""
 
 
+class RowScales:
+    """Caches :meth:`SampleCode.row_scales` during one pass."""
+
+    def __init__(self, code: SampleCode) -> None:
+        """Store the code."""
+        self._code = code
+        self._known: dict[Any, list[Tensor]] = {}
+
+    def of(self, axis: BatchAxis, lead: torch.Size, like: Tensor) -> list[Tensor]:
+        """Return the scales of rows indexed by axes of this shape."""
+        key = axis, lead, like.dtype, like.device
+        found = self._known.get(key)
+        if found is None:
+            found = self._known[key] = self._code.row_scales(axis, lead, like.dtype, like.device)
+        return found
+
+
 @dataclass(slots=True)
 class RowTags:
     """Gradients of one operation's results in the weighted backward passes."""
@@ -49,6 +77,8 @@ class RowTags:
     """Dtypes of the differentiable results."""
     trailing: int = 0
     """Number of axes of a result within one row; 0 if every entry is a row."""
+    axis: BatchAxis | None = None
+    """Where the rows of the only result probably are; the weighted passes show whether they are there."""
     passes: list[list[Tensor | None]] = field(default_factory=list)
 
     def add(self, grads: Sequence[Tensor | None]) -> None:
@@ -61,6 +91,20 @@ class RowTags:
         """Return a gradient as ``(N, d)``."""
         lead = grad.shape[: grad.dim() - self.trailing]
         return grad.reshape(math.prod(lead), math.prod(grad.shape[len(lead) :]))
+
+    def are_in_place(self, grad: Tensor, scales: RowScales) -> bool:
+        """Whether the gradient of every row is known to belong to the sample that ``axis`` has there."""
+        values = [grads[0] for grads in self.passes]
+        if self.axis is None or not values:
+            return False
+        plain = sketch(self.rows(grad))
+        lead = grad.shape[: grad.dim() - self.trailing]
+        for tagged, scale in zip(values, scales.of(self.axis, lead, plain), strict=True):
+            # A difference that is not finite is not zero either. Rounding is left to the search for owners.
+            if tagged is None or bool((tagged * scale - plain).any()):
+                return False
+        self.passes.clear()
+        return True
 
     def owners(self, grads: Sequence[Tensor | None], code: SampleCode) -> list[Tensor | None]:
         """Return the sample of every row of each result, ``(N,)``; -1 if the row's gradient is zero.
@@ -76,14 +120,18 @@ class RowTags:
 
     def _owners(self, place: int, grad: Tensor, code: SampleCode) -> Tensor:
         plain = sketch(self.rows(grad))
+        tagged = [grads[place] for grads in self.passes]
+        weighted = [values for values in tagged if values is not None]
+        exact = code.exact_owners(plain, weighted)
+        if exact is not None:
+            return exact
         if not bool(plain.isfinite().all()):
             raise UnsupportedModelError(
                 f"The gradient of the result of {describe(self.site.function)}, which uses "
                 f"{list(self.site.names)[:3]}, is not finite, so the samples of its rows cannot be found. Expected "
                 "finite gradients; look for the sample that causes this, or use another gradient computer."
             )
-        tagged = [grads[place] for grads in self.passes]
-        found = code.owners(plain, [values for values in tagged if values is not None], grad.dtype)
+        found = code.owners(plain, weighted, grad.dtype)
         if found is None:
             raise mixed(self.site, "f of several samples depends on one row of its result")
         return found
@@ -91,6 +139,8 @@ class RowTags:
 
 def row_layout(call: OperationCall, result: Tensor) -> RowLayout | None:
     """Return the row layout of an operation, or ``None`` if it is not known."""
+    if call.function is torch._grouped_mm:
+        return _of_grouped_matmul(call, result)
     kind, _ = RULES.get(call.function, ("", None))
     find = _LAYOUTS.get(kind)
     return None if find is None else find(call, result)
@@ -109,12 +159,39 @@ def routed_contributions(
     grad, owner = grads[0], owners[0]
     layout = row_layout(call, grad) if grad is not None and len(grads) == 1 else None
     if layout is not None and grad is not None and owner is not None:
+        if call.function is torch._grouped_mm:
+            return f"grouped matmul, {_FOUND}", _of_groups(call, layout, grad, owner)
         parts = _by_rule(call, layout, grad, Arrangement.of(owner))
         if parts is not None:
-            return f"{RULES[call.function][0]}, rows found by their gradients", parts
+            return f"{RULES[call.function][0]}, {_FOUND}", parts
     return f"one backward of the operation per sample ({describe(call.function)})", _one_by_one(
         call, 0 if layout is None else layout.trailing, grads, owners
     )
+
+
+def expected_axis(site: Site, layout: RowLayout | None, result: Tensor, count: int) -> BatchAxis | None:
+    """Return the axis on which a routed site's rows probably are, or ``None`` if it is not known."""
+    axis = site.output_axes[0] if layout is not None and len(site.output_axes) == 1 else None
+    if layout is None or axis is None or axis.axis >= result.dim() - layout.trailing:
+        return None
+    return axis.for_size(result.shape[axis.axis], count)
+
+
+def contributions_in_place(
+    call: OperationCall, grad: Tensor, axis: BatchAxis
+) -> tuple[str, list[tuple[Tensor, Contribution]]] | None:
+    """Return what :func:`routed_contributions` does for rows on this batch axis; ``None`` if no rule applies."""
+    layout = row_layout(call, grad)
+    if layout is None:
+        return None
+    if not layout.broadcast:  # an argument's rows are the result's; rules of broadcast arguments read no axis
+        call.axes.update((id(argument), axis) for argument, _ in layout.read)
+    call.output_axes = (axis,)
+    name, rule = RULES[call.function]
+    parts = rule(call, grad)
+    if parts is None:
+        return None
+    return f"{name}, {_FOUND}", [(call.targets[id(argument)], part) for argument, part in parts]
 
 
 def summed_by_owner(part: Contribution, owners: Tensor, count: int) -> Contribution:
@@ -178,6 +255,27 @@ def _by_rule(
     return found
 
 
+def _of_groups(
+    call: OperationCall, layout: RowLayout, grad: Tensor, owners: Tensor
+) -> list[tuple[Tensor, Contribution]]:
+    """Return the gradients of the stacked matrices ``(E, d_in, d_out)`` that a grouped product reads."""
+    x, weight, offsets = call.bind("input", "mat2", "offs")
+    num_groups = len(weight)
+    group = torch.searchsorted(
+        offsets, torch.arange(len(x), device=x.device, dtype=offsets.dtype), right=True
+    )
+    # Rows beyond the last offset are in no group; torch leaves them undefined.
+    keys = torch.where((owners >= 0) & (group < num_groups), owners * num_groups + group, -1)
+    arranged = Arrangement.of(keys)
+    total = grad.new_zeros(call.num_samples * num_groups, *weight.shape[1:])
+    if arranged.length:
+        inputs, grads = arranged.take(x), arranged.take_gradients(grad)
+        padded = (len(arranged.samples), arranged.length)
+        products = inputs.view(*padded, -1).transpose(1, 2) @ grads.view(*padded, -1)
+        total.index_copy_(0, arranged.samples, products.to(total.dtype))
+    return [(call.targets[id(weight)], total.view(call.num_samples, *weight.shape))]
+
+
 def _arranged_call(
     call: OperationCall, layout: RowLayout, shape: torch.Size, arranged: Arrangement
 ) -> OperationCall:
@@ -199,8 +297,8 @@ def _arranged_call(
             targets[id(new)] = call.targets[id(leaf)]
         return new
 
-    leaves, spec = tree_flatten((call.args, dict(call.kwargs)))
-    args, kwargs = tree_unflatten([changed(leaf) for leaf in leaves], spec)
+    leaves, spec = flattened(call.args, call.kwargs)
+    args, kwargs = rebuilt([changed(leaf) for leaf in leaves], spec)
     return OperationCall(call.function, args, kwargs, len(arranged.samples), targets, axes, (axis,))
 
 
@@ -239,6 +337,15 @@ def _of_norm(call: OperationCall, result: Tensor) -> RowLayout | None:
     return None if call.wants(x) else RowLayout(len(shape), ((x, len(shape)),))
 
 
+def _of_grouped_matmul(call: OperationCall, result: Tensor) -> RowLayout | None:
+    """Rows of a product of each group of rows with its own matrix of a stack: experts that rows are sorted by."""
+    x, weight, offsets, bias = call.bind("input", "mat2", "offs", "bias")
+    known = isinstance(x, Tensor) and isinstance(weight, Tensor) and offsets is not None and bias is None
+    if not known or x.dim() != 2 or weight.dim() != 3 or call.wants(x) or x.dtype != result.dtype:
+        return None
+    return RowLayout(1, ((x, 1),))
+
+
 def _of_embedding(call: OperationCall, result: Tensor) -> RowLayout | None:
     _, ids = call.bind("weight", "indices")
     return RowLayout(1, ((ids, 0),))
@@ -246,7 +353,7 @@ def _of_embedding(call: OperationCall, result: Tensor) -> RowLayout | None:
 
 def _of_elementwise(call: OperationCall, result: Tensor) -> RowLayout | None:
     """Rows are indexed by the leading axes along which all parameters are broadcast."""
-    tensors = [leaf for leaf in tree_flatten((call.args, dict(call.kwargs)))[0] if isinstance(leaf, Tensor)]
+    tensors = [leaf for leaf in flattened(call.args, call.kwargs)[0] if isinstance(leaf, Tensor)]
     trailing = max(
         (leaf.dim() - _leading_ones(leaf.shape) for leaf in tensors if call.wants(leaf)), default=0
     )

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from trak_lite.data.batches import take_rows
+from trak_lite.data.batches import batch_size, take_rows
 from trak_lite.errors import UnsupportedModelError
 from trak_lite.gradient_computers.hooks.plan.axes import BatchAxis, batch_axis, by_sample
 from trak_lite.gradient_computers.hooks.plan.rearranging import PACKED
@@ -31,6 +31,7 @@ __all__ = [
     "make_plan",
     "mixed",
     "refusing_reentrant_checkpoints",
+    "sample_on_path",
 ]
 
 
@@ -47,7 +48,7 @@ class Site:
     leaf_axes: tuple[BatchAxis | None, ...] = ()
     """Batch axis of every tensor argument, in order."""
     output_axes: tuple[BatchAxis | None, ...] = ()
-    """Batch axis of every differentiable result."""
+    """Batch axis of every differentiable result; if the site is routed, only where its rows are expected."""
     sliceable: bool = True
     """Whether no argument counts the samples."""
     routed: bool = False
@@ -76,6 +77,8 @@ class Plan:
     """Sites by ``Site.use``; filled if rows are routed."""
     chooses_in_python: bool = False
     """Whether the model's forward pass reads values, so that a branch may depend on the other samples."""
+    reads_only_quantifiers: bool = False
+    """Whether it reads values of ``all`` and ``any`` only, so that some sample alone takes the branch of a batch."""
     dtypes: frozenset[torch.dtype] = frozenset()
     """Dtypes of the results of operations on parameters."""
 
@@ -122,7 +125,14 @@ _MAX_SIZES = 16
 Evaluate = Callable[[Batch], Tensor]
 
 
-def make_plan(model: nn.Module, kept: Mapping[str, nn.Parameter], batch: Batch, evaluate: Evaluate) -> Plan:
+def make_plan(
+    model: nn.Module,
+    kept: Mapping[str, nn.Parameter],
+    batch: Batch,
+    evaluate: Evaluate,
+    *,
+    may_repeat: bool = True,
+) -> Plan:
     """Return the plan of a model for batches like this one.
 
     Args:
@@ -130,6 +140,7 @@ def make_plan(model: nn.Module, kept: Mapping[str, nn.Parameter], batch: Batch, 
         kept: The parameters to keep gradients for, by name.
         batch: At least one sample.
         evaluate: Returns f, ``(B,)``, of a batch.
+        may_repeat: Whether to run the model again if its first run differs from the second one.
 
     Raises:
         UnsupportedModelError: If samples are mixed, or their batch axis cannot be found.
@@ -137,7 +148,17 @@ def make_plan(model: nn.Module, kept: Mapping[str, nn.Parameter], batch: Batch, 
     with torch.enable_grad():
         two, _ = _recorded(model, kept, take_rows(batch, [0, 0]), evaluate)
         three, outputs = _recorded(model, kept, take_rows(batch, [0, 0, 0]), evaluate, two)
-        plan = Plan(chooses_in_python=two.read_by_model > 0, dtypes=_dtypes(three))
+        if may_repeat and not three.ran_like(two):
+            # The first run may have computed what the model caches, so that its operations cannot be compared.
+            again, _ = _recorded(model, kept, take_rows(batch, [0, 0]), evaluate)
+            if three.ran_like(again):
+                two = again
+                three, outputs = _recorded(model, kept, take_rows(batch, [0, 0, 0]), evaluate, two)
+        plan = Plan(
+            chooses_in_python=two.read_by_model > 0,
+            reads_only_quantifiers=two.reads_only_quantifiers and three.reads_only_quantifiers,
+            dtypes=_dtypes(three),
+        )
         pairs = _relevant(two, three, plan)
         if not _is_same_path(two, three):
             plan.doubt()  # a loop over samples outside the operations on parameters may move their rows
@@ -148,6 +169,24 @@ def make_plan(model: nn.Module, kept: Mapping[str, nn.Parameter], batch: Batch, 
         if _numbers_before(two, last_of_two) != _numbers_before(three, last_of_three):
             plan.doubt()  # Python read values per sample, and may have sliced or ordered rows by them
     return plan
+
+
+def sample_on_path(
+    model: nn.Module, kept: Mapping[str, nn.Parameter], batch: Batch, evaluate: Evaluate
+) -> int | None:
+    """Return a sample whose copies run the same operations on parameters as the batch; ``None`` if there is none.
+
+    A model that reads ``all`` or ``any`` in Python chooses a path by all samples of a batch, such as one without a mask
+    if no sample is padded.
+    """
+
+    def path(rows: Sequence[int] | None) -> list[Any]:
+        part = batch if rows is None else take_rows(batch, rows)
+        return [record.function for record in _recorded(model, kept, part, evaluate)[0].records]
+
+    with torch.enable_grad():
+        expected = path(None)
+        return next((row for row in range(batch_size(batch)) if path([row, row]) == expected), None)
 
 
 def _dtypes(recorder: Recorder) -> frozenset[torch.dtype]:
@@ -261,6 +300,9 @@ def _routed_site(two: Record, three: Record, names: tuple[str, ...], reads_sampl
     for a, b in zip(two.output_shapes, three.output_shapes, strict=True):
         if len(a) == len(b) and sum(m != n for m, n in zip(a, b, strict=True)) > 1:
             raise mixed(site, f"more than one axis of its shape {a} grows with the batch")
+    axes = [batch_axis(a, b) for a, b in zip(two.output_shapes, three.output_shapes, strict=True)]
+    if routed and all(isinstance(axis, BatchAxis) for axis in axes):
+        site.output_axes = tuple(axis for axis in axes if isinstance(axis, BatchAxis))
     return site
 
 

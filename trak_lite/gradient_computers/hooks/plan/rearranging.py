@@ -16,9 +16,18 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.utils._pytree import tree_flatten
+from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
 
-__all__ = ["PACKED", "RECURRENT", "Examined", "ValueFree", "examine", "leaves_of"]
+__all__ = [
+    "PACKED",
+    "RECURRENT",
+    "Examined",
+    "ValueFree",
+    "examine",
+    "flattened",
+    "leaves_of",
+    "rebuilt",
+]
 
 RECURRENT: dict[Any, str] = {
     torch.lstm: "lstm",
@@ -85,6 +94,21 @@ def leaves_of(values: Any) -> list[Any]:
     if kind is dict:
         return [leaf for value in values.values() for leaf in leaves_of(value)]
     return [values] if kind in _ENTRIES or isinstance(values, Tensor) else tree_flatten(values)[0]
+
+
+def flattened(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tuple[list[Any], TreeSpec | None]:
+    """Return the leaves of the arguments, like ``tree_flatten``; the structure is ``None`` if all are positional."""
+    if not kwargs and all([type(arg) in _ENTRIES or isinstance(arg, Tensor) for arg in args]):
+        return list(args), None
+    return tree_flatten((args, dict(kwargs)))
+
+
+def rebuilt(leaves: list[Any], spec: TreeSpec | None) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Return the arguments with these leaves: the inverse of :func:`flattened`."""
+    if spec is None:
+        return tuple(leaves), {}
+    args, kwargs = tree_unflatten(leaves, spec)
+    return args, kwargs
 
 
 def _name(function: Callable[..., Any]) -> str:

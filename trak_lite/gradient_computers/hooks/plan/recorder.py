@@ -105,6 +105,10 @@ class Recorder(AbstractInterceptor):
         """One entry per read of tensor values by Python: the number of records so far, and the number of values."""
         self.read_by_model = 0
         """Number of values that Python read while the model ran, not the output function."""
+        self.reads_only_quantifiers = True
+        """Whether all of these are results of ``all`` or ``any`` over the whole batch, read one at a time."""
+        self._quantifiers: dict[int, Tensor] = {}
+        """Results of ``all`` and ``any``."""
         self._smaller = smaller.seen if smaller is not None else None
         self.moves_rows = False
         """Whether some operation selected or moved rows by values."""
@@ -139,7 +143,9 @@ class Recorder(AbstractInterceptor):
         reasons = set(self._taints_of((args, dict(kwargs))))
         result = super().__torch_function__(func, types, args, kwargs)
         tensors = [t for t in leaves_of(written(func, args, result)) if isinstance(t, Tensor)]
-        self._note_numbers(found.num_read)
+        self._note_numbers(found.num_read, id(args[0]) in self._quantifiers if args else False)
+        if getattr(func, "__name__", "") in ("all", "any"):
+            self._quantifiers.update((id(t), t) for t in tensors)
         if found.is_value_free:
             self._value_free.update((id(t), (t, t._version)) for t in tensors)
         seen = _Seen(func, found.moved, _shapes(tensors))
@@ -153,6 +159,10 @@ class Recorder(AbstractInterceptor):
         self._taint(func, tensors, frozenset(reasons))
         return result
 
+    def ran_like(self, other: Recorder) -> bool:
+        """Whether both forward passes ran the same functions in the same order."""
+        return [seen.function for seen in self.seen] == [seen.function for seen in other.seen]
+
     def renamed(self, old: Tensor, new: Tensor) -> None:
         """Track ``new`` in place of ``old``, an input of a sharded module."""
         if id(old) in self.taints:
@@ -161,11 +171,12 @@ class Recorder(AbstractInterceptor):
             self.watched[id(new)] = new
             self.sources[id(new)] = self.sources[id(old)]
 
-    def _note_numbers(self, count: int) -> None:
+    def _note_numbers(self, count: int, is_quantifier: bool) -> None:
         """Record that Python read ``count`` values."""
         if count:
             self.reads.append((len(self.records), count))
             self.read_by_model += count if self._running else 0
+            self.reads_only_quantifiers &= not self._running or (is_quantifier and count == 1)
 
     def _moves(self, seen: _Seen, same_in_all: bool) -> bool:
         """Whether an operation moves samples' rows by values, compared with the same operation in the smaller batch."""

@@ -45,6 +45,12 @@ class Step:
     """Whether the rule reads no input."""
     covers_base: bool
     """Whether the result is a view of all of a tensor that the operation allocates."""
+    is_view: bool
+    """Whether the result is a view."""
+    trailing: int = 0
+    """Number of axes of the result within one row, if rows are routed."""
+    row_axis: BatchAxis | None = None
+    """Where routed rows probably are."""
 
     @classmethod
     def bound(
@@ -58,6 +64,8 @@ class Step:
         output_axes: tuple[BatchAxis | None, ...],
         lean: bool,
         covers_base: bool,
+        trailing: int = 0,
+        row_axis: BatchAxis | None = None,
     ) -> Step:
         """Bind a call.
 
@@ -71,6 +79,8 @@ class Step:
             output_axes: Its batch axis.
             lean: See the field.
             covers_base: See the field.
+            trailing: See the field.
+            row_axis: See the field.
         """
         tensors = {place: value for place, value in enumerate(args) if isinstance(value, Tensor)}
         targets = tuple(place for place, value in tensors.items() if id(value) in watched)
@@ -87,6 +97,9 @@ class Step:
             output_axes,
             lean,
             covers_base,
+            result._is_view(),
+            trailing,
+            row_axis,
         )
 
     def fits(self, args: Sequence[Any], watched: Container[int]) -> bool:

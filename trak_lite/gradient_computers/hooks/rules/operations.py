@@ -7,7 +7,8 @@ rule, and calls that a rule does not support.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+import string
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -19,7 +20,7 @@ from trak_lite.gradient_computers.hooks.plan.axes import BatchAxis, by_sample, s
 from trak_lite.gradient_computers.hooks.rules.convolutions import conv_rule, conv_transpose_rule
 from trak_lite.gradient_computers.hooks.rules.embeddings import embedding_bag_rule, embedding_rule
 
-__all__ = ["RULES", "matrices_of", "reads_nothing"]
+__all__ = ["MAY_DRAW", "RULES", "matrices_of", "reads_nothing"]
 
 _Parts = Iterator[tuple[Tensor, Contribution]]
 
@@ -106,6 +107,43 @@ def _left_product(call: OperationCall, grad: Tensor, weight: Tensor, x: Tensor) 
     return parts()
 
 
+def einsum_rule(call: OperationCall, grad: Tensor) -> _Parts | None:
+    """``einsum("ibh,hnd->ibnd", x, W)``: a product of one tensor of the samples with one parameter."""
+    equation, operands = call.args[:2]
+    terms = equation.replace(" ", "").replace("->", ",").split(",")
+    if len(operands) != 2 or len(terms) != 3 or "->" not in equation or call.kwargs:
+        return None
+    place = int(call.wants(operands[1]))
+    weight, x = operands[place], operands[1 - place]
+    if call.wants(x) or call.axis_of(x) is None or not _is_plain_product(terms, [*operands, grad]):
+        return None
+    own, read, result = terms[place], terms[1 - place], terms[2]
+    if not set(own) <= {*read, *result}:
+        return None  # an axis that is summed in the parameter alone
+
+    def parts() -> _Parts:
+        # Under autocast the operation read a copy of another dtype.
+        inputs, grads = call.samples(x).to(weight.dtype), call.output_samples(grad).to(weight.dtype)
+        sample = next(letter for letter in string.ascii_letters if letter not in equation)
+        pattern = f"{sample}{read},{sample}{result}->{sample}{own}"
+        yield weight, torch.einsum(pattern, inputs, grads)
+
+    return parts()
+
+
+def _is_plain_product(terms: Sequence[str], tensors: Sequence[Tensor]) -> bool:
+    """Whether every letter stands for one axis of each tensor that has it, of one size."""
+    sizes: dict[str, int] = {}
+    for term, tensor in zip(terms, tensors, strict=True):
+        if not term.isalpha() or len(set(term)) != len(term) or len(term) != tensor.dim():
+            return False
+        if any(
+            sizes.setdefault(letter, size) != size for letter, size in zip(term, tensor.shape, strict=True)
+        ):
+            return False
+    return True
+
+
 def _elementwise(derivative: Callable[[OperationCall, int, Tensor], Tensor | None]) -> OperationRule:
     """Return the rule of ``a op b`` from the derivative with respect to argument 0 or 1, times the gradient."""
 
@@ -161,6 +199,43 @@ def _of_quotient(call: OperationCall, place: int, grad: Tensor) -> Tensor | None
     numerator, denominator = _operand(call, 0), _operand(call, 1)
     quotient: Tensor = grad / denominator
     return quotient if place == 0 else -quotient * numerator / denominator
+
+
+def where_rule(call: OperationCall, grad: Tensor) -> _Parts | None:
+    """``torch.where(condition, a, b)``."""
+    if len(call.args) != 3 or call.kwargs:
+        return None
+    condition, *operands = call.args
+
+    def parts() -> _Parts:
+        for operand, chosen in zip(operands, (condition, ~condition), strict=True):
+            if call.wants(operand):
+                samples = call.output_samples(grad.masked_fill(~chosen, 0.0))
+                yield operand, sum_to_parameter(samples, operand.shape)
+
+    return parts() if condition.dtype == torch.bool else None
+
+
+_ATTENTION = ("query", "key", "value", "attn_mask", "dropout_p", "is_causal", "scale", "enable_gqa")
+
+
+def attention_rule(call: OperationCall, grad: Tensor) -> _Parts | None:
+    """Scaled dot-product attention with a bias made of parameters (relative positions), which is its mask."""
+    query, key, value, mask, dropout, causal, scale, grouped = call.bind(*_ATTENTION)
+    plain = not (dropout or causal or grouped) and call.wants(mask) and mask.is_floating_point()
+    if not plain or any(map(call.wants, (query, key, value))) or call.output_axis.axis >= grad.dim() - 2:
+        return None
+
+    def parts() -> _Parts:
+        wide = torch.promote_types(mask.dtype, torch.float32)
+        q, k, v, bias, grads = (tensor.to(wide) for tensor in (query, key, value, mask, grad))
+        factor = query.shape[-1] ** -0.5 if scale is None else scale
+        weights = torch._safe_softmax(q @ k.transpose(-2, -1) * factor + bias, -1)
+        products = weights * (grads @ v.transpose(-2, -1))
+        scores = products - weights * products.sum(-1, keepdim=True)
+        yield mask, sum_to_parameter(call.output_samples(scores), mask.shape)
+
+    return parts()
 
 
 def expand_rule(call: OperationCall, grad: Tensor) -> _Parts:
@@ -278,6 +353,7 @@ RULES: dict[Any, tuple[str, OperationRule]] = {
         (torch.conv_transpose1d, torch.conv_transpose2d, torch.conv_transpose3d),
         ("transposed convolution", conv_transpose_rule),
     ),
+    torch._VF.einsum: ("einsum", einsum_rule),  # type: ignore[attr-defined]
     torch.embedding: ("embedding", embedding_rule),
     torch.embedding_bag: ("embedding bag", embedding_bag_rule),
     torch.layer_norm: ("layer norm", layer_norm_rule),
@@ -291,8 +367,13 @@ RULES: dict[Any, tuple[str, OperationRule]] = {
     **dict.fromkeys((torch.mul, T.mul, T.mul_, torch.multiply), ("elementwise", _PRODUCT)),
     **dict.fromkeys((torch.div, T.div, T.div_, torch.true_divide), ("elementwise", _QUOTIENT)),
     **dict.fromkeys((T.expand, T.expand_as), ("expansion", expand_rule)),
+    torch.where: ("choice", where_rule),
+    torch._C._nn.scaled_dot_product_attention: ("attention", attention_rule),
 }
 """Name and rule by function; several functions may run the same operation."""
+
+MAY_DRAW = frozenset({torch._C._nn.scaled_dot_product_attention})
+"""Operations with a rule for calls that draw no random numbers."""
 
 _READING_NOTHING = frozenset(
     {torch.add, T.add, T.add_, torch.sub, T.sub, T.sub_, T.__rsub__, T.expand, T.expand_as}
