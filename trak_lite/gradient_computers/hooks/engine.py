@@ -311,6 +311,27 @@ class GradientPass(AbstractInterceptor):
         result = step.function(*run)
         if not result.requires_grad:
             result = result + self._tap(result)
+        is_same = result.shape == step.shape and result._is_view() is step.is_view
+        if is_same and step.is_linear:
+            self._on_gradient(step, result, None, self._of_linear(step, args))
+            return result
+        call = self._call_of_step(step, args, run, targets)
+        if not is_same:
+            self._catch(step.site, call, [result])
+            return result
+        for target in targets.values():
+            self._ledger.expect(target)
+        tags = None
+        if step.site.routed:
+            tags = RowTags(step.site, (result.dtype,), step.trailing, step.row_axis)
+            self._tags.append(tags)
+        self._on_gradient(step, result, tags, lambda grad: self._deposit(call, [grad], tags))
+        return result
+
+    def _call_of_step(
+        self, step: Step, args: Sequence[Any], run: list[Any], targets: dict[int, Tensor]
+    ) -> OperationCall:
+        """Return the call that a step's rule reads; ``run`` are its arguments, with the parameters detached."""
         axes: dict[int, BatchAxis | None] = {}
         versions = []
         for place, axis in step.inputs:
@@ -318,7 +339,7 @@ class GradientPass(AbstractInterceptor):
             if leaf is not None:
                 axes[id(leaf)] = axis
                 versions.append((leaf, leaf._version))
-        call = OperationCall(
+        return OperationCall(
             step.function,
             tuple(run),
             {},
@@ -331,15 +352,35 @@ class GradientPass(AbstractInterceptor):
             step.site.sliceable,
             versions=versions,
         )
-        if result.shape != step.shape or result._is_view() is not step.is_view:
-            self._catch(step.site, call, [result])
-            return result
-        for target in targets.values():
+
+    def _of_linear(self, step: Step, args: Sequence[Any]) -> Callable[[Tensor], None]:
+        """Return what the rule of ``x W^T + b`` does with the gradient: most operations of a transformer are linear."""
+        held = [args[0].detach()]
+        versions = [(held[0], held[0]._version)]
+        targets = [args[place] for place in step.targets]
+        for target in targets:
             self._ledger.expect(target)
-        tags = None
-        if step.site.routed:
-            tags = RowTags(step.site, (result.dtype,), step.trailing, step.row_axis)
-            self._tags.append(tags)
+
+        def deposit(grad: Tensor) -> None:
+            _refuse_changes(step.function, versions)
+            inputs = held.pop()
+            versions.clear()
+            grads = grad.reshape(self._num_samples, -1, grad.shape[-1])
+            parts: list[tuple[Tensor, Contribution]] = []
+            for place, target in zip(step.targets, targets, strict=True):
+                if place == 1:
+                    x = inputs.reshape(self._num_samples, -1, inputs.shape[-1])
+                    parts.append((target, Factors(x, grads)))
+                else:
+                    parts.append((target, grads.squeeze(1) if grads.shape[1] == 1 else grads.sum(1)))
+            self._ledger.deposit(targets, parts, "linear")
+
+        return deposit
+
+    def _on_gradient(
+        self, step: Step, result: Tensor, tags: RowTags | None, deposit: Callable[[Tensor], None]
+    ) -> None:
+        """Call ``deposit`` with the gradient of a step's result; in a weighted pass, store it as tags."""
 
         def arrived(grad: Tensor) -> None:
             if not self._in_backward:
@@ -351,12 +392,11 @@ class GradientPass(AbstractInterceptor):
                 if self._tagging and tags is not None:
                     tags.add([grad.reshape(step.shape)])
                 else:
-                    self._deposit(call, [grad.reshape(step.shape)], tags)
+                    deposit(grad.reshape(step.shape))
 
         # Of a view that covers its base and lies in the same order, the base's gradient has the same entries.
-        hooked = result._base if step.covers_base else result
-        hooked.register_hook(arrived)
-        return result
+        base = result._base if step.covers_base else None
+        (result if base is None else base).register_hook(arrived)  # type: ignore[no-untyped-call]
 
     def _deposit(
         self, call: OperationCall, grads: Sequence[Tensor | None], tags: RowTags | None = None

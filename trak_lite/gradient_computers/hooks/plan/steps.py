@@ -47,6 +47,8 @@ class Step:
     """Whether the result is a view of all of a tensor that the operation allocates."""
     is_view: bool
     """Whether the result is a view."""
+    is_linear: bool
+    """Whether it is ``x W^T + b`` with the samples on axis 0 of x, and x is no parameter."""
     trailing: int = 0
     """Number of axes of the result within one row, if rows are routed."""
     row_axis: BatchAxis | None = None
@@ -98,6 +100,7 @@ class Step:
             lean,
             covers_base,
             result._is_view(),
+            _is_linear(site, args, targets, axes),
             trailing,
             row_axis,
         )
@@ -111,3 +114,18 @@ class Step:
             if (id(value) in watched) is not is_target or getattr(value, "shape", None) != shape:
                 return False
         return not any([isinstance(args[place], Tensor) for place in self.others])  # a list is faster here
+
+
+def _is_linear(
+    site: Site, args: Sequence[Any], targets: tuple[int, ...], axes: Sequence[BatchAxis | None]
+) -> bool:
+    if site.function is not torch._C._nn.linear or site.routed or 0 in targets:
+        return False
+    x, weight, *bias = args
+    axis = axes[0]
+    return (
+        axis is not None
+        and (axis.axis, axis.sample_major) == (0, True)
+        and (weight.dim(), x.dim() > 1, x.numel() > 0) == (2, True, True)
+        and all(b is None or b.dim() == 1 for b in bias)
+    )
