@@ -99,14 +99,13 @@ def quotas_of(groups: Grouping, k: int, quotas: str | Mapping[Any, int]) -> NDAr
 
 
 def _equal(sizes: NDArray[np.int64], k: int) -> NDArray[np.int64]:
-    """Share k equally. Labels with fewer rows give all of them, and the others share the rest."""
-    taken = np.zeros_like(sizes)
-    while (left := k - int(taken.sum())) > 0:
-        open_places = np.flatnonzero(taken < sizes)
-        share, extra = divmod(left, len(open_places))
-        more = np.full(len(open_places), share)
-        more[:extra] += 1
-        taken[open_places] += np.minimum(more, (sizes - taken)[open_places])
+    """Share k equally. Labels with fewer rows give all of them; the first of the others take what does not divide."""
+    level, above = 0, k  # bounds of the largest number that every label can give, if it has as many rows
+    while above - level > 0:
+        middle = (level + above + 1) // 2
+        level, above = (middle, above) if np.minimum(sizes, middle).sum() <= k else (level, middle - 1)
+    taken = np.minimum(sizes, level)
+    taken[np.flatnonzero(sizes > level)[: k - int(taken.sum())]] += 1
     return taken
 
 
