@@ -1,8 +1,9 @@
 """Memory and time of ``trak_lite.selection.select`` on stored scores of 10,000 to a million train rows.
 
 A store on a disk holds random features (64 values per row) and their scores for 32 targets. Each method chooses 500
-rows, in a separate process. ``mib`` is the growth of the resident set at its highest, with the chunks that are mapped
-from the file; ``seconds`` are CPU seconds. ``balanced`` takes ten labels, which are one byte per row in memory.
+rows, in a separate process. ``mib`` is the growth of the resident set at its highest; the chunks are read, not mapped,
+because pages of mapped files count as resident until the system needs their memory. All tables have chunks of 8192
+rows; by default chunks grow with the table up to a limit. ``seconds`` are CPU seconds. ``balanced`` takes ten labels.
 
 Run:  python -m benchmarks.bench_selection [--rows 10000 100000 1000000]
 """
@@ -12,6 +13,7 @@ from __future__ import annotations
 import argparse
 import json
 import tempfile
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -44,7 +46,8 @@ METHODS: dict[str, dict[str, Any]] = {"top": {}, "less": {}, "balanced": {}, "gr
 
 def features_table(store: AbstractFeatureStore, path: str, num_rows: int, seed: int) -> AbstractRowTable:
     """Write random features, with q = w = 1."""
-    table = store.create_table(path, feature_table_spec(num_rows, WIDTH, "float32", {"model_id": 0}))
+    spec = feature_table_spec(num_rows, WIDTH, "float32", {"model_id": 0})
+    table = store.create_table(path, replace(spec, chunk_rows=min(BATCH, num_rows)))
     rng = np.random.default_rng(seed)
     for start in range(0, num_rows, BATCH):
         rows = np.arange(start, min(start + BATCH, num_rows))
@@ -64,13 +67,14 @@ def build(folder: str, num_rows: int) -> None:
     store = ZarrFeatureStore.create(f"{folder}/run.zarr", Manifest({}))
     features_table(store, "ckpt-0", num_rows, seed=0)
     features_table(store, target_path("random", 0), TARGETS, seed=1)
-    table = store.create_table("scores", score_table_spec(num_rows, TARGETS, {}))
+    spec = replace(score_table_spec(num_rows, TARGETS, {}), chunk_rows=BATCH)
+    table = store.create_table("scores", spec)
     score_rows(table, source_of(store).terms(), device=CPU, label="scores", progress=False)
 
 
 def worker(folder: str, method: str) -> dict[str, Any]:
     """Select from the store, after a selection from a few scores that imports and warms up everything."""
-    store = ZarrFeatureStore.open(f"{folder}/run.zarr")
+    store = ZarrFeatureStore.open(f"{folder}/run.zarr", mapping="never")
     matrix = StoredMatrix(store.open_table("scores"))
     scores = Scores(matrix, source_of(store), settings={}, location=None)
     small = np.random.default_rng(0).standard_normal((2000, TARGETS), dtype=np.float32)
