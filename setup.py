@@ -9,7 +9,7 @@ HERE = Path(__file__).parent
 VERSION = re.search(r'__version__ = "(.+)"', (HERE / "trak_lite" / "_version.py").read_text())[1]
 
 DEMO = ["scikit-learn", "matplotlib"]
-TABLES = ["pandas", "xarray"]
+TABLES = ["pandas", "pyarrow", "xarray"]
 REMOTE = ["obstore", "fsspec"]
 REPORT = ["Jinja2>=3.1", "Pillow", "matplotlib>=3.9"]
 CLI = ["jsonargparse[signatures]>=4.53", "PyYAML"]

@@ -172,6 +172,18 @@ def reliability() -> str:
     return markdown(["over", *columns.values()], rows)
 
 
+def selection() -> str:
+    """Return memory and CPU time of selections by the number of train rows."""
+    found = parts("selection")
+    sizes = sorted({int(key.split(" / ")[1]) for key in found})
+    methods = dict.fromkeys(key.split(" / ")[0] for key in found)
+    rows = []
+    for method in methods:
+        figures = [found[f"{method} / {size}"] for size in sizes]
+        rows.append([f"`{method}`", *(f"{one['mib']:.0f} MiB, {one['seconds']:.2f} s" for one in figures)])
+    return markdown(["method", *(f"{size:,} rows" for size in sizes)], rows)
+
+
 def zoo_rows() -> dict[str, dict[str, Any]]:
     """Return the result of every architecture by name, in the order of the file: by domain, then by name."""
     found: dict[str, dict[str, Any]] = json.loads((RESULTS / "zoo.json").read_text(encoding="utf-8"))[
@@ -373,6 +385,7 @@ TABLES: dict[str, Callable[[], str]] = {
         projection,
         damping,
         reliability,
+        selection,
         optimizer,
         zoo,
         zoo_refusals,

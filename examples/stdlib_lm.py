@@ -47,23 +47,28 @@ class CausalConvolutions(nn.Module):
         return self.head(x.transpose(1, 2))
 
 
-def load_rows(rows_per_module: int, seed: int) -> tuple[Tensor, np.ndarray, Tensor, np.ndarray]:
-    """Return train rows ``(N, 128)`` and the index of their module ``(N,)``, and the same for targets."""
+def load_rows(
+    rows_per_module: int, seed: int, targets: int = TARGETS
+) -> tuple[Tensor, np.ndarray, Tensor, np.ndarray]:
+    """Return train rows ``(N, 128)`` and the index of their module ``(N,)``, and the same for targets.
+
+    ``targets`` rows of each module are held out.
+    """
     rng = np.random.default_rng(seed)
     folder = Path(sysconfig.get_path("stdlib"))
-    train, targets = [], []
+    train, held_out = [], []
     for module in MODULES:
         text = np.frombuffer((folder / f"{module}.py").read_bytes(), dtype=np.uint8)
         rows = text[: len(text) // LENGTH * LENGTH].reshape(-1, LENGTH).astype(np.int64)
         rows = rows[rng.permutation(len(rows))]
-        targets.append(rows[:TARGETS])
-        train.append(rows[TARGETS : TARGETS + rows_per_module])
+        held_out.append(rows[:targets])
+        train.append(rows[targets : targets + rows_per_module])
     train_modules = np.repeat(np.arange(len(train)), [len(rows) for rows in train])
-    target_modules = np.repeat(np.arange(len(targets)), TARGETS)
+    target_modules = np.repeat(np.arange(len(held_out)), targets)
     return (
         torch.from_numpy(np.concatenate(train)),
         train_modules,
-        torch.from_numpy(np.concatenate(targets)),
+        torch.from_numpy(np.concatenate(held_out)),
         target_modules,
     )
 

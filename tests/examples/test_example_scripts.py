@@ -44,10 +44,18 @@ def test_self_influence_finds_wrong_labels(capsys: pytest.CaptureFixture[str]) -
     assert "100 of 1000 labels are wrong" in capsys.readouterr().out
 
 
-def test_the_helpful_half_trains_a_better_model_than_random_halves() -> None:
-    loss = example("data_selection").main(epochs=20, seeds=(0, 1))
+def test_chosen_halves_train_better_models_than_neighbours_and_random_halves() -> None:
+    """The example asserts the other comparisons."""
+    accuracy = example("selection").main(epochs=20, seeds=(0, 1))
 
-    assert loss["the most helpful half"] < loss["a random half"] - 0.05
+    assert accuracy["top"].mean() > accuracy["a random half"].mean() + 0.02
+
+
+def test_rows_chosen_for_three_modules_teach_them_better_than_bm25_and_chance() -> None:
+    """The example asserts it."""
+    losses = example("selection_lm").main(epochs=6, rows_per_module=20, seeds=(0,))
+
+    assert losses["top"].shape == (1,)
 
 
 def test_the_rows_that_taught_a_line_come_from_its_module_more_often_than_by_chance() -> None:

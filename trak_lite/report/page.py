@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from os import PathLike
 from pathlib import Path
@@ -16,7 +16,7 @@ from trak_lite.report.content import PairRender, Render, Renders, ReportedScores
 from trak_lite.report.figures import FIGURES, drawn_figures
 from trak_lite.report.survey import Survey
 
-__all__ = ["Gallery", "notebook_summary", "write_report"]
+__all__ = ["Gallery", "notebook_summary", "notebook_table", "write_report"]
 
 _SETTING_LENGTH: Final = 600
 _SUMMARY_TARGETS: Final = 5
@@ -136,6 +136,24 @@ def notebook_summary(scores: ReportedScores) -> str:
         settings=[(key, str(value)) for key, value in scores.settings.items() if value is not None],
         top=top,
         place=f"stored in {place}" if scores.stored else f"not stored, computed from the rows in {place}",
+    )
+
+
+def notebook_table(
+    title: str,
+    columns: Sequence[str],
+    rows: Sequence[Sequence[str]],
+    *,
+    settings: Mapping[str, str],
+    note: str = "",
+) -> str:
+    """Return a heading, a table, settings and a note as HTML.
+
+    Raises:
+        MissingPackageError: If Jinja2 is not installed.
+    """
+    return fragment(
+        "table.html", title=title, columns=columns, rows=rows, settings=list(settings.items()), note=note
     )
 
 

@@ -20,12 +20,12 @@ from trak_lite.modelout_functions import AbstractModelOutput
 from trak_lite.report import Gallery, Render
 from trak_lite.report.content import PairRender, Renders
 from trak_lite.report.page import notebook_summary
+from trak_lite.scoring.frames import DataFrame, matrix_frame
 from trak_lite.scoring.matrix import AbstractScoreMatrix, DampingPath, GroupSums, group_sums, top_rows
 from trak_lite.scoring.source import Reliability, ScoreSource, UnstoredRows
 from trak_lite.store import Manifest
 
 if TYPE_CHECKING:
-    import pandas as pd
     import xarray as xr
 
 __all__ = ["OneRunPlace", "Scores", "TopRows"]
@@ -416,17 +416,9 @@ class Scores:
             )
         return wanted.astype(np.int64)
 
-    def to_pandas(self) -> pd.DataFrame:
+    def to_pandas(self) -> DataFrame:
         """Return a DataFrame with train rows as index and targets as columns (needs pandas)."""
-        require_packages("pandas", extra="tables")
-        import pandas as pd
-
-        num_rows, num_targets = self.shape
-        return pd.DataFrame(
-            self.numpy(),
-            index=pd.RangeIndex(num_rows, name="train_row"),
-            columns=pd.RangeIndex(num_targets, name="target"),
-        )
+        return matrix_frame(self.numpy(), index="train_row", columns="target")
 
     def to_xarray(self) -> xr.DataArray:
         """Return a DataArray with dimensions ``train_row`` and ``target`` and the settings as attributes."""

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import combinations
-from typing import final
+from typing import Any, final
 
 import numpy as np
 import torch
@@ -232,6 +232,10 @@ class ScoreSource:
         if self.method.q == "off":
             return np.ones_like(own)
         return own if self.method.q == "inside" else np.broadcast_to(own.mean(0), own.shape)
+
+    def row_features(self, rows: NDArray[np.int64]) -> list[NDArray[Any]]:
+        """Return the stored features of some train rows, ``(rows, K)`` for each checkpoint."""
+        return [table.read_rows(FEATURES, rows) for table in self._train]
 
     def scores_of(self, rows: range | NDArray[np.int64], terms: Sequence[ScoreTerm] | None = None) -> Tensor:
         """Return the scores of some train rows, ``(rows, M)`` float32."""

@@ -1,0 +1,99 @@
+"""Data selection for a language model: a quarter of the rows for three of twelve modules of the standard library.
+
+A byte-level model (of ``stdlib_lm.py``) learns twelve modules. The script scores its train rows for held-out rows of
+three of them, chooses a quarter of the rows in several ways, trains new models on each choice for the same number of
+steps, and compares their losses on other held-out rows of the three modules. The model does not know the modules.
+BM25, the similarity of words, is the baseline. Every seed draws other rows, another model and another random quarter.
+
+Measured with 5 seeds: loss 2.87 ("top"), 2.88 ("less"), 2.89 ("greedy"), 3.05 with BM25, 3.09 with a random quarter;
+the differences of the first three from BM25 are -0.19, -0.17 and -0.16, with intervals below zero.
+
+Run:  python examples/selection_lm.py [--seeds 5]      (50 seconds of CPU time for each of the 2 default seeds)
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from torch.utils.data import TensorDataset
+
+sys.path.insert(0, str(Path(__file__).parent))
+
+import stdlib_lm  # found through the line above
+
+from trak_lite import Attributor
+from trak_lite.evaluation import bm25
+from trak_lite.selection import select
+
+WANTED = ("argparse", "statistics", "tarfile")
+HELD_OUT = 20  # rows of each module; half are for choosing, half for the comparison
+T_QUANTILE = {2: 12.71, 3: 4.30, 4: 3.18, 5: 2.78}
+"""97.5 % quantile of Student's t for a number of seeds."""
+
+
+def loss_of(model: nn.Module, ids: Tensor) -> float:
+    """Return the mean loss of a byte, in nats."""
+    with torch.no_grad():
+        logits = model(ids[:, :-1])
+    return float(nn.functional.cross_entropy(logits.flatten(0, 1), ids[:, 1:].flatten()))
+
+
+def losses_of_choices(seed: int, epochs: int, rows_per_module: int) -> dict[str, tuple[float, float]]:
+    """Return the loss after training on each choice, and the share of chosen rows from the wanted modules."""
+    ids, modules, held, held_modules = stdlib_lm.load_rows(rows_per_module, seed, targets=HELD_OUT)
+    wanted = [stdlib_lm.MODULES.index(name) for name in WANTED]
+    places = np.flatnonzero(np.isin(held_modules, wanted))
+    choosing, unseen = held[places[::2]], held[places[1::2]]
+    k = len(ids) // 4
+
+    model, checkpoints = stdlib_lm.train(ids, epochs, seed)
+    attributor = Attributor(model, "causal_language_modeling", path=None, proj_dim=512, progress=False)
+    attributor.featurize(TensorDataset(ids, ids), checkpoints=checkpoints)
+    scores = attributor.score(TensorDataset(choosing, choosing))
+    words = bm25([stdlib_lm.readable(row) for row in ids], [stdlib_lm.readable(row) for row in choosing])
+    chosen = {
+        "top": select(scores, k).indices,
+        "less": select(scores, k, "less", target_groups=held_modules[places[::2]]).indices,
+        "greedy": select(scores, k, "greedy").indices,
+        "BM25": select(words, k).indices,
+        "a random quarter": np.random.default_rng(seed).permutation(len(ids))[:k],
+    }
+    found = {}
+    for name, rows in chosen.items():
+        again, _ = stdlib_lm.train(ids[np.sort(rows)], 2 * epochs, seed)
+        found[name] = loss_of(again, unseen), float(np.isin(modules[rows], wanted).mean())
+    return found
+
+
+def main(
+    epochs: int = 12, rows_per_module: int = 40, seeds: Sequence[int] = range(2)
+) -> dict[str, np.ndarray]:
+    """Return the losses on unseen rows of the wanted modules of every choice, one for each seed."""
+    found = [losses_of_choices(seed, epochs, rows_per_module) for seed in seeds]
+    losses = {name: np.array([one[name][0] for one in found]) for name in found[0]}
+    print("loss of a byte on unseen rows; difference from BM25, with its 95 % interval over seeds")
+    for name, values in losses.items():
+        difference = values - losses["BM25"]
+        share = np.mean([one[name][1] for one in found])
+        interval = ""
+        if len(values) in T_QUANTILE:
+            half = T_QUANTILE[len(values)] * difference.std(ddof=1) / np.sqrt(len(values))
+            interval = f"[{difference.mean() - half:+.2f}, {difference.mean() + half:+.2f}]"
+        print(
+            f"{name:17s} {values.mean():.2f}   {difference.mean():+.2f} {interval:15s} {share:.0%} of wanted modules"
+        )
+    for name in ("top", "less", "greedy"):
+        assert losses[name].mean() < min(losses["BM25"].mean(), losses["a random quarter"].mean())
+    return losses
+
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--seeds", type=int, default=2)
+    main(seeds=range(parser.parse_args().seeds))

@@ -1,0 +1,450 @@
+"""Selections against brute force in plain Python and float64: every method, ties, duplicates, groups, chunk borders."""
+
+from __future__ import annotations
+
+import tracemalloc
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from numpy.typing import NDArray
+from view_cases import drawn
+
+from trak_lite.errors import InvalidInputError, NonFiniteError, StateError, UnknownNameError
+from trak_lite.methods import GradDot
+from trak_lite.scoring.matrix import AbstractScoreMatrix, StreamedMatrix
+from trak_lite.scoring.scores import Scores
+from trak_lite.scoring.source import UnstoredRows
+from trak_lite.selection import Selection, select
+from trak_lite.store import Manifest
+
+pytestmark = pytest.mark.quick
+
+QUICK = settings(max_examples=40, deadline=None)
+DELTA = 0.1
+
+
+class ChunkedMatrix(AbstractScoreMatrix):
+    """Scores in chunks of some rows; ``draw`` makes a chunk when it is read."""
+
+    def __init__(self, shape: tuple[int, int], chunk: int, draw: Any) -> None:
+        self._shape, self._chunk, self._draw = shape, chunk, draw
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        return self._shape
+
+    @property
+    def stored(self) -> bool:
+        return True
+
+    def tiles(self) -> Iterator[tuple[int, NDArray[np.float32]]]:
+        for start in range(0, self._shape[0], self._chunk):
+            yield start, self._draw(start, min(start + self._chunk, self._shape[0]))
+
+    def rows(self, indices: Any) -> NDArray[np.float32]:
+        raise AssertionError("selections read tiles only")
+
+    def kept_top(self, k: int, sign: Any) -> None:
+        return None
+
+
+def of_matrix(matrix: AbstractScoreMatrix) -> Scores:
+    rows = UnstoredRows("drawn", GradDot(), Manifest({}))
+    return Scores(matrix, rows, settings={}, location=None)
+
+
+def in_chunks(values: np.ndarray, chunk: int) -> Scores:
+    return of_matrix(ChunkedMatrix(values.shape, chunk, lambda a, b: values[a:b].astype(np.float32)))
+
+
+# ---------------------------------------------------------------- reference: one row, one label, one step at a time
+
+
+def group_means(row: Any, labels: Any) -> dict[Any, float]:
+    means = {}
+    for label in sorted(set(labels)):
+        own = [float(score) for score, of in zip(row, labels, strict=True) if of == label]
+        means[label] = sum(own) / len(own)
+    return means
+
+
+def value_of(means: dict[Any, float], reduction: str) -> float:
+    total = sum(means.values())
+    return {"mean": total / len(means), "sum": total, "max": max(means.values())}[reduction]
+
+
+def reference_values(scores: Any, labels: Any, reduction: str, sign: str) -> list[float]:
+    factor = 1.0 if sign == "helpful" else -1.0
+    return [value_of(group_means(factor * row.astype(float), labels), reduction) for row in scores]
+
+
+def reference_top(values: Any, k: int) -> list[int]:
+    return sorted(range(len(values)), key=lambda row: (-values[row], row))[:k]
+
+
+def reference_quotas(labels: Any, k: int) -> dict[Any, int]:
+    """Give one row at a time to the label with the fewest that has rows left."""
+    sizes = {label: list(labels).count(label) for label in sorted(set(labels))}
+    taken = dict.fromkeys(sizes, 0)
+    for _ in range(k):
+        label = min((one for one in sizes if taken[one] < sizes[one]), key=lambda one: taken[one])
+        taken[label] += 1
+    return taken
+
+
+def reference_balanced(values: Any, labels: Any, quotas: dict[Any, int]) -> list[int]:
+    chosen = []
+    for label, count in quotas.items():
+        own = [row for row in reference_top(values, len(values)) if labels[row] == label]
+        chosen += own[:count]
+    return sorted(chosen, key=lambda row: (-values[row], row))
+
+
+def reference_cosines(features: Any) -> np.ndarray:
+    """The mean over checkpoints, pair by pair."""
+    num_rows = len(features[0])
+    cosines = np.zeros((num_rows, num_rows))
+    for rows in np.asarray(features, dtype=np.float64):
+        for i in range(num_rows):
+            for j in range(num_rows):
+                norms = np.linalg.norm(rows[i]) * np.linalg.norm(rows[j])
+                cosines[i, j] += (rows[i] @ rows[j] / norms if norms else 0.0) / len(features)
+    return cosines
+
+
+def reference_greedy(
+    values: Any, features: Any, k: int, alpha: float, pool: int
+) -> tuple[list[int], list[float]]:
+    """Evaluate the objective anew for every candidate of every step."""
+    candidates = sorted(reference_top(values, pool))
+    cosines = reference_cosines(features)
+    scale = np.sqrt(np.mean([values[row] ** 2 for row in candidates])) or 1.0
+
+    def objective(rows: list[int]) -> float:
+        information = np.linalg.slogdet(np.eye(len(rows)) + cosines[np.ix_(rows, rows)] / DELTA)[1]
+        return sum(values[row] for row in rows) / scale + alpha * information / np.log(1 + 1 / DELTA)
+
+    chosen: list[int] = []
+    redundancy = []
+    for _ in range(k):
+        gains = {
+            row: objective([*chosen, row]) - objective(chosen) for row in candidates if row not in chosen
+        }
+        best = min(row for row in gains if gains[row] > max(gains.values()) - 1e-9)
+        inner = cosines[np.ix_(chosen, chosen)] + DELTA * np.eye(len(chosen))
+        explained = cosines[best, chosen] @ np.linalg.solve(inner, cosines[chosen, best]) if chosen else 0.0
+        redundancy.append(explained / cosines[best, best] if cosines[best, best] else 0.0)
+        chosen.append(best)
+    return chosen, redundancy
+
+
+# ---------------------------------------------------------------- against the reference
+
+SIGNS, REDUCTIONS = ("helpful", "harmful"), ("mean", "sum", "max")
+TASKS = np.array(["b", "a", "b", "c", "c", "c", "c"])  # 1, 2 and 4 targets: means without rounding
+tied = st.integers(1, 60).flatmap(
+    lambda n: st.lists(st.lists(st.integers(-2, 2), min_size=7, max_size=7), min_size=n, max_size=n)
+)
+
+
+@QUICK
+@given(
+    tied,
+    st.integers(1, 60),
+    st.sampled_from(SIGNS),
+    st.sampled_from(REDUCTIONS),
+    st.integers(1, 9),
+    st.booleans(),
+)
+def test_top_and_less_equal_a_sort_with_many_ties(rows, k, sign, reduction, chunk, grouped) -> None:
+    values = np.array(rows) * 4.0
+    k = min(k, len(values))
+    labels = TASKS if grouped else np.arange(7)
+    expected = reference_values(values, labels, reduction, sign)
+
+    for method in ("top", "less"):
+        chosen = select(
+            in_chunks(values, chunk),
+            k,
+            method,
+            sign=sign,
+            reduction=reduction,
+            target_groups=TASKS if grouped else None,
+        )
+
+        assert chosen.indices.tolist() == reference_top([round(value, 9) for value in expected], k)
+        factor = 1.0 if sign == "helpful" else -1.0
+        np.testing.assert_allclose(
+            chosen.scores, [factor * expected[row] for row in chosen.indices], atol=1e-12
+        )
+        for row, label, best in zip(chosen.indices, chosen.best_targets, chosen.best_scores, strict=True):
+            means = group_means(factor * values[row], labels)
+            assert label == max(means, key=means.get)
+            assert best == factor * means[label]
+
+
+def test_the_defaults_are_the_mean_and_for_less_the_maximum() -> None:
+    scores = np.array([[3.0, -3.0], [1.0, 1.0], [0.0, 0.5]])
+
+    assert select(scores, 3).indices.tolist() == [1, 2, 0]
+    assert select(scores, 3, "less").indices.tolist() == [0, 1, 2]
+    assert select(scores, 1, "less").best_targets.tolist() == [0]
+    assert select(scores, 1, "less", sign="harmful").indices.tolist() == [0]
+
+
+def test_the_result_does_not_depend_on_chunks() -> None:
+    values = np.random.default_rng(0).normal(size=(101, 5)).astype(np.float32)
+    labels = np.arange(101) % 3
+    features = np.random.default_rng(1).normal(size=(101, 4))
+    arguments = {"top": {}, "less": {}, "balanced": {"groups": labels}, "greedy": {"features": features}}
+    for method, more in arguments.items():
+        whole = select(values, 20, method, **more)
+        for chunk in (1, 7, 50, 100, 101):
+            parts = select(in_chunks(values, chunk), 20, method, **more)
+            np.testing.assert_array_equal(parts.indices, whole.indices)
+            np.testing.assert_array_equal(parts.scores, whole.scores)
+
+
+def test_many_rows_pass_through_a_small_buffer() -> None:
+    """More rows than are held at a time, ascending, descending and tied."""
+    rng = np.random.default_rng(0)
+    for column in (np.arange(30_000), -np.arange(30_000), rng.integers(0, 50, 30_000)):
+        values = column[:, None].astype(np.float64)
+        labels = rng.integers(0, 3, 30_000)
+        expected = np.lexsort((np.arange(30_000), -values[:, 0]))
+
+        np.testing.assert_array_equal(select(in_chunks(values, 1000), 700).indices, expected[:700])
+        balanced = select(in_chunks(values, 1000), 701, "balanced", groups=labels, quotas={0: 1, 1: 700})
+        ones = expected[labels[expected] == 1][:700]
+        zero = expected[labels[expected] == 0][:1]
+        assert set(balanced.indices) == {*ones, *zero}
+
+
+@QUICK
+@given(
+    st.lists(st.tuples(st.integers(-3, 3), st.sampled_from("abcd")), min_size=1, max_size=50),
+    st.integers(1, 50),
+    st.integers(1, 9),
+    st.sampled_from(SIGNS),
+)
+def test_balanced_takes_the_best_rows_of_each_label(rows, k, chunk, sign) -> None:
+    values, labels = np.array([[value] for value, _ in rows], float), [label for _, label in rows]
+    k = min(k, len(rows))
+
+    chosen = select(in_chunks(values, chunk), k, "balanced", groups=labels, sign=sign)
+
+    expected = reference_values(values, [0], "mean", sign)
+    assert chosen.indices.tolist() == reference_balanced(expected, labels, reference_quotas(labels, k))
+    assert chosen.groups.tolist() == [labels[row] for row in chosen.indices]
+
+
+def test_proportional_quotas_are_largest_remainders() -> None:
+    labels = ["a"] * 50 + ["b"] * 30 + ["c"] * 20
+    scores = np.zeros((100, 1))
+
+    def counts(k: int) -> list[int]:
+        found = select(scores, k, "balanced", groups=labels, quotas="proportional").groups.tolist()
+        return [found.count(label) for label in "abc"]
+
+    assert counts(10) == [5, 3, 2]
+    assert counts(7) == [4, 2, 1]  # 3.5, 2.1, 1.4
+    assert counts(1) == [1, 0, 0]
+    assert counts(100) == [50, 30, 20]
+
+
+@pytest.mark.parametrize("alpha", [0.0, 0.3, 1.0, 5.0])
+@pytest.mark.parametrize("sign", SIGNS)
+def test_greedy_maximises_its_objective_step_by_step(alpha: float, sign: Any) -> None:
+    rng = np.random.default_rng(3)
+    values = rng.normal(size=(24, 3)).astype(np.float32)
+    features = rng.normal(size=(24, 6)).astype(np.float32)
+    features[7], features[9], features[11] = features[3], -2 * features[3], 0.0  # copies, and a row of zeros
+    expected = reference_values(values, range(3), "mean", sign)
+    for k, pool in ((1, 24), (9, 15), (24, 24)):
+        chosen = select(
+            in_chunks(values, 7), k, "greedy", sign=sign, features=features, diversity=alpha, pool=pool
+        )
+
+        rows, redundancy = reference_greedy(expected, [features], k, alpha, pool)
+        assert chosen.indices.tolist() == rows
+        np.testing.assert_allclose(chosen.redundancy, redundancy, atol=1e-9)
+
+
+def test_greedy_reads_the_stored_rows_of_all_checkpoints() -> None:
+    rows = drawn(num_checkpoints=3, num_rows=20)
+    source = rows.source()
+    scores = Scores(StreamedMatrix(source), source, settings={}, location=None)
+
+    chosen = select(scores, 8, "greedy", pool=14)
+
+    values = reference_values(scores.numpy(), range(4), "mean", "helpful")
+    expected, redundancy = reference_greedy(values, rows.train, 8, 1.0, 14)
+    assert chosen.indices.tolist() == expected
+    np.testing.assert_allclose(chosen.redundancy, redundancy, atol=1e-9)
+    assert chosen.settings["pool"] == 14
+    assert chosen.settings["targets"] == "test"
+
+
+def test_copies_of_the_best_row_do_not_crowd_out_the_others() -> None:
+    features = np.concatenate([np.repeat(np.eye(6)[:1], 10, 0), np.eye(6)[1:]])
+    scores = np.concatenate([np.full(10, 1.2), np.full(5, 1.0)])[:, None]
+
+    assert select(scores, 6).indices.tolist() == [0, 1, 2, 3, 4, 5]
+    chosen = select(scores, 6, "greedy", features=features, pool=15)
+    assert chosen.indices.tolist() == [0, 10, 11, 12, 13, 14]
+    np.testing.assert_allclose(chosen.redundancy, 0.0, atol=1e-12)
+    second = select(scores[:10], 2, "greedy", features=features[:10])
+    assert second.indices.tolist() == [0, 1]
+    assert second.redundancy[1] == pytest.approx(1 / 1.1)
+
+
+def test_greedy_without_diversity_is_top_and_the_pool_has_a_default() -> None:
+    values = np.random.default_rng(0).normal(size=(300, 2))
+    features = np.random.default_rng(1).normal(size=(300, 3))
+
+    chosen = select(values, 20, "greedy", features=features, diversity=0)
+
+    np.testing.assert_array_equal(chosen.indices, select(values, 20).indices)
+    assert chosen.settings["pool"] == 80
+    assert select(values, 100, "greedy", features=features).settings["pool"] == 300
+
+
+def test_every_row_is_chosen_once_if_k_is_n() -> None:
+    values = np.random.default_rng(0).normal(size=(30, 2))
+    more = {"balanced": {"groups": np.arange(30) % 4}, "greedy": {"features": np.ones((30, 2))}}
+    for method in ("top", "less", "balanced", "greedy"):
+        chosen = select(values, 30, method, **more.get(method, {}))
+        assert sorted(chosen.indices) == list(range(30))
+        assert chosen.mask.all()
+
+
+# ---------------------------------------------------------------- memory
+
+
+def peak_of(num_rows: int, method: str, **more: Any) -> int:
+    """Bytes that a selection of 50 rows of 16 targets allocates at most."""
+
+    def draw(start: int, stop: int) -> np.ndarray:
+        return np.random.default_rng(start).normal(size=(stop - start, 16)).astype(np.float32)
+
+    scores = of_matrix(ChunkedMatrix((num_rows, 16), 1024, draw))
+    tracemalloc.start()
+    try:
+        assert len(select(scores, 50, method, **more)) == 50
+        return tracemalloc.get_traced_memory()[1]
+    finally:
+        tracemalloc.stop()
+
+
+def test_memory_does_not_grow_with_the_number_of_rows(tmp_path) -> None:
+    features = np.lib.format.open_memmap(tmp_path / "f.npy", mode="w+", dtype=np.float32, shape=(400_000, 8))
+    for method, more in (
+        ("top", {}),
+        ("less", {"target_groups": np.arange(16) % 4}),
+        ("greedy", {"pool": 200}),
+    ):
+        few, many = (
+            peak_of(n, method, **more, **({"features": features[:n]} if method == "greedy" else {}))
+            for n in (20_000, 400_000)
+        )
+        assert many < 1.2 * few, method
+
+
+# ---------------------------------------------------------------- refusals
+
+
+@pytest.mark.parametrize(
+    ("k", "more", "error", "words"),
+    [
+        (0, {}, InvalidInputError, "k must be an integer of at least 1"),
+        (11, {}, InvalidInputError, "k is 11, and there are 10 train rows"),
+        (2.0, {}, InvalidInputError, "k must be an integer"),
+        (2, {"method": "lesss"}, UnknownNameError, "Did you mean 'less'"),
+        (2, {"sign": "bad"}, UnknownNameError, "sign must be"),
+        (2, {"reduction": "median"}, UnknownNameError, "reduction must be"),
+        (2, {"target_groups": [0]}, InvalidInputError, "target_groups must hold one label for each of 3"),
+        (2, {"groups": [0] * 10}, InvalidInputError, "groups belong to method='balanced'"),
+        (2, {"pool": 5}, InvalidInputError, "pool belong to method='greedy'"),
+        (2, {"method": "balanced"}, InvalidInputError, "needs groups"),
+        (2, {"method": "balanced", "groups": [0] * 9}, InvalidInputError, "for each of 10"),
+        (2, {"method": "balanced", "groups": [None, "a"] * 5}, InvalidInputError, "cannot be sorted"),
+        (2, {"method": "balanced", "groups": "source"}, InvalidInputError, "data="),
+        (2, {"method": "balanced", "groups": "source", "data": [1]}, InvalidInputError, "no named columns"),
+        (
+            2,
+            {"method": "balanced", "groups": "sourc", "data": {"source": [0] * 10}},
+            UnknownNameError,
+            "Nearest known: ['source']",
+        ),
+        (
+            2,
+            {"method": "balanced", "groups": [0] * 10, "data": {"source": [0] * 10}},
+            InvalidInputError,
+            "not the name",
+        ),
+        (2, {"method": "balanced", "groups": [0, 1] * 5, "quotas": {0: 3}}, InvalidInputError, "add up to 3"),
+        (
+            6,
+            {"method": "balanced", "groups": [0, 1] * 5, "quotas": {0: 6}},
+            InvalidInputError,
+            "from 0 to the number of rows",
+        ),
+        (
+            2,
+            {"method": "balanced", "groups": [0] * 10, "quotas": {"x": 2}},
+            InvalidInputError,
+            "'x': 2 of 0",
+        ),
+        (
+            2,
+            {"method": "balanced", "groups": [0] * 10, "quotas": "even"},
+            UnknownNameError,
+            "quotas must be",
+        ),
+        (2, {"method": "greedy"}, InvalidInputError, "needs features"),
+        (2, {"method": "greedy", "features": np.ones((9, 2))}, InvalidInputError, "(10, K)"),
+        (2, {"method": "greedy", "features": np.ones((10, 2)), "pool": 1}, InvalidInputError, "at least k"),
+        (
+            2,
+            {"method": "greedy", "features": np.ones((10, 2)), "diversity": -1},
+            InvalidInputError,
+            "diversity",
+        ),
+        (2, {"method": "greedy", "features": np.full((10, 2), np.nan)}, NonFiniteError, "candidate row"),
+    ],
+)
+def test_refusals_say_what_to_do(k: Any, more: dict[str, Any], error: type[Exception], words: str) -> None:
+    with pytest.raises(error) as raised:
+        select(np.arange(30.0).reshape(10, 3), k, **more)
+    assert words in str(raised.value)
+
+
+def test_scores_that_are_not_finite_are_refused_with_their_place() -> None:
+    values = np.zeros((10, 3))
+    values[6, 2] = np.nan
+    with pytest.raises(NonFiniteError, match="train row 6 for target 2 is nan"):
+        select(in_chunks(values, 4), 2)
+    for wrong in (np.zeros(3), np.zeros((0, 2)), np.array([["a"]])):
+        with pytest.raises(InvalidInputError, match="real numbers"):
+            select(wrong, 1)
+
+
+def test_greedy_refuses_scores_without_stored_rows() -> None:
+    with pytest.raises(StateError, match="not computed from stored rows"):
+        select(in_chunks(np.zeros((5, 2)), 2), 2, "greedy")
+
+
+def test_columns_of_frames_and_mappings_are_labels() -> None:
+    pd = pytest.importorskip("pandas")
+    labels = ["web", "book"] * 5
+    scores = np.arange(10.0)[:, None]
+    expected = select(scores, 4, "balanced", groups=labels)
+
+    for data in (pd.DataFrame({"source": labels}), {"source": labels}):
+        found = select(scores, 4, "balanced", groups="source", data=data)
+        np.testing.assert_array_equal(found.indices, expected.indices)
+        assert isinstance(found, Selection)

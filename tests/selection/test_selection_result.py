@@ -1,0 +1,152 @@
+"""What a selection becomes: text, HTML, frames, files, a column of a dataset."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from trak_lite.errors import InvalidInputError
+from trak_lite.selection import Selection, select
+
+pytestmark = pytest.mark.quick
+
+SCORES = np.random.default_rng(0).normal(size=(20, 3))
+LABELS = np.array(["web", "<b>"] * 10)
+
+
+def chosen(method: str = "balanced", k: int = 7) -> Selection:
+    more = {"balanced": {"groups": LABELS}, "greedy": {"features": SCORES}}
+    return select(SCORES, k, method, **more.get(method, {}))
+
+
+def columns(selection: Selection) -> dict[str, np.ndarray]:
+    found = {
+        "row": selection.indices,
+        "score": selection.scores,
+        "best_target": selection.best_targets,
+        "best_score": selection.best_scores,
+        "group": selection.groups,
+        "redundancy": selection.redundancy,
+    }
+    return {name: values for name, values in found.items() if values is not None}
+
+
+@pytest.mark.parametrize("method", ["top", "less", "balanced", "greedy"])
+def test_a_selection_survives_json(method: str, tmp_path: Path) -> None:
+    before = chosen(method)
+
+    after = Selection.load(before.save(tmp_path / "chosen.json"))
+
+    assert columns(after).keys() == columns(before).keys()
+    for name, values in columns(before).items():
+        np.testing.assert_array_equal(columns(after)[name], values)
+    assert (after.num_rows, after.settings) == (20, before.settings)
+    assert repr(after) == repr(before)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda content: content.update(version=2),
+        lambda content: content.pop("columns"),
+        lambda content: content["columns"]["row"].pop(),
+        lambda content: content["columns"]["row"].__setitem__(0, 20),
+        lambda content: content["columns"]["row"].__setitem__(0, content["columns"]["row"][1]),
+        lambda content: content["columns"].update(score="text"),
+        lambda content: content.update(num_rows=None),
+    ],
+)
+def test_files_that_contradict_themselves_are_refused(change, tmp_path: Path) -> None:
+    path = chosen().save(tmp_path / "chosen.json")
+    content = json.loads(path.read_text())
+    change(content)
+    path.write_text(json.dumps(content))
+
+    with pytest.raises(InvalidInputError, match="not the file of a selection"):
+        Selection.load(path)
+
+
+def test_text_that_is_no_json_is_refused(tmp_path: Path) -> None:
+    path = tmp_path / "chosen.json"
+    path.write_text("{")
+
+    with pytest.raises(InvalidInputError, match="not the file of a selection"):
+        Selection.load(path)
+
+
+def test_the_text_shows_sizes_settings_and_first_rows() -> None:
+    text = repr(chosen())
+
+    first = chosen().indices[0]
+    assert "Selection(7 of 20 train rows)" in text
+    assert "method=balanced" in text
+    assert f"row {first}, score" in text
+    assert "... 2 more" in text
+    assert "more" not in repr(chosen(k=5))
+
+
+def test_the_html_escapes_labels() -> None:
+    pytest.importorskip("jinja2")
+    html = chosen()._repr_html_()
+
+    assert "Selection: 7 of 20 train rows" in html
+    assert "&lt;b&gt;" in html
+    assert "<b>" not in html
+    assert "2 more rows" in html
+
+
+def test_a_selection_cannot_be_changed() -> None:
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        chosen().num_rows = 3
+
+
+def test_the_frame_holds_the_columns_by_rank() -> None:
+    pytest.importorskip("pandas")
+    selection = chosen()
+    frame = selection.to_pandas()
+
+    assert frame.index.name == "rank"
+    assert list(frame.columns) == ["row", "score", "best_target", "best_score", "group"]
+    for name, values in columns(selection).items():
+        np.testing.assert_array_equal(frame[name].to_numpy(), values)
+    assert "redundancy" in chosen("greedy").to_pandas().columns
+
+
+def test_a_parquet_file_holds_the_same(tmp_path: Path) -> None:
+    parquet = pytest.importorskip("pyarrow.parquet", reason="needs pyarrow (extra: tables)")
+    pytest.importorskip("pandas")
+    selection = chosen()
+
+    table = parquet.read_table(selection.to_parquet(tmp_path / "chosen.parquet"))
+
+    for name, values in columns(selection).items():
+        assert table.column(name).to_pylist() == values.tolist()
+    with pytest.raises(InvalidInputError, match="is a folder"):
+        selection.to_parquet(tmp_path)
+
+
+@pytest.mark.filterwarnings("ignore:Cannot locate reference")  # of dill, as datasets digests its tables
+def test_a_dataset_gets_a_column() -> None:
+    datasets = pytest.importorskip("datasets", reason="needs datasets (extra: hf)")
+    data = datasets.Dataset.from_dict({"row": list(range(20)), "source": LABELS.tolist()})
+    selection = select(SCORES, 7, "balanced", groups="source", data=data)
+
+    marked = selection.add_to(data)
+
+    np.testing.assert_array_equal(selection.indices, chosen().indices)
+    assert marked["selected"][:] == selection.mask.tolist()
+    assert data.select(selection.indices)["row"][:] == selection.indices.tolist()
+    with pytest.raises(InvalidInputError, match="has a column 'selected'"):
+        selection.add_to(marked)
+    with pytest.raises(InvalidInputError, match="the dataset has 19"):
+        selection.add_to(data.select(range(19)))
+    assert "used" in selection.add_to(data, column="used").column_names
+
+
+def test_other_data_have_the_mask() -> None:
+    with pytest.raises(InvalidInputError, match=r"selection\.mask"):
+        chosen().add_to([1, 2])

@@ -1,0 +1,184 @@
+"""One pass over the scores that keeps the best rows.
+
+Shapes: N train rows, M targets, T groups of targets, G labels of train rows, b rows of a tile, k rows to keep.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any, Literal, final
+
+import numpy as np
+from numpy.typing import ArrayLike, NDArray
+
+from trak_lite.errors import InvalidInputError, NonFiniteError
+from trak_lite.scoring.scores import Scores
+from trak_lite.selection._labels import Grouping
+
+__all__ = ["Candidates", "Reduction", "TargetGroups", "best_rows", "shape_of"]
+
+Reduction = Literal["mean", "sum", "max"]
+_TILE_VALUES = 1 << 20
+"""Scores that are converted to float64 at a time."""
+_FEWEST_HELD = 4096
+
+
+@final
+@dataclass(frozen=True, slots=True, eq=False)
+class TargetGroups:
+    """How the scores of a row for M targets become one value."""
+
+    groups: Grouping | None
+    """Label of each target; ``None`` makes each target a group."""
+    reduction: Reduction
+    """Of the means of the groups."""
+    factor: float
+    """-1 negates all scores first."""
+
+    def of(
+        self, tile: NDArray[np.float32]
+    ) -> tuple[NDArray[np.float64], NDArray[np.int64], NDArray[np.float64]]:
+        """Return the value of each row, its strongest group, and the mean of that group, ``(b,)`` each."""
+        scores = np.ascontiguousarray(tile, dtype=np.float64)
+        if self.groups is not None:
+            order = np.argsort(self.groups.places, kind="stable")
+            starts = np.concatenate([[0], np.cumsum(self.groups.sizes)[:-1]])
+            scores = np.add.reduceat(scores[:, order], starts, axis=1) / self.groups.sizes
+        scores = scores * self.factor + 0.0  # + 0.0 makes -0.0 equal to 0.0 in every comparison
+        strongest = scores.argmax(axis=1)
+        best = np.take_along_axis(scores, strongest[:, None], axis=1)[:, 0]
+        if self.reduction == "max":
+            return best, strongest, best
+        values = scores.sum(axis=1) if self.reduction == "sum" else scores.mean(axis=1)
+        return values, strongest, best
+
+
+@final
+@dataclass(frozen=True, slots=True, eq=False)
+class Candidates:
+    """Rows with their values, ``(n,)`` each; larger values are better."""
+
+    rows: NDArray[np.int64]
+    """Numbers of train rows."""
+    values: NDArray[np.float64]
+    """The value of each row for all targets."""
+    strongest: NDArray[np.int64]
+    """Index of the group of targets with the largest mean score."""
+    best: NDArray[np.float64]
+    """That mean score."""
+    places: NDArray[np.int64]
+    """Index of the row's label."""
+
+    def take(self, order: NDArray[np.int64] | NDArray[np.bool_]) -> Candidates:
+        """Return some of the rows, in an order."""
+        return Candidates(*(part[order] for part in self._parts()))
+
+    def joined(self, other: Candidates) -> Candidates:
+        """Return these rows, then the others."""
+        return Candidates(*(np.concatenate(pair) for pair in zip(self._parts(), other._parts(), strict=True)))
+
+    def best_first(self) -> Candidates:
+        """Return the rows by value, the largest first; of equal values the lower row is first."""
+        return self.take(np.lexsort((self.rows, -self.values)))
+
+    def _parts(self) -> tuple[NDArray[Any], ...]:
+        return self.rows, self.values, self.strongest, self.best, self.places
+
+
+def shape_of(scores: Scores | ArrayLike) -> tuple[int, int]:
+    """Return ``(N, M)``.
+
+    Raises:
+        InvalidInputError: If an array has another number of dimensions, is empty, or is not of real numbers.
+    """
+    if isinstance(scores, Scores):
+        return scores.shape
+    array = np.asarray(scores)
+    if array.ndim != 2 or not array.size or array.dtype.kind not in "iuf":
+        raise InvalidInputError(
+            f"scores must be a Scores object or real numbers (N, M), got {array.dtype} of shape {array.shape}."
+        )
+    return array.shape[0], array.shape[1]
+
+
+def best_rows(
+    scores: Scores | ArrayLike,
+    targets: TargetGroups,
+    quotas: NDArray[np.int64],
+    places: NDArray[np.int64] | None = None,
+) -> Candidates:
+    """Return the best rows of each label, best first, from one pass over the scores.
+
+    Of equal values the lower row is taken and comes first. Memory: one tile of scores, and 2 k rows.
+
+    Args:
+        scores: Scores ``(N, M)``.
+        targets: Make one value of the scores of a row.
+        quotas: ``(G,)`` number of rows to keep of each label; they add up to k.
+        places: ``(N,)`` index of each row's label; ``None`` gives all rows the label 0.
+
+    Raises:
+        NonFiniteError: If a score is NaN or infinite.
+    """
+    best = _BestOfLabels(quotas)
+    for start, tile in _tiles(scores):
+        _check_finite(start, tile)
+        values, strongest, means = targets.of(tile)
+        rows = np.arange(start, start + len(tile))
+        labels = np.zeros(len(tile), np.int64) if places is None else places[rows]
+        best.add(Candidates(rows, values, strongest, means, labels))
+    return best.result().best_first()
+
+
+@final
+class _BestOfLabels:
+    """Keeps the best rows of each label from a stream of rows with ascending numbers."""
+
+    def __init__(self, quotas: NDArray[np.int64]) -> None:
+        """Keep ``quotas[g]`` rows of label g."""
+        self._quotas = quotas
+        self._cuts = np.where(quotas > 0, -np.inf, np.inf)  # a row has to be above the cut of its label
+        self._most = max(2 * int(quotas.sum()), _FEWEST_HELD)
+        self._held: Candidates | None = None
+
+    def add(self, rows: Candidates) -> None:
+        """Add rows; their numbers are above all numbers before, so equal values lose."""
+        rows = rows.take(rows.values > self._cuts[rows.places])
+        self._held = rows if self._held is None else self._held.joined(rows)
+        if len(self._held.rows) > self._most:
+            self._held = self._kept(self._held)
+
+    def result(self) -> Candidates:
+        """Return the best rows of each label."""
+        assert self._held is not None  # scores have at least one row
+        return self._kept(self._held)
+
+    def _kept(self, held: Candidates) -> Candidates:
+        """Return the best rows of each label, and raise the cuts of the labels that have all their rows."""
+        ordered = held.take(np.lexsort((held.rows, -held.values, held.places)))
+        starts = np.searchsorted(ordered.places, np.arange(len(self._quotas)))
+        ranks = np.arange(len(ordered.rows)) - starts[ordered.places]
+        last = ranks == self._quotas[ordered.places] - 1
+        self._cuts[ordered.places[last]] = ordered.values[last]
+        return ordered.take(ranks < self._quotas[ordered.places])
+
+
+def _tiles(scores: Scores | ArrayLike) -> Iterator[tuple[int, NDArray[np.float32]]]:
+    """Yield ``(first row, scores)`` of all rows in order, at most about a million scores at a time."""
+    whole = scores.tiles() if isinstance(scores, Scores) else [(0, np.asarray(scores))]
+    for start, tile in whole:
+        step = max(1, _TILE_VALUES // tile.shape[1])
+        for first in range(0, len(tile), step):
+            yield start + first, tile[first : first + step]
+
+
+def _check_finite(start: int, tile: NDArray[np.float32]) -> None:
+    if np.isfinite(tile).all():
+        return
+    row, target = np.argwhere(~np.isfinite(tile))[0].tolist()
+    raise NonFiniteError(
+        f"The score of train row {start + row} for target {target} is {tile[row, target]}. select needs finite scores "
+        "of all rows; scores of stream_scores(k=...) or refine=... hold those of a few rows only. Use scores without "
+        "k and refine, or check the features and the kernel."
+    )

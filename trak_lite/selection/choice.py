@@ -1,0 +1,235 @@
+"""``select``: k train rows by their scores.
+
+Shapes: N train rows, M targets, T groups of targets, G labels of train rows, K feature width.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Final, Literal, cast, final
+
+import numpy as np
+from numpy.typing import ArrayLike, NDArray
+
+from trak_lite._validate import one_of, positive_int, real_at_least
+from trak_lite.errors import InvalidInputError
+from trak_lite.scoring.scores import Scores
+from trak_lite.selection._greedy import greedy
+from trak_lite.selection._labels import Grouping, column_of, quotas_of
+from trak_lite.selection._stream import Candidates, Reduction, TargetGroups, best_rows, shape_of
+from trak_lite.selection.result import Selection
+
+__all__ = ["select"]
+
+Method = Literal["top", "less", "greedy", "balanced"]
+REDUCTIONS: Final[dict[str, Reduction]] = {"top": "mean", "less": "max", "greedy": "mean", "balanced": "mean"}
+"""The methods, and the default reduction of each."""
+_LARGEST_POOL: Final = 10_000
+
+
+def select(
+    scores: Scores | ArrayLike,
+    k: int,
+    method: Method = "top",
+    *,
+    sign: Literal["helpful", "harmful"] = "helpful",
+    reduction: Reduction | None = None,
+    target_groups: ArrayLike | None = None,
+    groups: ArrayLike | str | None = None,
+    data: Any = None,
+    quotas: Literal["equal", "proportional"] | Mapping[Any, int] | None = None,
+    features: ArrayLike | None = None,
+    diversity: float | None = None,
+    pool: int | None = None,
+) -> Selection:
+    r"""Choose k train rows by their scores, in one pass over the scores.
+
+    A row has one value: the mean, sum or maximum (``reduction``) over groups of targets of its mean score for the
+    targets of a group. Sums are in float64. Each method chooses by this value:
+
+    - ``"top"``: the k rows with the largest values; by default the value is the mean.
+    - ``"less"``: the same; by default the value is the maximum. With scores of :class:`~trak_lite.methods.LESS` this
+      is the selection of Xia et al. (arXiv:2402.04333, section 4.2), where a row is useful if it is useful for one
+      task. The paper takes the mean gradient of a task before the cosine; here the mean is that of the scores.
+    - ``"greedy"``: valuable rows that are not alike. Of the ``pool`` rows with the largest values, each step takes the
+      row that adds most to :math:`\sum_i v_i / s + \alpha \log\det(I + C / 0.1) / \log 11`, with the root mean square s
+      of the values of the pool, the cosines C of the chosen rows' features, and :math:`\alpha` = ``diversity``. The
+      first term counts values, the second is the information that noisy observations along the rows give (Krause et
+      al., JMLR 9, 2008, section 3), computed by incremental Cholesky rows (Chen et al., NeurIPS 2018). The second copy
+      of a row adds 27 % of the information of the first.
+    - ``"balanced"``: the rows with the largest values of each label of ``groups``, as many as ``quotas`` says.
+
+    Of equal values the lower row number is chosen, and comes first. The result does not depend on the chunks of the
+    scores. Memory: one tile of scores, 2 k rows, the labels ``groups``, and for ``"greedy"``
+    ``8 pool (C K + k)`` bytes for C checkpoints; none depends on N M.
+
+    Args:
+        scores: Scores, or an array ``(N, M)`` (also a memory map), of which larger numbers are better.
+        k: Number of rows, at most N.
+        method: ``"top"``, ``"less"``, ``"greedy"`` or ``"balanced"``.
+        sign: ``"harmful"`` negates all scores first, and chooses rows to remove: with the largest reduction a row is
+            harmful if it harms one group.
+        reduction: ``"mean"``, ``"sum"`` or ``"max"``, over groups of targets.
+        target_groups: ``(M,)`` label of each target, such as its task; ``None`` makes each target a group.
+        groups: ``(N,)`` label of each train row for ``"balanced"`` (its class, source), or the name of a column of
+            ``data``.
+        data: With the name of a column: a ``datasets.Dataset``, a pandas frame or a mapping of arrays, with N rows.
+        quotas: ``"equal"`` (the default) shares k equally, and labels with too few rows leave the rest to the others;
+            ``"proportional"`` keeps the shares of the labels in the train rows; a mapping gives the number of rows of
+            each label.
+        features: ``(N, K)`` features for ``"greedy"``, such as embeddings; ``None`` reads the stored rows of the scores
+            (of all checkpoints, whose cosines are averaged).
+        diversity: alpha of ``"greedy"``, at least 0; ``None`` is 1.
+        pool: Number of candidates for ``"greedy"``, at least k; ``None`` is 4 k, at most N and 10,000 (at least k).
+
+    Returns:
+        The rows, and for each row its value, the group of targets with the largest mean score, and its redundancy.
+
+    Raises:
+        InvalidInputError: If k or another argument is invalid, does not belong to the method, or a label is missing.
+        UnknownNameError: If a name or a column is unknown.
+        NonFiniteError: If a score or a feature is NaN or infinite, as of scores that hold only some rows.
+        StateError: If ``"greedy"`` needs stored rows, and the scores were not computed from any.
+
+    Example:
+        >>> scores = np.array([[3.0, 0.0], [0.0, 2.0], [1.0, 0.5], [-1.0, 0.0]])
+        >>> select(scores, 2).indices
+        array([0, 1])
+        >>> select(scores, 1, sign="harmful").indices
+        array([3])
+        >>> chosen = select(scores, 2, "less", target_groups=["code", "text"])
+        >>> chosen.best_targets
+        array(['code', 'text'], dtype='<U4')
+        >>> select(scores, 2, "balanced", groups=["a", "a", "b", "b"]).indices
+        array([0, 2])
+    """
+    method = cast(Method, one_of(REDUCTIONS, method=method))
+    factor = 1.0 if one_of(("helpful", "harmful"), sign=sign) == "helpful" else -1.0
+    chosen_reduction = REDUCTIONS[method] if reduction is None else reduction
+    one_of(("mean", "sum", "max"), reduction=chosen_reduction)
+    num_rows, num_targets = shape_of(scores)
+    if positive_int(k=k) > num_rows:
+        raise InvalidInputError(f"k is {k}, and there are {num_rows} train rows. Choose at most as many.")
+    _refuse_others(
+        method,
+        balanced={"groups": groups, "data": data, "quotas": quotas},
+        greedy={"features": features, "diversity": diversity, "pool": pool},
+    )
+    tasks = None if target_groups is None else Grouping.of(target_groups, num_targets, "target_groups")
+    targets = TargetGroups(tasks, chosen_reduction, factor)
+    made_with = {"method": method, "sign": sign, "reduction": chosen_reduction}
+    made = _Made(scores, k, targets, made_with, num_rows, num_targets)
+    if method == "balanced":
+        return made.balanced(_labels(groups, data, num_rows), "equal" if quotas is None else quotas)
+    if method == "greedy":
+        alpha = real_at_least(0.0, diversity=1.0 if diversity is None else diversity)
+        return made.greedy(features, alpha, pool)
+    return made.selection(best_rows(scores, targets, np.array([k])))
+
+
+@final
+@dataclass(frozen=True, slots=True, eq=False)
+class _Made:
+    """A selection in the making."""
+
+    scores: Scores | ArrayLike
+    k: int
+    targets: TargetGroups
+    settings: dict[str, Any]
+    num_rows: int
+    num_targets: int
+
+    def balanced(self, groups: Grouping, quotas: str | Mapping[Any, int]) -> Selection:
+        """Choose the best rows of each label."""
+        counts = quotas_of(groups, self.k, quotas)
+        rows = best_rows(self.scores, self.targets, counts, groups.places)
+        named = quotas if isinstance(quotas, str) else {str(label): int(n) for label, n in quotas.items()}
+        return self.selection(rows, groups=groups.labels[rows.places], quotas=named)
+
+    def greedy(self, features: ArrayLike | None, diversity: float, pool: int | None) -> Selection:
+        """Choose rows of a pool that are not alike."""
+        size = max(self.k, min(4 * self.k, _LARGEST_POOL)) if pool is None else positive_int(pool=pool)
+        if size < self.k:
+            raise InvalidInputError(
+                f"pool is {size}, and k is {self.k}. Give a pool of at least k candidates."
+            )
+        size = min(size, self.num_rows)
+        read = _feature_reader(self.scores, features, self.num_rows)
+        rows = best_rows(self.scores, self.targets, np.array([size]))
+        rows = rows.take(np.argsort(rows.rows))  # of equal gains the lower row is chosen
+        chosen = greedy(rows.values, read(rows.rows), self.k, diversity=diversity)
+        return self.selection(
+            rows.take(chosen.order), redundancy=chosen.redundancy, diversity=diversity, pool=size
+        )
+
+    def selection(
+        self,
+        rows: Candidates,
+        *,
+        groups: NDArray[Any] | None = None,
+        redundancy: NDArray[np.float64] | None = None,
+        **settings: Any,
+    ) -> Selection:
+        """Return the result, with scores in their own sign."""
+        tasks = self.targets.groups
+        labels = np.arange(self.num_targets) if tasks is None else tasks.labels
+        named = {"targets": self.scores.name} if isinstance(self.scores, Scores) else {}
+        return Selection(
+            rows.rows,
+            rows.values * self.targets.factor + 0.0,
+            labels[rows.strongest],
+            rows.best * self.targets.factor + 0.0,
+            self.num_rows,
+            groups=groups,
+            redundancy=redundancy,
+            settings={**self.settings, **named, **settings},
+        )
+
+
+def _refuse_others(method: str, **arguments: Mapping[str, Any]) -> None:
+    """Raise if an argument of another method was given."""
+    for owner, values in arguments.items():
+        given = [name for name, value in values.items() if value is not None]
+        if owner != method and given:
+            raise InvalidInputError(
+                f"{', '.join(given)} belong to method={owner!r}, and method is {method!r}. Leave them out, or change "
+                "the method."
+            )
+
+
+def _labels(groups: ArrayLike | str | None, data: Any, num_rows: int) -> Grouping:
+    """Return the labels of the train rows."""
+    if groups is None:
+        raise InvalidInputError(
+            "method='balanced' needs groups: one label per train row, or the name of a column of data=..."
+        )
+    if not isinstance(groups, str):
+        if data is not None:
+            raise InvalidInputError(
+                "data is given, and groups is not the name of a column. Give one of: groups='source', data=dataset, or "
+                "the labels as groups."
+            )
+        return Grouping.of(groups, num_rows, "groups")
+    if data is None:
+        raise InvalidInputError(f"groups={groups!r} names a column. Give the data that have it: data=...")
+    return Grouping.of(column_of(data, groups), num_rows, f"the column {groups!r}")
+
+
+def _feature_reader(
+    scores: Scores | ArrayLike, features: ArrayLike | None, num_rows: int
+) -> Callable[[NDArray[np.int64]], Sequence[NDArray[Any]]]:
+    """Return a function that reads the features of some rows, ``(rows, K)`` for each checkpoint."""
+    if features is None:
+        if isinstance(scores, Scores):
+            return scores.source.row_features  # raises where no rows are stored, before the scores are read
+        raise InvalidInputError(
+            "method='greedy' needs features of the rows, and an array of scores has none. Give features (N, K), such "
+            "as embeddings."
+        )
+    given = np.asarray(features)
+    if given.ndim != 2 or len(given) != num_rows or given.dtype.kind not in "iuf":
+        raise InvalidInputError(
+            f"features must be real numbers ({num_rows}, K), got {given.dtype} of shape {given.shape}."
+        )
+    return lambda rows: [given[rows]]

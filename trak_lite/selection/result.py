@@ -1,0 +1,217 @@
+"""The result of a selection: chosen train rows, with the reasons."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass, field
+from os import PathLike
+from pathlib import Path
+from typing import Any, Final, Self, final
+
+import numpy as np
+from numpy.typing import NDArray
+
+from trak_lite._validate import parse_json
+from trak_lite.errors import InvalidInputError, printable
+from trak_lite.report.page import notebook_table
+from trak_lite.scoring.frames import DataFrame, frame, write_parquet
+
+__all__ = ["Selection"]
+
+_SHOWN: Final = 5
+_JSON_ROWS: Final = 250_000
+_VERSION: Final = 1
+_TYPES: Final = {"row": "int64", "score": "float64", "best_score": "float64", "redundancy": "float64"}
+
+
+@final
+@dataclass(frozen=True, slots=True, eq=False)
+class Selection:
+    """Chosen train rows, best first, and why each was chosen. :func:`~trak_lite.selection.select` makes it.
+
+    Example:
+        >>> import numpy as np
+        >>> from trak_lite.selection import select
+        >>> chosen = select(np.array([[0.1, 0.4], [0.9, 0.0], [-0.5, 0.2]]), k=2)
+        >>> chosen.indices
+        array([1, 0])
+        >>> chosen.mask
+        array([ True,  True, False])
+    """
+
+    indices: NDArray[np.int64]
+    """``(k,)`` numbers of train rows, best first (greedy: in the order of choice)."""
+    scores: NDArray[np.float64]
+    """``(k,)`` the value of each row for all targets, in units of the scores."""
+    best_targets: NDArray[Any]
+    """``(k,)`` label of the group of targets that the row helps most (harms most), or the number of the target."""
+    best_scores: NDArray[np.float64]
+    """``(k,)`` mean score of the row for that group."""
+    num_rows: int
+    """N, the number of train rows."""
+    groups: NDArray[Any] | None = None
+    """``(k,)`` label of each row, of a balanced selection."""
+    redundancy: NDArray[np.float64] | None = None
+    """``(k,)`` share of the row's features, from 0 to 1, that earlier rows of a greedy selection explain."""
+    settings: dict[str, Any] = field(default_factory=dict)
+    """How the rows were chosen, as JSON values."""
+
+    @property
+    def mask(self) -> NDArray[np.bool_]:
+        """``(N,)`` whether each train row was chosen."""
+        mask = np.zeros(self.num_rows, np.bool_)
+        mask[self.indices] = True
+        return mask
+
+    def __len__(self) -> int:
+        """Return the number of chosen rows."""
+        return len(self.indices)
+
+    def __repr__(self) -> str:
+        """Return sizes, settings and the first rows, on a few lines."""
+        settings = ", ".join(f"{key}={value}" for key, value in self.settings.items())
+        rows = "".join(
+            "\n  "
+            + ", ".join(f"{name} {_text(value)}" for name, value in zip(self._columns(), row, strict=True))
+            for row in self._first()
+        )
+        more = f"\n  ... {len(self) - _SHOWN} more" if len(self) > _SHOWN else ""
+        return printable(
+            f"Selection({len(self)} of {self.num_rows} train rows)\n  made with {settings}{rows}{more}"
+        )
+
+    def _repr_html_(self) -> str:
+        """Return the HTML for notebooks: sizes, the first rows with reasons, and settings."""
+        return notebook_table(
+            f"Selection: {len(self):,} of {self.num_rows:,} train rows",
+            list(self._columns()),
+            [[_text(value) for value in row] for row in self._first()],
+            settings={key: str(value) for key, value in self.settings.items()},
+            note=f"{len(self) - _SHOWN:,} more rows: selection.to_pandas()." if len(self) > _SHOWN else "",
+        )
+
+    def to_pandas(self) -> DataFrame:
+        """Return a DataFrame with one line per chosen row, best first (needs pandas).
+
+        Columns: ``row``, ``score``, ``best_target``, ``best_score``; ``group`` if the selection is balanced,
+        ``redundancy`` if it is greedy. The index is the rank.
+
+        Raises:
+            MissingPackageError: If pandas is not installed.
+        """
+        return frame(self._columns(), index="rank")
+
+    def to_parquet(self, path: str | PathLike[str]) -> Path:
+        """Write the columns of :meth:`to_pandas` to a Parquet file and return its path.
+
+        Raises:
+            InvalidInputError: If the path is a folder.
+            MissingPackageError: If pandas or pyarrow (extra ``tables``) is not installed.
+        """
+        return write_parquet(self._columns(), path, index="rank")
+
+    def add_to(self, dataset: Any, *, column: str = "selected") -> Any:
+        """Return a ``datasets.Dataset`` with a column of booleans, whether each row was chosen.
+
+        ``dataset.select(selection.indices)`` returns the chosen rows alone.
+
+        Args:
+            dataset: The N train rows, in the order in which they were featurized.
+            column: Name of the new column.
+
+        Raises:
+            InvalidInputError: If the dataset has another number of rows, has the column, or is no ``datasets.Dataset``.
+        """
+        add = getattr(dataset, "add_column", None)
+        if add is None:
+            raise InvalidInputError(
+                f"add_to needs a datasets.Dataset, got {type(dataset).__name__}. For other data use selection.mask."
+            )
+        if len(dataset) != self.num_rows:
+            raise InvalidInputError(
+                f"The selection is of {self.num_rows} train rows, and the dataset has {len(dataset)}. Give the "
+                "dataset that was featurized."
+            )
+        if column in dataset.column_names:
+            raise InvalidInputError(f"The dataset has a column {column!r}. Name another one: column=...")
+        return add(column, self.mask)
+
+    def save(self, path: str | PathLike[str]) -> Path:
+        """Write the selection to a JSON file and return its path.
+
+        Raises:
+            InvalidInputError: If more than 250,000 rows were chosen: use :meth:`to_parquet`.
+        """
+        if len(self) > _JSON_ROWS:
+            raise InvalidInputError(
+                f"{len(self)} rows are too many for JSON (at most {_JSON_ROWS}). Use to_parquet(path)."
+            )
+        columns = {name: values.tolist() for name, values in self._columns().items()}
+        content = {
+            "version": _VERSION,
+            "num_rows": self.num_rows,
+            "settings": self.settings,
+            "columns": columns,
+        }
+        out = Path(path)
+        out.write_text(json.dumps(content, allow_nan=False) + "\n", encoding="utf-8")
+        return out
+
+    @classmethod
+    def load(cls, path: str | PathLike[str]) -> Self:
+        """Read the file of :meth:`save`.
+
+        Raises:
+            InvalidInputError: If it is not such a file.
+        """
+        try:
+            made = cls._of(parse_json(Path(path).read_bytes()))
+        except (ValueError, KeyError, TypeError, AttributeError) as error:
+            raise InvalidInputError(
+                f"{path} is not the file of a selection ({type(error).__name__}: {error}). Give the path that "
+                "selection.save(path) wrote."
+            ) from error
+        return made
+
+    @classmethod
+    def _of(cls, content: Any) -> Self:
+        """Return the selection in the content of a file; raise ``ValueError`` if it contradicts itself."""
+        columns = {
+            name: np.array(values, dtype=_TYPES.get(name)) for name, values in content["columns"].items()
+        }
+        rows, num_rows = columns["row"], int(content["num_rows"])
+        if content["version"] != _VERSION:
+            raise ValueError(f"version {content['version']!r} instead of {_VERSION}")
+        if any(values.shape != (len(rows),) for values in columns.values()):
+            raise ValueError("columns of different lengths")
+        if len(np.unique(rows)) < len(rows) or not ((rows >= 0) & (rows < num_rows)).all():
+            raise ValueError(f"rows that are not distinct numbers from 0 to {num_rows - 1}")
+        return cls(
+            rows,
+            columns["score"],
+            columns["best_target"],
+            columns["best_score"],
+            num_rows,
+            groups=columns.get("group"),
+            redundancy=columns.get("redundancy"),
+            settings=dict(content["settings"]),
+        )
+
+    def _columns(self) -> dict[str, NDArray[Any]]:
+        columns = {
+            "row": self.indices,
+            "score": self.scores,
+            "best_target": self.best_targets,
+            "best_score": self.best_scores,
+            "group": self.groups,
+            "redundancy": self.redundancy,
+        }
+        return {name: values for name, values in columns.items() if values is not None}
+
+    def _first(self) -> list[tuple[Any, ...]]:
+        """Return the values of the first rows."""
+        return list(zip(*(values[:_SHOWN].tolist() for values in self._columns().values()), strict=True))
+
+
+def _text(value: Any) -> str:
+    return f"{value:.4g}" if isinstance(value, float) else str(value)
