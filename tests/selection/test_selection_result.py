@@ -129,7 +129,7 @@ def test_a_parquet_file_holds_the_same(tmp_path: Path) -> None:
         selection.to_parquet(tmp_path)
 
 
-@pytest.mark.filterwarnings("ignore:Cannot locate reference")  # of dill, as datasets digests its tables
+@pytest.mark.filterwarnings("ignore:Cannot .*MonthDayNano")  # of dill, as datasets digests tables
 def test_a_dataset_gets_a_column() -> None:
     datasets = pytest.importorskip("datasets", reason="needs datasets (extra: hf)")
     data = datasets.Dataset.from_dict({"row": list(range(20)), "source": LABELS.tolist()})
