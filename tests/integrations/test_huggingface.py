@@ -21,6 +21,7 @@ from trak_lite.gradient_computers import FunctionalGradientComputer, choose_grad
 from trak_lite.integrations.huggingface import FeaturizeCallback, attributor_from_trainer, task_of
 from trak_lite.methods import TRAK
 from trak_lite.modelout_functions import resolve_task
+from trak_lite.models.borrowing import borrow_model
 
 MODELS = {
     "bert": hub.bert,
@@ -28,6 +29,8 @@ MODELS = {
     "llama": hub.llama,
     "lora-llama": hub.lora,
     "dora-bert": hub.lora_bert,
+    "dora-llama": hub.dora,
+    "ia3-llama": hub.ia3,
 }
 pytestmark = pytest.mark.filterwarnings(
     "ignore:`is_gradient_checkpointing` is deprecated:FutureWarning"  # peft asks transformers for it
@@ -281,7 +284,13 @@ def test_a_new_session_finds_the_saved_weights_of_an_adapter(tmp_path: Path) -> 
 
 def test_gradient_checkpointing_changes_no_row(tmp_path: Path) -> None:
     """With an adapter it also puts a hook on the embeddings."""
-    trained(hub.lora, tmp_path, watched=True, activation_checkpointing=True)
+    trainer, attributor = trained(hub.lora, tmp_path, watched=True, activation_checkpointing=True)
+    hooks = {id(module): dict(module._forward_hooks) for module in trainer.model.modules()}
+    batch = trainer.data_collator(list(hub.texts(trainer.model).remove_columns("text")))
+    with borrow_model(attributor.model, attributor.device):
+        assert choose_gradient_computer(attributor.model, attributor.task, batch).name == "hook"
+    assert {id(module): dict(module._forward_hooks) for module in trainer.model.modules()} == hooks
+    assert any(hooks.values())
 
     adapter = tmp_path / "out" / "checkpoint-6"
     model = peft.PeftModel.from_pretrained(hub.made(hub.llama), adapter, is_trainable=True)
