@@ -72,6 +72,37 @@ def test_the_parameters_are_those_of_the_adapter(tmp_path: Path) -> None:
     assert kinds == {"lora_A", "lora_B", "lora_magnitude_vector", "modules_to_save"}
 
 
+@pytest.mark.parametrize(
+    ("build", "kinds"),
+    [
+        (hub.lora, {"lora_A", "lora_B"}),
+        (hub.dora, {"lora_A", "lora_B", "lora_magnitude_vector"}),
+        (hub.ia3, {"ia3_l"}),
+    ],
+)
+def test_an_adapter_that_was_loaded_for_inference_is_attributed_like_the_trained_one(
+    build: Callable[[], nn.Module], kinds: set[str], tmp_path: Path
+) -> None:
+    trained_one = hub.made(build)
+    with torch.no_grad():
+        for p in trained_one.parameters():
+            p.add_(0.1 * torch.randn_like(p) * p.requires_grad)
+    trained_one.save_pretrained(tmp_path / "adapter")
+    frozen = peft.PeftModel.from_pretrained(hub.made(hub.llama), tmp_path / "adapter")
+    assert not any(p.requires_grad for p in frozen.parameters())
+    rows = hub.texts(trained_one).remove_columns("text")
+    collate = transformers.DataCollatorForSeq2Seq(hub.tokenizer())
+
+    attributor = Attributor(frozen, "causal_language_modeling", tmp_path / "a.zarr", collate=collate, **EXACT)
+    attributor.featurize(rows)
+
+    assert {name.rsplit(".default", 1)[0].rsplit(".", 1)[-1] for name in attributor.parameters} == kinds
+    assert list(attributor.parameters) == [n for n, p in trained_one.named_parameters() if p.requires_grad]
+    expected = hub.expected_rows(trained_one, rows)
+    assert hub.relative_error(hub.stored_rows(tmp_path / "a.zarr"), expected) < 1e-5
+    assert not any(p.requires_grad for p in frozen.parameters())
+
+
 def test_the_hook_computer_is_exact_for_every_model_and_vmap_says_where_it_is_not(
     build: Callable[[], nn.Module],
 ) -> None:
