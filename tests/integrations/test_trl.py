@@ -82,12 +82,11 @@ def arguments(folder: Path, config: Any, **settings: Any) -> Any:
     return config(
         output_dir=str(folder / "out"),
         use_cpu=True,
-        bf16=False,
         report_to=[],
         disable_tqdm=True,
         logging_strategy="no",
         learning_rate=0.01,
-        **{"per_device_train_batch_size": 3, "save_strategy": "no", **settings},
+        **{"per_device_train_batch_size": 3, "save_strategy": "no", "bf16": False, **settings},
     )
 
 
@@ -225,6 +224,24 @@ def test_every_checkpoint_of_an_sft_trainer_is_featurized(tmp_path: Path) -> Non
         saved = peft.PeftModel.from_pretrained(hub.made(hub.llama), folder, is_trainable=True)
         expected = hub.expected_rows(saved, trainer.train_dataset)
         assert hub.relative_error(hub.stored_rows(tmp_path / "a.zarr", number), expected) < 1e-5
+
+
+@pytest.mark.parametrize("build", [hub.llama, hub.lora])
+def test_rows_are_those_of_the_weights_after_training_in_mixed_precision(
+    build: Callable[[], nn.Module], tmp_path: Path
+) -> None:
+    """TRL trains in 16 bit by default, around a forward that it has replaced."""
+    trainer = trainer_of("SFT", hub.made(build), PROMPTS, tmp_path, max_steps=2, bf16=True)
+    trainer.train()
+    assert "_original_forward" in vars(trainer.model)
+
+    attributor = attributor_from_trainer(trainer, tmp_path / "a.zarr", **EXACT)
+    attributor.featurize(trainer.train_dataset)
+
+    plain = hub.made(build)
+    plain.load_state_dict(trainer.model.state_dict())
+    expected = hub.expected_rows(plain, trainer.train_dataset)
+    assert hub.relative_error(hub.stored_rows(tmp_path / "a.zarr"), expected) < 1e-5
 
 
 def test_packed_rows_are_refused(tmp_path: Path) -> None:
