@@ -15,6 +15,7 @@ REPORT = ["Jinja2>=3.1", "Pillow", "matplotlib>=3.9"]
 CLI = ["jsonargparse[signatures]>=4.53", "PyYAML"]
 HF = ["transformers>=5", "accelerate", "datasets", "peft"]
 ZOO = ["transformers>=5", "peft", "timm"]
+TRL = ["trl>=1.16", *HF]
 LIGHTNING = ["lightning>=2.5"]
 TRITON = "triton; platform_system == 'Linux'"  # its interpreter runs the CUDA kernels in tests
 TEST = ["pytest>=8", "pytest-xdist", "hypothesis", "traker==0.3.2", TRITON, "setuptools", "wheel"]
@@ -53,6 +54,7 @@ setup(
         "report": REPORT,
         "cli": CLI,
         "hf": HF,
+        "trl": TRL,
         "lightning": LIGHTNING,
         "zoo": ZOO,
         "benchmark": BENCHMARK,

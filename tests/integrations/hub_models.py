@@ -70,6 +70,30 @@ def lora_bert() -> nn.Module:
     return lora(bert, use_dora=True)
 
 
+def dora() -> nn.Module:
+    return lora(use_dora=True)
+
+
+def ia3() -> nn.Module:
+    names = {"target_modules": ["k_proj", "v_proj", "down_proj"], "feedforward_modules": ["down_proj"]}
+    return peft.get_peft_model(llama(), peft.IA3Config(task_type="CAUSAL_LM", **names))
+
+
+def mixtral() -> nn.Module:
+    config = transformers.MixtralConfig(
+        vocab_size=VOCABULARY,
+        hidden_size=16,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+        intermediate_size=24,
+        max_position_embeddings=16,
+        num_local_experts=4,
+        num_experts_per_tok=2,
+    )
+    return transformers.MixtralForCausalLM(config)
+
+
 def made(build: Callable[[], nn.Module], seed: int = 0) -> nn.Module:
     torch.manual_seed(seed)
     return build()

@@ -21,6 +21,7 @@ from trak_lite.gradient_computers import FunctionalGradientComputer, choose_grad
 from trak_lite.integrations.huggingface import FeaturizeCallback, attributor_from_trainer, task_of
 from trak_lite.methods import TRAK
 from trak_lite.modelout_functions import resolve_task
+from trak_lite.models.borrowing import borrow_model
 
 MODELS = {
     "bert": hub.bert,
@@ -28,6 +29,8 @@ MODELS = {
     "llama": hub.llama,
     "lora-llama": hub.lora,
     "dora-bert": hub.lora_bert,
+    "dora-llama": hub.dora,
+    "ia3-llama": hub.ia3,
 }
 pytestmark = pytest.mark.filterwarnings(
     "ignore:`is_gradient_checkpointing` is deprecated:FutureWarning"  # peft asks transformers for it
@@ -67,6 +70,37 @@ def test_the_parameters_are_those_of_the_adapter(tmp_path: Path) -> None:
 
     kinds = {name.rsplit(".default", 1)[0].rsplit(".", 1)[-1] for name in attributor.parameters}
     assert kinds == {"lora_A", "lora_B", "lora_magnitude_vector", "modules_to_save"}
+
+
+@pytest.mark.parametrize(
+    ("build", "kinds"),
+    [
+        (hub.lora, {"lora_A", "lora_B"}),
+        (hub.dora, {"lora_A", "lora_B", "lora_magnitude_vector"}),
+        (hub.ia3, {"ia3_l"}),
+    ],
+)
+def test_an_adapter_that_was_loaded_for_inference_is_attributed_like_the_trained_one(
+    build: Callable[[], nn.Module], kinds: set[str], tmp_path: Path
+) -> None:
+    trained_one = hub.made(build)
+    with torch.no_grad():
+        for p in trained_one.parameters():
+            p.add_(0.1 * torch.randn_like(p) * p.requires_grad)
+    trained_one.save_pretrained(tmp_path / "adapter")
+    frozen = peft.PeftModel.from_pretrained(hub.made(hub.llama), tmp_path / "adapter")
+    assert not any(p.requires_grad for p in frozen.parameters())
+    rows = hub.texts(trained_one).remove_columns("text")
+    collate = transformers.DataCollatorForSeq2Seq(hub.tokenizer())
+
+    attributor = Attributor(frozen, "causal_language_modeling", tmp_path / "a.zarr", collate=collate, **EXACT)
+    attributor.featurize(rows)
+
+    assert {name.rsplit(".default", 1)[0].rsplit(".", 1)[-1] for name in attributor.parameters} == kinds
+    assert list(attributor.parameters) == [n for n, p in trained_one.named_parameters() if p.requires_grad]
+    expected = hub.expected_rows(trained_one, rows)
+    assert hub.relative_error(hub.stored_rows(tmp_path / "a.zarr"), expected) < 1e-5
+    assert not any(p.requires_grad for p in frozen.parameters())
 
 
 def test_the_hook_computer_is_exact_for_every_model_and_vmap_says_where_it_is_not(
@@ -281,7 +315,13 @@ def test_a_new_session_finds_the_saved_weights_of_an_adapter(tmp_path: Path) -> 
 
 def test_gradient_checkpointing_changes_no_row(tmp_path: Path) -> None:
     """With an adapter it also puts a hook on the embeddings."""
-    trained(hub.lora, tmp_path, watched=True, activation_checkpointing=True)
+    trainer, attributor = trained(hub.lora, tmp_path, watched=True, activation_checkpointing=True)
+    hooks = {id(module): dict(module._forward_hooks) for module in trainer.model.modules()}
+    batch = trainer.data_collator(list(hub.texts(trainer.model).remove_columns("text")))
+    with borrow_model(attributor.model, attributor.device):
+        assert choose_gradient_computer(attributor.model, attributor.task, batch).name == "hook"
+    assert {id(module): dict(module._forward_hooks) for module in trainer.model.modules()} == hooks
+    assert any(hooks.values())
 
     adapter = tmp_path / "out" / "checkpoint-6"
     model = peft.PeftModel.from_pretrained(hub.made(hub.llama), adapter, is_trainable=True)

@@ -176,7 +176,7 @@ def test_files_of_lightning_are_checkpoints_of_the_module_and_of_those_inside(tm
 def test_a_wrong_prefix_is_named_with_what_is_there(tmp_path: Path) -> None:
     torch.save({"state_dict": {"model.weight": torch.zeros(2)}}, tmp_path / "a.ckpt")
 
-    with pytest.raises(CheckpointError, match=r"begins with 'net\.': found \['model.weight'\]"):
+    with pytest.raises(CheckpointError, match=r"with the prefix 'net\.': found \['model.weight'\]"):
         ckpt_weights(tmp_path / "a.ckpt", prefix="net.")
 
 
@@ -205,7 +205,7 @@ def test_the_callback_refuses_what_it_could_never_featurize(tmp_path: Path) -> N
         fit(module, tmp_path, keeping_all(tmp_path), FeaturizeCallback(of_another, rows()))
     callbacks = [FeaturizeCallback(own, rows())]
     trainer = pl.Trainer(max_epochs=1, callbacks=callbacks, enable_checkpointing=False, logger=False)
-    with pytest.raises(InvalidInputError, match="The trainer has no ModelCheckpoint in it"):
+    with pytest.raises(InvalidInputError, match="The trainer has no ModelCheckpoint, so no"):
         trainer.fit(module, DataLoader(rows()), DataLoader(rows()))
 
 

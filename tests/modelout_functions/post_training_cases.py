@@ -359,7 +359,11 @@ def policy_case(kind: str) -> ModelOutputCase:
     if kind == "grpo":
         batch |= {"ref_logps": ref, "advantages": per_token}
         options = {"clip": 0.2, "kl_weight": 0.3, "reduction": "mean"}
+    if kind == "tempered":
+        batch["ref_logps"] = ref
+        options = {"clip": 0.2, "kl_weight": 0.3, "temperature": 0.7, "kl_correction": True}
     low, high = (0.2, 0.3) if kind == "clipped" else (0.2, 0.2)
+    temperature = 0.7 if kind == "tempered" else 1.0
 
     def token_loss(log_p: Tensor, i: int, t: int) -> Tensor:
         a = per_token[i, t] if kind == "grpo" else advantages[i]
@@ -367,18 +371,18 @@ def policy_case(kind: str) -> ModelOutputCase:
             return -a * log_p
         ratio = torch.exp(log_p) / math.exp(old[i, t])
         gain = a * ratio
-        if kind in ("clipped", "grpo"):
+        if kind in ("clipped", "grpo", "tempered"):
             kept = ratio if 1 - low <= ratio <= 1 + high else ratio.detach().clamp(1 - low, 1 + high)
             gain = min(gain, a * kept)
-        if kind == "grpo":
+        if kind in ("grpo", "tempered"):
             r = math.exp(ref[i, t]) / torch.exp(log_p)
-            gain = gain - 0.3 * (r - torch.log(r) - 1)
+            gain = gain - 0.3 * (r - torch.log(r) - 1) * (ratio if kind == "tempered" else 1)
         return -gain
 
     def loss(model, batch):
         losses = []
         for i, row in enumerate(labels.tolist()):
-            log_p = torch.log(torch.softmax(model(ids)["logits"][i], -1))
+            log_p = torch.log(torch.softmax(model(ids)["logits"][i] / temperature, -1))
             terms = [token_loss(log_p[t - 1, y], i, t) for t, y in enumerate(row) if t and y != IGNORED]
             losses.append(sum(terms) / (len(terms) if kind == "grpo" else 1))
         return torch.stack(losses)
@@ -532,6 +536,7 @@ POST_TRAINING = {
         "ratio": lambda: policy_case("ratio"),
         "clipped": lambda: policy_case("clipped"),
         "grpo": lambda: policy_case("grpo"),
+        "tempered": lambda: policy_case("tempered"),
     },
     "diffusion": {
         "epsilon": lambda: diffusion_case("epsilon"),

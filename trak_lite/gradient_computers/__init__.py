@@ -20,15 +20,21 @@ from trak_lite.gradient_computers.hooks.registry import register_gradient_rule a
 from trak_lite.gradient_computers.iterative import (
     IterativeGradientComputer as IterativeGradientComputer,
 )
+from trak_lite.gradient_computers.reach import GradientReach as GradientReach
+from trak_lite.gradient_computers.reach import ParameterReach as ParameterReach
+from trak_lite.gradient_computers.reach import gradient_reach as gradient_reach
 
 __all__ = [
     "GRADIENT_COMPUTERS",
     "AbstractGradientComputer",
     "FunctionalGradientComputer",
+    "GradientReach",
     "HookGradientComputer",
     "IterativeGradientComputer",
+    "ParameterReach",
     "choose_gradient_computer",
     "collect_gradients",
+    "gradient_reach",
     "register_gradient_rule",
     "select_parameters",
 ]

@@ -27,6 +27,7 @@ from trak_lite.gradient_computers.self_check import (
     structure_of,
 )
 from trak_lite.modelout_functions import AbstractModelOutput, ModelCall
+from trak_lite.models._adapters import adapter_parameters
 from trak_lite.models.sharded import refuse_sharded, reshard
 from trak_lite.models.tree import ModelTree
 from trak_lite.types import (
@@ -432,7 +433,8 @@ def select_parameters(
         model: The module.
         grad_wrt: Names as in ``named_parameters``, patterns of names (``"layers.*.weight"``), and module classes. A
             class selects every parameter that a module of that class or of a subclass owns directly. Any name of a
-            tied weight selects the weight. ``None`` selects every parameter that requires grad.
+            tied weight selects the weight. ``None`` selects every parameter that requires grad; if a PEFT model has
+            none, those of its active adapter.
         canonical: ``dict(model.named_parameters())``, if the caller has it.
 
     Raises:
@@ -441,6 +443,9 @@ def select_parameters(
     canonical = dict(model.named_parameters()) if canonical is None else canonical
     if grad_wrt is None:
         selected = {name: p for name, p in canonical.items() if p.requires_grad}
+        if not selected:  # PEFT freezes an adapter that is loaded for inference
+            adapter = adapter_parameters(model)
+            selected = {name: p for name, p in canonical.items() if name in adapter}
         if not selected:
             raise InvalidInputError(
                 f"No parameter of {type(model).__name__} requires grad, so there is nothing to differentiate. Name "

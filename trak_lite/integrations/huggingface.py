@@ -11,7 +11,7 @@ Example::
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sized
 from os import PathLike
 from pathlib import Path
 from typing import Any, final
@@ -32,6 +32,7 @@ from trak_lite.data.batches import batch_size, flatten_batch, move_batch
 from trak_lite.data.datasets import Rows, rows_of
 from trak_lite.errors import InvalidInputError
 from trak_lite.integrations._training import refuse_other_model, undisturbed
+from trak_lite.integrations._trl import trl_class, trl_collate, trl_task
 from trak_lite.modelout_functions import ModelCall
 from trak_lite.models.borrowing import borrow_model
 from trak_lite.models.checkpoints import Checkpoint, weights_inside
@@ -94,24 +95,33 @@ def attributor_from_trainer(
     trainer: Trainer,
     path: str | PathLike[str] | RemotePlace | None,
     task: Task | None = None,
+    *,
+    rows: Any = None,
     **settings: Any,
 ) -> Attributor:
-    """Return an attributor for the model of a ``transformers.Trainer``, before, during or after training.
+    """Return an attributor for the model of a trainer of Transformers or TRL, before, during or after training.
 
     Model, collator and batch size are the trainer's. Rows are those of its train dataset in dataset order, regardless
     of the training order: ``attributor.featurize(trainer.train_dataset, checkpoints=...)``. Only trainable parameters
     are used; with a PEFT adapter these are the adapter's.
 
+    ``SFTTrainer``, ``DPOTrainer``, ``GRPOTrainer`` and ``RewardTrainer`` of TRL are recognised. Task and batches are
+    then those of the trainer's loss: its masks, its reference and its settings (beta, clipping, reduction,
+    temperature). The loss that balances the experts of a mixture is not part of f; this is a warning.
+
     Args:
         trainer: A ``transformers.Trainer`` with a train dataset.
         path: As for :class:`~trak_lite.Attributor`.
-        task: ``None`` uses the task of the model's class: single- or multi-label sequence classification, regression,
-            or causal language modeling.
+        task: ``None`` uses the task of a TRL trainer, or that of the model's class: single- or multi-label sequence
+            classification, regression, or causal language modeling.
+        rows: The train rows; ``None`` uses ``trainer.train_dataset``. DPO without precomputed reference needs
+            :func:`~trak_lite.integrations.trl.preference_rows`, GRPO
+            :func:`~trak_lite.integrations.trl.recorded_rollouts`. Featurize the same rows.
         **settings: Further arguments of the attributor. They override the trainer's.
 
     Raises:
-        InvalidInputError: If the model is sharded, its class has no known task, there is no train dataset, or a row
-            is random or depends on the other rows of its batch.
+        InvalidInputError: If the model is sharded, its class or the trainer's loss has no known task, there is no train
+            dataset, the rows lack columns, or a row is random or depends on the other rows of its batch.
     """
     if not isinstance(trainer, Trainer):
         raise InvalidInputError(
@@ -121,13 +131,17 @@ def attributor_from_trainer(
     _refuse_sharded(trainer)
     # Use the trainer's private method, because subclasses override which columns to remove.
     collate = trainer._get_collator_with_removed_columns(trainer.data_collator)
+    data = trainer.train_dataset if rows is None else rows
+    kind = trl_class(trainer)
+    if kind is not None and "collate" not in settings:
+        collate = trl_collate(trainer, kind, collate)
     given = {"collate": collate, "batch_size": trainer.args.per_device_train_batch_size, **settings}
-    attributor = Attributor(
-        _without_autocast(trainer.model), task_of(trainer.model) if task is None else task, path, **given
-    )
-    rows = Rows(trainer.train_dataset, collate=given["collate"], what="the trainer's train dataset")
+    probed = Rows(data, collate=given["collate"], what="the trainer's train dataset")
+    if task is None:
+        task = task_of(trainer.model) if kind is None else trl_task(trainer, kind, data)
+    attributor = Attributor(_without_autocast(trainer.model), task, path, **given)
     with undisturbed(), borrow_model(attributor.model, attributor.device):
-        _refuse_unstable(attributor, rows, alone=given["batch_size"] == 1)
+        _refuse_unstable(attributor, probed, alone=given["batch_size"] == 1)
     return attributor
 
 
@@ -225,9 +239,10 @@ def _two_rows(rows: Rows) -> list[int]:
 
 
 def _length(sample: Any) -> int:
-    """Return the number of tokens of a sample; 0 for a sample without tokens."""
-    ids = sample.get("input_ids") if isinstance(sample, Mapping) else None
-    return 0 if ids is None else len(ids)
+    """Return the number of tokens of a sample, of all its texts; 0 for a sample without tokens."""
+    if not isinstance(sample, Mapping):
+        return 0
+    return sum(len(ids) for name, ids in sample.items() if name.endswith("_ids") and isinstance(ids, Sized))
 
 
 def _outputs(attributor: Attributor, batch: Batch) -> Tensor:

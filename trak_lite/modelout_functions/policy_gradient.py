@@ -12,6 +12,7 @@ from trak_lite._validate import one_of, real_at_least
 from trak_lite.errors import InvalidInputError
 from trak_lite.modelout_functions._base import AbstractModelOutput, ModelCall, UniformNoise
 from trak_lite.modelout_functions._columns import columns_of, real_column, token_column
+from trak_lite.modelout_functions._inputs import positive_real
 from trak_lite.modelout_functions._margins import linear_terms
 from trak_lite.modelout_functions._positions import IGNORED, aligned_tokens, label_log_probs
 from trak_lite.modelout_functions._sampling import sampled_classes, with_labels
@@ -34,9 +35,12 @@ class PolicyGradientModelOutput(AbstractModelOutput):
     - with ``old_logps``: :math:`f = \sum_t A\, r_t`;
     - with ``clip=c``: :math:`f = \sum_t \min(A\, r_t, A \operatorname{clip}(r_t, 1 - c, 1 + c))`.
 
-    ``kl_weight=k`` subtracts :math:`k \sum_t (e^{d_t} - d_t - 1)` with :math:`d_t = l_t^\mathrm{ref} - l_t`.
+    ``kl_weight=k`` subtracts :math:`k \sum_t (e^{d_t} - d_t - 1)` with :math:`d_t = l_t^\mathrm{ref} - l_t`;
+    ``kl_correction`` multiplies each term of this sum by :math:`r_t` (arXiv:2512.02556), whose gradient is that of
+    :math:`l_t` without ``old_logps``.
     ``reduction="mean"`` divides by the number of labelled tokens, as the published GRPO does; ``"sum"`` is that of DAPO
-    and Dr. GRPO up to a constant. L = -f, so q = 1 and w = 0.
+    and Dr. GRPO up to a constant. ``temperature`` divides the logits, as in the sampling of the answers. L = -f, so
+    q = 1 and w = 0.
 
     This loss is not a likelihood of labels. ``sample_labels`` draws tokens from the policy, and :meth:`log_likelihood`
     is their log-probability without advantages. The curvature of ``Fisher``, ``EKFAC`` and ``CG`` therefore is the
@@ -59,6 +63,8 @@ class PolicyGradientModelOutput(AbstractModelOutput):
         clip: float | Sequence[float] | None = None,
         kl_weight: float = 0.0,
         reduction: Literal["sum", "mean"] = "sum",
+        temperature: float = 1.0,
+        kl_correction: bool = False,
     ) -> None:
         """Store the settings.
 
@@ -66,6 +72,8 @@ class PolicyGradientModelOutput(AbstractModelOutput):
             clip: c, or two numbers below and above; ``None`` does not clip the ratio. Needs ``old_logps``.
             kl_weight: k. Above 0 it needs ``ref_logps``.
             reduction: Whether f is the sum over tokens or their mean.
+            temperature: Divisor of the logits.
+            kl_correction: Multiply the divergence of every token by its ratio.
 
         Raises:
             InvalidInputError: If a setting is out of range.
@@ -73,17 +81,23 @@ class PolicyGradientModelOutput(AbstractModelOutput):
         self.clip = _clip_range(clip)
         self.kl_weight = real_at_least(0.0, kl_weight=kl_weight)
         self.reduction = one_of(("sum", "mean"), reduction=reduction)
+        self.temperature = positive_real(temperature=temperature)
+        if not isinstance(kl_correction, bool):
+            raise InvalidInputError(f"kl_correction must be True or False, got {kl_correction!r}.")
+        self.kl_correction = kl_correction
 
     def evaluate(self, model_call: ModelCall, batch: Batch) -> OutputTerms:
         """Return f, q and w; see :meth:`AbstractModelOutput.evaluate`."""
         fields = columns_of(batch, self._needed())
-        logits, labels = _run(model_call, fields)
+        logits, labels = _run(model_call, fields, self.temperature)
         log_probs, count = label_log_probs(logits, labels)
         predicted = labels != IGNORED
-        terms = self._objective(fields, log_probs, predicted)
+        ratio = self._ratio(fields, log_probs, predicted)
+        terms = self._objective(fields, log_probs, ratio, predicted)
         if self.kl_weight:
             gap = token_column(fields, _REFERENCE, predicted, log_probs) - log_probs
-            terms = terms - self.kl_weight * (gap.exp() - gap - 1)
+            divergence = gap.exp() - gap - 1
+            terms = terms - self.kl_weight * (divergence * ratio if self.kl_correction else divergence)
         output = terms.sum(1)
         return linear_terms(output / count if self.reduction == "mean" else output)
 
@@ -93,33 +107,42 @@ class PolicyGradientModelOutput(AbstractModelOutput):
         The model's input tokens remain those of the data.
         """
         fields = columns_of(batch, _NEEDED)
-        logits, labels = _run(model_call, fields)
+        logits, labels = _run(model_call, fields, self.temperature)
         drawn = fields["labels"].clone()
         drawn[:, 1:] = torch.where(labels == IGNORED, labels, sampled_classes(logits, noise))
         return with_labels(batch, drawn)
 
     def log_likelihood(self) -> AbstractModelOutput:
         """Return the sum of log p of the tokens, without advantages."""
-        return _AnswerLogLikelihood()
+        return _AnswerLogLikelihood(self.temperature)
 
     def settings(self) -> dict[str, Any]:
-        """Return the clipping range, the weight of the divergence and the reduction."""
+        """Return the clipping range, the divergence, the reduction and the temperature."""
         return {
             "clip": None if self.clip is None else list(self.clip),
             "kl_weight": self.kl_weight,
             "reduction": self.reduction,
+            "temperature": self.temperature,
+            "kl_correction": self.kl_correction,
         }
 
     def _needed(self) -> list[str]:
         old = [] if self.clip is None else [_OLD]
         return [*_NEEDED, *old, *([_REFERENCE] if self.kl_weight else [])]
 
-    def _objective(self, fields: dict[str, Any], log_probs: Tensor, predicted: Tensor) -> Tensor:
+    def _ratio(self, fields: dict[str, Any], log_probs: Tensor, predicted: Tensor) -> Tensor:
+        """Return the ratio of every token ``(B, T')``; without ``old_logps`` it is 1, with the gradient of l."""
+        if _OLD in fields:
+            return (log_probs - token_column(fields, _OLD, predicted, log_probs)).exp()
+        return (log_probs - log_probs.detach()).exp()
+
+    def _objective(
+        self, fields: dict[str, Any], log_probs: Tensor, ratio: Tensor, predicted: Tensor
+    ) -> Tensor:
         """Return the term of every token without the divergence, ``(B, T')``; 0 where none is predicted."""
         advantages = _advantages(fields, predicted, log_probs)
         if _OLD not in fields:
             return log_probs * advantages
-        ratio = (log_probs - token_column(fields, _OLD, predicted, log_probs)).exp()
         terms = ratio * advantages
         if self.clip is None:
             return terms
@@ -133,18 +156,23 @@ class _AnswerLogLikelihood(AbstractModelOutput):
 
     has_curvature: bool = False
 
+    def __init__(self, temperature: float) -> None:
+        self.temperature = temperature
+
     def evaluate(self, model_call: ModelCall, batch: Batch) -> OutputTerms:
-        return linear_terms(label_log_probs(*_run(model_call, columns_of(batch, _NEEDED)))[0].sum(1))
+        logits, labels = _run(model_call, columns_of(batch, _NEEDED), self.temperature)
+        return linear_terms(label_log_probs(logits, labels)[0].sum(1))
 
 
-def _run(model_call: ModelCall, fields: dict[str, Any]) -> tuple[Tensor, Tensor]:
-    """Call the model; return logits ``(B, T - 1, V)`` and the labels ``(B, T - 1)`` that they predict."""
+def _run(model_call: ModelCall, fields: dict[str, Any], temperature: float) -> tuple[Tensor, Tensor]:
+    """Call the model; return logits ``(B, T - 1, V)`` over temperature, and the labels ``(B, T - 1)`` they predict."""
     own = {"labels", _ADVANTAGES, _OLD, _REFERENCE}
     labels = fields["labels"]
     if not isinstance(labels, Tensor):
         raise InvalidInputError(f"The labels are a {type(labels).__name__}. Expected a tensor, (B, T).")
     answer = model_call(**{name: value for name, value in fields.items() if name not in own})
-    return aligned_tokens(answer, labels, shift=True)
+    logits, labels = aligned_tokens(answer, labels, shift=True)
+    return logits / temperature, labels
 
 
 def _advantages(fields: dict[str, Any], predicted: Tensor, like: Tensor) -> Tensor:

@@ -13,10 +13,18 @@ from torch import nn
 
 from trak_lite.errors import CheckpointError
 
-__all__ = ["completed_adapter"]
+__all__ = ["adapter_parameters", "completed_adapter"]
 
 _WRAPPER = "modules_to_save"
 _VECTOR = "lora_magnitude_vector"
+
+
+def adapter_parameters(model: nn.Module) -> set[str]:
+    """Return the names of the parameters of a ``peft.PeftModel``'s active adapters; none for other models."""
+    active: Any = getattr(model, "active_adapter", None) if hasattr(model, "peft_config") else None
+    adapters = [active] if isinstance(active, str) else active if isinstance(active, list) else []
+    names = [name for name, _ in model.named_parameters()]
+    return {name for adapter in adapters for name in names if _saved_name(name, adapter) != name}
 
 
 def completed_adapter(

@@ -23,6 +23,9 @@ from trak_lite.models.sharded import (
 
 __all__ = ["borrow_model", "model_device", "resolve_device"]
 
+_INPUT_HOOKS = {"make_inputs_require_grads", "make_inputs_require_grad"}
+"""Names of the hooks of Transformers and of PEFT that let embedded tokens require grad."""
+
 
 def model_device(model: nn.Module) -> torch.device:
     """Return the device of a model's first parameter or buffer; the CPU if it has neither."""
@@ -68,8 +71,8 @@ def borrow_model(model: nn.Module, device: torch.device) -> Iterator[dict[str, T
     """Put a model in eval mode on ``device``; on exit, restore its state.
 
     Restored are device, parameters, buffers, ``requires_grad`` flags and plain attributes (modes, numbers, strings) of
-    all modules. The original values are copied to the CPU: one copy of the model, or of this rank's part of a sharded
-    model.
+    all modules, and the hooks by which Transformers lets embedded tokens require grad for gradient checkpointing.
+    The original values are copied to the CPU: one copy of the model, or of this rank's part of a sharded model.
 
     Yields:
         The original parameters and buffers by name.
@@ -85,6 +88,7 @@ def borrow_model(model: nn.Module, device: torch.device) -> Iterator[dict[str, T
     saved = {name: copied(tensor) for name, tensor in _tensors(model).items()}
     flags = [(p, p.requires_grad) for p in model.parameters()]
     attributes = [(module, _plain_attributes(module)) for module in model.modules()]
+    hooks = _take_input_hooks(model)
     try:
         if not is_sharded(model):
             model.to(device)
@@ -95,6 +99,8 @@ def borrow_model(model: nn.Module, device: torch.device) -> Iterator[dict[str, T
         raise
     finally:
         reshard(model)
+        for place, key, hook in hooks:
+            place[key] = hook
         if home != device and not is_sharded(model):
             model.to(home)
         with torch.no_grad():
@@ -107,6 +113,22 @@ def borrow_model(model: nn.Module, device: torch.device) -> Iterator[dict[str, T
         for module, plain in attributes:
             # The mode, and flags that describe the state of the weights (RWKV's layers_are_rescaled).
             vars(module).update(plain)
+
+
+def _take_input_hooks(model: nn.Module) -> list[tuple[Any, int, Any]]:
+    """Remove the hooks of ``enable_input_require_grads``; return them with the dict and the key of each.
+
+    They make the embedded tokens a leaf of autograd, for gradient checkpointing of a frozen model in train mode. The
+    hook computer follows activations from the kept parameters only, and would fail its self-check.
+    """
+    # By name: the model holds the handles of the last call only, and a trainer calls it again.
+    found = [
+        (module._forward_hooks, key)
+        for module in model.modules()
+        for key, hook in module._forward_hooks.items()
+        if getattr(hook, "__name__", "") in _INPUT_HOOKS
+    ]
+    return [(place, key, place.pop(key)) for place, key in found]
 
 
 def _plain_attributes(module: nn.Module) -> dict[str, Any]:

@@ -1,0 +1,242 @@
+"""Mixtures of experts of transformers: experts that every token and every row reaches, against a plain loop."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import hub_models as hub
+import numpy as np
+import pytest
+import torch
+from hub_models import transformers
+from torch import Tensor, nn
+
+from trak_lite import Attributor
+from trak_lite.errors import InvalidInputError, UnsupportedModelError
+from trak_lite.gradient_computers import HookGradientComputer, IterativeGradientComputer, gradient_reach
+from trak_lite.methods import TRAK
+from trak_lite.modelout_functions import DPOModelOutput, resolve_task
+
+EXPERTS = 6
+ROWS = ([5, 9, 7], [11, 4, 23, 8, 9, 30], [17, 3, 22], [38, 21, 6, 5])
+SIZES: dict[str, Any] = {
+    "vocab_size": hub.VOCABULARY,
+    "hidden_size": 16,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 1,
+    "intermediate_size": 24,
+    "max_position_embeddings": 16,
+    "num_experts_per_tok": 2,
+}
+QWEN = {"num_experts": EXPERTS, "moe_intermediate_size": 12, "decoder_sparse_step": 1}
+DEEPSEEK = {
+    "n_routed_experts": EXPERTS,
+    "moe_intermediate_size": 12,
+    "first_k_dense_replace": 1,
+    "num_key_value_heads": 2,
+    "n_group": 1,
+    "topk_group": 1,
+    "q_lora_rank": 8,
+    "kv_lora_rank": 8,
+    "qk_rope_head_dim": 4,
+    "qk_nope_head_dim": 4,
+    "v_head_dim": 8,
+}
+CONFIGS: dict[str, tuple[str, dict[str, Any]]] = {
+    "mixtral": ("Mixtral", {"num_local_experts": EXPERTS}),
+    "qwen2_moe": ("Qwen2Moe", {**QWEN, "shared_expert_intermediate_size": 12}),
+    "qwen3_moe": ("Qwen3Moe", {**QWEN, "head_dim": 8}),
+    "olmoe": ("Olmoe", {"num_experts": EXPERTS}),
+    "deepseek_v3": ("DeepseekV3", DEEPSEEK),
+    "gpt_oss": ("GptOss", {"num_local_experts": EXPERTS, "head_dim": 8}),
+}
+
+
+def mixture(name: str, experts: str = "eager") -> nn.Module:
+    kind, settings = CONFIGS[name]
+    config = getattr(transformers, f"{kind}Config")(**{**SIZES, **settings})
+    torch.manual_seed(0)
+    model = getattr(transformers, f"{kind}ForCausalLM")(config).double().eval()
+    model.set_experts_implementation(experts)
+    with torch.no_grad():
+        for p in model.parameters():
+            p.add_(0.2 * torch.randn_like(p))
+    return model
+
+
+def batch_of(rows: Any = ROWS) -> dict[str, Tensor]:
+    ids = nn.utils.rnn.pad_sequence([torch.tensor(row) for row in rows], batch_first=True)
+    mask = nn.utils.rnn.pad_sequence([torch.ones(len(row)).long() for row in rows], batch_first=True)
+    return {"input_ids": ids, "attention_mask": mask, "labels": ids.masked_fill(mask == 0, -100)}
+
+
+def plain_gradients(model: nn.Module, row: list[int]) -> dict[str, Tensor]:
+    """Of the log-probability of one row alone, without padding."""
+    logits = model(input_ids=torch.tensor([row])).logits[0, :-1]
+    total = logits.log_softmax(-1)[torch.arange(len(row) - 1), torch.tensor(row[1:])].sum()
+    names, parameters = zip(*model.named_parameters(), strict=True)
+    grads = torch.autograd.grad(total, parameters, allow_unused=True, materialize_grads=True)
+    return dict(zip(names, grads, strict=True))
+
+
+def plain_routing(model: nn.Module, row: list[int]) -> dict[str, list[list[int]]]:
+    """Experts of each token of one row, as the blocks around the experts give them: by name of the experts' module."""
+    found: dict[str, list[list[int]]] = {}
+    for name, module in model.named_modules():
+        if not name.endswith(".experts"):
+            continue
+        inner = module.forward
+
+        def watched(*args: Any, name: str = name, inner: Callable[..., Any] = inner, **kwargs: Any) -> Any:
+            (chosen,) = [
+                v for v in (*args, *kwargs.values()) if isinstance(v, Tensor) and v.dtype == torch.int64
+            ]
+            found[name] = [sorted(token) for token in chosen.tolist()]
+            return inner(*args, **kwargs)
+
+        module.forward = watched
+    try:
+        with torch.no_grad():
+            model(input_ids=torch.tensor([row]))
+    finally:
+        for name in found:
+            del model.get_submodule(name).forward
+    return found
+
+
+@pytest.mark.parametrize("experts", ["eager", "batched_mm"])
+@pytest.mark.parametrize("name", CONFIGS)
+def test_the_report_is_what_a_plain_loop_finds(name: str, experts: str) -> None:
+    model = mixture(name, experts)
+    computer = HookGradientComputer(model, resolve_task("causal_language_modeling"))
+    gradients: dict[str, Tensor] = {}
+    computer.stream_gradients(batch_of(), lambda block: gradients.update({block.name: block.dense()}))
+
+    reach = gradient_reach(computer, batch_of())
+
+    plain = [plain_gradients(model, row) for row in ROWS]
+    fused = [line for line in reach if line.experts is not None]
+    assert {line.name.rsplit(".", 1)[1] for line in fused} >= {"gate_up_proj", "down_proj"}
+    assert [line.name for line in reach] == [name for name, _ in model.named_parameters()]
+    for line in reach:
+        expected = [grads[line.name] for grads in plain]
+        assert line.rows.tolist() == [bool((grad != 0).any()) for grad in expected], line.name
+        assert line.num_zero == sum(not bool((grad != 0).any()) for grad in expected)
+        if line.experts is not None:
+            assert line.experts.tolist() == [(grad != 0).flatten(1).any(1).tolist() for grad in expected]
+        for row, grad in enumerate(expected):
+            ours = gradients[line.name][row] if line.name in gradients else torch.zeros(grad.numel()).double()
+            torch.testing.assert_close(
+                ours, grad.flatten(), rtol=1e-5, atol=1e-6 * float(grad.abs().max() + 1)
+            )
+    assert reach.num_zero == sum(line.num_zero for line in reach)
+    assert any(not line.experts.all() for line in fused)  # some experts are reached by no token of some row
+
+    for row, ids in enumerate(ROWS):
+        routed = plain_routing(model, ids)
+        assert set(reach.experts_of_tokens) == set(routed)
+        for module, tokens in routed.items():
+            found = np.sort(reach.experts_of_tokens[module][row, : len(ids)]).tolist()
+            assert found == tokens
+            line = reach[f"{module}.down_proj"]
+            # The last token predicts nothing, so an expert of it alone has no gradient in the last layer.
+            assert set(line.experts[row].nonzero()[0]) <= {expert for token in tokens for expert in token}
+
+
+def test_stored_rows_have_zeros_for_experts_that_no_token_reached(tmp_path: Path) -> None:
+    model = mixture("mixtral").float()
+    rows = [{"input_ids": torch.tensor(row), "labels": torch.tensor(row)} for row in (ROWS[0], ROWS[0][::-1])]
+    settings = {"projector": "none", "dtype": "float32", "method": TRAK(damping=None, layout="stored")}
+    attributor = Attributor(
+        model, "causal_language_modeling", tmp_path / "a.zarr", progress=False, **settings
+    )
+    attributor.featurize(rows)
+    batch = {name: torch.stack([row[name] for row in rows]) for name in rows[0]}
+
+    reach = gradient_reach(HookGradientComputer(model, attributor.task), batch)
+
+    stored = torch.from_numpy(hub.stored_rows(tmp_path / "a.zarr"))
+    start = 0
+    for name, p in model.named_parameters():
+        part = stored[:, start : start + p.numel()].reshape(2, *p.shape)
+        start += p.numel()
+        if reach[name].experts is not None:
+            assert (part != 0).flatten(2).any(2).tolist() == reach[name].experts.tolist(), name
+            assert not reach[name].experts.all()
+
+
+def test_a_task_that_calls_the_model_twice_has_the_tokens_of_both_calls() -> None:
+    model = mixture("olmoe")
+    chosen, rejected = batch_of(), batch_of([row[::-1] for row in ROWS])
+    batch = {
+        **{f"chosen_{name}": column for name, column in chosen.items()},
+        **{f"rejected_{name}": column for name, column in rejected.items()},
+        "ref_chosen_logps": torch.zeros(len(ROWS)),
+        "ref_rejected_logps": torch.zeros(len(ROWS)),
+    }
+
+    reach = gradient_reach(HookGradientComputer(model, DPOModelOutput()), batch)
+
+    longest = max(map(len, ROWS))
+    for row, ids in enumerate(ROWS):
+        for start, tokens in ((0, ids), (longest, ids[::-1])):
+            routed = plain_routing(model, tokens)
+            for module, expected in routed.items():
+                found = reach.experts_of_tokens[module][row, start : start + len(tokens)]
+                assert np.sort(found).tolist() == expected
+
+
+def test_the_table_counts_rows_and_experts() -> None:
+    model = mixture("qwen3_moe")
+    computer = IterativeGradientComputer(
+        model, resolve_task("causal_language_modeling"), grad_wrt=["model.layers.0.mlp.*", "lm_head.weight"]
+    )
+
+    reach = gradient_reach(computer, batch_of())
+
+    lines = {line.split()[0]: line for line in str(reach).splitlines()[1:]}
+    name = "model.layers.0.mlp.experts.down_proj"
+    counts = " ".join(map(str, reach[name].experts.sum(0)))
+    assert (
+        lines[name].endswith(f"4 of 4  {' ' * 12}{counts}")
+        or lines[name].split("4 of 4")[1].strip() == counts
+    )
+    assert lines["lm_head.weight"].endswith("4 of 4")
+    assert len(lines) == len(reach.parameters) == 4
+
+
+class TokensFirst(nn.Module):
+    """Flattens ``(T, B)`` tokens before its experts."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(hub.VOCABULARY, 4)
+        self.experts = Experts()
+
+    def forward(self, ids: Tensor) -> Tensor:
+        states = self.embed(ids).transpose(0, 1).flatten(0, 1)
+        mixed = self.experts(states, (ids.T.flatten() % 3)[:, None])
+        return mixed.view(ids.shape[1], ids.shape[0], 4).sum((0, 2))
+
+
+class Experts(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.num_experts = 3
+        self.up = nn.Parameter(torch.randn(3, 4, 4))
+
+    def forward(self, states: Tensor, chosen: Tensor) -> Tensor:
+        return torch.einsum("ni,nij->nj", states, self.up[chosen[:, 0]])
+
+
+def test_tokens_in_another_order_and_empty_batches_are_refused() -> None:
+    torch.manual_seed(0)
+    computer = IterativeGradientComputer(TokensFirst(), resolve_task(lambda call, batch: call(batch[0])))
+
+    with pytest.raises(UnsupportedModelError, match="The order of the tokens in the model is unknown"):
+        gradient_reach(computer, (torch.tensor([[0, 3, 2], [1, 4, 7]]),))
+    with pytest.raises(InvalidInputError, match="batch is empty"):
+        gradient_reach(computer, (torch.zeros(0, 3, dtype=torch.int64),))
