@@ -30,7 +30,16 @@ __all__ = ["SECTION", "Recipe", "last_trained", "load_recipe", "trained_states"]
 SECTION = "recipe_arguments"
 """Section of a config for the arguments of the recipe's functions."""
 _NEEDED = ("build_model", "train_data", "target_data")
-_GIVEN = {"train": ("indices", "seed"), "training": (), "render": ("index",), "render_target": ("index",)}
+_GIVEN = {
+    "train": ("indices", "seed"),
+    "training": (),
+    "render": ("index",),
+    "render_target": ("index",),
+    "columns": (),
+    "sample": ("text",),
+    "predict": ("model", "sample"),
+    "tokens": ("index",),
+}
 """Optional functions of a recipe, and the arguments that the program passes to them."""
 
 
@@ -115,7 +124,8 @@ def load_recipe(path: Path) -> Recipe:
     if missing or wrong:
         raise InvalidInputError(
             f"The recipe {path} defines no function {_listed(missing or wrong)}. Expected {_listed(_NEEDED)}, and "
-            "optionally train(indices, seed), training(), render(index) and render_target(index)."
+            "optionally train(indices, seed), training(), render(index) and render_target(index), and for serve "
+            "columns(), sample(text), predict(model, sample) and tokens(index)."
         )
     return Recipe(path, digest, functions)
 
