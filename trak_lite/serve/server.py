@@ -71,7 +71,7 @@ class _Impatient(H11Protocol):
         self._sending: asyncio.TimerHandle | None = None
         self._reading: asyncio.TimerHandle | None = None
 
-    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+    def connection_made(self, transport: asyncio.Transport) -> None:
         """Wait for the headers of the first request."""
         super().connection_made(transport)
         self._watch()
