@@ -13,6 +13,7 @@ from trak_lite.attributor import Attributor
 from trak_lite.data.batches import move_batch
 from trak_lite.data.datasets import Rows
 from trak_lite.errors import CheckpointError, InvalidInputError, StateError
+from trak_lite.linalg.kernel import SegmentKernel
 from trak_lite.modelout_functions import ModelCall
 from trak_lite.models.checkpoints import (
     Checkpoint,
@@ -84,6 +85,7 @@ class LiveModel:
             targets,
         )
         self._salt, self._sample, self._predict, self._tokens = salt, sample, predict, tokens
+        self._kernels: dict[str, list[SegmentKernel]] = {}
         self.target_identity = targets.identity()
         self.checkpoint = self._load_last(store)
 
@@ -142,7 +144,7 @@ class LiveModel:
     def asked(self, text: str) -> Scores | None:
         """Return the scores ``(N, 1)`` of a text; ``None`` if it was not scored yet. Nothing is written."""
         try:
-            return self._attributor.scores(self.name(text), dense=False)
+            return self._holding(self._attributor.scores(self.name(text), dense=False))
         except StateError:
             return None
 
@@ -156,7 +158,13 @@ class LiveModel:
             StateError: If the weights of a checkpoint cannot be found.
         """
         rows = Rows([self.sample(text)], collate=self.targets.collate)
-        return self._attributor.score(rows, self.name(text), dense=False, checkpoints=self._checkpoints)
+        name = self.name(text)
+        return self._holding(self._attributor.score(rows, name, dense=False, checkpoints=self._checkpoints))
+
+    def _holding(self, scores: Scores) -> Scores:
+        """Let scores use the kernels of earlier ones, whose factorisation takes longer than all the rest."""
+        scores.source.hold_kernels(self._kernels)
+        return scores
 
     def coloured(
         self, scores: Scores, rows: Sequence[int], target: int

@@ -77,7 +77,8 @@ class Pages:
         """
         text = _text(params)
         with self._lock:
-            self._live().ask(text)
+            live = self._live()
+            self.sets.hold(live.name(text), live.ask(text))
         return _address("/", {"text": text, "k": str(_rows(params))})
 
     def review(self, params: Params) -> str:
