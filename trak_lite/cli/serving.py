@@ -85,7 +85,7 @@ def pages_of(config: RunConfig) -> Pages:
     recipe, arguments = config.recipe, config.recipe_arguments
     model = recipe.call("build_model", arguments)
     values = config.values
-    attributor = Attributor.open(place, model, device=values["device"], progress=values["progress"])
+    attributor = Attributor.open(place, model, device=values["device"], progress=False)
     train, targets = (
         Rows(recipe.call(f"{kind}_data", arguments), **values[f"{kind}_data"], what=what)
         for kind, what in (("train", "the train data"), ("target", "the targets"))

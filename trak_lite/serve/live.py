@@ -12,7 +12,7 @@ import torch
 from trak_lite.attributor import Attributor
 from trak_lite.data.batches import move_batch
 from trak_lite.data.datasets import Rows
-from trak_lite.errors import CheckpointError, InvalidInputError, StateError
+from trak_lite.errors import MODEL_FAILURES, CheckpointError, InvalidInputError, StateError
 from trak_lite.linalg.kernel import SegmentKernel
 from trak_lite.modelout_functions import ModelCall
 from trak_lite.models.checkpoints import (
@@ -135,7 +135,12 @@ class LiveModel:
         """
         if self._sample is None:
             raise InvalidInputError("The recipe defines no sample(text), so no text can be scored.")
-        return self._sample(text)
+        try:
+            return self._sample(text)
+        except MODEL_FAILURES as error:
+            raise InvalidInputError(
+                f"sample(text) of the recipe made no sample of this text ({type(error).__name__}: {error})."
+            ) from error
 
     def name(self, text: str) -> str:
         """Return the name of the target set of a text; another recipe gives another name."""
