@@ -103,7 +103,7 @@ class Client:
     ) -> Answer:
         connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=60)
         try:
-            connection.request(method, path, body, headers or {})
+            connection.request(method, path.partition("#")[0], body, headers or {})
             answer = connection.getresponse()
             found = {name.lower(): value for name, value in answer.getheaders()}
             return Answer(answer.status, found, answer.read().decode())

@@ -252,7 +252,7 @@ def test_slow_clients_are_disconnected_and_hold_nobody_up(ran: Path) -> None:
         kept.sendall(b"GET / HTTP/1.1\r\nHost: localhost\r\n\r\n")
         assert kept.recv(100).startswith(b"HTTP/1.1 200 ")
         kept.sendall(b"GET /rev")  # the second request on a connection
-        assert b"/rev" not in closed(kept)
+        assert b"HTTP/1.1" not in closed(kept)
 
         try:  # asks for many pages and reads none
             for _ in range(4000):

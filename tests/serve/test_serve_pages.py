@@ -178,7 +178,7 @@ def test_the_review_lists_rows_by_self_influence_and_marks_come_back_as_csv(
     assert [int(row["data-row"]) for row in kept.all("tr") if "data-row" in row] == [third]
     assert kept.all("button", aria_pressed="true", id=f"keep-{third}")
     left = parsed(client.get("/review", show="unmarked"))
-    assert [int(row["data-row"]) for row in left.all("tr") if "data-row" in row][0] == order[3]
+    assert next(int(row["data-row"]) for row in left.all("tr") if "data-row" in row) == order[3]
 
     table = client.get("/marks.csv")
     assert table.headers["content-disposition"] == 'attachment; filename="relabelling.csv"'
