@@ -360,6 +360,23 @@ def smoothness_figure() -> str:
     return f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height}" width="{width}">\n{lines}\n</svg>\n'
 
 
+def serve() -> str:
+    """Return the latency of every kind of page of ``serve``, by example."""
+    kinds = {"target": "target", "review": "review", "ask": "new text"}
+    rows = [
+        [
+            f"{example}, {title}",
+            str(found[kind]["requests"]),
+            *(f"{found[kind][key]:.2f}" for key in ("p50", "p95")),
+        ]
+        + [f"{found.get('first', {}).get(kind, found[kind].get('first')):.2f}"]
+        for example, found in parts("serve").items()
+        for kind, title in kinds.items()
+        if kind in found
+    ]
+    return markdown(["page", "requests", "p50", "p95", "the first one, alone"], rows)
+
+
 FIGURE = ROOT / "docs" / "images" / "metasmoothness.svg"
 
 TABLES: dict[str, Callable[[], str]] = {
@@ -380,6 +397,7 @@ TABLES: dict[str, Callable[[], str]] = {
         unrolled_cost,
         unrolled_expected,
         unrolled_teacher,
+        serve,
         *scale_plan.TABLES,
     )
 }
