@@ -363,17 +363,13 @@ def smoothness_figure() -> str:
 def serve() -> str:
     """Return the latency of every kind of page of ``serve``, by example."""
     kinds = {"target": "target", "review": "review", "ask": "new text"}
-    rows = [
-        [
-            f"{example}, {title}",
-            str(found[kind]["requests"]),
-            *(f"{found[kind][key]:.2f}" for key in ("p50", "p95")),
-        ]
-        + [f"{found.get('first', {}).get(kind, found[kind].get('first')):.2f}"]
-        for example, found in parts("serve").items()
-        for kind, title in kinds.items()
-        if kind in found
-    ]
+    rows = []
+    for example, found in parts("serve").items():
+        for kind in (kind for kind in kinds if kind in found):
+            one = found[kind]
+            first = found["first"].get(kind, one.get("first"))
+            figures = [f"{seconds:.2f}" for seconds in (one["p50"], one["p95"], first)]
+            rows.append([f"{example}, {kinds[kind]}", str(one["requests"]), *figures])
     return markdown(["page", "requests", "p50", "p95", "the first one, alone"], rows)
 
 

@@ -41,6 +41,8 @@ _GIVEN = {
     "tokens": ("index",),
 }
 """Optional functions of a recipe, and the arguments that the program passes to them."""
+_SERVED = ("columns", "sample", "predict", "tokens")
+"""Those that only ``serve`` calls."""
 
 
 @final
@@ -119,6 +121,8 @@ def load_recipe(path: Path) -> Recipe:
     digest = hashlib.sha256(content).hexdigest()
     module = _run(path, content, f"trak_lite_recipe_{digest[:16]}")
     functions = {name: getattr(module, name) for name in (*_NEEDED, *_GIVEN) if hasattr(module, name)}
+    # Common names of variables, which older recipes may have.
+    functions = {name: value for name, value in functions.items() if callable(value) or name not in _SERVED}
     missing = [name for name in _NEEDED if name not in functions]
     wrong = [name for name, function in functions.items() if not callable(function)]
     if missing or wrong:
