@@ -12,6 +12,7 @@ DEMO = ["scikit-learn", "matplotlib"]
 TABLES = ["pandas", "pyarrow", "xarray"]
 REMOTE = ["obstore", "fsspec"]
 REPORT = ["Jinja2>=3.1", "Pillow", "matplotlib>=3.9"]
+SERVE = ["starlette>=0.40", "uvicorn>=0.30", "Jinja2>=3.1", "Pillow"]
 CLI = ["jsonargparse[signatures]>=4.53", "PyYAML"]
 HF = ["transformers>=5", "accelerate", "datasets", "peft"]
 ZOO = ["transformers>=5", "peft", "timm"]
@@ -53,14 +54,15 @@ setup(
         "remote": REMOTE,
         "report": REPORT,
         "cli": CLI,
+        "serve": SERVE,
         "hf": HF,
         "trl": TRL,
         "lightning": LIGHTNING,
         "zoo": ZOO,
         "benchmark": BENCHMARK,
         "docs": DOCS,
-        "test": [*TEST, *DOCS, *DEMO, *TABLES, *REMOTE, *REPORT, *CLI, *HF],
-        "dev": [*DEV, *TEST, *DOCS, *DEMO, *TABLES, *REMOTE, *REPORT, *CLI, *HF],
+        "test": [*TEST, *DOCS, *DEMO, *TABLES, *REMOTE, *REPORT, *SERVE, *CLI, *HF],
+        "dev": [*DEV, *TEST, *DOCS, *DEMO, *TABLES, *REMOTE, *REPORT, *SERVE, *CLI, *HF],
     },
     entry_points={"console_scripts": ["trak-lite = trak_lite.cli:main"]},
     classifiers=[

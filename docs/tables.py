@@ -372,6 +372,19 @@ def smoothness_figure() -> str:
     return f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height}" width="{width}">\n{lines}\n</svg>\n'
 
 
+def serve() -> str:
+    """Return the latency of every kind of page of ``serve``, by example."""
+    kinds = {"target": "target", "review": "review", "ask": "new text"}
+    rows = []
+    for example, found in parts("serve").items():
+        for kind in (kind for kind in kinds if kind in found):
+            one = found[kind]
+            first = found["first"].get(kind, one.get("first"))
+            figures = [f"{seconds:.2f}" for seconds in (one["p50"], one["p95"], first)]
+            rows.append([f"{example}, {kinds[kind]}", str(one["requests"]), *figures])
+    return markdown(["page", "requests", "p50", "p95", "the first one, alone"], rows)
+
+
 FIGURE = ROOT / "docs" / "images" / "metasmoothness.svg"
 
 TABLES: dict[str, Callable[[], str]] = {
@@ -393,6 +406,7 @@ TABLES: dict[str, Callable[[], str]] = {
         unrolled_cost,
         unrolled_expected,
         unrolled_teacher,
+        serve,
         *scale_plan.TABLES,
     )
 }

@@ -55,7 +55,7 @@ def test_pyproject_holds_tool_settings_only() -> None:
 
 def test_optional_packages_are_not_imported_with_the_package() -> None:
     optional = {"matplotlib", "pandas", "xarray", "pytest", "triton", "fast_jl", "jsonargparse"}
-    optional |= {"jinja2", "markupsafe", "PIL"}
+    optional |= {"jinja2", "markupsafe", "PIL", "starlette", "uvicorn"}
     optional |= {"transformers", "peft", "datasets", "accelerate", "lightning"}
     code = f"import sys, trak_lite; print(sorted({optional} & set(sys.modules)))"
 

@@ -131,3 +131,16 @@ def render(index: int, *, data_seed: int = 0) -> NDArray[np.float32]:
 def render_target(index: int, *, data_seed: int = 0) -> NDArray[np.float32]:
     """Return the image of a target, ``(8, 8)``, dark on light."""
     return 1 - target_data(data_seed)[index][0][0].numpy()
+
+
+def columns(*, data_seed: int = 0) -> dict[str, Tensor]:
+    """Return the label of every train row; the pages of ``serve`` filter by it."""
+    return {"label": train_data(data_seed).tensors[1]}
+
+
+def predict(model: nn.Module, sample: Sequence[Tensor]) -> dict[str, float | int]:
+    """Return what the pages of ``serve`` show as the model's output for a sample."""
+    image, label = sample
+    probabilities = model(image.unsqueeze(0))[0].softmax(0)
+    best = int(probabilities.argmax())
+    return {"label": int(label), "prediction": best, "its probability": float(probabilities[best])}

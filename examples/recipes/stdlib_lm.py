@@ -160,3 +160,35 @@ def render_target(
 
 def _text(ids: Tensor, title: str) -> str:
     return f"{title}\n{bytes(ids.tolist()).decode('utf-8', 'replace')}"
+
+
+def columns(
+    *, folder: str | None = None, num_train: int = 600, num_targets: int = 50
+) -> dict[str, list[str]]:
+    """Return the module of every train chunk; the pages of ``serve`` filter by it."""
+    titles = chunks(folder, num_train, num_targets)[2]
+    return {"source": [title.partition(",")[0] for title in titles[:num_train]]}
+
+
+def sample(text: str) -> tuple[Tensor, Tensor]:
+    """Return the first 128 bytes of a text as a target of ``serve``; a shorter text follows newlines."""
+    ids = torch.tensor(list(text.encode()[:CHUNK].rjust(CHUNK, b"\n")))
+    return ids, ids
+
+
+def predict(model: nn.Module, sample: tuple[Tensor, Tensor]) -> list[tuple[str, float]]:
+    """Return the bytes of a target with their log-probabilities."""
+    ids, _ = sample
+    log_p = model(ids.unsqueeze(0))[0, :-1].log_softmax(-1)
+    return list(zip(_bytes(ids), [0.0, *log_p.gather(-1, ids[1:, None])[:, 0].tolist()], strict=True))
+
+
+def tokens(
+    index: int, *, folder: str | None = None, num_train: int = 600, num_targets: int = 50
+) -> list[str]:
+    """Return the bytes of a train chunk as texts."""
+    return _bytes(chunks(folder, num_train, num_targets)[0][index])
+
+
+def _bytes(ids: Tensor) -> list[str]:
+    return [bytes([byte]).decode("ascii", "replace") for byte in ids.tolist()]

@@ -66,6 +66,16 @@ def test_what_is_passed_by_the_program_is_no_key(tmp_path: Path) -> None:
     assert keys["recipe_arguments.width"].help == "Of its hidden layer."
 
 
+def test_variables_with_the_names_of_functions_of_serve_are_no_functions(tmp_path: Path) -> None:
+    found = recipe(
+        tmp_path, RECIPE + "\ntokens = [1]\ndef sample(text, scale: float = 2.0):\n    return scale\n"
+    )
+
+    assert "tokens" not in found.functions
+    names = {key.name for key in Recipe.keys(found)}
+    assert {name for name in names if "scale" in name or "text" in name} == {"recipe_arguments.scale"}
+
+
 def test_arguments_that_only_python_can_say_keep_their_defaults(tmp_path: Path) -> None:
     text = RECIPE.replace(
         "width: int = 4):",

@@ -7,8 +7,10 @@ and files name Python: a new command is tried without a line here.
 from __future__ import annotations
 
 import argparse
+import asyncio
 import contextlib
 import hashlib
+import importlib.util
 import json
 import os
 import pickle
@@ -40,6 +42,55 @@ EVIL = "import pathlib\npathlib.Path(__file__).with_name('ran').touch()\n"
 
 
 ran = pytest.fixture(scope="module")(finished_run)
+
+
+class OnePass:
+    """In place of a server: every page is made once, and the command ends."""
+
+    def __init__(self, application: Any) -> None:
+        self.application = application
+
+    def run(self, sockets: Any) -> None:
+        for path, query in (
+            ("/", b""),
+            ("/", b"target=0"),
+            ("/", b"text=x"),
+            ("/review", b""),
+            ("/marks.csv", b""),
+        ):
+            asyncio.run(self.get(path, query))
+
+    async def get(self, path: str, query: bytes) -> None:
+        scope = {
+            "type": "http",
+            "method": "GET",
+            "path": path,
+            "raw_path": path.encode(),
+            "query_string": query,
+        }
+        scope |= {
+            "headers": [(b"host", b"localhost")],
+            "http_version": "1.1",
+            "root_path": "",
+            "scheme": "http",
+        }
+
+        async def receive() -> dict[str, Any]:
+            return {"type": "http.request", "body": b"", "more_body": False}
+
+        async def send(message: dict[str, Any]) -> None:
+            return
+
+        with contextlib.suppress(Exception):  # a page of an error was sent
+            await self.application(scope, receive, send)
+
+
+@pytest.fixture(autouse=True)
+def no_command_waits(monkeypatch: pytest.MonkeyPatch) -> None:
+    if importlib.util.find_spec("uvicorn") is not None:
+        from trak_lite.serve import server
+
+        monkeypatch.setattr(server, "server", OnePass)
 
 
 class Watch:

@@ -34,7 +34,7 @@ from trak_lite.store import RemotePlace, open_store
 from trak_lite.store._names import check_name
 from trak_lite.store.disk.folders import scratch_folder
 
-__all__ = ["COMMANDS", "Job", "report"]
+__all__ = ["COMMANDS", "Job", "beside", "report"]
 
 _DEFAULT_NAME = "targets"
 """Default of ``score.name``; a report without a name shows the only scores of a store."""
@@ -164,7 +164,7 @@ class Job:
         arguments = dict(self.config.values["unroll"])
         folder, progress = arguments.pop("path"), self.config.values["progress"]
         if folder is None:
-            folder = _beside(self.config, ".run")
+            folder = beside(self.config, ".run")
         run = made.train(folder, progress=progress)
         name = self.config.values["score"]["name"]
         return unrolled.unrolled(
@@ -289,10 +289,10 @@ def _chosen(
 
 def _report_path(config: RunConfig) -> Path:
     """Return the default path of the report: beside the store, or in the current folder for an object store."""
-    return _beside(config, ".html", "report.html")
+    return beside(config, ".html", "report.html")
 
 
-def _beside(config: RunConfig, suffix: str, remote: str = "training.run") -> Path:
+def beside(config: RunConfig, suffix: str, remote: str = "training.run") -> Path:
     """Return the store's path with another suffix; for an object store ``remote``, in the current folder."""
     place = config.path
     return Path(remote) if isinstance(place, RemotePlace) else Path(place).with_suffix(suffix)

@@ -33,7 +33,10 @@ _WITH_CONFIG = {
     "verify": "test the scores against models that are retrained on random subsets",
     "unroll": "train, and score by exact derivatives through the training",
     "report": "write the scores of a store as one page of HTML",
+    "serve": "answer questions about the scores of a store in a browser",
 }
+_OF_STORE = {"report": "out", "serve": "port"}
+"""Commands that take a store instead of a config, and their own option."""
 
 
 @final
@@ -76,10 +79,11 @@ def _on_store(parsed: argparse.Namespace) -> int:
 
 
 def _with_config(command: str, arguments: list[str]) -> int:
-    """Run a command that needs a config, or ``report``."""
+    """Run a command that needs a config, or one of a store that takes the keys of a config."""
     try:
         from trak_lite.cli.commands import COMMANDS, Job, report
         from trak_lite.cli.configs import help_text, read_config
+        from trak_lite.cli.serving import serve
         from trak_lite.run.settings import versions
     except ImportError as error:
         if error.name is None or error.name.partition(".")[0] not in _EXTRA:
@@ -87,14 +91,17 @@ def _with_config(command: str, arguments: list[str]) -> int:
         raise InvalidInputError(
             f"{command} needs {error.name}, which is not installed. Install it with pip install 'trak-lite[cli]'."
         ) from error
-    source, more = ("STORE", " [--out PATH]") if command == "report" else ("CONFIG", "")
+    own = _OF_STORE.get(command)
+    source, more = (
+        ("CONFIG", "") if own is None else ("STORE", f" [--{own} {'PATH' if own == 'out' else 'PORT'}]")
+    )
     usage = f"{_PROGRAM} {command} ({source} | --from STORE){more} [--key value ...]"
     if "--help" in arguments or "-h" in arguments:
         _say(help_text(usage, f"{_WITH_CONFIG[command].capitalize()}.").rstrip("\n"))
         return 0
     named = arguments[0] if arguments and not arguments[0].startswith("-") else None
     options = list(_options(arguments if named is None else arguments[1:]))
-    out = _taken(options, "out") if command == "report" else None
+    given = None if own is None else _taken(options, own)
     origin = _source(command, named, _taken(options, "from"), usage)
     config = read_config(origin, options, runs=command in COMMANDS)
     recorded = None if isinstance(origin, str) else origin
@@ -102,7 +109,7 @@ def _with_config(command: str, arguments: list[str]) -> int:
         if config.recipe is not None and recorded is not None:
             _warn(recorded.other_recipe(str(config.recipe.path), config.recipe.digest))
         if command not in COMMANDS:
-            for line in report(config, out):
+            for line in report(config, given) if command == "report" else serve(config, given):
                 _say(line)
             return 0
         assert config.recipe is not None  # read_config requires it
@@ -126,7 +133,7 @@ def _source(command: str, named: str | None, store: str | None, usage: str) -> s
     """
     from trak_lite.cli.records import RunRecord, last_record
 
-    if command == "report" and store is None:
+    if command in _OF_STORE and store is None:
         store, named = named, None
     if (store is None) == (named is None):
         raise InvalidInputError(
@@ -136,7 +143,7 @@ def _source(command: str, named: str | None, store: str | None, usage: str) -> s
         return named
     assert store is not None  # one of the two is given
     record = last_record(resolve_place(store))
-    if record is None and command == "report":
+    if record is None and command in _OF_STORE:
         return RunRecord(command, "", {"path": store}, "", {}, store)
     if record is None:
         raise InvalidInputError(

@@ -30,8 +30,19 @@ __all__ = ["SECTION", "Recipe", "last_trained", "load_recipe", "trained_states"]
 SECTION = "recipe_arguments"
 """Section of a config for the arguments of the recipe's functions."""
 _NEEDED = ("build_model", "train_data", "target_data")
-_GIVEN = {"train": ("indices", "seed"), "training": (), "render": ("index",), "render_target": ("index",)}
+_GIVEN = {
+    "train": ("indices", "seed"),
+    "training": (),
+    "render": ("index",),
+    "render_target": ("index",),
+    "columns": (),
+    "sample": ("text",),
+    "predict": ("model", "sample"),
+    "tokens": ("index",),
+}
 """Optional functions of a recipe, and the arguments that the program passes to them."""
+_SERVED = ("columns", "sample", "predict", "tokens")
+"""Those that only ``serve`` calls."""
 
 
 @final
@@ -110,12 +121,15 @@ def load_recipe(path: Path) -> Recipe:
     digest = hashlib.sha256(content).hexdigest()
     module = _run(path, content, f"trak_lite_recipe_{digest[:16]}")
     functions = {name: getattr(module, name) for name in (*_NEEDED, *_GIVEN) if hasattr(module, name)}
+    # Common names of variables, which older recipes may have.
+    functions = {name: value for name, value in functions.items() if callable(value) or name not in _SERVED}
     missing = [name for name in _NEEDED if name not in functions]
     wrong = [name for name, function in functions.items() if not callable(function)]
     if missing or wrong:
         raise InvalidInputError(
             f"The recipe {path} defines no function {_listed(missing or wrong)}. Expected {_listed(_NEEDED)}, and "
-            "optionally train(indices, seed), training(), render(index) and render_target(index)."
+            "optionally train(indices, seed), training(), render(index) and render_target(index), and for serve "
+            "columns(), sample(text), predict(model, sample) and tokens(index)."
         )
     return Recipe(path, digest, functions)
 

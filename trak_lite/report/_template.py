@@ -20,6 +20,13 @@ if TYPE_CHECKING:
 
 __all__ = ["environment", "fragment", "write_page"]
 
+_FILES: Final = {
+    "style": "style.css",
+    "script": "script.js",
+    "serve_style": "serve.css",
+    "serve_script": "serve.js",
+}
+"""Files of inline styles and scripts by their names in templates."""
 _SYMBOLS: Final = {
     **{code: 0x2400 + code for code in range(0x20) if chr(code) not in "\t\n"},
     0x7F: 0x2421,
@@ -47,7 +54,7 @@ def environment() -> Environment:
         trim_blocks=True,
         lstrip_blocks=True,
     )
-    for name, file in (("style", "style.css"), ("script", "script.js")):
+    for name, file in _FILES.items():
         made.globals[name] = Markup(made.get_template(file).render(levels=LEVELS))
     made.globals.update(digest=_digest, version=__version__)
     return made

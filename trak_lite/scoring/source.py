@@ -49,6 +49,7 @@ __all__ = ["Reliability", "ScoreSource", "UnstoredRows"]
 
 _PAIR_ROWS = 1024
 _RANKED_VALUES = 1 << 24  # scores that are ranked at a time
+_HELD_BYTES = 2 << 30
 
 
 @final
@@ -122,6 +123,16 @@ class ScoreSource:
         self._layout = method.layout_of(layout)
         self._device = device
         self.ranks = Ranks() if ranks is None else ranks
+        self._held: dict[str, list[SegmentKernel]] | None = None
+
+    def hold_kernels(self, held: dict[str, list[SegmentKernel]]) -> None:
+        """Use factorised kernels again, as long as those of all checkpoints take at most 2 GiB.
+
+        Args:
+            held: Kernels by the content of the train rows. Sources of the same method and layout may share it.
+        """
+        if len(self._train) * sum(segment.width**2 for segment in self._layout.segments) * 8 <= _HELD_BYTES:
+            self._held = held
 
     @property
     def manifest(self) -> Manifest:
@@ -406,6 +417,14 @@ class ScoreSource:
         return _same_shape(self.method.transform(rows, self._layout), rows, self.method)
 
     def _kernels(self, table: AbstractRowTable, kernel: KernelSettings) -> list[SegmentKernel]:
+        if self._held is None:
+            return self._new_kernels(table, kernel)
+        key = f"{table_path(table)} {table.content_key()}"
+        if key not in self._held:
+            self._held[key] = self._new_kernels(table, kernel)
+        return self._held[key]
+
+    def _new_kernels(self, table: AbstractRowTable, kernel: KernelSettings) -> list[SegmentKernel]:
         return kernels_of(
             self._store,
             table_path(table),

@@ -1,0 +1,137 @@
+"""A small run with a recipe for ``serve``, a server in a thread, and requests to it by the standard library."""
+
+from __future__ import annotations
+
+import http.client
+import json
+import socket
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from threading import Thread
+from typing import Any
+from urllib.parse import urlencode
+
+from cli_cases import RECIPE as CLI_RECIPE
+from cli_cases import write_case
+
+from trak_lite import cli
+from trak_lite.cli.configs import read_config
+from trak_lite.cli.records import RunRecord, last_record
+from trak_lite.cli.serving import pages_of
+from trak_lite.serve.pages import Pages
+
+HOSTILE = "<script>document.title='owned'</script>\"'><img src=x onerror=alert(1)>"
+RECIPE = (
+    CLI_RECIPE.replace("nn.Sequential(", "nn.Sequential(Gate(), ")
+    + f'''
+HOSTILE = {HOSTILE!r}
+
+
+class Gate(nn.Module):
+    """Stops in the forward pass of the given number, if a file asks for it."""
+
+    def forward(self, x):
+        import pathlib, time
+        folder = pathlib.Path(__file__).parent
+        if (folder / "stop-at").exists():
+            passes = folder / "passes"
+            count = 1 + (int(passes.read_text()) if passes.exists() else 0)
+            passes.write_text(str(count))
+            if count == int((folder / "stop-at").read_text()):
+                (folder / "stopped").touch()
+                time.sleep(600)
+        return x
+
+
+def render_target(index):
+    return HOSTILE if index == 1 else f"target {{index}}"
+
+
+def columns(*, num_train: int = 40):
+    labels = train_data(num_train).tensors[1].tolist()
+    return {{"label": labels, "source": [HOSTILE if i % 4 == 0 else "=1+1" for i in range(num_train)]}}
+
+
+def sample(text):
+    *numbers, label = text.split()
+    return torch.tensor([float(number) for number in numbers]), torch.tensor(int(label))
+
+
+def predict(model, sample):
+    return {{"logits": " ".join(f"{{value:.4f}}" for value in model(sample[0][None])[0].tolist())}}
+'''
+)
+
+
+def finished_run(folder: Path) -> Path:
+    """Train, featurize and score; return the folder."""
+    assert cli.main(["run", write_case(folder, recipe=RECIPE)]) == 0
+    return folder
+
+
+def pages_in(folder: Path, *, recipe: bool = True) -> Pages:
+    """Return the pages of a finished run."""
+    store = str(folder / "run.zarr")
+    record = last_record(store)
+    assert isinstance(record, RunRecord)
+    options = [("recipe", str(folder / "recipe.py"))] if recipe else []
+    return pages_of(read_config(record, options, runs=False))
+
+
+@dataclass
+class Answer:
+    status: int
+    headers: dict[str, str]
+    text: str
+
+
+@dataclass
+class Client:
+    port: int
+
+    def get(self, path: str, **params: Any) -> Answer:
+        return self.request("GET", f"{path}?{urlencode(params)}" if params else path)
+
+    def post(self, path: str, fields: dict[str, Any], **headers: str) -> Answer:
+        kind = {"Content-Type": "application/x-www-form-urlencoded"}
+        return self.request("POST", path, urlencode(fields).encode(), {**kind, **headers})
+
+    def request(
+        self, method: str, path: str, body: bytes | None = None, headers: dict[str, str] | None = None
+    ) -> Answer:
+        connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=60)
+        try:
+            connection.request(method, path.partition("#")[0], body, headers or {})
+            answer = connection.getresponse()
+            found = {name.lower(): value for name, value in answer.getheaders()}
+            return Answer(answer.status, found, answer.read().decode())
+        finally:
+            connection.close()
+
+    def raw(self) -> socket.socket:
+        return socket.create_connection(("127.0.0.1", self.port), timeout=60)
+
+
+@contextmanager
+def served(pages: Pages, *, patience: float = 30.0) -> Iterator[Client]:
+    """Run a server of the pages in a thread."""
+    from trak_lite.serve.app import application
+    from trak_lite.serve.server import listener, server
+
+    with listener(0) as listening:
+        running = server(application(pages, patience=patience), patience=patience)
+        thread = Thread(target=running.run, kwargs={"sockets": [listening]}, daemon=True)
+        thread.start()
+        try:
+            yield Client(listening.getsockname()[1])
+        finally:
+            running.should_exit = True
+            thread.join(60)
+
+
+def marks_in(folder: Path) -> dict[str, Any]:
+    """Return the marks of the file, read as plain JSON."""
+    path = folder / "run.marks.json"
+    return dict(json.loads(path.read_text())["marks"]) if path.exists() else {}

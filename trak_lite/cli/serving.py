@@ -1,0 +1,153 @@
+"""The command ``serve``: pages on a store, with a recipe or without one."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator
+from typing import Any
+
+from trak_lite._validate import require_packages
+from trak_lite.attributor import Attributor
+from trak_lite.cli.commands import beside
+from trak_lite.cli.configs import RunConfig
+from trak_lite.cli.recipes import Recipe
+from trak_lite.data.datasets import Rows
+from trak_lite.errors import InvalidInputError
+from trak_lite.models.borrowing import resolve_device
+from trak_lite.report.content import Render, Renders
+from trak_lite.run.settings import StoredSettings
+from trak_lite.run.tables import num_train_rows, score_path, scored_names
+from trak_lite.run.workspace import Workspace
+from trak_lite.scoring.scores import Scores
+from trak_lite.scoring.stored import stored_scores
+from trak_lite.serve.live import LiveModel
+from trak_lite.serve.marks import MarksFile
+from trak_lite.serve.pages import Pages
+from trak_lite.serve.sets import Column, Sets
+from trak_lite.store import Manifest, open_store
+
+__all__ = ["pages_of", "serve"]
+
+_PORT = "8765"
+
+
+def serve(config: RunConfig, port: str | None) -> Iterator[str]:
+    """Serve the pages of a store on 127.0.0.1 until Ctrl-C. Yield the line to print.
+
+    Args:
+        config: Names the store; with a recipe, texts can be scored and rows are rendered.
+        port: The port, 0 for a free one; ``None`` is 8765.
+
+    Raises:
+        MissingPackageError: If a package of the extra ``serve`` is not installed.
+        InvalidInputError: If the port is not a free port.
+        ManifestMismatchError: If the recipe's train data are not those of the store.
+    """
+    require_packages("starlette", "uvicorn", "jinja2", extra="serve")
+    from trak_lite.serve.app import application  # imported late: no other command needs Starlette
+    from trak_lite.serve.server import ADDRESS, listener, server
+
+    text = _PORT if port is None else port
+    if not (text.isascii() and text.isdigit() and int(text[:6]) < 1 << 16):
+        raise InvalidInputError(f"--port must be a whole number from 0 to 65535, got {text!r:.40}.")
+    pages = pages_of(config)
+    with listener(int(text)) as listening:
+        marks = pages.marks.path
+        yield f"http://{ADDRESS}:{listening.getsockname()[1]}/  (Ctrl-C ends it; marks are written to {marks})"
+        with contextlib.suppress(KeyboardInterrupt):  # the way to end it; running requests have finished
+            server(application(pages)).run(sockets=[listening])
+
+
+def pages_of(config: RunConfig) -> Pages:
+    """Return the pages of the store that a config names.
+
+    Raises:
+        StoreError: If the store cannot be read, or an older version of trak_lite wrote it.
+        ManifestMismatchError: If the recipe's train data are not those of the store.
+        CheckpointError: If the recipe's model or its checkpoints are not those of the store.
+    """
+    place = config.path
+    with open_store(place) as store:
+        manifest = store.manifest
+    marks = MarksFile(beside(config, ".marks.json", "marks.json"), manifest.fingerprint.get("dataset", {}))
+    method = config.values["score"]["method"]
+    if config.recipe is None:
+        device = resolve_device(config.values["device"])
+        settings = StoredSettings.of(manifest, device=device, where=str(place))
+        chosen = settings.scored_by(method)
+        workspace = Workspace(place)
+
+        def scores(name: str) -> Scores:
+            return stored_scores(workspace, settings, name, chosen)
+
+        sets = Sets(lambda: _names(config), scores, {}, num_train_rows(manifest))
+        return Pages(str(place), sets, marks, Renders())
+    recipe, arguments = config.recipe, config.recipe_arguments
+    model = recipe.call("build_model", arguments)
+    values = config.values
+    attributor = Attributor.open(place, model, device=values["device"], progress=False)
+    train, targets = (
+        Rows(recipe.call(f"{kind}_data", arguments), **values[f"{kind}_data"], what=what)
+        for kind, what in (("train", "the train data"), ("target", "the targets"))
+    )
+    with open_store(place) as store:
+        live = LiveModel(
+            attributor,
+            values["checkpoints"],
+            train,
+            targets,
+            store=store,
+            salt=recipe.digest,
+            sample=recipe.bound("sample", arguments),
+            predict=recipe.bound("predict", arguments),
+            tokens=recipe.bound("tokens", arguments),
+        )
+    sets = Sets(
+        lambda: _names(config),
+        lambda name: attributor.scores(name, method=method),
+        _columns(recipe, arguments, train),
+        len(train),
+    )
+    renders = Renders(
+        _of_rows(recipe.bound("render", arguments), train),
+        _of_rows(recipe.bound("render_target", arguments), targets),
+    )
+    targets_of = Manifest(live.target_identity).digest()
+
+    def has_targets(name: str) -> bool:
+        path = score_path(name, attributor.method, attributor.method)
+        with open_store(place) as store:
+            stored = store.open_table(path).spec.fingerprint.get("targets", {})
+        return Manifest({key: stored.get(key) for key in live.target_identity}).digest() == targets_of
+
+    return Pages(str(place), sets, marks, renders, live, has_targets)
+
+
+def _names(config: RunConfig) -> list[str]:
+    """Return the names of the stored target sets, that of the config first."""
+    with open_store(config.path) as store:
+        names = scored_names(store)
+    return sorted(names, key=lambda name: name != config.values["score"]["name"])
+
+
+def _columns(recipe: Recipe, arguments: dict[str, Any], train: Rows) -> dict[str, Column]:
+    """Return the columns of the train data that the recipe returns, of the rows that the config selects."""
+    columns = recipe.bound("columns", arguments)
+    found = {} if columns is None else columns()
+    if not isinstance(found, dict):
+        raise InvalidInputError(
+            f"columns() of the recipe returned {type(found).__name__}. Expected a dict of values per name."
+        )
+    made = {}
+    for name, values in found.items():
+        whole = Column.of(values, len(train.dataset), str(name))
+        made[str(name)] = Column(whole.values, whole.codes[train.indices])
+    return made
+
+
+def _of_rows(render: Callable[[int], Any] | None, rows: Rows) -> Render | None:
+    """Return a render of the rows that a config selects, from one of the dataset's samples."""
+    if render is None:
+        return None
+    indices = rows.indices
+    return lambda row: render(int(indices[row]))

@@ -1,0 +1,193 @@
+"""The model of a store: its output for a target, and scores of targets that were not stored before."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Final, final
+
+import numpy as np
+import torch
+
+from trak_lite.attributor import Attributor
+from trak_lite.data.batches import move_batch
+from trak_lite.data.datasets import Rows
+from trak_lite.errors import MODEL_FAILURES, CheckpointError, InvalidInputError, StateError
+from trak_lite.linalg.kernel import SegmentKernel
+from trak_lite.modelout_functions import ModelCall
+from trak_lite.models.checkpoints import (
+    Checkpoint,
+    CheckpointSource,
+    iterate_checkpoints,
+    load_into,
+    noted_checkpoint,
+    weights_digest,
+)
+from trak_lite.report.content import Content, rendered
+from trak_lite.run.tables import checkpoint_tables
+from trak_lite.scoring.scores import Scores
+from trak_lite.scoring.tokens import token_scores
+from trak_lite.store import AbstractFeatureStore
+from trak_lite.store.manifest import compare_fingerprints
+
+__all__ = ["ASKED", "LiveModel"]
+
+ASKED: Final = "asked-"
+"""Prefix of the names of target sets of one text each."""
+
+
+@final
+class LiveModel:
+    """A model with the weights of its last checkpoint, its data, and functions of a recipe."""
+
+    def __init__(
+        self,
+        attributor: Attributor,
+        checkpoints: CheckpointSource,
+        train: Rows,
+        targets: Rows,
+        *,
+        store: AbstractFeatureStore,
+        salt: str = "",
+        sample: Callable[[str], Any] | None = None,
+        predict: Callable[[Any, Any], Any] | None = None,
+        tokens: Callable[[int], Sequence[str]] | None = None,
+    ) -> None:
+        """Load the last checkpoint and compare it and the train data with the store.
+
+        Args:
+            attributor: Attributor of the store.
+            checkpoints: As in :meth:`~trak_lite.Attributor.score`.
+            train: The train rows.
+            targets: The stored targets of the recipe.
+            store: The open store, which is read here only.
+            salt: Digest of the recipe; it is part of the name of a text that is scored.
+            sample: Returns the sample of a text, as the target data have them; ``None`` if texts cannot be scored.
+            predict: Returns the output of the model for a sample, as a render does; ``None`` shows f only.
+            tokens: Returns the texts of the tokens of a train row, one per label.
+
+        Raises:
+            ManifestMismatchError: If the train data are not those of the store.
+            CheckpointError: If the weights of the last checkpoint are not those of a checkpoint of the store.
+        """
+        stored = store.manifest.fingerprint.get("dataset", {})
+        compare_fingerprints(
+            {"train data": stored},
+            {"train data": train.identity()},
+            where=str(store.path),
+            remedy="Use the recipe, its arguments and the train rows that the store was made with.",
+        )
+        self.can_ask, self.has_tokens = sample is not None, tokens is not None
+        self._attributor, self._checkpoints, self._train, self.targets = (
+            attributor,
+            checkpoints,
+            train,
+            targets,
+        )
+        self._salt, self._sample, self._predict, self._tokens = salt, sample, predict, tokens
+        self._kernels: dict[str, list[SegmentKernel]] = {}
+        self.target_identity = targets.identity()
+        self.checkpoint = self._load_last(store)
+
+    def _load_last(self, store: AbstractFeatureStore) -> str:
+        """Load the last checkpoint into the model; return its name."""
+        tables = checkpoint_tables(store)
+        if not tables:
+            raise StateError(
+                f"{store.path} has no train rows yet. Featurize them first: trak-lite run CONFIG."
+            )
+        if self._checkpoints is None:
+            noted = noted_checkpoint(store.attributes(list(tables.values())[-1]).get("source"))
+            last = noted or Checkpoint("current", None, None)
+        else:
+            *_, last = iterate_checkpoints(self._checkpoints)
+        model = self._attributor.model
+        load_into(model, last)
+        if weights_digest(model) not in tables:
+            raise CheckpointError(
+                f"The weights of checkpoint {last.name!r} are not those of a checkpoint of {store.path}. Pass "
+                "--checkpoints PATH with the checkpoints that it was made with, or serve without --recipe."
+            )
+        model.to(self._attributor.device).eval()
+        return last.name
+
+    def output(self, sample: Any) -> tuple[float, Content | None]:
+        """Return f of a sample at the last checkpoint, and the output that the recipe returns for it."""
+        attributor = self._attributor
+        (_, batch), *_ = Rows([sample], collate=self.targets.collate).batches([np.zeros(1, np.int64)])
+        with torch.no_grad():
+            attributor.task.prepare(attributor.model)
+            terms = attributor.task.evaluate(
+                ModelCall(attributor.model), move_batch(batch, attributor.device)
+            )
+            shown = None if self._predict is None else self._predict(attributor.model, sample)
+        return float(terms.output[0]), None if shown is None else rendered(shown, "the output")
+
+    def target(self, target: int) -> Any:
+        """Return the sample of a stored target."""
+        return self.targets.dataset[int(self.targets.indices[target])]
+
+    def sample(self, text: str) -> Any:
+        """Return the sample of a text.
+
+        Raises:
+            InvalidInputError: If the recipe makes none.
+        """
+        if self._sample is None:
+            raise InvalidInputError("The recipe defines no sample(text), so no text can be scored.")
+        try:
+            return self._sample(text)
+        except MODEL_FAILURES as error:
+            raise InvalidInputError(
+                f"sample(text) of the recipe made no sample of this text ({type(error).__name__}: {error})."
+            ) from error
+
+    def name(self, text: str) -> str:
+        """Return the name of the target set of a text; another recipe gives another name."""
+        return ASKED + hashlib.sha256(f"{self._salt}\0{text}".encode()).hexdigest()[:32]
+
+    def asked(self, text: str) -> Scores | None:
+        """Return the scores ``(N, 1)`` of a text; ``None`` if it was not scored yet. Nothing is written."""
+        try:
+            return self._holding(self._attributor.scores(self.name(text), dense=False))
+        except StateError:
+            return None
+
+    def ask(self, text: str) -> Scores:
+        """Compute the features of a text at all checkpoints, store them and return its scores ``(N, 1)``.
+
+        A call that is killed leaves the store as it was, or with some of the features; the next call continues.
+
+        Raises:
+            InvalidInputError: If the recipe makes no sample of a text, or the model cannot take it.
+            StateError: If the weights of a checkpoint cannot be found.
+        """
+        rows = Rows([self.sample(text)], collate=self.targets.collate)
+        name = self.name(text)
+        return self._holding(self._attributor.score(rows, name, dense=False, checkpoints=self._checkpoints))
+
+    def _holding(self, scores: Scores) -> Scores:
+        """Let scores use the kernels of earlier ones, whose factorisation takes longer than all the rest."""
+        scores.source.hold_kernels(self._kernels)
+        return scores
+
+    def coloured(
+        self, scores: Scores, rows: Sequence[int], target: int
+    ) -> Mapping[int, list[tuple[str, float]]]:
+        """Return the tokens of some train rows with their contributions to the scores for a target.
+
+        Raises:
+            InvalidInputError: If the task has no token scores, or the recipe returns another number of tokens.
+        """
+        if self._tokens is None or not rows:
+            return {}
+        found = token_scores(scores, self._train, rows, targets=[target])
+        coloured = {}
+        for row, values in found.items():
+            texts = list(self._tokens(int(self._train.indices[row])))
+            if len(texts) != len(values):
+                raise InvalidInputError(
+                    f"tokens({row}) of the recipe returned {len(texts)} texts. Expected one per label: {len(values)}."
+                )
+            coloured[row] = list(zip(texts, values[:, 0].tolist(), strict=True))
+        return coloured

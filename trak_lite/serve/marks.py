@@ -1,0 +1,161 @@
+"""Marks of a reviewer on train rows, in one JSON file beside the store."""
+
+from __future__ import annotations
+
+import csv
+import io
+import json
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, Final, final
+
+from trak_lite._validate import one_of, parse_json
+from trak_lite.errors import CorruptStoreError, InvalidInputError, StoreError
+from trak_lite.store.disk.files import locked_file, named_errors, sync_folder, write_all
+from trak_lite.store.manifest import compare_fingerprints
+
+__all__ = ["MARKS", "Mark", "MarksFile", "relabelling"]
+
+MARKS: Final = ("keep", "flip", "drop")
+_FORMAT: Final = 1
+_LABEL_LENGTH: Final = 200
+_FORMULA: Final = ("=", "+", "-", "@", "\t", "\r")
+"""First characters of a cell that a spreadsheet would execute."""
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class Mark:
+    """The decision on one train row."""
+
+    mark: str
+    """``"keep"``, ``"flip"`` (the label is wrong) or ``"drop"``."""
+    label: str = ""
+    """The right label of a row to flip; empty if it is not known."""
+
+    def __post_init__(self) -> None:
+        """Check both values.
+
+        Raises:
+            InvalidInputError: If the mark is unknown or the label is no short text.
+        """
+        one_of(MARKS, mark=self.mark)
+        if not isinstance(self.label, str) or len(self.label) > _LABEL_LENGTH:
+            raise InvalidInputError(f"A label must be a text of at most {_LABEL_LENGTH} characters.")
+
+
+@final
+class MarksFile:
+    """Marks by train row, in a file that always holds either the old or the new marks.
+
+    A change is written to a second file, synced, and renamed. It is on disk when the method returns. Several processes
+    may change the file: each waits for the lock of the file and reads it again.
+    """
+
+    def __init__(self, path: str | os.PathLike[str], dataset: Mapping[str, Any]) -> None:
+        """Store the arguments; nothing is read.
+
+        Args:
+            path: The file. It is created with the first mark.
+            dataset: JSON values that identify the train data, as in the manifest of the store.
+        """
+        self.path = Path(os.path.abspath(path))
+        self._dataset = dict(dataset)
+
+    def read(self) -> dict[int, Mark]:
+        """Return the marks by row, in the order of rows.
+
+        Raises:
+            ManifestMismatchError: If the file holds marks of other train data.
+            CorruptStoreError: If the file does not hold marks.
+            StoreError: If the file cannot be read.
+        """
+        with named_errors("Reading", str(self.path)):
+            content = self.path.read_bytes() if self.path.exists() else b""
+        if not content:  # killed between the creation and the first mark
+            return {}
+        try:
+            found = parse_json(content)
+            marks = {int(row): Mark(**values) for row, values in found["marks"].items()}
+            one_of([str(_FORMAT)], format=str(found["format"]))
+            dataset = dict(found["dataset"])
+        except (ValueError, TypeError, KeyError, AttributeError) as error:
+            raise CorruptStoreError(
+                f"{self.path} does not hold marks of train rows ({error!r:.200}). Move it away, or restore it."
+            ) from error
+        compare_fingerprints(
+            dataset,
+            self._dataset,
+            where=str(self.path),
+            remedy="These are marks of other train data. Move the file away.",
+        )
+        return dict(sorted(marks.items()))
+
+    def put(self, row: int, mark: Mark | None) -> None:
+        """Store the mark of a row, or remove it with ``None``.
+
+        Raises:
+            StoreError: If the file cannot be written; it is then unchanged.
+        """
+        path = str(self.path)
+        with named_errors("Writing", path):
+            os.close(os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666))
+            with locked_file(path):
+                marks = self.read()
+                marks.pop(row, None)
+                if mark is not None:
+                    marks[row] = mark
+                self._replace(marks)
+
+    def _replace(self, marks: Mapping[int, Mark]) -> None:
+        """Replace the file; the caller holds its lock."""
+        content = {
+            "format": _FORMAT,
+            "dataset": self._dataset,
+            "marks": {str(row): asdict(mark) for row, mark in sorted(marks.items())},
+        }
+        unfinished = self.path.with_name(f".{self.path.name}.new")  # of a killed process: overwritten
+        fd = os.open(unfinished, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW | os.O_CLOEXEC, 0o666)
+        try:
+            write_all(fd, json.dumps(content, indent=1).encode(), 0)
+            os.fsync(fd)
+        finally:
+            os.close(fd)
+        unfinished.replace(self.path)
+        sync_folder(str(self.path.parent))
+
+
+def relabelling(marks: Mapping[int, Mark], labels: Sequence[str] | None) -> str:
+    """Return marks as CSV with the columns ``row``, ``mark``, ``label`` and ``new_label``.
+
+    A cell that a spreadsheet would execute as a formula begins with an apostrophe.
+
+    Args:
+        marks: Marks by row.
+        labels: The label of every train row; ``None`` leaves the column empty.
+
+    Raises:
+        StoreError: If a mark is of a row that does not exist.
+    """
+    if labels is not None and any(row >= len(labels) for row in marks):
+        raise StoreError(f"There are marks of rows after the last of {len(labels)} train rows.")
+    out = io.StringIO()
+    writer = csv.writer(out, lineterminator="\r\n")
+    writer.writerow(["row", "mark", "label", "new_label"])
+    for row, mark in marks.items():
+        label = "" if labels is None else labels[row]
+        writer.writerow([row, mark.mark, _cell(label), _cell(mark.label)])
+    return out.getvalue()
+
+
+def _cell(text: str) -> str:
+    """Return a text as a cell that is not a formula; numbers stay as they are."""
+    if not text.startswith(_FORMULA):
+        return text
+    try:
+        float(text)
+    except ValueError:
+        return f"'{text}"
+    return text

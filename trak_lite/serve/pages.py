@@ -1,0 +1,362 @@
+"""The pages: from the parameters of a request to HTML. Everything that a page shows is in its URL."""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from http import HTTPStatus
+from threading import Lock
+from typing import Any, Final, Literal, final
+from urllib.parse import urlencode
+
+import numpy as np
+
+from trak_lite._validate import one_of
+from trak_lite.errors import InvalidInputError, StateError, TrakLiteError, UnknownNameError
+from trak_lite.report._template import environment, fragment
+from trak_lite.report.content import Content, Renders, rendered
+from trak_lite.serve.live import LiveModel
+from trak_lite.serve.marks import MARKS, Mark, MarksFile, relabelling
+from trak_lite.serve.sets import Sets, strongest
+
+__all__ = ["Pages", "Params", "policy"]
+
+Params = Mapping[str, str]
+"""Parameters of a URL or of a form."""
+
+_MOST_ROWS: Final = 50
+_DEFAULT_ROWS: Final = 5
+_TARGETS, _REVIEWED = 24, 25
+"""Targets and rows on one page."""
+_TEXT_BYTES: Final = 8192
+_LISTED_VALUES: Final = 100
+"""Columns with more values are filtered by a text field."""
+_WHERE: Final = "where-"
+_SHOWN: Final = ("all", "unmarked", *MARKS)
+_END: Final = 2**62
+
+
+@final
+@dataclass(slots=True, eq=False)
+class Pages:
+    """What the server answers. One call runs at a time: recipes, models and stores need not be thread-safe."""
+
+    title: str
+    """Name of the store."""
+    sets: Sets
+    marks: MarksFile
+    renders: Renders
+    live: LiveModel | None = None
+    """``None`` without a recipe: no code of the user is executed."""
+    has_targets: Callable[[str], bool] = lambda name: True
+    """Whether the targets of a set are those of the recipe."""
+    token: str = field(init=False, default_factory=lambda: secrets.token_urlsafe(32))
+    """Every form carries it, so that no other site can send one."""
+    _lock: Lock = field(init=False, default_factory=Lock)
+
+    def start(self, params: Params) -> str:
+        """Return the page of a target with its strongest train rows, or of a choice of targets.
+
+        Raises:
+            InvalidInputError: If a parameter is invalid.
+        """
+        with self._lock:
+            if params.get("text"):
+                return self._text_page(params)
+            name = self.sets.chosen(params.get("set", ""))
+            if params.get("target"):
+                return self._target_page(name, params)
+            return self._choice(name, params)
+
+    def ask(self, params: Params) -> str:
+        """Score a text, store its features, and return the address of its page.
+
+        Raises:
+            InvalidInputError: If there is no text, or the recipe makes no sample of it.
+        """
+        text = _text(params)
+        with self._lock:
+            live = self._live()
+            self.sets.hold(live.name(text), live.ask(text))
+        return _address("/", {"text": text, "k": str(_rows(params))})
+
+    def review(self, params: Params) -> str:
+        """Return a page of the train rows by self-influence, with their marks.
+
+        Raises:
+            InvalidInputError: If a parameter is invalid.
+        """
+        with self._lock:
+            name = self.sets.chosen(params.get("set", ""))
+            show = one_of(_SHOWN, show=params.get("show") or "all")
+            filters, marks = _filters(params), self.marks.read()
+            values, order = self.sets.by_self_influence(name)
+            order = order[self._shown(show, marks)[order] & self.sets.passing(filters)[order]]
+            first = _number(params, "from", 0, 0, _END)
+            page = [int(row) for row in order[first : first + _REVIEWED]]
+            done = params.get("done", "")
+            state = {"set": name, "show": show, **_where(filters)}
+            of_done = marks.get(int(done)) if done.isdecimal() else None
+            said = f"Row {int(done)}: {of_done.mark if of_done else 'no mark'}. " if done.isdecimal() else ""
+            return self._page(
+                "serve_review.html",
+                f"Review of {self.title}",
+                name=name,
+                said=f"{said}{len(order):,} of {self.sets.num_rows:,} train rows, {len(marks):,} marked.",
+                shown=show,
+                choices=_SHOWN,
+                filters=self._filter_fields(filters),
+                rows=[self._reviewed(row, float(values[row]), marks.get(row)) for row in page],
+                marks=MARKS,
+                state={**state, "from": str(first)},
+                pages=_pages("/review", state, first, _REVIEWED, len(order)),
+                labels=self._labels(),
+            )
+
+    def mark(self, params: Params) -> str:
+        """Store the mark of a row; return the address of the review page that the form was on.
+
+        Raises:
+            InvalidInputError: If the row or the mark does not exist.
+            StoreError: If the marks cannot be written.
+        """
+        row = self.sets.row(_number(params, "row", -1, -1, _END))
+        chosen = one_of((*MARKS, "clear"), mark=params.get("mark", ""))
+        label = params.get("label", "").strip() if chosen == "flip" else ""
+        with self._lock:
+            self.marks.put(row, None if chosen == "clear" else Mark(chosen, label))
+        kept = {key: value for key, value in params.items() if key in ("set", "show", "from")}
+        return _address("/review", {**kept, **_where(_filters(params)), "done": str(row)}) + f"#row-{row}"
+
+    def table(self) -> str:
+        """Return all marks as CSV."""
+        with self._lock:
+            column = self.sets.columns.get("label")
+            labels = None if column is None else [str(value) for value in column.values[column.codes]]
+            return relabelling(self.marks.read(), labels)
+
+    def problem(self, error: Exception) -> tuple[int, str]:
+        """Return the status and the page of an error."""
+        status = HTTPStatus.INTERNAL_SERVER_ERROR
+        if isinstance(error, UnknownNameError):
+            status = HTTPStatus.NOT_FOUND
+        elif isinstance(error, InvalidInputError):
+            status = HTTPStatus.BAD_REQUEST
+        elif isinstance(error, StateError):
+            status = HTTPStatus.CONFLICT
+        said = str(error) if isinstance(error, TrakLiteError) else f"{type(error).__name__}: {error}"
+        return status, self.message(f"{status.value} {status.phrase}", said)
+
+    def message(self, title: str, said: str) -> str:
+        """Return a page with a message."""
+        return self._page("serve_message.html", title, said=said)
+
+    def _live(self) -> LiveModel:
+        if self.live is None:
+            raise InvalidInputError(
+                "No text can be scored without a recipe: trak-lite serve STORE --recipe FILE."
+            )
+        return self.live
+
+    def _choice(self, name: str, params: Params) -> str:
+        """Return the page of a choice of targets."""
+        count = self.sets.scores(name).shape[1]
+        first = _number(params, "from", 0, 0, _END)
+        shown = range(first, min(first + _TARGETS, count))
+        return self._page(
+            "serve_targets.html",
+            f"Targets of {self.title}",
+            **self._form(name, "", params),
+            said=f"{count:,} targets in {name}. Choose one.",
+            targets=[
+                (
+                    target,
+                    self._target_content(name, target),
+                    _address("/", {"set": name, "target": str(target)}),
+                )
+                for target in shown
+            ],
+            pages=_pages("/", {"set": name}, first, _TARGETS, count),
+        )
+
+    def _target_page(self, name: str, params: Params) -> str:
+        """Return the page of a stored target."""
+        target = _number(params, "target", 0, 0, _END)
+        self.sets.column(name, target)  # the target exists
+        with_sample = self.live is not None and self.has_targets(name)
+        sample = self.live.target(target) if self.live is not None and with_sample else None
+        return self._answer(name, target, params, self._target_content(name, target), sample, "")
+
+    def _text_page(self, params: Params) -> str:
+        """Return the page of a text; the text must have been scored by a POST, because this writes to the store."""
+        text, live = _text(params), self._live()
+        name = live.name(text)
+        if self.sets.held(name) is None:
+            scores = live.asked(text)
+            if scores is not None:
+                self.sets.hold(name, scores)
+        if self.sets.held(name) is None:
+            form = self._form(self.sets.chosen(""), text, params)
+            said = "This text was not scored yet. Score it to see its train rows."
+            return self._page("serve_targets.html", "A text", **form, said=said, targets=[], pages=[])
+        return self._answer(name, 0, params, rendered(text, "the text"), live.sample(text), text)
+
+    def _answer(
+        self, name: str, target: int, params: Params, content: Content | None, sample: Any, text: str
+    ) -> str:
+        """Return the page of a target with its strongest train rows."""
+        k, filters = _rows(params), _filters(params)
+        column, mask = self.sets.column(name, target), self.sets.passing(filters)
+        signs: Sequence[Literal["helpful", "harmful"]] = ("helpful", "harmful")
+        ends = [strongest(column, mask, k, sign) for sign in signs]
+        rows = sorted({int(row) for end in ends for row in end.indices})
+        coloured: Mapping[int, Any] = {}
+        if params.get("tokens") and self.live is not None:
+            coloured = self.live.coloured(self.sets.scores(name), rows, target)
+        found = [
+            [
+                (row, f"{score:+.3g}", self._content(row, coloured), self.sets.columns_of(row))
+                for row, score in zip(end.indices.tolist(), end.scores.tolist(), strict=True)
+            ]
+            for end in ends
+        ]
+        output = None if self.live is None or sample is None else self.live.output(sample)
+        state = {"text": text} if text else {"set": name, "target": str(target)}
+        state |= {"k": str(k), **_where(filters)}
+        what = "the text" if text else f"target {target} of {name}"
+        return self._page(
+            "serve_answer.html",
+            "A text" if text else f"Target {target} of {name}",
+            **self._form("" if text else name, text, params, target),
+            said=f"{len(found[0])} most helpful and {len(found[1])} most harmful of {int(mask.sum()):,} train rows "
+            f"for {what}.",
+            content_of=content,
+            output=output,
+            checkpoint="" if self.live is None else self.live.checkpoint,
+            has_recipe=self.live is not None,
+            ends=[("Most helpful", "high", found[0]), ("Most harmful", "low", found[1])],
+            permalink=_address("/", state | ({"tokens": "1"} if params.get("tokens") else {})),
+            colour=_address("/", state | {"tokens": "1"})
+            if self.live is not None and self.live.has_tokens and not params.get("tokens")
+            else "",
+        )
+
+    def _form(self, name: str, text: str, params: Params, target: int | None = None) -> dict[str, Any]:
+        """Return the values of the form that chooses target, number of rows and filters."""
+        return {
+            "names": self.sets.names(),
+            "name": name,
+            "text": text,
+            "target": "" if target is None else str(target),
+            "k": _rows(params),
+            "most": _MOST_ROWS,
+            "filters": self._filter_fields(_filters(params)),
+            "can_ask": self.live is not None and self.live.can_ask,
+        }
+
+    def _filter_fields(self, filters: Mapping[str, str]) -> list[tuple[str, str, str, list[str] | None]]:
+        """Return name, parameter, chosen value and values of every column; ``None`` for too many values to list."""
+        return [
+            (
+                name,
+                f"{_WHERE}{name}",
+                filters.get(name, ""),
+                column.values.tolist() if len(column.values) <= _LISTED_VALUES else None,
+            )
+            for name, column in self.sets.columns.items()
+        ]
+
+    def _labels(self) -> list[str]:
+        column = self.sets.columns.get("label")
+        return [] if column is None else column.values[:_LISTED_VALUES].tolist()
+
+    def _target_content(self, name: str, target: int) -> Content | None:
+        return self.renders.of_target(target) if self.has_targets(name) else None
+
+    def _content(self, row: int, coloured: Mapping[int, Any]) -> Content | None:
+        if row in coloured:
+            return rendered(coloured[row], f"train row {row}")
+        return self.renders.of_row(row, 0)
+
+    def _reviewed(self, row: int, value: float, mark: Mark | None) -> dict[str, Any]:
+        return {
+            "row": row,
+            "score": f"{value:.3g}",
+            "content": self.renders.of_row(row, 0),
+            "columns": self.sets.columns_of(row),
+            "mark": "" if mark is None else mark.mark,
+            "label": "" if mark is None else mark.label,
+        }
+
+    def _shown(self, show: str, marks: Mapping[int, Mark]) -> Any:
+        """Return a mask of the rows with a mark, or without one."""
+        if show == "all":
+            return np.ones(self.sets.num_rows, bool)
+        mask = np.zeros(self.sets.num_rows, bool)
+        mask[[row for row, mark in marks.items() if show in (mark.mark, "unmarked")]] = True
+        return ~mask if show == "unmarked" else mask
+
+    def _page(self, template: str, title: str, **values: Any) -> str:
+        return fragment(template, title=title, store=self.title, token=self.token, searchable=False, **values)
+
+
+def policy() -> str:
+    """Return the content security policy of the pages: nothing is loaded but the pages, from this server."""
+    made = environment().globals
+    digest: Any = made["digest"]
+    styles = " ".join(digest(made[name]) for name in ("style", "serve_style"))
+    return (
+        f"default-src 'none'; style-src {styles}; script-src {digest(made['serve_script'])}; img-src data:; "
+        "connect-src 'self'; form-action 'self'; base-uri 'none'; frame-ancestors 'none'"
+    )
+
+
+def _text(params: Params) -> str:
+    """Return the text to score, with newlines as ends of lines."""
+    text = params.get("text", "").replace("\r\n", "\n").replace("\r", "\n")
+    if not text.strip():
+        raise InvalidInputError("The text is empty. Enter a text to score.")
+    if len(text.encode()) > _TEXT_BYTES:
+        raise InvalidInputError(f"The text is longer than {_TEXT_BYTES} bytes of UTF-8. Shorten it.")
+    return text
+
+
+def _rows(params: Params) -> int:
+    return _number(params, "k", _DEFAULT_ROWS, 1, _MOST_ROWS)
+
+
+def _number(params: Params, name: str, default: int, low: int, high: int) -> int:
+    """Return a parameter as an integer from ``low`` to ``high``; an empty one is the default."""
+    text = params.get(name) or str(default)
+    digits = text.removeprefix("-")
+    if not (digits.isascii() and digits.isdigit() and len(digits) < 20 and low <= int(text) <= high):
+        raise InvalidInputError(f"{name} must be a whole number from {low} to {high}, got {text!r:.40}.")
+    return int(text)
+
+
+def _filters(params: Params) -> dict[str, str]:
+    """Return the chosen values by column; an empty value does not filter."""
+    return {
+        name.removeprefix(_WHERE): value
+        for name, value in params.items()
+        if name.startswith(_WHERE) and value
+    }
+
+
+def _where(filters: Mapping[str, str]) -> dict[str, str]:
+    return {f"{_WHERE}{name}": value for name, value in filters.items()}
+
+
+def _address(path: str, params: Params) -> str:
+    return f"{path}?{urlencode(params)}"
+
+
+def _pages(path: str, state: Params, first: int, step: int, count: int) -> list[tuple[str, str]]:
+    """Return the titles and addresses of the pages before and after."""
+    found = []
+    if first > 0:
+        found.append(("Previous", _address(path, {**state, "from": str(max(0, first - step))})))
+    if first + step < count:
+        found.append(("Next", _address(path, {**state, "from": str(first + step)})))
+    return found

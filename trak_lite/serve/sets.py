@@ -1,0 +1,184 @@
+"""Stored target sets: their scores, the strongest rows under a filter, self-influence. Reading needs no model.
+
+Shapes: N train rows, M targets.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any, Final, Literal, Self, TypeVar, final
+
+import numpy as np
+from numpy.typing import NDArray
+
+from trak_lite._validate import known_names, one_of, target_number
+from trak_lite.errors import InvalidInputError
+from trak_lite.linalg.topk import TopRows
+from trak_lite.scoring.matrix import top_rows
+from trak_lite.scoring.scores import Scores
+
+__all__ = ["Column", "Sets", "strongest"]
+
+_HELD_BYTES: Final = 1 << 28
+_MOST_HELD: Final = 64
+_Held = TypeVar("_Held")
+
+
+@final
+@dataclass(frozen=True, slots=True, eq=False)
+class Column:
+    """The value of every train row in one column of the data: its label, its source."""
+
+    values: NDArray[np.str_]
+    """The different values, sorted."""
+    codes: NDArray[np.int64]
+    """``(N,)`` place of every row's value in ``values``."""
+
+    @classmethod
+    def of(cls, values: Iterable[Any], num_rows: int, name: str) -> Self:
+        """Return the column of some values; each is shown as its ``str``.
+
+        Raises:
+            InvalidInputError: If there is not one value per train row.
+        """
+        listed = values.tolist() if hasattr(values, "tolist") else list(values)
+        if len(listed) != num_rows:
+            raise InvalidInputError(
+                f"The column {name!r} of the recipe has {len(listed)} values. Expected one per train row: {num_rows}."
+            )
+        return cls(*np.unique(np.array([str(value) for value in listed]), return_inverse=True))
+
+    def of_row(self, row: int) -> str:
+        """Return the value of a row."""
+        return str(self.values[self.codes[row]])
+
+
+@final
+class Sets:
+    """The target sets of a store. Columns of scores that were read are held, the last ones in at most 256 MiB."""
+
+    def __init__(
+        self,
+        names: Callable[[], list[str]],
+        scores: Callable[[str], Scores],
+        columns: Mapping[str, Column],
+        num_rows: int,
+    ) -> None:
+        """Store the arguments.
+
+        Args:
+            names: Returns the names of the stored target sets.
+            scores: Returns the scores of one of them.
+            columns: Columns of the train data by name.
+            num_rows: N.
+        """
+        self.names = names
+        self.columns = columns
+        self.num_rows = num_rows
+        self._open = scores
+        self._scores: OrderedDict[str, Scores] = OrderedDict()
+        self._read: OrderedDict[tuple[str, int], NDArray[np.float32]] = OrderedDict()
+        self._orders: OrderedDict[str, tuple[NDArray[np.float32], NDArray[np.int64]]] = OrderedDict()
+
+    def chosen(self, name: str) -> str:
+        """Return the name of a stored set, the first one for an empty name.
+
+        Raises:
+            UnknownNameError: If there is no such set.
+            InvalidInputError: If nothing was scored yet.
+        """
+        names = self.names()
+        if not names:
+            raise InvalidInputError("The store has no scores yet. Score targets first: trak-lite run CONFIG.")
+        return one_of(names, set=name) if name else names[0]
+
+    def scores(self, name: str) -> Scores:
+        """Return the scores of a stored set."""
+        return _held(self._scores, name, lambda: self._open(name), most=_MOST_HELD)
+
+    def held(self, name: str) -> Scores | None:
+        """Return the scores of a set if they are held."""
+        return self._scores.get(name)
+
+    def hold(self, name: str, scores: Scores) -> None:
+        """Hold scores that are not among the stored sets."""
+        _held(self._scores, name, lambda: scores, most=_MOST_HELD)
+
+    def column(self, name: str, target: int) -> NDArray[np.float32]:
+        """Return the scores of all train rows for one target, ``(N,)``.
+
+        Raises:
+            InvalidInputError: If the target does not exist.
+        """
+        scores = self.scores(name)
+        place = target_number(target, scores.shape[1], name)
+
+        def read() -> NDArray[np.float32]:
+            return np.concatenate([np.array(tile[:, place]) for _, tile in scores.tiles()])
+
+        return _held(
+            self._read, (name, place), read, most=max(1, min(_MOST_HELD, _HELD_BYTES // (4 * self.num_rows)))
+        )
+
+    def by_self_influence(self, name: str) -> tuple[NDArray[np.float32], NDArray[np.int64]]:
+        """Return the self-influence of all train rows ``(N,)``, and the rows from the largest to the smallest.
+
+        Raises:
+            StateError: If the scores were not computed from stored rows.
+        """
+
+        def ordered() -> tuple[NDArray[np.float32], NDArray[np.int64]]:
+            values = self.scores(name).self_influence()
+            return values, np.argsort(-values, kind="stable")
+
+        return _held(self._orders, name, ordered, most=2)
+
+    def passing(self, filters: Mapping[str, str]) -> NDArray[np.bool_]:
+        """Return a mask of the train rows with the given values in the given columns, ``(N,)``.
+
+        Raises:
+            UnknownNameError: If there is no such column.
+        """
+        known_names(filters, list(self.columns), what="columns")
+        mask = np.ones(self.num_rows, bool)
+        for name, value in filters.items():
+            column = self.columns[name]
+            mask &= column.values[column.codes] == value
+        return mask
+
+    def row(self, row: int) -> int:
+        """Return the number of a train row.
+
+        Raises:
+            InvalidInputError: If there is no such row.
+        """
+        if not 0 <= row < self.num_rows:
+            raise InvalidInputError(f"There is no train row {row}. Expected 0 to {self.num_rows - 1}.")
+        return row
+
+    def columns_of(self, row: int) -> list[tuple[str, str]]:
+        """Return the names and values of the columns of a row."""
+        return [(name, column.of_row(row)) for name, column in self.columns.items()]
+
+
+def strongest(
+    scores: NDArray[np.float32], mask: NDArray[np.bool_], k: int, sign: Literal["helpful", "harmful"]
+) -> TopRows:
+    """Return the k strongest of the rows in a mask, with their scores, each ``(k,)`` or shorter."""
+    rows = np.flatnonzero(mask)
+    if not rows.size:
+        return TopRows(rows, scores[:0])
+    found = top_rows([(0, scores[rows, None])], 1, k, sign=sign)
+    return TopRows(rows[found.indices[0]], found.scores[0])
+
+
+def _held(held: OrderedDict[Any, _Held], key: Any, make: Callable[[], _Held], *, most: int) -> _Held:
+    """Return a held value, or make and hold it; the one that was not used for longest is dropped."""
+    if key not in held:
+        held[key] = make()
+    held.move_to_end(key)
+    while len(held) > most:
+        held.popitem(last=False)
+    return held[key]
