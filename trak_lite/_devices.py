@@ -65,7 +65,8 @@ def to_device(values: Tensor, device: torch.device) -> Tensor:
 
     The pinned memory belongs to torch's allocator, which does not reuse it before the copy is done.
     """
-    if values.device.type != "cpu" or not _pins_memory(device):
+    is_dense = values.layout == torch.strided and not values.is_nested
+    if values.device.type != "cpu" or not is_dense or not _pins_memory(device):
         return values.to(device)
     by_channel = values.dim() == 4 and values.is_contiguous(memory_format=torch.channels_last)
     dense = values if by_channel else values.contiguous()

@@ -14,6 +14,7 @@ from trak_lite import Attributor, Refine, Rows, TRAKer, named_optimizer_state, t
 from trak_lite.cli import main
 from trak_lite.errors import InvalidInputError
 from trak_lite.methods import CG, EKFAC, TRAK, GaussNewton, GradCos, GradDot, LiSSA, TracIn
+from trak_lite.modelout_functions import QuestionsModelOutput
 
 CPU = torch.device("cpu")
 PLAIN = TRAK(damping=None, layout="stored")
@@ -276,3 +277,14 @@ def test_rows_that_wait_for_their_copy_are_written_when_the_next_batch_fails(dev
     handle.remove()
 
     assert made.featurize(case.train).rows_written == len(case.train) - 10
+
+
+def test_a_target_of_another_question_is_refused_although_no_batch_reads_it(device):
+    made, case = attributor("mlp", device)
+    first = QuestionsModelOutput(case.task, {"length": lambda call, batch: call(batch[0]).square().sum(1)})
+    other = QuestionsModelOutput(case.task, {"length": lambda call, batch: call(batch[0]).sum(1)})
+    made = Attributor(case.model, other, None, device=device, progress=False)
+    made.featurize(case.train)
+
+    with pytest.raises(InvalidInputError, match="the question 'length' of this task"):
+        made.score(first.ask("length", case.targets), name="asked")

@@ -327,3 +327,76 @@ def test_choices_between_parameters_equal_autograd() -> None:
 
     same(computer, model, batch)
     assert computer.explain(batch)["one"].why == "choice"
+
+
+class SortedWithoutRule(nn.Module):
+    """Sorted rows go through an operation whose rule does not apply: rows in place have their tags still."""
+
+    def __init__(self, kind: str) -> None:
+        super().__init__()
+        self.kind, self.outer = kind, nn.Linear(4, 2)
+        self.weight, self.bias = nn.Parameter(torch.randn(4, 4)), nn.Parameter(torch.randn(4))
+        self.row = nn.Parameter(torch.randn(1, 4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        order = x.sum(1).argsort()
+        hidden = x[order]
+        match self.kind:
+            case "alpha":
+                hidden = torch.addmm(self.bias, hidden, self.weight, alpha=2.0)
+            case "beta":
+                hidden = torch.addmm(self.bias, hidden, self.weight, beta=0.5)
+            case "row":
+                hidden = torch.addmm(self.row, hidden, self.weight)
+            case "linear":
+                hidden = F.linear(hidden, self.weight, self.row)
+        return self.outer(torch.tanh(hidden)[order.argsort()])
+
+
+@pytest.mark.parametrize("rows", [6, 70])
+@pytest.mark.parametrize("kind", ["alpha", "beta", "row", "linear"])
+def test_rows_in_place_of_an_operation_without_a_rule(kind: str, rows: int) -> None:
+    torch.manual_seed(0)
+    model = SortedWithoutRule(kind).double()
+    computer = HookGradientComputer(model, resolve_task(squares), self_check=False)
+    mixed = torch.randn(rows, 4, dtype=torch.float64)
+    ordered = mixed[mixed.sum(1).argsort()]
+
+    for batch in (mixed, ordered, ordered, mixed, ordered):
+        same(computer, model, (batch,))
+
+
+class SortedExperts(nn.Module):
+    """Rows sorted by expert, in one grouped product."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.experts, self.outer = nn.Parameter(torch.randn(2, 16, 16)), nn.Linear(16, 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        chosen = (x[:, 0] > 0).long()
+        order = chosen.argsort(stable=True)
+        ends = torch.bincount(chosen, minlength=2).cumsum(0).to(torch.int32)
+        hidden = torch._grouped_mm(x[order], self.experts, offs=ends)
+        return self.outer(torch.tanh(hidden)[order.argsort()])
+
+
+def test_rows_of_a_grouped_product_that_are_sorted_already() -> None:
+    torch.manual_seed(0)
+    model = SortedExperts()
+    computer = HookGradientComputer(model, resolve_task(squares), self_check=False)
+    mixed = torch.randn(6, 16)
+    ordered = mixed[(mixed[:, 0] > 0).long().argsort(stable=True)]
+
+    for batch in (mixed, ordered, ordered.abs(), mixed):
+        same(computer, model, (batch,), rtol=1e-4, atol=1e-4)
+
+
+def test_another_choice_of_parameters_is_seen_by_the_next_pass() -> None:
+    model = nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 2)).double()
+    computer = HookGradientComputer(model, resolve_task(squares), grad_wrt=["0.weight"])
+    batch = (torch.randn(2, 3, dtype=torch.float64),)
+
+    assert list(collect_gradients(computer, batch)) == ["0.weight"]
+    computer.grad_wrt = ["1.bias"]
+    assert list(collect_gradients(computer, batch)) == ["1.bias"]

@@ -249,7 +249,8 @@ class _Values:
             **(more or {}),
         }
         self._names = tuple(columns)
-        self._copy = HostCopy(finite_numbers(features, terms), norms, lost, *columns.values())
+        values = [finite_numbers(features, terms), norms, lost, *columns.values()]
+        self._copy = HostCopy(*(value.to(features.device) for value in values))  # one device, one wait
         self._more = tuple(more or ())
 
     @property

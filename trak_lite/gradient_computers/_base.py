@@ -239,8 +239,8 @@ class AbstractStreamingComputer(AbstractGradientComputer):
         self.checks = SelfCheck()
         self._tree: ModelTree | None = None
         """The model, during a pass."""
-        self._choice: tuple[dict[str, nn.Parameter], dict[str, nn.Parameter]] | None = None
-        """All parameters of the last pass, and those that ``grad_wrt`` selects among them."""
+        self._choice: tuple[Any, dict[str, nn.Parameter], dict[str, nn.Parameter]] | None = None
+        """Names and ``grad_wrt`` of the last pass, all its parameters, and those that were selected."""
 
     @property
     def parameters(self) -> ParameterShapes:
@@ -368,9 +368,10 @@ class AbstractStreamingComputer(AbstractGradientComputer):
         if self.grad_wrt is None:
             return select_parameters(self.model, None, tree.parameters)
         known, own = self._choice, tree.parameters
-        if known is None or list(known[0]) != list(own) or any(map(is_not, known[0].values(), own.values())):
-            known = self._choice = own, select_parameters(self.model, self.grad_wrt)
-        return known[1]
+        asked = list(own), tree.aliases, list(self.grad_wrt)
+        if known is None or known[0] != asked or any(map(is_not, known[1].values(), own.values())):
+            known = self._choice = asked, own, select_parameters(self.model, self.grad_wrt)
+        return known[2]
 
     def _stream_checked(
         self, batch: Batch, count: int, kept: Mapping[str, nn.Parameter], sink: BlockSink

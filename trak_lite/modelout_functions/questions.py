@@ -21,7 +21,14 @@ from trak_lite.errors import InvalidInputError
 from trak_lite.modelout_functions._base import AbstractModelOutput, ModelCall, TaskFunction, UniformNoise
 from trak_lite.modelout_functions._describe import describe_task
 from trak_lite.modelout_functions._digests import tensor_json
-from trak_lite.modelout_functions._inputs import LABEL_KEYS, fields_of, precise, refuse_invalid, shape_texts
+from trak_lite.modelout_functions._inputs import (
+    LABEL_KEYS,
+    fields_of,
+    nan_unless,
+    precise,
+    refuse_invalid,
+    shape_texts,
+)
 from trak_lite.modelout_functions._margins import linear_terms
 from trak_lite.modelout_functions._registry import resolve_task
 from trak_lite.types import Batch, OutputTerms
@@ -137,7 +144,8 @@ class QuestionsModelOutput(AbstractModelOutput):
         )
         outputs = [self._question(name).evaluate(model_call, member).output for member in members]
         values = torch.stack(outputs, dim=1)
-        return linear_terms((values * weights.to(values.dtype)).sum(1))
+        total = (values * weights.to(values.dtype)).sum(1)
+        return linear_terms(total * nan_unless(digest == own, total))
 
     def prepare(self, model: nn.Module) -> None:
         """Update the state of the task and of all questions; see :meth:`AbstractModelOutput.prepare`."""

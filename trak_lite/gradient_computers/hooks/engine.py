@@ -319,7 +319,7 @@ class GradientPass(AbstractInterceptor):
         if not is_same:
             self._catch(step.site, call, [result])
             return result
-        for target in targets.values():
+        for target in {id(target): target for target in targets.values()}.values():
             self._ledger.expect(target)
         tags = None
         if step.site.routed:
@@ -659,7 +659,10 @@ class GradientPass(AbstractInterceptor):
         """Return the contributions of a routed operation whose rows are where the plan expects them."""
         if tags.axis is None or grad is None or not tags.are_in_place(grad, self._scales):
             return None
-        return contributions_in_place(call, grad, tags.axis)
+        found = contributions_in_place(call, grad, tags.axis)
+        if found is not None:
+            tags.passes.clear()
+        return found
 
     def _contributions(
         self, call: OperationCall, grads: Sequence[Tensor | None], tags: RowTags | None

@@ -103,7 +103,6 @@ class RowTags:
             # A difference that is not finite is not zero either. Rounding is left to the search for owners.
             if tagged is None or bool((tagged * scale - plain).any()):
                 return False
-        self.passes.clear()
         return True
 
     def owners(self, grads: Sequence[Tensor | None], code: SampleCode) -> list[Tensor | None]:
@@ -122,6 +121,8 @@ class RowTags:
         plain = sketch(self.rows(grad))
         tagged = [grads[place] for grads in self.passes]
         weighted = [values for values in tagged if values is not None]
+        if not weighted and code.count > 1:
+            raise mixed(self.site, "no weighted backward pass reached its result")
         exact = code.exact_owners(plain, weighted)
         if exact is not None:
             return exact
@@ -182,14 +183,17 @@ def contributions_in_place(
 ) -> tuple[str, list[tuple[Tensor, Contribution]]] | None:
     """Return what :func:`routed_contributions` does for rows on this batch axis; ``None`` if no rule applies."""
     layout = row_layout(call, grad)
-    if layout is None:
+    if layout is None or call.function not in RULES:
         return None
+    before = call.axes, call.output_axes
+    call.axes = dict(call.axes)
     if not layout.broadcast:  # an argument's rows are the result's; rules of broadcast arguments read no axis
         call.axes.update((id(argument), axis) for argument, _ in layout.read)
     call.output_axes = (axis,)
     name, rule = RULES[call.function]
     parts = rule(call, grad)
     if parts is None:
+        call.axes, call.output_axes = before
         return None
     return f"{name}, {_FOUND}", [(call.targets[id(argument)], part) for argument, part in parts]
 

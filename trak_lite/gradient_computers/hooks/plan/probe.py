@@ -87,7 +87,7 @@ class Plan:
 
     def steps_for(self, num_samples: int) -> dict[int, Any]:
         """Return the steps for this number of samples, in which the first pass enters what it finds."""
-        if len(self.steps) >= _MAX_SIZES:
+        if num_samples not in self.steps and len(self.steps) >= _MAX_SIZES:
             self.steps.clear()
         return self.steps.setdefault(num_samples, {})
 
