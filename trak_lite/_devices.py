@@ -6,7 +6,7 @@ import contextlib
 import functools
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
-from typing import Any, final
+from typing import Any, Protocol, TypeVar, final
 
 import torch
 from numpy.typing import NDArray
@@ -22,6 +22,7 @@ __all__ = [
     "full_float32",
     "in_float64",
     "model_pass",
+    "one_behind",
     "rng_state",
     "seed_rng",
     "set_rng_state",
@@ -79,6 +80,18 @@ def _pins_memory(device: torch.device) -> bool:
     return accelerator is not None and accelerator.type == device.type and device.type != "mps"
 
 
+class _Begun(Protocol):
+    """A copy that was begun."""
+
+    @property
+    def is_done(self) -> bool:
+        """Whether nothing has to be waited for."""
+
+
+_Key = TypeVar("_Key")
+_Copy = TypeVar("_Copy", bound=_Begun)
+
+
 @final
 class HostCopy:
     """A copy of tensors to the host. From an accelerator it goes on while the host and the device do other work."""
@@ -120,17 +133,30 @@ def copied_ahead(tiles: Iterable[tuple[Any, ...]]) -> Iterator[tuple[Any, ...]]:
         >>> list(copied_ahead([(0, torch.ones(1)), (1, torch.zeros(1))]))
         [(0, array([1.], dtype=float32)), (1, array([0.], dtype=float32))]
     """
-    waiting: tuple[Any, HostCopy] | None = None
-    for key, *tensors in tiles:
-        copy = HostCopy(*tensors)
+    for key, copy in one_behind((key, HostCopy(*tensors)) for key, *tensors in tiles):
+        yield key, *copy.arrays()
+
+
+def one_behind(copies: Iterable[tuple[_Key, _Copy]]) -> Iterator[tuple[_Key, _Copy]]:
+    """Yield keys and copies in order, each when the next one was begun, or at once if nothing has to be waited for.
+
+    A copy that was begun before a failure is yielded before the error is raised.
+    """
+    waiting: tuple[_Key, _Copy] | None = None
+    try:
+        for begun in copies:
+            if waiting is not None:
+                yield waiting
+            waiting = begun
+            if begun[1].is_done:
+                waiting = None
+                yield begun
+    except Exception:
         if waiting is not None:
-            yield waiting[0], *waiting[1].arrays()
-        waiting = key, copy
-        if copy.is_done:
-            yield key, *copy.arrays()
-            waiting = None
+            yield waiting
+        raise
     if waiting is not None:
-        yield waiting[0], *waiting[1].arrays()
+        yield waiting
 
 
 def add_at_(total: Tensor, dim: int, index: Tensor, values: Tensor) -> Tensor:

@@ -16,7 +16,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from trak_lite._devices import HostCopy, full_float32
+from trak_lite._devices import HostCopy, full_float32, one_behind
 from trak_lite.data.batches import batch_size, flatten_batch, move_batch, rows_in_batches, take_rows
 from trak_lite.errors import BusyError, InvalidInputError, NonFiniteError, PrecisionError, StateError
 from trak_lite.featurizing.diagnosis import finite_numbers, naming_rows, refuse_non_finite
@@ -162,14 +162,14 @@ def featurize_rows(
         compared = made.check(turns, own)
         first = not compared
         for plan in work.rounds(wait=wait):
-            for wanted, found in made.computed(rows.batches(plan), turns):
+            # On an accelerator a batch is written when the next one is under way, so that the device has work.
+            for wanted, found in one_behind(made.computed(rows.batches(plan), turns)):
                 written = work.written
                 made.put(work, wanted, found)
                 if work.written > written:
                     own.add(int(wanted[0]) // table.spec.chunk_rows)
-                if (
-                    first
-                ):  # another process may have made the table meanwhile, with other data or another model
+                # Another process may have made the table meanwhile, with other data or another model.
+                if first:
                     compared, first = made.check(turns, own), False
         if work.written < work.pending_at_first:  # others wrote the rest
             made.check(turns, own)
@@ -351,33 +351,17 @@ class _BatchWork:
     def computed(
         self, batches: Iterable[tuple[NDArray[np.int64], Batch]], turns: Turns
     ) -> Iterator[tuple[NDArray[np.int64], _Values]]:
-        """Yield the rows and results of every batch, in order.
-
-        On an accelerator, a batch's results are yielded when the next batch is under way, so that the device has work
-        while they are copied and written.
-        """
-        waiting: tuple[NDArray[np.int64], _Values] | None = None
-        try:
-            for wanted, batch in batches:
-                self._refuse_other_size(wanted, batch)
-                with turns.batch():
-                    found = self.compute(wanted, batch)
-                values = _Values(
+        """Yield the rows of every batch, in order, and its results, which are on their way to the host."""
+        for wanted, batch in batches:
+            self._refuse_other_size(wanted, batch)
+            with turns.batch():
+                found = self.compute(wanted, batch)
+            yield (
+                wanted,
+                _Values(
                     found.features, found.terms, found.computer, found.batch, self.table.spec, found.norms
-                )
-                ready, waiting = waiting, (wanted, values)
-                del found, batch, values
-                if ready is not None:
-                    yield ready
-                if waiting[1].is_done or not self.table.exists:
-                    ready, waiting = waiting, None
-                    yield ready
-        except Exception:
-            if waiting is not None:
-                yield waiting  # it was computed before the failure
-            raise
-        if waiting is not None:
-            yield waiting
+                ),
+            )
 
     def _refuse_other_size(self, wanted: NDArray[np.int64], batch: Batch) -> None:
         if batch_size(batch) != len(wanted):
