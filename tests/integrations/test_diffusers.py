@@ -1,0 +1,105 @@
+"""Published denoisers and the noise schedule of diffusers, against a plain loop over its own ``add_noise``."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from trak_lite.gradient_computers import HookGradientComputer
+from trak_lite.modelout_functions import DiffusionModelOutput
+
+WHY = "diffusion models are tested where their package is installed: pip install diffusers"
+diffusers = pytest.importorskip("diffusers", reason=WHY)
+
+SIZE, NUM_CLASSES, TEXT_WIDTH, DRAWS = 8, 10, 24, 2
+TIMESTEPS = torch.tensor([[10, 500], [20, 700], [999, 0]])
+
+
+def unet() -> nn.Module:
+    return diffusers.UNet2DModel(
+        sample_size=SIZE,
+        layers_per_block=1,
+        block_out_channels=(16, 32),
+        down_block_types=("DownBlock2D", "AttnDownBlock2D"),
+        up_block_types=("AttnUpBlock2D", "UpBlock2D"),
+        norm_num_groups=8,
+    )
+
+
+def unet_with_text() -> nn.Module:
+    return diffusers.UNet2DConditionModel(
+        sample_size=SIZE,
+        in_channels=3,
+        out_channels=3,
+        layers_per_block=1,
+        block_out_channels=(16, 32),
+        down_block_types=("DownBlock2D", "CrossAttnDownBlock2D"),
+        up_block_types=("CrossAttnUpBlock2D", "UpBlock2D"),
+        cross_attention_dim=TEXT_WIDTH,
+        attention_head_dim=8,
+        norm_num_groups=8,
+    )
+
+
+def transformer() -> nn.Module:
+    return diffusers.DiTTransformer2DModel(
+        num_attention_heads=2,
+        attention_head_dim=16,
+        in_channels=3,
+        out_channels=3,
+        num_layers=2,
+        sample_size=SIZE,
+        num_embeds_ada_norm=NUM_CLASSES,
+    )
+
+
+CONDITIONS = {
+    "encoder_hidden_states": torch.randn(
+        3, 5, TEXT_WIDTH, generator=torch.Generator().manual_seed(2)
+    ).double(),
+    "class_labels": torch.tensor([3, 0, 9]),
+}
+MODELS = [(unet, ""), (unet_with_text, "encoder_hidden_states"), (transformer, "class_labels")]
+
+
+@pytest.mark.parametrize(("build", "condition"), MODELS, ids=lambda part: getattr(part, "__name__", ""))
+def test_gradients_are_those_of_the_squared_error_under_the_noise_of_the_scheduler(
+    build: Any, condition: str
+) -> None:
+    torch.manual_seed(0)
+    model = build().double().eval()
+    scheduler = diffusers.DDPMScheduler(beta_schedule="scaled_linear", beta_start=0.00085, beta_end=0.012)
+    levels = scheduler.alphas_cumprod.double()
+    task = DiffusionModelOutput(schedule=levels.tolist(), draws=DRAWS)
+    more = {condition: CONDITIONS[condition]} if condition else {}
+    clean = torch.randn(3, 3, SIZE, SIZE, dtype=torch.float64)
+    batch = {"sample": clean, "seed": torch.arange(3), "timestep": TIMESTEPS, **more}
+
+    seen: list[Tensor] = []
+    watch = model.register_forward_pre_hook(lambda _, arguments: seen.append(arguments[0]))
+    output = task.evaluate(model, batch).output
+    watch.remove()
+    found = HookGradientComputer(model, task).compute_per_sample_grad(batch)
+
+    expected = torch.zeros(3, dtype=torch.float64)
+    for steps, noisy in zip(TIMESTEPS.T, seen, strict=True):
+        level = levels[steps].view(-1, 1, 1, 1)
+        noise = (noisy - level.sqrt() * clean) / (1 - level).sqrt()
+        torch.testing.assert_close(
+            scheduler.add_noise(clean, noise, steps), noisy, rtol=0, atol=1e-6
+        )  # the scheduler's levels are float32
+        assert abs(float(noise.mean())) < 0.15
+        assert abs(float(noise.std()) - 1) < 0.15
+        expected = expected - 0.5 * (model(noisy, steps, **more).sample - noise).square().sum((1, 2, 3))
+    torch.testing.assert_close(output, expected, rtol=1e-9, atol=0)
+
+    for row in range(3):
+        loop = torch.autograd.grad(expected[row], list(model.parameters()), retain_graph=True)
+        assert [name for name, _ in model.named_parameters()] == list(found)
+        for name, gradient in zip(found, loop, strict=True):
+            torch.testing.assert_close(
+                found[name][row].reshape(gradient.shape), gradient, rtol=1e-8, atol=1e-9
+            )
