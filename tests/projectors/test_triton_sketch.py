@@ -275,8 +275,7 @@ def test_a_gradient_formed_in_small_pieces_has_the_bits_of_the_whole(kernels, mo
 
 @interpreted
 @pytest.mark.usefixtures("wide_programs")
-@pytest.mark.parametrize("bands", [1, 2, 7, 100])
-@pytest.mark.parametrize("most_parts", [2, 4, 65535])
+@pytest.mark.parametrize(("bands", "most_parts"), [(1, 2), (2, 4), (7, 65535), (100, 2), (100, 65535)])
 def test_whole_rows_of_blocks_are_added_apart(kernels, monkeypatch, bands, most_parts):
     """Pieces of one sample and one row of blocks, of several samples, of all; each block has sums of its own."""
     monkeypatch.setattr(kernels, "scratch_bytes", lambda device: bands * 64 * 70 * 8)
