@@ -8,6 +8,7 @@ Run:  python docs/notebooks.py [NAME ...]      (without names: all of them)
 
 from __future__ import annotations
 
+import os
 import shutil
 import sys
 import tempfile
@@ -24,6 +25,9 @@ METADATA = {
     "language_info": {"name": "python"},
 }
 """All metadata of a stored notebook: versions and times would differ with every execution."""
+
+ENVIRONMENT = {"MPLBACKEND": "module://matplotlib_inline.backend_inline", "OMP_NUM_THREADS": "1"}
+"""Another backend of the caller would draw no pictures, and several threads add in another order."""
 
 
 def execute(name: str, *, more: str = "") -> NotebookNode:
@@ -44,7 +48,9 @@ def execute(name: str, *, more: str = "") -> NotebookNode:
         shutil.copytree(EXAMPLES, copy, ignore=shutil.ignore_patterns("__pycache__", "*.ipynb"))
         kernel = AsyncKernelManager(kernel_name="python3", transport="ipc", ip=f"{folder}/kernel")
         client = NotebookClient(notebook, km=kernel, timeout=600, record_timing=False, coalesce_streams=True)
-        client.execute(cwd=str(copy), cleanup_kc=True)
+        client.execute(
+            cwd=str(copy), cleanup_kc=True, env={**os.environ, **ENVIRONMENT, "IPYTHONDIR": folder}
+        )
     notebook.metadata = nbformat.from_dict(METADATA)
     return notebook
 
