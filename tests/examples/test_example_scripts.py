@@ -45,7 +45,7 @@ def test_chosen_halves_train_better_models_than_neighbours_and_random_halves() -
 
 def test_rows_chosen_for_three_modules_teach_them_better_than_bm25_and_chance() -> None:
     """The example asserts it."""
-    losses = example("selection_lm").main(epochs=6, rows_per_module=20, seeds=(0,))
+    losses = example("selection_lm").main(epochs=6, rows_per_module=20, seeds=(0,), proj_dim=128)
 
     assert losses["top"].shape == (1,)
 
