@@ -20,6 +20,7 @@ TRL = ["trl>=1.16", *HF]
 LIGHTNING = ["lightning>=2.5"]
 TRITON = "triton; platform_system == 'Linux'"  # its interpreter runs the CUDA kernels in tests
 TEST = ["pytest>=8", "pytest-xdist", "hypothesis", "traker==0.3.2", TRITON, "setuptools", "wheel"]
+NOTEBOOKS = ["nbclient>=0.10", "ipykernel>=6.29"]
 DOCS = ["mkdocs-material", "mkdocstrings[python]", "latex2mathml"]
 DEV = ["ruff", "mypy"]
 BENCHMARK = [
@@ -61,8 +62,8 @@ setup(
         "zoo": ZOO,
         "benchmark": BENCHMARK,
         "docs": DOCS,
-        "test": [*TEST, *DOCS, *DEMO, *TABLES, *REMOTE, *REPORT, *SERVE, *CLI, *HF],
-        "dev": [*DEV, *TEST, *DOCS, *DEMO, *TABLES, *REMOTE, *REPORT, *SERVE, *CLI, *HF],
+        "test": [*TEST, *NOTEBOOKS, *DOCS, *DEMO, *TABLES, *REMOTE, *REPORT, *SERVE, *CLI, *HF],
+        "dev": [*DEV, *TEST, *NOTEBOOKS, *DOCS, *DEMO, *TABLES, *REMOTE, *REPORT, *SERVE, *CLI, *HF],
     },
     entry_points={"console_scripts": ["trak-lite = trak_lite.cli:main"]},
     classifiers=[

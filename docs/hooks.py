@@ -1,8 +1,10 @@
-"""mkdocs hooks: copy files of the repository that pages link to, and convert formulas to MathML."""
+"""mkdocs hooks: copy files that pages link to, show notebooks as pages, and convert formulas to MathML."""
 
 from __future__ import annotations
 
+import base64
 import html
+import json
 import posixpath
 import re
 from pathlib import Path
@@ -14,6 +16,7 @@ from mkdocs.structure.files import File
 ROOT = Path(__file__).parents[1]
 FOLDER = "docs/pages"
 PLAN = "docs/scale.md"  # a page outside the folder of pages, where people look for it
+NOTEBOOKS = "examples"
 _LINK = re.compile(r"(?<=\]\()(\.\./[^)#\s]+)")
 _FORMULA = re.compile(r'<(span|div) class="arithmatex">\\([(\[])(.*?)\\[)\]]</\1>', re.DOTALL)
 
@@ -24,7 +27,9 @@ def _target(source: str, link: str) -> str:
 
 
 def _place(target: str) -> str:
-    """Return the path of the copy in the site: a plain text file, or a picture, so that browsers show it."""
+    """Return the path of the copy in the site: a page, a plain text file, or a picture, so that browsers show it."""
+    if target.endswith(".ipynb"):
+        return f"notebooks/{Path(target).stem}.md"
     return f"source/{target}" if target.endswith((".png", ".svg")) else f"source/{target}.txt"
 
 
@@ -34,9 +39,35 @@ def _moved_plan() -> str:
     return re.sub(r"(?<=\]\()pages/", "", re.sub(r"(?<=\]\()\.\./", "../../", text))
 
 
+def _notebook(path: Path) -> tuple[str, dict[str, bytes]]:
+    """Return a notebook with its outputs as Markdown, and its pictures by file name."""
+    parts: list[str] = []
+    pictures: dict[str, bytes] = {}
+    for cell in json.loads(path.read_text(encoding="utf-8"))["cells"]:
+        source = "".join(cell["source"])
+        if cell["cell_type"] == "markdown":
+            parts.append(source.replace(f"](../{FOLDER}/", "](../"))
+            continue
+        parts.append(f"```python\n{source}\n```")
+        for output in cell["outputs"]:
+            data = output.get("data", {})
+            if "image/png" in data:
+                name = f"{path.stem}-{len(pictures) + 1}.png"
+                pictures[name] = base64.b64decode(data["image/png"])
+                parts.append(f"![Output of the cell above]({name})")
+            else:
+                parts.append(f"```text\n{''.join(output.get('text', data.get('text/plain', '')))}\n```")
+    return "\n\n".join(parts) + "\n", pictures
+
+
 def on_files(files: Any, config: Any) -> Any:
-    """Add the plan to the site, and every linked file outside the pages under ``source/``."""
+    """Add the plan and the notebooks to the site, and other linked files outside the pages under ``source/``."""
     files.append(File.generated(config, posixpath.basename(PLAN), content=_moved_plan()))
+    for path in sorted((ROOT / NOTEBOOKS).glob("*.ipynb")):
+        text, pictures = _notebook(path)
+        files.append(File.generated(config, _place(path.name), content=text))
+        for name, picture in pictures.items():
+            files.append(File.generated(config, f"notebooks/{name}", content=picture))
     for page in list(files.documentation_pages()):
         for link in _LINK.findall(page.content_string):
             target = _target(page.src_uri, link)

@@ -4,11 +4,16 @@ from __future__ import annotations
 
 import os
 import threading
+import warnings
 from types import TracebackType
 from typing import Self, final
 
 import torch
-from tqdm.auto import tqdm
+from tqdm import TqdmWarning
+
+with warnings.catch_warnings():  # a notebook without ipywidgets shows text bars, which needs no advice
+    warnings.simplefilter("ignore", TqdmWarning)
+    from tqdm.auto import tqdm
 
 __all__ = ["KeptProgress", "distributed_rank", "progress_bar"]
 

@@ -97,9 +97,21 @@ def test_the_site_builds_strictly_is_complete_and_asks_nobody_else_for_anything(
     pages = {page: page.read_text(encoding="utf-8") for page in tmp_path.rglob("*.html")}
     html = "".join(pages.values())
     check_public_names(html)
+    check_notebooks({page.name: text for page, text in pages.items() if page.parent.name == "notebooks"})
     assert html.count("<math") >= sum(len(re.findall(r"^\$\$$", text, re.M)) // 2 for text in TEXTS.values())
     assert not re.search(r"class=\"arithmatex\"|:(?:class|meth|func|data|math):`", html)
     assert [str(page) for page, text in pages.items() if LOADED.search(text)] == []
+
+
+def check_notebooks(pages: dict[str, str]) -> None:
+    """Each is a page with its outputs: printed text, and as many pictures as are stored."""
+    stored = {path.stem: path.read_text(encoding="utf-8") for path in (ROOT / "examples").glob("*.ipynb")}
+    assert sorted(pages) == sorted(f"{name}.html" for name in stored)
+    for name, text in stored.items():
+        page = pages[f"{name}.html"]
+        assert len(re.findall(rf'src="{name}-\d+\.png"', page)) == text.count('"image/png"')
+        assert ".ipynb.txt" not in page
+    assert "Noah lives in Rome.       comes from row 65" in pages["tracing_a_sentence.html"]
 
 
 def check_public_names(html: str) -> None:

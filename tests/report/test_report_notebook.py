@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+import re
 from pathlib import Path
 
 import numpy as np
@@ -12,8 +14,10 @@ from torch.utils.data import TensorDataset
 
 from trak_lite import Attributor
 from trak_lite.errors import InvalidInputError
+from trak_lite.evaluation.verdict import Baseline, Calibration, OneRunVerdict
 from trak_lite.methods import GaussNewton
 from trak_lite.report import page as page_module
+from trak_lite.report._template import environment
 
 
 def stored_scores():
@@ -58,6 +62,85 @@ def test_names_are_escaped_in_the_summary() -> None:
     assert page.names <= {"div", "style", "h3", "p", "table", "thead", "tbody", "tr", "th", "td"}
     assert "'<script>alert(1)</script>'" in page.text
     assert "LDS 0.500 [0.400, 0.600] on 6 subsets" in page.text
+
+
+def test_the_summary_of_many_targets_and_long_settings_is_short() -> None:
+    scores = drawn_scores(num_rows=500, num_targets=400)
+    scores.settings.update({f"setting {i}": "x" * 100_000 for i in range(300)}, **{"y" * 100_000: 1})
+
+    page = Parsed(scores._repr_html_())
+
+    assert len(page.text) < 10_000
+    assert len(page.all("tr")) <= 30
+
+
+def test_stored_scores_of_many_targets_show_five_of_them() -> None:
+    assert len(Parsed(stored_scores()._repr_html_()).all("table")) == 2
+    rows = re.findall(r'<th scope="row">(\d+)</th><td>', stored_scores()._repr_html_())
+    assert rows == ["0", "1", "2", "3", "4"]
+
+
+def test_rows_are_not_striped_in_the_colours_of_the_notebook() -> None:
+    """JupyterLab sets the background of every second row by a more specific rule."""
+    style = environment().get_template("style.css").render(levels=1)
+
+    assert ".trak-lite tr { background: none !important; }" in style
+    dark = re.findall(r"(\S.*) \{ (?:color-scheme: dark; |\.trak-lite \{ )(--ink: #e6e9ef[^}]*)\}", style)
+    assert [colours for _, colours in dark] == [dark[0][1]] * 2
+
+
+def test_a_verdict_is_a_table_and_readable_text() -> None:
+    page = Parsed(VERDICT._repr_html_())
+
+    assert page.is_closed
+    assert page.names == {"div", "p", "strong", "table", "thead", "tbody", "tr", "th", "td"}
+    assert not any(attributes for _, attributes in page.elements)  # the colours are those of the notebook
+    assert "gradient dot product, no kernel0.300 [0.200, 0.400]0.200 [0.100, 0.300]" in page.text
+    assert "LDS 0.500 [0.400, 0.600] on 6 subsets" in page.text
+    assert repr(VERDICT).splitlines() == ["Verdict", *(f"  {line}" for line in str(VERDICT).splitlines())]
+
+
+def test_a_verdict_shows_its_calibration() -> None:
+    half = VERDICT.lds
+    calibration = Calibration(
+        True, half, half, half, 3, ("off",), ("0",) * 9, ((0, 6),) * 9, (None,) * 9, (0.1,) * 729
+    )
+    verdict = dataclasses.replace(VERDICT, calibration=calibration)
+
+    assert str(calibration) in Parsed(verdict._repr_html_()).text
+    assert len(repr(verdict)) < 1000
+
+
+def test_names_are_escaped_and_cut_in_a_verdict() -> None:
+    hostile = "</td><script>alert(1)</script>" + "\x1b[2J" + "x" * 100_000
+    baselines = tuple(Baseline(hostile, VERDICT.lds, VERDICT.lds) for _ in range(1000))
+    html = dataclasses.replace(VERDICT, baselines=baselines)._repr_html_()
+
+    page = Parsed(html)
+    assert not page.all("script")
+    assert "\x1b" not in html
+    assert "</td><script>alert(1)</script>\\x1b[2Jxxx" in page.text
+    assert "990 more" in page.text
+    assert len(page.all("tr")) == 11
+    assert len(html) < 10_000
+
+
+def test_a_verdict_without_baselines_has_no_table() -> None:
+    page = Parsed(dataclasses.replace(VERDICT, baselines=())._repr_html_())
+
+    assert not page.all("table")
+    assert "LDS 0.500 [" in page.text
+
+
+def test_the_verdict_of_one_run_is_a_table_and_readable_text() -> None:
+    verdict = OneRunVerdict(((0.01, VERDICT.lds), (0.5, VERDICT.lds)), 6, 4, 0.99, 0.95, "0")
+
+    page = Parsed(verdict._repr_html_())
+
+    assert page.is_closed
+    assert "1%0.500 [0.400, 0.600]50%0.500 [0.400, 0.600]" in page.text
+    assert "metasmoothness 0.990" in page.text
+    assert repr(verdict).splitlines()[1:] == [f"  {line}" for line in str(verdict).splitlines()]
 
 
 def test_a_gallery_shows_rows_in_a_notebook_and_on_a_page(tmp_path: Path) -> None:

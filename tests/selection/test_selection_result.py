@@ -99,6 +99,35 @@ def test_the_html_escapes_labels() -> None:
     assert "2 more rows" in html
 
 
+def test_the_html_of_a_large_selection_with_long_labels_is_short() -> None:
+    pytest.importorskip("jinja2")
+    number = 10_000
+    values = np.linspace(1, 0, number)
+    labels = np.full(number, "<script>" + "x" * 1000)
+    large = Selection(
+        np.arange(number), values, labels, values, number, settings={"<i>" * 1000: "</table>" * 1000}
+    )
+    html = large._repr_html_()
+
+    assert "<script>" not in html
+    assert "<i>" not in html
+    assert "</table>" * 2 not in html
+    assert html.count("<tr>") <= 7
+    assert len(html) < 25_000
+
+
+def test_an_empty_selection_is_shown() -> None:
+    pytest.importorskip("jinja2")
+    none = np.array([], np.float64)
+    empty = Selection(none.astype(np.int64), none, none, none, 20, settings={"method": "top"})
+
+    assert repr(empty) == "Selection(0 of 20 train rows)\n  made with method=top"
+    html = empty._repr_html_()
+    assert "Selection: 0 of 20 train rows" in html
+    assert "<td>top</td>" in html
+    assert "more rows" not in html
+
+
 def test_a_selection_cannot_be_changed() -> None:
     with pytest.raises(dataclasses.FrozenInstanceError):
         chosen().num_rows = 3

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
-from typing import Any, NamedTuple, Self, final
+from html import escape
+from textwrap import indent
+from typing import Any, Final, NamedTuple, Self, final
 
 import numpy as np
 from numpy.typing import NDArray
@@ -12,6 +14,11 @@ from numpy.typing import NDArray
 from trak_lite.errors import printable
 
 __all__ = ["Baseline", "Calibration", "Estimate", "OneRunVerdict", "Predictions", "Verdict"]
+
+_SHOWN: Final = 10
+"""Largest number of lines of a table in a notebook."""
+_LONGEST: Final = 300
+"""Largest number of characters of a text in a notebook."""
 
 
 class Predictions(NamedTuple):
@@ -115,6 +122,10 @@ class Verdict:
     calibration: Calibration | None
     """The calibrated kernel, if requested."""
 
+    def __repr__(self) -> str:
+        """Return the verdict on a few lines."""
+        return indent(f"Verdict\n{self}", "  ")[2:]
+
     def __str__(self) -> str:
         """Return the verdict on a few lines."""
         ceiling = "" if self.ceiling is None else f", a perfect method about {self.ceiling:.3f}"
@@ -126,6 +137,16 @@ class Verdict:
         if self.calibration is not None:
             lines.append(str(self.calibration))
         return printable("\n".join(lines))
+
+    def _repr_html_(self) -> str:
+        """Return the HTML for notebooks: the score, beside those of the baselines, and how it was measured."""
+        calibration = [] if self.calibration is None else [str(self.calibration)]
+        return _html(
+            f"LDS {self.lds.mean:.3f}",
+            ("baseline", "LDS", "the scores lead by"),
+            [(one.name, str(one.lds), str(one.lead)) for one in self.baselines],
+            notes=[str(self).partition("\n")[0], *calibration],
+        )
 
     def to_json(self) -> dict[str, Any]:
         """Return the verdict as JSON values."""
@@ -179,6 +200,10 @@ class OneRunVerdict:
     run: str
     """Digest of the run."""
 
+    def __repr__(self) -> str:
+        """Return the verdict on a few lines."""
+        return indent(f"OneRunVerdict\n{self}", "  ")[2:]
+
     def __str__(self) -> str:
         """Return the verdict on a few lines."""
         lines = [
@@ -187,6 +212,15 @@ class OneRunVerdict:
         ]
         lines += [f"{share:.0%} left out: LDS {found}" for share, found in self.lds]
         return printable("\n".join(lines))
+
+    def _repr_html_(self) -> str:
+        """Return the HTML for notebooks: the score for each share of rows that is left out."""
+        return _html(
+            "LDS, the same run",
+            ("left out", "LDS"),
+            [(f"{share:.0%}", str(found)) for share, found in self.lds],
+            notes=[str(self).partition("\n")[0]],
+        )
 
     def to_json(self) -> dict[str, Any]:
         """Return the verdict as JSON values."""
@@ -208,6 +242,24 @@ class OneRunVerdict:
             confidence=float(values["confidence"]),
             run=str(values["run"]),
         )
+
+
+def _html(title: str, columns: Sequence[str], rows: Sequence[Sequence[str]], *, notes: Sequence[str]) -> str:
+    """Return a title, a table of at most 10 rows and notes as HTML in the colours of the page."""
+    lines = [_tagged("td", row) for row in rows[:_SHOWN]]
+    table = f"<table><thead>{_tagged('th', columns)}</thead><tbody>{''.join(lines)}</tbody></table>"
+    more = [f"{len(rows) - _SHOWN:,} more"] if len(rows) > _SHOWN else []
+    texts = "".join(f"<p>{_escaped(text)}</p>" for text in (*more, *notes))
+    return f"<div><p><strong>{_escaped(title)}</strong></p>{table if rows else ''}{texts}</div>"
+
+
+def _tagged(tag: str, values: Sequence[str]) -> str:
+    """Return one row of a table."""
+    return f"<tr>{''.join(f'<{tag}>{_escaped(value)}</{tag}>' for value in values)}</tr>"
+
+
+def _escaped(text: str) -> str:
+    return escape(printable(text if len(text) <= _LONGEST else f"{text[:_LONGEST]}..."))
 
 
 def _estimate(values: Mapping[str, Any]) -> Estimate:

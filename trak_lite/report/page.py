@@ -19,6 +19,9 @@ from trak_lite.report.survey import Survey
 __all__ = ["Gallery", "notebook_summary", "notebook_table", "write_report"]
 
 _SETTING_LENGTH: Final = 600
+_NOTEBOOK_LENGTH: Final = 200
+"""Largest number of characters of a value in a notebook."""
+_NOTEBOOK_SETTINGS: Final = 20
 _SUMMARY_TARGETS: Final = 5
 _SUMMARY_ROWS: Final = 3
 _SUMMARY_SCORES: Final = 1 << 24
@@ -133,7 +136,7 @@ def notebook_summary(scores: ReportedScores) -> str:
     return fragment(
         "summary.html",
         scores=scores,
-        settings=[(key, str(value)) for key, value in scores.settings.items() if value is not None],
+        settings=_notebook_settings(scores.settings),
         top=top,
         place=f"stored in {place}" if scores.stored else f"not stored, computed from the rows in {place}",
     )
@@ -144,16 +147,21 @@ def notebook_table(
     columns: Sequence[str],
     rows: Sequence[Sequence[str]],
     *,
-    settings: Mapping[str, str],
+    settings: Mapping[str, Any],
     note: str = "",
 ) -> str:
-    """Return a heading, a table, settings and a note as HTML.
+    """Return a heading, a table, settings and a note as HTML; long texts are cut.
 
     Raises:
         MissingPackageError: If Jinja2 is not installed.
     """
     return fragment(
-        "table.html", title=title, columns=columns, rows=rows, settings=list(settings.items()), note=note
+        "table.html",
+        title=title,
+        columns=columns,
+        rows=[[cut(value, _NOTEBOOK_LENGTH) for value in row] for row in rows],
+        settings=_notebook_settings(settings),
+        note=note,
     )
 
 
@@ -189,6 +197,12 @@ def _settings(scores: ReportedScores) -> list[tuple[str, str]]:
         ("made with", scores.manifest.made_with),
     )
     return [(f"{group}: {key}", _value(value)) for group, values in groups for key, value in values.items()]
+
+
+def _notebook_settings(settings: Mapping[str, Any]) -> list[tuple[str, str]]:
+    """Return the first settings, with long names and values cut."""
+    given = [(key, str(value)) for key, value in settings.items() if value is not None][:_NOTEBOOK_SETTINGS]
+    return [(cut(key, _NOTEBOOK_LENGTH), cut(value, _NOTEBOOK_LENGTH)) for key, value in given]
 
 
 def _value(value: Any) -> str:

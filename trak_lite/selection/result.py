@@ -86,7 +86,7 @@ class Selection:
             f"Selection: {len(self):,} of {self.num_rows:,} train rows",
             list(self._columns()),
             [[_text(value) for value in row] for row in self._first()],
-            settings={key: str(value) for key, value in self.settings.items()},
+            settings=self.settings,
             note=f"{len(self) - _SHOWN:,} more rows: selection.to_pandas()." if len(self) > _SHOWN else "",
         )
 
