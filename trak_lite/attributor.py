@@ -15,6 +15,7 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from trak_lite._validate import positive_int
+from trak_lite.data.columns import columns_of
 from trak_lite.data.datasets import HeldRows, Rows
 from trak_lite.errors import InvalidInputError
 from trak_lite.featurizing.session import FeaturizingSession, Run, TargetSet, marking_last, stored_norms
@@ -23,6 +24,7 @@ from trak_lite.gradient_computers.normalization import Normalization, Normalizat
 from trak_lite.methods import EKFAC, AbstractMatrixMethod, AbstractMethod, Mean, Method, Unrolled
 from trak_lite.models.checkpoints import CheckpointSource, iterate_checkpoints
 from trak_lite.projectors import AbstractProjector
+from trak_lite.run.columns import store_columns
 from trak_lite.run.settings import AttributorSettings, GradientComputerFactory, Task, stored_arguments
 from trak_lite.run.tables import complete_tables, drop_checkpoint
 from trak_lite.run.workspace import Workspace, naming_dropped
@@ -227,6 +229,7 @@ class Attributor:
         *,
         checkpoint_loader: Callable[[Any], Mapping[str, Tensor]] | None = None,
         append: bool = False,
+        columns: Any = None,
     ) -> FeaturizeSummary:
         """Compute and store the features of every train row for every checkpoint.
 
@@ -249,12 +252,16 @@ class Attributor:
             append: Accept data with more rows than the store. If the data begins with the stored rows, according to
                 the digest or the name of ``Rows``, the remaining rows are appended. All checkpoints of the store must
                 then be featurized with the longer data before the next scoring.
+            columns: Values of each train row by name (its source, date, licence, weight): a mapping of names to N
+                values, a pandas frame or a ``datasets.Dataset``, in the order of the rows. They are stored beside the
+                rows, for filters, weights and group sums of scores (:meth:`Scores.top`, :meth:`Scores.group`). Columns
+                of other names stay. After ``append=True``, all columns have to be given again.
 
         Returns:
             The numbers of rows that this call wrote, and that it found or other processes wrote.
 
         Raises:
-            InvalidInputError: If the data, a batch or a checkpoint has the wrong type, shape or length.
+            InvalidInputError: If the data, a batch, a checkpoint or a column has the wrong type, shape or length.
             CheckpointError: If ``normalize`` needs the state of Adam, and a checkpoint has none; names the places that
                 were searched.
             NonFiniteError: If a value of a row is NaN or infinite; names the rows.
@@ -264,6 +271,7 @@ class Attributor:
             RankError: If another rank of a distributed run failed, or makes another call.
         """
         rows = self._run.rows(data, "the train data")
+        labelled = {} if columns is None else columns_of(columns, len(rows), "columns")
         names: list[str] = []
         written = 0
         once = isinstance(checkpoints, Iterator)
@@ -278,10 +286,12 @@ class Attributor:
                 written += session.featurize(checkpoint, rows, wait=wait)
                 names.append(checkpoint.name)
             written += session.finish(rows)
-        if not names:
-            raise InvalidInputError(
-                "checkpoints is empty. Pass at least one, or leave it out to use the present weights of the model."
-            )
+            if not names:
+                raise InvalidInputError(
+                    "checkpoints is empty. Pass at least one, or leave it out to use the present weights of the model."
+                )
+            if labelled:
+                ranks.broadcast("the columns", lambda: store_columns(session.store, labelled))
         self._held, self._run.train = rows.held, rows
         if not once:
             self._run.sources.append((checkpoints, checkpoint_loader))

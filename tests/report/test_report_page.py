@@ -187,7 +187,7 @@ def test_scores_are_read_once_and_only_shown_rows_are_rendered(tmp_path: Path, m
     scores = drawn_scores()
     passes, rendered = [], []
     tiles = type(scores).tiles
-    monkeypatch.setattr(type(scores), "tiles", lambda self: passes.append(1) or tiles(self))
+    monkeypatch.setattr(type(scores), "tiles", lambda self, wanted: passes.append(1) or tiles(self))
     monkeypatch.setattr(type(scores), "numpy", lambda self: pytest.fail("all scores were held at once"))
 
     write_report(
@@ -304,7 +304,7 @@ def test_a_missing_package_is_found_before_the_scores_are_read(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     scores = drawn_scores()
-    monkeypatch.setattr(type(scores), "tiles", lambda self: pytest.fail("the scores were read"))
+    monkeypatch.setattr(type(scores), "tiles", lambda self, *_: pytest.fail("the scores were read"))
     for module in ("matplotlib", "jinja2"):
         monkeypatch.setitem(sys.modules, module, None)
         with pytest.raises(MissingPackageError, match=module):
