@@ -159,7 +159,7 @@ class Job:
         rows = self.config.values["train_data"]["indices"]
         train_fn = partial(last_trained, train if rows is None else partial(_chosen, tuple(rows), train))
         score = self.config.values["score"]
-        scores = self.attributor.scores(score["name"], method=score["method"])
+        scores = self.attributor.scores(score["name"], method=score["method"], task=score["task"])
         return verify(scores, train_fn, self.target_rows, **self.config.values["verify"])
 
     def unroll(self) -> Scores:

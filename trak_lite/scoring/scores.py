@@ -137,11 +137,17 @@ class Scores:
         """The model output function that defines f.
 
         Raises:
-            StateError: If the scores were opened without a model, or made without an attributor and a replay.
+            StateError: If the scores were opened without a model, or without the task that their targets were scored
+                with, or made without an attributor and a replay.
         """
         if isinstance(self._described, UnstoredRows) and self._described.task is not None:
             return self._described.task
-        return self.run.settings.task
+        if "task" in self.settings and not self.run.question:
+            raise StateError(
+                f"The targets {self.name!r} were scored with task={self.settings['task']!r}. Open the scores with it: "
+                f"Attributor.scores({self.name!r}, task=...)."
+            )
+        return self.run.target_task
 
     @property
     def source(self) -> ScoreSource:

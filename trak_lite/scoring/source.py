@@ -5,7 +5,7 @@ Shapes: N train rows, M targets, K feature width, C checkpoints, G groups of che
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import combinations
 from typing import Any, final
@@ -164,6 +164,12 @@ class ScoreSource:
     def num_targets(self) -> int:
         """M."""
         return self._targets(self._train[0]).spec.num_rows
+
+    @property
+    def target_identity(self) -> Mapping[str, Any]:
+        """JSON values that identify the targets, and their task if it is not that of the train rows."""
+        found: Mapping[str, Any] = self._targets(self._train[0]).spec.fingerprint.get("targets", {})
+        return found
 
     def terms(self, targets: slice | NDArray[np.int64] = slice(None)) -> list[ScoreTerm]:
         """Return one term per checkpoint, with the targets multiplied by (H + lambda I)^-1 and the weight.
