@@ -189,18 +189,17 @@ class Job:
             run, self.target_rows, self.attributor.task, name=name, progress=progress, **arguments
         )
 
-    def shown(self, scores: Scores) -> Iterator[str]:
-        """Yield scores, the top rows of some targets, and mean scores by group as lines."""
-        yield str(scores)
+    def shown(self, scores: Scores) -> list[str]:
+        """Return scores, the top rows of some targets, and mean scores by group as lines."""
+        lines = [str(scores)]
         for target in range(min(_SHOWN_TARGETS, scores.shape[1])):
             for sign in ("helpful", "harmful"):
                 top = scores.top(_SHOWN_ROWS, target=target, sign=sign, where=self._where)
                 rows = "  ".join(
                     f"{row} ({value:+.2e})" for row, value in zip(top.indices, top.scores, strict=True)
                 )
-                yield f"target {target}, most {sign} rows: {rows}"
-        if self._by is not None:
-            yield from _grouped(scores, self._by, self._where)
+                lines.append(f"target {target}, most {sign} rows: {rows}")
+        return lines if self._by is None else [*lines, *_grouped(scores, self._by, self._where)]
 
     @contextmanager
     def recorded(self, command: str) -> Iterator[None]:

@@ -119,7 +119,9 @@ class Run:
         rows, task = self.rows(data, "the targets"), self.settings.task
         if not self.question or not isinstance(task, QuestionsModelOutput):
             return rows
-        return task.ask(self.question, rows)
+        asked = task.ask(self.question, rows)
+        asked.what = rows.what
+        return asked
 
     @property
     def target_task(self) -> AbstractModelOutput:
