@@ -323,7 +323,10 @@ def test_columns_that_are_not_stored_are_named() -> None:
     ):
         with pytest.raises(UnknownNameError, match="Unknown columns"):
             call(scores)
-    assert made.stream_scores(TRAIN, TARGETS, method=GradDot()).columns == {}
+    streamed = made.stream_scores(TRAIN, TARGETS, method=GradDot())
+    assert streamed.columns == {}
+    with pytest.raises(UnknownNameError, match="no columns of these train rows are stored"):
+        streamed.group("source")
 
 
 # ------------------------------------------------------------------------ where they are stored

@@ -13,9 +13,17 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from trak_lite._validate import known_names
-from trak_lite.errors import InvalidInputError
+from trak_lite.errors import InvalidInputError, UnknownNameError
 
-__all__ = ["Column", "Where", "column_of", "columns_of", "wanted_rows", "weights_of"]
+__all__ = [
+    "Column",
+    "Where",
+    "column_of",
+    "columns_of",
+    "require_columns",
+    "wanted_rows",
+    "weights_of",
+]
 
 Where: TypeAlias = ArrayLike | Mapping[str, Any]
 """A mask ``(N,)`` of booleans, or a value (or several) per column name."""
@@ -136,7 +144,7 @@ def wanted_rows(where: Where, columns: Mapping[str, Column], num_rows: int) -> N
         array([ True, False,  True])
     """
     if isinstance(where, Mapping):
-        known_names(where, list(columns), what="columns")
+        require_columns(where, columns)
         mask = np.ones(num_rows, np.bool_)
         for name, value in where.items():
             mask &= np.any([columns[name].matches(one) for one in _several(value)], axis=0)
@@ -166,13 +174,28 @@ def weights_of(weights: ArrayLike | str, columns: Mapping[str, Column], num_rows
         UnknownNameError: If a column is not known.
     """
     if isinstance(weights, str):
-        known_names([weights], list(columns), what="columns")
+        require_columns([weights], columns)
     given = columns[weights].values if isinstance(weights, str) else np.asarray(weights)
     if given.shape != (num_rows,) or given.dtype.kind not in "biuf" or not np.isfinite(given).all():
         raise InvalidInputError(
             f"weights must be {num_rows} finite numbers, one per train row, got {given.dtype} of shape {given.shape}."
         )
     return given.astype(np.float64)
+
+
+def require_columns(names: Iterable[str], columns: Mapping[str, Column]) -> None:
+    """Raise if a name is not that of a column.
+
+    Raises:
+        UnknownNameError: Lists the nearest known names, or says how columns are stored.
+    """
+    wanted = list(names)
+    if wanted and not columns:
+        raise UnknownNameError(
+            f"There is no column {wanted[0]!r}, because no columns of these train rows are stored. Store them with "
+            "featurize(data, columns=...), or pass a mask, labels or weights with one value per train row."
+        )
+    known_names(wanted, list(columns), what="columns")
 
 
 def _names(data: Any) -> Iterable[Any] | None:

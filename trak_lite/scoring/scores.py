@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from trak_lite._validate import known_names, one_of, positive_int, require_packages, target_number
-from trak_lite.data.columns import Column, Where, wanted_rows, weights_of
+from trak_lite._validate import one_of, positive_int, require_packages, target_number
+from trak_lite.data.columns import Column, Where, require_columns, wanted_rows, weights_of
 from trak_lite.errors import InvalidInputError, StateError, printable
 from trak_lite.evaluation import Verdict
 from trak_lite.evaluation.verdict import OneRunVerdict, Predictions
@@ -321,7 +321,7 @@ class Scores:
         num_rows, num_targets = self.shape
         if isinstance(rows, str):
             columns = self.columns
-            known_names([rows], list(columns), what="columns")
+            require_columns([rows], columns)
             train: Column | None = columns[rows]
         else:
             train = None if rows is None else Column.of(rows, num_rows, "The labels of train rows")
