@@ -46,7 +46,12 @@ QUICK = settings(max_examples=20, deadline=None)
 def featurized(path: Path | None = None, **changes: Any) -> Attributor:
     given = {"proj_dim": 16, "dtype": "float32", "progress": False, **changes}
     made = Attributor(perceptron(5), "image_classification", path, **given)
-    columns = {"source": SOURCE, "year": torch.from_numpy(YEAR), "weight": WEIGHT}
+    columns = {
+        "source": SOURCE,
+        "year": torch.from_numpy(YEAR),
+        "weight": WEIGHT,
+        "short": WEIGHT.astype(np.float32),
+    }
     made.featurize(TRAIN, random_states(lambda: perceptron(5), 2), columns=columns)
     return made
 
@@ -348,7 +353,7 @@ def test_columns_are_stored_beside_the_rows(tmp_path: Path) -> None:
     done = opened.featurize(TRAIN, states, columns={"licence": ["MIT", "GPL"] * 15, "year": YEAR + 1})
     assert (done.rows_written, done.rows_found) == (0, 2 * N)
     again = opened.scores().columns
-    assert sorted(again) == ["licence", "source", "weight", "year"]
+    assert sorted(again) == ["licence", "short", "source", "weight", "year"]
     assert again["year"].values.tolist() == (YEAR + 1).tolist()
     with open_store(path) as store:
         assert COLUMNS in store.entry_names()
@@ -404,7 +409,9 @@ def test_the_same_columns_are_not_written_again(tmp_path: Path, monkeypatch: pyt
     ],
     ids=["empty", "nothing", "noise"],
 )
-def test_columns_that_are_damaged_are_refused(content: bytes, message: str) -> None:
+def test_columns_that_are_damaged_are_refused_until_they_are_stored_again(
+    content: bytes, message: str, caplog: pytest.LogCaptureFixture
+) -> None:
     store = MemoryFeatureStore(Manifest({"dataset": {"num_rows": 3}}))
     store_columns(store, {"a": Column.of(["x", "y", "x"], 3, "a")})
     assert stored_columns(store)["a"].values.tolist() == ["x", "y", "x"]
@@ -414,6 +421,12 @@ def test_columns_that_are_damaged_are_refused(content: bytes, message: str) -> N
 
     with pytest.raises(CorruptStoreError, match=message):
         stored_columns(store)
+    with caplog.at_level("WARNING"):
+        store_columns(store, {"b": Column.of([0.5, 1.5, 0.5], 3, "b")})
+    assert "All stored columns are replaced" in caplog.text
+    assert {name: column.values.tolist() for name, column in stored_columns(store).items()} == {
+        "b": [0.5, 1.5, 0.5]
+    }
 
 
 # ------------------------------------------------------------------------ selection
@@ -448,7 +461,9 @@ def test_a_selection_reads_the_columns_of_the_store() -> None:
     assert max(given_data.indices) < 15
     with pytest.raises(InvalidInputError, match="k is 9, and there are 6 train rows that satisfy where"):
         select(scores, 9, where={"year": 2022})
-    with pytest.raises(InvalidInputError, match=r"columns of the store are \['source', 'weight', 'year'\]"):
+    with pytest.raises(
+        InvalidInputError, match=r"columns of the store are \['short', 'source', 'weight', 'year'\]"
+    ):
         select(scores, 9, "balanced", groups="licence")
 
 

@@ -7,6 +7,7 @@ that were appended to since, are therefore not found.
 from __future__ import annotations
 
 import json
+import logging
 from collections.abc import Mapping
 from typing import Any
 
@@ -23,11 +24,13 @@ from trak_lite.store import AbstractFeatureStore, Manifest
 
 __all__ = ["store_columns", "stored_columns"]
 
+logger = logging.getLogger(__name__)
+
 _NAMES = "names"
 
 
 def store_columns(store: AbstractFeatureStore, columns: Mapping[str, Column]) -> None:
-    """Store columns of the train rows. A column of the same name is replaced, others stay.
+    """Store columns of the train rows. A column of the same name is replaced, others stay unless they are damaged.
 
     Raises:
         InvalidInputError: If a column does not have one label per train row.
@@ -39,17 +42,19 @@ def store_columns(store: AbstractFeatureStore, columns: Mapping[str, Column]) ->
         raise InvalidInputError(
             f"The store has {num_rows} train rows, and these columns have other numbers of values: {wrong}."
         )
-    known = stored_columns(store)
+    try:
+        known = stored_columns(store)
+    except CorruptStoreError as error:
+        logger.warning("All stored columns are replaced. %s", error)
+        known = {}
     if all(name in known and _are_equal(known[name], column) for name, column in columns.items()):
         return
     found = {**known, **columns}
     arrays = {_NAMES: _as_bytes(list(found))}
     for number, (name, column) in enumerate(found.items()):
-        labels = column.labels
+        labels = _plain(column.labels)
         try:
-            arrays[f"labels-{number}"] = (
-                _widest(labels) if labels.dtype.kind in "biuf" else _as_bytes(column.texts)
-            )
+            arrays[f"labels-{number}"] = labels if labels.dtype.kind != "U" else _as_bytes(labels.tolist())
         except ValueError as error:
             raise InvalidInputError(
                 f"The column {name!r} has too many or too long texts to be stored ({error}). Leave it out, or pass "
@@ -95,15 +100,17 @@ def _column(arrays: Mapping[str, NDArray[Any]], number: int, num_rows: int) -> C
 
 
 def _are_equal(known: Column, given: Column) -> bool:
-    """Return whether the texts of all labels are equal, so that nothing has to be written."""
-    same = known.labels.dtype.kind == given.labels.dtype.kind and len(known.labels) == len(given.labels)
-    return same and known.texts == given.texts and np.array_equal(known.places, given.places)
+    """Return whether a stored column has the values of a given one, so that nothing has to be written."""
+    labels = _plain(given.labels)
+    same = known.labels.dtype.kind == labels.dtype.kind and np.array_equal(known.labels, labels)
+    return same and np.array_equal(known.places, given.places)
 
 
-def _widest(labels: NDArray[Any]) -> NDArray[Any]:
-    """Return numbers as int64, uint64 or float64, booleans as such: uint8 is that of texts."""
+def _plain(labels: NDArray[Any]) -> NDArray[Any]:
+    """Return booleans as such, numbers as int64, uint64 or float64 (uint8 is that of texts), and others as text."""
     kinds: dict[str, Any] = {"b": np.bool_, "i": np.int64, "u": np.uint64, "f": np.float64}
-    return labels.astype(kinds[labels.dtype.kind])
+    kind = labels.dtype.kind
+    return labels.astype(kinds[kind]) if kind in kinds else np.array([str(label) for label in labels])
 
 
 def _as_bytes(texts: list[str]) -> NDArray[np.uint8]:

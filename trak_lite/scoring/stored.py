@@ -202,6 +202,7 @@ def _scores_of_table(
         one_run=kept_in(workspace, Manifest(store.manifest.fingerprint), path),
         errors=partial(table.read, ERRORS) if with_errors else None,
         shown=store.attributes(path),
+        targets=table.spec.fingerprint.get("targets", {}),
     )
 
 
@@ -218,8 +219,9 @@ def _scores(
     one_run: OneRunPlace | None = None,
     errors: Callable[[], NDArray[np.float32]] | None = None,
     shown: Mapping[str, Any] | None = None,
+    targets: Mapping[str, Any] | None = None,
 ) -> Scores:
-    asked = source.target_identity.get("task")
+    asked = (source.target_identity if targets is None else targets).get("task")
     if asked is not None:
         shown = {**(shown or {}), "task": asked.get("name") or "custom"}
     shown = {**(shown or {}), "checkpoints": source.num_checkpoints, "proj_dim": _widths(settings.layout)}
