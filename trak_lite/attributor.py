@@ -15,6 +15,7 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from trak_lite._validate import positive_int
+from trak_lite.data.columns import columns_of
 from trak_lite.data.datasets import HeldRows, Rows
 from trak_lite.errors import InvalidInputError
 from trak_lite.featurizing.session import FeaturizingSession, Run, TargetSet, marking_last, stored_norms
@@ -23,6 +24,7 @@ from trak_lite.gradient_computers.normalization import Normalization, Normalizat
 from trak_lite.methods import EKFAC, AbstractMatrixMethod, AbstractMethod, Mean, Method, Unrolled
 from trak_lite.models.checkpoints import CheckpointSource, iterate_checkpoints
 from trak_lite.projectors import AbstractProjector
+from trak_lite.run.columns import store_columns
 from trak_lite.run.settings import AttributorSettings, GradientComputerFactory, Task, stored_arguments
 from trak_lite.run.tables import complete_tables, drop_checkpoint
 from trak_lite.run.workspace import Workspace, naming_dropped
@@ -227,6 +229,7 @@ class Attributor:
         *,
         checkpoint_loader: Callable[[Any], Mapping[str, Tensor]] | None = None,
         append: bool = False,
+        columns: Any = None,
     ) -> FeaturizeSummary:
         """Compute and store the features of every train row for every checkpoint.
 
@@ -249,12 +252,16 @@ class Attributor:
             append: Accept data with more rows than the store. If the data begins with the stored rows, according to
                 the digest or the name of ``Rows``, the remaining rows are appended. All checkpoints of the store must
                 then be featurized with the longer data before the next scoring.
+            columns: Values of each train row by name (its source, date, licence, weight): a mapping of names to N
+                values, a pandas frame or a ``datasets.Dataset``, in the order of the rows. They are stored beside the
+                rows, for filters, weights and group sums of scores (:meth:`Scores.top`, :meth:`Scores.group`). Columns
+                of other names stay. After ``append=True``, all columns have to be given again.
 
         Returns:
             The numbers of rows that this call wrote, and that it found or other processes wrote.
 
         Raises:
-            InvalidInputError: If the data, a batch or a checkpoint has the wrong type, shape or length.
+            InvalidInputError: If the data, a batch, a checkpoint or a column has the wrong type, shape or length.
             CheckpointError: If ``normalize`` needs the state of Adam, and a checkpoint has none; names the places that
                 were searched.
             NonFiniteError: If a value of a row is NaN or infinite; names the rows.
@@ -264,6 +271,7 @@ class Attributor:
             RankError: If another rank of a distributed run failed, or makes another call.
         """
         rows = self._run.rows(data, "the train data")
+        labelled = {} if columns is None else columns_of(columns, len(rows), "columns")
         names: list[str] = []
         written = 0
         once = isinstance(checkpoints, Iterator)
@@ -278,10 +286,12 @@ class Attributor:
                 written += session.featurize(checkpoint, rows, wait=wait)
                 names.append(checkpoint.name)
             written += session.finish(rows)
-        if not names:
-            raise InvalidInputError(
-                "checkpoints is empty. Pass at least one, or leave it out to use the present weights of the model."
-            )
+            if not names:
+                raise InvalidInputError(
+                    "checkpoints is empty. Pass at least one, or leave it out to use the present weights of the model."
+                )
+            if labelled:
+                ranks.broadcast("the columns", lambda: store_columns(session.store, labelled))
         self._held, self._run.train = rows.held, rows
         if not once:
             self._run.sources.append((checkpoints, checkpoint_loader))
@@ -300,6 +310,7 @@ class Attributor:
         dense: bool = True,
         k: int | None = None,
         refine: Refine | None = None,
+        task: Task | None = None,
         checkpoints: CheckpointSource = None,
         checkpoint_loader: Callable[[Any], Mapping[str, Tensor]] | None = None,
     ) -> Scores:
@@ -321,6 +332,10 @@ class Attributor:
             refine: Score the candidates of every target again by their unprojected gradients, and return these scores
                 (in memory, NaN for all other rows). The scores of the stored rows find the candidates; only
                 these are cached. Needs the train data: call :meth:`featurize` first.
+            task: Model output function of the targets: the scores are the effect of a train row on this output of the
+                model (``"answer_difference"``, an activation, a function ``f(model_call, batch)``). The train rows stay
+                those of the attributor's task. ``None`` is the attributor's task. Target sets of different tasks need
+                different names.
             checkpoints: The checkpoints to use. All must be featurized. ``None`` uses all checkpoints of the store.
             checkpoint_loader: As in :meth:`featurize`.
 
@@ -337,13 +352,13 @@ class Attributor:
             RankError: If another rank of a distributed run failed, or makes another call.
         """
         check_name(name, what="target set")
-        chosen = self._settings.scored_by(method)
+        chosen, run = self._settings.scored_by(method), self._run.asking(task)
         if isinstance(chosen, AbstractMatrixMethod):
             if k is not None or refine is not None or not dense:
                 raise InvalidInputError(
                     f"{chosen.name} scores are stored whole. Leave out k, refine and dense=False."
                 )
-            return self._score_matrix(data, name, chosen, checkpoints, checkpoint_loader)
+            return self._score_matrix(run, data, name, chosen, task, checkpoints, checkpoint_loader)
         if refine is not None:
             if k is not None:
                 raise InvalidInputError(
@@ -354,10 +369,10 @@ class Attributor:
             raise InvalidInputError(
                 f"k={k} needs dense=False. Leave k out: dense scores support top(k) for any k."
             )
-        targets = self._run.rows(data, "the targets")
+        targets = run.targets(data)
         with (
-            self._run.joined(f"score {name!r}") as ranks,
-            self._run.session(ranks=ranks, train=self._held) as session,
+            run.joined(f"score {name!r}") as ranks,
+            run.session(ranks=ranks, train=self._held) as session,
             naming_dropped(session.store) as paths,
         ):
             target_set = session.target_set(targets, name, chosen)
@@ -377,33 +392,35 @@ class Attributor:
                 session.store, list(train.values()), name, chosen, self._settings, ranks=ranks
             )
             if dense and not finished:
-                result.fill(source, device=self.device, progress=self._run.progress)
+                result.fill(source, device=self.device, progress=run.progress)
             ends = None if k is None else result.top_and_bottom(source, k)
             if refine is not None and ends is not None:
-                return refined_scores(self._run, session, train, targets, name, refine, ends)
-            return result.scores(self._run, dense=dense, ends=ends)
+                return refined_scores(run, session, train, targets, name, refine, ends)
+            return result.scores(run, dense=dense, ends=ends)
 
     def _score_matrix(
         self,
+        run: Run,
         data: Any,
         name: str,
         method: AbstractMatrixMethod,
+        task: Task | None,
         checkpoints: CheckpointSource,
         checkpoint_loader: Callable[[Any], Mapping[str, Tensor]] | None,
     ) -> Scores:
         """Return the scores of a method that does not multiply stored rows; compute and store them if needed."""
         if isinstance(checkpoints, Iterator):
             checkpoints = list(checkpoints)
-        targets = self._run.rows(data, "the targets")
-        place = (targets, name, method, checkpoints, checkpoint_loader)
+        place = (run, run.targets(data), name, method, checkpoints, checkpoint_loader)
 
         smoothness: list[float] = []
 
         def replayed(one: Unrolled) -> Scores:
             runs = cast("tuple[TrainingRun, ...]", one.runs)
             self._refuse_other_rows(runs)
-            smoothness.extend(round(run.metasmoothness(), 4) for run in runs)
-            return unrolled(runs, targets, self.task, name=name, progress=self._run.progress)
+            smoothness.extend(round(one.metasmoothness(), 4) for one in runs)
+            targets = run.rows(data, "the targets")
+            return unrolled(runs, targets, run.target_task, name=name, progress=run.progress)
 
         def matrix_of(one: AbstractMethod) -> NDArray[np.float32]:
             if isinstance(one, Mean):
@@ -411,7 +428,7 @@ class Attributor:
             if isinstance(one, Unrolled):
                 return replayed(one).numpy()
             given = {"checkpoints": checkpoints, "checkpoint_loader": checkpoint_loader}
-            return self.score(data, name, method=one, **given).numpy()
+            return self.score(data, name, method=one, task=task, **given).numpy()
 
         def made() -> tuple[NDArray[np.float32], NDArray[np.float32] | None, Mapping[str, Any]]:
             if isinstance(method, Unrolled) and len(method.runs) > 1:
@@ -427,6 +444,7 @@ class Attributor:
 
     def _stored_matrix(
         self,
+        run: Run,
         targets: Rows,
         name: str,
         method: AbstractMatrixMethod,
@@ -437,8 +455,8 @@ class Attributor:
     ) -> Scores | None:
         """Return the stored scores; without them store those that were made first, or return ``None`` without these."""
         with (
-            self._run.joined(f"score {name!r}") as ranks,
-            self._run.session(ranks=ranks, train=self._held) as session,
+            run.joined(f"score {name!r}") as ranks,
+            run.session(ranks=ranks, train=self._held) as session,
             naming_dropped(session.store) as paths,
         ):
             target_set = session.target_set(targets, name, method)
@@ -452,7 +470,7 @@ class Attributor:
                 if made is None:
                     return None
                 ranks.broadcast("the scores", lambda: result.put(*made))
-            return result.scores(self._run, dense=True)
+            return result.scores(run, dense=True)
 
     def _refuse_other_rows(self, runs: tuple[TrainingRun, ...]) -> None:
         """Raise if a run was not trained on the train rows of the store."""
@@ -468,6 +486,7 @@ class Attributor:
         *,
         method: Method | None = None,
         k: int | None = None,
+        task: Task | None = None,
         checkpoints: CheckpointSource = None,
         checkpoint_loader: Callable[[Any], Mapping[str, Tensor]] | None = None,
         max_bytes: int = MAX_BYTES,
@@ -488,6 +507,7 @@ class Attributor:
                 kernel and a transform; ``None`` is ``EKFAC`` with its default settings.
             k: Keep only the k most helpful and the k most harmful rows of every target. All other entries of the result
                 are NaN, and it takes ``4 k`` numbers per target instead of N.
+            task: Model output function of the targets, as in :meth:`score`.
             checkpoints: As in :meth:`featurize`. An iterator is read to its end before the first checkpoint is loaded.
             checkpoint_loader: As in :meth:`featurize`.
             max_bytes: Memory for the gradients of targets and for the scores before they are reduced to k rows, in
@@ -521,17 +541,25 @@ class Attributor:
             raise InvalidInputError(
                 "checkpoints is empty. Pass at least one, or leave it out to use the present weights of the model."
             )
+        run = self._run.asking(task)
         return scores_of_stream(
-            self._run,
-            self._run.rows(train, "the train data"),
-            self._run.rows(targets, "the targets"),
+            run,
+            run.rows(train, "the train data"),
+            run.targets(targets),
             chosen,
             found,
             k=k,
             max_bytes=positive_int(max_bytes=max_bytes),
         )
 
-    def scores(self, name: str = "targets", *, method: Method | None = None, dense: bool = True) -> Scores:
+    def scores(
+        self,
+        name: str = "targets",
+        *,
+        method: Method | None = None,
+        dense: bool = True,
+        task: Task | None = None,
+    ) -> Scores:
         """Return the scores of a target set from the store, without the data and without computing gradients.
 
         Args:
@@ -539,15 +567,18 @@ class Attributor:
             method: As in :meth:`score`.
             dense: Return the stored matrix. ``False`` computes scores from the stored rows on access. The rows must be
                 complete for every checkpoint that the targets were featurized with.
+            task: As in :meth:`score`; needed only for calls that compute f of targets, such as
+                :func:`~trak_lite.verify`.
 
         Raises:
             InvalidInputError: If the method is unknown or does not fit the checkpoints.
             StateError: If the scores were never computed, or are not finished.
-            ManifestMismatchError: If an attributor with another method made the scores.
+            ManifestMismatchError: If an attributor with another method made the scores, or they are of another task.
         """
         check_name(name, what="target set")
         read = stored_scores if dense else streamed_scores
-        return read(self._workspace, self._settings, name, self._settings.scored_by(method), run=self._run)
+        run = self._run.asking(task)
+        return read(self._workspace, self._settings, name, self._settings.scored_by(method), run=run)
 
     def gradient_norms(self) -> NDArray[np.float32]:
         """Return the stored norms of the train rows' gradients before normalisation.

@@ -22,6 +22,7 @@ from trak_lite.cli.configs import read_config
 from trak_lite.cli.recipes import load_recipe
 from trak_lite.cli.records import RunRecord, last_record, store_record_of_run, stored_records
 from trak_lite.errors import CorruptStoreError, InvalidInputError
+from trak_lite.run.columns import stored_columns
 from trak_lite.store import Manifest, ZarrFeatureStore, open_store
 
 ran = pytest.fixture(scope="module")(finished_run)
@@ -87,6 +88,73 @@ def test_featurize_and_score_do_what_a_run_does(
     assert "40 train rows x 6 targets" in done(["score", config], capsys)
 
     np.testing.assert_array_equal(scores(tmp_path), scores(ran))
+
+
+COLUMNS = """
+
+def columns(num_train: int = 40):
+    rows = range(num_train)
+    return {"source": ["web" if i % 3 else "book" for i in rows], "year": [2020 + i // 25 for i in rows]}
+"""
+
+
+def test_columns_of_the_recipe_filter_and_group_what_is_printed(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    config = write_case(tmp_path, recipe=RECIPE + COLUMNS)
+    chosen = ["--where", "source=web", "--where", "year=2020", "--by", "source"]
+
+    shown = done(["run", config, *chosen], capsys)
+
+    matrix = scores(tmp_path).astype(np.float64)
+    rows = np.array([i for i in range(40) if i % 3 and i < 25])
+    best = rows[np.argsort(-matrix[rows, 1], kind="stable")[:5]]
+    listed = "  ".join(f"{row} ({matrix[row, 1]:+.2e})" for row in best)
+    assert f"target 1, most helpful rows: {listed}" in shown
+    assert (
+        f"mean score over all targets by source:\n  {matrix[rows].mean():+.2e}  web ({len(rows)} rows)\n"
+        in shown
+    )
+    again = done(["score", config, "--by", "year"], capsys)
+    means = {2020: matrix[:25].mean(), 2021: matrix[25:].mean()}
+    lines = [
+        f"  {means[year]:+.2e}  {year} ({25 if year == 2020 else 15} rows)"
+        for year in sorted(means, key=lambda y: -means[y])
+    ]
+    assert again.endswith("mean score over all targets by year:\n" + "\n".join(lines) + "\n")
+    assert "Unknown columns: ['colour']" in refused(["score", config, "--by", "colour"], capsys)
+    assert "--where must be NAME=VALUE" in refused(["score", config, "--where", "web"], capsys)
+    selected = done(
+        [
+            "featurize",
+            write_case(tmp_path, recipe=RECIPE + COLUMNS, more="train_data: {indices: [5, 0, 39]}\n"),
+            "--path",
+            str(tmp_path / "some.zarr"),
+        ],
+        capsys,
+    )
+    assert "9 rows written" in selected
+    with open_store(tmp_path / "some.zarr") as store:
+        assert stored_columns(store)["source"].values.tolist() == ["web", "book", "book"]
+
+
+def test_targets_of_another_task_are_scored_by_the_command_line(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    recipe = RECIPE.replace("nn.Linear(width, 2)", "nn.Linear(width, 1)").replace(".long())", ".float())")
+    config = write_case(tmp_path, recipe=recipe)
+    plain = ["--checkpoints", "null", "--task", "binary_classification"]
+    done(["run", config, *plain], capsys)
+
+    asked = done(["score", config, *plain, "--score.task", "regression", "--score.name", "other"], capsys)
+
+    assert "task=regression" in asked
+    own = load_recipe(tmp_path / "recipe.py")
+    attributor = Attributor(own.call("build_model", {}), "binary_classification", None, proj_dim=16)
+    attributor.featurize(own.call("train_data", {}))
+    expected = attributor.score(own.call("target_data", {}), task="regression").numpy()
+    with open_store(tmp_path / "run.zarr") as store:
+        np.testing.assert_array_equal(store.open_table("scores/other").read("scores"), expected)
 
 
 def test_a_recipe_without_checkpoints_is_taken_as_it_builds_the_model(
@@ -375,8 +443,8 @@ def test_the_report_gets_scores_renders_and_a_place(
 ) -> None:
     calls: list[tuple[Any, ...]] = []
 
-    def write_report(scores: Any, out: Any, *, train_render: Any, target_render: Any) -> Path:
-        calls.append((scores.shape, Path(out), train_render(3), target_render))
+    def write_report(scores: Any, out: Any, *, train_render: Any, target_render: Any, where: Any) -> Path:
+        calls.append((scores.shape, Path(out), train_render(3), target_render, where))
         return Path(out)
 
     module = types.ModuleType("trak_lite.report")
@@ -385,10 +453,11 @@ def test_the_report_gets_scores_renders_and_a_place(
 
     store, recipe = str(ran / "run.zarr"), typed(ran)
     assert done(["report", store, *recipe], capsys) == f"report: {ran}/run.html\n"
-    done(["report", "--from", store, "--out", "other.html", *recipe], capsys)
+    chosen = ["--where", "source=web", "--where", "source=a=b", "--where", "year=2024"]
+    done(["report", "--from", store, "--out", "other.html", *chosen, *recipe], capsys)
     assert calls == [
-        ((40, 6), ran / "run.html", "row 3", None),
-        ((40, 6), Path("other.html"), "row 3", None),
+        ((40, 6), ran / "run.html", "row 3", None, None),
+        ((40, 6), Path("other.html"), "row 3", None, {"source": ["web", "a=b"], "year": ["2024"]}),
     ]
     with open_store(str(ran / "run.zarr")) as store:
         assert [record.command for record in stored_records(store)] == ["run"]

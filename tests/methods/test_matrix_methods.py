@@ -86,6 +86,24 @@ def test_unrolled_scores_are_stored_and_verified(runs):
         found.self_influence()
 
 
+def logit_gap(model_call, batch):
+    logits = model_call(batch[0])
+    return logits[:, 0] - 2 * logits[:, 1]
+
+
+def test_unrolled_scores_of_another_task_are_those_of_its_replay(runs):
+    made = attributor(runs)
+    found = made.score(TARGETS, "gap", method=Unrolled(runs[0]), task=logit_gap)
+
+    expected = unrolled(runs[0], TARGETS, logit_gap).numpy()
+    np.testing.assert_allclose(found.numpy(), expected, rtol=1e-5, atol=1e-7)
+    assert not np.allclose(found.numpy(), made.score(TARGETS, "t", method=Unrolled(runs[0])).numpy())
+    given = {"protocol": "one-run", "budget": 4}
+    asked = verify(found, runs[0], TARGETS, **given)
+    assert asked.lds == verify(found, runs[0], TARGETS, task=logit_gap, **given).lds
+    assert asked.lds != verify(found, runs[0], TARGETS, task="image_classification", **given).lds
+
+
 def test_standard_errors_are_those_over_runs(runs):
     scores = unrolled(runs, TARGETS, "image_classification")
     single = np.stack([unrolled(run, TARGETS, "image_classification").numpy() for run in runs])

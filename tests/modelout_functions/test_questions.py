@@ -11,10 +11,11 @@ from modelout_cases import B, LanguageModel, T, V, prepared, randint, randn
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
-from trak_lite import Attributor, Rows
-from trak_lite.errors import InvalidInputError, ManifestMismatchError, UnknownTaskError
+from trak_lite import Attributor, Rows, verify
+from trak_lite.errors import InvalidInputError, ManifestMismatchError, StateError, UnknownTaskError
+from trak_lite.evaluation import subset_masks
 from trak_lite.gradient_computers import FunctionalGradientComputer, HookGradientComputer, collect_gradients
-from trak_lite.methods import GradCos, GradDot
+from trak_lite.methods import GradCos, GradDot, Mean
 from trak_lite.modelout_functions import (
     ActivationModelOutput,
     CausalLanguageModelingModelOutput,
@@ -123,6 +124,113 @@ def test_questions_use_the_stored_rows_of_the_task(tmp_path: Any) -> None:
     with pytest.raises(ManifestMismatchError):
         again.score(task.ask("gap", data(M, 3), groups=[0] * M), name="gap")
     assert describe_task(task) == describe_task(task.task)
+
+
+def other_gap(model_call: Any, batch: Any) -> Tensor:
+    return model_call(batch[0])[:, 2]
+
+
+def test_a_task_of_targets_is_one_argument_of_score() -> None:
+    model = classifier()
+    attributor = Attributor(model, "image_classification", None, method=GradDot(), **EXACT)
+    attributor.featurize(data(N, 1))
+    rows, asked = plain_gradients(model)
+
+    scores = attributor.score(Rows(data(M, 3), batch_size=4), name="gap", task=gap)
+    streamed = attributor.stream_scores(data(N, 1), data(M, 3), method=GradDot(), task=gap)
+
+    np.testing.assert_allclose(scores.numpy(), rows @ asked.T, rtol=1e-4, atol=1e-5)
+    np.testing.assert_allclose(streamed.numpy(), rows @ asked.T, rtol=1e-4, atol=1e-5)
+    products = rows @ asked.T
+    mean = attributor.score(data(M, 3), name="gap", task=gap, method=Mean(GradDot(), GradDot()))
+    standard = (products - products.mean(0)) / products.std(0)
+    np.testing.assert_allclose(mean.numpy(), standard, rtol=1e-3, atol=1e-4)
+    plain = attributor.score(data(M, 3), name="plain").numpy()
+    margins = np.stack([flat_gradient(margin(model, x, y), model) for x, y in data(M, 3)])
+    np.testing.assert_allclose(plain, rows @ margins.T, rtol=1e-4, atol=1e-5)
+
+
+def margin(model: nn.Module, x: Tensor, y: Tensor) -> Tensor:
+    logits = model(x)
+    return logits[y] - torch.cat([logits[:y], logits[y + 1 :]]).logsumexp(0)
+
+
+def test_scores_of_different_tasks_do_not_mix(tmp_path: Any) -> None:
+    model, path = classifier(), tmp_path / "rows.zarr"
+    attributor = Attributor(model, "image_classification", path, proj_dim=8, progress=False)
+    attributor.featurize(data(N, 1))
+    asked = attributor.score(data(M, 3), name="gap", task=gap)
+    first = asked.numpy().tobytes()
+
+    opened = Attributor.open(path, model)
+    assert opened.score(data(M, 3), name="gap", task=gap).numpy().tobytes() == first
+    assert opened.scores("gap").numpy().tobytes() == first
+    assert opened.scores("gap").settings["task"] == "callable"
+    assert "task" not in opened.score(data(M, 3), name="plain").settings
+    for task in (None, other_gap, ActivationModelOutput("1", torch.eye(5)[2])):
+        with pytest.raises(ManifestMismatchError, match=r"targets\.task"):
+            opened.score(data(M, 3), name="gap", task=task)
+        with pytest.raises(ManifestMismatchError, match=r"targets\.task"):
+            opened.score(data(M, 3), name="gap", task=task, dense=False)
+    with pytest.raises(ManifestMismatchError, match=r"targets\.task"):
+        opened.score(data(M, 3), name="plain", task=gap)
+    for dense in (True, False):
+        with pytest.raises(ManifestMismatchError, match="Pass the task that these targets were scored with"):
+            opened.scores("gap", task=other_gap, dense=dense)
+        assert opened.scores("gap", task=gap, dense=dense).task.evaluate is not None
+        with pytest.raises(StateError, match=r"scored with task='callable'"):
+            _ = opened.scores("gap", dense=dense).task
+    assert asked.task.function is gap  # type: ignore[attr-defined]
+
+
+def test_the_task_of_the_train_rows_is_no_other_task() -> None:
+    attributor = Attributor(classifier(), "image_classification", None, proj_dim=8, progress=False)
+    attributor.featurize(data(N, 1))
+    plain = attributor.score(data(M, 3), name="t").numpy()
+
+    assert (
+        attributor.score(data(M, 3), name="t", task="image_classification").numpy().tobytes()
+        == plain.tobytes()
+    )
+    task = asking()
+    grouped = attributor.score(task.ask("gap", data(M, 3), groups=[0] * M), name="g", task=task)
+    single = attributor.score(data(M, 3), name="s", task=gap)
+    assert grouped.shape == (N, 1)
+    scale = float(abs(single.numpy()).max())
+    np.testing.assert_allclose(grouped.numpy()[:, 0], single.numpy().mean(1), rtol=2e-2, atol=2e-3 * scale)
+    with pytest.raises(InvalidInputError, match="adds questions to another task"):
+        attributor.score(data(M, 3), task=QuestionsModelOutput("regression", {"gap": gap}))
+    with pytest.raises(UnknownTaskError):
+        attributor.score(data(M, 3), task="image_clasification")
+
+
+def test_verify_compares_with_the_output_that_was_asked() -> None:
+    train, targets = data(30, 1), data(M, 3)
+    model = nn.Linear(D, C).double()
+    attributor = Attributor(model, "image_classification", None, projector="none", progress=False)
+    attributor.featurize(train)
+
+    def train_fn(rows: np.ndarray, seed: int) -> nn.Module:
+        made = nn.Linear(D, C).double()
+        with torch.no_grad():
+            made.weight.fill_(0.0)
+            made.bias.fill_(0.0)
+            for row in rows.tolist():
+                made.weight[train.tensors[1][row]] += train.tensors[0][row]
+        return made
+
+    scores = attributor.score(targets, task=gap)
+    verdict = verify(scores, train_fn, targets, budget=6)
+
+    assert verdict.num_subsets == 6
+    found = attributor.scores(task=gap).predictions
+    assert found is not None
+    masks = subset_masks(30, 6)
+    models = [train_fn(np.flatnonzero(mask), 0) for mask in masks]
+    outputs = np.array([[gap(m, (x[None],)).item() for x, _ in targets] for m in models])
+    np.testing.assert_allclose(found.retrained, outputs, rtol=1e-5)
+    with pytest.raises(ManifestMismatchError, match="task"):
+        verify(attributor.scores(), train_fn, targets, budget=6)
 
 
 def test_a_store_of_a_task_with_questions_opens_without_them(tmp_path: Any) -> None:

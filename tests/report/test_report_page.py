@@ -183,11 +183,24 @@ def test_targets_that_are_named_are_shown_in_that_order(tmp_path: Path) -> None:
     assert [found["data-target"] for found in page.all("article")] == ["3", "0"]
 
 
+def test_a_filter_leaves_only_its_rows_on_the_page(tmp_path: Path) -> None:
+    scores = drawn_scores()
+    mask = np.arange(40) % 3 == 1
+    page = Parsed(write_report(scores, tmp_path / "r.html", targets=[2], k=3, figures=(), where=mask))
+
+    rows = np.flatnonzero(mask)
+    column = scores.numpy()[rows, 2]
+    best, worst = (rows[np.argsort(sign * column, kind="stable")[:3]] for sign in (-1, 1))
+    shown = [int(item["data-row"]) for item in page.all("li") if "data-row" in item]
+    assert shown == [*best.tolist(), *worst.tolist()]
+    assert "Only the train rows of a mask." in page.text
+
+
 def test_scores_are_read_once_and_only_shown_rows_are_rendered(tmp_path: Path, monkeypatch) -> None:
     scores = drawn_scores()
     passes, rendered = [], []
     tiles = type(scores).tiles
-    monkeypatch.setattr(type(scores), "tiles", lambda self: passes.append(1) or tiles(self))
+    monkeypatch.setattr(type(scores), "tiles", lambda self, wanted: passes.append(1) or tiles(self))
     monkeypatch.setattr(type(scores), "numpy", lambda self: pytest.fail("all scores were held at once"))
 
     write_report(
@@ -304,7 +317,7 @@ def test_a_missing_package_is_found_before_the_scores_are_read(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     scores = drawn_scores()
-    monkeypatch.setattr(type(scores), "tiles", lambda self: pytest.fail("the scores were read"))
+    monkeypatch.setattr(type(scores), "tiles", lambda self, *_: pytest.fail("the scores were read"))
     for module in ("matplotlib", "jinja2"):
         monkeypatch.setitem(sys.modules, module, None)
         with pytest.raises(MissingPackageError, match=module):

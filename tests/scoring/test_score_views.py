@@ -21,6 +21,7 @@ from view_cases import (
     drawn,
 )
 
+from trak_lite.data.columns import Column
 from trak_lite.errors import InvalidInputError, SingularKernelError
 from trak_lite.linalg.kernel import eigenpath_segments, precondition_path
 from trak_lite.linalg.products import score_block, unit_segments
@@ -162,13 +163,16 @@ def test_scores_add_up_over_groups_of_rows_and_targets(seed: int, method: Abstra
     columns = data.draw(st.lists(st.integers(0, 2), min_size=4, max_size=4))
     dense = dense_scores(source).astype(np.float64)
 
-    sums, names, numbers = group_sums(StreamedMatrix(source), labels, columns)
+    sums, names, numbers, counts = group_sums(
+        StreamedMatrix(source), Column.of(labels, 20, "rows"), Column.of(columns, 4, "targets")
+    )
 
     assert (list(names), list(numbers)) == (sorted(set(labels)), sorted(set(columns)))
     for i, name in enumerate(names):
         for j, number in enumerate(numbers):
             part = dense[np.array(labels) == name][:, np.array(columns) == number]
             assert sums[i, j] == pytest.approx(part.sum(), rel=1e-9, abs=1e-9)
+            assert counts[i, j] == part.size
 
 
 @QUICK
@@ -334,16 +338,6 @@ def test_weights_that_are_not_as_many_as_checkpoints_are_refused() -> None:
 )
 def test_what_is_stored_of_a_method_tells_all_its_settings(method: AbstractMethod) -> None:
     assert as_method(json.loads(json.dumps(method.to_json()))) == method
-
-
-@pytest.mark.parametrize("labels", [[0] * 19, [[0] * 20]])
-def test_labels_that_are_not_one_per_row_are_refused(labels: Any) -> None:
-    matrix = StreamedMatrix(drawn().source())
-
-    with pytest.raises(InvalidInputError, match=r"one per row, there are 20 train rows"):
-        group_sums(matrix, labels, None)
-    with pytest.raises(InvalidInputError, match="No labels were given to group by"):
-        group_sums(matrix, None, None)
 
 
 def test_rows_of_another_width_have_no_unit_segments() -> None:

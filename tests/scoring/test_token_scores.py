@@ -13,7 +13,7 @@ from torch.utils.data import TensorDataset
 from trak_lite import Attributor, Rows, token_scores
 from trak_lite.errors import InvalidInputError, ManifestMismatchError
 from trak_lite.methods import TRAK, AbstractMethod, Fisher, GradDot, TracIn
-from trak_lite.modelout_functions import CausalLanguageModelingModelOutput
+from trak_lite.modelout_functions import CausalLanguageModelingModelOutput, QuestionsModelOutput
 
 VOCABULARY, LENGTH, N, M = 7, 6, 5, 3
 
@@ -134,6 +134,46 @@ def test_labels_that_are_not_shifted_keep_their_place() -> None:
     np.testing.assert_allclose(found.sum(0), scores.numpy()[1], rtol=1e-3)
 
 
+def logit_gap(model_call: Any, batch: Any) -> Tensor:
+    logits = model_call(batch[0])
+    last = logits[:, -1] if logits.dim() == 3 else logits
+    return last[:, 1] - 2 * last[:, 0]
+
+
+@pytest.mark.parametrize("asked", ["keyword", "questions", "opened"])
+def test_tokens_are_scored_for_another_output_of_the_model(asked: str, tmp_path: Any) -> None:
+    """f of the targets is a question; f of a train row is still the sum over its tokens."""
+    settings = {"projector": "none", "proj_dim": 63, "dtype": "float32", "progress": False}
+    lm = "causal_language_modeling"
+    task = QuestionsModelOutput(lm, {"gap": logit_gap}) if asked == "questions" else lm
+    made = Attributor(LanguageModel(), task, tmp_path / "rows.zarr", **settings)
+    made.featurize(TRAIN, checkpoints=WEIGHTS)
+    if asked == "questions":
+        scores = made.score(task.ask("gap", TARGETS), method=GradDot(q="off"))
+    else:
+        scores = made.score(TARGETS, method=GradDot(q="off"), task=logit_gap)
+    if asked == "opened":  # the train rows need no task of targets
+        scores = made.scores(method=GradDot(q="off"))
+
+    found = token_scores(scores, TRAIN, [3, 0])
+
+    expected = {row: np.zeros((LENGTH, M)) for row in (0, 3)}
+    for weights in WEIGHTS:
+        model = LanguageModel()
+        model.load_state_dict(weights)
+        model.double()
+        targets = []
+        for ids, _ in TARGETS:
+            last = model(ids[None])[0, -1]
+            grads = torch.autograd.grad(last[1] - 2 * last[0], list(model.parameters()))
+            targets.append(torch.cat([grad.reshape(-1) for grad in grads]).numpy())
+        for row in expected:
+            expected[row] += gradients(model, TRAIN, row) @ np.stack(targets).T / len(WEIGHTS)
+    for row, values in found.items():
+        np.testing.assert_allclose(values, expected[row], rtol=1e-4, atol=1e-6)
+        np.testing.assert_allclose(values.sum(0), scores.numpy()[row], rtol=1e-4, atol=1e-6)
+
+
 def test_the_store_and_the_model_stay_as_they_were(plain: Attributor) -> None:
     scores = plain.score(TARGETS)
     before, weights = scores.numpy(), {n: v.clone() for n, v in plain.model.state_dict().items()}
@@ -155,10 +195,11 @@ def test_a_task_without_tokens_is_refused() -> None:
     made = Attributor(nn.Linear(3, 2), "image_classification", None, proj_dim=4)
     made.featurize(data)
 
-    with pytest.raises(
-        InvalidInputError, match="'image_classification', whose output is not a sum over tokens"
-    ):
-        token_scores(made.score(data), data, [0])
+    for scores in (made.score(data), made.score(data, name="gap", task=logit_gap)):
+        with pytest.raises(
+            InvalidInputError, match="'image_classification', whose output is not a sum over tokens"
+        ):
+            token_scores(scores, data, [0])
 
 
 @pytest.mark.parametrize("rows", [[], [N], [-1], [0.5]])

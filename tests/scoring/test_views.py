@@ -295,7 +295,7 @@ def test_no_tile_is_larger_than_its_limit(monkeypatch: pytest.MonkeyPatch) -> No
     matrix = scores._matrix
     real = matrix.tiles
     monkeypatch.setattr(
-        type(matrix), "tiles", lambda self: ((s, sizes.append(len(t)) or t) for s, t in real())
+        type(matrix), "tiles", lambda self, wanted: ((s, sizes.append(len(t)) or t) for s, t in real())
     )
 
     best = scores.top(4)
@@ -377,7 +377,10 @@ def test_reliability_is_given_per_target() -> None:
         (lambda s: s.standard_error(target=4), "no target 4"),
         (lambda s: s.reliability(max_rows=0), "max_rows must be an integer of at least 1"),
         (lambda s: s.damping_path([]), "dampings is empty"),
-        (lambda s: s.group([1, 2]), "there are 30 train rows"),
+        (lambda s: s.group([1, 2]), "one label for each of 30, got an array of shape"),
+        (lambda s: s.group([[0] * 30]), r"one label for each of 30, got an array of shape \(1, 30\)"),
+        (lambda s: s.group(targets=[0] * 5), "labels of targets must hold one label for each of 4"),
+        (lambda s: s.group(), "No labels were given to group by"),
     ],
 )
 def test_questions_without_an_answer_are_refused(call: Callable[[Scores], Any], message: str) -> None:

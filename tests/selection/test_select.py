@@ -41,7 +41,7 @@ class ChunkedMatrix(AbstractScoreMatrix):
     def stored(self) -> bool:
         return True
 
-    def tiles(self) -> Iterator[tuple[int, NDArray[np.float32]]]:
+    def tiles(self, wanted: Any = None) -> Iterator[tuple[int, NDArray[np.float32]]]:
         for start in range(0, self._shape[0], self._chunk):
             yield start, self._draw(start, min(start + self._chunk, self._shape[0]))
 

@@ -86,6 +86,15 @@ def test_filters_leave_only_rows_with_the_chosen_values(
     assert client.get("/", target=2, **{"where-colour": "1"}).status == 404
 
 
+def test_stored_columns_are_filters_without_a_recipe(plain: Client, scores: np.ndarray, ran: Path) -> None:
+    labels = load_recipe(ran / "recipe.py").call("train_data", {}).tensors[1].numpy()
+    rows = np.flatnonzero((labels == 0) & (np.arange(40) % 4 > 0))
+    page = parsed(plain.get("/", target=1, k=50, **{"where-label": "0", "where-source": "=1+1"}))
+
+    assert rows_of(page)[: len(rows)] == rows[np.argsort(-scores[rows, 1], kind="stable")].tolist()
+    assert f"of {len(rows)} train rows" in page.text
+
+
 def test_the_output_is_that_of_the_last_checkpoint(client: Client, ran: Path) -> None:
     recipe = load_recipe(ran / "recipe.py")
     model = recipe.call("build_model", {})

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import shutil
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from datetime import UTC, datetime
 from functools import cached_property, partial
@@ -17,7 +17,7 @@ from safetensors.torch import save_file
 from trak_lite import unrolled
 from trak_lite.attributor import Attributor, FeaturizeSummary
 from trak_lite.cli.configs import RunConfig
-from trak_lite.cli.recipes import Recipe, last_trained, trained_states
+from trak_lite.cli.recipes import Recipe, last_trained, recipe_columns, trained_states
 from trak_lite.cli.records import RunRecord, store_record_of_run
 from trak_lite.data.datasets import Rows
 from trak_lite.errors import CheckpointError, InvalidInputError, MissingStoreError, StateError
@@ -34,22 +34,36 @@ from trak_lite.store import RemotePlace, open_store
 from trak_lite.store._names import check_name
 from trak_lite.store.disk.folders import scratch_folder
 
-__all__ = ["COMMANDS", "Job", "beside", "report"]
+__all__ = ["COMMANDS", "Job", "beside", "conditions", "report"]
 
 _DEFAULT_NAME = "targets"
 """Default of ``score.name``; a report without a name shows the only scores of a store."""
 
 _SHOWN_TARGETS, _SHOWN_ROWS = 3, 5
+_SHOWN_GROUPS = 20
 
 
 @final
 class Job:
     """The steps that a config and its recipe describe. Every step resumes."""
 
-    def __init__(self, config: RunConfig, recipe: Recipe) -> None:
-        """Build the model and resolve every setting. Nothing is written yet."""
+    def __init__(
+        self, config: RunConfig, recipe: Recipe, *, where: Sequence[str] = (), by: str | None = None
+    ) -> None:
+        """Build the model and resolve every setting. Nothing is written yet.
+
+        Args:
+            config: The config.
+            recipe: Its recipe.
+            where: Conditions ``NAME=VALUE`` on the train rows that are printed.
+            by: Column to print mean scores by.
+
+        Raises:
+            InvalidInputError: If a condition has no ``=``.
+        """
         self.config = config
         self.recipe = recipe
+        self._where, self._by = conditions(where), by
         model = recipe.call("build_model", config.recipe_arguments)
         self.attributor = Attributor(model, **config.attributor_arguments())
 
@@ -116,7 +130,11 @@ class Job:
                 "another path with --checkpoints PATH, or train with trak-lite run CONFIG and a recipe that defines "
                 "train(indices, seed)."
             )
-        return self.attributor.featurize(self.train_rows, checkpoints, **self.config.values["featurize"])
+        columns = recipe_columns(self.recipe, self.config.recipe_arguments, self.train_rows)
+        values = {name: column.values for name, column in columns.items()}
+        return self.attributor.featurize(
+            self.train_rows, checkpoints, columns=values, **self.config.values["featurize"]
+        )
 
     def score(self) -> Scores:
         """Score the targets. A method that must be fitted is fitted to the recipe's train data."""
@@ -141,7 +159,7 @@ class Job:
         rows = self.config.values["train_data"]["indices"]
         train_fn = partial(last_trained, train if rows is None else partial(_chosen, tuple(rows), train))
         score = self.config.values["score"]
-        scores = self.attributor.scores(score["name"], method=score["method"])
+        scores = self.attributor.scores(score["name"], method=score["method"], task=score["task"])
         return verify(scores, train_fn, self.target_rows, **self.config.values["verify"])
 
     def unroll(self) -> Scores:
@@ -170,6 +188,18 @@ class Job:
         return unrolled.unrolled(
             run, self.target_rows, self.attributor.task, name=name, progress=progress, **arguments
         )
+
+    def shown(self, scores: Scores) -> list[str]:
+        """Return scores, the top rows of some targets, and mean scores by group as lines."""
+        lines = [str(scores)]
+        for target in range(min(_SHOWN_TARGETS, scores.shape[1])):
+            for sign in ("helpful", "harmful"):
+                top = scores.top(_SHOWN_ROWS, target=target, sign=sign, where=self._where)
+                rows = "  ".join(
+                    f"{row} ({value:+.2e})" for row, value in zip(top.indices, top.scores, strict=True)
+                )
+                lines.append(f"target {target}, most {sign} rows: {rows}")
+        return lines if self._by is None else [*lines, *_grouped(scores, self._by, self._where)]
 
     @contextmanager
     def recorded(self, command: str) -> Iterator[None]:
@@ -210,24 +240,12 @@ def featurize(job: Job) -> Iterator[str]:
 
 def score(job: Job) -> Iterator[str]:
     """Score the targets. Yield the lines to print."""
-    yield from _shown(job.score())
+    yield from job.shown(job.score())
 
 
 def unroll(job: Job) -> Iterator[str]:
     """Train, replay the training for the targets, and yield the lines to print."""
-    yield from _shown(job.unroll())
-
-
-def _shown(scores: Scores) -> Iterator[str]:
-    """Yield scores and the top rows of some targets as lines."""
-    yield str(scores)
-    for target in range(min(_SHOWN_TARGETS, scores.shape[1])):
-        for sign in ("helpful", "harmful"):
-            top = scores.top(_SHOWN_ROWS, target=target, sign=sign)
-            rows = "  ".join(
-                f"{row} ({value:+.2e})" for row, value in zip(top.indices, top.scores, strict=True)
-            )
-            yield f"target {target}, most {sign} rows: {rows}"
+    yield from job.shown(job.unroll())
 
 
 def verify_scores(job: Job) -> Iterator[str]:
@@ -239,7 +257,40 @@ COMMANDS = {"run": run, "featurize": featurize, "score": score, "verify": verify
 """The commands that need model and data."""
 
 
-def report(config: RunConfig, out: str | None) -> Iterator[str]:
+def conditions(texts: Sequence[str]) -> dict[str, list[str]] | None:
+    """Return the values that rows must have by column, from ``NAME=VALUE``; ``None`` without conditions.
+
+    Several values of a column are alternatives.
+
+    Raises:
+        InvalidInputError: If a text has no ``=``.
+
+    Example:
+        >>> conditions(["source=web", "source=book", "year=2024"])
+        {'source': ['web', 'book'], 'year': ['2024']}
+    """
+    found: dict[str, list[str]] = {}
+    for text in texts:
+        name, equals, value = text.partition("=")
+        if not equals:
+            raise InvalidInputError(f"--where must be NAME=VALUE, such as source=web, got {text!r:.80}.")
+        found.setdefault(name, []).append(value)
+    return found or None
+
+
+def _grouped(scores: Scores, by: str, where: dict[str, list[str]] | None) -> Iterator[str]:
+    """Yield the mean score of each group of train rows over all targets, the largest first."""
+    found = scores.group(by, np.zeros(scores.shape[1], np.int64), where=where)
+    means, counts = found.means[:, 0], found.counts[:, 0] // scores.shape[1]
+    order = np.argsort(-means, kind="stable")
+    yield f"mean score over all targets by {by}:"
+    for group in order[:_SHOWN_GROUPS]:
+        yield f"  {means[group]:+.2e}  {found.train_groups[group]} ({counts[group]} rows)"
+    if len(order) > _SHOWN_GROUPS:
+        yield f"  ... {len(order) - _SHOWN_GROUPS} more"
+
+
+def report(config: RunConfig, out: str | None, where: Sequence[str] = ()) -> Iterator[str]:
     """Write the scores of a store as one page of HTML. Yield the lines to print.
 
     The store is read without model and data. The page shows a row by the recipe's ``render``, or else by its number.
@@ -247,6 +298,7 @@ def report(config: RunConfig, out: str | None) -> Iterator[str]:
     Args:
         config: Names the store and the scores.
         out: Path of the page; with ``None``, the page is written beside the store.
+        where: Conditions ``NAME=VALUE`` on the train rows of the page.
 
     Raises:
         StateError: If there are no such scores.
@@ -274,7 +326,9 @@ def report(config: RunConfig, out: str | None) -> Iterator[str]:
         for function in ("render", "render_target")
     )
     place = _report_path(config) if out is None else out
-    page = write_report(scores, place, train_render=render, target_render=render_target)
+    page = write_report(
+        scores, place, train_render=render, target_render=render_target, where=conditions(where)
+    )
     yield f"report: {page}"
     if recipe is None:
         yield "Rows are shown by number. With --recipe FILE they are shown by its render(index)."

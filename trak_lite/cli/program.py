@@ -37,6 +37,10 @@ _WITH_CONFIG = {
 }
 _OF_STORE = {"report": "out", "serve": "port"}
 """Commands that take a store instead of a config, and their own option."""
+_FILTERED = ("run", "score", "unroll", "report")
+"""Commands that take ``--where``."""
+_GROUPED = ("run", "score", "unroll")
+"""Commands that take ``--by``."""
 
 
 @final
@@ -95,6 +99,8 @@ def _with_config(command: str, arguments: list[str]) -> int:
     source, more = (
         ("CONFIG", "") if own is None else ("STORE", f" [--{own} {'PATH' if own == 'out' else 'PORT'}]")
     )
+    more += " [--where NAME=VALUE ...]" if command in _FILTERED else ""
+    more += " [--by NAME]" if command in _GROUPED else ""
     usage = f"{_PROGRAM} {command} ({source} | --from STORE){more} [--key value ...]"
     if "--help" in arguments or "-h" in arguments:
         _say(help_text(usage, f"{_WITH_CONFIG[command].capitalize()}.").rstrip("\n"))
@@ -102,6 +108,8 @@ def _with_config(command: str, arguments: list[str]) -> int:
     named = arguments[0] if arguments and not arguments[0].startswith("-") else None
     options = list(_options(arguments if named is None else arguments[1:]))
     given = None if own is None else _taken(options, own)
+    where = _all_taken(options, "where") if command in _FILTERED else []
+    by = _taken(options, "by") if command in _GROUPED else None
     origin = _source(command, named, _taken(options, "from"), usage)
     config = read_config(origin, options, runs=command in COMMANDS)
     recorded = None if isinstance(origin, str) else origin
@@ -109,11 +117,11 @@ def _with_config(command: str, arguments: list[str]) -> int:
         if config.recipe is not None and recorded is not None:
             _warn(recorded.other_recipe(str(config.recipe.path), config.recipe.digest))
         if command not in COMMANDS:
-            for line in report(config, given) if command == "report" else serve(config, given):
+            for line in report(config, given, where) if command == "report" else serve(config, given):
                 _say(line)
             return 0
         assert config.recipe is not None  # read_config requires it
-        job = Job(config, config.recipe)
+        job = Job(config, config.recipe, where=where, by=by)
         if recorded is not None:
             _warn(recorded.other_versions(versions(job.attributor.device)))
         with job.recorded(command):
@@ -194,9 +202,15 @@ def _options(arguments: Sequence[str]) -> Iterator[tuple[str, str]]:
 
 def _taken(options: list[tuple[str, str]], name: str) -> str | None:
     """Remove an option and return its last value; ``None`` if it is not there."""
+    texts = _all_taken(options, name)
+    return texts[-1] if texts else None
+
+
+def _all_taken(options: list[tuple[str, str]], name: str) -> list[str]:
+    """Remove an option and return all its values."""
     texts = [text for option, text in options if option == name]
     options[:] = [option for option in options if option[0] != name]
-    return texts[-1] if texts else None
+    return texts
 
 
 def _interrupted(place: str | RemotePlace, arguments: Sequence[str]) -> str:

@@ -22,10 +22,12 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from trak_lite.cli.keys import REQUIRED, Key, is_plain, keys_of
+from trak_lite.data.columns import Column, columns_of
+from trak_lite.data.datasets import Rows
 from trak_lite.errors import InvalidInputError
 from trak_lite.models.checkpoints import module_versions, with_versions
 
-__all__ = ["SECTION", "Recipe", "last_trained", "load_recipe", "trained_states"]
+__all__ = ["SECTION", "Recipe", "last_trained", "load_recipe", "recipe_columns", "trained_states"]
 
 SECTION = "recipe_arguments"
 """Section of a config for the arguments of the recipe's functions."""
@@ -42,7 +44,7 @@ _GIVEN = {
 }
 """Optional functions of a recipe, and the arguments that the program passes to them."""
 _SERVED = ("columns", "sample", "predict", "tokens")
-"""Those that only ``serve`` calls."""
+"""Those whose names older recipes may use for variables."""
 
 
 @final
@@ -121,17 +123,32 @@ def load_recipe(path: Path) -> Recipe:
     digest = hashlib.sha256(content).hexdigest()
     module = _run(path, content, f"trak_lite_recipe_{digest[:16]}")
     functions = {name: getattr(module, name) for name in (*_NEEDED, *_GIVEN) if hasattr(module, name)}
-    # Common names of variables, which older recipes may have.
     functions = {name: value for name, value in functions.items() if callable(value) or name not in _SERVED}
     missing = [name for name in _NEEDED if name not in functions]
     wrong = [name for name, function in functions.items() if not callable(function)]
     if missing or wrong:
         raise InvalidInputError(
             f"The recipe {path} defines no function {_listed(missing or wrong)}. Expected {_listed(_NEEDED)}, and "
-            "optionally train(indices, seed), training(), render(index) and render_target(index), and for serve "
-            "columns(), sample(text), predict(model, sample) and tokens(index)."
+            "optionally train(indices, seed), training(), columns(), render(index) and render_target(index), and for "
+            "serve sample(text), predict(model, sample) and tokens(index)."
         )
     return Recipe(path, digest, functions)
+
+
+def recipe_columns(recipe: Recipe, arguments: Mapping[str, Any], train: Rows) -> dict[str, Column]:
+    """Return the columns of the train data that a recipe returns, of the rows that the config selects.
+
+    Raises:
+        InvalidInputError: If they are no mapping of names to one label per sample of the train data.
+    """
+    columns = recipe.bound("columns", arguments)
+    found = {} if columns is None else columns()
+    if not isinstance(found, dict):
+        raise InvalidInputError(
+            f"columns() of the recipe returned {type(found).__name__}. Expected a dict of values per name."
+        )
+    whole = columns_of(found, len(train.dataset), "columns() of the recipe")
+    return {name: column.take(train.indices) for name, column in whole.items()}
 
 
 def trained_states(trained: Any) -> Iterator[dict[str, Tensor]]:

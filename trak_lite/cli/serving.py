@@ -10,11 +10,12 @@ from trak_lite._validate import require_packages
 from trak_lite.attributor import Attributor
 from trak_lite.cli.commands import beside
 from trak_lite.cli.configs import RunConfig
-from trak_lite.cli.recipes import Recipe
+from trak_lite.cli.recipes import recipe_columns
 from trak_lite.data.datasets import Rows
 from trak_lite.errors import InvalidInputError
 from trak_lite.models.borrowing import resolve_device
 from trak_lite.report.content import Render, Renders
+from trak_lite.run.columns import stored_columns
 from trak_lite.run.settings import StoredSettings
 from trak_lite.run.tables import num_train_rows, score_path, scored_names
 from trak_lite.run.workspace import Workspace
@@ -23,7 +24,7 @@ from trak_lite.scoring.stored import stored_scores
 from trak_lite.serve.live import LiveModel
 from trak_lite.serve.marks import MarksFile
 from trak_lite.serve.pages import Pages
-from trak_lite.serve.sets import Column, Sets
+from trak_lite.serve.sets import Sets
 from trak_lite.store import Manifest, open_store
 
 __all__ = ["pages_of", "serve"]
@@ -68,7 +69,7 @@ def pages_of(config: RunConfig) -> Pages:
     """
     place = config.path
     with open_store(place) as store:
-        manifest = store.manifest
+        manifest, columns = store.manifest, stored_columns(store)
     marks = MarksFile(beside(config, ".marks.json", "marks.json"), manifest.fingerprint.get("dataset", {}))
     method = config.values["score"]["method"]
     if config.recipe is None:
@@ -80,7 +81,7 @@ def pages_of(config: RunConfig) -> Pages:
         def scores(name: str) -> Scores:
             return stored_scores(workspace, settings, name, chosen)
 
-        sets = Sets(lambda: _names(config), scores, {}, num_train_rows(manifest))
+        sets = Sets(lambda: _names(config), scores, columns, num_train_rows(manifest))
         return Pages(str(place), sets, marks, Renders())
     recipe, arguments = config.recipe, config.recipe_arguments
     model = recipe.call("build_model", arguments)
@@ -105,7 +106,7 @@ def pages_of(config: RunConfig) -> Pages:
     sets = Sets(
         lambda: _names(config),
         lambda name: attributor.scores(name, method=method),
-        _columns(recipe, arguments, train),
+        {**columns, **recipe_columns(recipe, arguments, train)},
         len(train),
     )
     renders = Renders(
@@ -128,21 +129,6 @@ def _names(config: RunConfig) -> list[str]:
     with open_store(config.path) as store:
         names = scored_names(store)
     return sorted(names, key=lambda name: name != config.values["score"]["name"])
-
-
-def _columns(recipe: Recipe, arguments: dict[str, Any], train: Rows) -> dict[str, Column]:
-    """Return the columns of the train data that the recipe returns, of the rows that the config selects."""
-    columns = recipe.bound("columns", arguments)
-    found = {} if columns is None else columns()
-    if not isinstance(found, dict):
-        raise InvalidInputError(
-            f"columns() of the recipe returned {type(found).__name__}. Expected a dict of values per name."
-        )
-    made = {}
-    for name, values in found.items():
-        whole = Column.of(values, len(train.dataset), str(name))
-        made[str(name)] = Column(whole.values, whole.codes[train.indices])
-    return made
 
 
 def _of_rows(render: Callable[[int], Any] | None, rows: Rows) -> Render | None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import logging
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -29,6 +30,8 @@ from trak_lite.featurizing.unprojected import GradientPass
 from trak_lite.gradient_computers import AbstractGradientComputer
 from trak_lite.gradient_computers.normalization import Normalization
 from trak_lite.methods import CG, EKFAC, AbstractInverseMethod, AbstractMethod, Fisher, LiSSA
+from trak_lite.modelout_functions import AbstractModelOutput, QuestionsModelOutput
+from trak_lite.modelout_functions._describe import describe_task
 from trak_lite.models.borrowing import borrow_model
 from trak_lite.models.checkpoints import (
     Checkpoint,
@@ -43,7 +46,7 @@ from trak_lite.models.sharded import Lockstep, refuse_sharded
 from trak_lite.parallel.ranks import Ranks, joined_ranks
 from trak_lite.parallel.sharing import LazyTable, Patience, has_free_rows, holder_of
 from trak_lite.projectors import AbstractProjector
-from trak_lite.run.settings import AttributorSettings
+from trak_lite.run.settings import AttributorSettings, Task
 from trak_lite.run.tables import (
     GRADIENT_NORM,
     checkpoint_path,
@@ -92,10 +95,51 @@ class Run:
         """Featurized checkpoints. Weights are searched here first, then at the sources recorded in the store."""
         self.train: Rows | None = None
         """The train data of the last ``featurize``, for methods that are fitted to them."""
+        self.question = ""
+        """Name of the question that all targets ask; empty if their task is that of the train rows."""
 
     def rows(self, data: Any, what: str) -> Rows:
         """Return the rows of a user's data; ``what`` is their name in messages."""
         return rows_of(data, what=what, batch_size=self._batch_size, collate=self._collate)
+
+    def asking(self, task: Task | None) -> Run:
+        """Return this run with another task for targets; ``None`` returns this run.
+
+        Raises:
+            UnknownTaskError: If the task is unknown.
+        """
+        if task is None:
+            return self
+        asked = copy.copy(self)
+        asked.settings, asked.question = self.settings.asking(task)
+        return asked
+
+    def targets(self, data: Any) -> Rows:
+        """Return the targets in a user's data, as the task of the settings evaluates them."""
+        rows, task = self.rows(data, "the targets"), self.settings.task
+        if not self.question or not isinstance(task, QuestionsModelOutput):
+            return rows
+        asked = task.ask(self.question, rows)
+        asked.what = rows.what
+        return asked
+
+    @property
+    def target_task(self) -> AbstractModelOutput:
+        """The task that defines f of targets that are no question of their own."""
+        task = self.settings.task
+        return (
+            task.questions[self.question]
+            if isinstance(task, QuestionsModelOutput) and self.question
+            else task
+        )
+
+    def target_identity(self, targets: Rows) -> dict[str, Any]:
+        """Return JSON values that identify targets, and their task if it is not that of the train rows."""
+        return {**targets.identity(), **self.asked_task()}
+
+    def asked_task(self) -> dict[str, Any]:
+        """Return ``{"task": description}`` if the task of targets is not that of the train rows, else ``{}``."""
+        return {"task": describe_task(self.target_task)} if self.question else {}
 
     def joined(self, call: str) -> AbstractContextManager[Ranks]:
         """Return the context of a call of all ranks. With a store in memory, each rank works alone."""
@@ -303,7 +347,7 @@ class FeaturizingSession:
 
     def target_set(self, rows: Rows, name: str, method: AbstractMethod) -> TargetSet:
         """Return a target set. If the method uses a curvature fit, its identity includes the fit."""
-        identity = rows.identity()
+        identity = self._run.target_identity(rows)
         if isinstance(method, AbstractInverseMethod):
             identity["curvature"] = self._kronecker_fits(method).record()
         return TargetSet(rows, name, method, identity)

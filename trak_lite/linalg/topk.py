@@ -16,7 +16,7 @@ from torch import Tensor
 from trak_lite._validate import one_of, positive_int
 from trak_lite.errors import InvalidInputError, NonFiniteError, StateError
 
-__all__ = ["TopK", "TopRows", "merged_top"]
+__all__ = ["TopK", "TopRows", "merged_top", "not_finite"]
 
 
 @final
@@ -84,7 +84,7 @@ class TopK:
             NonFiniteError: If a score on an accelerator was NaN or infinite.
         """
         if self._first_bad is not None and (place := int(self._first_bad)) >= 0:
-            raise _not_finite(*divmod(place, self._num_targets), float(self._bad_value))
+            raise not_finite(*divmod(place, self._num_targets), float(self._bad_value))
         if self._rows is None or self._keys is None:
             raise StateError("TopK has seen no row. Call update with at least one row of scores first.")
         return self._rows.clone(), self._keys.mul(self._factor).add_(0.0)
@@ -112,7 +112,7 @@ class TopK:
             self._note_bad(first_row, block)
         elif not bool(torch.isfinite(block).all()):
             row, target = torch.nonzero(~torch.isfinite(block))[0].tolist()
-            raise _not_finite(first_row + row, target, float(block[row, target]))
+            raise not_finite(first_row + row, target, float(block[row, target]))
 
     def _note_bad(self, first_row: int, block: Tensor) -> None:
         """Note the first score that is not finite, without waiting for it."""
@@ -135,7 +135,8 @@ class TopK:
         self._seen.append((min([start, *(a for a, _ in touching)]), max([stop, *(b for _, b in touching)])))
 
 
-def _not_finite(row: int, target: int, value: float) -> NonFiniteError:
+def not_finite(row: int, target: int, value: float) -> NonFiniteError:
+    """Return the error for a score that is not finite."""
     return NonFiniteError(
         f"The score of train row {row} for target {target} is {value}. "
         "Scores must be finite to be ranked; check the features and the kernel."

@@ -9,6 +9,7 @@ from typing import Any, Final, Literal, Protocol, TypeAlias, final
 import numpy as np
 from numpy.typing import NDArray
 
+from trak_lite.data.columns import Column
 from trak_lite.errors import InvalidInputError, NonFiniteError
 from trak_lite.evaluation import Verdict
 from trak_lite.evaluation.verdict import OneRunVerdict, Predictions
@@ -76,8 +77,12 @@ class ReportedScores(Protocol):
     def predictions(self) -> Predictions | None:
         """Outputs of retrained models and the outputs that the scores predict, ``None`` without ``verify``."""
 
-    def tiles(self) -> Iterator[tuple[int, NDArray[np.float32]]]:
-        """Yield ``(first row, (b, M) scores)`` of all train rows in order."""
+    @property
+    def columns(self) -> dict[str, Column]:
+        """Stored columns of the train rows by name."""
+
+    def tiles(self, wanted: NDArray[np.bool_] | None = None) -> Iterator[tuple[int, NDArray[np.float32]]]:
+        """Yield ``(first row, (b, M) scores)`` of all train rows in order, or of the tiles with a wanted row."""
 
     def top(self, k: int, *, sign: Literal["helpful", "harmful"]) -> TopRows:
         """Return the k strongest train rows of every target."""

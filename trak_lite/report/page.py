@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any, Final, Self, final
 
 from trak_lite._validate import known_names, require_packages
+from trak_lite.data.columns import Where
 from trak_lite.linalg.topk import TopRows
 from trak_lite.report._template import fragment, write_page
 from trak_lite.report.content import PairRender, Render, Renders, ReportedScores, cut
@@ -39,6 +40,7 @@ def write_report(
     targets: Sequence[int] | None = None,
     k: int = 5,
     figures: Sequence[str] = FIGURES,
+    where: Where | None = None,
 ) -> Path:
     """Write a report on scores as one HTML file that makes no requests, and return its path.
 
@@ -58,10 +60,11 @@ def write_report(
         targets: Targets on the page; ``None`` takes the first 100. The search finds no others.
         k: Number of helpful and of harmful rows per target.
         figures: Some of ``"histogram"``, ``"damping"``, ``"retrained"``, ``"checkpoints"``.
+        where: Show some train rows only, as in :meth:`trak_lite.Scores.top`; the histogram is that of these rows.
 
     Raises:
-        InvalidInputError: If the path is a folder, a target or figure does not exist, or the result of a render cannot
-            be displayed.
+        InvalidInputError: If the path is a folder, a target or figure does not exist, no row satisfies ``where``, or
+            the result of a render cannot be displayed.
         NonFiniteError: If a score, a pixel or the weight of a token is NaN or infinite.
         MissingPackageError: If a package of the extra ``report`` is not installed: Jinja2, matplotlib (for figures) or
             Pillow (for images).
@@ -70,7 +73,7 @@ def write_report(
     require_packages(
         "jinja2", *(["matplotlib"] if names else []), extra="report"
     )  # before the scores are read
-    survey = Survey.of(scores, targets, k=k)
+    survey = Survey.of(scores, targets, k=k, where=where)
     return write_page(
         out,
         "report.html",
@@ -78,7 +81,7 @@ def write_report(
         searchable=True,
         scores=scores,
         figures=drawn_figures(scores, survey.histogram, names),
-        which=_which(len(survey.targets), scores.shape[1]),
+        which=_which(len(survey.targets), scores.shape[1]) + _filtered(where),
         cards=_cards(survey, Renders(train_render, target_render, pair_render)),
         settings=_settings(scores),
     )
@@ -97,9 +100,17 @@ class Gallery:
     """Functions that return the content of rows."""
 
     @classmethod
-    def of(cls, scores: ReportedScores, targets: Sequence[int] | None, renders: Renders, *, k: int) -> Self:
+    def of(
+        cls,
+        scores: ReportedScores,
+        targets: Sequence[int] | None,
+        renders: Renders,
+        *,
+        k: int,
+        where: Where | None = None,
+    ) -> Self:
         """Find the rows; see :meth:`trak_lite.Scores.gallery`."""
-        return cls(scores.name, Survey.of(scores, targets, k=k), renders)
+        return cls(scores.name, Survey.of(scores, targets, k=k, where=where), renders)
 
     def save(self, path: str | PathLike[str]) -> Path:
         """Write the gallery as one offline HTML file and return its path.
@@ -214,3 +225,11 @@ def _which(shown: int, num_targets: int) -> str:
     if shown == num_targets:
         return f"All {num_targets:,} targets."
     return f"{shown:,} of {num_targets:,} targets. write_report(..., targets=[...]) selects others."
+
+
+def _filtered(where: Where | None) -> str:
+    """Return a sentence that names the train rows on the page, if they are not all."""
+    if where is None:
+        return ""
+    chosen = _value(dict(where)) if isinstance(where, Mapping) else "a mask"
+    return f" Only the train rows of {chosen}."

@@ -11,6 +11,7 @@ import torch
 from numpy.typing import NDArray
 
 from trak_lite._validate import positive_int, target_number
+from trak_lite.data.columns import Where, wanted_rows
 from trak_lite.errors import InvalidInputError, NonFiniteError
 from trak_lite.linalg.topk import TopK, TopRows
 from trak_lite.report.content import ReportedScores
@@ -112,20 +113,44 @@ class Survey:
     """Histogram of the scores of all targets."""
 
     @classmethod
-    def of(cls, scores: ReportedScores, targets: Sequence[int] | None, *, k: int) -> Self:
+    def of(
+        cls,
+        scores: ReportedScores,
+        targets: Sequence[int] | None,
+        *,
+        k: int,
+        where: Where | None = None,
+    ) -> Self:
         """Read the scores once. Memory: one tile, and ``4 k`` numbers per target.
 
+        Args:
+            scores: The scores.
+            targets: Targets on the page; ``None`` takes the first ones.
+            k: Number of helpful and of harmful rows per target.
+            where: Show some train rows only, as in :meth:`trak_lite.Scores.top`. The histogram is that of these rows.
+
         Raises:
-            InvalidInputError: If ``k`` is not a positive integer, or a target does not exist.
+            InvalidInputError: If ``k`` is not a positive integer, a target does not exist, or no row satisfies
+                ``where``.
+            UnknownNameError: If no such column is stored.
             NonFiniteError: If a score is NaN or infinite.
         """
+        wanted = None if where is None else wanted_rows(where, scores.columns, scores.shape[0])
         shown = chosen_targets(scores, targets)
         ends = [TopK(len(shown), positive_int(k=k), sign=sign) for sign in ("helpful", "harmful")]
         histogram = Histogram()
-        for start, tile in scores.tiles():
+        done = 0
+        for start, tile in scores.tiles(wanted):
+            if wanted is not None:
+                tile = tile[wanted[start : start + len(tile)]]
             histogram.add(tile)
             part = torch.from_numpy(np.ascontiguousarray(tile[:, shown]))
             for best in ends:
-                best.update(start, part)
-        helpful, harmful = (TopRows(*(part.numpy() for part in best.result())) for best in ends)
+                best.update(done, part)
+            done += len(tile)
+        numbers = np.arange(scores.shape[0]) if wanted is None else np.flatnonzero(wanted)
+        helpful, harmful = (
+            TopRows(numbers[indices.numpy()], values.numpy())
+            for indices, values in (best.result() for best in ends)
+        )
         return cls(shown, helpful, harmful, histogram)

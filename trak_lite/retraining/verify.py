@@ -187,10 +187,10 @@ def verify(
     refuse_sharded(run.model, "verify", "Verify with a whole model of the same store")
     _check_budget(budget, calibrate=calibrate)
     _require_stored(scores)
-    rows = run.rows(targets, "the targets")
+    rows = run.targets(targets)
 
     def decide() -> Verdict:
-        identity = rows.identity()
+        identity = run.target_identity(rows)
         path = score_path(name, scores.method, run.settings.method)
         with run.workspace.opened(run.settings.manifest(None)) as workspace:
             store = workspace.store()

@@ -5,6 +5,7 @@ Source: TRAK (arXiv:2303.14186), with damping and curvature weights as in the na
 
 from __future__ import annotations
 
+import copy
 import logging
 import platform
 from collections.abc import Callable, Mapping
@@ -28,7 +29,12 @@ from trak_lite.gradient_computers import (
 from trak_lite.gradient_computers._base import ParameterChoice
 from trak_lite.gradient_computers.normalization import Normalization, NormalizationKind, as_normalization
 from trak_lite.methods import LESS, METHODS, TRAK, AbstractMethod, Fisher, GaussNewton, Method, as_method
-from trak_lite.modelout_functions import MODEL_OUTPUTS, AbstractModelOutput, resolve_task
+from trak_lite.modelout_functions import (
+    MODEL_OUTPUTS,
+    AbstractModelOutput,
+    QuestionsModelOutput,
+    resolve_task,
+)
 from trak_lite.modelout_functions._describe import describe_task
 from trak_lite.modelout_functions._sampling import fisher_task
 from trak_lite.models.borrowing import resolve_device
@@ -60,6 +66,8 @@ FEWEST_FEATURES: Final = 64
 """Bounds of the features per module, for ``proj_dim="auto"``."""
 WIDEST_FITTED: Final = 4096
 """Widest segment for which ``method="auto"`` chooses Fisher: the time of the fit grows with the cube of the width."""
+_ASKED: Final = "task"
+"""Name of the question of ``score(..., task=...)``."""
 _STORED_SETTINGS: Final = (
     "task",
     "proj_dim",
@@ -164,6 +172,35 @@ class AttributorSettings:
     def layout(self) -> FeatureLayout:
         """Segments of a feature row."""
         return self.projector.layout(self.parameters)
+
+    def asking(self, task: Task) -> tuple[AttributorSettings, str]:
+        """Return these settings with another task for targets, and the name of its question.
+
+        The train rows, their fits and the manifest stay those of the featurized task. The name is empty if the task is
+        that of the train rows (or adds questions to it), so that targets are evaluated as they are.
+
+        Raises:
+            UnknownTaskError: If the task is unknown.
+            InvalidInputError: If it has questions and its train rows are of another task.
+        """
+        given = resolve_task(task)
+        is_same = describe_task(given) == describe_task(self.task)
+        if is_same and not isinstance(given, QuestionsModelOutput):
+            return self, ""
+        if isinstance(given, QuestionsModelOutput) and not is_same:
+            raise InvalidInputError(
+                "task adds questions to another task than that of the train rows. Pass QuestionsModelOutput(task of "
+                "the train rows, questions), or the question itself."
+            )
+        base = self.task
+        known = base.questions if isinstance(base, QuestionsModelOutput) else {}
+        base = base.task if isinstance(base, QuestionsModelOutput) else base
+        asked = copy.copy(self)
+        if is_same:
+            asked.task = given
+            return asked, ""
+        asked.task = QuestionsModelOutput(base, {**known, _ASKED: given})
+        return asked, _ASKED
 
     # ---------------------------------------------------------------- gradients
 

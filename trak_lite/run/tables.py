@@ -19,6 +19,7 @@ from trak_lite.store import AbstractFeatureStore, AbstractRowTable, Column, Mani
 from trak_lite.store._grid import chunk_rows_for
 
 __all__ = [
+    "COLUMNS",
     "ERRORS",
     "FEATURES",
     "GRADIENT_NORM",
@@ -62,6 +63,8 @@ FEATURES, OUT_TO_LOSS, LOSS_CURVATURE = "features", "out_to_loss", "loss_curvatu
 GRADIENT_NORM = "gradient_norm"
 SCORES = "scores"
 ERRORS = "errors"
+COLUMNS = "columns"
+"""Entry of the columns of the train data."""
 
 
 def feature_table_spec(

@@ -7,17 +7,19 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple, final
 
 import numpy as np
 import torch
-from numpy.typing import ArrayLike, NDArray
+from numpy.typing import NDArray
 from torch import Tensor
 
 from trak_lite._devices import copied_ahead
 from trak_lite._validate import one_of, positive_int, real_at_least, target_number
+from trak_lite.data.columns import Column
 from trak_lite.errors import InvalidInputError
-from trak_lite.linalg.topk import TopK, TopRows, merged_top
+from trak_lite.linalg.topk import TopK, TopRows, merged_top, not_finite
 from trak_lite.run.tables import SCORES
 from trak_lite.scoring.source import ScoreSource
 from trak_lite.store import AbstractRowTable
@@ -28,8 +30,10 @@ __all__ = [
     "GroupSums",
     "HeldMatrix",
     "PartialMatrix",
+    "RowChoice",
     "StoredMatrix",
     "StreamedMatrix",
+    "chosen_top",
     "group_sums",
     "top_and_bottom",
     "top_rows",
@@ -50,6 +54,13 @@ class GroupSums(NamedTuple):
     """Label of each row of ``sums``."""
     target_groups: NDArray[Any]
     """Label of each column of ``sums``."""
+    counts: NDArray[np.int64]
+    """Number of scores in each of the ``sums``."""
+
+    @property
+    def means(self) -> NDArray[np.float64]:
+        """``sums / counts``: the mean score of a row of the group for a target of the group."""
+        return self.sums / self.counts
 
 
 class AbstractScoreMatrix(ABC):
@@ -66,8 +77,12 @@ class AbstractScoreMatrix(ABC):
         """Whether the scores are stored, so that reading them computes nothing."""
 
     @abstractmethod
-    def tiles(self) -> Iterator[tuple[int, NDArray[np.float32]]]:
-        """Yield ``(first row, (b, M) scores)`` of all train rows in order."""
+    def tiles(self, wanted: NDArray[np.bool_] | None = None) -> Iterator[tuple[int, NDArray[np.float32]]]:
+        """Yield ``(first row, (b, M) scores)`` of all train rows in order.
+
+        Args:
+            wanted: ``(N,)`` leaves out tiles without a wanted row; they are neither read nor computed.
+        """
 
     @abstractmethod
     def rows(self, indices: Sequence[int] | NDArray[np.integer]) -> NDArray[np.float32]:
@@ -76,6 +91,10 @@ class AbstractScoreMatrix(ABC):
     @abstractmethod
     def kept_top(self, k: int, sign: Sign) -> TopRows | None:
         """Return the k strongest rows of every target if they are cached, else ``None``."""
+
+    def require_all_rows(self) -> None:
+        """Raise if only some rows of a target have scores."""
+        return
 
     def numpy(self) -> NDArray[np.float32]:
         """Return all scores, ``(N, M)``."""
@@ -103,9 +122,12 @@ class StoredMatrix(AbstractScoreMatrix):
         """True."""
         return True
 
-    def tiles(self) -> Iterator[tuple[int, NDArray[np.float32]]]:
-        """Yield the table's chunks."""
-        return self._table.chunks(SCORES)
+    def tiles(self, wanted: NDArray[np.bool_] | None = None) -> Iterator[tuple[int, NDArray[np.float32]]]:
+        """Yield the table's chunks, or those with a wanted row."""
+        for chunk in range(self._table.num_chunks):
+            start, stop = self._table.chunk_range(chunk)
+            if wanted is None or wanted[start:stop].any():
+                yield start, self._table.read_chunk(chunk, SCORES)
 
     def rows(self, indices: Sequence[int] | NDArray[np.integer]) -> NDArray[np.float32]:
         """Return the scores of some train rows, ``(len(indices), M)``."""
@@ -135,9 +157,9 @@ class StreamedMatrix(AbstractScoreMatrix):
         """False."""
         return False
 
-    def tiles(self) -> Iterator[tuple[int, NDArray[np.float32]]]:
-        """Yield tiles, bitwise equal to those of a stored matrix."""
-        yield from copied_ahead(self._source.tiles())
+    def tiles(self, wanted: NDArray[np.bool_] | None = None) -> Iterator[tuple[int, NDArray[np.float32]]]:
+        """Yield tiles, or those with a wanted row, bitwise equal to those of a stored matrix."""
+        yield from copied_ahead(self._source.tiles(wanted=wanted))
 
     def rows(self, indices: Sequence[int] | NDArray[np.integer]) -> NDArray[np.float32]:
         """Return the scores of some train rows, ``(len(indices), M)``."""
@@ -170,10 +192,11 @@ class HeldMatrix(AbstractScoreMatrix):
         """True."""
         return True
 
-    def tiles(self) -> Iterator[tuple[int, NDArray[np.float32]]]:
-        """Yield copies of consecutive rows."""
+    def tiles(self, wanted: NDArray[np.bool_] | None = None) -> Iterator[tuple[int, NDArray[np.float32]]]:
+        """Yield copies of consecutive rows, or those with a wanted row."""
         for start in range(0, len(self._scores), _HELD_ROWS):
-            yield start, self._scores[start : start + _HELD_ROWS].copy()
+            if wanted is None or wanted[start : start + _HELD_ROWS].any():
+                yield start, self._scores[start : start + _HELD_ROWS].copy()
 
     def rows(self, indices: Sequence[int] | NDArray[np.integer]) -> NDArray[np.float32]:
         """Return the scores of some train rows, ``(len(indices), M)``."""
@@ -211,10 +234,20 @@ class PartialMatrix(AbstractScoreMatrix):
         """True."""
         return True
 
-    def tiles(self) -> Iterator[tuple[int, NDArray[np.float32]]]:
-        """Yield consecutive rows, NaN where a score is not known."""
+    def require_all_rows(self) -> None:
+        """Raise if some rows have no score, because sums and choices among all rows would leave them out."""
+        if any(len(rows) < self._num_rows for rows, _ in self._known):
+            raise InvalidInputError(
+                f"These scores hold the {self._most} most helpful and most harmful rows of every target, and groups, "
+                "filters and weights need those of all rows. Compute them without k and refine."
+            )
+
+    def tiles(self, wanted: NDArray[np.bool_] | None = None) -> Iterator[tuple[int, NDArray[np.float32]]]:
+        """Yield consecutive rows, or those with a wanted row, NaN where a score is not known."""
         for start in range(0, self._num_rows, _HELD_ROWS):
-            yield start, self.rows(np.arange(start, min(start + _HELD_ROWS, self._num_rows)))
+            rows = np.arange(start, min(start + _HELD_ROWS, self._num_rows))
+            if wanted is None or wanted[rows].any():
+                yield start, self.rows(rows)
 
     def rows(self, indices: Sequence[int] | NDArray[np.integer]) -> NDArray[np.float32]:
         """Return the scores of some train rows, ``(len(indices), M)``, NaN where a score is not known."""
@@ -304,28 +337,107 @@ def top_rows(
     return TopRows(indices, scores)
 
 
+@final
+@dataclass(frozen=True, slots=True, eq=False)
+class RowChoice:
+    """The train rows to consider, and the weights of their scores."""
+
+    wanted: NDArray[np.bool_] | None = None
+    """``(N,)`` whether a row is considered; ``None`` considers all."""
+    weights: NDArray[np.float64] | None = None
+    """``(N,)`` factor of each row's scores; ``None`` for 1."""
+
+    @property
+    def is_all(self) -> bool:
+        """Whether all rows are considered, without weights."""
+        return self.wanted is None and self.weights is None
+
+    def parts(self, matrix: AbstractScoreMatrix) -> Iterator[tuple[NDArray[np.int64], NDArray[Any]]]:
+        """Yield ``(row numbers, (b, M) scores)`` of the wanted rows in order, multiplied by the weights in float64."""
+        for start, tile in matrix.tiles(self.wanted):
+            rows = np.arange(start, start + len(tile))
+            if self.wanted is not None:
+                here = self.wanted[rows]
+                rows, tile = rows[here], tile[here]
+            yield rows, tile if self.weights is None else tile * self.weights[rows, None]
+
+
+def chosen_top(
+    matrix: AbstractScoreMatrix, k: int, choice: RowChoice, *, target: int | None = None, sign: Sign
+) -> TopRows:
+    """Return the k strongest wanted rows by weighted score, ``(M, k)``, or ``(1, k)`` for one target.
+
+    Of equal scores the lower row is first. If fewer rows are wanted, all of them are returned.
+
+    Raises:
+        InvalidInputError: If the matrix has the scores of some rows only.
+        NonFiniteError: If the score of a wanted row is NaN or infinite.
+    """
+    matrix.require_all_rows()
+    columns = slice(None) if target is None else slice(target, target + 1)
+    best = TopK(matrix.shape[1] if target is None else 1, k, sign=sign)
+    done = 0  # TopK numbers the wanted rows only: its rows are consecutive
+    for rows, scores in choice.parts(matrix):
+        part = np.array(scores[:, columns])
+        if not np.isfinite(part).all():
+            row, place = np.argwhere(~np.isfinite(part))[0].tolist()
+            raise not_finite(int(rows[row]), place if target is None else target, float(part[row, place]))
+        best.update(done, torch.from_numpy(part))
+        done += len(rows)
+    indices, values = (tensor.cpu().numpy() for tensor in best.result())
+    numbers = indices if choice.wanted is None else np.flatnonzero(choice.wanted)[indices]
+    return TopRows(numbers, values.astype(np.float32))
+
+
 def group_sums(
-    matrix: AbstractScoreMatrix, train_labels: ArrayLike | None, target_labels: ArrayLike | None
+    matrix: AbstractScoreMatrix,
+    train_labels: Column | None,
+    target_labels: Column | None,
+    choice: RowChoice | None = None,
 ) -> GroupSums:
     """Return scores summed over groups, in one pass and float64.
 
+    Memory: one tile in float64, and the sums.
+
+    Args:
+        matrix: The scores.
+        train_labels: Label of each train row; ``None`` makes each wanted row a group.
+        target_labels: Label of each target; ``None`` makes each target a group.
+        choice: The rows to sum, and their weights; groups without a wanted row are left out.
+
     Raises:
-        InvalidInputError: If neither side is grouped, or there is not exactly one label per row or target.
+        InvalidInputError: If the matrix has the scores of some rows only.
     """
-    if train_labels is None and target_labels is None:
-        raise InvalidInputError(
-            "No labels were given to group by. Give a label per train row, per target, or both."
-        )
+    choice = RowChoice() if choice is None else choice
+    matrix.require_all_rows()
     num_rows, num_targets = matrix.shape
-    train_groups, train_of = _numbered(train_labels, num_rows, "train rows")
-    target_groups, target_of = _numbered(target_labels, num_targets, "targets")
-    sums = torch.zeros(len(train_groups), len(target_groups), dtype=torch.float64, device="cpu")
-    for start, tile in matrix.tiles():
+    train = _wanted_groups(_each(num_rows) if train_labels is None else train_labels, choice.wanted)
+    targets = _each(num_targets) if target_labels is None else target_labels
+    train_of, target_of = torch.from_numpy(train.places), torch.from_numpy(targets.places)
+    sums = torch.zeros(len(train.labels), len(targets.labels), dtype=torch.float64, device="cpu")
+    for rows, tile in choice.parts(matrix):
         scores = torch.from_numpy(tile.astype(np.float64))
-        columns = torch.zeros(len(tile), len(target_groups), dtype=torch.float64, device="cpu")
-        columns.index_add_(1, target_of, scores)
-        sums.index_add_(0, train_of[start : start + len(tile)], columns)
-    return GroupSums(sums.numpy(), train_groups, target_groups)
+        if target_labels is not None:
+            empty = torch.zeros(len(tile), len(targets.labels), dtype=torch.float64, device="cpu")
+            scores = empty.index_add_(1, target_of, scores)
+        sums.index_add_(0, train_of[torch.from_numpy(rows)], scores)
+    places = train.places if choice.wanted is None else train.places[choice.wanted]
+    sizes = np.bincount(places, minlength=len(train.labels))
+    counts = np.multiply.outer(sizes, targets.sizes).astype(np.int64)
+    return GroupSums(sums.numpy(), train.labels, targets.labels, counts)
+
+
+def _each(count: int) -> Column:
+    """Return the column that makes each row a group."""
+    return Column(np.arange(count), np.arange(count))
+
+
+def _wanted_groups(column: Column, wanted: NDArray[np.bool_] | None) -> Column:
+    """Return the column without the labels that no wanted row has; rows that are not wanted have any place."""
+    if wanted is None:
+        return column
+    kept = np.bincount(column.places[wanted], minlength=len(column.labels)) > 0
+    return Column(column.labels[kept], (np.cumsum(kept) - 1).clip(min=0)[column.places])
 
 
 @final
@@ -405,14 +517,3 @@ class DampingPath:
         indices = found.indices.reshape(num_dampings, num_targets, -1)
         scores = found.scores.reshape(num_dampings, num_targets, -1)
         return TopRows(indices, scores) if place is None else TopRows(indices[:, place], scores[:, place])
-
-
-def _numbered(labels: ArrayLike | None, count: int, what: str) -> tuple[NDArray[Any], Tensor]:
-    """Return the distinct labels, sorted, and the index of each row's label among them."""
-    values = np.arange(count) if labels is None else np.asarray(labels)
-    if values.shape != (count,):
-        raise InvalidInputError(
-            f"Labels must be one per row, there are {count} {what}; got shape {values.shape}."
-        )
-    distinct, places = np.unique(values, return_inverse=True)
-    return distinct, torch.from_numpy(places)

@@ -9,6 +9,7 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from trak_lite._validate import one_of, positive_int, require_packages, target_number
+from trak_lite.data.columns import Column, Where, require_columns, wanted_rows, weights_of
 from trak_lite.errors import InvalidInputError, StateError, printable
 from trak_lite.evaluation import Verdict
 from trak_lite.evaluation.verdict import OneRunVerdict, Predictions
@@ -21,7 +22,14 @@ from trak_lite.report import Gallery, Render
 from trak_lite.report.content import PairRender, Renders
 from trak_lite.report.page import notebook_summary
 from trak_lite.scoring.frames import DataFrame, matrix_frame
-from trak_lite.scoring.matrix import AbstractScoreMatrix, DampingPath, GroupSums, group_sums, top_rows
+from trak_lite.scoring.matrix import (
+    AbstractScoreMatrix,
+    DampingPath,
+    GroupSums,
+    RowChoice,
+    chosen_top,
+    group_sums,
+)
 from trak_lite.scoring.source import Reliability, ScoreSource, UnstoredRows
 from trak_lite.store import Manifest
 
@@ -129,11 +137,17 @@ class Scores:
         """The model output function that defines f.
 
         Raises:
-            StateError: If the scores were opened without a model, or made without an attributor and a replay.
+            StateError: If the scores were opened without a model, or without the task that their targets were scored
+                with, or made without an attributor and a replay.
         """
         if isinstance(self._described, UnstoredRows) and self._described.task is not None:
             return self._described.task
-        return self.run.settings.task
+        if "task" in self.settings and not self.run.question:
+            raise StateError(
+                f"The targets {self.name!r} were scored with task={self.settings['task']!r}. Open the scores with it: "
+                f"Attributor.scores({self.name!r}, task=...)."
+            )
+        return self.run.target_task
 
     @property
     def source(self) -> ScoreSource:
@@ -187,36 +201,56 @@ class Scores:
             f"{tested}"
         )
 
+    @property
+    def columns(self) -> dict[str, Column]:
+        """The columns of the train data that ``featurize(..., columns=...)`` stored, by name; none in memory."""
+        return self._described.columns() if isinstance(self._described, ScoreSource) else {}
+
     def top(
-        self, k: int, *, target: int | None = None, sign: Literal["helpful", "harmful"] = "helpful"
+        self,
+        k: int,
+        *,
+        target: int | None = None,
+        sign: Literal["helpful", "harmful"] = "helpful",
+        where: Where | None = None,
+        weights: ArrayLike | str | None = None,
     ) -> TopRows:
         """Return the k most helpful (or harmful) train rows.
 
         Args:
-            k: Number of rows; all N are returned if N is less than k.
+            k: Number of rows; all rows are returned if there are fewer than k.
             target: Number of one target; ``None`` returns the rows of every target.
             sign: ``"helpful"`` takes the largest scores, ``"harmful"`` the smallest.
+            where: Consider some rows only: a mask ``(N,)``, or stored columns with the value, or a list of values, that
+                a row must have (``{"source": "web", "year": [2023, 2024]}``). Chunks without such a row are not
+                read, and with ``dense=False`` tiles of 1024 rows without one are not computed.
+            weights: ``(N,)`` factor of each row's scores, or the name of a stored column.
 
         Returns:
             Indices and scores, ``(k,)`` for one target or ``(M, k)`` for all. Of equal scores the lower row is first.
 
         Raises:
-            InvalidInputError: If ``k`` or ``sign`` is invalid, or the target does not exist.
+            InvalidInputError: If ``k``, ``sign`` or a weight is invalid, the target does not exist, no row satisfies
+                ``where``, or a filter or weights were given for scores of some rows only (``k=``, ``refine=``).
+            UnknownNameError: If no such column is stored.
         """
         positive_int(k=k)
         one_of(("helpful", "harmful"), sign=sign)
         place = None if target is None else target_number(target, self.shape[1], self.name)
-        found = self._matrix.kept_top(k, sign)
-        if found is None and place is not None:
-            tiles = ((start, tile[:, place : place + 1]) for start, tile in self._matrix.tiles())
-            indices, scores = top_rows(tiles, 1, k, sign=sign)
-            return TopRows(indices[0], scores[0])
-        found = found or top_rows(self._matrix.tiles(), self.shape[1], k, sign=sign)
-        return found if place is None else TopRows(found.indices[place], found.scores[place])
+        choice = self._choice(where, weights)
+        found = self._matrix.kept_top(k, sign) if choice.is_all else None
+        if found is not None:
+            return found if place is None else TopRows(found.indices[place], found.scores[place])
+        found = chosen_top(self._matrix, k, choice, target=place, sign=sign)
+        return found if place is None else TopRows(found.indices[0], found.scores[0])
 
-    def tiles(self) -> Iterator[tuple[int, NDArray[np.float32]]]:
-        """Yield ``(first row, (b, M) scores)`` for all train rows in order, without loading the whole matrix."""
-        return self._matrix.tiles()
+    def tiles(self, wanted: NDArray[np.bool_] | None = None) -> Iterator[tuple[int, NDArray[np.float32]]]:
+        """Yield ``(first row, (b, M) scores)`` for all train rows in order, without loading the whole matrix.
+
+        Args:
+            wanted: ``(N,)`` leaves out tiles without a wanted row; they are neither read nor computed.
+        """
+        return self._matrix.tiles(wanted)
 
     def numpy(self) -> NDArray[np.float32]:
         """Return all scores as one new float32 array ``(N, M)``."""
@@ -241,15 +275,30 @@ class Scores:
         """
         return self.source.self_influence()
 
-    def group(self, rows: ArrayLike | None = None, targets: ArrayLike | None = None) -> GroupSums:
+    def group(
+        self,
+        rows: ArrayLike | str | None = None,
+        targets: ArrayLike | None = None,
+        *,
+        where: Where | None = None,
+        weights: ArrayLike | str | None = None,
+    ) -> GroupSums:
         """Return the scores summed over groups of train rows, of targets, or both, in one pass.
 
+        Sums are in float64. Memory: one tile and the sums; the matrix is not loaded. ``.means`` divides the sums by the
+        number of scores in them.
+
         Args:
-            rows: ``(N,)`` label of each train row (its author, class, source); ``None`` does not group rows.
+            rows: ``(N,)`` label of each train row (its author, class, source), or the name of a stored column;
+                ``None`` does not group rows.
             targets: ``(M,)`` label of each target; ``None`` does not group targets.
+            where: Sum some rows only, as in :meth:`top`. Groups without such a row are left out.
+            weights: ``(N,)`` factor of each row's scores, or the name of a stored column.
 
         Raises:
-            InvalidInputError: If neither is given, or there is not exactly one label per row or target.
+            InvalidInputError: If neither is given, there is not exactly one label per row or target, or the scores are
+                of some rows only.
+            UnknownNameError: If no such column is stored.
 
         Example:
             Sum the scores of each class of the train set over all targets:
@@ -265,7 +314,29 @@ class Scores:
             >>> attributor.score(data).group(labels, [0] * 12).sums.shape
             (3, 1)
         """
-        return group_sums(self._matrix, rows, targets)
+        if rows is None and targets is None:
+            raise InvalidInputError(
+                "No labels were given to group by. Give a label per train row, per target, or both."
+            )
+        num_rows, num_targets = self.shape
+        if isinstance(rows, str):
+            columns = self.columns
+            require_columns([rows], columns)
+            train: Column | None = columns[rows]
+        else:
+            train = None if rows is None else Column.of(rows, num_rows, "The labels of train rows")
+        labels = None if targets is None else Column.of(targets, num_targets, "The labels of targets")
+        return group_sums(self._matrix, train, labels, self._choice(where, weights))
+
+    def _choice(self, where: Where | None, weights: ArrayLike | str | None) -> RowChoice:
+        """Return the rows to consider, and their weights."""
+        if where is None and weights is None:
+            return RowChoice()
+        columns, num_rows = self.columns, len(self)
+        return RowChoice(
+            None if where is None else wanted_rows(where, columns, num_rows),
+            None if weights is None else weights_of(weights, columns, num_rows),
+        )
 
     def damping_path(self, dampings: Sequence[float | None], *, targets: slice = slice(None)) -> DampingPath:
         """Return the scores at other dampings, from one eigendecomposition per checkpoint and segment.
@@ -382,6 +453,7 @@ class Scores:
         target_render: Render | None = None,
         pair_render: PairRender | None = None,
         k: int = 5,
+        where: Where | None = None,
     ) -> Gallery:
         """Return targets with their most helpful and most harmful train rows, for display in notebooks and pages.
 
@@ -393,11 +465,13 @@ class Scores:
             pair_render: ``pair_render(row, target)``, used instead of ``render`` if the content of a row depends on the
                 target, such as tokens with their scores (:func:`~trak_lite.token_scores`).
             k: Number of helpful and of harmful rows per target.
+            where: Show some train rows only, as in :meth:`top`.
 
         Raises:
-            InvalidInputError: If a target does not exist, or the result of a render cannot be shown.
+            InvalidInputError: If a target does not exist, no row satisfies ``where``, or the result of a render cannot
+                be shown.
         """
-        return Gallery.of(self, targets, Renders(render, target_render, pair_render), k=k)
+        return Gallery.of(self, targets, Renders(render, target_render, pair_render), k=k, where=where)
 
     def _repr_html_(self) -> str:
         """Return the HTML for notebooks: sizes, settings, verdict and top rows."""

@@ -5,7 +5,7 @@ Shapes: N train rows, M targets, K feature width, C checkpoints, G groups of che
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import combinations
 from typing import Any, final
@@ -17,6 +17,7 @@ from torch import Tensor
 
 from trak_lite._devices import copied_ahead, wide_dtype
 from trak_lite.data.batches import rows_in_batches
+from trak_lite.data.columns import Column
 from trak_lite.data.datasets import every_nth, spread_rows
 from trak_lite.errors import InvalidInputError
 from trak_lite.linalg.kernel import (
@@ -31,6 +32,7 @@ from trak_lite.linalg.spread import agreement, expected_agreement
 from trak_lite.methods import AbstractInverseMethod, AbstractMethod
 from trak_lite.modelout_functions import AbstractModelOutput
 from trak_lite.parallel.ranks import Ranks
+from trak_lite.run.columns import stored_columns
 from trak_lite.run.settings import row_kind
 from trak_lite.run.tables import (
     FEATURES,
@@ -139,6 +141,10 @@ class ScoreSource:
         """Settings and versions that the rows were made with."""
         return self._store.manifest
 
+    def columns(self) -> dict[str, Column]:
+        """Return the stored columns of the train rows by name."""
+        return stored_columns(self._store)
+
     @property
     def num_rows(self) -> int:
         """N."""
@@ -158,6 +164,12 @@ class ScoreSource:
     def num_targets(self) -> int:
         """M."""
         return self._targets(self._train[0]).spec.num_rows
+
+    @property
+    def target_identity(self) -> Mapping[str, Any]:
+        """JSON values that identify the targets, and their task if it is not that of the train rows."""
+        found: Mapping[str, Any] = self._targets(self._train[0]).spec.fingerprint.get("targets", {})
+        return found
 
     def terms(self, targets: slice | NDArray[np.int64] = slice(None)) -> list[ScoreTerm]:
         """Return one term per checkpoint, with the targets multiplied by (H + lambda I)^-1 and the weight.
@@ -223,6 +235,7 @@ class ScoreSource:
         *,
         chunk_rows: int | None = None,
         share: tuple[int, int] = (0, 1),
+        wanted: NDArray[np.bool_] | None = None,
     ) -> Iterator[tuple[int, Tensor]]:
         """Yield ``(first row, scores)`` for all train rows in order, bitwise equal to a stored score table.
 
@@ -230,12 +243,14 @@ class ScoreSource:
             terms: One term per checkpoint; ``None`` calls :meth:`terms`.
             chunk_rows: Rows per chunk of the score table; ``None`` is that of a table of all targets.
             share: ``(r, n)`` yields the r-th of n parts of the chunks.
+            wanted: ``(N,)`` leaves out tiles without a wanted row; their train rows are not read.
         """
         terms = self.terms() if terms is None else terms
         if chunk_rows is None:
             chunk_rows = score_table_spec(self.num_rows, len(terms[0].targets), {}).chunk_rows
         for rows in tile_ranges(self.num_rows, chunk_rows, share=share):
-            yield rows.start, self.scores_of(rows, terms)
+            if wanted is None or wanted[rows.start : rows.stop].any():
+                yield rows.start, self.scores_of(rows, terms)
 
     def row_factors(self, rows: NDArray[np.int64]) -> NDArray[np.float64]:
         """Return the factors (q, its mean, or 1) of some train rows' products with targets, ``(C, rows)``."""

@@ -99,6 +99,7 @@ def stored_scores(
     store = workspace.reader()
     with naming_dropped(store) as paths:
         table, train = _finished_scores(store, name, method, settings.method, paths)
+    _compare_tasks(table.spec.fingerprint["targets"], run, name)
     source = score_source(store, list(train.values()), name, method, settings)
     return _scores_of_table(workspace, settings, table, source, store, run=run)
 
@@ -129,7 +130,20 @@ def streamed_scores(
     with naming_dropped(store) as paths:
         train = _scorable_tables(store, name, method, paths)
     source = score_source(store, train, name, method, settings)
+    _compare_tasks(source.target_identity, run, name)
     return _scores(workspace, settings, StreamedMatrix(source), source, target_folder(name, method), run=run)
+
+
+def _compare_tasks(targets: Mapping[str, Any], run: Run | None, name: str) -> None:
+    """Raise if a task was given, and the targets were scored with another one."""
+    given = {} if run is None else run.asked_task()
+    if given:
+        compare_fingerprints(
+            {"task": targets.get("task", {})},
+            given,
+            where=f"targets {name!r}",
+            remedy="Pass the task that these targets were scored with, or none.",
+        )
 
 
 def score_source(
@@ -188,6 +202,7 @@ def _scores_of_table(
         one_run=kept_in(workspace, Manifest(store.manifest.fingerprint), path),
         errors=partial(table.read, ERRORS) if with_errors else None,
         shown=store.attributes(path),
+        targets=table.spec.fingerprint.get("targets", {}),
     )
 
 
@@ -204,7 +219,11 @@ def _scores(
     one_run: OneRunPlace | None = None,
     errors: Callable[[], NDArray[np.float32]] | None = None,
     shown: Mapping[str, Any] | None = None,
+    targets: Mapping[str, Any] | None = None,
 ) -> Scores:
+    asked = (source.target_identity if targets is None else targets).get("task")
+    if asked is not None:
+        shown = {**(shown or {}), "task": asked.get("name") or "custom"}
     shown = {**(shown or {}), "checkpoints": source.num_checkpoints, "proj_dim": _widths(settings.layout)}
     fields = source.method.to_json()
     return Scores(

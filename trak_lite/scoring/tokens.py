@@ -41,7 +41,8 @@ def token_scores(
 ) -> dict[int, NDArray[np.float32]]:
     """Return the contribution of every token of some train rows to their scores, for causal language models.
 
-    f of a train row is a sum over its predicted tokens, so its gradient, features and scores are sums too. The
+    f of a train row is a sum over its predicted tokens, so its gradient, features and scores are sums too, whatever the
+    task of the targets is (:meth:`Attributor.score(task=...) <trak_lite.Attributor.score>`, questions). The
     contributions of a row sum to its score, up to the rounding of stored features. A row of T predicted tokens costs
     as much as featurizing T rows. Nothing is stored.
 
@@ -56,8 +57,8 @@ def token_scores(
         not predicted.
 
     Raises:
-        InvalidInputError: If the task is not causal language modeling, train rows are normalised, or a row or target
-            does not exist.
+        InvalidInputError: If the task of the train rows is not causal language modeling, train rows are normalised, or
+            a row or target does not exist.
         StateError: If the weights of a checkpoint cannot be found, or the scores were opened without a model.
         ManifestMismatchError: If ``data`` are not the train data.
     """
@@ -149,10 +150,10 @@ def _shift_of_linear_rows(settings: AttributorSettings, scores: Scores) -> bool:
     Raises:
         InvalidInputError: If f is not a sum over tokens, or train rows are normalised, so that scores are not sums.
     """
-    task = settings.task
+    task = settings.task.train_task()
     if not isinstance(task, CausalLanguageModelingModelOutput):
         raise InvalidInputError(
-            f"The task is {task.name!r}, whose output is not a sum over tokens. Token scores need "
+            f"The task of the train rows is {task.name!r}, whose output is not a sum over tokens. Token scores need "
             "'causal_language_modeling'."
         )
     divided = "normalization" in scores.manifest.fingerprint.get("gradients", {})

@@ -227,7 +227,7 @@ def _unstored(
     fields = method.to_json()
     settings = {**shown, "method": fields.pop("name"), **fields}
     manifest = Manifest(run.settings.manifest(None).fingerprint)
-    described = UnstoredRows(name, method, manifest, run.settings.task)
+    described = UnstoredRows(name, method, manifest, run.target_task)
     return Scores(matrix, described, settings=settings, location=None, convergence=convergence)
 
 

@@ -12,9 +12,9 @@ from typing import Any, Literal, final
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
+from trak_lite.data.columns import Column
 from trak_lite.errors import InvalidInputError, NonFiniteError
 from trak_lite.scoring.scores import Scores
-from trak_lite.selection._labels import Grouping
 
 __all__ = ["Candidates", "Reduction", "TargetGroups", "best_rows", "shape_of"]
 
@@ -29,7 +29,7 @@ _FEWEST_HELD = 4096
 class TargetGroups:
     """How the scores of a row for M targets become one value."""
 
-    groups: Grouping | None
+    groups: Column | None
     """Label of each target; ``None`` makes each target a group."""
     reduction: Reduction
     """Of the means of the groups."""
@@ -107,6 +107,8 @@ def best_rows(
     targets: TargetGroups,
     quotas: NDArray[np.int64],
     places: NDArray[np.int64] | None = None,
+    *,
+    wanted: NDArray[np.bool_] | None = None,
 ) -> Candidates:
     """Return the best rows of each label, best first, from one pass over the scores.
 
@@ -117,15 +119,21 @@ def best_rows(
         targets: Make one value of the scores of a row.
         quotas: ``(G,)`` number of rows to keep of each label; they add up to k.
         places: ``(N,)`` index of each row's label; ``None`` gives all rows the label 0.
+        wanted: ``(N,)`` rows to choose from; tiles without one are not read. ``None`` chooses from all.
 
     Raises:
         NonFiniteError: If a score is NaN or infinite.
     """
     best = _BestOfLabels(quotas)
-    for start, tile in _tiles(scores):
-        _check_finite(start, tile)
-        values, strongest, means = targets.of(tile)
+    for start, tile in _tiles(scores, wanted):
         rows = np.arange(start, start + len(tile))
+        if wanted is not None:
+            here = wanted[rows]
+            rows, tile = rows[here], tile[here]
+        if not len(rows):
+            continue
+        _check_finite(rows, tile)
+        values, strongest, means = targets.of(tile)
         labels = np.zeros(len(tile), np.int64) if places is None else places[rows]
         best.add(Candidates(rows, values, strongest, means, labels))
     return best.result().best_first()
@@ -164,21 +172,23 @@ class _BestOfLabels:
         return ordered.take(ranks < self._quotas[ordered.places])
 
 
-def _tiles(scores: Scores | ArrayLike) -> Iterator[tuple[int, NDArray[np.float32]]]:
+def _tiles(
+    scores: Scores | ArrayLike, wanted: NDArray[np.bool_] | None
+) -> Iterator[tuple[int, NDArray[np.float32]]]:
     """Yield ``(first row, scores)`` of all rows in order, at most about a million scores at a time."""
-    whole = scores.tiles() if isinstance(scores, Scores) else [(0, np.asarray(scores))]
+    whole = scores.tiles(wanted) if isinstance(scores, Scores) else [(0, np.asarray(scores))]
     for start, tile in whole:
         step = max(1, _TILE_VALUES // tile.shape[1])
         for first in range(0, len(tile), step):
             yield start + first, tile[first : first + step]
 
 
-def _check_finite(start: int, tile: NDArray[np.float32]) -> None:
+def _check_finite(rows: NDArray[np.int64], tile: NDArray[np.float32]) -> None:
     if np.isfinite(tile).all():
         return
     row, target = np.argwhere(~np.isfinite(tile))[0].tolist()
     raise NonFiniteError(
-        f"The score of train row {start + row} for target {target} is {tile[row, target]}. select needs finite scores "
+        f"The score of train row {rows[row]} for target {target} is {tile[row, target]}. select needs finite scores "
         "of all rows; scores of stream_scores(k=...) or refine=... hold those of a few rows only. Use scores without "
         "k and refine, or check the features and the kernel."
     )

@@ -5,7 +5,7 @@ Shapes: N train rows, M targets, T groups of targets, G labels of train rows, K 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final, Literal, cast, final
 
@@ -13,10 +13,11 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from trak_lite._validate import one_of, positive_int, real_at_least
+from trak_lite.data.columns import Column, Where, column_of, wanted_rows
 from trak_lite.errors import InvalidInputError
 from trak_lite.scoring.scores import Scores
 from trak_lite.selection._greedy import greedy
-from trak_lite.selection._labels import Grouping, column_of, quotas_of
+from trak_lite.selection._quotas import quotas_of
 from trak_lite.selection._stream import Candidates, Reduction, TargetGroups, best_rows, shape_of
 from trak_lite.selection.result import Selection
 
@@ -42,6 +43,7 @@ def select(
     features: ArrayLike | None = None,
     diversity: float | None = None,
     pool: int | None = None,
+    where: Where | None = None,
 ) -> Selection:
     r"""Choose k train rows by their scores, in one pass over the scores.
 
@@ -73,8 +75,9 @@ def select(
         reduction: ``"mean"``, ``"sum"`` or ``"max"``, over groups of targets.
         target_groups: ``(M,)`` label of each target, such as its task; ``None`` makes each target a group.
         groups: ``(N,)`` label of each train row for ``"balanced"`` (its class, source), or the name of a column of
-            ``data``.
-        data: With the name of a column: a ``datasets.Dataset``, a pandas frame or a mapping of arrays, with N rows.
+            ``data``, or of one that ``featurize`` stored.
+        data: With the name of a column: a ``datasets.Dataset``, a pandas frame or a mapping of arrays, with N rows;
+            ``None`` uses the columns of the store.
         quotas: ``"equal"`` (the default) shares k equally, and labels with too few rows leave the rest to the others;
             ``"proportional"`` keeps the shares of the labels in the train rows; a mapping gives the number of rows of
             each label.
@@ -82,12 +85,15 @@ def select(
             (of all checkpoints, whose cosines are averaged).
         diversity: alpha of ``"greedy"``, at least 0; ``None`` is 1.
         pool: Number of candidates for ``"greedy"``, at least k; ``None`` is 4 k, at most N and 10,000 (at least k).
+        where: Choose from some train rows only, as in :meth:`trak_lite.Scores.top`: a mask, or values of stored columns
+            (of ``data``, if given). Shares of ``quotas`` are those of these rows.
 
     Returns:
         The rows, and for each row its value, the group of targets with the largest mean score, and its redundancy.
 
     Raises:
-        InvalidInputError: If k or another argument is invalid, does not belong to the method, or a label is missing.
+        InvalidInputError: If k or another argument is invalid, does not belong to the method, a label is missing, or
+            fewer than k rows satisfy ``where``.
         UnknownNameError: If a name or a column is unknown.
         NonFiniteError: If a score or a feature is NaN or infinite, as of scores that hold only some rows.
         StateError: If ``"greedy"`` needs stored rows, and the scores were not computed from any.
@@ -109,23 +115,28 @@ def select(
     chosen_reduction = REDUCTIONS[method] if reduction is None else reduction
     one_of(("mean", "sum", "max"), reduction=chosen_reduction)
     num_rows, num_targets = shape_of(scores)
-    if positive_int(k=k) > num_rows:
-        raise InvalidInputError(f"k is {k}, and there are {num_rows} train rows. Choose at most as many.")
+    wanted = None if where is None else _wanted(where, scores, data, num_rows)
+    most = num_rows if wanted is None else int(wanted.sum())
+    if positive_int(k=k) > most:
+        of = "" if wanted is None else " that satisfy where"
+        raise InvalidInputError(f"k is {k}, and there are {most} train rows{of}. Choose at most as many.")
     _refuse_others(
         method,
-        balanced={"groups": groups, "data": data, "quotas": quotas},
+        balanced={"groups": groups, "data": None if isinstance(where, Mapping) else data, "quotas": quotas},
         greedy={"features": features, "diversity": diversity, "pool": pool},
     )
-    tasks = None if target_groups is None else Grouping.of(target_groups, num_targets, "target_groups")
+    tasks = None if target_groups is None else Column.of(target_groups, num_targets, "target_groups")
     targets = TargetGroups(tasks, chosen_reduction, factor)
-    made_with = {"method": method, "sign": sign, "reduction": chosen_reduction}
-    made = _Made(scores, k, targets, made_with, num_rows, num_targets)
+    made_with: dict[str, Any] = {"method": method, "sign": sign, "reduction": chosen_reduction}
+    if wanted is not None:
+        made_with["chosen_from"] = most
+    made = _Made(scores, k, targets, made_with, num_rows, num_targets, wanted)
     if method == "balanced":
-        return made.balanced(_labels(groups, data, num_rows), "equal" if quotas is None else quotas)
+        return made.balanced(_labels(groups, data, scores, num_rows), "equal" if quotas is None else quotas)
     if method == "greedy":
         alpha = real_at_least(0.0, diversity=1.0 if diversity is None else diversity)
         return made.greedy(features, alpha, pool)
-    return made.selection(best_rows(scores, targets, np.array([k])))
+    return made.selection(best_rows(scores, targets, np.array([k]), wanted=wanted))
 
 
 @final
@@ -139,11 +150,13 @@ class _Made:
     settings: dict[str, Any]
     num_rows: int
     num_targets: int
+    wanted: NDArray[np.bool_] | None
 
-    def balanced(self, groups: Grouping, quotas: str | Mapping[Any, int]) -> Selection:
+    def balanced(self, groups: Column, quotas: str | Mapping[Any, int]) -> Selection:
         """Choose the best rows of each label."""
-        counts = quotas_of(groups, self.k, quotas)
-        rows = best_rows(self.scores, self.targets, counts, groups.places)
+        chosen = groups if self.wanted is None else groups.take(np.flatnonzero(self.wanted))
+        counts = quotas_of(chosen, self.k, quotas)
+        rows = best_rows(self.scores, self.targets, counts, groups.places, wanted=self.wanted)
         named = quotas if isinstance(quotas, str) else {str(label): int(n) for label, n in quotas.items()}
         return self.selection(rows, groups=groups.labels[rows.places], quotas=named)
 
@@ -154,9 +167,9 @@ class _Made:
             raise InvalidInputError(
                 f"pool is {size}, and k is {self.k}. Give a pool of at least k candidates."
             )
-        size = min(size, self.num_rows)
+        size = min(size, self.num_rows if self.wanted is None else int(self.wanted.sum()))
         read = _feature_reader(self.scores, features, self.num_rows)
-        rows = best_rows(self.scores, self.targets, np.array([size]))
+        rows = best_rows(self.scores, self.targets, np.array([size]), wanted=self.wanted)
         rows = rows.take(np.argsort(rows.rows))  # of equal gains the lower row is chosen
         chosen = greedy(rows.values, read(rows.rows), self.k, diversity=diversity)
         return self.selection(
@@ -198,7 +211,20 @@ def _refuse_others(method: str, **arguments: Mapping[str, Any]) -> None:
             )
 
 
-def _labels(groups: ArrayLike | str | None, data: Any, num_rows: int) -> Grouping:
+def _wanted(where: Where, scores: Scores | ArrayLike, data: Any, num_rows: int) -> NDArray[np.bool_]:
+    """Return the rows to choose from, ``(N,)``."""
+    return wanted_rows(where, _columns(scores, where, data) if isinstance(where, Mapping) else {}, num_rows)
+
+
+def _columns(scores: Scores | ArrayLike, names: Iterable[str], data: Any) -> dict[str, Column]:
+    """Return the columns of ``data`` with these names, or without data those of the store."""
+    if data is None:
+        return scores.columns if isinstance(scores, Scores) else {}
+    num_rows, _ = shape_of(scores)
+    return {name: Column.of(column_of(data, name), num_rows, f"the column {name!r}") for name in names}
+
+
+def _labels(groups: ArrayLike | str | None, data: Any, scores: Scores | ArrayLike, num_rows: int) -> Column:
     """Return the labels of the train rows."""
     if groups is None:
         raise InvalidInputError(
@@ -210,10 +236,14 @@ def _labels(groups: ArrayLike | str | None, data: Any, num_rows: int) -> Groupin
                 "data is given, and groups is not the name of a column. Give one of: groups='source', data=dataset, or "
                 "the labels as groups."
             )
-        return Grouping.of(groups, num_rows, "groups")
-    if data is None:
-        raise InvalidInputError(f"groups={groups!r} names a column. Give the data that have it: data=...")
-    return Grouping.of(column_of(data, groups), num_rows, f"the column {groups!r}")
+        return Column.of(groups, num_rows, "groups")
+    columns = _columns(scores, [groups], data)
+    if groups not in columns:
+        raise InvalidInputError(
+            f"groups={groups!r} names a column. Give the data that have it: data=... The columns of the store are "
+            f"{sorted(columns)}."
+        )
+    return columns[groups]
 
 
 def _feature_reader(

@@ -133,7 +133,7 @@ class Pages:
         """Return all marks as CSV."""
         with self._lock:
             column = self.sets.columns.get("label")
-            labels = None if column is None else [str(value) for value in column.values[column.codes]]
+            labels = None if column is None else [str(label) for label in column.values]
             return relabelling(self.marks.read(), labels)
 
     def problem(self, error: Exception) -> tuple[int, str]:
@@ -262,14 +262,14 @@ class Pages:
                 name,
                 f"{_WHERE}{name}",
                 filters.get(name, ""),
-                column.values.tolist() if len(column.values) <= _LISTED_VALUES else None,
+                column.texts if len(column.labels) <= _LISTED_VALUES else None,
             )
             for name, column in self.sets.columns.items()
         ]
 
     def _labels(self) -> list[str]:
         column = self.sets.columns.get("label")
-        return [] if column is None else column.values[:_LISTED_VALUES].tolist()
+        return [] if column is None else column.texts[:_LISTED_VALUES]
 
     def _target_content(self, name: str, target: int) -> Content | None:
         return self.renders.of_target(target) if self.has_targets(name) else None

@@ -6,53 +6,24 @@ Shapes: N train rows, M targets.
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
-from typing import Any, Final, Literal, Self, TypeVar, final
+from collections.abc import Callable, Mapping
+from typing import Any, Final, Literal, TypeVar, final
 
 import numpy as np
 from numpy.typing import NDArray
 
 from trak_lite._validate import known_names, one_of, target_number
+from trak_lite.data.columns import Column
 from trak_lite.errors import InvalidInputError
 from trak_lite.linalg.topk import TopRows
-from trak_lite.scoring.matrix import top_rows
+from trak_lite.scoring.matrix import HeldMatrix, RowChoice, chosen_top
 from trak_lite.scoring.scores import Scores
 
-__all__ = ["Column", "Sets", "strongest"]
+__all__ = ["Sets", "strongest"]
 
 _HELD_BYTES: Final = 1 << 28
 _MOST_HELD: Final = 64
 _Held = TypeVar("_Held")
-
-
-@final
-@dataclass(frozen=True, slots=True, eq=False)
-class Column:
-    """The value of every train row in one column of the data: its label, its source."""
-
-    values: NDArray[np.str_]
-    """The different values, sorted."""
-    codes: NDArray[np.int64]
-    """``(N,)`` place of every row's value in ``values``."""
-
-    @classmethod
-    def of(cls, values: Iterable[Any], num_rows: int, name: str) -> Self:
-        """Return the column of some values; each is shown as its ``str``.
-
-        Raises:
-            InvalidInputError: If there is not one value per train row.
-        """
-        listed = values.tolist() if hasattr(values, "tolist") else list(values)
-        if len(listed) != num_rows:
-            raise InvalidInputError(
-                f"The column {name!r} of the recipe has {len(listed)} values. Expected one per train row: {num_rows}."
-            )
-        return cls(*np.unique(np.array([str(value) for value in listed]), return_inverse=True))
-
-    def of_row(self, row: int) -> str:
-        """Return the value of a row."""
-        return str(self.values[self.codes[row]])
 
 
 @final
@@ -144,8 +115,7 @@ class Sets:
         known_names(filters, list(self.columns), what="columns")
         mask = np.ones(self.num_rows, bool)
         for name, value in filters.items():
-            column = self.columns[name]
-            mask &= column.values[column.codes] == value
+            mask &= self.columns[name].matches(value)
         return mask
 
     def row(self, row: int) -> int:
@@ -160,18 +130,17 @@ class Sets:
 
     def columns_of(self, row: int) -> list[tuple[str, str]]:
         """Return the names and values of the columns of a row."""
-        return [(name, column.of_row(row)) for name, column in self.columns.items()]
+        return [(name, column.text_of(row)) for name, column in self.columns.items()]
 
 
 def strongest(
     scores: NDArray[np.float32], mask: NDArray[np.bool_], k: int, sign: Literal["helpful", "harmful"]
 ) -> TopRows:
     """Return the k strongest of the rows in a mask, with their scores, each ``(k,)`` or shorter."""
-    rows = np.flatnonzero(mask)
-    if not rows.size:
-        return TopRows(rows, scores[:0])
-    found = top_rows([(0, scores[rows, None])], 1, k, sign=sign)
-    return TopRows(rows[found.indices[0]], found.scores[0])
+    if not mask.any():
+        return TopRows(np.flatnonzero(mask), scores[:0])
+    found = chosen_top(HeldMatrix(scores[:, None]), k, RowChoice(mask), sign=sign)
+    return TopRows(found.indices[0], found.scores[0])
 
 
 def _held(held: OrderedDict[Any, _Held], key: Any, make: Callable[[], _Held], *, most: int) -> _Held:

@@ -367,7 +367,7 @@ class _MeanMatrix(AbstractScoreMatrix):
         """False."""
         return False
 
-    def tiles(self) -> Iterator[tuple[int, NDArray[np.float32]]]:
+    def tiles(self, wanted: NDArray[np.bool_] | None = None) -> Iterator[tuple[int, NDArray[np.float32]]]:
         """Yield tiles of the mean."""
         step = 1024
         for start in range(0, self.shape[0], step):

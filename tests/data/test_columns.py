@@ -1,0 +1,122 @@
+"""Columns of the train data against plain loops: labels, filters, weights."""
+
+from __future__ import annotations
+
+import datetime
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from trak_lite.data.columns import Column, column_of, columns_of, wanted_rows, weights_of
+from trak_lite.errors import InvalidInputError, UnknownNameError
+
+pytestmark = pytest.mark.quick
+
+SOURCES = ["web", "book", "web", "code", "book"]
+YEARS = [2021, 2022, 2022, 2021, 2022]
+COLUMNS = columns_of({"source": SOURCES, "year": torch.tensor(YEARS)}, 5, "columns")
+
+
+@given(st.lists(st.sampled_from(["a", "b", "c"]), min_size=1), st.sampled_from(["a", "b", "d"]))
+def test_a_column_numbers_its_labels(values: list[str], value: str) -> None:
+    column = Column.of(values, len(values), "labels")
+
+    assert column.labels.tolist() == sorted(set(values))
+    assert column.values.tolist() == values
+    assert column.sizes.tolist() == [values.count(label) for label in sorted(set(values))]
+    assert column.matches(value).tolist() == [one == value for one in values]
+    assert [column.text_of(row) for row in range(len(values))] == values
+
+
+@pytest.mark.parametrize(
+    ("where", "rows"),
+    [
+        ({"source": "web"}, [0, 2]),
+        ({"source": ["web", "code"]}, [0, 2, 3]),
+        ({"source": ("web", "nowhere")}, [0, 2]),
+        ({"source": "web", "year": 2022}, [2]),
+        ({"year": "2021"}, [0, 3]),
+        ({"year": {2021, 2022}}, [0, 1, 2, 3, 4]),
+        ({"year": np.array([2022])}, [1, 2, 4]),
+        ({}, [0, 1, 2, 3, 4]),
+        (np.array([True, False, False, False, True]), [0, 4]),
+        (torch.tensor([False, True, False, False, False]), [1]),
+    ],
+    ids=str,
+)
+def test_a_filter_takes_rows_with_a_value_in_every_named_column(where: Any, rows: list[int]) -> None:
+    assert np.flatnonzero(wanted_rows(where, COLUMNS, 5)).tolist() == rows
+
+
+@pytest.mark.parametrize(
+    ("where", "error", "message"),
+    [
+        ({"sorce": "web"}, UnknownNameError, r"Unknown columns: \['sorce'\]\. Nearest known: \['source'\]"),
+        ({"source": "wbe"}, InvalidInputError, r"No train row satisfies where=\{'source': 'wbe'\}"),
+        ({"source": []}, InvalidInputError, "No train row satisfies"),
+        (np.zeros(5, bool), InvalidInputError, "a mask without True"),
+        (np.ones(4, bool), InvalidInputError, r"mask of 5 booleans .* bool of shape \(4,\)"),
+        ([0, 1, 0, 0, 1], InvalidInputError, "mask of 5 booleans .* int64"),
+    ],
+    ids=str,
+)
+def test_a_filter_of_nothing_is_refused(where: Any, error: type[Exception], message: str) -> None:
+    with pytest.raises(error, match=message):
+        wanted_rows(where, COLUMNS, 5)
+
+
+def test_dates_are_found_by_their_text_and_their_value() -> None:
+    days = [datetime.date(2024, 1, day) for day in (1, 2, 1)]
+    for values in (days, np.array(days, "datetime64[D]")):
+        column = Column.of(values, 3, "dates")
+        assert column.matches("2024-01-01").tolist() == [True, False, True]
+        assert column.matches(datetime.date(2024, 1, 2)).tolist() == [False, True, False]
+
+
+def test_weights_are_numbers_or_a_column_of_them() -> None:
+    assert weights_of("year", COLUMNS, 5).tolist() == YEARS
+    assert weights_of(torch.tensor([1, 0, 1, 0, 1]), COLUMNS, 5).tolist() == [1, 0, 1, 0, 1]
+    with pytest.raises(UnknownNameError, match="Unknown columns"):
+        weights_of("weight", COLUMNS, 5)
+    for wrong in ("source", [1.0] * 4, [1.0, 2.0, np.nan, 0.0, 1.0], [[1.0] * 5]):
+        with pytest.raises(InvalidInputError, match="5 finite numbers, one per train row"):
+            weights_of(wrong, COLUMNS, 5)
+
+
+class Table:
+    """What a ``datasets.Dataset`` has: names, and a column by its name."""
+
+    column_names = ("source", "year")
+
+    def __getitem__(self, name: str) -> list[Any]:
+        return {"source": SOURCES, "year": YEARS}[name]
+
+
+def test_columns_are_those_of_frames_datasets_and_mappings() -> None:
+    pandas = pytest.importorskip("pandas")
+    plain = {"source": SOURCES, "year": YEARS}
+    for data in (plain, pandas.DataFrame(plain), Table()):
+        found = columns_of(data, 5, "columns")
+        assert {name: column.values.tolist() for name, column in found.items()} == plain
+        assert np.asarray(column_of(data, "source")).tolist() == SOURCES
+
+
+@pytest.mark.parametrize(
+    ("data", "message"),
+    [
+        (SOURCES, "columns must be a mapping of names to one value per row.* got list"),
+        (
+            {"source": SOURCES[:4]},
+            r"'source' must hold one label for each of 5, got an array of shape \(4,\)",
+        ),
+        ({"source": ["web", None, 3, "b", "c"]}, "several types, which cannot be sorted"),
+    ],
+    ids=["list", "short", "mixed"],
+)
+def test_columns_that_are_not_one_label_per_row_are_refused(data: Any, message: str) -> None:
+    with pytest.raises(InvalidInputError, match=message):
+        columns_of(data, 5, "columns")

@@ -1,0 +1,213 @@
+"""Columns of the train data: a value per row, such as its source, date, licence or weight.
+
+Shapes: N rows, G labels.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any, Self, TypeAlias, final
+
+import numpy as np
+from numpy.typing import ArrayLike, NDArray
+
+from trak_lite._validate import known_names
+from trak_lite.errors import InvalidInputError, UnknownNameError
+
+__all__ = [
+    "Column",
+    "Where",
+    "column_of",
+    "columns_of",
+    "require_columns",
+    "wanted_rows",
+    "weights_of",
+]
+
+Where: TypeAlias = ArrayLike | Mapping[str, Any]
+"""A mask ``(N,)`` of booleans, or a value (or several) per column name."""
+
+
+@final
+@dataclass(frozen=True, slots=True, eq=False)
+class Column:
+    """A label for each row, or each target."""
+
+    labels: NDArray[Any]
+    """``(G,)`` distinct labels, sorted."""
+    places: NDArray[np.int64]
+    """``(N,)`` index of each row's label among them."""
+
+    @classmethod
+    def of(cls, values: ArrayLike, count: int, what: str) -> Self:
+        """Number the labels of ``count`` rows.
+
+        Raises:
+            InvalidInputError: If there is not one label per row, or the labels cannot be sorted.
+        """
+        given = np.asarray(values)
+        if given.shape != (count,):
+            raise InvalidInputError(
+                f"{what} must hold one label for each of {count}, got an array of shape {given.shape}."
+            )
+        try:
+            distinct, places = np.unique(given, return_inverse=True)
+        except TypeError as error:
+            raise InvalidInputError(
+                f"The labels in {what} are of several types, which cannot be sorted ({error}). Use one type, such as "
+                "strings, without None."
+            ) from error
+        return cls(distinct, places.astype(np.int64))
+
+    @property
+    def sizes(self) -> NDArray[np.int64]:
+        """``(G,)`` number of rows of each label."""
+        return np.bincount(self.places, minlength=len(self.labels)).astype(np.int64)
+
+    @property
+    def values(self) -> NDArray[Any]:
+        """``(N,)`` label of each row."""
+        return self.labels[self.places]
+
+    @property
+    def texts(self) -> list[str]:
+        """The distinct labels as text."""
+        return [str(label) for label in self.labels]
+
+    def text_of(self, row: int) -> str:
+        """Return the label of a row as text."""
+        return str(self.labels[self.places[row]])
+
+    def take(self, rows: NDArray[np.int64]) -> Column:
+        """Return the column of some rows, with all labels."""
+        return Column(self.labels, self.places[rows])
+
+    def matches(self, value: Any) -> NDArray[np.bool_]:
+        """Return whether each row has a value, ``(N,)``: its label, or the text of its label."""
+        if isinstance(value, str):
+            texts = self.labels if self.labels.dtype.kind == "U" else np.array(self.texts)
+            return np.asarray(texts == value)[self.places]
+        return np.array([bool(label == value) for label in self.labels], np.bool_)[self.places]
+
+
+def columns_of(data: Any, num_rows: int, what: str) -> dict[str, Column]:
+    """Return all columns of a ``datasets.Dataset``, a pandas frame or a mapping of arrays.
+
+    Raises:
+        InvalidInputError: If the data have no named columns, or one does not have one label per row.
+    """
+    names = _names(data)
+    if names is None:
+        raise InvalidInputError(
+            f"{what} must be a mapping of names to one value per row, a pandas frame or a datasets.Dataset, got "
+            f"{type(data).__name__}."
+        )
+    return {
+        str(name): Column.of(np.asarray(data[name]), num_rows, f"the column {str(name)!r}") for name in names
+    }
+
+
+def column_of(data: Any, name: str) -> ArrayLike:
+    """Return a column of a ``datasets.Dataset``, a pandas frame or a mapping of arrays.
+
+    Raises:
+        InvalidInputError: If the data have no named columns.
+        UnknownNameError: If there is no such column; the message lists the nearest.
+    """
+    names = _names(data)
+    if names is None:
+        raise InvalidInputError(
+            f"groups={name!r} names a column, and {type(data).__name__} has no named columns. Give data= as a "
+            "datasets.Dataset, a pandas frame or a mapping of arrays, or the labels themselves as groups."
+        )
+    known_names([name], [str(one) for one in names], what="columns")
+    return np.asarray(data[name])
+
+
+def wanted_rows(where: Where, columns: Mapping[str, Column], num_rows: int) -> NDArray[np.bool_]:
+    """Return whether each row is wanted, ``(N,)``.
+
+    Args:
+        where: A mask of booleans, or a mapping: a row is wanted if in each named column it has the value, or one of
+            several values in a list, tuple, set or array.
+        columns: Known columns by name.
+        num_rows: N.
+
+    Raises:
+        InvalidInputError: If the mask has another shape or dtype, or no row is wanted.
+        UnknownNameError: If a column is not known.
+
+    Example:
+        >>> source = Column.of(["web", "book", "web"], 3, "the column 'source'")
+        >>> wanted_rows({"source": "web"}, {"source": source}, 3)
+        array([ True, False,  True])
+    """
+    if isinstance(where, Mapping):
+        require_columns(where, columns)
+        mask = np.ones(num_rows, np.bool_)
+        for name, value in where.items():
+            mask &= np.any([columns[name].matches(one) for one in _several(value)], axis=0)
+    else:
+        mask = np.asarray(where)
+        if mask.dtype != np.bool_ or mask.shape != (num_rows,):
+            raise InvalidInputError(
+                f"where must be a mask of {num_rows} booleans or a mapping of column names to values, got "
+                f"{mask.dtype} of shape {mask.shape}."
+            )
+    if not mask.any():
+        shown = dict(where) if isinstance(where, Mapping) else "a mask without True"
+        raise InvalidInputError(f"No train row satisfies where={shown!r:.200}. Choose values that rows have.")
+    return mask
+
+
+def weights_of(weights: ArrayLike | str, columns: Mapping[str, Column], num_rows: int) -> NDArray[np.float64]:
+    """Return a weight per row, ``(N,)``.
+
+    Args:
+        weights: The weights, or the name of a column.
+        columns: Known columns by name.
+        num_rows: N.
+
+    Raises:
+        InvalidInputError: If there is not one finite number per row.
+        UnknownNameError: If a column is not known.
+    """
+    if isinstance(weights, str):
+        require_columns([weights], columns)
+    given = columns[weights].values if isinstance(weights, str) else np.asarray(weights)
+    if given.shape != (num_rows,) or given.dtype.kind not in "biuf" or not np.isfinite(given).all():
+        raise InvalidInputError(
+            f"weights must be {num_rows} finite numbers, one per train row, got {given.dtype} of shape {given.shape}."
+        )
+    return given.astype(np.float64)
+
+
+def require_columns(names: Iterable[str], columns: Mapping[str, Column]) -> None:
+    """Raise if a name is not that of a column.
+
+    Raises:
+        UnknownNameError: Lists the nearest known names, or says how columns are stored.
+    """
+    wanted = list(names)
+    if wanted and not columns:
+        raise UnknownNameError(
+            f"There is no column {wanted[0]!r}, because no columns of these train rows are stored. Store them with "
+            "featurize(data, columns=...), or pass a mask, labels or weights with one value per train row."
+        )
+    known_names(wanted, list(columns), what="columns")
+
+
+def _names(data: Any) -> Iterable[Any] | None:
+    """Return the names of the columns of some data, ``None`` if they have none."""
+    found = (getattr(data, kind, None) for kind in ("column_names", "columns"))
+    return next(
+        (names for names in found if names is not None), data.keys() if isinstance(data, Mapping) else None
+    )
+
+
+def _several(value: Any) -> list[Any]:
+    """Return the values of a filter: those of a list, or the one value."""
+    if isinstance(value, list | tuple | set | frozenset) or (isinstance(value, np.ndarray) and value.ndim):
+        return list(value) or [None]
+    return [value]
