@@ -187,6 +187,11 @@ class FeaturizingSession:
         """
         return self._workspace.store()
 
+    @property
+    def model(self) -> nn.Module:
+        """The borrowed model."""
+        return self._model
+
     def agreed(self, flag: bool) -> bool:
         """Return whether ``flag`` is true on all ranks of a sharded model, which must take the same branch."""
         return self._ranks.lockstep.all(flag)

@@ -1,15 +1,21 @@
 """Scores of train rows split over their tokens, for causal language models.
 
 f of a row is a sum over its predicted tokens, and every step from f to the score is linear: gradient, projection, the
-product with (H + lambda I)^-1 times a target, the row's q. The gradient of one token is that of the row with all other
-labels ignored.
+product with (H + lambda I)^-1 times a target, the row's q. So with the projection R and the preconditioned target p, the
+contribution of a token is the derivative of its term of f along R^T p, and one forward-mode pass returns those of all
+tokens of a row for one target (Jacobian-vector product; Pearlmutter, "Fast exact multiplication by the Hessian", 1994,
+section 2). Where R^T or forward mode is not defined, the gradient of one token is that of the row with all other labels
+ignored.
 
 Shapes: T positions of a row, n predicted tokens, K feature width, m targets.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+import logging
+import warnings
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, final
@@ -17,15 +23,18 @@ from typing import Any, final
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from torch import Tensor
+from torch import Tensor, nn
+from torch.func import jvp
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from trak_lite._devices import in_float64
+from trak_lite._devices import full_float32, in_float64
 from trak_lite._validate import target_number
-from trak_lite.data.batches import map_tensors
+from trak_lite.data.batches import map_tensors, move_batch
 from trak_lite.data.datasets import Rows
-from trak_lite.errors import InvalidInputError
+from trak_lite.errors import InvalidInputError, refuse_machine_failure
 from trak_lite.featurizing.session import FeaturizingSession
-from trak_lite.modelout_functions import CausalLanguageModelingModelOutput
+from trak_lite.gradient_computers import select_parameters
+from trak_lite.modelout_functions import CausalLanguageModelingModelOutput, ModelCall
 from trak_lite.modelout_functions._inputs import split_labels
 from trak_lite.modelout_functions._sampling import with_labels
 from trak_lite.modelout_functions.language_modeling import IGNORED
@@ -35,6 +44,8 @@ from trak_lite.types import Batch
 
 __all__ = ["token_scores"]
 
+logger = logging.getLogger(__name__)
+
 
 def token_scores(
     scores: Scores, data: Any, rows: Sequence[int], *, targets: Sequence[int] | None = None
@@ -42,8 +53,10 @@ def token_scores(
     """Return the contribution of every token of some train rows to their scores, for causal language models.
 
     f of a train row is a sum over its predicted tokens, so its gradient, features and scores are sums too. The
-    contributions of a row sum to its score, up to the rounding of stored features. A row of T predicted tokens costs
-    as much as featurizing T rows. Nothing is stored.
+    contributions of a row sum to its score, up to the rounding of stored features. A row costs about three forward
+    passes per target and checkpoint, with the default projector and a model that supports forward-mode
+    differentiation. Otherwise, or for more targets than tokens, a row of T predicted tokens costs as much as
+    featurizing T rows. Nothing is stored.
 
     Args:
         scores: Scores of an attributor.
@@ -91,11 +104,19 @@ def _token_scores(
         )
     }
 
+    directions = _Directions(settings)
+
     def visit(digest: str) -> None:
         place = places[digest]
         model_id = int(terms[place].train.spec.fingerprint["model_id"])
         preconditioned = in_float64(terms[place].targets)
+        along = directions.of(preconditioned, model_id)
         for row, factor in zip(found.values(), factors[place], strict=True):
+            if along is not None and len(wanted) <= len(row.positions):
+                derivatives = directions.derivatives(session.model, row.batch, along)
+                if derivatives is not None:
+                    row.scores[int(shift) :] += derivatives * factor
+                    continue
             for positions, batch in row.batches(train.batch_size):
                 own = np.full(len(positions), row.number)
                 features = session.features(batch, own, model_id=model_id, what=train.what)
@@ -103,6 +124,80 @@ def _token_scores(
 
     session.visit(train_tables, visit, purpose="to score tokens")
     return {number: row.scores.astype(np.float32) for number, row in found.items()}
+
+
+@final
+class _Directions:
+    """Derivatives of the terms of f along preconditioned targets, in forward mode."""
+
+    def __init__(self, settings: AttributorSettings) -> None:
+        """Store the settings."""
+        self._settings = settings
+        self._is_supported: bool | None = None
+        """Whether the model supports forward-mode differentiation; ``None`` before the first row."""
+
+    def of(self, preconditioned: Tensor, model_id: int) -> list[dict[str, Tensor]] | None:
+        """Return R^T p by parameter name for every target ``(m, K)``; ``None`` if it is not defined."""
+        if self._is_supported is False:
+            return None
+        projector, parameters = self._settings.projector, self._settings.parameters
+        found = projector.adjoint(preconditioned, model_id=model_id, parameters=parameters)
+        if found is None:
+            return None
+        return [
+            {name: found[name][target] for name in parameters} for target in range(len(preconditioned))
+        ]
+
+    def derivatives(
+        self, model: nn.Module, batch: Batch, along: Sequence[Mapping[str, Tensor]]
+    ) -> NDArray[np.float64] | None:
+        """Return the derivatives of the terms of one sample, ``(T', m)``; ``None`` if forward mode is not supported.
+
+        Args:
+            model: The model with the weights of a checkpoint.
+            batch: A batch of one sample.
+            along: The directions, by parameter name.
+        """
+        device, task = self._settings.device, self._settings.task
+        assert isinstance(task, CausalLanguageModelingModelOutput)  # _shift_of_linear_rows
+        kept = select_parameters(model, list(self._settings.parameters))
+        values = {name: parameter.detach() for name, parameter in kept.items()}
+        constants = {name: parameter.detach() for name, parameter in model.named_parameters()}
+        buffers = dict(model.named_buffers())
+        moved = move_batch(batch, device)
+
+        def terms(changed: dict[str, Tensor]) -> Tensor:
+            return task.position_outputs(ModelCall(model, {**constants, **changed}, buffers), moved)[0]
+
+        columns = []
+        try:
+            # The other kernels of attention have no forward mode.
+            with torch.no_grad(), full_float32(device), sdpa_kernel(SDPBackend.MATH), _quiet_forward_mode():
+                for direction in along:
+                    vector = {name: direction[name].to(value) for name, value in values.items()}
+                    columns.append(in_float64(jvp(terms, (values,), (vector,))[1]).cpu().numpy())
+        except (RuntimeError, NotImplementedError) as error:
+            refuse_machine_failure(error)
+            if self._is_supported:
+                raise
+            self._is_supported = False
+            logger.info(
+                "%s has an operation without forward-mode differentiation (%.200s): the gradient of every token is "
+                "computed.",
+                type(model).__name__,
+                error,
+            )
+            return None
+        self._is_supported = True
+        return np.stack(columns, 1)
+
+
+@contextmanager
+def _quiet_forward_mode() -> Iterator[None]:
+    """Ignore torch's own warning from the first use of forward mode in a process."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message=".*torch.jit.script", category=DeprecationWarning)
+        yield
 
 
 @final
