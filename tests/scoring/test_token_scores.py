@@ -210,7 +210,7 @@ class Loops(Exception):
         ("margin", {}, True),
         ("log_prob", {"layout": "joint", "dtype": "float16"}, True),
         ("log_prob", {"grad_wrt": ["head.weight"]}, True),
-        ("log_prob", {"projector": "gaussian"}, False),
+        ("log_prob", {"projector": "gaussian", "layout": "joint"}, False),
     ],
     ids=str,
 )
@@ -218,11 +218,11 @@ def test_one_forward_pass_gives_what_a_gradient_per_token_gives(
     monkeypatch: pytest.MonkeyPatch, output: str, settings: dict[str, Any], in_one_pass: bool
 ) -> None:
     """The features of a token are computed here by autograd and the projector, and multiplied with the target."""
-    made = attributor(task=CausalLanguageModelingModelOutput(output=output), **settings)
+    made = attributor(proj_dim=16, task=CausalLanguageModelingModelOutput(output=output), **settings)
     scores = made.score(TARGETS, method=TracIn(learning_rates=(0.5, 0.1)))
     names = list(made.parameters)
     expected = np.zeros((LENGTH, 2))
-    for model_id, (weights, rate) in enumerate(zip(WEIGHTS, (0.5, 0.1), strict=True)):
+    for model_id, weights in enumerate(WEIGHTS):
         model = LanguageModel()
         model.load_state_dict(weights)
         ids, labels = TRAIN[4]

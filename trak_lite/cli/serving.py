@@ -3,18 +3,20 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
+from threading import Event, Thread
 from typing import Any
 
 from trak_lite._validate import require_packages
 from trak_lite.attributor import Attributor
-from trak_lite.cli.commands import beside
+from trak_lite.cli.commands import beside, of_rows
 from trak_lite.cli.configs import RunConfig
 from trak_lite.cli.recipes import Recipe
 from trak_lite.data.datasets import Rows
 from trak_lite.errors import InvalidInputError
+from trak_lite.methods import AbstractMatrixMethod, as_method
 from trak_lite.models.borrowing import resolve_device
-from trak_lite.report.content import Render, Renders
+from trak_lite.report.content import Renders
 from trak_lite.run.settings import StoredSettings
 from trak_lite.run.tables import num_train_rows, score_path, scored_names
 from trak_lite.run.workspace import Workspace
@@ -54,8 +56,13 @@ def serve(config: RunConfig, port: str | None) -> Iterator[str]:
     with listener(int(text)) as listening:
         marks = pages.marks.path
         yield f"http://{ADDRESS}:{listening.getsockname()[1]}/  (Ctrl-C ends it; marks are written to {marks})"
+        stopped = Event()
+        preparing = Thread(target=pages.warm, args=[stopped], daemon=True)
+        preparing.start()
         with contextlib.suppress(KeyboardInterrupt):  # the way to end it; running requests have finished
             server(application(pages)).run(sockets=[listening])
+        stopped.set()
+        preparing.join()
 
 
 def pages_of(config: RunConfig) -> Pages:
@@ -86,6 +93,7 @@ def pages_of(config: RunConfig) -> Pages:
     model = recipe.call("build_model", arguments)
     values = config.values
     attributor = Attributor.open(place, model, device=values["device"], progress=False)
+    chosen = attributor.method if method is None else as_method(method)
     train, targets = (
         Rows(recipe.call(f"{kind}_data", arguments), **values[f"{kind}_data"], what=what)
         for kind, what in (("train", "the train data"), ("target", "the targets"))
@@ -97,6 +105,8 @@ def pages_of(config: RunConfig) -> Pages:
             train,
             targets,
             store=store,
+            # Scores of one process share kernels, so they have one method. A text has no scores of a matrix method.
+            method=None if isinstance(chosen, AbstractMatrixMethod) else method,
             salt=recipe.digest,
             sample=recipe.bound("sample", arguments),
             predict=recipe.bound("predict", arguments),
@@ -109,8 +119,8 @@ def pages_of(config: RunConfig) -> Pages:
         len(train),
     )
     renders = Renders(
-        _of_rows(recipe.bound("render", arguments), train),
-        _of_rows(recipe.bound("render_target", arguments), targets),
+        of_rows(recipe.bound("render", arguments), train.indices),
+        of_rows(recipe.bound("render_target", arguments), targets.indices),
     )
     targets_of = Manifest(live.target_identity).digest()
 
@@ -143,11 +153,3 @@ def _columns(recipe: Recipe, arguments: dict[str, Any], train: Rows) -> dict[str
         whole = Column.of(values, len(train.dataset), str(name))
         made[str(name)] = Column(whole.values, whole.codes[train.indices])
     return made
-
-
-def _of_rows(render: Callable[[int], Any] | None, rows: Rows) -> Render | None:
-    """Return a render of the rows that a config selects, from one of the dataset's samples."""
-    if render is None:
-        return None
-    indices = rows.indices
-    return lambda row: render(int(indices[row]))

@@ -92,6 +92,9 @@ class Run:
         """Featurized checkpoints. Weights are searched here first, then at the sources recorded in the store."""
         self.train: Rows | None = None
         """The train data of the last ``featurize``, for methods that are fitted to them."""
+        self.computers: dict[str, AbstractGradientComputer] | None = None
+        """Gradient computers by the digest of the weights that their plans and self-checks hold for, to be used again
+        by later sessions; ``None`` makes a computer for every session and checkpoint."""
 
     def rows(self, data: Any, what: str) -> Rows:
         """Return the rows of a user's data; ``what`` is their name in messages."""
@@ -176,6 +179,7 @@ class FeaturizingSession:
         self._computer: AbstractGradientComputer | None = None
         """Of the loaded checkpoint. Its plans and self-checks hold for train rows and targets alike."""
         self._loaded: Checkpoint | None = None
+        self._digest = ""
         self._adam: AdamStates | None = None
 
     @property
@@ -690,9 +694,11 @@ class FeaturizingSession:
     def _load(self, checkpoint: Checkpoint) -> str:
         """Load a checkpoint, let the task prepare for it, and return the digest of its weights."""
         load_into(self._model, checkpoint, self._own)
-        self._computer, self._loaded, self._adam = None, checkpoint, None
+        self._loaded, self._adam = checkpoint, None
         self._settings.task.prepare(self._model)
-        return weights_digest(self._model)
+        self._digest = weights_digest(self._model)
+        self._computer = (self._run.computers or {}).get(self._digest)
+        return self._digest
 
     def _adam_states(self, normalization: Normalization) -> AdamStates | None:
         """Return the states of Adam that were saved with the loaded checkpoint, if the normalisation needs them."""
@@ -764,6 +770,8 @@ class FeaturizingSession:
             elif self._computer is None:
                 self._computer = settings.computer()
                 self._computer.load_model_params(self._model)
+            if self._run.computers is not None:
+                self._run.computers[self._digest] = self._computer
             return self._computer
 
         return computer_for

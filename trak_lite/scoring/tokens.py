@@ -29,11 +29,12 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from trak_lite._devices import full_float32, in_float64
 from trak_lite._validate import target_number
-from trak_lite.data.batches import map_tensors, move_batch
+from trak_lite.data.batches import flatten_batch, map_tensors, move_batch
 from trak_lite.data.datasets import Rows
 from trak_lite.errors import InvalidInputError, refuse_machine_failure
 from trak_lite.featurizing.session import FeaturizingSession
 from trak_lite.gradient_computers import select_parameters
+from trak_lite.gradient_computers.self_check import structure_of
 from trak_lite.modelout_functions import CausalLanguageModelingModelOutput, ModelCall
 from trak_lite.modelout_functions._inputs import split_labels
 from trak_lite.modelout_functions._sampling import with_labels
@@ -42,7 +43,7 @@ from trak_lite.run.settings import AttributorSettings
 from trak_lite.scoring.scores import Scores
 from trak_lite.types import Batch
 
-__all__ = ["token_scores"]
+__all__ = ["split_scores", "token_scores"]
 
 logger = logging.getLogger(__name__)
 
@@ -77,10 +78,10 @@ def token_scores(
     run = scores.run
     train = run.rows(data, "the train data")
     with run.session(train.identity(), train=train) as session:
-        return _token_scores(session, run.settings, scores, train, rows=rows, targets=targets)
+        return split_scores(session, run.settings, scores, train, rows=rows, targets=targets)
 
 
-def _token_scores(
+def split_scores(
     session: FeaturizingSession,
     settings: AttributorSettings,
     scores: Scores,
@@ -89,7 +90,11 @@ def _token_scores(
     rows: Sequence[int],
     targets: Sequence[int] | None,
 ) -> dict[int, NDArray[np.float32]]:
-    """Return the contributions of every token, by row."""
+    """Return the contributions of every token, by row; see :func:`token_scores`.
+
+    A session that was opened with the train data first computes a few stored rows of every checkpoint again, and
+    compares them.
+    """
     shift = _shift_of_linear_rows(settings, scores)
     wanted = [target_number(t, scores.shape[1], scores.name) for t in _all_or(targets, scores.shape[1])]
     numbers = _row_numbers(rows, len(scores))
@@ -97,13 +102,13 @@ def _token_scores(
     terms = scores.source.terms(np.array(wanted, dtype=np.int64))
     places = {str(term.train.spec.fingerprint["weights"]): place for place, term in enumerate(terms)}
     train_tables = {digest: terms[place].train for digest, place in places.items()}
-    found = {
-        int(number): _TokenRow.of(batch, int(number), len(wanted), shift=shift)
+    found = [
+        _TokenRow.of(batch, int(number), len(wanted), shift=shift)
         for number, (_, batch) in zip(
             numbers, train.batches([numbers[i : i + 1] for i in range(len(numbers))]), strict=True
         )
-    }
-
+    ]
+    together = _groups([row for row in found if len(wanted) <= len(row.positions)], train.batch_size)
     directions = _Directions(settings)
 
     def visit(digest: str) -> None:
@@ -111,19 +116,24 @@ def _token_scores(
         model_id = int(terms[place].train.spec.fingerprint["model_id"])
         preconditioned = in_float64(terms[place].targets)
         along = directions.of(preconditioned, model_id)
-        for row, factor in zip(found.values(), factors[place], strict=True):
-            if along is not None and len(wanted) <= len(row.positions):
-                derivatives = directions.derivatives(session.model, row.batch, along)
-                if derivatives is not None:
-                    row.scores[int(shift) :] += derivatives * factor
-                    continue
+        factor_of = dict(zip((row.number for row in found), factors[place].tolist(), strict=True))
+        left = {row.number: row for row in found}
+        for rows, batch in together if along is not None else ():
+            derivatives = directions.derivatives(session.model, batch, along)
+            if derivatives is None:
+                break
+            for row, values in zip(rows, derivatives, strict=True):
+                row.scores[int(shift) :] += values * factor_of[row.number]
+                del left[row.number]
+        for row in left.values():
             for positions, batch in row.batches(train.batch_size):
                 own = np.full(len(positions), row.number)
                 features = session.features(batch, own, model_id=model_id, what=train.what)
-                row.scores[positions] += (in_float64(features) @ preconditioned.T).cpu().numpy() * factor
+                products = (in_float64(features) @ preconditioned.T).cpu().numpy()
+                row.scores[positions] += products * factor_of[row.number]
 
     session.visit(train_tables, visit, purpose="to score tokens")
-    return {number: row.scores.astype(np.float32) for number, row in found.items()}
+    return {row.number: row.scores.astype(np.float32) for row in found}
 
 
 @final
@@ -151,11 +161,11 @@ class _Directions:
     def derivatives(
         self, model: nn.Module, batch: Batch, along: Sequence[Mapping[str, Tensor]]
     ) -> NDArray[np.float64] | None:
-        """Return the derivatives of the terms of one sample, ``(T', m)``; ``None`` if forward mode is not supported.
+        """Return the derivatives of the terms of a batch, ``(B, T', m)``; ``None`` if forward mode is not supported.
 
         Args:
             model: The model with the weights of a checkpoint.
-            batch: A batch of one sample.
+            batch: B samples.
             along: The directions, by parameter name.
         """
         device, task = self._settings.device, self._settings.task
@@ -167,7 +177,7 @@ class _Directions:
         moved = move_batch(batch, device)
 
         def terms(changed: dict[str, Tensor]) -> Tensor:
-            return task.position_outputs(ModelCall(model, {**constants, **changed}, buffers), moved)[0]
+            return task.position_outputs(ModelCall(model, {**constants, **changed}, buffers), moved)
 
         columns = []
         try:
@@ -189,7 +199,7 @@ class _Directions:
             )
             return None
         self._is_supported = True
-        return np.stack(columns, 1)
+        return np.stack(columns, 2)
 
 
 @contextmanager
@@ -231,6 +241,22 @@ class _TokenRow:
             here = torch.from_numpy(positions).to(labels.device)[:, None]
             alone = torch.full_like(labels, IGNORED).scatter(1, here, labels.gather(1, here))
             yield positions, with_labels(copies, alone)
+
+
+def _groups(rows: Sequence[_TokenRow], size: int) -> list[tuple[list[_TokenRow], Batch]]:
+    """Return rows of the same shape together, at most ``size`` of them, each with a batch of these rows."""
+    alike: dict[Any, list[_TokenRow]] = {}
+    for row in rows:
+        alike.setdefault(structure_of(row.batch), []).append(row)
+    parts = [same[start : start + size] for same in alike.values() for start in range(0, len(same), size)]
+    return [(part, _joined([row.batch for row in part])) for part in parts]
+
+
+def _joined(batches: Sequence[Batch]) -> Batch:
+    """Return one batch of the samples of batches with the same structure."""
+    _, rebuild = flatten_batch(batches[0])
+    leaves = zip(*(flatten_batch(batch)[0] for batch in batches), strict=True)
+    return rebuild([torch.cat(parts) for parts in leaves])
 
 
 def _repeated(tensor: Tensor, count: int) -> Tensor:

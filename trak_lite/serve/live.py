@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 import hashlib
+import logging
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Final, final
 
 import numpy as np
 import torch
 
+from trak_lite._validate import positive_int
 from trak_lite.attributor import Attributor
 from trak_lite.data.batches import move_batch
 from trak_lite.data.datasets import Rows
-from trak_lite.errors import MODEL_FAILURES, CheckpointError, InvalidInputError, StateError
-from trak_lite.linalg.kernel import SegmentKernel
+from trak_lite.errors import MODEL_FAILURES, BusyError, CheckpointError, InvalidInputError, StateError
+from trak_lite.methods import Method
 from trak_lite.modelout_functions import ModelCall
 from trak_lite.models.checkpoints import (
     Checkpoint,
@@ -24,16 +26,20 @@ from trak_lite.models.checkpoints import (
     weights_digest,
 )
 from trak_lite.report.content import Content, rendered
-from trak_lite.run.tables import checkpoint_tables
+from trak_lite.run.tables import checkpoint_tables, complete_tables, featurized_names
 from trak_lite.scoring.scores import Scores
-from trak_lite.scoring.tokens import token_scores
-from trak_lite.store import AbstractFeatureStore
+from trak_lite.scoring.tokens import split_scores
+from trak_lite.store import AbstractFeatureStore, open_store
 from trak_lite.store.manifest import compare_fingerprints
 
-__all__ = ["ASKED", "LiveModel"]
+__all__ = ["ASKED", "MOST_ASKED", "LiveModel"]
+
+logger = logging.getLogger(__name__)
 
 ASKED: Final = "asked-"
 """Prefix of the names of target sets of one text each."""
+MOST_ASKED: Final = 100
+"""Scored texts that stay in the store."""
 
 
 @final
@@ -48,10 +54,12 @@ class LiveModel:
         targets: Rows,
         *,
         store: AbstractFeatureStore,
+        method: Method | None = None,
         salt: str = "",
         sample: Callable[[str], Any] | None = None,
         predict: Callable[[Any, Any], Any] | None = None,
         tokens: Callable[[int], Sequence[str]] | None = None,
+        most_asked: int = MOST_ASKED,
     ) -> None:
         """Load the last checkpoint and compare it and the train data with the store.
 
@@ -61,10 +69,12 @@ class LiveModel:
             train: The train rows.
             targets: The stored targets of the recipe.
             store: The open store, which is read here only.
+            method: The method of the scores of texts, with features of its targets; ``None`` is the attributor's.
             salt: Digest of the recipe; it is part of the name of a text that is scored.
             sample: Returns the sample of a text, as the target data have them; ``None`` if texts cannot be scored.
             predict: Returns the output of the model for a sample, as a render does; ``None`` shows f only.
             tokens: Returns the texts of the tokens of a train row, one per label.
+            most_asked: Number of scored texts in the store after :meth:`drop_oldest`.
 
         Raises:
             ManifestMismatchError: If the train data are not those of the store.
@@ -84,8 +94,14 @@ class LiveModel:
             train,
             targets,
         )
+        self._identity = train.identity()
+        self._method = method
         self._salt, self._sample, self._predict, self._tokens = salt, sample, predict, tokens
-        self._kernels: dict[str, list[SegmentKernel]] = {}
+        self._most_asked = positive_int(most_asked=most_asked)
+        self._used: dict[str, None] = {}
+        """Names of texts that this process has scored or shown, the last one last."""
+        self._compared = False
+        """Whether train rows were computed again and compared with stored ones."""
         self.target_identity = targets.identity()
         self.checkpoint = self._load_last(store)
 
@@ -149,7 +165,7 @@ class LiveModel:
     def asked(self, text: str) -> Scores | None:
         """Return the scores ``(N, 1)`` of a text; ``None`` if it was not scored yet. Nothing is written."""
         try:
-            return self._holding(self._attributor.scores(self.name(text), dense=False))
+            return self._attributor.scores(self.name(text), method=self._method, dense=False)
         except StateError:
             return None
 
@@ -164,12 +180,62 @@ class LiveModel:
         """
         rows = Rows([self.sample(text)], collate=self.targets.collate)
         name = self.name(text)
-        return self._holding(self._attributor.score(rows, name, dense=False, checkpoints=self._checkpoints))
-
-    def _holding(self, scores: Scores) -> Scores:
-        """Let scores use the kernels of earlier ones, whose factorisation takes longer than all the rest."""
-        scores.source.hold_kernels(self._kernels)
+        scores = self._attributor.score(
+            rows, name, method=self._method, dense=False, checkpoints=self._checkpoints
+        )
+        self.use(name)
         return scores
+
+    def use(self, name: str) -> None:
+        """Record that a text was shown, so that it is dropped after the ones that were not."""
+        self._used.pop(name, None)
+        self._used[name] = None
+
+    def drop_oldest(self) -> list[str]:
+        """Remove scored texts from the store until ``most_asked`` of them are left; return the names of those removed.
+
+        Those that this process has not shown are removed first, then those that it has shown the longest ago. A text
+        that another process is scoring remains.
+        """
+        names = [name for name in self._stored_names() if name.startswith(ASKED)]
+        recent = {name: place for place, name in enumerate(self._used)}
+        oldest = sorted(names, key=lambda name: (recent.get(name, -1), name))
+        gone = []
+        for name in oldest[: max(0, len(names) - self._most_asked)]:
+            try:
+                self._attributor.drop_scores(name, features=True)
+            except BusyError as error:
+                logger.info("%s remains: %s", name, error)
+                continue
+            self._used.pop(name, None)
+            gone.append(name)
+        return gone
+
+    def _stored_names(self) -> list[str]:
+        """Return the names of all target sets with features in the store."""
+        place = self._attributor.path
+        if place is None:
+            return []
+        with open_store(place) as store:
+            return featurized_names(store)
+
+    def warm(self, scores: Scores) -> None:
+        """Plan the gradients of every checkpoint as for a new text, with the first stored target.
+
+        Args:
+            scores: Scores of a stored set.
+        """
+        run = scores.run
+        run.computers = {} if run.computers is None else run.computers
+        (first, batch), *_ = self.targets.batches([np.zeros(1, np.int64)])
+
+        def plan(digest: str) -> None:
+            model_id = int(tables[digest].spec.fingerprint["model_id"])
+            session.features(batch, first, model_id=model_id, what=self.targets.what)
+
+        with run.session() as session:
+            tables = complete_tables(session.store, None)
+            session.visit(tables, plan, purpose="to score texts")
 
     def coloured(
         self, scores: Scores, rows: Sequence[int], target: int
@@ -181,7 +247,10 @@ class LiveModel:
         """
         if self._tokens is None or not rows:
             return {}
-        found = token_scores(scores, self._train, rows, targets=[target])
+        run = scores.run
+        with run.session(self._identity, train=None if self._compared else self._train) as session:
+            found = split_scores(session, run.settings, scores, self._train, rows=rows, targets=[target])
+        self._compared = True
         coloured = {}
         for row, values in found.items():
             texts = list(self._tokens(int(self._train.indices[row])))

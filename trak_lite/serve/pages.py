@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import logging
 import secrets
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from http import HTTPStatus
-from threading import Lock
+from threading import Event, Lock
 from typing import Any, Final, Literal, final
 from urllib.parse import urlencode
 
@@ -22,6 +23,8 @@ from trak_lite.serve.sets import Sets, strongest
 
 __all__ = ["Pages", "Params", "policy"]
 
+logger = logging.getLogger(__name__)
+
 Params = Mapping[str, str]
 """Parameters of a URL or of a form."""
 
@@ -35,6 +38,8 @@ _LISTED_VALUES: Final = 100
 _WHERE: Final = "where-"
 _SHOWN: Final = ("all", "unmarked", *MARKS)
 _END: Final = 2**62
+_PAUSE: Final = 0.01
+"""Seconds between two steps of the preparation."""
 
 
 @final
@@ -54,6 +59,41 @@ class Pages:
     token: str = field(init=False, default_factory=lambda: secrets.token_urlsafe(32))
     """Every form carries it, so that no other site can send one."""
     _lock: Lock = field(init=False, default_factory=Lock)
+
+    def warm(self, stopped: Event) -> None:
+        """Compute what the first questions would wait for, in steps; requests are answered between them.
+
+        A step that fails ends it: the page that needs its result shows why.
+
+        Args:
+            stopped: Ends it after the step under way.
+        """
+        steps = self._steps()
+        try:
+            while not stopped.is_set():
+                with self._lock:
+                    next(steps)
+                stopped.wait(_PAUSE)  # or this thread would take the lock again before any other
+        except StopIteration:
+            return
+        except TrakLiteError as error:
+            logger.info("Not prepared: %s", error)
+
+    def _steps(self) -> Iterator[None]:
+        name = self.sets.chosen("")
+        self.sets.column(name, 0)
+        yield
+        scores = self.sets.scores(name)
+        yield from scores.source.factorise()
+        live = self.live
+        if live is not None and live.can_ask:
+            live.warm(scores)
+            yield
+        self.sets.by_self_influence(name)
+        yield
+        if live is not None and live.has_tokens:
+            live.coloured(scores, [0], 0)
+            yield
 
     def start(self, params: Params) -> str:
         """Return the page of a target with its strongest train rows, or of a choice of targets.
@@ -79,6 +119,8 @@ class Pages:
         with self._lock:
             live = self._live()
             self.sets.hold(live.name(text), live.ask(text))
+            for name in live.drop_oldest():
+                self.sets.forget(name)
         return _address("/", {"text": text, "k": str(_rows(params))})
 
     def review(self, params: Params) -> str:
@@ -200,6 +242,7 @@ class Pages:
             form = self._form(self.sets.chosen(""), text, params)
             said = "This text was not scored yet. Score it to see its train rows."
             return self._page("serve_targets.html", "A text", **form, said=said, targets=[], pages=[])
+        live.use(name)
         return self._answer(name, 0, params, rendered(text, "the text"), live.sample(text), text)
 
     def _answer(
