@@ -1,11 +1,11 @@
 """Scores of train rows split over their tokens, for causal language models.
 
 f of a row is a sum over its predicted tokens, and every step from f to the score is linear: gradient, projection, the
-product with (H + lambda I)^-1 times a target, the row's q. So with the projection R and the preconditioned target p, the
-contribution of a token is the derivative of its term of f along R^T p, and one forward-mode pass returns those of all
-tokens of a row for one target (Jacobian-vector product; Pearlmutter, "Fast exact multiplication by the Hessian", 1994,
-section 2). Where R^T or forward mode is not defined, the gradient of one token is that of the row with all other labels
-ignored.
+product with (H + lambda I)^-1 times a target, the row's q. With the projection R and the preconditioned target p, the
+contribution of a token is therefore the derivative of its term of f along R^T p. One forward-mode pass returns those of
+all tokens of a batch of rows (a Jacobian-vector product; Pearlmutter, "Fast exact multiplication by the Hessian", 1994,
+section 2). If R^T or forward mode is not defined, the gradient of every token is computed: that of the row with all
+other labels ignored.
 
 Shapes: T positions of a row, n predicted tokens, K feature width, m targets.
 """
@@ -118,8 +118,8 @@ def split_scores(
         along = directions.of(preconditioned, model_id)
         factor_of = dict(zip((row.number for row in found), factors[place].tolist(), strict=True))
         left = {row.number: row for row in found}
-        for rows, batch in together if along is not None else ():
-            derivatives = directions.derivatives(session.model, batch, along)
+        for rows, batch in together:
+            derivatives = None if along is None else directions.derivatives(session.model, batch, along)
             if derivatives is None:
                 break
             for row, values in zip(rows, derivatives, strict=True):
@@ -154,9 +154,7 @@ class _Directions:
         found = projector.adjoint(preconditioned, model_id=model_id, parameters=parameters)
         if found is None:
             return None
-        return [
-            {name: found[name][target] for name in parameters} for target in range(len(preconditioned))
-        ]
+        return [{name: found[name][target] for name in parameters} for target in range(len(preconditioned))]
 
     def derivatives(
         self, model: nn.Module, batch: Batch, along: Sequence[Mapping[str, Tensor]]

@@ -10,7 +10,6 @@ from typing import Any, Final, final
 import numpy as np
 import torch
 
-from trak_lite._validate import positive_int
 from trak_lite.attributor import Attributor
 from trak_lite.data.batches import move_batch
 from trak_lite.data.datasets import Rows
@@ -59,7 +58,6 @@ class LiveModel:
         sample: Callable[[str], Any] | None = None,
         predict: Callable[[Any, Any], Any] | None = None,
         tokens: Callable[[int], Sequence[str]] | None = None,
-        most_asked: int = MOST_ASKED,
     ) -> None:
         """Load the last checkpoint and compare it and the train data with the store.
 
@@ -74,7 +72,6 @@ class LiveModel:
             sample: Returns the sample of a text, as the target data have them; ``None`` if texts cannot be scored.
             predict: Returns the output of the model for a sample, as a render does; ``None`` shows f only.
             tokens: Returns the texts of the tokens of a train row, one per label.
-            most_asked: Number of scored texts in the store after :meth:`drop_oldest`.
 
         Raises:
             ManifestMismatchError: If the train data are not those of the store.
@@ -97,7 +94,8 @@ class LiveModel:
         self._identity = train.identity()
         self._method = method
         self._salt, self._sample, self._predict, self._tokens = salt, sample, predict, tokens
-        self._most_asked = positive_int(most_asked=most_asked)
+        self.most_asked = MOST_ASKED
+        """Number of scored texts that :meth:`drop_oldest` leaves in the store."""
         self._used: dict[str, None] = {}
         """Names of texts that this process has scored or shown, the last one last."""
         self._compared = False
@@ -201,7 +199,7 @@ class LiveModel:
         recent = {name: place for place, name in enumerate(self._used)}
         oldest = sorted(names, key=lambda name: (recent.get(name, -1), name))
         gone = []
-        for name in oldest[: max(0, len(names) - self._most_asked)]:
+        for name in oldest[: max(0, len(names) - self.most_asked)]:
             try:
                 self._attributor.drop_scores(name, features=True)
             except BusyError as error:
