@@ -114,17 +114,17 @@ def split_scores(
     def visit(digest: str) -> None:
         place = places[digest]
         model_id = int(terms[place].train.spec.fingerprint["model_id"])
-        preconditioned = in_float64(terms[place].targets)
-        along = directions.of(preconditioned, model_id)
+        own_targets = terms[place].targets
         factor_of = dict(zip((row.number for row in found), factors[place].tolist(), strict=True))
         left = {row.number: row for row in found}
-        for rows, batch in together:
-            derivatives = None if along is None else directions.derivatives(session.model, batch, along)
-            if derivatives is None:
-                break
-            for row, values in zip(rows, derivatives, strict=True):
+        derivatives = directions.derivatives(
+            session.model, [batch for _, batch in together], own_targets, model_id
+        )
+        for (rows, _), of_rows in zip(together, derivatives or (), strict=derivatives is not None):
+            for row, values in zip(rows, of_rows, strict=True):
                 row.scores[int(shift) :] += values * factor_of[row.number]
                 del left[row.number]
+        preconditioned = in_float64(own_targets)
         for row in left.values():
             for positions, batch in row.batches(train.batch_size):
                 own = np.full(len(positions), row.number)
@@ -146,26 +146,40 @@ class _Directions:
         self._is_supported: bool | None = None
         """Whether the model supports forward-mode differentiation; ``None`` before the first row."""
 
-    def of(self, preconditioned: Tensor, model_id: int) -> list[dict[str, Tensor]] | None:
-        """Return R^T p by parameter name for every target ``(m, K)``; ``None`` if it is not defined."""
-        if self._is_supported is False:
-            return None
-        projector, parameters = self._settings.projector, self._settings.parameters
-        found = projector.adjoint(preconditioned, model_id=model_id, parameters=parameters)
-        if found is None:
-            return None
-        return [{name: found[name][target] for name in parameters} for target in range(len(preconditioned))]
-
     def derivatives(
-        self, model: nn.Module, batch: Batch, along: Sequence[Mapping[str, Tensor]]
-    ) -> NDArray[np.float64] | None:
-        """Return the derivatives of the terms of a batch, ``(B, T', m)``; ``None`` if forward mode is not supported.
+        self, model: nn.Module, batches: Sequence[Batch], targets: Tensor, model_id: int
+    ) -> list[NDArray[np.float64]] | None:
+        """Return the derivatives of the terms of every batch, ``(B, T', m)``.
 
         Args:
             model: The model with the weights of a checkpoint.
-            batch: B samples.
-            along: The directions, by parameter name.
+            batches: Batches of B samples.
+            targets: ``(m, K)`` preconditioned targets.
+            model_id: Number of the checkpoint.
+
+        Returns:
+            One array per batch; ``None`` if the projector or the model does not support it.
         """
+        if self._is_supported is False or not batches:
+            return None
+        columns: list[list[NDArray[np.float64]]] = [[] for _ in batches]
+        for target in range(len(targets)):  # one at a time: a direction is as large as the model
+            direction = self._settings.projector.adjoint(
+                targets[target : target + 1], model_id=model_id, parameters=self._settings.parameters
+            )
+            if direction is None:
+                return None
+            for found, batch in zip(columns, batches, strict=True):
+                values = self._along(model, batch, {name: part[0] for name, part in direction.items()})
+                if values is None:
+                    return None
+                found.append(values)
+        return [np.stack(found, 2) for found in columns]
+
+    def _along(
+        self, model: nn.Module, batch: Batch, direction: Mapping[str, Tensor]
+    ) -> NDArray[np.float64] | None:
+        """Return the derivatives of the terms of a batch along one direction, ``(B, T')``."""
         device, task = self._settings.device, self._settings.task
         assert isinstance(task, CausalLanguageModelingModelOutput)  # _shift_of_linear_rows
         kept = select_parameters(model, list(self._settings.parameters))
@@ -177,13 +191,11 @@ class _Directions:
         def terms(changed: dict[str, Tensor]) -> Tensor:
             return task.position_outputs(ModelCall(model, {**constants, **changed}, buffers), moved)
 
-        columns = []
+        vector = {name: direction[name].to(value) for name, value in values.items()}
         try:
             # The other kernels of attention have no forward mode.
             with torch.no_grad(), full_float32(device), sdpa_kernel(SDPBackend.MATH), _quiet_forward_mode():
-                for direction in along:
-                    vector = {name: direction[name].to(value) for name, value in values.items()}
-                    columns.append(in_float64(jvp(terms, (values,), (vector,))[1]).cpu().numpy())
+                found: Tensor = jvp(terms, (values,), (vector,))[1]
         except (RuntimeError, NotImplementedError) as error:
             refuse_machine_failure(error)
             if self._is_supported:
@@ -197,7 +209,7 @@ class _Directions:
             )
             return None
         self._is_supported = True
-        return np.stack(columns, 2)
+        return in_float64(found).cpu().numpy()
 
 
 @contextmanager
