@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator
+from pathlib import PurePosixPath
 from threading import Event, Thread
 from typing import Any
 
@@ -74,6 +75,9 @@ def pages_of(config: RunConfig) -> Pages:
         CheckpointError: If the recipe's model or its checkpoints are not those of the store.
     """
     place = config.path
+    title = PurePosixPath(
+        str(place)
+    ).name  # a path would name folders and users of this machine on every page
     with open_store(place) as store:
         manifest = store.manifest
     marks = MarksFile(beside(config, ".marks.json", "marks.json"), manifest.fingerprint.get("dataset", {}))
@@ -88,7 +92,7 @@ def pages_of(config: RunConfig) -> Pages:
             return stored_scores(workspace, settings, name, chosen)
 
         sets = Sets(lambda: _names(config), scores, {}, num_train_rows(manifest))
-        return Pages(str(place), sets, marks, Renders())
+        return Pages(title, sets, marks, Renders())
     recipe, arguments = config.recipe, config.recipe_arguments
     model = recipe.call("build_model", arguments)
     values = config.values
@@ -130,7 +134,7 @@ def pages_of(config: RunConfig) -> Pages:
             stored = store.open_table(path).spec.fingerprint.get("targets", {})
         return Manifest({key: stored.get(key) for key in live.target_identity}).digest() == targets_of
 
-    return Pages(str(place), sets, marks, renders, live, has_targets)
+    return Pages(title, sets, marks, renders, live, has_targets)
 
 
 def _names(config: RunConfig) -> list[str]:

@@ -39,6 +39,7 @@ from trak_lite.modelout_functions import CausalLanguageModelingModelOutput, Mode
 from trak_lite.modelout_functions._inputs import split_labels
 from trak_lite.modelout_functions._sampling import with_labels
 from trak_lite.modelout_functions.language_modeling import IGNORED
+from trak_lite.models.sharded import is_sharded
 from trak_lite.run.settings import AttributorSettings
 from trak_lite.scoring.scores import Scores
 from trak_lite.types import Batch
@@ -160,7 +161,7 @@ class _Directions:
         Returns:
             One array per batch; ``None`` if the projector or the model does not support it.
         """
-        if self._is_supported is False or not batches:
+        if self._is_supported is False or not batches or is_sharded(model):
             return None
         columns: list[list[NDArray[np.float64]]] = [[] for _ in batches]
         for target in range(len(targets)):  # one at a time: a direction is as large as the model
