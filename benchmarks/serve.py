@@ -2,10 +2,10 @@
 
 The server is a process of its own, started by the command line with one thread of arithmetic. Every request opens a
 connection and reads the whole page. ``target``: pages of drawn targets, half of them with a filter where the recipe has
-columns. ``review``: pages of the review list, after the first. ``first``: seconds of the first page of each kind, which
-reads scores or computes the self-influence. ``ask`` (only if the recipe makes samples of texts): one client scores new
-texts, from sending the form to the complete page of the result; the first is listed apart, because it factorises the
-kernels that the others use.
+columns. ``review``: pages of the review list. ``first``: seconds of the first page of each kind, immediately after the
+start, while the server still prepares. ``ask`` (only if the recipe makes samples of texts): one client scores new
+texts, from sending the form to the complete page of the result. ``tokens`` (only if the recipe has tokens): one client
+reads pages of drawn targets with coloured tokens.
 
 Run:  python -m benchmarks.serve [--examples digits stdlib_lm] [--folder FOLDER]
 """
@@ -36,7 +36,7 @@ from benchmarks.measuring import ROOT, save_parts, surroundings
 RESULTS = FOLDER / "serve.json"
 EXAMPLES = {"digits": ("where-label", [str(label) for label in range(10)]), "stdlib_lm": ("where-source", [])}
 """The column of a filter, and its values."""
-REQUESTS, CLIENTS, ASKED = 200, 8, 10
+REQUESTS, CLIENTS, ASKED = 200, 8, 20
 
 
 def trak_lite(*arguments: str) -> list[str]:
@@ -106,8 +106,7 @@ def asked(port: int) -> dict[str, Any]:
         _, place = page(port, "/ask", {"token": token, "text": text})
         assert "most helpful" in page(port, place)[0]
 
-    first = seconds(lambda: ask(0))
-    return {"first": round(first, 4), **summary([seconds(lambda n=n: ask(n)) for n in range(1, ASKED + 1)])}
+    return summary([seconds(lambda n=n: ask(n)) for n in range(ASKED)])
 
 
 def measured(example: str, folder: Path) -> dict[str, Any]:
@@ -136,6 +135,10 @@ def measured(example: str, folder: Path) -> dict[str, Any]:
         }
         if 'id="text"' in page(port, "/")[0]:
             figures["ask"] = asked(port)
+        if 'id="colour"' in page(port, "/?target=0")[0]:
+            drawn = rng.integers(count, size=ASKED)
+            coloured = [seconds(lambda t=t: page(port, f"/?target={t}&tokens=1")) for t in drawn]
+            figures["tokens"] = summary(coloured)
     return figures
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import logging
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Final, final
 
 import numpy as np
@@ -14,6 +14,7 @@ from trak_lite.attributor import Attributor
 from trak_lite.data.batches import move_batch
 from trak_lite.data.datasets import Rows
 from trak_lite.errors import MODEL_FAILURES, BusyError, CheckpointError, InvalidInputError, StateError
+from trak_lite.featurizing.session import FeaturizingSession
 from trak_lite.methods import Method
 from trak_lite.modelout_functions import ModelCall
 from trak_lite.models.checkpoints import (
@@ -217,23 +218,31 @@ class LiveModel:
         with open_store(place) as store:
             return featurized_names(store)
 
-    def warm(self, scores: Scores) -> None:
-        """Plan the gradients of every checkpoint as for a new text, with the first stored target.
+    def warm(self, scores: Scores) -> Iterator[None]:
+        """Plan the gradients of one checkpoint at each step, and compare some train rows with the stored ones.
 
         Args:
             scores: Scores of a stored set.
+
+        Raises:
+            ManifestMismatchError: If rows differ, because the recipe's model or data have changed.
         """
         run = scores.run
         run.computers = {} if run.computers is None else run.computers
         (first, batch), *_ = self.targets.batches([np.zeros(1, np.int64)])
-
-        def plan(digest: str) -> None:
-            model_id = int(tables[digest].spec.fingerprint["model_id"])
-            session.features(batch, first, model_id=model_id, what=self.targets.what)
-
         with run.session() as session:
-            tables = complete_tables(session.store, None)
-            session.visit(tables, plan, purpose="to score texts")
+            digests = list(complete_tables(session.store, None))
+        for digest in digests:
+            with run.session(self._identity, train=self._train) as session:
+                tables = complete_tables(session.store, [digest])
+                model_id = int(tables[digest].spec.fingerprint["model_id"])
+
+                def plan(_: str, session: FeaturizingSession = session, model_id: int = model_id) -> None:
+                    session.features(batch, first, model_id=model_id, what=self.targets.what)
+
+                session.visit(tables, plan, purpose="to score texts")
+            yield
+        self._compared = True
 
     def coloured(
         self, scores: Scores, rows: Sequence[int], target: int

@@ -77,7 +77,7 @@ class Pages:
         except StopIteration:
             return
         except TrakLiteError as error:
-            logger.info("Not prepared: %s", error)
+            logger.warning("The server is slower than it could be: %s", error)
 
     def _steps(self) -> Iterator[None]:
         name = self.sets.chosen("")
@@ -86,9 +86,8 @@ class Pages:
         scores = self.sets.scores(name)
         yield from scores.source.factorise()
         live = self.live
-        if live is not None and live.can_ask:
-            live.warm(scores)
-            yield
+        if live is not None and (live.can_ask or live.has_tokens):
+            yield from live.warm(scores)
         self.sets.by_self_influence(name)
         yield
         if live is not None and live.has_tokens:
