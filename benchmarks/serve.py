@@ -1,11 +1,11 @@
 """Latency of ``trak-lite serve`` on the shipped examples: p50, p95 and the longest of 200 requests of 8 clients.
 
 The server is a process of its own, started by the command line with one thread of arithmetic. Every request opens a
-connection and reads the whole page. ``target``: pages of drawn targets, half of them with a filter where the recipe has
-columns. ``review``: pages of the review list. ``first``: seconds of the first page of each kind, immediately after the
-start, while the server still prepares. ``ask`` (only if the recipe makes samples of texts): one client scores new
-texts, from sending the form to the complete page of the result. ``tokens`` (only if the recipe has tokens): one client
-reads pages of drawn targets with coloured tokens.
+connection and reads the whole page. ``first``: seconds of the first page of each kind, immediately after the start.
+After a pause for the preparation in the background: ``target``, pages of drawn targets, half of them with a filter
+where the recipe has columns; ``review``, pages of the review list; ``ask`` (if the recipe makes samples of texts), new
+texts of one client, from sending the form to the complete page of the result; ``tokens`` (if the recipe has tokens),
+pages of drawn targets with coloured tokens, of one client.
 
 Run:  python -m benchmarks.serve [--examples digits stdlib_lm] [--folder FOLDER]
 """
@@ -37,6 +37,8 @@ RESULTS = FOLDER / "serve.json"
 EXAMPLES = {"digits": ("where-label", [str(label) for label in range(10)]), "stdlib_lm": ("where-source", [])}
 """The column of a filter, and its values."""
 REQUESTS, CLIENTS, ASKED = 200, 8, 20
+PREPARATION = 30
+"""Seconds without requests; enough for the preparation of both examples."""
 
 
 def trak_lite(*arguments: str) -> list[str]:
@@ -124,6 +126,7 @@ def measured(example: str, folder: Path) -> dict[str, Any]:
             "target": round(seconds(lambda: page(port, "/?target=0")), 4),
             "review": round(seconds(lambda: page(port, "/review")), 4),
         }
+        time.sleep(PREPARATION)
         targets = [f"/?target={target}" for target in rng.integers(count, size=REQUESTS)]
         if values:
             targets[::2] = [f"{path}&{column}={rng.choice(values)}" for path in targets[::2]]

@@ -182,8 +182,14 @@ class LiveModel:
         scores = self._attributor.score(
             rows, name, method=self._method, dense=False, checkpoints=self._checkpoints
         )
+        self._hold_computers(scores)
         self.use(name)
         return scores
+
+    def _hold_computers(self, scores: Scores) -> None:
+        """Let later sessions use the gradient computers of earlier ones, which have made plans and self-checks."""
+        run = scores.run
+        run.computers = {} if run.computers is None else run.computers
 
     def use(self, name: str) -> None:
         """Record that a text was shown, so that it is dropped after the ones that were not."""
@@ -228,7 +234,7 @@ class LiveModel:
             ManifestMismatchError: If rows differ, because the recipe's model or data have changed.
         """
         run = scores.run
-        run.computers = {} if run.computers is None else run.computers
+        self._hold_computers(scores)
         (first, batch), *_ = self.targets.batches([np.zeros(1, np.int64)])
         with run.session() as session:
             digests = list(complete_tables(session.store, None))
