@@ -24,6 +24,7 @@ import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlencode
@@ -50,13 +51,13 @@ def environment() -> dict[str, str]:
 
 
 @contextmanager
-def server(store: Path, recipe: Path) -> Iterator[int]:
-    """Start the command on a free port; yield the port."""
+def server(store: Path, recipe: Path) -> Iterator[tuple[int, int]]:
+    """Start the command on a free port; yield the port and the number of the process."""
     command = trak_lite("serve", str(store), "--recipe", str(recipe), "--port", "0")
     process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=environment())
     assert process.stdout is not None
     try:
-        yield int(process.stdout.readline().split(":")[2].split("/")[0])
+        yield int(process.stdout.readline().split(":")[2].split("/")[0]), process.pid
     finally:
         process.kill()
         process.wait()
@@ -99,8 +100,20 @@ def summary(found: list[float]) -> dict[str, float]:
     }
 
 
-def asked(port: int) -> dict[str, Any]:
-    """Return the seconds of new texts that are scored one after the other."""
+def in_turn(process: int, works: list[Callable[[], Any]]) -> dict[str, float]:
+    """Return the quantiles in seconds of requests of one client, and the server's mean processor time (Linux)."""
+    before = processor_seconds(process)
+    figures = summary([seconds(work) for work in works])
+    return {**figures, "processor": round((processor_seconds(process) - before) / len(works), 4)}
+
+
+def processor_seconds(process: int) -> float:
+    user, system = Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[11:13]
+    return (int(user) + int(system)) / os.sysconf("SC_CLK_TCK")
+
+
+def asked(port: int, process: int) -> dict[str, float]:
+    """Return the figures of new texts that are scored one after the other."""
 
     def ask(number: int) -> None:
         token = re.search('name="token" value="([^"]+)"', page(port, "/")[0])[1]
@@ -108,7 +121,7 @@ def asked(port: int) -> dict[str, Any]:
         _, place = page(port, "/ask", {"token": token, "text": text})
         assert "most helpful" in page(port, place)[0]
 
-    return summary([seconds(lambda n=n: ask(n)) for n in range(ASKED)])
+    return in_turn(process, [partial(ask, number) for number in range(ASKED)])
 
 
 def measured(example: str, folder: Path) -> dict[str, Any]:
@@ -120,7 +133,7 @@ def measured(example: str, folder: Path) -> dict[str, Any]:
     subprocess.run(made, check=True, env=environment(), stdout=subprocess.DEVNULL)
     rng = np.random.default_rng(0)
     column, values = EXAMPLES[example]
-    with server(store, ROOT / "examples" / "recipes" / f"{example}.py") as port:
+    with server(store, ROOT / "examples" / "recipes" / f"{example}.py") as (port, process):
         count = int(re.search(r"([\d,]+) targets in", page(port, "/")[0])[1].replace(",", ""))
         first = {
             "target": round(seconds(lambda: page(port, "/?target=0")), 4),
@@ -137,11 +150,11 @@ def measured(example: str, folder: Path) -> dict[str, Any]:
             "review": latencies(port, [f"/review?from={start}" for start in starts]),
         }
         if 'id="text"' in page(port, "/")[0]:
-            figures["ask"] = asked(port)
+            figures["ask"] = asked(port, process)
         if 'id="colour"' in page(port, "/?target=0")[0]:
             drawn = rng.integers(count, size=ASKED)
-            coloured = [seconds(lambda t=t: page(port, f"/?target={t}&tokens=1")) for t in drawn]
-            figures["tokens"] = summary(coloured)
+            paths = [f"/?target={target}&tokens=1" for target in drawn]
+            figures["tokens"] = in_turn(process, [partial(page, port, path) for path in paths])
     return figures
 
 
@@ -160,6 +173,7 @@ def main() -> None:
         for example in args.examples:
             figures = measured(example, args.folder or Path(scratch))
             print(example, json.dumps(figures), flush=True)
+            figures["load"] = round(os.getloadavg()[1], 1)
             here = {**surroundings(), "cores": os.cpu_count(), "clients": CLIENTS}
             save_parts(args.out, here, {example: figures})
 
