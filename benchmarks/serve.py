@@ -1,11 +1,11 @@
 """Latency of ``trak-lite serve`` on the shipped examples: p50, p95 and the longest of 200 requests of 8 clients.
 
 The server is a process of its own, started by the command line with one thread of arithmetic. Every request opens a
-connection and reads the whole page. ``target``: pages of drawn targets, half of them with a filter where the recipe has
-columns. ``review``: pages of the review list, after the first. ``first``: seconds of the first page of each kind, which
-reads scores or computes the self-influence. ``ask`` (only if the recipe makes samples of texts): one client scores new
-texts, from sending the form to the complete page of the result; the first is listed apart, because it factorises the
-kernels that the others use.
+connection and reads the whole page. ``first``: seconds of the first page of each kind, immediately after the start.
+After a pause for the preparation in the background: ``target``, pages of drawn targets, half of them with a filter
+where the recipe has columns; ``review``, pages of the review list; ``ask`` (if the recipe makes samples of texts), new
+texts of one client, from sending the form to the complete page of the result; ``tokens`` (if the recipe has tokens),
+pages of drawn targets with coloured tokens, of one client.
 
 Run:  python -m benchmarks.serve [--examples digits stdlib_lm] [--folder FOLDER]
 """
@@ -24,6 +24,7 @@ import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlencode
@@ -36,7 +37,9 @@ from benchmarks.measuring import ROOT, save_parts, surroundings
 RESULTS = FOLDER / "serve.json"
 EXAMPLES = {"digits": ("where-label", [str(label) for label in range(10)]), "stdlib_lm": ("where-source", [])}
 """The column of a filter, and its values."""
-REQUESTS, CLIENTS, ASKED = 200, 8, 10
+REQUESTS, CLIENTS, ASKED = 200, 8, 20
+PREPARATION = 30
+"""Seconds without requests; enough for the preparation of both examples."""
 
 
 def trak_lite(*arguments: str) -> list[str]:
@@ -48,13 +51,13 @@ def environment() -> dict[str, str]:
 
 
 @contextmanager
-def server(store: Path, recipe: Path) -> Iterator[int]:
-    """Start the command on a free port; yield the port."""
+def server(store: Path, recipe: Path) -> Iterator[tuple[int, int]]:
+    """Start the command on a free port; yield the port and the number of the process."""
     command = trak_lite("serve", str(store), "--recipe", str(recipe), "--port", "0")
     process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=environment())
     assert process.stdout is not None
     try:
-        yield int(process.stdout.readline().split(":")[2].split("/")[0])
+        yield int(process.stdout.readline().split(":")[2].split("/")[0]), process.pid
     finally:
         process.kill()
         process.wait()
@@ -97,8 +100,20 @@ def summary(found: list[float]) -> dict[str, float]:
     }
 
 
-def asked(port: int) -> dict[str, Any]:
-    """Return the seconds of new texts that are scored one after the other."""
+def in_turn(process: int, works: list[Callable[[], Any]]) -> dict[str, float]:
+    """Return the quantiles in seconds of requests of one client, and the server's mean processor time (Linux)."""
+    before = processor_seconds(process)
+    figures = summary([seconds(work) for work in works])
+    return {**figures, "processor": round((processor_seconds(process) - before) / len(works), 4)}
+
+
+def processor_seconds(process: int) -> float:
+    user, system = Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[11:13]
+    return (int(user) + int(system)) / os.sysconf("SC_CLK_TCK")
+
+
+def asked(port: int, process: int) -> dict[str, float]:
+    """Return the figures of new texts that are scored one after the other."""
 
     def ask(number: int) -> None:
         token = re.search('name="token" value="([^"]+)"', page(port, "/")[0])[1]
@@ -106,8 +121,7 @@ def asked(port: int) -> dict[str, Any]:
         _, place = page(port, "/ask", {"token": token, "text": text})
         assert "most helpful" in page(port, place)[0]
 
-    first = seconds(lambda: ask(0))
-    return {"first": round(first, 4), **summary([seconds(lambda n=n: ask(n)) for n in range(1, ASKED + 1)])}
+    return in_turn(process, [partial(ask, number) for number in range(ASKED)])
 
 
 def measured(example: str, folder: Path) -> dict[str, Any]:
@@ -119,12 +133,13 @@ def measured(example: str, folder: Path) -> dict[str, Any]:
     subprocess.run(made, check=True, env=environment(), stdout=subprocess.DEVNULL)
     rng = np.random.default_rng(0)
     column, values = EXAMPLES[example]
-    with server(store, ROOT / "examples" / "recipes" / f"{example}.py") as port:
+    with server(store, ROOT / "examples" / "recipes" / f"{example}.py") as (port, process):
         count = int(re.search(r"([\d,]+) targets in", page(port, "/")[0])[1].replace(",", ""))
         first = {
             "target": round(seconds(lambda: page(port, "/?target=0")), 4),
             "review": round(seconds(lambda: page(port, "/review")), 4),
         }
+        time.sleep(PREPARATION)
         targets = [f"/?target={target}" for target in rng.integers(count, size=REQUESTS)]
         if values:
             targets[::2] = [f"{path}&{column}={rng.choice(values)}" for path in targets[::2]]
@@ -135,7 +150,11 @@ def measured(example: str, folder: Path) -> dict[str, Any]:
             "review": latencies(port, [f"/review?from={start}" for start in starts]),
         }
         if 'id="text"' in page(port, "/")[0]:
-            figures["ask"] = asked(port)
+            figures["ask"] = asked(port, process)
+        if 'id="colour"' in page(port, "/?target=0")[0]:
+            drawn = rng.integers(count, size=ASKED)
+            paths = [f"/?target={target}&tokens=1" for target in drawn]
+            figures["tokens"] = in_turn(process, [partial(page, port, path) for path in paths])
     return figures
 
 
@@ -154,6 +173,7 @@ def main() -> None:
         for example in args.examples:
             figures = measured(example, args.folder or Path(scratch))
             print(example, json.dumps(figures), flush=True)
+            figures["load"] = round(os.getloadavg()[1], 1)
             here = {**surroundings(), "cores": os.cpu_count(), "clients": CLIENTS}
             save_parts(args.out, here, {example: figures})
 

@@ -624,17 +624,23 @@ class Attributor:
         """
         self._drop(f"drop_checkpoint {name!r}", lambda store: drop_checkpoint(store, name))
 
-    def drop_scores(self, name: str = "targets") -> None:
-        """Permanently remove the scores of a target set, of all methods. The features of the targets remain.
+    def drop_scores(self, name: str = "targets", *, features: bool = False) -> None:
+        """Permanently remove the scores of a target set, of all methods.
 
         In a distributed run rank 0 removes them, after all ranks have made the call.
 
+        Args:
+            name: Name of the target set.
+            features: Also remove the features of the targets, so that nothing of the set remains. By default they
+                remain, and other scores of the same targets need no new gradients.
+
         Raises:
-            StateError: If nothing was featurized yet, or there are no such scores.
+            StateError: If nothing was featurized yet, or there are no such scores (with ``features``, also no such
+                features).
             BusyError: If another process is computing them.
         """
         check_name(name, what="target set")
-        self._drop(f"drop_scores {name!r}", lambda store: drop_scores(store, name))
+        self._drop(f"drop_scores {name!r}", lambda store: drop_scores(store, name, features=features))
 
     def _drop(self, call: str, drop: Callable[[AbstractFeatureStore], None]) -> None:
         """Call ``drop`` on the store, on rank 0 only, after all ranks have made the call."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import fcntl
 import json
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -461,6 +462,26 @@ def test_the_report_gets_scores_renders_and_a_place(
     ]
     with open_store(str(ran / "run.zarr")) as store:
         assert [record.command for record in stored_records(store)] == ["run"]
+
+
+def test_a_report_on_some_rows_shows_the_samples_of_these_rows(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    indices, targets = [30, 31, 35, 39, 2, 7], [5, 0, 3]
+    recipe = RECIPE + '\n\ndef render_target(index):\n    return f"sample {index}"\n'
+    more = f"train_data: {{indices: {indices}}}\ntarget_data: {{indices: {targets}}}\n"
+    config = write_case(tmp_path, recipe=recipe, more=more)
+    done(["run", config], capsys)
+
+    done(["report", str(tmp_path / "run.zarr"), *typed(tmp_path)], capsys)
+
+    page = (tmp_path / "run.html").read_text()
+    shown = re.findall(r'data-row="(\d+)"><div class="content">\s*<p class="text"[^>]*>row (\d+)</p>', page)
+    assert {(int(row), int(index)) for row, index in shown} == set(enumerate(indices))
+    for target, index in enumerate(targets):
+        assert re.search(
+            rf'data-target="{target}".{{0,200}}<p class="text"[^>]*>sample {index}</p>', page, re.S
+        )
 
 
 @pytest.mark.parametrize(

@@ -489,3 +489,36 @@ def test_two_projectors_in_two_threads_do_not_disturb_each_other(threads):
     with ThreadPoolExecutor(2) as callers:
         for features, found in zip(expected, callers.map(repeatedly, range(2)), strict=True):
             assert all(torch.equal(features, one) for one in found)
+
+
+@pytest.mark.parametrize(
+    ("shape", "proj_dim", "copies"),
+    [
+        ((7,), 24, 1),
+        ((90_000,), 16, 2),  # several tiles, and a ring of several blocks
+        ((2_200_000,), 16, 1),  # several segments of tiles
+        ((50, 70), 16, 3),  # blocks with fewer rows and columns at the ends
+        ((9, 80), 512, 1),
+    ],
+    ids=str,
+)
+def test_the_adjoint_is_the_transposed_matrix(shape: tuple[int, ...], proj_dim: int, copies: int) -> None:
+    """The matrix is found column by column, by projecting gradients with one entry."""
+    projector = CountSketchProjector(proj_dim, seed=3, copies=copies)
+    size = math.prod(shape)
+    rows = torch.randn(2, proj_dim, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+    chosen = torch.linspace(0, size - 1, min(size, 6)).long()
+    units = torch.zeros(len(chosen), size, dtype=torch.float64)
+    units[torch.arange(len(chosen)), chosen] = 1
+    columns = projector.project({"w": units.reshape(-1, *shape)}, model_id=5)
+
+    found = projector.adjoint(rows, model_id=5, parameters={"w": shape})
+
+    assert found["w"].shape == (2, *shape)
+    torch.testing.assert_close(found["w"].flatten(1)[:, chosen], rows @ columns.T)
+
+
+def test_the_adjoint_of_an_empty_parameter_is_empty() -> None:
+    found = CountSketchProjector(8).adjoint(torch.ones(2, 8), model_id=0, parameters={"w": (0, 4)})
+
+    assert found["w"].shape == (2, 0, 4)

@@ -15,6 +15,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
 NO_CHROMIUM = (
     "needs Chromium, and neither chromium nor google-chrome is on the PATH (Debian: apt install chromium)"
@@ -68,7 +70,7 @@ class Page:
         for domain in ("Page", "Network", "Log", "Runtime"):
             self.call(f"{domain}.enable")
 
-    def open(self, path: Path, *, width: int = 1280, dark: bool = False, scripts: bool = True) -> None:
+    def open(self, place: Path | str, *, width: int = 1280, dark: bool = False, scripts: bool = True) -> None:
         scheme = {"name": "prefers-color-scheme", "value": "dark" if dark else "light"}
         self.call("Emulation.setEmulatedMedia", features=[scheme])
         self.call("Emulation.setScriptExecutionDisabled", value=not scripts)
@@ -81,9 +83,14 @@ class Page:
         )
         self.requests.clear()
         self._loaded = False
-        self.call("Page.navigate", url=path.resolve().as_uri())
+        self.call("Page.navigate", url=place if isinstance(place, str) else place.resolve().as_uri())
+        self.loaded()
+
+    def loaded(self) -> None:
+        """Wait for the end of a navigation that has begun since :meth:`open`, or since the last call."""
         while not self._loaded:
             self._read()
+        self._loaded = False
 
     def run(self, expression: str) -> Any:
         """Return the value of a JavaScript expression in the page."""
@@ -98,6 +105,23 @@ class Page:
         )
         for kind in ("mousePressed", "mouseReleased"):
             self.call("Input.dispatchMouseEvent", type=kind, x=box[0], y=box[1], button="left", clickCount=1)
+
+    def press(self, key: str, *, shift: bool = False) -> None:
+        """Press a key: a letter, or a name as in KeyboardEvent.key."""
+        code, text = {"Enter": (13, "\r"), "Tab": (9, "")}.get(key) or (ord(key.upper()), key)
+        event = {"key": key, "windowsVirtualKeyCode": code, "modifiers": 8 if shift else 0}
+        self.call("Input.dispatchKeyEvent", type="keyDown", **event, **({"text": text} if text else {}))
+        self.call("Input.dispatchKeyEvent", type="keyUp", **event)
+
+    def wait(self, expression: str) -> None:
+        """Wait until a JavaScript expression is true, at most 30 seconds."""
+        self.call(
+            "Runtime.evaluate",
+            expression="new Promise((done, failed) => { const end = Date.now() + 30000; const look = () => "
+            f"({expression}) ? done() : Date.now() > end ? failed() : setTimeout(look, 20); look(); }})",
+            awaitPromise=True,
+        )
+        assert self.run(expression), expression
 
     def type(self, text: str) -> None:
         self.call("Input.insertText", text=text)
@@ -154,3 +178,15 @@ def browser(folder: Path) -> Iterator[Page]:
     finally:
         os.killpg(process.pid, signal.SIGKILL)
         process.wait()
+
+
+def luminance(colour: str) -> float:
+    """Return the relative luminance of an opaque colour (WCAG 2.1)."""
+    numbers = np.array([float(part) for part in colour.removeprefix("rgb(").rstrip(")").split(",")]) / 255
+    linear = np.where(numbers <= 0.04045, numbers / 12.92, ((numbers + 0.055) / 1.055) ** 2.4)
+    return float(linear @ [0.2126, 0.7152, 0.0722])
+
+
+def contrast(one: float, other: float) -> float:
+    """Return the contrast ratio of two luminances (WCAG 2.1)."""
+    return (max(one, other) + 0.05) / (min(one, other) + 0.05)

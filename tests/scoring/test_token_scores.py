@@ -215,3 +215,94 @@ def test_targets_and_data_that_are_not_those_of_the_scores_are_refused(plain: At
         token_scores(scores, TRAIN, [0], targets=[3])
     with pytest.raises(ManifestMismatchError, match="dataset"):
         token_scores(scores, TARGETS, [0])
+
+
+class _Doubled(torch.autograd.Function):
+    """Has a backward pass only."""
+
+    generate_vmap_rule = True
+
+    @staticmethod
+    def forward(x: Tensor) -> Tensor:
+        return 2 * x
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Tensor, ...], output: Tensor) -> None:
+        """Nothing is needed for the backward pass."""
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:
+        return 2 * grad
+
+
+class BackwardOnly(LanguageModel):
+    def forward(self, input_ids: Tensor) -> Tensor:
+        return _Doubled.apply(super().forward(input_ids))
+
+
+class Loops(Exception):
+    """A gradient per token is computed."""
+
+
+@pytest.mark.parametrize(
+    ("output", "settings", "in_one_pass"),
+    [
+        ("log_prob", {}, True),
+        ("margin", {}, True),
+        ("log_prob", {"layout": "joint", "dtype": "float16"}, True),
+        ("log_prob", {"grad_wrt": ["head.weight"]}, True),
+        ("log_prob", {"projector": "gaussian", "layout": "joint"}, False),
+    ],
+    ids=str,
+)
+def test_one_forward_pass_gives_what_a_gradient_per_token_gives(
+    monkeypatch: pytest.MonkeyPatch, output: str, settings: dict[str, Any], in_one_pass: bool
+) -> None:
+    """The features of a token are computed here by autograd and the projector, and multiplied with the target."""
+    made = attributor(proj_dim=16, task=CausalLanguageModelingModelOutput(output=output), **settings)
+    scores = made.score(TARGETS, method=TracIn(learning_rates=(0.5, 0.1)))
+    names = list(made.parameters)
+    expected = np.zeros((LENGTH, 2))
+    for model_id, weights in enumerate(WEIGHTS):
+        model = LanguageModel()
+        model.load_state_dict(weights)
+        ids, labels = TRAIN[4]
+        target = scores.source.terms(slice(1, 3))[model_id].targets.double().numpy()
+        for position in (1, 3, 4, 5):
+            logits = model(ids[None])[0, position - 1].double()
+            log_p = logits.log_softmax(0)[labels[position]]
+            f = log_p if output == "log_prob" else log_p - torch.log1p(-log_p.exp())
+            kept = dict(model.named_parameters())
+            grads = torch.autograd.grad(f, [kept[name] for name in names])
+            features = made.projector.project(
+                {name: grad[None] for name, grad in zip(names, grads, strict=True)}, model_id
+            )
+            q = scores.source.row_factors(np.array([4]))[model_id, 0]
+            expected[position] += q * (features.double().numpy() @ target.T)[0]
+    if in_one_pass:
+        monkeypatch.setattr("trak_lite.featurizing.session.FeaturizingSession.features", _refuse)
+
+    found = token_scores(scores, TRAIN, [4], targets=[1, 2])[4]
+
+    np.testing.assert_allclose(found, expected, rtol=1e-4, atol=1e-5 * np.abs(expected).max())
+    if not in_one_pass:
+        monkeypatch.setattr("trak_lite.featurizing.session.FeaturizingSession.features", _refuse)
+        with pytest.raises(Loops):
+            token_scores(scores, TRAIN, [4], targets=[1, 2])
+
+
+def _refuse(*_: Any, **__: Any) -> Tensor:
+    raise Loops
+
+
+def test_a_model_without_forward_mode_gets_a_gradient_per_token(monkeypatch: pytest.MonkeyPatch) -> None:
+    made = Attributor(BackwardOnly(), "causal_language_modeling", None, proj_dim=64, dtype="float32")
+    made.featurize(TRAIN)
+    scores = made.score(TARGETS)
+
+    found = token_scores(scores, TRAIN, [1])[1]
+
+    np.testing.assert_allclose(found.sum(0), scores.numpy()[1], rtol=1e-3)
+    monkeypatch.setattr("trak_lite.featurizing.session.FeaturizingSession.features", _refuse)
+    with pytest.raises(Loops):
+        token_scores(scores, TRAIN, [1])

@@ -22,6 +22,7 @@ from trak_lite.cli.records import RunRecord, last_record
 from trak_lite.cli.serving import pages_of
 from trak_lite.serve.pages import Pages
 
+TEXT = "0.5 -1 0.25 2 1"
 HOSTILE = "<script>document.title='owned'</script>\"'><img src=x onerror=alert(1)>"
 RECIPE = (
     CLI_RECIPE.replace("nn.Sequential(", "nn.Sequential(Gate(), ")
@@ -30,12 +31,12 @@ HOSTILE = {HOSTILE!r}
 
 
 class Gate(nn.Module):
-    """Stops in the forward pass of the given number, if a file asks for it."""
+    """Stops in the forward pass of {TEXT!r} with the given number, if a file asks for it."""
 
     def forward(self, x):
         import pathlib, time
         folder = pathlib.Path(__file__).parent
-        if (folder / "stop-at").exists():
+        if (folder / "stop-at").exists() and x[0].tolist() == [0.5, -1, 0.25, 2]:
             passes = folder / "passes"
             count = 1 + (int(passes.read_text()) if passes.exists() else 0)
             passes.write_text(str(count))

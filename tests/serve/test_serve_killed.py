@@ -19,11 +19,9 @@ import pytest
 pytest.importorskip("starlette", reason="starlette is not installed: pip install '.[serve]'")
 pytest.importorskip("uvicorn", reason="uvicorn is not installed: pip install '.[serve]'")
 
-from serve_cases import Client, finished_run, marks_in
+from serve_cases import TEXT, Client, finished_run, marks_in
 
 from trak_lite.store import check_store
-
-TEXT = "0.5 -1 0.25 2 1"
 
 
 @contextmanager
@@ -71,7 +69,7 @@ def test_a_kill_during_a_request_loses_nothing(
         assert len(expected) == len(stored) == 10
 
     acknowledged = {}
-    for number in (1, 2, 4):  # the forward pass that does not return
+    for number in (1, 2, 4):  # the forward pass of the text that does not return
         (ran / "stop-at").write_text(str(number))
         with command(ran, *recipe) as (client, process):
             form = {"token": token(client)}

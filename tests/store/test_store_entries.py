@@ -7,7 +7,7 @@ from torch import nn
 from torch.utils.data import TensorDataset
 
 from trak_lite import Attributor, methods, verify
-from trak_lite.errors import CorruptStoreError
+from trak_lite.errors import CorruptStoreError, StateError
 from trak_lite.store import Manifest, RemotePlace, ZarrFeatureStore, check_store, open_store
 
 
@@ -136,3 +136,25 @@ def test_a_damaged_object_is_named_by_a_check(tmp_path):
     report = check_store(place)
     assert not report.ok
     assert "is damaged" in str(report)
+
+
+@pytest.mark.parametrize("dense", [True, False])
+def test_scores_can_be_dropped_with_the_features_of_their_targets(machines, dense):
+    here, _ = machines
+    made = attributor(here)
+    made.featurize(data(24))
+    with open_store(here) as store:
+        before = store.table_names()
+    for method in (None, "EKFAC"):
+        made.score(data(5, 1), "some", method=method, dense=dense)
+    kept = made.score(data(5, 2), "other").numpy()
+
+    made.drop_scores("some", features=True)
+
+    with open_store(here) as store:
+        left = set(store.table_names()) - set(before)
+    assert left == {"scores/other", "targets/other/ckpt-0"}
+    np.testing.assert_array_equal(made.scores("other").numpy(), kept)
+    with pytest.raises(StateError, match="no scores 'some'"):
+        made.drop_scores("some", features=True)
+    made.score(data(6, 3), "some")  # other targets under the same name

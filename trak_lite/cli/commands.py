@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any, final
 
 import numpy as np
+from numpy.typing import NDArray
 from safetensors.torch import save_file
 
 from trak_lite import unrolled
@@ -24,6 +25,7 @@ from trak_lite.errors import CheckpointError, InvalidInputError, MissingStoreErr
 from trak_lite.evaluation import Verdict
 from trak_lite.methods import AbstractInverseMethod, Fisher, as_method
 from trak_lite.models.borrowing import resolve_device
+from trak_lite.report.content import Render
 from trak_lite.retraining.verify import verify
 from trak_lite.run.settings import StoredSettings, versions
 from trak_lite.run.tables import scored_names
@@ -34,7 +36,7 @@ from trak_lite.store import RemotePlace, open_store
 from trak_lite.store._names import check_name
 from trak_lite.store.disk.folders import scratch_folder
 
-__all__ = ["COMMANDS", "Job", "beside", "conditions", "report"]
+__all__ = ["COMMANDS", "Job", "beside", "conditions", "of_rows", "report"]
 
 _DEFAULT_NAME = "targets"
 """Default of ``score.name``; a report without a name shows the only scores of a store."""
@@ -322,8 +324,10 @@ def report(config: RunConfig, out: str | None, where: Sequence[str] = ()) -> Ite
     read = stored_scores if chosen["dense"] else streamed_scores
     scores = read(Workspace(config.path), settings, name, settings.scored_by(chosen["method"]))
     render, render_target = (
-        None if recipe is None else recipe.bound(function, config.recipe_arguments)
-        for function in ("render", "render_target")
+        None
+        if recipe is None
+        else of_rows(recipe.bound(function, config.recipe_arguments), config.values[data]["indices"])
+        for function, data in (("render", "train_data"), ("render_target", "target_data"))
     )
     place = _report_path(config) if out is None else out
     page = write_report(
@@ -339,6 +343,18 @@ def _chosen(
 ) -> Any:
     """Train on rows that are numbered as in the scores, and not as in the dataset."""
     return train(np.asarray(rows, np.int64)[indices], seed)
+
+
+def of_rows(render: Render | None, indices: Sequence[int] | NDArray[np.int64] | None) -> Render | None:
+    """Return a render of rows from one of the dataset's samples.
+
+    Args:
+        render: Returns the content of a sample; ``None`` if the recipe has none.
+        indices: Dataset index of every row; ``None`` if the rows are the whole dataset in order.
+    """
+    if render is None or indices is None:
+        return render
+    return lambda row: render(int(indices[row]))
 
 
 def _report_path(config: RunConfig) -> Path:

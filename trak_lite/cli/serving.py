@@ -3,18 +3,20 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator
-from typing import Any
+from collections.abc import Iterator
+from pathlib import PurePosixPath
+from threading import Event, Thread
 
 from trak_lite._validate import require_packages
 from trak_lite.attributor import Attributor
-from trak_lite.cli.commands import beside
+from trak_lite.cli.commands import beside, of_rows
 from trak_lite.cli.configs import RunConfig
 from trak_lite.cli.recipes import recipe_columns
 from trak_lite.data.datasets import Rows
 from trak_lite.errors import InvalidInputError
+from trak_lite.methods import AbstractMatrixMethod, as_method
 from trak_lite.models.borrowing import resolve_device
-from trak_lite.report.content import Render, Renders
+from trak_lite.report.content import Renders
 from trak_lite.run.columns import stored_columns
 from trak_lite.run.settings import StoredSettings
 from trak_lite.run.tables import num_train_rows, score_path, scored_names
@@ -55,8 +57,13 @@ def serve(config: RunConfig, port: str | None) -> Iterator[str]:
     with listener(int(text)) as listening:
         marks = pages.marks.path
         yield f"http://{ADDRESS}:{listening.getsockname()[1]}/  (Ctrl-C ends it; marks are written to {marks})"
+        stopped = Event()
+        preparing = Thread(target=pages.warm, args=[stopped], daemon=True)
+        preparing.start()
         with contextlib.suppress(KeyboardInterrupt):  # the way to end it; running requests have finished
             server(application(pages)).run(sockets=[listening])
+        stopped.set()
+        preparing.join()
 
 
 def pages_of(config: RunConfig) -> Pages:
@@ -68,6 +75,9 @@ def pages_of(config: RunConfig) -> Pages:
         CheckpointError: If the recipe's model or its checkpoints are not those of the store.
     """
     place = config.path
+    title = PurePosixPath(
+        str(place)
+    ).name  # a path would name folders and users of this machine on every page
     with open_store(place) as store:
         manifest, columns = store.manifest, stored_columns(store)
     marks = MarksFile(beside(config, ".marks.json", "marks.json"), manifest.fingerprint.get("dataset", {}))
@@ -82,11 +92,12 @@ def pages_of(config: RunConfig) -> Pages:
             return stored_scores(workspace, settings, name, chosen)
 
         sets = Sets(lambda: _names(config), scores, columns, num_train_rows(manifest))
-        return Pages(str(place), sets, marks, Renders())
+        return Pages(title, sets, marks, Renders())
     recipe, arguments = config.recipe, config.recipe_arguments
     model = recipe.call("build_model", arguments)
     values = config.values
     attributor = Attributor.open(place, model, device=values["device"], progress=False)
+    chosen = attributor.method if method is None else as_method(method)
     train, targets = (
         Rows(recipe.call(f"{kind}_data", arguments), **values[f"{kind}_data"], what=what)
         for kind, what in (("train", "the train data"), ("target", "the targets"))
@@ -98,6 +109,8 @@ def pages_of(config: RunConfig) -> Pages:
             train,
             targets,
             store=store,
+            # Scores of one process share kernels, so they have one method. A text has no scores of a matrix method.
+            method=None if isinstance(chosen, AbstractMatrixMethod) else method,
             salt=recipe.digest,
             sample=recipe.bound("sample", arguments),
             predict=recipe.bound("predict", arguments),
@@ -110,8 +123,8 @@ def pages_of(config: RunConfig) -> Pages:
         len(train),
     )
     renders = Renders(
-        _of_rows(recipe.bound("render", arguments), train),
-        _of_rows(recipe.bound("render_target", arguments), targets),
+        of_rows(recipe.bound("render", arguments), train.indices),
+        of_rows(recipe.bound("render_target", arguments), targets.indices),
     )
     targets_of = Manifest(live.target_identity).digest()
 
@@ -121,7 +134,7 @@ def pages_of(config: RunConfig) -> Pages:
             stored = store.open_table(path).spec.fingerprint.get("targets", {})
         return Manifest({key: stored.get(key) for key in live.target_identity}).digest() == targets_of
 
-    return Pages(str(place), sets, marks, renders, live, has_targets)
+    return Pages(title, sets, marks, renders, live, has_targets)
 
 
 def _names(config: RunConfig) -> list[str]:
@@ -129,11 +142,3 @@ def _names(config: RunConfig) -> list[str]:
     with open_store(config.path) as store:
         names = scored_names(store)
     return sorted(names, key=lambda name: name != config.values["score"]["name"])
-
-
-def _of_rows(render: Callable[[int], Any] | None, rows: Rows) -> Render | None:
-    """Return a render of the rows that a config selects, from one of the dataset's samples."""
-    if render is None:
-        return None
-    indices = rows.indices
-    return lambda row: render(int(indices[row]))

@@ -97,6 +97,9 @@ class Run:
         """The train data of the last ``featurize``, for methods that are fitted to them."""
         self.question = ""
         """Name of the question that all targets ask; empty if their task is that of the train rows."""
+        self.computers: dict[str, AbstractGradientComputer] | None = None
+        """Gradient computers by the digest of the weights that their plans and self-checks hold for, to be used again
+        by later sessions; ``None`` makes a computer for every session and checkpoint."""
 
     def rows(self, data: Any, what: str) -> Rows:
         """Return the rows of a user's data; ``what`` is their name in messages."""
@@ -112,6 +115,7 @@ class Run:
             return self
         asked = copy.copy(self)
         asked.settings, asked.question = self.settings.asking(task)
+        asked.computers = None if self.computers is None else {}  # those of this run evaluate its own task
         return asked
 
     def targets(self, data: Any) -> Rows:
@@ -220,6 +224,7 @@ class FeaturizingSession:
         self._computer: AbstractGradientComputer | None = None
         """Of the loaded checkpoint. Its plans and self-checks hold for train rows and targets alike."""
         self._loaded: Checkpoint | None = None
+        self._digest = ""
         self._adam: AdamStates | None = None
 
     @property
@@ -230,6 +235,11 @@ class FeaturizingSession:
             StateError: If the store does not exist yet.
         """
         return self._workspace.store()
+
+    @property
+    def model(self) -> nn.Module:
+        """The borrowed model."""
+        return self._model
 
     def agreed(self, flag: bool) -> bool:
         """Return whether ``flag`` is true on all ranks of a sharded model, which must take the same branch."""
@@ -729,9 +739,11 @@ class FeaturizingSession:
     def _load(self, checkpoint: Checkpoint) -> str:
         """Load a checkpoint, let the task prepare for it, and return the digest of its weights."""
         load_into(self._model, checkpoint, self._own)
-        self._computer, self._loaded, self._adam = None, checkpoint, None
+        self._loaded, self._adam = checkpoint, None
         self._settings.task.prepare(self._model)
-        return weights_digest(self._model)
+        self._digest = weights_digest(self._model)
+        self._computer = (self._run.computers or {}).get(self._digest)
+        return self._digest
 
     def _adam_states(self, normalization: Normalization) -> AdamStates | None:
         """Return the states of Adam that were saved with the loaded checkpoint, if the normalisation needs them."""
@@ -803,6 +815,8 @@ class FeaturizingSession:
             elif self._computer is None:
                 self._computer = settings.computer()
                 self._computer.load_model_params(self._model)
+            if self._run.computers is not None:
+                self._run.computers[self._digest] = self._computer
             return self._computer
 
         return computer_for

@@ -74,16 +74,25 @@ class PositionwiseModelOutput(AbstractModelOutput):
 
     def evaluate(self, model_call: ModelCall, batch: Batch) -> OutputTerms:
         """Return f, q and w; see :meth:`AbstractModelOutput.evaluate`."""
-        logits, labels = self._logits_and_labels(model_call, batch)
-        predicted = labels != self.ignore_index
+        terms, predicted = self._terms(model_call, batch)
         count = count_labelled(predicted, self.ignore_index)
-        # Replace ignored labels by the valid label 0, so that only labels out of range become NaN.
-        margins = class_margins(logits, labels.masked_fill(~predicted, 0))
-        terms = F.logsigmoid(margins) if self.output == "log_prob" else margins
         total = _sum_of(terms, predicted, count)
         if self.output == "log_prob":
             return linear_terms(total)
         return margin_terms(total, count.to(total.dtype))
+
+    def position_outputs(self, model_call: ModelCall, batch: Batch) -> Tensor:
+        """Return the term of f of every position ``(B, *P)``, 0 where nothing is predicted."""
+        terms, predicted = self._terms(model_call, batch)
+        return terms.masked_fill(~predicted, 0.0)
+
+    def _terms(self, model_call: ModelCall, batch: Batch) -> tuple[Tensor, Tensor]:
+        """Return the terms of f ``(B, *P)``, also of ignored labels, and which positions are predicted."""
+        logits, labels = self._logits_and_labels(model_call, batch)
+        predicted = labels != self.ignore_index
+        # Replace ignored labels by the valid label 0, so that only labels out of range become NaN.
+        margins = class_margins(logits, labels.masked_fill(~predicted, 0))
+        return (F.logsigmoid(margins) if self.output == "log_prob" else margins), predicted
 
     def sample_labels(self, model_call: ModelCall, batch: Batch, noise: UniformNoise) -> Batch:
         """Draw the label of every labelled position; see :meth:`AbstractModelOutput.sample_labels`.

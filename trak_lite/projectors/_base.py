@@ -106,6 +106,25 @@ class AbstractProjector(ABC):
         """
         return _CollectingAccumulator(self, num_samples, model_id, parameters)
 
+    def adjoint(
+        self, features: Tensor, *, model_id: int, parameters: ParameterShapes
+    ) -> dict[str, Tensor] | None:
+        r"""Return the transposed map applied to feature rows, ``None`` if the projector does not define it.
+
+        With the projection R, the result is :math:`R^\top p` for every row p: its inner product with a gradient is that
+        of p with the features of the gradient.
+
+        Args:
+            features: ``(m, K)`` float32 or float64.
+            model_id: Number of the checkpoint.
+            parameters: Shapes of the differentiated parameters by canonical name, in model order.
+
+        Returns:
+            Tensors ``(m, *shape)`` by parameter name, in the dtype and on the device of the features.
+        """
+        del features, model_id, parameters
+        return None
+
     def layout(self, parameters: ParameterShapes) -> FeatureLayout:
         """Return the segments of a feature row for these parameters."""
         return FeatureLayout.joint(self.proj_dim or num_entries(parameters))

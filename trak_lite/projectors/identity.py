@@ -70,6 +70,15 @@ class NoOpProjector(AbstractProjector):
         """Return a new accumulator for one batch of ``num_samples`` rows."""
         return _ColumnAccumulator(num_samples, parameters, self.device)
 
+    def adjoint(self, features: Tensor, *, model_id: int, parameters: ParameterShapes) -> dict[str, Tensor]:
+        """Return the columns of every parameter in its shape, ``(m, *shape)``."""
+        del model_id
+        parts = torch.split(features, [math.prod(shape) for shape in parameters.values()], dim=1)
+        return {
+            name: part.reshape(len(features), *shape)
+            for (name, shape), part in zip(parameters.items(), parts, strict=True)
+        }
+
     def fingerprint(self) -> dict[str, Any]:
         """Return kind and version; the identity has no settings."""
         return {"kind": "identity", "proj_dim": 0, "seed": 0, "version": 1}

@@ -68,6 +68,22 @@ class PerModuleProjector(AbstractProjector):
         }
         return _PerModuleAccumulator(parts, num_samples, parameters)
 
+    def adjoint(
+        self, features: Tensor, *, model_id: int, parameters: ParameterShapes
+    ) -> dict[str, Tensor] | None:
+        """Return the transposed map of every module; ``None`` if the wrapped projector does not define it."""
+        found: dict[str, Tensor] = {}
+        start = 0
+        for own in _modules(parameters).values():
+            projector = self._projector_of(own)
+            columns = features[:, start : start + projector.layout(own).width]
+            start += columns.shape[1]
+            part = projector.adjoint(columns, model_id=model_id, parameters=own)
+            if part is None:
+                return None
+            found |= part
+        return {name: found[name] for name in parameters}
+
     def layout(self, parameters: ParameterShapes) -> FeatureLayout:
         """Return the segments of every module, in model order."""
         segments: list[Segment] = []

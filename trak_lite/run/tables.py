@@ -33,7 +33,9 @@ __all__ = [
     "complete_tables",
     "curvature_path",
     "drop_checkpoint",
+    "drop_targets",
     "feature_table_spec",
+    "featurized_names",
     "fisher_folder",
     "fisher_paths",
     "model_id_of",
@@ -252,6 +254,12 @@ def target_names(store: AbstractFeatureStore, method: AbstractMethod) -> list[st
     return sorted({path.split("/")[1] for path in store.table_names(group)})
 
 
+def featurized_names(store: AbstractFeatureStore) -> list[str]:
+    """Return the names of all target sets with features in the store, sorted."""
+    paths = (*store.table_names("targets"), *store.table_names("preconditioned"))
+    return sorted({path.split("/")[1] for path in paths})
+
+
 def checkpoint_tables(store: AbstractFeatureStore) -> dict[str, str]:
     """Return the paths of the train tables by the digest of their checkpoint's weights, in id order."""
     paths = [path for path in store.table_names() if re.fullmatch(r"ckpt-\d+", path)]
@@ -326,6 +334,20 @@ def drop_checkpoint(store: AbstractFeatureStore, name: str) -> None:
         store.drop_entry(entry)
     for path in (*targets, *store.table_names(fisher_folder(found[0])), found[0]):
         store.drop_table(path)
+
+
+def drop_targets(store: AbstractFeatureStore, name: str) -> int:
+    """Delete the features of a target set, of all methods and checkpoints; return the number of tables.
+
+    Raises:
+        BusyError: If another process writes rows of one.
+        ReadOnlyStoreError: If the store cannot be written.
+    """
+    folders = (plain_target_folder(name), preconditioned_folder(name))
+    found = [path for folder in folders for path in store.table_names(folder)]
+    for path in found:
+        store.drop_table(path)
+    return len(found)
 
 
 def num_train_rows(manifest: Manifest) -> int:

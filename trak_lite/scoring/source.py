@@ -136,6 +136,14 @@ class ScoreSource:
         if len(self._train) * sum(segment.width**2 for segment in self._layout.segments) * 8 <= _HELD_BYTES:
             self._held = held
 
+    def factorise(self) -> Iterator[None]:
+        """Factorise the kernels of one checkpoint at each step and hold them, if :meth:`hold_kernels` allows it."""
+        if self._held is None or self.method.kernel is None:
+            return
+        for table in self._train:
+            self._kernels(table, self.method.kernel)
+            yield
+
     @property
     def manifest(self) -> Manifest:
         """Settings and versions that the rows were made with."""

@@ -30,6 +30,7 @@ from trak_lite.run.tables import (
     OUT_TO_LOSS,
     SCORES,
     complete_tables,
+    drop_targets,
     one_run_path,
     plain_target_folder,
     preconditioned_folder,
@@ -289,8 +290,13 @@ def _finished_scores(
     return table, train
 
 
-def drop_scores(store: AbstractFeatureStore, name: str) -> None:
-    """Permanently remove the scores of a target set, of all methods. The features of the targets remain.
+def drop_scores(store: AbstractFeatureStore, name: str, *, features: bool = False) -> None:
+    """Permanently remove the scores of a target set, of all methods.
+
+    Args:
+        store: Open for writing.
+        name: Name of the target set.
+        features: Also remove the features of the targets, which a set may have without scores.
 
     Raises:
         StateError: If there are no such scores.
@@ -298,6 +304,8 @@ def drop_scores(store: AbstractFeatureStore, name: str) -> None:
         ReadOnlyStoreError: If the store cannot be written.
     """
     found = score_paths(store, name)
+    if features and drop_targets(store, name) and not found:
+        return
     if not found:
         known = scored_names(store)
         raise StateError(f"There are no scores {name!r}; there are {known}.")

@@ -1,15 +1,21 @@
 """Scores of train rows split over their tokens, for causal language models.
 
 f of a row is a sum over its predicted tokens, and every step from f to the score is linear: gradient, projection, the
-product with (H + lambda I)^-1 times a target, the row's q. The gradient of one token is that of the row with all other
-labels ignored.
+product with (H + lambda I)^-1 times a target, the row's q. With the projection R and the preconditioned target p, the
+contribution of a token is therefore the derivative of its term of f along R^T p. One forward-mode pass returns those of
+all tokens of a batch of rows (a Jacobian-vector product; Pearlmutter, "Fast exact multiplication by the Hessian", 1994,
+section 2). If R^T or forward mode is not defined, the gradient of every token is computed: that of the row with all
+other labels ignored.
 
 Shapes: T positions of a row, n predicted tokens, K feature width, m targets.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+import logging
+import warnings
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, final
@@ -17,23 +23,30 @@ from typing import Any, final
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from torch import Tensor
+from torch import Tensor, nn
+from torch.func import jvp
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from trak_lite._devices import in_float64
+from trak_lite._devices import full_float32, in_float64
 from trak_lite._validate import target_number
-from trak_lite.data.batches import map_tensors
+from trak_lite.data.batches import flatten_batch, map_tensors, move_batch
 from trak_lite.data.datasets import Rows
-from trak_lite.errors import InvalidInputError
+from trak_lite.errors import InvalidInputError, refuse_machine_failure
 from trak_lite.featurizing.session import FeaturizingSession
-from trak_lite.modelout_functions import CausalLanguageModelingModelOutput
+from trak_lite.gradient_computers import select_parameters
+from trak_lite.gradient_computers.self_check import structure_of
+from trak_lite.modelout_functions import CausalLanguageModelingModelOutput, ModelCall
 from trak_lite.modelout_functions._inputs import split_labels
 from trak_lite.modelout_functions._sampling import with_labels
 from trak_lite.modelout_functions.language_modeling import IGNORED
+from trak_lite.models.sharded import is_sharded
 from trak_lite.run.settings import AttributorSettings
 from trak_lite.scoring.scores import Scores
 from trak_lite.types import Batch
 
-__all__ = ["token_scores"]
+__all__ = ["split_scores", "token_scores"]
+
+logger = logging.getLogger(__name__)
 
 
 def token_scores(
@@ -43,8 +56,10 @@ def token_scores(
 
     f of a train row is a sum over its predicted tokens, so its gradient, features and scores are sums too, whatever the
     task of the targets is (:meth:`Attributor.score(task=...) <trak_lite.Attributor.score>`, questions). The
-    contributions of a row sum to its score, up to the rounding of stored features. A row of T predicted tokens costs
-    as much as featurizing T rows. Nothing is stored.
+    contributions of a row sum to its score, up to the rounding of stored features. A row costs about three forward
+    passes per target and checkpoint, with the default projector and a model that supports forward-mode
+    differentiation. Otherwise, or for more targets than tokens, a row of T predicted tokens costs as much as
+    featurizing T rows. Nothing is stored.
 
     Args:
         scores: Scores of an attributor.
@@ -65,10 +80,10 @@ def token_scores(
     run = scores.run
     train = run.rows(data, "the train data")
     with run.session(train.identity(), train=train) as session:
-        return _token_scores(session, run.settings, scores, train, rows=rows, targets=targets)
+        return split_scores(session, run.settings, scores, train, rows=rows, targets=targets)
 
 
-def _token_scores(
+def split_scores(
     session: FeaturizingSession,
     settings: AttributorSettings,
     scores: Scores,
@@ -77,7 +92,11 @@ def _token_scores(
     rows: Sequence[int],
     targets: Sequence[int] | None,
 ) -> dict[int, NDArray[np.float32]]:
-    """Return the contributions of every token, by row."""
+    """Return the contributions of every token, by row; see :func:`token_scores`.
+
+    A session that was opened with the train data first computes a few stored rows of every checkpoint again, and
+    compares them.
+    """
     shift = _shift_of_linear_rows(settings, scores)
     wanted = [target_number(t, scores.shape[1], scores.name) for t in _all_or(targets, scores.shape[1])]
     numbers = _row_numbers(rows, len(scores))
@@ -85,25 +104,122 @@ def _token_scores(
     terms = scores.source.terms(np.array(wanted, dtype=np.int64))
     places = {str(term.train.spec.fingerprint["weights"]): place for place, term in enumerate(terms)}
     train_tables = {digest: terms[place].train for digest, place in places.items()}
-    found = {
-        int(number): _TokenRow.of(batch, int(number), len(wanted), shift=shift)
+    found = [
+        _TokenRow.of(batch, int(number), len(wanted), shift=shift)
         for number, (_, batch) in zip(
             numbers, train.batches([numbers[i : i + 1] for i in range(len(numbers))]), strict=True
         )
-    }
+    ]
+    together = _groups([row for row in found if len(wanted) <= len(row.positions)], train.batch_size)
+    directions = _Directions(settings)
 
     def visit(digest: str) -> None:
         place = places[digest]
         model_id = int(terms[place].train.spec.fingerprint["model_id"])
-        preconditioned = in_float64(terms[place].targets)
-        for row, factor in zip(found.values(), factors[place], strict=True):
+        own_targets = terms[place].targets
+        factor_of = dict(zip((row.number for row in found), factors[place].tolist(), strict=True))
+        left = {row.number: row for row in found}
+        derivatives = directions.derivatives(
+            session.model, [batch for _, batch in together], own_targets, model_id
+        )
+        for (rows, _), of_rows in zip(together, derivatives or (), strict=derivatives is not None):
+            for row, values in zip(rows, of_rows, strict=True):
+                row.scores[int(shift) :] += values * factor_of[row.number]
+                del left[row.number]
+        preconditioned = in_float64(own_targets)
+        for row in left.values():
             for positions, batch in row.batches(train.batch_size):
                 own = np.full(len(positions), row.number)
                 features = session.features(batch, own, model_id=model_id, what=train.what)
-                row.scores[positions] += (in_float64(features) @ preconditioned.T).cpu().numpy() * factor
+                products = (in_float64(features) @ preconditioned.T).cpu().numpy()
+                row.scores[positions] += products * factor_of[row.number]
 
     session.visit(train_tables, visit, purpose="to score tokens")
-    return {number: row.scores.astype(np.float32) for number, row in found.items()}
+    return {row.number: row.scores.astype(np.float32) for row in found}
+
+
+@final
+class _Directions:
+    """Derivatives of the terms of f along preconditioned targets, in forward mode."""
+
+    def __init__(self, settings: AttributorSettings) -> None:
+        """Store the settings."""
+        self._settings = settings
+        self._is_supported: bool | None = None
+        """Whether the model supports forward-mode differentiation; ``None`` before the first row."""
+
+    def derivatives(
+        self, model: nn.Module, batches: Sequence[Batch], targets: Tensor, model_id: int
+    ) -> list[NDArray[np.float64]] | None:
+        """Return the derivatives of the terms of every batch, ``(B, T', m)``.
+
+        Args:
+            model: The model with the weights of a checkpoint.
+            batches: Batches of B samples.
+            targets: ``(m, K)`` preconditioned targets.
+            model_id: Number of the checkpoint.
+
+        Returns:
+            One array per batch; ``None`` if the projector or the model does not support it.
+        """
+        if self._is_supported is False or not batches or is_sharded(model):
+            return None
+        columns: list[list[NDArray[np.float64]]] = [[] for _ in batches]
+        for target in range(len(targets)):  # one at a time: a direction is as large as the model
+            direction = self._settings.projector.adjoint(
+                targets[target : target + 1], model_id=model_id, parameters=self._settings.parameters
+            )
+            if direction is None:
+                return None
+            for found, batch in zip(columns, batches, strict=True):
+                values = self._along(model, batch, {name: part[0] for name, part in direction.items()})
+                if values is None:
+                    return None
+                found.append(values)
+        return [np.stack(found, 2) for found in columns]
+
+    def _along(
+        self, model: nn.Module, batch: Batch, direction: Mapping[str, Tensor]
+    ) -> NDArray[np.float64] | None:
+        """Return the derivatives of the terms of a batch along one direction, ``(B, T')``."""
+        device, task = self._settings.device, self._settings.task.train_task()
+        assert isinstance(task, CausalLanguageModelingModelOutput)  # _shift_of_linear_rows
+        kept = select_parameters(model, list(self._settings.parameters))
+        values = {name: parameter.detach() for name, parameter in kept.items()}
+        constants = {name: parameter.detach() for name, parameter in model.named_parameters()}
+        buffers = dict(model.named_buffers())
+        moved = move_batch(batch, device)
+
+        def terms(changed: dict[str, Tensor]) -> Tensor:
+            return task.position_outputs(ModelCall(model, {**constants, **changed}, buffers), moved)
+
+        vector = {name: direction[name].to(value) for name, value in values.items()}
+        try:
+            # The other kernels of attention have no forward mode.
+            with torch.no_grad(), full_float32(device), sdpa_kernel(SDPBackend.MATH), _quiet_forward_mode():
+                found: Tensor = jvp(terms, (values,), (vector,))[1]
+        except (RuntimeError, NotImplementedError) as error:
+            refuse_machine_failure(error)
+            if self._is_supported:
+                raise
+            self._is_supported = False
+            logger.info(
+                "%s has an operation without forward-mode differentiation (%.200s): the gradient of every token is "
+                "computed.",
+                type(model).__name__,
+                error,
+            )
+            return None
+        self._is_supported = True
+        return in_float64(found).cpu().numpy()
+
+
+@contextmanager
+def _quiet_forward_mode() -> Iterator[None]:
+    """Ignore torch's own warning from the first use of forward mode in a process."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message=".*torch.jit.script", category=DeprecationWarning)
+        yield
 
 
 @final
@@ -137,6 +253,22 @@ class _TokenRow:
             here = torch.from_numpy(positions).to(labels.device)[:, None]
             alone = torch.full_like(labels, IGNORED).scatter(1, here, labels.gather(1, here))
             yield positions, with_labels(copies, alone)
+
+
+def _groups(rows: Sequence[_TokenRow], size: int) -> list[tuple[list[_TokenRow], Batch]]:
+    """Return rows of the same shape together, at most ``size`` of them, each with a batch of these rows."""
+    alike: dict[Any, list[_TokenRow]] = {}
+    for row in rows:
+        alike.setdefault(structure_of(row.batch), []).append(row)
+    parts = [same[start : start + size] for same in alike.values() for start in range(0, len(same), size)]
+    return [(part, _joined([row.batch for row in part])) for part in parts]
+
+
+def _joined(batches: Sequence[Batch]) -> Batch:
+    """Return one batch of the samples of batches with the same structure."""
+    _, rebuild = flatten_batch(batches[0])
+    leaves = zip(*(flatten_batch(batch)[0] for batch in batches), strict=True)
+    return rebuild([torch.cat(parts) for parts in leaves])
 
 
 def _repeated(tensor: Tensor, count: int) -> Tensor:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Mapping, Sequence
+import logging
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Final, final
 
 import numpy as np
@@ -12,8 +13,9 @@ import torch
 from trak_lite.attributor import Attributor
 from trak_lite.data.batches import move_batch
 from trak_lite.data.datasets import Rows
-from trak_lite.errors import MODEL_FAILURES, CheckpointError, InvalidInputError, StateError
-from trak_lite.linalg.kernel import SegmentKernel
+from trak_lite.errors import MODEL_FAILURES, BusyError, CheckpointError, InvalidInputError, StateError
+from trak_lite.featurizing.session import FeaturizingSession
+from trak_lite.methods import Method
 from trak_lite.modelout_functions import ModelCall
 from trak_lite.models.checkpoints import (
     Checkpoint,
@@ -24,16 +26,20 @@ from trak_lite.models.checkpoints import (
     weights_digest,
 )
 from trak_lite.report.content import Content, rendered
-from trak_lite.run.tables import checkpoint_tables
+from trak_lite.run.tables import checkpoint_tables, complete_tables, featurized_names
 from trak_lite.scoring.scores import Scores
-from trak_lite.scoring.tokens import token_scores
-from trak_lite.store import AbstractFeatureStore
+from trak_lite.scoring.tokens import split_scores
+from trak_lite.store import AbstractFeatureStore, open_store
 from trak_lite.store.manifest import compare_fingerprints
 
-__all__ = ["ASKED", "LiveModel"]
+__all__ = ["ASKED", "MOST_ASKED", "LiveModel"]
+
+logger = logging.getLogger(__name__)
 
 ASKED: Final = "asked-"
 """Prefix of the names of target sets of one text each."""
+MOST_ASKED: Final = 100
+"""Scored texts that stay in the store."""
 
 
 @final
@@ -48,6 +54,7 @@ class LiveModel:
         targets: Rows,
         *,
         store: AbstractFeatureStore,
+        method: Method | None = None,
         salt: str = "",
         sample: Callable[[str], Any] | None = None,
         predict: Callable[[Any, Any], Any] | None = None,
@@ -61,6 +68,7 @@ class LiveModel:
             train: The train rows.
             targets: The stored targets of the recipe.
             store: The open store, which is read here only.
+            method: The method of the scores of texts, with features of its targets; ``None`` is the attributor's.
             salt: Digest of the recipe; it is part of the name of a text that is scored.
             sample: Returns the sample of a text, as the target data have them; ``None`` if texts cannot be scored.
             predict: Returns the output of the model for a sample, as a render does; ``None`` shows f only.
@@ -84,8 +92,15 @@ class LiveModel:
             train,
             targets,
         )
+        self._identity = train.identity()
+        self._method = method
         self._salt, self._sample, self._predict, self._tokens = salt, sample, predict, tokens
-        self._kernels: dict[str, list[SegmentKernel]] = {}
+        self.most_asked = MOST_ASKED
+        """Number of scored texts that :meth:`drop_oldest` leaves in the store."""
+        self._used: dict[str, None] = {}
+        """Names of texts that this process has scored or shown, the last one last."""
+        self._compared = False
+        """Whether train rows were computed again and compared with stored ones."""
         self.target_identity = targets.identity()
         self.checkpoint = self._load_last(store)
 
@@ -149,7 +164,7 @@ class LiveModel:
     def asked(self, text: str) -> Scores | None:
         """Return the scores ``(N, 1)`` of a text; ``None`` if it was not scored yet. Nothing is written."""
         try:
-            return self._holding(self._attributor.scores(self.name(text), dense=False))
+            return self._attributor.scores(self.name(text), method=self._method, dense=False)
         except StateError:
             return None
 
@@ -164,12 +179,76 @@ class LiveModel:
         """
         rows = Rows([self.sample(text)], collate=self.targets.collate)
         name = self.name(text)
-        return self._holding(self._attributor.score(rows, name, dense=False, checkpoints=self._checkpoints))
-
-    def _holding(self, scores: Scores) -> Scores:
-        """Let scores use the kernels of earlier ones, whose factorisation takes longer than all the rest."""
-        scores.source.hold_kernels(self._kernels)
+        scores = self._attributor.score(
+            rows, name, method=self._method, dense=False, checkpoints=self._checkpoints
+        )
+        self._hold_computers(scores)
+        self.use(name)
         return scores
+
+    def _hold_computers(self, scores: Scores) -> None:
+        """Let later sessions use the gradient computers of earlier ones, which have made plans and self-checks."""
+        run = scores.run
+        run.computers = {} if run.computers is None else run.computers
+
+    def use(self, name: str) -> None:
+        """Record that a text was shown, so that it is dropped after the ones that were not."""
+        self._used.pop(name, None)
+        self._used[name] = None
+
+    def drop_oldest(self) -> list[str]:
+        """Remove scored texts from the store until ``most_asked`` of them are left; return the names of those removed.
+
+        Those that this process has not shown are removed first, then those that it has shown the longest ago. A text
+        that another process is scoring remains.
+        """
+        names = [name for name in self._stored_names() if name.startswith(ASKED)]
+        recent = {name: place for place, name in enumerate(self._used)}
+        oldest = sorted(names, key=lambda name: (recent.get(name, -1), name))
+        gone = []
+        for name in oldest[: max(0, len(names) - self.most_asked)]:
+            try:
+                self._attributor.drop_scores(name, features=True)
+            except BusyError as error:
+                logger.info("%s remains: %s", name, error)
+                continue
+            self._used.pop(name, None)
+            gone.append(name)
+        return gone
+
+    def _stored_names(self) -> list[str]:
+        """Return the names of all target sets with features in the store."""
+        place = self._attributor.path
+        if place is None:
+            return []
+        with open_store(place) as store:
+            return featurized_names(store)
+
+    def warm(self, scores: Scores) -> Iterator[None]:
+        """Plan the gradients of one checkpoint at each step, and compare some train rows with the stored ones.
+
+        Args:
+            scores: Scores of a stored set.
+
+        Raises:
+            ManifestMismatchError: If rows differ, because the recipe's model or data have changed.
+        """
+        run = scores.run
+        self._hold_computers(scores)
+        (first, batch), *_ = self.targets.batches([np.zeros(1, np.int64)])
+        with run.session() as session:
+            digests = list(complete_tables(session.store, None))
+        for digest in digests:
+            with run.session(self._identity, train=self._train) as session:
+                tables = complete_tables(session.store, [digest])
+                model_id = int(tables[digest].spec.fingerprint["model_id"])
+
+                def plan(_: str, session: FeaturizingSession = session, model_id: int = model_id) -> None:
+                    session.features(batch, first, model_id=model_id, what=self.targets.what)
+
+                session.visit(tables, plan, purpose="to score texts")
+            yield
+        self._compared = True
 
     def coloured(
         self, scores: Scores, rows: Sequence[int], target: int
@@ -181,7 +260,10 @@ class LiveModel:
         """
         if self._tokens is None or not rows:
             return {}
-        found = token_scores(scores, self._train, rows, targets=[target])
+        run = scores.run
+        with run.session(self._identity, train=None if self._compared else self._train) as session:
+            found = split_scores(session, run.settings, scores, self._train, rows=rows, targets=[target])
+        self._compared = True
         coloured = {}
         for row, values in found.items():
             texts = list(self._tokens(int(self._train.indices[row])))

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import logging
+import math
 import secrets
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from http import HTTPStatus
-from threading import Lock
+from threading import Event, Lock
+from time import monotonic
 from typing import Any, Final, Literal, final
 from urllib.parse import urlencode
 
@@ -22,6 +26,8 @@ from trak_lite.serve.sets import Sets, strongest
 
 __all__ = ["Pages", "Params", "policy"]
 
+logger = logging.getLogger(__name__)
+
 Params = Mapping[str, str]
 """Parameters of a URL or of a form."""
 
@@ -35,6 +41,9 @@ _LISTED_VALUES: Final = 100
 _WHERE: Final = "where-"
 _SHOWN: Final = ("all", "unmarked", *MARKS)
 _END: Final = 2**62
+_QUIET: Final = 0.5
+"""Seconds without a request before a step of the preparation."""
+_PAUSE: Final = 0.02
 
 
 @final
@@ -54,6 +63,42 @@ class Pages:
     token: str = field(init=False, default_factory=lambda: secrets.token_urlsafe(32))
     """Every form carries it, so that no other site can send one."""
     _lock: Lock = field(init=False, default_factory=Lock)
+    _answered: float = field(init=False, default=-math.inf)
+    """Time of the end of the last request."""
+
+    def warm(self, stopped: Event) -> None:
+        """Compute what the first questions would wait for, in steps, each while no request has come for a moment.
+
+        A step that fails ends it: the page that needs its result shows why.
+
+        Args:
+            stopped: Ends it after the step under way.
+        """
+        steps = self._steps()
+        try:
+            while not stopped.wait(_PAUSE):
+                if monotonic() - self._answered >= _QUIET:
+                    with self._lock:
+                        next(steps)
+        except StopIteration:
+            return
+        except TrakLiteError as error:
+            logger.warning("The server is slower than it could be: %s", error)
+
+    def _steps(self) -> Iterator[None]:
+        name = self.sets.chosen("")
+        self.sets.column(name, 0)
+        yield
+        scores = self.sets.scores(name)
+        yield from scores.source.factorise()
+        live = self.live
+        if live is not None and (live.can_ask or live.has_tokens):
+            yield from live.warm(scores)
+        self.sets.by_self_influence(name)
+        yield
+        if live is not None and live.has_tokens:
+            live.coloured(scores, [0], 0)
+            yield
 
     def start(self, params: Params) -> str:
         """Return the page of a target with its strongest train rows, or of a choice of targets.
@@ -61,7 +106,7 @@ class Pages:
         Raises:
             InvalidInputError: If a parameter is invalid.
         """
-        with self._lock:
+        with self._turn():
             if params.get("text"):
                 return self._text_page(params)
             name = self.sets.chosen(params.get("set", ""))
@@ -76,9 +121,11 @@ class Pages:
             InvalidInputError: If there is no text, or the recipe makes no sample of it.
         """
         text = _text(params)
-        with self._lock:
+        with self._turn():
             live = self._live()
             self.sets.hold(live.name(text), live.ask(text))
+            for name in live.drop_oldest():
+                self.sets.forget(name)
         return _address("/", {"text": text, "k": str(_rows(params))})
 
     def review(self, params: Params) -> str:
@@ -87,7 +134,7 @@ class Pages:
         Raises:
             InvalidInputError: If a parameter is invalid.
         """
-        with self._lock:
+        with self._turn():
             name = self.sets.chosen(params.get("set", ""))
             show = one_of(_SHOWN, show=params.get("show") or "all")
             filters, marks = _filters(params), self.marks.read()
@@ -124,14 +171,14 @@ class Pages:
         row = self.sets.row(_number(params, "row", -1, -1, _END))
         chosen = one_of((*MARKS, "clear"), mark=params.get("mark", ""))
         label = params.get("label", "").strip() if chosen == "flip" else ""
-        with self._lock:
+        with self._turn():
             self.marks.put(row, None if chosen == "clear" else Mark(chosen, label))
         kept = {key: value for key, value in params.items() if key in ("set", "show", "from")}
         return _address("/review", {**kept, **_where(_filters(params)), "done": str(row)}) + f"#row-{row}"
 
     def table(self) -> str:
         """Return all marks as CSV."""
-        with self._lock:
+        with self._turn():
             column = self.sets.columns.get("label")
             labels = None if column is None else [str(label) for label in column.values]
             return relabelling(self.marks.read(), labels)
@@ -151,6 +198,15 @@ class Pages:
     def message(self, title: str, said: str) -> str:
         """Return a page with a message."""
         return self._page("serve_message.html", title, said=said)
+
+    @contextmanager
+    def _turn(self) -> Iterator[None]:
+        """Exclude other requests and the preparation from the block."""
+        with self._lock:
+            try:
+                yield
+            finally:
+                self._answered = monotonic()
 
     def _live(self) -> LiveModel:
         if self.live is None:
@@ -200,6 +256,7 @@ class Pages:
             form = self._form(self.sets.chosen(""), text, params)
             said = "This text was not scored yet. Score it to see its train rows."
             return self._page("serve_targets.html", "A text", **form, said=said, targets=[], pages=[])
+        live.use(name)
         return self._answer(name, 0, params, rendered(text, "the text"), live.sample(text), text)
 
     def _answer(

@@ -15,7 +15,9 @@ from numpy.typing import NDArray
 from trak_lite._validate import known_names, one_of, target_number
 from trak_lite.data.columns import Column
 from trak_lite.errors import InvalidInputError
+from trak_lite.linalg.kernel import SegmentKernel
 from trak_lite.linalg.topk import TopRows
+from trak_lite.methods import AbstractMatrixMethod
 from trak_lite.scoring.matrix import HeldMatrix, RowChoice, chosen_top
 from trak_lite.scoring.scores import Scores
 
@@ -49,6 +51,8 @@ class Sets:
         self.columns = columns
         self.num_rows = num_rows
         self._open = scores
+        self._kernels: dict[str, list[SegmentKernel]] = {}
+        """Shared by all scores, because factorising a kernel takes longer than all the rest."""
         self._scores: OrderedDict[str, Scores] = OrderedDict()
         self._read: OrderedDict[tuple[str, int], NDArray[np.float32]] = OrderedDict()
         self._orders: OrderedDict[str, tuple[NDArray[np.float32], NDArray[np.int64]]] = OrderedDict()
@@ -67,7 +71,7 @@ class Sets:
 
     def scores(self, name: str) -> Scores:
         """Return the scores of a stored set."""
-        return _held(self._scores, name, lambda: self._open(name), most=_MOST_HELD)
+        return _held(self._scores, name, lambda: self._sharing(self._open(name)), most=_MOST_HELD)
 
     def held(self, name: str) -> Scores | None:
         """Return the scores of a set if they are held."""
@@ -75,7 +79,19 @@ class Sets:
 
     def hold(self, name: str, scores: Scores) -> None:
         """Hold scores that are not among the stored sets."""
-        _held(self._scores, name, lambda: scores, most=_MOST_HELD)
+        _held(self._scores, name, lambda: self._sharing(scores), most=_MOST_HELD)
+
+    def forget(self, name: str) -> None:
+        """Do not hold the scores of a set any more, because it was removed from the store."""
+        self._scores.pop(name, None)
+        for key in [key for key in self._read if key[0] == name]:
+            del self._read[key]
+
+    def _sharing(self, scores: Scores) -> Scores:
+        """Return the scores; their source uses the shared kernels if it has any."""
+        if not isinstance(scores.method, AbstractMatrixMethod):
+            scores.source.hold_kernels(self._kernels)
+        return scores
 
     def column(self, name: str, target: int) -> NDArray[np.float32]:
         """Return the scores of all train rows for one target, ``(N,)``.

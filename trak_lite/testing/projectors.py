@@ -65,6 +65,24 @@ class ProjectorTests(ABC):
             _project(projector, combined), 2.5 * _project(projector, x) - 0.5 * _project(projector, y)
         )
 
+    def test_the_adjoint_is_the_transposed_map(self) -> None:
+        """If the projector defines the adjoint, <R x, p> = <x, adjoint(p)> for all gradients x and feature rows p."""
+        projector = self.make_projector(self.proj_dim, seed=0)
+        grads = _gradients(0)
+        features = _project(projector, grads)
+        rows = _random(1, 3, features.shape[1])
+        found = projector.adjoint(rows, model_id=0, parameters=_SHAPES)
+        if found is None:
+            return
+
+        assert {name: tuple(part.shape) for name, part in found.items()} == {
+            name: (3, *shape) for name, shape in _SHAPES.items()
+        }
+        products = [
+            grad.reshape(_NUM_SAMPLES, -1) @ found[name].reshape(3, -1).T for name, grad in grads.items()
+        ]
+        _assert_close(features.double() @ rows.T, torch.stack(products).sum(0))
+
     def test_a_row_does_not_depend_on_its_batch(self) -> None:
         """A sample has the same feature row alone and in a batch."""
         projector = self.make_projector(self.proj_dim, seed=0)

@@ -58,6 +58,10 @@ class AbstractSketch(ABC):
     def looked_up(self, block: LookupBlock, scratch: Scratch) -> Tensor:
         """Return features ``(b, K)`` of gradients of table rows, in float32, or float64 for float64."""
 
+    @abstractmethod
+    def adjoint(self, features: Tensor) -> Tensor:
+        """Return the transposed map applied to feature rows ``(m, K)``, ``(m, n)`` in their dtype."""
+
 
 def triton_kernels(rows: Tensor) -> ModuleType | None:
     """Return the module of the sketches' Triton kernels, or ``None`` if they do not support these gradients."""

@@ -143,6 +143,16 @@ class MatrixSketch(AbstractSketch):
                     total.scatter_add_(1, place, value)
         return self._wrapped(total)
 
+    def adjoint(self, features: Tensor) -> Tensor:
+        """Return the transposed map applied to feature rows ``(m, K)``, ``(m, d_out * d_in)``."""
+        found = features.new_empty(len(features), *self.shape)
+        for block in self._blocks:
+            columns = torch.arange(block.width, device=features.device)
+            places = (block.shifts.unsqueeze(1) + columns).remainder_(self._proj_dim)
+            signs = block.row_signs.unsqueeze(1) * block.column_signs
+            found[:, block.rows, block.columns] = features[:, places] * signs.to(features.dtype)
+        return found.flatten(1)
+
     @functools.cached_property
     def _tables(self) -> list[tuple[list[Block], Tensor, Tensor, Tensor]]:
         """Blocks with the same columns, in row order, with their shifts, row signs and column signs."""

@@ -1,0 +1,265 @@
+"""The pages in headless Chromium: what fits, what can be read, keys without a mouse, names for a screen reader."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+pytest.importorskip("starlette", reason="starlette is not installed: pip install '.[serve]'")
+pytest.importorskip("uvicorn", reason="uvicorn is not installed: pip install '.[serve]'")
+
+from browser import CHROMIUM, NO_CHROMIUM, Page, browser, contrast, luminance
+from serve_cases import HOSTILE, TEXT, Client, finished_run, marks_in, pages_in, served
+
+pytestmark = pytest.mark.skipif(CHROMIUM is None, reason=NO_CHROMIUM)
+
+PATHS = ["/", "/?target=1&k=3", f"/?text={TEXT.replace(' ', '+')}", "/review", "/?target=99", "/nowhere"]
+IN_ONE_FILE = "data:"
+NEEDS_NAME = {
+    "button", "checkbox", "combobox", "form", "image", "link", "navigation", "region", "searchbox", "spinbutton",
+    "table", "textbox",
+}  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def ran(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return finished_run(tmp_path_factory.mktemp("ran"))
+
+
+@pytest.fixture(scope="module")
+def client(ran: Path) -> Iterator[Client]:
+    with served(pages_in(ran)) as opened:
+        token = re.search('name="token" value="([^"]+)"', opened.get("/").text)[1]
+        assert opened.post("/ask", {"token": token, "text": TEXT}).status == 303
+        yield opened
+
+
+@pytest.fixture(scope="module")
+def page(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Page]:
+    with browser(tmp_path_factory.mktemp("profile")) as opened:
+        yield opened
+
+
+@pytest.fixture(scope="module")
+def url(client: Client) -> str:
+    return f"http://127.0.0.1:{client.port}"
+
+
+def focused(page: Page) -> str:
+    return str(page.run("document.activeElement.id || document.activeElement.textContent.trim()"))
+
+
+@pytest.mark.parametrize("width", [400, 1280])
+def test_nothing_reaches_beyond_the_screen_and_nothing_is_too_small(page: Page, url: str, width: int) -> None:
+    for path in PATHS:
+        page.open(url + path, width=width)
+        assert page.run("document.documentElement.scrollWidth") == width, path
+        beyond = (
+            "[...document.querySelectorAll('main *')]"
+            ".filter(e => e.getBoundingClientRect().right > innerWidth + 1)"
+        )
+        assert page.run(f"{beyond}.map(e => e.outerHTML)") == [], path
+        sizes = page.run(
+            "[...document.querySelectorAll('main *')].map(e => parseFloat(getComputedStyle(e).fontSize))"
+        )
+        assert min(sizes) >= 12, path
+        # WCAG 2.2, success criterion 2.5.8
+        targets = "[...document.querySelectorAll('button, select, input:not([type=hidden]), textarea')]"
+        assert min(page.run(f"{targets}.map(e => e.getBoundingClientRect().height)"), default=24) >= 24, path
+
+
+def test_the_pages_load_nothing_else_and_run_no_text(page: Page, url: str) -> None:
+    for path in PATHS:
+        page.complaints.clear()
+        page.open(url + path)
+        assert [asked for asked in page.requests if not asked.startswith(IN_ONE_FILE)] == [url + path]
+        assert [said for said in page.complaints if "Failed to load resource" not in said] == []
+        assert page.run("document.title") != "owned"
+    page.open(f"{url}/?target=1")
+    assert page.run("document.querySelector('.target .text').innerText") == HOSTILE
+
+
+@pytest.mark.parametrize("dark", [False, True])
+def test_text_can_be_read_in_light_and_in_dark(page: Page, url: str, dark: bool) -> None:
+    """WCAG 2.1: 4.5 for text (1.4.3), 3 for the borders of controls and the outline of the focus (1.4.11)."""
+    texts = (
+        "main *",
+        "(e => [...e.childNodes].some(n => n.nodeType === 3 && n.textContent.trim()))",
+        "color",
+        4.5,
+    )
+    borders = ("button, select, textarea, input:not([type=hidden])", "(e => true)", "borderTopColor", 3.0)
+    grounds = set()
+    for path in PATHS:
+        page.open(url + path, dark=dark)
+        for selector, chosen, style, least in (texts, borders):
+            pairs = page.run(
+                "(() => { const ground = e => { for (; e; e = e.parentElement) { "
+                "const c = getComputedStyle(e).backgroundColor; if (c !== 'rgba(0, 0, 0, 0)') return c; } };"
+                f"return [...document.querySelectorAll({selector!r})].filter({chosen})"
+                f".map(e => [e.tagName + '.' + e.className, getComputedStyle(e).{style}, ground(e)]) }})()"
+            )
+            for name, ink, ground in {tuple(pair) for pair in pairs}:
+                assert contrast(luminance(ink), luminance(ground)) >= least, (path, name, ink, ground)
+                grounds.add(luminance(ground))
+    assert (max(grounds) < 0.1) if dark else (min(grounds) > 0.1)
+
+
+@pytest.mark.parametrize("path", PATHS)
+def test_a_screen_reader_finds_names_and_landmarks(page: Page, url: str, path: str) -> None:
+    """What the browser hands to a screen reader: its own computation of roles and names."""
+    page.open(url + path)
+    page.call("Accessibility.enable")
+    found: dict[str, list[str]] = {}
+    for node in page.call("Accessibility.getFullAXTree")["nodes"]:
+        if not node["ignored"]:
+            role, name = node["role"]["value"], node.get("name", {}).get("value", "")
+            found.setdefault(role, []).append(name.strip())
+    page.call("Accessibility.disable")
+    unnamed = [role for role in NEEDS_NAME & found.keys() if not all(found[role])]
+    assert unnamed == []
+    assert len(found["main"]) == 1
+    assert "Pages" in found["navigation"]
+    assert len(found["status"]) == 1
+    levels = page.run("[...document.querySelectorAll('h1, h2, h3, h4')].map(e => Number(e.tagName[1]))")
+    assert levels[0] == 1
+    assert max(np.diff(levels), default=0) <= 1  # no level is left out
+    if path == "/review":
+        assert found["columnheader"] == ["Row", "Content", "Mark"]
+        assert len(found["rowheader"]) == 25
+        assert all("self-influence" in name for name in found["rowheader"])
+        assert len(set(found["button"])) == len(found["button"])  # each names its row
+        labels = [
+            name for name in found["combobox"] if name.startswith("New label of row")
+        ]  # a field with a list
+        assert len(set(labels)) == 25
+    if path.startswith("/?target=1&"):
+        assert {"Most helpful train rows", "Most harmful train rows"} <= set(found["region"])
+
+
+@pytest.mark.parametrize("path", PATHS)
+def test_tab_reaches_everything_in_the_order_of_the_page_and_shows_where_it_is(
+    page: Page, url: str, path: str
+) -> None:
+    page.open(url + path)
+    selector = 'a[href], button, select, textarea, input:not([type=hidden]), [tabindex="0"]'
+    everything = f"[...document.querySelectorAll({selector!r})]"
+    page.run(f"{everything}.forEach((e, i) => e.dataset.place = i)")
+    count = page.run(f"{everything}.length")
+    assert count >= 3
+    for place in range(count):
+        page.press("Tab")
+        assert page.run("document.activeElement.dataset.place") == str(place)
+        outline = page.run(
+            "(s => [s.outlineStyle, parseFloat(s.outlineWidth)])(getComputedStyle(document.activeElement))"
+        )
+        assert outline == ["solid", 3], page.run("document.activeElement.outerHTML")
+    page.press("Tab", shift=True)
+    assert page.run("document.activeElement.dataset.place") == str(count - 2)
+
+
+@pytest.mark.parametrize("scripts", [True, False])
+def test_a_target_is_chosen_without_a_mouse(page: Page, url: str, scripts: bool) -> None:
+    page.open(f"{url}/", scripts=scripts)
+    for _ in range(20):
+        page.press("Tab")
+        if focused(page) == "target":
+            break
+    page.type("2")
+    page.press("Enter")
+    if scripts:
+        page.wait("document.getElementById('status').textContent.includes('for target 2 of held-out')")
+        assert focused(page) == "target"  # results are replaced, the focus stays
+    else:
+        page.loaded()
+    assert page.run("document.querySelectorAll('li[data-row]').length") == 10
+    assert page.run("document.querySelector('h1').textContent") == "Target 2 of held-out"
+    address = page.run("location.href")
+    assert "target=2" in address
+
+    page.open(address)  # what the address bar shows leads back
+    assert page.run("document.querySelector('h1').textContent") == "Target 2 of held-out"
+    if scripts:
+        page.run("document.getElementById('permalink').focus()")
+        page.press("Enter")
+        page.loaded()
+        assert page.run("document.querySelector('h1').textContent") == "Target 2 of held-out"
+
+
+def test_a_text_is_scored_without_a_mouse(page: Page, url: str) -> None:
+    page.open(f"{url}/")
+    page.run("document.getElementById('text').focus()")
+    page.type("1 2 3 4 0")
+    page.press("Tab")
+    assert focused(page) == "ask"
+    page.press("Enter")
+    page.wait("document.getElementById('status').textContent.includes('for the text')")
+    assert page.run("document.getElementById('text').value") == "1 2 3 4 0"
+    assert "logits" in page.run("document.querySelector('article').innerText")
+
+    page.run("document.getElementById('text').value = 'not numbers'")
+    page.run("document.getElementById('ask').focus()")
+    page.press("Enter")
+    page.wait("document.querySelector('h1').textContent.startsWith('400')")
+    assert "made no sample" in page.run("document.getElementById('status').textContent")
+
+
+def test_rows_are_marked_by_keys_and_the_marks_are_on_disk(page: Page, url: str, ran: Path) -> None:
+    page.open(f"{url}/review")
+    rows = page.run("[...document.querySelectorAll('tr[data-row]')].map(e => e.dataset.row)")
+    page.run(f"document.getElementById('keep-{rows[0]}').focus()")
+
+    page.press("k")
+    page.wait(f"document.getElementById('status').textContent.startsWith('Row {rows[0]}: keep.')")
+    assert focused(page) == f"keep-{rows[0]}"
+    assert page.run("document.activeElement.getAttribute('aria-pressed')") == "true"
+    assert marks_in(ran) == {rows[0]: {"mark": "keep", "label": ""}}
+
+    page.press("n")
+    assert page.run("document.activeElement.closest('tr').dataset.row") == rows[1]
+    page.press("d")
+    page.wait(f"document.getElementById('status').textContent.startsWith('Row {rows[1]}: drop.')")
+    page.press("p")
+    assert page.run("document.activeElement.closest('tr').dataset.row") == rows[0]
+
+    page.run(f"document.getElementById('label-{rows[0]}').focus()")
+    page.type("kdu")  # letters in the field are no keys
+    assert page.run(f"document.getElementById('label-{rows[0]}').value") == "kdu"
+    page.press("Enter")  # the first button of the form: a label is for a flip
+    page.wait(f"document.getElementById('status').textContent.startsWith('Row {rows[0]}: flip.')")
+    assert marks_in(ran) == {
+        rows[0]: {"mark": "flip", "label": "kdu"},
+        rows[1]: {"mark": "drop", "label": ""},
+    }
+
+    for row in rows[:2]:
+        page.run(f"document.getElementById('keep-{row}').focus()")
+        page.press("u")
+        page.wait(f"document.getElementById('status').textContent.startsWith('Row {row}: no mark.')")
+    assert marks_in(ran) == {}
+
+
+def test_the_back_button_leads_to_the_page_before(page: Page, url: str) -> None:
+    page.open(f"{url}/?target=1")
+    page.run("document.getElementById('target').value = 3")
+    page.run("document.getElementById('show').focus()")
+    page.press("Enter")
+    page.wait("document.querySelector('h1').textContent === 'Target 3 of held-out'")
+
+    page.run("history.back()")
+    page.loaded()
+
+    assert page.run("document.querySelector('h1').textContent") == "Target 1 of held-out"
+
+
+def test_a_server_that_is_gone_is_announced(page: Page, ran: Path) -> None:
+    with served(pages_in(ran)) as opened:
+        page.open(f"http://127.0.0.1:{opened.port}/?target=1")
+    page.run("document.getElementById('show').focus()")
+    page.press("Enter")
+    page.wait("document.getElementById('status').textContent.startsWith('No page came back.')")
+    assert page.run("document.querySelectorAll('li[data-row]').length") == 10
