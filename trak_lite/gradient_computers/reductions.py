@@ -7,8 +7,8 @@ from typing import final
 import torch
 from torch import Tensor
 
-from trak_lite._devices import add_at_
-from trak_lite.types import DenseBlock, GradientBlock, LookupBlock, SummedBlock
+from trak_lite._devices import add_at_, full_float32
+from trak_lite.types import DenseBlock, FactoredBlock, GradientBlock, LookupBlock, SummedBlock
 
 __all__ = ["GradientNorms", "squared_norms", "sums_by_row"]
 
@@ -53,6 +53,11 @@ def squared_norms(block: GradientBlock) -> Tensor:
         return rows.to(_wide(rows.dtype)).square().sum(1)
     if isinstance(block, LookupBlock):
         return sums_by_row(block)[1].square().sum((1, 2))
+    with full_float32(block.inputs.device):  # also if the gradients are computed in TF32
+        return _factored_norms(block)
+
+
+def _factored_norms(block: FactoredBlock) -> Tensor:
     x, g = (t.to(_wide(t.dtype)) for t in (block.inputs, block.output_grads))
     positions, d_in, d_out = x.shape[1], x.shape[2], g.shape[2]
     if positions * (d_in + d_out) >= 2 * d_in * d_out:
