@@ -91,6 +91,19 @@ def test_a_batch_launches_at_most_twice_the_kernels_of_a_plain_pass(width, token
     assert max(tally.waits.total(), tally.device_waits) <= WAITS, tally.waits
 
 
+@pytest.mark.parametrize(
+    "settings", [{"store_norms": True}, {"store_norms": True, "normalize": "unit"}], ids=["stored", "unit"]
+)
+def test_norms_of_a_batch_are_waited_for_once(settings, device):
+    tally = steady_batch(language(device, tokens=16), device, triton=True, proj_dim=64, **settings)
+
+    sites = [site for site in tally.sites if "reductions.py" in site]
+    assert (
+        sum(tally.sites[site] for site in sites) > 48 * 6
+    )  # the norms of linear layers, without their gradients
+    assert max(tally.waits.total(), tally.device_waits) <= WAITS + 1, tally.waits
+
+
 def test_without_triton_the_launches_do_not_grow_with_the_blocks_of_a_matrix(device):
     tally = steady_batch(language(device), device, triton=False, proj_dim=64)
 
