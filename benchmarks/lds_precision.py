@@ -6,9 +6,9 @@ subsets and targets, with their 95 % interval. ``difference`` compares with floa
 
 - autocast: passes of the model under autocast in bfloat16 or float16 (``autocast_dtype`` of a gradient computer).
 - bfloat16 model: weights, activations and gradients in bfloat16.
-- TF32: products of the model, of its gradients and of features round float32 to 10 bits of mantissa, and add in
-  float32. CPUs do not have TF32: these rows are computed on the simulated accelerator of tests/device, which rounds
-  in the same places. trak_lite never uses TF32 there by itself; this script allows it.
+- TF32: ``float32_products="tf32"``: products of the model, of its gradients and of features round float32 to 10 bits
+  of mantissa, and add in float32. CPUs do not have TF32: these rows are computed on the simulated accelerator of
+  tests/device, which rounds in the same places.
 
 Features are stored in float16, as by default, and scored in float64. Model weights are cached in runs/lds.
 
@@ -18,12 +18,10 @@ Run:  python -m benchmarks.lds_precision [--settings digits_mlp digits_cnn] [--c
 from __future__ import annotations
 
 import argparse
-import contextlib
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from functools import partial
 from typing import Any
-from unittest import mock
 
 import numpy as np
 import torch
@@ -44,31 +42,15 @@ CHOICES = ("digits_mlp", "digits_cnn")
 FLOAT32 = "float32"
 
 
-@contextlib.contextmanager
-def tf32_products() -> Iterator[None]:
-    """Allow TF32 in the passes of the model and in products for features."""
-    with contextlib.ExitStack() as stack:
-        for module in ("gradient_computers._base", "featurizing.rows"):
-            name = f"trak_lite.{module}.full_float32"
-            stack.enter_context(mock.patch(name, return_value=contextlib.nullcontext()))
-        before = torch.get_float32_matmul_precision()
-        torch.set_float32_matmul_precision("high")
-        try:
-            yield
-        finally:
-            torch.set_float32_matmul_precision(before)
-
-
 def scores(
     problem: Problem,
     which: str,
     *,
     device: str = "cpu",
     dtype: torch.dtype = torch.float32,
-    autocast_dtype: torch.dtype | None = None,
-    context: Callable[[], contextlib.AbstractContextManager[None]] = contextlib.nullcontext,
+    **settings: Any,
 ) -> np.ndarray:
-    """Return the scores ``(N, M)`` of the default method."""
+    """Return the scores ``(N, M)`` of the default method; ``settings`` are those of the gradient computer."""
 
     def cast(rows: TensorDataset) -> TensorDataset:
         return TensorDataset(*(part.to(dtype) if part.is_floating_point() else part for part in rows.tensors))
@@ -81,18 +63,17 @@ def scores(
             problem.model().to(device=device, dtype=dtype),
             problem.setting.task,
             f"{folder}/store",
-            gradient_computer=partial(HookGradientComputer, autocast_dtype=autocast_dtype, self_check=False),
+            gradient_computer=partial(HookGradientComputer, self_check=False, **settings),
             batch_size=BATCH,
             progress=False,
         )
-        with context():
-            attributor.featurize(cast(problem.train), states)
-            return attributor.score(cast(problem.targets)).numpy().copy()
+        attributor.featurize(cast(problem.train), states)
+        return attributor.score(cast(problem.targets)).numpy().copy()
 
 
 WAYS: dict[str, Callable[[Problem, str], np.ndarray]] = {
     FLOAT32: scores,
-    "TF32": partial(scores, device=STAND_IN, context=tf32_products),
+    "TF32": partial(scores, device=STAND_IN, float32_products="tf32"),
     "autocast bfloat16": partial(scores, autocast_dtype=torch.bfloat16),
     "autocast float16": partial(scores, autocast_dtype=torch.float16),
     "bfloat16 model": partial(scores, dtype=torch.bfloat16),

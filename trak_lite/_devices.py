@@ -1,22 +1,24 @@
-"""Device differences: float64 support, full float32 products, deterministic sums, cuDNN's recurrent layers, copies."""
+"""Device differences: float64, precision of float32 products, deterministic sums, cuDNN's recurrent layers, copies."""
 
 from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any, Protocol, TypeVar, final
+from typing import Any, Literal, Protocol, TypeAlias, TypeVar, final
 
 import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
 __all__ = [
+    "Float32Products",
     "HostCopy",
     "add_at_",
     "copied_ahead",
     "eigh_of_positive",
+    "float32_products",
     "float64_device",
     "forked_rng",
     "full_float32",
@@ -29,6 +31,10 @@ __all__ = [
     "to_device",
     "wide_dtype",
 ]
+
+
+Float32Products: TypeAlias = Literal["ieee", "tf32"]
+"""How float32 products are computed: in full precision, or with factors rounded to 10 bits of mantissa (TF32)."""
 
 
 @functools.cache
@@ -171,46 +177,58 @@ def add_at_(total: Tensor, dim: int, index: Tensor, values: Tensor) -> Tensor:
     return total
 
 
-@contextmanager
-def full_float32(device: torch.device) -> Iterator[None]:
-    """Disable TF32 and bfloat16 for float32 products inside the block, whatever torch's settings are.
+def full_float32(device: torch.device) -> contextlib.AbstractContextManager[None]:
+    """Return a context that disables TF32 and bfloat16 for float32 products; see :func:`float32_products`."""
+    return float32_products(device, "ieee")
 
-    TF32 has 10 mantissa bits and is torch's default for convolutions on CUDA. The settings are process-wide; they
-    are restored on exit.
+
+@contextmanager
+def float32_products(device: torch.device, products: Float32Products) -> Iterator[None]:
+    """Compute float32 products of a device in this way inside the block, whatever torch's settings are.
+
+    TF32 has 10 mantissa bits and is torch's default for convolutions on CUDA. Products on the host are float32 in both
+    ways, so the setting has no effect on models on the CPU. torch's settings are process-wide; they are restored on
+    exit.
     """
     backends: Any = torch.backends
     host = [backends.mkldnn.matmul, backends.mkldnn.conv, backends.mkldnn.rnn]
     accelerator = [backends.cuda.matmul, backends.cudnn.conv, backends.cudnn.rnn]
-    used = host if device.type == "cpu" else accelerator + host
-    if all(setting.fp32_precision in ("ieee", "none") for setting in used):
+    on_host = device.type == "cpu"
+    allowed = ("tf32",) if products == "tf32" else ("ieee", "none")
+    if all(setting.fp32_precision in ("ieee", "none") for setting in host) and (
+        on_host or all(setting.fp32_precision in allowed for setting in accelerator)
+    ):
         yield
         return
-    settings = [
-        backends,
-        backends.cudnn,
-        *accelerator,
-        *host,
-    ]  # general settings first: the others inherit them
+    way: Float32Products = "ieee" if on_host else products
+    # general settings first: the others inherit them
+    settings = [backends, backends.cudnn, *accelerator, *host]
+    wanted = [way] * (2 + len(accelerator)) + ["ieee"] * len(host)
     before = [setting.fp32_precision for setting in settings]
     # Models may read torch's older flags (torch.backends.cudnn.flags does), and torch raises if these disagree with
     # the newer ones. Set both, the older ones first: setting them overwrites the newer ones.
     cudnn, matmul = _readable(_cudnn_allows_tf32), _readable(torch.get_float32_matmul_precision)
     try:
-        if cudnn:
-            torch.backends.cudnn.allow_tf32 = False
-        if matmul not in (None, "highest"):
-            torch.set_float32_matmul_precision("highest")
-        _set(settings, ["ieee"] * len(settings))
+        _set_older(
+            None if cudnn is None else way == "tf32",
+            None if matmul is None else "high" if way == "tf32" else "highest",
+        )
+        _set(settings, wanted)
         yield
     finally:
-        if cudnn:
-            torch.backends.cudnn.allow_tf32 = True
-        if matmul not in (None, "highest"):
-            torch.set_float32_matmul_precision(matmul)
+        _set_older(cudnn, matmul)
         _set(settings, before)
 
 
-def _set(settings: list[Any], values: list[str]) -> None:
+def _set_older(cudnn: bool | None, matmul: str | None) -> None:
+    """Assign torch's older flags the values that are not ``None``, unless they already have them."""
+    if cudnn is not None and _readable(_cudnn_allows_tf32) != cudnn:
+        torch.backends.cudnn.allow_tf32 = cudnn
+    if matmul is not None and _readable(torch.get_float32_matmul_precision) != matmul:
+        torch.set_float32_matmul_precision(matmul)
+
+
+def _set(settings: list[Any], values: Sequence[str]) -> None:
     """Assign each setting its value unless it already has it, possibly by inheritance."""
     for setting, value in zip(settings, values, strict=True):
         if setting.fp32_precision != value:
@@ -230,14 +248,17 @@ def _readable(read: Any) -> Any:
 
 
 @contextmanager
-def model_pass(model: nn.Module) -> Iterator[None]:
-    """Run a model inside the block with full float32 products and such that a backward pass is possible.
+def model_pass(model: nn.Module, products: Float32Products = "ieee") -> Iterator[None]:
+    """Run a model inside the block with these float32 products and such that a backward pass is possible.
 
     Recurrent layers in eval mode run without cuDNN, which supports their backward pass in train mode only.
     """
     first = next(model.parameters(), None)
     device = torch.device("cpu") if first is None else first.device
-    with full_float32(device), contextlib.nullcontext() if device.type == "cpu" else _without_cudnn(model):
+    with (
+        float32_products(device, products),
+        contextlib.nullcontext() if device.type == "cpu" else _without_cudnn(model),
+    ):
         yield
 
 

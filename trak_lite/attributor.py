@@ -94,6 +94,7 @@ class Attributor:
         dtype: Literal["float32", "float16", "int8", "int4"] = "float16",
         grad_wrt: ParameterChoice | None = None,
         gradient_computer: str | GradientComputerFactory = "auto",
+        float32_products: Literal["ieee", "tf32"] = "ieee",
         normalize: NormalizationKind | Normalization = "none",
         store_norms: bool = False,
         projector: str | AbstractProjector = "auto",
@@ -124,6 +125,9 @@ class Attributor:
                 ``None`` selects all parameters that require grad; if a PEFT model has none, those of its adapter.
             gradient_computer: ``"hook"``, ``"functional"``, ``"iterative"``, or a class or partial of one. ``"auto"``
                 uses the first of these that is exact for the model on its first samples.
+            float32_products: How products of the passes of the model, of its gradients and of their projection are
+                computed in float32 models. ``"ieee"`` uses full precision, whatever torch's settings are. ``"tf32"``
+                lets a GPU with TF32 round the factors to 10 bits of mantissa. No effect on the CPU.
             normalize: Scaling of the gradients of train rows and targets. ``"unit"`` divides each by its norm.
                 ``clip(C)`` scales gradients with a norm above C down to norm C; ``clip(C, scope="module")`` does so
                 per module. ``"adam"`` scales every entry by Adam's second moment. ``"adam_update"`` makes train rows of
@@ -161,6 +165,7 @@ class Attributor:
             dtype=dtype,
             grad_wrt=grad_wrt,
             gradient_computer=gradient_computer,
+            float32_products=float32_products,
             normalize=normalize,
             store_norms=store_norms,
             projector=projector,

@@ -590,9 +590,17 @@ class TRAKer:
             raise
         except UnsupportedModelError as error:
             # The failure is of vmap, and depends on the release of the libraries that the model uses.
-            if type(self.gradient_computer) is not FunctionalGradientComputer:
+            own = self.gradient_computer
+            if type(own) is not FunctionalGradientComputer:
                 raise
-            chosen = choose_gradient_computer(self.model, self.task, batch, list(self.parameters))
+            chosen = choose_gradient_computer(
+                self.model,
+                self.task,
+                batch,
+                list(self.parameters),
+                autocast_dtype=own.autocast_dtype,
+                float32_products=own.float32_products,
+            )
             logger.warning(
                 "Using %s instead, which is exact for this model. %s", type(chosen.computer).__name__, error
             )

@@ -123,6 +123,7 @@ def simple_cnn(bench: Bench) -> dict[str, Any]:
 
     task = CallableModelOutput(negative_loss)
     functional, hook = FunctionalGradientComputer(model, task), HookGradientComputer(model, task)
+    in_tf32 = HookGradientComputer(model, task, float32_products="tf32")
     batch = (images, labels)
     plain = list(model.parameters())
     calls: dict[str, Call] = {
@@ -131,6 +132,7 @@ def simple_cnn(bench: Bench) -> dict[str, Any]:
         "functional": lambda: collect_gradients(functional, batch),
         "hook": lambda: collect_gradients(hook, batch),
         "hook, streamed": lambda: hook.stream_gradients(batch, lambda _: None),
+        "hook, streamed, TF32": lambda: in_tf32.stream_gradients(batch, lambda _: None),
         "plain pass": lambda: torch.autograd.grad(negative_loss(model, batch).sum(), plain),
     }
     times = bench.interleaved(calls)

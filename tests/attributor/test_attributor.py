@@ -27,6 +27,7 @@ from trak_lite.errors import (
     ReadOnlyStoreError,
     StateError,
     StoreError,
+    UnknownNameError,
     UnknownTaskError,
     UnsupportedModelError,
 )
@@ -589,6 +590,11 @@ def test_a_bad_row_in_a_later_batch_keeps_what_was_done_and_can_be_mended(tmp_pa
             {"gradient_computer": partial(FunctionalGradientComputer, autocast_dtype=torch.bfloat16)},
             r"gradients\.autocast_dtype is 'absent' there, 'bfloat16' here",
         ),
+        ({"float32_products": "tf32"}, r"gradients\.float32_products is 'absent' there, 'tf32' here"),
+        (
+            {"gradient_computer": partial(FunctionalGradientComputer, float32_products="tf32")},
+            r"gradients\.float32_products is 'absent' there, 'tf32' here",
+        ),
         ({"grad_wrt": ["0.weight"]}, r"parameters\.0\.bias is .* there, 'absent' here"),
         (
             {"task": ImageClassificationModelOutput(temperature=2.0)},
@@ -611,6 +617,28 @@ def test_a_store_of_other_settings_is_refused_naming_each_difference(
             call()
 
     assert contents(tmp_path) == before
+
+
+def test_a_store_keeps_how_float32_products_are_computed_which_a_cpu_ignores(tmp_path: Path) -> None:
+    _, full = finished(tmp_path / "a.zarr")
+    _, scores = finished(tmp_path / "b.zarr", float32_products="tf32")
+
+    opened = Attributor.open(tmp_path / "b.zarr", model())
+
+    assert opened.featurize(TRAIN, checkpoints=states()).rows_written == 0
+    np.testing.assert_array_equal(scores.numpy(), full.numpy())
+    made_with = [found.manifest.made_with["float32_products"] for found in (full, scores)]
+    assert made_with == ["ieee", "tf32"]
+
+
+def test_products_of_a_custom_gradient_computer_are_its_own_setting(tmp_path: Path) -> None:
+    computer = partial(FunctionalGradientComputer, float32_products="tf32")
+    _, scores = finished(tmp_path / "a.zarr", gradient_computer=computer)
+    assert scores.manifest.made_with["float32_products"] == "tf32"
+    with pytest.raises(InvalidInputError, match=r"partial\(HookGradientComputer, float32_products='tf32'"):
+        attributor(None, gradient_computer=computer, float32_products="tf32")
+    with pytest.raises(UnknownNameError, match="float32_products must be one of"):
+        attributor(None, float32_products="tf23")
 
 
 def test_other_train_data_is_refused_and_augmentation_is_suspected(tmp_path: Path) -> None:

@@ -23,28 +23,28 @@ WAITS = 1
 """Waits for the device per batch of featurize, at most."""
 TILE_WAITS = 1
 """Waits for the device per tile of scores, at most: that for the result."""
-ROWS, BATCH, TOKENS, VOCABULARY = 14, 2, 64, 96
+ROWS, BATCH, VOCABULARY = 14, 2, 96
 
 
 class Language(nn.Module):
-    """GPT-2's layers in a narrow model; a matrix still has several blocks."""
+    """GPT-2's layers in a narrow model."""
 
-    def __init__(self):
+    def __init__(self, width, tokens):
         super().__init__()
-        self.body = GPT(VOCABULARY, TOKENS, 96, 12, 4)
+        self.tokens = tokens
+        self.body = GPT(VOCABULARY, tokens, width, 12, 4)
 
     def forward(self, input_ids):
         return self.body(input_ids)
 
 
-@pytest.fixture
-def language(device):
+def language(device, width=96, tokens=64):
     torch.manual_seed(0)
-    return Language().to(device).eval()
+    return Language(width, tokens).to(device).eval()
 
 
 def plain_kernels(model, device):
-    ids = torch.randint(VOCABULARY, (BATCH, TOKENS), device=device)
+    ids = torch.randint(VOCABULARY, (BATCH, model.tokens), device=device)
     with counts.counted(device) as counting:
         logits = model(ids)[:, :-1].flatten(0, 1)
         loss = nn.functional.cross_entropy(logits, ids[:, 1:].flatten())
@@ -52,7 +52,7 @@ def plain_kernels(model, device):
     return counting.tally.total
 
 
-def steady_batch(model, device, *, triton):
+def steady_batch(model, device, *, triton, **settings):
     """Return what a batch without a self-check costs; the batches before it have made the plan and the sketches."""
 
     def run(loaded):
@@ -69,24 +69,43 @@ def steady_batch(model, device, *, triton):
             collate=collate,
             batch_size=BATCH,
             method=PLAIN,
-            proj_dim=64,
             progress=False,
+            **settings,
         )
-        made.featurize(TensorDataset(torch.randint(VOCABULARY, (ROWS, TOKENS))))
+        made.featurize(TensorDataset(torch.randint(VOCABULARY, (ROWS, model.tokens))))
 
     return counts.per_batch(run, device, triton=triton)[-3]
 
 
-def test_a_batch_launches_at_most_twice_the_kernels_of_a_plain_pass(language, device):
-    tally = steady_batch(language, device, triton=True)
+@pytest.mark.parametrize(
+    ("width", "tokens", "settings"),
+    [(96, 64, {"proj_dim": 64}), (384, 32, {"proj_dim": 2048, "layout": "joint"})],
+    ids=["several blocks per matrix", "transforms of a large batch would be faster"],
+)
+def test_a_batch_launches_at_most_twice_the_kernels_of_a_plain_pass(width, tokens, settings, device):
+    model = language(device, width, tokens)
+    tally = steady_batch(model, device, triton=True, **settings)
 
     assert tally.launches.total() > 12 * 6
-    assert tally.total <= LAUNCHES * plain_kernels(language, device), tally.sites.most_common(20)
+    assert tally.total <= LAUNCHES * plain_kernels(model, device), tally.sites.most_common(20)
     assert max(tally.waits.total(), tally.device_waits) <= WAITS, tally.waits
 
 
-def test_without_triton_the_launches_do_not_grow_with_the_blocks_of_a_matrix(language, device):
-    tally = steady_batch(language, device, triton=False)
+@pytest.mark.parametrize(
+    "settings", [{"store_norms": True}, {"store_norms": True, "normalize": "unit"}], ids=["stored", "unit"]
+)
+def test_norms_of_a_batch_are_waited_for_once(settings, device):
+    tally = steady_batch(language(device, tokens=16), device, triton=True, proj_dim=64, **settings)
+
+    sites = [site for site in tally.sites if "reductions.py" in site]
+    assert (
+        sum(tally.sites[site] for site in sites) > 48 * 6
+    )  # the norms of linear layers, without their gradients
+    assert max(tally.waits.total(), tally.device_waits) <= WAITS + 1, tally.waits
+
+
+def test_without_triton_the_launches_do_not_grow_with_the_blocks_of_a_matrix(device):
+    tally = steady_batch(language(device), device, triton=False, proj_dim=64)
 
     matrices = [site for site in tally.sites if "sketch/matrix.py" in site]
     assert not matrices, tally.sites.most_common(20)

@@ -10,13 +10,18 @@ import torch
 from device_models import Recurrent, make
 from device_runs import REGROUPED, assert_same, attributor, numbers_in, outcome, retraining, stored
 from torch import nn
-from torch.utils.data import DataLoader, Dataset, Subset
+from torch.utils.data import DataLoader, Dataset, Subset, default_collate
 
 from trak_lite import Attributor, Rows, token_scores, verify
-from trak_lite._devices import add_at_, full_float32, in_float64, wide_dtype
+from trak_lite._devices import add_at_, float32_products, full_float32, in_float64, wide_dtype
 from trak_lite.data.batches import move_batch
+from trak_lite.featurizing.kronecker.bases import Eigenbasis
+from trak_lite.gradient_computers import GRADIENT_COMPUTERS, collect_gradients, reductions, self_check
 from trak_lite.gradient_computers.hooks.randomness import RandomState
+from trak_lite.gradient_computers.self_check import SelfCheckError
 from trak_lite.methods import CG, TRAK, LiSSA
+from trak_lite.modelout_functions import ModelCall, resolve_task
+from trak_lite.types import FactoredBlock
 
 CPU = torch.device("cpu")
 PLAIN = TRAK(damping=None, layout="stored")
@@ -295,6 +300,162 @@ def test_torch_has_its_precisions_back(device, tf32_everywhere):
             assert torch.get_float32_matmul_precision() == "highest"
     assert (matmul.fp32_precision, conv.fp32_precision, torch.backends.fp32_precision) == before
     assert torch.get_float32_matmul_precision() == "high"
+
+
+def precisions():
+    backends = torch.backends
+    newer = [backends, backends.cudnn, backends.cuda.matmul, backends.cudnn.conv, backends.cudnn.rnn]
+    host = [backends.mkldnn.matmul, backends.mkldnn.conv, backends.mkldnn.rnn]
+    older = torch.get_float32_matmul_precision(), backends.cudnn.allow_tf32
+    return [setting.fp32_precision for setting in newer + host], older
+
+
+@pytest.mark.parametrize("before", ["highest", "high", "medium"])
+def test_tf32_is_allowed_inside_a_pass_and_nowhere_else(before, device):
+    seen = []
+
+    def logits(call, batch):
+        if len(seen) > 2:
+            raise ValueError("no further pass")
+        values = call(batch[0])
+        seen.append(precisions())
+        return values.square().sum(1)
+
+    torch.manual_seed(0)
+    batch = (torch.randn(4, 3, device=device),)
+    made = GRADIENT_COMPUTERS["hook"](
+        nn.Linear(3, 2).to(device), resolve_task(logits), float32_products="tf32", self_check=False
+    )
+    torch.set_float32_matmul_precision(before)
+    try:
+        given = precisions()
+        made.stream_gradients(batch, lambda block: seen.append(precisions()))
+        assert precisions() == given
+        with pytest.raises(ValueError, match="no further pass"):
+            made.stream_gradients(batch, lambda block: None)
+        assert precisions() == given
+    finally:
+        torch.set_float32_matmul_precision("highest")
+
+    assert len(seen) > 2
+    for newer, older in seen:
+        assert (newer, older) == (["tf32"] * 5 + ["ieee"] * 3, ("high", True))
+
+
+class SeesTheModel(nn.Module):
+    """Records how products are computed while it runs."""
+
+    def __init__(self):
+        super().__init__()
+        self.layer, self.seen = nn.Linear(3, 2), set()
+
+    def forward(self, x):
+        self.seen.add(torch.backends.cuda.matmul.fp32_precision)
+        return self.layer(x)
+
+
+@pytest.mark.parametrize("engine", GRADIENT_COMPUTERS)
+def test_the_model_and_the_reference_of_the_self_check_run_in_tf32(engine, device):
+    model = SeesTheModel().to(device)
+    batch = torch.randn(4, 3, device=device), torch.zeros(4, dtype=torch.long, device=device)
+    made = GRADIENT_COMPUTERS[engine](model, resolve_task("image_classification"), float32_products="tf32")
+    made.stream_gradients(batch, lambda block: None)
+    made.compute_loss_grad(batch)
+    assert model.seen == {"tf32"}
+    made.modelout_fn.evaluate(ModelCall(model), batch)
+    assert model.seen == {"tf32", "ieee"}
+
+
+@pytest.mark.parametrize("engine", GRADIENT_COMPUTERS)
+@pytest.mark.parametrize("name", ["mlp", "cnn", "gpt"])
+def test_gradients_in_tf32_are_those_of_a_loop_in_tf32(name, engine, device, monkeypatch):
+    """Its own self-check passes without a second look, and torch's loop is nearer than full products are."""
+    monkeypatch.setattr(self_check, "_equal_in_float64", None)
+    case = make(name)
+    model, task = case.model.to(device).eval(), resolve_task(case.task)
+    rows = [case.train[i] for i in range(6)]
+    batch = move_batch((case.collate or default_collate)(rows), device)
+    kind = GRADIENT_COMPUTERS[engine]
+    found = collect_gradients(kind(model, task, float32_products="tf32"), batch)
+    full = collect_gradients(kind(model, task), batch)
+    with float32_products(device, "tf32"):
+        output = task.evaluate(ModelCall(model, float32_products="tf32"), batch).output
+        loop = [torch.autograd.grad(f, list(model.parameters()), retain_graph=True) for f in output]
+    expected = torch.cat([torch.stack(parts).flatten(1) for parts in zip(*loop, strict=True)], 1).cpu()
+    flat = [torch.cat([part.flatten(1) for part in grads.values()], 1).cpu() for grads in (found, full)]
+    errors = [float((grads - expected).norm() / expected.norm()) for grads in flat]
+    assert errors[1] > 1e-5
+    assert (
+        errors[0] < 0.8 * errors[1]
+    )  # products of one row are not rounded where they are formed without a matrix product
+
+
+def test_a_mixing_of_samples_is_refused_in_tf32(device):
+    class Mixed(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.layer = nn.Linear(6, 6)
+
+        def forward(self, x):
+            return self.layer(x - 0.5 * x.mean(0, keepdim=True))
+
+    torch.manual_seed(0)
+    task = resolve_task(lambda call, batch: call(batch[0]).square().sum(1))
+    made = GRADIENT_COMPUTERS["hook"](Mixed().to(device), task, float32_products="tf32")
+    with pytest.raises(SelfCheckError):
+        made.stream_gradients((torch.randn(8, 6, device=device),), lambda block: None)
+
+
+def test_norms_and_inverse_curvatures_are_computed_in_full_beside_rows_in_tf32(device, monkeypatch):
+    torch.manual_seed(0)
+    block = FactoredBlock("w", torch.randn(3, 4, 64, device=device), torch.randn(3, 4, 64, device=device))
+    with float32_products(device, "tf32"):
+        inside = reductions.squared_norms(block)
+    with full_float32(device):
+        assert torch.equal(inside, reductions.squared_norms(block))
+
+    seen, back = [], Eigenbasis.back
+    monkeypatch.setattr(Eigenbasis, "back", lambda *given: seen.append(precisions()[0][2]) or back(*given))
+    made, case = attributor("mlp", device, float32_products="tf32")
+    made.featurize(case.train)
+    made.score(case.targets, name="t", method="EKFAC")
+    assert set(seen) == {"ieee"}
+
+
+@pytest.mark.parametrize(
+    ("name", "settings"), [("mlp", {"method": "Fisher"}), ("cnn", {"normalize": "unit"})]
+)
+def test_scores_of_rows_in_tf32_differ_a_little(name, settings, device):
+    full, found = (
+        outcome(name, device, **settings, float32_products=way)["scores"] for way in ("ieee", "tf32")
+    )
+    assert not np.array_equal(found, full)
+    assert np.linalg.norm(found - full) < 2e-2 * np.linalg.norm(full)
+
+
+@pytest.mark.parametrize("most_held", [0, 5000, 1 << 30])
+def test_norms_that_cancel_are_those_of_the_gradients(most_held, device, monkeypatch):
+    """Two positions of opposite gradients and almost equal inputs; in float32 a Gram matrix loses their norm."""
+    monkeypatch.setattr(reductions, "_MOST_HELD", most_held)
+    torch.manual_seed(0)
+    blocks, expected = [], torch.zeros(6, dtype=torch.float64)
+    for number in range(5):
+        start, count = (0, 6) if number % 2 else (number, 6 - number)
+        x, g = torch.randn(count, 2, 40), torch.randn(count, 2, 30)
+        cancelling = torch.arange(start, start + count) % 2 == 0
+        x[cancelling, 1] = x[cancelling, 0] + 1e-2 * torch.randn(int(cancelling.sum()), 40)
+        g[cancelling, 1] = -g[cancelling, 0]
+        blocks.append(FactoredBlock("w", x, g, start))
+        expected[start : start + count] += (g.double().transpose(1, 2) @ x.double()).square().sum((1, 2))
+    squares = {}
+    for where in (CPU, device):
+        norms = reductions.GradientNorms(6)
+        for block in blocks:
+            norms.add(FactoredBlock("w", block.inputs.to(where), block.output_grads.to(where), block.start))
+        squares[where] = norms.squared().cpu()
+    torch.testing.assert_close(squares[device].double(), expected, rtol=1e-4, atol=0)
+    if device.type == "stand_in":
+        assert torch.equal(squares[device], squares[CPU])
 
 
 # ---- 7: the order of sums

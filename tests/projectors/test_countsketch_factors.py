@@ -225,7 +225,7 @@ def test_no_samples_and_no_positions_have_no_features_and_zeros():
 @pytest.mark.parametrize("proj_dim", [64, 512, 2048])
 def test_more_positions_never_make_transforms_faster_than_forming_with_the_kernel(proj_dim, triton):
     answers = [
-        fourier_takes_less_time((3072, 768), positions, proj_dim=proj_dim, triton=triton)
+        fourier_takes_less_time((3072, 768), positions, proj_dim=proj_dim, samples=32, triton=triton)
         for positions in range(1, 600, 3)
     ]
 
@@ -233,9 +233,16 @@ def test_more_positions_never_make_transforms_faster_than_forming_with_the_kerne
     assert answers == sorted(answers, reverse=True)
 
 
-def test_the_matrices_of_gpt_are_formed_in_a_few_launches():
-    for shape in ((2304, 768), (768, 768), (3072, 768), (768, 3072), (50257, 768)):
-        assert not fourier_takes_less_time(shape, 64, proj_dim=256)
+@pytest.mark.parametrize("shape", [(2304, 768), (768, 768), (3072, 768), (768, 3072)])
+@pytest.mark.parametrize(("proj_dim", "samples"), [(256, 32), (256, 2), (2048, 2)])
+def test_the_matrices_of_gpt_are_formed_in_a_few_launches(shape, proj_dim, samples):
+    assert not fourier_takes_less_time(shape, 64, proj_dim=proj_dim, samples=samples)
+
+
+def test_launches_count_less_for_more_samples():
+    answers = [fourier_takes_less_time((768, 3072), 64, proj_dim=2048, samples=b) for b in range(1, 65)]
+    assert answers == sorted(answers)
+    assert answers[-1]
 
 
 # ---- what is cheaper

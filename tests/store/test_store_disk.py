@@ -3,6 +3,7 @@
 import errno
 import itertools
 import os
+import threading
 
 import numpy as np
 import pytest
@@ -144,18 +145,40 @@ def test_without_fallocate_files_are_filled_with_zeros(path, monkeypatch, code):
     finish(path)
 
 
-def test_bytes_whose_sync_failed_are_written_again(path, monkeypatch):
+@pytest.mark.parametrize("broken", [["features"], ["q"], ["features", "q", "w"]])
+def test_bytes_whose_sync_failed_are_written_again(path, monkeypatch, broken):
     """Otherwise a second sync succeeds without writing anything."""
     _, table = open_for_writing(path)
-    written, real, fault = [], os.pwrite, Fault(monkeypatch, "fsync")
-    fault.left, fault.error = 1, OSError(errno.EIO, "broken")
+    written, real, sync = [], os.pwrite, os.fsync
+
+    def failing(fd):
+        if os.readlink(f"/proc/self/fd/{fd}") in [staged(path, 0, name) for name in broken]:
+            written.clear()
+            raise OSError(errno.EIO, "broken")
+        sync(fd)
+
+    monkeypatch.setattr(os, "fsync", failing)
     monkeypatch.setattr(
         os, "pwrite", lambda fd, data, at: written.append((at, bytes(data))) or real(fd, data, at)
     )
     with pytest.raises(StoreError, match="broken"):
         table.put(0, values(range(4)))
 
-    assert written[-1] == (0, values(range(4))["features"].tobytes())
+    assert written == [(0, values(range(4))[name].tobytes()) for name in broken]
+
+
+def test_a_chunk_is_synced_without_a_further_thread(path, monkeypatch):
+    synced, sync = [], os.fsync
+    with monkeypatch.context() as patched, writing(path) as table:
+
+        def none_left(thread):
+            raise RuntimeError("can't start new thread")
+
+        patched.setattr(threading.Thread, "start", none_left)
+        patched.setattr(os, "fsync", lambda fd: synced.append(os.readlink(f"/proc/self/fd/{fd}")) or sync(fd))
+        table.put(0, values(range(4)))
+    assert [staged(path, 0, name) for name in ("features", "q", "w")] == synced[:3]
+    finish(path)
 
 
 @pytest.mark.parametrize(

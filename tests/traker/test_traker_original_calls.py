@@ -485,6 +485,20 @@ def test_a_model_that_vmap_cannot_transform_is_featurized_by_another_computer(
     assert "vmap cannot transform Asking" in warning
 
 
+def test_the_computer_that_replaces_another_has_its_precision(tmp_path: Path) -> None:
+    precision = {"autocast_dtype": torch.bfloat16, "float32_products": "tf32"}
+    computer = partial(FunctionalGradientComputer, **precision)
+    model = Asking()
+    traker = make_traker(tmp_path, model=model, gradient_computer=computer)
+    traker.load_checkpoint(model.state_dict(), 0)
+    traker.featurize(train_batch(), num_samples=N)
+    assert type(traker.gradient_computer) is not FunctionalGradientComputer
+    assert traker.gradient_computer.fingerprint() == {
+        "autocast_dtype": "bfloat16",
+        "float32_products": "tf32",
+    }
+
+
 def test_a_computer_of_ones_own_is_not_replaced(tmp_path: Path) -> None:
     class Own(FunctionalGradientComputer):
         pass

@@ -16,7 +16,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from trak_lite._devices import HostCopy, full_float32, one_behind
+from trak_lite._devices import HostCopy, float32_products, one_behind
 from trak_lite.data.batches import batch_size, flatten_batch, move_batch, rows_in_batches, take_rows
 from trak_lite.errors import BusyError, InvalidInputError, NonFiniteError, PrecisionError, StateError
 from trak_lite.featurizing.diagnosis import finite_numbers, naming_rows, refuse_non_finite
@@ -91,7 +91,8 @@ def compute_features(
     """
     accumulator = projector.accumulator(batch_size(batch), model_id=model_id, parameters=computer.parameters)
     computer.name_rows(f"{what} (model id {model_id})", rows)
-    with full_float32(next(computer.model.parameters()).device), deferring_checks():
+    device = next(computer.model.parameters()).device
+    with float32_products(device, computer.float32_products), deferring_checks():
         with naming_rows(computer.model, computer.modelout_fn, batch, rows, what):
             if normalizer is None:
                 terms = computer.stream_gradients(batch, accumulator.add)

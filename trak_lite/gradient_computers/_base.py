@@ -16,8 +16,8 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 from torch.nn.utils import parametrize
 
-from trak_lite._devices import full_float32
-from trak_lite._validate import known_names, positive_int
+from trak_lite._devices import Float32Products, float32_products
+from trak_lite._validate import known_names, one_of, positive_int
 from trak_lite.data.batches import batch_size, map_tensors, take_rows
 from trak_lite.errors import InvalidInputError, UnsupportedModelError
 from trak_lite.gradient_computers.self_check import (
@@ -75,6 +75,8 @@ class AbstractGradientComputer(ABC):
 
     runs_sharded: ClassVar[bool] = False
     """Whether the computer supports models sharded by FSDP2."""
+    float32_products: Float32Products = "ieee"
+    """How float32 products are computed on an accelerator while gradients are streamed and projected."""
 
     @abstractmethod
     def __init__(
@@ -217,6 +219,7 @@ class AbstractStreamingComputer(AbstractGradientComputer):
         *,
         chunk_size: int | None = None,
         autocast_dtype: torch.dtype | None = None,
+        float32_products: Float32Products = "ieee",
         self_check: bool = True,
     ) -> None:
         """Store the settings.
@@ -230,11 +233,15 @@ class AbstractStreamingComputer(AbstractGradientComputer):
             grad_wrt: Parameters to keep (:func:`select_parameters`); ``None`` keeps those that require grad.
             chunk_size: Number of samples per pass; bounds the memory of a large batch.
             autocast_dtype: Run the forward pass under autocast in this dtype (float16 or bfloat16).
+            float32_products: ``"ieee"`` for full float32 products, whatever torch's settings are. ``"tf32"`` rounds
+                the factors of products and convolutions of the model, of its gradients and of their projection to 10
+                bits of mantissa on an accelerator with TF32, and adds in float32. No effect on the CPU.
             self_check: Compare some samples' gradients with autograd's on each sample alone (see the class docstring).
         """
         super().__init__(model, task, grad_dim, dtype, device, grad_wrt)
         self.chunk_size = None if chunk_size is None else positive_int(chunk_size=chunk_size)
         self.autocast_dtype = autocast_dtype
+        self.float32_products = one_of(("ieee", "tf32"), float32_products=float32_products)  # type: ignore[assignment]
         self.self_check = self_check
         self.checks = SelfCheck()
         self._tree: ModelTree | None = None
@@ -276,7 +283,7 @@ class AbstractStreamingComputer(AbstractGradientComputer):
 
     def compute_loss_grad(self, batch: Batch) -> Tensor:
         """Return q = -dL/df of every sample, ``(B, 1)``, detached."""
-        with torch.no_grad(), self._full_float32():
+        with torch.no_grad(), self._products():
             return self.terms(batch).out_to_loss_grad.detach().unsqueeze(-1)
 
     def stream_gradients(self, batch: Batch, sink: BlockSink) -> OutputTerms:
@@ -298,9 +305,12 @@ class AbstractStreamingComputer(AbstractGradientComputer):
         return AbstractGradientComputer.stream_gradients(self, batch, sink)
 
     def fingerprint(self) -> dict[str, Any]:
-        """Return the autocast dtype, if one is set."""
-        dtype = self.autocast_dtype
-        return {} if dtype is None else {"autocast_dtype": str(dtype).removeprefix("torch.")}
+        """Return the autocast dtype, if one is set, and how float32 products are computed, if not in full."""
+        dtype, products = self.autocast_dtype, self.float32_products
+        return {
+            **({} if dtype is None else {"autocast_dtype": str(dtype).removeprefix("torch.")}),
+            **({} if products == "ieee" else {"float32_products": products}),
+        }
 
     def terms(self, batch: Batch, call: ModelCall | None = None) -> OutputTerms:
         """Return f, q and w of a batch under this computer's settings; f keeps its autograd graph.
@@ -315,7 +325,7 @@ class AbstractStreamingComputer(AbstractGradientComputer):
         # A pass in train mode would update running statistics, and probing a model takes several passes.
         tree = self._tree or ModelTree(self.model)
         with self._autocast(), _private_buffers(tree):
-            call = call or ModelCall(self.model, modules=tree.modules)
+            call = call or self._call(modules=tree.modules)
             terms = self.modelout_fn.evaluate(call, batch)
         with torch._C.DisableTorchFunction():  # a pass would look at every question about a shape
             return check_terms(terms, batch_size(batch), self.modelout_fn)
@@ -347,7 +357,7 @@ class AbstractStreamingComputer(AbstractGradientComputer):
             refuse_batch_statistics(tree)
             kept = self._kept(tree)
             if count:
-                with self._full_float32():
+                with self._products():
                     return self._stream_checked(map_tensors(Tensor.detach, batch), count, kept, sink)
         for name, parameter in kept.items():
             sink(DenseBlock(name, parameter.detach().new_empty(0, *parameter.shape)))
@@ -398,9 +408,21 @@ class AbstractStreamingComputer(AbstractGradientComputer):
         step = self.chunk_size or count
         return (slice(start, min(start + step, count)) for start in range(0, count, step))
 
-    def _full_float32(self) -> AbstractContextManager[None]:
-        """Return the context for the model and the computations on its gradients: full float32 precision."""
-        return full_float32(next(self.model.parameters()).device)
+    def _products(self) -> AbstractContextManager[None]:
+        """Return the context for the model and the computations on its gradients: how float32 products are computed."""
+        return float32_products(next(self.model.parameters()).device, self.float32_products)
+
+    def _call(
+        self,
+        parameters: Mapping[str, Tensor] | None = None,
+        buffers: Mapping[str, Tensor] | None = None,
+        *,
+        modules: Sequence[nn.Module] | None = None,
+    ) -> ModelCall:
+        """Return a call of the model under this computer's settings; the arguments are those of ``ModelCall``."""
+        return ModelCall(
+            self.model, parameters, buffers, modules=modules, float32_products=self.float32_products
+        )
 
     def _autocast(self) -> Any:
         """Return the context for the forward pass: autocast, if a dtype is set."""

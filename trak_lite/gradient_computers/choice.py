@@ -8,6 +8,7 @@ from typing import NamedTuple
 
 import torch
 
+from trak_lite._devices import Float32Products
 from trak_lite.data.batches import batch_size, take_rows
 from trak_lite.errors import MODEL_FAILURES, InvalidInputError, UnsupportedModelError, refuse_machine_failure
 from trak_lite.gradient_computers._base import AbstractGradientComputer, ParameterChoice, select_parameters
@@ -46,6 +47,7 @@ def choose_gradient_computer(
     grad_wrt: ParameterChoice | None = None,
     *,
     autocast_dtype: torch.dtype | None = None,
+    float32_products: Float32Products = "ieee",
 ) -> ChosenComputer:
     """Return the fastest gradient computer that is exact for this model, and the reason for the choice.
 
@@ -57,6 +59,7 @@ def choose_gradient_computer(
         batch: At least one sample, on the model's device.
         grad_wrt: Parameters to keep (:func:`select_parameters`); ``None`` keeps those that require grad.
         autocast_dtype: Passed to the computer.
+        float32_products: Passed to the computer.
 
     Returns:
         The computer's name, the reason, and the computer.
@@ -69,7 +72,9 @@ def choose_gradient_computer(
     few = take_rows(batch, slice(0, min(3, batch_size(batch))))
     errors: dict[str, Exception] = {}
     for name, kind in _FASTEST_FIRST.items():
-        computer = kind(model, task, grad_wrt=names, autocast_dtype=autocast_dtype)
+        computer = kind(
+            model, task, grad_wrt=names, autocast_dtype=autocast_dtype, float32_products=float32_products
+        )
         error = _failure(computer, few)
         if error is None:
             return _decided(name, _reasons(errors) or "every kept parameter is covered", computer)

@@ -22,7 +22,6 @@ from trak_lite.gradient_computers._base import (
     joined_terms,
     refuse_detached,
 )
-from trak_lite.modelout_functions import ModelCall
 from trak_lite.types import Batch, BlockSink, DenseBlock, OutputTerms
 
 __all__ = ["FunctionalGradientComputer"]
@@ -108,7 +107,7 @@ class FunctionalGradientComputer(AbstractStreamingComputer):
 
         def value(kept: Mapping[str, Tensor], sample: Sequence[Tensor]) -> tuple[Tensor, OutputTerms]:
             one = rebuild([leaf.unsqueeze(0) for leaf in sample])
-            terms = self.terms(one, ModelCall(self.model, {**constants, **kept}, buffers))
+            terms = self.terms(one, self._call({**constants, **kept}, buffers))
             numbers = OutputTerms(*(term.squeeze(0) for term in terms))
             return numbers.output, OutputTerms(*(number.detach() for number in numbers))
 

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import final
 
 import torch
 from torch import Tensor
 
-from trak_lite._devices import add_at_
-from trak_lite.types import DenseBlock, GradientBlock, LookupBlock, SummedBlock
+from trak_lite._devices import add_at_, full_float32
+from trak_lite.types import DenseBlock, FactoredBlock, GradientBlock, LookupBlock, SummedBlock
 
 __all__ = ["GradientNorms", "squared_norms", "sums_by_row"]
 
@@ -16,28 +17,69 @@ _CANCELLED = 1e-3
 """A squared norm below this share of its upper bound (no cancellation) is too inexact in float32: recomputed."""
 
 
+_MOST_HELD = 256 << 20
+"""Bytes of factors on an accelerator that are held to recompute norms from."""
+
+
 @final
 class GradientNorms:
-    """Sums the squared norms of one batch's gradients block by block."""
+    """Sums the squared norms of one batch's gradients block by block.
+
+    Whether a norm has to be recomputed is known on the device first. On an accelerator this is asked once for many
+    blocks, which are held until then: a question per block would make the host wait for each.
+    """
 
     def __init__(self, num_samples: int) -> None:
         """Start at zero for a batch of ``num_samples``."""
         self._num_samples = num_samples
         self._squares: Tensor | None = None
+        self._waiting: list[tuple[int, Tensor, _Doubt | None]] = []
+        """First row and squared norms of blocks on accelerators, in order."""
+        self._held = 0
 
     def add(self, block: GradientBlock) -> None:
         """Add one block; each parameter of a sample must be added exactly once."""
-        self.add_squares(squared_norms(block), block.start)
+        if not isinstance(block, FactoredBlock) or block.inputs.device.type == "cpu":
+            self.add_squares(squared_norms(block), block.start)
+            return
+        squares, doubt = _factored_norms(block)
+        self._waiting.append((block.start, squares, doubt))
+        if doubt is not None:
+            self._held += sum(
+                part.numel() * part.element_size() for part in (block.inputs, block.output_grads)
+            )
+        if self._held > _MOST_HELD:
+            self._settle()
 
     def add_squares(self, squares: Tensor, start: int) -> None:
         """Add the squared norms ``(b,)`` of one block, whose first row is sample ``start``."""
+        if self._waiting:  # the order of the sums is that of the blocks
+            self._waiting.append((start, squares, None))
+        else:
+            self._sum(squares, start)
+
+    def squared(self) -> Tensor:
+        """Return the squared norms of all blocks so far, ``(B,)``, in at least float32."""
+        self._settle()
+        return torch.zeros(self._num_samples, device="cpu") if self._squares is None else self._squares
+
+    def _sum(self, squares: Tensor, start: int) -> None:
         if self._squares is None:
             self._squares = squares.new_zeros(self._num_samples)
         self._squares[start : start + len(squares)] += squares.to(self._squares.device)
 
-    def squared(self) -> Tensor:
-        """Return the squared norms of all blocks so far, ``(B,)``, in at least float32."""
-        return torch.zeros(self._num_samples, device="cpu") if self._squares is None else self._squares
+    def _settle(self) -> None:
+        """Add the squared norms of the blocks that wait, after one question to the device."""
+        waiting, self._waiting, self._held = self._waiting, [], 0
+        doubts = [doubt for _, _, doubt in waiting if doubt is not None]
+        if doubts:
+            device = doubts[0].cancelled.device
+            answers = torch.cat([doubt.cancelled.to(device) for doubt in doubts]).cpu()
+            parts = torch.split(answers, [len(doubt.cancelled) for doubt in doubts])
+            for doubt, answer in zip(doubts, parts, strict=True):
+                doubt.resolve(answer)
+        for start, squares, _ in waiting:
+            self._sum(squares, start)
 
 
 @torch.no_grad()
@@ -53,16 +95,49 @@ def squared_norms(block: GradientBlock) -> Tensor:
         return rows.to(_wide(rows.dtype)).square().sum(1)
     if isinstance(block, LookupBlock):
         return sums_by_row(block)[1].square().sum((1, 2))
+    squares, doubt = _factored_norms(block)
+    if doubt is not None:
+        doubt.resolve(doubt.cancelled.cpu())
+    return squares
+
+
+@final
+@dataclass(frozen=True, slots=True, eq=False)
+class _Doubt:
+    """Squared norms of factors that may be too inexact."""
+
+    squares: Tensor
+    """``(b,)``."""
+    cancelled: Tensor
+    """``(b,)`` whether a squared norm is too inexact."""
+    block: FactoredBlock
+
+    def resolve(self, cancelled: Tensor) -> None:
+        """Recompute in place where ``cancelled``, the values of :attr:`cancelled` on the host, is true."""
+        if not bool(cancelled.any()):
+            return
+        rows = cancelled.nonzero().squeeze(1).to(self.squares.device)
+        x, g = _wide_factors(self.block)
+        with full_float32(self.squares.device):
+            self.squares[rows] = (g[rows].transpose(1, 2) @ x[rows]).square().sum((1, 2))
+
+
+def _wide_factors(block: FactoredBlock) -> tuple[Tensor, Tensor]:
     x, g = (t.to(_wide(t.dtype)) for t in (block.inputs, block.output_grads))
+    return x, g
+
+
+@torch.no_grad()
+def _factored_norms(block: FactoredBlock) -> tuple[Tensor, _Doubt | None]:
+    """Return the squared norms ``(b,)`` of gradients in factors, in full float32, and whether they are exact enough."""
+    x, g = _wide_factors(block)
     positions, d_in, d_out = x.shape[1], x.shape[2], g.shape[2]
-    if positions * (d_in + d_out) >= 2 * d_in * d_out:
-        return (g.transpose(1, 2) @ x).square().sum((1, 2))
-    found = ((g @ g.transpose(1, 2)) * (x @ x.transpose(1, 2))).sum((1, 2))
+    with full_float32(x.device):  # also if the gradients are computed in TF32
+        if positions * (d_in + d_out) >= 2 * d_in * d_out:
+            return (g.transpose(1, 2) @ x).square().sum((1, 2)), None
+        found = ((g @ g.transpose(1, 2)) * (x @ x.transpose(1, 2))).sum((1, 2))
     largest = (g.norm(dim=2) * x.norm(dim=2)).sum(1).square()
-    cancelled = found < _CANCELLED * largest
-    if bool(cancelled.any()):
-        found[cancelled] = (g[cancelled].transpose(1, 2) @ x[cancelled]).square().sum((1, 2))
-    return found
+    return found, _Doubt(found, found < _CANCELLED * largest, block)
 
 
 def sums_by_row(block: LookupBlock) -> tuple[Tensor, Tensor]:

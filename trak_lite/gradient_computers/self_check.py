@@ -24,7 +24,7 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from trak_lite._devices import rng_state, seed_rng, set_rng_state, wide_dtype
+from trak_lite._devices import Float32Products, rng_state, seed_rng, set_rng_state, wide_dtype
 from trak_lite.data.batches import batch_size, flatten_batch, map_tensors, take_rows
 from trak_lite.errors import MODEL_FAILURES, UnsupportedModelError, refuse_machine_failure
 from trak_lite.models.tree import ModelTree
@@ -79,6 +79,7 @@ class CheckedComputer(Protocol):
 
     model: nn.Module
     autocast_dtype: torch.dtype | None
+    float32_products: Float32Products
     advice: ClassVar[str]
     """End of the error message: the likely cause, and an alternative."""
 
@@ -313,6 +314,8 @@ def compare(
         SelfCheckError: If a gradient differs; the message names the parameter.
     """
     inner = [*dtypes, *([] if computer.autocast_dtype is None else [computer.autocast_dtype])]
+    if computer.float32_products == "tf32" and next(iter(kept.values())).device.type != "cpu":
+        inner.append(torch.float16)  # TF32 has the mantissa of float16
     rounding, ties = _allowed(_ROUNDING, kept, inner), _allowed(_TIES, kept, inner)
     doubtful: dict[int, _Differences] = {}
     for found, position in zip(samples.found, samples.positions, strict=True):

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.func import functional_call
 
-from trak_lite._devices import model_pass
+from trak_lite._devices import Float32Products, model_pass
 from trak_lite._eval_caches import drop_eval_caches
 from trak_lite.data.batches import batch_size, flatten_batch, map_tensors
 from trak_lite.errors import InvalidInputError
@@ -36,6 +36,7 @@ class ModelCall:
         buffers: Mapping[str, Tensor] | None = None,
         *,
         modules: Sequence[nn.Module] | None = None,
+        float32_products: Float32Products = "ieee",
     ) -> None:
         """Store the model and the optional replacements.
 
@@ -44,9 +45,11 @@ class ModelCall:
             parameters: Tensors by parameter name that replace the model's parameters; ``None`` for no replacement.
             buffers: Tensors by buffer name that replace the model's buffers; ``None`` for no replacement.
             modules: ``model.modules()``, if the caller has collected them.
+            float32_products: ``"tf32"`` lets an accelerator round the factors of float32 products.
         """
         self.model = model
         self._modules = modules
+        self._float32_products = float32_products
         self._replaced = parameters is not None or buffers is not None
         self._parameters, self._buffers = parameters, buffers
 
@@ -64,7 +67,7 @@ class ModelCall:
         """Run the model's forward pass."""
         # Otherwise values cached by an earlier pass would be used instead of the parameters.
         drop_eval_caches(self.model.modules() if self._modules is None else self._modules)
-        with model_pass(self.model):
+        with model_pass(self.model, self._float32_products):
             return self._replaced_call(*args, **kwargs) if self._replaced else self.model(*args, **kwargs)
 
     def _replaced_call(self, *args: Any, **kwargs: Any) -> Any:

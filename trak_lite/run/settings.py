@@ -16,6 +16,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from trak_lite._devices import Float32Products
 from trak_lite._validate import one_of, positive_int
 from trak_lite._version import __version__
 from trak_lite.errors import CorruptStoreError, InvalidInputError, ManifestMismatchError
@@ -74,6 +75,7 @@ _STORED_SETTINGS: Final = (
     "seed",
     "dtype",
     "gradient_computer",
+    "float32_products",
     "normalize",
     "store_norms",
     "projector",
@@ -102,6 +104,7 @@ class AttributorSettings:
         dtype: Literal["float32", "float16", "int8", "int4"],
         grad_wrt: ParameterChoice | None,
         gradient_computer: str | GradientComputerFactory,
+        float32_products: Float32Products,
         normalize: NormalizationKind | Normalization,
         store_norms: bool,
         projector: str | AbstractProjector,
@@ -134,6 +137,7 @@ class AttributorSettings:
         )
         computer_name, self._make_computer = _decide_computer(gradient_computer, model)
         self._is_own_computer = computer_name is None
+        self._products = _decide_products(float32_products, gradient_computer)
         self.normalization = as_normalization(normalize)
         if self.normalization.reads_optimizer:
             refuse_sharded(model, f"normalize={self.normalization.kind!r}", "Use normalize='none'")
@@ -145,6 +149,7 @@ class AttributorSettings:
             "seed": int(self.projector.seed),
             "dtype": self.dtype,
             "gradient_computer": computer_name,
+            "float32_products": self._products,
             "normalize": self.normalization.to_json(),
             "store_norms": store_norms,
             "projector": projector_name(projector),
@@ -153,7 +158,6 @@ class AttributorSettings:
         }
         self._made_with: dict[str, Any] = {
             **versions(self.device),
-            "float32_products": "ieee",
             "settings": self._arguments,
         }
         self._log()
@@ -214,6 +218,7 @@ class AttributorSettings:
         return self._computer_of(self.task)
 
     def _computer_of(self, task: AbstractModelOutput) -> AbstractGradientComputer:
+        more: dict[str, Any] = {} if self._is_own_computer else {"float32_products": self._products}
         return (self._make_computer or FunctionalGradientComputer)(
             model=self._model,
             task=task,
@@ -221,6 +226,7 @@ class AttributorSettings:
             dtype=None,
             device=self.device,
             grad_wrt=list(self.parameters),
+            **more,
         )
 
     def fisher_computer(self) -> AbstractGradientComputer:
@@ -248,7 +254,7 @@ class AttributorSettings:
     def choose_computer(self, batch: Batch) -> AbstractGradientComputer:
         """Resolve ``gradient_computer="auto"`` on the first samples; return the chosen gradient computer."""
         name, reason, computer = choose_gradient_computer(
-            self._model, self.task, batch, list(self.parameters)
+            self._model, self.task, batch, list(self.parameters), float32_products=self._products
         )
         self._make_computer = GRADIENT_COMPUTERS[name]
         # The manifest of a store that is created later contains both dicts.
@@ -276,6 +282,8 @@ class AttributorSettings:
         }
         if dataset is not None:
             fingerprint["dataset"] = dict(dataset)
+        # A custom gradient computer may have other products than the settings.
+        self._made_with["float32_products"] = self.computer().float32_products
         return Manifest(fingerprint, self._made_with)
 
     def train_table(self, num_rows: int, fingerprint: Mapping[str, Any]) -> TableSpec:
@@ -492,6 +500,18 @@ def _decide_computer(
     if name != "auto" and not GRADIENT_COMPUTERS[name].runs_sharded:
         refuse_sharded(model, f"gradient_computer={name!r}", "Use gradient_computer='hook'")
     return name, None if name == "auto" else GRADIENT_COMPUTERS[name]
+
+
+def _decide_products(products: Float32Products, computer: str | GradientComputerFactory) -> Float32Products:
+    """Return how float32 products are computed; a custom gradient computer has this setting of its own."""
+    decided: Float32Products = one_of(("ieee", "tf32"), float32_products=products)  # type: ignore[assignment]
+    if decided != "ieee" and callable(computer):
+        raise InvalidInputError(
+            f"float32_products={decided!r} is for gradient computers that are chosen by name, and gradient_computer is "
+            f"{computer!r}. Pass it to the gradient computer: gradient_computer=partial(HookGradientComputer, "
+            f"float32_products={decided!r})."
+        )
+    return decided
 
 
 def _decide_layout(

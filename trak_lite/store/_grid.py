@@ -29,7 +29,7 @@ __all__ = [
 
 _CHUNK_BYTES = 64 << 20
 _FEWEST_CHUNK_ROWS = 32
-_FEWEST_ROWS_PER_COMMIT = 256  # a commit syncs to the disk eight times
+_FEWEST_ROWS_PER_COMMIT = 256  # a commit waits for the disk three times
 _CHUNKS_OF_A_SMALL_TABLE = 64
 _MOST_ROWS = 1 << 32
 _MOST_CHUNK_ROWS = 1 << 26  # lists of this length and of _MOST_ROWS are held in memory

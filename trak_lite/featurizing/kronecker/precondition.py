@@ -13,6 +13,7 @@ from typing import Any, final
 import torch
 from torch import Tensor
 
+from trak_lite._devices import full_float32
 from trak_lite.errors import InvalidInputError
 from trak_lite.featurizing.kronecker.bases import GradientJoiner, UnitGradient
 from trak_lite.featurizing.kronecker.covariances import precise, sample_slices
@@ -98,9 +99,11 @@ class _Inverse:
         if self._is_diagonal:
             self._scale(gradient.block, parameters, sink)
             return
-        for samples, turned in self._basis.rotated(gradient):
-            matrices = self._basis.back(turned.mul_(self._inverse.to(turned)))
-            self._emit(matrices, gradient.block.start + samples.start, parameters, sink)
+        # TF32 would put a part of the large directions into small ones, which the inverse amplifies.
+        with full_float32(self._inverse.device):
+            for samples, turned in self._basis.rotated(gradient):
+                matrices = self._basis.back(turned.mul_(self._inverse.to(turned)))
+                self._emit(matrices, gradient.block.start + samples.start, parameters, sink)
 
     def _emit(self, matrices: Tensor, start: int, parameters: ParameterShapes, sink: BlockSink) -> None:
         unit = self._basis.unit

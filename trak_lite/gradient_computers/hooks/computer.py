@@ -15,6 +15,7 @@ from typing import Any, ClassVar, Literal, Self
 import torch
 from torch import Tensor, nn
 
+from trak_lite._devices import Float32Products
 from trak_lite.data.batches import batch_size, map_tensors, take_rows
 from trak_lite.errors import (
     MODEL_FAILURES,
@@ -104,6 +105,7 @@ class HookGradientComputer(AbstractStreamingComputer):
         *,
         chunk_size: int | None = None,
         autocast_dtype: torch.dtype | None = None,
+        float32_products: Float32Products = "ieee",
         strict: bool | None = None,
         self_check: bool = True,
         keep_factors: bool = False,
@@ -119,6 +121,8 @@ class HookGradientComputer(AbstractStreamingComputer):
             grad_wrt: Parameters to keep (:func:`select_parameters`); ``None`` keeps those that require grad.
             chunk_size: Number of samples per pass; bounds the memory of a large batch.
             autocast_dtype: Run the forward pass under autocast in this dtype (float16 or bfloat16).
+            float32_products: ``"ieee"`` for full float32 products, ``"tf32"`` to round their factors to 10 bits of
+                mantissa on an accelerator; see :class:`AbstractStreamingComputer`.
             strict: ``True`` raises for every kept parameter without a per-sample gradient. ``False`` sets its gradient
                 to zero, and :meth:`explain` reports it. ``None`` raises if f depends on the parameter in a way that
                 hooks cannot split by sample, and sets it to zero if f does not depend on it (an unused layer). A
@@ -128,7 +132,13 @@ class HookGradientComputer(AbstractStreamingComputer):
                 fewer entries. Slower.
         """
         given = (model, task, grad_dim, dtype, device, grad_wrt)
-        super().__init__(*given, chunk_size=chunk_size, autocast_dtype=autocast_dtype, self_check=self_check)
+        super().__init__(
+            *given,
+            chunk_size=chunk_size,
+            autocast_dtype=autocast_dtype,
+            float32_products=float32_products,
+            self_check=self_check,
+        )
         self.strict, self.keep_factors = strict, keep_factors
         self._plans: dict[Any, Plan] = {}
         self._sharded: ShardedModel | None = None

@@ -231,29 +231,33 @@ def _pieces(count: int, step: int) -> Iterator[slice]:
 # Estimates for a GPU of the H100's class, from flops and bytes; nothing was measured. Only their ratios matter.
 _BYTES = 2400.0  # bytes that are read or written per nanosecond
 _FLOPS = 50_000.0  # float32 operations of a matrix product per nanosecond
-_LAUNCH = 5000.0 / 32  # nanoseconds of a launch, per sample of a batch of 32
+_LAUNCH = 5000.0  # nanoseconds of a launch
+_FOURIER_LAUNCHES, _KERNEL_LAUNCHES, _FORM_LAUNCHES = 9, 3, 6
+"""Launches of :meth:`AllBlocks.convolved`, of the Triton kernel and of :meth:`AllBlocks.formed`, for all samples."""
 
 
 def fourier_takes_less_time(
-    shape: tuple[int, int], positions: int, *, proj_dim: int, triton: bool = True
+    shape: tuple[int, int], positions: int, *, proj_dim: int, samples: int, triton: bool = True
 ) -> bool:
-    """Return whether Fourier transforms are faster than forming the gradient on an accelerator, for one sample.
+    """Return whether Fourier transforms are faster than forming the gradients on an accelerator.
 
     Args:
         shape: ``(d_out, d_in)``.
         positions: T.
         proj_dim: K.
+        samples: b. The fewer there are, the more a launch counts.
         triton: Formed gradients are summed by the Triton kernel: else by :meth:`AllBlocks.formed`.
 
     Example:
-        >>> [fourier_takes_less_time((1024, 1024), positions, proj_dim=2048) for positions in (1, 1024)]
-        [True, False]
+        >>> [fourier_takes_less_time((3072, 768), 64, proj_dim=2048, samples=samples) for samples in (2, 32)]
+        [False, True]
     """
     d_out, d_in = shape
     blocks = -(-d_out // proj_dim) * -(-d_in // proj_dim)
     entries = d_out * d_in if triton else blocks * proj_dim * (proj_dim + 1)
     taken = blocks * positions * proj_dim  # entries of one factor, for all blocks
-    form = entries * (8 / _BYTES + 2 * positions / _FLOPS) + 3 * _LAUNCH
+    form = entries * (8 / _BYTES + 2 * positions / _FLOPS)
     if not triton:
-        form += 40 * taken / _BYTES + 3 * _LAUNCH
-    return 64 * taken / _BYTES + 8 * _LAUNCH < form
+        form += 40 * taken / _BYTES
+    more_launches = _FOURIER_LAUNCHES - (_KERNEL_LAUNCHES if triton else _FORM_LAUNCHES)
+    return samples * 64 * taken / _BYTES + more_launches * _LAUNCH < samples * form

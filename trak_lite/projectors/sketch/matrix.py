@@ -113,7 +113,8 @@ class MatrixSketch(AbstractSketch):
         positions, size = block.inputs.shape[1], self._proj_dim
         if on_cpu:
             return fourier_is_cheaper(self.shape, positions, proj_dim=size)
-        return fourier_takes_less_time(self.shape, positions, proj_dim=size, triton=triton)
+        samples = len(block.inputs)
+        return fourier_takes_less_time(self.shape, positions, proj_dim=size, samples=samples, triton=triton)
 
     @functools.cached_property
     def _at_once(self) -> AllBlocks:

@@ -5,11 +5,14 @@ from __future__ import annotations
 import contextlib
 import errno
 import fcntl
+import functools
+import logging
 import mmap
 import os
 import stat
+import threading
 import weakref
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, final
 
 import numpy as np
@@ -34,8 +37,9 @@ __all__ = [
     "open_file",
     "read_file",
     "reserve",
-    "sync_file",
+    "sync_files",
     "sync_folder",
+    "sync_folders",
     "write_all",
     "zeros",
 ]
@@ -44,6 +48,8 @@ _FULL = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
 _READ_ONLY = {errno.EROFS, errno.EACCES, errno.EPERM}
 _NO_PLAIN_FILE = {errno.EISDIR, errno.ENOTDIR, errno.ENXIO}
 _NOT_SUPPORTED = {errno.EOPNOTSUPP, errno.EINVAL, errno.ENOSYS}
+logger = logging.getLogger(__name__)
+
 _ZEROS = bytes(1 << 20)
 
 
@@ -224,19 +230,58 @@ def reserve(fd: int, size: int) -> None:
         write_all(fd, _ZEROS[: size - start], start)
 
 
-def sync_file(fd: int, path: str) -> None:
-    """Sync a file to the disk.
+def sync_files(files: Mapping[int, str]) -> None:
+    """Sync files, path by descriptor, to the disk, all at once: a disk writes several in little more time than one.
 
     After a failed sync, Linux marks the pages as clean, so a later sync would succeed without writing them. On failure
-    this function therefore writes the bytes again, which marks the pages as dirty, and re-raises.
+    this function therefore writes the bytes of the file again, which marks the pages as dirty, and raises.
     """
+    errors = _at_once([functools.partial(os.fsync, fd) for fd in files])
+    for (fd, path), error in zip(files.items(), errors, strict=True):
+        if isinstance(error, OSError):
+            content = map_file(path, os.fstat(fd).st_size)
+            for start in range(0, len(content), len(_ZEROS)):
+                write_all(fd, content[start : start + len(_ZEROS)], start)
+    _raise_first(errors)
+
+
+def sync_folders(paths: Iterable[str]) -> None:
+    """Sync folders, all at once; see :func:`sync_folder`."""
+    _raise_first(_at_once([functools.partial(sync_folder, path) for path in paths]))
+
+
+def _at_once(calls: Sequence[Callable[[], None]]) -> list[BaseException | None]:
+    """Run every call, all but the last in threads of their own; return the error of each."""
+    errors: list[BaseException | None] = [None] * len(calls)
+
+    def run(number: int) -> None:
+        try:
+            calls[number]()
+        except BaseException as error:
+            errors[number] = error
+
+    threads = []
     try:
-        os.fsync(fd)
-    except OSError:
-        content = map_file(path, os.fstat(fd).st_size)
-        for start in range(0, len(content), len(_ZEROS)):
-            write_all(fd, content[start : start + len(_ZEROS)], start)
-        raise
+        for number in range(len(calls)):
+            thread = threading.Thread(target=run, args=(number,), name="trak_lite sync", daemon=True)
+            try:
+                if number + 1 < len(calls):
+                    thread.start()
+                    threads.append(thread)
+                    continue
+            except RuntimeError as error:  # the machine has no further thread
+                logger.debug("Syncs one file after the other: %s", error)
+            run(number)
+    finally:
+        for thread in threads:
+            thread.join()
+    return errors
+
+
+def _raise_first(errors: Iterable[BaseException | None]) -> None:
+    for error in errors:
+        if error is not None:
+            raise error
 
 
 def sync_folder(path: str) -> None:

@@ -33,8 +33,9 @@ from trak_lite.store.disk.files import (
     map_file,
     read_file,
     reserve,
-    sync_file,
+    sync_files,
     sync_folder,
+    sync_folders,
     write_all,
     zeros,
 )
@@ -350,16 +351,17 @@ class StagedChunk:
         """
         self._pad()
         record = self._proven_record()
-        for fd, column in zip(self._column_fds, self._files.columns, strict=True):
-            sync_file(fd, column.staged(self.chunk))
+        columns = self._files.columns
+        sync_files(
+            dict(zip(self._column_fds, (column.staged(self.chunk) for column in columns), strict=True))
+        )
         failpoint("columns_synced")
         log.append(record)
         failpoint("commit_synced")
-        for column in self._files.columns:
+        for column in columns:
             os.rename(column.staged(self.chunk), column.visible(self.chunk))
             failpoint("column_published")
-        for folder in (*(column.folder for column in self._files.columns), self._files.stage):
-            sync_folder(folder)
+        sync_folders([*(column.folder for column in columns), self._files.stage])
         failpoint("chunk_published")
         self.discard_log()
         failpoint("chunk_settled")
