@@ -14,7 +14,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
-from trak_lite._validate import positive_int
+from trak_lite._validate import positive_int, real_at_least
 from trak_lite.data.datasets import HeldRows, Rows
 from trak_lite.errors import InvalidInputError
 from trak_lite.featurizing.session import FeaturizingSession, Run, TargetSet, marking_last, stored_norms
@@ -299,6 +299,7 @@ class Attributor:
         method: Method | None = None,
         dense: bool = True,
         k: int | None = None,
+        recall: float | None = None,
         refine: Refine | None = None,
         checkpoints: CheckpointSource = None,
         checkpoint_loader: Callable[[Any], Mapping[str, Tensor]] | None = None,
@@ -318,6 +319,12 @@ class Attributor:
                 (``{"name": "TracIn", "learning_rates": [0.1, 0.05]}``); ``None`` is the attributor's method.
             dense: Store the ``(N, M)`` matrix on disk. ``False`` computes scores from the stored rows on access.
             k: With ``dense=False``, find and store the k most helpful and k most harmful rows of every target.
+            recall: With ``k``, allow an index to find these rows, if it is known to find at least this share of them
+                (0.99, for example). The first call builds the index, which the store keeps. Calls score all rows, and
+                measure the index on up to 512 of their targets, until the lower bound of the recall (95 % confidence)
+                reaches ``recall``; 0.99 takes at least 368 targets. The scores of the rows found are those of their
+                stored features. ``Scores.settings`` has the recall, its lower bound and the numbers of candidates and
+                of measured targets. Later targets are assumed to be like the measured ones.
             refine: Score the candidates of every target again by their unprojected gradients, and return these scores
                 (in memory, NaN for all other rows). The scores of the stored rows find the candidates; only
                 these are cached. Needs the train data: call :meth:`featurize` first.
@@ -338,6 +345,11 @@ class Attributor:
         """
         check_name(name, what="target set")
         chosen = self._settings.scored_by(method)
+        if recall is not None and (k is None or dense or not 0.0 < real_at_least(0.0, recall=recall) < 1.0):
+            raise InvalidInputError(
+                f"recall={recall} must be above 0 and below 1, and needs dense=False and k. Leave recall out for the "
+                "exact rows."
+            )
         if isinstance(chosen, AbstractMatrixMethod):
             if k is not None or refine is not None or not dense:
                 raise InvalidInputError(
@@ -378,10 +390,10 @@ class Attributor:
             )
             if dense and not finished:
                 result.fill(source, device=self.device, progress=self._run.progress)
-            ends = None if k is None else result.top_and_bottom(source, k)
+            ends, shown = (None, {}) if k is None else result.top_and_bottom(source, k, recall)
             if refine is not None and ends is not None:
                 return refined_scores(self._run, session, train, targets, name, refine, ends)
-            return result.scores(self._run, dense=dense, ends=ends)
+            return result.scores(self._run, dense=dense, ends=ends, shown=shown)
 
     def _score_matrix(
         self,
