@@ -30,16 +30,17 @@ from typing import Any, Final, final
 import numpy as np
 import torch
 from numpy.typing import NDArray
+from torch import Tensor
 
-from trak_lite._devices import copied_ahead, eigh_of_positive
+from trak_lite._devices import copied_ahead, eigh_of_positive, full_float32
 from trak_lite.data.batches import rows_in_batches
 from trak_lite.errors import BusyError
 from trak_lite.linalg.topk import TopRows
 from trak_lite.parallel.sharing import SharedRows
-from trak_lite.run.tables import FEATURES, index_paths
+from trak_lite.run.tables import FEATURES, as_tensor, index_paths
 from trak_lite.scoring.matrix import best_of, top_and_bottom, top_and_bottom_of
 from trak_lite.scoring.source import ScoreSource
-from trak_lite.scoring.tiles import ScoreTerm, score_rows, score_tile
+from trak_lite.scoring.tiles import ScoreTerm, score_rows
 from trak_lite.store import AbstractFeatureStore, AbstractRowTable, Column, TableSpec
 from trak_lite.store._grid import chunk_rows_for
 
@@ -73,6 +74,7 @@ _SCANNED_TARGETS: Final = 4096
 _SCANNED_VALUES: Final = 1 << 23
 """Coarse scores per tile, unless a tile has fewer rows than :data:`_LEAST_SCANNED_ROWS`."""
 _LEAST_SCANNED_ROWS: Final = 4096
+_DECODED_ROWS: Final = 1024
 _SCORED_TARGETS: Final = 16
 """Targets whose candidates are scored together."""
 _SCORED_ROWS: Final = 1024
@@ -250,7 +252,7 @@ class _Index:
         self._pool_path = f"{path}/measured"
         basis = store.open_table(f"{path}/basis")
         self._key = basis.content_key()
-        self._rows = store.open_table(f"{path}/rows")
+        self.rows = store.open_table(f"{path}/rows")
         self._sample = _sampled_rows(source)
         self._coefficients = torch.from_numpy(_coefficients_of(basis, self._sample))
 
@@ -300,12 +302,11 @@ class _Index:
         """Return the candidates of both ends, best first, ``(2, M, count)``."""
         exact = self._source.scores_of(self._sample, terms)
         targets = exact.T @ self._coefficients.to(exact)
-        coarse = [ScoreTerm(self._rows, targets)]
-        num_rows, ranks = self._rows.spec.num_rows, self._source.ranks
+        num_rows, ranks = self.rows.spec.num_rows, self._source.ranks
         size = max(_LEAST_SCANNED_ROWS, _SCANNED_VALUES // len(targets))
         ranges = [range(start, min(start + size, num_rows)) for start in range(0, num_rows, size)]
         own = ranges[len(ranges) * ranks.rank // ranks.size : len(ranges) * (ranks.rank + 1) // ranks.size]
-        tiles = ((rows.start, score_tile(coarse, rows, q="off", device=targets.device)) for rows in own)
+        tiles = ((rows.start, _products(self.rows, rows, targets)) for rows in own)
         return top_and_bottom_of(tiles, len(targets), count, ranks)[:, 0].astype(np.int64)
 
     def _scored(self, terms: Sequence[ScoreTerm], found: NDArray[np.int64], k: int) -> NDArray[np.float64]:
@@ -328,6 +329,35 @@ class _Index:
     def _stored_pool(self) -> NDArray[np.int64]:
         found = self._store.entry(self._pool_path, self._key)
         return np.empty((0, 1), np.int64) if found is None else found
+
+
+def _products(table: AbstractRowTable, rows: range, targets: Tensor) -> Tensor:
+    """Return the products of some rows of an int4 table with targets ``(M, R)``, ``(rows, M)`` float32.
+
+    A byte b has the entries l - 8 and h - 8 with l = b mod 16 and h = (b - l) / 16. With even and odd columns e and o
+    of the targets, the products are l (e - o / 16) + b o / 16 - 8 (e + o): nothing is unpacked.
+    """
+    even, odd = targets[:, ::2], targets[:, 1::2]
+    if odd.shape[1] < even.shape[1]:  # the last half byte is not used
+        odd = torch.nn.functional.pad(odd, (0, 1))
+    of_low, of_byte = (even - odd / 16).T.contiguous(), (odd / 16).T.contiguous()
+    offset = -8 * (even + odd).sum(1)
+    out = torch.empty(len(rows), len(targets), device=targets.device)
+    chunk_rows = table.spec.chunk_rows
+    with full_float32(targets.device):
+        for chunk in range(rows.start // chunk_rows, (rows.stop - 1) // chunk_rows + 1):
+            packed, scales = table.stored_chunk(chunk, FEATURES).arrays
+            first = max(rows.start, chunk * chunk_rows)
+            last = min(rows.stop, (chunk + 1) * chunk_rows)
+            for start in range(first, last, _DECODED_ROWS):
+                stop = min(start + _DECODED_ROWS, last)
+                here = slice(start - chunk * chunk_rows, stop - chunk * chunk_rows)
+                numbers = as_tensor(packed[here], targets.device)
+                tile = out[start - rows.start : stop - rows.start]
+                torch.addmm(offset, numbers.bitwise_and(15).float(), of_low, out=tile)
+                tile.addmm_(numbers.float(), of_byte)
+                tile.mul_(as_tensor(scales[here], targets.device)[:, None])
+    return out
 
 
 def _built(store: AbstractFeatureStore, source: ScoreSource, identity: Mapping[str, Any]) -> _Index | None:

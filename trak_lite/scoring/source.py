@@ -150,6 +150,16 @@ class ScoreSource:
         return self._name
 
     @property
+    def store(self) -> AbstractFeatureStore:
+        """The store of the rows."""
+        return self._store
+
+    @property
+    def train(self) -> list[AbstractRowTable]:
+        """Tables of the train rows, one per checkpoint."""
+        return list(self._train)
+
+    @property
     def device(self) -> torch.device:
         """Device of the products."""
         return self._device
