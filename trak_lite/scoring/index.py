@@ -303,10 +303,9 @@ class _Index:
         exact = self._source.scores_of(self._sample, terms)
         targets = exact.T @ self._coefficients.to(exact)
         num_rows, ranks = self.rows.spec.num_rows, self._source.ranks
-        size = max(_LEAST_SCANNED_ROWS, _SCANNED_VALUES // len(targets))
-        ranges = [range(start, min(start + size, num_rows)) for start in range(0, num_rows, size)]
-        own = ranges[len(ranges) * ranks.rank // ranks.size : len(ranges) * (ranks.rank + 1) // ranks.size]
-        tiles = ((rows.start, _products(self.rows, rows, targets)) for rows in own)
+        part = range(num_rows * ranks.rank // ranks.size, num_rows * (ranks.rank + 1) // ranks.size)
+        ranges = _growing(part, max(_LEAST_SCANNED_ROWS, _SCANNED_VALUES // len(targets)))
+        tiles = ((rows.start, _products(self.rows, rows, targets)) for rows in ranges)
         return top_and_bottom_of(tiles, len(targets), count, ranks)[:, 0].astype(np.int64)
 
     def _scored(self, terms: Sequence[ScoreTerm], found: NDArray[np.int64], k: int) -> NDArray[np.float64]:
@@ -358,6 +357,19 @@ def _products(table: AbstractRowTable, rows: range, targets: Tensor) -> Tensor:
                 tile.addmm_(numbers.float(), of_byte)
                 tile.mul_(as_tensor(scales[here], targets.device)[:, None])
     return out
+
+
+def _growing(rows: range, most: int) -> Iterator[range]:
+    """Yield consecutive parts, each twice as long as the one before: most later rows reach no present candidate.
+
+    Example:
+        >>> list(_growing(range(10, 40_000), 16_384))
+        [range(10, 4106), range(4106, 12298), range(12298, 28682), range(28682, 40000)]
+    """
+    start, size = rows.start, _LEAST_SCANNED_ROWS
+    while start < rows.stop:
+        yield range(start, min(start + size, rows.stop))
+        start, size = start + size, min(2 * size, most)
 
 
 def _built(store: AbstractFeatureStore, source: ScoreSource, identity: Mapping[str, Any]) -> _Index | None:
@@ -414,8 +426,9 @@ def _drop_others(store: AbstractFeatureStore, folder: str, path: str) -> None:
 
 def _sampled_rows(source: ScoreSource) -> NDArray[np.int64]:
     """Return the train rows that the directions are computed from, ascending."""
+    directions = min(_MOST_DIRECTIONS, source.num_checkpoints * source.width)
     fitting = max(1024, _SAMPLED_VALUES // source.width)
-    return _scattered(source.num_rows, min(_SAMPLED_PER_DIRECTION * _MOST_DIRECTIONS, fitting))
+    return _scattered(source.num_rows, min(_SAMPLED_PER_DIRECTION * directions, fitting))
 
 
 def _scattered(count: int, most: int) -> NDArray[np.int64]:
