@@ -319,12 +319,12 @@ class Attributor:
                 (``{"name": "TracIn", "learning_rates": [0.1, 0.05]}``); ``None`` is the attributor's method.
             dense: Store the ``(N, M)`` matrix on disk. ``False`` computes scores from the stored rows on access.
             k: With ``dense=False``, find and store the k most helpful and k most harmful rows of every target.
-            recall: With ``k``, allow an index to find these rows, if it is known to find at least this share of them
-                (0.99, for example). The first call builds the index, which the store keeps. Calls score all rows, and
-                measure the index on up to 512 of their targets, until the lower bound of the recall (95 % confidence)
-                reaches ``recall``; 0.99 takes at least 368 targets. The scores of the rows found are those of their
-                stored features. ``Scores.settings`` has the recall, its lower bound and the numbers of candidates and
-                of measured targets. Later targets are assumed to be like the measured ones.
+            recall: With ``k``, let an index find these rows if it finds at least this share of them (such as 0.99) in
+                expectation. The first call builds the index, which the store keeps. A call scores all rows, and
+                measures what the index would have found, until enough targets are measured for a lower bound of the
+                recall (95 % confidence): 0.96 takes 128 targets, 0.99 takes 512, from any calls. The bound holds for
+                targets like the measured ones. ``Scores.settings`` has the recall, its bound, and the numbers of
+                measured targets and of candidates.
             refine: Score the candidates of every target again by their unprojected gradients, and return these scores
                 (in memory, NaN for all other rows). The scores of the stored rows find the candidates; only
                 these are cached. Needs the train data: call :meth:`featurize` first.
