@@ -44,8 +44,8 @@ from trak_lite.store import ZarrFeatureStore
 
 WIDTH, MEASURED, TARGETS, BATCH = 1024, 600, 100, 8192
 FACTORS = (4, 16, 64)
-FAISS = ("SQfp16", "PCAR256,SQ8", "PQ128x4fs", "IVF1024,SQ8")
-"""Factory strings of faiss: exact, principal directions, product codes with fast scan, inverted lists."""
+FAISS = ("SQfp16", "PQ128x4fs", "IVF1024,SQ8")
+"""Factory strings of faiss: exact, product codes with fast scan, inverted lists."""
 PROBES = 64
 CPU = torch.device("cpu")
 
@@ -105,7 +105,7 @@ def spectrum(folder: str, num_rows: int) -> None:
         "causal_language_modeling",
         f"{folder}/real.zarr",
         proj_dim=WIDTH // 16,
-        method="GaussNewton",
+        method="TRAK",
         layout="module",
     )
     attributor.featurize(Rows(TensorDataset(ids, ids), batch_size=64, name="real"))
