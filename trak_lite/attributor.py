@@ -14,7 +14,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
-from trak_lite._validate import positive_int
+from trak_lite._validate import positive_int, real_at_least
 from trak_lite.data.columns import columns_of
 from trak_lite.data.datasets import HeldRows, Rows
 from trak_lite.errors import InvalidInputError
@@ -314,6 +314,7 @@ class Attributor:
         method: Method | None = None,
         dense: bool = True,
         k: int | None = None,
+        recall: float | None = None,
         refine: Refine | None = None,
         task: Task | None = None,
         checkpoints: CheckpointSource = None,
@@ -334,6 +335,12 @@ class Attributor:
                 (``{"name": "TracIn", "learning_rates": [0.1, 0.05]}``); ``None`` is the attributor's method.
             dense: Store the ``(N, M)`` matrix on disk. ``False`` computes scores from the stored rows on access.
             k: With ``dense=False``, find and store the k most helpful and k most harmful rows of every target.
+            recall: With ``k``, let an index find these rows if it finds at least this share of them (such as 0.99) in
+                expectation. The first call builds the index, which the store keeps. A call scores all rows, and
+                measures what the index would have found, until enough targets are measured for a lower bound of the
+                recall (95 % confidence): 0.96 takes 128 targets, 0.99 takes 512, from any calls. The bound holds for
+                targets like the measured ones. ``Scores.settings`` has the recall, its bound, and the numbers of
+                measured targets and of candidates.
             refine: Score the candidates of every target again by their unprojected gradients, and return these scores
                 (in memory, NaN for all other rows). The scores of the stored rows find the candidates; only
                 these are cached. Needs the train data: call :meth:`featurize` first.
@@ -358,6 +365,11 @@ class Attributor:
         """
         check_name(name, what="target set")
         chosen, run = self._settings.scored_by(method), self._run.asking(task)
+        if recall is not None and (k is None or dense or not 0.0 < real_at_least(0.0, recall=recall) < 1.0):
+            raise InvalidInputError(
+                f"recall={recall} must be above 0 and below 1, and needs dense=False and k. Leave recall out for the "
+                "exact rows."
+            )
         if isinstance(chosen, AbstractMatrixMethod):
             if k is not None or refine is not None or not dense:
                 raise InvalidInputError(
@@ -398,10 +410,10 @@ class Attributor:
             )
             if dense and not finished:
                 result.fill(source, device=self.device, progress=run.progress)
-            ends = None if k is None else result.top_and_bottom(source, k)
+            ends, shown = (None, {}) if k is None else result.top_and_bottom(source, k, recall)
             if refine is not None and ends is not None:
                 return refined_scores(run, session, train, targets, name, refine, ends)
-            return result.scores(run, dense=dense, ends=ends)
+            return result.scores(run, dense=dense, ends=ends, shown=shown)
 
     def _score_matrix(
         self,

@@ -96,6 +96,16 @@ def score_again(path: str) -> list[list[int]]:
     return top.indices.tolist()
 
 
+def score_by_index(path: str) -> tuple[int, list[list[int]]]:
+    """Return the number of candidates of an index, which the first call measures, and the rows that it finds."""
+    net = network()
+    made = attributor(path, net)
+    made.featurize(data(N), states(net, 2))
+    made.score(data(130, 2), "measured", dense=False, k=4, recall=0.9)
+    scores = made.score(data(M, 3), "new", dense=False, k=4, recall=0.9)
+    return scores.settings["candidates"], scores.top(4).indices.tolist()
+
+
 def with_own_group(path: str, init_method: str, backend: str, rank: int, size: int) -> tuple[int, bool]:
     dist.init_process_group(backend, init_method=init_method, rank=rank, world_size=size)
     found = featurize_and_score(path, "image_classification", N, 1)

@@ -115,6 +115,14 @@ def test_the_best_rows_are_those_of_all_scores_whoever_found_them(tmp_path: Path
     assert [found for _, found in on_ranks(2, cases.score_again, path)] == [expected] * 2
 
 
+def test_ranks_share_an_index_and_find_the_rows_of_one_process(tmp_path: Path) -> None:
+    found = on_ranks(2, cases.score_by_index, str(tmp_path / "two.zarr"))
+
+    alone = on_ranks(1, cases.score_by_index, str(tmp_path / "one.zarr"))
+    assert found == alone * 2
+    assert alone[0][0] == "done"
+
+
 @pytest.mark.parametrize("backend", ["gloo", "cuda:gloo"])  # the second carries nothing of the CPU, as NCCL
 def test_a_process_group_of_the_script_is_used_and_left_to_it(
     tmp_path: Path, alone: Any, backend: str

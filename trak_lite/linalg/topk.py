@@ -6,7 +6,7 @@ Shapes: N train rows, M targets, b rows of a tile, k rows kept per target.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Literal, NamedTuple, final
+from typing import Final, Literal, NamedTuple, final
 
 import numpy as np
 import torch
@@ -17,6 +17,10 @@ from trak_lite._validate import one_of, positive_int
 from trak_lite.errors import InvalidInputError, NonFiniteError, StateError
 
 __all__ = ["TopK", "TopRows", "merged_top", "not_finite"]
+
+
+_FEW: Final = 16
+"""Rows that can be among the best are added one by one if they are at most this part of a tile."""
 
 
 @final
@@ -68,6 +72,8 @@ class TopK:
         if block.shape[0] == 0:
             return
         self._remember(first_row, first_row + block.shape[0])
+        if self._add_few(first_row, block):
+            return
         # Keys are sorted from high to low. Adding 0 turns -0 into 0, so that both are equal on every device.
         keys = block.T.clone(memory_format=torch.contiguous_format).mul_(self._factor).add_(0.0)
         rows, keys = _lowest_rows_of_highest(keys, min(self._k, keys.shape[1]))
@@ -88,6 +94,34 @@ class TopK:
         if self._rows is None or self._keys is None:
             raise StateError("TopK has seen no row. Call update with at least one row of scores first.")
         return self._rows.clone(), self._keys.mul(self._factor).add_(0.0)
+
+    def _add_few(self, first_row: int, block: Tensor) -> bool:
+        """Add the rows that reach the present k-th key, if k are kept and few rows do; return whether this was done.
+
+        This reads a tile once, without a copy. On an accelerator it would wait for the number of rows.
+        """
+        if block.device.type != "cpu" or self._rows is None or self._keys is None:
+            return False
+        if self._keys.shape[1] < self._k:
+            return False
+        cut = self._keys[:, -1] * self._factor
+        places, targets = torch.nonzero(block >= cut if self._factor > 0 else block <= cut, as_tuple=True)
+        if len(targets) * _FEW > block.numel():
+            return False
+        if len(targets):
+            targets, order = targets.sort(stable=True)
+            places = places[order]
+            counts = torch.bincount(targets, minlength=self._num_targets)
+            column = torch.arange(len(targets), device="cpu") - (counts.cumsum(0) - counts)[targets]
+            keys = torch.full(
+                (self._num_targets, int(counts.max())), -torch.inf, dtype=block.dtype, device="cpu"
+            )
+            keys[targets, column] = block[places, targets] * self._factor + 0.0
+            rows = torch.zeros(keys.shape, dtype=torch.int64, device="cpu")
+            rows[targets, column] = places + first_row
+            rows, keys = torch.cat([self._rows, rows], 1), torch.cat([self._keys, keys], 1)
+            self._rows, self._keys = _best_first(rows, keys, self._k)
+        return True
 
     def _check(self, first_row: int, block: Tensor) -> None:
         if block.dim() != 2 or block.shape[1] != self._num_targets or not block.is_floating_point():

@@ -38,6 +38,7 @@ __all__ = [
     "featurized_names",
     "fisher_folder",
     "fisher_paths",
+    "index_paths",
     "model_id_of",
     "num_train_rows",
     "one_run_path",
@@ -232,6 +233,16 @@ def curvature_path(digest: str) -> str:
     return f"ekfac/{digest[:16]}"
 
 
+def index_paths(fingerprint: Mapping[str, Any]) -> tuple[str, str]:
+    """Return the folder of the indices of a method and checkpoints, and in it the folder of the index of some rows.
+
+    Args:
+        fingerprint: What determines the index, including ``"method"`` and ``"checkpoints"``.
+    """
+    folder = f"index/{Manifest({key: fingerprint[key] for key in ('method', 'checkpoints')}).digest()[:16]}"
+    return folder, f"{folder}/{Manifest(dict(fingerprint)).digest()[:16]}"
+
+
 def top_path(name: str) -> str:
     """Return the path of the top rows of a target set."""
     return f"top/{name}"
@@ -332,6 +343,10 @@ def drop_checkpoint(store: AbstractFeatureStore, name: str) -> None:
     weights = str(store.open_table(found[0]).spec.fingerprint["weights"])
     for entry in store.entry_names(curvature_path(weights)):
         store.drop_entry(entry)
+    for path in store.table_names("index"):
+        if weights in store.open_table(path).spec.fingerprint["checkpoints"]:
+            store.drop_entry(f"{path.rpartition('/')[0]}/measured")
+            store.drop_table(path)
     for path in (*targets, *store.table_names(fisher_folder(found[0])), found[0]):
         store.drop_table(path)
 

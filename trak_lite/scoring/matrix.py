@@ -20,8 +20,10 @@ from trak_lite._validate import one_of, positive_int, real_at_least, target_numb
 from trak_lite.data.columns import Column
 from trak_lite.errors import InvalidInputError
 from trak_lite.linalg.topk import TopK, TopRows, merged_top, not_finite
+from trak_lite.parallel.ranks import Ranks
 from trak_lite.run.tables import SCORES
 from trak_lite.scoring.source import ScoreSource
+from trak_lite.scoring.tiles import ScoreTerm
 from trak_lite.store import AbstractRowTable
 
 __all__ = [
@@ -33,9 +35,11 @@ __all__ = [
     "RowChoice",
     "StoredMatrix",
     "StreamedMatrix",
+    "best_of",
     "chosen_top",
     "group_sums",
     "top_and_bottom",
+    "top_and_bottom_of",
     "top_rows",
 ]
 
@@ -271,18 +275,20 @@ class PartialMatrix(AbstractScoreMatrix):
                 "was requested. Compute them again with a larger k (or candidates)."
             )
         count = min(k, self._num_rows)
-        best = [_best_of(known, sign, count) for known in self._known]
+        best = [best_of(known, sign, count) for known in self._known]
         return TopRows(np.stack([one.indices for one in best]), np.stack([one.scores for one in best]))
 
 
-def _best_of(known: TopRows, sign: Sign, count: int) -> TopRows:
+def best_of(known: TopRows, sign: Sign, count: int) -> TopRows:
     """Return the strongest of some rows; of equal scores the lower row is first, as rows are ascending."""
     keys = -known.scores if sign == "helpful" else known.scores
     order = np.argsort(keys, kind="stable")[:count]
     return TopRows(known.indices[order], known.scores[order])
 
 
-def top_and_bottom(source: ScoreSource, k: int) -> NDArray[np.float64]:
+def top_and_bottom(
+    source: ScoreSource, k: int, terms: Sequence[ScoreTerm] | None = None
+) -> NDArray[np.float64]:
     """Return the k most helpful and most harmful rows of every target, from one pass over the train rows.
 
     Memory: one tile of scores and ``4 k`` numbers per target, for any N.
@@ -290,20 +296,30 @@ def top_and_bottom(source: ScoreSource, k: int) -> NDArray[np.float64]:
     Args:
         source: Computes the scores. Its ranks share the pass: each reads consecutive tiles, and the results are merged.
         k: Number of helpful and of harmful rows.
+        terms: One term per checkpoint; ``None`` takes those of all targets.
 
     Returns:
         ``(2, 2, M, min(k, N))``: axis 0 is helpful, harmful; axis 1 is row numbers, scores.
     """
+    terms = source.terms() if terms is None else terms
     ranks = source.ranks
-    ends = [TopK(source.num_targets, k, sign=sign) for sign in _ENDS]
+    tiles = source.tiles(terms, share=(ranks.rank, ranks.size))
+    return top_and_bottom_of(tiles, len(terms[0].targets), k, ranks)
+
+
+def top_and_bottom_of(
+    tiles: Iterable[tuple[int, Tensor]], num_targets: int, k: int, ranks: Ranks
+) -> NDArray[np.float64]:
+    """Return the k highest and lowest scores of every target in the tiles of all ranks, as :func:`top_and_bottom`."""
+    ends = [TopK(num_targets, k, sign=sign) for sign in _ENDS]
     own = None
-    for start, tile in source.tiles(share=(ranks.rank, ranks.size)):
+    for start, tile in tiles:
         for best in ends:
             best.update(start, tile)
         own = ends
     found = None if own is None else _stacked([best.result() for best in own])
     merged = ranks.merged(found, lambda one, other: _merged_ends(one, other, k))
-    assert merged is not None  # a source has at least one row
+    assert merged is not None  # there is at least one row
     return merged
 
 

@@ -164,6 +164,26 @@ class ScoreSource:
         return self._name
 
     @property
+    def store(self) -> AbstractFeatureStore:
+        """The store of the rows."""
+        return self._store
+
+    @property
+    def train(self) -> list[AbstractRowTable]:
+        """Tables of the train rows, one per checkpoint."""
+        return list(self._train)
+
+    @property
+    def device(self) -> torch.device:
+        """Device of the products."""
+        return self._device
+
+    @property
+    def width(self) -> int:
+        """K."""
+        return self._layout.width
+
+    @property
     def num_checkpoints(self) -> int:
         """C."""
         return len(self._train)
@@ -197,6 +217,32 @@ class ScoreSource:
             ScoreTerm(table, (self._behind_kernel(table, targets) * weight).float(), transform)
             for table, weight in zip(self._train, self._weights, strict=True)
         ]
+
+    def gram_of_rows(self, rows: NDArray[np.int64]) -> Tensor:
+        """Return the products of some train rows with each other, ``(rows, rows)`` float64 where the device has it.
+
+        In contrast to scores, both sides are multiplied by q, and checkpoints by the absolute value of their weight.
+        """
+        size = (len(rows), len(rows))
+        total = torch.zeros(size, dtype=wide_dtype(self._device), device=self._device)
+        for own, solved in self._metric_rows(rows):
+            total += own @ solved.T
+        return (total + total.T) / 2
+
+    def terms_of_rows(self, rows: NDArray[np.int64], coefficients: Tensor) -> list[ScoreTerm]:
+        """Return one term per checkpoint for combinations of the rows of :meth:`gram_of_rows` as targets.
+
+        Args:
+            rows: Train rows.
+            coefficients: ``(rows, R)``, one column per target.
+        """
+        transform = self._transformed if _transforms(self.method) else None
+        terms = []
+        parts = zip(self._train, self._weights, self._metric_rows(rows), strict=True)
+        for table, weight, (_, solved) in parts:
+            targets = coefficients.to(solved).T @ solved * abs(weight) ** 0.5
+            terms.append(ScoreTerm(table, targets.float(), transform))
+        return terms
 
     def path_terms(self, dampings: Sequence[float | None], targets: slice = slice(None)) -> list[ScoreTerm]:
         """Return one term per checkpoint, with the targets at every damping, ``(L * M, K)``, dampings first.
@@ -422,6 +468,23 @@ class ScoreSource:
         rows = rows.to(wide_dtype(self._device))
         self.ranks.send_to_all(rows)
         return rows
+
+    def _metric_rows(self, rows: NDArray[np.int64]) -> Iterator[tuple[Tensor, Tensor]]:
+        """Yield some train rows, and these multiplied by (H + lambda I)^-1, ``(rows, K)``, for each checkpoint.
+
+        Both are multiplied by q and by the root of the absolute weight of the checkpoint.
+        """
+        for table, weight, q in zip(self._train, self._weights, self.row_factors(rows), strict=True):
+            found = torch.from_numpy(table.read_rows(FEATURES, rows)).to(self._device)
+            if _transforms(self.method):
+                found = self._transformed(found)
+            wide = found.to(wide_dtype(self._device))
+            wide = wide * torch.from_numpy(q * abs(weight) ** 0.5).to(wide)[:, None]
+            kernel = self.method.kernel
+            if kernel is None:
+                yield wide, wide
+            else:
+                yield wide, precondition(wide, self._kernels(table, kernel), layout=self._layout).to(wide)
 
     def _own_products(self, table: AbstractRowTable) -> Callable[[Tensor], Tensor]:
         """Return a function that computes the product of each train row with itself, ``(b, K) -> (b,)``."""

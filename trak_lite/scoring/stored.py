@@ -49,6 +49,7 @@ from trak_lite.run.tables import (
 )
 from trak_lite.run.workspace import Workspace, naming_dropped
 from trak_lite.scoring.grams import fisher_of, kernels_of
+from trak_lite.scoring.index import indexed_top
 from trak_lite.scoring.matrix import AbstractScoreMatrix, StoredMatrix, StreamedMatrix, top_and_bottom
 from trak_lite.scoring.scores import OneRunPlace, Scores
 from trak_lite.scoring.source import ScoreSource
@@ -472,29 +473,47 @@ class ScoreResult:
             with contextlib.suppress(BusyError, StateError):
                 table.put(rows, {column: values[rows] for column, values in columns.items()})
 
-    def top_and_bottom(self, source: ScoreSource, k: int) -> NDArray[np.float64]:
-        """Return the k most helpful and most harmful rows of every target, from the store's cache or from one pass.
+    def top_and_bottom(
+        self, source: ScoreSource, k: int, recall: float | None
+    ) -> tuple[NDArray[np.float64], dict[str, Any]]:
+        """Return the k most helpful and most harmful rows of every target, and what to report of an index.
 
-        A cache miss costs one pass over the stored rows, which the ranks of the source share. Nothing is
-        cached if the store is read-only.
+        Exact rows are read from the store's cache, or found in one pass over the stored rows, which the ranks of the
+        source share. Nothing is cached if the store is read-only.
+
+        Args:
+            source: Computes the scores.
+            k: Number of helpful and of harmful rows.
+            recall: Share of the exact rows that suffices; ``None`` uses no index.
         """
         name, key = top_path(self._name), self.digest()
         rows = self._store.cached(name, key)
         enough = rows is not None and rows.shape[-1] >= min(k, source.num_rows)
+        report: dict[str, Any] = {}
         # In an object store, the ranks may have different caches: compute unless all ranks have the rows.
         if not source.ranks.merged(enough, operator.and_):
-            rows = top_and_bottom(source, k)
-            if source.ranks.rank == 0:
+            if recall is None:
+                rows = top_and_bottom(source, k)
+            else:
+                identity = ("method", "checkpoints", "train_rows")
+                found = indexed_top(
+                    self._store, source, {one: self._spec.fingerprint[one] for one in identity}, k, recall
+                )
+                rows, report = found.ends, found.report()
+            if source.ranks.rank == 0 and "candidates" not in report:
                 self._store.cache(name, key, rows)
-        return np.array(rows)
+        return np.array(rows), {} if recall is None else {"recall": 1.0, **report}
 
-    def scores(self, run: Run, *, dense: bool, ends: Array | None = None) -> Scores:
+    def scores(
+        self, run: Run, *, dense: bool, ends: Array | None = None, shown: Mapping[str, Any] | None = None
+    ) -> Scores:
         """Return the scores. They read from the store, also after it is closed.
 
         Args:
             run: The model, settings and store of the scores.
             dense: Return the stored matrix, which must be complete. ``False`` computes scores on access.
             ends: The most helpful and most harmful rows of every target, if known.
+            shown: JSON values to show with the scores.
         """
         store, settings = self._store, run.settings
         source = score_source(store, list(self._train.values()), self._name, self._method, settings)
@@ -502,7 +521,8 @@ class ScoreResult:
             table = store.open_table(self._path)
             return _scores_of_table(run.workspace, settings, table, source, store, run=run)
         path = target_folder(self._name, self._method)
-        return _scores(run.workspace, settings, StreamedMatrix(source, ends), source, path, run=run)
+        matrix = StreamedMatrix(source, ends)
+        return _scores(run.workspace, settings, matrix, source, path, run=run, shown=shown)
 
     def digest(self) -> str:
         """Return a digest of everything that the scores depend on."""

@@ -70,6 +70,7 @@ def score_rows(
     q: WhereQ = "outside",
     device: torch.device,
     label: str,
+    column: str = SCORES,
     progress: bool | None = None,
     ranks: Ranks | None = None,
 ) -> int:
@@ -83,6 +84,7 @@ def score_rows(
         q: Where the train rows' q is applied.
         device: Device of the products and of the terms' targets.
         label: Label of the progress bar.
+        column: The column of the table.
         progress: Show the bar; ``None`` shows it on a terminal only.
         ranks: See :class:`~trak_lite.parallel.sharing.SharedRows`.
 
@@ -93,7 +95,7 @@ def score_rows(
         for batches in work.rounds():  # all rows of a round are put before the next
             tiles = ((rows, score_tile(terms, _covering(rows), q=q, device=device)) for rows in batches)
             for rows, tile in copied_ahead(tiles):
-                work.put(rows, {SCORES: tile[rows - rows[0]]})
+                work.put(rows, {column: tile[rows - rows[0]]})
     return work.written
 
 
