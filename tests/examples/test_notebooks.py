@@ -77,7 +77,7 @@ def shown(cells: list[dict[str, Any]]) -> list[list[tuple[str, list[str], list[f
 def _shown(output: dict[str, Any]) -> tuple[str, list[str], list[float]]:
     data = output.get("data", {})
     text = output.get("text", data.get("text/html", data.get("text/plain", "")))
-    text = text if isinstance(text, str) else "".join(text)
+    text = re.sub(r"<style>.*?</style>", "", text if isinstance(text, str) else "".join(text), flags=re.S)
     number = r"[-+]?\d+(?:\.\d+)?(?:e[-+]?\d+)?"
     values = [float(value) for value in re.findall(number, text)] if "text" in output else []
     return " ".join([output["output_type"], *sorted(data)]), re.sub(number, "#", text).split(), values
