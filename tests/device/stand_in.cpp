@@ -416,6 +416,10 @@ TORCH_LIBRARY_IMPL(aten, PrivateUse1, m) {
   add_cells(m);
   m.impl("empty.memory_format", &empty);
   m.impl("empty_strided", &empty_strided);
+  // Tangents of forward mode: the CPU's have no memory, and a key in its place that a tensor of the device would lose.
+  m.impl("_efficientzerotensor",
+         [](IntArrayRef size, Optional<at::ScalarType> dtype, Optional<at::Layout> layout, Optional<Device> device,
+            Optional<bool> pin) { return empty(size, dtype, layout, device, pin, {}).zero_(); });
   m.impl("_copy_from", &copy_from);
   m.impl("_local_scalar_dense", &item);
   m.impl("resize_", &resize_);
