@@ -26,7 +26,7 @@ from trak_lite.models.checkpoints import CheckpointSource, iterate_checkpoints
 from trak_lite.projectors import AbstractProjector
 from trak_lite.run.columns import store_columns
 from trak_lite.run.settings import AttributorSettings, GradientComputerFactory, Task, stored_arguments
-from trak_lite.run.tables import complete_tables, drop_checkpoint
+from trak_lite.run.tables import checkpoint_tables, complete_tables, drop_checkpoint
 from trak_lite.run.workspace import Workspace, naming_dropped
 from trak_lite.scoring.scores import Scores
 from trak_lite.scoring.stored import ScoreResult, drop_scores, score_source, stored_scores, streamed_scores
@@ -58,6 +58,8 @@ class FeaturizeSummary:
     """Rows featurized by this call, over all checkpoints."""
     rows_found: int
     """Rows that were already in the store or that other processes wrote, over all checkpoints."""
+    other_checkpoints: int = 0
+    """Checkpoints of earlier calls in the store. Scores use these too, without ``checkpoints=``."""
 
 
 class Attributor:
@@ -297,6 +299,7 @@ class Attributor:
                 )
             if labelled:
                 ranks.broadcast("the columns", lambda: store_columns(session.store, labelled))
+            others = max(len(checkpoint_tables(session.store)) - len(names), 0)
         self._held, self._run.train = rows.held, rows
         if not once:
             self._run.sources.append((checkpoints, checkpoint_loader))
@@ -304,7 +307,7 @@ class Attributor:
         logger.info(
             "Featurized %d rows and found %d stored rows, for checkpoints %s.", written, rows_found, names
         )
-        return FeaturizeSummary(tuple(names), written, rows_found)
+        return FeaturizeSummary(tuple(names), written, rows_found, others)
 
     def score(
         self,

@@ -143,6 +143,8 @@ def _source(command: str, named: str | None, store: str | None, usage: str) -> s
 
     if command in _OF_STORE and store is None:
         store, named = named, None
+    if command in _OF_STORE and store is None:
+        raise InvalidInputError(f"{command} needs the path of a store. Usage: {usage}.")
     if (store is None) == (named is None):
         raise InvalidInputError(
             f"{command} takes either a config or --from STORE; the config comes first. Usage: {usage}."

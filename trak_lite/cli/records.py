@@ -55,13 +55,13 @@ class RunRecord:
             raise TypeError("a value of a record has the wrong type")
 
     def other_recipe(self, path: str, digest: str) -> str:
-        """Return a line if the recipe differs from the recorded one in any byte, else an empty text.
+        """Return a line if the recipe differs from a recorded one in any byte, else an empty text.
 
         Args:
             path: Path of the recipe that the user named.
             digest: SHA-256 of its bytes.
         """
-        if digest == self.recipe_digest:
+        if self.recipe_digest in (digest, ""):
             return ""
         return (
             f"The recipe {path} is not the one of the run stored in {self.where}: its SHA-256 is {digest[:12]}, was "

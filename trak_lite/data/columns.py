@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from typing import Any, Self, TypeAlias, final
+from typing import Any, Final, Self, TypeAlias, final
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
@@ -24,6 +24,9 @@ __all__ = [
     "wanted_rows",
     "weights_of",
 ]
+
+_MOST_SHOWN: Final = 10
+"""Labels of a column in a message."""
 
 Where: TypeAlias = ArrayLike | Mapping[str, Any]
 """A mask ``(N,)`` of booleans, or a value (or several) per column name."""
@@ -156,8 +159,12 @@ def wanted_rows(where: Where, columns: Mapping[str, Column], num_rows: int) -> N
                 f"{mask.dtype} of shape {mask.shape}."
             )
     if not mask.any():
-        shown = dict(where) if isinstance(where, Mapping) else "a mask without True"
-        raise InvalidInputError(f"No train row satisfies where={shown!r:.200}. Choose values that rows have.")
+        if not isinstance(where, Mapping):
+            raise InvalidInputError("No train row is wanted: where is a mask without True.")
+        known = {name: columns[name].texts[:_MOST_SHOWN] for name in where}
+        raise InvalidInputError(
+            f"No train row satisfies where={dict(where)!r:.200}. Values of these columns include {known!r:.400}."
+        )
     return mask
 
 

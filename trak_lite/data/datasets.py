@@ -314,6 +314,8 @@ def _naming(indices: Sequence[int], what: str) -> Iterator[None]:
         ) from error
     except Exception as error:
         error.add_note(f"Raised while {doing}.")
+        if "each tensor to be equal size" in str(error):  # of torch's default collate function
+            error.add_note("Samples of different lengths need a collate function that pads them: collate=...")
         raise
 
 

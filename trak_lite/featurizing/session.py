@@ -630,8 +630,9 @@ class FeaturizingSession:
             named = some_of(f"{path} (featurized as {name!r})" for path, name in lacking.items())
             raise StateError(
                 f"The store has {len(paths)} checkpoints, and the weights of {named} are needed {purpose}, but none of "
-                "the known sources has them. Pass the same checkpoints=... as to featurize; the scores then use only "
-                f"these. To remove a checkpoint from the store: drop_checkpoint({next(iter(lacking))!r})."
+                "the known sources has them. Pass the checkpoints to use to this call, checkpoints=..., or all of them "
+                "to featurize. If these are of another training, remove them from the store, "
+                f"drop_checkpoint({next(iter(lacking))!r}), or use another path."
             )
 
     def load(self, checkpoint: Checkpoint) -> str:

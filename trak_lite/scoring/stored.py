@@ -420,7 +420,8 @@ class ScoreResult:
             here,
             where=f"{self._path}{counts}",
             remedy="Score these under another name, or pass the targets, checkpoints and method that they were "
-            "computed with.",
+            "computed with. A model that was trained again has other checkpoints: use another path for it, or "
+            "score(..., checkpoints=...) with its own.",
         )
         return table.complete
 

@@ -112,7 +112,7 @@ Use the stored settings (Attributor.open), or another path.
     """
     differing = differing_keys(stored, given)
     if differing:
-        changes = [f"{key} is {_short(there)} there, {_short(here)} here" for key, there, here in differing]
+        changes = [_change(*one) for one in differing]
         more = [f"and {len(changes) - _MOST_NAMED} more"] if len(changes) > _MOST_NAMED else []
         text = "; ".join(changes[:_MOST_NAMED] + more)
         raise ManifestMismatchError(f"{where} was made with other settings: {text}. {remedy}")
@@ -155,6 +155,22 @@ def _flatten(value: Any, prefix: str = "") -> dict[str, Any]:
             flat.update(_flatten(item, f"{prefix}.{key}" if prefix else str(key)))
         return flat
     return {prefix: json.loads(canonical_json(value))}
+
+
+def _change(key: str, there: Any, here: Any) -> str:
+    """Return the text for a differing key; of two lists only the entries from the first difference on.
+
+    Example:
+        >>> _change("checkpoints", ["a", "b"], ["a", "b", "c"])
+        "checkpoints has 2 entries there, 3 here; the first 2 are equal, then nothing there, ['c'] here"
+    """
+    if not (isinstance(there, list) and isinstance(here, list)):
+        return f"{key} is {_short(there)} there, {_short(here)} here"
+    pairs = zip(there, here, strict=False)
+    equal = next((i for i, (one, other) in enumerate(pairs) if one != other), min(len(there), len(here)))
+    left, right = (_short(rest) if (rest := part[equal:]) else "nothing" for part in (there, here))
+    counts = f"has {len(there)} entries there, {len(here)} here"
+    return f"{key} {counts}; the first {equal} are equal, then {left} there, {right} here"
 
 
 def _short(value: Any) -> str:
