@@ -43,6 +43,10 @@ def test_a_column_numbers_its_labels(values: list[str], value: str) -> None:
         ({"year": "2021"}, [0, 3]),
         ({"year": {2021, 2022}}, [0, 1, 2, 3, 4]),
         ({"year": np.array([2022])}, [1, 2, 4]),
+        ({"year": torch.tensor([2022])}, [1, 2, 4]),
+        ({"year": range(2022, 2030)}, [1, 2, 4]),
+        ({"source": ["book", 2021]}, [1, 4]),
+        ({"year": ["web", "2021"]}, [0, 3]),
         ({}, [0, 1, 2, 3, 4]),
         (np.array([True, False, False, False, True]), [0, 4]),
         (torch.tensor([False, True, False, False, False]), [1]),
@@ -84,6 +88,10 @@ def test_texts_of_numbers_are_found_in_columns_of_floats() -> None:
     assert column.matches("1").tolist() == [True, False, False, True]
     assert column.matches("2.50", "web").tolist() == [False, True, False, False]
     assert column.matches(1, 2.5).tolist() == [True, True, False, True]
+    for missing in ("nan", float("nan"), np.float32("nan")):
+        assert column.matches(missing).tolist() == [False, False, True, False]
+    assert not column.matches("web", None, [1.0], 10**30).any()
+    assert Column.of([True, False], 2, "flags").matches("True").tolist() == [True, False]
 
 
 def test_a_filter_of_many_values_takes_no_mask_for_each() -> None:

@@ -95,16 +95,16 @@ class Column:
     def matches(self, *values: Any) -> NDArray[np.bool_]:
         """Return whether each row has one of some values, ``(N,)``: its label, or the text of its label.
 
-        A text that is a number is also equal to this number in a column of floating numbers (``"1"`` and 1.0).
+        A text matches a number that it shows (``"1"`` and 1.0), and a date its text in ISO 8601.
         """
-        found = np.zeros(len(self.labels), np.bool_)
-        is_number = self.labels.dtype.kind in _NUMBERS
-        if not is_number or any(isinstance(value, str) for value in values):
+        found, kind = np.zeros(len(self.labels), np.bool_), self.labels.dtype.kind
+        if kind not in "iuf":  # texts of numbers are compared as numbers, as there may be millions
             wanted = {label_text(value) for value in values}
             found |= np.array([text in wanted for text in self.texts], np.bool_)
-        for value in values if is_number else ():
-            number = _number(value) if self.labels.dtype.kind == "f" else value
-            equal = self.labels == number
+        for value in values if kind in _NUMBERS else ():
+            number = _number(value, float if kind == "f" else int)
+            is_nan = isinstance(number, float | np.floating) and np.isnan(number)
+            equal = np.isnan(self.labels) if is_nan else self.labels == number
             found |= equal if np.shape(equal) == found.shape else False
         return found[self.places]
 
@@ -268,16 +268,15 @@ def size_of_texts(texts: Collection[str]) -> int:
 
 
 def _several(value: Any) -> Iterable[Any]:
-    """Return the values of a filter: those of a list, or the one value."""
-    several = isinstance(value, list | tuple | set | frozenset) or (
-        isinstance(value, np.ndarray) and value.ndim
-    )
-    return value if several else [value]
+    """Return the values of a filter: those of a list or an array, or the one value."""
+    if isinstance(value, list | tuple | set | frozenset | range):
+        return value
+    return list(np.asarray(value)) if getattr(value, "ndim", 0) else [value]
 
 
-def _number(value: Any) -> Any:
-    """Return the number that a text shows; other values, and texts of none, as they are."""
+def _number(value: Any, kind: type[int] | type[float]) -> Any:
+    """Return the number that a text shows; other values and other texts as they are."""
     try:
-        return float(value) if isinstance(value, str) else value
+        return kind(value) if isinstance(value, str) else value
     except ValueError:
         return value

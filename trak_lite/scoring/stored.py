@@ -222,7 +222,12 @@ def _scores(
     targets: Mapping[str, Any] | None = None,
 ) -> Scores:
     asked = _name_of_task(source.target_identity if targets is None else targets)
-    shown = {**(shown or {}), **asked, "checkpoints": source.num_checkpoints, "proj_dim": _widths(settings.layout)}
+    shown = {
+        **(shown or {}),
+        **asked,
+        "checkpoints": source.num_checkpoints,
+        "proj_dim": _widths(settings.layout),
+    }
     fields = source.method.to_json()
     return Scores(
         matrix,
