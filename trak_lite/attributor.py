@@ -283,8 +283,9 @@ class Attributor:
         written = 0
         once = isinstance(checkpoints, Iterator)
         appended_to = (lambda num_rows: rows.identity(num_rows=num_rows)) if append else None
+        call = f"featurize with columns {', '.join(sorted(labelled))}" if labelled else "featurize"
         with (
-            self._run.joined("featurize") as ranks,
+            self._run.joined(call) as ranks,
             self._run.session(rows.identity(), appended_to=appended_to, ranks=ranks) as session,
         ):
             found = iterate_checkpoints(checkpoints, checkpoint_loader)

@@ -56,6 +56,16 @@ def test_unroll_trains_replays_and_finds_its_scores_again(
     assert all(again[path] == files[path] for path in files if path.suffix == ".safetensors")
 
 
+def test_unroll_uses_the_task_of_the_targets_and_has_no_columns(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    config = write_case(tmp_path, recipe=RECIPE + TRAINING)
+
+    assert "Unknown task 'nonsense'" in refused(["unroll", config, "--score.task", "nonsense"], capsys)
+    for option in ("--where", "--by"):
+        assert f"unknown key {option[2:]!r}" in refused(["unroll", config, option, "source=web"], capsys)
+
+
 def test_a_recipe_without_a_training_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     message = refused(["unroll", write_case(tmp_path)], capsys)
     assert "needs a function training() that returns a trak_lite.unrolled.Recipe, and defines none" in message

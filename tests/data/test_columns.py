@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import datetime
+import tracemalloc
 from typing import Any
 
 import numpy as np
@@ -42,6 +43,10 @@ def test_a_column_numbers_its_labels(values: list[str], value: str) -> None:
         ({"year": "2021"}, [0, 3]),
         ({"year": {2021, 2022}}, [0, 1, 2, 3, 4]),
         ({"year": np.array([2022])}, [1, 2, 4]),
+        ({"year": torch.tensor([2022])}, [1, 2, 4]),
+        ({"year": range(2022, 2030)}, [1, 2, 4]),
+        ({"source": ["book", 2021]}, [1, 4]),
+        ({"year": ["web", "2021"]}, [0, 3]),
         ({}, [0, 1, 2, 3, 4]),
         (np.array([True, False, False, False, True]), [0, 4]),
         (torch.tensor([False, True, False, False, False]), [1]),
@@ -75,6 +80,48 @@ def test_dates_are_found_by_their_text_and_their_value() -> None:
         column = Column.of(values, 3, "dates")
         assert column.matches("2024-01-01").tolist() == [True, False, True]
         assert column.matches(datetime.date(2024, 1, 2)).tolist() == [False, True, False]
+
+
+def test_texts_of_numbers_are_found_in_columns_of_floats() -> None:
+    """The command line has texts only, and a column with a missing value has floats only."""
+    column = Column.of([1.0, 2.5, np.nan, 1.0], 4, "numbers")
+    assert column.matches("1").tolist() == [True, False, False, True]
+    assert column.matches("2.50", "web").tolist() == [False, True, False, False]
+    assert column.matches(1, 2.5).tolist() == [True, True, False, True]
+    for missing in ("nan", float("nan"), np.float32("nan")):
+        assert column.matches(missing).tolist() == [False, False, True, False]
+    assert not column.matches("web", None, 10**30).any()
+    assert Column.of([True, False], 2, "flags").matches("True").tolist() == [True, False]
+
+
+def test_a_filter_of_many_values_takes_no_mask_for_each() -> None:
+    """A mask of 100,000 rows for each of 3000 values would take 300 MB."""
+    numbers = np.arange(100_000)
+    column = Column.of(numbers, len(numbers), "numbers")
+    tracemalloc.start()
+    try:
+        found = wanted_rows({"number": numbers[:3000]}, {"number": column}, len(numbers))
+        peak = tracemalloc.get_traced_memory()[1]
+    finally:
+        tracemalloc.stop()
+
+    assert np.flatnonzero(found).tolist() == list(range(3000))
+    assert peak < 16 << 20
+
+
+def test_long_texts_take_no_more_than_themselves() -> None:
+    """An array of these texts would take 4 GB, as each takes as much as the longest."""
+    texts = ["x" * 1_000_000, *(str(row) for row in range(1000))]
+    tracemalloc.start()
+    try:
+        column = Column.of(texts, len(texts), "texts")
+        peak = tracemalloc.get_traced_memory()[1]
+    finally:
+        tracemalloc.stop()
+
+    assert column.values.tolist() == texts
+    assert column.matches("7").sum() == 1
+    assert peak < 16 << 20
 
 
 def test_weights_are_numbers_or_a_column_of_them() -> None:
@@ -114,8 +161,10 @@ def test_columns_are_those_of_frames_datasets_and_mappings() -> None:
             r"'source' must hold one label for each of 5, got an array of shape \(4,\)",
         ),
         ({"source": ["web", None, 3, "b", "c"]}, "several types, which cannot be sorted"),
+        ({"source": ["web", 2, 3, 4, 5]}, "several types, which cannot be sorted"),
+        ({"ids": [[1], [1, 2], [3], [4], [5]]}, "'ids' must hold one label for each row, got lists"),
     ],
-    ids=["list", "short", "mixed"],
+    ids=["list", "short", "mixed", "numbers", "lists"],
 )
 def test_columns_that_are_not_one_label_per_row_are_refused(data: Any, message: str) -> None:
     with pytest.raises(InvalidInputError, match=message):

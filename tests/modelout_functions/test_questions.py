@@ -183,6 +183,20 @@ def test_scores_of_different_tasks_do_not_mix(tmp_path: Any) -> None:
     assert asked.task.function is gap  # type: ignore[attr-defined]
 
 
+@pytest.mark.parametrize("targets", [{"task": "dpo"}, {"task": {"name": ["dpo"]}}, {"task": 3}, ["task"]])
+def test_a_task_that_a_store_of_somebody_else_names_is_only_shown(
+    targets: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    attributor = Attributor(classifier(), "image_classification", None, proj_dim=8, progress=False)
+    attributor.featurize(data(N, 1))
+    attributor.score(data(M, 3))
+    monkeypatch.setattr("trak_lite.scoring.source.ScoreSource.target_identity", targets)
+
+    shown = attributor.scores(dense=False).settings
+
+    assert shown.get("task") == ("custom" if isinstance(targets, dict) else None)
+
+
 def test_the_task_of_the_train_rows_is_no_other_task() -> None:
     attributor = Attributor(classifier(), "image_classification", None, proj_dim=8, progress=False)
     attributor.featurize(data(N, 1))

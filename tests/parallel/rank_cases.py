@@ -187,6 +187,11 @@ def other_calls(path: str) -> None:
     made.featurize(data(N)) if os.environ["RANK"] == "0" else made.score(data(M))
 
 
+def columns_of_rank_0(path: str) -> None:
+    columns = {"source": ["web"] * N} if os.environ["RANK"] == "0" else None
+    attributor(path).featurize(data(N), states(network(), 1), columns=columns)
+
+
 def scored_by_rank_0(path: str) -> None:
     made = attributor(path)
     made.featurize(data(N), states(network(), 1))

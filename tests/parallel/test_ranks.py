@@ -162,8 +162,9 @@ def test_a_rank_that_cannot_read_the_data_ends_the_others(tmp_path: Path) -> Non
     [
         (cases.with_other_weights, "the checkpoint 'current' (digest of its weights) '"),
         (cases.other_calls, 'the call "'),
+        (cases.columns_of_rank_0, "the call 'featurize"),
     ],
-    ids=["weights", "calls"],
+    ids=["weights", "calls", "columns"],
 )
 def test_ranks_that_do_not_do_the_same_are_told(tmp_path: Path, job: Any, said: str) -> None:
     found = on_ranks(2, job, str(tmp_path / "a.zarr"))

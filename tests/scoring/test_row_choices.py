@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import json
 import tracemalloc
 from collections.abc import Iterator
+from datetime import date, datetime
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +15,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from numpy.typing import NDArray
+from safetensors.numpy import save
 from tiny_runs import labelled, perceptron, random_states
 from view_cases import drawn
 
@@ -21,7 +24,7 @@ from trak_lite.data.columns import Column
 from trak_lite.errors import CorruptStoreError, InvalidInputError, NonFiniteError, UnknownNameError
 from trak_lite.methods import GradDot
 from trak_lite.run.columns import store_columns, stored_columns
-from trak_lite.run.tables import COLUMNS, SCORES
+from trak_lite.run.tables import COLUMNS, SCORES, column_path
 from trak_lite.scoring.matrix import (
     AbstractScoreMatrix,
     HeldMatrix,
@@ -356,7 +359,7 @@ def test_columns_are_stored_beside_the_rows(tmp_path: Path) -> None:
     assert sorted(again) == ["licence", "short", "source", "weight", "year"]
     assert again["year"].values.tolist() == (YEAR + 1).tolist()
     with open_store(path) as store:
-        assert COLUMNS in store.entry_names()
+        assert store.entry_names(COLUMNS) == sorted(column_path(name) for name in again)
 
 
 def test_columns_of_another_length_are_refused_before_anything_is_computed(tmp_path: Path) -> None:
@@ -417,16 +420,87 @@ def test_columns_that_are_damaged_are_refused_until_they_are_stored_again(
     assert stored_columns(store)["a"].values.tolist() == ["x", "y", "x"]
     key = next(iter(store._contents.entries.values()))[0]
 
-    store.put_entry(COLUMNS, key, np.frombuffer(content or b"\x00", np.uint8).copy())
+    store.put_entry(column_path("a"), key, np.frombuffer(content or b"\x00", np.uint8).copy())
 
     with pytest.raises(CorruptStoreError, match=message):
         stored_columns(store)
     with caplog.at_level("WARNING"):
         store_columns(store, {"b": Column.of([0.5, 1.5, 0.5], 3, "b")})
-    assert "All stored columns are replaced" in caplog.text
+    assert "A column is removed" in caplog.text
     assert {name: column.values.tolist() for name, column in stored_columns(store).items()} == {
         "b": [0.5, 1.5, 0.5]
     }
+
+
+TEXTS = np.frombuffer(b'["x", "y"]', np.uint8)
+PLACES = np.array([0, 1, 1], np.uint32)
+
+
+@pytest.mark.parametrize(
+    "changed",
+    [
+        {"places": np.array([0, -1, 1])},
+        {"places": np.array([0.0, np.nan, 1.0])},
+        {"places": np.array([0, 2, 1], np.uint32)},
+        {"places": PLACES[:2]},
+        {"labels": np.array([1.0, 2.0], np.complex64)},
+        {"labels": np.array([[1.0, 2.0]])},
+        {"labels": np.frombuffer(b'"xy"', np.uint8)},
+        {"labels": np.frombuffer(json.dumps(["x" * 10**6, *["y"] * 1000]).encode(), np.uint8)},
+        {"name": np.frombuffer(b'"b"', np.uint8)},
+        {"name": np.frombuffer(b'["a"]', np.uint8)},
+    ],
+    ids=["negative", "nan", "beyond", "short", "complex", "matrix", "text", "4 GB", "another", "list"],
+)
+def test_columns_of_somebody_else_are_refused_before_they_are_used(changed: dict[str, Any]) -> None:
+    """None of these contents comes from ``store_columns``; the texts would take 4 GB as an array."""
+    store = MemoryFeatureStore(Manifest({"dataset": {"num_rows": 3}}))
+    store_columns(store, {"a": Column.of([1, 2, 1], 3, "a")})
+    key = store._contents.entries[column_path("a")][0]
+    arrays = {"name": np.frombuffer(b'"a"', np.uint8), "labels": TEXTS, "places": PLACES, **changed}
+
+    store.put_entry(column_path("a"), key, np.frombuffer(save(arrays), np.uint8).copy())
+
+    with pytest.raises(CorruptStoreError, match="cannot be read"):
+        stored_columns(store)
+
+
+def test_processes_that_store_other_columns_at_once_lose_none(monkeypatch: pytest.MonkeyPatch) -> None:
+    store = MemoryFeatureStore(Manifest({"dataset": {"num_rows": 3}}))
+    put = store.put_entry
+    others = [{"b": Column.of([4, 5, 6], 3, "b")}]
+
+    def put_after_another(*given: Any) -> None:
+        if others:  # another process stores its column between this one's reading and writing
+            store_columns(store, others.pop())
+        put(*given)
+
+    monkeypatch.setattr(store, "put_entry", put_after_another)
+    store_columns(store, {"a": Column.of([1, 2, 3], 3, "a")})
+
+    assert sorted(stored_columns(store)) == ["a", "b"]
+
+
+def test_dates_of_stored_columns_are_found_by_their_value(tmp_path: Path) -> None:
+    days = [date(2024, 1, 1 + row % 3) for row in range(N)]
+    columns = {"day": days, "time": np.array(days, "datetime64[ns]"), "object": np.array(days, object)}
+    made = Attributor(perceptron(5), "image_classification", tmp_path / "rows.zarr", proj_dim=16)
+    made.featurize(TRAIN, columns=columns)
+    scores = made.score(TARGETS)
+
+    for name in columns:
+        for value in ("2024-01-02", date(2024, 1, 2), datetime(2024, 1, 2), np.datetime64("2024-01-02")):
+            found = scores.top(N, target=0, where={name: value}).indices
+            assert sorted(found.tolist()) == list(range(1, N, 3))
+
+
+def test_masks_and_arrays_need_no_stored_columns(monkeypatch: pytest.MonkeyPatch) -> None:
+    scores = featurized().score(TARGETS)
+    monkeypatch.setattr(Scores, "columns", property(lambda self: pytest.fail("columns were read")))
+
+    scores.top(2, where=SOURCE == "web", weights=WEIGHT)
+    scores.group(SOURCE, where=SOURCE == "web")
+    scores.gallery(where=SOURCE == "web")
 
 
 # ------------------------------------------------------------------------ selection

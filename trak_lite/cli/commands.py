@@ -186,9 +186,10 @@ class Job:
         if folder is None:
             folder = beside(self.config, ".run")
         run = made.train(folder, progress=progress)
-        name = self.config.values["score"]["name"]
+        score = self.config.values["score"]
+        task = self.attributor.task if score["task"] is None else score["task"]
         return unrolled.unrolled(
-            run, self.target_rows, self.attributor.task, name=name, progress=progress, **arguments
+            run, self.target_rows, task, name=score["name"], progress=progress, **arguments
         )
 
     def shown(self, scores: Scores) -> list[str]:

@@ -37,9 +37,9 @@ _WITH_CONFIG = {
 }
 _OF_STORE = {"report": "out", "serve": "port"}
 """Commands that take a store instead of a config, and their own option."""
-_FILTERED = ("run", "score", "unroll", "report")
+_FILTERED = ("run", "score", "report")
 """Commands that take ``--where``."""
-_GROUPED = ("run", "score", "unroll")
+_GROUPED = ("run", "score")
 """Commands that take ``--by``."""
 
 

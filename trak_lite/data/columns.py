@@ -5,8 +5,9 @@ Shapes: N rows, G labels.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from datetime import datetime
 from typing import Any, Final, Self, TypeAlias, final
 
 import numpy as np
@@ -16,11 +17,14 @@ from trak_lite._validate import known_names
 from trak_lite.errors import InvalidInputError, UnknownNameError
 
 __all__ = [
+    "MOST_TEXT_BYTES",
     "Column",
     "Where",
     "column_of",
     "columns_of",
+    "label_text",
     "require_columns",
+    "size_of_texts",
     "wanted_rows",
     "weights_of",
 ]
@@ -30,6 +34,11 @@ _MOST_SHOWN: Final = 10
 
 Where: TypeAlias = ArrayLike | Mapping[str, Any]
 """A mask ``(N,)`` of booleans, or a value (or several) per column name."""
+
+MOST_TEXT_BYTES: Final = 1 << 28
+"""Limit on an array of texts."""
+_NUMBERS: Final = "biuf"
+"""Kinds of dtypes of numbers."""
 
 
 @final
@@ -49,7 +58,7 @@ class Column:
         Raises:
             InvalidInputError: If there is not one label per row, or the labels cannot be sorted.
         """
-        given = np.asarray(values)
+        given = _array_of(values, what)
         if given.shape != (count,):
             raise InvalidInputError(
                 f"{what} must hold one label for each of {count}, got an array of shape {given.shape}."
@@ -61,7 +70,7 @@ class Column:
                 f"The labels in {what} are of several types, which cannot be sorted ({error}). Use one type, such as "
                 "strings, without None."
             ) from error
-        return cls(distinct, places.astype(np.int64))
+        return cls(_short_texts(distinct), places.astype(np.int64))
 
     @property
     def sizes(self) -> NDArray[np.int64]:
@@ -76,22 +85,45 @@ class Column:
     @property
     def texts(self) -> list[str]:
         """The distinct labels as text."""
-        return [str(label) for label in self.labels]
+        return [label_text(label) for label in self.labels]
 
     def text_of(self, row: int) -> str:
         """Return the label of a row as text."""
-        return str(self.labels[self.places[row]])
+        return label_text(self.labels[self.places[row]])
 
     def take(self, rows: NDArray[np.int64]) -> Column:
         """Return the column of some rows, with all labels."""
         return Column(self.labels, self.places[rows])
 
-    def matches(self, value: Any) -> NDArray[np.bool_]:
-        """Return whether each row has a value, ``(N,)``: its label, or the text of its label."""
-        if isinstance(value, str):
-            texts = self.labels if self.labels.dtype.kind == "U" else np.array(self.texts)
-            return np.asarray(texts == value)[self.places]
-        return np.array([bool(label == value) for label in self.labels], np.bool_)[self.places]
+    def matches(self, *values: Any) -> NDArray[np.bool_]:
+        """Return whether each row has one of some values, ``(N,)``: its label, or the text of its label.
+
+        A text matches a number that it shows (``"1"`` and 1.0), and a date its text in ISO 8601.
+        """
+        found, kind = np.zeros(len(self.labels), np.bool_), self.labels.dtype.kind
+        if kind not in "iuf":  # texts of numbers are compared as numbers, as there may be millions
+            wanted = {label_text(value) for value in values}
+            found |= np.array([text in wanted for text in self.texts], np.bool_)
+        for value in values if kind in _NUMBERS else ():
+            number = _number(value, float if kind == "f" else int)
+            is_nan = isinstance(number, float | np.floating) and np.isnan(number)
+            equal = np.isnan(self.labels) if is_nan else self.labels == number
+            found |= equal if np.shape(equal) == found.shape else False
+        return found[self.places]
+
+
+def label_text(label: Any) -> str:
+    """Return a label as text: a time without time zone in ISO 8601, at midnight as its date.
+
+    Example:
+        >>> label_text(np.datetime64("2024-05-01T00:00:00")), label_text(2024)
+        ('2024-05-01', '2024')
+    """
+    if isinstance(label, datetime) and label.tzinfo is None:
+        label = np.datetime64(label)
+    if isinstance(label, np.datetime64) and np.datetime_data(label.dtype)[0] not in ("Y", "M"):
+        return str(np.datetime_as_string(label, unit="auto"))
+    return str(label)
 
 
 def columns_of(data: Any, num_rows: int, what: str) -> dict[str, Column]:
@@ -106,9 +138,7 @@ def columns_of(data: Any, num_rows: int, what: str) -> dict[str, Column]:
             f"{what} must be a mapping of names to one value per row, a pandas frame or a datasets.Dataset, got "
             f"{type(data).__name__}."
         )
-    return {
-        str(name): Column.of(np.asarray(data[name]), num_rows, f"the column {str(name)!r}") for name in names
-    }
+    return {str(name): Column.of(data[name], num_rows, f"the column {str(name)!r}") for name in names}
 
 
 def column_of(data: Any, name: str) -> ArrayLike:
@@ -150,7 +180,7 @@ def wanted_rows(where: Where, columns: Mapping[str, Column], num_rows: int) -> N
         require_columns(where, columns)
         mask = np.ones(num_rows, np.bool_)
         for name, value in where.items():
-            mask &= np.any([columns[name].matches(one) for one in _several(value)], axis=0)
+            mask &= columns[name].matches(*_several(value))
     else:
         mask = np.asarray(where)
         if mask.dtype != np.bool_ or mask.shape != (num_rows,):
@@ -183,7 +213,7 @@ def weights_of(weights: ArrayLike | str, columns: Mapping[str, Column], num_rows
     if isinstance(weights, str):
         require_columns([weights], columns)
     given = columns[weights].values if isinstance(weights, str) else np.asarray(weights)
-    if given.shape != (num_rows,) or given.dtype.kind not in "biuf" or not np.isfinite(given).all():
+    if given.shape != (num_rows,) or given.dtype.kind not in _NUMBERS or not np.isfinite(given).all():
         raise InvalidInputError(
             f"weights must be {num_rows} finite numbers, one per train row, got {given.dtype} of shape {given.shape}."
         )
@@ -213,8 +243,47 @@ def _names(data: Any) -> Iterable[Any] | None:
     )
 
 
-def _several(value: Any) -> list[Any]:
-    """Return the values of a filter: those of a list, or the one value."""
-    if isinstance(value, list | tuple | set | frozenset) or (isinstance(value, np.ndarray) and value.ndim):
-        return list(value) or [None]
-    return [value]
+def _array_of(values: ArrayLike, what: str) -> NDArray[Any]:
+    """Return values as an array. Texts of a list stay objects: an array of texts has the size of the longest for each.
+
+    Raises:
+        InvalidInputError: If they are lists of several lengths.
+    """
+    given: Any = values
+    if isinstance(values, Sequence) and not isinstance(values, str | bytes):
+        given = list(values)
+    has_texts = isinstance(given, list) and any(isinstance(value, str) for value in given)
+    try:
+        return np.asarray(given, object if has_texts else None)
+    except ValueError as error:
+        raise InvalidInputError(
+            f"{what} must hold one label for each row, got lists ({error}). Leave it out, such as with "
+            "dataset.select_columns(names)."
+        ) from error
+
+
+def _short_texts(labels: NDArray[Any]) -> NDArray[Any]:
+    """Return objects that are texts as an array of texts, unless it would be large; other labels as they are."""
+    if labels.dtype != object or not all(isinstance(label, str) for label in labels):
+        return labels
+    return labels.astype(np.str_) if size_of_texts(labels) <= MOST_TEXT_BYTES else labels
+
+
+def size_of_texts(texts: Collection[str]) -> int:
+    """Return the size of an array of texts, in bytes: each takes as much as the longest one."""
+    return 4 * len(texts) * max(map(len, texts), default=0)
+
+
+def _several(value: Any) -> Iterable[Any]:
+    """Return the values of a filter: those of a list or an array, or the one value."""
+    if isinstance(value, list | tuple | set | frozenset | range):
+        return value
+    return list(np.asarray(value)) if getattr(value, "ndim", 0) else [value]
+
+
+def _number(value: Any, kind: type[int] | type[float]) -> Any:
+    """Return the number that a text shows; other values and other texts as they are."""
+    try:
+        return kind(value) if isinstance(value, str) else value
+    except ValueError:
+        return value

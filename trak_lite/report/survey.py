@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final, Self, final
 
@@ -135,7 +135,8 @@ class Survey:
             UnknownNameError: If no such column is stored.
             NonFiniteError: If a score is NaN or infinite.
         """
-        wanted = None if where is None else wanted_rows(where, scores.columns, scores.shape[0])
+        columns = scores.columns if isinstance(where, Mapping) else {}
+        wanted = None if where is None else wanted_rows(where, columns, scores.shape[0])
         shown = chosen_targets(scores, targets)
         ends = [TopK(len(shown), positive_int(k=k), sign=sign) for sign in ("helpful", "harmful")]
         histogram = Histogram()

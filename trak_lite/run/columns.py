@@ -1,7 +1,8 @@
 """Stored columns of the train data: a label per row and name, beside the rows that they describe.
 
-The columns are one entry of the store, whose key is the identity of the train data. Columns of other data, or of data
-that were appended to since, are therefore not found.
+Each column is one entry of the store, so that processes which store columns of different names at once lose none. Its
+key is the identity of the train data. Columns of other data, or of data that were appended to since, are therefore not
+found.
 """
 
 from __future__ import annotations
@@ -9,7 +10,7 @@ from __future__ import annotations
 import json
 import logging
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, Final
 
 import numpy as np
 from numpy.typing import NDArray
@@ -17,23 +18,25 @@ from safetensors import SafetensorError
 from safetensors.numpy import load, save
 
 from trak_lite._validate import parse_json
-from trak_lite.data.columns import Column
+from trak_lite.data.columns import MOST_TEXT_BYTES, Column, label_text, size_of_texts
 from trak_lite.errors import CorruptStoreError, InvalidInputError
-from trak_lite.run.tables import COLUMNS, num_train_rows
+from trak_lite.run.tables import COLUMNS, column_path, num_train_rows
 from trak_lite.store import AbstractFeatureStore, Manifest
 
 __all__ = ["store_columns", "stored_columns"]
 
 logger = logging.getLogger(__name__)
 
-_NAMES = "names"
+_NAME, _LABELS, _PLACES = "name", "labels", "places"
+_NUMBERS: Final[dict[str, Any]] = {"b": np.bool_, "i": np.int64, "u": np.uint64, "f": np.float64}
+"""Dtypes of stored labels by kind. ``uint8`` is that of texts."""
 
 
 def store_columns(store: AbstractFeatureStore, columns: Mapping[str, Column]) -> None:
-    """Store columns of the train rows. A column of the same name is replaced, others stay unless they are damaged.
+    """Store columns of the train rows. A column of the same name is replaced; damaged ones are removed.
 
     Raises:
-        InvalidInputError: If a column does not have one label per train row.
+        InvalidInputError: If a column does not have one label per train row, or its texts are too many or too long.
         ReadOnlyStoreError: If the store was opened for reading.
     """
     num_rows = num_train_rows(store.manifest)
@@ -42,80 +45,115 @@ def store_columns(store: AbstractFeatureStore, columns: Mapping[str, Column]) ->
         raise InvalidInputError(
             f"The store has {num_rows} train rows, and these columns have other numbers of values: {wrong}."
         )
-    try:
-        known = stored_columns(store)
-    except CorruptStoreError as error:
-        logger.warning("All stored columns are replaced. %s", error)
-        known = {}
-    if all(name in known and _are_equal(known[name], column) for name, column in columns.items()):
-        return
-    found = {**known, **columns}
-    arrays = {_NAMES: _as_bytes(list(found))}
-    for number, (name, column) in enumerate(found.items()):
-        labels = _plain(column.labels)
+    contents = {name: _content(name, column) for name, column in columns.items()}
+    known: dict[str, Column] = {}
+    for path in store.entry_names(COLUMNS):
         try:
-            arrays[f"labels-{number}"] = labels if labels.dtype.kind != "U" else _as_bytes(labels.tolist())
-        except ValueError as error:
-            raise InvalidInputError(
-                f"The column {name!r} has too many or too long texts to be stored ({error}). Leave it out, or pass "
-                "a mask or labels to the call that needs it."
-            ) from error
-        arrays[f"places-{number}"] = column.places.astype(np.uint32)
-    store.put_entry(COLUMNS, _key(store), np.frombuffer(save(arrays), np.uint8).copy())
+            known |= _stored(store, path)
+        except CorruptStoreError as error:
+            logger.warning("A column is removed. %s", error)
+            store.drop_entry(path)
+    for name, content in contents.items():
+        if name not in known or not _are_equal(known[name], columns[name]):
+            store.put_entry(column_path(name), _key(store), content)
 
 
 def stored_columns(store: AbstractFeatureStore) -> dict[str, Column]:
-    """Return the stored columns of the present train rows by name.
+    """Return the stored columns of the present train rows by name, sorted.
 
     Raises:
-        CorruptStoreError: If the stored entry does not hold columns of the train rows.
+        CorruptStoreError: If a stored entry does not hold a column of the train rows.
     """
-    entry = store.entry(COLUMNS, _key(store))
+    found: dict[str, Column] = {}
+    for path in store.entry_names(COLUMNS):
+        found |= _stored(store, path)
+    return dict(sorted(found.items()))
+
+
+def _stored(store: AbstractFeatureStore, path: str) -> dict[str, Column]:
+    """Return the column of an entry by its name, or nothing if it is of other train data."""
+    entry = store.entry(path, _key(store))
     if entry is None:
         return {}
     try:
         arrays = load(np.asarray(entry, np.uint8).tobytes())
-        names = parse_json(arrays[_NAMES].tobytes())
-        num_rows = num_train_rows(store.manifest)
-        found = {str(name): _column(arrays, number, num_rows) for number, name in enumerate(names)}
+        name, column = _name(arrays, path), _column(arrays, num_train_rows(store.manifest))
     except (SafetensorError, ValueError, KeyError, TypeError) as error:
         raise CorruptStoreError(
-            f"The columns of the train data in {store.path} cannot be read ({error!r:.200}). Store them again: "
+            f"A column of the train data in {store.path} cannot be read ({error!r:.200}). Store the columns again: "
             "featurize(data, columns=...)."
         ) from error
-    return found
+    return {name: column}
 
 
-def _column(arrays: Mapping[str, NDArray[Any]], number: int, num_rows: int) -> Column:
+def _name(arrays: Mapping[str, NDArray[Any]], path: str) -> str:
+    """Return the name of a stored column; raise ``ValueError`` if it is not that of its entry."""
+    name = parse_json(arrays[_NAME].tobytes())
+    if not isinstance(name, str) or column_path(name) != path:
+        raise ValueError("the name of another column")
+    return name
+
+
+def _column(arrays: Mapping[str, NDArray[Any]], num_rows: int) -> Column:
     """Return a stored column; raise ``ValueError`` if it contradicts itself."""
-    labels, places = arrays[f"labels-{number}"], arrays[f"places-{number}"].astype(np.int64)
+    labels, places = arrays[_LABELS], arrays[_PLACES]
     if labels.dtype == np.uint8:
         texts = parse_json(labels.tobytes())
-        if not all(isinstance(text, str) for text in texts):
+        if not isinstance(texts, list) or not all(isinstance(text, str) for text in texts):
             raise ValueError("labels that are not text")
+        _check_size(texts)
         labels = np.array(texts, np.str_)
-    if labels.ndim != 1 or places.shape != (num_rows,) or places.max(initial=0) >= len(labels):
+    elif labels.dtype not in _NUMBERS.values():
+        raise ValueError(f"labels of type {labels.dtype}")
+    right = labels.ndim == 1 and places.dtype == np.uint32 and places.shape == (num_rows,)
+    if not right or places.max(initial=0) >= len(labels):
         raise ValueError("labels that are not those of the rows")
-    return Column(labels, places)
+    return Column(labels, places.astype(np.int64))
+
+
+def _content(name: str, column: Column) -> NDArray[np.uint8]:
+    """Return a column as the bytes of its entry."""
+    labels = _plain(column.labels)
+    try:
+        if isinstance(labels, list):
+            _check_size(labels)
+        arrays = {
+            _NAME: _as_bytes(name),
+            _LABELS: _as_bytes(labels) if isinstance(labels, list) else labels,
+            _PLACES: column.places.astype(np.uint32),
+        }
+    except ValueError as error:
+        raise InvalidInputError(
+            f"The column {name!r:.80} has too many or too long texts to be stored ({error}). Leave it out, or pass "
+            "a mask or labels to the call that needs it."
+        ) from error
+    return np.frombuffer(save(arrays), np.uint8).copy()
 
 
 def _are_equal(known: Column, given: Column) -> bool:
     """Return whether a stored column has the values of a given one, so that nothing has to be written."""
-    labels = _plain(given.labels)
-    same = known.labels.dtype.kind == labels.dtype.kind and np.array_equal(known.labels, labels)
+    labels = np.asarray(_plain(given.labels))
+    kind = labels.dtype.kind
+    same = known.labels.dtype.kind == kind and np.array_equal(known.labels, labels, equal_nan=kind == "f")
     return same and np.array_equal(known.places, given.places)
 
 
-def _plain(labels: NDArray[Any]) -> NDArray[Any]:
-    """Return booleans as such, numbers as int64, uint64 or float64 (uint8 is that of texts), and others as text."""
-    kinds: dict[str, Any] = {"b": np.bool_, "i": np.int64, "u": np.uint64, "f": np.float64}
+def _plain(labels: NDArray[Any]) -> NDArray[Any] | list[str]:
+    """Return booleans as such, numbers as int64, uint64 or float64, and others as texts."""
     kind = labels.dtype.kind
-    return labels.astype(kinds[kind]) if kind in kinds else np.array([str(label) for label in labels])
+    return labels.astype(_NUMBERS[kind]) if kind in _NUMBERS else [label_text(label) for label in labels]
 
 
-def _as_bytes(texts: list[str]) -> NDArray[np.uint8]:
+def _check_size(texts: list[str]) -> None:
+    """Raise ``ValueError`` if an array of the texts, in which each has the longest one's length, is too large."""
+    size = size_of_texts(texts)
+    if size > MOST_TEXT_BYTES:
+        raise ValueError(f"{size} bytes, expected at most {MOST_TEXT_BYTES}")
+
+
+def _as_bytes(value: str | list[str]) -> NDArray[np.uint8]:
     """Return texts as JSON; raise ``ValueError`` if they are too long to be read again."""
-    content = json.dumps(texts).encode()
+    content = json.dumps(value).encode()
     parse_json(content)
     return np.frombuffer(content, np.uint8)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import re
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -30,6 +31,7 @@ __all__ = [
     "as_tensor",
     "checkpoint_path",
     "checkpoint_tables",
+    "column_path",
     "complete_tables",
     "curvature_path",
     "drop_checkpoint",
@@ -67,7 +69,12 @@ GRADIENT_NORM = "gradient_norm"
 SCORES = "scores"
 ERRORS = "errors"
 COLUMNS = "columns"
-"""Entry of the columns of the train data."""
+"""Folder of the entries of the columns of the train data."""
+
+
+def column_path(name: str) -> str:
+    """Return the name of the entry of a column of the train data, whose own name may have any characters."""
+    return f"{COLUMNS}/{hashlib.sha256(name.encode('utf-8', 'surrogatepass')).hexdigest()[:32]}"
 
 
 def feature_table_spec(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 
 import numpy as np
@@ -332,7 +332,8 @@ class Scores:
         """Return the rows to consider, and their weights."""
         if where is None and weights is None:
             return RowChoice()
-        columns, num_rows = self.columns, len(self)
+        named = isinstance(where, Mapping) or isinstance(weights, str)
+        columns, num_rows = self.columns if named else {}, len(self)
         return RowChoice(
             None if where is None else wanted_rows(where, columns, num_rows),
             None if weights is None else weights_of(weights, columns, num_rows),

@@ -101,7 +101,7 @@ def stored_scores(
     store = workspace.reader()
     with naming_dropped(store) as paths:
         table, train = _finished_scores(store, name, method, settings.method, paths)
-    _compare_tasks(table.spec.fingerprint["targets"], run, name)
+    _compare_tasks(table.spec.fingerprint.get("targets", {}), run, name)
     source = score_source(store, list(train.values()), name, method, settings)
     return _scores_of_table(workspace, settings, table, source, store, run=run)
 
@@ -223,10 +223,13 @@ def _scores(
     shown: Mapping[str, Any] | None = None,
     targets: Mapping[str, Any] | None = None,
 ) -> Scores:
-    asked = (source.target_identity if targets is None else targets).get("task")
-    if asked is not None:
-        shown = {**(shown or {}), "task": asked.get("name") or "custom"}
-    shown = {**(shown or {}), "checkpoints": source.num_checkpoints, "proj_dim": _widths(settings.layout)}
+    asked = _name_of_task(source.target_identity if targets is None else targets)
+    shown = {
+        **(shown or {}),
+        **asked,
+        "checkpoints": source.num_checkpoints,
+        "proj_dim": _widths(settings.layout),
+    }
     fields = source.method.to_json()
     return Scores(
         matrix,
@@ -239,6 +242,15 @@ def _scores(
         one_run=one_run,
         errors=errors,
     )
+
+
+def _name_of_task(targets: Any) -> dict[str, str]:
+    """Return the name of the task in the identity of targets; nothing if it is that of the train rows."""
+    task = targets.get("task") if isinstance(targets, Mapping) else None
+    if task is None:
+        return {}
+    name = task.get("name") if isinstance(task, Mapping) else None
+    return {"task": name if isinstance(name, str) and name else "custom"}
 
 
 def _widths(layout: FeatureLayout) -> int | str:
