@@ -123,11 +123,12 @@ def test_scores_do_not_depend_on_the_batch_size_beyond_rounding() -> None:
 def test_checkpoints_can_be_added_and_are_recognised_by_their_weights(tmp_path: Path) -> None:
     made = attributor(tmp_path / "a.zarr")
     first, second, third = states(3)
-    made.featurize(TRAIN, checkpoints=[first, second])
+    assert made.featurize(TRAIN, checkpoints=[first, second]).other_checkpoints == 0
+    assert made.featurize(TRAIN, checkpoints=[third]).other_checkpoints == 2
 
     summary = made.featurize(TRAIN, checkpoints=[third, second, first])
 
-    assert (summary.rows_written, summary.rows_found) == (N, 2 * N)
+    assert (summary.rows_written, summary.rows_found) == (0, 3 * N)
     assert made.score(TARGETS, name="three").settings["checkpoints"] == 3
     two = made.score(TARGETS, name="two", checkpoints=[first, second])
     reference = attributor(None)

@@ -494,7 +494,7 @@ def test_a_report_on_some_rows_shows_the_samples_of_these_rows(
         (["run", "a.yaml", "--from", "b"], "run takes either"),
         (["run", "--from"], "--from has no value. Expected --from VALUE."),
         (["report", "a.zarr", "--out"], "--out has no value. Expected --out VALUE."),
-        (["report"], "report takes either"),
+        (["report"], "report needs the path of a store. Usage: trak-lite report (STORE | --from STORE)"),
         (["run", "no/such.yaml"], "There is no config at no/such.yaml"),
     ],
 )

@@ -285,6 +285,13 @@ def test_other_errors_of_a_dataset_are_raised_as_they_are(error: type[BaseExcept
     )
 
 
+def test_samples_of_other_lengths_name_what_is_missing() -> None:
+    with pytest.raises(RuntimeError, match="equal size") as raised:
+        list(Rows([torch.zeros(2), torch.zeros(3)]).batches([np.arange(2)]))
+
+    assert "a collate function that pads" in raised.value.__notes__[1]
+
+
 @pytest.mark.parametrize("error", [IndexError, KeyError])
 def test_other_errors_in_a_worker_name_the_sample(error: type[BaseException]) -> None:
     rows = Rows(DataLoader(Exhausted(error), num_workers=1))
