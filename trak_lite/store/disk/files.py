@@ -236,13 +236,17 @@ def sync_files(files: Mapping[int, str]) -> None:
     After a failed sync, Linux marks the pages as clean, so a later sync would succeed without writing them. On failure
     this function therefore writes the bytes of the file again, which marks the pages as dirty, and raises.
     """
-    errors = _at_once([functools.partial(os.fsync, fd) for fd in files])
-    for (fd, path), error in zip(files.items(), errors, strict=True):
-        if isinstance(error, OSError):
-            content = map_file(path, os.fstat(fd).st_size)
-            for start in range(0, len(content), len(_ZEROS)):
-                write_all(fd, content[start : start + len(_ZEROS)], start)
-    _raise_first(errors)
+    _raise_first(_at_once([functools.partial(_sync_file, fd, path) for fd, path in files.items()]))
+
+
+def _sync_file(fd: int, path: str) -> None:
+    try:
+        os.fsync(fd)
+    except OSError:
+        content = map_file(path, os.fstat(fd).st_size)
+        for start in range(0, len(content), len(_ZEROS)):
+            write_all(fd, content[start : start + len(_ZEROS)], start)
+        raise
 
 
 def sync_folders(paths: Iterable[str]) -> None:
