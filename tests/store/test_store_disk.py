@@ -4,6 +4,7 @@ import errno
 import itertools
 import os
 import threading
+import time
 
 import numpy as np
 import pytest
@@ -144,6 +145,30 @@ def test_without_fallocate_files_are_filled_with_zeros(path, monkeypatch, code):
     assert table.pending().tolist() == list(range(2, 11))
     store.close()
     finish(path)
+
+
+def test_an_interrupt_waits_for_the_syncs_of_all_files(path, monkeypatch):
+    """Their descriptors are closed afterwards."""
+    _, table = open_for_writing(path)
+    sync, join, synced, interrupts = os.fsync, threading.Thread.join, [], [KeyboardInterrupt()]
+
+    def slow(fd):
+        name = os.readlink(f"/proc/self/fd/{fd}")
+        time.sleep(0.05 if threading.current_thread() is not threading.main_thread() else 0)
+        sync(fd)
+        synced.append(name)
+
+    def interrupted(thread, timeout=None):
+        if interrupts:
+            raise interrupts.pop()
+        join(thread, timeout)
+
+    monkeypatch.setattr(os, "fsync", slow)
+    monkeypatch.setattr(threading.Thread, "join", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        table.put(0, values(range(4)))
+
+    assert sorted(synced) == [staged(path, 0, name) for name in ("features", "q", "w")]
 
 
 @pytest.mark.parametrize("broken", [["features"], ["q"], ["features", "q", "w"]])

@@ -255,7 +255,7 @@ def sync_folders(paths: Iterable[str]) -> None:
 
 
 def _at_once(calls: Sequence[Callable[[], None]]) -> list[BaseException | None]:
-    """Run every call, all but the last in threads of their own; return the error of each."""
+    """Run every call, all but the last in threads of their own; return the error of each, and interrupts meanwhile."""
     errors: list[BaseException | None] = [None] * len(calls)
 
     def run(number: int) -> None:
@@ -267,18 +267,25 @@ def _at_once(calls: Sequence[Callable[[], None]]) -> list[BaseException | None]:
     threads = []
     try:
         for number in range(len(calls)):
-            thread = threading.Thread(target=run, args=(number,), name="trak_lite sync", daemon=True)
-            try:
-                if number + 1 < len(calls):
-                    thread.start()
-                    threads.append(thread)
+            if number + 1 < len(calls):
+                threads.append(
+                    threading.Thread(target=run, args=(number,), name="trak_lite sync", daemon=True)
+                )
+                try:
+                    threads[-1].start()
                     continue
-            except RuntimeError as error:  # the machine has no further thread
-                logger.debug("Syncs one file after the other: %s", error)
+                except RuntimeError as error:  # the machine has no further thread
+                    logger.debug("Syncs one file after the other: %s", error)
             run(number)
     finally:
         for thread in threads:
-            thread.join()
+            while thread.is_alive():
+                try:
+                    thread.join()
+                except (
+                    KeyboardInterrupt
+                ) as error:  # the caller closes the files, which a thread may still read
+                    errors.append(error)
     return errors
 
 
