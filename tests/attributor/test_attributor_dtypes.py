@@ -15,7 +15,7 @@ from torch.utils.data import TensorDataset
 
 from trak_lite import Attributor, Rows
 from trak_lite.errors import ManifestMismatchError, NonFiniteError, PrecisionError
-from trak_lite.methods import GaussNewton
+from trak_lite.methods import GaussNewton, GradDot
 from trak_lite.store import ZarrFeatureStore
 
 N, M, K = 300, 6, 15  # more rows than one block of 256; an odd K leaves half a byte of int4 empty
@@ -201,3 +201,28 @@ def test_rows_that_are_not_finite_are_refused_and_named(tmp_path: Path, dtype: s
     with pytest.raises(NonFiniteError, match=r"\b3\b"):
         made.featurize(with_row(float("inf")))
     assert not (tmp_path / "run.zarr").exists()
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float16"])
+def test_gradients_in_bfloat16_are_rows_without_a_projection(dtype: str) -> None:
+    """NumPy has no bfloat16, in which these features are computed."""
+    torch.manual_seed(0)
+    model = nn.Linear(4, 2).bfloat16()
+    x, y = torch.randn(6, 4).bfloat16(), torch.arange(6) % 2
+    data = TensorDataset(x, y)
+    made = Attributor(
+        model, "image_classification", None, dtype=dtype, projector="none", method="GradDot", store_norms=True
+    )
+
+    made.featurize(Rows(data, batch_size=4))
+    scores = made.score(data, method=GradDot(q="off")).numpy()
+
+    rows = []
+    for sample, label in zip(x, y, strict=True):
+        logits = model(sample[None])[0].float()
+        grads = torch.autograd.grad(logits[label] - logits[1 - label], list(model.parameters()))
+        rows.append(torch.cat([grad.reshape(-1) for grad in grads]).double())
+    expected = torch.stack(rows)
+    products = (expected @ expected.T).numpy()
+    np.testing.assert_allclose(made.gradient_norms()[0], expected.norm(dim=1), rtol=2e-2)
+    np.testing.assert_allclose(scores, products, atol=2e-2 * np.abs(products).max())

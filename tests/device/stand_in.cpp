@@ -414,17 +414,13 @@ TORCH_LIBRARY_IMPL(aten, AutogradPrivateUse1, m) {
 TORCH_LIBRARY_IMPL(_, PrivateUse1, m) { m.fallback(torch::CppFunction::makeFromBoxedFunction<&run>()); }
 TORCH_LIBRARY_IMPL(aten, PrivateUse1, m) {
   add_cells(m);
-  m.impl("empty.memory_format", &empty);
-  m.impl("empty_strided", &empty_strided);
-  // Tangents of forward mode: the CPU's have no memory, and a key in its place that a tensor of the device would lose.
-  m.impl("_efficientzerotensor",
-         [](IntArrayRef size, Optional<at::ScalarType> dtype, Optional<at::Layout> layout, Optional<Device> device,
-            Optional<bool> pin) { return empty(size, dtype, layout, device, pin, {}).zero_(); });
-  m.impl("_copy_from", &copy_from);
-  m.impl("_local_scalar_dense", &item);
-  m.impl("resize_", &resize_);
-  m.impl("set_.source_Storage", &set_storage_);
-  m.impl("set_.source_Storage_storage_offset", &set_);
+  m.impl("empty.memory_format", &empty).impl("empty_strided", &empty_strided);
+  m.impl("_efficientzerotensor", [](IntArrayRef size, Optional<at::ScalarType> dtype, Optional<at::Layout> layout,
+                                    Optional<Device> device, Optional<bool> pin) {
+    return empty(size, dtype, layout, device, pin, {}).zero_();  // tangents of constants; the CPU's have no memory
+  });
+  m.impl("_copy_from", &copy_from).impl("_local_scalar_dense", &item).impl("resize_", &resize_);
+  m.impl("set_.source_Storage", &set_storage_).impl("set_.source_Storage_storage_offset", &set_);
   m.impl("_has_compatible_shallow_copy_type", [](const Tensor&, const Tensor&) { return true; });
   m.impl("record_stream", [](Tensor&, at::Stream) {});
   m.impl("convolution_overrideable", &convolution);

@@ -13,6 +13,7 @@ from torch.utils.data import DataLoader, Subset
 from trak_lite import Attributor, Refine, Rows, TRAKer, named_optimizer_state, token_scores, verify
 from trak_lite.cli import main
 from trak_lite.errors import InvalidInputError
+from trak_lite.featurizing.session import FeaturizingSession
 from trak_lite.methods import CG, EKFAC, TRAK, GaussNewton, GradCos, GradDot, LiSSA, TracIn
 from trak_lite.modelout_functions import QuestionsModelOutput
 
@@ -104,7 +105,10 @@ def test_methods_and_what_is_said_of_scores(device):
     assert_same_on_both(device, run)
 
 
-def test_token_scores(device):
+def test_token_scores(device, monkeypatch):
+    """In forward mode: what is computed per token instead would hide a failure of it."""
+    monkeypatch.setattr(FeaturizingSession, "features", None)
+
     def run(where):
         made, case = attributor("gpt", where, method=PLAIN)
         made.featurize(case.train)

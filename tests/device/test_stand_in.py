@@ -46,4 +46,4 @@ def test_a_machine_without_a_compiler_says_so(monkeypatch):
 
 
 def test_the_stand_in_stays_small():
-    assert len(stand_in.SOURCE.read_text().splitlines()) <= 455
+    assert len(stand_in.SOURCE.read_text().splitlines()) <= 450

@@ -240,6 +240,25 @@ class BackwardOnly(LanguageModel):
         return _Doubled.apply(super().forward(input_ids))
 
 
+class SometimesBackwardOnly(LanguageModel):
+    """Has no forward mode for rows of more than four tokens."""
+
+    def forward(self, input_ids: Tensor) -> Tensor:
+        logits = super().forward(input_ids)
+        return _Doubled.apply(logits) if input_ids.shape[1] > 4 else logits
+
+
+class Half(LanguageModel):
+    """Has weights in float16."""
+
+    def __init__(self, seed: int = 0) -> None:
+        super().__init__(seed)
+        self.half()
+
+    def forward(self, input_ids: Tensor) -> Tensor:
+        return super().forward(input_ids).float()
+
+
 class Loops(Exception):
     """A gradient per token is computed."""
 
@@ -306,3 +325,36 @@ def test_a_model_without_forward_mode_gets_a_gradient_per_token(monkeypatch: pyt
     monkeypatch.setattr("trak_lite.featurizing.session.FeaturizingSession.features", _refuse)
     with pytest.raises(Loops):
         token_scores(scores, TRAIN, [1])
+
+
+def test_a_model_without_forward_mode_for_some_rows_gets_a_gradient_per_token() -> None:
+    rows = [
+        (torch.arange(length) % VOCABULARY, torch.arange(length) % VOCABULARY) for length in (4, LENGTH, 3)
+    ]
+    made = Attributor(SometimesBackwardOnly(), "causal_language_modeling", None, proj_dim=64, dtype="float32")
+    train = Rows(rows, batch_size=1)
+    made.featurize(train)
+    scores = made.score(TARGETS)
+
+    found = token_scores(scores, train, range(3))
+
+    summed = np.stack([found[row].sum(0) for row in range(3)])
+    np.testing.assert_allclose(summed, scores.numpy(), rtol=1e-3, atol=1e-5 * np.abs(scores.numpy()).max())
+
+
+def test_small_targets_reach_the_tokens_of_a_model_in_float16() -> None:
+    """The preconditioned targets are about 1e-8, which float16 rounds to zero."""
+    made = Attributor(
+        Half(), "causal_language_modeling", None, proj_dim=64, dtype="float32", method=TRAK(damping=1e8)
+    )
+    made.featurize(TRAIN)
+    scores = made.score(TARGETS)
+
+    found = token_scores(scores, TRAIN, range(N))
+
+    summed = np.stack([found[row].sum(0) for row in range(N)])
+    np.testing.assert_allclose(summed, scores.numpy(), rtol=1e-2, atol=5e-3 * np.abs(scores.numpy()).max())
+
+
+def test_no_targets_give_no_columns(plain: Attributor) -> None:
+    assert token_scores(plain.score(TARGETS), TRAIN, [1], targets=[])[1].shape == (LENGTH, 0)

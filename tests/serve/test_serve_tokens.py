@@ -18,8 +18,11 @@ pytest.importorskip("uvicorn", reason="uvicorn is not installed: pip install '.[
 from cli_cases import write_case
 from serve_cases import Client, finished_run, pages_in, served
 
-from trak_lite import cli
-from trak_lite.cli.recipes import load_recipe
+from trak_lite import Attributor, cli
+from trak_lite.cli.configs import read_config
+from trak_lite.cli.recipes import SECTION, load_recipe
+from trak_lite.cli.records import RunRecord, last_record
+from trak_lite.cli.serving import pages_of, serve
 from trak_lite.run.tables import featurized_names
 from trak_lite.serve.live import ASKED
 from trak_lite.serve.pages import Pages
@@ -263,3 +266,98 @@ def test_only_the_newest_texts_stay_in_the_store(ran: Path, tmp_path: Path) -> N
             for path in store.table_names("targets")
             if path.split("/")[1] not in ("held-out", name(texts[4]))
         ]
+
+
+def test_targets_of_the_user_under_a_similar_name_stay(ran: Path, tmp_path: Path) -> None:
+    shutil.copytree(ran, tmp_path / "copy")
+    folder = tmp_path / "copy"
+    recipe = load_recipe(folder / "recipe.py")
+    mine = Attributor.open(folder / "run.zarr", recipe.call("build_model", {}), progress=False)
+    name = f"{ASKED}by-hand"
+    mine.score(recipe.call("target_data", {}), name, checkpoints=str(ran / "trained"))
+    pages = pages_for(folder, 1)
+
+    for text in ("1 2 3 4 5 6", "6 5 4 3 2 1"):
+        pages.ask({"text": text})
+
+    assert set(asked_names(folder)) == {name, pages.live.name("6 5 4 3 2 1")}
+    assert mine.scores(name).shape == (len(INDICES), 3)
+
+
+def test_a_text_that_another_server_removed_can_be_scored_again(ran: Path, tmp_path: Path) -> None:
+    shutil.copytree(ran, tmp_path / "copy")
+    here, other = (pages_for(tmp_path / "copy", 1) for _ in range(2))
+    params = {"text": "1 2 3 4 5 6", "tokens": "1"}
+    here.ask(params)
+    before = shown(here.start(params))
+
+    other.ask({"text": "6 5 4 3 2 1"})
+
+    assert "was not scored yet" in here.start(params)
+    here.ask(params)
+    assert shown(here.start(params)) == before
+
+
+def test_other_arguments_of_the_recipe_are_other_texts(tmp_path: Path) -> None:
+    recipe = RECIPE.replace("def sample(text):", "def sample(text, shift: int = 0):").replace(
+        "int(token) for", "(int(token) + shift) % 7 for"
+    )
+    assert cli.main(["run", write_case(tmp_path, recipe=recipe, config=CONFIG)]) == 0
+    plain = pages_in(tmp_path)
+    record = last_record(str(tmp_path / "run.zarr"))
+    assert isinstance(record, RunRecord)
+    options = [("recipe", str(tmp_path / "recipe.py")), (f"{SECTION}.shift", "1")]
+    shifted = pages_of(read_config(record, options, runs=False))
+
+    plain.ask({"text": "1 2 3 4 5 6"})
+    plain.ask({"text": "2 3 4 5 6 0"})
+
+    assert "was not scored yet" in shifted.start({"text": "1 2 3 4 5 6"})
+    shifted.ask({"text": "1 2 3 4 5 6"})
+    assert shown(shifted.start({"text": "1 2 3 4 5 6"})) == shown(plain.start({"text": "2 3 4 5 6 0"}))
+
+
+def test_texts_are_prepared_beside_targets_of_another_task(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The samples of the targets are not those of the train rows' task."""
+    recipe = RECIPE.replace(
+        "def forward(self, ids):",
+        "def forward(self, ids=None, input_ids=None):\n        ids = ids if input_ids is None else input_ids",
+    ).replace(
+        "    return data(3, 1)",
+        """    ids = data(3, 1).tensors[0]
+    names = ("chosen_input_ids", "chosen_labels", "rejected_input_ids", "rejected_labels")
+    return [dict(zip(names, (row, row, (row + 1) % 7, (row + 1) % 7))) for row in ids]""",
+    )
+    config = f"{CONFIG}  task: answer_difference\n"
+    assert cli.main(["run", write_case(tmp_path, recipe=recipe, config=config)]) == 0
+    pages = pages_in(tmp_path)
+
+    pages.warm(Event())
+
+    def refuse(*_: object, **__: object) -> None:
+        raise AssertionError("computed again")
+
+    monkeypatch.setattr("trak_lite.gradient_computers.hooks.computer.make_plan", refuse)
+    pages.ask({"text": "1 2 3 4 5 6"})
+    assert "or were scored with another task" in pages.start({"target": "1"})
+    monkeypatch.setattr("trak_lite.scoring.scores.Scores.self_influence", refuse)
+    assert "self-influence" in pages.review({})
+
+
+def test_the_preparation_ends_with_a_server_that_fails(ran: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    class Failing:
+        def run(self, sockets: object) -> None:
+            raise SystemExit(3)
+
+    stops: list[bool] = []
+    monkeypatch.setattr(Pages, "warm", lambda pages, stopped: stops.append(stopped.wait(30)))
+    monkeypatch.setattr("trak_lite.serve.server.server", lambda app: Failing())
+    record = last_record(str(ran / "run.zarr"))
+    assert isinstance(record, RunRecord)
+
+    with pytest.raises(SystemExit):
+        list(serve(read_config(record, [], runs=False), "0"))
+
+    assert stops == [True]

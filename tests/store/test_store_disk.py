@@ -4,6 +4,7 @@ import errno
 import itertools
 import os
 import threading
+import time
 
 import numpy as np
 import pytest
@@ -25,6 +26,7 @@ from store_cases import (
 
 from trak_lite.errors import ReadOnlyStoreError, StateError, StoreError, StoreFullError
 from trak_lite.store import ZarrFeatureStore
+from trak_lite.store.disk import files
 from trak_lite.store.disk.files import named_errors
 
 pytestmark = pytest.mark.quick
@@ -145,26 +147,79 @@ def test_without_fallocate_files_are_filled_with_zeros(path, monkeypatch, code):
     finish(path)
 
 
+def test_an_interrupt_waits_for_the_syncs_of_all_files(path, monkeypatch):
+    """Their descriptors are closed afterwards."""
+    _, table = open_for_writing(path)
+    sync, join, synced, interrupts = os.fsync, threading.Thread.join, [], [KeyboardInterrupt()]
+
+    def slow(fd):
+        name = os.readlink(f"/proc/self/fd/{fd}")
+        time.sleep(0.05 if threading.current_thread() is not threading.main_thread() else 0)
+        sync(fd)
+        synced.append(name)
+
+    def interrupted(thread, timeout=None):
+        if interrupts:
+            raise interrupts.pop()
+        join(thread, timeout)
+
+    monkeypatch.setattr(os, "fsync", slow)
+    monkeypatch.setattr(threading.Thread, "join", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        table.put(0, values(range(4)))
+
+    assert sorted(synced) == [staged(path, 0, name) for name in ("features", "q", "w")]
+
+
 @pytest.mark.parametrize("broken", [["features"], ["q"], ["features", "q", "w"]])
 def test_bytes_whose_sync_failed_are_written_again(path, monkeypatch, broken):
     """Otherwise a second sync succeeds without writing anything."""
     _, table = open_for_writing(path)
-    written, real, sync = [], os.pwrite, os.fsync
-
-    def failing(fd):
-        if os.readlink(f"/proc/self/fd/{fd}") in [staged(path, 0, name) for name in broken]:
-            written.clear()
-            raise OSError(errno.EIO, "broken")
-        sync(fd)
-
-    monkeypatch.setattr(os, "fsync", failing)
-    monkeypatch.setattr(
-        os, "pwrite", lambda fd, data, at: written.append((at, bytes(data))) or real(fd, data, at)
-    )
+    written = written_after_failed_syncs(path, monkeypatch, broken)
     with pytest.raises(StoreError, match="broken"):
         table.put(0, values(range(4)))
 
-    assert written == [(0, values(range(4))[name].tobytes()) for name in broken]
+    assert written == {staged(path, 0, name): [(0, values(range(4))[name].tobytes())] for name in broken}
+
+
+def test_bytes_are_written_again_beside_a_file_that_cannot_be(path, monkeypatch):
+    _, table = open_for_writing(path)
+    written = written_after_failed_syncs(path, monkeypatch, ["features", "q", "w"])
+    mapped = files.map_file
+
+    def unreadable(name, size, **how):
+        if name == staged(path, 0, "features"):
+            raise OSError(errno.EIO, "unreadable")
+        return mapped(name, size, **how)
+
+    monkeypatch.setattr(files, "map_file", unreadable)
+    with pytest.raises(StoreError, match="unreadable"):
+        table.put(0, values(range(4)))
+
+    for name in ("q", "w"):
+        assert written[staged(path, 0, name)] == [(0, values(range(4))[name].tobytes())]
+
+
+def written_after_failed_syncs(path, monkeypatch, broken):
+    """Let syncs of these columns fail; return the list of what is written to each file afterwards."""
+    written, real, sync = {}, os.pwrite, os.fsync
+
+    def failing(fd):
+        name = os.readlink(f"/proc/self/fd/{fd}")
+        if name in [staged(path, 0, column) for column in broken]:
+            written[name] = []
+            raise OSError(errno.EIO, "broken")
+        sync(fd)
+
+    def record(fd, data, at):
+        name = os.readlink(f"/proc/self/fd/{fd}")
+        if name in written:
+            written[name].append((at, bytes(data)))
+        return real(fd, data, at)
+
+    monkeypatch.setattr(os, "fsync", failing)
+    monkeypatch.setattr(os, "pwrite", record)
+    return written
 
 
 def test_a_chunk_is_synced_without_a_further_thread(path, monkeypatch):

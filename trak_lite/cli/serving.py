@@ -60,10 +60,12 @@ def serve(config: RunConfig, port: str | None) -> Iterator[str]:
         stopped = Event()
         preparing = Thread(target=pages.warm, args=[stopped], daemon=True)
         preparing.start()
-        with contextlib.suppress(KeyboardInterrupt):  # the way to end it; running requests have finished
-            server(application(pages)).run(sockets=[listening])
-        stopped.set()
-        preparing.join()
+        try:
+            with contextlib.suppress(KeyboardInterrupt):  # the way to end it; running requests have finished
+                server(application(pages)).run(sockets=[listening])
+        finally:
+            stopped.set()
+            preparing.join()
 
 
 def pages_of(config: RunConfig) -> Pages:
@@ -111,7 +113,7 @@ def pages_of(config: RunConfig) -> Pages:
             store=store,
             # Scores of one process share kernels, so they have one method. A text has no scores of a matrix method.
             method=None if isinstance(chosen, AbstractMatrixMethod) else method,
-            salt=recipe.digest,
+            salt=Manifest({"recipe": recipe.digest, "arguments": dict(arguments)}).digest(),
             sample=recipe.bound("sample", arguments),
             predict=recipe.bound("predict", arguments),
             tokens=recipe.bound("tokens", arguments),

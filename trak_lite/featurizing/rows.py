@@ -486,7 +486,8 @@ def _in_storage_dtype(features: Tensor, spec: TableSpec) -> tuple[Tensor, Tensor
     if stored.dtype == features.dtype:
         nothing = features.new_zeros(len(features))
         return stored, nothing, nothing
-    norm, error = _norms(features), _norms(stored.to(features.dtype) - features)
+    wide = features.to(torch.promote_types(features.dtype, torch.float32))  # NumPy has no bfloat16
+    norm, error = _norms(wide), _norms(stored.to(wide.dtype) - wide)
     smallest = _NEXT_TO_NOTHING * norm.nanmedian()
     return stored, norm, error / norm.clamp(min=smallest).clamp(min=torch.finfo(norm.dtype).tiny)
 

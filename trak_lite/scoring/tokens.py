@@ -13,6 +13,7 @@ Shapes: T positions of a row, n predicted tokens, K feature width, m targets.
 from __future__ import annotations
 
 import logging
+import math
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -145,8 +146,8 @@ class _Directions:
     def __init__(self, settings: AttributorSettings) -> None:
         """Store the settings."""
         self._settings = settings
-        self._is_supported: bool | None = None
-        """Whether the model supports forward-mode differentiation; ``None`` before the first row."""
+        self._is_supported = True
+        """Whether the model supports forward-mode differentiation, as far as its passes have shown."""
 
     def derivatives(
         self, model: nn.Module, batches: Sequence[Batch], targets: Tensor, model_id: int
@@ -162,7 +163,7 @@ class _Directions:
         Returns:
             One array per batch; ``None`` if the projector or the model does not support it.
         """
-        if self._is_supported is False or not batches or is_sharded(model):
+        if not (self._is_supported and batches and len(targets)) or is_sharded(model):
             return None
         columns: list[list[NDArray[np.float64]]] = [[] for _ in batches]
         for target in range(len(targets)):  # one at a time: a direction is as large as the model
@@ -193,15 +194,15 @@ class _Directions:
         def terms(changed: dict[str, Tensor]) -> Tensor:
             return task.position_outputs(ModelCall(model, {**constants, **changed}, buffers), moved)
 
-        vector = {name: direction[name].to(value) for name, value in values.items()}
+        # In units of the weights: preconditioned targets may be too small for float16.
+        unit = _unit(values, direction)
+        vector = {name: (direction[name] / unit).to(value) for name, value in values.items()}
         try:
             # The other kernels of attention have no forward mode.
             with torch.no_grad(), full_float32(device), sdpa_kernel(SDPBackend.MATH), _quiet_forward_mode():
                 found: Tensor = jvp(terms, (values,), (vector,))[1]
-        except (RuntimeError, NotImplementedError) as error:
+        except RuntimeError as error:
             refuse_machine_failure(error)
-            if self._is_supported:
-                raise
             self._is_supported = False
             logger.info(
                 "%s has an operation without forward-mode differentiation (%.200s): the gradient of every token is "
@@ -210,8 +211,16 @@ class _Directions:
                 error,
             )
             return None
-        self._is_supported = True
-        return in_float64(found).cpu().numpy()
+        return in_float64(found).cpu().numpy() * unit
+
+
+def _unit(weights: Mapping[str, Tensor], direction: Mapping[str, Tensor]) -> float:
+    """Return the length of a direction relative to that of the weights, as a power of 2, so that no bits change."""
+    of_weights, length = (
+        float(torch.stack([part.float().norm() for part in parts]).norm())
+        for parts in (weights.values(), direction.values())
+    )
+    return 2.0 ** math.frexp(length / (of_weights or 1.0))[1] if 0 < length < math.inf else 1.0
 
 
 @contextmanager

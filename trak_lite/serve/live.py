@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import logging
+import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Final, final
 
@@ -69,7 +70,7 @@ class LiveModel:
             targets: The stored targets of the recipe.
             store: The open store, which is read here only.
             method: The method of the scores of texts, with features of its targets; ``None`` is the attributor's.
-            salt: Digest of the recipe; it is part of the name of a text that is scored.
+            salt: Digest of the recipe and its arguments; it is part of the name of a text that is scored.
             sample: Returns the sample of a text, as the target data have them; ``None`` if texts cannot be scored.
             predict: Returns the output of the model for a sample, as a render does; ``None`` shows f only.
             tokens: Returns the texts of the tokens of a train row, one per label.
@@ -191,6 +192,10 @@ class LiveModel:
         run = scores.run
         run.computers = {} if run.computers is None else run.computers
 
+    def is_stored(self, name: str) -> bool:
+        """Return whether the store has a target set; another process may have removed it."""
+        return name in self._stored_names()
+
     def use(self, name: str) -> None:
         """Record that a text was shown, so that it is dropped after the ones that were not."""
         self._used.pop(name, None)
@@ -202,7 +207,8 @@ class LiveModel:
         Those that this process has not shown are removed first, then those that it has shown the longest ago. A text
         that another process is scoring remains.
         """
-        names = [name for name in self._stored_names() if name.startswith(ASKED)]
+        # A user may score targets under a name of their own that starts like these.
+        names = [name for name in self._stored_names() if re.fullmatch(f"{ASKED}[0-9a-f]{{32}}", name)]
         recent = {name: place for place, name in enumerate(self._used)}
         oldest = sorted(names, key=lambda name: (recent.get(name, -1), name))
         gone = []
@@ -235,7 +241,9 @@ class LiveModel:
         """
         run = scores.run
         self._hold_computers(scores)
-        (first, batch), *_ = self.targets.batches([np.zeros(1, np.int64)])
+        # Texts are samples of the train rows' task, which targets of another task are not.
+        rows = self._train if "task" in scores.settings else self.targets
+        (first, batch), *_ = rows.batches([np.zeros(1, np.int64)])
         with run.session() as session:
             digests = list(complete_tables(session.store, None))
         for digest in digests:
@@ -244,7 +252,7 @@ class LiveModel:
                 model_id = int(tables[digest].spec.fingerprint["model_id"])
 
                 def plan(_: str, session: FeaturizingSession = session, model_id: int = model_id) -> None:
-                    session.features(batch, first, model_id=model_id, what=self.targets.what)
+                    session.features(batch, first, model_id=model_id, what=rows.what)
 
                 session.visit(tables, plan, purpose="to score texts")
             yield

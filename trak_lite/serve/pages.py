@@ -248,6 +248,8 @@ class Pages:
         """Return the page of a text; the text must have been scored by a POST, because this writes to the store."""
         text, live = _text(params), self._live()
         name = live.name(text)
+        if self.sets.held(name) is not None and not live.is_stored(name):
+            self.sets.forget(name)  # another process has removed it
         if self.sets.held(name) is None:
             scores = live.asked(text)
             if scores is not None:

@@ -236,13 +236,17 @@ def sync_files(files: Mapping[int, str]) -> None:
     After a failed sync, Linux marks the pages as clean, so a later sync would succeed without writing them. On failure
     this function therefore writes the bytes of the file again, which marks the pages as dirty, and raises.
     """
-    errors = _at_once([functools.partial(os.fsync, fd) for fd in files])
-    for (fd, path), error in zip(files.items(), errors, strict=True):
-        if isinstance(error, OSError):
-            content = map_file(path, os.fstat(fd).st_size)
-            for start in range(0, len(content), len(_ZEROS)):
-                write_all(fd, content[start : start + len(_ZEROS)], start)
-    _raise_first(errors)
+    _raise_first(_at_once([functools.partial(_sync_file, fd, path) for fd, path in files.items()]))
+
+
+def _sync_file(fd: int, path: str) -> None:
+    try:
+        os.fsync(fd)
+    except OSError:
+        content = map_file(path, os.fstat(fd).st_size)
+        for start in range(0, len(content), len(_ZEROS)):
+            write_all(fd, content[start : start + len(_ZEROS)], start)
+        raise
 
 
 def sync_folders(paths: Iterable[str]) -> None:
@@ -251,7 +255,7 @@ def sync_folders(paths: Iterable[str]) -> None:
 
 
 def _at_once(calls: Sequence[Callable[[], None]]) -> list[BaseException | None]:
-    """Run every call, all but the last in threads of their own; return the error of each."""
+    """Run every call, all but the last in threads of their own; return the error of each, and interrupts meanwhile."""
     errors: list[BaseException | None] = [None] * len(calls)
 
     def run(number: int) -> None:
@@ -263,18 +267,25 @@ def _at_once(calls: Sequence[Callable[[], None]]) -> list[BaseException | None]:
     threads = []
     try:
         for number in range(len(calls)):
-            thread = threading.Thread(target=run, args=(number,), name="trak_lite sync", daemon=True)
-            try:
-                if number + 1 < len(calls):
-                    thread.start()
-                    threads.append(thread)
+            if number + 1 < len(calls):
+                threads.append(
+                    threading.Thread(target=run, args=(number,), name="trak_lite sync", daemon=True)
+                )
+                try:
+                    threads[-1].start()
                     continue
-            except RuntimeError as error:  # the machine has no further thread
-                logger.debug("Syncs one file after the other: %s", error)
+                except RuntimeError as error:  # the machine has no further thread
+                    logger.debug("Syncs one file after the other: %s", error)
             run(number)
     finally:
         for thread in threads:
-            thread.join()
+            while thread.is_alive():
+                try:
+                    thread.join()
+                except (
+                    KeyboardInterrupt
+                ) as error:  # the caller closes the files, which a thread may still read
+                    errors.append(error)
     return errors
 
 
