@@ -167,7 +167,7 @@ def mean_lower_bound(values: NDArray[np.float64], doubt: float) -> float:
         >>> round(mean_lower_bound(np.ones(100), 0.05), 4), 0.05 ** (1 / 100)
         (0.9705, 0.9704869503929601)
         >>> round(mean_lower_bound(np.repeat([0.9, 1.0], 50), 0.05), 4)
-        0.8674
+        0.8785
     """
     if not len(values):
         return 0.0

@@ -25,6 +25,8 @@ __all__ = [
 
 FORMAT = 3
 """Version of the layout on disk; stores of other versions are rejected."""
+_SHOWN = 100
+"""Characters of a value in a message."""
 _MOST_NAMED = 50
 """Maximum number of differing keys in a message, because another model differs in every parameter."""
 
@@ -158,13 +160,13 @@ def _flatten(value: Any, prefix: str = "") -> dict[str, Any]:
 
 
 def _change(key: str, there: Any, here: Any) -> str:
-    """Return the text for a differing key; of two lists only the entries from the first difference on.
+    """Return the text for a differing key; of two long lists only the entries from the first difference on.
 
     Example:
-        >>> _change("checkpoints", ["a", "b"], ["a", "b", "c"])
-        "checkpoints has 2 entries there, 3 here; the first 2 are equal, then nothing there, ['c'] here"
+        >>> _change("checkpoints", ["a" * 64, "b"], ["a" * 64, "b", "c" * 64])[:79]
+        'checkpoints has 2 entries there, 3 here; the first 2 are equal, then nothing th'
     """
-    if not (isinstance(there, list) and isinstance(here, list)):
+    if not (isinstance(there, list) and isinstance(here, list)) or len(repr(there) + repr(here)) <= _SHOWN:
         return f"{key} is {_short(there)} there, {_short(here)} here"
     pairs = zip(there, here, strict=False)
     equal = next((i for i, (one, other) in enumerate(pairs) if one != other), min(len(there), len(here)))
@@ -175,4 +177,4 @@ def _change(key: str, there: Any, here: Any) -> str:
 
 def _short(value: Any) -> str:
     text = repr(value)
-    return text if len(text) <= 100 else f"{text[:97]}..."
+    return text if len(text) <= _SHOWN else f"{text[: _SHOWN - 3]}..."

@@ -305,7 +305,7 @@ class StoreTests(QuantisedRowTests):
         [
             (TableSpec(12, _SPEC.columns, 4, _SPEC.fingerprint), "num_rows is 11 there, 12 here"),
             (TableSpec(11, _SPEC.columns, 8, _SPEC.fingerprint), "chunk_rows is 4 there, 8 here"),
-            (TableSpec(11, _SPEC.columns[:1], 4, _SPEC.fingerprint), "columns is"),
+            (TableSpec(11, _SPEC.columns[:1], 4, _SPEC.fingerprint), "columns has 2 entries there, 1 here"),
             (TableSpec(11, _SPEC.columns, 4, {"checkpoint": "abd"}), "checkpoint is 'abc' there, 'abd' here"),
         ],
     )
