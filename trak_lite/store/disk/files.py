@@ -44,12 +44,12 @@ __all__ = [
     "zeros",
 ]
 
+logger = logging.getLogger(__name__)
+
 _FULL = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
 _READ_ONLY = {errno.EROFS, errno.EACCES, errno.EPERM}
 _NO_PLAIN_FILE = {errno.EISDIR, errno.ENOTDIR, errno.ENXIO}
 _NOT_SUPPORTED = {errno.EOPNOTSUPP, errno.EINVAL, errno.ENOSYS}
-logger = logging.getLogger(__name__)
-
 _ZEROS = bytes(1 << 20)
 
 
@@ -282,9 +282,8 @@ def _at_once(calls: Sequence[Callable[[], None]]) -> list[BaseException | None]:
             while thread.is_alive():
                 try:
                     thread.join()
-                except (
-                    KeyboardInterrupt
-                ) as error:  # the caller closes the files, which a thread may still read
+                except KeyboardInterrupt as error:
+                    # The caller closes the files, which a thread may still sync.
                     errors.append(error)
     return errors
 
