@@ -10,6 +10,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -85,6 +86,10 @@ class Page:
         self._loaded = False
         self.call("Page.navigate", url=place if isinstance(place, str) else place.resolve().as_uri())
         self.loaded()
+        while (
+            self.run("document.readyState") != "complete"
+        ):  # the event may have been that of the page before
+            time.sleep(0.01)
 
     def loaded(self) -> None:
         """Wait for the end of a navigation that has begun since :meth:`open`, or since the last call."""

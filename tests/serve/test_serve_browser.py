@@ -80,7 +80,7 @@ def test_the_pages_load_nothing_else_and_run_no_text(page: Page, url: str) -> No
         assert [said for said in page.complaints if "Failed to load resource" not in said] == []
         assert page.run("document.title") != "owned"
     page.open(f"{url}/?target=1")
-    assert page.run("document.querySelector('.target .text').innerText") == HOSTILE
+    assert page.run("document.querySelector('.target .text').textContent") == HOSTILE
 
 
 @pytest.mark.parametrize("dark", [False, True])
