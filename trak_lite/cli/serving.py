@@ -77,9 +77,8 @@ def pages_of(config: RunConfig) -> Pages:
         CheckpointError: If the recipe's model or its checkpoints are not those of the store.
     """
     place = config.path
-    title = PurePosixPath(
-        str(place)
-    ).name  # a path would name folders and users of this machine on every page
+    # A path would name folders and users of this machine on every page.
+    title = PurePosixPath(str(place)).name
     with open_store(place) as store:
         manifest, columns = store.manifest, stored_columns(store)
     marks = MarksFile(beside(config, ".marks.json", "marks.json"), manifest.fingerprint.get("dataset", {}))
